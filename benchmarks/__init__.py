@@ -1,0 +1,5 @@
+"""Measures torchreplay beside its peers in one run: ``python -m benchmarks``.
+
+Every line of the table is measured by alternating short rounds between the candidates, so that a noisy machine slows
+all of them alike; what is compared are ratios within a round. See ``docs/benchmarks.md`` for what each line means.
+"""

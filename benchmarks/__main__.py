@@ -1,0 +1,55 @@
+"""Command line: ``python -m benchmarks [--quick] [--only NAME ...] [--json PATH]``."""
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from benchmarks.cases import CASES
+from benchmarks.line import Line
+from benchmarks.machine import describe
+from benchmarks.plan import FULL, QUICK
+from benchmarks.report import as_json, row, section_header, write_json
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the chosen cases, prints the table as it grows and writes the JSON file."""
+    options = _parser().parse_args(arguments)
+    plan = QUICK if options.quick else FULL
+    print(", ".join(f"{key} {value}" for key, value in describe().items()))
+    print("medians with 10th-90th percentiles over interleaved rounds; advantage: torchreplay over each other column")
+    start = time.perf_counter()
+    lines = [line for name in options.only or CASES for line in _printed(CASES[name](plan))]
+    elapsed = time.perf_counter() - start
+    write_json(options.json, as_json(lines, plan, elapsed))
+    print(f"\n{elapsed:.0f} s; every round is in {options.json}")
+    return 0
+
+
+def _printed(lines: Iterator[Line]) -> Iterator[Line]:
+    """Passes lines on, printing each as soon as it is there."""
+    columns: list[str] = []
+    for line in lines:
+        if not columns or any(name not in columns for name in line.samples):
+            columns = list(line.samples)
+            print(section_header(line.section, columns))
+        print(row(line, columns), flush=True)
+        if line.note:
+            print(f"  {line.note}")
+        yield line
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument(
+        "--quick", action="store_true", help="smaller buffers and short rounds: a check, not a measurement"
+    )
+    parser.add_argument("--only", nargs="+", choices=list(CASES), metavar="NAME", help=f"of {', '.join(CASES)}")
+    parser.add_argument(
+        "--json", type=Path, default=Path("build/benchmarks.json"), help="where the figures go (default: %(default)s)"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,28 @@
+"""What torchreplay sets out to reach, by section and line.
+
+Absolute figures are for two cores of a shared machine and say what to aim at; ratios are what counts, because they are
+taken within one run.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from benchmarks.line import Aim
+
+AIMS: Mapping[tuple[str, str], Sequence[Aim]] = {
+    ("small", "append one row"): (Aim(0.4), Aim(30, over="cpprb")),
+    ("small", "extend by 50 rows"): (Aim(3.0), Aim(5, over="cpprb")),
+    ("small", "sample 256"): (Aim(25.0),),
+    ("small", "update 256"): (Aim(6.0),),
+    ("small", "sample + update 512"): (Aim(10, over="cpprb"),),
+    ("tree", "sample 256 of 1,000,000"): (Aim(12.0),),
+    ("tree", "update 256 of 1,000,000"): (Aim(9.0),),
+    ("contest", "batches, chunks of 64"): (Aim(10, over="cpprb"),),
+    ("contest", "rows, chunks of 64"): (Aim(5, over="cpprb"),),
+    ("gather", "fraction of memcpy"): (Aim(0.85),),
+    ("loader", "overhead over a no-op dataset"): (Aim(15.0),),
+}
+
+
+def aims_of(section: str, name: str) -> Sequence[Aim]:
+    """Returns the aims of a line; none for most."""
+    return AIMS.get((section, name), ())

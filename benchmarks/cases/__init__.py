@@ -1,0 +1,20 @@
+"""The cases: each module measures one thing and yields its lines."""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+from benchmarks.cases.contest import measure_contest
+from benchmarks.cases.memory import measure_memory
+from benchmarks.cases.rows import measure_rows
+from benchmarks.line import Line
+from benchmarks.plan import Plan
+from benchmarks.workload import WORKLOADS
+
+Case = Callable[[Plan], Iterator[Line]]
+
+CASES: Mapping[str, Case] = {
+    **{workload.name: partial(measure_rows, workload) for workload in WORKLOADS},
+    "contest": measure_contest,
+    "memory": measure_memory,
+}
+"""Every case by the name that ``--only`` takes, which is also the section of its lines."""

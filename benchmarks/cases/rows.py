@@ -1,0 +1,137 @@
+"""Writing, sampling and feedback on a full buffer, for one kind of row."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle, islice
+
+from benchmarks.line import Line
+from benchmarks.machine import require_memory
+from benchmarks.peers import Peer
+from benchmarks.peers.registry import make_peers
+from benchmarks.plan import Plan
+from benchmarks.timing import Candidate, interleave
+from benchmarks.workload import Row, Rows, Workload
+
+MICROSECONDS = 1e6
+LANES = 50
+POOL = 64
+"""Prepared rows, chunks or batches that a loop cycles through, so that it does not write the same cache lines again."""
+KEPT_BYTES = 128 << 20
+"""Memory that the kept batches of one peer may take."""
+
+
+def measure_rows(workload: Workload, plan: Plan) -> Iterator[Line]:
+    """Yields the lines of one kind of row; the buffers are filled to capacity first."""
+    peers = _filled_peers(workload, plan)
+    try:
+        for name, make in _operations(workload).items():
+            candidates = [candidate for peer in peers if (candidate := make(peer)) is not None]
+            seconds = interleave(candidates, plan)
+            samples = {peer: [value * MICROSECONDS for value in values] for peer, values in seconds.items()}
+            yield Line(workload.name, name, "us", samples)
+    finally:
+        for peer in peers:
+            peer.close()
+
+
+def _filled_peers(workload: Workload, plan: Plan) -> list[Peer]:
+    capacity = plan.capacity(workload.capacity)
+    peers = []
+    for make in make_peers(workload, capacity):
+        require_memory(capacity * workload.row_bytes, f"{workload.name} rows of one buffer")
+        peer = make()
+        peer.fill()
+        peers.append(peer)
+    return peers
+
+
+def _operations(workload: Workload) -> dict[str, Callable[[Peer], Candidate | None]]:
+    """Returns for each line the function that makes a peer's loop, or None where the peer lacks the operation."""
+    single = workload.single_rows(POOL)
+    chunks = [workload.rows(LANES, seed) for seed in range(8)]
+    kept = max(4, min(POOL, KEPT_BYTES // (256 * workload.row_bytes)))
+    return {
+        "append one row": lambda peer: _append(peer, single),
+        f"extend by {LANES} rows": lambda peer: _extend(peer, chunks),
+        "sample 256": lambda peer: _sample(peer, 256),
+        "update 256": lambda peer: _update(peer, 256, kept),
+        "sample + update 256": lambda peer: _sample_and_update(peer, 256),
+        "sample + update 512": lambda peer: _sample_and_update(peer, 512),
+        "8 appends + sample + update 256": lambda peer: _training_step(peer, single),
+    }
+
+
+def _append(peer: Peer, rows: Sequence[Row]) -> Candidate | None:
+    append = peer.append
+    if append is None:
+        return None
+
+    def run(n: int) -> None:
+        for _ in range(n):
+            for obs, action, reward, next_obs, done in rows:
+                append(obs=obs, action=action, reward=reward, next_obs=next_obs, done=done)
+
+    return Candidate(peer.name, run, calls=len(rows))
+
+
+def _extend(peer: Peer, chunks: Sequence[Rows]) -> Candidate | None:
+    extend = peer.extend
+    if extend is None:
+        return None
+
+    def run(n: int) -> None:
+        for rows in islice(cycle(chunks), n):
+            extend(**rows)
+
+    return Candidate(peer.name, run)
+
+
+def _sample(peer: Peer, batch_size: int) -> Candidate:
+    sample = peer.sample
+
+    def run(n: int) -> None:
+        for _ in range(n):
+            sample(batch_size)
+
+    return Candidate(peer.name, run)
+
+
+def _update(peer: Peer, batch_size: int, batches: int) -> Candidate | None:
+    if not peer.prioritized:
+        return None
+    update = peer.update
+    pool = [(peer.keep(batch_size), peer.td(batch_size, seed)) for seed in range(batches)]
+
+    def run(n: int) -> None:
+        for batch, td in islice(cycle(pool), n):
+            update(batch, td)
+
+    return Candidate(peer.name, run)
+
+
+def _sample_and_update(peer: Peer, batch_size: int) -> Candidate | None:
+    if not peer.prioritized:
+        return None
+    sample, update = peer.sample, peer.update
+    pool = [peer.td(batch_size, seed) for seed in range(POOL)]
+
+    def run(n: int) -> None:
+        for td in islice(cycle(pool), n):
+            update(sample(batch_size), td)
+
+    return Candidate(peer.name, run)
+
+
+def _training_step(peer: Peer, rows: Sequence[Row]) -> Candidate | None:
+    """What a learner with eight lanes does between two gradient steps, the cost of taking in new rows included."""
+    append, sample, update = peer.append, peer.sample, peer.update
+    if append is None or not peer.prioritized:
+        return None
+    pool = [peer.td(256, seed) for seed in range(POOL)]
+
+    def run(n: int) -> None:
+        for td in islice(cycle(pool), n):
+            for obs, action, reward, next_obs, done in rows[:8]:
+                append(obs=obs, action=action, reward=reward, next_obs=next_obs, done=done)
+            update(sample(256), td)
+
+    return Candidate(peer.name, run)

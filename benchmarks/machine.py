@@ -1,0 +1,68 @@
+"""What the figures were measured on, and whether a case fits into its memory."""
+
+import os
+import platform
+from collections.abc import Sequence
+from importlib import metadata
+
+PACKAGES = ("torchreplay", "torch", "numpy", "cpprb", "tianshou", "stable_baselines3")
+RESERVE = 1 << 30
+"""Bytes that the benchmarks leave to everybody else on the machine."""
+
+
+def available_bytes() -> int:
+    """Returns the memory that can be taken without swapping (``MemAvailable``)."""
+    with open("/proc/meminfo") as meminfo:
+        for entry in meminfo:
+            if entry.startswith("MemAvailable:"):
+                return int(entry.split()[1]) * 1024
+    raise OSError("no MemAvailable in /proc/meminfo; the benchmarks need Linux")
+
+
+def require_memory(needed: int, purpose: str) -> None:
+    """Checks that memory is there before a benchmark takes it.
+
+    Raises:
+        MemoryError: Less than ``needed`` bytes and a reserve are available.
+    """
+    available = available_bytes()
+    if available < needed + RESERVE:
+        raise MemoryError(
+            f"{purpose} need {needed >> 20:,} MiB and {RESERVE >> 20:,} MiB to spare, "
+            f"{available >> 20:,} MiB are available: free some, or run with --quick"
+        )
+
+
+def resident_bytes() -> int:
+    """Returns this process's resident memory, shared mappings included."""
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def describe() -> dict[str, str | int]:
+    """Returns processor, cores, Python and package versions."""
+    described: dict[str, str | int] = {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+    }
+    return described | versions(PACKAGES)
+
+
+def versions(packages: Sequence[str]) -> dict[str, str]:
+    """Returns the installed versions; packages that are not installed are left out."""
+    found = {}
+    for package in packages:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _processor() -> str:
+    with open("/proc/cpuinfo") as cpuinfo:
+        for entry in cpuinfo:
+            if entry.startswith("model name"):
+                return entry.split(":", 1)[1].strip()
+    return platform.machine()

@@ -1,0 +1,48 @@
+"""torchreplay itself, through its public calls."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import torchreplay as tr
+from benchmarks.line import OURS
+from benchmarks.peers import fill_chunks
+from benchmarks.workload import Workload, td_errors
+
+
+class TorchreplayPeer:
+    """``torchreplay.ReplayBuffer`` with ``Prioritized`` and ``Rows``; it is always shared."""
+
+    name = OURS
+    prioritized = True
+
+    def __init__(self, workload: Workload, capacity: int) -> None:
+        self._workload, self._capacity = workload, capacity
+        dtype = torch.from_numpy(workload.rows(1)["obs"]).dtype
+        spec = {
+            "obs": tr.Field(workload.shape, dtype),
+            "action": tr.Field((), torch.int64),
+            "reward": tr.Field(),
+            "next_obs": tr.Field(workload.shape, dtype),
+            "done": tr.Field((), torch.bool),
+        }
+        self.buffer = tr.ReplayBuffer(spec, capacity=capacity, sampler=tr.Prioritized(alpha=0.6, beta=0.4), seed=0)
+        self.append, self.extend = self.writers()
+        self.sample = self.buffer.sample
+        self.keep = self.buffer.sample
+        self.update = self.buffer.update_priorities
+
+    def fill(self) -> None:
+        for rows, td in fill_chunks(self._workload, self._capacity):
+            self.buffer.extend(**rows, priority=td)
+
+    def td(self, n: int, seed: int) -> torch.Tensor:
+        return torch.from_numpy(td_errors(n, seed))
+
+    def writers(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        return self.buffer.writer().append, self.buffer.extend
+
+    def close(self) -> None:
+        self.buffer.close()
+        del self.append, self.extend, self.sample, self.keep, self.update

@@ -1,0 +1,30 @@
+"""How long and how large a run is."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes of one run of the benchmarks.
+
+    Attributes:
+        rounds: Rounds each candidate of a line is measured for.
+        seconds: Aimed length of one round of one candidate, in seconds.
+        shrink: Divisor of every capacity.
+        contest_rounds: Rounds of the contest between processes.
+        contest_seconds: Measured seconds of one such round.
+    """
+
+    rounds: int
+    seconds: float
+    shrink: int
+    contest_rounds: int
+    contest_seconds: float
+
+    def capacity(self, full: int) -> int:
+        """Returns the capacity to use where a full run takes ``full`` rows."""
+        return max(full // self.shrink, 1024)
+
+
+FULL = Plan(rounds=15, seconds=0.03, shrink=1, contest_rounds=5, contest_seconds=2.0)
+QUICK = Plan(rounds=5, seconds=0.01, shrink=10, contest_rounds=1, contest_seconds=0.5)

@@ -1,0 +1,66 @@
+"""Interleaved timing: rounds alternate between the candidates."""
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.plan import Plan
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to do the measured work.
+
+    Attributes:
+        name: Column of the table.
+        run: Does the work ``n`` times in a loop of its own, so that no harness call lies between two repetitions.
+        calls: Measured calls in one repetition of ``run``.
+    """
+
+    name: str
+    run: Callable[[int], None]
+    calls: int = 1
+
+
+def interleave(candidates: Sequence[Candidate], plan: Plan) -> dict[str, list[float]]:
+    """Times the candidates in alternating rounds.
+
+    The order within a round rotates, so that no candidate always follows the same other one. The garbage collector is
+    off while a round is timed, as ``timeit`` does.
+
+    Args:
+        candidates: What to time. Each is warmed up by the calibration of its number of repetitions.
+        plan: Number and length of the rounds.
+
+    Returns:
+        For each candidate the seconds per call of each round, in the order of the rounds.
+    """
+    repetitions = [_calibrate(candidate, plan.seconds) for candidate in candidates]
+    seconds: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
+    for round_index in range(plan.rounds):
+        for k in range(len(candidates)):
+            chosen = (round_index + k) % len(candidates)
+            candidate, n = candidates[chosen], repetitions[chosen]
+            seconds[candidate.name].append(_timed(candidate.run, n) / (n * candidate.calls))
+    return seconds
+
+
+def _calibrate(candidate: Candidate, seconds: float) -> int:
+    """Returns the repetitions that take about ``seconds``, found by doubling."""
+    n = 1
+    while (elapsed := _timed(candidate.run, n)) < seconds / 4:
+        n *= 2
+    return max(1, round(n * seconds / elapsed))
+
+
+def _timed(run: Callable[[int], None], n: int) -> float:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        start = time.perf_counter()
+        run(n)
+        return time.perf_counter() - start
+    finally:
+        if enabled:
+            gc.enable()
