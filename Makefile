@@ -1,0 +1,92 @@
+# Every target sets up what it needs: Linux with Python >= 3.11 (and its venv module), g++ and make is enough.
+# The first run creates .venv, installs the versions of constraints.txt and compiles; later runs reuse them.
+# pip's own settings (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, ...) say where packages come from: point one at torch's CPU
+# builds, which are preferred where offered, to spare yourself the gigabytes of a CUDA build.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/stamps
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-python lint format bench soak build wheel clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile | expand -t 12
+
+demo: build  ## learn CartPole-v1 with Ape-X: Ray explorers, Lightning learner
+	$(BIN)/python examples/apex_cartpole.py $(ARGS)
+
+test: test-cpp test-python  ## C++ unit tests (plain and sanitized), then pytest
+
+test-python: build
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: build $(STAMPS)/bench  ## measure torchreplay beside its peers
+	$(BIN)/python -m benchmarks $(ARGS)
+
+soak: build  ## the long tests: C++ under ThreadSanitizer, then pytest -m soak
+	$(MAKE) test-cpp CPP_VARIANTS=thread
+	$(BIN)/python -m pytest -m soak $(ARGS)
+
+build: $(STAMPS)/build  ## compile the native modules in place
+
+wheel: build  ## one cp311-abi3 wheel in dist/
+	rm -rf build/lib.* build/bdist.*
+	$(PIP) wheel -qq --no-build-isolation --no-deps --wheel-dir dist .
+	@ls -t dist/*.whl | head -n 1
+
+clean:  ## remove what was built; the environment stays
+	rm -rf build dist *.egg-info torchreplay/*.abi3.so $(STAMPS)/build
+
+# clang-tidy sees all core headers as one unit, and each binding as another.
+CPP_FILES = $(wildcard cpp/*.h cpp/*.cpp cpp/python/*.h tests/cpp/*.h tests/cpp/*.cpp)
+CPP_INCLUDES = $(shell $(BIN)/python -c 'import importlib.util as u, os, sysconfig as s; \
+    print("-Icpp -isystem", s.get_path("include"), "-isystem", os.path.dirname(u.find_spec("torch").origin) + "/include")')
+
+lint: build  ## ruff, mypy, clang-format, clang-tidy, abi3audit
+	$(BIN)/ruff check --quiet .
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
+	@mkdir -p build/lint && printf '#include "%s"\n' $(notdir $(wildcard cpp/*.h)) > build/lint/core.cpp
+	printf '%s\n' build/lint/core.cpp cpp/python.cpp cpp/ops.cpp | xargs -P 2 -I {} \
+	    $(BIN)/clang-tidy --quiet {} -- -std=c++20 $(CPP_INCLUDES)
+	$(BIN)/abi3audit --strict --assume-minimum-abi3 3.11 torchreplay/*.abi3.so
+
+format: $(STAMPS)/env  ## rewrite the sources in the house format
+	$(BIN)/ruff check --fix --quiet .
+	$(BIN)/ruff format --quiet .
+	$(BIN)/clang-format -i $(CPP_FILES)
+
+# Set-up. A stamp is younger than everything it was made from.
+
+$(STAMPS)/venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	    "torchreplay needs Python >= 3.11, and $(PYTHON) is older; name another: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	@mkdir -p $(@D) && touch $@
+
+# torch goes first and alone, so that no other package's wishes choose its build.
+$(STAMPS)/torch: constraints.txt | $(STAMPS)/venv
+	$(PIP) install -qq -c constraints.txt torch
+	$(PIP) install -qq -c constraints.txt numpy setuptools wheel
+	@touch $@
+
+$(STAMPS)/env: pyproject.toml $(STAMPS)/torch
+	$(PIP) install -qq --no-build-isolation --no-deps -e .
+	$(PIP) install -qq -c constraints.txt "torchreplay[dev]"
+	@touch $@
+
+$(STAMPS)/bench: $(STAMPS)/env
+	$(PIP) install -qq -c constraints.txt "torchreplay[bench]"
+	@touch $@
+
+# setuptools compiles again only the module whose sources changed.
+$(STAMPS)/build: setup.py $(wildcard cpp/*.h cpp/*.cpp cpp/python/*.h) $(STAMPS)/env
+	$(BIN)/python setup.py --quiet build_ext --inplace
+	@touch $@
+
+include tests/cpp/tests.mk

@@ -1,0 +1,42 @@
+# C++ unit tests: every tests/cpp/test_*.cpp becomes one binary per variant.
+#   make test-cpp                          plain, and address + undefined sanitizers
+#   make test-cpp CPP_VARIANTS=thread      ThreadSanitizer (part of `make soak`)
+
+CPP_VARIANTS ?= plain address
+CPP_FLAGS_plain := -O2
+CPP_FLAGS_address := -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
+CPP_FLAGS_thread := -O1 -g -fno-omit-frame-pointer -fsanitize=thread -DTORCHREPLAY_RACEFREE
+
+CPP_OUT := build/cpp
+CPP_NAMES := $(patsubst tests/cpp/%.cpp,%,$(wildcard tests/cpp/test_*.cpp))
+CPP_BOOST = $(shell $(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/cmeel.prefix/include
+CPP_COMPILE = $(CXX) -std=c++20 -Wall -Wextra -Icpp -isystem $(CPP_BOOST)
+
+.PHONY: test-cpp
+.SECONDARY:
+
+test-cpp: $(foreach variant,$(CPP_VARIANTS),$(CPP_NAMES:%=run-$(variant)-%))
+
+# The runner needs no sanitizer: it is linked after the test's own, instrumented code.
+$(CPP_OUT)/runner.o: tests/cpp/runner.cpp $(STAMPS)/env
+	@mkdir -p $(@D)
+	$(CPP_COMPILE) -O0 -c $< -o $@
+
+define cpp_variant
+$(CPP_OUT)/$(1)/%: tests/cpp/%.cpp $(CPP_OUT)/runner.o tests/cpp/tests.mk
+	@mkdir -p $$(@D)
+	$$(CPP_COMPILE) $$(CPP_FLAGS_$(1)) -MMD -MP -MF $$@.d -c $$< -o $$@.o
+	$$(CXX) $$(CPP_FLAGS_$(1)) $$@.o $(CPP_OUT)/runner.o -o $$@ -pthread
+
+.PHONY: $(CPP_NAMES:%=run-$(1)-%)
+$(CPP_NAMES:%=run-$(1)-%): run-$(1)-%: $(CPP_OUT)/$(1)/%
+	@echo "$(1) $$*"
+	@$$(CPP_RUN_$(1)) $$< --color_output=no
+
+-include $(CPP_NAMES:%=$(CPP_OUT)/$(1)/%.d)
+endef
+$(foreach variant,plain address thread,$(eval $(call cpp_variant,$(variant))))
+
+# ThreadSanitizer of GCC 12 cannot map its shadow under the wider address randomisation of newer kernels.
+CPP_RUN_thread := setarch -R
+CPP_RUN_address := ASAN_OPTIONS=detect_stack_use_after_return=1 UBSAN_OPTIONS=print_stacktrace=1
