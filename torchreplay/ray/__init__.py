@@ -1,0 +1,16 @@
+"""Explorers as Ray actors: a function of the user's, run in parallel, filling a replay buffer.
+
+Importing this needs no Ray; making an `ExplorerPool` does.
+"""
+
+from torchreplay.ray.context import ExplorerContext
+from torchreplay.ray.pool import ExplorerPool, ExplorersFailed
+from torchreplay.ray.stats import ExplorerFailure, ExplorerStats
+
+__all__ = [
+    "ExplorerContext",
+    "ExplorerFailure",
+    "ExplorerPool",
+    "ExplorerStats",
+    "ExplorersFailed",
+]

@@ -1,0 +1,92 @@
+"""One run of an explorer's function, in its own process."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from torchreplay.errors import Stopped
+from torchreplay.ray.context import ExplorerContext
+
+Explore = Callable[[ExplorerContext], object]
+"""A user's function: runs until `ctx.stopped`, or as long as it likes; its result is dropped."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Which explorer to run.
+
+    Attributes:
+        index: The explorer.
+        num_explorers: How many there are.
+        seed: Seed of this run.
+        restarts: How often the explorer has been restarted.
+    """
+
+    index: int
+    num_explorers: int
+    seed: int
+    restarts: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended, as text: an explorer's exception need not pickle.
+
+    Attributes:
+        kind: Its function returned or was told to stop; raised; or its process died.
+        error: One line about the failure.
+        traceback: The explorer's traceback.
+    """
+
+    kind: Literal["ended", "raised", "died"]
+    error: str = ""
+    traceback: str = ""
+
+
+class ExplorerProcess:
+    """The Ray actor of one explorer; each run gets a process of its own."""
+
+    def run(self, payload: bytes, launch: Launch) -> Outcome:
+        """Runs the function that `payload` holds until it returns, raises or is stopped.
+
+        Args:
+            payload: Pickled `(explore, buffer, weights, board)`; unpickling attaches to the
+                shared memory, and may fail, which is reported like any other error.
+            launch: Which explorer this is.
+        """
+        torch.set_num_threads(1)  # as many explorers as cores: more threads only get in the way
+        try:
+            _explore(payload, launch)
+        except Stopped:
+            return Outcome("ended")
+        except BaseException as error:  # also SystemExit and KeyboardInterrupt: nothing gets lost
+            if isinstance(error, SystemExit) and not error.code:
+                return Outcome("ended")
+            return _raised(error)
+        return Outcome("ended")
+
+
+def _explore(payload: bytes, launch: Launch) -> None:
+    explore, buffer, weights, board = pickle.loads(payload)
+    board.entries[launch.index]["pid"] = os.getpid()
+    ctx = ExplorerContext(buffer, weights, launch.index, launch.num_explorers, launch.seed, launch.restarts, board)
+    try:
+        explore(ctx)
+    finally:
+        ctx.close()
+
+
+def _raised(error: BaseException) -> Outcome:
+    summary = "".join(traceback.format_exception_only(error)).strip()
+    # The first two frames are ours: `run` and `_explore`.
+    frames = error.__traceback__ and error.__traceback__.tb_next
+    frames = (frames and frames.tb_next) or frames or error.__traceback__
+    text = "".join(traceback.format_exception(type(error), error, frames))
+    return Outcome("raised", summary, text.rstrip())
