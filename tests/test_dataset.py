@@ -1,0 +1,236 @@
+"""`ReplayDataset` under plain loops and `DataLoader`, with and without worker processes."""
+
+import copy
+import io
+import itertools
+import pickle
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import torchreplay as tr
+
+ROWS = 256
+
+
+def filled_buffer(rows=ROWS, **arguments):
+    """A prioritized buffer whose row with key k holds the number k."""
+    spec = {"number": tr.Field((), torch.int64), "obs": tr.Field((4,))}
+    buffer = tr.ReplayBuffer(spec, capacity=1024, sampler=tr.Prioritized(alpha=1.0), seed=7, **arguments)
+    if rows:
+        buffer.extend(number=torch.arange(rows), obs=torch.zeros(rows, 4))
+    return buffer
+
+
+@pytest.fixture
+def buffer():
+    buffer = filled_buffer()
+    yield buffer
+    buffer.close()
+
+
+def drawn_keys(batches):
+    return [tuple(batch["key"].tolist()) for batch in batches]
+
+
+def take(dataset, count):
+    return list(itertools.islice(dataset, count))
+
+
+def test_an_endless_dataset_yields_batches_for_ever_and_has_no_length(buffer):
+    dataset = tr.ReplayDataset(buffer, batch_size=8)
+    batches = take(dataset, 40)
+    assert all(isinstance(batch, tr.ReplayBatch) and batch["obs"].shape == (8, 4) for batch in batches)
+    with pytest.raises(TypeError, match=r"endless and has no length; give it steps="):
+        len(dataset)
+    assert dataset
+
+
+def test_a_dataset_with_steps_is_that_long_every_time(buffer):
+    dataset = tr.ReplayDataset(buffer, batch_size=8, steps=5)
+    assert len(dataset) == len(DataLoader(dataset, batch_size=None)) == 5
+    assert [len(list(dataset)) for _ in range(3)] == [5, 5, 5]
+
+
+def test_a_second_iteration_continues_the_stream_of_draws():
+    in_one = drawn_keys(take(tr.ReplayDataset(filled_buffer(), batch_size=8), 6))
+    dataset = tr.ReplayDataset(filled_buffer(), batch_size=8, steps=3)
+    assert drawn_keys(dataset) + drawn_keys(dataset) == in_one
+    assert len(set(in_one)) == 6
+
+
+def test_two_iterations_at_once_are_both_of_full_length(buffer):
+    dataset = tr.ReplayDataset(buffer, batch_size=8, steps=5)
+    pairs = list(zip(dataset, dataset, strict=True))
+    assert len(pairs) == 5
+    assert all(drawn_keys([left]) != drawn_keys([right]) for left, right in pairs)
+
+
+def test_nothing_is_drawn_before_it_is_asked_for(buffer):
+    iterator = iter(tr.ReplayDataset(buffer, batch_size=8, prefetch=4))
+    assert buffer.stats().sampled == 0
+    next(iterator)
+    assert buffer.stats().sampled == 8
+
+
+def test_the_global_random_state_is_left_alone(buffer):
+    torch.manual_seed(1), np.random.seed(1), random.seed(1)  # noqa: NPY002
+    before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()  # noqa: NPY002
+    take(tr.ReplayDataset(buffer, batch_size=8), 10)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (np.random.get_state()[1] == before[1]).all()  # noqa: NPY002
+    assert random.getstate() == before[2]
+
+
+def test_stopping_the_buffer_ends_an_iteration_without_an_error(buffer):
+    seen = 0
+    for _ in DataLoader(tr.ReplayDataset(buffer, batch_size=8), batch_size=None):
+        seen += 1
+        if seen == 3:
+            buffer.stop()
+    assert seen == 3
+
+
+def test_the_timeout_of_a_draw_is_raised_and_the_next_iteration_works():
+    buffer = filled_buffer(rows=0)
+    with buffer.writer() as writer:
+        buffer.handle()  # somebody else may write: the wait is not hopeless
+        dataset = tr.ReplayDataset(buffer, batch_size=8, timeout=0.05)
+        with pytest.raises(tr.ReplayTimeout):
+            next(iter(dataset))
+        writer.append(number=0, obs=np.zeros(4, np.float32))
+    assert next(iter(dataset))["number"].tolist() == [0] * 8
+
+
+def test_the_device_takes_every_tensor_but_the_keys(buffer):
+    batch = next(iter(tr.ReplayDataset(buffer, batch_size=8, device="meta")))
+    assert batch["obs"].device.type == batch["weight"].device.type == "meta"
+    assert batch["key"].device.type == "cpu"
+
+
+def test_the_repr_says_how_to_load_it(buffer):
+    text = repr(tr.ReplayDataset(buffer, batch_size=8, steps=5))
+    assert "batch_size=8" in text
+    assert "steps=5" in text
+    assert "DataLoader(dataset, batch_size=None)" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_size": 0}, "batch_size is 0; it must be an integer of at least 1"),
+        ({"batch_size": 2.0}, "batch_size is 2.0"),
+        ({"batch_size": True}, "batch_size is True"),
+        ({"steps": 0}, "steps is 0"),
+        ({"prefetch": -1}, "prefetch is -1"),
+        ({"timeout": -1}, "timeout is -1"),
+        ({"timeout": float("nan")}, "timeout is nan"),
+        ({"device": "nowhere"}, "device is 'nowhere'"),
+    ],
+)
+def test_a_bad_argument_is_named_in_a_value_error(buffer, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        tr.ReplayDataset(buffer, **arguments)
+
+
+def test_only_a_replay_buffer_is_taken():
+    with pytest.raises(ValueError, match="buffer is list; ReplayDataset needs a ReplayBuffer"):
+        tr.ReplayDataset([1, 2, 3])
+
+
+# Resuming. The buffer is quiet, so the same place in the stream gives the same batches.
+
+
+def test_a_loaded_state_repeats_the_draws_that_followed_it(buffer):
+    dataset = tr.ReplayDataset(buffer, batch_size=8)
+    take(dataset, 3)
+    state = dataset.state_dict()
+    expected = drawn_keys(take(dataset, 4))
+    dataset.load_state_dict(state)
+    assert drawn_keys(take(dataset, 4)) == expected
+
+
+def test_a_state_taken_half_way_resumes_with_what_was_left(buffer):
+    dataset = tr.ReplayDataset(buffer, batch_size=8, steps=5)
+    iterator = iter(dataset)
+    for _ in range(2):
+        next(iterator)
+    state = dataset.state_dict()
+    expected = drawn_keys(iterator)
+    resumed = tr.ReplayDataset(buffer, batch_size=8, steps=5)
+    resumed.load_state_dict(state)
+    assert drawn_keys(resumed) == expected
+    assert len(expected) == 3
+    assert len(list(resumed)) == 5
+
+
+def test_a_state_taken_at_the_end_of_an_iteration_resumes_with_a_whole_one(buffer):
+    dataset = tr.ReplayDataset(buffer, batch_size=8, steps=5)
+    take(dataset, 5)
+    dataset.load_state_dict(dataset.state_dict())
+    assert len(list(dataset)) == 5
+
+
+def test_the_state_loads_without_trusting_the_file(buffer):
+    dataset = tr.ReplayDataset(buffer, batch_size=8)
+    take(dataset, 3)
+    file = io.BytesIO()
+    torch.save(dataset.state_dict(), file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True) == dataset.state_dict()
+
+
+def test_a_foreign_state_is_refused(buffer):
+    with pytest.raises(ValueError, match=r"has the entries \['epoch'\]; a ReplayDataset's state has"):
+        tr.ReplayDataset(buffer).load_state_dict({"epoch": 1})
+
+
+# DataLoader.
+
+
+def test_a_loader_hands_out_the_batches_as_they_are(buffer):
+    loader = DataLoader(tr.ReplayDataset(buffer, batch_size=8, steps=3), batch_size=None)
+    for batch in loader:
+        assert isinstance(batch, tr.ReplayBatch)
+        assert batch.source == buffer.sample(1).source
+        assert torch.equal(batch["number"], batch["key"])
+        buffer.update_priorities(batch, torch.ones(8))
+    assert buffer.stats().updated == 24
+
+
+def test_pinning_without_an_accelerator_changes_nothing(buffer):
+    loader = DataLoader(tr.ReplayDataset(buffer, batch_size=8, steps=1), batch_size=None, pin_memory=True)
+    with pytest.warns(UserWarning, match="pin_memory"):
+        (batch,) = loader
+    assert isinstance(batch, tr.ReplayBatch)
+    buffer.update_priorities(batch, torch.ones(8))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_workers_share_the_steps_and_never_repeat_each_others_draws(buffer, method):
+    dataset = tr.ReplayDataset(buffer, batch_size=16, steps=7)
+    loader = DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context=method)
+    batches = list(loader) + take(dataset, 7)  # this process's own stream beside the workers'
+    assert len(batches) == 14
+    assert len(set(drawn_keys(batches))) == 14
+    for batch in batches:
+        assert torch.equal(batch["number"], batch["key"])
+        # The feedback of a batch that came through another process reaches the rows it was drawn from.
+        buffer.update_priorities(batch, torch.full((16,), 2.0))
+    assert buffer.stats().updated == 14 * 16
+
+
+def test_persistent_workers_continue_their_streams_in_the_next_epoch(buffer):
+    dataset = tr.ReplayDataset(buffer, batch_size=16, steps=4)
+    loader = DataLoader(dataset, batch_size=None, num_workers=2, persistent_workers=True, multiprocessing_context="fork")
+    keys = drawn_keys(loader) + drawn_keys(loader)
+    assert len(keys) == len(set(keys)) == 8
+
+
+def test_the_dataset_pickles_and_copies_with_its_buffer(buffer):
+    dataset = tr.ReplayDataset(buffer, batch_size=8, steps=2)
+    for other in (pickle.loads(pickle.dumps(dataset)), copy.copy(dataset)):
+        assert len(list(other)) == 2

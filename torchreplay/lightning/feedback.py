@@ -1,0 +1,61 @@
+"""`PriorityFeedback`: the TD errors of a training step, back to the transitions they belong to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torchreplay.buffer import ReplayBuffer
+from torchreplay.lightning.datamodule import resolve_buffer
+from torchreplay.lightning.libraries import Callback
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningModule, Trainer
+
+
+class PriorityFeedback(Callback):
+    """Updates priorities from what `training_step` returns, once per batch.
+
+    The training step returns `{"loss": loss, "td_error": td}` with `td` of shape `[B]`, of any float dtype, on any
+    device, with or without gradient. With manual optimisation the loss may be left out. Under gradient accumulation
+    each micro-batch gives its own feedback. A step that returns None was skipped and changes nothing. Each TD error
+    goes to the keys in its own batch, so it does not matter how far ahead batches are drawn.
+
+    Args:
+        buffer: The buffer to update; None for the one of the Trainer's `ReplayDataModule`.
+        key: Under which name the training step returns the TD errors.
+    """
+
+    def __init__(self, buffer: ReplayBuffer | None = None, key: str = "td_error") -> None:
+        super().__init__()
+        self.buffer = buffer
+        self.key = key
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Checks that there is a buffer to give feedback to.
+
+        Raises:
+            ValueError: If neither this callback nor the Trainer has one.
+        """
+        if stage == "fit":
+            resolve_buffer(self, self.buffer, trainer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Applies the batch's TD errors.
+
+        Raises:
+            KeyError: If the training step returned something else under other names.
+            ValueError: If `update_priorities` refuses the TD errors: another length than the batch, NaN or infinite.
+        """
+        if not outputs:
+            return
+        if self.key not in outputs:
+            raise KeyError(
+                f"training_step returned {sorted(outputs)}; PriorityFeedback needs {self.key!r}: "
+                f"return {{'loss': loss, {self.key!r}: td}}"
+            )
+        resolve_buffer(self, self.buffer, trainer).update_priorities(batch, outputs[self.key].detach())
+
+    def __repr__(self) -> str:
+        return f"PriorityFeedback(key={self.key!r})"

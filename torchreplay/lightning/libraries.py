@@ -1,0 +1,50 @@
+"""Base classes that the trainers of both Lightning packages accept as their own.
+
+`pytorch_lightning` and `lightning.pytorch` are two copies of one code base, and the trainer of either refuses a
+callback or data module of the other. The `lightning` package brings both along, so the classes here derive from
+both where both are installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+__all__ = ["Callback", "LightningDataModule"]
+
+
+def _installed_libraries() -> list[types.ModuleType]:
+    """Returns the installed Lightning packages of one version, one already imported first.
+
+    Two versions are not joined: each trainer tells an overridden hook from an inherited one by comparing code, and
+    would take every hook of the other version for an override.
+    """
+    names = sorted(("lightning.pytorch", "pytorch_lightning"), key=lambda name: name not in sys.modules)
+    found = []
+    for name in names:
+        try:
+            found.append(importlib.import_module(name))
+        except ImportError:
+            continue
+    if not found:
+        raise ImportError("torchreplay.lightning needs PyTorch Lightning: pip install pytorch-lightning")
+    return [library for library in found if library.__version__ == found[0].__version__]
+
+
+def _joined(name: str, **namespace: Any) -> type:
+    """Returns the class `name` of every installed library in one; `namespace` applies where there are two."""
+    bases = tuple(getattr(library, name) for library in _installed_libraries())
+    return bases[0] if len(bases) == 1 else type(name, bases, {"__module__": __name__, **namespace})
+
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Callback, LightningDataModule
+else:
+    Callback = _joined("Callback")
+    # The inherited evaluation hooks only raise "not implemented", but name their package and so differ in code: one
+    # of the trainers would take them for loaders that the user defined. It takes None for what it is: no such hook.
+    LightningDataModule = _joined(
+        "LightningDataModule", val_dataloader=None, test_dataloader=None, predict_dataloader=None
+    )

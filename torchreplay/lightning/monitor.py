@@ -1,0 +1,87 @@
+"""`ReplayMonitor`: the health of the replay, in the Trainer's loggers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+from torchreplay.buffer import ReplayBuffer
+from torchreplay.dataset import require_count
+from torchreplay.lightning.datamodule import resolve_buffer
+from torchreplay.lightning.libraries import Callback
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningModule, Trainer
+
+_RATES = ("inserted", "sampled", "updated")  # counters that are also logged per second
+
+
+class ReplayMonitor(Callback):
+    """Logs every scalar of `buffer.stats()` as often as the Trainer logs, and histograms more rarely.
+
+    The scalars appear as `replay/size`, `replay/samples_per_insert`, ... and the counters of rows inserted, items
+    sampled and priorities updated also as rates, `replay/inserted_per_second`, ... A value that is not finite, such as
+    the age of the last write before the first one, is left out. The step is `trainer.global_step`.
+
+    Args:
+        buffer: The buffer to watch; None for the one of the Trainer's `ReplayDataModule`.
+        histogram_every: Optimiser steps between two sets of histograms (priority, age of rows), for loggers that take
+            any. Each costs a pass over the buffer.
+
+    Raises:
+        ValueError: If `histogram_every` is not a positive integer.
+    """
+
+    def __init__(self, buffer: ReplayBuffer | None = None, histogram_every: int = 1000) -> None:
+        super().__init__()
+        self.buffer = buffer
+        self.histogram_every = require_count("histogram_every", histogram_every, at_least=1)
+        self._logged_at = 0
+        self._histograms_at = 0
+        self._clock = 0.0
+        self._counts: dict[str, float] = {}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Checks that there is a buffer to watch.
+
+        Raises:
+            ValueError: If neither this callback nor the Trainer has one.
+        """
+        if stage == "fit":
+            resolve_buffer(self, self.buffer, trainer)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Logs the state at the start, from which the first rates are counted."""
+        self._counts = {}
+        self._log(trainer)
+        self._histograms_at = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Logs when `trainer.log_every_n_steps` optimiser steps have passed since the last time."""
+        if not 0 < trainer.log_every_n_steps <= trainer.global_step - self._logged_at:  # type: ignore[attr-defined]
+            return
+        self._log(trainer)
+        if trainer.global_step - self._histograms_at >= self.histogram_every:
+            self._log_histograms(trainer)
+            self._histograms_at = trainer.global_step
+
+    def _log(self, trainer: Trainer) -> None:
+        self._logged_at = trainer.global_step
+        if not trainer.loggers or not trainer.is_global_zero:
+            return
+        stats = dataclasses.asdict(resolve_buffer(self, self.buffer, trainer).stats())
+        values = {name: float(value) for name, value in stats.items()} | self._rates(stats)
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        for logger in trainer.loggers:
+            named = {f"replay{logger.group_separator}{name}": value for name, value in finite.items()}
+            logger.log_metrics(named, step=trainer.global_step)
+
+    def _rates(self, stats: dict[str, Any]) -> dict[str, float]:
+        now, counts = time.monotonic(), {name: stats[name] for name in _RATES}
+        elapsed, before = now - self._clock, self._counts
+        self._clock, self._counts = now, counts
+        return {f"{name}_per_second": (counts[name] - before[name]) / elapsed for name in before if elapsed > 0}

@@ -1,0 +1,85 @@
+"""`WeightPublisher`: the learner's weights, out to the explorers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from torchreplay.dataset import require_count
+from torchreplay.lightning.libraries import Callback
+from torchreplay.weights import SharedWeights
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningModule, Trainer
+
+
+class WeightPublisher(Callback):
+    """Publishes weights every few optimiser steps, and once more at the end of `fit`.
+
+    Local rank 0 publishes, for all explorers of its machine. A run that resumes from a checkpoint publishes at its
+    start as well, since its weights are then not those that explorers began with.
+
+    Args:
+        weights: Where to publish.
+        every: Optimiser steps between two publications, as `trainer.global_step` counts them: accumulated
+            micro-batches do not count, and each of several optimisers does.
+        module: Name of the attribute of the LightningModule to publish, dotted for a part of a part; None for the
+            LightningModule itself.
+
+    Raises:
+        ValueError: If `every` is not a positive integer.
+    """
+
+    def __init__(self, weights: SharedWeights, every: int = 1, module: str | None = None) -> None:
+        super().__init__()
+        self.weights = weights
+        self.every = require_count("every", every, at_least=1)
+        self.module = module
+        self._published_at = 0
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Checks that the part to publish exists.
+
+        Raises:
+            ValueError: If the LightningModule has no such part.
+        """
+        if stage == "fit":
+            self._part(pl_module)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Publishes the weights of a checkpoint that the run resumes from."""
+        self._published_at = trainer.global_step
+        if trainer.global_step > 0:
+            self._publish(trainer, pl_module)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Publishes when `every` optimiser steps have passed since the last time."""
+        if trainer.global_step - self._published_at >= self.every:
+            self._published_at = trainer.global_step
+            self._publish(trainer, pl_module)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Publishes the final weights, after every callback that may still change them."""
+        self._publish(trainer, pl_module)
+
+    def __repr__(self) -> str:
+        return f"WeightPublisher(every={self.every}, module={self.module!r})"
+
+    def _publish(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.local_rank == 0:
+            self.weights.publish(self._part(pl_module))
+
+    def _part(self, pl_module: LightningModule) -> nn.Module:
+        if self.module is None:
+            return pl_module
+        try:
+            return pl_module.get_submodule(self.module)
+        except AttributeError as error:
+            parts = [name for name, _ in pl_module.named_children()]
+            raise ValueError(
+                f"WeightPublisher is to publish {self.module!r}, which {type(pl_module).__name__} does not have as a "
+                f"module; its modules are {parts}"
+            ) from error
