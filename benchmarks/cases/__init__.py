@@ -4,8 +4,11 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 from benchmarks.cases.contest import measure_contest
+from benchmarks.cases.gather import measure_gather
+from benchmarks.cases.loader import measure_loader
 from benchmarks.cases.memory import measure_memory
 from benchmarks.cases.rows import measure_rows
+from benchmarks.cases.tree import measure_tree
 from benchmarks.line import Line
 from benchmarks.plan import Plan
 from benchmarks.workload import WORKLOADS
@@ -14,6 +17,9 @@ Case = Callable[[Plan], Iterator[Line]]
 
 CASES: Mapping[str, Case] = {
     **{workload.name: partial(measure_rows, workload) for workload in WORKLOADS},
+    "gather": measure_gather,
+    "tree": measure_tree,
+    "loader": measure_loader,
     "contest": measure_contest,
     "memory": measure_memory,
 }

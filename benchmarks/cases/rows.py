@@ -15,6 +15,7 @@ MICROSECONDS = 1e6
 LANES = 50
 POOL = 64
 """Prepared rows, chunks or batches that a loop cycles through, so that it does not write the same cache lines again."""
+NOTES = {"sample 256": "stable_baselines3 draws uniformly"}
 KEPT_BYTES = 128 << 20
 """Memory that the kept batches of one peer may take."""
 
@@ -27,7 +28,7 @@ def measure_rows(workload: Workload, plan: Plan) -> Iterator[Line]:
             candidates = [candidate for peer in peers if (candidate := make(peer)) is not None]
             seconds = interleave(candidates, plan)
             samples = {peer: [value * MICROSECONDS for value in values] for peer, values in seconds.items()}
-            yield Line(workload.name, name, "us", samples)
+            yield Line(workload.name, name, "us", samples, note=NOTES.get(name, ""))
     finally:
         for peer in peers:
             peer.close()
