@@ -32,9 +32,7 @@ struct Philox {
     return c;
   }
 
-  static constexpr Key key(uint64_t seed) {
-    return {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)};
-  }
+  static constexpr Key key(uint64_t seed) { return {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)}; }
 
   // Counter of the first block of a draw; block b of the draw adds b to word 0.
   static constexpr Counter counter(uint64_t stream, uint64_t step) {
@@ -87,9 +85,10 @@ TORCHREPLAY_AVX512 inline void avx512(Philox::Counter first, Philox::Key key, ui
 
 // Fills `out` with the `n` 64-bit words of draw number `step` of `stream`. O(n), about 1 ns a word with AVX-512.
 //
-// Key: the seed, lower half first. 128-bit counter, lowest word first: the number of the block within the draw (two words
-// a block, so n < 2^31 cannot overflow it), step bits 0-31, stream bits 0-31, step bits 32-47 below stream bits 32-47.
-// Distinct (stream, step) below Philox::kLimit therefore never share a block. A shorter draw is a prefix of a longer one.
+// Key: the seed, lower half first. 128-bit counter, lowest word first: the number of the block within the draw (two
+// words a block, so n < 2^31 cannot overflow it), step bits 0-31, stream bits 0-31, step bits 32-47 below stream bits
+// 32-47. Distinct (stream, step) below Philox::kLimit therefore never share a block. A shorter draw is a prefix of a
+// longer one.
 inline void philox_fill(uint64_t seed, uint64_t stream, uint64_t step, uint64_t* out, int n, Simd simd = best_simd()) {
   const Philox::Counter first = Philox::counter(stream, step);
   const Philox::Key key = Philox::key(seed);

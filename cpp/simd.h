@@ -1,4 +1,5 @@
-// Which instructions the tree and the random generator run on, decided at run time: the library is built without -march flags.
+// Which instructions the tree and the random generator run on, decided at run time: the library is built without -march
+// flags.
 #pragma once
 
 #include <cstdlib>

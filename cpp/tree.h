@@ -16,14 +16,14 @@
 
 namespace torchreplay {
 
-// A view of a priority tree in the caller's memory: 64-byte aligned, `bytes(capacity)` long, zero-filled when new. All state
-// lies in that memory; the object holds pointers only, so attaching is O(levels) and copies are equal views. It is not
-// synchronised: whoever calls holds the lock under which the memory changes.
+// A view of a priority tree in the caller's memory: 64-byte aligned, `bytes(capacity)` long, zero-filled when new. All
+// state lies in that memory; the object holds pointers only, so attaching is O(levels) and copies are equal views. It
+// is not synchronised: whoever calls holds the lock under which the memory changes.
 //
 // Leaves are f32. They are summed in fixed point, as integer multiples of one grid step, in a hierarchy of 8 exclusive
 // u64 prefix sums a node, one cache line each. Integer sums are exact: no drift, no leaf of zero is ever found, and
-// P(i) = quantize(leaf(i)) / total() holds to the last bit. In exchange leaves saturate at kMaxLeaf, and positive values
-// below one grid step round up to it: the step is 1.9e-9 at a capacity of a million, 2.4e-7 at 10^8.
+// P(i) = quantize(leaf(i)) / total() holds to the last bit. In exchange leaves saturate at kMaxLeaf, and positive
+// values below one grid step round up to it: the step is 1.9e-9 at a capacity of a million, 2.4e-7 at 10^8.
 //
 // A second hierarchy, of 16 a line, keeps the smallest positive leaf, as ranks (see tree_node::rank_of).
 //
@@ -67,15 +67,15 @@ class PriorityTree {
   // Grid units of a stored leaf.
   uint64_t quantize(float leaf) const { return tree_node::grid_units(leaf, scale_); }
 
-  // Leaves that hold the `n` targets, and their values. Requires total() > 0 and every target < total(); never finds a leaf
-  // of zero. O(log capacity) each; all queries of a batch descend together, so that their cache misses overlap.
+  // Leaves that hold the `n` targets, and their values. Requires total() > 0 and every target < total(); never finds a
+  // leaf of zero. O(log capacity) each; all queries of a batch descend together, so that their cache misses overlap.
   void find(const uint64_t* target, int n, int64_t* index, float* leaf) const;
 
   // Sets `n` leaves, clamped. Of duplicate indices the last one wins. O(log capacity) each.
   void set(const int64_t* index, const float* leaf, int n);
 
-  // Sets `n` leaves at strictly ascending indices. was[k] is the leaf that the sums still account for: the caller may have
-  // zeroed the stored one already. Amortised O(1) each over contiguous runs.
+  // Sets `n` leaves at strictly ascending indices. was[k] is the leaf that the sums still account for: the caller may
+  // have zeroed the stored one already. Amortised O(1) each over contiguous runs.
   void replace_sorted(const int64_t* index, const float* was, const float* now, int n);
 
   // Computes total, count, sums and minima from the leaves, clamping those first. O(capacity): for repair and loading.
@@ -183,7 +183,8 @@ inline PriorityTree::PriorityTree(int64_t capacity, void* memory, Simd simd) : s
   for (int l = 0; l < rank_levels_; l++) ranks_[l] = reinterpret_cast<uint32_t*>(take(shape.rank_lines[l]));
 }
 
-// The bodies below carry no target of their own: inlined into a function with AVX-512 enabled they are compiled with it.
+// The bodies below carry no target of their own: inlined into a function with AVX-512 enabled they are compiled with
+// it.
 template <class Node>
 [[gnu::always_inline]] inline void PriorityTree::find_with(const uint64_t* target, int n, int64_t* index,
                                                            float* leaf) const {

@@ -14,12 +14,13 @@ inline constexpr int kLeaves = 16;  // f32 leaves in a line
 inline constexpr int kSums = 8;     // u64 exclusive prefix sums in a line: entry k is the sum of the children before k
 inline constexpr int kRanks = 16;   // u32 ranks in a line
 
-// Orders positive leaves from the largest down, with 0 for "no positive leaf": the negated bit pattern of a positive float
-// grows as the float shrinks, and zero stays zero. So zero-filled memory is a valid, empty tree.
+// Orders positive leaves from the largest down, with 0 for "no positive leaf": the negated bit pattern of a positive
+// float grows as the float shrinks, and zero stays zero. So zero-filled memory is a valid, empty tree.
 constexpr uint32_t rank_of(float leaf) { return -std::bit_cast<uint32_t>(leaf); }
 
-// Grid units of a leaf. Adding 2^52 leaves the rounded integer in the low bits of the double; unlike a conversion to u64
-// this vectorises on every x86 and arm. `scale` is a power of two, so the product is exact, contracted to an fma or not.
+// Grid units of a leaf. Adding 2^52 leaves the rounded integer in the low bits of the double; unlike a conversion to
+// u64 this vectorises on every x86 and arm. `scale` is a power of two, so the product is exact, contracted to an fma or
+// not.
 constexpr uint64_t grid_units(float leaf, double scale) {
   return std::bit_cast<uint64_t>(static_cast<double>(leaf) * scale + 0x1p52) - 0x4330000000000000;
 }
