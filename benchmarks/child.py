@@ -7,7 +7,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+
+ROOT = Path(__file__).parents[1]
+"""Where ``benchmarks`` can be imported from."""
 
 
 class ChildHungError(RuntimeError):
@@ -36,6 +41,7 @@ def run_module(module: str, options: Mapping[str, object], limit: float, environ
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        cwd=ROOT,
         env={**os.environ, **environment},
     )
     try:

@@ -20,6 +20,8 @@ from benchmarks.peers import Peer
 from benchmarks.peers.registry import peer_class
 from benchmarks.workload import SMALL
 
+SHARED = (OURS, "cpprb")
+"""Peers whose prioritized buffer several processes can write."""
 POOL = 64
 """Prepared rows or chunks an explorer cycles through, and rows between two looks at the clock and the counter."""
 CACHE_LINE = 8
@@ -106,7 +108,7 @@ def _explore(peer: Peer, chunk: int, index: int, written: Any, finish: Any) -> N
 
 def _parse() -> Contest:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.contest", description=__doc__)
-    parser.add_argument("--peer", required=True)
+    parser.add_argument("--peer", required=True, choices=SHARED)
     parser.add_argument("--explorers", type=int, default=2)
     parser.add_argument("--chunk", type=int, default=64)
     parser.add_argument("--batch-size", type=int, default=512)

@@ -9,7 +9,7 @@ import json
 
 from benchmarks.machine import resident_bytes
 from benchmarks.peers import fill_chunks
-from benchmarks.peers.registry import peer_class
+from benchmarks.peers.registry import CLASSES, peer_class
 from benchmarks.workload import WORKLOADS
 
 
@@ -32,8 +32,8 @@ def measure(peer: str, workload_name: str, capacity: int) -> float:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m benchmarks.footprint", description=__doc__)
-    parser.add_argument("--peer", required=True)
-    parser.add_argument("--workload", required=True)
+    parser.add_argument("--peer", required=True, choices=list(CLASSES))
+    parser.add_argument("--workload", required=True, choices=[workload.name for workload in WORKLOADS])
     parser.add_argument("--capacity", type=int, required=True)
     options = parser.parse_args()
     print(json.dumps(measure(options.peer, options.workload, options.capacity)))

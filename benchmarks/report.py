@@ -11,7 +11,7 @@ from benchmarks.line import OURS, Line
 from benchmarks.machine import describe
 from benchmarks.plan import Plan
 
-NAME_WIDTH, CELL_WIDTH = 33, 22
+NAME_WIDTH, CELL_WIDTH = 33, 25
 
 
 def section_header(title: str, columns: Sequence[str]) -> str:

@@ -3,13 +3,12 @@
 from collections.abc import Iterator, Sequence
 
 from benchmarks.child import ChildHungError, run_module
+from benchmarks.contest import SHARED
 from benchmarks.line import Line
 from benchmarks.peers.registry import installed
 from benchmarks.plan import Plan
 from benchmarks.workload import SMALL
 
-SHARED = ("torchreplay", "cpprb")
-"""Peers whose prioritized buffer several processes can write."""
 CHUNKS = (64, 1)
 BATCH_SIZE = 512
 LIMIT = 60.0

@@ -65,7 +65,10 @@ class StableBaselines3Peer:
 
     @cached_property
     def _lanes(self) -> ReplayBuffer:
-        return self._make(min(self._capacity, LANE_BUFFER_BYTES // self._workload.row_bytes), lanes=LANES)
+        buffer = self._make(min(self._capacity, LANE_BUFFER_BYTES // self._workload.row_bytes), lanes=LANES)
+        for column in (buffer.observations, buffer.next_observations, buffer.actions, buffer.rewards, buffer.dones):
+            column[:] = 0  # a full buffer's pages are there already
+        return buffer
 
     @cached_property
     def _infos(self) -> list[dict[str, Any]]:

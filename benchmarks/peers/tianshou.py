@@ -70,7 +70,11 @@ class TianshouPeer:
     @cached_property
     def _lanes(self) -> PrioritizedVectorReplayBuffer:
         capacity = min(self._capacity, LANE_BUFFER_BYTES // self._workload.row_bytes)
-        return PrioritizedVectorReplayBuffer(capacity, LANES, alpha=0.6, beta=0.4)
+        buffer = PrioritizedVectorReplayBuffer(capacity, LANES, alpha=0.6, beta=0.4)
+        buffer.add(_batch(**self._workload.rows(LANES), truncated=self._untruncated))  # allocates the arrays
+        for name in ("obs", "obs_next", "act", "rew", "terminated", "truncated", "done"):
+            buffer._meta[name][:] = 0  # a full buffer's pages are there already
+        return buffer
 
     @cached_property
     def _untruncated(self) -> NDArray[np.bool_]:

@@ -1,0 +1,79 @@
+"""The benchmarks' own arithmetic: what they time, how they compare, and that a hanging child cannot hang them."""
+
+import dataclasses
+import json
+import time
+
+import pytest
+
+from benchmarks.child import ChildHungError, run_module
+from benchmarks.line import Aim, Line
+from benchmarks.plan import QUICK
+from benchmarks.report import as_json, row
+from benchmarks.timing import Candidate, interleave
+
+
+def line(**samples: list[float]) -> Line:
+    return Line("section", "name", "us", samples)
+
+
+def test_the_advantage_is_taken_within_rounds_and_so_survives_a_machine_that_slows_down():
+    drifting = line(torchreplay=[1.0, 2.0, 40.0], cpprb=[10.0, 20.0, 400.0])
+    assert drifting.advantage("cpprb") == 10.0
+
+
+def test_where_higher_is_better_the_advantage_turns_round():
+    rates = dataclasses.replace(line(torchreplay=[20.0], cpprb=[5.0]), higher_is_better=True)
+    assert rates.advantage("cpprb") == 4.0
+
+
+def test_a_rival_that_did_nothing_at_all_is_beaten_infinitely_and_still_written_as_json():
+    rates = dataclasses.replace(line(torchreplay=[20.0], cpprb=[0.0]), higher_is_better=True)
+    assert rates.advantage("cpprb") == float("inf")
+    json.dumps(as_json([rates], QUICK, 1.0), allow_nan=False)
+
+
+@pytest.mark.parametrize(("bound", "met"), [(2.0, True), (1.9, False)])
+def test_an_absolute_aim_is_judged_by_the_median(bound: float, met: bool):
+    verdict = Aim(bound).judge(line(torchreplay=[1.0, 2.0, 9.0]))
+    assert verdict is not None
+    assert verdict.met is met
+
+
+def test_an_aim_over_a_peer_that_is_not_installed_says_nothing():
+    assert Aim(10, over="cpprb").judge(line(torchreplay=[1.0])) is None
+
+
+def test_a_row_shows_every_column_and_a_dash_where_a_candidate_lacks_the_operation():
+    shown = row(line(torchreplay=[1.0, 1.0], tianshou=[3.0, 3.0]), ["torchreplay", "cpprb", "tianshou"])
+    assert shown.split()[:7] == ["name", "us", "1.00", "(1.00-1.00)", "-", "3.00", "(3.00-3.00)"]
+    assert "3.00x" in shown
+
+
+def test_rounds_alternate_between_the_candidates_and_rotate_who_goes_first():
+    order: list[str] = []
+
+    def candidate(name: str) -> Candidate:
+        def run(n: int) -> None:
+            order.append(name)
+            end = time.perf_counter() + 1e-3 * n
+            while time.perf_counter() < end:
+                pass
+
+        return Candidate(name, run)
+
+    plan = dataclasses.replace(QUICK, rounds=4, seconds=0.002)
+    seconds = interleave([candidate("a"), candidate("b")], plan)
+    assert order[-8:] == ["a", "b", "b", "a", "a", "b", "b", "a"]
+    assert {name: len(values) for name, values in seconds.items()} == {"a": 4, "b": 4}
+    assert min(seconds["a"]) >= 1e-3
+
+
+def test_a_child_that_blocks_for_ever_is_killed_and_named():
+    with pytest.raises(ChildHungError, match=r"timeit .* did not end within 0.5 s"):
+        run_module("timeit", {"number": 1, "setup": "import signal; signal.pause()"}, limit=0.5)
+
+
+def test_a_child_that_fails_hands_on_its_error():
+    with pytest.raises(RuntimeError, match="invalid choice: 'nobody'"):
+        run_module("benchmarks.contest", {"peer": "nobody"}, limit=60.0)
