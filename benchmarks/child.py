@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-
 ROOT = Path(__file__).parents[1]
 """Where ``benchmarks`` can be imported from."""
 
