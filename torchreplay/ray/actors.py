@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import time
@@ -9,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from torchreplay.ray.explorer import ExplorerProcess, Launch, Outcome
+from torchreplay.ray.explorer import STOP_SIGNAL, ExplorerProcess, Launch, Outcome
 from torchreplay.ray.session import import_ray
 
 _EXIT_TIMEOUT: Final = 5.0
@@ -69,6 +70,13 @@ class Actors:
         """Lets the process of an ended run go."""
         self.kill(run)  # a graceful exit takes Ray 2 s, and the user's function has returned
         run.actor = run.result = None
+
+    def interrupt(self, run: Run, pid: int) -> None:
+        """Makes a run that goes on raise `Stopped`, wherever it is or waits; `pid` is its process."""
+        # A pid can only be another's by now if it ended this very moment.
+        if not self.wait([run], 0):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, STOP_SIGNAL)
 
     def kill(self, run: Run) -> None:
         """Kills the process of a run."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from types import FrameType
+from typing import Final, Literal
 
 import torch
 
@@ -16,6 +18,10 @@ from torchreplay.ray.context import ExplorerContext
 
 Explore = Callable[[ExplorerContext], object]
 """A user's function: runs until `ctx.stopped`, or as long as it likes; its result is dropped."""
+
+
+STOP_SIGNAL: Final = signal.SIGUSR1
+"""Raises `Stopped` in an explorer. Not SIGINT, which Ray blocks so that Ctrl-C ends the program alone."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +81,18 @@ class ExplorerProcess:
 
 def _explore(payload: bytes, launch: Launch) -> None:
     explore, buffer, weights, board = pickle.loads(payload)
+    signal.signal(STOP_SIGNAL, _stop_here)
     board.entries[launch.index]["pid"] = os.getpid()
     ctx = ExplorerContext(buffer, weights, launch.index, launch.num_explorers, launch.seed, launch.restarts, board)
     try:
         explore(ctx)
     finally:
+        signal.signal(STOP_SIGNAL, signal.SIG_IGN)
         ctx.close()
+
+
+def _stop_here(signal_number: int, frame: FrameType | None) -> None:
+    raise Stopped("the pool that runs this explorer was stopped")
 
 
 def _raised(error: BaseException) -> Outcome:

@@ -47,7 +47,7 @@ class ExplorerPool:
 
     Args:
         explore: Function of an `ExplorerContext`, defined anywhere cloudpickle reaches. It should
-            return soon after `ctx.stopped` turns True.
+            return soon after `ctx.stopped` turns True; `Stopped` raised out of it is a good end.
         num_explorers: How many explorers to run, also more than there are cores.
         buffer: The buffer that they write to; it goes to them as its handle.
         weights: Weights for `ctx.weights`.
@@ -139,8 +139,9 @@ class ExplorerPool:
     def stop(self, timeout: float = 5.0) -> None:
         """Ends the explorers and returns when their processes are gone; may be called again.
 
-        `ctx.stopped` turns True and waiting writers raise `Stopped`. What has not returned after
-        `timeout` seconds is killed. Ray is shut down if the pool started it.
+        `ctx.stopped` turns True. A function that has not returned a second later, waiting for the
+        limiter or for anything else, finds `Stopped` raised where it is; one that has not returned
+        after `timeout` seconds is killed. Ray is shut down if the pool started it.
 
         Args:
             timeout: Seconds that the explorers get to finish by themselves.

@@ -25,6 +25,9 @@ _POLL: Final = 0.1
 _LONGEST_DELAY: Final = 30.0
 """Seconds; the back-off between restarts doubles up to this."""
 
+_GRACE: Final = 1.0
+"""Seconds in which a stopped explorer should notice by itself, before it is interrupted."""
+
 _HOPELESS_AFTER: Final = 5
 """Failures in a row, without a row or an episode in between, after which nobody should wait for an
 explorer any more. It goes on being restarted."""
@@ -118,7 +121,7 @@ class Supervisor:
         self._thread.start()
 
     def stop(self, timeout: float) -> None:
-        """Asks every explorer to finish, kills those that have not within `timeout` seconds."""
+        """Asks every explorer to finish, interrupts, and after `timeout` seconds kills, those that have not."""
         self._deadline = time.monotonic() + timeout
         self.board.stopped = True
         self._stopping.set()
@@ -158,7 +161,7 @@ class Supervisor:
                 e.state = "starting"
 
     def _listen(self) -> None:
-        running = [e for e in self.explorers if e.run is not None]
+        running = self._running()
         if not running:
             self._stopping.wait(_POLL)
             return
@@ -217,27 +220,35 @@ class Supervisor:
         return e.streak >= _HOPELESS_AFTER and self.board.recorded(e.index) == e.recorded
 
     def _end_all(self) -> None:
-        for e in self.explorers:
-            if e.run is not None and not self.board.entries[e.index]["pid"]:
+        for e in self._running():
+            if not self.board.entries[e.index]["pid"]:
                 self.actors.kill(e.run)  # still starting: nothing of the user's runs yet
-        while running := [e for e in self.explorers if e.run is not None]:
-            left = self._deadline - time.monotonic()
-            ended = self.actors.wait([e.run for e in running], left)
-            for e in running:
-                if e.run in ended:
-                    self._finish(e)
-                elif left <= 0:
-                    self._kill(e)
+        left = self._deadline - time.monotonic()
+        self._await_ends(self._deadline - left + min(_GRACE, left / 2))
+        for e in self._running():
+            self.actors.interrupt(e.run, int(self.board.entries[e.index]["pid"]))
+        self._await_ends(self._deadline)
+        for e in self._running():
+            logger.warning("explorer %d was told to stop, did not return in time and was killed", e.index)
+            self.actors.kill(e.run)
+            self._settle(e, Outcome("ended"))
         for e in self.explorers:
             e.state = e.state if e.over else "stopped"
         self.actors.await_exit([int(entry["pid"]) for entry in self.board.entries])
+
+    def _running(self) -> list[Explorer]:
+        return [e for e in self.explorers if e.run is not None]
+
+    def _await_ends(self, deadline: float) -> None:
+        while running := self._running():
+            ended = self.actors.wait([e.run for e in running], deadline - time.monotonic())
+            for e in running:
+                if e.run in ended:
+                    self._finish(e)
+            if not ended:
+                return
 
     def _finish(self, e: Explorer) -> None:
         outcome = self.actors.outcome(e.run)
         # A death is our own doing by now; an exception on the way out is news.
         self._settle(e, outcome if outcome.kind == "raised" else Outcome("ended"))
-
-    def _kill(self, e: Explorer) -> None:
-        logger.warning("explorer %d was told to stop, did not return in time and was killed", e.index)
-        self.actors.kill(e.run)
-        self._settle(e, Outcome("ended"))
