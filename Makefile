@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-python lint format bench soak build wheel clean
+.PHONY: help demo test lint format bench soak build wheel clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile | expand -t 12
@@ -19,16 +19,15 @@ help:  ## list the targets
 demo: build  ## learn CartPole-v1 with Ape-X: Ray explorers, Lightning learner
 	$(BIN)/python examples/apex_cartpole.py $(ARGS)
 
-test: test-cpp test-python  ## C++ unit tests (plain and sanitized), then pytest
-
-test-python: build
+test: build  ## C++ unit tests (plain and sanitized), then pytest
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-cpp
 	$(BIN)/python -m pytest $(ARGS)
 
 bench: build $(STAMPS)/bench  ## measure torchreplay beside its peers
 	$(BIN)/python -m benchmarks $(ARGS)
 
 soak: build  ## the long tests: C++ under ThreadSanitizer, then pytest -m soak
-	$(MAKE) test-cpp CPP_VARIANTS=thread
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-cpp CPP_VARIANTS=thread
 	$(BIN)/python -m pytest -m soak $(ARGS)
 
 build: $(STAMPS)/build  ## compile the native modules in place

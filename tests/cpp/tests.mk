@@ -7,6 +7,13 @@ CPP_FLAGS_plain := -O2
 CPP_FLAGS_address := -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
 CPP_FLAGS_thread := -O1 -g -fno-omit-frame-pointer -fsanitize=thread -DTORCHREPLAY_RACEFREE
 
+# ThreadSanitizer of GCC 12 cannot map its shadow under the wider address randomisation of newer kernels.
+CPP_RUN_thread := setarch -R
+CPP_RUN_address := ASAN_OPTIONS=detect_stack_use_after_return=1 UBSAN_OPTIONS=print_stacktrace=1
+# A sanitizer explains a crash better than Boost.Test, which would catch the signal first.
+CPP_ARGS_address := --catch_system_errors=no
+CPP_ARGS_thread := --catch_system_errors=no
+
 CPP_OUT := build/cpp
 CPP_NAMES := $(patsubst tests/cpp/%.cpp,%,$(wildcard tests/cpp/test_*.cpp))
 CPP_BOOST = $(shell $(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/cmeel.prefix/include
@@ -25,18 +32,14 @@ $(CPP_OUT)/runner.o: tests/cpp/runner.cpp $(STAMPS)/env
 define cpp_variant
 $(CPP_OUT)/$(1)/%: tests/cpp/%.cpp $(CPP_OUT)/runner.o tests/cpp/tests.mk
 	@mkdir -p $$(@D)
-	$$(CPP_COMPILE) $$(CPP_FLAGS_$(1)) -MMD -MP -MF $$@.d -c $$< -o $$@.o
+	$$(CPP_COMPILE) $$(CPP_FLAGS_$(1)) -MMD -MP -MT $$@ -MF $$@.d -c $$< -o $$@.o
 	$$(CXX) $$(CPP_FLAGS_$(1)) $$@.o $(CPP_OUT)/runner.o -o $$@ -pthread
 
 .PHONY: $(CPP_NAMES:%=run-$(1)-%)
 $(CPP_NAMES:%=run-$(1)-%): run-$(1)-%: $(CPP_OUT)/$(1)/%
 	@echo "$(1) $$*"
-	@$$(CPP_RUN_$(1)) $$< --color_output=no
+	@$$(CPP_RUN_$(1)) $$< --color_output=no $$(CPP_ARGS_$(1))
 
 -include $(CPP_NAMES:%=$(CPP_OUT)/$(1)/%.d)
 endef
 $(foreach variant,plain address thread,$(eval $(call cpp_variant,$(variant))))
-
-# ThreadSanitizer of GCC 12 cannot map its shadow under the wider address randomisation of newer kernels.
-CPP_RUN_thread := setarch -R
-CPP_RUN_address := ASAN_OPTIONS=detect_stack_use_after_return=1 UBSAN_OPTIONS=print_stacktrace=1
