@@ -52,7 +52,7 @@ lint: build  ## ruff, mypy, clang-format, clang-tidy, abi3audit
 	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
 	@mkdir -p build/lint && printf '#include "%s"\n' $(notdir $(wildcard cpp/*.h)) > build/lint/core.cpp
 	printf '%s\n' build/lint/core.cpp cpp/python.cpp cpp/ops.cpp | xargs -P 2 -I {} \
-	    $(BIN)/clang-tidy --quiet {} -- -std=c++20 $(CPP_INCLUDES)
+	    $(BIN)/clang-tidy --quiet {} -- -std=c++20 -DTORCH_TARGET_VERSION=0x020b000000000000 $(CPP_INCLUDES)
 	$(BIN)/abi3audit --strict --assume-minimum-abi3 3.11 torchreplay/*.abi3.so
 
 format: $(STAMPS)/env  ## rewrite the sources in the house format
