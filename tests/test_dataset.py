@@ -225,7 +225,9 @@ def test_workers_share_the_steps_and_never_repeat_each_others_draws(buffer, meth
 
 def test_persistent_workers_continue_their_streams_in_the_next_epoch(buffer):
     dataset = tr.ReplayDataset(buffer, batch_size=16, steps=4)
-    loader = DataLoader(dataset, batch_size=None, num_workers=2, persistent_workers=True, multiprocessing_context="fork")
+    loader = DataLoader(
+        dataset, batch_size=None, num_workers=2, persistent_workers=True, multiprocessing_context="fork"
+    )
     keys = drawn_keys(loader) + drawn_keys(loader)
     assert len(keys) == len(set(keys)) == 8
 

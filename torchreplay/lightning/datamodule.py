@@ -6,7 +6,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
 
 from torchreplay.batch import ReplayBatch
 from torchreplay.buffer import ReplayBuffer
@@ -239,18 +239,21 @@ def _check_sources(buffer: object, explorers: object) -> None:
             f"buffer is {type(buffer).__name__}; it must be a ReplayBuffer or a function without arguments that makes "
             "one"
         )
-    if explorers is not None and not isinstance(explorers, Explorers) and not callable(explorers):
+    if explorers is not None and not _are_explorers(explorers) and not callable(explorers):
         raise TypeError(
             f"explorers is {type(explorers).__name__}; it must have start() and stop(), such as an ExplorerPool, "
             "or be a function of the buffer that makes such an object"
         )
 
 
+def _are_explorers(value: object) -> TypeGuard[Explorers]:
+    # A class has the methods of its objects, but is a function that makes one.
+    return isinstance(value, Explorers) and not isinstance(value, type)
+
+
 def _made_explorers(source: Explorers | Callable[[ReplayBuffer], Explorers], buffer: ReplayBuffer) -> Explorers:
-    if isinstance(source, Explorers):
-        return source
-    explorers = source(buffer)
-    if not isinstance(explorers, Explorers):
+    explorers = source if _are_explorers(source) else source(buffer)
+    if not _are_explorers(explorers):
         raise TypeError(
             f"the function given as `explorers` returned {explorers!r}; it must return an object with start() and "
             "stop()"

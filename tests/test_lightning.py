@@ -1,0 +1,252 @@
+"""`ReplayDataModule`, under the Trainer of `pytorch_lightning` and of `lightning.pytorch` alike."""
+
+import gc
+import types
+import warnings
+
+import pytest
+import torch
+
+import torchreplay as tr
+
+pytest.importorskip("pytorch_lightning")
+
+from lightning_learner import QUIET, filled_buffer, fit, make_learner
+from torchreplay.lightning import ReplayDataModule
+
+
+@pytest.fixture(params=["pytorch_lightning", "lightning.pytorch"])
+def lightning(request):
+    """One of the two libraries; each test of it runs under both, in one process."""
+    return pytest.importorskip(request.param)
+
+
+@pytest.fixture
+def buffer():
+    buffer = filled_buffer()
+    yield buffer
+    buffer.close()
+
+
+# What Lightning sees of it.
+
+
+def test_lightning_finds_nothing_to_warn_about(lightning, buffer, tmp_path):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for loading in ({"max_steps": 3}, {"max_epochs": 2, "steps_per_epoch": 3}):
+            fit(lightning, buffer, **loading, **QUIET, barebones=False)
+    texts = [str(warning.message) for warning in caught]
+    for complaint in ("does not have many workers", "__len__", "not resumable", "infer the batch_size"):
+        assert not [text for text in texts if complaint in text]
+
+
+def test_the_stream_is_one_plain_iterable_without_a_dataset_attribute(buffer):
+    data = ReplayDataModule(buffer, 8)
+    data.setup("fit")
+    stream = data.train_dataloader()
+    assert data.train_dataloader() is stream
+    assert not isinstance(stream, torch.utils.data.DataLoader)
+    assert not hasattr(stream, "dataset")
+    assert next(iter(stream))["key"].shape == (8,)
+
+
+def test_a_stream_asked_for_before_setup_is_an_error_that_says_so(buffer):
+    with pytest.raises(RuntimeError, match=r'call `setup\("fit"\)` first'):
+        ReplayDataModule(buffer).train_dataloader()
+
+
+def test_epochs_may_be_overfitted_and_reloaded(lightning, buffer):
+    learner = make_learner(lightning)
+    fit(lightning, buffer, learner, max_epochs=2, steps_per_epoch=4, overfit_batches=2)
+    fit(lightning, buffer, learner, max_epochs=2, steps_per_epoch=4, reload_dataloaders_every_n_epochs=1)
+    assert len(learner.seen) == 2 * 2 + 2 * 4
+    assert len({tuple(keys) for keys in learner.seen}) == len(learner.seen)
+
+
+def test_a_learner_that_validates_takes_its_loader_from_a_subclass_or_does_without(lightning, buffer):
+    class WithValidation(ReplayDataModule):
+        def val_dataloader(self):
+            return tr.ReplayDataset(self.buffer, batch_size=2, steps=3)
+
+    for kind, validated in ((ReplayDataModule, 0), (WithValidation, 3)):
+        count = []
+        learner = make_learner(lightning, validation_step=lambda self, batch, batch_idx: count.append(batch_idx))  # noqa: B023
+        fit(lightning, kind(buffer, 8, steps_per_epoch=2), learner, max_epochs=1)
+        assert len(count) == validated
+
+
+@pytest.mark.parametrize("state", ["new", "fitted"])
+def test_printing_the_module_draws_nothing(lightning, buffer, state):
+    data = ReplayDataModule(buffer, 8, steps_per_epoch=2)
+    if state == "fitted":
+        fit(lightning, data, max_epochs=1)
+    before = buffer.stats().sampled
+    assert "ReplayDataModule(batch_size=8, steps_per_epoch=2, buffer=" in str(data)
+    assert str(data) == repr(data)
+    assert buffer.stats().sampled == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"steps_per_epoch": -1}, "steps_per_epoch is -1"),
+        ({"prefetch": None}, "prefetch is None"),
+        ({"timeout": "1"}, "timeout is '1'"),
+    ],
+)
+def test_a_number_out_of_range_is_named_at_once(buffer, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ReplayDataModule(buffer, **arguments)
+
+
+def test_things_of_the_wrong_kind_are_refused(buffer):
+    with pytest.raises(TypeError, match="buffer is int; it must be a ReplayBuffer or a function"):
+        ReplayDataModule(3)
+    with pytest.raises(TypeError, match="explorers is int; it must have start"):
+        ReplayDataModule(buffer, explorers=4)
+    with pytest.raises(TypeError, match=r"given as `buffer` returned None"):
+        ReplayDataModule(lambda: None).setup("fit")
+    with pytest.raises(TypeError, match=r"given as `explorers` returned None"):
+        ReplayDataModule(buffer, explorers=lambda buffer: None).setup("fit")
+
+
+def test_several_machines_are_refused_in_a_sentence(buffer):
+    data = ReplayDataModule(buffer)
+    data.trainer = types.SimpleNamespace(world_size=4, num_nodes=2, local_rank=0)
+    with pytest.raises(
+        RuntimeError, match="spans 2 machines, .* buffer lies in the memory of one"
+    ):
+        data.setup("fit")
+
+
+# The life of the buffer and of the explorers.
+
+
+class Crew:
+    """Explorers that write down what is done to them."""
+
+    def __init__(self, buffer=None):
+        self.buffer = buffer
+        self.calls = []
+
+    def start(self):
+        self.calls.append("start")
+
+    def stop(self):
+        self.calls.append("stop")
+
+
+def test_explorers_run_for_as_long_as_fit_and_start_again_with_the_next(lightning, buffer):
+    crew = Crew()
+    calls = []
+    learner = make_learner(lightning, lambda loss, td, step: calls.append(list(crew.calls)))
+    data = ReplayDataModule(buffer, 8, steps_per_epoch=1, explorers=crew)
+    fit(lightning, data, learner, max_epochs=1)
+    fit(lightning, data, learner, max_epochs=1)
+    assert calls == [["start"], ["start", "stop", "start"]]
+    assert crew.calls == ["start", "stop"] * 2
+    assert not buffer.stopped
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_explorers_are_stopped_and_a_made_buffer_is_closed_after_an_exception(lightning, error):
+    crews = []
+
+    def interrupt(loss, td, step):
+        raise error("in the training step")
+
+    def make_crew(buffer):
+        crews.append(Crew(buffer))
+        return crews[-1]
+
+    data = ReplayDataModule(filled_buffer, 8, explorers=make_crew)
+    with pytest.raises((RuntimeError, SystemExit)):
+        fit(lightning, data, make_learner(lightning, interrupt), max_steps=1)
+    assert [crew.calls for crew in crews] == [["start", "stop"]]
+    with pytest.raises(RuntimeError, match="closes it when `fit` ends"):
+        _ = data.buffer
+
+
+def test_explorers_that_fail_to_start_are_stopped(lightning, buffer):
+    crew = Crew()
+    crew.start = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        fit(lightning, ReplayDataModule(buffer, 8, explorers=crew), max_steps=1)
+    assert crew.calls == ["stop"]
+
+
+def test_explorers_of_a_forgotten_module_are_stopped(buffer):
+    crew = Crew()
+    data = ReplayDataModule(buffer, 8, explorers=crew)
+    data.setup("fit")
+    del data
+    gc.collect()
+    assert crew.calls == ["start", "stop"]
+
+
+def test_teardown_may_come_twice_and_setup_too(buffer):
+    crew = Crew()
+    data = ReplayDataModule(buffer, 8, explorers=crew)
+    for _ in range(2):
+        data.setup("fit")
+    for _ in range(2):
+        data.teardown("fit")
+    data.on_exception(RuntimeError())
+    assert crew.calls == ["start", "stop"]
+
+
+def test_other_stages_neither_make_a_buffer_nor_start_explorers():
+    made = []
+    data = ReplayDataModule(lambda: made.append(1), explorers=Crew)
+    for stage in ("validate", "test", "predict"):
+        data.setup(stage)
+        data.teardown(stage)
+    assert made == []
+
+
+def test_a_made_buffer_is_stopped_and_closed_and_a_given_one_stays_open(lightning, buffer):
+    made = []
+
+    def make_buffer():
+        made.append(filled_buffer())
+        return made[-1]
+
+    seen_stopped = []
+    crew = Crew()
+    crew.stop = lambda: seen_stopped.append(made[0].stopped)
+    fit(lightning, ReplayDataModule(make_buffer, 8, explorers=crew), max_steps=2)
+    assert seen_stopped == [True]
+    assert len(made) == 1
+    with pytest.raises(Exception, match="closed"):
+        made[0].sample(8)
+
+    fit(lightning, ReplayDataModule(buffer, 8), max_steps=2)
+    assert buffer.sample(8)["key"].shape == (8,)
+
+
+# Checkpoints.
+
+
+def test_a_resumed_run_draws_what_the_uninterrupted_run_draws(lightning, tmp_path):
+    def train(max_steps, checkpoint=None):
+        learner = make_learner(lightning)
+        data = ReplayDataModule(lambda: filled_buffer(sampler=tr.Uniform()), 8, steps_per_epoch=6)
+        trainer = lightning.Trainer(max_steps=max_steps, **QUIET)
+        trainer.fit(learner, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+        trainer.save_checkpoint(tmp_path / f"{max_steps}.ckpt")
+        return learner.seen
+
+    whole = train(10)
+    first = train(4)
+    rest = train(10, checkpoint=tmp_path / "4.ckpt")
+    assert first + rest == whole
+
+
+def test_a_checkpoint_holds_the_place_in_the_stream_and_no_experience(lightning, buffer, tmp_path):
+    trainer = fit(lightning, buffer, max_epochs=1, steps_per_epoch=3, **QUIET, barebones=False)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    assert saved["ReplayDataModule"] == {"draws": 3}
+    assert saved["loops"]["fit_loop"]["state_dict"]["combined_loader"] == [{"draws": 3, "position": 0}]

@@ -1,0 +1,271 @@
+"""The Lightning callbacks, under the Trainer of `pytorch_lightning` and of `lightning.pytorch` alike."""
+
+import dataclasses
+import importlib
+import itertools
+import math
+
+import pytest
+import torch
+
+import torchreplay as tr
+
+pytest.importorskip("pytorch_lightning")
+
+from lightning_learner import BARE, QUIET, ROWS, filled_buffer, fit, make_learner, td_of
+from torchreplay.lightning import PriorityFeedback, ReplayDataModule, ReplayMonitor, WeightPublisher
+
+
+@pytest.fixture(params=["pytorch_lightning", "lightning.pytorch"])
+def lightning(request):
+    """One of the two libraries; each test of it runs under both, in one process."""
+    return pytest.importorskip(request.param)
+
+
+@pytest.fixture
+def buffer():
+    buffer = filled_buffer()
+    yield buffer
+    buffer.close()
+
+
+def assert_priorities_belong_to(buffer, updated):
+    """Checks P(key) against |td| / sum for updated rows, and 1 / sum for the others."""
+    raw = {key: td_of(key) if key in updated else 1.0 for key in range(ROWS)}
+    total = sum(raw.values())
+    batch = buffer.sample(4096)
+    expected = torch.tensor([raw[key] / total for key in batch["key"].tolist()])
+    torch.testing.assert_close(batch["probability"].float(), expected, rtol=1e-4, atol=0)
+
+
+def rows_of(learner, steps=None):
+    return set(itertools.chain.from_iterable(learner.seen[:steps]))
+
+
+# PriorityFeedback: which rows get which TD error.
+
+
+@pytest.mark.parametrize(
+    ("loading", "ahead"),
+    [
+        ({"max_steps": 6}, 1),  # no length: Lightning holds the next batch while it trains on this one
+        ({"max_steps": 6, "limit_train_batches": 3}, 0),
+        ({"max_epochs": 2, "steps_per_epoch": 3}, 0),
+        ({"max_epochs": 2, "limit_train_batches": 3}, 0),
+        ({"max_steps": 6, "precision": "bf16-mixed"}, 1),
+        ({"max_steps": 6, "precision": "64-true"}, 1),
+    ],
+)
+def test_feedback_reaches_the_rows_of_the_batch_however_it_was_drawn(lightning, buffer, loading, ahead):
+    learner = make_learner(lightning)
+    fit(lightning, buffer, learner, **loading)
+    assert len(learner.seen) == 6
+    assert buffer.stats().sampled == (6 + ahead) * 8
+    assert buffer.stats().updated == 6 * 8
+    assert_priorities_belong_to(buffer, rows_of(learner))
+
+
+def test_feedback_survives_true_bfloat16(lightning, buffer):
+    # 1 + key needs at most seven bits, so bfloat16 holds it exactly.
+    learner = make_learner(lightning)
+    fit(lightning, buffer, learner, max_steps=4, precision="bf16-true")
+    assert_priorities_belong_to(buffer, rows_of(learner))
+
+
+def test_feedback_is_given_per_micro_batch_under_gradient_accumulation(lightning, buffer):
+    learner = make_learner(lightning)
+    trainer = fit(lightning, buffer, learner, max_steps=3, accumulate_grad_batches=4)
+    assert trainer.global_step == 3
+    assert buffer.stats().updated == 12 * 8
+    assert_priorities_belong_to(buffer, rows_of(learner))
+
+
+def test_feedback_works_under_manual_optimisation_without_a_loss(lightning, buffer):
+    learner = make_learner(lightning, lambda loss, td, step: {"td_error": td}, manual=True)
+    fit(lightning, buffer, learner, max_steps=4)
+    assert_priorities_belong_to(buffer, rows_of(learner))
+
+
+def test_a_skipped_step_changes_nothing(lightning, buffer):
+    learner = make_learner(lightning, lambda loss, td, step: None if step > 2 else {"loss": loss, "td_error": td})
+    fit(lightning, buffer, learner, max_epochs=1, steps_per_epoch=4)
+    assert len(learner.seen) == 4
+    assert buffer.stats().updated == 2 * 8
+    assert_priorities_belong_to(buffer, rows_of(learner, steps=2))
+
+
+def test_feedback_for_rows_overwritten_meanwhile_is_dropped_and_counted(lightning, buffer):
+    def on_after_backward(self):
+        buffer.extend(number=torch.arange(ROWS), obs=torch.ones(ROWS, 4))
+
+    learner = make_learner(lightning, on_after_backward=on_after_backward)
+    fit(lightning, buffer, learner, max_steps=4)
+    assert buffer.stats().stale_updates == 4 * 8
+    assert (buffer.sample(256)["probability"] == 1 / ROWS).all()
+
+
+@pytest.mark.parametrize(
+    ("returned", "names"),
+    [
+        (lambda loss, td, step: loss, r"\['loss'\]"),
+        (lambda loss, td, step: {"loss": loss, "error": td}, r"\['error', 'loss'\]"),
+    ],
+)
+def test_a_missing_td_error_is_an_error_that_says_what_was_returned(lightning, buffer, returned, names):
+    with pytest.raises(KeyError, match=f"training_step returned {names}; PriorityFeedback needs 'td_error'"):
+        fit(lightning, buffer, make_learner(lightning, returned), max_steps=1)
+
+
+def test_feedback_reads_another_name_and_buffer_when_given_them(lightning, buffer):
+    learner = make_learner(lightning, lambda loss, td, step: {"loss": loss, "delta": td})
+    trainer = lightning.Trainer(max_steps=2, callbacks=[PriorityFeedback(buffer, key="delta")], **BARE)
+    trainer.fit(learner, tr.ReplayDataset(buffer, batch_size=8))
+    assert_priorities_belong_to(buffer, rows_of(learner))
+
+
+def test_infinite_td_errors_stop_the_run_and_change_nothing(lightning, buffer):
+    learner = make_learner(lightning, lambda loss, td, step: {"loss": loss, "td_error": td / 0})
+    with pytest.raises(ValueError, match="8"):
+        fit(lightning, buffer, learner, max_steps=1)
+    assert_priorities_belong_to(buffer, set())
+
+
+@pytest.mark.parametrize("callback", [PriorityFeedback, ReplayMonitor])
+def test_a_callback_without_a_buffer_says_so_before_training(lightning, buffer, callback):
+    learner = make_learner(lightning)
+    trainer = lightning.Trainer(max_steps=1, callbacks=[callback()], **BARE)
+    with pytest.raises(ValueError, match=f"{callback.__name__} was given no buffer and the Trainer has no Replay"):
+        trainer.fit(learner, tr.ReplayDataset(buffer, batch_size=8))
+    assert learner.seen == []
+
+
+# WeightPublisher.
+
+
+def pulled_weight(weights):
+    """What an explorer that pulls now would act with."""
+    module = torch.nn.Linear(4, 1)
+    assert weights.pull(module)
+    return module.weight.detach().clone()
+
+
+def test_weights_are_published_every_few_optimiser_steps_and_at_the_end(lightning, buffer):
+    learner = make_learner(lightning)
+    weights = tr.SharedWeights(learner.q)
+    versions = []
+    learner.on_train_batch_start = lambda batch, batch_idx: versions.append(weights.version)
+    fit(lightning, buffer, learner, [WeightPublisher(weights, every=2, module="q")], max_steps=5)
+    assert versions == [0, 0, 1, 1, 2]
+    assert weights.version == 3
+    assert torch.equal(pulled_weight(weights), learner.q.weight)
+
+
+def test_accumulated_micro_batches_are_not_optimiser_steps(lightning, buffer):
+    learner = make_learner(lightning)
+    weights = tr.SharedWeights(learner)
+    fit(lightning, buffer, learner, [WeightPublisher(weights)], max_steps=3, accumulate_grad_batches=4)
+    assert weights.version == 3 + 1
+
+
+def test_a_resumed_run_publishes_its_weights_before_the_first_step(lightning, buffer, tmp_path):
+    learner = make_learner(lightning)
+    trainer = fit(lightning, buffer, learner, max_steps=2, **QUIET, barebones=False)
+    trainer.save_checkpoint(tmp_path / "2.ckpt")
+    fresh = make_learner(lightning)
+    weights = tr.SharedWeights(fresh.q)
+    at_first_step = []
+    fresh.on_train_batch_start = lambda batch, batch_idx: at_first_step.append(
+        (weights.version, pulled_weight(weights))
+    )
+    trainer = lightning.Trainer(max_steps=3, callbacks=[WeightPublisher(weights, 100, "q")], **QUIET)
+    trainer.fit(fresh, datamodule=ReplayDataModule(buffer, 8), ckpt_path=tmp_path / "2.ckpt")
+    [(version, weight)] = at_first_step
+    assert version == 1
+    assert torch.equal(weight, learner.q.weight)
+
+
+def test_a_part_that_does_not_exist_is_named_before_training(lightning, buffer):
+    learner = make_learner(lightning)
+    publisher = WeightPublisher(tr.SharedWeights(learner), module="actor")
+    with pytest.raises(ValueError, match=r"publish 'actor', which Learner does not have .* modules are \['q'\]"):
+        fit(lightning, buffer, learner, [publisher], max_steps=1)
+    assert learner.seen == []
+
+
+def test_publishing_every_zero_steps_is_refused():
+    with pytest.raises(ValueError, match="every is 0"):
+        WeightPublisher(tr.SharedWeights(torch.nn.Linear(4, 1)), every=0)
+
+
+# ReplayMonitor.
+
+
+class Recorder:
+    """What a logger was given: scalars by step, histograms as the keyword arguments of TensorBoard's raw call."""
+
+    def __init__(self):
+        self.scalars = []
+        self.histograms = []
+
+    def add_histogram_raw(self, tag, **arguments):
+        self.histograms.append((tag, arguments))
+
+
+@pytest.fixture
+def logger(lightning):
+    class RecordingLogger(importlib.import_module(f"{lightning.__name__}.loggers").Logger):
+        name, version, experiment = "recorder", 0, Recorder()
+
+        def log_metrics(self, metrics, step=None):
+            self.experiment.scalars.append((step, metrics))
+
+        def log_hyperparams(self, params):
+            pass
+
+    return RecordingLogger()
+
+
+COUNTERS = ("inserted", "sampled", "updated")
+
+
+def monitored(lightning, buffer, logger, **trainer):
+    arguments = {**QUIET, "logger": logger, "barebones": False, "log_every_n_steps": 4, **trainer}
+    fit(lightning, buffer, callbacks=[ReplayMonitor(histogram_every=8)], **arguments)
+    return logger.experiment
+
+
+def test_the_monitor_logs_every_finite_statistic_as_often_as_the_trainer_logs(lightning, buffer, logger):
+    recorded = monitored(lightning, buffer, logger, max_steps=10)
+    steps, metrics = zip(*[(step, m) for step, m in recorded.scalars if "replay/size" in m], strict=True)
+    assert steps == (0, 4, 8)
+    names = {field.name for field in dataclasses.fields(buffer.stats())}
+    for logged in metrics:
+        assert {name.removeprefix("replay/") for name in logged} - names <= {f"{n}_per_second" for n in COUNTERS}
+        assert all(math.isfinite(value) for value in logged.values())
+    # Two batches of eight drawn before the fourth step's feedback: the one in hand and the one pulled ahead.
+    assert [logged["replay/sampled"] for logged in metrics] == [8, 40, 72]
+    assert metrics[0]["replay/inserted"] == ROWS
+    assert metrics[1]["replay/inserted_per_second"] == 0.0
+    assert metrics[1]["replay/sampled_per_second"] > 0.0
+
+
+def test_the_monitor_gives_histograms_to_loggers_that_take_them(lightning, buffer, logger):
+    recorded = monitored(lightning, buffer, logger, max_steps=17)
+    assert {(tag, arguments["global_step"]) for tag, arguments in recorded.histograms} == {
+        (f"replay/{name}", step) for name in ("priority", "age") for step in (8, 16)
+    }
+    for _, arguments in recorded.histograms:
+        assert arguments["num"] == sum(arguments["bucket_counts"]) == ROWS
+        assert len(arguments["bucket_limits"]) == len(arguments["bucket_counts"])
+
+
+def test_a_logger_without_histograms_gets_scalars_alone(lightning, buffer, logger, monkeypatch):
+    monkeypatch.delattr(Recorder, "add_histogram_raw")
+    assert monitored(lightning, buffer, logger, max_steps=9).scalars
+
+
+def test_tensorboard_takes_the_histograms(lightning, buffer, tmp_path):
+    pytest.importorskip("tensorboard")
+    loggers = importlib.import_module(f"{lightning.__name__}.loggers")
+    logger = loggers.TensorBoardLogger(tmp_path)
+    monitored(lightning, buffer, logger, max_steps=9)
