@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from torchreplay.batch import ReplayBatch
-from torchreplay.buffer import ReplayBuffer
-from torchreplay.errors import Stopped
+from .batch import ReplayBatch
+from .buffer import ReplayBuffer
+from .errors import Stopped
 
 
 class ReplayDataset(IterableDataset[ReplayBatch]):

@@ -9,9 +9,9 @@ The module receives a `ReplayBatch` and returns `{"loss": loss, "td_error": td}`
 Both `pytorch_lightning` and `lightning.pytorch` trainers take these classes.
 """
 
-from torchreplay.lightning.datamodule import Explorers, ReplayDataModule
-from torchreplay.lightning.feedback import PriorityFeedback
-from torchreplay.lightning.monitor import ReplayMonitor
-from torchreplay.lightning.publisher import WeightPublisher
+from .datamodule import Explorers, ReplayDataModule
+from .feedback import PriorityFeedback
+from .monitor import ReplayMonitor
+from .publisher import WeightPublisher
 
 __all__ = ["Explorers", "PriorityFeedback", "ReplayDataModule", "ReplayMonitor", "WeightPublisher"]

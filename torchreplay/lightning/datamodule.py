@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
 
-from torchreplay.batch import ReplayBatch
-from torchreplay.buffer import ReplayBuffer
-from torchreplay.dataset import ReplayDataset, require_count, require_timeout
-from torchreplay.errors import Stopped
-from torchreplay.lightning.libraries import LightningDataModule
+from ..batch import ReplayBatch
+from ..buffer import ReplayBuffer
+from ..dataset import ReplayDataset, require_count, require_timeout
+from ..errors import Stopped
+from .libraries import LightningDataModule
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torchreplay.buffer import ReplayBuffer
-from torchreplay.lightning.datamodule import resolve_buffer
-from torchreplay.lightning.libraries import Callback
+from ..buffer import ReplayBuffer
+from .datamodule import resolve_buffer
+from .libraries import Callback
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from typing import TYPE_CHECKING, Any
 
-from torchreplay.buffer import ReplayBuffer
-from torchreplay.dataset import require_count
-from torchreplay.lightning.datamodule import resolve_buffer
-from torchreplay.lightning.libraries import Callback
+import torch
+
+from ..buffer import ReplayBuffer
+from ..dataset import require_count
+from .datamodule import resolve_buffer
+from .libraries import Callback
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
@@ -67,13 +68,12 @@ class ReplayMonitor(Callback):
         self._log(trainer)
         if trainer.global_step - self._histograms_at >= self.histogram_every:
             self._log_histograms(trainer)
-            self._histograms_at = trainer.global_step
 
     def _log(self, trainer: Trainer) -> None:
         self._logged_at = trainer.global_step
         if not trainer.loggers or not trainer.is_global_zero:
             return
-        stats = dataclasses.asdict(resolve_buffer(self, self.buffer, trainer).stats())
+        stats = resolve_buffer(self, self.buffer, trainer).stats().as_dict()
         values = {name: float(value) for name, value in stats.items()} | self._rates(stats)
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         for logger in trainer.loggers:
@@ -85,3 +85,32 @@ class ReplayMonitor(Callback):
         elapsed, before = now - self._clock, self._counts
         self._clock, self._counts = now, counts
         return {f"{name}_per_second": (counts[name] - before[name]) / elapsed for name in before if elapsed > 0}
+
+    def _log_histograms(self, trainer: Trainer) -> None:
+        self._histograms_at = trainer.global_step
+        boards = [(log.group_separator, log.experiment) for log in trainer.loggers if _takes_histograms(log)]
+        if not boards or not trainer.is_global_zero:
+            return
+        tensors = resolve_buffer(self, self.buffer, trainer).histograms()
+        for name in ("priority", "age"):
+            summary = _summary(tensors[name], tensors[f"{name}_edges"])
+            for separator, board in boards:
+                board.add_histogram_raw(f"replay{separator}{name}", **summary, global_step=trainer.global_step)
+
+
+def _takes_histograms(logger: Any) -> bool:
+    return callable(getattr(logger.experiment, "add_histogram_raw", None))
+
+
+def _summary(counts: torch.Tensor, edges: torch.Tensor) -> dict[str, Any]:
+    """Returns what TensorBoard stores for a histogram; the sums take every value to lie in the middle of its bin."""
+    middles = (edges[1:] + edges[:-1]) / 2
+    return {
+        "min": edges[0].item(),
+        "max": edges[-1].item(),
+        "num": int(counts.sum()),
+        "sum": (counts * middles).sum().item(),
+        "sum_squares": (counts * middles**2).sum().item(),
+        "bucket_limits": edges[1:].tolist(),
+        "bucket_counts": counts.tolist(),
+    }

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from torchreplay.dataset import require_count
-from torchreplay.lightning.libraries import Callback
-from torchreplay.weights import SharedWeights
+from ..dataset import require_count
+from ..weights import SharedWeights
+from .libraries import Callback
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer

@@ -1,6 +1,6 @@
 """Explorers as Ray actors: a function of the user's, run in parallel, filling a replay buffer.
 
-Importing this needs no Ray; making an `ExplorerPool` does.
+Importing this needs no Ray; starting an `ExplorerPool` does.
 """
 
 from torchreplay.ray.context import ExplorerContext

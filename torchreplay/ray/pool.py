@@ -59,7 +59,6 @@ class ExplorerPool:
             `SeedSequence`); None draws one, to be read from `pool.seed`.
 
     Raises:
-        ImportError: Ray is not installed.
         ValueError: A number is out of range.
 
     Example:
@@ -103,6 +102,7 @@ class ExplorerPool:
         starts afresh: new processes, new seeds, statistics from zero.
 
         Raises:
+            ImportError: Ray is not installed.
             TypeError: The function or something it refers to cannot be pickled.
         """
         with self._lock:

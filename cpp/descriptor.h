@@ -1,0 +1,48 @@
+// A file descriptor with an owner, and shared mappings of it.
+#pragma once
+
+#include <cerrno>
+#include <cstdint>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <system_error>
+#include <unistd.h>
+#include <utility>
+
+namespace torchreplay {
+
+class Descriptor {
+ public:
+  explicit Descriptor(int fd) : fd_(fd) {}
+  Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Descriptor(const Descriptor&) = delete;
+  ~Descriptor() {
+    if (fd_ >= 0) close(fd_);
+  }
+
+  // A second descriptor of the same file, closed on exec.
+  static Descriptor duplicate(int fd) {
+    const int copy = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+    if (copy < 0) throw std::system_error(errno, std::generic_category(), "cannot duplicate the descriptor of a replay segment");
+    return Descriptor(copy);
+  }
+
+  int get() const { return fd_; }
+  uint64_t file_bytes() const {
+    struct stat st;
+    if (fstat(fd_, &st) != 0) throw std::system_error(errno, std::generic_category(), "fstat on a replay segment");
+    return static_cast<uint64_t>(st.st_size);
+  }
+
+ private:
+  int fd_;
+};
+
+inline char* map_shared(const Descriptor& fd, uint64_t bytes) {
+  void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
+  if (p == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "cannot map a replay segment");
+  return static_cast<char*>(p);
+}
+
+}  // namespace torchreplay

@@ -1,0 +1,123 @@
+// Making a segment, and opening one that another process made. Checks everything before anything is trusted.
+#pragma once
+
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+#include "memory.h"
+
+namespace torchreplay {
+
+// The file is not a segment that this build can use. The message says in which way.
+struct NotASegment : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+struct SegmentConfig {
+  Layout layout;
+  SamplerConfig sampler;
+  LimiterConfig limiter;
+  uint64_t nonce = 0;
+  uint64_t seed = 0;
+  std::string text;  // the Python side's description of itself
+};
+
+namespace detail {
+
+// The binary part of the config region, before the text: what make_layout() needs.
+struct ConfigHead {
+  uint64_t capacity;
+  uint64_t linked;
+  uint64_t fields;
+  uint64_t text_bytes;
+};
+struct ConfigField {
+  uint64_t element;
+  uint64_t nbytes;
+};
+inline constexpr uint64_t kMaxFields = 4096;
+
+}  // namespace detail
+
+inline uint64_t config_bytes(size_t fields, size_t text) {
+  return sizeof(detail::ConfigHead) + fields * sizeof(detail::ConfigField) + text;
+}
+
+// Formats the zero-filled file `fd`, `config.layout.bytes` long.
+inline std::unique_ptr<SegmentMemory> format_segment(Descriptor fd, const SegmentConfig& config) {
+  auto memory = std::make_unique<SegmentMemory>(std::move(fd), config.layout);
+  const Layout& layout = memory->layout();
+  char* at = memory->config();
+  const detail::ConfigHead head{layout.capacity, layout.linked, layout.fields.size(), config.text.size()};
+  std::memcpy(at, &head, sizeof head);
+  at += sizeof head;
+  for (const Field& f : layout.fields) {
+    const detail::ConfigField field{static_cast<uint64_t>(f.element), f.nbytes};
+    std::memcpy(at, &field, sizeof field);
+    at += sizeof field;
+  }
+  std::memcpy(at, config.text.data(), config.text.size());
+  Header& h = memory->header();
+  h.version = kFormatVersion;
+  h.layout_hash = layout.hash();
+  h.nonce = config.nonce;
+  h.bytes = layout.bytes;
+  h.config_bytes = layout.config_bytes;
+  h.seed = config.seed;
+  h.sampler = config.sampler;
+  h.limiter = config.limiter;
+  h.max_raw = 1.0f;
+  h.wake_at.store(kNever, std::memory_order_relaxed);
+  h.streams.store(1, std::memory_order_relaxed);  // stream 0 is the owner's
+  h.mutex.init();
+  memory->tree().rebuild();
+  h.magic = kMagic;
+  return memory;
+}
+
+// Maps a segment made elsewhere. Throws NotASegment, naming what differs.
+inline std::unique_ptr<SegmentMemory> open_segment(Descriptor fd, uint64_t nonce) {
+  const uint64_t size = fd.file_bytes();
+  alignas(kLine) char page[kSegmentHeaderBytes];
+  if (size < kSegmentHeaderBytes || pread(fd.get(), page, sizeof page, 0) != static_cast<ssize_t>(sizeof page))
+    throw NotASegment("the file is " + std::to_string(size) + " bytes long: too short for a replay segment");
+  const auto& h = *reinterpret_cast<const Header*>(page);
+  if (h.magic != kMagic) throw NotASegment("the file is not a replay segment (wrong magic number)");
+  if (h.version != kFormatVersion)
+    throw NotASegment("the segment has format version " + std::to_string(h.version) + ", this build reads version " + std::to_string(kFormatVersion) +
+                      ": use the same torchreplay version in every process");
+  if (h.nonce != nonce) throw NotASegment("the handle names another buffer than the one found in its place: its owner is gone");
+  if (h.bytes != size) throw NotASegment("the segment is " + std::to_string(size) + " bytes long, its header says " + std::to_string(h.bytes));
+  const uint64_t offset = kSegmentHeaderBytes + kMaxParticipants * kParticipantBytes;
+  if (h.config_bytes > size - offset) throw NotASegment("the segment's configuration is damaged");
+  std::string config(h.config_bytes, '\0');
+  if (pread(fd.get(), config.data(), config.size(), static_cast<off_t>(offset)) != static_cast<ssize_t>(config.size()))
+    throw NotASegment("the segment's configuration cannot be read");
+  detail::ConfigHead head;
+  if (config.size() < sizeof head) throw NotASegment("the segment's configuration is damaged");
+  std::memcpy(&head, config.data(), sizeof head);
+  if (head.fields > detail::kMaxFields || head.text_bytes > config.size() || config_bytes(head.fields, head.text_bytes) != config.size())
+    throw NotASegment("the segment's configuration is damaged");
+  std::vector<Field> fields(head.fields);
+  for (size_t i = 0; i < fields.size(); i++) {
+    detail::ConfigField field;
+    std::memcpy(&field, config.data() + sizeof head + i * sizeof field, sizeof field);
+    if (field.element >= kElements) throw NotASegment("the segment has a field of an unknown element type");
+    fields[i].element = static_cast<Element>(field.element);
+    fields[i].nbytes = field.nbytes;
+  }
+  Layout layout = make_layout(head.capacity, std::move(fields), head.linked != 0, h.config_bytes);
+  if (layout.hash() != h.layout_hash || layout.bytes != size)
+    throw NotASegment("the segment was laid out by an incompatible build of torchreplay: use the same version in every process");
+  return std::make_unique<SegmentMemory>(std::move(fd), std::move(layout));
+}
+
+// The Python side's description, as given to format_segment().
+inline std::string config_text(const SegmentMemory& m) {
+  detail::ConfigHead head;
+  std::memcpy(&head, m.config(), sizeof head);
+  return {m.config() + sizeof head + head.fields * sizeof(detail::ConfigField), head.text_bytes};
+}
+
+}  // namespace torchreplay

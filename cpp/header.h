@@ -1,0 +1,124 @@
+// What lies at the start of a segment, and the table of those who take part in it. Part of the segment format.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <limits>
+
+#include "layout.h"
+#include "mutex.h"
+
+namespace torchreplay {
+
+inline constexpr uint64_t kMagic = 0x79616c7065726854;  // "Threplay", little endian
+inline constexpr uint64_t kNever = std::numeric_limits<uint64_t>::max();
+
+enum class Normalize : uint32_t { kBuffer, kBatch, kNone };
+
+// What turns a TD error into a leaf. Immutable.
+struct SamplerConfig {
+  uint32_t prioritized = 0;  // 0: every drawable item has leaf 1
+  Normalize normalize = Normalize::kBuffer;
+  double alpha = 0;
+  double eps = 0;
+};
+
+// Reverb's rate limiter: at least min_size items, and min_diff <= inserted * ratio - sampled <= max_diff.
+struct LimiterConfig {
+  uint64_t min_size = 1;
+  double ratio = 0;  // samples per insert; 0: no ratio is kept
+  double min_diff = 0;
+  double max_diff = 0;
+};
+
+// Which derived state an owner that died may have left wrong.
+enum class Dirty : uint32_t { kClean = 0, kTree = 1, kLinks = 2 };
+
+struct Header {
+  // Written once, before anyone else can attach.
+  uint64_t magic;
+  uint64_t version;
+  uint64_t layout_hash;
+  uint64_t nonce;
+  uint64_t bytes;
+  uint64_t config_bytes;
+  uint64_t seed;
+  SamplerConfig sampler;
+
+  // Writers.
+  alignas(kLine) std::atomic<uint64_t> head;  // the next ticket
+
+  // Read by every append, written by learners now and then.
+  alignas(kLine) std::atomic<uint64_t> ticket_limit;  // an append waits while head >= ticket_limit
+  std::atomic<uint64_t> wake_at;                      // the ticket whose writer wakes waiting learners
+  std::atomic<uint32_t> stopped;
+  std::atomic<uint32_t> shared;          // a handle was given out, or the owner forked: others may come
+  std::atomic<uint32_t> room_waiters;    // writers asleep on room_signal
+  std::atomic<uint32_t> streams;         // the next stream of random draws
+  std::atomic<uint32_t> rows_signal;     // futex: rows have come
+  std::atomic<uint32_t> room_signal;     // futex: the limiter admits writers, or the buffer was stopped
+  std::atomic<int64_t> last_departure;   // monotonic ns at which a participant was last seen to leave or die; 0 never
+  std::atomic<uint64_t> insert_wait_ns;  // total time that writers waited
+  std::atomic<uint64_t> sample_wait_ns;  // total time that learners waited
+  std::atomic<uint64_t> redraws;         // rows drawn again because they were overwritten during the copy
+  std::atomic<uint64_t> draws;           // batches drawn
+  std::atomic<int64_t> last_census;      // monotonic ns at which the dead were last looked for
+
+  alignas(kLine) RobustMutex mutex;
+
+  // Guarded by the mutex.
+  alignas(kLine) uint64_t absorbed;  // every slot whose newest ticket is below this is absorbed or pending
+  Dirty dirty;
+  float max_raw;               // largest raw priority seen
+  uint64_t rows;               // slots that hold an absorbed row
+  uint64_t pending;            // slots marked pending
+  uint64_t inserted;           // items that ever became drawable
+  uint64_t sampled;            // items drawn
+  uint64_t updated;            // TD errors applied
+  uint64_t stale_updates;      // ... dropped: the row was overwritten
+  uint64_t unready_updates;    // ... dropped: the item was not (or no longer) complete
+  uint64_t demand;             // `inserted` that a waiting learner needs; insertion up to it is always admitted
+  LimiterConfig limiter;
+  std::atomic<int32_t> holder_pid;  // who took the mutex last, for messages
+  std::atomic<uint32_t> repairing;  // counts steps of a running repair: waiters then go on waiting
+};
+static_assert(sizeof(Header) <= kSegmentHeaderBytes);
+static_assert(std::atomic<uint64_t>::is_always_lock_free);
+
+enum class Role : uint32_t { kNone = 0, kWriter = 1, kLearner = 2, kSupervisor = 3 };
+
+// One line of the table. Who is alive is known from the byte lock of the same index, not from this.
+struct Participant {
+  std::atomic<uint64_t> first;  // tickets in flight: [first, first + count)
+  std::atomic<uint32_t> count;
+  std::atomic<uint32_t> role;
+  std::atomic<uint64_t> rows;         // rows written
+  std::atomic<int64_t> last_write;    // CLOCK_MONOTONIC_COARSE, ns; 0: never
+  std::atomic<uint64_t> thread;       // pthread_self() of the last user
+  std::atomic<int32_t> pid;
+  std::atomic<uint32_t> waiting;      // 1 while it waits for the limiter
+};
+static_assert(sizeof(Participant) <= kParticipantBytes);
+
+// A row's header, at the start of its record. Immutable once the word says done.
+struct RowHeader {
+  std::atomic<uint64_t> word;    // (key + 1) << 16 | writer << 1 | busy; writer 0: void
+  std::atomic<uint64_t> link;    // (previous key of the stream + 1) << 16 | flags
+  std::atomic<uint32_t> step;    // index in the episode
+  std::atomic<float> priority;   // raw, meaningful with kHasPriority
+};
+static_assert(sizeof(RowHeader) == kRowHeaderBytes);
+
+inline constexpr uint64_t kFirst = 1, kTerminated = 2, kTruncated = 4, kHasPriority = 8;
+
+namespace slot_word {
+inline constexpr uint64_t kBusy = 1;
+constexpr uint64_t busy(uint64_t key, uint64_t writer) { return (key + 1) << 16 | writer << 1 | kBusy; }
+constexpr uint64_t done(uint64_t key, uint64_t writer) { return (key + 1) << 16 | writer << 1; }
+constexpr uint64_t voided(uint64_t key) { return (key + 1) << 16; }
+constexpr bool is_busy(uint64_t w) { return w & kBusy; }
+constexpr bool is_row(uint64_t w) { return !(w & kBusy) && (w & 0xfffe); }
+constexpr uint64_t key1(uint64_t w) { return w >> 16; }  // key + 1; 0: never written
+}  // namespace slot_word
+
+}  // namespace torchreplay

@@ -1,0 +1,114 @@
+// Where everything lies in a segment: a pure function of capacity, fields and view, so that every process computes the same.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "element.h"
+#include "tree.h"
+
+namespace torchreplay {
+
+inline constexpr uint64_t kLine = 64;
+inline constexpr uint64_t kPage = 4096;
+inline constexpr uint64_t kFormatVersion = 1;
+inline constexpr int kMaxParticipants = 4096;  // writers, learners and supervisors at one time; ids fit 15 bits
+inline constexpr uint64_t kMaxCapacity = uint64_t{1} << 31;
+
+// A field of about 1 KB or more gets its own array: beyond that size one more cache miss a row no longer matters, and small
+// fields stay together in one or two lines.
+inline constexpr uint64_t kOwnArrayBytes = 1024;
+
+constexpr uint64_t round_up(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
+
+struct Field {
+  Element element;
+  uint64_t nbytes;      // of one row's value
+  uint64_t offset = 0;  // of slot 0's value from the start of the segment
+  uint64_t stride = 0;  // between slots
+  bool own_array = false;
+};
+
+struct Layout {
+  uint64_t capacity = 0;
+  bool linked = false;  // rows form streams: prev and next of every slot are kept
+  std::vector<Field> fields;
+  uint64_t record_stride = 0;
+  // Offsets of the regions from the start of the segment.
+  uint64_t participants = 0, config = 0, records = 0, at = 0, links = 0, pending = 0, pending_summary = 0, tree = 0;
+  uint64_t config_bytes = 0, bytes = 0;
+
+  // FNV-1a over everything that two processes must agree on.
+  uint64_t hash() const {
+    uint64_t h = 0xcbf29ce484222325;
+    auto mix = [&h](uint64_t v) {
+      for (int i = 0; i < 8; i++, v >>= 8) h = (h ^ (v & 0xff)) * 0x100000001b3;
+    };
+    for (uint64_t v : {kFormatVersion, capacity, uint64_t{linked}, record_stride, records, at, links, pending, tree, bytes}) mix(v);
+    for (const Field& f : fields) {
+      mix(static_cast<uint64_t>(f.element));
+      mix(f.nbytes);
+      mix(f.offset);
+      mix(f.stride);
+    }
+    return h;
+  }
+};
+
+inline constexpr uint64_t kRowHeaderBytes = 24;
+inline constexpr uint64_t kSegmentHeaderBytes = kPage;
+inline constexpr uint64_t kParticipantBytes = kLine;
+
+// Lays out a segment. Throws std::invalid_argument for a capacity out of range or a size that overflows.
+inline Layout make_layout(uint64_t capacity, std::vector<Field> fields, bool linked, uint64_t config_bytes) {
+  if (capacity < 1 || capacity > kMaxCapacity)
+    throw std::invalid_argument("capacity " + std::to_string(capacity) + " is out of range: expected 1 to " + std::to_string(kMaxCapacity));
+  Layout l;
+  l.capacity = capacity;
+  l.linked = linked;
+  l.fields = std::move(fields);
+  uint64_t end = kRowHeaderBytes;
+  // Widest elements first: every value is then aligned to its own size without padding between fields.
+  for (int size : {8, 4, 2, 1}) {
+    for (Field& f : l.fields) {
+      f.own_array = f.nbytes >= kOwnArrayBytes;
+      if (f.own_array || item_size(f.element) != size) continue;
+      f.offset = end;
+      end += f.nbytes;
+    }
+  }
+  l.record_stride = round_up(end, kLine);
+  uint64_t at = kSegmentHeaderBytes;
+  auto region = [&at](uint64_t bytes, uint64_t align = kPage) {
+    const uint64_t start = round_up(at, align);
+    if (bytes > (uint64_t{1} << 46)) throw std::invalid_argument("the fields and capacity given need more than 64 TiB");
+    at = start + bytes;
+    return start;
+  };
+  l.participants = region(kMaxParticipants * kParticipantBytes);
+  l.config_bytes = config_bytes;
+  l.config = region(config_bytes);
+  l.records = region(capacity * l.record_stride);
+  for (Field& f : l.fields) {
+    if (f.own_array) {
+      f.stride = round_up(f.nbytes, kLine);
+      if (f.stride > (uint64_t{1} << 46) / capacity) throw std::invalid_argument("the fields and capacity given need more than 64 TiB");
+      f.offset = region(capacity * f.stride);
+    } else {
+      f.stride = l.record_stride;
+      f.offset += l.records;
+    }
+  }
+  l.at = region(capacity * 8);
+  l.links = region(linked ? capacity * 8 : 0, kLine);
+  const uint64_t words = (capacity + 63) / 64;
+  l.pending = region(words * 8, kLine);
+  l.pending_summary = region((words + 63) / 64 * 8, kLine);
+  l.tree = region(PriorityTree::bytes(static_cast<int64_t>(capacity)));
+  l.bytes = round_up(at, kPage);
+  return l;
+}
+
+}  // namespace torchreplay

@@ -1,0 +1,49 @@
+// Who must wait: the arithmetic of the samples-per-insert limiter. Runs under the segment's mutex.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "header.h"
+
+namespace torchreplay {
+
+// Semantics of Reverb's RateLimiter, counted over all learners and explorers.
+class Limiter {
+ public:
+  explicit Limiter(Header& h) : header_(h), config_(h.limiter) {}
+
+  // Items that must have become drawable in all before `n` more may be drawn.
+  uint64_t needed(uint64_t n) const {
+    uint64_t items = std::max<uint64_t>(config_.min_size, 1);
+    if (config_.ratio > 0) {
+      const double draws = config_.min_diff + static_cast<double>(header_.sampled + n);
+      if (draws > 0) items = std::max(items, static_cast<uint64_t>(std::ceil(draws / config_.ratio)));
+    }
+    return items;
+  }
+
+  bool can_sample(uint64_t n) const { return header_.inserted >= needed(n); }
+
+  // Publishes the ticket up to which appends are admitted, given that tickets below `head` are counted in `inserted` (or lost)
+  // and that `drawable` items can be drawn: with none, only an insert can help.
+  void publish(uint64_t head, int64_t drawable) {
+    uint64_t limit = kNever;
+    if (config_.ratio > 0 && drawable > 0) {
+      const double allowed = std::floor((config_.max_diff + static_cast<double>(header_.sampled)) / config_.ratio);
+      uint64_t target = std::max(config_.min_size, header_.demand);
+      if (allowed > static_cast<double>(target)) target = static_cast<uint64_t>(allowed);
+      limit = head + (target > header_.inserted ? target - header_.inserted : 0);
+    }
+    header_.ticket_limit.store(limit, std::memory_order_relaxed);
+  }
+
+  // A learner waits for `n` items: insertion up to what it needs is admitted, whatever the ratio says, or both could wait for ever.
+  void demand(uint64_t n) { header_.demand = std::max(header_.demand, needed(n)); }
+
+ private:
+  Header& header_;
+  const LimiterConfig& config_;
+};
+
+}  // namespace torchreplay

@@ -1,0 +1,70 @@
+// One process's view of a segment: the mapping, and typed access to everything in it.
+#pragma once
+
+#include <cstddef>
+
+#include "descriptor.h"
+#include "header.h"
+#include "liveness.h"
+
+namespace torchreplay {
+
+// Copies of row payload. Under the seqlock these race with writers by design; -DTORCHREPLAY_RACEFREE makes every byte an atomic
+// access, so that ThreadSanitizer can check everything else.
+inline void copy_payload(void* to, const void* from, size_t n) {
+#ifdef TORCHREPLAY_RACEFREE
+  auto* t = static_cast<unsigned char*>(to);
+  auto* f = static_cast<unsigned char*>(const_cast<void*>(from));
+  for (size_t i = 0; i < n; i++)
+    __atomic_store_n(t + i, __atomic_load_n(f + i, __ATOMIC_RELAXED), __ATOMIC_RELAXED);
+#else
+  std::memcpy(to, from, n);
+#endif
+}
+
+// ThreadSanitizer does not model fences; a read-modify-write orders for it what the fence orders for the machine.
+inline uint64_t load_after_copy(std::atomic<uint64_t>& word) {
+#ifdef TORCHREPLAY_RACEFREE
+  return word.fetch_add(0, std::memory_order_acq_rel);
+#else
+  std::atomic_thread_fence(std::memory_order_acquire);
+  return word.load(std::memory_order_relaxed);
+#endif
+}
+
+class SegmentMemory {
+ public:
+  // Maps `fd`, which must be `layout.bytes` long.
+  SegmentMemory(Descriptor fd, Layout layout) : layout_(std::move(layout)), fd_(std::move(fd)), liveness_(fd_.get()), base_(map_shared(fd_, layout_.bytes)) {}
+  ~SegmentMemory() { munmap(base_, layout_.bytes); }
+  SegmentMemory(const SegmentMemory&) = delete;
+
+  const Layout& layout() const { return layout_; }
+  uint64_t capacity() const { return layout_.capacity; }
+  int fd() const { return fd_.get(); }
+  char* base() const { return base_; }
+  Liveness& liveness() { return liveness_; }
+
+  Header& header() const { return *reinterpret_cast<Header*>(base_); }
+  Participant& participant(int id) const {
+    return *reinterpret_cast<Participant*>(base_ + layout_.participants + static_cast<uint64_t>(id) * kParticipantBytes);
+  }
+  char* config() const { return base_ + layout_.config; }
+  uint64_t slot_of(uint64_t key) const { return key % layout_.capacity; }
+  RowHeader& row(uint64_t slot) const { return *reinterpret_cast<RowHeader*>(base_ + layout_.records + slot * layout_.record_stride); }
+  char* value(const Field& f, uint64_t slot) const { return base_ + f.offset + slot * f.stride; }
+
+  // Absorber's state of a slot: key + 1 of the row absorbed there, 0 for none. Guarded by the mutex.
+  uint64_t& at(uint64_t slot) const { return reinterpret_cast<uint64_t*>(base_ + layout_.at)[slot]; }
+  uint64_t* pending_words() const { return reinterpret_cast<uint64_t*>(base_ + layout_.pending); }
+  uint64_t* pending_summary() const { return reinterpret_cast<uint64_t*>(base_ + layout_.pending_summary); }
+  PriorityTree tree() const { return PriorityTree(static_cast<int64_t>(layout_.capacity), base_ + layout_.tree); }
+
+ private:
+  Layout layout_;
+  Descriptor fd_;
+  Liveness liveness_;
+  char* base_;
+};
+
+}  // namespace torchreplay

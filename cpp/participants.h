@@ -1,0 +1,86 @@
+// Taking part: ids for writers, learners and supervisors, safe to reuse because taking one cleans up after its last holder.
+#pragma once
+
+#include <stdexcept>
+
+#include "ring.h"
+
+namespace torchreplay {
+
+struct NoFreeId : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// Takes a free id and announces `role`. O(participants ever at one time).
+inline int join(SegmentMemory& m, Role role) {
+  for (int id = 1; id < kMaxParticipants; id++) {
+    if (!m.liveness().take(id)) continue;
+    reclaim(m, id);
+    Participant& entry = m.participant(id);
+    if (entry.role.load(std::memory_order_relaxed) != 0)  // its last holder died
+      m.header().last_departure.store(monotonic_ns(), std::memory_order_relaxed);
+    entry.first.store(0, std::memory_order_relaxed);
+    entry.rows.store(0, std::memory_order_relaxed);
+    entry.last_write.store(0, std::memory_order_relaxed);
+    entry.waiting.store(0, std::memory_order_relaxed);
+    entry.thread.store(0, std::memory_order_relaxed);
+    entry.pid.store(getpid(), std::memory_order_relaxed);
+    entry.role.store(static_cast<uint32_t>(role), std::memory_order_release);
+    return id;
+  }
+  throw NoFreeId("all " + std::to_string(kMaxParticipants - 1) + " places for writers and learners are taken: close writers that are no longer used");
+}
+
+inline void leave(SegmentMemory& m, int id) {
+  m.participant(id).role.store(0, std::memory_order_relaxed);
+  m.header().last_departure.store(monotonic_ns(), std::memory_order_relaxed);
+  m.liveness().release(id);
+}
+
+struct Census {
+  int writers = 0, learners = 0, supervisors = 0;  // alive
+  int others_writing = 0;                          // writers that somebody else than the asking thread uses or may use
+  int others_learning = 0;
+  int waiting = 0;                                 // writers that wait for the limiter
+  int64_t last_write = 0;                          // CLOCK_MONOTONIC, ns; 0: never
+};
+
+// Who is here. Frees what the dead left behind on the way. O(participants).
+inline Census take_census(SegmentMemory& m, bool unused_count_as_others) {
+  Census c;
+  const auto self = static_cast<uint64_t>(pthread_self());
+  for (int id = 1; id < kMaxParticipants; id++) {
+    Participant& entry = m.participant(id);
+    const auto role = static_cast<Role>(entry.role.load(std::memory_order_acquire));
+    c.last_write = std::max(c.last_write, entry.last_write.load(std::memory_order_relaxed));
+    if (role == Role::kNone) continue;
+    if (!m.liveness().alive(id)) {
+      if (m.liveness().take(id)) {
+        reclaim(m, id);
+        leave(m, id);
+      }
+      continue;
+    }
+    const uint64_t thread = entry.thread.load(std::memory_order_relaxed);
+    const bool other = !m.liveness().owns(id) || (thread ? thread != self : unused_count_as_others);
+    c.writers += role == Role::kWriter;
+    c.learners += role == Role::kLearner;
+    c.supervisors += role == Role::kSupervisor;
+    c.others_writing += role == Role::kWriter && other;
+    c.others_learning += role == Role::kLearner && other;
+    c.waiting += role == Role::kWriter && entry.waiting.load(std::memory_order_relaxed);
+  }
+  return c;
+}
+
+// Frees the slots of the dead, at most ten times a second: for those who found slots unsettled.
+inline void reclaim_dead(SegmentMemory& m) {
+  constexpr int64_t kEvery = 100'000'000;
+  Header& h = m.header();
+  const int64_t now = monotonic_ns(CLOCK_MONOTONIC_COARSE);
+  int64_t last = h.last_census.load(std::memory_order_relaxed);
+  if (now - last < kEvery || !h.last_census.compare_exchange_strong(last, now, std::memory_order_relaxed)) return;
+  take_census(m, false);
+}
+
+}  // namespace torchreplay

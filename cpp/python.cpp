@@ -1,0 +1,71 @@
+// torchreplay._C: the calls that explorers and learners make per step, on CPython's limited API. It checks, releases the
+// interpreter lock and converts; every algorithm lives in the core headers.
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "python/segment.h"
+#include "python/weights.h"
+#include "python/writer.h"
+
+namespace torchreplay::py {
+namespace {
+
+// init_torch(torch.Tensor, torch.as_tensor)
+PyObject* init_torch(PyObject*, PyObject* args) {
+  return guarded([&] {
+    PyObject *type, *convert;
+    if (!PyArg_ParseTuple(args, "OO", &type, &convert)) throw PythonError{};
+    Ref capsule(PyObject_GetAttrString(type, "__dlpack_c_exchange_api__"));
+    if (!capsule) throw PythonError{};
+    auto* api = static_cast<const DLPackExchangeAPI*>(PyCapsule_GetPointer(capsule.get(), "dlpack_exchange_api"));
+    if (!api) throw PythonError{};
+    if (api->header.version.major != DLPACK_MAJOR_VERSION || !api->dltensor_from_py_object_no_sync)
+      throw std::runtime_error("this torch speaks another version of DLPack's exchange API: torchreplay needs torch 2.11 or later");
+    exchange = api;
+    tensor_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(type));
+    as_tensor = Py_NewRef(convert);
+    interrupted = signal_pending;
+    return Py_NewRef(Py_None);
+  });
+}
+
+// segment_bytes(capacity, fields, text_bytes) -> int: the size of the file that Segment(create=True) expects.
+PyObject* segment_bytes(PyObject*, PyObject* args) {
+  return guarded([&] {
+    unsigned long long capacity, text;
+    PyObject* list;
+    if (!PyArg_ParseTuple(args, "KOK", &capacity, &list, &text)) throw PythonError{};
+    const Fields fields = Fields::parse(list);
+    std::vector<Field> columns;
+    for (const FieldSpec& f : fields.specs) columns.push_back({f.element, f.nbytes});
+    const uint64_t config = config_bytes(columns.size(), text);
+    return checked(PyLong_FromUnsignedLongLong(make_layout(capacity, std::move(columns), false, config).bytes));
+  });
+}
+
+// weights_bytes(buffer_bytes) -> int: the size of the file that Weights(create=True) expects.
+PyObject* weights_bytes(PyObject*, PyObject* bytes) {
+  return guarded([&] { return checked(PyLong_FromUnsignedLongLong(WeightsMemory::bytes(as_uint(bytes)))); });
+}
+
+PyMethodDef functions[] = {{"init_torch", init_torch, METH_VARARGS, nullptr},
+                           {"segment_bytes", segment_bytes, METH_VARARGS, nullptr},
+                           {"weights_bytes", weights_bytes, METH_O, nullptr},
+                           {nullptr, nullptr, 0, nullptr}};
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "torchreplay._C", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
+
+PyObject* make_module() {
+  return guarded([&] {
+    Ref m(checked(PyModule_Create(&module)));
+    for (PyType_Spec* spec : {&segment::spec, &writer::spec, &weights::spec}) {
+      Ref type(checked(PyType_FromSpec(spec)));
+      if (PyModule_AddType(m.get(), reinterpret_cast<PyTypeObject*>(type.get()))) throw PythonError{};
+    }
+    return m.release();
+  });
+}
+
+}  // namespace
+}  // namespace torchreplay::py
+
+PyMODINIT_FUNC PyInit__C() { return torchreplay::py::make_module(); }

@@ -1,0 +1,220 @@
+// Reading what users hand over (numpy arrays and scalars, torch tensors, Python scalars) without copying it first.
+#pragma once
+
+#include <ATen/dlpack.h>
+
+#include <climits>
+
+#include "errors.h"
+
+namespace torchreplay::py {
+
+// torch's C exchange API and the type it belongs to, set once by init_torch().
+inline const DLPackExchangeAPI* exchange = nullptr;
+inline PyTypeObject* tensor_type = nullptr;
+inline PyObject* as_tensor = nullptr;  // torch.as_tensor, for what is neither tensor nor array
+
+inline const char* element_name(Element e) {
+  constexpr const char* names[kElements] = {"bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"};
+  return names[static_cast<int>(e)];
+}
+
+inline DLDataType dl_type(Element e) {
+  const uint8_t bits = static_cast<uint8_t>(8 * item_size(e));
+  if (e == Element::kBool) return {kDLBool, 8, 1};
+  if (e == Element::kBF16) return {kDLBfloat, 16, 1};
+  if (e <= Element::kU64) return {kDLUInt, bits, 1};
+  if (e <= Element::kI64) return {kDLInt, bits, 1};
+  return {kDLFloat, bits, 1};
+}
+
+inline bool is_tensor(PyObject* o) {
+  PyTypeObject* t = Py_TYPE(o);
+  return tensor_type && (t == tensor_type || PyType_IsSubtype(t, tensor_type));
+}
+
+// A user's array while it is read. `problem` says why it cannot be read as one.
+class ArrayView {
+ public:
+  StridedArray array;
+  std::string problem;
+
+  ArrayView() = default;
+  ArrayView(const ArrayView&) = delete;
+  ~ArrayView() { release(); }
+
+  void release() {
+    if (has_buffer_) PyBuffer_Release(&buffer_);
+    has_buffer_ = false;
+    held_ = Ref();
+  }
+
+  // False with `problem` set when `o` is no array on the CPU; no Python error is left behind.
+  // The view keeps what it needs of `o` alive.
+  bool open(PyObject* o) {
+    if (!is_tensor(o)) return open_buffer(o);
+    held_ = Ref::borrow(o);
+    return open_tensor(o);
+  }
+
+  // Like open(), but fetches tensors of other devices and takes sequences of numbers too. Throws PythonError.
+  bool open_anything(PyObject* o) {
+    if (open(o)) return true;
+    const bool elsewhere = is_tensor(o);
+    held_ = Ref(elsewhere ? PyObject_CallMethod(o, "cpu", nullptr) : PyObject_CallFunctionObjArgs(as_tensor, o, nullptr));
+    if (!held_) {
+      PyErr_Clear();
+      return false;
+    }
+    problem.clear();
+    return open_tensor(held_.get());
+  }
+
+  // A Python scalar as a 0-dimensional array of the field's own type. False with `problem` when it does not fit.
+  bool open_scalar(PyObject* o, Element to) {
+    array.dims = 0;
+    array.data = scalar_;
+    array.element = to;
+    if (PyFloat_Check(o)) {
+      array.element = to >= Element::kF16 ? to : Element::kF64;
+      return store(PyFloat_AsDouble(o), array.element);
+    }
+    if (PyBool_Check(o)) {
+      array.element = Element::kBool;
+      scalar_[0] = o == Py_True;
+      return true;
+    }
+    return open_int(o, to);
+  }
+
+  static bool is_scalar(PyObject* o) { return PyFloat_Check(o) || PyLong_Check(o); }
+
+ private:
+  bool fail(std::string why) {
+    problem = std::move(why);
+    return false;
+  }
+
+  bool open_tensor(PyObject* o) {
+    DLTensor t;
+    if (exchange->dltensor_from_py_object_no_sync(o, &t)) {
+      PyErr_Clear();
+      return fail("a tensor whose memory cannot be read (sparse, meta or quantised)");
+    }
+    if (t.device.device_type != kDLCPU && t.device.device_type != kDLCUDAHost) return fail("a tensor that is not on the CPU: pass tensor.cpu()");
+    if (t.ndim > StridedArray::kMaxDims) return fail("a tensor of more than 16 dimensions");
+    if (!element_of(t.dtype)) return fail("a tensor of a dtype that a row cannot hold");
+    array.data = static_cast<const char*>(t.data) + t.byte_offset;
+    array.dims = t.ndim;
+    int64_t dense = 1;
+    for (int d = t.ndim - 1; d >= 0; d--) {
+      array.shape[d] = t.shape[d];
+      array.stride[d] = (t.strides ? t.strides[d] : dense) * item_size(array.element);
+      dense *= t.shape[d];
+    }
+    return true;
+  }
+
+  bool element_of(DLDataType t) {
+    if (t.lanes != 1) return false;
+    for (int e = 0; e < kElements; e++) {
+      const DLDataType own = dl_type(static_cast<Element>(e));
+      if (own.code == t.code && own.bits == t.bits) {
+        array.element = static_cast<Element>(e);
+        return true;
+      }
+    }
+    return false;
+  }
+
+  bool open_buffer(PyObject* o) {
+    if (PyObject_GetBuffer(o, &buffer_, PyBUF_RECORDS_RO)) {
+      PyErr_Clear();
+      return fail("");
+    }
+    has_buffer_ = true;
+    if (buffer_.ndim > StridedArray::kMaxDims) return fail("an array of more than 16 dimensions");
+    if (!element_of(buffer_.format ? buffer_.format : "B", buffer_.itemsize)) return fail(std::string("an array of a dtype that a row cannot hold (format '") + buffer_.format + "')");
+    array.data = static_cast<const char*>(buffer_.buf);
+    array.dims = buffer_.ndim;
+    for (int d = 0; d < buffer_.ndim; d++) {
+      array.shape[d] = buffer_.shape[d];
+      array.stride[d] = buffer_.strides[d];
+    }
+    return true;
+  }
+
+  bool element_of(const char* format, Py_ssize_t size) {
+    if (*format == '@' || *format == '=' || *format == '<') format++;  // little-endian machines only
+    if (!*format || format[1]) return false;
+    const int log2 = size == 1 ? 0 : size == 2 ? 1 : size == 4 ? 2 : size == 8 ? 3 : -1;
+    if (log2 < 0) return false;
+    if (*format == '?') array.element = Element::kBool;
+    else if (std::strchr("BHILQN", *format)) array.element = static_cast<Element>(static_cast<int>(Element::kU8) + log2);
+    else if (std::strchr("bhilqn", *format)) array.element = static_cast<Element>(static_cast<int>(Element::kI8) + log2);
+    else if (*format == 'e') array.element = Element::kF16;
+    else if (*format == 'f') array.element = Element::kF32;
+    else if (*format == 'd' && size == 8) array.element = Element::kF64;
+    else return false;
+    return true;
+  }
+
+  bool open_int(PyObject* o, Element to) {
+    if (to == Element::kBool) {
+      array.element = Element::kI64;  // does not cast: the caller says so
+      return true;
+    }
+    if (to >= Element::kF16) {
+      const double v = PyLong_AsDouble(o);
+      if (v == -1 && PyErr_Occurred()) return out_of_range(to);
+      return store(v, to);
+    }
+    if (to == Element::kU64) {
+      const unsigned long long v = PyLong_AsUnsignedLongLong(o);
+      if (v == static_cast<unsigned long long>(-1) && PyErr_Occurred()) return out_of_range(to);
+      std::memcpy(scalar_, &v, 8);
+      return true;
+    }
+    const long long v = PyLong_AsLongLong(o);
+    if (v == -1 && PyErr_Occurred()) return out_of_range(to);
+    const int bits = 8 * item_size(to);
+    const bool is_signed = to >= Element::kI8;
+    const long long low = is_signed ? (bits == 64 ? LLONG_MIN : -(1LL << (bits - 1))) : 0, high = bits == 64 ? LLONG_MAX : (1LL << (bits - is_signed)) - 1;
+    if (v < low || v > high) return out_of_range(to);
+    std::memcpy(scalar_, &v, 8);  // little-endian: the low bytes are the value
+    return true;
+  }
+
+  bool out_of_range(Element to) {
+    PyErr_Clear();
+    return fail(std::string("a Python int that is out of range for ") + element_name(to));
+  }
+
+  bool store(double v, Element to) {
+    StridedArray source;
+    source.element = Element::kF64;
+    copy_converted(scalar_, to, reinterpret_cast<const char*>(&v), source, 0);
+    return true;
+  }
+
+  alignas(8) char scalar_[8];
+  Py_buffer buffer_;
+  bool has_buffer_ = false;
+  Ref held_;
+};
+
+inline std::string shape_text(const int64_t* shape, int dims) {
+  std::string s = "(";
+  for (int d = 0; d < dims; d++) s += (d ? ", " : "") + std::to_string(shape[d]);
+  return s + (dims == 1 ? ",)" : ")");
+}
+
+// What was given, for error messages.
+inline std::string describe(PyObject* o, const ArrayView& v, bool opened) {
+  if (opened && !ArrayView::is_scalar(o)) return std::string(element_name(v.array.element)) + " of shape " + shape_text(v.array.shape, v.array.dims);
+  if (!v.problem.empty()) return v.problem;
+  Ref type(PyType_GetName(Py_TYPE(o)));
+  return std::string("a value of type ") + (type ? text_of(type.get()) : "?");
+}
+
+}  // namespace torchreplay::py

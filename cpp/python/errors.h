@@ -1,0 +1,104 @@
+// Python errors from C++ exceptions, and the interpreter lock.
+#pragma once
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <new>
+#include <stdexcept>
+#include <system_error>
+
+#include "../format.h"
+#include "../participants.h"
+#include "../session.h"
+
+namespace torchreplay::py {
+
+// An error is already set in the interpreter.
+struct PythonError {};
+
+// Runs `body`, turning what it throws into a Python error and nullptr.
+template <class Body>
+PyObject* guarded(Body&& body) {
+  try {
+    return body();
+  } catch (const PythonError&) {
+  } catch (const Interrupted&) {  // the signal handler has set its error
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_KeyboardInterrupt, "");
+  } catch (const std::invalid_argument& e) {
+    PyErr_SetString(PyExc_ValueError, e.what());
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  } catch (const std::system_error& e) {
+    PyErr_Format(PyExc_OSError, "%s", e.what());
+  } catch (const LockTimeout& e) {
+    PyErr_SetString(PyExc_TimeoutError, e.what());
+  } catch (const NotASegment& e) {
+    PyErr_SetString(PyExc_ConnectionError, e.what());
+  } catch (const std::exception& e) {
+    PyErr_SetString(PyExc_RuntimeError, e.what());
+  }
+  return nullptr;
+}
+
+// Releases the interpreter lock while it lives.
+class WithoutGil {
+ public:
+  WithoutGil() : state_(PyEval_SaveThread()) {}
+  ~WithoutGil() { PyEval_RestoreThread(state_); }
+  WithoutGil(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
+// For `interrupted`: called without the interpreter lock, between slices of a wait.
+inline bool signal_pending() {
+  const PyGILState_STATE state = PyGILState_Ensure();
+  const bool raised = PyErr_CheckSignals() != 0;
+  PyGILState_Release(state);
+  return raised;
+}
+
+// A reference with an owner.
+class Ref {
+ public:
+  explicit Ref(PyObject* owned = nullptr) : object_(owned) {}
+  static Ref borrow(PyObject* o) {
+    Py_XINCREF(o);
+    return Ref(o);
+  }
+  Ref(Ref&& other) noexcept : object_(other.release()) {}
+  Ref& operator=(Ref&& other) noexcept {
+    PyObject* old = object_;
+    object_ = other.release();
+    Py_XDECREF(old);
+    return *this;
+  }
+  ~Ref() { Py_XDECREF(object_); }
+  PyObject* get() const { return object_; }
+  PyObject* release() {
+    PyObject* o = object_;
+    object_ = nullptr;
+    return o;
+  }
+  explicit operator bool() const { return object_ != nullptr; }
+
+ private:
+  PyObject* object_;
+};
+
+// `o`, or PythonError when it is null: for calls that set an error.
+inline PyObject* checked(PyObject* o) {
+  if (!o) throw PythonError{};
+  return o;
+}
+
+inline std::string text_of(PyObject* o) {
+  Py_ssize_t n;
+  const char* s = PyUnicode_AsUTF8AndSize(o, &n);
+  if (!s) throw PythonError{};
+  return {s, static_cast<size_t>(n)};
+}
+
+}  // namespace torchreplay::py

@@ -1,0 +1,72 @@
+// The shape of every type of this module: a Python object that owns one C++ state.
+#pragma once
+
+#include "errors.h"
+
+namespace torchreplay::py {
+
+template <class State>
+struct Object {
+  PyObject_HEAD;
+  State* state;
+};
+
+// The state behind `self`, or an error when __init__ has not run (or failed).
+template <class State>
+State& state_of(PyObject* self) {
+  State* s = reinterpret_cast<Object<State>*>(self)->state;
+  if (!s) throw std::runtime_error("the object is not initialised");
+  return *s;
+}
+
+template <class State>
+void dealloc(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  delete reinterpret_cast<Object<State>*>(self)->state;
+  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
+  Py_DECREF(type);
+}
+
+template <class State>
+void install(PyObject* self, State* state) {
+  auto*& slot = reinterpret_cast<Object<State>*>(self)->state;
+  delete slot;
+  slot = state;
+}
+
+inline int as_status(PyObject* result) {
+  Py_XDECREF(result);
+  return result ? 0 : -1;
+}
+
+// Arguments of METH_FASTCALL methods.
+inline void expect_args(const char* method, Py_ssize_t given, Py_ssize_t expected) {
+  if (given == expected) return;
+  PyErr_Format(PyExc_TypeError, "%s() takes %zd positional arguments, got %zd", method, expected, given);
+  throw PythonError{};
+}
+
+inline int64_t as_int(PyObject* o) {
+  const long long v = PyLong_AsLongLong(o);
+  if (v == -1 && PyErr_Occurred()) throw PythonError{};
+  return v;
+}
+
+inline uint64_t as_uint(PyObject* o) {
+  const unsigned long long v = PyLong_AsUnsignedLongLong(o);
+  if (v == static_cast<unsigned long long>(-1) && PyErr_Occurred()) throw PythonError{};
+  return v;
+}
+
+inline double as_double(PyObject* o) {
+  const double v = PyFloat_AsDouble(o);
+  if (v == -1 && PyErr_Occurred()) throw PythonError{};
+  return v;
+}
+
+template <class State>
+PyType_Spec type_spec(const char* name, PyType_Slot* slots) {
+  return {name, sizeof(Object<State>), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, slots};
+}
+
+}  // namespace torchreplay::py

@@ -1,0 +1,80 @@
+// `_C.Weights`: the shared memory behind SharedWeights.
+#pragma once
+
+#include "../weights.h"
+#include "object.h"
+#include "tensors.h"
+
+namespace torchreplay::py {
+
+struct WeightsState {
+  std::shared_ptr<WeightsMemory> memory;
+};
+
+namespace weights {
+
+// Weights(fd, create, nonce, buffer_bytes)
+inline int init(PyObject* self, PyObject* args, PyObject*) {
+  return as_status(guarded([&] {
+    int fd, create;
+    unsigned long long nonce, bytes;
+    if (!PyArg_ParseTuple(args, "ipKK", &fd, &create, &nonce, &bytes)) throw PythonError{};
+    install(self, new WeightsState{std::make_shared<WeightsMemory>(Descriptor::duplicate(fd), nonce, bytes, create != 0)});
+    return Py_NewRef(Py_None);
+  }));
+}
+
+inline PyObject* get_version(PyObject* self, void*) {
+  return guarded([&] { return checked(PyLong_FromUnsignedLongLong(state_of<WeightsState>(self).memory->version())); });
+}
+inline PyObject* get_fd(PyObject* self, void*) {
+  return guarded([&] { return checked(PyLong_FromLong(state_of<WeightsState>(self).memory->fd())); });
+}
+
+// buffer(version) -> uint8 tensor over the buffer of that publication.
+inline PyObject* buffer(PyObject* self, PyObject* version) {
+  return guarded([&] {
+    auto& s = state_of<WeightsState>(self);
+    const auto bytes = static_cast<int64_t>(s.memory->header().buffer_bytes);
+    return make_tensor(s.memory->buffer(as_uint(version)), Element::kU8, 1, &bytes, nullptr, s.memory);
+  });
+}
+
+// begin_publish(ns) -> bool: the caller may write buffer(version + 1); it must call end_publish.
+inline PyObject* begin_publish(PyObject* self, PyObject* ns) {
+  return guarded([&] {
+    auto& s = state_of<WeightsState>(self);
+    const int64_t limit = as_int(ns);
+    bool begun;
+    {
+      WithoutGil unlocked;
+      begun = s.memory->begin_publish(limit);
+    }
+    return PyBool_FromLong(begun);
+  });
+}
+inline PyObject* end_publish(PyObject* self, PyObject* complete) {
+  return guarded([&] {
+    state_of<WeightsState>(self).memory->end_publish(PyObject_IsTrue(complete) == 1);
+    return Py_NewRef(Py_None);
+  });
+}
+inline PyObject* intact(PyObject* self, PyObject* version) {
+  return guarded([&] { return PyBool_FromLong(state_of<WeightsState>(self).memory->intact(as_uint(version))); });
+}
+
+inline PyMethodDef methods[] = {{"buffer", buffer, METH_O, nullptr},
+                                {"begin_publish", begin_publish, METH_O, nullptr},
+                                {"end_publish", end_publish, METH_O, nullptr},
+                                {"intact", intact, METH_O, nullptr},
+                                {nullptr, nullptr, 0, nullptr}};
+inline PyGetSetDef getset[] = {{"version", get_version, nullptr, nullptr, nullptr}, {"fd", get_fd, nullptr, nullptr, nullptr}, {nullptr, nullptr, nullptr, nullptr, nullptr}};
+inline PyType_Slot slots[] = {{Py_tp_init, reinterpret_cast<void*>(init)},
+                              {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<WeightsState>)},
+                              {Py_tp_methods, methods},
+                              {Py_tp_getset, getset},
+                              {0, nullptr}};
+inline PyType_Spec spec = type_spec<WeightsState>("torchreplay._C.Weights", slots);
+
+}  // namespace weights
+}  // namespace torchreplay::py

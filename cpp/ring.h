@@ -1,0 +1,102 @@
+// Writing rows: lock-free, from any process. A ticket names a slot; a slot still busy is skipped, never waited for.
+#pragma once
+
+#include <algorithm>
+
+#include "futex.h"
+#include "memory.h"
+
+namespace torchreplay {
+
+// Most tickets that a writer holds at once: what a kill can lose.
+inline constexpr uint64_t kMaxChunk = 64;
+
+struct RowMeta {
+  uint64_t link = 0;
+  uint32_t step = 0;
+  float priority = 0;
+};
+
+enum class Append {
+  kDone,     // every row is written
+  kLimited,  // the limiter says wait
+  kStalled,  // a whole turn of the ring is held by stopped writers: sleep and try again
+};
+
+class RingWriter {
+ public:
+  RingWriter(SegmentMemory& memory, int id) : memory_(memory), entry_(memory.participant(id)), writer_(static_cast<uint64_t>(id)) {}
+
+  // Writes up to `n` rows, `fill(row, slot)` copying the payload of row 0, 1, ... (it must not throw), and stores their keys.
+  // Adds the number written to `written`. O(n) and the copies; no lock, no system call.
+  template <class Fill>
+  Append append(uint64_t n, const RowMeta* meta, int64_t* keys, uint64_t& written, Fill&& fill) {
+    Header& h = memory_.header();
+    const uint64_t capacity = memory_.capacity();
+    const uint64_t chunk_limit = std::max<uint64_t>(1, std::min(kMaxChunk, capacity / 4));
+    const uint64_t patience = std::max<uint64_t>(kMaxChunk, capacity);
+    uint64_t holes = 0;
+    while (written < n) {
+      if (h.head.load(std::memory_order_relaxed) >= h.ticket_limit.load(std::memory_order_relaxed)) return Append::kLimited;
+      const uint64_t chunk = std::min(n - written, chunk_limit);
+      const uint64_t first = h.head.fetch_add(chunk, std::memory_order_relaxed);
+      // Between ticket and CAS, so that "busy with my id" implies "inside my range": reclaiming needs no sweep.
+      entry_.first.store(first, std::memory_order_relaxed);
+      entry_.count.store(static_cast<uint32_t>(chunk), std::memory_order_relaxed);
+      for (uint64_t key = first; key < first + chunk; key++) {
+        const uint64_t slot = memory_.slot_of(key);
+        if (!write(key, slot, meta[written], [&] { fill(written, slot); })) {
+          holes++;
+          continue;
+        }
+        keys[written++] = static_cast<int64_t>(key);
+        holes = 0;
+      }
+      if (holes >= patience) return Append::kStalled;
+    }
+    entry_.rows.store(entry_.rows.load(std::memory_order_relaxed) + n, std::memory_order_relaxed);
+    entry_.last_write.store(monotonic_ns(CLOCK_MONOTONIC_COARSE), std::memory_order_relaxed);
+    // A learner that waits says which ticket should wake it. Missing a wake-up is harmless: waits poll.
+    if (static_cast<uint64_t>(keys[n - 1]) >= h.wake_at.load(std::memory_order_relaxed)) {
+      h.wake_at.store(kNever, std::memory_order_relaxed);
+      futex_signal(h.rows_signal);
+    }
+    return Append::kDone;
+  }
+
+ private:
+  template <class Copy>
+  bool write(uint64_t key, uint64_t slot, const RowMeta& meta, Copy&& copy) {
+    RowHeader& row = memory_.row(slot);
+    uint64_t word = row.word.load(std::memory_order_acquire);
+    if (slot_word::is_busy(word) || slot_word::key1(word) > key) return false;  // a lagging or dead writer, or we were lapped
+    // acq_rel: the entry above is visible before the slot is busy.
+    if (!row.word.compare_exchange_strong(word, slot_word::busy(key, writer_), std::memory_order_acq_rel, std::memory_order_relaxed)) return false;
+    std::atomic_thread_fence(std::memory_order_release);  // busy before any byte of the payload
+    row.link.store(meta.link, std::memory_order_relaxed);
+    row.step.store(meta.step, std::memory_order_relaxed);
+    row.priority.store(meta.priority, std::memory_order_relaxed);
+    copy();
+    row.word.store(slot_word::done(key, writer_), std::memory_order_release);
+    return true;
+  }
+
+  SegmentMemory& memory_;
+  Participant& entry_;
+  uint64_t writer_;
+};
+
+// Frees the slots that a dead participant left busy. The caller holds byte `id` of the lock table, so nobody can be using it.
+// Idempotent: a reclaimer that dies is no problem. O(tickets in flight).
+inline void reclaim(SegmentMemory& memory, int id) {
+  Participant& entry = memory.participant(id);
+  const uint64_t first = entry.first.load(std::memory_order_acquire);
+  const uint64_t count = std::min<uint64_t>(entry.count.load(std::memory_order_relaxed), kMaxChunk);
+  for (uint64_t key = first; key < first + count; key++) {
+    uint64_t busy = slot_word::busy(key, static_cast<uint64_t>(id));
+    memory.row(memory.slot_of(key)).word.compare_exchange_strong(busy, slot_word::voided(key), std::memory_order_acq_rel, std::memory_order_relaxed);
+  }
+  entry.count.store(0, std::memory_order_relaxed);
+}
+
+}  // namespace torchreplay

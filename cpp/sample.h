@@ -1,0 +1,197 @@
+// Drawing a batch: targets and descent under the mutex, copies without it, and a redraw of every row that changed meanwhile.
+#pragma once
+
+#include <vector>
+
+#include "random.h"
+#include "session.h"
+
+namespace torchreplay {
+
+// Where a batch goes: `values[f]` receives n values of field f, one after the other.
+struct BatchPointers {
+  std::vector<char*> values;
+  int64_t* keys = nullptr;
+  float* weight = nullptr;
+  float* probability = nullptr;
+};
+
+// Names a draw: the same (seed, stream, step) and the same contents of the buffer give the same batch.
+struct DrawName {
+  uint64_t seed = 0;
+  uint32_t stream = 0;
+  uint64_t step = 0;
+};
+
+enum class Draw { kDone, kWait, kStopped, kLapped };
+
+// What a waiting learner has to know.
+struct Shortage {
+  uint64_t inserted = 0, needed = 0, drawable = 0;
+};
+
+class BatchSampler {
+ public:
+  explicit BatchSampler(SegmentMemory& m) : memory_(m) {}
+
+  // Slots that the last draw found unsettled: their writers lag, or are dead.
+  uint64_t pending() const { return pending_; }
+
+  // Draws `n` items, stratified and with replacement. O(n (log capacity + bytes of an item)).
+  Draw sample(int n, double beta, const DrawName& name, const BatchPointers& out, Shortage& shortage) {
+    items_.resize(n);
+    todo_.resize(n);
+    for (int i = 0; i < n; i++) todo_[i] = i;
+    for (uint32_t round = 0; round < kRounds; round++) {
+      const Draw outcome = draw(n, name, round, shortage);
+      if (outcome != Draw::kDone) return outcome;
+      gather(out);
+      if (todo_.empty()) {
+        weigh(n, beta, out);
+        return Draw::kDone;
+      }
+      memory_.header().redraws.fetch_add(todo_.size(), std::memory_order_relaxed);
+    }
+    return Draw::kLapped;
+  }
+
+ private:
+  // After so many redraws of one batch the ring turns faster than a batch is copied.
+  static constexpr uint32_t kRounds = 64;
+
+  struct Item {
+    uint64_t slot, key1;  // what was drawn: the row must still be this one
+    uint64_t mass, total, min_mass;
+    int64_t drawable;
+  };
+
+  // Draws the items of todo_. Round 0 is the draw itself; later rounds redraw in the same strata.
+  Draw draw(int n, const DrawName& name, uint32_t round, Shortage& shortage) {
+    const int count = static_cast<int>(todo_.size());
+    random_.resize(count);
+    philox_fill(name.seed, name.stream | uint64_t{round} << 32, name.step, random_.data(), count);
+    Header& h = memory_.header();
+    Locked lock(memory_);
+    if (h.stopped.load(std::memory_order_relaxed)) return Draw::kStopped;
+    const uint64_t head = round ? resync_failed() : lock.absorb();
+    const PriorityTree tree = memory_.tree();
+    Limiter limiter(h);
+    const bool admitted = round || limiter.can_sample(n);
+    if (!admitted || tree.total() == 0) {
+      shortage = {h.inserted, limiter.needed(n), static_cast<uint64_t>(tree.count())};
+      if (round) h.sampled -= static_cast<uint64_t>(n);  // the draw that was counted did not happen
+      limiter.demand(n);
+      publish_limit(memory_, head);
+      const uint64_t missing = shortage.needed > h.inserted ? shortage.needed - h.inserted : 1;
+      if (head + missing - 1 < h.wake_at.load(std::memory_order_relaxed)) h.wake_at.store(head + missing - 1, std::memory_order_relaxed);
+      return Draw::kWait;
+    }
+    find(tree, n);
+    pending_ = h.pending;
+    if (!round) {
+      h.sampled += static_cast<uint64_t>(n);
+      h.draws.fetch_add(1, std::memory_order_relaxed);
+    }
+    publish_limit(memory_, head);
+    return Draw::kDone;
+  }
+
+  // A row that changed under a draw makes its item undrawable here, so that the redraw cannot fail on it again.
+  uint64_t resync_failed() {
+    const uint64_t head = memory_.header().head.load(std::memory_order_acquire);
+    Absorber absorber(memory_);
+    for (int i : todo_) absorber.resync(items_[i].slot, head);
+    return head;
+  }
+
+  void find(const PriorityTree& tree, int n) {
+    using u128 = unsigned __int128;
+    const int count = static_cast<int>(todo_.size());
+    const uint64_t total = tree.total();
+    target_.resize(count);
+    index_.resize(count);
+    leaf_.resize(count);
+    for (int k = 0; k < count; k++) {
+      const auto low = static_cast<uint64_t>(u128{total} * todo_[k] / n), high = static_cast<uint64_t>(u128{total} * (todo_[k] + 1) / n);
+      target_[k] = low + static_cast<uint64_t>(u128{random_[k]} * (high - low) >> 64);
+    }
+    tree.find(target_.data(), count, index_.data(), leaf_.data());
+    const uint64_t min_mass = tree.quantize(tree.min());
+    for (int k = 0; k < count; k++) __builtin_prefetch(&memory_.at(index_[k]));
+    for (int k = 0; k < count; k++) {
+      const auto slot = static_cast<uint64_t>(index_[k]);
+      items_[todo_[k]] = {slot, memory_.at(slot), tree.quantize(leaf_[k]), total, min_mass, tree.count()};
+    }
+  }
+
+  // Copies the rows of todo_, and leaves in it those that were not, or no longer, the row that was drawn.
+  void gather(const BatchPointers& out) {
+    constexpr size_t kAhead = 12;  // rows; a row's lines arrive while so many others are copied
+    const auto& fields = memory_.layout().fields;
+    const size_t count = todo_.size();
+    size_t failed = 0;
+    for (size_t k = 0; k < std::min(kAhead, count); k++) prefetch(items_[todo_[k]].slot);
+    for (size_t k = 0; k < count; k++) {
+      if (k + kAhead < count) prefetch(items_[todo_[k + kAhead]].slot);
+      const int i = todo_[k];
+      const Item& item = items_[i];
+      RowHeader& row = memory_.row(item.slot);
+      const uint64_t word = row.word.load(std::memory_order_acquire);
+      bool intact = slot_word::is_row(word) && slot_word::key1(word) == item.key1;
+      if (intact) {
+        for (size_t f = 0; f < fields.size(); f++) copy_value(out.values[f] + i * fields[f].nbytes, memory_.value(fields[f], item.slot), fields[f].nbytes);
+        intact = load_after_copy(row.word) == word;
+      }
+      out.keys[i] = static_cast<int64_t>(item.key1) - 1;
+      if (!intact) todo_[failed++] = i;
+    }
+    todo_.resize(failed);
+  }
+
+  void prefetch(uint64_t slot) const {
+    const char* record = reinterpret_cast<const char*>(&memory_.row(slot));
+    for (uint64_t line = 0; line < std::min<uint64_t>(memory_.layout().record_stride, 4 * kLine); line += kLine) __builtin_prefetch(record + line);
+    for (const Field& f : memory_.layout().fields)
+      if (f.own_array)
+        for (uint64_t line = 0; line < 8 * kLine; line += kLine) __builtin_prefetch(memory_.value(f, slot) + line);
+  }
+
+  // memcpy with the sizes of scalars and small vectors known to the compiler.
+  static void copy_value(char* to, const char* from, uint64_t n) {
+    switch (n) {
+      case 1: copy_payload(to, from, 1); break;
+      case 4: copy_payload(to, from, 4); break;
+      case 8: copy_payload(to, from, 8); break;
+      case 16: copy_payload(to, from, 16); break;
+      case 32: copy_payload(to, from, 32); break;
+      default: copy_payload(to, from, n);
+    }
+  }
+
+  // P(i) = p_i / sum and w_i = (N P(i))^-beta, normalised by the maximum over the buffer or the batch
+  // (Schaul et al. 2016, equation 1 and section 3.4). N and sum cancel in a normalised weight.
+  void weigh(int n, double beta, const BatchPointers& out) const {
+    const Normalize normalize = memory_.header().sampler.normalize;
+    uint64_t batch_min = kNever;
+    for (int i = 0; i < n; i++) batch_min = std::min(batch_min, items_[i].mass);
+    for (int i = 0; i < n; i++) {
+      const Item& item = items_[i];
+      const double p = static_cast<double>(item.mass) / static_cast<double>(item.total);
+      double reference = 1.0 / static_cast<double>(item.drawable);
+      if (normalize == Normalize::kBuffer) reference = static_cast<double>(item.min_mass) / static_cast<double>(item.total);
+      if (normalize == Normalize::kBatch) reference = static_cast<double>(batch_min) / static_cast<double>(item.total);
+      out.probability[i] = static_cast<float>(p);
+      out.weight[i] = beta == 0 || reference == p ? 1.0f : std::pow(static_cast<float>(reference / p), static_cast<float>(beta));
+    }
+  }
+
+  SegmentMemory& memory_;
+  uint64_t pending_ = 0;
+  std::vector<Item> items_;
+  std::vector<int> todo_;
+  std::vector<uint64_t> random_, target_;
+  std::vector<int64_t> index_;
+  std::vector<float> leaf_;
+};
+
+}  // namespace torchreplay

@@ -1,0 +1,73 @@
+// Feeding TD errors back to exactly the rows they were computed from.
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include "session.h"
+
+namespace torchreplay {
+
+struct BadKey {
+  int64_t index, key;
+  uint64_t issued;  // keys below this exist
+};
+
+class PriorityUpdater {
+ public:
+  explicit PriorityUpdater(SegmentMemory& m) : memory_(m) {}
+
+  // Applies |td[i]| to the item anchored at keys[i]. `td` must be finite. Drops and counts rows overwritten since (stale) and
+  // items not complete (unready); of equal keys the last wins. Nothing is applied when a key was never issued: it is returned.
+  std::optional<BadKey> update(int64_t n, const int64_t* keys, const double* td) {
+    Header& h = memory_.header();
+    const uint64_t issued = h.head.load(std::memory_order_acquire);
+    for (int64_t i = 0; i < n; i++)
+      if (keys[i] < 0 || static_cast<uint64_t>(keys[i]) >= issued) return BadKey{i, keys[i], issued};
+    index_.resize(n);
+    leaf_.resize(n);
+    for (int64_t i = 0; i < n; i++) leaf_[i] = h.sampler.prioritized ? leaf_of(h.sampler, td[i]) : 1.0f;
+    Locked lock(memory_);
+    const uint64_t head = lock.absorb();
+    apply(n, keys, td);
+    publish_limit(memory_, head);
+    return std::nullopt;
+  }
+
+ private:
+  void apply(int64_t n, const int64_t* keys, const double* td) {
+    Header& h = memory_.header();
+    PriorityTree tree = memory_.tree();
+    for (int64_t i = 0; i < n; i++) {
+      __builtin_prefetch(&memory_.at(memory_.slot_of(keys[i])));
+      __builtin_prefetch(tree.leaves() + memory_.slot_of(keys[i]));
+    }
+    int64_t applied = 0;
+    double max_raw = h.max_raw;
+    for (int64_t i = 0; i < n; i++) {
+      const auto key = static_cast<uint64_t>(keys[i]);
+      const uint64_t slot = memory_.slot_of(key), at = memory_.at(slot);
+      if (at == key + 1 && tree.leaves()[slot] > 0) {
+        index_[applied] = static_cast<int64_t>(slot);
+        leaf_[applied++] = tree.clamp(leaf_[i]);
+        max_raw = std::max(max_raw, std::fabs(td[i]));
+      } else if (at == key + 1 || slot_word::key1(memory_.row(slot).word.load(std::memory_order_relaxed)) == key + 1) {
+        h.unready_updates++;
+      } else {
+        h.stale_updates++;
+      }
+    }
+    if (!h.sampler.prioritized) return;
+    const DirtyScope dirty(h, Dirty::kTree);
+    h.max_raw = std::max(h.max_raw, static_cast<float>(std::min(max_raw, static_cast<double>(std::numeric_limits<float>::max()))));
+    kill_fence();
+    tree.set(index_.data(), leaf_.data(), static_cast<int>(applied));
+    h.updated += static_cast<uint64_t>(applied);
+  }
+
+  SegmentMemory& memory_;
+  std::vector<int64_t> index_;
+  std::vector<float> leaf_;
+};
+
+}  // namespace torchreplay

@@ -1,0 +1,66 @@
+"""A drawn batch: a dict of tensors that knows which buffer it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+
+class ReplayBatch(dict[str, Any]):
+    """The fields of the items drawn, each `[B, ...]` and nested as the spec is, and three keys of its own.
+
+    `batch["key"]` (int64 `[B]`, always on the CPU) names the rows for `ReplayBuffer.update_priorities`; `batch["weight"]`
+    (float32 `[B]`) are the importance-sampling weights; `batch["probability"]` (float32 `[B]`) the probabilities of the draw.
+
+    It is a plain dict to whoever takes dicts, and keeps its keys through `DataLoader`, Lightning, pickling and copying.
+    """
+
+    __slots__ = ("source",)
+
+    source: int
+    """Identity of the buffer it was drawn from."""
+
+    @property
+    def batch_size(self) -> int:
+        """The number of items, B."""
+        return len(self["key"])
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = True) -> ReplayBatch:
+        """Returns the batch with every tensor but `key` on `device`.
+
+        Args:
+            device: Where to.
+            non_blocking: Whether copies from page-locked memory may run asynchronously.
+        """
+        return self._map(lambda t: t.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self, device: object = None) -> ReplayBatch:
+        """Returns the batch with every tensor but `key` in page-locked memory. `device` is for torch's loader; it is ignored."""
+        return self._map(lambda t: t.pin_memory())
+
+    def _map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> ReplayBatch:
+        moved = ReplayBatch()
+        moved.source = self.source
+        for name, value in self.items():
+            moved[name] = value if name == "key" else _map_nested(value, move)
+        return moved
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{name}: {_shape(value)}" for name, value in self.items())
+        return f"ReplayBatch({shapes})"
+
+
+def _map_nested(value: Any, move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _map_nested(v, move) for name, v in value.items()}
+    return move(value) if isinstance(value, torch.Tensor) else value
+
+
+def _shape(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name}: {_shape(v)}" for name, v in value.items()) + "}"
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return type(value).__name__

@@ -1,0 +1,415 @@
+"""The replay buffer: one piece of shared memory that explorers write and learners draw from."""
+
+from __future__ import annotations
+
+import json
+import operator
+import os
+import secrets
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import _C
+from .batch import ReplayBatch
+from .errors import AttachError, Stopped
+from .inspection import StorageView, histograms
+from .limiters import Limiter, MinSize, SamplesPerInsert
+from .samplers import NORMALIZATIONS, Linear, Prioritized, Sampler, Schedule, Uniform, value_of
+from .segment import Handle, make_handle, new_nonce, open_handle, reserve
+from .spec import Field, Path, Spec, flatten, from_native, nest, to_native
+from .stats import Stats
+from .views import Rows
+from .waiting import Wait
+from .writer import Writer
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+MAX_BATCH = 1 << 24
+
+_open_buffers: weakref.WeakSet[ReplayBuffer] = weakref.WeakSet()
+
+
+class ReplayBuffer:
+    """A prioritized replay buffer in shared memory.
+
+    Rows live in a ring of `capacity` slots; the newest overwrite the oldest. Any number of processes write and draw at the same
+    time: pickle the buffer (as an argument of a Ray actor, a spawned process, a DataLoader worker) or inherit it by fork, and it
+    is the same memory. The memory is gone with the last process that has it open; nothing is left in /dev/shm.
+
+    Args:
+        spec: Names to `Field(shape, dtype)`; dicts nest. `key`, `weight`, `probability` and `priority` are reserved.
+        capacity: Rows that fit, 1 to 2^31.
+        sampler: `Uniform()` (the default) or `Prioritized(...)`.
+        view: How rows become items: `Rows()`, every row one.
+        limiter: `MinSize(n)` (the default, with n = 1) or `SamplesPerInsert(...)`.
+        seed: Of the draws; the same seed and the same writes give the same batches. None: a random one.
+
+    Raises:
+        ValueError: A bad spec, capacity or seed.
+        MemoryError: The machine or the cgroup has too little memory left; nothing was touched.
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        capacity: int,
+        *,
+        sampler: Sampler | None = None,
+        view: Rows | None = None,
+        limiter: Limiter | None = None,
+        seed: int | None = None,
+    ) -> None:
+        fields = flatten(spec)
+        sampler = _checked(sampler, Uniform(), (Uniform, Prioritized), "sampler")
+        limiter = _checked(limiter, MinSize(), (MinSize, SamplesPerInsert), "limiter")
+        view = _checked(view, Rows(), (Rows,), "view")
+        capacity = _checked_int("capacity", capacity, 1, 1 << 31)
+        seed = secrets.randbits(63) if seed is None else _checked_int("seed", seed, 0, (1 << 64) - 1)
+        nonce = new_nonce()
+        native = to_native(fields)
+        text = json.dumps({"fields": native, "sampler": _describe(sampler), "limiter": _describe(limiter), "capacity": capacity})
+        fd = reserve(_C.segment_bytes(capacity, native, len(text.encode())), "replay buffer")
+        try:
+            prioritized = isinstance(sampler, Prioritized)
+            weighting = (
+                (True, NORMALIZATIONS.index(sampler.weights), float(sampler.alpha), float(sampler.eps))
+                if isinstance(sampler, Prioritized)
+                else (prioritized, NORMALIZATIONS.index("buffer"), 1.0, 0.0)
+            )
+            segment = _C.Segment(fd, True, nonce, native, ReplayBatch, seed, capacity, weighting, limiter.bounds(), text)
+        finally:
+            os.close(fd)
+        self._adopt(segment, nonce, capacity, fields, sampler, view, limiter)
+
+    def _adopt(
+        self, segment: _C.Segment, nonce: int, capacity: int, fields: dict[Path, Field], sampler: Sampler, view: Rows, limiter: Limiter
+    ) -> None:
+        self._segment = segment
+        self._nonce = nonce
+        self._capacity = capacity
+        self._fields = fields
+        self._sampler = sampler
+        self._view = view
+        self._limiter = limiter
+        self._local = threading.local()
+        _open_buffers.add(self)
+
+    # Handles
+
+    def handle(self) -> Handle:
+        """Returns what another process of this machine needs to attach; pickling the buffer does the same by itself."""
+        self._segment.mark_shared()
+        return make_handle(self._segment.fd, self._nonce)
+
+    @classmethod
+    def attach(cls, handle: Handle) -> ReplayBuffer:
+        """Returns the buffer that `handle` names, over the same memory.
+
+        Raises:
+            AttachError: Its owner is gone, on another machine, of another user, or runs another version of torchreplay.
+        """
+        fd = open_handle(handle, "replay buffer")
+        try:
+            segment = _C.Segment(fd, False, handle.nonce, None, ReplayBatch)
+        except ConnectionError as error:
+            raise AttachError(str(error)) from None
+        finally:
+            os.close(fd)
+        config = json.loads(segment.text)
+        fields = from_native(config["fields"])
+        segment.set_fields(to_native(fields))
+        self = cls.__new__(cls)
+        limiter, sampler = _restore(config["limiter"]), _restore(config["sampler"])
+        self._adopt(segment, handle.nonce, config["capacity"], fields, sampler, Rows(), limiter)
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ReplayBuffer.attach, (self.handle(),)
+
+    # Writing
+
+    def writer(self) -> Writer:
+        """Returns a writer for the calling thread's rows: one for each explorer thread."""
+        return Writer(self._segment)
+
+    def extend(self, *, priority: Any = None, **fields: Any) -> torch.Tensor:
+        """Writes n rows, whose values have a leading dimension n.
+
+        Args:
+            priority: Raw TD errors: None (the largest seen so far), one number for all rows, or one for each.
+            **fields: One value for each field of the spec.
+
+        Returns:
+            The keys of the rows, int64 `[n]`.
+
+        Raises:
+            ValueError: A field is missing, unknown, of another shape or of a dtype that does not cast. Nothing is written.
+            Stopped: The buffer was stopped.
+        """
+        try:
+            writer: Writer = self._local.writer
+        except AttributeError:
+            writer = self._local.writer = self.writer()
+        return writer.extend(priority=priority, **fields)
+
+    # Drawing and feedback
+
+    def sample(self, batch_size: int, beta: Schedule | None = None, timeout: float | None = None) -> ReplayBatch:
+        """Draws a batch, stratified and with replacement; waits until the limiter admits it.
+
+        Args:
+            batch_size: Number of items, B.
+            beta: Exponent of the weights, instead of the sampler's own: a number, or a schedule of the batches drawn so far.
+            timeout: Seconds to wait at most; None: as long as someone is left who may write.
+
+        Returns:
+            The fields, each `[B, *shape]`, with `key` int64 `[B]`, `weight` and `probability` float32 `[B]`. The memory is the
+            batch's own.
+
+        Raises:
+            ValueError: `batch_size` is below 1 or too large, or beta is negative.
+            ReplayTimeout: The timeout passed.
+            WouldBlockForever: Too few rows, and nobody is left to write more.
+            Stopped: The buffer was stopped.
+        """
+        if batch_size.__class__ is not int or not 0 < batch_size <= MAX_BATCH:
+            batch_size = _checked_int("batch_size", batch_size, 1, MAX_BATCH)
+        exponent = self._sampler.beta if beta is None else beta
+        if exponent.__class__ is not float:
+            exponent = value_of(exponent, self._segment.draws)
+        elif beta is not None:
+            exponent = value_of(exponent, 0)
+        result = self._segment.sample(batch_size, exponent)
+        if result.__class__ is ReplayBatch:
+            return result  # type: ignore[no-any-return]
+        return self._sample_waiting(result, batch_size, exponent, timeout)  # type: ignore[arg-type]
+
+    def _sample_waiting(self, result: Any, batch_size: int, beta: float, timeout: float | None) -> ReplayBatch:
+        wait = Wait(self._segment, timeout)
+        while True:
+            if isinstance(result, ReplayBatch):
+                return result
+            if result == "stopped":
+                raise Stopped("the replay buffer was stopped")
+            if result == "lapped":
+                raise RuntimeError(
+                    f"the ring turns faster than a batch is copied: {self.capacity:,} rows against batches of {batch_size:,}. "
+                    f"Choose a larger capacity, or slow the explorers with SamplesPerInsert"
+                )
+            wait.check_rows(*result)
+            self._segment.wait_rows(wait.slice_ns())
+            result = self._segment.sample(batch_size, beta)
+
+    def update_priorities(self, batch_or_keys: ReplayBatch | Any, td: Any) -> None:
+        """Feeds TD errors back to exactly the items they were computed from.
+
+        TD errors of rows overwritten since are dropped and counted (`stats().stale_updates`). Of equal keys the last one wins.
+
+        Args:
+            batch_or_keys: A batch of this buffer, or int64 keys `[n]`.
+            td: TD errors `[n]` of any real dtype, on any device; their absolute values are taken.
+
+        Raises:
+            ValueError: A shape does not fit, an error is NaN or infinite, a key was never issued, or the batch is of another
+                buffer. Nothing is applied.
+        """
+        keys = batch_or_keys
+        if isinstance(keys, ReplayBatch):
+            if keys.source != self._nonce:
+                raise ValueError("the batch was drawn from another buffer: feed its TD errors back to that one")
+            keys = keys["key"]
+        self._segment.update(keys, td)
+
+    # Life cycle
+
+    def stop(self) -> None:
+        """Tells everyone to finish: `stopped` is True in every process, and waiting calls raise `Stopped`."""
+        self._segment.stop()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether `stop()` was called, in any process. One atomic read."""
+        return self._segment.stopped
+
+    def close(self) -> None:
+        """Detaches this process; other processes keep the buffer. Using it again is a `RuntimeError`. Idempotent."""
+        self._local = threading.local()
+        self._segment.close()
+        _open_buffers.discard(self)
+
+    def expect_writers(self) -> Supervision:
+        """Announces that writers will come, or come back: `sample` then waits for them instead of giving up.
+
+        Returns:
+            An object to `close()` when no more will come; it ends with the process as well.
+        """
+        return Supervision(self._segment)
+
+    def __enter__(self) -> ReplayBuffer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # Looking at it
+
+    def __len__(self) -> int:
+        """Returns the number of rows held."""
+        return self._segment.refresh()
+
+    @property
+    def capacity(self) -> int:
+        """Rows that fit."""
+        return self._capacity
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of shared memory."""
+        return self._segment.nbytes
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """The fields, nested as they were given."""
+        return nest(self._fields)
+
+    @property
+    def sampler(self) -> Sampler:
+        """How items are drawn."""
+        return self._sampler
+
+    @property
+    def view(self) -> Rows:
+        """How rows become items."""
+        return self._view
+
+    @property
+    def limiter(self) -> Limiter:
+        """Who must wait."""
+        return self._limiter
+
+    @property
+    def draws(self) -> int:
+        """Batches this attached object has drawn, which is the position in its own stream of draws. May be set, to resume."""
+        return self._segment.step
+
+    @draws.setter
+    def draws(self, step: int) -> None:
+        self._segment.step = _checked_int("draws", step, 0, 1 << 62)
+
+    def stats(self) -> Stats:
+        """Returns what has happened so far, over all processes."""
+        counters = self._segment.counters()
+        census = self._segment.census(False)
+        return Stats(
+            capacity=self.capacity,
+            nbytes=self.nbytes,
+            draws=self._segment.draws,
+            samples_per_insert=counters["sampled"] / max(1, counters["inserted"]),
+            writers=census["writers"],
+            learners=census["learners"],
+            last_write_age=census["since_write"] if census["since_write"] >= 0 else float("inf"),
+            stopped=self.stopped,
+            **counters,
+        )
+
+    def histograms(self, bins: int = 64) -> dict[str, torch.Tensor]:
+        """Returns histograms of leaf priorities and of rows' ages. O(capacity).
+
+        Args:
+            bins: Number of bins.
+
+        Returns:
+            `priority_edges` (`[bins + 1]`, logarithmic), `priority` (`[bins]` counts of positive leaves), `age_edges`
+            (`[bins + 1]`, in rows written since) and `age` (`[bins]` counts of rows).
+        """
+        counters = self._segment.counters()
+        return histograms(self._segment.column(-1), self._segment.column(-2), counters["rows_written"], bins)
+
+    @property
+    def storage(self) -> dict[str, Any]:
+        """Tensors `[capacity, *shape]` over the shared memory itself, nested as the spec, for inspection.
+
+        They are live: a row may change while it is looked at, and writing to them bypasses every promise. They cannot be pickled.
+        """
+        return nest({path: StorageView.over(self._segment.column(i)) for i, path in enumerate(self._fields)})
+
+    def __repr__(self) -> str:
+        if self._segment.closed:
+            return "ReplayBuffer(closed)"
+        stats = self.stats()
+        names = ", ".join("/".join(path) for path in self._fields)
+        return (
+            f"ReplayBuffer({stats.size:,}/{stats.capacity:,} rows, fields: {names}, {stats.nbytes / 2**20:,.1f} MiB shared, "
+            f"{self._sampler}, {self._limiter}, {stats.writers} writers{', stopped' if stats.stopped else ''})"
+        )
+
+
+class Supervision:
+    """The announcement of `ReplayBuffer.expect_writers()`: it holds until closed, or until its process is gone."""
+
+    def __init__(self, segment: _C.Segment) -> None:
+        self._segment = segment
+        self._pid = os.getpid()
+        self._id = segment.join_supervisor()
+
+    def close(self) -> None:
+        """No more writers will come. Idempotent."""
+        if self._id and os.getpid() == self._pid and not self._segment.closed:
+            self._segment.leave(self._id)
+        self._id = 0
+
+    def __enter__(self) -> Supervision:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _checked_int(name: str, value: Any, low: int, high: int) -> int:
+    try:
+        n = operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} is {value!r}: expected an int from {low} to {high}") from None
+    if isinstance(value, bool) or not low <= n <= high:
+        raise ValueError(f"{name} is {value!r}: expected an int from {low} to {high}")
+    return n
+
+
+def _checked(value: Any, default: Any, types: tuple[type, ...], name: str) -> Any:
+    if value is None:
+        return default
+    if not isinstance(value, types):
+        names = " or ".join(f"torchreplay.{t.__name__}" for t in types)
+        raise TypeError(f"{name} is {value!r}: expected {names}")
+    return value
+
+
+_KINDS: dict[str, Any] = {t.__name__: t for t in (Uniform, Prioritized, Linear, MinSize, SamplesPerInsert)}
+
+
+def _describe(value: Any) -> Any:
+    """The form in which samplers and limiters stand in the segment's description."""
+    if type(value).__name__ in _KINDS:
+        return {"kind": type(value).__name__} | {name: _describe(getattr(value, name)) for name in value.__dataclass_fields__}
+    # A schedule that is code does not travel: other processes see its value at the start.
+    return value_of(value, 0) if callable(value) else value
+
+
+def _restore(value: Any) -> Any:
+    if isinstance(value, dict):
+        return _KINDS[value["kind"]](**{name: _restore(v) for name, v in value.items() if name != "kind"})
+    return value
+
+
+def _before_fork() -> None:
+    # A child can write: waits for rows must not conclude that nobody else could.
+    for buffer in list(_open_buffers):
+        buffer._segment.mark_shared()
+
+
+os.register_at_fork(before=_before_fork)
+_C.init_torch(torch.Tensor, torch.as_tensor)

@@ -1,0 +1,17 @@
+"""The exceptions that are torchreplay's own. Bad arguments raise `ValueError` or `TypeError` as everywhere."""
+
+
+class Stopped(RuntimeError):
+    """The buffer was stopped: everyone who writes or waits is told to finish."""
+
+
+class ReplayTimeout(TimeoutError):
+    """A wait took longer than its `timeout`. The text has the numbers."""
+
+
+class WouldBlockForever(RuntimeError):
+    """A wait that nobody is left to end: for rows without a writer, or for a learner that will not come."""
+
+
+class AttachError(RuntimeError, ConnectionError):
+    """A handle cannot be attached: its owner is gone, on another machine, of another user, or another version."""

@@ -1,0 +1,70 @@
+"""Who must wait: limiters keep explorers and learners in step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TypeAlias
+
+
+def _check_min_size(n: int) -> None:
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise ValueError(f"min_size is {n!r}: expected an int >= 1")
+
+
+@dataclass(frozen=True, slots=True)
+class MinSize:
+    """Draws wait until `min_size` items have become drawable; writers never wait.
+
+    Raises:
+        ValueError: `min_size` is below 1.
+    """
+
+    min_size: int = 1
+
+    def __post_init__(self) -> None:
+        _check_min_size(self.min_size)
+
+    def bounds(self) -> tuple[int, float, float, float]:
+        """Returns (min_size, ratio, min_diff, max_diff) for the native core; a ratio of 0 means none is kept."""
+        return self.min_size, 0.0, 0.0, 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SamplesPerInsert:
+    """Each inserted item is drawn `ratio` times on average: whoever is ahead waits.
+
+    The semantics are those of Reverb's rate limiter (https://arxiv.org/abs/2102.04736, section 3.4), counted over all
+    explorers and learners: once `min_size` items are in, `inserted * ratio - sampled` stays within `min_size * ratio`
+    plus or minus a tolerance. A learner that waits is never waited for: what it needs is always admitted.
+
+    Args:
+        ratio: Draws per inserted item.
+        min_size: Items that must be in before the first draw.
+        tolerance: How far the running balance may be off, as a share of `min_size * ratio`. None: a tenth, or 1024 draws if
+            that is more, so that whole batches fit.
+
+    Raises:
+        ValueError: `ratio` or `tolerance` is not positive and finite, or `min_size` is below 1.
+    """
+
+    ratio: float
+    min_size: int = 1
+    tolerance: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_min_size(self.min_size)
+        if not (math.isfinite(self.ratio) and self.ratio > 0):
+            raise ValueError(f"ratio is {self.ratio}: expected a finite number > 0 of draws per insert")
+        if self.tolerance is not None and not (math.isfinite(self.tolerance) and self.tolerance > 0):
+            raise ValueError(f"tolerance is {self.tolerance}: expected a finite number > 0")
+
+    def bounds(self) -> tuple[int, float, float, float]:
+        """Returns (min_size, ratio, min_diff, max_diff) for the native core."""
+        centre = self.min_size * self.ratio
+        error = max(0.1 * centre, 1024.0) if self.tolerance is None else self.tolerance * centre
+        error = max(error, self.ratio, 1.0)  # Reverb: a smaller window than one insert or one draw is a deadlock
+        return self.min_size, float(self.ratio), centre - error, centre + error
+
+
+Limiter: TypeAlias = MinSize | SamplesPerInsert

@@ -1,0 +1,150 @@
+"""Shared memory: how a segment is reserved, how its handle finds it from another process, and what can go wrong."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from .errors import AttachError
+
+# Linux's numbers for fcntl: Python 3.11 does not name them all.
+F_ADD_SEALS = 1033
+F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW = 1, 2, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """Enough to attach a segment from another process of the same user on the same machine. Plain data.
+
+    Attributes:
+        pid: A process that has the segment open, in the pid namespace of the machine that made the handle.
+        fd: Its descriptor there.
+        inode: The file's inode, so that a reused pid or descriptor is noticed.
+        size: The file's size in bytes.
+        nonce: The identity written into the segment itself.
+        machine: Boot id of the machine.
+    """
+
+    pid: int
+    fd: int
+    inode: int
+    size: int
+    nonce: int
+    machine: str
+
+
+@cache
+def machine_id() -> str:
+    """Returns the boot id of this machine: equal for all its containers, different after a reboot."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def available_memory() -> int:
+    """Returns the bytes of memory that can still be reserved here: free memory, and what the cgroup leaves of its limit."""
+    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return min([int(meminfo["MemAvailable"].split()[0]) * 1024, *_cgroup_headroom()])
+
+
+def _cgroup_headroom() -> list[int]:
+    """Bytes left under each limit of this process's cgroup and its parents; inactive page cache counts as free."""
+    left = []
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        root = Path("/sys/fs/cgroup/memory" if controllers else "/sys/fs/cgroup")
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+        group = root / path.lstrip("/")
+        for level in (group, *group.parents):
+            if level == root.parent:
+                break
+            try:
+                limit, used = ((level / name).read_text().strip() for name in names)
+                stat = dict(item.split() for item in (level / "memory.stat").read_text().splitlines())
+            except OSError:  # the root has no limit, and a container may hide its parents
+                continue
+            if limit != "max":
+                left.append(int(limit) - int(used) + int(stat.get("inactive_file", 0)))
+    return [max(n, 0) for n in left]
+
+
+def reserve(size: int, what: str) -> int:
+    """Returns the descriptor of a new anonymous shared file of `size` bytes, reserved in full and never to be resized.
+
+    Args:
+        size: Bytes.
+        what: Names it in /proc and in errors.
+
+    Raises:
+        MemoryError: The machine, or the cgroup, has less left than that. Nothing was touched.
+    """
+    free = available_memory()
+    if size > free:
+        raise MemoryError(
+            f"{what} needs {_gib(size)} of memory, and {_gib(free)} can still be had here (free memory and cgroup limits): "
+            f"choose a smaller capacity or smaller fields"
+        )
+    # memfd: not bound by the size of /dev/shm, and freed by the kernel when its last process is gone.
+    fd = os.memfd_create(f"torchreplay-{what.replace(' ', '-')}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.fchmod(fd, 0o600)
+        # ftruncate alone would succeed and raise SIGBUS on the first touch of a page that is not there.
+        os.posix_fallocate(fd, 0, size)
+        fcntl.fcntl(fd, F_ADD_SEALS, F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW)
+    except OSError as error:
+        os.close(fd)
+        if error.errno in (errno.ENOSPC, errno.ENOMEM):
+            raise MemoryError(f"{what} needs {_gib(size)} of memory, which could not be reserved: {error.strerror}") from None
+        raise
+    return fd
+
+
+def make_handle(fd: int, nonce: int) -> Handle:
+    """Returns the handle by which other processes find the segment that this process has open as `fd`."""
+    status = os.fstat(fd)
+    return Handle(os.getpid(), fd, status.st_ino, status.st_size, nonce, machine_id())
+
+
+def open_handle(handle: Handle, what: str) -> int:
+    """Returns a descriptor of the segment that `handle` names.
+
+    Raises:
+        AttachError: The owner is gone, on another machine, or belongs to another user.
+    """
+    if not isinstance(handle, Handle):
+        raise TypeError(f"expected a torchreplay.Handle, got {type(handle).__name__}")
+    if handle.machine != machine_id():
+        raise AttachError(
+            f"the handle is of a {what} on another machine (boot id {handle.machine}, here {machine_id()}): "
+            f"shared memory ends at the machine, so run this process where the {what} is"
+        )
+    gone = f"the owner of the {what} (process {handle.pid}) is gone, and its memory with it: make a new one"
+    try:
+        fd = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", os.O_RDWR | os.O_CLOEXEC)
+    except (FileNotFoundError, ProcessLookupError):
+        raise AttachError(gone) from None
+    except PermissionError:
+        raise AttachError(
+            f"process {handle.pid}, which owns the {what}, is not open to this process: only the same user can attach"
+        ) from None
+    except OSError as error:  # the descriptor is another file now, such as a socket
+        raise AttachError(f"{gone} ({error.strerror})") from None
+    status = os.fstat(fd)
+    if (status.st_ino, status.st_size) != (handle.inode, handle.size):
+        os.close(fd)
+        raise AttachError(gone)
+    return fd
+
+
+def new_nonce() -> int:
+    """Returns a random identity of 63 bits, so that it fits an int64."""
+    return secrets.randbits(63)
+
+
+def _gib(n: int) -> str:
+    return f"{n / 2**30:.2f} GiB" if n >= 2**27 else f"{n / 2**20:.2f} MiB"

@@ -1,0 +1,145 @@
+"""What a row holds: named, typed, shaped fields, which may be nested in dicts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+# In the order of the native core's `Element`: the position is the code in the segment.
+ELEMENTS: tuple[torch.dtype, ...] = (
+    torch.bool,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+)
+RESERVED = frozenset({"key", "weight", "probability", "priority"})
+MAX_DIMS = 15  # one of the native core's 16 is the batch's
+
+Spec: TypeAlias = Mapping[str, "Field | Spec"]
+Path: TypeAlias = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Field:
+    """One named column: every row holds a value of this shape and dtype.
+
+    `Field()` is a float32 scalar.
+
+    Args:
+        shape: An int or a tuple of positive ints; `()` for a scalar.
+        dtype: A torch dtype (bool, any integer, float16, bfloat16, float32, float64), or what `numpy.dtype` takes for one.
+
+    Raises:
+        ValueError: The shape has a size below 1 or too many dimensions, or rows cannot hold the dtype.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __init__(self, shape: int | tuple[int, ...] = (), dtype: Any = torch.float32) -> None:
+        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+        if len(sizes) > MAX_DIMS or not all(isinstance(n, (int, np.integer)) and n > 0 for n in sizes):
+            raise ValueError(f"a field has shape {shape!r}: expected at most {MAX_DIMS} dimensions, each a positive int")
+        object.__setattr__(self, "shape", tuple(int(n) for n in sizes))
+        object.__setattr__(self, "dtype", as_torch_dtype(dtype))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one row's value."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __repr__(self) -> str:
+        return f"Field({self.shape}, {self.dtype})"
+
+
+def as_torch_dtype(dtype: Any) -> torch.dtype:
+    """Returns the torch dtype for a torch dtype or anything that `numpy.dtype` takes.
+
+    Raises:
+        ValueError: Rows cannot hold values of this dtype.
+    """
+    if not isinstance(dtype, torch.dtype):
+        try:
+            name = np.dtype(dtype).name
+        except TypeError:
+            name = repr(dtype)
+        dtype = getattr(torch, name, None)
+    if dtype not in ELEMENTS:
+        names = ", ".join(str(d).removeprefix("torch.") for d in ELEMENTS)
+        raise ValueError(f"a row cannot hold values of dtype {dtype}: expected one of {names}")
+    return dtype  # type: ignore[no-any-return]
+
+
+def flatten(spec: Spec) -> dict[Path, Field]:
+    """Returns the fields of a spec by their path, in the spec's order.
+
+    Raises:
+        ValueError: No field at all, a reserved or unusable name, or a value that is neither `Field` nor dict.
+    """
+    if not isinstance(spec, Mapping) or not spec:
+        raise ValueError(f"the spec is {spec!r}: expected a non-empty dict of names to torchreplay.Field")
+    fields: dict[Path, Field] = {}
+    for name, value in spec.items():
+        if not isinstance(name, str) or not name or "/" in name:
+            raise ValueError(f"a field is named {name!r}: expected a non-empty string without '/'")
+        if name in RESERVED:
+            raise ValueError(f"the field name {name!r} is reserved, as are {sorted(RESERVED - {name})}: choose another")
+        if isinstance(value, Field):
+            fields[(name,)] = value
+        elif isinstance(value, Mapping):
+            fields.update({(name, *path): field for path, field in _flatten_nested(value, name).items()})
+        else:
+            raise ValueError(f"field {name!r} is {value!r}: expected torchreplay.Field(shape, dtype), or a dict of them")
+    return fields
+
+
+def _flatten_nested(spec: Spec, parent: str) -> dict[Path, Field]:
+    # The reserved names are reserved at the top only: nested ones cannot clash with a batch's own keys.
+    fields: dict[Path, Field] = {}
+    if not spec:
+        raise ValueError(f"field {parent!r} is an empty dict: expected at least one torchreplay.Field in it")
+    for name, value in spec.items():
+        if not isinstance(name, str) or not name or "/" in name:
+            raise ValueError(f"a field in {parent!r} is named {name!r}: expected a non-empty string without '/'")
+        if isinstance(value, Field):
+            fields[(name,)] = value
+        elif isinstance(value, Mapping):
+            fields.update({(name, *path): f for path, f in _flatten_nested(value, f"{parent}/{name}").items()})
+        else:
+            raise ValueError(f"field '{parent}/{name}' is {value!r}: expected torchreplay.Field(shape, dtype), or a dict of them")
+    return fields
+
+
+def nest(values: Mapping[Path, Any]) -> dict[str, Any]:
+    """Returns the nested dict whose leaves are `values`: the inverse of `flatten`."""
+    tree: dict[str, Any] = {}
+    for path, value in values.items():
+        level = tree
+        for name in path[:-1]:
+            level = level.setdefault(name, {})
+        level[path[-1]] = value
+    return tree
+
+
+def to_native(fields: Mapping[Path, Field]) -> list[tuple[Path, int, tuple[int, ...]]]:
+    """Returns the form in which the native core and the segment's description take fields."""
+    return [(path, ELEMENTS.index(field.dtype), field.shape) for path, field in fields.items()]
+
+
+def from_native(fields: list[Any]) -> dict[Path, Field]:
+    """Returns fields by path from the form that `to_native` gives, also after a turn through JSON."""
+    return {tuple(path): Field(tuple(shape), ELEMENTS[element]) for path, element, shape in fields}

@@ -1,0 +1,168 @@
+"""Module weights from the learner to the explorers, through shared memory."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import _C
+from .errors import AttachError, ReplayTimeout
+from .segment import Handle, make_handle, new_nonce, open_handle, reserve
+from .spec import as_torch_dtype
+from .waiting import SLICE_NS
+
+ALIGNMENT = 64
+PUBLISH_PATIENCE = 20.0  # seconds that a publisher waits for another one
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where one tensor of the state dict lies in a buffer."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class SharedWeights:
+    """The newest weights of a module, in shared memory; pickles like the buffer.
+
+    Two buffers: a publication is written into one while readers copy the other, so that nobody waits, a reader never sees half
+    of one, and a publisher that dies in the middle leaves the last complete publication in place.
+
+    Args:
+        module: Its `state_dict()` (parameters and buffers) gives names, shapes and dtypes, and the weights of version 0.
+
+    Raises:
+        ValueError: The module has no weights.
+        MemoryError: Too little memory is left.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._entries = _entries_of(module)
+        nonce = new_nonce()
+        nbytes = self._entries[-1].offset + self._entries[-1].nbytes
+        fd = reserve(_C.weights_bytes(nbytes), "shared weights")
+        try:
+            self._native = _C.Weights(fd, True, nonce, nbytes)
+        finally:
+            os.close(fd)
+        self._nonce = nonce
+        self._nbytes = nbytes
+        self._pulled = -1
+        self._write(module, 0)
+
+    @classmethod
+    def _attach(cls, handle: Handle, entries: tuple[Entry, ...], nbytes: int) -> SharedWeights:
+        fd = open_handle(handle, "set of shared weights")
+        self = cls.__new__(cls)
+        try:
+            self._native = _C.Weights(fd, False, handle.nonce, nbytes)
+        except RuntimeError as error:
+            raise AttachError(str(error)) from None
+        finally:
+            os.close(fd)
+        self._entries = entries
+        self._nonce = handle.nonce
+        self._nbytes = nbytes
+        self._pulled = -1
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SharedWeights._attach, (make_handle(self._native.fd, self._nonce), self._entries, self._nbytes)
+
+    @property
+    def version(self) -> int:
+        """Number of publications so far. One atomic read."""
+        return self._native.version
+
+    @property
+    def pulled_version(self) -> int:
+        """The version that this object pulled last; -1 before the first pull."""
+        return self._pulled
+
+    def publish(self, module: nn.Module) -> int:
+        """Makes the module's weights the newest, and returns their version.
+
+        Raises:
+            ValueError: The module's weights differ in name, shape or dtype from those of the constructor.
+            ReplayTimeout: Another publisher is stopped in the middle.
+        """
+        self._check(module)
+        for _ in range(int(PUBLISH_PATIENCE * 1e9 / SLICE_NS)):
+            if self._native.begin_publish(SLICE_NS):
+                break
+        else:
+            raise ReplayTimeout(f"another process has been publishing weights for {PUBLISH_PATIENCE} s: it is stopped")
+        complete = False
+        try:
+            self._write(module, self.version + 1)
+            complete = True
+        finally:
+            self._native.end_publish(complete)
+        return self.version
+
+    def pull(self, module: nn.Module) -> bool:
+        """Copies the newest weights into the module, in place, unless this object has pulled them already.
+
+        Returns:
+            False when there is nothing newer, which costs one atomic read. The first pull copies.
+
+        Raises:
+            ValueError: The module's weights differ in name, shape or dtype from those of the constructor.
+        """
+        if self._native.version == self._pulled:
+            return False
+        state = self._check(module)
+        while True:
+            version = self._native.version
+            buffer = self._native.buffer(version)
+            for entry in self._entries:
+                state[entry.name].copy_(_view(buffer, entry))
+            if self._native.intact(version):
+                break  # otherwise two publications came meanwhile: copy again
+        self._pulled = version
+        return True
+
+    def _write(self, module: nn.Module, version: int) -> None:
+        buffer = self._native.buffer(version)
+        state = module.state_dict()
+        for entry in self._entries:
+            _view(buffer, entry).copy_(state[entry.name])
+
+    def _check(self, module: nn.Module) -> dict[str, torch.Tensor]:
+        state: dict[str, torch.Tensor] = module.state_dict()
+        given = {name: (t.dtype, tuple(t.shape)) for name, t in state.items()}
+        expected = {entry.name: (entry.dtype, entry.shape) for entry in self._entries}
+        if given != expected:
+            differing = sorted(n for n in given.keys() | expected.keys() if given.get(n) != expected.get(n))
+            raise ValueError(
+                f"the module's weights differ from those shared in {', '.join(differing[:5])}: pass a module built like the one "
+                f"given to SharedWeights"
+            )
+        return state
+
+    def __repr__(self) -> str:
+        return f"SharedWeights(version {self.version}, {len(self._entries)} tensors, {self._nbytes / 2**20:.2f} MiB)"
+
+
+def _entries_of(module: nn.Module) -> tuple[Entry, ...]:
+    entries = []
+    offset = 0
+    for name, tensor in module.state_dict().items():
+        nbytes = tensor.numel() * tensor.element_size()
+        entries.append(Entry(name, as_torch_dtype(tensor.dtype), tuple(tensor.shape), offset, nbytes))
+        offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
+    if not offset:
+        raise ValueError(f"{type(module).__name__} has no weights to share")
+    return tuple(entries)
+
+
+def _view(buffer: torch.Tensor, entry: Entry) -> torch.Tensor:
+    return buffer[entry.offset : entry.offset + entry.nbytes].view(entry.dtype).view(entry.shape)
