@@ -13,6 +13,7 @@ import torchreplay as tr
 pytest.importorskip("pytorch_lightning")
 
 from lightning_learner import BARE, QUIET, ROWS, filled_buffer, fit, make_learner, td_of
+
 from torchreplay.lightning import PriorityFeedback, ReplayDataModule, ReplayMonitor, WeightPublisher
 
 

@@ -36,7 +36,8 @@ def make_buffer():
     return filled_buffer()
 
 lightning.seed_everything(1)
-learner = make_learner(lightning)
+# Equal TD errors: the draws stay spread out, so that equal batches would mean equal streams.
+learner = make_learner(lightning, lambda loss, td, step: {"loss": loss, "td_error": td / td})
 weights = tr.SharedWeights(learner.q)
 data = ReplayDataModule(make_buffer, 8, steps_per_epoch=5, explorers=Crew)
 stats = {}

@@ -6,7 +6,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ..batch import ReplayBatch
 from ..buffer import ReplayBuffer
@@ -78,9 +78,9 @@ class ReplayDataModule(LightningDataModule):
         self._buffer_source = buffer
         self._explorers_source = explorers
         self._buffer: ReplayBuffer | None = buffer if isinstance(buffer, ReplayBuffer) else None
-        self._dataset: ReplayDataset | None = None
+        self._stream: _Stream | None = None
         self._release: Callable[[], Any] = lambda: None
-        self._draws = 0  # of the last buffer, so that a checkpoint can be saved after the buffer was closed
+        self._draws = 0  # of the last `fit`, for checkpoints that are saved after it
 
     @property
     def buffer(self) -> ReplayBuffer:
@@ -102,7 +102,7 @@ class ReplayDataModule(LightningDataModule):
         Raises:
             RuntimeError: If the Trainer spans several machines.
         """
-        if stage != "fit" or self._dataset is not None:
+        if stage != "fit" or self._stream is not None:
             return
         place = _Place.of(self.trainer)
         buffer, ours = self._join_buffer(place)
@@ -111,8 +111,8 @@ class ReplayDataModule(LightningDataModule):
         closing = buffer if ours else None
         self._release = weakref.finalize(self, _shut_down, os.getpid(), explorers, closing, place.leads)
         self._buffer = buffer
-        kind = ReplayDataset if place.world_size == 1 else _LockstepDataset
-        self._dataset = kind(buffer, self.batch_size, self.steps_per_epoch, self.prefetch, timeout=self.timeout)
+        self._stream = _Stream(buffer, self.batch_size, self.steps_per_epoch, self.prefetch, timeout=self.timeout)
+        self._stream.lockstep = place.world_size > 1
         if place.leads and self._explorers_source is not None:
             explorers.append(_made_explorers(self._explorers_source, buffer))
             explorers[0].start()
@@ -123,9 +123,9 @@ class ReplayDataModule(LightningDataModule):
         Raises:
             RuntimeError: If called before `setup`.
         """
-        if self._dataset is None:
+        if self._stream is None:
             raise RuntimeError('ReplayDataModule has no stream of batches yet; call `setup("fit")` first')
-        return self._dataset
+        return self._stream
 
     def teardown(self, stage: str) -> None:
         """Stops the explorers and closes a buffer that this module made; acts only for the stage "fit"."""
@@ -138,7 +138,7 @@ class ReplayDataModule(LightningDataModule):
 
     def state_dict(self) -> dict[str, int]:
         """Returns the number of draws made, which is all that a checkpoint needs to continue the stream."""
-        return {"draws": self._draws if self._dataset is None else self._dataset.buffer.draws}
+        return {"draws": self._draws if self._stream is None else self._stream.buffer.draws}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues the stream of draws of a checkpoint.
@@ -147,8 +147,8 @@ class ReplayDataModule(LightningDataModule):
         this copy is always loaded.
         """
         self._draws = require_count("draws", state_dict["draws"], at_least=0)
-        if self._dataset is not None:
-            self._dataset.buffer.draws = self._draws
+        if self._stream is not None:
+            self._stream.buffer.draws = self._draws
 
     def __repr__(self) -> str:
         buffer = "made when fit starts" if self._buffer is None else repr(self._buffer)
@@ -175,10 +175,11 @@ class ReplayDataModule(LightningDataModule):
         return buffer, True
 
     def _finish(self) -> None:
-        if self._dataset is None:
+        if self._stream is None:
             return
-        self._draws = self._dataset.buffer.draws
-        self._dataset = None
+        self._stream.retire()
+        self._draws = self._stream.state_dict()["draws"]
+        self._stream = None
         self._buffer = self._buffer_source if isinstance(self._buffer_source, ReplayBuffer) else None
         self._release()
 
@@ -200,17 +201,24 @@ def resolve_buffer(callback: object, buffer: ReplayBuffer | None, trainer: Train
     )
 
 
-class _LockstepDataset(ReplayDataset):
-    """The stream of one rank among several.
+class _Stream(ReplayDataset):
+    """The batches of one `fit`, for one rank."""
 
-    Where one rank ends early the others wait in the next gradient exchange until its timeout, without a word. An error
-    ends all ranks instead.
-    """
+    lockstep = False  # whether other ranks wait for this one in every step
+    _last_state: dict[str, int] | None = None
 
     def __iter__(self) -> Iterator[ReplayBatch]:
         yield from super().__iter__()
-        if self.buffer.stopped:
+        # One rank that just ends leaves the others in the next gradient exchange, without a word, until it times out.
+        if self.lockstep and self.buffer.stopped:
             raise Stopped("the buffer was stopped while several ranks train from it; stop it after `fit` has ended")
+
+    def state_dict(self) -> dict[str, int]:
+        return super().state_dict() if self._last_state is None else self._last_state
+
+    def retire(self) -> None:
+        """Keeps the state for checkpoints that are saved after the buffer was closed."""
+        self._last_state = self.state_dict()
 
 
 @dataclass(frozen=True)
@@ -239,21 +247,18 @@ def _check_sources(buffer: object, explorers: object) -> None:
             f"buffer is {type(buffer).__name__}; it must be a ReplayBuffer or a function without arguments that makes "
             "one"
         )
-    if explorers is not None and not _are_explorers(explorers) and not callable(explorers):
+    if explorers is not None and not isinstance(explorers, Explorers) and not callable(explorers):
         raise TypeError(
             f"explorers is {type(explorers).__name__}; it must have start() and stop(), such as an ExplorerPool, "
             "or be a function of the buffer that makes such an object"
         )
 
 
-def _are_explorers(value: object) -> TypeGuard[Explorers]:
-    # A class has the methods of its objects, but is a function that makes one.
-    return isinstance(value, Explorers) and not isinstance(value, type)
-
-
 def _made_explorers(source: Explorers | Callable[[ReplayBuffer], Explorers], buffer: ReplayBuffer) -> Explorers:
-    explorers = source if _are_explorers(source) else source(buffer)
-    if not _are_explorers(explorers):
+    # A class has the methods of its objects, but is a function that makes one.
+    given = isinstance(source, Explorers) and not isinstance(source, type)
+    explorers: object = source if given else source(buffer)  # type: ignore[operator]
+    if not isinstance(explorers, Explorers):
         raise TypeError(
             f"the function given as `explorers` returned {explorers!r}; it must return an object with start() and "
             "stop()"

@@ -15,6 +15,7 @@ from .libraries import Callback
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
+    from pytorch_lightning.loggers import Logger
 
 _RATES = ("inserted", "sampled", "updated")  # counters that are also logged per second
 
@@ -88,18 +89,19 @@ class ReplayMonitor(Callback):
 
     def _log_histograms(self, trainer: Trainer) -> None:
         self._histograms_at = trainer.global_step
-        boards = [(log.group_separator, log.experiment) for log in trainer.loggers if _takes_histograms(log)]
-        if not boards or not trainer.is_global_zero:
+        loggers = [logger for logger in trainer.loggers if hasattr(_board(logger), "add_histogram_raw")]
+        if not loggers or not trainer.is_global_zero:
             return
         tensors = resolve_buffer(self, self.buffer, trainer).histograms()
         for name in ("priority", "age"):
             summary = _summary(tensors[name], tensors[f"{name}_edges"])
-            for separator, board in boards:
-                board.add_histogram_raw(f"replay{separator}{name}", **summary, global_step=trainer.global_step)
+            for logger in loggers:
+                tag = f"replay{logger.group_separator}{name}"
+                _board(logger).add_histogram_raw(tag, **summary, global_step=trainer.global_step)
 
 
-def _takes_histograms(logger: Any) -> bool:
-    return callable(getattr(logger.experiment, "add_histogram_raw", None))
+def _board(logger: Logger) -> Any:
+    return getattr(logger, "experiment", None)
 
 
 def _summary(counts: torch.Tensor, edges: torch.Tensor) -> dict[str, Any]:
