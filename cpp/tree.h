@@ -2,16 +2,15 @@
 #pragma once
 
 #include <algorithm>
-#include <bit>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <stdexcept>
 #include <utility>
 
 #include "simd.h"
 #include "tree_node.h"
 #include "tree_shape.h"
+#include "tree_smallest.h"
 
 namespace torchreplay {
 
@@ -24,7 +23,7 @@ namespace torchreplay {
 // P(i) = quantize(leaf(i)) / total() holds to the last bit. In exchange leaves saturate at kMaxLeaf, and positive
 // values below one grid step round up to it: the step is 1.9e-9 at a capacity of a million, 2.4e-7 at 10^8.
 //
-// A second hierarchy, of 16 a node, keeps the smallest positive leaf, as ranks (see tree_node::rank_of).
+// A second hierarchy keeps the smallest positive leaf (see SmallestLeaf).
 //
 // The processor must round to nearest, as C++ programs do unless they ask otherwise.
 class PriorityTree {
@@ -45,10 +44,7 @@ class PriorityTree {
   int64_t count() const { return totals_->count; }
 
   // Smallest positive leaf, +infinity when there is none. Exact, O(1).
-  float min() const {
-    const uint32_t rank = ranks_[rank_levels_ - 1][0];
-    return rank == 0 ? std::numeric_limits<float>::infinity() : tree_node::leaf_of(rank);
-  }
+  float min() const { return smallest_.leaf(); }
 
   float leaf(int64_t i) const { return leaves_[i]; }
 
@@ -79,7 +75,7 @@ class PriorityTree {
  private:
   static constexpr int kBatch = 256;  // queries in flight in `find`
   static constexpr int kChunk = 512;  // items whose deltas `replace_sorted` gathers at a time
-  static constexpr int kAhead = 64;   // items that `set` prefetches ahead
+  static constexpr int kAhead = 32;   // items that `set` prefetches ahead
 
   struct Totals {
     uint64_t total;
@@ -96,19 +92,11 @@ class PriorityTree {
   template <class Node>
   void replace_with(const int64_t* index, const float* was, const float* now, int n);
   template <class Node>
-  void rebuild_with();
+  void rebuild_with(const TreeShape& shape);
 
   void prefetch_for_set(int64_t i) const;
-  template <class Node>
-  void change_rank(int64_t block, uint32_t was, uint32_t now);
-  template <class Node>
-  void refresh_rank(int64_t block);
-  template <class Node>
-  void carry_rank(int level, int64_t entry, uint32_t was, uint32_t now);
   static int add_level(uint64_t* sums, int64_t* child, uint64_t* delta, int n);
-  void rebuild_sums();
-  template <class Node>
-  void rebuild_ranks();
+  void rebuild_sums(const TreeShape& shape);
 
 #if defined(TORCHREPLAY_X86)
   // The bodies have no target of their own. Flattened into these functions, they are compiled for AVX-512.
@@ -123,17 +111,19 @@ class PriorityTree {
                                                           int n) {
     replace_with<tree_node::Avx512>(index, was, now, n);
   }
-  [[gnu::flatten]] TORCHREPLAY_AVX512 void rebuild_avx512() { rebuild_with<tree_node::Avx512>(); }
+  [[gnu::flatten]] TORCHREPLAY_AVX512 void rebuild_avx512(const TreeShape& shape) {
+    rebuild_with<tree_node::Avx512>(shape);
+  }
 #endif
 
   int64_t capacity_;
   tree_node::Grid grid_;
   Simd simd_;
-  int sum_levels_, rank_levels_;
+  int sum_levels_;
   Totals* totals_;
   float* leaves_;
   uint64_t* sums_[TreeShape::kMaxLevels];
-  uint32_t* ranks_[TreeShape::kMaxLevels];
+  SmallestLeaf smallest_;
 };
 
 inline PriorityTree::PriorityTree(int64_t capacity, void* memory, Simd simd)
@@ -148,8 +138,7 @@ inline PriorityTree::PriorityTree(int64_t capacity, void* memory, Simd simd)
   leaves_ = reinterpret_cast<float*>(take(shape.leaf_lines));
   sum_levels_ = shape.sum_levels;
   for (int l = 0; l < sum_levels_; l++) sums_[l] = reinterpret_cast<uint64_t*>(take(shape.nodes[l]));
-  rank_levels_ = shape.rank_levels;
-  for (int l = 0; l < rank_levels_; l++) ranks_[l] = reinterpret_cast<uint32_t*>(take(shape.rank_lines[l]));
+  smallest_ = SmallestLeaf(shape, leaves_, at);
 }
 
 template <class Node>
@@ -178,10 +167,10 @@ void PriorityTree::find_with(const uint64_t* target, int n, int64_t* index, floa
   }
 }
 
+// The ranks lie in an inner cache; prefetching them too doubled the time of random updates at 10^7.
 inline void PriorityTree::prefetch_for_set(int64_t i) const {
   __builtin_prefetch(leaves_ + i, 1);
   __builtin_prefetch(sums_[0] + line_of(i), 1);
-  __builtin_prefetch(ranks_[0] + block_of(i), 1);
   if (sum_levels_ > 1) __builtin_prefetch(sums_[1] + block_of(i), 1);
 }
 
@@ -199,40 +188,7 @@ void PriorityTree::set_with(const int64_t* index, const float* leaf, int n) {
     for (int l = 0; l < sum_levels_; l++, child >>= 3) {
       Node::add(sums_[l] + (child & ~int64_t{7}), static_cast<int>(child & 7), delta);
     }
-    change_rank<Node>(block_of(index[b]), tree_node::rank_of(was), tree_node::rank_of(now));
-  }
-}
-
-// One leaf of a block changed its rank.
-template <class Node>
-void PriorityTree::change_rank(int64_t block, uint32_t was, uint32_t now) {
-  const uint32_t before = ranks_[0][block];
-  if (now > before) {
-    ranks_[0][block] = now;
-    carry_rank<Node>(1, block, before, now);
-  } else if (was == before && now < before) {
-    refresh_rank<Node>(block);
-  }
-}
-
-// The smallest leaf of a block may have gone.
-template <class Node>
-void PriorityTree::refresh_rank(int64_t block) {
-  const uint32_t now = Node::greatest_of(leaves_ + block * tree_node::kBlockLeaves);
-  const uint32_t before = std::exchange(ranks_[0][block], now);
-  if (now != before) carry_rank<Node>(1, block, before, now);
-}
-
-// Entry `child` of the level below changed from `was` to `now`: carries that up until a level stays as it is.
-template <class Node>
-void PriorityTree::carry_rank(int level, int64_t child, uint32_t was, uint32_t now) {
-  for (; level < rank_levels_; level++) {
-    child /= tree_node::kRanks;
-    const uint32_t before = ranks_[level][child];
-    if (now < before && was == before) now = Node::greatest(ranks_[level - 1] + child * tree_node::kRanks);
-    if (now == before || (now < before && was < before)) return;
-    ranks_[level][child] = now;
-    was = before;
+    smallest_.change<Node>(block_of(index[b]), was, now);
   }
 }
 
@@ -271,26 +227,26 @@ void PriorityTree::replace_with(const int64_t* index, const float* was, const fl
     delta[lines++] = change;
   }
   for (int b = 0; b < n; b++) {
-    if (b + 1 == n || block_of(index[b + 1]) != block_of(index[b])) refresh_rank<Node>(block_of(index[b]));
+    if (b + 1 == n || block_of(index[b + 1]) != block_of(index[b])) smallest_.refresh<Node>(block_of(index[b]));
   }
   for (int l = 0; l < sum_levels_; l++) lines = add_level(sums_[l], child, delta, lines);
   totals_->total += delta[0];
 }
 
 template <class Node>
-void PriorityTree::rebuild_with() {
-  const int64_t blocks = TreeShape(capacity_).nodes[0], lines = blocks * tree_node::kBlockLines;
-  std::fill(leaves_ + capacity_, leaves_ + lines * tree_node::kLeaves, 0.0f);
+void PriorityTree::rebuild_with(const TreeShape& shape) {
+  std::fill(leaves_ + capacity_, leaves_ + shape.leaf_lines * tree_node::kLeaves, 0.0f);
   int64_t count = 0;
-  for (int64_t i = 0; i < lines; i++) sums_[0][i] = Node::restore(leaves_ + i * tree_node::kLeaves, grid_, count);
+  for (int64_t i = 0; i < shape.leaf_lines; i++) {
+    sums_[0][i] = Node::restore(leaves_ + i * tree_node::kLeaves, grid_, count);
+  }
   totals_->count = count;
-  rebuild_sums();
-  rebuild_ranks<Node>();
+  rebuild_sums(shape);
+  smallest_.rebuild<Node>(shape);
 }
 
 // Each level leaves the sums of its nodes in the entries of the level above, which turns them into prefix sums.
-inline void PriorityTree::rebuild_sums() {
-  const TreeShape shape(capacity_);
+inline void PriorityTree::rebuild_sums(const TreeShape& shape) {
   for (int l = 0; l < sum_levels_; l++) {
     const int64_t nodes = shape.nodes[l];
     const bool top = l + 1 == sum_levels_;
@@ -300,18 +256,6 @@ inline void PriorityTree::rebuild_sums() {
       (top ? totals_->total : sums_[l + 1][node]) = before;
     }
     if (!top) std::fill(sums_[l + 1] + nodes, sums_[l + 1] + shape.nodes[l + 1] * tree_node::kSums, uint64_t{0});
-  }
-}
-
-template <class Node>
-void PriorityTree::rebuild_ranks() {
-  const TreeShape shape(capacity_);
-  for (int l = 0; l < rank_levels_; l++) {
-    for (int64_t i = 0; i < shape.ranks[l]; i++) {
-      ranks_[l][i] = l == 0 ? Node::greatest_of(leaves_ + i * tree_node::kBlockLeaves)
-                            : Node::greatest(ranks_[l - 1] + i * tree_node::kRanks);
-    }
-    std::fill(ranks_[l] + shape.ranks[l], ranks_[l] + shape.rank_lines[l] * tree_node::kRanks, 0U);
   }
 }
 
@@ -343,10 +287,11 @@ inline void PriorityTree::replace_sorted(const int64_t* index, const float* was,
 }
 
 inline void PriorityTree::rebuild() {
+  const TreeShape shape(capacity_);
 #if defined(TORCHREPLAY_X86)
-  if (simd_ == Simd::kAvx512) return rebuild_avx512();
+  if (simd_ == Simd::kAvx512) return rebuild_avx512(shape);
 #endif
-  rebuild_with<tree_node::Portable>();
+  rebuild_with<tree_node::Portable>(shape);
 }
 
 }  // namespace torchreplay

@@ -49,6 +49,17 @@ struct Grid {
   }
 };
 
+// kAfter.mask[k][j] has all bits set where j > k. (SSE2 cannot compare 64-bit integers.)
+struct AfterMask {
+  uint64_t mask[kSums][kSums] = {};
+  constexpr AfterMask() {
+    for (int k = 0; k < kSums; k++) {
+      for (int j = k + 1; j < kSums; j++) mask[k][j] = ~uint64_t{0};
+    }
+  }
+};
+alignas(64) inline constexpr AfterMask kAfter;
+
 struct Portable {
   // Child that holds target `x` of a node; reduces x to a target within that child. Requires x < the node's sum.
   static int child(const uint64_t* sums, uint64_t& x) {
@@ -72,7 +83,7 @@ struct Portable {
 
   // Child k of a node grew by `delta` (modulo 2^64, so it may shrink).
   static void add(uint64_t* sums, int k, uint64_t delta) {
-    for (int j = 0; j < kSums; j++) sums[j] += j > k ? delta : 0;
+    for (int j = 0; j < kSums; j++) sums[j] += kAfter.mask[k][j] & delta;
   }
 
   static uint32_t greatest(const uint32_t* ranks) {

@@ -352,7 +352,7 @@ BOOST_AUTO_TEST_CASE(two_views_of_one_memory_are_one_tree) {
 }
 
 BOOST_AUTO_TEST_CASE(a_bad_capacity_or_misaligned_memory_is_refused) {
-  for (int64_t capacity : {int64_t{0}, int64_t{-1}, PriorityTree::kMaxCapacity + 1}) {
+  for (int64_t capacity : {int64_t{0}, int64_t{-1}, torchreplay::TreeShape::kMaxCapacity + 1}) {
     BOOST_CHECK_THROW(PriorityTree::bytes(capacity), std::invalid_argument);
   }
   alignas(64) char memory[1024] = {};
@@ -363,5 +363,6 @@ BOOST_AUTO_TEST_CASE(a_bad_capacity_or_misaligned_memory_is_refused) {
 
 BOOST_AUTO_TEST_CASE(a_large_tree_takes_less_than_six_bytes_a_leaf) {
   BOOST_TEST(PriorityTree::bytes(1'000'000) < 6'000'000u);
-  BOOST_TEST(PriorityTree::bytes(PriorityTree::kMaxCapacity) < size_t{6} * PriorityTree::kMaxCapacity);
+  BOOST_TEST(PriorityTree::bytes(torchreplay::TreeShape::kMaxCapacity) <
+             size_t{6} * torchreplay::TreeShape::kMaxCapacity);
 }
