@@ -111,8 +111,11 @@ class BatchSampler {
     target_.resize(count);
     index_.resize(count);
     leaf_.resize(count);
+    // Stratum i of n is [i total / n, (i + 1) total / n), exactly; quotient and rest spare a 128-bit division for each.
+    const uint64_t quotient = total / n, rest = total % n;
     for (int k = 0; k < count; k++) {
-      const auto low = static_cast<uint64_t>(u128{total} * todo_[k] / n), high = static_cast<uint64_t>(u128{total} * (todo_[k] + 1) / n);
+      const auto i = static_cast<uint64_t>(todo_[k]);
+      const uint64_t low = i * quotient + i * rest / n, high = (i + 1) * quotient + (i + 1) * rest / n;
       target_[k] = low + static_cast<uint64_t>(u128{random_[k]} * (high - low) >> 64);
     }
     tree.find(target_.data(), count, index_.data(), leaf_.data());
@@ -126,47 +129,73 @@ class BatchSampler {
 
   // Copies the rows of todo_, and leaves in it those that were not, or no longer, the row that was drawn.
   void gather(const BatchPointers& out) {
-    constexpr size_t kAhead = 12;  // rows; a row's lines arrive while so many others are copied
-    const auto& fields = memory_.layout().fields;
-    const size_t count = todo_.size();
-    size_t failed = 0;
-    for (size_t k = 0; k < std::min(kAhead, count); k++) prefetch(items_[todo_[k]].slot);
-    for (size_t k = 0; k < count; k++) {
-      if (k + kAhead < count) prefetch(items_[todo_[k + kAhead]].slot);
-      const int i = todo_[k];
-      const Item& item = items_[i];
-      RowHeader& row = memory_.row(item.slot);
-      const uint64_t word = row.word.load(std::memory_order_acquire);
-      bool intact = slot_word::is_row(word) && slot_word::key1(word) == item.key1;
-      if (intact) {
-        for (size_t f = 0; f < fields.size(); f++) copy_value(out.values[f] + i * fields[f].nbytes, memory_.value(fields[f], item.slot), fields[f].nbytes);
-        intact = load_after_copy(row.word) == word;
-      }
-      out.keys[i] = static_cast<int64_t>(item.key1) - 1;
-      if (!intact) todo_[failed++] = i;
+    const int count = static_cast<int>(todo_.size());
+    int failed = 0;
+    prefetch(0, count);
+    for (int first = 0; first < count; first += kBlock) {
+      prefetch(first + kBlock, count);
+      failed = gather_block(first, std::min(kBlock, count - first), failed, out);
     }
     todo_.resize(failed);
   }
 
-  void prefetch(uint64_t slot) const {
-    const char* record = reinterpret_cast<const char*>(&memory_.row(slot));
-    for (uint64_t line = 0; line < std::min<uint64_t>(memory_.layout().record_stride, 4 * kLine); line += kLine) __builtin_prefetch(record + line);
-    for (const Field& f : memory_.layout().fields)
-      if (f.own_array)
-        for (uint64_t line = 0; line < 8 * kLine; line += kLine) __builtin_prefetch(memory_.value(f, slot) + line);
+  // Rows copied at a time: their lines arrive while the block before is copied.
+  static constexpr int kBlock = 16;
+
+  // One block of todo_. A row's word must name the row drawn before and after the copy of its fields.
+  int gather_block(int first, int n, int failed, const BatchPointers& out) {
+    const auto& fields = memory_.layout().fields;
+    uint64_t word[kBlock];
+    for (int k = 0; k < n; k++) {
+      const Item& item = items_[todo_[first + k]];
+      word[k] = memory_.row(item.slot).word.load(std::memory_order_acquire);
+      if (!slot_word::is_row(word[k]) || slot_word::key1(word[k]) != item.key1) word[k] = 0;
+    }
+    for (size_t f = 0; f < fields.size(); f++) copy_field(fields[f], out.values[f], first, n);
+    for (int k = 0; k < n; k++) {
+      const int i = todo_[first + k];
+      const bool intact = word[k] && load_after_copy(memory_.row(items_[i].slot).word) == word[k];
+      out.keys[i] = static_cast<int64_t>(items_[i].key1) - 1;
+      if (!intact) todo_[failed++] = i;
+    }
+    return failed;
   }
 
-  // memcpy with the sizes of scalars and small vectors known to the compiler.
-  static void copy_value(char* to, const char* from, uint64_t n) {
-    switch (n) {
-      case 1: copy_payload(to, from, 1); break;
-      case 4: copy_payload(to, from, 4); break;
-      case 8: copy_payload(to, from, 8); break;
-      case 16: copy_payload(to, from, 16); break;
-      case 32: copy_payload(to, from, 32); break;
-      default: copy_payload(to, from, n);
+  void copy_field(const Field& field, char* to, int first, int n) const {
+    switch (field.nbytes) {
+      case 1: return copy_values<1>(field, to, first, n);
+      case 4: return copy_values<4>(field, to, first, n);
+      case 8: return copy_values<8>(field, to, first, n);
+      case 16: return copy_values<16>(field, to, first, n);
+      case 32: return copy_values<32>(field, to, first, n);
+      default: return copy_values<0>(field, to, first, n);
     }
   }
+
+  // The sizes of scalars and small vectors are known to the compiler; 0: any other.
+  template <uint64_t kBytes>
+  void copy_values(const Field& field, char* to, int first, int n) const {
+    const uint64_t bytes = kBytes ? kBytes : field.nbytes;
+    for (int k = 0; k < n; k++) {
+      const int i = todo_[first + k];
+      copy_payload(to + i * bytes, memory_.value(field, items_[i].slot), bytes);
+    }
+  }
+
+  // Always inlined: gcc takes a function that only prefetches for one without effects, and drops calls of it.
+  [[gnu::always_inline]] void prefetch(int first, int count) const {
+    const uint64_t record_bytes = std::min(memory_.layout().record_stride, kPrefetchBytes);
+    for (int k = first; k < std::min(first + kBlock, count); k++) {
+      const uint64_t slot = items_[todo_[k]].slot;
+      const char* record = reinterpret_cast<const char*>(&memory_.row(slot));
+      for (uint64_t line = 0; line < record_bytes; line += kLine) __builtin_prefetch(record + line);
+      for (const Field& f : memory_.layout().fields)
+        if (f.own_array)
+          for (uint64_t line = 0; line < kPrefetchBytes; line += kLine) __builtin_prefetch(memory_.value(f, slot) + line);
+    }
+  }
+  // The processor follows a longer value by itself.
+  static constexpr uint64_t kPrefetchBytes = 512;
 
   // P(i) = p_i / sum and w_i = (N P(i))^-beta, normalised by the maximum over the buffer or the batch
   // (Schaul et al. 2016, equation 1 and section 3.4). N and sum cancel in a normalised weight.
