@@ -36,7 +36,8 @@ def test_lightning_finds_nothing_to_warn_about(lightning, buffer, tmp_path):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for loading in ({"max_steps": 3}, {"max_epochs": 2, "steps_per_epoch": 3}):
-            fit(lightning, buffer, **loading, **QUIET, barebones=False)
+            learner = make_learner(lightning, on_after_backward=lambda self: self.log("one", 1.0, on_epoch=True))
+            fit(lightning, buffer, learner, **loading, **QUIET, barebones=False)
     texts = [str(warning.message) for warning in caught]
     for complaint in ("does not have many workers", "__len__", "not resumable", "infer the batch_size"):
         assert not [text for text in texts if complaint in text]

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import types
 from pathlib import Path
 
 import pytest
@@ -165,3 +166,14 @@ def test_without_any_library_the_error_says_what_to_install(tmp_path):
         """)
     )
     assert "pip install pytorch-lightning" in run_python(script)
+
+
+def test_libraries_of_two_versions_are_not_joined(monkeypatch):
+    from torchreplay.lightning.libraries import _installed_libraries
+
+    old, new = types.SimpleNamespace(__version__="2.5.0"), types.SimpleNamespace(__version__="2.6.6")
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", new)
+    monkeypatch.setitem(sys.modules, "pytorch_lightning", old)
+    assert _installed_libraries() == [new]
+    old.__version__ = new.__version__
+    assert _installed_libraries() == [new, old]

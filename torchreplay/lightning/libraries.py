@@ -33,18 +33,19 @@ def _installed_libraries() -> list[types.ModuleType]:
     return [library for library in found if library.__version__ == found[0].__version__]
 
 
-def _joined(name: str, **namespace: Any) -> type:
-    """Returns the class `name` of every installed library in one; `namespace` applies where there are two."""
-    bases = tuple(getattr(library, name) for library in _installed_libraries())
+def _joined(libraries: list[types.ModuleType], name: str, **namespace: Any) -> type:
+    """Returns the class `name` of every library in one; `namespace` applies where there are two."""
+    bases = tuple(getattr(library, name) for library in libraries)
     return bases[0] if len(bases) == 1 else type(name, bases, {"__module__": __name__, **namespace})
 
 
 if TYPE_CHECKING:
     from pytorch_lightning import Callback, LightningDataModule
 else:
-    Callback = _joined("Callback")
+    _libraries = _installed_libraries()
+    Callback = _joined(_libraries, "Callback")
     # The inherited evaluation hooks only raise "not implemented", but name their package and so differ in code: one
     # of the trainers would take them for loaders that the user defined. It takes None for what it is: no such hook.
     LightningDataModule = _joined(
-        "LightningDataModule", val_dataloader=None, test_dataloader=None, predict_dataloader=None
+        _libraries, "LightningDataModule", val_dataloader=None, test_dataloader=None, predict_dataloader=None
     )
