@@ -28,7 +28,8 @@ namespace torchreplay {
 // The processor must round to nearest, as C++ programs do unless they ask otherwise.
 class PriorityTree {
  public:
-  static constexpr float kMaxLeaf = tree_node::Grid::kMax;  // 8192 less one ulp
+  static constexpr float kMaxLeaf = tree_node::Grid::kMax;   // 8192 less one ulp
+  static constexpr size_t kLeavesOffset = TreeShape::kLine;  // of the leaves, from the start of the memory
 
   // Size of the memory of a tree of `capacity` leaves: 4.6 bytes a leaf when there are many.
   static size_t bytes(int64_t capacity) { return TreeShape(capacity).lines * TreeShape::kLine; }

@@ -114,7 +114,7 @@ struct Portable {
 struct Avx512 {
   TORCHREPLAY_AVX512 static int child(const uint64_t* sums, uint64_t& x) {
     const __m512i target = _mm512_set1_epi64(static_cast<int64_t>(x));
-    const int k = __builtin_popcount(_mm512_cmple_epu64_mask(_mm512_load_si512(sums), target)) - 1;
+    const int k = __builtin_popcount(_mm512_mask_cmple_epu64_mask(0xfe, _mm512_load_si512(sums), target));
     x -= sums[k];
     return k;
   }
