@@ -175,13 +175,14 @@ class ReplayDataModule(LightningDataModule):
         return buffer, True
 
     def _finish(self) -> None:
-        if self._stream is None:
+        stream, self._stream = self._stream, None
+        if stream is None:
             return
-        self._stream.retire()
-        self._draws = self._stream.state_dict()["draws"]
-        self._stream = None
         self._buffer = self._buffer_source if isinstance(self._buffer_source, ReplayBuffer) else None
-        self._release()
+        try:
+            self._draws = stream.retire()["draws"]
+        finally:  # also where the user has closed the buffer already
+            self._release()
 
 
 def resolve_buffer(callback: object, buffer: ReplayBuffer | None, trainer: Trainer) -> ReplayBuffer:
@@ -216,9 +217,10 @@ class _Stream(ReplayDataset):
     def state_dict(self) -> dict[str, int]:
         return super().state_dict() if self._last_state is None else self._last_state
 
-    def retire(self) -> None:
-        """Keeps the state for checkpoints that are saved after the buffer was closed."""
+    def retire(self) -> dict[str, int]:
+        """Keeps the state, which it returns, for checkpoints that are saved after the buffer was closed."""
         self._last_state = self.state_dict()
+        return self._last_state
 
 
 @dataclass(frozen=True)

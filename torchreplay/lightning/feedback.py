@@ -55,7 +55,7 @@ class PriorityFeedback(Callback):
                 f"training_step returned {sorted(outputs)}; PriorityFeedback needs {self.key!r}: "
                 f"return {{'loss': loss, {self.key!r}: td}}"
             )
-        resolve_buffer(self, self.buffer, trainer).update_priorities(batch, outputs[self.key].detach())
+        resolve_buffer(self, self.buffer, trainer).update_priorities(batch, outputs[self.key])
 
     def __repr__(self) -> str:
         return f"PriorityFeedback(key={self.key!r})"
