@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[1]
 """Where ``benchmarks`` can be imported from."""
 
 
-class ChildHungError(RuntimeError):
-    """A child did not end within its limit and was killed with everything it had started."""
+class ChildError(RuntimeError):
+    """A child failed, or did not end within its limit and was killed with everything it had started."""
 
 
 def run_module(module: str, options: Mapping[str, object], limit: float, environment: Mapping[str, str] = {}) -> Any:
@@ -28,8 +28,7 @@ def run_module(module: str, options: Mapping[str, object], limit: float, environ
         environment: Variables added to this process's own.
 
     Raises:
-        ChildHungError: The limit was exceeded.
-        RuntimeError: The child failed; the text ends with its standard error.
+        ChildError: The limit was exceeded, or the child failed; the text ends with its standard error.
     """
     command = [sys.executable, "-m", module]
     for name, value in options.items():
@@ -46,11 +45,11 @@ def run_module(module: str, options: Mapping[str, object], limit: float, environ
     try:
         output, errors = child.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
-        raise ChildHungError(f"{' '.join(command[2:])} did not end within {limit:g} s") from None
+        raise ChildError(f"{' '.join(command[2:])} did not end within {limit:g} s") from None
     finally:
         _kill_group(child)
     if child.returncode != 0:
-        raise RuntimeError(f"{' '.join(command[2:])} failed with status {child.returncode}:\n{errors[-2000:]}")
+        raise ChildError(f"{' '.join(command[2:])} failed with status {child.returncode}:\n{errors[-2000:]}")
     return json.loads(output.splitlines()[-1])
 
 

@@ -1,8 +1,8 @@
 """Two explorers flat out against one learner, torchreplay beside cpprb's shared buffer."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from benchmarks.child import ChildHungError, run_module
+from benchmarks.child import ChildError, run_module
 from benchmarks.contest import SHARED
 from benchmarks.line import Line
 from benchmarks.peers.registry import installed
@@ -17,21 +17,23 @@ LIMIT = 60.0
 def measure_contest(plan: Plan) -> Iterator[Line]:
     """Yields batches and rows a second, measured at once, for each chunk size.
 
-    A round that hangs counts as nothing done and is named in the note.
+    A round that fails or hangs counts as nothing done, and a note says why.
     """
     peers = [name for name in SHARED if name in installed()]
     for chunk in CHUNKS:
         figures: dict[str, list[dict[str, float]]] = {name: [] for name in peers}
+        failures: list[str] = []
         for _ in range(plan.contest_rounds):
             for name in peers:
-                figures[name].append(_round(name, chunk, plan))
+                figures[name].append(_round(name, chunk, plan, failures))
         for quantity in ("batches", "rows"):
             samples = {name: [figure[quantity] for figure in rounds] for name, rounds in figures.items()}
             wording = "single appends" if chunk == 1 else f"chunks of {chunk}"
-            yield Line("contest", f"{quantity}, {wording}", "/s", samples, higher_is_better=True, note=_hangs(figures))
+            note = "; ".join(failures)
+            yield Line("contest", f"{quantity}, {wording}", "/s", samples, higher_is_better=True, note=note)
 
 
-def _round(peer: str, chunk: int, plan: Plan) -> dict[str, float]:
+def _round(peer: str, chunk: int, plan: Plan, failures: list[str]) -> dict[str, float]:
     options = {
         "peer": peer,
         "chunk": chunk,
@@ -42,12 +44,6 @@ def _round(peer: str, chunk: int, plan: Plan) -> dict[str, float]:
     try:
         figures: dict[str, float] = run_module("benchmarks.contest", options, LIMIT + plan.contest_seconds)
         return figures
-    except ChildHungError:
-        return {"batches": 0.0, "rows": 0.0, "hung": 1.0}
-
-
-def _hangs(figures: dict[str, list[dict[str, float]]]) -> str:
-    counts: Sequence[tuple[str, int]] = [
-        (name, sum("hung" in figure for figure in rounds)) for name, rounds in figures.items()
-    ]
-    return ", ".join(f"{name} hung in {count} rounds" for name, count in counts if count)
+    except ChildError as error:
+        failures.append(f"{peer}: {str(error).splitlines()[-1]}")
+        return {"batches": 0.0, "rows": 0.0}
