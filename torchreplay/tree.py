@@ -43,7 +43,8 @@ class PriorityTree:
         self.capacity = _int_in("capacity", capacity, 1, MAX_CAPACITY)
         self.seed = secrets.randbits(63) if seed is None else _int_in("seed", seed, 0, 2**63 - 1)
         self.step = 0
-        nbytes, self._leaves_offset, self.grid_step = _ops().tree_layout(self.capacity)
+        nbytes, self._leaves_offset, step = _ops().tree_layout(self.capacity)
+        self.grid_step: float = step
         self.memory = torch.zeros(nbytes, dtype=torch.uint8)
 
     def set(self, index: int | torch.Tensor, priority: float | torch.Tensor) -> None:
