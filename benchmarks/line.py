@@ -45,15 +45,20 @@ class Line:
         A ratio within a round is free of the machine's slow drifts, which a ratio of medians is not.
         """
         pairs = zip(self.samples[OURS], self.samples[over], strict=True)
-        ratios = [
-            (ours / theirs if theirs else float("inf")) if self.higher_is_better else theirs / ours
-            for ours, theirs in pairs
-        ]
-        return statistics.median(ratios)
+        if self.higher_is_better:
+            return statistics.median(_quotient(ours, theirs) for ours, theirs in pairs)
+        return statistics.median(_quotient(theirs, ours) for ours, theirs in pairs)
 
     def rivals(self) -> list[str]:
         """Returns the candidates other than torchreplay."""
         return [name for name in self.samples if name != OURS]
+
+
+def _quotient(value: float, by: float) -> float:
+    """Returns ``value / by``, where nothing by nothing is nothing: a candidate that failed has won nothing."""
+    if by == 0:
+        return float("inf") if value > 0 else 0.0
+    return value / by
 
 
 @dataclass(frozen=True)
