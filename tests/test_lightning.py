@@ -15,6 +15,9 @@ from lightning_learner import QUIET, filled_buffer, fit, make_learner
 
 from torchreplay.lightning import ReplayDataModule
 
+# Lightning's own, under a torch newer than it knows.
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+
 
 @pytest.fixture(params=["pytorch_lightning", "lightning.pytorch"])
 def lightning(request):

@@ -16,6 +16,9 @@ from lightning_learner import BARE, QUIET, ROWS, filled_buffer, fit, make_learne
 
 from torchreplay.lightning import PriorityFeedback, ReplayDataModule, ReplayMonitor, WeightPublisher
 
+# Lightning's own, under a torch newer than it knows.
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+
 
 @pytest.fixture(params=["pytorch_lightning", "lightning.pytorch"])
 def lightning(request):
