@@ -33,10 +33,15 @@ class DirtyScope {
   Header& header_;
 };
 
-// Slots whose state could not be settled: one bit each, and a summary bit for every word, so that finding them costs O(pending).
+// Slots whose state could not be settled: one bit each, and a summary bit for every word, so that finding them costs
+// O(pending).
 class PendingSet {
  public:
-  explicit PendingSet(const SegmentMemory& m) : words_(m.pending_words()), summary_(m.pending_summary()), count_(m.header().pending), n_((m.capacity() + 63) / 64) {}
+  explicit PendingSet(const SegmentMemory& m)
+      : words_(m.pending_words()),
+        summary_(m.pending_summary()),
+        count_(m.header().pending),
+        n_((m.capacity() + 63) / 64) {}
 
   void assign(uint64_t slot, bool pending) {
     uint64_t& word = words_[slot / 64];
@@ -57,7 +62,8 @@ class PendingSet {
     for (uint64_t s = 0; s < (n_ + 63) / 64; s++)
       for (uint64_t groups = summary_[s]; groups; groups &= groups - 1) {
         const uint64_t w = s * 64 + static_cast<uint64_t>(std::countr_zero(groups));
-        for (uint64_t bits = words_[w]; bits; bits &= bits - 1) visit(w * 64 + static_cast<uint64_t>(std::countr_zero(bits)));
+        for (uint64_t bits = words_[w]; bits; bits &= bits - 1)
+          visit(w * 64 + static_cast<uint64_t>(std::countr_zero(bits)));
       }
   }
 
@@ -128,8 +134,10 @@ class Absorber {
     bool pending = slot_word::is_busy(word) || slot_word::key1(word) < newest + 1;
     if (!at && slot_word::is_row(word)) {
       float priority;
-      if (read_priority(row, word, priority)) now = adopt(at, word, priority);
-      else pending = true;  // being overwritten right now: its new row will settle the slot
+      if (read_priority(row, word, priority))
+        now = adopt(at, word, priority);
+      else
+        pending = true;  // being overwritten right now: its new row will settle the slot
     }
     pending_.assign(slot, pending);
     if (now != was || tree_.leaf(static_cast<int64_t>(slot)) != was) replace(slot, was, now);
@@ -145,7 +153,8 @@ class Absorber {
 
   // Reads the raw priority (NaN: none given) of a row whose word was `word`; false when the row changed meanwhile.
   static bool read_priority(RowHeader& row, uint64_t word, float& priority) {
-    priority = row.link.load(std::memory_order_relaxed) & kHasPriority ? row.priority.load(std::memory_order_relaxed) : NAN;
+    priority =
+        row.link.load(std::memory_order_relaxed) & kHasPriority ? row.priority.load(std::memory_order_relaxed) : NAN;
     return load_after_copy(row.word) == word;
   }
 
@@ -197,7 +206,8 @@ class Absorber {
         at = key1;
       }
       const uint64_t newest1 = slot < head ? head - (head - 1 - slot) % memory_.capacity() : 0;
-      pending_.assign(slot, slot_word::is_busy(word) || (slot_word::is_row(word) && !is_row) || slot_word::key1(word) < newest1);
+      pending_.assign(
+          slot, slot_word::is_busy(word) || (slot_word::is_row(word) && !is_row) || slot_word::key1(word) < newest1);
       header_.rows += at != 0;
       if (at && tree_.leaves()[slot] == 0) tree_.leaves()[slot] = initial_leaf(priority);
     }

@@ -1,13 +1,15 @@
-// Memory for batches: reused when the last tensor over it is garbage, so that a large batch does not pay for fresh pages each time.
+// Memory for batches: reused when the last tensor over it is garbage, so that a large batch does not pay for fresh
+// pages each time.
 #pragma once
+
+#include <pthread.h>
+#include <sys/mman.h>
 
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <mutex>
 #include <new>
-#include <pthread.h>
-#include <sys/mman.h>
 #include <unordered_map>
 #include <vector>
 
@@ -23,7 +25,8 @@ class BlockPool {
   // Never destroyed: tensors may outlive every static.
   static BlockPool& instance() {
     static auto* pool = [] {
-      pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); }, [] { new (&instance().mutex_) std::mutex; });
+      pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); },
+                     [] { new (&instance().mutex_) std::mutex; });
       return new BlockPool;
     }();
     return *pool;

@@ -1,13 +1,14 @@
 // A file descriptor with an owner, and shared mappings of it.
 #pragma once
 
-#include <cerrno>
-#include <cstdint>
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
-#include <system_error>
 #include <unistd.h>
+
+#include <cerrno>
+#include <cstdint>
+#include <system_error>
 #include <utility>
 
 namespace torchreplay {
@@ -24,7 +25,8 @@ class Descriptor {
   // A second descriptor of the same file, closed on exec.
   static Descriptor duplicate(int fd) {
     const int copy = fcntl(fd, F_DUPFD_CLOEXEC, 0);
-    if (copy < 0) throw std::system_error(errno, std::generic_category(), "cannot duplicate the descriptor of a replay segment");
+    if (copy < 0)
+      throw std::system_error(errno, std::generic_category(), "cannot duplicate the descriptor of a replay segment");
     return Descriptor(copy);
   }
 

@@ -108,18 +108,42 @@ template <class To>
 void copy_to(char* to, const char* from, const StridedArray& a, int d) {
   switch (a.element) {
     case Element::kBool:
-    case Element::kU8: copy_level<To, uint8_t>(to, from, a, d); break;
-    case Element::kU16: copy_level<To, uint16_t>(to, from, a, d); break;
-    case Element::kU32: copy_level<To, uint32_t>(to, from, a, d); break;
-    case Element::kU64: copy_level<To, uint64_t>(to, from, a, d); break;
-    case Element::kI8: copy_level<To, int8_t>(to, from, a, d); break;
-    case Element::kI16: copy_level<To, int16_t>(to, from, a, d); break;
-    case Element::kI32: copy_level<To, int32_t>(to, from, a, d); break;
-    case Element::kI64: copy_level<To, int64_t>(to, from, a, d); break;
-    case Element::kF16: copy_level<To, Half>(to, from, a, d); break;
-    case Element::kBF16: copy_level<To, BFloat16>(to, from, a, d); break;
-    case Element::kF32: copy_level<To, float>(to, from, a, d); break;
-    case Element::kF64: copy_level<To, double>(to, from, a, d); break;
+    case Element::kU8:
+      copy_level<To, uint8_t>(to, from, a, d);
+      break;
+    case Element::kU16:
+      copy_level<To, uint16_t>(to, from, a, d);
+      break;
+    case Element::kU32:
+      copy_level<To, uint32_t>(to, from, a, d);
+      break;
+    case Element::kU64:
+      copy_level<To, uint64_t>(to, from, a, d);
+      break;
+    case Element::kI8:
+      copy_level<To, int8_t>(to, from, a, d);
+      break;
+    case Element::kI16:
+      copy_level<To, int16_t>(to, from, a, d);
+      break;
+    case Element::kI32:
+      copy_level<To, int32_t>(to, from, a, d);
+      break;
+    case Element::kI64:
+      copy_level<To, int64_t>(to, from, a, d);
+      break;
+    case Element::kF16:
+      copy_level<To, Half>(to, from, a, d);
+      break;
+    case Element::kBF16:
+      copy_level<To, BFloat16>(to, from, a, d);
+      break;
+    case Element::kF32:
+      copy_level<To, float>(to, from, a, d);
+      break;
+    case Element::kF64:
+      copy_level<To, double>(to, from, a, d);
+      break;
   }
 }
 
@@ -129,18 +153,42 @@ void copy_to(char* to, const char* from, const StridedArray& a, int d) {
 inline void copy_converted(char* to, Element to_element, const char* from, const StridedArray& a, int first_dim) {
   switch (to_element) {
     case Element::kBool:
-    case Element::kU8: detail::copy_to<uint8_t>(to, from, a, first_dim); break;
-    case Element::kU16: detail::copy_to<uint16_t>(to, from, a, first_dim); break;
-    case Element::kU32: detail::copy_to<uint32_t>(to, from, a, first_dim); break;
-    case Element::kU64: detail::copy_to<uint64_t>(to, from, a, first_dim); break;
-    case Element::kI8: detail::copy_to<int8_t>(to, from, a, first_dim); break;
-    case Element::kI16: detail::copy_to<int16_t>(to, from, a, first_dim); break;
-    case Element::kI32: detail::copy_to<int32_t>(to, from, a, first_dim); break;
-    case Element::kI64: detail::copy_to<int64_t>(to, from, a, first_dim); break;
-    case Element::kF16: detail::copy_to<Half>(to, from, a, first_dim); break;
-    case Element::kBF16: detail::copy_to<BFloat16>(to, from, a, first_dim); break;
-    case Element::kF32: detail::copy_to<float>(to, from, a, first_dim); break;
-    case Element::kF64: detail::copy_to<double>(to, from, a, first_dim); break;
+    case Element::kU8:
+      detail::copy_to<uint8_t>(to, from, a, first_dim);
+      break;
+    case Element::kU16:
+      detail::copy_to<uint16_t>(to, from, a, first_dim);
+      break;
+    case Element::kU32:
+      detail::copy_to<uint32_t>(to, from, a, first_dim);
+      break;
+    case Element::kU64:
+      detail::copy_to<uint64_t>(to, from, a, first_dim);
+      break;
+    case Element::kI8:
+      detail::copy_to<int8_t>(to, from, a, first_dim);
+      break;
+    case Element::kI16:
+      detail::copy_to<int16_t>(to, from, a, first_dim);
+      break;
+    case Element::kI32:
+      detail::copy_to<int32_t>(to, from, a, first_dim);
+      break;
+    case Element::kI64:
+      detail::copy_to<int64_t>(to, from, a, first_dim);
+      break;
+    case Element::kF16:
+      detail::copy_to<Half>(to, from, a, first_dim);
+      break;
+    case Element::kBF16:
+      detail::copy_to<BFloat16>(to, from, a, first_dim);
+      break;
+    case Element::kF32:
+      detail::copy_to<float>(to, from, a, first_dim);
+      break;
+    case Element::kF64:
+      detail::copy_to<double>(to, from, a, first_dim);
+      break;
   }
 }
 

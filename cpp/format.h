@@ -85,10 +85,13 @@ inline std::unique_ptr<SegmentMemory> open_segment(Descriptor fd, uint64_t nonce
   const auto& h = *reinterpret_cast<const Header*>(page);
   if (h.magic != kMagic) throw NotASegment("the file is not a replay segment (wrong magic number)");
   if (h.version != kFormatVersion)
-    throw NotASegment("the segment has format version " + std::to_string(h.version) + ", this build reads version " + std::to_string(kFormatVersion) +
-                      ": use the same torchreplay version in every process");
-  if (h.nonce != nonce) throw NotASegment("the handle names another buffer than the one found in its place: its owner is gone");
-  if (h.bytes != size) throw NotASegment("the segment is " + std::to_string(size) + " bytes long, its header says " + std::to_string(h.bytes));
+    throw NotASegment("the segment has format version " + std::to_string(h.version) + ", this build reads version " +
+                      std::to_string(kFormatVersion) + ": use the same torchreplay version in every process");
+  if (h.nonce != nonce)
+    throw NotASegment("the handle names another buffer than the one found in its place: its owner is gone");
+  if (h.bytes != size)
+    throw NotASegment("the segment is " + std::to_string(size) + " bytes long, its header says " +
+                      std::to_string(h.bytes));
   const uint64_t offset = kSegmentHeaderBytes + kMaxParticipants * kParticipantBytes;
   if (h.config_bytes > size - offset) throw NotASegment("the segment's configuration is damaged");
   std::string config(h.config_bytes, '\0');
@@ -97,7 +100,8 @@ inline std::unique_ptr<SegmentMemory> open_segment(Descriptor fd, uint64_t nonce
   detail::ConfigHead head;
   if (config.size() < sizeof head) throw NotASegment("the segment's configuration is damaged");
   std::memcpy(&head, config.data(), sizeof head);
-  if (head.fields > detail::kMaxFields || head.text_bytes > config.size() || config_bytes(head.fields, head.text_bytes) != config.size())
+  if (head.fields > detail::kMaxFields || head.text_bytes > config.size() ||
+      config_bytes(head.fields, head.text_bytes) != config.size())
     throw NotASegment("the segment's configuration is damaged");
   std::vector<Field> fields(head.fields);
   for (size_t i = 0; i < fields.size(); i++) {
@@ -109,7 +113,8 @@ inline std::unique_ptr<SegmentMemory> open_segment(Descriptor fd, uint64_t nonce
   }
   Layout layout = make_layout(head.capacity, std::move(fields), head.linked != 0, h.config_bytes);
   if (layout.hash() != h.layout_hash || layout.bytes != size)
-    throw NotASegment("the segment was laid out by an incompatible build of torchreplay: use the same version in every process");
+    throw NotASegment(
+        "the segment was laid out by an incompatible build of torchreplay: use the same version in every process");
   return std::make_unique<SegmentMemory>(std::move(fd), std::move(layout));
 }
 

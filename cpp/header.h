@@ -69,15 +69,15 @@ struct Header {
   // Guarded by the mutex.
   alignas(kLine) uint64_t absorbed;  // every slot whose newest ticket is below this is absorbed or pending
   Dirty dirty;
-  float max_raw;               // largest raw priority seen
-  uint64_t rows;               // slots that hold an absorbed row
-  uint64_t pending;            // slots marked pending
-  uint64_t inserted;           // items that ever became drawable
-  uint64_t sampled;            // items drawn
-  uint64_t updated;            // TD errors applied
-  uint64_t stale_updates;      // ... dropped: the row was overwritten
-  uint64_t unready_updates;    // ... dropped: the item was not (or no longer) complete
-  uint64_t demand;             // `inserted` that a waiting learner needs; insertion up to it is always admitted
+  float max_raw;             // largest raw priority seen
+  uint64_t rows;             // slots that hold an absorbed row
+  uint64_t pending;          // slots marked pending
+  uint64_t inserted;         // items that ever became drawable
+  uint64_t sampled;          // items drawn
+  uint64_t updated;          // TD errors applied
+  uint64_t stale_updates;    // ... dropped: the row was overwritten
+  uint64_t unready_updates;  // ... dropped: the item was not (or no longer) complete
+  uint64_t demand;           // `inserted` that a waiting learner needs; insertion up to it is always admitted
   LimiterConfig limiter;
   std::atomic<int32_t> holder_pid;  // who took the mutex last, for messages
   std::atomic<uint32_t> repairing;  // counts steps of a running repair: waiters then go on waiting
@@ -92,20 +92,20 @@ struct Participant {
   std::atomic<uint64_t> first;  // tickets in flight: [first, first + count)
   std::atomic<uint32_t> count;
   std::atomic<uint32_t> role;
-  std::atomic<uint64_t> rows;         // rows written
-  std::atomic<int64_t> last_write;    // CLOCK_MONOTONIC_COARSE, ns; 0: never
-  std::atomic<uint64_t> thread;       // pthread_self() of the last user
+  std::atomic<uint64_t> rows;       // rows written
+  std::atomic<int64_t> last_write;  // CLOCK_MONOTONIC_COARSE, ns; 0: never
+  std::atomic<uint64_t> thread;     // pthread_self() of the last user
   std::atomic<int32_t> pid;
-  std::atomic<uint32_t> waiting;      // 1 while it waits for the limiter
+  std::atomic<uint32_t> waiting;  // 1 while it waits for the limiter
 };
 static_assert(sizeof(Participant) <= kParticipantBytes);
 
 // A row's header, at the start of its record. Immutable once the word says done.
 struct RowHeader {
-  std::atomic<uint64_t> word;    // (key + 1) << 16 | writer << 1 | busy; writer 0: void
-  std::atomic<uint64_t> link;    // (previous key of the stream + 1) << 16 | flags
-  std::atomic<uint32_t> step;    // index in the episode
-  std::atomic<float> priority;   // raw, meaningful with kHasPriority
+  std::atomic<uint64_t> word;   // (key + 1) << 16 | writer << 1 | busy; writer 0: void
+  std::atomic<uint64_t> link;   // (previous key of the stream + 1) << 16 | flags
+  std::atomic<uint32_t> step;   // index in the episode
+  std::atomic<float> priority;  // raw, meaningful with kHasPriority
 };
 static_assert(sizeof(RowHeader) == kRowHeaderBytes);
 

@@ -1,4 +1,5 @@
-// Where everything lies in a segment: a pure function of capacity, fields and view, so that every process computes the same.
+// Where everything lies in a segment: a pure function of capacity, fields and view, so that every process computes the
+// same.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +18,8 @@ inline constexpr uint64_t kFormatVersion = 1;
 inline constexpr int kMaxParticipants = 4096;  // writers, learners and supervisors at one time; ids fit 15 bits
 inline constexpr uint64_t kMaxCapacity = uint64_t{1} << 31;
 
-// A field of about 1 KB or more gets its own array: beyond that size one more cache miss a row no longer matters, and small
-// fields stay together in one or two lines.
+// A field of about 1 KB or more gets its own array: beyond that size one more cache miss a row no longer matters, and
+// small fields stay together in one or two lines.
 inline constexpr uint64_t kOwnArrayBytes = 1024;
 
 constexpr uint64_t round_up(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
@@ -46,7 +47,9 @@ struct Layout {
     auto mix = [&h](uint64_t v) {
       for (int i = 0; i < 8; i++, v >>= 8) h = (h ^ (v & 0xff)) * 0x100000001b3;
     };
-    for (uint64_t v : {kFormatVersion, capacity, uint64_t{linked}, record_stride, records, at, links, pending, tree, bytes}) mix(v);
+    for (uint64_t v :
+         {kFormatVersion, capacity, uint64_t{linked}, record_stride, records, at, links, pending, tree, bytes})
+      mix(v);
     for (const Field& f : fields) {
       mix(static_cast<uint64_t>(f.element));
       mix(f.nbytes);
@@ -64,7 +67,8 @@ inline constexpr uint64_t kParticipantBytes = kLine;
 // Lays out a segment. Throws std::invalid_argument for a capacity out of range or a size that overflows.
 inline Layout make_layout(uint64_t capacity, std::vector<Field> fields, bool linked, uint64_t config_bytes) {
   if (capacity < 1 || capacity > kMaxCapacity)
-    throw std::invalid_argument("capacity " + std::to_string(capacity) + " is out of range: expected 1 to " + std::to_string(kMaxCapacity));
+    throw std::invalid_argument("capacity " + std::to_string(capacity) + " is out of range: expected 1 to " +
+                                std::to_string(kMaxCapacity));
   Layout l;
   l.capacity = capacity;
   l.linked = linked;
@@ -94,7 +98,8 @@ inline Layout make_layout(uint64_t capacity, std::vector<Field> fields, bool lin
   for (Field& f : l.fields) {
     if (f.own_array) {
       f.stride = round_up(f.nbytes, kLine);
-      if (f.stride > (uint64_t{1} << 46) / capacity) throw std::invalid_argument("the fields and capacity given need more than 64 TiB");
+      if (f.stride > (uint64_t{1} << 46) / capacity)
+        throw std::invalid_argument("the fields and capacity given need more than 64 TiB");
       f.offset = region(capacity * f.stride);
     } else {
       f.stride = l.record_stride;

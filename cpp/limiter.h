@@ -25,8 +25,8 @@ class Limiter {
 
   bool can_sample(uint64_t n) const { return header_.inserted >= needed(n); }
 
-  // Publishes the ticket up to which appends are admitted, given that tickets below `head` are counted in `inserted` (or lost)
-  // and that `drawable` items can be drawn: with none, only an insert can help.
+  // Publishes the ticket up to which appends are admitted, given that tickets below `head` are counted in `inserted`
+  // (or lost) and that `drawable` items can be drawn: with none, only an insert can help.
   void publish(uint64_t head, int64_t drawable) {
     uint64_t limit = kNever;
     if (config_.ratio > 0 && drawable > 0) {
@@ -38,7 +38,8 @@ class Limiter {
     header_.ticket_limit.store(limit, std::memory_order_relaxed);
   }
 
-  // A learner waits for `n` items: insertion up to what it needs is admitted, whatever the ratio says, or both could wait for ever.
+  // A learner waits for `n` items: insertion up to what it needs is admitted, whatever the ratio says, or both could
+  // wait for ever.
   void demand(uint64_t n) { header_.demand = std::max(header_.demand, needed(n)); }
 
  private:

@@ -1,15 +1,16 @@
 // Who is alive, asked of the kernel: every participant holds one byte of a lock table that vanishes with its process.
 #pragma once
 
+#include <fcntl.h>
+#include <pthread.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <bitset>
 #include <cerrno>
-#include <fcntl.h>
 #include <mutex>
-#include <pthread.h>
 #include <set>
 #include <system_error>
-#include <unistd.h>
 
 #include "layout.h"
 
@@ -18,9 +19,9 @@ namespace torchreplay {
 // Increases in every forked child: ids taken under an older generation belong to the parent.
 inline std::atomic<uint64_t> fork_generation{0};
 
-// Open-file-description byte locks on a descriptor of the segment that is opened separately and never mapped (a mapping of the
-// description, inherited by a child, would keep the lock beyond its owner's death). Held under SIGSTOP, free for a zombie, blind
-// to pid reuse and pid namespaces.
+// Open-file-description byte locks on a descriptor of the segment that is opened separately and never mapped (a mapping
+// of the description, inherited by a child, would keep the lock beyond its owner's death). Held under SIGSTOP, free for
+// a zombie, blind to pid reuse and pid namespaces.
 class Liveness {
  public:
   // `segment_fd` is the mapped descriptor; it must stay open as long as this object lives.
@@ -65,7 +66,8 @@ class Liveness {
     const std::lock_guard guard(mutex_);
     if (own_[id]) return true;
     struct flock probe = byte(id, F_WRLCK);
-    if (fcntl(descriptor(), F_OFD_GETLK, &probe) != 0) throw std::system_error(errno, std::generic_category(), "F_OFD_GETLK on the replay segment");
+    if (fcntl(descriptor(), F_OFD_GETLK, &probe) != 0)
+      throw std::system_error(errno, std::generic_category(), "F_OFD_GETLK on the replay segment");
     return probe.l_type != F_UNLCK;
   }
 
@@ -92,7 +94,7 @@ class Liveness {
   }
 
   static struct flock byte(int id, short type) {
-    struct flock f {};
+    struct flock f{};
     f.l_type = type;
     f.l_whence = SEEK_SET;
     f.l_start = id;

@@ -9,14 +9,13 @@
 
 namespace torchreplay {
 
-// Copies of row payload. Under the seqlock these race with writers by design; -DTORCHREPLAY_RACEFREE makes every byte an atomic
-// access, so that ThreadSanitizer can check everything else.
+// Copies of row payload. Under the seqlock these race with writers by design; -DTORCHREPLAY_RACEFREE makes every byte
+// an atomic access, so that ThreadSanitizer can check everything else.
 inline void copy_payload(void* to, const void* from, size_t n) {
 #ifdef TORCHREPLAY_RACEFREE
   auto* t = static_cast<unsigned char*>(to);
   auto* f = static_cast<unsigned char*>(const_cast<void*>(from));
-  for (size_t i = 0; i < n; i++)
-    __atomic_store_n(t + i, __atomic_load_n(f + i, __ATOMIC_RELAXED), __ATOMIC_RELAXED);
+  for (size_t i = 0; i < n; i++) __atomic_store_n(t + i, __atomic_load_n(f + i, __ATOMIC_RELAXED), __ATOMIC_RELAXED);
 #else
   std::memcpy(to, from, n);
 #endif
@@ -35,7 +34,8 @@ inline uint64_t load_after_copy(std::atomic<uint64_t>& word) {
 class SegmentMemory {
  public:
   // Maps `fd`, which must be `layout.bytes` long.
-  SegmentMemory(Descriptor fd, Layout layout) : layout_(std::move(layout)), fd_(std::move(fd)), liveness_(fd_.get()), base_(map_shared(fd_, layout_.bytes)) {}
+  SegmentMemory(Descriptor fd, Layout layout)
+      : layout_(std::move(layout)), fd_(std::move(fd)), liveness_(fd_.get()), base_(map_shared(fd_, layout_.bytes)) {}
   ~SegmentMemory() { munmap(base_, layout_.bytes); }
   SegmentMemory(const SegmentMemory&) = delete;
 
@@ -47,11 +47,14 @@ class SegmentMemory {
 
   Header& header() const { return *reinterpret_cast<Header*>(base_); }
   Participant& participant(int id) const {
-    return *reinterpret_cast<Participant*>(base_ + layout_.participants + static_cast<uint64_t>(id) * kParticipantBytes);
+    return *reinterpret_cast<Participant*>(base_ + layout_.participants +
+                                           static_cast<uint64_t>(id) * kParticipantBytes);
   }
   char* config() const { return base_ + layout_.config; }
   uint64_t slot_of(uint64_t key) const { return key % layout_.capacity; }
-  RowHeader& row(uint64_t slot) const { return *reinterpret_cast<RowHeader*>(base_ + layout_.records + slot * layout_.record_stride); }
+  RowHeader& row(uint64_t slot) const {
+    return *reinterpret_cast<RowHeader*>(base_ + layout_.records + slot * layout_.record_stride);
+  }
   char* value(const Field& f, uint64_t slot) const { return base_ + f.offset + slot * f.stride; }
 
   // Absorber's state of a slot: key + 1 of the row absorbed there, 0 for none. Guarded by the mutex.

@@ -1,9 +1,11 @@
-// The one lock of a segment: a robust, process-shared mutex that tells its next owner when the last one died holding it.
+// The one lock of a segment: a robust, process-shared mutex that tells its next owner when the last one died holding
+// it.
 #pragma once
+
+#include <pthread.h>
 
 #include <cerrno>
 #include <ctime>
-#include <pthread.h>
 #include <system_error>
 
 namespace torchreplay {

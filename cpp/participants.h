@@ -1,4 +1,5 @@
-// Taking part: ids for writers, learners and supervisors, safe to reuse because taking one cleans up after its last holder.
+// Taking part: ids for writers, learners and supervisors, safe to reuse because taking one cleans up after its last
+// holder.
 #pragma once
 
 #include <stdexcept>
@@ -28,7 +29,8 @@ inline int join(SegmentMemory& m, Role role) {
     entry.role.store(static_cast<uint32_t>(role), std::memory_order_release);
     return id;
   }
-  throw NoFreeId("all " + std::to_string(kMaxParticipants - 1) + " places for writers and learners are taken: close writers that are no longer used");
+  throw NoFreeId("all " + std::to_string(kMaxParticipants - 1) +
+                 " places for writers and learners are taken: close writers that are no longer used");
 }
 
 inline void leave(SegmentMemory& m, int id) {
@@ -41,8 +43,8 @@ struct Census {
   int writers = 0, learners = 0, supervisors = 0;  // alive
   int others_writing = 0;                          // writers that somebody else than the asking thread uses or may use
   int others_learning = 0;
-  int waiting = 0;                                 // writers that wait for the limiter
-  int64_t last_write = 0;                          // CLOCK_MONOTONIC, ns; 0: never
+  int waiting = 0;         // writers that wait for the limiter
+  int64_t last_write = 0;  // CLOCK_MONOTONIC, ns; 0: never
 };
 
 // Who is here. Frees what the dead left behind on the way. O(participants).

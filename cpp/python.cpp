@@ -1,5 +1,5 @@
-// torchreplay._C: the calls that explorers and learners make per step, on CPython's limited API. It checks, releases the
-// interpreter lock and converts; every algorithm lives in the core headers.
+// torchreplay._C: the calls that explorers and learners make per step, on CPython's limited API. It checks, releases
+// the interpreter lock and converts; every algorithm lives in the core headers.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -20,7 +20,8 @@ PyObject* init_torch(PyObject*, PyObject* args) {
     auto* api = static_cast<const DLPackExchangeAPI*>(PyCapsule_GetPointer(capsule.get(), "dlpack_exchange_api"));
     if (!api) throw PythonError{};
     if (api->header.version.major != DLPACK_MAJOR_VERSION || !api->dltensor_from_py_object_no_sync)
-      throw std::runtime_error("this torch speaks another version of DLPack's exchange API: torchreplay needs torch 2.11 or later");
+      throw std::runtime_error(
+          "this torch speaks another version of DLPack's exchange API: torchreplay needs torch 2.11 or later");
     exchange = api;
     tensor_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(type));
     as_tensor = Py_NewRef(convert);
@@ -36,10 +37,8 @@ PyObject* segment_bytes(PyObject*, PyObject* args) {
     PyObject* list;
     if (!PyArg_ParseTuple(args, "KOK", &capacity, &list, &text)) throw PythonError{};
     const Fields fields = Fields::parse(list);
-    std::vector<Field> columns;
-    for (const FieldSpec& f : fields.specs) columns.push_back({f.element, f.nbytes});
-    const uint64_t config = config_bytes(columns.size(), text);
-    return checked(PyLong_FromUnsignedLongLong(make_layout(capacity, std::move(columns), false, config).bytes));
+    const uint64_t config = config_bytes(fields.specs.size(), text);
+    return checked(PyLong_FromUnsignedLongLong(make_layout(capacity, fields.columns(), false, config).bytes));
   });
 }
 
@@ -52,7 +51,8 @@ PyMethodDef functions[] = {{"init_torch", init_torch, METH_VARARGS, nullptr},
                            {"segment_bytes", segment_bytes, METH_VARARGS, nullptr},
                            {"weights_bytes", weights_bytes, METH_O, nullptr},
                            {nullptr, nullptr, 0, nullptr}};
-PyModuleDef module = {PyModuleDef_HEAD_INIT, "torchreplay._C", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
+PyModuleDef module = {
+    PyModuleDef_HEAD_INIT, "torchreplay._C", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
 
 PyObject* make_module() {
   return guarded([&] {

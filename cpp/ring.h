@@ -25,10 +25,11 @@ enum class Append {
 
 class RingWriter {
  public:
-  RingWriter(SegmentMemory& memory, int id) : memory_(memory), entry_(memory.participant(id)), writer_(static_cast<uint64_t>(id)) {}
+  RingWriter(SegmentMemory& memory, int id)
+      : memory_(memory), entry_(memory.participant(id)), writer_(static_cast<uint64_t>(id)) {}
 
-  // Writes up to `n` rows, `fill(row, slot)` copying the payload of row 0, 1, ... (it must not throw), and stores their keys.
-  // Adds the number written to `written`. O(n) and the copies; no lock, no system call.
+  // Writes up to `n` rows, `fill(row, slot)` copying the payload of row 0, 1, ... (it must not throw), and stores their
+  // keys. Adds the number written to `written`. O(n) and the copies; no lock, no system call.
   template <class Fill>
   Append append(uint64_t n, const RowMeta* meta, int64_t* keys, uint64_t& written, Fill&& fill) {
     Header& h = memory_.header();
@@ -37,7 +38,8 @@ class RingWriter {
     const uint64_t patience = std::max<uint64_t>(kMaxChunk, capacity);
     uint64_t holes = 0;
     while (written < n) {
-      if (h.head.load(std::memory_order_relaxed) >= h.ticket_limit.load(std::memory_order_relaxed)) return Append::kLimited;
+      if (h.head.load(std::memory_order_relaxed) >= h.ticket_limit.load(std::memory_order_relaxed))
+        return Append::kLimited;
       const uint64_t chunk = std::min(n - written, chunk_limit);
       const uint64_t first = h.head.fetch_add(chunk, std::memory_order_relaxed);
       // Between ticket and CAS, so that "busy with my id" implies "inside my range": reclaiming needs no sweep.
@@ -69,9 +71,12 @@ class RingWriter {
   bool write(uint64_t key, uint64_t slot, const RowMeta& meta, Copy&& copy) {
     RowHeader& row = memory_.row(slot);
     uint64_t word = row.word.load(std::memory_order_acquire);
-    if (slot_word::is_busy(word) || slot_word::key1(word) > key) return false;  // a lagging or dead writer, or we were lapped
+    if (slot_word::is_busy(word) || slot_word::key1(word) > key)
+      return false;  // a lagging or dead writer, or we were lapped
     // acq_rel: the entry above is visible before the slot is busy.
-    if (!row.word.compare_exchange_strong(word, slot_word::busy(key, writer_), std::memory_order_acq_rel, std::memory_order_relaxed)) return false;
+    if (!row.word.compare_exchange_strong(word, slot_word::busy(key, writer_), std::memory_order_acq_rel,
+                                          std::memory_order_relaxed))
+      return false;
     std::atomic_thread_fence(std::memory_order_release);  // busy before any byte of the payload
     row.link.store(meta.link, std::memory_order_relaxed);
     row.step.store(meta.step, std::memory_order_relaxed);
@@ -86,15 +91,17 @@ class RingWriter {
   uint64_t writer_;
 };
 
-// Frees the slots that a dead participant left busy. The caller holds byte `id` of the lock table, so nobody can be using it.
-// Idempotent: a reclaimer that dies is no problem. O(tickets in flight).
+// Frees the slots that a dead participant left busy. The caller holds byte `id` of the lock table, so nobody can be
+// using it. Idempotent: a reclaimer that dies is no problem. O(tickets in flight).
 inline void reclaim(SegmentMemory& memory, int id) {
   Participant& entry = memory.participant(id);
   const uint64_t first = entry.first.load(std::memory_order_acquire);
   const uint64_t count = std::min<uint64_t>(entry.count.load(std::memory_order_relaxed), kMaxChunk);
   for (uint64_t key = first; key < first + count; key++) {
     uint64_t busy = slot_word::busy(key, static_cast<uint64_t>(id));
-    memory.row(memory.slot_of(key)).word.compare_exchange_strong(busy, slot_word::voided(key), std::memory_order_acq_rel, std::memory_order_relaxed);
+    memory.row(memory.slot_of(key))
+        .word.compare_exchange_strong(busy, slot_word::voided(key), std::memory_order_acq_rel,
+                                      std::memory_order_relaxed);
   }
   entry.count.store(0, std::memory_order_relaxed);
 }

@@ -1,4 +1,5 @@
-// Drawing a batch: targets and descent under the mutex, copies without it, and a redraw of every row that changed meanwhile.
+// Drawing a batch: targets and descent under the mutex, copies without it, and a redraw of every row that changed
+// meanwhile.
 #pragma once
 
 #include <vector>
@@ -83,7 +84,8 @@ class BatchSampler {
       limiter.demand(n);
       publish_limit(memory_, head);
       const uint64_t missing = shortage.needed > h.inserted ? shortage.needed - h.inserted : 1;
-      if (head + missing - 1 < h.wake_at.load(std::memory_order_relaxed)) h.wake_at.store(head + missing - 1, std::memory_order_relaxed);
+      if (head + missing - 1 < h.wake_at.load(std::memory_order_relaxed))
+        h.wake_at.store(head + missing - 1, std::memory_order_relaxed);
       return Draw::kWait;
     }
     find(tree, n);
@@ -163,12 +165,18 @@ class BatchSampler {
 
   void copy_field(const Field& field, char* to, int first, int n) const {
     switch (field.nbytes) {
-      case 1: return copy_values<1>(field, to, first, n);
-      case 4: return copy_values<4>(field, to, first, n);
-      case 8: return copy_values<8>(field, to, first, n);
-      case 16: return copy_values<16>(field, to, first, n);
-      case 32: return copy_values<32>(field, to, first, n);
-      default: return copy_values<0>(field, to, first, n);
+      case 1:
+        return copy_values<1>(field, to, first, n);
+      case 4:
+        return copy_values<4>(field, to, first, n);
+      case 8:
+        return copy_values<8>(field, to, first, n);
+      case 16:
+        return copy_values<16>(field, to, first, n);
+      case 32:
+        return copy_values<32>(field, to, first, n);
+      default:
+        return copy_values<0>(field, to, first, n);
     }
   }
 
@@ -191,7 +199,8 @@ class BatchSampler {
       for (uint64_t line = 0; line < record_bytes; line += kLine) __builtin_prefetch(record + line);
       for (const Field& f : memory_.layout().fields)
         if (f.own_array)
-          for (uint64_t line = 0; line < kPrefetchBytes; line += kLine) __builtin_prefetch(memory_.value(f, slot) + line);
+          for (uint64_t line = 0; line < kPrefetchBytes; line += kLine)
+            __builtin_prefetch(memory_.value(f, slot) + line);
     }
   }
   // The processor follows a longer value by itself.
@@ -207,10 +216,12 @@ class BatchSampler {
       const Item& item = items_[i];
       const double p = static_cast<double>(item.mass) / static_cast<double>(item.total);
       double reference = 1.0 / static_cast<double>(item.drawable);
-      if (normalize == Normalize::kBuffer) reference = static_cast<double>(item.min_mass) / static_cast<double>(item.total);
+      if (normalize == Normalize::kBuffer)
+        reference = static_cast<double>(item.min_mass) / static_cast<double>(item.total);
       if (normalize == Normalize::kBatch) reference = static_cast<double>(batch_min) / static_cast<double>(item.total);
       out.probability[i] = static_cast<float>(p);
-      out.weight[i] = beta == 0 || reference == p ? 1.0f : std::pow(static_cast<float>(reference / p), static_cast<float>(beta));
+      out.weight[i] =
+          beta == 0 || reference == p ? 1.0f : std::pow(static_cast<float>(reference / p), static_cast<float>(beta));
     }
   }
 

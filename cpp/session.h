@@ -21,8 +21,9 @@ struct LockTimeout : std::runtime_error {
 // Asked between slices of every wait. The Python binding points it at the signal check.
 inline bool (*interrupted)() = [] { return false; };
 
-inline constexpr int64_t kSliceNs = 50'000'000;          // waits wake up this often to look around
-inline constexpr int64_t kLockPatienceNs = 20'000'000'000;  // holders need microseconds; one that takes this long is stopped
+inline constexpr int64_t kSliceNs = 50'000'000;  // waits wake up this often to look around
+inline constexpr int64_t kLockPatienceNs =
+    20'000'000'000;  // holders need microseconds; one that takes this long is stopped
 
 // The state letter of a process from /proc, or '?' when it is gone or not ours to see.
 inline char process_state(int pid) {
@@ -88,8 +89,9 @@ class Locked {
 
   [[noreturn]] void throw_timeout() const {
     const int pid = header_.holder_pid.load(std::memory_order_relaxed);
-    throw LockTimeout("the lock of the replay buffer did not come free for " + std::to_string(kLockPatienceNs / 1'000'000'000) +
-                      " s: it is held by process " + std::to_string(pid) + ", whose state is '" + process_state(pid) +
+    throw LockTimeout("the lock of the replay buffer did not come free for " +
+                      std::to_string(kLockPatienceNs / 1'000'000'000) + " s: it is held by process " +
+                      std::to_string(pid) + ", whose state is '" + process_state(pid) +
                       "' (T: stopped, continue it with `kill -CONT`; ?: gone or not visible from here)");
   }
 
@@ -115,7 +117,8 @@ inline void publish_limit(SegmentMemory& m, uint64_t head) {
   Header& h = m.header();
   const uint64_t before = h.ticket_limit.load(std::memory_order_relaxed);
   Limiter(h).publish(head, m.tree().count());
-  if (h.ticket_limit.load(std::memory_order_relaxed) > before && h.room_waiters.load(std::memory_order_relaxed)) futex_signal(h.room_signal);
+  if (h.ticket_limit.load(std::memory_order_relaxed) > before && h.room_waiters.load(std::memory_order_relaxed))
+    futex_signal(h.room_signal);
 }
 
 }  // namespace torchreplay

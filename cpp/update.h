@@ -17,8 +17,9 @@ class PriorityUpdater {
  public:
   explicit PriorityUpdater(SegmentMemory& m) : memory_(m) {}
 
-  // Applies |td[i]| to the item anchored at keys[i]. `td` must be finite. Drops and counts rows overwritten since (stale) and
-  // items not complete (unready); of equal keys the last wins. Nothing is applied when a key was never issued: it is returned.
+  // Applies |td[i]| to the item anchored at keys[i]. `td` must be finite. Drops and counts rows overwritten since
+  // (stale) and items not complete (unready); of equal keys the last wins. Nothing is applied when a key was never
+  // issued: it is returned.
   std::optional<BadKey> update(int64_t n, const int64_t* keys, const double* td) {
     Header& h = memory_.header();
     const uint64_t issued = h.head.load(std::memory_order_acquire);
@@ -59,7 +60,8 @@ class PriorityUpdater {
     }
     if (!h.sampler.prioritized) return;
     const DirtyScope dirty(h, Dirty::kTree);
-    h.max_raw = std::max(h.max_raw, static_cast<float>(std::min(max_raw, static_cast<double>(std::numeric_limits<float>::max()))));
+    h.max_raw = std::max(h.max_raw,
+                         static_cast<float>(std::min(max_raw, static_cast<double>(std::numeric_limits<float>::max()))));
     kill_fence();
     tree.set(index_.data(), leaf_.data(), static_cast<int>(applied));
     h.updated += static_cast<uint64_t>(applied);

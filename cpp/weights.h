@@ -1,4 +1,5 @@
-// Module weights from a learner to many explorers: two buffers in shared memory, of which readers copy the one not being written.
+// Module weights from a learner to many explorers: two buffers in shared memory, of which readers copy the one not
+// being written.
 #pragma once
 
 #include <atomic>
@@ -29,8 +30,10 @@ class WeightsMemory {
   static uint64_t bytes(uint64_t buffer_bytes) { return kPage + 2 * round_up(buffer_bytes, kPage); }
 
   // Maps `fd`. `fresh`: formats the zero-filled file; otherwise checks it.
-  WeightsMemory(Descriptor fd, uint64_t nonce, uint64_t buffer_bytes, bool fresh) : fd_(std::move(fd)), size_(bytes(buffer_bytes)) {
-    if (fd_.file_bytes() != size_) throw std::runtime_error("the shared weights have another size than their handle says: their owner is gone");
+  WeightsMemory(Descriptor fd, uint64_t nonce, uint64_t buffer_bytes, bool fresh)
+      : fd_(std::move(fd)), size_(bytes(buffer_bytes)) {
+    if (fd_.file_bytes() != size_)
+      throw std::runtime_error("the shared weights have another size than their handle says: their owner is gone");
     base_ = map_shared(fd_, size_);
     WeightsHeader& h = header();
     if (fresh) {
@@ -39,9 +42,11 @@ class WeightsMemory {
       h.buffer_bytes = buffer_bytes;
       h.mutex.init();
       h.magic = kWeightsMagic;
-    } else if (h.magic != kWeightsMagic || h.version != kFormatVersion || h.nonce != nonce || h.buffer_bytes != buffer_bytes) {
+    } else if (h.magic != kWeightsMagic || h.version != kFormatVersion || h.nonce != nonce ||
+               h.buffer_bytes != buffer_bytes) {
       munmap(base_, size_);
-      throw std::runtime_error("the handle names other shared weights than those found in its place: their owner is gone");
+      throw std::runtime_error(
+          "the handle names other shared weights than those found in its place: their owner is gone");
     }
   }
   ~WeightsMemory() { munmap(base_, size_); }
@@ -56,7 +61,8 @@ class WeightsMemory {
   bool begin_publish(int64_t ns) {
     const auto outcome = header().mutex.lock_for(ns);
     if (outcome == RobustMutex::Outcome::kTimeout) return false;
-    if (outcome == RobustMutex::Outcome::kOwnerDied) header().mutex.mark_consistent();  // its buffer is simply written again
+    if (outcome == RobustMutex::Outcome::kOwnerDied)
+      header().mutex.mark_consistent();  // its buffer is simply written again
     header().started.store(version() + 1, std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_release);  // started before the first byte
     return true;

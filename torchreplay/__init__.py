@@ -9,6 +9,7 @@ from .samplers import Linear, Prioritized, Uniform
 from .segment import Handle
 from .spec import Field
 from .stats import Stats
+from .tree import PriorityTree
 from .views import Rows
 from .weights import SharedWeights
 from .writer import Writer
@@ -22,6 +23,7 @@ __all__ = [
     "Linear",
     "MinSize",
     "Prioritized",
+    "PriorityTree",
     "ReplayBatch",
     "ReplayBuffer",
     "ReplayDataset",

@@ -11,8 +11,9 @@ import torch
 class ReplayBatch(dict[str, Any]):
     """The fields of the items drawn, each `[B, ...]` and nested as the spec is, and three keys of its own.
 
-    `batch["key"]` (int64 `[B]`, always on the CPU) names the rows for `ReplayBuffer.update_priorities`; `batch["weight"]`
-    (float32 `[B]`) are the importance-sampling weights; `batch["probability"]` (float32 `[B]`) the probabilities of the draw.
+    `batch["key"]` (int64 `[B]`, always on the CPU) names the rows for `ReplayBuffer.update_priorities`;
+    `batch["weight"]` (float32 `[B]`) are the importance-sampling weights; `batch["probability"]` (float32 `[B]`) the
+    probabilities of the draw.
 
     It is a plain dict to whoever takes dicts, and keeps its keys through `DataLoader`, Lightning, pickling and copying.
     """
@@ -37,7 +38,7 @@ class ReplayBatch(dict[str, Any]):
         return self._map(lambda t: t.to(device, non_blocking=non_blocking))
 
     def pin_memory(self, device: object = None) -> ReplayBatch:
-        """Returns the batch with every tensor but `key` in page-locked memory. `device` is for torch's loader; it is ignored."""
+        """Returns the batch with every tensor but `key` in page-locked memory; `device` is ignored."""
         return self._map(lambda t: t.pin_memory())
 
     def _map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> ReplayBatch:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import operator
 import os
 import secrets
 import threading
@@ -13,14 +11,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import _C
+from .arguments import checked_int, checked_kind
 from .batch import ReplayBatch
+from .config import Config
 from .errors import AttachError, Stopped
 from .inspection import StorageView, histograms
 from .limiters import Limiter, MinSize, SamplesPerInsert
-from .samplers import NORMALIZATIONS, Linear, Prioritized, Sampler, Schedule, Uniform, value_of
+from .samplers import Prioritized, Sampler, Schedule, Uniform, value_of
 from .segment import Handle, make_handle, new_nonce, open_handle, reserve
-from .spec import Field, Path, Spec, flatten, from_native, nest, to_native
+from .spec import Spec, flatten, nest, to_native
 from .stats import Stats
+from .supervision import Supervision
 from .views import Rows
 from .waiting import Wait
 from .writer import Writer
@@ -36,9 +37,9 @@ _open_buffers: weakref.WeakSet[ReplayBuffer] = weakref.WeakSet()
 class ReplayBuffer:
     """A prioritized replay buffer in shared memory.
 
-    Rows live in a ring of `capacity` slots; the newest overwrite the oldest. Any number of processes write and draw at the same
-    time: pickle the buffer (as an argument of a Ray actor, a spawned process, a DataLoader worker) or inherit it by fork, and it
-    is the same memory. The memory is gone with the last process that has it open; nothing is left in /dev/shm.
+    Rows live in a ring of `capacity` slots; the newest overwrite the oldest. Any number of processes write and draw at
+    the same time. Pickle the buffer (as an argument of a Ray actor, a spawned process, a DataLoader worker) or inherit
+    it by fork: it is the same memory. The memory goes with the last process that has it open; /dev/shm stays empty.
 
     Args:
         spec: Names to `Field(shape, dtype)`; dicts nest. `key`, `weight`, `probability` and `priority` are reserved.
@@ -63,38 +64,31 @@ class ReplayBuffer:
         limiter: Limiter | None = None,
         seed: int | None = None,
     ) -> None:
-        fields = flatten(spec)
-        sampler = _checked(sampler, Uniform(), (Uniform, Prioritized), "sampler")
-        limiter = _checked(limiter, MinSize(), (MinSize, SamplesPerInsert), "limiter")
-        view = _checked(view, Rows(), (Rows,), "view")
-        capacity = _checked_int("capacity", capacity, 1, 1 << 31)
-        seed = secrets.randbits(63) if seed is None else _checked_int("seed", seed, 0, (1 << 64) - 1)
+        default_sampler: Sampler = Uniform()
+        default_limiter: Limiter = MinSize()
+        config = Config(
+            checked_int("capacity", capacity, 1, 1 << 31),
+            flatten(spec),
+            checked_kind("sampler", sampler, default_sampler, (Uniform, Prioritized)),
+            checked_kind("view", view, Rows(), (Rows,)),
+            checked_kind("limiter", limiter, default_limiter, (MinSize, SamplesPerInsert)),
+        )
+        seed = secrets.randbits(63) if seed is None else checked_int("seed", seed, 0, (1 << 64) - 1)
         nonce = new_nonce()
-        native = to_native(fields)
-        text = json.dumps({"fields": native, "sampler": _describe(sampler), "limiter": _describe(limiter), "capacity": capacity})
-        fd = reserve(_C.segment_bytes(capacity, native, len(text.encode())), "replay buffer")
+        native = to_native(config.fields)
+        text = config.to_text()
+        fd = reserve(_C.segment_bytes(config.capacity, native, len(text.encode())), "replay buffer")
         try:
-            prioritized = isinstance(sampler, Prioritized)
-            weighting = (
-                (True, NORMALIZATIONS.index(sampler.weights), float(sampler.alpha), float(sampler.eps))
-                if isinstance(sampler, Prioritized)
-                else (prioritized, NORMALIZATIONS.index("buffer"), 1.0, 0.0)
-            )
-            segment = _C.Segment(fd, True, nonce, native, ReplayBatch, seed, capacity, weighting, limiter.bounds(), text)
+            weighting, bounds = config.weighting(), config.limiter.bounds()
+            segment = _C.Segment(fd, True, nonce, native, ReplayBatch, seed, config.capacity, weighting, bounds, text)
         finally:
             os.close(fd)
-        self._adopt(segment, nonce, capacity, fields, sampler, view, limiter)
+        self._adopt(segment, nonce, config)
 
-    def _adopt(
-        self, segment: _C.Segment, nonce: int, capacity: int, fields: dict[Path, Field], sampler: Sampler, view: Rows, limiter: Limiter
-    ) -> None:
+    def _adopt(self, segment: _C.Segment, nonce: int, config: Config) -> None:
         self._segment = segment
         self._nonce = nonce
-        self._capacity = capacity
-        self._fields = fields
-        self._sampler = sampler
-        self._view = view
-        self._limiter = limiter
+        self._config = config
         self._local = threading.local()
         _open_buffers.add(self)
 
@@ -119,12 +113,10 @@ class ReplayBuffer:
             raise AttachError(str(error)) from None
         finally:
             os.close(fd)
-        config = json.loads(segment.text)
-        fields = from_native(config["fields"])
-        segment.set_fields(to_native(fields))
+        config = Config.from_text(segment.text)
+        segment.set_fields(to_native(config.fields))
         self = cls.__new__(cls)
-        limiter, sampler = _restore(config["limiter"]), _restore(config["sampler"])
-        self._adopt(segment, handle.nonce, config["capacity"], fields, sampler, Rows(), limiter)
+        self._adopt(segment, handle.nonce, config)
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -147,7 +139,8 @@ class ReplayBuffer:
             The keys of the rows, int64 `[n]`.
 
         Raises:
-            ValueError: A field is missing, unknown, of another shape or of a dtype that does not cast. Nothing is written.
+            ValueError: A field is missing, unknown, of another shape or of a dtype that does not cast; nothing is
+                written.
             Stopped: The buffer was stopped.
         """
         try:
@@ -163,12 +156,12 @@ class ReplayBuffer:
 
         Args:
             batch_size: Number of items, B.
-            beta: Exponent of the weights, instead of the sampler's own: a number, or a schedule of the batches drawn so far.
+            beta: Exponent of the weights, instead of the sampler's own: a number, or a schedule of the batches drawn.
             timeout: Seconds to wait at most; None: as long as someone is left who may write.
 
         Returns:
-            The fields, each `[B, *shape]`, with `key` int64 `[B]`, `weight` and `probability` float32 `[B]`. The memory is the
-            batch's own.
+            The fields, each `[B, *shape]`, with `key` int64 `[B]`, `weight` and `probability` float32 `[B]`. The memory
+            is the batch's own.
 
         Raises:
             ValueError: `batch_size` is below 1 or too large, or beta is negative.
@@ -177,16 +170,16 @@ class ReplayBuffer:
             Stopped: The buffer was stopped.
         """
         if batch_size.__class__ is not int or not 0 < batch_size <= MAX_BATCH:
-            batch_size = _checked_int("batch_size", batch_size, 1, MAX_BATCH)
-        exponent = self._sampler.beta if beta is None else beta
+            batch_size = checked_int("batch_size", batch_size, 1, MAX_BATCH)
+        exponent = self._config.sampler.beta if beta is None else beta
         if exponent.__class__ is not float:
             exponent = value_of(exponent, self._segment.draws)
         elif beta is not None:
             exponent = value_of(exponent, 0)
         result = self._segment.sample(batch_size, exponent)
         if result.__class__ is ReplayBatch:
-            return result  # type: ignore[no-any-return]
-        return self._sample_waiting(result, batch_size, exponent, timeout)  # type: ignore[arg-type]
+            return result
+        return self._sample_waiting(result, batch_size, exponent, timeout)
 
     def _sample_waiting(self, result: Any, batch_size: int, beta: float, timeout: float | None) -> ReplayBatch:
         wait = Wait(self._segment, timeout)
@@ -197,8 +190,8 @@ class ReplayBuffer:
                 raise Stopped("the replay buffer was stopped")
             if result == "lapped":
                 raise RuntimeError(
-                    f"the ring turns faster than a batch is copied: {self.capacity:,} rows against batches of {batch_size:,}. "
-                    f"Choose a larger capacity, or slow the explorers with SamplesPerInsert"
+                    f"the ring turns faster than a batch is copied: {self.capacity:,} rows against batches of "
+                    f"{batch_size:,}. Choose a larger capacity, or slow the explorers with SamplesPerInsert"
                 )
             wait.check_rows(*result)
             self._segment.wait_rows(wait.slice_ns())
@@ -207,15 +200,16 @@ class ReplayBuffer:
     def update_priorities(self, batch_or_keys: ReplayBatch | Any, td: Any) -> None:
         """Feeds TD errors back to exactly the items they were computed from.
 
-        TD errors of rows overwritten since are dropped and counted (`stats().stale_updates`). Of equal keys the last one wins.
+        TD errors of rows overwritten since are dropped and counted (`stats().stale_updates`). Of equal keys the last
+        one wins.
 
         Args:
             batch_or_keys: A batch of this buffer, or int64 keys `[n]`.
             td: TD errors `[n]` of any real dtype, on any device; their absolute values are taken.
 
         Raises:
-            ValueError: A shape does not fit, an error is NaN or infinite, a key was never issued, or the batch is of another
-                buffer. Nothing is applied.
+            ValueError: A shape does not fit, an error is NaN or infinite, a key was never issued, or the batch is of
+                another buffer; nothing is applied.
         """
         keys = batch_or_keys
         if isinstance(keys, ReplayBatch):
@@ -252,7 +246,9 @@ class ReplayBuffer:
     def __enter__(self) -> ReplayBuffer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     # Looking at it
@@ -264,7 +260,7 @@ class ReplayBuffer:
     @property
     def capacity(self) -> int:
         """Rows that fit."""
-        return self._capacity
+        return self._config.capacity
 
     @property
     def nbytes(self) -> int:
@@ -274,31 +270,31 @@ class ReplayBuffer:
     @property
     def spec(self) -> dict[str, Any]:
         """The fields, nested as they were given."""
-        return nest(self._fields)
+        return nest(self._config.fields)
 
     @property
     def sampler(self) -> Sampler:
         """How items are drawn."""
-        return self._sampler
+        return self._config.sampler
 
     @property
     def view(self) -> Rows:
         """How rows become items."""
-        return self._view
+        return self._config.view
 
     @property
     def limiter(self) -> Limiter:
         """Who must wait."""
-        return self._limiter
+        return self._config.limiter
 
     @property
     def draws(self) -> int:
-        """Batches this attached object has drawn, which is the position in its own stream of draws. May be set, to resume."""
+        """Batches that this attached object has drawn: the position in its own stream of draws. Set it to resume."""
         return self._segment.step
 
     @draws.setter
     def draws(self, step: int) -> None:
-        self._segment.step = _checked_int("draws", step, 0, 1 << 62)
+        self._segment.step = checked_int("draws", step, 0, 1 << 62)
 
     def stats(self) -> Stats:
         """Returns what has happened so far, over all processes."""
@@ -333,76 +329,21 @@ class ReplayBuffer:
     def storage(self) -> dict[str, Any]:
         """Tensors `[capacity, *shape]` over the shared memory itself, nested as the spec, for inspection.
 
-        They are live: a row may change while it is looked at, and writing to them bypasses every promise. They cannot be pickled.
+        They are live: a row may change while it is looked at, and writing to them bypasses every promise. They cannot
+        be pickled.
         """
-        return nest({path: StorageView.over(self._segment.column(i)) for i, path in enumerate(self._fields)})
+        return nest({path: StorageView.over(self._segment.column(i)) for i, path in enumerate(self._config.fields)})
 
     def __repr__(self) -> str:
         if self._segment.closed:
             return "ReplayBuffer(closed)"
         stats = self.stats()
-        names = ", ".join("/".join(path) for path in self._fields)
+        names = ", ".join("/".join(path) for path in self._config.fields)
         return (
-            f"ReplayBuffer({stats.size:,}/{stats.capacity:,} rows, fields: {names}, {stats.nbytes / 2**20:,.1f} MiB shared, "
-            f"{self._sampler}, {self._limiter}, {stats.writers} writers{', stopped' if stats.stopped else ''})"
+            f"ReplayBuffer({stats.size:,}/{stats.capacity:,} rows, fields: {names}, "
+            f"{stats.nbytes / 2**20:,.1f} MiB shared, {self.sampler}, {self.limiter}, "
+            f"{stats.writers} writers{', stopped' if stats.stopped else ''})"
         )
-
-
-class Supervision:
-    """The announcement of `ReplayBuffer.expect_writers()`: it holds until closed, or until its process is gone."""
-
-    def __init__(self, segment: _C.Segment) -> None:
-        self._segment = segment
-        self._pid = os.getpid()
-        self._id = segment.join_supervisor()
-
-    def close(self) -> None:
-        """No more writers will come. Idempotent."""
-        if self._id and os.getpid() == self._pid and not self._segment.closed:
-            self._segment.leave(self._id)
-        self._id = 0
-
-    def __enter__(self) -> Supervision:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-
-def _checked_int(name: str, value: Any, low: int, high: int) -> int:
-    try:
-        n = operator.index(value)
-    except TypeError:
-        raise ValueError(f"{name} is {value!r}: expected an int from {low} to {high}") from None
-    if isinstance(value, bool) or not low <= n <= high:
-        raise ValueError(f"{name} is {value!r}: expected an int from {low} to {high}")
-    return n
-
-
-def _checked(value: Any, default: Any, types: tuple[type, ...], name: str) -> Any:
-    if value is None:
-        return default
-    if not isinstance(value, types):
-        names = " or ".join(f"torchreplay.{t.__name__}" for t in types)
-        raise TypeError(f"{name} is {value!r}: expected {names}")
-    return value
-
-
-_KINDS: dict[str, Any] = {t.__name__: t for t in (Uniform, Prioritized, Linear, MinSize, SamplesPerInsert)}
-
-
-def _describe(value: Any) -> Any:
-    """The form in which samplers and limiters stand in the segment's description."""
-    if type(value).__name__ in _KINDS:
-        return {"kind": type(value).__name__} | {name: _describe(getattr(value, name)) for name in value.__dataclass_fields__}
-    # A schedule that is code does not travel: other processes see its value at the start.
-    return value_of(value, 0) if callable(value) else value
-
-
-def _restore(value: Any) -> Any:
-    if isinstance(value, dict):
-        return _KINDS[value["kind"]](**{name: _restore(v) for name, v in value.items() if name != "kind"})
-    return value
 
 
 def _before_fork() -> None:

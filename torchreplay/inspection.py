@@ -19,7 +19,7 @@ class StorageView(torch.Tensor):
         """Returns `tensor`'s memory as a view of this type."""
         return tensor.as_subclass(cls)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # results of operations are plain tensors
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # results are plain tensors
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError("a view of a buffer's shared memory cannot be pickled: pickle the buffer, or view.clone()")

@@ -6,10 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TypeAlias
 
-
-def _check_min_size(n: int) -> None:
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise ValueError(f"min_size is {n!r}: expected an int >= 1")
+from .arguments import checked_int
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +20,7 @@ class MinSize:
     min_size: int = 1
 
     def __post_init__(self) -> None:
-        _check_min_size(self.min_size)
+        checked_int("min_size", self.min_size, 1, 1 << 62)
 
     def bounds(self) -> tuple[int, float, float, float]:
         """Returns (min_size, ratio, min_diff, max_diff) for the native core; a ratio of 0 means none is kept."""
@@ -41,8 +38,8 @@ class SamplesPerInsert:
     Args:
         ratio: Draws per inserted item.
         min_size: Items that must be in before the first draw.
-        tolerance: How far the running balance may be off, as a share of `min_size * ratio`. None: a tenth, or 1024 draws if
-            that is more, so that whole batches fit.
+        tolerance: How far the running balance may be off, as a share of `min_size * ratio`. None: a tenth, or 1024
+            draws if that is more, so that whole batches fit.
 
     Raises:
         ValueError: `ratio` or `tolerance` is not positive and finite, or `min_size` is below 1.
@@ -53,7 +50,7 @@ class SamplesPerInsert:
     tolerance: float | None = None
 
     def __post_init__(self) -> None:
-        _check_min_size(self.min_size)
+        checked_int("min_size", self.min_size, 1, 1 << 62)
         if not (math.isfinite(self.ratio) and self.ratio > 0):
             raise ValueError(f"ratio is {self.ratio}: expected a finite number > 0 of draws per insert")
         if self.tolerance is not None and not (math.isfinite(self.tolerance) and self.tolerance > 0):

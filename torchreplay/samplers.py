@@ -68,8 +68,8 @@ class Prioritized:
         beta: How much of the bias the weights correct: a number, or a schedule of the number of batches drawn by all
             learners, such as `Linear(0.4, 1.0, steps)`.
         eps: What is added to |td|, so that no item is lost for ever.
-        weights: `"buffer"` divides weights by the largest one of the buffer, which every learner sees alike; `"batch"` by the
-            largest one of the batch; `"none"` leaves them.
+        weights: `"buffer"` divides weights by the largest one of the buffer, which every learner sees alike; `"batch"`
+            by the largest one of the batch; `"none"` leaves them.
 
     Raises:
         ValueError: An argument is negative or not finite, `eps` is 0, or `weights` is unknown.

@@ -45,7 +45,7 @@ def machine_id() -> str:
 
 
 def available_memory() -> int:
-    """Returns the bytes of memory that can still be reserved here: free memory, and what the cgroup leaves of its limit."""
+    """Returns the bytes that can still be reserved here: free memory, within the cgroup's limit."""
     meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     return min([int(meminfo["MemAvailable"].split()[0]) * 1024, *_cgroup_headroom()])
 
@@ -86,8 +86,8 @@ def reserve(size: int, what: str) -> int:
     free = available_memory()
     if size > free:
         raise MemoryError(
-            f"{what} needs {_gib(size)} of memory, and {_gib(free)} can still be had here (free memory and cgroup limits): "
-            f"choose a smaller capacity or smaller fields"
+            f"{what} needs {_gib(size)} of memory, and {_gib(free)} can still be had here (free memory and cgroup "
+            f"limits): choose a smaller capacity or smaller fields"
         )
     # memfd: not bound by the size of /dev/shm, and freed by the kernel when its last process is gone.
     fd = os.memfd_create(f"torchreplay-{what.replace(' ', '-')}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -99,7 +99,7 @@ def reserve(size: int, what: str) -> int:
     except OSError as error:
         os.close(fd)
         if error.errno in (errno.ENOSPC, errno.ENOMEM):
-            raise MemoryError(f"{what} needs {_gib(size)} of memory, which could not be reserved: {error.strerror}") from None
+            raise MemoryError(f"{what} needs {_gib(size)} of memory: {error.strerror} when reserving it") from None
         raise
     return fd
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import operator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -41,10 +42,11 @@ class Field:
 
     Args:
         shape: An int or a tuple of positive ints; `()` for a scalar.
-        dtype: A torch dtype (bool, any integer, float16, bfloat16, float32, float64), or what `numpy.dtype` takes for one.
+        dtype: A torch dtype (bool, any integer, float16, bfloat16, float32, float64), or what `numpy.dtype` takes.
 
     Raises:
         ValueError: The shape has a size below 1 or too many dimensions, or rows cannot hold the dtype.
+        TypeError: A size is no integer.
     """
 
     shape: tuple[int, ...]
@@ -52,9 +54,11 @@ class Field:
 
     def __init__(self, shape: int | tuple[int, ...] = (), dtype: Any = torch.float32) -> None:
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-        if len(sizes) > MAX_DIMS or not all(isinstance(n, (int, np.integer)) and n > 0 for n in sizes):
-            raise ValueError(f"a field has shape {shape!r}: expected at most {MAX_DIMS} dimensions, each a positive int")
-        object.__setattr__(self, "shape", tuple(int(n) for n in sizes))
+        if len(sizes) > MAX_DIMS or min(map(operator.index, sizes), default=1) < 1:
+            raise ValueError(
+                f"a field has shape {shape!r}: expected at most {MAX_DIMS} dimensions, each a positive int"
+            )
+        object.__setattr__(self, "shape", tuple(map(operator.index, sizes)))
         object.__setattr__(self, "dtype", as_torch_dtype(dtype))
 
     @property
@@ -90,38 +94,27 @@ def flatten(spec: Spec) -> dict[Path, Field]:
     Raises:
         ValueError: No field at all, a reserved or unusable name, or a value that is neither `Field` nor dict.
     """
-    if not isinstance(spec, Mapping) or not spec:
-        raise ValueError(f"the spec is {spec!r}: expected a non-empty dict of names to torchreplay.Field")
-    fields: dict[Path, Field] = {}
-    for name, value in spec.items():
-        if not isinstance(name, str) or not name or "/" in name:
-            raise ValueError(f"a field is named {name!r}: expected a non-empty string without '/'")
-        if name in RESERVED:
-            raise ValueError(f"the field name {name!r} is reserved, as are {sorted(RESERVED - {name})}: choose another")
-        if isinstance(value, Field):
-            fields[(name,)] = value
-        elif isinstance(value, Mapping):
-            fields.update({(name, *path): field for path, field in _flatten_nested(value, name).items()})
-        else:
-            raise ValueError(f"field {name!r} is {value!r}: expected torchreplay.Field(shape, dtype), or a dict of them")
+    fields = dict(_fields_of(spec, ()))
+    for path in fields:
+        if path[0] in RESERVED:
+            others = sorted(RESERVED - {path[0]})
+            raise ValueError(f"the field name {path[0]!r} is reserved, as are {others}: choose another")
     return fields
 
 
-def _flatten_nested(spec: Spec, parent: str) -> dict[Path, Field]:
-    # The reserved names are reserved at the top only: nested ones cannot clash with a batch's own keys.
-    fields: dict[Path, Field] = {}
-    if not spec:
-        raise ValueError(f"field {parent!r} is an empty dict: expected at least one torchreplay.Field in it")
-    for name, value in spec.items():
-        if not isinstance(name, str) or not name or "/" in name:
-            raise ValueError(f"a field in {parent!r} is named {name!r}: expected a non-empty string without '/'")
-        if isinstance(value, Field):
-            fields[(name,)] = value
-        elif isinstance(value, Mapping):
-            fields.update({(name, *path): f for path, f in _flatten_nested(value, f"{parent}/{name}").items()})
-        else:
-            raise ValueError(f"field '{parent}/{name}' is {value!r}: expected torchreplay.Field(shape, dtype), or a dict of them")
-    return fields
+def _fields_of(value: Any, path: Path) -> Iterator[tuple[Path, Field]]:
+    name = "/".join(path)
+    if isinstance(value, Field):
+        yield path, value
+    elif isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            if not isinstance(key, str) or not key or "/" in key:
+                raise ValueError(f"a field of {name or 'the spec'!r} is named {key!r}: expected a string without '/'")
+            yield from _fields_of(inner, (*path, key))
+    elif path:
+        raise ValueError(f"field {name!r} is {value!r}: expected torchreplay.Field(shape, dtype), or a dict of them")
+    else:
+        raise ValueError(f"the spec is {value!r}: expected a non-empty dict of names to torchreplay.Field")
 
 
 def nest(values: Mapping[Path, Any]) -> dict[str, Any]:

@@ -67,8 +67,8 @@ class Wait:
                 )
             if census["since_departure"] >= RETURN_GRACE and not self._waited_less_than(RETURN_GRACE):
                 raise WouldBlockForever(
-                    f"sample() would wait for ever: {numbers}, and all of them left {census['since_departure']:.0f} s ago "
-                    f"or more. Start explorers again, or lower the limiter's min_size"
+                    f"sample() would wait for ever: {numbers}, and the last of them left "
+                    f"{census['since_departure']:.0f} s ago. Start explorers again, or lower the limiter's min_size"
                 )
         if self.expired:
             raise ReplayTimeout(f"no batch within {self._timeout} s: {numbers}")
@@ -86,8 +86,8 @@ class Wait:
         alone = not census["shared"] and threading.active_count() == 1
         if alone and not census["others_learning"]:
             raise WouldBlockForever(
-                "append() would wait for ever: the limiter says that the learner is behind, and there is no other thread and "
-                "no other process to draw. Draw more batches between appends, or use MinSize"
+                "append() would wait for ever: the limiter says that the learner is behind, and there is no other "
+                "thread and no other process to draw. Draw more batches between appends, or use MinSize"
             )
 
 

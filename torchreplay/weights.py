@@ -33,11 +33,11 @@ class Entry:
 class SharedWeights:
     """The newest weights of a module, in shared memory; pickles like the buffer.
 
-    Two buffers: a publication is written into one while readers copy the other, so that nobody waits, a reader never sees half
-    of one, and a publisher that dies in the middle leaves the last complete publication in place.
+    Two buffers: a publication is written into one while readers copy the other, so that nobody waits, a reader never
+    sees half of one, and a publisher that dies in the middle leaves the last complete publication in place.
 
     Args:
-        module: Its `state_dict()` (parameters and buffers) gives names, shapes and dtypes, and the weights of version 0.
+        module: Its `state_dict()` (parameters, buffers) gives names, shapes and dtypes, and the weights of version 0.
 
     Raises:
         ValueError: The module has no weights.
@@ -143,8 +143,8 @@ class SharedWeights:
         if given != expected:
             differing = sorted(n for n in given.keys() | expected.keys() if given.get(n) != expected.get(n))
             raise ValueError(
-                f"the module's weights differ from those shared in {', '.join(differing[:5])}: pass a module built like the one "
-                f"given to SharedWeights"
+                f"the module's weights differ from those shared in {', '.join(differing[:5])}: pass a module built "
+                f"like the one given to SharedWeights"
             )
         return state
 

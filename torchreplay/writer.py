@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class Writer(_C.Writer):
     """Writes rows of one buffer from one thread, straight into shared memory, without a lock.
 
-    Made by `ReplayBuffer.writer()`. Cheap: one for each explorer thread. A context manager. A child process that inherits one by
-    fork may go on using it; a writer is not passed to other processes: pass the buffer, and make a writer there.
+    Made by `ReplayBuffer.writer()`. Cheap: one for each explorer thread. A context manager. A child process that
+    inherits one by fork may go on using it; to other processes pass the buffer, and make a writer there.
     """
 
     def __init__(self, segment: _C.Segment) -> None:
@@ -66,7 +66,9 @@ class Writer(_C.Writer):
     def __enter__(self) -> Writer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def __reduce__(self) -> str:

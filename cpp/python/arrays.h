@@ -15,7 +15,8 @@ inline PyTypeObject* tensor_type = nullptr;
 inline PyObject* as_tensor = nullptr;  // torch.as_tensor, for what is neither tensor nor array
 
 inline const char* element_name(Element e) {
-  constexpr const char* names[kElements] = {"bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"};
+  constexpr const char* names[kElements] = {"bool",  "uint8", "uint16",  "uint32",   "uint64",  "int8",   "int16",
+                                            "int32", "int64", "float16", "bfloat16", "float32", "float64"};
   return names[static_cast<int>(e)];
 }
 
@@ -61,7 +62,8 @@ class ArrayView {
   bool open_anything(PyObject* o) {
     if (open(o)) return true;
     const bool elsewhere = is_tensor(o);
-    held_ = Ref(elsewhere ? PyObject_CallMethod(o, "cpu", nullptr) : PyObject_CallFunctionObjArgs(as_tensor, o, nullptr));
+    held_ =
+        Ref(elsewhere ? PyObject_CallMethod(o, "cpu", nullptr) : PyObject_CallFunctionObjArgs(as_tensor, o, nullptr));
     if (!held_) {
       PyErr_Clear();
       return false;
@@ -101,7 +103,8 @@ class ArrayView {
       PyErr_Clear();
       return fail("a tensor whose memory cannot be read (sparse, meta or quantised)");
     }
-    if (t.device.device_type != kDLCPU && t.device.device_type != kDLCUDAHost) return fail("a tensor that is not on the CPU: pass tensor.cpu()");
+    if (t.device.device_type != kDLCPU && t.device.device_type != kDLCUDAHost)
+      return fail("a tensor that is not on the CPU: pass tensor.cpu()");
     if (t.ndim > StridedArray::kMaxDims) return fail("a tensor of more than 16 dimensions");
     if (!element_of(t.dtype)) return fail("a tensor of a dtype that a row cannot hold");
     array.data = static_cast<const char*>(t.data) + t.byte_offset;
@@ -134,7 +137,8 @@ class ArrayView {
     }
     has_buffer_ = true;
     if (buffer_.ndim > StridedArray::kMaxDims) return fail("an array of more than 16 dimensions");
-    if (!element_of(buffer_.format ? buffer_.format : "B", buffer_.itemsize)) return fail(std::string("an array of a dtype that a row cannot hold (format '") + buffer_.format + "')");
+    if (!element_of(buffer_.format ? buffer_.format : "B", buffer_.itemsize))
+      return fail(std::string("an array of a dtype that a row cannot hold (format '") + buffer_.format + "')");
     array.data = static_cast<const char*>(buffer_.buf);
     array.dims = buffer_.ndim;
     for (int d = 0; d < buffer_.ndim; d++) {
@@ -149,13 +153,20 @@ class ArrayView {
     if (!*format || format[1]) return false;
     const int log2 = size == 1 ? 0 : size == 2 ? 1 : size == 4 ? 2 : size == 8 ? 3 : -1;
     if (log2 < 0) return false;
-    if (*format == '?') array.element = Element::kBool;
-    else if (std::strchr("BHILQN", *format)) array.element = static_cast<Element>(static_cast<int>(Element::kU8) + log2);
-    else if (std::strchr("bhilqn", *format)) array.element = static_cast<Element>(static_cast<int>(Element::kI8) + log2);
-    else if (*format == 'e') array.element = Element::kF16;
-    else if (*format == 'f') array.element = Element::kF32;
-    else if (*format == 'd' && size == 8) array.element = Element::kF64;
-    else return false;
+    if (*format == '?')
+      array.element = Element::kBool;
+    else if (std::strchr("BHILQN", *format))
+      array.element = static_cast<Element>(static_cast<int>(Element::kU8) + log2);
+    else if (std::strchr("bhilqn", *format))
+      array.element = static_cast<Element>(static_cast<int>(Element::kI8) + log2);
+    else if (*format == 'e')
+      array.element = Element::kF16;
+    else if (*format == 'f')
+      array.element = Element::kF32;
+    else if (*format == 'd' && size == 8)
+      array.element = Element::kF64;
+    else
+      return false;
     return true;
   }
 
@@ -179,7 +190,8 @@ class ArrayView {
     if (v == -1 && PyErr_Occurred()) return out_of_range(to);
     const int bits = 8 * item_size(to);
     const bool is_signed = to >= Element::kI8;
-    const long long low = is_signed ? (bits == 64 ? LLONG_MIN : -(1LL << (bits - 1))) : 0, high = bits == 64 ? LLONG_MAX : (1LL << (bits - is_signed)) - 1;
+    const long long low = is_signed ? (bits == 64 ? LLONG_MIN : -(1LL << (bits - 1))) : 0,
+                    high = bits == 64 ? LLONG_MAX : (1LL << (bits - is_signed)) - 1;
     if (v < low || v > high) return out_of_range(to);
     std::memcpy(scalar_, &v, 8);  // little-endian: the low bytes are the value
     return true;
@@ -211,7 +223,8 @@ inline std::string shape_text(const int64_t* shape, int dims) {
 
 // What was given, for error messages.
 inline std::string describe(PyObject* o, const ArrayView& v, bool opened) {
-  if (opened && !ArrayView::is_scalar(o)) return std::string(element_name(v.array.element)) + " of shape " + shape_text(v.array.shape, v.array.dims);
+  if (opened && !ArrayView::is_scalar(o))
+    return std::string(element_name(v.array.element)) + " of shape " + shape_text(v.array.shape, v.array.dims);
   if (!v.problem.empty()) return v.problem;
   Ref type(PyType_GetName(Py_TYPE(o)));
   return std::string("a value of type ") + (type ? text_of(type.get()) : "?");

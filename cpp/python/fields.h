@@ -25,6 +25,14 @@ struct Fields {
   std::vector<FieldSpec> specs;
   std::vector<Node> tree;
 
+  // What the layout is made from.
+  std::vector<Field> columns() const {
+    std::vector<Field> columns;
+    columns.reserve(specs.size());
+    for (const FieldSpec& f : specs) columns.push_back({f.element, f.nbytes});
+    return columns;
+  }
+
   // From a list of (path: tuple[str, ...], element: int, shape: tuple[int, ...]).
   static Fields parse(PyObject* list) {
     Fields f;
@@ -33,9 +41,12 @@ struct Fields {
     for (Py_ssize_t i = 0; i < n; i++) {
       PyObject *path, *shape;
       int element;
-      if (!PyArg_ParseTuple(PyList_GetItem(list, i), "O!iO!", &PyTuple_Type, &path, &element, &PyTuple_Type, &shape)) throw PythonError{};
-      if (element < 0 || element >= kElements) throw std::invalid_argument("unknown element type " + std::to_string(element));
-      FieldSpec spec{"", static_cast<Element>(element), {}, static_cast<uint64_t>(item_size(static_cast<Element>(element)))};
+      if (!PyArg_ParseTuple(PyList_GetItem(list, i), "O!iO!", &PyTuple_Type, &path, &element, &PyTuple_Type, &shape))
+        throw PythonError{};
+      if (element < 0 || element >= kElements)
+        throw std::invalid_argument("unknown element type " + std::to_string(element));
+      FieldSpec spec{
+          "", static_cast<Element>(element), {}, static_cast<uint64_t>(item_size(static_cast<Element>(element)))};
       for (Py_ssize_t d = 0; d < PyTuple_Size(shape); d++) {
         const int64_t size = PyLong_AsLongLong(PyTuple_GetItem(shape, d));
         if (size == -1 && PyErr_Occurred()) throw PythonError{};
@@ -68,13 +79,15 @@ struct Fields {
   }
 };
 
-[[noreturn]] inline void throw_names(const std::vector<Node>& level, const std::string& prefix, const char* problem, const std::string& name) {
+[[noreturn]] inline void throw_names(const std::vector<Node>& level, const std::string& prefix, const char* problem,
+                                     const std::string& name) {
   std::string expected;
   for (const Node& n : level) expected += (expected.empty() ? "'" : ", '") + prefix + text_of(n.name) + "'";
   throw std::invalid_argument(std::string(problem) + " field '" + prefix + name + "': expected exactly " + expected);
 }
 
-// Collects the value given for every field of `level` from a dict. Throws std::invalid_argument naming what is missing or unknown.
+// Collects the value given for every field of `level` from a dict. Throws std::invalid_argument naming what is missing
+// or unknown.
 inline void collect(const std::vector<Node>& level, PyObject* dict, const std::string& prefix, PyObject** values) {
   for (const Node& n : level) {
     PyObject* v = PyDict_GetItemWithError(dict, n.name);
@@ -99,8 +112,8 @@ inline void collect(const std::vector<Node>& level, PyObject* dict, const std::s
   }
 }
 
-// Matches the keyword arguments of one call to the names of the spec. A call site passes the same tuple of names every time, so
-// the last matching is kept.
+// Matches the keyword arguments of one call to the names of the spec. A call site passes the same tuple of names every
+// time, so the last matching is kept.
 class KeywordMatcher {
  public:
   explicit KeywordMatcher(const Fields& fields) : fields_(fields) {}
@@ -112,10 +125,14 @@ class KeywordMatcher {
     if (names != names_ || !names) learn(names);
     for (size_t i = 0; i < targets_.size(); i++) {
       const Node* node = targets_[i];
-      if (!node) priority = args[i];
-      else if (node->field >= 0) values[node->field] = args[i];
-      else if (PyDict_Check(args[i])) collect(node->children, args[i], text_of(node->name) + "/", values);
-      else throw std::invalid_argument("field '" + text_of(node->name) + "' is nested: expected a dict");
+      if (!node)
+        priority = args[i];
+      else if (node->field >= 0)
+        values[node->field] = args[i];
+      else if (PyDict_Check(args[i]))
+        collect(node->children, args[i], text_of(node->name) + "/", values);
+      else
+        throw std::invalid_argument("field '" + text_of(node->name) + "' is nested: expected a dict");
     }
   }
 
@@ -168,12 +185,14 @@ class FieldValue {
     for (size_t d = 0; d < spec.shape.size(); d++)
       if (a.shape[lead + d] != spec.shape[d]) fail(o, spec, lead, opened);
     if (!casts(a.element, spec.element))
-      throw std::invalid_argument("field '" + spec.path + "': " + (scalar ? describe_scalar(o) : element_name(a.element)) + " does not cast to " + element_name(spec.element) +
-                                  " by the same_kind rule: convert it explicitly");
+      throw std::invalid_argument(
+          "field '" + spec.path + "': " + (scalar ? describe_scalar(o) : element_name(a.element)) +
+          " does not cast to " + element_name(spec.element) + " by the same_kind rule: convert it explicitly");
     if (lead) {
       if (rows < 0) rows = a.shape[0];
       if (a.shape[0] != rows)
-        throw std::invalid_argument("field '" + spec.path + "': got " + std::to_string(a.shape[0]) + " rows, the fields before it have " + std::to_string(rows));
+        throw std::invalid_argument("field '" + spec.path + "': got " + std::to_string(a.shape[0]) +
+                                    " rows, the fields before it have " + std::to_string(rows));
     }
     to_ = spec.element;
     lead_ = lead;
@@ -183,21 +202,28 @@ class FieldValue {
 
   void copy(char* to, uint64_t row) const {
     const char* from = view_.array.data + (lead_ ? static_cast<int64_t>(row) * view_.array.stride[0] : 0);
-    if (dense_) copy_payload(to, from, nbytes_);
-    else copy_converted(to, to_, from, view_.array, lead_);
+    if (dense_)
+      copy_payload(to, from, nbytes_);
+    else
+      copy_converted(to, to_, from, view_.array, lead_);
   }
 
   void release() { view_.release(); }
 
  private:
-  static std::string describe_scalar(PyObject* o) { return PyFloat_Check(o) ? "a Python float" : PyBool_Check(o) ? "a Python bool" : "a Python int"; }
+  static std::string describe_scalar(PyObject* o) {
+    return PyFloat_Check(o) ? "a Python float" : PyBool_Check(o) ? "a Python bool" : "a Python int";
+  }
 
   [[noreturn]] void fail(PyObject* o, const FieldSpec& spec, int lead, bool opened) const {
     std::string expected = shape_text(spec.shape.data(), static_cast<int>(spec.shape.size()));
-    if (lead) expected = "(n" + std::string(spec.shape.empty() ? ",)" : ", ") + expected.substr(spec.shape.empty() ? 2 : 1);
+    if (lead)
+      expected = "(n" + std::string(spec.shape.empty() ? ",)" : ", ") + expected.substr(spec.shape.empty() ? 2 : 1);
     const std::string given = opened && ArrayView::is_scalar(o) ? describe_scalar(o) : describe(o, view_, opened);
-    const char* advice = given.starts_with("a value of type") ? " (a numpy array, a torch CPU tensor or a Python scalar)" : "";
-    throw std::invalid_argument("field '" + spec.path + "': got " + given + ", expected " + element_name(spec.element) + " of shape " + expected + advice);
+    const char* advice =
+        given.starts_with("a value of type") ? " (a numpy array, a torch CPU tensor or a Python scalar)" : "";
+    throw std::invalid_argument("field '" + spec.path + "': got " + given + ", expected " + element_name(spec.element) +
+                                " of shape " + expected + advice);
   }
 
   ArrayView view_;

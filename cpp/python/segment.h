@@ -1,84 +1,10 @@
-// `_C.Segment`: an attached segment, and the calls of a learner.
+// `_C.Segment`: making, attaching and watching a segment.
 #pragma once
 
-#include "../sample.h"
-#include "../update.h"
-#include "object.h"
-#include "tensors.h"
+#include "learner.h"
 
 namespace torchreplay::py {
-
-// What writers and learners of one process share.
-struct Attached {
-  std::unique_ptr<SegmentMemory> memory;
-  Fields fields;
-};
-
-// A place in the table of participants that a forked child does not inherit.
-class Membership {
- public:
-  Membership(std::shared_ptr<Attached> attached, Role role) : attached_(std::move(attached)), role_(role) {}
-  ~Membership() { close(); }
-  Membership(const Membership&) = delete;
-
-  int id() {
-    const uint64_t now = fork_generation.load(std::memory_order_relaxed);
-    if (id_ == 0 || generation_ != now) {
-      id_ = join(*attached_->memory, role_);
-      generation_ = now;
-      renewed_ = true;
-    }
-    return id_;
-  }
-  // True once after every id() that took a new id.
-  bool take_renewed() { return std::exchange(renewed_, false); }
-
-  void close() {
-    if (id_ && generation_ == fork_generation.load(std::memory_order_relaxed)) leave(*attached_->memory, id_);
-    id_ = 0;
-  }
-
- private:
-  std::shared_ptr<Attached> attached_;
-  Role role_;
-  int id_ = 0;
-  uint64_t generation_ = 0;
-  bool renewed_ = false;
-};
-
-struct SegmentState {
-  std::shared_ptr<Attached> attached;
-  Ref batch_type;  // called without arguments: an empty batch
-  Ref nonce;
-  bool owner = false;
-  std::unique_ptr<Membership> learner;
-  DrawName next_draw;
-  uint32_t seen_rows_signal = 0;
-  std::vector<std::unique_ptr<BatchSampler>> samplers;    // idle ones; guarded by the interpreter lock
-  std::vector<std::unique_ptr<PriorityUpdater>> updaters;
-
-  SegmentMemory& memory() {
-    if (!attached) throw std::runtime_error("the replay buffer is closed");
-    return *attached->memory;
-  }
-  Header& header() { return memory().header(); }
-
-  // Registers this process as a learner and, in a new process, gives it a stream of draws of its own.
-  void become_learner() {
-    Participant& entry = memory().participant(learner->id());
-    if (learner->take_renewed()) {
-      const bool first_of_owner = owner && fork_generation.load(std::memory_order_relaxed) == 0;
-      next_draw = {header().seed, first_of_owner ? 0 : header().streams.fetch_add(1, std::memory_order_relaxed), 0};
-    }
-    entry.thread.store(static_cast<uint64_t>(pthread_self()), std::memory_order_relaxed);
-  }
-};
-
 namespace segment {
-
-inline PyObject* interned(const char* s) {
-  return checked(PyUnicode_InternFromString(s));
-}
 
 inline int init(PyObject* self, PyObject* args, PyObject*) {
   return as_status(guarded([&] {
@@ -87,25 +13,29 @@ inline int init(PyObject* self, PyObject* args, PyObject*) {
     PyObject *fields, *batch_type, *sampler, *limiter;
     const char* text;
     Py_ssize_t text_bytes;
-    if (!PyArg_ParseTuple(args, "ipKOO|KKOOs#", &fd, &create, &nonce, &fields, &batch_type, &seed, &capacity, &sampler, &limiter, &text, &text_bytes)) throw PythonError{};
+    if (!PyArg_ParseTuple(args, "ipKOO|KKOOs#", &fd, &create, &nonce, &fields, &batch_type, &seed, &capacity, &sampler,
+                          &limiter, &text, &text_bytes))
+      throw PythonError{};
     if (!exchange) throw std::runtime_error("init_torch() has not been called");
     auto state = std::make_unique<SegmentState>();
     auto attached = std::make_shared<Attached>();
     if (create) {
       attached->fields = Fields::parse(fields);
-      std::vector<Field> columns;
-      for (const FieldSpec& f : attached->fields.specs) columns.push_back({f.element, f.nbytes});
       SegmentConfig config;
-      config.layout = make_layout(capacity, std::move(columns), false, config_bytes(attached->fields.specs.size(), static_cast<size_t>(text_bytes)));
+      config.layout = make_layout(capacity, attached->fields.columns(), false,
+                                  config_bytes(attached->fields.specs.size(), static_cast<size_t>(text_bytes)));
       config.nonce = nonce;
       config.seed = seed;
       config.text.assign(text, static_cast<size_t>(text_bytes));
       int prioritized, normalize;
-      if (!PyArg_ParseTuple(sampler, "pidd", &prioritized, &normalize, &config.sampler.alpha, &config.sampler.eps)) throw PythonError{};
+      if (!PyArg_ParseTuple(sampler, "pidd", &prioritized, &normalize, &config.sampler.alpha, &config.sampler.eps))
+        throw PythonError{};
       config.sampler.prioritized = prioritized != 0;
       config.sampler.normalize = static_cast<Normalize>(normalize);
       unsigned long long min_size;
-      if (!PyArg_ParseTuple(limiter, "Kddd", &min_size, &config.limiter.ratio, &config.limiter.min_diff, &config.limiter.max_diff)) throw PythonError{};
+      if (!PyArg_ParseTuple(limiter, "Kddd", &min_size, &config.limiter.ratio, &config.limiter.min_diff,
+                            &config.limiter.max_diff))
+        throw PythonError{};
       config.limiter.min_size = min_size;
       attached->memory = format_segment(Descriptor::duplicate(fd), config);
       Locked lock(*attached->memory);
@@ -131,108 +61,10 @@ inline PyObject* set_fields(PyObject* self, PyObject* list) {
     Fields fields = Fields::parse(list);
     const auto& columns = s.memory().layout().fields;
     bool same = fields.specs.size() == columns.size();
-    for (size_t i = 0; same && i < columns.size(); i++) same = fields.specs[i].element == columns[i].element && fields.specs[i].nbytes == columns[i].nbytes;
+    for (size_t i = 0; same && i < columns.size(); i++)
+      same = fields.specs[i].element == columns[i].element && fields.specs[i].nbytes == columns[i].nbytes;
     if (!same) throw NotASegment("the segment's description does not match its layout");
     s.attached->fields = std::move(fields);
-    return Py_NewRef(Py_None);
-  });
-}
-
-// sample(n, beta) -> batch, or (inserted, needed, drawable) when it has to wait, or "stopped" or "lapped".
-inline PyObject* sample(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
-  return guarded([&] {
-    expect_args("sample", nargs, 2);
-    auto& s = state_of<SegmentState>(self);
-    const auto n = static_cast<int>(as_int(args[0]));
-    const double beta = as_double(args[1]);
-    const std::shared_ptr<Attached> attached = s.attached;  // close() may run in another thread meanwhile
-    s.memory();
-    s.become_learner();
-    std::unique_ptr<BatchSampler> sampler;
-    if (s.samplers.empty()) {
-      sampler = std::make_unique<BatchSampler>(*attached->memory);
-    } else {
-      sampler = std::move(s.samplers.back());
-      s.samplers.pop_back();
-    }
-    const DrawName name = s.next_draw;
-    s.next_draw.step++;
-    BatchBuilder builder(attached->fields, n);
-    BatchPointers pointers;
-    builder.point(pointers);
-    Shortage shortage;
-    Draw outcome;
-    {
-      WithoutGil unlocked;
-      s.seen_rows_signal = attached->memory->header().rows_signal.load(std::memory_order_acquire);
-      outcome = sampler->sample(n, beta, name, pointers, shortage);
-      if (sampler->pending()) reclaim_dead(*attached->memory);
-    }
-    if (s.attached) s.samplers.push_back(std::move(sampler));
-    if (outcome != Draw::kDone && s.next_draw.step == name.step + 1) s.next_draw.step = name.step;  // nothing was drawn
-    if (outcome == Draw::kWait) return checked(Py_BuildValue("KKK", shortage.inserted, shortage.needed, shortage.drawable));
-    if (outcome != Draw::kDone) return checked(PyUnicode_FromString(outcome == Draw::kStopped ? "stopped" : "lapped"));
-    static PyObject* const names[] = {interned("key"), interned("weight"), interned("probability")};
-    static PyObject* const source = interned("source");
-    Ref batch(checked(PyObject_CallNoArgs(s.batch_type.get())));
-    if (PyObject_SetAttr(batch.get(), source, s.nonce.get())) throw PythonError{};
-    builder.fill(batch.get());
-    builder.fill_reserved(batch.get(), names);
-    return batch.release();
-  });
-}
-
-// A 1-dimensional array of n numbers as doubles; throws std::invalid_argument that names `what`.
-inline std::vector<double> read_td(PyObject* o, int64_t n) {
-  ArrayView v;
-  const bool opened = v.open_anything(o);
-  if (!opened || v.array.dims != 1 || v.array.shape[0] != n)
-    throw std::invalid_argument("the TD errors are " + describe(o, v, opened) + ", expected one number for each key: shape (" + std::to_string(n) + ",)");
-  std::vector<double> td(static_cast<size_t>(n));
-  copy_converted(reinterpret_cast<char*>(td.data()), Element::kF64, v.array.data, v.array, 0);
-  int64_t bad = 0, first = -1;
-  for (int64_t i = 0; i < n; i++)
-    if (!std::isfinite(td[i])) {
-      if (first < 0) first = i;
-      bad++;
-    }
-  if (bad)
-    throw std::invalid_argument(std::to_string(bad) + " of " + std::to_string(n) + " TD errors are NaN or infinite, the first at index " + std::to_string(first) +
-                                ": nothing was applied; look for a diverged loss");
-  return td;
-}
-
-// update(keys, td) -> None.
-inline PyObject* update(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
-  return guarded([&] {
-    expect_args("update", nargs, 2);
-    auto& s = state_of<SegmentState>(self);
-    const std::shared_ptr<Attached> attached = s.attached;
-    s.memory();
-    ArrayView keys;
-    const bool opened = keys.open_anything(args[0]);
-    if (!opened || keys.array.dims != 1 || keys.array.element != Element::kI64)
-      throw std::invalid_argument("the keys are " + describe(args[0], keys, opened) + ", expected int64 of shape (n,): batch['key'], or what append and extend returned");
-    const int64_t n = keys.array.shape[0];
-    std::vector<int64_t> key(static_cast<size_t>(n));
-    copy_converted(reinterpret_cast<char*>(key.data()), Element::kI64, keys.array.data, keys.array, 0);
-    const std::vector<double> td = read_td(args[1], n);
-    std::unique_ptr<PriorityUpdater> updater;
-    if (s.updaters.empty()) {
-      updater = std::make_unique<PriorityUpdater>(*attached->memory);
-    } else {
-      updater = std::move(s.updaters.back());
-      s.updaters.pop_back();
-    }
-    std::optional<BadKey> bad;
-    {
-      WithoutGil unlocked;
-      bad = updater->update(n, key.data(), td.data());
-    }
-    if (s.attached) s.updaters.push_back(std::move(updater));
-    if (bad)
-      throw std::invalid_argument("key " + std::to_string(bad->key) + " at index " + std::to_string(bad->index) + " was never issued by this buffer: expected 0 to " +
-                                  std::to_string(static_cast<int64_t>(bad->issued) - 1) + "; nothing was applied");
     return Py_NewRef(Py_None);
   });
 }
@@ -283,7 +115,9 @@ inline PyObject* stop(PyObject* self, PyObject*) {
 }
 
 inline PyObject* stopped(PyObject* self, void*) {
-  return guarded([&] { return PyBool_FromLong(state_of<SegmentState>(self).header().stopped.load(std::memory_order_acquire) != 0); });
+  return guarded([&] {
+    return PyBool_FromLong(state_of<SegmentState>(self).header().stopped.load(std::memory_order_acquire) != 0);
+  });
 }
 
 inline PyObject* mark_shared(PyObject* self, PyObject*) {
@@ -300,9 +134,12 @@ inline PyObject* census(PyObject* self, PyObject* flag) {
     Header& h = s.header();
     const Census c = take_census(s.memory(), PyObject_IsTrue(flag) == 1);
     const int64_t now = monotonic_ns(), left = h.last_departure.load(std::memory_order_relaxed);
-    return checked(Py_BuildValue("{s:i,s:i,s:i,s:i,s:i,s:i,s:O,s:d,s:d}", "writers", c.writers, "learners", c.learners, "supervisors", c.supervisors, "others_writing", c.others_writing,
-                                 "others_learning", c.others_learning, "waiting", c.waiting, "shared", h.shared.load(std::memory_order_relaxed) ? Py_True : Py_False, "since_departure",
-                                 left ? static_cast<double>(now - left) * 1e-9 : -1.0, "since_write", c.last_write ? static_cast<double>(now - c.last_write) * 1e-9 : -1.0));
+    return checked(Py_BuildValue("{s:i,s:i,s:i,s:i,s:i,s:i,s:O,s:d,s:d}", "writers", c.writers, "learners", c.learners,
+                                 "supervisors", c.supervisors, "others_writing", c.others_writing, "others_learning",
+                                 c.others_learning, "waiting", c.waiting, "shared",
+                                 h.shared.load(std::memory_order_relaxed) ? Py_True : Py_False, "since_departure",
+                                 left ? static_cast<double>(now - left) * 1e-9 : -1.0, "since_write",
+                                 c.last_write ? static_cast<double>(now - c.last_write) * 1e-9 : -1.0));
   });
 }
 
@@ -321,31 +158,37 @@ inline PyObject* counters(PyObject* self, PyObject*) {
       Locked lock(m);
       publish_limit(m, lock.absorb());
       const PriorityTree tree = m.tree();
-      rows = h.rows, inserted = h.inserted, sampled = h.sampled, updated = h.updated, stale = h.stale_updates, unready = h.unready_updates;
+      rows = h.rows, inserted = h.inserted, sampled = h.sampled, updated = h.updated, stale = h.stale_updates,
+      unready = h.unready_updates;
       drawable = tree.count();
       total = static_cast<double>(tree.total()) / static_cast<double>(tree.quantize(1.0f));
       min = drawable ? tree.min() : 0.0;
       max_raw = h.max_raw;
     }
-    return checked(Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:L,s:d,s:d,s:d,s:K,s:K,s:d,s:d}", "size", rows, "inserted", inserted, "sampled", sampled, "updated", updated, "stale_updates", stale,
-                                 "unready_updates", unready, "drawable", static_cast<long long>(drawable), "priority_total", total, "priority_min", min, "priority_max", max_raw, "redraws",
-                                 h.redraws.load(std::memory_order_relaxed), "rows_written", h.head.load(std::memory_order_relaxed), "insert_wait",
-                                 static_cast<double>(h.insert_wait_ns.load(std::memory_order_relaxed)) * 1e-9, "sample_wait",
-                                 static_cast<double>(h.sample_wait_ns.load(std::memory_order_relaxed)) * 1e-9));
+    return checked(Py_BuildValue(
+        "{s:K,s:K,s:K,s:K,s:K,s:K,s:L,s:d,s:d,s:d,s:K,s:K,s:d,s:d}", "size", rows, "inserted", inserted, "sampled",
+        sampled, "updated", updated, "stale_updates", stale, "unready_updates", unready, "drawable",
+        static_cast<long long>(drawable), "priority_total", total, "priority_min", min, "priority_max", max_raw,
+        "redraws", h.redraws.load(std::memory_order_relaxed), "rows_written", h.head.load(std::memory_order_relaxed),
+        "insert_wait", static_cast<double>(h.insert_wait_ns.load(std::memory_order_relaxed)) * 1e-9, "sample_wait",
+        static_cast<double>(h.sample_wait_ns.load(std::memory_order_relaxed)) * 1e-9));
   });
 }
 
-// column(i) -> tensor [capacity, *shape] over the segment itself; -1: leaves, float32 [capacity]; -2: key + 1 of each slot, int64.
+// column(i) -> tensor [capacity, *shape] over the segment itself; -1: leaves, float32 [capacity]; -2: key + 1 of each
+// slot, int64.
 inline PyObject* column(PyObject* self, PyObject* index) {
   return guarded([&] {
     auto& s = state_of<SegmentState>(self);
     SegmentMemory& m = s.memory();
     const int64_t i = as_int(index);
-    int64_t shape[StridedArray::kMaxDims + 1] = {static_cast<int64_t>(m.capacity())}, strides[StridedArray::kMaxDims + 1];
+    int64_t shape[StridedArray::kMaxDims + 1] = {static_cast<int64_t>(m.capacity())},
+                                           strides[StridedArray::kMaxDims + 1];
     strides[0] = 1;
     if (i == -1) return make_tensor(m.tree().leaves(), Element::kF32, 1, shape, strides, s.attached);
     if (i == -2) return make_tensor(&m.at(0), Element::kI64, 1, shape, strides, s.attached);
-    if (i < 0 || i >= static_cast<int64_t>(s.attached->fields.specs.size())) throw std::invalid_argument("no such column");
+    if (i < 0 || i >= static_cast<int64_t>(s.attached->fields.specs.size()))
+      throw std::invalid_argument("no such column");
     const FieldSpec& spec = s.attached->fields.specs[i];
     const Field& f = m.layout().fields[i];
     const int dims = 1 + static_cast<int>(spec.shape.size());
@@ -362,7 +205,8 @@ inline PyObject* column(PyObject* self, PyObject* index) {
 
 // join_supervisor() -> id; leave(id).
 inline PyObject* join_supervisor(PyObject* self, PyObject*) {
-  return guarded([&] { return checked(PyLong_FromLong(join(state_of<SegmentState>(self).memory(), Role::kSupervisor))); });
+  return guarded(
+      [&] { return checked(PyLong_FromLong(join(state_of<SegmentState>(self).memory(), Role::kSupervisor))); });
 }
 inline PyObject* leave_id(PyObject* self, PyObject* id) {
   return guarded([&] {
@@ -398,13 +242,18 @@ inline PyObject* get_fd(PyObject* self, void*) {
   return guarded([&] { return checked(PyLong_FromLong(state_of<SegmentState>(self).memory().fd())); });
 }
 inline PyObject* get_bytes(PyObject* self, void*) {
-  return guarded([&] { return checked(PyLong_FromUnsignedLongLong(state_of<SegmentState>(self).memory().layout().bytes)); });
+  return guarded(
+      [&] { return checked(PyLong_FromUnsignedLongLong(state_of<SegmentState>(self).memory().layout().bytes)); });
 }
 inline PyObject* get_layout_hash(PyObject* self, void*) {
-  return guarded([&] { return checked(PyLong_FromUnsignedLongLong(state_of<SegmentState>(self).header().layout_hash)); });
+  return guarded(
+      [&] { return checked(PyLong_FromUnsignedLongLong(state_of<SegmentState>(self).header().layout_hash)); });
 }
 inline PyObject* get_draws(PyObject* self, void*) {
-  return guarded([&] { return checked(PyLong_FromUnsignedLongLong(state_of<SegmentState>(self).header().draws.load(std::memory_order_relaxed))); });
+  return guarded([&] {
+    return checked(
+        PyLong_FromUnsignedLongLong(state_of<SegmentState>(self).header().draws.load(std::memory_order_relaxed)));
+  });
 }
 inline PyObject* get_step(PyObject* self, void*) {
   return guarded([&] {
@@ -423,25 +272,27 @@ inline int set_step(PyObject* self, PyObject* value, void*) {
   }));
 }
 
-inline PyMethodDef methods[] = {{"set_fields", set_fields, METH_O, nullptr},
-                                {"sample", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(sample)), METH_FASTCALL, nullptr},
-                                {"update", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(update)), METH_FASTCALL, nullptr},
-                                {"wait_rows", wait_rows, METH_O, nullptr},
-                                {"refresh", refresh, METH_NOARGS, nullptr},
-                                {"stop", stop, METH_NOARGS, nullptr},
-                                {"mark_shared", mark_shared, METH_NOARGS, nullptr},
-                                {"census", census, METH_O, nullptr},
-                                {"counters", counters, METH_NOARGS, nullptr},
-                                {"column", column, METH_O, nullptr},
-                                {"join_supervisor", join_supervisor, METH_NOARGS, nullptr},
-                                {"leave", leave_id, METH_O, nullptr},
-                                {"close", close_segment, METH_NOARGS, nullptr},
-                                {nullptr, nullptr, 0, nullptr}};
-inline PyGetSetDef getset[] = {{"stopped", stopped, nullptr, nullptr, nullptr},      {"closed", get_closed, nullptr, nullptr, nullptr},
-                               {"text", get_text, nullptr, nullptr, nullptr},        {"fd", get_fd, nullptr, nullptr, nullptr},
-                               {"nbytes", get_bytes, nullptr, nullptr, nullptr},     {"layout_hash", get_layout_hash, nullptr, nullptr, nullptr},
-                               {"step", get_step, set_step, nullptr, nullptr},       {"draws", get_draws, nullptr, nullptr, nullptr},
-                               {nullptr, nullptr, nullptr, nullptr, nullptr}};
+inline PyMethodDef methods[] = {
+    {"set_fields", set_fields, METH_O, nullptr},
+    {"sample", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(sample)), METH_FASTCALL, nullptr},
+    {"update", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(update)), METH_FASTCALL, nullptr},
+    {"wait_rows", wait_rows, METH_O, nullptr},
+    {"refresh", refresh, METH_NOARGS, nullptr},
+    {"stop", stop, METH_NOARGS, nullptr},
+    {"mark_shared", mark_shared, METH_NOARGS, nullptr},
+    {"census", census, METH_O, nullptr},
+    {"counters", counters, METH_NOARGS, nullptr},
+    {"column", column, METH_O, nullptr},
+    {"join_supervisor", join_supervisor, METH_NOARGS, nullptr},
+    {"leave", leave_id, METH_O, nullptr},
+    {"close", close_segment, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+inline PyGetSetDef getset[] = {
+    {"stopped", stopped, nullptr, nullptr, nullptr},  {"closed", get_closed, nullptr, nullptr, nullptr},
+    {"text", get_text, nullptr, nullptr, nullptr},    {"fd", get_fd, nullptr, nullptr, nullptr},
+    {"nbytes", get_bytes, nullptr, nullptr, nullptr}, {"layout_hash", get_layout_hash, nullptr, nullptr, nullptr},
+    {"step", get_step, set_step, nullptr, nullptr},   {"draws", get_draws, nullptr, nullptr, nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
 inline PyType_Slot slots[] = {{Py_tp_init, reinterpret_cast<void*>(init)},
                               {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<SegmentState>)},
                               {Py_tp_methods, methods},

@@ -17,9 +17,11 @@ struct Managed {
   Owner owner;
 };
 
-// A new tensor of `element` over `data`; `strides` in elements, nullptr for contiguous. `owner`'s destructor runs when torch is done.
+// A new tensor of `element` over `data`; `strides` in elements, nullptr for contiguous. `owner`'s destructor runs when
+// torch is done.
 template <class Owner>
-PyObject* make_tensor(void* data, Element element, int dims, const int64_t* shape, const int64_t* strides, Owner owner) {
+PyObject* make_tensor(void* data, Element element, int dims, const int64_t* shape, const int64_t* strides,
+                      Owner owner) {
   auto* m = new Managed<Owner>{{}, {}, {}, std::move(owner)};
   int64_t dense = 1;
   for (int d = dims - 1; d >= 0; d--) {

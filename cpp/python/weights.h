@@ -19,7 +19,8 @@ inline int init(PyObject* self, PyObject* args, PyObject*) {
     int fd, create;
     unsigned long long nonce, bytes;
     if (!PyArg_ParseTuple(args, "ipKK", &fd, &create, &nonce, &bytes)) throw PythonError{};
-    install(self, new WeightsState{std::make_shared<WeightsMemory>(Descriptor::duplicate(fd), nonce, bytes, create != 0)});
+    install(self,
+            new WeightsState{std::make_shared<WeightsMemory>(Descriptor::duplicate(fd), nonce, bytes, create != 0)});
     return Py_NewRef(Py_None);
   }));
 }
@@ -68,7 +69,9 @@ inline PyMethodDef methods[] = {{"buffer", buffer, METH_O, nullptr},
                                 {"end_publish", end_publish, METH_O, nullptr},
                                 {"intact", intact, METH_O, nullptr},
                                 {nullptr, nullptr, 0, nullptr}};
-inline PyGetSetDef getset[] = {{"version", get_version, nullptr, nullptr, nullptr}, {"fd", get_fd, nullptr, nullptr, nullptr}, {nullptr, nullptr, nullptr, nullptr, nullptr}};
+inline PyGetSetDef getset[] = {{"version", get_version, nullptr, nullptr, nullptr},
+                               {"fd", get_fd, nullptr, nullptr, nullptr},
+                               {nullptr, nullptr, nullptr, nullptr, nullptr}};
 inline PyType_Slot slots[] = {{Py_tp_init, reinterpret_cast<void*>(init)},
                               {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<WeightsState>)},
                               {Py_tp_methods, methods},

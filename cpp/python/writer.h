@@ -6,7 +6,12 @@
 namespace torchreplay::py {
 
 struct WriterState {
-  explicit WriterState(std::shared_ptr<Attached> a) : attached(a), member(a, Role::kWriter), matcher(a->fields), values(a->fields.specs.size()), given(a->fields.specs.size()) {}
+  explicit WriterState(const std::shared_ptr<Attached>& a)
+      : attached(a),
+        member(a, Role::kWriter),
+        matcher(a->fields),
+        values(a->fields.specs.size()),
+        given(a->fields.specs.size()) {}
 
   std::shared_ptr<Attached> attached;
   Membership member;
@@ -52,7 +57,8 @@ inline int init(PyObject* self, PyObject* args, PyObject*) {
   return as_status(guarded([&] {
     PyObject *segment, *type;
     if (!PyArg_ParseTuple(args, "OO", &type, &segment)) throw PythonError{};
-    if (!PyObject_TypeCheck(segment, reinterpret_cast<PyTypeObject*>(type))) throw std::invalid_argument("expected a Segment");
+    if (!PyObject_TypeCheck(segment, reinterpret_cast<PyTypeObject*>(type)))
+      throw std::invalid_argument("expected a Segment");
     auto& s = state_of<SegmentState>(segment);
     s.memory();
     auto state = std::make_unique<WriterState>(s.attached);
@@ -69,7 +75,9 @@ inline void check_positional(const char* method, Py_ssize_t nargs) {
 }
 
 inline RowMeta meta_of(double priority) {
-  if (!std::isfinite(priority)) throw std::invalid_argument("the priority is NaN or infinite: expected a finite number, or None for the largest one seen");
+  if (!std::isfinite(priority))
+    throw std::invalid_argument(
+        "the priority is NaN or infinite: expected a finite number, or None for the largest one seen");
   return {kHasPriority, 0, static_cast<float>(std::fabs(priority))};
 }
 
@@ -127,7 +135,8 @@ inline std::vector<RowMeta> metas_of(PyObject* priority, int64_t n) {
   ArrayView v;
   const bool opened = v.open_anything(priority);
   if (!opened || v.array.dims != 1 || v.array.shape[0] != n)
-    throw std::invalid_argument("priority: got " + describe(priority, v, opened) + ", expected one number, or one for each row: shape (" + std::to_string(n) + ",)");
+    throw std::invalid_argument("priority: got " + describe(priority, v, opened) +
+                                ", expected one number, or one for each row: shape (" + std::to_string(n) + ",)");
   std::vector<double> raw(static_cast<size_t>(n));
   copy_converted(reinterpret_cast<char*>(raw.data()), Element::kF64, v.array.data, v.array, 0);
   for (int64_t i = 0; i < n; i++) meta[i] = meta_of(raw[i]);
@@ -197,17 +206,21 @@ inline PyObject* get_rows(PyObject* self, void*) {
   return guarded([&] {
     auto& s = state_of<WriterState>(self);
     if (s.closed) throw std::invalid_argument("the writer is closed");
-    return checked(PyLong_FromUnsignedLongLong(s.attached->memory->participant(s.member.id()).rows.load(std::memory_order_relaxed)));
+    return checked(PyLong_FromUnsignedLongLong(
+        s.attached->memory->participant(s.member.id()).rows.load(std::memory_order_relaxed)));
   });
 }
 
 inline PyMethodDef methods[] = {
     {"append", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(append)), METH_FASTCALL | METH_KEYWORDS,
-     "append(*, priority=None, **fields)\n--\n\nWrite one row and return its key (int).\n\nThe fields are those of the spec, each of exactly its shape; a nested field is a dict. `priority` is a raw TD error\n"
-     "(its absolute value is taken); None gives the row the largest priority seen so far. Waits while the limiter says that\nthe learner is behind.\n\nRaises:\n    ValueError: a field is missing, unknown, of another "
+     "append(*, priority=None, **fields)\n--\n\nWrite one row and return its key (int).\n\nThe fields are those of the "
+     "spec, each of exactly its shape; a nested field is a dict. `priority` is a raw TD error\n"
+     "(its absolute value is taken); None gives the row the largest priority seen so far. Waits while the limiter says "
+     "that\nthe learner is behind.\n\nRaises:\n    ValueError: a field is missing, unknown, of another "
      "shape or of a dtype that does not cast; nothing is written.\n    Stopped: the buffer was stopped."},
     {"extend", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(extend)), METH_FASTCALL | METH_KEYWORDS,
-     "extend(*, priority=None, **fields)\n--\n\nWrite n rows, whose values have a leading dimension n, and return their keys (int64 tensor of shape [n]).\n\n`priority` is None, one number for all rows, or "
+     "extend(*, priority=None, **fields)\n--\n\nWrite n rows, whose values have a leading dimension n, and return "
+     "their keys (int64 tensor of shape [n]).\n\n`priority` is None, one number for all rows, or "
      "one for each. Waits and raises as `append` does; rows written before a\nwait that fails stay written."},
     {"wait_room", wait_room, METH_O, nullptr},
     {"admitted", admitted, METH_NOARGS, nullptr},

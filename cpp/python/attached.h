@@ -1,0 +1,82 @@
+// What this process holds of a segment: the mapping, its places among the participants, and its stream of draws.
+#pragma once
+
+#include "../sample.h"
+#include "../update.h"
+#include "object.h"
+#include "tensors.h"
+
+namespace torchreplay::py {
+
+// What writers and learners of one process share.
+struct Attached {
+  std::unique_ptr<SegmentMemory> memory;
+  Fields fields;
+};
+
+// A place in the table of participants that a forked child does not inherit.
+class Membership {
+ public:
+  Membership(std::shared_ptr<Attached> attached, Role role) : attached_(std::move(attached)), role_(role) {}
+  ~Membership() {
+    try {
+      close();
+    } catch (const std::system_error&) {  // the byte goes with the process
+    }
+  }
+  Membership(const Membership&) = delete;
+
+  int id() {
+    const uint64_t now = fork_generation.load(std::memory_order_relaxed);
+    if (id_ == 0 || generation_ != now) {
+      id_ = join(*attached_->memory, role_);
+      generation_ = now;
+      renewed_ = true;
+    }
+    return id_;
+  }
+  // True once after every id() that took a new id.
+  bool take_renewed() { return std::exchange(renewed_, false); }
+
+  void close() {
+    if (id_ && generation_ == fork_generation.load(std::memory_order_relaxed)) leave(*attached_->memory, id_);
+    id_ = 0;
+  }
+
+ private:
+  std::shared_ptr<Attached> attached_;
+  Role role_;
+  int id_ = 0;
+  uint64_t generation_ = 0;
+  bool renewed_ = false;
+};
+
+struct SegmentState {
+  std::shared_ptr<Attached> attached;
+  Ref batch_type;  // called without arguments: an empty batch
+  Ref nonce;
+  bool owner = false;
+  std::unique_ptr<Membership> learner;
+  DrawName next_draw;
+  uint32_t seen_rows_signal = 0;
+  std::vector<std::unique_ptr<BatchSampler>> samplers;  // idle ones; guarded by the interpreter lock
+  std::vector<std::unique_ptr<PriorityUpdater>> updaters;
+
+  SegmentMemory& memory() {
+    if (!attached) throw std::runtime_error("the replay buffer is closed");
+    return *attached->memory;
+  }
+  Header& header() { return memory().header(); }
+
+  // Registers this process as a learner and, in a new process, gives it a stream of draws of its own.
+  void become_learner() {
+    Participant& entry = memory().participant(learner->id());
+    if (learner->take_renewed()) {
+      const bool first_of_owner = owner && fork_generation.load(std::memory_order_relaxed) == 0;
+      next_draw = {header().seed, first_of_owner ? 0 : header().streams.fetch_add(1, std::memory_order_relaxed), 0};
+    }
+    entry.thread.store(static_cast<uint64_t>(pthread_self()), std::memory_order_relaxed);
+  }
+};
+
+}  // namespace torchreplay::py

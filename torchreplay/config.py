@@ -1,0 +1,67 @@
+"""What a buffer is made of, and the text in which a segment describes itself to those who attach."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from typing import Any
+
+from .limiters import Limiter, MinSize, SamplesPerInsert
+from .samplers import NORMALIZATIONS, Linear, Prioritized, Sampler, Uniform, value_of
+from .spec import Field, Path, from_native, to_native
+from .views import Rows
+
+KINDS: dict[str, Any] = {t.__name__: t for t in (Uniform, Prioritized, Linear, MinSize, SamplesPerInsert, Rows)}
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The arguments of a `ReplayBuffer`, checked and with defaults filled in."""
+
+    capacity: int
+    fields: dict[Path, Field]
+    sampler: Sampler
+    view: Rows
+    limiter: Limiter
+
+    def to_text(self) -> str:
+        """Returns the description as JSON: data, never code."""
+        return json.dumps(
+            {
+                "capacity": self.capacity,
+                "fields": to_native(self.fields),
+                "sampler": _describe(self.sampler),
+                "view": _describe(self.view),
+                "limiter": _describe(self.limiter),
+            }
+        )
+
+    @classmethod
+    def from_text(cls, text: str) -> Config:
+        """Returns what `to_text` described."""
+        parts = json.loads(text)
+        return cls(
+            parts["capacity"],
+            from_native(parts["fields"]),
+            *(_restore(parts[name]) for name in ("sampler", "view", "limiter")),
+        )
+
+    def weighting(self) -> tuple[bool, int, float, float]:
+        """Returns (prioritized, normalization, alpha, eps) for the native core."""
+        if isinstance(self.sampler, Prioritized):
+            normalization = NORMALIZATIONS.index(self.sampler.weights)
+            return True, normalization, float(self.sampler.alpha), float(self.sampler.eps)
+        return False, 0, 1.0, 0.0
+
+
+def _describe(value: Any) -> Any:
+    if type(value).__name__ in KINDS:
+        return {"kind": type(value).__name__} | {f.name: _describe(getattr(value, f.name)) for f in fields(value)}
+    # A schedule that is code does not travel: other processes see its value at the start.
+    return value_of(value, 0) if callable(value) else value
+
+
+def _restore(value: Any) -> Any:
+    if isinstance(value, dict):
+        return KINDS[value["kind"]](**{name: _restore(v) for name, v in value.items() if name != "kind"})
+    return value
