@@ -90,7 +90,7 @@ std::tuple<int64_t, int64_t, double> tree_layout(int64_t capacity) {
   return {bytes, static_cast<int64_t>(PriorityTree::kLeavesOffset), 1 / tree_node::Grid(capacity).scale};
 }
 
-void tree_set(Tensor memory, int64_t capacity, Tensor index, Tensor priority) {
+void tree_set(const Tensor& memory, int64_t capacity, const Tensor& index, const Tensor& priority) {
   PriorityTree tree = tree_in(memory, capacity);
   if (index.numel() != priority.numel()) {
     fail("index has ", index.numel(), " elements, priority ", priority.numel(), "; expected as many");
@@ -99,7 +99,7 @@ void tree_set(Tensor memory, int64_t capacity, Tensor index, Tensor priority) {
   tree.set(i, priorities_of(priority), static_cast<int>(index.numel()));
 }
 
-Tensor tree_get(Tensor memory, int64_t capacity, Tensor index) {
+Tensor tree_get(const Tensor& memory, int64_t capacity, const Tensor& index) {
   const PriorityTree tree = tree_in(memory, capacity);
   const int64_t* i = indices_of(index, capacity);
   Tensor priority = empty(index.numel(), ScalarType::Float);
@@ -108,7 +108,7 @@ Tensor tree_get(Tensor memory, int64_t capacity, Tensor index) {
   return priority;
 }
 
-std::tuple<Tensor, Tensor> tree_find(Tensor memory, int64_t capacity, Tensor target) {
+std::tuple<Tensor, Tensor> tree_find(const Tensor& memory, int64_t capacity, const Tensor& target) {
   const PriorityTree tree = tree_in(memory, capacity);
   check_vector(target, "target", ScalarType::Long);
   check_not_empty(tree);
@@ -126,7 +126,7 @@ std::tuple<Tensor, Tensor> tree_find(Tensor memory, int64_t capacity, Tensor tar
   return {index, probability};
 }
 
-std::tuple<Tensor, Tensor> tree_sample(Tensor memory, int64_t capacity, int64_t n, int64_t seed, int64_t stream,
+std::tuple<Tensor, Tensor> tree_sample(const Tensor& memory, int64_t capacity, int64_t n, int64_t seed, int64_t stream,
                                        int64_t step) {
   const PriorityTree tree = tree_in(memory, capacity);
   if (n < 1 || n > INT32_MAX) fail("n is ", n, ", expected 1 to 2**31 - 1");
@@ -141,22 +141,22 @@ std::tuple<Tensor, Tensor> tree_sample(Tensor memory, int64_t capacity, int64_t 
   return {index, probability};
 }
 
-void tree_rebuild(Tensor memory, int64_t capacity) { tree_in(memory, capacity).rebuild(); }
+void tree_rebuild(const Tensor& memory, int64_t capacity) { tree_in(memory, capacity).rebuild(); }
 
 // Scalar tensors, so that compiled graphs need not read them.
-Tensor tree_total(Tensor memory, int64_t capacity) {
+Tensor tree_total(const Tensor& memory, int64_t capacity) {
   Tensor total = scalar(ScalarType::Long);
   *longs(total) = static_cast<int64_t>(tree_in(memory, capacity).total());
   return total;
 }
 
-Tensor tree_count(Tensor memory, int64_t capacity) {
+Tensor tree_count(const Tensor& memory, int64_t capacity) {
   Tensor count = scalar(ScalarType::Long);
   *longs(count) = tree_in(memory, capacity).count();
   return count;
 }
 
-Tensor tree_min(Tensor memory, int64_t capacity) {
+Tensor tree_min(const Tensor& memory, int64_t capacity) {
   Tensor least = scalar(ScalarType::Float);
   *floats(least) = tree_in(memory, capacity).min();
   return least;

@@ -140,8 +140,8 @@ struct Avx512 {
 
   TORCHREPLAY_AVX512 static uint32_t greatest_of(const float* block) {
     __m512i top = _mm512_setzero_si512();
-    for (int j = 0; j < kBlockLines; j++) {
-      const __m512i leaves = _mm512_load_si512(block + j * kLeaves);
+    for (int j = 0; j < kBlockLeaves; j += kLeaves) {
+      const __m512i leaves = _mm512_load_si512(block + j);
       top = _mm512_max_epu32(top, _mm512_sub_epi32(_mm512_setzero_si512(), leaves));
     }
     return _mm512_reduce_max_epu32(top);
