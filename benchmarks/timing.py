@@ -1,11 +1,15 @@
 """Interleaved timing: rounds alternate between the candidates."""
 
 import gc
+import resource
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.plan import Plan
+
+ATTEMPTS = 5
+"""Attempts at a round without preemption."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,8 @@ def interleave(candidates: Sequence[Candidate], plan: Plan) -> dict[str, list[fl
     """Times the candidates in alternating rounds.
 
     The order within a round rotates, so that no candidate always follows the same other one. The garbage collector is
-    off while a round is timed, as ``timeit`` does.
+    off while a round is timed, as ``timeit`` does. A round in which the kernel took the processor away is repeated:
+    it has timed somebody else's work.
 
     Args:
         candidates: What to time. Each is warmed up by the calibration of its number of repetitions.
@@ -42,7 +47,7 @@ def interleave(candidates: Sequence[Candidate], plan: Plan) -> dict[str, list[fl
         for k in range(len(candidates)):
             chosen = (round_index + k) % len(candidates)
             candidate, n = candidates[chosen], repetitions[chosen]
-            seconds[candidate.name].append(_timed(candidate.run, n) / (n * candidate.calls))
+            seconds[candidate.name].append(_undisturbed(candidate.run, n) / (n * candidate.calls))
     return seconds
 
 
@@ -51,7 +56,24 @@ def _calibrate(candidate: Candidate, seconds: float) -> int:
     n = 1
     while (elapsed := _timed(candidate.run, n)) < seconds / 4:
         n *= 2
-    return max(1, round(n * seconds / elapsed))
+    return max(1, round(n * seconds / min(elapsed, _timed(candidate.run, n))))
+
+
+def _undisturbed(run: Callable[[int], None], n: int) -> float:
+    """Returns the time of a round without preemption; of the quickest one when every attempt was disturbed."""
+    best = float("inf")
+    run(max(1, n // 2))  # the other candidates have filled the caches
+    for _ in range(ATTEMPTS):
+        before = _preemptions()
+        best = min(best, elapsed := _timed(run, n))
+        if _preemptions() == before:
+            return elapsed
+    return best
+
+
+def _preemptions() -> int:
+    """Returns how often the kernel has taken the processor from this thread; waits of its own do not count."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
 
 
 def _timed(run: Callable[[int], None], n: int) -> float:

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from benchmarks import timing
 from benchmarks.child import ChildError, run_module
 from benchmarks.line import Aim, Line
 from benchmarks.plan import QUICK
@@ -50,7 +51,8 @@ def test_a_row_shows_every_column_and_a_dash_where_a_candidate_lacks_the_operati
     assert "3.00x" in shown
 
 
-def test_rounds_alternate_between_the_candidates_and_rotate_who_goes_first():
+def test_rounds_alternate_between_the_candidates_and_rotate_who_goes_first(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(timing, "_preemptions", lambda: 0)
     order: list[str] = []
 
     def candidate(name: str) -> Candidate:
@@ -64,9 +66,18 @@ def test_rounds_alternate_between_the_candidates_and_rotate_who_goes_first():
 
     plan = dataclasses.replace(QUICK, rounds=4, seconds=0.002)
     seconds = interleave([candidate("a"), candidate("b")], plan)
-    assert order[-8:] == ["a", "b", "b", "a", "a", "b", "b", "a"]
+    warm_ups, timed = order[-16::2], order[-15::2]
+    assert warm_ups == timed == ["a", "b", "b", "a", "a", "b", "b", "a"]
     assert {name: len(values) for name, values in seconds.items()} == {"a": 4, "b": 4}
     assert min(seconds["a"]) >= 1e-3
+
+
+def test_a_preempted_round_is_repeated_and_the_quickest_kept_when_all_are(monkeypatch: pytest.MonkeyPatch):
+    counts = iter(range(1000))
+    monkeypatch.setattr(timing, "_preemptions", lambda: next(counts))
+    elapsed = iter([5.0, 3.0, 4.0, 6.0, 7.0])
+    monkeypatch.setattr(timing, "_timed", lambda run, n: next(elapsed))
+    assert timing._undisturbed(lambda n: None, 1) == 3.0
 
 
 def test_a_child_that_blocks_for_ever_is_killed_and_named():
