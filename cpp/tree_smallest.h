@@ -64,7 +64,8 @@ class SmallestLeaf {
   }
 
  private:
-  // Entry `child` of the lowest level changed from `was` to `now`: carries that up until a level stays as it is.
+  // Entry `child` of the lowest level changed from `was` to `now`: carries that up until a level stays as it is. One
+  // `was` serves all levels: where the fall of an entry is carried on, it was the top, and so equal to it.
   template <class Node>
   void carry(int64_t child, uint32_t was, uint32_t now) {
     for (int l = 1; l < levels_; l++) {
@@ -76,7 +77,6 @@ class SmallestLeaf {
       }
       if (now == before) return;
       ranks_[l][child] = now;
-      was = before;
     }
   }
 
