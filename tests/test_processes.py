@@ -11,6 +11,11 @@ import torch
 import torchreplay as tr
 
 START_METHODS = ["fork", "spawn", "forkserver"]
+QUICK_METHODS = [
+    "fork",
+    "forkserver",
+]  # how a buffer arrives, inherited or unpickled; spawn unpickles, and takes seconds
+mp.set_forkserver_preload(["torchreplay"])
 PAYLOAD = 16
 SPEC = {
     "explorer": tr.Field((), torch.int64),
@@ -58,20 +63,37 @@ def eventually(predicate, timeout=30.0):
         time.sleep(0.005)
 
 
+@pytest.fixture(params=START_METHODS)
+def context(request):
+    return mp.get_context(request.param)
+
+
+@pytest.fixture
+def start():
+    """Starts a process that does not outlive its test."""
+    started = []
+
+    def start(context, target, *args):
+        process = context.Process(target=target, args=args, daemon=True)
+        started.append(process)
+        process.start()
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.join()
+
+
 def join_all(processes):
     for process in processes:
         process.join(30)
         assert process.exitcode == 0
 
 
-@pytest.mark.parametrize("method", START_METHODS)
-def test_rows_of_explorer_processes_arrive_complete_and_intact(method):
-    context = mp.get_context(method)
+def test_rows_of_explorer_processes_arrive_complete_and_intact(context, start):
     buffer = tr.ReplayBuffer(SPEC, capacity=1000, seed=0)
-    explorers = [context.Process(target=write_rows, args=(buffer, index, 200)) for index in range(2)]
-    for explorer in explorers:
-        explorer.start()
-    join_all(explorers)
+    join_all([start(context, write_rows, buffer, index, 200) for index in range(2)])
 
     assert len(buffer) == 400
     batch = buffer.sample(4096)
@@ -82,15 +104,11 @@ def test_rows_of_explorer_processes_arrive_complete_and_intact(method):
     assert written == {(e, c) for e in range(2) for c in range(200)}
 
 
-@pytest.mark.parametrize("method", START_METHODS)
-def test_a_killed_explorer_process_disturbs_neither_learner_nor_the_others(method):
-    context = mp.get_context(method)
+@pytest.mark.parametrize("context", QUICK_METHODS, indirect=True)
+def test_a_killed_explorer_process_disturbs_neither_learner_nor_the_others(context, start):
     buffer = tr.ReplayBuffer(SPEC, capacity=500, limiter=tr.MinSize(100), seed=0)
-    explorers = [context.Process(target=write_until_stopped, args=(buffer, index)) for index in range(2)]
-    for explorer in explorers:
-        explorer.start()
+    victim, survivor = [start(context, write_until_stopped, buffer, index) for index in range(2)]
     eventually(lambda: buffer.stats().writers == 2)
-    victim, survivor = explorers
     os.kill(victim.pid, signal.SIGKILL)
     victim.join(30)
     before = buffer.stats().rows_written
@@ -113,15 +131,13 @@ def explore_with_weights(buffer, weights, seen):
     seen.send((weights.version, policy.weight.detach().tolist()))
 
 
-@pytest.mark.parametrize("method", START_METHODS)
-def test_weights_published_by_the_learner_reach_an_explorer_process(method):
-    context = mp.get_context(method)
+@pytest.mark.parametrize("context", QUICK_METHODS, indirect=True)
+def test_weights_published_by_the_learner_reach_an_explorer_process(context, start):
     buffer = tr.ReplayBuffer(SPEC, capacity=100)
     policy = torch.nn.Linear(2, 1)
     weights = tr.SharedWeights(policy)
     receiver, sender = context.Pipe(duplex=False)
-    explorer = context.Process(target=explore_with_weights, args=(buffer, weights, sender))
-    explorer.start()
+    explorer = start(context, explore_with_weights, buffer, weights, sender)
     buffer.sample(1, timeout=30.0)  # it runs, with the initial weights
     with torch.no_grad():
         policy.weight.fill_(7.0)
@@ -141,11 +157,10 @@ def write_through_pool(explorer):
     return os.getpid()
 
 
-@pytest.mark.parametrize("method", START_METHODS)
-def test_a_multiprocessing_pool_gets_the_buffer_through_its_initargs(method):
+def test_a_multiprocessing_pool_gets_the_buffer_through_its_initargs(context):
     buffer = tr.ReplayBuffer(SPEC, capacity=400)
-    with mp.get_context(method).Pool(2, initializer=attach_in_worker, initargs=(buffer,)) as pool:
-        workers = pool.map(write_through_pool, range(4), chunksize=1)
+    with context.Pool(2, initializer=attach_in_worker, initargs=(buffer,)) as pool:
+        workers = pool.map_async(write_through_pool, range(4), chunksize=1).get(60)
     assert os.getpid() not in workers
     assert len(buffer) == 200
     assert_intact(buffer.sample(512))
@@ -157,11 +172,10 @@ def own_a_buffer(pipe):
     pipe.recv()
 
 
-def test_a_handle_whose_owner_is_gone_says_so():
+def test_a_handle_whose_owner_is_gone_says_so(start):
     context = mp.get_context("fork")
     mine, theirs = context.Pipe()
-    owner = context.Process(target=own_a_buffer, args=(theirs,))
-    owner.start()
+    owner = start(context, own_a_buffer, theirs)
     handle = mine.recv()
     mine.send("done")
     join_all([owner])
@@ -178,12 +192,11 @@ def wait_for_room(buffer, outcome):
         outcome.send(type(error).__name__)
 
 
-def test_stop_wakes_an_explorer_process_that_waits_for_the_limiter():
+def test_stop_wakes_an_explorer_process_that_waits_for_the_limiter(start):
     context = mp.get_context("fork")
     buffer = tr.ReplayBuffer(SPEC, capacity=20_000, limiter=tr.SamplesPerInsert(1.0, min_size=10))
     receiver, sender = context.Pipe(duplex=False)
-    explorer = context.Process(target=wait_for_room, args=(buffer, sender))
-    explorer.start()
+    explorer = start(context, wait_for_room, buffer, sender)
     eventually(lambda: buffer.stats().insert_wait > 0)
     buffer.stop()
     assert receiver.poll(30)

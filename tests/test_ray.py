@@ -20,6 +20,7 @@ import torchreplay as tr
 from torchreplay.ray import ExplorerContext, ExplorerPool, ExplorersFailed
 from torchreplay.ray.board import Board
 from torchreplay.ray.explorer import Outcome
+from torchreplay.ray.session import RaySession
 from torchreplay.ray.supervisor import Policy, Supervisor
 
 PAYLOAD = 16
@@ -32,7 +33,7 @@ SPEC = {
 
 
 def make_buffer(capacity=4096, limiter=None):
-    return tr.ReplayBuffer(SPEC, capacity=capacity, limiter=limiter or tr.MinSize(1), seed=0)
+    return tr.ReplayBuffer(SPEC, capacity, sampler=tr.Prioritized(), limiter=limiter or tr.MinSize(1), seed=0)
 
 
 def row(explorer, seed, count):
@@ -78,6 +79,7 @@ def test_an_explorers_function_can_be_tried_without_ray():
     explore(ctx)
     ctx.close()
     assert len(buffer) == 10
+    assert int(ctx._board.entries[0]["rows"]) == 10
     assert "explorer 0 of 1" in repr(ctx)
     assert "episodes=1" in repr(ctx)
 
@@ -88,6 +90,17 @@ def test_closing_a_context_closes_its_writers():
     ctx.close()
     with pytest.raises(ValueError, match="closed"):
         writer.append(**row(0, 0, 0))
+
+
+def test_rows_of_writers_that_the_function_closes_itself_are_counted_once():
+    ctx = ExplorerContext(make_buffer())
+    for _ in range(3):
+        with ctx.writer() as writer:
+            for count in range(5):
+                writer.append(**row(0, 0, count))
+            assert not ctx.stopped
+    ctx.close()
+    assert int(ctx._board.entries[0]["rows"]) == 15
 
 
 def test_a_context_is_stopped_by_its_pool_and_by_its_buffer():
@@ -289,6 +302,50 @@ def test_restart_delays_double_up_to_half_a_minute():
     assert policy.delay(100_000) == 30
 
 
+class SpareRay:
+    """Stands for Ray where only its life matters."""
+
+    def __init__(self, running):
+        self.running, self.options = running, None
+
+    def is_initialized(self):
+        return self.running
+
+    def init(self, **options):
+        self.running, self.options = True, options
+
+    def shutdown(self):
+        self.running = False
+
+
+def test_a_pool_leaves_a_running_ray_as_it_is(monkeypatch):
+    spare = SpareRay(running=True)
+    monkeypatch.setattr("torchreplay.ray.session.import_ray", lambda: spare)
+    RaySession(num_explorers=4).close()
+    assert spare.running
+    assert spare.options is None
+
+
+def test_a_pool_without_a_ray_starts_one_and_shuts_it_down(monkeypatch):
+    spare = SpareRay(running=False)
+    monkeypatch.setattr("torchreplay.ray.session.import_ray", lambda: spare)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    session = RaySession(num_explorers=1000)
+    assert spare.running
+    assert spare.options["address"] == "local"
+    assert spare.options["num_cpus"] == 1000
+    session.close()
+    assert not spare.running
+
+
+def test_a_pool_joins_the_cluster_that_the_environment_names(monkeypatch):
+    spare = SpareRay(running=False)
+    monkeypatch.setattr("torchreplay.ray.session.import_ray", lambda: spare)
+    monkeypatch.setenv("RAY_ADDRESS", "192.0.2.7:6379")
+    RaySession(num_explorers=4)
+    assert spare.options == {}  # a cluster refuses num_cpus and the like
+
+
 # --- on Ray ---
 
 
@@ -455,24 +512,23 @@ def test_explorers_pull_published_weights_and_a_stopped_pool_starts_again(ray):
 
 def test_a_buffer_passes_as_an_argument_to_any_remote_function_or_actor(ray):
     @ray.remote(num_cpus=0)
-    def collect(buffer, index):
-        keys = [
-            buffer.extend(**{name: np.stack([np.asarray(row(index, 0, c)[name]) for c in range(20)]) for name in SPEC})
-        ]
-        return int(keys[0].shape[0])
+    def collect(buffer, rows):
+        return buffer.extend(**rows).tolist()
 
     @ray.remote(num_cpus=0)
     class Collector:
         def __init__(self, buffer):
-            self.buffer, self.writer = buffer, buffer.writer()
+            self.writer = buffer.writer()
 
-        def collect(self, index):
-            return self.writer.append(**row(index, 0, 0))
+        def collect(self, row):
+            return self.writer.append(**row)
 
+    rows = [row(explorer=1, seed=0, count=count) for count in range(20)]
+    together = {name: np.stack([np.asarray(r[name]) for r in rows]) for name in SPEC}
     buffer = make_buffer()
     collector = Collector.remote(buffer)
-    assert ray.get(collect.remote(buffer, 1)) == 20
-    assert ray.get(collector.collect.remote(2)) == 20
+    assert ray.get(collect.remote(buffer, together)) == list(range(20))
+    assert ray.get(collector.collect.remote(row(explorer=2, seed=0, count=0))) == 20
     assert len(buffer) == 21
     assert_intact(buffer.sample(64))
     ray.kill(collector)
@@ -494,8 +550,6 @@ if __name__ == "__main__":
         buffer.sample(1)
         print(pool.stats()[0].pid, flush=True)
         sys.stdin.readline()
-    import ray
-    print(ray.is_initialized(), flush=True)
 """
 
 

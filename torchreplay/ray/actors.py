@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ class Actors:
     def launch(self, launch: Launch) -> Run:
         """Starts a run in a process of its own; does not wait for it."""
         actor = self._actor.remote()
-        return Run(launch, actor, actor.run.remote(self._payload, launch))
+        return Run(launch, actor, actor.run.remote(sys.path, self._payload, launch))
 
     def wait(self, runs: Sequence[Run], timeout: float) -> list[Run]:
         """The runs that have ended, as soon as one has, at the latest after `timeout` seconds."""
@@ -72,7 +73,7 @@ class Actors:
         run.actor = run.result = None
 
     def interrupt(self, run: Run, pid: int) -> None:
-        """Makes a run that goes on raise `Stopped`, wherever it is or waits; `pid` is its process."""
+        """Makes a run that has not seen its stop raise `Stopped`, wherever it is or waits; `pid` is its process."""
         # A pid can only be another's by now if it ended this very moment.
         if not self.wait([run], 0):
             with contextlib.suppress(ProcessLookupError):

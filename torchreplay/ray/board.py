@@ -14,10 +14,12 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from torchreplay.errors import AttachError
+from torchreplay.segment import Handle, make_handle, new_nonce, open_handle, reserve
 
 WINDOW: Final = 100
 """Episodes kept per explorer for its mean return, as Gymnasium's and RLlib's running means do."""
+
+_WHAT: Final = "board of an explorer pool"
 
 _HEADER: Final = np.dtype([("stop", np.int64)])
 # Every column is a naturally aligned 8-byte word: a store can be late for a reader, never torn.
@@ -44,49 +46,35 @@ class Board:
     """
 
     def __init__(self, num_explorers: int) -> None:
-        fd = os.memfd_create("torchreplay-explorers", os.MFD_CLOEXEC)
-        os.ftruncate(fd, _HEADER.itemsize + num_explorers * _ENTRY.itemsize)
-        self._map(fd, f"/proc/{os.getpid()}/fd/{fd}")
+        fd = reserve(_HEADER.itemsize + num_explorers * _ENTRY.itemsize, _WHAT)
+        self._map(fd)
+        self._handle = make_handle(fd, new_nonce())
         weakref.finalize(self, os.close, fd)  # others attach through the descriptor: it stays open
 
-    def _map(self, fd: int, address: str) -> None:
-        self._address = address
-        self._inode = os.fstat(fd).st_ino
+    def _map(self, fd: int) -> None:
         memory = mmap.mmap(fd, 0)
-        self._header = np.frombuffer(memory, _HEADER, count=1)
+        self._stop: npt.NDArray[np.int64] = np.frombuffer(memory, _HEADER, count=1)["stop"]
         self.entries: npt.NDArray[np.void] = np.frombuffer(memory, _ENTRY, offset=_HEADER.itemsize)
         """Structured array `[num_explorers]`: pid, rows, episodes, steps, returns, lengths."""
-        self._stop = self._header["stop"]
 
     @classmethod
-    def attach(cls, address: str, inode: int) -> Board:
+    def attach(cls, handle: Handle) -> Board:
         """Attaches to a board of another process of this machine.
 
         Raises:
             AttachError: The process that made the board is gone, or runs on another machine.
         """
+        fd = open_handle(handle, _WHAT)
+        board = cls.__new__(cls)
+        board._handle = handle
         try:
-            fd = os.open(address, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise AttachError(
-                f"the pool's shared memory at {address} cannot be opened ({error.strerror}): its "
-                "process is gone, or runs on another machine or as another user; explorers must "
-                "run on the machine of the pool, while the pool lives"
-            ) from error
-        try:
-            if os.fstat(fd).st_ino != inode:
-                raise AttachError(
-                    f"{address} is no longer the pool's shared memory: the process that made it "
-                    "is gone; start a new pool"
-                )
-            board = cls.__new__(cls)
-            board._map(fd, address)
+            board._map(fd)
         finally:
             os.close(fd)
         return board
 
-    def __reduce__(self) -> tuple[object, tuple[str, int]]:
-        return Board.attach, (self._address, self._inode)
+    def __reduce__(self) -> tuple[object, tuple[Handle]]:
+        return Board.attach, (self._handle,)
 
     @property
     def stopped(self) -> bool:

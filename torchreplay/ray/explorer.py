@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Final, Literal
@@ -59,15 +60,17 @@ class Outcome:
 class ExplorerProcess:
     """The Ray actor of one explorer; each run gets a process of its own."""
 
-    def run(self, payload: bytes, launch: Launch) -> Outcome:
+    def run(self, path: Sequence[str], payload: bytes, launch: Launch) -> Outcome:
         """Runs the function that `payload` holds until it returns, raises or is stopped.
 
         Args:
+            path: The program's `sys.path`: what it can import, its explorers can.
             payload: Pickled `(explore, buffer, weights, board)`; unpickling attaches to the
                 shared memory, and may fail, which is reported like any other error.
             launch: Which explorer this is.
         """
         torch.set_num_threads(1)  # as many explorers as cores: more threads only get in the way
+        sys.path.extend(place for place in path if place not in sys.path)
         try:
             _explore(payload, launch)
         except Stopped:
@@ -81,18 +84,19 @@ class ExplorerProcess:
 
 def _explore(payload: bytes, launch: Launch) -> None:
     explore, buffer, weights, board = pickle.loads(payload)
-    signal.signal(STOP_SIGNAL, _stop_here)
-    board.entries[launch.index]["pid"] = os.getpid()
     ctx = ExplorerContext(buffer, weights, launch.index, launch.num_explorers, launch.seed, launch.restarts, board)
+
+    def stop_here(signal_number: int, frame: FrameType | None) -> None:
+        if not ctx.noticed_stop:  # otherwise it is finishing already
+            raise Stopped("the pool that runs this explorer was stopped")
+
+    signal.signal(STOP_SIGNAL, stop_here)
+    board.entries[launch.index]["pid"] = os.getpid()
     try:
         explore(ctx)
     finally:
         signal.signal(STOP_SIGNAL, signal.SIG_IGN)
         ctx.close()
-
-
-def _stop_here(signal_number: int, frame: FrameType | None) -> None:
-    raise Stopped("the pool that runs this explorer was stopped")
 
 
 def _raised(error: BaseException) -> Outcome:

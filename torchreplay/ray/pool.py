@@ -139,9 +139,9 @@ class ExplorerPool:
     def stop(self, timeout: float = 5.0) -> None:
         """Ends the explorers and returns when their processes are gone; may be called again.
 
-        `ctx.stopped` turns True. A function that has not returned a second later, waiting for the
-        limiter or for anything else, finds `Stopped` raised where it is; one that has not returned
-        after `timeout` seconds is killed. Ray is shut down if the pool started it.
+        `ctx.stopped` turns True. A function that has not looked at it half a second later, because
+        it waits for the limiter or anything else, finds `Stopped` raised where it is. One that has
+        not returned after `timeout` seconds is killed. Ray is shut down if the pool started it.
 
         Args:
             timeout: Seconds that the explorers get to finish by themselves.

@@ -42,7 +42,8 @@ class ExplorerStats:
         state: `starting`, `running`, `restarting` (waits for its next try), `finished` (its
             function returned), `failed` (for good) or `stopped`.
         pid: Process id of its present or last run; 0 before the first.
-        rows: Rows written through `ctx.writer()`, as last published by the explorer.
+        rows: Rows written through `ctx.writer()`, as of a moment ago: counted at the end of each
+            episode, and now and then when the function looks at `ctx.stopped`.
         episodes: Episodes recorded.
         steps: Sum of the recorded episodes' lengths.
         mean_return: Mean return of the last 100 recorded episodes; NaN before the first.

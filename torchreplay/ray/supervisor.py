@@ -25,7 +25,7 @@ _POLL: Final = 0.1
 _LONGEST_DELAY: Final = 30.0
 """Seconds; the back-off between restarts doubles up to this."""
 
-_GRACE: Final = 1.0
+_GRACE: Final = 0.5
 """Seconds in which a stopped explorer should notice by itself, before it is interrupted."""
 
 _HOPELESS_AFTER: Final = 5
