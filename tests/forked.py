@@ -15,7 +15,7 @@ LIBC = ctypes.CDLL(None)
 
 
 class Forked:
-    """A child process that runs `body` and exits: with 0 after its end or `Stopped`, with 1 after any other exception."""
+    """A child process that runs `body` and exits: with 0 after its end or `Stopped`, with 1 after another exception."""
 
     def __init__(self, body, *args):
         self.status = None
