@@ -83,6 +83,7 @@ class Absorber {
 
   // One bounded step of bringing slots up to date with the tickets below `head`. True: nothing is left to do.
   bool step(uint64_t head) {
+    head = std::max(head, header_.absorbed);  // another learner may have gone further between two steps
     if (header_.absorbed >= head && header_.pending == 0) return true;
     const DirtyScope dirty(header_, Dirty::kLinks);
     default_leaf_ = leaf_of(header_.sampler, header_.max_raw);

@@ -29,10 +29,11 @@ class Limiter {
   // (or lost) and that `drawable` items can be drawn: with none, only an insert can help.
   void publish(uint64_t head, int64_t drawable) {
     uint64_t limit = kNever;
-    if (config_.ratio > 0 && drawable > 0) {
+    if (config_.ratio > 0) {
       const double allowed = std::floor((config_.max_diff + static_cast<double>(header_.sampled)) / config_.ratio);
       uint64_t target = std::max(config_.min_size, header_.demand);
       if (allowed > static_cast<double>(target)) target = static_cast<uint64_t>(allowed);
+      if (drawable == 0) target = std::max(target, header_.inserted + 1);
       limit = head + (target > header_.inserted ? target - header_.inserted : 0);
     }
     header_.ticket_limit.store(limit, std::memory_order_relaxed);

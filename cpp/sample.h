@@ -4,8 +4,8 @@
 
 #include <vector>
 
-#include "random.h"
 #include "session.h"
+#include "strata.h"
 
 namespace torchreplay {
 
@@ -107,19 +107,13 @@ class BatchSampler {
   }
 
   void find(const PriorityTree& tree, int n) {
-    using u128 = unsigned __int128;
     const int count = static_cast<int>(todo_.size());
     const uint64_t total = tree.total();
     target_.resize(count);
     index_.resize(count);
     leaf_.resize(count);
-    // Stratum i of n is [i total / n, (i + 1) total / n), exactly; quotient and rest spare a 128-bit division for each.
-    const uint64_t quotient = total / n, rest = total % n;
-    for (int k = 0; k < count; k++) {
-      const auto i = static_cast<uint64_t>(todo_[k]);
-      const uint64_t low = i * quotient + i * rest / n, high = (i + 1) * quotient + (i + 1) * rest / n;
-      target_[k] = low + static_cast<uint64_t>(u128{random_[k]} * (high - low) >> 64);
-    }
+    const Strata strata(total, static_cast<uint64_t>(n));
+    for (int k = 0; k < count; k++) target_[k] = strata.target(static_cast<uint64_t>(todo_[k]), random_[k]);
     tree.find(target_.data(), count, index_.data(), leaf_.data());
     const uint64_t min_mass = tree.quantize(tree.min());
     for (int k = 0; k < count; k++) __builtin_prefetch(&memory_.at(index_[k]));

@@ -20,8 +20,8 @@ class ReplayBatch(dict[str, Any]):
 
     __slots__ = ("source",)
 
-    source: int
-    """Identity of the buffer it was drawn from."""
+    source: int | None
+    """Identity of the buffer it was drawn from, where known."""
 
     @property
     def batch_size(self) -> int:
@@ -43,7 +43,7 @@ class ReplayBatch(dict[str, Any]):
 
     def _map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> ReplayBatch:
         moved = ReplayBatch()
-        moved.source = self.source
+        moved.source = getattr(self, "source", None)  # whoever rebuilds a dict from its items loses it
         for name, value in self.items():
             moved[name] = value if name == "key" else _map_nested(value, move)
         return moved

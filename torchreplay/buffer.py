@@ -213,7 +213,7 @@ class ReplayBuffer:
         """
         keys = batch_or_keys
         if isinstance(keys, ReplayBatch):
-            if keys.source != self._nonce:
+            if getattr(keys, "source", None) not in (None, self._nonce):
                 raise ValueError("the batch was drawn from another buffer: feed its TD errors back to that one")
             keys = keys["key"]
         self._segment.update(keys, td)

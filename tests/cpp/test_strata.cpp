@@ -9,7 +9,7 @@
 
 using torchreplay::draw_stratified;
 using torchreplay::PriorityTree;
-using torchreplay::stratified_target;
+using torchreplay::Strata;
 
 namespace {
 
@@ -23,8 +23,8 @@ BOOST_AUTO_TEST_CASE(the_parts_tile_the_total_without_gap_or_overlap) {
       if (static_cast<uint64_t>(n) > total) continue;
       uint64_t next = 0;
       for (int64_t i = 0; i < n; i++) {
-        BOOST_TEST(stratified_target(total, i, n, kLowest) == next);
-        next = stratified_target(total, i, n, kHighest) + 1;
+        BOOST_TEST(Strata(total, static_cast<uint64_t>(n)).target(static_cast<uint64_t>(i), kLowest) == next);
+        next = Strata(total, static_cast<uint64_t>(n)).target(static_cast<uint64_t>(i), kHighest) + 1;
       }
       BOOST_TEST(next == total);
     }
@@ -35,13 +35,15 @@ BOOST_AUTO_TEST_CASE(parts_differ_by_at_most_one_unit) {
   const uint64_t total = 1'000'003;
   const int64_t n = 256;
   for (int64_t i = 0; i < n; i++) {
-    const uint64_t part = stratified_target(total, i, n, kHighest) - stratified_target(total, i, n, kLowest) + 1;
+    const uint64_t part = Strata(total, static_cast<uint64_t>(n)).target(static_cast<uint64_t>(i), kHighest) -
+                          Strata(total, static_cast<uint64_t>(n)).target(static_cast<uint64_t>(i), kLowest) + 1;
     BOOST_TEST((part == total / n || part == total / n + 1));
   }
 }
 
 BOOST_AUTO_TEST_CASE(every_target_lies_below_the_total_even_with_more_items_than_units) {
-  for (int64_t i = 0; i < 1000; i++) BOOST_TEST(stratified_target(3, i, 1000, kHighest) < 3u);
+  for (int64_t i = 0; i < 1000; i++)
+    BOOST_TEST(Strata(3, static_cast<uint64_t>(1000)).target(static_cast<uint64_t>(i), kHighest) < 3u);
 }
 
 BOOST_AUTO_TEST_CASE(a_draw_is_a_function_of_seed_stream_and_step_and_finds_positive_leaves_only) {
