@@ -11,9 +11,12 @@ namespace torchreplay {
 // Keeps the compiler from moving stores across it: enough for a process that may be killed between any two of them.
 inline void kill_fence() { std::atomic_signal_fence(std::memory_order_seq_cst); }
 
-// (|priority| + eps)^alpha, the proportional variant of Schaul et al. 2016, section 3.3. Uniform sampling: 1.
+// (|priority| + eps)^alpha, the proportional variant of Schaul et al. 2016, section 3.3. Uniform sampling: 1. Never 0,
+// which would mean that the item cannot be drawn: the tree rounds what is smaller than its grid up to one step.
 inline float leaf_of(const SamplerConfig& c, double raw) {
-  return c.prioritized ? std::pow(static_cast<float>(std::fabs(raw) + c.eps), static_cast<float>(c.alpha)) : 1.0f;
+  if (!c.prioritized) return 1.0f;
+  const float leaf = std::pow(static_cast<float>(std::fabs(raw) + c.eps), static_cast<float>(c.alpha));
+  return std::max(leaf, std::numeric_limits<float>::min());
 }
 
 // Marks that derived state is being changed, so that whoever finds the owner dead knows what to rebuild.
