@@ -208,6 +208,7 @@ class Absorber {
         tree_.leaves()[slot] = 0;
         kill_fence();
         at = key1;
+        header_.inserted += key1 != 0;
       }
       const uint64_t newest1 = slot < head ? head - (head - 1 - slot) % memory_.capacity() : 0;
       pending_.assign(
