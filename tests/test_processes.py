@@ -3,10 +3,10 @@
 import multiprocessing as mp
 import os
 import signal
-import time
 
 import pytest
 import torch
+from numbered_rows import SPEC, assert_intact, eventually, row
 
 import torchreplay as tr
 
@@ -16,32 +16,12 @@ QUICK_METHODS = [
     "forkserver",
 ]  # how a buffer arrives, inherited or unpickled; spawn unpickles, and takes seconds
 mp.set_forkserver_preload(["torchreplay"])
-PAYLOAD = 16
-SPEC = {
-    "explorer": tr.Field((), torch.int64),
-    "count": tr.Field((), torch.int64),
-    "payload": tr.Field((PAYLOAD,), torch.int64),
-}
-
-
-def row(explorer, count):
-    """A row whose every part tells the two numbers it was made from."""
-    return {
-        "explorer": explorer,
-        "count": count,
-        "payload": torch.arange(PAYLOAD) + explorer * 2**40 + count * PAYLOAD,
-    }
-
-
-def assert_intact(batch):
-    start = batch["explorer"] * 2**40 + batch["count"] * PAYLOAD
-    assert torch.equal(batch["payload"], start[:, None] + torch.arange(PAYLOAD))
 
 
 def write_rows(buffer, explorer, rows):
     with buffer.writer() as writer:
         for count in range(rows):
-            writer.append(**row(explorer, count))
+            writer.append(**row(explorer, 0, count))
 
 
 def write_until_stopped(buffer, explorer):
@@ -49,18 +29,10 @@ def write_until_stopped(buffer, explorer):
         with buffer.writer() as writer:
             count = 0
             while not buffer.stopped:
-                writer.append(**row(explorer, count))
+                writer.append(**row(explorer, 0, count))
                 count += 1
     except tr.Stopped:
         pass
-
-
-def eventually(predicate, timeout=30.0):
-    """Waits for a condition of another process; fails when it does not come about."""
-    deadline = time.monotonic() + timeout
-    while not predicate():
-        assert time.monotonic() < deadline, "the awaited condition did not come about"
-        time.sleep(0.005)
 
 
 @pytest.fixture(params=START_METHODS)
@@ -126,7 +98,7 @@ def explore_with_weights(buffer, weights, seen):
     weights.pull(policy)
     with buffer.writer() as writer:
         while float(policy.weight.detach()[0, 0]) != 7.0:
-            writer.append(**row(0, 0))
+            writer.append(**row(0, 0, 0))
             weights.pull(policy)
     seen.send((weights.version, policy.weight.detach().tolist()))
 
@@ -187,7 +159,7 @@ def wait_for_room(buffer, outcome):
     try:
         with buffer.writer() as writer:
             for count in range(10_000):
-                writer.append(**row(0, count))
+                writer.append(**row(0, 0, count))
     except tr.Stopped as error:
         outcome.send(type(error).__name__)
 

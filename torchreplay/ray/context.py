@@ -119,9 +119,10 @@ class ExplorerContext:
         self._rows[0] = self._closed_rows + sum(writer.rows for writer in self._writers)
 
     def __repr__(self) -> str:
+        stopped = self._board.stopped or self.buffer.stopped
         return (
             f"ExplorerContext(explorer {self.index} of {self.num_explorers}, seed={self.seed}, "
-            f"restarts={self.restarts}, episodes={self._episodes}, stopped={self.stopped})"
+            f"restarts={self.restarts}, episodes={self._episodes}, stopped={stopped})"
         )
 
 

@@ -104,10 +104,11 @@ class ExplorerPool:
         Raises:
             ImportError: Ray is not installed.
             TypeError: The function or something it refers to cannot be pickled.
+            ValueError: Ray has fewer CPUs than the explorers reserve.
         """
         with self._lock:
             if self._supervisor is None:
-                self._session = RaySession(self.num_explorers)
+                self._session = RaySession(self.num_explorers * self._num_cpus)
                 try:
                     self._supervisor = self._supervise(self._session)
                 except BaseException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from types import ModuleType
 
@@ -32,20 +33,25 @@ class RaySession:
     the pool, or sets `RAY_ADDRESS`.
 
     Args:
-        num_explorers: The CPUs that a Ray started here announces are at least as many.
+        cpus: What the explorers ask Ray to reserve in all. A Ray started here announces as many
+            CPUs, and no fewer than the machine has.
+
+    Raises:
+        ImportError: Ray is not installed.
+        ValueError: The Ray that runs has fewer CPUs: some explorers would never be started.
     """
 
-    def __init__(self, num_explorers: int) -> None:
+    def __init__(self, cpus: float) -> None:
         self.ray = import_ray()
         self._started = not self.ray.is_initialized()
         if not self._started:
-            return
-        if os.environ.get("RAY_ADDRESS"):
+            _check_cpus(cpus, self.ray.cluster_resources().get("CPU", 0))
+        elif os.environ.get("RAY_ADDRESS"):
             self.ray.init()
         else:
             self.ray.init(
                 address="local",
-                num_cpus=max(os.cpu_count() or 1, num_explorers),
+                num_cpus=max(os.cpu_count() or 1, math.ceil(cpus)),
                 object_store_memory=_OBJECT_STORE_BYTES,
                 include_dashboard=False,
                 logging_level=logging.ERROR,  # its warnings are about clusters
@@ -56,3 +62,11 @@ class RaySession:
         if self._started:
             self._started = False
             self.ray.shutdown()
+
+
+def _check_cpus(asked: float, present: float) -> None:
+    if asked > present:
+        raise ValueError(
+            f"the explorers ask Ray for {asked:g} CPUs in all (num_explorers * num_cpus) and it has {present:g}: "
+            "lower num_cpus (with 0, the default, any number of explorers runs), or start Ray with more"
+        )

@@ -1,0 +1,326 @@
+"""What surrounds an explorer's function, tested without Ray: context, board, supervisor, session."""
+
+import math
+import pickle
+import threading
+from collections import deque
+
+import numpy as np
+import pytest
+from numbered_rows import eventually, make_buffer, row
+
+import torchreplay as tr
+from torchreplay.ray import ExplorerContext, ExplorerPool
+from torchreplay.ray.board import Board
+from torchreplay.ray.explorer import Outcome
+from torchreplay.ray.session import RaySession
+from torchreplay.ray.supervisor import Policy, Supervisor
+
+# --- the context ---
+
+
+def test_an_explorers_function_can_be_tried_without_ray():
+    buffer = make_buffer()
+
+    def explore(ctx):
+        writer = ctx.writer()
+        for count in range(10):
+            writer.append(**row(ctx.index, ctx.seed, count))
+        ctx.record(episode_return=3.0, episode_length=10)
+
+    ctx = ExplorerContext(buffer, seed=5)
+    explore(ctx)
+    ctx.close()
+    assert len(buffer) == 10
+    assert int(ctx._board.entries[0]["rows"]) == 10
+    assert "explorer 0 of 1" in repr(ctx)
+    assert "episodes=1" in repr(ctx)
+
+
+def test_closing_a_context_closes_its_writers():
+    ctx = ExplorerContext(make_buffer())
+    writer = ctx.writer()
+    ctx.close()
+    with pytest.raises(ValueError, match="closed"):
+        writer.append(**row(0, 0, 0))
+
+
+def test_rows_of_writers_that_the_function_closes_itself_are_counted_once():
+    ctx = ExplorerContext(make_buffer())
+    for _ in range(3):
+        with ctx.writer() as writer:
+            for count in range(5):
+                writer.append(**row(0, 0, count))
+            assert not ctx.stopped
+    ctx.close()
+    assert int(ctx._board.entries[0]["rows"]) == 15
+
+
+def test_a_context_is_stopped_by_its_pool_and_by_its_buffer():
+    board, buffer = Board(1), make_buffer()
+    ctx = ExplorerContext(buffer, board=board)
+    assert not ctx.stopped
+    board.stopped = True
+    assert ctx.stopped
+    board.stopped = False
+    buffer.stop()
+    assert ctx.stopped
+
+
+def test_recorded_statistics_agree_with_a_plain_list_of_episodes():
+    supervisor = supervise(ScriptedActors(lambda launch: None), num_explorers=2)
+    ctx = ExplorerContext(make_buffer(), index=1, num_explorers=2, board=supervisor.board)
+    rng = np.random.default_rng(0)
+    episodes = [(float(rng.normal()), int(rng.integers(1, 500))) for _ in range(250)]
+    for seen, (episode_return, length) in enumerate(episodes, start=1):
+        ctx.record(episode_return=episode_return, episode_length=length)
+        if seen in (1, 99, 100, 101, 250):
+            stats = supervisor.stats()[1]
+            window = episodes[:seen][-100:]
+            assert (stats.episodes, stats.steps) == (seen, sum(n for _, n in episodes[:seen]))
+            assert (stats.last_return, stats.last_length) == (episode_return, length)
+            assert math.isclose(stats.mean_return, sum(r for r, _ in window) / len(window), rel_tol=1e-9)
+            assert math.isclose(stats.mean_length, sum(n for _, n in window) / len(window), rel_tol=1e-9)
+    untouched = supervisor.stats()[0]
+    assert untouched.episodes == 0
+    assert math.isnan(untouched.mean_return)
+    supervisor.stop(timeout=0)
+
+
+def test_a_board_that_was_pickled_is_the_same_memory():
+    board = Board(3)
+    other = pickle.loads(pickle.dumps(board))
+    board.stopped = True
+    other.entries[2]["episodes"] = 7
+    assert other.stopped
+    assert board.entries[2]["episodes"] == 7
+    del board
+    with pytest.raises(tr.AttachError, match="gone"):
+        pickle.loads(pickle.dumps(other))
+
+
+# --- the supervisor ---
+
+
+class ScriptedActors:
+    """Runs that end as a script says: at once with an outcome, or never if it returns None."""
+
+    class Run:
+        def __init__(self, launch, outcome):
+            self.launch, self.result = launch, outcome
+            self.interrupted = self.killed = False
+
+    def __init__(self, script):
+        self.script, self.runs = script, []
+        self.changed = threading.Condition()
+
+    def launch(self, launch):
+        run = self.Run(launch, self.script(launch))
+        self.runs.append(run)
+        return run
+
+    def wait(self, runs, timeout):
+        with self.changed:
+            self.changed.wait_for(lambda: any(run.result for run in runs), max(timeout, 0.0))
+            return [run for run in runs if run.result]
+
+    def end(self, run, outcome):
+        with self.changed:
+            run.result = outcome
+            self.changed.notify_all()
+
+    def outcome(self, run):
+        return run.result
+
+    def release(self, run):
+        pass
+
+    def interrupt(self, run, pid):
+        run.interrupted = True
+
+    def kill(self, run):
+        run.killed = True
+        self.end(run, Outcome("died", "killed"))
+
+    def await_exit(self, pids):
+        pass
+
+
+class Marks:
+    """Counts the marks that keep learners waiting."""
+
+    def __init__(self):
+        self.open = 0
+
+    def __call__(self):
+        self.open += 1
+        return self
+
+    def close(self):
+        self.open -= 1
+
+
+def supervise(actors, num_explorers=1, max_restarts=-1, restart_delay=0.0, marks=None):
+    policy = Policy(seed=1, generation=0, max_restarts=max_restarts, restart_delay=restart_delay)
+    return Supervisor(actors, Board(num_explorers), num_explorers, policy, marks or Marks(), deque())
+
+
+RAISED = Outcome("raised", "KeyError: 'boom'", "Traceback: in explore, boom")
+DIED = Outcome("died", "its process died", "what Ray knows")
+ENDED = Outcome("ended")
+
+
+def test_an_explorer_that_raises_is_reported_and_restarted_and_one_that_returns_is_not(caplog):
+    actors = ScriptedActors(lambda launch: RAISED if launch.index == 0 and launch.restarts < 2 else ENDED)
+    supervisor = supervise(actors, num_explorers=2)
+    assert supervisor.over.wait(30)
+    assert [s.state for s in supervisor.stats()] == ["finished", "finished"]
+    assert [s.restarts for s in supervisor.stats()] == [2, 0]
+    assert supervisor.stats()[0].last_error == "KeyError: 'boom'"
+    assert [(f.index, f.restarts, f.died) for f in supervisor.failures] == [(0, 0, False), (0, 1, False)]
+    reports = [r.getMessage() for r in caplog.records if r.name == "torchreplay.ray"]
+    assert len(reports) == 2
+    assert all("Traceback: in explore, boom" in report for report in reports)
+    supervisor.stop(timeout=0)
+
+
+@pytest.mark.parametrize("outcome", [RAISED, DIED], ids=["raised", "died"])
+@pytest.mark.parametrize("max_restarts", [0, 3])
+def test_an_explorer_fails_for_good_after_max_restarts(outcome, max_restarts):
+    marks = Marks()
+    actors = ScriptedActors(lambda launch: outcome)
+    supervisor = supervise(actors, max_restarts=max_restarts, marks=marks)
+    assert supervisor.over.wait(30)
+    assert supervisor.stats()[0].state == "failed"
+    assert supervisor.stats()[0].restarts == max_restarts
+    assert len(actors.runs) == max_restarts + 1
+    assert marks.open == 0
+    supervisor.stop(timeout=0)
+
+
+def test_learners_are_told_to_wait_until_the_last_explorer_has_finished():
+    marks = Marks()
+    actors = ScriptedActors(lambda launch: None)
+    supervisor = supervise(actors, num_explorers=2, marks=marks)
+    eventually(lambda: len(actors.runs) == 2)
+    actors.end(actors.runs[0], ENDED)
+    eventually(lambda: supervisor.stats()[0].state == "finished")
+    assert marks.open == 1
+    actors.end(actors.runs[1], ENDED)
+    assert supervisor.over.wait(30)
+    assert marks.open == 0
+    supervisor.stop(timeout=0)
+
+
+def test_an_explorer_that_only_fails_is_not_waited_for_until_it_makes_progress():
+    marks = Marks()
+    actors = ScriptedActors(lambda launch: RAISED if launch.restarts < 5 else None)
+    supervisor = supervise(actors, marks=marks)
+    eventually(lambda: len(actors.runs) == 6)
+    eventually(lambda: marks.open == 0)
+    supervisor.board.entries[0]["episodes"] += 1
+    eventually(lambda: marks.open == 1)
+    supervisor.stop(timeout=0)
+    assert marks.open == 0
+
+
+def test_explorers_that_do_not_return_in_time_are_killed():
+    actors = ScriptedActors(lambda launch: None)
+    supervisor = supervise(actors, num_explorers=2)
+    eventually(lambda: len(actors.runs) == 2)
+    supervisor.board.entries["pid"] = 2**22  # both are in their function
+    supervisor.stop(timeout=0.0)
+    assert all(run.interrupted and run.killed for run in actors.runs)
+    assert [s.state for s in supervisor.stats()] == ["stopped", "stopped"]
+    assert not supervisor.failures
+
+
+def test_every_run_of_every_explorer_has_its_own_reproducible_seed():
+    def seeds(pool_seed):
+        actors = ScriptedActors(lambda launch: RAISED)
+        supervisor = supervise(actors, num_explorers=8, max_restarts=4)
+        supervisor.over.wait(30)
+        supervisor.stop(timeout=0)
+        return {(run.launch.index, run.launch.restarts): run.launch.seed for run in actors.runs}
+
+    first = seeds(1)
+    assert len(first) == len(set(first.values())) == 40
+    assert all(0 <= seed < 2**32 for seed in first.values())
+    assert first == seeds(1)
+
+
+def test_restart_delays_double_up_to_half_a_minute():
+    policy = Policy(seed=0, generation=0, max_restarts=-1, restart_delay=1.0)
+    assert [policy.delay(streak) for streak in range(1, 8)] == [1, 2, 4, 8, 16, 30, 30]
+    assert policy.delay(100_000) == 30
+
+
+# --- the session and the pool's arguments ---
+
+
+class SpareRay:
+    """Stands for Ray where only its life matters."""
+
+    def __init__(self, running):
+        self.running, self.options = running, None
+
+    def cluster_resources(self):
+        return {"CPU": 4.0}
+
+    def is_initialized(self):
+        return self.running
+
+    def init(self, **options):
+        self.running, self.options = True, options
+
+    def shutdown(self):
+        self.running = False
+
+
+def test_a_pool_leaves_a_running_ray_as_it_is(monkeypatch):
+    spare = SpareRay(running=True)
+    monkeypatch.setattr("torchreplay.ray.session.import_ray", lambda: spare)
+    RaySession(cpus=4).close()
+    assert spare.running
+    assert spare.options is None
+
+
+def test_a_pool_without_a_ray_starts_one_and_shuts_it_down(monkeypatch):
+    spare = SpareRay(running=False)
+    monkeypatch.setattr("torchreplay.ray.session.import_ray", lambda: spare)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    session = RaySession(cpus=999.5)
+    assert spare.running
+    assert spare.options["address"] == "local"
+    assert spare.options["num_cpus"] == 1000
+    session.close()
+    assert not spare.running
+
+
+def test_explorers_that_ray_could_never_start_are_refused(monkeypatch):
+    monkeypatch.setattr("torchreplay.ray.session.import_ray", lambda: SpareRay(running=True))
+    with pytest.raises(ValueError, match=r"5 CPUs .* has 4"):
+        RaySession(cpus=5)
+
+
+def test_a_pool_joins_the_cluster_that_the_environment_names(monkeypatch):
+    spare = SpareRay(running=False)
+    monkeypatch.setattr("torchreplay.ray.session.import_ray", lambda: spare)
+    monkeypatch.setenv("RAY_ADDRESS", "192.0.2.7:6379")
+    RaySession(cpus=4)
+    assert spare.options == {}  # a cluster refuses num_cpus and the like
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"explore": 3}, "explore"),
+        ({"num_explorers": 0}, "num_explorers=0"),
+        ({"max_restarts": -2}, "max_restarts=-2"),
+        ({"restart_delay": -1.0}, "restart_delay=-1"),
+        ({"num_cpus": -1}, "num_cpus=-1"),
+    ],
+)
+def test_arguments_out_of_range_are_refused_with_their_name(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ExplorerPool(**{"explore": print, "num_explorers": 1, "buffer": make_buffer(), **arguments})
