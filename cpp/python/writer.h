@@ -20,7 +20,13 @@ struct WriterState {
   std::vector<PyObject*> given;
   bool in_use = false;  // guarded by the interpreter lock
   bool closed = false;
+  uint64_t rows_at_close = 0;
   uint32_t seen_room_signal = 0;
+
+  uint64_t rows() {
+    if (closed) return rows_at_close;
+    return attached->memory->participant(member.id()).rows.load(std::memory_order_relaxed);
+  }
 };
 
 // One call's use of a writer: refuses a second one at the same time, and lets go of the arrays at the end.
@@ -193,6 +199,7 @@ inline PyObject* close_writer(PyObject* self, PyObject*) {
   return guarded([&] {
     auto& s = state_of<WriterState>(self);
     if (s.in_use) throw std::runtime_error("the writer is in use in another thread");
+    if (!s.closed) s.rows_at_close = s.rows();
     s.closed = true;
     s.member.close();
     return Py_NewRef(Py_None);
@@ -203,12 +210,7 @@ inline PyObject* get_closed(PyObject* self, void*) {
   return guarded([&] { return PyBool_FromLong(state_of<WriterState>(self).closed); });
 }
 inline PyObject* get_rows(PyObject* self, void*) {
-  return guarded([&] {
-    auto& s = state_of<WriterState>(self);
-    if (s.closed) throw std::invalid_argument("the writer is closed");
-    return checked(PyLong_FromUnsignedLongLong(
-        s.attached->memory->participant(s.member.id()).rows.load(std::memory_order_relaxed)));
-  });
+  return guarded([&] { return checked(PyLong_FromUnsignedLongLong(state_of<WriterState>(self).rows())); });
 }
 
 inline PyMethodDef methods[] = {

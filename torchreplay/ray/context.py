@@ -5,16 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from torchreplay.ray.board import WINDOW, Board
-from torchreplay.writer import Writer
 
 _LOOKS_PER_REPORT: Final = 64
 """Looks at `stopped`, once a step in most functions, from one count of the rows written to the next."""
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torchreplay.buffer import ReplayBuffer
     from torchreplay.weights import SharedWeights
+    from torchreplay.writer import Writer
 
 
 class ExplorerContext:
@@ -70,7 +68,10 @@ class ExplorerContext:
 
     def writer(self) -> Writer:
         """A writer of the buffer, closed when the explorer's function ends, however it ends."""
-        writer = _CountedWriter(self.buffer, self._count_closed)
+        for closed in [writer for writer in self._writers if writer.closed]:
+            self._closed_rows += closed.rows
+            self._writers.discard(closed)
+        writer = self.buffer.writer()
         self._writers.add(writer)
         return writer
 
@@ -107,13 +108,9 @@ class ExplorerContext:
 
     def close(self) -> None:
         """Closes the writers that `writer` made."""
-        for writer in list(self._writers):
+        for writer in self._writers:
             writer.close()
         self._publish_rows()
-
-    def _count_closed(self, writer: Writer) -> None:
-        self._closed_rows += writer.rows
-        self._writers.discard(writer)
 
     def _publish_rows(self) -> None:
         self._rows[0] = self._closed_rows + sum(writer.rows for writer in self._writers)
@@ -124,16 +121,3 @@ class ExplorerContext:
             f"ExplorerContext(explorer {self.index} of {self.num_explorers}, seed={self.seed}, "
             f"restarts={self.restarts}, episodes={self._episodes}, stopped={stopped})"
         )
-
-
-class _CountedWriter(Writer):
-    """A writer that says when it is closed, whoever closes it: its count of rows goes with it."""
-
-    def __init__(self, buffer: ReplayBuffer, on_close: Callable[[Writer], None]) -> None:
-        super().__init__(buffer._segment)
-        self._on_close = on_close
-
-    def close(self) -> None:
-        if not self.closed:
-            self._on_close(self)
-        super().close()
