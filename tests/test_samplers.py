@@ -1,0 +1,103 @@
+"""Samplers: schedules, leaves and weights, by the formulas they cite."""
+
+import numpy as np
+import pytest
+import torch
+
+import torchreplay as tr
+
+SPEC = {"x": tr.Field()}
+
+
+def filled(n, **options):
+    buffer = tr.ReplayBuffer(SPEC, n, seed=0, **options)
+    return buffer, buffer.extend(x=np.arange(n))
+
+
+def test_linear_goes_from_start_to_end_in_equal_steps_and_stays():
+    schedule = tr.Linear(0.4, 1.0, 6)
+    assert [schedule(step) for step in (0, 1, 3, 6, 1000)] == pytest.approx([0.4, 0.5, 0.7, 1.0, 1.0])
+    assert tr.Linear(1.0, 0.0, 2)(1) == 0.5
+
+
+def test_beta_follows_the_batches_drawn_by_all_learners():
+    buffer, keys = filled(2, sampler=tr.Prioritized(alpha=1.0, eps=1e-9, beta=tr.Linear(0.0, 1.0, 2), weights="buffer"))
+    buffer.update_priorities(keys, torch.tensor([1.0, 4.0]))
+    other = tr.ReplayBuffer.attach(buffer.handle())
+    for learner, beta in ((buffer, 0.0), (other, 0.5), (buffer, 1.0), (other, 1.0)):
+        batch = learner.sample(20)
+        expected = torch.where(batch["key"] == 0, 1.0, 0.25**beta)
+        torch.testing.assert_close(batch["weight"], expected.float())
+
+
+def test_a_beta_given_to_sample_wins_as_a_number_or_a_schedule():
+    buffer, keys = filled(2, sampler=tr.Prioritized(alpha=1.0, beta=0.0))
+    buffer.update_priorities(keys, torch.tensor([1.0, 4.0]))
+    for beta in (1.0, 1, np.float32(1), lambda step: 1.0, tr.Linear(1.0, 1.0, 1)):
+        assert buffer.sample(20, beta=beta)["weight"].min() == pytest.approx(0.25, rel=1e-5)
+    assert buffer.sample(20)["weight"].eq(1).all()
+
+
+def test_numpy_scalars_are_numbers_as_others_are():
+    sampler = tr.Prioritized(alpha=np.float32(0.5), beta=np.float64(0.4), eps=np.float32(1e-3))
+    limiter = tr.SamplesPerInsert(np.float32(4), min_size=1, tolerance=np.float32(3000))
+    buffer, _ = filled(2, sampler=sampler, limiter=limiter)
+    attached = tr.ReplayBuffer.attach(buffer.handle())
+    assert (attached.sampler, attached.limiter) == (sampler, limiter)
+
+
+def test_uniform_draws_evenly_with_weight_one_and_checks_td_errors_without_using_them():
+    buffer, keys = filled(10)
+    buffer.update_priorities(keys, torch.arange(10.0))
+    with pytest.raises(ValueError, match="NaN"):
+        buffer.update_priorities(keys, torch.full((10,), torch.nan))
+    batch = buffer.sample(100)
+    assert batch["weight"].eq(1).all()
+    torch.testing.assert_close(batch["probability"], torch.full((100,), 0.1))
+    # Stratified: ten strata lie wholly in each item.
+    assert torch.bincount(batch["key"], minlength=10).tolist() == [10] * 10
+
+
+@pytest.mark.parametrize("sampler", [tr.Prioritized(alpha=0.6, eps=1e-50), tr.Prioritized(alpha=9.0)], ids=str)
+def test_an_item_without_any_error_can_still_be_drawn(sampler):
+    # (0 + eps)^alpha is positive, however little a float32 may hold of it.
+    buffer, keys = filled(3, sampler=sampler)
+    buffer.update_priorities(keys, torch.zeros(3))
+    assert buffer.stats().drawable == 3
+    assert set(buffer.sample(64)["key"].tolist()) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("raw", [1e39, 1e300, -1e300])
+def test_priorities_beyond_float32_saturate_and_stay_finite(raw):
+    updated, keys = filled(2, sampler=tr.Prioritized())
+    updated.update_priorities(keys, torch.tensor([raw, 0.0], dtype=torch.float64))
+    written, _ = filled(2, sampler=tr.Prioritized())
+    with written.writer() as writer:
+        writer.append(x=0.0, priority=raw)
+    for buffer in (updated, written):
+        stats = buffer.stats()
+        assert stats.priority_max == pytest.approx(torch.finfo(torch.float32).max)
+        assert np.isfinite(stats.priority_total)
+        batch = buffer.sample(8)
+        assert batch["weight"].isfinite().all()
+        assert batch["probability"].isfinite().all()
+
+
+def test_alpha_zero_is_uniform():
+    buffer, keys = filled(4, sampler=tr.Prioritized(alpha=0.0))
+    buffer.update_priorities(keys, torch.tensor([0.0, 1.0, 100.0, 1e30]))
+    torch.testing.assert_close(buffer.sample(8)["probability"], torch.full((8,), 0.25))
+
+
+def test_a_dropped_td_error_does_not_raise_the_initial_priority():
+    buffer, keys = filled(2, sampler=tr.Prioritized(alpha=1.0))
+    buffer.extend(x=np.zeros(1))
+    buffer.update_priorities(keys, torch.tensor([50.0, 2.0]))
+    stats = buffer.stats()
+    assert (stats.stale_updates, stats.updated, stats.priority_max) == (1, 1, 2.0)
+
+
+def test_samplers_travel_with_the_buffer():
+    for sampler in (tr.Uniform(), tr.Prioritized(alpha=0.7, beta=tr.Linear(0.1, 0.9, 50), weights="none")):
+        buffer, _ = filled(2, sampler=sampler)
+        assert tr.ReplayBuffer.attach(buffer.handle()).sampler == sampler

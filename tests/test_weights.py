@@ -1,0 +1,172 @@
+"""Weights reach the explorers whole, at once, and whoever dies on the way."""
+
+import pickle
+import random
+
+import pytest
+import torch
+from forked import Forked, eventually, shared_counters
+from torch import nn
+
+import torchreplay as tr
+
+
+class Constant(nn.Module):
+    """Parameters and buffers that all hold one number."""
+
+    def __init__(self, number=0.0, size=2000):
+        super().__init__()
+        self.first = nn.Parameter(torch.full((size,), number))
+        self.second = nn.Parameter(torch.full((3, 5), number, dtype=torch.float64))
+        self.register_buffer("count", torch.tensor(int(number)))
+
+    def fill(self, number):
+        with torch.no_grad():
+            for tensor in self.state_dict().values():
+                tensor.fill_(number)
+        return self
+
+    def numbers(self):
+        return {x for t in self.state_dict().values() for x in t.double().unique().tolist()}
+
+
+def test_the_first_pull_copies_the_initial_weights_and_later_ones_only_what_is_newer():
+    weights = tr.SharedWeights(Constant(3.0))
+    module = Constant()
+    assert (weights.version, weights.pulled_version) == (0, -1)
+    assert weights.pull(module)
+    assert module.numbers() == {3.0}
+    assert not weights.pull(module)
+    assert weights.publish(Constant(4.0)) == 1
+    assert weights.publish(Constant(5.0)) == 2
+    assert weights.pull(module)
+    assert module.numbers() == {5.0}
+    assert not weights.pull(module)
+    assert (weights.version, weights.pulled_version) == (2, 2)
+
+
+def test_every_attached_object_pulls_for_itself():
+    weights = tr.SharedWeights(Constant(1.0))
+    attached = pickle.loads(pickle.dumps(weights))
+    assert weights.pull(Constant())
+    module = Constant()
+    assert attached.pull(module)
+    attached.publish(Constant(2.0))
+    assert weights.version == attached.version == 1
+    assert weights.pull(module)
+    assert module.numbers() == {2.0}
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    ],
+)
+def test_weights_of_every_dtype_shape_and_stride_come_back_bit_for_bit(dtype):
+    module = nn.Module()
+    values = torch.arange(24).reshape(4, 6).to(dtype)
+    module.register_buffer("matrix", values.clone())
+    module.register_buffer("transposed", values.t())
+    module.register_buffer("strided", values[::2, 1::2])
+    module.register_buffer("scalar", values[0, 1].clone())
+    module.register_buffer("empty", values[:0].clone())
+    target = nn.Module()
+    for name, tensor in module.state_dict().items():
+        target.register_buffer(name, torch.zeros_like(tensor))
+    assert tr.SharedWeights(module).pull(target)
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(target.state_dict()[name], tensor)
+
+
+def test_pulling_leaves_parameters_in_place_with_their_gradients_and_optimizer():
+    module = Constant(1.0)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    address = module.first.data_ptr()
+    module.first.sum().backward()
+    tr.SharedWeights(Constant(2.0)).pull(module)
+    assert module.first.data_ptr() == address
+    assert module.first.requires_grad
+    assert module.first.grad.eq(1).all()
+    optimizer.step()
+    assert module.first.eq(1.0).all()
+
+
+def test_modules_of_another_structure_are_refused_and_nothing_is_copied():
+    weights = tr.SharedWeights(Constant(1.0))
+    other_dtype = Constant(9.0)
+    other_dtype.first = nn.Parameter(other_dtype.first.detach().half())
+    more = Constant(9.0)
+    more.register_buffer("more", torch.zeros(1))
+    for module, names in ((Constant(9.0, size=7), "first"), (other_dtype, "first"), (more, "more")):
+        for call in (weights.publish, weights.pull):
+            with pytest.raises(ValueError, match=f"differ from those shared in {names}"):
+                call(module)
+        assert 9.0 in module.numbers()
+    module = Constant()
+    assert weights.pull(module)
+    assert module.numbers() == {1.0}
+    assert weights.version == 0
+
+
+def test_a_module_without_weights_is_refused():
+    with pytest.raises(ValueError, match="no weights"):
+        tr.SharedWeights(nn.ReLU())
+
+
+def publish_for_ever(weights, published, size):
+    module = Constant(size=size)
+    while True:
+        number = weights.version + 1
+        weights.publish(module.fill(number))
+        published[0] = number
+
+
+@pytest.mark.parametrize("size", [10, 300_000])
+def test_a_pull_under_a_publisher_at_full_speed_is_never_torn_and_never_goes_back(size):
+    weights = tr.SharedWeights(Constant(size=size))
+    module = Constant(size=size)
+    published = shared_counters(1)
+    with Forked(publish_for_ever, weights, published, size):
+        last = -1.0
+        for _ in range(100):
+            eventually(lambda seen=last: published[0] > seen, interval=0)
+            assert weights.pull(module)
+            (number,) = module.numbers()
+            assert number > last
+            last = number
+
+
+def test_a_publisher_killed_in_the_middle_leaves_the_last_publication_and_the_lock_free():
+    size = 300_000
+    weights = tr.SharedWeights(Constant(size=size))
+    module = Constant(size=size)
+    published = shared_counters(1)
+    chance = random.Random(0)
+    for _ in range(30):
+        published[0] = 0
+        with Forked(publish_for_ever, weights, published, size):
+            target = chance.randrange(1, 4)
+            eventually(lambda enough=target: published[0] >= enough, interval=0)
+        weights.pull(module)
+        (number,) = module.numbers()
+        assert number == weights.version
+        assert weights.publish(module.fill(number + 1)) == number + 1
+
+
+def publish_times(weights, times):
+    module = Constant()
+    for _ in range(times):
+        weights.publish(module)
+
+
+def test_publications_of_several_processes_are_all_counted():
+    weights = tr.SharedWeights(Constant())
+    with Forked(publish_times, weights, 200) as first, Forked(publish_times, weights, 200) as second:
+        assert (first.wait(), second.wait()) == (0, 0)
+    assert weights.version == 400
+
+
+def test_repr_tells_version_and_size():
+    assert repr(tr.SharedWeights(nn.Linear(2, 2))).startswith("SharedWeights(version 0, 2 tensors")
