@@ -1,5 +1,6 @@
 """Two explorers flat out against one learner, torchreplay beside cpprb's shared buffer."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 from benchmarks.child import ChildError, run_module
@@ -29,7 +30,7 @@ def measure_contest(plan: Plan) -> Iterator[Line]:
         for quantity in ("batches", "rows"):
             samples = {name: [figure[quantity] for figure in rounds] for name, rounds in figures.items()}
             wording = "single appends" if chunk == 1 else f"chunks of {chunk}"
-            note = "; ".join(failures)
+            note = "; ".join(f"{count} rounds of {text}" for text, count in Counter(failures).items())
             yield Line("contest", f"{quantity}, {wording}", "/s", samples, higher_is_better=True, note=note)
 
 

@@ -71,7 +71,8 @@ class TianshouPeer:
     def _lanes(self) -> PrioritizedVectorReplayBuffer:
         capacity = min(self._capacity, LANE_BUFFER_BYTES // self._workload.row_bytes)
         buffer = PrioritizedVectorReplayBuffer(capacity, LANES, alpha=0.6, beta=0.4)
-        buffer.add(_batch(**self._workload.rows(LANES), truncated=self._untruncated))  # allocates the arrays
+        rows: dict[str, Any] = dict(self._workload.rows(LANES))
+        buffer.add(_batch(**rows, truncated=self._untruncated))  # allocates the arrays
         for name in ("obs", "obs_next", "act", "rew", "terminated", "truncated", "done"):
             buffer._meta[name][:] = 0  # a full buffer's pages are there already
         return buffer
