@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import warnings
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
@@ -113,7 +114,7 @@ def explore(ctx: ExplorerContext, args: Args) -> None:
         action = rng.integers(2) if rng.random() < epsilon else q.argmax()
         next_obs, reward, terminated, truncated, _ = env.step(int(action))
         window.append((obs, action, reward, q[action]))
-        episode_return, episode_length = episode_return + reward, episode_length + 1
+        episode_return, episode_length = episode_return + float(reward), episode_length + 1
 
         ctx.weights.pull(policy)  # one atomic read when there is nothing newer
         next_q = policy(torch.from_numpy(next_obs)).numpy()
@@ -136,16 +137,13 @@ def transition(
     """Returns the row, with its priority, of the transition from the window's first step to `next_obs`.
 
     A time limit ends the window but not the task: only termination stops the bootstrapping. Rewards are scaled by
-    1 - gamma, so that returns lie in [0, 1], where the Huber loss of every error is its square.
+    1 - gamma: returns then lie in [0, 1], where the Huber loss is quadratic.
     """
     obs, action, _, q = window[0]
     reward = (1 - gamma) * sum(gamma**k * step[2] for k, step in enumerate(window))
     discount = 0.0 if terminated else gamma ** len(window)
-    td_error = reward + discount * value - q
-    return {
-        "obs": obs, "action": action, "reward": reward, "next_obs": next_obs, "discount": discount,
-        "priority": abs(td_error),
-    }  # fmt: skip
+    row = {"obs": obs, "action": action, "reward": reward, "next_obs": next_obs, "discount": discount}
+    return row | {"priority": abs(reward + discount * value - q)}
 
 
 class DoubleDQN(pl.LightningModule):
@@ -180,17 +178,17 @@ class DoubleDQN(pl.LightningModule):
 class Evaluation(pl.Callback):
     """Evaluates the greedy policy every `eval_every` steps, and ends the run when it is good enough."""
 
-    def __init__(self, args: Args, progress: Progress) -> None:
-        self.args, self.progress = args, progress
+    def __init__(self, q: QNetwork, progress: Progress, args: Args) -> None:
+        self.q, self.progress, self.args = q, progress, args
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, learner: DoubleDQN, outputs: Any, batch: tr.ReplayBatch, batch_idx: int
+        self, trainer: pl.Trainer, learner: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Follows every step."""
         step = trainer.global_step
         self.progress.learned(step, batch)
         if step % self.args.eval_every == 0:
-            returns = evaluate(learner.q, self.args.eval_episodes, seed=self.args.seed + step)
+            returns = evaluate(self.q, self.args.eval_episodes, seed=self.args.seed + step)
             trainer.should_stop = self.progress.evaluated(step, returns)
 
 
@@ -222,14 +220,21 @@ def main(args: Args) -> None:
     )
     pool = ExplorerPool(partial(explore, args=args), args.num_explorers, buffer, weights, seed=args.seed)
     progress = Progress(
-        "Ape-X on CartPole-v1: Ray explorers, Lightning learner", buffer, args.total_steps, args.solved_at,
+        "Ape-X on CartPole-v1: Ray explorers, Lightning learner",
+        buffer,
+        args.total_steps,
+        args.solved_at,
         explorer_returns=lambda: [explorer.mean_return for explorer in pool.stats()],
-    )  # fmt: skip
+    )
     trainer = pl.Trainer(
         accelerator="cpu",
         max_steps=args.total_steps,
         gradient_clip_val=10.0,
-        callbacks=[PriorityFeedback(), WeightPublisher(weights, args.publish_every, "q"), Evaluation(args, progress)],
+        callbacks=[
+            PriorityFeedback(),
+            WeightPublisher(weights, args.publish_every, module="q"),
+            Evaluation(learner.q, progress, args),
+        ],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -241,5 +246,6 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    logging.disable(logging.INFO)  # Lightning's remarks, where the live panel is
+    logging.disable(logging.INFO)  # Lightning's remarks would fall into the live panel
+    warnings.filterwarnings("ignore", module="pytorch_lightning")
     main(parse(Args))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import multiprocessing
+import signal
 from collections import deque
 from collections.abc import MutableSequence
 from dataclasses import dataclass
@@ -96,6 +97,7 @@ def explore(
     index: int, buffer: tr.ReplayBuffer, weights: tr.SharedWeights, mean_returns: MutableSequence[float], args: Args
 ) -> None:
     """Plays until the learner has finished; runs in a process of its own."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the learner, which stops the buffer
     torch.set_num_threads(1)
     env = gym.make("CartPole-v1")
     rng = np.random.default_rng([args.seed, index])
@@ -125,7 +127,7 @@ def explore(
             obs, q = next_obs, next_q
             if done:
                 returns.append(episode_return)
-                mean_returns[index], episode_return = np.mean(returns), 0.0
+                mean_returns[index], episode_return = float(np.mean(returns)), 0.0
                 obs, _ = env.reset()
                 q = policy(torch.from_numpy(obs)).numpy()
 
@@ -136,16 +138,13 @@ def transition(
     """Returns the row, with its priority, of the transition from the window's first step to `next_obs`.
 
     A time limit ends the window but not the task: only termination stops the bootstrapping. Rewards are scaled by
-    1 - gamma, so that returns lie in [0, 1], where the Huber loss of every error is its square.
+    1 - gamma: returns then lie in [0, 1], where the Huber loss is quadratic.
     """
     obs, action, _, q = window[0]
     reward = (1 - gamma) * sum(gamma**k * step[2] for k, step in enumerate(window))
     discount = 0.0 if terminated else gamma ** len(window)
-    td_error = reward + discount * value - q
-    return {
-        "obs": obs, "action": action, "reward": reward, "next_obs": next_obs, "discount": discount,
-        "priority": abs(td_error),
-    }  # fmt: skip
+    row = {"obs": obs, "action": action, "reward": reward, "next_obs": next_obs, "discount": discount}
+    return row | {"priority": abs(reward + discount * value - q)}
 
 
 def td_errors(q: nn.Module, target: nn.Module, batch: tr.ReplayBatch) -> Tensor:

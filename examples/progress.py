@@ -49,7 +49,7 @@ class Progress:
         self.live = sys.stdout.isatty()
         self._console = Console(stderr=not self.live)
         self._clock, self._counts, self._rates = time.monotonic(), np.zeros(2), np.zeros(2)
-        self._display = Live(get_renderable=self._panel, refresh_per_second=4, console=self._console)
+        self._display = Live(get_renderable=self._panel, refresh_per_second=4, console=self._console, transient=True)
 
     def __enter__(self) -> Progress:
         if self.live:
@@ -78,7 +78,7 @@ class Progress:
                 "seconds": round(moment.seconds, 1),
             }
             print(json.dumps(line), flush=True)
-        return moment.mean_return >= self.solved
+        return bool(returns.mean() >= self.solved)
 
     def summarize(self, plot: str) -> None:
         """Prints the summary and draws the picture into the file `plot`, unless that is empty."""
@@ -93,18 +93,18 @@ class Progress:
         rows, batches = self._rates
         grid = Table.grid(padding=(0, 2), expand=True)
         grid.add_column(style="dim", width=18)
-        grid.add_column(width=34)
+        grid.add_column(width=26)
         grid.add_column()
         for name, value, total in (
             ("buffer", stats.size, stats.capacity),
             ("learner steps", self.step, self.total_steps),
         ):
-            grid.add_row(name, f"{value:,} of {total:,}", ProgressBar(total, value, width=40))
+            grid.add_row(name, f"{value:,} of {total:,}", ProgressBar(total, value))
         grid.add_row("explorers", f"{rows:,.0f} rows/s", f"{stats.inserted:,} rows from {stats.writers} writers")
         grid.add_row("learner", f"{batches:,.0f} batches/s", f"{stats.draws:,} batches")
-        grid.add_row("samples per insert", f"{stats.samples_per_insert:.2f}", "")
+        grid.add_row("samples per insert", f"{stats.samples_per_insert:.2f}", f"target {self.history.target_ratio:g}")
         grid.add_row("explorers' returns", _joined(self.explorer_returns()), "")
-        evaluations = [moment.mean_return for moment in self.history.moments[-6:]]
+        evaluations = [moment.mean_return for moment in self.history.moments[-5:]]
         grid.add_row("greedy return", _joined(evaluations), f"goal {self.solved:g}")
         return Panel(grid, title=f"[bold]{self.title}", title_align="left", border_style="blue", padding=(1, 2))
 
@@ -137,4 +137,4 @@ class Progress:
 
 
 def _joined(numbers: Sequence[float]) -> str:
-    return "  ".join(f"{number:.0f}" for number in numbers) or "none yet"
+    return "  ".join("-" if np.isnan(number) else f"{number:.0f}" for number in numbers) or "none yet"

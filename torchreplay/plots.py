@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 AGE_BINS = 100
 BLUE, ORANGE, GREY, INK = "#2563eb", "#ea580c", "#94a3b8", "#1e293b"
-STYLE = {
+STYLE: dict[Any, Any] = {  # matplotlib's parameters while a picture is drawn
     "font.size": 9.5,
     "font.family": "sans-serif",
     "text.color": INK,
@@ -164,8 +164,8 @@ def draw_learning_curve(axes: Axes, history: ReplayHistory, solved: float | None
         axes.plot(*zip(*points, strict=True), color=GREY, alpha=strength, linewidth=1.3, label=label)
     evaluated = [(m.step, m.mean_return) for m in history.moments if m.mean_return is not None]
     if evaluated:
-        curve = {"color": BLUE, "linewidth": 2, "marker": "o", "markersize": 4}
-        axes.plot(*zip(*evaluated, strict=True), **curve, label="greedy policy")
+        steps, returns = zip(*evaluated, strict=True)
+        axes.plot(steps, returns, color=BLUE, linewidth=2, marker="o", markersize=4, label="greedy policy")
     if solved is not None:
         axes.axhline(solved, color=ORANGE, linestyle="--", linewidth=1.2, label=f"solved: {solved:g}")
     axes.set_xlim(left=0)

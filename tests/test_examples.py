@@ -1,0 +1,109 @@
+"""The examples run, say what they promise to say, and learn."""
+
+import json
+import subprocess
+import sys
+from collections import deque
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+NAMES = ["apex_cartpole", "apex_multiprocessing"]
+QUICK = "--total-steps 60 --eval-every 30 --eval-episodes 2 --learning-starts 300 --num-explorers 2 --solved-at 501"
+
+pytest.importorskip("ray")
+pytest.importorskip("gymnasium")
+
+
+@pytest.fixture(params=NAMES)
+def example(request, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return import_module(request.param)
+
+
+def run(name, cwd, *flags, timeout):
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *flags]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_prints_one_json_line_per_evaluation_and_leaves_a_picture(name, tmp_path):
+    done = run(name, tmp_path, *QUICK.split(), timeout=150)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["step"] for line in lines] == [30, 60]
+    assert all(8 <= line["mean_return"] <= 500 for line in lines)
+    assert "not solved" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == [f"{name}.png"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_explains_every_flag(name, tmp_path):
+    done = run(name, tmp_path, "--help", timeout=60)
+    assert done.returncode == 0, done.stderr
+    flags = [line for line in done.stdout.splitlines() if line.lstrip().startswith("--")]
+    assert len(flags) >= 18
+    assert "learner steps between two evaluations (default: 250)" in " ".join(done.stdout.split())
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_solves_cartpole_within_five_minutes(name, seed, tmp_path):
+    done = run(name, tmp_path, "--seed", str(seed), timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["mean_return"] >= 475
+
+
+def step(reward=1.0, q=0.25):
+    return (np.zeros(4, np.float32), 1, reward, np.float32(q))
+
+
+def test_a_transition_is_the_discounted_sum_of_its_rewards_scaled_by_one_minus_gamma(example):
+    row = example.transition(deque([step(1), step(2), step(4)]), np.ones(4, np.float32), 0.5, False, 0.5)
+    assert row["reward"] == pytest.approx(0.5 * (1 + 2 / 2 + 4 / 4))
+    assert row["discount"] == pytest.approx(0.5**3)
+
+
+def test_the_first_priority_is_the_td_error_that_the_explorer_found(example):
+    window = deque([step(1, q=0.25), step(2)])
+    row = example.transition(window, np.ones(4, np.float32), 0.5, False, 0.5)
+    assert row["priority"] == pytest.approx(abs(0.5 * (1 + 2 / 2) + 0.5**2 * 0.5 - 0.25))
+
+
+def test_only_termination_ends_the_bootstrapping_and_a_time_limit_does_not(example):
+    window = deque([step()])
+    assert example.transition(window, np.ones(4, np.float32), 0.5, True, 0.9)["discount"] == 0.0
+    assert example.transition(window, np.ones(4, np.float32), 0.5, False, 0.9)["discount"] == pytest.approx(0.9)
+
+
+def test_a_policy_that_always_pushes_one_way_falls_within_a_dozen_steps_in_every_evaluated_episode(example):
+    class AlwaysLeft(torch.nn.Module):
+        def forward(self, obs):
+            return torch.tensor([1.0, 0.0]).expand(len(obs), 2)
+
+    returns = example.evaluate(AlwaysLeft(), episodes=20, seed=3)
+    assert returns.shape == (20,)
+    assert ((returns >= 8) & (returns <= 12)).all()
+
+
+@dataclass
+class Flags:
+    """What the command does."""
+
+    steps: int = 3
+    """how many steps"""
+    learning_rate: float = 0.5
+    """how fast"""
+
+
+def test_the_command_line_sets_the_fields_of_the_dataclass(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setattr(sys, "argv", ["flags", "--learning-rate", "0.25"])
+    assert import_module("command_line").parse(Flags) == Flags(steps=3, learning_rate=0.25)
