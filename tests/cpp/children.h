@@ -1,0 +1,96 @@
+// Child processes that do one thing, and what parent and child tell each other.
+#pragma once
+
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <system_error>
+
+namespace torchreplay::testing {
+
+// Lets one process wait for another: open() lets one wait() through, in any process that inherited the gate. False when
+// nobody is left who could open it.
+class Gate {
+ public:
+  Gate() {
+    if (pipe(ends_) != 0) throw std::system_error(errno, std::generic_category(), "pipe");
+  }
+  ~Gate() {
+    close(ends_[0]);
+    close(ends_[1]);
+  }
+  Gate(const Gate&) = delete;
+
+  void open() {
+    if (write(ends_[1], "!", 1) != 1) _exit(3);
+  }
+  bool wait() {
+    char c;
+    return read(ends_[0], &c, 1) == 1;
+  }
+
+ private:
+  int ends_[2];
+};
+
+// A forked child that runs `body` and exits; killed at the latest when this object goes.
+class Child {
+ public:
+  template <class Body>
+  explicit Child(Body&& body) : pid_(fork()) {
+    if (pid_ < 0) throw std::system_error(errno, std::generic_category(), "fork");
+    if (pid_ == 0) {
+      try {
+        body();
+      } catch (...) {
+        _exit(2);
+      }
+      _exit(0);
+    }
+  }
+  ~Child() {
+    if (pid_ <= 0) return;
+    kill(pid_, SIGKILL);
+    waitpid(pid_, nullptr, 0);
+  }
+  Child(const Child&) = delete;
+
+  pid_t pid() const { return pid_; }
+
+  void stop() {
+    kill(pid_, SIGSTOP);
+    waitpid(pid_, nullptr, WUNTRACED);
+  }
+
+  // Dead, but not yet waited for.
+  void make_zombie() {
+    kill(pid_, SIGKILL);
+    siginfo_t info;
+    waitid(P_PID, static_cast<id_t>(pid_), &info, WEXITED | WNOWAIT);
+  }
+
+  void kill_and_wait() {
+    kill(pid_, SIGKILL);
+    wait();
+  }
+
+  // The exit status; -1 when a signal ended it.
+  int wait() {
+    int status = 0;
+    waitpid(pid_, &status, 0);
+    pid_ = 0;
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+  }
+
+ private:
+  pid_t pid_;
+};
+
+// Sleeps until a signal ends the process.
+[[noreturn]] inline void sleep_for_ever() {
+  for (;;) pause();
+}
+
+}  // namespace torchreplay::testing

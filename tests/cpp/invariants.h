@@ -1,0 +1,84 @@
+// What the absorber's state must be once everything is absorbed, recomputed from the words and the leaves alone.
+#pragma once
+
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "session.h"
+
+namespace torchreplay::testing {
+
+// Absorbs everything, as a learner does.
+inline uint64_t settle(SegmentMemory& m) { return Locked(m).absorb(); }
+
+// Newest ticket + 1 of every slot, 0 for none.
+inline std::vector<uint64_t> newest_tickets(const SegmentMemory& m) {
+  std::vector<uint64_t> newest(m.capacity());
+  const uint64_t head = m.header().head.load();
+  for (uint64_t t = head > m.capacity() ? head - m.capacity() : 0; t < head; t++) newest[m.slot_of(t)] = t + 1;
+  return newest;
+}
+
+// The first slot of which word, `at`, leaf and pending bit contradict each other, in words.
+inline std::string slot_violation(SegmentMemory& m, uint64_t slot, uint64_t newest) {
+  const uint64_t word = m.row(slot).word.load();
+  const bool is_row = word % 2 == 0 && word % 65536 != 0, busy = word % 2 == 1;
+  const uint64_t at = m.at(slot);
+  const bool pending = PendingSet(m).contains(slot);
+  const std::string where = " of slot " + std::to_string(slot);
+  if (at != (is_row ? word >> 16 : 0)) return "at" + where + " is not the committed row";
+  if ((m.tree().leaf(static_cast<int64_t>(slot)) > 0) != (at != 0)) return "leaf" + where + " contradicts at";
+  if (pending != (busy || word >> 16 < newest)) return "pending bit" + where;
+  return "";
+}
+
+// Whether sums, count and minimum of the tree are those of its leaves, and every positive leaf can be found.
+inline std::string tree_violation(const PriorityTree& tree) {
+  uint64_t total = 0;
+  int64_t count = 0;
+  float least = std::numeric_limits<float>::infinity();
+  std::vector<uint64_t> targets;
+  std::vector<int64_t> expected;
+  for (int64_t i = 0; i < tree.capacity(); i++) {
+    const float leaf = tree.leaf(i);
+    if (!(leaf > 0)) continue;
+    const uint64_t units = tree.quantize(leaf);
+    for (uint64_t t : {total, total + units - 1}) {
+      targets.push_back(t);
+      expected.push_back(i);
+    }
+    total += units;
+    count++;
+    least = std::min(least, leaf);
+  }
+  if (tree.total() != total) return "total of the tree";
+  if (tree.count() != count) return "count of the tree";
+  if (tree.min() != least) return "minimum of the tree";
+  std::vector<int64_t> found(targets.size());
+  std::vector<float> leaf(targets.size());
+  if (count) tree.find(targets.data(), static_cast<int>(targets.size()), found.data(), leaf.data());
+  return found == expected ? "" : "inner sums of the tree";
+}
+
+// Empty when every invariant holds of a segment that is fully absorbed and in which nobody writes at the moment
+// (writers may lag between two steps). O(capacity).
+inline std::string violation(SegmentMemory& m) {
+  const Header& h = m.header();
+  uint64_t rows = 0, pending = 0;
+  const std::vector<uint64_t> newest = newest_tickets(m);
+  for (uint64_t slot = 0; slot < m.capacity(); slot++) {
+    if (std::string v = slot_violation(m, slot, newest[slot]); !v.empty()) return v;
+    rows += m.at(slot) != 0;
+    pending += PendingSet(m).contains(slot);
+    if (m.pending_words()[slot / 64] && !(m.pending_summary()[slot / 4096] >> slot / 64 % 64 & 1))
+      return "summary of the pending slots";
+  }
+  if (h.rows != rows) return "count of rows";
+  if (h.pending != pending) return "count of pending slots";
+  if (h.absorbed != h.head.load()) return "cursor";
+  if (h.dirty != Dirty::kClean) return "dirty";
+  return tree_violation(m.tree());
+}
+
+}  // namespace torchreplay::testing

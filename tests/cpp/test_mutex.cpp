@@ -1,0 +1,173 @@
+#define BOOST_TEST_MODULE mutex
+#include <boost/test/unit_test.hpp>
+#include <thread>
+
+#include "children.h"
+#include "invariants.h"
+#include "mutex.h"
+#include "segments.h"
+
+using namespace torchreplay;
+using namespace torchreplay::testing;
+using Outcome = RobustMutex::Outcome;
+
+namespace {
+
+constexpr int64_t kSecond = 1'000'000'000;
+
+// A mutex that children share.
+class SharedMutex {
+ public:
+  SharedMutex() : page_(map_shared(file_, kPage)) { mutex().init(); }
+  ~SharedMutex() { munmap(page_, kPage); }
+  SharedMutex(const SharedMutex&) = delete;
+  RobustMutex& mutex() { return *reinterpret_cast<RobustMutex*>(page_); }
+
+ private:
+  Descriptor file_ = memory_file(kPage);
+  char* page_;
+};
+
+// Holds the lock of a segment until it is killed.
+class Holder {
+ public:
+  explicit Holder(SegmentMemory& m, Dirty dirty = Dirty::kClean)
+      : child_([&] {
+          const Locked lock(m);
+          m.header().dirty = dirty;
+          held_.open();
+          sleep_for_ever();
+        }) {
+    held_.wait();
+  }
+  Child& child() { return child_; }
+
+ private:
+  Gate held_;
+  Child child_;
+};
+
+}  // namespace
+
+BOOST_AUTO_TEST_CASE(a_free_mutex_is_taken_and_a_held_one_times_out) {
+  SharedMutex shared;
+  BOOST_TEST((shared.mutex().lock_for(0) == Outcome::kLocked));
+  std::thread([&] {
+    const int64_t start = monotonic_ns();
+    BOOST_TEST((shared.mutex().lock_for(3'000'000) == Outcome::kTimeout));
+    BOOST_TEST(monotonic_ns() - start >= 3'000'000);
+  }).join();
+  shared.mutex().unlock();
+  BOOST_TEST((shared.mutex().lock_for(0) == Outcome::kLocked));
+  shared.mutex().unlock();
+}
+
+BOOST_AUTO_TEST_CASE(a_waiter_gets_the_mutex_when_it_is_unlocked) {
+  SharedMutex shared;
+  shared.mutex().lock_for(0);
+  Gate waiting;
+  std::thread waiter([&] {
+    waiting.open();
+    BOOST_TEST((shared.mutex().lock_for(60 * kSecond) == Outcome::kLocked));
+    shared.mutex().unlock();
+  });
+  waiting.wait();
+  shared.mutex().unlock();
+  waiter.join();
+}
+
+BOOST_AUTO_TEST_CASE(the_death_of_a_holder_is_told_until_somebody_has_repaired) {
+  SharedMutex shared;
+  auto die_holding = [&] {
+    BOOST_TEST(Child([&] {
+                 shared.mutex().lock_for(60 * kSecond);
+                 _exit(7);
+               }).wait() == 7);
+  };
+  die_holding();
+  die_holding();  // who was told, and died before it had repaired
+  BOOST_TEST((shared.mutex().lock_for(0) == Outcome::kOwnerDied));
+  shared.mutex().mark_consistent();
+  shared.mutex().unlock();
+  BOOST_TEST((shared.mutex().lock_for(0) == Outcome::kLocked));
+  shared.mutex().unlock();
+}
+
+BOOST_AUTO_TEST_CASE(a_mutex_unlocked_without_repair_is_an_error_and_no_hang) {
+  SharedMutex shared;
+  Child([&] {
+    shared.mutex().lock_for(0);
+    _exit(0);
+  }).wait();
+  shared.mutex().lock_for(0);
+  shared.mutex().unlock();
+  BOOST_CHECK_THROW(shared.mutex().lock_for(0), std::system_error);
+}
+
+BOOST_AUTO_TEST_CASE(a_holder_killed_while_others_wait_lets_them_go_on) {
+  auto m = make_segment();
+  append_row(*m, 1);
+  Holder holder(*m, Dirty::kLinks);
+  Gate waiting, locked;
+  std::thread waiter([&] {
+    waiting.open();
+    settle(*m);
+    locked.open();
+  });
+  waiting.wait();
+  holder.child().kill_and_wait();
+  BOOST_TEST(locked.wait());
+  waiter.join();
+  BOOST_TEST(m->header().repairing.load() > 0U);
+  BOOST_TEST(violation(*m) == "");
+}
+
+BOOST_AUTO_TEST_CASE(a_clean_death_needs_no_repair_and_leaves_the_lock_usable) {
+  auto m = make_segment();
+  {
+    Holder holder(*m);
+  }
+  settle(*m);
+  settle(*m);
+  BOOST_TEST(m->header().repairing.load() == 0U);
+}
+
+BOOST_AUTO_TEST_CASE(the_holder_is_recorded_for_messages) {
+  auto m = make_segment();
+  Holder holder(*m);
+  BOOST_TEST(m->header().holder_pid.load() == holder.child().pid());
+}
+
+BOOST_AUTO_TEST_CASE(a_wait_for_the_lock_can_be_interrupted) {
+  auto m = make_segment();
+  Holder holder(*m);
+  interrupted = [] { return true; };
+  BOOST_CHECK_THROW(Locked lock(*m), Interrupted);
+  interrupted = [] { return false; };
+}
+
+BOOST_AUTO_TEST_CASE(a_process_is_seen_running_stopped_dead_and_gone) {
+  Child child([] { sleep_for_ever(); });
+  const pid_t pid = child.pid();
+  BOOST_TEST((process_state(pid) == 'S' || process_state(pid) == 'R'));
+  child.stop();
+  BOOST_TEST(process_state(pid) == 'T');
+  child.make_zombie();
+  BOOST_TEST(process_state(pid) == 'Z');
+  child.wait();
+  BOOST_TEST(process_state(pid) == '?');
+}
+
+BOOST_AUTO_TEST_CASE(threads_take_turns) {
+  auto m = make_segment();
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; t++)
+    threads.emplace_back([&] {
+      for (int i = 0; i < 2000; i++) {
+        const Locked lock(*m);
+        m->header().sampled++;
+      }
+    });
+  for (std::thread& t : threads) t.join();
+  BOOST_TEST(m->header().sampled == 8000U);
+}
