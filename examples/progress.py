@@ -18,6 +18,8 @@ from rich.table import Table
 import torchreplay as tr
 from torchreplay.plots import ReplayHistory, replay_health
 
+AGES_EVERY = 10  # learner steps: a tenth of the draws shows their ages as well as all of them
+
 
 class Progress:
     """Shows a run while it lasts, as a context manager, and sums it up after.
@@ -64,7 +66,8 @@ class Progress:
         if self.step == 0:
             self._began = time.monotonic()
         self.step = step
-        self.history.observe(batch)
+        if step % AGES_EVERY == 0:
+            self.history.observe(batch)
 
     def evaluated(self, step: int, returns: np.ndarray) -> bool:
         """Notes the returns of the policy after `step` steps; returns whether they reach the goal."""

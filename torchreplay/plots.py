@@ -160,7 +160,7 @@ def draw_learning_curve(axes: Axes, history: ReplayHistory, solved: float | None
     for index in range(explorers):
         points = [(m.step, m.explorer_returns[index]) for m in history.moments if len(m.explorer_returns) > index]
         strength = 0.25 + 0.6 * index / max(explorers - 1, 1)
-        label = "explorers, each with its epsilon" if index == explorers - 1 else None
+        label = "explorers" if index == explorers - 1 else None
         axes.plot(*zip(*points, strict=True), color=GREY, alpha=strength, linewidth=1.3, label=label)
     evaluated = [(m.step, m.mean_return) for m in history.moments if m.mean_return is not None]
     if evaluated:
@@ -169,9 +169,9 @@ def draw_learning_curve(axes: Axes, history: ReplayHistory, solved: float | None
     if solved is not None:
         axes.axhline(solved, color=ORANGE, linestyle="--", linewidth=1.2, label=f"solved: {solved:g}")
     axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.2 * axes.get_ylim()[1])  # room for the legend
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="best", fontsize=8.5)
+        axes.legend(loc="upper left", ncols=3, fontsize=8.5)
 
 
 def draw_samples_per_insert(axes: Axes, history: ReplayHistory) -> None:
@@ -199,7 +199,7 @@ def draw_ages(axes: Axes, history: ReplayHistory) -> None:
     uniform = (100 * history.age_uniform[:oldest] / total).tolist()
     axes.stairs(drawn, edges, fill=True, color=BLUE, alpha=0.35)
     axes.stairs(drawn, edges, color=BLUE, linewidth=1.4, label="drawn by priority")
-    axes.stairs(uniform, edges, color=ORANGE, linewidth=1.4, linestyle="--", label="uniform draws")
+    axes.stairs(uniform, edges, color=ORANGE, linewidth=1.4, linestyle="--", label="uniform draws", zorder=3)
     axes.set_xlim(0, edges[-1])
     axes.set_ylim(bottom=0)
     axes.legend(loc="upper right", fontsize=8.5)
@@ -211,9 +211,9 @@ def draw_priorities(axes: Axes, history: ReplayHistory) -> None:
     counts, edges = history.priorities["priority"].double(), history.priorities["priority_edges"]
     mass = counts * (edges[1:] * edges[:-1]).sqrt()  # the priorities of a bin are taken as the bin's middle
     items, draws = (100 * values / values.sum().clamp(min=1e-300) for values in (counts, mass))
-    axes.stairs(items.tolist(), edges.tolist(), color=ORANGE, linewidth=1.4, linestyle="--", label="of the items held")
     axes.stairs(draws.tolist(), edges.tolist(), fill=True, color=BLUE, alpha=0.35)
     axes.stairs(draws.tolist(), edges.tolist(), color=BLUE, linewidth=1.4, label="of the draws")
+    axes.stairs(items.tolist(), edges.tolist(), color=ORANGE, linewidth=1.4, linestyle="--", label="of the items")
     axes.set_xscale("log")
     axes.set_ylim(bottom=0)
     axes.legend(loc="upper left", fontsize=8.5)
