@@ -64,6 +64,17 @@ inline constexpr uint64_t kRowHeaderBytes = 24;
 inline constexpr uint64_t kSegmentHeaderBytes = kPage;
 inline constexpr uint64_t kParticipantBytes = kLine;
 
+// The smallest distance between records of `bytes` bytes that lets none of them touch more lines than it has to. Small
+// rows are many: 72 bytes instead of 128 hold twice as many rows in caches and translation buffers.
+constexpr uint64_t record_stride(uint64_t bytes) {
+  const uint64_t lines = round_up(bytes, kLine) / kLine;
+  for (uint64_t align = 8; align < kLine; align *= 2) {
+    const uint64_t stride = round_up(bytes, align);
+    if (round_up(kLine - align + stride, kLine) / kLine <= lines) return stride;
+  }
+  return lines * kLine;
+}
+
 // Lays out a segment. Throws std::invalid_argument for a capacity out of range or a size that overflows.
 inline Layout make_layout(uint64_t capacity, std::vector<Field> fields, bool linked, uint64_t config_bytes) {
   if (capacity < 1 || capacity > kMaxCapacity)
@@ -83,7 +94,7 @@ inline Layout make_layout(uint64_t capacity, std::vector<Field> fields, bool lin
       end += f.nbytes;
     }
   }
-  l.record_stride = round_up(end, kLine);
+  l.record_stride = record_stride(end);
   uint64_t at = kSegmentHeaderBytes;
   auto region = [&at](uint64_t bytes, uint64_t align = kPage) {
     const uint64_t start = round_up(at, align);

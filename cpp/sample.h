@@ -74,7 +74,9 @@ class BatchSampler {
     Header& h = memory_.header();
     Locked lock(memory_);
     if (h.stopped.load(std::memory_order_relaxed)) return Draw::kStopped;
-    const uint64_t head = round ? resync_failed() : lock.absorb();
+    if (round) resync_failed();
+    // A redraw absorbs too: a learner that slept while the ring turned would find one stale leaf after the other.
+    const uint64_t head = lock.absorb();
     const PriorityTree tree = memory_.tree();
     Limiter limiter(h);
     const bool admitted = round || limiter.can_sample(n);
@@ -99,11 +101,10 @@ class BatchSampler {
   }
 
   // A row that changed under a draw makes its item undrawable here, so that the redraw cannot fail on it again.
-  uint64_t resync_failed() {
+  void resync_failed() {
     const uint64_t head = memory_.header().head.load(std::memory_order_acquire);
     Absorber absorber(memory_);
     for (int i : todo_) absorber.resync(items_[i].slot, head);
-    return head;
   }
 
   void find(const PriorityTree& tree, int n) {
