@@ -1,0 +1,236 @@
+"""Handles: one memory for many processes, gone with the last of them."""
+
+import multiprocessing as mp
+import os
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from forked import Forked, eventually, shared_counters
+
+import torchreplay as tr
+
+SPEC = {"x": tr.Field((2,)), "deep": {"n": tr.Field((), torch.int16)}}
+
+
+def make(capacity=10, **options):
+    options = {"seed": 0, **options}
+    return tr.ReplayBuffer(SPEC, capacity, **options)
+
+
+def rows(n, value=1.0):
+    return {"x": np.full((n, 2), value), "deep": {"n": np.full(n, int(value), np.int16)}}
+
+
+def mappings():
+    return [
+        line for line in Path("/proc/self/maps").read_text().splitlines() if "torchreplay" in line and "memfd" in line
+    ]
+
+
+def test_a_pickled_buffer_is_the_same_memory_with_the_same_configuration():
+    buffer = make(sampler=tr.Prioritized(alpha=0.3), limiter=tr.SamplesPerInsert(2.0, min_size=2))
+    other = pickle.loads(pickle.dumps(buffer))
+    assert (other.spec, other.capacity, other.nbytes) == (buffer.spec, buffer.capacity, buffer.nbytes)
+    assert (other.sampler, other.limiter, other.view) == (buffer.sampler, buffer.limiter, buffer.view)
+    keys = other.extend(**rows(3, 5.0))
+    assert len(buffer) == len(other) == 3
+    batch = buffer.sample(4)
+    assert batch["deep"]["n"].eq(5).all()
+    other.update_priorities(batch, torch.ones(4))
+    buffer.update_priorities(keys, torch.ones(3))
+    assert buffer.stats().updated == 7
+    buffer.close()
+    assert len(other) == 3
+
+
+def test_a_pickle_is_small_and_plain():
+    handle = make().handle()
+    assert len(pickle.dumps(make())) < 1000
+    assert pickle.loads(pickle.dumps(handle)) == handle
+
+
+SPAWNED = """
+import pickle, sys
+import numpy as np
+buffer = pickle.load(sys.stdin.buffer)
+print(buffer.extend(x=np.full((2, 2), 3.0), deep={"n": np.full(2, 3)}).tolist())
+"""
+
+
+def test_a_process_started_from_nothing_attaches():
+    buffer = make()
+    result = subprocess.run(
+        [sys.executable, "-c", SPAWNED], input=pickle.dumps(buffer), capture_output=True, check=True
+    )
+    assert result.stdout.decode().strip() == "[0, 1]"
+    assert buffer.storage["x"][:2].tolist() == [[3.0, 3.0]] * 2
+    assert buffer.stats().writers == 0
+
+
+def own_until_killed(pipe):
+    buffer = make()
+    pipe.send(buffer.handle())
+    pipe.recv()
+
+
+def test_a_killed_owner_leaves_an_attach_error_and_those_attached_before_keep_the_memory():
+    mine, theirs = mp.Pipe()
+    with Forked(own_until_killed, theirs) as owner:
+        handle = mine.recv()
+        attached = tr.ReplayBuffer.attach(handle)
+        attached.extend(**rows(2))
+        owner.kill()
+    with pytest.raises(tr.AttachError, match=r"\(process \d+\) is gone"):
+        tr.ReplayBuffer.attach(handle)
+    assert len(attached) == 2
+    again = tr.ReplayBuffer.attach(attached.handle())  # whoever has it open can hand it on
+    again.extend(**rows(1))
+    assert len(attached) == 3
+    assert attached.sample(3)["x"].eq(1).all()
+
+
+def test_a_closed_buffers_handle_is_of_no_use_even_when_its_descriptor_is_in_use_again():
+    buffer = make()
+    handle = buffer.handle()
+    buffer.close()
+    with pytest.raises(tr.AttachError, match="gone"):
+        tr.ReplayBuffer.attach(handle)
+    files = [open(os.devnull) for _ in range(30)]  # noqa: SIM115 - one of them takes the descriptor
+    assert handle.fd in [file.fileno() for file in files]
+    with pytest.raises(tr.AttachError, match="gone"):
+        tr.ReplayBuffer.attach(handle)
+    for file in files:
+        file.close()
+    others = [make() for _ in range(10)]  # segments of the same size, on the same descriptor
+    with pytest.raises(tr.AttachError, match="gone"):
+        tr.ReplayBuffer.attach(handle)
+    assert all(len(other) == 0 for other in others)
+
+
+def test_attach_error_is_a_connection_error():
+    assert issubclass(tr.AttachError, ConnectionError)
+
+
+def test_memory_is_freed_with_the_last_thing_that_uses_it():
+    before = len(mappings())
+    buffer = make()
+    buffer.extend(**rows(3))
+    attached = tr.ReplayBuffer.attach(buffer.handle())
+    writer = buffer.writer()
+    batch = buffer.sample(2)
+    storage = buffer.storage
+    assert len(mappings()) == before + 2
+    buffer.close()
+    attached.close()
+    assert storage["x"][0].tolist() == [1.0, 1.0], "a look into the memory keeps it"
+    del storage, writer, buffer, attached
+    assert len(mappings()) == before
+    assert batch["x"].eq(1).all()
+
+
+def test_many_buffers_leave_no_descriptor_behind():
+    make().close()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(100):
+        buffer = make()
+        buffer.extend(**rows(2))
+        tr.ReplayBuffer.attach(buffer.handle()).sample(1)
+    del buffer
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_nothing_is_left_in_dev_shm():
+    before = set(os.listdir("/dev/shm"))
+    buffer = make()
+    buffer.extend(**rows(2))
+    with Forked(lambda: tr.ReplayBuffer.attach(buffer.handle()).sample(1)) as child:
+        assert child.wait() == 0
+    assert set(os.listdir("/dev/shm")) == before
+
+
+def test_the_segment_cannot_be_resized_under_its_users():
+    handle = make().handle()
+    buffer = make()
+    with open(f"/proc/self/fd/{buffer.handle().fd}", "r+b") as file, pytest.raises(OSError, match="not permitted"):
+        file.truncate(10)
+    assert handle.size % 4096 == 0
+
+
+def test_views_of_the_memory_refuse_to_be_pickled():
+    view = make().storage["x"]
+    with pytest.raises(TypeError, match=r"pickle the buffer, or view\.clone"):
+        pickle.dumps(view)
+    assert torch.equal(pickle.loads(pickle.dumps(view.clone())), torch.zeros(10, 2))
+
+
+# Fork
+
+
+def test_a_forked_child_draws_a_stream_of_its_own_and_counts_as_a_learner_of_its_own():
+    buffer = make(capacity=1000)
+    buffer.extend(**rows(1000))
+    first = buffer.sample(500)["key"]
+    receiver, sender = mp.Pipe(duplex=False)
+
+    def draw():
+        sender.send([buffer.sample(500)["key"].tolist(), buffer.stats().learners])
+
+    with Forked(draw) as child:
+        theirs, learners = receiver.recv()
+        assert child.wait() == 0
+    assert learners == 2
+    assert buffer.stats().learners == 1
+    assert theirs != first.tolist()
+    assert theirs != buffer.sample(500)["key"].tolist()
+
+
+def test_a_child_that_inherited_a_writer_and_dies_leaves_the_parents_alive():
+    buffer = make(capacity=100)
+    writer = buffer.writer()
+    writer.append(x=np.zeros(2), deep={"n": 0})
+    progress = shared_counters(1)
+
+    def write():
+        while True:
+            writer.append(x=np.zeros(2), deep={"n": 0})
+            progress[0] += 1
+
+    with Forked(write):
+        eventually(lambda: progress[0] > 0)
+        assert buffer.stats().writers == 2
+    assert buffer.stats().writers == 1
+    writer.append(x=np.zeros(2), deep={"n": 0})
+    assert writer.rows == 2
+
+
+def test_a_child_lives_on_with_the_memory_after_its_parent_is_gone():
+    mine, theirs = mp.Pipe()
+
+    def parent():
+        buffer = make()
+        buffer.extend(**rows(2))
+        pid = os.fork()
+        if pid:
+            os._exit(0)
+        theirs.send("ready")
+        theirs.recv()
+        buffer.extend(**rows(1))
+        theirs.send(len(buffer))
+
+    with Forked(parent) as gone:
+        assert gone.wait() == 0
+        assert mine.recv() == "ready"
+        mine.send("go on")
+        assert mine.recv() == 3
+
+
+def test_repr_tells_fill_level_fields_bytes_and_writers():
+    buffer = make()
+    buffer.extend(**rows(3))
+    assert re.match(r"ReplayBuffer\(3/10 rows, fields: x, deep/n, \d+\.\d MiB shared, .*, 1 writers\)", repr(buffer))
