@@ -11,6 +11,7 @@
 
 #include "format.h"
 #include "ring.h"
+#include "sanitized.h"
 
 namespace torchreplay::testing {
 
