@@ -1,0 +1,103 @@
+// The segments that this process has attached for the operators, found by their nonce.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "../format.h"
+#include "../participants.h"
+
+namespace torchreplay::ops {
+
+// A mapped segment, and this process's place in it as a learner.
+class AttachedRing {
+ public:
+  explicit AttachedRing(std::unique_ptr<SegmentMemory> memory) : memory_(std::move(memory)) {}
+  ~AttachedRing() {
+    if (learner_ == 0 || generation_ != fork_generation.load(std::memory_order_relaxed)) return;
+    try {
+      leave(*memory_, learner_);
+    } catch (const std::system_error&) {  // the place goes with the process
+    }
+  }
+  AttachedRing(const AttachedRing&) = delete;
+
+  SegmentMemory& memory() const { return *memory_; }
+
+  // Registers this process as a learner: once, and once more in a forked child.
+  void become_learner() {
+    const uint64_t now = fork_generation.load(std::memory_order_relaxed);
+    if (learner_ == 0 || generation_ != now) {
+      learner_ = join(*memory_, Role::kLearner);
+      generation_ = now;
+    }
+    memory_->participant(learner_).thread.store(static_cast<uint64_t>(pthread_self()), std::memory_order_relaxed);
+  }
+
+ private:
+  std::unique_ptr<SegmentMemory> memory_;
+  int learner_ = 0;
+  uint64_t generation_ = 0;
+};
+
+class AttachedRings {
+ public:
+  static AttachedRings& of_process() {
+    static auto* rings = new AttachedRings;  // never destroyed: atfork handlers outlive static destructors
+    return *rings;
+  }
+
+  // Counts one more user of the segment `nonce`, which `fd` is a descriptor of. Throws NotASegment or
+  // std::system_error.
+  std::shared_ptr<AttachedRing> attach(int fd, int64_t nonce) {
+    auto ring = std::make_shared<AttachedRing>(open_segment(Descriptor::duplicate(fd), static_cast<uint64_t>(nonce)));
+    const std::lock_guard guard(mutex_);
+    Entry& entry = entries_.try_emplace(nonce, Entry{ring, 0}).first->second;
+    entry.users++;
+    return entry.ring;
+  }
+
+  // One user less; the last one detaches. False when there was none.
+  bool detach(int64_t nonce) {
+    std::shared_ptr<AttachedRing> last;  // released after the lock
+    const std::lock_guard guard(mutex_);
+    const auto found = entries_.find(nonce);
+    if (found == entries_.end()) return false;
+    if (--found->second.users == 0) {
+      last = std::move(found->second.ring);
+      entries_.erase(found);
+    }
+    return true;
+  }
+
+  // Null when the segment is not attached. Its memory stays as long as the result, whoever detaches meanwhile.
+  std::shared_ptr<AttachedRing> find(int64_t nonce) {
+    const std::lock_guard guard(mutex_);
+    const auto found = entries_.find(nonce);
+    return found == entries_.end() ? nullptr : found->second.ring;
+  }
+
+  void become_learner(AttachedRing& ring) {
+    const std::lock_guard guard(mutex_);
+    ring.become_learner();
+  }
+
+ private:
+  struct Entry {
+    std::shared_ptr<AttachedRing> ring;
+    int users;
+  };
+
+  // A fork while another thread holds the mutex would leave it locked in the child for ever. Segments are mapped and
+  // unmapped outside of it: Liveness has such a lock too, and the two must not be taken in both orders.
+  AttachedRings() {
+    pthread_atfork([] { of_process().mutex_.lock(); }, [] { of_process().mutex_.unlock(); },
+                   [] { of_process().mutex_.unlock(); });
+  }
+
+  std::mutex mutex_;
+  std::map<int64_t, Entry> entries_;
+};
+
+}  // namespace torchreplay::ops

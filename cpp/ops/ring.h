@@ -1,0 +1,206 @@
+// Drawing from a shared ring and feeding back to it, as operators. A ring is named by an int64 tensor: the state of one
+// stream of draws, which every operator declares to change. That orders them in a compiled graph, and lets none be
+// dropped, merged or moved.
+#pragma once
+
+#include <climits>
+#include <cmath>
+#include <vector>
+
+#include "../sample.h"
+#include "../update.h"
+#include "attached.h"
+#include "tensors.h"
+
+namespace torchreplay::ops {
+
+// What the elements of a ring tensor mean.
+struct RingState {
+  int64_t nonce;    // of the segment
+  int64_t process;  // whose stream it is: another process, forked or given the tensor, takes a new one
+  int64_t stream;
+  int64_t step;  // number of the next draw
+};
+inline constexpr int64_t kRingElements = sizeof(RingState) / sizeof(int64_t);
+
+// In the order of Element.
+inline constexpr ScalarType kScalarTypes[kElements] = {
+    ScalarType::Bool,     ScalarType::Byte,  ScalarType::UInt16, ScalarType::UInt32, ScalarType::UInt64,
+    ScalarType::Char,     ScalarType::Short, ScalarType::Int,    ScalarType::Long,   ScalarType::Half,
+    ScalarType::BFloat16, ScalarType::Float, ScalarType::Double};
+
+// A ring tensor, checked, and the segment that it names.
+struct NamedRing {
+  std::shared_ptr<AttachedRing> attached;
+  RingState* state;
+  SegmentMemory& memory() const { return attached->memory(); }
+};
+
+// Starts a stream of draws of this process.
+inline void start_stream(RingState& state, int64_t nonce, const SegmentMemory& memory) {
+  state = {nonce, getpid(), memory.header().streams.fetch_add(1, std::memory_order_relaxed), 0};
+}
+
+inline NamedRing ring_of(const Tensor& ring) {
+  check_vector(ring, "ring", ScalarType::Long);
+  if (ring.numel() != kRingElements) fail("ring has ", ring.numel(), " elements, expected ", kRingElements);
+  auto* state = reinterpret_cast<RingState*>(longs(ring));
+  auto attached = AttachedRings::of_process().find(state->nonce);
+  if (!attached)
+    fail("ring names no buffer that is attached in this process: make one here with torchreplay.ops.Ring(buffer)");
+  if (state->process != getpid()) start_stream(*state, state->nonce, attached->memory());
+  return {std::move(attached), state};
+}
+
+inline DrawName name_of_draw(const NamedRing& ring) {
+  const auto [nonce, process, stream, step] = *ring.state;
+  if (stream < 0 || stream > UINT32_MAX) fail("the stream in ring is ", stream, ", expected 0 to 2**32 - 1");
+  if (step < 0 || step >= static_cast<int64_t>(Philox::kLimit))
+    fail("the step in ring is ", step, ", expected 0 to 2**48 - 1");
+  return {ring.memory().header().seed, static_cast<uint32_t>(stream), static_cast<uint64_t>(step)};
+}
+
+inline Tensor ring_attach(int64_t fd, int64_t nonce) {
+  if (fd < 0 || fd > INT_MAX) fail("fd is ", fd, ", expected an open descriptor of a replay buffer");
+  Tensor ring = empty(kRingElements, ScalarType::Long);
+  try {
+    const auto attached = AttachedRings::of_process().attach(static_cast<int>(fd), nonce);
+    start_stream(*reinterpret_cast<RingState*>(longs(ring)), nonce, attached->memory());
+    return ring;
+  } catch (const NotASegment& e) {
+    fail(e.what());
+  } catch (const std::system_error& e) {
+    fail("fd is ", fd, ", expected an open descriptor of a replay buffer: ", e.what());
+  }
+}
+
+inline void ring_detach(int64_t nonce) {
+  if (!AttachedRings::of_process().detach(nonce)) fail("no buffer with the nonce ", nonce, " is attached");
+}
+
+// Throws unless `tensor` can hold `n` values of the f-th field of a row.
+inline void check_field(const Tensor& tensor, size_t f, const Field& field, int64_t n) {
+  const ScalarType dtype = kScalarTypes[static_cast<size_t>(field.element)];
+  const int64_t elements = static_cast<int64_t>(field.nbytes) / item_size(field.element);
+  if (!tensor.is_cpu()) fail("fields[", f, "] is not on the CPU: draw there, and move the batch");
+  if (tensor.scalar_type() != dtype) fail("fields[", f, "] is ", tensor.scalar_type(), ", expected ", dtype);
+  if (tensor.dim() < 1 || tensor.size(0) != n || tensor.numel() != n * elements)
+    fail("fields[", f, "] has ", tensor.numel(), " elements, expected a leading dimension of ", n, " with ", elements,
+         " elements in each");
+  if (!tensor.is_contiguous()) fail("fields[", f, "] is not contiguous");
+}
+
+// The memory of a batch's tensors, which must fit the segment's fields.
+inline BatchPointers pointers_of(const std::vector<Tensor>& fields, const Tensor& key, const Tensor& weight,
+                                 const Tensor& probability, const Layout& layout) {
+  check_vector(key, "key", ScalarType::Long);
+  check_vector(weight, "weight", ScalarType::Float);
+  check_vector(probability, "probability", ScalarType::Float);
+  const int64_t n = key.numel();
+  if (n < 1) fail("key is empty, expected as many elements as there are items to draw");
+  if (weight.numel() != n || probability.numel() != n)
+    fail("weight has ", weight.numel(), " elements and probability ", probability.numel(), "; expected ", n,
+         ", as many as key");
+  if (fields.size() != layout.fields.size())
+    fail(fields.size(), " fields were given, the rows have ", layout.fields.size());
+  BatchPointers out{{}, longs(key), floats(weight), floats(probability)};
+  for (size_t f = 0; f < fields.size(); f++) {
+    check_field(fields[f], f, layout.fields[f], n);
+    out.values.push_back(static_cast<char*>(fields[f].mutable_data_ptr()));
+  }
+  return out;
+}
+
+// Throws for every outcome but a batch.
+inline void check_drawn(Draw outcome, int n, const Shortage& shortage, const SegmentMemory& memory) {
+  std::ostringstream text;
+  switch (outcome) {
+    case Draw::kDone:
+      return;
+    case Draw::kStopped:
+      throw std::runtime_error("the replay buffer was stopped");
+    case Draw::kWait:
+      text << "drawing " << n << " items would have to wait: " << shortage.inserted << " items were inserted, "
+           << shortage.needed << " are needed and " << shortage.drawable
+           << " can be drawn; an operator never waits: call buffer.sample() first, which does";
+      break;
+    case Draw::kLapped:
+      text << "the ring turns faster than a batch is copied: " << memory.capacity() << " rows against batches of " << n
+           << "; choose a larger capacity, or slow the explorers with SamplesPerInsert";
+  }
+  throw std::runtime_error(text.str());
+}
+
+// A tensor and not a number: torch.compile would compile a number in, and beta is annealed.
+inline double exponent_of(const Tensor& beta) {
+  if (!beta.is_cpu() || beta.scalar_type() != ScalarType::Double || beta.dim() != 0)
+    fail("beta is a ", beta.dim(), "-dimensional tensor of ", beta.scalar_type(), ", expected a scalar of ",
+         ScalarType::Double, " on the CPU");
+  const double value = *static_cast<const double*>(beta.const_data_ptr());
+  if (!std::isfinite(value) || value < 0) fail("beta is ", value, ", expected a finite number >= 0");
+  return value;
+}
+
+inline void ring_sample(const Tensor& ring, const Tensor& beta, const std::vector<Tensor>& fields, const Tensor& key,
+                        const Tensor& weight, const Tensor& probability) {
+  const NamedRing named = ring_of(ring);
+  const DrawName draw = name_of_draw(named);
+  const double exponent = exponent_of(beta);
+  SegmentMemory& memory = named.memory();
+  const BatchPointers out = pointers_of(fields, key, weight, probability, memory.layout());
+  const auto n = static_cast<int>(key.numel());
+  AttachedRings::of_process().become_learner(*named.attached);
+  BatchSampler sampler(memory);
+  Shortage shortage;
+  const Draw outcome = sampler.sample(n, exponent, draw, out, shortage);
+  if (sampler.pending()) reclaim_dead(memory);
+  check_drawn(outcome, n, shortage, memory);
+  named.state->step++;
+}
+
+// TD errors of any real dtype and stride, as doubles.
+inline std::vector<double> td_errors(const Tensor& td, int64_t n) {
+  check_row_of_numbers(td, "td");
+  const auto* type = std::find(std::begin(kScalarTypes), std::end(kScalarTypes), td.scalar_type());
+  if (type == std::end(kScalarTypes)) fail("td is ", td.scalar_type(), ", expected a real dtype");
+  if (td.numel() != n) fail("td has ", td.numel(), " elements, expected one for each of ", n, " keys");
+  StridedArray array;
+  array.data = static_cast<const char*>(td.const_data_ptr());
+  array.element = static_cast<Element>(type - kScalarTypes);
+  array.dims = 1;
+  array.shape[0] = n;
+  array.stride[0] = td.stride(0) * item_size(array.element);
+  std::vector<double> values(static_cast<size_t>(n));
+  copy_converted(reinterpret_cast<char*>(values.data()), Element::kF64, array.data, array, 0);
+  const auto bad = std::count_if(values.begin(), values.end(), [](double v) { return !std::isfinite(v); });
+  if (bad > 0) {
+    const auto first = std::find_if(values.begin(), values.end(), [](double v) { return !std::isfinite(v); });
+    fail(bad, " of ", n, " TD errors are NaN or infinite, the first at index ", first - values.begin(),
+         ": nothing was applied; look for a diverged loss");
+  }
+  return values;
+}
+
+inline void ring_update_priorities(const Tensor& ring, const Tensor& key, const Tensor& td) {
+  const NamedRing named = ring_of(ring);
+  check_vector(key, "key", ScalarType::Long);
+  const int64_t n = key.numel();
+  const std::vector<double> errors = td_errors(td, n);
+  const auto bad =
+      PriorityUpdater(named.memory()).update(n, static_cast<const int64_t*>(key.const_data_ptr()), errors.data());
+  if (bad)
+    fail("key[", bad->index, "] is ", bad->key, ", which this buffer never issued: expected 0 to ",
+         static_cast<int64_t>(bad->issued) - 1, "; nothing was applied");
+}
+
+inline Tensor ring_size(const Tensor& ring) {
+  const NamedRing named = ring_of(ring);
+  SegmentMemory& memory = named.memory();
+  Tensor size = scalar(ScalarType::Long);
+  Locked lock(memory);
+  publish_limit(memory, lock.absorb());
+  *longs(size) = static_cast<int64_t>(memory.header().rows);
+  return size;
+}
+
+}  // namespace torchreplay::ops
