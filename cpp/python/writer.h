@@ -84,7 +84,8 @@ inline RowMeta meta_of(double priority) {
   if (!std::isfinite(priority))
     throw std::invalid_argument(
         "the priority is NaN or infinite: expected a finite number, or None for the largest one seen");
-  return {kHasPriority, 0, static_cast<float>(std::fabs(priority))};
+  constexpr double kMax = std::numeric_limits<float>::max();
+  return {kHasPriority, 0, static_cast<float>(std::min(std::fabs(priority), kMax))};
 }
 
 // Writes rows, waiting (in Python, with the signals and the limits of a wait) as often as need be.
