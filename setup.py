@@ -55,7 +55,7 @@ setup(
         Extension(
             "torchreplay._ops",
             sources=["cpp/ops.cpp"],
-            depends=["setup.py", *glob("cpp/*.h")],
+            depends=["setup.py", *glob("cpp/*.h"), *glob("cpp/ops/*.h")],
             include_dirs=["cpp"],
             define_macros=[("TORCH_TARGET_VERSION", "0x020b000000000000")],
             extra_compile_args=list(COMPILE_ARGS),

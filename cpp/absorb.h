@@ -15,7 +15,8 @@ inline void kill_fence() { std::atomic_signal_fence(std::memory_order_seq_cst); 
 // which would mean that the item cannot be drawn: the tree rounds what is smaller than its grid up to one step.
 inline float leaf_of(const SamplerConfig& c, double raw) {
   if (!c.prioritized) return 1.0f;
-  const float leaf = std::pow(static_cast<float>(std::fabs(raw) + c.eps), static_cast<float>(c.alpha));
+  const double base = std::min(std::fabs(raw) + c.eps, static_cast<double>(std::numeric_limits<float>::max()));
+  const float leaf = std::pow(static_cast<float>(base), static_cast<float>(c.alpha));
   return std::max(leaf, std::numeric_limits<float>::min());
 }
 

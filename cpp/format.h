@@ -93,7 +93,7 @@ inline std::unique_ptr<SegmentMemory> open_segment(Descriptor fd, uint64_t nonce
     throw NotASegment("the segment is " + std::to_string(size) + " bytes long, its header says " +
                       std::to_string(h.bytes));
   const uint64_t offset = kSegmentHeaderBytes + kMaxParticipants * kParticipantBytes;
-  if (h.config_bytes > size - offset) throw NotASegment("the segment's configuration is damaged");
+  if (size < offset || h.config_bytes > size - offset) throw NotASegment("the segment's configuration is damaged");
   std::string config(h.config_bytes, '\0');
   if (pread(fd.get(), config.data(), config.size(), static_cast<off_t>(offset)) != static_cast<ssize_t>(config.size()))
     throw NotASegment("the segment's configuration cannot be read");
@@ -111,7 +111,12 @@ inline std::unique_ptr<SegmentMemory> open_segment(Descriptor fd, uint64_t nonce
     fields[i].element = static_cast<Element>(field.element);
     fields[i].nbytes = field.nbytes;
   }
-  Layout layout = make_layout(head.capacity, std::move(fields), head.linked != 0, h.config_bytes);
+  Layout layout;
+  try {
+    layout = make_layout(head.capacity, std::move(fields), head.linked != 0, h.config_bytes);
+  } catch (const std::invalid_argument&) {
+    throw NotASegment("the segment's configuration is damaged");
+  }
   if (layout.hash() != h.layout_hash || layout.bytes != size)
     throw NotASegment(
         "the segment was laid out by an incompatible build of torchreplay: use the same version in every process");

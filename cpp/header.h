@@ -85,7 +85,7 @@ struct Header {
 static_assert(sizeof(Header) <= kSegmentHeaderBytes);
 static_assert(std::atomic<uint64_t>::is_always_lock_free);
 
-enum class Role : uint32_t { kNone = 0, kWriter = 1, kLearner = 2, kSupervisor = 3 };
+enum class Role : uint32_t { kNone = 0, kWriter = 1, kLearner = 2, kSupervisor = 3, kOwner = 4 };
 
 // One line of the table. Who is alive is known from the byte lock of the same index, not from this.
 struct Participant {

@@ -108,9 +108,9 @@ inline Layout make_layout(uint64_t capacity, std::vector<Field> fields, bool lin
   l.records = region(capacity * l.record_stride);
   for (Field& f : l.fields) {
     if (f.own_array) {
-      f.stride = round_up(f.nbytes, kLine);
-      if (f.stride > (uint64_t{1} << 46) / capacity)
+      if (f.nbytes > (uint64_t{1} << 46) / capacity)  // before rounding up, which could overflow
         throw std::invalid_argument("the fields and capacity given need more than 64 TiB");
+      f.stride = round_up(f.nbytes, kLine);
       f.offset = region(capacity * f.stride);
     } else {
       f.stride = l.record_stride;

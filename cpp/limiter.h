@@ -18,7 +18,7 @@ class Limiter {
     uint64_t items = std::max<uint64_t>(config_.min_size, 1);
     if (config_.ratio > 0) {
       const double draws = config_.min_diff + static_cast<double>(header_.sampled + n);
-      if (draws > 0) items = std::max(items, static_cast<uint64_t>(std::ceil(draws / config_.ratio)));
+      if (draws > 0) items = std::max(items, whole(std::ceil(draws / config_.ratio)));
     }
     return items;
   }
@@ -31,8 +31,7 @@ class Limiter {
     uint64_t limit = kNever;
     if (config_.ratio > 0) {
       const double allowed = std::floor((config_.max_diff + static_cast<double>(header_.sampled)) / config_.ratio);
-      uint64_t target = std::max(config_.min_size, header_.demand);
-      if (allowed > static_cast<double>(target)) target = static_cast<uint64_t>(allowed);
+      uint64_t target = std::max({config_.min_size, header_.demand, whole(allowed)});
       if (drawable == 0) target = std::max(target, header_.inserted + 1);
       limit = head + (target > header_.inserted ? target - header_.inserted : 0);
     }
@@ -44,6 +43,9 @@ class Limiter {
   void demand(uint64_t n) { header_.demand = std::max(header_.demand, needed(n)); }
 
  private:
+  // A ratio may be tiny: what does not fit is as good as unlimited.
+  static uint64_t whole(double n) { return static_cast<uint64_t>(std::clamp(n, 0.0, 0x1p62)); }
+
   Header& header_;
   const LimiterConfig& config_;
 };

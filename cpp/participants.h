@@ -40,8 +40,8 @@ inline void leave(SegmentMemory& m, int id) {
 }
 
 struct Census {
-  int writers = 0, learners = 0, supervisors = 0;  // alive
-  int others_writing = 0;                          // writers that somebody else than the asking thread uses or may use
+  int writers = 0, learners = 0, supervisors = 0, owners = 0;  // alive
+  int others_writing = 0;  // writers that somebody else than the asking thread uses or may use
   int others_learning = 0;
   int waiting = 0;         // writers that wait for the limiter
   int64_t last_write = 0;  // CLOCK_MONOTONIC, ns; 0: never
@@ -68,6 +68,7 @@ inline Census take_census(SegmentMemory& m, bool unused_count_as_others) {
     c.writers += role == Role::kWriter;
     c.learners += role == Role::kLearner;
     c.supervisors += role == Role::kSupervisor;
+    c.owners += role == Role::kOwner;
     c.others_writing += role == Role::kWriter && other;
     c.others_learning += role == Role::kLearner && other;
     c.waiting += role == Role::kWriter && entry.waiting.load(std::memory_order_relaxed);

@@ -53,6 +53,8 @@ class BatchSampler {
       }
       memory_.header().redraws.fetch_add(todo_.size(), std::memory_order_relaxed);
     }
+    const Locked lock(memory_);
+    memory_.header().sampled -= static_cast<uint64_t>(n);
     return Draw::kLapped;
   }
 
@@ -73,10 +75,14 @@ class BatchSampler {
     philox_fill(name.seed, name.stream | uint64_t{round} << 32, name.step, random_.data(), count);
     Header& h = memory_.header();
     Locked lock(memory_);
-    if (h.stopped.load(std::memory_order_relaxed)) return Draw::kStopped;
+    if (h.stopped.load(std::memory_order_relaxed)) {
+      if (round) h.sampled -= static_cast<uint64_t>(n);  // the draw that was counted did not happen
+      return Draw::kStopped;
+    }
     if (round) resync_failed();
     // A redraw absorbs too: a learner that slept while the ring turned would find one stale leaf after the other.
-    const uint64_t head = lock.absorb();
+    lock.absorb();
+    pending_ = h.pending;
     const PriorityTree tree = memory_.tree();
     Limiter limiter(h);
     const bool admitted = round || limiter.can_sample(n);
@@ -84,19 +90,19 @@ class BatchSampler {
       shortage = {h.inserted, limiter.needed(n), static_cast<uint64_t>(tree.count())};
       if (round) h.sampled -= static_cast<uint64_t>(n);  // the draw that was counted did not happen
       limiter.demand(n);
-      publish_limit(memory_, head);
+      publish_limit(memory_);
       const uint64_t missing = shortage.needed > h.inserted ? shortage.needed - h.inserted : 1;
-      if (head + missing - 1 < h.wake_at.load(std::memory_order_relaxed))
-        h.wake_at.store(head + missing - 1, std::memory_order_relaxed);
+      const uint64_t wake_at = h.absorbed + missing - 1;
+      if (wake_at < h.wake_at.load(std::memory_order_relaxed)) h.wake_at.store(wake_at, std::memory_order_relaxed);
       return Draw::kWait;
     }
     find(tree, n);
-    pending_ = h.pending;
     if (!round) {
       h.sampled += static_cast<uint64_t>(n);
       h.draws.fetch_add(1, std::memory_order_relaxed);
+      h.demand = 0;  // another learner that still waits will say so again
     }
-    publish_limit(memory_, head);
+    publish_limit(memory_);
     return Draw::kDone;
   }
 

@@ -51,7 +51,8 @@ class Locked {
     header_.mutex.unlock();
   }
 
-  // Absorbs every row written before the call, letting others in between chunks. Returns the head it absorbed to.
+  // Absorbs every row written before the call, letting others in between chunks. Returns the head absorbed to, which
+  // may be a later one.
   uint64_t absorb() {
     const uint64_t head = header_.head.load(std::memory_order_acquire);
     Absorber absorber(memory_);
@@ -59,7 +60,7 @@ class Locked {
       unlock();
       lock();
     }
-    return head;
+    return header_.absorbed;
   }
 
  private:
@@ -113,10 +114,10 @@ class Locked {
 };
 
 // After a change of what learners drew or hold: tells writers how far they may go, and wakes those that wait.
-inline void publish_limit(SegmentMemory& m, uint64_t head) {
+inline void publish_limit(SegmentMemory& m) {
   Header& h = m.header();
   const uint64_t before = h.ticket_limit.load(std::memory_order_relaxed);
-  Limiter(h).publish(head, m.tree().count());
+  Limiter(h).publish(h.absorbed, m.tree().count());
   if (h.ticket_limit.load(std::memory_order_relaxed) > before && h.room_waiters.load(std::memory_order_relaxed))
     futex_signal(h.room_signal);
 }

@@ -29,9 +29,9 @@ class PriorityUpdater {
     leaf_.resize(n);
     for (int64_t i = 0; i < n; i++) leaf_[i] = leaf_of(h.sampler, td[i]);
     Locked lock(memory_);
-    const uint64_t head = lock.absorb();
+    lock.absorb();
     apply(n, keys, td);
-    publish_limit(memory_, head);
+    publish_limit(memory_);
     return std::nullopt;
   }
 

@@ -35,3 +35,13 @@ def checked_kind(name: str, value: T | None, default: T, kinds: tuple[type[T], .
         names = " or ".join(f"torchreplay.{kind.__name__}" for kind in kinds)
         raise TypeError(f"{name} is {value!r}: expected {names}")
     return value
+
+
+def as_floats(instance: object, *names: str) -> None:
+    """Makes the named attributes of a frozen dataclass plain floats, whatever library's numbers they are.
+
+    Raises:
+        TypeError: One is no number.
+    """
+    for name in names:
+        object.__setattr__(instance, name, float(getattr(instance, name)))

@@ -8,6 +8,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from . import _C
@@ -128,7 +129,7 @@ class ReplayBuffer:
         """Returns a writer for the calling thread's rows: one for each explorer thread."""
         return Writer(self._segment)
 
-    def extend(self, *, priority: Any = None, **fields: Any) -> torch.Tensor:
+    def extend(self, /, *, priority: Any = None, **fields: Any) -> torch.Tensor:
         """Writes n rows, whose values have a leading dimension n.
 
         Args:
@@ -176,13 +177,17 @@ class ReplayBuffer:
             exponent = value_of(exponent, self._segment.draws)
         elif beta is not None:
             exponent = value_of(exponent, 0)
+        wait = None if timeout is None else Wait(self._segment, timeout)
         result = self._segment.sample(batch_size, exponent)
         if result.__class__ is ReplayBatch:
             return result
-        return self._sample_waiting(result, batch_size, exponent, timeout)
+        try:
+            return self._sample_waiting(result, batch_size, exponent, wait or Wait(self._segment, None))
+        except BaseException:
+            self._segment.withdraw()  # or writers would go on running ahead for a learner that gave up
+            raise
 
-    def _sample_waiting(self, result: Any, batch_size: int, beta: float, timeout: float | None) -> ReplayBatch:
-        wait = Wait(self._segment, timeout)
+    def _sample_waiting(self, result: Any, batch_size: int, beta: float, wait: Wait) -> ReplayBatch:
         while True:
             if isinstance(result, ReplayBatch):
                 return result
@@ -215,7 +220,7 @@ class ReplayBuffer:
         if isinstance(keys, ReplayBatch):
             if getattr(keys, "source", None) not in (None, self._nonce):
                 raise ValueError("the batch was drawn from another buffer: feed its TD errors back to that one")
-            keys = keys["key"]
+            keys = keys.get("key")
         self._segment.update(keys, td)
 
     # Life cycle
@@ -353,4 +358,5 @@ def _before_fork() -> None:
 
 
 os.register_at_fork(before=_before_fork)
-_C.init_torch(torch.Tensor, torch.as_tensor)
+# By way of NumPy, which makes float64 of Python floats.
+_C.init_torch(torch.Tensor, lambda values: torch.as_tensor(np.asarray(values)))

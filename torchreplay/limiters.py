@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from .arguments import checked_int
+from .arguments import as_floats, checked_int
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class MinSize:
     min_size: int = 1
 
     def __post_init__(self) -> None:
-        checked_int("min_size", self.min_size, 1, 1 << 62)
+        object.__setattr__(self, "min_size", checked_int("min_size", self.min_size, 1, 1 << 62))
 
     def bounds(self) -> tuple[int, float, float, float]:
         """Returns (min_size, ratio, min_diff, max_diff) for the native core; a ratio of 0 means none is kept."""
@@ -50,7 +50,8 @@ class SamplesPerInsert:
     tolerance: float | None = None
 
     def __post_init__(self) -> None:
-        checked_int("min_size", self.min_size, 1, 1 << 62)
+        object.__setattr__(self, "min_size", checked_int("min_size", self.min_size, 1, 1 << 62))
+        as_floats(self, "ratio", *(() if self.tolerance is None else ("tolerance",)))
         if not (math.isfinite(self.ratio) and self.ratio > 0):
             raise ValueError(f"ratio is {self.ratio}: expected a finite number > 0 of draws per insert")
         if self.tolerance is not None and not (math.isfinite(self.tolerance) and self.tolerance > 0):

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
+from .arguments import as_floats, checked_int
+
 Normalization: TypeAlias = Literal["buffer", "batch", "none"]
 NORMALIZATIONS: tuple[Normalization, ...] = ("buffer", "batch", "none")  # the position is the code in the segment
 
@@ -24,8 +26,8 @@ class Linear:
     steps: int
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"a schedule of {self.steps} steps: expected at least 1")
+        object.__setattr__(self, "steps", checked_int("steps", self.steps, 1, 1 << 62))
+        as_floats(self, "start", "end")
         if not (math.isfinite(self.start) and math.isfinite(self.end)):
             raise ValueError(f"a schedule from {self.start} to {self.end}: expected finite numbers")
 
@@ -81,6 +83,7 @@ class Prioritized:
     weights: Normalization = "buffer"
 
     def __post_init__(self) -> None:
+        as_floats(self, "alpha", "eps", *(() if callable(self.beta) else ("beta",)))
         if not (math.isfinite(self.alpha) and self.alpha >= 0):
             raise ValueError(f"alpha is {self.alpha}: expected a finite number >= 0")
         if not (math.isfinite(self.eps) and self.eps > 0):

@@ -29,6 +29,7 @@ ELEMENTS: tuple[torch.dtype, ...] = (
 )
 RESERVED = frozenset({"key", "weight", "probability", "priority"})
 MAX_DIMS = 15  # one of the native core's 16 is the batch's
+MAX_BYTES = 1 << 46  # of a row: more than any machine maps
 
 Spec: TypeAlias = Mapping[str, "Field | Spec"]
 Path: TypeAlias = tuple[str, ...]
@@ -53,13 +54,15 @@ class Field:
     dtype: torch.dtype
 
     def __init__(self, shape: int | tuple[int, ...] = (), dtype: Any = torch.float32) -> None:
-        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-        if len(sizes) > MAX_DIMS or min(map(operator.index, sizes), default=1) < 1:
+        sizes = tuple(map(operator.index, (shape,) if isinstance(shape, (int, np.integer)) else shape))
+        if len(sizes) > MAX_DIMS or min(sizes, default=1) < 1:
             raise ValueError(
                 f"a field has shape {shape!r}: expected at most {MAX_DIMS} dimensions, each a positive int"
             )
-        object.__setattr__(self, "shape", tuple(map(operator.index, sizes)))
+        object.__setattr__(self, "shape", sizes)
         object.__setattr__(self, "dtype", as_torch_dtype(dtype))
+        if self.nbytes > MAX_BYTES:
+            raise ValueError(f"a field of shape {shape!r} and {self.dtype} needs {self.nbytes:,} bytes a row")
 
     @property
     def nbytes(self) -> int:
@@ -76,16 +79,16 @@ def as_torch_dtype(dtype: Any) -> torch.dtype:
     Raises:
         ValueError: Rows cannot hold values of this dtype.
     """
-    if not isinstance(dtype, torch.dtype):
+    found = dtype
+    if not isinstance(dtype, torch.dtype) and dtype is not None:  # NumPy takes None for float64
         try:
-            name = np.dtype(dtype).name
+            found = getattr(torch, np.dtype(dtype).name, None)
         except TypeError:
-            name = repr(dtype)
-        dtype = getattr(torch, name, None)
-    if dtype not in ELEMENTS:
+            found = None
+    if found not in ELEMENTS:
         names = ", ".join(str(d).removeprefix("torch.") for d in ELEMENTS)
-        raise ValueError(f"a row cannot hold values of dtype {dtype}: expected one of {names}")
-    return dtype  # type: ignore[no-any-return]
+        raise ValueError(f"a row cannot hold values of dtype {dtype!r}: expected one of {names}")
+    return found  # type: ignore[no-any-return]
 
 
 def flatten(spec: Spec) -> dict[Path, Field]:
@@ -108,8 +111,8 @@ def _fields_of(value: Any, path: Path) -> Iterator[tuple[Path, Field]]:
         yield path, value
     elif isinstance(value, Mapping) and value:
         for key, inner in value.items():
-            if not isinstance(key, str) or not key or "/" in key:
-                raise ValueError(f"a field of {name or 'the spec'!r} is named {key!r}: expected a string without '/'")
+            if not isinstance(key, str) or not key or "/" in key or "\0" in key:
+                raise ValueError(f"a field of {name or 'the spec'!r} is named {key!r}: expected a name without '/'")
             yield from _fields_of(inner, (*path, key))
     elif path:
         raise ValueError(f"field {name!r} is {value!r}: expected torchreplay.Field(shape, dtype), or a dict of them")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -25,8 +26,12 @@ class Wait:
     """One wait: its start, its deadline, and the reasons to give it up."""
 
     def __init__(self, segment: Segment, timeout: float | None) -> None:
+        if timeout is not None and not timeout >= 0:
+            raise ValueError(
+                f"timeout is {timeout!r}: expected seconds >= 0, or None to wait as long as someone may write"
+            )
         self._segment = segment
-        self._timeout = timeout
+        self._timeout = None if timeout == math.inf else timeout
         self._start = time.monotonic()
 
     def slice_ns(self) -> int:
@@ -83,6 +88,11 @@ class Wait:
             WouldBlockForever: No process and no other thread can draw.
         """
         census = self._segment.census(True)
+        if not census["owners"] and not census["learners"]:
+            raise WouldBlockForever(
+                "append() would wait for ever: the limiter says that the learner is behind, the process that made the "
+                "buffer is gone or has closed it, and no other process draws"
+            )
         alone = not census["shared"] and threading.active_count() == 1
         if alone and not census["others_learning"]:
             raise WouldBlockForever(

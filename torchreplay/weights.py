@@ -137,7 +137,7 @@ class SharedWeights:
             _view(buffer, entry).copy_(state[entry.name])
 
     def _check(self, module: nn.Module) -> dict[str, torch.Tensor]:
-        state: dict[str, torch.Tensor] = module.state_dict()
+        state = _state_of(module)
         given = {name: (t.dtype, tuple(t.shape)) for name, t in state.items()}
         expected = {entry.name: (entry.dtype, entry.shape) for entry in self._entries}
         if given != expected:
@@ -152,10 +152,16 @@ class SharedWeights:
         return f"SharedWeights(version {self.version}, {len(self._entries)} tensors, {self._nbytes / 2**20:.2f} MiB)"
 
 
+def _state_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, got {type(module).__name__}")
+    return module.state_dict()
+
+
 def _entries_of(module: nn.Module) -> tuple[Entry, ...]:
     entries = []
     offset = 0
-    for name, tensor in module.state_dict().items():
+    for name, tensor in _state_of(module).items():
         nbytes = tensor.numel() * tensor.element_size()
         entries.append(Entry(name, as_torch_dtype(tensor.dtype), tuple(tensor.shape), offset, nbytes))
         offset += -(-nbytes // ALIGNMENT) * ALIGNMENT

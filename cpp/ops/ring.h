@@ -198,7 +198,8 @@ inline Tensor ring_size(const Tensor& ring) {
   SegmentMemory& memory = named.memory();
   Tensor size = scalar(ScalarType::Long);
   Locked lock(memory);
-  publish_limit(memory, lock.absorb());
+  lock.absorb();
+  publish_limit(memory);
   *longs(size) = static_cast<int64_t>(memory.header().rows);
   return size;
 }

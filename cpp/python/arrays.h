@@ -12,7 +12,7 @@ namespace torchreplay::py {
 // torch's C exchange API and the type it belongs to, set once by init_torch().
 inline const DLPackExchangeAPI* exchange = nullptr;
 inline PyTypeObject* tensor_type = nullptr;
-inline PyObject* as_tensor = nullptr;  // torch.as_tensor, for what is neither tensor nor array
+inline PyObject* as_tensor = nullptr;  // for what is neither tensor nor array: numbers in sequences
 
 inline const char* element_name(Element e) {
   constexpr const char* names[kElements] = {"bool",  "uint8", "uint16",  "uint32",   "uint64",  "int8",   "int16",
@@ -107,15 +107,28 @@ class ArrayView {
       return fail("a tensor that is not on the CPU: pass tensor.cpu()");
     if (t.ndim > StridedArray::kMaxDims) return fail("a tensor of more than 16 dimensions");
     if (!element_of(t.dtype)) return fail("a tensor of a dtype that a row cannot hold");
-    array.data = static_cast<const char*>(t.data) + t.byte_offset;
     array.dims = t.ndim;
-    int64_t dense = 1;
+    int64_t count = 1;
+    bool canonical = t.ndim > 0;
     for (int d = t.ndim - 1; d >= 0; d--) {
+      const int64_t stride = t.strides ? t.strides[d] : count;
+      canonical &= stride == count;
       array.shape[d] = t.shape[d];
-      array.stride[d] = (t.strides ? t.strides[d] : dense) * item_size(array.element);
-      dense *= t.shape[d];
+      array.stride[d] = stride * item_size(array.element);
+      count *= t.shape[d];
     }
+    if (!t.data && count) return fail("a tensor without memory (resized away, fake or not computed yet)");
+    array.data = static_cast<const char*>(t.data) + t.byte_offset;
+    // The imaginary part of a conjugate is stored with the other sign; its strides give it away, or it is one number.
+    if (!canonical && array.element >= Element::kF16 && is_negated(o))
+      return fail("a tensor whose negation is pending: pass tensor.resolve_neg()");
     return true;
+  }
+
+  static bool is_negated(PyObject* o) {
+    const Ref answer(PyObject_CallMethod(o, "is_neg", nullptr));
+    if (!answer) PyErr_Clear();
+    return answer && PyObject_IsTrue(answer.get()) == 1;
   }
 
   bool element_of(DLDataType t) {
@@ -141,9 +154,11 @@ class ArrayView {
       return fail(std::string("an array of a dtype that a row cannot hold (format '") + buffer_.format + "')");
     array.data = static_cast<const char*>(buffer_.buf);
     array.dims = buffer_.ndim;
-    for (int d = 0; d < buffer_.ndim; d++) {
+    int64_t dense = buffer_.itemsize;
+    for (int d = buffer_.ndim - 1; d >= 0; d--) {
       array.shape[d] = buffer_.shape[d];
-      array.stride[d] = buffer_.strides[d];
+      array.stride[d] = buffer_.strides ? buffer_.strides[d] : dense;
+      dense *= buffer_.shape[d];
     }
     return true;
   }

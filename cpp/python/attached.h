@@ -57,6 +57,7 @@ struct SegmentState {
   Ref nonce;
   bool owner = false;
   std::unique_ptr<Membership> learner;
+  std::unique_ptr<Membership> ownership;  // in the process that made the segment
   DrawName next_draw;
   uint32_t seen_rows_signal = 0;
   std::vector<std::unique_ptr<BatchSampler>> samplers;  // idle ones; guarded by the interpreter lock

@@ -7,6 +7,8 @@
 
 namespace torchreplay::py {
 
+inline constexpr uint64_t kMaxFieldBytes = uint64_t{1} << 46;
+
 struct FieldSpec {
   std::string path;  // "obs/image"
   Element element;
@@ -50,6 +52,8 @@ struct Fields {
       for (Py_ssize_t d = 0; d < PyTuple_Size(shape); d++) {
         const int64_t size = PyLong_AsLongLong(PyTuple_GetItem(shape, d));
         if (size == -1 && PyErr_Occurred()) throw PythonError{};
+        if (size < 1 || spec.nbytes > kMaxFieldBytes / static_cast<uint64_t>(size))
+          throw std::invalid_argument("a field has a size below 1 or needs more than 64 TiB");
         spec.shape.push_back(size);
         spec.nbytes *= static_cast<uint64_t>(size);
       }
@@ -88,9 +92,11 @@ struct Fields {
 
 // Collects the value given for every field of `level` from a dict. Throws std::invalid_argument naming what is missing
 // or unknown.
-inline void collect(const std::vector<Node>& level, PyObject* dict, const std::string& prefix, PyObject** values) {
+inline void collect(const std::vector<Node>& level, PyObject* dict, const std::string& prefix, PyObject** values,
+                    std::vector<Ref>& held) {
   for (const Node& n : level) {
     PyObject* v = PyDict_GetItemWithError(dict, n.name);
+    if (v) held.push_back(Ref::borrow(v));
     if (!v) {
       if (PyErr_Occurred()) throw PythonError{};
       throw_names(level, prefix, "missing", text_of(n.name));
@@ -98,7 +104,7 @@ inline void collect(const std::vector<Node>& level, PyObject* dict, const std::s
     if (n.field >= 0) {
       values[n.field] = v;
     } else if (PyDict_Check(v)) {
-      collect(n.children, v, prefix + text_of(n.name) + "/", values);
+      collect(n.children, v, prefix + text_of(n.name) + "/", values, held);
     } else {
       throw std::invalid_argument("field '" + prefix + text_of(n.name) + "' is nested: expected a dict");
     }
@@ -120,7 +126,7 @@ class KeywordMatcher {
   ~KeywordMatcher() { Py_XDECREF(names_); }
   KeywordMatcher(const KeywordMatcher&) = delete;
 
-  // Fills `values` (one per field, borrowed) and `priority` (borrowed, nullptr when not given).
+  // Fills `values` (one per field) and `priority` (nullptr when not given), which live until release().
   void match(PyObject* const* args, PyObject* names, PyObject** values, PyObject*& priority) {
     if (names != names_ || !names) learn(names);
     for (size_t i = 0; i < targets_.size(); i++) {
@@ -130,11 +136,13 @@ class KeywordMatcher {
       else if (node->field >= 0)
         values[node->field] = args[i];
       else if (PyDict_Check(args[i]))
-        collect(node->children, args[i], text_of(node->name) + "/", values);
+        collect(node->children, args[i], text_of(node->name) + "/", values, held_);
       else
         throw std::invalid_argument("field '" + text_of(node->name) + "' is nested: expected a dict");
     }
   }
+
+  void release() { held_.clear(); }
 
  private:
   void learn(PyObject* names) {
@@ -169,6 +177,7 @@ class KeywordMatcher {
   const Fields& fields_;
   PyObject* names_ = nullptr;
   std::vector<const Node*> targets_;  // nullptr: priority
+  std::vector<Ref> held_;             // nested values
 };
 
 // One field's value in a call: checked, and ready to be copied row by row.

@@ -39,7 +39,7 @@ inline int init(PyObject* self, PyObject* args, PyObject*) {
       config.limiter.min_size = min_size;
       attached->memory = format_segment(Descriptor::duplicate(fd), config);
       Locked lock(*attached->memory);
-      publish_limit(*attached->memory, 0);
+      publish_limit(*attached->memory);
     } else {
       attached->memory = open_segment(Descriptor::duplicate(fd), nonce);
     }
@@ -47,6 +47,10 @@ inline int init(PyObject* self, PyObject* args, PyObject*) {
     state->batch_type = Ref::borrow(batch_type);
     state->nonce = Ref(checked(PyLong_FromUnsignedLongLong(nonce)));
     state->owner = create != 0;
+    if (create) {
+      state->ownership = std::make_unique<Membership>(state->attached, Role::kOwner);
+      state->ownership->id();
+    }
     state->learner = std::make_unique<Membership>(state->attached, Role::kLearner);
     state->next_draw.seed = state->header().seed;
     install(self, state.release());
@@ -96,11 +100,27 @@ inline PyObject* refresh(PyObject* self, PyObject*) {
     {
       WithoutGil unlocked;
       Locked lock(m);
-      const uint64_t head = lock.absorb();
-      publish_limit(m, head);
+      lock.absorb();
+      publish_limit(m);
       rows = m.header().rows;
     }
     return checked(PyLong_FromUnsignedLongLong(rows));
+  });
+}
+
+// withdraw(): a learner that waited has given up; what it needed is no longer admitted beyond the ratio.
+inline PyObject* withdraw(PyObject* self, PyObject*) {
+  return guarded([&] {
+    auto& s = state_of<SegmentState>(self);
+    const std::shared_ptr<Attached> attached = s.attached;
+    SegmentMemory& m = s.memory();
+    {
+      const WithoutGil unlocked;
+      const Locked lock(m);
+      m.header().demand = 0;
+      publish_limit(m);
+    }
+    return Py_NewRef(Py_None);
   });
 }
 
@@ -134,9 +154,9 @@ inline PyObject* census(PyObject* self, PyObject* flag) {
     Header& h = s.header();
     const Census c = take_census(s.memory(), PyObject_IsTrue(flag) == 1);
     const int64_t now = monotonic_ns(), left = h.last_departure.load(std::memory_order_relaxed);
-    return checked(Py_BuildValue("{s:i,s:i,s:i,s:i,s:i,s:i,s:O,s:d,s:d}", "writers", c.writers, "learners", c.learners,
-                                 "supervisors", c.supervisors, "others_writing", c.others_writing, "others_learning",
-                                 c.others_learning, "waiting", c.waiting, "shared",
+    return checked(Py_BuildValue("{s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:O,s:d,s:d}", "writers", c.writers, "learners",
+                                 c.learners, "supervisors", c.supervisors, "owners", c.owners, "others_writing",
+                                 c.others_writing, "others_learning", c.others_learning, "waiting", c.waiting, "shared",
                                  h.shared.load(std::memory_order_relaxed) ? Py_True : Py_False, "since_departure",
                                  left ? static_cast<double>(now - left) * 1e-9 : -1.0, "since_write",
                                  c.last_write ? static_cast<double>(now - c.last_write) * 1e-9 : -1.0));
@@ -156,7 +176,8 @@ inline PyObject* counters(PyObject* self, PyObject*) {
     {
       WithoutGil unlocked;
       Locked lock(m);
-      publish_limit(m, lock.absorb());
+      lock.absorb();
+      publish_limit(m);
       const PriorityTree tree = m.tree();
       rows = h.rows, inserted = h.inserted, sampled = h.sampled, updated = h.updated, stale = h.stale_updates,
       unready = h.unready_updates;
@@ -224,6 +245,7 @@ inline PyObject* close_segment(PyObject* self, PyObject*) {
     s.samplers.clear();
     s.updaters.clear();
     s.learner.reset();
+    s.ownership.reset();
     s.attached.reset();
     return Py_NewRef(Py_None);
   });
@@ -278,6 +300,7 @@ inline PyMethodDef methods[] = {
     {"update", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(update)), METH_FASTCALL, nullptr},
     {"wait_rows", wait_rows, METH_O, nullptr},
     {"refresh", refresh, METH_NOARGS, nullptr},
+    {"withdraw", withdraw, METH_NOARGS, nullptr},
     {"stop", stop, METH_NOARGS, nullptr},
     {"mark_shared", mark_shared, METH_NOARGS, nullptr},
     {"census", census, METH_O, nullptr},

@@ -46,6 +46,7 @@ class WriterUse {
   }
   ~WriterUse() {
     for (FieldValue& v : state_.values) v.release();
+    state_.matcher.release();
     state_.in_use = false;
   }
   WriterUse(const WriterUse&) = delete;

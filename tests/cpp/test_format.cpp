@@ -1,6 +1,7 @@
 #define BOOST_TEST_MODULE format
 #include <boost/test/unit_test.hpp>
 #include <cstddef>
+#include <random>
 
 #include "format.h"
 #include "segments.h"
@@ -98,6 +99,19 @@ BOOST_AUTO_TEST_CASE(any_changed_byte_of_the_checked_header_is_refused) {
       }
 }
 
+BOOST_AUTO_TEST_CASE(any_changed_byte_of_capacity_and_fields_is_refused) {
+  auto made = make_segment(small_plan());
+  const uint64_t end = kConfig + config_bytes(3, 0);
+  for (uint64_t offset = kConfig; offset < end; offset++)
+    for (uint8_t mask : {0x01, 0x10, 0x80, 0xff}) {
+      if (offset >= kConfig + 8 && offset < kConfig + 16 && (offset > kConfig + 8 || mask != 1)) continue;  // a flag
+      Descriptor fd = copy_of(*made);
+      flip(fd, offset, mask);
+      BOOST_TEST_INFO("offset " << offset - kConfig << " mask " << static_cast<int>(mask));
+      BOOST_TEST((try_open(std::move(fd)) == Opened::kRefused));
+    }
+}
+
 BOOST_AUTO_TEST_CASE(another_nonce_is_told_from_another_version_and_from_no_segment) {
   auto made = make_segment();
   auto message = [](Descriptor fd, uint64_t nonce) {
@@ -126,4 +140,33 @@ BOOST_AUTO_TEST_CASE(a_truncated_or_grown_file_is_refused) {
     if (ftruncate(fd.get(), static_cast<off_t>(size)) != 0) throw std::runtime_error("ftruncate");
     BOOST_TEST((try_open(std::move(fd)) == Opened::kRefused));
   }
+}
+
+// A file whose header agrees with its size, but not with what a segment needs.
+BOOST_AUTO_TEST_CASE(a_short_file_with_a_fitting_header_is_refused) {
+  auto made = make_segment(small_plan());
+  for (uint64_t size : {uint64_t{4096}, uint64_t{8192}, kConfig - 1, kConfig})
+    for (uint64_t config : {uint64_t{0}, uint64_t{100}, uint64_t{1} << 40, kNever - 10}) {
+      Descriptor fd = copy_of(*made);
+      if (ftruncate(fd.get(), static_cast<off_t>(size)) != 0) throw std::runtime_error("ftruncate");
+      poke(fd, offsetof(Header, bytes), &size, 8);
+      poke(fd, offsetof(Header, config_bytes), &config, 8);
+      BOOST_TEST((try_open(std::move(fd)) == Opened::kRefused));
+    }
+}
+
+BOOST_AUTO_TEST_CASE(random_flips_in_header_and_configuration_never_do_worse_than_being_refused) {
+  std::mt19937_64 random(1);
+  auto made = make_segment(small_plan());
+  int refused = 0;
+  for (int k = 0; k < 3000; k++) {
+    Descriptor fd = copy_of(*made);
+    for (uint64_t n = 1 + random() % 6; n > 0; n--) {
+      const bool in_config = random() % 2;
+      const uint64_t offset = in_config ? kConfig + random() % made->layout().config_bytes : random() % 512;
+      flip(fd, offset, static_cast<uint8_t>(1 + random() % 255));
+    }
+    refused += try_open(std::move(fd)) == Opened::kRefused;
+  }
+  BOOST_TEST(refused > 1000);
 }

@@ -130,12 +130,12 @@ BOOST_AUTO_TEST_CASE(a_raised_limit_wakes_the_writers_that_sleep_and_nobody_else
   append_row(*m, 1);
   const uint64_t head = settle(*m);
   Header& h = m->header();
-  publish_limit(*m, head);
+  publish_limit(*m);
   h.room_waiters.store(1);
   const uint32_t before = h.room_signal.load();
-  publish_limit(*m, head);  // unchanged
+  publish_limit(*m);  // unchanged
   BOOST_TEST(h.room_signal.load() == before);
   h.sampled = 5;
-  publish_limit(*m, head);
+  publish_limit(*m);
   BOOST_TEST(h.room_signal.load() == before + 1);
 }

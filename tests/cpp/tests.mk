@@ -5,7 +5,7 @@
 CPP_VARIANTS ?= plain address
 CPP_FLAGS_plain := -O2
 CPP_FLAGS_address := -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
-CPP_FLAGS_thread := -O1 -g -fno-omit-frame-pointer -fsanitize=thread -DTORCHREPLAY_RACEFREE
+CPP_FLAGS_thread := -O1 -g -fno-omit-frame-pointer -fsanitize=thread -Wno-tsan -DTORCHREPLAY_RACEFREE
 
 # ThreadSanitizer of GCC 12 cannot map its shadow under the wider address randomisation of newer kernels.
 CPP_RUN_thread := setarch -R
