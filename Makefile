@@ -51,8 +51,9 @@ lint: build  ## ruff, mypy, clang-format, clang-tidy, abi3audit
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
 	@mkdir -p build/lint && printf '#include "%s"\n' $(notdir $(wildcard cpp/*.h)) > build/lint/core.cpp
-	printf '%s\n' build/lint/core.cpp cpp/python.cpp cpp/ops.cpp | xargs -P 2 -I {} \
-	    $(BIN)/clang-tidy --quiet {} -- -std=c++20 -DTORCH_TARGET_VERSION=0x020b000000000000 $(CPP_INCLUDES)
+	printf '%s\n' 'cpp/python.cpp -DPy_LIMITED_API=0x030B0000' 'cpp/ops.cpp -DTORCH_TARGET_VERSION=0x020b000000000000' \
+	    'build/lint/core.cpp -DNDEBUG' | xargs -P 2 -L 1 sh -c \
+	    '$(BIN)/clang-tidy --quiet "$$0" -- -std=c++20 "$$1" $(CPP_INCLUDES)'
 	$(BIN)/abi3audit --strict --assume-minimum-abi3 3.11 torchreplay/*.abi3.so
 
 format: $(STAMPS)/env  ## rewrite the sources in the house format
