@@ -1,0 +1,147 @@
+"""Bad rows: an error that names the field, what was given and what is expected, and nothing is written."""
+
+import numpy as np
+import pytest
+import torch
+
+import torchreplay as tr
+
+SPEC = {"x": tr.Field((4,)), "nested": {"n": tr.Field((), torch.int32)}}
+
+
+def good_row(value=1.0):
+    return {"x": np.full(4, value, np.float32), "nested": {"n": int(value)}}
+
+
+@pytest.fixture
+def buffer():
+    return tr.ReplayBuffer(SPEC, 8, sampler=tr.Prioritized(), seed=0)
+
+
+def assert_nothing_was_written_and_the_buffer_works(buffer):
+    issued = buffer.stats().rows_written
+    assert len(buffer) == 0
+    with buffer.writer() as writer:
+        assert writer.append(**good_row(7.0)) == issued
+    batch = buffer.sample(3)
+    assert batch["x"].eq(7).all()
+    buffer.update_priorities(batch, torch.ones(3))
+    assert buffer.stats().updated == 3
+
+
+# Fields
+
+BAD_ROWS = [
+    ({"x": np.zeros(4)}, "missing field 'nested'"),
+    ({"nested": {"n": 1}}, "missing field 'x'"),
+    ({}, "missing field"),
+    ({**good_row(), "y": 1.0}, "unknown field 'y'"),
+    ({**good_row(), "nested": {}}, "missing field 'nested/n'"),
+    ({**good_row(), "nested": {"n": 1, "m": 2}}, "unknown field 'nested/m'"),
+    ({**good_row(), "nested": {"n": 1, 2: 2}}, "unknown field"),
+    ({**good_row(), "nested": 1}, "'nested' is nested: expected a dict"),
+    ({**good_row(), "x": np.zeros(3)}, r"'x': got float64 of shape \(3,\), expected float32 of shape \(4,\)"),
+    ({**good_row(), "x": np.zeros((1, 4))}, r"'x': got float64 of shape \(1, 4\), expected float32 of shape \(4,\)"),
+    ({**good_row(), "x": torch.zeros(5)}, r"'x': got float32 of shape \(5,\), expected float32 of shape \(4,\)"),
+    ({**good_row(), "x": 1.0}, r"'x': got a Python float, expected float32 of shape \(4,\)"),
+    ({**good_row(), "x": None}, "'x': got a value of type NoneType"),
+    ({**good_row(), "x": "abcd"}, "'x': got a value of type str"),
+    ({**good_row(), "x": [1.0] * 4}, "'x': got a value of type list"),
+    ({**good_row(), "x": np.zeros(4, complex)}, "'x': got an array of a dtype that a row cannot hold"),
+    ({**good_row(), "x": np.zeros(4, object)}, "'x': got an array of a dtype that a row cannot hold"),
+    ({**good_row(), "x": np.zeros(4, ">f4")}, "'x': got an array of a dtype that a row cannot hold"),
+    ({**good_row(), "x": np.zeros(4, np.longdouble)}, "'x': got an array of a dtype that a row cannot hold"),
+    ({**good_row(), "x": torch.zeros(4, dtype=torch.complex64)}, "'x': got a tensor of a dtype that a row cannot"),
+    ({**good_row(), "x": torch.zeros(4, device="meta")}, "'x': got a tensor"),
+    ({**good_row(), "x": torch.zeros(4).to_sparse()}, "'x': got a tensor"),
+    ({**good_row(), "nested": {"n": 1.5}}, "'nested/n': a Python float does not cast to int32"),
+    ({**good_row(), "nested": {"n": np.float32(1)}}, "'nested/n': float32 does not cast to int32"),
+    ({**good_row(), "nested": {"n": torch.tensor(1.0)}}, "'nested/n': float32 does not cast to int32"),
+    ({**good_row(), "nested": {"n": 2**31}}, "'nested/n': got a Python int that is out of range for int32"),
+    ({**good_row(), "nested": {"n": -(2**31) - 1}}, "'nested/n': got a Python int that is out of range for int32"),
+    ({**good_row(), "nested": {"n": 10**30}}, "'nested/n': got a Python int that is out of range for int32"),
+]
+
+
+@pytest.mark.parametrize(("row", "message"), BAD_ROWS, ids=[message[:40] for _, message in BAD_ROWS])
+def test_a_bad_row_is_a_value_error_that_names_field_and_expectation(buffer, row, message):
+    with buffer.writer() as writer, pytest.raises(ValueError, match=message):
+        writer.append(**row)
+    assert_nothing_was_written_and_the_buffer_works(buffer)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ({"x": np.zeros((3, 4)), "nested": {"n": np.zeros(2, int)}}, "'nested/n': got 2 rows, .* have 3"),
+        (
+            {"x": np.zeros(4), "nested": {"n": np.zeros(4, int)}},
+            r"got float64 of shape \(4,\), expected float32 of shape \(n, 4,?\)",
+        ),
+        ({"x": np.zeros((3, 4)), "nested": {"n": 1}}, r"'nested/n': got a Python int, expected int32 of shape \(n,\)"),
+        ({"x": np.zeros((3, 4)), "nested": {"n": [1, 2, 3]}}, "'nested/n': got a value of type list"),
+        ({"x": np.zeros((3, 4)), "nested": {"n": np.zeros(3)}}, "'nested/n': float64 does not cast to int32"),
+    ],
+)
+def test_bad_rows_are_a_value_error_that_names_the_field(buffer, rows, message):
+    with pytest.raises(ValueError, match=message):
+        buffer.extend(**rows)
+    assert_nothing_was_written_and_the_buffer_works(buffer)
+
+
+@pytest.mark.gpu
+def test_a_cuda_tensor_is_refused_with_the_advice_to_copy_it(buffer):
+    with pytest.raises(ValueError, match=r"not on the CPU: pass tensor.cpu\(\)"):
+        buffer.writer().append(x=torch.zeros(4, device="cuda"), nested={"n": 1})
+    assert_nothing_was_written_and_the_buffer_works(buffer)
+
+
+@pytest.mark.parametrize("value", [True, 300, -1, np.int8(1), torch.tensor(-1)], ids=repr)
+def test_integers_that_do_not_fit_an_unsigned_field_are_refused_by_the_rules_of_same_kind(value):
+    buffer = tr.ReplayBuffer({"u": tr.Field((), torch.uint8)}, 4)
+    with buffer.writer() as writer:
+        if value is True:
+            assert writer.append(u=value) == 0
+        else:
+            with pytest.raises(ValueError, match=r"out of range for uint8|does not cast to uint8"):
+                writer.append(u=value)
+
+
+@pytest.mark.parametrize("value", [0, 1, 2, 1.0, np.uint8(1), torch.tensor(1)], ids=repr)
+def test_only_bools_go_into_a_bool_field(value):
+    buffer = tr.ReplayBuffer({"b": tr.Field((), torch.bool)}, 4)
+    with buffer.writer() as writer:
+        with pytest.raises(ValueError, match="does not cast to bool"):
+            writer.append(b=value)
+        assert writer.append(b=np.bool_(True)) == 0
+
+
+@pytest.mark.parametrize("priority", [float("nan"), float("inf"), -float("inf"), "high", object(), 1j, 10**400, [1.0]])
+def test_a_bad_priority_is_refused(buffer, priority):
+    with buffer.writer() as writer, pytest.raises((ValueError, TypeError, OverflowError)):
+        writer.append(**good_row(), priority=priority)
+    assert_nothing_was_written_and_the_buffer_works(buffer)
+
+
+@pytest.mark.parametrize("priority", [[1.0], [1.0, np.nan], "ab", np.ones((2, 1)), np.array([1j, 1]), [None, 1]])
+def test_bad_priorities_of_rows_are_refused(buffer, priority):
+    with pytest.raises((ValueError, TypeError)):
+        buffer.extend(x=np.zeros((2, 4)), nested={"n": np.zeros(2, int)}, priority=priority)
+    assert_nothing_was_written_and_the_buffer_works(buffer)
+
+
+def test_fields_are_keyword_arguments_only(buffer):
+    with pytest.raises(TypeError, match="keyword"):
+        buffer.writer().append(np.zeros(4))
+    with pytest.raises(TypeError):
+        buffer.extend(np.zeros((1, 4)))
+    assert_nothing_was_written_and_the_buffer_works(buffer)
+
+
+def test_a_closed_writer_says_how_to_get_another(buffer):
+    writer = buffer.writer()
+    writer.close()
+    writer.close()
+    with pytest.raises(ValueError, match=r"buffer.writer\(\)"):
+        writer.append(**good_row())
+    assert_nothing_was_written_and_the_buffer_works(buffer)

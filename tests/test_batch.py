@@ -1,0 +1,126 @@
+"""Batches: plain dicts that remember their buffer and keep their keys on the CPU, wherever they go."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import default_collate, default_convert
+
+import torchreplay as tr
+
+SPEC = {"x": tr.Field((3,)), "deep": {"image": tr.Field((2, 2), torch.uint8), "done": tr.Field((), torch.bool)}}
+
+
+@pytest.fixture
+def buffer():
+    buffer = tr.ReplayBuffer(SPEC, 10, sampler=tr.Prioritized(), seed=0)
+    deep = {"image": np.arange(20, dtype=np.uint8).reshape(5, 2, 2), "done": np.arange(5) > 2}
+    buffer.extend(x=np.arange(15.0).reshape(5, 3), deep=deep)
+    return buffer
+
+
+def assert_same(one, other):
+    assert type(one) is type(other) is tr.ReplayBatch
+    assert one.source == other.source
+    assert list(one) == list(other)
+    for name in ("x", "key", "weight", "probability"):
+        assert torch.equal(one[name], other[name])
+    for name in ("image", "done"):
+        assert torch.equal(one["deep"][name], other["deep"][name])
+
+
+def test_a_batch_is_a_dict_of_contiguous_tensors_with_the_batch_dimension_first(buffer):
+    batch = buffer.sample(7)
+    assert isinstance(batch, dict)
+    assert (batch.batch_size, len(batch)) == (7, 5)
+    shapes = {name: (batch[name].dtype, tuple(batch[name].shape)) for name in ("x", "key", "weight", "probability")}
+    assert shapes == {
+        "x": (torch.float32, (7, 3)),
+        "key": (torch.int64, (7,)),
+        "weight": (torch.float32, (7,)),
+        "probability": (torch.float32, (7,)),
+    }
+    assert (batch["deep"]["image"].dtype, batch["deep"]["image"].shape) == (torch.uint8, (7, 2, 2))
+    assert (batch["deep"]["done"].dtype, batch["deep"]["done"].shape) == (torch.bool, (7,))
+    assert all(t.is_contiguous() for t in (batch["x"], batch["deep"]["image"], batch["deep"]["done"]))
+
+
+def test_a_batchs_memory_is_its_own(buffer):
+    first, second = buffer.sample(5), buffer.sample(5)
+    kept = copy.deepcopy(second)
+    first["x"].zero_()
+    buffer.storage["x"].zero_()
+    assert_same(second, kept)
+    second["x"].requires_grad_().sum().backward()
+    assert second["x"].grad.eq(1).all()
+
+
+def test_to_moves_every_tensor_but_the_keys_and_leaves_the_original(buffer):
+    batch = buffer.sample(4)
+    batch["note"] = "whatever"
+    moved = batch.to("meta")  # a device that every build of torch has
+    assert type(moved) is tr.ReplayBatch
+    assert moved.source == batch.source
+    assert (moved["x"].device.type, moved["deep"]["image"].device.type, moved["weight"].device.type) == ("meta",) * 3
+    assert moved["key"] is batch["key"]
+    assert moved["note"] == "whatever"
+    assert batch["x"].device.type == "cpu"
+    for device in ("cpu", torch.device("cpu")):
+        assert_same(buffer_batch := buffer.sample(4), buffer_batch.to(device, non_blocking=False))
+
+
+@pytest.mark.gpu
+def test_a_pinned_batch_goes_to_the_gpu_and_its_feedback_comes_back(buffer):
+    batch = buffer.sample(4)
+    pinned = batch.pin_memory()
+    assert pinned["x"].is_pinned()
+    assert pinned["deep"]["image"].is_pinned()
+    assert not pinned["key"].is_pinned()
+    moved = pinned.to("cuda")
+    torch.cuda.synchronize()
+    assert (moved["x"].is_cuda, moved["weight"].is_cuda, moved["key"].is_cuda) == (True, True, False)
+    assert_same(moved.to("cpu", non_blocking=False), batch)
+    buffer.update_priorities(moved, moved["x"].sum(1))
+    assert buffer.stats().updated == 4
+
+
+@pytest.mark.parametrize(
+    "duplicate",
+    [copy.copy, copy.deepcopy, lambda batch: pickle.loads(pickle.dumps(batch)), default_convert],
+    ids=["copy", "deepcopy", "pickle", "default_convert"],
+)
+def test_a_copy_of_a_batch_is_a_batch_of_the_same_buffer(buffer, duplicate):
+    batch = buffer.sample(4)
+    copied = duplicate(batch)
+    assert copied is not batch
+    assert_same(copied, batch)
+    other = tr.ReplayBuffer(SPEC, 10)
+    other.extend(x=np.ones((5, 3)), deep={"image": np.ones((5, 2, 2), np.uint8), "done": np.ones(5, bool)})
+    with pytest.raises(ValueError, match="another buffer"):
+        other.update_priorities(copied, torch.ones(4))
+    buffer.update_priorities(copied, torch.ones(4))
+    assert buffer.stats().updated == 4
+
+
+def test_a_dict_rebuilt_from_a_batch_still_names_its_rows(buffer):
+    batch = buffer.sample(4)
+    rebuilt = type(batch)(batch.items())  # as libraries do that map over collections
+    moved = rebuilt.to("cpu")
+    buffer.update_priorities(moved, torch.ones(4))
+    buffer.update_priorities(dict(batch)["key"], torch.ones(4))
+    assert buffer.stats().updated == 8
+
+
+def test_batches_collate_like_other_dicts(buffer):
+    together = default_collate([buffer.sample(4), buffer.sample(4)])
+    assert together["x"].shape == (2, 4, 3)
+    assert together["deep"]["done"].shape == (2, 4)
+
+
+def test_repr_tells_shapes_and_dtypes_and_no_values(buffer):
+    assert repr(buffer.sample(4)) == (
+        "ReplayBatch(x: float32[4, 3], deep: {image: uint8[4, 2, 2], done: bool[4]}, key: int64[4], "
+        "weight: float32[4], probability: float32[4])"
+    )

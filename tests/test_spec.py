@@ -1,0 +1,166 @@
+"""Specs: what a field may be, and how nested names become the keys of a batch."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import torchreplay as tr
+
+DTYPES = {
+    "bool": torch.bool,
+    "uint8": torch.uint8,
+    "uint16": torch.uint16,
+    "uint32": torch.uint32,
+    "uint64": torch.uint64,
+    "int8": torch.int8,
+    "int16": torch.int16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+
+
+def test_a_field_is_a_float32_scalar_by_default():
+    assert (tr.Field().shape, tr.Field().dtype) == ((), torch.float32)
+
+
+@pytest.mark.parametrize("shape", [5, (5,), [5], np.int64(5), (np.int32(5),), torch.Size([5]), np.array([5])], ids=repr)
+def test_a_shape_is_anything_that_counts(shape):
+    field = tr.Field(shape)
+    assert field.shape == (5,)
+    assert {type(n) for n in field.shape} == {int}
+
+
+@pytest.mark.parametrize(("name", "dtype"), DTYPES.items())
+def test_a_dtype_may_be_torchs_numpys_or_a_name(name, dtype):
+    for given_dtype in (dtype, name, np.dtype(name), np.dtype(name).type):
+        assert tr.Field((), given_dtype).dtype == dtype
+    assert tr.Field((2, 3), dtype).nbytes == 6 * np.dtype(name).itemsize
+
+
+def test_python_types_mean_what_they_mean_to_numpy():
+    assert [tr.Field((), kind).dtype for kind in (bool, int, float)] == [torch.bool, torch.int64, torch.float64]
+    assert tr.Field((), torch.bfloat16).nbytes == 2
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [None, "U5", "S3", "datetime64[s]", complex, torch.complex64, object, "nonsense", 3, [("a", "f4")]],
+    ids=str,
+)
+def test_a_dtype_that_rows_cannot_hold_is_refused_with_those_they_can(dtype):
+    with pytest.raises(
+        ValueError, match=r"a row cannot hold values of dtype .*: expected one of bool, uint8, .*float64"
+    ):
+        tr.Field((), dtype)
+
+
+@pytest.mark.parametrize("shape", [0, -1, (2, 0), (3, -1), (1,) * 16, (2**63,), (2**62, 4)], ids=str)
+def test_a_shape_without_values_or_beyond_memory_is_a_value_error(shape):
+    with pytest.raises(ValueError, match="a field "):
+        tr.Field(shape)
+
+
+@pytest.mark.parametrize("shape", [1.5, (1.5,), "3", None, ("a",), {"a": 1}], ids=str)
+def test_a_shape_of_other_things_is_a_type_error(shape):
+    with pytest.raises(TypeError):
+        tr.Field(shape)
+
+
+def test_fields_are_values():
+    field = tr.Field((2,), torch.int32)
+    assert field == tr.Field([2], "int32")
+    assert field != tr.Field((2,), torch.int64)
+    assert len({field, tr.Field(2, np.int32)}) == 1
+    assert repr(field) == "Field((2,), torch.int32)"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        field.shape = (3,)
+
+
+def test_the_most_dimensions_a_field_may_have_all_come_back():
+    shape = (1, 2) * 7 + (1,)
+    values = np.arange(math.prod(shape), dtype=np.int16).reshape(shape)
+    buffer = tr.ReplayBuffer({"x": tr.Field(shape, torch.int16)}, 2)
+    buffer.writer().append(x=values)
+    assert buffer.sample(3)["x"].shape == (3, *shape)
+    assert np.array_equal(buffer.sample(1)["x"][0].numpy(), values)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({}, "the spec is {}: expected a non-empty dict"),
+        (None, "the spec is None: expected a non-empty dict"),
+        ([tr.Field()], "expected a non-empty dict of names"),
+        ({"a": {}}, "field 'a' is {}: expected torchreplay.Field"),
+        ({"a": {"b": torch.float32}}, "field 'a/b' is torch.float32: expected torchreplay.Field"),
+        ({"a": tr.Field}, "field 'a' is .*: expected torchreplay.Field"),
+        ({"a": (4,)}, r"field 'a' is \(4,\): expected torchreplay.Field"),
+        ({"": tr.Field()}, "a field of 'the spec' is named '': expected a name without '/'"),
+        ({"a/b": tr.Field()}, "a field of 'the spec' is named 'a/b'"),
+        ({"a": {"b\0": tr.Field()}}, "a field of 'a' is named"),
+        ({"a": {3: tr.Field()}}, "a field of 'a' is named 3"),
+        (tr.Field(), "expected a non-empty dict"),
+    ],
+    ids=str,
+)
+def test_a_bad_spec_is_a_value_error_that_names_the_place(spec, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        tr.ReplayBuffer(spec, 4)
+
+
+@pytest.mark.parametrize("name", ["key", "weight", "probability", "priority"])
+def test_names_of_the_batchs_own_entries_are_reserved_at_the_top_and_free_below(name):
+    with pytest.raises(ValueError, match=f"the field name '{name}' is reserved"):
+        tr.ReplayBuffer({name: tr.Field()}, 4)
+    buffer = tr.ReplayBuffer({"inner": {name: tr.Field()}}, 4)
+    buffer.extend(inner={name: np.array([3.0])})
+    assert buffer.sample(2)["inner"][name].tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("name", ["self", "priorities", "class", "batch_size", "Ωμέγα", "with space", "a.b"])
+def test_any_other_name_is_a_name(name):
+    buffer = tr.ReplayBuffer({name: tr.Field()}, 4)
+    with buffer.writer() as writer:
+        writer.append(**{name: 1.0})
+    buffer.extend(**{name: np.array([2.0])})
+    assert sorted(set(buffer.sample(64)[name].tolist())) == [1.0, 2.0]
+    assert list(tr.ReplayBuffer.attach(buffer.handle()).spec) == [name]
+
+
+names = st.text("abc", min_size=1, max_size=3)
+fields = st.builds(
+    tr.Field,
+    st.lists(st.integers(1, 3), max_size=3).map(tuple),
+    st.sampled_from([*DTYPES.values(), torch.bfloat16]),
+)
+specs = st.dictionaries(
+    names, st.recursive(fields, lambda inner: st.dictionaries(names, inner, min_size=1, max_size=3)), min_size=1
+)
+
+
+def mapped(spec, function):
+    return {
+        name: mapped(value, function) if isinstance(value, dict) else function(value) for name, value in spec.items()
+    }
+
+
+@given(spec=specs)
+def test_every_spec_comes_back_as_it_was_given_here_and_where_it_is_attached(spec):
+    buffer = tr.ReplayBuffer(spec, 3)
+    attached = tr.ReplayBuffer.attach(buffer.handle())
+    assert buffer.spec == attached.spec == spec
+    assert repr(buffer.spec) == repr(attached.spec) == repr(spec), "in the same order"
+    attached.extend(**mapped(spec, lambda field: torch.ones(2, *field.shape, dtype=field.dtype)))
+    batch = buffer.sample(5)
+    for name in ("key", "weight", "probability"):
+        del batch[name]
+    assert mapped(dict(batch), lambda t: tr.Field(t.shape[1:], t.dtype)) == spec
+    assert mapped(buffer.storage, lambda t: tr.Field(t.shape[1:], t.dtype)) == spec

@@ -1,0 +1,183 @@
+"""Waits: for how long, what they say, and how every one of them ends."""
+
+import os
+import re
+import signal
+import threading
+
+import numpy as np
+import pytest
+from forked import Forked, eventually
+from limited_buffers import buffer_with, extend, is_waiting
+
+import torchreplay as tr
+from torchreplay import waiting
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """As in a program of one thread, whatever threads other tests have left."""
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+
+
+def test_a_draw_that_nobody_can_help_says_so_at_once_with_numbers_and_advice(alone):
+    buffer = buffer_with(tr.MinSize(3))
+    extend(buffer, 2)
+    with pytest.raises(tr.WouldBlockForever) as error:
+        buffer.sample(1)
+    for part in (
+        "2 items were inserted",
+        "3 are needed",
+        "2 can be drawn",
+        "1 writers are alive",
+        "s ago",
+        "Write more",
+    ):
+        assert part in str(error.value)
+    assert buffer.stats().sampled == 0
+
+
+@pytest.mark.parametrize("timeout", [0, 0.01, 0.2])
+def test_a_timeout_ends_a_wait_with_the_numbers(timeout):
+    buffer = buffer_with(tr.MinSize(3))
+    buffer.handle()  # somebody else could write
+    with pytest.raises(tr.ReplayTimeout, match=re.escape(f"no batch within {timeout} s: 0 items were inserted, 3 are")):
+        buffer.sample(1, timeout=timeout)
+    assert isinstance(tr.ReplayTimeout("x"), TimeoutError)
+
+
+def test_a_draw_waits_for_a_writer_of_another_thread():
+    buffer = buffer_with(tr.MinSize(3))
+    holds_a_writer, go_on = threading.Event(), threading.Event()
+
+    def explore():
+        with buffer.writer() as writer:
+            writer.append(x=1)
+            holds_a_writer.set()
+            go_on.wait(30)
+            writer.append(x=1)
+            writer.append(x=1)
+
+    explorer = threading.Thread(target=explore)
+    explorer.start()
+    holds_a_writer.wait(30)
+    opener = threading.Thread(target=lambda: (eventually(lambda: buffer.stats().sample_wait > 0), go_on.set()))
+    opener.start()
+    assert buffer.sample(2, timeout=30)["x"].tolist() == [1, 1]
+    explorer.join()
+    opener.join()
+
+
+def test_a_draw_gives_up_when_all_explorers_of_other_processes_are_gone_for_good(monkeypatch):
+    monkeypatch.setattr(waiting, "RETURN_GRACE", 0.2)
+    buffer = buffer_with(tr.MinSize(100))
+    for end in ("leave", "die"):
+        with Forked(extend, buffer, 3) as explorer:
+            if end == "leave":
+                assert explorer.wait() == 0
+            else:
+                eventually(lambda: len(buffer) > 3)
+        with pytest.raises(tr.WouldBlockForever, match="left 0 s ago"):
+            buffer.sample(1, timeout=30)
+
+
+def test_an_announced_supervisor_is_waited_for_until_it_closes(monkeypatch):
+    monkeypatch.setattr(waiting, "RETURN_GRACE", 0.05)
+    buffer = buffer_with(tr.MinSize(100))
+    with Forked(extend, buffer, 3) as explorer:
+        assert explorer.wait() == 0
+    with buffer.expect_writers(), pytest.raises(tr.ReplayTimeout):
+        buffer.sample(1, timeout=0.3)
+    with pytest.raises(tr.WouldBlockForever):
+        buffer.sample(1, timeout=30)
+
+
+# Ends of waits: stop, Ctrl-C
+
+
+def sample_in_vain(buffer):
+    with buffer.expect_writers():
+        buffer.sample(1)
+
+
+def append_in_vain(buffer):
+    with buffer.writer() as writer:
+        while True:
+            writer.append(x=1)
+
+
+@pytest.mark.parametrize("wait", [sample_in_vain, append_in_vain])
+def test_stop_ends_a_wait_in_another_process(wait):
+    buffer = buffer_with(tr.SamplesPerInsert(1.0, min_size=10))
+    with Forked(expect_exception, tr.Stopped, wait, buffer) as child:
+        eventually(lambda: is_waiting(buffer))
+        buffer.stop()
+        assert child.wait() == 0
+
+
+@pytest.mark.parametrize("wait", [sample_in_vain, append_in_vain])
+def test_stop_ends_a_wait_in_another_thread(wait):
+    buffer = buffer_with(tr.SamplesPerInsert(1.0, min_size=10))
+    ended = []
+    thread = threading.Thread(target=lambda: ended.append(expect_exception(tr.Stopped, wait, buffer)))
+    thread.start()
+    eventually(lambda: is_waiting(buffer))
+    buffer.stop()
+    thread.join(30)
+    assert ended == [True]
+
+
+def expect_exception(kind, wait, buffer):
+    signal_from_here = threading.current_thread() is threading.main_thread()
+    if signal_from_here:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        wait(buffer)
+    except kind:
+        return True
+    raise AssertionError(f"{kind.__name__} was not raised")
+
+
+@pytest.mark.parametrize("wait", [sample_in_vain, append_in_vain])
+def test_ctrl_c_gets_through_a_wait(wait):
+    buffer = buffer_with(tr.SamplesPerInsert(1.0, min_size=10))
+    with Forked(expect_exception, KeyboardInterrupt, wait, buffer) as child:
+        eventually(lambda: is_waiting(buffer))
+        child.signal(signal.SIGINT)
+        assert child.wait() == 0
+    assert not buffer.stopped
+    assert buffer.stats().writers == 0
+
+
+def test_after_stop_every_call_that_writes_or_draws_raises_and_looking_still_works():
+    buffer = buffer_with(tr.MinSize(1))
+    extend(buffer, 3)
+    batch = buffer.sample(2)
+    writer = buffer.writer()
+    buffer.stop()
+    buffer.stop()
+    assert buffer.stopped
+    assert tr.ReplayBuffer.attach(buffer.handle()).stopped
+    for call in (lambda: buffer.sample(1), lambda: writer.append(x=1), lambda: extend(buffer, 2)):
+        with pytest.raises(tr.Stopped):
+            call()
+    buffer.update_priorities(batch, np.ones(2))
+    assert (len(buffer), buffer.stats().stopped) == (3, True)
+    assert "stopped" in repr(buffer)
+
+
+def test_an_append_that_no_learner_can_help_says_so_at_once(alone):
+    buffer = buffer_with(tr.SamplesPerInsert(1.0, min_size=10))
+    with pytest.raises(tr.WouldBlockForever, match="Draw more batches between appends"):
+        append_in_vain(buffer)
+    assert buffer.stats().inserted == 10 + 1024  # min_size * ratio, and a tolerance of 1024 draws
+
+
+def test_waiting_costs_next_to_no_processor_time():
+    buffer = buffer_with(tr.MinSize(10))
+    buffer.handle()
+    before = os.times()
+    with pytest.raises(tr.ReplayTimeout):
+        buffer.sample(1, timeout=1.0)
+    after = os.times()
+    assert (after.user + after.system) - (before.user + before.system) < 0.3
