@@ -21,6 +21,22 @@ inline void copy_payload(void* to, const void* from, size_t n) {
 #endif
 }
 
+// copy_payload with the sizes of scalars and small vectors known to the compiler.
+inline void copy_value(void* to, const void* from, size_t n) {
+  switch (n) {
+    case 1:
+      return copy_payload(to, from, 1);
+    case 4:
+      return copy_payload(to, from, 4);
+    case 8:
+      return copy_payload(to, from, 8);
+    case 16:
+      return copy_payload(to, from, 16);
+    default:
+      return copy_payload(to, from, n);
+  }
+}
+
 // ThreadSanitizer does not model fences; a read-modify-write orders for it what the fence orders for the machine.
 inline uint64_t load_after_copy(std::atomic<uint64_t>& word) {
 #ifdef TORCHREPLAY_RACEFREE

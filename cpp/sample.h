@@ -211,18 +211,20 @@ class BatchSampler {
   // (Schaul et al. 2016, equation 1 and section 3.4). N and sum cancel in a normalised weight.
   void weigh(int n, double beta, const BatchPointers& out) const {
     const Normalize normalize = memory_.header().sampler.normalize;
-    uint64_t batch_min = kNever;
-    for (int i = 0; i < n; i++) batch_min = std::min(batch_min, items_[i].mass);
+    double smallest = 1;  // probability of the batch
     for (int i = 0; i < n; i++) {
       const Item& item = items_[i];
       const double p = static_cast<double>(item.mass) / static_cast<double>(item.total);
-      double reference = 1.0 / static_cast<double>(item.drawable);
-      if (normalize == Normalize::kBuffer)
-        reference = static_cast<double>(item.min_mass) / static_cast<double>(item.total);
-      if (normalize == Normalize::kBatch) reference = static_cast<double>(batch_min) / static_cast<double>(item.total);
+      smallest = std::min(smallest, p);
       out.probability[i] = static_cast<float>(p);
-      out.weight[i] =
-          beta == 0 || reference == p ? 1.0f : std::pow(static_cast<float>(reference / p), static_cast<float>(beta));
+    }
+    for (int i = 0; i < n; i++) {
+      const Item& item = items_[i];
+      const auto mass = static_cast<double>(item.mass), total = static_cast<double>(item.total);
+      const double base = normalize == Normalize::kBuffer  ? static_cast<double>(item.min_mass) / mass
+                          : normalize == Normalize::kBatch ? smallest * total / mass
+                                                           : total / (static_cast<double>(item.drawable) * mass);
+      out.weight[i] = std::pow(static_cast<float>(base), static_cast<float>(beta));
     }
   }
 

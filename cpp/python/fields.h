@@ -212,7 +212,7 @@ class FieldValue {
   void copy(char* to, uint64_t row) const {
     const char* from = view_.array.data + (lead_ ? static_cast<int64_t>(row) * view_.array.stride[0] : 0);
     if (dense_)
-      copy_payload(to, from, nbytes_);
+      copy_value(to, from, nbytes_);
     else
       copy_converted(to, to_, from, view_.array, lead_);
   }

@@ -88,7 +88,10 @@ inline PyObject* update(PyObject* self, PyObject* const* args, Py_ssize_t nargs)
                                   ", expected int64 of shape (n,): batch['key'], or what append and extend returned");
     const int64_t n = keys.array.shape[0];
     std::vector<int64_t> key(static_cast<size_t>(n));
-    copy_converted(reinterpret_cast<char*>(key.data()), Element::kI64, keys.array.data, keys.array, 0);
+    if (is_dense(keys.array, 0))
+      std::memcpy(key.data(), keys.array.data, 8 * key.size());
+    else
+      copy_converted(reinterpret_cast<char*>(key.data()), Element::kI64, keys.array.data, keys.array, 0);
     const std::vector<double> td = read_td(args[1], n);
     std::unique_ptr<PriorityUpdater> updater;
     if (s.updaters.empty()) {
