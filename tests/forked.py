@@ -34,16 +34,15 @@ class Forked:
             self.signal(signal.SIGKILL)
             self.wait()
 
+    def is_running(self):
+        if self.status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.status = os.waitstatus_to_exitcode(status) if pid else None
+        return self.status is None
+
     def wait(self, timeout=60.0):
         """Returns its exit status, negative for a signal."""
-
-        def gone():
-            if self.status is None:
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
-                self.status = os.waitstatus_to_exitcode(status) if pid else None
-            return self.status is not None
-
-        eventually(gone, timeout, interval=0.0005)
+        eventually(lambda: not self.is_running(), timeout, interval=0.0005)
         return self.status
 
     def __enter__(self):

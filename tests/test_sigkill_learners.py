@@ -1,4 +1,4 @@
-"""Learners killed at any instruction, alone or with writers: the buffer stays usable by the survivors."""
+"""Learners killed or stopped at any instruction: the buffer stays usable by the others, and by whoever wakes up."""
 
 import random
 import signal
@@ -79,3 +79,29 @@ def test_sigkill_of_writers_and_learners_together_leaves_the_buffer_to_the_survi
         started = explorers.highest_index
     assert_every_slot_takes_a_new_row(buffer, started + 1)
     assert_priorities_are_sound(buffer)
+
+
+def draw_until_stopped(buffer, writers, batches):
+    while not buffer.stopped:
+        assert_whole(buffer.sample(BATCH, timeout=30), writers)
+        batches[0] += 1
+
+
+@pytest.mark.timeout(120)
+def test_a_learner_that_sleeps_while_the_ring_is_lapped_goes_on_where_it_woke_up():
+    # Asleep between draw and copy, it finds every row replaced: it draws again, however often the ring turned.
+    buffer = tr.ReplayBuffer(SPEC, CAPACITY, sampler=tr.Prioritized(alpha=0.6), seed=8)
+    batches = shared_counters(1)
+    chance = random.Random(8)
+    with Explorers(buffer) as explorers, Forked(draw_until_stopped, buffer, WRITERS, batches) as learner:
+        for _ in range(100):
+            awake = batches[0] + chance.randrange(1, 20)
+            eventually(lambda seen=awake: batches[0] >= seen, interval=0)
+            learner.signal(signal.SIGSTOP)
+            # The stopped one may hold the lock: only the writers' own counters tell how far they are.
+            turned = sum(explorers.written) + 3 * CAPACITY
+            eventually(lambda enough=turned: sum(explorers.written) >= enough)
+            learner.signal(signal.SIGCONT)
+        buffer.stop()
+        assert learner.wait() == 0
+    assert buffer.stats().redraws > 0, "the test is about draws that were overtaken"

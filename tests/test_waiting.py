@@ -1,5 +1,7 @@
 """Waits: for how long, what they say, and how every one of them ends."""
 
+import contextlib
+import multiprocessing as mp
 import os
 import re
 import signal
@@ -171,6 +173,89 @@ def test_an_append_that_no_learner_can_help_says_so_at_once(alone):
     with pytest.raises(tr.WouldBlockForever, match="Draw more batches between appends"):
         append_in_vain(buffer)
     assert buffer.stats().inserted == 10 + 1024  # min_size * ratio, and a tolerance of 1024 draws
+
+
+def own_until_killed(pipe):
+    """Makes a buffer whose learner is soon behind, and draws a batch each time it is told to."""
+    buffer = buffer_with(tr.SamplesPerInsert(1.0, min_size=10, tolerance=0.5))
+    pipe.send(buffer.handle())
+    while pipe.recv():
+        buffer.sample(5)
+
+
+def learn_for_ever(buffer):
+    while True:
+        buffer.sample(5)
+
+
+def append_until_it_would_block_for_ever(handle):
+    expect_exception(tr.WouldBlockForever, append_in_vain, tr.ReplayBuffer.attach(handle))
+
+
+def insert_wait(buffer):
+    return buffer.stats().insert_wait
+
+
+@pytest.mark.parametrize("explorers", [1, 3])
+def test_writers_that_wait_for_a_learner_give_up_within_seconds_of_its_death(explorers):
+    mine, theirs = mp.Pipe()
+    with contextlib.ExitStack() as started:
+        owner = started.enter_context(Forked(own_until_killed, theirs))
+        handle = mine.recv()
+        buffer = tr.ReplayBuffer.attach(handle)  # to look at it: who never draws is no learner
+        waiting_ones = [
+            started.enter_context(Forked(append_until_it_would_block_for_ever, handle)) for _ in range(explorers)
+        ]
+        mine.send(True)
+        eventually(lambda: insert_wait(buffer) > 0.2)
+        assert all(explorer.is_running() for explorer in waiting_ones)
+        owner.kill()
+        assert [explorer.wait(timeout=10) for explorer in waiting_ones] == [0] * explorers
+        assert buffer.stats().writers == 0
+
+
+def test_writers_go_on_without_their_owner_for_as_long_as_another_process_draws():
+    mine, theirs = mp.Pipe()
+    with Forked(own_until_killed, theirs) as owner:
+        handle = mine.recv()
+        buffer = tr.ReplayBuffer.attach(handle)
+        with (
+            Forked(append_until_it_would_block_for_ever, handle) as explorer,
+            Forked(learn_for_ever, buffer) as learner,
+        ):
+            eventually(lambda: buffer.stats().sampled > 100)
+            owner.kill()
+            before = buffer.stats().inserted
+            eventually(lambda: buffer.stats().inserted > before + 1000)
+            learner.kill()
+            assert explorer.wait(timeout=10) == 0
+
+
+def test_a_learner_that_gave_up_does_not_leave_writers_running_ahead_for_it():
+    # While it waits for 300, 300 are admitted; afterwards only what the ratio allows: (10 + 5) - 0 draws.
+    buffer = buffer_with(tr.SamplesPerInsert(1.0, min_size=10, tolerance=0.5))
+    buffer.handle()
+    with buffer.writer() as writer:
+        for kind, timeout in ((tr.ReplayTimeout, 0), (tr.ReplayTimeout, 0.05)):
+            with pytest.raises(kind):
+                buffer.sample(300, timeout=timeout)
+        while writer.admitted():
+            writer.append(x=1)
+            len(buffer)  # lets the limiter see what came
+    assert buffer.stats().inserted == 15
+
+
+def test_a_learner_interrupted_in_its_wait_does_not_leave_writers_running_ahead_for_it():
+    buffer = buffer_with(tr.SamplesPerInsert(1.0, min_size=10, tolerance=0.5))
+    with Forked(expect_exception, KeyboardInterrupt, sample_in_vain, buffer) as child:
+        eventually(lambda: is_waiting(buffer))
+        child.signal(signal.SIGINT)
+        assert child.wait() == 0
+    with buffer.writer() as writer:
+        while writer.admitted():
+            writer.append(x=1)
+            len(buffer)
+    assert buffer.stats().inserted == 15
 
 
 def test_waiting_costs_next_to_no_processor_time():

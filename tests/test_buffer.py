@@ -1,0 +1,295 @@
+"""The buffer as an object: what it tells about itself, its memory laid open, and the end of its life."""
+
+import dataclasses
+import json
+import math
+import os
+import time
+
+import numpy as np
+import pytest
+import torch
+from forked import Forked
+
+import torchreplay as tr
+
+SPEC = {"x": tr.Field((4,)), "deep": {"n": tr.Field((), torch.int64), "wide": tr.Field((600,), torch.float64)}}
+
+
+def make(capacity=10, **options):
+    return tr.ReplayBuffer(SPEC, capacity, **{"seed": 0, **options})
+
+
+def rows(start, n):
+    index = np.arange(start, start + n)
+    return {"x": np.tile(index[:, None], 4), "deep": {"n": index, "wide": np.tile(index[:, None], 600)}}
+
+
+def write(buffer, start, n):
+    return buffer.extend(**rows(start, n))
+
+
+def test_defaults_are_uniform_draws_of_rows_from_the_first_one_on():
+    buffer = make()
+    assert (buffer.sampler, buffer.view, buffer.limiter) == (tr.Uniform(), tr.Rows(), tr.MinSize(1))
+    assert (buffer.capacity, len(buffer), buffer.draws, buffer.stopped) == (10, 0, 0, False)
+
+
+def test_len_counts_the_rows_held_up_to_the_capacity():
+    buffer = make()
+    lengths = []
+    for start in range(0, 16, 2):
+        write(buffer, start, 2)
+        lengths.append(len(buffer))
+    assert lengths == [2, 4, 6, 8, 10, 10, 10, 10]
+    with Forked(write, buffer, 0, 3) as child:
+        assert child.wait() == 0
+    assert len(buffer) == 10
+
+
+@pytest.mark.parametrize("spec", [SPEC, {"x": tr.Field()}, {"x": tr.Field((5000,), torch.uint8)}], ids=str)
+def test_nbytes_is_the_payload_and_little_more(spec):
+    buffer = tr.ReplayBuffer(spec, 10_000)
+    payload = sum(field.nbytes for field in leaves_of(spec))
+    overhead = buffer.nbytes - 10_000 * payload
+    # A row's header is 24 bytes, its record begins at a cache line, and the tree needs about 16 bytes a row.
+    assert 10_000 * 24 < overhead < 10_000 * (24 + 63 + 63 + 16) + 200_000
+    assert buffer.nbytes <= os.stat(f"/proc/self/fd/{buffer.handle().fd}").st_size < buffer.nbytes + 2**12
+    assert buffer.stats().nbytes == tr.ReplayBuffer.attach(buffer.handle()).nbytes == buffer.nbytes
+
+
+def leaves_of(spec):
+    for value in spec.values():
+        yield from leaves_of(value) if isinstance(value, dict) else [value]
+
+
+def test_a_new_buffer_has_its_memory_already():
+    # Reserved, not promised: running out of memory later would end the process.
+    buffer = make(10_000)
+    blocks = os.stat(f"/proc/self/fd/{buffer.handle().fd}").st_blocks
+    assert blocks * 512 >= buffer.nbytes
+
+
+# Stats
+
+
+def test_stats_are_plain_frozen_scalars_ready_for_json():
+    buffer = make(sampler=tr.Prioritized())
+    write(buffer, 0, 3)
+    buffer.update_priorities(buffer.sample(4), np.full(4, 2.5))
+    stats = buffer.stats()
+    assert json.loads(json.dumps(stats.as_dict(), allow_nan=False)) == stats.as_dict()
+    assert list(stats.as_dict()) == [field.name for field in dataclasses.fields(stats)]
+    for name, value in stats.as_dict().items():
+        assert type(value).__name__ == tr.Stats.__annotations__[name]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        stats.size = 5
+
+
+def test_stats_count_what_was_done_by_anyone():
+    buffer = make(sampler=tr.Prioritized(alpha=1.0, eps=1e-9))
+    other = tr.ReplayBuffer.attach(buffer.handle())
+    assert buffer.stats() == tr.Stats(
+        **dict.fromkeys(("size", "drawable", "inserted", "sampled", "draws", "updated", "stale_updates"), 0),
+        **dict.fromkeys(("unready_updates", "redraws", "writers", "learners", "rows_written"), 0),
+        **dict.fromkeys(("samples_per_insert", "priority_total", "priority_min", "insert_wait", "sample_wait"), 0.0),
+        capacity=10,
+        nbytes=buffer.nbytes,
+        priority_max=1.0,
+        last_write_age=math.inf,
+        stopped=False,
+    )
+    keys = write(buffer, 0, 10)
+    assert len(buffer) == 10  # an item that nobody looked at before it was overwritten never became one
+    with Forked(write, buffer, 10, 2) as child:
+        assert child.wait() == 0
+    buffer.sample(6)
+    other.sample(8)
+    other.update_priorities(keys, torch.full((10,), -0.5))  # two of them overwritten
+    buffer.update_priorities(keys[-1:], torch.tensor([3.0]))
+    stats = other.stats()
+    assert dataclasses.replace(buffer.stats(), last_write_age=stats.last_write_age) == stats
+    counts = (stats.size, stats.drawable, stats.inserted, stats.rows_written, stats.sampled, stats.draws)
+    assert counts == (10, 10, 12, 12, 14, 2)
+    assert (stats.updated, stats.stale_updates, stats.unready_updates) == (9, 2, 0)
+    assert stats.samples_per_insert == pytest.approx(14 / 12)
+    # Seven rows of 0.5, one of 3, and the two written later at the largest priority of their time.
+    assert stats.priority_total == pytest.approx(7 * 0.5 + 3 + 2 * 1.0, rel=1e-6)
+    assert (stats.priority_min, stats.priority_max) == (pytest.approx(0.5), pytest.approx(3.0))
+    assert (stats.writers, stats.learners, stats.stopped) == (1, 2, False)
+
+
+def test_the_age_of_the_last_write_grows_until_the_next_one():
+    buffer = make()
+    begin = time.monotonic()
+    write(buffer, 0, 1)
+    first = buffer.stats().last_write_age
+    while (second := buffer.stats().last_write_age) < 0.1:
+        assert time.monotonic() - begin < 30
+    assert 0 <= first < second <= time.monotonic() - begin + 0.02  # the clock's resolution, twice
+    write(buffer, 0, 1)
+    end = time.monotonic()
+    assert buffer.stats().last_write_age <= time.monotonic() - end + 0.02
+
+
+def looks(buffer):
+    return [buffer.stats, buffer.histograms, lambda: buffer.storage, lambda: repr(buffer), lambda: len(buffer)]
+
+
+def test_looking_changes_nothing_that_is_drawn_or_counted():
+    watched, unwatched = make(sampler=tr.Prioritized()), make(sampler=tr.Prioritized())
+    for start in range(12):
+        drawn = []
+        for buffer in (watched, unwatched):
+            write(buffer, start, 3)
+            for look in looks(buffer) if buffer is watched else ():
+                look()
+            batch = buffer.sample(5)
+            buffer.update_priorities(batch, batch["x"][:, 0])
+            drawn.append((batch["key"].tolist(), batch["weight"].tolist(), buffer.draws))
+        assert drawn[0] == drawn[1]
+    volatile = {"last_write_age": 0.0, "nbytes": 0}
+    assert dataclasses.replace(watched.stats(), **volatile) == dataclasses.replace(unwatched.stats(), **volatile)
+
+
+def test_who_only_looks_is_no_learner_and_no_writer():
+    buffer = make()
+    for look in looks(buffer):
+        look()
+    assert (buffer.stats().learners, buffer.stats().writers) == (0, 0)
+
+
+def test_repr_tells_samplers_limiters_writers_and_the_end():
+    buffer = make(1000, sampler=tr.Prioritized(alpha=0.7), limiter=tr.MinSize(5))
+    write(buffer, 0, 7)
+    text = repr(buffer)
+    for part in ("7/1,000 rows", "x, deep/n, deep/wide", "alpha=0.7", "MinSize(min_size=5)", "1 writers"):
+        assert part in text
+    mib = f"{buffer.nbytes / 2**20:,.1f} MiB"
+    assert mib in text
+    buffer.close()
+    assert repr(buffer) == "ReplayBuffer(closed)"
+
+
+# Its memory
+
+
+def test_storage_is_the_memory_itself_in_the_shape_of_the_spec():
+    buffer = make()
+    storage = buffer.storage
+    assert {name: tuple(t.shape) for name, t in storage["deep"].items()} == {"n": (10,), "wide": (10, 600)}
+    assert (storage["x"].dtype, storage["deep"]["n"].dtype) == (torch.float32, torch.int64)
+    assert storage["x"].eq(0).all()
+    with Forked(write, buffer, 5, 12) as child:
+        assert child.wait() == 0
+    # Row k lies in slot k mod capacity; values 5 to 16 were written under the keys 0 to 11.
+    assert storage["deep"]["n"].tolist() == [15, 16, *range(7, 15)]
+    assert torch.equal(storage["x"], storage["deep"]["n"][:, None].expand(-1, 4).float())
+    assert torch.equal(storage["deep"]["wide"][3], torch.full((600,), 8.0, dtype=torch.float64))
+
+
+def test_what_is_computed_from_storage_is_an_ordinary_tensor():
+    buffer = make()
+    write(buffer, 0, 10)
+    for result in (buffer.storage["x"].mean(), buffer.storage["x"] + 1, buffer.storage["x"].clone()):
+        assert type(result) is torch.Tensor
+    assert float(buffer.storage["x"].mean()) == 4.5
+
+
+def test_histograms_are_those_of_numpy():
+    n = 2000
+    buffer = make(n, sampler=tr.Prioritized(alpha=1.0, eps=1e-9))
+    write(buffer, 0, n + 500)
+    keys = torch.arange(500, n + 500)
+    errors = 10.0 ** np.random.default_rng(0).uniform(-3, 3, n)
+    buffer.update_priorities(keys, errors)
+    given = buffer.histograms(bins=16)
+    assert {name: tuple(t.shape) for name, t in given.items()} == {
+        "priority": (16,),
+        "priority_edges": (17,),
+        "age": (16,),
+        "age_edges": (17,),
+    }
+    edges = np.geomspace(errors.min(), errors.max(), 17)
+    np.testing.assert_allclose(given["priority_edges"], edges, rtol=1e-6)
+    assert np.abs(given["priority"].numpy() - np.histogram(np.log10(errors), np.log10(edges))[0]).max() <= 1
+    np.testing.assert_allclose(given["age_edges"], np.linspace(0, n - 1, 17))
+    assert given["age"].tolist() == np.histogram(np.arange(n), 16)[0].tolist()
+    assert int(given["priority"].sum()) == int(given["age"].sum()) == n
+
+
+def test_histograms_of_nothing_and_of_equal_priorities_are_counts_like_others():
+    buffer = make()
+    assert (int(buffer.histograms()["priority"].sum()), int(buffer.histograms()["age"].sum())) == (0, 0)
+    write(buffer, 0, 3)
+    given = buffer.histograms(bins=5)
+    assert given["priority"].tolist() == [0, 0, 3, 0, 0]
+    assert bool((given["priority_edges"].diff() > 0).all())
+    with pytest.raises(ValueError, match="bins is 0: expected at least 1"):
+        buffer.histograms(0)
+
+
+# Its end
+
+
+def test_a_with_block_closes_the_buffer_also_after_an_error():
+    for error in (None, ArithmeticError):
+        buffer = make()
+        try:
+            with buffer as entered:
+                assert entered is buffer
+                if error:
+                    raise error
+        except ArithmeticError:
+            pass
+        with pytest.raises(RuntimeError, match="closed"):
+            len(buffer)
+
+
+def test_closing_one_attached_object_leaves_the_others_their_memory():
+    buffer = make()
+    other = tr.ReplayBuffer.attach(buffer.handle())
+    write(buffer, 0, 4)
+    buffer.sample(1)
+    buffer.close()
+    assert len(other) == 4
+    write(other, 4, 4)
+    assert other.sample(64)["deep"]["n"].max() == 7
+    assert (other.stats().writers, other.stats().learners) == (1, 1)
+
+
+def test_a_writer_and_a_batch_outlive_the_object_that_made_them():
+    buffer = make()
+    other = tr.ReplayBuffer.attach(buffer.handle())
+    writer = buffer.writer()
+    writer.append(x=np.zeros(4), deep={"n": 1, "wide": np.zeros(600)})
+    batch = buffer.sample(2)
+    buffer.close()
+    del buffer
+    writer.append(x=np.zeros(4), deep={"n": 2, "wide": np.zeros(600)})
+    other.update_priorities(batch, torch.ones(2))
+    assert len(other) == 2
+
+
+def test_an_announcement_of_writers_ends_when_closed_once_or_twice_or_with_its_process():
+    buffer = make()
+
+    def supervisors():
+        return buffer._segment.census(False)["supervisors"]
+
+    first, second = buffer.expect_writers(), buffer.expect_writers()
+    assert supervisors() == 2
+    first.close()
+    first.close()
+    assert supervisors() == 1
+    with Forked(buffer.expect_writers) as child:
+        assert child.wait() == 0
+    with Forked(second.close) as child:  # it is the parent's
+        assert child.wait() == 0
+    assert supervisors() == 1
+    with second:
+        pass
+    assert supervisors() == 0
+    third = buffer.expect_writers()
+    buffer.close()
+    third.close()
