@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import os
 import time
 
@@ -96,7 +95,7 @@ def test_stats_count_what_was_done_by_anyone():
         capacity=10,
         nbytes=buffer.nbytes,
         priority_max=1.0,
-        last_write_age=math.inf,
+        last_write_age=-1.0,
         stopped=False,
     )
     keys = write(buffer, 0, 10)
@@ -225,7 +224,7 @@ def test_histograms_of_nothing_and_of_equal_priorities_are_counts_like_others():
     given = buffer.histograms(bins=5)
     assert given["priority"].tolist() == [0, 0, 3, 0, 0]
     assert bool((given["priority_edges"].diff() > 0).all())
-    with pytest.raises(ValueError, match="bins is 0: expected at least 1"):
+    with pytest.raises(ValueError, match="bins is 0: expected an int from 1"):
         buffer.histograms(0)
 
 

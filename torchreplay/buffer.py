@@ -299,7 +299,7 @@ class ReplayBuffer:
 
     @draws.setter
     def draws(self, step: int) -> None:
-        self._segment.step = checked_int("draws", step, 0, 1 << 62)
+        self._segment.step = checked_int("draws", step, 0, (1 << 48) - 1)
 
     def stats(self) -> Stats:
         """Returns what has happened so far, over all processes."""
@@ -312,7 +312,7 @@ class ReplayBuffer:
             samples_per_insert=counters["sampled"] / max(1, counters["inserted"]),
             writers=census["writers"],
             learners=census["learners"],
-            last_write_age=census["since_write"] if census["since_write"] >= 0 else float("inf"),
+            last_write_age=census["since_write"],
             stopped=self.stopped,
             **counters,
         )
@@ -328,6 +328,7 @@ class ReplayBuffer:
             (`[bins + 1]`, in rows written since) and `age` (`[bins]` counts of rows).
         """
         counters = self._segment.counters()
+        bins = checked_int("bins", bins, 1, 1 << 20)
         return histograms(self._segment.column(-1), self._segment.column(-2), counters["rows_written"], bins)
 
     @property

@@ -33,12 +33,7 @@ def histograms(leaves: torch.Tensor, keys1: torch.Tensor, head: int, bins: int) 
         keys1: int64 `[capacity]`, key + 1 of each slot's row, 0 for none.
         head: The next key.
         bins: Number of bins.
-
-    Raises:
-        ValueError: `bins` is below 1.
     """
-    if bins < 1:
-        raise ValueError(f"bins is {bins}: expected at least 1")
     positive = leaves[leaves > 0].double()
     ages = (head - keys1[keys1 > 0]).double()
     low, high = (math.log10(positive.min()), math.log10(positive.max())) if len(positive) else (0.0, 0.0)

@@ -97,6 +97,9 @@ def flatten(spec: Spec) -> dict[Path, Field]:
     Raises:
         ValueError: No field at all, a reserved or unusable name, or a value that is neither `Field` nor dict.
     """
+    given: Any = spec
+    if not isinstance(given, Mapping) or not given:
+        raise ValueError(f"the spec is {given!r}: expected a non-empty dict of names to torchreplay.Field")
     fields = dict(_fields_of(spec, ()))
     for path in fields:
         if path[0] in RESERVED:
@@ -114,10 +117,8 @@ def _fields_of(value: Any, path: Path) -> Iterator[tuple[Path, Field]]:
             if not isinstance(key, str) or not key or "/" in key or "\0" in key:
                 raise ValueError(f"a field of {name or 'the spec'!r} is named {key!r}: expected a name without '/'")
             yield from _fields_of(inner, (*path, key))
-    elif path:
-        raise ValueError(f"field {name!r} is {value!r}: expected torchreplay.Field(shape, dtype), or a dict of them")
     else:
-        raise ValueError(f"the spec is {value!r}: expected a non-empty dict of names to torchreplay.Field")
+        raise ValueError(f"field {name!r} is {value!r}: expected torchreplay.Field(shape, dtype), or a dict of them")
 
 
 def nest(values: Mapping[Path, Any]) -> dict[str, Any]:

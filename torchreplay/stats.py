@@ -28,7 +28,7 @@ class Stats:
         writers: Writers alive.
         learners: Learners alive.
         rows_written: Tickets issued to writers; more than rows by those lost to deaths and skipped slots.
-        last_write_age: Seconds since a writer last wrote (10 ms resolution); infinite if none did.
+        last_write_age: Seconds since a writer last wrote (10 ms resolution); -1 if none did.
         insert_wait: Seconds that writers waited for the limiter, added up.
         sample_wait: Seconds that learners waited for rows, added up.
         stopped: Whether the buffer was stopped.
