@@ -31,7 +31,7 @@ def test_a_draw_that_nobody_can_help_says_so_at_once_with_numbers_and_advice(alo
         "2 items were inserted",
         "3 are needed",
         "2 can be drawn",
-        "1 writers are alive",
+        "writers alive: 1",
         "s ago",
         "Write more",
     ):
@@ -266,3 +266,28 @@ def test_waiting_costs_next_to_no_processor_time():
         buffer.sample(1, timeout=1.0)
     after = os.times()
     assert (after.user + after.system) - (before.user + before.system) < 0.3
+
+
+def test_explorers_that_never_start_end_the_wait_instead_of_hanging_it(monkeypatch):
+    monkeypatch.setattr("torchreplay.waiting.STARTUP_GRACE", 0.2)
+    buffer = buffer_with(tr.MinSize(3))
+    buffer.handle()
+    with pytest.raises(tr.WouldBlockForever, match="did the explorers fail to start"):
+        buffer.sample(1, timeout=30)
+
+
+def test_a_supervisor_keeps_the_wait_for_a_first_writer_open(monkeypatch):
+    monkeypatch.setattr("torchreplay.waiting.STARTUP_GRACE", 0.0)
+    buffer = buffer_with(tr.MinSize(3))
+    buffer.handle()
+    with buffer.expect_writers(), pytest.raises(tr.ReplayTimeout):
+        buffer.sample(1, timeout=0.2)
+
+
+def test_a_long_wait_is_logged_with_its_numbers(monkeypatch, caplog):
+    monkeypatch.setattr("torchreplay.waiting.LOG_EVERY", 0.1)
+    buffer = buffer_with(tr.MinSize(3))
+    buffer.handle()
+    with pytest.raises(tr.ReplayTimeout):
+        buffer.sample(1, timeout=0.3)
+    assert any("0 items were inserted, 3 are needed" in record.getMessage() for record in caplog.records)

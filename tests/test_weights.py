@@ -170,3 +170,22 @@ def test_publications_of_several_processes_are_all_counted():
 
 def test_repr_tells_version_and_size():
     assert repr(tr.SharedWeights(nn.Linear(2, 2))).startswith("SharedWeights(version 0, 2 tensors")
+
+
+def test_a_pull_into_another_module_copies_even_when_nothing_is_newer():
+    weights = tr.SharedWeights(nn.Linear(3, 2))
+    first, second = nn.Linear(3, 2), nn.Linear(3, 2)
+    assert [weights.pull(first), weights.pull(first), weights.pull(second)] == [True, False, True]
+    assert torch.equal(first.weight, second.weight)
+
+
+def test_a_weight_that_is_no_plain_tensor_is_named():
+    class Extra(nn.Linear):
+        def get_extra_state(self):
+            return {"a": 1}
+
+        def set_extra_state(self, state):
+            pass
+
+    with pytest.raises(ValueError, match="the weight '_extra_state' is dict"):
+        tr.SharedWeights(Extra(3, 2))

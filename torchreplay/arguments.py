@@ -44,4 +44,17 @@ def as_floats(instance: object, *names: str) -> None:
         TypeError: One is no number.
     """
     for name in names:
-        object.__setattr__(instance, name, float(getattr(instance, name)))
+        object.__setattr__(instance, name, as_float(name, getattr(instance, name)))
+
+
+def as_float(name: str, value: Any) -> float:
+    """Returns `value` as a float.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is a text that is no number.
+    """
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name} is {value!r}: expected a number") from None

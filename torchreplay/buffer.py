@@ -235,7 +235,10 @@ class ReplayBuffer:
         return self._segment.stopped
 
     def close(self) -> None:
-        """Detaches this process; other processes keep the buffer. Using it again is a `RuntimeError`. Idempotent."""
+        """Detaches this object; other processes keep the buffer. Using it again is a `RuntimeError`. Idempotent.
+
+        Writers and `storage` that are still held keep the memory mapped, and go on working, until they are let go.
+        """
         self._local = threading.local()
         self._segment.close()
         _open_buffers.discard(self)
@@ -261,6 +264,9 @@ class ReplayBuffer:
     def __len__(self) -> int:
         """Returns the number of rows held."""
         return self._segment.refresh()
+
+    def __bool__(self) -> bool:
+        return True  # `if buffer:` asks whether there is one, not whether it holds rows
 
     @property
     def capacity(self) -> int:

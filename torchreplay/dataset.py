@@ -99,7 +99,7 @@ class ReplayDataset(IterableDataset[ReplayBatch]):
     def state_dict(self) -> dict[str, int]:
         """Returns the place in the stream: `draws` made from the buffer and `position` in the iteration.
 
-        The state holds no experience; the buffer has its own `save`. A batch that a loader has already pulled
+        The state holds no experience; the buffer keeps that. A batch that a loader has already pulled
         ahead counts as handed out.
         """
         position = self._position if self.steps is None else self._position % self.steps

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
-from .arguments import as_floats, checked_int
+from .arguments import as_float, as_floats, checked_int
 
 Normalization: TypeAlias = Literal["buffer", "batch", "none"]
 NORMALIZATIONS: tuple[Normalization, ...] = ("buffer", "batch", "none")  # the position is the code in the segment
@@ -45,7 +45,7 @@ def value_of(beta: Schedule, step: int) -> float:
     Raises:
         ValueError: It is negative or not finite.
     """
-    value = float(beta(step)) if callable(beta) else float(beta)
+    value = as_float("beta", beta(step) if callable(beta) else beta)
     if not (math.isfinite(value) and value >= 0):
         raise ValueError(f"beta is {value}: expected a finite number >= 0")
     return value
@@ -68,7 +68,8 @@ class Prioritized:
     Args:
         alpha: How much prioritization: 0 none, 1 full.
         beta: How much of the bias the weights correct: a number, or a schedule of the number of batches drawn by all
-            learners, such as `Linear(0.4, 1.0, steps)`.
+            learners, such as `Linear(0.4, 1.0, steps)`. A function of your own does not travel: attached processes take
+            its value at 0.
         eps: What is added to |td|, so that no item is lost for ever.
         weights: `"buffer"` divides weights by the largest one of the buffer, which every learner sees alike; `"batch"`
             by the largest one of the batch; `"none"` leaves them.

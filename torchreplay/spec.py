@@ -54,7 +54,11 @@ class Field:
     dtype: torch.dtype
 
     def __init__(self, shape: int | tuple[int, ...] = (), dtype: Any = torch.float32) -> None:
-        sizes = tuple(map(operator.index, (shape,) if isinstance(shape, (int, np.integer)) else shape))
+        try:
+            sizes = tuple(map(operator.index, (shape,) if isinstance(shape, (int, np.integer)) else shape))
+        except TypeError:
+            hint = f"; did you mean Field(dtype={shape!r})?" if isinstance(shape, (torch.dtype, type)) else ""
+            raise TypeError(f"a field has shape {shape!r}: expected an int or a tuple of ints{hint}") from None
         if len(sizes) > MAX_DIMS or min(sizes, default=1) < 1:
             raise ValueError(
                 f"a field has shape {shape!r}: expected at most {MAX_DIMS} dimensions, each a positive int"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import nn
 from . import _C
 from .errors import AttachError, ReplayTimeout
 from .segment import Handle, make_handle, new_nonce, open_handle, reserve
-from .spec import as_torch_dtype
+from .spec import ELEMENTS
 from .waiting import SLICE_NS
 
 ALIGNMENT = 64
@@ -56,6 +58,7 @@ class SharedWeights:
         self._nonce = nonce
         self._nbytes = nbytes
         self._pulled = -1
+        self._pulled_into: Callable[[], nn.Module | None] = _nowhere
         self._write(module, 0)
 
     @classmethod
@@ -72,6 +75,7 @@ class SharedWeights:
         self._nonce = handle.nonce
         self._nbytes = nbytes
         self._pulled = -1
+        self._pulled_into = _nowhere
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -109,15 +113,15 @@ class SharedWeights:
         return self.version
 
     def pull(self, module: nn.Module) -> bool:
-        """Copies the newest weights into the module, in place, unless this object has pulled them already.
+        """Copies the newest weights into the module, in place, unless the last pull put them there.
 
         Returns:
-            False when there is nothing newer, which costs one atomic read. The first pull copies.
+            False when there is nothing newer, which costs one atomic read. The first pull into a module copies.
 
         Raises:
             ValueError: The module's weights differ in name, shape or dtype from those of the constructor.
         """
-        if self._native.version == self._pulled:
+        if self._native.version == self._pulled and self._pulled_into() is module:
             return False
         state = self._check(module)
         while True:
@@ -128,6 +132,7 @@ class SharedWeights:
             if self._native.intact(version):
                 break  # otherwise two publications came meanwhile: copy again
         self._pulled = version
+        self._pulled_into = weakref.ref(module)
         return True
 
     def _write(self, module: nn.Module, version: int) -> None:
@@ -152,10 +157,22 @@ class SharedWeights:
         return f"SharedWeights(version {self.version}, {len(self._entries)} tensors, {self._nbytes / 2**20:.2f} MiB)"
 
 
+def _nowhere() -> nn.Module | None:
+    """In place of a weak reference, before the first pull."""
+    return None
+
+
 def _state_of(module: nn.Module) -> dict[str, torch.Tensor]:
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(module).__name__}")
-    return module.state_dict()
+    state: dict[str, Any] = module.state_dict()
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor) or value.dtype not in ELEMENTS or value.is_meta:
+            what = f"{value.dtype} on {value.device}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise ValueError(
+                f"the weight {name!r} is {what}: expected a tensor with memory, real or bool, of fixed size"
+            )
+    return state
 
 
 def _entries_of(module: nn.Module) -> tuple[Entry, ...]:
@@ -163,7 +180,7 @@ def _entries_of(module: nn.Module) -> tuple[Entry, ...]:
     offset = 0
     for name, tensor in _state_of(module).items():
         nbytes = tensor.numel() * tensor.element_size()
-        entries.append(Entry(name, as_torch_dtype(tensor.dtype), tuple(tensor.shape), offset, nbytes))
+        entries.append(Entry(name, tensor.dtype, tuple(tensor.shape), offset, nbytes))
         offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
     if not offset:
         raise ValueError(f"{type(module).__name__} has no weights to share")

@@ -226,8 +226,11 @@ class FieldValue {
 
   [[noreturn]] void fail(PyObject* o, const FieldSpec& spec, int lead, bool opened) const {
     std::string expected = shape_text(spec.shape.data(), static_cast<int>(spec.shape.size()));
-    if (lead)
-      expected = "(n" + std::string(spec.shape.empty() ? ",)" : ", ") + expected.substr(spec.shape.empty() ? 2 : 1);
+    if (lead) {
+      expected = "(n";
+      for (int64_t size : spec.shape) expected += ", " + std::to_string(size);
+      expected += spec.shape.empty() ? ",)" : ")";
+    }
     const std::string given = opened && ArrayView::is_scalar(o) ? describe_scalar(o) : describe(o, view_, opened);
     const char* advice =
         given.starts_with("a value of type") ? " (a numpy array, a torch CPU tensor or a Python scalar)" : "";

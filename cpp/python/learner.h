@@ -84,8 +84,10 @@ inline PyObject* update(PyObject* self, PyObject* const* args, Py_ssize_t nargs)
     ArrayView keys;
     const bool opened = keys.open_anything(args[0]);
     if (!opened || keys.array.dims != 1 || keys.array.element != Element::kI64)
-      throw std::invalid_argument("the keys are " + describe(args[0], keys, opened) +
-                                  ", expected int64 of shape (n,): batch['key'], or what append and extend returned");
+      throw std::invalid_argument(
+          "the keys are " + describe(args[0], keys, opened) +
+          ", expected int64 of shape (n,): batch['key'], or what append and extend returned" +
+          (opened && keys.array.dims == 2 ? " (a DataLoader adds a dimension unless batch_size=None)" : ""));
     const int64_t n = keys.array.shape[0];
     std::vector<int64_t> key(static_cast<size_t>(n));
     if (is_dense(keys.array, 0))

@@ -77,8 +77,16 @@ inline int init(PyObject* self, PyObject* args, PyObject*) {
 
 inline void check_positional(const char* method, Py_ssize_t nargs) {
   if (nargs == 0) return;
-  PyErr_Format(PyExc_TypeError, "%s() takes the fields as keyword arguments", method);
+  PyErr_Format(PyExc_TypeError, "%s() takes the fields as keyword arguments: %s(obs=..., action=...)", method, method);
   throw PythonError{};
+}
+
+inline double priority_of(PyObject* o) {
+  const double priority = PyFloat_AsDouble(o);
+  if (priority != -1 || !PyErr_Occurred()) return priority;
+  if (!PyErr_ExceptionMatches(PyExc_TypeError)) throw PythonError{};
+  PyErr_Clear();
+  throw std::invalid_argument("the priority is no number: expected a finite number, or None for the largest one seen");
 }
 
 inline RowMeta meta_of(double priority) {
@@ -125,7 +133,7 @@ inline PyObject* append(PyObject* self, PyObject* const* args, Py_ssize_t nargs,
     s.matcher.match(args, names, s.given.data(), priority);
     int64_t rows = 1;
     for (size_t f = 0; f < s.values.size(); f++) s.values[f].open(s.given[f], s.attached->fields.specs[f], 0, rows);
-    const RowMeta meta = priority && priority != Py_None ? meta_of(as_double(priority)) : RowMeta{};
+    const RowMeta meta = priority && priority != Py_None ? meta_of(priority_of(priority)) : RowMeta{};
     int64_t key;
     write(self, s, 1, &meta, &key);
     return checked(PyLong_FromLongLong(key));
@@ -137,7 +145,7 @@ inline std::vector<RowMeta> metas_of(PyObject* priority, int64_t n) {
   std::vector<RowMeta> meta(static_cast<size_t>(n));
   if (!priority || priority == Py_None) return meta;
   if (ArrayView::is_scalar(priority)) {
-    std::fill(meta.begin(), meta.end(), meta_of(as_double(priority)));
+    std::fill(meta.begin(), meta.end(), meta_of(priority_of(priority)));
     return meta;
   }
   ArrayView v;
