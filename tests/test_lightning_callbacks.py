@@ -269,7 +269,6 @@ def test_a_logger_without_histograms_gets_scalars_alone(lightning, buffer, logge
 
 
 def test_tensorboard_takes_the_histograms(lightning, buffer, tmp_path):
-    pytest.importorskip("tensorboard")
     loggers = importlib.import_module(f"{lightning.__name__}.loggers")
     logger = loggers.TensorBoardLogger(tmp_path)
     monitored(lightning, buffer, logger, max_steps=9)
