@@ -28,7 +28,7 @@ bench: build $(STAMPS)/bench  ## measure torchreplay beside its peers
 
 soak: build  ## the long tests: C++ under ThreadSanitizer, then pytest -m soak
 	$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-cpp CPP_VARIANTS=thread
-	$(BIN)/python -m pytest -m soak $(ARGS)
+	$(BIN)/python -m pytest -m soak -o faulthandler_timeout=3600 $(ARGS)
 
 build: $(STAMPS)/build  ## compile the native modules in place
 
