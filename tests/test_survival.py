@@ -11,14 +11,9 @@ import torch
 from forked import Forked
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from small_rows import SPEC, good_row
 
 import torchreplay as tr
-
-SPEC = {"x": tr.Field((4,)), "nested": {"n": tr.Field((), torch.int32)}}
-
-
-def good_row(value=1.0):
-    return {"x": np.full(4, value, np.float32), "nested": {"n": int(value)}}
 
 
 @pytest.fixture
