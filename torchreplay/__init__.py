@@ -4,9 +4,12 @@ from .batch import ReplayBatch
 from .buffer import ReplayBuffer
 from .dataset import ReplayDataset
 from .errors import AttachError, ReplayTimeout, Stopped, WouldBlockForever
+from .laber import LaBER
 from .limiters import MinSize, SamplesPerInsert
+from .priorities import sequence_priority
 from .samplers import Linear, Prioritized, Uniform
 from .segment import Handle
+from .spaces import spec_from_env, spec_from_space
 from .spec import Field
 from .stats import Stats
 from .tree import PriorityTree
@@ -20,6 +23,7 @@ __all__ = [
     "AttachError",
     "Field",
     "Handle",
+    "LaBER",
     "Linear",
     "MinSize",
     "Prioritized",
@@ -36,4 +40,7 @@ __all__ = [
     "Uniform",
     "WouldBlockForever",
     "Writer",
+    "sequence_priority",
+    "spec_from_env",
+    "spec_from_space",
 ]

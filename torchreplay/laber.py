@@ -1,0 +1,108 @@
+"""Large Batch Experience Replay: draw a large batch, keep the items that matter now."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from .arguments import as_float, checked_int
+from .batch import ReplayBatch
+from .buffer import MAX_BATCH
+
+Mode: TypeAlias = Literal["mean", "max", "lazy"]
+MODES: tuple[Mode, ...] = ("mean", "max", "lazy")
+
+
+class LaBER:
+    """Down-samples a large batch by priorities computed just now (Lahire et al. 2022, https://arxiv.org/abs/2110.01528).
+
+    ```python
+    laber = tr.LaBER(64)
+    large = buffer.sample(256)                       # the paper draws 4 times as many, uniformly
+    with torch.no_grad():
+        priority = td_error(large).abs()             # any surrogate of the gradient's norm
+    batch = laber(large, priority)
+    loss = (batch["weight"] * td_error(batch) ** 2).mean()
+    ```
+
+    An item j of the M is taken, with replacement, with probability P(j) = p_j / sum p, where p = |priority| + eps. Its
+    weight corrects for that:
+
+    - `"mean"`: mean(p) / p_j = 1 / (M P(j)). The mean of weighted terms is an unbiased estimate of the large batch's
+      mean. What the paper recommends.
+    - `"max"`: the same, divided by the largest of the batch, so that weights are at most 1.
+    - `"lazy"`: 1 / P(j), which is M times the weight of `"mean"`.
+
+    The large batch's own weights (1 where it was drawn uniformly) are multiplied in, before the division by the
+    largest: with `Prioritized` draws the two corrections make one.
+
+    Args:
+        batch_size: Items to keep.
+        mode: `"mean"`, `"max"` or `"lazy"`.
+        seed: Of the draws; None: a random one. torch's global generator is neither read nor moved.
+        eps: What is added to |priority|, so that every item can be taken.
+
+    Attributes:
+        generator: The CPU generator of the draws, whose state can be saved and restored.
+
+    Raises:
+        ValueError: An argument is out of range.
+    """
+
+    def __init__(self, batch_size: int, mode: Mode = "mean", *, seed: int | None = None, eps: float = 1e-6) -> None:
+        self.batch_size = checked_int("batch_size", batch_size, 1, MAX_BATCH)
+        if mode not in MODES:
+            raise ValueError(f"mode is {mode!r}: expected one of {', '.join(map(repr, MODES))}")
+        self.mode = mode
+        self.eps = as_float("eps", eps)
+        if not 0.0 < self.eps < float("inf"):
+            raise ValueError(f"eps is {self.eps}: expected a finite number > 0")
+        self.generator = torch.Generator()
+        if seed is None:
+            self.generator.seed()
+        else:
+            self.generator.manual_seed(checked_int("seed", seed, 0, (1 << 64) - 1))
+
+    def __call__(self, large: ReplayBatch, priority: Any) -> ReplayBatch:
+        """Returns the items taken, on the devices they are on.
+
+        Args:
+            large: A batch of M items, at least `batch_size`.
+            priority: M numbers of any real dtype, on any device; their absolute values are taken.
+
+        Returns:
+            A batch with the entries of `large`, memory of its own, and the weights of the draw. `key` still names the
+            items for `update_priorities`; `probability` remains that of the item's draw from the buffer. An item taken
+            twice is there twice.
+
+        Raises:
+            ValueError: `large` is too small, or `priority` is not M finite numbers.
+        """
+        p = self._positive(large, priority)
+        chosen = torch.multinomial(p, self.batch_size, replacement=True, generator=self.generator)
+        there = chosen.to(large["weight"].device)
+        small = large._map(lambda tensor: tensor[there.to(tensor.device)])
+        small["key"] = large["key"][chosen]
+        weight = small["weight"].double() * self._correction(p, chosen).to(there.device)
+        if self.mode == "max":
+            weight /= weight.max()
+        small["weight"] = weight.float()
+        return small
+
+    def _positive(self, large: ReplayBatch, priority: Any) -> torch.Tensor:
+        if large.batch_size < self.batch_size:
+            raise ValueError(f"the large batch has {large.batch_size} items: expected at least {self.batch_size}")
+        p = torch.as_tensor(priority).detach().to("cpu", torch.float64).abs()
+        if p.shape != (large.batch_size,):
+            raise ValueError(f"the priorities have shape {list(p.shape)}: expected [{large.batch_size}], one an item")
+        bad = p.isfinite().logical_not().nonzero()
+        if len(bad):
+            raise ValueError(f"{len(bad)} of {len(p)} priorities are NaN or infinite, the first at index {int(bad[0])}")
+        return p + self.eps
+
+    def _correction(self, p: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        return (p.sum() if self.mode == "lazy" else p.mean()) / p[chosen]
+
+    def __repr__(self) -> str:
+        return f"LaBER({self.batch_size}, mode={self.mode!r}, eps={self.eps})"
