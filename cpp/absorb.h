@@ -1,24 +1,14 @@
 // Turning written rows into drawable items. Everything here runs under the segment's mutex.
 #pragma once
 
-#include <bit>
-#include <cmath>
-
-#include "memory.h"
+#include "leaves.h"
+#include "pending.h"
+#include "streams.h"
 
 namespace torchreplay {
 
 // Keeps the compiler from moving stores across it: enough for a process that may be killed between any two of them.
 inline void kill_fence() { std::atomic_signal_fence(std::memory_order_seq_cst); }
-
-// (|priority| + eps)^alpha, the proportional variant of Schaul et al. 2016, section 3.3. Uniform sampling: 1. Never 0,
-// which would mean that the item cannot be drawn: the tree rounds what is smaller than its grid up to one step.
-inline float leaf_of(const SamplerConfig& c, double raw) {
-  if (!c.prioritized) return 1.0f;
-  const double base = std::min(std::fabs(raw) + c.eps, static_cast<double>(std::numeric_limits<float>::max()));
-  const float leaf = std::pow(static_cast<float>(base), static_cast<float>(c.alpha));
-  return std::max(leaf, std::numeric_limits<float>::min());
-}
 
 // Marks that derived state is being changed, so that whoever finds the owner dead knows what to rebuild.
 class DirtyScope {
@@ -37,50 +27,17 @@ class DirtyScope {
   Header& header_;
 };
 
-// Slots whose state could not be settled: one bit each, and a summary bit for every word, so that finding them costs
-// O(pending).
-class PendingSet {
- public:
-  explicit PendingSet(const SegmentMemory& m)
-      : words_(m.pending_words()),
-        summary_(m.pending_summary()),
-        count_(m.header().pending),
-        n_((m.capacity() + 63) / 64) {}
-
-  void assign(uint64_t slot, bool pending) {
-    uint64_t& word = words_[slot / 64];
-    const uint64_t bit = uint64_t{1} << slot % 64;
-    if (static_cast<bool>(word & bit) == pending) return;
-    word ^= bit;
-    count_ += pending ? 1 : -1;
-    uint64_t& summary = summary_[slot / 4096];
-    const uint64_t group = uint64_t{1} << slot / 64 % 64;
-    summary = word ? summary | group : summary & ~group;
-  }
-  bool contains(uint64_t slot) const { return words_[slot / 64] >> slot % 64 & 1; }
-
-  // Calls visit(slot) for every pending slot, ascending; visit may assign() the slot it is given.
-  template <class Visit>
-  void each(Visit&& visit) const {
-    if (count_ == 0) return;
-    for (uint64_t s = 0; s < (n_ + 63) / 64; s++)
-      for (uint64_t groups = summary_[s]; groups; groups &= groups - 1) {
-        const uint64_t w = s * 64 + static_cast<uint64_t>(std::countr_zero(groups));
-        for (uint64_t bits = words_[w]; bits; bits &= bits - 1)
-          visit(w * 64 + static_cast<uint64_t>(std::countr_zero(bits)));
-      }
-  }
-
- private:
-  uint64_t* words_;
-  uint64_t* summary_;
-  uint64_t& count_;
-  uint64_t n_;
-};
-
 class Absorber {
  public:
-  explicit Absorber(SegmentMemory& m) : memory_(m), header_(m.header()), tree_(m.tree()), pending_(m) {}
+  explicit Absorber(SegmentMemory& m)
+      : memory_(m),
+        header_(m.header()),
+        linked_(m.layout().view.linked()),
+        tree_(m.tree()),
+        leaves_(tree_),
+        initial_(header_, tree_),
+        pending_(m),
+        streams_(m) {}
 
   // Most slots visited while the mutex is held in one piece.
   static constexpr uint64_t kChunk = 4096;
@@ -90,162 +47,107 @@ class Absorber {
     head = std::max(head, header_.absorbed);  // another learner may have gone further between two steps
     if (header_.absorbed >= head && header_.pending == 0) return true;
     const DirtyScope dirty(header_, Dirty::kLinks);
-    default_leaf_ = leaf_of(header_.sampler, header_.max_raw);
+    initial_.refresh();
     uint64_t from = header_.absorbed;
     if (head > memory_.capacity()) from = std::max(from, head - memory_.capacity());
     if (from < head) {
       const uint64_t to = std::min(head, from + kChunk);
       for (uint64_t key = from; key < to; key++) sync(memory_.slot_of(key), key);
-      flush();
+      leaves_.flush();
       header_.absorbed = to;
       if (to < head) return false;
     }
-    pending_.each([&](uint64_t slot) {
-      if (slot < head) sync(slot, head - 1 - (head - 1 - slot) % memory_.capacity());
-    });
-    flush();
+    // A row waits for its predecessor, which may lie further on: once that is absorbed, the next pass takes the row.
+    do {
+      adopted_ = deferred_ = 0;
+      pending_.each([&](uint64_t slot) { sync_below(slot, head); });
+    } while (adopted_ && deferred_);
+    leaves_.flush();
     return true;
   }
 
   // Brings one slot up to date: what a failed draw does, so that it cannot fail for ever.
   void resync(uint64_t slot, uint64_t head) {
     const DirtyScope dirty(header_, Dirty::kLinks);
-    default_leaf_ = leaf_of(header_.sampler, header_.max_raw);
-    sync(slot, head - 1 - (head - 1 - slot) % memory_.capacity());
-    flush();
-  }
-
-  // Rebuilds everything derived after its owner died. O(capacity). Idempotent: the death of whoever repairs repeats it.
-  void recover() {
-    header_.repairing.fetch_add(1, std::memory_order_relaxed);
-    if (header_.dirty == Dirty::kLinks) recover_slots();
-    tree_.rebuild();
-    kill_fence();
-    header_.dirty = Dirty::kClean;
+    initial_.refresh();
+    sync_below(slot, head);
+    leaves_.flush();
   }
 
  private:
+  void sync_below(uint64_t slot, uint64_t head) {
+    if (slot < head) sync(slot, head - 1 - (head - 1 - slot) % memory_.capacity());
+  }
+
   // `newest`: the newest ticket issued for this slot, below the head of this absorption.
   void sync(uint64_t slot, uint64_t newest) {
     RowHeader& row = memory_.row(slot);
     uint64_t& at = memory_.at(slot);
     const uint64_t word = row.word.load(std::memory_order_acquire);
-    const float was = tree_.leaf(static_cast<int64_t>(slot));
-    float now = was;
-    if (at && (slot_word::is_busy(word) || slot_word::key1(word) != at)) {
-      evict(slot, at);
-      now = 0;
-    }
+    if (at && (slot_word::is_busy(word) || slot_word::key1(word) != at)) evict(slot, at);
     bool pending = slot_word::is_busy(word) || slot_word::key1(word) < newest + 1;
-    if (!at && slot_word::is_row(word)) {
-      float priority;
-      if (read_priority(row, word, priority))
-        now = adopt(at, word, priority);
-      else
-        pending = true;  // being overwritten right now: its new row will settle the slot
-    }
+    if (!at && slot_word::is_row(word)) pending |= !adopt(slot, at, word);
     pending_.assign(slot, pending);
-    if (now != was || tree_.leaf(static_cast<int64_t>(slot)) != was) replace(slot, was, now);
   }
 
-  // Leaf first, `at` last: a crash in between must never hand the old row's priority to the new one.
+  // Leaves first, `at` last: a crash in between must never hand the old row's priority to the new one.
   void evict(uint64_t slot, uint64_t& at) {
-    tree_.leaves()[slot] = 0;
+    leaves_.set(slot, 0);
+    if (linked_) {
+      streams_.each_item_with(slot, [&](uint64_t anchor) { leaves_.set(anchor, 0); });
+      streams_.unlink(slot);
+    }
     kill_fence();
     at = 0;
     header_.rows--;
   }
 
-  // Reads the raw priority (NaN: none given) of a row whose word was `word`; false when the row changed meanwhile.
-  static bool read_priority(RowHeader& row, uint64_t word, float& priority) {
-    priority =
-        row.link.load(std::memory_order_relaxed) & kHasPriority ? row.priority.load(std::memory_order_relaxed) : NAN;
-    return load_after_copy(row.word) == word;
-  }
-
-  float adopt(uint64_t& at, uint64_t word, float priority) {
+  // False when the row has to wait: it is being overwritten right now, or comes before its predecessor.
+  bool adopt(uint64_t slot, uint64_t& at, uint64_t word) {
+    RowFacts row;
+    if (!read_facts(memory_.row(slot), word, row)) return false;
+    uint64_t before = kNoSlot;
+    if (linked_ && streams_.follows(row) && !find_predecessor(row, before)) {
+      deferred_++;
+      return false;
+    }
     at = slot_word::key1(word);
     header_.rows++;
+    adopted_++;
+    if (!linked_) {
+      complete(slot, row.priority);
+      return true;
+    }
+    if (before != kNoSlot) streams_.link(before, slot);
+    streams_.each_completed_by(slot, row, [&](uint64_t anchor, float priority) { complete(anchor, priority); });
+    return true;
+  }
+
+  // False when the predecessor is there but not absorbed yet. When it is gone, the row has none.
+  bool find_predecessor(const RowFacts& row, uint64_t& before) const {
+    const uint64_t slot = memory_.slot_of(row.prev_key1 - 1);
+    const uint64_t word = memory_.row(slot).word.load(std::memory_order_acquire);
+    if (!slot_word::is_row(word) || slot_word::key1(word) != row.prev_key1) return true;
+    if (memory_.at(slot) != row.prev_key1) return false;
+    before = slot;
+    return true;
+  }
+
+  void complete(uint64_t anchor, float priority) {
+    leaves_.set(anchor, initial_.of(priority));
     header_.inserted++;
-    return initial_leaf(priority);
+    header_.completed_at = header_.absorbed;
   }
 
-  float initial_leaf(float priority) {
-    if (std::isnan(priority)) return tree_.clamp(default_leaf_);
-    if (priority > header_.max_raw) {
-      header_.max_raw = priority;
-      default_leaf_ = leaf_of(header_.sampler, header_.max_raw);
-    }
-    return tree_.clamp(leaf_of(header_.sampler, priority));
-  }
-
-  // Collects leaf changes in ascending runs, which the tree takes much faster than single ones.
-  void replace(uint64_t slot, float was, float now) {
-    const auto index = static_cast<int64_t>(slot);
-    if (changes_ == kChanges || (changes_ && index_[changes_ - 1] >= index)) flush();
-    index_[changes_] = index;
-    was_[changes_] = was;
-    now_[changes_++] = now;
-  }
-
-  void flush() {
-    if (changes_) tree_.replace_sorted(index_, was_, now_, changes_);
-    changes_ = 0;
-  }
-
-  void recover_slots() {
-    const uint64_t head = header_.head.load(std::memory_order_acquire);
-    default_leaf_ = leaf_of(header_.sampler, header_.max_raw);
-    header_.rows = 0;
-    for (uint64_t slot = 0; slot < memory_.capacity(); slot++) {
-      if (slot % kChunk == 0) header_.repairing.fetch_add(1, std::memory_order_relaxed);
-      RowHeader& row = memory_.row(slot);
-      const uint64_t word = row.word.load(std::memory_order_acquire);
-      float priority = NAN;
-      const bool is_row = slot_word::is_row(word) && read_priority(row, word, priority);
-      const uint64_t key1 = is_row ? slot_word::key1(word) : 0;
-      uint64_t& at = memory_.at(slot);
-      if (at != key1) {
-        tree_.leaves()[slot] = 0;
-        kill_fence();
-        at = key1;
-        header_.inserted += key1 != 0;
-      }
-      const uint64_t newest1 = slot < head ? head - (head - 1 - slot) % memory_.capacity() : 0;
-      pending_.assign(
-          slot, slot_word::is_busy(word) || (slot_word::is_row(word) && !is_row) || slot_word::key1(word) < newest1);
-      header_.rows += at != 0;
-      if (at && tree_.leaves()[slot] == 0) tree_.leaves()[slot] = initial_leaf(priority);
-    }
-    recount_pending();
-    header_.absorbed = head;
-  }
-
-  // The count and the summary may be half-written: both follow from the words.
-  void recount_pending() {
-    const uint64_t words = (memory_.capacity() + 63) / 64;
-    uint64_t count = 0;
-    for (uint64_t s = 0; s < (words + 63) / 64; s++) {
-      uint64_t summary = 0;
-      for (uint64_t w = s * 64; w < std::min(words, s * 64 + 64); w++) {
-        count += static_cast<uint64_t>(std::popcount(memory_.pending_words()[w]));
-        if (memory_.pending_words()[w]) summary |= uint64_t{1} << w % 64;
-      }
-      memory_.pending_summary()[s] = summary;
-    }
-    header_.pending = count;
-  }
-
-  static constexpr int kChanges = 512;
   SegmentMemory& memory_;
   Header& header_;
+  bool linked_;
   PriorityTree tree_;
+  LeafChanges leaves_;
+  InitialLeaf initial_;
   PendingSet pending_;
-  float default_leaf_ = 0;
-  int changes_ = 0;
-  int64_t index_[kChanges];
-  float was_[kChanges];
-  float now_[kChanges];
+  Streams streams_;
+  uint64_t adopted_ = 0, deferred_ = 0;
 };
 
 }  // namespace torchreplay

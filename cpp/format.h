@@ -28,7 +28,7 @@ namespace detail {
 // The binary part of the config region, before the text: what make_layout() needs.
 struct ConfigHead {
   uint64_t capacity;
-  uint64_t linked;
+  View view;
   uint64_t fields;
   uint64_t text_bytes;
 };
@@ -49,7 +49,7 @@ inline std::unique_ptr<SegmentMemory> format_segment(Descriptor fd, const Segmen
   auto memory = std::make_unique<SegmentMemory>(std::move(fd), config.layout);
   const Layout& layout = memory->layout();
   char* at = memory->config();
-  const detail::ConfigHead head{layout.capacity, layout.linked, layout.fields.size(), config.text.size()};
+  const detail::ConfigHead head{layout.capacity, layout.view, layout.fields.size(), config.text.size()};
   std::memcpy(at, &head, sizeof head);
   at += sizeof head;
   for (const Field& f : layout.fields) {
@@ -113,7 +113,7 @@ inline std::unique_ptr<SegmentMemory> open_segment(Descriptor fd, uint64_t nonce
   }
   Layout layout;
   try {
-    layout = make_layout(head.capacity, std::move(fields), head.linked != 0, h.config_bytes);
+    layout = make_layout(head.capacity, std::move(fields), head.view, h.config_bytes);
   } catch (const std::invalid_argument&) {
     throw NotASegment("the segment's configuration is damaged");
   }

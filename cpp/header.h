@@ -71,6 +71,7 @@ struct Header {
   Dirty dirty;
   float max_raw;             // largest raw priority seen
   uint64_t rows;             // slots that hold an absorbed row
+  uint64_t completed_at;     // head of the absorption in which an item last became drawable
   uint64_t pending;          // slots marked pending
   uint64_t inserted;         // items that ever became drawable
   uint64_t sampled;          // items drawn
@@ -110,6 +111,13 @@ struct RowHeader {
 static_assert(sizeof(RowHeader) == kRowHeaderBytes);
 
 inline constexpr uint64_t kFirst = 1, kTerminated = 2, kTruncated = 4, kHasPriority = 8;
+inline constexpr uint64_t kEnds = kTerminated | kTruncated;
+
+// What an absorber keeps of a slot's place in its stream: slots plus one, 0 for none. Both sides of a link agree.
+struct Links {
+  std::atomic<uint32_t> prev, next;
+};
+static_assert(sizeof(Links) == sizeof(uint64_t));
 
 namespace slot_word {
 inline constexpr uint64_t kBusy = 1;

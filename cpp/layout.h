@@ -9,12 +9,13 @@
 
 #include "element.h"
 #include "tree.h"
+#include "view.h"
 
 namespace torchreplay {
 
 inline constexpr uint64_t kLine = 64;
 inline constexpr uint64_t kPage = 4096;
-inline constexpr uint64_t kFormatVersion = 1;
+inline constexpr uint64_t kFormatVersion = 2;
 inline constexpr int kMaxParticipants = 4096;  // writers, learners and supervisors at one time; ids fit 15 bits
 inline constexpr uint64_t kMaxCapacity = uint64_t{1} << 31;
 
@@ -34,7 +35,7 @@ struct Field {
 
 struct Layout {
   uint64_t capacity = 0;
-  bool linked = false;  // rows form streams: prev and next of every slot are kept
+  View view;
   std::vector<Field> fields;
   uint64_t record_stride = 0;
   // Offsets of the regions from the start of the segment.
@@ -48,7 +49,9 @@ struct Layout {
       for (int i = 0; i < 8; i++, v >>= 8) h = (h ^ (v & 0xff)) * 0x100000001b3;
     };
     for (uint64_t v :
-         {kFormatVersion, capacity, uint64_t{linked}, record_stride, records, at, links, pending, tree, bytes})
+         {kFormatVersion, capacity, record_stride, records, at, links, pending, tree, bytes, uint64_t{view.span},
+          uint64_t{view.min_steps}, uint64_t{view.stride}, uint64_t{view.history}, uint64_t{view.across},
+          uint64_t{view.priority_steps}})
       mix(v);
     for (const Field& f : fields) {
       mix(static_cast<uint64_t>(f.element));
@@ -76,13 +79,13 @@ constexpr uint64_t record_stride(uint64_t bytes) {
 }
 
 // Lays out a segment. Throws std::invalid_argument for a capacity out of range or a size that overflows.
-inline Layout make_layout(uint64_t capacity, std::vector<Field> fields, bool linked, uint64_t config_bytes) {
+inline Layout make_layout(uint64_t capacity, std::vector<Field> fields, const View& view, uint64_t config_bytes) {
   if (capacity < 1 || capacity > kMaxCapacity)
     throw std::invalid_argument("capacity " + std::to_string(capacity) + " is out of range: expected 1 to " +
                                 std::to_string(kMaxCapacity));
   Layout l;
   l.capacity = capacity;
-  l.linked = linked;
+  l.view = view;
   l.fields = std::move(fields);
   uint64_t end = kRowHeaderBytes;
   // Widest elements first: every value is then aligned to its own size without padding between fields.
@@ -118,7 +121,7 @@ inline Layout make_layout(uint64_t capacity, std::vector<Field> fields, bool lin
     }
   }
   l.at = region(capacity * 8);
-  l.links = region(linked ? capacity * 8 : 0, kLine);
+  l.links = region(view.linked() ? capacity * sizeof(uint64_t) : 0, kLine);
   const uint64_t words = (capacity + 63) / 64;
   l.pending = region(words * 8, kLine);
   l.pending_summary = region((words + 63) / 64 * 8, kLine);

@@ -21,6 +21,15 @@ inline void copy_payload(void* to, const void* from, size_t n) {
 #endif
 }
 
+inline void zero_payload(void* to, size_t n) {
+#ifdef TORCHREPLAY_RACEFREE
+  auto* t = static_cast<unsigned char*>(to);
+  for (size_t i = 0; i < n; i++) __atomic_store_n(t + i, 0, __ATOMIC_RELAXED);
+#else
+  std::memset(to, 0, n);
+#endif
+}
+
 // copy_payload with the sizes of scalars and small vectors known to the compiler.
 inline void copy_value(void* to, const void* from, size_t n) {
   switch (n) {
@@ -75,6 +84,9 @@ class SegmentMemory {
 
   // Absorber's state of a slot: key + 1 of the row absorbed there, 0 for none. Guarded by the mutex.
   uint64_t& at(uint64_t slot) const { return reinterpret_cast<uint64_t*>(base_ + layout_.at)[slot]; }
+  // Neighbours of a slot's row; there for linked views only. Guarded by the mutex; those who gather read `next` without
+  // it, as a hint.
+  Links& links(uint64_t slot) const { return reinterpret_cast<Links*>(base_ + layout_.links)[slot]; }
   uint64_t* pending_words() const { return reinterpret_cast<uint64_t*>(base_ + layout_.pending); }
   uint64_t* pending_summary() const { return reinterpret_cast<uint64_t*>(base_ + layout_.pending_summary); }
   PriorityTree tree() const { return PriorityTree(static_cast<int64_t>(layout_.capacity), base_ + layout_.tree); }
@@ -85,5 +97,17 @@ class SegmentMemory {
   Liveness liveness_;
   char* base_;
 };
+
+// Fetches a row's record, and the start of its values elsewhere: the processor follows a longer value by itself. Always
+// inlined: gcc takes a function that only prefetches for one without effects, and drops calls of it.
+[[gnu::always_inline]] inline void prefetch_row(const SegmentMemory& m, uint64_t slot) {
+  constexpr uint64_t kPrefetchBytes = 512;
+  const uint64_t record_bytes = std::min(m.layout().record_stride, kPrefetchBytes);
+  const char* record = reinterpret_cast<const char*>(&m.row(slot));
+  for (uint64_t line = 0; line < record_bytes; line += kLine) __builtin_prefetch(record + line);
+  for (const Field& f : m.layout().fields)
+    if (f.own_array)
+      for (uint64_t line = 0; line < kPrefetchBytes; line += kLine) __builtin_prefetch(m.value(f, slot) + line);
+}
 
 }  // namespace torchreplay

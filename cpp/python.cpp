@@ -4,8 +4,8 @@
 #include <Python.h>
 
 #include "python/segment.h"
+#include "python/streams.h"
 #include "python/weights.h"
-#include "python/writer.h"
 
 namespace torchreplay::py {
 namespace {
@@ -30,15 +30,16 @@ PyObject* init_torch(PyObject*, PyObject* args) {
   });
 }
 
-// segment_bytes(capacity, fields, text_bytes) -> int: the size of the file that Segment(create=True) expects.
+// segment_bytes(capacity, fields, view, text_bytes) -> int: the size of the file that Segment(create=True) expects.
 PyObject* segment_bytes(PyObject*, PyObject* args) {
   return guarded([&] {
     unsigned long long capacity, text;
-    PyObject* list;
-    if (!PyArg_ParseTuple(args, "KOK", &capacity, &list, &text)) throw PythonError{};
+    PyObject *list, *view;
+    if (!PyArg_ParseTuple(args, "KOOK", &capacity, &list, &view, &text)) throw PythonError{};
     const Fields fields = Fields::parse(list);
     const uint64_t config = config_bytes(fields.specs.size(), text);
-    return checked(PyLong_FromUnsignedLongLong(make_layout(capacity, fields.columns(), false, config).bytes));
+    return checked(PyLong_FromUnsignedLongLong(
+        make_layout(capacity, fields.columns(), segment::parse_view(view), config).bytes));
   });
 }
 

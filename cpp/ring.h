@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "futex.h"
 #include "memory.h"
@@ -32,6 +33,14 @@ class RingWriter {
   // keys. Adds the number written to `written`. O(n) and the copies; no lock, no system call.
   template <class Fill>
   Append append(uint64_t n, const RowMeta* meta, int64_t* keys, uint64_t& written, Fill&& fill) {
+    return append(n, GivenRows{meta}, keys, written, fill);
+  }
+
+  // The same for rows that depend on the keys before them: rows.meta(i) is asked for when row i is about to be written,
+  // rows.commit(i, key) told when it is.
+  template <class Rows, class Fill>
+    requires(!std::is_pointer_v<std::remove_reference_t<Rows>>)
+  Append append(uint64_t n, Rows&& rows, int64_t* keys, uint64_t& written, Fill&& fill) {
     Header& h = memory_.header();
     const uint64_t capacity = memory_.capacity();
     const uint64_t chunk_limit = std::max<uint64_t>(1, std::min(kMaxChunk, capacity / 4));
@@ -47,10 +56,11 @@ class RingWriter {
       entry_.count.store(static_cast<uint32_t>(chunk), std::memory_order_relaxed);
       for (uint64_t key = first; key < first + chunk; key++) {
         const uint64_t slot = memory_.slot_of(key);
-        if (!write(key, slot, meta[written], [&] { fill(written, slot); })) {
+        if (!write(key, slot, rows.meta(written), [&] { fill(written, slot); })) {
           holes++;
           continue;
         }
+        rows.commit(written, key);
         keys[written++] = static_cast<int64_t>(key);
         holes = 0;
       }
@@ -67,6 +77,12 @@ class RingWriter {
   }
 
  private:
+  struct GivenRows {
+    const RowMeta* given;
+    const RowMeta& meta(uint64_t row) const { return given[row]; }
+    void commit(uint64_t, uint64_t) const {}
+  };
+
   template <class Copy>
   bool write(uint64_t key, uint64_t slot, const RowMeta& meta, Copy&& copy) {
     RowHeader& row = memory_.row(slot);

@@ -2,20 +2,14 @@
 // meanwhile.
 #pragma once
 
+#include <optional>
 #include <vector>
 
+#include "items.h"
 #include "session.h"
 #include "strata.h"
 
 namespace torchreplay {
-
-// Where a batch goes: `values[f]` receives n values of field f, one after the other.
-struct BatchPointers {
-  std::vector<char*> values;
-  int64_t* keys = nullptr;
-  float* weight = nullptr;
-  float* probability = nullptr;
-};
 
 // Names a draw: the same (seed, stream, step) and the same contents of the buffer give the same batch.
 struct DrawName {
@@ -24,7 +18,13 @@ struct DrawName {
   uint64_t step = 0;
 };
 
-enum class Draw { kDone, kWait, kStopped, kLapped };
+enum class Draw {
+  kDone,
+  kWait,     // the limiter wants more items, or none can be drawn yet
+  kBarren,   // a whole turn of rows completed no item: waiting is in vain
+  kStopped,  // the buffer was
+  kLapped,   // the ring turns faster than a batch is copied
+};
 
 // What a waiting learner has to know.
 struct Shortage {
@@ -33,10 +33,35 @@ struct Shortage {
 
 class BatchSampler {
  public:
-  explicit BatchSampler(SegmentMemory& m) : memory_(m) {}
+  // `plan`: what a batch consists of; nullptr for one of single rows. It must outlive the sampler.
+  explicit BatchSampler(SegmentMemory& m, const ItemPlan* plan = nullptr) : memory_(m), row_gather_(m) {
+    if (plan) item_gather_.emplace(m, *plan);
+  }
 
   // Slots that the last draw found unsettled: their writers lag, or are dead.
   uint64_t pending() const { return pending_; }
+
+  // Copies the items anchored at `keys`, in their order, leaving out those that cannot be drawn (any more). Returns how
+  // many there are. Their weights and probabilities are those of a draw.
+  int gather(const int64_t* keys, int n, double beta, const BatchPointers& out) {
+    find_keys(keys, n);
+    for (;;) {
+      const int count = static_cast<int>(items_.size());
+      todo_.resize(count);
+      for (int i = 0; i < count; i++) todo_[i] = i;
+      copy(out);
+      if (todo_.empty()) break;
+      size_t kept = 0, failed = 0;
+      for (size_t i = 0; i < items_.size(); i++)
+        if (failed < todo_.size() && todo_[failed] == static_cast<int>(i))
+          failed++;
+        else
+          items_[kept++] = items_[i];
+      items_.resize(kept);
+    }
+    finish(static_cast<int>(items_.size()), beta, out);
+    return static_cast<int>(items_.size());
+  }
 
   // Draws `n` items, stratified and with replacement. O(n (log capacity + bytes of an item)).
   Draw sample(int n, double beta, const DrawName& name, const BatchPointers& out, Shortage& shortage) {
@@ -46,9 +71,9 @@ class BatchSampler {
     for (uint32_t round = 0; round < kRounds; round++) {
       const Draw outcome = draw(n, name, round, shortage);
       if (outcome != Draw::kDone) return outcome;
-      gather(out);
+      copy(out);
       if (todo_.empty()) {
-        weigh(n, beta, out);
+        finish(n, beta, out);
         return Draw::kDone;
       }
       memory_.header().redraws.fetch_add(todo_.size(), std::memory_order_relaxed);
@@ -61,18 +86,20 @@ class BatchSampler {
  private:
   // After so many redraws of one batch the ring turns faster than a batch is copied.
   static constexpr uint32_t kRounds = 64;
-
-  struct Item {
-    uint64_t slot, key1;  // what was drawn: the row must still be this one
-    uint64_t mass, total, min_mass;
-    int64_t drawable;
-  };
+  // Takes no chance: nothing is relabelled.
+  static constexpr uint64_t kNoChance = std::numeric_limits<uint64_t>::max();
+  // Marks the stream of random words that items use for themselves.
+  static constexpr uint64_t kChances = uint64_t{1} << 47;  // rounds lie below
 
   // Draws the items of todo_. Round 0 is the draw itself; later rounds redraw in the same strata.
   Draw draw(int n, const DrawName& name, uint32_t round, Shortage& shortage) {
     const int count = static_cast<int>(todo_.size());
     random_.resize(count);
     philox_fill(name.seed, name.stream | uint64_t{round} << 32, name.step, random_.data(), count);
+    if (item_gather_ && item_gather_->takes_chances()) {
+      chance_.resize(count);
+      philox_fill(name.seed, name.stream | uint64_t{round} << 32 | kChances, name.step, chance_.data(), count);
+    }
     Header& h = memory_.header();
     Locked lock(memory_);
     if (h.stopped.load(std::memory_order_relaxed)) {
@@ -94,7 +121,8 @@ class BatchSampler {
       const uint64_t missing = shortage.needed > h.inserted ? shortage.needed - h.inserted : 1;
       const uint64_t wake_at = h.absorbed + missing - 1;
       if (wake_at < h.wake_at.load(std::memory_order_relaxed)) h.wake_at.store(wake_at, std::memory_order_relaxed);
-      return Draw::kWait;
+      const bool barren = tree.total() == 0 && h.absorbed > h.completed_at + 2 * memory_.capacity();
+      return barren ? Draw::kBarren : Draw::kWait;
     }
     find(tree, n);
     if (!round) {
@@ -111,6 +139,26 @@ class BatchSampler {
     const uint64_t head = memory_.header().head.load(std::memory_order_acquire);
     Absorber absorber(memory_);
     for (int i : todo_) absorber.resync(items_[i].slot, head);
+    if (!item_gather_) return;
+    for (uint64_t slot : item_gather_->touched()) absorber.resync(slot, head);
+  }
+
+  void find_keys(const int64_t* keys, int n) {
+    items_.clear();
+    const Header& h = memory_.header();
+    Locked lock(memory_);
+    lock.absorb();
+    publish_limit(memory_);
+    const PriorityTree tree = memory_.tree();
+    const uint64_t min_mass = tree.quantize(tree.min());
+    for (int i = 0; i < n; i++) {
+      if (keys[i] < 0 || static_cast<uint64_t>(keys[i]) >= h.absorbed) continue;
+      const auto key = static_cast<uint64_t>(keys[i]);
+      const uint64_t slot = memory_.slot_of(key);
+      const float leaf = tree.leaf(static_cast<int64_t>(slot));
+      if (memory_.at(slot) != key + 1 || !(leaf > 0)) continue;
+      items_.push_back({slot, key + 1, tree.quantize(leaf), tree.total(), min_mass, tree.count(), kNoChance});
+    }
   }
 
   void find(const PriorityTree& tree, int n) {
@@ -126,100 +174,32 @@ class BatchSampler {
     for (int k = 0; k < count; k++) __builtin_prefetch(&memory_.at(index_[k]));
     for (int k = 0; k < count; k++) {
       const auto slot = static_cast<uint64_t>(index_[k]);
-      items_[todo_[k]] = {slot, memory_.at(slot), tree.quantize(leaf_[k]), total, min_mass, tree.count()};
+      items_[todo_[k]] = {slot,     memory_.at(slot), tree.quantize(leaf_[k]), total,
+                          min_mass, tree.count(),     chance_.empty() ? 0 : chance_[k]};
     }
   }
 
-  // Copies the rows of todo_, and leaves in it those that were not, or no longer, the row that was drawn.
-  void gather(const BatchPointers& out) {
-    const int count = static_cast<int>(todo_.size());
-    int failed = 0;
-    prefetch(0, count);
-    for (int first = 0; first < count; first += kBlock) {
-      prefetch(first + kBlock, count);
-      failed = gather_block(first, std::min(kBlock, count - first), failed, out);
-    }
-    todo_.resize(failed);
+  void copy(const BatchPointers& out) {
+    if (item_gather_)
+      item_gather_->gather(items_, todo_, out);
+    else
+      row_gather_.gather(items_, todo_, out);
   }
-
-  // Rows copied at a time: their lines arrive while the block before is copied.
-  static constexpr int kBlock = 16;
-
-  // One block of todo_. A row's word must name the row drawn before and after the copy of its fields.
-  int gather_block(int first, int n, int failed, const BatchPointers& out) {
-    const auto& fields = memory_.layout().fields;
-    uint64_t word[kBlock];
-    for (int k = 0; k < n; k++) {
-      const Item& item = items_[todo_[first + k]];
-      word[k] = memory_.row(item.slot).word.load(std::memory_order_acquire);
-      if (!slot_word::is_row(word[k]) || slot_word::key1(word[k]) != item.key1) word[k] = 0;
-    }
-    for (size_t f = 0; f < fields.size(); f++) copy_field(fields[f], out.values[f], first, n);
-    for (int k = 0; k < n; k++) {
-      const int i = todo_[first + k];
-      const bool intact = word[k] && load_after_copy(memory_.row(items_[i].slot).word) == word[k];
-      out.keys[i] = static_cast<int64_t>(items_[i].key1) - 1;
-      if (!intact) todo_[failed++] = i;
-    }
-    return failed;
-  }
-
-  void copy_field(const Field& field, char* to, int first, int n) const {
-    switch (field.nbytes) {
-      case 1:
-        return copy_values<1>(field, to, first, n);
-      case 4:
-        return copy_values<4>(field, to, first, n);
-      case 8:
-        return copy_values<8>(field, to, first, n);
-      case 16:
-        return copy_values<16>(field, to, first, n);
-      case 32:
-        return copy_values<32>(field, to, first, n);
-      default:
-        return copy_values<0>(field, to, first, n);
-    }
-  }
-
-  // The sizes of scalars and small vectors are known to the compiler; 0: any other.
-  template <uint64_t kBytes>
-  void copy_values(const Field& field, char* to, int first, int n) const {
-    const uint64_t bytes = kBytes ? kBytes : field.nbytes;
-    for (int k = 0; k < n; k++) {
-      const int i = todo_[first + k];
-      copy_payload(to + i * bytes, memory_.value(field, items_[i].slot), bytes);
-    }
-  }
-
-  // Always inlined: gcc takes a function that only prefetches for one without effects, and drops calls of it.
-  [[gnu::always_inline]] void prefetch(int first, int count) const {
-    const uint64_t record_bytes = std::min(memory_.layout().record_stride, kPrefetchBytes);
-    for (int k = first; k < std::min(first + kBlock, count); k++) {
-      const uint64_t slot = items_[todo_[k]].slot;
-      const char* record = reinterpret_cast<const char*>(&memory_.row(slot));
-      for (uint64_t line = 0; line < record_bytes; line += kLine) __builtin_prefetch(record + line);
-      for (const Field& f : memory_.layout().fields)
-        if (f.own_array)
-          for (uint64_t line = 0; line < kPrefetchBytes; line += kLine)
-            __builtin_prefetch(memory_.value(f, slot) + line);
-    }
-  }
-  // The processor follows a longer value by itself.
-  static constexpr uint64_t kPrefetchBytes = 512;
 
   // P(i) = p_i / sum and w_i = (N P(i))^-beta, normalised by the maximum over the buffer or the batch
   // (Schaul et al. 2016, equation 1 and section 3.4). N and sum cancel in a normalised weight.
-  void weigh(int n, double beta, const BatchPointers& out) const {
+  void finish(int n, double beta, const BatchPointers& out) const {
+    for (int i = 0; i < n; i++) out.keys[i] = static_cast<int64_t>(items_[i].key1) - 1;
     const Normalize normalize = memory_.header().sampler.normalize;
     double smallest = 1;  // probability of the batch
     for (int i = 0; i < n; i++) {
-      const Item& item = items_[i];
+      const DrawnItem& item = items_[i];
       const double p = static_cast<double>(item.mass) / static_cast<double>(item.total);
       smallest = std::min(smallest, p);
       out.probability[i] = static_cast<float>(p);
     }
     for (int i = 0; i < n; i++) {
-      const Item& item = items_[i];
+      const DrawnItem& item = items_[i];
       const auto mass = static_cast<double>(item.mass), total = static_cast<double>(item.total);
       const double base = normalize == Normalize::kBuffer  ? static_cast<double>(item.min_mass) / mass
                           : normalize == Normalize::kBatch ? smallest * total / mass
@@ -229,10 +209,12 @@ class BatchSampler {
   }
 
   SegmentMemory& memory_;
+  RowGather row_gather_;
+  std::optional<ItemGather> item_gather_;
   uint64_t pending_ = 0;
-  std::vector<Item> items_;
+  std::vector<DrawnItem> items_;
   std::vector<int> todo_;
-  std::vector<uint64_t> random_, target_;
+  std::vector<uint64_t> random_, target_, chance_;
   std::vector<int64_t> index_;
   std::vector<float> leaf_;
 };

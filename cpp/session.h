@@ -5,7 +5,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "absorb.h"
+#include "recover.h"
 #include "futex.h"
 #include "limiter.h"
 
@@ -84,7 +84,7 @@ class Locked {
   }
 
   void repair() {
-    if (header_.dirty != Dirty::kClean) Absorber(memory_).recover();
+    if (header_.dirty != Dirty::kClean) Recovery(memory_).run();
     header_.mutex.mark_consistent();
   }
 

@@ -5,6 +5,7 @@ from .buffer import ReplayBuffer
 from .dataset import ReplayDataset
 from .errors import AttachError, ReplayTimeout, Stopped, WouldBlockForever
 from .laber import LaBER
+from .hindsight import Hindsight
 from .limiters import MinSize, SamplesPerInsert
 from .priorities import sequence_priority
 from .samplers import Linear, Prioritized, Uniform
@@ -13,7 +14,7 @@ from .spaces import spec_from_env, spec_from_space
 from .spec import Field
 from .stats import Stats
 from .tree import PriorityTree
-from .views import Rows
+from .views import Rows, Sequences, Transitions
 from .weights import SharedWeights
 from .writer import Writer
 
@@ -23,6 +24,7 @@ __all__ = [
     "AttachError",
     "Field",
     "Handle",
+    "Hindsight",
     "LaBER",
     "Linear",
     "MinSize",
@@ -34,9 +36,11 @@ __all__ = [
     "ReplayTimeout",
     "Rows",
     "SamplesPerInsert",
+    "Sequences",
     "SharedWeights",
     "Stats",
     "Stopped",
+    "Transitions",
     "Uniform",
     "WouldBlockForever",
     "Writer",

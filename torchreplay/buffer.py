@@ -6,6 +6,7 @@ import os
 import secrets
 import threading
 import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,16 +17,18 @@ from .arguments import checked_int, checked_kind
 from .batch import ReplayBatch
 from .config import Config
 from .errors import AttachError, Stopped
+from .hindsight import Hindsight
 from .inspection import StorageView, histograms
 from .limiters import Limiter, MinSize, SamplesPerInsert
+from .plan import GOALS
 from .samplers import Prioritized, Sampler, Schedule, Uniform, value_of
 from .segment import Handle, make_handle, new_nonce, open_handle, reserve
 from .spec import Spec, flatten, nest, to_native
 from .stats import Stats
 from .supervision import Supervision
-from .views import Rows
+from .views import VIEWS, Rows, View
 from .waiting import Wait
-from .writer import Writer
+from .writer import Autoreset, Writer
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -46,7 +49,8 @@ class ReplayBuffer:
         spec: Names to `Field(shape, dtype)`; dicts nest. `key`, `weight`, `probability` and `priority` are reserved.
         capacity: Rows that fit, 1 to 2^31.
         sampler: `Uniform()` (the default) or `Prioritized(...)`.
-        view: How rows become items: `Rows()`, every row one.
+        view: How rows become items: `Rows()` (the default), every row one; `Transitions(...)`, `Sequences(...)` and
+            `Hindsight(...)` link the rows of an episode.
         limiter: `MinSize(n)` (the default, with n = 1) or `SamplesPerInsert(...)`.
         seed: Of the draws; the same seed and the same writes give the same batches. None: a random one.
 
@@ -61,27 +65,30 @@ class ReplayBuffer:
         capacity: int,
         *,
         sampler: Sampler | None = None,
-        view: Rows | None = None,
+        view: View | None = None,
         limiter: Limiter | None = None,
         seed: int | None = None,
     ) -> None:
         default_sampler: Sampler = Uniform()
+        default_view: View = Rows()
         default_limiter: Limiter = MinSize()
         config = Config(
             checked_int("capacity", capacity, 1, 1 << 31),
             flatten(spec),
             checked_kind("sampler", sampler, default_sampler, (Uniform, Prioritized)),
-            checked_kind("view", view, Rows(), (Rows,)),
+            checked_kind("view", view, default_view, VIEWS),
             checked_kind("limiter", limiter, default_limiter, (MinSize, SamplesPerInsert)),
         )
         seed = secrets.randbits(63) if seed is None else checked_int("seed", seed, 0, (1 << 64) - 1)
         nonce = new_nonce()
         native = to_native(config.fields)
-        text = config.to_text()
-        fd = reserve(_C.segment_bytes(config.capacity, native, len(text.encode())), "replay buffer")
+        text, shape = config.to_text(), config.view.native()
+        fd = reserve(_C.segment_bytes(config.capacity, native, shape, len(text.encode())), "replay buffer")
         try:
             weighting, bounds = config.weighting(), config.limiter.bounds()
-            segment = _C.Segment(fd, True, nonce, native, ReplayBatch, seed, config.capacity, weighting, bounds, text)
+            segment = _C.Segment(
+                fd, True, nonce, native, ReplayBatch, seed, config.capacity, weighting, bounds, shape, text
+            )
         finally:
             os.close(fd)
         self._adopt(segment, nonce, config)
@@ -91,6 +98,11 @@ class ReplayBuffer:
         self._nonce = nonce
         self._config = config
         self._local = threading.local()
+        self._finish = config.view.finish if isinstance(config.view, Hindsight) else None
+        plan = config.view.plan(config.fields)
+        if plan is not None:
+            goal = GOALS.index(plan.goal)
+            segment.set_plan(to_native(plan.outputs), plan.native, plan.steps, plan.gamma, goal, plan.share)
         _open_buffers.add(self)
 
     # Handles
@@ -101,10 +113,15 @@ class ReplayBuffer:
         return make_handle(self._segment.fd, self._nonce)
 
     @classmethod
-    def attach(cls, handle: Handle) -> ReplayBuffer:
+    def attach(cls, handle: Handle, view: Hindsight | None = None) -> ReplayBuffer:
         """Returns the buffer that `handle` names, over the same memory.
 
+        Args:
+            handle: What `handle()` returned, in any process of this machine.
+            view: The buffer's own view, with functions that a handle does not carry: those of `Hindsight`.
+
         Raises:
+            ValueError: `view` is not the buffer's.
             AttachError: Its owner is gone, on another machine, of another user, or runs another version of torchreplay.
         """
         fd = open_handle(handle, "replay buffer")
@@ -115,35 +132,59 @@ class ReplayBuffer:
         finally:
             os.close(fd)
         config = Config.from_text(segment.text)
+        if view is not None:
+            if not isinstance(view, Hindsight) or view.as_data() != config.view:
+                raise ValueError(f"view is {view}: expected the buffer's own, which is {config.view}")
+            config = replace(config, view=view)
         segment.set_fields(to_native(config.fields))
         self = cls.__new__(cls)
         self._adopt(segment, handle.nonce, config)
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ReplayBuffer.attach, (self.handle(),)
+        view = self.view.travelling() if isinstance(self.view, Hindsight) else None
+        return ReplayBuffer.attach, (self.handle(), *(() if view is None else (view,)))
 
     # Writing
 
-    def writer(self) -> Writer:
-        """Returns a writer for the calling thread's rows: one for each explorer thread."""
-        return Writer(self._segment)
+    def writer(self, lanes: int | None = None, autoreset: Autoreset = "next_step") -> Writer:
+        """Returns a writer for the calling thread's rows: one for each explorer thread.
+
+        Args:
+            lanes: Environments of a vector environment whose episodes it writes: `reset` and `step` then take values
+                with a leading dimension of lanes. None: one environment, without that dimension.
+            autoreset: What the vector environment does when an episode ends, as Gymnasium names it: `"next_step"`,
+                `"same_step"` or `"disabled"`.
+
+        Raises:
+            ValueError: `lanes` is out of range or asked for under `Rows()`, or `autoreset` is unknown.
+        """
+        return Writer(self._segment, self._config, lanes, autoreset)
 
     def extend(self, /, *, priority: Any = None, **fields: Any) -> torch.Tensor:
         """Writes n rows, whose values have a leading dimension n.
 
+        Under a view that links rows it writes one whole episode of T steps: observation fields `[T + 1, *shape]`, the
+        others `[T, *shape]`. With one dimension more, `[T + 1, lanes, *shape]` and `[T, lanes, *shape]`, it writes a
+        block of so many environments' streams, in which the observation after an end is the next episode's first one.
+
         Args:
-            priority: Raw TD errors: None (the largest seen so far), one number for all rows, or one for each.
+            priority: Raw TD errors: None (the largest seen so far), one number for all rows, or one for each (under a
+                view that links rows: for each step).
             **fields: One value for each field of the spec.
 
         Returns:
-            The keys of the rows, int64 `[n]`.
+            The keys of the rows, int64 `[n]`; `[T + 1]` or `[T + 1, lanes]` under a view that links rows.
 
         Raises:
             ValueError: A field is missing, unknown, of another shape or of a dtype that does not cast; nothing is
                 written.
             Stopped: The buffer was stopped.
         """
+        lanes = self._config.lanes_of(fields)
+        if lanes is not None:
+            with self.writer(lanes) as block_writer:
+                return block_writer.extend(priority=priority, **fields)
         try:
             writer: Writer = self._local.writer
         except AttributeError:
@@ -179,13 +220,29 @@ class ReplayBuffer:
             exponent = value_of(exponent, 0)
         wait = None if timeout is None else Wait(self._segment, timeout)
         result = self._segment.sample(batch_size, exponent)
-        if result.__class__ is ReplayBatch:
-            return result
-        try:
-            return self._sample_waiting(result, batch_size, exponent, wait or Wait(self._segment, None))
-        except BaseException:
-            self._segment.withdraw()  # or writers would go on running ahead for a learner that gave up
-            raise
+        if result.__class__ is not ReplayBatch:
+            try:
+                result = self._sample_waiting(result, batch_size, exponent, wait or Wait(self._segment, None))
+            except BaseException:
+                self._segment.withdraw()  # or writers would go on running ahead for a learner that gave up
+                raise
+        return result if self._finish is None else self._finish(result)
+
+    def gather(self, keys: Any) -> ReplayBatch:
+        """Returns the items anchored at given rows.
+
+        Items that cannot be drawn, because their rows were overwritten or are not complete, are left out. It counts as
+        no draw: the limiter and the streams of draws do not notice.
+
+        Args:
+            keys: int64 `[n]`.
+
+        Returns:
+            A batch of the m <= n items there are, in the order of `keys`; `key` says which. `weight` (with the
+            sampler's beta) and `probability` are those that a draw would give them.
+        """
+        result = self._segment.gather(keys, value_of(self._config.sampler.beta, self._segment.draws))
+        return result if self._finish is None else self._finish(result)
 
     def _sample_waiting(self, result: Any, batch_size: int, beta: float, wait: Wait) -> ReplayBatch:
         while True:
@@ -193,6 +250,12 @@ class ReplayBuffer:
                 return result
             if result == "stopped":
                 raise Stopped("the replay buffer was stopped")
+            if result == "barren":
+                raise RuntimeError(
+                    f"the ring turned without completing an item: {self.view} needs {self.view.rows_of_an_item} rows of "
+                    f"one stream at a time, and all writers' lanes share the {self.capacity:,} rows. Choose a larger "
+                    f"capacity or fewer lanes, and see that episodes end with a flag"
+                )
             if result == "lapped":
                 raise RuntimeError(
                     f"the ring turns faster than a batch is copied: {self.capacity:,} rows against batches of "
@@ -289,7 +352,7 @@ class ReplayBuffer:
         return self._config.sampler
 
     @property
-    def view(self) -> Rows:
+    def view(self) -> View:
         """How rows become items."""
         return self._config.view
 
@@ -353,7 +416,7 @@ class ReplayBuffer:
         names = ", ".join("/".join(path) for path in self._config.fields)
         return (
             f"ReplayBuffer({stats.size:,}/{stats.capacity:,} rows, fields: {names}, "
-            f"{stats.nbytes / 2**20:,.1f} MiB shared, {self.sampler}, {self.limiter}, "
+            f"{stats.nbytes / 2**20:,.1f} MiB shared, {self.view}, {self.sampler}, {self.limiter}, "
             f"{stats.writers} writers{', stopped' if stats.stopped else ''})"
         )
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
+
+from .hindsight import Hindsight
 from .limiters import Limiter, MinSize, SamplesPerInsert
+from .plan import as_path
 from .samplers import NORMALIZATIONS, Linear, Prioritized, Sampler, Uniform, value_of
 from .spec import Field, Path, from_native, to_native
-from .views import Rows
+from .views import VIEWS, Rows, View
 
-KINDS: dict[str, Any] = {t.__name__: t for t in (Uniform, Prioritized, Linear, MinSize, SamplesPerInsert, Rows)}
+KINDS: dict[str, Any] = {t.__name__: t for t in (Uniform, Prioritized, Linear, MinSize, SamplesPerInsert, *VIEWS)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +26,7 @@ class Config:
     capacity: int
     fields: dict[Path, Field]
     sampler: Sampler
-    view: Rows
+    view: View
     limiter: Limiter
 
     def to_text(self) -> str:
@@ -31,7 +36,7 @@ class Config:
                 "capacity": self.capacity,
                 "fields": to_native(self.fields),
                 "sampler": _describe(self.sampler),
-                "view": _describe(self.view),
+                "view": _describe(self.view.as_data() if isinstance(self.view, Hindsight) else self.view),
                 "limiter": _describe(self.limiter),
             }
         )
@@ -45,6 +50,22 @@ class Config:
             from_native(parts["fields"]),
             *(_restore(parts[name]) for name in ("sampler", "view", "limiter")),
         )
+
+    def __post_init__(self) -> None:
+        rows = self.view.rows_of_an_item
+        if self.capacity < rows:
+            raise ValueError(f"capacity is {self.capacity}: one item of {self.view} takes {rows} rows")
+        self.view.roles(self.fields)
+
+    def lanes_of(self, values: Mapping[str, Any]) -> int | None:
+        """Returns the lanes of the block of streams that `values` are; None for rows and for a single episode."""
+        if isinstance(self.view, Rows):
+            return None
+        flags: Any = values
+        for name in as_path(self.view.terminated):
+            flags = flags.get(name) if isinstance(flags, Mapping) else None
+        shape = np.shape(flags) if flags is not None else ()
+        return shape[1] if len(shape) == 2 else None
 
     def weighting(self) -> tuple[bool, int, float, float]:
         """Returns (prioritized, normalization, alpha, eps) for the native core."""
@@ -62,6 +83,6 @@ def _describe(value: Any) -> Any:
 
 
 def _restore(value: Any) -> Any:
-    if isinstance(value, dict):
+    if isinstance(value, dict) and isinstance(value.get("kind"), str):
         return KINDS[value["kind"]](**{name: _restore(v) for name, v in value.items() if name != "kind"})
     return value

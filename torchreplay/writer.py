@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from . import _C
+from .arguments import checked_int
+from .config import Config
 from .errors import ReplayTimeout, Stopped
+from .lanes import last_observations
+from .plan import names_of
 from .waiting import STALL_LIMIT, Wait
 
 if TYPE_CHECKING:
     from types import TracebackType
+
+Autoreset: TypeAlias = Literal["next_step", "same_step", "disabled"]
+AUTORESETS: tuple[Autoreset, ...] = get_args(Autoreset)  # in the order of the native core's `Autoreset`
+MAX_LANES = 1 << 20
 
 
 class Writer(_C.Writer):
@@ -20,9 +28,13 @@ class Writer(_C.Writer):
     inherits one by fork may go on using it; to other processes pass the buffer, and make a writer there.
     """
 
-    def __init__(self, segment: _C.Segment) -> None:
-        super().__init__(_C.Segment, segment)
+    def __init__(
+        self, segment: _C.Segment, config: Config, lanes: int | None = None, autoreset: Autoreset = "next_step"
+    ) -> None:
+        super().__init__(_C.Segment, segment, _roles(config, lanes, autoreset))
         self._segment = segment
+        self._config = config
+        self._lanes = lanes
         self._stalled_since = 0.0
         self._last_stall = 0.0
 
@@ -33,12 +45,18 @@ class Writer(_C.Writer):
         """Gives up the writer's place; using it again is a `ValueError`. Idempotent."""
         self._close()
 
+    def _last_observations(self, final_obs: Any) -> dict[str, Any]:
+        """Called by the native core: returns `infos["final_obs"]` as values of the observation fields, by name."""
+        observation = self._config.view.observation  # type: ignore[union-attr]
+        return last_observations(final_obs, names_of(observation), self._config.fields, self._lanes or 1)
+
     def _wait(self, stalled: bool) -> None:
         """Called by the native core when a row cannot be written now; returns when it is worth another try."""
         if stalled:
             self._wait_stalled()
             return
         wait = Wait(self._segment, None)
+        self._segment.refresh()  # rows may have come that are no items yet, and make room for those that complete them
         while True:
             ns = wait.slice_ns()
             if self.admitted():
@@ -76,3 +94,18 @@ class Writer(_C.Writer):
 
     def __repr__(self) -> str:
         return "Writer(closed)" if self.closed else f"Writer({self.rows:,} rows written)"
+
+
+def _roles(
+    config: Config, lanes: int | None, autoreset: Autoreset
+) -> tuple[tuple[int, ...], int, int, int, int] | None:
+    if autoreset not in AUTORESETS:
+        raise ValueError(f"autoreset is {autoreset!r}: expected one of {', '.join(map(repr, AUTORESETS))}")
+    if lanes is not None:
+        lanes = checked_int("lanes", lanes, 1, MAX_LANES)
+    roles = config.view.roles(config.fields)
+    if roles is None:
+        if lanes is not None:
+            raise ValueError("lanes are streams of linked rows, but the buffer's view is Rows(): use extend()")
+        return None
+    return roles.observation, roles.terminated, roles.truncated, lanes or 0, AUTORESETS.index(autoreset)

@@ -124,6 +124,9 @@ inline void check_drawn(Draw outcome, int n, const Shortage& shortage, const Seg
            << shortage.needed << " are needed and " << shortage.drawable
            << " can be drawn; an operator never waits: call buffer.sample() first, which does";
       break;
+    case Draw::kBarren:
+      text << "a whole turn of the ring's " << memory.capacity() << " rows completed no item: choose a larger capacity";
+      break;
     case Draw::kLapped:
       text << "the ring turns faster than a batch is copied: " << memory.capacity() << " rows against batches of " << n
            << "; choose a larger capacity, or slow the explorers with SamplesPerInsert";

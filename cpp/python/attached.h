@@ -12,6 +12,11 @@ namespace torchreplay::py {
 struct Attached {
   std::unique_ptr<SegmentMemory> memory;
   Fields fields;
+  Fields batch;   // the tensors of a batch; those of `fields` when rows are not linked
+  ItemPlan plan;  // how they come about, when rows are linked
+
+  bool linked() const { return memory->layout().view.linked(); }
+  const Fields& outputs() const { return linked() ? batch : fields; }
 };
 
 // A place in the table of participants that a forked child does not inherit.

@@ -90,6 +90,22 @@ struct Fields {
   throw std::invalid_argument(std::string(problem) + " field '" + prefix + name + "': expected exactly " + expected);
 }
 
+inline void collect(const std::vector<Node>& level, PyObject* dict, const std::string& prefix, PyObject** values,
+                    std::vector<Ref>& held);
+
+// The values of a nested node: a dict, or the tuple that a Tuple space makes when the names are "0", "1", ...
+inline void collect_nested(const Node& node, PyObject* value, const std::string& path, PyObject** values,
+                           std::vector<Ref>& held) {
+  if (PyDict_Check(value)) return collect(node.children, value, path + "/", values, held);
+  if (!PyTuple_Check(value)) throw std::invalid_argument("field '" + path + "' is nested: expected a dict");
+  Ref dict(checked(PyDict_New()));
+  for (Py_ssize_t i = 0; i < PyTuple_Size(value); i++) {
+    Ref name(checked(PyUnicode_FromFormat("%zd", i)));
+    if (PyDict_SetItem(dict.get(), name.get(), PyTuple_GetItem(value, i))) throw PythonError{};
+  }
+  collect(node.children, dict.get(), path + "/", values, held);
+}
+
 // Collects the value given for every field of `level` from a dict. Throws std::invalid_argument naming what is missing
 // or unknown.
 inline void collect(const std::vector<Node>& level, PyObject* dict, const std::string& prefix, PyObject** values,
@@ -101,13 +117,10 @@ inline void collect(const std::vector<Node>& level, PyObject* dict, const std::s
       if (PyErr_Occurred()) throw PythonError{};
       throw_names(level, prefix, "missing", text_of(n.name));
     }
-    if (n.field >= 0) {
+    if (n.field >= 0)
       values[n.field] = v;
-    } else if (PyDict_Check(v)) {
-      collect(n.children, v, prefix + text_of(n.name) + "/", values, held);
-    } else {
-      throw std::invalid_argument("field '" + prefix + text_of(n.name) + "' is nested: expected a dict");
-    }
+    else
+      collect_nested(n, v, prefix + text_of(n.name), values, held);
   }
   if (PyDict_Size(dict) == static_cast<Py_ssize_t>(level.size())) return;
   PyObject *key, *value;
@@ -118,131 +131,80 @@ inline void collect(const std::vector<Node>& level, PyObject* dict, const std::s
   }
 }
 
-// Matches the keyword arguments of one call to the names of the spec. A call site passes the same tuple of names every
-// time, so the last matching is kept.
+// The part of a tree of names that leads to the fields for which keep(field) is true.
+template <class Keep>
+std::vector<Node> pruned(const std::vector<Node>& tree, const Keep& keep) {
+  std::vector<Node> kept;
+  for (const Node& n : tree) {
+    Node copy{n.name, n.field, pruned(n.children, keep)};
+    if (n.field >= 0 ? keep(n.field) : !copy.children.empty()) kept.push_back(std::move(copy));
+  }
+  return kept;
+}
+
+// Matches the keyword arguments of one call to names of the spec. A call site passes the same tuple of names every time,
+// so the last matching is kept.
 class KeywordMatcher {
  public:
-  explicit KeywordMatcher(const Fields& fields) : fields_(fields) {}
+  // `option`, when not null, is a keyword beside the fields.
+  explicit KeywordMatcher(std::vector<Node> tree, const char* option = nullptr, const char* second = nullptr)
+      : tree_(std::move(tree)), options_{option, second} {}
   ~KeywordMatcher() { Py_XDECREF(names_); }
   KeywordMatcher(const KeywordMatcher&) = delete;
 
-  // Fills `values` (one per field) and `priority` (nullptr when not given), which live until release().
-  void match(PyObject* const* args, PyObject* names, PyObject** values, PyObject*& priority) {
+  // Fills `values` (one per field) and `options` (nullptr when not given), which live until release().
+  void match(PyObject* const* args, PyObject* names, PyObject** values, PyObject** options) {
     if (names != names_ || !names) learn(names);
     for (size_t i = 0; i < targets_.size(); i++) {
-      const Node* node = targets_[i];
-      if (!node)
-        priority = args[i];
-      else if (node->field >= 0)
-        values[node->field] = args[i];
-      else if (PyDict_Check(args[i]))
-        collect(node->children, args[i], text_of(node->name) + "/", values, held_);
+      const Target& target = targets_[i];
+      if (!target.node)
+        options[target.option] = args[i];
+      else if (target.node->field >= 0)
+        values[target.node->field] = args[i];
       else
-        throw std::invalid_argument("field '" + text_of(node->name) + "' is nested: expected a dict");
+        collect_nested(*target.node, args[i], text_of(target.node->name), values, held_);
     }
   }
 
   void release() { held_.clear(); }
 
  private:
+  struct Target {
+    const Node* node;
+    int option;
+  };
+
   void learn(PyObject* names) {
     targets_.clear();
     Py_XDECREF(names_);
     names_ = nullptr;
-    std::vector<bool> seen(fields_.tree.size());
+    std::vector<bool> seen(tree_.size());
+    std::vector<Target> targets;
     const Py_ssize_t n = names ? PyTuple_Size(names) : 0;
-    for (Py_ssize_t i = 0; i < n; i++) {
-      PyObject* name = PyTuple_GetItem(names, i);
-      const Node* target = nullptr;
-      for (size_t k = 0; k < fields_.tree.size(); k++)
-        if (fields_.tree[k].name == name || PyUnicode_Compare(fields_.tree[k].name, name) == 0) {
-          target = &fields_.tree[k];
-          seen[k] = true;
-        }
-      if (!target && PyUnicode_CompareWithASCIIString(name, "priority") != 0) {
-        targets_.clear();
-        throw_names(fields_.tree, "", "unknown", text_of(name));
-      }
-      targets_.push_back(target);
-    }
+    for (Py_ssize_t i = 0; i < n; i++) targets.push_back(target_of(PyTuple_GetItem(names, i), seen));
     for (size_t k = 0; k < seen.size(); k++)
-      if (!seen[k]) {
-        targets_.clear();
-        throw_names(fields_.tree, "", "missing", text_of(fields_.tree[k].name));
-      }
+      if (!seen[k]) throw_names(tree_, "", "missing", text_of(tree_[k].name));
+    targets_ = std::move(targets);
     Py_XINCREF(names);
     names_ = names;
   }
 
-  const Fields& fields_;
+  Target target_of(PyObject* name, std::vector<bool>& seen) const {
+    for (size_t k = 0; k < tree_.size(); k++)
+      if (tree_[k].name == name || PyUnicode_Compare(tree_[k].name, name) == 0) {
+        seen[k] = true;
+        return {&tree_[k], 0};
+      }
+    for (int i = 0; i < 2; i++)
+      if (options_[i] && PyUnicode_CompareWithASCIIString(name, options_[i]) == 0) return {nullptr, i};
+    throw_names(tree_, "", "unknown", text_of(name));
+  }
+
+  std::vector<Node> tree_;
+  const char* options_[2];
   PyObject* names_ = nullptr;
-  std::vector<const Node*> targets_;  // nullptr: priority
-  std::vector<Ref> held_;             // nested values
-};
-
-// One field's value in a call: checked, and ready to be copied row by row.
-class FieldValue {
- public:
-  // `lead`: 0 for one row, 1 for `rows` rows (learned from the first field when -1). Throws std::invalid_argument.
-  void open(PyObject* o, const FieldSpec& spec, int lead, int64_t& rows) {
-    view_.problem.clear();
-    const bool scalar = ArrayView::is_scalar(o);
-    // np.float64 is a float and numpy arrays are not: Python scalars are looked at first, they are the cheapest.
-    const bool opened = scalar ? view_.open_scalar(o, spec.element) : view_.open(o);
-    const StridedArray& a = view_.array;
-    if (!opened || a.dims != lead + static_cast<int>(spec.shape.size())) fail(o, spec, lead, opened);
-    for (size_t d = 0; d < spec.shape.size(); d++)
-      if (a.shape[lead + d] != spec.shape[d]) fail(o, spec, lead, opened);
-    if (!casts(a.element, spec.element))
-      throw std::invalid_argument(
-          "field '" + spec.path + "': " + (scalar ? describe_scalar(o) : element_name(a.element)) +
-          " does not cast to " + element_name(spec.element) + " by the same_kind rule: convert it explicitly");
-    if (lead) {
-      if (rows < 0) rows = a.shape[0];
-      if (a.shape[0] != rows)
-        throw std::invalid_argument("field '" + spec.path + "': got " + std::to_string(a.shape[0]) +
-                                    " rows, the fields before it have " + std::to_string(rows));
-    }
-    to_ = spec.element;
-    lead_ = lead;
-    nbytes_ = spec.nbytes;
-    dense_ = a.element == spec.element && is_dense(a, lead);
-  }
-
-  void copy(char* to, uint64_t row) const {
-    const char* from = view_.array.data + (lead_ ? static_cast<int64_t>(row) * view_.array.stride[0] : 0);
-    if (dense_)
-      copy_value(to, from, nbytes_);
-    else
-      copy_converted(to, to_, from, view_.array, lead_);
-  }
-
-  void release() { view_.release(); }
-
- private:
-  static std::string describe_scalar(PyObject* o) {
-    return PyFloat_Check(o) ? "a Python float" : PyBool_Check(o) ? "a Python bool" : "a Python int";
-  }
-
-  [[noreturn]] void fail(PyObject* o, const FieldSpec& spec, int lead, bool opened) const {
-    std::string expected = shape_text(spec.shape.data(), static_cast<int>(spec.shape.size()));
-    if (lead) {
-      expected = "(n";
-      for (int64_t size : spec.shape) expected += ", " + std::to_string(size);
-      expected += spec.shape.empty() ? ",)" : ")";
-    }
-    const std::string given = opened && ArrayView::is_scalar(o) ? describe_scalar(o) : describe(o, view_, opened);
-    const char* advice =
-        given.starts_with("a value of type") ? " (a numpy array, a torch CPU tensor or a Python scalar)" : "";
-    throw std::invalid_argument("field '" + spec.path + "': got " + given + ", expected " + element_name(spec.element) +
-                                " of shape " + expected + advice);
-  }
-
-  ArrayView view_;
-  Element to_;
-  int lead_ = 0;
-  uint64_t nbytes_ = 0;
-  bool dense_ = false;
+  std::vector<Target> targets_;
+  std::vector<Ref> held_;  // nested values
 };
 
 }  // namespace torchreplay::py

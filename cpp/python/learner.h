@@ -7,7 +7,37 @@ namespace torchreplay::py::segment {
 
 inline PyObject* interned(const char* s) { return checked(PyUnicode_InternFromString(s)); }
 
-// sample(n, beta) -> batch, or (inserted, needed, drawable) when it has to wait, or "stopped" or "lapped".
+// A sampler of the segment's that nobody uses at the moment.
+inline std::unique_ptr<BatchSampler> take_sampler(SegmentState& s) {
+  if (s.samplers.empty()) {
+    const Attached& a = *s.attached;
+    return std::make_unique<BatchSampler>(*a.memory, a.linked() ? &a.plan : nullptr);
+  }
+  auto sampler = std::move(s.samplers.back());
+  s.samplers.pop_back();
+  return sampler;
+}
+
+inline PyObject* make_batch(SegmentState& s, BatchBuilder& builder) {
+  static PyObject* const names[] = {interned("key"), interned("weight"), interned("probability")};
+  static PyObject* const source = interned("source");
+  Ref batch(checked(PyObject_CallNoArgs(s.batch_type.get())));
+  if (PyObject_SetAttr(batch.get(), source, s.nonce.get())) throw PythonError{};
+  builder.fill(batch.get());
+  builder.fill_reserved(batch.get(), names);
+  return batch.release();
+}
+
+// Why there is no batch: (inserted, needed, drawable) when it has to wait, else a word.
+inline PyObject* explain(Draw outcome, const Shortage& shortage) {
+  if (outcome == Draw::kWait)
+    return checked(Py_BuildValue("KKK", shortage.inserted, shortage.needed, shortage.drawable));
+  return checked(PyUnicode_FromString(outcome == Draw::kStopped  ? "stopped"
+                                      : outcome == Draw::kBarren ? "barren"
+                                                                 : "lapped"));
+}
+
+// sample(n, beta) -> batch, or what explain() says.
 inline PyObject* sample(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
   return guarded([&] {
     expect_args("sample", nargs, 2);
@@ -17,16 +47,10 @@ inline PyObject* sample(PyObject* self, PyObject* const* args, Py_ssize_t nargs)
     const std::shared_ptr<Attached> attached = s.attached;  // close() may run in another thread meanwhile
     s.memory();
     s.become_learner();
-    std::unique_ptr<BatchSampler> sampler;
-    if (s.samplers.empty()) {
-      sampler = std::make_unique<BatchSampler>(*attached->memory);
-    } else {
-      sampler = std::move(s.samplers.back());
-      s.samplers.pop_back();
-    }
+    std::unique_ptr<BatchSampler> sampler = take_sampler(s);
     const DrawName name = s.next_draw;
     s.next_draw.step++;
-    BatchBuilder builder(attached->fields, n);
+    BatchBuilder builder(attached->outputs(), n);
     BatchPointers pointers;
     builder.point(pointers);
     Shortage shortage;
@@ -38,17 +62,51 @@ inline PyObject* sample(PyObject* self, PyObject* const* args, Py_ssize_t nargs)
       if (sampler->pending()) reclaim_dead(*attached->memory);
     }
     if (s.attached) s.samplers.push_back(std::move(sampler));
-    if (outcome != Draw::kDone && s.next_draw.step == name.step + 1) s.next_draw.step = name.step;  // nothing was drawn
-    if (outcome == Draw::kWait)
-      return checked(Py_BuildValue("KKK", shortage.inserted, shortage.needed, shortage.drawable));
-    if (outcome != Draw::kDone) return checked(PyUnicode_FromString(outcome == Draw::kStopped ? "stopped" : "lapped"));
-    static PyObject* const names[] = {interned("key"), interned("weight"), interned("probability")};
-    static PyObject* const source = interned("source");
-    Ref batch(checked(PyObject_CallNoArgs(s.batch_type.get())));
-    if (PyObject_SetAttr(batch.get(), source, s.nonce.get())) throw PythonError{};
-    builder.fill(batch.get());
-    builder.fill_reserved(batch.get(), names);
-    return batch.release();
+    if (outcome == Draw::kDone) return make_batch(s, builder);
+    if (s.next_draw.step == name.step + 1) s.next_draw.step = name.step;  // nothing was drawn
+    return explain(outcome, shortage);
+  });
+}
+
+// Keys as users give them; throws std::invalid_argument.
+inline std::vector<int64_t> read_keys(PyObject* o) {
+  ArrayView keys;
+  const bool opened = keys.open_anything(o);
+  if (!opened || keys.array.dims != 1 || keys.array.element != Element::kI64)
+    throw std::invalid_argument(
+        "the keys are " + describe(o, keys, opened) +
+        ", expected int64 of shape (n,): batch['key'], or what append and extend returned" +
+        (opened && keys.array.dims == 2 ? " (a DataLoader adds a dimension unless batch_size=None)" : ""));
+  std::vector<int64_t> key(static_cast<size_t>(keys.array.shape[0]));
+  if (is_dense(keys.array, 0))
+    std::memcpy(key.data(), keys.array.data, 8 * key.size());
+  else
+    copy_converted(reinterpret_cast<char*>(key.data()), Element::kI64, keys.array.data, keys.array, 0);
+  return key;
+}
+
+// gather(keys, beta) -> batch of the items anchored there that can be drawn.
+inline PyObject* gather(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
+  return guarded([&] {
+    expect_args("gather", nargs, 2);
+    auto& s = state_of<SegmentState>(self);
+    const std::shared_ptr<Attached> attached = s.attached;
+    s.memory();
+    const std::vector<int64_t> keys = read_keys(args[0]);
+    const double beta = as_double(args[1]);
+    const int n = static_cast<int>(keys.size());
+    std::unique_ptr<BatchSampler> sampler = take_sampler(s);
+    BatchBuilder builder(attached->outputs(), n);
+    BatchPointers pointers;
+    builder.point(pointers);
+    int found;
+    {
+      WithoutGil unlocked;
+      found = sampler->gather(keys.data(), n, beta, pointers);
+    }
+    if (s.attached) s.samplers.push_back(std::move(sampler));
+    builder.shrink(found);
+    return make_batch(s, builder);
   });
 }
 
@@ -81,19 +139,8 @@ inline PyObject* update(PyObject* self, PyObject* const* args, Py_ssize_t nargs)
     auto& s = state_of<SegmentState>(self);
     const std::shared_ptr<Attached> attached = s.attached;
     s.memory();
-    ArrayView keys;
-    const bool opened = keys.open_anything(args[0]);
-    if (!opened || keys.array.dims != 1 || keys.array.element != Element::kI64)
-      throw std::invalid_argument(
-          "the keys are " + describe(args[0], keys, opened) +
-          ", expected int64 of shape (n,): batch['key'], or what append and extend returned" +
-          (opened && keys.array.dims == 2 ? " (a DataLoader adds a dimension unless batch_size=None)" : ""));
-    const int64_t n = keys.array.shape[0];
-    std::vector<int64_t> key(static_cast<size_t>(n));
-    if (is_dense(keys.array, 0))
-      std::memcpy(key.data(), keys.array.data, 8 * key.size());
-    else
-      copy_converted(reinterpret_cast<char*>(key.data()), Element::kI64, keys.array.data, keys.array, 0);
+    const std::vector<int64_t> key = read_keys(args[0]);
+    const auto n = static_cast<int64_t>(key.size());
     const std::vector<double> td = read_td(args[1], n);
     std::unique_ptr<PriorityUpdater> updater;
     if (s.updaters.empty()) {

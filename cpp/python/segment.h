@@ -6,15 +6,24 @@
 namespace torchreplay::py {
 namespace segment {
 
+// From (span, min_steps, stride, history, across, priority_steps).
+inline View parse_view(PyObject* tuple) {
+  View v;
+  if (!PyArg_ParseTuple(tuple, "IIIIII", &v.span, &v.min_steps, &v.stride, &v.history, &v.across, &v.priority_steps))
+    throw PythonError{};
+  if (v.stride < 1 || v.min_steps < 1) throw std::invalid_argument("bad view");
+  return v;
+}
+
 inline int init(PyObject* self, PyObject* args, PyObject*) {
   return as_status(guarded([&] {
     int fd, create;
     unsigned long long nonce, seed, capacity;
-    PyObject *fields, *batch_type, *sampler, *limiter;
+    PyObject *fields, *batch_type, *sampler, *limiter, *view;
     const char* text;
     Py_ssize_t text_bytes;
-    if (!PyArg_ParseTuple(args, "ipKOO|KKOOs#", &fd, &create, &nonce, &fields, &batch_type, &seed, &capacity, &sampler,
-                          &limiter, &text, &text_bytes))
+    if (!PyArg_ParseTuple(args, "ipKOO|KKOOOs#", &fd, &create, &nonce, &fields, &batch_type, &seed, &capacity,
+                          &sampler, &limiter, &view, &text, &text_bytes))
       throw PythonError{};
     if (!exchange) throw std::runtime_error("init_torch() has not been called");
     auto state = std::make_unique<SegmentState>();
@@ -22,7 +31,7 @@ inline int init(PyObject* self, PyObject* args, PyObject*) {
     if (create) {
       attached->fields = Fields::parse(fields);
       SegmentConfig config;
-      config.layout = make_layout(capacity, attached->fields.columns(), false,
+      config.layout = make_layout(capacity, attached->fields.columns(), parse_view(view),
                                   config_bytes(attached->fields.specs.size(), static_cast<size_t>(text_bytes)));
       config.nonce = nonce;
       config.seed = seed;
@@ -69,6 +78,40 @@ inline PyObject* set_fields(PyObject* self, PyObject* list) {
       same = fields.specs[i].element == columns[i].element && fields.specs[i].nbytes == columns[i].nbytes;
     if (!same) throw NotASegment("the segment's description does not match its layout");
     s.attached->fields = std::move(fields);
+    return Py_NewRef(Py_None);
+  });
+}
+
+// set_plan(fields, outputs, steps, gamma, goal, share): what a batch of a linked view consists of; `outputs` is a list of
+// (kind, field, first, count, goal_field), one for each of the batch's fields.
+inline PyObject* set_plan(PyObject* self, PyObject* args) {
+  return guarded([&] {
+    auto& s = state_of<SegmentState>(self);
+    const Layout& layout = s.memory().layout();
+    if (!layout.view.linked()) throw std::invalid_argument("rows are not linked");
+    PyObject *list, *outputs;
+    ItemPlan plan;
+    unsigned int goal;
+    if (!PyArg_ParseTuple(args, "OO!IdId", &list, &PyList_Type, &outputs, &plan.steps, &plan.gamma, &goal, &plan.share))
+      throw PythonError{};
+    plan.goal = static_cast<Goal>(goal);
+    for (Py_ssize_t i = 0; i < PyList_Size(outputs); i++) {
+      Output o;
+      unsigned int kind;
+      if (!PyArg_ParseTuple(PyList_GetItem(outputs, i), "IIiII", &kind, &o.field, &o.first, &o.count, &o.goal_field))
+        throw PythonError{};
+      o.kind = static_cast<Output::Kind>(kind);
+      plan.outputs.push_back(o);
+    }
+    plan.check(layout);
+    Fields batch = Fields::parse(list);
+    bool same = batch.specs.size() == plan.outputs.size();
+    for (size_t o = 0; same && o < plan.outputs.size(); o++)
+      same = batch.specs[o].nbytes == plan.item_bytes(o, layout);
+    if (!same) throw std::invalid_argument("the plan of a batch does not match its fields");
+    s.samplers.clear();  // they hold the plan before
+    s.attached->batch = std::move(batch);
+    s.attached->plan = std::move(plan);
     return Py_NewRef(Py_None);
   });
 }
@@ -296,7 +339,9 @@ inline int set_step(PyObject* self, PyObject* value, void*) {
 
 inline PyMethodDef methods[] = {
     {"set_fields", set_fields, METH_O, nullptr},
+    {"set_plan", set_plan, METH_VARARGS, nullptr},
     {"sample", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(sample)), METH_FASTCALL, nullptr},
+    {"gather", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(gather)), METH_FASTCALL, nullptr},
     {"update", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(update)), METH_FASTCALL, nullptr},
     {"wait_rows", wait_rows, METH_O, nullptr},
     {"refresh", refresh, METH_NOARGS, nullptr},

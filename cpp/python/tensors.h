@@ -77,6 +77,9 @@ class BatchBuilder {
     out.probability = reinterpret_cast<float*>(at(n + 2));
   }
 
+  // Hands out the first n items only.
+  void shrink(int64_t n) { n_ = n; }
+
   // Fills `dict` with the fields, nested as the spec is.
   void fill(PyObject* dict) { fill_level(dict, fields_.tree); }
 

@@ -1,23 +1,70 @@
 // `_C.Writer`: the calls of an explorer.
 #pragma once
 
+#include "../lanes.h"
 #include "segment.h"
+#include "values.h"
 
 namespace torchreplay::py {
 
+// What a linked view says about the fields, and how many streams a writer has.
+struct StreamRoles {
+  std::vector<bool> observation;  // of each field
+  size_t terminated = 0, truncated = 0;
+  uint32_t lanes = 1;
+  bool vectorised = false;
+  Autoreset autoreset = Autoreset::kNextStep;
+
+  // From (observation fields, terminated, truncated, lanes or 0 for a writer without a dimension of lanes, autoreset).
+  static StreamRoles parse(PyObject* tuple, const std::vector<FieldSpec>& specs) {
+    StreamRoles r;
+    const size_t fields = specs.size();
+    PyObject* observation;
+    unsigned long long terminated, truncated;
+    unsigned int lanes, autoreset;
+    if (!PyArg_ParseTuple(tuple, "O!KKII", &PyTuple_Type, &observation, &terminated, &truncated, &lanes, &autoreset))
+      throw PythonError{};
+    r.observation.resize(fields);
+    for (Py_ssize_t i = 0; i < PyTuple_Size(observation); i++)
+      r.observation.at(as_uint(PyTuple_GetItem(observation, i))) = true;
+    if (terminated >= fields || truncated >= fields || specs[terminated].nbytes != 1 || specs[truncated].nbytes != 1 ||
+        autoreset > 2)
+      throw std::invalid_argument("bad roles of fields");
+    r.terminated = terminated;
+    r.truncated = truncated;
+    r.vectorised = lanes > 0;
+    r.lanes = std::max(lanes, 1u);
+    r.autoreset = static_cast<Autoreset>(autoreset);
+    return r;
+  }
+};
+
 struct WriterState {
-  explicit WriterState(const std::shared_ptr<Attached>& a)
+  WriterState(const std::shared_ptr<Attached>& a, StreamRoles r)
       : attached(a),
         member(a, Role::kWriter),
-        matcher(a->fields),
+        roles(std::move(r)),
+        observations(pruned(a->fields.tree, [this](int f) { return !roles.observation.empty() && roles.observation[f]; })),
+        matcher(a->fields.tree, "priority", linked() ? "final_obs" : nullptr),
+        reset_matcher(observations, "mask"),
+        lanes(roles.lanes, roles.vectorised, roles.autoreset),
         values(a->fields.specs.size()),
-        given(a->fields.specs.size()) {}
+        last(linked() ? values.size() : 0),
+        given(values.size()) {}
+
+  bool linked() const { return attached->memory->layout().view.linked(); }
 
   std::shared_ptr<Attached> attached;
   Membership member;
-  KeywordMatcher matcher;
-  std::vector<FieldValue> values;
+  StreamRoles roles;
+  std::vector<Node> observations;  // names of the observation fields
+  KeywordMatcher matcher, reset_matcher;
+  Lanes lanes;
+  std::vector<FieldValue> values, last;  // `last`: observations that ended episodes
   std::vector<PyObject*> given;
+  std::vector<Ref> last_held;
+  Priorities priorities;
+  std::vector<int64_t> keys;
   bool in_use = false;  // guarded by the interpreter lock
   bool closed = false;
   uint64_t rows_at_close = 0;
@@ -38,6 +85,7 @@ class WriterUse {
     s.in_use = true;
     try {
       Participant& entry = s.attached->memory->participant(s.member.id());
+      if (s.member.take_renewed()) s.lanes.forget();
       entry.thread.store(static_cast<uint64_t>(pthread_self()), std::memory_order_relaxed);
     } catch (...) {
       s.in_use = false;
@@ -46,7 +94,10 @@ class WriterUse {
   }
   ~WriterUse() {
     for (FieldValue& v : state_.values) v.release();
+    for (FieldValue& v : state_.last) v.release();
+    state_.last_held.clear();
     state_.matcher.release();
+    state_.reset_matcher.release();
     state_.in_use = false;
   }
   WriterUse(const WriterUse&) = delete;
@@ -62,14 +113,18 @@ inline constexpr uint64_t kGilBytes = 64 << 10;
 
 inline int init(PyObject* self, PyObject* args, PyObject*) {
   return as_status(guarded([&] {
-    PyObject *segment, *type;
-    if (!PyArg_ParseTuple(args, "OO", &type, &segment)) throw PythonError{};
+    PyObject *segment, *type, *roles;
+    if (!PyArg_ParseTuple(args, "OOO", &type, &segment, &roles)) throw PythonError{};
     if (!PyObject_TypeCheck(segment, reinterpret_cast<PyTypeObject*>(type)))
       throw std::invalid_argument("expected a Segment");
     auto& s = state_of<SegmentState>(segment);
     s.memory();
-    auto state = std::make_unique<WriterState>(s.attached);
+    const bool linked = s.memory().layout().view.linked();
+    if (linked != (roles != Py_None)) throw std::invalid_argument("a linked view needs the roles of the fields");
+    auto state = std::make_unique<WriterState>(
+        s.attached, linked ? StreamRoles::parse(roles, s.attached->fields.specs) : StreamRoles{});
     state->member.id();  // announced from the start: a learner that waits knows that rows may come
+    state->member.take_renewed();
     install(self, state.release());
     return Py_NewRef(Py_None);
   }));
@@ -81,32 +136,14 @@ inline void check_positional(const char* method, Py_ssize_t nargs) {
   throw PythonError{};
 }
 
-inline double priority_of(PyObject* o) {
-  const double priority = PyFloat_AsDouble(o);
-  if (priority != -1 || !PyErr_Occurred()) return priority;
-  if (!PyErr_ExceptionMatches(PyExc_TypeError)) throw PythonError{};
-  PyErr_Clear();
-  throw std::invalid_argument("the priority is no number: expected a finite number, or None for the largest one seen");
-}
-
-inline RowMeta meta_of(double priority) {
-  if (!std::isfinite(priority))
-    throw std::invalid_argument(
-        "the priority is NaN or infinite: expected a finite number, or None for the largest one seen");
-  constexpr double kMax = std::numeric_limits<float>::max();
-  return {kHasPriority, 0, static_cast<float>(std::min(std::fabs(priority), kMax))};
-}
-
-// Writes rows, waiting (in Python, with the signals and the limits of a wait) as often as need be.
-inline void write(PyObject* self, WriterState& s, uint64_t n, const RowMeta* meta, int64_t* keys) {
+// Writes rows, waiting (in Python, with the signals and the limits of a wait) as often as need be. `rows` and `fill` are
+// those of RingWriter::append.
+template <class Rows, class Fill>
+void write(PyObject* self, WriterState& s, uint64_t n, Rows& rows, int64_t* keys, Fill& fill) {
   SegmentMemory& m = *s.attached->memory;
   const Header& h = m.header();
-  const auto& columns = m.layout().fields;
-  auto fill = [&](uint64_t row, uint64_t slot) {
-    for (size_t f = 0; f < columns.size(); f++) s.values[f].copy(m.value(columns[f], slot), row);
-  };
   uint64_t bytes = 0;
-  for (const Field& f : columns) bytes += f.nbytes;
+  for (const Field& f : m.layout().fields) bytes += f.nbytes;
   RingWriter ring(m, s.member.id());
   for (uint64_t written = 0;;) {
     s.seen_room_signal = h.room_signal.load(std::memory_order_acquire);
@@ -114,9 +151,9 @@ inline void write(PyObject* self, WriterState& s, uint64_t n, const RowMeta* met
     if (!h.stopped.load(std::memory_order_acquire)) {
       if (bytes * (n - written) > kGilBytes) {
         WithoutGil unlocked;
-        outcome = ring.append(n, meta, keys, written, fill);
+        outcome = ring.append(n, rows, keys, written, fill);
       } else {
-        outcome = ring.append(n, meta, keys, written, fill);
+        outcome = ring.append(n, rows, keys, written, fill);
       }
     }
     if (outcome == Append::kDone) return;
@@ -124,56 +161,63 @@ inline void write(PyObject* self, WriterState& s, uint64_t n, const RowMeta* met
   }
 }
 
+// Rows by themselves, with the priorities given.
+struct SingleRows {
+  const Priorities& priorities;
+  const RowMeta& meta(uint64_t row) const { return priorities.of(row); }
+  void commit(uint64_t, uint64_t) const {}
+};
+
+inline void write_rows(PyObject* self, WriterState& s, uint64_t n, int64_t* keys) {
+  SegmentMemory& m = *s.attached->memory;
+  const auto& columns = m.layout().fields;
+  auto fill = [&](uint64_t row, uint64_t slot) {
+    for (size_t f = 0; f < columns.size(); f++) s.values[f].copy(m.value(columns[f], slot), static_cast<int64_t>(row));
+  };
+  SingleRows rows{s.priorities};
+  write(self, s, n, rows, keys, fill);
+}
+
 inline PyObject* append(PyObject* self, PyObject* const* args, Py_ssize_t nargs, PyObject* names) {
   return guarded([&] {
     check_positional("append", nargs);
     auto& s = state_of<WriterState>(self);
     const WriterUse use(s);
-    PyObject* priority = nullptr;
+    if (s.linked())
+      throw std::invalid_argument("append() writes a row by itself, but the buffer's view links rows: use reset() and step()");
+    PyObject* priority[2] = {};
     s.matcher.match(args, names, s.given.data(), priority);
-    int64_t rows = 1;
-    for (size_t f = 0; f < s.values.size(); f++) s.values[f].open(s.given[f], s.attached->fields.specs[f], 0, rows);
-    const RowMeta meta = priority && priority != Py_None ? meta_of(priority_of(priority)) : RowMeta{};
+    Leading leading;
+    for (size_t f = 0; f < s.values.size(); f++) s.values[f].open(s.given[f], s.attached->fields.specs[f], leading);
+    s.priorities.open(priority[0], 1, 0);
     int64_t key;
-    write(self, s, 1, &meta, &key);
+    write_rows(self, s, 1, &key);
     return checked(PyLong_FromLongLong(key));
   });
 }
 
-// The priorities of n rows: none, one number for all, or one for each.
-inline std::vector<RowMeta> metas_of(PyObject* priority, int64_t n) {
-  std::vector<RowMeta> meta(static_cast<size_t>(n));
-  if (!priority || priority == Py_None) return meta;
-  if (ArrayView::is_scalar(priority)) {
-    std::fill(meta.begin(), meta.end(), meta_of(priority_of(priority)));
-    return meta;
+// A new int64 tensor and its elements.
+struct KeyTensor {
+  explicit KeyTensor(int64_t n) : block(Block::make(8 * static_cast<size_t>(n), 1)) {
+    keys = reinterpret_cast<int64_t*>(block.block->data());
   }
-  ArrayView v;
-  const bool opened = v.open_anything(priority);
-  if (!opened || v.array.dims != 1 || v.array.shape[0] != n)
-    throw std::invalid_argument("priority: got " + describe(priority, v, opened) +
-                                ", expected one number, or one for each row: shape (" + std::to_string(n) + ",)");
-  std::vector<double> raw(static_cast<size_t>(n));
-  copy_converted(reinterpret_cast<char*>(raw.data()), Element::kF64, v.array.data, v.array, 0);
-  for (int64_t i = 0; i < n; i++) meta[i] = meta_of(raw[i]);
-  return meta;
-}
+  PyObject* release(int dims, const int64_t* shape) {
+    return make_tensor(keys, Element::kI64, dims, shape, nullptr, std::move(block));
+  }
+  BlockOwner block;
+  int64_t* keys;
+};
 
-inline PyObject* extend(PyObject* self, PyObject* const* args, Py_ssize_t nargs, PyObject* names) {
-  return guarded([&] {
-    check_positional("extend", nargs);
-    auto& s = state_of<WriterState>(self);
-    const WriterUse use(s);
-    PyObject* priority = nullptr;
-    s.matcher.match(args, names, s.given.data(), priority);
-    int64_t rows = -1;
-    for (size_t f = 0; f < s.values.size(); f++) s.values[f].open(s.given[f], s.attached->fields.specs[f], 1, rows);
-    const std::vector<RowMeta> meta = metas_of(priority, rows);
-    BlockOwner block(Block::make(8 * static_cast<size_t>(rows), 1));
-    auto* keys = reinterpret_cast<int64_t*>(block.block->data());
-    if (rows > 0) write(self, s, static_cast<uint64_t>(rows), meta.data(), keys);
-    return make_tensor(keys, Element::kI64, 1, &rows, nullptr, std::move(block));
-  });
+inline PyObject* extend_rows(PyObject* self, WriterState& s, PyObject* const* args, PyObject* names) {
+  PyObject* priority[2] = {};
+  s.matcher.match(args, names, s.given.data(), priority);
+  Leading leading{.times = true};
+  for (size_t f = 0; f < s.values.size(); f++) s.values[f].open(s.given[f], s.attached->fields.specs[f], leading);
+  const int64_t rows = leading.time_count;
+  s.priorities.open(priority[0], rows, 1);
+  KeyTensor keys(rows);
+  if (rows > 0) write_rows(self, s, static_cast<uint64_t>(rows), keys.keys);
+  return keys.release(1, &rows);
 }
 
 // wait_room(ns): sleeps until the limiter admits writers, at most `ns`.
@@ -222,31 +266,6 @@ inline PyObject* get_closed(PyObject* self, void*) {
 inline PyObject* get_rows(PyObject* self, void*) {
   return guarded([&] { return checked(PyLong_FromUnsignedLongLong(state_of<WriterState>(self).rows())); });
 }
-
-inline PyMethodDef methods[] = {
-    {"append", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(append)), METH_FASTCALL | METH_KEYWORDS,
-     "append(*, priority=None, **fields)\n--\n\nWrite one row and return its key (int).\n\nThe fields are those of the "
-     "spec, each of exactly its shape; a nested field is a dict. `priority` is a raw TD error\n"
-     "(its absolute value is taken); None gives the row the largest priority seen so far. Waits while the limiter says "
-     "that\nthe learner is behind.\n\nRaises:\n    ValueError: a field is missing, unknown, of another "
-     "shape or of a dtype that does not cast; nothing is written.\n    Stopped: the buffer was stopped."},
-    {"extend", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(extend)), METH_FASTCALL | METH_KEYWORDS,
-     "extend(*, priority=None, **fields)\n--\n\nWrite n rows, whose values have a leading dimension n, and return "
-     "their keys (int64 tensor of shape [n]).\n\n`priority` is None, one number for all rows, or "
-     "one for each. Waits and raises as `append` does; rows written before a\nwait that fails stay written."},
-    {"wait_room", wait_room, METH_O, nullptr},
-    {"admitted", admitted, METH_NOARGS, nullptr},
-    {"_close", close_writer, METH_NOARGS, nullptr},
-    {nullptr, nullptr, 0, nullptr}};
-inline PyGetSetDef getset[] = {{"closed", get_closed, nullptr, "True after close().", nullptr},
-                               {"rows", get_rows, nullptr, "Rows this writer has written.", nullptr},
-                               {nullptr, nullptr, nullptr, nullptr, nullptr}};
-inline PyType_Slot slots[] = {{Py_tp_init, reinterpret_cast<void*>(init)},
-                              {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<WriterState>)},
-                              {Py_tp_methods, methods},
-                              {Py_tp_getset, getset},
-                              {0, nullptr}};
-inline PyType_Spec spec = type_spec<WriterState>("torchreplay._C.Writer", slots);
 
 }  // namespace writer
 }  // namespace torchreplay::py

@@ -27,6 +27,7 @@ inline Descriptor memory_file(uint64_t bytes) {
 struct Plan {
   uint64_t capacity = 8;
   std::vector<Field> fields = {{Element::kI64, 8}};
+  View view;
   SamplerConfig sampler{1, Normalize::kBuffer, 0.6, 1e-6};
   LimiterConfig limiter{};
   std::string text = "a description";
@@ -34,7 +35,7 @@ struct Plan {
 
 inline std::unique_ptr<SegmentMemory> make_segment(const Plan& plan = {}) {
   SegmentConfig config;
-  config.layout = make_layout(plan.capacity, plan.fields, false, config_bytes(plan.fields.size(), plan.text.size()));
+  config.layout = make_layout(plan.capacity, plan.fields, plan.view, config_bytes(plan.fields.size(), plan.text.size()));
   config.sampler = plan.sampler;
   config.limiter = plan.limiter;
   config.nonce = kNonce;

@@ -25,7 +25,7 @@ std::vector<Range> ranges_of(const Layout& l) {
                           {"pending", l.pending, l.pending + (l.capacity + 63) / 64 * 8},
                           {"summary", l.pending_summary, l.pending_summary + (l.capacity + 4095) / 4096 * 8},
                           {"tree", l.tree, l.tree + PriorityTree::bytes(static_cast<int64_t>(l.capacity))}};
-  if (l.linked) r.push_back({"links", l.links, l.links + l.capacity * 8});
+  if (l.view.linked()) r.push_back({"links", l.links, l.links + l.capacity * 8});
   for (uint64_t slot : {uint64_t{0}, l.capacity / 2, l.capacity - 1}) {
     if (slot && slot == l.capacity / 2 && l.capacity <= 2) continue;
     const uint64_t record = l.records + slot * l.record_stride;
@@ -74,7 +74,7 @@ BOOST_AUTO_TEST_CASE(header_rows_and_table_have_the_documented_sizes) {
 BOOST_AUTO_TEST_CASE(five_small_fields_share_one_line_with_the_row_header) {
   const Layout l = make_layout(
       1000, {field(Element::kF32, 4), field(Element::kI64, 1), field(Element::kF32, 1), field(Element::kBool, 1)},
-      false, 100);
+      {}, 100);
   BOOST_TEST(l.record_stride == 64U);
   BOOST_TEST(l.fields[1].offset == l.records + 24);  // the widest comes first
   check_apart(l);
@@ -83,7 +83,7 @@ BOOST_AUTO_TEST_CASE(five_small_fields_share_one_line_with_the_row_header) {
 
 BOOST_AUTO_TEST_CASE(a_field_of_a_kilobyte_has_its_own_array_and_a_smaller_one_has_not) {
   const Layout l =
-      make_layout(10, {field(Element::kU8, 1023), field(Element::kU8, 1024), field(Element::kU8, 1025)}, false, 0);
+      make_layout(10, {field(Element::kU8, 1023), field(Element::kU8, 1024), field(Element::kU8, 1025)}, {}, 0);
   BOOST_TEST(!l.fields[0].own_array);
   BOOST_TEST(l.fields[1].stride == 1024U);
   BOOST_TEST(l.fields[2].stride == 1088U);
@@ -94,7 +94,7 @@ BOOST_AUTO_TEST_CASE(a_field_of_a_kilobyte_has_its_own_array_and_a_smaller_one_h
 
 BOOST_AUTO_TEST_CASE(no_record_touches_more_lines_than_its_size_asks_for) {
   for (uint64_t n = 0; n < 1000; n++) {
-    const Layout l = make_layout(64, {field(Element::kU8, n)}, false, 0);
+    const Layout l = make_layout(64, {field(Element::kU8, n)}, {}, 0);
     const uint64_t bytes = 24 + n, lines = (bytes + 63) / 64;
     for (uint64_t slot = 0; slot < 64; slot++) {
       const uint64_t begin = l.records + slot * l.record_stride;
@@ -110,7 +110,7 @@ BOOST_AUTO_TEST_CASE(random_layouts_are_aligned_and_nothing_overlaps) {
     for (uint64_t f = random() % 12; f > 0; f--)
       fields.push_back(field(static_cast<Element>(random() % kElements), random() % (random() % 5 ? 20 : 3000)));
     const uint64_t capacity = 1 + random() % (random() % 2 ? 100 : 100'000);
-    const Layout l = make_layout(capacity, fields, random() % 2, random() % 10'000);
+    const Layout l = make_layout(capacity, fields, {.span = static_cast<uint32_t>(random() % 2)}, random() % 10'000);
     check_apart(l);
     check_aligned(l);
   }
@@ -118,23 +118,23 @@ BOOST_AUTO_TEST_CASE(random_layouts_are_aligned_and_nothing_overlaps) {
 
 BOOST_AUTO_TEST_CASE(one_slot_and_the_largest_capacity_are_laid_out) {
   for (uint64_t capacity : {uint64_t{1}, kMaxCapacity}) {
-    const Layout l = make_layout(capacity, {field(Element::kF64, 1), field(Element::kU8, 4096)}, true, 64);
+    const Layout l = make_layout(capacity, {field(Element::kF64, 1), field(Element::kU8, 4096)}, {.span = 1}, 64);
     check_apart(l);
     check_aligned(l);
   }
 }
 
-BOOST_AUTO_TEST_CASE(a_spec_without_fields_is_laid_out) { check_apart(make_layout(5, {}, false, 0)); }
+BOOST_AUTO_TEST_CASE(a_spec_without_fields_is_laid_out) { check_apart(make_layout(5, {}, {}, 0)); }
 
 BOOST_AUTO_TEST_CASE(capacity_out_of_range_is_refused) {
   for (uint64_t capacity : {uint64_t{0}, kMaxCapacity + 1, kNever})
-    BOOST_CHECK_THROW(make_layout(capacity, {}, false, 0), std::invalid_argument);
+    BOOST_CHECK_THROW(make_layout(capacity, {}, {}, 0), std::invalid_argument);
 }
 
 BOOST_AUTO_TEST_CASE(sizes_beyond_the_address_space_are_refused) {
   for (uint64_t nbytes : {uint64_t{1} << 40, uint64_t{1} << 46, uint64_t{1} << 62, kNever - 10})
-    BOOST_CHECK_THROW(make_layout(1'000'000, {{Element::kU8, nbytes}}, false, 0), std::invalid_argument);
-  BOOST_CHECK_THROW(make_layout(1, {}, false, uint64_t{1} << 62), std::invalid_argument);
+    BOOST_CHECK_THROW(make_layout(1'000'000, {{Element::kU8, nbytes}}, {}, 0), std::invalid_argument);
+  BOOST_CHECK_THROW(make_layout(1, {}, {}, uint64_t{1} << 62), std::invalid_argument);
 }
 
 BOOST_AUTO_TEST_CASE(whatever_two_processes_must_agree_on_changes_the_hash) {
@@ -145,12 +145,12 @@ BOOST_AUTO_TEST_CASE(whatever_two_processes_must_agree_on_changes_the_hash) {
     BOOST_TEST(seen[l.hash()].empty());
     seen[l.hash()] = name;
   };
-  add("itself", make_layout(100, fields, false, 64));
-  add("capacity", make_layout(101, fields, false, 64));
-  add("linked", make_layout(100, fields, true, 64));
-  add("order", make_layout(100, {fields[1], fields[0]}, false, 64));
-  add("element", make_layout(100, {field(Element::kI32, 4), fields[1]}, false, 64));
-  add("size", make_layout(100, {field(Element::kF32, 3), fields[1]}, false, 64));
-  add("fewer", make_layout(100, {fields[0]}, false, 64));
-  BOOST_TEST(make_layout(100, fields, false, 64).hash() == make_layout(100, fields, false, 64).hash());
+  add("itself", make_layout(100, fields, {}, 64));
+  add("capacity", make_layout(101, fields, {}, 64));
+  add("linked", make_layout(100, fields, {.span = 1}, 64));
+  add("order", make_layout(100, {fields[1], fields[0]}, {}, 64));
+  add("element", make_layout(100, {field(Element::kI32, 4), fields[1]}, {}, 64));
+  add("size", make_layout(100, {field(Element::kF32, 3), fields[1]}, {}, 64));
+  add("fewer", make_layout(100, {fields[0]}, {}, 64));
+  BOOST_TEST(make_layout(100, fields, {}, 64).hash() == make_layout(100, fields, {}, 64).hash());
 }

@@ -72,7 +72,7 @@ class Image {
 
 // What whoever gets the lock of a dead owner does.
 void repair(SegmentMemory& m) {
-  if (m.header().dirty != Dirty::kClean) Absorber(m).recover();
+  if (m.header().dirty != Dirty::kClean) Recovery(m).run();
 }
 
 // Runs `body` in a child one machine instruction at a time and calls `look` after each. False where the system does not
@@ -205,7 +205,7 @@ BOOST_AUTO_TEST_CASE(a_repairer_killed_at_any_instruction_leaves_what_the_next_o
   m->header().pending = 77;
   m->header().rows = 1;
   m->header().dirty = Dirty::kLinks;
-  kill_everywhere(*m, [&] { Absorber(*m).recover(); }, [](SegmentMemory&) { return std::string(); });
+  kill_everywhere(*m, [&] { Recovery(*m).run(); }, [](SegmentMemory&) { return std::string(); });
 }
 
 // Every half-done state of a slot that the order of stores allows, at random and all at once.
@@ -234,13 +234,13 @@ BOOST_AUTO_TEST_CASE(any_half_done_state_is_repaired_to_what_the_words_say_and_t
     m->header().absorbed = random() % (m->header().head.load() + 1);
     std::memset(m->base() + m->layout().tree, static_cast<int>(random() % 256), 12);  // total and part of the count
     m->header().dirty = Dirty::kLinks;
-    Absorber(*m).recover();
+    Recovery(*m).run();
     BOOST_REQUIRE(violation(*m) == "");
     const std::vector<float> repaired = leaves_of(*m);
     for (uint64_t s = 0; s < m->capacity(); s++)
       if (untouched[s] && m->at(s)) BOOST_REQUIRE(repaired[s] == before[s]);
     m->header().dirty = Dirty::kLinks;
-    Absorber(*m).recover();
+    Recovery(*m).run();
     BOOST_REQUIRE(violation(*m) == "");
     BOOST_REQUIRE(leaves_of(*m) == repaired);
   }
@@ -250,7 +250,7 @@ BOOST_AUTO_TEST_CASE(rows_adopted_by_a_repair_count_as_inserted) {
   auto m = make_segment();
   for (int i = 0; i < 5; i++) append_row(*m, kWriter);
   m->header().dirty = Dirty::kLinks;  // the owner died before it adopted the first row
-  Absorber(*m).recover();
+  Recovery(*m).run();
   BOOST_TEST(m->header().rows == 5U);
   BOOST_TEST(m->header().inserted == 5U);
 }
@@ -265,7 +265,7 @@ BOOST_AUTO_TEST_CASE(rows_given_no_priority_get_the_largest_again_and_given_ones
   m->header().max_raw = 3;
   m->tree().leaves()[0] = m->tree().leaves()[1] = 0;
   m->header().dirty = Dirty::kLinks;
-  Absorber(*m).recover();
+  Recovery(*m).run();
   BOOST_TEST(m->tree().leaf(0) == 3.0F);
   BOOST_TEST(m->tree().leaf(1) == 0.25F);
 }
@@ -276,7 +276,7 @@ BOOST_AUTO_TEST_CASE(an_owner_killed_in_the_tree_alone_leaves_its_leaves_and_sum
   m->tree().leaves()[0] = 0.125F;
   m->header().dirty = Dirty::kTree;
   const std::vector<float> leaves = leaves_of(*m);
-  Absorber(*m).recover();
+  Recovery(*m).run();
   BOOST_TEST(violation(*m) == "");
   BOOST_TEST(leaves_of(*m) == leaves, boost::test_tools::per_element());
 }

@@ -1,0 +1,103 @@
+// Copying drawn rows out of the ring, without a lock: a row's word must name the row drawn before and after the copy.
+#pragma once
+
+#include <vector>
+
+#include "memory.h"
+
+namespace torchreplay {
+
+// What was drawn: the row in `slot` must still be this one.
+struct DrawnItem {
+  uint64_t slot, key1;
+  uint64_t mass, total, min_mass;
+  int64_t drawable;
+  uint64_t chance;  // a random word of the item's own
+};
+
+// Where a batch goes: `values[f]` receives n values of output f, one after the other.
+struct BatchPointers {
+  std::vector<char*> values;
+  int64_t* keys = nullptr;
+  float* weight = nullptr;
+  float* probability = nullptr;
+};
+
+// Items that are single rows.
+class RowGather {
+ public:
+  explicit RowGather(SegmentMemory& m) : memory_(m) {}
+
+  // Copies the items whose numbers are in `todo`, and leaves in it those that were not, or no longer, what was drawn.
+  void gather(const std::vector<DrawnItem>& items, std::vector<int>& todo, const BatchPointers& out) {
+    const int count = static_cast<int>(todo.size());
+    items_ = items.data();
+    todo_ = todo.data();
+    int failed = 0;
+    prefetch(0, count);
+    for (int first = 0; first < count; first += kBlock) {
+      prefetch(first + kBlock, count);
+      failed = gather_block(first, std::min(kBlock, count - first), failed, out);
+    }
+    todo.resize(failed);
+  }
+
+ private:
+  // Rows copied at a time: their lines arrive while the block before is copied.
+  static constexpr int kBlock = 16;
+
+  int gather_block(int first, int n, int failed, const BatchPointers& out) {
+    const auto& fields = memory_.layout().fields;
+    uint64_t word[kBlock];
+    for (int k = 0; k < n; k++) {
+      const DrawnItem& item = items_[todo_[first + k]];
+      word[k] = memory_.row(item.slot).word.load(std::memory_order_acquire);
+      if (!slot_word::is_row(word[k]) || slot_word::key1(word[k]) != item.key1) word[k] = 0;
+    }
+    for (size_t f = 0; f < fields.size(); f++) copy_field(fields[f], out.values[f], first, n);
+    for (int k = 0; k < n; k++) {
+      const int i = todo_[first + k];
+      const bool intact = word[k] && load_after_copy(memory_.row(items_[i].slot).word) == word[k];
+      if (!intact) todo_[failed++] = i;
+    }
+    return failed;
+  }
+
+  void copy_field(const Field& field, char* to, int first, int n) const {
+    switch (field.nbytes) {
+      case 1:
+        return copy_values<1>(field, to, first, n);
+      case 4:
+        return copy_values<4>(field, to, first, n);
+      case 8:
+        return copy_values<8>(field, to, first, n);
+      case 16:
+        return copy_values<16>(field, to, first, n);
+      case 32:
+        return copy_values<32>(field, to, first, n);
+      default:
+        return copy_values<0>(field, to, first, n);
+    }
+  }
+
+  // The sizes of scalars and small vectors are known to the compiler; 0: any other.
+  template <uint64_t kBytes>
+  void copy_values(const Field& field, char* to, int first, int n) const {
+    const uint64_t bytes = kBytes ? kBytes : field.nbytes;
+    for (int k = 0; k < n; k++) {
+      const int i = todo_[first + k];
+      copy_payload(to + i * bytes, memory_.value(field, items_[i].slot), bytes);
+    }
+  }
+
+  // Always inlined: gcc takes a function that only prefetches for one without effects, and drops calls of it.
+  [[gnu::always_inline]] void prefetch(int first, int count) const {
+    for (int k = first; k < std::min(first + kBlock, count); k++) prefetch_row(memory_, items_[todo_[k]].slot);
+  }
+
+  SegmentMemory& memory_;
+  const DrawnItem* items_ = nullptr;
+  int* todo_ = nullptr;
+};
+
+}  // namespace torchreplay

@@ -1,0 +1,229 @@
+// `reset`, `step` and whole episodes: the calls of a writer whose rows are linked, and the writer's type.
+#pragma once
+
+#include "writer.h"
+
+namespace torchreplay::py::writer {
+
+// The rows that s.lanes has planned.
+struct PlannedRows {
+  WriterState& state;
+  RowMeta meta(uint64_t i) const {
+    const StreamRow& row = state.lanes.rows()[i];
+    if (row.kind == StreamRow::Kind::kReset) return state.lanes.meta(i, {});
+    return state.lanes.meta(i, state.priorities.of(static_cast<uint64_t>(row.time) * state.lanes.size() + row.lane));
+  }
+  void commit(uint64_t i, uint64_t key) const { state.lanes.commit(i, key); }
+};
+
+inline void require_linked(const WriterState& s, const char* method) {
+  if (!s.linked())
+    throw std::invalid_argument(std::string(method) +
+                                "() links rows in time, but the buffer's view is Rows(): use append(), or make the "
+                                "buffer with view=Transitions(...) or Sequences(...)");
+}
+
+// Writes the planned rows; their keys go to the places in `answers` that they answer.
+inline void write_planned(PyObject* self, WriterState& s, int64_t* answers) {
+  SegmentMemory& m = *s.attached->memory;
+  const auto& columns = m.layout().fields;
+  const std::vector<StreamRow>& plan = s.lanes.rows();
+  auto fill = [&](uint64_t i, uint64_t slot) {
+    const StreamRow& row = plan[i];
+    for (size_t f = 0; f < columns.size(); f++) {
+      char* to = m.value(columns[f], slot);
+      if (s.roles.observation[f])
+        (row.kind == StreamRow::Kind::kLast ? s.last : s.values)[f].copy(to, row.obs_time, row.lane);
+      else if (row.kind == StreamRow::Kind::kReset)
+        zero_payload(to, columns[f].nbytes);
+      else
+        s.values[f].copy(to, row.time, row.lane);
+    }
+  };
+  PlannedRows rows{s};
+  s.keys.resize(plan.size());
+  if (!plan.empty()) write(self, s, plan.size(), rows, s.keys.data(), fill);
+  for (size_t i = 0; i < plan.size(); i++)
+    if (plan[i].answer >= 0) answers[plan[i].answer] = s.keys[i];
+}
+
+// Writes the planned rows, and returns their keys: an int without lanes.
+inline PyObject* write_lanes(PyObject* self, WriterState& s) {
+  if (!s.lanes.vectorised()) {
+    int64_t key = -1;
+    write_planned(self, s, &key);
+    return checked(PyLong_FromLongLong(key));
+  }
+  const int64_t n = s.lanes.size();
+  KeyTensor keys(n);
+  std::fill_n(keys.keys, n, -1);
+  write_planned(self, s, keys.keys);
+  return keys.release(1, &n);
+}
+
+inline void open_observations(WriterState& s, std::vector<FieldValue>& values, Leading& leading) {
+  for (size_t f = 0; f < values.size(); f++)
+    if (s.roles.observation[f]) values[f].open(s.given[f], s.attached->fields.specs[f], leading);
+}
+
+inline void open_rest(WriterState& s, Leading& leading) {
+  for (size_t f = 0; f < s.values.size(); f++)
+    if (!s.roles.observation[f]) s.values[f].open(s.given[f], s.attached->fields.specs[f], leading);
+}
+
+inline Leading one_time(const WriterState& s) {
+  return {.lanes = s.lanes.vectorised(), .lane_count = static_cast<int64_t>(s.lanes.size())};
+}
+
+// The lanes to reset: nullptr for all.
+inline std::vector<uint8_t> read_mask(const WriterState& s, PyObject* given) {
+  if (!given || given == Py_None) return {};
+  ArrayView v;
+  const bool opened = s.lanes.vectorised() && v.open_anything(given);
+  if (!opened || v.array.dims != 1 || v.array.shape[0] != s.lanes.size() || v.array.element != Element::kBool)
+    throw std::invalid_argument(s.lanes.vectorised()
+                                    ? "mask: got " + describe(given, v, opened) + ", expected one bool for each of the " +
+                                          std::to_string(s.lanes.size()) + " lanes"
+                                    : std::string("mask belongs to a writer with lanes"));
+  std::vector<uint8_t> mask(s.lanes.size());
+  copy_converted(reinterpret_cast<char*>(mask.data()), Element::kBool, v.array.data, v.array, 0);
+  return mask;
+}
+
+inline PyObject* reset(PyObject* self, PyObject* const* args, Py_ssize_t nargs, PyObject* names) {
+  return guarded([&] {
+    check_positional("reset", nargs);
+    auto& s = state_of<WriterState>(self);
+    const WriterUse use(s);
+    require_linked(s, "reset");
+    PyObject* mask[2] = {};
+    s.reset_matcher.match(args, names, s.given.data(), mask);
+    Leading leading = one_time(s);
+    open_observations(s, s.values, leading);
+    const std::vector<uint8_t> chosen = read_mask(s, mask[0]);
+    s.lanes.plan_reset(chosen.empty() ? nullptr : chosen.data());
+    return write_lanes(self, s);
+  });
+}
+
+inline std::vector<uint8_t> read_flags(const WriterState& s, size_t field, int64_t times) {
+  std::vector<uint8_t> flags(static_cast<size_t>(times) * s.lanes.size());
+  for (int64_t t = 0; t < times; t++)
+    for (uint32_t lane = 0; lane < s.lanes.size(); lane++)
+      s.values[field].copy(reinterpret_cast<char*>(&flags[static_cast<size_t>(t) * s.lanes.size() + lane]), t, lane);
+  return flags;
+}
+
+// Opens the observations with which episodes end in a step that also resets; false when none were given.
+inline bool open_last(PyObject* self, WriterState& s, PyObject* given) {
+  if (!given || given == Py_None) return false;
+  if (!s.lanes.vectorised() || s.roles.autoreset != Autoreset::kSameStep)
+    throw std::invalid_argument("final_obs belongs to a writer with lanes and autoreset='same_step'");
+  Ref dict(checked(PyObject_CallMethod(self, "_last_observations", "O", given)));
+  std::vector<Ref> held;
+  collect(s.observations, dict.get(), "", s.given.data(), held);
+  Leading leading = one_time(s);
+  open_observations(s, s.last, leading);
+  s.last_held = std::move(held);
+  return true;
+}
+
+inline PyObject* step(PyObject* self, PyObject* const* args, Py_ssize_t nargs, PyObject* names) {
+  return guarded([&] {
+    check_positional("step", nargs);
+    auto& s = state_of<WriterState>(self);
+    const WriterUse use(s);
+    require_linked(s, "step");
+    PyObject* options[2] = {};
+    s.matcher.match(args, names, s.given.data(), options);
+    Leading leading = one_time(s);
+    for (size_t f = 0; f < s.values.size(); f++) s.values[f].open(s.given[f], s.attached->fields.specs[f], leading);
+    s.priorities.open(options[0], s.lanes.size(), leading.dims());
+    if (!s.lanes.vectorised()) {
+      uint8_t terminated, truncated;
+      s.values[s.roles.terminated].copy(reinterpret_cast<char*>(&terminated), 0);
+      s.values[s.roles.truncated].copy(reinterpret_cast<char*>(&truncated), 0);
+      open_last(self, s, options[1]);
+      s.lanes.plan_steps(1, &terminated, &truncated, false, false);
+      return write_lanes(self, s);
+    }
+    const std::vector<uint8_t> terminated = read_flags(s, s.roles.terminated, 1),
+                               truncated = read_flags(s, s.roles.truncated, 1);
+    const bool last_given = open_last(self, s, options[1]);
+    s.lanes.plan_steps(1, terminated.data(), truncated.data(), last_given, false);
+    return write_lanes(self, s);
+  });
+}
+
+// One episode, or with lanes a block of times and lanes: an observation more than steps.
+inline PyObject* extend_episodes(PyObject* self, WriterState& s, PyObject* const* args, PyObject* names) {
+  PyObject* options[2] = {};
+  s.matcher.match(args, names, s.given.data(), options);
+  Leading steps = one_time(s);
+  steps.times = true;
+  open_rest(s, steps);
+  Leading observations = steps;
+  observations.time_count++;
+  open_observations(s, s.values, observations);
+  const int64_t times = steps.time_count, lanes = s.lanes.size();
+  s.priorities.open(options[0], times * lanes, steps.dims());
+  s.lanes.plan_steps(times, read_flags(s, s.roles.terminated, times).data(),
+                     read_flags(s, s.roles.truncated, times).data(), false, true);
+  KeyTensor keys((times + 1) * lanes);
+  write_planned(self, s, keys.keys);
+  const int64_t shape[] = {times + 1, lanes};
+  return keys.release(s.lanes.vectorised() ? 2 : 1, shape);
+}
+
+inline PyObject* extend(PyObject* self, PyObject* const* args, Py_ssize_t nargs, PyObject* names) {
+  return guarded([&] {
+    check_positional("extend", nargs);
+    auto& s = state_of<WriterState>(self);
+    const WriterUse use(s);
+    return s.linked() ? extend_episodes(self, s, args, names) : extend_rows(self, s, args, names);
+  });
+}
+
+inline PyMethodDef methods[] = {
+    {"append", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(append)), METH_FASTCALL | METH_KEYWORDS,
+     "append(*, priority=None, **fields)\n--\n\nWrite one row and return its key (int).\n\nThe fields are those of the "
+     "spec, each of exactly its shape; a nested field is a dict. `priority` is a raw TD error\n"
+     "(its absolute value is taken); None gives the row the largest priority seen so far. Waits while the limiter says "
+     "that\nthe learner is behind.\n\nRaises:\n    ValueError: a field is missing, unknown, of another "
+     "shape or of a dtype that does not cast; nothing is written.\n    Stopped: the buffer was stopped."},
+    {"extend", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(extend)), METH_FASTCALL | METH_KEYWORDS,
+     "extend(*, priority=None, **fields)\n--\n\nWrite n rows, whose values have a leading dimension n, and return "
+     "their keys (int64 tensor of shape [n]).\n\nUnder a view that links rows: one whole episode, observation fields "
+     "[T + 1, ...] and the others [T, ...], or with lanes a\nblock [T + 1, lanes, ...] and [T, lanes, ...]; keys [T + 1] or "
+     "[T + 1, lanes].\n\n`priority` is None, one number for all rows, or "
+     "one for each. Waits and raises as `append` does; rows written before a\nwait that fails stay written."},
+    {"reset", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(reset)), METH_FASTCALL | METH_KEYWORDS,
+     "reset(*, mask=None, **observation)\n--\n\nStart an episode with its first observation, and return the key of the "
+     "row written (int; with lanes int64 tensor [lanes]).\n\nTakes the view's observation fields only. With lanes the "
+     "values have a leading dimension of lanes, and `mask` (bool\n[lanes]) says which of them are reset; the others write "
+     "nothing and get the key -1. An episode that the reset cuts short has\nno end: only its complete items can be drawn.\n\n"
+     "Raises:\n    ValueError: the view is Rows(), or a field is missing, unknown, of another shape or of a dtype that does "
+     "not cast;\n        nothing is written.\n    Stopped: the buffer was stopped."},
+    {"step", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(step)), METH_FASTCALL | METH_KEYWORDS,
+     "step(*, priority=None, final_obs=None, **fields)\n--\n\nWrite what env.step() returned: the new observation, and the "
+     "action, reward and flags that led to it. Returns the key\nof the row written (int; with lanes int64 tensor [lanes]).\n\n"
+     "`priority` is the raw TD error of the items that this step completes (with lanes one number, or one for each); None\n"
+     "gives them the largest one seen so far. `final_obs` is infos['final_obs'] of a vector environment that resets in the\n"
+     "same step; it is needed where a lane ends, and the key returned is then that of the episode's last row.\n\nRaises:\n"
+     "    ValueError: the view is Rows(), no reset() came before, the episode has ended, or a value does not fit; nothing is\n"
+     "        written.\n    Stopped: the buffer was stopped."},
+    {"wait_room", wait_room, METH_O, nullptr},
+    {"admitted", admitted, METH_NOARGS, nullptr},
+    {"_close", close_writer, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+inline PyGetSetDef getset[] = {{"closed", get_closed, nullptr, "True after close().", nullptr},
+                               {"rows", get_rows, nullptr, "Rows this writer has written.", nullptr},
+                               {nullptr, nullptr, nullptr, nullptr, nullptr}};
+inline PyType_Slot slots[] = {{Py_tp_init, reinterpret_cast<void*>(init)},
+                              {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<WriterState>)},
+                              {Py_tp_methods, methods},
+                              {Py_tp_getset, getset},
+                              {0, nullptr}};
+inline PyType_Spec spec = type_spec<WriterState>("torchreplay._C.Writer", slots);
+
+}  // namespace torchreplay::py::writer

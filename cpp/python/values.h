@@ -1,0 +1,139 @@
+// What users hand over for the fields of rows: checked, and ready to be copied row by row.
+#pragma once
+
+#include "fields.h"
+
+namespace torchreplay::py {
+
+// The dimensions before a field's own. A size of -1 is learned from the first value.
+struct Leading {
+  bool times = false, lanes = false;
+  int64_t time_count = -1, lane_count = -1;
+
+  int dims() const { return times + lanes; }
+};
+
+// One field's value in a call.
+class FieldValue {
+ public:
+  // Throws std::invalid_argument unless `o` has the shape and a dtype that casts.
+  void open(PyObject* o, const FieldSpec& spec, Leading& leading) {
+    view_.problem.clear();
+    const bool scalar = ArrayView::is_scalar(o);
+    // np.float64 is a float and numpy arrays are not: Python scalars are looked at first, they are the cheapest.
+    const bool opened = scalar ? view_.open_scalar(o, spec.element) : view_.open(o);
+    const StridedArray& a = view_.array;
+    const int lead = leading.dims();
+    if (!opened || a.dims != lead + static_cast<int>(spec.shape.size())) fail(o, spec, leading, opened);
+    for (size_t d = 0; d < spec.shape.size(); d++)
+      if (a.shape[lead + d] != spec.shape[d]) fail(o, spec, leading, opened);
+    if (!casts(a.element, spec.element))
+      throw std::invalid_argument(
+          "field '" + spec.path + "': " + (scalar ? describe_scalar(o) : element_name(a.element)) +
+          " does not cast to " + element_name(spec.element) + " by the same_kind rule: convert it explicitly");
+    if (leading.times) learn(leading.time_count, a.shape[0], spec, "rows");
+    if (leading.lanes) learn(leading.lane_count, a.shape[lead - 1], spec, "lanes");
+    time_stride_ = leading.times ? a.stride[0] : 0;
+    lane_stride_ = leading.lanes ? a.stride[lead - 1] : 0;
+    to_ = spec.element;
+    lead_ = lead;
+    nbytes_ = spec.nbytes;
+    dense_ = a.element == spec.element && is_dense(a, lead);
+  }
+
+  void copy(char* to, int64_t time, int64_t lane = 0) const {
+    const char* from = view_.array.data + time * time_stride_ + lane * lane_stride_;
+    if (dense_)
+      copy_value(to, from, nbytes_);
+    else
+      copy_converted(to, to_, from, view_.array, lead_);
+  }
+
+  void release() { view_.release(); }
+
+ private:
+  static void learn(int64_t& expected, int64_t given, const FieldSpec& spec, const char* what) {
+    if (expected < 0) expected = given;
+    if (given != expected)
+      throw std::invalid_argument("field '" + spec.path + "': got " + std::to_string(given) + " " + what +
+                                  ", expected " + std::to_string(expected) + " as the other fields say");
+  }
+
+  static std::string describe_scalar(PyObject* o) {
+    return PyFloat_Check(o) ? "a Python float" : PyBool_Check(o) ? "a Python bool" : "a Python int";
+  }
+
+  static std::string expected_shape(const FieldSpec& spec, const Leading& leading) {
+    std::string sizes;
+    auto add = [&sizes](const std::string& size) { sizes += (sizes.empty() ? "" : ", ") + size; };
+    if (leading.times) add(leading.time_count < 0 ? "n" : std::to_string(leading.time_count));
+    if (leading.lanes) add(leading.lane_count < 0 ? "lanes" : std::to_string(leading.lane_count));
+    for (int64_t size : spec.shape) add(std::to_string(size));
+    const bool one = leading.dims() + spec.shape.size() == 1;
+    return "(" + sizes + (one ? ",)" : ")");
+  }
+
+  [[noreturn]] void fail(PyObject* o, const FieldSpec& spec, const Leading& leading, bool opened) const {
+    const std::string given = opened && ArrayView::is_scalar(o) ? describe_scalar(o) : describe(o, view_, opened);
+    const char* advice =
+        given.starts_with("a value of type") ? " (a numpy array, a torch CPU tensor or a Python scalar)" : "";
+    throw std::invalid_argument("field '" + spec.path + "': got " + given + ", expected " + element_name(spec.element) +
+                                " of shape " + expected_shape(spec, leading) + advice);
+  }
+
+  ArrayView view_;
+  Element to_;
+  int lead_ = 0;
+  int64_t time_stride_ = 0, lane_stride_ = 0;
+  uint64_t nbytes_ = 0;
+  bool dense_ = false;
+};
+
+// The raw priorities of a call: none, one number for all rows, or one for each.
+class Priorities {
+ public:
+  // `dims`: of the rows in the call; with 0 there is one row, and one number is expected.
+  void open(PyObject* given, int64_t rows, int dims) {
+    each_.clear();
+    all_ = {};
+    if (!given || given == Py_None) return;
+    if (dims == 0 || ArrayView::is_scalar(given)) {
+      all_ = meta_of(number(given));
+      return;
+    }
+    ArrayView v;
+    const bool opened = v.open_anything(given);
+    int64_t n = 1;
+    for (int d = 0; d < v.array.dims; d++) n *= v.array.shape[d];
+    if (!opened || v.array.dims != dims || n != rows)
+      throw std::invalid_argument("priority: got " + describe(given, v, opened) +
+                                  ", expected one number, or one for each of the " + std::to_string(rows) + " rows");
+    std::vector<double> raw(static_cast<size_t>(rows));
+    copy_converted(reinterpret_cast<char*>(raw.data()), Element::kF64, v.array.data, v.array, 0);
+    for (double p : raw) each_.push_back(meta_of(p));
+  }
+
+  const RowMeta& of(uint64_t row) const { return each_.empty() ? all_ : each_[row]; }
+
+ private:
+  static double number(PyObject* o) {
+    const double priority = PyFloat_AsDouble(o);
+    if (priority != -1 || !PyErr_Occurred()) return priority;
+    if (!PyErr_ExceptionMatches(PyExc_TypeError)) throw PythonError{};
+    PyErr_Clear();
+    throw std::invalid_argument("the priority is no number: expected a finite number, or None for the largest one seen");
+  }
+
+  static RowMeta meta_of(double priority) {
+    if (!std::isfinite(priority))
+      throw std::invalid_argument(
+          "the priority is NaN or infinite: expected a finite number, or None for the largest one seen");
+    constexpr double kMax = std::numeric_limits<float>::max();
+    return {kHasPriority, 0, static_cast<float>(std::min(std::fabs(priority), kMax))};
+  }
+
+  RowMeta all_;
+  std::vector<RowMeta> each_;
+};
+
+}  // namespace torchreplay::py

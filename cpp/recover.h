@@ -1,0 +1,105 @@
+// Rebuilding what is derived from the rows, after the mutex's owner died. Runs under the mutex.
+#pragma once
+
+#include <vector>
+
+#include "absorb.h"
+
+namespace torchreplay {
+
+// O(capacity). Idempotent: the death of whoever repairs repeats it.
+class Recovery {
+ public:
+  explicit Recovery(SegmentMemory& m)
+      : memory_(m), header_(m.header()), tree_(m.tree()), initial_(header_, tree_), pending_(m), streams_(m) {}
+
+  void run() {
+    alive();
+    if (header_.dirty == Dirty::kLinks) {
+      const uint64_t head = header_.head.load(std::memory_order_acquire);
+      read_slots(head);
+      if (memory_.layout().view.linked()) {
+        each_slot([&](uint64_t slot) { streams_.clear(slot); });
+        each_slot([&](uint64_t slot) { link(slot); });
+      }
+      settle_leaves();
+      pending_.recount();
+      header_.absorbed = head;
+    }
+    tree_.rebuild();
+    kill_fence();
+    header_.dirty = Dirty::kClean;
+  }
+
+ private:
+  // Waiters go on waiting while this counts.
+  void alive() { header_.repairing.fetch_add(1, std::memory_order_relaxed); }
+
+  template <class Visit>
+  void each_slot(Visit&& visit) {
+    for (uint64_t slot = 0; slot < memory_.capacity(); slot++) {
+      if (slot % Absorber::kChunk == 0) alive();
+      visit(slot);
+    }
+  }
+
+  // Which row every slot holds. A leaf survives only with the row that it belongs to.
+  void read_slots(uint64_t head) {
+    header_.rows = 0;
+    each_slot([&](uint64_t slot) {
+      RowHeader& row = memory_.row(slot);
+      const uint64_t word = row.word.load(std::memory_order_acquire);
+      RowFacts facts;
+      const bool is_row = slot_word::is_row(word) && read_facts(row, word, facts);
+      const uint64_t key1 = is_row ? slot_word::key1(word) : 0;
+      uint64_t& at = memory_.at(slot);
+      if (at != key1) {
+        tree_.leaves()[slot] = 0;
+        kill_fence();
+        at = key1;
+      }
+      header_.rows += key1 != 0;
+      const uint64_t newest1 = slot < head ? head - (head - 1 - slot) % memory_.capacity() : 0;
+      pending_.assign(
+          slot, slot_word::is_busy(word) || (slot_word::is_row(word) && !is_row) || slot_word::key1(word) < newest1);
+    });
+  }
+
+  void link(uint64_t slot) {
+    RowFacts row;
+    if (!memory_.at(slot) || !streams_.facts_of(slot, row) || !streams_.follows(row)) return;
+    const uint64_t before = memory_.slot_of(row.prev_key1 - 1);
+    if (memory_.at(before) == row.prev_key1) streams_.link(before, slot);
+  }
+
+  // An item has a leaf exactly when it is complete. One that already had keeps it; any other gets its initial one.
+  void settle_leaves() {
+    std::vector<bool> complete(memory_.capacity());
+    auto settle = [&](uint64_t anchor, float priority) {
+      complete[anchor] = true;
+      if (tree_.leaf(static_cast<int64_t>(anchor)) > 0) return;
+      tree_.leaves()[anchor] = initial_.of(priority);
+      header_.inserted++;
+    };
+    each_slot([&](uint64_t slot) {
+      RowFacts row;
+      if (!memory_.at(slot) || !streams_.facts_of(slot, row)) return;
+      if (memory_.layout().view.linked())
+        streams_.each_completed_by(slot, row, settle);
+      else
+        settle(slot, row.priority);
+    });
+    each_slot([&](uint64_t slot) {
+      if (!complete[slot]) tree_.leaves()[slot] = 0;
+    });
+  }
+
+  SegmentMemory& memory_;
+  Header& header_;
+  PriorityTree tree_;
+  InitialLeaf initial_;
+  PendingSet pending_;
+  Streams streams_;
+};
+
+}  // namespace torchreplay

@@ -1,0 +1,85 @@
+"""`check`: plays an environment's episodes through a buffer like the user's, and compares what comes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..arguments import checked_int
+from ..buffer import ReplayBuffer
+from ..spaces import single_spaces
+from .casting import Casting
+from .compare import compare
+from .filling import Filling
+from .items import items_of
+from .play import Row, play
+from .write import write_rows, write_steps
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """What `check` compared, all of which was as expected.
+
+    Attributes:
+        episodes: Episodes begun.
+        rows: Rows written.
+        items: Items drawn and compared.
+        fields: Entries of the batches compared, nested names joined by '/'.
+        filled: Fields that the environment does not produce, for which random values stood in.
+    """
+
+    episodes: int
+    rows: int
+    items: int
+    fields: tuple[str, ...]
+    filled: tuple[str, ...]
+
+
+def check(env: Any, buffer: ReplayBuffer, episodes: int = 3, seed: int = 0, max_steps: int = 1000) -> CheckReport:
+    """Plays a few episodes with random actions, and verifies that what is written comes back, item by item.
+
+    The rows go to a buffer of the same spec and view that lives as long as the check; `buffer` itself stays as it is.
+    Every item that should be drawable is drawn and compared with one computed in NumPy from the recorded episodes, and
+    no other item may be drawable. Observations must lie in their space. The observation, reward and flags are written
+    to the fields that the view names (with `Rows()`: `obs`, `next_obs`, `reward`, `terminated`, `truncated`, `done`),
+    actions to `action`; other fields get random values, which must come back too.
+
+    The environment is reset with `seed`, so is its action space, and it is left where the last episode ended.
+
+    Args:
+        env: A Gymnasium environment, or a vector environment with any autoreset mode.
+        buffer: The buffer that the environment's experience is to go to.
+        episodes: Episodes to play to their end; of a vector environment all lanes together.
+        seed: Of the environment and the actions.
+        max_steps: Steps after which an episode is broken off (of a vector environment: after which playing ends).
+
+    Returns:
+        What was compared.
+
+    Raises:
+        ValueError: An observation is outside its space, a value does not fit its field, or something comes back that
+            was not written; the text names field, episode, step and key, what was found and what was expected.
+
+    Warns:
+        UserWarning: A field of a narrower float dtype rounds an observation or an action.
+    """
+    checked_int("episodes", episodes, 1, 1 << 31)
+    checked_int("max_steps", max_steps, 1, 1 << 31)
+    space, _ = single_spaces(env)
+    filling = Filling(buffer.spec, buffer.view, space, seed)
+    played = play(env, episodes, max_steps, seed)
+    streams = played.streams()
+    _check_observations(streams, space)
+    casting = Casting({"/".join(filling.reward)})
+    rows = sum(map(len, streams))
+    with ReplayBuffer(buffer.spec, rows, view=buffer.view, seed=seed) as twin:
+        (write_steps if filling.linked else write_rows)(twin, played, filling, casting)
+        items, fields = compare(twin, items_of(buffer.view), streams)
+        begun = sum(row.step == 0 for stream in streams for row in stream)
+        return CheckReport(begun, len(twin), items, fields, tuple("/".join(path) for path in filling.own))
+
+
+def _check_observations(streams: list[list[Row]], space: Any) -> None:
+    for row in (row for stream in streams for row in stream):
+        if not space.contains(row.obs):
+            raise ValueError(f"the observation of {row} is {row.obs!r}: expected one of {space}")
