@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "copy.h"
 #include "memory.h"
 
 namespace torchreplay {
@@ -21,6 +22,7 @@ struct BatchPointers {
   int64_t* keys = nullptr;
   float* weight = nullptr;
   float* probability = nullptr;
+  uint64_t bytes = 0;  // of all values together
 };
 
 // Items that are single rows.
@@ -33,6 +35,7 @@ class RowGather {
     const int count = static_cast<int>(todo.size());
     items_ = items.data();
     todo_ = todo.data();
+    count_ = count;
     int failed = 0;
     prefetch(0, count);
     for (int first = 0; first < count; first += kBlock) {
@@ -54,7 +57,12 @@ class RowGather {
       word[k] = memory_.row(item.slot).word.load(std::memory_order_acquire);
       if (!slot_word::is_row(word[k]) || slot_word::key1(word[k]) != item.key1) word[k] = 0;
     }
-    for (size_t f = 0; f < fields.size(); f++) copy_field(fields[f], out.values[f], first, n);
+    for (size_t f = 0; f < fields.size(); f++) {
+      if (can_stream(fields[f].nbytes, out.bytes))
+        stream_field(fields[f], out.values[f], first, n);
+      else
+        copy_field(fields[f], out.values[f], first, n);
+    }
     for (int k = 0; k < n; k++) {
       const int i = todo_[first + k];
       const bool intact = word[k] && load_after_copy(memory_.row(items_[i].slot).word) == word[k];
@@ -90,7 +98,15 @@ class RowGather {
     }
   }
 
-  // Always inlined: gcc takes a function that only prefetches for one without effects, and drops calls of it.
+  void stream_field(const Field& field, char* to, int first, int n) const {
+    for (int k = first; k < first + n; k++) {
+      const int ahead = std::min(k + 1, count_ - 1);
+      stream_payload(to + todo_[k] * field.nbytes, memory_.value(field, items_[todo_[k]].slot),
+                     memory_.value(field, items_[todo_[ahead]].slot), field.nbytes);
+    }
+    finish_stream();
+  }
+
   [[gnu::always_inline]] void prefetch(int first, int count) const {
     for (int k = first; k < std::min(first + kBlock, count); k++) prefetch_row(memory_, items_[todo_[k]].slot);
   }
@@ -98,6 +114,7 @@ class RowGather {
   SegmentMemory& memory_;
   const DrawnItem* items_ = nullptr;
   int* todo_ = nullptr;
+  int count_ = 0;
 };
 
 }  // namespace torchreplay

@@ -28,7 +28,7 @@ class ItemGather {
       paths_.resolve(items, todo, first, n);
       goals_.choose(items, todo, first, n, paths_);
       paths_.prefetch(items, todo, first + n);
-      for (size_t o = 0; o < plan_.outputs.size(); o++) copy(o, todo.data() + first, n, out.values[o]);
+      for (size_t o = 0; o < plan_.outputs.size(); o++) copy(o, todo.data() + first, n, out);
       for (int k = 0; k < n; k++) {
         const int i = todo[first + k];
         if (paths_.intact(k) && goals_.intact(k)) continue;
@@ -46,13 +46,35 @@ class ItemGather {
   const std::vector<uint64_t>& touched() const { return touched_; }
 
  private:
-  void copy(size_t o, const int* numbers, int n, char* to) {
+  void copy(size_t o, const int* numbers, int n, const BatchPointers& out) {
     const Output& output = plan_.outputs[o];
     const uint64_t bytes = plan_.item_bytes(o, memory_.layout());
+    const bool rows = output.kind == Output::Kind::kAnchor || output.kind == Output::Kind::kEnd;
+    if (rows && can_stream(memory_.layout().fields[output.field].nbytes, out.bytes))
+      return stream(output, numbers, n, bytes, out.values[o]);
+    for (int k = 0; k < n; k++)
+      if (paths_.steps(k) >= 0) fill(output, k, out.values[o] + static_cast<uint64_t>(numbers[k]) * bytes);
+  }
+
+  // Long values: each is fetched while the one before is copied.
+  void stream(const Output& output, const int* numbers, int n, uint64_t item_bytes, char* to) {
+    const Field& field = memory_.layout().fields[output.field];
+    moves_.clear();
     for (int k = 0; k < n; k++) {
       if (paths_.steps(k) < 0) continue;
-      fill(output, k, to + static_cast<uint64_t>(numbers[k]) * bytes);
+      char* item = to + static_cast<uint64_t>(numbers[k]) * item_bytes;
+      const int first = output.first + (output.kind == Output::Kind::kEnd ? paths_.steps(k) : 0);
+      for (int i = 0; i < static_cast<int>(output.count); i++, item += field.nbytes) {
+        const int position = std::max(first + i, paths_.start(k));
+        if (position > paths_.steps(k))
+          std::memset(item, 0, field.nbytes);
+        else
+          moves_.push_back({item, memory_.value(field, paths_.row(k, position).slot)});
+      }
     }
+    for (size_t i = 0; i < moves_.size(); i++)
+      stream_payload(moves_[i].to, moves_[i].from, moves_[std::min(i + 1, moves_.size() - 1)].from, field.nbytes);
+    finish_stream();
   }
 
   void fill(const Output& output, int k, char* to) {
@@ -128,6 +150,11 @@ class ItemGather {
     copy_converted(static_cast<char*>(to), to_element, static_cast<const char*>(from), source, 0);
   }
 
+  struct Move {
+    char* to;
+    const char* from;
+  };
+
   SegmentMemory& memory_;
   const ItemPlan& plan_;
   Paths paths_;
@@ -135,6 +162,7 @@ class ItemGather {
   std::vector<double> power_;  // gamma^k
   std::vector<double> sum_, reward_;
   std::vector<char> raw_;
+  std::vector<Move> moves_;
   std::vector<uint64_t> touched_;
 };
 

@@ -2,12 +2,14 @@
 
 from .batch import ReplayBatch
 from .buffer import ReplayBuffer
+from .checking import CheckReport, check
 from .dataset import ReplayDataset
 from .errors import AttachError, ReplayTimeout, Stopped, WouldBlockForever
 from .laber import LaBER
 from .hindsight import Hindsight
 from .limiters import MinSize, SamplesPerInsert
 from .priorities import sequence_priority
+from .reverse import Reverse
 from .samplers import Linear, Prioritized, Uniform
 from .segment import Handle
 from .spaces import spec_from_env, spec_from_space
@@ -22,6 +24,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttachError",
+    "CheckReport",
     "Field",
     "Handle",
     "Hindsight",
@@ -34,6 +37,7 @@ __all__ = [
     "ReplayBuffer",
     "ReplayDataset",
     "ReplayTimeout",
+    "Reverse",
     "Rows",
     "SamplesPerInsert",
     "Sequences",
@@ -44,6 +48,7 @@ __all__ = [
     "Uniform",
     "WouldBlockForever",
     "Writer",
+    "check",
     "sequence_priority",
     "spec_from_env",
     "spec_from_space",

@@ -57,8 +57,9 @@ def _candidates(peer: TorchreplayPeer, capacity: int) -> list[Candidate]:
             np.copyto(target, array[start : start + BATCH_SIZE])
 
     def copy_fresh(start: int) -> None:
-        for column, array in zip(columns, arrays, strict=True):
-            np.copyto(torch.empty_like(column[:BATCH_SIZE]).numpy(), array[start : start + BATCH_SIZE])
+        batch = [torch.empty_like(column[:BATCH_SIZE]).numpy() for column in columns]  # alive together, as in a draw
+        for array, target in zip(arrays, batch, strict=True):
+            np.copyto(target, array[start : start + BATCH_SIZE])
 
     def select(index: torch.Tensor) -> None:
         for column in columns:
@@ -73,8 +74,11 @@ def _candidates(peer: TorchreplayPeer, capacity: int) -> list[Candidate]:
 
 
 def _loop(work: Callable[[Any], object], arguments: Sequence[Any]) -> Callable[[int], None]:
+    # Every round goes on where the one before ended: a copy of the same rows again would find them in the caches.
+    endless = cycle(arguments)
+
     def run(n: int) -> None:
-        for argument in islice(cycle(arguments), n):
+        for argument in islice(endless, n):
             work(argument)
 
     return run

@@ -164,6 +164,7 @@ inline PyObject* extend_episodes(PyObject* self, WriterState& s, PyObject* const
   open_rest(s, steps);
   Leading observations = steps;
   observations.time_count++;
+  observations.after_steps = true;
   open_observations(s, s.values, observations);
   const int64_t times = steps.time_count, lanes = s.lanes.size();
   s.priorities.open(options[0], times * lanes, steps.dims());

@@ -60,6 +60,7 @@ class BatchBuilder {
     };
     offsets_.reserve(fields.specs.size() + 3);
     for (const FieldSpec& f : fields.specs) offsets_.push_back(reserve(f.nbytes * static_cast<size_t>(n)));
+    value_bytes_ = bytes;
     for (size_t size : {8, 4, 4}) offsets_.push_back(reserve(size * static_cast<size_t>(n)));
     block_ = Block::make(bytes, static_cast<int>(offsets_.size()) + 1);
   }
@@ -72,6 +73,7 @@ class BatchBuilder {
     const size_t n = fields_.specs.size();
     out.values.resize(n);
     for (size_t f = 0; f < n; f++) out.values[f] = at(f);
+    out.bytes = value_bytes_;
     out.keys = reinterpret_cast<int64_t*>(at(n));
     out.weight = reinterpret_cast<float*>(at(n + 1));
     out.probability = reinterpret_cast<float*>(at(n + 2));
@@ -118,6 +120,7 @@ class BatchBuilder {
   const Fields& fields_;
   int64_t n_;
   std::vector<size_t> offsets_;
+  size_t value_bytes_ = 0;
   Block* block_;
   size_t handed_out_ = 0;
 };

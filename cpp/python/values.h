@@ -5,10 +5,11 @@
 
 namespace torchreplay::py {
 
-// The dimensions before a field's own. A size of -1 is learned from the first value.
+// The dimensions before a field's own. A time_count of -1 is learned from the first value.
 struct Leading {
   bool times = false, lanes = false;
   int64_t time_count = -1, lane_count = -1;
+  bool after_steps = false;  // of observations: there is one more of them than there are steps
 
   int dims() const { return times + lanes; }
 };
@@ -31,8 +32,13 @@ class FieldValue {
       throw std::invalid_argument(
           "field '" + spec.path + "': " + (scalar ? describe_scalar(o) : element_name(a.element)) +
           " does not cast to " + element_name(spec.element) + " by the same_kind rule: convert it explicitly");
-    if (leading.times) learn(leading.time_count, a.shape[0], spec, "rows");
-    if (leading.lanes) learn(leading.lane_count, a.shape[lead - 1], spec, "lanes");
+    if (leading.times && leading.time_count < 0) leading.time_count = a.shape[0];
+    if (leading.times && a.shape[0] != leading.time_count)
+      throw std::invalid_argument("field '" + spec.path + "': got " + std::to_string(a.shape[0]) +
+                                  (leading.after_steps ? " observations, expected one more than steps, which have "
+                                                       : " rows, the fields before it have ") +
+                                  std::to_string(leading.time_count - leading.after_steps));
+    if (leading.lanes && a.shape[lead - 1] != leading.lane_count) fail(o, spec, leading, opened);
     time_stride_ = leading.times ? a.stride[0] : 0;
     lane_stride_ = leading.lanes ? a.stride[lead - 1] : 0;
     to_ = spec.element;
@@ -52,13 +58,6 @@ class FieldValue {
   void release() { view_.release(); }
 
  private:
-  static void learn(int64_t& expected, int64_t given, const FieldSpec& spec, const char* what) {
-    if (expected < 0) expected = given;
-    if (given != expected)
-      throw std::invalid_argument("field '" + spec.path + "': got " + std::to_string(given) + " " + what +
-                                  ", expected " + std::to_string(expected) + " as the other fields say");
-  }
-
   static std::string describe_scalar(PyObject* o) {
     return PyFloat_Check(o) ? "a Python float" : PyBool_Check(o) ? "a Python bool" : "a Python int";
   }
@@ -66,8 +65,8 @@ class FieldValue {
   static std::string expected_shape(const FieldSpec& spec, const Leading& leading) {
     std::string sizes;
     auto add = [&sizes](const std::string& size) { sizes += (sizes.empty() ? "" : ", ") + size; };
-    if (leading.times) add(leading.time_count < 0 ? "n" : std::to_string(leading.time_count));
-    if (leading.lanes) add(leading.lane_count < 0 ? "lanes" : std::to_string(leading.lane_count));
+    if (leading.times) add(leading.after_steps ? "n + 1" : "n");
+    if (leading.lanes) add(std::to_string(leading.lane_count));
     for (int64_t size : spec.shape) add(std::to_string(size));
     const bool one = leading.dims() + spec.shape.size() == 1;
     return "(" + sizes + (one ? ",)" : ")");
