@@ -5,8 +5,8 @@ from .buffer import ReplayBuffer
 from .checking import CheckReport, check
 from .dataset import ReplayDataset
 from .errors import AttachError, ReplayTimeout, Stopped, WouldBlockForever
-from .laber import LaBER
 from .hindsight import Hindsight
+from .laber import LaBER
 from .limiters import MinSize, SamplesPerInsert
 from .priorities import sequence_priority
 from .reverse import Reverse

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ class CheckReport:
         items: Items drawn and compared.
         fields: Entries of the batches compared, nested names joined by '/'.
         filled: Fields that the environment does not produce, for which random values stood in.
+        rounded: Fields of a float dtype too narrow for the environment's values, of which the first is in a warning.
     """
 
     episodes: int
@@ -33,6 +35,7 @@ class CheckReport:
     items: int
     fields: tuple[str, ...]
     filled: tuple[str, ...]
+    rounded: tuple[str, ...]
 
 
 def check(env: Any, buffer: ReplayBuffer, episodes: int = 3, seed: int = 0, max_steps: int = 1000) -> CheckReport:
@@ -61,7 +64,7 @@ def check(env: Any, buffer: ReplayBuffer, episodes: int = 3, seed: int = 0, max_
             was not written; the text names field, episode, step and key, what was found and what was expected.
 
     Warns:
-        UserWarning: A field of a narrower float dtype rounds an observation or an action.
+        UserWarning: A field's float dtype is too narrow for an observation or an action, which it rounds.
     """
     checked_int("episodes", episodes, 1, 1 << 31)
     checked_int("max_steps", max_steps, 1, 1 << 31)
@@ -70,13 +73,19 @@ def check(env: Any, buffer: ReplayBuffer, episodes: int = 3, seed: int = 0, max_
     played = play(env, episodes, max_steps, seed)
     streams = played.streams()
     _check_observations(streams, space)
-    casting = Casting({"/".join(filling.reward)})
+    casting = Casting()
     rows = sum(map(len, streams))
-    with ReplayBuffer(buffer.spec, rows, view=buffer.view, seed=seed) as twin:
+    with ReplayBuffer(buffer.spec, max(rows, buffer.view.rows_of_an_item), view=buffer.view, seed=seed) as twin:
         (write_steps if filling.linked else write_rows)(twin, played, filling, casting)
+        rows = len(twin)
         items, fields = compare(twin, items_of(buffer.view), streams)
-        begun = sum(row.step == 0 for stream in streams for row in stream)
-        return CheckReport(begun, len(twin), items, fields, tuple("/".join(path) for path in filling.own))
+    # Rewards are Python's floats, which are float64: that float32 rounds them is not worth a word.
+    casting.rounded.pop("/".join(filling.reward), None)
+    for text in casting.rounded.values():
+        warnings.warn(text, stacklevel=2)
+    begun = sum(row.step == 0 for stream in streams for row in stream)
+    filled = tuple("/".join(path) for path in filling.own)
+    return CheckReport(begun, rows, items, fields, filled, tuple(casting.rounded))
 
 
 def _check_observations(streams: list[list[Row]], space: Any) -> None:

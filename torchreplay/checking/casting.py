@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import numpy as np
@@ -12,14 +11,10 @@ from ..spec import Field
 
 
 class Casting:
-    """Casts values to fields; tells of values that change, once a field.
+    """Casts values to fields, and collects in `rounded` the first value of each field that is rounded by that."""
 
-    Args:
-        quiet: Paths of fields whose rounding is not worth a word: Python's floats are float64 and rewards seldom are.
-    """
-
-    def __init__(self, quiet: set[str]) -> None:
-        self._told = set(quiet)
+    def __init__(self) -> None:
+        self.rounded: dict[str, str] = {}
 
     def __call__(self, path: str, field: Field, value: Any, place: object) -> np.ndarray[Any, Any]:
         """Returns what the field at `path` holds after `value` was written.
@@ -36,9 +31,7 @@ class Casting:
         what = f"field {path!r}, {place}: {before!r} of {given.dtype} comes back as {after!r}"
         if not field.dtype.is_floating_point or np.isfinite(before) != np.isfinite(after):
             raise ValueError(f"{what}, since the field is {field.dtype}: choose a wider dtype")
-        if path not in self._told:
-            self._told.add(path)
-            warnings.warn(f"{what}, since the field is {field.dtype}: values are rounded", stacklevel=4)
+        self.rounded.setdefault(path, f"{what}, since the field is {field.dtype}: values are rounded")
         return held
 
 
@@ -57,8 +50,6 @@ def as_numpy(values: torch.Tensor) -> np.ndarray[Any, Any]:
 
 def _changed(given: np.ndarray[Any, Any], held: np.ndarray[Any, Any]) -> tuple[int, ...] | None:
     """The place of the first value that a cast changed; NaN is NaN."""
-    if given.dtype == held.dtype:
-        return None
     differs = (held != given) & ~((held != held) & (given != given))
     places = np.argwhere(differs)
     return tuple(int(i) for i in places[0]) if len(places) else None

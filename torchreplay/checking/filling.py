@@ -51,7 +51,7 @@ class Filling:
 
     def final_obs(self, final_obs: Any) -> Any:
         """Returns a vector environment's last observations in the form that `Writer.step` takes."""
-        if len(self._named) == 1 and not self._by_key:
+        if self._named == [(self._tops[0],)] and not self._by_key:
             return final_obs
         each = [None if obs is None else self.observation(obs) for obs in final_obs]
         lanes = {path: [None if obs is None else lookup(obs, path) for obs in each] for path in self._named}

@@ -63,8 +63,8 @@ def _note_keys(call: Call, keys: Any, written: int) -> int:
     for lane, row in call.rows.items():
         row.key = int(keys[lane])
     end = written + len(call.rows) + len(call.resets)
-    returned = {row.key for row in call.rows.values()}
-    for row, key in zip(call.resets, (key for key in range(written, end) if key not in returned), strict=False):
+    others = set(range(written, end)) - {row.key for row in call.rows.values()}
+    for row, key in zip(call.resets, sorted(others), strict=True):
         row.key = key
     return end
 

@@ -1,0 +1,361 @@
+"""`check`: passes every environment that is written and drawn rightly, and names what is wrong with any other."""
+
+import warnings
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from small_environments import Goal, Rich, Scripted
+
+import torchreplay as tr
+
+
+def reached(achieved, desired):
+    return (achieved == desired).all(-1)
+
+
+def reward_of(achieved, desired):
+    return reached(achieved, desired).float() - 1
+
+
+LINKED = [
+    tr.Transitions(),
+    tr.Transitions(n_step=3, gamma=0.9),
+    tr.Transitions(n_step=20),
+    tr.Sequences(4),
+    tr.Sequences(3, stride=2, burn_in=2),
+    tr.Sequences(3, across_episodes=True),
+]
+HINDSIGHT = [
+    *(tr.Hindsight(reward_of, strategy=strategy, share=0.5) for strategy in ("future", "final", "episode")),
+    tr.Hindsight(reward_of, share=1.0, compute_terminated=reached),
+    tr.Hindsight(reward_of, share=0.0),
+]
+
+
+def buffer_for(env, view, **more):
+    spec = tr.spec_from_env(env, next_obs=isinstance(view, tr.Rows)) | more
+    return tr.ReplayBuffer(spec, 32, view=view, sampler=tr.Prioritized())
+
+
+def made(kind, mode):
+    return kind() if mode is None else SyncVectorEnv([kind] * 3, autoreset_mode=mode)
+
+
+modes = pytest.mark.parametrize("mode", [None, *AutoresetMode], ids=str)
+
+
+@modes
+@pytest.mark.parametrize("view", [tr.Rows(), *LINKED, tr.Transitions(2, stack={"obs/image": 3})], ids=repr)
+def test_nested_observations_and_actions_come_back_in_every_view_and_autoreset_mode(view, mode):
+    env = made(Rich, mode)
+    report = tr.check(env, buffer_for(env, view), episodes=8)
+    assert report.episodes >= 8
+    assert report.rows >= report.items > 8
+    assert {"obs/deep/0", "obs/deep/1", "obs/image", "action/turn", "reward"} <= set(report.fields)
+
+
+@modes
+@pytest.mark.parametrize("view", HINDSIGHT, ids=lambda view: f"{view.strategy} {view.share}")
+def test_goals_come_back_in_hindsight(view, mode):
+    env = made(Goal, mode)
+    assert tr.check(env, buffer_for(env, view), episodes=6).items > 6
+
+
+@modes
+@pytest.mark.parametrize("names", ["", "obs/"])
+def test_observations_may_lie_in_fields_of_their_own(names, mode):
+    env = made(Goal, mode)
+    spec = tr.spec_from_env(env)
+    parts = spec["obs"]
+    view = tr.Transitions(2, observation=[names + part for part in parts])
+    if not names:
+        spec = parts | {name: field for name, field in spec.items() if name != "obs"}
+    report = tr.check(env, tr.ReplayBuffer(spec, 16, view=view))
+    assert {f"next_{names}{part}" for part in parts} <= set(report.fields)
+
+
+@modes
+def test_a_spec_without_a_part_of_the_observation_needs_an_environment_without_it(mode):
+    def narrowed():
+        return gymnasium.wrappers.FilterObservation(Goal(), ["observation"])
+
+    env = made(narrowed, mode)
+    buffer = tr.ReplayBuffer(tr.spec_from_env(env), 16, view=tr.Transitions(observation="obs/observation"))
+    assert tr.check(env, buffer).items > 3
+    text = refusal(made(Goal, mode), buffer)
+    assert text.startswith("episode 0, step 0")
+    assert "'obs/achieved_goal'" in text
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "Blackjack-v1", "FrozenLake-v1", "Pendulum-v1", "MountainCar-v0"])
+@pytest.mark.parametrize("view", [tr.Rows(), *LINKED[:4]], ids=repr)
+def test_gymnasiums_environments_pass(name, view):
+    env = gymnasium.make(name)
+    assert tr.check(env, buffer_for(env, view), max_steps=60).items > 0
+
+
+@pytest.mark.parametrize("how", ["async", "vector_entry_point"])
+def test_vector_environments_of_other_makes_pass(how):
+    envs = gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode=how)
+    try:
+        assert tr.check(envs, buffer_for(envs, tr.Transitions(3)), episodes=4).items > 20
+    finally:
+        envs.close()
+
+
+def test_every_step_is_checked_once():
+    env = Scripted()
+    for view, items in ((tr.Rows(), 12), (tr.Transitions(), 12), (tr.Sequences(2), 8)):
+        report = tr.check(env, buffer_for(env, view), episodes=4)
+        assert (report.episodes, report.items) == (4, items)
+        assert report.rows == (12 if isinstance(view, tr.Rows) else 16)
+
+
+def test_an_episode_that_does_not_end_is_broken_off():
+    # 5 steps of CartPole never end: each episode has 5 transitions of one step, 3 of three.
+    env = gymnasium.make("CartPole-v1")
+    for n_step, items in ((1, 10), (3, 6)):
+        assert tr.check(env, buffer_for(env, tr.Transitions(n_step)), episodes=2, max_steps=5).items == items
+
+
+def test_fields_that_no_environment_fills_get_random_values_which_come_back_too():
+    own = {
+        "logp": tr.Field(),
+        "state": {"h": tr.Field((3,), torch.bfloat16), "c": tr.Field((2, 2), torch.float16)},
+        "flags": tr.Field((4,), torch.bool),
+        "number": tr.Field((), torch.uint64),
+    }
+    for view in (tr.Rows(), tr.Transitions(2), tr.Sequences(3, initial=("state",))):
+        for env in (Goal(), SyncVectorEnv([Goal] * 2)):
+            report = tr.check(env, buffer_for(env, view, **own))
+            assert report.filled == ("logp", "state/h", "state/c", "flags", "number")
+            assert set(report.filled) <= set(report.fields)
+
+
+def test_done_stands_for_either_flag_in_rows():
+    spec = {"obs": tr.Field((4,)), "next_obs": tr.Field((4,)), "done": tr.Field((), torch.bool)}
+    report = tr.check(gymnasium.make("CartPole-v1"), tr.ReplayBuffer(spec, 16))
+    assert (report.fields, report.filled) == (("obs", "next_obs", "done"), ())
+
+
+def test_the_buffer_itself_stays_as_it_is():
+    env = Scripted()
+    buffer = buffer_for(env, tr.Transitions())
+    with buffer.writer() as writer:
+        writer.reset(obs=0.0)
+        writer.step(obs=1.0, action=1, reward=2.0, terminated=True, truncated=False)
+    before = buffer.stats()
+    tr.check(env, buffer)
+    after = buffer.stats()
+    assert (after.rows_written, after.inserted, after.sampled, after.size) == (before.rows_written, 1, 0, 2)
+
+
+def test_the_same_seed_plays_the_same_episodes():
+    env = gymnasium.make("CartPole-v1")
+    buffer = buffer_for(env, tr.Transitions())
+    reports = [tr.check(env, buffer, seed=seed) for seed in (3, 3, 4)]
+    assert reports[0] == reports[1] != reports[2]
+
+
+def test_an_environment_that_reuses_its_observations_memory_passes():
+    class Reusing(Scripted):
+        memory = np.zeros((), np.float64)
+
+        def _like(self, number):
+            self.memory[...] = number
+            return self.memory
+
+    tr.check(Reusing(), buffer_for(Reusing(), tr.Transitions(2)))
+
+
+# What is wrong is named
+
+
+def refusal(env, buffer, **arguments):
+    with pytest.raises(ValueError) as caught:
+        tr.check(env, buffer, **arguments)
+    return str(caught.value)
+
+
+def test_an_observation_outside_its_space_is_named():
+    env = Scripted(obs=np.array(7.0), space=spaces.Box(-4, 4, (), np.float64))
+    text = refusal(env, buffer_for(env, tr.Transitions()))
+    assert text.startswith("the observation of episode 0, step 2 is ")
+    assert "expected one of Box(-4.0, 4.0, (), float64)" in text
+
+
+def test_the_lane_is_named_where_there_are_lanes():
+    space = spaces.Box(-4, 4, (), np.float64)
+    envs = SyncVectorEnv([lambda: Scripted(space=space), lambda: Scripted(obs=np.array(7.0), space=space)])
+    assert "the observation of episode 0, step 2 of lane 1" in refusal(envs, buffer_for(envs, tr.Transitions()))
+
+
+@pytest.mark.parametrize("view", [tr.Rows(), tr.Transitions()], ids=repr)
+def test_a_value_that_does_not_fit_its_field_is_named_with_its_place(view):
+    env = Scripted(reward=np.zeros(2))
+    text = refusal(env, buffer_for(env, view))
+    assert text.startswith("episode 0, step ")
+    assert "'reward'" in text
+
+
+def test_a_field_of_another_shape_than_the_observation_is_named():
+    text = refusal(gymnasium.make("CartPole-v1"), buffer_for(Scripted(), tr.Transitions()))
+    assert text.startswith("episode 0, step 0: ")
+    assert "'obs'" in text
+
+
+def test_a_spec_without_a_place_for_the_observation_is_refused():
+    buffer = tr.ReplayBuffer({"x": tr.Field((4,))}, 4)
+    assert "expected the observation in a field 'obs'" in refusal(gymnasium.make("CartPole-v1"), buffer)
+
+
+def test_what_is_no_environment_is_a_type_error():
+    with pytest.raises(TypeError, match=r"expected a gymnasium\.Env"):
+        tr.check(None, buffer_for(Scripted(), tr.Rows()))
+
+
+@pytest.mark.parametrize("arguments", [{"episodes": 0}, {"max_steps": 0}], ids=str)
+def test_nothing_to_play_is_refused(arguments):
+    assert next(iter(arguments)) in refusal(Scripted(), buffer_for(Scripted(), tr.Rows()), **arguments)
+
+
+# Values that a field cannot hold
+
+
+def test_rounded_observations_are_told_once():
+    env = Scripted(obs=np.array(0.1))
+    buffer = buffer_for(env, tr.Transitions(), obs=tr.Field((), torch.float32))
+    with pytest.warns(UserWarning, match=r"field 'obs', episode 0, step 2: .*0\.1.* of float64 .*0\.1") as told:
+        report = tr.check(env, buffer, episodes=5)
+    assert (len(told), report.rounded) == (1, ("obs",))
+    assert told[0].filename == __file__
+
+
+def test_rounding_to_bfloat16_is_told_of_float32_too():
+    env = gymnasium.make("CartPole-v1")
+    with pytest.warns(UserWarning, match="since the field is torch.bfloat16"):
+        assert tr.check(env, buffer_for(env, tr.Sequences(3), obs=tr.Field((4,), torch.bfloat16))).rounded == ("obs",)
+
+
+def test_what_fits_is_not_told_and_neither_are_rewards_which_are_seldom_float64():
+    env = Scripted(obs=np.array(0.5), reward=0.1)
+    buffer = buffer_for(env, tr.Transitions(), obs=tr.Field((), torch.float32))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tr.check(env, buffer).rounded == ()
+
+
+def test_nan_is_nan():
+    env = Scripted(reward=float("nan"))
+    tr.check(env, buffer_for(env, tr.Transitions(3)))
+
+
+@pytest.mark.parametrize(
+    ("obs", "space", "field", "text"),
+    [
+        (
+            np.array(1e6),
+            None,
+            tr.Field((), torch.float16),
+            r"np.float64(1000000.0) of float64 comes back as np.float16(inf)",
+        ),
+        (np.array(2**40), spaces.Box(0, 2**50, (), np.int64), tr.Field((), torch.int32), "comes back as np.int32(0)"),
+    ],
+    ids=["float", "int"],
+)
+@pytest.mark.parametrize("view", [tr.Rows(), tr.Transitions()], ids=repr)
+def test_a_value_beyond_its_fields_range_is_named(obs, space, field, text, view):
+    env = Scripted(obs=obs, space=space)
+    more = {"obs": field, "next_obs": field} if view == tr.Rows() else {"obs": field}
+    found = refusal(env, buffer_for(env, view, **more))
+    assert "field 'obs', episode 0, step 2: " in found or "field 'next_obs', episode 0, step 1: " in found
+    assert text in found
+    assert "choose a wider dtype" in found
+
+
+# A buffer that gave back something else would be found out
+
+
+def tampering(monkeypatch, change):
+    """Lets `gather` pass its batches through `change`."""
+    gather = tr.ReplayBuffer.gather
+    monkeypatch.setattr(tr.ReplayBuffer, "gather", lambda self, keys: change(gather(self, keys)))
+
+
+def leaves(values, prefix=""):
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{name}/")
+        elif prefix + name not in ("key", "weight", "probability"):
+            yield prefix + name, value
+
+
+def changed_at(batch, path, i):
+    tensor = dict(leaves(batch))[path][i]
+    tensor.copy_(~tensor if tensor.dtype == torch.bool else tensor + 1)
+    return batch
+
+
+@pytest.mark.parametrize("kind", [Rich, Goal])
+@pytest.mark.parametrize("view", [tr.Rows(), *LINKED, HINDSIGHT[-1]], ids=repr)
+def test_any_entry_that_comes_back_changed_is_named_with_its_key(kind, view, monkeypatch):
+    if isinstance(view, tr.Hindsight) and kind is Rich:
+        view = tr.Transitions(stack={"obs/bits": 2})
+    env = kind()
+    buffer = buffer_for(env, view)
+    entries = tr.check(env, buffer).fields
+    for path in entries:
+        with monkeypatch.context() as patch:
+            tampering(patch, lambda batch, path=path: changed_at(batch, path, 3))
+            text = refusal(env, buffer)
+        assert text.startswith(f"entry '{path}'")
+        assert "of the item at key " in text
+        assert "(episode " in text
+        assert "expected" in text
+
+
+@pytest.mark.parametrize(
+    "name", ["obs/desired_goal", "next_obs/desired_goal", "action", "obs/observation", "truncated", "discount"]
+)
+def test_a_relabelled_item_is_compared_but_for_its_reward_and_its_goal_must_have_been_achieved(name, monkeypatch):
+    view = tr.Hindsight(reward_of, share=1.0)
+    buffer = buffer_for(Goal(), view)
+    tampering(monkeypatch, lambda batch: changed_at(batch, name, 3))
+    assert refusal(Goal(), buffer).startswith(f"entry '{name}'")
+
+
+def test_an_item_that_is_missing_is_named(monkeypatch):
+    def without_the_second(batch):
+        return batch._map(lambda t: t[[0, *range(2, len(t))]]) | {
+            "key": batch["key"][[0, *range(2, len(batch["key"]))]]
+        }
+
+    tampering(monkeypatch, without_the_second)
+    text = refusal(Scripted(), buffer_for(Scripted(), tr.Transitions()))
+    assert text.startswith("key 1 (episode 0, step 1) is not drawable: expected an item of Transitions(")
+
+
+def test_an_item_that_should_not_be_there_is_named(monkeypatch):
+    def with_one_more(batch):
+        batch["key"] = torch.cat((batch["key"], torch.tensor([3])))
+        return batch
+
+    tampering(monkeypatch, with_one_more)
+    text = refusal(Scripted(), buffer_for(Scripted(), tr.Transitions()))
+    assert text.startswith("key 3 (episode 0, step 3) is drawable: expected no complete item of Transitions(")
+
+
+def test_an_entry_that_is_missing_is_named(monkeypatch):
+    tampering(monkeypatch, lambda batch: {name: value for name, value in batch.items() if name != "discount"})
+    text = refusal(Scripted(), buffer_for(Scripted(), tr.Transitions()))
+    assert text.startswith("the batch has entries ")
+
+
+def test_an_entry_of_another_shape_or_dtype_is_named(monkeypatch):
+    tampering(monkeypatch, lambda batch: batch | {"reward": batch["reward"].double()})
+    text = refusal(Scripted(), buffer_for(Scripted(), tr.Transitions()))
+    assert text == "entry 'reward' is float64(9,): expected float32(9,)"
