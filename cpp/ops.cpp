@@ -15,7 +15,7 @@ STABLE_TORCH_LIBRARY(torchreplay, m) {
   m.def("tree_total(Tensor memory, int capacity) -> Tensor");
   m.def("tree_count(Tensor memory, int capacity) -> Tensor");
   m.def("tree_min(Tensor memory, int capacity) -> Tensor");
-  m.def("ring_attach(int fd, int nonce) -> Tensor");
+  m.def("ring_attach(int fd, int nonce, Tensor plan, Tensor rates) -> Tensor");
   m.def("ring_detach(int nonce) -> ()");
   m.def(
       "ring_sample(Tensor(a!) ring, Tensor beta, Tensor(b!)[] fields, Tensor(c!) key, Tensor(d!) weight, "

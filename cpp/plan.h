@@ -52,6 +52,12 @@ struct ItemPlan {
     return output.count * (output.has_field() ? layout.fields[output.field].nbytes : 1);
   }
 
+  Element element(size_t o, const Layout& layout) const {
+    const Output& output = outputs[o];
+    if (output.has_field()) return layout.fields[output.field].element;
+    return output.kind == Output::Kind::kDiscount ? Element::kF32 : Element::kBool;
+  }
+
   // Throws std::invalid_argument for what could not be gathered from a segment of this layout.
   void check(const Layout& layout) const {
     constexpr int64_t kReach = 1 << 20;

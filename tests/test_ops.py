@@ -17,6 +17,7 @@ from torchreplay.spec import ELEMENTS
 
 ROWS = 100
 OPS = torch.ops.torchreplay
+NO_PLAN = (torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.float64))
 BETA = torch.tensor(0.4, dtype=torch.float64)
 
 
@@ -266,7 +267,7 @@ def spoiled(position, value):
         (spoiled(0, BETA.reshape(1)), "1-dimensional tensor of Double"),
         (spoiled(0, -BETA), "beta is -0.4, expected a finite number >= 0"),
         (spoiled(0, BETA * math.nan), "beta is -?nan"),
-        (spoiled(1, outputs()[0][:2]), "2 fields were given, the rows have 3"),
+        (spoiled(1, outputs()[0][:2]), "2 fields were given, the batch has 3"),
         (spoiled(1, []), "0 fields were given"),
         (spoiled(1, outputs()[0][::-1]), r"fields\[0\] is Bool, expected Float"),
         (spoiled(1, outputs(9)[0]), r"fields\[0\] has 27 elements, expected a leading dimension of 8 with 3"),
@@ -322,17 +323,17 @@ def test_a_tensor_that_is_no_ring_is_a_value_error(spoil, message, ring):
 @pytest.mark.parametrize("fd", [-1, 2**40, 1_000_000])
 def test_attaching_what_is_no_descriptor_is_a_value_error(fd):
     with pytest.raises(ValueError, match=f"fd is {fd}, expected an open descriptor of a replay buffer"):
-        OPS.ring_attach(fd, 1)
+        OPS.ring_attach(fd, 1, *NO_PLAN)
 
 
 def test_attaching_another_file_or_another_buffer_is_a_value_error(buffer, tmp_path):
     (tmp_path / "file").write_bytes(b"x" * 10_000)
     fd = os.open(tmp_path / "file", os.O_RDWR)
     with pytest.raises(ValueError, match="not a replay segment"):
-        OPS.ring_attach(fd, 1)
+        OPS.ring_attach(fd, 1, *NO_PLAN)
     os.close(fd)
     with pytest.raises(ValueError, match="names another buffer"):
-        OPS.ring_attach(buffer._segment.fd, buffer._nonce ^ 1)
+        OPS.ring_attach(buffer._segment.fd, buffer._nonce ^ 1, *NO_PLAN)
     with pytest.raises(ValueError, match="no buffer with the nonce 1 is attached"):
         OPS.ring_detach(1)
 
@@ -355,3 +356,45 @@ def test_repr_names_fields_stream_and_draws_made(ring):
     assert repr(ring) == f"Ring(fields: obs/position, number, done, process {os.getpid()}, stream 1, 1 draws made)"
     ring.close()
     assert repr(ring).endswith("1 draws made, closed)")
+
+
+def linked_buffer(view, **arguments):
+    spec = {"obs": tr.Field((2,)), "reward": tr.Field(), "terminated": tr.Field((), torch.bool)}
+    buffer = tr.ReplayBuffer(spec | {"truncated": tr.Field((), torch.bool)}, 64, view=view, seed=3, **arguments)
+    steps = np.arange(10, dtype=np.float32)
+    ends = steps == 9
+    buffer.extend(obs=np.arange(22).reshape(11, 2), reward=steps, terminated=ends, truncated=np.zeros(10, bool))
+    return buffer
+
+
+@pytest.mark.parametrize(
+    "view",
+    [tr.Transitions(n_step=3, gamma=0.5, stack={"obs": 2}), tr.Sequences(4, stride=2), tr.Sequences(2, burn_in=1)],
+)
+def test_a_ring_draws_the_items_that_gather_finds_under_their_keys(view):
+    buffer = linked_buffer(view)
+    batch = Ring(buffer).sample(16)
+    same = buffer.gather(batch["key"])
+    assert batch.keys() == same.keys()
+    for name in batch.keys() - {"weight", "probability"}:
+        assert torch.equal(batch[name], same[name]), name
+
+
+def test_a_ring_relabels_goals_as_the_view_says():
+    view = tr.Hindsight(
+        lambda achieved, desired: desired[:, 0], achieved="obs", desired="goal", share=1.0, observation=("obs", "goal")
+    )
+    spec = {"obs": tr.Field((1,)), "goal": tr.Field((1,)), "reward": tr.Field(), "terminated": tr.Field((), torch.bool)}
+    buffer = tr.ReplayBuffer(spec | {"truncated": tr.Field((), torch.bool)}, 64, view=view)
+    flags = np.zeros(3, bool)
+    buffer.extend(
+        obs=np.arange(4)[:, None],
+        goal=np.full((4, 1), 9),
+        reward=np.zeros(3),
+        terminated=flags,
+        truncated=np.array([False, False, True]),
+    )
+    batch = Ring(buffer).sample(32)
+    assert batch["relabelled"].all()
+    assert (batch["reward"] == batch["next_goal"][:, 0]).all() and (batch["goal"] == batch["next_goal"]).all()
+    assert (batch["goal"] > batch["obs"]).all() and (batch["goal"] <= 3).all()

@@ -113,7 +113,7 @@ class ReplayBuffer:
         return make_handle(self._segment.fd, self._nonce)
 
     @classmethod
-    def attach(cls, handle: Handle, view: Hindsight | None = None) -> ReplayBuffer:
+    def attach(cls, handle: Handle, view: View | None = None) -> ReplayBuffer:
         """Returns the buffer that `handle` names, over the same memory.
 
         Args:
@@ -226,7 +226,9 @@ class ReplayBuffer:
             except BaseException:
                 self._segment.withdraw()  # or writers would go on running ahead for a learner that gave up
                 raise
-        return result if self._finish is None else self._finish(result)
+        if self._finish is not None:
+            self._finish(result)
+        return result
 
     def gather(self, keys: Any) -> ReplayBatch:
         """Returns the items anchored at given rows.
@@ -241,8 +243,10 @@ class ReplayBuffer:
             A batch of the m <= n items there are, in the order of `keys`; `key` says which. `weight` (with the
             sampler's beta) and `probability` are those that a draw would give them.
         """
-        result = self._segment.gather(keys, value_of(self._config.sampler.beta, self._segment.draws))
-        return result if self._finish is None else self._finish(result)
+        batch: ReplayBatch = self._segment.gather(keys, value_of(self._config.sampler.beta, self._segment.draws))
+        if self._finish is not None:
+            self._finish(batch)
+        return batch
 
     def _sample_waiting(self, result: Any, batch_size: int, beta: float, wait: Wait) -> ReplayBatch:
         while True:
@@ -252,9 +256,9 @@ class ReplayBuffer:
                 raise Stopped("the replay buffer was stopped")
             if result == "barren":
                 raise RuntimeError(
-                    f"the ring turned without completing an item: {self.view} needs {self.view.rows_of_an_item} rows of "
-                    f"one stream at a time, and all writers' lanes share the {self.capacity:,} rows. Choose a larger "
-                    f"capacity or fewer lanes, and see that episodes end with a flag"
+                    f"the ring turned without completing an item: {self.view} needs {self.view.rows_of_an_item} rows "
+                    f"of one stream at a time, and all writers' lanes share the {self.capacity:,} rows. Choose a "
+                    f"larger capacity or fewer lanes, and see that episodes end with a flag"
                 )
             if result == "lapped":
                 raise RuntimeError(

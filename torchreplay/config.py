@@ -64,8 +64,8 @@ class Config:
         flags: Any = values
         for name in as_path(self.view.terminated):
             flags = flags.get(name) if isinstance(flags, Mapping) else None
-        shape = np.shape(flags) if flags is not None else ()
-        return shape[1] if len(shape) == 2 else None
+        shape = tuple(np.shape(flags)) if flags is not None else ()
+        return int(shape[1]) if len(shape) == 2 else None
 
     def weighting(self) -> tuple[bool, int, float, float]:
         """Returns (prioritized, normalization, alpha, eps) for the native core."""

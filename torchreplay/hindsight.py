@@ -10,7 +10,6 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 
 from .arguments import as_floats
-from .batch import ReplayBatch
 from .plan import (
     GOALS,
     BatchPlan,
@@ -135,8 +134,8 @@ class Hindsight:
         plan.add_flags(Kind.RELABELLED, "relabelled")
         return plan
 
-    def finish(self, batch: ReplayBatch) -> ReplayBatch:
-        """Gives the relabelled items of a batch the rewards, and the terminated flags, of their new goals.
+    def finish(self, batch: dict[str, Any]) -> None:
+        """Gives the relabelled items of a batch, in place, the rewards, and the terminated flags, of their new goals.
 
         Raises:
             RuntimeError: The functions did not travel to this process.
@@ -152,8 +151,7 @@ class Hindsight:
         _put(batch, as_path(self.reward), self.compute_reward(*goals), relabelled, "compute_reward")
         if self.compute_terminated is not None:
             _put(batch, as_path(self.terminated), self.compute_terminated(*goals), relabelled, "compute_terminated")
-            batch["discount"] = torch.where(_get(batch, as_path(self.terminated)), 0.0, self.gamma)
-        return batch
+            batch["discount"] = (~_get(batch, as_path(self.terminated))).to(torch.float32) * self.gamma
 
     def as_data(self) -> Hindsight:
         """Returns the view without its functions: what a segment can say about it."""
@@ -168,17 +166,17 @@ class Hindsight:
         return self
 
 
-def _get(batch: Mapping[str, Any], path: Path) -> torch.Tensor:
+def _get(batch: dict[str, Any], path: Path) -> Any:
     value: Any = batch
     for name in path:
         value = value[name]
-    return value  # type: ignore[no-any-return]
+    return value
 
 
-def _put(batch: ReplayBatch, path: Path, values: Any, where: torch.Tensor, function: str) -> None:
-    level = batch if len(path) == 1 else _get(batch, path[:-1])
-    old: torch.Tensor = level[path[-1]]  # type: ignore[call-overload]
+def _put(batch: dict[str, Any], path: Path, values: Any, where: torch.Tensor, function: str) -> None:
+    level = _get(batch, path[:-1])
+    old = level[path[-1]]
     new = torch.as_tensor(values)
     if new.shape != old.shape:
         raise ValueError(f"{function} returned shape {tuple(new.shape)}: expected {tuple(old.shape)}")
-    level[path[-1]] = torch.where(where, new.to(old.dtype), old)  # type: ignore[index]
+    level[path[-1]] = torch.where(where, new.to(old.dtype), old)

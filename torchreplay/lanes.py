@@ -11,13 +11,11 @@ import torch
 from .spec import Field, Path
 
 
-def last_observations(
-    given: Any, names: Sequence[str], fields: Mapping[Path, Field], lanes: int
-) -> dict[str, Any]:
-    """Returns `infos["final_obs"]` by the names of the observation fields, each value `[lanes, ...]`.
+def last_observations(given: Any, names: Sequence[str], fields: Mapping[Path, Field], lanes: int) -> dict[str, Any]:
+    """Returns `infos["final_obs"]` by the names of the observation fields, with values `[lanes, ...]`.
 
-    Gymnasium gives an array of all lanes, a nested dict of them, or an object array with one observation a lane and None
-    in lanes whose episode goes on; those get zeros.
+    Gymnasium gives an array of all lanes, a nested dict of them, or an object array with one observation a lane and
+    None in lanes whose episode goes on; those get zeros.
 
     Args:
         given: What the environment gave; for several observation fields a dict of their names.

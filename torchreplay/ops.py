@@ -45,6 +45,7 @@ from torch import Tensor
 
 from .arguments import checked_int, checked_kind
 from .buffer import ReplayBuffer
+from .plan import GOALS, BatchPlan
 from .samplers import Schedule
 from .spec import flatten, nest
 
@@ -138,11 +139,14 @@ class Ring:
     def __init__(self, buffer: ReplayBuffer) -> None:
         checked_kind("buffer", buffer, buffer, (ReplayBuffer,))
         fields = flatten(buffer.spec)
-        self._paths = tuple(fields)
-        self._fields = tuple((field.shape, field.dtype) for field in fields.values())
+        plan = buffer.view.plan(fields)
+        outputs = fields if plan is None else plan.outputs
+        self._paths = tuple(outputs)
+        self._fields = tuple((field.shape, field.dtype) for field in outputs.values())
+        self._finish = buffer._finish
         self._beta = buffer.sampler.beta
         nonce = buffer._nonce
-        self.state: Tensor = torch.ops.torchreplay.ring_attach(buffer._segment.fd, nonce)
+        self.state: Tensor = torch.ops.torchreplay.ring_attach(buffer._segment.fd, nonce, *_numbers(plan))
         self._detach = weakref.finalize(self, torch.ops.torchreplay.ring_detach, nonce)
 
     def sample(self, batch_size: int, beta: float | Tensor | None = None) -> dict[str, Any]:
@@ -154,7 +158,7 @@ class Ring:
                 without another compilation; None: the sampler's own, unless that is a schedule.
 
         Returns:
-            The fields, each `[B, *shape]`, nested as in the spec, with `key` int64 `[B]`, `weight` and `probability`
+            The fields, each `[B, *shape]`, nested as in the spec, or what the buffer's view makes of them, with `key` int64 `[B]`, `weight` and `probability`
             float32 `[B]`, all on the CPU.
 
         Raises:
@@ -168,6 +172,8 @@ class Ring:
         weight, probability = (torch.empty(n, dtype=torch.float32, device="cpu") for _ in range(2))
         torch.ops.torchreplay.ring_sample(self.state, exponent, fields, key, weight, probability)
         batch = nest(dict(zip(self._paths, fields, strict=True)))
+        if self._finish is not None:
+            self._finish(batch)
         return {**batch, "key": key, "weight": weight, "probability": probability}
 
     def update_priorities(self, key: Tensor, td: Tensor) -> None:
@@ -197,6 +203,13 @@ class Ring:
         names = ", ".join("/".join(path) for path in self._paths)
         closed = "" if self._detach.alive else ", closed"
         return f"Ring(fields: {names}, process {process}, stream {stream}, {step} draws made{closed})"
+
+
+def _numbers(plan: BatchPlan | None) -> tuple[Tensor, Tensor]:
+    if plan is None:
+        return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.float64)
+    numbers = [plan.steps, GOALS.index(plan.goal), *(number for output in plan.native for number in output)]
+    return torch.tensor(numbers), torch.tensor([plan.gamma, plan.share], dtype=torch.float64)
 
 
 def _exponent(beta: Schedule | Tensor) -> Tensor:

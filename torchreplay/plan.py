@@ -164,7 +164,8 @@ def roles_of(fields: Mapping[Path, Field], observation: str | Iterable[str], ter
     ends = [field_named(fields, role, name) for role, name in (("terminated", terminated), ("truncated", truncated))]
     for path in ends:
         if fields[path] != Field((), torch.bool) or path in observed:
-            raise ValueError(f"field {'/'.join(path)!r} is {fields[path]}: expected Field((), torch.bool), not observed")
+            name = "/".join(path)
+            raise ValueError(f"field {name!r} is {fields[path]}: expected Field((), torch.bool), not observed")
     return Roles(tuple(paths.index(path) for path in observed), paths.index(ends[0]), paths.index(ends[1]))
 
 

@@ -216,7 +216,8 @@ class Sequences:
         initial = observation_fields(fields, self.initial) if self.initial else []
         for path in initial:
             if path in observed:
-                raise ValueError(f"initial names {'/'.join(path)!r}, an observation: expected fields stored with actions")
+                name = "/".join(path)
+                raise ValueError(f"initial names {name!r}, an observation: expected fields stored with actions")
         for path in fields:
             if path in observed:
                 plan.add(Kind.ANCHOR, path, (steps + 1,))

@@ -7,13 +7,17 @@
 
 #include "../format.h"
 #include "../participants.h"
+#include "../plan.h"
 
 namespace torchreplay::ops {
 
 // A mapped segment, and this process's place in it as a learner.
 class AttachedRing {
  public:
-  explicit AttachedRing(std::unique_ptr<SegmentMemory> memory) : memory_(std::move(memory)) {}
+  AttachedRing(std::unique_ptr<SegmentMemory> memory, ItemPlan plan)
+      : memory_(std::move(memory)), plan_(std::move(plan)) {
+    if (memory_->layout().view.linked()) plan_.check(memory_->layout());
+  }
   ~AttachedRing() {
     if (learner_ == 0 || generation_ != fork_generation.load(std::memory_order_relaxed)) return;
     try {
@@ -24,6 +28,8 @@ class AttachedRing {
   AttachedRing(const AttachedRing&) = delete;
 
   SegmentMemory& memory() const { return *memory_; }
+  // What a batch consists of; nullptr for one of single rows.
+  const ItemPlan* plan() const { return memory_->layout().view.linked() ? &plan_ : nullptr; }
 
   // Registers this process as a learner: once, and once more in a forked child.
   void become_learner() {
@@ -37,6 +43,7 @@ class AttachedRing {
 
  private:
   std::unique_ptr<SegmentMemory> memory_;
+  ItemPlan plan_;
   int learner_ = 0;
   uint64_t generation_ = 0;
 };
@@ -50,8 +57,9 @@ class AttachedRings {
 
   // Counts one more user of the segment `nonce`, which `fd` is a descriptor of. Throws NotASegment or
   // std::system_error.
-  std::shared_ptr<AttachedRing> attach(int fd, int64_t nonce) {
-    auto ring = std::make_shared<AttachedRing>(open_segment(Descriptor::duplicate(fd), static_cast<uint64_t>(nonce)));
+  std::shared_ptr<AttachedRing> attach(int fd, int64_t nonce, ItemPlan plan) {
+    auto ring = std::make_shared<AttachedRing>(open_segment(Descriptor::duplicate(fd), static_cast<uint64_t>(nonce)),
+                                               std::move(plan));
     const std::lock_guard guard(mutex_);
     Entry& entry = entries_.try_emplace(nonce, Entry{ring, 0}).first->second;
     entry.users++;

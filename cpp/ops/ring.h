@@ -60,11 +60,29 @@ inline DrawName name_of_draw(const NamedRing& ring) {
   return {ring.memory().header().seed, static_cast<uint32_t>(stream), static_cast<uint64_t>(step)};
 }
 
-inline Tensor ring_attach(int64_t fd, int64_t nonce) {
+// From the numbers [steps, goal, (kind, field, first, count, goal_field) of every output] and [gamma, share]; all empty
+// for rows that are not linked.
+inline ItemPlan plan_of(const Tensor& numbers, const Tensor& rates) {
+  constexpr int64_t kHead = 2, kEach = 5;
+  check_vector(numbers, "plan", ScalarType::Long);
+  check_vector(rates, "rates", ScalarType::Double);
+  const int64_t n = numbers.numel();
+  if (n == 0) return {};
+  if (n < kHead || (n - kHead) % kEach || rates.numel() != 2) fail("plan has ", n, " elements, and rates ", rates.numel());
+  const int64_t* at = longs(numbers);
+  const auto* rate = static_cast<const double*>(rates.const_data_ptr());
+  ItemPlan plan{{}, static_cast<uint32_t>(at[0]), rate[0], static_cast<Goal>(at[1]), rate[1]};
+  for (at += kHead; at < longs(numbers) + n; at += kEach)
+    plan.outputs.push_back({static_cast<Output::Kind>(at[0]), static_cast<uint32_t>(at[1]),
+                            static_cast<int32_t>(at[2]), static_cast<uint32_t>(at[3]), static_cast<uint32_t>(at[4])});
+  return plan;
+}
+
+inline Tensor ring_attach(int64_t fd, int64_t nonce, const Tensor& numbers, const Tensor& rates) {
   if (fd < 0 || fd > INT_MAX) fail("fd is ", fd, ", expected an open descriptor of a replay buffer");
   Tensor ring = empty(kRingElements, ScalarType::Long);
   try {
-    const auto attached = AttachedRings::of_process().attach(static_cast<int>(fd), nonce);
+    const auto attached = AttachedRings::of_process().attach(static_cast<int>(fd), nonce, plan_of(numbers, rates));
     start_stream(*reinterpret_cast<RingState*>(longs(ring)), nonce, attached->memory());
     return ring;
   } catch (const NotASegment& e) {
@@ -78,10 +96,27 @@ inline void ring_detach(int64_t nonce) {
   if (!AttachedRings::of_process().detach(nonce)) fail("no buffer with the nonce ", nonce, " is attached");
 }
 
-// Throws unless `tensor` can hold `n` values of the f-th field of a row.
-inline void check_field(const Tensor& tensor, size_t f, const Field& field, int64_t n) {
-  const ScalarType dtype = kScalarTypes[static_cast<size_t>(field.element)];
-  const int64_t elements = static_cast<int64_t>(field.nbytes) / item_size(field.element);
+// What the f-th tensor of a batch holds.
+struct OutputType {
+  Element element;
+  uint64_t nbytes;  // of one item's value
+};
+
+inline std::vector<OutputType> outputs_of(const AttachedRing& ring) {
+  const Layout& layout = ring.memory().layout();
+  std::vector<OutputType> types;
+  if (const ItemPlan* plan = ring.plan())
+    for (size_t o = 0; o < plan->outputs.size(); o++)
+      types.push_back({plan->element(o, layout), plan->item_bytes(o, layout)});
+  else
+    for (const Field& f : layout.fields) types.push_back({f.element, f.nbytes});
+  return types;
+}
+
+// Throws unless `tensor` can hold `n` values of the f-th output.
+inline void check_field(const Tensor& tensor, size_t f, const OutputType& type, int64_t n) {
+  const ScalarType dtype = kScalarTypes[static_cast<size_t>(type.element)];
+  const int64_t elements = static_cast<int64_t>(type.nbytes) / item_size(type.element);
   if (!tensor.is_cpu()) fail("fields[", f, "] is not on the CPU: draw there, and move the batch");
   if (tensor.scalar_type() != dtype) fail("fields[", f, "] is ", tensor.scalar_type(), ", expected ", dtype);
   if (tensor.dim() < 1 || tensor.size(0) != n || tensor.numel() != n * elements)
@@ -90,9 +125,9 @@ inline void check_field(const Tensor& tensor, size_t f, const Field& field, int6
   if (!tensor.is_contiguous()) fail("fields[", f, "] is not contiguous");
 }
 
-// The memory of a batch's tensors, which must fit the segment's fields.
+// The memory of a batch's tensors, which must fit the outputs.
 inline BatchPointers pointers_of(const std::vector<Tensor>& fields, const Tensor& key, const Tensor& weight,
-                                 const Tensor& probability, const Layout& layout) {
+                                 const Tensor& probability, const AttachedRing& ring) {
   check_vector(key, "key", ScalarType::Long);
   check_vector(weight, "weight", ScalarType::Float);
   check_vector(probability, "probability", ScalarType::Float);
@@ -101,12 +136,13 @@ inline BatchPointers pointers_of(const std::vector<Tensor>& fields, const Tensor
   if (weight.numel() != n || probability.numel() != n)
     fail("weight has ", weight.numel(), " elements and probability ", probability.numel(), "; expected ", n,
          ", as many as key");
-  if (fields.size() != layout.fields.size())
-    fail(fields.size(), " fields were given, the rows have ", layout.fields.size());
+  const std::vector<OutputType> types = outputs_of(ring);
+  if (fields.size() != types.size()) fail(fields.size(), " fields were given, the batch has ", types.size());
   BatchPointers out{{}, longs(key), floats(weight), floats(probability)};
   for (size_t f = 0; f < fields.size(); f++) {
-    check_field(fields[f], f, layout.fields[f], n);
+    check_field(fields[f], f, types[f], n);
     out.values.push_back(static_cast<char*>(fields[f].mutable_data_ptr()));
+    out.bytes += types[f].nbytes * static_cast<uint64_t>(n);
   }
   return out;
 }
@@ -150,10 +186,10 @@ inline void ring_sample(const Tensor& ring, const Tensor& beta, const std::vecto
   const DrawName draw = name_of_draw(named);
   const double exponent = exponent_of(beta);
   SegmentMemory& memory = named.memory();
-  const BatchPointers out = pointers_of(fields, key, weight, probability, memory.layout());
+  const BatchPointers out = pointers_of(fields, key, weight, probability, *named.attached);
   const auto n = static_cast<int>(key.numel());
   AttachedRings::of_process().become_learner(*named.attached);
-  BatchSampler sampler(memory);
+  BatchSampler sampler(memory, named.attached->plan());
   Shortage shortage;
   const Draw outcome = sampler.sample(n, exponent, draw, out, shortage);
   if (sampler.pending()) reclaim_dead(memory);
