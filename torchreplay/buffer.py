@@ -16,29 +16,26 @@ from . import _C
 from .arguments import checked_int, checked_kind
 from .batch import ReplayBatch
 from .config import Config
-from .errors import AttachError, Stopped
+from .drawing import Drawing
+from .errors import AttachError
 from .hindsight import Hindsight
-from .inspection import StorageView, histograms
+from .inspection import Inspection
 from .limiters import Limiter, MinSize, SamplesPerInsert
 from .plan import GOALS
-from .samplers import Prioritized, Sampler, Schedule, Uniform, value_of
+from .samplers import Prioritized, Sampler, Uniform
 from .segment import Handle, make_handle, new_nonce, open_handle, reserve
-from .spec import Spec, flatten, nest, to_native
-from .stats import Stats
+from .spec import Spec, flatten, to_native
 from .supervision import Supervision
 from .views import VIEWS, Rows, View
-from .waiting import Wait
 from .writer import Autoreset, Writer
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-MAX_BATCH = 1 << 24
-
 _open_buffers: weakref.WeakSet[ReplayBuffer] = weakref.WeakSet()
 
 
-class ReplayBuffer:
+class ReplayBuffer(Drawing, Inspection):
     """A prioritized replay buffer in shared memory.
 
     Rows live in a ring of `capacity` slots; the newest overwrite the oldest. Any number of processes write and draw at
@@ -191,105 +188,6 @@ class ReplayBuffer:
             writer = self._local.writer = self.writer()
         return writer.extend(priority=priority, **fields)
 
-    # Drawing and feedback
-
-    def sample(self, batch_size: int, beta: Schedule | None = None, timeout: float | None = None) -> ReplayBatch:
-        """Draws a batch, stratified and with replacement; waits until the limiter admits it.
-
-        Args:
-            batch_size: Number of items, B.
-            beta: Exponent of the weights, instead of the sampler's own: a number, or a schedule of the batches drawn.
-            timeout: Seconds to wait at most; None: as long as someone is left who may write.
-
-        Returns:
-            The fields, each `[B, *shape]`, with `key` int64 `[B]`, `weight` and `probability` float32 `[B]`. The memory
-            is the batch's own.
-
-        Raises:
-            ValueError: `batch_size` is below 1 or too large, or beta is negative.
-            ReplayTimeout: The timeout passed.
-            WouldBlockForever: Too few rows, and nobody is left to write more.
-            Stopped: The buffer was stopped.
-        """
-        if batch_size.__class__ is not int or not 0 < batch_size <= MAX_BATCH:
-            batch_size = checked_int("batch_size", batch_size, 1, MAX_BATCH)
-        exponent = self._config.sampler.beta if beta is None else beta
-        if exponent.__class__ is not float:
-            exponent = value_of(exponent, self._segment.draws)
-        elif beta is not None:
-            exponent = value_of(exponent, 0)
-        wait = None if timeout is None else Wait(self._segment, timeout)
-        result = self._segment.sample(batch_size, exponent)
-        if result.__class__ is not ReplayBatch:
-            try:
-                result = self._sample_waiting(result, batch_size, exponent, wait or Wait(self._segment, None))
-            except BaseException:
-                self._segment.withdraw()  # or writers would go on running ahead for a learner that gave up
-                raise
-        if self._finish is not None:
-            self._finish(result)
-        return result
-
-    def gather(self, keys: Any) -> ReplayBatch:
-        """Returns the items anchored at given rows.
-
-        Items that cannot be drawn, because their rows were overwritten or are not complete, are left out. It counts as
-        no draw: the limiter and the streams of draws do not notice.
-
-        Args:
-            keys: int64 `[n]`.
-
-        Returns:
-            A batch of the m <= n items there are, in the order of `keys`; `key` says which. `weight` (with the
-            sampler's beta) and `probability` are those that a draw would give them.
-        """
-        batch: ReplayBatch = self._segment.gather(keys, value_of(self._config.sampler.beta, self._segment.draws))
-        if self._finish is not None:
-            self._finish(batch)
-        return batch
-
-    def _sample_waiting(self, result: Any, batch_size: int, beta: float, wait: Wait) -> ReplayBatch:
-        while True:
-            if isinstance(result, ReplayBatch):
-                return result
-            if result == "stopped":
-                raise Stopped("the replay buffer was stopped")
-            if result == "barren":
-                raise RuntimeError(
-                    f"the ring turned without completing an item: {self.view} needs {self.view.rows_of_an_item} rows "
-                    f"of one stream at a time, and all writers' lanes share the {self.capacity:,} rows. Choose a "
-                    f"larger capacity or fewer lanes, and see that episodes end with a flag"
-                )
-            if result == "lapped":
-                raise RuntimeError(
-                    f"the ring turns faster than a batch is copied: {self.capacity:,} rows against batches of "
-                    f"{batch_size:,}. Choose a larger capacity, or slow the explorers with SamplesPerInsert"
-                )
-            wait.check_rows(*result)
-            self._segment.wait_rows(wait.slice_ns())
-            result = self._segment.sample(batch_size, beta)
-
-    def update_priorities(self, batch_or_keys: ReplayBatch | Any, td: Any) -> None:
-        """Feeds TD errors back to exactly the items they were computed from.
-
-        TD errors of rows overwritten since are dropped and counted (`stats().stale_updates`). Of equal keys the last
-        one wins.
-
-        Args:
-            batch_or_keys: A batch of this buffer, or int64 keys `[n]`.
-            td: TD errors `[n]` of any real dtype, on any device; their absolute values are taken.
-
-        Raises:
-            ValueError: A shape does not fit, an error is NaN or infinite, a key was never issued, or the batch is of
-                another buffer; nothing is applied.
-        """
-        keys = batch_or_keys
-        if isinstance(keys, ReplayBatch):
-            if getattr(keys, "source", None) not in (None, self._nonce):
-                raise ValueError("the batch was drawn from another buffer: feed its TD errors back to that one")
-            keys = keys.get("key")
-        self._segment.update(keys, td)
-
     # Life cycle
 
     def stop(self) -> None:
@@ -325,104 +223,6 @@ class ReplayBuffer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    # Looking at it
-
-    def __len__(self) -> int:
-        """Returns the number of rows held."""
-        return self._segment.refresh()
-
-    def __bool__(self) -> bool:
-        return True  # `if buffer:` asks whether there is one, not whether it holds rows
-
-    @property
-    def capacity(self) -> int:
-        """Rows that fit."""
-        return self._config.capacity
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of shared memory."""
-        return self._segment.nbytes
-
-    @property
-    def spec(self) -> dict[str, Any]:
-        """The fields, nested as they were given."""
-        return nest(self._config.fields)
-
-    @property
-    def sampler(self) -> Sampler:
-        """How items are drawn."""
-        return self._config.sampler
-
-    @property
-    def view(self) -> View:
-        """How rows become items."""
-        return self._config.view
-
-    @property
-    def limiter(self) -> Limiter:
-        """Who must wait."""
-        return self._config.limiter
-
-    @property
-    def draws(self) -> int:
-        """Batches that this attached object has drawn: the position in its own stream of draws. Set it to resume."""
-        return self._segment.step
-
-    @draws.setter
-    def draws(self, step: int) -> None:
-        self._segment.step = checked_int("draws", step, 0, (1 << 48) - 1)
-
-    def stats(self) -> Stats:
-        """Returns what has happened so far, over all processes."""
-        counters = self._segment.counters()
-        census = self._segment.census(False)
-        return Stats(
-            capacity=self.capacity,
-            nbytes=self.nbytes,
-            draws=self._segment.draws,
-            samples_per_insert=counters["sampled"] / max(1, counters["inserted"]),
-            writers=census["writers"],
-            learners=census["learners"],
-            last_write_age=census["since_write"],
-            stopped=self.stopped,
-            **counters,
-        )
-
-    def histograms(self, bins: int = 64) -> dict[str, torch.Tensor]:
-        """Returns histograms of leaf priorities and of rows' ages. O(capacity).
-
-        Args:
-            bins: Number of bins.
-
-        Returns:
-            `priority_edges` (`[bins + 1]`, logarithmic), `priority` (`[bins]` counts of positive leaves), `age_edges`
-            (`[bins + 1]`, in rows written since) and `age` (`[bins]` counts of rows).
-        """
-        counters = self._segment.counters()
-        bins = checked_int("bins", bins, 1, 1 << 20)
-        return histograms(self._segment.column(-1), self._segment.column(-2), counters["rows_written"], bins)
-
-    @property
-    def storage(self) -> dict[str, Any]:
-        """Tensors `[capacity, *shape]` over the shared memory itself, nested as the spec, for inspection.
-
-        They are live: a row may change while it is looked at, and writing to them bypasses every promise. They cannot
-        be pickled.
-        """
-        return nest({path: StorageView.over(self._segment.column(i)) for i, path in enumerate(self._config.fields)})
-
-    def __repr__(self) -> str:
-        if self._segment.closed:
-            return "ReplayBuffer(closed)"
-        stats = self.stats()
-        names = ", ".join("/".join(path) for path in self._config.fields)
-        return (
-            f"ReplayBuffer({stats.size:,}/{stats.capacity:,} rows, fields: {names}, "
-            f"{stats.nbytes / 2**20:,.1f} MiB shared, {self.view}, {self.sampler}, {self.limiter}, "
-            f"{stats.writers} writers{', stopped' if stats.stopped else ''})"
-        )
 
 
 def _before_fork() -> None:

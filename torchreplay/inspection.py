@@ -7,6 +7,15 @@ from typing import Any, NoReturn
 
 import torch
 
+from . import _C
+from .arguments import checked_int
+from .config import Config
+from .limiters import Limiter
+from .samplers import Sampler
+from .spec import nest
+from .stats import Stats
+from .views import View
+
 
 class StorageView(torch.Tensor):
     """A tensor over the shared memory of a buffer, which refuses to be pickled.
@@ -46,3 +55,106 @@ def histograms(leaves: torch.Tensor, keys1: torch.Tensor, head: int, bins: int) 
         "age_edges": torch.linspace(*age_range, bins + 1, dtype=torch.float64),
         "age": torch.histc(ages, bins, *age_range).long(),
     }
+
+
+class Inspection:
+    """The part of a `ReplayBuffer` that tells what is in it."""
+
+    _segment: _C.Segment
+    _config: Config
+
+    def __len__(self) -> int:
+        """Returns the number of rows held."""
+        return self._segment.refresh()
+
+    def __bool__(self) -> bool:
+        return True  # `if buffer:` asks whether there is one, not whether it holds rows
+
+    @property
+    def capacity(self) -> int:
+        """Rows that fit."""
+        return self._config.capacity
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of shared memory."""
+        return self._segment.nbytes
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """The fields, nested as they were given."""
+        return nest(self._config.fields)
+
+    @property
+    def sampler(self) -> Sampler:
+        """How items are drawn."""
+        return self._config.sampler
+
+    @property
+    def view(self) -> View:
+        """How rows become items."""
+        return self._config.view
+
+    @property
+    def limiter(self) -> Limiter:
+        """Who must wait."""
+        return self._config.limiter
+
+    @property
+    def draws(self) -> int:
+        """Batches that this attached object has drawn: the position in its own stream of draws. Set it to resume."""
+        return self._segment.step
+
+    @draws.setter
+    def draws(self, step: int) -> None:
+        self._segment.step = checked_int("draws", step, 0, (1 << 48) - 1)
+
+    def stats(self) -> Stats:
+        """Returns what has happened so far, over all processes."""
+        counters = self._segment.counters()
+        census = self._segment.census(False)
+        return Stats(
+            capacity=self.capacity,
+            nbytes=self.nbytes,
+            draws=self._segment.draws,
+            samples_per_insert=counters["sampled"] / max(1, counters["inserted"]),
+            writers=census["writers"],
+            learners=census["learners"],
+            last_write_age=census["since_write"],
+            stopped=self._segment.stopped,
+            **counters,
+        )
+
+    def histograms(self, bins: int = 64) -> dict[str, torch.Tensor]:
+        """Returns histograms of leaf priorities and of rows' ages. O(capacity).
+
+        Args:
+            bins: Number of bins.
+
+        Returns:
+            `priority_edges` (`[bins + 1]`, logarithmic), `priority` (`[bins]` counts of positive leaves), `age_edges`
+            (`[bins + 1]`, in rows written since) and `age` (`[bins]` counts of rows).
+        """
+        counters = self._segment.counters()
+        bins = checked_int("bins", bins, 1, 1 << 20)
+        return histograms(self._segment.column(-1), self._segment.column(-2), counters["rows_written"], bins)
+
+    @property
+    def storage(self) -> dict[str, Any]:
+        """Tensors `[capacity, *shape]` over the shared memory itself, nested as the spec, for inspection.
+
+        They are live: a row may change while it is looked at, and writing to them bypasses every promise. They cannot
+        be pickled.
+        """
+        return nest({path: StorageView.over(self._segment.column(i)) for i, path in enumerate(self._config.fields)})
+
+    def __repr__(self) -> str:
+        if self._segment.closed:
+            return "ReplayBuffer(closed)"
+        stats = self.stats()
+        names = ", ".join("/".join(path) for path in self._config.fields)
+        return (
+            f"ReplayBuffer({stats.size:,}/{stats.capacity:,} rows, fields: {names}, "
+            f"{stats.nbytes / 2**20:,.1f} MiB shared, {self.view}, {self.sampler}, {self.limiter}, "
+            f"{stats.writers} writers{', stopped' if stats.stopped else ''})"
+        )

@@ -8,7 +8,7 @@ import torch
 
 from .arguments import as_float, checked_int
 from .batch import ReplayBatch
-from .buffer import MAX_BATCH
+from .drawing import MAX_BATCH
 
 Mode: TypeAlias = Literal["mean", "max", "lazy"]
 MODES: tuple[Mode, ...] = ("mean", "max", "lazy")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
+import numpy as np
 
 from .arguments import checked_int
 from .batch import ReplayBatch
-from .buffer import MAX_BATCH, ReplayBuffer
+from .buffer import ReplayBuffer
+from .drawing import MAX_BATCH
 from .errors import Stopped
 
 
@@ -63,38 +66,38 @@ class Reverse:
         keys = self._newest((batch_size + 1) * self.stride)
         if not len(keys):
             raise RuntimeError("no item can be drawn yet: expected one at least; buffer.sample() waits for it")
-        start = 0 if self._last is None else int((keys >= self._last).sum())
+        start = 0 if self._last is None else int(np.count_nonzero(keys >= self._last))
         if start >= min(2 * self.stride, len(keys)):
             start = 0
         self._last = int(keys[start])
-        places = start + self.stride * torch.arange(batch_size)
+        places = start + self.stride * np.arange(batch_size)
         return self.buffer.gather(keys[places % len(keys)])
 
-    def _newest(self, n: int) -> torch.Tensor:
+    def _newest(self, n: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The keys of the newest n items that can be drawn, newest first; fewer where there are fewer."""
         segment = self.buffer._segment
         end = segment.counters()["rows_written"]
         oldest = max(0, end - self.buffer.capacity)
-        leaves, keys1 = segment.column(-1), segment.column(-2)
-        found = [torch.empty(0, dtype=torch.int64)]
+        leaves, keys1 = segment.column(-1).numpy(), segment.column(-2).numpy()
+        found = [np.empty(0, np.int64)]
         width = n
         while n > 0 and end > oldest:
             start = max(oldest, end - width)
-            held = torch.arange(start + 1, end + 1)
-            drawable = (_slots(leaves, start, end) > 0) & (_slots(keys1, start, end) == held)
-            found.append((held[drawable] - 1).flip(0))
-            n -= len(found[-1])
+            held = _slots(keys1, start, end) == np.arange(start + 1, end + 1)
+            drawable = np.flatnonzero((_slots(leaves, start, end) > 0) & held)
+            found.append(start + drawable[::-1])
+            n -= len(drawable)
             end, width = start, 2 * width
-        keys = torch.cat(found)
-        return keys[: len(keys) + n] if n < 0 else keys
+        keys = np.concatenate(found)
+        return keys[: len(keys) + min(n, 0)]
 
     def __repr__(self) -> str:
         return f"Reverse({self.buffer!r}, stride={self.stride})"
 
 
-def _slots(column: torch.Tensor, start: int, end: int) -> torch.Tensor:
+def _slots(column: np.ndarray[Any, Any], start: int, end: int) -> np.ndarray[Any, Any]:
     """The part of a ring's column that belongs to the keys from `start` to `end`."""
     first = start % len(column)
     part = column[first : first + end - start]
     rest = end - start - len(part)
-    return torch.cat((part, column[:rest])) if rest else part
+    return np.concatenate((part, column[:rest])) if rest else part

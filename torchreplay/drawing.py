@@ -1,0 +1,123 @@
+"""What a learner does with a buffer: drawing batches, and feeding TD errors back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from . import _C
+from .arguments import checked_int
+from .batch import ReplayBatch
+from .config import Config
+from .errors import Stopped
+from .samplers import Schedule, value_of
+from .waiting import Wait
+
+MAX_BATCH = 1 << 24
+
+
+class Drawing:
+    """The part of a `ReplayBuffer` that learners use."""
+
+    _segment: _C.Segment
+    _config: Config
+    _nonce: int
+    _finish: Callable[[dict[str, Any]], None] | None
+
+    def sample(self, batch_size: int, beta: Schedule | None = None, timeout: float | None = None) -> ReplayBatch:
+        """Draws a batch, stratified and with replacement; waits until the limiter admits it.
+
+        Args:
+            batch_size: Number of items, B.
+            beta: Exponent of the weights, instead of the sampler's own: a number, or a schedule of the batches drawn.
+            timeout: Seconds to wait at most; None: as long as someone is left who may write.
+
+        Returns:
+            The fields, each `[B, *shape]`, with `key` int64 `[B]`, `weight` and `probability` float32 `[B]`. The memory
+            is the batch's own.
+
+        Raises:
+            ValueError: `batch_size` is below 1 or too large, or beta is negative.
+            ReplayTimeout: The timeout passed.
+            WouldBlockForever: Too few rows, and nobody is left to write more.
+            Stopped: The buffer was stopped.
+        """
+        if batch_size.__class__ is not int or not 0 < batch_size <= MAX_BATCH:
+            batch_size = checked_int("batch_size", batch_size, 1, MAX_BATCH)
+        exponent = self._config.sampler.beta if beta is None else beta
+        if exponent.__class__ is not float:
+            exponent = value_of(exponent, self._segment.draws)
+        elif beta is not None:
+            exponent = value_of(exponent, 0)
+        wait = None if timeout is None else Wait(self._segment, timeout)
+        result = self._segment.sample(batch_size, exponent)
+        if result.__class__ is not ReplayBatch:
+            try:
+                result = self._sample_waiting(result, batch_size, exponent, wait or Wait(self._segment, None))
+            except BaseException:
+                self._segment.withdraw()  # or writers would go on running ahead for a learner that gave up
+                raise
+        if self._finish is not None:
+            self._finish(result)
+        return result
+
+    def gather(self, keys: Any) -> ReplayBatch:
+        """Returns the items anchored at given rows.
+
+        Items that cannot be drawn, because their rows were overwritten or are not complete, are left out. It counts as
+        no draw: the limiter and the streams of draws do not notice.
+
+        Args:
+            keys: int64 `[n]`.
+
+        Returns:
+            A batch of the m <= n items there are, in the order of `keys`; `key` says which. `weight` (with the
+            sampler's beta) and `probability` are those that a draw would give them.
+        """
+        batch: ReplayBatch = self._segment.gather(keys, value_of(self._config.sampler.beta, self._segment.draws))
+        if self._finish is not None:
+            self._finish(batch)
+        return batch
+
+    def _sample_waiting(self, result: Any, batch_size: int, beta: float, wait: Wait) -> ReplayBatch:
+        view, capacity = self._config.view, self._config.capacity
+        while True:
+            if isinstance(result, ReplayBatch):
+                return result
+            if result == "stopped":
+                raise Stopped("the replay buffer was stopped")
+            if result == "barren":
+                raise RuntimeError(
+                    f"the ring turned without completing an item: {view} needs {view.rows_of_an_item} rows "
+                    f"of one stream at a time, and all writers' lanes share the {capacity:,} rows. Choose a "
+                    f"larger capacity or fewer lanes, and see that episodes end with a flag"
+                )
+            if result == "lapped":
+                raise RuntimeError(
+                    f"the ring turns faster than a batch is copied: {capacity:,} rows against batches of "
+                    f"{batch_size:,}. Choose a larger capacity, or slow the explorers with SamplesPerInsert"
+                )
+            wait.check_rows(*result)
+            self._segment.wait_rows(wait.slice_ns())
+            result = self._segment.sample(batch_size, beta)
+
+    def update_priorities(self, batch_or_keys: ReplayBatch | Any, td: Any) -> None:
+        """Feeds TD errors back to exactly the items they were computed from.
+
+        TD errors of rows overwritten since are dropped and counted (`stats().stale_updates`). Of equal keys the last
+        one wins.
+
+        Args:
+            batch_or_keys: A batch of this buffer, or int64 keys `[n]`.
+            td: TD errors `[n]` of any real dtype, on any device; their absolute values are taken.
+
+        Raises:
+            ValueError: A shape does not fit, an error is NaN or infinite, a key was never issued, or the batch is of
+                another buffer; nothing is applied.
+        """
+        keys = batch_or_keys
+        if isinstance(keys, ReplayBatch):
+            if getattr(keys, "source", None) not in (None, self._nonce):
+                raise ValueError("the batch was drawn from another buffer: feed its TD errors back to that one")
+            keys = keys.get("key")
+        self._segment.update(keys, td)
