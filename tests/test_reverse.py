@@ -116,6 +116,13 @@ def test_windows_of_sequences_are_items_like_others():
         assert reverse.sample(4)["key"].tolist() == model.sample(anchors, 4)
 
 
+def test_a_batch_may_reach_far_back_and_over_the_rings_seam():
+    buffer = counting(90_000, 50_000)
+    reverse = tr.Reverse(buffer, 300)
+    for newest in (89_999, 89_998):
+        assert reverse.sample(100)["x"].tolist() == list(range(newest, newest - 30_000, -300))
+
+
 def test_a_reward_meets_every_step_of_its_episode_backwards():
     buffer = tr.ReplayBuffer(STEP, 100, view=tr.Transitions(observation="x"))
     write_episodes(buffer, [20])

@@ -12,6 +12,8 @@ from .buffer import ReplayBuffer
 from .drawing import MAX_BATCH
 from .errors import Stopped
 
+CHUNK = 1 << 14  # slots looked at together: what stays in the cache
+
 
 class Reverse:
     """Draws items in reverse order of time (Rotinov 2019, https://arxiv.org/abs/1910.08780), not at random.
@@ -80,14 +82,14 @@ class Reverse:
         oldest = max(0, end - self.buffer.capacity)
         leaves, keys1 = segment.column(-1).numpy(), segment.column(-2).numpy()
         found = [np.empty(0, np.int64)]
-        width = n
+        width = min(n, CHUNK)
         while n > 0 and end > oldest:
             start = max(oldest, end - width)
             held = _slots(keys1, start, end) == np.arange(start + 1, end + 1)
             drawable = np.flatnonzero((_slots(leaves, start, end) > 0) & held)
             found.append(start + drawable[::-1])
             n -= len(drawable)
-            end, width = start, 2 * width
+            end, width = start, min(2 * width, CHUNK)
         keys = np.concatenate(found)
         return keys[: len(keys) + min(n, 0)]
 
