@@ -101,7 +101,7 @@ inline std::unique_ptr<SegmentMemory> open_segment(Descriptor fd, uint64_t nonce
   if (config.size() < sizeof head) throw NotASegment("the segment's configuration is damaged");
   std::memcpy(&head, config.data(), sizeof head);
   if (head.fields > detail::kMaxFields || head.text_bytes > config.size() ||
-      config_bytes(head.fields, head.text_bytes) != config.size())
+      config_bytes(head.fields, head.text_bytes) != config.size() || head.view.stride < 1 || head.view.min_steps < 1)
     throw NotASegment("the segment's configuration is damaged");
   std::vector<Field> fields(head.fields);
   for (size_t i = 0; i < fields.size(); i++) {

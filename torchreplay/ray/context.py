@@ -12,7 +12,7 @@ _LOOKS_PER_REPORT: Final = 64
 if TYPE_CHECKING:
     from torchreplay.buffer import ReplayBuffer
     from torchreplay.weights import SharedWeights
-    from torchreplay.writer import Writer
+    from torchreplay.writer import Autoreset, Writer
 
 
 class ExplorerContext:
@@ -66,12 +66,17 @@ class ExplorerContext:
         self._noticed_stop = False
         self._looks = 0
 
-    def writer(self) -> Writer:
-        """A writer of the buffer, closed when the explorer's function ends, however it ends."""
+    def writer(self, lanes: int | None = None, autoreset: Autoreset = "next_step") -> Writer:
+        """A writer of the buffer, closed when the explorer's function ends, however it ends.
+
+        Args:
+            lanes: Environments of a vector environment, as for `ReplayBuffer.writer`.
+            autoreset: What the vector environment does when an episode ends.
+        """
         for closed in [writer for writer in self._writers if writer.closed]:
             self._closed_rows += closed.rows
             self._writers.discard(closed)
-        writer = self.buffer.writer()
+        writer = self.buffer.writer(lanes, autoreset)
         self._writers.add(writer)
         return writer
 
