@@ -23,10 +23,12 @@ def last_observations(given: Any, names: Sequence[str], fields: Mapping[Path, Fi
         fields: The fields of the spec.
         lanes: Environments.
     """
+    paths = [tuple(name.split("/")) for name in names]
     values: dict[str, Any] = {}
-    for name in names:
-        path = tuple(name.split("/"))
-        value = given if len(names) == 1 else _inner(given, path)
+    for path in paths:
+        value = given if len(paths) == 1 else _inner(given, path, lanes)
+        if value is None and len({p[0] for p in paths}) == 1:
+            value = _inner(given, path[1:], lanes)  # of an observation whose name is that of the dict itself
         level = values
         for part in path[:-1]:
             level = level.setdefault(part, {})
@@ -34,9 +36,16 @@ def last_observations(given: Any, names: Sequence[str], fields: Mapping[Path, Fi
     return values
 
 
-def _inner(given: Any, path: Path) -> Any:
+def _inner(given: Any, path: Path, lanes: int) -> Any:
+    """Returns the part of `given` at `path`, lane by lane where it is given so; None where there is none."""
+    each = _each_lane(given, lanes)
+    if each is not None and path:
+        parts = [_inner(observation, path, lanes) for observation in each]
+        return None if all(part is None for part in parts) else parts
     for name in path:
-        given = given[name] if isinstance(given, Mapping) and name in given else None
+        if not isinstance(given, Mapping) or name not in given:
+            return None
+        given = given[name]
     return given
 
 
