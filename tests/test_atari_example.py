@@ -1,0 +1,216 @@
+"""The Atari example runs on real games, writes what was played, and says what a transition costs."""
+
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import torchreplay as tr
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+QUICK = "--total-steps 40 --eval-every 20 --eval-episodes 2 --max-frames 240 --lanes 2 --learning-starts 200"
+TINY = "--channels 2 --hidden 8 --batch-size 8"
+
+pytest.importorskip("ray")
+pytest.importorskip("ale_py")
+
+
+@pytest.fixture
+def example(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return import_module("apex_atari")
+
+
+def run(cwd, *flags, timeout):
+    command = [sys.executable, str(EXAMPLES / "apex_atari.py"), *flags]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout)
+
+
+def test_a_short_run_shows_its_throughput_and_at_most_7200_bytes_a_transition(tmp_path):
+    done = run(tmp_path, *QUICK.split(), *TINY.split(), timeout=170)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["step"] for line in lines] == [20, 40]
+    assert all(-21 <= line["mean_return"] <= 21 and line["samples_per_insert"] > 0 for line in lines)
+    assert 7_056 < int(re.search(r"([\d,]+) bytes a transition", done.stderr)[1].replace(",", "")) <= 7_200
+    assert re.search(r"learner .* 40 steps, [\d,]+ a second", done.stderr)
+    assert re.search(r"explorers .* [\d,]+ rows, [\d,]+ a second", done.stderr)
+    assert [path.name for path in tmp_path.iterdir()] == ["apex_atari.png"]
+
+
+def test_every_flag_is_explained(tmp_path):
+    done = run(tmp_path, "--help", timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert sum(line.lstrip().startswith("--") for line in done.stdout.splitlines()) >= 24
+    assert "name of the game's ROM in ale-py, such as ms_pacman (default: pong)" in " ".join(done.stdout.split())
+
+
+def recording(environment):
+    """Returns a class of vector environments that keep what they were told and what they returned."""
+
+    class Recording(environment):
+        last = None  # the one that was reset last
+
+        def reset(self, **arguments):
+            Recording.last = self
+            frames, info = super().reset(**arguments)
+            self.first, self.steps = (frames.copy(), info["lives"].copy()), []
+            return frames, info
+
+        def step(self, actions):
+            frames, rewards, terminated, truncated, info = super().step(actions)
+            ends = frames.copy()
+            for lane in np.flatnonzero(terminated | truncated):
+                ends[lane] = info["final_obs"][lane]
+            self.steps.append(
+                (actions.copy(), frames.copy(), ends, rewards.copy(), terminated, truncated, info["lives"].copy())
+            )
+            return frames, rewards, terminated, truncated, info
+
+    return Recording
+
+
+def episodes_of(played, lane):
+    """Yields (frames, actions, rewards, terminated, truncated) of one lane's episodes, the unfinished one too."""
+    frames, actions, rewards, lives = [played.first[0][lane, 0]], [], [], played.first[1][lane]
+    for action, following, ends, reward, terminated, truncated, lives_left in played.steps:
+        over = terminated[lane] or truncated[lane]
+        lost_a_life = not over and lives_left[lane] < lives
+        actions, rewards = [*actions, action[lane]], [*rewards, float(np.clip(reward[lane], -1, 1))]
+        frames, lives = [*frames, ends[lane, 0]], lives_left[lane]
+        if over or lost_a_life:
+            yield frames, actions, rewards, terminated[lane] or lost_a_life, truncated[lane]
+            frames, actions, rewards = [following[lane, 0]], [], []
+    yield frames, actions, rewards, False, False
+
+
+def transitions_of(frames, actions, rewards, terminated, truncated, n, gamma):
+    """Yields an episode's n-step transitions with stacks of four frames, by their definition."""
+    steps = len(actions)
+
+    def stack(t):
+        return np.stack([frames[max(t - back, 0)] for back in (3, 2, 1, 0)]).tobytes()
+
+    for t in range(steps):
+        m = min(n, steps - t)
+        if m < n and not (terminated or truncated):
+            return
+        reward = sum(gamma**k * rewards[t + k] for k in range(m))
+        discount = 0.0 if terminated and t + m == steps else gamma**m
+        yield stack(t), actions[t], np.float32(reward), np.float32(discount), stack(t + m)
+
+
+class StopsAfter:
+    """The context of an explorer that takes a number of steps, without Ray."""
+
+    def __init__(self, buffer, weights, steps):
+        self.buffer, self.weights, self.index, self.num_explorers, self.seed = buffer, weights, 0, 1, 7
+        self.steps, self.games = steps, []
+
+    @property
+    def stopped(self):
+        self.steps -= 1
+        return self.steps < 0
+
+    def record(self, *, episode_return, episode_length):
+        self.games.append((episode_return, episode_length))
+
+
+@pytest.fixture
+def played(example, monkeypatch):
+    """What an explorer wrote, and what it played: 300 steps of Breakout in two lanes, in which games and lives end."""
+    args = example.Args(game="breakout", lanes=2, max_frames=360, capacity=1_000, channels=2, hidden=8, epsilon=0.9)
+    torch.manual_seed(0)
+    network = example.DuelingNetwork(4, args.channels, args.hidden)
+    view = tr.Transitions(args.n_step, args.gamma, stack={"obs": 4})
+    buffer = tr.ReplayBuffer(example.SPEC, args.capacity, view=view, sampler=tr.Prioritized())
+    environment = recording(example.AtariVectorEnv)
+    monkeypatch.setattr(example, "AtariVectorEnv", environment)
+    context = StopsAfter(buffer, tr.SharedWeights(network), steps=300)
+    with torch.no_grad():
+        example.explore(context, args)
+    return args, buffer, environment.last, context
+
+
+def test_an_explorer_writes_exactly_the_transitions_that_were_played(played):
+    args, buffer, games, _ = played
+    batch = buffer.gather(torch.arange(buffer.stats().rows_written))
+    written = Counter(
+        (obs.numpy().tobytes(), action.item(), np.float32(reward), np.float32(discount), following.numpy().tobytes())
+        for obs, action, reward, discount, following in zip(
+            batch["obs"], batch["action"], batch["reward"], batch["discount"], batch["next_obs"], strict=True
+        )
+    )
+    episodes = [episode for lane in range(2) for episode in episodes_of(games, lane)]
+    assert any(terminated for *_, terminated, _ in episodes)
+    assert any(truncated for *_, truncated in episodes)
+    expected = Counter(item for episode in episodes for item in transitions_of(*episode, args.n_step, args.gamma))
+    assert written == expected
+
+
+def test_a_lost_life_ends_an_episode_but_neither_the_game_nor_its_return(played):
+    _, _, games, context = played
+    rewards, lengths, ended = np.zeros(2), np.zeros(2, int), []
+    for _, _, _, reward, terminated, truncated, _ in games.steps:
+        rewards, lengths = rewards + reward, lengths + 1
+        for lane in np.flatnonzero(terminated | truncated):
+            ended.append((rewards[lane], lengths[lane]))
+            rewards[lane] = lengths[lane] = 0
+    assert context.games == ended
+    assert len(list(episodes_of(games, 0))) + len(list(episodes_of(games, 1))) > len(ended) + 2
+
+
+def first_priorities(example, steps, n_step=3):
+    """Returns what a lane's steps `(q, reward, value, terminated, truncated)` are given as first priorities."""
+    priorities = example.FirstPriorities(example.Args(lanes=1, n_step=n_step, gamma=0.5))
+    return [priorities(*(np.array([value]) for value in step)).item() for step in steps]
+
+
+def test_the_first_priority_is_the_td_error_of_the_item_that_the_step_completes(example):
+    steps = [(0.5, 1, 9, False, False), (0.25, 2, 9, False, False), (0, 4, 8, False, False), (0, 8, 16, False, False)]
+    of_first = 1 + 2 / 2 + 4 / 4 + 8 / 8 - 0.5
+    of_second = 2 + 4 / 2 + 8 / 4 + 16 / 8 - 0.25
+    assert first_priorities(example, steps)[2:] == [of_first, of_second]
+
+
+def test_a_step_that_ends_the_episode_gives_its_items_the_largest_of_their_td_errors(example):
+    ended, cut_short = (10.0, 1, 100, True, False), (10.0, 1, 100, False, True)
+    before = (1.0, 2, 9, False, False)
+    assert first_priorities(example, [before, ended])[1] == max(abs(2 + 1 / 2 - 1), abs(1 - 10))
+    assert first_priorities(example, [before, cut_short])[1] == max(2 + 1 / 2 + 100 / 4 - 1, 1 + 100 / 2 - 10)
+
+
+def test_td_errors_do_not_reach_over_the_end_of_an_episode(example):
+    alone = [(1.0, 2, 9, False, False)] * 3
+    assert first_priorities(example, [(7, 7, 7, True, False), *alone])[1:] == first_priorities(example, alone)
+
+
+def test_the_values_of_a_dueling_network_have_the_value_of_the_state_as_their_mean(example):
+    network = example.DuelingNetwork(6, channels=2, hidden=8)
+    frames = torch.randint(0, 256, (5, 4, 84, 84), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    value = network.value(network.features(frames / 255)).squeeze(-1)
+    torch.testing.assert_close(network(frames).mean(-1), value)
+
+
+def test_only_the_chosen_actions_of_the_game_are_played(example, monkeypatch):
+    environment = recording(example.AtariVectorEnv)
+    monkeypatch.setattr(example, "AtariVectorEnv", environment)
+    args = example.Args(actions="0,2,3", max_frames=160, eval_episodes=2)
+    example.evaluate(example.DuelingNetwork(3, 2, 8), args, seed=1)
+    assert {action for actions, *_ in environment.last.steps for action in actions.tolist()} <= {0, 2, 3}
+
+
+def test_an_evaluated_game_of_pong_against_an_idle_paddle_is_lost_by_21(example):
+    class Idle(torch.nn.Module):
+        def forward(self, obs):
+            return torch.tensor([1.0, 0.0, 0.0]).expand(len(obs), 3)
+
+    returns = example.evaluate(Idle(), example.Args(actions="0,2,3", eval_episodes=2), seed=1)
+    assert returns.tolist() == [-21, -21]
