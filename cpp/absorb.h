@@ -107,7 +107,7 @@ class Absorber {
     RowFacts row;
     if (!read_facts(memory_.row(slot), word, row)) return false;
     uint64_t before = kNoSlot;
-    if (linked_ && streams_.follows(row) && !find_predecessor(row, before)) {
+    if (linked_ && streams_.follows(row) && !streams_.find_predecessor(row, before)) {
       deferred_++;
       return false;
     }
@@ -120,16 +120,6 @@ class Absorber {
     }
     if (before != kNoSlot) streams_.link(before, slot);
     streams_.each_completed_by(slot, row, [&](uint64_t anchor, float priority) { complete(anchor, priority); });
-    return true;
-  }
-
-  // False when the predecessor is there but not absorbed yet. When it is gone, the row has none.
-  bool find_predecessor(const RowFacts& row, uint64_t& before) const {
-    const uint64_t slot = memory_.slot_of(row.prev_key1 - 1);
-    const uint64_t word = memory_.row(slot).word.load(std::memory_order_acquire);
-    if (!slot_word::is_row(word) || slot_word::key1(word) != row.prev_key1) return true;
-    if (memory_.at(slot) != row.prev_key1) return false;
-    before = slot;
     return true;
   }
 

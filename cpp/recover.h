@@ -19,6 +19,8 @@ class Recovery {
       const uint64_t head = header_.head.load(std::memory_order_acquire);
       read_slots(head);
       if (memory_.layout().view.linked()) {
+        while (defer_rows()) {
+        }
         each_slot([&](uint64_t slot) { streams_.clear(slot); });
         each_slot([&](uint64_t slot) { link(slot); });
       }
@@ -63,6 +65,26 @@ class Recovery {
       pending_.assign(
           slot, slot_word::is_busy(word) || (slot_word::is_row(word) && !is_row) || slot_word::key1(word) < newest1);
     });
+  }
+
+  // Takes back rows whose predecessor was committed after its slot was read, for writers go on: they wait for it, as in
+  // an absorption, or it would never be linked. True when there were any: those behind them must wait too.
+  bool defer_rows() {
+    bool deferred = false;
+    each_slot([&](uint64_t slot) {
+      uint64_t& at = memory_.at(slot);
+      uint64_t before;
+      RowFacts row;
+      if (!at || !streams_.facts_of(slot, row) || !streams_.follows(row) || streams_.find_predecessor(row, before))
+        return;
+      tree_.leaves()[slot] = 0;
+      kill_fence();
+      at = 0;
+      header_.rows--;
+      pending_.assign(slot, true);
+      deferred = true;
+    });
+    return deferred;
   }
 
   void link(uint64_t slot) {

@@ -44,6 +44,18 @@ class Streams {
   // Whether items may hold both the row and its predecessor.
   bool follows(const RowFacts& row) const { return row.prev_key1 && (view_.across || !(row.flags & kFirst)); }
 
+  // Finds the slot of the row's predecessor; kNoSlot when that is gone, for then the row has none. False when it is
+  // there but not absorbed yet: the row has to wait for it.
+  bool find_predecessor(const RowFacts& row, uint64_t& before) const {
+    before = kNoSlot;
+    const uint64_t slot = memory_.slot_of(row.prev_key1 - 1);
+    const uint64_t word = memory_.row(slot).word.load(std::memory_order_acquire);
+    if (!slot_word::is_row(word) || slot_word::key1(word) != row.prev_key1) return true;
+    if (memory_.at(slot) != row.prev_key1) return false;
+    before = slot;
+    return true;
+  }
+
   // Links `slot` behind `before`, unless another row claims that place already: of two processes with one writer's
   // state, which must not be, only the first continues the stream.
   void link(uint64_t before, uint64_t slot) const {

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "complete_items.h"
 #include "session.h"
 
 namespace torchreplay::testing {
@@ -20,16 +21,33 @@ inline std::vector<uint64_t> newest_tickets(const SegmentMemory& m) {
   return newest;
 }
 
-// The first slot of which word, `at`, leaf and pending bit contradict each other, in words.
-inline std::string slot_violation(SegmentMemory& m, uint64_t slot, uint64_t newest) {
+// The first thing in which word, `at`, leaf and pending bit of a slot contradict each other, or the rows there are.
+inline std::string slot_violation(SegmentMemory& m, uint64_t slot, uint64_t newest, const RowSet& rows) {
   const uint64_t word = m.row(slot).word.load();
   const bool is_row = word % 2 == 0 && word % 65536 != 0, busy = word % 2 == 1;
   const uint64_t at = m.at(slot);
   const bool pending = PendingSet(m).contains(slot);
   const std::string where = " of slot " + std::to_string(slot);
   if (at != (is_row ? word >> 16 : 0)) return "at" + where + " is not the committed row";
-  if ((m.tree().leaf(static_cast<int64_t>(slot)) > 0) != (at != 0)) return "leaf" + where + " contradicts at";
+  const bool complete = at && rows.item(at - 1);
+  if ((m.tree().leaf(static_cast<int64_t>(slot)) > 0) != complete)
+    return "leaf" + where + (complete ? ": a complete item cannot be drawn" : ": an incomplete item can be drawn");
   if (pending != (busy || word >> 16 < newest)) return "pending bit" + where;
+  return "";
+}
+
+// Whether each row is linked to the one that it names, where both are there, and nothing else is.
+inline std::string link_violation(const SegmentMemory& m, const RowSet& rows) {
+  std::vector<uint32_t> prev(m.capacity()), next(m.capacity());
+  for (const auto& [key, row] : rows.rows())
+    if (rows.follows(row) && rows.rows().contains(row.prev_key1 - 1)) {
+      const uint64_t slot = key % m.capacity(), before = (row.prev_key1 - 1) % m.capacity();
+      prev[slot] = static_cast<uint32_t>(before + 1);
+      next[before] = static_cast<uint32_t>(slot + 1);
+    }
+  for (uint64_t slot = 0; slot < m.capacity(); slot++)
+    if (m.links(slot).prev.load() != prev[slot] || m.links(slot).next.load() != next[slot])
+      return "links of slot " + std::to_string(slot);
   return "";
 }
 
@@ -62,13 +80,14 @@ inline std::string tree_violation(const PriorityTree& tree) {
 }
 
 // Empty when every invariant holds of a segment that is fully absorbed and in which nobody writes at the moment
-// (writers may lag between two steps). O(capacity).
+// (writers may lag between two steps), and every stream has one writer. O(capacity).
 inline std::string violation(SegmentMemory& m) {
   const Header& h = m.header();
   uint64_t rows = 0, pending = 0;
   const std::vector<uint64_t> newest = newest_tickets(m);
+  const RowSet committed = RowSet::committed(m);
   for (uint64_t slot = 0; slot < m.capacity(); slot++) {
-    if (std::string v = slot_violation(m, slot, newest[slot]); !v.empty()) return v;
+    if (std::string v = slot_violation(m, slot, newest[slot], committed); !v.empty()) return v;
     rows += m.at(slot) != 0;
     pending += PendingSet(m).contains(slot);
     if (m.pending_words()[slot / 64] && !(m.pending_summary()[slot / 4096] >> slot / 64 % 64 & 1))
@@ -78,6 +97,8 @@ inline std::string violation(SegmentMemory& m) {
   if (h.pending != pending) return "count of pending slots";
   if (h.absorbed != h.head.load()) return "cursor";
   if (h.dirty != Dirty::kClean) return "dirty";
+  if (m.layout().view.linked())
+    if (std::string v = link_violation(m, committed); !v.empty()) return v;
   return tree_violation(m.tree());
 }
 

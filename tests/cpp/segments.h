@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 
 #include <cmath>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -35,7 +36,8 @@ struct Plan {
 
 inline std::unique_ptr<SegmentMemory> make_segment(const Plan& plan = {}) {
   SegmentConfig config;
-  config.layout = make_layout(plan.capacity, plan.fields, plan.view, config_bytes(plan.fields.size(), plan.text.size()));
+  config.layout =
+      make_layout(plan.capacity, plan.fields, plan.view, config_bytes(plan.fields.size(), plan.text.size()));
   config.sampler = plan.sampler;
   config.limiter = plan.limiter;
   config.nonce = kNonce;
@@ -93,11 +95,17 @@ class SteppedWriter {
   }
 
   void finish(std::optional<float> priority = {}, uint64_t pattern = 0) {
+    finish(meta_of(priority), [&](uint64_t slot) { fill_row(memory_, slot, pattern); });
+  }
+
+  // Calls fill(slot) to copy the payload.
+  template <class Fill>
+  void finish(const RowMeta& meta, Fill&& fill) {
     RowHeader& row = memory_.row(slot());
-    const RowMeta meta = meta_of(priority);
     row.link.store(meta.link);
+    row.step.store(meta.step);
     row.priority.store(meta.priority);
-    fill_row(memory_, slot(), pattern);
+    fill(slot());
     row.word.store(slot_word::done(key_, static_cast<uint64_t>(id_)));
   }
 

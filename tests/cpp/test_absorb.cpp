@@ -166,7 +166,7 @@ class Play {
       Absorber(*m_).resync(slot, head);
     }
     learn(before);
-    const std::string v = slot_violation(*m_, slot, newest_tickets(*m_)[slot]);
+    const std::string v = slot_violation(*m_, slot, newest_tickets(*m_)[slot], RowSet::committed(*m_));
     BOOST_REQUIRE_MESSAGE(v.empty(), v);
     const std::string t = tree_violation(m_->tree());
     BOOST_REQUIRE_MESSAGE(t.empty(), t);

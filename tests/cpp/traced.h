@@ -1,0 +1,101 @@
+// Processes that are stopped after every machine instruction, and what those find who survive them.
+#pragma once
+
+#include <sys/ptrace.h>
+
+#include <boost/test/unit_test.hpp>
+#include <cstring>
+#include <functional>
+
+#include "children.h"
+#include "invariants.h"
+#include "segments.h"
+
+namespace torchreplay::testing {
+
+// A copy of a segment as a survivor would find it, with a lock of its own.
+class Image {
+ public:
+  explicit Image(const SegmentMemory& of) : source_(of), m_(memory_file(of.layout().bytes), of.layout()) {}
+
+  // Takes over what changed. False when nothing did.
+  bool refresh() {
+    // The table of participants is large, and no part of what is repaired.
+    const uint64_t rows = source_.layout().records;
+    const bool same = std::memcmp(&seen_, source_.base(), sizeof seen_) == 0 &&
+                      std::memcmp(rest_.data(), source_.base() + rows, rest_.size()) == 0;
+    if (same) return false;
+    std::memcpy(seen_, source_.base(), sizeof seen_);
+    rest_.assign(source_.base() + rows, source_.base() + source_.layout().bytes);
+    std::memcpy(m_.base(), seen_, sizeof seen_);
+    std::memcpy(m_.base() + rows, rest_.data(), rest_.size());
+    m_.header().mutex.init();
+    return true;
+  }
+  SegmentMemory& memory() { return m_; }
+
+ private:
+  const SegmentMemory& source_;
+  SegmentMemory m_;
+  char seen_[kSegmentHeaderBytes] = {};
+  std::vector<char> rest_;
+};
+
+// What whoever gets the lock of a dead owner does.
+inline void repair(SegmentMemory& m) {
+  if (m.header().dirty != Dirty::kClean) Recovery(m).run();
+}
+
+// Runs `body` in a child one machine instruction at a time and calls `look` after each; the child is killed when that
+// returns false. False where the system does not let a parent trace its child.
+inline bool single_step(const std::function<void()>& body, const std::function<bool()>& look) {
+  Child child([&] {
+    if (ptrace(PTRACE_TRACEME, 0, nullptr, nullptr) != 0) _exit(77);
+    raise(SIGSTOP);
+    body();
+    raise(SIGSTOP);
+  });
+  int status = 0;
+  waitpid(child.pid(), &status, WUNTRACED);
+  if (!WIFSTOPPED(status)) return false;
+  for (int stops = 0; stops == 0 || WSTOPSIG(status) != SIGSTOP; stops++) {
+    if (ptrace(PTRACE_SINGLESTEP, child.pid(), nullptr, nullptr) != 0) return false;
+    waitpid(child.pid(), &status, 0);
+    if (!WIFSTOPPED(status)) throw std::runtime_error("the traced child ended");
+    if (!look()) return true;
+  }
+  return true;
+}
+
+// Kills whoever runs `body` after each of its instructions, lets a survivor repair and absorb, and checks everything.
+inline void kill_everywhere(SegmentMemory& m, const std::function<void()>& body,
+                            const std::function<std::string(SegmentMemory&)>& check) {
+  Image image(m);
+  int states = 0, dirty = 0;
+  std::string found;
+  const bool traced = single_step(body, [&] {
+    if (!image.refresh()) return true;
+    SegmentMemory& survivor = image.memory();
+    states++;
+    dirty += survivor.header().dirty != Dirty::kClean;
+    repair(survivor);
+    settle(survivor);
+    found = violation(survivor);
+    if (found.empty()) found = check(survivor);
+    return found.empty();
+  });
+  if (!traced) {
+    BOOST_TEST_MESSAGE("skipped: this system does not let a process trace its child");
+    return;
+  }
+  BOOST_TEST(found == "");
+  BOOST_TEST(states > 10);
+  BOOST_TEST(dirty > 5);
+}
+
+inline std::vector<float> leaves_of(const SegmentMemory& m) {
+  const PriorityTree tree = m.tree();
+  return {tree.leaves(), tree.leaves() + m.capacity()};
+}
+
+}  // namespace torchreplay::testing
