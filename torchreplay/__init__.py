@@ -4,7 +4,7 @@ from .batch import ReplayBatch
 from .buffer import ReplayBuffer
 from .checking import CheckReport, check
 from .dataset import ReplayDataset
-from .errors import AttachError, ReplayTimeout, Stopped, WouldBlockForever
+from .errors import AttachError, CheckpointError, ReplayTimeout, Stopped, WouldBlockForever
 from .hindsight import Hindsight
 from .laber import LaBER
 from .limiters import MinSize, SamplesPerInsert
@@ -25,6 +25,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AttachError",
     "CheckReport",
+    "CheckpointError",
     "Field",
     "Handle",
     "Hindsight",

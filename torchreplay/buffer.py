@@ -6,7 +6,6 @@ import os
 import secrets
 import threading
 import weakref
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +14,7 @@ import torch
 from . import _C
 from .arguments import checked_int, checked_kind
 from .batch import ReplayBatch
+from .checkpoint import load_rows, read_description, save
 from .config import Config
 from .drawing import Drawing
 from .errors import AttachError
@@ -24,7 +24,7 @@ from .limiters import Limiter, MinSize, SamplesPerInsert
 from .plan import GOALS
 from .samplers import Prioritized, Sampler, Uniform
 from .segment import Handle, make_handle, new_nonce, open_handle, reserve
-from .spec import Spec, flatten, to_native
+from .spec import Spec, flatten, nest, to_native
 from .supervision import Supervision
 from .views import VIEWS, Rows, View
 from .writer import Autoreset, Writer
@@ -128,11 +128,7 @@ class ReplayBuffer(Drawing, Inspection):
             raise AttachError(str(error)) from None
         finally:
             os.close(fd)
-        config = Config.from_text(segment.text)
-        if view is not None:
-            if not isinstance(view, Hindsight) or view.as_data() != config.view:
-                raise ValueError(f"view is {view}: expected the buffer's own, which is {config.view}")
-            config = replace(config, view=view)
+        config = Config.from_text(segment.text).with_functions(view)
         segment.set_fields(to_native(config.fields))
         self = cls.__new__(cls)
         self._adopt(segment, handle.nonce, config)
@@ -187,6 +183,56 @@ class ReplayBuffer(Drawing, Inspection):
         except AttributeError:
             writer = self._local.writer = self.writer()
         return writer.extend(priority=priority, **fields)
+
+    # Checkpoints
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Saves the buffer while others go on writing and drawing.
+
+        The directory gets a small JSON file and safetensors files with the rows. Rows are exact, each by itself; those
+        written during the save may be in it or not. A save that is killed leaves the one before as it was, and two
+        saves into one directory follow each other.
+
+        Args:
+            directory: Where to; made if need be. A checkpoint that is there is replaced.
+
+        Raises:
+            OSError: The disk is full, or the directory cannot be written.
+        """
+        save(self._segment, self._config, directory)
+
+    @classmethod
+    def load(
+        cls, directory: str | os.PathLike[str], capacity: int | None = None, *, view: View | None = None
+    ) -> ReplayBuffer:
+        """Returns a new buffer with the rows, keys, priorities and counters of a saved one.
+
+        Training goes on as if nothing had happened: old batches' keys are still valid, and the draws follow on those
+        that the saving process had made.
+
+        Args:
+            directory: What `save` wrote.
+            capacity: Rows that fit; None: as before. Of more rows than fit the newest are loaded.
+            view: The buffer's own view, with functions that a checkpoint does not hold: those of `Hindsight`.
+
+        Raises:
+            CheckpointError: There is no checkpoint, or it is damaged.
+            MemoryError: The machine or the cgroup has too little memory left.
+            ValueError: `capacity` or `view` does not fit.
+        """
+        saved = read_description(directory)
+        config = saved.config.with_functions(view)
+        buffer = cls(
+            nest(config.fields),
+            config.capacity if capacity is None else capacity,
+            sampler=config.sampler,
+            view=config.view,
+            limiter=config.limiter,
+            seed=saved.seed,
+        )
+        load_rows(buffer._segment, saved, directory)
+        buffer.draws = saved.step
+        return buffer
 
     # Life cycle
 

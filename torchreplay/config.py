@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -56,6 +56,18 @@ class Config:
         if self.capacity < rows:
             raise ValueError(f"capacity is {self.capacity}: one item of {self.view} takes {rows} rows")
         self.view.roles(self.fields)
+
+    def with_functions(self, view: View | None) -> Config:
+        """Returns the configuration with the functions of `view`, which a description does not hold.
+
+        Raises:
+            ValueError: `view` is another one.
+        """
+        if view is None:
+            return self
+        if not isinstance(view, Hindsight) or view.as_data() != self.view:
+            raise ValueError(f"view is {view}: expected the buffer's own, which is {self.view}")
+        return replace(self, view=view)
 
     def lanes_of(self, values: Mapping[str, Any]) -> int | None:
         """Returns the lanes of the block of streams that `values` are; None for rows and for a single episode."""

@@ -15,3 +15,7 @@ class WouldBlockForever(RuntimeError):
 
 class AttachError(RuntimeError, ConnectionError):
     """A handle cannot be attached: its owner is gone, on another machine, of another user, or another version."""
+
+
+class CheckpointError(ValueError):
+    """A saved buffer is missing, damaged, or of another version."""

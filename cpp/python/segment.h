@@ -2,6 +2,7 @@
 #pragma once
 
 #include "learner.h"
+#include "snapshot.h"
 
 namespace torchreplay::py {
 namespace segment {
@@ -314,6 +315,9 @@ inline PyObject* get_layout_hash(PyObject* self, void*) {
   return guarded(
       [&] { return checked(PyLong_FromUnsignedLongLong(state_of<SegmentState>(self).header().layout_hash)); });
 }
+inline PyObject* get_seed(PyObject* self, void*) {
+  return guarded([&] { return checked(PyLong_FromUnsignedLongLong(state_of<SegmentState>(self).header().seed)); });
+}
 inline PyObject* get_draws(PyObject* self, void*) {
   return guarded([&] {
     return checked(
@@ -351,6 +355,10 @@ inline PyMethodDef methods[] = {
     {"census", census, METH_O, nullptr},
     {"counters", counters, METH_NOARGS, nullptr},
     {"column", column, METH_O, nullptr},
+    {"export_rows", export_rows, METH_VARARGS, nullptr},
+    {"import_rows", import_rows, METH_O, nullptr},
+    {"counts", counts, METH_NOARGS, nullptr},
+    {"finish_import", finish_import, METH_O, nullptr},
     {"join_supervisor", join_supervisor, METH_NOARGS, nullptr},
     {"leave", leave_id, METH_O, nullptr},
     {"close", close_segment, METH_NOARGS, nullptr},
@@ -360,6 +368,7 @@ inline PyGetSetDef getset[] = {
     {"text", get_text, nullptr, nullptr, nullptr},    {"fd", get_fd, nullptr, nullptr, nullptr},
     {"nbytes", get_bytes, nullptr, nullptr, nullptr}, {"layout_hash", get_layout_hash, nullptr, nullptr, nullptr},
     {"step", get_step, set_step, nullptr, nullptr},   {"draws", get_draws, nullptr, nullptr, nullptr},
+    {"seed", get_seed, nullptr, nullptr, nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 inline PyType_Slot slots[] = {{Py_tp_init, reinterpret_cast<void*>(init)},
                               {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<SegmentState>)},

@@ -1,0 +1,136 @@
+// Rows out of a segment and into one, as tensors: for checkpoints.
+#pragma once
+
+#include "../snapshot.h"
+#include "attached.h"
+
+namespace torchreplay::py::segment {
+
+// Beside the fields: key, leaf, link, step, priority.
+inline constexpr Element kRowElements[] = {Element::kI64, Element::kF32, Element::kI64, Element::kI32, Element::kF32};
+inline constexpr size_t kRowColumns = 5;
+
+// export_rows(from, to) -> [*fields, key, leaf, link, step, priority]: tensors of the n rows in those slots.
+inline PyObject* export_rows(PyObject* self, PyObject* args) {
+  return guarded([&] {
+    auto& s = state_of<SegmentState>(self);
+    const std::shared_ptr<Attached> attached = s.attached;
+    SegmentMemory& m = s.memory();
+    unsigned long long from, to;
+    if (!PyArg_ParseTuple(args, "KK", &from, &to)) throw PythonError{};
+    if (from >= to || to > m.capacity()) throw std::invalid_argument("bad range of slots");
+    const std::vector<FieldSpec>& specs = attached->fields.specs;
+    const size_t columns = specs.size() + kRowColumns;
+    std::vector<size_t> offset;
+    size_t bytes = 0;
+    for (size_t c = 0; c < columns; c++) {
+      const uint64_t each = c < specs.size() ? specs[c].nbytes : item_size(kRowElements[c - specs.size()]);
+      offset.push_back(bytes);
+      bytes += round_up(each * (to - from), kLine);
+    }
+    // One owner for each tensor, and one for this call.
+    BlockOwner block(Block::make(bytes, static_cast<int>(columns) + 1));
+    char* data = block.block->data();
+    RowColumns rows;
+    for (size_t f = 0; f < specs.size(); f++) rows.values.push_back(data + offset[f]);
+    const size_t* at = offset.data() + specs.size();
+    rows.key = reinterpret_cast<int64_t*>(data + at[0]);
+    rows.leaf = reinterpret_cast<float*>(data + at[1]);
+    rows.link = reinterpret_cast<int64_t*>(data + at[2]);
+    rows.step = reinterpret_cast<int32_t*>(data + at[3]);
+    rows.priority = reinterpret_cast<float*>(data + at[4]);
+    int64_t n;
+    {
+      WithoutGil unlocked;
+      n = static_cast<int64_t>(Snapshot(m).copy_out(from, to, rows));
+    }
+    Ref list(checked(PyList_New(0)));
+    for (size_t c = 0; c < columns; c++) {
+      int64_t shape[StridedArray::kMaxDims + 1] = {n};
+      int dims = 1;
+      if (c < specs.size())
+        for (int64_t size : specs[c].shape) shape[dims++] = size;
+      const Element element = c < specs.size() ? specs[c].element : kRowElements[c - specs.size()];
+      Ref tensor(make_tensor(data + offset[c], element, dims, shape, nullptr, BlockOwner(block.block)));
+      if (PyList_Append(list.get(), tensor.get())) throw PythonError{};
+    }
+    return list.release();
+  });
+}
+
+// import_rows([*fields, key, leaf, link, step, priority]): places rows of export_rows() into a segment of this process's
+// own.
+inline PyObject* import_rows(PyObject* self, PyObject* list) {
+  return guarded([&] {
+    auto& s = state_of<SegmentState>(self);
+    SegmentMemory& m = s.memory();
+    const std::vector<FieldSpec>& specs = s.attached->fields.specs;
+    const size_t columns = specs.size() + kRowColumns;
+    if (PyList_Size(list) != static_cast<Py_ssize_t>(columns)) throw std::invalid_argument("bad columns of rows");
+    std::vector<ArrayView> views(columns);
+    int64_t n = -1;
+    for (size_t c = 0; c < columns; c++) {
+      const bool opened = views[c].open(PyList_GetItem(list, static_cast<Py_ssize_t>(c)));
+      const StridedArray& a = views[c].array;
+      const Element element = c < specs.size() ? specs[c].element : kRowElements[c - specs.size()];
+      const int dims = c < specs.size() ? 1 + static_cast<int>(specs[c].shape.size()) : 1;
+      bool fits = opened && a.dims == dims && a.element == element && is_dense(a, 0) && (n < 0 || a.shape[0] == n);
+      for (int d = 1; fits && d < dims; d++) fits = a.shape[d] == specs[c].shape[static_cast<size_t>(d) - 1];
+      if (!fits) throw std::invalid_argument("column " + std::to_string(c) + " of the rows has another type or shape");
+      n = a.shape[0];
+    }
+    auto column = [&](size_t c) { return const_cast<char*>(views[c].array.data); };
+    RowColumns rows;
+    for (size_t f = 0; f < specs.size(); f++) rows.values.push_back(column(f));
+    rows.key = reinterpret_cast<int64_t*>(column(specs.size()));
+    rows.leaf = reinterpret_cast<float*>(column(specs.size() + 1));
+    rows.link = reinterpret_cast<int64_t*>(column(specs.size() + 2));
+    rows.step = reinterpret_cast<int32_t*>(column(specs.size() + 3));
+    rows.priority = reinterpret_cast<float*>(column(specs.size() + 4));
+    for (int64_t i = 0; i < n; i++)
+      if (rows.key[i] < 0 || rows.key[i] >= int64_t{1} << 47) throw std::invalid_argument("a key is out of range");
+    {
+      WithoutGil unlocked;
+      Snapshot(m).copy_in(static_cast<uint64_t>(n), rows);
+    }
+    return Py_NewRef(Py_None);
+  });
+}
+
+// counts() -> (head, inserted, sampled, updated, stale_updates, unready_updates, draws, streams, max_raw).
+inline PyObject* counts(PyObject* self, PyObject*) {
+  return guarded([&] {
+    auto& s = state_of<SegmentState>(self);
+    const std::shared_ptr<Attached> attached = s.attached;
+    SegmentMemory& m = s.memory();
+    Counters c;
+    {
+      WithoutGil unlocked;
+      c = Snapshot(m).counters();
+    }
+    return checked(Py_BuildValue("KKKKKKKId", c.head, c.inserted, c.sampled, c.updated, c.stale_updates,
+                                 c.unready_updates, c.draws, c.streams, c.max_raw));
+  });
+}
+
+// finish_import(counts).
+inline PyObject* finish_import(PyObject* self, PyObject* tuple) {
+  return guarded([&] {
+    auto& s = state_of<SegmentState>(self);
+    SegmentMemory& m = s.memory();
+    unsigned long long n[7];
+    unsigned int streams;
+    double max_raw;
+    if (!PyArg_ParseTuple(tuple, "KKKKKKKId", n, n + 1, n + 2, n + 3, n + 4, n + 5, n + 6, &streams, &max_raw))
+      throw PythonError{};
+    if (n[0] >= uint64_t{1} << 47 || !(max_raw >= 0) || !std::isfinite(max_raw))
+      throw std::invalid_argument("the counters are out of range");
+    {
+      WithoutGil unlocked;
+      Snapshot(m).finish({n[0], n[1], n[2], n[3], n[4], n[5], n[6], streams, static_cast<float>(max_raw)});
+    }
+    return Py_NewRef(Py_None);
+  });
+}
+
+}  // namespace torchreplay::py::segment

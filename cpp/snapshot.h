@@ -1,0 +1,143 @@
+// Rows copied out of a segment while others write to it, and placed into a new one.
+#pragma once
+
+#include <vector>
+
+#include "session.h"
+
+namespace torchreplay {
+
+// n rows, column by column: everything that has to come back.
+struct RowColumns {
+  std::vector<char*> values;  // of each field
+  int64_t* key = nullptr;
+  float* leaf = nullptr;  // 0: could not be drawn
+  int64_t* link = nullptr;
+  int32_t* step = nullptr;
+  float* priority = nullptr;
+};
+
+// What a segment has counted.
+struct Counters {
+  uint64_t head = 0, inserted = 0, sampled = 0, updated = 0, stale_updates = 0, unready_updates = 0, draws = 0;
+  uint32_t streams = 1;
+  float max_raw = 1;
+};
+
+class Snapshot {
+ public:
+  explicit Snapshot(SegmentMemory& m) : memory_(m) {}
+
+  Counters counters() const {
+    const Header& h = memory_.header();
+    Locked lock(memory_);
+    lock.absorb();
+    publish_limit(memory_);
+    return {h.head.load(std::memory_order_acquire), h.inserted,        h.sampled,
+            h.updated,                              h.stale_updates,   h.unready_updates,
+            h.draws.load(std::memory_order_relaxed), h.streams.load(std::memory_order_relaxed), h.max_raw};
+  }
+
+  // Copies the rows in slots [from, to), without those that are overwritten meanwhile, and returns how many. Every row is
+  // exact; rows of different chunks are of different moments.
+  uint64_t copy_out(uint64_t from, uint64_t to, const RowColumns& out) {
+    uint64_t n = 0;
+    for (uint64_t first = from; first < to; first += kChunk) {
+      const uint64_t last = std::min(to, first + kChunk);
+      look(first, last);
+      for (uint64_t slot = first; slot < last; slot++)
+        if (at_[slot - first] && copy_row(slot, at_[slot - first], out, n)) out.leaf[n++] = leaf_[slot - first];
+    }
+    return n;
+  }
+
+  // Places rows that copy_out() gave. Where two claim one slot the newer stays. Nobody else may use the segment, and
+  // finish() must follow. Keys are below 2^47.
+  void copy_in(uint64_t n, const RowColumns& rows) {
+    const auto& fields = memory_.layout().fields;
+    for (uint64_t i = 0; i < n; i++) {
+      const auto key = static_cast<uint64_t>(rows.key[i]);
+      const uint64_t slot = memory_.slot_of(key);
+      RowHeader& row = memory_.row(slot);
+      if (slot_word::key1(row.word.load(std::memory_order_relaxed)) > key) continue;
+      for (size_t f = 0; f < fields.size(); f++)
+        std::memcpy(memory_.value(fields[f], slot), rows.values[f] + i * fields[f].nbytes, fields[f].nbytes);
+      row.link.store(static_cast<uint64_t>(rows.link[i]), std::memory_order_relaxed);
+      row.step.store(static_cast<uint32_t>(rows.step[i]), std::memory_order_relaxed);
+      row.priority.store(rows.priority[i], std::memory_order_relaxed);
+      row.word.store(slot_word::done(key, kLoaded), std::memory_order_relaxed);
+      memory_.at(slot) = key + 1;
+      memory_.tree().leaves()[slot] = rows.leaf[i];
+    }
+  }
+
+  // Makes the rows placed a buffer: links, sums, and the counters that were saved.
+  void finish(const Counters& c) {
+    Header& h = memory_.header();
+    Locked lock(memory_);
+    const uint64_t head = std::max(c.head, newest_key1());
+    h.head.store(head, std::memory_order_relaxed);
+    give_up_empty_slots(head);
+    h.max_raw = c.max_raw;
+    h.dirty = Dirty::kLinks;
+    Recovery(memory_).run();
+    h.inserted = std::max(c.inserted, static_cast<uint64_t>(memory_.tree().count()));
+    h.completed_at = h.absorbed;
+    h.sampled = c.sampled;
+    h.updated = c.updated;
+    h.stale_updates = c.stale_updates;
+    h.unready_updates = c.unready_updates;
+    h.draws.store(c.draws, std::memory_order_relaxed);
+    h.streams.store(std::max(1u, c.streams), std::memory_order_relaxed);
+    publish_limit(memory_);
+  }
+
+ private:
+  static constexpr uint64_t kChunk = Absorber::kChunk;
+  static constexpr uint64_t kLoaded = 0x7fff;  // an id that no writer has
+  static_assert(kLoaded >= kMaxParticipants);
+
+  // Which rows the slots hold, and their leaves: of one moment.
+  void look(uint64_t first, uint64_t last) {
+    Locked lock(memory_);
+    lock.absorb();
+    publish_limit(memory_);
+    at_.assign(&memory_.at(first), &memory_.at(first) + (last - first));
+    const float* leaves = memory_.tree().leaves();
+    leaf_.assign(leaves + first, leaves + last);
+  }
+
+  bool copy_row(uint64_t slot, uint64_t key1, const RowColumns& out, uint64_t n) const {
+    RowHeader& row = memory_.row(slot);
+    const uint64_t word = row.word.load(std::memory_order_acquire);
+    if (!slot_word::is_row(word) || slot_word::key1(word) != key1) return false;
+    const auto& fields = memory_.layout().fields;
+    for (size_t f = 0; f < fields.size(); f++)
+      copy_value(out.values[f] + n * fields[f].nbytes, memory_.value(fields[f], slot), fields[f].nbytes);
+    out.key[n] = static_cast<int64_t>(key1) - 1;
+    out.link[n] = static_cast<int64_t>(row.link.load(std::memory_order_relaxed));
+    out.step[n] = static_cast<int32_t>(row.step.load(std::memory_order_relaxed));
+    out.priority[n] = row.priority.load(std::memory_order_relaxed);
+    return load_after_copy(row.word) == word;
+  }
+
+  // The tickets of slots without a row are lost: nobody is going to write them.
+  void give_up_empty_slots(uint64_t head) const {
+    for (uint64_t slot = 0; slot < std::min(memory_.capacity(), head); slot++)
+      if (!memory_.at(slot))
+        memory_.row(slot).word.store(slot_word::voided(head - 1 - (head - 1 - slot) % memory_.capacity()),
+                                     std::memory_order_relaxed);
+  }
+
+  uint64_t newest_key1() const {
+    uint64_t newest = 0;
+    for (uint64_t slot = 0; slot < memory_.capacity(); slot++) newest = std::max(newest, memory_.at(slot));
+    return newest;
+  }
+
+  SegmentMemory& memory_;
+  std::vector<uint64_t> at_;
+  std::vector<float> leaf_;
+};
+
+}  // namespace torchreplay

@@ -1,0 +1,232 @@
+"""Saving a buffer while explorers write to it, and loading it again.
+
+A checkpoint is a directory: `checkpoint.json` describes the buffer and names a subdirectory of safetensors files with
+the rows. It is replaced in one step when everything else is on the disk, so that a save that is killed leaves the one
+before.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+
+from .config import Config
+from .errors import CheckpointError
+from .progress import track
+
+if TYPE_CHECKING:
+    from . import _C
+
+FORMAT = 1
+NAME = "checkpoint.json"
+ROW_COLUMNS = ("row.key", "row.leaf", "row.link", "row.step", "row.priority")
+SHARD_BYTES = 64 << 20
+MAX_DESCRIPTION = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What `checkpoint.json` says.
+
+    Attributes:
+        config: The buffer's arguments.
+        seed: Of its draws.
+        step: Position in the saving process's stream of draws.
+        counts: The segment's counters.
+        shards: (file, bytes, checksum) of the files with rows.
+    """
+
+    config: Config
+    seed: int
+    step: int
+    counts: tuple[int | float, ...]
+    shards: tuple[tuple[str, int, int], ...]
+
+    def to_text(self) -> str:
+        """Returns the description as JSON, with a checksum of its own."""
+        body = json.dumps(
+            {
+                "format": FORMAT,
+                "config": json.loads(self.config.to_text()),
+                "seed": self.seed,
+                "step": self.step,
+                "counts": self.counts,
+                "shards": self.shards,
+            }
+        )
+        return json.dumps({"crc32": zlib.crc32(body.encode()), "checkpoint": body})
+
+    @classmethod
+    def from_text(cls, text: str) -> Description:
+        """Returns what `to_text` described.
+
+        Raises:
+            ValueError: It is damaged, or of another format.
+        """
+        outer = json.loads(text)
+        body = outer["checkpoint"]
+        if zlib.crc32(body.encode()) != outer["crc32"]:
+            raise ValueError("its checksum does not match")
+        parts = json.loads(body)
+        if parts["format"] != FORMAT:
+            raise ValueError(f"it has format {parts['format']}, this version of torchreplay reads format {FORMAT}")
+        config = Config.from_text(json.dumps(parts["config"]))
+        shards = tuple((str(file), int(size), int(crc)) for file, size, crc in parts["shards"])
+        return cls(config, parts["seed"], parts["step"], tuple(parts["counts"]), shards)
+
+
+def save(segment: _C.Segment, config: Config, directory: str | os.PathLike[str]) -> None:
+    """Saves a buffer; see `ReplayBuffer.save`."""
+    root = Path(directory)
+    root.mkdir(parents=True, exist_ok=True)
+    with _alone(root):
+        _save(segment, config, root)
+
+
+def _save(segment: _C.Segment, config: Config, root: Path) -> None:
+    step, name = segment.step, f"rows-{secrets.token_hex(8)}"
+    data = root / name
+    data.mkdir()
+    try:
+        shards = _write_shards(segment, config, data)
+        # Counted after the rows: every key that was saved is below the head.
+        description = Description(
+            config, segment.seed, step, segment.counts(), tuple((f"{name}/{f}", n, c) for f, n, c in shards)
+        )
+        _sync_directory(data)
+        _replace(root / NAME, description.to_text().encode())
+    except BaseException:
+        shutil.rmtree(data, ignore_errors=True)
+        raise
+    # What the checkpoint before had, and what saves that were killed left.
+    for other in root.glob("rows-*"):
+        if other != data:
+            shutil.rmtree(other, ignore_errors=True)
+    for other in root.glob(f"{NAME}-*"):
+        other.unlink(missing_ok=True)
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Keeps other saves out of the directory; the kernel gives it free when this process dies."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _write_shards(segment: _C.Segment, config: Config, data: Path) -> list[tuple[str, int, int]]:
+    """Copies rows out while the rows before them are on their way to the disk."""
+    names = [*_names(config), *ROW_COLUMNS]
+    row_bytes = 32 + sum(field.nbytes for field in config.fields.values())
+    slots = max(1, min(config.capacity, SHARD_BYTES // row_bytes))
+    starts = range(0, config.capacity, slots)
+    pending: Future[tuple[str, int, int]] | None = None
+    shards: list[tuple[str, int, int]] = []
+    with ThreadPoolExecutor(1) as writer:
+        for number, first in enumerate(track(starts, "saving the replay buffer")):
+            columns = segment.export_rows(first, min(first + slots, config.capacity))
+            if pending is not None:
+                shards.append(pending.result())
+                pending = None
+            if len(columns[0]):
+                tensors = dict(zip(names, columns, strict=True))
+                pending = writer.submit(_write_shard, data / f"{number:05}.safetensors", tensors)
+        if pending is not None:
+            shards.append(pending.result())
+    return shards
+
+
+def _write_shard(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[str, int, int]:
+    content = save_tensors(tensors)
+    _write(path, content)
+    return path.name, len(content), zlib.crc32(content)
+
+
+def read_description(directory: str | os.PathLike[str]) -> Description:
+    """Returns the description of a checkpoint.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged.
+    """
+    path = Path(directory) / NAME
+    try:
+        if path.stat().st_size > MAX_DESCRIPTION:
+            raise ValueError("it is too long")
+        description = Description.from_text(path.read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"there is no replay checkpoint in {Path(directory)}: {NAME} is missing") from None
+    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+        raise CheckpointError(f"{path} is no intact replay checkpoint: {error!r}") from None
+    return description
+
+
+def load_rows(segment: _C.Segment, description: Description, directory: str | os.PathLike[str]) -> None:
+    """Places the rows of a checkpoint into a new segment.
+
+    Raises:
+        CheckpointError: A file is missing or damaged.
+    """
+    names = [*_names(description.config), *ROW_COLUMNS]
+    for columns in _read_shards(description, Path(directory), names):
+        segment.import_rows(columns)
+    segment.finish_import(description.counts)
+
+
+def _read_shards(description: Description, root: Path, names: list[str]) -> Iterator[list[torch.Tensor]]:
+    for name, size, crc in track(description.shards, "loading the replay buffer"):
+        path = root / name
+        try:
+            content = path.read_bytes()
+            if len(content) != size or zlib.crc32(content) != crc:
+                raise ValueError(
+                    f"{len(content):,} of {size:,} bytes, checksum {zlib.crc32(content):08x} not {crc:08x}"
+                )
+            tensors = load_tensors(content)
+            yield [tensors[name] for name in names]
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise CheckpointError(f"{path} is damaged: {error!r}") from None
+
+
+def _names(config: Config) -> list[str]:
+    return ["/".join(path) for path in config.fields]
+
+
+def _write(path: Path, content: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Puts `content` in the place of `path` at once: after a crash one finds the old or the new, whole."""
+    fresh = path.with_name(f"{path.name}-{secrets.token_hex(8)}")
+    _write(fresh, content)
+    fresh.replace(path)
+    _sync_directory(path.parent)
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
