@@ -48,6 +48,7 @@ class Absorber {
     if (header_.absorbed >= head && header_.pending == 0) return true;
     const DirtyScope dirty(header_, Dirty::kLinks);
     initial_.refresh();
+    head_ = head;
     uint64_t from = header_.absorbed;
     if (head > memory_.capacity()) from = std::max(from, head - memory_.capacity());
     if (from < head) {
@@ -70,6 +71,7 @@ class Absorber {
   void resync(uint64_t slot, uint64_t head) {
     const DirtyScope dirty(header_, Dirty::kLinks);
     initial_.refresh();
+    head_ = head;
     sync_below(slot, head);
     leaves_.flush();
   }
@@ -126,7 +128,7 @@ class Absorber {
   void complete(uint64_t anchor, float priority) {
     leaves_.set(anchor, initial_.of(priority));
     header_.inserted++;
-    header_.completed_at = header_.absorbed;
+    header_.completed_at = head_;
   }
 
   SegmentMemory& memory_;
@@ -137,6 +139,7 @@ class Absorber {
   InitialLeaf initial_;
   PendingSet pending_;
   Streams streams_;
+  uint64_t head_ = 0;  // of the running absorption
   uint64_t adopted_ = 0, deferred_ = 0;
 };
 

@@ -24,7 +24,7 @@ class Recovery {
         each_slot([&](uint64_t slot) { streams_.clear(slot); });
         each_slot([&](uint64_t slot) { link(slot); });
       }
-      settle_leaves();
+      settle_leaves(head);
       pending_.recount();
       header_.absorbed = head;
     }
@@ -95,13 +95,14 @@ class Recovery {
   }
 
   // An item has a leaf exactly when it is complete. One that already had keeps it; any other gets its initial one.
-  void settle_leaves() {
+  void settle_leaves(uint64_t head) {
     std::vector<bool> complete(memory_.capacity());
     auto settle = [&](uint64_t anchor, float priority) {
       complete[anchor] = true;
       if (tree_.leaf(static_cast<int64_t>(anchor)) > 0) return;
       tree_.leaves()[anchor] = initial_.of(priority);
       header_.inserted++;
+      header_.completed_at = head;
     };
     each_slot([&](uint64_t slot) {
       RowFacts row;

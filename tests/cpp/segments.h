@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 
 #include <cmath>
+#include <concepts>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -99,7 +100,7 @@ class SteppedWriter {
   }
 
   // Calls fill(slot) to copy the payload.
-  template <class Fill>
+  template <std::invocable<uint64_t> Fill>
   void finish(const RowMeta& meta, Fill&& fill) {
     RowHeader& row = memory_.row(slot());
     row.link.store(meta.link);

@@ -2,9 +2,10 @@
 #include <boost/test/unit_test.hpp>
 #include <random>
 
+#include "explorers.h"
 #include "invariants.h"
 #include "sample.h"
-#include "segments.h"
+#include "views.h"
 
 using namespace torchreplay;
 using namespace torchreplay::testing;
@@ -230,6 +231,29 @@ BOOST_AUTO_TEST_CASE(an_empty_buffer_and_one_below_its_minimum_wait_and_say_for_
   BOOST_TEST(m->header().rows_signal.load() == 1U);
   BOOST_TEST((draw(*m, 4).outcome == Draw::kDone));
   BOOST_TEST(m->header().sampled == 4U);
+}
+
+// Items of episodes longer than the ring: none can be drawn between the turn after an end and the next end.
+BOOST_AUTO_TEST_CASE(a_wait_is_in_vain_once_two_turns_of_rows_completed_no_item) {
+  Plan plan;
+  plan.view = whole_episodes();
+  for (bool repaired : {false, true}) {
+    auto m = make_segment(plan);  // 8 slots
+    Explorer a(*m, 1);
+    BOOST_TEST((draw(*m, 4).outcome == Draw::kWait));
+    a.episode(29);  // not watched by any learner
+    if (repaired) m->header().dirty = Dirty::kLinks, Recovery(*m).run();
+    BOOST_TEST((draw(*m, 4).outcome == Draw::kDone));
+    a.reset();
+    for (int row = 2; row <= 16; row++) {
+      a.step();
+      if (row >= 8) BOOST_TEST((draw(*m, 4).outcome == Draw::kWait));
+    }
+    a.step();
+    BOOST_TEST((draw(*m, 4).outcome == Draw::kBarren));
+    a.step(kTruncated);
+    BOOST_TEST((draw(*m, 4).outcome == Draw::kDone));
+  }
 }
 
 BOOST_AUTO_TEST_CASE(a_stopped_buffer_is_not_drawn_from) {
