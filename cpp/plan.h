@@ -1,6 +1,7 @@
 // What a batch of a linked view consists of: which values of an item's rows go into which tensor.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -32,6 +33,10 @@ struct Output {
   uint32_t goal_field = 0;  // kGoal: where the goal comes from
 
   bool has_field() const { return kind <= Kind::kReturn || kind == Kind::kGoal; }
+  // One value for each of several rows; of other kinds there is one.
+  bool has_rows() const { return has_frames() || kind == Kind::kMask || kind == Kind::kFirst; }
+  // The rows may lie before the anchor.
+  bool has_frames() const { return kind <= Kind::kEnd; }
 };
 
 // Which row of its episode gives an item another goal (Andrychowicz et al. 2017, section 4.5).
@@ -65,12 +70,15 @@ struct ItemPlan {
       if (!good) throw std::invalid_argument(std::string("bad plan of a batch: ") + what);
     };
     require(steps >= 1 && steps <= kReach && steps <= layout.view.span, "steps");
+    require(std::isfinite(gamma), "gamma");
     require(share >= 0 && share <= 1 && static_cast<uint32_t>(goal) < kGoals, "goal");
     for (const Output& o : outputs) {
       require(static_cast<uint32_t>(o.kind) < Output::kKinds, "kind");
       require(!o.has_field() || o.field < layout.fields.size(), "field");
-      require(o.count >= 1 && o.count <= kReach && o.first <= kReach, "count");
-      require(o.first >= -static_cast<int64_t>(layout.view.history), "first position");
+      require(o.count >= 1 && o.count <= (o.has_rows() ? kReach : 1), "count");
+      const int64_t earliest = o.has_frames() ? -static_cast<int64_t>(layout.view.history) : 0;
+      require(o.first >= earliest && o.first <= kReach, "first position");
+      require(o.kind != Output::Kind::kReturn || casts(Element::kF64, layout.fields[o.field].element), "return");
       if (o.kind != Output::Kind::kGoal) continue;
       require(o.goal_field < layout.fields.size(), "goal field");
       const Field &to = layout.fields[o.field], &from = layout.fields[o.goal_field];
