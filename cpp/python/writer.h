@@ -69,6 +69,7 @@ struct WriterState {
   bool closed = false;
   uint64_t rows_at_close = 0;
   uint32_t seen_room_signal = 0;
+  int64_t looked_around = 0;  // when, by the clock of last_write
 
   uint64_t rows() {
     if (closed) return rows_at_close;
@@ -136,6 +137,16 @@ inline void check_positional(const char* method, Py_ssize_t nargs) {
   throw PythonError{};
 }
 
+// Now and then (in Python): is anybody there to draw what is written?
+inline void look_around(PyObject* self, WriterState& s) {
+  constexpr int64_t kEvery = 1'000'000'000;
+  const int64_t now = s.attached->memory->participant(s.member.id()).last_write.load(std::memory_order_relaxed);
+  if (s.looked_around == 0) s.looked_around = now;
+  if (now - s.looked_around < kEvery) return;
+  s.looked_around = now;
+  Ref r(checked(PyObject_CallMethod(self, "_look_around", nullptr)));
+}
+
 // Writes rows, waiting (in Python, with the signals and the limits of a wait) as often as need be. `rows` and `fill` are
 // those of RingWriter::append.
 template <class Rows, class Fill>
@@ -156,9 +167,10 @@ void write(PyObject* self, WriterState& s, uint64_t n, Rows& rows, int64_t* keys
         outcome = ring.append(n, rows, keys, written, fill);
       }
     }
-    if (outcome == Append::kDone) return;
+    if (outcome == Append::kDone) break;
     Ref r(checked(PyObject_CallMethod(self, "_wait", "i", outcome == Append::kStalled)));
   }
+  look_around(self, s);
 }
 
 // Rows by themselves, with the priorities given.
