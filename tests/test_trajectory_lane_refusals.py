@@ -1,0 +1,199 @@
+"""Bad trajectories of vector environments: what is refused leaves every lane where it was."""
+
+import numpy as np
+import pytest
+import torch
+from linked_rows import NESTED, buffer_of, pairs
+
+import torchreplay as tr
+
+ENDS = np.array([True, False])
+NO = np.zeros(2, bool)
+
+
+def observed(*numbers):
+    return np.repeat(np.array(numbers, np.float32)[:, None], 2, axis=1)
+
+
+def step_of(first, second, **changes):
+    values = {"obs": observed(first, second), "action": np.zeros(2, int), "reward": np.zeros(2)}
+    return values | {"terminated": NO, "truncated": NO} | changes
+
+
+@pytest.fixture
+def buffer():
+    return buffer_of(tr.Transitions(), sampler=tr.Prioritized())
+
+
+def started(buffer, autoreset):
+    writer = buffer.writer(lanes=2, autoreset=autoreset)
+    writer.reset(obs=observed(0, 10))
+    return writer
+
+
+def assert_goes_on(buffer, writer):
+    """The refused call wrote nothing, and both lanes continue as if it had not been."""
+    assert buffer.stats().rows_written == writer.rows == 2
+    assert writer.step(**step_of(1, 11)).tolist() == [2, 3]
+    assert pairs(buffer) == [(0, 1), (10, 11)]
+
+
+BAD_STEPS = [
+    (step_of(1, 11, obs=np.zeros(2)), r"'obs': got float64 of shape \(2,\), expected float32 of shape \(2, 2\)"),
+    (step_of(1, 11, obs=np.zeros((3, 2))), r"'obs': got .*\(3, 2\), expected float32 of shape \(2, 2\)"),
+    (step_of(1, 11, action=0), r"'action': got a Python int, expected int64 of shape \(2,\)"),
+    (step_of(1, 11, reward=np.zeros(1)), r"'reward': got .*\(1,\), expected float32 of shape \(2,\)"),
+    (step_of(1, 11, reward=np.zeros((2, 1))), r"'reward': got .*\(2, 1\), expected float32 of shape \(2,\)"),
+    (step_of(1, 11, terminated=False), r"'terminated': got a Python bool, expected bool of shape \(2,\)"),
+    (step_of(1, 11, truncated=np.zeros(2)), "'truncated': float64 does not cast to bool"),
+    (step_of(1, 11, terminated=[False, False]), "'terminated': got a value of type list"),
+    (step_of(1, 11, priority=np.zeros(3)), r"priority: got float64 of shape \(3,\)"),
+    (step_of(1, 11, priority=np.zeros((1, 2))), r"priority: got float64 of shape \(1, 2\)"),
+    (step_of(1, 11, priority=np.array([1.0, np.inf])), "priority is NaN or infinite"),
+    (step_of(1, 11, priority="high"), "priority"),
+]
+
+
+@pytest.mark.parametrize("autoreset", ["next_step", "same_step", "disabled"])
+@pytest.mark.parametrize(("values", "message"), BAD_STEPS, ids=[message[:40] for _, message in BAD_STEPS])
+def test_a_bad_step_of_a_trajectory_in_lanes_is_refused(buffer, values, message, autoreset):
+    with started(buffer, autoreset) as writer:
+        with pytest.raises(ValueError, match=message):
+            writer.step(**values)
+        assert_goes_on(buffer, writer)
+
+
+BAD_MASKS = [
+    *(np.array([True]), np.array([True, False, True]), np.array([1, 0]), np.array([[True, False]]), True, "both"),
+    *(np.array([1.0, 0.0]), torch.ones(2), [True], object()),
+]
+
+
+@pytest.mark.parametrize("mask", BAD_MASKS, ids=repr)
+def test_a_bad_mask_is_refused_and_says_what_is_expected(buffer, mask):
+    with started(buffer, "disabled") as writer:
+        with pytest.raises(ValueError, match=r"mask: got .*, expected one bool for each of the 2 lanes"):
+            writer.reset(obs=observed(5, 15), mask=mask)
+        assert_goes_on(buffer, writer)
+
+
+def test_a_bad_reset_of_a_trajectory_in_lanes_is_refused(buffer):
+    with started(buffer, "disabled") as writer:
+        with pytest.raises(ValueError, match=r"'obs': got .*\(2,\), expected float32 of shape \(2, 2\)"):
+            writer.reset(obs=np.zeros(2))
+        with pytest.raises(ValueError, match="unknown field 'reward'"):
+            writer.reset(obs=observed(5, 15), reward=np.zeros(2))
+        assert_goes_on(buffer, writer)
+
+
+def test_a_step_is_refused_while_a_lane_has_not_been_reset(buffer):
+    with buffer.writer(lanes=2) as writer:
+        with pytest.raises(ValueError, match=r"before the first reset\(\) in lane 0"):
+            writer.step(**step_of(0, 10))
+        writer.reset(obs=observed(0, 10), mask=ENDS)
+        with pytest.raises(ValueError, match=r"before the first reset\(\) in lane 1"):
+            writer.step(**step_of(0, 10))
+        assert buffer.stats().rows_written == 1
+        writer.reset(obs=observed(5, 10), mask=~ENDS)
+        assert_goes_on(buffer, writer)
+
+
+def test_a_lane_that_ended_must_be_reset_before_the_next_step_if_autoreset_is_disabled(buffer):
+    with started(buffer, "disabled") as writer:
+        writer.step(**step_of(1, 11, truncated=~ENDS))
+        with pytest.raises(ValueError, match=r"after the end of the episode in lane 1: call reset\(\)"):
+            writer.step(**step_of(2, 12))
+        assert buffer.stats().rows_written == 4
+        writer.reset(obs=observed(0, 50), mask=~ENDS)
+        writer.step(**step_of(2, 51))
+    assert sorted(pairs(buffer)) == [(0, 1), (1, 2), (10, 11), (50, 51)]
+
+
+# Last observations
+
+
+def test_a_lane_that_ends_in_the_same_step_needs_its_last_observation(buffer):
+    with started(buffer, "same_step") as writer:
+        for arguments in ({}, {"final_obs": None}):
+            with pytest.raises(ValueError, match=r"ends in lane 0 and autoreset is 'same_step': pass final_obs"):
+                writer.step(**step_of(50, 11, terminated=ENDS), **arguments)
+        assert_goes_on(buffer, writer)
+
+
+@pytest.mark.parametrize(
+    "final",
+    [
+        [None, np.zeros(2)],
+        [np.zeros(3), None],
+        [np.zeros((1, 2)), None],
+        [np.zeros(2)],
+        [np.zeros(2), None, None],
+        [np.zeros(2, complex), None],
+        ["last", None],
+        [{"obs": np.zeros(2)}, None],
+        np.array([None, None], object),
+        np.zeros((2, 3)),
+        np.zeros(2),
+        {"obs": np.zeros((2, 2))},
+        "last",
+        1.0,
+    ],
+    ids=repr,
+)
+def test_a_bad_last_observation_is_refused_by_name(buffer, final):
+    with started(buffer, "same_step") as writer:
+        with pytest.raises(ValueError, match="obs"):
+            writer.step(**step_of(50, 11, terminated=ENDS), final_obs=final)
+        assert_goes_on(buffer, writer)
+
+
+@pytest.mark.parametrize(
+    "final",
+    [
+        [{"image": np.zeros((32, 36), np.uint8)}, None],
+        [{"image": np.zeros((32, 36), np.uint8), "goal": np.zeros(2)}, None],
+        [{"image": np.zeros((32, 36)), "goal": 1.0}, None],
+        [np.zeros((32, 36), np.uint8), None],
+        {"image": np.zeros((2, 32, 36), np.uint8)},
+    ],
+    ids=["a part is missing", "a shape", "a dtype", "no dict", "a part of all lanes is missing"],
+)
+def test_a_bad_part_of_a_nested_last_observation_is_refused(final):
+    buffer = buffer_of(tr.Transitions(), NESTED)
+    obs = {"image": np.zeros((2, 32, 36), np.uint8), "goal": np.zeros(2)}
+    values = {"obs": obs, "action": np.zeros(2, int), "reward": np.zeros((2, 2)), "state": {"h": np.zeros((2, 3))}}
+    with buffer.writer(lanes=2, autoreset="same_step") as writer:
+        writer.reset(obs=obs)
+        with pytest.raises(ValueError, match=r"obs"):
+            writer.step(**values, terminated=ENDS, truncated=NO, final_obs=final)
+        assert buffer.stats().rows_written == 2
+        writer.step(**values, terminated=NO, truncated=NO)
+    assert len(pairs_of_goals(buffer)) == 2
+
+
+def pairs_of_goals(buffer):
+    batch = buffer.gather(torch.arange(buffer.stats().rows_written))
+    return list(zip(batch["obs"]["goal"].tolist(), batch["next_obs"]["goal"].tolist(), strict=True))
+
+
+@pytest.mark.parametrize("autoreset", ["next_step", "disabled"])
+def test_a_last_observation_is_refused_where_episodes_do_not_end_and_begin_in_one_step(buffer, autoreset):
+    with started(buffer, autoreset) as writer:
+        with pytest.raises(ValueError, match="final_obs belongs to a writer with lanes and autoreset='same_step'"):
+            writer.step(**step_of(1, 11, terminated=ENDS), final_obs=observed(1, 11))
+        assert_goes_on(buffer, writer)
+
+
+# Making the writer
+
+
+@pytest.mark.parametrize("lanes", [0, -1, 2.5, "two", True, 2**40])
+def test_a_bad_number_of_lanes_is_a_value_error(buffer, lanes):
+    with pytest.raises(ValueError, match="lanes is"):
+        buffer.writer(lanes=lanes)
+
+
+@pytest.mark.parametrize("autoreset", ["nextstep", "NEXT_STEP", None, 0, ""])
+def test_a_bad_autoreset_is_a_value_error_that_lists_the_three(buffer, autoreset):
+    with pytest.raises(ValueError, match=r"autoreset is .*: expected one of 'next_step', 'same_step', 'disabled'"):
+        buffer.writer(lanes=2, autoreset=autoreset)

@@ -1,0 +1,204 @@
+"""Trajectories of vector environments: lanes, Gymnasium's three ways to begin the next episode, last observations."""
+
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from linked_rows import STEPS, buffer_of, everything, pairs
+from numbered_environments import environments, policy, reward_of
+
+import torchreplay as tr
+
+WHERE = {"obs": ((3,), np.float32), **STEPS}
+NESTED = {"obs/where": ((3,), np.float32), "obs/inner/step": ((), np.int64), **STEPS}
+SEPARATE = {"where": ((3,), np.float32), "inner/step": ((), np.int64), **STEPS}
+MODES = list(AutoresetMode)
+KINDS = [SyncVectorEnv, AsyncVectorEnv]
+
+
+def explore(envs, writer, arranged, where, times):
+    """Writes what `envs` do; returns the (environment, episode, step) at which an action was taken."""
+    mode = envs.metadata["autoreset_mode"]
+    observed, _ = envs.reset()
+    writer.reset(**arranged(observed))
+    ended = np.zeros(envs.num_envs, bool)
+    taken = []
+    for _ in range(times):
+        before = where(observed).copy()
+        acts = ~ended if mode is AutoresetMode.NEXT_STEP else np.ones(envs.num_envs, bool)
+        observed, reward, terminated, truncated, infos = envs.step(policy(before))
+        arguments = {"final_obs": infos.get("final_obs")} if mode is AutoresetMode.SAME_STEP else {}
+        flags = {"terminated": terminated, "truncated": truncated}
+        writer.step(**arranged(observed), action=policy(before), reward=reward, **flags, **arguments)
+        taken += [tuple(row) for row in before[acts].astype(int).tolist()]
+        ended = terminated | truncated
+        if mode is AutoresetMode.DISABLED and ended.any():
+            observed, _ = envs.reset(options={"reset_mask": ended})
+            writer.reset(**arranged(observed), mask=ended)
+    return taken
+
+
+def assert_transitions(taken, where, action, reward, next_where):
+    """Each action taken is there once, with the observation of its time and the true one that followed."""
+    assert sorted(taken) == sorted(tuple(row) for row in where.int().tolist())
+    assert torch.equal(next_where, where + torch.tensor([0.0, 0.0, 1.0]))
+    assert action.tolist() == policy(where).tolist()
+    assert reward.tolist() == [reward_of(*row) for row in next_where.tolist()]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_every_transition_of_a_vector_environment_is_drawn_with_its_true_next_observation(kind, mode):
+    buffer = buffer_of(tr.Transitions(), WHERE, capacity=400)
+    envs = environments(kind, mode)
+    with buffer.writer(lanes=3, autoreset=mode.name.lower()) as writer:
+        taken = explore(envs, writer, lambda observed: {"obs": observed}, lambda observed: observed, 40)
+    envs.close()
+    batch = everything(buffer)
+    assert_transitions(taken, batch["obs"], batch["action"], batch["reward"], batch["next_obs"])
+    ends = batch["terminated"] | batch["truncated"]
+    assert batch["terminated"].any()
+    assert batch["truncated"].any()
+    assert torch.equal(batch["terminated"][ends], batch["obs"][ends, 1] % 2 == 0)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_dict_observations_of_a_vector_environment_are_taken_as_they_come(kind, mode):
+    buffer = buffer_of(tr.Transitions(), NESTED, capacity=400)
+    envs = environments(kind, mode, nested=True)
+    with buffer.writer(lanes=3, autoreset=mode.name.lower()) as writer:
+        taken = explore(envs, writer, lambda observed: {"obs": observed}, lambda observed: observed["where"], 25)
+    envs.close()
+    batch = everything(buffer)
+    obs, following = batch["obs"], batch["next_obs"]
+    assert_transitions(taken, obs["where"], batch["action"], batch["reward"], following["where"])
+    assert torch.equal(obs["inner"]["step"], obs["where"][:, 2].long())
+    assert torch.equal(following["inner"]["step"], following["where"][:, 2].long())
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+def test_dict_observations_of_a_vector_environment_may_be_several_fields(mode):
+    buffer = buffer_of(tr.Transitions(observation=("where", "inner")), SEPARATE, capacity=400)
+    envs = environments(SyncVectorEnv, mode, nested=True)
+    with buffer.writer(lanes=3, autoreset=mode.name.lower()) as writer:
+        taken = explore(envs, writer, dict, lambda observed: observed["where"], 25)
+    envs.close()
+    batch = everything(buffer)
+    assert_transitions(taken, batch["where"], batch["action"], batch["reward"], batch["next_where"])
+    assert torch.equal(batch["next_inner"]["step"], batch["next_where"][:, 2].long())
+
+
+# By hand
+
+
+def observed(*numbers):
+    return np.repeat(np.array(numbers, np.float32)[:, None], 2, axis=1)
+
+
+def step(writer, obs, terminated=None, **arguments):
+    lanes = len(obs)
+    none = np.zeros(lanes, bool)
+    ends = none if terminated is None else np.array(terminated)
+    zeros = {"action": np.zeros(lanes, int), "reward": np.zeros(lanes)}
+    return writer.step(obs=obs, terminated=ends, truncated=none, **zeros, **arguments)
+
+
+def test_lanes_return_int64_keys_in_the_order_of_the_lanes():
+    buffer = buffer_of(tr.Transitions())
+    with buffer.writer(lanes=3) as writer:
+        first, second = writer.reset(obs=observed(0, 10, 20)), step(writer, observed(1, 11, 21))
+        assert (first.dtype, first.tolist()) == (torch.int64, [0, 1, 2])
+        assert (second.dtype, second.tolist()) == (torch.int64, [3, 4, 5])
+        assert writer.rows == 6
+    assert pairs(buffer) == [(0, 1), (10, 11), (20, 21)]
+
+
+def test_one_lane_keeps_its_dimension():
+    buffer = buffer_of(tr.Transitions())
+    with buffer.writer(lanes=1) as writer:
+        assert writer.reset(obs=observed(0)).tolist() == [0]
+        assert step(writer, observed(1)).tolist() == [1]
+    assert pairs(buffer) == [(0, 1)]
+
+
+def test_a_reset_of_some_lanes_leaves_the_others_in_their_episodes():
+    buffer = buffer_of(tr.Transitions())
+    with buffer.writer(lanes=3, autoreset="disabled") as writer:
+        writer.reset(obs=observed(0, 10, 20))
+        step(writer, observed(1, 11, 21), [True, False, False])
+        keys = writer.reset(obs=observed(50, 60, 70), mask=np.array([True, False, True]))
+        assert (keys.dtype, keys.tolist()) == (torch.int64, [6, -1, 7])
+        assert step(writer, observed(51, 12, 71)).tolist() == [8, 9, 10]
+    assert sorted(pairs(buffer)) == [(0, 1), (10, 11), (11, 12), (20, 21), (50, 51), (70, 71)]
+
+
+@pytest.mark.parametrize("mask", [np.array([False, True]), torch.tensor([False, True])], ids=["numpy", "torch"])
+def test_lanes_may_be_reset_one_after_the_other(mask):
+    buffer = buffer_of(tr.Transitions())
+    with buffer.writer(lanes=2) as writer:
+        assert writer.reset(obs=observed(0, 10), mask=mask).tolist() == [-1, 0]
+        assert writer.reset(obs=observed(1, 11), mask=~mask).tolist() == [1, -1]
+        assert writer.reset(obs=observed(2, 12), mask=mask & ~mask).tolist() == [-1, -1]
+        step(writer, observed(3, 13))
+    assert pairs(buffer) == [(10, 13), (1, 3)]
+
+
+def test_the_step_after_a_lanes_end_is_a_reset_row_and_what_else_it_brings_is_ignored():
+    buffer = buffer_of(tr.Transitions(), sampler=tr.Prioritized(alpha=1.0))
+    with buffer.writer(lanes=2) as writer:
+        writer.reset(obs=observed(0, 10))
+        step(writer, observed(1, 11), [True, False])
+        flags = {"terminated": np.array([True, False]), "truncated": np.array([True, False])}
+        writer.step(obs=observed(2, 12), action=np.array([7, 8]), reward=np.array([5.0, 6.0]), **flags, priority=9.0)
+        step(writer, observed(3, 13))
+    assert pairs(buffer) == [(0, 1), (10, 11), (11, 12), (2, 3), (12, 13)]
+    assert buffer.storage["action"][4:6].tolist() == [0, 8]
+    assert buffer.storage["reward"][4:6].tolist() == [0, 6]
+    assert not buffer.storage["terminated"][4]
+    assert not buffer.storage["truncated"][4]
+
+
+FINALS = {
+    "array": lambda: observed(7, 0),
+    "tensor": lambda: torch.from_numpy(observed(7, 0)),
+    "list": lambda: [np.full(2, 7.0), None],
+    "tensors": lambda: [torch.full((2,), 7.0), None],
+    "objects": lambda: np.array([np.full(2, 7.0, np.float32), None], object),
+}
+
+
+@pytest.mark.parametrize("final", FINALS.values(), ids=FINALS.keys())
+def test_a_lane_that_ends_in_the_same_step_writes_its_last_observation_and_the_first_of_the_next(final):
+    buffer = buffer_of(tr.Transitions())
+    with buffer.writer(lanes=2, autoreset="same_step") as writer:
+        writer.reset(obs=observed(0, 10))
+        assert step(writer, observed(1, 11), final_obs=None).tolist() == [2, 3]
+        assert step(writer, observed(50, 12), [True, False], final_obs=final()).tolist() == [4, 6]
+        assert step(writer, observed(51, 13)).tolist() == [7, 8]
+        assert writer.rows == 9
+    assert sorted(pairs(buffer)) == [(0, 1), (1, 7), (10, 11), (11, 12), (12, 13), (50, 51)]
+
+
+def test_last_observations_of_a_vector_environment_may_be_nested_arrays_of_all_lanes():
+    buffer = buffer_of(tr.Transitions(), NESTED)
+    with buffer.writer(lanes=2, autoreset="same_step") as writer:
+        writer.reset(obs={"where": np.zeros((2, 3)), "inner": {"step": np.array([0, 0])}})
+        obs = {"where": np.full((2, 3), 50.0), "inner": {"step": np.array([50, 50])}}
+        final = {"where": np.full((2, 3), 7.0), "inner": {"step": np.array([7, 7])}}
+        step_fields = {"action": np.zeros(2, int), "reward": np.zeros(2), "truncated": np.array([False, True])}
+        writer.step(obs=obs, **step_fields, terminated=np.zeros(2, bool), final_obs=final)
+    batch = everything(buffer)
+    assert batch["next_obs"]["inner"]["step"].tolist() == [50, 7]
+    assert batch["next_obs"]["where"][:, 0].tolist() == [50, 7]
+
+
+@pytest.mark.parametrize("priority", [[2.0, -3.0], torch.tensor([2.0, 3.0])], ids=["list", "tensor"])
+def test_a_priority_may_be_given_for_each_lane(priority):
+    buffer = buffer_of(tr.Transitions(), sampler=tr.Prioritized(alpha=1.0))
+    with buffer.writer(lanes=2) as writer:
+        writer.reset(obs=observed(0, 10))
+        step(writer, observed(1, 11), priority=np.array(priority) if isinstance(priority, list) else priority)
+        step(writer, observed(2, 12), priority=5.0)
+    assert len(buffer) == 6
+    assert buffer._segment.column(-1)[:4].tolist() == pytest.approx([2, 3, 5, 5], rel=1e-5)
