@@ -16,7 +16,7 @@ def parse(args: type[A]) -> A:
     """Returns an `args` filled from the command line; `--total-steps` sets the field `total_steps`.
 
     Args:
-        args: A dataclass whose fields all have defaults of type int, float or str.
+        args: A dataclass whose fields all have defaults of type bool, int, float or str; `--no-flag` unsets a bool.
     """
     parser = argparse.ArgumentParser(
         description=inspect.getdoc(args), formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -24,7 +24,9 @@ def parse(args: type[A]) -> A:
     docs = _docs_under_fields(args)
     for field in fields(args):  # type: ignore[arg-type]
         flag = "--" + field.name.replace("_", "-")
-        parser.add_argument(flag, type=type(field.default), default=field.default, help=docs.get(field.name))
+        kind = argparse.BooleanOptionalAction if isinstance(field.default, bool) else None
+        options = {"action": kind} if kind else {"type": type(field.default)}
+        parser.add_argument(flag, default=field.default, help=docs.get(field.name), **options)
     return args(**vars(parser.parse_args()))
 
 

@@ -45,8 +45,8 @@ class Args:
     """greedy episodes in an evaluation"""
     solved_at: float = 0.95
     """share of an evaluation's episodes that must end at the target to end the run"""
-    hindsight: int = 1
-    """1: most transitions are drawn with another goal; 0, or --no-hindsight: all as they were lived"""
+    hindsight: bool = True
+    """most transitions are drawn with another goal; --no-hindsight: all as they were lived"""
     plot: str = ""
     """file for a picture of whole runs with and without hindsight; empty: one run and no picture"""
     plot_seeds: int = 3
@@ -242,7 +242,7 @@ def train(args: Args) -> list[Evaluation]:
             if step > 0 and step % args.eval_every == 0:
                 figures = evaluate(agent, judged, seed=args.seed + step)
                 rows, seconds = buffer.stats().rows_written, time.monotonic() - began
-                evaluations.append(Evaluation(bool(args.hindsight), args.seed, step, *figures, rows, seconds))
+                evaluations.append(Evaluation(args.hindsight, args.seed, step, *figures, rows, seconds))
                 report(evaluations[-1])
                 if evaluations[-1].success_rate >= args.solved_at:
                     break
@@ -290,9 +290,8 @@ def main(args: Args) -> None:
         return
     seeds = range(args.seed, args.seed + args.plot_seeds)
     whole = replace(args, solved_at=math.inf)
-    draw([train(replace(whole, seed=seed, hindsight=hindsight)) for hindsight in (1, 0) for seed in seeds], args.plot)
+    draw([train(replace(whole, seed=seed, hindsight=hindsight)) for hindsight in (True, False) for seed in seeds], args.plot)
 
 
 if __name__ == "__main__":
-    sys.argv = ["--hindsight=0" if flag == "--no-hindsight" else flag for flag in sys.argv]
     main(parse(Args))

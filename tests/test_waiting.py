@@ -291,3 +291,26 @@ def test_a_long_wait_is_logged_with_its_numbers(monkeypatch, caplog):
     with pytest.raises(tr.ReplayTimeout):
         buffer.sample(1, timeout=0.3)
     assert any("0 items were inserted, 3 are needed" in record.getMessage() for record in caplog.records)
+
+
+def own_without_limit(pipe):
+    buffer = buffer_with(tr.MinSize())
+    pipe.send(buffer.handle())
+    pipe.recv()
+
+
+def append_for_ever(writer):
+    while True:
+        writer.append(x=1)
+
+
+def test_a_writer_that_never_waits_ends_with_stopped_when_nobody_is_left_to_draw():
+    mine, theirs = mp.Pipe()
+    with Forked(own_without_limit, theirs) as owner:
+        buffer = tr.ReplayBuffer.attach(mine.recv())
+        with buffer.writer() as writer:
+            writer.append(x=1)
+            owner.kill()
+            with pytest.raises(tr.Stopped, match="nobody draws what this writer writes"):
+                append_for_ever(writer)
+            assert writer.rows > 1000

@@ -1,0 +1,260 @@
+"""Saved buffers: what comes back, from saves beside writers, from saves that were killed, and from damaged files."""
+
+import json
+import os
+import random
+import shutil
+import time
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from forked import Forked
+
+import torchreplay as tr
+
+ENDS = {"terminated": tr.Field((), torch.bool), "truncated": tr.Field((), torch.bool)}
+SPEC = {"x": {"a": tr.Field((3,), torch.int64), "b": tr.Field((), torch.bfloat16)}, "reward": tr.Field()}
+
+
+def rows(first, n):
+    """Rows whose values all follow from their number."""
+    numbers = torch.arange(first, first + n)
+    return {"x": {"a": numbers[:, None] * torch.tensor([1, 2, 3]), "b": numbers % 100}, "reward": numbers.float()}
+
+
+def filled(n, capacity, **arguments):
+    buffer = tr.ReplayBuffer(SPEC, capacity, sampler=tr.Prioritized(alpha=0.7, beta=0.5), seed=11, **arguments)
+    buffer.extend(**rows(0, n), priority=torch.arange(n) % 7 + 1.0)
+    return buffer
+
+
+def assert_rows_are_those_of_their_keys(batch):
+    assert torch.equal(batch["x"]["a"], batch["key"][:, None] * torch.tensor([1, 2, 3]))
+    assert torch.equal(batch["reward"], batch["key"].float())
+    assert torch.equal(batch["x"]["b"], (batch["key"] % 100).bfloat16())
+
+
+def test_a_checkpoint_brings_back_rows_keys_priorities_counters_and_the_stream_of_draws(tmp_path):
+    buffer = filled(150, 100)
+    batch = buffer.sample(32)
+    buffer.update_priorities(batch, torch.arange(32.0))
+    buffer.save(tmp_path)
+    loaded = tr.ReplayBuffer.load(tmp_path)
+    before, after = buffer.stats(), loaded.stats()
+    for name in (
+        "size",
+        "drawable",
+        "inserted",
+        "sampled",
+        "draws",
+        "updated",
+        "rows_written",
+        "priority_total",
+        "priority_max",
+        "priority_min",
+    ):
+        assert getattr(before, name) == getattr(after, name), name
+    assert loaded.spec == buffer.spec
+    assert (loaded.sampler, loaded.view, loaded.limiter) == (buffer.sampler, buffer.view, buffer.limiter)
+    for _ in range(3):
+        ours, theirs = buffer.sample(16), loaded.sample(16)
+        assert_rows_are_those_of_their_keys(theirs)
+        for name in ("key", "probability", "weight"):
+            assert torch.equal(ours[name], theirs[name]), name
+
+
+def test_keys_go_on_after_a_load_and_feedback_for_batches_drawn_before_the_save_is_applied(tmp_path):
+    buffer = filled(60, 100)
+    batch = buffer.sample(8)
+    buffer.save(tmp_path)
+    loaded = tr.ReplayBuffer.load(tmp_path)
+    keys = loaded.extend(**rows(60, 5))
+    assert keys.tolist() == [60, 61, 62, 63, 64]
+    loaded.update_priorities(batch["key"], torch.ones(8))
+    assert loaded.stats().stale_updates == 0
+    assert_rows_are_those_of_their_keys(loaded.gather(torch.arange(65)))
+
+
+@pytest.mark.parametrize(("capacity", "first"), [(40, 110), (100, 50), (1000, 50)])
+def test_the_newest_rows_that_fit_are_loaded_into_another_capacity(capacity, first, tmp_path):
+    filled(150, 100).save(tmp_path)
+    loaded = tr.ReplayBuffer.load(tmp_path, capacity)
+    batch = loaded.gather(torch.arange(150))
+    assert batch["key"].tolist() == list(range(first, 150))
+    assert_rows_are_those_of_their_keys(batch)
+    loaded.extend(**rows(150, 3 * capacity))
+    assert len(loaded) == capacity
+    assert loaded._segment.counters()["size"] == capacity
+
+
+@pytest.mark.parametrize(
+    "view",
+    [tr.Transitions(n_step=3, stack={"obs": 2}), tr.Sequences(4, stride=2), tr.Sequences(3, across_episodes=True)],
+)
+def test_items_of_linked_rows_come_back_whole_and_incomplete_ones_stay_so(view, tmp_path):
+    spec = {"obs": tr.Field((2,)), "reward": tr.Field(), **ENDS}
+    buffer = tr.ReplayBuffer(spec, 50, view=view, sampler=tr.Prioritized())
+    steps = np.arange(12)
+    for episode in range(7):
+        flags = steps == 11
+        buffer.extend(
+            obs=np.arange(26).reshape(13, 2) + 100 * episode,
+            reward=steps + 0.5,
+            terminated=flags,
+            truncated=flags & False,
+            priority=steps + episode,
+        )
+    writer = buffer.writer()
+    key = writer.reset(obs=np.zeros(2))
+    for step in range(2):
+        writer.step(obs=np.full(2, step), reward=0.0, terminated=False, truncated=False)
+    buffer.save(tmp_path)
+    loaded = tr.ReplayBuffer.load(tmp_path)
+    every = torch.arange(key + 3)
+    ours, theirs = buffer.gather(every), loaded.gather(every)
+    assert len(ours["key"]) > 0
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
+
+
+def test_the_reward_function_of_hindsight_is_given_again_at_the_load(tmp_path):
+    view = tr.Hindsight(
+        lambda achieved, desired: -(achieved - desired).abs()[:, 0], "obs", "goal", observation=("obs", "goal")
+    )
+    spec = {"obs": tr.Field((1,)), "goal": tr.Field((1,)), "reward": tr.Field(), **ENDS}
+    buffer = tr.ReplayBuffer(spec, 50, view=view)
+    flags = np.arange(4) == 3
+    buffer.extend(
+        obs=np.arange(5)[:, None], goal=np.full((5, 1), 9), reward=np.ones(4), terminated=flags & False, truncated=flags
+    )
+    buffer.save(tmp_path)
+    with pytest.raises(RuntimeError, match="reward function did not travel"):
+        tr.ReplayBuffer.load(tmp_path).sample(4)
+    batch = tr.ReplayBuffer.load(tmp_path, view=view).sample(64)
+    relabelled = batch["relabelled"]
+    assert relabelled.any()
+    assert torch.equal(batch["reward"][relabelled], -(batch["next_obs"] - batch["next_goal"]).abs()[relabelled, 0])
+    with pytest.raises(ValueError, match="expected the buffer's own"):
+        tr.ReplayBuffer.load(tmp_path, view=tr.Rows())
+
+
+def write_until_stopped(buffer):
+    number = 0
+    with buffer.writer() as writer:
+        while not buffer.stopped:
+            values = rows(number, 1)
+            value = {"a": values["x"]["a"][0], "b": values["x"]["b"][0]}
+            writer.append(x=value, reward=values["reward"][0])
+            number += 1
+
+
+def test_a_save_beside_four_writers_holds_whole_rows_only(tmp_path):
+    buffer = tr.ReplayBuffer(SPEC, 3000, sampler=tr.Prioritized())
+    explorers = [Forked(write_until_stopped, buffer) for _ in range(4)]
+    try:
+        while buffer.stats().rows_written < 6000:
+            os.sched_yield()
+        for turn in range(3):
+            buffer.save(tmp_path / str(turn))
+    finally:
+        buffer.stop()
+        for explorer in explorers:
+            explorer.wait()
+    for turn in range(3):
+        loaded = tr.ReplayBuffer.load(tmp_path / str(turn))
+        batch = loaded.sample(20_000)
+        numbers = batch["reward"].long()
+        assert torch.equal(batch["x"]["a"], numbers[:, None] * torch.tensor([1, 2, 3]))
+        assert torch.equal(batch["x"]["b"], (numbers % 100).bfloat16())
+        assert loaded.stats().size > 1000
+
+
+def save_for_ever(buffer, directory):
+    while True:
+        buffer.save(directory)
+
+
+def test_a_save_killed_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path):
+    buffer = filled(400, 400)
+    buffer.save(tmp_path)
+    chance = random.Random(5)
+    for _ in range(25):
+        with Forked(save_for_ever, buffer, tmp_path) as saver:
+            time.sleep(chance.uniform(0, 0.03))  # the instant of the kill
+            saver.kill()
+        batch = tr.ReplayBuffer.load(tmp_path).gather(torch.arange(400))
+        assert len(batch["key"]) == 400
+        assert_rows_are_those_of_their_keys(batch)
+    buffer.save(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2  # what killed saves had left is gone
+
+
+def flipped(content, position):
+    return content[:position] + bytes([content[position] ^ 0x41]) + content[position + 1 :]
+
+
+def test_any_damaged_byte_of_the_description_is_an_error_or_no_loss(tmp_path):
+    filled(5, 8).save(tmp_path)
+    path = tmp_path / "checkpoint.json"
+    content = path.read_bytes()
+    for position in range(len(content)):
+        path.write_bytes(flipped(content, position))
+        try:
+            loaded = tr.ReplayBuffer.load(tmp_path)
+        except tr.CheckpointError:
+            continue
+        assert len(loaded) == 5
+
+
+def test_damaged_missing_and_shortened_files_of_rows_are_errors_that_name_them(tmp_path):
+    filled(300, 300).save(tmp_path)
+    (path,) = tmp_path.glob("rows-*/*.safetensors")
+    content = path.read_bytes()
+    chance = random.Random(3)
+    for position in [0, 7, 8, len(content) - 1, *(chance.randrange(len(content)) for _ in range(50))]:
+        path.write_bytes(flipped(content, position))
+        with pytest.raises(tr.CheckpointError, match=path.name):
+            tr.ReplayBuffer.load(tmp_path)
+    for damaged in (b"", content[:-1], content + b"\0"):
+        path.write_bytes(damaged)
+        with pytest.raises(tr.CheckpointError, match=path.name):
+            tr.ReplayBuffer.load(tmp_path)
+    path.unlink()
+    with pytest.raises(tr.CheckpointError, match=path.name):
+        tr.ReplayBuffer.load(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"null", b"\xff\xfe", b'{"crc32": 0, "checkpoint": "{}"}'])
+def test_what_is_no_checkpoint_is_an_error(content, tmp_path):
+    with pytest.raises(tr.CheckpointError, match=r"checkpoint\.json is missing"):
+        tr.ReplayBuffer.load(tmp_path)
+    (tmp_path / "checkpoint.json").write_bytes(content)
+    with pytest.raises(tr.CheckpointError, match="no intact replay checkpoint"):
+        tr.ReplayBuffer.load(tmp_path)
+
+
+def test_a_checkpoint_of_another_format_says_which(tmp_path):
+    filled(5, 8).save(tmp_path)
+    path = tmp_path / "checkpoint.json"
+    body = json.loads(json.loads(path.read_text())["checkpoint"])
+    text = json.dumps(body | {"format": 99})
+    path.write_text(json.dumps({"crc32": zlib.crc32(text.encode()), "checkpoint": text}))
+    with pytest.raises(tr.CheckpointError, match="format 99"):
+        tr.ReplayBuffer.load(tmp_path)
+
+
+def test_a_checkpoint_is_two_entries_and_holds_no_pickle(tmp_path):
+    filled(5, 8).save(tmp_path / "new" / "place")
+    entries = sorted(path.name for path in (tmp_path / "new" / "place").rglob("*") if path.is_file())
+    assert entries == ["00000.safetensors", "checkpoint.json"]
+    moved = shutil.move(tmp_path / "new" / "place", tmp_path / "elsewhere")
+    assert len(tr.ReplayBuffer.load(moved)) == 5
+
+
+def test_an_empty_buffer_can_be_saved(tmp_path):
+    tr.ReplayBuffer(SPEC, 10).save(tmp_path)
+    loaded = tr.ReplayBuffer.load(tmp_path)
+    assert len(loaded) == 0
+    assert loaded.extend(**rows(0, 2)).tolist() == [0, 1]
