@@ -290,7 +290,8 @@ def main(args: Args) -> None:
         return
     seeds = range(args.seed, args.seed + args.plot_seeds)
     whole = replace(args, solved_at=math.inf)
-    draw([train(replace(whole, seed=seed, hindsight=hindsight)) for hindsight in (True, False) for seed in seeds], args.plot)
+    runs = [replace(whole, seed=seed, hindsight=hindsight) for hindsight in (True, False) for seed in seeds]
+    draw([train(run) for run in runs], args.plot)
 
 
 if __name__ == "__main__":
