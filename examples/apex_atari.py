@@ -6,7 +6,7 @@ several games side by side and writes every frame once: the stacks of four frame
 a batch is drawn. A few thousand steps show the throughput and the memory of a transition; Pong takes more patience:
 
     python examples/apex_atari.py --total-steps 1000 --eval-every 500
-    python examples/apex_atari.py --actions 0,2,3 --total-steps 60000
+    python examples/apex_atari.py --actions 0,2,3
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Args:
     """learner steps at most; the run ends earlier once it is solved"""
     minutes: float = 600.0
     """minutes of learning at most"""
-    eval_every: int = 2_500
+    eval_every: int = 1_500
     """learner steps between two evaluations"""
     eval_episodes: int = 4
     """games in an evaluation, played side by side"""
@@ -84,9 +84,9 @@ class Args:
 
     batch_size: int = 32
     """transitions in a batch"""
-    learning_rate: float = 3e-4
+    learning_rate: float = 5e-4
     """of Adam"""
-    target_every: int = 500
+    target_every: int = 250
     """learner steps between two copies into the target network"""
     publish_every: int = 25
     """learner steps between two publications of the weights"""
@@ -235,26 +235,26 @@ def explore(ctx: ExplorerContext, args: Args) -> None:
     first_priorities = FirstPriorities(args)
     returns, lengths = np.zeros(args.lanes), np.zeros(args.lanes, int)
 
-    with ctx.buffer.writer(lanes=args.lanes, autoreset="same_step") as writer:
-        obs = games.reset(ctx.seed % 2**30)  # ale-py's seeds have 31 bits, and each lane gets its own
-        writer.reset(obs=obs[:, -1])
-        q = policy(obs)
-        while not ctx.stopped:
-            action = epsilon_greedy(q, epsilons, rng)
-            step = games.step(action)
-            ctx.weights.pull(policy)  # one atomic read when there is nothing newer
-            next_q = policy(step.final_obs)
-            q_taken = q.numpy()[np.arange(args.lanes), action]
-            row = {"reward": np.clip(step.reward, -1, 1), "terminated": step.terminated, "truncated": step.truncated}
-            priority = first_priorities(q=q_taken, value=next_q.amax(-1).numpy(), **row)
-            last = {"obs": step.obs[:, -1], "final_obs": step.final_obs[:, -1]}
-            writer.step(action=action, priority=priority, **row, **last)
+    writer = ctx.writer(lanes=args.lanes, autoreset="same_step")
+    obs = games.reset(ctx.seed % 2**30)  # ale-py's seeds have 31 bits, and each lane gets its own
+    writer.reset(obs=obs[:, -1])
+    q = policy(obs)
+    while not ctx.stopped:
+        action = epsilon_greedy(q, epsilons, rng)
+        step = games.step(action)
+        ctx.weights.pull(policy)  # one atomic read when there is nothing newer
+        next_q = policy(step.final_obs)
+        q_taken = q.numpy()[np.arange(args.lanes), action]
+        row = {"reward": np.clip(step.reward, -1, 1), "terminated": step.terminated, "truncated": step.truncated}
+        priority = first_priorities(q=q_taken, value=next_q.amax(-1).numpy(), **row)
+        last = {"obs": step.obs[:, -1], "final_obs": step.final_obs[:, -1]}
+        writer.step(action=action, priority=priority, **row, **last)
 
-            q = next_q if step.obs is step.final_obs else policy(step.obs)
-            returns, lengths = returns + step.reward, lengths + 1
-            for lane in np.flatnonzero(step.over):
-                ctx.record(episode_return=returns[lane], episode_length=lengths[lane])
-                returns[lane] = lengths[lane] = 0
+        q = next_q if step.obs is step.final_obs else policy(step.obs)
+        returns, lengths = returns + step.reward, lengths + 1
+        for lane in np.flatnonzero(step.over):
+            ctx.record(episode_return=returns[lane], episode_length=lengths[lane])
+            returns[lane] = lengths[lane] = 0
 
 
 class DoubleDQN(pl.LightningModule):

@@ -119,6 +119,9 @@ class StopsAfter:
         self.steps -= 1
         return self.steps < 0
 
+    def writer(self, lanes, autoreset):
+        return self.buffer.writer(lanes, autoreset)
+
     def record(self, *, episode_return, episode_length):
         self.games.append((episode_return, episode_length))
 
