@@ -230,9 +230,19 @@ class ReplayBuffer(Drawing, Inspection):
             limiter=config.limiter,
             seed=saved.seed,
         )
-        load_rows(buffer._segment, saved, directory)
-        buffer.draws = saved.step
+        load_rows(buffer._segment, buffer._config, saved, directory)
         return buffer
+
+    def restore(self, directory: str | os.PathLike[str]) -> None:
+        """Does what `load` does to a buffer that is there and was never written to.
+
+        Args:
+            directory: What `save` wrote, of a buffer with the same spec and view; the capacity may be another.
+
+        Raises:
+            CheckpointError: There is no checkpoint, it is damaged or of another kind, or the buffer holds rows already.
+        """
+        load_rows(self._segment, self._config, read_description(directory), directory)
 
     # Life cycle
 

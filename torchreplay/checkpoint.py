@@ -160,6 +160,11 @@ def _write_shard(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[str, int
     return path.name, len(content), zlib.crc32(content)
 
 
+def is_checkpoint(directory: str | os.PathLike[str]) -> bool:
+    """Returns whether `directory` holds a saved buffer, intact or not."""
+    return (Path(directory) / NAME).is_file()
+
+
 def read_description(directory: str | os.PathLike[str]) -> Description:
     """Returns the description of a checkpoint.
 
@@ -178,16 +183,25 @@ def read_description(directory: str | os.PathLike[str]) -> Description:
     return description
 
 
-def load_rows(segment: _C.Segment, description: Description, directory: str | os.PathLike[str]) -> None:
-    """Places the rows of a checkpoint into a new segment.
+def load_rows(segment: _C.Segment, config: Config, description: Description, directory: str | os.PathLike[str]) -> None:
+    """Places the rows of a checkpoint into a segment that holds none.
 
     Raises:
-        CheckpointError: A file is missing or damaged.
+        CheckpointError: A file is missing or damaged, the segment is of another kind, or holds rows.
     """
+    saved = description.config
+    if saved.fields != config.fields or saved.view.native() != config.view.native():
+        raise CheckpointError(
+            f"the checkpoint in {Path(directory)} is of another spec or view: it has {_names(saved)} and {saved.view}, "
+            f"the buffer {_names(config)} and {config.view}"
+        )
+    if segment.counts()[0]:
+        raise CheckpointError("the buffer holds rows already: restore a new one, before its explorers start")
     names = [*_names(description.config), *ROW_COLUMNS]
     for columns in _read_shards(description, Path(directory), names):
         segment.import_rows(columns)
-    segment.finish_import(description.counts)
+    segment.finish_import(description.counts, description.seed)
+    segment.step = description.step
 
 
 def _read_shards(description: Description, root: Path, names: list[str]) -> Iterator[list[torch.Tensor]]:

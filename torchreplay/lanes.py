@@ -11,66 +11,90 @@ import torch
 from .spec import Field, Path
 
 
-def last_observations(given: Any, names: Sequence[str], fields: Mapping[Path, Field], lanes: int) -> dict[str, Any]:
-    """Returns `infos["final_obs"]` by the names of the observation fields, with values `[lanes, ...]`.
+class LastObservations:
+    """Turns `infos["final_obs"]` into values `[lanes, ...]` of the observation fields.
 
     Gymnasium gives an array of all lanes, a nested dict of them, or an object array with one observation a lane and
     None in lanes whose episode goes on; those get zeros.
 
     Args:
-        given: What the environment gave; for several observation fields a dict of their names.
-        names: Names of the view's observation fields.
         fields: The fields of the spec.
-        lanes: Environments.
+        ended: For each lane whether its episode ends.
     """
-    paths = [tuple(name.split("/")) for name in names]
-    values: dict[str, Any] = {}
-    for path in paths:
-        value = given if len(paths) == 1 else _inner(given, path, lanes)
-        if value is None and len({p[0] for p in paths}) == 1:
-            value = _inner(given, path[1:], lanes)  # of an observation whose name is that of the dict itself
-        level = values
-        for part in path[:-1]:
-            level = level.setdefault(part, {})
-        level[path[-1]] = _per_lane(value, path, fields, lanes)
-    return values
+
+    def __init__(self, fields: Mapping[Path, Field], ended: Sequence[int]) -> None:
+        self._fields = fields
+        self._ended = ended
+
+    def by_name(self, given: Any, names: Sequence[str]) -> dict[str, Any]:
+        """Returns the values, nested by the names of the observation fields.
+
+        Args:
+            given: What the environment gave; for several observation fields a dict of their names.
+            names: Names of the view's observation fields.
+
+        Raises:
+            ValueError: A lane that ends has no observation, or one that does not fit its field.
+        """
+        paths = [tuple(name.split("/")) for name in names]
+        values: dict[str, Any] = {}
+        for path in paths:
+            value = given if len(paths) == 1 else self._inner(given, path)
+            if value is None and len({p[0] for p in paths}) == 1:
+                value = self._inner(given, path[1:])  # of an observation whose name is that of the dict itself
+            level = values
+            for part in path[:-1]:
+                level = level.setdefault(part, {})
+            level[path[-1]] = self._per_lane(value, path)
+        return values
+
+    def _inner(self, given: Any, path: Path) -> Any:
+        """Returns the part of `given` at `path`, lane by lane where it is given so; None where there is none."""
+        each = self._each_lane(given)
+        if each is not None and path:
+            parts = [self._inner(observation, path) for observation in each]
+            return None if all(part is None for part in parts) else parts
+        for name in path:
+            given = _part(given, name)
+        return given
+
+    def _per_lane(self, value: Any, path: Path) -> Any:
+        inner = dict.fromkeys(p[len(path)] for p in self._fields if p[: len(path)] == path and len(p) > len(path))
+        each = self._each_lane(value)
+        if inner and isinstance(value, (Mapping, tuple)):
+            return {name: self._per_lane(_part(value, name), (*path, name)) for name in inner}
+        if inner and each is not None:
+            return {name: self._per_lane([_part(v, name) for v in each], (*path, name)) for name in inner}
+        if each is None:
+            return value
+        return torch.stack([self._observation(v, lane, path) for lane, v in enumerate(each)])
+
+    def _observation(self, value: Any, lane: int, path: Path) -> torch.Tensor:
+        """Returns one lane's value of one field: zeros where its episode goes on."""
+        field, name = self._fields[path], "/".join(path)
+        if value is None:
+            if self._ended[lane]:
+                raise ValueError(f"field {name!r}: the episode ends in lane {lane}, and final_obs has nothing for it")
+            return torch.zeros(field.shape, dtype=field.dtype)
+        try:
+            found = torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError):
+            found = None
+        if found is None or tuple(found.shape) != field.shape:
+            given = type(value).__name__ if found is None else f"shape {tuple(found.shape)}"
+            raise ValueError(f"field {name!r}: final_obs of lane {lane} is of {given}, expected {field}")
+        return found
+
+    def _each_lane(self, value: Any) -> list[Any] | None:
+        """Returns the lanes' observations where they are given one by one."""
+        one_by_one = isinstance(value, list) or (isinstance(value, np.ndarray) and value.dtype == object)
+        return list(value) if one_by_one and len(value) == len(self._ended) else None
 
 
-def _inner(given: Any, path: Path, lanes: int) -> Any:
-    """Returns the part of `given` at `path`, lane by lane where it is given so; None where there is none."""
-    each = _each_lane(given, lanes)
-    if each is not None and path:
-        parts = [_inner(observation, path, lanes) for observation in each]
-        return None if all(part is None for part in parts) else parts
-    for name in path:
-        if not isinstance(given, Mapping) or name not in given:
-            return None
-        given = given[name]
-    return given
-
-
-def _per_lane(value: Any, path: Path, fields: Mapping[Path, Field], lanes: int) -> Any:
-    inner = dict.fromkeys(p[len(path)] for p in fields if p[: len(path)] == path and len(p) > len(path))
-    if inner and isinstance(value, Mapping):
-        return {name: _per_lane(value.get(name), (*path, name), fields, lanes) for name in inner}
-    if inner and isinstance(value, tuple):
-        return {name: _per_lane(value[int(name)], (*path, name), fields, lanes) for name in inner}
-    each = _each_lane(value, lanes)
-    if each is None:
-        return value
-    if inner:
-        return {name: _per_lane([_of(v, name) for v in each], (*path, name), fields, lanes) for name in inner}
-    absent = torch.zeros(fields[path].shape, dtype=fields[path].dtype)
-    return torch.stack([absent if v is None else torch.as_tensor(v) for v in each]) if path in fields else value
-
-
-def _each_lane(value: Any, lanes: int) -> list[Any] | None:
-    """Returns the lanes' observations where they are given one by one."""
-    one_by_one = isinstance(value, list) or (isinstance(value, np.ndarray) and value.dtype == object)
-    return list(value) if one_by_one and len(value) == lanes else None
-
-
-def _of(observation: Any, name: str) -> Any:
-    if observation is None:
-        return None
-    return observation[int(name)] if isinstance(observation, tuple) else observation[name]
+def _part(value: Any, name: str) -> Any:
+    """Returns the part of an observation that `name` names; None where there is none."""
+    if isinstance(value, Mapping):
+        return value.get(name)
+    if isinstance(value, tuple) and name.isdecimal() and int(name) < len(value):
+        return value[int(name)]
+    return None

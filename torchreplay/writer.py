@@ -9,7 +9,7 @@ from . import _C
 from .arguments import checked_int
 from .config import Config
 from .errors import ReplayTimeout, Stopped
-from .lanes import last_observations
+from .lanes import LastObservations
 from .plan import names_of
 from .waiting import RETURN_GRACE, STALL_LIMIT, Wait
 
@@ -46,10 +46,10 @@ class Writer(_C.Writer):
         """Gives up the writer's place; using it again is a `ValueError`. Idempotent."""
         self._close()
 
-    def _last_observations(self, final_obs: Any) -> dict[str, Any]:
+    def _last_observations(self, final_obs: Any, ended: bytes) -> dict[str, Any]:
         """Called by the native core: returns `infos["final_obs"]` as values of the observation fields, by name."""
         observation = self._config.view.observation  # type: ignore[union-attr]
-        return last_observations(final_obs, names_of(observation), self._config.fields, self._lanes or 1)
+        return LastObservations(self._config.fields, ended).by_name(final_obs, names_of(observation))
 
     def _wait(self, stalled: bool) -> None:
         """Called by the native core when a row cannot be written now; returns when it is worth another try."""

@@ -358,7 +358,7 @@ inline PyMethodDef methods[] = {
     {"export_rows", export_rows, METH_VARARGS, nullptr},
     {"import_rows", import_rows, METH_O, nullptr},
     {"counts", counts, METH_NOARGS, nullptr},
-    {"finish_import", finish_import, METH_O, nullptr},
+    {"finish_import", finish_import, METH_VARARGS, nullptr},
     {"join_supervisor", join_supervisor, METH_NOARGS, nullptr},
     {"leave", leave_id, METH_O, nullptr},
     {"close", close_segment, METH_NOARGS, nullptr},

@@ -113,18 +113,21 @@ inline PyObject* counts(PyObject* self, PyObject*) {
   });
 }
 
-// finish_import(counts).
-inline PyObject* finish_import(PyObject* self, PyObject* tuple) {
+// finish_import(counts, seed).
+inline PyObject* finish_import(PyObject* self, PyObject* args) {
   return guarded([&] {
     auto& s = state_of<SegmentState>(self);
     SegmentMemory& m = s.memory();
-    unsigned long long n[7];
+    unsigned long long n[7], seed;
     unsigned int streams;
     double max_raw;
-    if (!PyArg_ParseTuple(tuple, "KKKKKKKId", n, n + 1, n + 2, n + 3, n + 4, n + 5, n + 6, &streams, &max_raw))
+    if (!PyArg_ParseTuple(args, "(KKKKKKKId)K", n, n + 1, n + 2, n + 3, n + 4, n + 5, n + 6, &streams, &max_raw, &seed))
       throw PythonError{};
     if (n[0] >= uint64_t{1} << 47 || !(max_raw >= 0) || !std::isfinite(max_raw))
       throw std::invalid_argument("the counters are out of range");
+    m.header().seed = seed;
+    s.become_learner();  // in the stream that goes on
+    s.next_draw.seed = seed;
     {
       WithoutGil unlocked;
       Snapshot(m).finish({n[0], n[1], n[2], n[3], n[4], n[5], n[6], streams, static_cast<float>(max_raw)});

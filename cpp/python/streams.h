@@ -114,12 +114,14 @@ inline std::vector<uint8_t> read_flags(const WriterState& s, size_t field, int64
   return flags;
 }
 
-// Opens the observations with which episodes end in a step that also resets; false when none were given.
-inline bool open_last(PyObject* self, WriterState& s, PyObject* given) {
+// Opens the observations with which episodes end in a step that also resets; false when none were given. `ended`: the
+// lanes that do.
+inline bool open_last(PyObject* self, WriterState& s, PyObject* given, const std::vector<uint8_t>& ended) {
   if (!given || given == Py_None) return false;
   if (!s.lanes.vectorised() || s.roles.autoreset != Autoreset::kSameStep)
     throw std::invalid_argument("final_obs belongs to a writer with lanes and autoreset='same_step'");
-  Ref dict(checked(PyObject_CallMethod(self, "_last_observations", "O", given)));
+  Ref dict(checked(PyObject_CallMethod(self, "_last_observations", "Oy#", given, ended.data(),
+                                       static_cast<Py_ssize_t>(ended.size()))));
   std::vector<Ref> held;
   collect(s.observations, dict.get(), "", s.given.data(), held);
   Leading leading = one_time(s);
@@ -138,18 +140,20 @@ inline PyObject* step(PyObject* self, PyObject* const* args, Py_ssize_t nargs, P
     s.matcher.match(args, names, s.given.data(), options);
     Leading leading = one_time(s);
     for (size_t f = 0; f < s.values.size(); f++) s.values[f].open(s.given[f], s.attached->fields.specs[f], leading);
-    s.priorities.open(options[0], s.lanes.size(), leading.dims());
+    s.priorities.open(options[0], leading);
     if (!s.lanes.vectorised()) {
       uint8_t terminated, truncated;
       s.values[s.roles.terminated].copy(reinterpret_cast<char*>(&terminated), 0);
       s.values[s.roles.truncated].copy(reinterpret_cast<char*>(&truncated), 0);
-      open_last(self, s, options[1]);
+      open_last(self, s, options[1], {});
       s.lanes.plan_steps(1, &terminated, &truncated, false, false);
       return write_lanes(self, s);
     }
     const std::vector<uint8_t> terminated = read_flags(s, s.roles.terminated, 1),
                                truncated = read_flags(s, s.roles.truncated, 1);
-    const bool last_given = open_last(self, s, options[1]);
+    std::vector<uint8_t> ended = terminated;
+    for (size_t i = 0; i < ended.size(); i++) ended[i] |= truncated[i];
+    const bool last_given = open_last(self, s, options[1], ended);
     s.lanes.plan_steps(1, terminated.data(), truncated.data(), last_given, false);
     return write_lanes(self, s);
   });
@@ -167,7 +171,7 @@ inline PyObject* extend_episodes(PyObject* self, WriterState& s, PyObject* const
   observations.after_steps = true;
   open_observations(s, s.values, observations);
   const int64_t times = steps.time_count, lanes = s.lanes.size();
-  s.priorities.open(options[0], times * lanes, steps.dims());
+  s.priorities.open(options[0], steps);
   s.lanes.plan_steps(times, read_flags(s, s.roles.terminated, times).data(),
                      read_flags(s, s.roles.truncated, times).data(), false, true);
   KeyTensor keys((times + 1) * lanes);

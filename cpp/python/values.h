@@ -91,22 +91,27 @@ class FieldValue {
 // The raw priorities of a call: none, one number for all rows, or one for each.
 class Priorities {
  public:
-  // `dims`: of the rows in the call; with 0 there is one row, and one number is expected.
-  void open(PyObject* given, int64_t rows, int dims) {
+  // `leading`: of the rows in the call; without any there is one row, and one number is expected.
+  void open(PyObject* given, const Leading& leading) {
     each_.clear();
     all_ = {};
     if (!given || given == Py_None) return;
-    if (dims == 0 || ArrayView::is_scalar(given)) {
+    if (leading.dims() == 0 || ArrayView::is_scalar(given)) {
       all_ = meta_of(number(given));
       return;
     }
     ArrayView v;
     const bool opened = v.open_anything(given);
-    int64_t n = 1;
-    for (int d = 0; d < v.array.dims; d++) n *= v.array.shape[d];
-    if (!opened || v.array.dims != dims || n != rows)
+    std::vector<int64_t> shape;
+    if (leading.times) shape.push_back(leading.time_count);
+    if (leading.lanes) shape.push_back(leading.lane_count);
+    int64_t rows = 1;
+    for (int64_t size : shape) rows *= size;
+    const int dims = leading.dims();
+    if (!opened || v.array.dims != dims || !std::equal(shape.begin(), shape.end(), v.array.shape))
       throw std::invalid_argument("priority: got " + describe(given, v, opened) +
-                                  ", expected one number, or one for each of the " + std::to_string(rows) + " rows");
+                                  ", expected one number, or one for each of the " + std::to_string(rows) +
+                                  " rows: shape " + shape_text(shape.data(), dims));
     std::vector<double> raw(static_cast<size_t>(rows));
     copy_converted(reinterpret_cast<char*>(raw.data()), Element::kF64, v.array.data, v.array, 0);
     for (double p : raw) each_.push_back(meta_of(p));

@@ -201,7 +201,7 @@ inline PyObject* append(PyObject* self, PyObject* const* args, Py_ssize_t nargs,
     s.matcher.match(args, names, s.given.data(), priority);
     Leading leading;
     for (size_t f = 0; f < s.values.size(); f++) s.values[f].open(s.given[f], s.attached->fields.specs[f], leading);
-    s.priorities.open(priority[0], 1, 0);
+    s.priorities.open(priority[0], leading);
     int64_t key;
     write_rows(self, s, 1, &key);
     return checked(PyLong_FromLongLong(key));
@@ -226,7 +226,7 @@ inline PyObject* extend_rows(PyObject* self, WriterState& s, PyObject* const* ar
   Leading leading{.times = true};
   for (size_t f = 0; f < s.values.size(); f++) s.values[f].open(s.given[f], s.attached->fields.specs[f], leading);
   const int64_t rows = leading.time_count;
-  s.priorities.open(priority[0], rows, 1);
+  s.priorities.open(priority[0], leading);
   KeyTensor keys(rows);
   if (rows > 0) write_rows(self, s, static_cast<uint64_t>(rows), keys.keys);
   return keys.release(1, &rows);

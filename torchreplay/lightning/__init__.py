@@ -9,9 +9,17 @@ The module receives a `ReplayBatch` and returns `{"loss": loss, "td_error": td}`
 Both `pytorch_lightning` and `lightning.pytorch` trainers take these classes.
 """
 
+from .checkpoint import ReplayCheckpoint
 from .datamodule import Explorers, ReplayDataModule
 from .feedback import PriorityFeedback
 from .monitor import ReplayMonitor
 from .publisher import WeightPublisher
 
-__all__ = ["Explorers", "PriorityFeedback", "ReplayDataModule", "ReplayMonitor", "WeightPublisher"]
+__all__ = [
+    "Explorers",
+    "PriorityFeedback",
+    "ReplayCheckpoint",
+    "ReplayDataModule",
+    "ReplayMonitor",
+    "WeightPublisher",
+]

@@ -48,8 +48,8 @@ class ReplayDataModule(LightningDataModule):
         steps_per_epoch: Batches per epoch; None for one endless epoch.
         prefetch: Upper bound of the batches drawn ahead, as in `ReplayDataset`.
         explorers: An object with `start()` and `stop()`, or a function of the buffer that makes one. Started in
-            `setup`; stopped in `teardown`, on any exception, and at the latest when the module is collected or the
-            process exits.
+            `setup`, or once a `ReplayCheckpoint` has restored the buffer; stopped in `teardown`, on any exception, and
+            at the latest when the module is collected or the process exits.
         timeout: Seconds that one draw may wait for data, as in `ReplayDataset`.
 
     Raises:
@@ -80,6 +80,7 @@ class ReplayDataModule(LightningDataModule):
         self._buffer: ReplayBuffer | None = buffer if isinstance(buffer, ReplayBuffer) else None
         self._stream: _Stream | None = None
         self._release: Callable[[], Any] = lambda: None
+        self._unstarted: Explorers | None = None
         self._draws = 0  # of the last `fit`, for checkpoints that are saved after it
 
     @property
@@ -115,16 +116,24 @@ class ReplayDataModule(LightningDataModule):
         self._stream.lockstep = place.world_size > 1
         if place.leads and self._explorers_source is not None:
             explorers.append(_made_explorers(self._explorers_source, buffer))
-            explorers[0].start()
+            restored_later = any(getattr(callback, "restores_buffer", False) for callback in _callbacks(self.trainer))
+            self._unstarted = explorers[0] if restored_later else None
+            if not restored_later:
+                explorers[0].start()
 
     def train_dataloader(self) -> ReplayDataset:
         """Returns the stream of batches, the same object on every call.
+
+        Explorers that had to wait for a `ReplayCheckpoint` to restore the buffer start here.
 
         Raises:
             RuntimeError: If called before `setup`.
         """
         if self._stream is None:
             raise RuntimeError('ReplayDataModule has no stream of batches yet; call `setup("fit")` first')
+        unstarted, self._unstarted = self._unstarted, None
+        if unstarted is not None:
+            unstarted.start()
         return self._stream
 
     def teardown(self, stage: str) -> None:
@@ -241,6 +250,10 @@ class _Place:
                 "of one; use num_nodes=1"
             )
         return cls(trainer.world_size, trainer.local_rank == 0, trainer.strategy.broadcast)
+
+
+def _callbacks(trainer: Any) -> list[Any]:
+    return [] if trainer is None else trainer.callbacks
 
 
 def _check_sources(buffer: object, explorers: object) -> None:

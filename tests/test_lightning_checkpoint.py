@@ -1,0 +1,93 @@
+"""The buffer beside Lightning's checkpoints: saved, removed and brought back with them."""
+
+import lightning.pytorch
+import pytest
+import pytorch_lightning
+import torch
+from lightning_learner import QUIET, ROWS, filled_buffer, make_learner
+
+import torchreplay as tr
+from torchreplay.lightning import PriorityFeedback, ReplayCheckpoint, ReplayDataModule
+
+LIBRARIES = [pytorch_lightning, lightning.pytorch]
+
+
+def empty_buffer():
+    spec = {"number": tr.Field((), torch.int64), "obs": tr.Field((4,))}
+    return tr.ReplayBuffer(spec, capacity=ROWS, sampler=tr.Prioritized(alpha=1.0), seed=99)
+
+
+def trainer_of(library, directory, steps, *callbacks, **arguments):
+    saving = library.callbacks.ModelCheckpoint(directory, every_n_train_steps=5, save_top_k=-1, **arguments)
+    options = QUIET | {"enable_checkpointing": True, "callbacks": [PriorityFeedback(), saving, *callbacks]}
+    return library.Trainer(max_steps=steps, **options)
+
+
+def saved(directory, suffix):
+    return sorted(path.name.removesuffix(".replay") for path in directory.glob(f"*{suffix}"))
+
+
+@pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.__name__)
+def test_every_checkpoint_has_its_buffer_beside_it_and_training_goes_on_from_both(library, tmp_path):
+    whole = make_learner(library)
+    data = ReplayDataModule(filled_buffer(), batch_size=8)
+    trainer_of(library, tmp_path / "whole", 10, ReplayCheckpoint()).fit(whole, datamodule=data)
+    assert saved(tmp_path / "whole", ".ckpt") == saved(tmp_path / "whole", ".replay") != []
+
+    first = tmp_path / "whole" / "epoch=0-step=5.ckpt"
+    resumed = make_learner(library)
+    data = ReplayDataModule(empty_buffer, batch_size=8)  # the explorers of this run have written nothing yet
+    trainer_of(library, tmp_path / "resumed", 10, ReplayCheckpoint()).fit(resumed, datamodule=data, ckpt_path=first)
+    assert resumed.seen == whole.seen[5:10]
+    assert torch.equal(resumed.q.weight, whole.q.weight)
+
+
+def test_a_buffer_made_before_is_filled_in_place_and_its_handles_see_the_rows(tmp_path):
+    data = ReplayDataModule(filled_buffer(), batch_size=8)
+    trainer_of(pytorch_lightning, tmp_path, 5, ReplayCheckpoint()).fit(make_learner(pytorch_lightning), datamodule=data)
+    buffer = empty_buffer()
+    attached = tr.ReplayBuffer.attach(buffer.handle())
+    (path,) = tmp_path.glob("*.ckpt")
+    resuming = trainer_of(pytorch_lightning, tmp_path, 6, ReplayCheckpoint())
+    resuming.fit(make_learner(pytorch_lightning), datamodule=ReplayDataModule(buffer, batch_size=8), ckpt_path=path)
+    assert len(attached) == ROWS
+
+
+def test_a_checkpoint_that_is_removed_takes_its_buffer_with_it(tmp_path):
+    data = ReplayDataModule(filled_buffer(), batch_size=8)
+    callbacks = pytorch_lightning.callbacks
+    saving = callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=1)
+    options = QUIET | {"enable_checkpointing": True, "callbacks": [PriorityFeedback(), saving, ReplayCheckpoint()]}
+    pytorch_lightning.Trainer(max_steps=10, **options).fit(make_learner(pytorch_lightning), datamodule=data)
+    assert saved(tmp_path, ".ckpt") == saved(tmp_path, ".replay")
+    assert len(saved(tmp_path, ".ckpt")) == 1
+
+
+def test_the_checkpoint_itself_holds_no_rows(tmp_path):
+    data = ReplayDataModule(filled_buffer(), batch_size=8)
+    trainer_of(pytorch_lightning, tmp_path, 5, ReplayCheckpoint()).fit(make_learner(pytorch_lightning), datamodule=data)
+    (path,) = tmp_path.glob("*.ckpt")
+    assert path.is_file()
+    assert path.stat().st_size < 8000
+
+
+def test_a_buffer_with_rows_of_its_own_is_not_overwritten(tmp_path):
+    data = ReplayDataModule(filled_buffer(), batch_size=8)
+    trainer_of(pytorch_lightning, tmp_path, 5, ReplayCheckpoint()).fit(make_learner(pytorch_lightning), datamodule=data)
+    (path,) = tmp_path.glob("*.ckpt")
+    resuming = trainer_of(pytorch_lightning, tmp_path, 6, ReplayCheckpoint())
+    with pytest.raises(tr.CheckpointError, match="holds rows already"):
+        resuming.fit(make_learner(pytorch_lightning), datamodule=data, ckpt_path=path)
+
+
+def test_a_checkpoint_of_another_spec_is_refused(tmp_path):
+    filled_buffer().save(tmp_path)
+    other = tr.ReplayBuffer({"other": tr.Field()}, 10)
+    with pytest.raises(tr.CheckpointError, match="another spec or view"):
+        other.restore(tmp_path)
+
+
+def test_without_a_buffer_the_callback_says_so_at_once():
+    trainer = pytorch_lightning.Trainer(max_steps=1, **QUIET, callbacks=[ReplayCheckpoint()])
+    with pytest.raises(ValueError, match=r"ReplayCheckpoint\(buffer\)"):
+        trainer.fit(make_learner(pytorch_lightning), filled_buffer())
