@@ -30,20 +30,20 @@ def saved(directory, suffix):
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.__name__)
 def test_every_checkpoint_has_its_buffer_beside_it_and_training_goes_on_from_both(library, tmp_path):
     whole = make_learner(library)
-    data = ReplayDataModule(filled_buffer(), batch_size=8)
+    data = ReplayDataModule(filled_buffer(), 8, steps_per_epoch=20)
     trainer_of(library, tmp_path / "whole", 10, ReplayCheckpoint()).fit(whole, datamodule=data)
     assert saved(tmp_path / "whole", ".ckpt") == saved(tmp_path / "whole", ".replay") != []
 
     first = tmp_path / "whole" / "epoch=0-step=5.ckpt"
     resumed = make_learner(library)
-    data = ReplayDataModule(empty_buffer, batch_size=8)  # the explorers of this run have written nothing yet
+    data = ReplayDataModule(empty_buffer, 8, steps_per_epoch=20)  # the explorers of this run have written nothing yet
     trainer_of(library, tmp_path / "resumed", 10, ReplayCheckpoint()).fit(resumed, datamodule=data, ckpt_path=first)
     assert resumed.seen == whole.seen[5:10]
     assert torch.equal(resumed.q.weight, whole.q.weight)
 
 
 def test_a_buffer_made_before_is_filled_in_place_and_its_handles_see_the_rows(tmp_path):
-    data = ReplayDataModule(filled_buffer(), batch_size=8)
+    data = ReplayDataModule(filled_buffer(), 8, steps_per_epoch=20)
     trainer_of(pytorch_lightning, tmp_path, 5, ReplayCheckpoint()).fit(make_learner(pytorch_lightning), datamodule=data)
     buffer = empty_buffer()
     attached = tr.ReplayBuffer.attach(buffer.handle())
@@ -54,7 +54,7 @@ def test_a_buffer_made_before_is_filled_in_place_and_its_handles_see_the_rows(tm
 
 
 def test_a_checkpoint_that_is_removed_takes_its_buffer_with_it(tmp_path):
-    data = ReplayDataModule(filled_buffer(), batch_size=8)
+    data = ReplayDataModule(filled_buffer(), 8, steps_per_epoch=20)
     callbacks = pytorch_lightning.callbacks
     saving = callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=1)
     options = QUIET | {"enable_checkpointing": True, "callbacks": [PriorityFeedback(), saving, ReplayCheckpoint()]}
@@ -64,7 +64,7 @@ def test_a_checkpoint_that_is_removed_takes_its_buffer_with_it(tmp_path):
 
 
 def test_the_checkpoint_itself_holds_no_rows(tmp_path):
-    data = ReplayDataModule(filled_buffer(), batch_size=8)
+    data = ReplayDataModule(filled_buffer(), 8, steps_per_epoch=20)
     trainer_of(pytorch_lightning, tmp_path, 5, ReplayCheckpoint()).fit(make_learner(pytorch_lightning), datamodule=data)
     (path,) = tmp_path.glob("*.ckpt")
     assert path.is_file()
@@ -72,7 +72,7 @@ def test_the_checkpoint_itself_holds_no_rows(tmp_path):
 
 
 def test_a_buffer_with_rows_of_its_own_is_not_overwritten(tmp_path):
-    data = ReplayDataModule(filled_buffer(), batch_size=8)
+    data = ReplayDataModule(filled_buffer(), 8, steps_per_epoch=20)
     trainer_of(pytorch_lightning, tmp_path, 5, ReplayCheckpoint()).fit(make_learner(pytorch_lightning), datamodule=data)
     (path,) = tmp_path.glob("*.ckpt")
     resuming = trainer_of(pytorch_lightning, tmp_path, 6, ReplayCheckpoint())
