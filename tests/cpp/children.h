@@ -2,6 +2,7 @@
 #pragma once
 
 #include <signal.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -33,6 +34,22 @@ class Gate {
 
  private:
   int ends_[2];
+};
+
+// A value in memory that children share with their parent.
+template <class T>
+class Shared {
+ public:
+  Shared() : at_(mmap(nullptr, sizeof(T), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0)) {
+    if (at_ == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "mmap");
+  }
+  ~Shared() { munmap(at_, sizeof(T)); }
+  Shared(const Shared&) = delete;
+
+  T* operator->() const { return static_cast<T*>(at_); }
+
+ private:
+  void* at_;
 };
 
 // A forked child that runs `body` and exits; killed at the latest when this object goes.

@@ -97,7 +97,7 @@ std::unique_ptr<Image> half_done(const SegmentMemory& m, const std::function<voi
   bool found = false;
   single_step(body, [&] {
     if (image->refresh() && image->memory().header().dirty == Dirty::kLinks) found = n-- == 0;
-    return !found;
+    return found ? Fate::kDie : Fate::kStep;
   });
   return found ? std::move(image) : nullptr;
 }
@@ -210,7 +210,7 @@ BOOST_AUTO_TEST_CASE(a_row_committed_while_a_repair_reads_the_slots_waits_for_it
                                         a.step();
                                         a.step();
                                       }
-                                      return true;
+                                      return passed ? Fate::kFinish : Fate::kStep;
                                     });
     BOOST_TEST(passed == traced);
     settle(*m);

@@ -46,9 +46,16 @@ inline void repair(SegmentMemory& m) {
   if (m.header().dirty != Dirty::kClean) Recovery(m).run();
 }
 
-// Runs `body` in a child one machine instruction at a time and calls `look` after each; the child is killed when that
-// returns false. False where the system does not let a parent trace its child.
-inline bool single_step(const std::function<void()>& body, const std::function<bool()>& look) {
+// What becomes of a traced child.
+enum class Fate {
+  kStep,    // one more instruction
+  kFinish,  // all the others, without a stop
+  kDie,
+};
+
+// Runs `body` in a child one machine instruction at a time and asks `look` after each. False where the system does not
+// let a parent trace its child.
+inline bool single_step(const std::function<void()>& body, const std::function<Fate()>& look) {
   Child child([&] {
     if (ptrace(PTRACE_TRACEME, 0, nullptr, nullptr) != 0) _exit(77);
     raise(SIGSTOP);
@@ -58,11 +65,13 @@ inline bool single_step(const std::function<void()>& body, const std::function<b
   int status = 0;
   waitpid(child.pid(), &status, WUNTRACED);
   if (!WIFSTOPPED(status)) return false;
+  Fate fate = Fate::kStep;
   for (int stops = 0; stops == 0 || WSTOPSIG(status) != SIGSTOP; stops++) {
-    if (ptrace(PTRACE_SINGLESTEP, child.pid(), nullptr, nullptr) != 0) return false;
+    if (ptrace(fate == Fate::kStep ? PTRACE_SINGLESTEP : PTRACE_CONT, child.pid(), nullptr, nullptr) != 0) return false;
     waitpid(child.pid(), &status, 0);
     if (!WIFSTOPPED(status)) throw std::runtime_error("the traced child ended");
-    if (!look()) return true;
+    fate = look();
+    if (fate == Fate::kDie) return true;
   }
   return true;
 }
@@ -74,7 +83,7 @@ inline void kill_everywhere(SegmentMemory& m, const std::function<void()>& body,
   int states = 0, dirty = 0;
   std::string found;
   const bool traced = single_step(body, [&] {
-    if (!image.refresh()) return true;
+    if (!image.refresh()) return Fate::kStep;
     SegmentMemory& survivor = image.memory();
     states++;
     dirty += survivor.header().dirty != Dirty::kClean;
@@ -82,7 +91,7 @@ inline void kill_everywhere(SegmentMemory& m, const std::function<void()>& body,
     settle(survivor);
     found = violation(survivor);
     if (found.empty()) found = check(survivor);
-    return found.empty();
+    return found.empty() ? Fate::kStep : Fate::kDie;
   });
   if (!traced) {
     BOOST_TEST_MESSAGE("skipped: this system does not let a process trace its child");
