@@ -1,4 +1,5 @@
-// The episodes that one writer is in the middle of: which rows a call of `reset` or `step` writes, and how they are linked.
+// The episodes that one writer is in the middle of: which rows a call of `reset` or `step` writes, and how they are
+// linked.
 #pragma once
 
 #include <stdexcept>
@@ -33,8 +34,7 @@ struct StreamRow {
 class Lanes {
  public:
   // `vectorised`: the caller's values have a dimension of lanes.
-  Lanes(uint32_t n, bool vectorised, Autoreset autoreset)
-      : lanes_(n), vectorised_(vectorised), autoreset_(autoreset) {}
+  Lanes(uint32_t n, bool vectorised, Autoreset autoreset) : lanes_(n), vectorised_(vectorised), autoreset_(autoreset) {}
 
   uint32_t size() const { return static_cast<uint32_t>(lanes_.size()); }
   bool vectorised() const { return vectorised_; }
@@ -53,8 +53,8 @@ class Lanes {
   }
 
   // Plans `times` steps of every lane, from their flags [times, lanes]. `last_given`: of the lanes that end, the last
-  // observation is given apart. With `from_reset` the first observation, at obs_time 0, starts an episode in every lane.
-  // Throws std::invalid_argument, and changes nothing, when a lane cannot take a step.
+  // observation is given apart. With `from_reset` the first observation, at obs_time 0, starts an episode in every
+  // lane. Throws std::invalid_argument, and changes nothing, when a lane cannot take a step.
   void plan_steps(int64_t times, const uint8_t* terminated, const uint8_t* truncated, bool last_given,
                   bool from_reset) {
     begin();
@@ -110,17 +110,16 @@ class Lanes {
     if (state == State::kNew) throw std::invalid_argument("step() before the first reset()" + of(lane));
     if (state == State::kEnded) {
       if (vectorised_ && autoreset_ == Autoreset::kNextStep) return add_reset(lane, obs_time, answer);
-      throw std::invalid_argument(times > 1 ? "an episode ends at step " + std::to_string(time - 1) + " of " +
-                                                  std::to_string(times) + of(lane) + ": pass every episode by itself"
-                                            : "step() after the end of the episode" + of(lane) +
-                                                  ": call reset() first");
+      throw std::invalid_argument(times > 1
+                                      ? "an episode ends at step " + std::to_string(time - 1) + " of " +
+                                            std::to_string(times) + of(lane) + ": pass every episode by itself"
+                                      : "step() after the end of the episode" + of(lane) + ": call reset() first");
     }
     const bool resets = flags && vectorised_ && autoreset_ == Autoreset::kSameStep;
     if (resets && !last_given)
       throw std::invalid_argument("the episode ends" + of(lane) +
                                   " and autoreset is 'same_step': pass final_obs=infos['final_obs'] too");
-    rows_.push_back(
-        {resets ? StreamRow::Kind::kLast : StreamRow::Kind::kStep, lane, time, obs_time, flags, answer});
+    rows_.push_back({resets ? StreamRow::Kind::kLast : StreamRow::Kind::kStep, lane, time, obs_time, flags, answer});
     state = flags ? State::kEnded : State::kRunning;
     if (resets) add_reset(lane, obs_time, -1);
   }

@@ -48,10 +48,9 @@ struct Layout {
     auto mix = [&h](uint64_t v) {
       for (int i = 0; i < 8; i++, v >>= 8) h = (h ^ (v & 0xff)) * 0x100000001b3;
     };
-    for (uint64_t v :
-         {kFormatVersion, capacity, record_stride, records, at, links, pending, tree, bytes, uint64_t{view.span},
-          uint64_t{view.min_steps}, uint64_t{view.stride}, uint64_t{view.history}, uint64_t{view.across},
-          uint64_t{view.priority_steps}})
+    for (uint64_t v : {kFormatVersion, capacity, record_stride, records, at, links, pending, tree, bytes,
+                       uint64_t{view.span}, uint64_t{view.min_steps}, uint64_t{view.stride}, uint64_t{view.history},
+                       uint64_t{view.across}, uint64_t{view.priority_steps}})
       mix(v);
     for (const Field& f : fields) {
       mix(static_cast<uint64_t>(f.element));

@@ -177,7 +177,8 @@ class Goals {
       const uint64_t chance = items[todo[first + k]].chance;
       chosen_[k] = {};
       if (paths.steps(k) < 0 || chance == std::numeric_limits<uint64_t>::max() ||
-          static_cast<double>(chance >> 32) * 0x1p-32 >= share_) continue;
+          static_cast<double>(chance >> 32) * 0x1p-32 >= share_)
+        continue;
       if (!collect(paths.row(k, 0))) {
         paths.discard(k);
         continue;

@@ -38,8 +38,8 @@ PyObject* segment_bytes(PyObject*, PyObject* args) {
     if (!PyArg_ParseTuple(args, "KOOK", &capacity, &list, &view, &text)) throw PythonError{};
     const Fields fields = Fields::parse(list);
     const uint64_t config = config_bytes(fields.specs.size(), text);
-    return checked(PyLong_FromUnsignedLongLong(
-        make_layout(capacity, fields.columns(), segment::parse_view(view), config).bytes));
+    return checked(
+        PyLong_FromUnsignedLongLong(make_layout(capacity, fields.columns(), segment::parse_view(view), config).bytes));
   });
 }
 

@@ -174,7 +174,7 @@ class BatchSampler {
     for (int k = 0; k < count; k++) __builtin_prefetch(&memory_.at(index_[k]));
     for (int k = 0; k < count; k++) {
       const auto slot = static_cast<uint64_t>(index_[k]);
-      items_[todo_[k]] = {slot,     memory_.at(slot), tree.quantize(leaf_[k]), total,
+      items_[todo_[k]] = {slot,     memory_.at(slot), tree.quantize(leaf_[k]),         total,
                           min_mass, tree.count(),     chance_.empty() ? 0 : chance_[k]};
     }
   }

@@ -5,9 +5,9 @@
 #include <stdexcept>
 #include <string>
 
-#include "recover.h"
 #include "futex.h"
 #include "limiter.h"
+#include "recover.h"
 
 namespace torchreplay {
 

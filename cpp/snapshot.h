@@ -33,13 +33,19 @@ class Snapshot {
     Locked lock(memory_);
     lock.absorb();
     publish_limit(memory_);
-    return {h.head.load(std::memory_order_acquire), h.inserted,        h.sampled,
-            h.updated,                              h.stale_updates,   h.unready_updates,
-            h.draws.load(std::memory_order_relaxed), h.streams.load(std::memory_order_relaxed), h.max_raw};
+    return {h.head.load(std::memory_order_acquire),
+            h.inserted,
+            h.sampled,
+            h.updated,
+            h.stale_updates,
+            h.unready_updates,
+            h.draws.load(std::memory_order_relaxed),
+            h.streams.load(std::memory_order_relaxed),
+            h.max_raw};
   }
 
-  // Copies the rows in slots [from, to), without those that are overwritten meanwhile, and returns how many. Every row is
-  // exact; rows of different chunks are of different moments.
+  // Copies the rows in slots [from, to), without those that are overwritten meanwhile, and returns how many. Every row
+  // is exact; rows of different chunks are of different moments.
   uint64_t copy_out(uint64_t from, uint64_t to, const RowColumns& out) {
     uint64_t n = 0;
     for (uint64_t first = from; first < to; first += kChunk) {

@@ -68,13 +68,14 @@ inline ItemPlan plan_of(const Tensor& numbers, const Tensor& rates) {
   check_vector(rates, "rates", ScalarType::Double);
   const int64_t n = numbers.numel();
   if (n == 0) return {};
-  if (n < kHead || (n - kHead) % kEach || rates.numel() != 2) fail("plan has ", n, " elements, and rates ", rates.numel());
+  if (n < kHead || (n - kHead) % kEach || rates.numel() != 2)
+    fail("plan has ", n, " elements, and rates ", rates.numel());
   const int64_t* at = longs(numbers);
   const auto* rate = static_cast<const double*>(rates.const_data_ptr());
   ItemPlan plan{{}, static_cast<uint32_t>(at[0]), rate[0], static_cast<Goal>(at[1]), rate[1]};
   for (at += kHead; at < longs(numbers) + n; at += kEach)
-    plan.outputs.push_back({static_cast<Output::Kind>(at[0]), static_cast<uint32_t>(at[1]),
-                            static_cast<int32_t>(at[2]), static_cast<uint32_t>(at[3]), static_cast<uint32_t>(at[4])});
+    plan.outputs.push_back({static_cast<Output::Kind>(at[0]), static_cast<uint32_t>(at[1]), static_cast<int32_t>(at[2]),
+                            static_cast<uint32_t>(at[3]), static_cast<uint32_t>(at[4])});
   return plan;
 }
 

@@ -142,8 +142,8 @@ std::vector<Node> pruned(const std::vector<Node>& tree, const Keep& keep) {
   return kept;
 }
 
-// Matches the keyword arguments of one call to names of the spec. A call site passes the same tuple of names every time,
-// so the last matching is kept.
+// Matches the keyword arguments of one call to names of the spec. A call site passes the same tuple of names every
+// time, so the last matching is kept.
 class KeywordMatcher {
  public:
   // `option`, when not null, is a keyword beside the fields.

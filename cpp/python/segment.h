@@ -23,8 +23,8 @@ inline int init(PyObject* self, PyObject* args, PyObject*) {
     PyObject *fields, *batch_type, *sampler, *limiter, *view;
     const char* text;
     Py_ssize_t text_bytes;
-    if (!PyArg_ParseTuple(args, "ipKOO|KKOOOs#", &fd, &create, &nonce, &fields, &batch_type, &seed, &capacity,
-                          &sampler, &limiter, &view, &text, &text_bytes))
+    if (!PyArg_ParseTuple(args, "ipKOO|KKOOOs#", &fd, &create, &nonce, &fields, &batch_type, &seed, &capacity, &sampler,
+                          &limiter, &view, &text, &text_bytes))
       throw PythonError{};
     if (!exchange) throw std::runtime_error("init_torch() has not been called");
     auto state = std::make_unique<SegmentState>();
@@ -83,8 +83,8 @@ inline PyObject* set_fields(PyObject* self, PyObject* list) {
   });
 }
 
-// set_plan(fields, outputs, steps, gamma, goal, share): what a batch of a linked view consists of; `outputs` is a list of
-// (kind, field, first, count, goal_field), one for each of the batch's fields.
+// set_plan(fields, outputs, steps, gamma, goal, share): what a batch of a linked view consists of; `outputs` is a list
+// of (kind, field, first, count, goal_field), one for each of the batch's fields.
 inline PyObject* set_plan(PyObject* self, PyObject* args) {
   return guarded([&] {
     auto& s = state_of<SegmentState>(self);
@@ -107,8 +107,7 @@ inline PyObject* set_plan(PyObject* self, PyObject* args) {
     plan.check(layout);
     Fields batch = Fields::parse(list);
     bool same = batch.specs.size() == plan.outputs.size();
-    for (size_t o = 0; same && o < plan.outputs.size(); o++)
-      same = batch.specs[o].nbytes == plan.item_bytes(o, layout);
+    for (size_t o = 0; same && o < plan.outputs.size(); o++) same = batch.specs[o].nbytes == plan.item_bytes(o, layout);
     if (!same) throw std::invalid_argument("the plan of a batch does not match its fields");
     s.samplers.clear();  // they hold the plan before
     s.attached->batch = std::move(batch);
@@ -368,8 +367,7 @@ inline PyGetSetDef getset[] = {
     {"text", get_text, nullptr, nullptr, nullptr},    {"fd", get_fd, nullptr, nullptr, nullptr},
     {"nbytes", get_bytes, nullptr, nullptr, nullptr}, {"layout_hash", get_layout_hash, nullptr, nullptr, nullptr},
     {"step", get_step, set_step, nullptr, nullptr},   {"draws", get_draws, nullptr, nullptr, nullptr},
-    {"seed", get_seed, nullptr, nullptr, nullptr},
-    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+    {"seed", get_seed, nullptr, nullptr, nullptr},    {nullptr, nullptr, nullptr, nullptr, nullptr}};
 inline PyType_Slot slots[] = {{Py_tp_init, reinterpret_cast<void*>(init)},
                               {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<SegmentState>)},
                               {Py_tp_methods, methods},

@@ -58,8 +58,8 @@ inline PyObject* export_rows(PyObject* self, PyObject* args) {
   });
 }
 
-// import_rows([*fields, key, leaf, link, step, priority]): places rows of export_rows() into a segment of this process's
-// own.
+// import_rows([*fields, key, leaf, link, step, priority]): places rows of export_rows() into a segment of this
+// process's own.
 inline PyObject* import_rows(PyObject* self, PyObject* list) {
   return guarded([&] {
     auto& s = state_of<SegmentState>(self);

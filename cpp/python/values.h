@@ -125,7 +125,8 @@ class Priorities {
     if (priority != -1 || !PyErr_Occurred()) return priority;
     if (!PyErr_ExceptionMatches(PyExc_TypeError)) throw PythonError{};
     PyErr_Clear();
-    throw std::invalid_argument("the priority is no number: expected a finite number, or None for the largest one seen");
+    throw std::invalid_argument(
+        "the priority is no number: expected a finite number, or None for the largest one seen");
   }
 
   static RowMeta meta_of(double priority) {

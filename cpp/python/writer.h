@@ -44,7 +44,8 @@ struct WriterState {
       : attached(a),
         member(a, Role::kWriter),
         roles(std::move(r)),
-        observations(pruned(a->fields.tree, [this](int f) { return !roles.observation.empty() && roles.observation[f]; })),
+        observations(
+            pruned(a->fields.tree, [this](int f) { return !roles.observation.empty() && roles.observation[f]; })),
         matcher(a->fields.tree, "priority", linked() ? "final_obs" : nullptr),
         reset_matcher(observations, "mask"),
         lanes(roles.lanes, roles.vectorised, roles.autoreset),
@@ -147,8 +148,8 @@ inline void look_around(PyObject* self, WriterState& s) {
   Ref r(checked(PyObject_CallMethod(self, "_look_around", nullptr)));
 }
 
-// Writes rows, waiting (in Python, with the signals and the limits of a wait) as often as need be. `rows` and `fill` are
-// those of RingWriter::append.
+// Writes rows, waiting (in Python, with the signals and the limits of a wait) as often as need be. `rows` and `fill`
+// are those of RingWriter::append.
 template <class Rows, class Fill>
 void write(PyObject* self, WriterState& s, uint64_t n, Rows& rows, int64_t* keys, Fill& fill) {
   SegmentMemory& m = *s.attached->memory;
@@ -196,7 +197,8 @@ inline PyObject* append(PyObject* self, PyObject* const* args, Py_ssize_t nargs,
     auto& s = state_of<WriterState>(self);
     const WriterUse use(s);
     if (s.linked())
-      throw std::invalid_argument("append() writes a row by itself, but the buffer's view links rows: use reset() and step()");
+      throw std::invalid_argument(
+          "append() writes a row by itself, but the buffer's view links rows: use reset() and step()");
     PyObject* priority[2] = {};
     s.matcher.match(args, names, s.given.data(), priority);
     Leading leading;
