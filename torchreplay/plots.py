@@ -169,7 +169,9 @@ def draw_learning_curve(axes: Axes, history: ReplayHistory, solved: float | None
     if solved is not None:
         axes.axhline(solved, color=ORANGE, linestyle="--", linewidth=1.2, label=f"solved: {solved:g}")
     axes.set_xlim(left=0)
-    axes.set_ylim(0, 1.2 * axes.get_ylim()[1])  # room for the legend
+    low, high = axes.get_ylim()
+    low = min(low, 0.0)
+    axes.set_ylim(low, high + 0.2 * (high - low))  # room for the legend
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="upper left", ncols=3, fontsize=8.5)
 

@@ -73,8 +73,8 @@ BOOST_AUTO_TEST_CASE(header_rows_and_table_have_the_documented_sizes) {
 
 BOOST_AUTO_TEST_CASE(five_small_fields_share_one_line_with_the_row_header) {
   const Layout l = make_layout(
-      1000, {field(Element::kF32, 4), field(Element::kI64, 1), field(Element::kF32, 1), field(Element::kBool, 1)},
-      {}, 100);
+      1000, {field(Element::kF32, 4), field(Element::kI64, 1), field(Element::kF32, 1), field(Element::kBool, 1)}, {},
+      100);
   BOOST_TEST(l.record_stride == 64U);
   BOOST_TEST(l.fields[1].offset == l.records + 24);  // the widest comes first
   check_apart(l);
