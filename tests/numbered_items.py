@@ -163,7 +163,8 @@ def hindsight_terminated(achieved, desired):
 
 
 class NumberedHindsight(NumberedItems):
-    def __init__(self, strategy="future"):
+    def __init__(self, strategy):
+        self.strategy = strategy
         self.view = tr.Hindsight(
             hindsight_reward,
             "obs/achieved",
@@ -184,8 +185,9 @@ class NumberedHindsight(NumberedItems):
         number = anchors // STEPS
         relabelled, goals = batch["relabelled"], batch["obs/desired"]
         reached = goals[:, 0]  # the row whose achieved goal it is
-        of_the_future = (reached // STEPS == number) & (reached > anchors) & (reached % STEPS <= length_of(number))
-        assert of_the_future[relabelled].all(), "a goal of another episode, or of the past"
+        earliest = anchors + 1 if self.strategy == "future" else number * STEPS + 1
+        good = (reached >= earliest) & (reached <= number * STEPS + length_of(number))
+        assert good[relabelled].all(), "a goal of another episode, or of the past"
         observations, after = ({**numbers(codes), "wide": codes} for codes in (anchors, anchors + 1))
         for values in (observations, after):
             values["desired"] = np.where(relabelled[:, None], numbers(reached)["achieved"], values["desired"])
@@ -204,7 +206,7 @@ VIEWS = {
     "3 steps of 4 frames": NumberedTransitions(3, 4),
     "sequences": NumberedSequences(8, 4, 2, initial=("bytes",)),
     "sequences across episodes": NumberedSequencesAcrossEpisodes(8),
-    "hindsight": NumberedHindsight(),
+    "hindsight": NumberedHindsight("future"),
 }
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from linked_rows import flat
 from numbered_episodes import EPISODES, LANES, STEPS, Explorers, spec
-from numbered_items import VIEWS, assert_exactly_the_complete_items_can_be_drawn
+from numbered_items import VIEWS, NumberedHindsight, assert_exactly_the_complete_items_can_be_drawn
 
 import torchreplay as tr
 
@@ -45,9 +45,7 @@ class Learner:
 
 def learn_from_explorers(items, limiter, first, seconds):
     """Returns the buffer as the explorers left it, the learner and the rows that were written."""
-    buffer = tr.ReplayBuffer(
-        spec(), CAPACITY, view=items.view, sampler=tr.Prioritized(), limiter=LIMITERS[limiter], seed=first
-    )
+    buffer = tr.ReplayBuffer(spec(), CAPACITY, view=items.view, sampler=tr.Prioritized(), limiter=limiter, seed=first)
     with Explorers(buffer, first) as explorers:
         learner = Learner(buffer, items, explorers.streams, seed=first)
         end = time.monotonic() + seconds
@@ -67,28 +65,27 @@ def assert_the_counts_add_up(buffer, learner, written):
     assert stats.writers == 0
 
 
-def explore_and_learn(name, limiter, first, seconds):
-    items = VIEWS[name]
+def explore_and_learn(items, limiter, first, seconds):
     buffer, learner, written = learn_from_explorers(items, limiter, first, seconds)
     assert_exactly_the_complete_items_can_be_drawn(buffer, items, learner.streams)
     assert_the_counts_add_up(buffer, learner, written)
 
 
 # Free explorers lap the ring between two draws; others replace a part of it, so that items are evicted row by row.
-LIMITERS = {"free": tr.MinSize(1), "in step": tr.SamplesPerInsert(1.0, min_size=100, tolerance=0.5)}
-views = pytest.mark.parametrize("name", VIEWS)
-limiters = pytest.mark.parametrize("limiter", LIMITERS)
+LIMITERS = {"free": (tr.MinSize(1), 0), "in step": (tr.SamplesPerInsert(1.0, min_size=100, tolerance=0.5), 4)}
+ITEMS = {**VIEWS, "hindsight of whole episodes": NumberedHindsight("episode")}
+views = pytest.mark.parametrize("items", ITEMS.values(), ids=ITEMS)
+limiters = pytest.mark.parametrize(("limiter", "first"), LIMITERS.values(), ids=LIMITERS)
 
 
 @views
 @limiters
-def test_no_item_mixes_episodes_or_skips_a_step_while_four_explorers_lap_the_ring(name, limiter):
-    explore_and_learn(name, limiter, first=4 * (len(name) % 2), seconds=1)
+def test_no_item_mixes_episodes_or_skips_a_step_while_four_explorers_lap_the_ring(items, limiter, first):
+    explore_and_learn(items, limiter, first, seconds=1)
 
 
 @pytest.mark.soak
 @views
 @limiters
-@pytest.mark.parametrize("first", [0, 4])
-def test_no_item_mixes_episodes_or_skips_a_step_in_a_minute_of_four_explorers(name, limiter, first):
-    explore_and_learn(name, limiter, first, seconds=60)
+def test_no_item_mixes_episodes_or_skips_a_step_in_a_minute_of_four_explorers(items, limiter, first):
+    explore_and_learn(items, limiter, first, seconds=60)
