@@ -76,6 +76,7 @@ class SteppedWriter {
  public:
   SteppedWriter(SegmentMemory& m, int id) : memory_(m), id_(id) {}
 
+  int id() const { return id_; }
   uint64_t key() const { return key_; }
   uint64_t slot() const { return memory_.slot_of(key_); }
 

@@ -148,6 +148,12 @@ BOOST_AUTO_TEST_CASE(whatever_two_processes_must_agree_on_changes_the_hash) {
   add("itself", make_layout(100, fields, {}, 64));
   add("capacity", make_layout(101, fields, {}, 64));
   add("linked", make_layout(100, fields, {.span = 1}, 64));
+  add("span", make_layout(100, fields, {.span = 2}, 64));
+  add("min_steps", make_layout(100, fields, {.span = 2, .min_steps = 2}, 64));
+  add("stride", make_layout(100, fields, {.span = 2, .stride = 2}, 64));
+  add("history", make_layout(100, fields, {.span = 2, .history = 1}, 64));
+  add("across", make_layout(100, fields, {.span = 2, .across = 1}, 64));
+  add("priority_steps", make_layout(100, fields, {.span = 2, .priority_steps = 2}, 64));
   add("order", make_layout(100, {fields[1], fields[0]}, {}, 64));
   add("element", make_layout(100, {field(Element::kI32, 4), fields[1]}, {}, 64));
   add("size", make_layout(100, {field(Element::kF32, 3), fields[1]}, {}, 64));

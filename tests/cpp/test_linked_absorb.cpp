@@ -2,7 +2,7 @@
 #include <boost/test/unit_test.hpp>
 #include <random>
 
-#include "explorers.h"
+#include "crowd.h"
 #include "invariants.h"
 #include "update.h"
 #include "views.h"
@@ -12,36 +12,24 @@ using namespace torchreplay::testing;
 
 namespace {
 
-// Random interleavings of explorers with several streams each, which lag and die, with absorptions and updates; and
-// what must have come of them.
+// Random interleavings of explorers that lag and die with absorptions and updates, and what must have come of them.
 class Play {
  public:
   Play(uint64_t capacity, const View& view, int explorers, unsigned seed)
-      : random_(seed), m_(segment(capacity, view)), written_(view) {
-    for (int w = 0; w < explorers; w++) explorers_.emplace_back(*m_, w + 1);
-    states_.assign(explorers, kIdle);
-    streams_.resize(explorers);
-    for (auto& s : streams_) s.resize(1 + random_() % 3);
-    // Some games have long episodes, some end nearly always.
-    end_every_ = 1 + random_() % 20;
-    reset_every_ = 2 + random_() % 60;
-  }
+      : random_(seed), m_(segment(capacity, view)), crowd_(*m_, explorers, seed) {}
 
   void step() {
-    const auto w = random_() % explorers_.size();
     switch (random_() % 24) {
       case 0:
         return absorb_and_check();
       case 1:
         return update_and_check();
       case 2:
-        return die(w);
-      case 3:
         return resync();
-      case 4:
+      case 3:
         return absorb_to_an_older_head();
       default:
-        return advance(w);
+        return crowd_.move();
     }
   }
 
@@ -53,71 +41,31 @@ class Play {
     BOOST_REQUIRE_MESSAGE(v.empty(), v);
   }
 
-  // Every explorer finishes or dies, and its slot is freed.
   void quiesce() {
-    for (size_t w = 0; w < explorers_.size(); w++) {
-      while (random_() % 2 && states_[w] != kIdle) advance(w);
-      die(w);
-      reclaim(*m_, static_cast<int>(w) + 1);
-    }
+    crowd_.quiesce();
     absorb_and_check();
     BOOST_REQUIRE(m_->header().rows == RowSet::committed(*m_).rows().size());
     // Items that were complete between two absorptions only may count or not.
     BOOST_REQUIRE(m_->header().inserted >= leaves_.size());
-    BOOST_REQUIRE(m_->header().inserted <= written_.items().size());
+    BOOST_REQUIRE(m_->header().inserted <= crowd_.written().items().size());
   }
 
-  // Absorbs after every row, so that no item is missed.
+  // Absorbs after every step, so that no item is missed.
   void play_watched(int steps) {
     for (int i = 0; i < steps; i++) {
-      advance(random_() % explorers_.size());
+      crowd_.move();
       absorb_and_check();
       BOOST_REQUIRE(m_->header().inserted == leaves_.size());
     }
   }
 
  private:
-  enum State { kIdle, kTicket, kBusy };
-
   static std::unique_ptr<SegmentMemory> segment(uint64_t capacity, const View& view) {
     Plan plan;
     plan.capacity = capacity;
     plan.view = view;
     plan.sampler = {1, Normalize::kBuffer, 1, 0};  // leaves are raw priorities
     return make_segment(plan);
-  }
-
-  void advance(size_t w) {
-    if (states_[w] == kIdle) {
-      explorers_[w].writer().take_ticket();
-      states_[w] = kTicket;
-    } else if (states_[w] == kTicket) {
-      states_[w] = explorers_[w].writer().seize() ? kBusy : kIdle;
-    } else {
-      write(explorers_[w], streams_[w][random_() % streams_[w].size()]);
-      states_[w] = kIdle;
-    }
-  }
-
-  void write(Explorer& explorer, Stream& stream) {
-    RowMeta meta = stream.reset();
-    if (stream.running && random_() % reset_every_ != 0) {
-      const uint64_t flags = random_() % end_every_ == 0 ? (1 + random_() % 3) * kTerminated : 0;
-      std::optional<float> given;
-      if (random_() % 3 == 0) given = std::pow(2.0F, static_cast<float>(random_() % 100) / 10 - 5);
-      meta = stream.next(flags, given);
-    }
-    written_.add(explorer.writer().key(), {meta.link, meta.step, meta.priority});
-    explorer.finish(meta);
-    stream.wrote(explorer.writer().key(), meta);
-  }
-
-  // A ticket lost before its slot was busy stays lost; a slot left busy is freed, now or later. Its successor under the
-  // same id has streams of its own.
-  void die(size_t w) {
-    if (states_[w] == kBusy) reclaim(*m_, static_cast<int>(w) + 1);
-    states_[w] = kIdle;
-    for (Stream& s : streams_[w]) s = {};
   }
 
   // Items seen for the first time have the priority given with their rows, or the largest raw one: that before or after
@@ -133,7 +81,7 @@ class Play {
         BOOST_REQUIRE(leaf == known->second);
         continue;
       }
-      const auto given = written_.priority(key);
+      const auto given = crowd_.written().priority(key);
       BOOST_REQUIRE(leaf >= m_->tree().clamp(given ? *given : max_before));
       BOOST_REQUIRE(leaf <= m_->tree().clamp(given ? *given : max_after));
       if (given) BOOST_REQUIRE(max_after >= *given);
@@ -199,17 +147,18 @@ class Play {
   }
 
   std::string unsettled_violation(uint64_t slot) const {
+    const RowSet& written = crowd_.written();
     const Links& links = m_->links(slot);
     const uint32_t prev1 = links.prev.load(), next1 = links.next.load();
     if (prev1 && m_->links(prev1 - 1).next.load() != slot + 1) return "the row before does not know of its successor";
     if (next1 && m_->links(next1 - 1).prev.load() != slot + 1) return "the row after does not know of its predecessor";
     const uint64_t at = m_->at(slot);
     if (!at) return prev1 || next1 ? "links of an empty slot" : "";
-    if (prev1 &&
-        (m_->at(prev1 - 1) != written_.rows().at(at - 1).prev_key1 || !written_.follows(written_.rows().at(at - 1))))
+    const HeldRow& row = written.rows().at(at - 1);
+    if (prev1 && (m_->at(prev1 - 1) != row.prev_key1 || !written.follows(row)))
       return "a row is linked to one that it does not name";
     if (!(m_->tree().leaf(static_cast<int64_t>(slot)) > 0)) return "";
-    const auto item = written_.item(at - 1);
+    const auto item = written.item(at - 1);
     if (!item) return "a leaf without an item";
     for (size_t i = 0; i < item->size(); i++) {
       const uint64_t key = (*item)[i], s = m_->slot_of(key);
@@ -221,11 +170,7 @@ class Play {
 
   std::mt19937_64 random_;
   std::unique_ptr<SegmentMemory> m_;
-  std::vector<Explorer> explorers_;
-  std::vector<State> states_;
-  std::vector<std::vector<Stream>> streams_;
-  uint64_t end_every_, reset_every_;
-  RowSet written_;                    // every row that ever was
+  Crowd crowd_;
   std::map<uint64_t, float> leaves_;  // of every item that ever was seen drawable
 };
 
