@@ -20,6 +20,12 @@ AIMS: Mapping[tuple[str, str], Sequence[Aim]] = {
     ("contest", "rows, chunks of 64"): (Aim(5, over="cpprb"),),
     ("gather", "fraction of memcpy, reused"): (Aim(0.85),),
     ("gather", "fraction of memcpy, fresh"): (Aim(0.85),),
+    ("trajectories", "step"): (Aim(0.5),),
+    ("trajectories", "32 sequences of 8 of 100,000"): (Aim(40.0),),
+    ("trajectories", "32 sequences of 8 of 1,000,000"): (Aim(40.0),),
+    ("trajectories", "Atari, bytes a transition"): (Aim(7200.0),),
+    ("trajectories", "Atari, 256 3-step stacks of 4"): (Aim(1.0, over="cpprb"),),
+    ("trajectories", "Atari, fraction of memcpy"): (Aim(0.8),),
     ("loader", "overhead over a no-op dataset"): (Aim(15.0),),
 }
 

@@ -8,6 +8,7 @@ from benchmarks.cases.gather import measure_gather
 from benchmarks.cases.loader import measure_loader
 from benchmarks.cases.memory import measure_memory
 from benchmarks.cases.rows import measure_rows
+from benchmarks.cases.trajectories import measure_trajectories
 from benchmarks.cases.tree import measure_tree
 from benchmarks.line import Line
 from benchmarks.plan import Plan
@@ -18,6 +19,7 @@ Case = Callable[[Plan], Iterator[Line]]
 CASES: Mapping[str, Case] = {
     **{workload.name: partial(measure_rows, workload) for workload in WORKLOADS},
     "gather": measure_gather,
+    "trajectories": measure_trajectories,
     "tree": measure_tree,
     "loader": measure_loader,
     "contest": measure_contest,
