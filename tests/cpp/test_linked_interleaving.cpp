@@ -58,8 +58,7 @@ class Race {
 BOOST_AUTO_TEST_CASE(no_row_committed_during_an_absorption_or_a_repair_is_lost_or_loses_its_place) {
   const View views[] = {transitions(1), transitions(2, 3), sequences(2, 2, 1), across_episodes(2), whole_episodes()};
   uint64_t repairs = 0;
-  for (unsigned seed = 0; seed < 10; seed++)
-    BOOST_TEST_CONTEXT("seed " << seed) {
+  for (unsigned seed = 0; seed < 10; seed++) BOOST_TEST_CONTEXT("seed " << seed) {
       Race race(5 + 3 * seed, views[seed % std::size(views)], seed % 2 ? 12 : 60, seed);
       for (int i = 0; i < 4; i++) race.round();
       repairs += race.repairs();
