@@ -22,13 +22,16 @@ class ItemGather {
     const int count = static_cast<int>(todo.size());
     touched_.clear();
     int failed = 0;
-    paths_.prefetch(items, todo, 0);
+    paths_.trace(items, todo, 0);
     for (int first = 0; first < count; first += Paths::kBlock) {
       const int n = std::min(Paths::kBlock, count - first);
       paths_.resolve(items, todo, first, n);
       goals_.choose(items, todo, first, n, paths_);
-      paths_.prefetch(items, todo, first + n);
-      for (size_t o = 0; o < plan_.outputs.size(); o++) copy(o, todo.data() + first, n, out);
+      paths_.trace(items, todo, first + n);
+      found_.clear();
+      for (int k = 0; k < n; k++)
+        if (paths_.steps(k) >= 0) found_.push_back({k, static_cast<uint64_t>(todo[first + k])});
+      for (size_t o = 0; o < plan_.outputs.size(); o++) copy(o, out);
       for (int k = 0; k < n; k++) {
         const int i = todo[first + k];
         if (paths_.intact(k) && goals_.intact(k)) continue;
@@ -46,106 +49,160 @@ class ItemGather {
   const std::vector<uint64_t>& touched() const { return touched_; }
 
  private:
-  void copy(size_t o, const int* numbers, int n, const BatchPointers& out) {
+  using Kind = Output::Kind;
+
+  // An item of the block whose rows were found, and its place in the batch.
+  struct Found {
+    int k;
+    uint64_t number;
+  };
+
+  void copy(size_t o, const BatchPointers& out) {
     const Output& output = plan_.outputs[o];
     const uint64_t bytes = plan_.item_bytes(o, memory_.layout());
-    const bool rows = output.kind == Output::Kind::kAnchor || output.kind == Output::Kind::kEnd;
-    if (rows && can_stream(memory_.layout().fields[output.field].nbytes, out.bytes))
-      return stream(output, numbers, n, bytes, out.values[o]);
-    for (int k = 0; k < n; k++)
-      if (paths_.steps(k) >= 0) fill(output, k, out.values[o] + static_cast<uint64_t>(numbers[k]) * bytes);
-  }
-
-  // Long values: each is fetched while the one before is copied.
-  void stream(const Output& output, const int* numbers, int n, uint64_t item_bytes, char* to) {
-    const Field& field = memory_.layout().fields[output.field];
-    moves_.clear();
-    for (int k = 0; k < n; k++) {
-      if (paths_.steps(k) < 0) continue;
-      char* item = to + static_cast<uint64_t>(numbers[k]) * item_bytes;
-      const int first = output.first + (output.kind == Output::Kind::kEnd ? paths_.steps(k) : 0);
-      for (int i = 0; i < static_cast<int>(output.count); i++, item += field.nbytes) {
-        const int position = std::max(first + i, paths_.start(k));
-        if (position > paths_.steps(k))
-          std::memset(item, 0, field.nbytes);
-        else
-          moves_.push_back({item, memory_.value(field, paths_.row(k, position).slot)});
-      }
-    }
-    for (size_t i = 0; i < moves_.size(); i++)
-      stream_payload(moves_[i].to, moves_[i].from, moves_[std::min(i + 1, moves_.size() - 1)].from, field.nbytes);
-    finish_stream();
-  }
-
-  void fill(const Output& output, int k, char* to) {
-    const int steps = paths_.steps(k);
+    char* to = out.values[o];
     switch (output.kind) {
-      case Output::Kind::kAnchor:
-        return copy_rows(output, k, output.first, to);
-      case Output::Kind::kEnd:
-        return copy_rows(output, k, steps + output.first, to);
-      case Output::Kind::kGoal:
-        if (goals_.relabelled(k)) return copy_value_of(output.goal_field, goals_.row(k), to);
-        return copy_rows(output, k, output.first, to);
-      case Output::Kind::kReturn:
-        return sum_rewards(output, k, to);
-      case Output::Kind::kDiscount: {
-        const bool terminated = paths_.row(k, steps).flags & kTerminated;
-        const auto discount = static_cast<float>(terminated ? 0 : power_[steps]);
-        return std::memcpy(to, &discount, sizeof discount), void();
+      case Kind::kAnchor:
+      case Kind::kEnd:
+        if (field_of(output).own_array) return copy_long(output, can_stream(field_of(output).nbytes, out.bytes), to);
+        return with_size(field_of(output).nbytes, [&](auto size) { copy_rows(output, size, to); });
+      case Kind::kGoal:
+        return with_size(bytes, [&](auto size) { copy_goals(output, size, to); });
+      case Kind::kReturn:
+        return with_size(bytes, [&](auto size) { sum_rewards(output, size, to); });
+      case Kind::kDiscount:
+        for (const Found& item : found_) discount(item, to + item.number * bytes);
+        return;
+      case Kind::kRelabelled:
+        for (const Found& item : found_) to[item.number] = goals_.relabelled(item.k);
+        return;
+      case Kind::kMask:
+        for (const Found& item : found_) mark(item, output.first + 1, bytes, 0, to + item.number * bytes);
+        return;
+      case Kind::kFirst:
+        for (const Found& item : found_) mark(item, output.first, bytes, kFirst, to + item.number * bytes);
+    }
+  }
+
+  const Field& field_of(const Output& output) const { return memory_.layout().fields[output.field]; }
+
+  // Calls copy(size): sizes of scalars and small vectors are known to the compiler.
+  template <class Copy>
+  static void with_size(uint64_t bytes, Copy&& copy) {
+    switch (bytes) {
+      case 1:
+        return copy(std::integral_constant<uint64_t, 1>{});
+      case 4:
+        return copy(std::integral_constant<uint64_t, 4>{});
+      case 8:
+        return copy(std::integral_constant<uint64_t, 8>{});
+      case 16:
+        return copy(std::integral_constant<uint64_t, 16>{});
+      default:
+        return copy(bytes);
+    }
+  }
+
+  // Calls visit(to, from) for every value of an output whose row there is, and zeros the others.
+  template <class Size, class Visit>
+  void each_value(const Output& output, Size bytes, char* to, Visit&& visit) const {
+    const Field& field = field_of(output);
+    const int count = static_cast<int>(output.count);
+    for (const Found& item : found_) {
+      const RowAt* rows = paths_.rows(item.k);
+      const int steps = paths_.steps(item.k), start = paths_.start(item.k);
+      const int first = output.first + (output.kind == Kind::kEnd ? steps : 0);
+      const int held = std::clamp(steps - first + 1, 0, count);
+      char* value = to + item.number * output.count * bytes;
+      for (int i = 0; i < held; i++, value += bytes)
+        visit(value, memory_.value(field, rows[std::max(first + i, start)].slot));
+      if (held < count) std::memset(value, 0, static_cast<uint64_t>(count - held) * bytes);
+    }
+  }
+
+  template <class Size>
+  void copy_rows(const Output& output, Size bytes, char* to) const {
+    each_value(output, bytes, to, [&](char* value, const char* from) { copy_payload(value, from, bytes); });
+  }
+
+  // Long values, which lie apart from their rows: each is fetched while the one before is copied.
+  void copy_long(const Output& output, bool past_caches, char* to) {
+    constexpr uint64_t kFetchedBytes = 512;  // the processor follows by itself from there
+    const uint64_t bytes = field_of(output).nbytes;
+    moves_.clear();
+    each_value(output, bytes, to, [&](char* value, const char* from) { moves_.push_back({value, from}); });
+    for (size_t i = 0; i < moves_.size(); i++) {
+      const char* next = moves_[std::min(i + 1, moves_.size() - 1)].from;
+      if (past_caches) {
+        stream_payload(moves_[i].to, moves_[i].from, next, bytes);
+        continue;
       }
-      case Output::Kind::kRelabelled:
-        *to = goals_.relabelled(k);
-        return;
-      case Output::Kind::kMask:
-        for (int i = 0; i < static_cast<int>(output.count); i++) to[i] = is_step(k, output.first + i + 1);
-        return;
-      case Output::Kind::kFirst:
-        for (int i = 0; i < static_cast<int>(output.count); i++) to[i] = is_first(k, output.first + i);
+      for (uint64_t byte = 0; byte < std::min(bytes, kFetchedBytes); byte += kLine) __builtin_prefetch(next + byte);
+      copy_payload(moves_[i].to, moves_[i].from, bytes);
+    }
+    if (past_caches) finish_stream();
+  }
+
+  template <class Size>
+  void copy_goals(const Output& output, Size bytes, char* to) const {
+    for (const Found& item : found_) {
+      const bool relabelled = goals_.relabelled(item.k);
+      const Field& field = memory_.layout().fields[relabelled ? output.goal_field : output.field];
+      const RowAt& row = relabelled ? goals_.row(item.k) : paths_.rows(item.k)[output.first];
+      copy_payload(to + item.number * bytes, memory_.value(field, row.slot), bytes);
     }
   }
 
-  bool is_first(int k, int position) const {
-    return position <= paths_.steps(k) && (paths_.row(k, position).flags & kFirst);
-  }
-  bool is_step(int k, int position) const { return position <= paths_.steps(k) && !is_first(k, position); }
-
-  // Values of output.field at `count` positions from `first`.
-  void copy_rows(const Output& output, int k, int first, char* to) const {
-    const Field& field = memory_.layout().fields[output.field];
-    const int steps = paths_.steps(k), start = paths_.start(k);
-    for (int i = 0; i < static_cast<int>(output.count); i++, to += field.nbytes) {
-      const int position = std::max(first + i, start);
-      if (position > steps) return std::memset(to, 0, (output.count - i) * field.nbytes), void();
-      copy_value(to, memory_.value(field, paths_.row(k, position).slot), field.nbytes);
-    }
+  // Whether each of `count` positions is an episode's first row (`flag`: kFirst), or a step (0).
+  void mark(const Found& item, int first, uint64_t count, uint64_t flag, char* to) const {
+    const RowAt* rows = paths_.rows(item.k);
+    const int steps = paths_.steps(item.k);
+    for (int i = 0; i < static_cast<int>(count); i++)
+      to[i] = first + i <= steps && (rows[first + i].flags & kFirst) == flag;
   }
 
-  void copy_value_of(uint32_t f, const RowAt& row, char* to) const {
-    const Field& field = memory_.layout().fields[f];
-    copy_value(to, memory_.value(field, row.slot), field.nbytes);
+  void discount(const Found& item, char* to) const {
+    const int steps = paths_.steps(item.k);
+    const bool terminated = paths_.rows(item.k)[steps].flags & kTerminated;
+    const auto discount = static_cast<float>(terminated ? 0 : power_[steps]);
+    std::memcpy(to, &discount, sizeof discount);
   }
 
   // R = sum over k < steps of gamma^k r_{k+1} (Sutton 1988), in float64, rounded once.
-  void sum_rewards(const Output& output, int k, char* to) {
-    const Field& field = memory_.layout().fields[output.field];
-    const auto elements = static_cast<int64_t>(field.nbytes) / item_size(field.element);
-    sum_.assign(elements, 0);
-    reward_.resize(elements);
-    raw_.resize(field.nbytes);
-    for (int position = 1; position <= paths_.steps(k); position++) {
-      copy_payload(raw_.data(), memory_.value(field, paths_.row(k, position).slot), field.nbytes);
-      convert_elements(reward_.data(), Element::kF64, raw_.data(), field.element, elements);
-      for (int64_t e = 0; e < elements; e++) sum_[e] += power_[position - 1] * reward_[e];
+  template <class Size>
+  void sum_rewards(const Output& output, Size bytes, char* to) {
+    const Field& field = field_of(output);
+    const auto elements = bytes / static_cast<uint64_t>(item_size(field.element));
+    uint64_t rewards = 0;
+    for (const Found& item : found_) rewards += static_cast<uint64_t>(paths_.steps(item.k));
+    raw_.resize(rewards * bytes);
+    char* raw = raw_.data();
+    for (const Found& item : found_)
+      for (int position = 1; position <= paths_.steps(item.k); position++, raw += bytes)
+        copy_payload(raw, memory_.value(field, paths_.rows(item.k)[position].slot), bytes);
+    reward_.resize(rewards * elements);
+    convert_elements(reward_.data(), Element::kF64, raw_.data(), field.element, reward_.size());
+    sum_.assign(found_.size() * elements, 0);
+    const double* reward = reward_.data();
+    double* sum = sum_.data();
+    for (const Found& item : found_) {
+      for (int k = 0; k < paths_.steps(item.k); k++)
+        for (uint64_t e = 0; e < elements; e++) sum[e] += power_[k] * *reward++;
+      sum += elements;
     }
-    convert_elements(to, field.element, sum_.data(), Element::kF64, elements);
+    convert_elements(raw_.data(), field.element, sum_.data(), Element::kF64, sum_.size());
+    raw = raw_.data();
+    for (const Found& item : found_) {
+      std::memcpy(to + item.number * bytes, raw, bytes);
+      raw += bytes;
+    }
   }
 
-  static void convert_elements(void* to, Element to_element, const void* from, Element from_element, int64_t n) {
+  static void convert_elements(void* to, Element to_element, const void* from, Element from_element, uint64_t n) {
     StridedArray source;
     source.element = from_element;
     source.dims = 1;
-    source.shape[0] = n;
+    source.shape[0] = static_cast<int64_t>(n);
     source.stride[0] = item_size(from_element);
     copy_converted(static_cast<char*>(to), to_element, static_cast<const char*>(from), source, 0);
   }
@@ -159,6 +216,7 @@ class ItemGather {
   const ItemPlan& plan_;
   Paths paths_;
   Goals goals_;
+  std::vector<Found> found_;
   std::vector<double> power_;  // gamma^k
   std::vector<double> sum_, reward_;
   std::vector<char> raw_;

@@ -25,7 +25,7 @@ class Walker {
   bool read(uint64_t slot, uint64_t key1, RowAt& row) const {
     RowHeader& header = memory_.row(slot);
     const uint64_t word = header.word.load(std::memory_order_acquire);
-    return slot_word::is_row(word) && slot_word::key1(word) == key1 && take(slot, word, row);
+    return slot_word::is_row(word) && slot_word::key1(word) == key1 && take(header, slot, word, row);
   }
 
   // The row before `row` in its stream.
@@ -33,12 +33,18 @@ class Walker {
     return row.prev_key1 && read(memory_.slot_of(row.prev_key1 - 1), row.prev_key1, before);
   }
 
-  // The row after `row`. The link may belong to another row by now: what it leads to must name `row`.
-  bool forward(const RowAt& row, RowAt& after) const {
-    const uint32_t slot1 = memory_.links(row.slot).next.load(std::memory_order_relaxed);
-    if (slot1 == 0 || slot1 > memory_.capacity()) return false;
-    const uint64_t word = memory_.row(slot1 - 1).word.load(std::memory_order_acquire);
-    if (!slot_word::is_row(word) || !take(slot1 - 1, word, after)) return false;
+  // Where the row before or after that in `slot` is likely to be: the link may belong to another row by now.
+  uint64_t hint(uint64_t slot, std::atomic<uint32_t> Links::* link) const {
+    const uint32_t slot1 = (memory_.links(slot).*link).load(std::memory_order_relaxed);
+    return slot1 == 0 || slot1 > memory_.capacity() ? kNoSlot : slot1 - 1;
+  }
+
+  // The row after `row`, if it is in `slot`: it must name `row`.
+  bool forward(const RowAt& row, uint64_t slot, RowAt& after) const {
+    if (slot == kNoSlot) return false;
+    RowHeader& header = memory_.row(slot);
+    const uint64_t word = header.word.load(std::memory_order_acquire);
+    if (!slot_word::is_row(word) || !take(header, slot, word, after)) return false;
     return after.prev_key1 == slot_word::key1(row.word) && (view_.across || !(after.flags & kFirst));
   }
 
@@ -47,11 +53,10 @@ class Walker {
   bool unchanged(const RowAt& row) const { return load_after_copy(memory_.row(row.slot).word) == row.word; }
 
  private:
-  bool take(uint64_t slot, uint64_t word, RowAt& row) const {
-    RowFacts facts;
-    if (!read_facts(memory_.row(slot), word, facts)) return false;
-    row = {slot, word, facts.prev_key1, facts.flags, facts.step};
-    return true;
+  static bool take(RowHeader& header, uint64_t slot, uint64_t word, RowAt& row) {
+    const uint64_t link = header.link.load(std::memory_order_relaxed);
+    row = {slot, word, link >> 16, link & 0xffff, header.step.load(std::memory_order_relaxed)};
+    return load_after_copy(header.word) == word;
   }
 
   SegmentMemory& memory_;
@@ -69,28 +74,41 @@ class Paths {
         walker_(m),
         most_steps_(static_cast<int>(steps)),
         history_(static_cast<int>(m.layout().view.history)),
-        rows_(static_cast<size_t>(kBlock) * width()) {}
+        rows_(static_cast<size_t>(kBlock) * width()),
+        hints_(rows_.size()),
+        fetched_bytes_(std::clamp<uint64_t>(kFetchedBytes / width(), 1, m.layout().record_stride)) {}
 
   const Walker& walker() const { return walker_; }
   // -1: the item is not what was drawn.
   int steps(int k) const { return steps_[k]; }
   int start(int k) const { return start_[k]; }
-  const RowAt& row(int k, int position) const {
-    return rows_[static_cast<size_t>(k) * width() + static_cast<size_t>(history_ + position)];
+  // The rows of item k from position start(k) to steps(k).
+  const RowAt* rows(int k) const { return rows_.data() + place(k, 0); }
+
+  // Follows the links of the block that starts at `first`, and fetches the rows that they lead to. Of the block after
+  // that it fetches the links.
+  void trace(const std::vector<DrawnItem>& items, const std::vector<int>& todo, int first) {
+    const int count = static_cast<int>(todo.size());
+    const int n = std::min(kBlock, count - first);
+    for (int k = first + kBlock; k < std::min(first + 2 * kBlock, count); k++)
+      __builtin_prefetch(&memory_.links(items[todo[k]].slot));
+    for (int k = 0; k < n; k++) fetch(hints_[place(k, 0)] = items[todo[first + k]].slot);
+    for (int position = 1; position <= most_steps_; position++)
+      for (int k = 0; k < n; k++) follow(k, position, position - 1, &Links::next);
+    for (int position = -1; position >= -history_; position--)
+      for (int k = 0; k < n; k++) follow(k, position, position + 1, &Links::prev);
   }
 
+  // Finds the rows of the block that was traced last.
   void resolve(const std::vector<DrawnItem>& items, const std::vector<int>& todo, int first, int n) {
     for (int k = 0; k < n; k++) {
       const DrawnItem& item = items[todo[first + k]];
-      at(k, 0).slot = item.slot;
+      RowAt& anchor = rows_[place(k, 0)];
+      anchor.slot = item.slot;
       start_[k] = reached_[k] = 0;
-      steps_[k] = walker_.read(item.slot, item.key1, at(k, 0)) ? 0 : -1;
-      open_[k] = steps_[k] == 0;
-      if (steps_[k] == 0 && history_) look_back(k);
+      const bool found = walker_.read(item.slot, item.key1, anchor) && look_back(k) && look_ahead(k);
+      steps_[k] = found ? reached_[k] : -1;
     }
-    for (int step = 1; step <= most_steps_; step++)
-      for (int k = 0; k < n; k++)
-        if (open_[k]) advance(k, step);
   }
 
   // Item k cannot be copied.
@@ -98,68 +116,67 @@ class Paths {
 
   // Whether every row of item k is still what it was.
   bool intact(int k) const {
+    const RowAt* row = rows(k);
     for (int position = start_[k]; position <= steps_[k]; position++)
-      if (!walker_.unchanged(row(k, position))) return false;
+      if (!walker_.unchanged(row[position])) return false;
     return steps_[k] >= 0;
   }
 
   // Every row that was found for item k, complete or not.
   template <class Visit>
   void each_row(int k, Visit&& visit) const {
-    for (int position = start_[k]; position <= reached_[k]; position++) visit(row(k, position));
-  }
-
-  [[gnu::always_inline]] void prefetch(const std::vector<DrawnItem>& items, const std::vector<int>& todo,
-                                       int first) const {
-    for (int k = first; k < std::min<int>(first + kBlock, static_cast<int>(todo.size())); k++) {
-      const uint64_t slot = items[todo[k]].slot;
-      prefetch_row(memory_, slot);
-      __builtin_prefetch(&memory_.links(slot));
-    }
+    for (int position = start_[k]; position <= reached_[k]; position++) visit(rows(k)[position]);
   }
 
  private:
-  size_t width() const { return static_cast<size_t>(history_ + most_steps_ + 1); }
-  RowAt& at(int k, int position) {
-    return rows_[static_cast<size_t>(k) * width() + static_cast<size_t>(history_ + position)];
+  // Of one item's rows: what is fetched of a block stays in the first-level cache.
+  static constexpr uint64_t kFetchedBytes = 1024;
+
+  size_t width() const { return static_cast<size_t>(history_) + static_cast<size_t>(most_steps_) + 1; }
+  size_t place(int k, int position) const {
+    return static_cast<size_t>(k) * width() + static_cast<size_t>(history_ + position);
+  }
+
+  [[gnu::always_inline]] void fetch(uint64_t slot) const {
+    const char* record = reinterpret_cast<const char*>(&memory_.row(slot));
+    for (uint64_t byte = 0; byte < fetched_bytes_; byte += kLine) __builtin_prefetch(record + byte);
+  }
+
+  [[gnu::always_inline]] void follow(int k, int position, int from, std::atomic<uint32_t> Links::* link) {
+    const uint64_t slot = hints_[place(k, from)];
+    const uint64_t hint = hints_[place(k, position)] = slot == kNoSlot ? kNoSlot : walker_.hint(slot, link);
+    if (hint == kNoSlot) return;
+    fetch(hint);
+    __builtin_prefetch(&memory_.links(hint));
   }
 
   // As many frames before the anchor as items show, or as the episode has.
-  void look_back(int k) {
-    const int frames = static_cast<int>(std::min<uint32_t>(at(k, 0).step, static_cast<uint32_t>(history_)));
-    while (start_[k] > -frames) {
-      if (!walker_.back(at(k, start_[k]), at(k, start_[k] - 1))) {
-        steps_[k] = -1;
-        open_[k] = false;
-        return;
-      }
-      start_[k]--;
-    }
+  bool look_back(int k) {
+    RowAt* rows = &rows_[place(k, 0)];
+    const int frames = static_cast<int>(std::min<uint32_t>(rows->step, static_cast<uint32_t>(history_)));
+    for (int position = 0; position > -frames; start_[k] = --position)
+      if (!walker_.back(rows[position], rows[position - 1])) return false;
+    return true;
   }
 
-  void advance(int k, int step) {
-    RowAt& row = at(k, step);
-    if (!walker_.forward(at(k, step - 1), row)) {
-      steps_[k] = -1;
-      open_[k] = false;
-      return;
+  bool look_ahead(int k) {
+    RowAt* rows = &rows_[place(k, 0)];
+    const uint64_t* hints = &hints_[place(k, 0)];
+    for (int position = 1; position <= most_steps_; position++) {
+      if (!walker_.forward(rows[position - 1], hints[position], rows[position])) return false;
+      reached_[k] = position;
+      if (walker_.ends(rows[position])) break;
     }
-    steps_[k] = reached_[k] = step;
-    open_[k] = step < most_steps_ && !walker_.ends(row);
-    if (!open_[k]) return;
-    const uint32_t next1 = memory_.links(row.slot).next.load(std::memory_order_relaxed);
-    if (next1 && next1 <= memory_.capacity()) {
-      prefetch_row(memory_, next1 - 1);
-      __builtin_prefetch(&memory_.links(next1 - 1));
-    }
+    return true;
   }
 
   SegmentMemory& memory_;
   Walker walker_;
   int most_steps_, history_;
   std::vector<RowAt> rows_;
+  std::vector<uint64_t> hints_;  // where the rows of the block traced last are likely to be
+  uint64_t fetched_bytes_;       // of every record
   int steps_[kBlock], start_[kBlock], reached_[kBlock];
-  bool open_[kBlock];
 };
 
 // Hindsight: which items get another goal, and from which row of their episode (Andrychowicz et al. 2017, section 4.5).
@@ -179,7 +196,7 @@ class Goals {
       if (paths.steps(k) < 0 || chance == std::numeric_limits<uint64_t>::max() ||
           static_cast<double>(chance >> 32) * 0x1p-32 >= share_)
         continue;
-      if (!collect(paths.row(k, 0))) {
+      if (!collect(*paths.rows(k))) {
         paths.discard(k);
         continue;
       }
@@ -194,7 +211,7 @@ class Goals {
     RowAt row = anchor;
     do {
       RowAt after;
-      if (!walker_.forward(row, after)) return false;
+      if (!walker_.forward(row, walker_.hint(row.slot, &Links::next), after)) return false;
       row = after;
       candidates_.push_back(row);
     } while (!walker_.ends(row));
