@@ -181,6 +181,7 @@ class KeywordMatcher {
     std::vector<bool> seen(tree_.size());
     std::vector<Target> targets;
     const Py_ssize_t n = names ? PyTuple_Size(names) : 0;
+    targets.reserve(static_cast<size_t>(n));
     for (Py_ssize_t i = 0; i < n; i++) targets.push_back(target_of(PyTuple_GetItem(names, i), seen));
     for (size_t k = 0; k < seen.size(); k++)
       if (!seen[k]) throw_names(tree_, "", "missing", text_of(tree_[k].name));
