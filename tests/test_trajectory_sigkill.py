@@ -106,8 +106,8 @@ def test_sigkill_of_explorers_at_random_instants_leaves_exactly_the_complete_ite
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", VIEWS)
-def test_sigkill_of_2000_explorers_leaves_exactly_the_complete_items_of_their_trajectories(name):
-    kill_explorers(name, 2000, seed=2)
+def test_sigkill_of_600_explorers_leaves_exactly_the_complete_items_of_their_trajectories(name):
+    kill_explorers(name, 600, seed=2)
 
 
 def write_and_end(buffer, index, calls, rows, end):
@@ -223,8 +223,8 @@ def test_sigkill_of_learners_of_trajectories_leaves_exactly_the_complete_items(n
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", VIEWS)
-def test_sigkill_of_2000_learners_of_trajectories_leaves_exactly_the_complete_items(name):
-    kill_learners(name, 1000, seed=5)
+def test_sigkill_of_600_learners_of_trajectories_leaves_exactly_the_complete_items(name):
+    kill_learners(name, 300, seed=5)
 
 
 def learn_for_ever(buffer, items, streams, batches):
@@ -260,5 +260,5 @@ def test_sigkill_of_explorers_and_learners_of_trajectories_together_leaves_the_b
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", VIEWS)
-def test_sigkill_of_500_explorers_and_learners_of_trajectories_leaves_the_buffer_to_the_survivors(name):
-    kill_both(name, 500, seed=7)
+def test_sigkill_of_100_explorers_and_learners_of_trajectories_leaves_the_buffer_to_the_survivors(name):
+    kill_both(name, 100, seed=7)

@@ -106,7 +106,7 @@ BOOST_AUTO_TEST_CASE(future_goals_are_uniform_among_the_rows_after_the_anchor) {
   write_episode(*m, a, 1, 1);
   write_episode(*m, a, 2, 12);
   write_episode(*m, a, 3, 7);
-  const auto goals = goals_of(*m, relabelling(Goal::kFuture, 1), 500);
+  const auto goals = goals_of(*m, relabelling(Goal::kFuture, 1), 200);
   BOOST_TEST(goals.size() == 20U);
   for (const auto& [from, counts] : goals) {
     const int64_t end = from / 100 == 1 ? 101 : from / 100 == 2 ? 212 : 307;
@@ -130,7 +130,7 @@ BOOST_AUTO_TEST_CASE(goals_of_the_episode_are_uniform_among_its_steps) {
   Explorer a(*m, 1);
   write_episode(*m, a, 1, 10);
   write_episode(*m, a, 2, 3);
-  const auto goals = goals_of(*m, relabelling(Goal::kEpisode, 1), 300);
+  const auto goals = goals_of(*m, relabelling(Goal::kEpisode, 1), 150);
   BOOST_TEST(goals.size() == 13U);
   for (const auto& [from, counts] : goals) check_uniform(counts, from / 100 * 100 + 1, from / 100 == 1 ? 110 : 203);
 }
@@ -139,21 +139,21 @@ BOOST_AUTO_TEST_CASE(of_an_episode_that_is_being_overwritten_the_steps_still_hel
   auto m = ring_of(12);
   Explorer a(*m, 1);
   write_episode(*m, a, 1, 15);  // steps 4 to 15 are held
-  const auto goals = goals_of(*m, relabelling(Goal::kEpisode, 1), 200);
+  const auto goals = goals_of(*m, relabelling(Goal::kEpisode, 1), 100);
   BOOST_TEST(goals.size() == 11U);
   for (const auto& [from, counts] : goals) check_uniform(counts, 104, 115);
 }
 
-// 32,000 items: the bound is 5 sigma of the binomial distribution, a false alarm in about 10^6 runs.
+// 6,400 items: the bound is 5 sigma of the binomial distribution, a false alarm in about 10^6 runs.
 BOOST_AUTO_TEST_CASE(the_share_of_items_is_relabelled) {
   auto m = ring_of(64);
   Explorer a(*m, 1);
   write_episode(*m, a, 1, 20);
   for (double share : {0.0, 0.1, 0.8, 1.0}) {
     int relabelled = 0;
-    for (const auto& [from, counts] : goals_of(*m, relabelling(Goal::kFuture, share), 500))
+    for (const auto& [from, counts] : goals_of(*m, relabelling(Goal::kFuture, share), 100))
       for (auto [goal, count] : counts) relabelled += count;
-    const double n = 500.0 * kBatch;
+    const double n = 100.0 * kBatch;
     BOOST_TEST(std::fabs(relabelled - share * n) <= 5 * std::sqrt(share * (1 - share) * n));
   }
 }
