@@ -21,9 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 
 from .config import Config
 from .errors import CheckpointError
@@ -155,6 +152,8 @@ def _write_shards(segment: _C.Segment, config: Config, data: Path) -> list[tuple
 
 
 def _write_shard(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[str, int, int]:
+    from safetensors.torch import save as save_tensors  # those who never save need not import it
+
     content = save_tensors(tensors)
     _write(path, content)
     return path.name, len(content), zlib.crc32(content)
@@ -205,6 +204,9 @@ def load_rows(segment: _C.Segment, config: Config, description: Description, dir
 
 
 def _read_shards(description: Description, root: Path, names: list[str]) -> Iterator[list[torch.Tensor]]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load as load_tensors
+
     for name, size, crc in track(description.shards, "loading the replay buffer"):
         path = root / name
         try:
