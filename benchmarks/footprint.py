@@ -7,33 +7,44 @@ import argparse
 import gc
 import json
 
+import torchreplay as tr
+from benchmarks.episodes import FRAMES, STACKED, linked_buffer
 from benchmarks.machine import resident_bytes
-from benchmarks.peers import fill_chunks
+from benchmarks.peers import Peer, fill_chunks
 from benchmarks.peers.registry import CLASSES, peer_class
-from benchmarks.workload import WORKLOADS
+from benchmarks.workload import WORKLOADS, Workload
+
+MEASURED = (*WORKLOADS, FRAMES)
+"""Rows, and frames that are stored once: those only torchreplay has."""
 
 
 def measure(peer: str, workload_name: str, capacity: int) -> float:
     """Returns the growth of resident memory by a filled buffer, in bytes a row."""
-    workload = next(workload for workload in WORKLOADS if workload.name == workload_name)
-    make = peer_class(peer)
-    small = make(workload, 1024)
-    small.fill()
-    small.close()
+    workload = next(workload for workload in MEASURED if workload.name == workload_name)
+    _filled(peer, workload, 1024).close()
     for _ in fill_chunks(workload, capacity):
         break
     gc.collect()
     before = resident_bytes()
-    full = make(workload, capacity)
-    full.fill()
+    full = _filled(peer, workload, capacity)
     gc.collect()
-    return (resident_bytes() - before) / capacity
+    grown = resident_bytes() - before
+    full.close()
+    return grown / capacity
+
+
+def _filled(peer: str, workload: Workload, capacity: int) -> Peer | tr.ReplayBuffer:
+    if workload is FRAMES:
+        return linked_buffer(FRAMES, capacity, STACKED)
+    buffer = peer_class(peer)(workload, capacity)
+    buffer.fill()
+    return buffer
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m benchmarks.footprint", description=__doc__)
     parser.add_argument("--peer", required=True, choices=list(CLASSES))
-    parser.add_argument("--workload", required=True, choices=[workload.name for workload in WORKLOADS])
+    parser.add_argument("--workload", required=True, choices=[workload.name for workload in MEASURED])
     parser.add_argument("--capacity", type=int, required=True)
     options = parser.parse_args()
     print(json.dumps(measure(options.peer, options.workload, options.capacity)))

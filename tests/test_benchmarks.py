@@ -6,12 +6,16 @@ import time
 
 import pytest
 
+import torchreplay as tr
 from benchmarks import timing
 from benchmarks.child import ChildError, run_module
+from benchmarks.copies import repeat
+from benchmarks.episodes import STREAMS, block, linked_buffer
 from benchmarks.line import Aim, Line
 from benchmarks.plan import QUICK
 from benchmarks.report import as_json, row
 from benchmarks.timing import Candidate, interleave
+from benchmarks.workload import SMALL
 
 
 def line(**samples: list[float]) -> Line:
@@ -70,6 +74,35 @@ def test_rounds_alternate_between_the_candidates_and_rotate_who_goes_first(monke
     assert warm_ups == timed == ["a", "b", "b", "a", "a", "b", "b", "a"]
     assert {name: len(values) for name, values in seconds.items()} == {"a": 4, "b": 4}
     assert min(seconds["a"]) >= 1e-3
+
+
+def test_a_loop_goes_on_where_the_round_before_ended_so_that_no_round_finds_its_rows_in_the_caches():
+    seen: list[int] = []
+    run = repeat(seen.append, [0, 1, 2])
+    run(2)
+    run(2)
+    assert seen == [0, 1, 2, 0]
+
+
+def test_an_episode_has_one_observation_more_than_steps_and_every_lane_ends_with_the_last():
+    episode = block(SMALL, 5, (3,))
+    assert {name: values.shape for name, values in episode.items()} == {
+        "obs": (6, 3, 4),
+        "action": (5, 3),
+        "reward": (5, 3),
+        "terminated": (5, 3),
+        "truncated": (5, 3),
+    }
+    assert episode["terminated"].tolist() == [[False] * 3] * 4 + [[True] * 3]
+
+
+def test_a_buffer_of_episodes_is_full_of_the_rows_of_interleaved_streams():
+    rows = 33 * STREAMS  # of one episode in each stream
+    with linked_buffer(SMALL, 1024, tr.Transitions(n_step=3)) as buffer:
+        second = buffer.storage["obs"][rows : 2 * rows].numpy()
+        assert (second.reshape(33, STREAMS, 4) == block(SMALL, 32, (STREAMS,), seed=1)["obs"]).all()
+        assert len(buffer) == 1024
+        assert buffer.stats().drawable >= 0.9 * 1024
 
 
 def test_a_preempted_round_is_repeated_and_the_quickest_kept_when_all_are(monkeypatch: pytest.MonkeyPatch):

@@ -13,13 +13,16 @@ from benchmarks.workload import Workload, td_errors
 
 
 class CpprbPeer:
-    """``cpprb.PrioritizedReplayBuffer``, or with ``shared`` its ``MPPrioritizedReplayBuffer`` under fork."""
+    """``cpprb.PrioritizedReplayBuffer``, or with ``shared`` its ``MPPrioritizedReplayBuffer`` under fork.
+
+    With ``n_step`` above 1 it turns the rows of an episode into n-step transitions when they are written.
+    """
 
     name = "cpprb"
     prioritized = True
 
-    def __init__(self, workload: Workload, capacity: int, shared: bool = False) -> None:
-        self._workload, self._capacity = workload, capacity
+    def __init__(self, workload: Workload, capacity: int, shared: bool = False, n_step: int = 1) -> None:
+        self._workload, self._capacity, self._n_step = workload, capacity, n_step
         env = {
             "obs": {"shape": workload.shape, "dtype": workload.dtype},
             "action": {"dtype": np.int64},
@@ -30,13 +33,18 @@ class CpprbPeer:
         if shared:
             self._buffer = cpprb.MPPrioritizedReplayBuffer(capacity, env, alpha=0.6, eps=1e-6, ctx=get_context("fork"))
         else:
-            self._buffer = cpprb.PrioritizedReplayBuffer(capacity, env, alpha=0.6, eps=1e-6)
+            steps = (
+                {"Nstep": {"size": n_step, "gamma": 0.99, "rew": "reward", "next": "next_obs"}} if n_step > 1 else {}
+            )
+            self._buffer = cpprb.PrioritizedReplayBuffer(capacity, env, alpha=0.6, eps=1e-6, **steps)
         self.append: Callable[..., object] = self._buffer.add
         self.extend: Callable[..., object] = self._buffer.add
 
     def fill(self) -> None:
         for rows, td in fill_chunks(self._workload, self._capacity):
             self._buffer.add(priorities=td, **rows)
+            if self._n_step > 1:
+                self._buffer.on_episode_end()
 
     def sample(self, n: int) -> Any:
         return self._buffer.sample(n)
