@@ -160,7 +160,7 @@ def write_for_ever(buffer, index, place, written, admitted):
     """What an explorer's process does: `written[place]` counts its rows, `admitted[place]` says when it has to wait."""
     calls = writing(buffer, index)
     while True:
-        eventually(lambda: written[place] < admitted[place], timeout=600, interval=0.0002)
+        eventually(lambda: written[place] < admitted[place], timeout=600, interval=0.001)
         written[place] += next(calls)
 
 
