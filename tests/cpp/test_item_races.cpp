@@ -171,23 +171,22 @@ BOOST_AUTO_TEST_CASE(what_fails_is_drawn_again_elsewhere_once_and_for_all) {
   }
 }
 
-// The learner is stopped after some number of instructions of a copy, and a row, of its items or not, replaced there.
+// The learner is stopped after some number of instructions of a copy, and a row, of its item or not, replaced there.
 BOOST_AUTO_TEST_CASE(a_row_overwritten_at_any_instruction_of_a_copy_never_tears_nor_mixes_an_item) {
   const View view = transitions(2, 3);
   const ItemPlan plan = all_rows(view);
-  const std::vector<int64_t> expected = {101, 102, 103, 104, 105, 102, 103, 104, 105, 106};  // of two items
+  const int64_t expected[] = {101, 102, 103, 104, 105};
   struct Result {
-    int64_t small[10], large[kLarge * 10];
-    size_t failures;
-    int failed[2];
+    int64_t small[5], large[kLarge * 5];
+    bool failed;
   };
   Shared<Result> result;
   BatchPointers out;
   out.values = {reinterpret_cast<char*>(result->small), reinterpret_cast<char*>(result->large)};
   std::mt19937_64 random(1);
-  size_t copied = 0, failed = 0;
-  int64_t instructions = 2;  // of the copy; known after the first run
-  for (int64_t at = 1; at < instructions; at += 1 + static_cast<int64_t>(random() % (1 + instructions / 20))) {
+  int copied = 0, failed = 0;
+  int64_t instructions = 2;  // of the copy; the first run counts them
+  for (int64_t at = 1; at < instructions; at += 1 + static_cast<int64_t>(random() % (1 + instructions / 8))) {
     auto m = ring_of(8, view);
     write_rows(*m, 1, 100, 8);
     settle(*m);
@@ -195,14 +194,12 @@ BOOST_AUTO_TEST_CASE(a_row_overwritten_at_any_instruction_of_a_copy_never_tears_
     m->header().head.store(8 + random() % 8);
     writer.take_ticket();
     ItemGather gather(*m, plan);
-    const std::vector<DrawnItem> items = {drawn(*m, 3), drawn(*m, 4)};
-    Numbers todo = {0, 1};
+    const std::vector<DrawnItem> items = {drawn(*m, 3)};
+    Numbers todo = {0};
     const auto copy = [&] {
       gather.gather(items, todo, out);
-      result->failures = todo.size();
-      std::copy(todo.begin(), todo.end(), result->failed);
+      result->failed = !todo.empty();
     };
-    // The first run counts them.
     const auto overwrite = [&, steps = random() % 3, count = int64_t{0}]() mutable {
       if (++count == at) {
         writer.seize();
@@ -213,16 +210,13 @@ BOOST_AUTO_TEST_CASE(a_row_overwritten_at_any_instruction_of_a_copy_never_tears_
       return at > 1 && count >= at ? Fate::kFinish : Fate::kStep;
     };
     if (!single_step(copy, overwrite)) return;
-    failed += result->failures;
-    for (size_t i = 0; i < 2; i++) {
-      if (std::count(result->failed, result->failed + result->failures, i)) continue;
-      copied++;
-      for (size_t k = 5 * i; k < 5 * (i + 1); k++) {
-        BOOST_REQUIRE(result->small[k] == expected[k]);
-        for (size_t b = 0; b < kLarge; b++) BOOST_REQUIRE(result->large[kLarge * k + b] == expected[k]);
-      }
+    failed += result->failed;
+    copied += !result->failed;
+    for (size_t k = 0; k < 5 && !result->failed; k++) {
+      BOOST_REQUIRE(result->small[k] == expected[k]);
+      for (size_t b = 0; b < kLarge; b++) BOOST_REQUIRE(result->large[kLarge * k + b] == expected[k]);
     }
   }
-  BOOST_TEST(copied > 10U);
-  BOOST_TEST(failed > 10U);
+  BOOST_TEST(copied > 2);
+  BOOST_TEST(failed > 2);
 }

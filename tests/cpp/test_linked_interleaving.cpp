@@ -19,7 +19,7 @@ std::unique_ptr<SegmentMemory> segment(uint64_t capacity, const View& view) {
   return make_segment(plan);
 }
 
-// Learners of which some are killed, one after the other, while a crowd moves on every `pace` instructions or so. In
+// Learners of which some are killed, one after the other, while a crowd moves on, every `pace` instructions or so. In
 // the end a learner at rest must find what all of them left in order.
 class Race {
  public:
@@ -41,10 +41,13 @@ class Race {
  private:
   // A learner that absorbs, and dies at that instruction of those during which links are not settled; 0: it lives.
   void trace(uint64_t killed_at) {
-    uint64_t instructions = 0;
+    uint64_t instructions = 0, moves = random_() % 60;
     single_step([&] { settle(*m_); },
                 [&] {
-                  if (random_() % pace_ == 0) crowd_.move();
+                  if (moves && random_() % pace_ == 0) {
+                    crowd_.move();
+                    moves--;
+                  }
                   if (m_->header().dirty == Dirty::kClean) return Fate::kStep;
                   return ++instructions == killed_at ? Fate::kDie : Fate::kStep;
                 });
@@ -61,9 +64,9 @@ class Race {
 BOOST_AUTO_TEST_CASE(no_row_committed_during_an_absorption_or_a_repair_is_lost_or_loses_its_place) {
   const View views[] = {transitions(1), transitions(2, 3), sequences(2, 2, 1), across_episodes(2), whole_episodes()};
   uint64_t repairs = 0;
-  for (unsigned seed = 0; seed < 10; seed++) BOOST_TEST_CONTEXT("seed " << seed) {
-      Race race(5 + 3 * seed, views[seed % std::size(views)], seed % 2 ? 12 : 60, seed);
-      for (int i = 0; i < 3; i++) race.round();
+  for (unsigned seed = 0; seed < std::size(views); seed++) BOOST_TEST_CONTEXT("seed " << seed) {
+      Race race(5 + 3 * seed, views[seed], seed % 2 ? 12 : 60, seed);
+      for (int i = 0; i < 2; i++) race.round();
       repairs += race.repairs();
     }
   BOOST_TEST(repairs > 0U);
