@@ -1,4 +1,4 @@
-// A file descriptor with an owner, and shared mappings of it.
+// A file descriptor with an owner.
 #pragma once
 
 #include <fcntl.h>
@@ -40,11 +40,5 @@ class Descriptor {
  private:
   int fd_;
 };
-
-inline char* map_shared(const Descriptor& fd, uint64_t bytes) {
-  void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
-  if (p == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "cannot map a replay segment");
-  return static_cast<char*>(p);
-}
 
 }  // namespace torchreplay

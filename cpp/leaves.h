@@ -6,16 +6,27 @@
 #include <utility>
 
 #include "memory.h"
+#include "power.h"
 
 namespace torchreplay {
 
 // (|priority| + eps)^alpha, the proportional variant of Schaul et al. 2016, section 3.3. Uniform sampling: 1. Never 0,
 // which would mean that the item cannot be drawn: the tree rounds what is smaller than its grid up to one step.
+inline void leaves_of(const SamplerConfig& c, const double* raw, int64_t n, float* leaf) {
+  if (!c.prioritized) {
+    std::fill_n(leaf, n, 1.0f);
+    return;
+  }
+  constexpr double kMost = std::numeric_limits<float>::max();
+  for (int64_t i = 0; i < n; i++) leaf[i] = static_cast<float>(std::min(std::fabs(raw[i]) + c.eps, kMost));
+  power(leaf, n, static_cast<float>(c.alpha));
+  for (int64_t i = 0; i < n; i++) leaf[i] = std::max(leaf[i], std::numeric_limits<float>::min());
+}
+
 inline float leaf_of(const SamplerConfig& c, double raw) {
-  if (!c.prioritized) return 1.0f;
-  const double base = std::min(std::fabs(raw) + c.eps, static_cast<double>(std::numeric_limits<float>::max()));
-  const float leaf = std::pow(static_cast<float>(base), static_cast<float>(c.alpha));
-  return std::max(leaf, std::numeric_limits<float>::min());
+  float leaf;
+  leaves_of(c, &raw, 1, &leaf);
+  return leaf;
 }
 
 // The leaf of an item that becomes drawable.

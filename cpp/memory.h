@@ -3,9 +3,9 @@
 
 #include <cstddef>
 
-#include "descriptor.h"
 #include "header.h"
 #include "liveness.h"
+#include "pages.h"
 
 namespace torchreplay {
 

@@ -48,9 +48,25 @@ PyObject* weights_bytes(PyObject*, PyObject* bytes) {
   return guarded([&] { return checked(PyLong_FromUnsignedLongLong(WeightsMemory::bytes(as_uint(bytes)))); });
 }
 
+// take_huge_pages(fd, offset, bytes) -> bool
+PyObject* take_huge_pages(PyObject*, PyObject* args) {
+  return guarded([&] {
+    int fd;
+    unsigned long long offset, bytes;
+    if (!PyArg_ParseTuple(args, "iKK", &fd, &offset, &bytes)) throw PythonError{};
+    const Descriptor file = Descriptor::duplicate(fd);
+    const bool taken = [&] {
+      const WithoutGil released;
+      return torchreplay::take_huge_pages(file, offset, bytes);
+    }();
+    return PyBool_FromLong(taken);
+  });
+}
+
 PyMethodDef functions[] = {{"init_torch", init_torch, METH_VARARGS, nullptr},
                            {"segment_bytes", segment_bytes, METH_VARARGS, nullptr},
                            {"weights_bytes", weights_bytes, METH_O, nullptr},
+                           {"take_huge_pages", take_huge_pages, METH_VARARGS, nullptr},
                            {nullptr, nullptr, 0, nullptr}};
 PyModuleDef module = {
     PyModuleDef_HEAD_INIT, "torchreplay._C", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};

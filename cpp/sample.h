@@ -204,8 +204,9 @@ class BatchSampler {
       const double base = normalize == Normalize::kBuffer  ? static_cast<double>(item.min_mass) / mass
                           : normalize == Normalize::kBatch ? smallest * total / mass
                                                            : total / (static_cast<double>(item.drawable) * mass);
-      out.weight[i] = std::pow(static_cast<float>(base), static_cast<float>(beta));
+      out.weight[i] = static_cast<float>(base);
     }
+    power(out.weight, n, static_cast<float>(beta));
   }
 
   SegmentMemory& memory_;

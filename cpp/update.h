@@ -27,7 +27,7 @@ class PriorityUpdater {
       if (keys[i] < 0 || static_cast<uint64_t>(keys[i]) >= issued) return BadKey{i, keys[i], issued};
     index_.resize(n);
     leaf_.resize(n);
-    for (int64_t i = 0; i < n; i++) leaf_[i] = leaf_of(h.sampler, td[i]);
+    leaves_of(h.sampler, td, n, leaf_.data());
     Locked lock(memory_);
     lock.absorb();
     apply(n, keys, td);

@@ -6,9 +6,9 @@
 #include <cstdint>
 #include <stdexcept>
 
-#include "descriptor.h"
 #include "layout.h"
 #include "mutex.h"
+#include "pages.h"
 
 namespace torchreplay {
 

@@ -4,8 +4,8 @@
 
 CPP_VARIANTS ?= plain address
 CPP_FLAGS_plain := -O2
-CPP_FLAGS_address := -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
-CPP_FLAGS_thread := -O1 -g -fno-omit-frame-pointer -fsanitize=thread -Wno-tsan -DTORCHREPLAY_RACEFREE
+CPP_FLAGS_address := -O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
+CPP_FLAGS_thread := -O1 -g1 -fno-omit-frame-pointer -fsanitize=thread -Wno-tsan -DTORCHREPLAY_RACEFREE
 
 # ThreadSanitizer of GCC 12 cannot map its shadow under the wider address randomisation of newer kernels.
 CPP_RUN_thread := setarch -R
@@ -17,7 +17,7 @@ CPP_ARGS_thread := --catch_system_errors=no
 CPP_OUT := build/cpp
 CPP_NAMES := $(patsubst tests/cpp/%.cpp,%,$(wildcard tests/cpp/test_*.cpp))
 CPP_BOOST = $(shell $(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/cmeel.prefix/include
-CPP_COMPILE = $(CXX) -std=c++20 -Wall -Wextra -Icpp -isystem $(CPP_BOOST)
+CPP_COMPILE = $(CXX) -std=c++20 -Wall -Wextra -ffp-contract=off -fno-trapping-math -Icpp -isystem $(CPP_BOOST)
 
 .PHONY: test-cpp
 .SECONDARY:
