@@ -4,7 +4,6 @@ In a process of its own, where a small buffer has first paid for imports and com
 """
 
 import argparse
-import gc
 import json
 
 import torchreplay as tr
@@ -24,10 +23,9 @@ def measure(peer: str, workload_name: str, capacity: int) -> float:
     _filled(peer, workload, 1024).close()
     for _ in fill_chunks(workload, capacity):
         break
-    gc.collect()
     before = resident_bytes()
     full = _filled(peer, workload, capacity)
-    gc.collect()
+    full.sample(1)
     grown = resident_bytes() - before
     full.close()
     return grown / capacity

@@ -1,5 +1,7 @@
 """What the figures were measured on, and whether a case fits into its memory."""
 
+import ctypes
+import gc
 import os
 import platform
 from collections.abc import Sequence
@@ -34,7 +36,9 @@ def require_memory(needed: int, purpose: str) -> None:
 
 
 def resident_bytes() -> int:
-    """Returns this process's resident memory, shared mappings included."""
+    """Returns this process's resident memory, shared mappings included, without what is garbage or free in the heap."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 

@@ -66,9 +66,9 @@ inline constexpr uint64_t kRowHeaderBytes = 24;
 inline constexpr uint64_t kSegmentHeaderBytes = kPage;
 inline constexpr uint64_t kParticipantBytes = kLine;
 
-// The smallest distance between records of `bytes` bytes that lets none of them touch more lines than it has to. Small
-// rows are many: 72 bytes instead of 128 hold twice as many rows in caches and translation buffers.
-constexpr uint64_t record_stride(uint64_t bytes) {
+// The smallest distance between values of `bytes` bytes, at multiples of 8, that lets none of them touch more lines
+// than it has to. Small rows are many: 72 bytes instead of 128 hold twice as many in caches and translation buffers.
+constexpr uint64_t tight_stride(uint64_t bytes) {
   const uint64_t lines = round_up(bytes, kLine) / kLine;
   for (uint64_t align = 8; align < kLine; align *= 2) {
     const uint64_t stride = round_up(bytes, align);
@@ -96,7 +96,7 @@ inline Layout make_layout(uint64_t capacity, std::vector<Field> fields, const Vi
       end += f.nbytes;
     }
   }
-  l.record_stride = record_stride(end);
+  l.record_stride = tight_stride(end);
   uint64_t at = kSegmentHeaderBytes;
   auto region = [&at](uint64_t bytes, uint64_t align = kPage) {
     const uint64_t start = round_up(at, align);
@@ -112,7 +112,7 @@ inline Layout make_layout(uint64_t capacity, std::vector<Field> fields, const Vi
     if (f.own_array) {
       if (f.nbytes > (uint64_t{1} << 46) / capacity)  // before rounding up, which could overflow
         throw std::invalid_argument("the fields and capacity given need more than 64 TiB");
-      f.stride = round_up(f.nbytes, kLine);
+      f.stride = tight_stride(f.nbytes);
       f.offset = region(capacity * f.stride);
     } else {
       f.stride = l.record_stride;

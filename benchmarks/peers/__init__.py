@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from benchmarks.workload import Rows, Workload, td_errors
 
-FILL_CHUNK_BYTES = 32 << 20
+FILL_CHUNK_BYTES = 1 << 20
 
 
 class Peer(Protocol):

@@ -93,11 +93,12 @@ class Priorities {
  public:
   // `leading`: of the rows in the call; without any there is one row, and one number is expected.
   void open(PyObject* given, const Leading& leading) {
+    if (each_.capacity() > kKeptRows) each_ = {};
     each_.clear();
     all_ = {};
     if (!given || given == Py_None) return;
     if (leading.dims() == 0 || ArrayView::is_scalar(given)) {
-      all_ = meta_of(number(given));
+      all_ = {kHasPriority, 0, checked_priority(number(given))};
       return;
     }
     ArrayView v;
@@ -114,10 +115,11 @@ class Priorities {
                                   " rows: shape " + shape_text(shape.data(), dims));
     std::vector<double> raw(static_cast<size_t>(rows));
     copy_converted(reinterpret_cast<char*>(raw.data()), Element::kF64, v.array.data, v.array, 0);
-    for (double p : raw) each_.push_back(meta_of(p));
+    each_.reserve(raw.size());
+    for (double p : raw) each_.push_back(checked_priority(p));
   }
 
-  const RowMeta& of(uint64_t row) const { return each_.empty() ? all_ : each_[row]; }
+  RowMeta of(uint64_t row) const { return each_.empty() ? all_ : RowMeta{kHasPriority, 0, each_[row]}; }
 
  private:
   static double number(PyObject* o) {
@@ -129,16 +131,18 @@ class Priorities {
         "the priority is no number: expected a finite number, or None for the largest one seen");
   }
 
-  static RowMeta meta_of(double priority) {
+  static float checked_priority(double priority) {
     if (!std::isfinite(priority))
       throw std::invalid_argument(
           "the priority is NaN or infinite: expected a finite number, or None for the largest one seen");
     constexpr double kMax = std::numeric_limits<float>::max();
-    return {kHasPriority, 0, static_cast<float>(std::min(std::fabs(priority), kMax))};
+    return static_cast<float>(std::min(std::fabs(priority), kMax));
   }
 
+  static constexpr size_t kKeptRows = 1 << 16;  // memory for so many stays for the next call
+
   RowMeta all_;
-  std::vector<RowMeta> each_;
+  std::vector<float> each_;
 };
 
 }  // namespace torchreplay::py

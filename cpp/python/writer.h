@@ -177,7 +177,7 @@ void write(PyObject* self, WriterState& s, uint64_t n, Rows& rows, int64_t* keys
 // Rows by themselves, with the priorities given.
 struct SingleRows {
   const Priorities& priorities;
-  const RowMeta& meta(uint64_t row) const { return priorities.of(row); }
+  RowMeta meta(uint64_t row) const { return priorities.of(row); }
   void commit(uint64_t, uint64_t) const {}
 };
 
