@@ -188,8 +188,8 @@ def learn_for_ever(buffer):
         buffer.sample(5)
 
 
-def append_until_it_would_block_for_ever(handle):
-    expect_exception(tr.WouldBlockForever, append_in_vain, tr.ReplayBuffer.attach(handle))
+def append_until_told_that_nobody_draws(handle):
+    expect_exception(tr.Stopped, append_in_vain, tr.ReplayBuffer.attach(handle))
 
 
 def insert_wait(buffer):
@@ -204,7 +204,7 @@ def test_writers_that_wait_for_a_learner_give_up_within_seconds_of_its_death(exp
         handle = mine.recv()
         buffer = tr.ReplayBuffer.attach(handle)  # to look at it: who never draws is no learner
         waiting_ones = [
-            started.enter_context(Forked(append_until_it_would_block_for_ever, handle)) for _ in range(explorers)
+            started.enter_context(Forked(append_until_told_that_nobody_draws, handle)) for _ in range(explorers)
         ]
         mine.send(True)
         eventually(lambda: insert_wait(buffer) > 0.2)
@@ -220,7 +220,7 @@ def test_writers_go_on_without_their_owner_for_as_long_as_another_process_draws(
         handle = mine.recv()
         buffer = tr.ReplayBuffer.attach(handle)
         with (
-            Forked(append_until_it_would_block_for_ever, handle) as explorer,
+            Forked(append_until_told_that_nobody_draws, handle) as explorer,
             Forked(learn_for_ever, buffer) as learner,
         ):
             eventually(lambda: buffer.stats().sampled > 100)

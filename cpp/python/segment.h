@@ -16,6 +16,16 @@ inline View parse_view(PyObject* tuple) {
   return v;
 }
 
+// From (min_size, ratio, min_diff, max_diff, tolerance or 0).
+inline LimiterConfig parse_limiter(PyObject* tuple) {
+  LimiterConfig c;
+  unsigned long long min_size;
+  if (!PyArg_ParseTuple(tuple, "Kdddd", &min_size, &c.ratio, &c.min_diff, &c.max_diff, &c.tolerance))
+    throw PythonError{};
+  c.min_size = min_size;
+  return c;
+}
+
 inline int init(PyObject* self, PyObject* args, PyObject*) {
   return as_status(guarded([&] {
     int fd, create;
@@ -42,11 +52,7 @@ inline int init(PyObject* self, PyObject* args, PyObject*) {
         throw PythonError{};
       config.sampler.prioritized = prioritized != 0;
       config.sampler.normalize = static_cast<Normalize>(normalize);
-      unsigned long long min_size;
-      if (!PyArg_ParseTuple(limiter, "Kddd", &min_size, &config.limiter.ratio, &config.limiter.min_diff,
-                            &config.limiter.max_diff))
-        throw PythonError{};
-      config.limiter.min_size = min_size;
+      config.limiter = parse_limiter(limiter);
       attached->memory = format_segment(Descriptor::duplicate(fd), config);
       Locked lock(*attached->memory);
       publish_limit(*attached->memory);
@@ -127,22 +133,24 @@ inline PyObject* wait_rows(PyObject* self, PyObject* ns) {
       WithoutGil unlocked;
       const int64_t start = monotonic_ns();
       futex_wait(h.rows_signal, s.seen_rows_signal, limit);
-      h.sample_wait_ns.fetch_add(static_cast<uint64_t>(monotonic_ns() - start), std::memory_order_relaxed);
+      const int64_t end = monotonic_ns();
+      h.sample_wait.add(end - start, end);
     }
     return Py_NewRef(Py_None);
   });
 }
 
-// refresh() -> rows: absorbs, lets the limiter see what came, and counts the rows held.
-inline PyObject* refresh(PyObject* self, PyObject*) {
+// refresh(deadline) -> rows: absorbs, lets the limiter see what came, and counts the rows held.
+inline PyObject* refresh(PyObject* self, PyObject* deadline) {
   return guarded([&] {
     auto& s = state_of<SegmentState>(self);
     const std::shared_ptr<Attached> attached = s.attached;
     SegmentMemory& m = s.memory();
+    const Patience patience{as_int(deadline)};
     uint64_t rows;
     {
       WithoutGil unlocked;
-      Locked lock(m);
+      Locked lock(m, patience);
       lock.absorb();
       publish_limit(m);
       rows = m.header().rows;
@@ -151,19 +159,57 @@ inline PyObject* refresh(PyObject* self, PyObject*) {
   });
 }
 
-// withdraw(): a learner that waited has given up; what it needed is no longer admitted beyond the ratio.
+// withdraw(): a learner that waited has given up; what it needed is no longer admitted beyond the ratio. It must not
+// wait again, for a holder of the mutex that is stopped: then the next draw withdraws the demand.
 inline PyObject* withdraw(PyObject* self, PyObject*) {
   return guarded([&] {
     auto& s = state_of<SegmentState>(self);
     const std::shared_ptr<Attached> attached = s.attached;
     SegmentMemory& m = s.memory();
+    try {
+      const WithoutGil unlocked;
+      const Locked lock(m, {.deadline = 0});
+      m.header().demand = 0;
+      publish_limit(m);
+    } catch (const LockTimeout&) {
+    }
+    return Py_NewRef(Py_None);
+  });
+}
+
+// set_limiter(limiter): for every process, from now on; whoever can go on under it wakes up.
+inline PyObject* set_limiter(PyObject* self, PyObject* tuple) {
+  return guarded([&] {
+    auto& s = state_of<SegmentState>(self);
+    const std::shared_ptr<Attached> attached = s.attached;
+    SegmentMemory& m = s.memory();
+    const LimiterConfig config = parse_limiter(tuple);
+    {
+      const WithoutGil unlocked;
+      Locked lock(m);
+      lock.absorb();
+      change_limiter(m.header(), config);
+      publish_limit(m);
+    }
+    futex_signal(m.header().rows_signal);
+    return Py_NewRef(Py_None);
+  });
+}
+
+// limiter -> (min_size, ratio, tolerance or 0).
+inline PyObject* get_limiter(PyObject* self, void*) {
+  return guarded([&] {
+    auto& s = state_of<SegmentState>(self);
+    const std::shared_ptr<Attached> attached = s.attached;
+    SegmentMemory& m = s.memory();
+    LimiterConfig config;
     {
       const WithoutGil unlocked;
       const Locked lock(m);
-      m.header().demand = 0;
-      publish_limit(m);
+      config = m.header().limiter();
     }
-    return Py_NewRef(Py_None);
+    return checked(
+        Py_BuildValue("Kdd", static_cast<unsigned long long>(config.min_size), config.ratio, config.tolerance));
   });
 }
 
@@ -187,6 +233,19 @@ inline PyObject* mark_shared(PyObject* self, PyObject*) {
   return guarded([&] {
     state_of<SegmentState>(self).header().shared.store(1, std::memory_order_relaxed);
     return Py_NewRef(Py_None);
+  });
+}
+
+inline double seconds(uint64_t ns) { return static_cast<double>(ns) * 1e-9; }
+
+// recent_waits() -> (insert, sample, in): seconds waited by writers and by learners in the last seconds.
+inline PyObject* recent_waits(PyObject* self, PyObject*) {
+  return guarded([&] {
+    const Header& h = state_of<SegmentState>(self).header();
+    const int64_t now = monotonic_ns();
+    const int64_t in = std::max<int64_t>(1, now - WaitTime::since(now, h.made));
+    return checked(Py_BuildValue("ddd", seconds(h.insert_wait.recent_ns(now)), seconds(h.sample_wait.recent_ns(now)),
+                                 seconds(static_cast<uint64_t>(in))));
   });
 }
 
@@ -234,8 +293,7 @@ inline PyObject* counters(PyObject* self, PyObject*) {
         sampled, "updated", updated, "stale_updates", stale, "unready_updates", unready, "drawable",
         static_cast<long long>(drawable), "priority_total", total, "priority_min", min, "priority_max", max_raw,
         "redraws", h.redraws.load(std::memory_order_relaxed), "rows_written", h.head.load(std::memory_order_relaxed),
-        "insert_wait", static_cast<double>(h.insert_wait_ns.load(std::memory_order_relaxed)) * 1e-9, "sample_wait",
-        static_cast<double>(h.sample_wait_ns.load(std::memory_order_relaxed)) * 1e-9));
+        "insert_wait", seconds(h.insert_wait.total_ns()), "sample_wait", seconds(h.sample_wait.total_ns())));
   });
 }
 
@@ -347,8 +405,10 @@ inline PyMethodDef methods[] = {
     {"gather", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(gather)), METH_FASTCALL, nullptr},
     {"update", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(update)), METH_FASTCALL, nullptr},
     {"wait_rows", wait_rows, METH_O, nullptr},
-    {"refresh", refresh, METH_NOARGS, nullptr},
+    {"refresh", refresh, METH_O, nullptr},
     {"withdraw", withdraw, METH_NOARGS, nullptr},
+    {"set_limiter", set_limiter, METH_O, nullptr},
+    {"recent_waits", recent_waits, METH_NOARGS, nullptr},
     {"stop", stop, METH_NOARGS, nullptr},
     {"mark_shared", mark_shared, METH_NOARGS, nullptr},
     {"census", census, METH_O, nullptr},
@@ -367,7 +427,8 @@ inline PyGetSetDef getset[] = {
     {"text", get_text, nullptr, nullptr, nullptr},    {"fd", get_fd, nullptr, nullptr, nullptr},
     {"nbytes", get_bytes, nullptr, nullptr, nullptr}, {"layout_hash", get_layout_hash, nullptr, nullptr, nullptr},
     {"step", get_step, set_step, nullptr, nullptr},   {"draws", get_draws, nullptr, nullptr, nullptr},
-    {"seed", get_seed, nullptr, nullptr, nullptr},    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+    {"seed", get_seed, nullptr, nullptr, nullptr},    {"limiter", get_limiter, nullptr, nullptr, nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
 inline PyType_Slot slots[] = {{Py_tp_init, reinterpret_cast<void*>(init)},
                               {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<SegmentState>)},
                               {Py_tp_methods, methods},

@@ -31,7 +31,7 @@ struct Counters {
   std::unique_ptr<Header> header = std::make_unique<Header>();
 
   Counters(const LimiterConfig& config, uint64_t inserted, uint64_t sampled) {
-    header->limiter = config;
+    header->limiters[0] = config;
     header->inserted = inserted;
     header->sampled = sampled;
   }
