@@ -38,7 +38,7 @@ def test_threads_that_end_without_closing_their_writers_give_their_places_back()
     for _ in range(rounds):
         run_threads(10, explore)
     stats = buffer.stats()
-    assert (stats.writers, stats.inserted) == (0, 20 * rounds)
+    assert (stats.writers, stats.rows_written) == (0, 20 * rounds)
 
 
 def test_a_thread_that_dies_of_an_exception_in_an_append_loses_neither_its_place_nor_a_slot(monkeypatch):

