@@ -109,6 +109,8 @@ inline PyObject* checked(PyObject* o) {
   return o;
 }
 
+inline PyObject* interned(const char* s) { return checked(PyUnicode_InternFromString(s)); }
+
 inline std::string text_of(PyObject* o) {
   Py_ssize_t n;
   const char* s = PyUnicode_AsUTF8AndSize(o, &n);

@@ -5,8 +5,6 @@
 
 namespace torchreplay::py::segment {
 
-inline PyObject* interned(const char* s) { return checked(PyUnicode_InternFromString(s)); }
-
 // A sampler of the segment's that nobody uses at the moment.
 inline std::unique_ptr<BatchSampler> take_sampler(SegmentState& s) {
   if (s.samplers.empty()) {

@@ -1,7 +1,7 @@
 // The figures of a segment: who takes part, what was done, who waited.
 #pragma once
 
-#include "learner.h"
+#include "attached.h"
 
 namespace torchreplay::py::segment {
 
