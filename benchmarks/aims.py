@@ -30,6 +30,9 @@ AIMS: Mapping[tuple[str, str], Sequence[Aim]] = {
     ("trajectories", "frames, fraction of memcpy, fresh"): (Aim(0.8),),
     ("memory", "frames, stored once"): (Aim(7200.0),),
     ("loader", "overhead over a no-op dataset"): (Aim(15.0),),
+    ("upkeep", "... times as long as without"): (Aim(1.2),),
+    ("upkeep", "attach"): (Aim(2000.0),),
+    ("upkeep", "stats()"): (Aim(10.0),),
 }
 
 

@@ -66,7 +66,8 @@ inline std::unique_ptr<SegmentMemory> format_segment(Descriptor fd, const Segmen
   h.config_bytes = layout.config_bytes;
   h.seed = config.seed;
   h.sampler = config.sampler;
-  h.limiter = config.limiter;
+  h.limiters[0] = config.limiter;
+  h.made = monotonic_ns();
   h.max_raw = 1.0f;
   h.wake_at.store(kNever, std::memory_order_relaxed);
   h.streams.store(1, std::memory_order_relaxed);  // stream 0 is the owner's

@@ -7,6 +7,7 @@
 
 #include "layout.h"
 #include "mutex.h"
+#include "wait_time.h"
 
 namespace torchreplay {
 
@@ -23,12 +24,16 @@ struct SamplerConfig {
   double eps = 0;
 };
 
-// Reverb's rate limiter: at least min_size items, and min_diff <= inserted * ratio - sampled <= max_diff.
+// Reverb's rate limiter: at least min_size items, and min_diff <= inserted * ratio - sampled <= max_diff, where what
+// came before the limiter was set does not count.
 struct LimiterConfig {
   uint64_t min_size = 1;
   double ratio = 0;  // samples per insert; 0: no ratio is kept
   double min_diff = 0;
   double max_diff = 0;
+  double tolerance = 0;  // as it was given, for those who ask; 0: it was not
+  uint64_t inserted_before = 0;
+  uint64_t sampled_before = 0;
 };
 
 // Which derived state an owner that died may have left wrong.
@@ -52,17 +57,20 @@ struct Header {
   alignas(kLine) std::atomic<uint64_t> ticket_limit;  // an append waits while head >= ticket_limit
   std::atomic<uint64_t> wake_at;                      // the ticket whose writer wakes waiting learners
   std::atomic<uint32_t> stopped;
-  std::atomic<uint32_t> shared;          // a handle was given out, or the owner forked: others may come
-  std::atomic<uint32_t> room_waiters;    // writers asleep on room_signal
-  std::atomic<uint32_t> streams;         // the next stream of random draws
-  std::atomic<uint32_t> rows_signal;     // futex: rows have come
-  std::atomic<uint32_t> room_signal;     // futex: the limiter admits writers, or the buffer was stopped
-  std::atomic<int64_t> last_departure;   // monotonic ns at which a participant was last seen to leave or die; 0 never
-  std::atomic<uint64_t> insert_wait_ns;  // total time that writers waited
-  std::atomic<uint64_t> sample_wait_ns;  // total time that learners waited
-  std::atomic<uint64_t> redraws;         // rows drawn again because they were overwritten during the copy
-  std::atomic<uint64_t> draws;           // batches drawn
-  std::atomic<int64_t> last_census;      // monotonic ns at which the dead were last looked for
+  std::atomic<uint32_t> shared;         // a handle was given out, or the owner forked: others may come
+  std::atomic<uint32_t> room_waiters;   // writers asleep on room_signal
+  std::atomic<uint32_t> streams;        // the next stream of random draws
+  std::atomic<uint32_t> rows_signal;    // futex: rows have come
+  std::atomic<uint32_t> room_signal;    // futex: the limiter admits writers, or the buffer was stopped
+  std::atomic<int64_t> last_departure;  // monotonic ns at which a participant was last seen to leave or die; 0 never
+  std::atomic<uint32_t> presences;      // attachments that ever took the mutex
+  std::atomic<uint32_t> ids;            // ids of participants above this one were never taken
+  WaitTime insert_wait;                 // of writers
+  WaitTime sample_wait;                 // of learners
+  int64_t made;                         // monotonic ns at which the segment was made
+  std::atomic<uint64_t> redraws;        // rows drawn again because they were overwritten during the copy
+  std::atomic<uint64_t> draws;          // batches drawn
+  std::atomic<int64_t> last_census;     // monotonic ns at which the dead were last looked for
 
   alignas(kLine) RobustMutex mutex;
 
@@ -79,9 +87,13 @@ struct Header {
   uint64_t stale_updates;    // ... dropped: the row was overwritten
   uint64_t unready_updates;  // ... dropped: the item was not (or no longer) complete
   uint64_t demand;           // `inserted` that a waiting learner needs; insertion up to it is always admitted
-  LimiterConfig limiter;
+  uint32_t limiter_index;    // which of the two holds
+  LimiterConfig limiters[2];
+  std::atomic<uint64_t> holder;     // of the mutex: presence << 32 | thread id; 0: nobody, or not yet known
   std::atomic<int32_t> holder_pid;  // who took the mutex last, for messages
-  std::atomic<uint32_t> repairing;  // counts steps of a running repair: waiters then go on waiting
+  std::atomic<uint32_t> repairing;  // counts the steps of repairs
+
+  const LimiterConfig& limiter() const { return limiters[limiter_index & 1]; }
 };
 static_assert(sizeof(Header) <= kSegmentHeaderBytes);
 static_assert(std::atomic<uint64_t>::is_always_lock_free);

@@ -8,17 +8,17 @@
 
 namespace torchreplay {
 
-// Semantics of Reverb's RateLimiter, counted over all learners and explorers.
+// Semantics of Reverb's RateLimiter, counted over all learners and explorers from the moment at which it was set.
 class Limiter {
  public:
-  explicit Limiter(Header& h) : header_(h), config_(h.limiter) {}
+  explicit Limiter(Header& h) : header_(h), config_(h.limiter()) {}
 
   // Items that must have become drawable in all before `n` more may be drawn.
   uint64_t needed(uint64_t n) const {
     uint64_t items = std::max<uint64_t>(config_.min_size, 1);
     if (config_.ratio > 0) {
-      const double draws = config_.min_diff + static_cast<double>(header_.sampled + n);
-      if (draws > 0) items = std::max(items, whole(std::ceil(draws / config_.ratio)));
+      const double draws = config_.min_diff + sampled() + static_cast<double>(n);
+      if (draws > 0) items = std::max(items, config_.inserted_before + whole(std::ceil(draws / config_.ratio)));
     }
     return items;
   }
@@ -30,8 +30,8 @@ class Limiter {
   void publish(uint64_t head, int64_t drawable) {
     uint64_t limit = kNever;
     if (config_.ratio > 0) {
-      const double allowed = std::floor((config_.max_diff + static_cast<double>(header_.sampled)) / config_.ratio);
-      uint64_t target = std::max({config_.min_size, header_.demand, whole(allowed)});
+      const double allowed = std::floor((config_.max_diff + sampled()) / config_.ratio);
+      uint64_t target = std::max({config_.min_size, header_.demand, config_.inserted_before + whole(allowed)});
       if (drawable == 0) target = std::max(target, header_.inserted + 1);
       limit = head + (target > header_.inserted ? target - header_.inserted : 0);
     }
@@ -43,11 +43,26 @@ class Limiter {
   void demand(uint64_t n) { header_.demand = std::max(header_.demand, needed(n)); }
 
  private:
+  // Draws since it was set. One that was counted before may be taken back later: hence signed.
+  double sampled() const { return static_cast<double>(static_cast<int64_t>(header_.sampled - config_.sampled_before)); }
+
   // A ratio may be tiny: what does not fit is as good as unlimited.
   static uint64_t whole(double n) { return static_cast<uint64_t>(std::clamp(n, 0.0, 0x1p62)); }
 
   Header& header_;
   const LimiterConfig& config_;
 };
+
+// Sets another limiter. It counts from here, as if the buffer had just been filled with what is in it: of the items
+// inserted so far `min_size` count, and no draw does. Whoever is killed in between leaves the old one or the new one.
+inline void change_limiter(Header& h, LimiterConfig config) {
+  config.inserted_before = h.inserted > config.min_size ? h.inserted - config.min_size : 0;
+  config.sampled_before = h.sampled;
+  const uint32_t next = 1 - (h.limiter_index & 1);
+  h.limiters[next] = config;
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+  h.limiter_index = next;
+  h.demand = 0;  // whoever still waits says so again
+}
 
 }  // namespace torchreplay

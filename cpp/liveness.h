@@ -64,11 +64,24 @@ class Liveness {
   // True when somebody, here or elsewhere, holds byte `id`. Less than a microsecond.
   bool alive(int id) {
     const std::lock_guard guard(mutex_);
-    if (own_[id]) return true;
-    struct flock probe = byte(id, F_WRLCK);
-    if (fcntl(descriptor(), F_OFD_GETLK, &probe) != 0)
-      throw std::system_error(errno, std::generic_category(), "F_OFD_GETLK on the replay segment");
-    return probe.l_type != F_UNLCK;
+    return own_[id] || held_elsewhere(id);
+  }
+
+  // The number of this attachment: never 0, and of no other one. It holds a byte beyond those of the ids for as long as
+  // its process lives. `last` counts the attachments of the segment.
+  uint32_t presence(std::atomic<uint32_t>& last) {
+    if (const uint32_t own = presence_.load(std::memory_order_relaxed)) return own;
+    const std::lock_guard guard(mutex_);
+    uint32_t number = presence_.load(std::memory_order_relaxed);
+    while (number == 0 || !lock_byte(presence_byte(number), F_WRLCK)) number = last.fetch_add(1) + 1;
+    presence_.store(number, std::memory_order_relaxed);
+    return number;
+  }
+
+  // True as long as the process of that attachment lives.
+  bool present(uint32_t number) {
+    const std::lock_guard guard(mutex_);
+    return number == presence_.load(std::memory_order_relaxed) || held_elsewhere(presence_byte(number));
   }
 
  private:
@@ -88,12 +101,15 @@ class Liveness {
       if (l->fd_ >= 0) close(l->fd_);
       l->fd_ = -1;
       l->own_.reset();
+      l->presence_.store(0, std::memory_order_relaxed);
       new (&l->mutex_) std::mutex;  // another thread of the parent may have held it
     }
     registry().mutex.unlock();
   }
 
-  static struct flock byte(int id, short type) {
+  static int64_t presence_byte(uint32_t number) { return int64_t{kMaxParticipants} + number; }
+
+  static struct flock byte(int64_t id, short type) {
     struct flock f{};
     f.l_type = type;
     f.l_whence = SEEK_SET;
@@ -102,7 +118,14 @@ class Liveness {
     return f;
   }
 
-  bool lock_byte(int id, short type) {
+  bool held_elsewhere(int64_t id) {
+    struct flock probe = byte(id, F_WRLCK);
+    if (fcntl(descriptor(), F_OFD_GETLK, &probe) != 0)
+      throw std::system_error(errno, std::generic_category(), "F_OFD_GETLK on the replay segment");
+    return probe.l_type != F_UNLCK;
+  }
+
+  bool lock_byte(int64_t id, short type) {
     struct flock f = byte(id, type);
     if (fcntl(descriptor(), F_OFD_SETLK, &f) == 0) return true;
     if (errno == EAGAIN || errno == EACCES) return false;
@@ -122,6 +145,7 @@ class Liveness {
   int fd_ = -1;
   std::mutex mutex_;
   std::bitset<kMaxParticipants> own_;
+  std::atomic<uint32_t> presence_{0};
 };
 
 }  // namespace torchreplay

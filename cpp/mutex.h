@@ -2,9 +2,14 @@
 // it.
 #pragma once
 
+#include <linux/futex.h>
 #include <pthread.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
+#include <cstdint>
 #include <ctime>
 #include <system_error>
 
@@ -62,7 +67,26 @@ class RobustMutex {
   void mark_consistent() { pthread_mutex_consistent(&mutex_); }
   void unlock() { pthread_mutex_unlock(&mutex_); }
 
+  // Id of the thread that holds it; 0: nobody.
+  uint32_t holder() { return word().load(std::memory_order_acquire) & FUTEX_TID_MASK; }
+
+  // Does what the kernel does when thread `tid` dies: if it held the lock, the next to lock is told kOwnerDied. The
+  // caller knows it to be dead.
+  void give_up_for(uint32_t tid) {
+    uint32_t seen = word().load(std::memory_order_acquire);
+    while ((seen & FUTEX_TID_MASK) == tid) {
+      if (!word().compare_exchange_weak(seen, (seen & FUTEX_WAITERS) | FUTEX_OWNER_DIED)) continue;
+      syscall(SYS_futex, &mutex_.__data.__lock, FUTEX_WAKE, 1, nullptr, nullptr, 0);
+      return;
+    }
+  }
+
  private:
+  // Where the kernel looks for the thread id of a robust futex's holder (its "robust futex ABI").
+  std::atomic_ref<uint32_t> word() {
+    return std::atomic_ref<uint32_t>(*reinterpret_cast<uint32_t*>(&mutex_.__data.__lock));
+  }
+
   pthread_mutex_t mutex_;
 };
 

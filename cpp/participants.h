@@ -26,6 +26,10 @@ inline int join(SegmentMemory& m, Role role) {
     entry.waiting.store(0, std::memory_order_relaxed);
     entry.thread.store(0, std::memory_order_relaxed);
     entry.pid.store(getpid(), std::memory_order_relaxed);
+    std::atomic<uint32_t>& ids = m.header().ids;
+    uint32_t highest = ids.load(std::memory_order_relaxed);
+    while (highest < static_cast<uint32_t>(id) && !ids.compare_exchange_weak(highest, static_cast<uint32_t>(id))) {
+    }
     entry.role.store(static_cast<uint32_t>(role), std::memory_order_release);
     return id;
   }
@@ -47,11 +51,12 @@ struct Census {
   int64_t last_write = 0;  // CLOCK_MONOTONIC, ns; 0: never
 };
 
-// Who is here. Frees what the dead left behind on the way. O(participants).
+// Who is here. Frees what the dead left behind on the way. O(participants ever at one time).
 inline Census take_census(SegmentMemory& m, bool unused_count_as_others) {
   Census c;
   const auto self = static_cast<uint64_t>(pthread_self());
-  for (int id = 1; id < kMaxParticipants; id++) {
+  const int highest = std::min(kMaxParticipants - 1, static_cast<int>(m.header().ids.load(std::memory_order_acquire)));
+  for (int id = 1; id <= highest; id++) {
     Participant& entry = m.participant(id);
     const auto role = static_cast<Role>(entry.role.load(std::memory_order_acquire));
     c.last_write = std::max(c.last_write, entry.last_write.load(std::memory_order_relaxed));

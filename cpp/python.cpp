@@ -25,6 +25,20 @@ PyObject* init_torch(PyObject*, PyObject* args) {
     exchange = api;
     tensor_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(type));
     as_tensor = Py_NewRef(convert);
+    return Py_NewRef(Py_None);
+  });
+}
+
+// init_waits(ReplayTimeout, report, every): how waits for the lock end, and whom long ones tell every so many seconds.
+PyObject* init_waits(PyObject*, PyObject* args) {
+  return guarded([&] {
+    PyObject *type, *callable;
+    double every;
+    if (!PyArg_ParseTuple(args, "OOd", &type, &callable, &every)) throw PythonError{};
+    timeout_type = Py_NewRef(type);
+    report = Py_NewRef(callable);
+    report_every_ns = static_cast<int64_t>(every * 1e9);
+    report_wait = report_to_log;
     interrupted = signal_pending;
     return Py_NewRef(Py_None);
   });
@@ -63,11 +77,10 @@ PyObject* take_huge_pages(PyObject*, PyObject* args) {
   });
 }
 
-PyMethodDef functions[] = {{"init_torch", init_torch, METH_VARARGS, nullptr},
-                           {"segment_bytes", segment_bytes, METH_VARARGS, nullptr},
-                           {"weights_bytes", weights_bytes, METH_O, nullptr},
-                           {"take_huge_pages", take_huge_pages, METH_VARARGS, nullptr},
-                           {nullptr, nullptr, 0, nullptr}};
+PyMethodDef functions[] = {
+    {"init_torch", init_torch, METH_VARARGS, nullptr},           {"init_waits", init_waits, METH_VARARGS, nullptr},
+    {"segment_bytes", segment_bytes, METH_VARARGS, nullptr},     {"weights_bytes", weights_bytes, METH_O, nullptr},
+    {"take_huge_pages", take_huge_pages, METH_VARARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
 PyModuleDef module = {
     PyModuleDef_HEAD_INIT, "torchreplay._C", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
 

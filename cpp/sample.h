@@ -63,13 +63,15 @@ class BatchSampler {
     return static_cast<int>(items_.size());
   }
 
-  // Draws `n` items, stratified and with replacement. O(n (log capacity + bytes of an item)).
-  Draw sample(int n, double beta, const DrawName& name, const BatchPointers& out, Shortage& shortage) {
+  // Draws `n` items, stratified and with replacement. O(n (log capacity + bytes of an item)). Throws what a wait for
+  // the mutex throws; a draw that ends so in mid-copy stays counted.
+  Draw sample(int n, double beta, const DrawName& name, const BatchPointers& out, Shortage& shortage,
+              const Patience& patience = {}) {
     items_.resize(n);
     todo_.resize(n);
     for (int i = 0; i < n; i++) todo_[i] = i;
     for (uint32_t round = 0; round < kRounds; round++) {
-      const Draw outcome = draw(n, name, round, shortage);
+      const Draw outcome = draw(n, name, round, shortage, patience);
       if (outcome != Draw::kDone) return outcome;
       copy(out);
       if (todo_.empty()) {
@@ -78,7 +80,7 @@ class BatchSampler {
       }
       memory_.header().redraws.fetch_add(todo_.size(), std::memory_order_relaxed);
     }
-    const Locked lock(memory_);
+    const Locked lock(memory_, patience);
     memory_.header().sampled -= static_cast<uint64_t>(n);
     return Draw::kLapped;
   }
@@ -92,7 +94,7 @@ class BatchSampler {
   static constexpr uint64_t kChances = uint64_t{1} << 47;  // rounds lie below
 
   // Draws the items of todo_. Round 0 is the draw itself; later rounds redraw in the same strata.
-  Draw draw(int n, const DrawName& name, uint32_t round, Shortage& shortage) {
+  Draw draw(int n, const DrawName& name, uint32_t round, Shortage& shortage, const Patience& patience) {
     const int count = static_cast<int>(todo_.size());
     random_.resize(count);
     philox_fill(name.seed, name.stream | uint64_t{round} << 32, name.step, random_.data(), count);
@@ -101,7 +103,7 @@ class BatchSampler {
       philox_fill(name.seed, name.stream | uint64_t{round} << 32 | kChances, name.step, chance_.data(), count);
     }
     Header& h = memory_.header();
-    Locked lock(memory_);
+    Locked lock(memory_, patience);
     if (h.stopped.load(std::memory_order_relaxed)) {
       if (round) h.sampled -= static_cast<uint64_t>(n);  // the draw that was counted did not happen
       return Draw::kStopped;

@@ -2,8 +2,10 @@
 #pragma once
 
 #include <cstdio>
+#include <limits>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "futex.h"
 #include "limiter.h"
@@ -13,17 +15,28 @@ namespace torchreplay {
 
 // Thrown out of a wait when `interrupted` says so (Ctrl-C).
 struct Interrupted {};
-// Thrown when the mutex does not come free: its holder is stopped.
+// Thrown out of a wait for the mutex when the buffer was stopped.
+struct StoppedMeanwhile {};
+// Thrown when the mutex did not come free in time. The text says who holds it.
 struct LockTimeout : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
 // Asked between slices of every wait. The Python binding points it at the signal check.
 inline bool (*interrupted)() = [] { return false; };
+// Told every `report_every_ns` of a long wait for the mutex; true ends it as `interrupted` does. The Python binding
+// points it at the log.
+inline bool (*report_wait)(const std::string& text) = [](const std::string&) { return false; };
+inline int64_t report_every_ns = 10'000'000'000;
 
 inline constexpr int64_t kSliceNs = 50'000'000;  // waits wake up this often to look around
-inline constexpr int64_t kLockPatienceNs =
-    20'000'000'000;  // holders need microseconds; one that takes this long is stopped
+
+// How long to wait for the mutex. Holders need microseconds, but one that is stopped, or starved, needs as long as it
+// likes. The deadline is looked at between slices: whoever comes too late still gets one.
+struct Patience {
+  int64_t deadline = std::numeric_limits<int64_t>::max();  // monotonic, ns
+  bool until_stopped = false;                              // the end of the buffer is the end of the wait
+};
 
 // The state letter of a process from /proc, or '?' when it is gone or not ours to see.
 inline char process_state(int pid) {
@@ -40,14 +53,17 @@ inline char process_state(int pid) {
 // Owns the mutex while it lives.
 class Locked {
  public:
-  explicit Locked(SegmentMemory& m) : memory_(m), header_(m.header()) { lock(); }
+  explicit Locked(SegmentMemory& m, Patience patience = {}) : memory_(m), header_(m.header()), patience_(patience) {
+    lock();
+  }
   ~Locked() {
-    if (held_) header_.mutex.unlock();
+    if (held_) unlock();
   }
   Locked(const Locked&) = delete;
 
   void unlock() {
     held_ = false;
+    header_.holder.store(0, std::memory_order_relaxed);
     header_.mutex.unlock();
   }
 
@@ -65,22 +81,44 @@ class Locked {
 
  private:
   void lock() {
-    int64_t waited = 0;
+    // Before the mutex is taken: what can fail must not fail with it.
+    const uint64_t presence = memory_.liveness().presence(header_.presences);
+    RobustMutex::Outcome outcome = header_.mutex.lock_for(kSliceNs);
+    if (outcome == RobustMutex::Outcome::kTimeout) outcome = wait();
+    held_ = true;
+    header_.holder.store(presence << 32 | header_.mutex.holder(), std::memory_order_relaxed);
+    header_.holder_pid.store(own_pid(), std::memory_order_relaxed);
+    if (outcome == RobustMutex::Outcome::kOwnerDied) repair();
+  }
+
+  // Waits for as long as the holder needs, looking around between slices.
+  RobustMutex::Outcome wait() {
+    const int64_t start = monotonic_ns() - kSliceNs;
+    int64_t report_at = start + report_every_ns;
     uint32_t repairing = header_.repairing.load(std::memory_order_relaxed);
     for (;;) {
-      const auto outcome = header_.mutex.lock_for(kSliceNs);
-      if (outcome != RobustMutex::Outcome::kTimeout) {
-        held_ = true;
-        header_.holder_pid.store(own_pid(), std::memory_order_relaxed);
-        if (outcome == RobustMutex::Outcome::kOwnerDied) repair();
-        return;
-      }
       if (interrupted()) throw Interrupted{};
-      const uint32_t now = header_.repairing.load(std::memory_order_relaxed);
-      waited = now == repairing ? waited + kSliceNs : 0;
-      repairing = now;
-      if (waited >= kLockPatienceNs) throw_timeout();
+      if (patience_.until_stopped && header_.stopped.load(std::memory_order_acquire)) throw StoppedMeanwhile{};
+      const int64_t now = monotonic_ns();
+      const bool repaired = std::exchange(repairing, header_.repairing.load(std::memory_order_relaxed)) != repairing;
+      if (now >= patience_.deadline) throw LockTimeout(reason(now - start, repaired));
+      if (now >= report_at) {
+        report_at = now + report_every_ns;
+        if (report_wait(reason(now - start, repaired))) throw Interrupted{};
+      }
+      release_from_the_dead();
+      const auto outcome = header_.mutex.lock_for(kSliceNs);
+      if (outcome != RobustMutex::Outcome::kTimeout) return outcome;
     }
+  }
+
+  // The kernel hands the lock of a dead thread on, unless the thread's list of locks was lost. A process gives its lock
+  // bytes back after that list was gone through: if its byte is free and the mutex still its own, nobody will come.
+  void release_from_the_dead() {
+    const uint32_t thread = header_.mutex.holder();
+    const uint64_t holder = header_.holder.load(std::memory_order_acquire);
+    if (holder && static_cast<uint32_t>(holder) == thread && !memory_.liveness().present(holder >> 32))
+      header_.mutex.give_up_for(thread);
   }
 
   void repair() {
@@ -88,12 +126,16 @@ class Locked {
     header_.mutex.mark_consistent();
   }
 
-  [[noreturn]] void throw_timeout() const {
-    const int pid = header_.holder_pid.load(std::memory_order_relaxed);
-    throw LockTimeout("the lock of the replay buffer did not come free for " +
-                      std::to_string(kLockPatienceNs / 1'000'000'000) + " s: it is held by process " +
-                      std::to_string(pid) + ", whose state is '" + process_state(pid) +
-                      "' (T: stopped, continue it with `kill -CONT`; ?: gone or not visible from here)");
+  std::string reason(int64_t waited_ns, bool repairing) const {
+    const std::string pid = std::to_string(header_.holder_pid.load(std::memory_order_relaxed));
+    const char state = process_state(header_.holder_pid.load(std::memory_order_relaxed));
+    char seconds[32];
+    snprintf(seconds, sizeof seconds, "%.1f", static_cast<double>(waited_ns) * 1e-9);
+    return std::string("the lock of the replay buffer has not come free for ") + seconds + " s: process " + pid +
+           (repairing                      ? " holds it and repairs what a dead process left"
+            : state == 'T' || state == 't' ? " holds it and is stopped; continue it with `kill -CONT " + pid + "`"
+            : state == '?'                 ? " holds it and is not visible from here"
+                                           : std::string(" holds it and is slow (its state is ") + state + ")");
   }
 
   // getpid() is a system call; this costs it once a process.
@@ -110,6 +152,7 @@ class Locked {
 
   SegmentMemory& memory_;
   Header& header_;
+  Patience patience_;
   bool held_ = false;
 };
 

@@ -22,6 +22,7 @@ struct Counters {
   uint64_t head = 0, inserted = 0, sampled = 0, updated = 0, stale_updates = 0, unready_updates = 0, draws = 0;
   uint32_t streams = 1;
   float max_raw = 1;
+  uint64_t inserted_before = 0, sampled_before = 0;  // the limiter was set
 };
 
 class Snapshot {
@@ -41,7 +42,9 @@ class Snapshot {
             h.unready_updates,
             h.draws.load(std::memory_order_relaxed),
             h.streams.load(std::memory_order_relaxed),
-            h.max_raw};
+            h.max_raw,
+            h.limiter().inserted_before,
+            h.limiter().sampled_before};
   }
 
   // Copies the rows in slots [from, to), without those that are overwritten meanwhile, and returns how many. Every row
@@ -90,6 +93,8 @@ class Snapshot {
     h.inserted = std::max(c.inserted, static_cast<uint64_t>(memory_.tree().count()));
     h.completed_at = h.absorbed;
     h.sampled = c.sampled;
+    h.limiters[h.limiter_index & 1].inserted_before = c.inserted_before;
+    h.limiters[h.limiter_index & 1].sampled_before = c.sampled_before;
     h.updated = c.updated;
     h.stale_updates = c.stale_updates;
     h.unready_updates = c.unready_updates;

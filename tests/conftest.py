@@ -1,6 +1,10 @@
-"""What every test runs under: one torch thread, reproducible examples, no GPU tests without a GPU."""
+"""What every test runs under: one torch thread, repeatable examples, no GPU tests without a GPU, nothing left over."""
 
+import gc
 import os
+from collections.abc import Iterator
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -23,3 +27,56 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_over(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test that leaves files in /dev/shm, child processes, or descriptors of ours behind.
+
+    What fixtures of a module or of the session have made is there before, and may stay.
+    """
+    before = _belongings()
+    yield
+    if _belongings() <= before:
+        return
+    request.node.funcargs.clear()  # pytest keeps what fixtures have returned for longer
+    gc.collect()
+    left = _belongings() - before
+    assert not left, f"the test left behind: {', '.join(sorted(left))}"
+
+
+def _belongings() -> set[str]:
+    return _files_in_dev_shm() | _children() | _descriptors()
+
+
+def _files_in_dev_shm() -> set[str]:
+    """Files in shared memory, but for those of Ray and of other processes that torch names files after."""
+    names = (name for name in os.listdir("/dev/shm") if not name.startswith(("plasma", "ray")))
+    return {f"/dev/shm/{name}" for name in names if not _is_anothers(name)}
+
+
+def _is_anothers(name: str) -> bool:
+    if not name.startswith("torch_"):
+        return False
+    pid = name.split("_")[1]
+    return pid != str(os.getpid()) and os.path.exists(f"/proc/{pid}")
+
+
+def _children() -> set[str]:
+    """Child processes, but for the two that multiprocessing starts once and keeps."""
+    kept = {str(resource_tracker._resource_tracker._pid), str(forkserver._forkserver._forkserver_pid)}
+    tasks = Path("/proc/self/task")
+    children = {pid for task in tasks.iterdir() for pid in (task / "children").read_text().split()}
+    return {f"process {pid}" for pid in children - kept}
+
+
+def _descriptors() -> set[str]:
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except FileNotFoundError:  # the one by which the directory was listed
+            continue
+        if target.startswith("/memfd:torchreplay-"):
+            found.add(f"descriptor {fd} of {target}")
+    return found

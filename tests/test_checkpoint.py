@@ -86,7 +86,7 @@ def test_the_newest_rows_that_fit_are_loaded_into_another_capacity(capacity, fir
     assert_rows_are_those_of_their_keys(batch)
     loaded.extend(**rows(150, 3 * capacity))
     assert len(loaded) == capacity
-    assert loaded._segment.counters()["size"] == capacity
+    assert loaded.stats().size == capacity
 
 
 @pytest.mark.parametrize(

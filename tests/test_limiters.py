@@ -1,5 +1,7 @@
 """Limiters: who is admitted and who must wait, by the published rules."""
 
+import dataclasses
+
 import pytest
 from forked import Forked, eventually, shared_counters
 from hypothesis import given, settings
@@ -123,3 +125,142 @@ def test_rows_lost_to_the_dead_are_not_counted_as_inserts_and_block_nobody():
             buffer.sample(50, timeout=60)
         buffer.stop()
         assert explorer.wait() == 0
+
+
+# Changed at run time
+
+
+LIMITERS = (tr.MinSize(7), tr.SamplesPerInsert(8, min_size=3), tr.SamplesPerInsert(0.5, min_size=100, tolerance=0.25))
+
+
+@pytest.mark.parametrize("limiter", LIMITERS)
+def test_a_limiter_set_in_one_process_is_seen_in_every_other(limiter):
+    buffer = buffer_with(tr.MinSize(2))
+    attached = tr.ReplayBuffer.attach(buffer.handle())
+    assert attached.limiter == tr.MinSize(2)
+
+    def change():
+        attached.limiter = limiter
+
+    with Forked(change) as child:
+        assert child.wait() == 0
+    assert buffer.limiter == attached.limiter == tr.ReplayBuffer.attach(buffer.handle()).limiter == limiter
+    assert str(limiter) in repr(buffer)
+
+
+def test_something_else_than_a_limiter_is_refused_and_changes_nothing():
+    buffer = buffer_with(tr.MinSize(2))
+    with pytest.raises(TypeError, match=r"limiter is 3: expected torchreplay.MinSize or torchreplay.SamplesPerInsert"):
+        buffer.limiter = 3
+    assert buffer.limiter == tr.MinSize(2)
+
+
+def test_a_draw_that_waits_goes_on_when_the_limiter_that_is_set_admits_it():
+    buffer = buffer_with(tr.MinSize(1000))
+    extend(buffer, 10)
+    with Forked(buffer.sample, 4) as learner:
+        eventually(lambda: is_waiting(buffer))
+        buffer.limiter = tr.MinSize(10)
+        assert learner.wait() == 0
+
+
+def test_explorers_that_wait_go_on_when_the_limiter_that_is_set_admits_them():
+    buffer = buffer_with(tr.SamplesPerInsert(1.0, min_size=10, tolerance=0.5))
+    with Forked(append_until_stopped, buffer, 1) as first, Forked(append_until_stopped, buffer, 1) as second:
+        eventually(lambda: buffer._segment.census(False)["waiting"] == 2)
+        assert buffer.stats().inserted == 15
+        buffer.limiter = tr.SamplesPerInsert(1.0, min_size=100, tolerance=0.5)
+        eventually(lambda: buffer.stats().inserted >= 150)
+        eventually(lambda: buffer._segment.census(False)["waiting"] == 2)
+        assert buffer.stats().inserted <= 150 + 1  # both may have looked at the last place
+        buffer.limiter = tr.MinSize()
+        eventually(lambda: buffer.stats().inserted > 10_000)
+        buffer.stop()
+        assert (first.wait(), second.wait()) == (0, 0)
+
+
+@settings(max_examples=40)
+@given(
+    rows=st.integers(1, 60),
+    draws=st.integers(0, 200),
+    ratio=st.sampled_from([0.25, 1.0, 8.0]),
+    min_size=st.integers(1, 40),
+    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=20),
+)
+def test_a_new_limiter_counts_as_if_its_minimum_had_just_come_and_nothing_had_been_drawn(
+    rows, draws, ratio, min_size, sizes
+):
+    buffer = buffer_with(tr.MinSize())
+    extend(buffer, rows)
+    if draws:
+        buffer.sample(draws)
+    limiter = tr.SamplesPerInsert(ratio, min_size=min_size, tolerance=0.5)
+    buffer.limiter = limiter
+    error = max(0.5 * ratio * min_size, ratio, 1.0)
+    min_diff, max_diff = ratio * min_size - error, ratio * min_size + error
+    inserted, sampled = min(rows, min_size), 0
+    with buffer.writer() as writer:
+        for n in sizes:
+            if inserted >= min_size and inserted * ratio - (sampled + n) >= min_diff - 1e-9:
+                buffer.sample(n, timeout=0)
+                sampled += n
+            else:
+                with pytest.raises((tr.WouldBlockForever, tr.ReplayTimeout)):
+                    buffer.sample(n, timeout=0)
+            len(buffer)  # lets the limiter see what came
+            admitted = inserted + 1 <= min_size or (inserted + 1) * ratio - sampled <= max_diff + 1e-9
+            assert writer.admitted() == admitted
+            if admitted:
+                writer.append(x=1)
+                inserted += 1
+
+
+def test_a_checkpoint_brings_the_limiter_back_that_held_and_what_it_had_counted(tmp_path):
+    buffer = buffer_with(tr.MinSize())
+    extend(buffer, 500)
+    buffer.sample(5000)
+    buffer.limiter = tr.SamplesPerInsert(1.0, min_size=10, tolerance=0.5)
+    buffer.sample(3)
+    buffer.save(tmp_path)
+    loaded = tr.ReplayBuffer.load(tmp_path)
+    assert loaded.limiter == buffer.limiter
+    for one in (buffer, loaded):
+        with pytest.raises((tr.WouldBlockForever, tr.ReplayTimeout)):
+            one.sample(3, timeout=0)
+        one.sample(2, timeout=0)  # 10 - 3 - 2 is the least balance
+    other = buffer_with(tr.SamplesPerInsert(1.0, min_size=20, tolerance=0.5))
+    other.restore(tmp_path)
+    assert other.limiter == tr.SamplesPerInsert(1.0, min_size=20, tolerance=0.5)
+    other.sample(10, timeout=0)  # it counts from here: 20 - 10
+
+
+# Who makes the others wait
+
+
+def slow_learner(buffer):
+    while True:
+        buffer.sample(1)
+        eventually(lambda: buffer._segment.census(False)["waiting"])
+
+
+def test_stats_name_the_side_that_makes_the_other_wait():
+    buffer = buffer_with(tr.SamplesPerInsert(1.0, min_size=100, tolerance=0.5))
+    assert buffer.stats().bottleneck is None
+    buffer.handle()
+    with pytest.raises(tr.ReplayTimeout):
+        buffer.sample(1, timeout=0.5)
+    assert buffer.stats().bottleneck == "explorers"
+    with Forked(append_until_stopped, buffer, 1), Forked(slow_learner, buffer):
+        eventually(lambda: buffer.stats().bottleneck == "learners")
+        stats = buffer.stats()
+        assert stats.insert_wait_share > stats.sample_wait_share
+
+
+@pytest.mark.parametrize(
+    ("inserting", "sampling", "bottleneck"),
+    [(0.0, 0.04, None), (0.3, 0.3, None), (0.0, 0.05, "explorers"), (0.1, 0.9, "explorers"), (0.06, 0.0, "learners")],
+)
+def test_the_bottleneck_is_the_side_that_waits_less_where_the_other_waits_noticeably(inserting, sampling, bottleneck):
+    stats = buffer_with(tr.MinSize()).stats()
+    shares = {"insert_wait_share": inserting, "sample_wait_share": sampling}
+    assert dataclasses.replace(stats, **shares).bottleneck == bottleneck

@@ -10,10 +10,14 @@ import threading
 import numpy as np
 import pytest
 from forked import Forked, eventually
-from limited_buffers import buffer_with, extend, is_waiting
+from limited_buffers import SPEC, buffer_with, extend, is_waiting
 
 import torchreplay as tr
 from torchreplay import waiting
+
+FLAGS = dict.fromkeys(("terminated", "truncated"), tr.Field((), bool))
+EPISODE_SPEC = SPEC | FLAGS | {"reward": tr.Field()}
+EPISODE_VIEW = tr.Transitions(observation="x")
 
 
 @pytest.fixture
@@ -140,9 +144,43 @@ def expect_exception(kind, wait, buffer):
     raise AssertionError(f"{kind.__name__} was not raised")
 
 
-@pytest.mark.parametrize("wait", [sample_in_vain, append_in_vain])
-def test_ctrl_c_gets_through_a_wait(wait):
-    buffer = buffer_with(tr.SamplesPerInsert(1.0, min_size=10))
+def iterate_in_vain(buffer):
+    with buffer.expect_writers():
+        next(iter(tr.ReplayDataset(buffer, batch_size=4)))
+
+
+def extend_in_vain(buffer):
+    while True:
+        extend(buffer, 50)
+
+
+def step_in_vain(buffer):
+    writer = buffer.writer()
+    writer.reset(x=0)
+    while True:
+        writer.step(x=1, reward=0.0, terminated=False, truncated=False)
+
+
+def extend_episodes_in_vain(buffer, *lanes):
+    ends = np.zeros((40, *lanes), bool)
+    while True:
+        buffer.extend(x=np.zeros((41, *lanes), int), reward=0.0 * ends, terminated=ends, truncated=ends)
+
+
+def extend_lanes_in_vain(buffer):
+    extend_episodes_in_vain(buffer, 3)
+
+
+ROWS = (sample_in_vain, iterate_in_vain, append_in_vain, extend_in_vain)
+EPISODES = (sample_in_vain, step_in_vain, extend_episodes_in_vain, extend_lanes_in_vain)
+
+
+@pytest.mark.parametrize(
+    ("wait", "view"), [(wait, tr.Rows()) for wait in ROWS] + [(wait, EPISODE_VIEW) for wait in EPISODES]
+)
+def test_ctrl_c_gets_through_a_wait(wait, view):
+    limiter = tr.SamplesPerInsert(1.0, min_size=10)
+    buffer = tr.ReplayBuffer(SPEC if view == tr.Rows() else EPISODE_SPEC, 1000, view=view, limiter=limiter, seed=0)
     with Forked(expect_exception, KeyboardInterrupt, wait, buffer) as child:
         eventually(lambda: is_waiting(buffer))
         child.signal(signal.SIGINT)
@@ -188,8 +226,8 @@ def learn_for_ever(buffer):
         buffer.sample(5)
 
 
-def append_until_it_would_block_for_ever(handle):
-    expect_exception(tr.WouldBlockForever, append_in_vain, tr.ReplayBuffer.attach(handle))
+def append_until_told_that_nobody_draws(handle):
+    expect_exception(tr.Stopped, append_in_vain, tr.ReplayBuffer.attach(handle))
 
 
 def insert_wait(buffer):
@@ -204,7 +242,7 @@ def test_writers_that_wait_for_a_learner_give_up_within_seconds_of_its_death(exp
         handle = mine.recv()
         buffer = tr.ReplayBuffer.attach(handle)  # to look at it: who never draws is no learner
         waiting_ones = [
-            started.enter_context(Forked(append_until_it_would_block_for_ever, handle)) for _ in range(explorers)
+            started.enter_context(Forked(append_until_told_that_nobody_draws, handle)) for _ in range(explorers)
         ]
         mine.send(True)
         eventually(lambda: insert_wait(buffer) > 0.2)
@@ -220,7 +258,7 @@ def test_writers_go_on_without_their_owner_for_as_long_as_another_process_draws(
         handle = mine.recv()
         buffer = tr.ReplayBuffer.attach(handle)
         with (
-            Forked(append_until_it_would_block_for_ever, handle) as explorer,
+            Forked(append_until_told_that_nobody_draws, handle) as explorer,
             Forked(learn_for_ever, buffer) as learner,
         ):
             eventually(lambda: buffer.stats().sampled > 100)

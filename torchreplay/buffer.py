@@ -6,6 +6,7 @@ import os
 import secrets
 import threading
 import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from .batch import ReplayBatch
 from .checkpoint import load_rows, read_description, save
 from .config import Config
 from .drawing import Drawing
-from .errors import AttachError
+from .errors import AttachError, ReplayTimeout
 from .hindsight import Hindsight
 from .inspection import Inspection
 from .limiters import Limiter, MinSize, SamplesPerInsert
@@ -27,6 +28,7 @@ from .segment import Handle, make_handle, new_nonce, open_handle, reserve
 from .spec import Spec, flatten, nest, to_native
 from .supervision import Supervision
 from .views import VIEWS, Rows, View
+from .waiting import LOG_EVERY, logger
 from .writer import Autoreset, Writer
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ class ReplayBuffer(Drawing, Inspection):
         sampler: `Uniform()` (the default) or `Prioritized(...)`.
         view: How rows become items: `Rows()` (the default), every row one; `Transitions(...)`, `Sequences(...)` and
             `Hindsight(...)` link the rows of an episode.
-        limiter: `MinSize(n)` (the default, with n = 1) or `SamplesPerInsert(...)`.
+        limiter: `MinSize(n)` (the default, with n = 1) or `SamplesPerInsert(...)`; can be changed later.
         seed: Of the draws; the same seed and the same writes give the same batches. None: a random one.
 
     Raises:
@@ -82,9 +84,9 @@ class ReplayBuffer(Drawing, Inspection):
         text, shape = config.to_text(), config.view.native()
         fd = reserve(_C.segment_bytes(config.capacity, native, shape, len(text.encode())), "replay buffer")
         try:
-            weighting, bounds = config.weighting(), config.limiter.bounds()
+            weighting, limits = config.weighting(), config.limiter.native()
             segment = _C.Segment(
-                fd, True, nonce, native, ReplayBatch, seed, config.capacity, weighting, bounds, shape, text
+                fd, True, nonce, native, ReplayBatch, seed, config.capacity, weighting, limits, shape, text
             )
         finally:
             os.close(fd)
@@ -199,7 +201,7 @@ class ReplayBuffer(Drawing, Inspection):
         Raises:
             OSError: The disk is full, or the directory cannot be written.
         """
-        save(self._segment, self._config, directory)
+        save(self._segment, self._present_config(), directory)
 
     @classmethod
     def load(
@@ -242,7 +244,10 @@ class ReplayBuffer(Drawing, Inspection):
         Raises:
             CheckpointError: There is no checkpoint, it is damaged or of another kind, or the buffer holds rows already.
         """
-        load_rows(self._segment, self._config, read_description(directory), directory)
+        load_rows(self._segment, self._present_config(), read_description(directory), directory)
+
+    def _present_config(self) -> Config:
+        return replace(self._config, limiter=self.limiter)
 
     # Life cycle
 
@@ -290,3 +295,4 @@ def _before_fork() -> None:
 os.register_at_fork(before=_before_fork)
 # By way of NumPy, which makes float64 of Python floats.
 _C.init_torch(torch.Tensor, lambda values: torch.as_tensor(np.asarray(values)))
+_C.init_waits(ReplayTimeout, logger.warning, LOG_EVERY)

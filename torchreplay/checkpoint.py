@@ -29,7 +29,7 @@ from .progress import track
 if TYPE_CHECKING:
     from . import _C
 
-FORMAT = 1
+FORMAT = 2
 NAME = "checkpoint.json"
 ROW_COLUMNS = ("row.key", "row.leaf", "row.link", "row.step", "row.priority")
 SHARD_BYTES = 64 << 20
@@ -200,6 +200,8 @@ def load_rows(segment: _C.Segment, config: Config, description: Description, dir
     for columns in _read_shards(description, Path(directory), names):
         segment.import_rows(columns)
     segment.finish_import(description.counts, description.seed)
+    if saved.limiter != config.limiter:
+        segment.set_limiter(config.limiter.native())  # what was counted for the other one says nothing about this one
     segment.step = description.step
 
 

@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from .batch import ReplayBatch
 from .buffer import ReplayBuffer
 from .errors import Stopped
+from .waiting import ShownWait, Wait
 
 
 class ReplayDataset(IterableDataset[ReplayBatch]):
@@ -65,6 +66,8 @@ class ReplayDataset(IterableDataset[ReplayBatch]):
     def __iter__(self) -> Iterator[ReplayBatch]:
         """Draws batch after batch, each at the moment it is asked for.
 
+        A long wait for the first one is shown: as a live line on a terminal, by a log line every ten seconds elsewhere.
+
         Yields:
             `ReplayBatch` of `batch_size` items, on `device`.
 
@@ -74,11 +77,14 @@ class ReplayDataset(IterableDataset[ReplayBatch]):
         """
         share = self._share_of_this_worker()
         position, self._resume_at = self._resume_at, 0
+        worker = get_worker_info()
+        waiting: type[Wait] = ShownWait if worker is None or worker.id == 0 else Wait  # one line for all workers
         while share is None or position < share:
             try:
-                batch = self.buffer.sample(self.batch_size, timeout=self.timeout)
+                batch = self.buffer._draw(self.batch_size, None, self.timeout, waiting)
             except Stopped:
                 return
+            waiting = Wait
             position += 1
             self._position = position
             yield batch if self.device is None else batch.to(self.device)

@@ -11,7 +11,7 @@ from .batch import ReplayBatch
 from .config import Config
 from .errors import Stopped
 from .samplers import Schedule, value_of
-from .waiting import Wait
+from .waiting import NEVER, Wait
 
 MAX_BATCH = 1 << 24
 
@@ -30,7 +30,7 @@ class Drawing:
         Args:
             batch_size: Number of items, B.
             beta: Exponent of the weights, instead of the sampler's own: a number, or a schedule of the batches drawn.
-            timeout: Seconds to wait at most; None: as long as someone is left who may write.
+            timeout: Seconds to wait at most, for rows and for the lock; None: as long as someone is left who may write.
 
         Returns:
             The fields, each `[B, *shape]`, with `key` int64 `[B]`, `weight` and `probability` float32 `[B]`. The memory
@@ -38,10 +38,14 @@ class Drawing:
 
         Raises:
             ValueError: `batch_size` is below 1 or too large, or beta is negative.
-            ReplayTimeout: The timeout passed.
+            ReplayTimeout: The timeout passed; the text says what for, or which process holds the lock.
             WouldBlockForever: Too few rows, and nobody is left to write more.
             Stopped: The buffer was stopped.
         """
+        return self._draw(batch_size, beta, timeout, Wait)
+
+    def _draw(self, batch_size: int, beta: Schedule | None, timeout: float | None, waiting: type[Wait]) -> ReplayBatch:
+        """Does what `sample` does, waiting as `waiting` does."""
         if batch_size.__class__ is not int or not 0 < batch_size <= MAX_BATCH:
             batch_size = checked_int("batch_size", batch_size, 1, MAX_BATCH)
         exponent = self._config.sampler.beta if beta is None else beta
@@ -49,14 +53,17 @@ class Drawing:
             exponent = value_of(exponent, self._segment.draws)
         elif beta is not None:
             exponent = value_of(exponent, 0)
-        wait = None if timeout is None else Wait(self._segment, timeout)
-        result = self._segment.sample(batch_size, exponent)
+        wait = None if timeout is None else waiting(self._segment, timeout)
+        result = self._segment.sample(batch_size, exponent, NEVER if wait is None else wait.deadline_ns)
         if result.__class__ is not ReplayBatch:
+            wait = wait or waiting(self._segment, None)
             try:
-                result = self._sample_waiting(result, batch_size, exponent, wait or Wait(self._segment, None))
+                result = self._sample_waiting(result, batch_size, exponent, wait)
             except BaseException:
                 self._segment.withdraw()  # or writers would go on running ahead for a learner that gave up
                 raise
+            finally:
+                wait.end()
         if self._finish is not None:
             self._finish(result)
         return result
@@ -99,7 +106,7 @@ class Drawing:
                 )
             wait.check_rows(*result)
             self._segment.wait_rows(wait.slice_ns())
-            result = self._segment.sample(batch_size, beta)
+            result = self._segment.sample(batch_size, beta, wait.deadline_ns)
 
     def update_priorities(self, batch_or_keys: ReplayBatch | Any, td: Any) -> None:
         """Feeds TD errors back to exactly the items they were computed from.

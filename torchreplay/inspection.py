@@ -8,13 +8,14 @@ from typing import Any, NoReturn
 import torch
 
 from . import _C
-from .arguments import checked_int
+from .arguments import checked_int, checked_kind
 from .config import Config
-from .limiters import Limiter
+from .limiters import Limiter, MinSize, SamplesPerInsert, from_native
 from .samplers import Sampler
 from .spec import nest
 from .stats import Stats
 from .views import View
+from .waiting import NEVER
 
 
 class StorageView(torch.Tensor):
@@ -65,7 +66,7 @@ class Inspection:
 
     def __len__(self) -> int:
         """Returns the number of rows held."""
-        return self._segment.refresh()
+        return self._segment.refresh(NEVER)
 
     def __bool__(self) -> bool:
         return True  # `if buffer:` asks whether there is one, not whether it holds rows
@@ -97,8 +98,19 @@ class Inspection:
 
     @property
     def limiter(self) -> Limiter:
-        """Who must wait."""
-        return self._config.limiter
+        """Who must wait. Set it to change it for every process at once; whoever can go on under the new one does.
+
+        A new limiter counts from the moment at which it is set, as if its `min_size` items had just come and none had
+        been drawn: of the items inserted before, `min_size` count (or all, if there are fewer), and of the draws none.
+        So the balance of `SamplesPerInsert` starts in the middle of its bounds, and neither side has to make up for
+        what was allowed before.
+        """
+        return from_native(*self._segment.limiter)
+
+    @limiter.setter
+    def limiter(self, limiter: Limiter) -> None:
+        default: Limiter = MinSize()
+        self._segment.set_limiter(checked_kind("limiter", limiter, default, (MinSize, SamplesPerInsert)).native())
 
     @property
     def draws(self) -> int:
@@ -111,19 +123,7 @@ class Inspection:
 
     def stats(self) -> Stats:
         """Returns what has happened so far, over all processes."""
-        counters = self._segment.counters()
-        census = self._segment.census(False)
-        return Stats(
-            capacity=self.capacity,
-            nbytes=self.nbytes,
-            draws=self._segment.draws,
-            samples_per_insert=counters["sampled"] / max(1, counters["inserted"]),
-            writers=census["writers"],
-            learners=census["learners"],
-            last_write_age=census["since_write"],
-            stopped=self._segment.stopped,
-            **counters,
-        )
+        return Stats.of(self._segment.stats())
 
     def histograms(self, bins: int = 64) -> dict[str, torch.Tensor]:
         """Returns histograms of leaf priorities and of rows' ages. O(capacity).
@@ -135,9 +135,9 @@ class Inspection:
             `priority_edges` (`[bins + 1]`, logarithmic), `priority` (`[bins]` counts of positive leaves), `age_edges`
             (`[bins + 1]`, in rows written since) and `age` (`[bins]` counts of rows).
         """
-        counters = self._segment.counters()
         bins = checked_int("bins", bins, 1, 1 << 20)
-        return histograms(self._segment.column(-1), self._segment.column(-2), counters["rows_written"], bins)
+        head = self.stats().rows_written
+        return histograms(self._segment.column(-1), self._segment.column(-2), head, bins)
 
     @property
     def storage(self) -> dict[str, Any]:

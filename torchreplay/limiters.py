@@ -23,8 +23,12 @@ class MinSize:
         object.__setattr__(self, "min_size", checked_int("min_size", self.min_size, 1, 1 << 62))
 
     def bounds(self) -> tuple[int, float, float, float]:
-        """Returns (min_size, ratio, min_diff, max_diff) for the native core; a ratio of 0 means none is kept."""
+        """Returns (min_size, ratio, min_diff, max_diff); a ratio of 0 means none is kept."""
         return self.min_size, 0.0, 0.0, 0.0
+
+    def native(self) -> tuple[int, float, float, float, float]:
+        """Returns what the native core takes."""
+        return *self.bounds(), 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +63,20 @@ class SamplesPerInsert:
             raise ValueError(f"tolerance is {self.tolerance}: expected a finite number > 0")
 
     def bounds(self) -> tuple[int, float, float, float]:
-        """Returns (min_size, ratio, min_diff, max_diff) for the native core."""
+        """Returns (min_size, ratio, min_diff, max_diff)."""
         centre = self.min_size * self.ratio
         error = max(0.1 * centre, 1024.0) if self.tolerance is None else self.tolerance * centre
         error = max(error, self.ratio, 1.0)  # Reverb: a smaller window than one insert or one draw is a deadlock
         return self.min_size, float(self.ratio), centre - error, centre + error
 
+    def native(self) -> tuple[int, float, float, float, float]:
+        """Returns what the native core takes: the bounds, and the tolerance or 0."""
+        return *self.bounds(), self.tolerance or 0.0
+
 
 Limiter: TypeAlias = MinSize | SamplesPerInsert
+
+
+def from_native(min_size: int, ratio: float, tolerance: float) -> Limiter:
+    """Returns the limiter of which the native core says this."""
+    return SamplesPerInsert(ratio, min_size, tolerance or None) if ratio else MinSize(min_size)

@@ -1,16 +1,19 @@
-"""One live line for work that takes long, on a terminal."""
+"""One live line for work and waits that take long, on a terminal."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from rich.live import Live
 
 T = TypeVar("T")
 
 PATIENCE = 1.0
-"""Seconds after which work counts as long."""
+"""Seconds after which work, or a wait, counts as long."""
 
 
 def track(work: Sequence[T], description: str) -> Iterator[T]:
@@ -40,3 +43,36 @@ def _shown(work: Sequence[T], done: int, description: str) -> Iterator[T]:
         for piece in work[done:]:
             yield piece
             progress.advance(task)
+
+
+class LiveLine:
+    """A line of text at the bottom of the terminal, replaced at every change and gone in the end.
+
+    No thread redraws it: waits count the threads that might end them.
+    """
+
+    def __init__(self, live: Live) -> None:
+        self._live = live
+        live.start()
+
+    @classmethod
+    def on_terminal(cls) -> LiveLine | None:
+        """Returns a line on standard error, or None where that is no terminal."""
+        if not sys.stderr.isatty():
+            return None
+        try:
+            from rich.console import Console
+            from rich.live import Live
+        except ImportError:  # the line is a courtesy
+            return None
+        return cls(Live(console=Console(stderr=True), auto_refresh=False, transient=True))
+
+    def show(self, text: str) -> None:
+        """Replaces the text, cut to the width of the terminal."""
+        from rich.text import Text
+
+        self._live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
+
+    def close(self) -> None:
+        """Takes the line away."""
+        self._live.stop()

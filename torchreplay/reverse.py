@@ -78,7 +78,7 @@ class Reverse:
     def _newest(self, n: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The keys of the newest n items that can be drawn, newest first; fewer where there are fewer."""
         segment = self.buffer._segment
-        end = segment.counters()["rows_written"]
+        end = segment.stats()["rows_written"]
         oldest = max(0, end - self.buffer.capacity)
         leaves, keys1 = segment.column(-1).numpy(), segment.column(-2).numpy()
         found = [np.empty(0, np.int64)]

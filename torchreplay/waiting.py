@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING
 
 from .arguments import as_float
 from .errors import ReplayTimeout, Stopped, WouldBlockForever
+from .progress import PATIENCE, LiveLine
 
 if TYPE_CHECKING:
     from ._C import Census, Segment
 
 logger = logging.getLogger("torchreplay")
+
+NEVER = (1 << 63) - 1
+"""A deadline, in monotonic nanoseconds, that does not come."""
 
 SLICE_NS = 50_000_000
 """Waits look around this often: for signals, deadlines, deaths, and rows whose wake-up got lost."""
@@ -42,6 +46,11 @@ class Wait:
         self._timeout = None if timeout == math.inf else timeout
         self._log_at = LOG_EVERY
         self._start = time.monotonic()
+
+    @property
+    def deadline_ns(self) -> int:
+        """When the timeout is over, by the monotonic clock: for waits in the native core."""
+        return NEVER if self._timeout is None else int(min((self._start + self._timeout) * 1e9, float(NEVER >> 1)))
 
     def slice_ns(self) -> int:
         """Returns how long to sleep now.
@@ -75,12 +84,19 @@ class Wait:
         )
         if not census["others_writing"] and not census["supervisors"]:
             self._check_writers(census, figures)
-        waited = time.monotonic() - self._start
         if self.expired:
             raise ReplayTimeout(f"no batch within {self._timeout} s: {figures}")
+        self._tell("rows", figures)
+
+    def _tell(self, what: str, figures: str) -> None:
+        """Says what is waited for, now and then."""
+        waited = time.monotonic() - self._start
         if waited >= self._log_at:
             self._log_at += LOG_EVERY
-            logger.warning("waiting for rows since %.0f s: %s", waited, figures)
+            logger.warning("waiting for %s since %.0f s: %s", what, waited, figures)
+
+    def end(self) -> None:
+        """Called when the wait is over, whatever ended it."""
 
     def _check_writers(self, census: Census, figures: str) -> None:
         waited, gone = time.monotonic() - self._start, census["since_departure"]
@@ -98,23 +114,39 @@ class Wait:
         )
 
     def check_room(self) -> None:
-        """Gives up a wait for a learner that cannot come.
+        """Gives up a wait for a learner that cannot come; a long one is logged.
 
         Raises:
-            WouldBlockForever: No process and no other thread can draw.
+            WouldBlockForever: This is the only process, and it has no other thread that could draw.
         """
         census = self._segment.census(True)
-        if not census["owners"] and not census["learners"]:
-            raise WouldBlockForever(
-                "append() would wait for ever: the limiter says that the learner is behind, the process that made the "
-                "buffer is gone or has closed it, and no other process draws"
-            )
         alone = not census["shared"] and threading.active_count() == 1
         if alone and not census["others_learning"]:
             raise WouldBlockForever(
                 "append() would wait for ever: the limiter says that the learner is behind, and there is no other "
                 "thread and no other process to draw. Draw more batches between appends, or use MinSize"
             )
+        self._tell("the learner to draw more, as the limiter wants it", f"learners alive: {census['learners']}")
+
+
+class ShownWait(Wait):
+    """A wait that a terminal shows as one live line while it lasts."""
+
+    _line: LiveLine | None = None
+
+    def _tell(self, what: str, figures: str) -> None:
+        waited = time.monotonic() - self._start
+        if self._line is None and waited >= PATIENCE:
+            self._line = LiveLine.on_terminal()
+        if self._line is None:
+            super()._tell(what, figures)
+        else:
+            self._line.show(f"waiting for {what} since {waited:.0f} s: {figures}")
+
+    def end(self) -> None:
+        """Takes the line away."""
+        if self._line is not None:
+            self._line.close()
 
 
 def _ago(seconds: float) -> str:

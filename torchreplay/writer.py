@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
@@ -57,20 +58,30 @@ class Writer(_C.Writer):
             self._wait_stalled()
             return
         wait = Wait(self._segment, None)
-        self._segment.refresh()  # rows may have come that are no items yet, and make room for those that complete them
+        self._catch_up()  # rows may have come that are no items yet, and make room for those that complete them
         while True:
             ns = wait.slice_ns()
             if self.admitted():
                 return
             self.wait_room(ns)
             if not self.admitted():
-                self._segment.refresh()  # rows lost to the dead are not inserts: the limit may have moved
+                self._catch_up()  # rows lost to the dead are not inserts: the limit may have moved
             if self.admitted():
                 return
             wait.check_room()
+            self._look_around()
+
+    def _catch_up(self) -> None:
+        # The learner that holds the lock may be stopped: this wait has its own ends.
+        with contextlib.suppress(ReplayTimeout):
+            self._segment.refresh(0)
 
     def _look_around(self) -> None:
-        """Called by the native core about once a second of writing."""
+        """Called by the native core about once a second of writing.
+
+        Raises:
+            Stopped: Nobody has been there to draw for some seconds.
+        """
         census = self._segment.census(True)
         now = time.monotonic()
         if census["owners"] or census["learners"] or census["supervisors"]:

@@ -10,6 +10,7 @@ from benchmarks.cases.memory import measure_memory
 from benchmarks.cases.rows import measure_rows
 from benchmarks.cases.trajectories import measure_trajectories
 from benchmarks.cases.tree import measure_tree
+from benchmarks.cases.upkeep import measure_upkeep
 from benchmarks.line import Line
 from benchmarks.plan import Plan
 from benchmarks.workload import WORKLOADS
@@ -22,6 +23,7 @@ CASES: Mapping[str, Case] = {
     "trajectories": measure_trajectories,
     "tree": measure_tree,
     "loader": measure_loader,
+    "upkeep": measure_upkeep,
     "contest": measure_contest,
     "memory": measure_memory,
 }

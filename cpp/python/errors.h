@@ -17,6 +17,10 @@ namespace torchreplay::py {
 // An error is already set in the interpreter.
 struct PythonError {};
 
+// torchreplay.ReplayTimeout, and what long waits are told to: report(text).
+inline PyObject* timeout_type = nullptr;
+inline PyObject* report = nullptr;
+
 // Runs `body`, turning what it throws into a Python error and nullptr.
 template <class Body>
 PyObject* guarded(Body&& body) {
@@ -32,7 +36,7 @@ PyObject* guarded(Body&& body) {
   } catch (const std::system_error& e) {
     PyErr_Format(PyExc_OSError, "%s", e.what());
   } catch (const LockTimeout& e) {
-    PyErr_SetString(PyExc_TimeoutError, e.what());
+    PyErr_SetString(timeout_type, e.what());
   } catch (const NotASegment& e) {
     PyErr_SetString(PyExc_ConnectionError, e.what());
   } catch (const std::exception& e) {
@@ -56,6 +60,17 @@ class WithoutGil {
 inline bool signal_pending() {
   const PyGILState_STATE state = PyGILState_Ensure();
   const bool raised = PyErr_CheckSignals() != 0;
+  PyGILState_Release(state);
+  return raised;
+}
+
+// For `report_wait`: called without the interpreter lock. A log that fails is no reason to end a wait; Ctrl-C is.
+inline bool report_to_log(const std::string& text) {
+  const PyGILState_STATE state = PyGILState_Ensure();
+  PyObject* result = PyObject_CallFunction(report, "s", text.c_str());
+  if (!result && PyErr_ExceptionMatches(PyExc_Exception)) PyErr_Clear();
+  Py_XDECREF(result);
+  const bool raised = PyErr_Occurred() != nullptr;
   PyGILState_Release(state);
   return raised;
 }
@@ -93,6 +108,8 @@ inline PyObject* checked(PyObject* o) {
   if (!o) throw PythonError{};
   return o;
 }
+
+inline PyObject* interned(const char* s) { return checked(PyUnicode_InternFromString(s)); }
 
 inline std::string text_of(PyObject* o) {
   Py_ssize_t n;

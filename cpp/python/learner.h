@@ -5,8 +5,6 @@
 
 namespace torchreplay::py::segment {
 
-inline PyObject* interned(const char* s) { return checked(PyUnicode_InternFromString(s)); }
-
 // A sampler of the segment's that nobody uses at the moment.
 inline std::unique_ptr<BatchSampler> take_sampler(SegmentState& s) {
   if (s.samplers.empty()) {
@@ -37,13 +35,14 @@ inline PyObject* explain(Draw outcome, const Shortage& shortage) {
                                                                  : "lapped"));
 }
 
-// sample(n, beta) -> batch, or what explain() says.
+// sample(n, beta, deadline) -> batch, or what explain() says.
 inline PyObject* sample(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
   return guarded([&] {
-    expect_args("sample", nargs, 2);
+    expect_args("sample", nargs, 3);
     auto& s = state_of<SegmentState>(self);
     const auto n = static_cast<int>(as_int(args[0]));
     const double beta = as_double(args[1]);
+    const Patience patience{as_int(args[2]), true};
     const std::shared_ptr<Attached> attached = s.attached;  // close() may run in another thread meanwhile
     s.memory();
     s.become_learner();
@@ -55,11 +54,13 @@ inline PyObject* sample(PyObject* self, PyObject* const* args, Py_ssize_t nargs)
     builder.point(pointers);
     Shortage shortage;
     Draw outcome;
-    {
-      WithoutGil unlocked;
+    try {
+      const WithoutGil unlocked;
       s.seen_rows_signal = attached->memory->header().rows_signal.load(std::memory_order_acquire);
-      outcome = sampler->sample(n, beta, name, pointers, shortage);
+      outcome = sampler->sample(n, beta, name, pointers, shortage, patience);
       if (sampler->pending()) reclaim_dead(*attached->memory);
+    } catch (const StoppedMeanwhile&) {
+      outcome = Draw::kStopped;
     }
     if (s.attached) s.samplers.push_back(std::move(sampler));
     if (outcome == Draw::kDone) return make_batch(s, builder);

@@ -3,6 +3,7 @@
 
 #include "learner.h"
 #include "snapshot.h"
+#include "stats.h"
 
 namespace torchreplay::py {
 namespace segment {
@@ -14,6 +15,16 @@ inline View parse_view(PyObject* tuple) {
     throw PythonError{};
   if (v.stride < 1 || v.min_steps < 1) throw std::invalid_argument("bad view");
   return v;
+}
+
+// From (min_size, ratio, min_diff, max_diff, tolerance or 0).
+inline LimiterConfig parse_limiter(PyObject* tuple) {
+  LimiterConfig c;
+  unsigned long long min_size;
+  if (!PyArg_ParseTuple(tuple, "Kdddd", &min_size, &c.ratio, &c.min_diff, &c.max_diff, &c.tolerance))
+    throw PythonError{};
+  c.min_size = min_size;
+  return c;
 }
 
 inline int init(PyObject* self, PyObject* args, PyObject*) {
@@ -42,11 +53,7 @@ inline int init(PyObject* self, PyObject* args, PyObject*) {
         throw PythonError{};
       config.sampler.prioritized = prioritized != 0;
       config.sampler.normalize = static_cast<Normalize>(normalize);
-      unsigned long long min_size;
-      if (!PyArg_ParseTuple(limiter, "Kddd", &min_size, &config.limiter.ratio, &config.limiter.min_diff,
-                            &config.limiter.max_diff))
-        throw PythonError{};
-      config.limiter.min_size = min_size;
+      config.limiter = parse_limiter(limiter);
       attached->memory = format_segment(Descriptor::duplicate(fd), config);
       Locked lock(*attached->memory);
       publish_limit(*attached->memory);
@@ -127,22 +134,24 @@ inline PyObject* wait_rows(PyObject* self, PyObject* ns) {
       WithoutGil unlocked;
       const int64_t start = monotonic_ns();
       futex_wait(h.rows_signal, s.seen_rows_signal, limit);
-      h.sample_wait_ns.fetch_add(static_cast<uint64_t>(monotonic_ns() - start), std::memory_order_relaxed);
+      const int64_t end = monotonic_ns();
+      h.sample_wait.add(end - start, end);
     }
     return Py_NewRef(Py_None);
   });
 }
 
-// refresh() -> rows: absorbs, lets the limiter see what came, and counts the rows held.
-inline PyObject* refresh(PyObject* self, PyObject*) {
+// refresh(deadline) -> rows: absorbs, lets the limiter see what came, and counts the rows held.
+inline PyObject* refresh(PyObject* self, PyObject* deadline) {
   return guarded([&] {
     auto& s = state_of<SegmentState>(self);
     const std::shared_ptr<Attached> attached = s.attached;
     SegmentMemory& m = s.memory();
+    const Patience patience{as_int(deadline)};
     uint64_t rows;
     {
       WithoutGil unlocked;
-      Locked lock(m);
+      Locked lock(m, patience);
       lock.absorb();
       publish_limit(m);
       rows = m.header().rows;
@@ -151,19 +160,57 @@ inline PyObject* refresh(PyObject* self, PyObject*) {
   });
 }
 
-// withdraw(): a learner that waited has given up; what it needed is no longer admitted beyond the ratio.
+// withdraw(): a learner that waited has given up; what it needed is no longer admitted beyond the ratio. It must not
+// wait again, for a holder of the mutex that is stopped: then the next draw withdraws the demand.
 inline PyObject* withdraw(PyObject* self, PyObject*) {
   return guarded([&] {
     auto& s = state_of<SegmentState>(self);
     const std::shared_ptr<Attached> attached = s.attached;
     SegmentMemory& m = s.memory();
+    try {
+      const WithoutGil unlocked;
+      const Locked lock(m, {.deadline = 0});
+      m.header().demand = 0;
+      publish_limit(m);
+    } catch (const LockTimeout&) {
+    }
+    return Py_NewRef(Py_None);
+  });
+}
+
+// set_limiter(limiter): for every process, from now on; whoever can go on under it wakes up.
+inline PyObject* set_limiter(PyObject* self, PyObject* tuple) {
+  return guarded([&] {
+    auto& s = state_of<SegmentState>(self);
+    const std::shared_ptr<Attached> attached = s.attached;
+    SegmentMemory& m = s.memory();
+    const LimiterConfig config = parse_limiter(tuple);
+    {
+      const WithoutGil unlocked;
+      Locked lock(m);
+      lock.absorb();
+      change_limiter(m.header(), config);
+      publish_limit(m);
+    }
+    futex_signal(m.header().rows_signal);
+    return Py_NewRef(Py_None);
+  });
+}
+
+// limiter -> (min_size, ratio, tolerance or 0).
+inline PyObject* get_limiter(PyObject* self, void*) {
+  return guarded([&] {
+    auto& s = state_of<SegmentState>(self);
+    const std::shared_ptr<Attached> attached = s.attached;
+    SegmentMemory& m = s.memory();
+    LimiterConfig config;
     {
       const WithoutGil unlocked;
       const Locked lock(m);
-      m.header().demand = 0;
-      publish_limit(m);
+      config = m.header().limiter();
     }
-    return Py_NewRef(Py_None);
+    return checked(
+        Py_BuildValue("Kdd", static_cast<unsigned long long>(config.min_size), config.ratio, config.tolerance));
   });
 }
 
@@ -187,55 +234,6 @@ inline PyObject* mark_shared(PyObject* self, PyObject*) {
   return guarded([&] {
     state_of<SegmentState>(self).header().shared.store(1, std::memory_order_relaxed);
     return Py_NewRef(Py_None);
-  });
-}
-
-// census(unused_count_as_others) -> dict of counts. Frees what dead participants left behind on its way.
-inline PyObject* census(PyObject* self, PyObject* flag) {
-  return guarded([&] {
-    auto& s = state_of<SegmentState>(self);
-    Header& h = s.header();
-    const Census c = take_census(s.memory(), PyObject_IsTrue(flag) == 1);
-    const int64_t now = monotonic_ns(), left = h.last_departure.load(std::memory_order_relaxed);
-    return checked(Py_BuildValue("{s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:O,s:d,s:d}", "writers", c.writers, "learners",
-                                 c.learners, "supervisors", c.supervisors, "owners", c.owners, "others_writing",
-                                 c.others_writing, "others_learning", c.others_learning, "waiting", c.waiting, "shared",
-                                 h.shared.load(std::memory_order_relaxed) ? Py_True : Py_False, "since_departure",
-                                 left ? static_cast<double>(now - left) * 1e-9 : -1.0, "since_write",
-                                 c.last_write ? static_cast<double>(now - c.last_write) * 1e-9 : -1.0));
-  });
-}
-
-// counters() -> dict: everything stats() reports that lies in the header, absorbed to now.
-inline PyObject* counters(PyObject* self, PyObject*) {
-  return guarded([&] {
-    auto& s = state_of<SegmentState>(self);
-    const std::shared_ptr<Attached> attached = s.attached;
-    SegmentMemory& m = s.memory();
-    Header& h = m.header();
-    uint64_t rows, inserted, sampled, updated, stale, unready;
-    int64_t drawable;
-    double total, min, max_raw;
-    {
-      WithoutGil unlocked;
-      Locked lock(m);
-      lock.absorb();
-      publish_limit(m);
-      const PriorityTree tree = m.tree();
-      rows = h.rows, inserted = h.inserted, sampled = h.sampled, updated = h.updated, stale = h.stale_updates,
-      unready = h.unready_updates;
-      drawable = tree.count();
-      total = static_cast<double>(tree.total()) / static_cast<double>(tree.quantize(1.0f));
-      min = drawable ? tree.min() : 0.0;
-      max_raw = h.max_raw;
-    }
-    return checked(Py_BuildValue(
-        "{s:K,s:K,s:K,s:K,s:K,s:K,s:L,s:d,s:d,s:d,s:K,s:K,s:d,s:d}", "size", rows, "inserted", inserted, "sampled",
-        sampled, "updated", updated, "stale_updates", stale, "unready_updates", unready, "drawable",
-        static_cast<long long>(drawable), "priority_total", total, "priority_min", min, "priority_max", max_raw,
-        "redraws", h.redraws.load(std::memory_order_relaxed), "rows_written", h.head.load(std::memory_order_relaxed),
-        "insert_wait", static_cast<double>(h.insert_wait_ns.load(std::memory_order_relaxed)) * 1e-9, "sample_wait",
-        static_cast<double>(h.sample_wait_ns.load(std::memory_order_relaxed)) * 1e-9));
   });
 }
 
@@ -347,12 +345,13 @@ inline PyMethodDef methods[] = {
     {"gather", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(gather)), METH_FASTCALL, nullptr},
     {"update", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(update)), METH_FASTCALL, nullptr},
     {"wait_rows", wait_rows, METH_O, nullptr},
-    {"refresh", refresh, METH_NOARGS, nullptr},
+    {"refresh", refresh, METH_O, nullptr},
     {"withdraw", withdraw, METH_NOARGS, nullptr},
+    {"set_limiter", set_limiter, METH_O, nullptr},
     {"stop", stop, METH_NOARGS, nullptr},
     {"mark_shared", mark_shared, METH_NOARGS, nullptr},
     {"census", census, METH_O, nullptr},
-    {"counters", counters, METH_NOARGS, nullptr},
+    {"stats", stats, METH_NOARGS, nullptr},
     {"column", column, METH_O, nullptr},
     {"export_rows", export_rows, METH_VARARGS, nullptr},
     {"import_rows", import_rows, METH_O, nullptr},
@@ -367,7 +366,8 @@ inline PyGetSetDef getset[] = {
     {"text", get_text, nullptr, nullptr, nullptr},    {"fd", get_fd, nullptr, nullptr, nullptr},
     {"nbytes", get_bytes, nullptr, nullptr, nullptr}, {"layout_hash", get_layout_hash, nullptr, nullptr, nullptr},
     {"step", get_step, set_step, nullptr, nullptr},   {"draws", get_draws, nullptr, nullptr, nullptr},
-    {"seed", get_seed, nullptr, nullptr, nullptr},    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+    {"seed", get_seed, nullptr, nullptr, nullptr},    {"limiter", get_limiter, nullptr, nullptr, nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
 inline PyType_Slot slots[] = {{Py_tp_init, reinterpret_cast<void*>(init)},
                               {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<SegmentState>)},
                               {Py_tp_methods, methods},

@@ -97,7 +97,8 @@ inline PyObject* import_rows(PyObject* self, PyObject* list) {
   });
 }
 
-// counts() -> (head, inserted, sampled, updated, stale_updates, unready_updates, draws, streams, max_raw).
+// counts() -> (head, inserted, sampled, updated, stale_updates, unready_updates, draws, streams, max_raw,
+// inserted_before, sampled_before).
 inline PyObject* counts(PyObject* self, PyObject*) {
   return guarded([&] {
     auto& s = state_of<SegmentState>(self);
@@ -108,8 +109,9 @@ inline PyObject* counts(PyObject* self, PyObject*) {
       WithoutGil unlocked;
       c = Snapshot(m).counters();
     }
-    return checked(Py_BuildValue("KKKKKKKId", c.head, c.inserted, c.sampled, c.updated, c.stale_updates,
-                                 c.unready_updates, c.draws, c.streams, c.max_raw));
+    return checked(Py_BuildValue("KKKKKKKIdKK", c.head, c.inserted, c.sampled, c.updated, c.stale_updates,
+                                 c.unready_updates, c.draws, c.streams, c.max_raw, c.inserted_before,
+                                 c.sampled_before));
   });
 }
 
@@ -118,10 +120,11 @@ inline PyObject* finish_import(PyObject* self, PyObject* args) {
   return guarded([&] {
     auto& s = state_of<SegmentState>(self);
     SegmentMemory& m = s.memory();
-    unsigned long long n[7], seed;
+    unsigned long long n[7], seed, inserted_before, sampled_before;
     unsigned int streams;
     double max_raw;
-    if (!PyArg_ParseTuple(args, "(KKKKKKKId)K", n, n + 1, n + 2, n + 3, n + 4, n + 5, n + 6, &streams, &max_raw, &seed))
+    if (!PyArg_ParseTuple(args, "(KKKKKKKIdKK)K", n, n + 1, n + 2, n + 3, n + 4, n + 5, n + 6, &streams, &max_raw,
+                          &inserted_before, &sampled_before, &seed))
       throw PythonError{};
     if (n[0] >= uint64_t{1} << 47 || !(max_raw >= 0) || !std::isfinite(max_raw))
       throw std::invalid_argument("the counters are out of range");
@@ -130,7 +133,8 @@ inline PyObject* finish_import(PyObject* self, PyObject* args) {
     s.next_draw.seed = seed;
     {
       WithoutGil unlocked;
-      Snapshot(m).finish({n[0], n[1], n[2], n[3], n[4], n[5], n[6], streams, static_cast<float>(max_raw)});
+      Snapshot(m).finish({n[0], n[1], n[2], n[3], n[4], n[5], n[6], streams, static_cast<float>(max_raw),
+                          inserted_before, sampled_before});
     }
     return Py_NewRef(Py_None);
   });

@@ -66,11 +66,13 @@ struct WriterState {
   std::vector<Ref> last_held;
   Priorities priorities;
   std::vector<int64_t> keys;
-  bool in_use = false;  // guarded by the interpreter lock
+  uint64_t used_in = 0;  // the fork generation, plus one, of the call in progress; guarded by the interpreter lock
   bool closed = false;
   uint64_t rows_at_close = 0;
   uint32_t seen_room_signal = 0;
   int64_t looked_around = 0;  // when, by the clock of last_write
+
+  bool in_use() const { return used_in == fork_generation.load(std::memory_order_relaxed) + 1; }
 
   uint64_t rows() {
     if (closed) return rows_at_close;
@@ -83,28 +85,31 @@ class WriterUse {
  public:
   explicit WriterUse(WriterState& s) : state_(s) {
     if (s.closed) throw std::invalid_argument("the writer is closed: make another with buffer.writer()");
-    if (s.in_use) throw std::runtime_error("the writer is in use in another thread: make one writer for each thread");
-    s.in_use = true;
+    if (s.in_use()) throw std::runtime_error("the writer is in use in another thread: make one writer for each thread");
+    if (s.used_in) release();  // by a thread of the parent, at the time of the fork
+    s.used_in = fork_generation.load(std::memory_order_relaxed) + 1;
     try {
       Participant& entry = s.attached->memory->participant(s.member.id());
       if (s.member.take_renewed()) s.lanes.forget();
       entry.thread.store(static_cast<uint64_t>(pthread_self()), std::memory_order_relaxed);
     } catch (...) {
-      s.in_use = false;
+      s.used_in = 0;
       throw;
     }
   }
-  ~WriterUse() {
+  ~WriterUse() { release(); }
+  WriterUse(const WriterUse&) = delete;
+
+ private:
+  void release() {
     for (FieldValue& v : state_.values) v.release();
     for (FieldValue& v : state_.last) v.release();
     state_.last_held.clear();
     state_.matcher.release();
     state_.reset_matcher.release();
-    state_.in_use = false;
+    state_.used_in = 0;
   }
-  WriterUse(const WriterUse&) = delete;
 
- private:
   WriterState& state_;
 };
 
@@ -170,6 +175,8 @@ void write(PyObject* self, WriterState& s, uint64_t n, Rows& rows, int64_t* keys
     }
     if (outcome == Append::kDone) break;
     Ref r(checked(PyObject_CallMethod(self, "_wait", "i", outcome == Append::kStalled)));
+    // The parent goes on with this call, and its id is the parent's.
+    if (!s.in_use()) throw std::runtime_error("the process was forked out of a waiting call: start a call of its own");
   }
   look_around(self, s);
 }
@@ -249,7 +256,8 @@ inline PyObject* wait_room(PyObject* self, PyObject* ns) {
       futex_wait(h.room_signal, s.seen_room_signal, limit);
       h.room_waiters.fetch_sub(1, std::memory_order_relaxed);
       entry.waiting.store(0, std::memory_order_relaxed);
-      h.insert_wait_ns.fetch_add(static_cast<uint64_t>(monotonic_ns() - start), std::memory_order_relaxed);
+      const int64_t end = monotonic_ns();
+      h.insert_wait.add(end - start, end);
     }
     return Py_NewRef(Py_None);
   });
@@ -266,7 +274,7 @@ inline PyObject* admitted(PyObject* self, PyObject*) {
 inline PyObject* close_writer(PyObject* self, PyObject*) {
   return guarded([&] {
     auto& s = state_of<WriterState>(self);
-    if (s.in_use) throw std::runtime_error("the writer is in use in another thread");
+    if (s.in_use()) throw std::runtime_error("the writer is in use in another thread");
     if (!s.closed) s.rows_at_close = s.rows();
     s.closed = true;
     s.member.close();

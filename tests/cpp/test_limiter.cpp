@@ -31,7 +31,7 @@ struct Counters {
   std::unique_ptr<Header> header = std::make_unique<Header>();
 
   Counters(const LimiterConfig& config, uint64_t inserted, uint64_t sampled) {
-    header->limiter = config;
+    header->limiters[0] = config;
     header->inserted = inserted;
     header->sampled = sampled;
   }
@@ -82,6 +82,35 @@ BOOST_AUTO_TEST_CASE(tickets_are_admitted_exactly_as_far_as_reverb_admits_insert
     while (reverb.can_insert(inserted + more, sampled)) more++;
     if (c.limit() != head + more) BOOST_FAIL("limit " << c.limit() << " expected " << head + more);
   }
+}
+
+BOOST_AUTO_TEST_CASE(a_limiter_set_later_counts_as_if_its_minimum_had_just_come_and_nothing_had_been_drawn) {
+  std::mt19937_64 random(4);
+  for (int k = 0; k < 20'000; k++) {
+    const Reverb reverb = any_reverb(random);
+    const uint64_t inserted = random() % 1000, sampled = random() % 5000;
+    Counters c({7, 2, -3, 11}, inserted, sampled);
+    change_limiter(*c.header, {reverb.min_size, reverb.ratio, reverb.min_diff, reverb.max_diff});
+    c.header->inserted += random() % 50;
+    c.header->sampled += random() % 400;
+    const uint64_t came = std::min(inserted, reverb.min_size) + c.header->inserted - inserted;
+    const uint64_t drawn = c.header->sampled - sampled, n = 1 + random() % 512, head = 10'000;
+    if (c.limiter().can_sample(n) != reverb.can_sample(came, drawn, n))
+      BOOST_FAIL("ratio " << reverb.ratio << " came " << came << " drawn " << drawn << " n " << n);
+    c.limiter().publish(head, 1);
+    uint64_t more = 0;
+    while (reverb.can_insert(came + more, drawn)) more++;
+    if (c.limit() != head + more) BOOST_FAIL("limit " << c.limit() << " expected " << head + more);
+  }
+}
+
+BOOST_AUTO_TEST_CASE(a_draw_taken_back_after_the_limiter_was_changed_counts_against_nobody) {
+  Counters c({1, 1, -10, 10}, 100, 50);
+  change_limiter(*c.header, {1, 1, -10, 10});
+  c.header->sampled -= 8;  // of a batch that was being drawn
+  BOOST_TEST(c.limiter().can_sample(8));
+  c.limiter().publish(100, 1);
+  BOOST_TEST(c.limit() == 100U + 10 - 8 - 1);
 }
 
 BOOST_AUTO_TEST_CASE(without_a_ratio_writers_never_wait_and_draws_wait_for_min_size) {

@@ -130,6 +130,28 @@ BOOST_AUTO_TEST_CASE(a_fork_in_the_middle_of_a_probe_leaves_the_child_able_to_pr
   prober.join();
 }
 
+BOOST_AUTO_TEST_CASE(every_attachment_is_present_under_a_number_of_its_own_until_its_process_dies) {
+  auto m = make_segment();
+  auto other = attach(*m);
+  std::atomic<uint32_t>& last = m->header().presences;
+  BOOST_TEST(m->liveness().presence(last) == 1U);
+  BOOST_TEST(m->liveness().presence(last) == 1U);
+  BOOST_TEST(other->liveness().presence(last) == 2U);
+  BOOST_TEST(other->liveness().present(1));
+  Gate joined;
+  Child child([&] {
+    if (m->liveness().presence(last) != 3) _exit(1);  // not its parent's
+    joined.open();
+    sleep_for_ever();
+  });
+  BOOST_REQUIRE(joined.wait());
+  child.stop();
+  BOOST_TEST(m->liveness().present(3));
+  child.make_zombie();
+  BOOST_TEST(!m->liveness().present(3));
+  BOOST_TEST(!m->liveness().present(4));
+}
+
 BOOST_AUTO_TEST_CASE(joining_takes_the_lowest_free_id_and_leaving_frees_it) {
   auto m = make_segment();
   BOOST_TEST(join(*m, Role::kWriter) == 1);  // 0 means void

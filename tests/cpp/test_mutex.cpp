@@ -1,4 +1,6 @@
 #define BOOST_TEST_MODULE mutex
+#include <linux/futex.h>
+
 #include <boost/test/unit_test.hpp>
 #include <thread>
 
@@ -14,6 +16,24 @@ using Outcome = RobustMutex::Outcome;
 namespace {
 
 constexpr int64_t kSecond = 1'000'000'000;
+
+Patience until(int64_t ns_from_now) { return {.deadline = monotonic_ns() + ns_from_now}; }
+
+// What a wait for the lock throws, and "" when it gets it.
+std::string timeout_of(SegmentMemory& m, const Patience& patience) {
+  try {
+    const Locked lock(m, patience);
+  } catch (const LockTimeout& e) {
+    return e.what();
+  }
+  return "";
+}
+
+// Takes from the kernel what it would hand a dead thread's locks on by.
+void lose_the_list_of_locks() {
+  static robust_list_head empty{{&empty.list}, 0, nullptr};
+  if (syscall(SYS_set_robust_list, &empty, sizeof empty) != 0) _exit(9);
+}
 
 // A mutex that children share.
 class SharedMutex {
@@ -144,6 +164,75 @@ BOOST_AUTO_TEST_CASE(a_wait_for_the_lock_can_be_interrupted) {
   interrupted = [] { return true; };
   BOOST_CHECK_THROW(Locked lock(*m), Interrupted);
   interrupted = [] { return false; };
+}
+
+BOOST_AUTO_TEST_CASE(a_wait_for_a_stopped_holder_ends_at_its_own_deadline_and_names_it) {
+  auto m = make_segment();
+  Holder holder(*m);
+  const std::string pid = std::to_string(holder.child().pid());
+  BOOST_TEST(timeout_of(*m, until(0)).find("process " + pid + " holds it and is slow") != std::string::npos);
+  holder.child().stop();
+  const int64_t start = monotonic_ns();
+  BOOST_TEST(timeout_of(*m, until(120'000'000)).find("process " + pid + " holds it and is stopped") !=
+             std::string::npos);
+  BOOST_TEST(monotonic_ns() - start >= 120'000'000);
+  BOOST_TEST(m->header().mutex.holder() == static_cast<uint32_t>(holder.child().pid()));  // it still is
+}
+
+BOOST_AUTO_TEST_CASE(a_wait_without_a_deadline_reports_and_goes_on_until_the_holder_is_gone) {
+  auto m = make_segment();
+  Holder holder(*m);
+  holder.child().stop();
+  static std::atomic<int> reports{0};
+  report_every_ns = 1;
+  report_wait = [](const std::string& text) {
+    reports += text.find("is stopped") != std::string::npos;
+    return false;
+  };
+  std::thread waiter([&] { settle(*m); });
+  while (reports.load() < 3) std::this_thread::yield();
+  holder.child().kill_and_wait();
+  waiter.join();
+  report_wait = [](const std::string&) { return true; };
+  Holder another(*m);
+  BOOST_CHECK_THROW(Locked lock(*m), Interrupted);
+  report_wait = [](const std::string&) { return false; };
+  report_every_ns = 10 * kSecond;
+}
+
+BOOST_AUTO_TEST_CASE(stopping_the_buffer_ends_the_waits_that_ask_for_it) {
+  auto m = make_segment();
+  Holder holder(*m);
+  m->header().stopped.store(1);
+  BOOST_CHECK_THROW(Locked lock(*m, {.until_stopped = true}), StoppedMeanwhile);
+  BOOST_TEST(timeout_of(*m, until(0)) != "");
+}
+
+BOOST_AUTO_TEST_CASE(a_lock_that_the_kernel_does_not_hand_on_is_taken_from_the_dead) {
+  auto m = make_segment();
+  append_row(*m, 1);
+  Gate held;
+  Child holder([&] {
+    lose_the_list_of_locks();
+    const Locked lock(*m);
+    m->header().dirty = Dirty::kLinks;
+    held.open();
+    sleep_for_ever();
+  });
+  held.wait();
+  BOOST_TEST(timeout_of(*m, until(0)) != "");  // not from the living
+  holder.kill_and_wait();
+  BOOST_TEST((m->header().mutex.lock_for(1) == Outcome::kTimeout));  // nor does the kernel
+  settle(*m);
+  BOOST_TEST(m->header().repairing.load() > 0U);
+  BOOST_TEST(violation(*m) == "");
+}
+
+BOOST_AUTO_TEST_CASE(whoever_has_let_go_of_the_lock_is_not_taken_for_its_holder) {
+  auto m = make_segment();
+  Child([&] { settle(*m); }).wait();
+  BOOST_TEST(m->header().holder.load() == 0U);
+  BOOST_TEST(m->header().holder_pid.load() != 0);
 }
 
 BOOST_AUTO_TEST_CASE(a_process_is_seen_running_stopped_dead_and_gone) {

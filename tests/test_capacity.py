@@ -1,0 +1,124 @@
+"""Too little memory is an error with the numbers, before anything is touched; a small /dev/shm is no limit."""
+
+import ctypes
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from forked import LIBC, Forked
+
+import torchreplay as tr
+from torchreplay import segment
+
+MIB = 1 << 20
+CLONE_NEWNS, CLONE_NEWUSER, MS_REC, MS_PRIVATE = 0x20000, 0x10000000, 0x4000, 0x40000
+SPEC = {"x": tr.Field((MIB,), np.uint8)}
+
+
+class Machine:
+    """A /proc and a /sys of its own, in which a process finds its memory and the limits of its cgroup."""
+
+    def __init__(self, root, monkeypatch):
+        self._root = root
+        monkeypatch.setattr(segment, "Path", lambda path: root / str(path).lstrip("/"))
+        self.in_cgroup("0::/")
+
+    def write(self, path, text):
+        path = self._root / path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+
+    def memory(self, available):
+        self.write("proc/meminfo", f"MemTotal: 99999999 kB\nMemAvailable: {available // 1024} kB")
+
+    def in_cgroup(self, lines):
+        self.write("proc/self/cgroup", lines)
+
+    def limit(self, directory, limit, used, inactive=0, names=("memory.max", "memory.current")):
+        for name, text in zip(names, (limit, used), strict=True):
+            self.write(f"sys/fs/cgroup/{directory}/{name}", text)
+        self.write(f"sys/fs/cgroup/{directory}/memory.stat", f"anon 1\ninactive_file {inactive}")
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    machine = Machine(tmp_path, monkeypatch)
+    machine.memory(1000 * MIB)
+    return machine
+
+
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+
+
+def test_memory_that_is_free_within_the_limits_of_the_cgroup_can_be_had(machine):
+    assert segment.available_memory() == 1000 * MIB
+    machine.in_cgroup("0::/pod/box")
+    machine.limit("pod/box", 500 * MIB, 200 * MIB)
+    assert segment.available_memory() == 300 * MIB
+    machine.limit("pod/box", 500 * MIB, 200 * MIB, inactive=50 * MIB)  # a cache gives way
+    assert segment.available_memory() == 350 * MIB
+    machine.limit("pod", 400 * MIB, 390 * MIB)  # of the pod around it
+    assert segment.available_memory() == 10 * MIB
+    machine.limit("pod", "max", 390 * MIB)
+    assert segment.available_memory() == 350 * MIB
+    machine.in_cgroup("4:memory:/box\n0::/")
+    machine.limit("memory/box", 100 * MIB, 120 * MIB, names=V1)  # over its limit
+    assert segment.available_memory() == 0
+
+
+@pytest.mark.parametrize("short_of", ["memory", "cgroup"])
+def test_too_little_of_it_is_an_error_with_the_numbers_before_a_file_is_made(machine, monkeypatch, short_of):
+    monkeypatch.setattr(os, "memfd_create", lambda *_: pytest.fail("something was touched"))
+    if short_of == "memory":
+        machine.memory(30 * MIB)
+    else:
+        machine.in_cgroup("0::/box")
+        machine.limit("box", 40 * MIB, 10 * MIB)
+    numbers = r"MiB of memory, and 30\.00 MiB can still be had here \(free memory and cgroup limits\)"
+    with pytest.raises(MemoryError, match=numbers) as error:
+        tr.ReplayBuffer(SPEC, 31)
+    assert 31 <= float(re.search(r"needs ([\d.]+) MiB", str(error.value)).group(1)) < 32
+    monkeypatch.undo()
+    tr.ReplayBuffer(SPEC, 31)
+
+
+def test_memory_that_is_gone_when_it_is_reserved_is_a_memory_error_and_not_a_crash(monkeypatch):
+    before = len(os.listdir("/proc/self/fd"))
+
+    def reserve_nothing(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", reserve_nothing)
+    with pytest.raises(MemoryError, match=r"replay buffer needs .* of memory: No space left on device"):
+        tr.ReplayBuffer(SPEC, 2)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def with_small_dev_shm(body):
+    """Runs `body` where /dev/shm is a file system of 64 MB, as in containers; where that is forbidden, as it is."""
+    alone = CLONE_NEWNS if os.geteuid() == 0 else CLONE_NEWNS | CLONE_NEWUSER
+    if LIBC.unshare(alone) == 0:
+        assert LIBC.mount(None, b"/", None, MS_REC | MS_PRIVATE, None) == 0
+        assert LIBC.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, ctypes.c_char_p(b"size=64m")) == 0
+        free = os.statvfs("/dev/shm")
+        assert free.f_blocks * free.f_frsize == 64 * MIB
+    body()
+
+
+def test_a_buffer_larger_than_dev_shm_works_and_takes_nothing_of_it():
+    rows = 100
+
+    def use():
+        before = os.statvfs("/dev/shm").f_bfree
+        buffer = tr.ReplayBuffer(SPEC, rows, seed=0)
+        for k in range(rows):
+            buffer.extend(x=np.full((1, MIB), k, np.uint8))
+        assert buffer.nbytes > 64 * MIB
+        assert buffer.sample(4)["x"].float().std(1).tolist() == [0.0] * 4
+        assert os.fstat(buffer.handle().fd).st_dev != Path("/dev/shm").stat().st_dev
+        assert (os.statvfs("/dev/shm").f_bfree, os.listdir("/dev/shm")) == (before, os.listdir("/dev/shm"))
+
+    with Forked(with_small_dev_shm, use) as child:
+        assert child.wait() == 0
