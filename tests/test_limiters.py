@@ -1,5 +1,7 @@
 """Limiters: who is admitted and who must wait, by the published rules."""
 
+import time
+
 import pytest
 from forked import Forked, eventually, shared_counters
 from hypothesis import given, settings
@@ -123,3 +125,17 @@ def test_rows_lost_to_the_dead_are_not_counted_as_inserts_and_block_nobody():
             buffer.sample(50, timeout=60)
         buffer.stop()
         assert explorer.wait() == 0
+
+
+def test_a_writer_sleeps_again_when_another_one_has_used_up_what_a_draw_let_through():
+    buffer = buffer_with(tr.SamplesPerInsert(1.0, min_size=10, tolerance=0.5))
+    slice_ns = 50_000_000
+    with Forked(append_until_stopped, buffer, 1) as other, buffer.writer() as writer:
+        eventually(lambda: buffer.stats().insert_wait > 0)
+        buffer.sample(5)
+        eventually(lambda: buffer.stats().inserted == 20 and not writer.admitted())
+        start = time.monotonic_ns()
+        writer.wait_room(slice_ns)
+        assert time.monotonic_ns() - start >= slice_ns, "it would turn in a loop until it is admitted"
+        buffer.stop()
+        assert other.wait() == 0
