@@ -1,10 +1,13 @@
-"""What every test runs under: one torch thread, reproducible examples, no GPU tests without a GPU."""
+"""What every test runs under: one torch thread, repeatable examples, no GPU tests without a GPU, counts at the end."""
 
 import os
 
 import hypothesis
 import pytest
 import torch
+from tally import pytest_runtest_makereport, pytest_terminal_summary, tally
+
+__all__ = ["pytest_runtest_makereport", "pytest_terminal_summary", "tally"]
 
 # Several processes share few cores: a thread pool in each of them measures the scheduler, not the code.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

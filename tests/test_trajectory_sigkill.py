@@ -10,6 +10,7 @@ import signal
 import numpy as np
 import pytest
 import torch
+from aftermath import ALPHA, BATCH, assert_priorities_are_sound, assert_the_survivor_can_use_all_of_it, learn
 from forked import Forked, eventually, shared_counters
 from numbered_episodes import (
     EPISODES,
@@ -30,47 +31,10 @@ from numbered_items import VIEWS, assert_exactly_the_complete_items_can_be_drawn
 import torchreplay as tr
 
 CAPACITY = 192
-BATCH = 16
-ALPHA = 0.6
 
 
 def buffer_of(items, capacity=CAPACITY, width=WIDE):
     return tr.ReplayBuffer(spec(width), capacity, view=items.view, sampler=tr.Prioritized(ALPHA), seed=0)
-
-
-def learn(buffer, items, streams, timeout=60):
-    batch = buffer.sample(BATCH, timeout=timeout)
-    items.assert_exact(batch, streams)
-    buffer.update_priorities(batch, torch.rand(BATCH))
-
-
-def assert_the_survivor_can_use_all_of_it(buffer, items, streams):
-    """What is left can be drawn; then one more turn of the ring leaves no slot, no item and no leaf of the dead."""
-    assert buffer.stats().writers == 0, "a dead writer counts as alive"
-    assert_exactly_the_complete_items_can_be_drawn(buffer, items, streams)
-    index = streams // LANES
-    write_rows(buffer, index, CAPACITY)
-    assert len(buffer) == CAPACITY
-    assert (held_codes(buffer) // STEPS // EPISODES // LANES == index).all()
-    keys = assert_exactly_the_complete_items_can_be_drawn(buffer, items, (index + 1) * LANES)
-    assert_priorities_are_sound(buffer, keys)
-
-
-def write_rows(buffer, index, rows):
-    """Writes at least so many rows as explorer `index`."""
-    calls = writing(buffer, index)
-    while rows > 0:
-        rows -= next(calls)
-
-
-def assert_priorities_are_sound(buffer, keys):
-    """New TD errors for all items lead to the sum of equation 1 of Schaul et al. 2016, to the last item."""
-    td = torch.linspace(0.5, 4.0, len(keys))
-    buffer.update_priorities(keys, td)
-    stats = buffer.stats()
-    expected = (td.double() + 1e-6) ** ALPHA
-    assert stats.priority_total == pytest.approx(float(expected.sum()), rel=1e-6)
-    assert stats.priority_min == pytest.approx(float(expected.min()), rel=1e-6)
 
 
 # Explorers
@@ -83,9 +47,9 @@ def kill_explorers(name, kills, seed):
     with Explorers(buffer, free=False) as explorers:
         killed = 0
         while killed < kills:
-            for place in explorers.PLACES:
+            for place in explorers.places:
                 explorers.admit(place, chance.randrange(1, 60))
-            victims = chance.sample(explorers.PLACES, chance.randint(1, 4))
+            victims = chance.sample(explorers.places, chance.randint(1, 4))
             for place in victims:
                 explorers.await_rows_of(place, rows=chance.randrange(explorers.admitted[place]))
             with contextlib.suppress(tr.ReplayTimeout):  # sometimes there is no complete item
@@ -238,7 +202,7 @@ def kill_both(name, rounds, seed):
     buffer = buffer_of(items)
     batches = shared_counters(1)
     with Explorers(buffer) as explorers:
-        explorers.await_rows_of(*explorers.PLACES)
+        explorers.await_rows_of(*explorers.places)
         for _ in range(rounds):
             batches[0] = 0
             with Forked(learn_for_ever, buffer, items, explorers.streams, batches) as learner:
