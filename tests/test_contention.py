@@ -1,5 +1,5 @@
 """Three explorers and two learners at full speed in a ring of 256 slots: every process checks all rows it draws, and
-the priorities of all rows. A TD error is a function of the key, so that one applied to another row is known at sight."""
+the priorities of all rows. A TD error is a function of its key, so that one applied to another row shows."""
 
 import time
 from collections import deque
