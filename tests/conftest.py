@@ -1,4 +1,5 @@
-"""What every test runs under: one torch thread, repeatable examples, no GPU tests without a GPU, nothing left over."""
+"""What every test runs under: one torch thread, repeatable examples, no GPU tests without a GPU, nothing left over,
+counts at the end."""
 
 import gc
 import os
@@ -9,6 +10,9 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
+from tally import pytest_runtest_makereport, pytest_terminal_summary, tally
+
+__all__ = ["pytest_runtest_makereport", "pytest_terminal_summary", "tally"]
 
 # Several processes share few cores: a thread pool in each of them measures the scheduler, not the code.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -14,6 +14,10 @@ PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None)
 
 
+class Hang(AssertionError):
+    """What was awaited did not come about."""
+
+
 class Forked:
     """A child process that runs `body` and exits: with 0 after its end or `Stopped`, with 1 after another exception."""
 
@@ -71,7 +75,8 @@ def eventually(condition, timeout=60.0, interval=0.002):
     """Waits until `condition()` holds; fails when it does not come about."""
     deadline = time.monotonic() + timeout
     while not condition():
-        assert time.monotonic() < deadline, "the awaited condition did not come about"
+        if time.monotonic() >= deadline:
+            raise Hang("the awaited condition did not come about")
         time.sleep(interval)
 
 

@@ -99,6 +99,13 @@ def episode_of(number, width=WIDE):
 # Ways of writing: generators that write the streams' rows for ever, and say after every call how many.
 
 
+def row_by_row(writer, stream):
+    """For `Rows()`: the same values in rows that nothing links."""
+    for code in itertools.count(number_of(stream) * STEPS):
+        writer.append(obs=observed(code), **taken(code))
+        yield 1
+
+
 def step_by_step(writer, stream):
     for number in itertools.count(number_of(stream)):
         writer.reset(obs=observed(number * STEPS))
@@ -156,38 +163,39 @@ def write_calls(buffer, index, calls):
     return sum(itertools.islice(writing(buffer, index), calls))
 
 
-def write_for_ever(buffer, index, place, written, admitted):
+def write_for_ever(calls, place, written, admitted):
     """What an explorer's process does: `written[place]` counts its rows, `admitted[place]` says when it has to wait."""
-    calls = writing(buffer, index)
     while True:
         eventually(lambda: written[place] < admitted[place], timeout=600, interval=0.001)
         written[place] += next(calls)
 
 
 class Explorers:
-    """Four processes that write in the four ways until they are killed or the buffer is stopped.
+    """Processes that write until they are killed or the buffer is stopped: four of them, in the four ways.
 
     Args:
         buffer: What they write to.
-        first: Index of the first explorer, a multiple of 4; every later one has an index of its own.
+        first: Index of the first explorer, a multiple of their number; every later one has an index of its own.
         free: They write all the time, and not only when they are admitted.
+        number: How many they are.
+        write: Writes for ever as the explorer of an index does, and yields the rows of every call.
     """
 
-    PLACES = range(4)
-
-    def __init__(self, buffer, first=0, free=True):
+    def __init__(self, buffer, first=0, free=True, number=4, write=writing):
         self.buffer = buffer
         self.free = free
-        self.written, self.admitted = shared_counters(4), shared_counters(4)
-        self._next = [first + place for place in self.PLACES]
-        self.running = [self._start(place) for place in self.PLACES]
+        self.write = write
+        self.places = range(number)
+        self.written, self.admitted = shared_counters(number), shared_counters(number)
+        self._next = [first + place for place in self.places]
+        self.running = [self._start(place) for place in self.places]
 
     def _start(self, place):
         index = self._next[place]
-        self._next[place] += 4
+        self._next[place] += len(self.places)
         self.written[place] = 0
         self.admitted[place] = 2**62 if self.free else 0
-        return Forked(write_for_ever, self.buffer, index, place, self.written, self.admitted)
+        return Forked(write_for_ever, self.write(self.buffer, index), place, self.written, self.admitted)
 
     @property
     def streams(self):
@@ -203,7 +211,7 @@ class Explorers:
 
     def await_pause(self):
         """Returns when all have written what they may."""
-        eventually(lambda: all(self.written[place] >= self.admitted[place] for place in self.PLACES))
+        eventually(lambda: all(self.written[place] >= self.admitted[place] for place in self.places))
 
     def kill_and_replace(self, *places):
         for place in places:
@@ -215,7 +223,7 @@ class Explorers:
     def stop(self):
         """Stops the buffer, and waits until every explorer has seen it."""
         self.buffer.stop()
-        assert [explorer.wait() for explorer in self.running] == [0] * 4
+        assert [explorer.wait() for explorer in self.running] == [0] * len(self.places)
 
     def __enter__(self):
         return self

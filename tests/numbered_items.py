@@ -66,6 +66,17 @@ class NumberedItems:
         return held[possible & (np.isin(needed, held) | (needed < 0)).all(1)]
 
 
+class NumberedRows(NumberedItems):
+    view = tr.Rows()
+    rows = 1
+
+    def complete(self, anchors):
+        return np.ones_like(anchors, bool), anchors[:, None]
+
+    def expected(self, anchors, batch):
+        return {**flat({"obs": {**numbers(anchors), "wide": anchors}}), **taken(anchors)}
+
+
 class NumberedTransitions(NumberedItems):
     def __init__(self, n_step, frames):
         self.view = tr.Transitions(n_step, GAMMA, stack={"obs/wide": frames})

@@ -10,6 +10,7 @@ import signal
 import numpy as np
 import pytest
 import torch
+from aftermath import ALPHA, BATCH, assert_priorities_are_sound, assert_the_survivor_can_use_all_of_it, learn
 from forked import Forked, eventually, shared_counters
 from numbered_episodes import (
     EPISODES,
@@ -30,68 +31,32 @@ from numbered_items import VIEWS, assert_exactly_the_complete_items_can_be_drawn
 import torchreplay as tr
 
 CAPACITY = 192
-BATCH = 16
-ALPHA = 0.6
 
 
 def buffer_of(items, capacity=CAPACITY, width=WIDE):
     return tr.ReplayBuffer(spec(width), capacity, view=items.view, sampler=tr.Prioritized(ALPHA), seed=0)
 
 
-def learn(buffer, items, streams, timeout=60):
-    batch = buffer.sample(BATCH, timeout=timeout)
-    items.assert_exact(batch, streams)
-    buffer.update_priorities(batch, torch.rand(BATCH))
-
-
-def assert_the_survivor_can_use_all_of_it(buffer, items, streams):
-    """What is left can be drawn; then one more turn of the ring leaves no slot, no item and no leaf of the dead."""
-    assert buffer.stats().writers == 0, "a dead writer counts as alive"
-    assert_exactly_the_complete_items_can_be_drawn(buffer, items, streams)
-    index = streams // LANES
-    write_rows(buffer, index, CAPACITY)
-    assert len(buffer) == CAPACITY
-    assert (held_codes(buffer) // STEPS // EPISODES // LANES == index).all()
-    keys = assert_exactly_the_complete_items_can_be_drawn(buffer, items, (index + 1) * LANES)
-    assert_priorities_are_sound(buffer, keys)
-
-
-def write_rows(buffer, index, rows):
-    """Writes at least so many rows as explorer `index`."""
-    calls = writing(buffer, index)
-    while rows > 0:
-        rows -= next(calls)
-
-
-def assert_priorities_are_sound(buffer, keys):
-    """New TD errors for all items lead to the sum of equation 1 of Schaul et al. 2016, to the last item."""
-    td = torch.linspace(0.5, 4.0, len(keys))
-    buffer.update_priorities(keys, td)
-    stats = buffer.stats()
-    expected = (td.double() + 1e-6) ** ALPHA
-    assert stats.priority_total == pytest.approx(float(expected.sum()), rel=1e-6)
-    assert stats.priority_min == pytest.approx(float(expected.min()), rel=1e-6)
-
-
 # Explorers
 
 
-def kill_explorers(name, kills, seed):
+def kill_explorers(name, kills, seed, tally):
     """Kills some while they write, and looks at what is left when the others pause in the middle of their episodes."""
     items, chance = VIEWS[name], random.Random(seed)
     buffer = buffer_of(items)
     with Explorers(buffer, free=False) as explorers:
         killed = 0
         while killed < kills:
-            for place in explorers.PLACES:
+            for place in explorers.places:
                 explorers.admit(place, chance.randrange(1, 60))
-            victims = chance.sample(explorers.PLACES, chance.randint(1, 4))
+            victims = chance.sample(explorers.places, chance.randint(1, 4))
             for place in victims:
                 explorers.await_rows_of(place, rows=chance.randrange(explorers.admitted[place]))
             with contextlib.suppress(tr.ReplayTimeout):  # sometimes there is no complete item
                 learn(buffer, items, explorers.streams, timeout=0)
             explorers.kill_and_replace(*victims)
             killed += len(victims)
+            tally("explorers killed", len(victims))
             explorers.await_pause()
             assert buffer.stats().writers == 4 - len(victims), "a dead writer counts as alive"
             assert_exactly_the_complete_items_can_be_drawn(buffer, items, explorers.streams)
@@ -99,15 +64,15 @@ def kill_explorers(name, kills, seed):
 
 
 @pytest.mark.parametrize("name", VIEWS)
-def test_sigkill_of_explorers_at_random_instants_leaves_exactly_the_complete_items_of_their_trajectories(name):
-    kill_explorers(name, 24, seed=1)
+def test_sigkill_of_explorers_at_random_instants_leaves_exactly_the_complete_items_of_their_trajectories(name, tally):
+    kill_explorers(name, 24, seed=1, tally=tally)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", VIEWS)
-def test_sigkill_of_600_explorers_leaves_exactly_the_complete_items_of_their_trajectories(name):
-    kill_explorers(name, 600, seed=2)
+def test_sigkill_of_600_explorers_leaves_exactly_the_complete_items_of_their_trajectories(name, tally):
+    kill_explorers(name, 600, seed=2, tally=tally)
 
 
 def write_and_end(buffer, index, calls, rows, end):
@@ -192,7 +157,7 @@ def explore_and_learn_for_ever(buffer, index, turns):
                     turns[0] += 1
 
 
-def kill_learners(name, rounds, seed):
+def kill_learners(name, rounds, seed, tally):
     """In every round two die, one after the other, and the second has mended what the first has left."""
     items, chance = VIEWS[name], random.Random(seed)
     buffer = buffer_of(items, width=NARROW)
@@ -205,6 +170,7 @@ def kill_learners(name, rounds, seed):
                 enough = done[0] + chance.randrange(1, 10)
                 eventually(lambda done=done, enough=enough: done[0] >= enough, interval=0)
                 victim.kill()
+                tally("explorers killed that were learners, too")
         assert buffer.stats().writers == 0
         assert_exactly_the_complete_items_can_be_drawn(buffer, items, 2 * rounds * LANES)
     with buffer.writer() as survivor:
@@ -216,15 +182,15 @@ def kill_learners(name, rounds, seed):
 
 
 @pytest.mark.parametrize("name", VIEWS)
-def test_sigkill_of_learners_of_trajectories_leaves_exactly_the_complete_items(name):
-    kill_learners(name, 8, seed=4)
+def test_sigkill_of_learners_of_trajectories_leaves_exactly_the_complete_items(name, tally):
+    kill_learners(name, 8, seed=4, tally=tally)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", VIEWS)
-def test_sigkill_of_600_learners_of_trajectories_leaves_exactly_the_complete_items(name):
-    kill_learners(name, 300, seed=5)
+def test_sigkill_of_600_learners_of_trajectories_leaves_exactly_the_complete_items(name, tally):
+    kill_learners(name, 300, seed=5, tally=tally)
 
 
 def learn_for_ever(buffer, items, streams, batches):
@@ -233,12 +199,12 @@ def learn_for_ever(buffer, items, streams, batches):
         batches[0] += 1
 
 
-def kill_both(name, rounds, seed):
+def kill_both(name, rounds, seed, tally):
     items, chance = VIEWS[name], random.Random(seed)
     buffer = buffer_of(items)
     batches = shared_counters(1)
     with Explorers(buffer) as explorers:
-        explorers.await_rows_of(*explorers.PLACES)
+        explorers.await_rows_of(*explorers.places)
         for _ in range(rounds):
             batches[0] = 0
             with Forked(learn_for_ever, buffer, items, explorers.streams, batches) as learner:
@@ -248,17 +214,19 @@ def kill_both(name, rounds, seed):
                 for victim in chance.sample([learner, explorers.running[place]], 2):
                     victim.signal(signal.SIGKILL)
             explorers.kill_and_replace(place)
+            tally("explorers killed")
+            tally("learners killed")
             learn(buffer, items, explorers.streams)
     assert_the_survivor_can_use_all_of_it(buffer, items, explorers.streams)
 
 
 @pytest.mark.parametrize("name", VIEWS)
-def test_sigkill_of_explorers_and_learners_of_trajectories_together_leaves_the_buffer_to_the_survivors(name):
-    kill_both(name, 5, seed=6)
+def test_sigkill_of_explorers_and_learners_of_trajectories_together_leaves_the_buffer_to_the_survivors(name, tally):
+    kill_both(name, 5, seed=6, tally=tally)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", VIEWS)
-def test_sigkill_of_100_explorers_and_learners_of_trajectories_leaves_the_buffer_to_the_survivors(name):
-    kill_both(name, 100, seed=7)
+def test_sigkill_of_100_explorers_and_learners_of_trajectories_leaves_the_buffer_to_the_survivors(name, tally):
+    kill_both(name, 100, seed=7, tally=tally)

@@ -163,7 +163,6 @@ void write(PyObject* self, WriterState& s, uint64_t n, Rows& rows, int64_t* keys
   for (const Field& f : m.layout().fields) bytes += f.nbytes;
   RingWriter ring(m, s.member.id());
   for (uint64_t written = 0;;) {
-    s.seen_room_signal = h.room_signal.load(std::memory_order_acquire);
     Append outcome = Append::kLimited;
     if (!h.stopped.load(std::memory_order_acquire)) {
       if (bytes * (n - written) > kGilBytes) {
@@ -241,7 +240,7 @@ inline PyObject* extend_rows(PyObject* self, WriterState& s, PyObject* const* ar
   return keys.release(1, &rows);
 }
 
-// wait_room(ns): sleeps until the limiter admits writers, at most `ns`.
+// wait_room(ns): after admitted() was false, sleeps until the limiter admits more, at most `ns`.
 inline PyObject* wait_room(PyObject* self, PyObject* ns) {
   return guarded([&] {
     auto& s = state_of<WriterState>(self);
@@ -263,10 +262,13 @@ inline PyObject* wait_room(PyObject* self, PyObject* ns) {
   });
 }
 
-// admitted() -> bool: the limiter would let an append through now.
+// admitted() -> bool: the limiter would let an append through now. A signal after this look ends the next wait_room(),
+// one before it does not: others may have used up what that one admitted.
 inline PyObject* admitted(PyObject* self, PyObject*) {
   return guarded([&] {
-    const Header& h = state_of<WriterState>(self).attached->memory->header();
+    auto& s = state_of<WriterState>(self);
+    const Header& h = s.attached->memory->header();
+    s.seen_room_signal = h.room_signal.load(std::memory_order_acquire);
     return PyBool_FromLong(h.head.load(std::memory_order_relaxed) < h.ticket_limit.load(std::memory_order_relaxed));
   });
 }
