@@ -71,6 +71,7 @@ class SegmentMemory {
   Liveness& liveness() { return liveness_; }
 
   Header& header() const { return *reinterpret_cast<Header*>(base_); }
+  FileState& file() const { return *reinterpret_cast<FileState*>(base_ + kFileState); }
   Participant& participant(int id) const {
     return *reinterpret_cast<Participant*>(base_ + layout_.participants +
                                            static_cast<uint64_t>(id) * kParticipantBytes);
