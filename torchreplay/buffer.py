@@ -186,6 +186,8 @@ class ReplayBuffer(Drawing, Inspection):
             raise CheckpointError(f"{path} cannot be opened as a replay buffer: {error}") from None
         if found.found_alone:
             self._segment.own()
+        else:
+            self._segment.mark_shared()
         if found.dropped_rows:
             logger.warning("%s: dropped %d rows that were being written when its processes died", path, found.dropped_rows)
         return self
