@@ -30,6 +30,8 @@ AIMS: Mapping[tuple[str, str], Sequence[Aim]] = {
     ("trajectories", "frames, fraction of memcpy, fresh"): (Aim(0.8),),
     ("memory", "frames, stored once"): (Aim(7200.0),),
     ("loader", "overhead over a no-op dataset"): (Aim(15.0),),
+    ("checkpoint", "save, fraction of the disk"): (Aim(0.7),),
+    ("checkpoint", "load, fraction of the disk"): (Aim(0.7),),
 }
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 FORMAT = 2
 NAME = "checkpoint.json"
 ROW_COLUMNS = ("row.key", "row.leaf", "row.link", "row.step", "row.priority")
-SHARD_BYTES = 64 << 20
+SHARD_BYTES = 32 << 20
 WRITERS = 2
 """Files written at a time: while one waits for the disk, the next is handed to the system."""
 MAX_DESCRIPTION = 64 << 20

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
+from benchmarks.cases.checkpoint import measure_checkpoint
 from benchmarks.cases.contest import measure_contest
 from benchmarks.cases.gather import measure_gather
 from benchmarks.cases.loader import measure_loader
@@ -22,6 +23,7 @@ CASES: Mapping[str, Case] = {
     "trajectories": measure_trajectories,
     "tree": measure_tree,
     "loader": measure_loader,
+    "checkpoint": measure_checkpoint,
     "contest": measure_contest,
     "memory": measure_memory,
 }
