@@ -19,7 +19,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 def write_sequentially(path: Path, size: int) -> None:
     """Writes ``size`` random bytes to ``path`` and waits until they are on the disk."""
-    piece = memoryview(np.random.default_rng(0).integers(0, 256, PIECE, dtype=np.uint8))
+    piece = np.random.default_rng(0).integers(0, 256, PIECE, dtype=np.uint8).data
     with path.open("wb", buffering=0) as file:
         for at in range(0, size, PIECE):
             file.write(piece[: min(PIECE, size - at)])

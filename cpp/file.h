@@ -67,7 +67,8 @@ class Examination {
 
   void check_leaf(uint64_t slot) const {
     const float leaf = tree_.leaf(static_cast<int64_t>(slot));
-    const bool known = header_.sampler.prioritized ? leaf >= 0 && leaf <= PriorityTree::kMaxLeaf : leaf == 0 || leaf == 1;
+    const bool known =
+        header_.sampler.prioritized ? leaf >= 0 && leaf <= PriorityTree::kMaxLeaf : leaf == 0 || leaf == 1;
     require_intact(known, "priority of row " + std::to_string(slot));
   }
 

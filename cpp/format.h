@@ -21,7 +21,7 @@ struct SegmentConfig {
   uint64_t nonce = 0;
   uint64_t seed = 0;
   uint64_t boot = 0;  // of the machine, when the segment is to outlive its processes; 0: it is not
-  std::string text;  // the Python side's description of itself
+  std::string text;   // the Python side's description of itself
 };
 
 namespace detail {
@@ -90,6 +90,7 @@ inline std::unique_ptr<SegmentMemory> format_segment(Descriptor fd, const Segmen
   memory->file().boot = config.boot;
   memory->file().phase = config.boot ? Phase::kInUse : Phase::kMemory;
   h.magic = kMagic;
+  memory->expect_random_access();
   return memory;
 }
 
@@ -162,7 +163,9 @@ inline std::unique_ptr<SegmentMemory> open_segment(Descriptor fd, uint64_t nonce
   const Phase phase = page.file().phase.load(std::memory_order_acquire);
   if (phase != Phase::kMemory && phase != Phase::kInUse)
     throw NotASegment("the last process that used the buffer has closed it: open its file again");
-  return map_segment(std::move(fd));
+  auto memory = map_segment(std::move(fd));
+  memory->expect_random_access();
+  return memory;
 }
 
 // The Python side's description, as given to format_segment().

@@ -96,8 +96,8 @@ enum class Phase : uint32_t {
 // What a segment in a file knows of those who used it. At the end of the header's page.
 struct FileState {
   std::atomic<Phase> phase;
-  uint64_t boot;                      // of the machine, when it was opened last
-  uint64_t seal;                      // kSealed: hash of the header
+  uint64_t boot;                       // of the machine, when it was opened last
+  uint64_t seal;                       // kSealed: hash of the header
   std::atomic<uint64_t> dropped_rows;  // rows that were being written when everybody had died
 };
 inline constexpr uint64_t kFileState = kSegmentHeaderBytes - kLine;

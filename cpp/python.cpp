@@ -106,14 +106,11 @@ PyObject* repair_file(PyObject*, PyObject* args) {
   });
 }
 
-PyMethodDef functions[] = {{"init_torch", init_torch, METH_VARARGS, nullptr},
-                           {"segment_bytes", segment_bytes, METH_VARARGS, nullptr},
-                           {"weights_bytes", weights_bytes, METH_O, nullptr},
-                           {"take_huge_pages", take_huge_pages, METH_VARARGS, nullptr},
-                           {"checksum", checksum, METH_VARARGS, nullptr},
-                           {"nonce_in_use", nonce_in_use, METH_VARARGS, nullptr},
-                           {"repair_file", repair_file, METH_VARARGS, nullptr},
-                           {nullptr, nullptr, 0, nullptr}};
+PyMethodDef functions[] = {
+    {"init_torch", init_torch, METH_VARARGS, nullptr},   {"segment_bytes", segment_bytes, METH_VARARGS, nullptr},
+    {"weights_bytes", weights_bytes, METH_O, nullptr},   {"take_huge_pages", take_huge_pages, METH_VARARGS, nullptr},
+    {"checksum", checksum, METH_VARARGS, nullptr},       {"nonce_in_use", nonce_in_use, METH_VARARGS, nullptr},
+    {"repair_file", repair_file, METH_VARARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
 PyModuleDef module = {
     PyModuleDef_HEAD_INIT, "torchreplay._C", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
 

@@ -50,6 +50,7 @@ class Snapshot {
     uint64_t n = 0;
     for (uint64_t first = from; first < to; first += kChunk) {
       const uint64_t last = std::min(to, first + kChunk);
+      memory_.fetch(first, last);
       look(first, last);
       for (uint64_t slot = first; slot < last; slot++)
         if (at_[slot - first] && copy_row(slot, at_[slot - first], out, n)) out.leaf[n++] = leaf_[slot - first];

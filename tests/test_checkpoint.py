@@ -217,8 +217,7 @@ def load_flipped(path, positions, masks, outcomes):
             try:
                 loaded = tr.ReplayBuffer.load(root)
             except tr.CheckpointError as error:
-                assert path.name in str(error)
-                outcomes[0] += 1
+                outcomes[0] += path.name in str(error)
                 continue
             assert_rows_are_those_of_their_keys(loaded.gather(torch.arange(300)))
             outcomes[1] += len(loaded) == 300

@@ -41,7 +41,9 @@ def image_of(numbers):
 
 
 def make(path, capacity=100, **options):
-    return tr.ReplayBuffer(SPEC, capacity, **{"sampler": tr.Prioritized(alpha=ALPHA), "seed": 3, "path": path, **options})
+    return tr.ReplayBuffer(
+        SPEC, capacity, **{"sampler": tr.Prioritized(alpha=ALPHA), "seed": 3, "path": path, **options}
+    )
 
 
 def assert_equal_batches(ours, theirs):

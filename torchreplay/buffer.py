@@ -93,10 +93,15 @@ class ReplayBuffer(Drawing, Inspection):
         size = _C.segment_bytes(config.capacity, native, shape, len(text.encode()))
         fd = reserve(size, "replay buffer") if path is None else create_file(Path(path), size)
         try:
-            weighting, bounds, boot = config.weighting(), config.limiter.bounds(), 0 if path is None else boot_number()
+            weighting, bounds = config.weighting(), config.limiter.bounds()
+            boot = 0 if path is None else boot_number()
             segment = _C.Segment(
                 fd, True, nonce, native, ReplayBatch, seed, config.capacity, weighting, bounds, shape, text, boot
             )
+        except BaseException:
+            if path is not None:
+                os.unlink(path)
+            raise
         finally:
             os.close(fd)
         self._adopt(segment, nonce, config)
@@ -162,11 +167,11 @@ class ReplayBuffer(Drawing, Inspection):
 
         Rows, keys, priorities, counters and the stream of draws are as they were. Of writers that were killed, the row
         that each was writing is dropped, which is logged and counted (`stats().dropped_rows`); their episodes have no
-        end. When other processes of this machine have the file open, the buffer is theirs, as with `attach`. O(capacity)
-        when nobody has.
+        end. When other processes of this machine have the file open, the buffer is theirs, as with `attach`; when
+        nobody has, it takes O(capacity).
 
-        A file outlives its processes, killed ones too. It outlives the machine only after its last process has closed it
-        or come to its end: of what was in use when the machine went down, the disk has parts of different moments.
+        A file outlives its processes, killed ones too. It outlives the machine only after its last process has closed
+        it or come to its end: of what was in use when the machine went down, the disk has parts of different moments.
 
         Args:
             path: The file.
@@ -175,8 +180,8 @@ class ReplayBuffer(Drawing, Inspection):
         Raises:
             FileNotFoundError: There is none.
             PermissionError: It belongs to another user.
-            CheckpointError: It is no replay buffer, of another version, truncated, damaged, or was in use when the machine
-                went down.
+            CheckpointError: It is no replay buffer, of another version, truncated, damaged, or was in use when the
+                machine went down.
             ValueError: `view` is not the buffer's.
         """
         found = open_file(Path(path))
@@ -189,7 +194,9 @@ class ReplayBuffer(Drawing, Inspection):
         else:
             self._segment.mark_shared()
         if found.dropped_rows:
-            logger.warning("%s: dropped %d rows that were being written when its processes died", path, found.dropped_rows)
+            logger.warning(
+                "%s: dropped %d rows that were being written when its processes died", path, found.dropped_rows
+            )
         return self
 
     # Writing

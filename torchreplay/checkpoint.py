@@ -221,10 +221,11 @@ def _read_shards(
             raise CheckpointError(f"{root / name} is damaged: {error!r}") from None
 
     with ThreadPoolExecutor(1) as reader:
-        ahead = reader.submit(read, 0) if shards else None
+        ahead = [reader.submit(read, number) for number in range(min(1, len(shards)))]
         for number in track(range(len(shards)), "loading the replay buffer"):
-            columns = ahead.result()
-            ahead = reader.submit(read, number + 1) if number + 1 < len(shards) else None
+            columns = ahead.pop().result()
+            if number + 1 < len(shards):
+                ahead.append(reader.submit(read, number + 1))
             yield columns
 
 

@@ -159,9 +159,10 @@ class Inspection:
         if self._segment.closed:
             return "ReplayBuffer(closed)"
         stats = self.stats()
+        where = "shared" if self.path is None else f"in {self.path}"
         names = ", ".join("/".join(path) for path in self._config.fields)
         return (
             f"ReplayBuffer({stats.size:,}/{stats.capacity:,} rows, fields: {names}, "
-            f"{stats.nbytes / 2**20:,.1f} MiB {'shared' if self.path is None else f'in {self.path}'}, {self.view}, {self.sampler}, {self.limiter}, "
+            f"{stats.nbytes / 2**20:,.1f} MiB {where}, {self.view}, {self.sampler}, {self.limiter}, "
             f"{stats.writers} writers{', stopped' if stats.stopped else ''})"
         )

@@ -70,7 +70,9 @@ def create_file(path: Path, size: int) -> int:
     except OSError as error:
         os.close(fd)
         os.unlink(path)
-        raise OSError(error.errno, f"cannot hold a replay buffer of {size_text(size)}: {error.strerror}", str(path)) from None
+        raise OSError(
+            error.errno, f"cannot hold a replay buffer of {size_text(size)}: {error.strerror}", str(path)
+        ) from None
     return fd
 
 
@@ -121,7 +123,9 @@ def open_file(path: Path) -> OpenFile:
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"{path} holds no replay buffer: it is no regular file")
         if status.st_uid != os.geteuid():
-            raise PermissionError(errno.EPERM, "only the user who owns the file of a replay buffer can open it", str(path))
+            raise PermissionError(
+                errno.EPERM, "only the user who owns the file of a replay buffer can open it", str(path)
+            )
         return _claim(fd, path)
     except BaseException as error:
         os.close(fd)
@@ -140,7 +144,7 @@ def _claim(fd: int, path: Path) -> OpenFile:
             if nonce is not None:
                 return OpenFile(fd, nonce, False, 0)
             fcntl.flock(fd, fcntl.LOCK_UN)  # whoever held it has left
-            time.sleep(random.uniform(0, 0.02))  # noqa: S311 - or two who open it could keep each other out
+            time.sleep(random.uniform(0, 0.02))  # or two who open it could keep each other out
         else:
             nonce, dropped_rows = _C.repair_file(fd, boot_number())
             fcntl.flock(fd, fcntl.LOCK_SH)

@@ -52,7 +52,8 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int, i
     text += b" " * (-len(text) % 8)
     checksum = 0
     with path.open("xb") as file:
-        for values in (struct.pack("<Q", len(text)) + text, *(_bytes_of(tensors[name]) for name in names)):
+        head = memoryview(struct.pack("<Q", len(text)) + text)
+        for values in (head, *(_bytes_of(tensors[name]) for name in names)):
             for at in range(0, len(values), PIECE):
                 piece = values[at : at + PIECE]
                 checksum = _C.checksum(piece, checksum)
@@ -80,7 +81,7 @@ def read_shard(path: Path, size: int, checksum: int, names: Sequence[str], room:
         if (found := os.fstat(file.fileno()).st_size) != size:
             raise ValueError(f"it has {found:,} of {size:,} bytes")
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        values, at, found = memoryview(room.numpy())[:size], 0, 0
+        values, at, found = room.numpy().data[:size], 0, 0
         while at < size:
             read = file.readinto(values[at : at + PIECE])
             if not read:
@@ -96,7 +97,7 @@ def read_shard(path: Path, size: int, checksum: int, names: Sequence[str], room:
 
 
 def _tensors(content: torch.Tensor, names: Sequence[str]) -> list[torch.Tensor]:
-    (length,) = struct.unpack_from("<Q", memoryview(content.numpy()))
+    (length,) = struct.unpack_from("<Q", content.numpy().data)
     start = 8 + length
     header = json.loads(bytes(content[8:start].numpy()))
     dtypes = {name: dtype for dtype, name in DTYPES.items()}
@@ -109,4 +110,4 @@ def _tensors(content: torch.Tensor, names: Sequence[str]) -> list[torch.Tensor]:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data

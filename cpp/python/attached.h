@@ -69,8 +69,8 @@ struct SegmentState {
   Ref nonce;
   std::unique_ptr<Membership> learner;
   std::unique_ptr<Membership> ownership;  // in the process that made the segment, or opened its file
-  uint64_t owned_since = 0;                // fork generation
-  uint64_t owned_step = 0;                 // where the owner's stream of draws goes on
+  uint64_t owned_since = 0;               // fork generation
+  uint64_t owned_step = 0;                // where the owner's stream of draws goes on
   DrawName next_draw;
   uint32_t seen_rows_signal = 0;
   std::vector<std::unique_ptr<BatchSampler>> samplers;  // idle ones; guarded by the interpreter lock

@@ -23,8 +23,8 @@ inline int init(PyObject* self, PyObject* args, PyObject*) {
     PyObject *fields, *batch_type, *sampler, *limiter, *view;
     const char* text;
     Py_ssize_t text_bytes;
-    if (!PyArg_ParseTuple(args, "ipKOO|KKOOOs#K", &fd, &create, &nonce, &fields, &batch_type, &seed, &capacity, &sampler,
-                          &limiter, &view, &text, &text_bytes, &boot))
+    if (!PyArg_ParseTuple(args, "ipKOO|KKOOOs#K", &fd, &create, &nonce, &fields, &batch_type, &seed, &capacity,
+                          &sampler, &limiter, &view, &text, &text_bytes, &boot))
       throw PythonError{};
     if (!exchange) throw std::runtime_error("init_torch() has not been called");
     auto state = std::make_unique<SegmentState>();
@@ -311,8 +311,7 @@ inline PyObject* get_closed(PyObject* self, void*) {
   return guarded([&] { return PyBool_FromLong(!state_of<SegmentState>(self).attached); });
 }
 inline PyObject* get_in_file(PyObject* self, void*) {
-  return guarded(
-      [&] { return PyBool_FromLong(state_of<SegmentState>(self).memory().file().phase != Phase::kMemory); });
+  return guarded([&] { return PyBool_FromLong(state_of<SegmentState>(self).memory().file().phase != Phase::kMemory); });
 }
 inline PyObject* get_text(PyObject* self, void*) {
   return guarded([&] {

@@ -4,8 +4,8 @@
 #include <filesystem>
 #include <random>
 
-#include "file.h"
 #include "explorers.h"
+#include "file.h"
 #include "participants.h"
 #include "views.h"
 
