@@ -37,6 +37,8 @@ AIMS: Mapping[tuple[str, str], Sequence[Aim]] = {
     ("upkeep", "... times as long as without"): (Aim(1.2),),
     ("upkeep", "attach"): (Aim(2000.0),),
     ("upkeep", "stats()"): (Aim(10.0),),
+    ("checkpoint", "save, fraction of the disk"): (Aim(0.7),),
+    ("checkpoint", "load, fraction of the disk"): (Aim(0.7),),
 }
 
 

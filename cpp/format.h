@@ -20,7 +20,8 @@ struct SegmentConfig {
   LimiterConfig limiter;
   uint64_t nonce = 0;
   uint64_t seed = 0;
-  std::string text;  // the Python side's description of itself
+  uint64_t boot = 0;  // of the machine, when the segment is to outlive its processes; 0: it is not
+  std::string text;   // the Python side's description of itself
 };
 
 namespace detail {
@@ -42,6 +43,19 @@ inline constexpr uint64_t kMaxFields = 4096;
 
 inline uint64_t config_bytes(size_t fields, size_t text) {
   return sizeof(detail::ConfigHead) + fields * sizeof(detail::ConfigField) + text;
+}
+
+// Of what stays as it was formatted, and decides how everything else is read.
+inline uint64_t config_hash(const Header& h, const char* config) {
+  const SamplerConfig& s = h.sampler;
+  return Hash()
+      .mix(config, h.config_bytes)
+      .mix(h.nonce)
+      .mix(s.prioritized)
+      .mix(static_cast<uint64_t>(s.normalize))
+      .mix(&s.alpha, sizeof s.alpha)
+      .mix(&s.eps, sizeof s.eps)
+      .value();
 }
 
 // Formats the zero-filled file `fd`, `config.layout.bytes` long.
@@ -66,6 +80,7 @@ inline std::unique_ptr<SegmentMemory> format_segment(Descriptor fd, const Segmen
   h.config_bytes = layout.config_bytes;
   h.seed = config.seed;
   h.sampler = config.sampler;
+  h.config_hash = config_hash(h, memory->config());
   h.limiters[0] = config.limiter;
   h.made = monotonic_ns();
   h.max_raw = 1.0f;
@@ -73,23 +88,39 @@ inline std::unique_ptr<SegmentMemory> format_segment(Descriptor fd, const Segmen
   h.streams.store(1, std::memory_order_relaxed);  // stream 0 is the owner's
   h.mutex.init();
   memory->tree().rebuild();
+  memory->file().boot = config.boot;
+  memory->file().phase = config.boot ? Phase::kInUse : Phase::kMemory;
   h.magic = kMagic;
+  memory->expect_random_access();
   return memory;
 }
 
-// Maps a segment made elsewhere. Throws NotASegment, naming what differs.
-inline std::unique_ptr<SegmentMemory> open_segment(Descriptor fd, uint64_t nonce) {
+// The first page of a file that claims to be a segment of this version.
+class HeaderPage {
+ public:
+  // Throws NotASegment.
+  explicit HeaderPage(const Descriptor& fd) {
+    const uint64_t size = fd.file_bytes();
+    if (size < sizeof page_ || pread(fd.get(), page_, sizeof page_, 0) != static_cast<ssize_t>(sizeof page_))
+      throw NotASegment("the file is " + std::to_string(size) + " bytes long: too short for a replay segment");
+    if (header().magic != kMagic) throw NotASegment("the file is not a replay segment (wrong magic number)");
+    if (header().version != kFormatVersion)
+      throw NotASegment("the segment has format version " + std::to_string(header().version) +
+                        ", this build reads version " + std::to_string(kFormatVersion) +
+                        ": use the same torchreplay version in every process");
+  }
+  const Header& header() const { return *reinterpret_cast<const Header*>(page_); }
+  const FileState& file() const { return *reinterpret_cast<const FileState*>(page_ + kFileState); }
+
+ private:
+  alignas(kLine) char page_[kSegmentHeaderBytes];
+};
+
+// Maps a segment, in use or not. Throws NotASegment, naming what is wrong with it.
+inline std::unique_ptr<SegmentMemory> map_segment(Descriptor fd) {
+  const HeaderPage page(fd);
+  const Header& h = page.header();
   const uint64_t size = fd.file_bytes();
-  alignas(kLine) char page[kSegmentHeaderBytes];
-  if (size < kSegmentHeaderBytes || pread(fd.get(), page, sizeof page, 0) != static_cast<ssize_t>(sizeof page))
-    throw NotASegment("the file is " + std::to_string(size) + " bytes long: too short for a replay segment");
-  const auto& h = *reinterpret_cast<const Header*>(page);
-  if (h.magic != kMagic) throw NotASegment("the file is not a replay segment (wrong magic number)");
-  if (h.version != kFormatVersion)
-    throw NotASegment("the segment has format version " + std::to_string(h.version) + ", this build reads version " +
-                      std::to_string(kFormatVersion) + ": use the same torchreplay version in every process");
-  if (h.nonce != nonce)
-    throw NotASegment("the handle names another buffer than the one found in its place: its owner is gone");
   if (h.bytes != size)
     throw NotASegment("the segment is " + std::to_string(size) + " bytes long, its header says " +
                       std::to_string(h.bytes));
@@ -98,6 +129,7 @@ inline std::unique_ptr<SegmentMemory> open_segment(Descriptor fd, uint64_t nonce
   std::string config(h.config_bytes, '\0');
   if (pread(fd.get(), config.data(), config.size(), static_cast<off_t>(offset)) != static_cast<ssize_t>(config.size()))
     throw NotASegment("the segment's configuration cannot be read");
+  if (config_hash(h, config.data()) != h.config_hash) throw NotASegment("the segment's configuration is damaged");
   detail::ConfigHead head;
   if (config.size() < sizeof head) throw NotASegment("the segment's configuration is damaged");
   std::memcpy(&head, config.data(), sizeof head);
@@ -122,6 +154,19 @@ inline std::unique_ptr<SegmentMemory> open_segment(Descriptor fd, uint64_t nonce
     throw NotASegment(
         "the segment was laid out by an incompatible build of torchreplay: use the same version in every process");
   return std::make_unique<SegmentMemory>(std::move(fd), std::move(layout));
+}
+
+// Maps a segment that others use. Throws NotASegment, naming what differs.
+inline std::unique_ptr<SegmentMemory> open_segment(Descriptor fd, uint64_t nonce) {
+  const HeaderPage page(fd);
+  if (page.header().nonce != nonce)
+    throw NotASegment("the handle names another buffer than the one found in its place: its owner is gone");
+  const Phase phase = page.file().phase.load(std::memory_order_acquire);
+  if (phase != Phase::kMemory && phase != Phase::kInUse)
+    throw NotASegment("the last process that used the buffer has closed it: open its file again");
+  auto memory = map_segment(std::move(fd));
+  memory->expect_random_access();
+  return memory;
 }
 
 // The Python side's description, as given to format_segment().

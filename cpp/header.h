@@ -47,6 +47,7 @@ struct Header {
   uint64_t nonce;
   uint64_t bytes;
   uint64_t config_bytes;
+  uint64_t config_hash;  // of the configuration, the sampler and the nonce
   uint64_t seed;
   SamplerConfig sampler;
 
@@ -95,8 +96,24 @@ struct Header {
 
   const LimiterConfig& limiter() const { return limiters[limiter_index & 1]; }
 };
-static_assert(sizeof(Header) <= kSegmentHeaderBytes);
 static_assert(std::atomic<uint64_t>::is_always_lock_free);
+
+enum class Phase : uint32_t {
+  kMemory,     // not in a file
+  kInUse,      // processes of the boot named use it, or died
+  kRepairing,  // one of them was about to repair it
+  kSealed,     // put to rest by its last user, everything being on the disk
+};
+
+// What a segment in a file knows of those who used it. At the end of the header's page.
+struct FileState {
+  std::atomic<Phase> phase;
+  uint64_t boot;                       // of the machine, when it was opened last
+  uint64_t seal;                       // kSealed: hash of the header
+  std::atomic<uint64_t> dropped_rows;  // rows that were being written when everybody had died
+};
+inline constexpr uint64_t kFileState = kSegmentHeaderBytes - kLine;
+static_assert(sizeof(FileState) <= kLine && sizeof(Header) <= kFileState);
 
 enum class Role : uint32_t { kNone = 0, kWriter = 1, kLearner = 2, kSupervisor = 3, kOwner = 4 };
 
@@ -133,12 +150,15 @@ static_assert(sizeof(Links) == sizeof(uint64_t));
 
 namespace slot_word {
 inline constexpr uint64_t kBusy = 1;
+inline constexpr uint64_t kLoaded = 0x7fff;  // the writer of rows from a checkpoint: an id that nobody takes
+static_assert(kLoaded >= kMaxParticipants);
 constexpr uint64_t busy(uint64_t key, uint64_t writer) { return (key + 1) << 16 | writer << 1 | kBusy; }
 constexpr uint64_t done(uint64_t key, uint64_t writer) { return (key + 1) << 16 | writer << 1; }
 constexpr uint64_t voided(uint64_t key) { return (key + 1) << 16; }
 constexpr bool is_busy(uint64_t w) { return w & kBusy; }
 constexpr bool is_row(uint64_t w) { return !(w & kBusy) && (w & 0xfffe); }
 constexpr uint64_t key1(uint64_t w) { return w >> 16; }  // key + 1; 0: never written
+constexpr uint64_t writer(uint64_t w) { return (w & 0xffff) >> 1; }
 }  // namespace slot_word
 
 }  // namespace torchreplay

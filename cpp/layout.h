@@ -25,6 +25,20 @@ inline constexpr uint64_t kOwnArrayBytes = 1024;
 
 constexpr uint64_t round_up(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
 
+// FNV-1a: finds accidents, not malice.
+class Hash {
+ public:
+  Hash& mix(const void* data, size_t n) {
+    for (auto* byte = static_cast<const unsigned char*>(data); n > 0; n--) value_ = (value_ ^ *byte++) * 0x100000001b3;
+    return *this;
+  }
+  Hash& mix(uint64_t v) { return mix(&v, sizeof v); }
+  uint64_t value() const { return value_; }
+
+ private:
+  uint64_t value_ = 0xcbf29ce484222325;
+};
+
 struct Field {
   Element element;
   uint64_t nbytes;      // of one row's value
@@ -42,23 +56,15 @@ struct Layout {
   uint64_t participants = 0, config = 0, records = 0, at = 0, links = 0, pending = 0, pending_summary = 0, tree = 0;
   uint64_t config_bytes = 0, bytes = 0;
 
-  // FNV-1a over everything that two processes must agree on.
+  // Of everything that two processes must agree on.
   uint64_t hash() const {
-    uint64_t h = 0xcbf29ce484222325;
-    auto mix = [&h](uint64_t v) {
-      for (int i = 0; i < 8; i++, v >>= 8) h = (h ^ (v & 0xff)) * 0x100000001b3;
-    };
+    Hash h;
     for (uint64_t v : {kFormatVersion, capacity, record_stride, records, at, links, pending, tree, bytes,
                        uint64_t{view.span}, uint64_t{view.min_steps}, uint64_t{view.stride}, uint64_t{view.history},
                        uint64_t{view.across}, uint64_t{view.priority_steps}})
-      mix(v);
-    for (const Field& f : fields) {
-      mix(static_cast<uint64_t>(f.element));
-      mix(f.nbytes);
-      mix(f.offset);
-      mix(f.stride);
-    }
-    return h;
+      h.mix(v);
+    for (const Field& f : fields) h.mix(static_cast<uint64_t>(f.element)).mix(f.nbytes).mix(f.offset).mix(f.stride);
+    return h.value();
   }
 };
 

@@ -71,6 +71,7 @@ class SegmentMemory {
   Liveness& liveness() { return liveness_; }
 
   Header& header() const { return *reinterpret_cast<Header*>(base_); }
+  FileState& file() const { return *reinterpret_cast<FileState*>(base_ + kFileState); }
   Participant& participant(int id) const {
     return *reinterpret_cast<Participant*>(base_ + layout_.participants +
                                            static_cast<uint64_t>(id) * kParticipantBytes);
@@ -81,6 +82,23 @@ class SegmentMemory {
     return *reinterpret_cast<RowHeader*>(base_ + layout_.records + slot * layout_.record_stride);
   }
   char* value(const Field& f, uint64_t slot) const { return base_ + f.offset + slot * f.stride; }
+
+  // For those who draw from a file: rows lie all over it, and what the system would read ahead of them is not what
+  // comes next. With 1.3 GiB of frames in 0.4 GiB of memory draws are 20 times faster without.
+  void expect_random_access() const {
+    if (file().phase != Phase::kMemory) madvise(base_, layout_.bytes, MADV_RANDOM);
+  }
+  // Has the system read the rows in slots [first, last) of a file all at once.
+  void fetch(uint64_t first, uint64_t last) const {
+    if (file().phase == Phase::kMemory) return;
+    const auto read = [&](uint64_t offset, uint64_t stride) {
+      const uint64_t start = (offset + first * stride) / kPage * kPage;
+      madvise(base_ + start, offset + last * stride - start, MADV_WILLNEED);
+    };
+    read(layout_.records, layout_.record_stride);
+    for (const Field& f : layout_.fields)
+      if (f.own_array) read(f.offset, f.stride);
+  }
 
   // Absorber's state of a slot: key + 1 of the row absorbed there, 0 for none. Guarded by the mutex.
   uint64_t& at(uint64_t slot) const { return reinterpret_cast<uint64_t*>(base_ + layout_.at)[slot]; }

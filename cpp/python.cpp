@@ -3,6 +3,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "checksum.h"
 #include "python/segment.h"
 #include "python/streams.h"
 #include "python/weights.h"
@@ -77,10 +78,54 @@ PyObject* take_huge_pages(PyObject*, PyObject* args) {
   });
 }
 
+// checksum(bytes, before) -> int: of bytes that follow on those with checksum `before`; 0: on none.
+PyObject* checksum(PyObject*, PyObject* args) {
+  return guarded([&] {
+    Py_buffer view;
+    unsigned int before;
+    if (!PyArg_ParseTuple(args, "y*I", &view, &before)) throw PythonError{};
+    const uint32_t sum = [&] {
+      const WithoutGil released;
+      return torchreplay::checksum(view.buf, static_cast<size_t>(view.len), before);
+    }();
+    PyBuffer_Release(&view);
+    return checked(PyLong_FromUnsignedLong(sum));
+  });
+}
+
+// nonce_in_use(fd, boot) -> int | None: of the segment in a file, when processes of this boot may use it. The caller
+// holds LOCK_SH.
+PyObject* nonce_in_use(PyObject*, PyObject* args) {
+  return guarded([&] {
+    int fd;
+    unsigned long long boot;
+    if (!PyArg_ParseTuple(args, "iK", &fd, &boot)) throw PythonError{};
+    const auto nonce = torchreplay::nonce_in_use(Descriptor::duplicate(fd), boot);
+    return nonce ? checked(PyLong_FromUnsignedLongLong(*nonce)) : Py_NewRef(Py_None);
+  });
+}
+
+// repair_file(fd, boot) -> (nonce, rows dropped): makes the segment in a file fit for use. The caller holds LOCK_EX.
+PyObject* repair_file(PyObject*, PyObject* args) {
+  return guarded([&] {
+    int fd;
+    unsigned long long boot;
+    if (!PyArg_ParseTuple(args, "iK", &fd, &boot)) throw PythonError{};
+    Descriptor file = Descriptor::duplicate(fd);
+    const Repaired repaired = [&] {
+      const WithoutGil released;
+      return repair_segment(std::move(file), boot);
+    }();
+    return checked(Py_BuildValue("KK", repaired.nonce, repaired.dropped_rows));
+  });
+}
+
 PyMethodDef functions[] = {
-    {"init_torch", init_torch, METH_VARARGS, nullptr},           {"init_waits", init_waits, METH_VARARGS, nullptr},
-    {"segment_bytes", segment_bytes, METH_VARARGS, nullptr},     {"weights_bytes", weights_bytes, METH_O, nullptr},
-    {"take_huge_pages", take_huge_pages, METH_VARARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+    {"init_torch", init_torch, METH_VARARGS, nullptr},   {"segment_bytes", segment_bytes, METH_VARARGS, nullptr},
+    {"weights_bytes", weights_bytes, METH_O, nullptr},   {"take_huge_pages", take_huge_pages, METH_VARARGS, nullptr},
+    {"init_waits", init_waits, METH_VARARGS, nullptr},
+    {"checksum", checksum, METH_VARARGS, nullptr},       {"nonce_in_use", nonce_in_use, METH_VARARGS, nullptr},
+    {"repair_file", repair_file, METH_VARARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
 PyModuleDef module = {
     PyModuleDef_HEAD_INIT, "torchreplay._C", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
 

@@ -53,6 +53,7 @@ class Snapshot {
     uint64_t n = 0;
     for (uint64_t first = from; first < to; first += kChunk) {
       const uint64_t last = std::min(to, first + kChunk);
+      memory_.fetch(first, last);
       look(first, last);
       for (uint64_t slot = first; slot < last; slot++)
         if (at_[slot - first] && copy_row(slot, at_[slot - first], out, n)) out.leaf[n++] = leaf_[slot - first];
@@ -74,7 +75,7 @@ class Snapshot {
       row.link.store(static_cast<uint64_t>(rows.link[i]), std::memory_order_relaxed);
       row.step.store(static_cast<uint32_t>(rows.step[i]), std::memory_order_relaxed);
       row.priority.store(rows.priority[i], std::memory_order_relaxed);
-      row.word.store(slot_word::done(key, kLoaded), std::memory_order_relaxed);
+      row.word.store(slot_word::done(key, slot_word::kLoaded), std::memory_order_relaxed);
       memory_.at(slot) = key + 1;
       memory_.tree().leaves()[slot] = rows.leaf[i];
     }
@@ -105,8 +106,6 @@ class Snapshot {
 
  private:
   static constexpr uint64_t kChunk = Absorber::kChunk;
-  static constexpr uint64_t kLoaded = 0x7fff;  // an id that no writer has
-  static_assert(kLoaded >= kMaxParticipants);
 
   // Which rows the slots hold, and their leaves: of one moment.
   void look(uint64_t first, uint64_t last) {

@@ -10,9 +10,11 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from forked import Forked
+from forked import Forked, shared_counters
+from safetensors.torch import load_file
 
 import torchreplay as tr
+from torchreplay.spec import ELEMENTS
 
 ENDS = {"terminated": tr.Field((), torch.bool), "truncated": tr.Field((), torch.bool)}
 SPEC = {"x": {"a": tr.Field((3,), torch.int64), "b": tr.Field((), torch.bfloat16)}, "reward": tr.Field()}
@@ -176,47 +178,98 @@ def save_for_ever(buffer, directory):
         buffer.save(directory)
 
 
-def test_a_save_killed_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path):
+def kill_saves(directory, kills, seed):
     buffer = filled(400, 400)
-    buffer.save(tmp_path)
-    chance = random.Random(5)
-    for _ in range(25):
-        with Forked(save_for_ever, buffer, tmp_path) as saver:
+    buffer.save(directory)
+    chance = random.Random(seed)
+    for _ in range(kills):
+        with Forked(save_for_ever, buffer, directory) as saver:
             time.sleep(chance.uniform(0, 0.03))  # the instant of the kill
             saver.kill()
-        batch = tr.ReplayBuffer.load(tmp_path).gather(torch.arange(400))
+        batch = tr.ReplayBuffer.load(directory).gather(torch.arange(400))
         assert len(batch["key"]) == 400
         assert_rows_are_those_of_their_keys(batch)
-    buffer.save(tmp_path)
-    assert len(list(tmp_path.iterdir())) == 2  # what killed saves had left is gone
+    buffer.save(directory)
+    assert len(list(directory.iterdir())) == 2  # what killed saves had left is gone
 
 
-def flipped(content, position):
-    return content[:position] + bytes([content[position] ^ 0x41]) + content[position + 1 :]
+def test_a_save_killed_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path):
+    kill_saves(tmp_path, 25, seed=5)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_a_save_killed_at_1000_random_moments_leaves_a_checkpoint_that_loads(tmp_path):
+    kill_saves(tmp_path, 1000, seed=6)
+
+
+def flipped(content, position, mask=0x41):
+    return content[:position] + bytes([content[position] ^ mask]) + content[position + 1 :]
+
+
+def load_flipped(path, positions, masks, outcomes):
+    """Loads with each byte changed in turn. In a process of its own: a crash must be seen."""
+    content = path.read_bytes()
+    root = next(parent for parent in path.parents if (parent / "checkpoint.json").exists())
+    for position in positions:
+        for mask in masks:
+            path.write_bytes(flipped(content, position, mask))
+            try:
+                loaded = tr.ReplayBuffer.load(root)
+            except tr.CheckpointError as error:
+                outcomes[0] += path.name in str(error)
+                continue
+            assert_rows_are_those_of_their_keys(loaded.gather(torch.arange(300)))
+            outcomes[1] += len(loaded) == 300
+
+
+def flip(path, positions, masks):
+    """Returns how many changes of a byte were refused; all others lost nothing."""
+    outcomes = shared_counters(2)
+    with Forked(load_flipped, path, positions, masks, outcomes) as process:
+        assert process.wait(1200) == 0
+    assert sum(outcomes) == len(positions) * len(masks)
+    return outcomes[0]
+
+
+def description_of(directory):
+    filled(300, 300).save(directory)
+    return directory / "checkpoint.json"
 
 
 def test_any_damaged_byte_of_the_description_is_an_error_or_no_loss(tmp_path):
-    filled(5, 8).save(tmp_path)
-    path = tmp_path / "checkpoint.json"
-    content = path.read_bytes()
-    for position in range(len(content)):
-        path.write_bytes(flipped(content, position))
-        try:
-            loaded = tr.ReplayBuffer.load(tmp_path)
-        except tr.CheckpointError:
-            continue
-        assert len(loaded) == 5
+    path = description_of(tmp_path)
+    size = path.stat().st_size
+    assert flip(path, range(size), [0x41]) > 0.9 * size
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_any_damaged_bit_of_the_description_is_an_error_or_no_loss(tmp_path):
+    path = description_of(tmp_path)
+    flip(path, range(path.stat().st_size), [1 << bit for bit in range(8)])
+
+
+def damage_rows(directory, flips, seed):
+    filled(300, 300).save(directory)
+    (path,) = directory.glob("rows-*/*.safetensors")
+    size, chance = path.stat().st_size, random.Random(seed)
+    positions = [0, 7, 8, size - 1, *(chance.randrange(size) for _ in range(flips))]
+    assert flip(path, positions, [0x41]) == len(positions)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_any_of_20_000_damaged_bytes_of_the_rows_is_an_error(tmp_path):
+    damage_rows(tmp_path, 20_000, seed=4)
 
 
 def test_damaged_missing_and_shortened_files_of_rows_are_errors_that_name_them(tmp_path):
+    damage_rows(tmp_path, 100, seed=3)
+    shutil.rmtree(tmp_path)
     filled(300, 300).save(tmp_path)
     (path,) = tmp_path.glob("rows-*/*.safetensors")
     content = path.read_bytes()
-    chance = random.Random(3)
-    for position in [0, 7, 8, len(content) - 1, *(chance.randrange(len(content)) for _ in range(50))]:
-        path.write_bytes(flipped(content, position))
-        with pytest.raises(tr.CheckpointError, match=path.name):
-            tr.ReplayBuffer.load(tmp_path)
     for damaged in (b"", content[:-1], content + b"\0"):
         path.write_bytes(damaged)
         with pytest.raises(tr.CheckpointError, match=path.name):
@@ -251,6 +304,32 @@ def test_a_checkpoint_is_two_entries_and_holds_no_pickle(tmp_path):
     assert entries == ["00000.safetensors", "checkpoint.json"]
     moved = shutil.move(tmp_path / "new" / "place", tmp_path / "elsewhere")
     assert len(tr.ReplayBuffer.load(moved)) == 5
+
+
+def test_the_files_of_rows_are_what_the_safetensors_package_reads(tmp_path):
+    buffer = filled(80, 50)
+    buffer.save(tmp_path)
+    (path,) = tmp_path.glob("rows-*/*.safetensors")
+    tensors = load_file(path)
+    batch = buffer.gather(tensors["row.key"])
+    assert tensors["row.key"].sort().values.tolist() == list(range(30, 80))
+    assert torch.equal(tensors["x/a"], batch["x"]["a"])
+    assert torch.equal(tensors["x/b"], batch["x"]["b"])
+    assert torch.equal(tensors["reward"], batch["reward"])
+
+
+def test_every_dtype_and_a_buffer_of_several_files_come_back(tmp_path, monkeypatch):
+    monkeypatch.setattr("torchreplay.checkpoint.SHARD_BYTES", 4096)
+    spec = {str(dtype): tr.Field((3,), dtype) for dtype in ELEMENTS}
+    buffer = tr.ReplayBuffer(spec, 500, seed=1)
+    numbers = np.arange(1500).reshape(500, 3)
+    buffer.extend(**{name: torch.from_numpy(numbers % 100).to(field.dtype) for name, field in spec.items()})
+    buffer.save(tmp_path)
+    assert len(list(tmp_path.glob("rows-*/*"))) > 10
+    ours, theirs = buffer.gather(torch.arange(500)), tr.ReplayBuffer.load(tmp_path).gather(torch.arange(500))
+    assert ours["key"].tolist() == theirs["key"].tolist() == list(range(500))
+    for name in spec:
+        assert torch.equal(ours[name].double(), theirs[name].double()), name
 
 
 def test_an_empty_buffer_can_be_saved(tmp_path):

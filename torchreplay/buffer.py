@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import threading
 import weakref
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,13 +20,14 @@ from .batch import ReplayBatch
 from .checkpoint import load_rows, read_description, save
 from .config import Config
 from .drawing import Drawing
-from .errors import AttachError, ReplayTimeout
+from .errors import AttachError, CheckpointError, ReplayTimeout
 from .hindsight import Hindsight
 from .inspection import Inspection
 from .limiters import Limiter, MinSize, SamplesPerInsert
 from .plan import GOALS
 from .samplers import Prioritized, Sampler, Uniform
 from .segment import Handle, make_handle, new_nonce, open_handle, reserve
+from .segment_file import boot_number, create_file, open_file
 from .spec import Spec, flatten, nest, to_native
 from .supervision import Supervision
 from .views import VIEWS, Rows, View
@@ -33,6 +36,8 @@ from .writer import Autoreset, Writer
 
 if TYPE_CHECKING:
     from types import TracebackType
+
+logger = logging.getLogger("torchreplay")
 
 _open_buffers: weakref.WeakSet[ReplayBuffer] = weakref.WeakSet()
 
@@ -43,6 +48,7 @@ class ReplayBuffer(Drawing, Inspection):
     Rows live in a ring of `capacity` slots; the newest overwrite the oldest. Any number of processes write and draw at
     the same time. Pickle the buffer (as an argument of a Ray actor, a spawned process, a DataLoader worker) or inherit
     it by fork: it is the same memory. The memory goes with the last process that has it open; /dev/shm stays empty.
+    With a `path` it is a file, which may be larger than the machine's memory, and stays for `open`.
 
     Args:
         spec: Names to `Field(shape, dtype)`; dicts nest. `key`, `weight`, `probability` and `priority` are reserved.
@@ -51,11 +57,14 @@ class ReplayBuffer(Drawing, Inspection):
         view: How rows become items: `Rows()` (the default), every row one; `Transitions(...)`, `Sequences(...)` and
             `Hindsight(...)` link the rows of an episode.
         limiter: `MinSize(n)` (the default, with n = 1) or `SamplesPerInsert(...)`; can be changed later.
+        path: A new file to hold the buffer, readable by this user only. None: it lies in memory.
         seed: Of the draws; the same seed and the same writes give the same batches. None: a random one.
 
     Raises:
         ValueError: A bad spec, capacity or seed.
         MemoryError: The machine or the cgroup has too little memory left; nothing was touched.
+        FileExistsError: There is a file at `path`.
+        OSError: The disk has too little room for it, or a filesystem that cannot hold shared memory.
     """
 
     def __init__(
@@ -66,6 +75,7 @@ class ReplayBuffer(Drawing, Inspection):
         sampler: Sampler | None = None,
         view: View | None = None,
         limiter: Limiter | None = None,
+        path: str | os.PathLike[str] | None = None,
         seed: int | None = None,
     ) -> None:
         default_sampler: Sampler = Uniform()
@@ -82,12 +92,18 @@ class ReplayBuffer(Drawing, Inspection):
         nonce = new_nonce()
         native = to_native(config.fields)
         text, shape = config.to_text(), config.view.native()
-        fd = reserve(_C.segment_bytes(config.capacity, native, shape, len(text.encode())), "replay buffer")
+        size = _C.segment_bytes(config.capacity, native, shape, len(text.encode()))
+        fd = reserve(size, "replay buffer") if path is None else create_file(Path(path), size)
         try:
             weighting, limits = config.weighting(), config.limiter.native()
+            boot = 0 if path is None else boot_number()
             segment = _C.Segment(
-                fd, True, nonce, native, ReplayBatch, seed, config.capacity, weighting, limits, shape, text
+                fd, True, nonce, native, ReplayBatch, seed, config.capacity, weighting, limits, shape, text, boot
             )
+        except BaseException:
+            if path is not None:
+                os.unlink(path)
+            raise
         finally:
             os.close(fd)
         self._adopt(segment, nonce, config)
@@ -123,22 +139,67 @@ class ReplayBuffer(Drawing, Inspection):
             ValueError: `view` is not the buffer's.
             AttachError: Its owner is gone, on another machine, of another user, or runs another version of torchreplay.
         """
-        fd = open_handle(handle, "replay buffer")
         try:
-            segment = _C.Segment(fd, False, handle.nonce, None, ReplayBatch)
+            return cls._over(open_handle(handle, "replay buffer"), handle.nonce, view)
         except ConnectionError as error:
             raise AttachError(str(error)) from None
+
+    @classmethod
+    def _over(cls, fd: int, nonce: int, view: View | None) -> ReplayBuffer:
+        """Returns the buffer in the segment that others made, and closes its descriptor `fd`."""
+        try:
+            segment = _C.Segment(fd, False, nonce, None, ReplayBatch)
         finally:
             os.close(fd)
         config = Config.from_text(segment.text).with_functions(view)
         segment.set_fields(to_native(config.fields))
         self = cls.__new__(cls)
-        self._adopt(segment, handle.nonce, config)
+        self._adopt(segment, nonce, config)
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         view = self.view.travelling() if isinstance(self.view, Hindsight) else None
         return ReplayBuffer.attach, (self.handle(), *(() if view is None else (view,)))
+
+    # Files
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], *, view: View | None = None) -> ReplayBuffer:
+        """Returns the buffer in a file that was made with `path=`, as it was left, however its processes ended.
+
+        Rows, keys, priorities, counters and the stream of draws are as they were. Of writers that were killed, the row
+        that each was writing is dropped, which is logged and counted (`stats().dropped_rows`); their episodes have no
+        end. When other processes of this machine have the file open, the buffer is theirs, as with `attach`; when
+        nobody has, it takes O(capacity).
+
+        A file outlives its processes, killed ones too. It outlives the machine only after its last process has closed
+        it or come to its end: of what was in use when the machine went down, the disk has parts of different moments.
+
+        Args:
+            path: The file.
+            view: The buffer's own view, with functions that a file does not hold: those of `Hindsight`.
+
+        Raises:
+            FileNotFoundError: There is none.
+            PermissionError: It belongs to another user.
+            CheckpointError: It is no replay buffer, of another version, truncated, damaged, or was in use when the
+                machine went down.
+            ValueError: `view` is not the buffer's.
+        """
+        found = open_file(Path(path))
+        try:
+            self = cls._over(found.fd, found.nonce, view)
+        except (ConnectionError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path} cannot be opened as a replay buffer: {error}") from None
+        if found.found_alone:
+            self._segment.own()
+        else:
+            self._segment.mark_shared()
+        if found.dropped_rows:
+            logger.warning(
+                "%s: dropped %d rows that were being written when its processes died", path, found.dropped_rows
+            )
+        return self
 
     # Writing
 
@@ -205,7 +266,12 @@ class ReplayBuffer(Drawing, Inspection):
 
     @classmethod
     def load(
-        cls, directory: str | os.PathLike[str], capacity: int | None = None, *, view: View | None = None
+        cls,
+        directory: str | os.PathLike[str],
+        capacity: int | None = None,
+        *,
+        view: View | None = None,
+        path: str | os.PathLike[str] | None = None,
     ) -> ReplayBuffer:
         """Returns a new buffer with the rows, keys, priorities and counters of a saved one.
 
@@ -216,10 +282,12 @@ class ReplayBuffer(Drawing, Inspection):
             directory: What `save` wrote.
             capacity: Rows that fit; None: as before. Of more rows than fit the newest are loaded.
             view: The buffer's own view, with functions that a checkpoint does not hold: those of `Hindsight`.
+            path: A new file to hold the buffer; None: it lies in memory.
 
         Raises:
             CheckpointError: There is no checkpoint, or it is damaged.
             MemoryError: The machine or the cgroup has too little memory left.
+            OSError: The file cannot be made, or is there already.
             ValueError: `capacity` or `view` does not fit.
         """
         saved = read_description(directory)
@@ -230,9 +298,15 @@ class ReplayBuffer(Drawing, Inspection):
             sampler=config.sampler,
             view=config.view,
             limiter=config.limiter,
+            path=path,
             seed=saved.seed,
         )
-        load_rows(buffer._segment, buffer._config, saved, directory)
+        try:
+            load_rows(buffer._segment, buffer._config, saved, directory)
+        except BaseException:
+            if path is not None:
+                Path(path).unlink()
+            raise
         return buffer
 
     def restore(self, directory: str | os.PathLike[str]) -> None:
@@ -263,7 +337,8 @@ class ReplayBuffer(Drawing, Inspection):
     def close(self) -> None:
         """Detaches this object; other processes keep the buffer. Using it again is a `RuntimeError`. Idempotent.
 
-        Writers and `storage` that are still held keep the memory mapped, and go on working, until they are let go.
+        Writers and `storage` that are still held keep the memory mapped, and go on working, until they are let go. The
+        last process to leave a file waits until everything is on the disk.
         """
         self._local = threading.local()
         self._segment.close()

@@ -13,6 +13,7 @@ import os
 import secrets
 import shutil
 import zlib
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ import torch
 from .config import Config
 from .errors import CheckpointError
 from .progress import track
+from .shards import read_shard, write_shard
 
 if TYPE_CHECKING:
     from . import _C
@@ -32,7 +34,9 @@ if TYPE_CHECKING:
 FORMAT = 2
 NAME = "checkpoint.json"
 ROW_COLUMNS = ("row.key", "row.leaf", "row.link", "row.step", "row.priority")
-SHARD_BYTES = 64 << 20
+SHARD_BYTES = 32 << 20
+WRITERS = 2
+"""Files written at a time: while one waits for the disk, the next is handed to the system."""
 MAX_DESCRIPTION = 64 << 20
 
 
@@ -130,33 +134,31 @@ def _alone(directory: Path) -> Iterator[None]:
 
 
 def _write_shards(segment: _C.Segment, config: Config, data: Path) -> list[tuple[str, int, int]]:
-    """Copies rows out while the rows before them are on their way to the disk."""
+    """Copies rows out while those before them are on their way to the disk."""
     names = [*_names(config), *ROW_COLUMNS]
     row_bytes = 32 + sum(field.nbytes for field in config.fields.values())
     slots = max(1, min(config.capacity, SHARD_BYTES // row_bytes))
     starts = range(0, config.capacity, slots)
-    pending: Future[tuple[str, int, int]] | None = None
     shards: list[tuple[str, int, int]] = []
-    with ThreadPoolExecutor(1) as writer:
+    pending: deque[tuple[str, Future[tuple[int, int]]]] = deque()
+
+    def finish_first() -> None:
+        file, written = pending.popleft()
+        shards.append((file, *written.result()))
+
+    with ThreadPoolExecutor(WRITERS) as writers:
         for number, first in enumerate(track(starts, "saving the replay buffer")):
             columns = segment.export_rows(first, min(first + slots, config.capacity))
-            if pending is not None:
-                shards.append(pending.result())
-                pending = None
-            if len(columns[0]):
-                tensors = dict(zip(names, columns, strict=True))
-                pending = writer.submit(_write_shard, data / f"{number:05}.safetensors", tensors)
-        if pending is not None:
-            shards.append(pending.result())
+            if not len(columns[0]):
+                continue
+            if len(pending) == WRITERS:
+                finish_first()
+            file = f"{number:05}.safetensors"
+            pending.append((file, writers.submit(write_shard, data / file, dict(zip(names, columns, strict=True)))))
+            del columns  # its memory serves again as soon as it is written
+        while pending:
+            finish_first()
     return shards
-
-
-def _write_shard(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[str, int, int]:
-    from safetensors.torch import save as save_tensors  # those who never save need not import it
-
-    content = save_tensors(tensors)
-    _write(path, content)
-    return path.name, len(content), zlib.crc32(content)
 
 
 def is_checkpoint(directory: str | os.PathLike[str]) -> bool:
@@ -197,7 +199,7 @@ def load_rows(segment: _C.Segment, config: Config, description: Description, dir
     if segment.counts()[0]:
         raise CheckpointError("the buffer holds rows already: restore a new one, before its explorers start")
     names = [*_names(description.config), *ROW_COLUMNS]
-    for columns in _read_shards(description, Path(directory), names):
+    for columns in _read_shards(description.shards, Path(directory), names):
         segment.import_rows(columns)
     segment.finish_import(description.counts, description.seed)
     if saved.limiter != config.limiter:
@@ -205,22 +207,28 @@ def load_rows(segment: _C.Segment, config: Config, description: Description, dir
     segment.step = description.step
 
 
-def _read_shards(description: Description, root: Path, names: list[str]) -> Iterator[list[torch.Tensor]]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load as load_tensors
+def _read_shards(
+    shards: tuple[tuple[str, int, int], ...], root: Path, names: list[str]
+) -> Iterator[list[torch.Tensor]]:
+    """Yields the columns of one file while the next is read. They last until the one after that is asked for."""
+    rooms: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8)] * 2
 
-    for name, size, crc in track(description.shards, "loading the replay buffer"):
-        path = root / name
+    def read(number: int) -> list[torch.Tensor]:
+        name, size, checksum = shards[number]
         try:
-            content = path.read_bytes()
-            if len(content) != size or zlib.crc32(content) != crc:
-                raise ValueError(
-                    f"{len(content):,} of {size:,} bytes, checksum {zlib.crc32(content):08x} not {crc:08x}"
-                )
-            tensors = load_tensors(content)
-            yield [tensors[name] for name in names]
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
-            raise CheckpointError(f"{path} is damaged: {error!r}") from None
+            if (root / name).stat().st_size == size > len(rooms[number % 2]):
+                rooms[number % 2] = torch.empty(size, dtype=torch.uint8)
+            return read_shard(root / name, size, checksum, names, rooms[number % 2])
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{root / name} is damaged: {error!r}") from None
+
+    with ThreadPoolExecutor(1) as reader:
+        ahead = [reader.submit(read, number) for number in range(min(1, len(shards)))]
+        for number in track(range(len(shards)), "loading the replay buffer"):
+            columns = ahead.pop().result()
+            if number + 1 < len(shards):
+                ahead.append(reader.submit(read, number + 1))
+            yield columns
 
 
 def _names(config: Config) -> list[str]:

@@ -18,4 +18,4 @@ class AttachError(RuntimeError, ConnectionError):
 
 
 class CheckpointError(ValueError):
-    """A saved buffer is missing, damaged, or of another version."""
+    """A saved buffer, or one in a file, is missing, damaged, or of another version."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -78,8 +80,13 @@ class Inspection:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of shared memory."""
+        """Bytes of shared memory, or of the file."""
         return self._segment.nbytes
+
+    @property
+    def path(self) -> Path | None:
+        """The file that holds the buffer; None when it lies in memory."""
+        return Path(os.readlink(f"/proc/self/fd/{self._segment.fd}")) if self._segment.in_file else None
 
     @property
     def spec(self) -> dict[str, Any]:
@@ -152,9 +159,10 @@ class Inspection:
         if self._segment.closed:
             return "ReplayBuffer(closed)"
         stats = self.stats()
+        where = "shared" if self.path is None else f"in {self.path}"
         names = ", ".join("/".join(path) for path in self._config.fields)
         return (
             f"ReplayBuffer({stats.size:,}/{stats.capacity:,} rows, fields: {names}, "
-            f"{stats.nbytes / 2**20:,.1f} MiB shared, {self.view}, {self.sampler}, {self.limiter}, "
+            f"{stats.nbytes / 2**20:,.1f} MiB {where}, {self.view}, {self.sampler}, {self.limiter}, "
             f"{stats.writers} writers{', stopped' if stats.stopped else ''})"
         )

@@ -78,6 +78,16 @@ def _cgroup_headroom() -> list[int]:
     return [max(n, 0) for n in left]
 
 
+def require_memory(size: int, what: str) -> None:
+    """Raises a MemoryError with the numbers when `size` bytes cannot be reserved here any more."""
+    free = available_memory()
+    if size > free:
+        raise MemoryError(
+            f"{what} needs {size_text(size)} of memory, and {size_text(free)} can still be had here (free memory and "
+            f"cgroup limits): choose a smaller capacity or smaller fields"
+        )
+
+
 def reserve(size: int, what: str) -> int:
     """Returns the descriptor of a new anonymous shared file of `size` bytes, reserved in full and never to be resized.
 
@@ -88,12 +98,7 @@ def reserve(size: int, what: str) -> int:
     Raises:
         MemoryError: The machine, or the cgroup, has less left than that. Nothing was touched.
     """
-    free = available_memory()
-    if size > free:
-        raise MemoryError(
-            f"{what} needs {_gib(size)} of memory, and {_gib(free)} can still be had here (free memory and cgroup "
-            f"limits): choose a smaller capacity or smaller fields"
-        )
+    require_memory(size, what)
     # memfd: not bound by the size of /dev/shm, and freed by the kernel when its last process is gone.
     fd = os.memfd_create(f"torchreplay-{what.replace(' ', '-')}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -106,7 +111,7 @@ def reserve(size: int, what: str) -> int:
     except OSError as error:
         os.close(fd)
         if error.errno in (errno.ENOSPC, errno.ENOMEM):
-            raise MemoryError(f"{what} needs {_gib(size)} of memory: {error.strerror} when reserving it") from None
+            raise MemoryError(f"{what} needs {size_text(size)} of memory: {error.strerror} when reserving it") from None
         raise
     return fd
 
@@ -149,6 +154,7 @@ def open_handle(handle: Handle, what: str) -> int:
         ) from None
     except OSError as error:  # the descriptor is another file now, such as a socket
         raise AttachError(f"{gone} ({error.strerror})") from None
+    fcntl.flock(fd, fcntl.LOCK_SH)  # as for every user of a segment in a file
     status = os.fstat(fd)
     if (status.st_ino, status.st_size) != (handle.inode, handle.size):
         os.close(fd)
@@ -161,5 +167,6 @@ def new_nonce() -> int:
     return secrets.randbits(63)
 
 
-def _gib(n: int) -> str:
+def size_text(n: int) -> str:
+    """Returns a number of bytes for people."""
     return f"{n / 2**30:.2f} GiB" if n >= 2**27 else f"{n / 2**20:.2f} MiB"

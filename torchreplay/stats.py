@@ -16,7 +16,7 @@ class Stats:
     Attributes:
         size: Rows held.
         capacity: Rows that fit.
-        nbytes: Bytes of shared memory.
+        nbytes: Bytes of shared memory, or of the file.
         drawable: Items that can be drawn now.
         inserted: Items that ever became drawable.
         sampled: Items drawn.
@@ -32,6 +32,7 @@ class Stats:
         writers: Writers alive.
         learners: Learners alive.
         rows_written: Tickets issued to writers; more than rows by those lost to deaths and skipped slots.
+        dropped_rows: Rows of a buffer in a file that were being written when all its processes had died.
         last_write_age: Seconds since a writer last wrote (10 ms resolution); -1 if none did.
         insert_wait: Seconds that writers waited for the limiter, added up.
         sample_wait: Seconds that learners waited for rows, added up.
@@ -58,6 +59,7 @@ class Stats:
     writers: int
     learners: int
     rows_written: int
+    dropped_rows: int
     last_write_age: float
     insert_wait: float
     sample_wait: float

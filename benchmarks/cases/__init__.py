@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
+from benchmarks.cases.checkpoint import measure_checkpoint
 from benchmarks.cases.contest import measure_contest
 from benchmarks.cases.gather import measure_gather
 from benchmarks.cases.kills import measure_kills
@@ -25,6 +26,7 @@ CASES: Mapping[str, Case] = {
     "tree": measure_tree,
     "loader": measure_loader,
     "upkeep": measure_upkeep,
+    "checkpoint": measure_checkpoint,
     "contest": measure_contest,
     "kills": measure_kills,
     "memory": measure_memory,

@@ -1,6 +1,7 @@
 // What this process holds of a segment: the mapping, its places among the participants, and its stream of draws.
 #pragma once
 
+#include "../file.h"
 #include "../sample.h"
 #include "../update.h"
 #include "object.h"
@@ -14,6 +15,12 @@ struct Attached {
   Fields fields;
   Fields batch;   // the tensors of a batch; those of `fields` when rows are not linked
   ItemPlan plan;  // how they come about, when rows are linked
+
+  Attached() = default;
+  Attached(const Attached&) = delete;
+  ~Attached() {
+    if (memory) release_segment(std::move(memory));
+  }
 
   bool linked() const { return memory->layout().view.linked(); }
   const Fields& outputs() const { return linked() ? batch : fields; }
@@ -60,9 +67,10 @@ struct SegmentState {
   std::shared_ptr<Attached> attached;
   Ref batch_type;  // called without arguments: an empty batch
   Ref nonce;
-  bool owner = false;
   std::unique_ptr<Membership> learner;
-  std::unique_ptr<Membership> ownership;  // in the process that made the segment
+  std::unique_ptr<Membership> ownership;  // in the process that made the segment, or opened its file
+  uint64_t owned_since = 0;               // fork generation
+  uint64_t owned_step = 0;                // where the owner's stream of draws goes on
   DrawName next_draw;
   uint32_t seen_rows_signal = 0;
   std::vector<std::unique_ptr<BatchSampler>> samplers;  // idle ones; guarded by the interpreter lock
@@ -74,12 +82,20 @@ struct SegmentState {
   }
   Header& header() { return memory().header(); }
 
+  void become_owner() {
+    ownership = std::make_unique<Membership>(attached, Role::kOwner);
+    ownership->id();
+    owned_since = fork_generation.load(std::memory_order_relaxed);
+    owned_step = next_draw.step = header().draws.load(std::memory_order_relaxed);
+  }
+
   // Registers this process as a learner and, in a new process, gives it a stream of draws of its own.
   void become_learner() {
     Participant& entry = memory().participant(learner->id());
     if (learner->take_renewed()) {
-      const bool first_of_owner = owner && fork_generation.load(std::memory_order_relaxed) == 0;
-      next_draw = {header().seed, first_of_owner ? 0 : header().streams.fetch_add(1, std::memory_order_relaxed), 0};
+      const bool owner = ownership && fork_generation.load(std::memory_order_relaxed) == owned_since;
+      next_draw = owner ? DrawName{header().seed, 0, owned_step}
+                        : DrawName{header().seed, header().streams.fetch_add(1, std::memory_order_relaxed), 0};
     }
     entry.thread.store(static_cast<uint64_t>(pthread_self()), std::memory_order_relaxed);
   }

@@ -30,12 +30,12 @@ inline LimiterConfig parse_limiter(PyObject* tuple) {
 inline int init(PyObject* self, PyObject* args, PyObject*) {
   return as_status(guarded([&] {
     int fd, create;
-    unsigned long long nonce, seed, capacity;
+    unsigned long long nonce, seed, capacity, boot = 0;
     PyObject *fields, *batch_type, *sampler, *limiter, *view;
     const char* text;
     Py_ssize_t text_bytes;
-    if (!PyArg_ParseTuple(args, "ipKOO|KKOOOs#", &fd, &create, &nonce, &fields, &batch_type, &seed, &capacity, &sampler,
-                          &limiter, &view, &text, &text_bytes))
+    if (!PyArg_ParseTuple(args, "ipKOO|KKOOOs#K", &fd, &create, &nonce, &fields, &batch_type, &seed, &capacity,
+                          &sampler, &limiter, &view, &text, &text_bytes, &boot))
       throw PythonError{};
     if (!exchange) throw std::runtime_error("init_torch() has not been called");
     auto state = std::make_unique<SegmentState>();
@@ -47,6 +47,7 @@ inline int init(PyObject* self, PyObject* args, PyObject*) {
                                   config_bytes(attached->fields.specs.size(), static_cast<size_t>(text_bytes)));
       config.nonce = nonce;
       config.seed = seed;
+      config.boot = boot;
       config.text.assign(text, static_cast<size_t>(text_bytes));
       int prioritized, normalize;
       if (!PyArg_ParseTuple(sampler, "pidd", &prioritized, &normalize, &config.sampler.alpha, &config.sampler.eps))
@@ -63,16 +64,22 @@ inline int init(PyObject* self, PyObject* args, PyObject*) {
     state->attached = std::move(attached);
     state->batch_type = Ref::borrow(batch_type);
     state->nonce = Ref(checked(PyLong_FromUnsignedLongLong(nonce)));
-    state->owner = create != 0;
-    if (create) {
-      state->ownership = std::make_unique<Membership>(state->attached, Role::kOwner);
-      state->ownership->id();
-    }
     state->learner = std::make_unique<Membership>(state->attached, Role::kLearner);
+    if (create) state->become_owner();
     state->next_draw.seed = state->header().seed;
     install(self, state.release());
     return Py_NewRef(Py_None);
   }));
+}
+
+// own(): this process opened the file, and takes the place of the one that made it. Its draws follow on all before.
+inline PyObject* own(PyObject* self, PyObject*) {
+  return guarded([&] {
+    auto& s = state_of<SegmentState>(self);
+    s.memory();
+    s.become_owner();
+    return Py_NewRef(Py_None);
+  });
 }
 
 // set_fields(list): the spec of an attached segment, as read from its text.
@@ -287,13 +294,21 @@ inline PyObject* close_segment(PyObject* self, PyObject*) {
     s.updaters.clear();
     s.learner.reset();
     s.ownership.reset();
-    s.attached.reset();
+    const std::shared_ptr<Attached> attached = std::move(s.attached);
+    if (attached && attached.use_count() == 1) {  // its last user may have to wait for a disk
+      auto memory = std::move(attached->memory);
+      const WithoutGil unlocked;
+      release_segment(std::move(memory));
+    }
     return Py_NewRef(Py_None);
   });
 }
 
 inline PyObject* get_closed(PyObject* self, void*) {
   return guarded([&] { return PyBool_FromLong(!state_of<SegmentState>(self).attached); });
+}
+inline PyObject* get_in_file(PyObject* self, void*) {
+  return guarded([&] { return PyBool_FromLong(state_of<SegmentState>(self).memory().file().phase != Phase::kMemory); });
 }
 inline PyObject* get_text(PyObject* self, void*) {
   return guarded([&] {
@@ -339,6 +354,7 @@ inline int set_step(PyObject* self, PyObject* value, void*) {
 }
 
 inline PyMethodDef methods[] = {
+    {"own", own, METH_NOARGS, nullptr},
     {"set_fields", set_fields, METH_O, nullptr},
     {"set_plan", set_plan, METH_VARARGS, nullptr},
     {"sample", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(sample)), METH_FASTCALL, nullptr},
@@ -367,6 +383,7 @@ inline PyGetSetDef getset[] = {
     {"nbytes", get_bytes, nullptr, nullptr, nullptr}, {"layout_hash", get_layout_hash, nullptr, nullptr, nullptr},
     {"step", get_step, set_step, nullptr, nullptr},   {"draws", get_draws, nullptr, nullptr, nullptr},
     {"seed", get_seed, nullptr, nullptr, nullptr},    {"limiter", get_limiter, nullptr, nullptr, nullptr},
+    {"in_file", get_in_file, nullptr, nullptr, nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 inline PyType_Slot slots[] = {{Py_tp_init, reinterpret_cast<void*>(init)},
                               {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<SegmentState>)},

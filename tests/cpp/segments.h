@@ -32,10 +32,11 @@ struct Plan {
   View view;
   SamplerConfig sampler{1, Normalize::kBuffer, 0.6, 1e-6};
   LimiterConfig limiter{};
+  uint64_t boot = 0;
   std::string text = "a description";
 };
 
-inline std::unique_ptr<SegmentMemory> make_segment(const Plan& plan = {}) {
+inline SegmentConfig config_of(const Plan& plan) {
   SegmentConfig config;
   config.layout =
       make_layout(plan.capacity, plan.fields, plan.view, config_bytes(plan.fields.size(), plan.text.size()));
@@ -43,7 +44,13 @@ inline std::unique_ptr<SegmentMemory> make_segment(const Plan& plan = {}) {
   config.limiter = plan.limiter;
   config.nonce = kNonce;
   config.seed = 7;
+  config.boot = plan.boot;
   config.text = plan.text;
+  return config;
+}
+
+inline std::unique_ptr<SegmentMemory> make_segment(const Plan& plan = {}) {
+  const SegmentConfig config = config_of(plan);
   auto memory = format_segment(memory_file(config.layout.bytes), config);
   memory->header().ticket_limit.store(kNever);
   return memory;

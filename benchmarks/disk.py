@@ -1,0 +1,42 @@
+"""The disk's own rate: what a plain program gets that writes or reads one file from end to end."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+PIECE = 1 << 20
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """Returns the time that ``work`` takes, once: it does not fit into a cache."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def write_sequentially(path: Path, size: int) -> None:
+    """Writes ``size`` random bytes to ``path`` and waits until they are on the disk."""
+    piece = np.random.default_rng(0).integers(0, 256, PIECE, dtype=np.uint8).data
+    with path.open("wb", buffering=0) as file:
+        for at in range(0, size, PIECE):
+            file.write(piece[: min(PIECE, size - at)])
+        os.fsync(file.fileno())
+
+
+def read_sequentially(path: Path) -> None:
+    """Reads ``path`` to its end into memory that is used again and again."""
+    room = bytearray(PIECE)
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(room):
+            pass
+
+
+def forget(directory: Path) -> None:
+    """Drops the files in and below ``directory`` from the page cache, so that reading them means the disk."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
