@@ -16,10 +16,13 @@ class DirtyScope {
   DirtyScope(Header& h, Dirty what) : header_(h) {
     h.dirty = what;
     kill_fence();
+    TORCHREPLAY_FAULT("dirty.set");
   }
   ~DirtyScope() {
+    TORCHREPLAY_FAULT("dirty.over");
     kill_fence();
     header_.dirty = Dirty::kClean;
+    TORCHREPLAY_FAULT("dirty.clean");
   }
   DirtyScope(const DirtyScope&) = delete;
 
@@ -54,14 +57,18 @@ class Absorber {
     if (from < head) {
       const uint64_t to = std::min(head, from + kChunk);
       for (uint64_t key = from; key < to; key++) sync(memory_.slot_of(key), key);
+      TORCHREPLAY_FAULT("absorb.synced");
       leaves_.flush();
+      TORCHREPLAY_FAULT("absorb.flushed");
       header_.absorbed = to;
+      TORCHREPLAY_FAULT("absorb.cursor");
       if (to < head) return false;
     }
     // A row waits for its predecessor, which may lie further on: once that is absorbed, the next pass takes the row.
     do {
       adopted_ = deferred_ = 0;
       pending_.each([&](uint64_t slot) { sync_below(slot, head); });
+      TORCHREPLAY_FAULT("absorb.pass");
     } while (adopted_ && deferred_);
     leaves_.flush();
     return true;
@@ -73,6 +80,7 @@ class Absorber {
     initial_.refresh();
     head_ = head;
     sync_below(slot, head);
+    TORCHREPLAY_FAULT("resync.synced");
     leaves_.flush();
   }
 
@@ -90,18 +98,24 @@ class Absorber {
     bool pending = slot_word::is_busy(word) || slot_word::key1(word) < newest + 1;
     if (!at && slot_word::is_row(word)) pending |= !adopt(slot, at, word);
     pending_.assign(slot, pending);
+    TORCHREPLAY_FAULT("sync.done");
   }
 
   // Leaves first, `at` last: a crash in between must never hand the old row's priority to the new one.
   void evict(uint64_t slot, uint64_t& at) {
     leaves_.set(slot, 0);
+    TORCHREPLAY_FAULT("evict.leaf");
     if (linked_) {
       streams_.each_item_with(slot, [&](uint64_t anchor) { leaves_.set(anchor, 0); });
+      TORCHREPLAY_FAULT("evict.items");
       streams_.unlink(slot);
     }
+    TORCHREPLAY_FAULT("evict.unlinked");
     kill_fence();
     at = 0;
+    TORCHREPLAY_FAULT("evict.at");
     header_.rows--;
+    TORCHREPLAY_FAULT("evict.rows");
   }
 
   // False when the row has to wait: it is being overwritten right now, or comes before its predecessor.
@@ -111,23 +125,30 @@ class Absorber {
     uint64_t before = kNoSlot;
     if (linked_ && streams_.follows(row) && !streams_.find_predecessor(row, before)) {
       deferred_++;
+      TORCHREPLAY_FAULT("adopt.deferred");
       return false;
     }
+    TORCHREPLAY_FAULT("adopt.facts");
     at = slot_word::key1(word);
+    TORCHREPLAY_FAULT("adopt.at");
     header_.rows++;
+    TORCHREPLAY_FAULT("adopt.rows");
     adopted_++;
     if (!linked_) {
       complete(slot, row.priority);
       return true;
     }
     if (before != kNoSlot) streams_.link(before, slot);
+    TORCHREPLAY_FAULT("adopt.linked");
     streams_.each_completed_by(slot, row, [&](uint64_t anchor, float priority) { complete(anchor, priority); });
     return true;
   }
 
   void complete(uint64_t anchor, float priority) {
     leaves_.set(anchor, initial_.of(priority));
+    TORCHREPLAY_FAULT("complete.leaf");
     header_.inserted++;
+    TORCHREPLAY_FAULT("complete.counted");
     header_.completed_at = head_;
   }
 

@@ -16,17 +16,21 @@ struct NoFreeId : std::runtime_error {
 inline int join(SegmentMemory& m, Role role) {
   for (int id = 1; id < kMaxParticipants; id++) {
     if (!m.liveness().take(id)) continue;
+    TORCHREPLAY_FAULT("join.taken");
     reclaim(m, id);
     Participant& entry = m.participant(id);
     if (entry.role.load(std::memory_order_relaxed) != 0)  // its last holder died
       m.header().last_departure.store(monotonic_ns(), std::memory_order_relaxed);
+    TORCHREPLAY_FAULT("join.reclaimed");
     entry.first.store(0, std::memory_order_relaxed);
     entry.rows.store(0, std::memory_order_relaxed);
     entry.last_write.store(0, std::memory_order_relaxed);
     entry.waiting.store(0, std::memory_order_relaxed);
     entry.thread.store(0, std::memory_order_relaxed);
     entry.pid.store(getpid(), std::memory_order_relaxed);
+    TORCHREPLAY_FAULT("join.cleared");
     entry.role.store(static_cast<uint32_t>(role), std::memory_order_release);
+    TORCHREPLAY_FAULT("join.announced");
     return id;
   }
   throw NoFreeId("all " + std::to_string(kMaxParticipants - 1) +
@@ -34,9 +38,13 @@ inline int join(SegmentMemory& m, Role role) {
 }
 
 inline void leave(SegmentMemory& m, int id) {
+  TORCHREPLAY_FAULT("leave.begun");
   m.participant(id).role.store(0, std::memory_order_relaxed);
+  TORCHREPLAY_FAULT("leave.role");
   m.header().last_departure.store(monotonic_ns(), std::memory_order_relaxed);
+  TORCHREPLAY_FAULT("leave.departed");
   m.liveness().release(id);
+  TORCHREPLAY_FAULT("leave.released");
 }
 
 struct Census {
@@ -58,6 +66,7 @@ inline Census take_census(SegmentMemory& m, bool unused_count_as_others) {
     if (role == Role::kNone) continue;
     if (!m.liveness().alive(id)) {
       if (m.liveness().take(id)) {
+        TORCHREPLAY_FAULT("census.taken");
         reclaim(m, id);
         leave(m, id);
       }
@@ -83,6 +92,7 @@ inline void reclaim_dead(SegmentMemory& m) {
   const int64_t now = monotonic_ns(CLOCK_MONOTONIC_COARSE);
   int64_t last = h.last_census.load(std::memory_order_relaxed);
   if (now - last < kEvery || !h.last_census.compare_exchange_strong(last, now, std::memory_order_relaxed)) return;
+  TORCHREPLAY_FAULT("census.due");
   take_census(m, false);
 }
 

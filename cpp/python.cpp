@@ -3,6 +3,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "python/faults.h"
 #include "python/segment.h"
 #include "python/streams.h"
 #include "python/weights.h"
@@ -67,6 +68,10 @@ PyMethodDef functions[] = {{"init_torch", init_torch, METH_VARARGS, nullptr},
                            {"segment_bytes", segment_bytes, METH_VARARGS, nullptr},
                            {"weights_bytes", weights_bytes, METH_O, nullptr},
                            {"take_huge_pages", take_huge_pages, METH_VARARGS, nullptr},
+#ifdef TORCHREPLAY_FAULTS
+                           {"fault_points", fault_points, METH_NOARGS, nullptr},
+                           {"arm_fault", arm_fault, METH_VARARGS, nullptr},
+#endif
                            {nullptr, nullptr, 0, nullptr}};
 PyModuleDef module = {
     PyModuleDef_HEAD_INIT, "torchreplay._C", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};

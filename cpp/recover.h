@@ -15,22 +15,32 @@ class Recovery {
 
   void run() {
     alive();
+    TORCHREPLAY_FAULT("recover.begun");
     if (header_.dirty == Dirty::kLinks) {
       const uint64_t head = header_.head.load(std::memory_order_acquire);
       read_slots(head);
+      TORCHREPLAY_FAULT("recover.read");
       if (memory_.layout().view.linked()) {
         while (defer_rows()) {
         }
+        TORCHREPLAY_FAULT("recover.deferred");
         each_slot([&](uint64_t slot) { streams_.clear(slot); });
+        TORCHREPLAY_FAULT("recover.cleared");
         each_slot([&](uint64_t slot) { link(slot); });
       }
+      TORCHREPLAY_FAULT("recover.linked");
       settle_leaves(head);
+      TORCHREPLAY_FAULT("recover.settled");
       pending_.recount();
+      TORCHREPLAY_FAULT("recover.counted");
       header_.absorbed = head;
+      TORCHREPLAY_FAULT("recover.cursor");
     }
     tree_.rebuild();
+    TORCHREPLAY_FAULT("recover.summed");
     kill_fence();
     header_.dirty = Dirty::kClean;
+    TORCHREPLAY_FAULT("recover.clean");
   }
 
  private:
@@ -57,8 +67,10 @@ class Recovery {
       uint64_t& at = memory_.at(slot);
       if (at != key1) {
         tree_.leaves()[slot] = 0;
+        TORCHREPLAY_FAULT("recover.leaf");
         kill_fence();
         at = key1;
+        TORCHREPLAY_FAULT("recover.at");
       }
       header_.rows += key1 != 0;
       const uint64_t newest1 = slot < head ? head - (head - 1 - slot) % memory_.capacity() : 0;

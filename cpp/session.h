@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "fault.h"
 #include "futex.h"
 #include "limiter.h"
 #include "recover.h"
@@ -42,13 +43,17 @@ class Locked {
  public:
   explicit Locked(SegmentMemory& m) : memory_(m), header_(m.header()) { lock(); }
   ~Locked() {
-    if (held_) header_.mutex.unlock();
+    if (!held_) return;
+    TORCHREPLAY_FAULT("lock.over");
+    header_.mutex.unlock();
+    TORCHREPLAY_FAULT("lock.free");
   }
   Locked(const Locked&) = delete;
 
   void unlock() {
     held_ = false;
     header_.mutex.unlock();
+    TORCHREPLAY_FAULT("lock.between");
   }
 
   // Absorbs every row written before the call, letting others in between chunks. Returns the head absorbed to, which
@@ -71,6 +76,7 @@ class Locked {
       const auto outcome = header_.mutex.lock_for(kSliceNs);
       if (outcome != RobustMutex::Outcome::kTimeout) {
         held_ = true;
+        TORCHREPLAY_FAULT("lock.taken");
         header_.holder_pid.store(own_pid(), std::memory_order_relaxed);
         if (outcome == RobustMutex::Outcome::kOwnerDied) repair();
         return;
@@ -85,7 +91,9 @@ class Locked {
 
   void repair() {
     if (header_.dirty != Dirty::kClean) Recovery(memory_).run();
+    TORCHREPLAY_FAULT("lock.repaired");
     header_.mutex.mark_consistent();
+    TORCHREPLAY_FAULT("lock.consistent");
   }
 
   [[noreturn]] void throw_timeout() const {
@@ -118,6 +126,7 @@ inline void publish_limit(SegmentMemory& m) {
   Header& h = m.header();
   const uint64_t before = h.ticket_limit.load(std::memory_order_relaxed);
   Limiter(h).publish(h.absorbed, m.tree().count());
+  TORCHREPLAY_FAULT("limit.published");
   if (h.ticket_limit.load(std::memory_order_relaxed) > before && h.room_waiters.load(std::memory_order_relaxed))
     futex_signal(h.room_signal);
 }

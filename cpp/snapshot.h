@@ -51,6 +51,7 @@ class Snapshot {
     for (uint64_t first = from; first < to; first += kChunk) {
       const uint64_t last = std::min(to, first + kChunk);
       look(first, last);
+      TORCHREPLAY_FAULT("save.looked");
       for (uint64_t slot = first; slot < last; slot++)
         if (at_[slot - first] && copy_row(slot, at_[slot - first], out, n)) out.leaf[n++] = leaf_[slot - first];
     }

@@ -127,6 +127,7 @@ inline PyObject* wait_rows(PyObject* self, PyObject* ns) {
       WithoutGil unlocked;
       const int64_t start = monotonic_ns();
       futex_wait(h.rows_signal, s.seen_rows_signal, limit);
+      TORCHREPLAY_FAULT("rows.awake");
       h.sample_wait_ns.fetch_add(static_cast<uint64_t>(monotonic_ns() - start), std::memory_order_relaxed);
     }
     return Py_NewRef(Py_None);
@@ -161,6 +162,7 @@ inline PyObject* withdraw(PyObject* self, PyObject*) {
       const WithoutGil unlocked;
       const Locked lock(m);
       m.header().demand = 0;
+      TORCHREPLAY_FAULT("withdraw.demand");
       publish_limit(m);
     }
     return Py_NewRef(Py_None);
@@ -171,6 +173,7 @@ inline PyObject* stop(PyObject* self, PyObject*) {
   return guarded([&] {
     Header& h = state_of<SegmentState>(self).header();
     h.stopped.store(1, std::memory_order_release);
+    TORCHREPLAY_FAULT("stop.silent");
     futex_signal(h.rows_signal);
     futex_signal(h.room_signal);
     return Py_NewRef(Py_None);

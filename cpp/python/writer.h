@@ -185,7 +185,10 @@ inline void write_rows(PyObject* self, WriterState& s, uint64_t n, int64_t* keys
   SegmentMemory& m = *s.attached->memory;
   const auto& columns = m.layout().fields;
   auto fill = [&](uint64_t row, uint64_t slot) {
-    for (size_t f = 0; f < columns.size(); f++) s.values[f].copy(m.value(columns[f], slot), static_cast<int64_t>(row));
+    for (size_t f = 0; f < columns.size(); f++) {
+      s.values[f].copy(m.value(columns[f], slot), static_cast<int64_t>(row));
+      TORCHREPLAY_FAULT("append.field");
+    }
   };
   SingleRows rows{s.priorities};
   write(self, s, n, rows, keys, fill);
@@ -245,8 +248,11 @@ inline PyObject* wait_room(PyObject* self, PyObject* ns) {
       WithoutGil unlocked;
       const int64_t start = monotonic_ns();
       entry.waiting.store(1, std::memory_order_relaxed);
+      TORCHREPLAY_FAULT("room.waiting");
       h.room_waiters.fetch_add(1, std::memory_order_seq_cst);
+      TORCHREPLAY_FAULT("room.counted");
       futex_wait(h.room_signal, s.seen_room_signal, limit);
+      TORCHREPLAY_FAULT("room.awake");
       h.room_waiters.fetch_sub(1, std::memory_order_relaxed);
       entry.waiting.store(0, std::memory_order_relaxed);
       h.insert_wait_ns.fetch_add(static_cast<uint64_t>(monotonic_ns() - start), std::memory_order_relaxed);
