@@ -92,7 +92,6 @@ inline void reclaim_dead(SegmentMemory& m) {
   const int64_t now = monotonic_ns(CLOCK_MONOTONIC_COARSE);
   int64_t last = h.last_census.load(std::memory_order_relaxed);
   if (now - last < kEvery || !h.last_census.compare_exchange_strong(last, now, std::memory_order_relaxed)) return;
-  TORCHREPLAY_FAULT("census.due");
   take_census(m, false);
 }
 
