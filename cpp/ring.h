@@ -23,6 +23,7 @@ enum class Append {
   kDone,     // every row is written
   kLimited,  // the limiter says wait
   kStalled,  // a whole turn of the ring is held by stopped writers: sleep and try again
+  kSpent,    // every key there is was issued
 };
 
 class RingWriter {
@@ -48,8 +49,9 @@ class RingWriter {
     const uint64_t patience = std::max<uint64_t>(kMaxChunk, capacity);
     uint64_t holes = 0;
     while (written < n) {
-      if (h.head.load(std::memory_order_relaxed) >= h.ticket_limit.load(std::memory_order_relaxed))
-        return Append::kLimited;
+      if (const uint64_t head = h.head.load(std::memory_order_relaxed);
+          head >= h.ticket_limit.load(std::memory_order_relaxed))
+        return head < kMaxKeys ? Append::kLimited : Append::kSpent;
       const uint64_t chunk = std::min(n - written, chunk_limit);
       const uint64_t first = h.head.fetch_add(chunk, std::memory_order_relaxed);
       TORCHREPLAY_FAULT("append.ticket");

@@ -48,7 +48,7 @@ struct WriterState {
             pruned(a->fields.tree, [this](int f) { return !roles.observation.empty() && roles.observation[f]; })),
         matcher(a->fields.tree, "priority", linked() ? "final_obs" : nullptr),
         reset_matcher(observations, "mask"),
-        lanes(roles.lanes, roles.vectorised, roles.autoreset),
+        lanes(roles.lanes, roles.vectorised, roles.autoreset, a->memory->layout().view),
         values(a->fields.specs.size()),
         last(linked() ? values.size() : 0),
         given(values.size()) {}
@@ -169,6 +169,9 @@ void write(PyObject* self, WriterState& s, uint64_t n, Rows& rows, int64_t* keys
       }
     }
     if (outcome == Append::kDone) break;
+    if (outcome == Append::kSpent)
+      throw std::runtime_error("the buffer has issued all its " + std::to_string(kMaxKeys) +
+                               " keys, and rows without one cannot be told apart: make a new buffer");
     Ref r(checked(PyObject_CallMethod(self, "_wait", "i", outcome == Append::kStalled)));
   }
   look_around(self, s);
