@@ -81,10 +81,8 @@ class Recovery {
       uint64_t& at = memory_.at(slot);
       if (at != key1) {
         tree_.leaves()[slot] = 0;
-        TORCHREPLAY_FAULT("recover.leaf");
         kill_fence();
         at = key1;
-        TORCHREPLAY_FAULT("recover.at");
       }
       header_.rows += key1 != 0;
       const uint64_t newest1 = slot < head ? head - (head - 1 - slot) % memory_.capacity() : 0;

@@ -8,6 +8,7 @@ import itertools
 import os
 import random
 import signal
+import tempfile
 
 import lapping_explorers as rows
 import numpy as np
@@ -374,6 +375,21 @@ class Stop(Scene):
             self.buffer.sample(1)
 
 
+class Load(Scene):
+    """Of a checkpoint, which stays as it is."""
+
+    def perform(self, start):
+        self.turn_the_ring()
+        self.directory = tempfile.TemporaryDirectory()
+        self.buffer.save(self.directory.name)
+        with start(tr.ReplayBuffer.load, self.directory.name) as process:
+            return process.wait()
+
+    def check(self):
+        self.buffer = tr.ReplayBuffer.load(self.directory.name)
+        super().check()
+
+
 class Publication(Scene):
     """Weights on their way to the explorers."""
 
@@ -415,12 +431,13 @@ OF_ROWS = {
     "beside a stopped explorer": BesideAStoppedExplorer,
     "in an overtaken draw": OvertakenDraw,
     "in waits": Waits,
+    "in a load": Load,
     "in a long absorption": LongAbsorption,
     "in a stop": Stop,
     "in a publication": Publication,
 }
 OF_TRAJECTORIES = {
-    **dict(itertools.islice(OF_ROWS.items(), 8)),
+    **dict(itertools.islice(OF_ROWS.items(), 9)),
     "when rows come during an absorption": RowsThatComeDuringAnAbsorption,
 }
 

@@ -31,7 +31,7 @@ def started_at(tmp_path):
 @pytest.mark.parametrize("boundary", [2**31, 2**32, LAST])
 def test_rows_keep_their_keys_and_priorities_over_the_boundary(started_at, boundary, tmp_path):
     start = boundary - 3 * CAPACITY
-    buffer = started_at({"x": tr.Field((), torch.int64)}, start, sampler=tr.Prioritized(alpha=1, eps=0))
+    buffer = started_at({"x": tr.Field((), torch.int64)}, start, sampler=tr.Prioritized(alpha=1, eps=1e-9))
     rows, td = {}, {}
     for key in range(start, min(start + 6 * CAPACITY, LAST)):
         assert buffer.extend(x=np.array([key]), priority=1.0).tolist() == [key]

@@ -30,7 +30,7 @@ std::unique_ptr<SegmentMemory> started_at(uint64_t start, const View& view = {})
 ItemPlan plan_of(const View& view) {
   ItemPlan plan;
   plan.outputs = {{Output::Kind::kAnchor, 0, 0, 1, 0}};
-  plan.steps = view.span;
+  plan.steps = view.span == View::kWholeEpisode ? 1 : view.span;
   return plan;
 }
 
