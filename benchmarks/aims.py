@@ -30,7 +30,7 @@ AIMS: Mapping[tuple[str, str], Sequence[Aim]] = {
     ("trajectories", "frames, fraction of memcpy, fresh"): (Aim(0.8),),
     ("memory", "frames, stored once"): (Aim(7200.0),),
     **{
-        ("recovery", f"{view}, killed while {what}"): (Aim(10.0),)
+        ("recovery", f"{view}, died {what}"): (Aim(10.0),)
         for view in ("Rows", "Transitions")
         for what in ("absorbing", "updating 256")
     },

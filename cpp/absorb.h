@@ -99,8 +99,8 @@ class Absorber {
     };
     // Before any row: none may complete an item that was being cleared.
     each_touched([&](uint64_t slot) {
-      const uint64_t word = memory_.row(slot).word.load(std::memory_order_acquire);
-      evict_if_gone(slot, word);
+      uint64_t& at = memory_.at(slot);
+      if (at && is_gone(at, memory_.row(slot).word.load(std::memory_order_acquire))) evict(slot, at);
     });
     each_touched([&](uint64_t slot) {
       RowFacts row;
@@ -121,7 +121,7 @@ class Absorber {
     RowHeader& row = memory_.row(slot);
     uint64_t& at = memory_.at(slot);
     const uint64_t word = row.word.load(std::memory_order_acquire);
-    evict_if_gone(slot, word);
+    if (at && is_gone(at, word)) evict(slot, at);
     bool pending = slot_word::is_busy(word) || slot_word::key1(word) < newest + 1;
     if (!at && slot_word::is_row(word)) pending |= !adopt(slot, at, word);
     kill_fence();
@@ -129,10 +129,7 @@ class Absorber {
     TORCHREPLAY_FAULT("sync.done");
   }
 
-  void evict_if_gone(uint64_t slot, uint64_t word) {
-    uint64_t& at = memory_.at(slot);
-    if (at && (slot_word::is_busy(word) || slot_word::key1(word) != at)) evict(slot, at);
-  }
+  static bool is_gone(uint64_t at, uint64_t word) { return slot_word::is_busy(word) || slot_word::key1(word) != at; }
 
   // Leaves first, for the links lead to them; `at` last: a crash in between must never hand the old row's priority to
   // the new one. Whoever finds it half done can do it again.

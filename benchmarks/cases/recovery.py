@@ -17,7 +17,7 @@ def measure_recovery(plan: Plan) -> Iterator[Line]:
         # Every round the dead one has come to another place.
         places = [1 + 37 * round_index % 150 for round_index in range(plan.rounds)]
         absorbing = [buffer.after_absorbing(place) * MILLISECONDS for place in places]
-        yield Line("recovery", f"{view}, killed while absorbing", "ms", {OURS: absorbing})
+        yield Line("recovery", f"{view}, died absorbing", "ms", {OURS: absorbing})
         updating = [buffer.after_updating(place) * MILLISECONDS for place in places]
-        yield Line("recovery", f"{view}, killed while updating {BATCH_SIZE}", "ms", {OURS: updating})
+        yield Line("recovery", f"{view}, died updating {BATCH_SIZE}", "ms", {OURS: updating})
         buffer.close()

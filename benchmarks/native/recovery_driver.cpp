@@ -5,10 +5,13 @@
 #include <sys/mman.h>
 #include <sys/wait.h>
 
+#include <cstring>
 #include <memory>
+#include <stdexcept>
 #include <vector>
 
 #include "format.h"
+#include "ring.h"
 #include "sample.h"
 #include "update.h"
 
