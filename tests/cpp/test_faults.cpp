@@ -150,6 +150,36 @@ BOOST_AUTO_TEST_CASE(a_survivor_that_dies_while_it_repairs_leaves_a_buffer_that_
                  }) > 10U);
 }
 
+// A failed draw brings up to date slots that no chunk of an absorption comes to.
+BOOST_AUTO_TEST_CASE(
+    a_learner_that_dies_with_a_slot_far_from_the_cursor_leaves_a_buffer_that_a_survivor_puts_in_order) {
+  for (const char* point : {"resync.marked", "evict.leaf", "unlink.before", "evict.at", "adopt.at", "link.prev",
+                            "adopt.linked", "complete.leaf"}) {
+    Plan plan;
+    plan.capacity = 2 * Absorber::kChunk;
+    plan.view = transitions(1);
+    auto m = make_segment(plan);
+    auto turn = [&](Explorer explorer) {
+      for (uint64_t row = 0; row < m->capacity(); row++) row % 9 ? explorer.step() : explorer.reset();
+    };
+    turn(Explorer(*m, 1));
+    settle(*m);
+    turn(Explorer(*m, 2));
+    Child child([&] {
+      const Locked lock(*m);
+      Absorber absorber(*m);
+      const uint64_t head = m->header().head.load(), slot = 9 * 600;  // an episode starts there
+      absorber.resync(slot, head);
+      fault::arm(point);
+      absorber.resync(slot + 1, head);
+    });
+    BOOST_TEST(child.wait() == fault::kExitStatus, point);
+    settle(*m);
+    const std::string v = violation(*m);
+    BOOST_TEST(v.empty(), v << " after a death at " << point);
+  }
+}
+
 BOOST_AUTO_TEST_CASE(a_point_counts_from_the_moment_it_is_armed) {
   fault::Point& point = fault::point<"test.point">;
   auto pass = [] { TORCHREPLAY_FAULT("test.point"); };
