@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format bench soak build wheel clean
+.PHONY: help demo test lint format bench soak build faults wheel clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile | expand -t 12
@@ -20,7 +20,7 @@ demo: build  ## learn CartPole-v1 with Ape-X: Ray explorers, Lightning learner
 	$(BIN)/python examples/apex_cartpole.py $(ARGS)
 
 test: build  ## C++ unit tests (plain and sanitized), then pytest
-	$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-cpp
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-cpp faults
 	$(BIN)/python -m pytest $(ARGS)
 
 bench: build $(STAMPS)/bench  ## measure torchreplay beside its peers
@@ -31,6 +31,9 @@ soak: build  ## the long tests: C++ under ThreadSanitizer, then pytest -m soak
 	$(BIN)/python -m pytest -m soak -o faulthandler_timeout=3600 $(ARGS)
 
 build: $(STAMPS)/build  ## compile the native modules in place
+
+faults: build  ## compile the module with which tests let processes die where they choose
+	$(BIN)/python tests/fault_build.py
 
 wheel: build  ## one cp311-abi3 wheel in dist/
 	rm -rf build/lib.* build/bdist.*

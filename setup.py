@@ -3,9 +3,12 @@
 `torchreplay._C` is a CPython limited-API module (3.11). It reads tensors through DLPack and does not link torch.
 `torchreplay._ops` registers torch operators through LibTorch's stable ABI (target 2.11). One `cp311-abi3` binary of
 each serves every later Python and torch.
+
+TORCHREPLAY_FAULTS=1 in the environment: `_C` alone, with the fault points of cpp/fault.h, for tests.
 """
 
 import importlib.util
+import os
 import sys
 from glob import glob
 from pathlib import Path
@@ -20,6 +23,8 @@ COMPILE_ARGS = [
     *("-std=c++20", "-O3", "-g0", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-Wall", "-Wextra"),
     *FLOAT_ARGS,
 ]
+
+FAULTS = os.environ.get("TORCHREPLAY_FAULTS") == "1"
 
 
 def torch_directory() -> Path:
@@ -46,32 +51,32 @@ class BuildAgainstTorch(build_ext):
         super().build_extensions()
 
 
+CALLS = Extension(
+    "torchreplay._C",
+    sources=["cpp/python.cpp"],
+    depends=["setup.py", *glob("cpp/*.h"), *glob("cpp/python/*.h")],
+    include_dirs=["cpp"],
+    define_macros=[("Py_LIMITED_API", "0x030B0000"), *([("TORCHREPLAY_FAULTS", None)] if FAULTS else [])],
+    extra_compile_args=[*COMPILE_ARGS, *(["-O1"] if FAULTS else [])],
+    py_limited_api=True,
+    language="c++",
+)
+OPERATORS = Extension(
+    "torchreplay._ops",
+    sources=["cpp/ops.cpp"],
+    depends=["setup.py", *glob("cpp/*.h"), *glob("cpp/ops/*.h")],
+    include_dirs=["cpp"],
+    define_macros=[("TORCH_TARGET_VERSION", "0x020b000000000000")],
+    extra_compile_args=list(COMPILE_ARGS),
+    # Python loads torch's libraries privately: without this DT_NEEDED entry the operators find no symbols.
+    # It needs no search path, since `import torch` has loaded the library by then.
+    extra_link_args=["-Wl,--no-as-needed", "-ltorch_cpu"],
+    py_limited_api=True,
+    language="c++",
+)
+
 setup(
-    ext_modules=[
-        Extension(
-            "torchreplay._C",
-            sources=["cpp/python.cpp"],
-            depends=["setup.py", *glob("cpp/*.h"), *glob("cpp/python/*.h")],
-            include_dirs=["cpp"],
-            define_macros=[("Py_LIMITED_API", "0x030B0000")],
-            extra_compile_args=list(COMPILE_ARGS),
-            py_limited_api=True,
-            language="c++",
-        ),
-        Extension(
-            "torchreplay._ops",
-            sources=["cpp/ops.cpp"],
-            depends=["setup.py", *glob("cpp/*.h"), *glob("cpp/ops/*.h")],
-            include_dirs=["cpp"],
-            define_macros=[("TORCH_TARGET_VERSION", "0x020b000000000000")],
-            extra_compile_args=list(COMPILE_ARGS),
-            # Python loads torch's libraries privately: without this DT_NEEDED entry the operators find no symbols.
-            # It needs no search path, since `import torch` has loaded the library by then.
-            extra_link_args=["-Wl,--no-as-needed", "-ltorch_cpu"],
-            py_limited_api=True,
-            language="c++",
-        ),
-    ],
+    ext_modules=[CALLS] if FAULTS else [CALLS, OPERATORS],
     cmdclass={"build_ext": BuildAgainstTorch},
     options={"build_ext": {"parallel": 2}, "bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -33,6 +33,11 @@ AIMS: Mapping[tuple[str, str], Sequence[Aim]] = {
     ("trajectories", "frames, fraction of memcpy, reused"): (Aim(0.8),),
     ("trajectories", "frames, fraction of memcpy, fresh"): (Aim(0.8),),
     ("memory", "frames, stored once"): (Aim(7200.0),),
+    **{
+        ("recovery", f"{view}, died {what}"): (Aim(10.0),)
+        for view in ("Rows", "Transitions")
+        for what in ("absorbing", "updating 256")
+    },
     ("loader", "overhead over a no-op dataset"): (Aim(15.0),),
     ("upkeep", "... times as long as without"): (Aim(1.2),),
     ("upkeep", "attach"): (Aim(2000.0),),

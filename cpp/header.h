@@ -14,6 +14,10 @@ namespace torchreplay {
 inline constexpr uint64_t kMagic = 0x79616c7065726854;  // "Threplay", little endian
 inline constexpr uint64_t kNever = std::numeric_limits<uint64_t>::max();
 
+// No ticket is taken beyond: words and links keep key + 1 in 48 bits, of which this leaves half to those who take
+// theirs at the same time. At a million rows a second it is reached after four years.
+inline constexpr uint64_t kMaxKeys = uint64_t{1} << 47;
+
 enum class Normalize : uint32_t { kBuffer, kBatch, kNone };
 
 // What turns a TD error into a leaf. Immutable.
@@ -37,7 +41,12 @@ struct LimiterConfig {
 };
 
 // Which derived state an owner that died may have left wrong.
-enum class Dirty : uint32_t { kClean = 0, kTree = 1, kLinks = 2 };
+enum class Dirty : uint32_t {
+  kClean = 0,
+  kTree = 1,   // sums
+  kLinks = 2,  // everything that follows from the rows
+  kSlots = 3,  // one slot of those that an absorption goes through, what is linked with it, and sums
+};
 
 struct Header {
   // Written once, before anyone else can attach.

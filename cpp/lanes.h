@@ -34,7 +34,8 @@ struct StreamRow {
 class Lanes {
  public:
   // `vectorised`: the caller's values have a dimension of lanes.
-  Lanes(uint32_t n, bool vectorised, Autoreset autoreset) : lanes_(n), vectorised_(vectorised), autoreset_(autoreset) {}
+  Lanes(uint32_t n, bool vectorised, Autoreset autoreset, const View& view = {})
+      : lanes_(n), vectorised_(vectorised), autoreset_(autoreset), view_(view) {}
 
   uint32_t size() const { return static_cast<uint32_t>(lanes_.size()); }
   bool vectorised() const { return vectorised_; }
@@ -74,7 +75,7 @@ class Lanes {
     const StreamRow& row = rows_[i];
     const Lane& lane = lanes_[row.lane];
     if (row.kind == StreamRow::Kind::kReset) return {lane.key1 << 16 | kFirst, 0, 0};
-    return {lane.key1 << 16 | row.flags | priority.link, lane.step + 1, priority.priority};
+    return {lane.key1 << 16 | row.flags | priority.link, view_.step_after(lane.step), priority.priority};
   }
 
   // Row `i` has been written: the lane goes on from there.
@@ -82,7 +83,8 @@ class Lanes {
     const StreamRow& row = rows_[i];
     Lane& lane = lanes_[row.lane];
     const bool first = row.kind == StreamRow::Kind::kReset;
-    lane = {key + 1, first ? 0 : lane.step + 1, !first && (row.flags & kEnds) ? State::kEnded : State::kRunning};
+    lane = {key + 1, first ? 0 : view_.step_after(lane.step),
+            !first && (row.flags & kEnds) ? State::kEnded : State::kRunning};
   }
 
  private:
@@ -129,6 +131,7 @@ class Lanes {
   std::vector<Lane> lanes_;
   bool vectorised_;
   Autoreset autoreset_;
+  View view_;
   std::vector<StreamRow> rows_;
   std::vector<State> planned_;
 };

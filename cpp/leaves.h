@@ -5,6 +5,7 @@
 #include <cmath>
 #include <utility>
 
+#include "fault.h"
 #include "memory.h"
 #include "power.h"
 
@@ -42,6 +43,7 @@ class InitialLeaf {
     if (std::isnan(priority)) return tree_.clamp(default_);
     if (priority > header_.max_raw) {
       header_.max_raw = priority;
+      TORCHREPLAY_FAULT("priority.largest");
       refresh();
     }
     return tree_.clamp(leaf_of(header_.sampler, priority));

@@ -28,12 +28,12 @@ class Limiter {
   // Publishes the ticket up to which appends are admitted, given that tickets below `head` are counted in `inserted`
   // (or lost) and that `drawable` items can be drawn: with none, only an insert can help.
   void publish(uint64_t head, int64_t drawable) {
-    uint64_t limit = kNever;
+    uint64_t limit = kMaxKeys;
     if (config_.ratio > 0) {
       const double allowed = std::floor((config_.max_diff + sampled()) / config_.ratio);
       uint64_t target = std::max({config_.min_size, header_.demand, config_.inserted_before + whole(allowed)});
       if (drawable == 0) target = std::max(target, header_.inserted + 1);
-      limit = head + (target > header_.inserted ? target - header_.inserted : 0);
+      limit = std::min(limit, head + (target > header_.inserted ? target - header_.inserted : 0));
     }
     header_.ticket_limit.store(limit, std::memory_order_relaxed);
   }

@@ -56,6 +56,9 @@ inline uint64_t load_after_copy(std::atomic<uint64_t>& word) {
 #endif
 }
 
+// Keeps the compiler from moving stores across it: enough for a process that may be killed between any two of them.
+inline void kill_fence() { std::atomic_signal_fence(std::memory_order_seq_cst); }
+
 class SegmentMemory {
  public:
   // Maps `fd`, which must be `layout.bytes` long.

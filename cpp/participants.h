@@ -16,10 +16,12 @@ struct NoFreeId : std::runtime_error {
 inline int join(SegmentMemory& m, Role role) {
   for (int id = 1; id < kMaxParticipants; id++) {
     if (!m.liveness().take(id)) continue;
+    TORCHREPLAY_FAULT("join.taken");
     reclaim(m, id);
     Participant& entry = m.participant(id);
     if (entry.role.load(std::memory_order_relaxed) != 0)  // its last holder died
       m.header().last_departure.store(monotonic_ns(), std::memory_order_relaxed);
+    TORCHREPLAY_FAULT("join.reclaimed");
     entry.first.store(0, std::memory_order_relaxed);
     entry.rows.store(0, std::memory_order_relaxed);
     entry.last_write.store(0, std::memory_order_relaxed);
@@ -30,7 +32,9 @@ inline int join(SegmentMemory& m, Role role) {
     uint32_t highest = ids.load(std::memory_order_relaxed);
     while (highest < static_cast<uint32_t>(id) && !ids.compare_exchange_weak(highest, static_cast<uint32_t>(id))) {
     }
+    TORCHREPLAY_FAULT("join.cleared");
     entry.role.store(static_cast<uint32_t>(role), std::memory_order_release);
+    TORCHREPLAY_FAULT("join.announced");
     return id;
   }
   throw NoFreeId("all " + std::to_string(kMaxParticipants - 1) +
@@ -38,9 +42,13 @@ inline int join(SegmentMemory& m, Role role) {
 }
 
 inline void leave(SegmentMemory& m, int id) {
+  TORCHREPLAY_FAULT("leave.begun");
   m.participant(id).role.store(0, std::memory_order_relaxed);
+  TORCHREPLAY_FAULT("leave.role");
   m.header().last_departure.store(monotonic_ns(), std::memory_order_relaxed);
+  TORCHREPLAY_FAULT("leave.departed");
   m.liveness().release(id);
+  TORCHREPLAY_FAULT("leave.released");
 }
 
 struct Census {
@@ -63,6 +71,7 @@ inline Census take_census(SegmentMemory& m, bool unused_count_as_others) {
     if (role == Role::kNone) continue;
     if (!m.liveness().alive(id)) {
       if (m.liveness().take(id)) {
+        TORCHREPLAY_FAULT("census.taken");
         reclaim(m, id);
         leave(m, id);
       }

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <bit>
 
+#include "fault.h"
 #include "memory.h"
 
 namespace torchreplay {
@@ -24,7 +25,9 @@ class PendingSet {
     const uint64_t bit = uint64_t{1} << slot % 64;
     if (static_cast<bool>(word & bit) == pending) return;
     word ^= bit;
+    TORCHREPLAY_FAULT("pending.bit");
     count_ += pending ? 1 : -1;
+    TORCHREPLAY_FAULT("pending.count");
     uint64_t& summary = summary_[slot / 4096];
     const uint64_t group = uint64_t{1} << slot / 64 % 64;
     summary = word ? summary | group : summary & ~group;

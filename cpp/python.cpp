@@ -4,6 +4,7 @@
 #include <Python.h>
 
 #include "checksum.h"
+#include "python/faults.h"
 #include "python/segment.h"
 #include "python/streams.h"
 #include "python/weights.h"
@@ -120,12 +121,19 @@ PyObject* repair_file(PyObject*, PyObject* args) {
   });
 }
 
-PyMethodDef functions[] = {
-    {"init_torch", init_torch, METH_VARARGS, nullptr},   {"segment_bytes", segment_bytes, METH_VARARGS, nullptr},
-    {"weights_bytes", weights_bytes, METH_O, nullptr},   {"take_huge_pages", take_huge_pages, METH_VARARGS, nullptr},
-    {"init_waits", init_waits, METH_VARARGS, nullptr},
-    {"checksum", checksum, METH_VARARGS, nullptr},       {"nonce_in_use", nonce_in_use, METH_VARARGS, nullptr},
-    {"repair_file", repair_file, METH_VARARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+PyMethodDef functions[] = {{"init_torch", init_torch, METH_VARARGS, nullptr},
+                           {"init_waits", init_waits, METH_VARARGS, nullptr},
+                           {"segment_bytes", segment_bytes, METH_VARARGS, nullptr},
+                           {"weights_bytes", weights_bytes, METH_O, nullptr},
+                           {"take_huge_pages", take_huge_pages, METH_VARARGS, nullptr},
+                           {"checksum", checksum, METH_VARARGS, nullptr},
+                           {"nonce_in_use", nonce_in_use, METH_VARARGS, nullptr},
+                           {"repair_file", repair_file, METH_VARARGS, nullptr},
+#ifdef TORCHREPLAY_FAULTS
+                           {"fault_points", fault_points, METH_NOARGS, nullptr},
+                           {"arm_fault", arm_fault, METH_VARARGS, nullptr},
+#endif
+                           {nullptr, nullptr, 0, nullptr}};
 PyModuleDef module = {
     PyModuleDef_HEAD_INIT, "torchreplay._C", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
 

@@ -7,7 +7,8 @@
 
 namespace torchreplay {
 
-// O(capacity). Idempotent: the death of whoever repairs repeats it.
+// O(capacity): after a death in an absorption a look at the counts and sums, else one at every row. Idempotent: the
+// death of whoever repairs repeats it.
 class Recovery {
  public:
   explicit Recovery(SegmentMemory& m)
@@ -15,22 +16,39 @@ class Recovery {
 
   void run() {
     alive();
+    TORCHREPLAY_FAULT("recover.begun");
+    if (header_.dirty == Dirty::kSlots) {
+      pending_.recount();
+      TORCHREPLAY_FAULT("recover.recounted");
+      Absorber(memory_).finish_interrupted();
+      TORCHREPLAY_FAULT("recover.finished");
+      count_rows();
+    }
     if (header_.dirty == Dirty::kLinks) {
       const uint64_t head = header_.head.load(std::memory_order_acquire);
       read_slots(head);
+      TORCHREPLAY_FAULT("recover.read");
       if (memory_.layout().view.linked()) {
         while (defer_rows()) {
         }
+        TORCHREPLAY_FAULT("recover.deferred");
         each_slot([&](uint64_t slot) { streams_.clear(slot); });
+        TORCHREPLAY_FAULT("recover.cleared");
         each_slot([&](uint64_t slot) { link(slot); });
       }
+      TORCHREPLAY_FAULT("recover.linked");
       settle_leaves(head);
+      TORCHREPLAY_FAULT("recover.settled");
       pending_.recount();
+      TORCHREPLAY_FAULT("recover.counted");
       header_.absorbed = head;
+      TORCHREPLAY_FAULT("recover.cursor");
     }
     tree_.rebuild();
+    TORCHREPLAY_FAULT("recover.summed");
     kill_fence();
     header_.dirty = Dirty::kClean;
+    TORCHREPLAY_FAULT("recover.clean");
   }
 
  private:
@@ -43,6 +61,12 @@ class Recovery {
       if (slot % Absorber::kChunk == 0) alive();
       visit(slot);
     }
+  }
+
+  void count_rows() {
+    const uint64_t* at = &memory_.at(0);
+    header_.rows =
+        static_cast<uint64_t>(std::count_if(at, at + memory_.capacity(), [](uint64_t key1) { return key1; }));
   }
 
   // Which row every slot holds. A leaf survives only with the row that it belongs to.

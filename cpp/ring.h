@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "fault.h"
 #include "futex.h"
 #include "memory.h"
 
@@ -22,6 +23,7 @@ enum class Append {
   kDone,     // every row is written
   kLimited,  // the limiter says wait
   kStalled,  // a whole turn of the ring is held by stopped writers: sleep and try again
+  kSpent,    // every key there is was issued
 };
 
 class RingWriter {
@@ -47,30 +49,40 @@ class RingWriter {
     const uint64_t patience = std::max<uint64_t>(kMaxChunk, capacity);
     uint64_t holes = 0;
     while (written < n) {
-      if (h.head.load(std::memory_order_relaxed) >= h.ticket_limit.load(std::memory_order_relaxed))
-        return Append::kLimited;
+      if (const uint64_t head = h.head.load(std::memory_order_relaxed);
+          head >= h.ticket_limit.load(std::memory_order_relaxed))
+        return head < kMaxKeys ? Append::kLimited : Append::kSpent;
       const uint64_t chunk = std::min(n - written, chunk_limit);
       const uint64_t first = h.head.fetch_add(chunk, std::memory_order_relaxed);
+      TORCHREPLAY_FAULT("append.ticket");
       // Between ticket and CAS, so that "busy with my id" implies "inside my range": reclaiming needs no sweep.
       entry_.first.store(first, std::memory_order_relaxed);
+      TORCHREPLAY_FAULT("append.first");
       entry_.count.store(static_cast<uint32_t>(chunk), std::memory_order_relaxed);
+      TORCHREPLAY_FAULT("append.in_flight");
       for (uint64_t key = first; key < first + chunk; key++) {
         const uint64_t slot = memory_.slot_of(key);
         if (!write(key, slot, rows.meta(written), [&] { fill(written, slot); })) {
+          TORCHREPLAY_FAULT("append.hole");
           holes++;
           continue;
         }
+        TORCHREPLAY_FAULT("append.done");
         rows.commit(written, key);
         keys[written++] = static_cast<int64_t>(key);
+        TORCHREPLAY_FAULT("append.committed");
         holes = 0;
       }
       if (holes >= patience) return Append::kStalled;
     }
     entry_.rows.store(entry_.rows.load(std::memory_order_relaxed) + n, std::memory_order_relaxed);
+    TORCHREPLAY_FAULT("append.counted");
     entry_.last_write.store(monotonic_ns(CLOCK_MONOTONIC_COARSE), std::memory_order_relaxed);
     // A learner that waits says which ticket should wake it. Missing a wake-up is harmless: waits poll.
     if (static_cast<uint64_t>(keys[n - 1]) >= h.wake_at.load(std::memory_order_relaxed)) {
+      TORCHREPLAY_FAULT("append.wakes");
       h.wake_at.store(kNever, std::memory_order_relaxed);
+      TORCHREPLAY_FAULT("append.woke_nobody");
       futex_signal(h.rows_signal);
     }
     return Append::kDone;
@@ -93,11 +105,14 @@ class RingWriter {
     if (!row.word.compare_exchange_strong(word, slot_word::busy(key, writer_), std::memory_order_acq_rel,
                                           std::memory_order_relaxed))
       return false;
+    TORCHREPLAY_FAULT("append.busy");
     std::atomic_thread_fence(std::memory_order_release);  // busy before any byte of the payload
     row.link.store(meta.link, std::memory_order_relaxed);
     row.step.store(meta.step, std::memory_order_relaxed);
     row.priority.store(meta.priority, std::memory_order_relaxed);
+    TORCHREPLAY_FAULT("append.header");
     copy();
+    TORCHREPLAY_FAULT("append.copied");
     row.word.store(slot_word::done(key, writer_), std::memory_order_release);
     return true;
   }
@@ -118,8 +133,10 @@ inline void reclaim(SegmentMemory& memory, int id) {
     memory.row(memory.slot_of(key))
         .word.compare_exchange_strong(busy, slot_word::voided(key), std::memory_order_acq_rel,
                                       std::memory_order_relaxed);
+    TORCHREPLAY_FAULT("reclaim.slot");
   }
   entry.count.store(0, std::memory_order_relaxed);
+  TORCHREPLAY_FAULT("reclaim.done");
 }
 
 }  // namespace torchreplay

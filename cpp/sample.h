@@ -49,6 +49,7 @@ class BatchSampler {
       const int count = static_cast<int>(items_.size());
       todo_.resize(count);
       for (int i = 0; i < count; i++) todo_[i] = i;
+      TORCHREPLAY_FAULT("gather.found");
       copy(out);
       if (todo_.empty()) break;
       size_t kept = 0, failed = 0;
@@ -73,12 +74,15 @@ class BatchSampler {
     for (uint32_t round = 0; round < kRounds; round++) {
       const Draw outcome = draw(n, name, round, shortage, patience);
       if (outcome != Draw::kDone) return outcome;
+      TORCHREPLAY_FAULT("draw.drawn");
       copy(out);
+      TORCHREPLAY_FAULT("draw.copied");
       if (todo_.empty()) {
         finish(n, beta, out);
         return Draw::kDone;
       }
       memory_.header().redraws.fetch_add(todo_.size(), std::memory_order_relaxed);
+      TORCHREPLAY_FAULT("draw.failed");
     }
     const Locked lock(memory_, patience);
     memory_.header().sampled -= static_cast<uint64_t>(n);
@@ -111,6 +115,7 @@ class BatchSampler {
     if (round) resync_failed();
     // A redraw absorbs too: a learner that slept while the ring turned would find one stale leaf after the other.
     lock.absorb();
+    TORCHREPLAY_FAULT("draw.absorbed");
     pending_ = h.pending;
     const PriorityTree tree = memory_.tree();
     Limiter limiter(h);
@@ -119,16 +124,19 @@ class BatchSampler {
       shortage = {h.inserted, limiter.needed(n), static_cast<uint64_t>(tree.count())};
       if (round) h.sampled -= static_cast<uint64_t>(n);  // the draw that was counted did not happen
       limiter.demand(n);
+      TORCHREPLAY_FAULT("draw.demanded");
       publish_limit(memory_);
       const uint64_t missing = shortage.needed > h.inserted ? shortage.needed - h.inserted : 1;
       const uint64_t wake_at = h.absorbed + missing - 1;
       if (wake_at < h.wake_at.load(std::memory_order_relaxed)) h.wake_at.store(wake_at, std::memory_order_relaxed);
+      TORCHREPLAY_FAULT("draw.waits");
       const bool barren = tree.total() == 0 && h.absorbed > h.completed_at + 2 * memory_.capacity();
       return barren ? Draw::kBarren : Draw::kWait;
     }
     find(tree, n);
     if (!round) {
       h.sampled += static_cast<uint64_t>(n);
+      TORCHREPLAY_FAULT("draw.counted");
       h.draws.fetch_add(1, std::memory_order_relaxed);
       h.demand = 0;  // another learner that still waits will say so again
     }

@@ -7,6 +7,7 @@
 #include <string>
 #include <utility>
 
+#include "fault.h"
 #include "futex.h"
 #include "limiter.h"
 #include "recover.h"
@@ -57,7 +58,12 @@ class Locked {
     lock();
   }
   ~Locked() {
-    if (held_) unlock();
+    if (!held_) return;
+    TORCHREPLAY_FAULT("lock.over");
+    held_ = false;
+    header_.holder.store(0, std::memory_order_relaxed);
+    header_.mutex.unlock();
+    TORCHREPLAY_FAULT("lock.free");
   }
   Locked(const Locked&) = delete;
 
@@ -65,6 +71,7 @@ class Locked {
     held_ = false;
     header_.holder.store(0, std::memory_order_relaxed);
     header_.mutex.unlock();
+    TORCHREPLAY_FAULT("lock.between");
   }
 
   // Absorbs every row written before the call, letting others in between chunks. Returns the head absorbed to, which
@@ -86,6 +93,7 @@ class Locked {
     RobustMutex::Outcome outcome = header_.mutex.lock_for(kSliceNs);
     if (outcome == RobustMutex::Outcome::kTimeout) outcome = wait();
     held_ = true;
+    TORCHREPLAY_FAULT("lock.taken");
     header_.holder.store(presence << 32 | header_.mutex.holder(), std::memory_order_relaxed);
     header_.holder_pid.store(own_pid(), std::memory_order_relaxed);
     if (outcome == RobustMutex::Outcome::kOwnerDied) repair();
@@ -123,7 +131,9 @@ class Locked {
 
   void repair() {
     if (header_.dirty != Dirty::kClean) Recovery(memory_).run();
+    TORCHREPLAY_FAULT("lock.repaired");
     header_.mutex.mark_consistent();
+    TORCHREPLAY_FAULT("lock.consistent");
   }
 
   std::string reason(int64_t waited_ns, bool repairing) const {
@@ -161,6 +171,7 @@ inline void publish_limit(SegmentMemory& m) {
   Header& h = m.header();
   const uint64_t before = h.ticket_limit.load(std::memory_order_relaxed);
   Limiter(h).publish(h.absorbed, m.tree().count());
+  TORCHREPLAY_FAULT("limit.published");
   if (h.ticket_limit.load(std::memory_order_relaxed) > before && h.room_waiters.load(std::memory_order_relaxed))
     futex_signal(h.room_signal);
 }

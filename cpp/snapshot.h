@@ -55,6 +55,7 @@ class Snapshot {
       const uint64_t last = std::min(to, first + kChunk);
       memory_.fetch(first, last);
       look(first, last);
+      TORCHREPLAY_FAULT("save.looked");
       for (uint64_t slot = first; slot < last; slot++)
         if (at_[slot - first] && copy_row(slot, at_[slot - first], out, n)) out.leaf[n++] = leaf_[slot - first];
     }

@@ -5,6 +5,7 @@
 #include <limits>
 #include <vector>
 
+#include "fault.h"
 #include "memory.h"
 
 namespace torchreplay {
@@ -61,13 +62,20 @@ class Streams {
   void link(uint64_t before, uint64_t slot) const {
     if (next(before) != kNoSlot) return;
     memory_.links(slot).prev.store(static_cast<uint32_t>(before + 1), std::memory_order_relaxed);
+    kill_fence();
+    TORCHREPLAY_FAULT("link.prev");
     memory_.links(before).next.store(static_cast<uint32_t>(slot + 1), std::memory_order_relaxed);
+    TORCHREPLAY_FAULT("link.next");
   }
 
+  // The slot's own links go last: they lead back to its neighbours whoever has to finish this.
   void unlink(uint64_t slot) const {
     const uint64_t before = prev(slot), after = next(slot);
     if (before != kNoSlot) memory_.links(before).next.store(0, std::memory_order_relaxed);
+    TORCHREPLAY_FAULT("unlink.before");
     if (after != kNoSlot) memory_.links(after).prev.store(0, std::memory_order_relaxed);
+    TORCHREPLAY_FAULT("unlink.after");
+    kill_fence();
     clear(slot);
   }
 

@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "fault.h"
 #include "simd.h"
 #include "tree_node.h"
 #include "tree_shape.h"
@@ -182,13 +183,16 @@ void PriorityTree::set_with(const int64_t* index, const float* leaf, int n) {
     if (b + kAhead < n) prefetch_for_set(index[b + kAhead]);
     const float now = clamp(leaf[b]), was = std::exchange(leaves_[index[b]], now);
     const uint64_t delta = quantize(now) - quantize(was);
+    TORCHREPLAY_FAULT("tree.leaf");
     totals_->total += delta;
     totals_->count += (now > 0) - (was > 0);
+    TORCHREPLAY_FAULT("tree.totals");
     // Integer deltas commute and are exact, so no level waits for the one below.
     int64_t child = line_of(index[b]);
     for (int l = 0; l < sum_levels_; l++, child >>= 3) {
       Node::add(sums_[l] + (child & ~int64_t{7}), static_cast<int>(child & 7), delta);
     }
+    TORCHREPLAY_FAULT("tree.sums");
     smallest_.change<Node>(block_of(index[b]), was, now);
   }
 }
@@ -230,7 +234,9 @@ void PriorityTree::replace_with(const int64_t* index, const float* was, const fl
   for (int b = 0; b < n; b++) {
     if (b + 1 == n || block_of(index[b + 1]) != block_of(index[b])) smallest_.refresh<Node>(block_of(index[b]));
   }
+  TORCHREPLAY_FAULT("tree.smallest");
   for (int l = 0; l < sum_levels_; l++) lines = add_level(sums_[l], child, delta, lines);
+  TORCHREPLAY_FAULT("tree.levels");
   totals_->total += delta[0];
 }
 

@@ -30,7 +30,9 @@ class PriorityUpdater {
     leaves_of(h.sampler, td, n, leaf_.data());
     Locked lock(memory_);
     lock.absorb();
+    TORCHREPLAY_FAULT("update.absorbed");
     apply(n, keys, td);
+    TORCHREPLAY_FAULT("update.applied");
     publish_limit(memory_);
     return std::nullopt;
   }
@@ -62,8 +64,10 @@ class PriorityUpdater {
     const DirtyScope dirty(h, Dirty::kTree);
     h.max_raw = std::max(h.max_raw,
                          static_cast<float>(std::min(max_raw, static_cast<double>(std::numeric_limits<float>::max()))));
+    TORCHREPLAY_FAULT("update.largest");
     kill_fence();
     tree.set(index_.data(), leaf_.data(), static_cast<int>(applied));
+    TORCHREPLAY_FAULT("update.set");
     h.updated += static_cast<uint64_t>(applied);
   }
 

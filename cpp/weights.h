@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <stdexcept>
 
+#include "fault.h"
 #include "layout.h"
 #include "mutex.h"
 #include "pages.h"
@@ -63,12 +64,16 @@ class WeightsMemory {
     if (outcome == RobustMutex::Outcome::kTimeout) return false;
     if (outcome == RobustMutex::Outcome::kOwnerDied)
       header().mutex.mark_consistent();  // its buffer is simply written again
+    TORCHREPLAY_FAULT("publish.locked");
     header().started.store(version() + 1, std::memory_order_relaxed);
+    TORCHREPLAY_FAULT("publish.started");
     std::atomic_thread_fence(std::memory_order_release);  // started before the first byte
     return true;
   }
   void end_publish(bool complete) {
+    TORCHREPLAY_FAULT("publish.copied");
     if (complete) header().published.store(version() + 1, std::memory_order_release);
+    TORCHREPLAY_FAULT("publish.published");
     header().mutex.unlock();
   }
 

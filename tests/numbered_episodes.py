@@ -56,6 +56,16 @@ def successor(codes):
     return np.where(step < length_of(number), codes + 1, (number + 1) * STEPS)
 
 
+def assert_streams_are_unbroken(codes):
+    """The rows of every stream are its first ones."""
+    streams = codes // STEPS // EPISODES
+    for stream in np.unique(streams):
+        expected = stream * EPISODES * STEPS
+        for code in np.sort(codes[streams == stream]):
+            assert code == expected
+            expected = successor(code)
+
+
 def observed(codes, width=WIDE):
     """The observations of rows."""
     return {**numbers(codes), "wide": wide(codes, width)}

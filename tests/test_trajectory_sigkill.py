@@ -7,7 +7,6 @@ import os
 import random
 import signal
 
-import numpy as np
 import pytest
 import torch
 from aftermath import ALPHA, BATCH, assert_priorities_are_sound, assert_the_survivor_can_use_all_of_it, learn
@@ -19,10 +18,10 @@ from numbered_episodes import (
     STEPS,
     WIDE,
     Explorers,
+    assert_streams_are_unbroken,
     episode_of,
     number_of,
     spec,
-    successor,
     write_calls,
     writing,
 )
@@ -82,16 +81,6 @@ def write_and_end(buffer, index, calls, rows, end):
     if end == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     os._exit(0)
-
-
-def assert_streams_are_unbroken(codes):
-    """The rows of every stream are its first ones."""
-    streams = codes // STEPS // EPISODES
-    for stream in np.unique(streams):
-        expected = stream * EPISODES * STEPS
-        for code in np.sort(codes[streams == stream]):
-            assert code == expected
-            expected = successor(code)
 
 
 @pytest.mark.parametrize("name", VIEWS)

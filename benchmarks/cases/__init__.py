@@ -9,6 +9,7 @@ from benchmarks.cases.gather import measure_gather
 from benchmarks.cases.kills import measure_kills
 from benchmarks.cases.loader import measure_loader
 from benchmarks.cases.memory import measure_memory
+from benchmarks.cases.recovery import measure_recovery
 from benchmarks.cases.rows import measure_rows
 from benchmarks.cases.trajectories import measure_trajectories
 from benchmarks.cases.tree import measure_tree
@@ -30,5 +31,6 @@ CASES: Mapping[str, Case] = {
     "contest": measure_contest,
     "kills": measure_kills,
     "memory": measure_memory,
+    "recovery": measure_recovery,
 }
 """Every case by the name that ``--only`` takes, which is also the section of its lines."""

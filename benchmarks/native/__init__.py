@@ -1,15 +1,14 @@
-"""The C++ driver of the trees, compiled when it is first needed."""
+"""C++ drivers of the core, compiled when they are first needed."""
 
 import ctypes
 import os
 import subprocess
 from pathlib import Path
-from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 BATCH_SIZE = 256
-"""Draws or updates in one batch, fixed in the driver."""
+"""Draws or updates in one batch, fixed in the drivers."""
 
 
 class NativeTree:
@@ -24,7 +23,11 @@ class NativeTree:
     """
 
     def __init__(self, capacity: int, binary: bool = False) -> None:
-        self._library = load_driver()
+        self._library = load_driver("tree_driver")
+        self._library.tree_new.restype = ctypes.c_void_p
+        self._library.tree_new.argtypes = [ctypes.c_int64, ctypes.c_int]
+        self._library.tree_sample.argtypes = self._library.tree_update.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+        self._library.tree_delete.argtypes = [ctypes.c_void_p]
         self._tree = self._library.tree_new(capacity, int(binary))
         if not self._tree:
             raise MemoryError(f"no memory for a tree of {capacity:,} leaves: run with --quick")
@@ -42,31 +45,68 @@ class NativeTree:
         self._library.tree_delete(self._tree)
 
 
-def load_driver() -> Any:
-    """Returns the driver's library, compiled from ``cpp/tree.h`` when that or the driver has changed.
+class Mortals:
+    """A full buffer whose learners die in the middle of their work.
+
+    Args:
+        capacity: Rows.
+        linked: They are the rows of transitions.
+
+    Raises:
+        MemoryError: There is no memory for the buffer.
+    """
+
+    def __init__(self, capacity: int, linked: bool) -> None:
+        self._library = load_driver("recovery_driver")
+        self._library.recovery_new.restype = ctypes.c_void_p
+        self._library.recovery_new.argtypes = [ctypes.c_int64, ctypes.c_int]
+        for call in (self._library.recovery_absorbing, self._library.recovery_updating):
+            call.restype = ctypes.c_double
+            call.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+        self._library.recovery_delete.argtypes = [ctypes.c_void_p]
+        self._buffer = self._library.recovery_new(capacity, int(linked))
+        if not self._buffer:
+            raise MemoryError(f"no memory for a buffer of {capacity:,} rows: run with --quick")
+
+    def after_absorbing(self, rows: int) -> float:
+        """Returns the seconds of the first draw after a learner died that had absorbed ``rows`` of 200 new rows."""
+        return self._survived(self._library.recovery_absorbing(self._buffer, rows))
+
+    def after_updating(self, priorities: int) -> float:
+        """Returns the seconds of the first draw after a learner died that had set ``priorities`` of 256 priorities."""
+        return self._survived(self._library.recovery_updating(self._buffer, priorities))
+
+    def _survived(self, seconds: float) -> float:
+        if seconds < 0:
+            raise RuntimeError("the learner did not die where it should")
+        return seconds
+
+    def close(self) -> None:
+        """Frees the buffer."""
+        self._library.recovery_delete(self._buffer)
+
+
+def load_driver(name: str) -> ctypes.CDLL:
+    """Returns a driver's library, compiled from the core's headers when those or the driver have changed.
 
     The flags are the package's own: no ``-march``, the tree chooses its instructions at run time.
 
     Raises:
         RuntimeError: The compiler (``$CXX``, or ``g++``) failed; the text is its own.
     """
-    library = ROOT / "build" / "benchmarks" / "tree_driver.so"
+    library = ROOT / "build" / "benchmarks" / f"{name}.so"
     sources = [*HERE.glob("*.cpp"), *HERE.glob("*.h"), *(ROOT / "cpp").glob("*.h")]
     if not library.exists() or library.stat().st_mtime < max(source.stat().st_mtime for source in sources):
         library.parent.mkdir(parents=True, exist_ok=True)
-        _compile(library)
-    driver = ctypes.CDLL(str(library))
-    driver.tree_new.restype = ctypes.c_void_p
-    driver.tree_new.argtypes = [ctypes.c_int64, ctypes.c_int]
-    driver.tree_sample.argtypes = driver.tree_update.argtypes = [ctypes.c_void_p, ctypes.c_int64]
-    driver.tree_delete.argtypes = [ctypes.c_void_p]
-    return driver
+        _compile(HERE / f"{name}.cpp", library)
+    return ctypes.CDLL(str(library))
 
 
-def _compile(library: Path) -> None:
+def _compile(driver: Path, library: Path) -> None:
     compiler = os.environ.get("CXX", "g++")
-    flags = ["-O3", "-std=c++20", "-shared", "-fPIC", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
-    command = [compiler, *flags, f"-I{ROOT / 'cpp'}", str(HERE / "tree_driver.cpp"), "-o", str(library)]
+    flags = ["-O3", "-std=c++20", "-ffp-contract=off", "-fno-trapping-math", "-shared", "-fPIC"]
+    flags += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
+    command = [compiler, *flags, f"-I{ROOT / 'cpp'}", str(driver), "-o", str(library), "-pthread"]
     built = subprocess.run(command, capture_output=True, text=True, check=False)
     if built.returncode != 0:
-        raise RuntimeError(f"cannot compile the tree driver with {compiler}:\n{built.stderr[-2000:]}")
+        raise RuntimeError(f"cannot compile {driver.name} with {compiler}:\n{built.stderr[-2000:]}")

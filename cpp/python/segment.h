@@ -141,6 +141,7 @@ inline PyObject* wait_rows(PyObject* self, PyObject* ns) {
       WithoutGil unlocked;
       const int64_t start = monotonic_ns();
       futex_wait(h.rows_signal, s.seen_rows_signal, limit);
+      TORCHREPLAY_FAULT("rows.awake");
       const int64_t end = monotonic_ns();
       h.sample_wait.add(end - start, end);
     }
@@ -178,6 +179,7 @@ inline PyObject* withdraw(PyObject* self, PyObject*) {
       const WithoutGil unlocked;
       const Locked lock(m, {.deadline = 0});
       m.header().demand = 0;
+      TORCHREPLAY_FAULT("withdraw.demand");
       publish_limit(m);
     } catch (const LockTimeout&) {
     }
@@ -225,6 +227,7 @@ inline PyObject* stop(PyObject* self, PyObject*) {
   return guarded([&] {
     Header& h = state_of<SegmentState>(self).header();
     h.stopped.store(1, std::memory_order_release);
+    TORCHREPLAY_FAULT("stop.silent");
     futex_signal(h.rows_signal);
     futex_signal(h.room_signal);
     return Py_NewRef(Py_None);

@@ -88,7 +88,8 @@ inline PyObject* import_rows(PyObject* self, PyObject* list) {
     rows.step = reinterpret_cast<int32_t*>(column(specs.size() + 3));
     rows.priority = reinterpret_cast<float*>(column(specs.size() + 4));
     for (int64_t i = 0; i < n; i++)
-      if (rows.key[i] < 0 || rows.key[i] >= int64_t{1} << 47) throw std::invalid_argument("a key is out of range");
+      if (rows.key[i] < 0 || static_cast<uint64_t>(rows.key[i]) >= kMaxKeys)
+        throw std::invalid_argument("a key is out of range");
     {
       WithoutGil unlocked;
       Snapshot(m).copy_in(static_cast<uint64_t>(n), rows);
@@ -126,7 +127,7 @@ inline PyObject* finish_import(PyObject* self, PyObject* args) {
     if (!PyArg_ParseTuple(args, "(KKKKKKKIdKK)K", n, n + 1, n + 2, n + 3, n + 4, n + 5, n + 6, &streams, &max_raw,
                           &inserted_before, &sampled_before, &seed))
       throw PythonError{};
-    if (n[0] >= uint64_t{1} << 47 || !(max_raw >= 0) || !std::isfinite(max_raw))
+    if (n[0] > kMaxKeys || !(max_raw >= 0) || !std::isfinite(max_raw))
       throw std::invalid_argument("the counters are out of range");
     m.header().seed = seed;
     s.become_learner();  // in the stream that goes on

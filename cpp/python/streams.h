@@ -38,6 +38,7 @@ inline void write_planned(PyObject* self, WriterState& s, int64_t* answers) {
         zero_payload(to, columns[f].nbytes);
       else
         s.values[f].copy(to, row.time, row.lane);
+      TORCHREPLAY_FAULT("step.field");
     }
   };
   PlannedRows rows{s};

@@ -48,7 +48,7 @@ struct WriterState {
             pruned(a->fields.tree, [this](int f) { return !roles.observation.empty() && roles.observation[f]; })),
         matcher(a->fields.tree, "priority", linked() ? "final_obs" : nullptr),
         reset_matcher(observations, "mask"),
-        lanes(roles.lanes, roles.vectorised, roles.autoreset),
+        lanes(roles.lanes, roles.vectorised, roles.autoreset, a->memory->layout().view),
         values(a->fields.specs.size()),
         last(linked() ? values.size() : 0),
         given(values.size()) {}
@@ -173,6 +173,9 @@ void write(PyObject* self, WriterState& s, uint64_t n, Rows& rows, int64_t* keys
       }
     }
     if (outcome == Append::kDone) break;
+    if (outcome == Append::kSpent)
+      throw std::runtime_error("the buffer has issued all its " + std::to_string(kMaxKeys) +
+                               " keys, and rows without one cannot be told apart: make a new buffer");
     Ref r(checked(PyObject_CallMethod(self, "_wait", "i", outcome == Append::kStalled)));
     // The parent goes on with this call, and its id is the parent's.
     if (!s.in_use()) throw std::runtime_error("the process was forked out of a waiting call: start a call of its own");
@@ -191,7 +194,10 @@ inline void write_rows(PyObject* self, WriterState& s, uint64_t n, int64_t* keys
   SegmentMemory& m = *s.attached->memory;
   const auto& columns = m.layout().fields;
   auto fill = [&](uint64_t row, uint64_t slot) {
-    for (size_t f = 0; f < columns.size(); f++) s.values[f].copy(m.value(columns[f], slot), static_cast<int64_t>(row));
+    for (size_t f = 0; f < columns.size(); f++) {
+      s.values[f].copy(m.value(columns[f], slot), static_cast<int64_t>(row));
+      TORCHREPLAY_FAULT("append.field");
+    }
   };
   SingleRows rows{s.priorities};
   write(self, s, n, rows, keys, fill);
@@ -251,8 +257,11 @@ inline PyObject* wait_room(PyObject* self, PyObject* ns) {
       WithoutGil unlocked;
       const int64_t start = monotonic_ns();
       entry.waiting.store(1, std::memory_order_relaxed);
+      TORCHREPLAY_FAULT("room.waiting");
       h.room_waiters.fetch_add(1, std::memory_order_seq_cst);
+      TORCHREPLAY_FAULT("room.counted");
       futex_wait(h.room_signal, s.seen_room_signal, limit);
+      TORCHREPLAY_FAULT("room.awake");
       h.room_waiters.fetch_sub(1, std::memory_order_relaxed);
       entry.waiting.store(0, std::memory_order_relaxed);
       const int64_t end = monotonic_ns();

@@ -96,7 +96,7 @@ std::unique_ptr<Image> half_done(const SegmentMemory& m, const std::function<voi
   auto image = std::make_unique<Image>(m);
   bool found = false;
   single_step(body, [&] {
-    if (image->refresh() && image->memory().header().dirty == Dirty::kLinks) found = n-- == 0;
+    if (image->refresh() && image->memory().header().dirty == Dirty::kSlots) found = n-- == 0;
     return found ? Fate::kDie : Fate::kStep;
   });
   return found ? std::move(image) : nullptr;

@@ -1,0 +1,210 @@
+// Learners and explorers that die at a fault point, each time that they come to one, with a real lock in a real
+// process: what they leave must be what a survivor puts in order.
+#define BOOST_TEST_MODULE faults
+#define TORCHREPLAY_FAULTS
+#include <boost/test/unit_test.hpp>
+#include <functional>
+#include <map>
+
+#include "batches.h"
+#include "children.h"
+#include "explorers.h"
+#include "invariants.h"
+#include "participants.h"
+#include "snapshot.h"
+#include "update.h"
+#include "views.h"
+
+using namespace torchreplay;
+using namespace torchreplay::testing;
+
+namespace {
+
+constexpr uint64_t kCapacity = 24;
+
+// A full ring, and after it rows to adopt, link, complete and evict, a lost ticket and a slot held busy.
+std::unique_ptr<SegmentMemory> eventful(const View& view) {
+  Plan plan;
+  plan.capacity = kCapacity;
+  plan.view = view;
+  auto m = make_segment(plan);
+  Explorer a(*m, 1), b(*m, 2);
+  SteppedWriter slow(*m, 3);
+  for (int i = 0; i < 2; i++) {
+    a.episode(4);
+    b.episode(5, kTruncated);
+  }
+  a.reset();
+  settle(*m);
+  a.step(0, 2.0F);
+  slow.take_ticket();  // lost
+  b.reset();
+  slow.take_ticket();
+  slow.seize();  // busy
+  a.step(kTerminated, 3.0F);
+  b.step();
+  return m;
+}
+
+ItemPlan plan_of(const View& view) {
+  ItemPlan plan;
+  plan.outputs = {{Output::Kind::kAnchor, 0, 0, 1, 0}};
+  plan.steps = view.span == View::kWholeEpisode ? 1 : std::max(1U, view.span);
+  return plan;
+}
+
+using Body = std::function<void(SegmentMemory&)>;
+
+// How often a process that runs `body` comes to each point.
+std::map<std::string, uint64_t> rehearse(const View& view, const Body& body) {
+  constexpr int kMost = 256;
+  const Shared<std::array<uint64_t, kMost>> reached;
+  auto each = [](auto&& visit) {
+    int place = 0;
+    fault::Point::each([&](fault::Point& point) { visit(point, place++); });
+    if (place > kMost) throw std::runtime_error("more points than expected");
+  };
+  auto m = eventful(view);
+  each([](fault::Point& point, int) { point.arm(0, false); });
+  Child child([&] {
+    body(*m);
+    each([&](fault::Point& point, int place) { (*reached.operator->())[place] = point.reached(); });
+  });
+  BOOST_REQUIRE(child.wait() == 0);
+  std::map<std::string, uint64_t> counts;
+  each([&](fault::Point& point, int place) {
+    if (const uint64_t count = (*reached.operator->())[place]) counts[point.name()] = count;
+  });
+  return counts;
+}
+
+// Lets a process die at every point that it comes to, every time, and looks at what the next one makes of it.
+uint64_t die_everywhere(const View& view, const Body& body) {
+  uint64_t deaths = 0;
+  for (const auto& [point, count] : rehearse(view, body))
+    for (uint64_t nth = 1; nth <= count; nth++) BOOST_TEST_CONTEXT(point << ", the " << nth << ". time") {
+        auto m = eventful(view);
+        Child child([&] {
+          fault::arm(point, nth);
+          body(*m);
+        });
+        BOOST_REQUIRE(child.wait() == fault::kExitStatus);
+        deaths++;
+        take_census(*m, false);
+        for (int id = 1; id < 8; id++) BOOST_REQUIRE(!m->liveness().alive(id));
+        settle(*m);
+        std::string v = violation(*m);
+        BOOST_REQUIRE_MESSAGE(v.empty(), v);
+        // And then life goes on.
+        reclaim(*m, 3);
+        for (int i = 0; i < 5; i++) Explorer(*m, 4).episode(5);
+        settle(*m);
+        v = violation(*m);
+        BOOST_REQUIRE_MESSAGE(v.empty(), v);
+        for (uint64_t slot = 0; slot < kCapacity; slot++) BOOST_REQUIRE(!slot_word::is_busy(m->row(slot).word.load()));
+      }
+  return deaths;
+}
+
+const View kViews[] = {View{}, transitions(2, 3), sequences(2, 2, 1), across_episodes(3), whole_episodes()};
+
+void learn(SegmentMemory& m) {
+  const ItemPlan plan = plan_of(m.layout().view);
+  Room room(m, plan, 4, 0);
+  Shortage shortage;
+  BatchSampler sampler(m, m.layout().view.linked() ? &plan : nullptr);
+  if (sampler.sample(4, 0.4, {7, 0, 0}, room.pointers(), shortage) != Draw::kDone) _exit(1);
+  const std::vector<double> td = {0.3, 1.0, 20.0, 0.1};
+  if (PriorityUpdater(m).update(4, room.pointers().keys, td.data())) _exit(1);
+}
+
+void explore(SegmentMemory& m) {
+  const int id = join(m, Role::kWriter);
+  const RowMeta meta[] = {{kFirst, 0, 0}, {kFirst, 0, 0}, {kFirst, 0, 0}, {kFirst, 0, 0}};
+  int64_t keys[4];
+  uint64_t written = 0;
+  RingWriter(m, id).append(4, meta, keys, written, [&](uint64_t, uint64_t slot) { fill_row(m, slot, 1); });
+  leave(m, id);
+}
+
+}  // namespace
+
+BOOST_AUTO_TEST_CASE(a_learner_that_dies_at_any_point_leaves_a_buffer_that_a_survivor_puts_in_order) {
+  for (const View& view : kViews) BOOST_TEST(die_everywhere(view, learn) > 80U);
+}
+
+BOOST_AUTO_TEST_CASE(an_explorer_that_dies_at_any_point_leaves_a_buffer_that_a_survivor_puts_in_order) {
+  for (const View& view : {kViews[0], kViews[1]}) BOOST_TEST(die_everywhere(view, explore) > 30U);
+}
+
+BOOST_AUTO_TEST_CASE(a_survivor_that_dies_while_it_repairs_leaves_a_buffer_that_the_next_one_puts_in_order) {
+  for (const View& view : kViews)
+    for (const char* first : {"evict.leaf", "adopt.at", "complete.leaf", "tree.totals", "lock.over"})
+      BOOST_TEST(die_everywhere(view, [&](SegmentMemory& m) {
+                   Child dead([&] {
+                     fault::arm(first);
+                     learn(m);
+                   });
+                   if (dead.wait() != fault::kExitStatus) _exit(1);
+                   settle(m);
+                 }) > 10U);
+}
+
+// A failed draw brings up to date slots that no chunk of an absorption comes to.
+BOOST_AUTO_TEST_CASE(
+    a_learner_that_dies_with_a_slot_far_from_the_cursor_leaves_a_buffer_that_a_survivor_puts_in_order) {
+  for (const char* point : {"resync.marked", "evict.leaf", "unlink.before", "evict.at", "adopt.at", "link.prev",
+                            "adopt.linked", "complete.leaf"}) {
+    Plan plan;
+    plan.capacity = 2 * Absorber::kChunk;
+    plan.view = transitions(1);
+    auto m = make_segment(plan);
+    auto turn = [&](Explorer explorer) {
+      for (uint64_t row = 0; row < m->capacity(); row++) row % 9 ? explorer.step() : explorer.reset();
+    };
+    turn(Explorer(*m, 1));
+    settle(*m);
+    turn(Explorer(*m, 2));
+    Child child([&] {
+      const Locked lock(*m);
+      Absorber absorber(*m);
+      const uint64_t head = m->header().head.load(), slot = 9 * 600;  // an episode starts there
+      absorber.resync(slot, head);
+      fault::arm(point);
+      absorber.resync(slot + 1, head);
+    });
+    BOOST_TEST(child.wait() == fault::kExitStatus, point);
+    settle(*m);
+    const std::string v = violation(*m);
+    BOOST_TEST(v.empty(), v << " after a death at " << point);
+  }
+}
+
+BOOST_AUTO_TEST_CASE(a_point_counts_from_the_moment_it_is_armed) {
+  fault::Point& point = fault::point<"test.point">;
+  auto pass = [] { TORCHREPLAY_FAULT("test.point"); };
+  pass();
+  Child child([&] {
+    fault::arm("test.point", 3);
+    pass();
+    pass();
+    if (point.reached() != 2) _exit(1);
+    pass();
+  });
+  BOOST_TEST(child.wait() == fault::kExitStatus);
+  BOOST_TEST(point.reached() == 1U);
+  BOOST_CHECK_THROW(fault::arm("no.such.point"), std::invalid_argument);
+}
+
+BOOST_AUTO_TEST_CASE(a_process_that_stops_at_a_point_goes_on_from_there) {
+  Child child([] {
+    fault::arm("test.stop", 1, true);
+    TORCHREPLAY_FAULT("test.stop");
+    _exit(7);
+  });
+  int status = 0;
+  waitpid(child.pid(), &status, WUNTRACED);
+  BOOST_TEST(WIFSTOPPED(status));
+  kill(child.pid(), SIGCONT);
+  BOOST_TEST(child.wait() == 7);
+}
