@@ -21,6 +21,7 @@ struct View {
   uint32_t priority_steps = 0;
 
   bool linked() const { return span > 0; }
+  bool operator==(const View&) const = default;
 };
 
 }  // namespace torchreplay

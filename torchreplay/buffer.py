@@ -15,7 +15,7 @@ from . import _C
 from .arguments import checked_int, checked_kind
 from .batch import ReplayBatch
 from .checkpoint import load_rows, read_description, save
-from .config import Config
+from .config import MAX_CAPACITY, Config
 from .drawing import Drawing
 from .errors import AttachError
 from .hindsight import Hindsight
@@ -70,7 +70,7 @@ class ReplayBuffer(Drawing, Inspection):
         default_view: View = Rows()
         default_limiter: Limiter = MinSize()
         config = Config(
-            checked_int("capacity", capacity, 1, 1 << 31),
+            checked_int("capacity", capacity, 1, MAX_CAPACITY),
             flatten(spec),
             checked_kind("sampler", sampler, default_sampler, (Uniform, Prioritized)),
             checked_kind("view", view, default_view, VIEWS),
@@ -119,17 +119,19 @@ class ReplayBuffer(Drawing, Inspection):
 
         Raises:
             ValueError: `view` is not the buffer's.
-            AttachError: Its owner is gone, on another machine, of another user, or runs another version of torchreplay.
+            AttachError: Its owner is gone, on another machine, of another user, or runs another version of torchreplay;
+                or the memory is damaged.
         """
         fd = open_handle(handle, "replay buffer")
         try:
             segment = _C.Segment(fd, False, handle.nonce, None, ReplayBatch)
-        except ConnectionError as error:
+            config = Config.from_text(segment.text)
+            segment.describe(to_native(config.fields), config.capacity, config.view.native())
+        except (ConnectionError, ValueError) as error:
             raise AttachError(str(error)) from None
         finally:
             os.close(fd)
-        config = Config.from_text(segment.text).with_functions(view)
-        segment.set_fields(to_native(config.fields))
+        config = config.with_functions(view)
         self = cls.__new__(cls)
         self._adopt(segment, handle.nonce, config)
         return self

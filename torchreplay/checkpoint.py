@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 import zlib
@@ -18,11 +19,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from stat import S_ISREG
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .config import Config
+from .arguments import checked_int
+from .config import DAMAGED, Config
 from .errors import CheckpointError
 from .progress import track
 
@@ -34,6 +37,8 @@ NAME = "checkpoint.json"
 ROW_COLUMNS = ("row.key", "row.leaf", "row.link", "row.step", "row.priority")
 SHARD_BYTES = 64 << 20
 MAX_DESCRIPTION = 64 << 20
+MAX_COUNT = (1 << 64) - 1
+SHARD_NAME = re.compile(r"rows-[0-9a-f]+/[0-9]+\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +88,11 @@ class Description:
         if parts["format"] != FORMAT:
             raise ValueError(f"it has format {parts['format']}, this version of torchreplay reads format {FORMAT}")
         config = Config.from_text(json.dumps(parts["config"]))
-        shards = tuple((str(file), int(size), int(crc)) for file, size, crc in parts["shards"])
-        return cls(config, parts["seed"], parts["step"], tuple(parts["counts"]), shards)
+        seed, step = (checked_int(name, parts[name], 0, MAX_COUNT) for name in ("seed", "step"))
+        *counts, max_raw = parts["counts"]
+        counts = [checked_int("a counter", count, 0, MAX_COUNT) for count in counts]
+        shards = tuple((_shard_name(file), int(size), int(crc)) for file, size, crc in parts["shards"])
+        return cls(config, seed, step, (*counts, float(max_raw)), shards)
 
 
 def save(segment: _C.Segment, config: Config, directory: str | os.PathLike[str]) -> None:
@@ -172,12 +180,10 @@ def read_description(directory: str | os.PathLike[str]) -> Description:
     """
     path = Path(directory) / NAME
     try:
-        if path.stat().st_size > MAX_DESCRIPTION:
-            raise ValueError("it is too long")
-        description = Description.from_text(path.read_text())
+        description = Description.from_text(_read(path, MAX_DESCRIPTION).decode())
     except FileNotFoundError:
         raise CheckpointError(f"there is no replay checkpoint in {Path(directory)}: {NAME} is missing") from None
-    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+    except (*DAMAGED, OSError) as error:
         raise CheckpointError(f"{path} is no intact replay checkpoint: {error!r}") from None
     return description
 
@@ -197,10 +203,15 @@ def load_rows(segment: _C.Segment, config: Config, description: Description, dir
     if segment.counts()[0]:
         raise CheckpointError("the buffer holds rows already: restore a new one, before its explorers start")
     names = [*_names(description.config), *ROW_COLUMNS]
-    for columns in _read_shards(description, Path(directory), names):
-        segment.import_rows(columns)
-    segment.finish_import(description.counts, description.seed)
-    segment.step = description.step
+    try:
+        for columns in _read_shards(description, Path(directory), names):
+            segment.import_rows(columns)
+        segment.finish_import(description.counts, description.seed)
+        segment.step = description.step
+    except (ValueError, TypeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"the checkpoint in {Path(directory)} is damaged: {error}") from None
 
 
 def _read_shards(description: Description, root: Path, names: list[str]) -> Iterator[list[torch.Tensor]]:
@@ -210,7 +221,7 @@ def _read_shards(description: Description, root: Path, names: list[str]) -> Iter
     for name, size, crc in track(description.shards, "loading the replay buffer"):
         path = root / name
         try:
-            content = path.read_bytes()
+            content = _read(path, size)
             if len(content) != size or zlib.crc32(content) != crc:
                 raise ValueError(
                     f"{len(content):,} of {size:,} bytes, checksum {zlib.crc32(content):08x} not {crc:08x}"
@@ -226,10 +237,27 @@ def _names(config: Config) -> list[str]:
 
 
 def _write(path: Path, content: bytes) -> None:
-    with path.open("xb") as file:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _read(path: Path, most: int) -> bytes:
+    """Returns what is in a file, which must be a file, and no longer than `most`."""
+    # Without waiting for the other end of what turns out to be a pipe.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not S_ISREG(status.st_mode) or status.st_size > most:
+            raise ValueError(f"it is no file, or has {status.st_size:,} bytes, more than {most:,}")
+        return file.read()
+
+
+def _shard_name(name: Any) -> str:
+    """Returns the name of a file of rows: one in the checkpoint's own directory."""
+    if not SHARD_NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is no file of rows")
+    return str(name)
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -68,13 +68,17 @@ inline int init(PyObject* self, PyObject* args, PyObject*) {
   }));
 }
 
-// set_fields(list): the spec of an attached segment, as read from its text.
-inline PyObject* set_fields(PyObject* self, PyObject* list) {
+// describe(fields, capacity, view): what the text of an attached segment says it is. Gives the fields their names.
+inline PyObject* describe_segment(PyObject* self, PyObject* args) {
   return guarded([&] {
     auto& s = state_of<SegmentState>(self);
+    const Layout& layout = s.memory().layout();
+    PyObject *list, *view;
+    unsigned long long capacity;
+    if (!PyArg_ParseTuple(args, "OKO", &list, &capacity, &view)) throw PythonError{};
     Fields fields = Fields::parse(list);
-    const auto& columns = s.memory().layout().fields;
-    bool same = fields.specs.size() == columns.size();
+    const auto& columns = layout.fields;
+    bool same = capacity == layout.capacity && parse_view(view) == layout.view && fields.specs.size() == columns.size();
     for (size_t i = 0; same && i < columns.size(); i++)
       same = fields.specs[i].element == columns[i].element && fields.specs[i].nbytes == columns[i].nbytes;
     if (!same) throw NotASegment("the segment's description does not match its layout");
@@ -341,7 +345,7 @@ inline int set_step(PyObject* self, PyObject* value, void*) {
 }
 
 inline PyMethodDef methods[] = {
-    {"set_fields", set_fields, METH_O, nullptr},
+    {"describe", describe_segment, METH_VARARGS, nullptr},
     {"set_plan", set_plan, METH_VARARGS, nullptr},
     {"sample", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(sample)), METH_FASTCALL, nullptr},
     {"gather", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(gather)), METH_FASTCALL, nullptr},
