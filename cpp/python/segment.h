@@ -248,8 +248,8 @@ inline PyObject* counters(PyObject* self, PyObject*) {
 inline PyObject* column(PyObject* self, PyObject* index) {
   return guarded([&] {
     auto& s = state_of<SegmentState>(self);
+    const int64_t i = as_int(index);  // may run code that closes the segment
     SegmentMemory& m = s.memory();
-    const int64_t i = as_int(index);
     int64_t shape[StridedArray::kMaxDims + 1] = {static_cast<int64_t>(m.capacity())},
                                            strides[StridedArray::kMaxDims + 1];
     strides[0] = 1;

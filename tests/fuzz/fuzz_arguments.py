@@ -18,8 +18,7 @@ VIEWS = (
 )
 NUMPY = ("?", "u1", "<u2", ">u2", "i8", "f2", "<f4", ">f4", "f8", "c8", "O", "S3", "M8[s]", "i4,f4", "g")
 TORCH = (torch.bool, torch.uint8, torch.int16, torch.int64, torch.uint64, torch.bfloat16, torch.float32, torch.complex64)
-FINE = (ValueError, TypeError, OverflowError, MemoryError, BufferError, tr.Stopped, tr.AttachError, tr.WouldBlockForever)
-CLOSED = ("is closed", "did not travel", "in use", "without completing")  # of RuntimeErrors
+FINE = (ValueError, TypeError, OverflowError, MemoryError, BufferError, RuntimeError, tr.ReplayTimeout)
 
 
 class Treacherous:
@@ -56,17 +55,13 @@ class Session:
 
     def run(self):
         while self.fuzz.remaining_bytes():
-            before = self.buffer._segment.counts()[0] if not self.buffer._segment.closed else None
             try:
                 self.pick((self.write, self.write, self.write, self.draw, self.feed_back, self.attach, self.make))()
-            except FINE:
-                after = None if self.buffer._segment.closed else self.buffer._segment.counts()[0]
-                assert before is None or after is None or after >= before
-            except RuntimeError as error:
-                if not any(reason in str(error) for reason in CLOSED):
-                    raise
-        if not self.buffer._segment.closed:
-            self.buffer.stats()
+            except FINE as error:
+                assert "not initialised" not in str(error)
+        if not self.buffer._segment.closed:  # and as it should be: every row is there, and whole
+            stats = self.buffer.stats()
+            assert stats.size == min(stats.rows_written, self.buffer.capacity)
         self.writer.close()
         self.buffer.close()
 
@@ -153,11 +148,11 @@ class Session:
         value = np.zeros(self.shape()[:16], self.pick(NUMPY))
         return self.pick((
             lambda: value,
-            lambda: value[::-1],
-            lambda: value[..., ::2],
+            lambda: value[::-1] if value.ndim else value,
+            lambda: value[..., ::2] if value.ndim else value,
             lambda: value.T,
             lambda: np.broadcast_to(value, (2, *value.shape)),
-            lambda: memoryview(value),
+            lambda: memoryview(value) if value.dtype.kind not in "M" else value,
             lambda: np.ma.masked_array(value),
         ))()  # fmt: skip
 
@@ -165,14 +160,14 @@ class Session:
         value = torch.zeros(self.shape()[:17], dtype=self.pick(TORCH))
         return self.pick((
             lambda: value,
-            lambda: value.mT,
-            lambda: value[..., ::2],
+            lambda: value.transpose(0, -1) if value.dim() else value,
+            lambda: value[..., ::2] if value.ndim else value,
             lambda: value.expand(2, *value.shape),
             lambda: value.to("meta"),
             lambda: value.to_sparse(),
-            lambda: value.requires_grad_(),
-            lambda: value.conj().imag,
-            lambda: value.as_subclass(torch.nn.Parameter),
+            lambda: value.requires_grad_(value.is_floating_point()),
+            lambda: value.conj().imag if value.is_complex() else value,
+            lambda: value.to(torch.float64).as_subclass(torch.nn.Parameter),
             lambda: torch.nested.nested_tensor([value, value]),
             lambda: value.untyped_storage().resize_(0) and value,
         ))()  # fmt: skip
