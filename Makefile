@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 .PHONY: help demo test lint format bench soak build wheel clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile tests/fuzz/fuzz.mk | expand -t 12
 
 demo: build  ## learn CartPole-v1 with Ape-X: Ray explorers, Lightning learner
 	$(BIN)/python examples/apex_cartpole.py $(ARGS)
@@ -26,9 +26,10 @@ test: build  ## C++ unit tests (plain and sanitized), then pytest
 bench: build $(STAMPS)/bench  ## measure torchreplay beside its peers
 	$(BIN)/python -m benchmarks $(ARGS)
 
-soak: build  ## the long tests: C++ under ThreadSanitizer, then pytest -m soak
+soak: build  ## the long tests: C++ under ThreadSanitizer, pytest -m soak, fuzzers
 	$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-cpp CPP_VARIANTS=thread
 	$(BIN)/python -m pytest -m soak -o faulthandler_timeout=3600 $(ARGS)
+	$(MAKE) --no-print-directory fuzz ARGS=
 
 build: $(STAMPS)/build  ## compile the native modules in place
 
@@ -90,3 +91,4 @@ $(STAMPS)/build: setup.py $(wildcard cpp/*.h cpp/*.cpp cpp/python/*.h cpp/ops/*.
 	@touch $@
 
 include tests/cpp/tests.mk
+include tests/fuzz/fuzz.mk

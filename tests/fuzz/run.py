@@ -1,4 +1,4 @@
-"""Runs the fuzzers one after the other: `run.py [--seconds 60] [attach checkpoint arguments]`."""
+"""Runs the fuzzers one after the other: `run.py [--seconds 60] [attach checkpoint arguments] [--input FILE]`."""
 
 import argparse
 import os
@@ -42,17 +42,18 @@ def environment() -> dict[str, str]:
     }
 
 
-def fuzz(name: str, seconds: int) -> bool:
-    """Returns whether the target stood it."""
+def fuzz(name: str, seconds: int, given: str | None) -> bool:
+    """Returns whether the target stood it: inputs for so many seconds, or the one given."""
     corpus, seeds = OUT / name / "corpus", OUT / name / "seeds"
     for directory in (corpus, seeds):
         directory.mkdir(parents=True, exist_ok=True)
     python, target, env = sys.executable, f"fuzz_{name}", environment()
     subprocess.run([python, "-c", WRITE_SEEDS, target, str(seeds)], env=env, check=True)
     limits = [f"-max_total_time={seconds}", f"-artifact_prefix={OUT / name}/", *LIMITS]
+    inputs = [str(corpus), str(seeds)] if given is None else [given]
     log = OUT / name / "log"
     with log.open("w") as out:
-        command = [python, str(HERE / "harness.py"), target, str(corpus), str(seeds), *limits]
+        command = [python, str(HERE / "harness.py"), target, *inputs, *limits]
         status = subprocess.run(command, env=env, stdout=out, stderr=subprocess.STDOUT, check=False).returncode
     text = log.read_text(errors="replace")
     runs = re.findall(r"number_of_executed_units: (\d+)", text)
@@ -60,7 +61,8 @@ def fuzz(name: str, seconds: int) -> bool:
     reached = f"{int(blocks[-1][0]):,} blocks, {int(blocks[-1][1]):,} features" if blocks else "nothing"
     print(f"fuzz {name}: {int(runs[-1]) if runs else 0:,} executions in {seconds} s, {reached} reached", flush=True)
     if status:
-        print(text[-6000:])
+        found = re.search(r"=== Uncaught|runtime error|==\d+== ?ERROR", text)
+        print(text[found.start() if found else 0 :][:6000])
         print(f"fuzz {name}: FAILED; the whole log is in {log}, the input beside it", flush=True)
     return status == 0
 
@@ -68,9 +70,10 @@ def fuzz(name: str, seconds: int) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=int, default=60, help="for each fuzzer")
+    parser.add_argument("--input", help="run this one only")
     parser.add_argument("names", nargs="*", default=NAMES, help=f"of {', '.join(NAMES)}")
     arguments = parser.parse_args()
-    stood = [fuzz(name, arguments.seconds) for name in arguments.names]
+    stood = [fuzz(name, arguments.seconds, arguments.input) for name in arguments.names]
     sys.exit(not all(stood))
 
 
