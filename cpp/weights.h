@@ -13,7 +13,7 @@
 namespace torchreplay {
 
 inline constexpr uint64_t kMaxWeightsBytes = uint64_t{1} << 46;  // of one buffer: more than any machine maps
-inline constexpr uint64_t kWeightsMagic = 0x7374686769655754;  // "TWeights", little endian
+inline constexpr uint64_t kWeightsMagic = 0x7374686769655754;    // "TWeights", little endian
 
 struct WeightsHeader {
   uint64_t magic;

@@ -5,11 +5,12 @@ import json
 import shutil
 import tempfile
 import zlib
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import torch
-from fuzz_attach import STEPS, buffers
+from fuzz_attach import buffers
 
 import torchreplay as tr
 from torchreplay import segment
@@ -67,10 +68,8 @@ def use(buffer):
         except RuntimeError as error:
             if not any(expected in str(error) for expected in ("without completing", "did not travel")):
                 raise
-        try:
+        with suppress(tr.WouldBlockForever):
             write(buffer)
-        except tr.WouldBlockForever:
-            pass
 
 
 def write(buffer):
@@ -84,6 +83,10 @@ def write(buffer):
             return {name: zeros(inner, (*path, name)) for name, inner in field.items()}
         seen = any("/".join(path[:n]) in observed for n in range(len(path) + 1))
         n = 3 if seen else 2
-        return np.zeros((n, *field.shape)) if field.dtype.is_floating_point else torch.zeros((n, *field.shape), dtype=field.dtype)
+        return (
+            np.zeros((n, *field.shape))
+            if field.dtype.is_floating_point
+            else torch.zeros((n, *field.shape), dtype=field.dtype)
+        )
 
     buffer.extend(**{name: zeros(field, (name,)) for name, field in buffer.spec.items()})
