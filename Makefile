@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 .PHONY: help demo test lint format bench soak build faults wheel clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile tests/fuzz/fuzz.mk | expand -t 12
 
 demo: build  ## learn CartPole-v1 with Ape-X: Ray explorers, Lightning learner
 	$(BIN)/python examples/apex_cartpole.py $(ARGS)
@@ -26,9 +26,10 @@ test: build  ## C++ unit tests (plain and sanitized), then pytest
 bench: build $(STAMPS)/bench  ## measure torchreplay beside its peers
 	$(BIN)/python -m benchmarks $(ARGS)
 
-soak: build  ## the long tests: C++ under ThreadSanitizer, then pytest -m soak
+soak: build  ## the long tests: C++ under ThreadSanitizer, pytest -m soak, fuzzers
 	$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-cpp CPP_VARIANTS=thread
 	$(BIN)/python -m pytest -m soak -o faulthandler_timeout=3600 $(ARGS)
+	$(MAKE) --no-print-directory fuzz ARGS=
 
 build: $(STAMPS)/build  ## compile the native modules in place
 
@@ -44,7 +45,7 @@ clean:  ## remove what was built; the environment stays
 	rm -rf build dist *.egg-info torchreplay/*.abi3.so $(STAMPS)/build
 
 # clang-tidy sees all core headers as one unit, and each binding as another.
-CPP_FILES = $(wildcard cpp/*.h cpp/*.cpp cpp/python/*.h cpp/ops/*.h tests/cpp/*.h tests/cpp/*.cpp)
+CPP_FILES = $(wildcard cpp/*.h cpp/*.cpp cpp/python/*.h cpp/ops/*.h tests/cpp/*.h tests/cpp/*.cpp tests/fuzz/*.cpp)
 CPP_INCLUDES = $(shell $(BIN)/python -c 'import importlib.util as u, os, sysconfig as s; \
     print("-Icpp -isystem", s.get_path("include"), "-isystem", os.path.dirname(u.find_spec("torch").origin) + "/include")')
 
@@ -93,3 +94,4 @@ $(STAMPS)/build: setup.py $(wildcard cpp/*.h cpp/*.cpp cpp/python/*.h cpp/ops/*.
 	@touch $@
 
 include tests/cpp/tests.mk
+include tests/fuzz/fuzz.mk

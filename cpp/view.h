@@ -29,6 +29,7 @@ struct View {
     constexpr uint32_t kMiddle = uint32_t{1} << 31;
     return step == std::numeric_limits<uint32_t>::max() ? kMiddle + kMiddle % stride : step + 1;
   }
+  bool operator==(const View&) const = default;
 };
 
 }  // namespace torchreplay

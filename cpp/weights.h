@@ -13,7 +13,8 @@
 
 namespace torchreplay {
 
-inline constexpr uint64_t kWeightsMagic = 0x7374686769655754;  // "TWeights", little endian
+inline constexpr uint64_t kMaxWeightsBytes = uint64_t{1} << 46;  // of one buffer: more than any machine maps
+inline constexpr uint64_t kWeightsMagic = 0x7374686769655754;    // "TWeights", little endian
 
 struct WeightsHeader {
   uint64_t magic;
@@ -33,7 +34,7 @@ class WeightsMemory {
   // Maps `fd`. `fresh`: formats the zero-filled file; otherwise checks it.
   WeightsMemory(Descriptor fd, uint64_t nonce, uint64_t buffer_bytes, bool fresh)
       : fd_(std::move(fd)), size_(bytes(buffer_bytes)) {
-    if (fd_.file_bytes() != size_)
+    if (buffer_bytes > kMaxWeightsBytes || fd_.file_bytes() != size_)
       throw std::runtime_error("the shared weights have another size than their handle says: their owner is gone");
     base_ = map_shared(fd_, size_);
     WeightsHeader& h = header();

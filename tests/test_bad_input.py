@@ -182,6 +182,37 @@ def test_a_handle_whose_segment_is_not_there_any_more_is_an_attach_error(buffer,
     assert_nothing_was_written_and_the_buffer_works(buffer)
 
 
+class ClosesWhenRead:
+    """Keys, or TD errors, whose conversion closes the buffer: another thread might."""
+
+    def __init__(self, buffer, values):
+        self.buffer, self.values = buffer, values
+
+    def __array__(self, dtype=None, copy=None):
+        self.buffer.close()
+        return np.array(self.values)
+
+
+def test_a_buffer_that_is_closed_while_an_argument_is_read_ends_its_call_and_is_closed(buffer):
+    def opened():
+        other = tr.ReplayBuffer.attach(buffer.handle())
+        return other, lambda values: ClosesWhenRead(other, values)
+
+    keys = buffer.extend(x=np.ones((2, 4)), nested={"n": np.zeros(2, int)})
+    other, closing = opened()
+    batch = other.gather(closing([0, 1]))
+    assert batch["x"].eq(1).all()
+    other, closing = opened()
+    other.update_priorities(closing([0, 1]), torch.full((2,), 3.0))
+    other, closing = opened()
+    other.update_priorities(keys, closing([5.0, 5.0]))
+    assert buffer.stats().updated == 4
+    assert buffer.stats().priority_max == 5.0
+    other, closing = opened()
+    with pytest.raises(ValueError, match="got a value of type ClosesWhenRead"):
+        other.extend(x=closing(np.zeros((2, 4))), nested={"n": np.zeros(2, int)})
+
+
 def test_every_call_of_a_closed_buffer_is_a_runtime_error(buffer):
     buffer.extend(x=np.ones((2, 4)), nested={"n": np.zeros(2, int)})
     batch = buffer.sample(2)

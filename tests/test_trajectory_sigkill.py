@@ -12,10 +12,8 @@ import torch
 from aftermath import ALPHA, BATCH, assert_priorities_are_sound, assert_the_survivor_can_use_all_of_it, learn
 from forked import Forked, eventually, shared_counters
 from numbered_episodes import (
-    EPISODES,
     LANES,
     NARROW,
-    STEPS,
     WIDE,
     Explorers,
     assert_streams_are_unbroken,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import threading
@@ -18,7 +17,7 @@ from . import _C
 from .arguments import checked_int, checked_kind
 from .batch import ReplayBatch
 from .checkpoint import load_rows, read_description, save
-from .config import Config
+from .config import MAX_CAPACITY, Config
 from .drawing import Drawing
 from .errors import AttachError, CheckpointError, ReplayTimeout
 from .hindsight import Hindsight
@@ -36,8 +35,6 @@ from .writer import Autoreset, Writer
 
 if TYPE_CHECKING:
     from types import TracebackType
-
-logger = logging.getLogger("torchreplay")
 
 _open_buffers: weakref.WeakSet[ReplayBuffer] = weakref.WeakSet()
 
@@ -82,7 +79,7 @@ class ReplayBuffer(Drawing, Inspection):
         default_view: View = Rows()
         default_limiter: Limiter = MinSize()
         config = Config(
-            checked_int("capacity", capacity, 1, 1 << 31),
+            checked_int("capacity", capacity, 1, MAX_CAPACITY),
             flatten(spec),
             checked_kind("sampler", sampler, default_sampler, (Uniform, Prioritized)),
             checked_kind("view", view, default_view, VIEWS),
@@ -137,7 +134,8 @@ class ReplayBuffer(Drawing, Inspection):
 
         Raises:
             ValueError: `view` is not the buffer's.
-            AttachError: Its owner is gone, on another machine, of another user, or runs another version of torchreplay.
+            AttachError: Its owner is gone, on another machine, of another user, or runs another version of torchreplay;
+                or the memory is damaged.
         """
         try:
             return cls._over(open_handle(handle, "replay buffer"), handle.nonce, view)
@@ -149,10 +147,13 @@ class ReplayBuffer(Drawing, Inspection):
         """Returns the buffer in the segment that others made, and closes its descriptor `fd`."""
         try:
             segment = _C.Segment(fd, False, nonce, None, ReplayBatch)
+            config = Config.from_text(segment.text)
+            segment.describe(to_native(config.fields), config.capacity, config.view.native())
+        except ValueError as error:
+            raise ConnectionError(str(error)) from None
         finally:
             os.close(fd)
-        config = Config.from_text(segment.text).with_functions(view)
-        segment.set_fields(to_native(config.fields))
+        config = config.with_functions(view)
         self = cls.__new__(cls)
         self._adopt(segment, nonce, config)
         return self
@@ -189,7 +190,7 @@ class ReplayBuffer(Drawing, Inspection):
         found = open_file(Path(path))
         try:
             self = cls._over(found.fd, found.nonce, view)
-        except (ConnectionError, KeyError, TypeError) as error:
+        except ConnectionError as error:
             raise CheckpointError(f"{path} cannot be opened as a replay buffer: {error}") from None
         if found.found_alone:
             self._segment.own()

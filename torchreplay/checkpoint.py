@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 import zlib
@@ -19,11 +20,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from stat import S_ISREG
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .config import Config
+from .arguments import checked_int
+from .config import DAMAGED, Config
 from .errors import CheckpointError
 from .progress import track
 from .shards import read_shard, write_shard
@@ -38,6 +41,8 @@ SHARD_BYTES = 32 << 20
 WRITERS = 2
 """Files written at a time: while one waits for the disk, the next is handed to the system."""
 MAX_DESCRIPTION = 64 << 20
+MAX_COUNT = (1 << 64) - 1
+SHARD_NAME = re.compile(r"rows-[0-9a-f]+/[0-9]+\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +92,11 @@ class Description:
         if parts["format"] != FORMAT:
             raise ValueError(f"it has format {parts['format']}, this version of torchreplay reads format {FORMAT}")
         config = Config.from_text(json.dumps(parts["config"]))
-        shards = tuple((str(file), int(size), int(crc)) for file, size, crc in parts["shards"])
-        return cls(config, parts["seed"], parts["step"], tuple(parts["counts"]), shards)
+        seed, step = (checked_int(name, parts[name], 0, MAX_COUNT) for name in ("seed", "step"))
+        *counts, max_raw = parts["counts"]
+        counts = [checked_int("a counter", count, 0, MAX_COUNT) for count in counts]
+        shards = tuple((_shard_name(file), int(size), int(crc)) for file, size, crc in parts["shards"])
+        return cls(config, seed, step, (*counts, float(max_raw)), shards)
 
 
 def save(segment: _C.Segment, config: Config, directory: str | os.PathLike[str]) -> None:
@@ -174,12 +182,10 @@ def read_description(directory: str | os.PathLike[str]) -> Description:
     """
     path = Path(directory) / NAME
     try:
-        if path.stat().st_size > MAX_DESCRIPTION:
-            raise ValueError("it is too long")
-        description = Description.from_text(path.read_text())
+        description = Description.from_text(_read(path, MAX_DESCRIPTION).decode())
     except FileNotFoundError:
         raise CheckpointError(f"there is no replay checkpoint in {Path(directory)}: {NAME} is missing") from None
-    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+    except (*DAMAGED, OSError) as error:
         raise CheckpointError(f"{path} is no intact replay checkpoint: {error!r}") from None
     return description
 
@@ -199,12 +205,19 @@ def load_rows(segment: _C.Segment, config: Config, description: Description, dir
     if segment.counts()[0]:
         raise CheckpointError("the buffer holds rows already: restore a new one, before its explorers start")
     names = [*_names(description.config), *ROW_COLUMNS]
-    for columns in _read_shards(description.shards, Path(directory), names):
-        segment.import_rows(columns)
-    segment.finish_import(description.counts, description.seed)
-    if saved.limiter != config.limiter:
-        segment.set_limiter(config.limiter.native())  # what was counted for the other one says nothing about this one
-    segment.step = description.step
+    try:
+        for columns in _read_shards(description.shards, Path(directory), names):
+            segment.import_rows(columns)
+        segment.finish_import(description.counts, description.seed)
+        if saved.limiter != config.limiter:
+            segment.set_limiter(
+                config.limiter.native()
+            )  # what was counted for the other one says nothing about this one
+        segment.step = description.step
+    except (ValueError, TypeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"the checkpoint in {Path(directory)} is damaged: {error}") from None
 
 
 def _read_shards(
@@ -236,10 +249,27 @@ def _names(config: Config) -> list[str]:
 
 
 def _write(path: Path, content: bytes) -> None:
-    with path.open("xb") as file:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _read(path: Path, most: int) -> bytes:
+    """Returns what is in a file, which must be a file, and no longer than `most`."""
+    # Without waiting for the other end of what turns out to be a pipe.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not S_ISREG(status.st_mode) or status.st_size > most:
+            raise ValueError(f"it is no file, or has {status.st_size:,} bytes, more than {most:,}")
+        return file.read()
+
+
+def _shard_name(name: Any) -> str:
+    """Returns the name of a file of rows: one in the checkpoint's own directory."""
+    if not SHARD_NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is no file of rows")
+    return str(name)
 
 
 def _replace(path: Path, content: bytes) -> None:

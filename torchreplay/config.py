@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
+from .arguments import checked_int
 from .hindsight import Hindsight
 from .limiters import Limiter, MinSize, SamplesPerInsert
 from .plan import as_path
@@ -16,7 +18,15 @@ from .samplers import NORMALIZATIONS, Linear, Prioritized, Sampler, Uniform, val
 from .spec import Field, Path, from_native, to_native
 from .views import VIEWS, Rows, View
 
-KINDS: dict[str, Any] = {t.__name__: t for t in (Uniform, Prioritized, Linear, MinSize, SamplesPerInsert, *VIEWS)}
+MAX_CAPACITY = 1 << 31
+ROLES: dict[str, tuple[Any, ...]] = {
+    "sampler": (Uniform, Prioritized),
+    "view": VIEWS,
+    "limiter": (MinSize, SamplesPerInsert),
+}
+KINDS: dict[str, Any] = {t.__name__: t for t in (Linear, *chain.from_iterable(ROLES.values()))}
+DAMAGED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""What reading text that may say anything raises."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +53,22 @@ class Config:
 
     @classmethod
     def from_text(cls, text: str) -> Config:
-        """Returns what `to_text` described."""
-        parts = json.loads(text)
-        return cls(
-            parts["capacity"],
-            from_native(parts["fields"]),
-            *(_restore(parts[name]) for name in ("sampler", "view", "limiter")),
-        )
+        """Returns what `to_text` described, checked like the arguments of a buffer.
+
+        Raises:
+            ValueError: It is damaged.
+        """
+        try:
+            parts = json.loads(text)
+            config = cls(
+                checked_int("capacity", parts["capacity"], 1, MAX_CAPACITY),
+                from_native(parts["fields"]),
+                *(_restore(parts[name], kinds) for name, kinds in ROLES.items()),
+            )
+            config.view.plan(config.fields)
+        except DAMAGED as error:
+            raise ValueError(f"the description of the buffer is damaged: {error!r:.300}") from None
+        return config
 
     def __post_init__(self) -> None:
         rows = self.view.rows_of_an_item
@@ -94,7 +113,12 @@ def _describe(value: Any) -> Any:
     return value_of(value, 0) if callable(value) else value
 
 
-def _restore(value: Any) -> Any:
-    if isinstance(value, dict) and isinstance(value.get("kind"), str):
-        return KINDS[value["kind"]](**{name: _restore(v) for name, v in value.items() if name != "kind"})
-    return value
+def _restore(value: Any, kinds: tuple[Any, ...]) -> Any:
+    kind = KINDS[value["kind"]]
+    if kind not in kinds:
+        raise ValueError(f"{kind.__name__} is none of {', '.join(k.__name__ for k in kinds)}")
+    return kind(**{name: _value(v) for name, v in value.items() if name != "kind"})
+
+
+def _value(value: Any) -> Any:
+    return _restore(value, (Linear,)) if isinstance(value, dict) and "kind" in value else value

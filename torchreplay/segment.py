@@ -10,8 +10,10 @@ import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from stat import S_ISREG
 
 from . import _C
+from .arguments import checked_int
 from .errors import AttachError
 
 # Linux's numbers for fcntl: Python 3.11 does not name them all.
@@ -135,31 +137,44 @@ def open_handle(handle: Handle, what: str) -> int:
 
     Raises:
         AttachError: The owner is gone, on another machine, or belongs to another user.
+        TypeError: It is no handle.
+        ValueError: A part of the handle is not what handles have.
     """
     if not isinstance(handle, Handle):
         raise TypeError(f"expected a torchreplay.Handle, got {type(handle).__name__}")
-    if handle.machine != machine_id():
+    for name in ("pid", "fd", "inode", "size", "nonce"):  # they make a path: a handle is data that others may have made
+        checked_int(f"the handle's {name}", getattr(handle, name, None), 0, (1 << 64) - 1)
+    machine = getattr(handle, "machine", None)
+    if machine != machine_id():
         raise AttachError(
-            f"the handle is of a {what} on another machine (boot id {handle.machine}, here {machine_id()}): "
+            f"the handle is of a {what} on another machine (boot id {machine}, here {machine_id()}): "
             f"shared memory ends at the machine, so run this process where the {what} is"
         )
     gone = f"the owner of the {what} (process {handle.pid}) is gone, and its memory with it: make a new one"
+    place = None
     try:
-        fd = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", os.O_RDWR | os.O_CLOEXEC)
+        # A mere place at first: to open a device or a pipe, which the descriptor may be by now, can have effects.
+        place = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", os.O_PATH | os.O_CLOEXEC)
+        status = os.fstat(place)
+        if not S_ISREG(status.st_mode) or (status.st_ino, status.st_size) != (handle.inode, handle.size):
+            raise AttachError(gone)
+        if status.st_uid != os.geteuid():
+            raise AttachError(
+                f"the {what} belongs to another user (uid {status.st_uid}, here {os.geteuid()}): only the same user "
+                f"can attach"
+            )
+        fd = os.open(f"/proc/self/fd/{place}", os.O_RDWR | os.O_CLOEXEC)
+        fcntl.flock(fd, fcntl.LOCK_SH)  # as for every user of a segment in a file
+        return fd
     except (FileNotFoundError, ProcessLookupError):
         raise AttachError(gone) from None
     except PermissionError:
         raise AttachError(
             f"process {handle.pid}, which owns the {what}, is not open to this process: only the same user can attach"
         ) from None
-    except OSError as error:  # the descriptor is another file now, such as a socket
-        raise AttachError(f"{gone} ({error.strerror})") from None
-    fcntl.flock(fd, fcntl.LOCK_SH)  # as for every user of a segment in a file
-    status = os.fstat(fd)
-    if (status.st_ino, status.st_size) != (handle.inode, handle.size):
-        os.close(fd)
-        raise AttachError(gone)
-    return fd
+    finally:
+        if place is not None:
+            os.close(place)
 
 
 def new_nonce() -> int:

@@ -142,5 +142,12 @@ def to_native(fields: Mapping[Path, Field]) -> list[tuple[Path, int, tuple[int, 
 
 
 def from_native(fields: list[Any]) -> dict[Path, Field]:
-    """Returns fields by path from the form that `to_native` gives, also after a turn through JSON."""
-    return {tuple(path): Field(tuple(shape), ELEMENTS[element]) for path, element, shape in fields}
+    """Returns fields by path from the form that `to_native` gives, also after a turn through JSON.
+
+    Raises:
+        ValueError, TypeError, IndexError: They are no fields of a spec.
+    """
+    found = {tuple(path): Field(tuple(shape), ELEMENTS[int(element)]) for path, element, shape in fields}
+    if len(found) != len(fields) or flatten(nest(found)) != found:
+        raise ValueError(f"{fields!r:.200} are no fields of a spec")
+    return found

@@ -6,9 +6,8 @@
 namespace torchreplay::py::segment {
 
 // A sampler of the segment's that nobody uses at the moment.
-inline std::unique_ptr<BatchSampler> take_sampler(SegmentState& s) {
+inline std::unique_ptr<BatchSampler> take_sampler(SegmentState& s, const Attached& a) {
   if (s.samplers.empty()) {
-    const Attached& a = *s.attached;
     return std::make_unique<BatchSampler>(*a.memory, a.linked() ? &a.plan : nullptr);
   }
   auto sampler = std::move(s.samplers.back());
@@ -46,7 +45,7 @@ inline PyObject* sample(PyObject* self, PyObject* const* args, Py_ssize_t nargs)
     const std::shared_ptr<Attached> attached = s.attached;  // close() may run in another thread meanwhile
     s.memory();
     s.become_learner();
-    std::unique_ptr<BatchSampler> sampler = take_sampler(s);
+    std::unique_ptr<BatchSampler> sampler = take_sampler(s, *attached);
     const DrawName name = s.next_draw;
     s.next_draw.step++;
     BatchBuilder builder(attached->outputs(), n);
@@ -96,7 +95,7 @@ inline PyObject* gather(PyObject* self, PyObject* const* args, Py_ssize_t nargs)
     const std::vector<int64_t> keys = read_keys(args[0]);
     const double beta = as_double(args[1]);
     const int n = static_cast<int>(keys.size());
-    std::unique_ptr<BatchSampler> sampler = take_sampler(s);
+    std::unique_ptr<BatchSampler> sampler = take_sampler(s, *attached);
     BatchBuilder builder(attached->outputs(), n);
     BatchPointers pointers;
     builder.point(pointers);

@@ -82,13 +82,17 @@ inline PyObject* own(PyObject* self, PyObject*) {
   });
 }
 
-// set_fields(list): the spec of an attached segment, as read from its text.
-inline PyObject* set_fields(PyObject* self, PyObject* list) {
+// describe(fields, capacity, view): what the text of an attached segment says it is. Gives the fields their names.
+inline PyObject* describe_segment(PyObject* self, PyObject* args) {
   return guarded([&] {
     auto& s = state_of<SegmentState>(self);
+    const Layout& layout = s.memory().layout();
+    PyObject *list, *view;
+    unsigned long long capacity;
+    if (!PyArg_ParseTuple(args, "OKO", &list, &capacity, &view)) throw PythonError{};
     Fields fields = Fields::parse(list);
-    const auto& columns = s.memory().layout().fields;
-    bool same = fields.specs.size() == columns.size();
+    const auto& columns = layout.fields;
+    bool same = capacity == layout.capacity && parse_view(view) == layout.view && fields.specs.size() == columns.size();
     for (size_t i = 0; same && i < columns.size(); i++)
       same = fields.specs[i].element == columns[i].element && fields.specs[i].nbytes == columns[i].nbytes;
     if (!same) throw NotASegment("the segment's description does not match its layout");
@@ -252,8 +256,8 @@ inline PyObject* mark_shared(PyObject* self, PyObject*) {
 inline PyObject* column(PyObject* self, PyObject* index) {
   return guarded([&] {
     auto& s = state_of<SegmentState>(self);
+    const int64_t i = as_int(index);  // may run code that closes the segment
     SegmentMemory& m = s.memory();
-    const int64_t i = as_int(index);
     int64_t shape[StridedArray::kMaxDims + 1] = {static_cast<int64_t>(m.capacity())},
                                            strides[StridedArray::kMaxDims + 1];
     strides[0] = 1;
@@ -358,7 +362,7 @@ inline int set_step(PyObject* self, PyObject* value, void*) {
 
 inline PyMethodDef methods[] = {
     {"own", own, METH_NOARGS, nullptr},
-    {"set_fields", set_fields, METH_O, nullptr},
+    {"describe", describe_segment, METH_VARARGS, nullptr},
     {"set_plan", set_plan, METH_VARARGS, nullptr},
     {"sample", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(sample)), METH_FASTCALL, nullptr},
     {"gather", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(gather)), METH_FASTCALL, nullptr},
@@ -381,13 +385,12 @@ inline PyMethodDef methods[] = {
     {"close", close_segment, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 inline PyGetSetDef getset[] = {
-    {"stopped", stopped, nullptr, nullptr, nullptr},  {"closed", get_closed, nullptr, nullptr, nullptr},
-    {"text", get_text, nullptr, nullptr, nullptr},    {"fd", get_fd, nullptr, nullptr, nullptr},
-    {"nbytes", get_bytes, nullptr, nullptr, nullptr}, {"layout_hash", get_layout_hash, nullptr, nullptr, nullptr},
-    {"step", get_step, set_step, nullptr, nullptr},   {"draws", get_draws, nullptr, nullptr, nullptr},
-    {"seed", get_seed, nullptr, nullptr, nullptr},    {"limiter", get_limiter, nullptr, nullptr, nullptr},
-    {"in_file", get_in_file, nullptr, nullptr, nullptr},
-    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+    {"stopped", stopped, nullptr, nullptr, nullptr},     {"closed", get_closed, nullptr, nullptr, nullptr},
+    {"text", get_text, nullptr, nullptr, nullptr},       {"fd", get_fd, nullptr, nullptr, nullptr},
+    {"nbytes", get_bytes, nullptr, nullptr, nullptr},    {"layout_hash", get_layout_hash, nullptr, nullptr, nullptr},
+    {"step", get_step, set_step, nullptr, nullptr},      {"draws", get_draws, nullptr, nullptr, nullptr},
+    {"seed", get_seed, nullptr, nullptr, nullptr},       {"limiter", get_limiter, nullptr, nullptr, nullptr},
+    {"in_file", get_in_file, nullptr, nullptr, nullptr}, {nullptr, nullptr, nullptr, nullptr, nullptr}};
 inline PyType_Slot slots[] = {{Py_tp_init, reinterpret_cast<void*>(init)},
                               {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<SegmentState>)},
                               {Py_tp_methods, methods},

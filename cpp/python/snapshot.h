@@ -63,8 +63,9 @@ inline PyObject* export_rows(PyObject* self, PyObject* args) {
 inline PyObject* import_rows(PyObject* self, PyObject* list) {
   return guarded([&] {
     auto& s = state_of<SegmentState>(self);
+    const std::shared_ptr<Attached> attached = s.attached;
     SegmentMemory& m = s.memory();
-    const std::vector<FieldSpec>& specs = s.attached->fields.specs;
+    const std::vector<FieldSpec>& specs = attached->fields.specs;
     const size_t columns = specs.size() + kRowColumns;
     if (PyList_Size(list) != static_cast<Py_ssize_t>(columns)) throw std::invalid_argument("bad columns of rows");
     std::vector<ArrayView> views(columns);
@@ -120,6 +121,7 @@ inline PyObject* counts(PyObject* self, PyObject*) {
 inline PyObject* finish_import(PyObject* self, PyObject* args) {
   return guarded([&] {
     auto& s = state_of<SegmentState>(self);
+    const std::shared_ptr<Attached> attached = s.attached;
     SegmentMemory& m = s.memory();
     unsigned long long n[7], seed, inserted_before, sampled_before;
     unsigned int streams;
