@@ -296,6 +296,20 @@ def test_a_checkpoint_that_says_what_none_says_is_a_checkpoint_error(change, tmp
         tr.ReplayBuffer.load(tmp_path)
 
 
+@pytest.mark.parametrize("absolute", [False, True])
+def test_rows_outside_of_the_checkpoints_directory_are_refused_though_they_are_intact(absolute, tmp_path):
+    inner = tmp_path / "inner"
+    saved(inner)
+    assert len(tr.ReplayBuffer.load(inner)) == 3
+    (rows,) = inner.glob("rows-*/*.safetensors")
+    content = rows.read_bytes()
+    outside = rows.rename(tmp_path / "outside.safetensors")
+    name = str(outside) if absolute else f"../{outside.name}"
+    saved(inner, shards=[[name, len(content), zlib.crc32(content)]])
+    with pytest.raises(tr.CheckpointError, match="is no file of rows"):
+        tr.ReplayBuffer.load(inner)
+
+
 @pytest.mark.parametrize("name", ["checkpoint.json", "rows-0/00000.safetensors"])
 @pytest.mark.parametrize("kind", ["pipe", "/dev/zero", "directory"])
 def test_a_checkpoint_of_something_else_than_files_is_a_checkpoint_error(name, kind, tmp_path):
