@@ -83,7 +83,7 @@ class Session:
             names = {name: names[name] for name in ("obs", "goal") if name in names}
         if self.chance():
             names[self.pick(("priority", "final_obs", "mask", "x", "obs", self.text()))] = self.value()
-        if self.chance():
+        if names and self.chance():
             names.pop(self.pick(sorted(names)))
         call(**names)
 
