@@ -83,7 +83,7 @@ class Session:
             names = {name: names[name] for name in ("obs", "goal") if name in names}
         if self.chance():
             names[self.pick(("priority", "final_obs", "mask", "x", "obs", self.text()))] = self.value()
-        if self.chance():
+        if names and self.chance():
             names.pop(self.pick(sorted(names)))
         call(**names)
 
@@ -162,7 +162,9 @@ class Session:
         ))()  # fmt: skip
 
     def shape(self):
-        return tuple(self.fuzz.ConsumeIntInRange(0, 3) for _ in range(self.pick((0, 1, 1, 2, 3, 17))))
+        dims = self.pick((0, 1, 1, 2, 3, 17))
+        most = 3 if dims < 17 else 1  # NumPy takes minutes to print 3^16 numbers, for our messages too
+        return tuple(self.fuzz.ConsumeIntInRange(0, most) for _ in range(dims))
 
     def array(self, _):
         value = np.zeros(self.shape()[:16], self.pick(NUMPY))
