@@ -47,8 +47,7 @@ def run(contest: Contest) -> dict[str, float]:
     Returns:
         ``batches`` and ``rows`` per second over the same seconds.
     """
-    shared = {} if contest.peer == OURS else {"shared": True}
-    peer = peer_class(contest.peer)(SMALL, contest.capacity, **shared)
+    peer = shared_peer(contest.peer, contest.capacity)
     peer.fill()
     written, finish = RawArray(ctypes.c_int64, contest.explorers * CACHE_LINE), RawValue(ctypes.c_bool, False)
     fork = get_context("fork")
@@ -66,6 +65,12 @@ def run(contest: Contest) -> dict[str, float]:
             explorer.join(timeout=5)
             if explorer.is_alive():
                 explorer.kill()
+
+
+def shared_peer(name: str, capacity: int) -> Peer:
+    """Returns an empty buffer that other processes can write; torchreplay's is always shared."""
+    shared = {} if name == OURS else {"shared": True}
+    return peer_class(name)(SMALL, capacity, **shared)
 
 
 def _learn(peer: Peer, contest: Contest, written: Any) -> dict[str, float]:

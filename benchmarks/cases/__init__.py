@@ -5,6 +5,7 @@ from functools import partial
 
 from benchmarks.cases.contest import measure_contest
 from benchmarks.cases.gather import measure_gather
+from benchmarks.cases.kills import measure_kills
 from benchmarks.cases.loader import measure_loader
 from benchmarks.cases.memory import measure_memory
 from benchmarks.cases.rows import measure_rows
@@ -23,6 +24,7 @@ CASES: Mapping[str, Case] = {
     "tree": measure_tree,
     "loader": measure_loader,
     "contest": measure_contest,
+    "kills": measure_kills,
     "memory": measure_memory,
 }
 """Every case by the name that ``--only`` takes, which is also the section of its lines."""

@@ -1,0 +1,134 @@
+"""Explorers or learners killed at random instants: ``python -m benchmarks.kills --peer NAME``, a process of its own.
+
+In every trial a new buffer is written or drawn from in a loop, the process that does so is killed, and two others try
+to go on: an explorer that appends, then a learner that samples and feeds back. One that does not end in time hangs. It
+prints one JSON object with the hangs of both.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import random
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
+from multiprocessing.sharedctypes import RawValue
+from typing import Any
+
+from benchmarks.contest import SHARED, shared_peer
+from benchmarks.peers import Peer
+from benchmarks.workload import SMALL
+
+CAPACITY = 4096
+BATCH_SIZE = 64
+POOL = 64
+CALLS = 3
+"""Calls after which one that goes on is believed to be able to."""
+EARLIEST, LATEST = 0.005, 0.03
+"""Seconds of work before the kill."""
+VICTIMS = ("explorer", "learner")
+
+
+@dataclass(frozen=True)
+class Kills:
+    """Settings: the buffer, who is killed how often, and the seconds after which a survivor hangs."""
+
+    peer: str
+    victim: str
+    trials: int
+    limit: float
+    seed: int
+
+
+def run(kills: Kills) -> dict[str, int]:
+    """Returns how often another explorer and a learner hung."""
+    chance = random.Random(kills.seed)
+    hangs: Counter[str] = Counter()
+    for _ in range(kills.trials):
+        peer = shared_peer(kills.peer, CAPACITY)
+        peer.fill()
+        _kill_at_work(WORK[kills.victim], peer, chance.uniform(EARLIEST, LATEST))
+        for name in VICTIMS:
+            hangs[name] += _hangs(WORK[name], peer, kills.limit)
+        peer.close()
+    return {name: hangs[name] for name in VICTIMS}
+
+
+def _explore(peer: Peer, calls: Any, done: Any) -> None:
+    append, _ = peer.writers()
+    rows = SMALL.single_rows(POOL)
+    for call in calls:
+        obs, action, reward, next_obs, last = rows[call % POOL]
+        append(obs=obs, action=action, reward=reward, next_obs=next_obs, done=last)
+        done.value = call + 1
+
+
+def _learn(peer: Peer, calls: Any, done: Any) -> None:
+    td = peer.td(BATCH_SIZE, 0)
+    for call in calls:
+        peer.update(peer.sample(BATCH_SIZE), td)
+        done.value = call + 1
+
+
+WORK = {"explorer": _explore, "learner": _learn}
+
+
+def _kill_at_work(work: Callable[..., None], peer: Peer, seconds: float) -> None:
+    victim, done = _start(work, peer, itertools.count())
+    while not done.value and victim.is_alive():
+        time.sleep(0.001)
+    if not victim.is_alive():
+        raise RuntimeError(f"{work.__name__} failed before it could be killed")
+    time.sleep(seconds)
+    victim.kill()
+    victim.join()
+
+
+def _hangs(work: Callable[..., None], peer: Peer, limit: float) -> bool:
+    survivor, done = _start(work, peer, range(CALLS))
+    survivor.join(timeout=limit)
+    if survivor.is_alive():
+        survivor.kill()
+        survivor.join()
+        return True
+    if done.value != CALLS:
+        raise RuntimeError(f"{work.__name__} failed after {done.value} calls: that is no hang")
+    return False
+
+
+def _start(work: Callable[..., None], peer: Peer, calls: Any) -> tuple[BaseProcess, Any]:
+    done = RawValue("q", 0)
+    process = get_context("fork").Process(target=_run_and_leave, args=(work, peer, calls, done), daemon=True)
+    process.start()
+    return process, done
+
+
+def _run_and_leave(work: Callable[..., None], peer: Peer, calls: Any, done: Any) -> None:
+    """Ends without finalisers: a peer's own could wait for the dead, and it is the calls that are asked about."""
+    try:
+        work(peer, calls, done)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _parse(arguments: Sequence[str] | None = None) -> Kills:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kills", description=__doc__)
+    parser.add_argument("--peer", required=True, choices=SHARED)
+    parser.add_argument("--victim", choices=VICTIMS, default="explorer")
+    parser.add_argument("--trials", type=int, default=40)
+    parser.add_argument("--limit", type=float, default=3.0)
+    parser.add_argument("--seed", type=int, default=0)
+    return Kills(**vars(parser.parse_args(arguments)))
+
+
+if __name__ == "__main__":
+    print(json.dumps(run(_parse())))
