@@ -23,7 +23,7 @@ from lapping_explorers import (
 import torchreplay as tr
 
 
-def kill_writers(kills, seed):
+def kill_writers(kills, seed, tally):
     chance = random.Random(seed)
     buffer = tr.ReplayBuffer(SPEC, CAPACITY, sampler=tr.Prioritized(alpha=0.6), seed=seed)
     with Explorers(buffer) as explorers:
@@ -34,23 +34,25 @@ def kill_writers(kills, seed):
             for _ in range(chance.randrange(4)):
                 batch = buffer.sample(BATCH, timeout=30)
                 assert_whole(batch, explorers.highest_index)
+                tally("rows checked", BATCH)
                 buffer.update_priorities(batch, torch.rand(BATCH))
             explorers.kill_and_replace(*victims)
             killed += len(victims)
+            tally("explorers killed", len(victims))
         started = explorers.highest_index
     assert_every_slot_takes_a_new_row(buffer, started + 1)
     assert_priorities_are_sound(buffer)
 
 
 @pytest.mark.timeout(150)
-def test_sigkill_of_500_writers_at_random_instants_tears_no_row_and_blocks_nobody():
-    kill_writers(500, seed=1)
+def test_sigkill_of_500_writers_at_random_instants_tears_no_row_and_blocks_nobody(tally):
+    kill_writers(500, seed=1, tally=tally)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-def test_sigkill_of_10_000_writers_at_random_instants_tears_no_row_and_blocks_nobody():
-    kill_writers(10_000, seed=2)
+def test_sigkill_of_10_000_writers_at_random_instants_tears_no_row_and_blocks_nobody(tally):
+    kill_writers(10_000, seed=2, tally=tally)
 
 
 def append_counting(buffer, acknowledged):

@@ -65,10 +65,11 @@ def assert_the_counts_add_up(buffer, learner, written):
     assert stats.writers == 0
 
 
-def explore_and_learn(items, limiter, first, seconds):
+def explore_and_learn(items, limiter, first, seconds, tally):
     buffer, learner, written = learn_from_explorers(items, limiter, first, seconds)
     assert_exactly_the_complete_items_can_be_drawn(buffer, items, learner.streams)
     assert_the_counts_add_up(buffer, learner, written)
+    tally("items checked", learner.fed)
 
 
 # Free explorers lap the ring between two draws; others replace a part of it, so that items are evicted row by row.
@@ -80,12 +81,12 @@ limiters = pytest.mark.parametrize(("limiter", "first"), LIMITERS.values(), ids=
 
 @views
 @limiters
-def test_no_item_mixes_episodes_or_skips_a_step_while_four_explorers_lap_the_ring(items, limiter, first):
-    explore_and_learn(items, limiter, first, seconds=1)
+def test_no_item_mixes_episodes_or_skips_a_step_while_four_explorers_lap_the_ring(items, limiter, first, tally):
+    explore_and_learn(items, limiter, first, seconds=1, tally=tally)
 
 
 @pytest.mark.soak
 @views
 @limiters
-def test_no_item_mixes_episodes_or_skips_a_step_in_a_minute_of_four_explorers(items, limiter, first):
-    explore_and_learn(items, limiter, first, seconds=60)
+def test_no_item_mixes_episodes_or_skips_a_step_in_a_minute_of_four_explorers(items, limiter, first, tally):
+    explore_and_learn(items, limiter, first, seconds=60, tally=tally)

@@ -40,7 +40,7 @@ def buffer_of(items, capacity=CAPACITY, width=WIDE):
 # Explorers
 
 
-def kill_explorers(name, kills, seed):
+def kill_explorers(name, kills, seed, tally):
     """Kills some while they write, and looks at what is left when the others pause in the middle of their episodes."""
     items, chance = VIEWS[name], random.Random(seed)
     buffer = buffer_of(items)
@@ -56,6 +56,7 @@ def kill_explorers(name, kills, seed):
                 learn(buffer, items, explorers.streams, timeout=0)
             explorers.kill_and_replace(*victims)
             killed += len(victims)
+            tally("explorers killed", len(victims))
             explorers.await_pause()
             assert buffer.stats().writers == 4 - len(victims), "a dead writer counts as alive"
             assert_exactly_the_complete_items_can_be_drawn(buffer, items, explorers.streams)
@@ -63,15 +64,15 @@ def kill_explorers(name, kills, seed):
 
 
 @pytest.mark.parametrize("name", VIEWS)
-def test_sigkill_of_explorers_at_random_instants_leaves_exactly_the_complete_items_of_their_trajectories(name):
-    kill_explorers(name, 24, seed=1)
+def test_sigkill_of_explorers_at_random_instants_leaves_exactly_the_complete_items_of_their_trajectories(name, tally):
+    kill_explorers(name, 24, seed=1, tally=tally)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", VIEWS)
-def test_sigkill_of_600_explorers_leaves_exactly_the_complete_items_of_their_trajectories(name):
-    kill_explorers(name, 600, seed=2)
+def test_sigkill_of_600_explorers_leaves_exactly_the_complete_items_of_their_trajectories(name, tally):
+    kill_explorers(name, 600, seed=2, tally=tally)
 
 
 def write_and_end(buffer, index, calls, rows, end):
@@ -156,7 +157,7 @@ def explore_and_learn_for_ever(buffer, index, turns):
                     turns[0] += 1
 
 
-def kill_learners(name, rounds, seed):
+def kill_learners(name, rounds, seed, tally):
     """In every round two die, one after the other, and the second has mended what the first has left."""
     items, chance = VIEWS[name], random.Random(seed)
     buffer = buffer_of(items, width=NARROW)
@@ -169,6 +170,7 @@ def kill_learners(name, rounds, seed):
                 enough = done[0] + chance.randrange(1, 10)
                 eventually(lambda done=done, enough=enough: done[0] >= enough, interval=0)
                 victim.kill()
+                tally("explorers killed that were learners, too")
         assert buffer.stats().writers == 0
         assert_exactly_the_complete_items_can_be_drawn(buffer, items, 2 * rounds * LANES)
     with buffer.writer() as survivor:
@@ -180,15 +182,15 @@ def kill_learners(name, rounds, seed):
 
 
 @pytest.mark.parametrize("name", VIEWS)
-def test_sigkill_of_learners_of_trajectories_leaves_exactly_the_complete_items(name):
-    kill_learners(name, 8, seed=4)
+def test_sigkill_of_learners_of_trajectories_leaves_exactly_the_complete_items(name, tally):
+    kill_learners(name, 8, seed=4, tally=tally)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", VIEWS)
-def test_sigkill_of_600_learners_of_trajectories_leaves_exactly_the_complete_items(name):
-    kill_learners(name, 300, seed=5)
+def test_sigkill_of_600_learners_of_trajectories_leaves_exactly_the_complete_items(name, tally):
+    kill_learners(name, 300, seed=5, tally=tally)
 
 
 def learn_for_ever(buffer, items, streams, batches):
@@ -197,7 +199,7 @@ def learn_for_ever(buffer, items, streams, batches):
         batches[0] += 1
 
 
-def kill_both(name, rounds, seed):
+def kill_both(name, rounds, seed, tally):
     items, chance = VIEWS[name], random.Random(seed)
     buffer = buffer_of(items)
     batches = shared_counters(1)
@@ -212,17 +214,19 @@ def kill_both(name, rounds, seed):
                 for victim in chance.sample([learner, explorers.running[place]], 2):
                     victim.signal(signal.SIGKILL)
             explorers.kill_and_replace(place)
+            tally("explorers killed")
+            tally("learners killed")
             learn(buffer, items, explorers.streams)
     assert_the_survivor_can_use_all_of_it(buffer, items, explorers.streams)
 
 
 @pytest.mark.parametrize("name", VIEWS)
-def test_sigkill_of_explorers_and_learners_of_trajectories_together_leaves_the_buffer_to_the_survivors(name):
-    kill_both(name, 5, seed=6)
+def test_sigkill_of_explorers_and_learners_of_trajectories_together_leaves_the_buffer_to_the_survivors(name, tally):
+    kill_both(name, 5, seed=6, tally=tally)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", VIEWS)
-def test_sigkill_of_100_explorers_and_learners_of_trajectories_leaves_the_buffer_to_the_survivors(name):
-    kill_both(name, 100, seed=7)
+def test_sigkill_of_100_explorers_and_learners_of_trajectories_leaves_the_buffer_to_the_survivors(name, tally):
+    kill_both(name, 100, seed=7, tally=tally)
