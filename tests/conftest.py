@@ -5,9 +5,9 @@ import os
 import hypothesis
 import pytest
 import torch
-from tally import pytest_runtest_makereport, pytest_terminal_summary, tally
+from tally import nothing_is_left, pytest_runtest_makereport, pytest_terminal_summary, tally
 
-__all__ = ["pytest_runtest_makereport", "pytest_terminal_summary", "tally"]
+__all__ = ["nothing_is_left", "pytest_runtest_makereport", "pytest_terminal_summary", "tally"]
 
 # Several processes share few cores: a thread pool in each of them measures the scheduler, not the code.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

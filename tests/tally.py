@@ -1,6 +1,9 @@
-"""What tests did in numbers, and what they found broken, added up at the end of the run."""
+"""What tests did in numbers and what they found broken, added up at the end of the run; nothing may be left of them."""
 
+import gc
+import os
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from forked import Hang
@@ -29,8 +32,25 @@ class Tally:
         self._notes.append(text)
 
 
+def belongings():
+    """Child processes, open descriptors, and files in /dev/shm as Python, torch or torchreplay would name them."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    files = [name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "sem.", "torch"))]
+    return children, len(os.listdir("/proc/self/fd")), sorted(files)
+
+
 @pytest.fixture
-def tally(request):
+def nothing_is_left():
+    """No process, no descriptor and no file that was not there before the test."""
+    before = belongings()
+    yield
+    if belongings() != before:
+        gc.collect()
+        assert belongings() == before
+
+
+@pytest.fixture
+def tally(request, nothing_is_left):
     """`tally("rows checked", n)` adds to a line of the summary; `tally.note(text)` is a line by itself."""
     return Tally(request.config)
 

@@ -127,7 +127,7 @@ EXPLORERS = list(product(WAYS, (1, 2, 4), (TINY, LARGE), ("", "limited")))
 
 @matrix(*EXPLORERS[::7])
 def test_sigkill_of_explorers_loses_no_row_but_the_one_being_written(case, tally):
-    kill_explorers(case, 6, seed=1, tally=tally)
+    kill_explorers(case, 4, seed=1, tally=tally)
 
 
 @pytest.mark.soak
@@ -194,7 +194,7 @@ LEARNERS = list(product(("rows", "steps"), (2, 3), (64, LARGE)))
 
 @matrix(*LEARNERS[::3])
 def test_sigkill_of_learners_lets_the_others_draw_on(case, tally):
-    kill_learners(case, 6, seed=3, tally=tally)
+    kill_learners(case, 4, seed=3, tally=tally)
 
 
 @pytest.mark.soak
