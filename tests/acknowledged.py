@@ -6,11 +6,12 @@ from functools import partial
 
 import numpy as np
 from forked import shared_counters
-from numbered_episodes import LANES, in_lanes, row_by_row, step_by_step
+from numbered_episodes import LANES, in_lanes, row_by_row, step_by_step, wide
 from numbered_items import VIEWS, NumberedItems, NumberedRows
 
 NOTES = 4096  # more rows than one explorer writes between two looks
-BURST = 32  # calls whose values are made ahead, so that most of the time goes into writing
+BURST = 32  # calls whose values are made ahead, so that deaths fall into the writing
+WIDER = 2**14  # of int64: 128 KiB, which take as long to copy as everything else that a call does
 
 
 class Notes:
@@ -76,6 +77,8 @@ class Way:
         with buffer.writer(self.lanes) if self.lanes else buffer.writer() as writer:
             while True:
                 burst = [(rows, *rehearsal.call) for rows in itertools.islice(calls, BURST)]
+                for _, _, values in burst:
+                    values["obs"]["wide"] = wide(values["obs"]["code"], WIDER)
                 for rows, method, values in burst:
                     keys = getattr(writer, method)(**values)
                     if self.lanes:
@@ -104,12 +107,13 @@ def assert_acknowledged_rows_are_there(buffer, notes, most_lost):
         most_lost: Rows at most that the dead may have been writing; a slot may be without any row for each of them.
 
     Returns:
-        How many rows there were to look for.
+        How many rows there were to look for, and how many slots are empty because a writer died in them.
     """
     buffer.stats(), len(buffer)  # frees what the dead held, and looks at what was written
     key1 = buffer._segment.column(-2).numpy()
     head = buffer.stats().rows_written
-    assert (key1[:head] == 0).sum() <= most_lost, "lost row: more slots are empty than explorers died"
+    empty = int((key1[:head] == 0).sum())
+    assert empty <= most_lost, "lost row: more slots are empty than explorers died"
     keys, codes = (np.concatenate(parts) for parts in zip(*(n.take() for n in notes), strict=True))
     slots = keys % buffer.capacity
     # A dead writer may have begun to overwrite a row; then nothing is in its slot.
@@ -117,4 +121,4 @@ def assert_acknowledged_rows_are_there(buffer, notes, most_lost):
     stored = buffer.storage["obs"]["code"].numpy()[slots]
     assert (replaced | (key1[slots] == keys + 1)).all(), "lost row: it was acknowledged and never arrived"
     assert (replaced | (stored == codes)).all(), "foreign row: a key names another row than its writer was told"
-    return len(keys)
+    return len(keys), empty

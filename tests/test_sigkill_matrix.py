@@ -9,14 +9,14 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from acknowledged import WAYS, Notes, assert_acknowledged_rows_are_there
+from acknowledged import WAYS, WIDER, Notes, assert_acknowledged_rows_are_there
 from aftermath import ALPHA, BATCH, assert_the_survivor_can_use_all_of_it, learn
 from forked import Forked, eventually, shared_counters
 from numbered_episodes import LANES, Explorers, spec
 
 import torchreplay as tr
 
-TINY, LARGE = 16, 4096
+TINY, LARGE = 16, 512
 LIMITERS = {
     TINY: tr.SamplesPerInsert(1.0, min_size=16, tolerance=1.0),
     LARGE: tr.SamplesPerInsert(1.0, min_size=128, tolerance=0.5),
@@ -34,11 +34,12 @@ class Scene:
         self.way, self.chance = WAYS[way], random.Random(seed)
         self.items = self.way.items
         self.buffer = tr.ReplayBuffer(
-            spec(), capacity, view=self.items.view, sampler=tr.Prioritized(ALPHA), limiter=limiter, seed=0
+            spec(WIDER), capacity, view=self.items.view, sampler=tr.Prioritized(ALPHA), limiter=limiter, seed=0
         )
         self.notes = [Notes() for _ in range(writers)]
         self.explorers = Explorers(self.buffer, free=limiter is not None, number=writers, write=self.write)
         self.killed = self.acknowledged = 0
+        self.empty = self.found_empty = 0
 
     def write(self, buffer, index):
         return self.way.write(buffer, index, self.notes[index % len(self.notes)])
@@ -56,7 +57,10 @@ class Scene:
         """While nobody writes."""
         eventually(lambda: self.buffer.stats().writers == writers)
         most_lost = self.killed * self.way.most_rows
-        self.acknowledged += assert_acknowledged_rows_are_there(self.buffer, self.notes, most_lost)
+        acknowledged, empty = assert_acknowledged_rows_are_there(self.buffer, self.notes, most_lost)
+        self.acknowledged += acknowledged
+        self.found_empty += max(0, empty - self.empty)
+        self.empty = empty
 
     def end(self):
         assert_the_survivor_can_use_all_of_it(self.buffer, self.items, self.explorers.streams, self.write)
@@ -120,6 +124,7 @@ def kill_explorers(case, kills, seed, tally):
     scene.end()
     tally("explorers killed", scene.killed)
     tally("acknowledged rows looked for", scene.acknowledged)
+    tally("slots that deaths in the middle of a row left empty", scene.found_empty)
 
 
 EXPLORERS = list(product(WAYS, (1, 2, 4), (TINY, LARGE), ("", "limited")))
