@@ -49,15 +49,15 @@ class Kills:
 def run(kills: Kills) -> dict[str, int]:
     """Returns how often another explorer and a learner hung."""
     chance = random.Random(kills.seed)
-    hangs: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for _ in range(kills.trials):
         peer = shared_peer(kills.peer, CAPACITY)
         peer.fill()
         _kill_at_work(WORK[kills.victim], peer, chance.uniform(EARLIEST, LATEST))
         for name in VICTIMS:
-            hangs[name] += _hangs(WORK[name], peer, kills.limit)
+            counts[name] += hangs(WORK[name], peer, kills.limit)
         peer.close()
-    return {name: hangs[name] for name in VICTIMS}
+    return {name: counts[name] for name in VICTIMS}
 
 
 def _explore(peer: Peer, calls: Any, done: Any) -> None:
@@ -90,7 +90,12 @@ def _kill_at_work(work: Callable[..., None], peer: Peer, seconds: float) -> None
     victim.join()
 
 
-def _hangs(work: Callable[..., None], peer: Peer, limit: float) -> bool:
+def hangs(work: Callable[..., None], peer: Peer, limit: float) -> bool:
+    """Returns whether a process that makes a few calls does not end in time.
+
+    Raises:
+        RuntimeError: It ended before it had made them.
+    """
     survivor, done = _start(work, peer, range(CALLS))
     survivor.join(timeout=limit)
     if survivor.is_alive():

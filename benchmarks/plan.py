@@ -28,5 +28,5 @@ class Plan:
         return max(full // self.shrink, 1024)
 
 
-FULL = Plan(rounds=61, seconds=0.002, shrink=1, contest_rounds=5, contest_seconds=2.0, kills=40)
+FULL = Plan(rounds=61, seconds=0.002, shrink=1, contest_rounds=5, contest_seconds=2.0, kills=20)
 QUICK = Plan(rounds=9, seconds=0.002, shrink=10, contest_rounds=1, contest_seconds=0.5, kills=3)

@@ -2,12 +2,13 @@
 
 import dataclasses
 import json
+import signal
 import time
 
 import pytest
 
 import torchreplay as tr
-from benchmarks import timing
+from benchmarks import kills, timing
 from benchmarks.child import ChildError, run_module
 from benchmarks.copies import repeat
 from benchmarks.episodes import STREAMS, block, linked_buffer
@@ -116,6 +117,25 @@ def test_a_preempted_round_is_repeated_and_the_quickest_kept_when_all_are(monkey
 def test_a_child_that_blocks_for_ever_is_killed_and_named():
     with pytest.raises(ChildError, match=r"timeit .* did not end within 0.5 s"):
         run_module("timeit", {"number": 1, "setup": "import signal; signal.pause()"}, limit=0.5)
+
+
+def test_a_survivor_that_blocks_counts_as_a_hang_and_one_that_fails_does_not():
+    def goes_on(peer, calls, done):
+        done.value = len(calls)
+
+    def blocks(peer, calls, done):
+        signal.pause()
+
+    assert not kills.hangs(goes_on, None, limit=60.0)
+    assert kills.hangs(blocks, None, limit=0.2)
+    with pytest.raises(RuntimeError, match="failed after 0 calls: that is no hang"):
+        kills.hangs(lambda peer, calls, done: None, None, limit=60.0)
+
+
+@pytest.mark.parametrize("victim", kills.VICTIMS)
+def test_nobody_hangs_when_an_explorer_or_a_learner_of_torchreplay_is_killed(victim):
+    run = kills.Kills("torchreplay", victim, trials=2, limit=60.0, seed=0)
+    assert kills.run(run) == {"explorer": 0, "learner": 0}
 
 
 def test_a_child_that_fails_hands_on_its_error():
