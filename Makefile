@@ -26,7 +26,7 @@ test: build  ## C++ unit tests (plain and sanitized), then pytest
 bench: build $(STAMPS)/bench  ## measure torchreplay beside its peers
 	$(BIN)/python -m benchmarks $(ARGS)
 
-soak: build  ## the long tests: C++ under ThreadSanitizer, pytest -m soak, fuzzers
+soak: build  ## the long tests, for hours: C++ under ThreadSanitizer, pytest -m soak, fuzzers
 	$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-cpp CPP_VARIANTS=thread
 	$(BIN)/python -m pytest -m soak -o faulthandler_timeout=3600 $(ARGS)
 	$(MAKE) --no-print-directory fuzz ARGS=

@@ -93,10 +93,11 @@ class Description:
             raise ValueError(f"it has format {parts['format']}, this version of torchreplay reads format {FORMAT}")
         config = Config.from_text(json.dumps(parts["config"]))
         seed, step = (checked_int(name, parts[name], 0, MAX_COUNT) for name in ("seed", "step"))
-        *counts, max_raw = parts["counts"]
-        counts = [checked_int("a counter", count, 0, MAX_COUNT) for count in counts]
+        *counts, max_raw, inserted_before, sampled_before = parts["counts"]
+        counts = [checked_int("a counter", count, 0, MAX_COUNT) for count in (*counts, inserted_before, sampled_before)]
+        counts.insert(-2, float(max_raw))
         shards = tuple((_shard_name(file), int(size), int(crc)) for file, size, crc in parts["shards"])
-        return cls(config, seed, step, (*counts, float(max_raw)), shards)
+        return cls(config, seed, step, tuple(counts), shards)
 
 
 def save(segment: _C.Segment, config: Config, directory: str | os.PathLike[str]) -> None:
