@@ -43,7 +43,7 @@ def nothing_is_left_over(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if _belongings() <= before:
         return
-    request.node.funcargs.clear()  # pytest keeps what fixtures have returned for longer
+    request.node.funcargs = {}  # pytest keeps what fixtures have returned for longer
     gc.collect()
     left = _belongings() - before
     assert not left, f"the test left behind: {', '.join(sorted(left))}"
