@@ -204,8 +204,8 @@ inline Repaired repair_segment(Descriptor fd, uint64_t boot) {
 
 // Unmaps a segment. The last of those who used a file puts it to rest, which takes as long as the disk needs.
 inline void release_segment(std::unique_ptr<SegmentMemory> memory) noexcept {
-  if (memory->file().phase == Phase::kMemory) return memory.reset();
   try {
+    if (memory->file().phase == Phase::kMemory) return memory.reset();
     char path[32];
     snprintf(path, sizeof path, "/proc/self/fd/%d", memory->fd());
     Descriptor again(open(path, O_RDWR | O_CLOEXEC));
@@ -213,7 +213,7 @@ inline void release_segment(std::unique_ptr<SegmentMemory> memory) noexcept {
     struct stat status;
     if (again.get() < 0 || fstat(again.get(), &status) != 0 || status.st_nlink == 0) return;
     if (flock(again.get(), LOCK_EX | LOCK_NB) == 0) detail::seal_segment(*map_segment(std::move(again)));
-  } catch (const std::exception&) {  // not sealed
+  } catch (...) {  // not sealed
   }
 }
 

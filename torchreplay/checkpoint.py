@@ -29,7 +29,7 @@ from .arguments import checked_int
 from .config import DAMAGED, Config
 from .errors import CheckpointError
 from .progress import track
-from .shards import read_shard, write_shard
+from .shards import announce, read_shard, write_shard
 
 if TYPE_CHECKING:
     from . import _C
@@ -232,6 +232,8 @@ def _read_shards(
         try:
             if (root / name).stat().st_size == size > len(rooms[number % 2]):
                 rooms[number % 2] = torch.empty(size, dtype=torch.uint8)
+            if number + 1 < len(shards):
+                announce(root / shards[number + 1][0])
             return read_shard(root / name, size, checksum, names, rooms[number % 2])
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{root / name} is damaged: {error!r}") from None

@@ -10,6 +10,7 @@ import json
 import os
 import struct
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -61,6 +62,12 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int, i
         file.flush()
         os.fsync(file.fileno())
         return file.tell(), checksum
+
+
+def announce(path: Path) -> None:
+    """Has the system fetch a file that will be read soon, so that the disk does not rest meanwhile."""
+    with suppress(OSError), path.open("rb", buffering=0) as file:  # reading it will say what is wrong
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
 
 def read_shard(path: Path, size: int, checksum: int, names: Sequence[str], room: torch.Tensor) -> list[torch.Tensor]:

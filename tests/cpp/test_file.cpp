@@ -123,7 +123,7 @@ BOOST_AUTO_TEST_CASE(the_last_to_leave_puts_the_file_to_rest_and_only_then_it_su
     flock(other.get(), LOCK_SH);
     file.release();
     BOOST_TEST((file.phase() == Phase::kInUse));
-    BOOST_TEST(nonce_in_use(other, kBoot).value() == kNonce);
+    BOOST_TEST(nonce_in_use(other, kBoot).value_or(0) == kNonce);
     BOOST_TEST(!nonce_in_use(other, kBoot + 1).has_value());
   }
   file.repair();
@@ -149,6 +149,39 @@ BOOST_AUTO_TEST_CASE(linked_items_and_their_leaves_come_back_as_they_were) {
   file.repair();
   for (uint64_t slot = 0; slot < 40; slot++)
     BOOST_TEST(file.memory().tree().leaf(static_cast<int64_t>(slot)) == leaves[slot]);
+}
+
+BOOST_AUTO_TEST_CASE(what_no_death_can_leave_is_refused_every_time) {
+  using Spoil = void (*)(SegmentMemory&);
+  const Spoil spoils[] = {
+      [](SegmentMemory& m) { m.row(2).word = slot_word::done(3, 1); },        // the key of another slot
+      [](SegmentMemory& m) { m.row(2).word = slot_word::done(2 + 400, 1); },  // a ticket never issued
+      [](SegmentMemory& m) { m.row(2).step = 7; },
+      [](SegmentMemory& m) { m.row(2).link = uint64_t{30} << 16; },  // a younger predecessor
+      [](SegmentMemory& m) { m.tree().leaves()[2] = NAN; },
+      [](SegmentMemory& m) { m.header().max_raw = -1; },
+      [](SegmentMemory& m) { m.header().head = uint64_t{1} << 60; },
+  };
+  for (const Spoil spoil : spoils) {
+    SegmentFile file(linked_plan());
+    Explorer(file.memory(), join(file.memory(), Role::kWriter)).episode(6);
+    absorb(file.memory());
+    spoil(file.memory());
+    file.abandon();
+    for (int k = 0; k < 2; k++) BOOST_CHECK_THROW(file.repair(), NotASegment);
+    BOOST_TEST((file.phase() == Phase::kInUse));
+  }
+}
+
+BOOST_AUTO_TEST_CASE(pending_slots_are_found_anew) {
+  SegmentFile file(linked_plan());
+  Explorer(file.memory(), join(file.memory(), Role::kWriter)).episode(6);
+  absorb(file.memory());
+  file.memory().pending_words()[0] = kNever;  // of slots beyond the last one too
+  file.abandon();
+  file.repair();
+  BOOST_TEST(file.memory().header().pending == 0U);
+  BOOST_TEST(file.memory().pending_words()[0] == 0U);
 }
 
 // Whatever is in the file, repairing it reads and writes nothing beside it: run under the address sanitizer.
