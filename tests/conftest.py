@@ -4,6 +4,7 @@ counts at the end."""
 import gc
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
@@ -69,8 +70,10 @@ def _is_anothers(name: str) -> bool:
 def _children() -> set[str]:
     """Child processes, but for the two that multiprocessing starts once and keeps."""
     kept = {str(resource_tracker._resource_tracker._pid), str(forkserver._forkserver._forkserver_pid)}
-    tasks = Path("/proc/self/task")
-    children = {pid for task in tasks.iterdir() for pid in (task / "children").read_text().split()}
+    children = set[str]()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError):  # a thread that has ended meanwhile
+            children.update((task / "children").read_text().split())
     return {f"process {pid}" for pid in children - kept}
 
 

@@ -20,7 +20,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from stat import S_ISREG
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +28,7 @@ from .arguments import checked_int
 from .config import DAMAGED, Config
 from .errors import CheckpointError
 from .progress import track
-from .shards import announce, read_shard, write_shard
+from .shards import announce, created, opened, read_shard, write_shard
 
 if TYPE_CHECKING:
     from . import _C
@@ -252,19 +251,18 @@ def _names(config: Config) -> list[str]:
 
 
 def _write(path: Path, content: bytes) -> None:
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+    with open(created(path), "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
 
 
 def _read(path: Path, most: int) -> bytes:
-    """Returns what is in a file, which must be a file, and no longer than `most`."""
-    # Without waiting for the other end of what turns out to be a pipe.
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        status = os.fstat(file.fileno())
-        if not S_ISREG(status.st_mode) or status.st_size > most:
-            raise ValueError(f"it is no file, or has {status.st_size:,} bytes, more than {most:,}")
+    """Returns what is in a file no longer than `most`."""
+    with open(opened(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise ValueError(f"it has {size:,} bytes, more than {most:,}")
         return file.read()
 
 

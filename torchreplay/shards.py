@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -36,6 +37,25 @@ PIECE = 1 << 20
 """Bytes taken at a time: between their checksum and their copy they stay in the cache."""
 
 
+def created(path: Path) -> int:
+    """Returns the descriptor of a new file, for its user alone."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+
+def opened(path: Path) -> int:
+    """Returns the descriptor of a file that must be one.
+
+    Raises:
+        ValueError: It is a device, a pipe or a directory.
+    """
+    # Without waiting for the other end of what turns out to be a pipe.
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise ValueError("it is no file")
+    return fd
+
+
 def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
     """Writes contiguous tensors to the new file `path`, and waits until they are on the disk.
 
@@ -52,7 +72,7 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int, i
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     checksum = 0
-    with path.open("xb") as file:
+    with open(created(path), "wb") as file:
         head = memoryview(struct.pack("<Q", len(text)) + text)
         for values in (head, *(_bytes_of(tensors[name]) for name in names)):
             for at in range(0, len(values), PIECE):
@@ -84,7 +104,7 @@ def read_shard(path: Path, size: int, checksum: int, names: Sequence[str], room:
         ValueError: The file is not what was written.
         OSError: It cannot be read.
     """
-    with path.open("rb", buffering=0) as file:
+    with open(opened(path), "rb", buffering=0) as file:
         if (found := os.fstat(file.fileno()).st_size) != size:
             raise ValueError(f"it has {found:,} of {size:,} bytes")
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
