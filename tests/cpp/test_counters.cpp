@@ -123,7 +123,7 @@ BOOST_AUTO_TEST_CASE(an_ordinary_step_is_followed_by_the_next) {
 BOOST_AUTO_TEST_CASE(when_all_keys_are_issued_writers_are_told_and_what_is_there_can_be_drawn) {
   for (double ratio : {0.0, 1.0}) {
     auto m = started_at(kMaxKeys - 3);
-    m->header().limiter = {1, ratio, -1e18, 1e18};
+    m->header().limiters[0] = {1, ratio, -1e18, 1e18};
     settle(*m);
     publish_limit(*m);
     for (uint64_t i = 0; i < 3; i++) BOOST_TEST(append_row(*m, 1, i) == kMaxKeys - 3 + i);
