@@ -15,26 +15,21 @@ MEMORY_MB = 6000
 DEPTH = 1_000_000
 
 # What a configuration does not say. Bit n of FIRSTS and ENDS: row n of that writer starts, or ends, an episode.
-ROWS = dict(SPAN=2, HISTORY=1, ROWS1=0, ROWS2=0, ROWS3=0, ROUNDS=1, ROUNDS2=0)
-EPISODES = dict(FIRSTS1=1, FIRSTS2=1, FIRSTS3=1, ENDS1=0, ENDS2=0, ENDS3=0)
-PAIRS = dict(CAP=2, SPAN=1, HISTORY=0)  # items of two rows
-WRITERS_DIE, LEARNERS_DIE = dict(WKILL=1), dict(LKILL=1)
+DEFAULTS = (
+    "SPAN=2 HISTORY=1 ROWS1=0 ROWS2=0 ROWS3=0 ROUNDS=1 ROUNDS2=0 FIRSTS1=1 FIRSTS2=1 FIRSTS3=1 ENDS1=0 ENDS2=0 ENDS3=0"
+)
+PAIRS = "CAP=2 SPAN=1 HISTORY=0"  # items of two rows
 
+THREE_ROWS = "CAP=3 ROWS1=3 ENDS1=4 ROWS2=2 MAXT=5"
 RIGHT = {
-    "items of three rows with a frame, an episode's end, two writers": dict(
-        CAP=3, ROWS1=3, ENDS1=0b100, ROWS2=2, MAXT=5
-    ),
-    "a stream of items with frames, turning the ring": dict(CAP=4, ROWS1=5, MAXT=6),
-    "two episodes of one stream": dict(CAP=3, ROWS1=5, FIRSTS1=0b1001, ENDS1=0b100, MAXT=6),
-    "two writers": dict(PAIRS, ROWS1=2, ROWS2=2, MAXT=5),
-    "a writer killed, its id taken by another": dict(WRITERS_DIE, CAP=3, ROWS1=2, ROWS3=2, MAXT=5, K=1),
-    "a learner killed among items with frames": dict(LEARNERS_DIE, CAP=3, ROWS1=4, ENDS1=0b1000, MAXT=4, K=4),
-    "a learner killed, then the one that repairs": dict(LEARNERS_DIE, **PAIRS, ROWS1=3, MAXT=3, ROUNDS2=1, K=4, K2=5),
+    "items of three rows with a frame, an end, two writers": THREE_ROWS,
+    "a stream of items with frames turns the ring": "CAP=4 ROWS1=5 MAXT=6",
+    "two episodes of one stream": "CAP=3 ROWS1=5 FIRSTS1=9 ENDS1=4 MAXT=6",
+    "two writers": f"{PAIRS} ROWS1=2 ROWS2=2 MAXT=5",
+    "a writer killed, its id taken by another": "CAP=3 ROWS1=2 ROWS3=2 MAXT=5 WKILL=1 K=1",
+    "a learner killed among items with frames": "CAP=3 ROWS1=4 ENDS1=8 MAXT=4 LKILL=1 K=4",
+    "a learner killed, then the one that repairs": f"{PAIRS} ROWS1=3 MAXT=3 ROUNDS2=1 LKILL=1 K=4 K2=5",
 }
-
-THREE_ROWS = RIGHT["items of three rows with a frame, an episode's end, two writers"]
-# One row of the other writer comes where a slow writer's ticket left an older row behind.
-LEFT_BEHIND = dict(PAIRS, ROWS1=3, ROWS2=1, MAXT=4)
 NAIVE = {
     "WAIT": (THREE_ROWS, "every_row_is_absorbed"),
     "SKIP": (THREE_ROWS, "every_row_is_absorbed"),
@@ -45,7 +40,8 @@ NAIVE = {
 
 
 def defines(configuration):
-    return [f"-D{name}={value}" for name, value in (ROWS | EPISODES | configuration).items()]
+    values = dict(define.split("=") for define in f"{DEFAULTS} {configuration}".split())
+    return [f"-D{name}={value}" for name, value in values.items()]
 
 
 def verify(folder, configuration):
@@ -75,5 +71,5 @@ def test_protocol_holds_in_every_interleaving(tmp_path, name):
 @pytest.mark.parametrize("variant", NAIVE)
 def test_naive_variant_breaks_what_the_rule_is_for(tmp_path, variant):
     configuration, verdict = NAIVE[variant]
-    report = verify(tmp_path, configuration | {variant: 1})
+    report = verify(tmp_path, f"{configuration} {variant}=1")
     assert f"assertion violated {verdict}" in report, report

@@ -134,9 +134,6 @@ inline find_completed(slot) {
 
 /* absorb.h */
 inline evict(slot) {
-#ifdef ATFIRST
-  at[slot] = 0;
-#endif
   set_leaf(slot, 0);
 #ifndef OWNLEAF
   b = slot; k = 0;
@@ -296,7 +293,11 @@ inline read_slots() {
      w = word[i];
      ok = LIVE(w) && word[i] == w;
      k = (ok -> KEY1(w) : 0);
+#ifdef ATFIRST
+     if :: at[i] != k -> at[i] = k; leaf[i] = 0 :: else fi;
+#else
      if :: at[i] != k -> leaf[i] = 0; at[i] = k :: else fi;
+#endif
 #ifndef RECNOPEND
      pending[i] = BUSY(w) || (LIVE(w) && !ok) || KEY1(w) < NEWEST1(i, H);
 #endif
