@@ -31,7 +31,6 @@ RIGHT = {
     "a writer killed, its id taken by another": "CAP=3 ROWS1=2 ROWS3=2 MAXT=4 WKILL=1 K=1",
     "a learner killed, one that goes on": "CAP=3 ROWS1=3 ENDS1=4 MAXT=3 LKILL=1 K=4 ROUNDS2=1",
     "a learner killed, then the one that repairs": f"{PAIRS} ROWS1=2 MAXT=3 LKILL=1 K=4 K2=5 ROUNDS2=1",
-    "the same, items with frames": "CAP=3 ROWS1=3 ENDS1=4 MAXT=3 LKILL=1 K=4 K2=5 ROUNDS2=1",
 }
 TWO_WRITERS = f"{PAIRS} ROWS1=3 ROWS2=1 MAXT=4"
 RECOVERER_DIES = "LKILL=1 K=4 K2=5 ROUNDS2=1"
