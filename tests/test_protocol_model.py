@@ -52,7 +52,7 @@ NAIVE = {
     "NORECLAIM": (f"{PAIRS} ROWS1=1 ROWS3=2 MAXT=4 WKILL=1 K=1", "no_slot_stays_busy"),
     "RECLEAF": (f"{PAIRS} ROWS1=2 MAXT=3 LKILL=1 K=4", "complete_is_drawable"),
     "RECNODEFER": (f"{PAIRS} ROWS1=2 MAXT=2 LKILL=1 K=4 ROUNDS2=1", "complete_is_drawable"),
-    "RECNOPEND": (f"{PAIRS} ROWS1=2 MAXT=2 LKILL=1 K=4 ROUNDS2=1", "every_row_is_absorbed"),
+    "RECNOPEND": (f"{PAIRS} ROWS1=2 MAXT=2 LKILL=1 K=4 ROUNDS2=1", "complete_is_drawable"),
     "RECCLEAN": (f"{PAIRS} ROWS1=2 MAXT=2 {RECOVERER_DIES}", "complete_is_drawable"),
     "ATFIRST": (f"{PAIRS} ROWS1=4 MAXT=4 {RECOVERER_DIES}", "priority_is_its_own"),
 }
