@@ -28,17 +28,22 @@ class FaultyInterpreter:
 
     def __init__(self, module):
         self._module = module
-        self._process = None
+
+    def __enter__(self):
+        self._start()
+        return self
+
+    def __exit__(self, *_):
+        self._end()
 
     def run(self, function, *args):
         """Returns what a function of a module returns there; an error is an `AssertionError` with its text here."""
-        if self._process is None:
-            self._start()
         try:
             self._connection.send((function, args))
             result, error = self._connection.recv()
         except BaseException:  # the test has timed out: what hangs there must not hang the next one
-            self.close()
+            self._end()
+            self._start()
             raise
         assert error is None, error
         return result
@@ -50,11 +55,10 @@ class FaultyInterpreter:
         self._process.start()
         theirs.close()
 
-    def close(self):
-        if self._process is not None:
-            self._process.kill()
-            self._process.join()
-            self._process = None
+    def _end(self):
+        self._process.kill()
+        self._process.join()
+        self._connection.close()
 
 
 def _serve(module, connection):

@@ -15,9 +15,8 @@ FEW = ["rows", "3 steps of 4 frames"]
 
 @pytest.fixture(scope="module")
 def faulty():
-    interpreter = FaultyInterpreter(build())
-    yield interpreter
-    interpreter.close()
+    with FaultyInterpreter(build()) as interpreter:
+        yield interpreter
 
 
 def declared():

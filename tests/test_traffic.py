@@ -74,6 +74,7 @@ def traffic(total, tally):
         processes = [stack.enter_context(Forked(explore, buffer, rows, place)) for place in range(2)]
         processes.append(stack.enter_context(Forked(learn, buffer, checked)))
         pids = [process.pid for process in processes]
+        eventually(lambda: all(rows) and all(checked))  # each of them has opened what it needs
         readings = []
         for part in range(1, PARTS + 1):
             enough = total * part // PARTS
