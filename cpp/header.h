@@ -80,6 +80,8 @@ struct Header {
   int64_t made;                         // monotonic ns at which the segment was made
   std::atomic<uint64_t> redraws;        // rows drawn again because they were overwritten during the copy
   std::atomic<uint64_t> draws;          // batches drawn
+  std::atomic<uint64_t> taken_ahead;    // ... before their learner asked for them, and then taken
+  std::atomic<uint64_t> missed;         // TD errors that were applied between the two
   std::atomic<int64_t> last_census;     // monotonic ns at which the dead were last looked for
 
   alignas(kLine) RobustMutex mutex;

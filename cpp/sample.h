@@ -42,8 +42,11 @@ class BatchSampler {
   uint64_t pending() const { return pending_; }
 
   // Copies the items anchored at `keys`, in their order, leaving out those that cannot be drawn (any more). Returns how
-  // many there are. Their weights and probabilities are those of a draw.
-  int gather(const int64_t* keys, int n, double beta, const BatchPointers& out) {
+  // many there are. Their weights and probabilities are those of a draw; `name`: of the one whose chances they take
+  // again.
+  int gather(const int64_t* keys, int n, double beta, const BatchPointers& out, const DrawName* name = nullptr) {
+    chance_.clear();
+    if (name) take_chances(*name, 0, n);
     find_keys(keys, n);
     for (;;) {
       const int count = static_cast<int>(items_.size());
@@ -102,10 +105,7 @@ class BatchSampler {
     const int count = static_cast<int>(todo_.size());
     random_.resize(count);
     philox_fill(name.seed, name.stream | uint64_t{round} << 32, name.step, random_.data(), count);
-    if (item_gather_ && item_gather_->takes_chances()) {
-      chance_.resize(count);
-      philox_fill(name.seed, name.stream | uint64_t{round} << 32 | kChances, name.step, chance_.data(), count);
-    }
+    take_chances(name, round, count);
     Header& h = memory_.header();
     Locked lock(memory_, patience);
     if (h.stopped.load(std::memory_order_relaxed)) {
@@ -144,6 +144,13 @@ class BatchSampler {
     return Draw::kDone;
   }
 
+  // Random words for `count` items' own use, where they have one.
+  void take_chances(const DrawName& name, uint32_t round, int count) {
+    if (!item_gather_ || !item_gather_->takes_chances()) return;
+    chance_.resize(count);
+    philox_fill(name.seed, name.stream | uint64_t{round} << 32 | kChances, name.step, chance_.data(), count);
+  }
+
   // A row that changed under a draw makes its item undrawable here, so that the redraw cannot fail on it again.
   void resync_failed() {
     const uint64_t head = memory_.header().head.load(std::memory_order_acquire);
@@ -167,7 +174,8 @@ class BatchSampler {
       const uint64_t slot = memory_.slot_of(key);
       const float leaf = tree.leaf(static_cast<int64_t>(slot));
       if (memory_.at(slot) != key + 1 || !(leaf > 0)) continue;
-      items_.push_back({slot, key + 1, tree.quantize(leaf), tree.total(), min_mass, tree.count(), kNoChance});
+      items_.push_back({slot, key + 1, tree.quantize(leaf), tree.total(), min_mass, tree.count(),
+                        chance_.empty() ? kNoChance : chance_[i]});
     }
   }
 

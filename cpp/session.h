@@ -1,6 +1,7 @@
 // Holding the segment's mutex: waiting for it in slices, repairing what a dead owner left, absorbing what was written.
 #pragma once
 
+#include <atomic>
 #include <cstdio>
 #include <limits>
 #include <stdexcept>
@@ -25,6 +26,8 @@ struct LockTimeout : std::runtime_error {
 
 // Asked between slices of every wait. The Python binding points it at the signal check.
 inline bool (*interrupted)() = [] { return false; };
+// In a thread that no signal reaches: set when nobody wants any more what it does. It reports to nobody.
+inline thread_local const std::atomic<bool>* unwanted = nullptr;
 // Told every `report_every_ns` of a long wait for the mutex; true ends it as `interrupted` does. The Python binding
 // points it at the log.
 inline bool (*report_wait)(const std::string& text) = [](const std::string&) { return false; };
@@ -105,14 +108,14 @@ class Locked {
     int64_t report_at = start + report_every_ns;
     uint32_t repairing = header_.repairing.load(std::memory_order_relaxed);
     for (;;) {
-      if (interrupted()) throw Interrupted{};
+      if (unwanted ? unwanted->load(std::memory_order_relaxed) : interrupted()) throw Interrupted{};
       if (patience_.until_stopped && header_.stopped.load(std::memory_order_acquire)) throw StoppedMeanwhile{};
       const int64_t now = monotonic_ns();
       const bool repaired = std::exchange(repairing, header_.repairing.load(std::memory_order_relaxed)) != repairing;
       if (now >= patience_.deadline) throw LockTimeout(reason(now - start, repaired));
       if (now >= report_at) {
         report_at = now + report_every_ns;
-        if (report_wait(reason(now - start, repaired))) throw Interrupted{};
+        if (!unwanted && report_wait(reason(now - start, repaired))) throw Interrupted{};
       }
       release_from_the_dead();
       const auto outcome = header_.mutex.lock_for(kSliceNs);

@@ -69,11 +69,32 @@ def test_two_iterations_at_once_are_both_of_full_length(buffer):
     assert all(drawn_keys([left]) != drawn_keys([right]) for left, right in pairs)
 
 
-def test_nothing_is_drawn_before_it_is_asked_for(buffer):
+def test_nothing_is_drawn_before_the_first_batch_is_asked_for(buffer):
     iterator = iter(tr.ReplayDataset(buffer, batch_size=8, prefetch=4))
     assert buffer.stats().sampled == 0
     next(iterator)
-    assert buffer.stats().sampled == 8
+    assert 8 <= buffer.stats().sampled <= 40
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 4])
+def test_draws_that_nobody_gets_have_not_happened(prefetch):
+    expected = drawn_keys(take(tr.ReplayDataset(filled_buffer(), batch_size=8, prefetch=0), 6))
+    buffer = filled_buffer()
+    dataset = tr.ReplayDataset(buffer, batch_size=8, prefetch=prefetch)
+    keys = []
+    for handed_out in (2, 4, 6):
+        iterator = iter(dataset)
+        keys += drawn_keys(next(iterator) for _ in range(2))
+        assert buffer.draws == handed_out
+        iterator.close()
+        assert buffer.draws == handed_out
+        assert buffer.stats().sampled == 8 * handed_out
+    assert keys == expected
+
+
+def test_no_more_is_drawn_ahead_than_the_steps_that_are_left(buffer):
+    assert len(list(tr.ReplayDataset(buffer, batch_size=8, steps=3, prefetch=10))) == 3
+    assert buffer.stats().draws == 3
 
 
 def test_the_global_random_state_is_left_alone(buffer):

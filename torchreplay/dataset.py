@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from .batch import ReplayBatch
 from .buffer import ReplayBuffer
 from .errors import Stopped
+from .stream import DRAWN_FIELDS, BatchStream
 from .waiting import ShownWait, Wait
 
 
@@ -23,7 +25,13 @@ class ReplayDataset(IterableDataset[ReplayBatch]):
         for batch in DataLoader(ReplayDataset(buffer, batch_size=256), batch_size=None):
             ...
 
-    - A new iteration continues the buffer's stream of draws; it does not start the same draws again.
+    - A native thread draws `prefetch` batches ahead and never holds the interpreter lock, so that a learner whose step
+      takes longer than a draw does not wait. A batch misses the TD errors that are fed back between its draw and its
+      turn; `stats().staleness` says how many those are.
+    - The same seed and the same calls give the same batches: what the iterating thread feeds back or writes waits until
+      the batches ordered before are drawn.
+    - A new iteration continues the buffer's stream of draws; it does not start the same draws again. What an iteration
+      has drawn ahead when it ends has not been drawn.
     - In `DataLoader` workers, under every start method, each worker draws from its own stream, and the workers
       share `steps` between them. Workers move every tensor through a descriptor (about 2 ms for a batch of seven
       fields); drawing is native and needs none, so leave `num_workers` at 0 unless the batch is transformed in Python.
@@ -34,7 +42,8 @@ class ReplayDataset(IterableDataset[ReplayBatch]):
         buffer: The buffer to draw from.
         batch_size: Items in a batch.
         steps: Batches in one iteration; None for an endless one.
-        prefetch: Upper bound of the batches drawn ahead of the one asked for. At present none is drawn ahead.
+        prefetch: Batches drawn ahead of the one asked for. 0: each is drawn when it is asked for, and knows all TD errors
+            fed back before.
         device: Where the batch's tensors go (all but `batch["key"]`); None leaves them on the CPU.
         timeout: Seconds that one draw may wait for data before it raises `ReplayTimeout`; None waits for as long
             as a writer is alive.
@@ -62,9 +71,11 @@ class ReplayDataset(IterableDataset[ReplayBatch]):
         self.timeout = require_timeout(timeout)
         self._position = 0  # batches handed out by the iteration that advanced last
         self._resume_at = 0  # where the next iteration starts, set by load_state_dict alone
+        self._drawn: deque[dict[str, Any]] = deque()  # what it hands out first, set by load_state_dict alone
+        self._stream: BatchStream | None = None  # of the iteration that advanced last
 
     def __iter__(self) -> Iterator[ReplayBatch]:
-        """Draws batch after batch, each at the moment it is asked for.
+        """Hands out batch after batch.
 
         A long wait for the first one is shown: as a live line on a terminal, by a log line every ten seconds elsewhere.
 
@@ -79,15 +90,17 @@ class ReplayDataset(IterableDataset[ReplayBatch]):
         position, self._resume_at = self._resume_at, 0
         worker = get_worker_info()
         waiting: type[Wait] = ShownWait if worker is None or worker.id == 0 else Wait  # one line for all workers
-        while share is None or position < share:
-            try:
-                batch = self.buffer._draw(self.batch_size, None, self.timeout, waiting)
-            except Stopped:
-                return
-            waiting = Wait
-            position += 1
-            self._position = position
-            yield batch if self.device is None else batch.to(self.device)
+        left = None if share is None else share - position
+        stream = BatchStream(self.buffer, self.batch_size, left, self.prefetch, self.timeout, waiting, self._drawn)
+        try:
+            for batch in stream:
+                position += 1
+                self._position, self._stream = position, stream
+                yield batch if self.device is None else batch.to(self.device)
+        except Stopped:
+            return
+        finally:
+            stream.close()
 
     def __len__(self) -> int:
         """Returns `steps`.
@@ -102,17 +115,25 @@ class ReplayDataset(IterableDataset[ReplayBatch]):
     def __bool__(self) -> bool:
         return True  # otherwise truth would ask for the length, which an endless stream does not have
 
-    def state_dict(self) -> dict[str, int]:
-        """Returns the place in the stream: `draws` made from the buffer and `position` in the iteration.
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the place in the stream.
 
-        The state holds no experience; the buffer keeps that. A batch that a loader has already pulled
-        ahead counts as handed out.
+        The state holds no experience; the buffer keeps that. A batch that a loader has already pulled ahead counts as
+        handed out.
+
+        Returns:
+            `draws`, made from the buffer and handed out; `position` in the iteration; `drawn`, for each batch drawn ahead
+            the `step` of its draw, `key` int64 `[B]`, `weight` and `probability` float32 `[B]`.
         """
         position = self._position if self.steps is None else self._position % self.steps
-        return {"draws": self.buffer.draws, "position": position}
+        ahead = [] if self._stream is None else self._stream.drawn()
+        return {"draws": self.buffer.draws - len(self._drawn), "position": position, "drawn": [*self._drawn, *ahead]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues where `state_dict` was taken: the next iteration hands out what was left of that one.
+
+        With the buffer as it was then (`ReplayBuffer.load`), the batches are those that would have come. Batches drawn
+        ahead whose rows the buffer does not hold are left out.
 
         Args:
             state_dict: What `state_dict` returned.
@@ -120,12 +141,19 @@ class ReplayDataset(IterableDataset[ReplayBatch]):
         Raises:
             ValueError: If it is not such a state.
         """
-        if set(state_dict) != {"draws", "position"}:
+        if set(state_dict) != {"draws", "position", "drawn"}:
             raise ValueError(
-                f"state_dict has the entries {sorted(state_dict)}; a ReplayDataset's state has 'draws' and 'position'"
+                f"state_dict has the entries {sorted(state_dict)}; a ReplayDataset's state has 'draws', 'position' and "
+                f"'drawn'"
             )
-        self.buffer.draws = require_count("draws", state_dict["draws"], at_least=0)
-        self._resume_at = require_count("position", state_dict["position"], at_least=0)
+        draws = require_count("draws", state_dict["draws"], at_least=0)
+        position = require_count("position", state_dict["position"], at_least=0)
+        drawn = deque(_require_drawn(batch) for batch in state_dict["drawn"])
+        self.buffer.draws = draws + len(drawn)
+        self._resume_at, self._drawn = position, drawn
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_stream": None}  # which belongs to the process, and to its iteration
 
     def __repr__(self) -> str:
         length = "endless" if self.steps is None else f"steps={self.steps}"
@@ -164,6 +192,25 @@ def require_timeout(timeout: Any) -> float | None:
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
         raise ValueError(f"timeout is {timeout!r}; it must be a number of seconds, at least 0, or None for no limit")
     return float(timeout)
+
+
+def _require_drawn(batch: Any) -> dict[str, Any]:
+    """Returns what a state says of a batch drawn ahead.
+
+    Raises:
+        ValueError: It is none.
+    """
+    names = {"step", *DRAWN_FIELDS}
+    if not isinstance(batch, dict) or set(batch) != names:
+        raise ValueError(f"{batch!r} is no batch drawn ahead, which has {sorted(names)}")
+    fields = {name: torch.as_tensor(batch[name]) for name in DRAWN_FIELDS}
+    for name, field in fields.items():
+        if field.dtype != DRAWN_FIELDS[name] or field.shape != (fields["key"].numel(),):
+            raise ValueError(
+                f"{name!r} of a batch drawn ahead is {field.dtype} of shape {tuple(field.shape)}, expected "
+                f"{DRAWN_FIELDS[name]} of shape ({fields['key'].numel()},)"
+            )
+    return {"step": require_count("step", batch["step"], at_least=0)} | fields
 
 
 def _require_device(device: Any) -> torch.device:

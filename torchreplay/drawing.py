@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from . import _C
 from .arguments import checked_int
@@ -81,32 +81,40 @@ class Drawing:
             A batch of the m <= n items there are, in the order of `keys`; `key` says which. `weight` (with the
             sampler's beta) and `probability` are those that a draw would give them.
         """
-        batch: ReplayBatch = self._segment.gather(keys, value_of(self._config.sampler.beta, self._segment.draws))
+        return self._gather(keys, None)
+
+    def _gather(self, keys: Any, step: int | None) -> ReplayBatch:
+        """Does what `gather` does; with the `step` of a draw of this process, random choices are those it made."""
+        beta = value_of(self._config.sampler.beta, self._segment.draws)
+        batch: ReplayBatch = self._segment.gather(keys, beta, step)
         if self._finish is not None:
             self._finish(batch)
         return batch
 
     def _sample_waiting(self, result: Any, batch_size: int, beta: float, wait: Wait) -> ReplayBatch:
-        view, capacity = self._config.view, self._config.capacity
-        while True:
-            if isinstance(result, ReplayBatch):
-                return result
-            if result == "stopped":
-                raise Stopped("the replay buffer was stopped")
-            if result == "barren":
-                raise RuntimeError(
-                    f"the ring turned without completing an item: {view} needs {view.rows_of_an_item} rows "
-                    f"of one stream at a time, and all writers' lanes share the {capacity:,} rows. Choose a "
-                    f"larger capacity or fewer lanes, and see that episodes end with a flag"
-                )
-            if result == "lapped":
-                raise RuntimeError(
-                    f"the ring turns faster than a batch is copied: {capacity:,} rows against batches of "
-                    f"{batch_size:,}. Choose a larger capacity, or slow the explorers with SamplesPerInsert"
-                )
-            wait.check_rows(*result)
+        while result.__class__ is not ReplayBatch:
+            self._check_shortage(result, batch_size, wait)
             self._segment.wait_rows(wait.slice_ns())
             result = self._segment.sample(batch_size, beta, wait.deadline_ns)
+        return cast(ReplayBatch, result)
+
+    def _check_shortage(self, result: Any, batch_size: int, wait: Wait) -> None:
+        """Raises unless `result`, which the native core gave instead of a batch, says that waiting may help."""
+        view, capacity = self._config.view, self._config.capacity
+        if result == "stopped":
+            raise Stopped("the replay buffer was stopped")
+        if result == "barren":
+            raise RuntimeError(
+                f"the ring turned without completing an item: {view} needs {view.rows_of_an_item} rows "
+                f"of one stream at a time, and all writers' lanes share the {capacity:,} rows. Choose a "
+                f"larger capacity or fewer lanes, and see that episodes end with a flag"
+            )
+        if result == "lapped":
+            raise RuntimeError(
+                f"the ring turns faster than a batch is copied: {capacity:,} rows against batches of "
+                f"{batch_size:,}. Choose a larger capacity, or slow the explorers with SamplesPerInsert"
+            )
+        wait.check_rows(*result)
 
     def update_priorities(self, batch_or_keys: ReplayBatch | Any, td: Any) -> None:
         """Feeds TD errors back to exactly the items they were computed from.

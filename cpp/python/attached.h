@@ -1,6 +1,9 @@
 // What this process holds of a segment: the mapping, its places among the participants, and its stream of draws.
 #pragma once
 
+#include <algorithm>
+
+#include "../ahead.h"
 #include "../file.h"
 #include "../sample.h"
 #include "../update.h"
@@ -24,6 +27,46 @@ struct Attached {
 
   bool linked() const { return memory->layout().view.linked(); }
   const Fields& outputs() const { return linked() ? batch : fields; }
+
+  // A thread that draws ahead, for its user to keep.
+  std::shared_ptr<DrawAhead> draw_ahead() {
+    forget_drawing();
+    auto ahead = std::make_shared<DrawAhead>(*memory, linked() ? &plan : nullptr, undrawn_);
+    drawing_.push_back(ahead);
+    return ahead;
+  }
+
+  // Before this thread changes what is drawn from: what it ordered earlier is drawn from what was there then, so that
+  // the same calls give the same batches. Waits until `deadline` (monotonic, ns) at most.
+  void settle(int64_t deadline = std::numeric_limits<int64_t>::max()) {
+    if (undrawn_.load(std::memory_order_acquire) != 0) settle_all(deadline);
+  }
+
+ private:
+  void settle_all(int64_t deadline) {
+    forget_drawing();
+    std::vector<std::shared_ptr<DrawAhead>> busy;
+    for (const auto& weak : drawing_)
+      if (auto ahead = weak.lock(); ahead && !ahead->settled()) busy.push_back(std::move(ahead));
+    if (busy.empty()) return;
+    const WithoutGil unlocked;
+    for (const auto& ahead : busy)
+      while (monotonic_ns() < deadline && !ahead->settle(kSliceNs))
+        if (interrupted()) throw Interrupted{};
+  }
+
+  // Those that are gone, and in a forked child those of the parent.
+  void forget_drawing() {
+    std::erase_if(drawing_, [](const std::weak_ptr<DrawAhead>& weak) {
+      const std::shared_ptr<DrawAhead> ahead = weak.lock();
+      return !ahead || !ahead->here();
+    });
+    if (drawing_.empty()) undrawn_.store(0, std::memory_order_relaxed);
+  }
+
+  // Who draws ahead for learners of this process; guarded by the interpreter lock.
+  std::vector<std::weak_ptr<DrawAhead>> drawing_;
+  std::atomic<int> undrawn_{0};  // batches ordered of them
 };
 
 // A place in the table of participants that a forked child does not inherit.
@@ -72,6 +115,7 @@ struct SegmentState {
   uint64_t owned_since = 0;               // fork generation
   uint64_t owned_step = 0;                // where the owner's stream of draws goes on
   DrawName next_draw;
+  uint64_t ahead = 0;  // draws that next_draw has passed, of batches that nobody has got yet
   uint32_t seen_rows_signal = 0;
   std::vector<std::unique_ptr<BatchSampler>> samplers;  // idle ones; guarded by the interpreter lock
   std::vector<std::unique_ptr<PriorityUpdater>> updaters;
@@ -93,6 +137,7 @@ struct SegmentState {
   void become_learner() {
     Participant& entry = memory().participant(learner->id());
     if (learner->take_renewed()) {
+      ahead = 0;
       const bool owner = ownership && fork_generation.load(std::memory_order_relaxed) == owned_since;
       next_draw = owner ? DrawName{header().seed, 0, owned_step}
                         : DrawName{header().seed, header().streams.fetch_add(1, std::memory_order_relaxed), 0};

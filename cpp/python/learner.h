@@ -45,6 +45,7 @@ inline PyObject* sample(PyObject* self, PyObject* const* args, Py_ssize_t nargs)
     const std::shared_ptr<Attached> attached = s.attached;  // close() may run in another thread meanwhile
     s.memory();
     s.become_learner();
+    attached->settle(patience.deadline);
     std::unique_ptr<BatchSampler> sampler = take_sampler(s, *attached);
     const DrawName name = s.next_draw;
     s.next_draw.step++;
@@ -85,15 +86,19 @@ inline std::vector<int64_t> read_keys(PyObject* o) {
   return key;
 }
 
-// gather(keys, beta) -> batch of the items anchored there that can be drawn.
+// gather(keys, beta, step) -> batch of the items anchored there that can be drawn; `step`: of this process's draw whose
+// chances they take again, or None.
 inline PyObject* gather(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
   return guarded([&] {
-    expect_args("gather", nargs, 2);
+    expect_args("gather", nargs, 3);
     auto& s = state_of<SegmentState>(self);
     const std::shared_ptr<Attached> attached = s.attached;
     s.memory();
     const std::vector<int64_t> keys = read_keys(args[0]);
     const double beta = as_double(args[1]);
+    const bool again = args[2] != Py_None;
+    if (again) s.become_learner();
+    const DrawName name{s.next_draw.seed, s.next_draw.stream, again ? as_uint(args[2]) : 0};
     const int n = static_cast<int>(keys.size());
     std::unique_ptr<BatchSampler> sampler = take_sampler(s, *attached);
     BatchBuilder builder(attached->outputs(), n);
@@ -102,7 +107,7 @@ inline PyObject* gather(PyObject* self, PyObject* const* args, Py_ssize_t nargs)
     int found;
     {
       WithoutGil unlocked;
-      found = sampler->gather(keys.data(), n, beta, pointers);
+      found = sampler->gather(keys.data(), n, beta, pointers, again ? &name : nullptr);
     }
     if (s.attached) s.samplers.push_back(std::move(sampler));
     builder.shrink(found);
@@ -142,6 +147,7 @@ inline PyObject* update(PyObject* self, PyObject* const* args, Py_ssize_t nargs)
     const std::vector<int64_t> key = read_keys(args[0]);
     const auto n = static_cast<int64_t>(key.size());
     const std::vector<double> td = read_td(args[1], n);
+    attached->settle();
     std::unique_ptr<PriorityUpdater> updater;
     if (s.updaters.empty()) {
       updater = std::make_unique<PriorityUpdater>(*attached->memory);

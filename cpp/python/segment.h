@@ -347,7 +347,7 @@ inline PyObject* get_step(PyObject* self, void*) {
   return guarded([&] {
     auto& s = state_of<SegmentState>(self);
     s.memory();
-    return checked(PyLong_FromUnsignedLongLong(s.next_draw.step));
+    return checked(PyLong_FromUnsignedLongLong(s.next_draw.step - s.ahead));
   });
 }
 inline int set_step(PyObject* self, PyObject* value, void*) {
@@ -355,7 +355,7 @@ inline int set_step(PyObject* self, PyObject* value, void*) {
     auto& s = state_of<SegmentState>(self);
     if (!value) throw std::invalid_argument("step cannot be deleted");
     s.become_learner();  // or the first draw would start the stream over
-    s.next_draw.step = as_uint(value);
+    s.next_draw.step = as_uint(value) + s.ahead;
     return Py_NewRef(Py_None);
   }));
 }

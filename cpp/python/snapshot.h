@@ -16,6 +16,7 @@ inline PyObject* export_rows(PyObject* self, PyObject* args) {
     auto& s = state_of<SegmentState>(self);
     const std::shared_ptr<Attached> attached = s.attached;
     SegmentMemory& m = s.memory();
+    attached->settle();
     unsigned long long from, to;
     if (!PyArg_ParseTuple(args, "KK", &from, &to)) throw PythonError{};
     if (from >= to || to > m.capacity()) throw std::invalid_argument("bad range of slots");
@@ -106,6 +107,7 @@ inline PyObject* counts(PyObject* self, PyObject*) {
     auto& s = state_of<SegmentState>(self);
     const std::shared_ptr<Attached> attached = s.attached;
     SegmentMemory& m = s.memory();
+    attached->settle();
     Counters c;
     {
       WithoutGil unlocked;

@@ -121,6 +121,8 @@ inline PyObject* stats(PyObject* self, PyObject*) {
     d.put<"nbytes">(m.layout().bytes);
     d.put<"draws">(h.draws.load(std::memory_order_relaxed));
     d.put<"redraws">(h.redraws.load(std::memory_order_relaxed));
+    d.put<"staleness">(static_cast<double>(h.missed.load(std::memory_order_relaxed)) /
+                       static_cast<double>(std::max<uint64_t>(1, h.taken_ahead.load(std::memory_order_relaxed))));
     d.put<"dropped_rows">(m.file().dropped_rows.load(std::memory_order_relaxed));
     d.put<"rows_written">(h.head.load(std::memory_order_relaxed));
     d.put<"stopped">(h.stopped.load(std::memory_order_relaxed) != 0);

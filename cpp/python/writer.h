@@ -89,6 +89,7 @@ class WriterUse {
     if (s.used_in) release();  // by a thread of the parent, at the time of the fork
     s.used_in = fork_generation.load(std::memory_order_relaxed) + 1;
     try {
+      s.attached->settle();
       Participant& entry = s.attached->memory->participant(s.member.id());
       if (s.member.take_renewed()) s.lanes.forget();
       entry.thread.store(static_cast<uint64_t>(pthread_self()), std::memory_order_relaxed);

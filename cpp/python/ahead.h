@@ -1,0 +1,171 @@
+// `_C.DrawAhead`: one iteration's batches, drawn by a native thread before they are asked for.
+#pragma once
+
+#include "learner.h"
+
+namespace torchreplay::py {
+
+// A batch that was ordered, and the memory it is drawn into.
+struct Ordered {
+  std::unique_ptr<BatchBuilder> builder;
+  DrawName name;
+  double beta;
+};
+
+class AheadState {
+ public:
+  AheadState(PyObject* segment, int n) : owner_(Ref::borrow(segment)), attached_(draws().attached), batch_size_(n) {
+    draws().memory();
+  }
+  ~AheadState() { close(); }
+  AheadState(const AheadState&) = delete;
+
+  void order(double beta) {
+    follow_fork();
+    SegmentState& s = draws();
+    s.memory();
+    s.become_learner();
+    if (!engine_) engine_ = attached_->draw_ahead();
+    Ordered o{std::make_unique<BatchBuilder>(attached_->outputs(), batch_size_), s.next_draw, beta};
+    Order order{batch_size_, beta, o.name, {}};
+    o.builder->point(order.out);
+    orders_.push_back(std::move(o));
+    engine_->order(std::move(order));
+    s.next_draw.step++;
+    s.ahead++;
+  }
+
+  // The engine's take(), and the batch when there is one.
+  PyObject* take(int64_t ns) {
+    follow_fork();
+    Header& h = draws().header();
+    if (orders_.empty()) throw std::logic_error("nothing is ordered");
+    std::optional<Shortage> shortage;
+    Draw outcome;
+    {
+      const WithoutGil unlocked;
+      outcome = engine_->take(ns, shortage);
+    }
+    if (outcome == Draw::kWait && !shortage) return Py_NewRef(Py_None);
+    if (outcome != Draw::kDone) return segment::explain(outcome, shortage.value_or(Shortage{}));
+    h.taken_ahead.fetch_add(1, std::memory_order_relaxed);
+    h.missed.fetch_add(engine_->missed_updates(), std::memory_order_relaxed);
+    const std::unique_ptr<BatchBuilder> builder = std::move(orders_.front().builder);
+    forget(1);
+    return segment::make_batch(draws(), *builder);
+  }
+
+  // [(step, keys, weight, probability)]: the batches that are drawn and not taken, as bytes.
+  PyObject* drawn() {
+    follow_fork();
+    Ref list(checked(PyList_New(0)));
+    if (!engine_) return list.release();
+    attached_->settle();
+    engine_->each_drawn([&](const Order& o) {
+      const auto bytes = [&](const void* data, size_t each) {
+        return Ref(checked(PyBytes_FromStringAndSize(static_cast<const char*>(data),
+                                                     static_cast<Py_ssize_t>(each * static_cast<size_t>(o.n)))));
+      };
+      const Ref keys = bytes(o.out.keys, 8), weight = bytes(o.out.weight, 4), probability = bytes(o.out.probability, 4);
+      const Ref entry(checked(Py_BuildValue("KOOO", o.name.step, keys.get(), weight.get(), probability.get())));
+      if (PyList_Append(list.get(), entry.get())) throw PythonError{};
+    });
+    return list.release();
+  }
+
+  // Ends the thread. The draws that nobody took have not happened, unless others of this process followed them.
+  void close() {
+    if (engine_ && engine_->here()) {
+      const WithoutGil unlocked;
+      engine_->close();
+    }
+    abandon();
+    SegmentState& s = draws();
+    if (!orders_.empty() && s.next_draw.step == orders_.back().name.step + 1)
+      s.next_draw.step = orders_.front().name.step;
+    forget(orders_.size());
+  }
+
+ private:
+  SegmentState& draws() { return state_of<SegmentState>(owner_.get()); }
+
+  // In a forked child the thread is missing, and what it was drawing is the parent's: all is ordered again.
+  void follow_fork() {
+    if (!engine_ || engine_->here()) return;
+    abandon();
+    const std::deque<Ordered> again = std::exchange(orders_, std::deque<Ordered>());
+    SegmentState& s = draws();
+    s.ahead -= std::min<uint64_t>(s.ahead, again.size());
+    for (const Ordered& o : again) order(o.beta);
+  }
+
+  // The locks of an engine whose thread is in another process may be held for ever: it is never destroyed.
+  void abandon() {
+    if (engine_ && !engine_->here()) static_cast<void>(new std::shared_ptr<DrawAhead>(engine_));
+    engine_.reset();
+  }
+
+  void forget(size_t n) {
+    SegmentState& s = draws();
+    s.ahead -= std::min<uint64_t>(s.ahead, n);  // none are left after a fork
+    orders_.erase(orders_.begin(), orders_.begin() + static_cast<ptrdiff_t>(n));
+  }
+
+  Ref owner_;
+  std::shared_ptr<Attached> attached_;
+  int batch_size_;
+  std::shared_ptr<DrawAhead> engine_;
+  std::deque<Ordered> orders_;
+};
+
+namespace ahead {
+
+// DrawAhead(segment, n)
+inline int init(PyObject* self, PyObject* args, PyObject*) {
+  return as_status(guarded([&] {
+    PyObject* segment;
+    int n;
+    if (!PyArg_ParseTuple(args, "Oi", &segment, &n)) throw PythonError{};
+    install(self, new AheadState(segment, n));
+    return Py_NewRef(Py_None);
+  }));
+}
+
+// order(beta): has one more batch drawn.
+inline PyObject* order(PyObject* self, PyObject* beta) {
+  return guarded([&] {
+    state_of<AheadState>(self).order(as_double(beta));
+    return Py_NewRef(Py_None);
+  });
+}
+
+// take(ns) -> the oldest batch ordered; None when it is not drawn after that time; or what explain() says.
+inline PyObject* take(PyObject* self, PyObject* ns) {
+  return guarded([&] { return state_of<AheadState>(self).take(as_int(ns)); });
+}
+
+// drawn() -> [(step, keys, weight, probability)] of the batches drawn and not taken.
+inline PyObject* drawn(PyObject* self, PyObject*) {
+  return guarded([&] { return state_of<AheadState>(self).drawn(); });
+}
+
+inline PyObject* close(PyObject* self, PyObject*) {
+  return guarded([&] {
+    state_of<AheadState>(self).close();
+    return Py_NewRef(Py_None);
+  });
+}
+
+inline PyMethodDef methods[] = {{"order", order, METH_O, nullptr},
+                                {"take", take, METH_O, nullptr},
+                                {"drawn", drawn, METH_NOARGS, nullptr},
+                                {"close", close, METH_NOARGS, nullptr},
+                                {nullptr, nullptr, 0, nullptr}};
+inline PyType_Slot slots[] = {{Py_tp_init, reinterpret_cast<void*>(init)},
+                              {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<AheadState>)},
+                              {Py_tp_methods, methods},
+                              {0, nullptr}};
+inline PyType_Spec spec = type_spec<AheadState>("torchreplay._C.DrawAhead", slots);
+
+}  // namespace ahead
+}  // namespace torchreplay::py

@@ -1,0 +1,150 @@
+"""Batches one after the other, of which a native thread draws some before they are asked for."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from . import _C
+from .batch import ReplayBatch
+from .errors import ReplayTimeout, Stopped
+from .samplers import value_of
+from .waiting import Wait
+
+if TYPE_CHECKING:
+    from .buffer import ReplayBuffer
+
+DRAWN_FIELDS = {"key": torch.int64, "weight": torch.float32, "probability": torch.float32}
+"""What names a batch again that is not to be drawn anew, and its dtypes."""
+
+
+class BatchStream:
+    """An iterator of batches as `sample` returns them. It is for one thread, which must close it.
+
+    What this thread feeds back or writes waits until the batches ordered before are drawn, so that the same seed and
+    the same calls give the same batches. A batch does not know what is fed back between its order and its turn.
+
+    Args:
+        buffer: The buffer to draw from.
+        batch_size: Items in a batch.
+        count: Batches; None for endlessly many.
+        prefetch: Batches drawn ahead of the one asked for; 0: each is drawn when it is asked for.
+        timeout: Seconds to wait for each at most, as in `sample`.
+        waiting: How the wait for the first one looks.
+        drawn: Batches to hand out first, as `drawn` gave them; taken from it one by one. Those that the buffer does
+            not hold any more are left out.
+    """
+
+    def __init__(
+        self,
+        buffer: ReplayBuffer,
+        batch_size: int,
+        count: int | None,
+        prefetch: int,
+        timeout: float | None,
+        waiting: type[Wait],
+        drawn: deque[dict[str, Any]],
+    ) -> None:
+        self._buffer = buffer
+        self._segment = buffer._segment
+        self._batch_size, self._left, self._prefetch, self._timeout = batch_size, count, prefetch, timeout
+        self._waiting = waiting
+        self._again = drawn
+        self._ahead: _C.DrawAhead | None = None
+        self._ordered = 0  # and not taken
+        self._others = self._segment.draws - self._segment.step  # draws of this and other processes before
+
+    def __iter__(self) -> BatchStream:
+        return self
+
+    def __next__(self) -> ReplayBatch:
+        """Returns the next batch.
+
+        Raises:
+            StopIteration: There were `count`.
+            ReplayTimeout, WouldBlockForever, Stopped: As `sample` does.
+        """
+        if self._left is not None and self._left <= 0:
+            self.close()
+            raise StopIteration
+        waiting, self._waiting = self._waiting, Wait
+        self._order()
+        batch = self._next_again() or self._next_drawn(waiting)
+        if self._left is not None:
+            self._left -= 1
+        return batch
+
+    def drawn(self) -> list[dict[str, Any]]:
+        """Returns what names the batches that are drawn and were not handed out, after waiting for those ordered.
+
+        Returns:
+            For each the `step` of its draw, `key` int64 `[B]`, `weight` and `probability` float32 `[B]`.
+        """
+        if self._ahead is None:
+            return []
+        return [
+            {"step": step}
+            | {
+                name: torch.frombuffer(bytearray(part), dtype=dtype)
+                for (name, dtype), part in zip(DRAWN_FIELDS.items(), parts, strict=True)
+            }
+            for step, *parts in self._ahead.drawn()
+        ]
+
+    def close(self) -> None:
+        """Ends the thread. What was drawn and is not handed out has not been drawn."""
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead, self._ordered = None, 0
+
+    def _next_again(self) -> ReplayBatch | None:
+        while self._again:
+            drawn = self._again.popleft()
+            batch = self._buffer._gather(drawn["key"], drawn["step"])
+            if len(batch["key"]) == len(drawn["key"]):
+                batch["weight"].copy_(drawn["weight"])
+                batch["probability"].copy_(drawn["probability"])
+                return batch
+        return None
+
+    def _next_drawn(self, waiting: type[Wait]) -> ReplayBatch:
+        if self._prefetch == 0:
+            return self._buffer._draw(self._batch_size, None, self._timeout, waiting)
+        batch = self._take(self._order(), waiting(self._segment, self._timeout))
+        self._ordered -= 1
+        finish = self._buffer._finish
+        if finish is not None:
+            finish(batch)
+        return batch
+
+    def _order(self) -> _C.DrawAhead:
+        """Has as many batches drawn as shall be ahead of the next one, and that."""
+        if self._segment.stopped:
+            raise Stopped("the replay buffer was stopped")
+        if self._ahead is None:
+            self._ahead = _C.DrawAhead(self._segment, self._batch_size)
+        most = self._prefetch + 1 if self._left is None else min(self._left, self._prefetch + 1)
+        while self._prefetch and self._ordered + len(self._again) < most:
+            self._ahead.order(self._next_beta())
+            self._ordered += 1
+        return self._ahead
+
+    def _next_beta(self) -> float:
+        # As many batches were drawn as will have been when this one is: others may have drawn more meanwhile.
+        segment = self._segment
+        draws = max(self._others + segment.step + self._ordered, segment.draws)
+        return value_of(self._buffer._config.sampler.beta, draws)
+
+    def _take(self, ahead: _C.DrawAhead, wait: Wait) -> ReplayBatch:
+        try:
+            while (result := ahead.take(wait.slice_ns())).__class__ is not ReplayBatch:
+                if result is not None:
+                    self._buffer._check_shortage(result, self._batch_size, wait)
+                elif wait.expired:
+                    self._segment.refresh(wait.deadline_ns)  # says so if it is the lock that does not come free
+                    raise ReplayTimeout(f"no batch of {self._batch_size:,} within {self._timeout} s")
+        finally:
+            wait.end()
+        return cast(ReplayBatch, result)
