@@ -10,7 +10,7 @@ from benchmarks.copies import FRESH, REUSED, copies, repeat
 from benchmarks.episodes import FRAMES, STACK, STACKED, linked_buffer
 from benchmarks.line import OURS, Line
 from benchmarks.machine import require_memory
-from benchmarks.peers.registry import peer_class
+from benchmarks.peers.registry import cpprb
 from benchmarks.plan import Plan
 from benchmarks.timing import Candidate, interleave
 from benchmarks.workload import ATARI
@@ -47,7 +47,7 @@ def _candidates(buffer: tr.ReplayBuffer, capacity: int) -> list[Candidate]:
     frames = buffer.storage["obs"]
     candidates = [Candidate(OURS, repeat(buffer.sample, [BATCH_SIZE]))]
     if find_spec("cpprb"):
-        peer = peer_class("cpprb")(ATARI, capacity)
+        peer = cpprb(ATARI, capacity)
         peer.fill()
         candidates.append(Candidate(peer.name, repeat(peer.sample, [BATCH_SIZE])))
     return [*candidates, *copies([frames, frames], STACK * BATCH_SIZE)]  # of obs and of next_obs
