@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -156,8 +157,13 @@ def test_an_explorer_stores_with_each_step_the_state_that_its_lstm_had_before_it
     view = tr.Sequences(args.length, burn_in=args.burn_in, initial=("state",))
     buffer = tr.ReplayBuffer(example.SPEC, 10_000, view=view, seed=1)
     context = ExplorerContext(buffer, tr.SharedWeights(q), seed=5)
+
+    def explore():
+        with suppress(tr.Stopped):  # as an explorer pool expects it
+            example.explore(context, "lstm", args)
+
     with buffer.expect_writers():
-        explorer = threading.Thread(target=example.explore, args=(context, "lstm", args))
+        explorer = threading.Thread(target=explore)
         explorer.start()
         buffer.sample(1)
         buffer.stop()
