@@ -1,5 +1,5 @@
 """What every test runs under: one torch thread, repeatable examples, no GPU tests without a GPU, nothing left over,
-counts at the end."""
+counts at the end. And the path of a buffer in a file."""
 
 import gc
 import os
@@ -32,6 +32,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where a test may make a buffer in a file."""
+    return tmp_path / "replay.bin"
 
 
 @pytest.fixture(autouse=True)
