@@ -61,8 +61,9 @@ def _belongings() -> set[str]:
 
 
 def _files_in_dev_shm() -> set[str]:
-    """Files in shared memory, but for those of Ray and of other processes that torch names files after."""
-    names = (name for name in os.listdir("/dev/shm") if not name.startswith(("plasma", "ray")))
+    """Files in shared memory, but for those of Ray, multiprocessing's semaphores, and those of other processes
+    that torch names files after."""
+    names = (name for name in os.listdir("/dev/shm") if not name.startswith(("plasma", "ray", "sem.mp-")))
     return {f"/dev/shm/{name}" for name in names if not _is_anothers(name)}
 
 
