@@ -167,8 +167,7 @@ def test_no_thread_is_left_behind_however_an_iteration_ends():
         break
     assert threads() == before
     with pytest.raises(ZeroDivisionError):
-        for _ in dataset:
-            _ = 1 / 0
+        [1 / 0 for _ in dataset]
     assert threads() == before
     iterator = iter(dataset)
     next(iterator)
@@ -191,11 +190,10 @@ def test_an_error_of_the_thread_reaches_the_consumer_and_the_next_iteration_work
     view = tr.Transitions(n_step=8, observation="obs")
     spec = SPEC | {name: tr.Field((), torch.bool) for name in ("terminated", "truncated")} | {"reward": tr.Field()}
     buffer = tr.ReplayBuffer(spec, 4096, view=view)
-    step = dict(number=0, obs=np.zeros(4), reward=0.0, terminated=False, truncated=False)
+    step = {"number": 0, "obs": np.zeros(4), "reward": 0.0, "terminated": False, "truncated": False}
     with buffer.writer(lanes=512) as many, buffer.writer() as one:
-        for write in (lambda: many.reset(obs=np.zeros((512, 4))), lambda: many.reset(obs=np.zeros((512, 4)))):
-            for _ in range(10):
-                write()  # a ring of first observations, of which none has eight successors
+        for _ in range(20):
+            many.reset(obs=np.zeros((512, 4)))  # a ring of first observations, of which none has eight successors
         dataset = tr.ReplayDataset(buffer, BATCH)
         with pytest.raises(RuntimeError, match="turned without completing an item"):
             next(iter(dataset))

@@ -239,7 +239,8 @@ def monitored(lightning, buffer, logger, **trainer):
 
 
 def test_the_monitor_logs_every_finite_statistic_as_often_as_the_trainer_logs(lightning, buffer, logger):
-    recorded = monitored(lightning, buffer, logger, max_steps=10)
+    data = ReplayDataModule(buffer, 8, prefetch=0)  # ahead of the learner others would be counted, too
+    recorded = monitored(lightning, data, logger, max_steps=10)
     steps, metrics = zip(*[(step, m) for step, m in recorded.scalars if "replay/size" in m], strict=True)
     assert steps == (0, 4, 8)
     names = {field.name for field in dataclasses.fields(buffer.stats())}

@@ -42,8 +42,8 @@ class ReplayDataset(IterableDataset[ReplayBatch]):
         buffer: The buffer to draw from.
         batch_size: Items in a batch.
         steps: Batches in one iteration; None for an endless one.
-        prefetch: Batches drawn ahead of the one asked for. 0: each is drawn when it is asked for, and knows all TD errors
-            fed back before.
+        prefetch: Batches drawn ahead of the one asked for. 0: each is drawn when it is asked for, and knows all TD
+            errors fed back before.
         device: Where the batch's tensors go (all but `batch["key"]`); None leaves them on the CPU.
         timeout: Seconds that one draw may wait for data before it raises `ReplayTimeout`; None waits for as long
             as a writer is alive.
@@ -122,8 +122,8 @@ class ReplayDataset(IterableDataset[ReplayBatch]):
         handed out.
 
         Returns:
-            `draws`, made from the buffer and handed out; `position` in the iteration; `drawn`, for each batch drawn ahead
-            the `step` of its draw, `key` int64 `[B]`, `weight` and `probability` float32 `[B]`.
+            `draws`, made from the buffer and handed out; `position` in the iteration; `drawn`, for each batch drawn
+            ahead the `step` of its draw, `key` int64 `[B]`, `weight` and `probability` float32 `[B]`.
         """
         position = self._position if self.steps is None else self._position % self.steps
         ahead = [] if self._stream is None else self._stream.drawn()
@@ -151,6 +151,11 @@ class ReplayDataset(IterableDataset[ReplayBatch]):
         drawn = deque(_require_drawn(batch) for batch in state_dict["drawn"])
         self.buffer.draws = draws + len(drawn)
         self._resume_at, self._drawn = position, drawn
+
+    def end(self) -> None:
+        """Ends the iteration under way: its thread, and the draws that were not handed out."""
+        if self._stream is not None:
+            self._stream.close()
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_stream": None}  # which belongs to the process, and to its iteration

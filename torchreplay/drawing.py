@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from . import _C
 from .arguments import checked_int
@@ -96,7 +96,7 @@ class Drawing:
             self._check_shortage(result, batch_size, wait)
             self._segment.wait_rows(wait.slice_ns())
             result = self._segment.sample(batch_size, beta, wait.deadline_ns)
-        return cast(ReplayBatch, result)
+        return result
 
     def _check_shortage(self, result: Any, batch_size: int, wait: Wait) -> None:
         """Raises unless `result`, which the native core gave instead of a batch, says that waiting may help."""

@@ -25,8 +25,8 @@ class Stats:
         stale_updates: TD errors dropped because their row was overwritten.
         unready_updates: TD errors dropped because their item was not, or no longer, complete.
         redraws: Items drawn again because their row was overwritten while it was copied.
-        staleness: TD errors applied between the draw of a batch and the moment at which a `ReplayDataset` handed it out,
-            on average over the batches drawn ahead.
+        staleness: TD errors applied between the draw of a batch and the moment at which a `ReplayDataset` handed it
+            out, on average over the batches drawn ahead.
         samples_per_insert: sampled / inserted; 0 before the first insert.
         priority_total: Sum of all leaves.
         priority_min: Smallest positive leaf; 0 when there is none.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -147,4 +147,4 @@ class BatchStream:
                     raise ReplayTimeout(f"no batch of {self._batch_size:,} within {self._timeout} s")
         finally:
             wait.end()
-        return cast(ReplayBatch, result)
+        return result

@@ -46,7 +46,7 @@ class ReplayDataModule(LightningDataModule):
             DDP give the function: the script runs once per rank, and so would make one buffer per rank.
         batch_size: Items in each rank's batch.
         steps_per_epoch: Batches per epoch; None for one endless epoch.
-        prefetch: Upper bound of the batches drawn ahead, as in `ReplayDataset`.
+        prefetch: Batches drawn ahead of the one asked for, as in `ReplayDataset`.
         explorers: An object with `start()` and `stop()`, or a function of the buffer that makes one. Started in
             `setup`, or once a `ReplayCheckpoint` has restored the buffer; stopped in `teardown`, on any exception, and
             at the latest when the module is collected or the process exits.
@@ -215,7 +215,7 @@ class _Stream(ReplayDataset):
     """The batches of one `fit`, for one rank."""
 
     lockstep = False  # whether other ranks wait for this one in every step
-    _last_state: dict[str, int] | None = None
+    _last_state: dict[str, Any] | None = None
 
     def __iter__(self) -> Iterator[ReplayBatch]:
         yield from super().__iter__()
@@ -223,11 +223,12 @@ class _Stream(ReplayDataset):
         if self.lockstep and self.buffer.stopped:
             raise Stopped("the buffer was stopped while several ranks train from it; stop it after `fit` has ended")
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         return super().state_dict() if self._last_state is None else self._last_state
 
-    def retire(self) -> dict[str, int]:
-        """Keeps the state, which it returns, for checkpoints that are saved after the buffer was closed."""
+    def retire(self) -> dict[str, Any]:
+        """Ends the iteration, and keeps its state, which it returns, for checkpoints saved later."""
+        self.end()
         self._last_state = self.state_dict()
         return self._last_state
 
