@@ -1,0 +1,201 @@
+#define BOOST_TEST_MODULE ahead
+#include <sys/wait.h>
+
+#include <boost/test/unit_test.hpp>
+#include <thread>
+
+#include "ahead.h"
+#include "segments.h"
+
+using namespace torchreplay;
+using namespace torchreplay::testing;
+
+namespace {
+
+constexpr int kBatch = 16;
+constexpr int64_t kSecond = 1'000'000'000;
+
+struct Drawn {
+  std::vector<int64_t> keys = std::vector<int64_t>(kBatch), values = std::vector<int64_t>(kBatch);
+  std::vector<float> weight = std::vector<float>(kBatch), probability = std::vector<float>(kBatch);
+
+  BatchPointers pointers() {
+    return {{reinterpret_cast<char*>(values.data())}, keys.data(), weight.data(), probability.data()};
+  }
+};
+
+std::unique_ptr<SegmentMemory> buffer_of(size_t rows, Plan plan = {}) {
+  plan.capacity = 64;
+  auto m = make_segment(plan);
+  for (size_t i = 0; i < rows; i++) append_row(*m, 1, 1000 + i, static_cast<float>(i * i % 37 + 1));
+  return m;
+}
+
+// The batches drawn one by one, when they are wanted.
+std::vector<Drawn> draw_in_turn(SegmentMemory& m, uint64_t n) {
+  std::vector<Drawn> batches(n);
+  BatchSampler sampler(m);
+  for (uint64_t step = 0; step < n; step++) {
+    Shortage shortage;
+    BOOST_REQUIRE(sampler.sample(kBatch, 0.5, {7, 0, step}, batches[step].pointers(), shortage) == Draw::kDone);
+  }
+  return batches;
+}
+
+class Learner {
+ public:
+  explicit Learner(SegmentMemory& m) : ahead(m, nullptr, undrawn) {}
+
+  void order(int many = 1) {
+    for (int i = 0; i < many; i++) {
+      batches_.push_back(std::make_unique<Drawn>());
+      ahead.order({kBatch, 0.5, {7, 0, step_++}, batches_.back()->pointers()});
+    }
+  }
+
+  Draw take(int64_t ns = 20 * kSecond) { return ahead.take(ns, shortage); }
+
+  // The batch ordered as number `i`.
+  const Drawn& operator[](size_t i) const { return *batches_[i]; }
+
+  std::atomic<int> undrawn{0};
+  std::optional<Shortage> shortage;
+
+ private:
+  std::vector<std::unique_ptr<Drawn>> batches_;
+  uint64_t step_ = 0;
+
+ public:
+  DrawAhead ahead;  // goes first: its thread writes to the batches
+};
+
+}  // namespace
+
+BOOST_AUTO_TEST_CASE(batches_come_in_order_and_are_those_of_a_sampler) {
+  const auto expected = draw_in_turn(*buffer_of(50), 200);
+  auto m = buffer_of(50);
+  Learner learner(*m);
+  learner.order(3);
+  for (size_t i = 0; i < 200; i++) {
+    BOOST_REQUIRE(learner.take() == Draw::kDone);
+    BOOST_TEST(learner[i].keys == expected[i].keys);
+    BOOST_TEST(learner[i].values == expected[i].values);
+    BOOST_TEST(learner[i].weight == expected[i].weight);
+    if (i < 197) learner.order();
+  }
+  BOOST_TEST(m->header().sampled == 200U * kBatch);
+  BOOST_TEST(learner.undrawn == 0);
+}
+
+BOOST_AUTO_TEST_CASE(what_nobody_took_has_not_been_drawn) {
+  auto m = buffer_of(50);
+  Learner learner(*m);
+  learner.order(5);
+  BOOST_REQUIRE(learner.take() == Draw::kDone);
+  learner.ahead.close();
+  BOOST_TEST(m->header().sampled == uint64_t{kBatch});
+  BOOST_TEST(m->header().draws == 1U);
+  BOOST_TEST(learner.undrawn == 0);
+  learner.order();
+  BOOST_TEST((learner.take() == Draw::kDone), "it starts again");
+}
+
+BOOST_AUTO_TEST_CASE(settled_means_that_all_is_drawn) {
+  auto m = buffer_of(50);
+  Learner learner(*m);
+  BOOST_TEST(learner.ahead.settled());
+  learner.order(4);
+  while (!learner.ahead.settle(kSecond)) {
+  }
+  int drawn = 0;
+  learner.ahead.each_drawn([&](const Order& o) { BOOST_TEST(o.name.step == static_cast<uint64_t>(drawn++)); });
+  BOOST_TEST(drawn == 4);
+}
+
+BOOST_AUTO_TEST_CASE(another_thread_waits_for_nothing_that_it_did_not_order) {
+  Plan plan;
+  plan.limiter.min_size = 60;
+  auto m = buffer_of(50, plan);
+  Learner learner(*m);
+  learner.order(4);
+  bool settled = false;
+  std::thread([&] { settled = learner.ahead.settled(); }).join();
+  BOOST_TEST(settled);
+}
+
+BOOST_AUTO_TEST_CASE(a_shortage_is_told_once_and_ends_with_the_rows) {
+  Plan plan;
+  plan.limiter.min_size = 60;
+  auto m = buffer_of(50, plan);
+  Learner learner(*m);
+  learner.order(2);
+  BOOST_REQUIRE(learner.take() == Draw::kWait);
+  BOOST_REQUIRE(learner.shortage.has_value());
+  BOOST_TEST(learner.shortage->inserted == 50U);
+  BOOST_TEST(learner.shortage->needed == 60U);
+  BOOST_TEST(learner.ahead.settle(kSecond), "it waits for rows that have not come");
+  for (uint64_t i = 50; i < 60; i++) append_row(*m, 1, 1000 + i, 1.0F);
+  Draw outcome;
+  while ((outcome = learner.take()) == Draw::kWait) {
+  }
+  BOOST_TEST((outcome == Draw::kDone));
+  BOOST_TEST(m->header().sample_wait.total_ns() > 0U);
+}
+
+BOOST_AUTO_TEST_CASE(a_demand_goes_with_the_learner) {
+  Plan plan;
+  plan.limiter.min_size = 60;
+  auto m = buffer_of(50, plan);
+  Learner learner(*m);
+  learner.order();
+  while (!learner.shortage) learner.take();
+  BOOST_TEST(m->header().demand == 60U);
+  learner.ahead.close();
+  BOOST_TEST(m->header().demand == 0U);
+}
+
+BOOST_AUTO_TEST_CASE(a_stopped_buffer_gives_no_more_batches) {
+  auto m = buffer_of(50);
+  m->header().stopped.store(1);
+  Learner learner(*m);
+  learner.order(2);
+  BOOST_TEST((learner.take() == Draw::kStopped));
+  BOOST_TEST((learner.take() == Draw::kStopped));
+}
+
+BOOST_AUTO_TEST_CASE(closing_waits_for_no_lock) {
+  auto m = buffer_of(50);
+  std::optional<Locked> held(*m);
+  std::thread([&] {
+    Learner learner(*m);
+    learner.order(2);
+    const int64_t start = monotonic_ns();
+    learner.ahead.close();
+    BOOST_TEST(monotonic_ns() - start < 10 * kSecond);
+    BOOST_TEST(learner.undrawn == 0);
+  }).join();
+}
+
+BOOST_AUTO_TEST_CASE(missed_updates_are_those_between_draw_and_taking) {
+  auto m = buffer_of(50);
+  Learner learner(*m);
+  learner.order();
+  while (!learner.ahead.settle(kSecond)) {
+  }
+  m->header().updated += 5;
+  BOOST_REQUIRE(learner.take() == Draw::kDone);
+  BOOST_TEST(learner.ahead.missed_updates() == 5U);
+}
+
+BOOST_AUTO_TEST_CASE(a_forked_child_knows_that_the_thread_is_not_there) {
+  auto m = buffer_of(50);
+  Learner learner(*m);
+  learner.order(3);
+  BOOST_TEST(learner.ahead.here());
+  const pid_t child = fork();
+  if (child == 0) _exit(learner.ahead.here() ? 1 : 0);
+  int status = 1;
+  BOOST_REQUIRE(waitpid(child, &status, 0) == child);
+  BOOST_TEST(status == 0);
+  BOOST_TEST((learner.take() == Draw::kDone));
+}
