@@ -22,6 +22,7 @@ struct Order {
   double beta = 0;
   DrawName name;
   BatchPointers out;
+  int threads = 1;       // that may share the copies
   uint64_t updated = 0;  // TD errors that had been applied when it was drawn
 };
 
@@ -186,6 +187,7 @@ class DrawAhead {
 
   Draw draw(BatchSampler& sampler, Order& order) {
     Header& h = memory_.header();
+    sampler.set_threads(order.threads);
     for (;;) {
       const uint32_t seen = h.rows_signal.load(std::memory_order_acquire);
       Shortage shortage;

@@ -42,9 +42,6 @@ class ItemGather {
     todo.resize(failed);
   }
 
-  // Whether items use random words of their own.
-  bool takes_chances() const { return plan_.goal != Goal::kNone && plan_.share > 0; }
-
   // The slots of items that failed: to be brought up to date before the next draw.
   const std::vector<uint64_t>& touched() const { return touched_; }
 

@@ -50,6 +50,9 @@ struct ItemPlan {
   Goal goal = Goal::kNone;
   double share = 0;  // of items that get another goal
 
+  // Whether items use random words of their own.
+  bool takes_chances() const { return goal != Goal::kNone && share > 0; }
+
   // Bytes that one item takes in output `o`.
   uint64_t item_bytes(size_t o, const Layout& layout) const {
     const Output& output = outputs[o];

@@ -13,11 +13,11 @@
 namespace torchreplay::py {
 namespace {
 
-// init_torch(torch.Tensor, torch.as_tensor)
+// init_torch(torch.Tensor, torch.as_tensor, torch.get_num_threads)
 PyObject* init_torch(PyObject*, PyObject* args) {
   return guarded([&] {
-    PyObject *type, *convert;
-    if (!PyArg_ParseTuple(args, "OO", &type, &convert)) throw PythonError{};
+    PyObject *type, *convert, *threads;
+    if (!PyArg_ParseTuple(args, "OOO", &type, &convert, &threads)) throw PythonError{};
     Ref capsule(PyObject_GetAttrString(type, "__dlpack_c_exchange_api__"));
     if (!capsule) throw PythonError{};
     auto* api = static_cast<const DLPackExchangeAPI*>(PyCapsule_GetPointer(capsule.get(), "dlpack_exchange_api"));
@@ -28,6 +28,7 @@ PyObject* init_torch(PyObject*, PyObject* args) {
     exchange = api;
     tensor_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(type));
     as_tensor = Py_NewRef(convert);
+    get_num_threads = Py_NewRef(threads);
     return Py_NewRef(Py_None);
   });
 }

@@ -5,6 +5,7 @@
 #include <optional>
 #include <vector>
 
+#include "crew.h"
 #include "items.h"
 #include "session.h"
 #include "strata.h"
@@ -34,9 +35,12 @@ struct Shortage {
 class BatchSampler {
  public:
   // `plan`: what a batch consists of; nullptr for one of single rows. It must outlive the sampler.
-  explicit BatchSampler(SegmentMemory& m, const ItemPlan* plan = nullptr) : memory_(m), row_gather_(m) {
-    if (plan) item_gather_.emplace(m, *plan);
+  explicit BatchSampler(SegmentMemory& m, const ItemPlan* plan = nullptr) : memory_(m), plan_(plan), copiers_(1) {
+    copiers_[0].emplace(m, plan);
   }
+
+  // Threads that may share the copies of a large batch.
+  void set_threads(int n) { threads_ = std::max(1, n); }
 
   // Slots that the last draw found unsettled: their writers lag, or are dead.
   uint64_t pending() const { return pending_; }
@@ -93,6 +97,34 @@ class BatchSampler {
   }
 
  private:
+  // Less than this is not worth another thread's while.
+  static constexpr uint64_t kPartBytes = uint64_t{512} << 10;
+  static constexpr int kPartItems = 16;
+
+  // A part of the items to copy; afterwards those that were not copied, and the slots of their rows.
+  struct Part {
+    std::vector<int> todo;
+    std::vector<uint64_t> touched;
+  };
+
+  // What one thread copies with.
+  class Copier {
+   public:
+    Copier(SegmentMemory& m, const ItemPlan* plan) : rows_(m) {
+      if (plan) items_.emplace(m, *plan);
+    }
+
+    void copy(const std::vector<DrawnItem>& items, Part& part, const BatchPointers& out) {
+      if (!items_) return rows_.gather(items, part.todo, out);
+      items_->gather(items, part.todo, out);
+      part.touched = items_->touched();
+    }
+
+   private:
+    RowGather rows_;
+    std::optional<ItemGather> items_;
+  };
+
   // After so many redraws of one batch the ring turns faster than a batch is copied.
   static constexpr uint32_t kRounds = 64;
   // Takes no chance: nothing is relabelled.
@@ -146,7 +178,7 @@ class BatchSampler {
 
   // Random words for `count` items' own use, where they have one.
   void take_chances(const DrawName& name, uint32_t round, int count) {
-    if (!item_gather_ || !item_gather_->takes_chances()) return;
+    if (!plan_ || !plan_->takes_chances()) return;
     chance_.resize(count);
     philox_fill(name.seed, name.stream | uint64_t{round} << 32 | kChances, name.step, chance_.data(), count);
   }
@@ -156,8 +188,8 @@ class BatchSampler {
     const uint64_t head = memory_.header().head.load(std::memory_order_acquire);
     Absorber absorber(memory_);
     for (int i : todo_) absorber.resync(items_[i].slot, head);
-    if (!item_gather_) return;
-    for (uint64_t slot : item_gather_->touched()) absorber.resync(slot, head);
+    for (const auto& part : parts_)
+      for (uint64_t slot : part.touched) absorber.resync(slot, head);
   }
 
   void find_keys(const int64_t* keys, int n) {
@@ -197,11 +229,28 @@ class BatchSampler {
     }
   }
 
+  // Copies the items of todo_, and leaves in it those that were not what was drawn.
   void copy(const BatchPointers& out) {
-    if (item_gather_)
-      item_gather_->gather(items_, todo_, out);
-    else
-      row_gather_.gather(items_, todo_, out);
+    const int count = static_cast<int>(todo_.size());
+    const int parts = parts_of(count, out.bytes);
+    const int threads = std::min(threads_, parts);
+    parts_.resize(static_cast<size_t>(parts));
+    copiers_.resize(std::max(copiers_.size(), static_cast<size_t>(threads)));
+    for (int p = 0; p < parts; p++)
+      parts_[p].todo.assign(todo_.begin() + count * int64_t{p} / parts,
+                            todo_.begin() + count * (int64_t{p} + 1) / parts);
+    Crew::instance().run(threads, parts, [&](int worker, int p) {
+      auto& copier = copiers_[worker];
+      if (!copier) copier.emplace(memory_, plan_);
+      copier->copy(items_, parts_[p], out);
+    });
+    todo_.clear();
+    for (const Part& part : parts_) todo_.insert(todo_.end(), part.todo.begin(), part.todo.end());
+  }
+
+  int parts_of(int count, uint64_t bytes) const {
+    if (threads_ == 1 || bytes < 2 * kPartBytes) return 1;
+    return static_cast<int>(std::clamp<uint64_t>(bytes / kPartBytes, 1, std::max(1, count / kPartItems)));
   }
 
   // P(i) = p_i / sum and w_i = (N P(i))^-beta, normalised by the maximum over the buffer or the batch
@@ -228,8 +277,10 @@ class BatchSampler {
   }
 
   SegmentMemory& memory_;
-  RowGather row_gather_;
-  std::optional<ItemGather> item_gather_;
+  const ItemPlan* plan_;
+  int threads_ = 1;
+  std::vector<std::optional<Copier>> copiers_;  // of each thread
+  std::vector<Part> parts_;
   uint64_t pending_ = 0;
   std::vector<DrawnItem> items_;
   std::vector<int> todo_;

@@ -371,5 +371,5 @@ def _before_fork() -> None:
 
 os.register_at_fork(before=_before_fork)
 # By way of NumPy, which makes float64 of Python floats.
-_C.init_torch(torch.Tensor, lambda values: torch.as_tensor(np.asarray(values)))
+_C.init_torch(torch.Tensor, lambda values: torch.as_tensor(np.asarray(values)), torch.get_num_threads)
 _C.init_waits(ReplayTimeout, logger.warning, LOG_EVERY)

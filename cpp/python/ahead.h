@@ -27,7 +27,7 @@ class AheadState {
     s.become_learner();
     if (!engine_) engine_ = attached_->draw_ahead();
     Ordered o{std::make_unique<BatchBuilder>(attached_->outputs(), batch_size_), s.next_draw, beta};
-    Order order{batch_size_, beta, o.name, {}};
+    Order order{batch_size_, beta, o.name, {}, o.builder->threads()};
     o.builder->point(order.out);
     orders_.push_back(std::move(o));
     engine_->order(std::move(order));

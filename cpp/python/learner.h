@@ -52,6 +52,7 @@ inline PyObject* sample(PyObject* self, PyObject* const* args, Py_ssize_t nargs)
     BatchBuilder builder(attached->outputs(), n);
     BatchPointers pointers;
     builder.point(pointers);
+    sampler->set_threads(builder.threads());
     Shortage shortage;
     Draw outcome;
     try {
@@ -104,6 +105,7 @@ inline PyObject* gather(PyObject* self, PyObject* const* args, Py_ssize_t nargs)
     BatchBuilder builder(attached->outputs(), n);
     BatchPointers pointers;
     builder.point(pointers);
+    sampler->set_threads(builder.threads());
     int found;
     {
       WithoutGil unlocked;

@@ -1,6 +1,7 @@
 // Torch tensors over memory of ours, through torch's DLPack exchange API: about 0.3 us each, no torch C++ needed.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 
 #include "../blocks.h"
@@ -38,6 +39,9 @@ PyObject* make_tensor(void* data, Element element, int dims, const int64_t* shap
   if (exchange->managed_tensor_to_py_object_no_sync(&m->tensor, &out)) throw PythonError{};
   return static_cast<PyObject*>(out);
 }
+
+// torch.get_num_threads.
+inline PyObject* get_num_threads = nullptr;
 
 struct BlockOwner {
   explicit BlockOwner(Block* b) : block(b) {}
@@ -79,6 +83,13 @@ class BatchBuilder {
     out.probability = reinterpret_cast<float*>(at(n + 2));
   }
 
+  // Threads that may fill it: as many as torch may use for one operation, when there is enough to do.
+  int threads() const {
+    if (value_bytes_ < kSharedBytes) return 1;
+    const Ref n(checked(PyObject_CallNoArgs(get_num_threads)));
+    return static_cast<int>(std::clamp<int64_t>(as_int(n.get()), 1, kMaxThreads));
+  }
+
   // Hands out the first n items only.
   void shrink(int64_t n) { n_ = n; }
 
@@ -95,6 +106,9 @@ class BatchBuilder {
   }
 
  private:
+  static constexpr size_t kSharedBytes = size_t{1} << 20;
+  static constexpr int64_t kMaxThreads = 16;
+
   char* at(size_t output) const { return block_->data() + offsets_[output]; }
 
   PyObject* make(size_t output, Element element, int dims, const int64_t* shape) {
