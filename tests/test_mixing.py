@@ -181,6 +181,20 @@ def test_weights_of_all_buffers_are_on_one_scale(weights):
         torch.testing.assert_close(batch["weight"].double(), torch.tensor(mine) / largest, rtol=1e-3, atol=0)
 
 
+def test_weights_follow_the_schedule_of_beta():
+    raw, beta = np.geomspace(0.01, 10.0, 50), tr.Linear(0.2, 1.0, 5)
+    prioritized = filled(0, sampler=tr.Prioritized(1.0, beta))
+    chances = given_priorities(prioritized, raw)
+    dataset = tr.MixedDataset({prioritized: 1, filled(1, sampler=tr.Uniform()): 1}, 32, prefetch=0)
+    for step, batch in enumerate(take(dataset, 8)):
+        largest = (50 * chances.min()) ** -beta(step)
+        mine = (50 * chances[batch["key"][:16]]) ** -beta(step)
+        torch.testing.assert_close(batch["weight"][:16].double(), torch.tensor(mine / largest), rtol=1e-3, atol=0)
+        torch.testing.assert_close(
+            batch["weight"][16:].double(), torch.full((16,), 1 / largest).double(), rtol=1e-3, atol=0
+        )
+
+
 def test_weights_of_uniform_buffers_are_one():
     dataset = tr.MixedDataset({filled(0, sampler=tr.Uniform()): 1, filled(1, sampler=tr.Uniform()): 1}, 8)
     assert all(batch["weight"].eq(1).all() for batch in take(dataset, 3))
