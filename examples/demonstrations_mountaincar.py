@@ -1,11 +1,11 @@
-"""Double DQN on MountainCar-v0, with demonstrations mixed into every batch: exploration alone does not see the goal.
+"""Double DQN on MountainCar-v0, with demonstrations mixed into every batch: experience alone hardly finds the goal.
 
-The car is too weak to climb its hill: it must swing back and forth, and every step costs 1 until it is at the top.
-Random actions hardly ever get there within an episode's 200 steps, and so a learner that only has its own experience
-finds all actions equally bad. A driver who just pushes the way the car rolls gets there; a few of its episodes, in a
-buffer of their own, are enough. Each batch takes a share from them and the rest from what the learner's own policy
-does, each buffer by its own priorities (as in R2D3, Paine et al. 2019, https://arxiv.org/abs/1909.01387), and the TD
-errors of both go back by `dataset.update_priorities`. `--share 0` draws from experience alone.
+The car is too weak to climb its hill: it must swing back and forth, and here it is told only when it is at the top, by
+a reward of 1. Random actions hardly ever get there within an episode's 200 steps. A driver who just pushes the way the
+car rolls does; a few of its episodes, in a buffer of their own, are enough. Half of each batch comes from them and half
+from what the learner's own policy does (as in RLPD, Ball et al. 2023, https://arxiv.org/abs/2302.02948), each buffer by
+its own priorities (as in R2D3, Paine et al. 2019, https://arxiv.org/abs/1909.01387), and the TD errors of both go back
+by `dataset.update_priorities`. `--share 0` draws from experience alone.
 
     python examples/demonstrations_mountaincar.py --seed 1
     python examples/demonstrations_mountaincar.py --seed 1 --share 0
@@ -36,7 +36,7 @@ class Args:
 
     seed: int = 0
     """seed of the network, the draws, the episodes and the evaluations"""
-    total_steps: int = 10_000
+    total_steps: int = 6_000
     """learner steps at most, each after one step of every car; the run ends earlier once it is solved"""
     eval_every: int = 500
     """learner steps between two evaluations"""
@@ -45,15 +45,15 @@ class Args:
     solved_at: float = -115.0
     """mean return of an evaluation that ends the run; the driver gets about -120, no policy more than about -90"""
 
-    share: float = 0.25
+    share: float = 0.5
     """share of each batch that is demonstrations; 0: none"""
     demonstrations: int = 4_000
     """steps that the driver demonstrates"""
-    num_envs: int = 8
-    """cars that explore side by side"""
+    num_envs: int = 1
+    """cars that explore side by side: with eight, chance finds the goal for those who wait"""
     epsilon: float = 0.1
     """share of an explorer's actions, and of the driver's, that are uniform"""
-    learning_starts: int = 250
+    learning_starts: int = 1_000
     """steps of every car, with uniform actions, before the first learner step"""
 
     capacity: int = 100_000
@@ -85,7 +85,7 @@ Policy = Callable[[Tensor], Tensor]  # observations [n, 2] to actions [n]
 
 
 class QNetwork(nn.Module):
-    """Action values of states, `[..., 2]` to `[..., 3]`, in units of 1 / (1 - gamma)."""
+    """Action values of states, `[..., 2]` to `[..., 3]`: gamma to the number of steps to the goal."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,21 +125,22 @@ class Cars:
         """Takes one step with each car, a share of `epsilon` of them at random."""
         action = policy(torch.from_numpy(self.obs))
         action = torch.where(torch.rand(len(action)) < epsilon, torch.randint(3, action.shape), action)
-        self.obs, reward, terminated, truncated, _ = self.envs.step(action.numpy())
+        self.obs, _, terminated, truncated, _ = self.envs.step(action.numpy())
+        reward = terminated.astype(np.float32)  # instead of the environment's own, which is -1 in every step
         self.writer.step(obs=self.obs, action=action, reward=reward, terminated=terminated, truncated=truncated)
 
 
-def td_errors(q: nn.Module, target: nn.Module, batch: tr.ReplayBatch, gamma: float) -> Tensor:
+def td_errors(q: nn.Module, target: nn.Module, batch: tr.ReplayBatch) -> Tensor:
     """Returns the errors that double DQN (van Hasselt et al. 2016) makes small, `[B]`."""
     with torch.no_grad():
         best = q(batch["next_obs"]).argmax(-1, keepdim=True)
         value = target(batch["next_obs"]).gather(-1, best).squeeze(-1)
-        goal = (1 - gamma) * batch["reward"] + batch["discount"] * value
+        goal = batch["reward"] + batch["discount"] * value
     return goal - q(batch["obs"]).gather(-1, batch["action"].unsqueeze(-1)).squeeze(-1)
 
 
 def evaluate(policy: Policy, episodes: int, seed: int) -> np.ndarray:
-    """Returns the returns of episodes, which are played side by side."""
+    """Returns the returns of episodes, minus the number of their steps; they are played side by side."""
     envs = gym.make_vec("MountainCar-v0", num_envs=episodes)
     obs, _ = envs.reset(seed=seed)
     returns, running = np.zeros(episodes), np.ones(episodes, dtype=bool)
@@ -178,7 +179,7 @@ def train(args: Args) -> None:
     for _ in range(args.learning_starts):
         cars.step(q.act, epsilon=1.0)
     for step, batch in enumerate(dataset, start=1):
-        td_error = td_errors(q, target, batch, args.gamma)
+        td_error = td_errors(q, target, batch)
         loss = (batch["weight"] * F.huber_loss(td_error, torch.zeros_like(td_error), reduction="none")).mean()
         optimizer.zero_grad()
         loss.backward()
