@@ -116,7 +116,7 @@ def test_a_bad_spec_is_a_value_error_that_names_the_place(spec, message):
         tr.ReplayBuffer(spec, 4)
 
 
-@pytest.mark.parametrize("name", ["key", "weight", "probability", "priority"])
+@pytest.mark.parametrize("name", ["key", "weight", "probability", "priority", "buffer"])
 def test_names_of_the_batchs_own_entries_are_reserved_at_the_top_and_free_below(name):
     with pytest.raises(ValueError, match=f"the field name '{name}' is reserved"):
         tr.ReplayBuffer({name: tr.Field()}, 4)

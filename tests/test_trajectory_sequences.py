@@ -112,3 +112,32 @@ def test_windows_across_episodes_stay_in_their_stream():
         play(a, 1, start=100)
     starts = everything(buffer)["obs"][..., 0].tolist()
     assert starts == [[0, 1, 2], [1, 2, 100], [2, 100, 101], [50, 51, 52]]
+
+
+def test_uniform_draws_replay_every_whole_sequence_equally_often_and_all_agents_in_lockstep():
+    spec = {name: {"obs": tr.Field(), "action": tr.Field((), torch.int64)} for name in ("red", "blue")}
+    flags = {end: tr.Field((), torch.bool) for end in ("terminated", "truncated")}
+    view = tr.Sequences(4, observation=("red/obs", "blue/obs"))
+    buffer = tr.ReplayBuffer(spec | flags, 100, sampler=tr.Uniform(), view=view, seed=5)
+    steps = {0: 4, 100: 7, 200: 8}  # of three episodes, by the observation that each starts with
+    for start, length in steps.items():
+        obs, end = start + torch.arange(length + 1.0), torch.arange(length) == length - 1
+        agents = {name: {"obs": sign * obs, "action": obs[:-1].long()} for name, sign in (("red", 1), ("blue", -1))}
+        buffer.extend(**agents, terminated=end, truncated=torch.zeros_like(end))
+    expected = [(0, 4), (100, 4), (104, 3), (200, 4), (204, 4)]  # first observation and real steps
+    counts = dict.fromkeys(expected, 0)
+    for _ in range(100):
+        batch = buffer.sample(20)
+        assert batch["weight"].eq(1).all()
+        for i, length in enumerate(batch["mask"].sum(1).tolist()):
+            start = int(batch["red"]["obs"][i, 0])
+            observed = torch.zeros(5)
+            observed[: length + 1] = torch.arange(start, start + length + 1.0)
+            acted = torch.where(batch["mask"][i], observed[:-1], 0.0).long()
+            for name, sign in (("red", 1), ("blue", -1)):
+                assert batch[name]["obs"][i].equal(sign * observed)
+                assert batch[name]["action"][i].equal(acted)
+            counts[start, length] += 1
+        buffer.update_priorities(batch, tr.sequence_priority(torch.rand(20, 4) * 100, batch["mask"]))
+    # Draws are stratified: of 20, each of the five windows takes exactly its four strata.
+    assert counts == dict.fromkeys(expected, 400)

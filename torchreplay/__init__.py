@@ -8,6 +8,7 @@ from .errors import AttachError, CheckpointError, ReplayTimeout, Stopped, WouldB
 from .hindsight import Hindsight
 from .laber import LaBER
 from .limiters import MinSize, SamplesPerInsert
+from .mixing import MixedDataset
 from .priorities import sequence_priority
 from .reverse import Reverse
 from .samplers import Linear, Prioritized, Uniform
@@ -32,6 +33,7 @@ __all__ = [
     "LaBER",
     "Linear",
     "MinSize",
+    "MixedDataset",
     "Prioritized",
     "PriorityTree",
     "ReplayBatch",

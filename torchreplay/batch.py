@@ -15,13 +15,15 @@ class ReplayBatch(dict[str, Any]):
     `batch["weight"]` (float32 `[B]`) are the importance-sampling weights; `batch["probability"]` (float32 `[B]`) the
     probabilities of the draw.
 
+    A batch of a `MixedDataset` has a fourth, `batch["buffer"]` (int64 `[B]`): the position of each item's buffer.
+
     It is a plain dict to whoever takes dicts, and keeps its keys through `DataLoader`, Lightning, pickling and copying.
     """
 
     __slots__ = ("source",)
 
-    source: int | None
-    """Identity of the buffer it was drawn from, where known."""
+    source: int | tuple[int, ...] | None
+    """Identity of the buffer it was drawn from, or of those of a mixture in their order, where known."""
 
     @property
     def batch_size(self) -> int:

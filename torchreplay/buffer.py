@@ -48,7 +48,8 @@ class ReplayBuffer(Drawing, Inspection):
     With a `path` it is a file, which may be larger than the machine's memory, and stays for `open`.
 
     Args:
-        spec: Names to `Field(shape, dtype)`; dicts nest. `key`, `weight`, `probability` and `priority` are reserved.
+        spec: Names to `Field(shape, dtype)`; dicts nest. `key`, `weight`, `probability`, `priority` and `buffer` are
+            reserved.
         capacity: Rows that fit, 1 to 2^31.
         sampler: `Uniform()` (the default) or `Prioritized(...)`.
         view: How rows become items: `Rows()` (the default), every row one; `Transitions(...)`, `Sequences(...)` and

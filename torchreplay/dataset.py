@@ -67,7 +67,7 @@ class ReplayDataset(IterableDataset[ReplayBatch]):
         self.batch_size = require_count("batch_size", batch_size, at_least=1)
         self.steps = None if steps is None else require_count("steps", steps, at_least=1)
         self.prefetch = require_count("prefetch", prefetch, at_least=0)
-        self.device = None if device is None else _require_device(device)
+        self.device = None if device is None else require_device(device)
         self.timeout = require_timeout(timeout)
         self._position = 0  # batches handed out by the iteration that advanced last
         self._resume_at = 0  # where the next iteration starts, set by load_state_dict alone
@@ -218,7 +218,12 @@ def _require_drawn(batch: Any) -> dict[str, Any]:
     return {"step": require_count("step", batch["step"], at_least=0)} | fields
 
 
-def _require_device(device: Any) -> torch.device:
+def require_device(device: Any) -> torch.device:
+    """Returns the device that `device` names.
+
+    Raises:
+        ValueError: If it names none.
+    """
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:

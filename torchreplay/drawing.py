@@ -132,6 +132,11 @@ class Drawing:
         """
         keys = batch_or_keys
         if isinstance(keys, ReplayBatch):
+            if "buffer" in keys:
+                raise ValueError(
+                    "the batch mixes items of several buffers: feed its TD errors back by the MixedDataset that drew "
+                    "it, dataset.update_priorities(batch, td)"
+                )
             if getattr(keys, "source", None) not in (None, self._nonce):
                 raise ValueError("the batch was drawn from another buffer: feed its TD errors back to that one")
             keys = keys.get("key")

@@ -27,7 +27,7 @@ ELEMENTS: tuple[torch.dtype, ...] = (
     torch.float32,
     torch.float64,
 )
-RESERVED = frozenset({"key", "weight", "probability", "priority"})
+RESERVED = frozenset({"key", "weight", "probability", "priority", "buffer"})
 MAX_DIMS = 15  # one of the native core's 16 is the batch's
 MAX_BYTES = 1 << 46  # of a row: more than any machine maps
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..buffer import ReplayBuffer
+from ..mixing import MixedDataset
 from .datamodule import resolve_buffer
 from .libraries import Callback
 
@@ -20,12 +21,18 @@ class PriorityFeedback(Callback):
     each micro-batch gives its own feedback. A step that returns None was skipped and changes nothing. Each TD error
     goes to the keys in its own batch, so it does not matter how far ahead batches are drawn.
 
+    Batches of a `MixedDataset`, which the Trainer takes like any loader, are its to give feedback to::
+
+        trainer = Trainer(max_steps=10_000, callbacks=[PriorityFeedback(dataset)])
+        trainer.fit(module, dataset)
+
     Args:
-        buffer: The buffer to update; None for the one of the Trainer's `ReplayDataModule`.
+        buffer: The buffer to update, or the `MixedDataset` of several, for which `td` is what its `update_priorities`
+            takes; None for the buffer of the Trainer's `ReplayDataModule`.
         key: Under which name the training step returns the TD errors.
     """
 
-    def __init__(self, buffer: ReplayBuffer | None = None, key: str = "td_error") -> None:
+    def __init__(self, buffer: ReplayBuffer | MixedDataset | None = None, key: str = "td_error") -> None:
         super().__init__()
         self.buffer = buffer
         self.key = key
@@ -37,7 +44,7 @@ class PriorityFeedback(Callback):
             ValueError: If neither this callback nor the Trainer has one.
         """
         if stage == "fit":
-            resolve_buffer(self, self.buffer, trainer)
+            self._receiver(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -55,7 +62,10 @@ class PriorityFeedback(Callback):
                 f"training_step returned {sorted(outputs)}; PriorityFeedback needs {self.key!r}: "
                 f"return {{'loss': loss, {self.key!r}: td}}"
             )
-        resolve_buffer(self, self.buffer, trainer).update_priorities(batch, outputs[self.key])
+        self._receiver(trainer).update_priorities(batch, outputs[self.key])
+
+    def _receiver(self, trainer: Trainer) -> ReplayBuffer | MixedDataset:
+        return resolve_buffer(self, None, trainer) if self.buffer is None else self.buffer
 
     def __repr__(self) -> str:
         return f"PriorityFeedback(key={self.key!r})"

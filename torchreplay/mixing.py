@@ -1,0 +1,231 @@
+"""`MixedDataset`: batches from several buffers at once, whose TD errors find their way back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from .batch import ReplayBatch
+from .buffer import ReplayBuffer
+from .dataset import ReplayDataset, require_count, require_device
+from .errors import ReplayTimeout, WouldBlockForever
+from .mixture import Mixture, checked_errors
+
+
+class MixedDataset(IterableDataset[Any]):
+    """Batches drawn from several buffers, infinite or `steps` long, in one of two forms.
+
+    **Shares**: one batch with items of every buffer, such as demonstrations beside what explorers write::
+
+        dataset = tr.MixedDataset({online: 0.75, demonstrations: 0.25}, batch_size=256)
+        for batch in dataset:
+            ...
+            dataset.update_priorities(batch, td)
+
+    A batch is a `ReplayBatch`. The items of the first buffer, 192 here, come first, then those of the next. The counts
+    are the same in every batch: whole items that sum to `batch_size`, as near to the shares as they can be (largest
+    remainder). `batch["buffer"]`, int64 `[B]` on the batch's device, says which buffer an item came from: its position
+    in the dict.
+
+    - `batch["probability"]` is that of the draw: the buffer's part of the batch times the item's probability there.
+    - `batch["weight"]` corrects for priorities, not for shares: they are wanted (as in R2D3, Paine et al. 2019,
+      https://arxiv.org/abs/1909.01387), and each buffer stands for its items drawn uniformly. An item's weight is its
+      own buffer's (N P)^-beta, divided by the largest one possible in any of the buffers (with `weights="batch"`, in
+      the batch; with `"none"`, by nothing). So the weights of different buffers compare; divided by each buffer's own
+      largest, as in its own batches, they would let uniform demonstrations outweigh prioritized experience.
+
+    **Names**: one batch of each buffer, for learners with several agents or policies, whose specs and views may
+    differ::
+
+        dataset = tr.MixedDataset({"red": red_buffer, "blue": blue_buffer}, batch_size=256)
+        for batches in dataset:
+            ...  # batches["red"] and batches["blue"] are batches of 256
+            dataset.update_priorities(batches, {"red": red_td, "blue": blue_td})
+
+    An element is a dict of what a `ReplayDataset` of each buffer gives. Steps that belong together, of all agents at
+    once, are rows of one buffer instead, with a nested spec.
+
+    Everything else is as in `ReplayDataset`: a new iteration continues the streams of draws, `DataLoader` (with
+    `batch_size=None`) works with workers under every start method, and no global random state is touched. After
+    `stop()` of any of the buffers an iteration ends without an error. A wait for one buffer is a wait for the batch:
+    where one explorer writes to several buffers, give only one of them a `SamplesPerInsert`, or both sides may wait for
+    ever, each at another buffer.
+
+    Args:
+        buffers: Buffers to their shares, positive numbers whose ratios count, or names to buffers.
+        batch_size: Items in a batch: in all with shares, of each buffer with names.
+        steps: Elements in one iteration; None for an endless one.
+        prefetch: Upper bound of the batches drawn ahead of each buffer, as in `ReplayDataset`.
+        device: Where tensors go (all but `"key"`); None leaves them on the CPU.
+        timeout: Seconds that the draw from one buffer may wait for data before it raises `ReplayTimeout`; None waits
+            for as long as a writer is alive.
+
+    Attributes:
+        buffers: The buffers, in their order.
+        counts: Items that each gives to a step, in the same order.
+
+    Raises:
+        ValueError: If an argument is of the wrong kind or out of range; if a share is too small for one item; or, with
+            shares, if batches of the buffers differ in a name, a shape, a dtype or in how weights are normalised.
+    """
+
+    def __init__(
+        self,
+        buffers: Mapping[ReplayBuffer, float] | Mapping[str, ReplayBuffer],
+        batch_size: int = 256,
+        steps: int | None = None,
+        prefetch: int = 2,
+        device: torch.device | str | int | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        self.batch_size = require_count("batch_size", batch_size, at_least=1)
+        self.device = None if device is None else require_device(device)
+        self._names, self.buffers, shares = _sorted_out(buffers)
+        _require_different(self.buffers)
+        self._mixture = None if shares is None else Mixture(shares, self.batch_size, self.device)
+        self.counts = (self.batch_size,) * len(self.buffers) if self._mixture is None else self._mixture.counts
+        # With shares the parts meet on the CPU and go to the device together.
+        where = self.device if self._mixture is None else None
+        self._parts = [
+            ReplayDataset(buffer, count, steps, prefetch, where, timeout)
+            for buffer, count in zip(self.buffers, self.counts, strict=True)
+        ]
+        self.steps, self.prefetch, self.timeout = self._parts[0].steps, self._parts[0].prefetch, self._parts[0].timeout
+
+    def __iter__(self) -> Iterator[Any]:
+        """Draws element after element.
+
+        Yields:
+            With shares a `ReplayBatch` of `batch_size` items, with names a dict of them; on `device`.
+
+        Raises:
+            ReplayTimeout: If a draw waits longer than `timeout`; a note says for which buffer, here and below.
+            WouldBlockForever: If a draw waits for data that nobody can write any more.
+        """
+        with contextlib.ExitStack() as open_streams:
+            streams = [iter(part) for part in self._parts]
+            for stream in streams:
+                open_streams.callback(stream.close)  # type: ignore[attr-defined]  # it is a generator
+            while (parts := self._next_of(streams)) is not None:
+                if self._mixture is None:
+                    yield dict(zip(self._names, parts, strict=True))
+                else:
+                    yield self._mixture.batch_of(parts)
+
+    def _next_of(self, streams: list[Iterator[ReplayBatch]]) -> list[ReplayBatch] | None:
+        parts = []
+        for name, stream in zip(self._names, streams, strict=True):
+            try:
+                part = next(stream, None)
+            except (ReplayTimeout, WouldBlockForever) as error:
+                error.add_note(f"It was the wait for buffer {name!r} of {self!r}.")
+                raise
+            if part is None:
+                return None
+            parts.append(part)
+        return parts
+
+    def update_priorities(self, batch: Mapping[str, Any], td: Any) -> None:
+        """Feeds TD errors back to exactly the items they were computed from, each to its own buffer.
+
+        As in `ReplayBuffer.update_priorities`, TD errors of rows overwritten since are dropped and counted.
+
+        Args:
+            batch: What the dataset gave, also after a way through `DataLoader`, `.to(device)`, `LaBER` or pickle.
+            td: With shares TD errors `[B]` of any real dtype, on any device; with names a dict of them, one for each
+                buffer that gets feedback. Their absolute values are taken.
+
+        Raises:
+            ValueError: A shape or a name does not fit, an error is NaN or infinite, or the batch is of other buffers;
+                nothing is applied.
+        """
+        if self._mixture is not None:
+            self._mixture.feed_back(batch, td)
+        else:
+            self._feed_back_by_name(batch, td)
+
+    def _feed_back_by_name(self, batches: Any, tds: Any) -> None:
+        known = dict(zip(self._names, self.buffers, strict=True))
+        for what, given in (("batch", batches), ("td", tds)):
+            if isinstance(given, ReplayBatch) or not isinstance(given, Mapping) or not given.keys() <= known.keys():
+                found = list(given) if isinstance(given, Mapping) else type(given).__name__
+                raise ValueError(f"{what} has {found}: expected a dict with names out of {list(known)}")
+        checked = []
+        for name, td in tds.items():
+            batch = batches.get(name)
+            if not isinstance(batch, ReplayBatch):
+                raise ValueError(f"there are TD errors for {name!r}, but its batch is {batch!r:.200}")
+            if getattr(batch, "source", None) not in (None, known[name]._nonce):
+                raise ValueError(f"the batch named {name!r} was drawn from another buffer than {name!r}")
+            checked.append((name, batch, checked_errors(f"the TD errors for {name!r}", td, batch.batch_size)))
+        for name, batch, errors in checked:
+            known[name].update_priorities(batch, errors)
+
+    def __len__(self) -> int:
+        """Returns `steps`.
+
+        Raises:
+            TypeError: If the stream is endless; this is how loaders learn that there is no length.
+        """
+        if self.steps is None:
+            raise TypeError("this MixedDataset is endless and has no length; give it steps=... to get one")
+        return self.steps
+
+    def __bool__(self) -> bool:
+        return True  # otherwise truth would ask for the length, which an endless stream does not have
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the place in the stream: `draws` made from each buffer, in their order, and `position`.
+
+        As with `ReplayDataset`, the state holds no experience.
+        """
+        states = [part.state_dict() for part in self._parts]
+        # The last one is drawn last: where a draw failed, the parts before it are a batch ahead.
+        return {"draws": [state["draws"] for state in states], "position": states[-1]["position"]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues where `state_dict` was taken: the next iteration hands out what was left of that one.
+
+        Args:
+            state_dict: What `state_dict` returned.
+
+        Raises:
+            ValueError: If it is not such a state.
+        """
+        draws = state_dict.get("draws")
+        if set(state_dict) != {"draws", "position"} or not isinstance(draws, list) or len(draws) != len(self._parts):
+            raise ValueError(
+                f"state_dict is {state_dict!r:.200}; a MixedDataset's state has 'position' and, of each of the "
+                f"{len(self._parts)} buffers, 'draws'"
+            )
+        for part, drawn in zip(self._parts, draws, strict=True):
+            part.load_state_dict({"draws": drawn, "position": state_dict["position"]})
+
+    def __repr__(self) -> str:
+        length = "endless" if self.steps is None else f"steps={self.steps}"
+        counts = ", ".join(f"{name!r}: {count}" for name, count in zip(self._names, self.counts, strict=True))
+        return f"MixedDataset({{{counts}}}, {length}; use DataLoader(dataset, batch_size=None))"
+
+
+def _sorted_out(given: Any) -> tuple[list[Any], tuple[ReplayBuffer, ...], dict[ReplayBuffer, Any] | None]:
+    """Returns the buffers' names, which with shares are their positions, the buffers, and the shares, if given.
+
+    Raises:
+        ValueError: It is neither of the two forms.
+    """
+    if isinstance(given, Mapping) and given:
+        if all(isinstance(buffer, ReplayBuffer) for buffer in given):
+            return list(range(len(given))), tuple(given), dict(given)
+        if all(isinstance(name, str) and isinstance(buffer, ReplayBuffer) for name, buffer in given.items()):
+            return list(given), tuple(given.values()), None
+        given = {type(key).__name__: type(value).__name__ for key, value in given.items()}
+    raise ValueError(f"buffers is {given!r:.200}: expected a dict, {{buffer: share, ...}} or {{name: buffer, ...}}")
+
+
+def _require_different(buffers: tuple[ReplayBuffer, ...]) -> None:
+    if len({buffer._nonce for buffer in buffers}) < len(buffers):
+        raise ValueError("one buffer is there twice: give it once, with a larger share or batch_size")
