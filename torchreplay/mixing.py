@@ -59,7 +59,7 @@ class MixedDataset(IterableDataset[Any]):
         buffers: Buffers to their shares, positive numbers whose ratios count, or names to buffers.
         batch_size: Items in a batch: in all with shares, of each buffer with names.
         steps: Elements in one iteration; None for an endless one.
-        prefetch: Upper bound of the batches drawn ahead of each buffer, as in `ReplayDataset`.
+        prefetch: Batches drawn ahead of each buffer, as in `ReplayDataset`.
         device: Where tensors go (all but `"key"`); None leaves them on the CPU.
         timeout: Seconds that the draw from one buffer may wait for data before it raises `ReplayTimeout`; None waits
             for as long as a writer is alive.
@@ -179,13 +179,14 @@ class MixedDataset(IterableDataset[Any]):
         return True  # otherwise truth would ask for the length, which an endless stream does not have
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the place in the stream: `draws` made from each buffer, in their order, and `position`.
+        """Returns the place in the stream: `position`, and of each buffer, in their order, `draws` and `drawn`.
 
         As with `ReplayDataset`, the state holds no experience.
         """
         states = [part.state_dict() for part in self._parts]
         # The last one is drawn last: where a draw failed, the parts before it are a batch ahead.
-        return {"draws": [state["draws"] for state in states], "position": states[-1]["position"]}
+        lists = {name: [state[name] for state in states] for name in ("draws", "drawn")}
+        return lists | {"position": states[-1]["position"]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues where `state_dict` was taken: the next iteration hands out what was left of that one.
@@ -196,14 +197,16 @@ class MixedDataset(IterableDataset[Any]):
         Raises:
             ValueError: If it is not such a state.
         """
-        draws = state_dict.get("draws")
-        if set(state_dict) != {"draws", "position"} or not isinstance(draws, list) or len(draws) != len(self._parts):
+        lists = [state_dict.get("draws"), state_dict.get("drawn")]
+        if set(state_dict) != {"draws", "drawn", "position"} or not all(
+            isinstance(values, list) and len(values) == len(self._parts) for values in lists
+        ):
             raise ValueError(
                 f"state_dict is {state_dict!r:.200}; a MixedDataset's state has 'position' and, of each of the "
-                f"{len(self._parts)} buffers, 'draws'"
+                f"{len(self._parts)} buffers, 'draws' and 'drawn'"
             )
-        for part, drawn in zip(self._parts, draws, strict=True):
-            part.load_state_dict({"draws": drawn, "position": state_dict["position"]})
+        for part, draws, drawn in zip(self._parts, *lists, strict=True):
+            part.load_state_dict({"draws": draws, "drawn": drawn, "position": state_dict["position"]})
 
     def __repr__(self) -> str:
         length = "endless" if self.steps is None else f"steps={self.steps}"
