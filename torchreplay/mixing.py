@@ -197,16 +197,17 @@ class MixedDataset(IterableDataset[Any]):
         Raises:
             ValueError: If it is not such a state.
         """
-        lists = [state_dict.get("draws"), state_dict.get("drawn")]
+        draws: Any = state_dict.get("draws")
+        drawn: Any = state_dict.get("drawn")
         if set(state_dict) != {"draws", "drawn", "position"} or not all(
-            isinstance(values, list) and len(values) == len(self._parts) for values in lists
+            isinstance(values, list) and len(values) == len(self._parts) for values in (draws, drawn)
         ):
             raise ValueError(
                 f"state_dict is {state_dict!r:.200}; a MixedDataset's state has 'position' and, of each of the "
                 f"{len(self._parts)} buffers, 'draws' and 'drawn'"
             )
-        for part, draws, drawn in zip(self._parts, *lists, strict=True):
-            part.load_state_dict({"draws": draws, "drawn": drawn, "position": state_dict["position"]})
+        for part, n, ahead in zip(self._parts, draws, drawn, strict=True):
+            part.load_state_dict({"draws": n, "drawn": ahead, "position": state_dict["position"]})
 
     def __repr__(self) -> str:
         length = "endless" if self.steps is None else f"steps={self.steps}"

@@ -8,7 +8,7 @@ CPP_FLAGS_address := -O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefine
 CPP_FLAGS_thread := -O1 -g1 -fno-omit-frame-pointer -fsanitize=thread -Wno-tsan -DTORCHREPLAY_RACEFREE
 
 # ThreadSanitizer of GCC 12 cannot map its shadow under the wider address randomisation of newer kernels.
-CPP_RUN_thread := setarch -R
+CPP_RUN_thread := env TSAN_OPTIONS=die_after_fork=0 setarch -R
 CPP_RUN_address := ASAN_OPTIONS=detect_stack_use_after_return=1 UBSAN_OPTIONS=print_stacktrace=1
 # A sanitizer explains a crash better than Boost.Test, which would catch the signal first.
 CPP_ARGS_address := --catch_system_errors=no
