@@ -1,4 +1,4 @@
-"""Command line: ``python -m benchmarks [--quick] [--only NAME ...] [--json PATH]``."""
+"""Command line: ``python -m benchmarks [--quick] [--json PATH] [NAME ...]``."""
 
 import argparse
 import time
@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(", ".join(f"{key} {value}" for key, value in describe().items()))
     print("medians with 10th-90th percentiles over interleaved rounds; advantage: torchreplay over each other column")
     start = time.perf_counter()
-    lines = [line for name in options.only or CASES for line in _printed(CASES[name](plan))]
+    lines = [line for name in options.names or CASES for line in _printed(CASES[name](plan))]
     elapsed = time.perf_counter() - start
     write_json(options.json, as_json(lines, plan, elapsed))
     print(f"\n{elapsed:.0f} s; every round is in {options.json}")
@@ -44,11 +44,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--quick", action="store_true", help="smaller buffers and short rounds: a check, not a measurement"
     )
-    parser.add_argument("--only", nargs="+", choices=list(CASES), metavar="NAME", help=f"of {', '.join(CASES)}")
+    parser.add_argument("names", nargs="*", type=_case, metavar="NAME", help=f"of {', '.join(CASES)}; all if none")
     parser.add_argument(
         "--json", type=Path, default=Path("build/benchmarks.json"), help="where the figures go (default: %(default)s)"
     )
     return parser
+
+
+def _case(name: str) -> str:
+    if name not in CASES:
+        raise argparse.ArgumentTypeError(f"there is no benchmark {name!r}: expected some of {', '.join(CASES)}")
+    return name
 
 
 if __name__ == "__main__":

@@ -33,4 +33,4 @@ CASES: Mapping[str, Case] = {
     "memory": measure_memory,
     "recovery": measure_recovery,
 }
-"""Every case by the name that ``--only`` takes, which is also the section of its lines."""
+"""Every case by the name on the command line, which is also the section of its lines."""

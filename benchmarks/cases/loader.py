@@ -1,6 +1,9 @@
-"""What iterating a buffer through ``DataLoader`` costs beyond ``DataLoader`` itself."""
+"""What iterating a buffer through ``DataLoader`` costs beyond ``DataLoader`` itself, and what a learner waits for."""
 
+import multiprocessing
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -14,7 +17,11 @@ from benchmarks.workload import SMALL
 
 BATCH_SIZE = 256
 MICROSECONDS = 1e6
-NO_OP, DIRECT = "no-op dataset", "buffer.sample"
+NO_OP, DIRECT, INLINE = "no-op dataset", "buffer.sample", "prefetch=0"
+STEP = 1e-3
+"""Seconds of a learner's step."""
+RATIO = 8.0
+"""Items drawn for each row that the explorer beside the learner writes."""
 
 
 class _Repeat(IterableDataset[Any]):
@@ -30,29 +37,96 @@ class _Repeat(IterableDataset[Any]):
 
 
 def measure_loader(plan: Plan) -> Iterator[Line]:
-    """Yields the time of a batch through ``DataLoader`` and what of it is torchreplay's."""
+    """Yields the time of a batch through ``DataLoader``, what of it is torchreplay's, and how long a learner waits."""
     peer = TorchreplayPeer(SMALL, plan.capacity(SMALL.capacity))
     try:
         peer.fill()
-        datasets = {OURS: tr.ReplayDataset(peer.buffer, batch_size=BATCH_SIZE), NO_OP: _Repeat(peer.sample(BATCH_SIZE))}
-        candidates = [Candidate(name, _iteration(dataset)) for name, dataset in datasets.items()]
-        seconds = interleave([*candidates, Candidate(DIRECT, _draws(peer))], plan)
+        datasets = {
+            OURS: tr.ReplayDataset(peer.buffer, BATCH_SIZE),
+            INLINE: tr.ReplayDataset(peer.buffer, BATCH_SIZE, prefetch=0),
+            NO_OP: _Repeat(peer.sample(BATCH_SIZE)),
+        }
+        for step, beside in ((0.0, ""), (STEP, f", steps of {STEP * 1e3:g} ms")):
+            candidates = [Candidate(name, _iteration(dataset, step)) for name, dataset in datasets.items()]
+            if not step:
+                candidates.append(Candidate(DIRECT, _draws(peer)))
+            seconds = interleave(candidates, plan)
+            micros = {name: [(value - step) * MICROSECONDS for value in values] for name, values in seconds.items()}
+            yield Line("loader", f"batch of {BATCH_SIZE} through DataLoader{beside}", "us", micros)
+            overhead = {
+                name: [ours - torchs for ours, torchs in zip(micros[name], micros[NO_OP], strict=True)]
+                for name in (OURS, INLINE)
+            }
+            yield Line("loader", f"overhead over a no-op dataset{beside}", "us", overhead)
+        yield _waiting(peer, plan)
     finally:
         peer.close()
-    samples = {name: [value * MICROSECONDS for value in values] for name, values in seconds.items()}
-    yield Line("loader", f"batch of {BATCH_SIZE} through DataLoader", "us", samples)
-    overhead = [ours - torchs for ours, torchs in zip(samples[OURS], samples[NO_OP], strict=True)]
-    yield Line("loader", "overhead over a no-op dataset", "us", {OURS: overhead})
 
 
-def _iteration(dataset: IterableDataset[Any]) -> Callable[[int], None]:
+def _waiting(peer: TorchreplayPeer, plan: Plan) -> Line:
+    """Returns the share of its time that a learner waits for batches, while an explorer writes."""
+    share: dict[str, list[float]] = {OURS: [], INLINE: []}
+    with _explorer(peer):
+        for _ in range(plan.contest_rounds):
+            for name, prefetch in ((OURS, 2), (INLINE, 0)):
+                loader = DataLoader(tr.ReplayDataset(peer.buffer, BATCH_SIZE, prefetch=prefetch), batch_size=None)
+                share[name].append(_share_waited(iter(loader), plan.contest_seconds))
+    name = f"waits, steps of {STEP * 1e3:g} ms, an explorer writes"
+    return Line("loader", name, "%", {name: [100 * value for value in values] for name, values in share.items()})
+
+
+def _share_waited(batches: Iterator[Any], seconds: float) -> float:
+    next(batches)
+    waited, start = 0.0, time.perf_counter()
+    while (asked := time.perf_counter()) < start + seconds:
+        next(batches)
+        given = time.perf_counter()
+        waited += given - asked
+        _work(given + STEP)
+    return waited / (time.perf_counter() - start)
+
+
+@contextmanager
+def _explorer(peer: TorchreplayPeer) -> Iterator[None]:
+    """Writes rows in another process, as fast as the limiter admits."""
+    before, peer.buffer.limiter = peer.buffer.limiter, tr.SamplesPerInsert(RATIO)
+    process = multiprocessing.get_context("fork").Process(target=_explore, args=(peer,), daemon=True)
+    process.start()
+    try:
+        yield
+    finally:
+        process.kill()
+        process.join()
+        peer.buffer.limiter = before
+
+
+def _explore(peer: TorchreplayPeer) -> None:
+    append, _ = peer.writers()
+    rows = SMALL.single_rows(64)
+    while True:
+        for obs, action, reward, next_obs, done in rows:
+            append(obs=obs, action=action, reward=reward, next_obs=next_obs, done=done)
+
+
+def _iteration(dataset: IterableDataset[Any], step: float) -> Callable[[int], None]:
     batches = iter(DataLoader(dataset, batch_size=None))
 
     def run(n: int) -> None:
         for _ in range(n):
             next(batches)
 
-    return run
+    def run_with_steps(n: int) -> None:
+        for _ in range(n):
+            next(batches)
+            _work(time.perf_counter() + step)
+
+    return run_with_steps if step else run
+
+
+def _work(until: float) -> None:
+    """Computes until a moment, as a learner does in its step."""
+    while time.perf_counter() < until:
+        pass
 
 
 def _draws(peer: TorchreplayPeer) -> Callable[[int], None]:
