@@ -42,13 +42,14 @@ class DrawAhead {
 
   void order(Order o) {
     if (!running_) start();
-    {
-      const std::lock_guard guard(mutex_);
-      orderer_ = pthread_self();
-      orders_.push_back(std::move(o));
-      undrawn_.fetch_add(1, std::memory_order_relaxed);
-    }
-    ordered_.notify_one();
+    const std::lock_guard guard(mutex_);
+    const int64_t now = monotonic_ns();
+    interval_ = (3 * interval_ + std::min(now - ordered_at_, kMaxDoze)) / 4;
+    ordered_at_ = now;
+    orderer_ = pthread_self();
+    orders_.push_back(std::move(o));
+    undrawn_.fetch_add(1, std::memory_order_relaxed);
+    if (!dozing_ || done_ == 0) wake();
   }
 
   // Takes the oldest order, once it is drawn: kDone. kWait: not yet after `ns`, or, at once, when the thread has found
@@ -83,6 +84,8 @@ class DrawAhead {
   // Waits until that is so, for `ns` at most; false: it is not.
   bool settle(int64_t ns) {
     std::unique_lock lock(mutex_);
+    if (is_settled()) return true;
+    wake();
     return drawn_.wait_for(lock, std::chrono::nanoseconds(ns), [&] { return is_settled(); });
   }
 
@@ -111,7 +114,12 @@ class DrawAhead {
   }
 
  private:
+  // To wake a thread takes the learner as long as a fifth of a draw, or all of it. So the drawing thread wakes by
+  // itself, a little after the time when the next order should be there, if learner's steps are of such a length.
+  static constexpr int64_t kMinDoze = 200'000, kMaxDoze = 5'000'000;
+
   void wait(std::unique_lock<std::mutex>& lock, int64_t ns) {
+    wake();
     const int64_t start = monotonic_ns();
     const bool was_short = short_.has_value();
     drawn_.wait_for(lock, std::chrono::nanoseconds(ns),
@@ -178,10 +186,23 @@ class DrawAhead {
     }
   }
 
+  // The mutex is held.
+  void wake() {
+    dozing_ = false;
+    ordered_.notify_one();
+  }
+
   // The oldest order that is not drawn; nullptr when the thread has to end, or a draw could not be made.
   Order* next() {
     std::unique_lock lock(mutex_);
-    ordered_.wait(lock, [&] { return ending() || done_ < orders_.size(); });
+    const auto called = [&] { return ending() || done_ < orders_.size(); };
+    if (!called() && interval_ >= kMinDoze && interval_ < kMaxDoze) {
+      dozing_ = true;
+      const auto length = std::chrono::nanoseconds(ordered_at_ + interval_ + interval_ / 4 - monotonic_ns());
+      ordered_.wait_for(lock, length, [&] { return ending() || !dozing_; });
+      dozing_ = false;
+    }
+    ordered_.wait(lock, called);
     return ending() || outcome_ != Draw::kDone ? nullptr : &orders_[done_];
   }
 
@@ -247,7 +268,10 @@ class DrawAhead {
   std::mutex mutex_;  // guards what follows
   std::condition_variable ordered_, drawn_;
   pthread_t orderer_{};
-  std::deque<Order> orders_;    // places stay where they are
+  std::deque<Order> orders_;  // places stay where they are
+  int64_t ordered_at_ = 0;    // when the last order came, and how long after the one before on average
+  int64_t interval_ = 0;
+  bool dozing_ = false;         // the thread wakes by itself
   size_t done_ = 0;             // of the orders, the oldest: drawn, and not taken
   Draw outcome_ = Draw::kDone;  // of the first draw that could not be made
   std::optional<Short> short_;

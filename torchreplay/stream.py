@@ -54,6 +54,7 @@ class BatchStream:
         self._again = drawn
         self._ahead: _C.DrawAhead | None = None
         self._ordered = 0  # and not taken
+        self._beta = buffer._config.sampler.beta
         self._others = self._segment.draws - self._segment.step  # draws of this and other processes before
 
     def __iter__(self) -> BatchStream:
@@ -70,8 +71,9 @@ class BatchStream:
             self.close()
             raise StopIteration
         waiting, self._waiting = self._waiting, Wait
-        self._order()
-        batch = self._next_again() or self._next_drawn(waiting)
+        batch = self._next_again() if self._again else None
+        if batch is None:
+            batch = self._next_drawn(waiting)
         if self._left is not None:
             self._left -= 1
         return batch
@@ -100,6 +102,8 @@ class BatchStream:
             self._ahead, self._ordered = None, 0
 
     def _next_again(self) -> ReplayBatch | None:
+        if self._prefetch:
+            self._order()  # before it is handed out, as if it had been drawn here
         while self._again:
             drawn = self._again.popleft()
             batch = self._buffer._gather(drawn["key"], drawn["step"])
@@ -112,7 +116,10 @@ class BatchStream:
     def _next_drawn(self, waiting: type[Wait]) -> ReplayBatch:
         if self._prefetch == 0:
             return self._buffer._draw(self._batch_size, None, self._timeout, waiting)
-        batch = self._take(self._order(), waiting(self._segment, self._timeout))
+        ahead = self._order()
+        batch = ahead.take(0)
+        if batch.__class__ is not ReplayBatch:
+            batch = self._wait_for_batch(ahead, batch, waiting(self._segment, self._timeout))
         self._ordered -= 1
         finish = self._buffer._finish
         if finish is not None:
@@ -121,30 +128,31 @@ class BatchStream:
 
     def _order(self) -> _C.DrawAhead:
         """Has as many batches drawn as shall be ahead of the next one, and that."""
-        if self._segment.stopped:
+        segment, beta = self._segment, self._beta
+        if segment.stopped:
             raise Stopped("the replay buffer was stopped")
         if self._ahead is None:
-            self._ahead = _C.DrawAhead(self._segment, self._batch_size)
+            self._ahead = _C.DrawAhead(segment, self._batch_size)
         most = self._prefetch + 1 if self._left is None else min(self._left, self._prefetch + 1)
-        while self._prefetch and self._ordered + len(self._again) < most:
-            self._ahead.order(self._next_beta())
+        while self._ordered + len(self._again) < most:
+            if beta.__class__ is float:
+                self._ahead.order(beta)
+            else:
+                # As many batches were drawn as will have been when this one is: others may have drawn more meanwhile.
+                draws = max(self._others + segment.step + self._ordered, segment.draws)
+                self._ahead.order(value_of(self._beta, draws))
             self._ordered += 1
         return self._ahead
 
-    def _next_beta(self) -> float:
-        # As many batches were drawn as will have been when this one is: others may have drawn more meanwhile.
-        segment = self._segment
-        draws = max(self._others + segment.step + self._ordered, segment.draws)
-        return value_of(self._buffer._config.sampler.beta, draws)
-
-    def _take(self, ahead: _C.DrawAhead, wait: Wait) -> ReplayBatch:
+    def _wait_for_batch(self, ahead: _C.DrawAhead, result: Any, wait: Wait) -> ReplayBatch:
         try:
-            while (result := ahead.take(wait.slice_ns())).__class__ is not ReplayBatch:
+            while result.__class__ is not ReplayBatch:
                 if result is not None:
                     self._buffer._check_shortage(result, self._batch_size, wait)
                 elif wait.expired:
                     self._segment.refresh(wait.deadline_ns)  # says so if it is the lock that does not come free
                     raise ReplayTimeout(f"no batch of {self._batch_size:,} within {self._timeout} s")
+                result = ahead.take(wait.slice_ns())
         finally:
             wait.end()
         return result
