@@ -4,9 +4,10 @@ from .batch import ReplayBatch
 from .buffer import ReplayBuffer
 from .checking import CheckReport, check
 from .dataset import ReplayDataset
-from .errors import AttachError, CheckpointError, ReplayTimeout, Stopped, WouldBlockForever
+from .errors import AttachError, CheckpointError, LearnerLost, ReplayTimeout, Stopped, WouldBlockForever
 from .hindsight import Hindsight
 from .laber import LaBER
+from .learners import Learners
 from .limiters import MinSize, SamplesPerInsert
 from .priorities import sequence_priority
 from .reverse import Reverse
@@ -30,6 +31,8 @@ __all__ = [
     "Handle",
     "Hindsight",
     "LaBER",
+    "LearnerLost",
+    "Learners",
     "Linear",
     "MinSize",
     "Prioritized",
