@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 
 from .buffer import ReplayBuffer
-from .errors import LearnerLost
+from .errors import LearnerLost, Stopped
 from .explorers import Explorers, checked_source, made_explorers
 from .peers import PATIENCE, Member, Peers
 from .samplers import Prioritized
@@ -127,7 +127,8 @@ class Learners:
         try:
             if self._peers is not None:
                 # A collective that fails because of a rank that died does so before anyone knows of the death.
-                loss = self._peers.hear(PATIENCE if isinstance(error, RuntimeError) else 0.0)
+                collective = isinstance(error, RuntimeError) and not isinstance(error, Stopped)
+                loss = self._peers.hear(PATIENCE if collective else 0.0)
                 self._peers.leave(None if error is None else _failure(error))
         finally:
             self._peers, self._explorers = None, []
@@ -278,7 +279,7 @@ def _shut_down(
     if os.getpid() != pid:  # a forked child holds a copy of the finalizer, not of the duty
         return
     if peers is not None:  # has left already, unless the object was forgotten or the process exits
-        peers.leave("let go of its Learners before the training was over")
+        peers.leave("left before its training was over")
     if buffer is not None and leads:
         buffer.stop()  # explorers that wait for room return at once
     try:
