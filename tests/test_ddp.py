@@ -1,20 +1,23 @@
 """Several learners on one machine: real ranks, real gloo, one buffer."""
 
+import dataclasses
 import importlib
 import json
 import os
 import signal
+import socket
 import threading
 
 import pytest
 import torch
 import torch.distributed as dist
-from forked import eventually
+from forked import Forked, eventually
 from gloo_ranks import await_end_of, run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 import torchreplay as tr
 from torchreplay import learners, peers
+from torchreplay.hanging_up import hang_up
 
 ROWS = 64
 SPEC = {"number": tr.Field((), torch.int64), "obs": tr.Field((4,))}
@@ -378,6 +381,44 @@ def test_a_buffer_that_cannot_be_made_is_an_error_on_every_rank(tmp_path):
     assert f"rank 0 (process {first['pid']}) ended with MemoryError" in second["text"]
     first, second = run_ranks(tmp_path, unattached)
     assert f"rank 1 (process {second['pid']}) ended with" in first["text"]
+
+
+def test_a_rank_whose_process_is_not_to_be_seen_is_named():
+    here = peers.Peers(0, "here")
+    try:
+        for pid, inode in ((2**22 + 1, here.me.inode), (os.getpid(), here.me.inode + 1)):
+            with pytest.raises(
+                tr.AttachError, match=rf"rank 0 .* does not see the process of rank 1 \(process {pid}\)"
+            ):
+                here.meet([here.me, dataclasses.replace(here.me, rank=1, pid=pid, inode=inode)])
+    finally:
+        here.leave()
+
+
+def test_hanging_up_ends_the_connections_with_one_process_and_no_others():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        own, mine = connection(server), connection(server)  # both of whose ends are ours
+        with Forked(connect_and_wait, server.getsockname()) as other:
+            theirs, _ = server.accept()
+            assert hang_up([other.pid]) == 1
+            assert theirs.recv(1) == b""
+            assert other.wait() == 0
+        for near, far in (own, mine):
+            near.sendall(b"x")
+            assert far.recv(1) == b"x"
+            near.close()
+            far.close()
+        theirs.close()
+
+
+def connection(server):
+    near = socket.create_connection(server.getsockname())
+    return near, server.accept()[0]
+
+
+def connect_and_wait(address):
+    with socket.create_connection(address) as connection:
+        assert connection.recv(1) == b""
 
 
 # More than one machine.
