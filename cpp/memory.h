@@ -93,15 +93,11 @@ class SegmentMemory {
   }
   // Has the system read the rows in slots [first, last) of a file all at once.
   void fetch(uint64_t first, uint64_t last) const {
-    if (file().phase == Phase::kMemory) return;
-    const auto read = [&](uint64_t offset, uint64_t stride) {
-      const uint64_t start = (offset + first * stride) / kPage * kPage;
-      madvise(base_ + start, offset + last * stride - start, MADV_WILLNEED);
-    };
-    read(layout_.records, layout_.record_stride);
-    for (const Field& f : layout_.fields)
-      if (f.own_array) read(f.offset, f.stride);
+    if (file().phase != Phase::kMemory) advise(first, last, MADV_WILLNEED);
   }
+  // Maps the pages of slots [first, last) all at once, for who is going to write them all: page by page that takes
+  // longer than writing. A system that cannot do it does so page by page.
+  void map_for_writing(uint64_t first, uint64_t last) const { advise(first, last, kPopulateWrite); }
 
   // Absorber's state of a slot: key + 1 of the row absorbed there, 0 for none. Guarded by the mutex.
   uint64_t& at(uint64_t slot) const { return reinterpret_cast<uint64_t*>(base_ + layout_.at)[slot]; }
@@ -113,6 +109,18 @@ class SegmentMemory {
   PriorityTree tree() const { return PriorityTree(static_cast<int64_t>(layout_.capacity), base_ + layout_.tree); }
 
  private:
+  static constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, Linux 5.14
+
+  void advise(uint64_t first, uint64_t last, int what) const {
+    const auto region = [&](uint64_t offset, uint64_t stride) {
+      const uint64_t start = (offset + first * stride) / kPage * kPage;
+      madvise(base_ + start, offset + last * stride - start, what);
+    };
+    region(layout_.records, layout_.record_stride);
+    for (const Field& f : layout_.fields)
+      if (f.own_array) region(f.offset, f.stride);
+  }
+
   Layout layout_;
   Descriptor fd_;
   Liveness liveness_;

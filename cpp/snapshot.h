@@ -66,9 +66,15 @@ class Snapshot {
   // finish() must follow. Keys are below 2^47.
   void copy_in(uint64_t n, const RowColumns& rows) {
     const auto& fields = memory_.layout().fields;
+    uint64_t mapped = 0;  // of the rows
     for (uint64_t i = 0; i < n; i++) {
       const auto key = static_cast<uint64_t>(rows.key[i]);
       const uint64_t slot = memory_.slot_of(key);
+      if (i == mapped) {
+        do mapped++;
+        while (mapped < n && memory_.slot_of(static_cast<uint64_t>(rows.key[mapped])) == slot + (mapped - i));
+        memory_.map_for_writing(slot, slot + (mapped - i));
+      }
       RowHeader& row = memory_.row(slot);
       if (slot_word::key1(row.word.load(std::memory_order_relaxed)) > key) continue;
       for (size_t f = 0; f < fields.size(); f++)

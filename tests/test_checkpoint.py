@@ -14,6 +14,7 @@ from forked import Forked, shared_counters
 from safetensors.torch import load_file
 
 import torchreplay as tr
+from torchreplay.shards import BLOCK, read_shard, room_for, write_shard
 from torchreplay.spec import ELEMENTS
 
 ENDS = {"terminated": tr.Field((), torch.bool), "truncated": tr.Field((), torch.bool)}
@@ -304,6 +305,22 @@ def test_a_checkpoint_is_two_entries_and_holds_no_pickle(tmp_path):
     assert entries == ["00000.safetensors", "checkpoint.json"]
     moved = shutil.move(tmp_path / "new" / "place", tmp_path / "elsewhere")
     assert len(tr.ReplayBuffer.load(moved)) == 5
+
+
+@pytest.mark.parametrize("rows", [1, 4095, 4096, 4097, 40_000])
+def test_a_file_of_any_size_is_what_the_safetensors_package_reads(tmp_path, rows):
+    values = {
+        "odd": torch.randint(0, 256, (rows, 3), dtype=torch.uint8),
+        "key": torch.arange(rows),
+        "none": torch.empty(0, 5),
+    }
+    size, checksum = write_shard(tmp_path / "a.safetensors", values, room_for(2 * BLOCK))
+    assert (tmp_path / "a.safetensors").stat().st_size == size
+    loaded = load_file(tmp_path / "a.safetensors")
+    assert loaded.keys() == values.keys()
+    assert all(torch.equal(loaded[name], value) for name, value in values.items())
+    given = read_shard(tmp_path / "a.safetensors", size, checksum, list(values), torch.empty(size, dtype=torch.uint8))
+    assert all(torch.equal(*pair) for pair in zip(given, values.values(), strict=True))
 
 
 def test_the_files_of_rows_are_what_the_safetensors_package_reads(tmp_path):

@@ -16,7 +16,7 @@ import torch
 from . import _C
 from .arguments import checked_int, checked_kind
 from .batch import ReplayBatch
-from .checkpoint import load_rows, read_description, save
+from .checkpoint import announce_rows, load_rows, read_description, save
 from .config import MAX_CAPACITY, Config
 from .drawing import Drawing
 from .errors import AttachError, CheckpointError, ReplayTimeout
@@ -292,6 +292,7 @@ class ReplayBuffer(Drawing, Inspection):
             ValueError: `capacity` or `view` does not fit.
         """
         saved = read_description(directory)
+        announce_rows(saved, directory)  # while there is memory to be made
         config = saved.config.with_functions(view)
         buffer = cls(
             nest(config.fields),

@@ -28,7 +28,7 @@ from .arguments import checked_int
 from .config import DAMAGED, Config
 from .errors import CheckpointError
 from .progress import track
-from .shards import announce, created, opened, read_shard, write_shard
+from .shards import announce, created, opened, read_shard, room_for, write_shard
 
 if TYPE_CHECKING:
     from . import _C
@@ -37,8 +37,12 @@ FORMAT = 2
 NAME = "checkpoint.json"
 ROW_COLUMNS = ("row.key", "row.leaf", "row.link", "row.step", "row.priority")
 SHARD_BYTES = 32 << 20
-WRITERS = 2
-"""Files written at a time: while one waits for the disk, the next is handed to the system."""
+AT_A_TIME = 2
+"""Files written or read at a time: while one waits for the disk, the other is copied and its checksum computed."""
+PIECE = 2 << 20
+"""Bytes given to the disk at a time."""
+ANNOUNCED = 16
+"""Files that the system is asked to fetch before they are read."""
 MAX_DESCRIPTION = 64 << 20
 MAX_COUNT = (1 << 64) - 1
 SHARD_NAME = re.compile(r"rows-[0-9a-f]+/[0-9]+\.safetensors")
@@ -148,22 +152,24 @@ def _write_shards(segment: _C.Segment, config: Config, data: Path) -> list[tuple
     slots = max(1, min(config.capacity, SHARD_BYTES // row_bytes))
     starts = range(0, config.capacity, slots)
     shards: list[tuple[str, int, int]] = []
-    pending: deque[tuple[str, Future[tuple[int, int]]]] = deque()
+    pending: deque[tuple[str, torch.Tensor, Future[tuple[int, int]]]] = deque()
+    rooms = [room_for(PIECE) for _ in range(AT_A_TIME)]
 
     def finish_first() -> None:
-        file, written = pending.popleft()
+        file, room, written = pending.popleft()
         shards.append((file, *written.result()))
+        rooms.append(room)
 
-    with ThreadPoolExecutor(WRITERS) as writers:
+    with ThreadPoolExecutor(AT_A_TIME) as writers:
         for number, first in enumerate(track(starts, "saving the replay buffer")):
             columns = segment.export_rows(first, min(first + slots, config.capacity))
             if not len(columns[0]):
                 continue
-            if len(pending) == WRITERS:
+            if not rooms:
                 finish_first()
-            file = f"{number:05}.safetensors"
-            pending.append((file, writers.submit(write_shard, data / file, dict(zip(names, columns, strict=True)))))
-            del columns  # its memory serves again as soon as it is written
+            file, tensors, room = f"{number:05}.safetensors", dict(zip(names, columns, strict=True)), rooms.pop()
+            pending.append((file, room, writers.submit(write_shard, data / file, tensors, room)))
+            del columns, tensors  # their memory serves again as soon as it is written
         while pending:
             finish_first()
     return shards
@@ -188,6 +194,12 @@ def read_description(directory: str | os.PathLike[str]) -> Description:
     except (*DAMAGED, OSError) as error:
         raise CheckpointError(f"{path} is no intact replay checkpoint: {error!r}") from None
     return description
+
+
+def announce_rows(description: Description, directory: str | os.PathLike[str]) -> None:
+    """Has the system begin to fetch the rows that `load_rows` will want."""
+    for file, *_ in description.shards[:ANNOUNCED]:
+        announce(Path(directory) / file)
 
 
 def load_rows(segment: _C.Segment, config: Config, description: Description, directory: str | os.PathLike[str]) -> None:
@@ -223,26 +235,26 @@ def load_rows(segment: _C.Segment, config: Config, description: Description, dir
 def _read_shards(
     shards: tuple[tuple[str, int, int], ...], root: Path, names: list[str]
 ) -> Iterator[list[torch.Tensor]]:
-    """Yields the columns of one file while the next is read. They last until the one after that is asked for."""
-    rooms: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8)] * 2
+    """Yields the columns of one file while the next are read. They last until the next are asked for."""
+    rooms = [torch.empty(0, dtype=torch.uint8)] * (AT_A_TIME + 1)
 
     def read(number: int) -> list[torch.Tensor]:
         name, size, checksum = shards[number]
         try:
-            if (root / name).stat().st_size == size > len(rooms[number % 2]):
-                rooms[number % 2] = torch.empty(size, dtype=torch.uint8)
-            if number + 1 < len(shards):
-                announce(root / shards[number + 1][0])
-            return read_shard(root / name, size, checksum, names, rooms[number % 2])
+            if (root / name).stat().st_size == size > len(rooms[number % len(rooms)]):
+                rooms[number % len(rooms)] = torch.empty(size, dtype=torch.uint8)
+            for file, *_ in shards[number + ANNOUNCED : number + ANNOUNCED + 1]:
+                announce(root / file)
+            return read_shard(root / name, size, checksum, names, rooms[number % len(rooms)])
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{root / name} is damaged: {error!r}") from None
 
-    with ThreadPoolExecutor(1) as reader:
-        ahead = [reader.submit(read, number) for number in range(min(1, len(shards)))]
+    with ThreadPoolExecutor(AT_A_TIME) as readers:
+        ahead = deque(readers.submit(read, number) for number in range(min(AT_A_TIME, len(shards))))
         for number in track(range(len(shards)), "loading the replay buffer"):
-            columns = ahead.pop().result()
-            if number + 1 < len(shards):
-                ahead.append(reader.submit(read, number + 1))
+            columns = ahead.popleft().result()
+            if number + AT_A_TIME < len(shards):
+                ahead.append(readers.submit(read, number + AT_A_TIME))
             yield columns
 
 

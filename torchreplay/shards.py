@@ -6,7 +6,10 @@ The safetensors package reads these files too; it would copy everything twice mo
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import mmap
 import os
 import stat
 import struct
@@ -34,7 +37,9 @@ DTYPES = {
     torch.float64: "F64",
 }
 PIECE = 1 << 20
-"""Bytes taken at a time: between their checksum and their copy they stay in the cache."""
+"""Bytes taken at a time: between their copy and their checksum they stay in the cache."""
+BLOCK = 4096
+"""Bytes that writes past the page cache come in multiples of, in memory and in the file."""
 
 
 def created(path: Path) -> int:
@@ -56,8 +61,18 @@ def opened(path: Path) -> int:
     return fd
 
 
-def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+def room_for(size: int) -> torch.Tensor:
+    """Returns uint8 `[size]` to write from past the page cache: memory that begins with a page."""
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+
+
+def write_shard(path: Path, tensors: Mapping[str, torch.Tensor], room: torch.Tensor) -> tuple[int, int]:
     """Writes contiguous tensors to the new file `path`, and waits until they are on the disk.
+
+    Args:
+        path: The file.
+        tensors: By name.
+        room: Memory from `room_for`, of as many bytes, a multiple of `BLOCK`, as the disk shall be given at a time.
 
     Returns:
         Size and checksum of the file.
@@ -71,22 +86,83 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int, i
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    checksum = 0
-    with open(created(path), "wb") as file:
-        head = memoryview(struct.pack("<Q", len(text)) + text)
+    head = memoryview(struct.pack("<Q", len(text)) + text)
+    with open(created(path), "wb", buffering=0) as file:
+        writer = _DirectWriter(file.fileno(), room.numpy().data)
         for values in (head, *(_bytes_of(tensors[name]) for name in names)):
-            for at in range(0, len(values), PIECE):
-                piece = values[at : at + PIECE]
-                checksum = _C.checksum(piece, checksum)
-                file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
-        return file.tell(), checksum
+            writer.write(values)
+        return writer.finish()
+
+
+class _DirectWriter:
+    """Writes a new file from its start past the page cache, where the system can.
+
+    Through the page cache the same bytes take ten times the processor time, more when memory is short, and what
+    others have there makes room for a file that nobody will read soon.
+    """
+
+    def __init__(self, fd: int, room: memoryview) -> None:
+        self._fd, self._room = fd, room
+        self._held = 0  # bytes in the room
+        self._size = 0  # bytes given
+        self._checksum = 0
+        _set_direct(fd, True)
+
+    def write(self, values: memoryview) -> None:
+        at = 0
+        while at < len(values):
+            n = min(PIECE, len(values) - at, len(self._room) - self._held)
+            self._hold(values[at : at + n])
+            at += n
+            if self._held == len(self._room):
+                self._put(self._held)
+
+    def finish(self) -> tuple[int, int]:
+        """Waits until all is on the disk; returns size and checksum of the file."""
+        if self._held:
+            _set_direct(self._fd, False)
+            self._put(self._held)
+        os.fsync(self._fd)
+        return self._size, self._checksum
+
+    def _hold(self, values: memoryview) -> None:
+        end = self._held + len(values)
+        piece = self._room[self._held : end]
+        piece[:] = values
+        self._checksum = _C.checksum(piece, self._checksum)
+        self._held, self._size = end, self._size + len(values)
+
+    def _put(self, size: int) -> None:
+        at = 0
+        while at < size:
+            try:
+                at += os.write(self._fd, self._room[at:size])
+            except OSError as error:
+                if error.errno != errno.EINVAL or not _set_direct(self._fd, False):
+                    raise
+            if at % BLOCK:  # the disk is full, or a signal came
+                _set_direct(self._fd, False)
+        self._held = 0
+
+
+def _set_direct(fd: int, direct: bool) -> bool:
+    """Has a file written past the page cache, or not; returns whether that is a change.
+
+    Not every file system can do it.
+    """
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    if bool(flags & os.O_DIRECT) == direct:
+        return False
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags ^ os.O_DIRECT)
+    except OSError:
+        return False
+    return True
 
 
 def announce(path: Path) -> None:
     """Has the system fetch a file that will be read soon, so that the disk does not rest meanwhile."""
-    with suppress(OSError), path.open("rb", buffering=0) as file:  # reading it will say what is wrong
+    with suppress(OSError, ValueError), open(opened(path), "rb", buffering=0) as file:  # reading says what is wrong
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
 
@@ -107,7 +183,6 @@ def read_shard(path: Path, size: int, checksum: int, names: Sequence[str], room:
     with open(opened(path), "rb", buffering=0) as file:
         if (found := os.fstat(file.fileno()).st_size) != size:
             raise ValueError(f"it has {found:,} of {size:,} bytes")
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         values, at, found = room.numpy().data[:size], 0, 0
         while at < size:
             read = file.readinto(values[at : at + PIECE])
