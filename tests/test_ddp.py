@@ -383,6 +383,16 @@ def test_a_buffer_that_cannot_be_made_is_an_error_on_every_rank(tmp_path):
     assert f"rank 1 (process {second['pid']}) ended with" in first["text"]
 
 
+def test_a_rank_killed_while_the_buffer_is_made_is_named_too(tmp_path):
+    def body(rank):
+        with tr.Learners(die):
+            pass
+
+    first, second = run_ranks(tmp_path, body)
+    assert second["error"] == "LearnerLost"
+    assert is_gone(first, 0) in second["text"]
+
+
 def test_a_rank_whose_process_is_not_to_be_seen_is_named():
     here = peers.Peers(0, "here")
     try:

@@ -94,8 +94,6 @@ class Learners:
         self._release = weakref.finalize(
             self, _shut_down, os.getpid(), self._explorers, buffer if ours else None, leads, self._peers
         )
-        if self._peers is not None:
-            self._peers.watch(_stopping(buffer))
         try:
             if leads and self._explorers_source is not None:
                 self._explorers.append(made_explorers(self._explorers_source, buffer))
@@ -126,10 +124,7 @@ class Learners:
         loss = None
         try:
             if self._peers is not None:
-                # A collective that fails because of a rank that died does so before anyone knows of the death.
-                collective = isinstance(error, RuntimeError) and not isinstance(error, Stopped)
-                loss = self._peers.hear(PATIENCE if collective else 0.0)
-                self._peers.leave(None if error is None else _failure(error))
+                loss = _part(self._peers, error)
         finally:
             self._peers, self._explorers = None, []
             release()
@@ -164,7 +159,6 @@ class Learners:
         mine: list[tuple[ReplayBuffer, bool]] = []
 
         def make() -> bytes | None:
-            peers.meet(members)
             if peers.me.rank > 0:
                 return None
             mine.append(self._own_buffer())
@@ -178,13 +172,17 @@ class Learners:
         try:
             members = _from_all(peers.me)
             _refuse_foreign(members)
+            _on_all(peers.me, lambda: peers.meet(members))
+            peers.watch(lambda: _end_waits(mine))
             made: Any = _on_all(peers.me, make)[0]
             _on_all(peers.me, attach)
-        except BaseException:
-            peers.leave()
+        except BaseException as error:
+            loss = _part(peers, error)
             for buffer, ours in mine:
                 if ours:
                     buffer.close()
+            if loss is not None and isinstance(error, RuntimeError) and not isinstance(error, LearnerLost):
+                raise LearnerLost(loss) from error
             raise
         self._peers = peers
         return mine[0]
@@ -218,7 +216,7 @@ def _on_all(me: Member, attempt: Callable[[], T]) -> list[T]:
 
 
 def _failure(error: BaseException) -> str:
-    return f"ended with {type(error).__name__}: {error}"
+    return f"ended with {type(error).__name__}{f': {error}' if str(error) else ''}"
 
 
 def several_machines(what: str) -> str:
@@ -251,17 +249,23 @@ def _require_equal_weights(buffer: ReplayBuffer) -> None:
         )
 
 
-def _stopping(buffer: ReplayBuffer) -> Callable[[], None]:
-    """Returns what frees this rank from its waits when another one is lost."""
-
-    def stop() -> None:
+def _end_waits(buffers: list[tuple[ReplayBuffer, bool]]) -> None:
+    """Frees this rank from its waits when another one is lost."""
+    for buffer, _ in buffers:
         with suppress(RuntimeError):  # it is being closed: this rank is on its way out
             buffer.stop()
-        group = dist.group.WORLD if dist.is_initialized() else None
-        if group is not None:
-            group.abort()  # frees NCCL's collectives; gloo's end when who failed hangs up
+    group = dist.group.WORLD if dist.is_initialized() else None
+    if group is not None:
+        group.abort()  # frees NCCL's collectives; gloo's end when who failed hangs up
 
-    return stop
+
+def _part(peers: Peers, error: BaseException | None) -> str | None:
+    """Leaves the other ranks, in order or because of `error`; returns why the run is lost if one of them is why."""
+    # A collective that fails because of a rank that died does so before anyone knows of the death.
+    collective = isinstance(error, RuntimeError) and not isinstance(error, Stopped | LearnerLost)
+    loss = peers.hear(PATIENCE if collective else 0.0)
+    peers.leave(None if error is None or isinstance(error, LearnerLost) else _failure(error))
+    return loss
 
 
 def _check_source(buffer: object) -> None:
