@@ -43,7 +43,8 @@ def _run(directory, body, rank, n, port):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(n))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     logging.getLogger().handlers.clear()  # pytest's: what is logged here goes to standard error
-    dist.init_process_group("gloo", rank=rank, world_size=n)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # or gloo asks for the address of this machine's name, which may take long
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store{port}", rank=rank, world_size=n)
     try:
         outcome = {"value": body(rank)}
     except BaseException as error:
