@@ -15,13 +15,10 @@ from multiprocessing import get_context
 from multiprocessing.sharedctypes import RawArray, RawValue
 from typing import Any
 
-from benchmarks.line import OURS
-from benchmarks.peers import Peer
-from benchmarks.peers.registry import peer_class
+from benchmarks.peers import PrioritizedPeer, SharedPeer
+from benchmarks.peers.registry import SHARED
 from benchmarks.workload import SMALL
 
-SHARED = (OURS, "cpprb")
-"""Peers whose prioritized buffer several processes can write."""
 POOL = 64
 """Prepared rows or chunks an explorer cycles through, and rows between two looks at the clock and the counter."""
 CACHE_LINE = 8
@@ -47,7 +44,7 @@ def run(contest: Contest) -> dict[str, float]:
     Returns:
         ``batches`` and ``rows`` per second over the same seconds.
     """
-    peer = shared_peer(contest.peer, contest.capacity)
+    peer = SHARED[contest.peer](SMALL, contest.capacity)
     peer.fill()
     written, finish = RawArray(ctypes.c_int64, contest.explorers * CACHE_LINE), RawValue(ctypes.c_bool, False)
     fork = get_context("fork")
@@ -67,13 +64,7 @@ def run(contest: Contest) -> dict[str, float]:
                 explorer.kill()
 
 
-def shared_peer(name: str, capacity: int) -> Peer:
-    """Returns an empty buffer that other processes can write; torchreplay's is always shared."""
-    shared = {} if name == OURS else {"shared": True}
-    return peer_class(name)(SMALL, capacity, **shared)
-
-
-def _learn(peer: Peer, contest: Contest, written: Any) -> dict[str, float]:
+def _learn(peer: PrioritizedPeer, contest: Contest, written: Any) -> dict[str, float]:
     """Samples and updates until the time is over, after a warm-up in which every explorer has begun to write."""
     tds = [peer.td(contest.batch_size, seed) for seed in range(POOL)]
     _loop(peer, contest.batch_size, tds, lambda: not all(written[::CACHE_LINE]))
@@ -85,7 +76,7 @@ def _learn(peer: Peer, contest: Contest, written: Any) -> dict[str, float]:
     return {"batches": batches / seconds, "rows": (sum(written) - rows) / seconds}
 
 
-def _loop(peer: Peer, batch_size: int, tds: Sequence[Any], unfinished: Callable[[], bool]) -> int:
+def _loop(peer: PrioritizedPeer, batch_size: int, tds: Sequence[Any], unfinished: Callable[[], bool]) -> int:
     batches = 0
     while unfinished():
         peer.update(peer.sample(batch_size), tds[batches % POOL])
@@ -93,7 +84,7 @@ def _loop(peer: Peer, batch_size: int, tds: Sequence[Any], unfinished: Callable[
     return batches
 
 
-def _explore(peer: Peer, chunk: int, index: int, written: Any, finish: Any) -> None:
+def _explore(peer: SharedPeer, chunk: int, index: int, written: Any, finish: Any) -> None:
     """Writes until told to finish; counts the rows where the learner can see them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     append, extend = peer.writers()
@@ -113,7 +104,7 @@ def _explore(peer: Peer, chunk: int, index: int, written: Any, finish: Any) -> N
 
 def _parse() -> Contest:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.contest", description=__doc__)
-    parser.add_argument("--peer", required=True, choices=SHARED)
+    parser.add_argument("--peer", required=True, choices=list(SHARED))
     parser.add_argument("--explorers", type=int, default=2)
     parser.add_argument("--chunk", type=int, default=64)
     parser.add_argument("--batch-size", type=int, default=512)

@@ -1,16 +1,44 @@
 """Plain copies of a buffer's own memory, which draws of long values are compared with."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.timing import Candidate
+from benchmarks.line import OURS, Line
+from benchmarks.plan import Plan
+from benchmarks.timing import Candidate, interleave
 
 FRESH, REUSED = "memcpy, fresh", "memcpy, reused"
 PLACES = 64
+MICROSECONDS = 1e6
+
+
+def draws_beside_copies(
+    section: str, draw: str, fraction: str, candidates: Sequence[Candidate], plan: Plan
+) -> Iterator[Line]:
+    """Yields the times of draws and of copies, all in one thread, and how close torchreplay's draw comes to each copy.
+
+    Args:
+        section: Of the lines.
+        draw: Name of the line of times.
+        fraction: Beginning of the names of the lines of quotients.
+        candidates: Draws, one of them torchreplay's, and ``copies`` of as many bytes.
+        plan: Number and length of the rounds.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        seconds = interleave(candidates, plan)
+    finally:
+        torch.set_num_threads(threads)
+    samples = {name: [value * MICROSECONDS for value in values] for name, values in seconds.items()}
+    yield Line(section, draw, "us", samples)
+    for name in (REUSED, FRESH):
+        fractions = [copied / drawn for copied, drawn in zip(seconds[name], seconds[OURS], strict=True)]
+        yield Line(section, f"{fraction} of {name}", "", {OURS: fractions}, higher_is_better=True)
 
 
 def copies(columns: Sequence[torch.Tensor], rows: int) -> list[Candidate]:

@@ -10,7 +10,7 @@ import torchreplay as tr
 from benchmarks.episodes import FRAMES, STACKED, linked_buffer
 from benchmarks.machine import resident_bytes
 from benchmarks.peers import Peer, fill_chunks
-from benchmarks.peers.registry import CLASSES, peer_class
+from benchmarks.peers.registry import PEERS
 from benchmarks.workload import WORKLOADS, Workload
 
 MEASURED = (*WORKLOADS, FRAMES)
@@ -34,14 +34,14 @@ def measure(peer: str, workload_name: str, capacity: int) -> float:
 def _filled(peer: str, workload: Workload, capacity: int) -> Peer | tr.ReplayBuffer:
     if workload is FRAMES:
         return linked_buffer(FRAMES, capacity, STACKED)
-    buffer = peer_class(peer)(workload, capacity)
+    buffer = PEERS[peer](workload, capacity)
     buffer.fill()
     return buffer
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m benchmarks.footprint", description=__doc__)
-    parser.add_argument("--peer", required=True, choices=list(CLASSES))
+    parser.add_argument("--peer", required=True, choices=list(PEERS))
     parser.add_argument("--workload", required=True, choices=[workload.name for workload in MEASURED])
     parser.add_argument("--capacity", type=int, required=True)
     options = parser.parse_args()

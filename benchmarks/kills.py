@@ -14,15 +14,15 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from multiprocessing.sharedctypes import RawValue
 from typing import Any
 
-from benchmarks.contest import SHARED, shared_peer
-from benchmarks.peers import Peer
+from benchmarks.peers import PrioritizedPeer, SharedPeer
+from benchmarks.peers.registry import SHARED
 from benchmarks.workload import SMALL
 
 CAPACITY = 4096
@@ -33,6 +33,9 @@ CALLS = 3
 EARLIEST, LATEST = 0.005, 0.03
 """Seconds of work before the kill."""
 VICTIMS = ("explorer", "learner")
+
+Work = Callable[[SharedPeer, Iterable[int], Any], None]
+"""Makes a call for each number, and sets the shared counter to the number of those made."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ def run(kills: Kills) -> dict[str, int]:
     chance = random.Random(kills.seed)
     counts: Counter[str] = Counter()
     for _ in range(kills.trials):
-        peer = shared_peer(kills.peer, CAPACITY)
+        peer = SHARED[kills.peer](SMALL, CAPACITY)
         peer.fill()
         _kill_at_work(WORK[kills.victim], peer, chance.uniform(EARLIEST, LATEST))
         for name in VICTIMS:
@@ -60,7 +63,7 @@ def run(kills: Kills) -> dict[str, int]:
     return {name: counts[name] for name in VICTIMS}
 
 
-def _explore(peer: Peer, calls: Any, done: Any) -> None:
+def _explore(peer: SharedPeer, calls: Iterable[int], done: Any) -> None:
     append, _ = peer.writers()
     rows = SMALL.single_rows(POOL)
     for call in calls:
@@ -69,17 +72,17 @@ def _explore(peer: Peer, calls: Any, done: Any) -> None:
         done.value = call + 1
 
 
-def _learn(peer: Peer, calls: Any, done: Any) -> None:
+def _learn(peer: PrioritizedPeer, calls: Iterable[int], done: Any) -> None:
     td = peer.td(BATCH_SIZE, 0)
     for call in calls:
         peer.update(peer.sample(BATCH_SIZE), td)
         done.value = call + 1
 
 
-WORK = {"explorer": _explore, "learner": _learn}
+WORK: Mapping[str, Work] = {"explorer": _explore, "learner": _learn}
 
 
-def _kill_at_work(work: Callable[..., None], peer: Peer, seconds: float) -> None:
+def _kill_at_work(work: Work, peer: SharedPeer, seconds: float) -> None:
     victim, done = _start(work, peer, itertools.count())
     while not done.value and victim.is_alive():
         time.sleep(0.001)
@@ -90,7 +93,7 @@ def _kill_at_work(work: Callable[..., None], peer: Peer, seconds: float) -> None
     victim.join()
 
 
-def hangs(work: Callable[..., None], peer: Peer, limit: float) -> bool:
+def hangs(work: Work, peer: SharedPeer, limit: float) -> bool:
     """Returns whether a process that makes a few calls does not end in time.
 
     Raises:
@@ -107,14 +110,14 @@ def hangs(work: Callable[..., None], peer: Peer, limit: float) -> bool:
     return False
 
 
-def _start(work: Callable[..., None], peer: Peer, calls: Any) -> tuple[BaseProcess, Any]:
+def _start(work: Work, peer: SharedPeer, calls: Iterable[int]) -> tuple[BaseProcess, Any]:
     done = RawValue("q", 0)
     process = get_context("fork").Process(target=_run_and_leave, args=(work, peer, calls, done), daemon=True)
     process.start()
     return process, done
 
 
-def _run_and_leave(work: Callable[..., None], peer: Peer, calls: Any, done: Any) -> None:
+def _run_and_leave(work: Work, peer: SharedPeer, calls: Iterable[int], done: Any) -> None:
     """Ends without finalisers: a peer's own could wait for the dead, and it is the calls that are asked about."""
     try:
         work(peer, calls, done)
@@ -127,7 +130,7 @@ def _run_and_leave(work: Callable[..., None], peer: Peer, calls: Any, done: Any)
 
 def _parse(arguments: Sequence[str] | None = None) -> Kills:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kills", description=__doc__)
-    parser.add_argument("--peer", required=True, choices=SHARED)
+    parser.add_argument("--peer", required=True, choices=list(SHARED))
     parser.add_argument("--victim", choices=VICTIMS, default="explorer")
     parser.add_argument("--trials", type=int, default=40)
     parser.add_argument("--limit", type=float, default=3.0)

@@ -1,5 +1,5 @@
 """What every test runs under: one torch thread, repeatable examples, no GPU tests without a GPU, nothing left over,
-counts at the end."""
+counts at the end. And the path of a buffer in a file."""
 
 import gc
 import os
@@ -34,6 +34,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where a test may make a buffer in a file."""
+    return tmp_path / "replay.bin"
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left_over(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails a test that leaves files in /dev/shm, child processes, or descriptors of ours behind.
@@ -55,8 +61,9 @@ def _belongings() -> set[str]:
 
 
 def _files_in_dev_shm() -> set[str]:
-    """Files in shared memory, but for those of Ray and of other processes that torch names files after."""
-    names = (name for name in os.listdir("/dev/shm") if not name.startswith(("plasma", "ray")))
+    """Files in shared memory, but for those of Ray, multiprocessing's semaphores, and those of other processes
+    that torch names files after."""
+    names = (name for name in os.listdir("/dev/shm") if not name.startswith(("plasma", "ray", "sem.mp-")))
     return {f"/dev/shm/{name}" for name in names if not _is_anothers(name)}
 
 

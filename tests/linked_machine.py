@@ -39,9 +39,10 @@ class OpenWriter:
 
 
 class LinkedBufferAgainstModel(RuleBasedStateMachine):
-    """Every rule does one thing to both; `compare` looks at everything that can be seen from outside."""
+    """Every rule does one thing to both; `compare` looks at everything that can be seen from outside.
 
-    views = None
+    A subclass has `views(fields, observation)`: a strategy of views, each with what the model makes of it.
+    """
 
     @initialize(
         data=st.data(),

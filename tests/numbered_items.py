@@ -1,5 +1,7 @@
 """What the items of numbered episodes must look like, and which can be drawn, computed from nothing but the numbers."""
 
+import abc
+
 import numpy as np
 import torch
 from linked_rows import flat
@@ -24,7 +26,7 @@ def is_wide(given, codes):
     return np.array_equal(given[real], wide(codes[real], given.shape[-1])) and not given[~real].any()
 
 
-class NumberedItems:
+class NumberedItems(abc.ABC):
     """Items of one view.
 
     Attributes:
@@ -32,13 +34,13 @@ class NumberedItems:
         rows: Observations that an item shows.
     """
 
+    @abc.abstractmethod
     def expected(self, anchors, batch):
         """The batch of the items anchored at rows with these codes; for wide fields the rows' codes, -1 for zeros."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def complete(self, anchors):
         """(whether they can be drawn at all, codes of the rows that must be held for it: -1 for none)."""
-        raise NotImplementedError
 
     @property
     def large_batch(self):

@@ -1,6 +1,5 @@
 """Rows that tell by themselves whether they are intact, for tests with writers in other processes."""
 
-import time
 from pathlib import Path
 
 import numpy as np
@@ -34,14 +33,6 @@ def row(explorer, seed, count):
 def assert_intact(batch):
     start = batch["explorer"] * 2**40 + batch["count"] * PAYLOAD
     assert torch.equal(batch["payload"], start[:, None] + torch.arange(PAYLOAD))
-
-
-def eventually(predicate, timeout=60.0):
-    """Waits for a condition of another process; fails when it does not come about."""
-    deadline = time.monotonic() + timeout
-    while not predicate():
-        assert time.monotonic() < deadline, "the awaited condition did not come about"
-        time.sleep(0.005)
 
 
 def is_running(pid):

@@ -1,20 +1,16 @@
 """The Atari example runs on real games, writes what was played, and says what a transition costs."""
 
-import json
 import re
-import subprocess
-import sys
 from collections import Counter
-from importlib import import_module
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from example_programs import evaluations, explanation, imported, succeed
 
 import torchreplay as tr
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+NAME = "apex_atari"
 QUICK = "--total-steps 40 --eval-every 20 --eval-episodes 2 --max-frames 240 --lanes 2 --learning-starts 200"
 TINY = "--channels 2 --hidden 8 --batch-size 8"
 
@@ -24,19 +20,12 @@ pytest.importorskip("ale_py")
 
 @pytest.fixture
 def example(monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    return import_module("apex_atari")
-
-
-def run(cwd, *flags, timeout):
-    command = [sys.executable, str(EXAMPLES / "apex_atari.py"), *flags]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout)
+    return imported(NAME, monkeypatch)
 
 
 def test_a_short_run_shows_its_throughput_and_at_most_7200_bytes_a_transition(tmp_path):
-    done = run(tmp_path, *QUICK.split(), *TINY.split(), timeout=170)
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    done = succeed(NAME, tmp_path, *QUICK.split(), *TINY.split(), timeout=170)
+    lines = evaluations(done)
     assert [line["step"] for line in lines] == [20, 40]
     assert all(-21 <= line["mean_return"] <= 21 and line["samples_per_insert"] > 0 for line in lines)
     assert 7_056 < int(re.search(r"([\d,]+) bytes a transition", done.stderr)[1].replace(",", "")) <= 7_200
@@ -46,10 +35,9 @@ def test_a_short_run_shows_its_throughput_and_at_most_7200_bytes_a_transition(tm
 
 
 def test_every_flag_is_explained(tmp_path):
-    done = run(tmp_path, "--help", timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert sum(line.lstrip().startswith("--") for line in done.stdout.splitlines()) >= 24
-    assert "name of the game's ROM in ale-py, such as ms_pacman (default: pong)" in " ".join(done.stdout.split())
+    flags, words = explanation(NAME, tmp_path)
+    assert flags >= 24
+    assert "name of the game's ROM in ale-py, such as ms_pacman (default: pong)" in words
 
 
 def recording(environment):

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 from forked import Forked, shared_counters
+from kept_items import assert_new_goals_are_rewarded, assert_same_items, buffer_of_episodes, buffer_of_goals
 from safetensors.torch import load_file
 
 import torchreplay as tr
 from torchreplay.shards import BLOCK, read_shard, room_for, write_shard
 from torchreplay.spec import ELEMENTS
 
-ENDS = {"terminated": tr.Field((), torch.bool), "truncated": tr.Field((), torch.bool)}
 SPEC = {"x": {"a": tr.Field((3,), torch.int64), "b": tr.Field((), torch.bfloat16)}, "reward": tr.Field()}
 
 
@@ -97,48 +97,17 @@ def test_the_newest_rows_that_fit_are_loaded_into_another_capacity(capacity, fir
     [tr.Transitions(n_step=3, stack={"obs": 2}), tr.Sequences(4, stride=2), tr.Sequences(3, across_episodes=True)],
 )
 def test_items_of_linked_rows_come_back_whole_and_incomplete_ones_stay_so(view, tmp_path):
-    spec = {"obs": tr.Field((2,)), "reward": tr.Field(), **ENDS}
-    buffer = tr.ReplayBuffer(spec, 50, view=view, sampler=tr.Prioritized())
-    steps = np.arange(12)
-    for episode in range(7):
-        flags = steps == 11
-        buffer.extend(
-            obs=np.arange(26).reshape(13, 2) + 100 * episode,
-            reward=steps + 0.5,
-            terminated=flags,
-            truncated=flags & False,
-            priority=steps + episode,
-        )
-    writer = buffer.writer()
-    key = writer.reset(obs=np.zeros(2))
-    for step in range(2):
-        writer.step(obs=np.full(2, step), reward=0.0, terminated=False, truncated=False)
+    buffer = buffer_of_episodes(view)
     buffer.save(tmp_path)
-    loaded = tr.ReplayBuffer.load(tmp_path)
-    every = torch.arange(key + 3)
-    ours, theirs = buffer.gather(every), loaded.gather(every)
-    assert len(ours["key"]) > 0
-    for name in ours:
-        assert torch.equal(ours[name], theirs[name]), name
+    assert_same_items(buffer, tr.ReplayBuffer.load(tmp_path))
 
 
 def test_the_reward_function_of_hindsight_is_given_again_at_the_load(tmp_path):
-    view = tr.Hindsight(
-        lambda achieved, desired: -(achieved - desired).abs()[:, 0], "obs", "goal", observation=("obs", "goal")
-    )
-    spec = {"obs": tr.Field((1,)), "goal": tr.Field((1,)), "reward": tr.Field(), **ENDS}
-    buffer = tr.ReplayBuffer(spec, 50, view=view)
-    flags = np.arange(4) == 3
-    buffer.extend(
-        obs=np.arange(5)[:, None], goal=np.full((5, 1), 9), reward=np.ones(4), terminated=flags & False, truncated=flags
-    )
+    buffer = buffer_of_goals()
     buffer.save(tmp_path)
     with pytest.raises(RuntimeError, match="reward function did not travel"):
         tr.ReplayBuffer.load(tmp_path).sample(4)
-    batch = tr.ReplayBuffer.load(tmp_path, view=view).sample(64)
-    relabelled = batch["relabelled"]
-    assert relabelled.any()
-    assert torch.equal(batch["reward"][relabelled], -(batch["next_obs"] - batch["next_goal"]).abs()[relabelled, 0])
+    assert_new_goals_are_rewarded(tr.ReplayBuffer.load(tmp_path, view=buffer.view).sample(64))
     with pytest.raises(ValueError, match="expected the buffer's own"):
         tr.ReplayBuffer.load(tmp_path, view=tr.Rows())
 

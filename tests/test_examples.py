@@ -1,18 +1,14 @@
 """The examples run, say what they promise to say, and learn."""
 
-import json
-import subprocess
 import sys
 from collections import deque
 from dataclasses import dataclass
-from importlib import import_module
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from example_programs import evaluations, explanation, imported, succeed
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
 NAMES = ["apex_cartpole", "apex_multiprocessing"]
 QUICK = "--total-steps 60 --eval-every 30 --eval-episodes 2 --learning-starts 300 --num-explorers 2 --solved-at 501"
 
@@ -22,20 +18,13 @@ pytest.importorskip("gymnasium")
 
 @pytest.fixture(params=NAMES)
 def example(request, monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    return import_module(request.param)
-
-
-def run(name, cwd, *flags, timeout):
-    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *flags]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout)
+    return imported(request.param, monkeypatch)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_example_prints_one_json_line_per_evaluation_and_leaves_a_picture(name, tmp_path):
-    done = run(name, tmp_path, *QUICK.split(), timeout=150)
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    done = succeed(name, tmp_path, *QUICK.split(), timeout=150)
+    lines = evaluations(done)
     assert [line["step"] for line in lines] == [30, 60]
     assert all(8 <= line["mean_return"] <= 500 for line in lines)
     assert "not solved" in done.stderr
@@ -44,11 +33,9 @@ def test_an_example_prints_one_json_line_per_evaluation_and_leaves_a_picture(nam
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_example_explains_every_flag(name, tmp_path):
-    done = run(name, tmp_path, "--help", timeout=60)
-    assert done.returncode == 0, done.stderr
-    flags = [line for line in done.stdout.splitlines() if line.lstrip().startswith("--")]
-    assert len(flags) >= 18
-    assert "learner steps between two evaluations (default: 250)" in " ".join(done.stdout.split())
+    flags, words = explanation(name, tmp_path)
+    assert flags >= 18
+    assert "learner steps between two evaluations (default: 250)" in words
 
 
 @pytest.mark.soak
@@ -56,9 +43,8 @@ def test_an_example_explains_every_flag(name, tmp_path):
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("name", NAMES)
 def test_an_example_solves_cartpole_within_five_minutes(name, seed, tmp_path):
-    done = run(name, tmp_path, "--seed", str(seed), timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["mean_return"] >= 475
+    done = succeed(name, tmp_path, "--seed", str(seed), timeout=300)
+    assert evaluations(done)[-1]["mean_return"] >= 475
 
 
 def step(reward=1.0, q=0.25):
@@ -104,6 +90,5 @@ class Flags:
 
 
 def test_the_command_line_sets_the_fields_of_the_dataclass(monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLES)
     monkeypatch.setattr(sys, "argv", ["flags", "--learning-rate", "0.25"])
-    assert import_module("command_line").parse(Flags) == Flags(steps=3, learning_rate=0.25)
+    assert imported("command_line", monkeypatch).parse(Flags) == Flags(steps=3, learning_rate=0.25)

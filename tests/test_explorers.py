@@ -7,7 +7,8 @@ from collections import deque
 
 import numpy as np
 import pytest
-from numbered_rows import eventually, make_buffer, row
+from forked import eventually
+from numbered_rows import make_buffer, row
 
 import torchreplay as tr
 from torchreplay.ray import ExplorerContext, ExplorerPool

@@ -2,7 +2,7 @@
 
 import re
 
-import faulty_lives
+import faulty_deaths
 import pytest
 from fault_build import ROOT, FaultyInterpreter, build
 from numbered_items import VIEWS
@@ -26,7 +26,7 @@ def declared():
 
 
 def test_a_fault_build_knows_every_fault_point_and_there_is_a_process_that_comes_there(faulty):
-    reached, known = faulty.run(faulty_lives.rehearse_all, FEW)
+    reached, known = faulty.run(faulty_deaths.rehearse_all, FEW)
     assert known == declared(), "every point has a name of its own"
     assert reached == known
 
@@ -40,29 +40,29 @@ def test_an_ordinary_build_has_no_fault_points():
 
 @pytest.mark.parametrize("name", FEW)
 def test_a_death_at_any_fault_point_leaves_the_buffer_to_the_others(faulty, name):
-    assert faulty.run(faulty_lives.die_at_every_point, name, False, 1) > 60
+    assert faulty.run(faulty_deaths.die_at_every_point, name, False, 1) > 60
 
 
 @pytest.mark.parametrize("name", FEW)
 def test_an_explorers_death_at_any_step_loses_at_most_the_row_being_written(faulty, name):
-    faulty.run(faulty_lives.lose_the_row_being_written, name, 3)
+    faulty.run(faulty_deaths.lose_the_row_being_written, name, 3)
 
 
 @pytest.mark.parametrize("name", FEW)
 def test_deaths_at_two_random_fault_points_leave_the_buffer_to_the_survivor(faulty, name):
-    assert faulty.run(faulty_lives.die_in_pairs, name, 15, 2) > 15
+    assert faulty.run(faulty_deaths.die_in_pairs, name, 15, 2) > 15
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_death_at_any_fault_point_in_any_scene_leaves_the_buffer_to_the_others(faulty, name):
-    assert faulty.run(faulty_lives.die_at_every_point, name, True, 4) > 400
-    faulty.run(faulty_lives.lose_the_row_being_written, name, 5)
+    assert faulty.run(faulty_deaths.die_at_every_point, name, True, 4) > 400
+    faulty.run(faulty_deaths.lose_the_row_being_written, name, 5)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", NAMES)
 def test_deaths_at_500_pairs_of_random_fault_points_leave_the_buffer_to_the_survivor(faulty, name):
-    assert faulty.run(faulty_lives.die_in_pairs, name, 500, 6) > 500
+    assert faulty.run(faulty_deaths.die_in_pairs, name, 500, 6) > 500

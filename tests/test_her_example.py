@@ -1,17 +1,13 @@
 """The example of hindsight runs, says what it promises to say, and learns what its control cannot."""
 
-import json
 import math
-import subprocess
-import sys
-from importlib import import_module
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from example_programs import evaluations, explanation, imported, succeed
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "her_reaching.py"
+NAME = "her_reaching"
 QUICK = "--total-steps 20 --eval-every 10 --eval-episodes 2 --learning-starts 60 --num-envs 2 --solved-at 2"
 
 pytest.importorskip("mujoco")
@@ -20,24 +16,16 @@ gym = pytest.importorskip("gymnasium")
 
 @pytest.fixture
 def example(monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLE.parent)
-    return import_module("her_reaching")
+    return imported(NAME, monkeypatch)
 
 
-def run(cwd, *flags, timeout=150):
-    command = [sys.executable, str(EXAMPLE), *flags]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def evaluations(stdout):
-    return [json.loads(line) for line in stdout.splitlines()]
+def evaluations_of(cwd, *flags, timeout=150):
+    return evaluations(succeed(NAME, cwd, *flags, timeout=timeout))
 
 
 @pytest.mark.parametrize("flags", [[], ["--no-hindsight"]])
 def test_it_prints_one_json_line_per_evaluation_with_and_without_hindsight(flags, tmp_path):
-    lines = evaluations(run(tmp_path, *QUICK.split(), *flags))
+    lines = evaluations_of(tmp_path, *QUICK.split(), *flags)
     assert [line["step"] for line in lines] == [10, 20]
     assert [line["rows"] for line in lines] == [2 * (1 + 60 + 10), 2 * (1 + 60 + 20)]
     assert all(line["hindsight"] == (not flags) for line in lines)
@@ -46,14 +34,14 @@ def test_it_prints_one_json_line_per_evaluation_with_and_without_hindsight(flags
 
 
 def test_a_picture_takes_runs_with_and_without_hindsight(tmp_path):
-    lines = evaluations(run(tmp_path, *QUICK.split(), "--plot", "picture.png", "--plot-seeds", "2", "--seed", "5"))
+    lines = evaluations_of(tmp_path, *QUICK.split(), "--plot", "picture.png", "--plot-seeds", "2", "--seed", "5")
     runs = [(line["hindsight"], line["seed"], line["step"]) for line in lines]
     assert runs == [(hindsight, seed, step) for hindsight in (True, False) for seed in (5, 6) for step in (10, 20)]
     assert [path.name for path in tmp_path.iterdir()] == ["picture.png"]
 
 
 def test_it_explains_every_flag(tmp_path):
-    words = " ".join(run(tmp_path, "--help").split())
+    _, words = explanation(NAME, tmp_path)
     assert "learner steps between two evaluations (default: 1000)" in words
     assert "--no-hindsight" in words
 
@@ -62,9 +50,9 @@ def test_it_explains_every_flag(tmp_path):
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("seed", range(3))
 def test_it_is_solved_with_hindsight_and_not_without_in_as_many_steps(seed, tmp_path):
-    solved = evaluations(run(tmp_path, "--seed", str(seed), timeout=450))
+    solved = evaluations_of(tmp_path, "--seed", str(seed), timeout=450)
     assert solved[-1]["success_rate"] >= 0.95
-    control = evaluations(run(tmp_path, "--seed", str(seed), "--no-hindsight", timeout=450))
+    control = evaluations_of(tmp_path, "--seed", str(seed), "--no-hindsight", timeout=450)
     assert control[-1]["step"] == 15_000
     assert max(line["success_rate"] for line in control) <= 0.1
 

@@ -69,6 +69,7 @@ def test_epochs_may_be_overfitted_and_reloaded(lightning, buffer):
     assert buffer.stats().sampled == len(learner.seen) * 8
 
 
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 def test_a_learner_that_validates_takes_its_loader_from_a_subclass_or_does_without(lightning, buffer):
     class WithValidation(ReplayDataModule):
         def val_dataloader(self):
@@ -146,7 +147,7 @@ class Crew:
 def test_explorers_run_for_as_long_as_fit_and_start_again_with_the_next(lightning, buffer):
     crew = Crew()
     calls = []
-    learner = make_learner(lightning, lambda loss, td, step: calls.append(list(crew.calls)))
+    learner = make_learner(lightning, on_train_batch_start=lambda self, *_: calls.append(list(crew.calls)))
     data = ReplayDataModule(buffer, 8, steps_per_epoch=1, explorers=crew)
     fit(lightning, data, learner, max_epochs=1)
     fit(lightning, data, learner, max_epochs=1)

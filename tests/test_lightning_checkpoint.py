@@ -11,6 +11,9 @@ from torchreplay.lightning import PriorityFeedback, ReplayCheckpoint, ReplayData
 
 LIBRARIES = [pytorch_lightning, lightning.pytorch]
 
+# Lightning remarks on runs that are resumed, in another directory or in the same.
+pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed", "ignore:Checkpoint directory .* exists")
+
 
 def empty_buffer():
     spec = {"number": tr.Field((), torch.int64), "obs": tr.Field((4,))}

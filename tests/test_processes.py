@@ -6,7 +6,8 @@ import signal
 
 import pytest
 import torch
-from numbered_rows import SPEC, assert_intact, eventually, row
+from forked import eventually
+from numbered_rows import SPEC, assert_intact, row
 
 import torchreplay as tr
 

@@ -1,21 +1,18 @@
 """The recurrent example runs, says what it promises to say, and learns what cannot be learned without memory."""
 
 import itertools
-import json
-import subprocess
-import sys
 import threading
-from importlib import import_module
-from pathlib import Path
+from contextlib import suppress
 
 import numpy as np
 import pytest
 import torch
+from example_programs import evaluations, explanation, imported, run, succeed
 
 import torchreplay as tr
 from torchreplay.ray import ExplorerContext
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+NAME = "r2d2_memory"
 QUICK = "--total-steps 40 --eval-every 20 --eval-episodes 2 --learning-starts 20 --batch-size 8 --solved-at 2"
 
 pytest.importorskip("ray")
@@ -24,19 +21,12 @@ pytest.importorskip("gymnasium")
 
 @pytest.fixture
 def example(monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    return import_module("r2d2_memory")
-
-
-def run(cwd, *flags, timeout):
-    command = [sys.executable, str(EXAMPLES / "r2d2_memory.py"), *flags]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout)
+    return imported(NAME, monkeypatch)
 
 
 def test_the_example_prints_one_json_line_per_evaluation_and_leaves_a_picture(tmp_path):
-    done = run(tmp_path, *QUICK.split(), timeout=150)
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    done = succeed(NAME, tmp_path, *QUICK.split(), timeout=150)
+    lines = evaluations(done)
     assert [line["step"] for line in lines] == [20, 40]
     assert all(-3.5 <= line["mean_return"] <= 1 for line in lines)
     assert "not solved" in done.stderr
@@ -44,34 +34,30 @@ def test_the_example_prints_one_json_line_per_evaluation_and_leaves_a_picture(tm
 
 
 def test_an_unknown_network_is_refused_by_name(tmp_path):
-    done = run(tmp_path, "--networks", "lstm,transformer", timeout=60)
+    done = run(NAME, tmp_path, "--networks", "lstm,transformer", timeout=60)
     assert done.returncode == 1
     assert "unknown networks: transformer" in done.stderr
 
 
 def test_the_example_explains_every_flag(tmp_path):
-    done = run(tmp_path, "--help", timeout=60)
-    assert done.returncode == 0, done.stderr
-    flags = [line for line in done.stdout.splitlines() if line.lstrip().startswith("--")]
-    assert len(flags) >= 18
-    assert "learner steps between two evaluations (default: 100)" in " ".join(done.stdout.split())
+    flags, words = explanation(NAME, tmp_path)
+    assert flags >= 18
+    assert "learner steps between two evaluations (default: 100)" in words
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("seed", range(3))
 def test_the_recurrent_network_solves_the_maze_within_five_minutes(seed, tmp_path):
-    done = run(tmp_path, "--seed", str(seed), timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["mean_return"] >= 0.95
+    done = succeed(NAME, tmp_path, "--seed", str(seed), timeout=300)
+    assert evaluations(done)[-1]["mean_return"] >= 0.95
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(400)
 def test_the_control_without_memory_never_gets_beyond_chance(tmp_path):
-    done = run(tmp_path, "--networks", "feedforward", timeout=300)
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    done = succeed(NAME, tmp_path, "--networks", "feedforward", timeout=300)
+    lines = evaluations(done)
     assert lines[-1]["step"] == 2000
     assert max(line["mean_return"] for line in lines) <= 0
 
@@ -171,8 +157,13 @@ def test_an_explorer_stores_with_each_step_the_state_that_its_lstm_had_before_it
     view = tr.Sequences(args.length, burn_in=args.burn_in, initial=("state",))
     buffer = tr.ReplayBuffer(example.SPEC, 10_000, view=view, seed=1)
     context = ExplorerContext(buffer, tr.SharedWeights(q), seed=5)
+
+    def explore():
+        with suppress(tr.Stopped):  # as an explorer pool expects it
+            example.explore(context, "lstm", args)
+
     with buffer.expect_writers():
-        explorer = threading.Thread(target=example.explore, args=(context, "lstm", args))
+        explorer = threading.Thread(target=explore)
         explorer.start()
         buffer.sample(1)
         buffer.stop()

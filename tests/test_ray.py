@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from numbered_rows import SPEC, assert_intact, eventually, is_running, make_buffer, row
+from forked import eventually
+from numbered_rows import SPEC, assert_intact, is_running, make_buffer, row
 
 import torchreplay as tr
 from torchreplay.ray import ExplorerPool, ExplorersFailed

@@ -4,9 +4,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from benchmarks.child import ChildError, run_module
-from benchmarks.contest import SHARED
 from benchmarks.line import Line
-from benchmarks.peers.registry import installed
+from benchmarks.peers.registry import SHARED, installed
 from benchmarks.plan import Plan
 from benchmarks.workload import SMALL
 

@@ -3,20 +3,17 @@
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-import torch
-
 import torchreplay as tr
-from benchmarks.copies import FRESH, REUSED, copies, repeat
+from benchmarks.copies import copies, draws_beside_copies, repeat
 from benchmarks.episodes import FRAMES, STACK, STACKED, linked_buffer
 from benchmarks.line import OURS, Line
 from benchmarks.machine import require_memory
-from benchmarks.peers.registry import peer_class
+from benchmarks.peers.registry import cpprb
 from benchmarks.plan import Plan
-from benchmarks.timing import Candidate, interleave
+from benchmarks.timing import Candidate
 from benchmarks.workload import ATARI
 
 BATCH_SIZE = 256
-MICROSECONDS = 1e6
 
 
 def measure_frames(plan: Plan) -> Iterator[Line]:
@@ -29,25 +26,19 @@ def measure_frames(plan: Plan) -> Iterator[Line]:
     require_memory(capacity * ATARI.row_bytes * 9 // 8, "Atari frames, and ready-made rows of cpprb,")
     buffer = linked_buffer(FRAMES, capacity, STACKED)
     yield Line("trajectories", "frames, bytes a transition", "B", {OURS: [buffer.nbytes / capacity]})
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     try:
-        seconds = interleave(_candidates(buffer, capacity), plan)
+        candidates = _candidates(buffer, capacity)
+        draw, fraction = f"frames, sample {BATCH_SIZE}, 3-step", "frames, fraction"
+        yield from draws_beside_copies("trajectories", draw, fraction, candidates, plan)
     finally:
-        torch.set_num_threads(threads)
         buffer.close()
-    samples = {name: [value * MICROSECONDS for value in values] for name, values in seconds.items()}
-    yield Line("trajectories", f"frames, sample {BATCH_SIZE}, 3-step", "us", samples)
-    for name in (REUSED, FRESH):
-        fractions = [copy / draw for copy, draw in zip(seconds[name], seconds[OURS], strict=True)]
-        yield Line("trajectories", f"frames, fraction of {name}", "", {OURS: fractions}, higher_is_better=True)
 
 
 def _candidates(buffer: tr.ReplayBuffer, capacity: int) -> list[Candidate]:
     frames = buffer.storage["obs"]
     candidates = [Candidate(OURS, repeat(buffer.sample, [BATCH_SIZE]))]
     if find_spec("cpprb"):
-        peer = peer_class("cpprb")(ATARI, capacity)
+        peer = cpprb(ATARI, capacity)
         peer.fill()
         candidates.append(Candidate(peer.name, repeat(peer.sample, [BATCH_SIZE])))
     return [*candidates, *copies([frames, frames], STACK * BATCH_SIZE)]  # of obs and of next_obs

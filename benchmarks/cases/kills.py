@@ -3,10 +3,9 @@
 from collections.abc import Iterator
 
 from benchmarks.child import run_module
-from benchmarks.contest import SHARED
 from benchmarks.kills import VICTIMS
 from benchmarks.line import Line
-from benchmarks.peers.registry import installed
+from benchmarks.peers.registry import SHARED, installed
 from benchmarks.plan import Plan
 
 LIMIT = 3.0

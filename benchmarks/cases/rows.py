@@ -1,12 +1,13 @@
 """Writing, sampling and feedback on a full buffer, for one kind of row."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import cycle, islice
+from typing import TypeVar
 
 from benchmarks.line import Line
 from benchmarks.machine import require_memory
-from benchmarks.peers import Peer
-from benchmarks.peers.registry import make_peers
+from benchmarks.peers import Peer, PrioritizedPeer
+from benchmarks.peers.registry import PEERS, installed
 from benchmarks.plan import Plan
 from benchmarks.timing import Candidate, interleave
 from benchmarks.workload import Row, Rows, Workload
@@ -19,41 +20,54 @@ NOTES = {"sample 256": "stable_baselines3 draws uniformly"}
 KEPT_BYTES = 128 << 20
 """Memory that the kept batches of one peer may take."""
 
+P = TypeVar("P", bound=Peer)
+Operations = Mapping[str, Callable[[P], Candidate]]
+"""For each line the function that makes a peer's loop."""
+
 
 def measure_rows(workload: Workload, plan: Plan) -> Iterator[Line]:
     """Yields the lines of one kind of row; the buffers are filled to capacity first."""
     peers = _filled_peers(workload, plan)
+    prioritized = [peer for peer in peers if isinstance(peer, PrioritizedPeer)]
+    single = workload.single_rows(POOL)
     try:
-        for name, make in _operations(workload).items():
-            candidates = [candidate for peer in peers if (candidate := make(peer)) is not None]
-            seconds = interleave(candidates, plan)
-            samples = {peer: [value * MICROSECONDS for value in values] for peer, values in seconds.items()}
-            yield Line(workload.name, name, "us", samples, note=NOTES.get(name, ""))
+        yield from _lines(workload, peers, _operations(workload, single), plan)
+        yield from _lines(workload, prioritized, _prioritized_operations(workload, single), plan)
     finally:
         for peer in peers:
             peer.close()
 
 
+def _lines(workload: Workload, peers: Sequence[P], operations: Operations[P], plan: Plan) -> Iterator[Line]:
+    for name, make in operations.items():
+        seconds = interleave([make(peer) for peer in peers], plan)
+        samples = {peer: [value * MICROSECONDS for value in values] for peer, values in seconds.items()}
+        yield Line(workload.name, name, "us", samples, note=NOTES.get(name, ""))
+
+
 def _filled_peers(workload: Workload, plan: Plan) -> list[Peer]:
     capacity = plan.capacity(workload.capacity)
     peers = []
-    for make in make_peers(workload, capacity):
+    for name in installed():
         require_memory(capacity * workload.row_bytes, f"{workload.name} rows of one buffer")
-        peer = make()
+        peer = PEERS[name](workload, capacity)
         peer.fill()
         peers.append(peer)
     return peers
 
 
-def _operations(workload: Workload) -> dict[str, Callable[[Peer], Candidate | None]]:
-    """Returns for each line the function that makes a peer's loop, or None where the peer lacks the operation."""
-    single = workload.single_rows(POOL)
+def _operations(workload: Workload, single: Sequence[Row]) -> Operations[Peer]:
     chunks = [workload.rows(LANES, seed) for seed in range(8)]
-    kept = max(4, min(POOL, KEPT_BYTES // (256 * workload.row_bytes)))
     return {
         "append one row": lambda peer: _append(peer, single),
         f"extend by {LANES} rows": lambda peer: _extend(peer, chunks),
         "sample 256": lambda peer: _sample(peer, 256),
+    }
+
+
+def _prioritized_operations(workload: Workload, single: Sequence[Row]) -> Operations[PrioritizedPeer]:
+    kept = max(4, min(POOL, KEPT_BYTES // (256 * workload.row_bytes)))
+    return {
         "update 256": lambda peer: _update(peer, 256, kept),
         "sample + update 256": lambda peer: _sample_and_update(peer, 256),
         "sample + update 512": lambda peer: _sample_and_update(peer, 512),
@@ -61,10 +75,8 @@ def _operations(workload: Workload) -> dict[str, Callable[[Peer], Candidate | No
     }
 
 
-def _append(peer: Peer, rows: Sequence[Row]) -> Candidate | None:
+def _append(peer: Peer, rows: Sequence[Row]) -> Candidate:
     append = peer.append
-    if append is None:
-        return None
 
     def run(n: int) -> None:
         for _ in range(n):
@@ -74,10 +86,8 @@ def _append(peer: Peer, rows: Sequence[Row]) -> Candidate | None:
     return Candidate(peer.name, run, calls=len(rows))
 
 
-def _extend(peer: Peer, chunks: Sequence[Rows]) -> Candidate | None:
+def _extend(peer: Peer, chunks: Sequence[Rows]) -> Candidate:
     extend = peer.extend
-    if extend is None:
-        return None
 
     def run(n: int) -> None:
         for rows in islice(cycle(chunks), n):
@@ -96,9 +106,7 @@ def _sample(peer: Peer, batch_size: int) -> Candidate:
     return Candidate(peer.name, run)
 
 
-def _update(peer: Peer, batch_size: int, batches: int) -> Candidate | None:
-    if not peer.prioritized:
-        return None
+def _update(peer: PrioritizedPeer, batch_size: int, batches: int) -> Candidate:
     update = peer.update
     pool = [(peer.keep(batch_size), peer.td(batch_size, seed)) for seed in range(batches)]
 
@@ -109,9 +117,7 @@ def _update(peer: Peer, batch_size: int, batches: int) -> Candidate | None:
     return Candidate(peer.name, run)
 
 
-def _sample_and_update(peer: Peer, batch_size: int) -> Candidate | None:
-    if not peer.prioritized:
-        return None
+def _sample_and_update(peer: PrioritizedPeer, batch_size: int) -> Candidate:
     sample, update = peer.sample, peer.update
     pool = [peer.td(batch_size, seed) for seed in range(POOL)]
 
@@ -122,11 +128,9 @@ def _sample_and_update(peer: Peer, batch_size: int) -> Candidate | None:
     return Candidate(peer.name, run)
 
 
-def _training_step(peer: Peer, rows: Sequence[Row]) -> Candidate | None:
+def _training_step(peer: PrioritizedPeer, rows: Sequence[Row]) -> Candidate:
     """What a learner with eight lanes does between two gradient steps, the cost of taking in new rows included."""
     append, sample, update = peer.append, peer.sample, peer.update
-    if append is None or not peer.prioritized:
-        return None
     pool = [peer.td(256, seed) for seed in range(POOL)]
 
     def run(n: int) -> None:

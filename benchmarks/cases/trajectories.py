@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
-from typing import Any
 
 import torchreplay as tr
 from benchmarks.cases.frames import measure_frames
@@ -10,7 +9,8 @@ from benchmarks.cases.steps import measure_steps
 from benchmarks.copies import repeat
 from benchmarks.episodes import linked_buffer
 from benchmarks.line import OURS, Line
-from benchmarks.peers.registry import peer_class
+from benchmarks.peers import Peer
+from benchmarks.peers.registry import cpprb
 from benchmarks.peers.torchreplay import TorchreplayPeer
 from benchmarks.plan import Plan
 from benchmarks.timing import Candidate, interleave
@@ -34,10 +34,14 @@ def _transitions(plan: Plan) -> Iterator[Line]:
     capacity = plan.capacity(SMALL.capacity)
     rows = TorchreplayPeer(SMALL, capacity)
     rows.fill()
-    sources: dict[str, Any] = {OURS: linked_buffer(SMALL, capacity, tr.Transitions(n_step=3)), "Rows()": rows}
+    sources: dict[str, tr.ReplayBuffer | Peer] = {
+        OURS: linked_buffer(SMALL, capacity, tr.Transitions(n_step=3)),
+        "Rows()": rows,
+    }
     if find_spec("cpprb"):
-        sources["cpprb"] = peer_class("cpprb")(SMALL, capacity, n_step=3)
-        sources["cpprb"].fill()
+        peer = cpprb(SMALL, capacity, n_step=3)
+        peer.fill()
+        sources[peer.name] = peer
     seconds = interleave([Candidate(name, repeat(source.sample, [256])) for name, source in sources.items()], plan)
     for source in sources.values():
         source.close()

@@ -1,7 +1,7 @@
-"""The replay buffers that are compared, behind one protocol."""
+"""The replay buffers that are compared, behind protocols that say what each of them can do."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,41 +14,50 @@ FILL_CHUNK_BYTES = 1 << 20
 class Peer(Protocol):
     """One replay buffer under test.
 
-    Where a buffer's own method takes the row's fields by keyword, ``append`` and ``extend`` are that very method: an
-    adapter's wrapper would cost as much as a fast append.
+    Where a buffer's own method takes what the protocol says, an adapter's is that very method: a wrapper would cost as
+    much as a fast append.
 
     Attributes:
         name: Column of the table.
-        append: Writes one row, fields by keyword; None where the buffer has no such operation.
-        extend: Writes 50 rows, fields by keyword with a leading dimension.
-        prioritized: Whether ``sample`` is prioritized and ``update`` exists.
     """
 
     name: str
-    append: Callable[..., object] | None
-    extend: Callable[..., object] | None
-    prioritized: bool
+
+    def append(self, *, obs: Any, action: Any, reward: Any, next_obs: Any, done: Any) -> object:
+        """Writes one row."""
+
+    def extend(self, *, obs: Any, action: Any, reward: Any, next_obs: Any, done: Any) -> object:
+        """Writes 50 rows: the fields have a leading dimension."""
 
     def fill(self) -> None:
-        """Fills the whole capacity with rows of random priorities."""
+        """Fills the whole capacity with rows, of random priorities where the buffer has priorities."""
 
-    def sample(self, n: int) -> Any:
+    def sample(self, n: int, /) -> Any:
         """Draws a batch, in the form the buffer gives it."""
 
-    def keep(self, n: int) -> Any:
+    def close(self) -> None:
+        """Frees the buffer."""
+
+
+@runtime_checkable
+class PrioritizedPeer(Peer, Protocol):
+    """A buffer whose ``sample`` is prioritized and which takes TD errors."""
+
+    def keep(self, n: int, /) -> Any:
         """Draws a batch that later draws leave alone."""
 
-    def update(self, batch: Any, td: Any) -> None:
+    def update(self, batch: Any, td: Any, /) -> None:
         """Feeds TD errors back for a batch."""
 
     def td(self, n: int, seed: int) -> Any:
         """Returns random TD errors in the form the buffer's users have them."""
 
+
+class SharedPeer(PrioritizedPeer, Protocol):
+    """A prioritized buffer that processes forked later can write."""
+
     def writers(self) -> tuple[Callable[..., object], Callable[..., object]]:
         """Returns ``append`` and ``extend`` for the process that calls this."""
-
-    def close(self) -> None:
-        """Frees the buffer."""
 
 
 def fill_chunks(workload: Workload, capacity: int) -> Iterator[tuple[Rows, NDArray[np.float32]]]:

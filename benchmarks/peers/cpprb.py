@@ -4,7 +4,7 @@ from collections.abc import Callable
 from multiprocessing import get_context
 from typing import Any
 
-import cpprb  # type: ignore[import-untyped]
+import cpprb
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,30 +13,24 @@ from benchmarks.workload import Workload, td_errors
 
 
 class CpprbPeer:
-    """``cpprb.PrioritizedReplayBuffer``, or with ``shared`` its ``MPPrioritizedReplayBuffer`` under fork.
+    """``cpprb.PrioritizedReplayBuffer``.
 
     With ``n_step`` above 1 it turns the rows of an episode into n-step transitions when they are written.
     """
 
     name = "cpprb"
-    prioritized = True
 
-    def __init__(self, workload: Workload, capacity: int, shared: bool = False, n_step: int = 1) -> None:
+    def __init__(self, workload: Workload, capacity: int, n_step: int = 1) -> None:
         self._workload, self._capacity, self._n_step = workload, capacity, n_step
-        env = {
-            "obs": {"shape": workload.shape, "dtype": workload.dtype},
-            "action": {"dtype": np.int64},
-            "reward": {"dtype": np.float32},
-            "next_obs": {"shape": workload.shape, "dtype": workload.dtype},
-            "done": {"dtype": np.bool_},
-        }
-        if shared:
-            self._buffer = cpprb.MPPrioritizedReplayBuffer(capacity, env, alpha=0.6, eps=1e-6, ctx=get_context("fork"))
-        else:
-            steps = (
-                {"Nstep": {"size": n_step, "gamma": 0.99, "rew": "reward", "next": "next_obs"}} if n_step > 1 else {}
-            )
-            self._buffer = cpprb.PrioritizedReplayBuffer(capacity, env, alpha=0.6, eps=1e-6, **steps)
+        self._buffer = self._make(
+            {
+                "obs": {"shape": workload.shape, "dtype": workload.dtype},
+                "action": {"dtype": np.int64},
+                "reward": {"dtype": np.float32},
+                "next_obs": {"shape": workload.shape, "dtype": workload.dtype},
+                "done": {"dtype": np.bool_},
+            }
+        )
         self.append: Callable[..., object] = self._buffer.add
         self.extend: Callable[..., object] = self._buffer.add
 
@@ -59,8 +53,24 @@ class CpprbPeer:
     def td(self, n: int, seed: int) -> NDArray[np.float32]:
         return td_errors(n, seed)
 
+    def close(self) -> None:
+        del self._buffer, self.append, self.extend
+
+    def _make(self, env: dict[str, Any]) -> Any:
+        steps = {"size": self._n_step, "gamma": 0.99, "rew": "reward", "next": "next_obs"}
+        n_step = {"Nstep": steps} if self._n_step > 1 else {}
+        return cpprb.PrioritizedReplayBuffer(self._capacity, env, alpha=0.6, eps=1e-6, **n_step)
+
+
+class SharedCpprbPeer(CpprbPeer):
+    """``cpprb.MPPrioritizedReplayBuffer`` under fork."""
+
+    def __init__(self, workload: Workload, capacity: int) -> None:
+        super().__init__(workload, capacity)
+
     def writers(self) -> tuple[Callable[..., object], Callable[..., object]]:
         return self._buffer.add, self._buffer.add
 
-    def close(self) -> None:
-        del self._buffer, self.append, self.extend
+    def _make(self, env: dict[str, Any]) -> Any:
+        fork = get_context("fork")
+        return cpprb.MPPrioritizedReplayBuffer(self._capacity, env, alpha=0.6, eps=1e-6, ctx=fork)

@@ -1,33 +1,59 @@
-"""Which peers take part: those that are installed, torchreplay first."""
+"""Which peers take part: those that are installed, torchreplay first.
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from importlib import import_module
+A peer's adapter is imported only when one is made, as its package need not be installed.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 
-from benchmarks.peers import Peer
+from benchmarks.line import OURS
+from benchmarks.peers import Peer, PrioritizedPeer, SharedPeer
 from benchmarks.workload import Workload
 
-CLASSES = {
-    "torchreplay": "TorchreplayPeer",
-    "cpprb": "CpprbPeer",
-    "tianshou": "TianshouPeer",
-    "stable_baselines3": "StableBaselines3Peer",
+
+def _torchreplay(workload: Workload, capacity: int) -> SharedPeer:
+    from benchmarks.peers.torchreplay import TorchreplayPeer
+
+    return TorchreplayPeer(workload, capacity)
+
+
+def cpprb(workload: Workload, capacity: int, n_step: int = 1) -> PrioritizedPeer:
+    """Returns cpprb's buffer of one process; with ``n_step`` above 1 its rows are n-step transitions."""
+    from benchmarks.peers.cpprb import CpprbPeer
+
+    return CpprbPeer(workload, capacity, n_step)
+
+
+def _shared_cpprb(workload: Workload, capacity: int) -> SharedPeer:
+    from benchmarks.peers.cpprb import SharedCpprbPeer
+
+    return SharedCpprbPeer(workload, capacity)
+
+
+def _tianshou(workload: Workload, capacity: int) -> PrioritizedPeer:
+    from benchmarks.peers.tianshou import TianshouPeer
+
+    return TianshouPeer(workload, capacity)
+
+
+def _stable_baselines3(workload: Workload, capacity: int) -> Peer:
+    from benchmarks.peers.stable_baselines3 import StableBaselines3Peer
+
+    return StableBaselines3Peer(workload, capacity)
+
+
+PEERS: Mapping[str, Callable[[Workload, int], Peer]] = {
+    OURS: _torchreplay,
+    "cpprb": cpprb,
+    "tianshou": _tianshou,
+    "stable_baselines3": _stable_baselines3,
 }
-"""Class of each peer in the module of the same name. A module is imported only when its package is installed."""
+"""Makes an empty buffer of a workload and a capacity, by the name of its package."""
+
+SHARED: Mapping[str, Callable[[Workload, int], SharedPeer]] = {OURS: _torchreplay, "cpprb": _shared_cpprb}
+"""The same for those that have a prioritized buffer which several processes can write; torchreplay's always is one."""
 
 
 def installed() -> Sequence[str]:
     """Returns the names of the peers whose package can be imported."""
-    return [name for name in CLASSES if find_spec(name) is not None]
-
-
-def peer_class(name: str) -> Callable[..., Peer]:
-    """Returns the adapter of one peer, by the name of its package."""
-    adapter: Callable[..., Peer] = getattr(import_module(f"benchmarks.peers.{name}"), CLASSES[name])
-    return adapter
-
-
-def make_peers(workload: Workload, capacity: int) -> Sequence[Callable[[], Peer]]:
-    """Returns a constructor for each installed peer, so that the caller sees what each one allocates."""
-    return [partial(peer_class(name), workload, capacity) for name in installed()]
+    return [name for name in PEERS if find_spec(name) is not None]

@@ -1,6 +1,5 @@
 """Stable-Baselines3: the uniform NumPy buffer of a widely used library; it has no prioritized one."""
 
-from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -20,7 +19,6 @@ class StableBaselines3Peer:
     """``ReplayBuffer`` with one environment for ``append`` and ``sample``, and one with 50 for ``extend``."""
 
     name = "stable_baselines3"
-    prioritized = False
 
     def __init__(self, workload: Workload, capacity: int) -> None:
         self._workload, self._capacity = workload, capacity
@@ -46,18 +44,6 @@ class StableBaselines3Peer:
 
     def sample(self, n: int) -> Any:
         return self._buffer.sample(n)
-
-    def keep(self, n: int) -> Any:
-        return self._buffer.sample(n)
-
-    def update(self, batch: Any, td: Any) -> None:
-        raise NotImplementedError("stable-baselines3 has no prioritized replay buffer")
-
-    def td(self, n: int, seed: int) -> Any:
-        raise NotImplementedError("stable-baselines3 has no prioritized replay buffer")
-
-    def writers(self) -> tuple[Callable[..., object], Callable[..., object]]:
-        raise NotImplementedError("stable-baselines3's buffer belongs to one process")
 
     def close(self) -> None:
         del self._buffer

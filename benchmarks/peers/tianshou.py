@@ -1,6 +1,5 @@
 """Tianshou: prioritized replay in NumPy with a Numba segment tree."""
 
-from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -20,7 +19,6 @@ class TianshouPeer:
     """``PrioritizedReplayBuffer`` for ``append`` and ``sample``, and the vector one with 50 lanes for ``extend``."""
 
     name = "tianshou"
-    prioritized = True
 
     def __init__(self, workload: Workload, capacity: int) -> None:
         self._workload, self._capacity = workload, capacity
@@ -59,9 +57,6 @@ class TianshouPeer:
 
     def td(self, n: int, seed: int) -> NDArray[np.float32]:
         return td_errors(n, seed)
-
-    def writers(self) -> tuple[Callable[..., object], Callable[..., object]]:
-        raise NotImplementedError("tianshou's buffer belongs to one process")
 
     def close(self) -> None:
         del self._buffer

@@ -15,7 +15,6 @@ class TorchreplayPeer:
     """``torchreplay.ReplayBuffer`` with ``Prioritized`` and ``Rows``; it is always shared."""
 
     name = OURS
-    prioritized = True
 
     def __init__(self, workload: Workload, capacity: int) -> None:
         self._workload, self._capacity = workload, capacity

@@ -1,0 +1,264 @@
+"""Scenes: what happens to a buffer while a process lives in which a fault is tried, and what must hold afterwards.
+
+Everything here runs in an interpreter whose native module has fault points (`fault_build.py`).
+"""
+
+import contextlib
+import itertools
+import signal
+import tempfile
+
+import numpy as np
+import pytest
+import torch
+from faulty_lives import BATCH, DIED, INDICES, Fault, await_stop, faulty, live, live_until_told, lives_of
+from forked import Forked, eventually, shared_counters
+
+import torchreplay as tr
+
+
+class Scene:
+    """A life in a full buffer that is sound. Every time it is made it goes the same way."""
+
+    LIMITER = None
+
+    def __init__(self, name):
+        self.lives = lives_of(name)
+        self.buffer = self.lives.buffer(self.LIMITER)
+        self.indices = 0
+
+    def new_index(self):
+        """The first of some indices that no explorer has had."""
+        self.indices += INDICES
+        return self.indices - INDICES
+
+    def turn_the_ring(self):
+        first = self.new_index()
+        for index in range(first, first + 5):
+            self.lives.write(self.buffer, index)
+
+    def perform(self, start):
+        """`start(body, *args)` starts the process in question. Returns its exit status."""
+        self.turn_the_ring()
+        len(self.buffer)
+        return self.play(start)
+
+    def play(self, start):
+        with start(live, self.lives, self.buffer, self.new_index()) as process:
+            return process.wait()
+
+    def lose(self, faults):
+        """Processes with these faults live beside one that has none. Returns how many died."""
+        turns, told = shared_counters(1), shared_counters(1)
+        with contextlib.ExitStack() as running:
+            survivor = running.enter_context(
+                Forked(live_until_told, self.lives, self.buffer, self.new_index(), turns, told)
+            )
+            victims = [
+                running.enter_context(faulty(live, self.lives, self.buffer, self.new_index(), faults=[fault]))
+                for fault in faults
+            ]
+            ends = [victim.wait() for victim in victims]
+            assert set(ends) <= {0, DIED}
+            later = turns[0] + 2
+            eventually(lambda: turns[0] >= later)
+            told[0] = 1
+            assert survivor.wait() == 0
+        return ends.count(DIED)
+
+    def check(self):
+        """Nothing is torn, lost or stuck, and whoever is left can use all of it."""
+        assert self.buffer.stats().writers == 0, "a dead writer counts as alive"
+        self.lives.check(self.buffer, self.indices)
+        self.lives.check_last(self.buffer, self.indices)
+
+
+def after_a_death_at(point):
+    """What one who died has left, the others have to put right."""
+
+    class AfterADeath(Scene):
+        def play(self, start):
+            with faulty(live, self.lives, self.buffer, self.new_index(), faults=[Fault(point)]) as dead:
+                assert dead.wait() == DIED
+            return super().play(start)
+
+    return AfterADeath
+
+
+class BesideAStoppedExplorer(Scene):
+    """It holds a slot for more than a turn of the ring, and writes its row when it goes on."""
+
+    def play(self, start):
+        fault = Fault("append.busy", stop=True)
+        with faulty(self.lives.write, self.buffer, self.new_index(), faults=[fault]) as explorer:
+            assert await_stop(explorer)
+            status = super().play(start)
+            explorer.signal(signal.SIGCONT)
+            assert explorer.wait() == 0
+        return status
+
+
+class OvertakenDraw(Scene):
+    """The ring turns between a draw and the copy of its rows."""
+
+    def play(self, start):
+        fault = Fault("draw.drawn", stop=True)
+        with start(live, self.lives, self.buffer, self.new_index(), faults=[fault]) as process:
+            if await_stop(process):
+                self.turn_the_ring()
+                process.signal(signal.SIGCONT)
+            return process.wait()
+
+
+class RowsThatComeDuringAnAbsorption(Scene):
+    """An explorer's row is committed when its slot has been looked at, and that of the next one has not."""
+
+    def play(self, start):
+        index = self.new_index() + 1  # one that writes whole episodes
+        fault = Fault("append.busy", stop=True)
+        with faulty(self.lives.write, self.buffer, index, faults=[fault]) as explorer:
+            assert await_stop(explorer)
+            fault = Fault("sync.done", stop=True)
+            with start(len, self.buffer, faults=[fault]) as process:
+                stopped = await_stop(process)
+                explorer.signal(signal.SIGCONT)
+                assert explorer.wait() == 0
+                if stopped:
+                    process.signal(signal.SIGCONT)
+                return process.wait()
+
+
+def wait_for_others(lives, buffer, first):
+    """Waits for rows, and then for room."""
+    with contextlib.suppress(tr.ReplayTimeout):
+        buffer.sample(BATCH, timeout=0)
+    buffer._segment.wait_rows(1)
+    for index in range(first, first + 2):
+        lives.write(buffer, index)
+
+
+class Waits(Scene):
+    """A limiter makes it wait for others."""
+
+    LIMITER = tr.SamplesPerInsert(1.0, 8, 0.5)
+
+    def perform(self, start):
+        with start(wait_for_others, self.lives, self.buffer, self.new_index()) as process:
+            return self.attend(process)
+
+    def attend(self, process):
+        """Draws as long as somebody waits for it."""
+        while process.is_running():
+            if self.buffer._segment.census(True)["waiting"]:
+                with contextlib.suppress(tr.ReplayTimeout):
+                    self.buffer.sample(4, timeout=0)
+        return process.wait()
+
+    def check(self):
+        assert self.buffer.stats().writers == 0, "a dead writer counts as alive"
+        self.lives.check(self.buffer, self.indices)
+        with Forked(self.lives.write, self.buffer, self.new_index()) as explorer:
+            assert self.attend(explorer) == 0
+        self.lives.check(self.buffer, self.indices)
+
+
+class LongAbsorption(Scene):
+    """So many rows that others may take the lock in between."""
+
+    ROWS = 5000
+
+    def __init__(self, name):
+        self.stamps = np.arange(self.ROWS)
+        self.buffer = tr.ReplayBuffer({"stamp": tr.Field((), torch.int64)}, self.ROWS, seed=0)
+
+    def perform(self, start):
+        self.buffer.extend(stamp=self.stamps)
+        with start(len, self.buffer) as process:
+            return process.wait()
+
+    def check(self):
+        batch = self.buffer.gather(self.stamps)
+        assert torch.equal(batch["stamp"], torch.from_numpy(self.stamps))
+        assert self.buffer.stats().drawable == self.ROWS
+
+
+class Stop(Scene):
+    def perform(self, start):
+        with start(self.buffer.stop) as process:
+            return process.wait()
+
+    def check(self):
+        assert self.buffer.stopped
+        with pytest.raises(tr.Stopped):
+            self.buffer.sample(1)
+
+
+class Load(Scene):
+    """Of a checkpoint, which stays as it is."""
+
+    def perform(self, start):
+        self.turn_the_ring()
+        self.directory = tempfile.TemporaryDirectory()
+        self.buffer.save(self.directory.name)
+        with start(tr.ReplayBuffer.load, self.directory.name) as process:
+            return process.wait()
+
+    def check(self):
+        self.buffer = tr.ReplayBuffer.load(self.directory.name)
+        super().check()
+
+
+class Publication(Scene):
+    """Weights on their way to the explorers."""
+
+    def __init__(self, name):
+        self.module = torch.nn.Linear(100, 100)
+        self.weights = tr.SharedWeights(self.module)
+        self.publish(1.0)
+
+    def publish(self, value):
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                parameter.fill_(value)
+        self.weights.publish(self.module)
+
+    def pulled(self):
+        """The weights there are, which are those of one publication."""
+        module = torch.nn.Linear(100, 100)
+        assert self.weights.pull(module)
+        values = torch.cat([parameter.detach().flatten() for parameter in module.parameters()]).unique()
+        assert len(values) == 1, "weights of two publications"
+        return values.item()
+
+    def perform(self, start):
+        with start(self.publish, 2.0) as process:
+            return process.wait()
+
+    def check(self):
+        assert self.pulled() in (1.0, 2.0)
+        self.publish(3.0)
+        assert self.pulled() == 3.0
+
+
+OF_ROWS = {
+    "in a sound buffer": Scene,
+    "after a death in an absorption": after_a_death_at("adopt.rows"),
+    "after a death in an update": after_a_death_at("tree.totals"),
+    "after a death with a ticket": after_a_death_at("append.ticket"),
+    "after a death in a row": after_a_death_at("append.header"),
+    "beside a stopped explorer": BesideAStoppedExplorer,
+    "in an overtaken draw": OvertakenDraw,
+    "in waits": Waits,
+    "in a load": Load,
+    "in a long absorption": LongAbsorption,
+    "in a stop": Stop,
+    "in a publication": Publication,
+}
+OF_TRAJECTORIES = {
+    **dict(itertools.islice(OF_ROWS.items(), 9)),
+    "when rows come during an absorption": RowsThatComeDuringAnAbsorption,
+}
+
+
+def scenes_of(name):
+    return OF_ROWS if name == "rows" else OF_TRAJECTORIES
