@@ -4,9 +4,10 @@ from .batch import ReplayBatch
 from .buffer import ReplayBuffer
 from .checking import CheckReport, check
 from .dataset import ReplayDataset
-from .errors import AttachError, CheckpointError, ReplayTimeout, Stopped, WouldBlockForever
+from .errors import AttachError, CheckpointError, LearnerLost, ReplayTimeout, Stopped, WouldBlockForever
 from .hindsight import Hindsight
 from .laber import LaBER
+from .learners import Learners
 from .limiters import MinSize, SamplesPerInsert
 from .mixing import MixedDataset
 from .priorities import sequence_priority
@@ -31,6 +32,8 @@ __all__ = [
     "Handle",
     "Hindsight",
     "LaBER",
+    "LearnerLost",
+    "Learners",
     "Linear",
     "MinSize",
     "MixedDataset",

@@ -17,5 +17,9 @@ class AttachError(RuntimeError, ConnectionError):
     """A handle cannot be attached: its owner is gone, on another machine, of another user, or another version."""
 
 
+class LearnerLost(RuntimeError):
+    """Another rank, that learned from the same buffer, died or failed. The text names it and its process."""
+
+
 class CheckpointError(ValueError):
     """A saved buffer, or one in a file, is missing, damaged, or of another version."""

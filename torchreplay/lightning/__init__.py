@@ -9,8 +9,9 @@ The module receives a `ReplayBatch` and returns `{"loss": loss, "td_error": td}`
 Both `pytorch_lightning` and `lightning.pytorch` trainers take these classes.
 """
 
+from ..explorers import Explorers
 from .checkpoint import ReplayCheckpoint
-from .datamodule import Explorers, ReplayDataModule
+from .datamodule import ReplayDataModule
 from .feedback import PriorityFeedback
 from .monitor import ReplayMonitor
 from .publisher import WeightPublisher

@@ -22,7 +22,8 @@ class ReplayCheckpoint(Callback):
     """Saves the replay buffer beside every checkpoint, as `<checkpoint>.replay`, and restores it on `ckpt_path`.
 
     The checkpoint itself stays small. Whoever removes a checkpoint, such as a `ModelCheckpoint` that keeps the best,
-    removes the buffer beside it. On several ranks only the first saves.
+    removes the buffer beside it. On several ranks only the first saves. A sharded checkpoint (FSDP's `"sharded"`
+    states) does not go through the Trainer's `checkpoint_io` and has no buffer beside it: call `buffer.save` yourself.
 
     A `fit(..., ckpt_path=...)` fills the buffer before its explorers start; it must not hold rows of its own. A
     checkpoint without a buffer beside it leaves the buffer empty.
