@@ -29,7 +29,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from torchreplay.lightning import PriorityFeedback, ReplayDataModule, WeightPublisher
+from torchreplay.lightning import PriorityFeedback, ReplayDataModule, WeightPublisher, datamodule
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 
@@ -173,7 +173,7 @@ import json, os, signal, sys
 from pathlib import Path
 import pytorch_lightning as lightning
 from lightning_learner import QUIET, filled_buffer, make_learner
-from torchreplay.lightning import PriorityFeedback, ReplayDataModule, WeightPublisher
+from torchreplay.lightning import PriorityFeedback, ReplayDataModule, WeightPublisher, datamodule
 import torchreplay as tr
 
 made = []
@@ -276,3 +276,27 @@ def test_a_data_module_goes_to_spawned_ranks_by_pickle():
     data.setup("fit")
     assert next(iter(data.train_dataloader()))["key"].shape == (8,)
     data.teardown("fit")
+
+
+class Joined:
+    """What a stream knows of the ranks beside its own."""
+
+    several = True
+
+    def __init__(self, leads):
+        self.leads = leads
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_batches_that_rank_0_had_drawn_ahead_come_back_on_rank_0_alone(leads):
+    buffer = filled_buffer()
+    saved = tr.ReplayDataset(buffer, 8)
+    next(iterator := iter(saved))
+    state = saved.state_dict()
+    iterator.close()
+    stream = datamodule._Stream(buffer, 8)
+    stream.learners = Joined(leads)
+    stream.load_state_dict(state)
+    first = next(resumed := iter(stream))["key"]
+    assert torch.equal(first, state["drawn"][0]["key"]) == leads
+    resumed.close()

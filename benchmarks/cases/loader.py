@@ -64,13 +64,13 @@ def measure_loader(plan: Plan) -> Iterator[Line]:
 
 
 def _waiting(peer: TorchreplayPeer, plan: Plan) -> Line:
-    """Returns the share of its time that a learner waits for batches, while an explorer writes."""
+    """Returns the share of its time that a learner spends in asking for batches, while an explorer writes."""
     share: dict[str, list[float]] = {OURS: [], INLINE: []}
     with _explorer(peer):
         for _ in range(plan.contest_rounds):
             for name, prefetch in ((OURS, 2), (INLINE, 0)):
-                loader = DataLoader(tr.ReplayDataset(peer.buffer, BATCH_SIZE, prefetch=prefetch), batch_size=None)
-                share[name].append(_share_waited(iter(loader), plan.contest_seconds))
+                dataset = tr.ReplayDataset(peer.buffer, BATCH_SIZE, prefetch=prefetch)
+                share[name].append(_share_waited(iter(dataset), plan.contest_seconds))
     name = f"waits, steps of {STEP * 1e3:g} ms, an explorer writes"
     return Line("loader", name, "%", {name: [100 * value for value in values] for name, values in share.items()})
 
