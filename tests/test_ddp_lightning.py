@@ -294,6 +294,7 @@ def test_batches_that_rank_0_had_drawn_ahead_come_back_on_rank_0_alone(leads):
     next(iterator := iter(saved))
     state = saved.state_dict()
     iterator.close()
+    buffer.update_priorities(torch.arange(4), [1e6] * 4)  # a draw of now gives others than one of then
     stream = datamodule._Stream(buffer, 8)
     stream.learners = Joined(leads)
     stream.load_state_dict(state)
