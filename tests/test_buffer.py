@@ -91,7 +91,9 @@ def test_stats_count_what_was_done_by_anyone():
     assert buffer.stats() == tr.Stats(
         **dict.fromkeys(("size", "drawable", "inserted", "sampled", "draws", "updated", "stale_updates"), 0),
         **dict.fromkeys(("unready_updates", "redraws", "writers", "learners", "rows_written", "dropped_rows"), 0),
-        **dict.fromkeys(("samples_per_insert", "priority_total", "priority_min", "insert_wait", "sample_wait"), 0.0),
+        **dict.fromkeys(
+            ("staleness", "samples_per_insert", "priority_total", "priority_min", "insert_wait", "sample_wait"), 0.0
+        ),
         **dict.fromkeys(("insert_wait_share", "sample_wait_share"), 0.0),
         capacity=10,
         nbytes=buffer.nbytes,

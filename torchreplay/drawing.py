@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import _C
-from .arguments import checked_int
+from .arguments import checked_int, checked_kind
 from .batch import ReplayBatch
 from .config import Config
 from .errors import Stopped
@@ -24,27 +24,46 @@ class Drawing:
     _nonce: int
     _finish: Callable[[dict[str, Any]], None] | None
 
-    def sample(self, batch_size: int, beta: Schedule | None = None, timeout: float | None = None) -> ReplayBatch:
+    def sample(
+        self,
+        batch_size: int,
+        beta: Schedule | None = None,
+        timeout: float | None = None,
+        *,
+        out: ReplayBatch | None = None,
+    ) -> ReplayBatch:
         """Draws a batch, stratified and with replacement; waits until the limiter admits it.
 
         Args:
             batch_size: Number of items, B.
             beta: Exponent of the weights, instead of the sampler's own: a number, or a schedule of the batches drawn.
             timeout: Seconds to wait at most, for rows and for the lock; None: as long as someone is left who may write.
+            out: A batch of as many items, whose tensors are overwritten: contiguous and on the CPU, such as those that
+                `sample` returned before, page-locked or not. What a `Hindsight` view computes are new tensors.
 
         Returns:
             The fields, each `[B, *shape]`, with `key` int64 `[B]`, `weight` and `probability` float32 `[B]`. The memory
-            is the batch's own.
+            is the batch's own, or that of `out`, which is returned.
 
         Raises:
-            ValueError: `batch_size` is below 1 or too large, or beta is negative.
+            ValueError: `batch_size` is below 1 or too large, beta is negative, or a tensor of `out` does not fit; then
+                nothing is drawn. After another error `out` holds parts of items.
             ReplayTimeout: The timeout passed; the text says what for, or which process holds the lock.
             WouldBlockForever: Too few rows, and nobody is left to write more.
             Stopped: The buffer was stopped.
         """
-        return self._draw(batch_size, beta, timeout, Wait)
+        if out is not None:
+            checked_kind("out", out, out, (ReplayBatch,))
+        return self._draw(batch_size, beta, timeout, Wait, out)
 
-    def _draw(self, batch_size: int, beta: Schedule | None, timeout: float | None, waiting: type[Wait]) -> ReplayBatch:
+    def _draw(
+        self,
+        batch_size: int,
+        beta: Schedule | None,
+        timeout: float | None,
+        waiting: type[Wait],
+        out: ReplayBatch | None = None,
+    ) -> ReplayBatch:
         """Does what `sample` does, waiting as `waiting` does."""
         if batch_size.__class__ is not int or not 0 < batch_size <= MAX_BATCH:
             batch_size = checked_int("batch_size", batch_size, 1, MAX_BATCH)
@@ -54,11 +73,11 @@ class Drawing:
         elif beta is not None:
             exponent = value_of(exponent, 0)
         wait = None if timeout is None else waiting(self._segment, timeout)
-        result = self._segment.sample(batch_size, exponent, NEVER if wait is None else wait.deadline_ns)
+        result = self._segment.sample(batch_size, exponent, NEVER if wait is None else wait.deadline_ns, out)
         if result.__class__ is not ReplayBatch:
             wait = wait or waiting(self._segment, None)
             try:
-                result = self._sample_waiting(result, batch_size, exponent, wait)
+                result = self._sample_waiting(result, batch_size, exponent, wait, out)
             except BaseException:
                 self._segment.withdraw()  # or writers would go on running ahead for a learner that gave up
                 raise
@@ -91,11 +110,13 @@ class Drawing:
             self._finish(batch)
         return batch
 
-    def _sample_waiting(self, result: Any, batch_size: int, beta: float, wait: Wait) -> ReplayBatch:
+    def _sample_waiting(
+        self, result: Any, batch_size: int, beta: float, wait: Wait, out: ReplayBatch | None
+    ) -> ReplayBatch:
         while result.__class__ is not ReplayBatch:
             self._check_shortage(result, batch_size, wait)
             self._segment.wait_rows(wait.slice_ns())
-            result = self._segment.sample(batch_size, beta, wait.deadline_ns)
+            result = self._segment.sample(batch_size, beta, wait.deadline_ns, out)
         return result
 
     def _check_shortage(self, result: Any, batch_size: int, wait: Wait) -> None:

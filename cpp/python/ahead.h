@@ -27,8 +27,9 @@ class AheadState {
     s.become_learner();
     if (!engine_) engine_ = attached_->draw_ahead();
     Ordered o{std::make_unique<BatchBuilder>(attached_->outputs(), batch_size_), s.next_draw, beta};
-    Order order{batch_size_, beta, o.name, {}, o.builder->threads()};
+    Order order{batch_size_, beta, o.name, {}};
     o.builder->point(order.out);
+    order.threads = threads_for(order.out);
     orders_.push_back(std::move(o));
     engine_->order(std::move(order));
     s.next_draw.step++;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attached.h"
+#include "given.h"
 
 namespace torchreplay::py::segment {
 
@@ -15,13 +16,22 @@ inline std::unique_ptr<BatchSampler> take_sampler(SegmentState& s, const Attache
   return sampler;
 }
 
-inline PyObject* make_batch(SegmentState& s, BatchBuilder& builder) {
+// key, weight and probability.
+inline PyObject* const* reserved_names() {
   static PyObject* const names[] = {interned("key"), interned("weight"), interned("probability")};
+  return names;
+}
+
+inline void sign(SegmentState& s, PyObject* batch) {
   static PyObject* const source = interned("source");
+  if (PyObject_SetAttr(batch, source, s.nonce.get())) throw PythonError{};
+}
+
+inline PyObject* make_batch(SegmentState& s, BatchBuilder& builder) {
   Ref batch(checked(PyObject_CallNoArgs(s.batch_type.get())));
-  if (PyObject_SetAttr(batch.get(), source, s.nonce.get())) throw PythonError{};
+  sign(s, batch.get());
   builder.fill(batch.get());
-  builder.fill_reserved(batch.get(), names);
+  builder.fill_reserved(batch.get(), reserved_names());
   return batch.release();
 }
 
@@ -34,39 +44,54 @@ inline PyObject* explain(Draw outcome, const Shortage& shortage) {
                                                                  : "lapped"));
 }
 
-// sample(n, beta, deadline) -> batch, or what explain() says.
+// Draws into `pointers`, once, as far as the limiter admits it.
+inline Draw draw(SegmentState& s, int n, double beta, const Patience& patience, const BatchPointers& pointers,
+                 int threads, Shortage& shortage) {
+  const std::shared_ptr<Attached> attached = s.attached;  // close() may run in another thread meanwhile
+  s.become_learner();
+  attached->settle(patience.deadline);
+  std::unique_ptr<BatchSampler> sampler = take_sampler(s, *attached);
+  sampler->set_threads(threads);
+  const DrawName name = s.next_draw;
+  s.next_draw.step++;
+  Draw outcome;
+  try {
+    const WithoutGil unlocked;
+    s.seen_rows_signal = attached->memory->header().rows_signal.load(std::memory_order_acquire);
+    outcome = sampler->sample(n, beta, name, pointers, shortage, patience);
+    if (sampler->pending()) reclaim_dead(*attached->memory);
+  } catch (const StoppedMeanwhile&) {
+    outcome = Draw::kStopped;
+  }
+  if (s.attached) s.samplers.push_back(std::move(sampler));
+  if (outcome != Draw::kDone && s.next_draw.step == name.step + 1) s.next_draw.step = name.step;  // nothing was drawn
+  return outcome;
+}
+
+// sample(n, beta, deadline, out) -> batch, which is `out` unless that is None, or what explain() says.
 inline PyObject* sample(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
   return guarded([&] {
-    expect_args("sample", nargs, 3);
+    expect_args("sample", nargs, 4);
     auto& s = state_of<SegmentState>(self);
     const auto n = static_cast<int>(as_int(args[0]));
     const double beta = as_double(args[1]);
     const Patience patience{as_int(args[2]), true};
-    const std::shared_ptr<Attached> attached = s.attached;  // close() may run in another thread meanwhile
+    const std::shared_ptr<Attached> attached = s.attached;
     s.memory();
-    s.become_learner();
-    attached->settle(patience.deadline);
-    std::unique_ptr<BatchSampler> sampler = take_sampler(s, *attached);
-    const DrawName name = s.next_draw;
-    s.next_draw.step++;
-    BatchBuilder builder(attached->outputs(), n);
     BatchPointers pointers;
-    builder.point(pointers);
-    sampler->set_threads(builder.threads());
     Shortage shortage;
-    Draw outcome;
-    try {
-      const WithoutGil unlocked;
-      s.seen_rows_signal = attached->memory->header().rows_signal.load(std::memory_order_acquire);
-      outcome = sampler->sample(n, beta, name, pointers, shortage, patience);
-      if (sampler->pending()) reclaim_dead(*attached->memory);
-    } catch (const StoppedMeanwhile&) {
-      outcome = Draw::kStopped;
+    if (args[3] == Py_None) {
+      BatchBuilder builder(attached->outputs(), n);
+      builder.point(pointers);
+      const Draw outcome = draw(s, n, beta, patience, pointers, threads_for(pointers), shortage);
+      return outcome == Draw::kDone ? make_batch(s, builder) : explain(outcome, shortage);
     }
-    if (s.attached) s.samplers.push_back(std::move(sampler));
-    if (outcome == Draw::kDone) return make_batch(s, builder);
-    if (s.next_draw.step == name.step + 1) s.next_draw.step = name.step;  // nothing was drawn
-    return explain(outcome, shortage);
+    GivenBatch given(attached->outputs(), n, args[3], reserved_names());
+    given.point(pointers);
+    const Draw outcome = draw(s, n, beta, patience, pointers, threads_for(pointers), shortage);
+    if (outcome != Draw::kDone) return explain(outcome, shortage);
+    sign(s, args[3]);
+    return Py_NewRef(args[3]);
   });
 }
 
@@ -105,7 +130,7 @@ inline PyObject* gather(PyObject* self, PyObject* const* args, Py_ssize_t nargs)
     BatchBuilder builder(attached->outputs(), n);
     BatchPointers pointers;
     builder.point(pointers);
-    sampler->set_threads(builder.threads());
+    sampler->set_threads(threads_for(pointers));
     int found;
     {
       WithoutGil unlocked;

@@ -43,6 +43,15 @@ PyObject* make_tensor(void* data, Element element, int dims, const int64_t* shap
 // torch.get_num_threads.
 inline PyObject* get_num_threads = nullptr;
 
+// Threads that may copy a batch: as many as torch may use for one operation, when there is enough to do.
+inline int threads_for(const BatchPointers& out) {
+  constexpr uint64_t kSharedBytes = uint64_t{1} << 20;
+  constexpr int64_t kMaxThreads = 16;
+  if (out.bytes < kSharedBytes) return 1;
+  const Ref n(checked(PyObject_CallNoArgs(get_num_threads)));
+  return static_cast<int>(std::clamp<int64_t>(as_int(n.get()), 1, kMaxThreads));
+}
+
 struct BlockOwner {
   explicit BlockOwner(Block* b) : block(b) {}
   BlockOwner(BlockOwner&& other) noexcept : block(std::exchange(other.block, nullptr)) {}
@@ -83,13 +92,6 @@ class BatchBuilder {
     out.probability = reinterpret_cast<float*>(at(n + 2));
   }
 
-  // Threads that may fill it: as many as torch may use for one operation, when there is enough to do.
-  int threads() const {
-    if (value_bytes_ < kSharedBytes) return 1;
-    const Ref n(checked(PyObject_CallNoArgs(get_num_threads)));
-    return static_cast<int>(std::clamp<int64_t>(as_int(n.get()), 1, kMaxThreads));
-  }
-
   // Hands out the first n items only.
   void shrink(int64_t n) { n_ = n; }
 
@@ -106,9 +108,6 @@ class BatchBuilder {
   }
 
  private:
-  static constexpr size_t kSharedBytes = size_t{1} << 20;
-  static constexpr int64_t kMaxThreads = 16;
-
   char* at(size_t output) const { return block_->data() + offsets_[output]; }
 
   PyObject* make(size_t output, Element element, int dims, const int64_t* shape) {

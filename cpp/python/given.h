@@ -1,0 +1,81 @@
+// `out=`: a batch into tensors that the user has.
+#pragma once
+
+#include "tensors.h"
+
+namespace torchreplay::py {
+
+class GivenBatch {
+ public:
+  // `dict` has a tensor for every output, and for key, weight and probability (`reserved`: their names). Throws
+  // std::invalid_argument that names the first one that a batch of n items cannot be written to.
+  GivenBatch(const Fields& fields, int64_t n, PyObject* dict, PyObject* const* reserved)
+      : views_(fields.specs.size() + 3), n_(n) {
+    const size_t outputs = fields.specs.size();
+    open_level(fields, fields.tree, dict, "");
+    constexpr Element elements[] = {Element::kI64, Element::kF32, Element::kF32};
+    for (size_t i = 0; i < 3; i++) open(dict, reserved[i], text_of(reserved[i]), elements[i], {}, views_[outputs + i]);
+    for (const FieldSpec& f : fields.specs) bytes_ += f.nbytes * static_cast<uint64_t>(n);
+  }
+
+  void point(BatchPointers& out) {
+    const size_t n = views_.size() - 3;
+    out.values.resize(n);
+    for (size_t o = 0; o < n; o++) out.values[o] = data(o);
+    out.bytes = bytes_;
+    out.keys = reinterpret_cast<int64_t*>(data(n));
+    out.weight = reinterpret_cast<float*>(data(n + 1));
+    out.probability = reinterpret_cast<float*>(data(n + 2));
+  }
+
+ private:
+  char* data(size_t output) const { return const_cast<char*>(views_[output].array.data); }
+
+  void open_level(const Fields& fields, const std::vector<Node>& level, PyObject* dict, const std::string& above) {
+    for (const Node& node : level) {
+      const std::string path = above + text_of(node.name);
+      if (node.field < 0) {
+        PyObject* inner = PyDict_GetItemWithError(dict, node.name);
+        if (!inner && PyErr_Occurred()) throw PythonError{};
+        if (!inner || !PyDict_Check(inner)) refuse(path, inner ? "no dict" : "missing");
+        open_level(fields, node.children, inner, path + "/");
+      } else {
+        const FieldSpec& spec = fields.specs[static_cast<size_t>(node.field)];
+        open(dict, node.name, path, spec.element, spec.shape, views_[static_cast<size_t>(node.field)]);
+      }
+    }
+  }
+
+  void open(PyObject* dict, PyObject* name, const std::string& path, Element element, const std::vector<int64_t>& shape,
+            ArrayView& view) const {
+    PyObject* tensor = PyDict_GetItemWithError(dict, name);
+    if (!tensor && PyErr_Occurred()) throw PythonError{};
+    if (!tensor) refuse(path, "missing");
+    if (!is_tensor(tensor)) refuse(path, std::string("a ") + text_of_type(tensor));
+    if (!view.open(tensor)) refuse(path, view.problem);
+    const StridedArray& a = view.array;
+    std::string expected = std::string(element_name(element)) + " of shape (" + std::to_string(n_) + ",";
+    for (int64_t size : shape) expected += " " + std::to_string(size) + ",";
+    if (!shape.empty()) expected.pop_back();
+    bool fits = a.element == element && a.dims == 1 + static_cast<int>(shape.size()) && a.shape[0] == n_;
+    for (size_t d = 0; fits && d < shape.size(); d++) fits = a.shape[d + 1] == shape[d];
+    if (!fits) refuse(path, "not " + expected + ")");
+    if (!is_dense(a, 0)) refuse(path, "not contiguous");
+  }
+
+  [[noreturn]] static void refuse(const std::string& path, const std::string& why) {
+    throw std::invalid_argument("out cannot take the batch: '" + path + "' is " + why +
+                                "; give a batch that sample() returned, of the same size");
+  }
+
+  static std::string text_of_type(PyObject* o) {
+    const Ref name(checked(PyObject_GetAttrString(reinterpret_cast<PyObject*>(Py_TYPE(o)), "__name__")));
+    return text_of(name.get());
+  }
+
+  std::vector<ArrayView> views_;
+  int64_t n_;
+  uint64_t bytes_ = 0;
+};
+
+}  // namespace torchreplay::py
