@@ -1,25 +1,25 @@
 """How close drawing a batch of Atari rows comes to a plain copy of as many bytes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 
-from benchmarks.copies import PLACES, copies, draws_beside_copies, repeat
+from benchmarks.copies import MICROSECONDS, PLACES, copies, draws_beside_copies, repeat
 from benchmarks.line import OURS, Line
 from benchmarks.machine import require_memory
 from benchmarks.peers.torchreplay import TorchreplayPeer
 from benchmarks.plan import Plan
-from benchmarks.timing import Candidate
+from benchmarks.timing import Candidate, interleave
 from benchmarks.workload import ATARI
 
 BATCH_SIZE = 256
+ONE = "one thread"
 
 
 def measure_gather(plan: Plan) -> Iterator[Line]:
-    """Yields the time of a draw, of copies of the same bytes from the same memory, and their quotients.
-
-    All of them run in one thread.
+    """Yields the time of a draw, of copies of the same bytes from the same memory, and their quotients, all in one
+    thread; and the time of a draw by two threads.
     """
     capacity = plan.capacity(ATARI.capacity)
     require_memory(capacity * ATARI.row_bytes, "Atari rows of one buffer")
@@ -29,8 +29,23 @@ def measure_gather(plan: Plan) -> Iterator[Line]:
         candidates = _candidates(peer, capacity)
         draw = f"sample {BATCH_SIZE}, {BATCH_SIZE * ATARI.row_bytes / 1e6:.1f} MB"
         yield from draws_beside_copies("gather", draw, "fraction", candidates, plan)
+        by_threads = [Candidate(OURS, _draws(peer, threads=2)), Candidate(ONE, _draws(peer, threads=1))]
+        seconds = interleave(by_threads, plan)
+        micros = {name: [value * MICROSECONDS for value in values] for name, values in seconds.items()}
+        yield Line("gather", f"sample {BATCH_SIZE}, two threads", "us", micros)
     finally:
         peer.close()
+
+
+def _draws(peer: TorchreplayPeer, threads: int) -> Callable[[int], None]:
+    def run(n: int) -> None:
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        for _ in range(n):
+            peer.sample(BATCH_SIZE)
+        torch.set_num_threads(before)
+
+    return run
 
 
 def _candidates(peer: TorchreplayPeer, capacity: int) -> list[Candidate]:
