@@ -33,7 +33,12 @@ class DrawAhead {
   // object.
   DrawAhead(SegmentMemory& m, const ItemPlan* plan, std::atomic<int>& undrawn)
       : memory_(m), plan_(plan), undrawn_(undrawn) {}
-  ~DrawAhead() { close(); }
+  ~DrawAhead() {
+    try {
+      close();
+    } catch (...) {  // a lock table that cannot be read: the limiter takes the draws for made
+    }
+  }
   DrawAhead(const DrawAhead&) = delete;
 
   // False in a forked child, which has not got the thread. Nothing else may be called there, not even the destructor:
@@ -107,15 +112,17 @@ class DrawAhead {
     futex_signal(memory_.header().rows_signal);
     pthread_join(thread_, nullptr);
     running_ = false;
-    take_back();
-    undrawn_.fetch_sub(static_cast<int>(orders_.size() - done_), std::memory_order_relaxed);
+    uint64_t items = 0;
+    for (size_t i = 0; i < done_; i++) items += static_cast<uint64_t>(orders_[i].n);
+    const uint64_t draws = std::exchange(done_, 0);
+    undrawn_.fetch_sub(static_cast<int>(orders_.size() - draws), std::memory_order_relaxed);
     orders_.clear();
-    done_ = 0;
+    if (draws || short_) take_back(draws, items);
   }
 
  private:
-  // To wake a thread takes the learner as long as a fifth of a draw, or all of it. So the drawing thread wakes by
-  // itself, a little after the time when the next order should be there, if learner's steps are of such a length.
+  // To wake a thread takes the learner as long as half a draw, or all of it. So the drawing thread wakes by itself, a
+  // little after the time when the next order should be there, where a learner's steps are of such a length.
   static constexpr int64_t kMinDoze = 200'000, kMaxDoze = 5'000'000;
 
   void wait(std::unique_lock<std::mutex>& lock, int64_t ns) {
@@ -135,21 +142,20 @@ class DrawAhead {
     bool news = true;   // nobody was told
   };
 
-  // Without the memory's lock, when that does not come free: the limiter then takes the draws for made.
-  void take_back() {
+  // Draws that have not happened, and the demand of the one that waited. Where the memory's lock does not come free
+  // they stay counted.
+  void take_back(uint64_t draws, uint64_t items) {
     static const std::atomic<bool> patient{false};
-    const auto* before = std::exchange(unwanted, &patient);  // a signal is no reason to leave them counted
-    uint64_t untaken = 0;
-    for (size_t i = 0; i < done_; i++) untaken += static_cast<uint64_t>(orders_[i].n);
-    if (untaken || short_) try {
-        const Locked lock(memory_, {.deadline = monotonic_ns() + kSliceNs});
-        Header& h = memory_.header();
-        h.sampled -= untaken;
-        h.draws.fetch_sub(done_, std::memory_order_relaxed);
-        h.demand = 0;  // or writers would go on running ahead for a learner that does not come
-        publish_limit(memory_);
-      } catch (const LockTimeout&) {
-      }
+    const auto* before = std::exchange(unwanted, &patient);  // a signal is no reason to leave them
+    try {
+      const Locked lock(memory_, {.deadline = monotonic_ns() + kSliceNs});
+      Header& h = memory_.header();
+      h.sampled -= items;
+      h.draws.fetch_sub(draws, std::memory_order_relaxed);
+      h.demand = 0;  // or writers would go on running ahead for a learner that does not come
+      publish_limit(memory_);
+    } catch (const LockTimeout&) {
+    }
     unwanted = before;
   }
 

@@ -17,7 +17,12 @@ class AheadState {
   AheadState(PyObject* segment, int n) : owner_(Ref::borrow(segment)), attached_(draws().attached), batch_size_(n) {
     draws().memory();
   }
-  ~AheadState() { close(); }
+  ~AheadState() {
+    try {
+      close();
+    } catch (...) {  // the thread has ended; nobody is left to be told
+    }
+  }
   AheadState(const AheadState&) = delete;
 
   void order(double beta) {
