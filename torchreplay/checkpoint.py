@@ -41,8 +41,8 @@ AT_A_TIME = 2
 """Files written or read at a time: while one waits for the disk, the other is copied and its checksum computed."""
 PIECE = 2 << 20
 """Bytes given to the disk at a time."""
-ANNOUNCED = 16
-"""Files that the system is asked to fetch before they are read."""
+ANNOUNCED = 64
+"""Files that the system is asked to fetch before they are read: while memory for the rows is made, too."""
 MAX_DESCRIPTION = 64 << 20
 MAX_COUNT = (1 << 64) - 1
 SHARD_NAME = re.compile(r"rows-[0-9a-f]+/[0-9]+\.safetensors")

@@ -54,6 +54,7 @@ class BatchStream:
         self._again = drawn
         self._ahead: _C.DrawAhead | None = None
         self._ordered = 0  # and not taken
+        self._steady = False  # `prefetch` batches are ordered: one more, and one is taken
         self._beta = buffer._config.sampler.beta
         self._others = self._segment.draws - self._segment.step  # draws of this and other processes before
 
@@ -67,15 +68,21 @@ class BatchStream:
             StopIteration: There were `count`.
             ReplayTimeout, WouldBlockForever, Stopped: As `sample` does.
         """
-        if self._left is not None and self._left <= 0:
+        batch: ReplayBatch | None = None
+        left = self._left
+        if self._steady and (left is None or left > self._prefetch):
+            batch = self._order_and_take()
+        elif left is not None and left <= 0:
             self.close()
             raise StopIteration
-        waiting, self._waiting = self._waiting, Wait
-        batch = self._next_again() if self._again else None
-        if batch is None:
-            batch = self._next_drawn(waiting)
-        if self._left is not None:
-            self._left -= 1
+        else:
+            waiting, self._waiting = self._waiting, Wait
+            if self._again:
+                batch = self._next_again()
+            if batch is None:
+                batch = self._next_drawn(waiting)
+        if left is not None:
+            self._left = left - 1
         return batch
 
     def drawn(self) -> list[dict[str, Any]]:
@@ -99,7 +106,7 @@ class BatchStream:
         """Ends the thread. What was drawn and is not handed out has not been drawn."""
         if self._ahead is not None:
             self._ahead.close()
-            self._ahead, self._ordered = None, 0
+            self._ahead, self._ordered, self._steady = None, 0, False
 
     def _next_again(self) -> ReplayBatch | None:
         if self._prefetch:
@@ -117,42 +124,50 @@ class BatchStream:
         if self._prefetch == 0:
             return self._buffer._draw(self._batch_size, None, self._timeout, waiting)
         ahead = self._order()
-        batch = ahead.take(0)
-        if batch.__class__ is not ReplayBatch:
-            batch = self._wait_for_batch(ahead, batch, waiting(self._segment, self._timeout))
+        batch = self._wait_for_batch(ahead, ahead.take(0), waiting)
         self._ordered -= 1
-        finish = self._buffer._finish
-        if finish is not None:
-            finish(batch)
+        self._steady = self._ordered == self._prefetch
         return batch
+
+    def _order_and_take(self) -> ReplayBatch:
+        """Does what `_next_drawn` does where there is one batch to order, in one native call."""
+        ahead, beta = self._ahead, self._beta
+        assert ahead is not None
+        batch = ahead.next(beta if beta.__class__ is float else self._next_beta())
+        return self._wait_for_batch(ahead, batch, Wait)
+
+    def _next_beta(self) -> float:
+        # As many batches were drawn as will have been when this one is: others may have drawn more meanwhile.
+        segment = self._segment
+        return value_of(self._beta, max(self._others + segment.step + self._ordered, segment.draws))
 
     def _order(self) -> _C.DrawAhead:
         """Has as many batches drawn as shall be ahead of the next one, and that."""
-        segment, beta = self._segment, self._beta
-        if segment.stopped:
+        if self._segment.stopped:
             raise Stopped("the replay buffer was stopped")
         if self._ahead is None:
-            self._ahead = _C.DrawAhead(segment, self._batch_size)
+            self._ahead = _C.DrawAhead(self._segment, self._batch_size)
         most = self._prefetch + 1 if self._left is None else min(self._left, self._prefetch + 1)
         while self._ordered + len(self._again) < most:
-            if beta.__class__ is float:
-                self._ahead.order(beta)
-            else:
-                # As many batches were drawn as will have been when this one is: others may have drawn more meanwhile.
-                draws = max(self._others + segment.step + self._ordered, segment.draws)
-                self._ahead.order(value_of(self._beta, draws))
+            self._ahead.order(self._next_beta())
             self._ordered += 1
         return self._ahead
 
-    def _wait_for_batch(self, ahead: _C.DrawAhead, result: Any, wait: Wait) -> ReplayBatch:
-        try:
-            while result.__class__ is not ReplayBatch:
-                if result is not None:
-                    self._buffer._check_shortage(result, self._batch_size, wait)
-                elif wait.expired:
-                    self._segment.refresh(wait.deadline_ns)  # says so if it is the lock that does not come free
-                    raise ReplayTimeout(f"no batch of {self._batch_size:,} within {self._timeout} s")
-                result = ahead.take(wait.slice_ns())
-        finally:
-            wait.end()
+    def _wait_for_batch(self, ahead: _C.DrawAhead, result: Any, waiting: type[Wait]) -> ReplayBatch:
+        """Returns `result`, or if that is no batch, the one that comes; it is finished."""
+        if result.__class__ is not ReplayBatch:
+            wait = waiting(self._segment, self._timeout)
+            try:
+                while result.__class__ is not ReplayBatch:
+                    if result is not None:
+                        self._buffer._check_shortage(result, self._batch_size, wait)
+                    elif wait.expired:
+                        self._segment.refresh(wait.deadline_ns)  # says so if it is the lock that does not come free
+                        raise ReplayTimeout(f"no batch of {self._batch_size:,} within {self._timeout} s")
+                    result = ahead.take(wait.slice_ns())
+            finally:
+                wait.end()
+        finish = self._buffer._finish
+        if finish is not None:
+            finish(result)
         return result

@@ -48,7 +48,9 @@ class AheadState {
     if (orders_.empty()) throw std::logic_error("nothing is ordered");
     std::optional<Shortage> shortage;
     Draw outcome;
-    {
+    if (ns == 0) {
+      outcome = engine_->take(0, shortage);
+    } else {
       const WithoutGil unlocked;
       outcome = engine_->take(ns, shortage);
     }
@@ -59,6 +61,13 @@ class AheadState {
     const std::unique_ptr<BatchBuilder> builder = std::move(orders_.front().builder);
     forget(1);
     return segment::make_batch(draws(), *builder);
+  }
+
+  // order() and take(0); "stopped" when the buffer is.
+  PyObject* next(double beta) {
+    if (draws().header().stopped.load(std::memory_order_relaxed)) return segment::explain(Draw::kStopped, {});
+    order(beta);
+    return take(0);
   }
 
   // [(step, keys, weight, probability)]: the batches that are drawn and not taken, as bytes.
@@ -150,6 +159,11 @@ inline PyObject* take(PyObject* self, PyObject* ns) {
   return guarded([&] { return state_of<AheadState>(self).take(as_int(ns)); });
 }
 
+// next(beta) -> what take(0) returns after order(beta), or "stopped" when the buffer is.
+inline PyObject* next(PyObject* self, PyObject* beta) {
+  return guarded([&] { return state_of<AheadState>(self).next(as_double(beta)); });
+}
+
 // drawn() -> [(step, keys, weight, probability)] of the batches drawn and not taken.
 inline PyObject* drawn(PyObject* self, PyObject*) {
   return guarded([&] { return state_of<AheadState>(self).drawn(); });
@@ -162,11 +176,9 @@ inline PyObject* close(PyObject* self, PyObject*) {
   });
 }
 
-inline PyMethodDef methods[] = {{"order", order, METH_O, nullptr},
-                                {"take", take, METH_O, nullptr},
-                                {"drawn", drawn, METH_NOARGS, nullptr},
-                                {"close", close, METH_NOARGS, nullptr},
-                                {nullptr, nullptr, 0, nullptr}};
+inline PyMethodDef methods[] = {{"order", order, METH_O, nullptr},      {"take", take, METH_O, nullptr},
+                                {"next", next, METH_O, nullptr},        {"drawn", drawn, METH_NOARGS, nullptr},
+                                {"close", close, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
 inline PyType_Slot slots[] = {{Py_tp_init, reinterpret_cast<void*>(init)},
                               {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<AheadState>)},
                               {Py_tp_methods, methods},
