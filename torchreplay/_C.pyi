@@ -101,6 +101,7 @@ class Segment:
     @property
     def limiter(self) -> tuple[int, float, float]: ...
     step: int
+    stream: int
 
 class DrawAhead:
     def __init__(self, segment: Segment, n: int, /) -> None: ...

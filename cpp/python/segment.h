@@ -360,6 +360,24 @@ inline int set_step(PyObject* self, PyObject* value, void*) {
   }));
 }
 
+inline PyObject* get_stream(PyObject* self, void*) {
+  return guarded([&] {
+    auto& s = state_of<SegmentState>(self);
+    s.memory();
+    s.become_learner();
+    return checked(PyLong_FromUnsignedLong(s.next_draw.stream));
+  });
+}
+inline int set_stream(PyObject* self, PyObject* value, void*) {
+  return as_status(guarded([&] {
+    auto& s = state_of<SegmentState>(self);
+    if (!value) throw std::invalid_argument("stream cannot be deleted");
+    s.become_learner();
+    s.next_draw.stream = static_cast<uint32_t>(as_uint(value));
+    return Py_NewRef(Py_None);
+  }));
+}
+
 inline PyMethodDef methods[] = {
     {"own", own, METH_NOARGS, nullptr},
     {"describe", describe_segment, METH_VARARGS, nullptr},
@@ -385,12 +403,13 @@ inline PyMethodDef methods[] = {
     {"close", close_segment, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 inline PyGetSetDef getset[] = {
-    {"stopped", stopped, nullptr, nullptr, nullptr},     {"closed", get_closed, nullptr, nullptr, nullptr},
-    {"text", get_text, nullptr, nullptr, nullptr},       {"fd", get_fd, nullptr, nullptr, nullptr},
-    {"nbytes", get_bytes, nullptr, nullptr, nullptr},    {"layout_hash", get_layout_hash, nullptr, nullptr, nullptr},
-    {"step", get_step, set_step, nullptr, nullptr},      {"draws", get_draws, nullptr, nullptr, nullptr},
-    {"seed", get_seed, nullptr, nullptr, nullptr},       {"limiter", get_limiter, nullptr, nullptr, nullptr},
-    {"in_file", get_in_file, nullptr, nullptr, nullptr}, {nullptr, nullptr, nullptr, nullptr, nullptr}};
+    {"stopped", stopped, nullptr, nullptr, nullptr},      {"closed", get_closed, nullptr, nullptr, nullptr},
+    {"text", get_text, nullptr, nullptr, nullptr},        {"fd", get_fd, nullptr, nullptr, nullptr},
+    {"nbytes", get_bytes, nullptr, nullptr, nullptr},     {"layout_hash", get_layout_hash, nullptr, nullptr, nullptr},
+    {"stream", get_stream, set_stream, nullptr, nullptr}, {"step", get_step, set_step, nullptr, nullptr},
+    {"draws", get_draws, nullptr, nullptr, nullptr},      {"seed", get_seed, nullptr, nullptr, nullptr},
+    {"limiter", get_limiter, nullptr, nullptr, nullptr},  {"in_file", get_in_file, nullptr, nullptr, nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
 inline PyType_Slot slots[] = {{Py_tp_init, reinterpret_cast<void*>(init)},
                               {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<SegmentState>)},
                               {Py_tp_methods, methods},
