@@ -4,8 +4,8 @@
 #include <Python.h>
 
 #include "checksum.h"
-#include "python/faults.h"
 #include "python/ahead.h"
+#include "python/faults.h"
 #include "python/segment.h"
 #include "python/streams.h"
 #include "python/weights.h"
