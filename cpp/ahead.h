@@ -94,11 +94,10 @@ class DrawAhead {
     return drawn_.wait_for(lock, std::chrono::nanoseconds(ns), [&] { return is_settled(); });
   }
 
-  // The orders that are drawn and not taken, the oldest first: each(order).
-  template <class Each>
-  void each_drawn(Each&& each) {
+  // The orders that are drawn and not taken, the oldest first.
+  std::vector<Order> drawn() {
     const std::lock_guard guard(mutex_);
-    for (size_t i = 0; i < done_; i++) each(orders_[i]);
+    return {orders_.begin(), orders_.begin() + static_cast<ptrdiff_t>(done_)};
   }
 
   // Ends the thread, and the draws that nobody took: they have not happened.
@@ -112,15 +111,31 @@ class DrawAhead {
     futex_signal(memory_.header().rows_signal);
     pthread_join(thread_, nullptr);
     running_ = false;
-    uint64_t items = 0;
-    for (size_t i = 0; i < done_; i++) items += static_cast<uint64_t>(orders_[i].n);
-    const uint64_t draws = std::exchange(done_, 0);
-    undrawn_.fetch_sub(static_cast<int>(orders_.size() - draws), std::memory_order_relaxed);
-    orders_.clear();
-    if (draws || short_) take_back(draws, items);
+    uint64_t draws, items = 0;
+    {
+      const std::lock_guard guard(mutex_);
+      for (size_t i = 0; i < done_; i++) items += static_cast<uint64_t>(orders_[i].n);
+      draws = std::exchange(done_, 0);
+      undrawn_.fetch_sub(static_cast<int>(orders_.size() - draws), std::memory_order_relaxed);
+      orders_.clear();
+    }
+    drawn_.notify_all();
+    if (draws || demanded_) take_back(draws, items);
   }
 
  private:
+  // Waits for the memory's lock are told no signal while it lives, and report nothing.
+  class Undisturbed {
+   public:
+    Undisturbed() : before_(std::exchange(unwanted, &never_)) {}
+    ~Undisturbed() { unwanted = before_; }
+    Undisturbed(const Undisturbed&) = delete;
+
+   private:
+    static inline const std::atomic<bool> never_{false};
+    const std::atomic<bool>* before_;
+  };
+
   // To wake a thread takes the learner as long as half a draw, or all of it. So the drawing thread wakes by itself, a
   // little after the time when the next order should be there, where a learner's steps are of such a length.
   static constexpr int64_t kMinDoze = 200'000, kMaxDoze = 5'000'000;
@@ -145,8 +160,7 @@ class DrawAhead {
   // Draws that have not happened, and the demand of the one that waited. Where the memory's lock does not come free
   // they stay counted.
   void take_back(uint64_t draws, uint64_t items) {
-    static const std::atomic<bool> patient{false};
-    const auto* before = std::exchange(unwanted, &patient);  // a signal is no reason to leave them
+    const Undisturbed here;  // a signal is no reason to leave them
     try {
       const Locked lock(memory_, {.deadline = monotonic_ns() + kSliceNs});
       Header& h = memory_.header();
@@ -156,7 +170,6 @@ class DrawAhead {
       publish_limit(memory_);
     } catch (const LockTimeout&) {
     }
-    unwanted = before;
   }
 
   void start() {
@@ -165,6 +178,7 @@ class DrawAhead {
     outcome_ = Draw::kDone;
     error_ = nullptr;
     short_.reset();
+    demanded_ = false;
     // Signals are for the threads that know what to do with them.
     sigset_t all, before;
     sigfillset(&all);
@@ -221,6 +235,7 @@ class DrawAhead {
       const Draw outcome =
           sampler.sample(order.n, order.beta, order.name, order.out, shortage, {.until_stopped = true});
       if (sampler.pending()) reclaim_dead(memory_);
+      demanded_ = outcome != Draw::kDone;
       if (outcome != Draw::kWait) return outcome;
       {
         const std::lock_guard guard(mutex_);
@@ -269,6 +284,7 @@ class DrawAhead {
   bool running_ = false;
   uint64_t generation_ = fork_generation.load(std::memory_order_relaxed);
   uint64_t missed_updates_ = 0;
+  bool demanded_ = false;  // the last draw may have left a demand; the thread's own while it runs
   std::atomic<bool> ending_{false};
 
   std::mutex mutex_;  // guards what follows

@@ -92,7 +92,7 @@ class BatchSampler {
       TORCHREPLAY_FAULT("draw.failed");
     }
     const Locked lock(memory_, patience);
-    memory_.header().sampled -= static_cast<uint64_t>(n);
+    take_back(n);
     return Draw::kLapped;
   }
 
@@ -141,7 +141,7 @@ class BatchSampler {
     Header& h = memory_.header();
     Locked lock(memory_, patience);
     if (h.stopped.load(std::memory_order_relaxed)) {
-      if (round) h.sampled -= static_cast<uint64_t>(n);  // the draw that was counted did not happen
+      if (round) take_back(n);
       return Draw::kStopped;
     }
     if (round) resync_failed();
@@ -154,7 +154,7 @@ class BatchSampler {
     const bool admitted = round || limiter.can_sample(n);
     if (!admitted || tree.total() == 0) {
       shortage = {h.inserted, limiter.needed(n), static_cast<uint64_t>(tree.count())};
-      if (round) h.sampled -= static_cast<uint64_t>(n);  // the draw that was counted did not happen
+      if (round) take_back(n);
       limiter.demand(n);
       TORCHREPLAY_FAULT("draw.demanded");
       publish_limit(memory_);
@@ -174,6 +174,12 @@ class BatchSampler {
     }
     publish_limit(memory_);
     return Draw::kDone;
+  }
+
+  // A draw that was counted did not happen. The lock is held.
+  void take_back(int n) const {
+    memory_.header().sampled -= static_cast<uint64_t>(n);
+    memory_.header().draws.fetch_sub(1, std::memory_order_relaxed);
   }
 
   // Random words for `count` items' own use, where they have one.

@@ -16,6 +16,8 @@ from forked import Forked, eventually, shared_counters
 from stopped_holder import StoppedHolder
 
 import torchreplay as tr
+from torchreplay.stream import BatchStream
+from torchreplay.waiting import Wait
 
 ROWS, BATCH = 256, 8
 SPEC = {"number": tr.Field((), torch.int64), "obs": tr.Field((4,))}
@@ -234,6 +236,83 @@ def test_waiting_for_rows_counts_as_such():
         writer.start()
         assert len(next(iter(tr.ReplayDataset(buffer, BATCH)))["key"]) == BATCH
         writer.join()
+
+
+def test_a_position_set_under_an_iteration_is_where_the_next_one_goes_on():
+    buffer = filled_buffer()
+    dataset = tr.ReplayDataset(buffer, BATCH, prefetch=2)
+    iterator = iter(dataset)
+    next(iterator)
+    buffer.draws = 1000
+    next(iterator)
+    iterator.close()
+    assert buffer.draws == 1001
+
+
+def test_a_state_loaded_under_an_iteration_is_where_the_next_one_starts():
+    buffer, twin = filled_buffer(), filled_buffer()
+    dataset = tr.ReplayDataset(buffer, BATCH, steps=10, prefetch=2)
+    iterator = iter(dataset)
+    next(iterator)
+    dataset.load_state_dict({"draws": 100, "position": 4, "drawn": []})
+    assert dataset.state_dict() == {"draws": 100, "position": 4, "drawn": []}
+    twin.draws = 100
+    assert_same(list(dataset), [twin.sample(BATCH) for _ in range(6)])
+    assert buffer.draws == 106
+
+
+def test_an_iteration_is_for_one_thread():
+    buffer = filled_buffer(0)
+    dataset = tr.ReplayDataset(buffer, BATCH)
+    failures = []
+
+    def end():
+        eventually(lambda: buffer.stats().sample_wait > 0)
+        try:
+            dataset._stream = stream
+            dataset.end()
+        except RuntimeError as error:
+            failures.append(str(error))
+        extend(buffer, 0, ROWS)
+
+    stream = BatchStream(buffer, BATCH, 1, 2, None, Wait, deque())
+    with buffer.expect_writers():
+        other = threading.Thread(target=end)
+        other.start()
+        assert len(next(stream)["key"]) == BATCH
+        other.join()
+    stream.close()
+    assert failures == ["another thread waits for a batch of this iteration: it is for one thread"]
+
+
+def test_a_batch_too_large_is_refused_as_a_draw_of_one_is():
+    with pytest.raises(ValueError, match="batch_size"):
+        next(iter(tr.ReplayDataset(filled_buffer(), 1 << 30)))
+
+
+def append_one(buffer, out):
+    iterator = iter(tr.ReplayDataset(buffer, BATCH, prefetch=1))
+    next(iterator)
+    buffer.sample(1)
+    out[0] = 1
+    eventually(lambda: out[0] == 2)  # another learner holds the lock now, and is stopped
+    next(iterator)  # was drawn; orders another, which cannot be
+    start = time.monotonic()
+    with buffer.writer() as writer:
+        writer.append(number=0, obs=np.zeros(4))
+    out[1] = int(1000 * (time.monotonic() - start))
+    out[0] = 3
+
+
+def test_a_stopped_lock_holder_keeps_no_writer_that_draws_ahead_too():
+    buffer, out = filled_buffer(8), shared_counters(2)
+    with Forked(append_one, buffer, out):
+        eventually(lambda: out[0] == 1)
+        with StoppedHolder(buffer) as holder:
+            out[0] = 2
+            eventually(lambda: out[0] == 3, timeout=30)
+            holder.go_on()
+    assert out[1] < 5000
 
 
 def draw_on(buffer, iterator, parents, rows):

@@ -112,6 +112,7 @@ def without(batch, name):
         (lambda b: b.update(action=torch.zeros(N, dtype=torch.float64)), r"'action' is not float32 of shape \(12,\)"),
         (lambda b: b.update(action=torch.zeros(N, 2)[:, 0]), "'action' is not contiguous"),
         (lambda b: b.update(action=torch.zeros(N, device="meta")), "'action' is a tensor whose memory cannot be read"),
+        (lambda b: b.update(weight=b["probability"]), "two of its tensors share memory"),
         (lambda b: b.update(key=torch.zeros(N)), r"'key' is not int64 of shape \(12,\)"),
         (
             lambda b: b["obs"].update(image=torch.zeros(N, 5, 3, dtype=torch.uint8)),

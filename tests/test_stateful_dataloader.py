@@ -42,3 +42,20 @@ def test_a_loader_goes_on_where_its_state_was_taken(workers, taken, tmp_path):
     resumed = loader_of(filled_buffer(), workers)
     resumed.load_state_dict(torch.load(tmp_path / "state", weights_only=False))
     assert keys_of(resumed) == expected
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_resumed_loader_can_be_resumed_again_at_any_place(workers):
+    buffer = filled_buffer()
+    next(iter(tr.ReplayDataset(buffer, BATCH)))  # the parent's own draws are no worker's
+    loader = loader_of(buffer, workers)
+    batches = iter(loader)
+    state = loader.state_dict()
+    expected = keys_of(batches)
+    for taken in (1, 1, 3):
+        resumed = loader_of(filled_buffer(), workers)
+        resumed.load_state_dict(state)
+        batches = iter(resumed)
+        assert keys_of(itertools.islice(batches, taken)) == expected[:taken]
+        state, expected = resumed.state_dict(), expected[taken:]
+        assert keys_of(batches) == expected

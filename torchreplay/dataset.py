@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -70,7 +71,8 @@ class ReplayDataset(IterableDataset[ReplayBatch]):
         self.prefetch = require_count("prefetch", prefetch, at_least=0)
         self.device = None if device is None else require_device(device)
         self.timeout = require_timeout(timeout)
-        self._position = 0  # batches handed out by the iteration that advanced last
+        self._process = os.getpid()  # of the iteration that advanced last, or the state that was loaded since
+        self._position = 0  # batches that it has handed out
         self._resume_at = 0  # where the next iteration starts, set by load_state_dict alone
         self._drawn: deque[dict[str, Any]] = deque()  # what it hands out first, set by load_state_dict alone
         self._stream: BatchStream | None = None  # of the iteration that advanced last
@@ -89,6 +91,8 @@ class ReplayDataset(IterableDataset[ReplayBatch]):
         """
         share = self._share_of_this_worker()
         position, self._resume_at = self._resume_at, 0
+        if self._process != os.getpid():  # a worker: what its parent has drawn ahead is the parent's to hand out
+            self._process, self._position, self._stream, self._drawn = os.getpid(), position, None, deque()
         worker = get_worker_info()
         waiting: type[Wait] = ShownWait if worker is None or worker.id == 0 else Wait  # one line for all workers
         left = None if share is None else share - position
@@ -127,11 +131,15 @@ class ReplayDataset(IterableDataset[ReplayBatch]):
             ahead the `step` of its draw, `key` int64 `[B]`, `weight` and `probability` float32 `[B]`; in a worker of a
             `DataLoader` also `stream`, the number of the stream that it draws from.
         """
-        position = self._position if self.steps is None else self._position % self.steps
-        drawn = [*self._drawn, *([] if self._stream is None else self._stream.drawn())]
-        state = {"draws": self.buffer.draws - len(self._drawn), "position": position, "drawn": drawn}
         # Which worker gets which stream is a matter of who comes first; other processes keep to their own.
-        return state if get_worker_info() is None else state | {"stream": self.buffer._segment.stream}
+        stream = {} if get_worker_info() is None else {"stream": self.buffer._segment.stream}
+        position, again, ahead = self._resume_at, list[dict[str, Any]](), list[dict[str, Any]]()
+        if self._process == os.getpid():  # otherwise the iteration was the parent's
+            position, again = self._position, list(self._drawn)
+            ahead = [] if self._stream is None else self._stream.drawn()
+        if self.steps is not None:
+            position %= self.steps
+        return {"draws": self.buffer.draws - len(again), "position": position, "drawn": again + ahead} | stream
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues where `state_dict` was taken: the next iteration hands out what was left of that one.
@@ -153,10 +161,13 @@ class ReplayDataset(IterableDataset[ReplayBatch]):
         draws = require_count("draws", state_dict["draws"], at_least=0)
         position = require_count("position", state_dict["position"], at_least=0)
         drawn = deque(_require_drawn(batch) for batch in state_dict["drawn"])
+        if self._process == os.getpid():
+            self.end()  # or its draws ahead would be in the way of those to come
         if "stream" in state_dict and get_worker_info() is not None:
             self.buffer._segment.stream = require_count("stream", state_dict["stream"], at_least=0)
         self.buffer.draws = draws + len(drawn)
-        self._resume_at, self._drawn = position, drawn
+        self._resume_at = self._position = position
+        self._drawn, self._stream, self._process = drawn, None, os.getpid()
 
     def end(self) -> None:
         """Ends the iteration under way: its thread, and the draws that were not handed out."""
@@ -164,7 +175,7 @@ class ReplayDataset(IterableDataset[ReplayBatch]):
             self._stream.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_stream": None}  # which belongs to the process, and to its iteration
+        return self.__dict__ | {"_stream": None, "_drawn": self._drawn.copy()}  # a stream belongs to its iteration
 
     def __repr__(self) -> str:
         length = "endless" if self.steps is None else f"steps={self.steps}"

@@ -39,7 +39,8 @@ class Drawing:
             beta: Exponent of the weights, instead of the sampler's own: a number, or a schedule of the batches drawn.
             timeout: Seconds to wait at most, for rows and for the lock; None: as long as someone is left who may write.
             out: A batch of as many items, whose tensors are overwritten: contiguous and on the CPU, such as those that
-                `sample` returned before, page-locked or not. What a `Hindsight` view computes are new tensors.
+                `sample` returned before, page-locked or not. Autograd does not notice: a graph that still needs them
+                must have been run backward. What a `Hindsight` view computes are new tensors.
 
         Returns:
             The fields, each `[B, *shape]`, with `key` int64 `[B]`, `weight` and `probability` float32 `[B]`. The memory

@@ -172,7 +172,6 @@ class Peers:
         if self._inbox in ready:  # first: whoever said that it leaves, and why, may be gone by now
             for line in os.read(self._inbox, 1 << 16).decode(errors="replace").splitlines():
                 self._take_note(line)
-            self._heard.set()
         for peer in self._peers.values():
             if peer.alive in ready:
                 poll.unregister(peer.alive)
@@ -183,7 +182,9 @@ class Peers:
     def _take_note(self, line: str) -> None:
         word, _, rest = line.partition(" ")
         rank, _, reason = rest.partition(" ")
-        if word == "left" and int(rank) == self.me.rank:
+        if word == "heard":
+            self._heard.set()
+        elif word == "left" and int(rank) == self.me.rank:
             self._leaving = True
         elif word == "left":
             self._peers[int(rank)].left = True

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import _C
+from .arguments import checked_int
 from .batch import ReplayBatch
+from .drawing import MAX_BATCH
 from .errors import ReplayTimeout, Stopped
 from .samplers import value_of
-from .waiting import Wait
+from .waiting import LOG_EVERY, Wait
 
 if TYPE_CHECKING:
     from .buffer import ReplayBuffer
@@ -47,8 +50,9 @@ class BatchStream:
         waiting: type[Wait],
         drawn: deque[dict[str, Any]],
     ) -> None:
+        checked_int("batch_size", batch_size, 1, MAX_BATCH)
         self._buffer = buffer
-        self._segment = buffer._segment
+        self._segment = segment = buffer._segment
         self._batch_size, self._left, self._prefetch, self._timeout = batch_size, count, prefetch, timeout
         self._waiting = waiting
         self._again = drawn
@@ -56,7 +60,8 @@ class BatchStream:
         self._ordered = 0  # and not taken
         self._steady = False  # `prefetch` batches are ordered: one more, and one is taken
         self._beta = buffer._config.sampler.beta
-        self._others = self._segment.draws - self._segment.step  # draws of this and other processes before
+        _ = segment.stream  # a forked child has one of its own from here on, and steps that belong to it
+        self._others = segment.draws - segment.step  # draws of this and other processes before
 
     def __iter__(self) -> BatchStream:
         return self
@@ -156,14 +161,18 @@ class BatchStream:
     def _wait_for_batch(self, ahead: _C.DrawAhead, result: Any, waiting: type[Wait]) -> ReplayBatch:
         """Returns `result`, or if that is no batch, the one that comes; it is finished."""
         if result.__class__ is not ReplayBatch:
-            wait = waiting(self._segment, self._timeout)
+            wait, heard_at = waiting(self._segment, self._timeout), time.monotonic()
             try:
                 while result.__class__ is not ReplayBatch:
                     if result is not None:
+                        heard_at = time.monotonic()
                         self._buffer._check_shortage(result, self._batch_size, wait)
                     elif wait.expired:
                         self._segment.refresh(wait.deadline_ns)  # says so if it is the lock that does not come free
                         raise ReplayTimeout(f"no batch of {self._batch_size:,} within {self._timeout} s")
+                    elif time.monotonic() - heard_at >= LOG_EVERY:
+                        heard_at = time.monotonic()
+                        self._segment.refresh(wait.deadline_ns)  # which says it in the log
                     result = ahead.take(wait.slice_ns())
             finally:
                 wait.end()

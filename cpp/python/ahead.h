@@ -36,13 +36,19 @@ class AheadState {
     o.builder->point(order.out);
     order.threads = threads_for(order.out);
     orders_.push_back(std::move(o));
-    engine_->order(std::move(order));
+    try {
+      engine_->order(std::move(order));
+    } catch (...) {
+      orders_.pop_back();
+      throw;
+    }
     s.next_draw.step++;
     s.ahead++;
   }
 
   // The engine's take(), and the batch when there is one.
   PyObject* take(int64_t ns) {
+    refuse_others();
     follow_fork();
     Header& h = draws().header();
     if (orders_.empty()) throw std::logic_error("nothing is ordered");
@@ -51,6 +57,7 @@ class AheadState {
     if (ns == 0) {
       outcome = engine_->take(0, shortage);
     } else {
+      const InUse mine(waiting_);
       const WithoutGil unlocked;
       outcome = engine_->take(ns, shortage);
     }
@@ -72,11 +79,11 @@ class AheadState {
 
   // [(step, keys, weight, probability)]: the batches that are drawn and not taken, as bytes.
   PyObject* drawn() {
-    follow_fork();
     Ref list(checked(PyList_New(0)));
-    if (!engine_) return list.release();
+    if (!engine_ || !engine_->here()) return list.release();
+    refuse_others();
     attached_->settle();
-    engine_->each_drawn([&](const Order& o) {
+    for (const Order& o : engine_->drawn()) {
       const auto bytes = [&](const void* data, size_t each) {
         return Ref(checked(PyBytes_FromStringAndSize(static_cast<const char*>(data),
                                                      static_cast<Py_ssize_t>(each * static_cast<size_t>(o.n)))));
@@ -84,24 +91,42 @@ class AheadState {
       const Ref keys = bytes(o.out.keys, 8), weight = bytes(o.out.weight, 4), probability = bytes(o.out.probability, 4);
       const Ref entry(checked(Py_BuildValue("KOOO", o.name.step, keys.get(), weight.get(), probability.get())));
       if (PyList_Append(list.get(), entry.get())) throw PythonError{};
-    });
+    }
     return list.release();
   }
 
   // Ends the thread. The draws that nobody took have not happened, unless others of this process followed them.
   void close() {
+    refuse_others();
     if (engine_ && engine_->here()) {
       const WithoutGil unlocked;
       engine_->close();
     }
     abandon();
     SegmentState& s = draws();
-    if (!orders_.empty() && s.next_draw.step == orders_.back().name.step + 1)
-      s.next_draw.step = orders_.front().name.step;
+    const DrawName& next = s.next_draw;
+    const DrawName last = orders_.empty() ? DrawName{} : orders_.back().name;
+    if (!orders_.empty() && next.step == last.step + 1 && next.stream == last.stream && next.seed == last.seed)
+      s.next_draw.step -= orders_.size();
     forget(orders_.size());
   }
 
  private:
+  class InUse {
+   public:
+    explicit InUse(bool& flag) : flag_(flag) { flag_ = true; }
+    ~InUse() { flag_ = false; }
+    InUse(const InUse&) = delete;
+
+   private:
+    bool& flag_;
+  };
+
+  void refuse_others() const {
+    if (waiting_ && engine_ && engine_->here())
+      throw std::runtime_error("another thread waits for a batch of this iteration: it is for one thread");
+  }
+
   SegmentState& draws() { return state_of<SegmentState>(owner_.get()); }
 
   // In a forked child the thread is missing, and what it was drawing is the parent's: all is ordered again.
@@ -129,6 +154,7 @@ class AheadState {
   Ref owner_;
   std::shared_ptr<Attached> attached_;
   int batch_size_;
+  bool waiting_ = false;  // in take(), without the interpreter lock
   std::shared_ptr<DrawAhead> engine_;
   std::deque<Ordered> orders_;
 };

@@ -50,9 +50,13 @@ struct Attached {
       if (auto ahead = weak.lock(); ahead && !ahead->settled()) busy.push_back(std::move(ahead));
     if (busy.empty()) return;
     const WithoutGil unlocked;
+    const int64_t start = monotonic_ns();
     for (const auto& ahead : busy)
-      while (monotonic_ns() < deadline && !ahead->settle(kSliceNs))
+      while (monotonic_ns() < deadline && !ahead->settle(kSliceNs)) {
         if (interrupted()) throw Interrupted{};
+        if (monotonic_ns() - start > report_every_ns)
+          const Locked says_whose_it_is(*memory, {deadline});  // if the memory's lock does not come free
+      }
   }
 
   // Those that are gone, and in a forked child those of the parent.

@@ -1,6 +1,8 @@
 // `out=`: a batch into tensors that the user has.
 #pragma once
 
+#include <algorithm>
+
 #include "tensors.h"
 
 namespace torchreplay::py {
@@ -15,6 +17,7 @@ class GivenBatch {
     open_level(fields, fields.tree, dict, "");
     constexpr Element elements[] = {Element::kI64, Element::kF32, Element::kF32};
     for (size_t i = 0; i < 3; i++) open(dict, reserved[i], text_of(reserved[i]), elements[i], {}, views_[outputs + i]);
+    refuse_overlap();
     for (const FieldSpec& f : fields.specs) bytes_ += f.nbytes * static_cast<uint64_t>(n);
   }
 
@@ -29,6 +32,20 @@ class GivenBatch {
   }
 
  private:
+  // Two of them in one place would overwrite each other.
+  void refuse_overlap() const {
+    std::vector<std::pair<const char*, const char*>> places;
+    for (const ArrayView& v : views_) {
+      int64_t bytes = item_size(v.array.element);
+      for (int d = 0; d < v.array.dims; d++) bytes *= v.array.shape[d];
+      places.emplace_back(v.array.data, v.array.data + bytes);
+    }
+    std::ranges::sort(places);
+    for (size_t i = 1; i < places.size(); i++)
+      if (places[i].first < places[i - 1].second)
+        throw std::invalid_argument("out cannot take the batch: two of its tensors share memory");
+  }
+
   char* data(size_t output) const { return const_cast<char*>(views_[output].array.data); }
 
   void open_level(const Fields& fields, const std::vector<Node>& level, PyObject* dict, const std::string& above) {

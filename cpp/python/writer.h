@@ -80,6 +80,8 @@ struct WriterState {
   }
 };
 
+inline constexpr int64_t kSettleNs = 200'000'000;
+
 // One call's use of a writer: refuses a second one at the same time, and lets go of the arrays at the end.
 class WriterUse {
  public:
@@ -89,7 +91,8 @@ class WriterUse {
     if (s.used_in) release();  // by a thread of the parent, at the time of the fork
     s.used_in = fork_generation.load(std::memory_order_relaxed) + 1;
     try {
-      s.attached->settle();
+      // Not for long: a writer depends on nobody who may have been stopped.
+      s.attached->settle(monotonic_ns() + kSettleNs);
       Participant& entry = s.attached->memory->participant(s.member.id());
       if (s.member.take_renewed()) s.lanes.forget();
       entry.thread.store(static_cast<uint64_t>(pthread_self()), std::memory_order_relaxed);

@@ -107,9 +107,9 @@ BOOST_AUTO_TEST_CASE(settled_means_that_all_is_drawn) {
   learner.order(4);
   while (!learner.ahead.settle(kSecond)) {
   }
-  int drawn = 0;
-  learner.ahead.each_drawn([&](const Order& o) { BOOST_TEST(o.name.step == static_cast<uint64_t>(drawn++)); });
-  BOOST_TEST(drawn == 4);
+  const std::vector<Order> drawn = learner.ahead.drawn();
+  BOOST_REQUIRE(drawn.size() == 4U);
+  for (uint64_t step = 0; step < 4; step++) BOOST_TEST(drawn[step].name.step == step);
 }
 
 BOOST_AUTO_TEST_CASE(another_thread_waits_for_nothing_that_it_did_not_order) {
