@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections import deque
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -356,7 +357,9 @@ def test_sigkill_of_prefetching_learners_lets_the_others_draw_on(tally):
 
 
 WAITING = """
+import signal
 import torchreplay as tr
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background job's parent may have ignored
 buffer = tr.ReplayBuffer({"x": tr.Field()}, 100)
 with buffer.expect_writers():
     print("waiting", flush=True)
@@ -373,12 +376,18 @@ next(iterator)
 """
 
 
-def run_python(text):
-    return subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+@contextmanager
+def running(text):
+    process = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def test_ctrl_c_gets_through():
-    with run_python(WAITING) as process:
+    with running(WAITING) as process:
         assert process.stdout.readline() == "waiting\n"
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
@@ -387,7 +396,7 @@ def test_ctrl_c_gets_through():
 
 
 def test_a_program_ends_with_an_iteration_under_way():
-    with run_python(ENDING) as process:
+    with running(ENDING) as process:
         _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (0, "")
 
