@@ -204,7 +204,8 @@ class Load(Scene):
             return process.wait()
 
     def check(self):
-        self.buffer = tr.ReplayBuffer.load(self.directory.name)
+        view = self.buffer.view  # with the functions that a checkpoint does not hold
+        self.buffer = tr.ReplayBuffer.load(self.directory.name, view=view if isinstance(view, tr.Hindsight) else None)
         super().check()
 
 
