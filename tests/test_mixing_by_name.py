@@ -127,7 +127,7 @@ def test_stopping_one_buffer_ends_the_iteration_and_a_state_resumes_it(agents):
     iterator = iter(dataset)
     take(iterator, 3)
     state = dataset.state_dict()
-    assert (state["draws"], state["position"]) == ([3, 3], 3)
+    assert [(part["draws"], part["position"]) for part in state["parts"]] == [(3, 3)] * 2
     expected = [batches["blue"]["key"].tolist() for batches in iterator]
     dataset.load_state_dict(state)
     assert [batches["blue"]["key"].tolist() for batches in dataset] == expected

@@ -25,6 +25,12 @@ def loader_of(buffer, workers):
     return StatefulDataLoader(dataset, batch_size=None, num_workers=workers, multiprocessing_context=method)
 
 
+def mixed_loader_of(workers):
+    dataset = tr.MixedDataset({filled_buffer(): 1, filled_buffer(): 1}, BATCH, steps=STEPS)
+    method = "fork" if workers else None
+    return StatefulDataLoader(dataset, batch_size=None, num_workers=workers, multiprocessing_context=method)
+
+
 def keys_of(batches):
     return [tuple(batch["key"].tolist()) for batch in batches]
 
@@ -59,3 +65,15 @@ def test_a_resumed_loader_can_be_resumed_again_at_any_place(workers):
         assert keys_of(itertools.islice(batches, taken)) == expected[:taken]
         state, expected = resumed.state_dict(), expected[taken:]
         assert keys_of(batches) == expected
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_mixture_goes_on_where_its_state_was_taken(workers):
+    for taken in (1, 2, 5, 8):
+        loader = mixed_loader_of(workers)
+        batches = iter(loader)
+        keys_of(itertools.islice(batches, taken))
+        state, expected = loader.state_dict(), keys_of(batches)
+        resumed = mixed_loader_of(workers)
+        resumed.load_state_dict(state)
+        assert keys_of(resumed) == expected

@@ -6,7 +6,7 @@ import operator
 import os
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -17,8 +17,29 @@ from .errors import Stopped
 from .stream import DRAWN_FIELDS, BatchStream
 from .waiting import ShownWait, Wait
 
+T_co = TypeVar("T_co", covariant=True)
 
-class ReplayDataset(IterableDataset[ReplayBatch]):
+
+class SteppedDataset(IterableDataset[T_co]):
+    """A stream of ready batches that is infinite or `steps` long."""
+
+    steps: int | None
+
+    def __len__(self) -> int:
+        """Returns `steps`.
+
+        Raises:
+            TypeError: If the stream is endless; this is how loaders learn that there is no length.
+        """
+        if self.steps is None:
+            raise TypeError(f"this {type(self).__name__} is endless and has no length; give it steps=... to get one")
+        return self.steps
+
+    def __bool__(self) -> bool:
+        return True  # otherwise truth would ask for the length, which an endless stream does not have
+
+
+class ReplayDataset(SteppedDataset[ReplayBatch]):
     """Batches drawn from a buffer, infinite or `steps` long.
 
     Each element is a whole `ReplayBatch`, so a `DataLoader` around it takes `batch_size=None`::
@@ -106,19 +127,6 @@ class ReplayDataset(IterableDataset[ReplayBatch]):
             return
         finally:
             stream.close()
-
-    def __len__(self) -> int:
-        """Returns `steps`.
-
-        Raises:
-            TypeError: If the stream is endless; this is how loaders learn that there is no length.
-        """
-        if self.steps is None:
-            raise TypeError("this ReplayDataset is endless and has no length; give it steps=... to get one")
-        return self.steps
-
-    def __bool__(self) -> bool:
-        return True  # otherwise truth would ask for the length, which an endless stream does not have
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the place in the stream.

@@ -7,16 +7,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset
 
 from .batch import ReplayBatch
 from .buffer import ReplayBuffer
-from .dataset import ReplayDataset, require_count, require_device
+from .dataset import ReplayDataset, SteppedDataset, require_count, require_device
 from .errors import ReplayTimeout, WouldBlockForever
 from .mixture import Mixture, checked_errors
 
 
-class MixedDataset(IterableDataset[Any]):
+class MixedDataset(SteppedDataset[Any]):
     """Batches drawn from several buffers, infinite or `steps` long, in one of two forms.
 
     **Shares**: one batch with items of every buffer, such as demonstrations beside what explorers write::
@@ -165,28 +164,14 @@ class MixedDataset(IterableDataset[Any]):
         for name, batch, errors in checked:
             known[name].update_priorities(batch, errors)
 
-    def __len__(self) -> int:
-        """Returns `steps`.
-
-        Raises:
-            TypeError: If the stream is endless; this is how loaders learn that there is no length.
-        """
-        if self.steps is None:
-            raise TypeError("this MixedDataset is endless and has no length; give it steps=... to get one")
-        return self.steps
-
-    def __bool__(self) -> bool:
-        return True  # otherwise truth would ask for the length, which an endless stream does not have
-
     def state_dict(self) -> dict[str, Any]:
-        """Returns the place in the stream: `position`, and of each buffer, in their order, `draws` and `drawn`.
+        """Returns the place in the stream: `parts`, the state of a `ReplayDataset` for each buffer, in their order.
 
-        As with `ReplayDataset`, the state holds no experience.
+        As there, the state holds no experience.
         """
         states = [part.state_dict() for part in self._parts]
         # The last one is drawn last: where a draw failed, the parts before it are a batch ahead.
-        lists = {name: [state[name] for state in states] for name in ("draws", "drawn")}
-        return lists | {"position": states[-1]["position"]}
+        return {"parts": [state | {"position": states[-1]["position"]} for state in states]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues where `state_dict` was taken: the next iteration hands out what was left of that one.
@@ -197,17 +182,14 @@ class MixedDataset(IterableDataset[Any]):
         Raises:
             ValueError: If it is not such a state.
         """
-        draws: Any = state_dict.get("draws")
-        drawn: Any = state_dict.get("drawn")
-        if set(state_dict) != {"draws", "drawn", "position"} or not all(
-            isinstance(values, list) and len(values) == len(self._parts) for values in (draws, drawn)
-        ):
+        states: Any = state_dict.get("parts")
+        if set(state_dict) != {"parts"} or not isinstance(states, list) or len(states) != len(self._parts):
             raise ValueError(
-                f"state_dict is {state_dict!r:.200}; a MixedDataset's state has 'position' and, of each of the "
-                f"{len(self._parts)} buffers, 'draws' and 'drawn'"
+                f"state_dict is {state_dict!r:.200}; a MixedDataset's state has 'parts', a state for each of the "
+                f"{len(self._parts)} buffers"
             )
-        for part, n, ahead in zip(self._parts, draws, drawn, strict=True):
-            part.load_state_dict({"draws": n, "drawn": ahead, "position": state_dict["position"]})
+        for part, state in zip(self._parts, states, strict=True):
+            part.load_state_dict(state)
 
     def __repr__(self) -> str:
         length = "endless" if self.steps is None else f"steps={self.steps}"
