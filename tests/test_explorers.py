@@ -116,6 +116,34 @@ def test_without_a_delay_weights_are_pulled_whenever_they_are_newer():
     assert ctx.pull_weights(explorers_policy)
 
 
+def test_an_explorer_of_several_policies_has_a_writer_and_weights_for_each():
+    buffers = {"red": make_buffer(), "blue": make_buffer()}
+    policies = {name: torch.nn.Linear(1, 1) for name in buffers}
+    weights = {name: tr.SharedWeights(policy) for name, policy in policies.items()}
+    board = Board(1)
+    ctx = ExplorerContext(buffers, weights, max_weight_sync_delay=3, board=board)
+    weights["blue"].publish(policies["blue"])
+    for count, name in enumerate(["red", "blue", "blue"]):
+        with ctx.writer(name=name) as writer:
+            writer.append(**row(0, 0, count))
+        assert ctx.pull_weights(policies[name], name=name) == (count < 2)
+    assert [len(buffer) for buffer in buffers.values()] == [1, 2]
+    assert not ctx.stopped
+    buffers["blue"].stop()
+    assert ctx.stopped
+    stats = explorer_stats(0, board.entries[0])
+    assert (stats.rows, stats.weight_version, stats.weight_syncs) == (3, 0, 2)
+
+
+@pytest.mark.parametrize("name", [None, "green"])
+def test_a_name_that_there_is_not_is_refused(name):
+    buffers = {"red": make_buffer(), "blue": make_buffer()}
+    with pytest.raises(ValueError, match="expected one of 'red', 'blue'"):
+        ExplorerContext(buffers).writer(name=name)
+    with pytest.raises(ValueError, match="there is only one"):
+        ExplorerContext(make_buffer()).writer(name="red")
+
+
 def test_pulling_weights_that_nobody_gave_says_where_to_give_them():
     with pytest.raises(RuntimeError, match="weights="):
         ExplorerContext(make_buffer()).pull_weights(torch.nn.Linear(1, 1))
@@ -384,6 +412,7 @@ def test_a_pool_joins_the_cluster_that_the_environment_names(monkeypatch):
     [
         ({"explore": 3}, "explore"),
         ({"num_explorers": 0}, "num_explorers=0"),
+        ({"buffer": {}}, "buffer is {}"),
         ({"max_restarts": -2}, "max_restarts=-2"),
         ({"restart_delay": -1.0}, "restart_delay=-1"),
         ({"num_cpus": -1}, "num_cpus=-1"),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torchreplay.ray.board import Board
 from torchreplay.ray.context import ExplorerContext
+from torchreplay.ray.named import OneOrNamed
 from torchreplay.ray.worker import Launch
 
 if TYPE_CHECKING:
@@ -24,14 +25,14 @@ class Exploring:
 
     Attributes:
         explore: The user's function.
-        buffer: What they write to.
-        weights: What they may pull.
+        buffer: What they write to, or several by name.
+        weights: What they may pull, or several by name.
         max_weight_sync_delay: Rows between two pulls of `ctx.pull_weights`.
     """
 
     explore: Explore
-    buffer: ReplayBuffer
-    weights: SharedWeights | None
+    buffer: OneOrNamed[ReplayBuffer]
+    weights: OneOrNamed[SharedWeights] | None
     max_weight_sync_delay: int
 
     def run(self, launch: Launch, board: Board) -> Exploration:

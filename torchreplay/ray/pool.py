@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from torchreplay.errors import ReplayTimeout, WouldBlockForever
 from torchreplay.ray.explorer import Explore, Exploring
 from torchreplay.ray.hosting import BackendName, Hosting
+from torchreplay.ray.named import OneOrNamed, named
 from torchreplay.ray.stats import ExplorerStats
 from torchreplay.ray.supervised import Supervised
 from torchreplay.ray.supervisor import Mark
@@ -23,7 +24,7 @@ class ExplorersFailed(RuntimeError):
 
 
 class ExplorerPool(Supervised):
-    """Runs a function in several processes that write to one replay buffer.
+    """Runs a function in several processes that write to one replay buffer, or to several.
 
     Each explorer has a process of its own, a Ray actor or a plain one, that calls `explore(ctx)` with an
     `ExplorerContext`. An explorer whose function returns has finished. One whose function raises is reported with its
@@ -42,8 +43,10 @@ class ExplorerPool(Supervised):
             `backend="process"`: in a module). It should return soon after `ctx.stopped` turns True; `Stopped` raised
             out of it is a good end.
         num_explorers: How many explorers to run, also more than there are cores.
-        buffer: The buffer that they write to; it goes to them as its handle.
-        weights: Weights for `ctx.pull_weights` and `ctx.weights`.
+        buffer: The buffer that they write to; it goes to them as its handle. Or several by name, such as one for each
+            policy of a multi-agent environment, for `ctx.writer(name=...)`.
+        weights: Weights for `ctx.pull_weights` and `ctx.weights`, or several by name, for
+            `ctx.pull_weights(module, name=...)`.
         max_restarts: Restarts of each explorer before it is dropped; -1 for no limit.
         restart_delay: Seconds before the first restart after a failure.
         max_weight_sync_delay: Rows that an explorer writes between two copies of `ctx.pull_weights`. 0: it copies
@@ -75,8 +78,8 @@ class ExplorerPool(Supervised):
         self,
         explore: Explore,
         num_explorers: int,
-        buffer: ReplayBuffer,
-        weights: SharedWeights | None = None,
+        buffer: OneOrNamed[ReplayBuffer],
+        weights: OneOrNamed[SharedWeights] | None = None,
         *,
         max_restarts: int = -1,
         restart_delay: float = 1.0,
@@ -98,6 +101,8 @@ class ExplorerPool(Supervised):
         names = [f"explorer {index} of {num_explorers}" for index in range(num_explorers)]
         super().__init__(names, hosting, max_restarts, restart_delay, seed)
         self.buffer = buffer
+        self._buffers = tuple(named("buffer", buffer).values())
+        named("weights", weights)  # or each explorer would say what is wrong with them
         self.num_explorers = num_explorers
         self._work = Exploring(explore, buffer, weights, max_weight_sync_delay)
 
@@ -105,7 +110,7 @@ class ExplorerPool(Supervised):
         return self._work
 
     def _expect_writers(self) -> Mark:
-        return self.buffer.expect_writers()
+        return _Marks([buffer.expect_writers() for buffer in self._buffers])
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until every explorer has ended for good, as those do whose function returns.
@@ -146,3 +151,14 @@ class ExplorerPool(Supervised):
             f"ExplorerPool({self.num_explorers} explorers: {counts}; "
             f"{sum(s.restarts for s in stats)} restarts, {sum(s.episodes for s in stats)} episodes)"
         )
+
+
+class _Marks:
+    """The marks of several buffers."""
+
+    def __init__(self, marks: Sequence[Mark]) -> None:
+        self._marks = marks
+
+    def close(self) -> None:
+        for mark in self._marks:
+            mark.close()

@@ -50,7 +50,8 @@ class ExplorerStats:
         mean_length: Mean length of the same episodes; NaN before the first.
         last_return: Return of the last recorded episode; NaN before the first.
         last_length: Length of the last recorded episode; 0 before the first.
-        weight_version: Version of the weights that it pulled last; -1 before the first pull of a run.
+        weight_version: Version of the weights that it pulled last, the oldest of several; -1 before the first pull of
+            a run.
         weight_syncs: How often `ctx.pull_weights` gave it new ones.
         heartbeat_age: Seconds since its last heartbeat: it began, looked at `ctx.stopped` (ten times a second at
             most), recorded an episode or pulled weights. NaN before the first.
