@@ -2,7 +2,6 @@
 
 import math
 import pickle
-import threading
 from collections import deque
 
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 import torch
 from forked import eventually
 from numbered_rows import make_buffer, row
+from scripted_workers import DIED, ENDED, RAISED, Marks, ScriptedActors
 
 import torchreplay as tr
 from torchreplay.ray import ExplorerContext, ExplorerPool
@@ -17,7 +17,6 @@ from torchreplay.ray.board import Board
 from torchreplay.ray.session import RaySession
 from torchreplay.ray.stats import explorer_stats
 from torchreplay.ray.supervisor import Policy, Supervisor
-from torchreplay.ray.worker import Outcome
 
 # --- the context ---
 
@@ -195,73 +194,10 @@ def test_a_board_that_was_pickled_is_the_same_memory():
 # --- the supervisor ---
 
 
-class ScriptedActors:
-    """Runs that end as a script says: at once with an outcome, or never if it returns None."""
-
-    class Run:
-        def __init__(self, launch, outcome):
-            self.launch, self.result = launch, outcome
-            self.interrupted = self.killed = False
-
-    def __init__(self, script):
-        self.script, self.runs = script, []
-        self.changed = threading.Condition()
-
-    def launch(self, launch):
-        run = self.Run(launch, self.script(launch))
-        self.runs.append(run)
-        return run
-
-    def wait(self, runs, timeout):
-        with self.changed:
-            self.changed.wait_for(lambda: any(run.result for run in runs), max(timeout, 0.0))
-            return [run for run in runs if run.result]
-
-    def end(self, run, outcome):
-        with self.changed:
-            run.result = outcome
-            self.changed.notify_all()
-
-    def outcome(self, run):
-        return run.result
-
-    def release(self, run):
-        pass
-
-    def interrupt(self, run, pid):
-        run.interrupted = True
-
-    def kill(self, run):
-        run.killed = True
-        self.end(run, Outcome("died", "killed"))
-
-    def await_exit(self, pids):
-        pass
-
-
-class Marks:
-    """Counts the marks that keep learners waiting."""
-
-    def __init__(self):
-        self.open = 0
-
-    def __call__(self):
-        self.open += 1
-        return self
-
-    def close(self):
-        self.open -= 1
-
-
 def supervise(actors, num_explorers=1, max_restarts=-1, restart_delay=0.0, marks=None):
     policy = Policy(seed=1, generation=0, max_restarts=max_restarts, restart_delay=restart_delay)
     names = [f"explorer {index}" for index in range(num_explorers)]
     return Supervisor(actors, Board(num_explorers), names, policy, marks or Marks(), deque())
-
-
-RAISED = Outcome("raised", "KeyError: 'boom'", "Traceback: in explore, boom")
-DIED = Outcome("died", "its process died", "what Ray knows")
-ENDED = Outcome("ended")
 
 
 def test_an_explorer_that_raises_is_reported_and_restarted_and_one_that_returns_is_not(caplog):

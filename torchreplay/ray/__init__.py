@@ -4,6 +4,7 @@ They are functions of the user's, run by Ray actors or by plain processes. Impor
 processes need none.
 """
 
+from torchreplay.ray.async_replay import AsyncReplay, AsyncReplayStats, Timing
 from torchreplay.ray.context import ExplorerContext
 from torchreplay.ray.evaluator import Evaluator, EvaluatorFailed, EvaluatorStats
 from torchreplay.ray.pool import ExplorerPool, ExplorersFailed
@@ -11,6 +12,8 @@ from torchreplay.ray.scores import Evaluation
 from torchreplay.ray.stats import ExplorerFailure, ExplorerStats
 
 __all__ = [
+    "AsyncReplay",
+    "AsyncReplayStats",
     "Evaluation",
     "Evaluator",
     "EvaluatorFailed",
@@ -20,4 +23,5 @@ __all__ = [
     "ExplorerPool",
     "ExplorerStats",
     "ExplorersFailed",
+    "Timing",
 ]

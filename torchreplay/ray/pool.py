@@ -100,7 +100,7 @@ class ExplorerPool(Supervised):
         hosting = Hosting(backend, num_cpus, num_gpus, runtime_env, placement)
         names = [f"explorer {index} of {num_explorers}" for index in range(num_explorers)]
         super().__init__(names, hosting, max_restarts, restart_delay, seed)
-        self.buffer = buffer
+        self.buffer, self.weights = buffer, weights
         self._buffers = tuple(named("buffer", buffer).values())
         named("weights", weights)  # or each explorer would say what is wrong with them
         self.num_explorers = num_explorers
