@@ -9,6 +9,7 @@ from benchmarks.cases.gather import measure_gather
 from benchmarks.cases.kills import measure_kills
 from benchmarks.cases.loader import measure_loader
 from benchmarks.cases.memory import measure_memory
+from benchmarks.cases.ray import measure_ray
 from benchmarks.cases.recovery import measure_recovery
 from benchmarks.cases.rows import measure_rows
 from benchmarks.cases.trajectories import measure_trajectories
@@ -32,5 +33,6 @@ CASES: Mapping[str, Case] = {
     "kills": measure_kills,
     "memory": measure_memory,
     "recovery": measure_recovery,
+    "ray": measure_ray,
 }
 """Every case by the name on the command line, which is also the section of its lines."""
