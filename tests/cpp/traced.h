@@ -54,8 +54,12 @@ enum class Fate {
 };
 
 // Runs `body` in a child one machine instruction at a time and asks `look` after each. False where the system does not
-// let a parent trace its child.
+// let a parent trace its child, and under ThreadSanitizer, which watches a process's threads: it would see nothing here,
+// and makes a hundred instructions of each.
 inline bool single_step(const std::function<void()>& body, const std::function<Fate()>& look) {
+#ifdef TORCHREPLAY_RACEFREE
+  return false;
+#endif
   Child child([&] {
     if (ptrace(PTRACE_TRACEME, 0, nullptr, nullptr) != 0) _exit(77);
     raise(SIGSTOP);
@@ -94,7 +98,7 @@ inline void kill_everywhere(SegmentMemory& m, const std::function<void()>& body,
     return found.empty() ? Fate::kStep : Fate::kDie;
   });
   if (!traced) {
-    BOOST_TEST_MESSAGE("skipped: this system does not let a process trace its child");
+    BOOST_TEST_MESSAGE("skipped: no process can be traced here");
     return;
   }
   BOOST_TEST(found == "");
