@@ -54,8 +54,8 @@ enum class Fate {
 };
 
 // Runs `body` in a child one machine instruction at a time and asks `look` after each. False where the system does not
-// let a parent trace its child, and under ThreadSanitizer, which watches a process's threads: it would see nothing here,
-// and makes a hundred instructions of each.
+// let a parent trace its child, and under ThreadSanitizer, which watches a process's threads: it would see nothing
+// here, and makes a hundred instructions of each.
 inline bool single_step(const std::function<void()>& body, const std::function<Fate()>& look) {
 #ifdef TORCHREPLAY_RACEFREE
   return false;
