@@ -39,8 +39,10 @@ AIMS: Mapping[tuple[str, str], Sequence[Aim]] = {
         for view in ("Rows", "Transitions")
         for what in ("absorbing", "updating 256")
     },
+    ("call", "sample + update 256"): (Aim(30.0),),
     ("loader", "overhead over a no-op dataset, steps of 1 ms"): (Aim(15.0),),
     ("loader", "waits, steps of 1 ms, an explorer writes"): (Aim(1.0),),
+    ("loader", "PriorityFeedback inside Lightning"): (Aim(10.0),),
     ("upkeep", "... times as long as without"): (Aim(1.2),),
     ("upkeep", "attach"): (Aim(2000.0),),
     ("upkeep", "stats()"): (Aim(10.0),),

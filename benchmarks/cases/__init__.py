@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
+from benchmarks.cases.call import measure_call
 from benchmarks.cases.checkpoint import measure_checkpoint
 from benchmarks.cases.contest import measure_contest
 from benchmarks.cases.gather import measure_gather
@@ -26,6 +27,7 @@ CASES: Mapping[str, Case] = {
     "gather": measure_gather,
     "trajectories": measure_trajectories,
     "tree": measure_tree,
+    "call": measure_call,
     "loader": measure_loader,
     "upkeep": measure_upkeep,
     "checkpoint": measure_checkpoint,
