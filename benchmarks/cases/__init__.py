@@ -13,6 +13,7 @@ from benchmarks.cases.memory import measure_memory
 from benchmarks.cases.ray import measure_ray
 from benchmarks.cases.recovery import measure_recovery
 from benchmarks.cases.rows import measure_rows
+from benchmarks.cases.sac import measure_sac
 from benchmarks.cases.trajectories import measure_trajectories
 from benchmarks.cases.tree import measure_tree
 from benchmarks.cases.upkeep import measure_upkeep
@@ -37,4 +38,7 @@ CASES: Mapping[str, Case] = {
     "recovery": measure_recovery,
     "ray": measure_ray,
 }
-"""Every case by the name on the command line, which is also the section of its lines."""
+"""The cases by their names on the command line, which are also the sections of their lines."""
+
+LONG_CASES: Mapping[str, Case] = {"sac": measure_sac}
+"""Cases that take so long that they are measured only when they are named."""
