@@ -46,6 +46,7 @@ def ray():
         include_dashboard=False,
         logging_level=logging.ERROR,
         log_to_driver=False,
+        _system_config={"worker_niceness": 0},  # at Ray's 15 they hardly ever run beside other tests
     )
     yield ray
     ray.shutdown()
