@@ -141,12 +141,7 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
             for batch in stream:
                 position += 1
                 self._position, self._stream = position, stream
-                if staging is not None:
-                    batch = staging.hand_out(batch)
-                    staging.copy_ahead(stream.ready)
-                elif self.device is not None:
-                    batch = batch.to(self.device)
-                yield batch
+                yield self._on_device(batch, staging, stream)  # which nobody holds here while its user does
         except Stopped:
             return
         finally:
@@ -236,6 +231,13 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         if self.pin == "ring":
             self.buffer._lock_pages()
         return Staging(self.buffer, self.batch_size, self.prefetch, DeviceCopies(self.device))
+
+    def _on_device(self, batch: ReplayBatch, staging: Staging | None, stream: BatchStream) -> ReplayBatch:
+        if staging is None:
+            return batch if self.device is None else batch.to(self.device)
+        moved = staging.hand_out(batch)
+        staging.copy_ahead(stream.ready)
+        return moved
 
     def _share_of_this_worker(self) -> int | None:
         worker = get_worker_info()
