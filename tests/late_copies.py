@@ -3,6 +3,7 @@
 import torch
 
 import torchreplay as tr
+from torchreplay import drawing
 from torchreplay.staging import Staging
 
 POISON = 0xAB
@@ -99,3 +100,18 @@ class OnDevice(torch.Tensor):
     is_cuda = True
 
     __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def detach(self):
+        return super().detach().as_subclass(OnDevice)
+
+
+def send_late(monkeypatch):
+    """Has TD errors on a device arrive late; returns the list of them, in the order in which they were sent."""
+    arrivals = []
+
+    def to_host(td):
+        arrivals.append(LateArrival(td.as_subclass(torch.Tensor)))
+        return arrivals[-1]
+
+    monkeypatch.setattr(drawing, "to_host", to_host)
+    return arrivals

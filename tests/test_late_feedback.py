@@ -7,23 +7,15 @@ import pytest
 import torch
 from delayed_draws import BATCH, ROWS, filled_buffer
 from forked import Forked
-from late_copies import LateArrival, OnDevice
+from late_copies import OnDevice, send_late
 
 import torchreplay as tr
-from torchreplay import drawing
 
 
 @pytest.fixture
 def sent(monkeypatch):
     """The TD errors that went on their way, in order, and have not arrived."""
-    arrivals = []
-
-    def to_host(td):
-        arrivals.append(LateArrival(td.as_subclass(torch.Tensor)))
-        return arrivals[-1]
-
-    monkeypatch.setattr(drawing, "to_host", to_host)
-    return arrivals
+    return send_late(monkeypatch)
 
 
 def on_device(*values):
