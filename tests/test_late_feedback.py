@@ -149,6 +149,22 @@ def test_flush_applies_what_is_right_and_then_tells_all_that_was_wrong(sent):
     buffer.flush()
 
 
+def test_the_failure_of_a_device_is_told_once_and_takes_what_was_on_its_way_along(sent):
+    def fails():
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    buffer = filled_buffer()
+    for meets_it, question in ((buffer.flush, "wait"), (lambda: buffer.sample(BATCH), "done")):
+        buffer.update_priorities([0], on_device(5.0))
+        buffer.update_priorities([0], on_device(6.0))
+        setattr(sent[-2], question, fails)
+        with pytest.raises(RuntimeError, match="CUDA error"):
+            meets_it()
+        buffer.flush()
+        assert buffer.stats().updated == 0
+    buffer.close()
+
+
 def test_a_saved_buffer_has_what_was_fed_back_before(sent, tmp_path):
     buffer = filled_buffer()
     dataset = tr.ReplayDataset(buffer, BATCH)

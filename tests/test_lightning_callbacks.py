@@ -158,6 +158,16 @@ def test_td_errors_on_their_way_from_a_device_are_applied_when_the_training_ends
     assert_priorities_belong_to(buffer, rows_of(learner))
 
 
+def test_an_exception_is_not_hidden_by_td_errors_on_their_way_that_are_not_finite(lightning, sent):
+    def returned(loss, td, step):
+        if step == 3:
+            raise ZeroDivisionError
+        return {"loss": loss, "td_error": (td * math.nan).as_subclass(OnDevice)}
+
+    with pytest.raises(ZeroDivisionError):
+        fit(lightning, filled_buffer, make_learner(lightning, returned), max_steps=6)
+
+
 def test_td_errors_of_the_last_step_that_are_not_finite_end_the_training_with_an_error(lightning, buffer, sent):
     def returned(loss, td, step):
         return {"loss": loss, "td_error": (td * (math.nan if step == 6 else 1.0)).as_subclass(OnDevice)}

@@ -6,9 +6,11 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 class Arrival(Protocol):
@@ -63,10 +65,11 @@ class DeferredUpdates:
 
         Raises:
             ValueError: TD errors are NaN or infinite: they are dropped. Those after them wait for the next call.
+            RuntimeError: The device has failed; all that was on its way is lost.
         """
         if self._waiting and self._lock.acquire(blocking=False):
             try:
-                while self._waiting and self._waiting[0].td.done():
+                while self._waiting and self._ask(self._waiting[0].td.done):
                     self._apply_first()
             finally:
                 self._lock.release()
@@ -76,11 +79,14 @@ class DeferredUpdates:
 
         Raises:
             ValueError: TD errors are NaN or infinite: they are dropped, the others applied. Notes tell of further ones.
+            RuntimeError: The device has failed; all that was on its way is lost.
         """
         failure: ValueError | None = None
         with self._lock:
             for _ in range(len(self._waiting)):
-                self._waiting[0].td.wait()
+                if not self._waiting:  # a signal handler was faster
+                    break
+                self._ask(self._waiting[0].td.wait)
                 try:
                     self._apply_first()
                 except ValueError as error:
@@ -90,6 +96,13 @@ class DeferredUpdates:
                         failure.add_note(str(error))
         if failure is not None:
             raise failure
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        try:
+            return question()
+        except RuntimeError:  # CUDA's: nothing comes from there any more, and it is said once
+            self._waiting.clear()
+            raise
 
     def _apply_first(self) -> None:
         update = self._waiting.popleft()

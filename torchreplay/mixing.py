@@ -131,7 +131,8 @@ class MixedDataset(SteppedDataset[Any]):
     def update_priorities(self, batch: Mapping[str, Any], td: Any) -> None:
         """Feeds TD errors back to exactly the items they were computed from, each to its own buffer.
 
-        As in `ReplayBuffer.update_priorities`, TD errors of rows overwritten since are dropped and counted.
+        As in `ReplayBuffer.update_priorities`, TD errors of rows overwritten since are dropped and counted. Those on a
+        device are waited for.
 
         Args:
             batch: What the dataset gave, also after a way through `DataLoader`, `.to(device)`, `LaBER` or pickle.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -177,8 +178,9 @@ class ReplayDataModule(LightningDataModule):
         self._buffer = self._given
         try:
             self._draws = stream.retire()["draws"]
-            if error is None:
-                stream.buffer.flush()  # of the last steps
+            # TD errors of the last steps. After an exception it is that one which says what went wrong.
+            with nullcontext() if error is None else suppress(Exception):
+                stream.buffer.flush()
         finally:  # also where the user has closed the buffer already
             loss = self._learners.leave(error)
         if loss is not None and error is not None and not isinstance(error, LearnerLost):
