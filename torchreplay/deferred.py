@@ -69,7 +69,7 @@ class DeferredUpdates:
         """
         if self._waiting and self._lock.acquire(blocking=False):
             try:
-                while self._waiting and self._ask(self._waiting[0].td.done):
+                while len(self._waiting) > 0 and self._ask(self._waiting[0].td.done):
                     self._apply_first()
             finally:
                 self._lock.release()
