@@ -46,7 +46,7 @@ class LateCopies:
         self.waits = self.taken = 0
 
     def memory(self, nbytes):
-        self.blocks.append(torch.full((nbytes,), POISON, dtype=torch.uint8))
+        self.blocks.append(torch.full((nbytes,), POISON, dtype=torch.uint8, device="cpu"))
         return self.blocks[-1]
 
     def start(self, block):

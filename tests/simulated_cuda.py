@@ -106,7 +106,7 @@ class SimulatedCuda:
     def empty(self, shape, dtype, device=None, pin_memory=False):
         if pin_memory:
             self.pinned += 1
-        if device is None and self.current is self.main:
+        if self.current is self.main:
             return torch.empty(shape, dtype=dtype)  # for copies from the host
         self.allocated.append(SimulatedTensor.new(self, shape, dtype))
         return self.allocated[-1]

@@ -205,6 +205,14 @@ def test_a_loader_passes_the_batches_on():
     assert_same(given, list(tr.ReplayDataset(filled_buffer(), BATCH, steps=5)))
 
 
+def test_a_default_device_of_the_users_changes_nothing():
+    dataset = StagedDataset(filled_buffer(), BATCH, steps=5)
+    with torch.device("meta"):
+        given = list(dataset)
+    dataset.copies.run()
+    assert_same(given, list(tr.ReplayDataset(filled_buffer(), BATCH, steps=5)))
+
+
 def test_a_forked_child_is_told_to_begin_an_iteration_of_its_own():
     dataset = StagedDataset(filled_buffer(), BATCH, prefetch=2)
     iterator = iter(dataset)
@@ -293,6 +301,8 @@ def test_a_loaders_worker_is_refused_a_cuda_device(monkeypatch):
     monkeypatch.setattr(dataset_module, "get_worker_info", lambda: SimpleNamespace(id=0, num_workers=1))
     with pytest.raises(RuntimeError, match=r"in a worker of a DataLoader: .* Leave num_workers at 0"):
         next(iter(tr.ReplayDataset(filled_buffer(), BATCH, device="cuda")))
+    with pytest.raises(RuntimeError, match=r"MixedDataset\(device='cuda'\) in a worker of a DataLoader"):
+        next(iter(tr.MixedDataset({filled_buffer(): 1, filled_buffer(): 1}, BATCH, device="cuda")))
 
 
 @pytest.mark.usefixtures("two_devices")

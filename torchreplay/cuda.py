@@ -28,7 +28,7 @@ os.register_at_fork(after_in_child=lambda: _of_parent.extend(_holders))
 def page_locked(nbytes: int) -> torch.Tensor:
     """Returns uint8 `[nbytes]` of page-locked memory; where none is to be had, of other memory, with a warning."""
     try:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     except RuntimeError as error:
         warnings.warn(
             f"{nbytes:,} bytes of memory for batches cannot be page-locked ({str(error).splitlines()[0]}): batches go "
@@ -36,7 +36,7 @@ def page_locked(nbytes: int) -> torch.Tensor:
             RuntimeWarning,
             stacklevel=2,
         )
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 class DeviceCopy:
@@ -137,7 +137,7 @@ def to_host(values: torch.Tensor) -> HostCopy:
     aside = values.detach().clone(memory_format=torch.contiguous_format)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        here = torch.empty(aside.shape, dtype=aside.dtype, pin_memory=True)
+        here = torch.empty(aside.shape, dtype=aside.dtype, device="cpu", pin_memory=True)
         here.copy_(aside, non_blocking=True)
         ended = torch.cuda.Event()
         ended.record(stream)

@@ -220,12 +220,7 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         """Returns what takes batches to the device, for one iteration; None where each goes by itself."""
         if self.device is None or self.device.type != "cuda":
             return None
-        if get_worker_info() is not None:
-            raise RuntimeError(
-                f"ReplayDataset(device={str(self.device)!r}) in a worker of a DataLoader: drawing and copying are "
-                f"native and need no worker. Leave num_workers at 0; or, where workers transform batches in Python, "
-                f"leave device out and move the batches in the main process, batch.to(device)"
-            )
+        refuse_worker(self)
         if self.pin == "off":
             return None
         if self.pin == "ring":
@@ -244,6 +239,16 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         if self.steps is None or worker is None:
             return self.steps
         return self.steps // worker.num_workers + (worker.id < self.steps % worker.num_workers)
+
+
+def refuse_worker(dataset: Any) -> None:
+    """Raises RuntimeError in a worker of a `DataLoader`, where a dataset with a CUDA device has no place."""
+    if get_worker_info() is not None:
+        raise RuntimeError(
+            f"{type(dataset).__name__}(device={str(dataset.device)!r}) in a worker of a DataLoader: drawing and "
+            f"copying are native and need no worker. Leave num_workers at 0; or, where workers transform batches in Python, "
+            f"leave device out and move the batches in the main process, batch.to(device)"
+        )
 
 
 def require_count(name: str, value: Any, *, at_least: int) -> int:

@@ -156,7 +156,8 @@ class Staging:
         self._may_make -= 1
         block = self._copies.memory(self._packing.nbytes)
         tensors = self._packing.tensors(block)
-        return Slot(block, tensors, batch_of(tensors, torch.empty(self._batch_size, dtype=torch.int64)))
+        key = torch.empty(self._batch_size, dtype=torch.int64, device="cpu")
+        return Slot(block, tensors, batch_of(tensors, key))
 
 
 def _write_back(batch: ReplayBatch, tensors: Mapping[Path, torch.Tensor]) -> None:
