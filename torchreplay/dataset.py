@@ -246,8 +246,8 @@ def refuse_worker(dataset: Any) -> None:
     if get_worker_info() is not None:
         raise RuntimeError(
             f"{type(dataset).__name__}(device={str(dataset.device)!r}) in a worker of a DataLoader: drawing and "
-            f"copying are native and need no worker. Leave num_workers at 0; or, where workers transform batches in Python, "
-            f"leave device out and move the batches in the main process, batch.to(device)"
+            f"copying are native and need no worker. Leave num_workers at 0; or, where workers transform batches in "
+            f"Python, leave device out and move the batches in the main process, batch.to(device)"
         )
 
 
