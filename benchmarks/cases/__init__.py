@@ -7,6 +7,7 @@ from benchmarks.cases.call import measure_call
 from benchmarks.cases.checkpoint import measure_checkpoint
 from benchmarks.cases.contest import measure_contest
 from benchmarks.cases.gather import measure_gather
+from benchmarks.cases.gpu import measure_gpu
 from benchmarks.cases.kills import measure_kills
 from benchmarks.cases.loader import measure_loader
 from benchmarks.cases.memory import measure_memory
@@ -30,6 +31,7 @@ CASES: Mapping[str, Case] = {
     "tree": measure_tree,
     "call": measure_call,
     "loader": measure_loader,
+    "gpu": measure_gpu,
     "upkeep": measure_upkeep,
     "checkpoint": measure_checkpoint,
     "contest": measure_contest,
