@@ -1,7 +1,7 @@
 """A Ray cluster of several nodes on this machine, for tests of what crosses from one node to another.
 
-Its nodes share the kernel, and with it the boot id, /proc and /dev/shm: what must not cross a node could, and a test that
-it does not is sharper than between machines. A module's fixture:
+Its nodes share the kernel, and with it the boot id, /proc and /dev/shm: what must not cross a node could, and a test
+that it does not is sharper than between machines. A module's fixture:
 
     @pytest.fixture(scope="module")
     def cluster():
