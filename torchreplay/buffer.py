@@ -8,7 +8,7 @@ import threading
 import weakref
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -22,7 +22,9 @@ from .drawing import Drawing
 from .errors import AttachError, CheckpointError, ReplayTimeout
 from .hindsight import Hindsight
 from .inspection import Inspection
+from .ledger import Ledger
 from .limiters import Limiter, MinSize, SamplesPerInsert
+from .nodes import is_elsewhere
 from .plan import GOALS
 from .samplers import Prioritized, Sampler, Uniform
 from .segment import Handle, make_handle, new_nonce, open_handle, reserve
@@ -111,6 +113,7 @@ class ReplayBuffer(Drawing, Inspection):
         self._nonce = nonce
         self._config = config
         self._local = threading.local()
+        self._ledger: Ledger | Handle | None = None  # ours, or that of the process that the handle came from
         self._finish = config.view.finish if isinstance(config.view, Hindsight) else None
         plan = config.view.plan(config.fields)
         if plan is not None:
@@ -121,16 +124,25 @@ class ReplayBuffer(Drawing, Inspection):
     # Handles
 
     def handle(self) -> Handle:
-        """Returns what another process of this machine needs to attach; pickling the buffer does the same by itself."""
+        """Returns what another process of this machine needs to attach; pickling the buffer does the same by itself.
+
+        Where Ray is running, processes on other nodes of the cluster can attach too, and write from there.
+        """
         self._segment.mark_shared()
-        return make_handle(self._segment.fd, self._nonce)
+        handle = make_handle(self._segment.fd, self._nonce)
+        if handle.node and self._ledger is None:
+            self._ledger = Ledger()
+        return replace(handle, ledger=self._ledger.handle() if isinstance(self._ledger, Ledger) else self._ledger)
 
     @classmethod
     def attach(cls, handle: Handle, view: View | None = None) -> ReplayBuffer:
         """Returns the buffer that `handle` names, over the same memory.
 
+        On another node of a Ray cluster it is a `torchreplay.ray.RemoteBuffer`: explorers write to it as they do
+        everywhere, and their rows travel to the buffer's node.
+
         Args:
-            handle: What `handle()` returned, in any process of this machine.
+            handle: What `handle()` returned, in any process of this machine or on any node of the same Ray cluster.
             view: The buffer's own view, with functions that a handle does not carry: those of `Hindsight`.
 
         Raises:
@@ -138,10 +150,16 @@ class ReplayBuffer(Drawing, Inspection):
             AttachError: Its owner is gone, on another machine, of another user, or runs another version of torchreplay;
                 or the memory is damaged.
         """
+        if isinstance(handle, Handle) and is_elsewhere(handle.node):
+            from .ray.remote import RemoteBuffer  # only a process in which Ray is running comes here
+
+            return cast(ReplayBuffer, RemoteBuffer(handle, view))
         try:
-            return cls._over(open_handle(handle, "replay buffer"), handle.nonce, view)
+            self = cls._over(open_handle(handle, "replay buffer"), handle.nonce, view)
         except ConnectionError as error:
             raise AttachError(str(error)) from None
+        self._ledger = handle.ledger
+        return self
 
     @classmethod
     def _over(cls, fd: int, nonce: int, view: View | None) -> ReplayBuffer:
@@ -344,6 +362,7 @@ class ReplayBuffer(Drawing, Inspection):
         last process to leave a file waits until everything is on the disk.
         """
         self._local = threading.local()
+        self._ledger = None
         self._segment.close()
         _open_buffers.discard(self)
 
