@@ -43,7 +43,7 @@ def write_steps(writer, rng, steps):
 
 
 class Relay:
-    """Writes the rows of `there` to `here`, as many in a chunk as it is told, linked by what it knows of the streams."""
+    """Writes rows of `there` to `here`, linked by what it knows of the streams."""
 
     def __init__(self, there, here):
         self.there, self.here = there, here

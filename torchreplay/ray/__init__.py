@@ -5,6 +5,7 @@ Importing this needs no Ray; starting an `ExplorerPool` does.
 
 from torchreplay.ray.context import ExplorerContext
 from torchreplay.ray.pool import ExplorerPool, ExplorersFailed
+from torchreplay.ray.remote import RemoteBuffer, RemoteWriter
 from torchreplay.ray.stats import ExplorerFailure, ExplorerStats
 
 __all__ = [
@@ -13,4 +14,6 @@ __all__ = [
     "ExplorerPool",
     "ExplorerStats",
     "ExplorersFailed",
+    "RemoteBuffer",
+    "RemoteWriter",
 ]

@@ -21,13 +21,14 @@ class Home:
         kind: The actor's class.
         name: Of this one.
         args: Of its constructor.
+        calls: Of its methods that may be under way at a time, but for those that write rows.
     """
 
-    def __init__(self, node: str, kind: type, name: str, args: tuple[Any, ...]) -> None:
+    def __init__(self, node: str, kind: type, name: str, args: tuple[Any, ...], calls: int = 4) -> None:
         self._ray = import_ray()
         self.node = node
         self._args = args
-        self._actor = self._ray.remote(concurrency_groups={"rows": 1, "calls": 4})(kind).options(
+        self._actor = self._ray.remote(concurrency_groups={"rows": 1, "calls": calls})(kind).options(
             name=name,
             namespace=NAMESPACE,
             get_if_exists=True,

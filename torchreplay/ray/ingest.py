@@ -94,7 +94,7 @@ class Answer:
     ending: str = ""
 
 
-class _Behind(Exception):  # noqa: N818
+class _Behind(Exception):
     """The limiter has kept a chunk waiting for long enough to tell its writer."""
 
 

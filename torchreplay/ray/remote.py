@@ -210,8 +210,8 @@ class RemoteBuffer:
     def __getattr__(self, name: str) -> NoReturn:
         if not name.startswith("_") and hasattr(ReplayBuffer, name):
             raise AttributeError(
-                f"{name} needs the buffer's memory, which is on node {self._handle.node} (here {ray_node()}): explorers "
-                f"write from every node, learners run on the buffer's"
+                f"{name} needs the buffer's memory, which is on node {self._handle.node} (here {ray_node()}): "
+                f"explorers write from every node, learners run on the buffer's"
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
