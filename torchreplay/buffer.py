@@ -150,7 +150,7 @@ class ReplayBuffer(Drawing, Inspection):
             AttachError: Its owner is gone, on another machine, of another user, or runs another version of torchreplay;
                 or the memory is damaged.
         """
-        if isinstance(handle, Handle) and is_elsewhere(handle.node):
+        if is_elsewhere(getattr(handle, "node", "")):
             from .ray.remote import RemoteBuffer  # only a process in which Ray is running comes here
 
             return cast(ReplayBuffer, RemoteBuffer(handle, view))

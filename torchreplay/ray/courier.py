@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from torchreplay.buffer import ReplayBuffer
@@ -221,7 +222,7 @@ class Courier:
             future = self._push.remote(outbox.source, parcel.payload).future()
         except self._ray.exceptions.RayError as error:
             outbox.rewind, outbox.not_before = True, time.monotonic() + PAUSE
-            self._events.put(lambda error=error: self._reconnect(error))
+            self._events.put(partial(self._reconnect, error))
             return
         outbox.sent = chunk.number
         outbox.in_air += 1

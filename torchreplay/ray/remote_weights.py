@@ -104,7 +104,9 @@ class RemoteWeights(SharedWeights):
         self._pulled = -1
         self._pulled_into = lambda: None
         self._content = torch.empty(nbytes, dtype=torch.uint8)
-        self._home = Home(handle.node, Lectern, f"torchreplay-weights-{handle.nonce:016x}", (handle, entries, nbytes), 100)
+        self._home = Home(
+            handle.node, Lectern, f"torchreplay-weights-{handle.nonce:016x}", (handle, entries, nbytes), 100
+        )
         self._news = _News()
         self._news.version, gone = self._home.ask("newer", -1)
         if gone:
