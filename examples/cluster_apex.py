@@ -1,7 +1,7 @@
 """Ape-X on CartPole-v1 with explorers on other nodes of a Ray cluster.
 
-The learner, the explorers' function and the network are those of apex_cartpole.py, and so is every call: on another node
-than the buffer's, `ctx.writer()` is a remote writer and `ctx.weights` are fetched when there are newer ones.
+The learner, the explorers' function and the network are those of apex_cartpole.py, and so is every call: on another
+node than the buffer's, `ctx.writer()` is a remote writer and `ctx.weights` are fetched when there are newer ones.
 
 By itself the program starts a cluster of its own on this machine: a head, where the buffer and the learner are, and two
 more nodes for the explorers. On a real one, run it where the learner is to be and say where the cluster is:

@@ -126,11 +126,15 @@ def make_buffer(capacity=50_000, **options):
     return tr.ReplayBuffer(SPEC, capacity, seed=0, **options)
 
 
+def rows_of(buffer):
+    """All rows, in the order of their keys."""
+    return buffer.gather(torch.arange(buffer.stats().rows_written))
+
+
 def assert_complete(buffer, counts):
     """Of each writer, rows 0, 1, ... are there, once each, in the order of keys, with what was written."""
-    n = len(buffer)
-    storage = {name: buffer.storage[name][:n].clone() for name in SPEC}
-    assert n == sum(counts.values())
+    storage = rows_of(buffer)
+    assert len(buffer) == len(storage["count"]) == sum(counts.values())
     for writer, count in counts.items():
         chosen = storage["writer"] == writer
         assert torch.equal(storage["count"][chosen], torch.arange(count)), f"writer {writer}"
@@ -243,9 +247,9 @@ def test_a_killed_ingest_loses_and_doubles_nothing(cluster, explorer):
     buffer.stop()
     results = cluster.ray.get(ends)
     assert [(text, stopped) for _, text, stopped in results] == [("the replay buffer was stopped", True)] * 2
-    n = len(buffer)
+    rows = rows_of(buffer)
     for writer, (written, *_) in zip((1, 2), results, strict=True):
-        counts = buffer.storage["count"][:n][buffer.storage["writer"][:n] == writer]
+        counts = rows["count"][rows["writer"] == writer]
         assert torch.equal(counts, torch.arange(len(counts)))
         assert written - 10 <= len(counts) <= written, "only the last ten were not acknowledged"
 
@@ -286,8 +290,8 @@ def test_a_killed_explorer_costs_its_unsent_rows_and_implies_no_end(cluster, exp
     cluster.ray.kill(victim)
     assert cluster.ray.get(other.write.remote(300)) == 300
     eventually(lambda: buffer.stats().writers == 1, 120)
-    n = len(buffer)
-    counts = buffer.storage["count"][:n][buffer.storage["writer"][:n] == 1]
+    rows = rows_of(buffer)
+    counts = rows["count"][rows["writer"] == 1]
     assert torch.equal(counts, torch.arange(len(counts)))
     assert len(counts) > 50
 
