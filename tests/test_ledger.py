@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from forked import Forked, eventually
+from forked import Forked, eventually, shared_counters
 
 import torchreplay as tr
 from torchreplay import ledger as ledgers
@@ -89,10 +89,8 @@ def test_whoever_writes_chunks_may_be_killed_at_any_time(view, monkeypatch):
     rng = random.Random(0)
     kills = 0
     while (place := made.place(source.writer, source.lanes, source.rows, True)).written < len(chunks):
-        ledger = Ledger.attach(made.handle())  # its lock goes with the child: the descriptor is closed here
         before = place.written
-        child = Forked(ingest, buffer, ledger, source, chunks)
-        del ledger
+        child = Forked(ingest, buffer, made, source, chunks)
         eventually(lambda: place.written > before or not child.is_running(), interval=0)  # noqa: B023
         stop = time.perf_counter() + rng.uniform(0, 0.002)
         while time.perf_counter() < stop:
@@ -138,10 +136,18 @@ def test_a_place_goes_to_another_writer_only_when_nothing_was_heard_for_long(mon
     assert ledger.place(2, 1, 8, False) is not None
 
 
-def test_one_process_at_a_time_may_write():
+def test_one_process_at_a_time_may_write_and_death_lets_the_next_one():
+    def claim(ledger):
+        assert ledger.claim()
+        claimed[0] = 1
+        eventually(lambda: False)
+
+    claimed = shared_counters(1)
     ledger = Ledger()
-    other = Ledger.attach(ledger.handle())
-    assert other.claim()
-    assert not ledger.claim()
-    del other
-    assert ledger.claim()
+    with Forked(claim, Ledger.attach(ledger.handle())) as child:
+        eventually(lambda: claimed[0])
+        successor = Ledger.attach(ledger.handle())
+        assert not successor.claim()
+        assert not successor.claim()
+        child.kill()
+        assert successor.claim()

@@ -185,9 +185,8 @@ def test_streams_of_lanes_are_linked_as_they_were_written(cluster, explorer):
     cluster.ray.get([actor.step.remote(seed, lanes, steps) for actor, seed in zip(far, seeds, strict=True)])
     for seed in seeds:
         local = Explorer()
-        local.open(plain)
+        local.buffer = plain
         local.step(seed, lanes, steps)
-        local.let_go()
     assert len(buffer) == len(plain)
     assert _items(buffer) == _items(plain)
     assert len(_items(buffer)) > len(buffer) / 2

@@ -61,7 +61,7 @@ class Ledger:
         self._fd = fd
         self._memory = mmap.mmap(fd, _SIZE)
         self.places: npt.NDArray[np.void] = np.frombuffer(self._memory, _PLACE, PLACES)
-        weakref.finalize(self, os.close, fd)  # others attach through the descriptor, and its lock is ours
+        weakref.finalize(self, os.close, fd)  # others attach through the descriptor, and the lock goes with it
 
     def handle(self) -> Handle:
         """Returns what another process of this machine needs to attach."""
@@ -85,8 +85,8 @@ class Ledger:
         A process that was replaced, but is not dead yet, keeps its successor from writing the same rows.
         """
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
+        except (BlockingIOError, PermissionError):
             return False
         return True
 

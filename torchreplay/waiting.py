@@ -90,7 +90,7 @@ class Wait:
 
     def check_delivery(self, waiting_for: str) -> None:
         """Says, now and then, what keeps the rows of a remote writer from being taken."""
-        self._tell(waiting_for, "they are written on another node")
+        self._tell(waiting_for, "the buffer is on another node")
 
     def _tell(self, what: str, figures: str) -> None:
         """Says what is waited for, now and then."""

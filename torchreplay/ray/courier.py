@@ -216,16 +216,19 @@ class Courier:
 
     def _send(self, outbox: Outbox, parcel: _Parcel) -> None:
         chunk = parcel.chunk
+        outbox.in_air += 1
         try:
             if parcel.payload is None:
                 parcel.payload = self._ray.put(chunk) if chunk.block.nbytes > INLINE_BYTES else chunk
             future = self._push.remote(outbox.source, parcel.payload).future()
-        except self._ray.exceptions.RayError as error:
+        except BaseException as error:
+            outbox.in_air -= 1
             outbox.rewind, outbox.not_before = True, time.monotonic() + PAUSE
+            if not isinstance(error, self._ray.exceptions.RayError):  # an explorer may be interrupted wherever it is
+                raise
             self._events.put(partial(self._reconnect, error))
             return
         outbox.sent = chunk.number
-        outbox.in_air += 1
         future.add_done_callback(lambda done: self._events.put(lambda: self._hear(outbox, chunk.number, done)))
 
     # In the courier's thread.
