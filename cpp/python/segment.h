@@ -331,6 +331,9 @@ inline PyObject* get_bytes(PyObject* self, void*) {
   return guarded(
       [&] { return checked(PyLong_FromUnsignedLongLong(state_of<SegmentState>(self).memory().layout().bytes)); });
 }
+inline PyObject* get_address(PyObject* self, void*) {
+  return guarded([&] { return checked(PyLong_FromVoidPtr(state_of<SegmentState>(self).memory().base())); });
+}
 inline PyObject* get_layout_hash(PyObject* self, void*) {
   return guarded(
       [&] { return checked(PyLong_FromUnsignedLongLong(state_of<SegmentState>(self).header().layout_hash)); });
@@ -386,6 +389,7 @@ inline PyMethodDef methods[] = {
     {"sample", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(sample)), METH_FASTCALL, nullptr},
     {"gather", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(gather)), METH_FASTCALL, nullptr},
     {"update", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(update)), METH_FASTCALL, nullptr},
+    {"checked_keys", checked_keys, METH_O, nullptr},
     {"wait_rows", wait_rows, METH_O, nullptr},
     {"refresh", refresh, METH_O, nullptr},
     {"withdraw", withdraw, METH_NOARGS, nullptr},
@@ -413,7 +417,7 @@ inline PyGetSetDef getset[] = {
     {"stream", get_stream, set_stream, nullptr, nullptr}, {"step", get_step, set_step, nullptr, nullptr},
     {"draws", get_draws, nullptr, nullptr, nullptr},      {"seed", get_seed, nullptr, nullptr, nullptr},
     {"limiter", get_limiter, nullptr, nullptr, nullptr},  {"in_file", get_in_file, nullptr, nullptr, nullptr},
-    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+    {"address", get_address, nullptr, nullptr, nullptr},  {nullptr, nullptr, nullptr, nullptr, nullptr}};
 inline PyType_Slot slots[] = {{Py_tp_init, reinterpret_cast<void*>(init)},
                               {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<SegmentState>)},
                               {Py_tp_methods, methods},
