@@ -98,6 +98,7 @@ class Explorers:
             seed = int(np.random.SeedSequence(self.args.seed, spawn_key=(i,)).generate_state(1)[0])
             context = (self.buffer, self.weights, i, self.args.num_explorers, seed)
             self.actors.append(remote.options(**options).remote(*context))
+        self.stats()  # returns when all are there, and raises when one cannot come up
         plain = apex_cartpole.Args(**{name: getattr(self.args, name) for name in vars(apex_cartpole.Args())})
         self.runs = [actor.run.remote(plain) for actor in self.actors]
 
