@@ -40,7 +40,8 @@ class Explorer:
         """Returns the rows a second that were acknowledged."""
         rows = workload.single_rows(POOL)
         with buffer.writer() as writer:
-            writer.append(**dict(zip(("obs", "action", "reward", "next_obs", "done"), rows[0], strict=True)))
+            for obs, action, reward, next_obs, done in rows:  # the ingest is there when they are
+                writer.append(obs=obs, action=action, reward=reward, next_obs=next_obs, done=done)
             writer.flush()
             start, written = time.perf_counter(), 0
             while time.perf_counter() < start + seconds:
@@ -59,21 +60,22 @@ class Explorer:
         while time.perf_counter() < start + seconds:
             pending.append(sink.take.remote(ray.put(block)))
             if len(pending) >= IN_FLIGHT:
-                taken += ray.get(pending.popleft())
-        taken += sum(ray.get(list(pending)))
+                taken += int(ray.get(pending.popleft()))
+        for answer in pending:
+            taken += int(ray.get(answer))
         return taken / (time.perf_counter() - start)
 
 
 def _measure(rounds: int, seconds: float, shrink: int) -> dict[str, dict[str, list[float]]]:
-    cluster = Cluster()
+    cluster: Any = Cluster()
     nodes = [
         cluster.add_node(num_cpus=2, object_store_memory=512 * 2**20, include_dashboard=False, **settings)
         for settings in ({"_system_config": {"worker_niceness": 0}}, {})
     ]
     ray.init(cluster.address, log_to_driver=False)
     places = [{"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(n.node_id, False)} for n in nodes]
-    sink: Any = ray.remote(Sink).options(**places[0]).remote()  # type: ignore[arg-type]
-    explorer: Any = ray.remote(Explorer).options(**places[1]).remote()  # type: ignore[arg-type]
+    sink: Any = ray.remote(Sink).options(**places[0]).remote()
+    explorer: Any = ray.remote(Explorer).options(**places[1]).remote()
     small, atari = (
         tr.ReplayBuffer(row_spec(w), w.capacity // s, seed=0) for w, s in ((SMALL, shrink), (ATARI, 10 * shrink))
     )
