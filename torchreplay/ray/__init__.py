@@ -8,6 +8,7 @@ from torchreplay.ray.async_replay import AsyncReplay, AsyncReplayStats, Timing
 from torchreplay.ray.context import ExplorerContext
 from torchreplay.ray.evaluator import Evaluator, EvaluatorFailed, EvaluatorStats
 from torchreplay.ray.pool import ExplorerPool, ExplorersFailed
+from torchreplay.ray.remote import RemoteBuffer, RemoteWriter
 from torchreplay.ray.scores import Evaluation
 from torchreplay.ray.stats import ExplorerFailure, ExplorerStats
 
@@ -23,5 +24,7 @@ __all__ = [
     "ExplorerPool",
     "ExplorerStats",
     "ExplorersFailed",
+    "RemoteBuffer",
+    "RemoteWriter",
     "Timing",
 ]
