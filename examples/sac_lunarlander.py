@@ -236,9 +236,11 @@ def main(args: Args) -> None:
 
     def solved() -> bool:
         """Reports what the test worker has found since the last call."""
-        new = evaluator.evaluations[len(progress.history.moments) :]
-        steps = [min(evaluation.version * args.publish_every, progress.step) for evaluation in new]
-        return any([progress.evaluated(step, one.mean_return) for step, one in zip(steps, new, strict=True)])
+        reached = False
+        for evaluation in evaluator.evaluations[len(progress.history.moments) :]:
+            step = min(evaluation.version * args.publish_every, progress.step)
+            reached |= progress.evaluated(step, evaluation.mean_return)
+        return reached
 
     with progress, pool, evaluator:
         for step, batch in enumerate(tr.ReplayDataset(buffer, args.batch_size, steps=args.total_steps), 1):
