@@ -91,23 +91,39 @@ class RemoteBuffer:
         handle: Of the buffer.
         view: The buffer's own view, with functions that a handle does not carry.
 
-    Raises:
-        AttachError: The buffer, its owner or its node is gone.
-        ValueError: `view` is not the buffer's.
+    It finds the buffer when it is first used, which raises `AttachError` where the buffer, its owner or its node is
+    gone.
     """
 
     def __init__(self, handle: Handle, view: View | None = None) -> None:
         self._handle = handle
         self._given_view = view
         self._home = Home(handle.node, Ingest, f"torchreplay-ingest-{handle.nonce:016x}", (handle, view))
-        text, gone = self._home.ask("describe")
-        if gone:
-            raise AttachError(gone)
-        self._config = Config.from_text(text).with_functions(view)
-        self._courier = Courier(self._home)
-        weakref.finalize(self, self._courier.close)
+        self._connecting = threading.Lock()
+        self._connection: tuple[Config, Courier] | None = None
         self._pid = os.getpid()
         self._local = threading.local()
+
+    # Connecting, at the first use. Not before: while Ray unpickles arguments, answers of actors cannot get through.
+
+    def _connected(self) -> tuple[Config, Courier]:
+        with self._connecting:
+            if self._connection is None:
+                text, gone = self._home.ask("describe")
+                if gone:
+                    raise AttachError(gone)
+                config, courier = Config.from_text(text).with_functions(self._given_view), Courier(self._home)
+                weakref.finalize(self, courier.close)
+                self._connection = config, courier
+            return self._connection
+
+    @property
+    def _config(self) -> Config:
+        return self._connected()[0]
+
+    @property
+    def _courier(self) -> Courier:
+        return self._connected()[1]
 
     # Writing
 
@@ -216,5 +232,4 @@ class RemoteBuffer:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
-        fields = ", ".join("/".join(path) for path in self._config.fields)
-        return f"RemoteBuffer(capacity {self.capacity:,} on node {self._handle.node}, fields {fields})"
+        return f"RemoteBuffer(on node {self._handle.node})"

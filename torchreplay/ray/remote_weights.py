@@ -108,9 +108,6 @@ class RemoteWeights(SharedWeights):
             handle.node, Lectern, f"torchreplay-weights-{handle.nonce:016x}", (handle, entries, nbytes), 100
         )
         self._news = _News()
-        self._news.version, gone = self._home.ask("newer", -1)
-        if gone:
-            raise AttachError(gone)
         threading.Thread(target=_listen, args=(self._home, self._news), name="torchreplay-news", daemon=True).start()
         weakref.finalize(self, self._news.close)
 
