@@ -12,9 +12,9 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from .batch import ReplayBatch
-from .buffer import ReplayBuffer
 from .errors import Stopped
-from .stream import DRAWN_FIELDS, BatchStream
+from .replay import Batches, Replay
+from .stream import DRAWN_FIELDS
 from .waiting import ShownWait, Wait
 
 T_co = TypeVar("T_co", covariant=True)
@@ -77,14 +77,14 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
 
     def __init__(
         self,
-        buffer: ReplayBuffer,
+        buffer: Replay,
         batch_size: int = 256,
         steps: int | None = None,
         prefetch: int = 2,
         device: torch.device | str | int | None = None,
         timeout: float | None = None,
     ) -> None:
-        if not isinstance(buffer, ReplayBuffer):
+        if not isinstance(buffer, Replay):
             raise ValueError(f"buffer is {type(buffer).__name__}; ReplayDataset needs a ReplayBuffer to draw from")
         self.buffer = buffer
         self.batch_size = require_count("batch_size", batch_size, at_least=1)
@@ -96,7 +96,7 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         self._position = 0  # batches that it has handed out
         self._resume_at = 0  # where the next iteration starts, set by load_state_dict alone
         self._drawn: deque[dict[str, Any]] = deque()  # what it hands out first, set by load_state_dict alone
-        self._stream: BatchStream | None = None  # of the iteration that advanced last
+        self._stream: Batches | None = None  # of the iteration that advanced last
 
     def __iter__(self) -> Iterator[ReplayBatch]:
         """Hands out batch after batch.
@@ -117,7 +117,7 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         worker = get_worker_info()
         waiting: type[Wait] = ShownWait if worker is None or worker.id == 0 else Wait  # one line for all workers
         left = None if share is None else share - position
-        stream = BatchStream(self.buffer, self.batch_size, left, self.prefetch, self.timeout, waiting, self._drawn)
+        stream = self.buffer.batches(self.batch_size, left, self.prefetch, self.timeout, waiting, self._drawn)
         try:
             for batch in stream:
                 position += 1
@@ -140,7 +140,7 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
             `DataLoader` also `stream`, the number of the stream that it draws from.
         """
         # Which worker gets which stream is a matter of who comes first; other processes keep to their own.
-        stream = {} if get_worker_info() is None else {"stream": self.buffer._segment.stream}
+        stream = {} if get_worker_info() is None else {"stream": self.buffer.stream}
         position, again, ahead = self._resume_at, list[dict[str, Any]](), list[dict[str, Any]]()
         if self._process == os.getpid():  # otherwise the iteration was the parent's
             position, again = self._position, list(self._drawn)
@@ -172,7 +172,7 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         if self._process == os.getpid():
             self.end()  # or its draws ahead would be in the way of those to come
         if "stream" in state_dict and get_worker_info() is not None:
-            self.buffer._segment.stream = require_count("stream", state_dict["stream"], at_least=0)
+            self.buffer.stream = require_count("stream", state_dict["stream"], at_least=0)
         self.buffer.draws = draws + len(drawn)
         self._resume_at = self._position = position
         self._drawn, self._stream, self._process = drawn, None, os.getpid()

@@ -70,9 +70,6 @@ class Inspection:
         """Returns the number of rows held."""
         return self._segment.refresh(NEVER)
 
-    def __bool__(self) -> bool:
-        return True  # `if buffer:` asks whether there is one, not whether it holds rows
-
     @property
     def capacity(self) -> int:
         """Rows that fit."""
@@ -127,6 +124,15 @@ class Inspection:
     @draws.setter
     def draws(self, step: int) -> None:
         self._segment.step = checked_int("draws", step, 0, (1 << 48) - 1)
+
+    @property
+    def stream(self) -> int:
+        """The number of this process's stream of draws. Set it to resume that of another process."""
+        return self._segment.stream
+
+    @stream.setter
+    def stream(self, number: int) -> None:
+        self._segment.stream = checked_int("stream", number, 0, (1 << 32) - 1)
 
     def stats(self) -> Stats:
         """Returns what has happened so far, over all processes."""

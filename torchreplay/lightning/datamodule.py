@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from ..batch import ReplayBatch
-from ..buffer import ReplayBuffer
 from ..dataset import ReplayDataset, require_count, require_timeout
 from ..errors import LearnerLost, Stopped
 from ..explorers import Explorers
 from ..learners import Learners, several_machines
+from ..replay import Replay
 from .libraries import LightningDataModule
 
 if TYPE_CHECKING:
@@ -51,12 +51,12 @@ class ReplayDataModule(LightningDataModule):
 
     def __init__(
         self,
-        buffer: ReplayBuffer | Callable[[], ReplayBuffer],
+        buffer: Replay | Callable[[], Replay],
         batch_size: int = 256,
         *,
         steps_per_epoch: int | None = None,
         prefetch: int = 2,
-        explorers: Explorers | Callable[[ReplayBuffer], Explorers] | None = None,
+        explorers: Explorers | Callable[[Any], Explorers] | None = None,
         timeout: float | None = None,
     ) -> None:
         super().__init__()
@@ -67,14 +67,14 @@ class ReplayDataModule(LightningDataModule):
         )
         self.prefetch = require_count("prefetch", prefetch, at_least=0)
         self.timeout = require_timeout(timeout)
-        self._given = buffer if isinstance(buffer, ReplayBuffer) else None
+        self._given = buffer if isinstance(buffer, Replay) else None
         self._buffer = self._given
         self._stream: _Stream | None = None
         self._explorers_wait = False  # until a `ReplayCheckpoint` has restored the buffer
         self._draws = 0  # of the last `fit`, for checkpoints that are saved after it
 
     @property
-    def buffer(self) -> ReplayBuffer:
+    def buffer(self) -> Replay:
         """The buffer that batches come from.
 
         Raises:
@@ -167,7 +167,7 @@ class ReplayDataModule(LightningDataModule):
             error.add_note(loss)
 
 
-def resolve_buffer(callback: object, buffer: ReplayBuffer | None, trainer: Trainer) -> ReplayBuffer:
+def resolve_buffer(callback: object, buffer: Replay | None, trainer: Trainer) -> Replay:
     """Returns the buffer a callback was given, or that of the Trainer's data module.
 
     Raises:

@@ -4,7 +4,10 @@ Importing this needs no Ray; starting an `ExplorerPool` does.
 """
 
 from torchreplay.ray.context import ExplorerContext
+from torchreplay.ray.home import ShardLost, ShardWriter
 from torchreplay.ray.pool import ExplorerPool, ExplorersFailed
+from torchreplay.ray.sharded import ShardedReplay
+from torchreplay.ray.sharded_stats import ShardedStats, ShardStats
 from torchreplay.ray.stats import ExplorerFailure, ExplorerStats
 
 __all__ = [
@@ -13,4 +16,9 @@ __all__ = [
     "ExplorerPool",
     "ExplorerStats",
     "ExplorersFailed",
+    "ShardLost",
+    "ShardStats",
+    "ShardWriter",
+    "ShardedReplay",
+    "ShardedStats",
 ]
