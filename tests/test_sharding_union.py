@@ -1,6 +1,8 @@
 """Drawing from several shards as if they were one: P(i) = p_i^alpha / sum over all of them, whatever happens to the
 shards between a learner's hearing of their totals and its draw."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -184,8 +186,8 @@ def test_the_union_is_drawn_from_in_proportion_whatever_the_sizes_of_its_shards(
         assert (numbers == batch["home"].numpy()).all()
         assert (own == batch["index"].numpy()).all()
     assert_follows(observed, p * n * batches)
-    homes = np.array([observed[a:b].sum() for a, b in zip(offsets, offsets[1:], strict=False)])
-    share = np.array([p[a:b].sum() for a, b in zip(offsets, offsets[1:], strict=False)]) * n * batches
+    homes = np.array([observed[a:b].sum() for a, b in pairwise(offsets)])
+    share = np.array([p[a:b].sum() for a, b in pairwise(offsets)]) * n * batches
     # Stratified: a shard's count is off by less than 2 in a batch, so by less than 5 * 0.71 * sqrt(batches) in all.
     assert (np.abs(homes - share) < 5 * 0.71 * np.sqrt(batches)).all()
 

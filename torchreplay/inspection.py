@@ -54,7 +54,8 @@ def histograms(leaves: torch.Tensor, keys1: torch.Tensor, head: int, bins: int) 
     age_range = (0.0, float(ages.max()) if len(ages) else 1.0)
     return {
         "priority_edges": torch.logspace(*priority_range, bins + 1, dtype=torch.float64),
-        "priority": torch.histc(positive.log10(), bins, *priority_range).long(),
+        # Clamped: logarithms of the extremes may differ from the edges in the last bit.
+        "priority": torch.histc(positive.log10().clamp(*priority_range), bins, *priority_range).long(),
         "age_edges": torch.linspace(*age_range, bins + 1, dtype=torch.float64),
         "age": torch.histc(ages, bins, *age_range).long(),
     }
