@@ -6,6 +6,7 @@ import sharded_rows
 import torch
 from cluster import ray_cluster
 from forked import eventually
+from lightning_learner import fit, make_learner
 from scipy import stats
 from sharded_rows import FALSE_ALARM, SPEC, assert_intact, rows_of, write, write_until_stopped
 from torch.utils.data import DataLoader
@@ -204,6 +205,28 @@ def test_every_process_that_has_it_draws_from_it_and_counts(filled, cluster):
     assert after.learners == before.learners + 1
     counts = replay.histograms(8)
     assert int(counts["priority"].sum()) == int(counts["age"].sum()) == 365
+
+
+def test_lightning_trains_from_it(filled):
+    lightning = pytest.importorskip("pytorch_lightning")
+    replay, keys = filled
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(batch["key"])
+        return {"loss": (self.q.weight**2).sum(), "td_error": 2.0 + batch["explorer"]}
+
+    before = replay.stats().updated
+    learner = make_learner(lightning, training_step=training_step)
+    fit(lightning, replay, learner, batch_size=8, max_steps=5)
+    seen = torch.cat(learner.seen)
+    assert len(seen) == 40
+    assert set(seen.tolist()) <= set(all_keys(keys)[0].tolist())
+    found = replay.stats()
+    assert found.updated == before + 40
+    batch = replay.sample(512)
+    for key, explorer, p in zip(*(batch[name].tolist() for name in ("key", "explorer", "probability")), strict=True):
+        if key in seen:
+            assert p * found.priority_total == pytest.approx((2.0 + explorer + EPS) ** ALPHA, rel=1e-5)
 
 
 def test_a_node_without_a_shard_cannot_be_written_from(cluster):

@@ -1,9 +1,11 @@
-"""Writing to the shard of the node one is on."""
+"""Writing to the shard of the node one is on, and saying that someone will."""
 
 from __future__ import annotations
 
+import secrets
 import time
-from typing import Any, Final
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -13,6 +15,9 @@ from torchreplay.errors import AttachError, Stopped
 from torchreplay.ray.members import Shards
 from torchreplay.ray.union import pack
 from torchreplay.writer import Autoreset, Writer
+
+if TYPE_CHECKING:
+    from types import TracebackType
 
 PATIENCE: Final = 60.0
 """Seconds for which a writer waits for its node's shard to be made anew."""
@@ -125,3 +130,25 @@ class Home:
             return True
         self._shards.lose(self._number, "its process is gone")
         return False
+
+
+class Expectation:
+    """The announcement of `ShardedReplay.expect_writers()`: it holds until closed."""
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
+        self._token = secrets.token_hex(8)
+        shards.ask("expect", self._token, True)
+
+    def close(self) -> None:
+        """No more writers will come. Idempotent."""
+        with suppress(Stopped):
+            self._shards.ask("expect", self._token, False)
+
+    def __enter__(self) -> Expectation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -17,7 +17,7 @@ from torchreplay.ray.directory import NAMESPACE, Place, Table
 from torchreplay.ray.figures import Figures, Order
 from torchreplay.ray.ledger import Ledger
 from torchreplay.ray.session import import_ray
-from torchreplay.waiting import LOG_EVERY, Wait
+from torchreplay.waiting import LOG_EVERY, SLICE_NS, Wait
 
 if TYPE_CHECKING:
     from torchreplay._C import Census
@@ -146,11 +146,7 @@ class Shards:
             RuntimeError: One can never draw.
             Stopped: The buffer was stopped.
         """
-        answers: Answers = self.collect(calls, wait)
-        with self._lock:
-            for number, (figures, _) in answers.items():
-                self.figures[number] = figures
-                self.ledger.hear(number, figures)
+        answers = self._note(self.collect(calls, wait))
         for number, (figures, _) in answers.items():
             if figures.trouble is not None:
                 raise RuntimeError(f"shard {number}: {figures.trouble}")
@@ -158,8 +154,17 @@ class Shards:
             raise Stopped("the replay buffer was stopped")
         return answers
 
-    def collect(self, calls: Mapping[int, Any], wait: Wait) -> dict[int, Any]:
+    def exchange(self) -> None:
+        """Looks at the table and hears all shards' figures, also after the buffer was stopped."""
+        places = self.look().places
+        self._note(self.collect(self.order(dict.fromkeys(places, 0), 0)))
+
+    def collect(self, calls: Mapping[int, Any], wait: Wait | None = None) -> dict[int, Any]:
         """Returns what the shards called answer, by number; those that are lost meanwhile are left out.
+
+        Args:
+            calls: What the answers will be got by.
+            wait: How long it may take; None: as long as the shards are there.
 
         Raises:
             ReplayTimeout: One takes too long.
@@ -167,12 +172,14 @@ class Shards:
         log_at = started = time.monotonic()
         left = list(calls.values())
         while left:
-            left = self.ray.wait(left, num_returns=len(left), timeout=wait.slice_ns() * 1e-9, fetch_local=True)[1]
-            if left and (wait.expired or time.monotonic() - log_at >= LOG_EVERY):
+            seconds = (SLICE_NS if wait is None else wait.slice_ns()) * 1e-9
+            left = self.ray.wait(left, num_returns=len(left), timeout=seconds)[1]
+            expired = wait is not None and wait.expired
+            if left and (expired or time.monotonic() - log_at >= LOG_EVERY):
                 log_at = time.monotonic()
                 silent = [number for number, call in calls.items() if call in left]
                 text = f"no answer from {self._names(silent)} for {log_at - started:.1f} s"
-                if wait.expired:
+                if expired:
                     raise ReplayTimeout(text)
                 logger.warning(text)
         return {number: answer for number, call in calls.items() if (answer := self._answer(number, call)) is not None}
@@ -223,6 +230,13 @@ class Shards:
     def place_on(self, node: str) -> Place | None:
         """Returns the shard of a node, as far as this process knows."""
         return next((place for place in self.table.places.values() if place.node == node), None)
+
+    def _note(self, answers: Answers) -> Answers:
+        with self._lock:
+            for number, (figures, _) in answers.items():
+                self.figures[number] = figures
+                self.ledger.hear(number, figures)
+        return answers
 
     def _answer(self, number: int, call: Any) -> Any:
         try:

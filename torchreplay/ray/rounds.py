@@ -15,7 +15,7 @@ from torchreplay.samplers import Sampler
 from torchreplay.waiting import Wait
 
 if TYPE_CHECKING:
-    from torchreplay.ray.sharded import ShardedReplay
+    from torchreplay.ray.draws import Draws
 
 LEAST_SLACK: Final = 1 / 64
 """Candidates asked for beyond a shard's share, so that it may have grown since the last answer."""
@@ -98,7 +98,7 @@ class RoundStream:
     change its batch.
 
     Args:
-        replay: To draw from.
+        draws: What draws them.
         batch_size: Items in a batch.
         count: Batches; None for endlessly many.
         prefetch: Rounds under way ahead.
@@ -108,14 +108,14 @@ class RoundStream:
 
     def __init__(
         self,
-        replay: ShardedReplay,
+        draws: Draws,
         batch_size: int,
         count: int | None,
         prefetch: int,
         timeout: float | None,
         waiting: type[Wait],
     ) -> None:
-        self._replay, self._batch_size, self._left = replay, batch_size, count
+        self._draws, self._batch_size, self._left = draws, batch_size, count
         self._prefetch, self._timeout, self._waiting = prefetch, timeout, waiting
         self._ahead: deque[Round] = deque()
 
@@ -133,12 +133,12 @@ class RoundStream:
             self.close()
             raise StopIteration
         waiting, self._waiting = self._waiting, Wait
-        wait = waiting(self._replay.shards, self._timeout)
+        wait = waiting(self._draws.shards, self._timeout)
         try:
             batch = None
             while batch is None:
                 self._order(wait)
-                batch = self._replay.take(self._ahead.popleft(), None, wait)
+                batch = self._draws.take(self._ahead.popleft(), None, wait)
         finally:
             wait.end()
         if self._left is not None:
@@ -152,11 +152,11 @@ class RoundStream:
     def close(self) -> None:
         """Forgets the rounds under way."""
         while self._ahead:
-            self._replay.forget(self._ahead.pop())
+            self._draws.forget(self._ahead.pop())
 
     def _order(self, wait: Wait) -> None:
         most = self._prefetch + 1 if self._left is None else min(self._left, self._prefetch + 1)
         if not self._ahead:
-            self._ahead.append(self._replay.order(self._batch_size, wait))
-        while len(self._ahead) < most and self._replay.admits(self._batch_size):
-            self._ahead.append(self._replay.order(self._batch_size, wait))
+            self._ahead.append(self._draws.order(self._batch_size, wait))
+        while len(self._ahead) < most and self._draws.admits(self._batch_size):
+            self._ahead.append(self._draws.order(self._batch_size, wait))

@@ -3,37 +3,30 @@
 from __future__ import annotations
 
 import secrets
-import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from torchreplay.arguments import checked_int
 from torchreplay.batch import ReplayBatch
 from torchreplay.config import MAX_CAPACITY, Config
 from torchreplay.drawing import MAX_BATCH
-from torchreplay.errors import Stopped
-from torchreplay.hindsight import Hindsight
 from torchreplay.limiters import Limiter
-from torchreplay.mixture import checked_errors
-from torchreplay.ray.blocks import Layout, outputs_of
 from torchreplay.ray.directory import NAMESPACE, Directory
+from torchreplay.ray.draws import Draws
+from torchreplay.ray.feedback import Feedback
 from torchreplay.ray.histograms import merged_histograms
-from torchreplay.ray.home import Home, ShardWriter
+from torchreplay.ray.home import Expectation, Home, ShardWriter
 from torchreplay.ray.ledger import Ledger
 from torchreplay.ray.members import Shards
-from torchreplay.ray.rounds import LEAST_SLACK, Round, RoundStream
+from torchreplay.ray.rounds import RoundStream
 from torchreplay.ray.session import import_ray
 from torchreplay.ray.sharded_stats import ShardedStats, summed
-from torchreplay.ray.union import unpack
 from torchreplay.replay import Replay
-from torchreplay.samplers import Sampler, Schedule, value_of
+from torchreplay.samplers import Sampler, Schedule
 from torchreplay.segment import new_nonce
 from torchreplay.spec import Spec, nest
 from torchreplay.views import View
@@ -42,12 +35,6 @@ from torchreplay.writer import Autoreset
 
 if TYPE_CHECKING:
     from types import TracebackType
-
-FEEDBACK_IN_FLIGHT: Final = 32
-"""Calls of `update_priorities` to shards that have not been answered; the next one waits for the oldest."""
-
-POLL: Final = 0.02
-"""Seconds between two looks at the shards while too few items are in."""
 
 
 class ShardedReplay(Replay):
@@ -129,12 +116,8 @@ class ShardedReplay(Replay):
         self._capacity, self._count = capacity, count
         self.shards = Shards(_name(nonce), config.limiter)
         self._home = Home(self.shards)
-        self._layout = Layout(outputs_of(config.fields, config.view))
-        self._finish = config.view.finish if isinstance(config.view, Hindsight) else None
-        self._lock = threading.Lock()
-        self._step = self._under_way = 0  # rounds begun, and those that are no batch yet
-        self._slack = 1.0
-        self._feedback: deque[tuple[int, int, Any]] = deque()
+        self._draws = Draws(self.shards, config, seed, nonce)
+        self._feedback = Feedback(self.shards, nonce)
         self._closed = False
 
     @classmethod
@@ -206,12 +189,10 @@ class ShardedReplay(Replay):
             WouldBlockForever: Too few rows, and nobody is left to write more.
             Stopped: The buffer was stopped, or the process that made it is gone.
         """
+        self._require_open()
         wait = Wait(self.shards, timeout)
         try:
-            while True:
-                batch = self.take(self.order(batch_size, wait), beta, wait)
-                if batch is not None:
-                    return batch
+            return self._draws.draw(batch_size, beta, wait)
         finally:
             wait.end()
 
@@ -226,67 +207,8 @@ class ShardedReplay(Replay):
     ) -> RoundStream:
         """Returns a stream of batches, for `prefetch` of which the shards are asked ahead; `drawn` is left alone."""
         checked_int("batch_size", batch_size, 1, MAX_BATCH)
-        return RoundStream(self, batch_size, count, prefetch, timeout, waiting)
-
-    def admits(self, n: int) -> bool:
-        """Returns whether, as far as is known, the limiter admits a draw of `n` items and there are any."""
-        ledger = self.shards.ledger
-        drawable = any(figures.drawn.drawable for figures in self.shards.figures.values())
-        return drawable and ledger.inserted >= ledger.needed(n)
-
-    def order(self, n: int, wait: Wait) -> Round:
-        """Asks all shards for candidates, once the limiter admits `n` items; `take` makes the batch."""
-        checked_int("batch_size", n, 1, MAX_BATCH)
         self._require_open()
-        self.shards.refresh()
-        if not self.admits(n):
-            self._wait_for_rows(n, wait)
-        with self._lock:
-            step, self._step, self._under_way = self._step, self._step + 1, self._under_way + 1
-            self.shards.ledger.under_way += n
-        # The generator's blocks are counted by the low bits.
-        chance = np.random.Generator(np.random.Philox(key=[self._seed, self.shards.stream], counter=step << 64))
-        return Round(self.shards, n, chance, self._slack)
-
-    def take(self, ordered: Round, beta: Schedule | None, wait: Wait) -> ReplayBatch | None:
-        """Returns the batch that was ordered; None if there was no item to draw."""
-        batch = None
-        try:
-            exponent = value_of(self.sampler.beta if beta is None else beta, self.shards.ledger.steps)
-            batch = ordered.finish(self._layout, self.sampler, exponent, wait)
-        finally:
-            with self._lock:
-                self._under_way -= 1
-                self.shards.ledger.under_way -= ordered.n
-                if batch is not None:
-                    self.shards.ledger.items += ordered.n
-                    self.shards.ledger.batches += 1
-                else:
-                    self._step -= 1
-        self._slack = min(1.0, self._slack * 4) if ordered.asked_again else max(LEAST_SLACK, self._slack * 0.75)
-        if batch is not None:
-            batch.source = self._nonce
-            if self._finish is not None:
-                self._finish(batch)
-        return batch
-
-    def forget(self, ordered: Round) -> None:
-        """Gives up a round that was ordered: it has not been drawn."""
-        with self._lock:
-            self._under_way -= 1
-            self._step -= 1
-            self.shards.ledger.under_way -= ordered.n
-
-    def _wait_for_rows(self, n: int, wait: Wait) -> None:
-        while True:
-            self.shards.refresh()
-            calls = self.shards.order(dict.fromkeys(self.shards.table.places, 0), n)
-            self.shards.hear(calls, wait)
-            if self.admits(n):
-                return
-            drawable = sum(figures.drawn.drawable for figures in self.shards.figures.values())
-            wait.check_rows(self.shards.ledger.inserted, self.shards.ledger.needed(n), drawable)
-            time.sleep(min(POLL, wait.slice_ns() * 1e-9))
+        return RoundStream(self._draws, batch_size, count, prefetch, timeout, waiting)
 
     # Feedback
 
@@ -306,74 +228,15 @@ class ShardedReplay(Replay):
                 another buffer; nothing is applied.
         """
         self._require_open()
-        keys = self._checked_keys(batch_or_keys)
-        errors = checked_errors("the TD errors", td, len(keys))
-        numbers, own = unpack(keys)
-        self._require_issued(keys, numbers, own)
-        for number in np.unique(numbers).tolist():
-            mine = numbers == number
-            place = self.shards.table.places.get(number)
-            if place is None:
-                self.shards.tell("dropped", int(mine.sum()))
-            else:
-                self._feedback.append((number, int(mine.sum()), place.actor.update.remote(own[mine], errors[mine])))
-        self._hear_feedback(FEEDBACK_IN_FLIGHT)
-
-    def _checked_keys(self, given: Any) -> NDArray[np.int64]:
-        if isinstance(given, ReplayBatch):
-            if "buffer" in given:
-                raise ValueError(
-                    "the batch mixes items of several buffers: feed its TD errors back by the MixedDataset that drew "
-                    "it, dataset.update_priorities(batch, td)"
-                )
-            if getattr(given, "source", None) not in (None, self._nonce):
-                raise ValueError("the batch was drawn from another buffer: feed its TD errors back to that one")
-            given = given.get("key")
-        try:
-            tensor = torch.as_tensor(given)
-        except (TypeError, ValueError, RuntimeError):
-            raise ValueError(f"the keys are {given!r:.200}: expected int64 [n], such as batch['key']") from None
-        if tensor.dtype != torch.int64 or tensor.ndim != 1:
-            raise ValueError(f"the keys are {tensor.dtype} {list(tensor.shape)}: expected int64 [n]")
-        keys: NDArray[np.int64] = tensor.cpu().numpy()
-        return keys
-
-    def _require_issued(self, keys: NDArray[np.int64], numbers: NDArray[np.int64], own: NDArray[np.int64]) -> None:
-        """Raises ValueError unless each key names a row that some shard has or had."""
-        for fresh in (False, True):  # figures are of the last answer: newer keys are looked for once
-            if fresh:
-                self.shards.look()
-                wait = Wait(self.shards, None)
-                self.shards.hear(self.shards.order(dict.fromkeys(self.shards.table.places, 0), 0), wait)
-            issued = {number: figures.issued for number, figures in self.shards.figures.items()}
-            issued |= {lost.number: 1 << 62 for lost in self.shards.table.lost}
-            bad = [own[numbers == number].max() >= issued.get(number, 0) for number in np.unique(numbers).tolist()]
-            if not any(bad):
-                return
-        limit = np.array([issued.get(number, 0) for number in numbers.tolist()])
-        index = int(np.flatnonzero(own >= limit)[0])
-        raise ValueError(
-            f"key {keys[index]} at index {index} was never issued by this buffer (shard {numbers[index]}, row "
-            f"{own[index]}); nothing was applied"
-        )
-
-    def _hear_feedback(self, most: int) -> None:
-        """Waits until at most so many calls are unanswered."""
-        while len(self._feedback) > most:
-            number, count, call = self._feedback.popleft()
-            try:
-                self.shards.result(call)
-            except LookupError as error:
-                self.shards.lose(number, str(error))
-                self.shards.tell("dropped", count)
+        self._feedback.send(batch_or_keys, td)
 
     # Inspection
 
     def __len__(self) -> int:
         """Returns the number of rows held by all shards."""
-        calls = self.shards.order(dict.fromkeys(self.shards.look().places, 0), 0)
-        answers = self.shards.collect(calls, Wait(_Never(), None))
-        return sum(figures.rows for figures, _ in answers.values())
+        self._require_open()
+        self.shards.exchange()
+        return sum(figures.rows for figures in self.shards.figures.values())
 
     @property
     def capacity(self) -> int:
@@ -403,11 +266,11 @@ class ShardedReplay(Replay):
     @property
     def draws(self) -> int:
         """Batches that this object has drawn: the position in its own stream of random numbers."""
-        return self._step - self._under_way
+        return self._draws.made
 
     @draws.setter
     def draws(self, step: int) -> None:
-        self._step = checked_int("draws", step, 0, (1 << 48) - 1) + self._under_way
+        self._draws.made = checked_int("draws", step, 0, (1 << 48) - 1)
 
     @property
     def stream(self) -> int:
@@ -421,14 +284,11 @@ class ShardedReplay(Replay):
     def stats(self) -> ShardedStats:
         """Returns what has happened so far: over all shards, and each one's own."""
         self._require_open()
-        self._hear_feedback(0)
-        table = self.shards.look()
-        wait = Wait(_Never(), None)
-        self._tell_figures(wait)
-        told = self.shards.collect({k: place.actor.stats.remote() for k, place in table.places.items()}, wait)
-        for number, stats in told.items():
-            self.shards.ledger.count_inserted(number, stats.inserted)
-        return summed(told, table.places, self.shards.look(), self._capacity, self._count, self.shards.ledger)
+        self._feedback.hear(0)
+        self.shards.exchange()
+        places = self.shards.table.places
+        told = self.shards.collect({number: place.actor.stats.remote() for number, place in places.items()})
+        return summed(told, places, self.shards.look(), self._capacity, self._count, self.shards.ledger)
 
     def histograms(self, bins: int = 64) -> dict[str, torch.Tensor]:
         """Returns histograms of leaf priorities and of rows' ages, as `ReplayBuffer.histograms` does. O(capacity).
@@ -438,13 +298,7 @@ class ShardedReplay(Replay):
         bins = checked_int("bins", bins, 1, 1 << 20)
         places = self.shards.look().places
         calls = {number: place.actor.histograms.remote(bins) for number, place in places.items()}
-        return merged_histograms(list(self.shards.collect(calls, Wait(_Never(), None)).values()), bins)
-
-    def _tell_figures(self, wait: Wait) -> None:
-        """Exchanges figures with all shards, also when the buffer was stopped."""
-        calls = self.shards.order(dict.fromkeys(self.shards.table.places, 0), 0)
-        for number, (figures, _) in self.shards.collect(calls, wait).items():
-            self.shards.ledger.hear(number, figures)
+        return merged_histograms(list(self.shards.collect(calls).values()), bins)
 
     def __repr__(self) -> str:
         if self._closed:
@@ -473,7 +327,6 @@ class ShardedReplay(Replay):
         if self._closed:
             return
         self._closed = True
-        self._feedback.clear()
         self._home.close()
         if self._owned is not None:
             self._end_all()
@@ -494,37 +347,6 @@ class ShardedReplay(Replay):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-class Expectation:
-    """The announcement of `ShardedReplay.expect_writers()`: it holds until closed."""
-
-    def __init__(self, shards: Shards) -> None:
-        self._shards = shards
-        self._token = secrets.token_hex(8)
-        shards.ask("expect", self._token, True)
-
-    def close(self) -> None:
-        """No more writers will come. Idempotent."""
-        with suppress(Stopped):
-            self._shards.ask("expect", self._token, False)
-
-    def __enter__(self) -> Expectation:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class _Never:
-    """What is watched by a wait that the end of the buffer does not end."""
-
-    stopped = False
-
-    def census(self, unused_count_as_others: bool) -> Any:
-        raise NotImplementedError("such a wait is for no rows")
 
 
 def _name(nonce: int) -> str:
