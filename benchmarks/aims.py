@@ -39,11 +39,17 @@ AIMS: Mapping[tuple[str, str], Sequence[Aim]] = {
         for view in ("Rows", "Transitions")
         for what in ("absorbing", "updating 256")
     },
+    ("call", "sample + update 256"): (Aim(30.0),),
     ("loader", "overhead over a no-op dataset, steps of 1 ms"): (Aim(15.0),),
     ("loader", "waits, steps of 1 ms, an explorer writes"): (Aim(1.0),),
+    ("loader", "PriorityFeedback inside Lightning"): (Aim(10.0),),
     ("upkeep", "... times as long as without"): (Aim(1.2),),
     ("upkeep", "attach"): (Aim(2000.0),),
     ("upkeep", "stats()"): (Aim(10.0),),
+    ("ray", "rows, one at a time"): (Aim(20, over="Ray actor"),),
+    ("ray", "rows, chunks of 50"): (Aim(5, over="Ray actor"),),
+    ("ray", "batches of 512"): (Aim(3, over="Ray actor"),),
+    ("ray", "sample + update 512 of 1,000,000"): (Aim(100, over="RLlib"),),
     ("checkpoint", "save, fraction of the disk"): (Aim(0.7),),
     ("checkpoint", "load, fraction of the disk"): (Aim(0.7),),
 }

@@ -34,6 +34,14 @@ def read_sequentially(path: Path) -> None:
             pass
 
 
+def read_whole(path: Path) -> None:
+    """Reads ``path`` into new memory as large as the file."""
+    room = np.empty(path.stat().st_size, np.uint8).data
+    with path.open("rb", buffering=0) as file:
+        for at in range(0, len(room), PIECE):
+            file.readinto(room[at : at + PIECE])
+
+
 def forget(directory: Path) -> None:
     """Drops the files in and below ``directory`` from the page cache, so that reading them means the disk."""
     for path in directory.rglob("*"):

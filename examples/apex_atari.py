@@ -231,7 +231,7 @@ def explore(ctx: ExplorerContext, args: Args) -> None:
     lane = np.arange(args.lanes) + ctx.index * args.lanes
     epsilons = args.epsilon ** (1 + 7 * lane / max(ctx.num_explorers * args.lanes - 1, 1))
     policy = DuelingNetwork(len(games.actions), args.channels, args.hidden).requires_grad_(False)
-    ctx.weights.pull(policy)
+    ctx.pull_weights(policy)
     first_priorities = FirstPriorities(args)
     returns, lengths = np.zeros(args.lanes), np.zeros(args.lanes, int)
 
@@ -242,7 +242,7 @@ def explore(ctx: ExplorerContext, args: Args) -> None:
     while not ctx.stopped:
         action = epsilon_greedy(q, epsilons, rng)
         step = games.step(action)
-        ctx.weights.pull(policy)  # one atomic read when there is nothing newer
+        ctx.pull_weights(policy)  # one atomic read when there is nothing newer
         next_q = policy(step.final_obs)
         q_taken = q.numpy()[np.arange(args.lanes), action]
         row = {"reward": np.clip(step.reward, -1, 1), "terminated": step.terminated, "truncated": step.truncated}

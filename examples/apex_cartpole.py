@@ -103,7 +103,7 @@ def explore(ctx: ExplorerContext, args: Args) -> None:
     rng = np.random.default_rng(ctx.seed)
     epsilon = args.epsilon ** (1 + 7 * ctx.index / max(ctx.num_explorers - 1, 1))
     policy = QNetwork().requires_grad_(False)
-    ctx.weights.pull(policy)
+    ctx.pull_weights(policy)
     writer = ctx.writer()
 
     obs, _ = env.reset(seed=ctx.seed)
@@ -116,7 +116,7 @@ def explore(ctx: ExplorerContext, args: Args) -> None:
         window.append((obs, action, reward, q[action]))
         episode_return, episode_length = episode_return + float(reward), episode_length + 1
 
-        ctx.weights.pull(policy)  # one atomic read when there is nothing newer
+        ctx.pull_weights(policy)  # one atomic read when there is nothing newer
         next_q = policy(torch.from_numpy(next_obs)).numpy()
         done = terminated or truncated
         while len(window) == args.n_step or (done and window):

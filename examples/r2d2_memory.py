@@ -200,7 +200,7 @@ def explore(ctx: ExplorerContext, kind: str, args: Args) -> None:
         state, done, episode_return, episode_length = START, False, 0.0, 0
         writer.reset(obs=obs)
         while not done and not ctx.stopped:
-            ctx.weights.pull(policy)  # one atomic read when there is nothing newer
+            ctx.pull_weights(policy)  # one atomic read when there is nothing newer
             action, next_state = policy.act(obs, state)
             if rng.random() < epsilon:
                 action = int(rng.integers(3))

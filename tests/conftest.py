@@ -1,7 +1,8 @@
 """What every test runs under: one torch thread, repeatable examples, no GPU tests without a GPU, nothing left over,
-counts at the end. And the path of a buffer in a file."""
+counts at the end. And the path of a buffer in a file, a Ray of two CPUs, and what pools can run on."""
 
 import gc
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -32,6 +33,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="module")
+def ray():
+    """A Ray of this machine, shared by the tests of a module."""
+    ray = pytest.importorskip("ray")
+    ray.init(
+        address="local",
+        num_cpus=2,
+        object_store_memory=80 * 2**20,
+        include_dashboard=False,
+        logging_level=logging.ERROR,
+        log_to_driver=False,
+    )
+    yield ray
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module", params=["ray", "process"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """What a pool runs its workers on: each test of it holds for both."""
+    if request.param == "ray":
+        request.getfixturevalue("ray")
+    return str(request.param)
 
 
 @pytest.fixture

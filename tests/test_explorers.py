@@ -2,19 +2,20 @@
 
 import math
 import pickle
-import threading
 from collections import deque
 
 import numpy as np
 import pytest
+import torch
 from forked import eventually
 from numbered_rows import make_buffer, row
+from scripted_workers import DIED, ENDED, RAISED, Marks, ScriptedActors
 
 import torchreplay as tr
 from torchreplay.ray import ExplorerContext, ExplorerPool
 from torchreplay.ray.board import Board
-from torchreplay.ray.explorer import Outcome
 from torchreplay.ray.session import RaySession
+from torchreplay.ray.stats import explorer_stats
 from torchreplay.ray.supervisor import Policy, Supervisor
 
 # --- the context ---
@@ -57,6 +58,96 @@ def test_rows_of_writers_that_the_function_closes_itself_are_counted_once():
     assert int(ctx._board.entries[0]["rows"]) == 15
 
 
+def test_rows_and_episodes_of_a_vectorised_explorer_are_counted():
+    spec = {"obs": tr.Field(), "action": tr.Field(), "reward": tr.Field()}
+    ends = {"terminated": tr.Field((), torch.bool), "truncated": tr.Field((), torch.bool)}
+    buffer = tr.ReplayBuffer({**spec, **ends}, 100, view=tr.Transitions())
+    board, lanes, rng = Board(1), 3, np.random.default_rng(0)
+    ctx = ExplorerContext(buffer, board=board)
+    writer = ctx.writer(lanes=lanes)
+    writer.reset(obs=np.zeros(lanes))
+    episodes = []
+    returns = np.zeros(lanes)
+    lengths = np.zeros(lanes, int)
+    for _ in range(20):
+        reward, ended = rng.normal(size=lanes), rng.random(lanes) < 0.3
+        zeros = np.zeros(lanes)
+        writer.step(obs=zeros, action=zeros, reward=reward, terminated=ended, truncated=np.zeros(lanes, bool))
+        returns, lengths = returns + reward, lengths + 1
+        episodes += zip(returns[ended], lengths[ended], strict=True)
+        ctx.record(episode_return=returns[ended], episode_length=lengths[ended])
+        returns[ended], lengths[ended] = 0.0, 0
+    stats = explorer_stats(0, board.entries[0])
+    assert stats.rows == ctx.rows == len(buffer) == lanes * 21
+    assert (stats.episodes, stats.steps) == (len(episodes), sum(n for _, n in episodes))
+    assert math.isclose(stats.mean_return, sum(r for r, _ in episodes) / len(episodes), rel_tol=1e-9)
+    with pytest.raises(ValueError, match="longer"):
+        ctx.record(episode_return=np.zeros(2), episode_length=np.zeros(3))
+
+
+def test_weights_are_pulled_when_newer_and_not_before_the_delay_is_over():
+    policy, explorers_policy = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    weights, buffer = tr.SharedWeights(policy), make_buffer()
+    board, published = Board(1), 0
+    ctx = ExplorerContext(buffer, weights, max_weight_sync_delay=10, board=board)
+    writer = ctx.writer()
+    pulled = []
+    for count in range(35):
+        if count in (1, 2, 12, 34):
+            published = weights.publish(policy)
+        if ctx.pull_weights(explorers_policy):
+            pulled.append((count, published))
+        writer.append(**row(0, 0, count))
+    # The first at once; version 2 ten rows later; version 3 as soon as ten more are over; then there is nothing newer.
+    assert pulled == [(0, 0), (10, 2), (20, 3), (34, 4)]
+    stats = explorer_stats(0, board.entries[0])
+    assert (stats.weight_version, stats.weight_syncs) == (4, 4)
+    assert ctx.pull_weights(torch.nn.Linear(1, 1))  # into another module: at once
+
+
+def test_without_a_delay_weights_are_pulled_whenever_they_are_newer():
+    policy, explorers_policy = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    weights = tr.SharedWeights(policy)
+    ctx = ExplorerContext(make_buffer(), weights)
+    assert ctx.pull_weights(explorers_policy)
+    assert not ctx.pull_weights(explorers_policy)
+    weights.publish(policy)
+    assert ctx.pull_weights(explorers_policy)
+
+
+def test_an_explorer_of_several_policies_has_a_writer_and_weights_for_each():
+    buffers = {"red": make_buffer(), "blue": make_buffer()}
+    policies = {name: torch.nn.Linear(1, 1) for name in buffers}
+    weights = {name: tr.SharedWeights(policy) for name, policy in policies.items()}
+    board = Board(1)
+    ctx = ExplorerContext(buffers, weights, max_weight_sync_delay=3, board=board)
+    weights["blue"].publish(policies["blue"])
+    for count, name in enumerate(["red", "blue", "blue"]):
+        with ctx.writer(name=name) as writer:
+            writer.append(**row(0, 0, count))
+        assert ctx.pull_weights(policies[name], name=name) == (count < 2)
+    assert [len(buffer) for buffer in buffers.values()] == [1, 2]
+    assert not ctx.stopped
+    buffers["blue"].stop()
+    assert ctx.stopped
+    stats = explorer_stats(0, board.entries[0])
+    assert (stats.rows, stats.weight_version, stats.weight_syncs) == (3, 0, 2)
+
+
+@pytest.mark.parametrize("name", [None, "green"])
+def test_a_name_that_there_is_not_is_refused(name):
+    buffers = {"red": make_buffer(), "blue": make_buffer()}
+    with pytest.raises(ValueError, match="expected one of 'red', 'blue'"):
+        ExplorerContext(buffers).writer(name=name)
+    with pytest.raises(ValueError, match="there is only one"):
+        ExplorerContext(make_buffer()).writer(name="red")
+
+
+def test_pulling_weights_that_nobody_gave_says_where_to_give_them():
+    with pytest.raises(RuntimeError, match="weights="):
+        ExplorerContext(make_buffer()).pull_weights(torch.nn.Linear(1, 1))
+
+
 def test_a_context_is_stopped_by_its_pool_and_by_its_buffer():
     board, buffer = Board(1), make_buffer()
     ctx = ExplorerContext(buffer, board=board)
@@ -85,7 +176,7 @@ def test_recorded_statistics_agree_with_a_plain_list_of_episodes():
     untouched = supervisor.stats()[0]
     assert untouched.episodes == 0
     assert math.isnan(untouched.mean_return)
-    supervisor.stop(timeout=0)
+    supervisor.stop(0, 0)
 
 
 def test_a_board_that_was_pickled_is_the_same_memory():
@@ -103,72 +194,10 @@ def test_a_board_that_was_pickled_is_the_same_memory():
 # --- the supervisor ---
 
 
-class ScriptedActors:
-    """Runs that end as a script says: at once with an outcome, or never if it returns None."""
-
-    class Run:
-        def __init__(self, launch, outcome):
-            self.launch, self.result = launch, outcome
-            self.interrupted = self.killed = False
-
-    def __init__(self, script):
-        self.script, self.runs = script, []
-        self.changed = threading.Condition()
-
-    def launch(self, launch):
-        run = self.Run(launch, self.script(launch))
-        self.runs.append(run)
-        return run
-
-    def wait(self, runs, timeout):
-        with self.changed:
-            self.changed.wait_for(lambda: any(run.result for run in runs), max(timeout, 0.0))
-            return [run for run in runs if run.result]
-
-    def end(self, run, outcome):
-        with self.changed:
-            run.result = outcome
-            self.changed.notify_all()
-
-    def outcome(self, run):
-        return run.result
-
-    def release(self, run):
-        pass
-
-    def interrupt(self, run, pid):
-        run.interrupted = True
-
-    def kill(self, run):
-        run.killed = True
-        self.end(run, Outcome("died", "killed"))
-
-    def await_exit(self, pids):
-        pass
-
-
-class Marks:
-    """Counts the marks that keep learners waiting."""
-
-    def __init__(self):
-        self.open = 0
-
-    def __call__(self):
-        self.open += 1
-        return self
-
-    def close(self):
-        self.open -= 1
-
-
 def supervise(actors, num_explorers=1, max_restarts=-1, restart_delay=0.0, marks=None):
     policy = Policy(seed=1, generation=0, max_restarts=max_restarts, restart_delay=restart_delay)
-    return Supervisor(actors, Board(num_explorers), num_explorers, policy, marks or Marks(), deque())
-
-
-RAISED = Outcome("raised", "KeyError: 'boom'", "Traceback: in explore, boom")
-DIED = Outcome("died", "its process died", "what Ray knows")
-ENDED = Outcome("ended")
+    names = [f"explorer {index}" for index in range(num_explorers)]
+    return Supervisor(actors, Board(num_explorers), names, policy, marks or Marks(), deque())
 
 
 def test_an_explorer_that_raises_is_reported_and_restarted_and_one_that_returns_is_not(caplog):
@@ -182,7 +211,7 @@ def test_an_explorer_that_raises_is_reported_and_restarted_and_one_that_returns_
     reports = [r.getMessage() for r in caplog.records if r.name == "torchreplay.ray"]
     assert len(reports) == 2
     assert all("Traceback: in explore, boom" in report for report in reports)
-    supervisor.stop(timeout=0)
+    supervisor.stop(0, 0)
 
 
 @pytest.mark.parametrize("outcome", [RAISED, DIED], ids=["raised", "died"])
@@ -196,7 +225,7 @@ def test_an_explorer_fails_for_good_after_max_restarts(outcome, max_restarts):
     assert supervisor.stats()[0].restarts == max_restarts
     assert len(actors.runs) == max_restarts + 1
     assert marks.open == 0
-    supervisor.stop(timeout=0)
+    supervisor.stop(0, 0)
 
 
 def test_learners_are_told_to_wait_until_the_last_explorer_has_finished():
@@ -210,7 +239,7 @@ def test_learners_are_told_to_wait_until_the_last_explorer_has_finished():
     actors.end(actors.runs[1], ENDED)
     assert supervisor.over.wait(30)
     assert marks.open == 0
-    supervisor.stop(timeout=0)
+    supervisor.stop(0, 0)
 
 
 def test_an_explorer_that_only_fails_is_not_waited_for_until_it_makes_progress():
@@ -221,7 +250,7 @@ def test_an_explorer_that_only_fails_is_not_waited_for_until_it_makes_progress()
     eventually(lambda: marks.open == 0)
     supervisor.board.entries[0]["episodes"] += 1
     eventually(lambda: marks.open == 1)
-    supervisor.stop(timeout=0)
+    supervisor.stop(0, 0)
     assert marks.open == 0
 
 
@@ -230,7 +259,7 @@ def test_explorers_that_do_not_return_in_time_are_killed():
     supervisor = supervise(actors, num_explorers=2)
     eventually(lambda: len(actors.runs) == 2)
     supervisor.board.entries["pid"] = 2**22  # both are in their function
-    supervisor.stop(timeout=0.0)
+    supervisor.stop(0, 0)
     assert all(run.interrupted and run.killed for run in actors.runs)
     assert [s.state for s in supervisor.stats()] == ["stopped", "stopped"]
     assert not supervisor.failures
@@ -241,7 +270,7 @@ def test_every_run_of_every_explorer_has_its_own_reproducible_seed():
         actors = ScriptedActors(lambda launch: RAISED)
         supervisor = supervise(actors, num_explorers=8, max_restarts=4)
         supervisor.over.wait(30)
-        supervisor.stop(timeout=0)
+        supervisor.stop(0, 0)
         return {(run.launch.index, run.launch.restarts): run.launch.seed for run in actors.runs}
 
     first = seeds(1)
@@ -266,7 +295,7 @@ class SpareRay:
         self.running, self.options = running, None
 
     def cluster_resources(self):
-        return {"CPU": 4.0}
+        return {"CPU": 4.0, "GPU": 1.0}
 
     def is_initialized(self):
         return self.running
@@ -302,6 +331,8 @@ def test_explorers_that_ray_could_never_start_are_refused(monkeypatch):
     monkeypatch.setattr("torchreplay.ray.session.import_ray", lambda: SpareRay(running=True))
     with pytest.raises(ValueError, match=r"5 CPUs .* has 4"):
         RaySession(cpus=5)
+    with pytest.raises(ValueError, match=r"2 GPUs .* has 1"):
+        RaySession(cpus=0, gpus=2)
 
 
 def test_a_pool_joins_the_cluster_that_the_environment_names(monkeypatch):
@@ -317,9 +348,15 @@ def test_a_pool_joins_the_cluster_that_the_environment_names(monkeypatch):
     [
         ({"explore": 3}, "explore"),
         ({"num_explorers": 0}, "num_explorers=0"),
+        ({"buffer": {}}, "buffer is {}"),
         ({"max_restarts": -2}, "max_restarts=-2"),
         ({"restart_delay": -1.0}, "restart_delay=-1"),
         ({"num_cpus": -1}, "num_cpus=-1"),
+        ({"num_gpus": float("nan")}, "num_gpus=nan"),
+        ({"max_weight_sync_delay": -1}, "max_weight_sync_delay=-1"),
+        ({"backend": "threads"}, "backend='threads'.*'ray' or 'process'"),
+        ({"backend": "process", "num_cpus": 1}, "num_cpus: only Ray"),
+        ({"backend": "process", "placement": "SPREAD"}, "placement: only Ray"),
     ],
 )
 def test_arguments_out_of_range_are_refused_with_their_name(arguments, message):

@@ -122,7 +122,7 @@ def _save(segment: _C.Segment, config: Config, root: Path) -> None:
             config, segment.seed, step, segment.counts(), tuple((f"{name}/{f}", n, c) for f, n, c in shards)
         )
         _sync_directory(data)
-        _replace(root / NAME, description.to_text().encode())
+        replace_file(root / NAME, description.to_text().encode())
     except BaseException:
         shutil.rmtree(data, ignore_errors=True)
         raise
@@ -285,7 +285,7 @@ def _shard_name(name: Any) -> str:
     return str(name)
 
 
-def _replace(path: Path, content: bytes) -> None:
+def replace_file(path: Path, content: bytes) -> None:
     """Puts `content` in the place of `path` at once: after a crash one finds the old or the new, whole."""
     fresh = path.with_name(f"{path.name}-{secrets.token_hex(8)}")
     _write(fresh, content)

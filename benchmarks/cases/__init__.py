@@ -3,12 +3,14 @@
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
+from benchmarks.cases.call import measure_call
 from benchmarks.cases.checkpoint import measure_checkpoint
 from benchmarks.cases.contest import measure_contest
 from benchmarks.cases.gather import measure_gather
 from benchmarks.cases.kills import measure_kills
 from benchmarks.cases.loader import measure_loader
 from benchmarks.cases.memory import measure_memory
+from benchmarks.cases.ray import measure_ray
 from benchmarks.cases.recovery import measure_recovery
 from benchmarks.cases.rows import measure_rows
 from benchmarks.cases.trajectories import measure_trajectories
@@ -25,6 +27,7 @@ CASES: Mapping[str, Case] = {
     "gather": measure_gather,
     "trajectories": measure_trajectories,
     "tree": measure_tree,
+    "call": measure_call,
     "loader": measure_loader,
     "upkeep": measure_upkeep,
     "checkpoint": measure_checkpoint,
@@ -32,5 +35,6 @@ CASES: Mapping[str, Case] = {
     "kills": measure_kills,
     "memory": measure_memory,
     "recovery": measure_recovery,
+    "ray": measure_ray,
 }
 """Every case by the name on the command line, which is also the section of its lines."""

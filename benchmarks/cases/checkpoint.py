@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 import torchreplay as tr
-from benchmarks.disk import forget, read_sequentially, seconds_of, write_sequentially
+from benchmarks.disk import forget, read_sequentially, read_whole, seconds_of, write_sequentially
 from benchmarks.line import OURS, Line
 from benchmarks.machine import require_memory
 from benchmarks.plan import Plan
@@ -20,12 +20,13 @@ SPEC = {
     "done": tr.Field(dtype=torch.bool),
 }
 BLOCK = 1000
+DISK, NEW_MEMORY = "the disk", "into new memory"
 DIRECTORY = Path("build")
 """On a disk, which a temporary directory need not be."""
 
 
 def measure_checkpoint(plan: Plan) -> Iterator[Line]:
-    """Yields seconds and fractions of the disk's rate; each round writes and reads as many bytes by both."""
+    """Yields seconds and fractions of the disk's rate; each round writes and reads as many bytes by all of them."""
     capacity = plan.capacity(FRAMES) // BLOCK * BLOCK
     with _filled(capacity) as buffer:
         size = buffer.nbytes
@@ -33,11 +34,15 @@ def measure_checkpoint(plan: Plan) -> Iterator[Line]:
         DIRECTORY.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=DIRECTORY) as name:
             rounds = [_round(buffer, Path(name), size) for _ in range(plan.contest_rounds)]
-    for k, what in ((0, "save"), (2, "load")):
-        name = f"{what} {size / 2**30:.1f} GiB of frames"
-        yield Line("checkpoint", name, "s", {"the disk": [r[k] for r in rounds], OURS: [r[k + 1] for r in rounds]})
-        fractions = [r[k] / r[k + 1] for r in rounds]
-        yield Line("checkpoint", f"{what}, fraction of the disk", "", {OURS: fractions}, higher_is_better=True)
+    for what in ("save", "load"):
+        samples = {candidate: [r[what][candidate] for r in rounds] for candidate in rounds[0][what]}
+        yield Line("checkpoint", f"{what} {size / 2**30:.1f} GiB of frames", "s", samples)
+        fractions = {
+            candidate: [disk / one for disk, one in zip(samples[DISK], seconds, strict=True)]
+            for candidate, seconds in samples.items()
+            if candidate != DISK
+        }
+        yield Line("checkpoint", f"{what}, fraction of the disk", "", fractions, higher_is_better=True)
 
 
 def _filled(capacity: int) -> tr.ReplayBuffer:
@@ -49,13 +54,19 @@ def _filled(capacity: int) -> tr.ReplayBuffer:
     return buffer
 
 
-def _round(buffer: tr.ReplayBuffer, directory: Path, size: int) -> tuple[float, float, float, float]:
-    """Returns the seconds that the disk took to write, we to save, the disk to read, we to load."""
+def _round(buffer: tr.ReplayBuffer, directory: Path, size: int) -> dict[str, dict[str, float]]:
+    """Returns the seconds that each took to save and to load."""
     plain, checkpoint = directory / "plain", directory / "checkpoint"
-    written = seconds_of(lambda: write_sequentially(plain, size))
-    saved = seconds_of(lambda: buffer.save(checkpoint))
+    save = {
+        DISK: seconds_of(lambda: write_sequentially(plain, size)),
+        OURS: seconds_of(lambda: buffer.save(checkpoint)),
+    }
     forget(directory)
-    read = seconds_of(lambda: read_sequentially(plain))
-    loaded = seconds_of(lambda: tr.ReplayBuffer.load(checkpoint).close())
+    load = {
+        DISK: seconds_of(lambda: read_sequentially(plain)),
+        OURS: seconds_of(lambda: tr.ReplayBuffer.load(checkpoint).close()),
+    }
+    forget(directory)
+    load[NEW_MEMORY] = seconds_of(lambda: read_whole(plain))
     plain.unlink()
-    return written, saved, read, loaded
+    return {"save": save, "load": load}

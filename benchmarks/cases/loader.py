@@ -4,11 +4,13 @@ import multiprocessing
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
 import torchreplay as tr
+from benchmarks.cases.feedback import measure_feedback
 from benchmarks.line import OURS, Line
 from benchmarks.peers.torchreplay import TorchreplayPeer
 from benchmarks.plan import Plan
@@ -59,6 +61,8 @@ def measure_loader(plan: Plan) -> Iterator[Line]:
             }
             yield Line("loader", f"overhead over a no-op dataset{beside}", "us", overhead)
         yield _waiting(peer, plan)
+        if find_spec("pytorch_lightning") is not None:
+            yield measure_feedback(peer, plan)
     finally:
         peer.close()
 

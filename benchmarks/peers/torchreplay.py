@@ -18,15 +18,8 @@ class TorchreplayPeer:
 
     def __init__(self, workload: Workload, capacity: int) -> None:
         self._workload, self._capacity = workload, capacity
-        dtype = torch.from_numpy(workload.rows(1)["obs"]).dtype
-        spec = {
-            "obs": tr.Field(workload.shape, dtype),
-            "action": tr.Field((), torch.int64),
-            "reward": tr.Field(),
-            "next_obs": tr.Field(workload.shape, dtype),
-            "done": tr.Field((), torch.bool),
-        }
-        self.buffer = tr.ReplayBuffer(spec, capacity=capacity, sampler=tr.Prioritized(alpha=0.6, beta=0.4), seed=0)
+        sampler = tr.Prioritized(alpha=0.6, beta=0.4)
+        self.buffer = tr.ReplayBuffer(row_spec(workload), capacity=capacity, sampler=sampler, seed=0)
         self.append, self.extend = self.writers()
         self.sample = self.buffer.sample
         self.keep = self.buffer.sample
@@ -45,3 +38,15 @@ class TorchreplayPeer:
     def close(self) -> None:
         self.buffer.close()
         del self.append, self.extend, self.sample, self.keep, self.update
+
+
+def row_spec(workload: Workload) -> dict[str, tr.Field]:
+    """Returns the spec of a workload's rows."""
+    dtype = torch.from_numpy(workload.rows(1)["obs"]).dtype
+    return {
+        "obs": tr.Field(workload.shape, dtype),
+        "action": tr.Field((), torch.int64),
+        "reward": tr.Field(),
+        "next_obs": tr.Field(workload.shape, dtype),
+        "done": tr.Field((), torch.bool),
+    }

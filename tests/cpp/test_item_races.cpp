@@ -132,7 +132,7 @@ BOOST_AUTO_TEST_CASE(a_link_is_not_followed_into_the_next_episode) {
 }
 
 // The learner is stopped right after it has drawn, and a row of the heavy item is taken.
-BOOST_AUTO_TEST_CASE(what_fails_is_drawn_again_elsewhere_once_and_for_all) {
+BOOST_AUTO_TEST_CASE(what_fails_is_drawn_again_elsewhere_once_and_for_all, *kUnlessThreadSanitized) {
   constexpr int kBatch = 8;
   struct Result {
     bool done;
@@ -172,7 +172,8 @@ BOOST_AUTO_TEST_CASE(what_fails_is_drawn_again_elsewhere_once_and_for_all) {
 }
 
 // The learner is stopped after some number of instructions of a copy, and a row, of its item or not, replaced there.
-BOOST_AUTO_TEST_CASE(a_row_overwritten_at_any_instruction_of_a_copy_never_tears_nor_mixes_an_item) {
+BOOST_AUTO_TEST_CASE(a_row_overwritten_at_any_instruction_of_a_copy_never_tears_nor_mixes_an_item,
+                     *kUnlessThreadSanitized) {
   const View view = transitions(2, 3);
   const ItemPlan plan = all_rows(view);
   const int64_t expected[] = {101, 102, 103, 104, 105};

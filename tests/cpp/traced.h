@@ -46,6 +46,14 @@ inline void repair(SegmentMemory& m) {
   if (m.header().dirty != Dirty::kClean) Recovery(m).run();
 }
 
+// For tests that take too long under ThreadSanitizer, with a hundred instructions for each: it watches threads, and has
+// nothing to see in processes.
+#ifdef TORCHREPLAY_RACEFREE
+inline const auto kUnlessThreadSanitized = boost::unit_test::disabled();
+#else
+inline const auto kUnlessThreadSanitized = boost::unit_test::enabled();
+#endif
+
 // What becomes of a traced child.
 enum class Fate {
   kStep,    // one more instruction

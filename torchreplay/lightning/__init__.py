@@ -12,11 +12,13 @@ Both `pytorch_lightning` and `lightning.pytorch` trainers take these classes.
 from ..explorers import Explorers
 from .checkpoint import ReplayCheckpoint
 from .datamodule import ReplayDataModule
+from .evaluation import EvaluationMonitor
 from .feedback import PriorityFeedback
 from .monitor import ReplayMonitor
 from .publisher import WeightPublisher
 
 __all__ = [
+    "EvaluationMonitor",
     "Explorers",
     "PriorityFeedback",
     "ReplayCheckpoint",

@@ -1,16 +1,26 @@
-"""Explorers as Ray actors: a function of the user's, run in parallel, filling a replay buffer.
+"""Workers beside the learner: explorers that fill a replay buffer, an evaluator that watches over the weights.
 
-Importing this needs no Ray; starting an `ExplorerPool` does.
+They are functions of the user's, run by Ray actors or by plain processes. Importing this needs no Ray, and plain
+processes need none.
 """
 
+from torchreplay.ray.async_replay import AsyncReplay, AsyncReplayStats, Timing
 from torchreplay.ray.context import ExplorerContext
+from torchreplay.ray.evaluator import Evaluator, EvaluatorFailed, EvaluatorStats
 from torchreplay.ray.home import ShardLost, ShardWriter
 from torchreplay.ray.pool import ExplorerPool, ExplorersFailed
+from torchreplay.ray.scores import Evaluation
 from torchreplay.ray.sharded import ShardedReplay
 from torchreplay.ray.sharded_stats import ShardedStats, ShardStats
 from torchreplay.ray.stats import ExplorerFailure, ExplorerStats
 
 __all__ = [
+    "AsyncReplay",
+    "AsyncReplayStats",
+    "Evaluation",
+    "Evaluator",
+    "EvaluatorFailed",
+    "EvaluatorStats",
     "ExplorerContext",
     "ExplorerFailure",
     "ExplorerPool",
@@ -21,4 +31,5 @@ __all__ = [
     "ShardWriter",
     "ShardedReplay",
     "ShardedStats",
+    "Timing",
 ]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+import time
+from typing import TYPE_CHECKING, Any, Final
 
 from torchreplay.ray.board import WINDOW, Board
+from torchreplay.ray.named import OneOrNamed, chosen, named
 
-_LOOKS_PER_REPORT: Final = 64
-"""Looks at `stopped`, once a step in most functions, from one count of the rows written to the next."""
+REPORT_EVERY: Final = 0.1
+"""Seconds from one report of what the function has done to the next, while it looks at `stopped`."""
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from torchreplay.buffer import ReplayBuffer
     from torchreplay.weights import SharedWeights
     from torchreplay.writer import Autoreset, Writer
@@ -18,22 +22,23 @@ if TYPE_CHECKING:
 class ExplorerContext:
     """Everything an explorer's function `explore(ctx)` needs to know and to use.
 
-    An `ExplorerPool` makes one for each run of an explorer. To try a function without Ray, make
+    An `ExplorerPool` makes one for each run of an explorer. To try a function without a pool, make
     one yourself: `explore(ExplorerContext(buffer))`.
 
     Args:
-        buffer: The replay buffer to write to.
-        weights: The learner's weights to pull, if the pool has any.
+        buffer: The replay buffer to write to, or several by name.
+        weights: The learner's weights to pull, or several by name, if the pool has any.
         index: This explorer, `0 <= index < num_explorers`.
         num_explorers: How many explorers run beside each other.
         seed: A seed of this run alone, `0 <= seed < 2**32`: no other explorer and no other run
             after a restart gets the same stream.
         restarts: How often this explorer has been restarted.
+        max_weight_sync_delay: Rows for which `pull_weights` leaves a module as it is.
         board: The pool's shared memory; None makes a private one.
 
     Attributes:
-        buffer: The replay buffer, attached in this process.
-        weights: The learner's weights, attached in this process, or None.
+        buffer: The replay buffer, attached in this process, or a dict of several.
+        weights: The learner's weights, attached in this process, or a dict of several, or None.
         index: This explorer.
         num_explorers: How many explorers there are.
         seed: Seed of this run.
@@ -42,12 +47,14 @@ class ExplorerContext:
 
     def __init__(
         self,
-        buffer: ReplayBuffer,
-        weights: SharedWeights | None = None,
+        buffer: OneOrNamed[ReplayBuffer],
+        weights: OneOrNamed[SharedWeights] | None = None,
         index: int = 0,
         num_explorers: int = 1,
         seed: int = 0,
         restarts: int = 0,
+        *,
+        max_weight_sync_delay: int = 0,
         board: Board | None = None,
     ) -> None:
         self.buffer = buffer
@@ -56,37 +63,87 @@ class ExplorerContext:
         self.num_explorers = num_explorers
         self.seed = seed
         self.restarts = restarts
+        self._buffers, self._weights = named("buffer", buffer), named("weights", weights)
         self._board = board or Board(num_explorers)
         self._entry = self._board.entries[index]
-        self._rows = self._board.entries["rows"][index : index + 1]
         self._returns, self._lengths = self._entry["returns"], self._entry["lengths"]
+        # Views of one cell are set in a third of the time that a field of an entry takes.
+        self._reported_rows, self._reported_version, self._reported_at = (
+            self._board.entries[column][index : index + 1] for column in ("rows", "weight_version", "heartbeat")
+        )
         self._episodes, self._steps = int(self._entry["episodes"]), int(self._entry["steps"])
         self._closed_rows = int(self._entry["rows"])  # of earlier runs, and of writers closed in this one
         self._writers: set[Writer] = set()
         self._noticed_stop = False
-        self._looks = 0
+        self._max_weight_sync_delay = max_weight_sync_delay
+        self._pulled: dict[str | None, tuple[nn.Module, int]] = {}  # into what, and how many rows there were
+        self._report(time.monotonic())
 
-    def writer(self, lanes: int | None = None, autoreset: Autoreset = "next_step") -> Writer:
+    def writer(
+        self, lanes: int | None = None, autoreset: Autoreset = "next_step", *, name: str | None = None
+    ) -> Writer:
         """A writer of the buffer, closed when the explorer's function ends, however it ends.
 
         Args:
             lanes: Environments of a vector environment, as for `ReplayBuffer.writer`.
             autoreset: What the vector environment does when an episode ends.
+            name: Of the buffer, where the pool has several.
+
+        Raises:
+            ValueError: There is no buffer of that name.
         """
         for closed in [writer for writer in self._writers if writer.closed]:
             self._closed_rows += closed.rows
             self._writers.discard(closed)
-        writer = self.buffer.writer(lanes, autoreset)
+        writer = chosen("the pool's buffers", self._buffers, name).writer(lanes, autoreset)
         self._writers.add(writer)
         return writer
 
     @property
+    def rows(self) -> int:
+        """Rows that this explorer has written by its writers, over all its runs."""
+        return self._closed_rows + sum(writer.rows for writer in self._writers)
+
+    def pull_weights(self, module: nn.Module, *, name: str | None = None) -> bool:
+        """Copies the learner's newest weights into the module, in place, when it is time to.
+
+        It is when they are newer than those it has, and this explorer has written `max_weight_sync_delay` rows (an
+        argument of the pool) since the last copy. Else it costs an atomic read. The first call copies.
+
+        Args:
+            module: Built like the one given to `SharedWeights`.
+            name: Of the weights, where the pool has several.
+
+        Returns:
+            Whether the module has new weights.
+
+        Raises:
+            RuntimeError: The pool was given no weights.
+            ValueError: The module's weights differ in name, shape or dtype from those shared, or there are none of
+                that name.
+        """
+        if not self._weights:
+            raise RuntimeError("there are no weights to pull: give them to the pool, ExplorerPool(..., weights=...)")
+        weights, delay = chosen("the pool's weights", self._weights, name), self._max_weight_sync_delay
+        if delay:
+            pulled_into, rows = self._pulled.get(name, (None, 0))
+            if pulled_into is module and self.rows - rows < delay:
+                return False
+        if not weights.pull(module):
+            return False
+        if delay:
+            self._pulled[name] = module, self.rows
+        self._entry["weight_syncs"] += 1
+        self._report(time.monotonic())
+        return True
+
+    @property
     def stopped(self) -> bool:
         """Whether to finish: the pool or the buffer was stopped. Costs half a microsecond, no call to Ray."""
-        self._noticed_stop = self._board.stopped or self.buffer.stopped
-        self._looks += 1
-        if self._looks % _LOOKS_PER_REPORT == 0 or self._noticed_stop:
-            self._publish_rows()
+        self._noticed_stop = self._is_stopped()
+        now = time.monotonic()
+        if now - self._reported >= REPORT_EVERY or self._noticed_stop:
+            self._report(now)
         return self._noticed_stop
 
     @property
@@ -94,13 +151,24 @@ class ExplorerContext:
         """Whether `stopped` has told the function to finish: then it gets the time to do so."""
         return self._noticed_stop
 
-    def record(self, *, episode_return: float, episode_length: int) -> None:
-        """Reports a finished episode to the pool's statistics; costs about a microsecond, never waits.
+    def record(self, *, episode_return: Any, episode_length: Any) -> None:
+        """Reports finished episodes to the pool's statistics; costs two microseconds, never waits.
 
         Args:
-            episode_return: Sum of the episode's rewards.
-            episode_length: Its number of steps.
+            episode_return: Sum of the episode's rewards; an array `[n]` of n episodes, as vector environments end them.
+            episode_length: Its number of steps, or an array `[n]`.
+
+        Raises:
+            ValueError: There are more returns than lengths, or fewer.
         """
+        if not getattr(episode_return, "ndim", 0):
+            self._record(episode_return, episode_length)
+        else:
+            for one_return, one_length in zip(episode_return, episode_length, strict=True):
+                self._record(one_return, one_length)
+        self._report(time.monotonic())
+
+    def _record(self, episode_return: Any, episode_length: Any) -> None:
         place = self._episodes % WINDOW
         self._returns[place] = episode_return
         self._lengths[place] = episode_length
@@ -109,20 +177,28 @@ class ExplorerContext:
         self._entry["steps"] = self._steps
         # Last: who reads this count finds the episode's return in its place.
         self._entry["episodes"] = self._episodes
-        self._publish_rows()
 
     def close(self) -> None:
         """Closes the writers that `writer` made."""
         for writer in self._writers:
             writer.close()
-        self._publish_rows()
+        self._report(time.monotonic())
 
-    def _publish_rows(self) -> None:
-        self._rows[0] = self._closed_rows + sum(writer.rows for writer in self._writers)
+    def _is_stopped(self) -> bool:
+        if self._board.stopped:
+            return True
+        for buffer in self._buffers.values():  # noqa: SIM110  # any() takes as long again
+            if buffer.stopped:
+                return True
+        return False
+
+    def _report(self, now: float) -> None:
+        self._reported_rows[0] = self.rows
+        self._reported_version[0] = min([w.pulled_version for w in self._weights.values()], default=-1)
+        self._reported_at[0] = self._reported = now
 
     def __repr__(self) -> str:
-        stopped = self._board.stopped or self.buffer.stopped
         return (
             f"ExplorerContext(explorer {self.index} of {self.num_explorers}, seed={self.seed}, "
-            f"restarts={self.restarts}, episodes={self._episodes}, stopped={stopped})"
+            f"restarts={self.restarts}, episodes={self._episodes}, stopped={self._is_stopped()})"
         )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections.abc import Mapping
 from types import ModuleType
 
-# The explorers' data never passes through Ray's object store: the least it accepts is plenty.
+# The workers' data never passes through Ray's object store: the least it accepts is plenty.
 _OBJECT_STORE_BYTES = 80 * 2**20
 
 
@@ -21,7 +22,8 @@ def import_ray() -> ModuleType:
         import ray
     except ImportError as error:
         raise ImportError(
-            "an ExplorerPool runs its explorers as Ray actors, and Ray is not installed: pip install 'torchreplay[ray]'"
+            "workers run as Ray actors unless backend='process' is given, and Ray is not installed: "
+            "pip install 'torchreplay[ray]'"
         ) from error
     return ray
 
@@ -33,20 +35,31 @@ class RaySession:
     the pool, or sets `RAY_ADDRESS`.
 
     Args:
-        cpus: What the explorers ask Ray to reserve in all. A Ray started here announces as many
+        cpus: What the workers ask Ray to reserve in all. A Ray started here announces as many
             CPUs, and no fewer than the machine has.
+        gpus: The same of GPUs. A Ray started here announces those that the machine has.
 
     Raises:
         ImportError: Ray is not installed.
-        ValueError: The Ray that runs has fewer CPUs: some explorers would never be started.
+        ValueError: Ray has fewer CPUs or GPUs: some workers would never be started.
     """
 
-    def __init__(self, cpus: float) -> None:
+    def __init__(self, cpus: float, gpus: float = 0) -> None:
         self.ray = import_ray()
         self._started = not self.ray.is_initialized()
-        if not self._started:
-            _check_cpus(cpus, self.ray.cluster_resources().get("CPU", 0))
-        elif os.environ.get("RAY_ADDRESS"):
+        if self._started:
+            self._start(cpus)
+        try:
+            present = self.ray.cluster_resources()
+            if not self._started:  # one that was started here has them, and a cluster may grow
+                _check("num_cpus", cpus, "CPU", present)
+            _check("num_gpus", gpus, "GPU", present)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, cpus: float) -> None:
+        if os.environ.get("RAY_ADDRESS"):
             self.ray.init()
         else:
             self.ray.init(
@@ -64,9 +77,10 @@ class RaySession:
             self.ray.shutdown()
 
 
-def _check_cpus(asked: float, present: float) -> None:
+def _check(argument: str, asked: float, kind: str, resources: Mapping[str, float]) -> None:
+    present = resources.get(kind, 0.0)
     if asked > present:
         raise ValueError(
-            f"the explorers ask Ray for {asked:g} CPUs in all (num_explorers * num_cpus) and it has {present:g}: "
-            "lower num_cpus (with 0, the default, any number of explorers runs), or start Ray with more"
+            f"the workers ask Ray for {asked:g} {kind}s in all (how many there are * {argument}) and it has "
+            f"{present:g}: lower {argument} (with 0, the default, any number of workers runs), or start Ray with more"
         )

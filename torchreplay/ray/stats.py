@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,7 +24,7 @@ class ExplorerFailure:
         restarts: How often it had been restarted before this run.
         died: True if its process died (killed, out of memory), False if its function raised.
         error: One line: the exception, or how the process died.
-        traceback: The explorer's own traceback; for a death, what Ray knows about it.
+        traceback: The explorer's own traceback; for a death, what is known about it.
     """
 
     index: int
@@ -40,18 +41,23 @@ class ExplorerStats:
     Attributes:
         index: The explorer, `0 <= index < num_explorers`.
         state: `starting`, `running`, `restarting` (waits for its next try), `finished` (its
-            function returned), `failed` (for good) or `stopped`.
+            function returned), `failed` (dropped: its restarts are used up) or `stopped`.
         pid: Process id of its present or last run; 0 before the first.
-        rows: Rows written through `ctx.writer()`, as of a moment ago: counted at the end of each
-            episode, and now and then when the function looks at `ctx.stopped`.
+        rows: Rows written through `ctx.writer()`, as of its last heartbeat.
         episodes: Episodes recorded.
         steps: Sum of the recorded episodes' lengths.
         mean_return: Mean return of the last 100 recorded episodes; NaN before the first.
         mean_length: Mean length of the same episodes; NaN before the first.
         last_return: Return of the last recorded episode; NaN before the first.
         last_length: Length of the last recorded episode; 0 before the first.
+        weight_version: Version of the weights that it pulled last, the oldest of several; -1 before the first pull of
+            a run.
+        weight_syncs: How often `ctx.pull_weights` gave it new ones.
+        heartbeat_age: Seconds since its last heartbeat: it began, looked at `ctx.stopped` (ten times a second at
+            most), recorded an episode or pulled weights. NaN before the first.
         restarts: How often it was restarted.
         last_error: One line about its last failure; None if it never failed.
+        last_traceback: The traceback of its last failure; None if it never failed.
     """
 
     index: int
@@ -64,8 +70,12 @@ class ExplorerStats:
     mean_length: float
     last_return: float
     last_length: int
+    weight_version: int
+    weight_syncs: int
+    heartbeat_age: float
     restarts: int
     last_error: str | None
+    last_traceback: str | None
 
     @property
     def alive(self) -> bool:
@@ -73,8 +83,19 @@ class ExplorerStats:
         return self.state == "running"
 
 
-def explorer_stats(index: int, entry: np.void, state: State, restarts: int, last_error: str | None) -> ExplorerStats:
-    """Reads one entry of the board; the explorer may be writing to it meanwhile."""
+def explorer_stats(
+    index: int, entry: np.void, state: State = "stopped", restarts: int = 0, failure: ExplorerFailure | None = None
+) -> ExplorerStats:
+    """Reads one entry of the board; the explorer may be writing to it meanwhile.
+
+    Args:
+        index: The explorer.
+        entry: Its entry.
+        state: Its state.
+        restarts: How often it was restarted.
+        failure: Its last one.
+    """
+    heartbeat = float(entry["heartbeat"])
     episodes = int(entry["episodes"])
     window = min(episodes, WINDOW)
     last = (episodes - 1) % WINDOW
@@ -89,6 +110,10 @@ def explorer_stats(index: int, entry: np.void, state: State, restarts: int, last
         mean_length=float(entry["lengths"][:window].mean()) if window else math.nan,
         last_return=float(entry["returns"][last]) if window else math.nan,
         last_length=int(entry["lengths"][last]) if window else 0,
+        weight_version=int(entry["weight_version"]) if heartbeat else -1,
+        weight_syncs=int(entry["weight_syncs"]),
+        heartbeat_age=time.monotonic() - heartbeat if heartbeat else math.nan,
         restarts=restarts,
-        last_error=last_error,
+        last_error=None if failure is None else failure.error,
+        last_traceback=None if failure is None else failure.traceback,
     )

@@ -1,10 +1,11 @@
-"""Keeps a pool's explorers running: launches, listens, restarts, and ends them."""
+"""Keeps a pool's workers running: launches, listens, restarts, and ends them."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,25 +13,25 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from torchreplay.ray.actors import Actors
+from torchreplay.ray.backend import Backend
 from torchreplay.ray.board import Board
-from torchreplay.ray.explorer import Launch, Outcome
 from torchreplay.ray.stats import ExplorerFailure, ExplorerStats, State, explorer_stats
+from torchreplay.ray.worker import Launch, Outcome
 
 logger = logging.getLogger("torchreplay.ray")
 
 _POLL: Final = 0.1
-"""Seconds between looks at stop requests and due restarts; an explorer's end is seen at once."""
+"""Seconds between looks at stop requests and due restarts; a worker's end is seen at once."""
 
 _LONGEST_DELAY: Final = 30.0
 """Seconds; the back-off between restarts doubles up to this."""
 
-_GRACE: Final = 0.5
-"""Seconds in which a stopped explorer should notice by itself, before it is interrupted."""
+GRACE: Final = 0.5
+"""Seconds in which a stopped worker should notice by itself, before it is interrupted."""
 
 _HOPELESS_AFTER: Final = 5
 """Failures in a row, without a row or an episode in between, after which nobody should wait for an
-explorer any more. It goes on being restarted."""
+worker any more. It goes on being restarted."""
 
 
 class Mark(Protocol):
@@ -41,8 +42,8 @@ class Mark(Protocol):
 
 
 @dataclass
-class Explorer:
-    """One explorer as its supervisor sees it."""
+class Worker:
+    """One worker as its supervisor sees it."""
 
     index: int
     state: State = "starting"
@@ -51,7 +52,7 @@ class Explorer:
     recorded: int = 0  # its progress on the board at the last launch
     due: float = 0.0  # monotonic time of the next launch
     run: Any = None  # the present run, None between runs
-    last_error: str | None = None
+    failure: ExplorerFailure | None = None  # its last one
 
     @property
     def over(self) -> bool:
@@ -61,12 +62,12 @@ class Explorer:
 
 @dataclass(frozen=True)
 class Policy:
-    """How explorers are seeded and restarted.
+    """How workers are seeded and restarted.
 
     Attributes:
         seed: Entropy of all seeds.
         generation: Number of this start of the pool; every start has its own seeds.
-        max_restarts: Per explorer; -1 for no limit.
+        max_restarts: Per worker; -1 for no limit.
         restart_delay: Seconds before the first restart; doubles with each further failure.
     """
 
@@ -75,138 +76,149 @@ class Policy:
     max_restarts: int
     restart_delay: float
 
-    def run_seed(self, explorer: Explorer) -> int:
-        """Seed of the explorer's next run: its own child of the pool's seed (`SeedSequence`)."""
-        key = (self.generation, explorer.index, explorer.restarts)
+    def run_seed(self, worker: Worker) -> int:
+        """Seed of the worker's next run: its own child of the pool's seed (`SeedSequence`)."""
+        key = (self.generation, worker.index, worker.restarts)
         return int(np.random.SeedSequence(self.seed, spawn_key=key).generate_state(1)[0])
 
     def delay(self, streak: int) -> float:
         """Seconds to wait before the restart that follows `streak` failures in a row."""
         return float(min(self.restart_delay * 2.0 ** min(streak - 1, 30), _LONGEST_DELAY))
 
-    def gives_up(self, explorer: Explorer) -> bool:
-        """Whether the explorer has used up its restarts."""
-        return 0 <= self.max_restarts <= explorer.restarts
+    def gives_up(self, worker: Worker) -> bool:
+        """Whether the worker has used up its restarts."""
+        return 0 <= self.max_restarts <= worker.restarts
 
 
 @dataclass
 class Supervisor:
-    """A background thread that looks after the explorers of one start of a pool.
+    """A background thread that looks after the workers of one start of a pool.
 
     Args:
-        actors: Runs explorers as Ray actors.
+        backend: Runs them.
         board: Shared memory of the pool.
-        num_explorers: How many explorers.
+        names: What to call each worker in the log.
         policy: Seeds and restarts.
         expect_writers: Makes the buffer's mark that writers may still come.
         failures: Receives every failure.
+        listen: Called ten times a second and once more after the end.
     """
 
-    actors: Actors
+    backend: Backend[Any]
     board: Board
-    num_explorers: int
+    names: Sequence[str]
     policy: Policy
     expect_writers: Callable[[], Mark]
     failures: deque[ExplorerFailure]
-    explorers: Sequence[Explorer] = field(init=False)
+    listen: Callable[[], object] = lambda: None
+    workers: Sequence[Worker] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.explorers = [Explorer(index) for index in range(self.num_explorers)]
+        self.workers = [Worker(index) for index in range(len(self.names))]
         self.over = threading.Event()
-        """Set when no explorer will run any more."""
+        """Set when no worker will run any more."""
+        self.interrupted = 0
+        """How many did not end by themselves when they were told to."""
         self._stopping = threading.Event()
-        self._deadline = 0.0
+        self._grace = self._deadline = 0.0
         self._mark: Mark | None = self.expect_writers()
-        self._thread = threading.Thread(target=self._work, name="torchreplay-explorers", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="torchreplay-supervisor", daemon=True)
         self._thread.start()
 
-    def stop(self, timeout: float) -> None:
-        """Asks every explorer to finish, interrupts, and after `timeout` seconds kills, those that have not."""
-        self._deadline = time.monotonic() + timeout
+    def stop(self, grace: float, timeout: float) -> None:
+        """Ends every worker; returns when all have ended.
+
+        Args:
+            grace: Seconds that they get to notice; those that have not returned by then are interrupted.
+            timeout: Seconds after which those that still have not are killed.
+        """
+        now = time.monotonic()
+        self._grace, self._deadline = now + grace, now + timeout
         self.board.stopped = True
         self._stopping.set()
         self._thread.join()
 
     def stats(self) -> tuple[ExplorerStats, ...]:
-        """Statistics of each explorer, in order."""
+        """Statistics of each worker, in order."""
         return tuple(
-            explorer_stats(e.index, self.board.entries[e.index], e.state, e.restarts, e.last_error)
-            for e in self.explorers
+            explorer_stats(w.index, self.board.entries[w.index], w.state, w.restarts, w.failure) for w in self.workers
         )
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether nobody should wait for any worker: all have ended, or do nothing but fail."""
+        return all(w.over or self._only_fails(w) for w in self.workers)
 
     def _work(self) -> None:
         try:
-            while not self._stopping.is_set() and not all(e.over for e in self.explorers):
+            while not self._stopping.is_set() and not all(w.over for w in self.workers):
                 self._launch_due()
                 self._keep_mark()
-                self._listen()
+                self._await_some()
+                self.listen()
             self._end_all()
-        except Exception:
+            self.listen()
+        except Exception as error:
             # Ray was shut down under the pool, most likely: its actors went with it.
-            logger.exception("the explorers are no longer supervised")
-            for explorer in self.explorers:
-                if not explorer.over:
-                    explorer.state, explorer.last_error = "failed", "Ray is gone"
+            logger.exception("the workers are no longer supervised")
+            for w in self.workers:
+                if not w.over:
+                    self._note_failure(w, Outcome("died", f"no longer supervised: {error!r}", traceback.format_exc()))
+                    w.state = "failed"
         finally:
             self._withdraw_mark()
             self.over.set()
 
     def _launch_due(self) -> None:
         now = time.monotonic()
-        for e in self.explorers:
-            if e.run is None and not e.over and e.due <= now:
-                self.board.entries[e.index]["pid"] = 0
-                e.recorded = self.board.recorded(e.index)
-                e.run = self.actors.launch(Launch(e.index, self.num_explorers, self.policy.run_seed(e), e.restarts))
-                e.state = "starting"
+        for w in self.workers:
+            if w.run is None and not w.over and w.due <= now:
+                self.board.entries[w.index]["pid"] = 0
+                w.recorded = self.board.recorded(w.index)
+                w.run = self.backend.launch(Launch(w.index, len(self.workers), self.policy.run_seed(w), w.restarts))
+                w.state = "starting"
 
-    def _listen(self) -> None:
+    def _await_some(self) -> None:
         running = self._running()
         if not running:
             self._stopping.wait(_POLL)
             return
-        ended = self.actors.wait([e.run for e in running], _POLL)
-        for e in running:
-            if e.run in ended:
-                self._settle(e, self.actors.outcome(e.run))
-            elif e.state == "starting" and self.board.entries[e.index]["pid"]:
-                e.state = "running"
+        ended = self.backend.wait([w.run for w in running], _POLL)
+        for w in running:
+            if w.run in ended:
+                self._settle(w, self.backend.outcome(w.run))
+            elif w.state == "starting" and self.board.entries[w.index]["pid"]:
+                w.state = "running"
 
-    def _settle(self, e: Explorer, outcome: Outcome) -> None:
-        self.actors.release(e.run)
-        e.run = None
+    def _settle(self, w: Worker, outcome: Outcome) -> None:
+        self.backend.release(w.run)
+        w.run = None
         if outcome.kind == "ended":
-            e.state = "stopped" if self.board.stopped else "finished"
+            w.state = "stopped" if self.board.stopped else "finished"
             return
-        progress = self.board.recorded(e.index) > e.recorded
-        e.streak = 1 if progress else e.streak + 1
-        e.last_error = outcome.error
-        self.failures.append(
-            ExplorerFailure(e.index, e.restarts, outcome.kind == "died", outcome.error, outcome.traceback)
-        )
-        self._restart_or_give_up(e, outcome)
+        progress = self.board.recorded(w.index) > w.recorded
+        w.streak = 1 if progress else w.streak + 1
+        self._note_failure(w, outcome)
+        self._restart_or_give_up(w, outcome)
 
-    def _restart_or_give_up(self, e: Explorer, outcome: Outcome) -> None:
+    def _note_failure(self, w: Worker, outcome: Outcome) -> None:
+        w.failure = ExplorerFailure(w.index, w.restarts, outcome.kind == "died", outcome.error, outcome.traceback)
+        self.failures.append(w.failure)
+
+    def _restart_or_give_up(self, w: Worker, outcome: Outcome) -> None:
         if self._stopping.is_set():
-            e.state, then = "stopped", "the pool is stopping"
-        elif self.policy.gives_up(e):
-            e.state, then = "failed", f"max_restarts={self.policy.max_restarts} is used up"
+            w.state, then = "stopped", "the pool is stopping"
+        elif self.policy.gives_up(w):
+            w.state, then = "failed", f"dropped: max_restarts={self.policy.max_restarts} is used up"
         else:
-            delay = self.policy.delay(e.streak)
-            e.due, e.state, e.restarts = time.monotonic() + delay, "restarting", e.restarts + 1
-            then = f"restart {e.restarts} in {delay:.3g} s"
-        logger.error(
-            "explorer %d of %d failed (%s): %s\n%s",
-            e.index,
-            self.num_explorers,
-            then,
-            outcome.error,
-            outcome.traceback,
-        )
+            delay = self.policy.delay(w.streak)
+            w.due, w.state, w.restarts = time.monotonic() + delay, "restarting", w.restarts + 1
+            then = f"restart {w.restarts} in {delay:.3g} s"
+        logger.error("%s failed (%s): %s\n%s", self.names[w.index], then, outcome.error, outcome.traceback)
 
     def _keep_mark(self) -> None:
-        """Lets learners wait for rows only while some explorer can be expected to write them."""
-        if any(not e.over and not self._hopeless(e) for e in self.explorers):
+        """Lets learners wait for rows only while some worker can be expected to write them."""
+        if not self.hopeless:
             self._mark = self._mark or self.expect_writers()
         else:
             self._withdraw_mark()
@@ -216,39 +228,39 @@ class Supervisor:
             self._mark.close()
             self._mark = None
 
-    def _hopeless(self, e: Explorer) -> bool:
-        return e.streak >= _HOPELESS_AFTER and self.board.recorded(e.index) == e.recorded
+    def _only_fails(self, w: Worker) -> bool:
+        return w.streak >= _HOPELESS_AFTER and self.board.recorded(w.index) == w.recorded
 
     def _end_all(self) -> None:
-        for e in self._running():
-            if not self.board.entries[e.index]["pid"]:
-                self.actors.kill(e.run)  # still starting: nothing of the user's runs yet
-        left = self._deadline - time.monotonic()
-        self._await_ends(self._deadline - left + min(_GRACE, left / 2))
-        for e in self._running():
-            self.actors.interrupt(e.run, int(self.board.entries[e.index]["pid"]))
+        for w in self._running():
+            if not self.board.entries[w.index]["pid"]:
+                self.backend.kill(w.run)  # still starting: nothing of the user's runs yet
+        self._await_ends(self._grace)
+        for w in self._running():
+            self.interrupted += 1
+            self.backend.interrupt(w.run, int(self.board.entries[w.index]["pid"]))
         self._await_ends(self._deadline)
-        for e in self._running():
-            logger.warning("explorer %d was told to stop, did not return in time and was killed", e.index)
-            self.actors.kill(e.run)
-            self._settle(e, Outcome("ended"))
-        for e in self.explorers:
-            e.state = e.state if e.over else "stopped"
-        self.actors.await_exit([int(entry["pid"]) for entry in self.board.entries])
+        for w in self._running():
+            logger.warning("%s was told to stop, did not return in time and was killed", self.names[w.index])
+            self.backend.kill(w.run)
+            self._settle(w, Outcome("ended"))
+        for w in self.workers:
+            w.state = w.state if w.over else "stopped"
+        self.backend.await_exit([int(entry["pid"]) for entry in self.board.entries])
 
-    def _running(self) -> list[Explorer]:
-        return [e for e in self.explorers if e.run is not None]
+    def _running(self) -> list[Worker]:
+        return [w for w in self.workers if w.run is not None]
 
     def _await_ends(self, deadline: float) -> None:
         while running := self._running():
-            ended = self.actors.wait([e.run for e in running], deadline - time.monotonic())
-            for e in running:
-                if e.run in ended:
-                    self._finish(e)
+            ended = self.backend.wait([w.run for w in running], deadline - time.monotonic())
+            for w in running:
+                if w.run in ended:
+                    self._finish(w)
             if not ended:
                 return
 
-    def _finish(self, e: Explorer) -> None:
-        outcome = self.actors.outcome(e.run)
+    def _finish(self, w: Worker) -> None:
+        outcome = self.backend.outcome(w.run)
         # A death is our own doing by now; an exception on the way out is news.
-        self._settle(e, outcome if outcome.kind == "raised" else Outcome("ended"))
+        self._settle(w, outcome if outcome.kind == "raised" else Outcome("ended"))

@@ -1,0 +1,179 @@
+"""A learner's loop between explorers, evaluator and buffers: what it draws, feeds back, publishes and counts."""
+
+import pytest
+import torch
+from forked import eventually
+from numbered_rows import make_buffer, row
+from scripted_workers import RAISED, ScriptedActors
+
+import torchreplay as tr
+from torchreplay.ray import AsyncReplay, Evaluator, ExplorerPool, ExplorersFailed
+from torchreplay.ray.hosting import Hosting
+
+ROWS = 64
+
+
+@pytest.fixture
+def actors(monkeypatch):
+    """In place of processes: explorers that run and do nothing."""
+    actors = ScriptedActors(lambda launch: None)
+    monkeypatch.setattr(Hosting, "open", lambda *_: actors)
+    return actors
+
+
+def filled(alpha=1.0):
+    spec = {"number": tr.Field((), torch.int64)}
+    buffer = tr.ReplayBuffer(spec, ROWS, sampler=tr.Prioritized(alpha=alpha), seed=0)
+    buffer.extend(number=torch.arange(ROWS))
+    return buffer
+
+
+def policy(number=0.0):
+    module = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(module.weight, number)
+    return module
+
+
+def test_every_step_learns_from_a_batch_and_feeds_its_errors_back(actors):
+    buffer, drawn = filled(), []
+
+    def learn(batch):
+        drawn.append(batch["number"].tolist())
+        return 1.0 + batch["number"]
+
+    stats = AsyncReplay(ExplorerPool(print, 2, buffer), learn, batch_size=8, prefetch=0).run(50)
+    assert (stats.steps, stats.items, len(drawn)) == (50, 400, 50)
+    assert stats.buffers["buffer"].sampled == stats.buffers["buffer"].updated == 400
+    fed = {number for batch in drawn for number in batch}
+    expected = torch.tensor([1.0 + n if n in fed else 1.0 for n in range(ROWS)], dtype=torch.float64)
+    batch = buffer.sample(512)
+    share = (expected / expected.sum())[batch["number"]]
+    torch.testing.assert_close(batch["probability"].double(), share, rtol=1e-4, atol=0)
+    assert {part: timing.count for part, timing in stats.timings.items()} == {
+        "draw": 50,
+        "learn": 50,
+        "feedback": 50,
+        "publish": 0,
+    }
+    assert all(timing.mean_ms >= 0 and timing.seconds >= 0 for timing in stats.timings.values())
+    assert [explorer.index for explorer in stats.explorers] == [0, 1]
+    assert stats.as_dict()["buffers"]["buffer"]["size"] == ROWS
+
+
+def test_without_errors_nothing_is_fed_back(actors):
+    buffer = filled()
+    AsyncReplay(ExplorerPool(print, 1, buffer), lambda batch: None).run(3)
+    assert buffer.stats().updated == 0
+
+
+def test_weights_are_published_every_so_many_steps_and_at_the_end(actors):
+    module = policy()
+    weights, seen = tr.SharedWeights(module), []
+
+    def learn(batch):
+        seen.append(weights.version)
+        with torch.no_grad():
+            module.weight += 1
+
+    pool = ExplorerPool(print, 1, filled(), weights)
+    stats = AsyncReplay(pool, learn, module, publish_every=4).run(10)
+    assert seen == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2]
+    assert stats.publications == weights.version == 3
+    newest = policy()
+    weights.pull(newest)
+    assert newest.weight.item() == 10
+
+
+def test_each_of_several_policies_has_its_buffer_and_its_weights(actors):
+    buffers = {"red": filled(), "blue": filled()}
+    modules = {"red": policy(1.0), "blue": policy(2.0)}
+    weights = {name: tr.SharedWeights(policy()) for name in modules}
+    pool = ExplorerPool(print, 1, buffers, weights)
+    stats = AsyncReplay(pool, lambda batches: {"red": batches["red"]["number"] + 1.0}, modules, batch_size=4).run(5)
+    assert stats.items == 2 * 5 * 4
+    assert {name: s.updated for name, s in stats.buffers.items()} == {"red": 20, "blue": 0}
+    for name, module in modules.items():
+        pulled = policy()
+        weights[name].pull(pulled)
+        assert torch.equal(pulled.weight, module.weight)
+
+
+def test_steps_can_be_made_one_by_one_and_several_times(actors):
+    replay = AsyncReplay(ExplorerPool(print, 1, filled()), lambda batch: None)
+    with replay:
+        assert list(replay.steps(3)) == [1, 2, 3]
+        for step in replay.steps(1000):
+            if step == 7:
+                break
+        assert replay.stats().steps == 7
+    assert replay.pool.stats()[0].state == "stopped"
+    with pytest.raises(RuntimeError, match="inside"):
+        next(replay.steps(1))
+
+
+def test_a_learner_without_explorers_is_told_so(monkeypatch):
+    monkeypatch.setattr(Hosting, "open", lambda *_: ScriptedActors(lambda launch: RAISED))
+    monkeypatch.setattr("torchreplay.ray.async_replay._LOOK_EVERY", 0.0)
+    pool = ExplorerPool(print, 1, filled(), max_restarts=0)
+    replay = AsyncReplay(pool, lambda batch: None)
+    with replay:
+        eventually(lambda: pool.stats()[0].state == "failed")
+        with pytest.raises(ExplorersFailed, match="boom"):
+            list(replay.steps(10))
+
+
+def test_a_stopped_buffer_ends_the_steps(actors):
+    buffer = filled()
+
+    def learn(batch):
+        if buffer.stats().draws > 5:
+            buffer.stop()
+
+    assert AsyncReplay(ExplorerPool(print, 1, buffer), learn, prefetch=0).run(100).steps == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"publish_every": 0}, "publish_every is 0"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"module": policy()}, "expected a module for each"),
+        ({"module": {"red": policy()}}, "expected a module for each"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        AsyncReplay(**{"pool": ExplorerPool(print, 1, filled()), "learn": print, **arguments})
+
+
+def explore(ctx):
+    module, writer, count = policy(), ctx.writer(), 0
+    while not ctx.stopped:
+        ctx.pull_weights(module)
+        writer.append(**row(ctx.index, ctx.seed, count))
+        count += 1
+
+
+def evaluate(module, seed):
+    return [module.weight.item()]
+
+
+def test_explorers_learner_and_evaluator_run_together(tmp_path):
+    buffer, module = make_buffer(limiter=tr.SamplesPerInsert(4.0, min_size=100)), policy()
+    weights = tr.SharedWeights(module)
+
+    def learn(batch):
+        with torch.no_grad():
+            module.weight += 1
+        return batch["weight"]
+
+    pool = ExplorerPool(explore, 1, buffer, weights, backend="process")
+    evaluator = Evaluator(evaluate, weights, policy, every_seconds=0.1, directory=tmp_path, backend="process")
+    stats = AsyncReplay(pool, learn, module, batch_size=16, evaluator=evaluator, timeout=150).run(200)
+    assert stats.evaluation.mean_return == module.weight.item() == 200
+    assert stats.evaluation.version == weights.version
+    assert stats.weight_syncs >= 1
+    assert stats.buffers["buffer"].samples_per_insert == pytest.approx(4.0, rel=0.5)
+    assert stats.explorers[0].rows >= 100
+    assert (tmp_path / "best.safetensors").exists()
+    assert (pool.stats()[0].state, evaluator.stats().state) == ("stopped", "stopped")

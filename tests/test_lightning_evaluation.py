@@ -1,0 +1,95 @@
+"""`EvaluationMonitor`: an evaluator that runs for as long as `fit` does, and its results in the Trainer's loggers."""
+
+import importlib
+
+import pytest
+import torch
+
+import torchreplay as tr
+
+pytest.importorskip("pytorch_lightning")
+
+from lightning_learner import QUIET, filled_buffer, fit, make_learner
+
+from torchreplay.lightning import EvaluationMonitor, WeightPublisher
+from torchreplay.ray import Evaluator, EvaluatorFailed
+
+# Lightning's own, under a torch newer than it knows.
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+
+
+@pytest.fixture(params=["pytorch_lightning", "lightning.pytorch"])
+def lightning(request):
+    return pytest.importorskip(request.param)
+
+
+def evaluate(module, seed):
+    return [module.weight.sum().item() + spread for spread in (-1.0, 1.0)]
+
+
+def make_module():
+    return torch.nn.Linear(4, 1)
+
+
+def keeping_logger(lightning):
+    """A logger of that library that keeps what it is given, as (step, metrics)."""
+    base = importlib.import_module(f"{lightning.__name__}.loggers").Logger
+
+    class Keeping(base):
+        name, version = "keeping", 0
+
+        def __init__(self):
+            super().__init__()
+            self.logged = []
+
+        def log_metrics(self, metrics, step=None):
+            self.logged.append((step, dict(metrics)))
+
+        def log_hyperparams(self, *_, **__):
+            pass
+
+    return Keeping()
+
+
+def test_results_reach_the_loggers_and_the_last_weights_are_evaluated_at_the_end(lightning):
+    learner, logger = make_learner(lightning), keeping_logger(lightning)
+    weights = tr.SharedWeights(learner.q)
+    evaluator = Evaluator(evaluate, weights, make_module, every_seconds=0, backend="process")
+    seen = []
+
+    class Wait(lightning.Callback):
+        """Lets training wait for the first result, and looks at what it leaves behind."""
+
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == 3:
+                evaluator.wait(timeout=150)
+            if trainer.global_step > 3 and evaluator.evaluations:
+                seen.append(trainer.progress_bar_metrics.get("evaluation/mean_return"))
+
+    callbacks = [Wait(), WeightPublisher(weights, every=1, module="q"), EvaluationMonitor(evaluator)]
+    with filled_buffer() as buffer:
+        trainer = fit(
+            lightning, buffer, learner, callbacks, **{**QUIET, "barebones": False, "logger": logger}, max_steps=200
+        )
+    assert evaluator.stats().state == "stopped"
+    logged = [(step, metrics) for step, metrics in logger.logged if "evaluation/version" in metrics]
+    assert [metrics["evaluation/version"] for _, metrics in logged] == [e.version for e in evaluator.evaluations]
+    step, last = logged[-1]
+    assert step == trainer.global_step == 200
+    assert last["evaluation/version"] == weights.version
+    assert last["evaluation/mean_return"] == pytest.approx(learner.q.weight.sum().item(), abs=1e-6)
+    assert (last["evaluation/std_return"], last["evaluation/episodes"]) == (1.0, 2.0)
+    means = {e.mean_return for e in evaluator.evaluations}
+    assert any(mean == pytest.approx(value, abs=1e-5) for mean in means for value in seen if value is not None)
+
+
+def test_fit_ends_when_the_evaluator_has_failed(lightning):
+    def raise_always(module, seed):
+        raise KeyError("no such level")
+
+    learner = make_learner(lightning)
+    weights = tr.SharedWeights(learner.q)
+    evaluator = Evaluator(raise_always, weights, make_module, every=1, max_restarts=0, backend="process")
+    with filled_buffer() as buffer, pytest.raises(EvaluatorFailed, match="no such level"):
+        fit(lightning, buffer, learner, [EvaluationMonitor(evaluator)], **{**QUIET, "barebones": False}, max_steps=-1)
+    assert evaluator.stats().state == "failed"

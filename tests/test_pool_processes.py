@@ -1,0 +1,148 @@
+"""Explorers as plain processes: no Ray, the ways in which they end, and what does not depend on what runs them."""
+
+import math
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from forked import eventually
+from numbered_rows import is_running, make_buffer, row
+
+import torchreplay as tr
+from torchreplay.ray import ExplorerPool, ExplorersFailed
+
+DRIVER = """
+import sys, torch, torchreplay as tr
+sys.modules["ray"] = None  # importing it fails
+from torchreplay.ray import ExplorerPool
+
+LARGE = bytes(1 << 20)  # travels with the function: more than a pipe holds
+
+def explore(ctx):
+    while len(LARGE):
+        ctx.buffer.extend(x=torch.zeros(1))
+
+if __name__ == "__main__":
+    buffer = tr.ReplayBuffer({"x": tr.Field()}, capacity=100)
+    with ExplorerPool(explore, 1, buffer, backend="process") as pool:
+        buffer.sample(1)
+        print(pool.stats()[0].pid, flush=True)
+        sys.stdin.readline()
+"""
+
+
+def test_a_program_without_ray_has_explorers_that_die_with_it(tmp_path):
+    (tmp_path / "driver.py").write_text(DRIVER)
+    with subprocess.Popen(
+        [sys.executable, "driver.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(tr.__file__).parents[1])},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as driver:
+        pid = int(driver.stdout.readline())
+        assert is_running(pid)
+        driver.send_signal(signal.SIGKILL)
+        eventually(lambda: not is_running(pid))
+
+
+def test_how_a_process_ended_is_reported():
+    def end(ctx):
+        if ctx.index == 0:
+            os._exit(3)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    pool = ExplorerPool(end, 2, make_buffer(), max_restarts=0, backend="process")
+    with pool, pytest.raises(ExplorersFailed, match="each of 2 workers"):
+        pool.wait(150)
+    by_code, by_signal = sorted(pool.errors, key=lambda failure: failure.index)
+    assert by_code.died
+    assert by_signal.died
+    assert "exit code 3" in by_code.error
+    assert "signal 9 (Killed)" in by_signal.error
+
+
+def test_processes_that_an_explorer_started_end_with_it():
+    def explore_with_a_simulator(ctx):
+        simulator = multiprocessing.get_context("fork").Process(target=time.sleep, args=(3600,), daemon=True)
+        simulator.start()
+        with ctx.writer() as writer:
+            writer.append(**row(ctx.index, ctx.seed, simulator.pid))
+
+    buffer = make_buffer()
+    with ExplorerPool(explore_with_a_simulator, 1, buffer, backend="process") as pool:
+        assert pool.wait(150)
+        assert pool.stats()[0].state == "finished"
+        pid = int(buffer.storage["count"][0])
+        eventually(lambda: not is_running(pid))
+
+
+def test_ctrl_c_does_not_end_explorers():
+    def explore(ctx):
+        os.kill(os.getpid(), signal.SIGINT)
+        ctx.record(episode_return=1.0, episode_length=1)
+
+    with ExplorerPool(explore, 1, make_buffer(), backend="process") as pool:
+        assert pool.wait(150)
+        assert pool.stats()[0].mean_return == 1.0
+    assert not pool.errors
+
+
+def test_draining_lets_every_explorer_complete_its_episode():
+    length = 100
+
+    def play(ctx):
+        writer = ctx.writer()
+        while not ctx.stopped:
+            for count in range(length):  # takes longer than a stop would wait for it
+                writer.append(**row(ctx.index, ctx.seed, count))
+                time.sleep(0.01)
+            ctx.record(episode_return=1.0, episode_length=length)
+
+    buffer = make_buffer()
+    pool = ExplorerPool(play, 1, buffer, backend="process").start()
+    eventually(lambda: len(buffer), 150)
+    pid = pool.stats()[0].pid
+    assert pool.drain()
+    (stats,) = pool.stats()
+    assert stats.state == "stopped"
+    assert stats.rows == stats.steps == len(buffer) == stats.episodes * length
+    assert not is_running(pid)
+    assert pool.drain()  # again: nothing to do
+
+
+def test_draining_ends_who_does_not_come_to_an_end():
+    def sleep(ctx):
+        ctx.record(episode_return=0.0, episode_length=1)
+        time.sleep(3600)
+
+    pool = ExplorerPool(sleep, 1, make_buffer(), backend="process").start()
+    eventually(lambda: pool.stats()[0].episodes, 150)
+    assert not pool.drain(timeout=0.1)
+    assert not is_running(pool.stats()[0].pid)
+    assert not pool.errors
+
+
+def test_an_explorers_heartbeat_tells_how_long_ago_it_was_last_heard_of():
+    def explore_until_the_third_row(ctx):
+        writer = ctx.writer()
+        for count in range(3):
+            writer.append(**row(ctx.index, ctx.seed, count))
+        ctx.record(episode_return=0.0, episode_length=3)
+        time.sleep(3600)
+
+    pool = ExplorerPool(explore_until_the_third_row, 1, make_buffer(), backend="process")
+    assert math.isnan(pool.stats()[0].heartbeat_age)
+    with pool:
+        began = time.monotonic()
+        eventually(lambda: pool.stats()[0].episodes, 150)
+        first = pool.stats()[0].heartbeat_age
+        assert 0 <= first <= time.monotonic() - began
+        eventually(lambda: pool.stats()[0].heartbeat_age > first + 0.2)
+        assert pool.stats()[0].rows == 3

@@ -1,0 +1,237 @@
+"""`Evaluator`: how good the published weights are, found out beside the training."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from torch import nn
+
+from torchreplay.arguments import checked_int
+from torchreplay.errors import ReplayTimeout
+from torchreplay.ray.evaluating import Evaluate, Evaluating
+from torchreplay.ray.hosting import BackendName, Hosting
+from torchreplay.ray.saving import Saving
+from torchreplay.ray.scores import Evaluation, Scores
+from torchreplay.ray.stats import State
+from torchreplay.ray.supervised import Supervised
+from torchreplay.ray.supervisor import logger
+
+if TYPE_CHECKING:
+    from torchreplay.buffer import ReplayBuffer
+    from torchreplay.weights import SharedWeights
+
+_LOOK_EVERY: Final = 0.02  # seconds, of `wait`
+_MAX_SEED: Final = (1 << 63) - 1
+
+
+class EvaluatorFailed(RuntimeError):
+    """The evaluator has ended by an error and will not be restarted."""
+
+
+@dataclass(frozen=True)
+class EvaluatorStats:
+    """How an evaluator is doing.
+
+    Attributes:
+        state: Of its worker, as in `ExplorerStats`.
+        pid: Process id of the worker's present or last run; 0 before the first.
+        evaluations: Evaluations since the evaluator was made.
+        version: The version evaluated last; -1 before the first.
+        versions_behind: Publications since.
+        best_return: Best mean return so far, that of an earlier `best.safetensors` included; NaN before the first.
+        heartbeat_age: Seconds since the worker was last seen between two evaluations; NaN before.
+        restarts: How often the worker was restarted.
+        last_error: One line about its last failure; None if it never failed.
+        last_traceback: The traceback of its last failure; None if it never failed.
+    """
+
+    state: State
+    pid: int
+    evaluations: int
+    version: int
+    versions_behind: int
+    best_return: float
+    heartbeat_age: float
+    restarts: int
+    last_error: str | None
+    last_traceback: str | None
+
+
+class Evaluator(Supervised):
+    """Evaluates published weights in a process of its own, while training goes on.
+
+    The worker pulls the newest weights into its module, puts it into evaluation mode, seeds the generators of Python,
+    numpy and torch, and calls `evaluate(module, seed)` without gradients. The seed is always the same: the same
+    weights have the same returns, and two evaluations differ by their weights alone. The first evaluation is that of
+    the weights that it finds; then one follows whenever `every` versions or `every_seconds` are over and there is
+    something newer. A worker that raises or dies is restarted as explorers are.
+
+    Each result is an `Evaluation`, in `evaluations` and in the log (logger `torchreplay.ray`); the Lightning callback
+    `EvaluationMonitor` brings it to the Trainer's loggers and its progress bar.
+
+    Args:
+        evaluate: Function of a module and a seed that plays episodes, as the policy is meant to act, and returns their
+            returns: numbers `[n]`.
+        weights: What the learner publishes.
+        module: A module built like the one given to `SharedWeights`, which travels to the worker, or a function that
+            makes it there.
+        every: Versions from one evaluation to the next.
+        every_seconds: Seconds from the start of one evaluation to that of the next. With `every`, whichever comes
+            first.
+        seed: Of each evaluation.
+        directory: Where weights are saved whenever the mean return is the best so far: `best.safetensors`, a state dict
+            for `safetensors.torch.load_file`, with the result in its metadata. Files are replaced in one step. One
+            that is there stays until something better is found: a new experiment needs a new directory.
+        save_every: Evaluations from one numbered save to the next, `version-<number>.safetensors`.
+        buffer: A buffer to save with the weights, each time, into `buffer/`.
+        max_restarts: Restarts of the worker before it counts as failed; -1 for no limit.
+        restart_delay: Seconds before the first restart after a failure; doubles up to 30.
+        backend: As for `ExplorerPool`, and so are `num_cpus`, `num_gpus`, `runtime_env` and `placement`.
+        num_cpus: CPUs that Ray reserves.
+        num_gpus: GPUs that Ray reserves.
+        runtime_env: The worker's environment, as Ray takes it.
+        placement: Ray's scheduling strategy; None for this machine.
+
+    Raises:
+        ValueError: Neither `every` nor `every_seconds` is given, or a number is out of range.
+        TypeError: `evaluate` or `module` is not what it has to be.
+        CheckpointError: `directory` has a `best.safetensors` that no evaluator saved.
+
+    Example:
+        >>> with Evaluator(evaluate, weights, make_policy, every_seconds=10, directory="runs/1") as evaluator:
+        ...     learn()
+        ...     print(evaluator.wait())  # of the final weights
+    """
+
+    failed = EvaluatorFailed
+
+    def __init__(
+        self,
+        evaluate: Evaluate,
+        weights: SharedWeights,
+        module: nn.Module | Callable[[], nn.Module],
+        *,
+        every: int | None = None,
+        every_seconds: float | None = None,
+        seed: int = 0,
+        directory: str | os.PathLike[str] | None = None,
+        save_every: int | None = None,
+        buffer: ReplayBuffer | None = None,
+        max_restarts: int = -1,
+        restart_delay: float = 1.0,
+        backend: BackendName = "ray",
+        num_cpus: float = 0,
+        num_gpus: float = 0,
+        runtime_env: Mapping[str, Any] | None = None,
+        placement: Any = None,
+    ) -> None:
+        for name, value in (("evaluate", evaluate), ("module", module)):
+            if not callable(value):
+                raise TypeError(f"{name} is {value!r}: expected a function{' or a module' * (name == 'module')}")
+        if every is None and every_seconds is None:
+            raise ValueError("say how often to evaluate: every=<versions> or every_seconds=<seconds>")
+        if every_seconds is not None and not 0 <= every_seconds < math.inf:
+            raise ValueError(f"every_seconds={every_seconds}: expected seconds, at least 0")
+        if directory is None and (save_every is not None or buffer is not None):
+            raise ValueError("save_every and buffer say what to save: say where, directory=...")
+        every, save_every = (
+            None if n is None else checked_int(name, n, 1, _MAX_SEED)
+            for name, n in (("every", every), ("save_every", save_every))
+        )
+        seed = checked_int("seed", seed, 0, _MAX_SEED)
+        hosting = Hosting(backend, num_cpus, num_gpus, runtime_env, placement)
+        super().__init__(["evaluator"], hosting, max_restarts, restart_delay, seed)
+        saving = None if directory is None else Saving(Path(directory).absolute(), save_every, buffer)
+        self.weights = weights
+        self._scores = Scores() if saving is None else Scores(saving.best_return())
+        self._work = Evaluating(evaluate, module, weights, seed, every, every_seconds, self._scores, saving)
+        self._evaluations: list[Evaluation] = []
+        self._collected = 0
+        self._collecting = threading.Lock()
+
+    @property
+    def evaluations(self) -> Sequence[Evaluation]:
+        """All results, oldest first."""
+        self._listen()
+        return tuple(self._evaluations)
+
+    @property
+    def latest(self) -> Evaluation | None:
+        """The last result; None before the first."""
+        self._listen()
+        return self._evaluations[-1] if self._evaluations else None
+
+    @property
+    def best(self) -> Evaluation | None:
+        """The result with the best mean return; None before the first."""
+        return max(self.evaluations, key=lambda evaluation: evaluation.mean_return, default=None)
+
+    def wait(self, version: int | None = None, timeout: float | None = None) -> Evaluation:
+        """Returns the result for weights of this version or a newer one, which is evaluated now if it was not due yet.
+
+        Args:
+            version: A published version; None for the newest.
+            timeout: Seconds; None waits as long as the worker lives.
+
+        Raises:
+            ReplayTimeout: It took longer.
+            EvaluatorFailed: The worker is not restarted any more, or does nothing but fail.
+            RuntimeError: The evaluator does not run.
+            ValueError: The version was not published.
+        """
+        newest, start = self.weights.version, time.monotonic()
+        version = newest if version is None else checked_int("version", version, 0, newest)
+        self._scores.wanted = max(version, self._scores.wanted)
+        while True:
+            latest = self.latest
+            if latest is not None and latest.version >= version:
+                return latest
+            self.check()
+            supervisor = self._supervisor
+            if supervisor is None:
+                raise RuntimeError(f"the evaluator does not run: start() it to have version {version} evaluated")
+            if supervisor.hopeless:
+                raise EvaluatorFailed(f"the evaluator fails again and again\n{self._report()}")
+            if timeout is not None and time.monotonic() - start >= timeout:
+                raise ReplayTimeout(f"version {version} was not evaluated within {timeout} s: {self!r}")
+            time.sleep(_LOOK_EVERY)
+
+    def stats(self) -> EvaluatorStats:
+        """How it is doing; how it was when it was stopped."""
+        (worker,) = self._worker_stats()
+        last, best = self._scores.last_version, self._scores.best_return
+        return EvaluatorStats(
+            state=worker.state,
+            pid=worker.pid,
+            evaluations=self._scores.count,
+            version=last,
+            versions_behind=self.weights.version - last if last >= 0 else 0,
+            best_return=best if math.isfinite(best) else math.nan,
+            heartbeat_age=worker.heartbeat_age,
+            restarts=worker.restarts,
+            last_error=worker.last_error,
+            last_traceback=worker.last_traceback,
+        )
+
+    def _make_work(self) -> Evaluating:
+        return self._work
+
+    def _listen(self) -> None:
+        with self._collecting:
+            new, self._collected = self._scores.since(self._collected)
+            self._evaluations += new
+            for evaluation in new:
+                logger.info("%s", evaluation)
+
+    def __repr__(self) -> str:
+        stats = self.stats()
+        latest = "no evaluation yet" if self.latest is None else str(self.latest)
+        error = "" if stats.last_error is None else f", last error: {stats.last_error}"
+        return f"Evaluator({stats.state}; {stats.evaluations} evaluations, {latest}{error})"

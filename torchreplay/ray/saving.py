@@ -1,0 +1,78 @@
+"""Evaluated weights, kept in files."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from torchreplay.checkpoint import replace_file
+from torchreplay.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from torchreplay.buffer import ReplayBuffer
+    from torchreplay.ray.scores import Evaluation
+
+BEST: Final = "best.safetensors"
+BUFFER: Final = "buffer"
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What is saved of evaluations, and where.
+
+    Attributes:
+        directory: Of `best.safetensors`, `version-<number>.safetensors` and `buffer/`.
+        every: Evaluations from one numbered file to the next; None for none.
+        buffer: What to save beside weights.
+    """
+
+    directory: Path
+    every: int | None
+    buffer: ReplayBuffer | None
+
+    def save(self, module: nn.Module, evaluation: Evaluation, number: int) -> None:
+        """Saves what is due after an evaluation.
+
+        Args:
+            module: The module that was evaluated.
+            evaluation: What was found.
+            number: Evaluations until now, with this one.
+        """
+        names = [BEST] if evaluation.best else []
+        if self.every is not None and number % self.every == 0:
+            names.append(f"version-{evaluation.version:08}.safetensors")
+        if not names:
+            return
+        from safetensors.torch import save
+
+        # Tensors of their own: safetensors refuses those that share memory, as tied weights do.
+        state = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in module.state_dict().items()}
+        content = save(state, {name: str(value) for name, value in evaluation.as_dict().items()})
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            replace_file(self.directory / name, content)
+        if self.buffer is not None:
+            self.buffer.save(self.directory / BUFFER)
+
+    def best_return(self) -> float:
+        """Mean return of the weights in `best.safetensors`; minus infinity where there are none.
+
+        Raises:
+            CheckpointError: The file is no such file.
+        """
+        path = self.directory / BEST
+        if not path.exists():
+            return -math.inf
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
+                return float((file.metadata() or {})["mean_return"])
+        except (SafetensorError, OSError, KeyError, ValueError) as error:
+            raise CheckpointError(
+                f"{path} has no weights that an Evaluator saved ({error!r}): choose another directory, or remove it"
+            ) from None

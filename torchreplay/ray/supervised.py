@@ -1,0 +1,174 @@
+"""What pools of workers have in common: they start and stop, and say what went wrong."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, ClassVar, Final, Self
+
+import numpy as np
+
+from torchreplay.ray.board import ENTRY, Board
+from torchreplay.ray.hosting import Hosting
+from torchreplay.ray.stats import ExplorerFailure, ExplorerStats, explorer_stats
+from torchreplay.ray.supervisor import GRACE, Mark, Policy, Supervisor
+from torchreplay.ray.worker import Work
+
+_FAILURES_KEPT: Final = 100
+
+_CLEAN_UP: Final = 5.0
+"""Seconds that a drained worker gets after it was interrupted."""
+
+
+class Supervised(ABC):
+    """Workers that are supervised from `start` to `stop`. A context manager.
+
+    Args:
+        names: What to call each worker in the log.
+        hosting: Where they run.
+        max_restarts: Restarts of each worker before it is dropped; -1 for no limit.
+        restart_delay: Seconds before the first restart after a failure.
+        seed: Entropy of all seeds; None draws it.
+    """
+
+    failed: ClassVar[type[RuntimeError]]
+    """What `check` raises."""
+
+    def __init__(
+        self, names: Sequence[str], hosting: Hosting, max_restarts: int, restart_delay: float, seed: int | None
+    ) -> None:
+        if max_restarts < -1:
+            raise ValueError(f"max_restarts={max_restarts}: expected at least 0, or -1 for no limit")
+        if not 0 <= restart_delay < float("inf"):
+            raise ValueError(f"restart_delay={restart_delay}: expected seconds, at least 0")
+        self.seed: int = int(np.random.SeedSequence(seed).entropy)  # type: ignore[arg-type]
+        self._names, self._hosting = names, hosting
+        self._max_restarts, self._restart_delay = max_restarts, restart_delay
+        self._starts = 0
+        self._supervisor: Supervisor | None = None
+        self._backend: Any = None
+        self._failures: deque[ExplorerFailure] = deque(maxlen=_FAILURES_KEPT)
+        self._last_stats = tuple(
+            explorer_stats(index, entry) for index, entry in enumerate(np.zeros(len(names), ENTRY))
+        )
+        self._lock = threading.RLock()  # of start and stop
+
+    @abstractmethod
+    def _make_work(self) -> Work:
+        """Returns what the workers of this start do."""
+
+    def _expect_writers(self) -> Mark:
+        """Makes the mark that workers may still write to a buffer."""
+        return _NoMark()
+
+    def _listen(self) -> object:
+        """Called by the supervising thread ten times a second."""
+        return None
+
+    def start(self) -> Self:
+        """Launches the workers and returns at once; does nothing while they are supervised.
+
+        Starts Ray, for itself alone, unless the program has done so, or `backend="process"` needs none. What was
+        stopped starts afresh: new processes, new seeds, statistics from zero.
+
+        Raises:
+            ImportError: Ray is not installed.
+            TypeError: The function or something it refers to cannot be pickled.
+            ValueError: Ray has less than the workers reserve.
+        """
+        with self._lock:
+            if self._supervisor is None:
+                board = Board(len(self._names))
+                self._backend = self._hosting.open((self._make_work(), board), len(self._names))
+                policy = Policy(self.seed, self._starts, self._max_restarts, self._restart_delay)
+                self._supervisor = Supervisor(
+                    self._backend, board, self._names, policy, self._expect_writers, self._failures, self._listen
+                )
+                self._starts += 1
+                atexit.register(self.stop)
+        return self
+
+    def stop(self, timeout: float = 5.0) -> None:
+        """Ends the workers and returns when their processes are gone; may be called again.
+
+        `ctx.stopped` turns True. A function that has not looked at it half a second later, because
+        it waits for the limiter or anything else, finds `Stopped` raised where it is. One that has
+        not returned after `timeout` seconds is killed. Ray is shut down if it was started here.
+
+        Args:
+            timeout: Seconds that the workers get to finish by themselves.
+        """
+        self._end(min(GRACE, timeout / 2), timeout)
+
+    def drain(self, timeout: float = 60.0) -> bool:
+        """Ends the workers like `stop`, but interrupts nobody for `timeout` seconds.
+
+        For functions that look at `ctx.stopped` between episodes: each completes the one it is in. Explorers that wait
+        for the limiter go on waiting, unless another thread draws.
+
+        Args:
+            timeout: Seconds that the workers get to finish by themselves.
+
+        Returns:
+            Whether all did.
+        """
+        return self._end(timeout, timeout + _CLEAN_UP)
+
+    def _end(self, grace: float, timeout: float) -> bool:
+        with self._lock:
+            supervisor = self._supervisor
+            if supervisor is None:
+                return True
+            supervisor.stop(grace, timeout)
+            self._last_stats = supervisor.stats()
+            self._supervisor = None
+            atexit.unregister(self.stop)
+            self._backend.close()
+            return not supervisor.interrupted
+
+    def check(self) -> None:
+        """Raises if no worker is left because all have failed; costs microseconds.
+
+        Raises:
+            RuntimeError: Every worker has ended by an error and used up its restarts: `ExplorersFailed` of an
+                `ExplorerPool`, `EvaluatorFailed` of an `Evaluator`.
+        """
+        if all(stats.state == "failed" for stats in self._worker_stats()):
+            who = self._names[0] if len(self._names) == 1 else f"each of {len(self._names)} workers"
+            raise self.failed(
+                f"{who} has failed and is not restarted any more (max_restarts={self._max_restarts})\n{self._report()}"
+            )
+
+    @property
+    def errors(self) -> Sequence[ExplorerFailure]:
+        """The last 100 failures, oldest first."""
+        return tuple(self._failures)
+
+    def _worker_stats(self) -> tuple[ExplorerStats, ...]:
+        supervisor = self._supervisor
+        return supervisor.stats() if supervisor else self._last_stats
+
+    def _report(self) -> str:
+        last = {failure.index: failure for failure in self._failures}
+        return "\n".join(
+            f"{self._names[index]} failed last with:\n{failure.traceback}" for index, failure in sorted(last.items())
+        )
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+class _NoMark:
+    """Of workers that write to no buffer."""
+
+    def close(self) -> None:
+        """Nothing to withdraw."""

@@ -1,0 +1,127 @@
+"""One run of a worker, in its own process."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Final, Literal, Protocol
+
+import torch
+
+from torchreplay.errors import Stopped
+from torchreplay.ray.board import Board
+
+STOP_SIGNAL: Final = signal.SIGUSR1
+"""Raises `Stopped` in a worker. Not SIGINT, which workers block so that Ctrl-C ends the program alone."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Which worker to run.
+
+    Attributes:
+        index: The worker.
+        num_workers: How many there are.
+        seed: Seed of this run.
+        restarts: How often the worker has been restarted.
+    """
+
+    index: int
+    num_workers: int
+    seed: int
+    restarts: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended, as text: a worker's exception need not pickle.
+
+    Attributes:
+        kind: Its function returned or was told to stop; raised; or its process died.
+        error: One line about the failure.
+        traceback: The worker's traceback.
+    """
+
+    kind: Literal["ended", "raised", "died"]
+    error: str = ""
+    traceback: str = ""
+
+
+class Run(Protocol):
+    """One run, ready to begin."""
+
+    @property
+    def noticed_stop(self) -> bool:
+        """Whether it knows that it is to finish: then it gets the time to do so."""
+
+    def __call__(self) -> object:
+        """Runs the user's function."""
+
+    def close(self) -> object:
+        """Tidies up after it, however it ended."""
+
+
+class Work(Protocol):
+    """What workers do. It travels to their processes."""
+
+    def run(self, launch: Launch, board: Board) -> Run:
+        """Returns a run that is ready to begin, in the process that is to run it."""
+
+
+class WorkerProcess:
+    """The Ray actor, or the plain process, of one run of a worker."""
+
+    def run(self, path: Sequence[str], payload: bytes, launch: Launch) -> Outcome:
+        """Does the work that `payload` holds until it returns, raises or is stopped.
+
+        Args:
+            path: The program's `sys.path`: what it can import, its workers can.
+            payload: Pickled `(work, board)`; unpickling attaches to the shared memory, and may fail, which is
+                reported like any other error.
+            launch: Which worker this is.
+        """
+        torch.set_num_threads(1)  # as many workers as cores: more threads only get in the way
+        sys.path.extend(place for place in path if place not in sys.path)
+        try:
+            _work(payload, launch)
+        except Stopped:
+            return Outcome("ended")
+        except BaseException as error:  # also SystemExit and KeyboardInterrupt: nothing gets lost
+            if isinstance(error, SystemExit) and not error.code:
+                return Outcome("ended")
+            return _raised(error)
+        return Outcome("ended")
+
+
+def _work(payload: bytes, launch: Launch) -> None:
+    unpickled: tuple[Work, Board] = pickle.loads(payload)
+    work, board = unpickled
+    run = work.run(launch, board)
+
+    def stop_here(signal_number: int, frame: FrameType | None) -> None:
+        if not run.noticed_stop:  # otherwise it is finishing already
+            raise Stopped("the pool that runs this worker was stopped")
+
+    signal.signal(STOP_SIGNAL, stop_here)
+    board.entries[launch.index]["pid"] = os.getpid()
+    try:
+        run()
+    finally:
+        signal.signal(STOP_SIGNAL, signal.SIG_IGN)
+        run.close()
+
+
+def _raised(error: BaseException) -> Outcome:
+    summary = "".join(traceback.format_exception_only(error)).strip()
+    # The first three frames are ours: `WorkerProcess.run`, `_work` and the run's call.
+    frames = error.__traceback__
+    for _ in range(3):
+        frames = (frames and frames.tb_next) or frames
+    text = "".join(traceback.format_exception(type(error), error, frames))
+    return Outcome("raised", summary, text.rstrip())
