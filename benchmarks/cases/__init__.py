@@ -13,6 +13,7 @@ from benchmarks.cases.memory import measure_memory
 from benchmarks.cases.ray import measure_ray
 from benchmarks.cases.recovery import measure_recovery
 from benchmarks.cases.rows import measure_rows
+from benchmarks.cases.shards import measure_shards
 from benchmarks.cases.trajectories import measure_trajectories
 from benchmarks.cases.tree import measure_tree
 from benchmarks.cases.upkeep import measure_upkeep
@@ -36,5 +37,6 @@ CASES: Mapping[str, Case] = {
     "memory": measure_memory,
     "recovery": measure_recovery,
     "ray": measure_ray,
+    "shards": measure_shards,
 }
 """Every case by the name on the command line, which is also the section of its lines."""

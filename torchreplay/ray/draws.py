@@ -45,6 +45,16 @@ class Draws:
         self._lock = threading.Lock()
         self._begun = self._under_way = 0  # rounds, and those that are no batch yet
         self._slack = 1.0
+        self._stream: int | None = None
+
+    @property
+    def stream(self) -> int:
+        """The number of the stream of random numbers: at first that of the process."""
+        return self.shards.stream if self._stream is None else self._stream
+
+    @stream.setter
+    def stream(self, number: int) -> None:
+        self._stream = number
 
     @property
     def made(self) -> int:
@@ -78,7 +88,7 @@ class Draws:
             step, self._begun, self._under_way = self._begun, self._begun + 1, self._under_way + 1
             self.shards.ledger.under_way += n
         # The generator's blocks are counted by the low bits.
-        chance = np.random.Generator(np.random.Philox(key=[self._seed, self.shards.stream], counter=step << 64))
+        chance = np.random.Generator(np.random.Philox(key=[self._seed, self.stream], counter=step << 64))
         return Round(self.shards, n, chance, self._slack)
 
     def take(self, ordered: Round, beta: Schedule | None, wait: Wait) -> ReplayBatch | None:

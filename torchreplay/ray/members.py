@@ -70,10 +70,6 @@ class Shards:
             self._stream = self.ask("join")
         return self._stream
 
-    @stream.setter
-    def stream(self, number: int) -> None:
-        self._stream = number
-
     @property
     def ledger(self) -> Ledger:
         """What was inserted and drawn."""

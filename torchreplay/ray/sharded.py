@@ -275,11 +275,11 @@ class ShardedReplay(Replay):
     @property
     def stream(self) -> int:
         """The number of this process's stream of random numbers."""
-        return self.shards.stream
+        return self._draws.stream
 
     @stream.setter
     def stream(self, number: int) -> None:
-        self.shards.stream = checked_int("stream", number, 0, (1 << 48) - 1)
+        self._draws.stream = checked_int("stream", number, 0, (1 << 48) - 1)
 
     def stats(self) -> ShardedStats:
         """Returns what has happened so far: over all shards, and each one's own."""
