@@ -12,7 +12,7 @@ from local_shards import LocalShards
 from scipy import stats
 
 import torchreplay as tr
-from torchreplay.ray.blocks import Layout
+from torchreplay.ray.blocks import Layout, RecycledMemory
 from torchreplay.ray.histograms import merged_histograms
 from torchreplay.ray.union import KEY_BITS, MAX_SHARDS, Drawn, Union, candidates, chosen, pack, unpack
 from torchreplay.spec import flatten
@@ -148,6 +148,21 @@ def test_a_block_gives_back_every_byte_of_the_items_chosen():
     for name, found in {**merged["a"], "d": merged["d"], "key": merged["key"]}.items():
         assert torch.equal(found.view(torch.uint8), torch.cat([e[name] for e in expected]).view(torch.uint8)), name
     assert merged["a"]["b"].shape == (5, 3, 2)
+
+
+def test_memory_is_used_again_only_when_no_tensor_is_left_over_it():
+    memory = RecycledMemory()
+    block = memory.take(1 << 20)
+    place, part = block.data_ptr(), block[5:7].view(2, 1)
+    block.fill_(3)
+    del block
+    other = memory.take(1 << 20)
+    assert other.data_ptr() != place
+    other.fill_(4)
+    assert part.tolist() == [[3], [3]]
+    del part
+    assert memory.take(1 << 20).data_ptr() == place
+    assert memory.take(100).shape == (100,)
 
 
 def test_histograms_of_shards_add_up():

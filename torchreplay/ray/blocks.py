@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
@@ -15,11 +17,33 @@ from torchreplay.spec import Field, Path, nest
 from torchreplay.views import View
 
 ALIGNMENT = 64
+KEPT = 4
+"""Blocks that wait to be used again, at most."""
+
 RESERVED: Final[Mapping[Path, Field]] = {
     ("key",): Field((), torch.int64),
     ("weight",): Field((), torch.float32),
     ("probability",): Field((), torch.float32),
 }
+
+
+class RecycledMemory:
+    """Memory that is used again when the last tensor over it is garbage: fresh pages cost more than the copies do."""
+
+    def __init__(self) -> None:
+        self._idle: deque[NDArray[np.uint8]] = deque(maxlen=KEPT)
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Returns uint8 `[nbytes]` of any content."""
+        memory = np.empty(0, np.uint8)
+        while len(memory) != nbytes:
+            try:
+                memory = self._idle.pop()
+            except IndexError:
+                memory = np.empty(nbytes, np.uint8)
+        lent = memory[:]  # torch holds this object for as long as a tensor needs the memory
+        weakref.finalize(lent, self._idle.append, memory).atexit = False
+        return torch.from_numpy(lent)
 
 
 class Layout:
@@ -31,6 +55,7 @@ class Layout:
 
     def __init__(self, outputs: Mapping[Path, Field]) -> None:
         self._fields: dict[Path, Field] = {**outputs, **RESERVED}
+        self._memory = RecycledMemory()
         self._item_bytes = [math.prod(f.shape) * f.dtype.itemsize for f in self._fields.values()]
 
     def nbytes(self, n: int) -> int:
@@ -51,7 +76,7 @@ class Layout:
             parts: A block, how many items it has, and which of them to take; `n` in all.
             n: Items in the batch.
         """
-        block = torch.empty(self.nbytes(n), dtype=torch.uint8)
+        block = self._memory.take(self.nbytes(n))
         target, at = block.numpy(), 0
         for source, given, which in parts:
             for (start, _), (origin, _), size in zip(
