@@ -5,11 +5,13 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.cases import CASES
+from benchmarks.cases import CASES, LONG_CASES
 from benchmarks.line import Line
 from benchmarks.machine import describe
 from benchmarks.plan import FULL, QUICK
 from benchmarks.report import as_json, row, section_header, write_json
+
+ALL = {**CASES, **LONG_CASES}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(", ".join(f"{key} {value}" for key, value in describe().items()))
     print("medians with 10th-90th percentiles over interleaved rounds; advantage: torchreplay over each other column")
     start = time.perf_counter()
-    lines = [line for name in options.names or CASES for line in _printed(CASES[name](plan))]
+    lines = [line for name in options.names or CASES for line in _printed(ALL[name](plan))]
     elapsed = time.perf_counter() - start
     write_json(options.json, as_json(lines, plan, elapsed))
     print(f"\n{elapsed:.0f} s; every round is in {options.json}")
@@ -44,7 +46,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--quick", action="store_true", help="smaller buffers and short rounds: a check, not a measurement"
     )
-    parser.add_argument("names", nargs="*", type=_case, metavar="NAME", help=f"of {', '.join(CASES)}; all if none")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        type=_case,
+        metavar="NAME",
+        help=f"of {', '.join(ALL)}; if none, all but {', '.join(LONG_CASES)}",
+    )
     parser.add_argument(
         "--json", type=Path, default=Path("build/benchmarks.json"), help="where the figures go (default: %(default)s)"
     )
@@ -52,8 +60,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _case(name: str) -> str:
-    if name not in CASES:
-        raise argparse.ArgumentTypeError(f"there is no benchmark {name!r}: expected some of {', '.join(CASES)}")
+    if name not in ALL:
+        raise argparse.ArgumentTypeError(f"there is no benchmark {name!r}: expected some of {', '.join(ALL)}")
     return name
 
 

@@ -80,7 +80,7 @@ def main() -> None:
             for candidate, samples in rates.items():
                 samples.append(sum(ray.get([one.draw.remote(candidate, options.seconds) for one in learners])))
     ray.shutdown()
-    cluster.shutdown()
+    cluster.shutdown()  # type: ignore[no-untyped-call]
     print(json.dumps({f"batches of {BATCH_SIZE}, two learners": rates}))
 
 

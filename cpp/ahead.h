@@ -94,6 +94,12 @@ class DrawAhead {
     return drawn_.wait_for(lock, std::chrono::nanoseconds(ns), [&] { return is_settled(); });
   }
 
+  // How many orders are drawn and not taken. Their memory is written to no more.
+  size_t finished() {
+    const std::lock_guard guard(mutex_);
+    return done_;
+  }
+
   // The orders that are drawn and not taken, the oldest first.
   std::vector<Order> drawn() {
     const std::lock_guard guard(mutex_);

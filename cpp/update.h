@@ -13,6 +13,14 @@ struct BadKey {
   uint64_t issued;  // keys below this exist
 };
 
+// The first of the keys that nobody was given.
+inline std::optional<BadKey> unissued(const SegmentMemory& m, int64_t n, const int64_t* keys) {
+  const uint64_t issued = m.header().head.load(std::memory_order_acquire);
+  for (int64_t i = 0; i < n; i++)
+    if (keys[i] < 0 || static_cast<uint64_t>(keys[i]) >= issued) return BadKey{i, keys[i], issued};
+  return std::nullopt;
+}
+
 class PriorityUpdater {
  public:
   explicit PriorityUpdater(SegmentMemory& m) : memory_(m) {}
@@ -21,13 +29,10 @@ class PriorityUpdater {
   // (stale) and items not complete (unready); of equal keys the last wins. Nothing is applied when a key was never
   // issued: it is returned.
   std::optional<BadKey> update(int64_t n, const int64_t* keys, const double* td) {
-    Header& h = memory_.header();
-    const uint64_t issued = h.head.load(std::memory_order_acquire);
-    for (int64_t i = 0; i < n; i++)
-      if (keys[i] < 0 || static_cast<uint64_t>(keys[i]) >= issued) return BadKey{i, keys[i], issued};
+    if (const std::optional<BadKey> bad = unissued(memory_, n, keys)) return bad;
     index_.resize(n);
     leaf_.resize(n);
-    leaves_of(h.sampler, td, n, leaf_.data());
+    leaves_of(memory_.header().sampler, td, n, leaf_.data());
     Locked lock(memory_);
     lock.absorb();
     TORCHREPLAY_FAULT("update.absorbed");

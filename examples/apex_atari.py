@@ -299,7 +299,8 @@ class Evaluation(pl.Callback):
         step = trainer.global_step
         self.progress.learned(step, batch)
         if step % self.args.eval_every == 0:
-            trainer.should_stop = self.progress.evaluated(step, evaluate(self.q, self.args, self.args.seed + step))
+            returns = evaluate(self.q, self.args, self.args.seed + step)
+            trainer.should_stop = self.progress.evaluated(step, returns.mean())
 
 
 @torch.no_grad()

@@ -189,7 +189,7 @@ class Evaluation(pl.Callback):
         self.progress.learned(step, batch)
         if step % self.args.eval_every == 0:
             returns = evaluate(self.q, self.args.eval_episodes, seed=self.args.seed + step)
-            trainer.should_stop = self.progress.evaluated(step, returns)
+            trainer.should_stop = self.progress.evaluated(step, returns.mean())
 
 
 @torch.no_grad()

@@ -176,7 +176,7 @@ def learn(q: nn.Module, buffer: tr.ReplayBuffer, weights: tr.SharedWeights, prog
         progress.learned(step, batch)
         if step % args.eval_every == 0:
             returns = evaluate(q, args.eval_episodes, seed=args.seed + step)
-            if progress.evaluated(step, returns):
+            if progress.evaluated(step, returns.mean()):
                 return
 
 

@@ -207,7 +207,7 @@ class Evaluation(pl.Callback):
         if step % self.args.eval_every == 0:
             if self.progress is not None:
                 returns = evaluate(learner.q, self.args.eval_episodes, seed=self.args.seed + step)
-                solved = self.progress.evaluated(step, returns)
+                solved = self.progress.evaluated(step, returns.mean())
             # The others wait here, and all ranks end after the same step.
             trainer.should_stop = trainer.strategy.reduce_boolean_decision(solved, all=False)
 

@@ -69,9 +69,9 @@ class Progress:
         if step % AGES_EVERY == 0:
             self.history.observe(batch)
 
-    def evaluated(self, step: int, returns: np.ndarray) -> bool:
-        """Notes the returns of the policy after `step` steps; returns whether they reach the goal."""
-        moment = self.history.record(step, float(returns.mean()), self.explorer_returns())
+    def evaluated(self, step: int, mean_return: float) -> bool:
+        """Notes the mean return of the policy after `step` steps; returns whether it reaches the goal."""
+        moment = self.history.record(step, float(mean_return), self.explorer_returns())
         if not self.live:
             line = {
                 "step": step,
@@ -81,7 +81,7 @@ class Progress:
                 "seconds": round(moment.seconds, 1),
             }
             print(json.dumps(line), flush=True)
-        return bool(returns.mean() >= self.solved)
+        return bool(mean_return >= self.solved)
 
     def summarize(self, plot: str) -> None:
         """Prints the summary and draws the picture into the file `plot`, unless that is empty."""

@@ -261,7 +261,7 @@ def learn(q: QNetwork, buffer: tr.ReplayBuffer, weights: tr.SharedWeights, progr
         progress.learned(step, batch)
         if step % args.eval_every == 0:
             returns = evaluate(q, args.corridor, args.eval_episodes, seed=args.seed + step)
-            if progress.evaluated(step, returns):
+            if progress.evaluated(step, returns.mean()):
                 return
 
 

@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
-        if "gpu" in item.keywords:
+        if item.get_closest_marker("gpu"):
             item.add_marker(skip)
 
 
@@ -46,6 +46,7 @@ def ray():
         include_dashboard=False,
         logging_level=logging.ERROR,
         log_to_driver=False,
+        _system_config={"worker_niceness": 0},  # at Ray's 15 they hardly ever run beside other tests
     )
     yield ray
     ray.shutdown()

@@ -6,7 +6,7 @@ import numpy as np
 
 import torchreplay as tr
 from torchreplay.config import Config
-from torchreplay.ray.blocks import Layout, outputs_of
+from torchreplay.ray.blocks import Layout
 from torchreplay.ray.figures import Order
 from torchreplay.ray.rounds import Round
 from torchreplay.ray.shard import Shard
@@ -26,7 +26,7 @@ class LocalShards:
     def __init__(self, sizes, sampler, capacity=1 << 14):
         config = Config.of(SPEC, capacity, sampler, None, None)
         self.sampler = config.sampler
-        self.layout = Layout(outputs_of(config.fields, config.view))
+        self.layout = Layout(config.outputs())
         self.shards, self.keys = [], []
         for number, size in enumerate(sizes):
             shard = Shard(number, config, 100 + number, None)

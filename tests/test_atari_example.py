@@ -9,6 +9,7 @@ import torch
 from example_programs import evaluations, explanation, imported, succeed
 
 import torchreplay as tr
+from torchreplay.ray import ExplorerContext
 
 NAME = "apex_atari"
 QUICK = "--total-steps 40 --eval-every 20 --eval-episodes 2 --max-frames 240 --lanes 2 --learning-starts 200"
@@ -95,20 +96,17 @@ def transitions_of(frames, actions, rewards, terminated, truncated, n, gamma):
         yield stack(t), actions[t], np.float32(reward), np.float32(discount), stack(t + m)
 
 
-class StopsAfter:
+class StopsAfter(ExplorerContext):
     """The context of an explorer that takes a number of steps, without Ray."""
 
     def __init__(self, buffer, weights, steps):
-        self.buffer, self.weights, self.index, self.num_explorers, self.seed = buffer, weights, 0, 1, 7
+        super().__init__(buffer, weights, seed=7)
         self.steps, self.games = steps, []
 
     @property
     def stopped(self):
         self.steps -= 1
         return self.steps < 0
-
-    def writer(self, lanes, autoreset):
-        return self.buffer.writer(lanes, autoreset)
 
     def record(self, *, episode_return, episode_length):
         self.games.append((episode_return, episode_length))

@@ -83,6 +83,7 @@ def test_a_pinned_batch_goes_to_the_gpu_and_its_feedback_comes_back(buffer):
     assert (moved["x"].is_cuda, moved["weight"].is_cuda, moved["key"].is_cuda) == (True, True, False)
     assert_same(moved.to("cpu", non_blocking=False), batch)
     buffer.update_priorities(moved, moved["x"].sum(1))
+    buffer.flush()
     assert buffer.stats().updated == 4
 
 

@@ -4,19 +4,24 @@ import dataclasses
 import json
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import torchreplay as tr
 from benchmarks import kills, timing
+from benchmarks.cases.gpu import learner, measure_gpu, waits_within
 from benchmarks.child import ChildError, run_module
 from benchmarks.copies import repeat
 from benchmarks.episodes import STREAMS, block, linked_buffer
+from benchmarks.learner import q_learning
 from benchmarks.line import Aim, Line
+from benchmarks.peers.torchreplay import TorchreplayPeer
 from benchmarks.plan import QUICK
 from benchmarks.report import as_json, row
 from benchmarks.timing import Candidate, interleave
-from benchmarks.workload import SMALL
+from benchmarks.workload import ATARI, SMALL
 
 
 def line(**samples: list[float]) -> Line:
@@ -141,3 +146,67 @@ def test_nobody_hangs_when_an_explorer_or_a_learner_of_torchreplay_is_killed(vic
 def test_a_child_that_fails_hands_on_its_error():
     with pytest.raises(ChildError, match="invalid choice: 'nobody'"):
         run_module("benchmarks.contest", {"peer": "nobody"}, limit=60.0)
+
+
+def test_a_learner_takes_as_many_steps_as_asked_for_and_feeds_back_each():
+    peer = TorchreplayPeer(SMALL, 1024)
+    peer.fill()
+    step = q_learning(SMALL, "cpu")
+    steps, updated = [], peer.buffer.stats().updated
+
+    def counted(batch):
+        steps.append(batch)
+        return step(batch)
+
+    learn = learner(counted, tr.ReplayDataset(peer.buffer, 32), peer.update)
+    learn(3)
+    learn(2)
+    assert len(steps) == 5
+    assert peer.buffer.stats().updated == updated + 5 * 32
+    del learn
+    peer.close()
+
+
+def test_frames_are_learned_from_by_a_network_for_frames():
+    generator = torch.Generator().manual_seed(0)
+    frames = torch.randint(0, 256, (2, 2, 4, 84, 84), dtype=torch.uint8, generator=generator)
+    batch = {"obs": frames[0], "next_obs": frames[1], "action": torch.tensor([0, 3]), "reward": torch.ones(2)}
+    batch |= {"done": torch.tensor([False, True]), "weight": torch.ones(2)}
+    assert q_learning(ATARI, "cpu")(batch).shape == (2,)
+
+
+def test_waits_are_counted_within_the_region_alone():
+    cpu, gpu = torch.autograd.DeviceType.CPU, torch.autograd.DeviceType.CUDA
+
+    def event(name, start, end, device_type=cpu):
+        return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end), device_type=device_type)
+
+    events = [
+        event("region", 10, 20),
+        event("region", 0, 100, gpu),  # what the device did for it goes on for longer
+        event("cudaDeviceSynchronize", 5, 6),
+        event("cudaStreamSynchronize", 11, 12),
+        event("cudaEventSynchronize", 19, 25),
+        event("cudaMemcpy", 15, 16),
+        event("cudaMemcpyAsync", 16, 17),
+        event("cudaDeviceSynchronize", 21, 30),
+    ]
+    assert waits_within(events, "region") == 3
+
+
+def test_without_a_device_the_gpu_case_says_that_it_needs_one():
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    (only,) = measure_gpu(QUICK)
+    assert row(only, []) == "needs a CUDA device"
+    json.dumps(as_json([only], QUICK, 1.0), allow_nan=False)
+
+
+@pytest.mark.gpu
+def test_the_profiler_shows_no_wait_in_a_step_with_replay_and_one_where_the_td_errors_are_fetched():
+    plan = dataclasses.replace(QUICK, rounds=3, shrink=1000)
+    waits = [line for line in measure_gpu(plan) if line.name.endswith("waits a step")]
+    assert len(waits) == 3
+    for counted in waits:
+        assert counted.median("torchreplay") == 0
+        assert counted.median("td.cpu() each step") >= 1

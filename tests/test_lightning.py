@@ -118,6 +118,16 @@ def test_things_of_the_wrong_kind_are_refused(buffer):
         ReplayDataModule(buffer, explorers=lambda buffer: None).setup("fit")
 
 
+def test_where_batches_go_is_passed_on_to_the_stream(buffer, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    data = ReplayDataModule(buffer, 8, device="cuda", pin="ring")
+    data.setup("fit")
+    assert (str(data.train_dataloader().device), data.train_dataloader().pin) == ("cuda", "ring")
+    data.teardown("fit")
+    with pytest.raises(ValueError, match=r"pin is 'staging'.*device is None"):
+        ReplayDataModule(buffer, 8, pin="staging")
+
+
 def test_several_machines_are_refused_in_a_sentence(buffer):
     data = ReplayDataModule(buffer)
     data.trainer = types.SimpleNamespace(world_size=4, num_nodes=2, local_rank=0)

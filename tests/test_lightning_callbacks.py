@@ -12,6 +12,7 @@ import torchreplay as tr
 
 pytest.importorskip("pytorch_lightning")
 
+from late_copies import OnDevice, send_late
 from lightning_learner import BARE, QUIET, ROWS, filled_buffer, fit, make_learner, td_of
 
 from torchreplay.lightning import PriorityFeedback, ReplayDataModule, ReplayMonitor, WeightPublisher
@@ -141,6 +142,39 @@ def test_a_callback_without_a_buffer_says_so_before_training(lightning, buffer, 
     with pytest.raises(ValueError, match=f"{callback.__name__} was given no buffer and the Trainer has no Replay"):
         trainer.fit(learner, tr.ReplayDataset(buffer, batch_size=8))
     assert learner.seen == []
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """The TD errors that went on their way from a device: they arrive for those who wait for them."""
+    return send_late(monkeypatch)
+
+
+def test_td_errors_on_their_way_from_a_device_are_applied_when_the_training_ends(lightning, buffer, sent):
+    learner = make_learner(lightning, lambda loss, td, step: {"loss": loss, "td_error": td.as_subclass(OnDevice)})
+    fit(lightning, buffer, learner, max_steps=6)
+    assert len(sent) == 6
+    assert buffer.stats().updated == 6 * 8
+    assert_priorities_belong_to(buffer, rows_of(learner))
+
+
+def test_an_exception_is_not_hidden_by_td_errors_on_their_way_that_are_not_finite(lightning, sent):
+    def returned(loss, td, step):
+        if step == 3:
+            raise ZeroDivisionError
+        return {"loss": loss, "td_error": (td * math.nan).as_subclass(OnDevice)}
+
+    with pytest.raises(ZeroDivisionError):
+        fit(lightning, filled_buffer, make_learner(lightning, returned), max_steps=6)
+
+
+def test_td_errors_of_the_last_step_that_are_not_finite_end_the_training_with_an_error(lightning, buffer, sent):
+    def returned(loss, td, step):
+        return {"loss": loss, "td_error": (td * (math.nan if step == 6 else 1.0)).as_subclass(OnDevice)}
+
+    with pytest.raises(ValueError, match=r"update_priorities number 6 .* NaN"):
+        fit(lightning, buffer, make_learner(lightning, returned), max_steps=6)
+    assert buffer.stats().updated == 5 * 8
 
 
 # WeightPublisher.

@@ -40,8 +40,8 @@ class ReplayBatch(dict[str, Any]):
         return self._map(lambda t: t.to(device, non_blocking=non_blocking))
 
     def pin_memory(self, device: object = None) -> ReplayBatch:
-        """Returns the batch with every tensor but `key` in page-locked memory; `device` is ignored."""
-        return self._map(lambda t: t.pin_memory())
+        """Returns the batch with every CPU tensor but `key` in page-locked memory; `device` is ignored."""
+        return self._map(lambda t: t.pin_memory() if t.device.type == "cpu" else t)
 
     def _map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> ReplayBatch:
         moved = ReplayBatch()

@@ -19,17 +19,21 @@ from .arguments import checked_int
 from .batch import ReplayBatch
 from .checkpoint import announce_rows, load_rows, read_description, save
 from .config import Config
+from .cuda import DeviceCopies
+from .deferred import DeferredUpdates
 from .drawing import Drawing
 from .errors import AttachError, CheckpointError, ReplayTimeout
 from .hindsight import Hindsight
 from .inspection import Inspection
 from .limiters import Limiter
+from .page_lock import CudaRegistry, PageLock, Registry
 from .plan import GOALS
-from .replay import Replay
+from .replay import Pin, Replay
 from .samplers import Sampler
 from .segment import Handle, make_handle, new_nonce, open_handle, reserve
 from .segment_file import boot_number, create_file, open_file
 from .spec import Spec, nest, to_native
+from .staging import Staging
 from .stream import BatchStream
 from .supervision import Supervision
 from .views import View
@@ -105,6 +109,8 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         self._nonce = nonce
         self._config = config
         self._local = threading.local()
+        self._deferred = DeferredUpdates(segment.update)
+        self._page_lock: PageLock | None = None
         self._finish = config.view.finish if isinstance(config.view, Hindsight) else None
         plan = config.view.plan(config.fields)
         if plan is not None:
@@ -253,9 +259,18 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         timeout: float | None,
         waiting: type[Wait],
         drawn: deque[dict[str, Any]],
+        staging: Staging | None = None,
     ) -> BatchStream:
         """Returns a stream of batches, `prefetch` of which are drawn ahead by a native thread."""
-        return BatchStream(self, batch_size, count, prefetch, timeout, waiting, drawn)
+        return BatchStream(self, batch_size, count, prefetch, timeout, waiting, drawn, staging)
+
+    def staging(self, batch_size: int, prefetch: int, device: torch.device, pin: Pin | None) -> Staging | None:
+        """Returns what takes batches to a CUDA device while the learner computes; None: each is copied by itself."""
+        if pin == "off":
+            return None
+        if pin == "ring":
+            self._lock_pages()
+        return Staging(self, batch_size, prefetch, DeviceCopies(device))
 
     # Checkpoints
 
@@ -263,15 +278,17 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         """Saves the buffer while others go on writing and drawing.
 
         The directory gets a small JSON file and safetensors files with the rows. Rows are exact, each by itself; those
-        written during the save may be in it or not. A save that is killed leaves the one before as it was, and two
-        saves into one directory follow each other.
+        written during the save may be in it or not. TD errors on their way from a device are waited for. A save that is
+        killed leaves the one before as it was, and two saves into one directory follow each other.
 
         Args:
             directory: Where to; made if need be. A checkpoint that is there is replaced.
 
         Raises:
             OSError: The disk is full, or the directory cannot be written.
+            ValueError: TD errors from a device are NaN or infinite, as `flush` says; nothing is saved.
         """
+        self.flush()
         save(self._segment, self._present_config(), directory)
 
     @classmethod
@@ -350,10 +367,24 @@ class ReplayBuffer(Drawing, Inspection, Replay):
 
         Writers and `storage` that are still held keep the memory mapped, and go on working, until they are let go. The
         last process to leave a file waits until everything is on the disk.
+
+        Raises:
+            ValueError: TD errors from a device are NaN or infinite, as `flush` says; the buffer is closed.
         """
-        self._local = threading.local()
-        self._segment.close()
-        _open_buffers.discard(self)
+        try:
+            self.flush()
+        finally:
+            self._local = threading.local()
+            if self._page_lock is not None:
+                self._page_lock.release()
+            self._segment.close()
+            _open_buffers.discard(self)
+
+    def _lock_pages(self, registry: Registry | None = None) -> None:
+        """Page-locks the whole memory for copies to devices, once, if the system allows it."""
+        if self._page_lock is None:
+            segment = self._segment
+            self._page_lock = PageLock(self, segment.address, segment.nbytes, registry or CudaRegistry())
 
     def expect_writers(self) -> Supervision:
         """Announces that writers will come, or come back: `sample` then waits for them instead of giving up.
@@ -378,7 +409,14 @@ def _before_fork() -> None:
         buffer._segment.mark_shared()
 
 
-os.register_at_fork(before=_before_fork)
+def _in_child() -> None:
+    # What is on its way from a device is the parent's to apply.
+    for buffer in list(_open_buffers):
+        buffer._deferred = DeferredUpdates(buffer._segment.update)
+        buffer._page_lock = None
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_in_child)
 # By way of NumPy, which makes float64 of Python floats.
 _C.init_torch(torch.Tensor, lambda values: torch.as_tensor(np.asarray(values)), torch.get_num_threads)
 _C.init_waits(ReplayTimeout, logger.warning, LOG_EVERY)

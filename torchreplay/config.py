@@ -119,6 +119,11 @@ class Config:
         shape = tuple(np.shape(flags)) if flags is not None else ()
         return int(shape[1]) if len(shape) == 2 else None
 
+    def outputs(self) -> Mapping[Path, Field]:
+        """Returns what a batch consists of, by path, beside what every batch has."""
+        plan = self.view.plan(self.fields)
+        return self.fields if plan is None else plan.outputs
+
     def weighting(self) -> tuple[bool, int, float, float]:
         """Returns (prioritized, normalization, alpha, eps) for the native core."""
         if isinstance(self.sampler, Prioritized):

@@ -12,8 +12,10 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from .batch import ReplayBatch
+from .cuda import require_devices
 from .errors import Stopped
-from .replay import Batches, Replay
+from .replay import PINS, Batches, Pin, Replay
+from .staging import Staging
 from .stream import DRAWN_FIELDS
 from .waiting import ShownWait, Wait
 
@@ -60,6 +62,8 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
     - torchdata's `StatefulDataLoader` takes its state along, with and without workers.
     - After `buffer.stop()` an iteration ends as any other iteration does, without an error.
     - No global random state is read or written.
+    - With `device="cuda"` the next batch is copied to the device, on a stream of its own and by one transfer, while the
+      learner computes; the host waits for none of it. `docs/performance.md` says how, and what to measure.
 
     Args:
         buffer: The buffer to draw from.
@@ -67,12 +71,18 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         steps: Batches in one iteration; None for an endless one.
         prefetch: Batches drawn ahead of the one asked for. 0: each is drawn when it is asked for, and knows all TD
             errors fed back before.
-        device: Where the batch's tensors go (all but `batch["key"]`); None leaves them on the CPU.
+        device: Where the batch's tensors go (all but `batch["key"]`); None leaves them on the CPU. A batch on a CUDA
+            device may be used on the stream that was current when it was handed out. With it, leave `num_workers` at 0.
         timeout: Seconds that one draw may wait for data before it raises `ReplayTimeout`; None waits for as long
             as a writer is alive.
+        pin: How batches reach a CUDA device. `"staging"` (the default there): they are drawn into page-locked memory,
+            at most `prefetch + 4` slots of a batch's size. `"ring"`: likewise, and the buffer's whole memory is
+            page-locked until it is closed, so that copies from `buffer.storage` are fast too; batches do not get
+            faster. `"off"`: they are copied one tensor at a time from pageable memory. Where memory cannot be
+            page-locked, a warning says so, and the copies are slower.
 
     Raises:
-        ValueError: If an argument is of the wrong kind or out of range.
+        ValueError: If an argument is of the wrong kind or out of range, or there is no such CUDA device.
     """
 
     def __init__(
@@ -83,6 +93,7 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         prefetch: int = 2,
         device: torch.device | str | int | None = None,
         timeout: float | None = None,
+        pin: Pin | None = None,
     ) -> None:
         if not isinstance(buffer, Replay):
             raise ValueError(f"buffer is {type(buffer).__name__}; ReplayDataset needs a ReplayBuffer to draw from")
@@ -92,6 +103,7 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         self.prefetch = require_count("prefetch", prefetch, at_least=0)
         self.device = None if device is None else require_device(device)
         self.timeout = require_timeout(timeout)
+        self.pin = require_pin(pin, self.device)
         self._process = os.getpid()  # of the iteration that advanced last, or the state that was loaded since
         self._position = 0  # batches that it has handed out
         self._resume_at = 0  # where the next iteration starts, set by load_state_dict alone
@@ -109,7 +121,9 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         Raises:
             ReplayTimeout: If a draw waits longer than `timeout`.
             WouldBlockForever: If a draw waits for data that nobody can write any more.
+            RuntimeError: In a worker of a `DataLoader`, with a CUDA device.
         """
+        staging = self._make_staging()
         share = self._share_of_this_worker()
         position, self._resume_at = self._resume_at, 0
         if self._process != os.getpid():  # a worker: what its parent has drawn ahead is the parent's to hand out
@@ -117,12 +131,12 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         worker = get_worker_info()
         waiting: type[Wait] = ShownWait if worker is None or worker.id == 0 else Wait  # one line for all workers
         left = None if share is None else share - position
-        stream = self.buffer.batches(self.batch_size, left, self.prefetch, self.timeout, waiting, self._drawn)
+        stream = self.buffer.batches(self.batch_size, left, self.prefetch, self.timeout, waiting, self._drawn, staging)
         try:
             for batch in stream:
                 position += 1
                 self._position, self._stream = position, stream
-                yield batch if self.device is None else batch.to(self.device)
+                yield self._on_device(batch, staging, stream)  # which nobody holds here while its user does
         except Stopped:
             return
         finally:
@@ -132,13 +146,21 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         """Returns the place in the stream.
 
         The state holds no experience; the buffer keeps that. A batch that a loader has already pulled ahead counts as
-        handed out.
+        handed out; one that was copied to a device ahead does not. TD errors on their way from a device are applied
+        first, as they are in what `buffer.save` writes.
 
         Returns:
             `draws`, made from the buffer and handed out; `position` in the iteration; `drawn`, for each batch drawn
             ahead the `step` of its draw, `key` int64 `[B]`, `weight` and `probability` float32 `[B]`; in a worker of a
             `DataLoader` also `stream`, the number of the stream that it draws from.
+
+        Raises:
+            ValueError: TD errors from a device are NaN or infinite, as `buffer.flush` says.
         """
+        self.buffer.flush()
+        return self._place_in_stream()
+
+    def _place_in_stream(self) -> dict[str, Any]:
         # Which worker gets which stream is a matter of who comes first; other processes keep to their own.
         stream = {} if get_worker_info() is None else {"stream": self.buffer.stream}
         position, again, ahead = self._resume_at, list[dict[str, Any]](), list[dict[str, Any]]()
@@ -189,11 +211,35 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         length = "endless" if self.steps is None else f"steps={self.steps}"
         return f"ReplayDataset(batch_size={self.batch_size}, {length}; use DataLoader(dataset, batch_size=None))"
 
+    def _make_staging(self) -> Staging | None:
+        """Returns what takes batches to the device, for one iteration; None where each goes by itself."""
+        if self.device is None or self.device.type != "cuda":
+            return None
+        refuse_worker(self)
+        return self.buffer.staging(self.batch_size, self.prefetch, self.device, self.pin)
+
+    def _on_device(self, batch: ReplayBatch, staging: Staging | None, stream: Batches) -> ReplayBatch:
+        if staging is None:
+            return batch if self.device is None else batch.to(self.device)
+        moved = staging.hand_out(batch)
+        staging.copy_ahead(stream.ready)
+        return moved
+
     def _share_of_this_worker(self) -> int | None:
         worker = get_worker_info()
         if self.steps is None or worker is None:
             return self.steps
         return self.steps // worker.num_workers + (worker.id < self.steps % worker.num_workers)
+
+
+def refuse_worker(dataset: Any) -> None:
+    """Raises RuntimeError in a worker of a `DataLoader`, where a dataset with a CUDA device has no place."""
+    if get_worker_info() is not None:
+        raise RuntimeError(
+            f"{type(dataset).__name__}(device={str(dataset.device)!r}) in a worker of a DataLoader: drawing and "
+            f"copying are native and need no worker. Leave num_workers at 0; or, where workers transform batches in "
+            f"Python, leave device out and move the batches in the main process, batch.to(device)"
+        )
 
 
 def require_count(name: str, value: Any, *, at_least: int) -> int:
@@ -247,9 +293,31 @@ def require_device(device: Any) -> torch.device:
     """Returns the device that `device` names.
 
     Raises:
-        ValueError: If it names none.
+        ValueError: If it names none, or a CUDA device that is not there.
     """
     try:
-        return torch.device(device)
+        found = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"device is {device!r}; it must name a torch device, such as 'cpu' or 'cuda:0'") from error
+    if found.type == "cuda":
+        require_devices(found)
+    return found
+
+
+def require_pin(pin: Any, device: torch.device | None) -> Pin:
+    """Returns how batches reach `device`, where None stands for the best way.
+
+    Raises:
+        ValueError: It is none of the ways, or not one to this device.
+    """
+    to_cuda = device is not None and device.type == "cuda"
+    if pin is None:
+        return "staging" if to_cuda else "off"
+    if pin not in PINS:
+        raise ValueError(f"pin is {pin!r}; it must be one of {', '.join(map(repr, PINS))}")
+    if pin != "off" and not to_cuda:
+        raise ValueError(
+            f"pin is {pin!r}, which page-locks memory for copies to a CUDA device, and device is {device}; give "
+            f"device='cuda', or leave pin out"
+        )
+    return pin  # type: ignore[no-any-return]  # one of PINS

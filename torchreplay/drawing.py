@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from . import _C
 from .arguments import checked_int, checked_kind
 from .batch import ReplayBatch
 from .config import Config
+from .cuda import to_host
+from .deferred import Arrival, DeferredUpdates
 from .errors import Stopped
 from .samplers import Schedule, value_of
+from .spec import ELEMENTS
 from .waiting import NEVER, Wait
 
 MAX_BATCH = 1 << 24
@@ -23,6 +28,7 @@ class Drawing:
     _config: Config
     _nonce: int
     _finish: Callable[[dict[str, Any]], None] | None
+    _deferred: DeferredUpdates
 
     def sample(
         self,
@@ -66,6 +72,8 @@ class Drawing:
         out: ReplayBatch | None = None,
     ) -> ReplayBatch:
         """Does what `sample` does, waiting as `waiting` does."""
+        if self._deferred:
+            self._deferred.apply_arrived()
         if batch_size.__class__ is not int or not 0 < batch_size <= MAX_BATCH:
             batch_size = checked_int("batch_size", batch_size, 1, MAX_BATCH)
         exponent = self._config.sampler.beta if beta is None else beta
@@ -105,6 +113,7 @@ class Drawing:
 
     def _gather(self, keys: Any, step: int | None) -> ReplayBatch:
         """Does what `gather` does; with the `step` of a draw of this process, random choices are those it made."""
+        self._deferred.apply_arrived()
         beta = value_of(self._config.sampler.beta, self._segment.draws)
         batch: ReplayBatch = self._segment.gather(keys, beta, step)
         if self._finish is not None:
@@ -144,13 +153,19 @@ class Drawing:
         TD errors of rows overwritten since are dropped and counted (`stats().stale_updates`). Of equal keys the last
         one wins.
 
+        Those on a CUDA device are not waited for: they are copied beside the learner's work, as they are at this point
+        of its stream, and applied once they have come, in the order given, when this process next calls the buffer or
+        has it draw; `flush` waits for them. So what is drawn meanwhile depends on how fast the device is; whoever wants
+        the same draws in every run calls `flush` after each update, or feeds back from the CPU.
+
         Args:
             batch_or_keys: A batch of this buffer, or int64 keys `[n]`.
             td: TD errors `[n]` of any real dtype, on any device; their absolute values are taken.
 
         Raises:
             ValueError: A shape does not fit, an error is NaN or infinite, a key was never issued, or the batch is of
-                another buffer; nothing is applied.
+                another buffer; nothing is applied. NaN or infinite errors that come from a CUDA device are told by the
+                next call, or by `flush`, which say which update it was.
         """
         keys = batch_or_keys
         if isinstance(keys, ReplayBatch):
@@ -162,4 +177,35 @@ class Drawing:
             if getattr(keys, "source", None) not in (None, self._nonce):
                 raise ValueError("the batch was drawn from another buffer: feed its TD errors back to that one")
             keys = keys.get("key")
-        self._segment.update(keys, td)
+        if isinstance(td, torch.Tensor) and td.is_cuda:
+            self._update_later(self._checked_keys(keys, td), to_host(td))
+        elif self._deferred:
+            try:
+                self.flush()
+            finally:
+                self._segment.update(keys, td)
+        else:
+            self._segment.update(keys, td)
+
+    def flush(self) -> None:
+        """Waits for the TD errors that are on their way from a device, and applies them; without any, returns at once.
+
+        Raises:
+            ValueError: Some are NaN or infinite: they are dropped, and the others applied.
+        """
+        if self._deferred:
+            self._deferred.flush()
+
+    def _checked_keys(self, keys: Any, td: torch.Tensor) -> torch.Tensor:
+        """Returns the keys in memory of their own; raises ValueError for what no TD errors can be applied to."""
+        checked = self._segment.checked_keys(keys)
+        if td.shape != checked.shape or td.dtype not in ELEMENTS:
+            raise ValueError(
+                f"the TD errors are {td.dtype} of shape {tuple(td.shape)}, expected one real number for each key: "
+                f"shape ({len(checked)},)"
+            )
+        return checked
+
+    def _update_later(self, keys: torch.Tensor, td: Arrival) -> None:
+        self._deferred.add(keys, td)
+        self._deferred.apply_arrived()

@@ -12,6 +12,7 @@ import torch
 from . import _C
 from .arguments import checked_int, checked_kind
 from .config import Config
+from .deferred import DeferredUpdates
 from .limiters import Limiter, MinSize, SamplesPerInsert, from_native
 from .samplers import Sampler
 from .spec import nest
@@ -66,6 +67,7 @@ class Inspection:
 
     _segment: _C.Segment
     _config: Config
+    _deferred: DeferredUpdates
 
     def __len__(self) -> int:
         """Returns the number of rows held."""
@@ -137,6 +139,10 @@ class Inspection:
 
     def stats(self) -> Stats:
         """Returns what has happened so far, over all processes."""
+        self._deferred.apply_arrived()
+        return self._stats()
+
+    def _stats(self) -> Stats:
         return Stats.of(self._segment.stats())
 
     def histograms(self, bins: int = 64) -> dict[str, torch.Tensor]:
@@ -150,7 +156,7 @@ class Inspection:
             (`[bins + 1]`, in rows written since) and `age` (`[bins]` counts of rows).
         """
         bins = checked_int("bins", bins, 1, 1 << 20)
-        head = self.stats().rows_written
+        head = self.stats().rows_written  # which applies what has arrived
         return histograms(self._segment.column(-1), self._segment.column(-2), head, bins)
 
     @property
@@ -165,7 +171,7 @@ class Inspection:
     def __repr__(self) -> str:
         if self._segment.closed:
             return "ReplayBuffer(closed)"
-        stats = self.stats()
+        stats = self._stats()  # a repr raises nothing
         where = "shared" if self.path is None else f"in {self.path}"
         names = ", ".join("/".join(path) for path in self._config.fields)
         return (

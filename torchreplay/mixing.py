@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .batch import ReplayBatch
-from .dataset import ReplayDataset, SteppedDataset, require_count, require_device
+from .dataset import ReplayDataset, SteppedDataset, refuse_worker, require_count, require_device
 from .errors import ReplayTimeout, WouldBlockForever
 from .mixture import Mixture, checked_errors
 from .replay import Replay
@@ -104,7 +104,10 @@ class MixedDataset(SteppedDataset[Any]):
         Raises:
             ReplayTimeout: If a draw waits longer than `timeout`; a note says for which buffer, here and below.
             WouldBlockForever: If a draw waits for data that nobody can write any more.
+            RuntimeError: In a worker of a `DataLoader`, with a CUDA device.
         """
+        if self.device is not None and self.device.type == "cuda":
+            refuse_worker(self)
         with contextlib.ExitStack() as open_streams:
             streams = [iter(part) for part in self._parts]
             for stream in streams:
@@ -131,7 +134,8 @@ class MixedDataset(SteppedDataset[Any]):
     def update_priorities(self, batch: Mapping[str, Any], td: Any) -> None:
         """Feeds TD errors back to exactly the items they were computed from, each to its own buffer.
 
-        As in `ReplayBuffer.update_priorities`, TD errors of rows overwritten since are dropped and counted.
+        As in `ReplayBuffer.update_priorities`, TD errors of rows overwritten since are dropped and counted. Those on a
+        device are waited for.
 
         Args:
             batch: What the dataset gave, also after a way through `DataLoader`, `.to(device)`, `LaBER` or pickle.

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from .batch import ReplayBatch
 from .replay import Replay
 from .samplers import Prioritized, value_of
-from .spec import Field, Path, flatten
 
 TINY = float(np.finfo(np.float32).tiny)
 
@@ -181,9 +180,9 @@ def _concatenated(parts: Sequence[Mapping[str, Any]], pinned: bool) -> dict[str,
 
 
 def _require_alike(buffers: Sequence[Replay]) -> None:
-    expected = _outputs(buffers[0])
+    expected = buffers[0]._config.outputs()
     for position, buffer in enumerate(buffers[1:], start=1):
-        found = _outputs(buffer)
+        found = buffer._config.outputs()
         for path in (*expected, *found):
             here, there = expected.get(path), found.get(path)
             if here != there:
@@ -192,9 +191,3 @@ def _require_alike(buffers: Sequence[Replay]) -> None:
                     f"the one and {there or 'not there'} in the other. Give both buffers the same fields and the same "
                     f"kind of view; buffers of different kinds go by name, MixedDataset({{name: buffer}})"
                 )
-
-
-def _outputs(buffer: Replay) -> Mapping[Path, Field]:
-    fields = flatten(buffer.spec)
-    plan = buffer.view.plan(fields)
-    return fields if plan is None else plan.outputs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import torch
 
@@ -14,8 +14,14 @@ from .samplers import Sampler, Schedule
 from .views import View
 
 if TYPE_CHECKING:
+    from .config import Config
+    from .staging import Staging
     from .stats import Stats
     from .waiting import Wait
+
+
+Pin = Literal["staging", "ring", "off"]
+PINS: tuple[Pin, ...] = get_args(Pin)
 
 
 class Batches(Protocol):
@@ -30,6 +36,10 @@ class Batches(Protocol):
     def drawn(self) -> list[dict[str, Any]]:
         """Returns what names the batches that are drawn and were not handed out, as far as they can be named."""
 
+    @property
+    def ready(self) -> int:
+        """How many batches are drawn, in memory of the staging, and not handed out."""
+
     def close(self) -> None:
         """Ends it. What was drawn and is not handed out has not been drawn."""
 
@@ -39,6 +49,9 @@ class Replay(ABC):
 
     _nonce: int
     """Its identity, by which batches name it."""
+
+    _config: Config
+    """What it was made of."""
 
     @abstractmethod
     def sample(self, batch_size: int, beta: Schedule | None = None, timeout: float | None = None) -> ReplayBatch:
@@ -57,6 +70,7 @@ class Replay(ABC):
         timeout: float | None,
         waiting: type[Wait],
         drawn: deque[dict[str, Any]],
+        staging: Staging | None = None,
     ) -> Batches:
         """Returns a stream of batches, as a `ReplayDataset` hands them out.
 
@@ -67,7 +81,23 @@ class Replay(ABC):
             timeout: Seconds to wait for each at most, as in `sample`.
             waiting: How the wait for the first one looks.
             drawn: Batches to hand out first, as the stream before named them; taken from it one by one.
+            staging: What gives each batch its place, and finishes it; None: memory of its own.
         """
+
+    @abstractmethod
+    def staging(self, batch_size: int, prefetch: int, device: torch.device, pin: Pin | None) -> Staging | None:
+        """Returns what takes batches to a CUDA device while the learner computes; None: each is copied by itself.
+
+        Args:
+            batch_size: Items in a batch.
+            prefetch: Batches drawn ahead of the one asked for.
+            device: Where they go.
+            pin: What is page-locked, as a `ReplayDataset` is told.
+        """
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Waits for the TD errors that are on their way, and sees them applied."""
 
     @abstractmethod
     def stats(self) -> Stats:

@@ -18,6 +18,7 @@ from .waiting import LOG_EVERY, Wait
 
 if TYPE_CHECKING:
     from .buffer import ReplayBuffer
+    from .staging import Staging
 
 DRAWN_FIELDS = {"key": torch.int64, "weight": torch.float32, "probability": torch.float32}
 """What names a batch again that is not to be drawn anew, and its dtypes."""
@@ -38,6 +39,7 @@ class BatchStream:
         waiting: How the wait for the first one looks.
         drawn: Batches to hand out first, as `drawn` gave them; taken from it one by one. Those that the buffer does
             not hold any more are left out.
+        staging: What gives each batch its place, and finishes it; None: memory of its own.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class BatchStream:
         timeout: float | None,
         waiting: type[Wait],
         drawn: deque[dict[str, Any]],
+        staging: Staging | None = None,
     ) -> None:
         checked_int("batch_size", batch_size, 1, MAX_BATCH)
         self._buffer = buffer
@@ -56,6 +59,8 @@ class BatchStream:
         self._batch_size, self._left, self._prefetch, self._timeout = batch_size, count, prefetch, timeout
         self._waiting = waiting
         self._again = drawn
+        self._staging = staging
+        self._finish = buffer._finish if staging is None else None
         self._ahead: _C.DrawAhead | None = None
         self._ordered = 0  # and not taken
         self._steady = False  # `prefetch` batches are ordered: one more, and one is taken
@@ -73,6 +78,8 @@ class BatchStream:
             StopIteration: There were `count`.
             ReplayTimeout, WouldBlockForever, Stopped: As `sample` does.
         """
+        if self._buffer._deferred:
+            self._buffer._deferred.apply_arrived()
         batch: ReplayBatch | None = None
         left = self._left
         if self._steady and (left is None or left > self._prefetch):
@@ -89,6 +96,11 @@ class BatchStream:
         if left is not None:
             self._left = left - 1
         return batch
+
+    @property
+    def ready(self) -> int:
+        """How many of the next batches are drawn. None of those from a state are."""
+        return 0 if self._ahead is None or self._again else self._ahead.ready()
 
     def drawn(self) -> list[dict[str, Any]]:
         """Returns what names the batches that are drawn and were not handed out, after waiting for those ordered.
@@ -127,7 +139,7 @@ class BatchStream:
 
     def _next_drawn(self, waiting: type[Wait]) -> ReplayBatch:
         if self._prefetch == 0:
-            return self._buffer._draw(self._batch_size, None, self._timeout, waiting)
+            return self._buffer._draw(self._batch_size, None, self._timeout, waiting, self._place())
         ahead = self._order()
         batch = self._wait_for_batch(ahead, ahead.take(0), waiting)
         self._ordered -= 1
@@ -138,13 +150,16 @@ class BatchStream:
         """Does what `_next_drawn` does where there is one batch to order, in one native call."""
         ahead, beta = self._ahead, self._beta
         assert ahead is not None
-        batch = ahead.next(beta if beta.__class__ is float else self._next_beta())
+        batch = ahead.next(beta if beta.__class__ is float else self._next_beta(), self._place())
         return self._wait_for_batch(ahead, batch, Wait)
 
     def _next_beta(self) -> float:
         # As many batches were drawn as will have been when this one is: others may have drawn more meanwhile.
         segment = self._segment
         return value_of(self._beta, max(self._others + segment.step + self._ordered, segment.draws))
+
+    def _place(self) -> ReplayBatch | None:
+        return None if self._staging is None else self._staging.place()
 
     def _order(self) -> _C.DrawAhead:
         """Has as many batches drawn as shall be ahead of the next one, and that."""
@@ -154,7 +169,7 @@ class BatchStream:
             self._ahead = _C.DrawAhead(self._segment, self._batch_size)
         most = self._prefetch + 1 if self._left is None else min(self._left, self._prefetch + 1)
         while self._ordered + len(self._again) < most:
-            self._ahead.order(self._next_beta())
+            self._ahead.order(self._next_beta(), self._place())
             self._ordered += 1
         return self._ahead
 
@@ -176,7 +191,6 @@ class BatchStream:
                     result = ahead.take(wait.slice_ns())
             finally:
                 wait.end()
-        finish = self._buffer._finish
-        if finish is not None:
-            finish(result)
+        if self._finish is not None:
+            self._finish(result)
         return result

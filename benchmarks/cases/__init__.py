@@ -7,12 +7,14 @@ from benchmarks.cases.call import measure_call
 from benchmarks.cases.checkpoint import measure_checkpoint
 from benchmarks.cases.contest import measure_contest
 from benchmarks.cases.gather import measure_gather
+from benchmarks.cases.gpu import measure_gpu
 from benchmarks.cases.kills import measure_kills
 from benchmarks.cases.loader import measure_loader
 from benchmarks.cases.memory import measure_memory
 from benchmarks.cases.ray import measure_ray
 from benchmarks.cases.recovery import measure_recovery
 from benchmarks.cases.rows import measure_rows
+from benchmarks.cases.sac import measure_sac
 from benchmarks.cases.shards import measure_shards
 from benchmarks.cases.trajectories import measure_trajectories
 from benchmarks.cases.tree import measure_tree
@@ -30,6 +32,7 @@ CASES: Mapping[str, Case] = {
     "tree": measure_tree,
     "call": measure_call,
     "loader": measure_loader,
+    "gpu": measure_gpu,
     "upkeep": measure_upkeep,
     "checkpoint": measure_checkpoint,
     "contest": measure_contest,
@@ -39,4 +42,7 @@ CASES: Mapping[str, Case] = {
     "ray": measure_ray,
     "shards": measure_shards,
 }
-"""Every case by the name on the command line, which is also the section of its lines."""
+"""The cases by their names on the command line, which are also the sections of their lines."""
+
+LONG_CASES: Mapping[str, Case] = {"sac": measure_sac}
+"""Cases that take so long that they are measured only when they are named."""

@@ -5,9 +5,10 @@
 
 namespace torchreplay::py {
 
-// A batch that was ordered, and the memory it is drawn into.
+// A batch that was ordered, and the memory it is drawn into: our own, or that of the tensors of a batch that was given.
 struct Ordered {
   std::unique_ptr<BatchBuilder> builder;
+  Ref given;
   DrawName name;
   double beta;
 };
@@ -25,15 +26,22 @@ class AheadState {
   }
   AheadState(const AheadState&) = delete;
 
-  void order(double beta) {
+  // `out` is None, or a batch to draw into, whose tensors the caller keeps until it is taken or this is closed.
+  void order(double beta, PyObject* out) {
     follow_fork();
     SegmentState& s = draws();
     s.memory();
     s.become_learner();
     if (!engine_) engine_ = attached_->draw_ahead();
-    Ordered o{std::make_unique<BatchBuilder>(attached_->outputs(), batch_size_), s.next_draw, beta};
+    Ordered o{nullptr, Ref(), s.next_draw, beta};
     Order order{batch_size_, beta, o.name, {}};
-    o.builder->point(order.out);
+    if (out == Py_None) {
+      o.builder = std::make_unique<BatchBuilder>(attached_->outputs(), batch_size_);
+      o.builder->point(order.out);
+    } else {
+      GivenBatch(attached_->outputs(), batch_size_, out, segment::reserved_names()).point(order.out);
+      o.given = Ref::borrow(out);
+    }
     order.threads = threads_for(order.out);
     orders_.push_back(std::move(o));
     try {
@@ -66,16 +74,22 @@ class AheadState {
     h.taken_ahead.fetch_add(1, std::memory_order_relaxed);
     h.missed.fetch_add(engine_->missed_updates(), std::memory_order_relaxed);
     const std::unique_ptr<BatchBuilder> builder = std::move(orders_.front().builder);
+    Ref given = std::move(orders_.front().given);
     forget(1);
-    return segment::make_batch(draws(), *builder);
+    if (builder) return segment::make_batch(draws(), *builder);
+    segment::sign(draws(), given.get());
+    return given.release();
   }
 
   // order() and take(0); "stopped" when the buffer is.
-  PyObject* next(double beta) {
+  PyObject* next(double beta, PyObject* out) {
     if (draws().header().stopped.load(std::memory_order_relaxed)) return segment::explain(Draw::kStopped, {});
-    order(beta);
+    order(beta, out);
     return take(0);
   }
+
+  // How many of the oldest batches are drawn, and not taken.
+  size_t ready() { return engine_ && engine_->here() ? engine_->finished() : 0; }
 
   // [(step, keys, weight, probability)]: the batches that are drawn and not taken, as bytes.
   PyObject* drawn() {
@@ -136,7 +150,7 @@ class AheadState {
     const std::deque<Ordered> again = std::exchange(orders_, std::deque<Ordered>());
     SegmentState& s = draws();
     s.ahead -= std::min<uint64_t>(s.ahead, again.size());
-    for (const Ordered& o : again) order(o.beta);
+    for (const Ordered& o : again) order(o.beta, o.given ? o.given.get() : Py_None);
   }
 
   // The locks of an engine whose thread is in another process may be held for ever: it is never destroyed.
@@ -172,22 +186,32 @@ inline int init(PyObject* self, PyObject* args, PyObject*) {
   }));
 }
 
-// order(beta): has one more batch drawn.
-inline PyObject* order(PyObject* self, PyObject* beta) {
+// order(beta, out): has one more batch drawn, into the tensors of the batch `out` unless that is None.
+inline PyObject* order(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
   return guarded([&] {
-    state_of<AheadState>(self).order(as_double(beta));
+    expect_args("order", nargs, 2);
+    state_of<AheadState>(self).order(as_double(args[0]), args[1]);
     return Py_NewRef(Py_None);
   });
 }
 
-// take(ns) -> the oldest batch ordered; None when it is not drawn after that time; or what explain() says.
+// take(ns) -> the oldest batch ordered, which is its `out` where it had one; None when it is not drawn after that time;
+// or what explain() says.
 inline PyObject* take(PyObject* self, PyObject* ns) {
   return guarded([&] { return state_of<AheadState>(self).take(as_int(ns)); });
 }
 
-// next(beta) -> what take(0) returns after order(beta), or "stopped" when the buffer is.
-inline PyObject* next(PyObject* self, PyObject* beta) {
-  return guarded([&] { return state_of<AheadState>(self).next(as_double(beta)); });
+// next(beta, out) -> what take(0) returns after order(beta, out), or "stopped" when the buffer is.
+inline PyObject* next(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
+  return guarded([&] {
+    expect_args("next", nargs, 2);
+    return state_of<AheadState>(self).next(as_double(args[0]), args[1]);
+  });
+}
+
+// ready() -> how many of the oldest batches are drawn, and not taken.
+inline PyObject* ready(PyObject* self, PyObject*) {
+  return guarded([&] { return checked(PyLong_FromSize_t(state_of<AheadState>(self).ready())); });
 }
 
 // drawn() -> [(step, keys, weight, probability)] of the batches drawn and not taken.
@@ -202,9 +226,14 @@ inline PyObject* close(PyObject* self, PyObject*) {
   });
 }
 
-inline PyMethodDef methods[] = {{"order", order, METH_O, nullptr},      {"take", take, METH_O, nullptr},
-                                {"next", next, METH_O, nullptr},        {"drawn", drawn, METH_NOARGS, nullptr},
-                                {"close", close, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+inline PyMethodDef methods[] = {
+    {"order", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(order)), METH_FASTCALL, nullptr},
+    {"take", take, METH_O, nullptr},
+    {"next", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(next)), METH_FASTCALL, nullptr},
+    {"ready", ready, METH_NOARGS, nullptr},
+    {"drawn", drawn, METH_NOARGS, nullptr},
+    {"close", close, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
 inline PyType_Slot slots[] = {{Py_tp_init, reinterpret_cast<void*>(init)},
                               {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<AheadState>)},
                               {Py_tp_methods, methods},

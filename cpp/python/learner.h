@@ -113,6 +113,25 @@ inline std::vector<int64_t> read_keys(PyObject* o) {
   return key;
 }
 
+[[noreturn]] inline void refuse(const BadKey& bad) {
+  throw std::invalid_argument("key " + std::to_string(bad.key) + " at index " + std::to_string(bad.index) +
+                              " was never issued by this buffer: expected 0 to " +
+                              std::to_string(static_cast<int64_t>(bad.issued) - 1) + "; nothing was applied");
+}
+
+// checked_keys(keys) -> them as an int64 tensor of its own memory, if update() would take them.
+inline PyObject* checked_keys(PyObject* self, PyObject* keys) {
+  return guarded([&] {
+    SegmentMemory& m = state_of<SegmentState>(self).memory();
+    const std::vector<int64_t> key = read_keys(keys);
+    const auto n = static_cast<int64_t>(key.size());
+    if (const std::optional<BadKey> bad = unissued(m, n, key.data())) refuse(*bad);
+    KeyTensor tensor(n);
+    std::ranges::copy(key, tensor.keys);
+    return tensor.release(1, &n);
+  });
+}
+
 // gather(keys, beta, step) -> batch of the items anchored there that can be drawn; `step`: of this process's draw whose
 // chances they take again, or None.
 inline PyObject* gather(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
@@ -189,10 +208,7 @@ inline PyObject* update(PyObject* self, PyObject* const* args, Py_ssize_t nargs)
       bad = updater->update(n, key.data(), td.data());
     }
     if (s.attached) s.updaters.push_back(std::move(updater));
-    if (bad)
-      throw std::invalid_argument("key " + std::to_string(bad->key) + " at index " + std::to_string(bad->index) +
-                                  " was never issued by this buffer: expected 0 to " +
-                                  std::to_string(static_cast<int64_t>(bad->issued) - 1) + "; nothing was applied");
+    if (bad) refuse(*bad);
     return Py_NewRef(Py_None);
   });
 }

@@ -360,6 +360,9 @@ inline PyObject* get_bytes(PyObject* self, void*) {
   return guarded(
       [&] { return checked(PyLong_FromUnsignedLongLong(state_of<SegmentState>(self).memory().layout().bytes)); });
 }
+inline PyObject* get_address(PyObject* self, void*) {
+  return guarded([&] { return checked(PyLong_FromVoidPtr(state_of<SegmentState>(self).memory().base())); });
+}
 inline PyObject* get_layout_hash(PyObject* self, void*) {
   return guarded(
       [&] { return checked(PyLong_FromUnsignedLongLong(state_of<SegmentState>(self).header().layout_hash)); });
@@ -415,6 +418,7 @@ inline PyMethodDef methods[] = {
     {"sample", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(sample)), METH_FASTCALL, nullptr},
     {"gather", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(gather)), METH_FASTCALL, nullptr},
     {"update", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(update)), METH_FASTCALL, nullptr},
+    {"checked_keys", checked_keys, METH_O, nullptr},
     {"wait_rows", wait_rows, METH_O, nullptr},
     {"refresh", refresh, METH_O, nullptr},
     {"withdraw", withdraw, METH_NOARGS, nullptr},
@@ -433,20 +437,15 @@ inline PyMethodDef methods[] = {
     {"leave", leave_id, METH_O, nullptr},
     {"close", close_segment, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
-inline PyGetSetDef getset[] = {{"stopped", stopped, nullptr, nullptr, nullptr},
-                               {"closed", get_closed, nullptr, nullptr, nullptr},
-                               {"text", get_text, nullptr, nullptr, nullptr},
-                               {"fd", get_fd, nullptr, nullptr, nullptr},
-                               {"nbytes", get_bytes, nullptr, nullptr, nullptr},
-                               {"layout_hash", get_layout_hash, nullptr, nullptr, nullptr},
-                               {"stream", get_stream, set_stream, nullptr, nullptr},
-                               {"step", get_step, set_step, nullptr, nullptr},
-                               {"draws", get_draws, nullptr, nullptr, nullptr},
-                               {"seed", get_seed, nullptr, nullptr, nullptr},
-                               {"limiter", get_limiter, nullptr, nullptr, nullptr},
-                               {"in_file", get_in_file, nullptr, nullptr, nullptr},
-                               {"drawn_from", get_drawn_from, nullptr, nullptr, nullptr},
-                               {nullptr, nullptr, nullptr, nullptr, nullptr}};
+inline PyGetSetDef getset[] = {
+    {"stopped", stopped, nullptr, nullptr, nullptr},      {"closed", get_closed, nullptr, nullptr, nullptr},
+    {"text", get_text, nullptr, nullptr, nullptr},        {"fd", get_fd, nullptr, nullptr, nullptr},
+    {"nbytes", get_bytes, nullptr, nullptr, nullptr},     {"layout_hash", get_layout_hash, nullptr, nullptr, nullptr},
+    {"stream", get_stream, set_stream, nullptr, nullptr}, {"step", get_step, set_step, nullptr, nullptr},
+    {"draws", get_draws, nullptr, nullptr, nullptr},      {"seed", get_seed, nullptr, nullptr, nullptr},
+    {"limiter", get_limiter, nullptr, nullptr, nullptr},  {"in_file", get_in_file, nullptr, nullptr, nullptr},
+    {"address", get_address, nullptr, nullptr, nullptr},  {"drawn_from", get_drawn_from, nullptr, nullptr, nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
 inline PyType_Slot slots[] = {{Py_tp_init, reinterpret_cast<void*>(init)},
                               {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<SegmentState>)},
                               {Py_tp_methods, methods},

@@ -61,6 +61,18 @@ struct BlockOwner {
   Block* block;
 };
 
+// A new int64 tensor and its elements.
+struct KeyTensor {
+  explicit KeyTensor(int64_t n) : block(Block::make(8 * static_cast<size_t>(n), 1)) {
+    keys = reinterpret_cast<int64_t*>(block.block->data());
+  }
+  PyObject* release(int dims, const int64_t* shape) {
+    return make_tensor(keys, Element::kI64, dims, shape, nullptr, std::move(block));
+  }
+  BlockOwner block;
+  int64_t* keys;
+};
+
 // A batch under construction: one block of memory, one tensor per output.
 class BatchBuilder {
  public:

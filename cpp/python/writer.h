@@ -226,18 +226,6 @@ inline PyObject* append(PyObject* self, PyObject* const* args, Py_ssize_t nargs,
   });
 }
 
-// A new int64 tensor and its elements.
-struct KeyTensor {
-  explicit KeyTensor(int64_t n) : block(Block::make(8 * static_cast<size_t>(n), 1)) {
-    keys = reinterpret_cast<int64_t*>(block.block->data());
-  }
-  PyObject* release(int dims, const int64_t* shape) {
-    return make_tensor(keys, Element::kI64, dims, shape, nullptr, std::move(block));
-  }
-  BlockOwner block;
-  int64_t* keys;
-};
-
 inline PyObject* extend_rows(PyObject* self, WriterState& s, PyObject* const* args, PyObject* names) {
   PyObject* priority[2] = {};
   s.matcher.match(args, names, s.given.data(), priority);

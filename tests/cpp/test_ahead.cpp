@@ -112,6 +112,25 @@ BOOST_AUTO_TEST_CASE(settled_means_that_all_is_drawn) {
   for (uint64_t step = 0; step < 4; step++) BOOST_TEST(drawn[step].name.step == step);
 }
 
+BOOST_AUTO_TEST_CASE(finished_are_the_orders_that_are_drawn_and_not_taken) {
+  Plan plan;
+  plan.limiter.min_size = 60;
+  auto m = buffer_of(50, plan);
+  Learner learner(*m);
+  BOOST_TEST(learner.ahead.finished() == 0U);
+  learner.order(3);
+  BOOST_REQUIRE(learner.take(kSecond / 1000) == Draw::kWait);
+  BOOST_TEST(learner.ahead.finished() == 0U, "they wait for items");
+  for (size_t i = 50; i < 60; i++) append_row(*m, 1, 1000 + i, 1);
+  for (size_t left = 3; left > 0; left--) {
+    while (!learner.ahead.settle(kSecond) || learner.ahead.drawn().size() < left) {
+    }
+    BOOST_TEST(learner.ahead.finished() == left);
+    BOOST_REQUIRE(learner.take() == Draw::kDone);
+  }
+  BOOST_TEST(learner.ahead.finished() == 0U);
+}
+
 BOOST_AUTO_TEST_CASE(another_thread_waits_for_nothing_that_it_did_not_order) {
   Plan plan;
   plan.limiter.min_size = 60;

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from ..batch import ReplayBatch
-from ..dataset import ReplayDataset, require_count, require_timeout
+from ..dataset import ReplayDataset, require_count, require_device, require_pin, require_timeout
 from ..errors import LearnerLost, Stopped
 from ..explorers import Explorers
 from ..learners import Learners, several_machines
-from ..replay import Replay
+from ..replay import Pin, Replay
 from .libraries import LightningDataModule
 
 if TYPE_CHECKING:
@@ -43,6 +45,9 @@ class ReplayDataModule(LightningDataModule):
             `setup`, or once a `ReplayCheckpoint` has restored the buffer; stopped in `teardown`, on any exception, and
             at the latest when the module is collected or the process exits.
         timeout: Seconds that one draw may wait for data, as in `ReplayDataset`.
+        device: Where batches go before the Trainer gets them, as in `ReplayDataset`. `"cuda"`, each rank's own device,
+            copies the next batch during the step; None leaves it to the Trainer to move each batch in its turn.
+        pin: How they go there, as in `ReplayDataset`.
 
     Raises:
         TypeError: If `buffer` or `explorers` is neither of the two things it may be.
@@ -58,6 +63,8 @@ class ReplayDataModule(LightningDataModule):
         prefetch: int = 2,
         explorers: Explorers | Callable[[Any], Explorers] | None = None,
         timeout: float | None = None,
+        device: torch.device | str | int | None = None,
+        pin: Pin | None = None,
     ) -> None:
         super().__init__()
         self._learners = Learners(buffer, explorers)
@@ -67,6 +74,8 @@ class ReplayDataModule(LightningDataModule):
         )
         self.prefetch = require_count("prefetch", prefetch, at_least=0)
         self.timeout = require_timeout(timeout)
+        self.device = None if device is None else require_device(device)
+        self.pin = require_pin(pin, self.device)
         self._given = buffer if isinstance(buffer, Replay) else None
         self._buffer = self._given
         self._stream: _Stream | None = None
@@ -102,7 +111,15 @@ class ReplayDataModule(LightningDataModule):
             getattr(callback, "restores_buffer", False) for callback in getattr(self.trainer, "callbacks", ())
         )
         self._buffer = self._learners.join(start_explorers=not self._explorers_wait)
-        self._stream = _Stream(self._buffer, self.batch_size, self.steps_per_epoch, self.prefetch, timeout=self.timeout)
+        self._stream = _Stream(
+            self._buffer,
+            self.batch_size,
+            self.steps_per_epoch,
+            self.prefetch,
+            device=self.device,
+            timeout=self.timeout,
+            pin=self.pin,
+        )
         self._stream.learners = self._learners
 
     def train_dataloader(self) -> ReplayDataset:
@@ -161,6 +178,9 @@ class ReplayDataModule(LightningDataModule):
         self._buffer = self._given
         try:
             self._draws = stream.retire()["draws"]
+            # TD errors of the last steps. After an exception it is that one which says what went wrong.
+            with nullcontext() if error is None else suppress(Exception):
+                stream.buffer.flush()
         finally:  # also where the user has closed the buffer already
             loss = self._learners.leave(error)
         if loss is not None and error is not None and not isinstance(error, LearnerLost):
@@ -209,7 +229,7 @@ class _Stream(ReplayDataset):
     def retire(self) -> dict[str, Any]:
         """Ends the iteration, and keeps its state, which it returns, for checkpoints saved later."""
         self.end()
-        self._last_state = self.state_dict()
+        self._last_state = self._place_in_stream()
         return self._last_state
 
 

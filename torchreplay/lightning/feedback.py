@@ -53,7 +53,8 @@ class PriorityFeedback(Callback):
 
         Raises:
             KeyError: If the training step returned something else under other names.
-            ValueError: If `update_priorities` refuses the TD errors: another length than the batch, NaN or infinite.
+            ValueError: If `update_priorities` refuses the TD errors: another length than the batch, NaN or infinite. Of
+                TD errors on a CUDA device a later step tells that, or the end of the training.
         """
         if not outputs:
             return
@@ -63,6 +64,16 @@ class PriorityFeedback(Callback):
                 f"return {{'loss': loss, {self.key!r}: td}}"
             )
         self._receiver(trainer).update_priorities(batch, outputs[self.key])
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Waits for TD errors that are on their way from a device.
+
+        Raises:
+            ValueError: Some are NaN or infinite.
+        """
+        receiver = self._receiver(trainer)
+        if isinstance(receiver, Replay):
+            receiver.flush()
 
     def _receiver(self, trainer: Trainer) -> Replay | MixedDataset:
         return resolve_buffer(self, None, trainer) if self.buffer is None else self.buffer

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from torchreplay.batch import ReplayBatch
 from torchreplay.spec import Field, Path, nest
-from torchreplay.views import View
 
 ALIGNMENT = 64
 KEPT = 4
@@ -97,9 +96,3 @@ class Layout:
 
 def _rounded(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def outputs_of(fields: Mapping[Path, Field], view: View) -> Mapping[Path, Field]:
-    """Returns the fields of a batch, before a view's own functions change any."""
-    plan = view.plan(fields)
-    return fields if plan is None else plan.outputs

@@ -14,7 +14,7 @@ from torchreplay.config import Config
 from torchreplay.drawing import MAX_BATCH
 from torchreplay.errors import ReplayTimeout
 from torchreplay.hindsight import Hindsight
-from torchreplay.ray.blocks import Layout, outputs_of
+from torchreplay.ray.blocks import Layout
 from torchreplay.ray.members import Shards
 from torchreplay.ray.rounds import LEAST_SLACK, Round
 from torchreplay.samplers import Schedule, value_of
@@ -40,7 +40,7 @@ class Draws:
     def __init__(self, shards: Shards, config: Config, seed: int, nonce: int) -> None:
         self.shards = shards
         self._sampler, self._seed, self._nonce = config.sampler, seed, nonce
-        self._layout = Layout(outputs_of(config.fields, config.view))
+        self._layout = Layout(config.outputs())
         self._finish = config.view.finish if isinstance(config.view, Hindsight) else None
         self._lock = threading.Lock()
         self._begun = self._under_way = 0  # rounds, and those that are no batch yet

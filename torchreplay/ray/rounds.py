@@ -149,6 +149,11 @@ class RoundStream:
         """Returns nothing: rounds under way cannot be named, and have not been drawn."""
         return []
 
+    @property
+    def ready(self) -> int:
+        """0: no batch is made before it is asked for."""
+        return 0
+
     def close(self) -> None:
         """Forgets the rounds under way."""
         while self._ahead:

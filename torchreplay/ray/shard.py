@@ -13,7 +13,7 @@ from torchreplay.batch import ReplayBatch
 from torchreplay.buffer import ReplayBuffer
 from torchreplay.config import Config
 from torchreplay.limiters import MinSize
-from torchreplay.ray.blocks import Layout, outputs_of
+from torchreplay.ray.blocks import Layout
 from torchreplay.ray.figures import Figures, Order
 from torchreplay.ray.union import Drawn, pack
 from torchreplay.samplers import Prioritized
@@ -46,7 +46,7 @@ class Shard:
     def __init__(self, number: int, config: Config, seed: int, limit: int | None) -> None:
         self._config, self._seed, self._limit = config, seed, limit
         self._base = pack(number)
-        self._layout = Layout(outputs_of(config.fields, config.view))
+        self._layout = Layout(config.outputs())
         self._block = torch.empty(0, dtype=torch.uint8)  # used again and again: the object store has its own copy
         self._batch = ReplayBatch()
         self._batch_items = 0

@@ -25,10 +25,11 @@ from torchreplay.ray.members import Shards
 from torchreplay.ray.rounds import RoundStream
 from torchreplay.ray.session import import_ray
 from torchreplay.ray.sharded_stats import ShardedStats, summed
-from torchreplay.replay import Replay
+from torchreplay.replay import Pin, Replay
 from torchreplay.samplers import Sampler, Schedule
 from torchreplay.segment import new_nonce
 from torchreplay.spec import Spec, nest
+from torchreplay.staging import Staging
 from torchreplay.views import View
 from torchreplay.waiting import Wait
 from torchreplay.writer import Autoreset
@@ -204,11 +205,21 @@ class ShardedReplay(Replay):
         timeout: float | None,
         waiting: type[Wait],
         drawn: deque[dict[str, Any]],
+        staging: Staging | None = None,
     ) -> RoundStream:
-        """Returns a stream of batches, for `prefetch` of which the shards are asked ahead; `drawn` is left alone."""
+        """Returns a stream of batches, for `prefetch` of which the shards are asked ahead."""
         checked_int("batch_size", batch_size, 1, MAX_BATCH)
         self._require_open()
         return RoundStream(self._draws, batch_size, count, prefetch, timeout, waiting)
+
+    def staging(self, batch_size: int, prefetch: int, device: torch.device, pin: Pin | None) -> None:
+        """Returns None: batches come out of the object store, and each is copied to a device by itself.
+
+        Raises:
+            ValueError: `pin` is `"ring"`: the shards' rings are other processes' to page-lock.
+        """
+        if pin == "ring":
+            raise ValueError('pin="ring" page-locks the memory of a ReplayBuffer: expected another for a ShardedReplay')
 
     # Feedback
 
@@ -229,6 +240,10 @@ class ShardedReplay(Replay):
         """
         self._require_open()
         self._feedback.send(batch_or_keys, td)
+
+    def flush(self) -> None:
+        """Waits until all TD errors fed back by this process have been applied, or counted as lost."""
+        self._feedback.hear(0)
 
     # Inspection
 

@@ -85,9 +85,13 @@ class Supervised(ABC):
                 board = Board(len(self._names))
                 self._backend = self._hosting.open((self._make_work(), board), len(self._names))
                 policy = Policy(self.seed, self._starts, self._max_restarts, self._restart_delay)
-                self._supervisor = Supervisor(
-                    self._backend, board, self._names, policy, self._expect_writers, self._failures, self._listen
-                )
+                try:
+                    self._supervisor = Supervisor(
+                        self._backend, board, self._names, policy, self._expect_writers, self._failures, self._listen
+                    )
+                except BaseException:
+                    self._backend.close()
+                    raise
                 self._starts += 1
                 atexit.register(self.stop)
         return self

@@ -1,0 +1,31 @@
+"""Parallel SAC on LunarLanderContinuous-v3 until it lands, beside Stable-Baselines3's SAC."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.child import ROOT, run_module
+from benchmarks.line import Line
+from benchmarks.plan import Plan
+
+LIMIT = 1800.0
+"""Seconds for one run."""
+EXAMPLE = Path("examples/sac_lunarlander.py")
+EXPLORERS = (1, 2, 4)
+SB3 = "stable_baselines3"
+QUANTITIES = {"seconds": ("until it lands", "s"), "rows": ("environment steps", ""), "step": ("learner steps", "")}
+SOLVED = 200.0
+
+
+def measure_sac(plan: Plan) -> Iterator[Line]:
+    """Yields seconds, environment steps and learner steps until the mean return of 20 episodes is 200."""
+    runs: dict[str, dict[str, Any]] = {}
+    for count in EXPLORERS:
+        name = f"{count} explorer{'s' * (count > 1)}"
+        options = {"num_explorers": count, "plot": "", "seed": 0}
+        runs[name] = run_module("sac_lunarlander", options, LIMIT, {"PYTHONPATH": str(ROOT / EXAMPLE.parent)})
+    runs[SB3] = run_module("benchmarks.sac", {"seed": 0, "limit": LIMIT}, LIMIT + 120)
+    missed = [f"{name} got to {run['mean_return']:.0f}" for name, run in runs.items() if run["mean_return"] < SOLVED]
+    for key, (name, unit) in QUANTITIES.items():
+        samples = {candidate: [float(run[key])] for candidate, run in runs.items()}
+        yield Line("sac", name, unit, samples, note="; ".join(missed))

@@ -1,0 +1,297 @@
+"""What goes to and from a CUDA device: against a simulated one whose streams run in any order that CUDA allows, and,
+where there is one, on a real one."""
+
+import itertools
+import os
+import warnings
+
+import pytest
+import torch
+from delayed_draws import BATCH, ROWS, SPEC, assert_same, filled_buffer, td_of
+from forked import Forked
+from simulated_cuda import SimulatedCuda, SimulatedTensor, Stream
+
+import torchreplay as tr
+from torchreplay import cuda
+from torchreplay.page_lock import PageLock
+from torchreplay.staging import Staging
+
+SEEDS = range(20)
+
+
+class SimulatedDataset(tr.ReplayDataset):
+    """A dataset whose batches go to the simulated device."""
+
+    def _make_staging(self):
+        return Staging(self.buffer, self.batch_size, self.prefetch, cuda.DeviceCopies(torch.device("cpu")))
+
+
+def simulate(monkeypatch, seed):
+    simulated = SimulatedCuda(seed)
+    monkeypatch.setattr(cuda, "torch", simulated)
+    cuda._stream_of_copies.cache_clear()
+    return simulated
+
+
+def read_batches(simulated, n=40, prefetch=2):
+    """Has a learner on the device read `n` batches while the device works as it likes; returns what it read."""
+    dataset = SimulatedDataset(filled_buffer(), BATCH, steps=n, prefetch=prefetch)
+    read = []
+    for batch in dataset:
+        read.append(simulated.read(dict(batch.items())))
+        del batch
+        simulated.run(most=simulated.chance.randrange(8))
+    simulated.run()
+    return read
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_learner_on_the_device_reads_the_batches_drawn(monkeypatch, seed, prefetch):
+    simulated = simulate(monkeypatch, seed)
+    read = read_batches(simulated, prefetch=prefetch)
+    assert_same(read, [dict(batch) for batch in tr.ReplayDataset(filled_buffer(), BATCH, steps=40, prefetch=prefetch)])
+    assert len(simulated.allocated) == 40  # one block, and so one copy, for each batch
+    side = {block.stream for block in simulated.allocated}
+    assert simulated.main not in side
+    assert len(side) == 1
+    assert all(block.used_on == {simulated.main} for block in simulated.allocated)
+    assert simulated.pinned <= prefetch + 4
+
+
+def test_the_simulation_finds_a_learner_that_does_not_wait_for_the_copy(monkeypatch):
+    monkeypatch.setattr(Stream, "wait_event", lambda self, event: None)
+    wrong = 0
+    for seed in SEEDS:
+        read = read_batches(simulate(monkeypatch, seed))
+        wrong += any(not torch.equal(batch["number"], batch["key"]) for batch in read)
+    assert wrong
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_td_errors_come_back_as_they_were_when_they_were_fed_back(monkeypatch, seed):
+    simulated = simulate(monkeypatch, seed)
+    td = SimulatedTensor.new(simulated, (BATCH,), torch.float32)
+    sent = []
+    for k in range(20):
+        expected = torch.from_numpy(td_of(k)).float()
+        td.copy_(expected, non_blocking=True)  # the step, which always computes them in the same place
+        sent.append((cuda.to_host(td), expected))
+        simulated.run(most=simulated.chance.randrange(8))
+        assert all(torch.equal(copy.values.plain, values) for copy, values in sent if copy.done())
+    assert simulated.waits == 0
+    for copy, values in sent:
+        copy.wait()
+        assert copy.done()
+        assert torch.equal(copy.values.plain, values)
+
+
+# Page-locking of a buffer's memory.
+
+
+class Registered:
+    """A registry that refuses when it is told to."""
+
+    def __init__(self, refusal=None):
+        self.refusal, self.held = refusal, []
+
+    def register(self, address, nbytes):
+        if self.refusal is None:
+            self.held.append((address, nbytes))
+        return self.refusal
+
+    def unregister(self, address):
+        assert f"{address:x}-" in open("/proc/self/maps").read(), "it is unmapped already"  # noqa: SIM115
+        self.held = [(start, nbytes) for start, nbytes in self.held if start != address]
+
+
+def test_all_of_a_buffers_memory_is_locked_once_and_until_it_is_closed():
+    buffer, registry = filled_buffer(), Registered()
+    buffer._lock_pages(registry)
+    buffer._lock_pages(registry)
+    ((address, nbytes),) = registry.held
+    assert nbytes == buffer.nbytes
+    assert buffer._page_lock.held
+    for tensor in buffer.storage.values():
+        assert address <= tensor.data_ptr() < address + nbytes
+    lock = buffer._page_lock
+    buffer.close()
+    assert registry.held == []
+    assert not lock.held
+    buffer.close()
+
+
+def test_memory_that_nobody_closed_is_released_before_it_is_unmapped():
+    buffer, registry = filled_buffer(), Registered()
+    buffer._lock_pages(registry)
+    assert registry.held
+    del buffer
+    assert registry.held == []
+
+
+def test_a_refusal_is_one_warning_that_says_what_and_why():
+    buffer, registry = filled_buffer(), Registered("out of memory, CUDA error 2")
+    with pytest.warns(RuntimeWarning, match=r'pin="ring" cannot page-lock the .* MiB .*out of memory, CUDA error 2'):
+        buffer._lock_pages(registry)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        buffer._lock_pages(registry)
+    assert not buffer._page_lock.held
+    buffer.close()
+
+
+def test_a_forked_child_leaves_the_registration_to_its_parent():
+    buffer, registry = filled_buffer(), Registered()
+    buffer._lock_pages(registry)
+
+    def in_child():
+        buffer.close()
+        os._exit(len(registry.held))
+
+    with Forked(in_child) as child:
+        assert child.wait() == 1
+    assert registry.held
+
+
+def test_memory_for_batches_that_cannot_be_page_locked_is_ordinary_memory_and_a_warning(monkeypatch):
+    class NoMore(SimulatedCuda):
+        def empty(self, shape, dtype, device=None, pin_memory=False):
+            if pin_memory:
+                raise RuntimeError("CUDA error: out of memory\nand a long explanation")
+            return super().empty(shape, dtype, device)
+
+    simulated = NoMore(0)
+    monkeypatch.setattr(cuda, "torch", simulated)
+    with pytest.warns(RuntimeWarning, match=r"cannot be page-locked \(CUDA error: out of memory\)"):
+        read = read_batches(simulated)
+    assert_same(read, [dict(batch) for batch in tr.ReplayDataset(filled_buffer(), BATCH, steps=40)])
+
+
+# On a real device.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pin", ["staging", "ring", "off"])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_batches_on_the_gpu_are_those_on_the_cpu(prefetch, pin):
+    expected = list(tr.ReplayDataset(filled_buffer(), BATCH, steps=100, prefetch=prefetch))
+    given = list(tr.ReplayDataset(filled_buffer(), BATCH, steps=100, prefetch=prefetch, device="cuda", pin=pin))
+    assert all(batch["obs"].is_cuda and not batch["key"].is_cuda for batch in given)
+    assert_same([batch.to("cpu", non_blocking=False) for batch in given], expected)
+
+
+@pytest.mark.gpu
+def test_batches_stay_right_beside_a_learner_that_keeps_the_gpu_busy():
+    spec = SPEC | {"image": tr.Field((64, 64), torch.uint8)}
+    buffer = tr.ReplayBuffer(spec, 4096, seed=1)
+    numbers = torch.arange(4096)
+    image = (numbers % 251).to(torch.uint8)[:, None, None].expand(-1, 64, 64)
+    buffer.extend(number=numbers, obs=numbers[:, None].expand(-1, 4).float(), image=image)
+    matrix, wrong = torch.randn(2048, 2048, device="cuda"), torch.zeros((), device="cuda", dtype=torch.int64)
+    for batch in tr.ReplayDataset(buffer, 512, steps=200, device="cuda"):
+        matrix = torch.nn.functional.normalize(matrix @ matrix)
+        wrong += (batch["image"] != (batch["number"] % 251).to(torch.uint8)[:, None, None]).sum()
+        wrong += (batch["obs"] != batch["number"][:, None]).sum()
+        del batch  # its block is free for another copy while the kernels that read it are queued
+    assert wrong.item() == 0
+
+
+@pytest.mark.gpu
+def test_a_batch_belongs_to_the_stream_on_which_it_was_handed_out():
+    stream = torch.cuda.Stream()
+    batches = iter(tr.ReplayDataset(filled_buffer(), BATCH, device="cuda"))
+    for _ in range(50):
+        with torch.cuda.stream(stream):
+            batch = next(batches)
+            same = (batch["obs"][:, 0] == batch["number"]).all()
+        stream.synchronize()
+        assert same.item()
+
+
+@pytest.mark.gpu
+def test_nothing_in_a_step_waits_for_the_gpu():
+    buffer = filled_buffer()
+    batches = iter(tr.ReplayDataset(buffer, BATCH, device="cuda"))
+    for batch in itertools.islice(batches, 20):  # slots are made, and kernels loaded
+        buffer.update_priorities(batch, batch["obs"].sum(1))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for batch in itertools.islice(batches, 20):
+            buffer.update_priorities(batch, batch["obs"].sum(1))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    buffer.flush()
+
+
+@pytest.mark.gpu
+def test_feedback_is_given_back_while_the_gpu_still_computes_it():
+    buffer = filled_buffer()
+    td = torch.full((2,), 2.0, device="cuda")
+    buffer.update_priorities([5, 6], td)
+    buffer.flush()  # kernels are loaded
+    torch.cuda._sleep(2_000_000_000)  # cycles: about a second
+    td.fill_(7.0)
+    buffer.update_priorities([0, 1], td)
+    td.fill_(9.0)  # too late for them
+    assert buffer.stats().updated == 2
+    buffer.flush()
+    assert buffer.stats().updated == 4
+    assert buffer._segment.column(-1)[:2].round().tolist() == [7, 7]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32])
+def test_feedback_of_every_dtype_and_layout_arrives(dtype):
+    buffer = filled_buffer()
+    td = torch.arange(8, device="cuda").view(4, 2).to(dtype)[:, 1].requires_grad_(dtype.is_floating_point)
+    buffer.update_priorities([0, 1, 2, 3], td)
+    buffer.flush()
+    assert buffer._segment.column(-1)[:4].round().tolist() == [1, 3, 5, 7]
+
+
+@pytest.mark.gpu
+def test_the_buffers_own_memory_is_page_locked_until_it_is_closed():
+    buffer = filled_buffer()
+    storage = buffer.storage["obs"]
+    assert not storage.is_pinned()
+    next(iter(tr.ReplayDataset(buffer, BATCH, device="cuda", pin="ring")))
+    assert storage.is_pinned()
+    there = storage.to("cuda", non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(there.cpu()[:ROWS], storage[:ROWS])
+    buffer.close()
+    assert not storage.is_pinned()
+
+
+@pytest.mark.gpu
+def test_memory_refused_a_second_time_leaves_no_error_behind():
+    from torchreplay.page_lock import CudaRegistry
+
+    buffer = filled_buffer()
+    buffer._lock_pages()
+    with pytest.warns(RuntimeWarning, match="CUDA error"):
+        PageLock(buffer, buffer._segment.address, buffer.nbytes, CudaRegistry())
+    assert torch.ones(3, device="cuda").sum().item() == 3
+    buffer.close()
+
+
+@pytest.mark.gpu
+def test_a_child_forked_in_the_midst_of_an_iteration_writes_and_ends_in_order():
+    buffer = filled_buffer()
+    dataset = tr.ReplayDataset(buffer, BATCH, device="cuda")
+    iterator = iter(dataset)
+    batch = next(iterator)
+    buffer.update_priorities(batch, batch["obs"].sum(1))
+
+    def in_child():
+        nonlocal iterator
+        iterator = None
+        buffer.extend(number=torch.zeros(8, dtype=torch.int64), obs=torch.zeros(8, 4))
+        buffer.sample(BATCH)
+        buffer.close()
+
+    with Forked(in_child) as child:
+        assert child.wait() == 0
+    next(iterator)
+    buffer.flush()

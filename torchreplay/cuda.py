@@ -1,0 +1,164 @@
+"""Copies to and from CUDA devices that nobody waits for."""
+
+from __future__ import annotations
+
+import os
+import warnings
+import weakref
+from functools import cache
+from typing import Any
+
+import torch
+
+_holders: weakref.WeakSet[Any] = weakref.WeakSet()
+_of_parent: list[Any] = []
+
+
+def keep_in_children(holder: Any) -> None:
+    """Has what holds page-locked memory live on in children that are forked, unused.
+
+    torch frees memory that was copied from or to by way of CUDA, which does not work in a forked process and ends it.
+    """
+    _holders.add(holder)
+
+
+os.register_at_fork(after_in_child=lambda: _of_parent.extend(_holders))
+
+
+def page_locked(nbytes: int) -> torch.Tensor:
+    """Returns uint8 `[nbytes]` of page-locked memory; where none is to be had, of other memory, with a warning."""
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    except RuntimeError as error:
+        warnings.warn(
+            f"{nbytes:,} bytes of memory for batches cannot be page-locked ({str(error).splitlines()[0]}): batches go "
+            f"to the device from pageable memory, which is slower and makes the learner wait for each copy",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+
+class DeviceCopy:
+    """A block on its way to a device."""
+
+    def __init__(self, block: torch.Tensor, ended: torch.cuda.Event) -> None:
+        self._block: torch.Tensor | None = block
+        self._ended = ended
+
+    def done(self) -> bool:
+        """Returns whether the copy has ended."""
+        return bool(self._ended.query())
+
+    def wait(self) -> None:
+        """Returns when it has."""
+        self._ended.synchronize()
+
+    def take(self) -> torch.Tensor:
+        """Returns the block, for the current stream of the calling thread; once."""
+        block, self._block = self._block, None
+        assert block is not None
+        stream = torch.cuda.current_stream(block.device)
+        stream.wait_event(self._ended)
+        block.record_stream(stream)
+        return block
+
+
+class DeviceCopies:
+    """Copies blocks of page-locked memory to a device, on a stream of their own.
+
+    What makes this safe without a wait of the host:
+
+    - The block on the device is allocated on the stream of the copies, so the allocator gives it only memory whose
+      last use precedes the copy there. On the learner's stream it could be memory that kernels still queued go on
+      using; the copy would have to wait for them all, and nothing would overlap.
+    - The learner's stream waits for the copy's own event (`wait_event`), not for all of its stream (`wait_stream`),
+      where the next copy may be queued already. It is the stream that is current where the batch is handed out.
+    - The learner's kernels use the block on another stream than the one it was allocated on, which `record_stream`
+      says: once the batch is garbage, the block is used again only when what that stream had queued by then has ended.
+    - The memory that the copy reads is drawn into again only when the event has completed. torch waits for that itself
+      before it reuses memory that was freed (its allocator records each copy), but knows nothing of memory that stays.
+
+    Args:
+        device: A CUDA device; without an index the current one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = torch.cuda.current_stream(device).device  # which has an index
+        self._stream = torch.cuda.Stream(self.device)
+
+    def memory(self, nbytes: int) -> torch.Tensor:
+        """Returns memory to copy from: uint8 `[nbytes]`."""
+        return page_locked(nbytes)
+
+    def start(self, block: torch.Tensor) -> DeviceCopy:
+        """Starts the copy of a block, which must not change until it is done."""
+        with torch.cuda.stream(self._stream):
+            there = torch.empty(block.shape, dtype=block.dtype, device=self.device)
+            there.copy_(block, non_blocking=True)
+            ended = torch.cuda.Event()
+            ended.record(self._stream)
+        return DeviceCopy(there, ended)
+
+
+class HostCopy:
+    """Values on their way from a device.
+
+    Attributes:
+        values: In page-locked memory; there once the copy is done.
+    """
+
+    def __init__(self, values: torch.Tensor, ended: torch.cuda.Event) -> None:
+        self.values = values
+        self._ended = ended
+        keep_in_children(self)
+
+    def done(self) -> bool:
+        """Returns whether they are there."""
+        return bool(self._ended.query())
+
+    def wait(self) -> None:
+        """Returns when they are."""
+        self._ended.synchronize()
+
+
+def to_host(values: torch.Tensor) -> HostCopy:
+    """Starts a copy of what the current stream will have computed by then, on a stream of its own.
+
+    The values are put aside on the current stream first: whatever comes after, such as the next replay of a CUDA graph,
+    may overwrite them before the copy is made. The copy's stream waits for that (`wait_stream`), and the memory put
+    aside is kept for it (`record_stream`).
+
+    Args:
+        values: On a CUDA device, and computed, or to be computed, by its current stream.
+    """
+    device = values.device
+    stream = _stream_of_copies(device)
+    aside = values.detach().clone(memory_format=torch.contiguous_format)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        here = torch.empty(aside.shape, dtype=aside.dtype, device="cpu", pin_memory=True)
+        here.copy_(aside, non_blocking=True)
+        ended = torch.cuda.Event()
+        ended.record(stream)
+    aside.record_stream(stream)
+    return HostCopy(here, ended)
+
+
+@cache
+def _stream_of_copies(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def require_devices(device: torch.device) -> None:
+    """Checks that there is such a CUDA device, without starting CUDA: processes may still be forked.
+
+    Raises:
+        ValueError: There is none.
+    """
+    count = torch.cuda.device_count()
+    if not count:
+        why = "torch was built without CUDA" if torch.version.cuda is None else "torch finds no CUDA device here"
+        raise ValueError(f"device is {str(device)!r}, and {why}; give device=None to have the batches on the CPU")
+    if (device.index or 0) >= count:
+        raise ValueError(f"device is {str(device)!r}: this machine has CUDA devices 0 to {count - 1}")

@@ -1,0 +1,118 @@
+"""TD errors that are still on their way from a device when they are fed back."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class Arrival(Protocol):
+    """Values on their way: `values` is to be read once `done()`."""
+
+    values: torch.Tensor
+
+    def done(self) -> bool:
+        """Returns whether they are there."""
+
+    def wait(self) -> None:
+        """Returns when they are."""
+
+
+class _Update(NamedTuple):
+    number: int
+    keys: torch.Tensor
+    td: Arrival
+
+
+class DeferredUpdates:
+    """Updates of priorities whose TD errors have not arrived, in the order in which they were given.
+
+    Each is applied when its TD errors are there and those given before are applied: by whoever comes by next, in any
+    thread, or by who waits for all of them. A forked child has none: they are the parent's to apply.
+
+    Args:
+        apply: Applies the TD errors of keys; raises ValueError, having done nothing, for some that are NaN or infinite.
+    """
+
+    def __init__(self, apply: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+        self._apply = apply
+        self._waiting = deque[_Update]()
+        self._numbers = itertools.count(1)
+        # For applying in order. A signal handler may come by in the midst of that, in the same thread.
+        self._lock = threading.RLock()
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, keys: torch.Tensor, td: Arrival) -> None:
+        """Takes an update over.
+
+        Args:
+            keys: int64 `[n]`, of memory that nobody changes.
+            td: Its TD errors `[n]`.
+        """
+        self._waiting.append(_Update(next(self._numbers), keys, td))
+
+    def apply_arrived(self) -> None:
+        """Applies what has arrived; returns at once where another thread is at it.
+
+        Raises:
+            ValueError: TD errors are NaN or infinite: they are dropped. Those after them wait for the next call.
+            RuntimeError: The device has failed; all that was on its way is lost.
+        """
+        if self._waiting and self._lock.acquire(blocking=False):
+            try:
+                while len(self._waiting) > 0 and self._ask(self._waiting[0].td.done):
+                    self._apply_first()
+            finally:
+                self._lock.release()
+
+    def flush(self) -> None:
+        """Waits until everything given so far has arrived, and applies it.
+
+        Raises:
+            ValueError: TD errors are NaN or infinite: they are dropped, the others applied. Notes tell of further ones.
+            RuntimeError: The device has failed; all that was on its way is lost.
+        """
+        failure: ValueError | None = None
+        with self._lock:
+            for _ in range(len(self._waiting)):
+                if not self._waiting:  # a signal handler was faster
+                    break
+                self._ask(self._waiting[0].td.wait)
+                try:
+                    self._apply_first()
+                except ValueError as error:
+                    if failure is None:
+                        failure = error
+                    else:
+                        failure.add_note(str(error))
+        if failure is not None:
+            raise failure
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        try:
+            return question()
+        except RuntimeError:  # CUDA's: nothing comes from there any more, and it is said once
+            self._waiting.clear()
+            raise
+
+    def _apply_first(self) -> None:
+        update = self._waiting.popleft()
+        try:
+            self._apply(update.keys, update.td.values)
+        except ValueError as error:
+            raise ValueError(
+                f"update_priorities number {update.number} of those with a tensor on a device, of {len(update.keys)} "
+                f"items: {error}"
+            ) from None
+        except BaseException:
+            self._waiting.appendleft(update)  # such as Ctrl-C in a wait for the lock
+            raise
