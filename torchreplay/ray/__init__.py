@@ -7,7 +7,7 @@ processes need none.
 from torchreplay.ray.async_replay import AsyncReplay, AsyncReplayStats, Timing
 from torchreplay.ray.context import ExplorerContext
 from torchreplay.ray.evaluator import Evaluator, EvaluatorFailed, EvaluatorStats
-from torchreplay.ray.home import ShardLost, ShardWriter
+from torchreplay.ray.shard_writer import ShardLost, ShardWriter
 from torchreplay.ray.pool import ExplorerPool, ExplorersFailed
 from torchreplay.ray.scores import Evaluation
 from torchreplay.ray.sharded import ShardedReplay

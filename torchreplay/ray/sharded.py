@@ -19,7 +19,7 @@ from torchreplay.ray.directory import NAMESPACE, Directory
 from torchreplay.ray.draws import Draws
 from torchreplay.ray.feedback import Feedback
 from torchreplay.ray.histograms import merged_histograms
-from torchreplay.ray.home import Expectation, Home, ShardWriter
+from torchreplay.ray.shard_writer import Expectation, Home, ShardWriter
 from torchreplay.ray.ledger import Ledger
 from torchreplay.ray.members import Shards
 from torchreplay.ray.rounds import RoundStream
