@@ -54,6 +54,8 @@ AIMS: Mapping[tuple[str, str], Sequence[Aim]] = {
     ("ray", "batches of 512"): (Aim(3, over="Ray actor"),),
     ("shards", "batches of 512, two learners"): (Aim(0.8, over="two buffers"),),
     ("ray", "sample + update 512 of 1,000,000"): (Aim(100, over="RLlib"),),
+    ("remote", "small rows"): (Aim(200_000),),
+    ("remote", "Atari rows"): (Aim(0.5, over="object store"),),
     ("checkpoint", "save, fraction of the disk"): (Aim(0.7),),
     ("checkpoint", "load, fraction of the disk"): (Aim(0.7),),
 }

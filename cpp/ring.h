@@ -39,7 +39,7 @@ class RingWriter {
   }
 
   // The same for rows that depend on the keys before them: rows.meta(i) is asked for when row i is about to be written,
-  // rows.commit(i, key) told when it is.
+  // rows.commit(i, key) told when it is, and rows.announce(i, key), where there is one, before each attempt.
   template <class Rows, class Fill>
     requires(!std::is_pointer_v<std::remove_reference_t<Rows>>)
   Append append(uint64_t n, Rows&& rows, int64_t* keys, uint64_t& written, Fill&& fill) {
@@ -62,6 +62,7 @@ class RingWriter {
       TORCHREPLAY_FAULT("append.in_flight");
       for (uint64_t key = first; key < first + chunk; key++) {
         const uint64_t slot = memory_.slot_of(key);
+        if constexpr (requires { rows.announce(written, key); }) rows.announce(written, key);
         if (!write(key, slot, rows.meta(written), [&] { fill(written, slot); })) {
           TORCHREPLAY_FAULT("append.hole");
           holes++;

@@ -14,6 +14,7 @@ import copy
 import logging
 import warnings
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -205,8 +206,13 @@ def evaluate(q: nn.Module, episodes: int, seed: int) -> np.ndarray:
     return returns
 
 
-def main(args: Args) -> None:
-    """Learns CartPole."""
+def local_explorers(args: Args, buffer: tr.ReplayBuffer, weights: tr.SharedWeights) -> ExplorerPool:
+    """Returns explorers on this machine."""
+    return ExplorerPool(partial(explore, args=args), args.num_explorers, buffer, weights, seed=args.seed)
+
+
+def main(args: Args, make_explorers: Callable[..., Any] = local_explorers) -> None:
+    """Learns CartPole with the explorers that `make_explorers(args, buffer, weights)` returns."""
     torch.set_num_threads(1)  # the network is small, and the explorers want the other cores
     pl.seed_everything(args.seed, verbose=False)
     learner = DoubleDQN(args)
@@ -218,13 +224,13 @@ def main(args: Args) -> None:
         limiter=tr.SamplesPerInsert(args.samples_per_insert, args.learning_starts),
         seed=args.seed,
     )
-    pool = ExplorerPool(partial(explore, args=args), args.num_explorers, buffer, weights, seed=args.seed)
+    explorers = make_explorers(args, buffer, weights)
     progress = Progress(
         "Ape-X on CartPole-v1: Ray explorers, Lightning learner",
         buffer,
         args.total_steps,
         args.solved_at,
-        explorer_returns=lambda: [explorer.mean_return for explorer in pool.stats()],
+        explorer_returns=lambda: [explorer.mean_return for explorer in explorers.stats()],
     )
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -241,7 +247,7 @@ def main(args: Args) -> None:
         enable_model_summary=False,
     )
     with progress:
-        trainer.fit(learner, ReplayDataModule(buffer, args.batch_size, explorers=pool))
+        trainer.fit(learner, ReplayDataModule(buffer, args.batch_size, explorers=explorers))
     progress.summarize(args.plot)
 
 

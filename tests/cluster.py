@@ -10,16 +10,20 @@ that it does not is sharper than between machines. A module's fixture:
 """
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 from forked import eventually
 
+TESTS = Path(__file__).parent
 MEMORY = 80 * 2**20  # bytes of each node's object store: little more than the least that Ray accepts
 SETTINGS = {
+    "worker_niceness": 0,  # at Ray's 15 they hardly ever run beside other tests
     # Workers come when they are needed: a process that imports Ray costs a second of two cores.
     "enable_worker_prestart": False,
     "prestart_worker_first_driver": False,
@@ -74,9 +78,14 @@ class RayCluster:
         return [a for a in found if a["ActorClassName"] == class_name and a["State"] != "DEAD"]
 
     def _add(self, **options):
-        node = self._cluster.add_node(
-            **{"num_cpus": 2, "object_store_memory": MEMORY, "include_dashboard": False, **options}
-        )
+        with pytest.MonkeyPatch.context() as patch:
+            # What a test module defines, or imports, workers on all nodes can import.
+            patch.setenv(
+                "PYTHONPATH", os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
+            )
+            node = self._cluster.add_node(
+                **{"num_cpus": 2, "object_store_memory": MEMORY, "include_dashboard": False, **options}
+            )
         self.nodes.append(node)
         return node
 

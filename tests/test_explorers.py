@@ -254,6 +254,19 @@ def test_an_explorer_that_only_fails_is_not_waited_for_until_it_makes_progress()
     assert marks.open == 0
 
 
+def test_an_explorer_runs_from_the_moment_at_which_its_process_says_so():
+    actors = ScriptedActors(lambda launch: None)
+    supervisor = supervise(actors)
+    eventually(lambda: len(actors.runs) == 1)
+    assert supervisor.stats()[0].state == "starting"
+    supervisor.board.entries["pid"] = 2**22
+    assert supervisor.stats()[0].alive
+    actors.end(actors.runs[0], RAISED)
+    eventually(lambda: len(actors.runs) == 2)
+    eventually(lambda: supervisor.stats()[0].state == "starting")
+    supervisor.stop(0, 0)
+
+
 def test_explorers_that_do_not_return_in_time_are_killed():
     actors = ScriptedActors(lambda launch: None)
     supervisor = supervise(actors, num_explorers=2)

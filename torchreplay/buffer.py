@@ -9,7 +9,7 @@ import weakref
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -25,7 +25,9 @@ from .drawing import Drawing
 from .errors import AttachError, CheckpointError, ReplayTimeout
 from .hindsight import Hindsight
 from .inspection import Inspection
+from .ledger import Ledger
 from .limiters import Limiter
+from .nodes import is_elsewhere
 from .page_lock import CudaRegistry, PageLock, Registry
 from .plan import GOALS
 from .replay import Pin, Replay
@@ -109,6 +111,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         self._nonce = nonce
         self._config = config
         self._local = threading.local()
+        self._ledger: Ledger | Handle | None = None  # ours, or that of the process that the handle came from
         self._deferred = DeferredUpdates(segment.update)
         self._page_lock: PageLock | None = None
         self._finish = config.view.finish if isinstance(config.view, Hindsight) else None
@@ -121,16 +124,25 @@ class ReplayBuffer(Drawing, Inspection, Replay):
     # Handles
 
     def handle(self) -> Handle:
-        """Returns what another process of this machine needs to attach; pickling the buffer does the same by itself."""
+        """Returns what another process of this machine needs to attach; pickling the buffer does the same by itself.
+
+        Where Ray is running, processes on other nodes of the cluster can attach too, and write from there.
+        """
         self._segment.mark_shared()
-        return make_handle(self._segment.fd, self._nonce)
+        handle = make_handle(self._segment.fd, self._nonce)
+        if handle.node and self._ledger is None:
+            self._ledger = Ledger()
+        return replace(handle, ledger=self._ledger.handle() if isinstance(self._ledger, Ledger) else self._ledger)
 
     @classmethod
     def attach(cls, handle: Handle, view: View | None = None) -> ReplayBuffer:
         """Returns the buffer that `handle` names, over the same memory.
 
+        On another node of a Ray cluster it is a `torchreplay.ray.RemoteBuffer`: explorers write to it as they do
+        everywhere, and their rows travel to the buffer's node.
+
         Args:
-            handle: What `handle()` returned, in any process of this machine.
+            handle: What `handle()` returned, in any process of this machine or on any node of the same Ray cluster.
             view: The buffer's own view, with functions that a handle does not carry: those of `Hindsight`.
 
         Raises:
@@ -138,10 +150,16 @@ class ReplayBuffer(Drawing, Inspection, Replay):
             AttachError: Its owner is gone, on another machine, of another user, or runs another version of torchreplay;
                 or the memory is damaged.
         """
+        if is_elsewhere(getattr(handle, "node", "")):
+            from .ray.remote import RemoteBuffer  # only a process in which Ray is running comes here
+
+            return cast(ReplayBuffer, RemoteBuffer(handle, view))
         try:
-            return cls._over(open_handle(handle, "replay buffer"), handle.nonce, view)
+            self = cls._over(open_handle(handle, "replay buffer"), handle.nonce, view)
         except ConnectionError as error:
             raise AttachError(str(error)) from None
+        self._ledger = handle.ledger
+        return self
 
     @classmethod
     def _over(cls, fd: int, nonce: int, view: View | None) -> ReplayBuffer:
@@ -371,6 +389,10 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         Raises:
             ValueError: TD errors from a device are NaN or infinite, as `flush` says; the buffer is closed.
         """
+        self._local = threading.local()
+        self._ledger = None
+        self._segment.close()
+        _open_buffers.discard(self)
         try:
             self.flush()
         finally:

@@ -15,6 +15,7 @@ from stat import S_ISREG
 from . import _C
 from .arguments import checked_int
 from .errors import AttachError
+from .nodes import is_elsewhere, ray_node
 
 # Linux's numbers for fcntl: Python 3.11 does not name them all.
 F_ADD_SEALS = 1033
@@ -35,6 +36,8 @@ class Handle:
         size: The file's size in bytes.
         nonce: The identity written into the segment itself.
         machine: Boot id of the machine.
+        node: Ray's id of the node; "" where Ray was not running.
+        ledger: Of a buffer that writers on other nodes may write to.
     """
 
     pid: int
@@ -43,6 +46,8 @@ class Handle:
     size: int
     nonce: int
     machine: str
+    node: str = ""
+    ledger: Handle | None = None
 
 
 @cache
@@ -129,7 +134,7 @@ def _take_huge_pages(fd: int, size: int) -> None:
 def make_handle(fd: int, nonce: int) -> Handle:
     """Returns the handle by which other processes find the segment that this process has open as `fd`."""
     status = os.fstat(fd)
-    return Handle(os.getpid(), fd, status.st_ino, status.st_size, nonce, machine_id())
+    return Handle(os.getpid(), fd, status.st_ino, status.st_size, nonce, machine_id(), ray_node())
 
 
 def open_handle(handle: Handle, what: str) -> int:
@@ -148,7 +153,13 @@ def open_handle(handle: Handle, what: str) -> int:
     if machine != machine_id():
         raise AttachError(
             f"the handle is of a {what} on another machine (boot id {machine}, here {machine_id()}): "
-            f"shared memory ends at the machine, so run this process where the {what} is"
+            f"shared memory ends at the machine, so run this process where the {what} is, or start Ray on both before "
+            f"the handle is made"
+        )
+    if is_elsewhere(handle.node):
+        raise AttachError(
+            f"the handle is of a {what} on another Ray node ({handle.node}, here {ray_node()}): shared memory ends at "
+            f"the node, so run this process where the {what} is"
         )
     gone = f"the owner of the {what} (process {handle.pid}) is gone, and its memory with it: make a new one"
     place = None

@@ -99,6 +99,10 @@ class Wait:
             raise ReplayTimeout(f"no batch within {self._timeout} s: {figures}")
         self._tell("rows", figures)
 
+    def check_delivery(self, waiting_for: str) -> None:
+        """Says, now and then, what keeps the rows of a remote writer from being taken."""
+        self._tell(waiting_for, "the buffer is on another node")
+
     def _tell(self, what: str, figures: str) -> None:
         """Says what is waited for, now and then."""
         waited = time.monotonic() - self._start
@@ -138,6 +142,32 @@ class Wait:
                 "thread and no other process to draw. Draw more batches between appends, or use MinSize"
             )
         self._tell("the learner to draw more, as the limiter wants it", f"learners alive: {census['learners']}")
+
+
+class Audience:
+    """Whether anybody is left to draw what is written."""
+
+    def __init__(self, segment: Watched) -> None:
+        self._segment = segment
+        self._alone_since: float | None = None
+
+    def check(self) -> None:
+        """Looks who is there; to be called about once a second.
+
+        Raises:
+            Stopped: Nobody has been there to draw for some seconds.
+        """
+        census = self._segment.census(True)
+        now = time.monotonic()
+        if census["owners"] or census["learners"] or census["supervisors"]:
+            self._alone_since = None
+        elif self._alone_since is None:
+            self._alone_since = now
+        elif now - self._alone_since >= RETURN_GRACE:
+            raise Stopped(
+                f"since {now - self._alone_since:.0f} s nobody draws what this writer writes: the process that made "
+                f"the buffer is gone or has closed it, and no learner is left"
+            )
 
 
 class ShownWait(Wait):

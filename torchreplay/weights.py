@@ -13,6 +13,7 @@ from torch import nn
 
 from . import _C
 from .errors import AttachError, ReplayTimeout
+from .nodes import is_elsewhere
 from .segment import Handle, make_handle, new_nonce, open_handle, reserve
 from .spec import ELEMENTS
 from .waiting import SLICE_NS
@@ -34,6 +35,8 @@ class Entry:
 
 class SharedWeights:
     """The newest weights of a module, in shared memory; pickles like the buffer.
+
+    On another node of a Ray cluster than the learner's they are fetched through Ray; `pull` is the same.
 
     Two buffers: a publication is written into one while readers copy the other, so that nobody waits, a reader never
     sees half of one, and a publisher that dies in the middle leaves the last complete publication in place.
@@ -63,6 +66,10 @@ class SharedWeights:
 
     @classmethod
     def _attach(cls, handle: Handle, entries: tuple[Entry, ...], nbytes: int) -> SharedWeights:
+        if is_elsewhere(handle.node):
+            from .ray.remote_weights import RemoteWeights  # only a process in which Ray is running comes here
+
+            return RemoteWeights(handle, entries, nbytes)
         fd = open_handle(handle, "set of shared weights")
         self = cls.__new__(cls)
         try:
@@ -126,14 +133,16 @@ class SharedWeights:
         state = self._check(module)
         while True:
             version = self._native.version
-            buffer = self._native.buffer(version)
-            for entry in self._entries:
-                state[entry.name].copy_(_view(buffer, entry))
+            self._copy_to(state, self._native.buffer(version))
             if self._native.intact(version):
                 break  # otherwise two publications came meanwhile: copy again
         self._pulled = version
         self._pulled_into = weakref.ref(module)
         return True
+
+    def _copy_to(self, state: dict[str, torch.Tensor], buffer: torch.Tensor) -> None:
+        for entry in self._entries:
+            state[entry.name].copy_(_view(buffer, entry))
 
     def _write(self, module: nn.Module, version: int) -> None:
         buffer = self._native.buffer(version)

@@ -12,7 +12,7 @@ from .config import Config
 from .errors import ReplayTimeout, Stopped
 from .lanes import LastObservations
 from .plan import names_of
-from .waiting import RETURN_GRACE, STALL_LIMIT, Wait
+from .waiting import STALL_LIMIT, Audience, Wait
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -38,7 +38,7 @@ class Writer(_C.Writer):
         self._lanes = lanes
         self._stalled_since = 0.0
         self._last_stall = 0.0
-        self._alone_since: float | None = None
+        self._audience = Audience(segment)
 
     def flush(self) -> None:
         """Returns when everything written so far is in the buffer: at once, since this writer shares its memory."""
@@ -82,17 +82,7 @@ class Writer(_C.Writer):
         Raises:
             Stopped: Nobody has been there to draw for some seconds.
         """
-        census = self._segment.census(True)
-        now = time.monotonic()
-        if census["owners"] or census["learners"] or census["supervisors"]:
-            self._alone_since = None
-        elif self._alone_since is None:
-            self._alone_since = now
-        elif now - self._alone_since >= RETURN_GRACE:
-            raise Stopped(
-                f"since {now - self._alone_since:.0f} s nobody draws what this writer writes: the process that made "
-                f"the buffer is gone or has closed it, and no learner is left"
-            )
+        self._audience.check()
 
     def _wait_stalled(self) -> None:
         # A full turn of slots is held by others. Their holders are stopped, or died and are freed by the census.

@@ -13,6 +13,7 @@ from benchmarks.cases.loader import measure_loader
 from benchmarks.cases.memory import measure_memory
 from benchmarks.cases.ray import measure_ray
 from benchmarks.cases.recovery import measure_recovery
+from benchmarks.cases.remote import measure_remote
 from benchmarks.cases.rows import measure_rows
 from benchmarks.cases.sac import measure_sac
 from benchmarks.cases.shards import measure_shards
@@ -40,6 +41,7 @@ CASES: Mapping[str, Case] = {
     "memory": measure_memory,
     "recovery": measure_recovery,
     "ray": measure_ray,
+    "remote": measure_remote,
     "shards": measure_shards,
 }
 """The cases by their names on the command line, which are also the sections of their lines."""

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "learner.h"
+#include "runs.h"
 #include "snapshot.h"
 #include "stats.h"
 
@@ -433,6 +434,9 @@ inline PyMethodDef methods[] = {
     {"import_rows", import_rows, METH_O, nullptr},
     {"counts", counts, METH_NOARGS, nullptr},
     {"finish_import", finish_import, METH_VARARGS, nullptr},
+    {"admit", admit, METH_O, nullptr},
+    {"run_length", run_length, METH_VARARGS, nullptr},
+    {"copy_run", copy_run, METH_VARARGS, nullptr},
     {"join_supervisor", join_supervisor, METH_NOARGS, nullptr},
     {"leave", leave_id, METH_O, nullptr},
     {"close", close_segment, METH_NOARGS, nullptr},

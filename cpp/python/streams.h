@@ -1,7 +1,7 @@
 // `reset`, `step` and whole episodes: the calls of a writer whose rows are linked, and the writer's type.
 #pragma once
 
-#include "writer.h"
+#include "relay.h"
 
 namespace torchreplay::py::writer {
 
@@ -228,6 +228,7 @@ inline PyMethodDef methods[] = {
      "    ValueError: the view is Rows(), no reset() came before, the episode has ended, or a value does not fit; "
      "nothing is\n"
      "        written.\n    Stopped: the buffer was stopped."},
+    {"relay", relay, METH_VARARGS, nullptr},
     {"wait_room", wait_room, METH_O, nullptr},
     {"admitted", admitted, METH_NOARGS, nullptr},
     {"_close", close_writer, METH_NOARGS, nullptr},

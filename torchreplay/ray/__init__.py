@@ -7,9 +7,10 @@ processes need none.
 from torchreplay.ray.async_replay import AsyncReplay, AsyncReplayStats, Timing
 from torchreplay.ray.context import ExplorerContext
 from torchreplay.ray.evaluator import Evaluator, EvaluatorFailed, EvaluatorStats
-from torchreplay.ray.shard_writer import ShardLost, ShardWriter
 from torchreplay.ray.pool import ExplorerPool, ExplorersFailed
+from torchreplay.ray.remote import RemoteBuffer, RemoteWriter
 from torchreplay.ray.scores import Evaluation
+from torchreplay.ray.shard_writer import ShardLost, ShardWriter
 from torchreplay.ray.sharded import ShardedReplay
 from torchreplay.ray.sharded_stats import ShardedStats, ShardStats
 from torchreplay.ray.stats import ExplorerFailure, ExplorerStats
@@ -26,6 +27,8 @@ __all__ = [
     "ExplorerPool",
     "ExplorerStats",
     "ExplorersFailed",
+    "RemoteBuffer",
+    "RemoteWriter",
     "ShardLost",
     "ShardStats",
     "ShardWriter",

@@ -67,7 +67,7 @@ class ShardWriter(Writer):
             ) from None
 
 
-class Home:
+class NodeShard:
     """The shard of this process's node, attached.
 
     Args:

@@ -19,11 +19,11 @@ from torchreplay.ray.directory import NAMESPACE, Directory
 from torchreplay.ray.draws import Draws
 from torchreplay.ray.feedback import Feedback
 from torchreplay.ray.histograms import merged_histograms
-from torchreplay.ray.shard_writer import Expectation, Home, ShardWriter
 from torchreplay.ray.ledger import Ledger
 from torchreplay.ray.members import Shards
 from torchreplay.ray.rounds import RoundStream
 from torchreplay.ray.session import import_ray
+from torchreplay.ray.shard_writer import Expectation, NodeShard, ShardWriter
 from torchreplay.ray.sharded_stats import ShardedStats, summed
 from torchreplay.replay import Pin, Replay
 from torchreplay.samplers import Sampler, Schedule
@@ -116,7 +116,7 @@ class ShardedReplay(Replay):
         self._nonce, self._seed, self._config = nonce, seed, config
         self._capacity, self._count = capacity, count
         self.shards = Shards(_name(nonce), config.limiter)
-        self._home = Home(self.shards)
+        self._node_shard = NodeShard(self.shards)
         self._draws = Draws(self.shards, config, seed, nonce)
         self._feedback = Feedback(self.shards, nonce)
         self._closed = False
@@ -149,7 +149,7 @@ class ShardedReplay(Replay):
             Stopped: The buffer was stopped.
             ValueError: `lanes` is out of range or asked for under `Rows()`, or `autoreset` is unknown.
         """
-        buffer, base = self._home.buffer()
+        buffer, base = self._node_shard.buffer()
         return ShardWriter(buffer, buffer._config, base, lanes, autoreset)
 
     def extend(self, /, *, priority: Any = None, **fields: Any) -> torch.Tensor:
@@ -157,7 +157,7 @@ class ShardedReplay(Replay):
 
         Arguments, results and errors are those of `ReplayBuffer.extend`; the keys are the union's.
         """
-        buffer, base = self._home.buffer()
+        buffer, base = self._node_shard.buffer()
         return buffer.extend(priority=priority, **fields) + base
 
     def expect_writers(self) -> Expectation:
@@ -335,14 +335,14 @@ class ShardedReplay(Replay):
     @property
     def stopped(self) -> bool:
         """Whether `stop()` was called, in any process, as far as this one has heard: explorers hear it at once."""
-        return self._home.stopped or self.shards.stopped
+        return self._node_shard.stopped or self.shards.stopped
 
     def close(self) -> None:
         """Detaches this object; in the process that made the shards, ends them. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        self._home.close()
+        self._node_shard.close()
         if self._owned is not None:
             self._end_all()
 

@@ -141,8 +141,13 @@ class Supervisor:
     def stats(self) -> tuple[ExplorerStats, ...]:
         """Statistics of each worker, in order."""
         return tuple(
-            explorer_stats(w.index, self.board.entries[w.index], w.state, w.restarts, w.failure) for w in self.workers
+            explorer_stats(w.index, self.board.entries[w.index], self._state(w), w.restarts, w.failure)
+            for w in self.workers
         )
+
+    def _state(self, w: Worker) -> State:
+        begun = w.state == "starting" and self.board.entries[w.index]["pid"]  # its process says so itself
+        return "running" if begun else w.state
 
     @property
     def hopeless(self) -> bool:
@@ -187,8 +192,6 @@ class Supervisor:
         for w in running:
             if w.run in ended:
                 self._settle(w, self.backend.outcome(w.run))
-            elif w.state == "starting" and self.board.entries[w.index]["pid"]:
-                w.state = "running"
 
     def _settle(self, w: Worker, outcome: Outcome) -> None:
         self.backend.release(w.run)

@@ -1,0 +1,153 @@
+"""What is known of remote writers' chunks outlives whoever writes them: a chunk that comes again is written as far as
+it is missing, wherever its writer was killed."""
+
+import random
+import time
+
+import numpy as np
+import pytest
+import torch
+from forked import Forked, eventually, shared_counters
+
+import torchreplay as tr
+from torchreplay import ledger as ledgers
+from torchreplay.ledger import Ledger
+from torchreplay.ray import courier
+from torchreplay.ray.courier import Outbox
+from torchreplay.ray.ingest import _Seat
+
+SPEC = {
+    "obs": tr.Field((2,), torch.int64),
+    "reward": tr.Field((), torch.float64),
+    "terminated": tr.Field((), torch.bool),
+    "truncated": tr.Field((), torch.bool),
+}
+LANES = 3
+CALLS = 3000
+ROWS = 64
+VIEWS = {"rows": tr.Rows(), "linked": tr.Transitions(n_step=2, gamma=1.0)}
+
+
+def make(view, capacity=2 * LANES * CALLS):
+    return tr.ReplayBuffer(SPEC, capacity, view=view, seed=0)
+
+
+def calls(writer, linked):
+    """Makes the calls of a vector environment whose lanes end their episodes at different times."""
+    lane, flags = np.arange(LANES), np.zeros(LANES, bool)
+    for t in range(CALLS):
+        obs = np.stack([lane, np.full(LANES, t)], 1)
+        if linked and t == 0:
+            writer.reset(obs=obs)
+        else:
+            values = {"obs": obs, "reward": np.full(LANES, t), "terminated": (t + lane) % 7 == 0, "truncated": flags}
+            (writer.step if linked else writer.extend)(**values)
+        yield
+
+
+def chunks_of(view, monkeypatch):
+    """What a remote writer sends."""
+    monkeypatch.setattr(courier, "CHUNK_ROWS", ROWS)
+    config = make(view)._config
+    outbox = Outbox(config, LANES)
+    linked = view is not VIEWS["rows"]
+    chunks = []
+    with tr.Writer(outbox.stage._segment, config, LANES if linked else None) as writer:
+        for _ in calls(writer, linked):
+            outbox.cut()
+            while len(outbox.parcels) > 2 or (outbox.parcels and outbox.parcels[-1].chunk.rows < ROWS):
+                chunks.append(outbox.parcels.popleft().chunk)
+    chunks += [parcel.chunk for parcel in outbox.parcels]
+    assert [chunk.number for chunk in chunks] == list(range(1, len(chunks) + 1))
+    return outbox.source, chunks
+
+
+def items(buffer):
+    batch = buffer.gather(torch.arange(buffer.stats().rows_written))
+    names = sorted(batch.keys() - {"key", "weight", "probability"})
+    n = len(batch["key"])
+    return [tuple(row) for row in torch.cat([batch[name].reshape(n, -1).double() for name in names], 1).tolist()]
+
+
+def ingest(buffer, ledger, source, chunks):
+    """Does what the ingest does: goes on where the one before was killed."""
+    eventually(ledger.claim)
+    seat = _Seat(buffer, ledger.place(source.writer, source.lanes, source.rows, True))
+    for chunk in chunks[seat.place.written :]:
+        seat.write(chunk)
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_whoever_writes_chunks_may_be_killed_at_any_time(view, monkeypatch):
+    source, chunks = chunks_of(view, monkeypatch)
+    plain, buffer = make(view), make(view)
+    linked = view is not VIEWS["rows"]
+    with tr.Writer(plain._segment, plain._config, LANES if linked else None) as writer:
+        for _ in calls(writer, linked):
+            pass
+    made = Ledger()
+    rng = random.Random(0)
+    kills = 0
+    while (place := made.place(source.writer, source.lanes, source.rows, True)).written < len(chunks):
+        before = place.written
+        child = Forked(ingest, buffer, made, source, chunks)
+        eventually(lambda: place.written > before or not child.is_running(), interval=0)  # noqa: B023
+        stop = time.perf_counter() + rng.uniform(0, 0.002)
+        while time.perf_counter() < stop:
+            pass
+        kills += child.is_running()
+        child.kill()
+        assert child.status in (0, -9)
+    assert kills > 3
+    found, expected = items(buffer), items(plain)
+    assert len(found) > LANES * CALLS * 0.8
+    assert sorted(found) == sorted(expected)
+    if not linked:
+        assert found == expected
+
+
+def test_the_place_of_a_writer_that_left_goes_to_the_next_one():
+    ledger = Ledger()
+    first = ledger.place(1, lanes=2, rows=8, fresh=True)
+    first.begin(1, 8)
+    first.finish(1, np.zeros(2, first.ends().dtype))
+    assert ledger.place(1, 2, 8, fresh=False).written == 1
+    assert ledger.place(2, 2, 8, fresh=False) is None
+    first.leave()
+    second = ledger.place(3, lanes=1, rows=8, fresh=True)
+    assert second.written == 0
+    assert not len(second.ends())
+    assert second.begin(1, 8)
+    assert not second.begin(1, 8)
+    assert (ledger.places["offset"] > 0).sum() == 1
+
+
+def test_a_place_goes_to_another_writer_only_when_nothing_was_heard_for_long(monkeypatch):
+    monkeypatch.setattr(ledgers, "PLACES", 2)
+    ledger = Ledger()
+    assert ledger.place(1, 1, 8, True).written == 0
+    ledger.place(2, 1, 8, True)
+    with pytest.raises(MemoryError, match="2 remote writers"):
+        ledger.place(3, 1, 8, True)
+    monkeypatch.setattr(ledgers, "FORGOTTEN_AFTER", 0.0)
+    ledger.place(2, 1, 8, False)
+    ledger.place(3, 1, 8, True)
+    assert ledger.place(1, 1, 8, False) is None
+    assert ledger.place(2, 1, 8, False) is not None
+
+
+def test_one_process_at_a_time_may_write_and_death_lets_the_next_one():
+    def claim(ledger):
+        assert ledger.claim()
+        claimed[0] = 1
+        eventually(lambda: False)
+
+    claimed = shared_counters(1)
+    ledger = Ledger()
+    with Forked(claim, Ledger.attach(ledger.handle())) as child:
+        eventually(lambda: claimed[0])
+        successor = Ledger.attach(ledger.handle())
+        assert not successor.claim()
+        assert not successor.claim()
+        child.kill()
+        assert successor.claim()

@@ -1,0 +1,364 @@
+"""Buffers and weights that are passed to other nodes of a Ray cluster: real nodes, real kills."""
+
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+from cluster import ray_cluster
+from forked import eventually
+
+import torchreplay as tr
+
+SPEC = {"writer": tr.Field((), torch.int64), "count": tr.Field((), torch.int64), "frame": tr.Field((400,))}
+STEPS = {
+    "obs": tr.Field((2,), torch.int64),  # lane of the writer, step
+    "reward": tr.Field(),
+    "terminated": tr.Field((), torch.bool),
+    "truncated": tr.Field((), torch.bool),
+}
+EPISODE = 5
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with ray_cluster(2) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def explorers(cluster):
+    """An explorer on each node, which tests give buffers to."""
+    return [cluster.ray.remote(Explorer).options(**cluster.on(node)).remote() for node in range(3)]
+
+
+@pytest.fixture
+def explorer(cluster, explorers):
+    """Gives a buffer to the explorer of a node; after the test it has none."""
+    given = []
+
+    def give(node, buffer, index=0):
+        given.append(explorers[node])
+        cluster.ray.get(explorers[node].open.remote(buffer, index))
+        return explorers[node]
+
+    yield give
+    cluster.ray.get([actor.let_go.remote() for actor in given])
+
+
+class Explorer:
+    """Writes numbered rows to a buffer that was passed to it."""
+
+    def open(self, buffer, index=0):
+        self.buffer, self.index, self.count = buffer, index, 0
+        self.writer = buffer.writer()
+
+    def let_go(self):
+        self.writer.close()
+        self.buffer.close()
+        self.buffer = self.writer = None
+
+    def kind(self):
+        return type(self.buffer).__name__, repr(self.buffer), os.getpid()
+
+    def write(self, rows):
+        """Returns how many rows it has written when all are acknowledged."""
+        for _ in range(rows):
+            frame = np.full(400, self.count + self.index / 8, np.float32)
+            answer = self.writer.append(writer=self.index, count=self.count, frame=frame)
+            assert answer is None, answer
+            self.count += 1
+        self.writer.flush()
+        return self.count
+
+    def write_until_stopped(self):
+        try:
+            while True:
+                self.write(10)
+        except tr.Stopped as error:
+            return self.count, str(error), self.buffer.stopped
+
+    def try_to(self, call):
+        try:
+            return call(self.buffer, self.writer)
+        except Exception as error:
+            return type(error), str(error)
+
+    def mapped(self):
+        """What this process has of the memory of others: mappings and descriptors."""
+        with open("/proc/self/maps") as maps:
+            found = [line for line in maps if "torchreplay" in line]
+        inodes = {int(line.split()[4]) for line in found}
+        for fd in os.listdir("/proc/self/fd"):
+            try:
+                inodes.add(os.stat(f"/proc/self/fd/{fd}").st_ino)
+            except OSError:
+                continue
+        return inodes
+
+    def step(self, seed, lanes, steps):
+        """Steps of a vector environment whose lanes end their episodes at different times."""
+        with self.buffer.writer(lanes) as writer:
+            lane = np.arange(lanes) + seed * 100
+            writer.reset(obs=np.stack([lane, np.zeros(lanes, int)], 1))
+            for t in range(1, steps):
+                ended = (t + np.arange(lanes)) % EPISODE == 0
+                obs = np.stack([lane, np.full(lanes, t)], 1)
+                writer.step(obs=obs, reward=np.full(lanes, t), terminated=ended, truncated=np.zeros(lanes, bool))
+                if t % 7 == 0:
+                    writer.flush()  # chunks end in the middle of episodes
+
+    def pull(self, weights, version):
+        """Pulls `version`, and once more: whether there was something newer, and the sum of the weights then."""
+        if weights is not None:
+            self.weights, self.module = weights, torch.nn.Linear(3, 1, bias=False)
+        eventually(lambda: self.weights.version >= version, 120)
+        return [(self.weights.pull(self.module), float(self.module.weight.detach().sum())) for _ in range(2)]
+
+    def publish(self):
+        with pytest.raises(RuntimeError) as caught:
+            self.weights.publish(self.module)
+        return str(caught.value)
+
+
+def make_buffer(capacity=50_000, **options):
+    return tr.ReplayBuffer(SPEC, capacity, seed=0, **options)
+
+
+def rows_of(buffer):
+    """All rows, in the order of their keys."""
+    return buffer.gather(torch.arange(buffer.stats().rows_written))
+
+
+def assert_complete(buffer, counts):
+    """Of each writer, rows 0, 1, ... are there, once each, in the order of keys, with what was written."""
+    storage = rows_of(buffer)
+    assert len(buffer) == len(storage["count"]) == sum(counts.values())
+    for writer, count in counts.items():
+        chosen = storage["writer"] == writer
+        assert torch.equal(storage["count"][chosen], torch.arange(count)), f"writer {writer}"
+    expected = (storage["count"] + storage["writer"] / 8).float()
+    assert torch.equal(storage["frame"], expected[:, None].expand(-1, 400))
+
+
+def ingest_pid(cluster):
+    alive = [a["Pid"] for a in cluster.actors("Ingest") if a["State"] == "ALIVE"]
+    return alive[0] if alive else None
+
+
+def test_rows_of_two_nodes_arrive_complete_in_order_and_not_through_shared_memory(cluster, explorer):
+    buffer = make_buffer()
+    far = [explorer(node, buffer, node) for node in (1, 2)]
+    ray = cluster.ray
+    for actor in far:
+        kind, text, _ = ray.get(actor.kind.remote())
+        assert kind == "RemoteBuffer"
+        assert cluster.node_ids[0] in text
+    assert ray.get([actor.write.remote(700) for actor in far]) == [700, 700]
+    assert_complete(buffer, {1: 700, 2: 700})
+    inode = os.fstat(buffer._segment.fd).st_ino
+    for inodes in ray.get([actor.mapped.remote() for actor in far]):
+        assert inode not in inodes
+    eventually(lambda: buffer.stats().writers == 2)
+    assert len(buffer.sample(32)["key"]) == 32
+
+
+def test_on_its_own_node_the_buffer_is_the_same_memory_and_comes_back_from_others_as_that(cluster, explorer):
+    buffer = make_buffer()
+    here, there = explorer(0, buffer, 1), explorer(1, buffer, 2)
+    assert cluster.ray.get(here.kind.remote())[0] == "ReplayBuffer"
+    assert cluster.ray.get(there.kind.remote())[0] == "RemoteBuffer"
+    inode = os.fstat(buffer._segment.fd).st_ino
+    assert inode in cluster.ray.get(here.mapped.remote())
+    back = cluster.ray.get(there.try_to.remote(lambda buffer, writer: buffer))
+    assert isinstance(back, tr.ReplayBuffer)
+    assert os.fstat(back._segment.fd).st_ino == inode
+    back.close()
+
+
+def test_streams_of_lanes_are_linked_as_they_were_written(cluster, explorer):
+    view = tr.Transitions(n_step=2, gamma=1.0)
+    buffer, plain = (tr.ReplayBuffer(STEPS, 5000, view=view, seed=0) for _ in range(2))
+    lanes, steps, seeds = 3, 60, (1, 2)
+    far = [explorer(seed, buffer) for seed in seeds]
+    cluster.ray.get([actor.step.remote(seed, lanes, steps) for actor, seed in zip(far, seeds, strict=True)])
+    for seed in seeds:
+        local = Explorer()
+        local.buffer = plain
+        local.step(seed, lanes, steps)
+    assert len(buffer) == len(plain)
+    assert _items(buffer) == _items(plain)
+    assert len(_items(buffer)) > len(buffer) / 2
+
+
+def _items(buffer):
+    batch = buffer.gather(torch.arange(len(buffer)))
+    columns = (batch["obs"], batch["next_obs"], batch["reward"][:, None], batch["terminated"][:, None])
+    return sorted(tuple(row) for row in torch.cat([column.double() for column in columns], 1).tolist())
+
+
+def test_bad_input_is_refused_at_once_with_the_errors_of_every_writer(cluster, explorer):
+    buffer = make_buffer()
+    far = explorer(1, buffer, 1)
+    frame = np.zeros(400, np.float32)
+
+    def refused(call):
+        return cluster.ray.get(far.try_to.remote(call))
+
+    def local(call):
+        with buffer.writer() as writer, pytest.raises(Exception) as caught:
+            call(buffer, writer)
+        return caught.type, str(caught.value)
+
+    for call in (
+        lambda b, w: w.append(writer=0, count=0),
+        lambda b, w: w.append(writer=0, count=0.5, frame=frame),
+        lambda b, w: w.append(writer=0, count=0, frame=frame[1:]),
+        lambda b, w: w.append(writer=0, count=0, frame=frame, priority=float("nan")),
+        lambda b, w: w.step(writer=0, count=0, frame=frame),
+        lambda b, w: b.writer(lanes=2),
+        lambda b, w: b.extend(writer=[0, 1], count=[0], frame=[frame]),
+    ):
+        assert refused(call) == local(call)
+    kind, text = refused(lambda b, w: b.sample(3))
+    assert kind is AttributeError
+    assert "learners run on the buffer's" in text
+    assert cluster.ray.get(far.write.remote(3)) == 3
+    assert_complete(buffer, {1: 3})
+    assert refused(lambda b, w: (len(b), b.capacity, b.limiter, b.stats().rows_written)) == (3, 50_000, tr.MinSize(), 3)
+
+
+def test_a_killed_ingest_loses_and_doubles_nothing(cluster, explorer):
+    buffer = make_buffer(200_000)
+    far = [explorer(node, buffer, node) for node in (1, 2)]
+    ends = [actor.write_until_stopped.remote() for actor in far]
+    killed = set()
+    for _ in range(2):
+        before = len(buffer)
+        eventually(lambda before=before: len(buffer) > before + 200, 120)
+        pid = ingest_pid(cluster)
+        os.kill(pid, signal.SIGKILL)
+        killed.add(pid)
+        eventually(lambda: ingest_pid(cluster) not in (None, *killed), 120)
+    before = len(buffer)
+    eventually(lambda: len(buffer) > before + 200, 120)
+    buffer.stop()
+    results = cluster.ray.get(ends)
+    assert [(text, stopped) for _, text, stopped in results] == [("the replay buffer was stopped", True)] * 2
+    rows = rows_of(buffer)
+    for writer, (written, *_) in zip((1, 2), results, strict=True):
+        counts = rows["count"][rows["writer"] == writer]
+        assert torch.equal(counts, torch.arange(len(counts)))
+        assert written - 10 <= len(counts) <= written, "only the last ten were not acknowledged"
+
+
+def test_a_limiter_holds_remote_writers_back_until_the_learner_draws(cluster, explorer):
+    buffer = make_buffer(limiter=tr.SamplesPerInsert(1.0, min_size=50, tolerance=0.2))
+    far = explorer(1, buffer, 1)
+    end = far.write.remote(600)
+    eventually(lambda: len(buffer) >= 50, 120)
+    drawn = 0
+    while not cluster.ray.wait([end], timeout=0.01)[0]:
+        # At most `tolerance` ahead of the draws, but for the 64 rows of a writer that were under way at the last look,
+        # and 64 that it may begin.
+        assert len(buffer) <= 50 + 10 + drawn + 2 * 64
+        if drawn < 550:  # 600 rows admit no more: a batch needs 40 + drawn + 10 of them
+            buffer.sample(10, timeout=120)
+            drawn += 10
+    assert_complete(buffer, {1: 600})
+
+
+def test_stop_ends_a_writer_that_waits_for_the_limiter_and_the_ingest_goes(cluster, explorer):
+    buffer = make_buffer(limiter=tr.SamplesPerInsert(1.0, min_size=10))
+    end = explorer(2, buffer, 2).write_until_stopped.remote()
+    eventually(lambda: len(buffer) > 10, 120)
+    ingest = ingest_pid(cluster)
+    assert ingest
+    buffer.stop()
+    assert cluster.ray.get(end)[1:] == ("the replay buffer was stopped", True)
+    eventually(lambda: not os.path.exists(f"/proc/{ingest}"), 120)
+
+
+def test_a_killed_explorer_costs_its_unsent_rows_and_implies_no_end(cluster, explorer):
+    buffer = make_buffer()
+    victim, other = cluster.ray.remote(Explorer).options(**cluster.on(1)).remote(), explorer(2, buffer, 2)
+    cluster.ray.get(victim.open.remote(buffer, 1))
+    assert cluster.ray.get(victim.write.remote(50)) == 50
+    victim.write_until_stopped.remote()
+    eventually(lambda: len(buffer) > 100, 120)
+    cluster.ray.kill(victim)
+    assert cluster.ray.get(other.write.remote(300)) == 300
+    eventually(lambda: buffer.stats().writers == 1, 120)
+    rows = rows_of(buffer)
+    counts = rows["count"][rows["writer"] == 1]
+    assert torch.equal(counts, torch.arange(len(counts)))
+    assert len(counts) > 50
+
+
+def test_a_killed_node_costs_its_explorers_and_nothing_else(cluster, explorer):
+    buffer = make_buffer()
+    staying = explorer(1, buffer, 1)
+    with cluster.one_more() as node:
+        lost = cluster.ray.remote(Explorer).options(**cluster.on(node)).remote()
+        cluster.ray.get(lost.open.remote(buffer, 2))
+        assert cluster.ray.get(lost.write.remote(100)) == 100
+        cluster.kill(node)
+    assert cluster.ray.get(staying.write.remote(100)) == 100
+    assert_complete(buffer, {1: 100, 2: 100})
+
+
+def test_the_writers_of_a_buffer_that_is_gone_are_told(cluster, explorer):
+    owner = cluster.ray.remote(Owner).options(**cluster.on(2)).remote()
+    buffer_there = cluster.ray.get(owner.lend.remote())
+    far = explorer(1, *buffer_there, 1)
+    end = far.write_until_stopped.remote()
+    eventually(lambda: cluster.ray.get(owner.count.remote()) > 20, 120)
+    cluster.ray.kill(owner)
+    _, text, stopped = cluster.ray.get(end)
+    assert stopped
+    assert "gone" in text
+
+
+class Owner:
+    """Has a buffer on its node."""
+
+    def __init__(self):
+        self.buffer = make_buffer()
+
+    def lend(self):
+        return (self.buffer,)
+
+    def count(self):
+        return len(self.buffer)
+
+
+def test_weights_are_pulled_when_they_are_newer(cluster, explorers):
+    module = torch.nn.Linear(3, 1, bias=False)
+    weights = tr.SharedWeights(module)
+    far = explorers[1]
+    start = pytest.approx(float(module.weight.detach().sum()))
+    assert cluster.ray.get(far.pull.remote(weights, 0)) == [(True, start), (False, start)]
+    for value in (1.0, 2.0):
+        with torch.no_grad():
+            module.weight.fill_(value)
+        version = weights.publish(module)
+        assert cluster.ray.get(far.pull.remote(None, version)) == [(True, 3 * value), (False, 3 * value)]
+    text = cluster.ray.get(far.publish.remote())
+    assert "published where they were made" in text
+
+
+def test_a_handle_of_another_node_is_refused_where_only_memory_will_do(cluster):
+    @cluster.ray.remote
+    def attach(handle):
+        from torchreplay.segment import open_handle
+
+        try:
+            open_handle(handle, "thing")
+        except tr.AttachError as error:
+            return str(error)
+
+    handle = make_buffer().handle()
+    assert handle.node == cluster.node_ids[0]
+    text = cluster.ray.get(attach.options(**cluster.on(1)).remote(handle))
+    assert "another Ray node" in text

@@ -1,0 +1,220 @@
+"""A replay buffer on another node of the Ray cluster: what explorers do with it, done through Ray."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torchreplay.buffer import ReplayBuffer
+from torchreplay.config import Config
+from torchreplay.errors import AttachError, Stopped
+from torchreplay.limiters import Limiter
+from torchreplay.nodes import ray_node
+from torchreplay.ray.courier import Courier, Outbox
+from torchreplay.ray.home import Home
+from torchreplay.ray.ingest import Ingest
+from torchreplay.samplers import Sampler
+from torchreplay.segment import Handle
+from torchreplay.spec import nest
+from torchreplay.stats import Stats
+from torchreplay.views import View
+from torchreplay.writer import Autoreset, Writer
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+
+class RemoteWriter(Writer):
+    """Writes rows of a buffer on another Ray node; made by `RemoteBuffer.writer()`.
+
+    The calls, their checks and their errors are those of every writer, but `append`, `extend`, `reset` and `step`
+    return None: keys are given where the rows arrive. They are sent in chunks, at most a tenth of a second later.
+    """
+
+    def __init__(self, courier: Courier, config: Config, lanes: int | None, autoreset: Autoreset) -> None:
+        self._courier = courier
+        self._outbox: Outbox = courier.open(config, lanes or 1)
+        try:
+            super().__init__(self._outbox.stage._segment, config, lanes, autoreset)
+        except BaseException:
+            courier.leave(self._outbox)
+            raise
+        self._leave = weakref.finalize(self, courier.leave, self._outbox)
+
+    def append(self, *args: Any, **fields: Any) -> None:  # type: ignore[override]
+        """Writes one row, as `Writer.append` does."""
+        super().append(*args, **fields)
+
+    def extend(self, *args: Any, **fields: Any) -> None:  # type: ignore[override]
+        """Writes n rows, or episodes, as `Writer.extend` does."""
+        super().extend(*args, **fields)
+
+    def reset(self, *args: Any, **observation: Any) -> None:
+        """Starts an episode, as `Writer.reset` does."""
+        super().reset(*args, **observation)
+
+    def step(self, *args: Any, **fields: Any) -> None:
+        """Writes a step, as `Writer.step` does."""
+        super().step(*args, **fields)
+
+    def flush(self) -> None:
+        """Returns when everything written so far is in the buffer.
+
+        Raises:
+            Stopped: The buffer was stopped, or is gone: some of it may not be.
+        """
+        self._courier.flush(self._outbox)
+
+    def close(self) -> None:
+        """Flushes, unless the buffer was stopped, and gives up the writer's place. Idempotent."""
+        if not self.closed:
+            with suppress(Stopped):
+                self.flush()
+            self._leave()
+        super().close()
+
+    def _wait(self, stalled: bool) -> None:
+        self._courier.make_room(self._outbox)
+
+
+class RemoteBuffer:
+    """A replay buffer on another node of the Ray cluster, for explorers.
+
+    What a `ReplayBuffer` becomes when it is passed to a Ray task or actor on another node than its own. It has the
+    calls with which one writes, and those that ask; learners run on the buffer's node. Pickles like the buffer, and is
+    that buffer again on its own node.
+
+    Args:
+        handle: Of the buffer.
+        view: The buffer's own view, with functions that a handle does not carry.
+
+    Raises:
+        AttachError: The buffer, its owner or its node is gone.
+        ValueError: `view` is not the buffer's.
+    """
+
+    def __init__(self, handle: Handle, view: View | None = None) -> None:
+        self._handle = handle
+        self._given_view = view
+        self._home = Home(handle.node, Ingest, f"torchreplay-ingest-{handle.nonce:016x}", (handle, view))
+        text, gone = self._home.ask("describe")
+        if gone:
+            raise AttachError(gone)
+        self._config = Config.from_text(text).with_functions(view)
+        self._courier = Courier(self._home)
+        weakref.finalize(self, self._courier.close)
+        self._pid = os.getpid()
+        self._local = threading.local()
+
+    # Writing
+
+    def writer(self, lanes: int | None = None, autoreset: Autoreset = "next_step") -> RemoteWriter:
+        """Returns a writer for the calling thread's rows, as `ReplayBuffer.writer` does.
+
+        Raises:
+            Stopped: The buffer was stopped, or is gone.
+            ValueError: As there.
+        """
+        if os.getpid() != self._pid:
+            raise RuntimeError("a buffer of another node does not survive a fork: pass it to a Ray task or actor")
+        return RemoteWriter(self._courier, self._config, lanes, autoreset)
+
+    def extend(self, /, *, priority: Any = None, **fields: Any) -> None:
+        """Writes n rows or episodes, as `ReplayBuffer.extend` does, and returns when they are in the buffer."""
+        lanes = self._config.lanes_of(fields)
+        if lanes is not None:
+            with self.writer(lanes) as block_writer:
+                block_writer.extend(priority=priority, **fields)
+                block_writer.flush()
+            return
+        try:
+            writer: RemoteWriter = self._local.writer
+        except AttributeError:
+            writer = self._local.writer = self.writer()
+        writer.extend(priority=priority, **fields)
+        writer.flush()
+
+    # Life cycle
+
+    def stop(self) -> None:
+        """Tells everyone to finish, on all nodes."""
+        self._home.ask("stop")
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the buffer was stopped, or is gone: known about half a second later. Costs nothing."""
+        return bool(self._courier.ending)
+
+    def close(self) -> None:
+        """Lets this object's writers of `extend` go. Idempotent."""
+        self._local = threading.local()
+
+    def handle(self) -> Handle:
+        """Returns the buffer's own handle."""
+        return self._handle
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ReplayBuffer.attach, (self._handle, *(() if self._given_view is None else (self._given_view,)))
+
+    def __enter__(self) -> RemoteBuffer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Asking
+
+    def __len__(self) -> int:
+        """Returns the number of rows held; asks the buffer's node."""
+        return int(self._home.ask("count"))
+
+    def __bool__(self) -> bool:
+        return True
+
+    def stats(self) -> Stats:
+        """Returns what has happened so far, over all processes; asks the buffer's node."""
+        stats: Stats = self._home.ask("stats")
+        return stats
+
+    @property
+    def limiter(self) -> Limiter:
+        """Who must wait; asks the buffer's node."""
+        limiter: Limiter = self._home.ask("limiter")
+        return limiter
+
+    @property
+    def capacity(self) -> int:
+        """Rows that fit."""
+        return self._config.capacity
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """The fields, nested as they were given."""
+        return nest(self._config.fields)
+
+    @property
+    def sampler(self) -> Sampler:
+        """How items are drawn."""
+        return self._config.sampler
+
+    @property
+    def view(self) -> View:
+        """How rows become items."""
+        return self._config.view
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if not name.startswith("_") and hasattr(ReplayBuffer, name):
+            raise AttributeError(
+                f"{name} needs the buffer's memory, which is on node {self._handle.node} (here {ray_node()}): "
+                f"explorers write from every node, learners run on the buffer's"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __repr__(self) -> str:
+        fields = ", ".join("/".join(path) for path in self._config.fields)
+        return f"RemoteBuffer(capacity {self.capacity:,} on node {self._handle.node}, fields {fields})"
