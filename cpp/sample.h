@@ -32,6 +32,13 @@ struct Shortage {
   uint64_t inserted = 0, needed = 0, drawable = 0;
 };
 
+// The tree as a draw found it: the sum of all leaves, the number of positive ones and the smallest of those. Whoever
+// mixes draws of several buffers needs all three as of one moment.
+struct DrawnFrom {
+  double total = 0, smallest = 0;
+  int64_t drawable = 0;
+};
+
 class BatchSampler {
  public:
   // `plan`: what a batch consists of; nullptr for one of single rows. It must outlive the sampler.
@@ -44,6 +51,9 @@ class BatchSampler {
 
   // Slots that the last draw found unsettled: their writers lag, or are dead.
   uint64_t pending() const { return pending_; }
+
+  // The tree as the last draw found it, before any redraw.
+  const DrawnFrom& drawn_from() const { return drawn_from_; }
 
   // Copies the items anchored at `keys`, in their order, leaving out those that cannot be drawn (any more). Returns how
   // many there are. Their weights and probabilities are those of a draw; `name`: of the one whose chances they take
@@ -167,6 +177,8 @@ class BatchSampler {
     }
     find(tree, n);
     if (!round) {
+      const auto unit = static_cast<double>(tree.quantize(1.0f));
+      drawn_from_ = {static_cast<double>(tree.total()) / unit, tree.min(), tree.count()};
       h.sampled += static_cast<uint64_t>(n);
       TORCHREPLAY_FAULT("draw.counted");
       h.draws.fetch_add(1, std::memory_order_relaxed);
@@ -288,6 +300,7 @@ class BatchSampler {
   std::vector<std::optional<Copier>> copiers_;  // of each thread
   std::vector<Part> parts_;
   uint64_t pending_ = 0;
+  DrawnFrom drawn_from_;
   std::vector<DrawnItem> items_;
   std::vector<int> todo_;
   std::vector<uint64_t> random_, target_, chance_;

@@ -307,7 +307,7 @@ def test_a_loaders_worker_is_refused_a_cuda_device(monkeypatch):
 
 @pytest.mark.usefixtures("two_devices")
 def test_the_buffers_memory_is_page_locked_for_the_ring_alone(monkeypatch):
-    monkeypatch.setattr(dataset_module, "DeviceCopies", lambda device: LateCopies())
+    monkeypatch.setattr("torchreplay.buffer.DeviceCopies", lambda device: LateCopies())
     locked = []
     for pin in ("staging", "off", "ring"):
         buffer = filled_buffer()

@@ -6,6 +6,7 @@ import os
 import secrets
 import threading
 import weakref
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -14,27 +15,31 @@ import numpy as np
 import torch
 
 from . import _C
-from .arguments import checked_int, checked_kind
+from .arguments import checked_int
 from .batch import ReplayBatch
 from .checkpoint import announce_rows, load_rows, read_description, save
-from .config import MAX_CAPACITY, Config
+from .config import Config
+from .cuda import DeviceCopies
 from .deferred import DeferredUpdates
 from .drawing import Drawing
 from .errors import AttachError, CheckpointError, ReplayTimeout
 from .hindsight import Hindsight
 from .inspection import Inspection
 from .ledger import Ledger
-from .limiters import Limiter, MinSize, SamplesPerInsert
+from .limiters import Limiter
 from .nodes import is_elsewhere
 from .page_lock import CudaRegistry, PageLock, Registry
 from .plan import GOALS
-from .samplers import Prioritized, Sampler, Uniform
+from .replay import Pin, Replay
+from .samplers import Sampler
 from .segment import Handle, make_handle, new_nonce, open_handle, reserve
 from .segment_file import boot_number, create_file, open_file
-from .spec import Spec, flatten, nest, to_native
+from .spec import Spec, nest, to_native
+from .staging import Staging
+from .stream import BatchStream
 from .supervision import Supervision
-from .views import VIEWS, Rows, View
-from .waiting import LOG_EVERY, logger
+from .views import View
+from .waiting import LOG_EVERY, Wait, logger
 from .writer import Autoreset, Writer
 
 if TYPE_CHECKING:
@@ -43,7 +48,7 @@ if TYPE_CHECKING:
 _open_buffers: weakref.WeakSet[ReplayBuffer] = weakref.WeakSet()
 
 
-class ReplayBuffer(Drawing, Inspection):
+class ReplayBuffer(Drawing, Inspection, Replay):
     """A prioritized replay buffer in shared memory.
 
     Rows live in a ring of `capacity` slots; the newest overwrite the oldest. Any number of processes write and draw at
@@ -80,16 +85,7 @@ class ReplayBuffer(Drawing, Inspection):
         path: str | os.PathLike[str] | None = None,
         seed: int | None = None,
     ) -> None:
-        default_sampler: Sampler = Uniform()
-        default_view: View = Rows()
-        default_limiter: Limiter = MinSize()
-        config = Config(
-            checked_int("capacity", capacity, 1, MAX_CAPACITY),
-            flatten(spec),
-            checked_kind("sampler", sampler, default_sampler, (Uniform, Prioritized)),
-            checked_kind("view", view, default_view, VIEWS),
-            checked_kind("limiter", limiter, default_limiter, (MinSize, SamplesPerInsert)),
-        )
+        config = Config.of(spec, capacity, sampler, view, limiter)
         seed = secrets.randbits(63) if seed is None else checked_int("seed", seed, 0, (1 << 64) - 1)
         nonce = new_nonce()
         native = to_native(config.fields)
@@ -270,6 +266,29 @@ class ReplayBuffer(Drawing, Inspection):
         except AttributeError:
             writer = self._local.writer = self.writer()
         return writer.extend(priority=priority, **fields)
+
+    # Drawing
+
+    def batches(
+        self,
+        batch_size: int,
+        count: int | None,
+        prefetch: int,
+        timeout: float | None,
+        waiting: type[Wait],
+        drawn: deque[dict[str, Any]],
+        staging: Staging | None = None,
+    ) -> BatchStream:
+        """Returns a stream of batches, `prefetch` of which are drawn ahead by a native thread."""
+        return BatchStream(self, batch_size, count, prefetch, timeout, waiting, drawn, staging)
+
+    def staging(self, batch_size: int, prefetch: int, device: torch.device, pin: Pin | None) -> Staging | None:
+        """Returns what takes batches to a CUDA device while the learner computes; None: each is copied by itself."""
+        if pin == "off":
+            return None
+        if pin == "ring":
+            self._lock_pages()
+        return Staging(self, batch_size, prefetch, DeviceCopies(device))
 
     # Checkpoints
 

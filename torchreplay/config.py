@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from .arguments import checked_int
+from .arguments import checked_int, checked_kind
 from .hindsight import Hindsight
 from .limiters import Limiter, MinSize, SamplesPerInsert
 from .plan import as_path
 from .samplers import NORMALIZATIONS, Linear, Prioritized, Sampler, Uniform, value_of
-from .spec import Field, Path, from_native, to_native
+from .spec import Field, Path, Spec, flatten, from_native, to_native
 from .views import VIEWS, Rows, View
 
 MAX_CAPACITY = 1 << 31
@@ -38,6 +38,27 @@ class Config:
     sampler: Sampler
     view: View
     limiter: Limiter
+
+    @classmethod
+    def of(
+        cls, spec: Spec, capacity: int, sampler: Sampler | None, view: View | None, limiter: Limiter | None
+    ) -> Config:
+        """Returns the arguments of a buffer, checked.
+
+        Raises:
+            ValueError: A bad spec or capacity.
+            TypeError: Something else in the place of a sampler, a view or a limiter.
+        """
+        default_sampler: Sampler = Uniform()
+        default_view: View = Rows()
+        default_limiter: Limiter = MinSize()
+        return cls(
+            checked_int("capacity", capacity, 1, MAX_CAPACITY),
+            flatten(spec),
+            checked_kind("sampler", sampler, default_sampler, (Uniform, Prioritized)),
+            checked_kind("view", view, default_view, VIEWS),
+            checked_kind("limiter", limiter, default_limiter, (MinSize, SamplesPerInsert)),
+        )
 
     def to_text(self) -> str:
         """Returns the description as JSON: data, never code."""

@@ -6,21 +6,18 @@ import operator
 import os
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from .batch import ReplayBatch
-from .buffer import ReplayBuffer
-from .cuda import DeviceCopies, require_devices
+from .cuda import require_devices
 from .errors import Stopped
+from .replay import PINS, Batches, Pin, Replay
 from .staging import Staging
-from .stream import DRAWN_FIELDS, BatchStream
+from .stream import DRAWN_FIELDS
 from .waiting import ShownWait, Wait
-
-Pin = Literal["staging", "ring", "off"]
-PINS: tuple[Pin, ...] = get_args(Pin)
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -90,7 +87,7 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
 
     def __init__(
         self,
-        buffer: ReplayBuffer,
+        buffer: Replay,
         batch_size: int = 256,
         steps: int | None = None,
         prefetch: int = 2,
@@ -98,7 +95,7 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         timeout: float | None = None,
         pin: Pin | None = None,
     ) -> None:
-        if not isinstance(buffer, ReplayBuffer):
+        if not isinstance(buffer, Replay):
             raise ValueError(f"buffer is {type(buffer).__name__}; ReplayDataset needs a ReplayBuffer to draw from")
         self.buffer = buffer
         self.batch_size = require_count("batch_size", batch_size, at_least=1)
@@ -111,7 +108,7 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         self._position = 0  # batches that it has handed out
         self._resume_at = 0  # where the next iteration starts, set by load_state_dict alone
         self._drawn: deque[dict[str, Any]] = deque()  # what it hands out first, set by load_state_dict alone
-        self._stream: BatchStream | None = None  # of the iteration that advanced last
+        self._stream: Batches | None = None  # of the iteration that advanced last
 
     def __iter__(self) -> Iterator[ReplayBatch]:
         """Hands out batch after batch.
@@ -134,9 +131,7 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         worker = get_worker_info()
         waiting: type[Wait] = ShownWait if worker is None or worker.id == 0 else Wait  # one line for all workers
         left = None if share is None else share - position
-        stream = BatchStream(
-            self.buffer, self.batch_size, left, self.prefetch, self.timeout, waiting, self._drawn, staging
-        )
+        stream = self.buffer.batches(self.batch_size, left, self.prefetch, self.timeout, waiting, self._drawn, staging)
         try:
             for batch in stream:
                 position += 1
@@ -167,7 +162,7 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
 
     def _place_in_stream(self) -> dict[str, Any]:
         # Which worker gets which stream is a matter of who comes first; other processes keep to their own.
-        stream = {} if get_worker_info() is None else {"stream": self.buffer._segment.stream}
+        stream = {} if get_worker_info() is None else {"stream": self.buffer.stream}
         position, again, ahead = self._resume_at, list[dict[str, Any]](), list[dict[str, Any]]()
         if self._process == os.getpid():  # otherwise the iteration was the parent's
             position, again = self._position, list(self._drawn)
@@ -199,7 +194,7 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         if self._process == os.getpid():
             self.end()  # or its draws ahead would be in the way of those to come
         if "stream" in state_dict and get_worker_info() is not None:
-            self.buffer._segment.stream = require_count("stream", state_dict["stream"], at_least=0)
+            self.buffer.stream = require_count("stream", state_dict["stream"], at_least=0)
         self.buffer.draws = draws + len(drawn)
         self._resume_at = self._position = position
         self._drawn, self._stream, self._process = drawn, None, os.getpid()
@@ -221,13 +216,9 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         if self.device is None or self.device.type != "cuda":
             return None
         refuse_worker(self)
-        if self.pin == "off":
-            return None
-        if self.pin == "ring":
-            self.buffer._lock_pages()
-        return Staging(self.buffer, self.batch_size, self.prefetch, DeviceCopies(self.device))
+        return self.buffer.staging(self.batch_size, self.prefetch, self.device, self.pin)
 
-    def _on_device(self, batch: ReplayBatch, staging: Staging | None, stream: BatchStream) -> ReplayBatch:
+    def _on_device(self, batch: ReplayBatch, staging: Staging | None, stream: Batches) -> ReplayBatch:
         if staging is None:
             return batch if self.device is None else batch.to(self.device)
         moved = staging.hand_out(batch)

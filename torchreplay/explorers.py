@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
-    from .buffer import ReplayBuffer
+    from .replay import Replay
 
 
 @runtime_checkable
@@ -20,7 +20,7 @@ class Explorers(Protocol):
         """Ends all exploring; called more than once, and also where `start` failed."""
 
 
-ExplorersSource: TypeAlias = "Explorers | Callable[[ReplayBuffer], Explorers]"
+ExplorersSource: TypeAlias = "Explorers | Callable[[Any], Explorers]"
 
 
 def checked_source(explorers: ExplorersSource | None) -> ExplorersSource | None:
@@ -37,7 +37,7 @@ def checked_source(explorers: ExplorersSource | None) -> ExplorersSource | None:
     return explorers
 
 
-def made_explorers(source: ExplorersSource, buffer: ReplayBuffer) -> Explorers:
+def made_explorers(source: ExplorersSource, buffer: Replay) -> Explorers:
     """Returns the explorers that were given, or those that the given function makes for the buffer.
 
     Raises:

@@ -55,7 +55,8 @@ def histograms(leaves: torch.Tensor, keys1: torch.Tensor, head: int, bins: int) 
     age_range = (0.0, float(ages.max()) if len(ages) else 1.0)
     return {
         "priority_edges": torch.logspace(*priority_range, bins + 1, dtype=torch.float64),
-        "priority": torch.histc(positive.log10(), bins, *priority_range).long(),
+        # Clamped: logarithms of the extremes may differ from the edges in the last bit.
+        "priority": torch.histc(positive.log10().clamp(*priority_range), bins, *priority_range).long(),
         "age_edges": torch.linspace(*age_range, bins + 1, dtype=torch.float64),
         "age": torch.histc(ages, bins, *age_range).long(),
     }
@@ -71,9 +72,6 @@ class Inspection:
     def __len__(self) -> int:
         """Returns the number of rows held."""
         return self._segment.refresh(NEVER)
-
-    def __bool__(self) -> bool:
-        return True  # `if buffer:` asks whether there is one, not whether it holds rows
 
     @property
     def capacity(self) -> int:
@@ -129,6 +127,15 @@ class Inspection:
     @draws.setter
     def draws(self, step: int) -> None:
         self._segment.step = checked_int("draws", step, 0, (1 << 48) - 1)
+
+    @property
+    def stream(self) -> int:
+        """The number of this process's stream of draws. Set it to resume that of another process."""
+        return self._segment.stream
+
+    @stream.setter
+    def stream(self, number: int) -> None:
+        self._segment.stream = checked_int("stream", number, 0, (1 << 32) - 1)
 
     def stats(self) -> Stats:
         """Returns what has happened so far, over all processes."""

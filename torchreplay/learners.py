@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
-from .buffer import ReplayBuffer
 from .errors import LearnerLost, Stopped
 from .explorers import Explorers, checked_source, made_explorers
 from .peers import PATIENCE, Member, Peers
+from .replay import Replay
 from .samplers import Prioritized
 from .segment import machine_id
 
@@ -52,8 +52,8 @@ class Learners:
 
     def __init__(
         self,
-        buffer: ReplayBuffer | Callable[[], ReplayBuffer],
-        explorers: Explorers | Callable[[ReplayBuffer], Explorers] | None = None,
+        buffer: Replay | Callable[[], Replay],
+        explorers: Explorers | Callable[[Any], Explorers] | None = None,
     ) -> None:
         _check_source(buffer)
         self._buffer_source = buffer
@@ -77,7 +77,7 @@ class Learners:
         """Whether this is rank 0, or the only one; known once it has joined."""
         return self._peers is None or self._peers.me.rank == 0
 
-    def join(self, start_explorers: bool = True) -> ReplayBuffer:
+    def join(self, start_explorers: bool = True) -> Replay:
         """Returns the buffer that all ranks share; called by all of them.
 
         Args:
@@ -135,7 +135,7 @@ class Learners:
             release()
         return loss
 
-    def __enter__(self) -> ReplayBuffer:
+    def __enter__(self) -> Replay:
         return self.join()
 
     def __exit__(
@@ -148,20 +148,20 @@ class Learners:
             raise LearnerLost(loss) from error
         error.add_note(loss)
 
-    def _own_buffer(self) -> tuple[ReplayBuffer, bool]:
+    def _own_buffer(self) -> tuple[Replay, bool]:
         """Returns the buffer that this process was given or makes, and whether it is ours to close."""
-        if isinstance(self._buffer_source, ReplayBuffer):
+        if isinstance(self._buffer_source, Replay):
             return self._buffer_source, False
         buffer = self._buffer_source()
-        if not isinstance(buffer, ReplayBuffer):
+        if not isinstance(buffer, Replay):
             raise TypeError(f"the function given as `buffer` returned {buffer!r}; it must return a ReplayBuffer")
         return buffer, True
 
-    def _join_others(self) -> tuple[ReplayBuffer, bool]:
+    def _join_others(self) -> tuple[Replay, bool]:
         """Does the same for a rank among several; each step ends alike on all of them."""
         _refuse_several_machines()
         peers = Peers(dist.get_rank(), machine_id())
-        mine: list[tuple[ReplayBuffer, bool]] = []
+        mine: list[tuple[Replay, bool]] = []
 
         def make() -> bytes | None:
             if peers.me.rank > 0:
@@ -245,7 +245,7 @@ def _refuse_foreign(members: list[Member]) -> None:
         raise RuntimeError(several_machines(f"the run's {len(members)} ranks are spread over {machines} machines"))
 
 
-def _require_equal_weights(buffer: ReplayBuffer) -> None:
+def _require_equal_weights(buffer: Replay) -> None:
     sampler = buffer.sampler
     if isinstance(sampler, Prioritized) and sampler.weights == "batch":
         raise ValueError(
@@ -254,7 +254,7 @@ def _require_equal_weights(buffer: ReplayBuffer) -> None:
         )
 
 
-def _end_waits(buffers: list[tuple[ReplayBuffer, bool]]) -> None:
+def _end_waits(buffers: list[tuple[Replay, bool]]) -> None:
     """Frees this rank from its waits when another one is lost."""
     for buffer, _ in buffers:
         with suppress(RuntimeError):  # it is being closed: this rank is on its way out
@@ -274,16 +274,14 @@ def _part(peers: Peers, error: BaseException | None) -> str | None:
 
 
 def _check_source(buffer: object) -> None:
-    if not isinstance(buffer, ReplayBuffer) and not callable(buffer):
+    if not isinstance(buffer, Replay) and not callable(buffer):
         raise TypeError(
             f"buffer is {type(buffer).__name__}; it must be a ReplayBuffer or a function without arguments that makes "
             "one"
         )
 
 
-def _shut_down(
-    pid: int, explorers: list[Explorers], buffer: ReplayBuffer | None, leads: bool, peers: Peers | None
-) -> None:
+def _shut_down(pid: int, explorers: list[Explorers], buffer: Replay | None, leads: bool, peers: Peers | None) -> None:
     """Ends what `join` began; `buffer` is None where it is the user's to close."""
     if os.getpid() != pid:  # a forked child holds a copy of the finalizer, not of the duty
         return

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from .batch import ReplayBatch
-from .buffer import ReplayBuffer
 from .dataset import ReplayDataset, SteppedDataset, refuse_worker, require_count, require_device
 from .errors import ReplayTimeout, WouldBlockForever
 from .mixture import Mixture, checked_errors
+from .replay import Replay
 
 
 class MixedDataset(SteppedDataset[Any]):
@@ -74,7 +74,7 @@ class MixedDataset(SteppedDataset[Any]):
 
     def __init__(
         self,
-        buffers: Mapping[ReplayBuffer, float] | Mapping[str, ReplayBuffer],
+        buffers: Mapping[Replay, float] | Mapping[str, Replay],
         batch_size: int = 256,
         steps: int | None = None,
         prefetch: int = 2,
@@ -201,21 +201,21 @@ class MixedDataset(SteppedDataset[Any]):
         return f"MixedDataset({{{counts}}}, {length}; use DataLoader(dataset, batch_size=None))"
 
 
-def _sorted_out(given: Any) -> tuple[list[Any], tuple[ReplayBuffer, ...], dict[ReplayBuffer, Any] | None]:
+def _sorted_out(given: Any) -> tuple[list[Any], tuple[Replay, ...], dict[Replay, Any] | None]:
     """Returns the buffers' names, which with shares are their positions, the buffers, and the shares, if given.
 
     Raises:
         ValueError: It is neither of the two forms.
     """
     if isinstance(given, Mapping) and given:
-        if all(isinstance(buffer, ReplayBuffer) for buffer in given):
+        if all(isinstance(buffer, Replay) for buffer in given):
             return list(range(len(given))), tuple(given), dict(given)
-        if all(isinstance(name, str) and isinstance(buffer, ReplayBuffer) for name, buffer in given.items()):
+        if all(isinstance(name, str) and isinstance(buffer, Replay) for name, buffer in given.items()):
             return list(given), tuple(given.values()), None
         given = {type(key).__name__: type(value).__name__ for key, value in given.items()}
     raise ValueError(f"buffers is {given!r:.200}: expected a dict, {{buffer: share, ...}} or {{name: buffer, ...}}")
 
 
-def _require_different(buffers: tuple[ReplayBuffer, ...]) -> None:
+def _require_different(buffers: tuple[Replay, ...]) -> None:
     if len({buffer._nonce for buffer in buffers}) < len(buffers):
         raise ValueError("one buffer is there twice: give it once, with a larger share or batch_size")

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from .batch import ReplayBatch
-from .buffer import ReplayBuffer
+from .replay import Replay
 from .samplers import Prioritized, value_of
 
 TINY = float(np.finfo(np.float32).tiny)
@@ -30,7 +30,7 @@ class Mixture:
         ValueError: A share is no positive number or too small for a whole item, or batches would differ.
     """
 
-    def __init__(self, shares: Mapping[ReplayBuffer, float], batch_size: int, device: torch.device | None) -> None:
+    def __init__(self, shares: Mapping[Replay, float], batch_size: int, device: torch.device | None) -> None:
         self.buffers = tuple(shares)
         self.counts = whole_items(list(shares.values()), batch_size)
         self._device = device
@@ -131,7 +131,7 @@ def _positive(position: int, share: Any) -> Fraction:
     return Fraction(value)
 
 
-def _normalized_alike(buffers: Sequence[ReplayBuffer]) -> bool:
+def _normalized_alike(buffers: Sequence[Replay]) -> bool:
     """Returns whether there are weights that have to be put on one scale."""
     kinds = {buffer.sampler.weights for buffer in buffers if isinstance(buffer.sampler, Prioritized)}
     if len(kinds) > 1:
@@ -140,7 +140,7 @@ def _normalized_alike(buffers: Sequence[ReplayBuffer]) -> bool:
     return bool(kinds - {"none"})
 
 
-def _put_on_one_scale(buffers: Sequence[ReplayBuffer], parts: Sequence[ReplayBatch]) -> None:
+def _put_on_one_scale(buffers: Sequence[Replay], parts: Sequence[ReplayBatch]) -> None:
     """Multiplies normalised weights so that the largest one possible, over all buffers, is 1.
 
     A buffer divides its (N P)^-beta by their largest, which is found again from one item: (N P)^-beta / weight.
@@ -153,7 +153,7 @@ def _put_on_one_scale(buffers: Sequence[ReplayBuffer], parts: Sequence[ReplayBat
             weight *= np.float32(scale)
 
 
-def _log_of_largest(buffer: ReplayBuffer, part: ReplayBatch) -> float:
+def _log_of_largest(buffer: Replay, part: ReplayBatch) -> float:
     if not isinstance(buffer.sampler, Prioritized):
         return 0.0
     weight = part["weight"].numpy()
@@ -179,7 +179,7 @@ def _concatenated(parts: Sequence[Mapping[str, Any]], pinned: bool) -> dict[str,
     return joined
 
 
-def _require_alike(buffers: Sequence[ReplayBuffer]) -> None:
+def _require_alike(buffers: Sequence[Replay]) -> None:
     expected = buffers[0]._config.outputs()
     for position, buffer in enumerate(buffers[1:], start=1):
         found = buffer._config.outputs()

@@ -6,14 +6,14 @@ import logging
 import math
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from .arguments import as_float
 from .errors import ReplayTimeout, Stopped, WouldBlockForever
 from .progress import PATIENCE, LiveLine
 
 if TYPE_CHECKING:
-    from ._C import Census, Segment
+    from ._C import Census
 
 logger = logging.getLogger("torchreplay")
 
@@ -36,10 +36,21 @@ STALL_LIMIT = 60.0
 """Seconds after which a writer that finds every slot held by stopped writers gives up."""
 
 
+class Watched(Protocol):
+    """What a wait looks at: a segment, or whatever tells the same of several."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it was stopped."""
+
+    def census(self, unused_count_as_others: bool, /) -> Census:
+        """Returns who takes part."""
+
+
 class Wait:
     """One wait: its start, its deadline, and the reasons to give it up."""
 
-    def __init__(self, segment: Segment, timeout: float | None) -> None:
+    def __init__(self, segment: Watched, timeout: float | None) -> None:
         if timeout is not None and not as_float("timeout", timeout) >= 0:
             raise ValueError(f"timeout is {timeout!r}: expected seconds >= 0, or None for as long as someone may write")
         self._segment = segment
@@ -136,7 +147,7 @@ class Wait:
 class Audience:
     """Whether anybody is left to draw what is written."""
 
-    def __init__(self, segment: Segment) -> None:
+    def __init__(self, segment: Watched) -> None:
         self._segment = segment
         self._alone_since: float | None = None
 

@@ -16,6 +16,7 @@ from benchmarks.cases.recovery import measure_recovery
 from benchmarks.cases.remote import measure_remote
 from benchmarks.cases.rows import measure_rows
 from benchmarks.cases.sac import measure_sac
+from benchmarks.cases.shards import measure_shards
 from benchmarks.cases.trajectories import measure_trajectories
 from benchmarks.cases.tree import measure_tree
 from benchmarks.cases.upkeep import measure_upkeep
@@ -41,6 +42,7 @@ CASES: Mapping[str, Case] = {
     "recovery": measure_recovery,
     "ray": measure_ray,
     "remote": measure_remote,
+    "shards": measure_shards,
 }
 """The cases by their names on the command line, which are also the sections of their lines."""
 

@@ -121,6 +121,7 @@ struct SegmentState {
   DrawName next_draw;
   uint64_t ahead = 0;  // draws that next_draw has passed, of batches that nobody has got yet
   uint32_t seen_rows_signal = 0;
+  DrawnFrom drawn_from;                                 // of the last draw through this object
   std::vector<std::unique_ptr<BatchSampler>> samplers;  // idle ones; guarded by the interpreter lock
   std::vector<std::unique_ptr<PriorityUpdater>> updaters;
 

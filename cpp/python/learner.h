@@ -63,6 +63,7 @@ inline Draw draw(SegmentState& s, int n, double beta, const Patience& patience, 
   } catch (const StoppedMeanwhile&) {
     outcome = Draw::kStopped;
   }
+  if (outcome == Draw::kDone) s.drawn_from = sampler->drawn_from();
   if (s.attached) s.samplers.push_back(std::move(sampler));
   if (outcome != Draw::kDone && s.next_draw.step == name.step + 1) s.next_draw.step = name.step;  // nothing was drawn
   return outcome;

@@ -192,6 +192,36 @@ inline PyObject* withdraw(PyObject* self, PyObject*) {
   });
 }
 
+// raise_largest(priority): items without a priority of their own count as at least this much from now on, as if it had
+// been seen here.
+inline PyObject* raise_largest(PyObject* self, PyObject* priority) {
+  return guarded([&] {
+    auto& s = state_of<SegmentState>(self);
+    const std::shared_ptr<Attached> attached = s.attached;
+    SegmentMemory& m = s.memory();
+    const double given = as_double(priority);
+    if (!(given >= 0 && given <= std::numeric_limits<float>::max()))
+      throw std::invalid_argument("the largest priority is " + std::to_string(given) +
+                                  ": expected a finite float >= 0");
+    {
+      const WithoutGil unlocked;
+      const Locked lock(m);
+      m.header().max_raw = std::max(m.header().max_raw, static_cast<float>(given));
+    }
+    return Py_NewRef(Py_None);
+  });
+}
+
+// drawn_from -> (total, drawable, smallest) of the tree as the last draw through this object found it.
+inline PyObject* get_drawn_from(PyObject* self, void*) {
+  return guarded([&] {
+    auto& s = state_of<SegmentState>(self);
+    s.memory();
+    return checked(
+        Py_BuildValue("dLd", s.drawn_from.total, static_cast<long long>(s.drawn_from.drawable), s.drawn_from.smallest));
+  });
+}
+
 // set_limiter(limiter): for every process, from now on; whoever can go on under it wakes up.
 inline PyObject* set_limiter(PyObject* self, PyObject* tuple) {
   return guarded([&] {
@@ -394,6 +424,7 @@ inline PyMethodDef methods[] = {
     {"refresh", refresh, METH_O, nullptr},
     {"withdraw", withdraw, METH_NOARGS, nullptr},
     {"set_limiter", set_limiter, METH_O, nullptr},
+    {"raise_largest", raise_largest, METH_O, nullptr},
     {"stop", stop, METH_NOARGS, nullptr},
     {"mark_shared", mark_shared, METH_NOARGS, nullptr},
     {"census", census, METH_O, nullptr},
@@ -417,7 +448,8 @@ inline PyGetSetDef getset[] = {
     {"stream", get_stream, set_stream, nullptr, nullptr}, {"step", get_step, set_step, nullptr, nullptr},
     {"draws", get_draws, nullptr, nullptr, nullptr},      {"seed", get_seed, nullptr, nullptr, nullptr},
     {"limiter", get_limiter, nullptr, nullptr, nullptr},  {"in_file", get_in_file, nullptr, nullptr, nullptr},
-    {"address", get_address, nullptr, nullptr, nullptr},  {nullptr, nullptr, nullptr, nullptr, nullptr}};
+    {"address", get_address, nullptr, nullptr, nullptr},  {"drawn_from", get_drawn_from, nullptr, nullptr, nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
 inline PyType_Slot slots[] = {{Py_tp_init, reinterpret_cast<void*>(init)},
                               {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<SegmentState>)},
                               {Py_tp_methods, methods},

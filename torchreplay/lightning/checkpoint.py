@@ -41,7 +41,7 @@ class ReplayCheckpoint(Callback):
         """Has the Trainer's checkpoints go through this callback."""
         if stage != "fit":
             return
-        resolve_buffer(self, self.buffer, trainer)  # or the first save would be the first to say that there is none
+        self.saved_buffer(trainer)  # or the first save would be the first to say that there is none
         strategy: Any = trainer.strategy
         if not isinstance(strategy.checkpoint_io, _Beside):
             strategy.checkpoint_io = _Beside(strategy.checkpoint_io, self, trainer)
@@ -54,7 +54,20 @@ class ReplayCheckpoint(Callback):
         """
         path = trainer.ckpt_path
         if trainer.is_global_zero and path is not None and is_checkpoint(beside(path)):
-            resolve_buffer(self, self.buffer, trainer).restore(beside(path))
+            self.saved_buffer(trainer).restore(beside(path))
+
+    def saved_buffer(self, trainer: Trainer) -> ReplayBuffer:
+        """Returns the buffer to save.
+
+        Raises:
+            ValueError: There is none, or it is none of this machine's memory.
+        """
+        buffer = resolve_buffer(self, self.buffer, trainer)
+        if not isinstance(buffer, ReplayBuffer):
+            raise ValueError(
+                f"ReplayCheckpoint saves a ReplayBuffer, and the data module has a {type(buffer).__name__}"
+            )
+        return buffer
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leaves the Trainer's checkpoints as they were."""
@@ -73,7 +86,7 @@ class _Beside:
 
     def save_checkpoint(self, checkpoint: Any, path: Any, *args: Any, **options: Any) -> None:
         # The buffer first: a checkpoint that is there has its buffer.
-        resolve_buffer(self._callback, self._callback.buffer, self._trainer).save(beside(path))
+        self._callback.saved_buffer(self._trainer).save(beside(path))
         self.inner.save_checkpoint(checkpoint, path, *args, **options)
 
     def remove_checkpoint(self, path: Any) -> None:

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from ..batch import ReplayBatch
-from ..buffer import ReplayBuffer
-from ..dataset import Pin, ReplayDataset, require_count, require_device, require_pin, require_timeout
+from ..dataset import ReplayDataset, require_count, require_device, require_pin, require_timeout
 from ..errors import LearnerLost, Stopped
 from ..explorers import Explorers
 from ..learners import Learners, several_machines
+from ..replay import Pin, Replay
 from .libraries import LightningDataModule
 
 if TYPE_CHECKING:
@@ -56,12 +56,12 @@ class ReplayDataModule(LightningDataModule):
 
     def __init__(
         self,
-        buffer: ReplayBuffer | Callable[[], ReplayBuffer],
+        buffer: Replay | Callable[[], Replay],
         batch_size: int = 256,
         *,
         steps_per_epoch: int | None = None,
         prefetch: int = 2,
-        explorers: Explorers | Callable[[ReplayBuffer], Explorers] | None = None,
+        explorers: Explorers | Callable[[Any], Explorers] | None = None,
         timeout: float | None = None,
         device: torch.device | str | int | None = None,
         pin: Pin | None = None,
@@ -76,14 +76,14 @@ class ReplayDataModule(LightningDataModule):
         self.timeout = require_timeout(timeout)
         self.device = None if device is None else require_device(device)
         self.pin = require_pin(pin, self.device)
-        self._given = buffer if isinstance(buffer, ReplayBuffer) else None
+        self._given = buffer if isinstance(buffer, Replay) else None
         self._buffer = self._given
         self._stream: _Stream | None = None
         self._explorers_wait = False  # until a `ReplayCheckpoint` has restored the buffer
         self._draws = 0  # of the last `fit`, for checkpoints that are saved after it
 
     @property
-    def buffer(self) -> ReplayBuffer:
+    def buffer(self) -> Replay:
         """The buffer that batches come from.
 
         Raises:
@@ -187,7 +187,7 @@ class ReplayDataModule(LightningDataModule):
             error.add_note(loss)
 
 
-def resolve_buffer(callback: object, buffer: ReplayBuffer | None, trainer: Trainer) -> ReplayBuffer:
+def resolve_buffer(callback: object, buffer: Replay | None, trainer: Trainer) -> Replay:
     """Returns the buffer a callback was given, or that of the Trainer's data module.
 
     Raises:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..buffer import ReplayBuffer
 from ..mixing import MixedDataset
+from ..replay import Replay
 from .datamodule import resolve_buffer
 from .libraries import Callback
 
@@ -32,7 +32,7 @@ class PriorityFeedback(Callback):
         key: Under which name the training step returns the TD errors.
     """
 
-    def __init__(self, buffer: ReplayBuffer | MixedDataset | None = None, key: str = "td_error") -> None:
+    def __init__(self, buffer: Replay | MixedDataset | None = None, key: str = "td_error") -> None:
         super().__init__()
         self.buffer = buffer
         self.key = key
@@ -72,10 +72,10 @@ class PriorityFeedback(Callback):
             ValueError: Some are NaN or infinite.
         """
         receiver = self._receiver(trainer)
-        if isinstance(receiver, ReplayBuffer):
+        if isinstance(receiver, Replay):
             receiver.flush()
 
-    def _receiver(self, trainer: Trainer) -> ReplayBuffer | MixedDataset:
+    def _receiver(self, trainer: Trainer) -> Replay | MixedDataset:
         return resolve_buffer(self, None, trainer) if self.buffer is None else self.buffer
 
     def __repr__(self) -> str:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..buffer import ReplayBuffer
 from ..dataset import require_count
+from ..replay import Replay
 from .datamodule import resolve_buffer
 from .libraries import Callback
 
@@ -36,7 +36,7 @@ class ReplayMonitor(Callback):
         ValueError: If `histogram_every` is not a positive integer.
     """
 
-    def __init__(self, buffer: ReplayBuffer | None = None, histogram_every: int = 1000) -> None:
+    def __init__(self, buffer: Replay | None = None, histogram_every: int = 1000) -> None:
         super().__init__()
         self.buffer = buffer
         self.histogram_every = require_count("histogram_every", histogram_every, at_least=1)

@@ -10,6 +10,9 @@ from torchreplay.ray.evaluator import Evaluator, EvaluatorFailed, EvaluatorStats
 from torchreplay.ray.pool import ExplorerPool, ExplorersFailed
 from torchreplay.ray.remote import RemoteBuffer, RemoteWriter
 from torchreplay.ray.scores import Evaluation
+from torchreplay.ray.shard_writer import ShardLost, ShardWriter
+from torchreplay.ray.sharded import ShardedReplay
+from torchreplay.ray.sharded_stats import ShardedStats, ShardStats
 from torchreplay.ray.stats import ExplorerFailure, ExplorerStats
 
 __all__ = [
@@ -26,5 +29,10 @@ __all__ = [
     "ExplorersFailed",
     "RemoteBuffer",
     "RemoteWriter",
+    "ShardLost",
+    "ShardStats",
+    "ShardWriter",
+    "ShardedReplay",
+    "ShardedStats",
     "Timing",
 ]

@@ -1,0 +1,65 @@
+"""Shards in this process, called directly: what rounds need of a cluster, for tests of their arithmetic."""
+
+from types import SimpleNamespace
+
+import numpy as np
+
+import torchreplay as tr
+from torchreplay.config import Config
+from torchreplay.ray.blocks import Layout
+from torchreplay.ray.figures import Order
+from torchreplay.ray.rounds import Round
+from torchreplay.ray.shard import Shard
+
+SPEC = {"home": tr.Field((), "int64"), "index": tr.Field((), "int64")}
+
+
+class LocalShards:
+    """`sizes[k]` rows in shard k, whose values say which they are.
+
+    Attributes:
+        before_draw: Called with each shard's number and buffer before its candidates are drawn: what explorers and
+            other learners do while an order is on its way.
+        calls: Orders so far.
+    """
+
+    def __init__(self, sizes, sampler, capacity=1 << 14):
+        config = Config.of(SPEC, capacity, sampler, None, None)
+        self.sampler = config.sampler
+        self.layout = Layout(config.outputs())
+        self.shards, self.keys = [], []
+        for number, size in enumerate(sizes):
+            shard = Shard(number, config, 100 + number, None)
+            shard.open()
+            rows = {"home": np.full(size, number), "index": np.arange(size)}
+            self.keys.append(shard._buffer.extend(**rows) if size else None)
+            self.shards.append(shard)
+        self.table = SimpleNamespace(places=dict.fromkeys(range(len(sizes))))
+        self.figures = {}
+        self.before_draw = lambda number, buffer: None
+        self.calls = 0
+
+    def buffer(self, number):
+        return self.shards[number]._buffer
+
+    def order(self, candidates, n):
+        answers = {}
+        for number, count in candidates.items():
+            self.before_draw(number, self.buffer(number))
+            figures, block = self.shards[number].draw(Order(0, 0, 0, 1.0, None, count))
+            # The block is the shard's to use again: the object store takes a copy.
+            answers[number] = figures, None if block is None else block.copy()
+            self.calls += 1
+        return answers
+
+    def hear(self, calls, wait):
+        self.figures |= {number: figures for number, (figures, _) in calls.items()}
+        return calls
+
+    def batch(self, n, step, beta=0.4, slack=1 / 64):
+        chance = np.random.Generator(np.random.Philox(key=[7, 0], counter=step << 64))
+        return Round(self, n, chance, slack).finish(self.layout, self.sampler, beta, None)
+
+    def close(self):
+        for shard in self.shards:
+            shard._buffer.close()

@@ -1,0 +1,278 @@
+"""`ShardedReplay` on a real Ray cluster of two nodes: writing at home, drawing across, feedback that finds its row."""
+
+import numpy as np
+import pytest
+import sharded_rows
+import torch
+from cluster import ray_cluster
+from forked import eventually
+from lightning_learner import fit, make_learner
+from scipy import stats
+from sharded_rows import FALSE_ALARM, SPEC, assert_intact, rows_of, write, write_until_stopped
+from torch.utils.data import DataLoader
+
+import torchreplay as tr
+from torchreplay.ray import ShardedReplay
+from torchreplay.ray.union import KEY_BITS
+
+ALPHA, EPS, BETA = 0.6, 1e-6, 0.4
+STEPS = {"obs": tr.Field((3,)), "action": tr.Field(), "reward": tr.Field()}
+STEPS |= {"terminated": tr.Field((), torch.bool), "truncated": tr.Field((), torch.bool)}
+ROWS = ((0, 0, 300), (0, 1, 20), (1, 0, 5), (1, 1, 40))  # node, explorer, rows: very unequal shards
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with ray_cluster(1) as cluster:
+        cluster.ray.cloudpickle.register_pickle_by_value(sharded_rows)  # workers have no tests to import it from
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def filled(cluster):
+    """A buffer of two shards, with rows of two explorers on each node, and their keys by (node, explorer)."""
+    sampler = tr.Prioritized(alpha=ALPHA, beta=BETA, eps=EPS)
+    with ShardedReplay(SPEC, 4001, sampler=sampler, seed=5, nodes=cluster.node_ids) as replay:
+        task = cluster.ray.remote(write)
+        calls = {(node, e): task.options(**cluster.on(node)).remote(replay, node, e, n) for node, e, n in ROWS}
+        yield replay, {who: np.array(cluster.ray.get(call)) for who, call in calls.items()}
+
+
+def identity(batch):
+    """Which row each item is, as one number."""
+    return (batch["node"] * 2 + batch["explorer"]) * 1000 + batch["count"]
+
+
+def all_keys(keys):
+    """Every row's key, and which row it is."""
+    ids = [(node * 2 + explorer) * 1000 + np.arange(len(k)) for (node, explorer), k in keys.items()]
+    return np.concatenate(list(keys.values())), np.concatenate(ids)
+
+
+def prioritize(filled, seed):
+    """Gives each row a TD error that follows from which row it is; returns the leaf of each by identity."""
+    replay, keys = filled
+    flat, ids = all_keys(keys)
+    td = 10.0 ** np.random.default_rng(seed).uniform(-2, 2, 4000)
+    order = np.random.default_rng(seed + 1).permutation(len(flat))
+    replay.update_priorities(flat[order], torch.from_numpy(td[ids[order]]))
+    leaves = np.zeros(4000)
+    leaves[ids] = (td[ids] + EPS) ** ALPHA
+    return leaves
+
+
+def test_explorers_of_each_node_write_to_its_shard_and_keys_say_which(filled, cluster):
+    replay, keys = filled
+    assert (len(replay), replay.capacity) == (365, 4001)
+    by_node = {shard.node: shard for shard in replay.stats().shards}
+    assert [by_node[node].stats.size for node in cluster.node_ids] == [320, 45]
+    assert sum(shard.stats.capacity for shard in by_node.values()) == 4001
+    for (node, _), found in keys.items():
+        assert set(found >> KEY_BITS) == {by_node[cluster.node_ids[node]].number}
+    assert len(np.unique(all_keys(keys)[0])) == 365
+    batch = replay.sample(256, timeout=120)
+    assert_intact(batch)
+    known = dict(zip(all_keys(keys)[0].tolist(), all_keys(keys)[1].tolist(), strict=True))
+    assert [known[key] for key in batch["key"].tolist()] == identity(batch).tolist()
+
+
+def test_a_batch_is_drawn_in_proportion_over_both_shards_and_feedback_goes_home(filled):
+    replay, _ = filled
+    for seed in (1, 2):
+        leaves = prioritize(filled, seed)
+        p, observed = leaves / leaves.sum(), np.zeros(4000)
+        batches = 60
+        for batch in tr.ReplayDataset(replay, 256, steps=batches, prefetch=3):
+            at = identity(batch).numpy()
+            observed += np.bincount(at, minlength=4000)
+            # Feedback that went to any other row would show here; float32 leaves, on a grid of 1.9e-9 and less.
+            np.testing.assert_allclose(batch["probability"].numpy(), p[at], rtol=2e-6)
+            weight = (p[p > 0].min() / p[at]) ** BETA
+            np.testing.assert_allclose(batch["weight"].numpy(), weight, rtol=5e-6)
+        due = p[p > 0] * 256 * batches
+        seen = observed[p > 0]
+        enough = due > 20
+        assert enough.sum() > 50
+        rest = [seen[~enough].sum()], [due[~enough].sum()]
+        seen, due = np.append(seen[enough], rest[0]), np.append(due[enough], rest[1])
+        # Stratified draws vary at most as much as independent ones: the upper tail bounds the false alarms.
+        assert stats.chi2.sf(((seen - due) ** 2 / due).sum(), len(due) - 1) > FALSE_ALARM
+    assert replay.stats().priority_total == pytest.approx(leaves.sum(), rel=1e-6)
+
+
+def test_of_equal_keys_the_last_wins_also_where_shards_mix(filled):
+    replay, keys = filled
+    first, second = keys[0, 0][0], keys[1, 1][0]
+    replay.update_priorities(
+        torch.tensor([first, second, first, second, first]), torch.tensor([1.0, 2.0, -3.0, 4.0, 500.0])
+    )
+    batch = replay.sample(512)
+    found = dict(zip(batch["key"].tolist(), batch["probability"].tolist(), strict=True))
+    total = replay.stats().priority_total
+    assert found[first] * total == pytest.approx((500 + EPS) ** ALPHA, rel=1e-5)
+    assert second not in found or found[second] * total == pytest.approx((4 + EPS) ** ALPHA, rel=1e-5)
+
+
+def test_bad_feedback_is_refused_before_anything_is_applied(filled):
+    replay, keys = filled
+    before = replay.stats()
+    batch = replay.sample(8)
+    good = torch.tensor([keys[0, 0][0], keys[1, 0][0]])
+    foreign = tr.ReplayBuffer(SPEC, 16)
+    foreign.extend(**rows_of(0, 1))
+    for feedback, td, message in [
+        (good, [1.0, float("nan")], "1 of 2 .* NaN or infinite, the first at index 1"),
+        (good, [float("inf"), 1.0], "the first at index 0"),
+        (good, [1.0], r"expected \[2\]"),
+        (good.float(), [1.0, 1.0], r"expected int64 \[n\]"),
+        (good[None], [[1.0, 1.0]], r"expected int64 \[n\]"),
+        (good + 10_000, [1.0, 1.0], "never issued"),
+        (torch.stack([good[0], good[1] + (9 << KEY_BITS)]), [1.0, 1.0], "index 1 was never issued"),
+        (torch.tensor([-1, 0]), [1.0, 1.0], "never issued"),
+        (foreign.sample(2), [1.0, 1.0], "another buffer"),
+        ("keys", [1.0, 1.0], "expected int64"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            replay.update_priorities(feedback, torch.tensor(td))
+    with pytest.raises(ValueError, match="another buffer"):
+        foreign.update_priorities(batch, torch.ones(8))
+    after = replay.stats()
+    assert (after.updated, after.priority_total) == (before.updated, before.priority_total)
+    for wrong in (0, -1, 1 << 25, 2.5):
+        with pytest.raises(ValueError, match="batch_size"):
+            replay.sample(wrong)
+    with pytest.raises(ValueError, match="beta"):
+        replay.sample(8, beta=-1.0)
+
+
+def test_bad_arguments_are_refused_before_anything_is_made(cluster):
+    for arguments, error, message in [
+        ({"capacity": 0}, ValueError, "capacity"),
+        ({"spec": {}}, ValueError, "spec"),
+        ({"sampler": "uniform"}, TypeError, "sampler"),
+        ({"limiter": 3}, TypeError, "limiter"),
+        ({"seed": -1}, ValueError, "seed"),
+        ({"nodes": []}, ValueError, "nodes"),
+        ({"nodes": ["elsewhere"]}, ValueError, "nodes"),
+        ({"nodes": cluster.node_ids[:1] * 2}, ValueError, "nodes"),
+    ]:
+        with pytest.raises(error, match=message):
+            ShardedReplay(**{"spec": SPEC, "capacity": 100, **arguments})
+    assert len(cluster.actors("Directory")) <= 1  # that of the fixture
+
+
+def test_datasets_take_it_like_any_buffer(filled):
+    replay, keys = filled
+    known = set(all_keys(keys)[0].tolist())
+    loader = DataLoader(tr.ReplayDataset(replay, 32, steps=4), batch_size=None)
+    for _ in range(2):
+        before = replay.stats().sampled
+        batches = list(loader)
+        assert len(batches) == len(loader) == 4
+        for batch in batches:
+            assert_intact(batch)
+            assert set(batch["key"].tolist()) <= known
+            replay.update_priorities(batch, torch.rand(32) + 0.1)
+        assert replay.stats().sampled == before + 4 * 32  # candidates and batches that nobody took do not count
+    endless = iter(tr.ReplayDataset(replay, 16, prefetch=4))
+    next(endless)
+    drawn = replay.draws
+    endless.close()
+    assert replay.draws == drawn
+    with tr.ReplayBuffer(SPEC, 64) as local:
+        local.extend(**rows_of(7, 9))
+        mixed = tr.MixedDataset({"online": replay, "kept": local}, 8, steps=1)
+        (batches,) = mixed
+        assert batches["kept"]["node"].tolist() == [7] * 8
+        mixed.update_priorities(batches, {"online": torch.ones(8), "kept": torch.ones(8)})
+
+
+def test_every_process_that_has_it_draws_from_it_and_counts(filled, cluster):
+    replay, _ = filled
+    before = replay.stats()
+
+    def learn(replay):
+        batch = replay.sample(64)
+        replay.update_priorities(batch, batch["weight"])
+        return replay.stream, replay.stats().updated
+
+    stream, updated = cluster.ray.get(cluster.ray.remote(learn).options(**cluster.on(1)).remote(replay))
+    after = replay.stats()
+    assert stream != replay.stream
+    assert updated == after.updated == before.updated + 64
+    assert after.sampled == before.sampled + 64
+    assert after.draws == before.draws + 1
+    assert after.learners == before.learners + 1
+    counts = replay.histograms(8)
+    assert int(counts["priority"].sum()) == int(counts["age"].sum()) == 365
+
+
+def test_lightning_trains_from_it(filled):
+    lightning = pytest.importorskip("pytorch_lightning")
+    replay, keys = filled
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(batch["key"])
+        return {"loss": (self.q.weight**2).sum(), "td_error": 2.0 + batch["explorer"]}
+
+    before = replay.stats().updated
+    learner = make_learner(lightning, training_step=training_step)
+    fit(lightning, replay, learner, batch_size=8, max_steps=5)
+    seen = torch.cat(learner.seen)
+    assert len(seen) == 40
+    assert set(seen.tolist()) <= set(all_keys(keys)[0].tolist())
+    found = replay.stats()
+    assert found.updated == before + 40
+    batch = replay.sample(512)
+    for key, explorer, p in zip(*(batch[name].tolist() for name in ("key", "explorer", "probability")), strict=True):
+        if key in seen:
+            assert p * found.priority_total == pytest.approx((2.0 + explorer + EPS) ** ALPHA, rel=1e-5)
+
+
+def test_a_node_without_a_shard_cannot_be_written_from(cluster):
+    view = tr.Transitions(n_step=2, gamma=0.5)
+    with ShardedReplay(STEPS, 200, view=view, nodes=cluster.node_ids[:1], seed=1) as replay:
+        with replay.writer() as writer:
+            assert writer.reset(obs=np.zeros(3)) == 0
+            for t in range(1, 6):
+                ends = t == 5
+                writer.step(obs=np.full(3, float(t)), action=t, reward=t, terminated=ends, truncated=False)
+        batch = replay.sample(100, timeout=120)
+        start = batch["obs"][:, 0]
+        # Returns of two steps, r_{t+1} + 0.5 r_{t+2}, of the one step left at the end.
+        expected = torch.where(start < 4, (start + 1) + 0.5 * (start + 2), start + 1)
+        assert torch.equal(batch["reward"], expected)
+        assert torch.equal(batch["next_obs"][:, 0], (start + 2).clamp(max=5.0))
+        assert set(start.tolist()) == {0.0, 1.0, 2.0, 3.0, 4.0}
+        with pytest.raises(cluster.ray.exceptions.RayTaskError, match="has no shard: the shards are on"):
+            cluster.ray.get(cluster.ray.remote(write).options(**cluster.on(1)).remote(replay, 1, 0, 1))
+
+
+def test_the_limiter_holds_over_all_shards_and_waits_end(cluster):
+    limiter = tr.SamplesPerInsert(4.0, min_size=100, tolerance=0.5)
+    with ShardedReplay(SPEC, 2000, limiter=limiter, seed=2, nodes=cluster.node_ids) as replay:
+        with pytest.raises(tr.ReplayTimeout, match="0 items were inserted, 100 are needed"):
+            replay.sample(8, timeout=5.0)
+        task = cluster.ray.remote(write_until_stopped)
+        # Both on one node: what the other node does not use must not be in their way.
+        runs = [task.options(**cluster.on(1)).remote(replay, 1, e) for e in range(2)]
+        _, _, low, high = limiter.bounds()
+        with replay.expect_writers():
+            for batch in tr.ReplayDataset(replay, 16, steps=60, timeout=120):
+                assert (batch["node"] == 1).all()
+                found = replay.stats()
+                balance = found.inserted * 4.0 - found.sampled
+                # One row under way for each writer, and the batch that is being counted.
+                assert low <= balance <= high + 2 * 4.0 + 16
+        eventually(lambda: replay.stats().insert_wait > 0)
+        replay.stop()
+        assert replay.stopped
+        for written, end in cluster.ray.get(runs):
+            assert written > 0
+            assert end in ("stopped", "Stopped")
+        with pytest.raises(tr.Stopped):
+            replay.sample(8)
+        assert list(tr.ReplayDataset(replay, 8)) == []
+    with pytest.raises(RuntimeError, match="closed"):
+        replay.sample(8)
+    eventually(lambda: len(cluster.actors("Directory")) <= 1)

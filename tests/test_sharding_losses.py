@@ -1,0 +1,133 @@
+"""What a `ShardedReplay` loses with a node: its rows, and nothing else."""
+
+import logging
+import os
+import signal
+
+import numpy as np
+import pytest
+import sharded_rows
+import torch
+from cluster import ray_cluster
+from forked import eventually
+from sharded_rows import SPEC, assert_intact, write, write_until_stopped
+
+import torchreplay as tr
+from torchreplay.ray import ShardedReplay, ShardLost
+from torchreplay.ray.union import KEY_BITS
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with ray_cluster(1) as cluster:
+        cluster.ray.cloudpickle.register_pickle_by_value(sharded_rows)  # workers have no tests to import it from
+        yield cluster
+
+
+def shards_of(batch):
+    return set((batch["key"] >> KEY_BITS).tolist())
+
+
+def rows_by_node(replay):
+    return {shard.node: shard.stats.size for shard in replay.stats().shards}
+
+
+def pid_of_shard_on(cluster, node):
+    """The process of the shard on a node of this cluster."""
+    (found,) = {a["Pid"] for a in cluster.actors("Shard") if a["Address"]["NodeID"] == node}
+    return found
+
+
+def test_a_shard_whose_actor_is_killed_costs_its_rows_and_comes_back_empty(cluster, caplog):
+    home, other = cluster.node_ids
+    task = cluster.ray.remote(write)
+    with ShardedReplay(SPEC, 1000, sampler=tr.Prioritized(), seed=1) as replay:
+        assert cluster.ray.get(task.options(**cluster.on(1)).remote(replay, 1, 0, 100))[0] >> KEY_BITS == 1
+        kept = np.array(write(replay, 0, 0, 50))
+        batch = replay.sample(128, timeout=120)
+        assert shards_of(batch) == {0, 1}
+        run = cluster.ray.remote(write_until_stopped).options(**cluster.on(1)).remote(replay, 1, 1)
+        eventually(lambda: rows_by_node(replay)[other] > 100)
+        stream = iter(tr.ReplayDataset(replay, 64, prefetch=3, timeout=120))
+        next(stream)
+        with caplog.at_level(logging.ERROR, "torchreplay.ray"):
+            os.kill(pid_of_shard_on(cluster, other), signal.SIGKILL)
+            while 1 in shards_of(following := next(stream)):
+                pass
+        assert_intact({k: following[k][following["node"] == 0] for k in SPEC})
+        assert "shard 1 on node" in caplog.text
+        assert "is lost" in caplog.text
+        # Feedback for what is gone is dropped and counted, the rest arrives.
+        before = replay.stats()
+        replay.update_priorities(batch, torch.full((128,), 3.0))
+        gone = int((batch["key"] >> KEY_BITS == 1).sum())
+        after = replay.stats()
+        assert after.lost_updates == before.lost_updates + gone
+        assert after.updated == before.updated + 128 - gone
+        assert after.rows_lost >= 100
+        # Its explorer fails with a reason, and the shard comes back, empty and with another number.
+        written, end = cluster.ray.get(run)
+        assert (written > 0, end) == (True, ShardLost.__name__)
+        eventually(lambda: replay.stats().shards_missing == 0, timeout=120)
+        assert rows_by_node(replay) == {home: 50, other: 0}
+        (key,) = cluster.ray.get(task.options(**cluster.on(1)).remote(replay, 1, 2, 1))
+        assert key >> KEY_BITS == 2
+        eventually(lambda: shards_of(next(stream)) == {0, 2}, timeout=120)
+        stream.close()
+        replay.update_priorities(batch["key"], torch.full((128,), 4.0))  # old keys do not reach the new shard's rows
+        assert replay.stats().lost_updates == after.lost_updates + gone
+        assert set(kept >> KEY_BITS) == {0}
+
+
+def test_a_node_that_dies_is_done_without_and_replaced_by_one_that_joins(cluster):
+    task = cluster.ray.remote(write)
+    with cluster.one_more() as third:
+        lost = cluster.node_ids[third]
+        with ShardedReplay(SPEC, 900, seed=1) as replay:
+            for node in (1, third):
+                cluster.ray.get(task.options(**cluster.on(node)).remote(replay, node, 0, 30))
+            write(replay, 0, 0, 10)
+            assert sorted(rows_by_node(replay).values()) == [10, 30, 30]
+            number = next(shard.number for shard in replay.stats().shards if shard.node == lost)
+            replay.sample(64, timeout=120)
+            cluster.kill(third)
+            for _ in range(5):
+                batch = replay.sample(64, timeout=120)
+                assert number not in shards_of(batch)
+                assert set(batch["node"].tolist()) == {0, 1}
+                np.testing.assert_allclose(batch["probability"].numpy(), 1 / 40, rtol=1e-6)
+                replay.update_priorities(batch, torch.ones(64))
+            found = replay.stats()
+            assert (found.size, found.shards_missing, found.rows_lost) == (40, 1, 30)
+            assert (found.inserted, len(replay)) == (70, 40)
+            with cluster.one_more() as fourth:
+                eventually(lambda: cluster.node_ids[fourth] in rows_by_node(replay), timeout=120)
+                cluster.ray.get(task.options(**cluster.on(fourth)).remote(replay, 7, 0, 60))
+                eventually(lambda: 7 in replay.sample(64)["node"], timeout=120)
+                assert replay.stats().shards_missing == 0
+
+
+def test_when_its_maker_closes_it_everyone_is_told(cluster):
+    def learn(replay):
+        try:
+            replay.sample(8, timeout=600)
+        except tr.Stopped as error:
+            return str(error)
+
+    replay = ShardedReplay(SPEC, 100, nodes=cluster.node_ids[:1])
+    replay.expect_writers()
+    call = cluster.ray.remote(learn).options(**cluster.on(1)).remote(replay)
+    eventually(lambda: replay.shards.ask("join") > 1, timeout=120)  # the other learner has its number: it waits
+    replay.close()
+    assert "was closed" in cluster.ray.get(call)
+    eventually(lambda: not cluster.actors("Shard"))
+    replay.close()
+
+
+def test_nobody_waits_for_rows_that_nobody_will_write(cluster, monkeypatch):
+    monkeypatch.setattr("torchreplay.waiting.STARTUP_GRACE", 0.5)
+    with (
+        ShardedReplay(SPEC, 100, nodes=cluster.node_ids[:1]) as replay,
+        pytest.raises(tr.WouldBlockForever, match="no writer has come"),
+    ):
+        replay.sample(8)

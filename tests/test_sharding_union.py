@@ -1,0 +1,279 @@
+"""Drawing from several shards as if they were one: P(i) = p_i^alpha / sum over all of them, whatever happens to the
+shards between a learner's hearing of their totals and its draw."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from local_shards import LocalShards
+from scipy import stats
+
+import torchreplay as tr
+from torchreplay.ray.blocks import Layout, RecycledMemory
+from torchreplay.ray.histograms import merged_histograms
+from torchreplay.ray.union import KEY_BITS, MAX_SHARDS, Drawn, Union, candidates, chosen, pack, unpack
+from torchreplay.spec import flatten
+
+ALPHA, EPS = 0.6, 1e-6
+FALSE_ALARM = 1e-6  # of each chi-square test; the seeds are fixed, so a pass stays a pass
+
+
+@pytest.fixture
+def make():
+    made = []
+
+    def make_shards(sizes, sampler):
+        made.append(LocalShards(sizes, sampler))
+        return made[-1]
+
+    yield make_shards
+    for shards in made:
+        shards.close()
+
+
+def prioritized(**options):
+    return tr.Prioritized(alpha=ALPHA, eps=EPS, **options)
+
+
+def spread(shards, seed=1):
+    """Gives every item a TD error from six decades, and returns the leaves that equation 1 asks for, by shard."""
+    chance, leaves = np.random.default_rng(seed), []
+    for number, keys in enumerate(shards.keys):
+        td = 10.0 ** chance.uniform(-3, 3, 0 if keys is None else len(keys))
+        if keys is not None:
+            shards.buffer(number).update_priorities(keys, td)
+        leaves.append((td + EPS) ** ALPHA)
+    return leaves
+
+
+def assert_follows(observed, expected):
+    """Chi-square of counts; draws are stratified, so that counts vary at most as much as those of independent ones."""
+    order = np.argsort(expected)
+    groups = np.minimum((np.cumsum(expected[order]) / 60).astype(int), int(expected.sum() / 60) - 1)
+    seen, due = (np.bincount(groups, weights=values[order]) for values in (observed, expected))
+    seen, due = seen[due > 0], due[due > 0]
+    assert len(due) > 5
+    assert stats.chi2.sf(((seen - due) ** 2 / due).sum(), len(due) - 1) > FALSE_ALARM
+
+
+# The arithmetic.
+
+
+totals = st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 1e9)), min_size=1, max_size=8).filter(any)
+
+
+@given(totals, st.integers(1, 600), st.integers(0, 2**32 - 1))
+def test_counts_sum_to_the_batch_and_stay_within_what_was_promised(parts, n, seed):
+    union = Union(tuple(Drawn(total, 1, total) for total in parts))
+    counts = union.counts(n, np.random.default_rng(seed).random(n))
+    assert counts.sum() == n
+    for total, count, most in zip(parts, counts, union.most(n), strict=True):
+        assert count <= most <= n
+        assert total or not count
+        assert abs(count - n * total / union.total) < 2 + 1e-6
+
+
+@given(totals, st.integers(1, 600))
+def test_shards_that_did_not_change_are_asked_for_enough(parts, n):
+    union = Union(tuple(Drawn(total, 1, total) for total in parts))
+    for slack in (0.0, 1 / 64, 1.0):
+        asked = candidates(parts, n, slack)
+        assert all(most <= count <= n for most, count in zip(union.most(n), asked, strict=True))
+
+
+def test_counts_are_the_shards_shares_on_average():
+    union = Union((Drawn(1e-3, 1, 1e-3), Drawn(7.3, 9, 0.1), Drawn(0.0, 0, 0.0), Drawn(92.7, 3, 1.0)))
+    chance, n, batches = np.random.default_rng(0), 10, 20_000
+    mean = np.mean([union.counts(n, chance.random(n)) for _ in range(batches)], axis=0)
+    share = np.array([part.total for part in union.parts]) / union.total
+    # A stratum that holds a border varies by at most 1/4, and a part has two borders: 5 standard errors.
+    assert (np.abs(mean - n * share) <= 5 * np.sqrt(0.5 / batches)).all()
+    assert mean[2] == 0
+
+
+@pytest.mark.parametrize("weights", ["buffer", "batch", "none"])
+def test_weights_are_those_of_the_published_formula_over_the_union(weights):
+    leaves = [np.array([0.5, 2.0, 8.0]), np.array([]), np.array([0.25, 4.0])]
+    parts = tuple(Drawn(x.sum(), len(x), x.min(initial=np.inf) if len(x) else 0.0) for x in leaves)
+    whole = np.concatenate(leaves)
+    probability = whole / whole.sum()
+    given_ones = probability[[0, 2, 2, 4]]
+    raw = (len(whole) * probability) ** -0.7
+    mine = (len(whole) * given_ones) ** -0.7
+    expected = mine / {"buffer": raw.max(), "batch": mine.max(), "none": 1.0}[weights]
+    found = Union(parts).weights(given_ones, 0.7, prioritized(weights=weights))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert found.dtype == np.float32
+    assert (Union(parts).weights(given_ones, 0.7, tr.Uniform()) == 1).all()
+
+
+def test_every_candidate_is_equally_likely_to_be_taken():
+    chance, counts = np.random.default_rng(3), np.zeros(20)
+    for _ in range(4000):
+        taken = chosen(chance, 20, 13)
+        assert (np.diff(taken) > 0).all()
+        counts[taken] += 1
+    # Without replacement counts vary less than independent ones do, so that the upper tail is a bound.
+    assert stats.chisquare(counts).pvalue > FALSE_ALARM
+    assert chosen(chance, 5, 5).tolist() == [0, 1, 2, 3, 4]
+    assert chosen(chance, 5, 0).tolist() == []
+
+
+def test_keys_carry_the_shard_and_stay_positive():
+    own = np.array([0, 1, (1 << KEY_BITS) - 1])
+    for number in (0, 1, MAX_SHARDS - 1):
+        keys = own + pack(number)
+        assert (keys >= 0).all()
+        numbers, back = unpack(keys)
+        assert (numbers == number).all()
+        assert (back == own).all()
+
+
+def test_a_block_gives_back_every_byte_of_the_items_chosen():
+    spec = {
+        "a": {"b": tr.Field((3, 2), torch.float64), "c": tr.Field((), torch.bool)},
+        "d": tr.Field((5,), torch.bfloat16),
+    }
+    layout, chance = Layout(flatten(spec)), torch.Generator().manual_seed(1)
+    parts, expected = [], []
+    for n, which in ((4, [0, 3]), (1, []), (7, [1, 2, 6])):
+        block = torch.randint(0, 2, (layout.nbytes(n),), dtype=torch.uint8, generator=chance)
+        batch = layout.batch_over(block, n)
+        parts.append((block.numpy(), n, np.array(which, dtype=np.int64)))
+        expected.append({k: batch["a"][k][which] for k in "bc"} | {"d": batch["d"][which], "key": batch["key"][which]})
+    merged = layout.merged(parts, 5)
+    for name, found in {**merged["a"], "d": merged["d"], "key": merged["key"]}.items():
+        assert torch.equal(found.view(torch.uint8), torch.cat([e[name] for e in expected]).view(torch.uint8)), name
+    assert merged["a"]["b"].shape == (5, 3, 2)
+
+
+def test_memory_is_used_again_only_when_no_tensor_is_left_over_it():
+    memory = RecycledMemory()
+    block = memory.take(1 << 20)
+    place, part = block.data_ptr(), block[5:7].view(2, 1)
+    block.fill_(3)
+    del block
+    other = memory.take(1 << 20)
+    assert other.data_ptr() != place
+    other.fill_(4)
+    assert part.tolist() == [[3], [3]]
+    del part
+    assert memory.take(1 << 20).data_ptr() == place
+    assert memory.take(100).shape == (100,)
+
+
+def test_histograms_of_shards_add_up():
+    chance = np.random.default_rng(2)
+    values = [10 ** chance.uniform(-3, 0, 500), 10 ** chance.uniform(-1, 2, 900)]
+    each = []
+    for x in values:
+        edges = np.logspace(np.log10(x.min()), np.log10(x.max()), 201)
+        counts = np.histogram(x, edges)[0]
+        counts[-1] += len(x) - counts.sum()  # the largest, if rounding has put it outside
+        ages = {"age": torch.tensor([len(x)] + [0] * 199), "age_edges": torch.linspace(0, 10, 201)}
+        each.append({"priority": torch.tensor(counts), "priority_edges": torch.tensor(edges), **ages})
+    merged = merged_histograms(each, 10)
+    assert int(merged["priority"].sum()) == int(merged["age"].sum()) == 1400
+    expected = np.histogram(np.concatenate(values), merged["priority_edges"].numpy())[0]
+    # A fine bin, of which a coarse one has 25 and more, is on one side of an edge or the other as a whole.
+    assert np.abs(merged["priority"].numpy() - expected).max() <= 40
+
+
+# Batches.
+
+
+def test_the_union_is_drawn_from_in_proportion_whatever_the_sizes_of_its_shards(make):
+    shards = make([6000, 0, 40, 1], prioritized())
+    leaves = spread(shards)
+    offsets = np.cumsum([0, *map(len, leaves)])
+    p = np.concatenate(leaves) / np.concatenate(leaves).sum()
+    observed, n, batches = np.zeros(len(p)), 512, 150
+    for step in range(batches):
+        batch = shards.batch(n, step)
+        at = offsets[batch["home"].numpy()] + batch["index"].numpy()
+        observed += np.bincount(at, minlength=len(p))
+        np.testing.assert_allclose(batch["probability"].numpy(), p[at], rtol=2e-6)
+        np.testing.assert_allclose(batch["weight"].numpy(), (p.min() / p[at]) ** 0.4, rtol=2e-6)
+        numbers, own = unpack(batch["key"].numpy())
+        assert (numbers == batch["home"].numpy()).all()
+        assert (own == batch["index"].numpy()).all()
+    assert_follows(observed, p * n * batches)
+    homes = np.array([observed[a:b].sum() for a, b in pairwise(offsets)])
+    share = np.array([p[a:b].sum() for a, b in pairwise(offsets)]) * n * batches
+    # Stratified: a shard's count is off by less than 2 in a batch, so by less than 5 * 0.71 * sqrt(batches) in all.
+    assert (np.abs(homes - share) < 5 * 0.71 * np.sqrt(batches)).all()
+
+
+def test_totals_that_change_between_learning_and_drawing_change_no_probability(make):
+    # Shard 1's items are worth 100 times as much in every second batch, which the learner hears of with the draw.
+    shards = make([400, 300], prioritized(weights="none"))
+    base = [np.linspace(0.1, 1.0, 400), np.linspace(0.1, 1.0, 300)]
+    shards.buffer(0).update_priorities(shards.keys[0], base[0])
+    factor = [1.0]
+
+    def swing(number, buffer):
+        if number == 1:
+            buffer.update_priorities(shards.keys[1], base[1] * factor[0])
+
+    shards.before_draw = swing
+    n, batches = 64, 400
+    observed, p = [np.zeros(700), np.zeros(700)], []
+    for value in (1.0, 100.0):
+        leaves = np.concatenate([(base[0] + EPS) ** ALPHA, (base[1] * value + EPS) ** ALPHA])
+        p.append(leaves / leaves.sum())
+    for step in range(batches):
+        factor[0] = (1.0, 100.0)[step % 2]
+        batch = shards.batch(n, step, beta=1.0)
+        at = 400 * batch["home"].numpy() + batch["index"].numpy()
+        observed[step % 2] += np.bincount(at, minlength=700)
+        np.testing.assert_allclose(batch["probability"].numpy(), p[step % 2][at], rtol=2e-6)
+        np.testing.assert_allclose(batch["weight"].numpy(), 1 / (700 * p[step % 2][at]), rtol=2e-6)
+    assert shards.calls > 2.4 * batches  # the swings were too large for what was asked for at first
+    for half in (0, 1):
+        assert_follows(observed[half], p[half] * n * batches / 2)
+
+
+def test_totals_are_learned_with_the_first_batch_and_one_call_a_shard_is_enough_from_then_on(make):
+    shards = make([2000, 1000], prioritized())
+    spread(shards)
+    shards.batch(256, 0, slack=1.0)
+    before = shards.calls
+    for step in range(1, 21):
+        batch = shards.batch(256, step)
+        shards.buffer(0).update_priorities(shards.keys[0][:50], np.full(50, 0.5))
+        assert len(batch["key"]) == 256
+    assert shards.calls == before + 2 * 20
+
+
+def test_new_rows_count_as_the_largest_priority_seen_in_any_shard(make):
+    shards = make([10, 10], prioritized())
+    shards.buffer(0).update_priorities(shards.keys[0], np.full(10, 50.0))
+    shards.batch(4, 0)
+    largest = max(figures.largest for figures in shards.figures.values())
+    assert largest == 50.0
+    shards.buffer(1)._segment.raise_largest(largest)
+    shards.buffer(1).extend(home=np.full(1, 1), index=np.full(1, 10))
+    batch = shards.buffer(1).sample(200)
+    new = batch["index"] == 10
+    assert batch["probability"][new][0] / batch["probability"][~new][0] == pytest.approx(50**ALPHA, rel=1e-5)
+    for bad in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="largest priority"):
+            shards.buffer(1)._segment.raise_largest(bad)
+
+
+def test_uniform_draws_of_the_union_are_uniform_over_its_items(make):
+    shards = make([30, 3000], tr.Uniform())
+    observed = np.zeros(3030)
+    for step in range(100):
+        batch = shards.batch(512, step)
+        observed += np.bincount(30 * batch["home"].numpy() + batch["index"].numpy(), minlength=3030)
+        assert (batch["weight"] == 1).all()
+        np.testing.assert_allclose(batch["probability"].numpy(), 1 / 3030, rtol=1e-6)
+    assert_follows(observed, np.full(3030, 100 * 512 / 3030))
+
+
+def test_a_union_without_items_gives_no_batch(make):
+    assert make([0, 0], prioritized()).batch(8, 0) is None

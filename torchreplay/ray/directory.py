@@ -1,0 +1,222 @@
+"""`Directory`: the actor that knows which node's shard is where, and has lost ones made anew."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+
+from torchreplay.config import Config
+from torchreplay.ray.session import import_ray
+from torchreplay.ray.shard import Shard
+from torchreplay.ray.union import MAX_SHARDS
+
+logger = logging.getLogger("torchreplay.ray")
+
+NAMESPACE: Final = "torchreplay"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A shard that can be called.
+
+    Attributes:
+        number: Of the shard.
+        node: Ray's id of its node.
+        capacity: Rows that it holds.
+        actor: Its handle.
+    """
+
+    number: int
+    node: str
+    capacity: int
+    actor: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """What went with a shard, as it was last heard of.
+
+    Attributes:
+        number: Of the shard.
+        node: Ray's id of its node.
+        rows: Rows that it held.
+        inserted: Items that had ever become drawable in it.
+    """
+
+    number: int
+    node: str
+    rows: int
+    inserted: int
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """What is where.
+
+    Attributes:
+        places: The shards that can be called, by number.
+        starting: Nodes on which one is being made.
+        lost: Those that are gone.
+        lost_updates: TD errors dropped because their shard is gone.
+        expected: Whether someone says that writers will come.
+        stopped: Whether the buffer was stopped.
+    """
+
+    places: dict[int, Place]
+    starting: tuple[str, ...] = ()
+    lost: tuple[Lost, ...] = ()
+    lost_updates: int = 0
+    expected: bool = False
+    stopped: bool = False
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One of the parts into which the capacity is divided: the shard that fills it, if one does."""
+
+    capacity: int
+    node: str
+    number: int = -1
+    actor: Any = None
+    ready: Any = None  # of a shard that is being made: its first answer
+    failed: bool = False  # it cannot be made there
+
+
+class Directory:
+    """Makes the shards, one on each of some nodes, and says which of them there are.
+
+    Nobody waits for it to draw or to write: it is asked when a process comes, when a shard is lost, and now and then.
+
+    Args:
+        config: Of the union, but for the capacity.
+        capacities: Rows of each shard.
+        nodes: Ray's ids of the nodes, one for each shard.
+        anywhere: Whether a node that comes later may take the place of one that is gone.
+        seed: Of all draws.
+        limit: Items up to which each shard's writers are admitted at first; None for no limit.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        capacities: list[int],
+        nodes: list[str],
+        anywhere: bool,
+        seed: int,
+        limit: int | None,
+    ) -> None:
+        self._ray = import_ray()
+        self._config, self._anywhere, self._seed, self._limit = config, anywhere, seed, limit
+        self._slots = [_Slot(capacity, node) for capacity, node in zip(capacities, nodes, strict=True)]
+        self._born = 0
+        self._streams = 0
+        self._lost: dict[int, Lost] = {}
+        self._lost_updates = 0
+        self._expecting: set[str] = set()
+        self._stopped = False
+
+    def open(self) -> Table:
+        """Makes all shards, and returns when they are there.
+
+        Raises:
+            MemoryError: A node has too little memory left for its shard.
+        """
+        for slot in self._slots:
+            self._make(slot, self._limit)
+        try:
+            self._ray.get([slot.ready for slot in self._slots])
+        except self._ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+        return self.table()
+
+    def table(self) -> Table:
+        """Returns what is where now."""
+        self._look_after()
+        return Table(
+            {
+                slot.number: Place(slot.number, slot.node, slot.capacity, slot.actor)
+                for slot in self._slots
+                if slot.actor is not None and slot.ready is None
+            },
+            tuple(slot.node for slot in self._slots if slot.ready is not None),
+            tuple(self._lost.values()),
+            self._lost_updates,
+            bool(self._expecting),
+            self._stopped,
+        )
+
+    def lost(self, number: int, rows: int, inserted: int, why: str) -> Table:
+        """Takes a shard that does not answer out of the table, and ends it in case it is still there.
+
+        Args:
+            number: Of the shard.
+            rows: Rows that it held when it was last heard of.
+            inserted: Items that had become drawable in it by then.
+            why: What the caller knows about it.
+        """
+        for slot in self._slots:
+            if slot.number == number and slot.actor is not None:
+                self._ray.kill(slot.actor, no_restart=True)
+                self._lost[number] = Lost(number, slot.node, rows, inserted)
+                slot.actor = slot.ready = None
+                logger.error("shard %d on node %s is lost, and %d rows with it: %s", number, slot.node, rows, why)
+        return self.table()
+
+    def dropped(self, updates: int) -> None:
+        """Counts TD errors whose shard is gone."""
+        self._lost_updates += updates
+
+    def join(self) -> int:
+        """Returns a number for a process that draws; no other one gets it."""
+        self._streams += 1
+        return self._streams - 1
+
+    def expect(self, token: str, expecting: bool) -> None:
+        """Notes that someone says that writers will come, or says so no more."""
+        (self._expecting.add if expecting else self._expecting.discard)(token)
+
+    def stop(self) -> None:
+        """Tells everyone to finish."""
+        self._stopped = True
+        for slot in self._slots:
+            if slot.actor is not None:
+                slot.actor.stop.remote()
+
+    def _make(self, slot: _Slot, limit: int | None) -> None:
+        if self._born == MAX_SHARDS:
+            raise RuntimeError(f"{MAX_SHARDS:,} shards were made, and there are no numbers left for more")
+        slot.number, self._born = self._born, self._born + 1
+        seed = int(np.random.SeedSequence(self._seed, spawn_key=(slot.number,)).generate_state(1, np.uint64)[0])
+        strategy = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(slot.node, soft=False)
+        actor = self._ray.remote(Shard).options(num_cpus=0, max_restarts=0, scheduling_strategy=strategy)
+        slot.actor = actor.remote(slot.number, replace(self._config, capacity=slot.capacity), seed, limit)
+        slot.ready = slot.actor.open.remote()
+
+    def _look_after(self) -> None:
+        """Sees which shards have been made, and has those made that are missing, where a node can take them."""
+        for slot in self._slots:
+            if slot.ready is not None and self._ray.wait([slot.ready], timeout=0)[0]:
+                self._welcome(slot)
+        missing = [slot for slot in self._slots if slot.actor is None and not slot.failed]
+        if not missing or self._stopped:
+            return
+        alive = [node["NodeID"] for node in self._ray.nodes() if node["Alive"]]
+        free = [node for node in alive if node not in {slot.node for slot in self._slots}]
+        for slot in missing:
+            if slot.node not in alive and self._anywhere and free:
+                slot.node = free.pop()
+            if slot.node in alive:
+                self._make(slot, None if self._limit is None else 0)  # the learners' next calls say how many
+
+    def _welcome(self, slot: _Slot) -> None:
+        try:
+            self._ray.get(slot.ready)
+        except self._ray.exceptions.RayTaskError as error:  # it could not be made there: nor could it again
+            slot.actor, slot.failed = None, True
+            logger.error("no shard can be made on node %s: %s", slot.node, error)
+        except self._ray.exceptions.RayError:  # killed, or its node went
+            slot.actor = None
+        slot.ready = None

@@ -1,0 +1,139 @@
+"""`Draws`: one process's batches from all shards: when they may be drawn, and in which order."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Final
+
+import numpy as np
+
+from torchreplay.arguments import checked_int
+from torchreplay.batch import ReplayBatch
+from torchreplay.config import Config
+from torchreplay.drawing import MAX_BATCH
+from torchreplay.errors import ReplayTimeout
+from torchreplay.hindsight import Hindsight
+from torchreplay.ray.blocks import Layout
+from torchreplay.ray.members import Shards
+from torchreplay.ray.rounds import LEAST_SLACK, Round
+from torchreplay.samplers import Schedule, value_of
+from torchreplay.waiting import Wait
+
+POLL: Final = 0.02
+"""Seconds between two looks at the shards while too few items are in."""
+
+
+class Draws:
+    """What a process draws.
+
+    Args:
+        shards: What from.
+        config: Of the union.
+        seed: Of the random numbers that choose among candidates.
+        nonce: What signs the batches.
+
+    Attributes:
+        shards: What from.
+    """
+
+    def __init__(self, shards: Shards, config: Config, seed: int, nonce: int) -> None:
+        self.shards = shards
+        self._sampler, self._seed, self._nonce = config.sampler, seed, nonce
+        self._layout = Layout(config.outputs())
+        self._finish = config.view.finish if isinstance(config.view, Hindsight) else None
+        self._lock = threading.Lock()
+        self._begun = self._under_way = 0  # rounds, and those that are no batch yet
+        self._slack = 1.0
+        self._stream: int | None = None
+
+    @property
+    def stream(self) -> int:
+        """The number of the stream of random numbers: at first that of the process."""
+        return self.shards.stream if self._stream is None else self._stream
+
+    @stream.setter
+    def stream(self, number: int) -> None:
+        self._stream = number
+
+    @property
+    def made(self) -> int:
+        """Batches drawn."""
+        return self._begun - self._under_way
+
+    @made.setter
+    def made(self, step: int) -> None:
+        self._begun = step + self._under_way
+
+    def draw(self, n: int, beta: Schedule | None, wait: Wait) -> ReplayBatch:
+        """Returns a batch of `n` items, once there are any and the limiter admits it."""
+        batch = None
+        while batch is None:
+            batch = self.take(self.order(n, wait), beta, wait)
+        return batch
+
+    def admits(self, n: int) -> bool:
+        """Returns whether, as far as is known, the limiter admits a draw of `n` items and there are any."""
+        ledger = self.shards.ledger
+        drawable = any(figures.drawn.drawable for figures in self.shards.figures.values())
+        return drawable and ledger.inserted >= ledger.needed(n)
+
+    def order(self, n: int, wait: Wait) -> Round:
+        """Asks all shards for candidates, once the limiter admits `n` items; `take` makes the batch."""
+        checked_int("batch_size", n, 1, MAX_BATCH)
+        self.shards.refresh()
+        if not self.admits(n):
+            self._wait_for_rows(n, wait)
+        with self._lock:
+            step, self._begun, self._under_way = self._begun, self._begun + 1, self._under_way + 1
+            self.shards.ledger.under_way += n
+        # The generator's blocks are counted by the low bits.
+        chance = np.random.Generator(np.random.Philox(key=[self._seed, self.stream], counter=step << 64))
+        return Round(self.shards, n, chance, self._slack)
+
+    def take(self, ordered: Round, beta: Schedule | None, wait: Wait) -> ReplayBatch | None:
+        """Returns the batch that was ordered; None if there was no item to draw."""
+        batch = None
+        try:
+            exponent = value_of(self._sampler.beta if beta is None else beta, self.shards.ledger.steps)
+            batch = ordered.finish(self._layout, self._sampler, exponent, wait)
+        finally:
+            with self._lock:
+                self._under_way -= 1
+                self.shards.ledger.under_way -= ordered.n
+                if batch is not None:
+                    self.shards.ledger.items += ordered.n
+                    self.shards.ledger.batches += 1
+                else:
+                    self._begun -= 1
+        self._slack = min(1.0, self._slack * 4) if ordered.asked_again else max(LEAST_SLACK, self._slack * 0.75)
+        if batch is not None:
+            batch.source = self._nonce
+            if self._finish is not None:
+                self._finish(batch)
+        return batch
+
+    def forget(self, ordered: Round) -> None:
+        """Gives up a round that was ordered: it has not been drawn."""
+        with self._lock:
+            self._under_way -= 1
+            self._begun -= 1
+            self.shards.ledger.under_way -= ordered.n
+
+    def _wait_for_rows(self, n: int, wait: Wait) -> None:
+        heard = False
+        while True:
+            self.shards.refresh()
+            calls = self.shards.order(dict.fromkeys(self.shards.table.places, 0), n)
+            try:
+                self.shards.hear(calls, wait)
+            except ReplayTimeout:
+                if not heard:
+                    raise
+            else:
+                heard = True
+            if self.admits(n):
+                return
+            drawable = sum(figures.drawn.drawable for figures in self.shards.figures.values())
+            wait.check_rows(self.shards.ledger.inserted, self.shards.ledger.needed(n), drawable)
+            time.sleep(min(POLL, wait.slice_ns() * 1e-9))

@@ -1,0 +1,92 @@
+"""`Feedback`: TD errors on their way home."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from torchreplay.batch import ReplayBatch
+from torchreplay.mixture import checked_errors
+from torchreplay.ray.members import Shards
+from torchreplay.ray.union import unpack
+
+IN_FLIGHT: Final = 32
+"""Calls to shards that have not been answered; the next one waits for the oldest."""
+
+
+class Feedback:
+    """What a process feeds back to the shards.
+
+    Args:
+        shards: Where to.
+        nonce: What batches of theirs are signed with.
+    """
+
+    def __init__(self, shards: Shards, nonce: int) -> None:
+        self._shards, self._nonce = shards, nonce
+        self._calls: deque[tuple[int, int, Any]] = deque()  # shard, number of TD errors, answer to come
+
+    def send(self, batch_or_keys: ReplayBatch | Any, td: Any) -> None:
+        """Does what `ShardedReplay.update_priorities` does."""
+        keys = self._checked_keys(batch_or_keys)
+        errors = checked_errors("the TD errors", td, len(keys))
+        numbers, own = unpack(keys)
+        self._require_issued(keys, numbers, own)
+        for number in np.unique(numbers).tolist():
+            mine = numbers == number
+            place = self._shards.table.places.get(number)
+            if place is None:
+                self._shards.tell("dropped", int(mine.sum()))
+            else:
+                self._calls.append((number, int(mine.sum()), place.actor.update.remote(own[mine], errors[mine])))
+        self.hear(IN_FLIGHT)
+
+    def hear(self, most: int) -> None:
+        """Waits until at most so many calls are unanswered."""
+        while len(self._calls) > most:
+            number, count, call = self._calls.popleft()
+            try:
+                self._shards.result(call)
+            except LookupError as error:
+                self._shards.lose(number, str(error))
+                self._shards.tell("dropped", count)
+
+    def _checked_keys(self, given: Any) -> NDArray[np.int64]:
+        if isinstance(given, ReplayBatch):
+            if "buffer" in given:
+                raise ValueError(
+                    "the batch mixes items of several buffers: feed its TD errors back by the MixedDataset that drew "
+                    "it, dataset.update_priorities(batch, td)"
+                )
+            if getattr(given, "source", None) not in (None, self._nonce):
+                raise ValueError("the batch was drawn from another buffer: feed its TD errors back to that one")
+            given = given.get("key")
+        try:
+            tensor = torch.as_tensor(given)
+        except (TypeError, ValueError, RuntimeError):
+            raise ValueError(f"the keys are {given!r:.200}: expected int64 [n], such as batch['key']") from None
+        if tensor.dtype != torch.int64 or tensor.ndim != 1:
+            raise ValueError(f"the keys are {tensor.dtype} {list(tensor.shape)}: expected int64 [n]")
+        keys: NDArray[np.int64] = tensor.cpu().numpy()
+        return keys
+
+    def _require_issued(self, keys: NDArray[np.int64], numbers: NDArray[np.int64], own: NDArray[np.int64]) -> None:
+        """Raises ValueError unless each key names a row that some shard has or had."""
+        for fresh in (False, True):  # figures are of the last answer: newer keys are looked for once
+            if fresh:
+                self._shards.exchange()
+            issued = {number: figures.issued for number, figures in self._shards.figures.items()}
+            issued |= {lost.number: 1 << 62 for lost in self._shards.table.lost}
+            bad = [own[numbers == number].max() >= issued.get(number, 0) for number in np.unique(numbers).tolist()]
+            if not any(bad):
+                return
+        limit = np.array([issued.get(number, 0) for number in numbers.tolist()])
+        index = int(np.flatnonzero(own >= limit)[0])
+        raise ValueError(
+            f"key {keys[index]} at index {index} was never issued by this buffer (shard {numbers[index]}, row "
+            f"{own[index]}); nothing was applied"
+        )

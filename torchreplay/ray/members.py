@@ -1,0 +1,254 @@
+"""`Shards`: one process's view of a `ShardedReplay`: which shards there are, what they said, and calls to them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchreplay.errors import ReplayTimeout, Stopped
+from torchreplay.limiters import Limiter
+from torchreplay.ray.directory import NAMESPACE, Place, Table
+from torchreplay.ray.figures import Figures, Order
+from torchreplay.ray.ledger import Ledger
+from torchreplay.ray.session import import_ray
+from torchreplay.waiting import LOG_EVERY, SLICE_NS, Wait
+
+if TYPE_CHECKING:
+    from torchreplay._C import Census
+
+logger = logging.getLogger("torchreplay.ray")
+
+REFRESH: Final = 1.0
+"""Seconds between two looks at the table: shards that came back are drawn from that much later."""
+
+Answers = dict[int, tuple[Figures, NDArray[np.uint8] | None]]
+
+
+class Shards:
+    """The shards as one process sees them.
+
+    Args:
+        name: Of the directory's actor.
+        limiter: Of the union.
+
+    Attributes:
+        table: What was where when it was last asked.
+        figures: What each shard said last, by number.
+    """
+
+    def __init__(self, name: str, limiter: Limiter) -> None:
+        self.ray = import_ray()
+        if not self.ray.is_initialized():
+            raise RuntimeError(
+                "a ShardedReplay needs this process to be connected to its Ray cluster: call ray.init(address=...)"
+            )
+        try:
+            self._directory = self.ray.get_actor(name, NAMESPACE)
+        except ValueError:
+            raise Stopped(
+                "the ShardedReplay is closed, or the process that made it is gone, and its shards too"
+            ) from None
+        self._limiter = limiter
+        self._ledger: Ledger | None = None
+        self._stream = -1
+        self._lock = threading.RLock()
+        self._asked: Any = None  # the table, on its way
+        self._asked_at = 0.0
+        self.figures: dict[int, Figures] = {}
+        self.table = self._adopt(self.ask("table"))
+
+    @property
+    def stream(self) -> int:
+        """The number of this learner, which no other process has."""
+        if self._stream < 0:
+            self._stream = self.ask("join")
+        return self._stream
+
+    @property
+    def ledger(self) -> Ledger:
+        """What was inserted and drawn."""
+        if self._ledger is None:
+            self._ledger = Ledger(self._limiter, self.stream)
+            self._adopt(self.table)
+        return self._ledger
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the buffer was stopped, as far as this process has heard."""
+        return self.table.stopped or any(figures.stopped for figures in self.figures.values())
+
+    def ask(self, what: str, *args: Any) -> Any:
+        """Returns the directory's answer.
+
+        Raises:
+            Stopped: It is gone, and so are the shards.
+        """
+        try:
+            return self.ray.get(self.tell(what, *args))
+        except self.ray.exceptions.RayActorError:
+            raise Stopped("the ShardedReplay was closed, or the process that made it is gone") from None
+
+    def tell(self, what: str, *args: Any) -> Any:
+        """Calls the directory, and returns what its answer will be got by."""
+        return getattr(self._directory, what).remote(*args)
+
+    def refresh(self) -> None:
+        """Looks at the table now and then, without waiting for it."""
+        now = time.monotonic()
+        with self._lock:
+            if self._asked is None and now - self._asked_at >= REFRESH:
+                self._asked, self._asked_at = self.tell("table"), now
+            elif self._asked is not None and self.ray.wait([self._asked], timeout=0)[0]:
+                asked, self._asked = self._asked, None
+                try:
+                    self._adopt(self.ray.get(asked))
+                except self.ray.exceptions.RayActorError:
+                    raise Stopped("the ShardedReplay was closed, or the process that made it is gone") from None
+
+    def look(self) -> Table:
+        """Returns the table as it is now."""
+        with self._lock:
+            return self._adopt(self.ask("table"))
+
+    def order(self, candidates: Mapping[int, int], n: int) -> dict[int, Any]:
+        """Asks shards for candidates, and returns what their answers will be got by.
+
+        Args:
+            candidates: How many each is to draw; 0 for figures alone.
+            n: Items that the learner waits for.
+        """
+        with self._lock:
+            ledger, places = self.ledger, self.table.places
+            limits = ledger.limits(places, n)
+            return {
+                number: places[number].actor.draw.remote(
+                    Order(self.stream, ledger.items, ledger.batches, ledger.largest, limits[number], count)
+                )
+                for number, count in candidates.items()
+                if number in places
+            }
+
+    def hear(self, calls: Mapping[int, Any], wait: Wait) -> Answers:
+        """Waits for what shards answer to an order. Those that are lost meanwhile are left out.
+
+        Raises:
+            ReplayTimeout: One takes too long.
+            RuntimeError: One can never draw.
+            Stopped: The buffer was stopped.
+        """
+        answers = self._note(self.collect(calls, wait))
+        for number, (figures, _) in answers.items():
+            if figures.trouble is not None:
+                raise RuntimeError(f"shard {number}: {figures.trouble}")
+        if self.stopped:
+            raise Stopped("the replay buffer was stopped")
+        return answers
+
+    def exchange(self) -> None:
+        """Looks at the table and hears all shards' figures, also after the buffer was stopped."""
+        places = self.look().places
+        self._note(self.collect(self.order(dict.fromkeys(places, 0), 0)))
+
+    def collect(self, calls: Mapping[int, Any], wait: Wait | None = None) -> dict[int, Any]:
+        """Returns what the shards called answer, by number; those that are lost meanwhile are left out.
+
+        Args:
+            calls: What the answers will be got by.
+            wait: How long it may take; None: as long as the shards are there.
+
+        Raises:
+            ReplayTimeout: One takes too long.
+        """
+        log_at = started = time.monotonic()
+        left = list(calls.values())
+        while left:
+            seconds = (SLICE_NS if wait is None else wait.slice_ns()) * 1e-9
+            left = self.ray.wait(left, num_returns=len(left), timeout=seconds)[1]
+            expired = wait is not None and wait.expired
+            if left and (expired or time.monotonic() - log_at >= LOG_EVERY):
+                log_at = time.monotonic()
+                silent = [number for number, call in calls.items() if call in left]
+                text = f"no answer from {self._names(silent)} for {log_at - started:.1f} s"
+                if expired:
+                    raise ReplayTimeout(text)
+                logger.warning(text)
+        return {number: answer for number, call in calls.items() if (answer := self._answer(number, call)) is not None}
+
+    def result(self, call: Any) -> Any:
+        """Returns what a call that has been answered returned.
+
+        Raises:
+            LookupError: The shard is lost.
+        """
+        errors = self.ray.exceptions
+        try:
+            return self.ray.get(call)
+        except (errors.RayActorError, errors.ObjectLostError) as error:
+            raise LookupError(str(error)) from None
+
+    def lose(self, number: int, why: str) -> None:
+        """Has a shard that does not answer taken out for everyone."""
+        with self._lock:
+            if number not in self.table.places:
+                return
+            figures = self.figures.get(number)
+            rows, inserted = (figures.rows, figures.inserted) if figures else (0, 0)
+            reason = why.strip().splitlines()[0] if why.strip() else "its process died"
+            place = self.table.places[number]
+            logger.error("shard %d on node %s is lost, and its %d rows with it: %s", number, place.node, rows, reason)
+            self._adopt(self.ask("lost", number, rows, inserted, reason))
+
+    def census(self, unused_count_as_others: bool, /) -> Census:
+        """Returns who takes part, in the terms of a buffer's own census."""
+        told = list(self.figures.values())
+        writers = sum(figures.writers for figures in told)
+        departures = [figures.since_departure for figures in told if figures.since_departure >= 0]
+        writes = [figures.since_write for figures in told if figures.since_write >= 0]
+        return {
+            "writers": writers,
+            "learners": self.ledger.learners,
+            "owners": len(told),
+            "others_writing": writers,
+            "others_learning": self.ledger.learners,
+            "waiting": 0,
+            "supervisors": int(self.table.expected or bool(self.table.starting)),
+            "shared": True,
+            "since_departure": min(departures, default=-1.0),
+            "since_write": min(writes, default=-1.0),
+        }
+
+    def place_on(self, node: str) -> Place | None:
+        """Returns the shard of a node, as far as this process knows."""
+        return next((place for place in self.table.places.values() if place.node == node), None)
+
+    def _note(self, answers: Answers) -> Answers:
+        with self._lock:
+            for number, (figures, _) in answers.items():
+                self.figures[number] = figures
+                self.ledger.hear(number, figures)
+        return answers
+
+    def _answer(self, number: int, call: Any) -> Any:
+        try:
+            return self.result(call)
+        except LookupError as error:
+            self.lose(number, str(error))
+            return None
+
+    def _adopt(self, table: Table) -> Table:
+        self.table = table
+        self.figures = {number: figures for number, figures in self.figures.items() if number in table.places}
+        if self._ledger is not None:
+            for lost in table.lost:
+                self._ledger.count_inserted(lost.number, lost.inserted)
+        return table
+
+    def _names(self, numbers: list[int]) -> str:
+        places = self.table.places
+        return ", ".join(f"shard {k} on node {places[k].node if k in places else 'unknown'}" for k in numbers)

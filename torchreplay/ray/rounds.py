@@ -1,0 +1,167 @@
+"""Rounds: how a batch comes about from the candidates of all shards."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from torchreplay.batch import ReplayBatch
+from torchreplay.ray.blocks import Layout
+from torchreplay.ray.members import Answers, Shards
+from torchreplay.ray.union import Union, candidates, chosen
+from torchreplay.samplers import Sampler
+from torchreplay.waiting import Wait
+
+if TYPE_CHECKING:
+    from torchreplay.ray.draws import Draws
+
+LEAST_SLACK: Final = 1 / 64
+"""Candidates asked for beyond a shard's share, so that it may have grown since the last answer."""
+
+
+class Round:
+    """One batch under way: every shard was asked once for its total and for candidates drawn from just that.
+
+    How many items the batch takes of each shard follows from those totals alone, so that P(i) is the item's leaf
+    divided by the sum of all leaves, each shard being as it was when its candidates were drawn. A shard whose total
+    has grown beyond what its candidates are enough for is asked again, and what it said first is forgotten: whether it
+    is asked depends on the totals, never on which items or random numbers came. `docs/sharding.md` has the derivation.
+
+    Args:
+        shards: The shards.
+        n: Items in the batch.
+        chance: Its random numbers.
+        slack: By which share a shard's part of the total may have grown since it was heard last.
+    """
+
+    def __init__(self, shards: Shards, n: int, chance: np.random.Generator, slack: float) -> None:
+        self.n = n
+        self.asked_again = False
+        self._shards, self._chance = shards, chance
+        numbers = sorted(shards.table.places)
+        known = [shards.figures[k].drawn.total if k in shards.figures else 0.0 for k in numbers]
+        self._calls = shards.order(dict(zip(numbers, candidates(known, n, slack), strict=True)), 0)
+
+    def finish(self, layout: Layout, sampler: Sampler, beta: float, wait: Wait) -> ReplayBatch | None:
+        """Returns the batch; None if no shard has an item that can be drawn.
+
+        Raises:
+            ReplayTimeout: A shard does not answer in time.
+            RuntimeError: A shard can never draw.
+            Stopped: The buffer was stopped.
+        """
+        answers = self._complete(self._shards.hear(self._calls, wait), wait)
+        self._calls = {}
+        numbers = sorted(number for number, (figures, _) in answers.items() if figures.drawn.total > 0)
+        if not numbers:
+            return None
+        union = Union(tuple(answers[number][0].drawn for number in numbers))
+        counts = union.counts(self.n, self._chance.random(self.n))
+        parts, scale = [], []
+        for number, part, count in zip(numbers, union.parts, counts, strict=True):
+            figures, block = answers[number]
+            assert block is not None
+            parts.append((block, figures.candidates, chosen(self._chance, figures.candidates, int(count))))
+            scale.append(part.total / union.total)
+        batch = layout.merged(parts, self.n)
+        probability = batch["probability"].numpy().astype(np.float64) * np.repeat(scale, counts)
+        batch["probability"].numpy()[:] = probability
+        batch["weight"].numpy()[:] = union.weights(probability, beta, sampler)
+        return batch
+
+    def _complete(self, answers: Answers, wait: Wait) -> Answers:
+        """Asks those shards again whose candidates might not be enough, until all are."""
+        tries = 0
+        while True:
+            numbers = sorted(answers)
+            union = Union(tuple(answers[number][0].drawn for number in numbers))
+            if not union.total:
+                return answers
+            short = {
+                number: min(self.n, (most + 3) << tries)
+                for number, most in zip(numbers, union.most(self.n), strict=True)
+                if most > answers[number][0].candidates
+            }
+            if not short:
+                return answers
+            self.asked_again, tries = True, tries + 1
+            answers = {number: answer for number, answer in answers.items() if number not in short}
+            answers |= self._shards.hear(self._shards.order(short, 0), wait)
+
+
+class RoundStream:
+    """Batches of a `ShardedReplay` one after the other, `prefetch` rounds being under way ahead of the one asked for.
+
+    Calls reach a shard in the order in which they were made: what is fed back while a round is under way does not
+    change its batch.
+
+    Args:
+        draws: What draws them.
+        batch_size: Items in a batch.
+        count: Batches; None for endlessly many.
+        prefetch: Rounds under way ahead.
+        timeout: Seconds to wait for each batch at most.
+        waiting: How the wait for the first one looks.
+    """
+
+    def __init__(
+        self,
+        draws: Draws,
+        batch_size: int,
+        count: int | None,
+        prefetch: int,
+        timeout: float | None,
+        waiting: type[Wait],
+    ) -> None:
+        self._draws, self._batch_size, self._left = draws, batch_size, count
+        self._prefetch, self._timeout, self._waiting = prefetch, timeout, waiting
+        self._ahead: deque[Round] = deque()
+
+    def __iter__(self) -> RoundStream:
+        return self
+
+    def __next__(self) -> ReplayBatch:
+        """Returns the next batch.
+
+        Raises:
+            StopIteration: There were `count`.
+            ReplayTimeout, WouldBlockForever, Stopped: As `sample` does.
+        """
+        if self._left is not None and self._left <= 0:
+            self.close()
+            raise StopIteration
+        waiting, self._waiting = self._waiting, Wait
+        wait = waiting(self._draws.shards, self._timeout)
+        try:
+            batch = None
+            while batch is None:
+                self._order(wait)
+                batch = self._draws.take(self._ahead.popleft(), None, wait)
+        finally:
+            wait.end()
+        if self._left is not None:
+            self._left -= 1
+        return batch
+
+    def drawn(self) -> list[dict[str, Any]]:
+        """Returns nothing: rounds under way cannot be named, and have not been drawn."""
+        return []
+
+    @property
+    def ready(self) -> int:
+        """0: no batch is made before it is asked for."""
+        return 0
+
+    def close(self) -> None:
+        """Forgets the rounds under way."""
+        while self._ahead:
+            self._draws.forget(self._ahead.pop())
+
+    def _order(self, wait: Wait) -> None:
+        most = self._prefetch + 1 if self._left is None else min(self._left, self._prefetch + 1)
+        if not self._ahead:
+            self._ahead.append(self._draws.order(self._batch_size, wait))
+        while len(self._ahead) < most and self._draws.admits(self._batch_size):
+            self._ahead.append(self._draws.order(self._batch_size, wait))

@@ -1,0 +1,97 @@
+"""What `ShardedReplay.stats()` reports: the sums over all shards, and each one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torchreplay.ray.directory import Place, Table
+from torchreplay.ray.ledger import Ledger
+from torchreplay.stats import Stats
+
+SUMS: tuple[str, ...] = ("size", "nbytes", "drawable", "updated", "stale_updates", "unready_updates", "redraws")
+SUMS += ("priority_total", "writers", "rows_written", "dropped_rows", "insert_wait", "sample_wait")
+MEANS = ("insert_wait_share", "sample_wait_share")
+
+
+@dataclass(frozen=True)
+class ShardStats:
+    """One shard.
+
+    Attributes:
+        number: Of the shard: the high bits of its keys.
+        node: Ray's id of its node.
+        stats: Of its buffer. It counts candidates as sampled, those left out of batches too, and the calls for them as
+            draws.
+    """
+
+    number: int
+    node: str
+    stats: Stats
+
+
+@dataclass(frozen=True)
+class ShardedStats(Stats):
+    """The figures of `Stats`, summed over the shards that there are, and those of each.
+
+    `inserted` counts the items of lost shards too; `sampled`, `draws` and `learners` are what learners have handed out
+    and how many of them have; `priority_min` and `priority_max` are those of all shards, and shares of time are means.
+
+    Attributes:
+        shards: Each shard that there is, by number.
+        shards_missing: Shards that are lost and have not come back.
+        rows_lost: Rows that went with lost shards.
+        lost_updates: TD errors dropped because their shard is gone.
+    """
+
+    shards: tuple[ShardStats, ...]
+    shards_missing: int
+    rows_lost: int
+    lost_updates: int
+
+    def as_dict(self) -> dict[str, int | float | bool]:
+        """Returns the fields by name, without `shards`."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "shards"}
+
+
+def summed(
+    told: Mapping[int, Stats], places: Mapping[int, Place], table: Table, capacity: int, count: int, ledger: Ledger
+) -> ShardedStats:
+    """Returns the statistics of the union.
+
+    Args:
+        told: What each shard says.
+        places: Where it is.
+        table: Who is lost.
+        capacity: Rows that all shards together hold.
+        count: How many shards there ought to be.
+        ledger: What was drawn.
+    """
+    each = list(told.values())
+    values: dict[str, Any] = {name: sum(getattr(stats, name) for stats in each) for name in SUMS}
+    values |= {name: _mean([getattr(stats, name) for stats in each]) for name in MEANS}
+    smallest = [stats.priority_min for stats in each if stats.drawable]
+    ages = [stats.last_write_age for stats in each if stats.last_write_age >= 0]
+    return ShardedStats(
+        **values,
+        capacity=capacity,
+        inserted=ledger.inserted,
+        sampled=ledger.sampled - ledger.under_way,
+        draws=ledger.steps,
+        learners=ledger.learners,
+        staleness=0.0,
+        samples_per_insert=(ledger.sampled - ledger.under_way) / max(1, ledger.inserted),
+        priority_min=min(smallest, default=0.0),
+        priority_max=max((stats.priority_max for stats in each), default=1.0),
+        last_write_age=min(ages, default=-1.0),
+        stopped=table.stopped or any(stats.stopped for stats in each),
+        shards=tuple(ShardStats(number, places[number].node, told[number]) for number in sorted(told)),
+        shards_missing=count - len(told),
+        rows_lost=sum(lost.rows for lost in table.lost),
+        lost_updates=table.lost_updates,
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / max(1, len(values))

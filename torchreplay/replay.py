@@ -1,0 +1,166 @@
+"""`Replay`: what a learner needs of whatever it draws from."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+
+import torch
+
+from .batch import ReplayBatch
+from .samplers import Sampler, Schedule
+from .views import View
+
+if TYPE_CHECKING:
+    from .config import Config
+    from .staging import Staging
+    from .stats import Stats
+    from .waiting import Wait
+
+
+Pin = Literal["staging", "ring", "off"]
+PINS: tuple[Pin, ...] = get_args(Pin)
+
+
+class Batches(Protocol):
+    """Batches one after the other, some of them drawn ahead. For one thread, which must close it."""
+
+    def __iter__(self) -> Iterator[ReplayBatch]:
+        """Returns itself."""
+
+    def __next__(self) -> ReplayBatch:
+        """Returns the next batch, waiting for it as `sample` does."""
+
+    def drawn(self) -> list[dict[str, Any]]:
+        """Returns what names the batches that are drawn and were not handed out, as far as they can be named."""
+
+    @property
+    def ready(self) -> int:
+        """How many batches are drawn, in memory of the staging, and not handed out."""
+
+    def close(self) -> None:
+        """Ends it. What was drawn and is not handed out has not been drawn."""
+
+
+class Replay(ABC):
+    """What learners draw from and feed back to: a `ReplayBuffer`, or the shards of several machines."""
+
+    _nonce: int
+    """Its identity, by which batches name it."""
+
+    _config: Config
+    """What it was made of."""
+
+    @abstractmethod
+    def sample(self, batch_size: int, beta: Schedule | None = None, timeout: float | None = None) -> ReplayBatch:
+        """Draws a batch, stratified and with replacement; waits until the limiter admits it."""
+
+    @abstractmethod
+    def update_priorities(self, batch_or_keys: ReplayBatch | Any, td: Any) -> None:
+        """Feeds TD errors back to exactly the items they were computed from."""
+
+    @abstractmethod
+    def batches(
+        self,
+        batch_size: int,
+        count: int | None,
+        prefetch: int,
+        timeout: float | None,
+        waiting: type[Wait],
+        drawn: deque[dict[str, Any]],
+        staging: Staging | None = None,
+    ) -> Batches:
+        """Returns a stream of batches, as a `ReplayDataset` hands them out.
+
+        Args:
+            batch_size: Items in a batch.
+            count: Batches; None for endlessly many.
+            prefetch: Batches drawn ahead of the one asked for; 0: each is drawn when it is asked for.
+            timeout: Seconds to wait for each at most, as in `sample`.
+            waiting: How the wait for the first one looks.
+            drawn: Batches to hand out first, as the stream before named them; taken from it one by one.
+            staging: What gives each batch its place, and finishes it; None: memory of its own.
+        """
+
+    @abstractmethod
+    def staging(self, batch_size: int, prefetch: int, device: torch.device, pin: Pin | None) -> Staging | None:
+        """Returns what takes batches to a CUDA device while the learner computes; None: each is copied by itself.
+
+        Args:
+            batch_size: Items in a batch.
+            prefetch: Batches drawn ahead of the one asked for.
+            device: Where they go.
+            pin: What is page-locked, as a `ReplayDataset` is told.
+        """
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Waits for the TD errors that are on their way, and sees them applied."""
+
+    @abstractmethod
+    def stats(self) -> Stats:
+        """Returns what has happened so far, over all processes."""
+
+    @abstractmethod
+    def histograms(self, bins: int = 64) -> dict[str, torch.Tensor]:
+        """Returns histograms of leaf priorities and of rows' ages. O(capacity)."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Tells everyone to finish: `stopped` is True in every process, and waiting calls raise `Stopped`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Detaches this object. Idempotent."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Returns the number of rows held."""
+
+    def __bool__(self) -> bool:
+        return True  # `if buffer:` asks whether there is one, not whether it holds rows
+
+    @property
+    @abstractmethod
+    def capacity(self) -> int:
+        """Rows that fit."""
+
+    @property
+    @abstractmethod
+    def spec(self) -> dict[str, Any]:
+        """The fields, nested as they were given."""
+
+    @property
+    @abstractmethod
+    def sampler(self) -> Sampler:
+        """How items are drawn."""
+
+    @property
+    @abstractmethod
+    def view(self) -> View:
+        """How rows become items."""
+
+    @property
+    @abstractmethod
+    def stopped(self) -> bool:
+        """Whether `stop()` was called, in any process."""
+
+    @property
+    @abstractmethod
+    def draws(self) -> int:
+        """Batches that this object has drawn: the position in its own stream of draws. Set it to resume."""
+
+    @draws.setter
+    @abstractmethod
+    def draws(self, step: int) -> None: ...
+
+    @property
+    @abstractmethod
+    def stream(self) -> int:
+        """The number of the stream of draws of this process. Set it to resume."""
+
+    @stream.setter
+    @abstractmethod
+    def stream(self, number: int) -> None: ...
