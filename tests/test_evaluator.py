@@ -1,5 +1,6 @@
 """Evaluations of published weights: which are made, what they say, what is saved, what outlives a worker's death."""
 
+import contextlib
 import logging
 import os
 import random
@@ -19,6 +20,7 @@ from safetensors.torch import load_file
 import torchreplay as tr
 from torchreplay.ray import Evaluation, Evaluator, EvaluatorFailed
 from torchreplay.ray.board import Board
+from torchreplay.ray.scores import Scores
 from torchreplay.ray.worker import Launch
 
 STARTUP = 150.0  # seconds: a process that imports torch on a machine that is busy with other things
@@ -185,6 +187,55 @@ def test_the_best_of_an_earlier_run_is_only_replaced_by_a_better_one(tmp_path):
     assert learn(5) == 5.0
     assert learn(3, 4) == 5.0
     assert learn(4, 6) == 6.0
+
+
+def test_the_best_is_found_again_wherever_its_worker_was_killed_while_noting_it():
+    class Mortal:
+        """A header that its worker changes `lives` times."""
+
+        def __init__(self, header, lives):
+            self.header, self.lives = header, lives
+
+        def __getitem__(self, name):
+            return self.header[name]
+
+        def __setitem__(self, name, value):
+            if self.lives == 0:
+                raise InterruptedError
+            self.lives -= 1
+            self.header[name] = value
+
+    for lives in range(4):
+        scores = Scores()
+        header, scores._header = scores._header, Mortal(scores._header, lives)
+        with contextlib.suppress(InterruptedError):
+            scores.add(Evaluation(5, 1, 3.0, 0.0, 3.0, 3.0, 0.1, best=True))
+        scores._header = header
+        assert scores.is_best(5, 3.0)
+    assert scores.count == 1
+
+
+def test_an_interrupted_save_leaves_nothing(tmp_path, monkeypatch):
+    def interrupt(fd):
+        raise tr.Stopped("the pool was stopped")
+
+    evaluator = Evaluator(evaluate, tr.SharedWeights(Policy()), Policy, every=1, directory=tmp_path)
+    run = evaluator._make_work().run(Launch(0, 1, 0, 0), Board(1))
+    monkeypatch.setattr("torchreplay.checkpoint.os.fsync", interrupt)
+    with pytest.raises(tr.Stopped):
+        run()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_save_has_left_is_removed_by_the_next(tmp_path):
+    for name in ("best.safetensors", "version-00000007.safetensors"):
+        (tmp_path / f"{name}-0123456789abcdef").touch()
+    kept = tmp_path / "best.safetensors-of-last-week"
+    kept.touch()
+    evaluator = Evaluator(evaluate, tr.SharedWeights(Policy()), Policy, every=1, directory=tmp_path)
+    with Loop(evaluator) as loop:
+        loop.look_around()
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "best.safetensors", kept]
 
 
 def test_weights_that_are_tied_are_saved_too(tmp_path):

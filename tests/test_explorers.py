@@ -1,19 +1,23 @@
 """What surrounds an explorer's function, tested without Ray: context, board, supervisor, session."""
 
+import errno
 import math
 import pickle
+import signal
+import threading
 from collections import deque
 
 import numpy as np
 import pytest
 import torch
-from forked import eventually
+from forked import Forked, eventually
 from numbered_rows import make_buffer, row
 from scripted_workers import DIED, ENDED, RAISED, Marks, ScriptedActors
 
 import torchreplay as tr
 from torchreplay.ray import ExplorerContext, ExplorerPool
 from torchreplay.ray.board import Board
+from torchreplay.ray.hosting import Hosting
 from torchreplay.ray.session import RaySession
 from torchreplay.ray.stats import explorer_stats
 from torchreplay.ray.supervisor import Policy, Supervisor
@@ -298,6 +302,124 @@ def test_restart_delays_double_up_to_half_a_minute():
     assert policy.delay(100_000) == 30
 
 
+def test_a_longer_restart_delay_is_kept():
+    policy = Policy(seed=0, generation=0, max_restarts=-1, restart_delay=60.0)
+    assert [policy.delay(streak) for streak in (1, 2, 100)] == [60, 60, 60]
+
+
+def test_one_worker_that_cannot_be_launched_is_restarted_while_the_others_go_on():
+    def script(launch):
+        if (launch.index, launch.restarts) == (0, 0):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return ENDED if launch.index == 0 else None
+
+    actors = ScriptedActors(script)
+    supervisor = supervise(actors, num_explorers=2)
+    eventually(lambda: supervisor.stats()[0].state == "finished")
+    assert "Too many open files" in supervisor.stats()[0].last_error
+    assert [(f.index, f.restarts, f.died) for f in supervisor.failures] == [(0, 0, True)]
+    assert [(run.launch.index, run.killed) for run in actors.runs] == [(1, False), (0, False)]
+    supervisor.stop(0, 0)
+
+
+def test_one_worker_of_whose_end_nothing_can_be_learnt_is_restarted_while_the_others_go_on(caplog):
+    class Reluctant(ScriptedActors):
+        def outcome(self, run):
+            if run.launch.restarts == 0:
+                raise ValueError("no such process")
+            return super().outcome(run)
+
+        def release(self, run):
+            raise ValueError("cannot close a running process")
+
+    actors = Reluctant(lambda launch: ENDED if launch.index == 0 else None)
+    supervisor = supervise(actors, num_explorers=2)
+    eventually(lambda: supervisor.stats()[0].state == "finished")
+    assert [(f.index, f.restarts, f.died) for f in supervisor.failures] == [(0, 0, True)]
+    assert "cannot close a running process" in caplog.text
+    assert not any(run.killed for run in actors.runs)
+    supervisor.stop(0, 0)
+    assert supervisor.stats()[1].state == "stopped"
+
+
+def test_workers_that_cannot_be_supervised_any_more_are_killed():
+    class Lost(ScriptedActors):
+        def wait(self, runs, timeout):
+            if len(self.runs) == 2:
+                raise ConnectionError("Ray was shut down")
+
+    actors = Lost(lambda launch: None)
+    supervisor = supervise(actors, num_explorers=2)
+    assert supervisor.over.wait(30)
+    assert [s.state for s in supervisor.stats()] == ["failed", "failed"]
+    assert all(run.killed for run in actors.runs)
+    assert "Ray was shut down" in supervisor.stats()[0].last_error
+    supervisor.stop(0, 0)
+
+
+# --- the pool ---
+
+
+@pytest.fixture
+def pool(monkeypatch):
+    """A pool of one explorer without a process, which never ends by itself; `pool.actors` runs it."""
+    pool = ExplorerPool(print, 1, make_buffer())
+    pool.actors = ScriptedActors(lambda launch: None)
+    monkeypatch.setattr(Hosting, "open", lambda *_: pool.actors)
+    yield pool
+    pool.stop(0)
+
+
+def test_a_forked_child_that_ends_leaves_its_parents_explorers_alone(pool):
+    with pool:
+        ctx = ExplorerContext(pool.buffer, board=pool._supervisor.board)
+        with Forked(pool.__exit__, None, None, None) as child:
+            assert child.wait() == 0
+        assert not ctx.stopped
+    assert ctx.stopped
+
+
+def test_a_signals_handler_may_stop_a_pool_that_is_being_stopped(pool, monkeypatch):
+    closed = []
+    monkeypatch.setattr(pool.actors, "close", lambda: closed.append(pool.actors))
+    in_time = threading.Event()
+
+    def kill(run):
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR2)  # which waits in `stop`
+        in_time.wait(30)
+        pool.actors.end(run, DIED)
+
+    pool.actors.kill = kill
+
+    def stop(*_):
+        in_time.set()
+        pool.stop()
+
+    before = signal.signal(signal.SIGUSR2, stop)
+    try:
+        pool.start()
+        eventually(lambda: pool.actors.runs)
+        pool.stop(0)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert in_time.is_set()
+    assert len(closed) == 1
+    assert pool.stats()[0].state == "stopped"
+
+
+def test_a_pool_that_cannot_announce_writers_to_all_its_buffers_announces_them_to_none(monkeypatch):
+    def refuse():
+        raise RuntimeError("there is no room for another process")
+
+    buffers = {"red": make_buffer(), "blue": make_buffer()}
+    monkeypatch.setattr(Hosting, "open", lambda *_: ScriptedActors(lambda launch: None))
+    monkeypatch.setattr(buffers["blue"], "expect_writers", refuse)
+    with pytest.raises(RuntimeError, match="no room"):
+        ExplorerPool(print, 1, buffers).start()
+    with pytest.raises(tr.WouldBlockForever):
+        buffers["red"].sample(1)
+
+
 # --- the session and the pool's arguments ---
 
 
@@ -337,6 +459,21 @@ def test_a_pool_without_a_ray_starts_one_and_shuts_it_down(monkeypatch):
     assert spare.options["address"] == "local"
     assert spare.options["num_cpus"] == 1000
     session.close()
+    assert not spare.running
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_ray_that_a_pool_started_is_shut_down_with_the_last_pool_that_uses_it(monkeypatch, first):
+    spare = SpareRay(running=False)
+    monkeypatch.setattr("torchreplay.ray.session.import_ray", lambda: spare)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    sessions = [RaySession(cpus=0), RaySession(cpus=0)]
+    with pytest.raises(ValueError, match="lower num_cpus"):
+        RaySession(cpus=5)
+    for _ in range(2):
+        sessions[first].close()
+        assert spare.running
+    sessions[1 - first].close()
     assert not spare.running
 
 

@@ -17,26 +17,27 @@ import torchreplay as tr
 from torchreplay.ray import ExplorerPool, ExplorersFailed
 
 DRIVER = """
-import sys, torch, torchreplay as tr
+import os, signal, sys, torch, torchreplay as tr
 sys.modules["ray"] = None  # importing it fails
 from torchreplay.ray import ExplorerPool
 
 LARGE = bytes(1 << 20)  # travels with the function: more than a pipe holds
 
 def explore(ctx):
+    os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C in a terminal, for all its processes
     while len(LARGE):
         ctx.buffer.extend(x=torch.zeros(1))
 
 if __name__ == "__main__":
     buffer = tr.ReplayBuffer({"x": tr.Field()}, capacity=100)
-    with ExplorerPool(explore, 1, buffer, backend="process") as pool:
+    with ExplorerPool(explore, 1, buffer, backend="process", max_restarts=0) as pool:
         buffer.sample(1)
         print(pool.stats()[0].pid, flush=True)
         sys.stdin.readline()
 """
 
 
-def test_a_program_without_ray_has_explorers_that_die_with_it(tmp_path):
+def test_the_explorers_of_a_program_without_ray_outlive_ctrl_c_and_die_with_it(tmp_path):
     (tmp_path / "driver.py").write_text(DRIVER)
     with subprocess.Popen(
         [sys.executable, "driver.py"],
@@ -83,15 +84,24 @@ def test_processes_that_an_explorer_started_end_with_it():
         eventually(lambda: not is_running(pid))
 
 
-def test_ctrl_c_does_not_end_explorers():
-    def explore(ctx):
-        os.kill(os.getpid(), signal.SIGINT)
+def test_a_program_that_collects_dead_children_itself_keeps_its_explorers():
+    def die_once(ctx):
         ctx.record(episode_return=1.0, episode_length=1)
+        while ctx.restarts == 0:
+            time.sleep(0.01)
 
-    with ExplorerPool(explore, 1, make_buffer(), backend="process") as pool:
-        assert pool.wait(150)
-        assert pool.stats()[0].mean_return == 1.0
-    assert not pool.errors
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects them
+    try:
+        with ExplorerPool(die_once, 1, make_buffer(), restart_delay=0.0, backend="process") as pool:
+            eventually(lambda: pool.stats()[0].episodes, 150)
+            os.kill(pool.stats()[0].pid, signal.SIGKILL)
+            assert pool.wait(150)
+            assert (pool.stats()[0].state, pool.stats()[0].episodes) == ("finished", 2)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    (failure,) = pool.errors
+    assert failure.died
+    assert "exit code" in failure.error
 
 
 def test_draining_lets_every_explorer_complete_its_episode():

@@ -288,9 +288,19 @@ def _shard_name(name: Any) -> str:
 def replace_file(path: Path, content: bytes) -> None:
     """Puts `content` in the place of `path` at once: after a crash one finds the old or the new, whole."""
     fresh = path.with_name(f"{path.name}-{secrets.token_hex(8)}")
-    _write(fresh, content)
-    fresh.replace(path)
+    try:
+        _write(fresh, content)
+        fresh.replace(path)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
     _sync_directory(path.parent)
+
+
+def remove_unfinished(directory: Path, names: str) -> None:
+    """Removes what a killed `replace_file` has left of files whose names match `names`, as in a shell."""
+    for fresh in directory.glob(f"{names}-{'[0-9a-f]' * 16}"):
+        fresh.unlink(missing_ok=True)
 
 
 def _sync_directory(path: Path) -> None:

@@ -61,6 +61,8 @@ class Actors(Backend[ActorRun]):
 
     def wait(self, runs: Sequence[ActorRun], timeout: float) -> list[ActorRun]:
         """The runs that have ended, as soon as one has, at the latest after `timeout` seconds."""
+        if not self._ray.is_initialized():  # to wait would start another Ray
+            raise RuntimeError("Ray was shut down while its workers were running")
         by_result = {run.result: run for run in runs}
         ended, _ = self._ray.wait(list(by_result), num_returns=1, timeout=max(timeout, 0.0))
         return [by_result[result] for result in ended]
@@ -82,8 +84,9 @@ class Actors(Backend[ActorRun]):
 
     def kill(self, run: ActorRun) -> None:
         """Kills the process of a run."""
-        self._ray.kill(run.actor, no_restart=True)
+        if self._ray.is_initialized():  # or it is gone, with Ray
+            self._ray.kill(run.actor, no_restart=True)
 
     def close(self) -> None:
-        """Shuts Ray down if it was started here."""
+        """Shuts Ray down if it was started here and nobody else needs it."""
         self._session.close()

@@ -92,7 +92,7 @@ class ExplorerContext:
         Raises:
             ValueError: There is no buffer of that name.
         """
-        for closed in [writer for writer in self._writers if writer.closed]:
+        for closed in [writer for writer in tuple(self._writers) if writer.closed]:
             self._closed_rows += closed.rows
             self._writers.discard(closed)
         writer = chosen("the pool's buffers", self._buffers, name).writer(lanes, autoreset)
@@ -102,7 +102,7 @@ class ExplorerContext:
     @property
     def rows(self) -> int:
         """Rows that this explorer has written by its writers, over all its runs."""
-        return self._closed_rows + sum(writer.rows for writer in self._writers)
+        return self._closed_rows + sum(writer.rows for writer in tuple(self._writers))  # another thread may add one
 
     def pull_weights(self, module: nn.Module, *, name: str | None = None) -> bool:
         """Copies the learner's newest weights into the module, in place, when it is time to.
@@ -180,7 +180,7 @@ class ExplorerContext:
 
     def close(self) -> None:
         """Closes the writers that `writer` made."""
-        for writer in self._writers:
+        for writer in tuple(self._writers):
             writer.close()
         self._report(time.monotonic())
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -110,7 +111,10 @@ class ExplorerPool(Supervised):
         return self._work
 
     def _expect_writers(self) -> Mark:
-        return _Marks([buffer.expect_writers() for buffer in self._buffers])
+        with ExitStack() as marks:  # which withdraws the first ones if another cannot be made
+            for buffer in self._buffers:
+                marks.enter_context(buffer.expect_writers())
+            return marks.pop_all()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until every explorer has ended for good, as those do whose function returns.
@@ -151,14 +155,3 @@ class ExplorerPool(Supervised):
             f"ExplorerPool({self.num_explorers} explorers: {counts}; "
             f"{sum(s.restarts for s in stats)} restarts, {sum(s.episodes for s in stats)} episodes)"
         )
-
-
-class _Marks:
-    """The marks of several buffers."""
-
-    def __init__(self, marks: Sequence[Mark]) -> None:
-        self._marks = marks
-
-    def close(self) -> None:
-        for mark in self._marks:
-            mark.close()

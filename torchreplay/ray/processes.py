@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import multiprocessing
 import os
 import pickle
 import signal
 import sys
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any, Final
@@ -47,9 +51,11 @@ class Processes(Backend[ProcessRun]):
         payload = pickled(work, _dumps())
         # Not an argument of the process: a child that dies before it has read its arguments leaves its parent waiting
         # for ever, if they are more than a pipe holds.
-        self._payload = reserve(len(payload), _WHAT)
-        os.pwrite(self._payload, payload, 0)
-        self._handle = make_handle(self._payload, new_nonce())
+        fd = reserve(len(payload), _WHAT)
+        self._free = weakref.finalize(self, os.close, fd)
+        with mmap.mmap(fd, len(payload)) as memory:
+            memory[:] = payload
+        self._handle = make_handle(fd, new_nonce())
         self._spawn = multiprocessing.get_context("spawn")
 
     def launch(self, launch: Launch) -> ProcessRun:
@@ -58,15 +64,26 @@ class Processes(Backend[ProcessRun]):
         process = self._spawn.Process(
             target=_live, args=(os.getpid(), sys.path, self._handle, launch, reporter), name=f"worker {launch.index}"
         )
+        resource_tracker.ensure_running()  # the first child starts it, which would unblock the signal
         # Children inherit the mask: Ctrl-C ends the program, and that its workers.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             process.start()
+        except BaseException:
+            report.close()
+            raise
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             reporter.close()
         pid: int = process.pid  # type: ignore[assignment]  # it was started
-        return ProcessRun(launch, process, report, os.pidfd_open(pid))
+        try:
+            alive = os.pidfd_open(pid)
+        except OSError:
+            report.close()
+            process.kill()
+            process.join()
+            raise
+        return ProcessRun(launch, process, report, alive)
 
     def wait(self, runs: Sequence[ProcessRun], timeout: float) -> list[ProcessRun]:
         """The runs that have ended, as soon as one has, at the latest after `timeout` seconds."""
@@ -82,28 +99,32 @@ class Processes(Backend[ProcessRun]):
         except (EOFError, OSError):  # it died before, or while, it said anything
             pass
         self._end(run)
-        how = _death(run.process.exitcode or 0)
+        how = _death(run.process.exitcode)
         return Outcome("died", how, f"process {run.process.pid}: {how}")
 
     def release(self, run: ProcessRun) -> None:
         """Lets the process of an ended run go."""
         self._end(run)
-        run.process.close()
+        with suppress(ValueError):  # to multiprocessing it runs, if it does not know its exit code
+            run.process.close()
         run.report.close()
         os.close(run.alive)
 
     def _end(self, run: ProcessRun) -> None:
-        run.process.join(_EXIT_TIMEOUT)  # it ends its own children meanwhile
-        run.process.kill()
-        run.process.join()
+        if run.process.exitcode is None:
+            # By the pidfd: `os.wait()` in the program may have collected the process, and its pid be another's by now.
+            wait([run.alive], _EXIT_TIMEOUT)  # it ends its own children meanwhile
+            self.kill(run)
+            run.process.join()
 
     def kill(self, run: ProcessRun) -> None:
         """Kills the process of a run."""
-        run.process.kill()
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(run.alive, signal.SIGKILL)
 
     def close(self) -> None:
-        """Gives back the payload's memory."""
-        os.close(self._payload)
+        """Gives back the payload's memory; may be called again."""
+        self._free()
 
 
 def _dumps() -> Callable[[Any], bytes]:
@@ -124,16 +145,20 @@ def _live(parent: int, path: Sequence[str], payload: Handle, launch: Launch, rep
         os._exit(1)
     fd = open_handle(payload, _WHAT)
     try:
-        outcome = WorkerProcess().run(path, os.pread(fd, payload.size, 0), launch)
+        with mmap.mmap(fd, payload.size, access=mmap.ACCESS_READ) as memory:
+            content = memory[:]
     finally:
         os.close(fd)
+    outcome = WorkerProcess().run(path, content, launch)
     sys.stdout.flush()  # whoever hears of the end may kill this process
     sys.stderr.flush()
     report.send(outcome)
     report.close()
 
 
-def _death(exit_code: int) -> str:
+def _death(exit_code: int | None) -> str:
+    if exit_code is None:
+        return "its process died; the program has collected its exit code itself, as os.wait() does"
     if exit_code < 0:
         return f"its process died of signal {-exit_code} ({signal.strsignal(-exit_code)})"
     return f"its process ended with exit code {exit_code} before its function had returned"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from torchreplay.checkpoint import replace_file
+from torchreplay.checkpoint import remove_unfinished, replace_file
 from torchreplay.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -53,6 +53,8 @@ class Saving:
         state = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in module.state_dict().items()}
         content = save(state, {name: str(value) for name, value in evaluation.as_dict().items()})
         self.directory.mkdir(parents=True, exist_ok=True)
+        for pattern in (BEST, "version-*.safetensors"):
+            remove_unfinished(self.directory, pattern)
         for name in names:
             replace_file(self.directory / name, content)
         if self.buffer is not None:

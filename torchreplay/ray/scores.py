@@ -119,8 +119,8 @@ class Scores(SharedPage):
     def add(self, evaluation: Evaluation) -> None:
         """Notes an evaluation."""
         if evaluation.best:
+            self._header["best_version"] = evaluation.version  # first: a successor finds it again, see `is_best`
             self._header["best_return"] = evaluation.mean_return
-            self._header["best_version"] = evaluation.version
         count = self.count
         self._ring[count % _KEPT] = tuple(evaluation.as_dict().values())
         self._header["count"] = count + 1  # last: who reads it finds the evaluation in its place

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import os
+import threading
 from collections.abc import Mapping
 from types import ModuleType
+from typing import ClassVar
 
 # The workers' data never passes through Ray's object store: the least it accepts is plenty.
 _OBJECT_STORE_BYTES = 80 * 2**20
@@ -31,6 +33,8 @@ def import_ray() -> ModuleType:
 class RaySession:
     """Ray for the life of a pool: joins the program's, or starts one on this machine.
 
+    A Ray that was started here serves every session until the last is closed, in whatever order they are.
+
     A program that is to run on an existing cluster calls `ray.init(address=...)` before it starts
     the pool, or sets `RAY_ADDRESS`.
 
@@ -44,14 +48,21 @@ class RaySession:
         ValueError: Ray has fewer CPUs or GPUs: some workers would never be started.
     """
 
+    _lock: ClassVar = threading.RLock()  # of the two below; a signal's handler may stop a pool, too
+    _open: ClassVar[set[RaySession]] = set()
+    _started: ClassVar[bool] = False  # whether Ray was, by one of them
+
     def __init__(self, cpus: float, gpus: float = 0) -> None:
         self.ray = import_ray()
-        self._started = not self.ray.is_initialized()
-        if self._started:
-            self._start(cpus)
+        with self._lock:
+            starts = not self.ray.is_initialized()
+            if starts:
+                self._start(cpus)
+                RaySession._started = True
+            self._open.add(self)
         try:
             present = self.ray.cluster_resources()
-            if not self._started:  # one that was started here has them, and a cluster may grow
+            if not starts:  # one that was started for this session has them, and a cluster may grow
                 _check("num_cpus", cpus, "CPU", present)
             _check("num_gpus", gpus, "GPU", present)
         except BaseException:
@@ -71,10 +82,12 @@ class RaySession:
             )
 
     def close(self) -> None:
-        """Shuts Ray down if this session started it; may be called again."""
-        if self._started:
-            self._started = False
-            self.ray.shutdown()
+        """Shuts Ray down if a session started it and this is the last; may be called again."""
+        with self._lock:
+            self._open.discard(self)
+            if self._started and not self._open:
+                RaySession._started = False
+                self.ray.shutdown()
 
 
 def _check(argument: str, asked: float, kind: str, resources: Mapping[str, float]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -51,6 +52,7 @@ class Supervised(ABC):
         self._starts = 0
         self._supervisor: Supervisor | None = None
         self._backend: Any = None
+        self._pid = 0  # of the process that started it
         self._failures: deque[ExplorerFailure] = deque(maxlen=_FAILURES_KEPT)
         self._last_stats = tuple(
             explorer_stats(index, entry) for index, entry in enumerate(np.zeros(len(names), ENTRY))
@@ -93,6 +95,7 @@ class Supervised(ABC):
                     self._backend.close()
                     raise
                 self._starts += 1
+                self._pid = os.getpid()
                 atexit.register(self.stop)
         return self
 
@@ -101,7 +104,8 @@ class Supervised(ABC):
 
         `ctx.stopped` turns True. A function that has not looked at it half a second later, because
         it waits for the limiter or anything else, finds `Stopped` raised where it is. One that has
-        not returned after `timeout` seconds is killed. Ray is shut down if it was started here.
+        not returned after `timeout` seconds is killed. Ray is shut down if pools and evaluators have started it, and
+        this is the last of them.
 
         Args:
             timeout: Seconds that the workers get to finish by themselves.
@@ -123,15 +127,18 @@ class Supervised(ABC):
         return self._end(timeout, timeout + _CLEAN_UP)
 
     def _end(self, grace: float, timeout: float) -> bool:
+        if os.getpid() != self._pid:  # a forked child leaves its parent's workers alone
+            return True
         with self._lock:
-            supervisor = self._supervisor
+            supervisor, backend = self._supervisor, self._backend
             if supervisor is None:
                 return True
             supervisor.stop(grace, timeout)
-            self._last_stats = supervisor.stats()
-            self._supervisor = None
-            atexit.unregister(self.stop)
-            self._backend.close()
+            if self._supervisor is supervisor:  # else a signal's handler has stopped it meanwhile
+                self._last_stats = supervisor.stats()
+                self._supervisor = None
+                atexit.unregister(self.stop)
+                backend.close()
             return not supervisor.interrupted
 
     def check(self) -> None:

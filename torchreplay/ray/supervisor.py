@@ -8,6 +8,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -24,7 +25,7 @@ _POLL: Final = 0.1
 """Seconds between looks at stop requests and due restarts; a worker's end is seen at once."""
 
 _LONGEST_DELAY: Final = 30.0
-"""Seconds; the back-off between restarts doubles up to this."""
+"""Seconds; the back-off between restarts doubles up to this, and is never shorter than the first."""
 
 GRACE: Final = 0.5
 """Seconds in which a stopped worker should notice by itself, before it is interrupted."""
@@ -83,7 +84,7 @@ class Policy:
 
     def delay(self, streak: int) -> float:
         """Seconds to wait before the restart that follows `streak` failures in a row."""
-        return float(min(self.restart_delay * 2.0 ** min(streak - 1, 30), _LONGEST_DELAY))
+        return float(min(self.restart_delay * 2.0 ** min(streak - 1, 30), max(self.restart_delay, _LONGEST_DELAY)))
 
     def gives_up(self, worker: Worker) -> bool:
         """Whether the worker has used up its restarts."""
@@ -123,7 +124,11 @@ class Supervisor:
         self._grace = self._deadline = 0.0
         self._mark: Mark | None = self.expect_writers()
         self._thread = threading.Thread(target=self._work, name="torchreplay-supervisor", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            self._withdraw_mark()
+            raise
 
     def stop(self, grace: float, timeout: float) -> None:
         """Ends every worker; returns when all have ended.
@@ -165,10 +170,16 @@ class Supervisor:
             self.listen()
         except Exception as error:
             # Ray was shut down under the pool, most likely: its actors went with it.
-            logger.exception("the workers are no longer supervised")
+            lost = _died("no longer supervised", error)
+            logger.error("the workers are %s\n%s", lost.error, lost.traceback)
+            for w in self._running():
+                with suppress(Exception):  # it may go wrong again
+                    self.backend.kill(w.run)
+                    self.backend.release(w.run)
+                w.run = None
             for w in self.workers:
                 if not w.over:
-                    self._note_failure(w, Outcome("died", f"no longer supervised: {error!r}", traceback.format_exc()))
+                    self._note_failure(w, lost)
                     w.state = "failed"
         finally:
             self._withdraw_mark()
@@ -180,8 +191,11 @@ class Supervisor:
             if w.run is None and not w.over and w.due <= now:
                 self.board.entries[w.index]["pid"] = 0
                 w.recorded = self.board.recorded(w.index)
-                w.run = self.backend.launch(Launch(w.index, len(self.workers), self.policy.run_seed(w), w.restarts))
-                w.state = "starting"
+                launch = Launch(w.index, len(self.workers), self.policy.run_seed(w), w.restarts)
+                try:
+                    w.run, w.state = self.backend.launch(launch), "starting"
+                except Exception as error:  # such as too many open files: of this worker, at this moment
+                    self._fail(w, _died("its process could not be started", error))
 
     def _await_some(self) -> None:
         running = self._running()
@@ -191,14 +205,26 @@ class Supervisor:
         ended = self.backend.wait([w.run for w in running], _POLL)
         for w in running:
             if w.run in ended:
-                self._settle(w, self.backend.outcome(w.run))
+                self._settle(w, self._outcome(w))
+
+    def _outcome(self, w: Worker) -> Outcome:
+        try:
+            return self.backend.outcome(w.run)
+        except Exception as error:
+            return _died("nobody knows how its process ended", error)
 
     def _settle(self, w: Worker, outcome: Outcome) -> None:
-        self.backend.release(w.run)
+        try:
+            self.backend.release(w.run)
+        except Exception:
+            logger.error("%s left something behind\n%s", self.names[w.index], traceback.format_exc())
         w.run = None
         if outcome.kind == "ended":
             w.state = "stopped" if self.board.stopped else "finished"
-            return
+        else:
+            self._fail(w, outcome)
+
+    def _fail(self, w: Worker, outcome: Outcome) -> None:
         progress = self.board.recorded(w.index) > w.recorded
         w.streak = 1 if progress else w.streak + 1
         self._note_failure(w, outcome)
@@ -264,6 +290,10 @@ class Supervisor:
                 return
 
     def _finish(self, w: Worker) -> None:
-        outcome = self.backend.outcome(w.run)
+        outcome = self._outcome(w)
         # A death is our own doing by now; an exception on the way out is news.
         self._settle(w, outcome if outcome.kind == "raised" else Outcome("ended"))
+
+
+def _died(what: str, error: Exception) -> Outcome:
+    return Outcome("died", f"{what}: {error!r}", "".join(traceback.format_exception(error)).rstrip())
