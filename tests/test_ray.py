@@ -79,9 +79,36 @@ if __name__ == "__main__":
 """
 
 
+POOL_STOPS_FIRST = """
+import ray, torch, torchreplay as tr
+from torchreplay.ray import Evaluator, ExplorerPool
+
+def explore(ctx):
+    while True:
+        ctx.buffer.extend(x=torch.zeros(1))
+
+if __name__ == "__main__":
+    policy = torch.nn.Linear(1, 1)
+    buffer, weights = tr.ReplayBuffer({"x": tr.Field()}, capacity=100), tr.SharedWeights(policy)
+    pool = ExplorerPool(explore, 1, buffer).start()
+    evaluator = Evaluator(lambda module, seed: 1.0, weights, policy, every=1).start()
+    buffer.sample(1)
+    pool.stop()
+    weights.publish(policy)
+    print(evaluator.wait().version, evaluator.stats().restarts)
+    evaluator.stop()
+    print(ray.is_initialized())
+"""
+
+
 @pytest.fixture
-def driver(tmp_path):
-    (tmp_path / "driver.py").write_text(DRIVER)
+def program():
+    return DRIVER
+
+
+@pytest.fixture
+def driver(tmp_path, program):
+    (tmp_path / "driver.py").write_text(program)
     with subprocess.Popen(
         [sys.executable, "driver.py"],
         cwd=tmp_path,
@@ -99,6 +126,11 @@ def test_no_explorer_survives_a_sigkilled_program_that_brought_its_own_ray(drive
     assert is_running(pid)
     driver.kill()
     eventually(lambda: not is_running(pid))
+
+
+@pytest.mark.parametrize("program", [POOL_STOPS_FIRST], ids=[""])
+def test_an_evaluator_outlives_the_pool_that_brought_its_ray(driver):
+    assert driver.stdout.read().split() == ["1", "0", "False"]
 
 
 def test_importing_needs_no_ray_and_starting_a_pool_without_it_says_what_to_install():
