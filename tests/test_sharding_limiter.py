@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 import torchreplay as tr
 from torchreplay.ray.figures import Figures
-from torchreplay.ray.union_limiter import UnionLimiter
 from torchreplay.ray.union import Drawn
+from torchreplay.ray.union_limiter import UnionLimiter
 
 
 def figures(inserted=0, learners=(), largest=1.0):
@@ -58,7 +58,8 @@ def test_limits_add_up_to_what_reverbs_limiter_admits(ratio, min_size, inserted,
     # Reverb, rate_limiter.cc: draws need inserts * ratio - draws - n >= min_diff and min_size; inserts are admitted up
     # to min_size, and beyond while inserts * ratio - draws <= max_diff.
     admits_draw = whole >= min_size and whole * ratio - sampled - n >= low
-    assert (whole >= union_limiter.needed(n)) == admits_draw or abs(whole * ratio - sampled - n - low) < 1e-6 * whole * ratio
+    on_the_edge = abs(whole * ratio - sampled - n - low) < 1e-6 * whole * ratio
+    assert (whole >= union_limiter.needed(n)) == admits_draw or on_the_edge
     limits = union_limiter.limits(range(len(inserted)), 0)
     assert all(limit >= items for limit, items in zip(limits.values(), inserted, strict=True))
     bound = max(min_size, (high + sampled) / ratio, union_limiter.needed(0))

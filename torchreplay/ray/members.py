@@ -15,8 +15,8 @@ from torchreplay.errors import ReplayTimeout, Stopped
 from torchreplay.limiters import Limiter
 from torchreplay.ray.directory import NAMESPACE, Place, Table
 from torchreplay.ray.figures import Figures, Order
-from torchreplay.ray.union_limiter import UnionLimiter
 from torchreplay.ray.session import import_ray
+from torchreplay.ray.union_limiter import UnionLimiter
 from torchreplay.waiting import LOG_EVERY, SLICE_NS, Wait
 
 if TYPE_CHECKING:
@@ -128,7 +128,14 @@ class Shards:
             limits = union_limiter.limits(places, n)
             return {
                 number: places[number].actor.draw.remote(
-                    Order(self.stream, union_limiter.items, union_limiter.batches, union_limiter.largest, limits[number], count)
+                    Order(
+                        self.stream,
+                        union_limiter.items,
+                        union_limiter.batches,
+                        union_limiter.largest,
+                        limits[number],
+                        count,
+                    )
                 )
                 for number, count in candidates.items()
                 if number in places

@@ -19,12 +19,12 @@ from torchreplay.ray.directory import NAMESPACE, Directory
 from torchreplay.ray.draws import Draws
 from torchreplay.ray.feedback import Feedback
 from torchreplay.ray.histograms import merged_histograms
-from torchreplay.ray.union_limiter import UnionLimiter
 from torchreplay.ray.members import Shards
 from torchreplay.ray.rounds import RoundStream
 from torchreplay.ray.session import import_ray
 from torchreplay.ray.shard_writer import Expectation, NodeShard, ShardWriter
 from torchreplay.ray.sharded_stats import ShardedStats, summed
+from torchreplay.ray.union_limiter import UnionLimiter
 from torchreplay.replay import Pin, Replay
 from torchreplay.samplers import Sampler, Schedule
 from torchreplay.segment import new_nonce

@@ -56,7 +56,12 @@ class ShardedStats(Stats):
 
 
 def summed(
-    told: Mapping[int, Stats], places: Mapping[int, Place], table: Table, capacity: int, count: int, union_limiter: UnionLimiter
+    told: Mapping[int, Stats],
+    places: Mapping[int, Place],
+    table: Table,
+    capacity: int,
+    count: int,
+    union_limiter: UnionLimiter,
 ) -> ShardedStats:
     """Returns the statistics of the union.
 
