@@ -165,6 +165,9 @@ def test_memory_for_batches_that_cannot_be_page_locked_is_ordinary_memory_and_a_
     with pytest.warns(RuntimeWarning, match=r"cannot be page-locked \(CUDA error: out of memory\)"):
         read = read_batches(simulated)
     assert_same(read, [dict(batch) for batch in tr.ReplayDataset(filled_buffer(), BATCH, steps=40)])
+    with pytest.warns(RuntimeWarning, match="cannot be page-locked"):
+        copy = cuda.to_host(SimulatedTensor.new(simulated, (BATCH,), torch.float32))
+    assert copy.values.shape == (BATCH,)
 
 
 # On a real device.

@@ -107,8 +107,9 @@ def test_a_node_that_dies_is_done_without_and_replaced_by_one_that_joins(cluster
                 assert replay.stats().shards_missing == 0
 
 
-def test_when_its_maker_closes_it_everyone_is_told(cluster):
+def test_when_its_maker_closes_it_everyone_is_told(cluster, tmp_path):
     def learn(replay):
+        (tmp_path / "attached").touch()
         try:
             replay.sample(8, timeout=600)
         except tr.Stopped as error:
@@ -117,7 +118,7 @@ def test_when_its_maker_closes_it_everyone_is_told(cluster):
     replay = ShardedReplay(SPEC, 100, nodes=cluster.node_ids[:1])
     replay.expect_writers()
     call = cluster.ray.remote(learn).options(**cluster.on(1)).remote(replay)
-    eventually(lambda: replay.shards.ask("join") > 1, timeout=120)  # the other learner has its number: it waits
+    eventually((tmp_path / "attached").exists, timeout=120)
     replay.close()
     assert "was closed" in cluster.ray.get(call)
     eventually(lambda: not cluster.actors("Shard"))

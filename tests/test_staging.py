@@ -213,8 +213,9 @@ def test_a_default_device_of_the_users_changes_nothing():
     assert_same(given, list(tr.ReplayDataset(filled_buffer(), BATCH, steps=5)))
 
 
-def test_a_forked_child_is_told_to_begin_an_iteration_of_its_own():
-    dataset = StagedDataset(filled_buffer(), BATCH, prefetch=2)
+@pytest.mark.parametrize("steps", [None, 2])  # without an end, and with no batch left to order
+def test_a_forked_child_is_told_to_begin_an_iteration_of_its_own(steps):
+    dataset = StagedDataset(filled_buffer(), BATCH, steps, prefetch=2)
     iterator = iter(dataset)
     next(iterator)
 

@@ -389,14 +389,11 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         Raises:
             ValueError: TD errors from a device are NaN or infinite, as `flush` says; the buffer is closed.
         """
-        self._local = threading.local()
-        self._ledger = None
-        self._segment.close()
-        _open_buffers.discard(self)
         try:
             self.flush()
         finally:
             self._local = threading.local()
+            self._ledger = None
             if self._page_lock is not None:
                 self._page_lock.release()
             self._segment.close()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 import weakref
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -25,18 +27,19 @@ def keep_in_children(holder: Any) -> None:
 os.register_at_fork(after_in_child=lambda: _of_parent.extend(_holders))
 
 
-def page_locked(nbytes: int) -> torch.Tensor:
-    """Returns uint8 `[nbytes]` of page-locked memory; where none is to be had, of other memory, with a warning."""
+def page_locked(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Returns a tensor in page-locked memory; where none is to be had, in other memory, with a warning."""
     try:
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
     except RuntimeError as error:
         warnings.warn(
-            f"{nbytes:,} bytes of memory for batches cannot be page-locked ({str(error).splitlines()[0]}): batches go "
-            f"to the device from pageable memory, which is slower and makes the learner wait for each copy",
+            f"{math.prod(shape) * dtype.itemsize:,} bytes of memory cannot be page-locked "
+            f"({str(error).splitlines()[0]}): they go to or from the device as pageable memory, which is slower and "
+            f"makes the learner wait for each copy",
             RuntimeWarning,
             stacklevel=2,
         )
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 class DeviceCopy:
@@ -89,7 +92,7 @@ class DeviceCopies:
 
     def memory(self, nbytes: int) -> torch.Tensor:
         """Returns memory to copy from: uint8 `[nbytes]`."""
-        return page_locked(nbytes)
+        return page_locked((nbytes,), torch.uint8)
 
     def start(self, block: torch.Tensor) -> DeviceCopy:
         """Starts the copy of a block, which must not change until it is done."""
@@ -137,7 +140,7 @@ def to_host(values: torch.Tensor) -> HostCopy:
     aside = values.detach().clone(memory_format=torch.contiguous_format)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        here = torch.empty(aside.shape, dtype=aside.dtype, device="cpu", pin_memory=True)
+        here = page_locked(aside.shape, aside.dtype)
         here.copy_(aside, non_blocking=True)
         ended = torch.cuda.Event()
         ended.record(stream)

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from .batch import ReplayBatch
+from .cuda import page_locked
 from .replay import Replay
 from .samplers import Prioritized, value_of
 
@@ -173,7 +174,7 @@ def _concatenated(parts: Sequence[Mapping[str, Any]], pinned: bool) -> dict[str,
             joined[name] = _concatenated(values, pinned)
         elif pinned and name != "key":
             shape = (sum(map(len, values)), *value.shape[1:])
-            joined[name] = torch.cat(values, out=torch.empty(shape, dtype=value.dtype, pin_memory=True))
+            joined[name] = torch.cat(values, out=page_locked(shape, value.dtype))
         else:
             joined[name] = torch.cat(values)
     return joined

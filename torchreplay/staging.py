@@ -96,12 +96,19 @@ class Staging:
         self._ordered = deque[Slot]()  # to be drawn into, or drawn, in the order of the batches
         self._left = deque[Slot]()  # handed out; the copy that started first is the first
 
-    def place(self) -> ReplayBatch:
-        """Returns a batch for the next one to be drawn into, which is the next one to be handed out then."""
+    def require_own_process(self) -> None:
+        """Checks that this process began the iteration.
+
+        Raises:
+            RuntimeError: Its parent did, in whose memory batches are drawn.
+        """
         if os.getpid() != self._process:
             raise RuntimeError(
                 "this iteration is the parent process's, and CUDA does not survive a fork: begin another"
             )
+
+    def place(self) -> ReplayBatch:
+        """Returns a batch for the next one to be drawn into, which is the next one to be handed out then."""
         self._ordered.append(slot := self._free_slot())
         return slot.batch
 

@@ -80,6 +80,8 @@ class BatchStream:
         """
         if self._buffer._deferred:
             self._buffer._deferred.apply_arrived()
+        if self._staging is not None:
+            self._staging.require_own_process()
         batch: ReplayBatch | None = None
         left = self._left
         if self._steady and (left is None or left > self._prefetch):

@@ -4,7 +4,7 @@
 
 CPP_VARIANTS ?= plain address
 CPP_FLAGS_plain := -O2
-CPP_FLAGS_address := -O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
+CPP_FLAGS_address := -Og -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
 CPP_FLAGS_thread := -O1 -g1 -fno-omit-frame-pointer -fsanitize=thread -Wno-tsan -DTORCHREPLAY_RACEFREE
 
 # ThreadSanitizer of GCC 12 cannot map its shadow under the wider address randomisation of newer kernels.

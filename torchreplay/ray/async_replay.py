@@ -155,11 +155,14 @@ class AsyncReplay:
         Raises:
             ExplorersFailed: No explorer is left.
             EvaluatorFailed: The evaluator is not restarted any more.
+            ValueError: TD errors of the last steps, still on their way from a device, are NaN or infinite.
             Exception: What `learn` or a draw raises.
         """
         with self:
             for _ in self.steps(steps):
                 pass
+            for buffer in self._buffers.values():
+                buffer.flush()
             self.publish()
             if self.evaluator is not None:
                 self.evaluator.wait()

@@ -74,9 +74,9 @@ class Draws:
 
     def admits(self, n: int) -> bool:
         """Returns whether, as far as is known, the limiter admits a draw of `n` items and there are any."""
-        ledger = self.shards.ledger
+        union_limiter = self.shards.union_limiter
         drawable = any(figures.drawn.drawable for figures in self.shards.figures.values())
-        return drawable and ledger.inserted >= ledger.needed(n)
+        return drawable and union_limiter.inserted >= union_limiter.needed(n)
 
     def order(self, n: int, wait: Wait) -> Round:
         """Asks all shards for candidates, once the limiter admits `n` items; `take` makes the batch."""
@@ -86,7 +86,7 @@ class Draws:
             self._wait_for_rows(n, wait)
         with self._lock:
             step, self._begun, self._under_way = self._begun, self._begun + 1, self._under_way + 1
-            self.shards.ledger.under_way += n
+            self.shards.union_limiter.under_way += n
         # The generator's blocks are counted by the low bits.
         chance = np.random.Generator(np.random.Philox(key=[self._seed, self.stream], counter=step << 64))
         return Round(self.shards, n, chance, self._slack)
@@ -95,15 +95,15 @@ class Draws:
         """Returns the batch that was ordered; None if there was no item to draw."""
         batch = None
         try:
-            exponent = value_of(self._sampler.beta if beta is None else beta, self.shards.ledger.steps)
+            exponent = value_of(self._sampler.beta if beta is None else beta, self.shards.union_limiter.steps)
             batch = ordered.finish(self._layout, self._sampler, exponent, wait)
         finally:
             with self._lock:
                 self._under_way -= 1
-                self.shards.ledger.under_way -= ordered.n
+                self.shards.union_limiter.under_way -= ordered.n
                 if batch is not None:
-                    self.shards.ledger.items += ordered.n
-                    self.shards.ledger.batches += 1
+                    self.shards.union_limiter.items += ordered.n
+                    self.shards.union_limiter.batches += 1
                 else:
                     self._begun -= 1
         self._slack = min(1.0, self._slack * 4) if ordered.asked_again else max(LEAST_SLACK, self._slack * 0.75)
@@ -118,7 +118,7 @@ class Draws:
         with self._lock:
             self._under_way -= 1
             self._begun -= 1
-            self.shards.ledger.under_way -= ordered.n
+            self.shards.union_limiter.under_way -= ordered.n
 
     def _wait_for_rows(self, n: int, wait: Wait) -> None:
         heard = False
@@ -135,5 +135,5 @@ class Draws:
             if self.admits(n):
                 return
             drawable = sum(figures.drawn.drawable for figures in self.shards.figures.values())
-            wait.check_rows(self.shards.ledger.inserted, self.shards.ledger.needed(n), drawable)
+            wait.check_rows(self.shards.union_limiter.inserted, self.shards.union_limiter.needed(n), drawable)
             time.sleep(min(POLL, wait.slice_ns() * 1e-9))

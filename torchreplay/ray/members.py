@@ -15,8 +15,8 @@ from torchreplay.errors import ReplayTimeout, Stopped
 from torchreplay.limiters import Limiter
 from torchreplay.ray.directory import NAMESPACE, Place, Table
 from torchreplay.ray.figures import Figures, Order
-from torchreplay.ray.ledger import Ledger
 from torchreplay.ray.session import import_ray
+from torchreplay.ray.union_limiter import UnionLimiter
 from torchreplay.waiting import LOG_EVERY, SLICE_NS, Wait
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Shards:
                 "the ShardedReplay is closed, or the process that made it is gone, and its shards too"
             ) from None
         self._limiter = limiter
-        self._ledger: Ledger | None = None
+        self._union_limiter: UnionLimiter | None = None
         self._stream = -1
         self._lock = threading.RLock()
         self._asked: Any = None  # the table, on its way
@@ -71,12 +71,12 @@ class Shards:
         return self._stream
 
     @property
-    def ledger(self) -> Ledger:
+    def union_limiter(self) -> UnionLimiter:
         """What was inserted and drawn."""
-        if self._ledger is None:
-            self._ledger = Ledger(self._limiter, self.stream)
+        if self._union_limiter is None:
+            self._union_limiter = UnionLimiter(self._limiter, self.stream)
             self._adopt(self.table)
-        return self._ledger
+        return self._union_limiter
 
     @property
     def stopped(self) -> bool:
@@ -124,11 +124,18 @@ class Shards:
             n: Items that the learner waits for.
         """
         with self._lock:
-            ledger, places = self.ledger, self.table.places
-            limits = ledger.limits(places, n)
+            union_limiter, places = self.union_limiter, self.table.places
+            limits = union_limiter.limits(places, n)
             return {
                 number: places[number].actor.draw.remote(
-                    Order(self.stream, ledger.items, ledger.batches, ledger.largest, limits[number], count)
+                    Order(
+                        self.stream,
+                        union_limiter.items,
+                        union_limiter.batches,
+                        union_limiter.largest,
+                        limits[number],
+                        count,
+                    )
                 )
                 for number, count in candidates.items()
                 if number in places
@@ -212,10 +219,10 @@ class Shards:
         writes = [figures.since_write for figures in told if figures.since_write >= 0]
         return {
             "writers": writers,
-            "learners": self.ledger.learners,
+            "learners": self.union_limiter.learners,
             "owners": len(told),
             "others_writing": writers,
-            "others_learning": self.ledger.learners,
+            "others_learning": self.union_limiter.learners,
             "waiting": 0,
             "supervisors": int(self.table.expected or bool(self.table.starting)),
             "shared": True,
@@ -231,7 +238,7 @@ class Shards:
         with self._lock:
             for number, (figures, _) in answers.items():
                 self.figures[number] = figures
-                self.ledger.hear(number, figures)
+                self.union_limiter.hear(number, figures)
         return answers
 
     def _answer(self, number: int, call: Any) -> Any:
@@ -244,9 +251,9 @@ class Shards:
     def _adopt(self, table: Table) -> Table:
         self.table = table
         self.figures = {number: figures for number, figures in self.figures.items() if number in table.places}
-        if self._ledger is not None:
+        if self._union_limiter is not None:
             for lost in table.lost:
-                self._ledger.count_inserted(lost.number, lost.inserted)
+                self._union_limiter.count_inserted(lost.number, lost.inserted)
         return table
 
     def _names(self, numbers: list[int]) -> str:

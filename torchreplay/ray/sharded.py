@@ -19,12 +19,12 @@ from torchreplay.ray.directory import NAMESPACE, Directory
 from torchreplay.ray.draws import Draws
 from torchreplay.ray.feedback import Feedback
 from torchreplay.ray.histograms import merged_histograms
-from torchreplay.ray.ledger import Ledger
 from torchreplay.ray.members import Shards
 from torchreplay.ray.rounds import RoundStream
 from torchreplay.ray.session import import_ray
 from torchreplay.ray.shard_writer import Expectation, NodeShard, ShardWriter
 from torchreplay.ray.sharded_stats import ShardedStats, summed
+from torchreplay.ray.union_limiter import UnionLimiter
 from torchreplay.replay import Pin, Replay
 from torchreplay.samplers import Sampler, Schedule
 from torchreplay.segment import new_nonce
@@ -90,7 +90,7 @@ class ShardedReplay(Replay):
         whole, rest = divmod(capacity, len(chosen))
         config = Config.of(spec, whole, sampler, view, limiter)
         seed = secrets.randbits(63) if seed is None else checked_int("seed", seed, 0, (1 << 63) - 1)
-        limit = Ledger(config.limiter, 0).limits(range(len(chosen)), 0)[0]
+        limit = UnionLimiter(config.limiter, 0).limits(range(len(chosen)), 0)[0]
         nonce = new_nonce()
         here = ray.get_runtime_context().get_node_id()
         directory = ray.remote(Directory).options(
@@ -303,7 +303,7 @@ class ShardedReplay(Replay):
         self.shards.exchange()
         places = self.shards.table.places
         told = self.shards.collect({number: place.actor.stats.remote() for number, place in places.items()})
-        return summed(told, places, self.shards.look(), self._capacity, self._count, self.shards.ledger)
+        return summed(told, places, self.shards.look(), self._capacity, self._count, self.shards.union_limiter)
 
     def histograms(self, bins: int = 64) -> dict[str, torch.Tensor]:
         """Returns histograms of leaf priorities and of rows' ages, as `ReplayBuffer.histograms` does. O(capacity).

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from torchreplay.ray.directory import Place, Table
-from torchreplay.ray.ledger import Ledger
+from torchreplay.ray.union_limiter import UnionLimiter
 from torchreplay.stats import Stats
 
 SUMS: tuple[str, ...] = ("size", "nbytes", "drawable", "updated", "stale_updates", "unready_updates", "redraws")
@@ -56,7 +56,12 @@ class ShardedStats(Stats):
 
 
 def summed(
-    told: Mapping[int, Stats], places: Mapping[int, Place], table: Table, capacity: int, count: int, ledger: Ledger
+    told: Mapping[int, Stats],
+    places: Mapping[int, Place],
+    table: Table,
+    capacity: int,
+    count: int,
+    union_limiter: UnionLimiter,
 ) -> ShardedStats:
     """Returns the statistics of the union.
 
@@ -66,7 +71,7 @@ def summed(
         table: Who is lost.
         capacity: Rows that all shards together hold.
         count: How many shards there ought to be.
-        ledger: What was drawn.
+        union_limiter: What was drawn.
     """
     each = list(told.values())
     values: dict[str, Any] = {name: sum(getattr(stats, name) for stats in each) for name in SUMS}
@@ -76,12 +81,12 @@ def summed(
     return ShardedStats(
         **values,
         capacity=capacity,
-        inserted=ledger.inserted,
-        sampled=ledger.sampled - ledger.under_way,
-        draws=ledger.steps,
-        learners=ledger.learners,
+        inserted=union_limiter.inserted,
+        sampled=union_limiter.sampled - union_limiter.under_way,
+        draws=union_limiter.steps,
+        learners=union_limiter.learners,
         staleness=0.0,
-        samples_per_insert=(ledger.sampled - ledger.under_way) / max(1, ledger.inserted),
+        samples_per_insert=(union_limiter.sampled - union_limiter.under_way) / max(1, union_limiter.inserted),
         priority_min=min(smallest, default=0.0),
         priority_max=max((stats.priority_max for stats in each), default=1.0),
         last_write_age=min(ages, default=-1.0),

@@ -1,4 +1,4 @@
-"""`Ledger`: the limiter of a `ShardedReplay`, counted over all shards by every learner for itself."""
+"""`UnionLimiter`: the limiter of a `ShardedReplay`, counted over all shards by every learner for itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torchreplay.limiters import Limiter
 from torchreplay.ray.figures import Figures
 
 
-class Ledger:
+class UnionLimiter:
     """What was inserted and drawn in the union, as far as this process has heard, and what follows from it.
 
     The rules are those of `SamplesPerInsert`. What this learner draws is counted at once; what others draw, and what
