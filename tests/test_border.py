@@ -255,6 +255,13 @@ def test_a_description_that_is_no_description_is_an_attach_error(byte):
         tr.ReplayBuffer.attach(buffer.handle())
 
 
+def test_memory_with_a_limiter_that_is_none_is_an_attach_error():
+    buffer = make()
+    buffer._segment.set_limiter((0, 0.0, 0.0, 0.0, 0.0))
+    with pytest.raises(tr.AttachError, match="min_size is 0"):
+        tr.ReplayBuffer.attach(buffer.handle())
+
+
 # Checkpoints whose checksums fit
 
 

@@ -26,7 +26,7 @@ from .errors import AttachError, CheckpointError, ReplayTimeout
 from .hindsight import Hindsight
 from .inspection import Inspection
 from .ledger import Ledger
-from .limiters import Limiter
+from .limiters import Limiter, from_native
 from .nodes import is_elsewhere
 from .page_lock import CudaRegistry, PageLock, Registry
 from .plan import GOALS
@@ -168,6 +168,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
             segment = _C.Segment(fd, False, nonce, None, ReplayBatch)
             config = Config.from_text(segment.text)
             segment.describe(to_native(config.fields), config.capacity, config.view.native())
+            from_native(*segment.limiter)  # which is no part of the description: it may change at any time
         except ValueError as error:
             raise ConnectionError(str(error)) from None
         finally:

@@ -106,6 +106,7 @@ inline std::vector<int64_t> read_keys(PyObject* o) {
         ", expected int64 of shape (n,): batch['key'], or what append and extend returned" +
         (opened && keys.array.dims == 2 ? " (a DataLoader adds a dimension unless batch_size=None)" : ""));
   std::vector<int64_t> key(static_cast<size_t>(keys.array.shape[0]));
+  if (key.empty()) return key;  // of which an array may have no address
   if (is_dense(keys.array, 0))
     std::memcpy(key.data(), keys.array.data, 8 * key.size());
   else
