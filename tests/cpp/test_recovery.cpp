@@ -199,7 +199,8 @@ BOOST_AUTO_TEST_CASE(learners_sigkilled_at_random_instants_leave_a_buffer_that_w
   Header& h = m->header();
   std::mt19937_64 random(1);
   uint64_t repairs = 0;
-  for (int kills = 0; kills < 150; kills++) {
+  // A few in a hundred kills, and on some machines fewer, fall where something is left to repair.
+  for (int kills = 0; kills < 150 || (repairs == 0 && kills < 10'000); kills++) {
     Child learner([&] {
       std::vector<int64_t> keys(32), values(32);
       std::vector<float> weight(32), probability(32);
