@@ -9,6 +9,7 @@ pytest.importorskip("ray")
 pytest.importorskip("gymnasium")
 
 
+@pytest.mark.soak
 def test_explorers_on_two_other_nodes_feed_the_learner(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_worker_niceness", "0")
     done = succeed("cluster_apex", tmp_path, *QUICK.split(), timeout=170)

@@ -280,6 +280,7 @@ def test_stop_ends_a_writer_that_waits_for_the_limiter_and_the_ingest_goes(clust
     eventually(lambda: not os.path.exists(f"/proc/{ingest}"), 120)
 
 
+@pytest.mark.soak
 def test_a_killed_explorer_costs_its_unsent_rows_and_implies_no_end(cluster, explorer):
     buffer = make_buffer()
     victim, other = cluster.ray.remote(Explorer).options(**cluster.on(1)).remote(), explorer(2, buffer, 2)
@@ -308,6 +309,7 @@ def test_a_killed_node_costs_its_explorers_and_nothing_else(cluster, explorer):
     assert_complete(buffer, {1: 100, 2: 100})
 
 
+@pytest.mark.soak
 def test_the_writers_of_a_buffer_that_is_gone_are_told(cluster, explorer):
     owner = cluster.ray.remote(Owner).options(**cluster.on(2)).remote()
     buffer_there = cluster.ray.get(owner.lend.remote())

@@ -248,6 +248,7 @@ def test_a_node_without_a_shard_cannot_be_written_from(cluster):
             cluster.ray.get(cluster.ray.remote(write).options(**cluster.on(1)).remote(replay, 1, 0, 1))
 
 
+@pytest.mark.soak
 def test_the_limiter_holds_over_all_shards_and_waits_end(cluster):
     limiter = tr.SamplesPerInsert(4.0, min_size=100, tolerance=0.5)
     with ShardedReplay(SPEC, 2000, limiter=limiter, seed=2, nodes=cluster.node_ids) as replay:

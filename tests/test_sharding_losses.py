@@ -79,6 +79,7 @@ def test_a_shard_whose_actor_is_killed_costs_its_rows_and_comes_back_empty(clust
         assert set(kept >> KEY_BITS) == {0}
 
 
+@pytest.mark.soak
 def test_a_node_that_dies_is_done_without_and_replaced_by_one_that_joins(cluster):
     task = cluster.ray.remote(write)
     with cluster.one_more() as third:
