@@ -15,7 +15,7 @@ from .hindsight import Hindsight
 from .limiters import Limiter, MinSize, SamplesPerInsert
 from .plan import as_path
 from .samplers import NORMALIZATIONS, Linear, Prioritized, Sampler, Uniform, value_of
-from .spec import Field, Path, Spec, flatten, from_native, to_native
+from .spec import Field, Path, Spec, flatten, from_native, nest, to_native
 from .views import VIEWS, Rows, View
 
 MAX_CAPACITY = 1 << 31
@@ -148,3 +148,25 @@ def _restore(value: Any, kinds: tuple[Any, ...]) -> Any:
 
 def _value(value: Any) -> Any:
     return _restore(value, (Linear,)) if isinstance(value, dict) and "kind" in value else value
+
+
+class Configured:
+    """Something that was made of a `Config`, and says so."""
+
+    _config: Config
+    """What it was made of."""
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """The fields, nested as they were given."""
+        return nest(self._config.fields)
+
+    @property
+    def sampler(self) -> Sampler:
+        """How items are drawn."""
+        return self._config.sampler
+
+    @property
+    def view(self) -> View:
+        """How rows become items."""
+        return self._config.view

@@ -11,13 +11,11 @@ import torch
 
 from . import _C
 from .arguments import checked_int, checked_kind
-from .config import Config
+from .config import Configured
 from .deferred import DeferredUpdates
 from .limiters import Limiter, MinSize, SamplesPerInsert, from_native
-from .samplers import Sampler
 from .spec import nest
 from .stats import Stats
-from .views import View
 from .waiting import NEVER
 
 
@@ -62,11 +60,10 @@ def histograms(leaves: torch.Tensor, keys1: torch.Tensor, head: int, bins: int) 
     }
 
 
-class Inspection:
+class Inspection(Configured):
     """The part of a `ReplayBuffer` that tells what is in it."""
 
     _segment: _C.Segment
-    _config: Config
     _deferred: DeferredUpdates
 
     def __len__(self) -> int:
@@ -87,21 +84,6 @@ class Inspection:
     def path(self) -> Path | None:
         """The file that holds the buffer; None when it lies in memory."""
         return Path(os.readlink(f"/proc/self/fd/{self._segment.fd}")) if self._segment.in_file else None
-
-    @property
-    def spec(self) -> dict[str, Any]:
-        """The fields, nested as they were given."""
-        return nest(self._config.fields)
-
-    @property
-    def sampler(self) -> Sampler:
-        """How items are drawn."""
-        return self._config.sampler
-
-    @property
-    def view(self) -> View:
-        """How rows become items."""
-        return self._config.view
 
     @property
     def limiter(self) -> Limiter:

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 import torch
 
 from .batch import ReplayBatch
-from .samplers import Sampler, Schedule
-from .views import View
+from .config import Configured
+from .samplers import Schedule
 
 if TYPE_CHECKING:
-    from .config import Config
     from .staging import Staging
     from .stats import Stats
     from .waiting import Wait
@@ -44,14 +43,11 @@ class Batches(Protocol):
         """Ends it. What was drawn and is not handed out has not been drawn."""
 
 
-class Replay(ABC):
+class Replay(Configured, ABC):
     """What learners draw from and feed back to: a `ReplayBuffer`, or the shards of several machines."""
 
     _nonce: int
     """Its identity, by which batches name it."""
-
-    _config: Config
-    """What it was made of."""
 
     @abstractmethod
     def sample(self, batch_size: int, beta: Schedule | None = None, timeout: float | None = None) -> ReplayBatch:
@@ -126,21 +122,6 @@ class Replay(ABC):
     @abstractmethod
     def capacity(self) -> int:
         """Rows that fit."""
-
-    @property
-    @abstractmethod
-    def spec(self) -> dict[str, Any]:
-        """The fields, nested as they were given."""
-
-    @property
-    @abstractmethod
-    def sampler(self) -> Sampler:
-        """How items are drawn."""
-
-    @property
-    @abstractmethod
-    def view(self) -> View:
-        """How rows become items."""
 
     @property
     @abstractmethod

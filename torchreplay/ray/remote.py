@@ -9,16 +9,14 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchreplay.buffer import ReplayBuffer
-from torchreplay.config import Config
+from torchreplay.config import Config, Configured
 from torchreplay.errors import AttachError, Stopped
 from torchreplay.limiters import Limiter
 from torchreplay.nodes import ray_node
 from torchreplay.ray.courier import Courier, Outbox
 from torchreplay.ray.home import Home
 from torchreplay.ray.ingest import Ingest
-from torchreplay.samplers import Sampler
 from torchreplay.segment import Handle
-from torchreplay.spec import nest
 from torchreplay.stats import Stats
 from torchreplay.views import View
 from torchreplay.writer import Autoreset, Writer
@@ -80,7 +78,7 @@ class RemoteWriter(Writer):
         self._courier.make_room(self._outbox)
 
 
-class RemoteBuffer:
+class RemoteBuffer(Configured):
     """A replay buffer on another node of the Ray cluster, for explorers.
 
     What a `ReplayBuffer` becomes when it is passed to a Ray task or actor on another node than its own. It has the
@@ -118,7 +116,7 @@ class RemoteBuffer:
             return self._connection
 
     @property
-    def _config(self) -> Config:
+    def _config(self) -> Config:  # type: ignore[override]  # nobody sets it: connecting brings it
         return self._connected()[0]
 
     @property
@@ -207,21 +205,6 @@ class RemoteBuffer:
     def capacity(self) -> int:
         """Rows that fit."""
         return self._config.capacity
-
-    @property
-    def spec(self) -> dict[str, Any]:
-        """The fields, nested as they were given."""
-        return nest(self._config.fields)
-
-    @property
-    def sampler(self) -> Sampler:
-        """How items are drawn."""
-        return self._config.sampler
-
-    @property
-    def view(self) -> View:
-        """How rows become items."""
-        return self._config.view
 
     def __getattr__(self, name: str) -> NoReturn:
         if not name.startswith("_") and hasattr(ReplayBuffer, name):

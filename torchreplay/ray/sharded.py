@@ -28,7 +28,7 @@ from torchreplay.ray.union_limiter import UnionLimiter
 from torchreplay.replay import Pin, Replay
 from torchreplay.samplers import Sampler, Schedule
 from torchreplay.segment import new_nonce
-from torchreplay.spec import Spec, nest
+from torchreplay.spec import Spec
 from torchreplay.staging import Staging
 from torchreplay.views import View
 from torchreplay.waiting import Wait
@@ -257,21 +257,6 @@ class ShardedReplay(Replay):
     def capacity(self) -> int:
         """Rows that fit into all shards."""
         return self._capacity
-
-    @property
-    def spec(self) -> dict[str, Any]:
-        """The fields, nested as they were given."""
-        return nest(self._config.fields)
-
-    @property
-    def sampler(self) -> Sampler:
-        """How items are drawn."""
-        return self._config.sampler
-
-    @property
-    def view(self) -> View:
-        """How rows become items."""
-        return self._config.view
 
     @property
     def limiter(self) -> Limiter:
