@@ -1,7 +1,10 @@
 """A backend without processes: workers whose runs end as a script says."""
 
 import threading
+from collections import deque
 
+from torchreplay.ray.board import Board
+from torchreplay.ray.supervisor import Policy, Supervisor
 from torchreplay.ray.worker import Outcome
 
 RAISED = Outcome("raised", "KeyError: 'boom'", "Traceback: in explore, boom")
@@ -68,3 +71,10 @@ class Marks:
 
     def close(self):
         self.open -= 1
+
+
+def supervise(actors, num_explorers=1, max_restarts=-1, restart_delay=0.0, marks=None):
+    """Returns a supervisor of workers that `actors` run."""
+    policy = Policy(seed=1, generation=0, max_restarts=max_restarts, restart_delay=restart_delay)
+    names = [f"explorer {index}" for index in range(num_explorers)]
+    return Supervisor(actors, Board(num_explorers), names, policy, marks or Marks(), deque())

@@ -1,0 +1,168 @@
+"""A pool in its program, without processes: forks, signals, Ray's session, wrong arguments."""
+
+import signal
+import threading
+
+import pytest
+from forked import Forked, eventually
+from numbered_rows import make_buffer
+from scripted_workers import DIED, ScriptedActors
+
+import torchreplay as tr
+from torchreplay.ray import ExplorerContext, ExplorerPool
+from torchreplay.ray.hosting import Hosting
+from torchreplay.ray.session import RaySession
+
+
+@pytest.fixture
+def pool(monkeypatch):
+    """A pool of one explorer without a process, which never ends by itself; `pool.actors` runs it."""
+    pool = ExplorerPool(print, 1, make_buffer())
+    pool.actors = ScriptedActors(lambda launch: None)
+    monkeypatch.setattr(Hosting, "open", lambda *_: pool.actors)
+    yield pool
+    pool.stop(0)
+
+
+def test_a_forked_child_that_ends_leaves_its_parents_explorers_alone(pool):
+    with pool:
+        ctx = ExplorerContext(pool.buffer, board=pool._supervisor.board)
+        with Forked(pool.__exit__, None, None, None) as child:
+            assert child.wait() == 0
+        assert not ctx.stopped
+    assert ctx.stopped
+
+
+def test_a_signals_handler_may_stop_a_pool_that_is_being_stopped(pool, monkeypatch):
+    closed = []
+    monkeypatch.setattr(pool.actors, "close", lambda: closed.append(pool.actors))
+    in_time = threading.Event()
+
+    def kill(run):
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR2)  # which waits in `stop`
+        in_time.wait(30)
+        pool.actors.end(run, DIED)
+
+    pool.actors.kill = kill
+
+    def stop(*_):
+        in_time.set()
+        pool.stop()
+
+    before = signal.signal(signal.SIGUSR2, stop)
+    try:
+        pool.start()
+        eventually(lambda: pool.actors.runs)
+        pool.stop(0)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert in_time.is_set()
+    assert len(closed) == 1
+    assert pool.stats()[0].state == "stopped"
+
+
+def test_a_pool_that_cannot_announce_writers_to_all_its_buffers_announces_them_to_none(monkeypatch):
+    def refuse():
+        raise RuntimeError("there is no room for another process")
+
+    buffers = {"red": make_buffer(), "blue": make_buffer()}
+    monkeypatch.setattr(Hosting, "open", lambda *_: ScriptedActors(lambda launch: None))
+    monkeypatch.setattr(buffers["blue"], "expect_writers", refuse)
+    with pytest.raises(RuntimeError, match="no room"):
+        ExplorerPool(print, 1, buffers).start()
+    with pytest.raises(tr.WouldBlockForever):
+        buffers["red"].sample(1)
+
+
+# The session, and the pool's arguments
+
+
+class SpareRay:
+    """Stands for Ray where only its life matters."""
+
+    def __init__(self, running):
+        self.running, self.options = running, None
+
+    def cluster_resources(self):
+        return {"CPU": 4.0, "GPU": 1.0}
+
+    def is_initialized(self):
+        return self.running
+
+    def init(self, **options):
+        self.running, self.options = True, options
+
+    def shutdown(self):
+        self.running = False
+
+
+def test_a_pool_leaves_a_running_ray_as_it_is(monkeypatch):
+    spare = SpareRay(running=True)
+    monkeypatch.setattr("torchreplay.ray.session.import_ray", lambda: spare)
+    RaySession(cpus=4).close()
+    assert spare.running
+    assert spare.options is None
+
+
+def test_a_pool_without_a_ray_starts_one_and_shuts_it_down(monkeypatch):
+    spare = SpareRay(running=False)
+    monkeypatch.setattr("torchreplay.ray.session.import_ray", lambda: spare)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    session = RaySession(cpus=999.5)
+    assert spare.running
+    assert spare.options["address"] == "local"
+    assert spare.options["num_cpus"] == 1000
+    session.close()
+    assert not spare.running
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_ray_that_a_pool_started_is_shut_down_with_the_last_pool_that_uses_it(monkeypatch, first):
+    spare = SpareRay(running=False)
+    monkeypatch.setattr("torchreplay.ray.session.import_ray", lambda: spare)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    sessions = [RaySession(cpus=0), RaySession(cpus=0)]
+    with pytest.raises(ValueError, match="lower num_cpus"):
+        RaySession(cpus=5)
+    for _ in range(2):
+        sessions[first].close()
+        assert spare.running
+    sessions[1 - first].close()
+    assert not spare.running
+
+
+def test_explorers_that_ray_could_never_start_are_refused(monkeypatch):
+    monkeypatch.setattr("torchreplay.ray.session.import_ray", lambda: SpareRay(running=True))
+    with pytest.raises(ValueError, match=r"5 CPUs .* has 4"):
+        RaySession(cpus=5)
+    with pytest.raises(ValueError, match=r"2 GPUs .* has 1"):
+        RaySession(cpus=0, gpus=2)
+
+
+def test_a_pool_joins_the_cluster_that_the_environment_names(monkeypatch):
+    spare = SpareRay(running=False)
+    monkeypatch.setattr("torchreplay.ray.session.import_ray", lambda: spare)
+    monkeypatch.setenv("RAY_ADDRESS", "192.0.2.7:6379")
+    RaySession(cpus=4)
+    assert spare.options == {}  # a cluster refuses num_cpus and the like
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"explore": 3}, "explore"),
+        ({"num_explorers": 0}, "num_explorers=0"),
+        ({"buffer": {}}, "buffer is {}"),
+        ({"max_restarts": -2}, "max_restarts=-2"),
+        ({"restart_delay": -1.0}, "restart_delay=-1"),
+        ({"num_cpus": -1}, "num_cpus=-1"),
+        ({"num_gpus": float("nan")}, "num_gpus=nan"),
+        ({"max_weight_sync_delay": -1}, "max_weight_sync_delay=-1"),
+        ({"backend": "threads"}, "backend='threads'.*'ray' or 'process'"),
+        ({"backend": "process", "num_cpus": 1}, "num_cpus: only Ray"),
+        ({"backend": "process", "placement": "SPREAD"}, "placement: only Ray"),
+    ],
+)
+def test_arguments_out_of_range_are_refused_with_their_name(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ExplorerPool(**{"explore": print, "num_explorers": 1, "buffer": make_buffer(), **arguments})

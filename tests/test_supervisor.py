@@ -1,0 +1,162 @@
+"""The supervisor of workers: restarts, delays, failures and ends, with workers that follow a script."""
+
+import errno
+
+import pytest
+from forked import eventually
+from scripted_workers import DIED, ENDED, RAISED, Marks, ScriptedActors, supervise
+
+from torchreplay.ray.supervisor import Policy
+
+
+def test_an_explorer_that_raises_is_reported_and_restarted_and_one_that_returns_is_not(caplog):
+    actors = ScriptedActors(lambda launch: RAISED if launch.index == 0 and launch.restarts < 2 else ENDED)
+    supervisor = supervise(actors, num_explorers=2)
+    assert supervisor.over.wait(30)
+    assert [s.state for s in supervisor.stats()] == ["finished", "finished"]
+    assert [s.restarts for s in supervisor.stats()] == [2, 0]
+    assert supervisor.stats()[0].last_error == "KeyError: 'boom'"
+    assert [(f.index, f.restarts, f.died) for f in supervisor.failures] == [(0, 0, False), (0, 1, False)]
+    reports = [r.getMessage() for r in caplog.records if r.name == "torchreplay.ray"]
+    assert len(reports) == 2
+    assert all("Traceback: in explore, boom" in report for report in reports)
+    supervisor.stop(0, 0)
+
+
+@pytest.mark.parametrize("outcome", [RAISED, DIED], ids=["raised", "died"])
+@pytest.mark.parametrize("max_restarts", [0, 3])
+def test_an_explorer_fails_for_good_after_max_restarts(outcome, max_restarts):
+    marks = Marks()
+    actors = ScriptedActors(lambda launch: outcome)
+    supervisor = supervise(actors, max_restarts=max_restarts, marks=marks)
+    assert supervisor.over.wait(30)
+    assert supervisor.stats()[0].state == "failed"
+    assert supervisor.stats()[0].restarts == max_restarts
+    assert len(actors.runs) == max_restarts + 1
+    assert marks.open == 0
+    supervisor.stop(0, 0)
+
+
+def test_learners_are_told_to_wait_until_the_last_explorer_has_finished():
+    marks = Marks()
+    actors = ScriptedActors(lambda launch: None)
+    supervisor = supervise(actors, num_explorers=2, marks=marks)
+    eventually(lambda: len(actors.runs) == 2)
+    actors.end(actors.runs[0], ENDED)
+    eventually(lambda: supervisor.stats()[0].state == "finished")
+    assert marks.open == 1
+    actors.end(actors.runs[1], ENDED)
+    assert supervisor.over.wait(30)
+    assert marks.open == 0
+    supervisor.stop(0, 0)
+
+
+def test_an_explorer_that_only_fails_is_not_waited_for_until_it_makes_progress():
+    marks = Marks()
+    actors = ScriptedActors(lambda launch: RAISED if launch.restarts < 5 else None)
+    supervisor = supervise(actors, marks=marks)
+    eventually(lambda: len(actors.runs) == 6)
+    eventually(lambda: marks.open == 0)
+    supervisor.board.entries[0]["episodes"] += 1
+    eventually(lambda: marks.open == 1)
+    supervisor.stop(0, 0)
+    assert marks.open == 0
+
+
+def test_an_explorer_runs_from_the_moment_at_which_its_process_says_so():
+    actors = ScriptedActors(lambda launch: None)
+    supervisor = supervise(actors)
+    eventually(lambda: len(actors.runs) == 1)
+    assert supervisor.stats()[0].state == "starting"
+    supervisor.board.entries["pid"] = 2**22
+    assert supervisor.stats()[0].alive
+    actors.end(actors.runs[0], RAISED)
+    eventually(lambda: len(actors.runs) == 2)
+    eventually(lambda: supervisor.stats()[0].state == "starting")
+    supervisor.stop(0, 0)
+
+
+def test_explorers_that_do_not_return_in_time_are_killed():
+    actors = ScriptedActors(lambda launch: None)
+    supervisor = supervise(actors, num_explorers=2)
+    eventually(lambda: len(actors.runs) == 2)
+    supervisor.board.entries["pid"] = 2**22  # both are in their function
+    supervisor.stop(0, 0)
+    assert all(run.interrupted and run.killed for run in actors.runs)
+    assert [s.state for s in supervisor.stats()] == ["stopped", "stopped"]
+    assert not supervisor.failures
+
+
+def test_every_run_of_every_explorer_has_its_own_reproducible_seed():
+    def seeds(pool_seed):
+        actors = ScriptedActors(lambda launch: RAISED)
+        supervisor = supervise(actors, num_explorers=8, max_restarts=4)
+        supervisor.over.wait(30)
+        supervisor.stop(0, 0)
+        return {(run.launch.index, run.launch.restarts): run.launch.seed for run in actors.runs}
+
+    first = seeds(1)
+    assert len(first) == len(set(first.values())) == 40
+    assert all(0 <= seed < 2**32 for seed in first.values())
+    assert first == seeds(1)
+
+
+def test_restart_delays_double_up_to_half_a_minute():
+    policy = Policy(seed=0, generation=0, max_restarts=-1, restart_delay=1.0)
+    assert [policy.delay(streak) for streak in range(1, 8)] == [1, 2, 4, 8, 16, 30, 30]
+    assert policy.delay(100_000) == 30
+
+
+def test_a_longer_restart_delay_is_kept():
+    policy = Policy(seed=0, generation=0, max_restarts=-1, restart_delay=60.0)
+    assert [policy.delay(streak) for streak in (1, 2, 100)] == [60, 60, 60]
+
+
+def test_one_worker_that_cannot_be_launched_is_restarted_while_the_others_go_on():
+    def script(launch):
+        if (launch.index, launch.restarts) == (0, 0):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return ENDED if launch.index == 0 else None
+
+    actors = ScriptedActors(script)
+    supervisor = supervise(actors, num_explorers=2)
+    eventually(lambda: supervisor.stats()[0].state == "finished")
+    assert "Too many open files" in supervisor.stats()[0].last_error
+    assert [(f.index, f.restarts, f.died) for f in supervisor.failures] == [(0, 0, True)]
+    assert [(run.launch.index, run.killed) for run in actors.runs] == [(1, False), (0, False)]
+    supervisor.stop(0, 0)
+
+
+def test_one_worker_of_whose_end_nothing_can_be_learnt_is_restarted_while_the_others_go_on(caplog):
+    class Reluctant(ScriptedActors):
+        def outcome(self, run):
+            if run.launch.restarts == 0:
+                raise ValueError("no such process")
+            return super().outcome(run)
+
+        def release(self, run):
+            raise ValueError("cannot close a running process")
+
+    actors = Reluctant(lambda launch: ENDED if launch.index == 0 else None)
+    supervisor = supervise(actors, num_explorers=2)
+    eventually(lambda: supervisor.stats()[0].state == "finished")
+    assert [(f.index, f.restarts, f.died) for f in supervisor.failures] == [(0, 0, True)]
+    assert "cannot close a running process" in caplog.text
+    assert not any(run.killed for run in actors.runs)
+    supervisor.stop(0, 0)
+    assert supervisor.stats()[1].state == "stopped"
+
+
+def test_workers_that_cannot_be_supervised_any_more_are_killed():
+    class Lost(ScriptedActors):
+        def wait(self, runs, timeout):
+            if len(self.runs) == 2:
+                raise ConnectionError("Ray was shut down")
+
+    actors = Lost(lambda launch: None)
+    supervisor = supervise(actors, num_explorers=2)
+    assert supervisor.over.wait(30)
+    assert [s.state for s in supervisor.stats()] == ["failed", "failed"]
+    assert all(run.killed for run in actors.runs)
+    assert "Ray was shut down" in supervisor.stats()[0].last_error
+    supervisor.stop(0, 0)
