@@ -153,7 +153,7 @@ class Absorber {
   // False when the row has to wait: it is being overwritten right now, or comes before its predecessor.
   bool adopt(uint64_t slot, uint64_t& at, uint64_t word) {
     RowFacts row;
-    if (!read_facts(memory_.row(slot), word, row)) return false;
+    if (!read_facts(memory_, slot, word, row)) return false;
     uint64_t before = kNoSlot;
     if (linked_ && streams_.follows(row) && !streams_.find_predecessor(row, before)) {
       deferred_++;

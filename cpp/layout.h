@@ -15,7 +15,7 @@
 namespace torchreplay {
 
 inline constexpr uint64_t kLine = 64;
-inline constexpr uint64_t kFormatVersion = 3;
+inline constexpr uint64_t kFormatVersion = 4;
 inline constexpr int kMaxParticipants = 4096;  // writers, learners and supervisors at one time; ids fit 15 bits
 inline constexpr uint64_t kMaxCapacity = uint64_t{1} << 31;
 
@@ -68,7 +68,7 @@ struct Layout {
   }
 };
 
-inline constexpr uint64_t kRowHeaderBytes = 24;
+inline constexpr uint64_t kLinkedHeaderBytes = 24, kSingleHeaderBytes = 12;  // of a row
 inline constexpr uint64_t kSegmentHeaderBytes = kPage;
 inline constexpr uint64_t kParticipantBytes = kLine;
 
@@ -92,14 +92,14 @@ inline Layout make_layout(uint64_t capacity, std::vector<Field> fields, const Vi
   l.capacity = capacity;
   l.view = view;
   l.fields = std::move(fields);
-  uint64_t end = kRowHeaderBytes;
+  uint64_t end = view.linked() ? kLinkedHeaderBytes : kSingleHeaderBytes;
   // Widest elements first: every value is then aligned to its own size without padding between fields.
   for (int size : {8, 4, 2, 1}) {
     for (Field& f : l.fields) {
       f.own_array = f.nbytes >= kOwnArrayBytes;
       if (f.own_array || item_size(f.element) != size) continue;
-      f.offset = end;
-      end += f.nbytes;
+      f.offset = round_up(end, static_cast<uint64_t>(size));
+      end = f.offset + f.nbytes;
     }
   }
   l.record_stride = tight_stride(end);

@@ -73,10 +73,9 @@ class Recovery {
   void read_slots(uint64_t head) {
     header_.rows = 0;
     each_slot([&](uint64_t slot) {
-      RowHeader& row = memory_.row(slot);
-      const uint64_t word = row.word.load(std::memory_order_acquire);
+      const uint64_t word = memory_.row(slot).word.load(std::memory_order_acquire);
       RowFacts facts;
-      const bool is_row = slot_word::is_row(word) && read_facts(row, word, facts);
+      const bool is_row = slot_word::is_row(word) && read_facts(memory_, slot, word, facts);
       const uint64_t key1 = is_row ? slot_word::key1(word) : 0;
       uint64_t& at = memory_.at(slot);
       if (at != key1) {

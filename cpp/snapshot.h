@@ -79,9 +79,7 @@ class Snapshot {
       if (slot_word::key1(row.word.load(std::memory_order_relaxed)) > key) continue;
       for (size_t f = 0; f < fields.size(); f++)
         std::memcpy(memory_.value(fields[f], slot), rows.values[f] + i * fields[f].nbytes, fields[f].nbytes);
-      row.link.store(static_cast<uint64_t>(rows.link[i]), std::memory_order_relaxed);
-      row.step.store(static_cast<uint32_t>(rows.step[i]), std::memory_order_relaxed);
-      row.priority.store(rows.priority[i], std::memory_order_relaxed);
+      row.set({static_cast<uint64_t>(rows.link[i]), static_cast<uint32_t>(rows.step[i]), rows.priority[i]}, linked());
       row.word.store(slot_word::done(key, slot_word::kLoaded), std::memory_order_relaxed);
       memory_.at(slot) = key + 1;
       memory_.tree().leaves()[slot] = rows.leaf[i];
@@ -114,6 +112,8 @@ class Snapshot {
  private:
   static constexpr uint64_t kChunk = Absorber::kChunk;
 
+  bool linked() const { return memory_.layout().view.linked(); }
+
   // Which rows the slots hold, and their leaves: of one moment.
   void look(uint64_t first, uint64_t last) {
     Locked lock(memory_);
@@ -132,9 +132,10 @@ class Snapshot {
     for (size_t f = 0; f < fields.size(); f++)
       copy_value(out.values[f] + n * fields[f].nbytes, memory_.value(fields[f], slot), fields[f].nbytes);
     out.key[n] = static_cast<int64_t>(key1) - 1;
-    out.link[n] = static_cast<int64_t>(row.link.load(std::memory_order_relaxed));
-    out.step[n] = static_cast<int32_t>(row.step.load(std::memory_order_relaxed));
-    out.priority[n] = row.priority.load(std::memory_order_relaxed);
+    const RowMeta meta = row.meta(linked());
+    out.link[n] = static_cast<int64_t>(meta.link);
+    out.step[n] = static_cast<int32_t>(meta.step);
+    out.priority[n] = meta.priority;
     return load_after_copy(row.word) == word;
   }
 
