@@ -30,6 +30,7 @@ class Examination {
     require_intact(head_ < uint64_t{1} << 47, "tickets");
     require_intact(header_.draws.load(std::memory_order_relaxed) < uint64_t{1} << 48, "number of draws");
     require_intact(std::isfinite(header_.max_raw) && header_.max_raw >= 0, "largest priority");
+    require_intact(std::isfinite(header_.priority_change) && header_.priority_change >= 0, "change of priorities");
     require_intact(header_.limiter_index < 2, "limiter");
     for (const LimiterConfig& limiter : header_.limiters)
       require_intact(limiter.ratio >= 0 && limiter.min_diff <= limiter.max_diff, "limiter");

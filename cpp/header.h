@@ -91,17 +91,19 @@ struct Header {
   // Guarded by the mutex.
   alignas(kLine) uint64_t absorbed;  // every slot whose newest ticket is below this is absorbed or pending
   Dirty dirty;
-  float max_raw;             // largest raw priority seen
-  uint64_t rows;             // slots that hold an absorbed row
-  uint64_t completed_at;     // head of the absorption in which an item last became drawable
-  uint64_t pending;          // slots marked pending
-  uint64_t inserted;         // items that ever became drawable
-  uint64_t sampled;          // items drawn
-  uint64_t updated;          // TD errors applied
-  uint64_t stale_updates;    // ... dropped: the row was overwritten
-  uint64_t unready_updates;  // ... dropped: the item was not (or no longer) complete
-  uint64_t demand;           // `inserted` that a waiting learner needs; insertion up to it is always admitted
-  uint32_t limiter_index;    // which of the two holds
+  float max_raw;               // largest raw priority seen
+  uint64_t rows;               // slots that hold an absorbed row
+  uint64_t completed_at;       // head of the absorption in which an item last became drawable
+  uint64_t pending;            // slots marked pending
+  uint64_t inserted;           // items that ever became drawable
+  uint64_t sampled;            // items drawn
+  uint64_t updated;            // TD errors applied
+  uint64_t stale_updates;      // ... dropped: the row was overwritten
+  uint64_t unready_updates;    // ... dropped: the item was not (or no longer) complete
+  uint64_t evicted_unsampled;  // items that were never drawn, of those that were overwritten
+  double priority_change;      // by the TD errors applied: absolute differences of leaves, added up
+  uint64_t demand;             // `inserted` that a waiting learner needs; insertion up to it is always admitted
+  uint32_t limiter_index;      // which of the two holds
   LimiterConfig limiters[2];
   std::atomic<uint64_t> holder;     // of the mutex: presence << 32 | thread id; 0: nobody, or not yet known
   std::atomic<int32_t> holder_pid;  // who took the mutex last, for messages

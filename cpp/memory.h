@@ -109,6 +109,7 @@ class SegmentMemory {
   // Neighbours of a slot's row; there for linked views only. Guarded by the mutex; those who gather read `next` without
   // it, as a hint.
   Links& links(uint64_t slot) const { return reinterpret_cast<Links*>(base_ + layout_.links)[slot]; }
+  uint64_t* drawn_words() const { return reinterpret_cast<uint64_t*>(base_ + layout_.drawn); }
   uint64_t* pending_words() const { return reinterpret_cast<uint64_t*>(base_ + layout_.pending); }
   uint64_t* pending_summary() const { return reinterpret_cast<uint64_t*>(base_ + layout_.pending_summary); }
   PriorityTree tree() const { return PriorityTree(static_cast<int64_t>(layout_.capacity), base_ + layout_.tree); }

@@ -12,7 +12,13 @@ namespace torchreplay {
 class Recovery {
  public:
   explicit Recovery(SegmentMemory& m)
-      : memory_(m), header_(m.header()), tree_(m.tree()), initial_(header_, tree_), pending_(m), streams_(m) {}
+      : memory_(m),
+        header_(m.header()),
+        tree_(m.tree()),
+        initial_(header_, tree_),
+        drawn_(m),
+        pending_(m),
+        streams_(m) {}
 
   void run() {
     alive();
@@ -123,6 +129,7 @@ class Recovery {
     auto settle = [&](uint64_t anchor, float priority) {
       complete[anchor] = true;
       if (tree_.leaf(static_cast<int64_t>(anchor)) > 0) return;
+      drawn_.clear(anchor);
       tree_.leaves()[anchor] = initial_.of(priority);
       header_.inserted++;
       header_.completed_at = head;
@@ -144,6 +151,7 @@ class Recovery {
   Header& header_;
   PriorityTree tree_;
   InitialLeaf initial_;
+  DrawnItems drawn_;
   PendingSet pending_;
   Streams streams_;
 };

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "crew.h"
+#include "drawn.h"
 #include "items.h"
 #include "session.h"
 #include "strata.h"
@@ -239,8 +240,10 @@ class BatchSampler {
     for (int k = 0; k < count; k++) target_[k] = strata.target(static_cast<uint64_t>(todo_[k]), random_[k]);
     tree.find(target_.data(), count, index_.data(), leaf_.data(), &memory_.at(0));
     const uint64_t min_mass = tree.quantize(tree.min());
+    DrawnItems drawn(memory_);
     for (int k = 0; k < count; k++) {
       const auto slot = static_cast<uint64_t>(index_[k]);
+      drawn.mark(slot);
       items_[todo_[k]] = {slot,     memory_.at(slot), tree.quantize(leaf_[k]),         total,
                           min_mass, tree.count(),     chance_.empty() ? 0 : chance_[k]};
     }

@@ -59,13 +59,16 @@ class PriorityUpdater {
     Header& h = memory_.header();
     PriorityTree tree = memory_.tree();
     int64_t applied = 0;
+    double change = 0;
     double max_raw = h.max_raw;
     for (int64_t i = 0; i < n; i++) {
       const auto key = static_cast<uint64_t>(keys[i]);
       const uint64_t slot = slot_[i], at = memory_.at(slot);
-      if (at == key + 1 && tree.leaves()[slot] > 0) {
+      if (const float was = tree.leaves()[slot]; at == key + 1 && was > 0) {
+        const float now = tree.clamp(leaf_[i]);
+        change += std::fabs(now - was);
         index_[applied] = static_cast<int64_t>(slot);
-        leaf_[applied++] = tree.clamp(leaf_[i]);
+        leaf_[applied++] = now;
         max_raw = std::max(max_raw, std::fabs(td[i]));
       } else if (at == key + 1 || slot_word::key1(memory_.row(slot).word.load(std::memory_order_relaxed)) == key + 1) {
         h.unready_updates++;
@@ -82,6 +85,7 @@ class PriorityUpdater {
     tree.set(index_.data(), leaf_.data(), static_cast<int>(applied));
     TORCHREPLAY_FAULT("update.set");
     h.updated += static_cast<uint64_t>(applied);
+    h.priority_change += change;
   }
 
   SegmentMemory& memory_;
