@@ -82,7 +82,7 @@ def _cgroup_headroom() -> list[int]:
                 continue
             if limit != "max":
                 # In version 1 only the total has what groups below hold, as what is used does.
-                inactive = stat.get("total_inactive_file") or stat.get("inactive_file", 0)
+                inactive = stat.get("total_inactive_file") or stat.get("inactive_file") or "0"
                 left.append(int(limit) - int(used) + int(inactive))
     return [max(n, 0) for n in left]
 
