@@ -51,7 +51,8 @@ class Network:
             start_new_session=True,
         )
         try:
-            assert process.stdin is not None and process.stdout is not None
+            assert process.stdin is not None
+            assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
             self._plug_in(process.pid, address)  # `unshare` has left this machine's network before it forked
             process.stdin.write("go\n")

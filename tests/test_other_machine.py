@@ -87,7 +87,8 @@ def test_a_machine_that_is_switched_off_takes_its_unacknowledged_rows_along_and_
         batch = buffer.sample(512)
         of_there = batch["count"][batch["node"] == 1]
         newest = int(buffer.storage["count"].max())
-        assert len(of_there) and newest - 1000 < int(of_there.min()) <= int(of_there.max()) <= newest
+        assert len(of_there) > 0
+        assert newest - 1000 < int(of_there.min()) <= int(of_there.max()) <= newest
 
 
 def test_a_buffer_over_both_machines_is_drawn_from_as_one(other):
