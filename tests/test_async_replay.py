@@ -199,3 +199,17 @@ def test_explorers_learner_and_evaluator_run_together(tmp_path):
     assert stats.explorers[0].rows >= 100
     assert (tmp_path / "best.safetensors").exists()
     assert (pool.stats()[0].state, evaluator.stats().state) == ("stopped", "stopped")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"pool": make_buffer}, r"pool is .*: expected a torchreplay\.ray\.ExplorerPool"),
+        ({"learn": None}, "learn is None: expected a function of a batch"),
+        ({"module": 3}, r"module is 3: expected a torch\.nn\.Module"),
+        ({"evaluator": evaluate}, r"evaluator is .*: expected a torchreplay\.ray\.Evaluator"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused_with_their_name(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        AsyncReplay(**{"pool": ExplorerPool(print, 1, filled()), "learn": print, **arguments})

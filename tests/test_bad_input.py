@@ -236,3 +236,84 @@ def test_every_call_of_a_closed_buffer_is_a_runtime_error(buffer):
             call()
     assert repr(buffer) == "ReplayBuffer(closed)"
     assert batch["x"].eq(1).all(), "a batch outlives its buffer"
+
+
+# What is given in another place, or as another kind of thing
+
+
+@pytest.mark.parametrize(
+    ("kind", "argument"), [(tr.Prioritized, "sampler"), (tr.MinSize, "limiter"), (tr.Rows, "view")]
+)
+def test_a_class_instead_of_an_object_is_refused_with_what_was_meant(kind, argument):
+    with pytest.raises(TypeError, match=rf"{argument} is <class .*did you mean {kind.__name__}\(...\)\?"):
+        tr.ReplayBuffer(SPEC, 8, **{argument: kind})
+
+
+@pytest.mark.parametrize("path", [5, True, b"replay", ["a"], {}], ids=repr)
+def test_what_is_no_path_is_a_type_error_that_names_the_argument(buffer, path):
+    calls = [
+        ("path", lambda: tr.ReplayBuffer(SPEC, 8, path=path)),
+        ("path", lambda: tr.ReplayBuffer.open(path)),
+        ("path", lambda: tr.ReplayBuffer.load("nowhere", path=path)),
+        ("directory", lambda: tr.ReplayBuffer.load(path)),
+        ("directory", lambda: buffer.restore(path)),
+        ("directory", lambda: buffer.save(path)),
+    ]
+    for name, call in calls:
+        with pytest.raises(TypeError, match=f"{name} is {re.escape(repr(path))}: expected a path"):
+            call()
+
+
+@pytest.mark.parametrize("number", ["0.6", b"1", "much"])
+def test_a_text_is_no_number(buffer, number):
+    for call in (
+        lambda: tr.Prioritized(alpha=number),
+        lambda: tr.SamplesPerInsert(number),
+        lambda: tr.Transitions(gamma=number),
+        lambda: buffer.sample(2, timeout=number),
+    ):
+        with pytest.raises(ValueError, match=f"is {number!r}: expected a number"):
+            call()
+
+
+@pytest.mark.parametrize("state", [None, 3, "state", [], {}, {"draws": 1}], ids=repr)
+def test_what_is_no_state_is_a_value_error_that_says_what_a_state_has(buffer, state):
+    datasets = (tr.ReplayDataset(buffer, 2), tr.MixedDataset({"one": buffer}, 2), tr.PriorityTree(4))
+    for dataset, parts in zip(datasets, ("draws", "parts", "leaves"), strict=True):
+        with pytest.raises(ValueError, match=parts):
+            dataset.load_state_dict(state)
+
+
+@pytest.mark.parametrize("drawn", [None, 3, {}, "drawn", [3]], ids=repr)
+def test_batches_drawn_ahead_that_are_none_are_a_value_error(buffer, drawn):
+    with pytest.raises(ValueError, match="drawn ahead"):
+        tr.ReplayDataset(buffer, 2).load_state_dict({"draws": 0, "position": 0, "drawn": drawn})
+
+
+@pytest.mark.parametrize("values", [None, "abc", object(), {"a": 1}, [None], 10**30], ids=repr)
+def test_what_is_no_tensor_is_a_value_error_that_says_what_is_expected(buffer, values):
+    buffer.extend(x=np.zeros((4, 4)), nested={"n": np.zeros(4, int)})
+    tree, large = tr.PriorityTree(4), buffer.sample(4)
+    for call in (
+        lambda: tree.set(values, 1.0),
+        lambda: tree.get(values),
+        lambda: tr.LaBER(2)(large, values),
+    ):
+        with pytest.raises(ValueError, match=r"(index|priority): got .*, expected"):
+            call()
+
+
+@pytest.mark.parametrize("given", [None, 3, "buffer", {"a": 1}, torch.nn.Linear(1, 1)], ids=lambda v: type(v).__name__)
+def test_what_is_no_buffer_and_no_batch_is_a_type_error(given):
+    for call in (lambda: tr.Reverse(given), lambda: tr.LaBER(2)(given, torch.ones(2))):
+        with pytest.raises(TypeError, match=r"expected a torchreplay\.Replay"):
+            call()
+
+
+@pytest.mark.parametrize("given", [None, 3, [[1.0]], np.ones((1, 1))], ids=repr)
+def test_sequences_td_errors_and_masks_are_tensors(given):
+    td, mask = torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool)
+    with pytest.raises(TypeError, match=r"td is .*: expected a torch\.Tensor"):
+        tr.sequence_priority(given, mask)
+    with pytest.raises(TypeError, match=r"mask is .*: expected a torch\.Tensor"):
+        tr.sequence_priority(td, given)

@@ -359,3 +359,9 @@ def test_an_entry_of_another_shape_or_dtype_is_named(monkeypatch):
     tampering(monkeypatch, lambda batch: batch | {"reward": batch["reward"].double()})
     text = refusal(Scripted(), buffer_for(Scripted(), tr.Transitions()))
     assert text == "entry 'reward' is float64(9,): expected float32(9,)"
+
+
+@pytest.mark.parametrize("given", [None, 3, {"obs": tr.Field(4)}], ids=repr)
+def test_what_is_no_buffer_is_a_type_error(given):
+    with pytest.raises(TypeError, match=r"buffer is .*: expected a torchreplay\.ReplayBuffer"):
+        tr.check(gymnasium.make("CartPole-v1"), given)

@@ -15,7 +15,14 @@ pytest.importorskip("pytorch_lightning")
 from late_copies import OnDevice, send_late
 from lightning_learner import BARE, QUIET, ROWS, filled_buffer, fit, make_learner, td_of
 
-from torchreplay.lightning import PriorityFeedback, ReplayDataModule, ReplayMonitor, WeightPublisher
+from torchreplay.lightning import (
+    EvaluationMonitor,
+    PriorityFeedback,
+    ReplayCheckpoint,
+    ReplayDataModule,
+    ReplayMonitor,
+    WeightPublisher,
+)
 
 # Lightning's own, under a torch newer than it knows.
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
@@ -307,3 +314,26 @@ def test_tensorboard_takes_the_histograms(lightning, buffer, tmp_path):
     loggers = importlib.import_module(f"{lightning.__name__}.loggers")
     logger = loggers.TensorBoardLogger(tmp_path)
     monitored(lightning, buffer, logger, max_steps=9)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda given: WeightPublisher(given), r"weights is .*: expected torchreplay\.SharedWeights"),
+        (lambda given: PriorityFeedback(given), "buffer is .*: expected a ReplayBuffer or a MixedDataset"),
+        (lambda given: ReplayMonitor(given), "buffer is .*: expected a ReplayBuffer"),
+        (lambda given: ReplayCheckpoint(given), "buffer is .*: expected a ReplayBuffer"),
+        (lambda given: EvaluationMonitor(given), r"evaluator is .*: expected a torchreplay\.ray\.Evaluator"),
+        (lambda given: PriorityFeedback(key=given), "key is .*: expected the name"),
+    ],
+)
+@pytest.mark.parametrize("given", [3, {"buffer": 1}, torch.nn.Linear(1, 1)], ids=lambda given: type(given).__name__)
+def test_what_a_callback_cannot_use_is_a_type_error_before_training(make, message, given):
+    with pytest.raises(TypeError, match=message):
+        make(given)
+
+
+@pytest.mark.parametrize("state", [None, 3, {}, []], ids=repr)
+def test_what_is_no_state_of_a_data_module_is_a_value_error(buffer, state):
+    with pytest.raises(ValueError, match="a ReplayDataModule's state has 'draws'"):
+        ReplayDataModule(buffer).load_state_dict(state)

@@ -151,13 +151,17 @@ def test_a_pool_joins_the_cluster_that_the_environment_names(monkeypatch):
     ("arguments", "message"),
     [
         ({"explore": 3}, "explore"),
-        ({"num_explorers": 0}, "num_explorers=0"),
+        ({"num_explorers": 0}, "num_explorers is 0"),
         ({"buffer": {}}, "buffer is {}"),
-        ({"max_restarts": -2}, "max_restarts=-2"),
-        ({"restart_delay": -1.0}, "restart_delay=-1"),
-        ({"num_cpus": -1}, "num_cpus=-1"),
-        ({"num_gpus": float("nan")}, "num_gpus=nan"),
-        ({"max_weight_sync_delay": -1}, "max_weight_sync_delay=-1"),
+        ({"num_explorers": "two"}, "num_explorers is 'two'"),
+        ({"max_restarts": None}, "max_restarts .* is None"),
+        ({"max_weight_sync_delay": 1.5}, "max_weight_sync_delay is 1.5"),
+        ({"seed": -1}, "seed is -1"),
+        ({"max_restarts": -2}, "max_restarts .* is -2"),
+        ({"restart_delay": -1.0}, "restart_delay is -1"),
+        ({"num_cpus": -1}, "num_cpus is -1"),
+        ({"num_gpus": float("nan")}, "num_gpus is nan"),
+        ({"max_weight_sync_delay": -1}, "max_weight_sync_delay is -1"),
         ({"backend": "threads"}, "backend='threads'.*'ray' or 'process'"),
         ({"backend": "process", "num_cpus": 1}, "num_cpus: only Ray"),
         ({"backend": "process", "placement": "SPREAD"}, "placement: only Ray"),
@@ -166,3 +170,41 @@ def test_a_pool_joins_the_cluster_that_the_environment_names(monkeypatch):
 def test_arguments_out_of_range_are_refused_with_their_name(arguments, message):
     with pytest.raises(ValueError, match=message):
         ExplorerPool(**{"explore": print, "num_explorers": 1, "buffer": make_buffer(), **arguments})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        *(({"buffer": given}, "buffer is .*: expected a torchreplay.ReplayBuffer") for given in (None, 3, make_buffer)),
+        ({"buffer": {"red": 3}}, r"buffer\['red'\] is 3: expected a torchreplay.ReplayBuffer"),
+        *(
+            ({"weights": given}, "weights is .*: expected torchreplay.SharedWeights")
+            for given in (3, "w", tr.SharedWeights)
+        ),
+        ({"weights": {"red": None}}, r"weights\['red'\] is None: expected torchreplay.SharedWeights"),
+        *(({name: "two"}, f"{name} is 'two': expected a number") for name in ("restart_delay", "num_cpus", "num_gpus")),
+        *(({name: None}, f"{name} is None: expected a number") for name in ("restart_delay", "num_cpus", "num_gpus")),
+    ],
+)
+def test_arguments_of_another_kind_are_refused_with_their_name(arguments, message):
+    given = {"explore": print, "num_explorers": 1, "buffer": make_buffer(), **arguments}
+    with pytest.raises((TypeError, ValueError), match=message):
+        ExplorerPool(**given)
+    if not {"buffer", "weights"}.isdisjoint(arguments):
+        with pytest.raises(TypeError, match=message):
+            ExplorerContext(given["buffer"], given.get("weights"))
+
+
+@pytest.mark.parametrize("timeout", [-1, "soon", float("nan"), [1]], ids=repr)
+def test_a_bad_timeout_of_a_pool_is_refused(timeout):
+    pool = ExplorerPool(print, 1, make_buffer())
+    for call in (pool.stop, pool.drain, pool.wait):
+        with pytest.raises((TypeError, ValueError), match="timeout is"):
+            call(timeout)
+
+
+@pytest.mark.parametrize("numbers", [("high", 3), (1.0, None), (1.0, float("nan")), (None, 3)], ids=repr)
+def test_an_episode_whose_return_or_length_is_no_number_is_refused_with_both(numbers):
+    episode_return, episode_length = numbers
+    with pytest.raises(ValueError, match=f"return {episode_return!r} and length {episode_length!r}: expected numbers"):
+        ExplorerContext(make_buffer()).record(episode_return=episode_return, episode_length=episode_length)

@@ -52,7 +52,7 @@ def test_python_types_mean_what_they_mean_to_numpy():
 
 @pytest.mark.parametrize(
     "dtype",
-    [None, "U5", "S3", "datetime64[s]", complex, torch.complex64, object, "nonsense", 3, [("a", "f4")]],
+    [None, "U5", "S3", "datetime64[s]", complex, torch.complex64, object, "nonsense", 3, [("a", "f4")], torch.ones(2)],
     ids=str,
 )
 def test_a_dtype_that_rows_cannot_hold_is_refused_with_those_they_can(dtype):
@@ -68,9 +68,9 @@ def test_a_shape_without_values_or_beyond_memory_is_a_value_error(shape):
         tr.Field(shape)
 
 
-@pytest.mark.parametrize("shape", [1.5, (1.5,), "3", None, ("a",), {"a": 1}], ids=str)
+@pytest.mark.parametrize("shape", [1.5, (1.5,), "3", None, ("a",), {"a": 1}, {}, True, b"3"], ids=str)
 def test_a_shape_of_other_things_is_a_type_error(shape):
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match=r"a field has shape .*: expected an int or a tuple of ints"):
         tr.Field(shape)
 
 

@@ -23,6 +23,29 @@ def test_a_bad_argument_of_a_view_is_a_value_error_that_names_it(view, arguments
         view(**arguments)
 
 
+@pytest.mark.parametrize("name", [None, 3, True, b"obs", {"obs": 4}, [3], object()], ids=lambda v: type(v).__name__)
+def test_what_is_no_name_of_a_field_is_a_type_error_that_names_the_argument(name):
+    views = {
+        tr.Transitions: ("observation", "reward", "terminated", "truncated"),
+        lambda **names: tr.Sequences(2, **names): ("observation", "initial", "terminated", "truncated"),
+        lambda **names: tr.Hindsight(None, **names): (
+            *("observation", "achieved", "desired", "reward", "terminated", "truncated"),
+        ),
+    }
+    for view, arguments in views.items():
+        for argument in arguments:
+            with pytest.raises(TypeError, match=f"{argument} is .*: expected the name of a field"):
+                view(**{argument: name})
+    with pytest.raises(TypeError, match=r"stack is .*: expected"):
+        tr.Transitions(stack={3: 4})
+
+
+@pytest.mark.parametrize("value", [None, 1, "yes", [], float("nan")], ids=repr)
+def test_across_episodes_is_true_or_false(value):
+    with pytest.raises(TypeError, match=r"across_episodes is .*: expected True or False"):
+        tr.Sequences(2, across_episodes=value)
+
+
 BAD_FITS = [
     (tr.Transitions(observation="pixels"), "observation 'pixels' is no field of the spec"),
     (tr.Transitions(observation=("obs", "pixels")), "observation 'pixels' is no field of the spec"),
@@ -37,7 +60,7 @@ BAD_FITS = [
     (tr.Transitions(stack={"action": 4}), "stack names 'action'"),
     (tr.Transitions(stack={"pixels": 4}), "stack names 'pixels'"),
     (tr.Sequences(2, observation="pixels"), "observation 'pixels' is no field of the spec"),
-    (tr.Sequences(2, initial=("state",)), "'state'"),
+    (tr.Sequences(2, initial=("state",)), "initial 'state' is no field of the spec"),
     (tr.Sequences(2, initial=("obs",)), "initial names 'obs'"),
     (tr.Sequences(2, terminated="done"), "terminated='done' is no field of the spec"),
 ]

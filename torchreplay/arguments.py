@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import operator
+import os
+from pathlib import Path
 from typing import Any, TypeVar
+
+import torch
 
 T = TypeVar("T")
 
@@ -31,10 +36,56 @@ def checked_kind(name: str, value: T | None, default: T, kinds: tuple[type[T], .
     """
     if value is None:
         return default
+    names = " or ".join(f"torchreplay.{kind.__name__}" for kind in kinds)
+    return checked_instance(name, value, kinds, names)
+
+
+def checked_instance(name: str, value: T, kinds: type[Any] | tuple[type[Any], ...], expected: str) -> T:
+    """Returns `value`.
+
+    Raises:
+        TypeError: It is none of `kinds`; the text says `expected`.
+    """
     if not isinstance(value, kinds):
-        names = " or ".join(f"torchreplay.{kind.__name__}" for kind in kinds)
-        raise TypeError(f"{name} is {value!r}: expected {names}")
+        # The class instead of an object of it is the commonest slip.
+        made = isinstance(value, type) and issubclass(value, kinds)
+        hint = f"; did you mean {value.__name__}(...)?" if made else ""  # type: ignore[attr-defined]  # it is a class
+        raise TypeError(f"{name} is {value!r:.200}: expected {expected}{hint}")
     return value
+
+
+def checked_path(name: str, value: Any) -> Path:
+    """Returns `value` as a path.
+
+    Raises:
+        TypeError: It is no path.
+    """
+    return Path(checked_instance(name, value, (str, os.PathLike), "a path, str or os.PathLike"))
+
+
+def checked_number(name: str, value: Any, low: float) -> float:
+    """Returns `value` as a float.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is below `low`, or not finite.
+    """
+    number = as_float(name, value)
+    if not low <= number < math.inf:
+        raise ValueError(f"{name} is {value!r}: expected a finite number of at least {low}")
+    return number
+
+
+def as_numbers(name: str, values: Any, expected: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Returns `values` as a tensor; of `dtype`, if one is given.
+
+    Raises:
+        ValueError: torch cannot make one of them; the text says `expected`.
+    """
+    try:
+        return torch.as_tensor(values, dtype=dtype)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name}: got {values!r:.200}, expected {expected}") from error
 
 
 def as_floats(instance: object, *names: str) -> None:
@@ -52,8 +103,10 @@ def as_float(name: str, value: Any) -> float:
 
     Raises:
         TypeError: It is no number.
-        ValueError: It is a text that is no number.
+        ValueError: It is a text.
     """
+    if isinstance(value, str | bytes):
+        raise ValueError(f"{name} is {value!r}: expected a number")
     try:
         return float(value)
     except (TypeError, ValueError) as error:

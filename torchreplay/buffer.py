@@ -8,14 +8,13 @@ import threading
 import weakref
 from collections import deque
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 
 from . import _C
-from .arguments import checked_int
+from .arguments import checked_int, checked_path
 from .batch import ReplayBatch
 from .checkpoint import announce_rows, load_rows, read_description, save
 from .config import Config
@@ -86,12 +85,13 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         seed: int | None = None,
     ) -> None:
         config = Config.of(spec, capacity, sampler, view, limiter)
+        path = None if path is None else checked_path("path", path)
         seed = secrets.randbits(63) if seed is None else checked_int("seed", seed, 0, (1 << 64) - 1)
         nonce = new_nonce()
         native = to_native(config.fields)
         text, shape = config.to_text(), config.view.native()
         size = _C.segment_bytes(config.capacity, native, shape, len(text.encode()))
-        fd = reserve(size, "replay buffer") if path is None else create_file(Path(path), size)
+        fd = reserve(size, "replay buffer") if path is None else create_file(path, size)
         try:
             weighting, limits = config.weighting(), config.limiter.native()
             boot = 0 if path is None else boot_number()
@@ -209,7 +209,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
                 machine went down.
             ValueError: `view` is not the buffer's.
         """
-        found = open_file(Path(path))
+        found = open_file(checked_path("path", path))
         try:
             self = cls._over(found.fd, found.nonce, view)
         except ConnectionError as error:
@@ -309,8 +309,9 @@ class ReplayBuffer(Drawing, Inspection, Replay):
             OSError: The disk is full, or the directory cannot be written.
             ValueError: TD errors from a device are NaN or infinite, as `flush` says; nothing is saved.
         """
+        root = checked_path("directory", directory)
         self.flush()
-        save(self._segment, self._present_config(), directory)
+        save(self._segment, self._present_config(), root)
 
     @classmethod
     def load(
@@ -338,6 +339,8 @@ class ReplayBuffer(Drawing, Inspection, Replay):
             OSError: The file cannot be made, or is there already.
             ValueError: `capacity` or `view` does not fit.
         """
+        directory = checked_path("directory", directory)
+        path = None if path is None else checked_path("path", path)
         saved = read_description(directory)
         announce_rows(saved, directory)  # while there is memory to be made
         config = saved.config.with_functions(view)
@@ -354,7 +357,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
             load_rows(buffer._segment, buffer._config, saved, directory)
         except BaseException:
             if path is not None:
-                Path(path).unlink()
+                path.unlink()
             raise
         return buffer
 
@@ -367,7 +370,8 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         Raises:
             CheckpointError: There is no checkpoint, it is damaged or of another kind, or the buffer holds rows already.
         """
-        load_rows(self._segment, self._present_config(), read_description(directory), directory)
+        root = checked_path("directory", directory)
+        load_rows(self._segment, self._present_config(), read_description(root), root)
 
     def _present_config(self) -> Config:
         return replace(self._config, limiter=self.limiter)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from .arguments import as_numbers
 from .batch import ReplayBatch
 from .cuda import require_devices
 from .errors import Stopped
@@ -188,13 +189,14 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         Raises:
             ValueError: If it is not such a state.
         """
-        if set(state_dict) - {"stream"} != {"draws", "position", "drawn"}:
-            raise ValueError(
-                f"state_dict has the entries {sorted(state_dict)}; a ReplayDataset's state has 'draws', 'position' and "
-                f"'drawn'"
-            )
+        given: Any = state_dict
+        if not isinstance(given, dict) or set(given) - {"stream"} != {"draws", "position", "drawn"}:
+            found = f"has the entries {sorted(map(str, given))}" if isinstance(given, dict) else f"is {given!r:.200}"
+            raise ValueError(f"state_dict {found}; a ReplayDataset's state has 'draws', 'position' and 'drawn'")
         draws = require_count("draws", state_dict["draws"], at_least=0)
         position = require_count("position", state_dict["position"], at_least=0)
+        if not isinstance(state_dict["drawn"], list | tuple):
+            raise ValueError(f"drawn is {state_dict['drawn']!r:.200}; it must be a list of batches drawn ahead")
         drawn = deque(_require_drawn(batch) for batch in state_dict["drawn"])
         if self._process == os.getpid():
             self.end()  # or its draws ahead would be in the way of those to come
@@ -284,7 +286,7 @@ def _require_drawn(batch: Any) -> dict[str, Any]:
     names = {"step", *DRAWN_FIELDS}
     if not isinstance(batch, dict) or set(batch) != names:
         raise ValueError(f"{batch!r} is no batch drawn ahead, which has {sorted(names)}")
-    fields = {name: torch.as_tensor(batch[name]) for name in DRAWN_FIELDS}
+    fields = {name: as_numbers(name, batch[name], f"{dtype} [B]") for name, dtype in DRAWN_FIELDS.items()}
     for name, field in fields.items():
         if field.dtype != DRAWN_FIELDS[name] or field.shape != (fields["key"].numel(),):
             raise ValueError(
@@ -302,7 +304,7 @@ def require_device(device: Any) -> torch.device:
     """
     try:
         found = torch.device(device)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"device is {device!r}; it must name a torch device, such as 'cpu' or 'cuda:0'") from error
     if found.type == "cuda":
         require_devices(found)

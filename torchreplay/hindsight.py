@@ -17,6 +17,7 @@ from .plan import (
     Roles,
     as_path,
     check_gamma,
+    check_names,
     field_named,
     names_of,
     next_path,
@@ -59,6 +60,7 @@ class Hindsight:
 
     Raises:
         ValueError: An argument is out of range.
+        TypeError: An argument is no number, no name or no function where it should be one.
     """
 
     functions: ClassVar[tuple[str, ...]] = ("compute_reward", "compute_terminated")
@@ -86,6 +88,7 @@ class Hindsight:
             function = getattr(self, name)
             if function is not None and not callable(function):
                 raise TypeError(f"{name} is {function!r}: expected a function of (achieved, desired)")
+        check_names(self, "achieved", "desired", "reward", "terminated", "truncated")
         names = names_of(self.observation)
         if not isinstance(self.observation, str):
             object.__setattr__(self, "observation", names)

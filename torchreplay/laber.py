@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from .arguments import as_float, checked_int
+from .arguments import as_float, as_numbers, checked_instance, checked_int
 from .batch import ReplayBatch
 from .drawing import MAX_BATCH
 
@@ -78,6 +78,7 @@ class LaBER:
 
         Raises:
             ValueError: `large` is too small, or `priority` is not M finite numbers.
+            TypeError: `large` is no `ReplayBatch`.
         """
         p = self._positive(large, priority)
         chosen = torch.multinomial(p, self.batch_size, replacement=True, generator=self.generator)
@@ -91,9 +92,13 @@ class LaBER:
         return small
 
     def _positive(self, large: ReplayBatch, priority: Any) -> torch.Tensor:
+        checked_instance("the large batch", large, ReplayBatch, "a torchreplay.ReplayBatch")
         if large.batch_size < self.batch_size:
             raise ValueError(f"the large batch has {large.batch_size} items: expected at least {self.batch_size}")
-        p = torch.as_tensor(priority).detach().to("cpu", torch.float64).abs()
+        given = as_numbers("priority", priority, f"{large.batch_size} real numbers, one an item").detach()
+        if given.is_complex():
+            raise ValueError(f"priority has dtype {given.dtype}: expected real numbers")
+        p = given.to("cpu", torch.float64).abs()
         if p.shape != (large.batch_size,):
             raise ValueError(f"the priorities have shape {list(p.shape)}: expected [{large.batch_size}], one an item")
         bad = p.isfinite().logical_not().nonzero()

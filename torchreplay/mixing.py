@@ -195,8 +195,9 @@ class MixedDataset(SteppedDataset[Any]):
         Raises:
             ValueError: If it is not such a state.
         """
-        states: Any = state_dict.get("parts")
-        if set(state_dict) != {"parts"} or not isinstance(states, list) or len(states) != len(self._parts):
+        given: Any = state_dict
+        states = given.get("parts") if isinstance(given, Mapping) and set(given) == {"parts"} else None
+        if not isinstance(states, list) or len(states) != len(self._parts):
             raise ValueError(
                 f"state_dict is {state_dict!r:.200}; a MixedDataset's state has 'parts', a state for each of the "
                 f"{len(self._parts)} buffers"

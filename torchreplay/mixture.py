@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from .arguments import as_numbers
 from .batch import ReplayBatch
 from .cuda import page_locked
 from .replay import Replay
@@ -99,10 +100,7 @@ def checked_errors(what: str, td: Any, n: int) -> NDArray[np.float64]:
     Raises:
         ValueError: They are no `n` real numbers, or one is NaN or infinite.
     """
-    try:
-        tensor = torch.as_tensor(td).detach()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{what} are {td!r:.200}: expected a tensor of {n} numbers") from error
+    tensor = as_numbers(what, td, f"a tensor of {n} numbers").detach()
     if tensor.shape != (n,) or tensor.is_complex():
         raise ValueError(f"{what} are {tensor.dtype} {list(tensor.shape)}: expected [{n}], a number for each item")
     errors: NDArray[np.float64] = tensor.to("cpu", torch.float64).numpy()
@@ -116,7 +114,7 @@ def checked_errors(what: str, td: Any, n: int) -> NDArray[np.float64]:
 
 
 def _as_indices(what: str, values: Any) -> NDArray[np.int64]:
-    tensor = torch.as_tensor(values)
+    tensor = as_numbers(what, values, "int64 [B]")
     if tensor.dtype != torch.int64 or tensor.ndim != 1:
         raise ValueError(f"{what} is {tensor.dtype} {list(tensor.shape)}: expected int64 [B]")
     return tensor.cpu().numpy()

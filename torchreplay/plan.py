@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Any
 
 import torch
 
+from .arguments import checked_instance
 from .spec import Field, Path
 
 
@@ -90,17 +92,29 @@ class Roles:
     truncated: int
 
 
-def names_of(names: str | Iterable[str]) -> tuple[str, ...]:
-    """Returns one name, or several, as a tuple.
+def names_of(names: str | Iterable[str], role: str = "observation") -> tuple[str, ...]:
+    """Returns one name, or several, of the fields with this role in the view, as a tuple.
+
+    Raises:
+        TypeError: It is no name, or one of several is none.
+    """
+    if isinstance(names, str):
+        return (names,)
+    given: Any = names
+    several = tuple(given) if isinstance(given, Iterable) and not isinstance(given, bytes | Mapping) else (None,)
+    if not all(isinstance(name, str) for name in several):
+        raise TypeError(f"{role} is {names!r:.200}: expected the name of a field, or several of them")
+    return several
+
+
+def check_names(view: object, *roles: str) -> None:
+    """Checks the attributes of a view that name one field each.
 
     Raises:
         TypeError: One is no string.
     """
-    several = (names,) if isinstance(names, str) else tuple(names)
-    for name in several:
-        if not isinstance(name, str):
-            raise TypeError(f"a field is named {name!r}: expected a string")
-    return several
+    for role in roles:
+        checked_instance(role, getattr(view, role), str, "the name of a field")
 
 
 def check_gamma(gamma: float) -> None:
@@ -126,16 +140,18 @@ def as_path(name: str) -> Path:
     return tuple(name.split("/"))
 
 
-def observation_fields(fields: Mapping[Path, Field], observation: str | Iterable[str]) -> list[Path]:
-    """Returns the fields that `observation` names, singly or as nested dicts.
+def observation_fields(
+    fields: Mapping[Path, Field], observation: str | Iterable[str], role: str = "observation"
+) -> list[Path]:
+    """Returns the fields that `observation` names, singly or as nested dicts; `role` is what it is called.
 
     Raises:
         ValueError: A name is no field's.
     """
-    names = [as_path(name) for name in names_of(observation)]
+    names = [as_path(name) for name in names_of(observation, role)]
     for name in names:
         if not any(path[: len(name)] == name for path in fields):
-            raise ValueError(f"observation {'/'.join(name)!r} is no field of the spec: it has {_names(fields)}")
+            raise ValueError(f"{role} {'/'.join(name)!r} is no field of the spec: it has {_names(fields)}")
     if not names:
         raise ValueError("the view observes nothing: expected the name of an observation field")
     return [path for path in fields if any(path[: len(name)] == name for name in names)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .arguments import as_float
+from .arguments import as_float, checked_instance
 
 
 def sequence_priority(td: torch.Tensor, mask: torch.Tensor, eta: float = 0.9) -> torch.Tensor:
@@ -26,10 +26,13 @@ def sequence_priority(td: torch.Tensor, mask: torch.Tensor, eta: float = 0.9) ->
 
     Raises:
         ValueError: A shape or a dtype is another, or `eta` is outside 0 to 1.
+        TypeError: `td` or `mask` is no tensor.
     """
     eta = as_float("eta", eta)
     if not 0.0 <= eta <= 1.0:
         raise ValueError(f"eta is {eta}: expected 0 to 1")
+    for name, given in (("td", td), ("mask", mask)):
+        checked_instance(name, given, torch.Tensor, "a torch.Tensor [B, L]")
     if td.ndim != 2 or td.shape[1] == 0 or not td.is_floating_point():
         raise ValueError(f"td is {td.dtype} {list(td.shape)}: expected floats [B, L]")
     if mask.shape != td.shape or mask.dtype != torch.bool:

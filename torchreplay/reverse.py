@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .arguments import checked_int
+from .arguments import checked_instance, checked_int
 from .batch import ReplayBatch
 from .buffer import ReplayBuffer
 from .drawing import MAX_BATCH
@@ -41,10 +41,11 @@ class Reverse:
 
     Raises:
         ValueError: `stride` is below 1.
+        TypeError: `buffer` is no `ReplayBuffer`.
     """
 
     def __init__(self, buffer: ReplayBuffer, stride: int = 300) -> None:
-        self.buffer = buffer
+        self.buffer = checked_instance("buffer", buffer, ReplayBuffer, "a torchreplay.ReplayBuffer")
         self.stride = checked_int("stride", stride, 1, 1 << 31)
         self._last: int | None = None
 

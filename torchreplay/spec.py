@@ -55,6 +55,8 @@ class Field:
 
     def __init__(self, shape: int | tuple[int, ...] = (), dtype: Any = torch.float32) -> None:
         try:
+            if isinstance(shape, (bool, bytes, Mapping)):
+                raise TypeError  # Python would count with what is in them
             sizes = tuple(map(operator.index, (shape,) if isinstance(shape, (int, np.integer)) else shape))
         except TypeError:
             hint = f"; did you mean Field(dtype={shape!r})?" if isinstance(shape, (torch.dtype, type)) else ""
@@ -87,7 +89,7 @@ def as_torch_dtype(dtype: Any) -> torch.dtype:
     if not isinstance(dtype, torch.dtype) and dtype is not None:  # NumPy takes None for float64
         try:
             found = getattr(torch, np.dtype(dtype).name, None)
-        except TypeError:
+        except (TypeError, ValueError):
             found = None
     if found not in ELEMENTS:
         names = ", ".join(str(d).removeprefix("torch.") for d in ELEMENTS)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .arguments import as_numbers
+
 MAX_CAPACITY = 2**31
 STEP_LIMIT = 2**48  # of streams and steps: together they fill the generator's counter
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -60,7 +62,7 @@ class PriorityTree:
                 Nothing is set.
         """
         indices = _indices(index)
-        priorities = torch.as_tensor(priority)
+        priorities = as_numbers("priority", priority, "a number, or a tensor of the shape of index")
         if priorities.dtype.is_complex or priorities.dtype == torch.bool:
             raise ValueError(f"priority has dtype {priorities.dtype}, expected a real one")
         if priorities.dim() == 0:
@@ -131,7 +133,7 @@ class PriorityTree:
         Raises:
             ValueError: A target is out of range or NaN, or no priority is positive.
         """
-        targets = torch.as_tensor(target, dtype=torch.float64)
+        targets = as_numbers("target", target, "a number, or a tensor of numbers", torch.float64)
         total = self.total
         outside = ~((targets >= 0) & (targets < total))
         if outside.any():
@@ -180,10 +182,11 @@ class PriorityTree:
             ValueError: A key is missing, the capacity is another, or a leaf is negative, NaN or infinite.
                 Nothing is loaded.
         """
-        missing = {"leaves", "seed", "step"} - state.keys()
+        given: Any = state
+        missing = {"leaves", "seed", "step"} - (given.keys() if isinstance(given, dict) else set())
         if missing:
             raise ValueError(f"the state has no {', '.join(sorted(missing))}; expected what state_dict() returned")
-        leaves = torch.as_tensor(state["leaves"], dtype=torch.float32)
+        leaves = as_numbers("leaves", state["leaves"], f"float32 [{self.capacity}]", torch.float32)
         if leaves.shape != (self.capacity,):
             raise ValueError(f"the state has leaves of shape {tuple(leaves.shape)}, expected ({self.capacity},)")
         if not bool(((leaves >= 0) & leaves.isfinite()).all()):
@@ -217,13 +220,15 @@ def _int_in(name: str, value: int, low: int, high: int) -> int:
         number = operator.index(value)
     except TypeError:
         raise ValueError(f"{name} is {value!r}, expected an integer") from None
+    if isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}, expected an integer")
     if not low <= number <= high:
         raise ValueError(f"{name} is {number}, expected {low} to {high}")
     return number
 
 
 def _indices(index: int | torch.Tensor) -> torch.Tensor:
-    indices = torch.as_tensor(index)
+    indices = as_numbers("index", index, "an integer, or a tensor of integers")
     if indices.dtype not in INTEGERS:
         raise ValueError(f"index has dtype {indices.dtype}, expected an integer dtype")
     return indices.to(torch.int64)

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-from .arguments import as_floats, checked_int
+from .arguments import as_floats, checked_instance, checked_int
 from .hindsight import Hindsight
 from .plan import (
     BatchPlan,
@@ -16,6 +16,7 @@ from .plan import (
     Roles,
     as_path,
     check_gamma,
+    check_names,
     names_of,
     next_path,
     observation_fields,
@@ -74,6 +75,7 @@ class Transitions:
 
     Raises:
         ValueError: An argument is out of range.
+        TypeError: An argument is no number, or no name, where it should be one.
     """
 
     n_step: int = 1
@@ -89,9 +91,10 @@ class Transitions:
         as_floats(self, "gamma")
         check_gamma(self.gamma)
         _freeze_names(self, "observation")
+        check_names(self, "reward", "terminated", "truncated")
         if self.stack is not None:
-            if not isinstance(self.stack, Mapping):
-                raise TypeError(f"stack is {self.stack!r}, expected a dict of frames by field, such as {{'obs': 4}}")
+            checked_instance("stack", self.stack, Mapping, "a dict of frames by field, such as {'obs': 4}")
+            names_of(list(self.stack), "stack")
             frames = {name: checked_int(f"stack[{name!r}]", k, 1, MAX_STEPS) for name, k in self.stack.items()}
             object.__setattr__(self, "stack", frames)
 
@@ -171,6 +174,7 @@ class Sequences:
 
     Raises:
         ValueError: An argument is out of range.
+        TypeError: An argument is no number, or no name, where it should be one.
     """
 
     length: int
@@ -187,10 +191,12 @@ class Sequences:
         object.__setattr__(self, "burn_in", checked_int("burn_in", self.burn_in, 0, MAX_STEPS >> 1))
         if self.stride is not None:
             object.__setattr__(self, "stride", checked_int("stride", self.stride, 1, MAX_STEPS))
+        checked_instance("across_episodes", self.across_episodes, bool, "True or False")
         if self.across_episodes and self.stride not in (None, 1):
             raise ValueError(f"stride is {self.stride}: windows across episodes start at every row")
         _freeze_names(self, "initial")
         _freeze_names(self, "observation")
+        check_names(self, "terminated", "truncated")
 
     @property
     def _steps(self) -> int:
@@ -215,7 +221,7 @@ class Sequences:
         steps = self._steps
         plan = BatchPlan(fields, steps)
         observed = observation_fields(fields, self.observation)
-        initial = observation_fields(fields, self.initial) if self.initial else []
+        initial = observation_fields(fields, self.initial, "initial") if self.initial else []
         for path in initial:
             if path in observed:
                 name = "/".join(path)
@@ -236,6 +242,6 @@ VIEWS = (Rows, Transitions, Sequences, Hindsight)
 
 def _freeze_names(view: Transitions | Sequences, attribute: str) -> None:
     names = getattr(view, attribute)
-    several = names_of(names)
+    several = names_of(names, attribute)
     if not isinstance(names, str):
         object.__setattr__(view, attribute, several)

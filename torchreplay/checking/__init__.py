@@ -6,7 +6,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from ..arguments import checked_int
+from ..arguments import checked_instance, checked_int
 from ..buffer import ReplayBuffer
 from ..spaces import single_spaces
 from .casting import Casting
@@ -60,12 +60,15 @@ def check(env: Any, buffer: ReplayBuffer, episodes: int = 3, seed: int = 0, max_
         What was compared.
 
     Raises:
+        TypeError: `env` has no Gymnasium spaces, or `buffer` is no `ReplayBuffer`.
         ValueError: An observation is outside its space, a value does not fit its field, or something comes back that
             was not written; the text names field, episode, step and key, what was found and what was expected.
 
     Warns:
         UserWarning: A field's float dtype is too narrow for an observation or an action, which it rounds.
     """
+    checked_instance("buffer", buffer, ReplayBuffer, "a torchreplay.ReplayBuffer")
+    checked_int("seed", seed, 0, (1 << 32) - 1)
     checked_int("episodes", episodes, 1, 1 << 31)
     checked_int("max_steps", max_steps, 1, 1 << 31)
     space, _ = single_spaces(env)

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..arguments import checked_instance
 from ..buffer import ReplayBuffer
 from ..checkpoint import is_checkpoint
 from .datamodule import resolve_buffer
@@ -35,6 +36,8 @@ class ReplayCheckpoint(Callback):
     restores_buffer = True  # explorers start after it has
 
     def __init__(self, buffer: ReplayBuffer | None = None) -> None:
+        if buffer is not None:
+            checked_instance("buffer", buffer, ReplayBuffer, "a ReplayBuffer, or None for the data module's")
         self.buffer = buffer
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

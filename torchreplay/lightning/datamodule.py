@@ -158,8 +158,14 @@ class ReplayDataModule(LightningDataModule):
 
         Lightning drops the loader's own state where `trainer.estimated_stepping_batches` was read before the resume;
         this copy is always loaded.
+
+        Raises:
+            ValueError: If it is not such a state.
         """
-        self._draws = require_count("draws", state_dict["draws"], at_least=0)
+        given: Any = state_dict
+        if not isinstance(given, dict) or "draws" not in given:
+            raise ValueError(f"state_dict is {given!r:.200}; a ReplayDataModule's state has 'draws'")
+        self._draws = require_count("draws", given["draws"], at_least=0)
         if self._stream is not None:
             self._stream.buffer.draws = self._draws
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, Final
 
+from ..arguments import checked_instance
+from ..ray.evaluator import Evaluator
 from .libraries import Callback
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
-
-    from ..ray import Evaluator
 
 _PREFIX: Final = "evaluation"
 _LOOK_EVERY: Final = 0.1
@@ -28,11 +28,14 @@ class EvaluationMonitor(Callback):
     Args:
         evaluator: A `torchreplay.ray.Evaluator`, which evaluates what a `WeightPublisher` publishes.
         last: Whether `fit` ends with an evaluation of the weights published last, and waits for it.
+
+    Raises:
+        TypeError: If `evaluator` is none.
     """
 
     def __init__(self, evaluator: Evaluator, last: bool = True) -> None:
         super().__init__()
-        self.evaluator = evaluator
+        self.evaluator = checked_instance("evaluator", evaluator, Evaluator, "a torchreplay.ray.Evaluator")
         self.last = last
         self._reported = 0
         self._looked_at = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..arguments import checked_instance
 from ..mixing import MixedDataset
 from ..replay import Replay
 from .datamodule import resolve_buffer
@@ -34,8 +35,10 @@ class PriorityFeedback(Callback):
 
     def __init__(self, buffer: Replay | MixedDataset | None = None, key: str = "td_error") -> None:
         super().__init__()
+        if buffer is not None:
+            checked_instance("buffer", buffer, (Replay, MixedDataset), "a ReplayBuffer or a MixedDataset")
         self.buffer = buffer
-        self.key = key
+        self.key = checked_instance("key", key, str, "the name under which training_step returns the TD errors")
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Checks that there is a buffer to give feedback to.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..arguments import checked_instance
 from ..dataset import require_count
 from ..replay import Replay
 from .datamodule import resolve_buffer
@@ -34,10 +35,13 @@ class ReplayMonitor(Callback):
 
     Raises:
         ValueError: If `histogram_every` is not a positive integer.
+        TypeError: If `buffer` is no buffer.
     """
 
     def __init__(self, buffer: Replay | None = None, histogram_every: int = 1000) -> None:
         super().__init__()
+        if buffer is not None:
+            checked_instance("buffer", buffer, Replay, "a ReplayBuffer, or None for the data module's")
         self.buffer = buffer
         self.histogram_every = require_count("histogram_every", histogram_every, at_least=1)
         self._logged_at = 0

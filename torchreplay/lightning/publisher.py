@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ..arguments import checked_instance
 from ..dataset import require_count
 from ..weights import SharedWeights
 from .libraries import Callback
@@ -29,12 +30,15 @@ class WeightPublisher(Callback):
 
     Raises:
         ValueError: If `every` is not a positive integer.
+        TypeError: If `weights` are no `SharedWeights`, or `module` is no name.
     """
 
     def __init__(self, weights: SharedWeights, every: int = 1, module: str | None = None) -> None:
         super().__init__()
-        self.weights = weights
+        self.weights = checked_instance("weights", weights, SharedWeights, "torchreplay.SharedWeights(module)")
         self.every = require_count("every", every, at_least=1)
+        if module is not None:
+            checked_instance("module", module, str, "the name of an attribute of the LightningModule, or None")
         self.module = module
         self._published_at = 0
 

@@ -10,17 +10,17 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from torchreplay.arguments import checked_int
+from torchreplay.arguments import checked_instance, checked_int
 from torchreplay.dataset import ReplayDataset
 from torchreplay.mixing import MixedDataset
-from torchreplay.ray.named import OneOrNamed, named
+from torchreplay.ray.evaluator import Evaluator
+from torchreplay.ray.named import OneOrNamed, named_buffers, named_modules, named_weights
+from torchreplay.ray.pool import ExplorerPool
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from torchreplay.ray.evaluator import Evaluator
-    from torchreplay.ray.pool import ExplorerPool
     from torchreplay.ray.scores import Evaluation
     from torchreplay.ray.stats import ExplorerStats
     from torchreplay.replay import Pin
@@ -112,6 +112,7 @@ class AsyncReplay:
 
     Raises:
         ValueError: A number is out of range, or the names of modules and weights differ.
+        TypeError: `pool`, `learn`, `module` or `evaluator` is not what it has to be.
 
     Example:
         >>> pool = ExplorerPool(explore, 8, buffer, weights)
@@ -133,16 +134,21 @@ class AsyncReplay:
         device: torch.device | str | int | None = None,
         pin: Pin | None = None,
     ) -> None:
-        self.pool, self.evaluator = pool, evaluator
+        self.pool = checked_instance("pool", pool, ExplorerPool, "a torchreplay.ray.ExplorerPool")
+        if not callable(learn):
+            raise TypeError(f"learn is {learn!r:.200}: expected a function of a batch")
+        if evaluator is not None:
+            checked_instance("evaluator", evaluator, Evaluator, "a torchreplay.ray.Evaluator")
+        self.evaluator = evaluator
         self.publish_every = checked_int("publish_every", publish_every, 1, _MOST_STEPS)
         self._learn = learn
-        self._modules, self._weights = named("module", module), named("weights", pool.weights)
+        self._modules, self._weights = named_modules(module), named_weights(pool.weights)
         if self._modules.keys() != self._weights.keys():
             raise ValueError(
                 f"the modules are named {list(self._modules)} and the pool's weights {list(self._weights)}: expected a "
                 "module for each of the weights (None stands for a single one)"
             )
-        self._buffers = named("buffer", pool.buffer)
+        self._buffers = named_buffers(pool.buffer)
         self._dataset: ReplayDataset | MixedDataset = (
             MixedDataset(pool.buffer, batch_size, None, prefetch, device, timeout, pin)
             if isinstance(pool.buffer, Mapping)

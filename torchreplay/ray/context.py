@@ -6,11 +6,14 @@ import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 
+from torchreplay.arguments import checked_int
 from torchreplay.ray.board import WINDOW, Board
-from torchreplay.ray.named import OneOrNamed, chosen, named
+from torchreplay.ray.named import OneOrNamed, chosen, named_buffers, named_weights
 
 REPORT_EVERY: Final = 0.1
 """Seconds from one report of what the function has done to the next, while it looks at `stopped`."""
+MOST_EXPLORERS: Final = 1 << 16
+MOST_ROWS: Final = 1 << 62
 
 if TYPE_CHECKING:
     from torch import nn
@@ -60,11 +63,11 @@ class ExplorerContext:
     ) -> None:
         self.buffer = buffer
         self.weights = weights
-        self.index = index
-        self.num_explorers = num_explorers
+        self.num_explorers = checked_int("num_explorers", num_explorers, 1, MOST_EXPLORERS)
+        self.index = checked_int("index", index, 0, num_explorers - 1)
         self.seed = seed
         self.restarts = restarts
-        self._buffers, self._weights = named("buffer", buffer), named("weights", weights)
+        self._buffers, self._weights = named_buffers(buffer), named_weights(weights)
         self._board = board or Board(num_explorers)
         self._entry = self._board.entries[index]
         self._returns, self._lengths = self._entry["returns"], self._entry["lengths"]
@@ -76,7 +79,7 @@ class ExplorerContext:
         self._closed_rows = int(self._entry["rows"])  # of earlier runs, and of writers closed in this one
         self._writers: set[Writer] = set()
         self._noticed_stop = False
-        self._max_weight_sync_delay = max_weight_sync_delay
+        self._max_weight_sync_delay = checked_int("max_weight_sync_delay", max_weight_sync_delay, 0, MOST_ROWS)
         self._pulled: dict[str | None, tuple[nn.Module, int]] = {}  # into what, and how many rows there were
         self._report(time.monotonic())
 
@@ -160,7 +163,7 @@ class ExplorerContext:
             episode_length: Its number of steps, or an array `[n]`.
 
         Raises:
-            ValueError: There are more returns than lengths, or fewer.
+            ValueError: There are more returns than lengths, or fewer, or one is no number.
         """
         if not getattr(episode_return, "ndim", 0):
             self._record(episode_return, episode_length)
@@ -171,10 +174,16 @@ class ExplorerContext:
 
     def _record(self, episode_return: Any, episode_length: Any) -> None:
         place = self._episodes % WINDOW
-        self._returns[place] = episode_return
+        try:
+            self._returns[place], episode_length = float(episode_return), int(episode_length)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ValueError(
+                f"an episode of return {episode_return!r:.100} and length {episode_length!r:.100}: expected numbers, "
+                "or an array of each"
+            ) from error
         self._lengths[place] = episode_length
         self._episodes += 1
-        self._steps += int(episode_length)
+        self._steps += episode_length
         self._entry["steps"] = self._steps
         # Last: who reads this count finds the episode's return in its place.
         self._entry["episodes"] = self._episodes

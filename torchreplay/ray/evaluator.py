@@ -8,12 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from torch import nn
 
-from torchreplay.arguments import checked_int
+from torchreplay.arguments import checked_instance, checked_int, checked_number, checked_path
+from torchreplay.buffer import ReplayBuffer
 from torchreplay.errors import ReplayTimeout
 from torchreplay.ray.evaluating import Evaluate, Evaluating
 from torchreplay.ray.hosting import BackendName, Hosting
@@ -22,10 +22,7 @@ from torchreplay.ray.scores import Evaluation, Scores
 from torchreplay.ray.stats import State
 from torchreplay.ray.supervised import Supervised
 from torchreplay.ray.supervisor import logger
-
-if TYPE_CHECKING:
-    from torchreplay.buffer import ReplayBuffer
-    from torchreplay.weights import SharedWeights
+from torchreplay.weights import SharedWeights
 
 _LOOK_EVERY: Final = 0.02  # seconds, of `wait`
 _MAX_SEED: Final = (1 << 63) - 1
@@ -101,7 +98,7 @@ class Evaluator(Supervised):
 
     Raises:
         ValueError: Neither `every` nor `every_seconds` is given, or a number is out of range.
-        TypeError: `evaluate` or `module` is not what it has to be.
+        TypeError: `evaluate`, `weights`, `module`, `directory` or `buffer` is not what it has to be.
         CheckpointError: `directory` has a `best.safetensors` that no evaluator saved.
 
     Example:
@@ -137,8 +134,11 @@ class Evaluator(Supervised):
                 raise TypeError(f"{name} is {value!r}: expected a function{' or a module' * (name == 'module')}")
         if every is None and every_seconds is None:
             raise ValueError("say how often to evaluate: every=<versions> or every_seconds=<seconds>")
-        if every_seconds is not None and not 0 <= every_seconds < math.inf:
-            raise ValueError(f"every_seconds={every_seconds}: expected seconds, at least 0")
+        if every_seconds is not None:
+            every_seconds = checked_number("every_seconds", every_seconds, 0)
+        checked_instance("weights", weights, SharedWeights, "torchreplay.SharedWeights(module)")
+        if buffer is not None:
+            checked_instance("buffer", buffer, ReplayBuffer, "a torchreplay.ReplayBuffer")
         if directory is None and (save_every is not None or buffer is not None):
             raise ValueError("save_every and buffer say what to save: say where, directory=...")
         every, save_every = (
@@ -148,7 +148,9 @@ class Evaluator(Supervised):
         seed = checked_int("seed", seed, 0, _MAX_SEED)
         hosting = Hosting(backend, num_cpus, num_gpus, runtime_env, placement)
         super().__init__(["evaluator"], hosting, max_restarts, restart_delay, seed)
-        saving = None if directory is None else Saving(Path(directory).absolute(), save_every, buffer)
+        saving = (
+            None if directory is None else Saving(checked_path("directory", directory).absolute(), save_every, buffer)
+        )
         self.weights = weights
         self._scores = Scores() if saving is None else Scores(saving.best_return())
         self._work = Evaluating(evaluate, module, weights, seed, every, every_seconds, self._scores, saving)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
+from torchreplay.arguments import checked_number
 from torchreplay.ray.actors import Actors
 from torchreplay.ray.backend import Backend
 from torchreplay.ray.processes import Processes
@@ -34,8 +35,7 @@ class Hosting:
             names = " or ".join(map(repr, get_args(BackendName)))
             raise ValueError(f"backend={self.backend!r}: expected {names}")
         for name in ("num_cpus", "num_gpus"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"{name}={getattr(self, name)}: expected at least 0")
+            checked_number(name, getattr(self, name), 0)
         if self.runtime_env is not None and not isinstance(self.runtime_env, Mapping):
             raise TypeError(f"runtime_env={self.runtime_env!r}: expected a dict as Ray takes it")
         asked = [name for name in ("num_cpus", "num_gpus", "runtime_env", "placement") if getattr(self, name)]

@@ -3,28 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+from torch import nn
+
+from torchreplay.arguments import checked_instance
+from torchreplay.config import Configured
+from torchreplay.weights import SharedWeights
+
+if TYPE_CHECKING:
+    from torchreplay.buffer import ReplayBuffer
 
 T = TypeVar("T")
 
 OneOrNamed: TypeAlias = T | Mapping[str, T]
 
 
-def named(what: str, given: T | Mapping[str, T] | None) -> dict[str | None, T]:
-    """Returns what was given by name; one alone has the name None, and nothing has none.
+def named_buffers(given: OneOrNamed[ReplayBuffer]) -> dict[str | None, ReplayBuffer]:
+    """Returns the buffers by name; one alone has the name None.
 
     Raises:
         ValueError: It is an empty dict, or one whose keys are no strings.
+        TypeError: It is no buffer, or one of several is none.
     """
-    if given is None:
-        return {}
+    return _named("buffer", given, Configured, "a torchreplay.ReplayBuffer")
+
+
+def named_weights(given: OneOrNamed[SharedWeights] | None) -> dict[str | None, SharedWeights]:
+    """Returns weights by name, as `named_buffers` does with buffers; None has none."""
+    return {} if given is None else _named("weights", given, SharedWeights, "torchreplay.SharedWeights(module)")
+
+
+def named_modules(given: OneOrNamed[nn.Module] | None) -> dict[str | None, nn.Module]:
+    """Returns modules by name, as `named_buffers` does with buffers; None has none."""
+    return {} if given is None else _named("module", given, nn.Module, "a torch.nn.Module")
+
+
+def _named(what: str, given: Any, kind: type[Any], expected: str) -> dict[str | None, Any]:
     if not isinstance(given, Mapping):
-        return {None: given}
+        return {None: checked_instance(what, given, kind, f"{expected}, or a dict of several by name")}
     if not given or not all(isinstance(name, str) for name in given):
         raise ValueError(f"{what} is {given!r:.200}: expected one, or a dict of several by name")
-    several: dict[str | None, T] = {}
-    several.update(given)
-    return several
+    return {name: checked_instance(f"{what}[{name!r}]", one, kind, expected) for name, one in given.items()}
 
 
 def chosen(what: str, options: Mapping[str | None, T], name: str | None) -> T:
@@ -35,6 +55,6 @@ def chosen(what: str, options: Mapping[str | None, T], name: str | None) -> T:
     """
     try:
         return options[name]
-    except KeyError:
+    except (KeyError, TypeError):
         names = "none, for there is only one" if None in options else f"one of {', '.join(map(repr, options))}"
         raise ValueError(f"name={name!r} of {what}: expected {names}") from None

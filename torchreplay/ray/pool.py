@@ -7,10 +7,12 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from torchreplay.arguments import checked_int, checked_number
 from torchreplay.errors import ReplayTimeout, WouldBlockForever
+from torchreplay.ray.context import MOST_EXPLORERS, MOST_ROWS
 from torchreplay.ray.explorer import Explore, Exploring
 from torchreplay.ray.hosting import BackendName, Hosting
-from torchreplay.ray.named import OneOrNamed, named
+from torchreplay.ray.named import OneOrNamed, named_buffers, named_weights
 from torchreplay.ray.stats import ExplorerStats
 from torchreplay.ray.supervised import Supervised
 from torchreplay.ray.supervisor import Mark
@@ -66,6 +68,7 @@ class ExplorerPool(Supervised):
 
     Raises:
         ValueError: A number is out of range, or plain processes are asked for what only Ray does.
+        TypeError: `buffer` or `weights` are none.
 
     Example:
         >>> with ExplorerPool(explore, 4, buffer, weights) as pool:
@@ -94,16 +97,14 @@ class ExplorerPool(Supervised):
     ) -> None:
         if not callable(explore):
             raise ValueError(f"explore is a function of an ExplorerContext, not {explore!r}")
-        if num_explorers < 1:
-            raise ValueError(f"num_explorers={num_explorers}: expected at least 1")
-        if max_weight_sync_delay < 0:
-            raise ValueError(f"max_weight_sync_delay={max_weight_sync_delay}: expected rows, at least 0")
+        num_explorers = checked_int("num_explorers", num_explorers, 1, MOST_EXPLORERS)
+        max_weight_sync_delay = checked_int("max_weight_sync_delay", max_weight_sync_delay, 0, MOST_ROWS)
         hosting = Hosting(backend, num_cpus, num_gpus, runtime_env, placement)
         names = [f"explorer {index} of {num_explorers}" for index in range(num_explorers)]
         super().__init__(names, hosting, max_restarts, restart_delay, seed)
         self.buffer, self.weights = buffer, weights
-        self._buffers = tuple(named("buffer", buffer).values())
-        named("weights", weights)  # or each explorer would say what is wrong with them
+        self._buffers = tuple(named_buffers(buffer).values())
+        named_weights(weights)  # or each explorer would say what is wrong with them
         self.num_explorers = num_explorers
         self._work = Exploring(explore, buffer, weights, max_weight_sync_delay)
 
@@ -128,6 +129,8 @@ class ExplorerPool(Supervised):
         Raises:
             ExplorersFailed: All have ended, each by an error.
         """
+        if timeout is not None:
+            timeout = checked_number("timeout", timeout, 0)
         supervisor = self._supervisor
         over = supervisor is None or supervisor.over.wait(timeout)
         self.check()

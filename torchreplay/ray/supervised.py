@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Final, Self
 
 import numpy as np
 
+from torchreplay.arguments import checked_int, checked_number
 from torchreplay.ray.board import ENTRY, Board
 from torchreplay.ray.hosting import Hosting
 from torchreplay.ray.stats import ExplorerFailure, ExplorerStats, explorer_stats
@@ -42,10 +43,9 @@ class Supervised(ABC):
     def __init__(
         self, names: Sequence[str], hosting: Hosting, max_restarts: int, restart_delay: float, seed: int | None
     ) -> None:
-        if max_restarts < -1:
-            raise ValueError(f"max_restarts={max_restarts}: expected at least 0, or -1 for no limit")
-        if not 0 <= restart_delay < float("inf"):
-            raise ValueError(f"restart_delay={restart_delay}: expected seconds, at least 0")
+        max_restarts = checked_int("max_restarts (-1: no limit)", max_restarts, -1, (1 << 31) - 1)
+        restart_delay = checked_number("restart_delay", restart_delay, 0)
+        seed = None if seed is None else checked_int("seed", seed, 0, (1 << 128) - 1)
         self.seed: int = int(np.random.SeedSequence(seed).entropy)  # type: ignore[arg-type]
         self._names, self._hosting = names, hosting
         self._max_restarts, self._restart_delay = max_restarts, restart_delay
@@ -110,6 +110,7 @@ class Supervised(ABC):
         Args:
             timeout: Seconds that the workers get to finish by themselves.
         """
+        timeout = checked_number("timeout", timeout, 0)
         self._end(min(GRACE, timeout / 2), timeout)
 
     def drain(self, timeout: float = 60.0) -> bool:
@@ -124,6 +125,7 @@ class Supervised(ABC):
         Returns:
             Whether all did.
         """
+        timeout = checked_number("timeout", timeout, 0)
         return self._end(timeout, timeout + _CLEAN_UP)
 
     def _end(self, grace: float, timeout: float) -> bool:
