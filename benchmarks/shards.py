@@ -1,7 +1,7 @@
-"""Two nodes that share a replay buffer beside two with one each: ``python -m benchmarks.shards``, its own process.
+"""Nodes that share a replay buffer beside nodes with one each: ``python -m benchmarks.shards``, its own process.
 
-The nodes are Ray's, on this machine. On each a learner draws Atari batches as fast as it can, both at once: from the
-shards of both nodes, or from a buffer of its own. It prints one JSON object.
+The nodes are Ray's, on this machine. On each a learner draws Atari batches as fast as it can, all at once: from the
+shards of all nodes, or from a buffer of its own. It prints one JSON object.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from benchmarks.peers.torchreplay import row_spec
 from benchmarks.workload import ATARI
 from torchreplay.ray import ShardedReplay
 
-ALONE = "two buffers"
+ALONE = "a buffer each"
 BATCH_SIZE = 512
 CHUNK = 500
 STORE = 2**29
@@ -56,6 +56,24 @@ class Learner:
         return drawn / (time.perf_counter() - start)
 
 
+def _measure(nodes: list[str], options: argparse.Namespace) -> dict[str, list[float]]:
+    """Returns the batches a second of all learners, one on each of these nodes."""
+    rates: dict[str, list[float]] = {OURS: [], ALONE: []}
+    rows = len(nodes) * options.rows
+    with ShardedReplay(row_spec(ATARI), rows, sampler=tr.Prioritized(), seed=0, nodes=nodes) as replay:
+        make: Any = ray.remote(Learner)
+        learners = [
+            make.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
+                replay, options.rows
+            )
+            for node in nodes
+        ]
+        for _ in range(options.rounds):
+            for candidate, samples in rates.items():
+                samples.append(sum(ray.get([one.draw.remote(candidate, options.seconds) for one in learners])))
+    return rates
+
+
 def main() -> None:
     """Measures, and prints the figures."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.shards", description=__doc__)
@@ -67,21 +85,13 @@ def main() -> None:
     nodes = [cluster.add_node(num_cpus=2, object_store_memory=STORE, include_dashboard=False) for _ in range(2)]
     ray.init(address=cluster.address, log_to_driver=False)
     ids = [node.node_id for node in nodes]
-    rates: dict[str, list[float]] = {OURS: [], ALONE: []}
-    with ShardedReplay(row_spec(ATARI), 2 * options.rows, sampler=tr.Prioritized(), seed=0, nodes=ids) as replay:
-        make: Any = ray.remote(Learner)
-        learners = [
-            make.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
-                replay, options.rows
-            )
-            for node in ids
-        ]
-        for _ in range(options.rounds):
-            for candidate, samples in rates.items():
-                samples.append(sum(ray.get([one.draw.remote(candidate, options.seconds) for one in learners])))
+    figures = {
+        f"batches of {BATCH_SIZE}, two nodes": _measure(ids, options),
+        f"batches of {BATCH_SIZE}, one node": _measure(ids[:1], options),
+    }
     ray.shutdown()
     cluster.shutdown()  # type: ignore[no-untyped-call]
-    print(json.dumps({f"batches of {BATCH_SIZE}, two learners": rates}))
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":

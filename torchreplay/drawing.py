@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from .config import Config
 from .cuda import to_host
 from .deferred import Arrival, DeferredUpdates
 from .errors import Stopped
+from .replay import Finish
 from .samplers import Schedule, value_of
 from .spec import ELEMENTS
 from .waiting import NEVER, Wait
@@ -27,7 +27,7 @@ class Drawing:
     _segment: _C.Segment
     _config: Config
     _nonce: int
-    _finish: Callable[[dict[str, Any]], None] | None
+    _finish: Finish | None
     _deferred: DeferredUpdates
 
     def sample(
