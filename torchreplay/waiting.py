@@ -156,9 +156,7 @@ class Audience:
         listeners: Those of whom one must be there.
     """
 
-    def __init__(
-        self, segment: Watched, listeners: Sequence[Listener] = ("owners", "learners", "supervisors")
-    ) -> None:
+    def __init__(self, segment: Watched, listeners: Sequence[Listener] = ("owners", "learners", "supervisors")) -> None:
         self._segment, self._listeners = segment, listeners
         self._alone_since: float | None = None
 

@@ -95,7 +95,7 @@ class Layout:
         """Returns the memory of a batch's tensors, in the order of a block."""
         n = len(batch["key"])
         tensors = [_at(batch, path) for path in self._fields]
-        return [tensor.view(n, -1).view(torch.uint8).numpy() for tensor in tensors]
+        return [(t if t.dtype == torch.uint8 else t.view(torch.uint8)).numpy().reshape(n, -1) for t in tensors]
 
     def _places(self, n: int) -> Iterator[tuple[int, int]]:
         start = 0
@@ -116,10 +116,9 @@ def keep(room: ItemBytes, which: NDArray[np.int64]) -> None:
         which: The items, ascending.
     """
     moved = which[np.searchsorted(which, len(which)) :]
-    if len(moved):
-        vacant = np.setdiff1d(np.arange(len(which)), which, assume_unique=True)
-        for rows in room:
-            rows[vacant] = rows[moved]
+    vacant = np.setdiff1d(np.arange(len(which)), which, assume_unique=True)
+    for rows in room:
+        rows[vacant] = rows[moved]
 
 
 def _at(batch: Any, path: Path) -> torch.Tensor:

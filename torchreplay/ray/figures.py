@@ -69,4 +69,4 @@ class Figures:
 
 
 Answer: TypeAlias = tuple[Figures, NDArray[np.uint8] | None]
-"""What a shard said, and a block with its candidates; None where there are none, or they were drawn into their place."""
+"""What a shard said, and a block with its candidates; None: there are none, or they were drawn into their place."""

@@ -74,7 +74,7 @@ class Nearby:
         return self._hand_over(lambda: self._update(keys, td))
 
     def close(self) -> None:
-        """Detaches from the shard; what was asked for and not done is not done. Writers that are held keep the memory."""
+        """Detaches from the shard; what is not done is not done any more. Writers that are held keep the memory."""
         self._hands.shutdown(wait=False, cancel_futures=True)
         self.buffer.close()
 

@@ -6,9 +6,11 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from torchreplay.batch import ReplayBatch
 from torchreplay.ray.blocks import Layout, keep
+from torchreplay.ray.figures import Answer
 from torchreplay.ray.members import Answers, Shards
 from torchreplay.ray.union import Union, candidates, chosen
 from torchreplay.samplers import Sampler
@@ -84,20 +86,25 @@ class Round:
         union = Union(tuple(answers[number][0].drawn for number in numbers))
         counts = union.counts(self.n, self._chance.random(self.n))
         batch = self._layout.new_batch(self.n) if self._batch is None else self._batch
+        parts = [answers[number] for number in numbers]
+        if len(parts) > 1 or parts[0][1] is not None:  # one alone that is in its place is the batch
+            self._fill(batch, parts, counts)
+        scale = [part.total / union.total for part in union.parts]
+        probability = batch["probability"].numpy().astype(np.float64) * np.repeat(scale, counts)
+        batch["probability"].numpy()[:] = probability
+        batch["weight"].numpy()[:] = union.weights(probability, beta, sampler)
+        return batch
+
+    def _fill(self, batch: ReplayBatch, answers: list[Answer], counts: NDArray[np.int64]) -> None:
+        """Puts the items together: so many of each answer's candidates, each set of so many being equally likely."""
         room, at = self._layout.item_bytes(batch), 0
-        for number, count in zip(numbers, counts.tolist(), strict=True):
-            figures, block = answers[number]
+        for (figures, block), count in zip(answers, counts.tolist(), strict=True):
             which = chosen(self._chance, figures.candidates, count)
             if block is None:
                 keep(room, which)
             else:
                 self._layout.copy(block, figures.candidates, which, room, at)
             at += count
-        scale = [part.total / union.total for part in union.parts]
-        probability = batch["probability"].numpy().astype(np.float64) * np.repeat(scale, counts)
-        batch["probability"].numpy()[:] = probability
-        batch["weight"].numpy()[:] = union.weights(probability, beta, sampler)
-        return batch
 
     def _complete(self, answers: Answers, wait: Wait) -> Answers:
         """Asks those shards again whose candidates might not be enough, until all are."""

@@ -23,9 +23,7 @@ class ShardWriter(Writer):
     Made by `ShardedReplay.writer()`. Its calls raise `ShardLost` some seconds after the shard's actor has died.
     """
 
-    def __init__(
-        self, segment: _C.Segment, config: Config, base: int, lanes: int | None, autoreset: Autoreset
-    ) -> None:
+    def __init__(self, segment: _C.Segment, config: Config, base: int, lanes: int | None, autoreset: Autoreset) -> None:
         super().__init__(segment, config, lanes, autoreset)
         self._audience = Audience(segment, ("owners",))  # learners on the node may have it attached for a while yet
         self._base = base
