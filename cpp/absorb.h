@@ -1,6 +1,7 @@
 // Turning written rows into drawable items. Everything here runs under the segment's mutex.
 #pragma once
 
+#include "drawn.h"
 #include "leaves.h"
 #include "pending.h"
 #include "streams.h"
@@ -36,6 +37,7 @@ class Absorber {
         tree_(m.tree()),
         leaves_(tree_),
         initial_(header_, tree_),
+        drawn_(m),
         pending_(m),
         streams_(m) {}
 
@@ -134,10 +136,10 @@ class Absorber {
   // Leaves first, for the links lead to them; `at` last: a crash in between must never hand the old row's priority to
   // the new one. Whoever finds it half done can do it again.
   void evict(uint64_t slot, uint64_t& at) {
-    leaves_.set(slot, 0);
+    retire(slot);
     TORCHREPLAY_FAULT("evict.leaf");
     if (linked_) {
-      streams_.each_item_with(slot, [&](uint64_t anchor) { leaves_.set(anchor, 0); });
+      streams_.each_item_with(slot, [&](uint64_t anchor) { retire(anchor); });
       TORCHREPLAY_FAULT("evict.items");
       kill_fence();
       streams_.unlink(slot);
@@ -150,10 +152,16 @@ class Absorber {
     TORCHREPLAY_FAULT("evict.rows");
   }
 
+  // The item anchored at a slot, if there is one, can be drawn no more.
+  void retire(uint64_t anchor) {
+    header_.evicted_unsampled += tree_.leaf(static_cast<int64_t>(anchor)) > 0 && !drawn_.contains(anchor);
+    leaves_.set(anchor, 0);
+  }
+
   // False when the row has to wait: it is being overwritten right now, or comes before its predecessor.
   bool adopt(uint64_t slot, uint64_t& at, uint64_t word) {
     RowFacts row;
-    if (!read_facts(memory_.row(slot), word, row)) return false;
+    if (!read_facts(memory_, slot, word, row)) return false;
     uint64_t before = kNoSlot;
     if (linked_ && streams_.follows(row) && !streams_.find_predecessor(row, before)) {
       deferred_++;
@@ -182,6 +190,7 @@ class Absorber {
 
   void complete(uint64_t anchor, float priority) {
     if (tree_.leaf(static_cast<int64_t>(anchor)) > 0) return;
+    drawn_.clear(anchor);
     leaves_.set(anchor, initial_.of(priority));
     TORCHREPLAY_FAULT("complete.leaf");
     header_.inserted++;
@@ -195,6 +204,7 @@ class Absorber {
   PriorityTree tree_;
   LeafChanges leaves_;
   InitialLeaf initial_;
+  DrawnItems drawn_;
   PendingSet pending_;
   Streams streams_;
   uint64_t head_ = 0;  // of the running absorption

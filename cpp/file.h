@@ -30,6 +30,7 @@ class Examination {
     require_intact(head_ < uint64_t{1} << 47, "tickets");
     require_intact(header_.draws.load(std::memory_order_relaxed) < uint64_t{1} << 48, "number of draws");
     require_intact(std::isfinite(header_.max_raw) && header_.max_raw >= 0, "largest priority");
+    require_intact(std::isfinite(header_.priority_change) && header_.priority_change >= 0, "change of priorities");
     require_intact(header_.limiter_index < 2, "limiter");
     for (const LimiterConfig& limiter : header_.limiters)
       require_intact(limiter.ratio >= 0 && limiter.min_diff <= limiter.max_diff, "limiter");
@@ -78,7 +79,7 @@ class Examination {
     const uint64_t word = word_of(slot);
     RowFacts row, before;
     if (!slot_word::is_row(word)) return;
-    read_facts(memory_.row(slot), word, row);
+    read_facts(memory_, slot, word, row);
     const bool first = row.flags & kFirst;
     bool good = row.flags <= (kFirst | kEnds | kHasPriority) && row.prev_key1 < slot_word::key1(word) &&
                 (std::isnan(row.priority) || std::isfinite(row.priority)) &&
@@ -86,7 +87,7 @@ class Examination {
     if (good && !first) {
       const uint64_t from = memory_.slot_of(row.prev_key1 - 1), word_before = word_of(from);
       if (slot_word::is_row(word_before) && slot_word::key1(word_before) == row.prev_key1) {
-        read_facts(memory_.row(from), word_before, before);
+        read_facts(memory_, from, word_before, before);
         good = before.step + 1 == row.step && !(before.flags & kEnds);
       }
     }

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <atomic>
+#include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 
@@ -89,17 +91,19 @@ struct Header {
   // Guarded by the mutex.
   alignas(kLine) uint64_t absorbed;  // every slot whose newest ticket is below this is absorbed or pending
   Dirty dirty;
-  float max_raw;             // largest raw priority seen
-  uint64_t rows;             // slots that hold an absorbed row
-  uint64_t completed_at;     // head of the absorption in which an item last became drawable
-  uint64_t pending;          // slots marked pending
-  uint64_t inserted;         // items that ever became drawable
-  uint64_t sampled;          // items drawn
-  uint64_t updated;          // TD errors applied
-  uint64_t stale_updates;    // ... dropped: the row was overwritten
-  uint64_t unready_updates;  // ... dropped: the item was not (or no longer) complete
-  uint64_t demand;           // `inserted` that a waiting learner needs; insertion up to it is always admitted
-  uint32_t limiter_index;    // which of the two holds
+  float max_raw;               // largest raw priority seen
+  uint64_t rows;               // slots that hold an absorbed row
+  uint64_t completed_at;       // head of the absorption in which an item last became drawable
+  uint64_t pending;            // slots marked pending
+  uint64_t inserted;           // items that ever became drawable
+  uint64_t sampled;            // items drawn
+  uint64_t updated;            // TD errors applied
+  uint64_t stale_updates;      // ... dropped: the row was overwritten
+  uint64_t unready_updates;    // ... dropped: the item was not (or no longer) complete
+  uint64_t evicted_unsampled;  // items that were never drawn, of those that were overwritten
+  double priority_change;      // by the TD errors applied: absolute differences of leaves, added up
+  uint64_t demand;             // `inserted` that a waiting learner needs; insertion up to it is always admitted
+  uint32_t limiter_index;      // which of the two holds
   LimiterConfig limiters[2];
   std::atomic<uint64_t> holder;     // of the mutex: presence << 32 | thread id; 0: nobody, or not yet known
   std::atomic<int32_t> holder_pid;  // who took the mutex last, for messages
@@ -141,17 +145,42 @@ struct Participant {
 };
 static_assert(sizeof(Participant) <= kParticipantBytes);
 
-// A row's header, at the start of its record. Immutable once the word says done.
-struct RowHeader {
-  std::atomic<uint64_t> word;   // (key + 1) << 16 | writer << 1 | busy; writer 0: void
-  std::atomic<uint64_t> link;   // (previous key of the stream + 1) << 16 | flags
-  std::atomic<uint32_t> step;   // index in the episode
-  std::atomic<float> priority;  // raw, meaningful with kHasPriority
-};
-static_assert(sizeof(RowHeader) == kRowHeaderBytes);
-
 inline constexpr uint64_t kFirst = 1, kTerminated = 2, kTruncated = 4, kHasPriority = 8;
 inline constexpr uint64_t kEnds = kTerminated | kTruncated;
+
+// What is told about a row.
+struct RowMeta {
+  uint64_t link = 0;   // (previous key of the stream + 1) << 16 | flags
+  uint32_t step = 0;   // index in the episode
+  float priority = 0;  // raw, meaningful with kHasPriority
+};
+
+// A row's header, at the start of its record. Immutable once the word says done. Rows of a view that links none are by
+// themselves: their records have no more of it than a word and a priority, which is NaN when none was given.
+struct RowHeader {
+  std::atomic<uint64_t> word;  // (key + 1) << 16 | writer << 1 | busy; writer 0: void
+  std::atomic<float> priority;
+  std::atomic<uint32_t> step;
+  std::atomic<uint64_t> link;
+
+  RowMeta meta(bool linked) const {
+    const float given = priority.load(std::memory_order_relaxed);
+    if (linked) return {link.load(std::memory_order_relaxed), step.load(std::memory_order_relaxed), given};
+    return std::isnan(given) ? RowMeta{} : RowMeta{kHasPriority, 0, given};
+  }
+
+  void set(const RowMeta& meta, bool linked) {
+    if (linked) {
+      link.store(meta.link, std::memory_order_relaxed);
+      step.store(meta.step, std::memory_order_relaxed);
+      priority.store(meta.priority, std::memory_order_relaxed);
+    } else {
+      priority.store(meta.link & kHasPriority ? meta.priority : NAN, std::memory_order_relaxed);
+    }
+  }
+};
+static_assert(sizeof(RowHeader) == kLinkedHeaderBytes);
+static_assert(offsetof(RowHeader, step) == kSingleHeaderBytes);
 
 // What an absorber keeps of a slot's place in its stream: slots plus one, 0 for none. Both sides of a link agree.
 struct Links {

@@ -15,7 +15,7 @@
 namespace torchreplay {
 
 inline constexpr uint64_t kLine = 64;
-inline constexpr uint64_t kFormatVersion = 3;
+inline constexpr uint64_t kFormatVersion = 4;
 inline constexpr int kMaxParticipants = 4096;  // writers, learners and supervisors at one time; ids fit 15 bits
 inline constexpr uint64_t kMaxCapacity = uint64_t{1} << 31;
 
@@ -53,13 +53,14 @@ struct Layout {
   std::vector<Field> fields;
   uint64_t record_stride = 0;
   // Offsets of the regions from the start of the segment.
-  uint64_t participants = 0, config = 0, records = 0, at = 0, links = 0, pending = 0, pending_summary = 0, tree = 0;
+  uint64_t participants = 0, config = 0, records = 0, at = 0, links = 0, drawn = 0, pending = 0, pending_summary = 0,
+           tree = 0;
   uint64_t config_bytes = 0, bytes = 0;
 
   // Of everything that two processes must agree on.
   uint64_t hash() const {
     Hash h;
-    for (uint64_t v : {kFormatVersion, capacity, record_stride, records, at, links, pending, tree, bytes,
+    for (uint64_t v : {kFormatVersion, capacity, record_stride, records, at, links, drawn, pending, tree, bytes,
                        uint64_t{view.span}, uint64_t{view.min_steps}, uint64_t{view.stride}, uint64_t{view.history},
                        uint64_t{view.across}, uint64_t{view.priority_steps}})
       h.mix(v);
@@ -68,7 +69,7 @@ struct Layout {
   }
 };
 
-inline constexpr uint64_t kRowHeaderBytes = 24;
+inline constexpr uint64_t kLinkedHeaderBytes = 24, kSingleHeaderBytes = 12;  // of a row
 inline constexpr uint64_t kSegmentHeaderBytes = kPage;
 inline constexpr uint64_t kParticipantBytes = kLine;
 
@@ -92,14 +93,14 @@ inline Layout make_layout(uint64_t capacity, std::vector<Field> fields, const Vi
   l.capacity = capacity;
   l.view = view;
   l.fields = std::move(fields);
-  uint64_t end = kRowHeaderBytes;
+  uint64_t end = view.linked() ? kLinkedHeaderBytes : kSingleHeaderBytes;
   // Widest elements first: every value is then aligned to its own size without padding between fields.
   for (int size : {8, 4, 2, 1}) {
     for (Field& f : l.fields) {
       f.own_array = f.nbytes >= kOwnArrayBytes;
       if (f.own_array || item_size(f.element) != size) continue;
-      f.offset = end;
-      end += f.nbytes;
+      f.offset = round_up(end, static_cast<uint64_t>(size));
+      end = f.offset + f.nbytes;
     }
   }
   l.record_stride = tight_stride(end);
@@ -128,6 +129,7 @@ inline Layout make_layout(uint64_t capacity, std::vector<Field> fields, const Vi
   l.at = region(capacity * 8);
   l.links = region(view.linked() ? capacity * sizeof(uint64_t) : 0, kLine);
   const uint64_t words = (capacity + 63) / 64;
+  l.drawn = region(words * 8, kLine);
   l.pending = region(words * 8, kLine);
   l.pending_summary = region((words + 63) / 64 * 8, kLine);
   l.tree = region(PriorityTree::bytes(static_cast<int64_t>(capacity)));

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 
+#include "divisor.h"
 #include "header.h"
 #include "liveness.h"
 #include "pages.h"
@@ -63,7 +64,11 @@ class SegmentMemory {
  public:
   // Maps `fd`, which must be `layout.bytes` long.
   SegmentMemory(Descriptor fd, Layout layout)
-      : layout_(std::move(layout)), fd_(std::move(fd)), liveness_(fd_.get()), base_(map_shared(fd_, layout_.bytes)) {}
+      : layout_(std::move(layout)),
+        by_capacity_(layout_.capacity),
+        fd_(std::move(fd)),
+        liveness_(fd_.get()),
+        base_(map_shared(fd_, layout_.bytes)) {}
   ~SegmentMemory() { munmap(base_, layout_.bytes); }
   SegmentMemory(const SegmentMemory&) = delete;
 
@@ -80,7 +85,7 @@ class SegmentMemory {
                                            static_cast<uint64_t>(id) * kParticipantBytes);
   }
   char* config() const { return base_ + layout_.config; }
-  uint64_t slot_of(uint64_t key) const { return key % layout_.capacity; }
+  uint64_t slot_of(uint64_t key) const { return by_capacity_.rest(key); }
   RowHeader& row(uint64_t slot) const {
     return *reinterpret_cast<RowHeader*>(base_ + layout_.records + slot * layout_.record_stride);
   }
@@ -104,6 +109,7 @@ class SegmentMemory {
   // Neighbours of a slot's row; there for linked views only. Guarded by the mutex; those who gather read `next` without
   // it, as a hint.
   Links& links(uint64_t slot) const { return reinterpret_cast<Links*>(base_ + layout_.links)[slot]; }
+  uint64_t* drawn_words() const { return reinterpret_cast<uint64_t*>(base_ + layout_.drawn); }
   uint64_t* pending_words() const { return reinterpret_cast<uint64_t*>(base_ + layout_.pending); }
   uint64_t* pending_summary() const { return reinterpret_cast<uint64_t*>(base_ + layout_.pending_summary); }
   PriorityTree tree() const { return PriorityTree(static_cast<int64_t>(layout_.capacity), base_ + layout_.tree); }
@@ -122,6 +128,7 @@ class SegmentMemory {
   }
 
   Layout layout_;
+  Divisor by_capacity_;
   Descriptor fd_;
   Liveness liveness_;
   char* base_;

@@ -12,7 +12,13 @@ namespace torchreplay {
 class Recovery {
  public:
   explicit Recovery(SegmentMemory& m)
-      : memory_(m), header_(m.header()), tree_(m.tree()), initial_(header_, tree_), pending_(m), streams_(m) {}
+      : memory_(m),
+        header_(m.header()),
+        tree_(m.tree()),
+        initial_(header_, tree_),
+        drawn_(m),
+        pending_(m),
+        streams_(m) {}
 
   void run() {
     alive();
@@ -73,10 +79,9 @@ class Recovery {
   void read_slots(uint64_t head) {
     header_.rows = 0;
     each_slot([&](uint64_t slot) {
-      RowHeader& row = memory_.row(slot);
-      const uint64_t word = row.word.load(std::memory_order_acquire);
+      const uint64_t word = memory_.row(slot).word.load(std::memory_order_acquire);
       RowFacts facts;
-      const bool is_row = slot_word::is_row(word) && read_facts(row, word, facts);
+      const bool is_row = slot_word::is_row(word) && read_facts(memory_, slot, word, facts);
       const uint64_t key1 = is_row ? slot_word::key1(word) : 0;
       uint64_t& at = memory_.at(slot);
       if (at != key1) {
@@ -124,6 +129,7 @@ class Recovery {
     auto settle = [&](uint64_t anchor, float priority) {
       complete[anchor] = true;
       if (tree_.leaf(static_cast<int64_t>(anchor)) > 0) return;
+      drawn_.clear(anchor);
       tree_.leaves()[anchor] = initial_.of(priority);
       header_.inserted++;
       header_.completed_at = head;
@@ -145,6 +151,7 @@ class Recovery {
   Header& header_;
   PriorityTree tree_;
   InitialLeaf initial_;
+  DrawnItems drawn_;
   PendingSet pending_;
   Streams streams_;
 };

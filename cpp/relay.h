@@ -41,17 +41,18 @@ inline uint64_t run_length(SegmentMemory& m, uint64_t first, uint64_t end) {
 // Copies rows that run_length() found, and that nobody can overwrite meanwhile, to `block`.
 inline void copy_run(SegmentMemory& m, uint64_t first, uint64_t n, const BlockLayout& at, char* block) {
   const auto& fields = m.layout().fields;
+  const bool linked = m.layout().view.linked();
   auto* link = reinterpret_cast<uint64_t*>(block + at.link);
   auto* step = reinterpret_cast<uint32_t*>(block + at.step);
   auto* priority = reinterpret_cast<float*>(block + at.priority);
   for (uint64_t i = 0; i < n; i++) {
     const uint64_t slot = m.slot_of(first + i);
-    const RowHeader& row = m.row(slot);
     for (size_t f = 0; f < fields.size(); f++)
       copy_value(block + at.values[f] + i * fields[f].nbytes, m.value(fields[f], slot), fields[f].nbytes);
-    link[i] = row.link.load(std::memory_order_relaxed);
-    step[i] = row.step.load(std::memory_order_relaxed);
-    priority[i] = row.priority.load(std::memory_order_relaxed);
+    const RowMeta meta = m.row(slot).meta(linked);
+    link[i] = meta.link;
+    step[i] = meta.step;
+    priority[i] = meta.priority;
   }
 }
 

@@ -13,12 +13,6 @@ namespace torchreplay {
 // Most tickets that a writer holds at once: what a kill can lose.
 inline constexpr uint64_t kMaxChunk = 64;
 
-struct RowMeta {
-  uint64_t link = 0;
-  uint32_t step = 0;
-  float priority = 0;
-};
-
 enum class Append {
   kDone,     // every row is written
   kLimited,  // the limiter says wait
@@ -29,7 +23,10 @@ enum class Append {
 class RingWriter {
  public:
   RingWriter(SegmentMemory& memory, int id)
-      : memory_(memory), entry_(memory.participant(id)), writer_(static_cast<uint64_t>(id)) {}
+      : memory_(memory),
+        entry_(memory.participant(id)),
+        writer_(static_cast<uint64_t>(id)),
+        linked_(memory.layout().view.linked()) {}
 
   // Writes up to `n` rows, `fill(row, slot)` copying the payload of row 0, 1, ... (it must not throw), and stores their
   // keys. Adds the number written to `written`. O(n) and the copies; no lock, no system call.
@@ -108,9 +105,7 @@ class RingWriter {
       return false;
     TORCHREPLAY_FAULT("append.busy");
     std::atomic_thread_fence(std::memory_order_release);  // busy before any byte of the payload
-    row.link.store(meta.link, std::memory_order_relaxed);
-    row.step.store(meta.step, std::memory_order_relaxed);
-    row.priority.store(meta.priority, std::memory_order_relaxed);
+    row.set(meta, linked_);
     TORCHREPLAY_FAULT("append.header");
     copy();
     TORCHREPLAY_FAULT("append.copied");
@@ -121,6 +116,7 @@ class RingWriter {
   SegmentMemory& memory_;
   Participant& entry_;
   uint64_t writer_;
+  bool linked_;
 };
 
 // Frees the slots that a dead participant left busy. The caller holds byte `id` of the lock table, so nobody can be

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "crew.h"
+#include "drawn.h"
 #include "items.h"
 #include "session.h"
 #include "strata.h"
@@ -237,11 +238,12 @@ class BatchSampler {
     leaf_.resize(count);
     const Strata strata(total, static_cast<uint64_t>(n));
     for (int k = 0; k < count; k++) target_[k] = strata.target(static_cast<uint64_t>(todo_[k]), random_[k]);
-    tree.find(target_.data(), count, index_.data(), leaf_.data());
+    tree.find(target_.data(), count, index_.data(), leaf_.data(), &memory_.at(0));
     const uint64_t min_mass = tree.quantize(tree.min());
-    for (int k = 0; k < count; k++) __builtin_prefetch(&memory_.at(index_[k]));
+    DrawnItems drawn(memory_);
     for (int k = 0; k < count; k++) {
       const auto slot = static_cast<uint64_t>(index_[k]);
+      drawn.mark(slot);
       items_[todo_[k]] = {slot,     memory_.at(slot), tree.quantize(leaf_[k]),         total,
                           min_mass, tree.count(),     chance_.empty() ? 0 : chance_[k]};
     }

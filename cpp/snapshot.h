@@ -19,9 +19,11 @@ struct RowColumns {
 
 // What a segment has counted.
 struct Counters {
-  uint64_t head = 0, inserted = 0, sampled = 0, updated = 0, stale_updates = 0, unready_updates = 0, draws = 0;
+  uint64_t head = 0, inserted = 0, sampled = 0, updated = 0, stale_updates = 0, unready_updates = 0, draws = 0,
+           evicted_unsampled = 0;
   uint32_t streams = 1;
   float max_raw = 1;
+  double priority_change = 0;
   uint64_t inserted_before = 0, sampled_before = 0;  // the limiter was set
 };
 
@@ -41,8 +43,10 @@ class Snapshot {
             h.stale_updates,
             h.unready_updates,
             h.draws.load(std::memory_order_relaxed),
+            h.evicted_unsampled,
             h.streams.load(std::memory_order_relaxed),
             h.max_raw,
+            h.priority_change,
             h.limiter().inserted_before,
             h.limiter().sampled_before};
   }
@@ -66,6 +70,7 @@ class Snapshot {
   // finish() must follow. Keys are below 2^47.
   void copy_in(uint64_t n, const RowColumns& rows) {
     const auto& fields = memory_.layout().fields;
+    DrawnItems drawn(memory_);
     uint64_t mapped = 0;  // of the rows
     for (uint64_t i = 0; i < n; i++) {
       const auto key = static_cast<uint64_t>(rows.key[i]);
@@ -79,11 +84,10 @@ class Snapshot {
       if (slot_word::key1(row.word.load(std::memory_order_relaxed)) > key) continue;
       for (size_t f = 0; f < fields.size(); f++)
         std::memcpy(memory_.value(fields[f], slot), rows.values[f] + i * fields[f].nbytes, fields[f].nbytes);
-      row.link.store(static_cast<uint64_t>(rows.link[i]), std::memory_order_relaxed);
-      row.step.store(static_cast<uint32_t>(rows.step[i]), std::memory_order_relaxed);
-      row.priority.store(rows.priority[i], std::memory_order_relaxed);
+      row.set({static_cast<uint64_t>(rows.link[i]), static_cast<uint32_t>(rows.step[i]), rows.priority[i]}, linked());
       row.word.store(slot_word::done(key, slot_word::kLoaded), std::memory_order_relaxed);
       memory_.at(slot) = key + 1;
+      drawn.mark(slot);  // for all that is known here
       memory_.tree().leaves()[slot] = rows.leaf[i];
     }
   }
@@ -106,6 +110,8 @@ class Snapshot {
     h.updated = c.updated;
     h.stale_updates = c.stale_updates;
     h.unready_updates = c.unready_updates;
+    h.evicted_unsampled = c.evicted_unsampled;
+    h.priority_change = c.priority_change;
     h.draws.store(c.draws, std::memory_order_relaxed);
     h.streams.store(std::max(1u, c.streams), std::memory_order_relaxed);
     publish_limit(memory_);
@@ -113,6 +119,8 @@ class Snapshot {
 
  private:
   static constexpr uint64_t kChunk = Absorber::kChunk;
+
+  bool linked() const { return memory_.layout().view.linked(); }
 
   // Which rows the slots hold, and their leaves: of one moment.
   void look(uint64_t first, uint64_t last) {
@@ -132,9 +140,10 @@ class Snapshot {
     for (size_t f = 0; f < fields.size(); f++)
       copy_value(out.values[f] + n * fields[f].nbytes, memory_.value(fields[f], slot), fields[f].nbytes);
     out.key[n] = static_cast<int64_t>(key1) - 1;
-    out.link[n] = static_cast<int64_t>(row.link.load(std::memory_order_relaxed));
-    out.step[n] = static_cast<int32_t>(row.step.load(std::memory_order_relaxed));
-    out.priority[n] = row.priority.load(std::memory_order_relaxed);
+    const RowMeta meta = row.meta(linked());
+    out.link[n] = static_cast<int64_t>(meta.link);
+    out.step[n] = static_cast<int32_t>(meta.step);
+    out.priority[n] = meta.priority;
     return load_after_copy(row.word) == word;
   }
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "divisor.h"
 #include "random.h"
 #include "tree.h"
 
@@ -14,7 +15,7 @@ namespace torchreplay {
 class Strata {
  public:
   // `n` is below 2^32.
-  Strata(uint64_t total, uint64_t n) : quotient_(total / n), rest_(total % n), n_(n) {}
+  Strata(uint64_t total, uint64_t n) : by_n_(n), quotient_(total / n), rest_(total % n) {}
 
   // A uniform target in part `i`, from a uniform 64-bit word.
   uint64_t target(uint64_t i, uint64_t random) const {
@@ -25,9 +26,10 @@ class Strata {
 
  private:
   // floor(i total / n), without a division of 128 bits.
-  uint64_t start(uint64_t i) const { return i * quotient_ + i * rest_ / n_; }
+  uint64_t start(uint64_t i) const { return i * quotient_ + by_n_.quotient(i * rest_); }
 
-  uint64_t quotient_, rest_, n_;
+  Divisor by_n_;
+  uint64_t quotient_, rest_;
 };
 
 // Draws `n` leaves with replacement: draw number `step` of `stream`. Requires tree.total() > 0.

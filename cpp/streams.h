@@ -20,13 +20,11 @@ struct RowFacts {
   float priority = NAN;  // raw, NaN for none given
 };
 
-// Reads the header of the row that `word` names; false when the row changed meanwhile.
-inline bool read_facts(RowHeader& row, uint64_t word, RowFacts& facts) {
-  const uint64_t link = row.link.load(std::memory_order_relaxed);
-  facts.prev_key1 = link >> 16;
-  facts.flags = link & 0xffff;
-  facts.step = row.step.load(std::memory_order_relaxed);
-  facts.priority = link & kHasPriority ? row.priority.load(std::memory_order_relaxed) : NAN;
+// Reads the header of the row that `word` names in `slot`; false when the row changed meanwhile.
+inline bool read_facts(const SegmentMemory& m, uint64_t slot, uint64_t word, RowFacts& facts) {
+  RowHeader& row = m.row(slot);
+  const RowMeta meta = row.meta(m.layout().view.linked());
+  facts = {meta.link >> 16, meta.link & 0xffff, meta.step, meta.link & kHasPriority ? meta.priority : NAN};
   return load_after_copy(row.word) == word;
 }
 
@@ -105,9 +103,9 @@ class Streams {
 
   // The header of the row absorbed in `slot`; false when it is no longer that row.
   bool facts_of(uint64_t slot, RowFacts& facts) const {
-    RowHeader& row = memory_.row(slot);
-    const uint64_t word = row.word.load(std::memory_order_acquire);
-    return slot_word::is_row(word) && slot_word::key1(word) == memory_.at(slot) && read_facts(row, word, facts);
+    const uint64_t word = memory_.row(slot).word.load(std::memory_order_acquire);
+    return slot_word::is_row(word) && slot_word::key1(word) == memory_.at(slot) &&
+           read_facts(memory_, slot, word, facts);
   }
 
  private:

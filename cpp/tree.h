@@ -62,7 +62,8 @@ class PriorityTree {
 
   // Leaves that hold the `n` targets, and their values. Requires total() > 0 and every target < total(); never finds a
   // leaf of zero. O(log capacity) each; all queries of a batch descend together, so that their cache misses overlap.
-  void find(const uint64_t* target, int n, int64_t* index, float* leaf) const;
+  // `beside`: what the caller reads next of each leaf found, beside[leaf], is fetched meanwhile.
+  void find(const uint64_t* target, int n, int64_t* index, float* leaf, const uint64_t* beside = nullptr) const;
 
   // Sets `n` leaves, clamped. Of duplicate indices the last one wins. O(log capacity) each.
   void set(const int64_t* index, const float* leaf, int n);
@@ -88,7 +89,7 @@ class PriorityTree {
   static int64_t block_of(int64_t i) { return i >> 7; }
 
   template <class Node>
-  void find_with(const uint64_t* target, int n, int64_t* index, float* leaf) const;
+  void find_with(const uint64_t* target, int n, int64_t* index, float* leaf, const uint64_t* beside) const;
   template <class Node>
   void set_with(const int64_t* index, const float* leaf, int n);
   template <class Node>
@@ -102,9 +103,9 @@ class PriorityTree {
 
 #if defined(TORCHREPLAY_X86)
   // The bodies have no target of their own. Flattened into these functions, they are compiled for AVX-512.
-  [[gnu::flatten]] TORCHREPLAY_AVX512 void find_avx512(const uint64_t* target, int n, int64_t* index,
-                                                       float* leaf) const {
-    find_with<tree_node::Avx512>(target, n, index, leaf);
+  [[gnu::flatten]] TORCHREPLAY_AVX512 void find_avx512(const uint64_t* target, int n, int64_t* index, float* leaf,
+                                                       const uint64_t* beside) const {
+    find_with<tree_node::Avx512>(target, n, index, leaf, beside);
   }
   [[gnu::flatten]] TORCHREPLAY_AVX512 void set_avx512(const int64_t* index, const float* leaf, int n) {
     set_with<tree_node::Avx512>(index, leaf, n);
@@ -144,7 +145,7 @@ inline PriorityTree::PriorityTree(int64_t capacity, void* memory, Simd simd)
 }
 
 template <class Node>
-void PriorityTree::find_with(const uint64_t* target, int n, int64_t* index, float* leaf) const {
+void PriorityTree::find_with(const uint64_t* target, int n, int64_t* index, float* leaf, const uint64_t* beside) const {
   for (int from = 0; from < n; from += kBatch) {
     const int m = std::min(kBatch, n - from);
     uint64_t x[kBatch];
@@ -165,6 +166,7 @@ void PriorityTree::find_with(const uint64_t* target, int n, int64_t* index, floa
       const int64_t i = first + Node::pick(leaves_ + first, x[b], grid_);
       index[from + b] = i;
       leaf[from + b] = leaves_[i];
+      if (beside) __builtin_prefetch(beside + i);
     }
   }
 }
@@ -266,11 +268,12 @@ inline void PriorityTree::rebuild_sums(const TreeShape& shape) {
   }
 }
 
-inline void PriorityTree::find(const uint64_t* target, int n, int64_t* index, float* leaf) const {
+inline void PriorityTree::find(const uint64_t* target, int n, int64_t* index, float* leaf,
+                               const uint64_t* beside) const {
 #if defined(TORCHREPLAY_X86)
-  if (simd_ == Simd::kAvx512) return find_avx512(target, n, index, leaf);
+  if (simd_ == Simd::kAvx512) return find_avx512(target, n, index, leaf, beside);
 #endif
-  find_with<tree_node::Portable>(target, n, index, leaf);
+  find_with<tree_node::Portable>(target, n, index, leaf, beside);
 }
 
 inline void PriorityTree::set(const int64_t* index, const float* leaf, int n) {

@@ -30,6 +30,7 @@ class PriorityUpdater {
   // issued: it is returned.
   std::optional<BadKey> update(int64_t n, const int64_t* keys, const double* td) {
     if (const std::optional<BadKey> bad = unissued(memory_, n, keys)) return bad;
+    find_slots(n, keys);
     index_.resize(n);
     leaf_.resize(n);
     leaves_of(memory_.header().sampler, td, n, leaf_.data());
@@ -43,21 +44,31 @@ class PriorityUpdater {
   }
 
  private:
+  // What is said of them arrives while the leaves are computed.
+  [[gnu::always_inline]] void find_slots(int64_t n, const int64_t* keys) {
+    const float* leaves = memory_.tree().leaves();
+    slot_.resize(n);
+    for (int64_t i = 0; i < n; i++) {
+      slot_[i] = memory_.slot_of(static_cast<uint64_t>(keys[i]));
+      __builtin_prefetch(&memory_.at(slot_[i]));
+      __builtin_prefetch(leaves + slot_[i]);
+    }
+  }
+
   void apply(int64_t n, const int64_t* keys, const double* td) {
     Header& h = memory_.header();
     PriorityTree tree = memory_.tree();
-    for (int64_t i = 0; i < n; i++) {
-      __builtin_prefetch(&memory_.at(memory_.slot_of(keys[i])));
-      __builtin_prefetch(tree.leaves() + memory_.slot_of(keys[i]));
-    }
     int64_t applied = 0;
+    double change = 0;
     double max_raw = h.max_raw;
     for (int64_t i = 0; i < n; i++) {
       const auto key = static_cast<uint64_t>(keys[i]);
-      const uint64_t slot = memory_.slot_of(key), at = memory_.at(slot);
-      if (at == key + 1 && tree.leaves()[slot] > 0) {
+      const uint64_t slot = slot_[i], at = memory_.at(slot);
+      if (const float was = tree.leaves()[slot]; at == key + 1 && was > 0) {
+        const float now = tree.clamp(leaf_[i]);
+        change += std::fabs(now - was);
         index_[applied] = static_cast<int64_t>(slot);
-        leaf_[applied++] = tree.clamp(leaf_[i]);
+        leaf_[applied++] = now;
         max_raw = std::max(max_raw, std::fabs(td[i]));
       } else if (at == key + 1 || slot_word::key1(memory_.row(slot).word.load(std::memory_order_relaxed)) == key + 1) {
         h.unready_updates++;
@@ -74,9 +85,11 @@ class PriorityUpdater {
     tree.set(index_.data(), leaf_.data(), static_cast<int>(applied));
     TORCHREPLAY_FAULT("update.set");
     h.updated += static_cast<uint64_t>(applied);
+    h.priority_change += change;
   }
 
   SegmentMemory& memory_;
+  std::vector<uint64_t> slot_;
   std::vector<int64_t> index_;
   std::vector<float> leaf_;
 };

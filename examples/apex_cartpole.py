@@ -211,13 +211,15 @@ def local_explorers(args: Args, buffer: tr.ReplayBuffer, weights: tr.SharedWeigh
     return ExplorerPool(partial(explore, args=args), args.num_explorers, buffer, weights, seed=args.seed)
 
 
-def main(args: Args, make_explorers: Callable[..., Any] = local_explorers) -> None:
+def main(
+    args: Args, make_explorers: Callable[..., Any] = local_explorers, make_buffer: Callable[..., Any] = tr.ReplayBuffer
+) -> None:
     """Learns CartPole with the explorers that `make_explorers(args, buffer, weights)` returns."""
     torch.set_num_threads(1)  # the network is small, and the explorers want the other cores
     pl.seed_everything(args.seed, verbose=False)
     learner = DoubleDQN(args)
     weights = tr.SharedWeights(learner.q)
-    buffer = tr.ReplayBuffer(
+    buffer = make_buffer(
         SPEC,
         args.capacity,
         sampler=tr.Prioritized(args.alpha, tr.Linear(args.beta, 1.0, args.total_steps)),

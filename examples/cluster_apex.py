@@ -4,9 +4,12 @@ The learner, the explorers' function and the network are those of apex_cartpole.
 node than the buffer's, `ctx.writer()` is a remote writer and `ctx.weights` are fetched when there are newer ones.
 
 By itself the program starts a cluster of its own on this machine: a head, where the buffer and the learner are, and two
-more nodes for the explorers. On a real one, run it where the learner is to be and say where the cluster is:
+more nodes for the explorers. On a real one, run it where the learner is to be and say where the cluster is. With
+`--shards` the explorers' nodes have a buffer each, which they write to without a message, and the learner draws from
+all of them as from one.
 
     python examples/cluster_apex.py --seed 1
+    python examples/cluster_apex.py --shards
     python examples/cluster_apex.py --address auto
 """
 
@@ -18,6 +21,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +33,7 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import torchreplay as tr
-from torchreplay.ray import ExplorerContext
+from torchreplay.ray import ExplorerContext, ShardedReplay
 
 
 @dataclass
@@ -42,6 +46,8 @@ class Args(apex_cartpole.Args):
     """of a Ray cluster that runs; empty starts one on this machine"""
     nodes: int = 2
     """nodes of explorers, of a cluster that is started here"""
+    shards: bool = False
+    """whether each of them has a buffer of its own, of which the learner sees one"""
 
 
 class Recording(ExplorerContext):
@@ -80,7 +86,7 @@ class Explorer:
 class Explorers:
     """Explorers on every node but this one, in turn."""
 
-    def __init__(self, args: Args, buffer: tr.ReplayBuffer, weights: tr.SharedWeights) -> None:
+    def __init__(self, args: Args, buffer: tr.ReplayBuffer | ShardedReplay, weights: tr.SharedWeights) -> None:
         self.args, self.buffer, self.weights = args, buffer, weights
         self.actors: list[Any] = []
         self.runs: list[Any] = []
@@ -89,8 +95,7 @@ class Explorers:
         """Starts them; does nothing the second time."""
         if self.actors:
             return
-        here = ray.get_runtime_context().get_node_id()
-        nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
+        nodes = other_nodes()
         remote = ray.remote(Explorer)
         for i in range(self.args.num_explorers):
             place = NodeAffinitySchedulingStrategy(nodes[i % len(nodes)], soft=False)
@@ -116,6 +121,12 @@ class Explorers:
         return [SimpleNamespace(mean_return=mean) for mean in ray.get(returns)]
 
 
+def other_nodes() -> list[str]:
+    """Returns Ray's ids of all nodes but this one."""
+    here = ray.get_runtime_context().get_node_id()
+    return [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
+
+
 @contextmanager
 def cluster(args: Args) -> Iterator[None]:
     """Connects to the cluster, or to one of its own that goes when the program ends."""
@@ -138,7 +149,8 @@ def cluster(args: Args) -> Iterator[None]:
 def main(args: Args) -> None:
     """Learns CartPole."""
     with cluster(args):
-        apex_cartpole.main(args, Explorers)
+        make_buffer = partial(ShardedReplay, nodes=other_nodes()) if args.shards else tr.ReplayBuffer
+        apex_cartpole.main(args, Explorers, make_buffer)
 
 
 if __name__ == "__main__":

@@ -60,6 +60,28 @@ def test_every_step_learns_from_a_batch_and_feeds_its_errors_back(actors):
     assert stats.as_dict()["buffers"]["buffer"]["size"] == ROWS
 
 
+@pytest.mark.parametrize("names", [None, ["red", "blue"]])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_what_is_drawn_before_the_learner_asks_is_told(actors, names, prefetch):
+    buffers = filled() if names is None else {name: filled() for name in names}
+    replay = AsyncReplay(ExplorerPool(print, 1, buffers), lambda _: None, batch_size=8, prefetch=prefetch)
+    with replay:
+        for step in replay.steps(5):
+            if prefetch:  # a learner that is slower than draws
+                eventually(lambda: replay._dataset.ready == prefetch)
+            assert replay.stats().ready == pytest.approx(prefetch * (step - 1) / step)  # the first one found nothing
+    assert replay._dataset.ready == 0
+
+
+def test_batches_go_where_the_learner_wants_them(actors):
+    devices = []
+    pool = ExplorerPool(print, 1, filled())
+    AsyncReplay(pool, lambda batch: devices.append(batch["number"].device.type), device="meta").run(2)
+    assert devices == ["meta"] * 2
+    with pytest.raises(ValueError, match=r"pin is 'ring'.* device is None"):
+        AsyncReplay(pool, print, pin="ring")
+
+
 def test_without_errors_nothing_is_fed_back(actors):
     buffer = filled()
     AsyncReplay(ExplorerPool(print, 1, buffer), lambda batch: None).run(3)

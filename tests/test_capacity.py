@@ -3,6 +3,8 @@
 import ctypes
 import os
 import re
+import secrets
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -94,6 +96,46 @@ def test_memory_that_is_gone_when_it_is_reserved_is_a_memory_error_and_not_a_cra
     with pytest.raises(MemoryError, match=r"replay buffer needs .* of memory: No space left on device"):
         tr.ReplayBuffer(SPEC, 2)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@contextmanager
+def cgroup_limited_to(size):
+    """A cgroup of the system's own below this process's, with `size` bytes of memory at most; skips where forbidden."""
+    lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    in_v1 = [path for _, controllers, path in lines if controllers == "memory"]
+    root, limit = ("memory", "memory.limit_in_bytes") if in_v1 else ("", "memory.max")
+    own = (in_v1 or [path for *_, path in lines])[0]
+    group = Path("/sys/fs/cgroup", root, own.lstrip("/"), f"torchreplay-{secrets.token_hex(4)}")
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no cgroup can be made here: {error}")
+    try:
+        if not (group / limit).exists():
+            pytest.skip(f"the cgroups below {own} have no limit of memory")
+        (group / limit).write_text(str(size))
+        yield group
+    finally:
+        group.rmdir()
+
+
+def test_the_kernels_own_limit_of_a_cgroup_is_told_before_its_killer_comes():
+    def use(group):
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        numbers = r"needs 0\.39 GiB of memory, and (0\.\d\d) GiB can still be had here"
+        with pytest.raises(MemoryError, match=numbers) as error:
+            tr.ReplayBuffer(SPEC, 400)
+        # All of the limit but the little that this child has taken since its fork.
+        assert 0.25 < float(re.search(numbers, str(error.value))[1]) <= 0.29
+        buffer = tr.ReplayBuffer(SPEC, 200, seed=0)
+        for k in range(200):
+            buffer.extend(x=np.full((1, MIB), k, np.uint8))
+        assert buffer.sample(4)["x"].float().std(1).tolist() == [0.0] * 4
+        with pytest.raises(MemoryError):
+            tr.ReplayBuffer(SPEC, 200)
+
+    with cgroup_limited_to(300 * MIB) as group, Forked(use, group) as child:
+        assert child.wait() == 0
 
 
 def with_small_dev_shm(body):

@@ -10,9 +10,10 @@ pytest.importorskip("gymnasium")
 
 
 @pytest.mark.soak
-def test_explorers_on_two_other_nodes_feed_the_learner(tmp_path, monkeypatch):
+@pytest.mark.parametrize("shards", [[], ["--shards"]], ids=["one buffer", "shards"])
+def test_explorers_on_two_other_nodes_feed_the_learner(tmp_path, monkeypatch, shards):
     monkeypatch.setenv("RAY_worker_niceness", "0")
-    done = succeed("cluster_apex", tmp_path, *QUICK.split(), timeout=170)
+    done = succeed("cluster_apex", tmp_path, *QUICK.split(), *shards, timeout=170)
     lines = evaluations(done)
     assert [line["step"] for line in lines] == [30, 60]
     assert all(line["rows"] >= 300 for line in lines)
@@ -28,6 +29,7 @@ def test_the_example_explains_every_flag(tmp_path):
 
 @pytest.mark.soak
 @pytest.mark.timeout(400)
-def test_explorers_on_two_other_nodes_solve_cartpole_within_five_minutes(tmp_path):
-    done = succeed("cluster_apex", tmp_path, timeout=300)
+@pytest.mark.parametrize("shards", [[], ["--shards"]], ids=["one buffer", "shards"])
+def test_explorers_on_two_other_nodes_solve_cartpole_within_five_minutes(tmp_path, shards):
+    done = succeed("cluster_apex", tmp_path, *shards, timeout=300)
     assert evaluations(done)[-1]["mean_return"] >= 475

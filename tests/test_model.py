@@ -33,6 +33,9 @@ class Model:
         self.largest = 1.0
         self.unseen = {}  # priorities of rows that no learner has looked at yet
         self.updated = self.stale = self.sampled = 0
+        self.looked_at, self.drawn = set(), set()  # keys: of items that became drawable, and of those drawn
+        self.evicted_unsampled = 0
+        self.change = 0.0  # of leaves, by updates
 
     def leaf(self, raw):
         """(|raw| + eps)^alpha, Schaul et al. 2016, section 3.3, within what a leaf can hold."""
@@ -51,6 +54,8 @@ class Model:
 
     def look(self):
         """A row overwritten before anyone looked never was: its priority is not the largest seen."""
+        self.evicted_unsampled += len(self.looked_at - self.rows.keys() - self.drawn)
+        self.looked_at = set(self.rows)
         for key, priority in self.unseen.items():
             if key in self.rows:
                 self._raise_largest(priority)
@@ -60,8 +65,10 @@ class Model:
         self.largest = max(self.largest, min(abs(priority), LARGEST_RAW))
 
     def update(self, keys, errors):
+        before = dict(self.leaves)
         for key, error in zip(keys, errors, strict=True):
             if key in self.rows:
+                self.change += abs(self.leaf(error) - before[key])
                 self.leaves[key] = self.leaf(error)
                 self._raise_largest(error)
                 self.updated += 1
@@ -144,6 +151,7 @@ class BufferAgainstModel(RuleBasedStateMachine):
         batch = self.buffer.sample(n, beta=beta)
         self.model.sampled += n
         keys = batch["key"].tolist()
+        self.model.drawn.update(keys)
         assert batch["value"].tolist() == [self.model.rows[key] for key in keys]
         value = batch["value"].double()
         assert torch.equal(batch["pair"]["low"], torch.stack([value, -value], 1))
@@ -179,9 +187,10 @@ class BufferAgainstModel(RuleBasedStateMachine):
         assert len(self.buffer) == len(model.rows) == stats.size == stats.drawable
         assert stats.rows_written == model.issued
         assert (stats.sampled, stats.stale_updates, stats.unready_updates) == (model.sampled, model.stale, 0)
-        assert stats.redraws == 0
+        assert (stats.redraws, stats.evicted_unsampled) == (0, model.evicted_unsampled)
         if model.prioritized:
             assert stats.updated == model.updated
+            np.testing.assert_allclose(stats.priority_change * model.updated, model.change, rtol=1e-5, atol=1e-5)
             np.testing.assert_allclose(stats.priority_total, model.total, rtol=2e-6)
             np.testing.assert_allclose(stats.priority_min, min(model.leaves.values(), default=0.0), rtol=2e-6)
             np.testing.assert_allclose(stats.priority_max, model.largest, rtol=1e-6)
@@ -196,13 +205,14 @@ class BufferAgainstModel(RuleBasedStateMachine):
     @invariant()
     def exactly_the_held_rows_are_drawn(self):
         # Stratified: with more strata than total / smallest leaf, every item owns at least one whole stratum.
-        if not getattr(self, "model", None) or not self.model.rows:
+        if not getattr(self, "model", None) or not self.model.rows or self.model.issued % 4:  # some are never drawn
             return
         strata = 2 * math.ceil(self.model.total / min(self.model.leaves.values()))
         if strata > 2000:
             return
         batch = self.buffer.sample(strata)
         self.model.sampled += strata
+        self.model.drawn.update(self.model.rows)
         assert set(batch["key"].tolist()) == set(self.model.rows)
 
     def teardown(self):

@@ -33,7 +33,7 @@ from .shards import announce, created, opened, read_shard, room_for, write_shard
 if TYPE_CHECKING:
     from . import _C
 
-FORMAT = 2
+FORMAT = 3
 NAME = "checkpoint.json"
 ROW_COLUMNS = ("row.key", "row.leaf", "row.link", "row.step", "row.priority")
 SHARD_BYTES = 32 << 20
@@ -96,9 +96,9 @@ class Description:
             raise ValueError(f"it has format {parts['format']}, this version of torchreplay reads format {FORMAT}")
         config = Config.from_text(json.dumps(parts["config"]))
         seed, step = (checked_int(name, parts[name], 0, MAX_COUNT) for name in ("seed", "step"))
-        *counts, max_raw, inserted_before, sampled_before = parts["counts"]
+        *counts, max_raw, priority_change, inserted_before, sampled_before = parts["counts"]
         counts = [checked_int("a counter", count, 0, MAX_COUNT) for count in (*counts, inserted_before, sampled_before)]
-        counts.insert(-2, float(max_raw))
+        counts[-2:-2] = [float(max_raw), float(priority_change)]
         shards = tuple((_shard_name(file), int(size), int(crc)) for file, size, crc in parts["shards"])
         return cls(config, seed, step, tuple(counts), shards)
 

@@ -142,6 +142,11 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         finally:
             stream.close()
 
+    @property
+    def ready(self) -> int:
+        """How many of the next batches this process has drawn: none when the learner is about to wait for one."""
+        return 0 if self._stream is None or self._process != os.getpid() else self._stream.ready
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the place in the stream.
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from .batch import ReplayBatch
-from .dataset import ReplayDataset, SteppedDataset, refuse_worker, require_count, require_device
+from .dataset import ReplayDataset, SteppedDataset, refuse_worker, require_count, require_device, require_pin
 from .errors import ReplayTimeout, WouldBlockForever
 from .mixture import Mixture, checked_errors
-from .replay import Replay
+from .replay import Pin, Replay
 
 
 class MixedDataset(SteppedDataset[Any]):
@@ -62,6 +62,8 @@ class MixedDataset(SteppedDataset[Any]):
         device: Where tensors go (all but `"key"`); None leaves them on the CPU.
         timeout: Seconds that the draw from one buffer may wait for data before it raises `ReplayTimeout`; None waits
             for as long as a writer is alive.
+        pin: How batches reach a CUDA device, as in `ReplayDataset`, with names. With shares the parts meet in ordinary
+            memory, whatever it says.
 
     Attributes:
         buffers: The buffers, in their order.
@@ -80,17 +82,19 @@ class MixedDataset(SteppedDataset[Any]):
         prefetch: int = 2,
         device: torch.device | str | int | None = None,
         timeout: float | None = None,
+        pin: Pin | None = None,
     ) -> None:
         self.batch_size = require_count("batch_size", batch_size, at_least=1)
         self.device = None if device is None else require_device(device)
+        require_pin(pin, self.device)
         self._names, self.buffers, shares = _sorted_out(buffers)
         _require_different(self.buffers)
         self._mixture = None if shares is None else Mixture(shares, self.batch_size, self.device)
         self.counts = (self.batch_size,) * len(self.buffers) if self._mixture is None else self._mixture.counts
         # With shares the parts meet on the CPU and go to the device together.
-        where = self.device if self._mixture is None else None
+        where, how = (self.device, pin) if self._mixture is None else (None, None)
         self._parts = [
-            ReplayDataset(buffer, count, steps, prefetch, where, timeout)
+            ReplayDataset(buffer, count, steps, prefetch, where, timeout, how)
             for buffer, count in zip(self.buffers, self.counts, strict=True)
         ]
         self.steps, self.prefetch, self.timeout = self._parts[0].steps, self._parts[0].prefetch, self._parts[0].timeout
@@ -117,6 +121,11 @@ class MixedDataset(SteppedDataset[Any]):
                     yield dict(zip(self._names, parts, strict=True))
                 else:
                     yield self._mixture.batch_of(parts)
+
+    @property
+    def ready(self) -> int:
+        """How many of the next elements this process has drawn all parts of."""
+        return min(part.ready for part in self._parts)
 
     def _next_of(self, streams: list[Iterator[ReplayBatch]]) -> list[ReplayBatch] | None:
         parts = []

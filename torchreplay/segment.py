@@ -81,7 +81,9 @@ def _cgroup_headroom() -> list[int]:
             except OSError:  # the root has no limit, and a container may hide its parents
                 continue
             if limit != "max":
-                left.append(int(limit) - int(used) + int(stat.get("inactive_file", 0)))
+                # In version 1 only the total has what groups below hold, as what is used does.
+                inactive = stat.get("total_inactive_file") or stat.get("inactive_file") or "0"
+                left.append(int(limit) - int(used) + int(inactive))
     return [max(n, 0) for n in left]
 
 

@@ -27,6 +27,8 @@ class Stats:
         redraws: Items drawn again because their row was overwritten while it was copied.
         staleness: TD errors applied between the draw of a batch and the moment at which a `ReplayDataset` handed it
             out, on average over the batches drawn ahead.
+        evicted_unsampled: Items overwritten before they were ever drawn; those loaded from a checkpoint do not count.
+        priority_change: By how much a TD error changed its item's leaf, up or down, on average over those applied.
         samples_per_insert: sampled / inserted; 0 before the first insert.
         priority_total: Sum of all leaves.
         priority_min: Smallest positive leaf; 0 when there is none.
@@ -55,6 +57,8 @@ class Stats:
     unready_updates: int
     redraws: int
     staleness: float
+    evicted_unsampled: int
+    priority_change: float
     samples_per_insert: float
     priority_total: float
     priority_min: float

@@ -90,7 +90,9 @@ class Transitions:
         check_gamma(self.gamma)
         _freeze_names(self, "observation")
         if self.stack is not None:
-            frames = {name: checked_int(f"stack[{name!r}]", k, 1, MAX_STEPS) for name, k in dict(self.stack).items()}
+            if not isinstance(self.stack, Mapping):
+                raise TypeError(f"stack is {self.stack!r}, expected a dict of frames by field, such as {{'obs': 4}}")
+            frames = {name: checked_int(f"stack[{name!r}]", k, 1, MAX_STEPS) for name, k in self.stack.items()}
             object.__setattr__(self, "stack", frames)
 
     def native(self) -> tuple[int, ...]:

@@ -22,6 +22,8 @@ SLOW_ROUNDS = 7
 """Rounds at most where a call takes a third of a second."""
 BATCH_SIZE = 512
 MILLISECONDS = 1e3
+EQUALS = {"RAY_worker_niceness": "0"}
+"""Otherwise whatever else runs on the machine comes before Ray's processes."""
 
 
 def measure_ray(plan: Plan) -> Iterator[Line]:
@@ -29,21 +31,30 @@ def measure_ray(plan: Plan) -> Iterator[Line]:
     if find_spec("ray") is None:
         return
     yield from _beside_an_actor(plan)
+    yield _beside_plain_processes(plan)
     if find_spec("tree") is not None:
         yield from _beside_rllib(plan)
 
 
 def _beside_an_actor(plan: Plan) -> Iterator[Line]:
-    options = {
+    limit = START + 10 * plan.contest_rounds * plan.contest_seconds
+    lines: dict[str, dict[str, list[float]]] = run_module("benchmarks.actor", _options(plan), limit)
+    for name, samples in lines.items():
+        yield Line("ray", name, "/s", samples, higher_is_better=True, note="the actor draws uniformly")
+
+
+def _options(plan: Plan) -> dict[str, float]:
+    return {
         "rounds": plan.contest_rounds,
         "seconds": plan.contest_seconds,
         "capacity": plan.capacity(SMALL.capacity),
     }
-    lines: dict[str, dict[str, list[float]]] = run_module(
-        "benchmarks.actor", options, START + 10 * plan.contest_rounds * plan.contest_seconds
-    )
-    for name, samples in lines.items():
-        yield Line("ray", name, "/s", samples, higher_is_better=True, note="the actor draws uniformly")
+
+
+def _beside_plain_processes(plan: Plan) -> Line:
+    limit = START + plan.contest_rounds * (START + 2 * plan.contest_seconds)
+    samples: dict[str, list[float]] = run_module("benchmarks.pools", _options(plan), limit, EQUALS)
+    return Line("ray", "rows, two explorers of a pool", "/s", samples, higher_is_better=True)
 
 
 def _beside_rllib(plan: Plan) -> Iterator[Line]:

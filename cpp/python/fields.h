@@ -154,7 +154,7 @@ class KeywordMatcher {
 
   // Fills `values` (one per field) and `options` (nullptr when not given), which live until release().
   void match(PyObject* const* args, PyObject* names, PyObject** values, PyObject** options) {
-    if (names != names_ || !names) learn(names);
+    if (!names || (names != names_ && !known(names))) learn(names);
     for (size_t i = 0; i < targets_.size(); i++) {
       const Target& target = targets_[i];
       if (!target.node)
@@ -173,6 +173,15 @@ class KeywordMatcher {
     const Node* node;
     int option;
   };
+
+  // Whether these are the names of the call before in another tuple: Python makes one of every **dict.
+  bool known(PyObject* names) const {
+    const auto n = static_cast<Py_ssize_t>(targets_.size());
+    if (!names_ || PyTuple_Size(names) != n) return false;
+    for (Py_ssize_t i = 0; i < n; i++)
+      if (PyTuple_GetItem(names, i) != PyTuple_GetItem(names_, i)) return false;
+    return true;
+  }
 
   void learn(PyObject* names) {
     targets_.clear();

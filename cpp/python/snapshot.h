@@ -100,8 +100,8 @@ inline PyObject* import_rows(PyObject* self, PyObject* list) {
   });
 }
 
-// counts() -> (head, inserted, sampled, updated, stale_updates, unready_updates, draws, streams, max_raw,
-// inserted_before, sampled_before).
+// counts() -> (head, inserted, sampled, updated, stale_updates, unready_updates, draws, evicted_unsampled, streams,
+// max_raw, priority_change, inserted_before, sampled_before).
 inline PyObject* counts(PyObject* self, PyObject*) {
   return guarded([&] {
     auto& s = state_of<SegmentState>(self);
@@ -113,9 +113,9 @@ inline PyObject* counts(PyObject* self, PyObject*) {
       WithoutGil unlocked;
       c = Snapshot(m).counters();
     }
-    return checked(Py_BuildValue("KKKKKKKIdKK", c.head, c.inserted, c.sampled, c.updated, c.stale_updates,
-                                 c.unready_updates, c.draws, c.streams, c.max_raw, c.inserted_before,
-                                 c.sampled_before));
+    return checked(Py_BuildValue("KKKKKKKKIddKK", c.head, c.inserted, c.sampled, c.updated, c.stale_updates,
+                                 c.unready_updates, c.draws, c.evicted_unsampled, c.streams, c.max_raw,
+                                 c.priority_change, c.inserted_before, c.sampled_before));
   });
 }
 
@@ -125,21 +125,22 @@ inline PyObject* finish_import(PyObject* self, PyObject* args) {
     auto& s = state_of<SegmentState>(self);
     const std::shared_ptr<Attached> attached = s.attached;
     SegmentMemory& m = s.memory();
-    unsigned long long n[7], seed, inserted_before, sampled_before;
+    unsigned long long n[8], seed, inserted_before, sampled_before;
     unsigned int streams;
-    double max_raw;
-    if (!PyArg_ParseTuple(args, "(KKKKKKKIdKK)K", n, n + 1, n + 2, n + 3, n + 4, n + 5, n + 6, &streams, &max_raw,
-                          &inserted_before, &sampled_before, &seed))
+    double max_raw, priority_change;
+    if (!PyArg_ParseTuple(args, "(KKKKKKKKIddKK)K", n, n + 1, n + 2, n + 3, n + 4, n + 5, n + 6, n + 7, &streams,
+                          &max_raw, &priority_change, &inserted_before, &sampled_before, &seed))
       throw PythonError{};
-    if (n[0] > kMaxKeys || !(max_raw >= 0) || !std::isfinite(max_raw))
+    if (n[0] > kMaxKeys || !(max_raw >= 0) || !std::isfinite(max_raw) || !(priority_change >= 0) ||
+        !std::isfinite(priority_change))
       throw std::invalid_argument("the counters are out of range");
     m.header().seed = seed;
     s.become_learner();  // in the stream that goes on
     s.next_draw.seed = seed;
     {
       WithoutGil unlocked;
-      Snapshot(m).finish({n[0], n[1], n[2], n[3], n[4], n[5], n[6], streams, static_cast<float>(max_raw),
-                          inserted_before, sampled_before});
+      Snapshot(m).finish({n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], streams, static_cast<float>(max_raw),
+                          priority_change, inserted_before, sampled_before});
     }
     return Py_NewRef(Py_None);
   });

@@ -58,8 +58,8 @@ class DictBuilder {
 
 // What lies under the mutex.
 inline void put_guarded(DictBuilder& d, SegmentMemory& m) {
-  uint64_t rows, inserted, sampled, updated, stale, unready, drawable;
-  double total, min, max_raw;
+  uint64_t rows, inserted, sampled, updated, stale, unready, drawable, evicted_unsampled;
+  double total, min, max_raw, change;
   {
     const WithoutGil unlocked;
     Locked lock(m);
@@ -68,7 +68,8 @@ inline void put_guarded(DictBuilder& d, SegmentMemory& m) {
     const Header& h = m.header();
     const PriorityTree tree = m.tree();
     rows = h.rows, inserted = h.inserted, sampled = h.sampled, updated = h.updated, stale = h.stale_updates,
-    unready = h.unready_updates, drawable = static_cast<uint64_t>(tree.count()), max_raw = h.max_raw;
+    unready = h.unready_updates, evicted_unsampled = h.evicted_unsampled, change = h.priority_change,
+    drawable = static_cast<uint64_t>(tree.count()), max_raw = h.max_raw;
     total = static_cast<double>(tree.total()) / static_cast<double>(tree.quantize(1.0f));
     min = drawable ? tree.min() : 0.0;
   }
@@ -80,6 +81,8 @@ inline void put_guarded(DictBuilder& d, SegmentMemory& m) {
   d.put<"stale_updates">(stale);
   d.put<"unready_updates">(unready);
   d.put<"samples_per_insert">(static_cast<double>(sampled) / static_cast<double>(std::max<uint64_t>(1, inserted)));
+  d.put<"evicted_unsampled">(evicted_unsampled);
+  d.put<"priority_change">(change / static_cast<double>(std::max<uint64_t>(1, updated)));
   d.put<"priority_total">(total);
   d.put<"priority_min">(min);
   d.put<"priority_max">(max_raw);

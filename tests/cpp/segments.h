@@ -111,9 +111,7 @@ class SteppedWriter {
   template <std::invocable<uint64_t> Fill>
   void finish(const RowMeta& meta, Fill&& fill) {
     RowHeader& row = memory_.row(slot());
-    row.link.store(meta.link);
-    row.step.store(meta.step);
-    row.priority.store(meta.priority);
+    row.set(meta, memory_.layout().view.linked());
     fill(slot());
     row.word.store(slot_word::done(key_, static_cast<uint64_t>(id_)));
   }

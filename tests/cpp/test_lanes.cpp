@@ -296,6 +296,7 @@ BOOST_AUTO_TEST_CASE(rows_in_the_ring_name_the_keys_that_their_predecessors_got)
   };
   Plan plan;
   plan.capacity = 16;
+  plan.view = {.span = 1};
   auto m = make_segment(plan);
   SteppedWriter slow(*m, 2);
   m->header().head.store(3);

@@ -115,8 +115,8 @@ BOOST_AUTO_TEST_CASE(the_priority_goes_into_the_row) {
   append_row(*m, kWriter, 0, 2.5F);
   append_row(*m, kWriter, 0);
   BOOST_TEST(m->row(0).priority.load() == 2.5F);
-  BOOST_TEST(m->row(0).link.load() == kHasPriority);
-  BOOST_TEST(m->row(1).link.load() == 0U);
+  BOOST_TEST(m->row(0).meta(false).link == kHasPriority);
+  BOOST_TEST(m->row(1).meta(false).link == 0U);
 }
 
 BOOST_AUTO_TEST_CASE(a_busy_slot_is_skipped_and_its_row_written_elsewhere) {

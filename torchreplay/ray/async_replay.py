@@ -16,12 +16,14 @@ from torchreplay.mixing import MixedDataset
 from torchreplay.ray.named import OneOrNamed, named
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from torchreplay.ray.evaluator import Evaluator
     from torchreplay.ray.pool import ExplorerPool
     from torchreplay.ray.scores import Evaluation
     from torchreplay.ray.stats import ExplorerStats
+    from torchreplay.replay import Pin
     from torchreplay.stats import Stats
 
 Learn = Callable[[Any], Any]
@@ -62,6 +64,8 @@ class AsyncReplayStats:
         publications: Publications of weights by this learner.
         weight_syncs: How often an explorer's `ctx.pull_weights` gave it newer ones.
         dropped_updates: TD errors that came too late for their item (`stale_updates` and `unready_updates`).
+        ready: Batches that were drawn when the learner asked for its next one, on average over the last 100 steps:
+            near 0 the learner waits for draws (or rows), near `prefetch` it does not.
         timings: Of the parts of a step: waiting for and drawing a batch, learning, feedback, publishing.
         buffers: Statistics of each buffer by name; a single one is named "buffer".
         explorers: Statistics of each explorer.
@@ -75,6 +79,7 @@ class AsyncReplayStats:
     publications: int
     weight_syncs: int
     dropped_updates: int
+    ready: float
     timings: Mapping[str, Timing]
     buffers: Mapping[str, Stats]
     explorers: tuple[ExplorerStats, ...]
@@ -102,6 +107,8 @@ class AsyncReplay:
         evaluator: Runs along; at the end of `run` it evaluates the last weights.
         prefetch: Batches drawn ahead, as in `ReplayDataset`.
         timeout: Seconds that a draw may wait, as in `ReplayDataset`.
+        device: Where batches go before `learn` gets them, as in `ReplayDataset`.
+        pin: How they go there, as in `ReplayDataset`.
 
     Raises:
         ValueError: A number is out of range, or the names of modules and weights differ.
@@ -123,6 +130,8 @@ class AsyncReplay:
         evaluator: Evaluator | None = None,
         prefetch: int = 2,
         timeout: float | None = None,
+        device: torch.device | str | int | None = None,
+        pin: Pin | None = None,
     ) -> None:
         self.pool, self.evaluator = pool, evaluator
         self.publish_every = checked_int("publish_every", publish_every, 1, _MOST_STEPS)
@@ -135,12 +144,13 @@ class AsyncReplay:
             )
         self._buffers = named("buffer", pool.buffer)
         self._dataset: ReplayDataset | MixedDataset = (
-            MixedDataset(pool.buffer, batch_size, prefetch=prefetch, timeout=timeout)
+            MixedDataset(pool.buffer, batch_size, None, prefetch, device, timeout, pin)
             if isinstance(pool.buffer, Mapping)
-            else ReplayDataset(pool.buffer, batch_size, prefetch=prefetch, timeout=timeout)
+            else ReplayDataset(pool.buffer, batch_size, None, prefetch, device, timeout, pin)
         )
         self._steps = self._publications = 0
         self._times: dict[str, deque[float]] = {part: deque(maxlen=_TIMES_KEPT) for part in _PARTS}
+        self._ready: deque[int] = deque(maxlen=_TIMES_KEPT)
         self._counts, self._totals = dict.fromkeys(_PARTS, 0), dict.fromkeys(_PARTS, 0.0)
         self._looks: deque[tuple[float, int, int]] = deque(maxlen=_LOOKS_KEPT + 1)  # time, rows, items
         self._running = ExitStack()
@@ -187,6 +197,7 @@ class AsyncReplay:
         batches = iter(self._dataset)
         try:
             for _ in range(steps):
+                self._ready.append(self._dataset.ready)
                 with self._timed("draw"):
                     batch = next(batches, None)
                 if batch is None:  # the buffer was stopped
@@ -225,6 +236,7 @@ class AsyncReplay:
             publications=self._publications,
             weight_syncs=sum(explorer.weight_syncs for explorer in explorers),
             dropped_updates=sum(stats.stale_updates + stats.unready_updates for stats in buffers.values()),
+            ready=sum(self._ready) / max(len(self._ready), 1),
             timings={part: self._timing(part) for part in _PARTS},
             buffers=buffers,
             explorers=explorers,

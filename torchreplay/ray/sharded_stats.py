@@ -11,7 +11,7 @@ from torchreplay.ray.union_limiter import UnionLimiter
 from torchreplay.stats import Stats
 
 SUMS: tuple[str, ...] = ("size", "nbytes", "drawable", "updated", "stale_updates", "unready_updates", "redraws")
-SUMS += ("priority_total", "writers", "rows_written", "dropped_rows", "insert_wait", "sample_wait")
+SUMS += ("evicted_unsampled", "priority_total", "writers", "rows_written", "dropped_rows", "insert_wait", "sample_wait")
 MEANS = ("insert_wait_share", "sample_wait_share")
 
 
@@ -86,6 +86,7 @@ def summed(
         draws=union_limiter.steps,
         learners=union_limiter.learners,
         staleness=0.0,
+        priority_change=sum(stats.priority_change * stats.updated for stats in each) / max(1, values["updated"]),
         samples_per_insert=(union_limiter.sampled - union_limiter.under_way) / max(1, union_limiter.inserted),
         priority_min=min(smallest, default=0.0),
         priority_max=max((stats.priority_max for stats in each), default=1.0),
