@@ -45,7 +45,8 @@ class ShardedReplay(Replay):
     """A prioritized replay buffer whose rows lie on several nodes of a Ray cluster, for when one is not enough.
 
     Each node has a shard: an ordinary `ReplayBuffer` in that node's shared memory, held by an actor. Explorers write
-    to the shard of the node they run on, without a message; learners draw from all of them at once::
+    to the shard of the node they run on, without a message; learners draw from all of them at once, through shared
+    memory from that of their own node, through Ray's object store from the others::
 
         replay = ShardedReplay(spec, capacity=10_000_000, sampler=tr.Prioritized())
         explorer.remote(replay)                    # there: with replay.writer() as w: w.append(...)
