@@ -41,6 +41,18 @@ def test_closing_a_context_closes_its_writers():
         writer.append(**row(0, 0, 0))
 
 
+def test_a_writer_that_cannot_be_closed_keeps_no_other_one_open(monkeypatch):
+    def fail():
+        raise RuntimeError("the writer is in use in another thread")
+
+    ctx = ExplorerContext(make_buffer())
+    broken, *others = [ctx.writer() for _ in range(8)]
+    monkeypatch.setattr(broken, "close", fail)
+    with pytest.raises(RuntimeError, match="in use"):
+        ctx.close()
+    assert all(writer.closed for writer in others)
+
+
 def test_rows_of_writers_that_the_function_closes_itself_are_counted_once():
     ctx = ExplorerContext(make_buffer())
     for _ in range(3):

@@ -12,9 +12,9 @@ from forked import Forked, eventually, shared_counters
 import torchreplay as tr
 from torchreplay import ledger as ledgers
 from torchreplay.ledger import Ledger
-from torchreplay.ray import courier
-from torchreplay.ray.courier import Outbox
+from torchreplay.ray import outbox as outboxes
 from torchreplay.ray.ingest import _Seat
+from torchreplay.ray.outbox import Outbox
 
 SPEC = {
     "obs": tr.Field((2,), torch.int64),
@@ -47,14 +47,14 @@ def calls(writer, linked):
 
 def chunks_of(view, monkeypatch):
     """What a remote writer sends."""
-    monkeypatch.setattr(courier, "CHUNK_ROWS", ROWS)
+    monkeypatch.setattr(outboxes, "CHUNK_ROWS", ROWS)
     config = make(view)._config
     outbox = Outbox(config, LANES)
     linked = view is not VIEWS["rows"]
     chunks = []
     with tr.Writer(outbox.stage._segment, config, LANES if linked else None) as writer:
         for _ in calls(writer, linked):
-            outbox.cut()
+            outbox.cut(everything=True)
             while len(outbox.parcels) > 2 or (outbox.parcels and outbox.parcels[-1].chunk.rows < ROWS):
                 chunks.append(outbox.parcels.popleft().chunk)
     chunks += [parcel.chunk for parcel in outbox.parcels]
@@ -134,6 +134,35 @@ def test_a_place_goes_to_another_writer_only_when_nothing_was_heard_for_long(mon
     ledger.place(3, 1, 8, True)
     assert ledger.place(1, 1, 8, False) is None
     assert ledger.place(2, 1, 8, False) is not None
+
+
+def test_a_writer_that_is_heard_of_keeps_its_place_however_long_ago_it_came(monkeypatch):
+    monkeypatch.setattr(ledgers, "PLACES", 2)
+    ledger = Ledger()
+    first = ledger.place(1, 1, 8, True)
+    ledger.place(2, 1, 8, True)
+    ledger.places["used"] -= ledgers.FORGOTTEN_AFTER + 1
+    first.touch()
+    assert ledger.heard_of(ledgers.FORGOTTEN_AFTER) == 1
+    ledger.place(3, 1, 8, True)
+    assert ledger.place(1, 1, 8, False) is not None
+    assert ledger.place(2, 1, 8, False) is None
+
+
+def test_a_free_place_serves_also_a_writer_that_needs_more_room(monkeypatch):
+    monkeypatch.setattr(ledgers, "PLACES", 2)
+    ledger = Ledger()
+    for place in [ledger.place(number, 1, 8, True) for number in (1, 2)]:
+        place.leave()
+    wide = ledger.place(3, lanes=1000, rows=800, fresh=True)
+    narrow = ledger.place(4, lanes=1, rows=8, fresh=True)
+    wide.begin(1, 800)
+    ends = np.arange(2000).view(wide.ends().dtype)
+    wide.finish(1, ends)
+    assert narrow.begin(1, 8)
+    narrow.finish(1, ends[:1])
+    assert (wide.ends() == ends).all()
+    assert (wide.keys == -1).all()
 
 
 def test_one_process_at_a_time_may_write_and_death_lets_the_next_one():

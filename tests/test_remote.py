@@ -2,23 +2,18 @@
 
 import os
 import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 from cluster import ray_cluster
 from forked import eventually
+from remote_explorers import STEPS, Explorer, Owner, assert_complete, make_buffer, rows_of
 
 import torchreplay as tr
-
-SPEC = {"writer": tr.Field((), torch.int64), "count": tr.Field((), torch.int64), "frame": tr.Field((400,))}
-STEPS = {
-    "obs": tr.Field((2,), torch.int64),  # lane of the writer, step
-    "reward": tr.Field(),
-    "terminated": tr.Field((), torch.bool),
-    "truncated": tr.Field((), torch.bool),
-}
-EPISODE = 5
+from torchreplay import waiting
 
 
 @pytest.fixture(scope="module")
@@ -47,104 +42,20 @@ def explorer(cluster, explorers):
     cluster.ray.get([actor.let_go.remote() for actor in given])
 
 
-class Explorer:
-    """Writes numbered rows to a buffer that was passed to it."""
-
-    def open(self, buffer, index=0):
-        self.buffer, self.index, self.count = buffer, index, 0
-        self.writer = buffer.writer()
-
-    def let_go(self):
-        self.writer.close()
-        self.buffer.close()
-        self.buffer = self.writer = None
-
-    def kind(self):
-        return type(self.buffer).__name__, repr(self.buffer), os.getpid()
-
-    def write(self, rows):
-        """Returns how many rows it has written when all are acknowledged."""
-        for _ in range(rows):
-            frame = np.full(400, self.count + self.index / 8, np.float32)
-            answer = self.writer.append(writer=self.index, count=self.count, frame=frame)
-            assert answer is None, answer
-            self.count += 1
-        self.writer.flush()
-        return self.count
-
-    def write_until_stopped(self):
-        try:
-            while True:
-                self.write(10)
-        except tr.Stopped as error:
-            return self.count, str(error), self.buffer.stopped
-
-    def try_to(self, call):
-        try:
-            return call(self.buffer, self.writer)
-        except Exception as error:
-            return type(error), str(error)
-
-    def mapped(self):
-        """What this process has of the memory of others: mappings and descriptors."""
-        with open("/proc/self/maps") as maps:
-            found = [line for line in maps if "torchreplay" in line]
-        inodes = {int(line.split()[4]) for line in found}
-        for fd in os.listdir("/proc/self/fd"):
-            try:
-                inodes.add(os.stat(f"/proc/self/fd/{fd}").st_ino)
-            except OSError:
-                continue
-        return inodes
-
-    def step(self, seed, lanes, steps):
-        """Steps of a vector environment whose lanes end their episodes at different times."""
-        with self.buffer.writer(lanes) as writer:
-            lane = np.arange(lanes) + seed * 100
-            writer.reset(obs=np.stack([lane, np.zeros(lanes, int)], 1))
-            for t in range(1, steps):
-                ended = (t + np.arange(lanes)) % EPISODE == 0
-                obs = np.stack([lane, np.full(lanes, t)], 1)
-                writer.step(obs=obs, reward=np.full(lanes, t), terminated=ended, truncated=np.zeros(lanes, bool))
-                if t % 7 == 0:
-                    writer.flush()  # chunks end in the middle of episodes
-
-    def pull(self, weights, version):
-        """Pulls `version`, and once more: whether there was something newer, and the sum of the weights then."""
-        if weights is not None:
-            self.weights, self.module = weights, torch.nn.Linear(3, 1, bias=False)
-        eventually(lambda: self.weights.version >= version, 120)
-        return [(self.weights.pull(self.module), float(self.module.weight.detach().sum())) for _ in range(2)]
-
-    def publish(self):
-        with pytest.raises(RuntimeError) as caught:
-            self.weights.publish(self.module)
-        return str(caught.value)
+def serving_pid(cluster, kind, shared):
+    """The process of the actor that serves this buffer, or these weights, to other nodes; None while there is none."""
+    for actor in cluster.actors(kind):
+        if actor["Name"].endswith(f"{shared._nonce:016x}") and actor["State"] == "ALIVE":
+            return actor["Pid"]
+    return None
 
 
-def make_buffer(capacity=50_000, **options):
-    return tr.ReplayBuffer(SPEC, capacity, seed=0, **options)
-
-
-def rows_of(buffer):
-    """All rows, in the order of their keys."""
-    return buffer.gather(torch.arange(buffer.stats().rows_written))
-
-
-def assert_complete(buffer, counts):
-    """Of each writer, rows 0, 1, ... are there, once each, in the order of keys, with what was written."""
-    storage = rows_of(buffer)
-    assert len(buffer) == len(storage["count"]) == sum(counts.values())
-    for writer, count in counts.items():
-        chosen = storage["writer"] == writer
-        assert torch.equal(storage["count"][chosen], torch.arange(count)), f"writer {writer}"
-    expected = (storage["count"] + storage["writer"] / 8).float()
-    assert torch.equal(storage["frame"], expected[:, None].expand(-1, 400))
-
-
-def ingest_pid(cluster):
-    alive = [a["Pid"] for a in cluster.actors("Ingest") if a["State"] == "ALIVE"]
-    return alive[0] if alive else None
+def kill_serving(cluster, kind, shared):
+    """Kills that process, as soon as there is one, and returns its pid."""
+    eventually(lambda: serving_pid(cluster, kind, shared), 120)
+    pid = serving_pid(cluster, kind, shared)
+    os.kill(pid, signal.SIGKILL)
+    return pid
 
 
 def test_rows_of_two_nodes_arrive_complete_in_order_and_not_through_shared_memory(cluster, explorer):
@@ -217,7 +128,10 @@ def test_bad_input_is_refused_at_once_with_the_errors_of_every_writer(cluster, e
         lambda b, w: w.append(writer=0, count=0, frame=frame[1:]),
         lambda b, w: w.append(writer=0, count=0, frame=frame, priority=float("nan")),
         lambda b, w: w.step(writer=0, count=0, frame=frame),
+        lambda b, w: w.append(1),
         lambda b, w: b.writer(lanes=2),
+        lambda b, w: b.writer(autoreset="other"),
+        lambda b, w: [closed.close() or closed.flush() or closed.append() for closed in [b.writer()]],
         lambda b, w: b.extend(writer=[0, 1], count=[0], frame=[frame]),
     ):
         assert refused(call) == local(call)
@@ -237,10 +151,9 @@ def test_a_killed_ingest_loses_and_doubles_nothing(cluster, explorer):
     for _ in range(2):
         before = len(buffer)
         eventually(lambda before=before: len(buffer) > before + 200, 120)
-        pid = ingest_pid(cluster)
-        os.kill(pid, signal.SIGKILL)
-        killed.add(pid)
-        eventually(lambda: ingest_pid(cluster) not in (None, *killed), 120)
+        killed.add(kill_serving(cluster, "Ingest", buffer))
+        eventually(lambda: serving_pid(cluster, "Ingest", buffer) not in (None, *killed), 120)
+    assert len(killed) == 2
     before = len(buffer)
     eventually(lambda: len(buffer) > before + 200, 120)
     buffer.stop()
@@ -251,6 +164,79 @@ def test_a_killed_ingest_loses_and_doubles_nothing(cluster, explorer):
         counts = rows["count"][rows["writer"] == writer]
         assert torch.equal(counts, torch.arange(len(counts)))
         assert written - 10 <= len(counts) <= written, "only the last ten were not acknowledged"
+
+
+def test_questions_and_idle_writers_outlast_a_killed_ingest(cluster, explorer):
+    buffer = make_buffer()
+    far = explorer(1, buffer, 1)
+    assert cluster.ray.get(far.write.remote(3)) == 3
+    kill_serving(cluster, "Ingest", buffer)
+    assert cluster.ray.get(far.try_to.remote(lambda b, w: len(b))) == 3
+    eventually(lambda: buffer.stats().writers == 1, 120)
+    assert_complete(buffer, {1: 3})
+
+
+def test_a_learner_that_waits_for_rows_outlasts_a_killed_ingest(cluster, explorer, monkeypatch):
+    monkeypatch.setattr(waiting, "RETURN_GRACE", 0.1)  # less than it takes to start a process
+    buffer = make_buffer(limiter=tr.MinSize(20))
+    far = explorer(1, buffer, 1)
+    assert cluster.ray.get(far.write.remote(10)) == 10
+    with ThreadPoolExecutor(1) as learner:
+        batch = learner.submit(buffer.sample, 4)
+        killed = kill_serving(cluster, "Ingest", buffer)
+        eventually(lambda: serving_pid(cluster, "Ingest", buffer) not in (None, killed), 120)
+        assert cluster.ray.get(far.write.remote(10)) == 20
+        assert len(batch.result(120)["key"]) == 4
+
+
+def test_an_explorer_that_is_interrupted_wherever_it_is_loses_and_doubles_nothing(cluster, explorer):
+    buffer = make_buffer()
+    far = explorer(1, buffer, 1)
+    assert cluster.ray.get(far.write_interrupted.remote(20_000)) > 5
+    assert_complete(buffer, {1: 20_000})
+
+
+def test_a_writer_too_many_is_told_so_and_the_others_go_on(cluster, explorer):
+    buffer = make_buffer()
+    far = explorer(1, buffer, 1)
+    assert cluster.ray.get(far.write.remote(3)) == 3
+    places = buffer._ledger.places
+    free = places["writer"] == 0
+    places["writer"][free], places["used"][free] = 7, time.monotonic()  # as if so many others wrote, too
+
+    def write_by_another(buffer, writer):
+        with buffer.writer() as another:
+            another.append(writer=2, count=0, frame=np.zeros(400, np.float32))
+            another.flush()
+
+    kind, text = cluster.ray.get(far.try_to.remote(write_by_another))
+    assert kind is tr.Stopped
+    assert "1024 remote writers write to one buffer" in text
+    assert cluster.ray.get(far.write.remote(3)) == 6
+    assert_complete(buffer, {1: 6})
+
+
+def test_a_forked_child_cannot_write_between_its_parents_rows(cluster, explorer):
+    buffer = make_buffer()
+    far = explorer(1, buffer, 1)
+    assert cluster.ray.get(far.write.remote(5)) == 5
+    closed, *others = cluster.ray.get(far.fork.remote())
+    assert closed == "ValueError: the writer is closed: make another with buffer.writer()"
+    assert len(others) == 3
+    for told in others:
+        assert told.startswith("RuntimeError: what is on another node does not survive a fork")
+    assert cluster.ray.get(far.write.remote(5)) == 10
+    assert_complete(buffer, {1: 10})
+
+
+def test_what_a_process_does_at_its_end_sends_what_its_open_writers_have_written(cluster, explorer):
+    buffer = make_buffer()
+    far = explorer(1, buffer, 1)
+    assert cluster.ray.get(far.write.remote(1)) == 1
+    cluster.ray.get(far.append.remote(3000))
+    assert cluster.ray.get(far.try_to.remote(lambda b, w: b._courier._drain())) is None
+    assert_complete(buffer, {1: 3001})
+    eventually(lambda: buffer.stats().writers == 0)
 
 
 def test_a_limiter_holds_remote_writers_back_until_the_learner_draws(cluster, explorer):
@@ -273,11 +259,19 @@ def test_stop_ends_a_writer_that_waits_for_the_limiter_and_the_ingest_goes(clust
     buffer = make_buffer(limiter=tr.SamplesPerInsert(1.0, min_size=10))
     end = explorer(2, buffer, 2).write_until_stopped.remote()
     eventually(lambda: len(buffer) > 10, 120)
-    ingest = ingest_pid(cluster)
+    ingest = serving_pid(cluster, "Ingest", buffer)
     assert ingest
     buffer.stop()
     assert cluster.ray.get(end)[1:] == ("the replay buffer was stopped", True)
     eventually(lambda: not os.path.exists(f"/proc/{ingest}"), 120)
+
+
+def test_a_stop_on_another_node_holds_there_at_once_and_for_those_who_come_late(cluster, explorer, explorers):
+    buffer = make_buffer()
+    far = explorer(1, buffer, 1)
+    assert cluster.ray.get(far.try_to.remote(lambda b, w: (b.stop(), b.stopped))) == (None, True)
+    assert buffer.stopped
+    assert cluster.ray.get(explorers[2].come_late.remote(buffer)) == (True, "the replay buffer was stopped")
 
 
 @pytest.mark.soak
@@ -322,19 +316,6 @@ def test_the_writers_of_a_buffer_that_is_gone_are_told(cluster, explorer):
     assert "gone" in text
 
 
-class Owner:
-    """Has a buffer on its node."""
-
-    def __init__(self):
-        self.buffer = make_buffer()
-
-    def lend(self):
-        return (self.buffer,)
-
-    def count(self):
-        return len(self.buffer)
-
-
 def test_weights_are_pulled_when_they_are_newer(cluster, explorers):
     module = torch.nn.Linear(3, 1, bias=False)
     weights = tr.SharedWeights(module)
@@ -348,6 +329,18 @@ def test_weights_are_pulled_when_they_are_newer(cluster, explorers):
         assert cluster.ray.get(far.pull.remote(None, version)) == [(True, 3 * value), (False, 3 * value)]
     text = cluster.ray.get(far.publish.remote())
     assert "published where they were made" in text
+
+
+def test_news_of_weights_comes_also_when_the_actor_that_tells_it_was_killed(cluster, explorers):
+    module = torch.nn.Linear(3, 1, bias=False)
+    weights = tr.SharedWeights(module)
+    far = explorers[1]
+    assert len(cluster.ray.get(far.pull.remote(weights, 0))) == 2
+    kill_serving(cluster, "Lectern", weights)
+    with torch.no_grad():
+        module.weight.fill_(1.0)
+    version = weights.publish(module)
+    assert cluster.ray.get(far.pull.remote(None, version)) == [(True, 3.0), (False, 3.0)]
 
 
 def test_a_handle_of_another_node_is_refused_where_only_memory_will_do(cluster):

@@ -131,7 +131,9 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         self._segment.mark_shared()
         handle = make_handle(self._segment.fd, self._nonce)
         if handle.node and self._ledger is None:
-            self._ledger = Ledger()
+            made = Ledger()
+            # Another thread may have been faster, and its handle is out.
+            self._ledger = self._ledger or made  # type: ignore[redundant-expr]
         return replace(handle, ledger=self._ledger.handle() if isinstance(self._ledger, Ledger) else self._ledger)
 
     @classmethod

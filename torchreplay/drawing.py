@@ -13,10 +13,12 @@ from .config import Config
 from .cuda import to_host
 from .deferred import Arrival, DeferredUpdates
 from .errors import Stopped
+from .ledger import Ledger, RemotelyWritten
 from .replay import Finish
 from .samplers import Schedule, value_of
+from .segment import Handle
 from .spec import ELEMENTS
-from .waiting import NEVER, Wait
+from .waiting import NEVER, Wait, Watched
 
 MAX_BATCH = 1 << 24
 
@@ -27,6 +29,7 @@ class Drawing:
     _segment: _C.Segment
     _config: Config
     _nonce: int
+    _ledger: Ledger | Handle | None
     _finish: Finish | None
     _deferred: DeferredUpdates
 
@@ -81,10 +84,10 @@ class Drawing:
             exponent = value_of(exponent, self._segment.draws)
         elif beta is not None:
             exponent = value_of(exponent, 0)
-        wait = None if timeout is None else waiting(self._segment, timeout)
+        wait = None if timeout is None else waiting(self._watched, timeout)
         result = self._segment.sample(batch_size, exponent, NEVER if wait is None else wait.deadline_ns, out)
         if result.__class__ is not ReplayBatch:
-            wait = wait or waiting(self._segment, None)
+            wait = wait or waiting(self._watched, None)
             try:
                 result = self._sample_waiting(result, batch_size, exponent, wait, out)
             except BaseException:
@@ -95,6 +98,11 @@ class Drawing:
         if self._finish is not None:
             self._finish(result)
         return result
+
+    @property
+    def _watched(self) -> Watched:
+        """What a wait for rows looks at."""
+        return self._segment if self._ledger is None else RemotelyWritten(self._segment, self._ledger)
 
     def gather(self, keys: Any) -> ReplayBatch:
         """Returns the items anchored at given rows.

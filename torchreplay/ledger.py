@@ -12,12 +12,17 @@ import mmap
 import os
 import time
 import weakref
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from . import _C
+from .errors import AttachError
 from .segment import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SEAL, F_SEAL_SHRINK, Handle, make_handle, new_nonce, open_handle
+
+if TYPE_CHECKING:
+    from ._C import Census
 
 WHAT: Final = "ledger of remote writers"
 
@@ -26,6 +31,10 @@ PLACES: Final = 1024
 
 FORGOTTEN_AFTER: Final = 60.0
 """Seconds without a word after which a writer's place may go to another one, when there is no free one."""
+
+REMEMBERED: Final = 30.0
+"""Seconds for which a writer counts after the last word of it: the process that writes its rows may have to be started
+again meanwhile."""
 
 _SIZE: Final = 1 << 30  # of addresses: memory is taken for the places in use
 
@@ -42,7 +51,8 @@ _PLACE: Final = np.dtype(
         ("ends", np.int64, (2,)),  # streams in either half of `ends`
     ]
 )
-_END: Final = np.dtype([("there", np.int64), ("here", np.int64)])
+END: Final = np.dtype([("there", np.int64), ("here", np.int64)])
+"""The last row of a stream: its key + 1 where the writer collected it, and in the buffer."""
 
 
 class Ledger:
@@ -109,15 +119,20 @@ class Ledger:
         if not len(found) and not fresh:
             return None
         index = int(found[0]) if len(found) else self._take(writer, lanes, rows)
-        self.places[index]["used"] = time.monotonic()
-        return Place(self._memory, self.places[index])
+        place = Place(self._memory, self.places[index])
+        place.touch()
+        return place
+
+    def heard_of(self, seconds: float) -> int:
+        """Returns how many writers that have not left were heard of in the last so many seconds."""
+        return int(((self.places["writer"] != 0) & (self.places["used"] > time.monotonic() - seconds)).sum())
 
     def _take(self, writer: int, lanes: int, rows: int) -> int:
         places = self.places
         fits = (places["offset"] > 0) & (places["lanes"] >= lanes) & (places["rows"] >= rows)
         free = places["writer"] == 0
         silent = places["used"] < time.monotonic() - FORGOTTEN_AFTER
-        for candidates in (free & fits, free & (places["offset"] == 0), silent & fits):
+        for candidates in (free & fits, free & (places["offset"] == 0), free, silent & fits, silent):
             if candidates.any():
                 index = int(np.flatnonzero(candidates)[np.argmin(places["used"][candidates])])
                 break
@@ -125,7 +140,7 @@ class Ledger:
             raise MemoryError(f"{PLACES} remote writers write to one buffer at this time: close some of them")
         place = places[index]
         place["writer"] = 0
-        if not place["offset"]:
+        if not fits[index]:
             self._make_room(place, lanes, rows)
         place["written"] = place["begun"] = 0
         place["ends"] = 0
@@ -133,6 +148,7 @@ class Ledger:
         return index
 
     def _make_room(self, place: Any, lanes: int, rows: int) -> None:
+        place["offset"] = 0  # what it has is too little; a death from here on leaves it with none
         taken = [int(p["offset"]) + _bytes_of(int(p["lanes"]), int(p["rows"])) for p in self.places if p["offset"]]
         offset = max(taken, default=_round_up(PLACES * _PLACE.itemsize))
         size = _bytes_of(lanes, rows)
@@ -154,8 +170,8 @@ class Place:
     def __init__(self, memory: mmap.mmap, record: Any) -> None:
         self.record = record
         lanes, offset = int(record["lanes"]), int(record["offset"])
-        self._ends = np.frombuffer(memory, _END, 2 * lanes, offset).reshape(2, lanes)
-        self.keys = np.frombuffer(memory, np.int64, int(record["rows"]), offset + 2 * lanes * _END.itemsize)
+        self._ends = np.frombuffer(memory, END, 2 * lanes, offset).reshape(2, lanes)
+        self.keys = np.frombuffer(memory, np.int64, int(record["rows"]), offset + 2 * lanes * END.itemsize)
 
     @property
     def written(self) -> int:
@@ -182,13 +198,52 @@ class Place:
         self.record["ends"][half] = len(ends)
         self.record["written"] = number  # last: it makes this half the one that counts
 
+    def touch(self) -> None:
+        """Notes that its writer was heard of."""
+        self.record["used"] = time.monotonic()
+
     def leave(self) -> None:
         """Gives the place free."""
         self.record["writer"] = 0
 
 
+class RemotelyWritten:
+    """A segment as waits for rows look at it: its remote writers count, also while nobody is there to write their rows.
+
+    Args:
+        segment: The segment.
+        ledger: Of its remote writers, or the handle of that.
+    """
+
+    def __init__(self, segment: _C.Segment, ledger: Ledger | Handle) -> None:
+        self._segment = segment
+        self._ledger = ledger
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it was stopped."""
+        return self._segment.stopped
+
+    def census(self, unused_count_as_others: bool, /) -> Census:
+        """Returns who takes part."""
+        census = self._segment.census(unused_count_as_others)
+        if not census["others_writing"]:
+            remote = self._remote_writers()
+            census["writers"] += remote
+            census["others_writing"] += remote
+        return census
+
+    def _remote_writers(self) -> int:
+        if isinstance(self._ledger, Handle):
+            try:
+                self._ledger = Ledger.attach(self._ledger)
+            except AttachError:  # the process that made it is gone, and with it those who would write
+                return 0
+        return self._ledger.heard_of(REMEMBERED)
+
+
 def _bytes_of(lanes: int, rows: int) -> int:
-    return _round_up(2 * lanes * _END.itemsize + rows * 8)
+    return _round_up(2 * lanes * END.itemsize + rows * 8)
 
 
 def _round_up(n: int) -> int:

@@ -178,7 +178,7 @@ class BatchStream:
     def _wait_for_batch(self, ahead: _C.DrawAhead, result: Any, waiting: type[Wait]) -> ReplayBatch:
         """Returns `result`, or if that is no batch, the one that comes; it is finished."""
         if result.__class__ is not ReplayBatch:
-            wait, heard_at = waiting(self._segment, self._timeout), time.monotonic()
+            wait, heard_at = waiting(self._buffer._watched, self._timeout), time.monotonic()
             try:
                 while result.__class__ is not ReplayBatch:
                     if result is not None:

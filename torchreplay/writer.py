@@ -32,7 +32,7 @@ class Writer(_C.Writer):
     def __init__(
         self, segment: _C.Segment, config: Config, lanes: int | None = None, autoreset: Autoreset = "next_step"
     ) -> None:
-        super().__init__(_C.Segment, segment, _roles(config, lanes, autoreset))
+        super().__init__(_C.Segment, segment, roles_of(config, lanes, autoreset))
         self._segment = segment
         self._config = config
         self._lanes = lanes
@@ -112,9 +112,14 @@ class Writer(_C.Writer):
         return "Writer(closed)" if self.closed else f"Writer({self.rows:,} rows written)"
 
 
-def _roles(
+def roles_of(
     config: Config, lanes: int | None, autoreset: Autoreset
 ) -> tuple[tuple[int, ...], int, int, int, int] | None:
+    """Returns what the native core has to know of a writer's fields and streams; None where rows are not linked.
+
+    Raises:
+        ValueError: `lanes` is out of range or asked for under `Rows()`, or `autoreset` is unknown.
+    """
     if autoreset not in AUTORESETS:
         raise ValueError(f"autoreset is {autoreset!r}: expected one of {', '.join(map(repr, AUTORESETS))}")
     if lanes is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 
 from torchreplay.ray.board import WINDOW, Board
@@ -180,9 +181,10 @@ class ExplorerContext:
 
     def close(self) -> None:
         """Closes the writers that `writer` made."""
-        for writer in tuple(self._writers):
-            writer.close()
-        self._report(time.monotonic())
+        with ExitStack() as closing:  # each, whatever becomes of the others
+            closing.callback(lambda: self._report(time.monotonic()))
+            for writer in tuple(self._writers):
+                closing.callback(writer.close)
 
     def _is_stopped(self) -> bool:
         if self._board.stopped:

@@ -1,40 +1,29 @@
-"""The rows of one process's remote writers on their way: collected, sent, answered for, and sent again."""
+"""The rows of one process's remote writers on their way: sent, answered for, and sent again."""
 
 from __future__ import annotations
 
 import atexit
 import logging
+import os
 import queue
-import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 
-from torchreplay.buffer import ReplayBuffer
 from torchreplay.config import Config
 from torchreplay.errors import AttachError, Stopped
 from torchreplay.ray.home import Home
-from torchreplay.ray.ingest import Answer, Chunk, Source
+from torchreplay.ray.ingest import Answer
+from torchreplay.ray.outbox import Outbox, Parcel
 from torchreplay.ray.session import import_ray
-from torchreplay.spec import nest
 from torchreplay.waiting import SLICE_NS, Wait
 
 logger = logging.getLogger("torchreplay.ray")
 
-CHUNK_BYTES: Final = 4 << 20
-CHUNK_ROWS: Final = 4096
-"""Rows are sent when there are so many bytes or rows of them, or at the next `TICK`."""
-
 TICK: Final = 0.1
 """Seconds that rows wait at most before they are sent, when not as many are under way as may be."""
-
-IN_FLIGHT: Final = 4
-"""Chunks of one writer that are under way at most: then it waits."""
 
 INLINE_BYTES: Final = 64 << 10
 """Smaller chunks travel with the call; larger ones as objects of their own, which are sent again without a copy."""
@@ -47,93 +36,34 @@ PAUSE: Final = 0.25
 """Seconds before another try, when the ingest does not answer."""
 
 
-@dataclass(slots=True)
-class _Parcel:
-    chunk: Chunk
-    payload: Any  # the chunk, or the reference to it in the object store
-
-
-class Outbox:
-    """What one writer has written and nobody has acknowledged yet.
-
-    Rows are collected in a small segment of this process's own, whose writer checks them as it always does. It admits
-    no more rows than a chunk ahead of those that were cut from it.
-
-    Args:
-        config: Of the buffer.
-        lanes: Streams that the writer has.
-    """
-
-    def __init__(self, config: Config, lanes: int) -> None:
-        row = sum(field.nbytes for field in config.fields.values()) + 24
-        self.rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES // row))
-        # A writer takes tickets by the 64, and no more than a quarter of the ring, past what it is admitted.
-        capacity = max(8, 2 * self.rows, config.view.rows_of_an_item)
-        self.stage = ReplayBuffer(nest(config.fields), capacity, view=config.view)
-        self.writer = secrets.randbits(62) + 1
-        self.lanes = lanes
-        self.changed = threading.Condition(threading.RLock())
-        self.parcels: deque[_Parcel] = deque()
-        self.sent = 0  # the last chunk that is under way
-        self.in_air = 0  # calls without an answer
-        self.rewind = False  # something was not taken: send it again when all calls are answered
-        self.not_before = 0.0  # monotonic time of the next try
-        self.answered = False
-        self.waiting = ""
-        self.leaving = False
-        self._cut = 0  # key of the first row that is in no chunk
-        self._number = 0
-        self.stage._segment.admit(self.rows)
-
-    @property
-    def source(self) -> Source:
-        """What the ingest has to know of this writer."""
-        return Source(self.writer, self.lanes, self.rows, not self.answered)
-
-    def cut(self) -> bool:
-        """Makes chunks of what was written, as many as may be under way; returns whether there is room for rows."""
-        segment = self.stage._segment
-        while len(self.parcels) < IN_FLIGHT:
-            rows = segment.run_length(self._cut, self._cut + self.rows)
-            if not rows:
-                return True
-            block, links_at = segment.copy_run(self._cut, rows)
-            self._number += 1
-            chunk = Chunk(self._number, self._cut, rows, block.numpy(), links_at)
-            self._cut += rows
-            segment.admit(self._cut + self.rows)
-            self.parcels.append(_Parcel(chunk, None))
-        return segment.run_length(self._cut, self._cut + self.rows) < self.rows
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether everything written is acknowledged, and nothing is on its way."""
-        return not self.parcels and not self.in_air and not self.stage._segment.run_length(self._cut, self._cut + 1)
-
-
 class Courier:
     """Sends the rows of this process's writers of one buffer, and listens for answers, in a thread of its own.
 
     Args:
         home: The ingest.
+        ending: Why nobody should write any more, if that is known already.
 
     Attributes:
         ending: Why nobody should write any more; "" while they should.
     """
 
-    def __init__(self, home: Home) -> None:
+    def __init__(self, home: Home, ending: str = "") -> None:
         self._ray = import_ray()
         self._home = home
-        self.ending = ""
-        self._lock = threading.Lock()
-        self._outboxes: set[Outbox] = set()
+        self.ending = ending
+        self._outboxes: set[Outbox] = set()  # copied to go through it: writers come at any time
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._sweep_due = 0.0
         self._heartbeat_due = 0.0
         self._heartbeat_out = False
         self._connect()
         self._closing = False
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._work, name="torchreplay-courier", daemon=True)
         atexit.register(self._drain)  # before Ray's own, which was registered earlier
-        threading.Thread(target=self._work, name="torchreplay-courier", daemon=True).start()
+        self._thread.start()
+
+    # In the threads of those who write.
 
     def open(self, config: Config, lanes: int) -> Outbox:
         """Returns the outbox of a new writer.
@@ -141,26 +71,26 @@ class Courier:
         Raises:
             Stopped: The buffer was stopped, or is gone.
         """
-        self.check()
+        if self.ending:
+            raise Stopped(self.ending)
         outbox = Outbox(config, lanes)
-        with self._lock:
-            self._outboxes.add(outbox)
-        with suppress(self._ray.exceptions.RayError):
+        self._outboxes.add(outbox)
+        with suppress(self._ray.exceptions.RayError):  # then the next heartbeat does it
             self._enter.remote(outbox.source)
         return outbox
 
-    def check(self) -> None:
-        """Raises `Stopped` when nobody should write any more."""
-        if self.ending:
-            raise Stopped(self.ending)
-
-    def make_room(self, outbox: Outbox) -> None:
+    def make_room(self, outbox: Outbox, admitted: Callable[[], bool]) -> None:
         """Returns when the outbox admits rows again.
 
         Raises:
             Stopped: The buffer was stopped, or is gone.
         """
-        self._await(outbox, lambda: self._pump(outbox))
+
+        def has_room() -> bool:
+            self._check(outbox)  # first: a stage that is stopped admits nothing, whatever room it has
+            return admitted()
+
+        self._await(outbox, has_room)
 
     def flush(self, outbox: Outbox) -> None:
         """Returns when everything in the outbox is acknowledged.
@@ -168,16 +98,20 @@ class Courier:
         Raises:
             Stopped: The buffer was stopped, or is gone, before it was.
         """
-
-        def is_done() -> bool:
-            self._pump(outbox)
-            return outbox.is_empty
-
-        self._await(outbox, is_done)
+        outbox.hurried = True
+        try:
+            self._await(outbox, lambda: outbox.is_empty)
+        finally:
+            outbox.hurried = False
 
     def leave(self, outbox: Outbox) -> None:
         """Sends what is left in the outbox, and forgets it; does not wait for that."""
         outbox.leaving = True
+        self._events.put(None)
+
+    def end(self, reason: str) -> None:
+        """Lets everyone know that nobody should write any more."""
+        self.ending = self.ending or reason
         self._events.put(None)
 
     def close(self) -> None:
@@ -186,114 +120,120 @@ class Courier:
 
     def _drain(self) -> None:
         """Gives rows that were written last their time to arrive when the process ends."""
-        deadline = time.monotonic() + FAREWELL
+        if os.getpid() != self._pid:  # a forked child's end is not its parent's
+            return
         for outbox in list(self._outboxes):
-            with outbox.changed:
-                while not (self.ending or outbox.is_empty) and time.monotonic() < deadline:
-                    self._pump(outbox)
-                    outbox.changed.wait(SLICE_NS / 1e9)
+            self.leave(outbox)
+        self.close()
+        self._thread.join(FAREWELL)
+
+    def _check(self, outbox: Outbox) -> None:
+        if self.ending or outbox.ending:
+            raise Stopped(self.ending or outbox.ending)
 
     def _await(self, outbox: Outbox, is_done: Callable[[], bool]) -> None:
         wait = Wait(outbox.stage._segment, None)
-        with outbox.changed:
-            while True:
-                self.check()
-                if is_done():
-                    return
-                wait.check_delivery(outbox.waiting or "an answer from the buffer's node")
-                outbox.changed.wait(SLICE_NS / 1e9)
-
-    def _pump(self, outbox: Outbox) -> bool:
-        """Cuts chunks and sends those that may go; returns whether the outbox has room for rows."""
-        with outbox.changed:
-            has_room = outbox.cut()
-            if outbox.rewind or time.monotonic() < outbox.not_before:
-                return has_room
-            for parcel in outbox.parcels:
-                if parcel.chunk.number > outbox.sent:
-                    self._send(outbox, parcel)
-            return has_room
-
-    def _send(self, outbox: Outbox, parcel: _Parcel) -> None:
-        chunk = parcel.chunk
-        outbox.in_air += 1
-        try:
-            if parcel.payload is None:
-                parcel.payload = self._ray.put(chunk) if chunk.block.nbytes > INLINE_BYTES else chunk
-            future = self._push.remote(outbox.source, parcel.payload).future()
-        except BaseException as error:
-            outbox.in_air -= 1
-            outbox.rewind, outbox.not_before = True, time.monotonic() + PAUSE
-            if not isinstance(error, self._ray.exceptions.RayError):  # an explorer may be interrupted wherever it is
-                raise
-            self._events.put(partial(self._reconnect, error))
-            return
-        outbox.sent = chunk.number
-        future.add_done_callback(lambda done: self._events.put(lambda: self._hear(outbox, chunk.number, done)))
+        while not is_done():
+            self._check(outbox)
+            self._events.put(None)
+            wait.check_delivery(outbox.waiting or "an answer from the buffer's node")
+            outbox.sleep(SLICE_NS / 1e9)
 
     # In the courier's thread.
 
     def _work(self) -> None:
         try:
-            while not (self._closing and not self._outboxes):
-                self._take_events()
+            while self._outboxes or not self._closing:
+                if not self._ray.is_initialized():  # or the next call would start another one
+                    self._end("Ray was shut down in this process: nothing reaches the buffer's node from here")
+                    return
+                sweep = self._take_events()
                 self._beat()
                 for outbox in list(self._outboxes):
-                    self._attend(outbox)
+                    self._attend(outbox, sweep)
+        except Exception as error:
+            logger.exception("rows are no longer sent to the buffer on node %s", self._home.node)
+            self._end(f"rows can no longer be sent to the buffer's node: {error}")
+        finally:
             atexit.unregister(self._drain)
-        except Exception as error:  # Ray was shut down, most likely
-            if not self.ending:
-                logger.exception("rows are no longer sent to the buffer on node %s", self._home.node)
-                self._end(f"rows can no longer be sent to the buffer's node: {error}")
 
-    def _take_events(self) -> None:
+    def _take_events(self) -> bool:
+        """Does what has come up; returns whether it is time to send what is too little for a chunk, too."""
         with suppress(queue.Empty):
-            event = self._events.get(timeout=TICK)
+            event = self._events.get(timeout=max(0.0, self._sweep_due - time.monotonic()))
             while True:
                 if event is not None:
                     event()
                 event = self._events.get_nowait()
+        now = time.monotonic()
+        sweep = now >= self._sweep_due
+        if sweep:
+            self._sweep_due = now + TICK
+        return sweep
 
-    def _attend(self, outbox: Outbox) -> None:
-        with outbox.changed:
-            if self.ending:
-                outbox.stage.stop()
-            elif not outbox.in_air and outbox.rewind and time.monotonic() >= outbox.not_before:
-                outbox.rewind, outbox.sent = False, 0
-            if not self.ending:
-                self._pump(outbox)
-            if outbox.leaving and (outbox.is_empty or self.ending):
-                self._forget(outbox)
+    def _attend(self, outbox: Outbox, sweep: bool) -> None:
+        if self.ending:
+            outbox.end(self.ending)
+        if not outbox.ending:
+            outbox.cut(sweep)
+            self._send_all(outbox)
+        # A heartbeat that is under way may name the writer: who is gone must not come in again.
+        if outbox.leaving and (outbox.ending or (outbox.is_empty and not self._heartbeat_out)):
+            self._forget(outbox)
 
-    def _forget(self, outbox: Outbox) -> None:
-        if self.ending and not outbox.is_empty:
-            logger.warning("rows that a remote writer had written were not taken any more: %s", self.ending)
-        with self._lock:
-            self._outboxes.discard(outbox)
-        outbox.stage.close()
-        if not self.ending:
-            self._depart.remote(outbox.source)
+    def _send_all(self, outbox: Outbox) -> None:
+        if time.monotonic() < outbox.not_before:
+            return
+        if outbox.rewind and not outbox.in_air:
+            outbox.rewind, outbox.sent = False, 0
+        for parcel in outbox.parcels:
+            if outbox.rewind:
+                break
+            if parcel.chunk.number > outbox.sent:
+                self._send(outbox, parcel)
+
+    def _send(self, outbox: Outbox, parcel: Parcel) -> None:
+        chunk = parcel.chunk
+        try:
+            if parcel.payload is None:
+                parcel.payload = self._ray.put(chunk) if chunk.block.nbytes > INLINE_BYTES else chunk
+            future = self._push.remote(outbox.source, parcel.payload).future()
+        except self._ray.exceptions.RayError as error:
+            outbox.rewind, outbox.not_before = True, time.monotonic() + PAUSE
+            self._reconnect(error)
+            return
+        outbox.in_air += 1
+        outbox.sent = chunk.number
+        future.add_done_callback(lambda done: self._events.put(lambda: self._hear(outbox, chunk.number, done)))
 
     def _hear(self, outbox: Outbox, number: int, done: Any) -> None:
         """Takes the answer to chunk `number`."""
         error = done.exception()
         answer = Answer() if error is not None else done.result()
-        with outbox.changed:
-            outbox.in_air -= 1
-            outbox.answered |= answer.written > 0
-            while outbox.parcels and outbox.parcels[0].chunk.number <= answer.written:
-                outbox.parcels.popleft()
+        outbox.in_air -= 1
+        outbox.rewind |= answer.written < number
+        outbox.acknowledge(answer.written)
+        if answer.waiting or answer.written >= number:  # those behind it do not know why it was not taken
             outbox.waiting = answer.waiting
-            if answer.written < number:
-                outbox.rewind = True
-                if error is not None:
-                    outbox.waiting = "the buffer's node to answer again"
-                    outbox.not_before = time.monotonic() + PAUSE
-            outbox.changed.notify_all()
         if error is not None:
+            outbox.waiting = "the buffer's node to answer again"
+            outbox.not_before = time.monotonic() + PAUSE
+            for parcel in outbox.parcels:
+                parcel.payload = None  # it may be the object that was lost
             self._reconnect(error)
         elif answer.ending:
             self._end(answer.ending)
+        elif answer.refusal:
+            outbox.end(answer.refusal)
+
+    def _forget(self, outbox: Outbox) -> None:
+        if not outbox.is_empty:
+            logger.warning("rows that a remote writer had written were not taken any more: %s", outbox.ending)
+        self._outboxes.discard(outbox)
+        outbox.stage.close()
+        if not self.ending:
+            with suppress(self._ray.exceptions.RayError):  # then its silence will tell
+                self._depart.remote(outbox.source)
 
     def _beat(self) -> None:
         """Lets the ingest know who is alive, and hears whether to go on."""
@@ -301,15 +241,13 @@ class Courier:
         if self._heartbeat_out or now < self._heartbeat_due or self.ending:
             return
         self._heartbeat_due = now + HEARTBEAT
-        self._heartbeat_out = True
-        with self._lock:
-            writers = [outbox.writer for outbox in self._outboxes]
+        sources = [outbox.source for outbox in list(self._outboxes) if not outbox.ending]
         try:
-            future = self._look.remote(writers).future()
+            future = self._look.remote(sources).future()
         except self._ray.exceptions.RayError as error:
-            self._heartbeat_out = False
             self._reconnect(error)
         else:
+            self._heartbeat_out = True
             future.add_done_callback(lambda done: self._events.put(lambda: self._hear_beat(done)))
 
     def _hear_beat(self, done: Any) -> None:
@@ -329,6 +267,8 @@ class Courier:
             self._connect()
         except AttachError as gone:
             self._end(str(gone))
+        except self._ray.exceptions.RayError:  # the next call fails as well, and leads here again
+            logger.debug("the ingest on node %s cannot be looked for now", self._home.node, exc_info=True)
 
     def _connect(self) -> None:
         actor = self._home.find()
@@ -338,10 +278,6 @@ class Courier:
         self._look = actor.look.options(concurrency_group="calls")
 
     def _end(self, reason: str) -> None:
-        self.ending = reason
-        with self._lock:
-            outboxes = list(self._outboxes)
-        for outbox in outboxes:
-            outbox.stage.stop()
-            with outbox.changed:
-                outbox.changed.notify_all()
+        self.ending = self.ending or reason
+        for outbox in list(self._outboxes):
+            outbox.end(self.ending)

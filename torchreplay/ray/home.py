@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import time
 from typing import Any, Final
 
 from torchreplay.errors import AttachError
 from torchreplay.ray.session import import_ray
+from torchreplay.waiting import LOG_EVERY
+
+logger = logging.getLogger("torchreplay.ray")
 
 NAMESPACE: Final = "torchreplay"
-_ATTEMPTS: Final = 20
+
+PATIENCE: Final = 60.0
+"""Seconds for which an actor may take to come back after its death. Until it is there Ray refuses calls at once."""
+
+_PAUSE: Final = 0.25
 
 
 class Home:
@@ -28,7 +38,9 @@ class Home:
         self._ray = import_ray()
         self.node = node
         self._args = args
-        self._actor = self._ray.remote(concurrency_groups={"rows": 1, "calls": calls})(kind).options(
+        self._pid = os.getpid()
+        self._actor: Any = None  # as it was found last
+        self._kind = self._ray.remote(concurrency_groups={"rows": 1, "calls": calls})(kind).options(
             name=name,
             namespace=NAMESPACE,
             get_if_exists=True,
@@ -42,27 +54,54 @@ class Home:
         """Returns the actor; a new one takes seconds until it answers.
 
         Raises:
-            AttachError: The node is gone.
+            AttachError: The node is gone, or this process has shut Ray down.
         """
+        self._actor = None
+        if not self._ray.is_initialized():  # or the next call would start another one
+            raise AttachError(f"Ray was shut down in this process: nothing reaches the node {self.node} from here")
         if not self.is_there():
             raise AttachError(f"the node {self.node} is gone, and its memory with it")
-        return self._actor.remote(*self._args)
+        self._actor = self._kind.remote(*self._args)
+        return self._actor
 
     def is_there(self) -> bool:
-        """Whether the node is alive."""
-        return any(node["NodeID"] == self.node and node["Alive"] for node in self._ray.nodes())
+        """Whether the node is alive, as far as this process can tell."""
+        return self._ray.is_initialized() and any(
+            node["NodeID"] == self.node and node["Alive"] for node in self._ray.nodes()
+        )
 
     def ask(self, method: str, *args: Any) -> Any:
-        """Returns what a method of the actor returns; starts the actor over when it is not there.
+        """Returns what a method of the actor returns; starts the actor over, or waits for it, when it is not there.
 
         Raises:
             AttachError: The node is gone, or what the actor serves.
+            RuntimeError: This process was forked off one of Ray's.
         """
-        for attempt in range(_ATTEMPTS):
+        self.require_own_process()
+        deadline = time.monotonic() + PATIENCE
+        while True:
             try:
-                call = getattr(self.find(), method).options(concurrency_group="calls").remote(*args)
-                return self._ray.get(call)
-            except self._ray.exceptions.RayActorError as error:
-                if attempt == _ATTEMPTS - 1:
+                actor = self._actor or self.find()
+                return self._answer(getattr(actor, method).options(concurrency_group="calls").remote(*args))
+            except self._ray.exceptions.RayTaskError as error:
+                raise error.cause from None
+            except self._ray.exceptions.RayError as error:
+                self._actor = None
+                if time.monotonic() >= deadline:
                     raise AttachError(f"the actor on node {self.node} does not come up: {error}") from None
-        raise AssertionError
+            time.sleep(_PAUSE)
+
+    def require_own_process(self) -> None:
+        """Raises RuntimeError in a forked child: what it inherits of Ray belongs to its parent."""
+        if os.getpid() != self._pid:
+            raise RuntimeError("what is on another node does not survive a fork: pass it to a Ray task or actor")
+
+    def _answer(self, call: Any) -> Any:
+        """Waits for the answer to a call, and says so now and then."""
+        start = time.monotonic()
+        while True:
+            try:
+                return self._ray.get(call, timeout=LOG_EVERY)
+            except self._ray.exceptions.GetTimeoutError:
+                waited = time.monotonic() - start
+                logger.warning("waiting for an answer from the node %s since %.0f s", self.node, waited)

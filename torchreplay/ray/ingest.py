@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from torchreplay.buffer import ReplayBuffer
 from torchreplay.errors import AttachError, Stopped
-from torchreplay.ledger import Ledger, Place
+from torchreplay.ledger import END, Ledger, Place
 from torchreplay.ray.session import import_ray
 from torchreplay.segment import Handle
 from torchreplay.stats import Stats
@@ -86,11 +86,13 @@ class Answer:
     Attributes:
         written: The last of its chunks that is in the buffer.
         waiting: What the next one waits for; "" when it does not.
+        refusal: Why the next one, and all after it, cannot be written; "" while they can.
         ending: Why nobody should write any more; "" while they should.
     """
 
     written: int = 0
     waiting: str = ""
+    refusal: str = ""
     ending: str = ""
 
 
@@ -143,12 +145,7 @@ class _Seat:
         self.writer.deadline = time.monotonic() + PATIENCE
         self.writer.relay(chunk.block, chunk.rows, before, keys, start)
         if self._linked:
-            last = np.ones(chunk.rows, bool)
-            last[-1 - before[before < 0]] = False
-            ends = np.concatenate([ends, np.empty(int(last.sum()), ends.dtype)])
-            there, here = ends["there"], ends["here"]
-            there[len(ends) - int(last.sum()) :] = np.flatnonzero(last) + chunk.first + 1
-            here[len(ends) - int(last.sum()) :] = keys[last] + 1
+            ends = np.concatenate([ends, _ends_of(chunk, before, keys)])
         place.finish(chunk.number, ends)
 
     def _count_written(self, keys: npt.NDArray[np.int64]) -> int:
@@ -181,6 +178,16 @@ class _Seat:
         return before, ends[left].copy()
 
 
+def _ends_of(chunk: Chunk, before: npt.NDArray[np.int64], keys: npt.NDArray[np.int64]) -> npt.NDArray[np.void]:
+    """Returns the rows of a written chunk that no other one of it follows, in their order."""
+    last = np.ones(chunk.rows, bool)
+    last[-1 - before[before < 0]] = False
+    ends = np.empty(int(last.sum()), END)
+    ends["there"] = np.flatnonzero(last) + chunk.first + 1
+    ends["here"] = keys[last] + 1
+    return ends
+
+
 class Ingest:
     """The Ray actor, one for each buffer that has remote writers; on the buffer's own node.
 
@@ -199,11 +206,12 @@ class Ingest:
         self._lock = threading.Lock()
         self._seats: dict[int, _Seat] = {}
         self._heard = time.monotonic()
+        self._attached: ReplayBuffer | None = None
         try:
             if handle.ledger is None:
                 raise AttachError("the handle was made before Ray was started: make another")
-            self._buffer = ReplayBuffer.attach(handle, view)
             self._ledger = Ledger.attach(handle.ledger)
+            self._attached = ReplayBuffer.attach(handle, view)
         except AttachError as error:
             self._ending = str(error)
         threading.Thread(target=self._watch, name="torchreplay-ingest", daemon=True).start()
@@ -225,14 +233,14 @@ class Ingest:
             return Answer(seat.place.written, waiting=self._why())
         except Stopped as error:
             self._ending = str(error)
-        except (MemoryError, RuntimeError) as error:
-            return Answer(ending=f"its rows cannot be written: {error}")
+        except Exception as error:
+            logger.exception("the rows of a remote writer cannot be written")
+            return Answer(refusal=f"the rows of this writer cannot be written: {error}")
         return Answer(seat.place.written, ending=self._ending)
 
     def enter(self, source: Source) -> None:
         """Takes a writer in before its first rows: a learner that waits knows that some may come."""
-        if not self._ending and self._claim():
-            self._seat(source)
+        self.look([source])
 
     def depart(self, source: Source) -> None:
         """Forgets a writer that is closed."""
@@ -245,17 +253,19 @@ class Ingest:
     # Of the group "calls".
 
     def describe(self) -> tuple[str, str]:
-        """Returns the description of the buffer, and why nobody can attach, or ""."""
+        """Returns the description of the buffer, "" when nobody can attach, and why nobody should write, or ""."""
         self._heard = time.monotonic()
-        return ("", self._ending) if self._ending else (self._buffer._segment.text, "")
+        self._notice_stop()
+        return "" if self._attached is None else self._attached._segment.text, self._ending
 
-    def look(self, writers: list[int]) -> str:
+    def look(self, sources: list[Source]) -> str:
         """Takes note of which writers are alive; returns why nobody should write any more, or ""."""
         self._heard = time.monotonic()
-        with self._lock:
-            for writer in writers:
-                if writer in self._seats:
-                    self._seats[writer].heard = self._heard
+        self._notice_stop()
+        if not self._ending and self._claim():
+            for source in sources:
+                with suppress(MemoryError, RuntimeError):  # which its first chunk is answered with
+                    self._seat(source)
         return self._ending
 
     def count(self) -> int:
@@ -274,6 +284,16 @@ class Ingest:
         """Stops the buffer."""
         self._buffer.stop()
 
+    @property
+    def _buffer(self) -> ReplayBuffer:
+        if self._attached is None:
+            raise AttachError(self._ending)
+        return self._attached
+
+    def _notice_stop(self) -> None:
+        if not self._ending and self._buffer.stopped:
+            self._ending = "the replay buffer was stopped"
+
     def _claim(self) -> bool:
         until = time.monotonic() + PATIENCE
         while not self._ledger.claim():
@@ -291,6 +311,7 @@ class Ingest:
                     raise RuntimeError("nothing was heard of this writer for too long: make another")
                 seat = self._seats[source.writer] = _Seat(self._buffer, place)
             seat.heard = time.monotonic()
+            seat.place.touch()
             return seat
 
     def _why(self) -> str:
@@ -299,20 +320,21 @@ class Ingest:
 
     def _watch(self) -> None:
         """Notices the end: of the buffer, of its owner, of writers."""
-        audience = None if self._ending else Audience(self._buffer._segment)
-        while time.monotonic() - self._heard < LINGER or (self._seats and not self._ending):
-            time.sleep(_LOOK_EVERY)
-            if audience is not None and not self._ending:
-                self._look_around(audience)
-        self._ray.kill(self._me, no_restart=True)
+        audience = None if self._attached is None else Audience(self._attached._segment)
+        try:
+            while time.monotonic() - self._heard < LINGER or (self._seats and not self._ending):
+                time.sleep(_LOOK_EVERY)
+                if audience is not None and not self._ending:
+                    self._look_around(audience)
+        finally:
+            self._ray.kill(self._me, no_restart=True)
 
     def _look_around(self, audience: Audience) -> None:
+        self._notice_stop()
         try:
-            if self._buffer.stopped:
-                raise Stopped("the replay buffer was stopped")
             audience.check()
         except Stopped as error:
-            self._ending = str(error)
+            self._ending = self._ending or str(error)
         now = time.monotonic()
         with self._lock:
             for writer, seat in list(self._seats.items()):

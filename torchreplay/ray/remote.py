@@ -13,34 +13,36 @@ from torchreplay.config import Config, Configured
 from torchreplay.errors import AttachError, Stopped
 from torchreplay.limiters import Limiter
 from torchreplay.nodes import ray_node
-from torchreplay.ray.courier import Courier, Outbox
+from torchreplay.ray.courier import Courier
 from torchreplay.ray.home import Home
 from torchreplay.ray.ingest import Ingest
+from torchreplay.ray.outbox import Outbox
 from torchreplay.segment import Handle
 from torchreplay.stats import Stats
 from torchreplay.views import View
-from torchreplay.writer import Autoreset, Writer
+from torchreplay.writer import Autoreset, Writer, roles_of
 
 if TYPE_CHECKING:
     from types import TracebackType
+
+_open_writers: weakref.WeakSet[RemoteWriter] = weakref.WeakSet()
 
 
 class RemoteWriter(Writer):
     """Writes rows of a buffer on another Ray node; made by `RemoteBuffer.writer()`.
 
     The calls, their checks and their errors are those of every writer, but `append`, `extend`, `reset` and `step`
-    return None: keys are given where the rows arrive. They are sent in chunks, at most a tenth of a second later.
+    return None: keys are given where the rows arrive. They are sent in chunks, at most a tenth of a second later. A
+    forked child finds it closed.
     """
 
     def __init__(self, courier: Courier, config: Config, lanes: int | None, autoreset: Autoreset) -> None:
+        roles_of(config, lanes, autoreset)  # raises before anybody hears of a writer that there will not be
         self._courier = courier
         self._outbox: Outbox = courier.open(config, lanes or 1)
-        try:
-            super().__init__(self._outbox.stage._segment, config, lanes, autoreset)
-        except BaseException:
-            courier.leave(self._outbox)
-            raise
         self._leave = weakref.finalize(self, courier.leave, self._outbox)
+        super().__init__(self._outbox.stage._segment, config, lanes, autoreset)
+        _open_writers.add(self)
 
     def append(self, *args: Any, **fields: Any) -> None:  # type: ignore[override]
         """Writes one row, as `Writer.append` does."""
@@ -64,18 +66,22 @@ class RemoteWriter(Writer):
         Raises:
             Stopped: The buffer was stopped, or is gone: some of it may not be.
         """
-        self._courier.flush(self._outbox)
+        if not self.closed:
+            self._courier.flush(self._outbox)
 
     def close(self) -> None:
         """Flushes, unless the buffer was stopped, and gives up the writer's place. Idempotent."""
-        if not self.closed:
+        if self.closed:
+            return
+        super().close()  # first: while another thread is in a call, nothing is given up
+        try:
             with suppress(Stopped):
-                self.flush()
+                self._courier.flush(self._outbox)
+        finally:
             self._leave()
-        super().close()
 
     def _wait(self, stalled: bool) -> None:
-        self._courier.make_room(self._outbox)
+        self._courier.make_room(self._outbox, self.admitted)
 
 
 class RemoteBuffer(Configured):
@@ -99,18 +105,18 @@ class RemoteBuffer(Configured):
         self._home = Home(handle.node, Ingest, f"torchreplay-ingest-{handle.nonce:016x}", (handle, view))
         self._connecting = threading.Lock()
         self._connection: tuple[Config, Courier] | None = None
-        self._pid = os.getpid()
         self._local = threading.local()
 
     # Connecting, at the first use. Not before: while Ray unpickles arguments, answers of actors cannot get through.
 
     def _connected(self) -> tuple[Config, Courier]:
+        self._home.require_own_process()
         with self._connecting:
             if self._connection is None:
-                text, gone = self._home.ask("describe")
-                if gone:
-                    raise AttachError(gone)
-                config, courier = Config.from_text(text).with_functions(self._given_view), Courier(self._home)
+                text, ending = self._home.ask("describe")
+                if not text:
+                    raise AttachError(ending)
+                config, courier = Config.from_text(text).with_functions(self._given_view), Courier(self._home, ending)
                 weakref.finalize(self, courier.close)
                 self._connection = config, courier
             return self._connection
@@ -131,9 +137,8 @@ class RemoteBuffer(Configured):
         Raises:
             Stopped: The buffer was stopped, or is gone.
             ValueError: As there.
+            RuntimeError: This process was forked off one of Ray's.
         """
-        if os.getpid() != self._pid:
-            raise RuntimeError("a buffer of another node does not survive a fork: pass it to a Ray task or actor")
         return RemoteWriter(self._courier, self._config, lanes, autoreset)
 
     def extend(self, /, *, priority: Any = None, **fields: Any) -> None:
@@ -156,6 +161,8 @@ class RemoteBuffer(Configured):
     def stop(self) -> None:
         """Tells everyone to finish, on all nodes."""
         self._home.ask("stop")
+        if self._connection is not None:
+            self._connection[1].end("the replay buffer was stopped")
 
     @property
     def stopped(self) -> bool:
@@ -216,3 +223,12 @@ class RemoteBuffer(Configured):
 
     def __repr__(self) -> str:
         return f"RemoteBuffer(on node {self._handle.node})"
+
+
+def _in_child() -> None:
+    # The rows that they collect are the parent's, and so is what sends them.
+    for writer in list(_open_writers):
+        Writer.close(writer)
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -32,6 +32,9 @@ PAUSE: Final = 0.05
 LINGER: Final = 30.0
 """Seconds without a question after which the actor goes."""
 
+LISTENERS: Final = 10_000
+"""Processes that may wait for news at a time; one more would keep others from reading."""
+
 
 class Lectern:
     """The Ray actor on the weights' node that reads them out: one for each set of weights.
@@ -68,6 +71,8 @@ class Lectern:
     async def read(self) -> tuple[int, Any]:
         """Returns the newest version, and a reference to its bytes."""
         self._asked = time.monotonic()
+        if self._gone:
+            raise AttachError(self._gone)
         while self._put[0] != (version := self._native.version):
             content = self._native.buffer(version).clone()
             if self._native.intact(version):  # otherwise two publications came meanwhile: copy again
@@ -104,9 +109,8 @@ class RemoteWeights(SharedWeights):
         self._pulled = -1
         self._pulled_into = lambda: None
         self._content = torch.empty(nbytes, dtype=torch.uint8)
-        self._home = Home(
-            handle.node, Lectern, f"torchreplay-weights-{handle.nonce:016x}", (handle, entries, nbytes), 100
-        )
+        name = f"torchreplay-weights-{handle.nonce:016x}"
+        self._home = Home(handle.node, Lectern, name, (handle, entries, nbytes), LISTENERS)
         self._news = _News()
         threading.Thread(target=_listen, args=(self._home, self._news), name="torchreplay-news", daemon=True).start()
         weakref.finalize(self, self._news.close)
@@ -161,6 +165,8 @@ def _listen(home: Home, news: _News) -> None:
     while not news.closed:
         try:
             news.version, gone = home.ask("newer", news.version)
+        except AttachError as error:
+            gone = "" if home.is_there() else str(error)
         except Exception as error:  # Ray was shut down, most likely
             gone = str(error)
         if gone:
