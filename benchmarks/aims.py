@@ -53,7 +53,7 @@ AIMS: Mapping[tuple[str, str], Sequence[Aim]] = {
     ("ray", "rows, chunks of 50"): (Aim(5, over="Ray actor"),),
     ("ray", "batches of 512"): (Aim(3, over="Ray actor"),),
     ("ray", "rows, two explorers of a pool"): (Aim(0.9, over="plain processes"),),
-    ("shards", "batches of 512, two learners"): (Aim(0.8, over="two buffers"),),
+    ("shards", "batches of 512, two nodes"): (Aim(0.8, over="a buffer each"),),
     ("ray", "sample + update 512 of 1,000,000"): (Aim(100, over="RLlib"),),
     ("remote", "small rows"): (Aim(200_000),),
     ("remote", "Atari rows"): (Aim(0.5, over="object store"),),

@@ -1,15 +1,20 @@
-"""Two nodes that share a replay buffer beside two with one each: ``python -m benchmarks.shards``, its own process.
+"""Nodes that share a replay buffer beside nodes with one each: ``python -m benchmarks.shards``, its own process.
 
-The nodes are Ray's, on this machine. On each a learner draws Atari batches as fast as it can, both at once: from the
-shards of both nodes, or from a buffer of its own. It prints one JSON object.
+The nodes are Ray's, on this machine. On each a learner draws Atari batches as fast as it can, all at once: from the
+shards of all nodes, or from a buffer of its own. What Ray lets through is measured beside it: half of each batch from
+a buffer of the learner's own, and for the other half as many bytes that an actor on the other node just sends, copied
+into the batch. It prints one JSON object.
 """
 
 import argparse
 import json
 import time
+from collections import deque
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import ray
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -20,12 +25,26 @@ from benchmarks.peers.torchreplay import row_spec
 from benchmarks.workload import ATARI
 from torchreplay.ray import ShardedReplay
 
-ALONE = "two buffers"
+ALONE = "a buffer each"
+RAY = "Ray alone"
+AHEAD = 3
+"""Blocks under way, as many as a dataset has rounds."""
 BATCH_SIZE = 512
 CHUNK = 500
 STORE = 2**29
 """Bytes of each node's object store: some batches of 29 MB, and what is under way."""
 WARM_UP = 3
+
+
+class Sender:
+    """Has half a batch to send."""
+
+    def __init__(self) -> None:
+        self._half = np.zeros(BATCH_SIZE // 2 * ATARI.row_bytes, np.uint8)
+
+    def half(self) -> Any:
+        """Returns it."""
+        return self._half
 
 
 class Learner:
@@ -42,11 +61,24 @@ class Learner:
             chunk = ATARI.rows(CHUNK, seed)
             replay.extend(**chunk)
             alone.extend(**chunk)
+        self._alone = alone
         self._sources: dict[str, tr.ReplayBuffer | ShardedReplay] = {OURS: replay, ALONE: alone}
 
-    def draw(self, candidate: str, seconds: float) -> float:
-        """Returns batches a second."""
-        batches = iter(tr.ReplayDataset(self._sources[candidate], BATCH_SIZE))
+    def _halves(self, sender: Any) -> Iterator[Any]:
+        """Batches of which one half comes from the own buffer, and the other one as bytes from another node."""
+        coming = deque(sender.half.remote() for _ in range(AHEAD))
+        place = np.empty(BATCH_SIZE // 2 * ATARI.row_bytes, np.uint8)
+        for half in tr.ReplayDataset(self._alone, BATCH_SIZE // 2):
+            ray.wait(list(coming), num_returns=len(coming), timeout=0)  # those under way travel before they are needed
+            np.copyto(place, ray.get(coming.popleft()))
+            coming.append(sender.half.remote())
+            yield half, place
+
+    def draw(self, candidate: str, seconds: float, sender: Any = None) -> float:
+        """Returns batches a second; `sender`: on the other node, for the candidate that is nothing but Ray."""
+        batches = (
+            iter(tr.ReplayDataset(self._sources[candidate], BATCH_SIZE)) if candidate != RAY else self._halves(sender)
+        )
         for _ in islice(batches, WARM_UP):
             pass
         start, drawn = time.perf_counter(), 0
@@ -54,6 +86,27 @@ class Learner:
             next(batches)
             drawn += 1
         return drawn / (time.perf_counter() - start)
+
+
+def _on(node: str, kind: type) -> Any:
+    place = NodeAffinitySchedulingStrategy(node, soft=False)
+    return ray.remote(kind).options(num_cpus=0, scheduling_strategy=place)
+
+
+def _measure(nodes: list[str], options: argparse.Namespace) -> dict[str, list[float]]:
+    """Returns the batches a second of all learners, one on each of these nodes."""
+    rates: dict[str, list[float]] = {name: [] for name in (OURS, ALONE, RAY)[: len(nodes) + 1]}
+    rows = len(nodes) * options.rows
+    with ShardedReplay(row_spec(ATARI), rows, sampler=tr.Prioritized(), seed=0, nodes=nodes) as replay:
+        learners = [_on(node, Learner).remote(replay, options.rows) for node in nodes]
+        senders = [_on(node, Sender).remote() for node in nodes]
+        for _ in range(options.rounds):
+            for candidate, samples in rates.items():
+                # Each takes from the next node's.
+                pairs = zip(learners, senders[1:] + senders[:1], strict=True)
+                draws = [one.draw.remote(candidate, options.seconds, sender) for one, sender in pairs]
+                samples.append(sum(ray.get(draws)))
+    return rates
 
 
 def main() -> None:
@@ -67,21 +120,13 @@ def main() -> None:
     nodes = [cluster.add_node(num_cpus=2, object_store_memory=STORE, include_dashboard=False) for _ in range(2)]
     ray.init(address=cluster.address, log_to_driver=False)
     ids = [node.node_id for node in nodes]
-    rates: dict[str, list[float]] = {OURS: [], ALONE: []}
-    with ShardedReplay(row_spec(ATARI), 2 * options.rows, sampler=tr.Prioritized(), seed=0, nodes=ids) as replay:
-        make: Any = ray.remote(Learner)
-        learners = [
-            make.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
-                replay, options.rows
-            )
-            for node in ids
-        ]
-        for _ in range(options.rounds):
-            for candidate, samples in rates.items():
-                samples.append(sum(ray.get([one.draw.remote(candidate, options.seconds) for one in learners])))
+    figures = {
+        f"batches of {BATCH_SIZE}, two nodes": _measure(ids, options),
+        f"batches of {BATCH_SIZE}, one node": _measure(ids[:1], options),
+    }
     ray.shutdown()
     cluster.shutdown()  # type: ignore[no-untyped-call]
-    print(json.dumps({f"batches of {BATCH_SIZE}, two learners": rates}))
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import torchreplay as tr
 from torchreplay.config import Config
 from torchreplay.ray.blocks import Layout
 from torchreplay.ray.figures import Order
+from torchreplay.ray.nearby import Nearby
 from torchreplay.ray.rounds import Round
 from torchreplay.ray.shard import Shard
 
@@ -15,7 +16,7 @@ SPEC = {"home": tr.Field((), "int64"), "index": tr.Field((), "int64")}
 
 
 class LocalShards:
-    """`sizes[k]` rows in shard k, whose values say which they are.
+    """`sizes[k]` rows in shard k, whose values say which they are; shard `here` is the one on the learner's node.
 
     Attributes:
         before_draw: Called with each shard's number and buffer before its candidates are drawn: what explorers and
@@ -23,7 +24,7 @@ class LocalShards:
         calls: Orders so far.
     """
 
-    def __init__(self, sizes, sampler, capacity=1 << 14):
+    def __init__(self, sizes, sampler, here=None, capacity=1 << 14):
         config = Config.of(SPEC, capacity, sampler, None, None)
         self.sampler = config.sampler
         self.layout = Layout(config.outputs())
@@ -36,19 +37,26 @@ class LocalShards:
             self.shards.append(shard)
         self.table = SimpleNamespace(places=dict.fromkeys(range(len(sizes))))
         self.figures = {}
+        self.here = here
+        if here is not None:
+            self.nearby = Nearby(here, self.shards[here].handle())
         self.before_draw = lambda number, buffer: None
         self.calls = 0
 
     def buffer(self, number):
         return self.shards[number]._buffer
 
-    def order(self, candidates, n):
+    def order(self, candidates, n, room=None):
         answers = {}
         for number, count in candidates.items():
             self.before_draw(number, self.buffer(number))
-            figures, block = self.shards[number].draw(Order(0, 0, 0, 1.0, None, count))
-            # The block is the shard's to use again: the object store takes a copy.
-            answers[number] = figures, None if block is None else block.copy()
+            order = Order(0, 0, 0, 1.0, None, count)
+            if room is not None and number == self.here:
+                answers[number] = self.nearby.draw(order, room).result()
+            else:
+                figures, block = self.shards[number].draw(order)
+                # The block is the shard's to use again: the object store takes a copy.
+                answers[number] = figures, None if block is None else block.copy()
             self.calls += 1
         return answers
 
@@ -56,10 +64,13 @@ class LocalShards:
         self.figures |= {number: figures for number, (figures, _) in calls.items()}
         return calls
 
-    def batch(self, n, step, beta=0.4, slack=1 / 64):
+    def batch(self, n, step, beta=0.4, slack=1 / 64, place=None):
         chance = np.random.Generator(np.random.Philox(key=[7, 0], counter=step << 64))
-        return Round(self, n, chance, slack).finish(self.layout, self.sampler, beta, None)
+        here = self.here is not None
+        return Round(self, self.layout, step, n, chance, slack, here, place).finish(self.sampler, beta, None)
 
     def close(self):
+        if self.here is not None:
+            self.nearby.close()
         for shard in self.shards:
             shard._buffer.close()

@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+from scipy import stats
 
 import torchreplay as tr
 
@@ -46,3 +47,13 @@ def write_until_stopped(replay, node, explorer):
 def assert_intact(batch):
     for node, explorer, count, picture in zip(*(batch[k].numpy() for k in SPEC), strict=True):
         assert (picture == image(node, explorer, count)).all(), "torn row"
+
+
+def assert_follows(observed, probability):
+    """Chi-square of how often each item was drawn; stratified draws vary at most as much as independent ones do."""
+    due = probability * observed.sum()
+    enough = due > 20
+    assert enough.sum() > 20
+    seen, due = (np.append(values[enough], values[~enough].sum()) for values in (observed, due))
+    seen, due = seen[due > 0], due[due > 0]
+    assert stats.chi2.sf(((seen - due) ** 2 / due).sum(), len(due) - 1) > FALSE_ALARM

@@ -79,3 +79,9 @@ def test_largest_priorities_are_kept():
     for value in (1.0, 7.5, 3.0):
         union_limiter.hear(0, figures(largest=value))
     assert union_limiter.largest == pytest.approx(7.5)
+
+
+def test_while_every_shard_is_lost_there_is_nobody_to_be_limited():
+    union_limiter = UnionLimiter(tr.SamplesPerInsert(2.0, 10), 0)
+    union_limiter.hear(0, figures(50))
+    assert union_limiter.limits([], 100) == {}

@@ -12,7 +12,8 @@ from local_shards import LocalShards
 from scipy import stats
 
 import torchreplay as tr
-from torchreplay.ray.blocks import Layout, RecycledMemory
+from torchreplay.batch import ReplayBatch
+from torchreplay.ray.blocks import Layout, RecycledMemory, keep
 from torchreplay.ray.histograms import merged_histograms
 from torchreplay.ray.union import KEY_BITS, MAX_SHARDS, Drawn, Union, candidates, chosen, pack, unpack
 from torchreplay.spec import flatten
@@ -25,8 +26,8 @@ FALSE_ALARM = 1e-6  # of each chi-square test; the seeds are fixed, so a pass st
 def make():
     made = []
 
-    def make_shards(sizes, sampler):
-        made.append(LocalShards(sizes, sampler))
+    def make_shards(sizes, sampler, here=None):
+        made.append(LocalShards(sizes, sampler, here))
         return made[-1]
 
     yield make_shards
@@ -132,22 +133,37 @@ def test_keys_carry_the_shard_and_stay_positive():
         assert (back == own).all()
 
 
-def test_a_block_gives_back_every_byte_of_the_items_chosen():
+def test_a_batch_gets_every_byte_of_the_items_chosen():
     spec = {
         "a": {"b": tr.Field((3, 2), torch.float64), "c": tr.Field((), torch.bool)},
         "d": tr.Field((5,), torch.bfloat16),
     }
     layout, chance = Layout(flatten(spec)), torch.Generator().manual_seed(1)
-    parts, expected = [], []
+    batch = layout.new_batch(5)
+    room, at = layout.item_bytes(batch), 0
+    expected = []
     for n, which in ((4, [0, 3]), (1, []), (7, [1, 2, 6])):
         block = torch.randint(0, 2, (layout.nbytes(n),), dtype=torch.uint8, generator=chance)
-        batch = layout.batch_over(block, n)
-        parts.append((block.numpy(), n, np.array(which, dtype=np.int64)))
-        expected.append({k: batch["a"][k][which] for k in "bc"} | {"d": batch["d"][which], "key": batch["key"][which]})
-    merged = layout.merged(parts, 5)
-    for name, found in {**merged["a"], "d": merged["d"], "key": merged["key"]}.items():
+        part = layout.batch_over(block, n)
+        layout.copy(block.numpy(), n, np.array(which, dtype=np.int64), room, at)
+        expected.append({k: part["a"][k][which] for k in "bc"} | {"d": part["d"][which], "key": part["key"][which]})
+        at += len(which)
+    for name, found in {**batch["a"], "d": batch["d"], "key": batch["key"]}.items():
         assert torch.equal(found.view(torch.uint8), torch.cat([e[name] for e in expected]).view(torch.uint8)), name
-    assert merged["a"]["b"].shape == (5, 3, 2)
+    assert batch["a"]["b"].shape == (5, 3, 2)
+
+
+@given(st.integers(1, 40).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1)))))
+def test_items_that_are_kept_come_to_the_front_whole(case):
+    n, chosen_ones = case
+    which = np.array(sorted(chosen_ones), dtype=np.int64)
+    items = np.arange(n)
+    rooms = [items[:, None].astype(np.uint8), np.repeat(items[:, None], 3, axis=1).astype(np.uint8)]
+    keep(rooms, which)
+    for rows in rooms:
+        assert sorted(rows[: len(which), 0].tolist()) == which.tolist()
+        assert (rows == rows[:, :1]).all()
+    assert (rooms[0] == rooms[1][:, :1]).all()
 
 
 def test_memory_is_used_again_only_when_no_tensor_is_left_over_it():
@@ -185,8 +201,9 @@ def test_histograms_of_shards_add_up():
 # Batches.
 
 
-def test_the_union_is_drawn_from_in_proportion_whatever_the_sizes_of_its_shards(make):
-    shards = make([6000, 0, 40, 1], prioritized())
+@pytest.mark.parametrize("here", [None, 0, 2])
+def test_the_union_is_drawn_from_in_proportion_whatever_the_sizes_of_its_shards(make, here):
+    shards = make([6000, 0, 40, 1], prioritized(), here)
     leaves = spread(shards)
     offsets = np.cumsum([0, *map(len, leaves)])
     p = np.concatenate(leaves) / np.concatenate(leaves).sum()
@@ -207,9 +224,10 @@ def test_the_union_is_drawn_from_in_proportion_whatever_the_sizes_of_its_shards(
     assert (np.abs(homes - share) < 5 * 0.71 * np.sqrt(batches)).all()
 
 
-def test_totals_that_change_between_learning_and_drawing_change_no_probability(make):
+@pytest.mark.parametrize("here", [None, 0, 1])
+def test_totals_that_change_between_learning_and_drawing_change_no_probability(make, here):
     # Shard 1's items are worth 100 times as much in every second batch, which the learner hears of with the draw.
-    shards = make([400, 300], prioritized(weights="none"))
+    shards = make([400, 300], prioritized(weights="none"), here)
     base = [np.linspace(0.1, 1.0, 400), np.linspace(0.1, 1.0, 300)]
     shards.buffer(0).update_priorities(shards.keys[0], base[0])
     factor = [1.0]
@@ -236,8 +254,9 @@ def test_totals_that_change_between_learning_and_drawing_change_no_probability(m
         assert_follows(observed[half], p[half] * n * batches / 2)
 
 
-def test_totals_are_learned_with_the_first_batch_and_one_call_a_shard_is_enough_from_then_on(make):
-    shards = make([2000, 1000], prioritized())
+@pytest.mark.parametrize("here", [None, 1])
+def test_totals_are_learned_with_the_first_batch_and_one_call_a_shard_is_enough_from_then_on(make, here):
+    shards = make([2000, 1000], prioritized(), here)
     spread(shards)
     shards.batch(256, 0, slack=1.0)
     before = shards.calls
@@ -275,5 +294,23 @@ def test_uniform_draws_of_the_union_are_uniform_over_its_items(make):
     assert_follows(observed, np.full(3030, 100 * 512 / 3030))
 
 
-def test_a_union_without_items_gives_no_batch(make):
-    assert make([0, 0], prioritized()).batch(8, 0) is None
+@pytest.mark.parametrize("here", [None, 0])
+def test_a_union_without_items_gives_no_batch(make, here):
+    assert make([0, 0], prioritized(), here).batch(8, 0) is None
+
+
+@pytest.mark.parametrize("here", [None, 0, 1])
+def test_a_batch_comes_into_the_place_that_it_is_given(make, here):
+    shards = make([50, 70], prioritized(weights="batch"), here)
+    leaves = spread(shards)
+    p = np.concatenate(leaves) / np.concatenate(leaves).sum()
+    place = ReplayBatch(
+        {name: torch.full((64,), -1) for name in ("home", "index", "key")}
+        | {name: torch.full((64,), -1.0) for name in ("weight", "probability")}
+    )
+    for step in range(20):
+        assert shards.batch(64, step, place=place) is place
+        at = 50 * place["home"].numpy() + place["index"].numpy()
+        np.testing.assert_allclose(place["probability"].numpy(), p[at], rtol=2e-6)
+        np.testing.assert_allclose(place["weight"].numpy(), (p[at].min() / p[at]) ** 0.4, rtol=2e-6)
+        assert (unpack(place["key"].numpy())[1] == place["index"].numpy()).all()

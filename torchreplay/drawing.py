@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from .cuda import to_host
 from .deferred import Arrival, DeferredUpdates
 from .errors import Stopped
 from .ledger import Ledger, RemotelyWritten
+from .replay import Finish
 from .samplers import Schedule, value_of
 from .segment import Handle
 from .spec import ELEMENTS
@@ -30,7 +30,7 @@ class Drawing:
     _config: Config
     _nonce: int
     _ledger: Ledger | Handle | None
-    _finish: Callable[[dict[str, Any]], None] | None
+    _finish: Finish | None
     _deferred: DeferredUpdates
 
     def sample(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
 
 import torch
 
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 Pin = Literal["staging", "ring", "off"]
 PINS: tuple[Pin, ...] = get_args(Pin)
+
+
+Finish: TypeAlias = Callable[[dict[str, Any]], None]
+"""Computes what a view's functions have to add to a batch."""
 
 
 class Batches(Protocol):
@@ -48,6 +52,9 @@ class Replay(Configured, ABC):
 
     _nonce: int
     """Its identity, by which batches name it."""
+
+    _finish: Finish | None
+    """What computes the rest of a batch that was drawn; None: nothing is left to compute."""
 
     @abstractmethod
     def sample(self, batch_size: int, beta: Schedule | None = None, timeout: float | None = None) -> ReplayBatch:

@@ -17,7 +17,7 @@ from .packing import Packing, batch_of
 from .spec import Path
 
 if TYPE_CHECKING:
-    from .buffer import ReplayBuffer
+    from .replay import Replay
 
 SPARE = 3
 """Slots beside those of the batches ordered: copies from them may be under way without anyone waiting."""
@@ -84,7 +84,7 @@ class Staging:
         copies: What copies to the device.
     """
 
-    def __init__(self, buffer: ReplayBuffer, batch_size: int, prefetch: int, copies: Copies) -> None:
+    def __init__(self, buffer: Replay, batch_size: int, prefetch: int, copies: Copies) -> None:
         self._process = os.getpid()
         keep_in_children(self)
         self._packing = Packing(buffer._config.outputs(), batch_size)

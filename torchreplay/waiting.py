@@ -6,7 +6,8 @@ import logging
 import math
 import threading
 import time
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from .arguments import as_float
 from .errors import ReplayTimeout, Stopped, WouldBlockForever
@@ -144,11 +145,19 @@ class Wait:
         self._tell("the learner to draw more, as the limiter wants it", f"learners alive: {census['learners']}")
 
 
-class Audience:
-    """Whether anybody is left to draw what is written."""
+Listener: TypeAlias = Literal["owners", "learners", "supervisors"]
 
-    def __init__(self, segment: Watched) -> None:
-        self._segment = segment
+
+class Audience:
+    """Whether anybody is left to draw what is written.
+
+    Args:
+        segment: What is written to.
+        listeners: Those of whom one must be there.
+    """
+
+    def __init__(self, segment: Watched, listeners: Sequence[Listener] = ("owners", "learners", "supervisors")) -> None:
+        self._segment, self._listeners = segment, listeners
         self._alone_since: float | None = None
 
     def check(self) -> None:
@@ -159,7 +168,7 @@ class Audience:
         """
         census = self._segment.census(True)
         now = time.monotonic()
-        if census["owners"] or census["learners"] or census["supervisors"]:
+        if any(census[who] for who in self._listeners):
             self._alone_since = None
         elif self._alone_since is None:
             self._alone_since = now

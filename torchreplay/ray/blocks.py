@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Final
+from collections.abc import Iterator, Mapping
+from functools import reduce
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -24,6 +25,10 @@ RESERVED: Final[Mapping[Path, Field]] = {
     ("weight",): Field((), torch.float32),
     ("probability",): Field((), torch.float32),
 }
+
+
+ItemBytes: TypeAlias = list[NDArray[np.uint8]]
+"""Of each tensor of a batch the bytes of its items, `[n, bytes]`."""
 
 
 class RecycledMemory:
@@ -68,24 +73,29 @@ class Layout:
             tensors[path] = block[start : start + size].view(field.dtype).view(n, *field.shape)
         return ReplayBatch(nest(tensors))
 
-    def merged(self, parts: Iterable[tuple[NDArray[np.uint8], int, NDArray[np.int64]]], n: int) -> ReplayBatch:
-        """Returns a batch of its own memory with chosen items of several blocks, in their order.
+    def new_batch(self, n: int) -> ReplayBatch:
+        """Returns a batch of `n` items of any content, in memory of its own."""
+        return self.batch_over(self._memory.take(self.nbytes(n)), n)
+
+    def copy(self, source: NDArray[np.uint8], given: int, which: NDArray[np.int64], room: ItemBytes, at: int) -> None:
+        """Copies chosen items of a block into a batch.
 
         Args:
-            parts: A block, how many items it has, and which of them to take; `n` in all.
-            n: Items in the batch.
+            source: The block.
+            given: How many items it has.
+            which: Those to copy.
+            room: The batch's.
+            at: Where the first one goes; the others follow.
         """
-        block = self._memory.take(self.nbytes(n))
-        target, at = block.numpy(), 0
-        for source, given, which in parts:
-            for (start, _), (origin, _), size in zip(
-                self._places(n), self._places(given), self._item_bytes, strict=True
-            ):
-                rows = source[origin : origin + given * size].reshape(given, size)
-                room = target[start + at * size : start + (at + len(which)) * size].reshape(len(which), size)
-                np.take(rows, which, axis=0, out=room, mode="clip")  # another mode would copy twice
-            at += len(which)
-        return self.batch_over(block, n)
+        for (start, _), size, target in zip(self._places(given), self._item_bytes, room, strict=True):
+            rows = source[start : start + given * size].reshape(given, size)
+            np.take(rows, which, axis=0, out=target[at : at + len(which)], mode="clip")  # another mode would copy twice
+
+    def item_bytes(self, batch: ReplayBatch) -> ItemBytes:
+        """Returns the memory of a batch's tensors, in the order of a block."""
+        n = len(batch["key"])
+        tensors = [_at(batch, path) for path in self._fields]
+        return [(t if t.dtype == torch.uint8 else t.view(torch.uint8)).numpy().reshape(n, -1) for t in tensors]
 
     def _places(self, n: int) -> Iterator[tuple[int, int]]:
         start = 0
@@ -96,3 +106,21 @@ class Layout:
 
 def _rounded(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def keep(room: ItemBytes, which: NDArray[np.int64]) -> None:
+    """Moves chosen items to the front of a batch, in any order: the last ones take the places of those left out.
+
+    Args:
+        room: The batch's.
+        which: The items, ascending.
+    """
+    moved = which[np.searchsorted(which, len(which)) :]
+    vacant = np.setdiff1d(np.arange(len(which)), which, assume_unique=True)
+    for rows in room:
+        rows[vacant] = rows[moved]
+
+
+def _at(batch: Any, path: Path) -> torch.Tensor:
+    tensor: torch.Tensor = reduce(lambda level, name: level[name], path, batch)
+    return tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -16,6 +17,9 @@ from torchreplay.ray.union import MAX_SHARDS
 logger = logging.getLogger("torchreplay.ray")
 
 NAMESPACE: Final = "torchreplay"
+
+RETRY: Final = 5.0
+"""Seconds after which a shard that could not be made is tried again; twice as many after each of six more failures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +83,11 @@ class _Slot:
 
     capacity: int
     node: str
-    number: int = -1
+    number: int = -1  # of the shard; -1: the next one that is made takes a new one
     actor: Any = None
     ready: Any = None  # of a shard that is being made: its first answer
-    failed: bool = False  # it cannot be made there
+    failures: int = 0  # to make it there, one after the other
+    again_at: float = 0.0  # when it is tried again, by the monotonic clock
 
 
 class Directory:
@@ -161,7 +166,7 @@ class Directory:
             if slot.number == number and slot.actor is not None:
                 self._ray.kill(slot.actor, no_restart=True)
                 self._lost[number] = Lost(number, slot.node, rows, inserted)
-                slot.actor = slot.ready = None
+                slot.actor, slot.ready, slot.number = None, None, -1
                 logger.error("shard %d on node %s is lost, and %d rows with it: %s", number, slot.node, rows, why)
         return self.table()
 
@@ -186,9 +191,10 @@ class Directory:
                 slot.actor.stop.remote()
 
     def _make(self, slot: _Slot, limit: int | None) -> None:
-        if self._born == MAX_SHARDS:
+        if slot.number < 0 and self._born == MAX_SHARDS:
             raise RuntimeError(f"{MAX_SHARDS:,} shards were made, and there are no numbers left for more")
-        slot.number, self._born = self._born, self._born + 1
+        if slot.number < 0:
+            slot.number, self._born = self._born, self._born + 1
         seed = int(np.random.SeedSequence(self._seed, spawn_key=(slot.number,)).generate_state(1, np.uint64)[0])
         strategy = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(slot.node, soft=False)
         actor = self._ray.remote(Shard).options(num_cpus=0, max_restarts=0, scheduling_strategy=strategy)
@@ -200,23 +206,27 @@ class Directory:
         for slot in self._slots:
             if slot.ready is not None and self._ray.wait([slot.ready], timeout=0)[0]:
                 self._welcome(slot)
-        missing = [slot for slot in self._slots if slot.actor is None and not slot.failed]
+        now = time.monotonic()
+        missing = [slot for slot in self._slots if slot.actor is None and now >= slot.again_at]
         if not missing or self._stopped:
             return
         alive = [node["NodeID"] for node in self._ray.nodes() if node["Alive"]]
         free = [node for node in alive if node not in {slot.node for slot in self._slots}]
         for slot in missing:
             if slot.node not in alive and self._anywhere and free:
-                slot.node = free.pop()
+                slot.node, slot.failures = free.pop(), 0
             if slot.node in alive:
                 self._make(slot, None if self._limit is None else 0)  # the learners' next calls say how many
 
     def _welcome(self, slot: _Slot) -> None:
         try:
             self._ray.get(slot.ready)
-        except self._ray.exceptions.RayTaskError as error:  # it could not be made there: nor could it again
-            slot.actor, slot.failed = None, True
-            logger.error("no shard can be made on node %s: %s", slot.node, error)
-        except self._ray.exceptions.RayError:  # killed, or its node went
+            slot.failures = 0
+        except self._ray.exceptions.RayError as error:  # such as too little memory, or it was killed, or its node went
             slot.actor = None
+            wait = RETRY * 2 ** min(slot.failures, 6)
+            slot.failures, slot.again_at = slot.failures + 1, time.monotonic() + wait
+            text = "no shard can be made on node %s, which is tried again in %.0f s: %s"
+            # Of a lost shard's memory the last goes with the last explorer that has noticed.
+            logger.error(text, slot.node, wait, getattr(error, "cause", error))
         slot.ready = None

@@ -13,10 +13,10 @@ from torchreplay.batch import ReplayBatch
 from torchreplay.config import Config
 from torchreplay.drawing import MAX_BATCH
 from torchreplay.errors import ReplayTimeout
-from torchreplay.hindsight import Hindsight
 from torchreplay.ray.blocks import Layout
 from torchreplay.ray.members import Shards
 from torchreplay.ray.rounds import LEAST_SLACK, Round
+from torchreplay.replay import Finish
 from torchreplay.samplers import Schedule, value_of
 from torchreplay.waiting import Wait
 
@@ -32,18 +32,19 @@ class Draws:
         config: Of the union.
         seed: Of the random numbers that choose among candidates.
         nonce: What signs the batches.
+        finish: What computes the rest of a batch, where the view has functions.
 
     Attributes:
         shards: What from.
     """
 
-    def __init__(self, shards: Shards, config: Config, seed: int, nonce: int) -> None:
+    def __init__(self, shards: Shards, config: Config, seed: int, nonce: int, finish: Finish | None) -> None:
         self.shards = shards
         self._sampler, self._seed, self._nonce = config.sampler, seed, nonce
         self._layout = Layout(config.outputs())
-        self._finish = config.view.finish if isinstance(config.view, Hindsight) else None
+        self._finish = finish
         self._lock = threading.Lock()
-        self._begun = self._under_way = 0  # rounds, and those that are no batch yet
+        self._made = self._next = self._under_way = 0  # batches, the next round's number, and rounds that are neither
         self._slack = 1.0
         self._stream: int | None = None
 
@@ -59,11 +60,11 @@ class Draws:
     @property
     def made(self) -> int:
         """Batches drawn."""
-        return self._begun - self._under_way
+        return self._made
 
     @made.setter
     def made(self, step: int) -> None:
-        self._begun = step + self._under_way
+        self._made, self._next = step, step + self._under_way
 
     def draw(self, n: int, beta: Schedule | None, wait: Wait) -> ReplayBatch:
         """Returns a batch of `n` items, once there are any and the limiter admits it."""
@@ -78,47 +79,68 @@ class Draws:
         drawable = any(figures.drawn.drawable for figures in self.shards.figures.values())
         return drawable and union_limiter.inserted >= union_limiter.needed(n)
 
-    def order(self, n: int, wait: Wait) -> Round:
-        """Asks all shards for candidates, once the limiter admits `n` items; `take` makes the batch."""
+    def order(self, n: int, wait: Wait, place: ReplayBatch | None = None) -> Round:
+        """Asks all shards for candidates, once the limiter admits `n` items; `take` makes the batch.
+
+        Args:
+            n: Items.
+            wait: How long it may take.
+            place: The batch, whose tensors are overwritten; None: it is made.
+        """
         checked_int("batch_size", n, 1, MAX_BATCH)
         self.shards.refresh()
         if not self.admits(n):
             self._wait_for_rows(n, wait)
+        here = self.shards.draws_here(wait)
         with self._lock:
-            step, self._begun, self._under_way = self._begun, self._begun + 1, self._under_way + 1
+            step, self._next, self._under_way = self._next, self._next + 1, self._under_way + 1
             self.shards.union_limiter.under_way += n
         # The generator's blocks are counted by the low bits.
         chance = np.random.Generator(np.random.Philox(key=[self._seed, self.stream], counter=step << 64))
-        return Round(self.shards, n, chance, self._slack)
+        try:
+            return Round(self.shards, self._layout, step, n, chance, self._slack, here, place)
+        except BaseException:
+            self._end(step, n, None)
+            raise
 
-    def take(self, ordered: Round, beta: Schedule | None, wait: Wait) -> ReplayBatch | None:
-        """Returns the batch that was ordered; None if there was no item to draw."""
+    def take(self, ordered: Round, beta: Schedule | None, wait: Wait, finish: bool = True) -> ReplayBatch | None:
+        """Returns the batch that was ordered; None if there was no item to draw.
+
+        Args:
+            ordered: The round.
+            beta: Exponent of the weights; None: the sampler's.
+            wait: How long it may take.
+            finish: Whether the rest of the batch is computed; otherwise whoever gave it its place does so.
+        """
         batch = None
         try:
             exponent = value_of(self._sampler.beta if beta is None else beta, self.shards.union_limiter.steps)
-            batch = ordered.finish(self._layout, self._sampler, exponent, wait)
+            batch = ordered.finish(self._sampler, exponent, wait)
         finally:
-            with self._lock:
-                self._under_way -= 1
-                self.shards.union_limiter.under_way -= ordered.n
-                if batch is not None:
-                    self.shards.union_limiter.items += ordered.n
-                    self.shards.union_limiter.batches += 1
-                else:
-                    self._begun -= 1
+            self._end(ordered.step, ordered.n, batch)
         self._slack = min(1.0, self._slack * 4) if ordered.asked_again else max(LEAST_SLACK, self._slack * 0.75)
         if batch is not None:
             batch.source = self._nonce
-            if self._finish is not None:
+            if finish and self._finish is not None:
                 self._finish(batch)
         return batch
 
     def forget(self, ordered: Round) -> None:
         """Gives up a round that was ordered: it has not been drawn."""
+        self._end(ordered.step, ordered.n, None)
+
+    def _end(self, step: int, n: int, batch: ReplayBatch | None) -> None:
+        """Counts a round that is no longer under way."""
         with self._lock:
+            union_limiter = self.shards.union_limiter
             self._under_way -= 1
-            self._begun -= 1
-            self.shards.union_limiter.under_way -= ordered.n
+            union_limiter.under_way -= n
+            if batch is not None:
+                self._made += 1
+                union_limiter.items += n
+                union_limiter.batches += 1
+            elif step == self._next - 1:  # another one's would be used twice
+                self._next = step
 
     def _wait_for_rows(self, n: int, wait: Wait) -> None:
         heard = False

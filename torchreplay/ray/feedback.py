@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from typing import Any, Final
 
@@ -29,6 +30,7 @@ class Feedback:
     def __init__(self, shards: Shards, nonce: int) -> None:
         self._shards, self._nonce = shards, nonce
         self._calls: deque[tuple[int, int, Any]] = deque()  # shard, number of TD errors, answer to come
+        self._lock = threading.Lock()  # of those who hear
 
     def send(self, batch_or_keys: ReplayBatch | Any, td: Any) -> None:
         """Does what `ShardedReplay.update_priorities` does."""
@@ -38,22 +40,20 @@ class Feedback:
         self._require_issued(keys, numbers, own)
         for number in np.unique(numbers).tolist():
             mine = numbers == number
-            place = self._shards.table.places.get(number)
-            if place is None:
+            call = self._shards.update(number, own[mine], errors[mine])
+            if call is None:
                 self._shards.tell("dropped", int(mine.sum()))
             else:
-                self._calls.append((number, int(mine.sum()), place.actor.update.remote(own[mine], errors[mine])))
+                self._calls.append((number, int(mine.sum()), call))
         self.hear(IN_FLIGHT)
 
     def hear(self, most: int) -> None:
         """Waits until at most so many calls are unanswered."""
-        while len(self._calls) > most:
-            number, count, call = self._calls.popleft()
-            try:
-                self._shards.result(call)
-            except LookupError as error:
-                self._shards.lose(number, str(error))
-                self._shards.tell("dropped", count)
+        with self._lock:
+            while len(self._calls) > most:
+                number, count, call = self._calls.popleft()
+                if not self._shards.collect({number: call}):
+                    self._shards.tell("dropped", count)
 
     def _checked_keys(self, given: Any) -> NDArray[np.int64]:
         if isinstance(given, ReplayBatch):

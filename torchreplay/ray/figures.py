@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from torchreplay.ray.union import Drawn
 
@@ -62,3 +66,7 @@ class Figures:
     learners: Mapping[int, tuple[int, int]]
     stopped: bool
     trouble: str | None
+
+
+Answer: TypeAlias = tuple[Figures, NDArray[np.uint8] | None]
+"""What a shard said, and a block with its candidates; None: there are none, or they were drawn into their place."""

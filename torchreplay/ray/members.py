@@ -5,16 +5,23 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import wait as wait_for_futures
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from torchreplay.errors import ReplayTimeout, Stopped
+from torchreplay.batch import ReplayBatch
+from torchreplay.errors import AttachError, ReplayTimeout, Stopped
 from torchreplay.limiters import Limiter
+from torchreplay.nodes import ray_node
 from torchreplay.ray.directory import NAMESPACE, Place, Table
-from torchreplay.ray.figures import Figures, Order
+from torchreplay.ray.figures import Answer, Figures, Order
+from torchreplay.ray.nearby import Gone, Nearby
 from torchreplay.ray.session import import_ray
 from torchreplay.ray.union_limiter import UnionLimiter
 from torchreplay.waiting import LOG_EVERY, SLICE_NS, Wait
@@ -27,7 +34,13 @@ logger = logging.getLogger("torchreplay.ray")
 REFRESH: Final = 1.0
 """Seconds between two looks at the table: shards that came back are drawn from that much later."""
 
-Answers = dict[int, tuple[Figures, NDArray[np.uint8] | None]]
+REPORT: Final = 0.1
+"""Seconds between two reports of this learner's draws to a shard that it draws from without a message."""
+
+REPORTS: Final = 32
+"""Reports under way at most: the next one says all that those left out would have said."""
+
+Answers = dict[int, Answer]
 
 
 class Shards:
@@ -37,9 +50,13 @@ class Shards:
         name: Of the directory's actor.
         limiter: Of the union.
 
+    The shard on the process's own node is drawn from and fed back to through shared memory once `attach` was called.
+
     Attributes:
+        node: Ray's id of the node that this process is on.
+        nearby: The shard there, when it is attached.
         table: What was where when it was last asked.
-        figures: What each shard said last, by number.
+        figures: What each shard said last, by number. Never changed: there is another when one says more.
     """
 
     def __init__(self, name: str, limiter: Limiter) -> None:
@@ -60,6 +77,11 @@ class Shards:
         self._lock = threading.RLock()
         self._asked: Any = None  # the table, on its way
         self._asked_at = 0.0
+        self._reports: deque[tuple[int, Any]] = deque()  # shard, answer to come
+        self._reported_at = -REPORT
+        self._refused = -1  # the shard here that cannot be attached
+        self.node = ray_node()
+        self.nearby: Nearby | None = None
         self.figures: dict[int, Figures] = {}
         self.table = self._adopt(self.ask("table"))
 
@@ -116,30 +138,114 @@ class Shards:
         with self._lock:
             return self._adopt(self.ask("table"))
 
-    def order(self, candidates: Mapping[int, int], n: int) -> dict[int, Any]:
+    def attach(self, wait: Wait | None = None) -> Nearby | None:
+        """Attaches the shard on this node, unless it is already.
+
+        Args:
+            wait: How long it may take; None: as long as the shard is there.
+
+        Returns:
+            It; None if this node has none, as far as this process knows.
+
+        Raises:
+            AttachError: It cannot be attached, and its actor is alive.
+            ReplayTimeout: It takes too long.
+        """
+        with self._lock:
+            place = self.place_here()
+            if place is None or (self.nearby is not None and self.nearby.number == place.number):
+                return self.nearby
+            self.detach()
+            for attempt in range(2):
+                told = self.collect({place.number: place.actor.handle.remote()}, wait)
+                try:
+                    if told:
+                        self.nearby = Nearby(place.number, told[place.number])
+                    break
+                except AttachError:  # it may have died just now, which the next call tells
+                    if attempt:
+                        raise
+            return self.nearby
+
+    def detach(self) -> None:
+        """Lets go of the shard that is attached."""
+        with self._lock:
+            nearby, self.nearby = self.nearby, None
+            if nearby is not None:
+                nearby.close()
+
+    def draws_here(self, wait: Wait) -> bool:
+        """Returns whether candidates of the shard on this node are drawn into their place, and attaches it first.
+
+        Raises:
+            ReplayTimeout: It takes too long.
+        """
+        place = self.place_here()
+        if place is None or place.number == self._refused:
+            return False
+        try:
+            return self.attach(wait) is not None
+        except AttachError as error:
+            self._refused = place.number
+            logger.warning("shard %d is on this node, and draws from it go through Ray: %s", place.number, error)
+            return False
+
+    def order(self, candidates: Mapping[int, int], n: int, room: ReplayBatch | None = None) -> dict[int, Any]:
         """Asks shards for candidates, and returns what their answers will be got by.
 
         Args:
             candidates: How many each is to draw; 0 for figures alone.
             n: Items that the learner waits for.
+            room: Where the shard that is attached draws its candidates to, beginning with the first row; None: it is
+                asked as the others are.
         """
         with self._lock:
-            union_limiter, places = self.union_limiter, self.table.places
+            union_limiter, places, nearby = self.union_limiter, self.table.places, self.nearby
             limits = union_limiter.limits(places, n)
-            return {
-                number: places[number].actor.draw.remote(
-                    Order(
-                        self.stream,
-                        union_limiter.items,
-                        union_limiter.batches,
-                        union_limiter.largest,
-                        limits[number],
-                        count,
-                    )
+            calls: dict[int, Any] = {}
+            for number, count in candidates.items():
+                if number not in places:
+                    continue
+                order = Order(
+                    self.stream,
+                    union_limiter.items,
+                    union_limiter.batches,
+                    union_limiter.largest,
+                    limits[number],
+                    count,
                 )
-                for number, count in candidates.items()
-                if number in places
-            }
+                if room is None or nearby is None or number != nearby.number:
+                    calls[number] = places[number].actor.draw.remote(order)
+                else:
+                    calls[number] = nearby.draw(order, room)
+                    self._report_to(places[number], order)
+            return calls
+
+    def update(self, number: int, keys: NDArray[np.int64], td: NDArray[np.float64]) -> Any:
+        """Has TD errors applied by a shard, which come after the draws that it was asked for.
+
+        Args:
+            number: Of the shard.
+            keys: Its own `[n]`.
+            td: The TD errors `[n]`.
+
+        Returns:
+            What the answer will be got by: how many; None if there is no such shard any more.
+        """
+        with self._lock:
+            place = self.table.places.get(number)
+            if place is None:
+                return None
+            if self.nearby is not None and self.nearby.number == number:
+                return self.nearby.update(keys, td)
+            return place.actor.update.remote(keys, td)
+
+    def fetch(self, calls: Iterable[Any]) -> None:
+        """Has those answers that are there brought to this node, without waiting for them."""
+        remote = [call for call in calls if not isinstance(call, Future)]
+        if remote:
+            # What is asked for so is brought here also after the call has come back.
+            self.ray.wait(remote, num_returns=len(remote), timeout=0)
 
     def hear(self, calls: Mapping[int, Any], wait: Wait) -> Answers:
         """Waits for what shards answer to an order. Those that are lost meanwhile are left out.
@@ -176,7 +282,7 @@ class Shards:
         left = list(calls.values())
         while left:
             seconds = (SLICE_NS if wait is None else wait.slice_ns()) * 1e-9
-            left = self.ray.wait(left, num_returns=len(left), timeout=seconds)[1]
+            left = self._unanswered(left, seconds)
             expired = wait is not None and wait.expired
             if left and (expired or time.monotonic() - log_at >= LOG_EVERY):
                 log_at = time.monotonic()
@@ -186,18 +292,6 @@ class Shards:
                     raise ReplayTimeout(text)
                 logger.warning(text)
         return {number: answer for number, call in calls.items() if (answer := self._answer(number, call)) is not None}
-
-    def result(self, call: Any) -> Any:
-        """Returns what a call that has been answered returned.
-
-        Raises:
-            LookupError: The shard is lost.
-        """
-        errors = self.ray.exceptions
-        try:
-            return self.ray.get(call)
-        except (errors.RayActorError, errors.ObjectLostError) as error:
-            raise LookupError(str(error)) from None
 
     def lose(self, number: int, why: str) -> None:
         """Has a shard that does not answer taken out for everyone."""
@@ -230,27 +324,58 @@ class Shards:
             "since_write": min(writes, default=-1.0),
         }
 
-    def place_on(self, node: str) -> Place | None:
-        """Returns the shard of a node, as far as this process knows."""
-        return next((place for place in self.table.places.values() if place.node == node), None)
+    def place_here(self) -> Place | None:
+        """Returns the shard of this node, as far as this process knows."""
+        return next((place for place in self.table.places.values() if place.node == self.node), None)
 
     def _note(self, answers: Answers) -> Answers:
         with self._lock:
+            self.figures = self.figures | {number: figures for number, (figures, _) in answers.items()}
             for number, (figures, _) in answers.items():
-                self.figures[number] = figures
                 self.union_limiter.hear(number, figures)
         return answers
 
+    def _unanswered(self, calls: list[Any], seconds: float) -> list[Any]:
+        """Waits for answers, so long at most, and returns the calls that have none."""
+        here = [call for call in calls if isinstance(call, Future)]
+        left = [call for call in calls if not isinstance(call, Future)]
+        if left:
+            left = self.ray.wait(left, num_returns=len(left), timeout=seconds)[1]
+        elif here:
+            wait_for_futures(here, seconds)
+        return left + [call for call in here if not call.done()]
+
     def _answer(self, number: int, call: Any) -> Any:
+        """Returns what a call that has been answered returned; None if the shard is lost."""
+        errors = self.ray.exceptions
         try:
-            return self.result(call)
-        except LookupError as error:
+            return call.result() if isinstance(call, Future) else self.ray.get(call)
+        except (errors.RayActorError, errors.ObjectLostError, Gone, CancelledError) as error:
             self.lose(number, str(error))
             return None
+
+    def _report_to(self, place: Place, order: Order) -> None:
+        """Tells a shard's actor what it would have heard, had it been asked for the candidates of this order.
+
+        Nobody waits for its answers. Where explorers wait for what learners draw, every order is reported; elsewhere
+        only other learners' schedules and statistics need to know, and now and then is enough.
+        """
+        while self._reports and self.ray.wait([self._reports[0][1]], timeout=0)[0]:
+            number, report = self._reports.popleft()
+            answer = self._answer(number, report)
+            if answer is not None:
+                self.union_limiter.hear(number, answer[0])
+        now = time.monotonic()
+        due = order.limit is not None or now - self._reported_at >= REPORT
+        if due and len(self._reports) < REPORTS:
+            self._reports.append((place.number, place.actor.draw.remote(replace(order, candidates=0))))
+            self._reported_at = now
 
     def _adopt(self, table: Table) -> Table:
         self.table = table
         self.figures = {number: figures for number, figures in self.figures.items() if number in table.places}
+        if self.nearby is not None and self.nearby.number not in table.places:
+            self.detach()
         if self._union_limiter is not None:
             for lost in table.lost:
                 self._union_limiter.count_inserted(lost.number, lost.inserted)

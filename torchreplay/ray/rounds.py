@@ -6,9 +6,11 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from torchreplay.batch import ReplayBatch
-from torchreplay.ray.blocks import Layout
+from torchreplay.ray.blocks import Layout, keep
+from torchreplay.ray.figures import Answer
 from torchreplay.ray.members import Answers, Shards
 from torchreplay.ray.union import Union, candidates, chosen
 from torchreplay.samplers import Sampler
@@ -16,6 +18,7 @@ from torchreplay.waiting import Wait
 
 if TYPE_CHECKING:
     from torchreplay.ray.draws import Draws
+    from torchreplay.staging import Staging
 
 LEAST_SLACK: Final = 1 / 64
 """Candidates asked for beyond a shard's share, so that it may have grown since the last answer."""
@@ -31,20 +34,42 @@ class Round:
 
     Args:
         shards: The shards.
+        layout: Of blocks.
+        step: Its number.
         n: Items in the batch.
         chance: Its random numbers.
         slack: By which share a shard's part of the total may have grown since it was heard last.
+        here: Whether the shard that is attached draws its candidates right into the batch.
+        place: The batch, whose tensors are overwritten; None: it is made.
     """
 
-    def __init__(self, shards: Shards, n: int, chance: np.random.Generator, slack: float) -> None:
-        self.n = n
+    def __init__(
+        self,
+        shards: Shards,
+        layout: Layout,
+        step: int,
+        n: int,
+        chance: np.random.Generator,
+        slack: float,
+        here: bool = False,
+        place: ReplayBatch | None = None,
+    ) -> None:
+        self.step, self.n = step, n
         self.asked_again = False
-        self._shards, self._chance = shards, chance
+        self._shards, self._layout, self._chance = shards, layout, chance
+        self._batch = layout.new_batch(n) if here and place is None else place
+        self._room = self._batch if here else None
         numbers = sorted(shards.table.places)
         known = [shards.figures[k].drawn.total if k in shards.figures else 0.0 for k in numbers]
-        self._calls = shards.order(dict(zip(numbers, candidates(known, n, slack), strict=True)), 0)
+        asked = candidates(known, n, slack)
+        self._calls = shards.order(dict(zip(numbers, asked, strict=True)), 0, self._room)
 
-    def finish(self, layout: Layout, sampler: Sampler, beta: float, wait: Wait) -> ReplayBatch | None:
+    @property
+    def calls(self) -> list[Any]:
+        """What the answers will be got by."""
+        return list(self._calls.values())
+
+    def finish(self, sampler: Sampler, beta: float, wait: Wait) -> ReplayBatch | None:
         """Returns the batch; None if no shard has an item that can be drawn.
 
         Raises:
@@ -54,22 +79,32 @@ class Round:
         """
         answers = self._complete(self._shards.hear(self._calls, wait), wait)
         self._calls = {}
-        numbers = sorted(number for number, (figures, _) in answers.items() if figures.drawn.total > 0)
+        numbers = [number for number, (figures, _) in answers.items() if figures.drawn.total > 0]
         if not numbers:
             return None
+        numbers.sort(key=lambda number: (answers[number][1] is not None, number))  # what is in its place comes first
         union = Union(tuple(answers[number][0].drawn for number in numbers))
         counts = union.counts(self.n, self._chance.random(self.n))
-        parts, scale = [], []
-        for number, part, count in zip(numbers, union.parts, counts, strict=True):
-            figures, block = answers[number]
-            assert block is not None
-            parts.append((block, figures.candidates, chosen(self._chance, figures.candidates, int(count))))
-            scale.append(part.total / union.total)
-        batch = layout.merged(parts, self.n)
+        batch = self._layout.new_batch(self.n) if self._batch is None else self._batch
+        parts = [answers[number] for number in numbers]
+        if len(parts) > 1 or parts[0][1] is not None:  # one alone that is in its place is the batch
+            self._fill(batch, parts, counts)
+        scale = [part.total / union.total for part in union.parts]
         probability = batch["probability"].numpy().astype(np.float64) * np.repeat(scale, counts)
         batch["probability"].numpy()[:] = probability
         batch["weight"].numpy()[:] = union.weights(probability, beta, sampler)
         return batch
+
+    def _fill(self, batch: ReplayBatch, answers: list[Answer], counts: NDArray[np.int64]) -> None:
+        """Puts the items together: so many of each answer's candidates, each set of so many being equally likely."""
+        room, at = self._layout.item_bytes(batch), 0
+        for (figures, block), count in zip(answers, counts.tolist(), strict=True):
+            which = chosen(self._chance, figures.candidates, count)
+            if block is None:
+                keep(room, which)
+            else:
+                self._layout.copy(block, figures.candidates, which, room, at)
+            at += count
 
     def _complete(self, answers: Answers, wait: Wait) -> Answers:
         """Asks those shards again whose candidates might not be enough, until all are."""
@@ -88,7 +123,7 @@ class Round:
                 return answers
             self.asked_again, tries = True, tries + 1
             answers = {number: answer for number, answer in answers.items() if number not in short}
-            answers |= self._shards.hear(self._shards.order(short, 0), wait)
+            answers |= self._shards.hear(self._shards.order(short, 0, self._room), wait)
 
 
 class RoundStream:
@@ -104,6 +139,7 @@ class RoundStream:
         prefetch: Rounds under way ahead.
         timeout: Seconds to wait for each batch at most.
         waiting: How the wait for the first one looks.
+        staging: What gives each batch its place; None: memory of its own.
     """
 
     def __init__(
@@ -114,8 +150,9 @@ class RoundStream:
         prefetch: int,
         timeout: float | None,
         waiting: type[Wait],
+        staging: Staging | None = None,
     ) -> None:
-        self._draws, self._batch_size, self._left = draws, batch_size, count
+        self._draws, self._batch_size, self._left, self._staging = draws, batch_size, count, staging
         self._prefetch, self._timeout, self._waiting = prefetch, timeout, waiting
         self._ahead: deque[Round] = deque()
 
@@ -138,7 +175,10 @@ class RoundStream:
             batch = None
             while batch is None:
                 self._order(wait)
-                batch = self._draws.take(self._ahead.popleft(), None, wait)
+                ordered = self._ahead.popleft()
+                # They travel while this batch is made, and while its user works.
+                self._draws.shards.fetch(call for later in self._ahead for call in later.calls)
+                batch = self._draws.take(ordered, None, wait, self._staging is None or not self._prefetch)
         finally:
             wait.end()
         if self._left is not None:
@@ -162,6 +202,9 @@ class RoundStream:
     def _order(self, wait: Wait) -> None:
         most = self._prefetch + 1 if self._left is None else min(self._left, self._prefetch + 1)
         if not self._ahead:
-            self._ahead.append(self._draws.order(self._batch_size, wait))
+            self._ahead.append(self._draws.order(self._batch_size, wait, self._place()))
         while len(self._ahead) < most and self._draws.admits(self._batch_size):
-            self._ahead.append(self._draws.order(self._batch_size, wait))
+            self._ahead.append(self._draws.order(self._batch_size, wait, self._place()))
+
+    def _place(self) -> ReplayBatch | None:
+        return None if self._staging is None else self._staging.place()

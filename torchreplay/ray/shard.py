@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,13 +13,12 @@ from torchreplay.buffer import ReplayBuffer
 from torchreplay.config import Config
 from torchreplay.limiters import MinSize
 from torchreplay.ray.blocks import Layout
-from torchreplay.ray.figures import Figures, Order
-from torchreplay.ray.union import Drawn, pack
+from torchreplay.ray.candidates import Candidates
+from torchreplay.ray.figures import Answer, Order
 from torchreplay.samplers import Prioritized
 from torchreplay.segment import Handle
 from torchreplay.spec import nest
 from torchreplay.stats import Stats
-from torchreplay.waiting import NEVER
 
 LEASH = float(1 << 40)
 """Draws that count as one insert for a shard's own limiter: it follows the learners' limit, not its own draws."""
@@ -29,7 +27,7 @@ UNBOUNDED = -1e300
 
 
 class Shard:
-    """One buffer, written by the processes of its node and drawn from by calls.
+    """One buffer, written by the processes of its node, and drawn from by calls from the others.
 
     Draws and feedback come one after the other, in the order of each caller's calls. Weights, and who may draw, are
     matters of the union: the learners' affair.
@@ -42,10 +40,11 @@ class Shard:
     """
 
     _buffer: ReplayBuffer
+    _candidates: Candidates
 
     def __init__(self, number: int, config: Config, seed: int, limit: int | None) -> None:
         self._config, self._seed, self._limit = config, seed, limit
-        self._base = pack(number)
+        self._number = number
         self._layout = Layout(config.outputs())
         self._block = torch.empty(0, dtype=torch.uint8)  # used again and again: the object store has its own copy
         self._batch = ReplayBatch()
@@ -64,6 +63,7 @@ class Shard:
         self._buffer = ReplayBuffer(
             nest(config.fields), config.capacity, sampler=sampler, view=config.view, limiter=MinSize(), seed=self._seed
         )
+        self._candidates = Candidates(self._buffer, self._number)
         if self._limit is not None:
             self._admit(self._limit)
         return self._buffer.handle()
@@ -72,29 +72,28 @@ class Shard:
         """Returns what processes of this node attach."""
         return self._buffer.handle()
 
-    def draw(self, order: Order) -> tuple[Figures, NDArray[np.uint8] | None]:
+    def draw(self, order: Order) -> Answer:
         """Draws candidates, stratified and with replacement.
 
         Returns:
             The figures, and a block of as many items as they say; None if there are none.
         """
-        self._learners[order.stream] = (order.items, order.batches)
-        if isinstance(self._buffer.sampler, Prioritized):
-            self._buffer._segment.raise_largest(order.largest)
+        if order.batches:  # those who only look around would add up
+            self._learners[order.stream] = (order.items, order.batches)
+        self._candidates.raise_largest(order.largest)
         if order.limit not in (None, self._limit):
             self._admit(order.limit)
         if not order.candidates:
-            return self._figures(None, 0, None), None
-        result = self._buffer._segment.sample(order.candidates, 0.0, NEVER, self._room_for(order.candidates))
-        if not isinstance(result, ReplayBatch):
-            return self._figures(None, 0, self._trouble(result, order.candidates)), None
-        result["key"] += self._base
-        figures = self._figures(Drawn(*self._buffer._segment.drawn_from), order.candidates, None)
+            return self._candidates.figures(self._learners), None
+        figures = self._candidates.draw(order.candidates, self._room_for(order.candidates), self._learners)
+        if not figures.candidates:
+            return figures, None
         return figures, self._block.numpy()[: self._layout.nbytes(order.candidates)]
 
-    def update(self, keys: NDArray[np.int64], td: NDArray[np.float64]) -> None:
-        """Feeds back TD errors for keys of this shard's own; both were checked."""
+    def update(self, keys: NDArray[np.int64], td: NDArray[np.float64]) -> int:
+        """Feeds back TD errors for keys of this shard's own; both were checked. Returns how many."""
         self._buffer.update_priorities(keys, td)
+        return len(keys)
 
     def stats(self) -> Stats:
         """Returns the buffer's own."""
@@ -121,29 +120,3 @@ class Shard:
                 self._block = torch.empty(self._layout.nbytes(n), dtype=torch.uint8)
             self._batch, self._batch_items = self._layout.batch_over(self._block, n), n
         return self._batch
-
-    def _trouble(self, result: Any, n: int) -> str | None:
-        if not isinstance(result, str) or result == "stopped":
-            return None
-        try:
-            self._buffer._check_shortage(result, n, None)  # type: ignore[arg-type]  # it raises before it would wait
-        except RuntimeError as error:
-            return str(error)
-        return None
-
-    def _figures(self, drawn: Drawn | None, candidates: int, trouble: str | None) -> Figures:
-        stats = self._buffer.stats()
-        return Figures(
-            drawn or Drawn(stats.priority_total, stats.drawable, stats.priority_min),
-            candidates,
-            stats.size,
-            stats.inserted,
-            stats.rows_written,
-            stats.priority_max,
-            stats.writers,
-            self._buffer._segment.census(False)["since_departure"],
-            stats.last_write_age,
-            self._learners,
-            stats.stopped,
-            trouble,
-        )

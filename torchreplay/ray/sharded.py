@@ -13,16 +13,19 @@ import torch
 from torchreplay.arguments import checked_int
 from torchreplay.batch import ReplayBatch
 from torchreplay.config import MAX_CAPACITY, Config
+from torchreplay.cuda import DeviceCopies
 from torchreplay.drawing import MAX_BATCH
+from torchreplay.hindsight import Hindsight
 from torchreplay.limiters import Limiter
 from torchreplay.ray.directory import NAMESPACE, Directory
 from torchreplay.ray.draws import Draws
 from torchreplay.ray.feedback import Feedback
 from torchreplay.ray.histograms import merged_histograms
 from torchreplay.ray.members import Shards
+from torchreplay.ray.node_shard import Expectation, buffer_to_write_to
 from torchreplay.ray.rounds import RoundStream
 from torchreplay.ray.session import import_ray
-from torchreplay.ray.shard_writer import Expectation, NodeShard, ShardWriter
+from torchreplay.ray.shard_writer import ShardWriter
 from torchreplay.ray.sharded_stats import ShardedStats, summed
 from torchreplay.ray.union_limiter import UnionLimiter
 from torchreplay.replay import Pin, Replay
@@ -42,7 +45,8 @@ class ShardedReplay(Replay):
     """A prioritized replay buffer whose rows lie on several nodes of a Ray cluster, for when one is not enough.
 
     Each node has a shard: an ordinary `ReplayBuffer` in that node's shared memory, held by an actor. Explorers write
-    to the shard of the node they run on, without a message; learners draw from all of them at once::
+    to the shard of the node they run on, without a message; learners draw from all of them at once, through shared
+    memory from that of their own node, through Ray's object store from the others::
 
         replay = ShardedReplay(spec, capacity=10_000_000, sampler=tr.Prioritized())
         explorer.remote(replay)                    # there: with replay.writer() as w: w.append(...)
@@ -116,8 +120,8 @@ class ShardedReplay(Replay):
         self._nonce, self._seed, self._config = nonce, seed, config
         self._capacity, self._count = capacity, count
         self.shards = Shards(_name(nonce), config.limiter)
-        self._node_shard = NodeShard(self.shards)
-        self._draws = Draws(self.shards, config, seed, nonce)
+        self._finish = config.view.finish if isinstance(config.view, Hindsight) else None
+        self._draws = Draws(self.shards, config, seed, nonce, self._finish)
         self._feedback = Feedback(self.shards, nonce)
         self._closed = False
 
@@ -149,16 +153,16 @@ class ShardedReplay(Replay):
             Stopped: The buffer was stopped.
             ValueError: `lanes` is out of range or asked for under `Rows()`, or `autoreset` is unknown.
         """
-        buffer, base = self._node_shard.buffer()
-        return ShardWriter(buffer, buffer._config, base, lanes, autoreset)
+        self._require_open()
+        return buffer_to_write_to(self.shards).writer(lanes, autoreset)
 
     def extend(self, /, *, priority: Any = None, **fields: Any) -> torch.Tensor:
         """Writes n rows, or under a view that links rows a whole episode, to the shard of this node.
 
         Arguments, results and errors are those of `ReplayBuffer.extend`; the keys are the union's.
         """
-        buffer, base = self._node_shard.buffer()
-        return buffer.extend(priority=priority, **fields) + base
+        self._require_open()
+        return buffer_to_write_to(self.shards).extend(priority=priority, **fields)
 
     def expect_writers(self) -> Expectation:
         """Announces that writers will come, or come back: `sample` then waits for them instead of giving up.
@@ -210,16 +214,19 @@ class ShardedReplay(Replay):
         """Returns a stream of batches, for `prefetch` of which the shards are asked ahead."""
         checked_int("batch_size", batch_size, 1, MAX_BATCH)
         self._require_open()
-        return RoundStream(self._draws, batch_size, count, prefetch, timeout, waiting)
+        return RoundStream(self._draws, batch_size, count, prefetch, timeout, waiting, staging)
 
-    def staging(self, batch_size: int, prefetch: int, device: torch.device, pin: Pin | None) -> None:
-        """Returns None: batches come out of the object store, and each is copied to a device by itself.
+    def staging(self, batch_size: int, prefetch: int, device: torch.device, pin: Pin | None) -> Staging | None:
+        """Returns what takes batches to a CUDA device while the learner computes; None: each is copied by itself.
 
         Raises:
             ValueError: `pin` is `"ring"`: the shards' rings are other processes' to page-lock.
         """
         if pin == "ring":
             raise ValueError('pin="ring" page-locks the memory of a ReplayBuffer: expected another for a ShardedReplay')
+        if pin == "off":
+            return None
+        return Staging(self, batch_size, prefetch, DeviceCopies(device))
 
     # Feedback
 
@@ -320,14 +327,15 @@ class ShardedReplay(Replay):
     @property
     def stopped(self) -> bool:
         """Whether `stop()` was called, in any process, as far as this one has heard: explorers hear it at once."""
-        return self._node_shard.stopped or self.shards.stopped
+        nearby = self.shards.nearby
+        return (nearby is not None and nearby.buffer.stopped) or self.shards.stopped
 
     def close(self) -> None:
         """Detaches this object; in the process that made the shards, ends them. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        self._node_shard.close()
+        self.shards.detach()
         if self._owned is not None:
             self._end_all()
 

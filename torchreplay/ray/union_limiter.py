@@ -82,7 +82,7 @@ class UnionLimiter:
             n: Items that this learner waits for, which are always admitted.
         """
         shards = sorted(numbers)
-        if not self._ratio:
+        if not self._ratio or not shards:
             return dict.fromkeys(shards)
         inserted = self.inserted
         room = max(self._min_size, math.floor((self._high + self.sampled) / self._ratio), self.needed(n)) - inserted

@@ -1,0 +1,91 @@
+"""`Candidates`: what is drawn from one shard for a batch of the union, and what the shard has to say of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torchreplay.batch import ReplayBatch
+from torchreplay.buffer import ReplayBuffer
+from torchreplay.ray.figures import Figures
+from torchreplay.ray.union import Drawn, pack
+from torchreplay.samplers import Prioritized
+from torchreplay.waiting import NEVER
+
+
+class Candidates:
+    """Draws from a shard's buffer, for the shard's actor or for a learner on its node. For one thread.
+
+    Args:
+        buffer: The shard's. Nobody else draws through this object.
+        number: Of the shard.
+    """
+
+    def __init__(self, buffer: ReplayBuffer, number: int) -> None:
+        self._buffer, self._base = buffer, pack(number)
+        self._prioritized = isinstance(buffer.sampler, Prioritized)
+        self._largest = 0.0
+
+    def raise_largest(self, priority: float) -> None:
+        """New rows without a priority count as at least this from now on: it was seen in another shard."""
+        if self._prioritized and priority > self._largest:
+            self._buffer._segment.raise_largest(priority)
+            self._largest = priority
+
+    def draw(self, n: int, out: ReplayBatch, learners: Mapping[int, tuple[int, int]]) -> Figures:
+        """Draws `n` items, stratified and with replacement, and says what the tree was at just that draw.
+
+        Args:
+            n: Items.
+            out: What they go into, a batch of so many. The keys are the union's; weights mean nothing yet.
+            learners: What the figures tell of learners.
+
+        Returns:
+            The figures; their `candidates` are `n`, or 0 when nothing could be drawn.
+        """
+        segment = self._buffer._segment
+        result = segment.sample(n, 0.0, NEVER, out)
+        if not isinstance(result, ReplayBatch):
+            return self.figures(learners, trouble=self._trouble(result, n))
+        out["key"] += self._base
+        return self.figures(learners, Drawn(*segment.drawn_from), n)
+
+    def figures(
+        self,
+        learners: Mapping[int, tuple[int, int]],
+        drawn: Drawn | None = None,
+        candidates: int = 0,
+        trouble: str | None = None,
+    ) -> Figures:
+        """Returns what the shard has to say.
+
+        Args:
+            learners: What each learner has handed out.
+            drawn: The tree as a draw found it; None: as it is.
+            candidates: How many items that draw gave.
+            trouble: Why nothing can be drawn.
+        """
+        stats = self._buffer.stats()
+        census = self._buffer._segment.census(False)
+        return Figures(
+            drawn or Drawn(stats.priority_total, stats.drawable, stats.priority_min),
+            candidates,
+            stats.size,
+            stats.inserted,
+            stats.rows_written,
+            stats.priority_max,
+            stats.writers,
+            census["since_departure"],
+            stats.last_write_age,
+            learners,
+            stats.stopped,
+            trouble,
+        )
+
+    def _trouble(self, result: object, n: int) -> str | None:
+        if not isinstance(result, str) or result == "stopped":
+            return None
+        try:
+            self._buffer._check_shortage(result, n, None)  # type: ignore[arg-type]  # it raises before it would wait
+        except RuntimeError as error:
+            return str(error)
+        return None
