@@ -8,6 +8,7 @@ from typing import Any
 
 from ..arguments import checked_instance, checked_int
 from ..buffer import ReplayBuffer
+from ..replay import Replay
 from ..spaces import single_spaces
 from .casting import Casting
 from .compare import compare
@@ -67,7 +68,7 @@ def check(env: Any, buffer: ReplayBuffer, episodes: int = 3, seed: int = 0, max_
     Warns:
         UserWarning: A field's float dtype is too narrow for an observation or an action, which it rounds.
     """
-    checked_instance("buffer", buffer, ReplayBuffer, "a torchreplay.ReplayBuffer")
+    checked_instance("buffer", buffer, Replay, "a torchreplay.ReplayBuffer")
     checked_int("seed", seed, 0, (1 << 32) - 1)
     checked_int("episodes", episodes, 1, 1 << 31)
     checked_int("max_steps", max_steps, 1, 1 << 31)
