@@ -157,7 +157,7 @@ BOOST_AUTO_TEST_CASE(a_raised_limit_wakes_the_writers_that_sleep_and_nobody_else
   plan.limiter = {1, 1, 0, 1};
   auto m = make_segment(plan);
   append_row(*m, 1);
-  const uint64_t head = settle(*m);
+  settle(*m);
   Header& h = m->header();
   publish_limit(*m);
   h.room_waiters.store(1);
