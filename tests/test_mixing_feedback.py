@@ -89,8 +89,8 @@ def test_td_errors_may_be_of_any_real_dtype_with_gradient_or_without(pair, dtype
         (torch.ones(7), r"the TD errors are torch.float32 \[7\]: expected \[8\]"),
         (torch.ones(8, 1), r"the TD errors are torch.float32 \[8, 1\]"),
         (torch.ones(8, dtype=torch.complex64), "complex64"),
-        (None, "the TD errors are None"),
-        ({"red": torch.ones(8)}, "the TD errors are {'red'"),
+        (None, "the TD errors: got None"),
+        ({"red": torch.ones(8)}, "the TD errors: got {'red'"),
     ],
 )
 def test_bad_td_errors_are_refused_and_nothing_is_applied(pair, td, message):
