@@ -279,3 +279,10 @@ def test_the_limiter_holds_over_all_shards_and_waits_end(cluster):
     with pytest.raises(RuntimeError, match="closed"):
         replay.sample(8)
     eventually(lambda: len(cluster.actors("Directory")) <= 1)
+
+
+@pytest.mark.parametrize("nodes", [5, "all", [], [[1]], ["nowhere"], None], ids=str)
+def test_shards_go_to_nodes_that_there_are(cluster, nodes):
+    twice = [cluster.node_ids[0]] * 2 if nodes is None else nodes
+    with pytest.raises(ValueError, match=r"nodes is .*: expected different ones of the nodes that are alive"):
+        ShardedReplay(SPEC, 100, nodes=twice)

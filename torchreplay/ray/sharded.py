@@ -368,12 +368,13 @@ def _connected() -> Any:
     return ray
 
 
-def _checked_nodes(ray: Any, nodes: Sequence[str] | None) -> list[str]:
+def _checked_nodes(ray: Any, nodes: Any) -> list[str]:
     alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     if nodes is None:
         here = ray.get_runtime_context().get_node_id()
         return sorted(alive, key=lambda node: (node != here, node))
-    given = list(nodes)
-    if not given or len(set(given)) < len(given) or not set(given) <= set(alive):
-        raise ValueError(f"nodes is {given}: expected different ones of the nodes that are alive, {alive}")
+    given = list(nodes) if isinstance(nodes, Sequence) else []
+    names = {node for node in given if isinstance(node, str)}
+    if not given or len(names) < len(given) or not names <= set(alive):
+        raise ValueError(f"nodes is {nodes!r}: expected different ones of the nodes that are alive, {alive}")
     return given
