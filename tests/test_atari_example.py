@@ -35,6 +35,7 @@ def test_a_short_run_shows_its_throughput_and_at_most_7200_bytes_a_transition(tm
     assert [path.name for path in tmp_path.iterdir()] == ["apex_atari.png"]
 
 
+@pytest.mark.soak
 def test_every_flag_is_explained(tmp_path):
     flags, words = explanation(NAME, tmp_path)
     assert flags >= 24

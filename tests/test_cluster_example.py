@@ -21,6 +21,7 @@ def test_explorers_on_two_other_nodes_feed_the_learner(tmp_path, monkeypatch, sh
     assert [path.name for path in tmp_path.iterdir()] == ["cluster_apex.png"]
 
 
+@pytest.mark.soak
 def test_the_example_explains_every_flag(tmp_path):
     flags, words = explanation("cluster_apex", tmp_path)
     assert flags >= 20

@@ -47,6 +47,7 @@ def test_without_the_demonstration_it_is_not_found_in_as_many_steps(tmp_path):
     assert all(line["share"] == 0 and -0.01 <= line["mean_return"] <= 0 for line in lines)
 
 
+@pytest.mark.soak
 def test_it_explains_every_flag(tmp_path):
     words = " ".join(run(tmp_path, "--help").split())
     assert "learner steps between two evaluations (default: 100)" in words

@@ -77,6 +77,7 @@ def test_rows_and_weights_cross_the_link_and_no_memory_does(other):
         buffer.update_priorities(batch, torch.ones(256))
 
 
+@pytest.mark.soak
 def test_a_machine_that_is_switched_off_takes_its_unacknowledged_rows_along_and_nothing_else(other):
     with tr.ReplayBuffer(SPEC, 1000, seed=0) as buffer:
         ray.remote(write_until_stopped).options(max_retries=0, **other.options).remote(buffer, 1, 0)
@@ -91,6 +92,7 @@ def test_a_machine_that_is_switched_off_takes_its_unacknowledged_rows_along_and_
         assert newest - 1000 < int(of_there.min()) <= int(of_there.max()) <= newest
 
 
+@pytest.mark.soak
 def test_a_buffer_over_both_machines_is_drawn_from_as_one(other):
     here = ray.get_runtime_context().get_node_id()
     with ShardedReplay(SPEC, 1000, sampler=tr.Prioritized(), seed=0, nodes=[here, other.node]) as replay:

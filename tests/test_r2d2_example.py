@@ -39,6 +39,7 @@ def test_an_unknown_network_is_refused_by_name(tmp_path):
     assert "unknown networks: transformer" in done.stderr
 
 
+@pytest.mark.soak
 def test_the_example_explains_every_flag(tmp_path):
     flags, words = explanation(NAME, tmp_path)
     assert flags >= 18

@@ -255,6 +255,7 @@ def test_a_limiter_holds_remote_writers_back_until_the_learner_draws(cluster, ex
     assert_complete(buffer, {1: 600})
 
 
+@pytest.mark.soak
 def test_stop_ends_a_writer_that_waits_for_the_limiter_and_the_ingest_goes(cluster, explorer):
     buffer = make_buffer(limiter=tr.SamplesPerInsert(1.0, min_size=10))
     end = explorer(2, buffer, 2).write_until_stopped.remote()
@@ -331,6 +332,7 @@ def test_weights_are_pulled_when_they_are_newer(cluster, explorers):
     assert "published where they were made" in text
 
 
+@pytest.mark.soak
 def test_news_of_weights_comes_also_when_the_actor_that_tells_it_was_killed(cluster, explorers):
     module = torch.nn.Linear(3, 1, bias=False)
     weights = tr.SharedWeights(module)

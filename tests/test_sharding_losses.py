@@ -38,6 +38,7 @@ def pid_of_shard_on(cluster, node):
     return found
 
 
+@pytest.mark.soak
 def test_a_shard_whose_actor_is_killed_costs_its_rows_and_comes_back_empty(cluster, caplog):
     home, other = cluster.node_ids
     task = cluster.ray.remote(write)
