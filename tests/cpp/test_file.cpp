@@ -4,6 +4,7 @@
 #include <filesystem>
 #include <random>
 
+#include "children.h"
 #include "explorers.h"
 #include "file.h"
 #include "participants.h"
@@ -100,9 +101,14 @@ BOOST_AUTO_TEST_CASE(a_mutex_that_a_dead_process_holds_and_its_half_done_absorpt
   const int id = join(file.memory(), Role::kWriter);
   for (uint64_t k = 0; k < 5; k++) append_row(file.memory(), id, k, 2.0F);
   absorb(file.memory());
-  file.memory().header().mutex.lock_for(1);  // for ever: this thread does not die
-  file.memory().header().dirty = Dirty::kLinks;
-  file.memory().tree().leaves()[3] = 0;
+  Child dead([&] {
+    file.memory().header().mutex.lock_for(1);
+    file.memory().header().dirty = Dirty::kLinks;
+    file.memory().tree().leaves()[3] = 0;
+    lose_the_list_of_locks();  // so that the kernel does not give it free either
+  });
+  BOOST_TEST(dead.wait() == 0);
+  BOOST_TEST(file.memory().header().mutex.holder() != 0U);
   file.abandon();
   BOOST_TEST(file.repair().dropped_rows == 0U);
   SegmentMemory& m = file.memory();

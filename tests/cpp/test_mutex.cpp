@@ -1,6 +1,4 @@
 #define BOOST_TEST_MODULE mutex
-#include <linux/futex.h>
-
 #include <boost/test/unit_test.hpp>
 #include <thread>
 
@@ -27,12 +25,6 @@ std::string timeout_of(SegmentMemory& m, const Patience& patience) {
     return e.what();
   }
   return "";
-}
-
-// Takes from the kernel what it would hand a dead thread's locks on by.
-void lose_the_list_of_locks() {
-  static robust_list_head empty{{&empty.list}, 0, nullptr};
-  if (syscall(SYS_set_robust_list, &empty, sizeof empty) != 0) _exit(9);
 }
 
 // A mutex that children share.
