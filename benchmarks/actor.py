@@ -133,13 +133,18 @@ def _rounds(rounds: int, seconds: float, capacity: int) -> Iterator[tuple[str, s
     buffer.close()
 
 
-def main() -> None:
-    """Measures, and prints the figures."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.actor", description=__doc__)
+def parsed(module: str, description: str | None) -> argparse.Namespace:
+    """Returns the options of a module that measures on Ray."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--capacity", type=int, default=SMALL.capacity)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measures, and prints the figures."""
+    options = parsed("benchmarks.actor", __doc__)
     ray.init(address="local", include_dashboard=False, log_to_driver=False)
     figures: dict[str, dict[str, list[float]]] = {}
     for name, candidate, rate in _rounds(options.rounds, options.seconds, options.capacity):

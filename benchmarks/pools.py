@@ -3,13 +3,13 @@
 It prints one JSON object.
 """
 
-import argparse
 import json
 import time
 
 import ray
 
 import torchreplay as tr
+from benchmarks.actor import parsed
 from benchmarks.explorers import explore
 from benchmarks.line import OURS
 from benchmarks.peers.torchreplay import row_spec
@@ -41,11 +41,7 @@ def rows_per_second(backend: BackendName, seconds: float, capacity: int) -> floa
 
 def main() -> None:
     """Measures, and prints the figures."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.pools", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=1.0)
-    parser.add_argument("--capacity", type=int, default=SMALL.capacity)
-    options = parser.parse_args()
+    options = parsed("benchmarks.pools", __doc__)
     ray.init(address="local", include_dashboard=False, log_to_driver=False)
     figures: dict[str, list[float]] = {name: [] for name in BACKENDS}
     for _ in range(options.rounds):

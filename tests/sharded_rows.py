@@ -5,6 +5,7 @@ import torch
 from scipy import stats
 
 import torchreplay as tr
+from torchreplay.ray.union import KEY_BITS
 
 SPEC = {"node": tr.Field((), torch.int64), "explorer": tr.Field((), torch.int64), "count": tr.Field((), torch.int64)}
 SPEC["image"] = tr.Field((16, 16), torch.uint8)
@@ -57,3 +58,8 @@ def assert_follows(observed, probability):
     seen, due = (np.append(values[enough], values[~enough].sum()) for values in (observed, due))
     seen, due = seen[due > 0], due[due > 0]
     assert stats.chi2.sf(((seen - due) ** 2 / due).sum(), len(due) - 1) > FALSE_ALARM
+
+
+def shards_of(batch):
+    """The numbers of the shards that the items of a batch came from."""
+    return set((batch["key"] >> KEY_BITS).tolist())

@@ -10,7 +10,7 @@ import sharded_rows
 import torch
 from cluster import ray_cluster
 from forked import eventually
-from sharded_rows import SPEC, assert_intact, write, write_until_stopped
+from sharded_rows import SPEC, assert_intact, shards_of, write, write_until_stopped
 
 import torchreplay as tr
 from torchreplay.ray import ShardedReplay, ShardLost
@@ -22,10 +22,6 @@ def cluster():
     with ray_cluster(1) as cluster:
         cluster.ray.cloudpickle.register_pickle_by_value(sharded_rows)  # workers have no tests to import it from
         yield cluster
-
-
-def shards_of(batch):
-    return set((batch["key"] >> KEY_BITS).tolist())
 
 
 def rows_by_node(replay):

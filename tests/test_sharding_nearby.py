@@ -11,7 +11,7 @@ import torch
 from cluster import ray_cluster
 from forked import eventually
 from late_copies import StagedDataset
-from sharded_rows import SPEC, assert_follows, assert_intact, write, write_until_stopped
+from sharded_rows import SPEC, assert_follows, assert_intact, shards_of, write, write_until_stopped
 
 import torchreplay as tr
 from torchreplay.config import Config
@@ -29,10 +29,6 @@ def cluster():
     with ray_cluster(1) as cluster:
         cluster.ray.cloudpickle.register_pickle_by_value(sharded_rows)  # workers have no tests to import it from
         yield cluster
-
-
-def shards_of(batch):
-    return set((batch["key"] >> KEY_BITS).tolist())
 
 
 def shard_on(cluster, node):
