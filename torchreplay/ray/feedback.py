@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from torchreplay.batch import ReplayBatch
+from torchreplay.batch import ReplayBatch, keys_of
 from torchreplay.cuda import to_host
 from torchreplay.deferred import DeferredUpdates, require_one_each
 from torchreplay.mixture import checked_errors
@@ -57,7 +57,7 @@ class Feedback:
         Raises:
             ValueError: Some are NaN or infinite: they are dropped.
         """
-        if self._deferred:
+        if self._deferred.waiting:
             self._deferred.apply_arrived()
 
     def flush(self) -> None:
@@ -91,14 +91,7 @@ class Feedback:
 
     def _checked_keys(self, given: Any) -> NDArray[np.int64]:
         if isinstance(given, ReplayBatch):
-            if "buffer" in given:
-                raise ValueError(
-                    "the batch mixes items of several buffers: feed its TD errors back by the MixedDataset that drew "
-                    "it, dataset.update_priorities(batch, td)"
-                )
-            if getattr(given, "source", None) not in (None, self._nonce):
-                raise ValueError("the batch was drawn from another buffer: feed its TD errors back to that one")
-            given = given.get("key")
+            given = keys_of(given, self._nonce)
         return as_keys(given)
 
     def _require_issued(self, keys: NDArray[np.int64]) -> None:
