@@ -62,7 +62,7 @@ def test_one_that_is_set_in_one_process_is_seen_in_every_other_and_frees_those_t
 
     def learn(replay):
         with pytest.raises(tr.ReplayTimeout, match="20 items were inserted, 1,000 are needed"):
-            replay.sample(8, timeout=0.5)
+            replay.sample(8, timeout=5.0)
         (tmp_path / "waits").touch()
         replay.sample(8, timeout=600)
         return replay.limiter

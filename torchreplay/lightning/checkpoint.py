@@ -30,7 +30,8 @@ class ReplayCheckpoint(Callback):
     checkpoint without a buffer beside it leaves the buffer empty.
 
     Args:
-        buffer: What to save; None for the buffer of the Trainer's `ReplayDataModule`.
+        buffer: What to save, a `ReplayBuffer` or a `torchreplay.ray.ShardedReplay`, whose nodes must all see the
+            checkpoints; None for the buffer of the Trainer's `ReplayDataModule`.
     """
 
     restores_buffer = True  # explorers start after it has
@@ -63,14 +64,9 @@ class ReplayCheckpoint(Callback):
         """Returns the buffer to save.
 
         Raises:
-            ValueError: There is none, or it is none of this machine's memory.
+            ValueError: There is none.
         """
-        buffer = resolve_buffer(self, self.buffer, trainer)
-        if not isinstance(buffer, Replay):
-            raise ValueError(
-                f"ReplayCheckpoint saves a ReplayBuffer, and the data module has a {type(buffer).__name__}"
-            )
-        return buffer
+        return resolve_buffer(self, self.buffer, trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leaves the Trainer's checkpoints as they were."""

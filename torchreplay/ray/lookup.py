@@ -56,6 +56,16 @@ class Lookup:
         """Calls the directory, and returns what its answer will be got by."""
         return getattr(self._directory, what).remote(*args)
 
+    def table(self, what: str = "table", *args: Any) -> Table:
+        """Returns the table that the directory answers with. One that is on its way is older, and forgotten.
+
+        Raises:
+            Stopped: The directory is gone, and so are the shards.
+        """
+        self._asked = None
+        table: Table = self.ask(what, *args)
+        return table
+
     def news(self) -> Table | None:
         """Looks at the table now and then, without waiting for it; returns it when it has come.
 

@@ -61,7 +61,7 @@ class Shards:
         self._lock = threading.RLock()
         self.node = ray_node()
         self.figures: dict[int, Figures] = {}
-        self.table = self._adopt(self.ask("table"))
+        self.table = self._adopt(self._lookup.table())
 
     @property
     def stream(self) -> int:
@@ -117,7 +117,7 @@ class Shards:
     def look(self) -> Table:
         """Returns the table as it is now."""
         with self._lock:
-            return self._adopt(self.ask("table"))
+            return self._adopt(self._lookup.table())
 
     def lose(self, number: int, why: str) -> None:
         """Has a shard that does not answer taken out for everyone."""
@@ -128,13 +128,13 @@ class Shards:
             rows, inserted = (figures.rows, figures.inserted) if figures else (0, 0)
             reason = why.strip().splitlines()[0] if why.strip() else "its process died"
             logger.error("%s is lost, and its %d rows with it: %s", self._name(number), rows, reason)
-            self._adopt(self.ask("lost", number, rows, inserted, reason))
+            self._adopt(self._lookup.table("lost", number, rows, inserted, reason))
 
     def set_limiter(self, limiter: Limiter) -> None:
         """Sets another limiter for everyone, which counts from here; see `ShardedReplay.limiter`."""
         self.exchange()
         with self._lock:
-            self._adopt(self.ask("change_limiter", limiter, self.union_limiter.inserted))
+            self._adopt(self._lookup.table("change_limiter", limiter, self.union_limiter.inserted))
         self.exchange()  # which says to each shard how many it may admit
 
     def restored(
@@ -145,7 +145,7 @@ class Shards:
             self.detach()
             told = self.collect({place.number: place.actor.stats.remote() for place in self.table.places.values()})
             inserted = sum(stats.inserted for stats in told.values()) + sum(one.inserted for one in lost)
-            self._adopt(self.ask("restored", numbers, seed, counts, lost, limiter, inserted))
+            self._adopt(self._lookup.table("restored", numbers, seed, counts, lost, limiter, inserted))
         self.exchange()  # which says to each shard how many it may admit
 
     # The shard on this node
