@@ -9,6 +9,7 @@ import torch
 from small_rows import SPEC, assert_nothing_was_written_and_the_buffer_works
 
 import torchreplay as tr
+from torchreplay.ray.shard_writer import ShardWriter
 
 
 @pytest.fixture
@@ -317,3 +318,26 @@ def test_sequences_td_errors_and_masks_are_tensors(given):
         tr.sequence_priority(given, mask)
     with pytest.raises(TypeError, match=r"mask is .*: expected a torch\.Tensor"):
         tr.sequence_priority(td, given)
+
+
+@pytest.mark.parametrize("given", [np.array(["max", "none"]), np.array("max"), ["max"], {"max"}, None, 3], ids=repr)
+def test_what_is_none_of_the_choices_is_a_value_error_that_names_them(buffer, given):
+    for name, first, call in (
+        ("weights", "buffer", lambda: tr.Prioritized(weights=given)),
+        ("autoreset", "next_step", lambda: buffer.writer(autoreset=given)),
+        ("strategy", "future", lambda: tr.Hindsight(lambda achieved, desired: 0.0, strategy=given)),
+        ("mode", "mean", lambda: tr.LaBER(2, given)),
+        *([] if given is None else [("pin", "staging", lambda: tr.ReplayDataset(buffer, 2, device="cpu", pin=given))]),
+    ):
+        with pytest.raises(ValueError, match=f"{name} is .*: expected one of '{first}'"):
+            call()
+
+
+def test_rows_in_a_dict_given_by_position_are_refused_with_how_to_give_them(buffer):
+    rows = {"x": np.zeros((2, 4)), "nested": {"n": np.zeros(2, int)}}
+    writer, shard_writer = buffer.writer(), ShardWriter(buffer._segment, buffer._config, 1000, None, "next_step")
+    for call in (buffer.extend, writer.extend, writer.append, shard_writer.extend, shard_writer.append):
+        with pytest.raises(TypeError, match=r"takes the fields as keyword arguments: \w+\("):
+            call(rows)
+    assert buffer.stats().rows_written == 0
+    assert buffer.extend(**rows).tolist() == [0, 1]

@@ -156,6 +156,16 @@ def test_something_else_than_a_limiter_is_refused_and_changes_nothing():
     assert buffer.limiter == tr.MinSize(2)
 
 
+def test_none_is_the_default_limiter_where_a_buffer_is_made_and_where_it_is_set_later():
+    buffer = buffer_with(None)
+    assert buffer.limiter == tr.MinSize(1)
+    buffer.limiter = tr.SamplesPerInsert(8.0, min_size=100)
+    buffer.limiter = None
+    assert buffer.limiter == tr.MinSize(1)
+    extend(buffer, 1)
+    assert len(buffer.sample(2)["key"]) == 2
+
+
 def test_a_draw_that_waits_goes_on_when_the_limiter_that_is_set_admits_it():
     buffer = buffer_with(tr.MinSize(1000))
     extend(buffer, 10)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,6 +52,17 @@ def checked_instance(name: str, value: T, kinds: type[Any] | tuple[type[Any], ..
         made = isinstance(value, type) and issubclass(value, kinds)
         hint = f"; did you mean {value.__name__}(...)?" if made else ""  # type: ignore[attr-defined]  # it is a class
         raise TypeError(f"{name} is {value!r:.200}: expected {expected}{hint}")
+    return value
+
+
+def checked_choice(name: str, value: Any, choices: Sequence[str]) -> str:
+    """Returns `value`.
+
+    Raises:
+        ValueError: It is none of `choices`.
+    """
+    if not isinstance(value, str) or value not in choices:  # an array would be compared with each, element by element
+        raise ValueError(f"{name} is {value!r:.200}: expected one of {', '.join(map(repr, choices))}")
     return value
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from .arguments import as_numbers
+from .arguments import as_numbers, checked_choice
 from .batch import ReplayBatch
 from .cuda import require_devices
 from .errors import Stopped
@@ -320,8 +320,7 @@ def require_pin(pin: Any, device: torch.device | None) -> Pin:
     to_cuda = device is not None and device.type == "cuda"
     if pin is None:
         return "staging" if to_cuda else "off"
-    if pin not in PINS:
-        raise ValueError(f"pin is {pin!r}; it must be one of {', '.join(map(repr, PINS))}")
+    checked_choice("pin", pin, PINS)
     if pin != "off" and not to_cuda:
         raise ValueError(
             f"pin is {pin!r}, which page-locks memory for copies to a CUDA device, and device is {device}; give "
