@@ -235,7 +235,8 @@ def insert_wait(buffer):
 
 
 @pytest.mark.parametrize("explorers", [1, 3])
-def test_writers_that_wait_for_a_learner_give_up_within_seconds_of_its_death(explorers):
+def test_writers_that_wait_for_a_learner_give_up_when_it_dies(explorers, monkeypatch):
+    monkeypatch.setattr(waiting, "RETURN_GRACE", 0.2)
     mine, theirs = mp.Pipe()
     with contextlib.ExitStack() as started:
         owner = started.enter_context(Forked(own_until_killed, theirs))
@@ -248,11 +249,12 @@ def test_writers_that_wait_for_a_learner_give_up_within_seconds_of_its_death(exp
         eventually(lambda: insert_wait(buffer) > 0.2)
         assert all(explorer.is_running() for explorer in waiting_ones)
         owner.kill()
-        assert [explorer.wait(timeout=10) for explorer in waiting_ones] == [0] * explorers
+        assert [explorer.wait() for explorer in waiting_ones] == [0] * explorers
         assert buffer.stats().writers == 0
 
 
-def test_writers_go_on_without_their_owner_for_as_long_as_another_process_draws():
+def test_writers_go_on_without_their_owner_for_as_long_as_another_process_draws(monkeypatch):
+    monkeypatch.setattr(waiting, "RETURN_GRACE", 0.2)
     mine, theirs = mp.Pipe()
     with Forked(own_until_killed, theirs) as owner:
         handle = mine.recv()
@@ -266,7 +268,7 @@ def test_writers_go_on_without_their_owner_for_as_long_as_another_process_draws(
             before = buffer.stats().inserted
             eventually(lambda: buffer.stats().inserted > before + 1000)
             learner.kill()
-            assert explorer.wait(timeout=10) == 0
+            assert explorer.wait() == 0
 
 
 def test_a_learner_that_gave_up_does_not_leave_writers_running_ahead_for_it():
