@@ -9,7 +9,6 @@ import torch
 from small_rows import SPEC, assert_nothing_was_written_and_the_buffer_works
 
 import torchreplay as tr
-from torchreplay.ray.shard_writer import ShardWriter
 
 
 @pytest.fixture
@@ -47,7 +46,7 @@ def test_a_bad_beta_is_a_value_error(buffer, beta):
 def test_a_bad_timeout_is_refused(timeout):
     buffer = tr.ReplayBuffer(SPEC, 8, limiter=tr.MinSize(5))
     buffer.handle()
-    with pytest.raises((ValueError, TypeError)):
+    with pytest.raises(ValueError, match="timeout is"):
         buffer.sample(2, timeout=timeout)
 
 
@@ -160,18 +159,6 @@ def test_a_batch_of_another_buffer_is_refused_even_after_it_was_copied_and_moved
 
 
 # Handles and closed buffers
-
-
-def test_what_is_no_handle_is_a_type_error():
-    for value in (None, 1, "handle", (1, 2, 3, 4, 5, "m")):
-        with pytest.raises(TypeError, match=r"expected a torchreplay\.Handle"):
-            tr.ReplayBuffer.attach(value)
-
-
-def test_a_handle_of_another_machine_is_an_attach_error_that_says_where_to_run(buffer):
-    elsewhere = dataclasses.replace(buffer.handle(), machine="00000000-0000-0000-0000-000000000000")
-    with pytest.raises(tr.AttachError, match=r"on another machine .* run this process where"):
-        tr.ReplayBuffer.attach(elsewhere)
 
 
 @pytest.mark.parametrize(
@@ -331,13 +318,3 @@ def test_what_is_none_of_the_choices_is_a_value_error_that_names_them(buffer, gi
     ):
         with pytest.raises(ValueError, match=f"{name} is .*: expected one of '{first}'"):
             call()
-
-
-def test_rows_in_a_dict_given_by_position_are_refused_with_how_to_give_them(buffer):
-    rows = {"x": np.zeros((2, 4)), "nested": {"n": np.zeros(2, int)}}
-    writer, shard_writer = buffer.writer(), ShardWriter(buffer._segment, buffer._config, 1000, None, "next_step")
-    for call in (buffer.extend, writer.extend, writer.append, shard_writer.extend, shard_writer.append):
-        with pytest.raises(TypeError, match=r"takes the fields as keyword arguments: \w+\("):
-            call(rows)
-    assert buffer.stats().rows_written == 0
-    assert buffer.extend(**rows).tolist() == [0, 1]

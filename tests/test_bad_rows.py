@@ -6,6 +6,7 @@ import torch
 from small_rows import SPEC, assert_nothing_was_written_and_the_buffer_works, good_row
 
 import torchreplay as tr
+from torchreplay.ray.shard_writer import ShardWriter
 
 
 @pytest.fixture
@@ -114,11 +115,15 @@ def test_bad_priorities_of_rows_are_refused(buffer, priority):
     assert_nothing_was_written_and_the_buffer_works(buffer)
 
 
-def test_fields_are_keyword_arguments_only(buffer):
-    with pytest.raises(TypeError, match="keyword"):
-        buffer.writer().append(np.zeros(4))
-    with pytest.raises(TypeError):
-        buffer.extend(np.zeros((1, 4)))
+def test_fields_given_by_position_are_refused_with_how_to_give_them(buffer):
+    rows = {"x": np.zeros((2, 4)), "nested": {"n": np.zeros(2, int)}}
+    writer, shard_writer = buffer.writer(), ShardWriter(buffer._segment, buffer._config, 1000, None, "next_step")
+    for call in (buffer.extend, writer.extend, writer.append, shard_writer.extend, shard_writer.append):
+        for given in (rows, rows["x"]):
+            with pytest.raises(TypeError, match=r"takes the fields as keyword arguments: \w+\("):
+                call(given)
+    writer.close()
+    shard_writer.close()
     assert_nothing_was_written_and_the_buffer_works(buffer)
 
 
