@@ -103,14 +103,14 @@ def test_only_bools_go_into_a_bool_field(value):
 
 @pytest.mark.parametrize("priority", [float("nan"), float("inf"), -float("inf"), "high", object(), 1j, 10**400, [1.0]])
 def test_a_bad_priority_is_refused(buffer, priority):
-    with buffer.writer() as writer, pytest.raises((ValueError, TypeError, OverflowError)):
+    with buffer.writer() as writer, pytest.raises((ValueError, OverflowError), match=r"priority|too large"):
         writer.append(**good_row(), priority=priority)
     assert_nothing_was_written_and_the_buffer_works(buffer)
 
 
 @pytest.mark.parametrize("priority", [[1.0], [1.0, np.nan], "ab", np.ones((2, 1)), np.array([1j, 1]), [None, 1]])
 def test_bad_priorities_of_rows_are_refused(buffer, priority):
-    with pytest.raises((ValueError, TypeError)):
+    with pytest.raises(ValueError, match="priority"):
         buffer.extend(x=np.zeros((2, 4)), nested={"n": np.zeros(2, int)}, priority=priority)
     assert_nothing_was_written_and_the_buffer_works(buffer)
 
