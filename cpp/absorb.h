@@ -11,12 +11,13 @@ namespace torchreplay {
 // Marks that derived state is being changed, so that whoever finds the owner dead knows what to rebuild.
 class DirtyScope {
  public:
-  DirtyScope(Header& h, Dirty what) : header_(h) {
+  DirtyScope(Header& h, Dirty what) : header_(h), exceptions_(std::uncaught_exceptions()) {
     h.dirty = what;
     kill_fence();
     TORCHREPLAY_FAULT("dirty.set");
   }
   ~DirtyScope() {
+    if (std::uncaught_exceptions() > exceptions_) return;  // left half done: whoever locks next repairs it
     TORCHREPLAY_FAULT("dirty.over");
     kill_fence();
     header_.dirty = Dirty::kClean;
@@ -26,6 +27,7 @@ class DirtyScope {
 
  private:
   Header& header_;
+  int exceptions_;
 };
 
 class Absorber {

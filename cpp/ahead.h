@@ -131,25 +131,7 @@ class DrawAhead {
 
   // Ends the thread, and the draws that nobody took: they have not happened. What was handed over is applied.
   void close() {
-    if (!running_) return;
-    {
-      const std::lock_guard guard(mutex_);
-      ending_.store(true, std::memory_order_relaxed);
-    }
-    ordered_.notify_one();
-    futex_signal(memory_.header().rows_signal);
-    pthread_join(thread_, nullptr);
-    running_ = false;
-    uint64_t draws, items = 0;
-    {
-      const std::lock_guard guard(mutex_);
-      for (size_t i = 0; i < done_; i++) items += static_cast<uint64_t>(orders_[i].n);
-      draws = std::exchange(done_, 0);
-      backlog_.draws.fetch_sub(static_cast<int>(orders_.size() - draws), std::memory_order_relaxed);
-      orders_.clear();
-    }
-    drawn_.notify_all();
-    if (draws || demanded_) take_back(draws, items);
+    if (running_) end_thread();
     std::unique_lock lock(mutex_);
     while (!feedback_.empty()) {
       drawn_.wait(lock, [&] { return !feedback_.applying(); });
@@ -206,7 +188,29 @@ class DrawAhead {
     }
   }
 
+  void end_thread() {
+    {
+      const std::lock_guard guard(mutex_);
+      ending_.store(true, std::memory_order_relaxed);
+    }
+    ordered_.notify_one();
+    futex_signal(memory_.header().rows_signal);
+    pthread_join(thread_, nullptr);
+    uint64_t draws, items = 0;
+    {
+      const std::lock_guard guard(mutex_);
+      running_ = false;
+      for (size_t i = 0; i < done_; i++) items += static_cast<uint64_t>(orders_[i].n);
+      draws = std::exchange(done_, 0);
+      backlog_.draws.fetch_sub(static_cast<int>(orders_.size() - draws), std::memory_order_relaxed);
+      orders_.clear();
+    }
+    drawn_.notify_all();
+    if (draws || demanded_) take_back(draws, items);
+  }
+
   void start() {
+    const std::lock_guard guard(mutex_);  // which the thread waits for, too
     generation_ = fork_generation.load(std::memory_order_relaxed);
     ending_.store(false, std::memory_order_relaxed);
     outcome_ = Draw::kDone;

@@ -30,6 +30,8 @@ struct Backlog {
 class FeedbackQueue {
  public:
   FeedbackQueue(SegmentMemory& m, Backlog& backlog) : updater_(m), backlog_(backlog) {}
+  ~FeedbackQueue() { backlog_.feedback.fetch_sub(static_cast<int>(queue_.size()), std::memory_order_relaxed); }
+  FeedbackQueue(const FeedbackQueue&) = delete;
 
   bool empty() const { return queue_.empty(); }
   // Whether someone is at it, without the lock.

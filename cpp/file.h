@@ -88,7 +88,7 @@ class Examination {
       const uint64_t from = memory_.slot_of(row.prev_key1 - 1), word_before = word_of(from);
       if (slot_word::is_row(word_before) && slot_word::key1(word_before) == row.prev_key1) {
         read_facts(memory_, from, word_before, before);
-        good = before.step + 1 == row.step && !(before.flags & kEnds);
+        good = memory_.layout().view.step_after(before.step) == row.step && !(before.flags & kEnds);
       }
     }
     require_intact(good, "header of row " + std::to_string(slot));
@@ -128,6 +128,7 @@ inline void forget_processes(SegmentMemory& m) {
   Header& h = m.header();
   std::memset(static_cast<void*>(&m.participant(0)), 0, kMaxParticipants * kParticipantBytes);
   h.mutex.init();
+  h.dirty = Dirty::kClean;  // nobody is to repair what is derived anew
   h.wake_at = kNever;
   h.stopped = h.shared = h.room_waiters = h.repairing = h.presences = h.ids = 0;
   h.holder = 0;

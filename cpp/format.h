@@ -38,6 +38,7 @@ struct ConfigField {
   uint64_t nbytes;
 };
 inline constexpr uint64_t kMaxFields = 4096;
+inline constexpr uint64_t kMaxConfigBytes = 64 << 20;
 
 }  // namespace detail
 
@@ -125,7 +126,8 @@ inline std::unique_ptr<SegmentMemory> map_segment(Descriptor fd) {
     throw NotASegment("the segment is " + std::to_string(size) + " bytes long, its header says " +
                       std::to_string(h.bytes));
   const uint64_t offset = kSegmentHeaderBytes + kMaxParticipants * kParticipantBytes;
-  if (size < offset || h.config_bytes > size - offset) throw NotASegment("the segment's configuration is damaged");
+  if (size < offset || h.config_bytes > std::min(size - offset, detail::kMaxConfigBytes))
+    throw NotASegment("the segment's configuration is damaged");
   std::string config(h.config_bytes, '\0');
   if (pread(fd.get(), config.data(), config.size(), static_cast<off_t>(offset)) != static_cast<ssize_t>(config.size()))
     throw NotASegment("the segment's configuration cannot be read");

@@ -45,10 +45,15 @@ class RingWriter {
     const uint64_t chunk_limit = std::max<uint64_t>(1, std::min(kMaxChunk, capacity / 4));
     const uint64_t patience = std::max<uint64_t>(kMaxChunk, capacity);
     uint64_t holes = 0;
+    const uint64_t before = written;
+    const auto end = [&](Append outcome) {
+      count(written - before);
+      return outcome;
+    };
     while (written < n) {
       if (const uint64_t head = h.head.load(std::memory_order_relaxed);
           head >= h.ticket_limit.load(std::memory_order_relaxed))
-        return head < kMaxKeys ? Append::kLimited : Append::kSpent;
+        return end(head < kMaxKeys ? Append::kLimited : Append::kSpent);
       const uint64_t chunk = std::min(n - written, chunk_limit);
       const uint64_t first = h.head.fetch_add(chunk, std::memory_order_relaxed);
       TORCHREPLAY_FAULT("append.ticket");
@@ -71,11 +76,9 @@ class RingWriter {
         TORCHREPLAY_FAULT("append.committed");
         holes = 0;
       }
-      if (holes >= patience) return Append::kStalled;
+      if (holes >= patience) return end(Append::kStalled);
     }
-    entry_.rows.store(entry_.rows.load(std::memory_order_relaxed) + n, std::memory_order_relaxed);
-    TORCHREPLAY_FAULT("append.counted");
-    entry_.last_write.store(monotonic_ns(CLOCK_MONOTONIC_COARSE), std::memory_order_relaxed);
+    count(written - before);
     // A learner that waits says which ticket should wake it. Missing a wake-up is harmless: waits poll.
     if (static_cast<uint64_t>(keys[n - 1]) >= h.wake_at.load(std::memory_order_relaxed)) {
       TORCHREPLAY_FAULT("append.wakes");
@@ -92,6 +95,13 @@ class RingWriter {
     const RowMeta& meta(uint64_t row) const { return given[row]; }
     void commit(uint64_t, uint64_t) const {}
   };
+
+  void count(uint64_t rows) {
+    if (!rows) return;
+    entry_.rows.store(entry_.rows.load(std::memory_order_relaxed) + rows, std::memory_order_relaxed);
+    TORCHREPLAY_FAULT("append.counted");
+    entry_.last_write.store(monotonic_ns(CLOCK_MONOTONIC_COARSE), std::memory_order_relaxed);
+  }
 
   template <class Copy>
   bool write(uint64_t key, uint64_t slot, const RowMeta& meta, Copy&& copy) {

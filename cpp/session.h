@@ -99,7 +99,8 @@ class Locked {
     TORCHREPLAY_FAULT("lock.taken");
     header_.holder.store(presence << 32 | header_.mutex.holder(), std::memory_order_relaxed);
     header_.holder_pid.store(own_pid(), std::memory_order_relaxed);
-    if (outcome == RobustMutex::Outcome::kOwnerDied) repair();
+    const bool died = outcome == RobustMutex::Outcome::kOwnerDied;
+    if (died || header_.dirty != Dirty::kClean) repair(died);
   }
 
   // Waits for as long as the holder needs, looking around between slices.
@@ -132,10 +133,17 @@ class Locked {
       header_.mutex.give_up_for(thread);
   }
 
-  void repair() {
-    if (header_.dirty != Dirty::kClean) Recovery(memory_).run();
+  // After the owner's death, or an exception that it threw in the midst of a change.
+  void repair(bool died) {
+    try {
+      if (header_.dirty != Dirty::kClean) Recovery(memory_).run();
+    } catch (...) {  // the memory stays dirty, for the next one
+      if (died) header_.mutex.mark_consistent();
+      unlock();
+      throw;
+    }
     TORCHREPLAY_FAULT("lock.repaired");
-    header_.mutex.mark_consistent();
+    if (died) header_.mutex.mark_consistent();
     TORCHREPLAY_FAULT("lock.consistent");
   }
 

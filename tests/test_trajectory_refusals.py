@@ -121,8 +121,8 @@ BAD_STEPS = [
     (GOOD | {"truncated": np.array([True])}, r"'truncated': got bool of shape \(1,\), expected bool of shape \(\)"),
     (GOOD | {"priority": NAN}, "priority is NaN or infinite"),
     (GOOD | {"priority": float("inf")}, "priority is NaN or infinite"),
-    (GOOD | {"priority": "high"}, "priority is no number"),
-    (GOOD | {"priority": [1.0, 2.0]}, "priority is no number"),
+    (GOOD | {"priority": "high"}, "priority is not one number"),
+    (GOOD | {"priority": [1.0, 2.0]}, "priority is not one number"),
     (GOOD | {"final_obs": np.ones(2)}, "final_obs belongs to a writer with lanes and autoreset='same_step'"),
 ]
 

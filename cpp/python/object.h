@@ -1,6 +1,8 @@
 // The shape of every type of this module: a Python object that owns one C++ state.
 #pragma once
 
+#include <memory>
+
 #include "errors.h"
 
 namespace torchreplay::py {
@@ -27,11 +29,13 @@ void dealloc(PyObject* self) {
   Py_DECREF(type);
 }
 
+// Takes the state over, for the first __init__: another thread may be using that of an earlier one.
 template <class State>
 void install(PyObject* self, State* state) {
+  std::unique_ptr<State> owned(state);
   auto*& slot = reinterpret_cast<Object<State>*>(self)->state;
-  delete slot;
-  slot = state;
+  if (slot) throw std::runtime_error("the object is initialised already");
+  slot = owned.release();
 }
 
 inline int as_status(PyObject* result) {

@@ -125,10 +125,11 @@ class Priorities {
   static double number(PyObject* o) {
     const double priority = PyFloat_AsDouble(o);
     if (priority != -1 || !PyErr_Occurred()) return priority;
-    if (!PyErr_ExceptionMatches(PyExc_TypeError)) throw PythonError{};
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) throw PythonError{};  // such as Ctrl-C in its __float__
     PyErr_Clear();
     throw std::invalid_argument(
-        "the priority is no number: expected a finite number, or None for the largest one seen");
+        "the priority is not one number that a float holds: expected a finite number, or None for the largest one "
+        "seen");
   }
 
   static float checked_priority(double priority) {

@@ -143,7 +143,9 @@ inline int init(PyObject* self, PyObject* args, PyObject*) {
 
 inline void check_positional(const char* method, Py_ssize_t nargs) {
   if (nargs == 0) return;
-  PyErr_Format(PyExc_TypeError, "%s() takes the fields as keyword arguments: %s(obs=..., action=...)", method, method);
+  PyErr_Format(PyExc_TypeError,
+               "%s() takes the fields as keyword arguments: %s(obs=..., action=...), or %s(**fields) with a dict",
+               method, method, method);
   throw PythonError{};
 }
 

@@ -314,6 +314,29 @@ BOOST_AUTO_TEST_CASE(closing_applies_what_was_handed_over) {
   BOOST_TEST(learner.backlog.empty());
 }
 
+BOOST_AUTO_TEST_CASE(what_an_interrupted_closing_leaves_is_applied_by_the_next_one) {
+  auto m = buffer_of(50);
+  Learner learner(*m);
+  learner.order();
+  BOOST_REQUIRE(learner.take() == Draw::kDone);
+  const std::vector<float> before = leaves(*m);
+  {
+    const Locked held(*m);
+    learner.order_later();
+    Feedback feedback = feedback_to(learner[0], 0);
+    BOOST_REQUIRE(learner.ahead.hand_over(feedback));
+    std::thread([&] {
+      const auto ask_no_more = std::exchange(interrupted, [] { return true; });
+      BOOST_CHECK_THROW(learner.ahead.close(), Interrupted);
+      interrupted = ask_no_more;
+    }).join();
+    BOOST_TEST(leaves(*m) == before);
+  }
+  learner.ahead.close();
+  BOOST_TEST(leaves(*m) != before);
+  BOOST_TEST(learner.backlog.empty());
+}
+
 BOOST_AUTO_TEST_CASE(what_was_handed_over_does_not_wait_for_rows_with_a_draw) {
   auto reference = buffer_of(50);
   apply_to(*reference, feedback_to(draw_in_turn(*reference, 1)[0], 0));

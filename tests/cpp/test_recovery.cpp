@@ -194,6 +194,28 @@ BOOST_AUTO_TEST_CASE(an_owner_killed_in_the_tree_alone_leaves_its_leaves_and_sum
   BOOST_TEST(leaves_of(*m) == leaves, boost::test_tools::per_element());
 }
 
+// Such as memory that ran out.
+BOOST_AUTO_TEST_CASE(what_an_exception_left_half_done_is_repaired_by_who_locks_next) {
+  struct Failure {};
+  auto m = eventful();
+  settle(*m);
+  const std::vector<float> before = leaves_of(*m);
+  const auto fail_in_the_tree = [&] {
+    const Locked lock(*m);
+    const DirtyScope dirty(m->header(), Dirty::kTree);
+    m->tree().leaves()[0] = 0.125F;
+    throw Failure();
+  };
+  BOOST_CHECK_THROW(fail_in_the_tree(), Failure);
+  BOOST_TEST(violation(*m) != "");
+  settle(*m);
+  BOOST_TEST(violation(*m) == "");
+  BOOST_TEST((m->header().dirty == Dirty::kClean));
+  std::vector<float> expected = before;
+  expected[0] = 0.125F;
+  BOOST_TEST(leaves_of(*m) == expected, boost::test_tools::per_element());
+}
+
 // The child is killed while it works as hard as it can, so that most kills fall into the locked part.
 BOOST_AUTO_TEST_CASE(learners_sigkilled_at_random_instants_leave_a_buffer_that_works) {
   Plan plan;
