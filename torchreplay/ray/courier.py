@@ -8,6 +8,7 @@ import os
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
@@ -16,7 +17,7 @@ from torchreplay.config import Config
 from torchreplay.errors import AttachError, Stopped
 from torchreplay.ray.home import Home
 from torchreplay.ray.ingest import Answer
-from torchreplay.ray.outbox import Outbox, Parcel
+from torchreplay.ray.outbox import IN_FLIGHT, Outbox, Parcel
 from torchreplay.ray.session import import_ray
 from torchreplay.waiting import SLICE_NS, Wait
 
@@ -57,10 +58,11 @@ class Courier:
         self._heartbeat_due = 0.0
         self._heartbeat_out = False
         self._connect()
-        self._closing = False
+        self._closing = self._giving_up = False
+        self._departures: deque[Any] = deque(maxlen=IN_FLIGHT)  # answers to come
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._work, name="torchreplay-courier", daemon=True)
-        atexit.register(self._drain)  # before Ray's own, which was registered earlier
+        atexit.register(self.drain)  # before Ray's own, which was registered earlier
         self._thread.start()
 
     # In the threads of those who write.
@@ -118,7 +120,12 @@ class Courier:
         """Ends the thread when all outboxes are empty; does not wait for that."""
         self._closing = True
 
-    def _drain(self) -> None:
+    def give_up(self) -> None:
+        """Drops what the limiter keeps out, from now on: its writers end with `Stopped`."""
+        self._giving_up = True
+        self._events.put(None)
+
+    def drain(self) -> None:
         """Gives rows that were written last their time to arrive when the process ends."""
         if os.getpid() != self._pid:  # a forked child's end is not its parent's
             return
@@ -155,7 +162,8 @@ class Courier:
             logger.exception("rows are no longer sent to the buffer on node %s", self._home.node)
             self._end(f"rows can no longer be sent to the buffer's node: {error}")
         finally:
-            atexit.unregister(self._drain)
+            atexit.unregister(self.drain)
+            self._await_departures()
 
     def _take_events(self) -> bool:
         """Does what has come up; returns whether it is time to send what is too little for a chunk, too."""
@@ -174,6 +182,8 @@ class Courier:
     def _attend(self, outbox: Outbox, sweep: bool) -> None:
         if self.ending:
             outbox.end(self.ending)
+        if self._giving_up and outbox.waiting:
+            outbox.end(f"this process is to end, and its rows wait for {outbox.waiting}")
         if not outbox.ending:
             outbox.cut(sweep)
             self._send_all(outbox)
@@ -233,7 +243,13 @@ class Courier:
         outbox.stage.close()
         if not self.ending:
             with suppress(self._ray.exceptions.RayError):  # then its silence will tell
-                self._depart.remote(outbox.source)
+                self._departures.append(self._depart.remote(outbox.source))
+
+    def _await_departures(self) -> None:
+        """Returns when the last writers' farewells have been heard, or after some seconds."""
+        if self._departures and self._ray.is_initialized():
+            with suppress(self._ray.exceptions.RayError):
+                self._ray.wait(list(self._departures), num_returns=len(self._departures), timeout=FAREWELL)
 
     def _beat(self) -> None:
         """Lets the ingest know who is alive, and hears whether to go on."""

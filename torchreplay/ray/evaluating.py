@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,6 +16,7 @@ from torchreplay.ray.board import Board
 from torchreplay.ray.scores import Evaluation, Scores
 
 if TYPE_CHECKING:
+    from torchreplay.ray.page import SharedPage
     from torchreplay.ray.saving import Saving
     from torchreplay.ray.worker import Launch
     from torchreplay.weights import SharedWeights
@@ -51,6 +52,11 @@ class Evaluating:
     scores: Scores
     saving: Saving | None
 
+    @property
+    def pages(self) -> Sequence[SharedPage]:
+        """What was found."""
+        return (self.scores,)
+
     def run(self, launch: Launch, board: Board) -> EvaluatingRun:
         """Returns a run that is ready to begin."""
         return EvaluatingRun(self, board)
@@ -81,6 +87,9 @@ class EvaluatingRun:
                 self._evaluate(module)
             else:
                 time.sleep(_LOOK_EVERY)
+
+    def give_up(self) -> None:
+        """It waits for nobody."""
 
     def close(self) -> None:
         """Nothing is left open."""
