@@ -59,7 +59,7 @@ class Actors(Backend[ActorRun]):
             max_task_retries=-1,  # what workers ask and tell bears repetition
             scheduling_strategy=strategy_of(None, 0),
         )
-        return kind.remote(board, *what.pages)
+        return kind.remote(what.helper, board, *what.pages)
 
     def launch(self, launch: Launch) -> ActorRun:
         """Starts a run; does not wait for it."""

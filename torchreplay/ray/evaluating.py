@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from torchreplay.ray.board import Board
+from torchreplay.ray.saving import Saving, content_of
 from torchreplay.ray.scores import Evaluation, Scores
 
 if TYPE_CHECKING:
+    from torchreplay.ray.mirror import Mirror
     from torchreplay.ray.page import SharedPage
-    from torchreplay.ray.saving import Saving
     from torchreplay.ray.worker import Launch
     from torchreplay.weights import SharedWeights
 
@@ -57,9 +58,14 @@ class Evaluating:
         """What was found."""
         return (self.scores,)
 
-    def run(self, launch: Launch, board: Board) -> EvaluatingRun:
+    @property
+    def helper(self) -> Saving | None:
+        """What saves: files, and the buffer, are on the evaluator's own node."""
+        return self.saving
+
+    def run(self, launch: Launch, board: Board, mirror: Mirror | None = None) -> EvaluatingRun:
         """Returns a run that is ready to begin."""
-        return EvaluatingRun(self, board)
+        return EvaluatingRun(self, board, mirror)
 
     def __repr__(self) -> str:
         return repr(self.evaluate)
@@ -70,8 +76,8 @@ class EvaluatingRun:
 
     noticed_stop = False  # an evaluation that is stopped is worth nothing: no need to wait for its end
 
-    def __init__(self, work: Evaluating, board: Board) -> None:
-        self._work, self._board = work, board
+    def __init__(self, work: Evaluating, board: Board, mirror: Mirror | None) -> None:
+        self._work, self._board, self._mirror = work, board, mirror
         self._entry = board.entries[0]
         self._began = time.monotonic()
 
@@ -126,10 +132,20 @@ class EvaluatingRun:
             best=work.scores.is_best(version, mean),
         )
         if work.saving is not None:  # first: what is reported as saved is saved
-            work.saving.save(module, evaluation, work.scores.count + 1)
+            self._save(work.saving, module, evaluation)
         work.scores.add(evaluation)
         self._entry["weight_version"] = version
         self._entry["episodes"] += 1
+
+    def _save(self, saving: Saving, module: nn.Module, evaluation: Evaluation) -> None:
+        names = saving.due(evaluation, self._work.scores.count + 1)
+        if not names:
+            return
+        content = content_of(module, evaluation)
+        if self._mirror is None:
+            saving.write(names, content)
+        else:
+            self._mirror.help("write", names, content)
 
 
 def _seed_everything(seed: int) -> None:

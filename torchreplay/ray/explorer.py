@@ -14,6 +14,7 @@ from torchreplay.ray.remote import RemoteBuffer
 from torchreplay.ray.worker import Launch
 
 if TYPE_CHECKING:
+    from torchreplay.ray.mirror import Mirror
     from torchreplay.ray.page import SharedPage
     from torchreplay.weights import SharedWeights
 
@@ -42,7 +43,11 @@ class Exploring:
         """None: what explorers tell is on the board."""
         return ()
 
-    def run(self, launch: Launch, board: Board) -> Exploration:
+    @property
+    def helper(self) -> None:
+        """None: all that they need they do themselves."""
+
+    def run(self, launch: Launch, board: Board, mirror: Mirror | None = None) -> Exploration:
         """Returns a run that is ready to begin."""
         ctx = ExplorerContext(
             self.buffer,

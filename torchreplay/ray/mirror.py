@@ -25,15 +25,16 @@ FAREWELL: Final = 5.0
 
 
 class PageKeeper:
-    """The Ray actor on a pool's node through which workers on other nodes reach the pool's pages. It keeps nothing.
+    """The Ray actor on a pool's node through which workers on other nodes reach what is there. It keeps nothing.
 
     Args:
+        helper: Has the methods that the workers want called on the pool's node; None where they want none.
         board: Of the pool.
         others: The pages besides.
     """
 
-    def __init__(self, board: Board, *others: SharedPage) -> None:
-        self._board, self._pages = board, (board, *others)
+    def __init__(self, helper: Any, board: Board, *others: SharedPage) -> None:
+        self._helper, self._board, self._pages = helper, board, (board, *others)
 
     def enter(self, index: int, run: int) -> list[tuple[bytes, bytes]] | None:
         """Returns what the pages say for run number `run` of worker `index`; None when it has a successor already."""
@@ -48,6 +49,11 @@ class PageKeeper:
         for page, news in zip(self._pages, told, strict=True):
             page.hear(index, news)
         return [page.orders(index) for page in self._pages]
+
+
+    def help(self, method: str, *args: Any) -> Any:
+        """Calls a method of the helper's."""
+        return getattr(self._helper, method)(*args)
 
 
 class Mirror:
@@ -94,6 +100,14 @@ class Mirror:
         self._interrupt = interrupt
         self._exchange(None)
         self._thread.start()
+
+    def help(self, method: str, *args: Any) -> Any:
+        """Has a method of the helper's called on the pool's node, and returns what it returns.
+
+        Raises:
+            Exception: What the method raises.
+        """
+        return self._ray.get(self._keeper.help.remote(method, *args))
 
     def close(self) -> None:
         """Tells what the worker has written last, and ends."""

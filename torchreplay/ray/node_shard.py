@@ -71,18 +71,23 @@ class Expectation:
         self._pid = os.getpid()
         self._token = secrets.token_hex(8)
         self._closed = threading.Event()
+        self._speaking = threading.RLock()  # a repetition must not come after the end
         shards.ask("expect", self._token, True)
         threading.Thread(target=self._repeat, name="torchreplay-expectation", daemon=True).start()
 
     def close(self) -> None:
         """No more writers will come. Idempotent."""
-        if os.getpid() == self._pid and not self._closed.is_set():  # a forked child's copy is its parent's affair
-            self._closed.set()
+        if os.getpid() != self._pid or self._closed.is_set():  # a forked child's copy is its parent's affair
+            return
+        self._closed.set()
+        with self._speaking:
             self._say(False)
 
     def _repeat(self) -> None:
-        while not self._closed.wait(REPEAT) and self._say(True):
-            pass
+        heard = True
+        while heard and not self._closed.wait(REPEAT):
+            with self._speaking:
+                heard = not self._closed.is_set() and self._say(True)
 
     def _say(self, expecting: bool) -> bool:
         """Returns whether there is anybody left to tell."""

@@ -80,8 +80,12 @@ class Work(Protocol):
     def pages(self) -> Sequence[SharedPage]:
         """The shared memory between workers and program, besides the board."""
 
-    def run(self, launch: Launch, board: Board) -> Run:
-        """Returns a run that is ready to begin, in the process that is to run it."""
+    @property
+    def helper(self) -> Any:
+        """What has the methods that workers want called on the pool's node, see `Mirror.help`; None for nothing."""
+
+    def run(self, launch: Launch, board: Board, mirror: Mirror | None = None) -> Run:
+        """Returns a run that is ready to begin, in the process that is to run it; `mirror`: on another node."""
 
 
 class WorkerProcess:
@@ -106,6 +110,8 @@ class WorkerProcess:
         except BaseException as error:  # also SystemExit and KeyboardInterrupt: nothing gets lost
             if isinstance(error, SystemExit) and not error.code:
                 return Outcome("ended")
+            if isinstance(error, SystemError) and isinstance(error.__cause__, Stopped):  # raised within a call of Ray's
+                return Outcome("ended")
             return _raised(error)
         return Outcome("ended")
 
@@ -114,7 +120,7 @@ def _work(payload: bytes, launch: Launch, keeper: Any) -> None:
     unpickled: tuple[Work, Board] = pickle.loads(payload)
     work, board = unpickled
     mirror = Mirror(keeper, launch.index, launch.restarts, board, work.pages) if board.is_copy else None
-    run = work.run(launch, board)
+    run = work.run(launch, board, mirror)
 
     def stop_here(signal_number: int, frame: FrameType | None) -> None:
         if not run.noticed_stop:  # otherwise it is finishing already
