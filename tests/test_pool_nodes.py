@@ -14,7 +14,7 @@ from numbered_rows import assert_intact, is_running, make_buffer, row
 from safetensors.torch import load_file
 
 import torchreplay as tr
-from torchreplay.ray import Evaluator, ExplorerPool, ShardedReplay, node_shard
+from torchreplay.ray import AsyncReplay, Evaluator, ExplorerPool, ShardedReplay, node_shard
 from torchreplay.ray import board as board_module
 from torchreplay.ray import directory as directory_module
 from torchreplay.ray.board import ENTRY, Board
@@ -124,10 +124,12 @@ def test_explorers_of_a_sharded_buffer_spread_over_its_nodes_and_write_to_their_
     with ShardedReplay(SHARED, 100_000, limiter=tr.MinSize(100), seed=1, nodes=cluster.node_ids) as replay:
         with pytest.raises(ValueError, match="through Ray"):
             ExplorerPool(fill, 2, replay, backend="process")
-        with ExplorerPool(fill, 2, replay) as pool:
-            replay.sample(64, timeout=STARTUP)
+        pool = ExplorerPool(fill, 2, replay)
+        with AsyncReplay(pool, lambda batch: batch["weight"], batch_size=64, timeout=STARTUP) as learner:
+            assert list(learner.steps(5)) == [1, 2, 3, 4, 5]
             eventually(lambda: all(s.alive and s.rows for s in pool.stats()), STARTUP)
             assert sorted(nodes_of(pool)) == sorted(cluster.node_ids)
+            assert learner.stats().buffers["buffer"].rows_written > 100
             assert replay.shards.look().expected
         assert not replay.shards.look().expected
         assert not pool.errors
@@ -219,6 +221,22 @@ def test_explorers_of_a_sharded_buffer_that_lose_their_node_go_on_where_there_is
                 eventually(lambda: all(s.rows > n for s, n in zip(pool.stats(), rows, strict=True)), STARTUP)
                 replay.sample(32, timeout=STARTUP)
             assert_gone(cluster)
+
+
+@pytest.mark.soak
+def test_a_killed_page_keeper_keeps_nobody_from_exploring_and_stopping(cluster):
+    buffer = make_buffer()
+    with ExplorerPool(explore, 1, buffer, placement=on(cluster, 1)) as pool:
+        eventually(lambda: pool.stats()[0].alive and pool.stats()[0].episodes, STARTUP)
+        (keeper,) = cluster.actors("PageKeeper")
+        os.kill(keeper["Pid"], signal.SIGKILL)
+        eventually(lambda: not is_running(keeper["Pid"]))
+        (before,) = pool.stats()
+        eventually(lambda: pool.stats()[0].episodes > before.episodes, STARTUP)
+        assert pool.drain(timeout=STARTUP)
+    (stats,) = pool.stats()
+    assert (stats.restarts, stats.rows) == (0, buffer.stats().rows_written)
+    assert_gone(cluster)
 
 
 @pytest.mark.soak

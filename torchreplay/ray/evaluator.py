@@ -86,7 +86,8 @@ class Evaluator(Supervised):
         seed: Of each evaluation.
         directory: Where weights are saved whenever the mean return is the best so far: `best.safetensors`, a state dict
             for `safetensors.torch.load_file`, with the result in its metadata. Files are replaced in one step. One
-            that is there stays until something better is found: a new experiment needs a new directory.
+            that is there stays until something better is found: a new experiment needs a new directory. It is of this
+            machine, wherever the worker runs.
         save_every: Evaluations from one numbered save to the next, `version-<number>.safetensors`.
         buffer: A buffer to save with the weights, each time, into `buffer/`.
         max_restarts: Restarts of the worker before it counts as failed; -1 for no limit.

@@ -50,7 +50,6 @@ class PageKeeper:
             page.hear(index, news)
         return [page.orders(index) for page in self._pages]
 
-
     def help(self, method: str, *args: Any) -> Any:
         """Calls a method of the helper's."""
         return getattr(self._helper, method)(*args)

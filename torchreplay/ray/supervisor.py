@@ -121,6 +121,7 @@ class Supervisor:
         """Set when no worker will run any more."""
         self.interrupted = 0
         """How many did not end by themselves when they were told to."""
+        self._node = ray_node()
         self._stopping = threading.Event()
         self._grace = self._deadline = 0.0
         self._mark: Mark | None = self.expect_writers()
@@ -283,7 +284,7 @@ class Supervisor:
 
     def _is_here(self, w: Worker) -> bool:
         """Whether its process is on this node: elsewhere the same pid is another's."""
-        return self.board.is_on(w.index, ray_node())
+        return self.board.is_on(w.index, self._node)
 
     def _running(self) -> list[Worker]:
         return [w for w in self.workers if w.run is not None]
