@@ -113,6 +113,12 @@ def test_who_waits_for_the_limiter_on_another_node_is_stopped_at_once(cluster):
     eventually(lambda: buffer.stats().writers == 0)
 
 
+def test_what_ray_does_not_take_as_a_placement_is_refused_at_the_start(cluster):
+    with pytest.raises(TypeError, match="scheduling_strategy"):
+        ExplorerPool(print, 1, make_buffer(), placement=5).start()
+    assert_gone(cluster)
+
+
 def test_explorers_of_a_sharded_buffer_spread_over_its_nodes_and_write_to_their_own(cluster):
     def fill(ctx):
         writer, count = ctx.writer(), 0

@@ -41,8 +41,11 @@ class Actors(Backend[ActorRun]):
         self._placement = hosting.placement
         runtime_env = None if hosting.runtime_env is None else dict(hosting.runtime_env)
         self._options = {"num_cpus": hosting.num_cpus, "num_gpus": hosting.num_gpus, "runtime_env": runtime_env}
-        self._keeper = None  # of the pages, for workers on other nodes
+        self._kind: Any = None  # of every worker, unless a function says where each is to run
+        self._keeper: Any = None  # of the pages, for workers on other nodes
         try:
+            if not callable(hosting.placement):
+                self._kind = self._kind_for(0)  # now: what Ray does not take is refused at the start
             self._payload = self._ray.put(pickled(work, self._ray.cloudpickle.dumps))
             if hosting.placement is not None:
                 self._keeper = self._keep(work, runtime_env)
@@ -61,14 +64,16 @@ class Actors(Backend[ActorRun]):
         )
         return kind.remote(what.helper, board, *what.pages)
 
-    def launch(self, launch: Launch) -> ActorRun:
-        """Starts a run; does not wait for it."""
-        kind = self._ray.remote(WorkerProcess).options(
+    def _kind_for(self, index: int) -> Any:
+        return self._ray.remote(WorkerProcess).options(
             max_restarts=0,  # the supervisor restarts, with back-off and a fresh seed
-            scheduling_strategy=strategy_of(self._placement, launch.index),
+            scheduling_strategy=strategy_of(self._placement, index),
             **self._options,
         )
-        actor = kind.remote()
+
+    def launch(self, launch: Launch) -> ActorRun:
+        """Starts a run; does not wait for it."""
+        actor = (self._kind or self._kind_for(launch.index)).remote()
         return ActorRun(launch, actor, actor.run.remote(sys.path, self._payload, launch, self._keeper))
 
     def wait(self, runs: Sequence[ActorRun], timeout: float) -> list[ActorRun]:
