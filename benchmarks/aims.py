@@ -41,7 +41,7 @@ AIMS: Mapping[tuple[str, str], Sequence[Aim]] = {
     },
     ("call", "sample + update 256"): (Aim(30.0),),
     ("loader", "overhead over a no-op dataset, steps of 1 ms"): (Aim(15.0),),
-    ("loader", "waits, steps of 1 ms, an explorer writes"): (Aim(1.0),),
+    ("loader", "waits: asks when none is ready, steps of 1 ms, an explorer writes"): (Aim(1.0),),
     ("loader", "PriorityFeedback inside Lightning"): (Aim(10.0),),
     ("gpu", "host to device, fraction"): (Aim(0.85),),
     **{("gpu", f"{name}: steps, fraction"): (Aim(0.97),) for name in ("small", "wide", "atari")},

@@ -1,4 +1,4 @@
-// Drawing batches before they are asked for, in a thread of the learner's own.
+// Drawing batches before they are asked for, in a thread of the learner's own, which also feeds back.
 #pragma once
 
 #include <pthread.h>
@@ -11,6 +11,7 @@
 #include <mutex>
 #include <optional>
 
+#include "feedback.h"
 #include "participants.h"
 #include "sample.h"
 
@@ -22,17 +23,17 @@ struct Order {
   double beta = 0;
   DrawName name;
   BatchPointers out;
-  int threads = 1;       // that may share the copies
-  uint64_t updated = 0;  // TD errors that had been applied when it was drawn
+  int threads = 1;                     // that may share the copies
+  uint64_t updated = 0, fed_back = 0;  // TD errors that it knows: all others, and those handed over here
 };
 
-// Draws what was ordered, in that order, and one batch after the other. All but settle() is for one thread at a time.
+// Draws what was ordered, in that order, and one batch after the other. All but settled(), settle() and hand_over() is
+// for one thread at a time.
 class DrawAhead {
  public:
-  // `plan` as for BatchSampler. `undrawn` counts the orders not drawn, of all who share it. All must outlive the
-  // object.
-  DrawAhead(SegmentMemory& m, const ItemPlan* plan, std::atomic<int>& undrawn)
-      : memory_(m), plan_(plan), undrawn_(undrawn) {}
+  // `plan` as for BatchSampler. `backlog` counts what is to be done, by all who share it. All must outlive the object.
+  DrawAhead(SegmentMemory& m, const ItemPlan* plan, Backlog& backlog)
+      : memory_(m), plan_(plan), backlog_(backlog), feedback_(m, backlog) {}
   ~DrawAhead() {
     try {
       close();
@@ -53,8 +54,21 @@ class DrawAhead {
     ordered_at_ = now;
     orderer_ = pthread_self();
     orders_.push_back(std::move(o));
-    undrawn_.fetch_add(1, std::memory_order_relaxed);
+    backlog_.draws.fetch_add(1, std::memory_order_relaxed);
     if (!dozing_ || done_ == 0) wake();
+  }
+
+  // Takes over TD errors, to be applied after what this thread has ordered and before what it orders from now on: as if
+  // it had waited for the draws and applied them itself. That is for learners whose steps are long: the drawing thread
+  // has the time, and they have other things in their caches. False: nothing was taken.
+  bool hand_over(Feedback& feedback) {
+    const std::lock_guard guard(mutex_);
+    if (!running_ || outcome_ != Draw::kDone || interval_ < kMinDoze || !is_orderer()) return false;
+    if (!memory_.header().sampler.prioritized) return false;  // there is next to nothing to do
+    if (short_ && feedback_.empty()) return false;            // nobody knows how long the draws before it will wait
+    feedback_.push(taken_ + orders_.size(), std::move(feedback));
+    if (!dozing_) ordered_.notify_one();
+    return true;
   }
 
   // Takes the oldest order, once it is drawn: kDone. kWait: not yet after `ns`, or, at once, when the thread has found
@@ -65,10 +79,11 @@ class DrawAhead {
     std::unique_lock lock(mutex_);
     if (!done_) wait(lock, ns);
     if (done_) {
-      const Header& h = memory_.header();
-      missed_updates_ = __atomic_load_n(&h.updated, __ATOMIC_RELAXED) - orders_.front().updated;
+      const Order& order = orders_.front();
+      missed_updates_ = updated_by_others() - order.updated + feedback_.pushed() - order.fed_back;
       orders_.pop_front();
       done_--;
+      taken_++;
       return Draw::kDone;
     }
     if (error_) std::rethrow_exception(error_);
@@ -77,21 +92,29 @@ class DrawAhead {
     return Draw::kWait;
   }
 
-  // TD errors that were applied between the draw of the batch taken last and its taking.
+  // TD errors that were fed back between the draw of the batch taken last and its taking.
   uint64_t missed_updates() const { return missed_updates_; }
 
-  // Whether what this thread ordered is drawn, or waits for items that have not come.
+  // Whether what this thread ordered is drawn, or waits for items that have not come, and all that was handed over is
+  // applied.
   bool settled() {
     const std::lock_guard guard(mutex_);
     return is_settled();
   }
 
-  // Waits until that is so, for `ns` at most; false: it is not.
+  // Sees to it, and waits for the drawing thread where that is at it, for `ns` at most; false: it still is.
   bool settle(int64_t ns) {
     std::unique_lock lock(mutex_);
-    if (is_settled()) return true;
-    wake();
-    return drawn_.wait_for(lock, std::chrono::nanoseconds(ns), [&] { return is_settled(); });
+    for (;;) {
+      if (is_settled()) return true;
+      if (is_idle()) {
+        apply_first(lock);
+      } else {
+        wake();
+        const auto over = [&] { return is_settled() || is_idle(); };
+        if (!drawn_.wait_for(lock, std::chrono::nanoseconds(ns), over)) return false;
+      }
+    }
   }
 
   // How many orders are drawn and not taken. Their memory is written to no more.
@@ -106,7 +129,7 @@ class DrawAhead {
     return {orders_.begin(), orders_.begin() + static_cast<ptrdiff_t>(done_)};
   }
 
-  // Ends the thread, and the draws that nobody took: they have not happened.
+  // Ends the thread, and the draws that nobody took: they have not happened. What was handed over is applied.
   void close() {
     if (!running_) return;
     {
@@ -122,11 +145,16 @@ class DrawAhead {
       const std::lock_guard guard(mutex_);
       for (size_t i = 0; i < done_; i++) items += static_cast<uint64_t>(orders_[i].n);
       draws = std::exchange(done_, 0);
-      undrawn_.fetch_sub(static_cast<int>(orders_.size() - draws), std::memory_order_relaxed);
+      backlog_.draws.fetch_sub(static_cast<int>(orders_.size() - draws), std::memory_order_relaxed);
       orders_.clear();
     }
     drawn_.notify_all();
     if (draws || demanded_) take_back(draws, items);
+    std::unique_lock lock(mutex_);
+    while (!feedback_.empty()) {
+      drawn_.wait(lock, [&] { return !feedback_.applying(); });
+      if (!feedback_.empty()) apply_first(lock);
+    }
   }
 
  private:
@@ -218,18 +246,31 @@ class DrawAhead {
     ordered_.notify_one();
   }
 
-  // The oldest order that is not drawn; nullptr when the thread has to end, or a draw could not be made.
+  // The oldest order that is not drawn, once all that was handed over before it is applied; nullptr when the thread has
+  // to end, or a draw could not be made.
   Order* next() {
     std::unique_lock lock(mutex_);
-    const auto called = [&] { return ending() || done_ < orders_.size(); };
+    const auto fed_back = [&] { return feedback_.due(taken_ + done_); };
+    const auto called = [&] { return ending() || (!feedback_.applying() && (done_ < orders_.size() || fed_back())); };
     if (!called() && interval_ >= kMinDoze && interval_ < kMaxDoze) {
       dozing_ = true;
       const auto length = std::chrono::nanoseconds(ordered_at_ + interval_ + interval_ / 4 - monotonic_ns());
       ordered_.wait_for(lock, length, [&] { return ending() || !dozing_; });
       dozing_ = false;
     }
-    ordered_.wait(lock, called);
-    return ending() || outcome_ != Draw::kDone ? nullptr : &orders_[done_];
+    for (;;) {
+      ordered_.wait(lock, called);
+      if (ending() || outcome_ != Draw::kDone) return nullptr;
+      if (!fed_back()) return &orders_[done_];
+      apply_first(lock);
+    }
+  }
+
+  // The mutex is held, and nobody else applies anything.
+  void apply_first(std::unique_lock<std::mutex>& lock) {
+    feedback_.apply_first(lock);
+    ordered_.notify_one();
+    drawn_.notify_all();
   }
 
   Draw draw(BatchSampler& sampler, Order& order) {
@@ -243,25 +284,30 @@ class DrawAhead {
       if (sampler.pending()) reclaim_dead(memory_);
       demanded_ = outcome != Draw::kDone;
       if (outcome != Draw::kWait) return outcome;
-      {
-        const std::lock_guard guard(mutex_);
-        short_ = {shortage, seen};
-      }
-      drawn_.notify_all();
+      wait_for_rows({shortage, seen});
       if (ending()) throw Interrupted{};
       futex_wait(h.rows_signal, seen, kSliceNs);
       if (ending()) throw Interrupted{};
     }
   }
 
+  // Says what the draw waits for. What was handed over does not wait with it.
+  void wait_for_rows(Short what) {
+    std::unique_lock lock(mutex_);
+    short_ = what;
+    drawn_.notify_all();
+    while (!feedback_.empty()) apply_first(lock);
+  }
+
   void finish(Order& order, Draw outcome) {
     if (outcome != Draw::kDone) return fail(outcome, nullptr);
     {
       const std::lock_guard guard(mutex_);
-      order.updated = __atomic_load_n(&memory_.header().updated, __ATOMIC_RELAXED);
+      order.updated = updated_by_others();
+      order.fed_back = feedback_.done();
       done_++;
       short_.reset();
-      undrawn_.fetch_sub(1, std::memory_order_release);
+      backlog_.draws.fetch_sub(1, std::memory_order_release);
     }
     drawn_.notify_all();
   }
@@ -276,16 +322,29 @@ class DrawAhead {
     drawn_.notify_all();
   }
 
+  // TD errors that were applied, but for those handed over here. Of a time shortly ago when such are being applied.
+  uint64_t updated_by_others() {
+    if (!feedback_.applying())
+      updated_by_others_ = __atomic_load_n(&memory_.header().updated, __ATOMIC_RELAXED) - feedback_.updated();
+    return updated_by_others_;
+  }
+
   bool is_settled() const {
-    if (done_ == orders_.size() || outcome_ != Draw::kDone || !pthread_equal(orderer_, pthread_self())) return true;
+    if (!feedback_.empty()) return false;
+    if (done_ == orders_.size() || outcome_ != Draw::kDone || !is_orderer()) return true;
     return short_ && short_->seen == memory_.header().rows_signal.load(std::memory_order_acquire);
   }
+
+  // Whether the drawing thread is neither at a draw nor at what was handed over, and nobody else at that.
+  bool is_idle() const { return (done_ == orders_.size() || outcome_ != Draw::kDone) && !feedback_.applying(); }
+
+  bool is_orderer() const { return pthread_equal(orderer_, pthread_self()) != 0; }
 
   bool ending() const { return ending_.load(std::memory_order_relaxed); }
 
   SegmentMemory& memory_;
   const ItemPlan* plan_;
-  std::atomic<int>& undrawn_;
+  Backlog& backlog_;
   pthread_t thread_{};
   bool running_ = false;
   uint64_t generation_ = fork_generation.load(std::memory_order_relaxed);
@@ -297,7 +356,10 @@ class DrawAhead {
   std::condition_variable ordered_, drawn_;
   pthread_t orderer_{};
   std::deque<Order> orders_;  // places stay where they are
-  int64_t ordered_at_ = 0;    // when the last order came, and how long after the one before on average
+  uint64_t taken_ = 0;        // orders before those
+  FeedbackQueue feedback_;
+  uint64_t updated_by_others_ = 0;
+  int64_t ordered_at_ = 0;  // when the last order came, and how long after the one before on average
   int64_t interval_ = 0;
   bool dozing_ = false;         // the thread wakes by itself
   size_t done_ = 0;             // of the orders, the oldest: drawn, and not taken

@@ -30,6 +30,7 @@ class PriorityUpdater {
   // issued: it is returned.
   std::optional<BadKey> update(int64_t n, const int64_t* keys, const double* td) {
     if (const std::optional<BadKey> bad = unissued(memory_, n, keys)) return bad;
+    updated_ = 0;
     find_slots(n, keys);
     index_.resize(n);
     leaf_.resize(n);
@@ -42,6 +43,9 @@ class PriorityUpdater {
     publish_limit(memory_);
     return std::nullopt;
   }
+
+  // TD errors that the last update() applied.
+  uint64_t updated() const { return updated_; }
 
  private:
   // What is said of them arrives while the leaves are computed.
@@ -84,7 +88,8 @@ class PriorityUpdater {
     kill_fence();
     tree.set(index_.data(), leaf_.data(), static_cast<int>(applied));
     TORCHREPLAY_FAULT("update.set");
-    h.updated += static_cast<uint64_t>(applied);
+    updated_ = static_cast<uint64_t>(applied);
+    h.updated += updated_;
     h.priority_change += change;
   }
 
@@ -92,6 +97,7 @@ class PriorityUpdater {
   std::vector<uint64_t> slot_;
   std::vector<int64_t> index_;
   std::vector<float> leaf_;
+  uint64_t updated_ = 0;
 };
 
 }  // namespace torchreplay

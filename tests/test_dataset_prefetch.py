@@ -1,31 +1,119 @@
 """Batches that a native thread draws ahead: the same ones as without it, also where an iteration is resumed."""
 
 import itertools
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 from delayed_draws import BATCH, ROWS, SPEC, Delayed, assert_same, extend, filled_buffer, td_of
+from forked import Forked
 
 import torchreplay as tr
 
+LONG_STEP = 1e-3
+"""Seconds: long enough that the drawing thread takes feedback over."""
 
-def learn(buffer, batches, n):
-    """Feeds back and writes beside drawing; returns what was drawn."""
+
+def learn(buffer, batches, n, seconds=0.0):
+    """Feeds back and writes beside drawing, in steps that take so long; returns what was drawn."""
     seen = []
     for k, batch in enumerate(itertools.islice(batches, n)):
         seen.append({name: values.clone() for name, values in batch.items()})
+        time.sleep(seconds)
         buffer.update_priorities(batch, td_of(k))
         if k % 3 == 0:
             extend(buffer, ROWS + 16 * k, 16)
     return seen
 
 
+@pytest.mark.parametrize("seconds", [0.0, LONG_STEP])
 @pytest.mark.parametrize("prefetch", [1, 2, 5])
-def test_batches_are_those_of_draws_made_earlier_by_as_many_batches(prefetch):
+def test_batches_are_those_of_draws_made_earlier_by_as_many_batches(prefetch, seconds):
     expected = learn(buffer := filled_buffer(), Delayed(buffer, prefetch), 200)
-    ahead = learn(buffer := filled_buffer(), tr.ReplayDataset(buffer, BATCH, prefetch=prefetch), 200)
+    ahead = learn(buffer := filled_buffer(), tr.ReplayDataset(buffer, BATCH, prefetch=prefetch), 200, seconds)
     assert_same(ahead, expected)
+
+
+def after_long_steps(buffer):
+    """Returns an iteration whose thread takes feedback over, and its last batch."""
+    batches = iter(tr.ReplayDataset(buffer, BATCH))
+    for _ in range(5):
+        time.sleep(LONG_STEP)
+        batch = next(batches)
+    return batches, batch
+
+
+def gathered(buffer, keys):
+    return torch.allclose(buffer.gather(keys)["probability"], torch.tensor(9 / buffer.stats().priority_total))
+
+
+def counted(buffer, keys):
+    return buffer.stats().updated == len(keys)
+
+
+def counted_by_another_thread(buffer, keys):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(counted, buffer, keys).result()
+
+
+def counted_elsewhere_after_a_flush(buffer, keys):
+    buffer.flush()
+    return counted(tr.ReplayBuffer.attach(buffer.handle()), keys)
+
+
+def in_the_histogram(buffer, keys):
+    return buffer.histograms()["priority_edges"].max() > 8
+
+
+LOOKS = [gathered, counted, counted_by_another_thread, counted_elsewhere_after_a_flush, in_the_histogram]
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_whoever_looks_finds_applied_what_was_fed_back(look):
+    buffer = filled_buffer()
+    _batches, batch = after_long_steps(buffer)
+    keys = batch["key"].unique()
+    buffer.update_priorities(keys, torch.full((len(keys),), 9.0))
+    assert look(buffer, keys)
+
+
+def test_an_iteration_that_ends_applies_what_was_fed_back():
+    buffer = filled_buffer()
+    other = tr.ReplayBuffer.attach(buffer.handle())
+    for batch in tr.ReplayDataset(buffer, BATCH, steps=20):
+        time.sleep(LONG_STEP)
+        buffer.update_priorities(batch, torch.full((BATCH,), 9.0))
+    assert other.stats().updated == 20 * BATCH
+
+
+def test_what_is_wrong_with_feedback_is_said_at_once_in_long_steps_too():
+    buffer = filled_buffer()
+    _batches, batch = after_long_steps(buffer)
+    for keys, td, message in [
+        (batch, torch.full((BATCH,), torch.nan), "NaN"),
+        (batch, torch.ones(BATCH + 1), "one number for each key"),
+        ([ROWS], [1.0], "never issued"),
+        (filled_buffer().sample(BATCH), torch.ones(BATCH), "another buffer"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            buffer.update_priorities(keys, td)
+    assert buffer.stats().updated == 0
+
+
+def test_what_was_fed_back_before_a_fork_is_applied_once():
+    buffer = filled_buffer()
+    batches, batch = after_long_steps(buffer)
+    buffer.update_priorities(batch, torch.ones(BATCH))
+
+    def feed_back_too():
+        buffer.update_priorities(next(batches), torch.ones(BATCH))
+        buffer.flush()
+
+    with Forked(feed_back_too) as child:
+        assert child.wait() == 0
+    assert buffer.stats().updated == 2 * BATCH
 
 
 def test_a_schedule_of_the_exponent_counts_every_batch_once():
@@ -91,9 +179,11 @@ def test_a_batch_drawn_ahead_that_the_buffer_does_not_hold_any_more_is_left_out(
     assert all((batch["key"] >= ROWS).all() for batch in itertools.islice(dataset, 5))
 
 
-def test_the_staleness_is_what_was_fed_back_between_draw_and_turn():
+@pytest.mark.parametrize("seconds", [0.0, LONG_STEP])
+def test_the_staleness_is_what_was_fed_back_between_draw_and_turn(seconds):
     buffer, prefetch, n = filled_buffer(), 3, 50
     for k, batch in enumerate(tr.ReplayDataset(buffer, BATCH, steps=n, prefetch=prefetch)):
+        time.sleep(seconds)
         buffer.update_priorities(batch, td_of(k))
     assert buffer.stats().staleness == sum(BATCH * min(k, prefetch) for k in range(n)) / n
 

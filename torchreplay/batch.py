@@ -55,6 +55,26 @@ class ReplayBatch(dict[str, Any]):
         return f"ReplayBatch({shapes})"
 
 
+def keys_of(batch: ReplayBatch, source: int) -> Any:
+    """Returns the keys in a batch that TD errors are fed back for; None if it has none.
+
+    Args:
+        batch: Drawn from the buffer whose identity `source` is, or of unknown origin.
+        source: That identity.
+
+    Raises:
+        ValueError: It is of another buffer, or of several.
+    """
+    if "buffer" in batch:
+        raise ValueError(
+            "the batch mixes items of several buffers: feed its TD errors back by the MixedDataset that drew "
+            "it, dataset.update_priorities(batch, td)"
+        )
+    if getattr(batch, "source", source) != source and batch.source is not None:
+        raise ValueError("the batch was drawn from another buffer: feed its TD errors back to that one")
+    return batch.get("key")
+
+
 def _map_nested(value: Any, move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(value, Mapping):
         return {name: _map_nested(v, move) for name, v in value.items()}

@@ -39,17 +39,17 @@ class DeferredUpdates:
 
     Args:
         apply: Applies the TD errors of keys; raises ValueError, having done nothing, for some that are NaN or infinite.
+
+    Attributes:
+        waiting: What has not been applied.
     """
 
-    def __init__(self, apply: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+    def __init__(self, apply: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
         self._apply = apply
-        self._waiting = deque[_Update]()
+        self.waiting = deque[_Update]()
         self._numbers = itertools.count(1)
         # For applying in order. A signal handler may come by in the midst of that, in the same thread.
         self._lock = threading.RLock()
-
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
 
     def add(self, keys: torch.Tensor, td: Arrival) -> None:
         """Takes an update over.
@@ -58,7 +58,7 @@ class DeferredUpdates:
             keys: int64 `[n]`, of memory that nobody changes.
             td: Its TD errors `[n]`.
         """
-        self._waiting.append(_Update(next(self._numbers), keys, td))
+        self.waiting.append(_Update(next(self._numbers), keys, td))
 
     def apply_arrived(self) -> None:
         """Applies what has arrived; returns at once where another thread is at it.
@@ -67,9 +67,9 @@ class DeferredUpdates:
             ValueError: TD errors are NaN or infinite: they are dropped. Those after them wait for the next call.
             RuntimeError: The device has failed; all that was on its way is lost.
         """
-        if self._waiting and self._lock.acquire(blocking=False):
+        if self.waiting and self._lock.acquire(blocking=False):
             try:
-                while len(self._waiting) > 0 and self._ask(self._waiting[0].td.done):
+                while len(self.waiting) > 0 and self._ask(self.waiting[0].td.done):
                     self._apply_first()
             finally:
                 self._lock.release()
@@ -83,10 +83,10 @@ class DeferredUpdates:
         """
         failure: ValueError | None = None
         with self._lock:
-            for _ in range(len(self._waiting)):
-                if not self._waiting:  # a signal handler was faster
+            for _ in range(len(self.waiting)):
+                if not self.waiting:  # a signal handler was faster
                     break
-                self._ask(self._waiting[0].td.wait)
+                self._ask(self.waiting[0].td.wait)
                 try:
                     self._apply_first()
                 except ValueError as error:
@@ -101,11 +101,11 @@ class DeferredUpdates:
         try:
             return question()
         except RuntimeError:  # CUDA's: nothing comes from there any more, and it is said once
-            self._waiting.clear()
+            self.waiting.clear()
             raise
 
     def _apply_first(self) -> None:
-        update = self._waiting.popleft()
+        update = self.waiting.popleft()
         try:
             self._apply(update.keys, update.td.values)
         except ValueError as error:
@@ -114,5 +114,5 @@ class DeferredUpdates:
                 f"items: {error}"
             ) from None
         except BaseException:
-            self._waiting.appendleft(update)  # such as Ctrl-C in a wait for the lock
+            self.waiting.appendleft(update)  # such as Ctrl-C in a wait for the lock
             raise

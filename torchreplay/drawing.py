@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from . import _C
 from .arguments import checked_int, checked_kind
-from .batch import ReplayBatch
+from .batch import ReplayBatch, keys_of
 from .config import Config
 from .cuda import to_host
-from .deferred import Arrival, DeferredUpdates
+from .deferred import DeferredUpdates
 from .errors import Stopped
 from .ledger import Ledger, RemotelyWritten
 from .replay import Finish
@@ -75,7 +75,7 @@ class Drawing:
         out: ReplayBatch | None = None,
     ) -> ReplayBatch:
         """Does what `sample` does, waiting as `waiting` does."""
-        if self._deferred:
+        if self._deferred.waiting:
             self._deferred.apply_arrived()
         if batch_size.__class__ is not int or not 0 < batch_size <= MAX_BATCH:
             batch_size = checked_int("batch_size", batch_size, 1, MAX_BATCH)
@@ -159,7 +159,9 @@ class Drawing:
         """Feeds TD errors back to exactly the items they were computed from.
 
         TD errors of rows overwritten since are dropped and counted (`stats().stale_updates`). Of equal keys the last
-        one wins.
+        one wins. Whatever this process does next with the buffer finds them applied. (Beside a `ReplayDataset` that
+        draws ahead, its thread may apply them, a few milliseconds later: before other processes are to see them, call
+        `flush`.)
 
         Those on a CUDA device are not waited for: they are copied beside the learner's work, as they are at this point
         of its stream, and applied once they have come, in the order given, when this process next calls the buffer or
@@ -175,36 +177,33 @@ class Drawing:
                 another buffer; nothing is applied. NaN or infinite errors that come from a CUDA device are told by the
                 next call, or by `flush`, which say which update it was.
         """
-        keys = batch_or_keys
-        if isinstance(keys, ReplayBatch):
-            if "buffer" in keys:
-                raise ValueError(
-                    "the batch mixes items of several buffers: feed its TD errors back by the MixedDataset that drew "
-                    "it, dataset.update_priorities(batch, td)"
-                )
-            if getattr(keys, "source", None) not in (None, self._nonce):
-                raise ValueError("the batch was drawn from another buffer: feed its TD errors back to that one")
-            keys = keys.get("key")
-        if isinstance(td, torch.Tensor) and td.is_cuda:
-            self._update_later(self._checked_keys(keys, td), to_host(td))
-        elif self._deferred:
-            try:
-                self.flush()
-            finally:
-                self._segment.update(keys, td)
-        else:
+        on_device = isinstance(td, Tensor) and td.is_cuda
+        if on_device or self._deferred.waiting or not self._segment.update(batch_or_keys, td):
+            self._update_otherwise(batch_or_keys, td, on_device)
+
+    def _update_otherwise(self, batch_or_keys: ReplayBatch | Any, td: Any, on_device: bool) -> None:
+        """Does what one native call cannot: TD errors on a device or after such, and batches that we did not sign."""
+        keys = keys_of(batch_or_keys, self._nonce) if isinstance(batch_or_keys, ReplayBatch) else batch_or_keys
+        if on_device:
+            self._deferred.add(self._checked_keys(keys, td), to_host(td))
+            self._deferred.apply_arrived()
+            return
+        try:
+            self.flush()
+        finally:
             self._segment.update(keys, td)
 
     def flush(self) -> None:
-        """Waits for the TD errors that are on their way from a device, and applies them; without any, returns at once.
+        """Has all TD errors applied that this process has fed back; waits for those on their way from a device.
 
         Raises:
             ValueError: Some are NaN or infinite: they are dropped, and the others applied.
         """
-        if self._deferred:
+        if self._deferred.waiting:
             self._deferred.flush()
+        self._segment.settle()
 
-    def _checked_keys(self, keys: Any, td: torch.Tensor) -> torch.Tensor:
+    def _checked_keys(self, keys: Any, td: Tensor) -> Tensor:
         """Returns the keys in memory of their own; raises ValueError for what no TD errors can be applied to."""
         checked = self._segment.checked_keys(keys)
         if td.shape != checked.shape or td.dtype not in ELEMENTS:
@@ -213,7 +212,3 @@ class Drawing:
                 f"shape ({len(checked)},)"
             )
         return checked
-
-    def _update_later(self, keys: torch.Tensor, td: Arrival) -> None:
-        self._deferred.add(keys, td)
-        self._deferred.apply_arrived()

@@ -27,7 +27,7 @@ DRAWN_FIELDS = {"key": torch.int64, "weight": torch.float32, "probability": torc
 class BatchStream:
     """An iterator of batches as `sample` returns them. It is for one thread, which must close it.
 
-    What this thread feeds back or writes waits until the batches ordered before are drawn, so that the same seed and
+    What this thread feeds back or writes has its turn after the batches ordered before, so that the same seed and
     the same calls give the same batches. A batch does not know what is fed back between its order and its turn.
 
     Args:
@@ -78,7 +78,7 @@ class BatchStream:
             StopIteration: There were `count`.
             ReplayTimeout, WouldBlockForever, Stopped: As `sample` does.
         """
-        if self._buffer._deferred:
+        if self._buffer._deferred.waiting:
             self._buffer._deferred.apply_arrived()
         if self._staging is not None:
             self._staging.require_own_process()

@@ -60,34 +60,44 @@ def measure_loader(plan: Plan) -> Iterator[Line]:
                 for name in (OURS, INLINE)
             }
             yield Line("loader", f"overhead over a no-op dataset{beside}", "us", overhead)
-        yield _waiting(peer, plan)
+        yield from _waiting(peer, plan)
         if find_spec("pytorch_lightning") is not None:
             yield measure_feedback(peer, plan)
     finally:
         peer.close()
 
 
-def _waiting(peer: TorchreplayPeer, plan: Plan) -> Line:
-    """Returns the share of its time that a learner spends in asking for batches, while an explorer writes."""
-    share: dict[str, list[float]] = {OURS: [], INLINE: []}
+def _waiting(peer: TorchreplayPeer, plan: Plan) -> Iterator[Line]:
+    """Yields the shares of its time that a learner asks, and waits, for batches, while an explorer writes."""
+    asks: dict[str, list[float]] = {OURS: [], INLINE: []}
+    waits: dict[str, list[float]] = {OURS: [], INLINE: []}
     with _explorer(peer):
         for _ in range(plan.contest_rounds):
             for name, prefetch in ((OURS, 2), (INLINE, 0)):
                 dataset = tr.ReplayDataset(peer.buffer, BATCH_SIZE, prefetch=prefetch)
-                share[name].append(_share_waited(iter(dataset), plan.contest_seconds))
-    name = f"waits, steps of {STEP * 1e3:g} ms, an explorer writes"
-    return Line("loader", name, "%", {name: [100 * value for value in values] for name, values in share.items()})
+                asked, waited = _shares(dataset, plan.contest_seconds)
+                asks[name].append(100 * asked)
+                waits[name].append(100 * waited)
+    beside = f"steps of {STEP * 1e3:g} ms, an explorer writes"
+    yield Line("loader", f"asks for batches, {beside}", "%", asks)
+    yield Line("loader", f"waits: asks when none is ready, {beside}", "%", waits)
 
 
-def _share_waited(batches: Iterator[Any], seconds: float) -> float:
+def _shares(dataset: tr.ReplayDataset, seconds: float) -> tuple[float, float]:
+    """Returns the share of the time that a learner asks for batches, and that in which none was ready."""
+    batches = iter(dataset)
     next(batches)
-    waited, start = 0.0, time.perf_counter()
-    while (asked := time.perf_counter()) < start + seconds:
+    asked, waited, start = 0.0, 0.0, time.perf_counter()
+    while (before := time.perf_counter()) < start + seconds:
+        ready = dataset.ready
+        asking = time.perf_counter()
         next(batches)
         given = time.perf_counter()
-        waited += given - asked
+        asked += given - asking
+        waited += 0.0 if ready else given - before
         _work(given + STEP)
-    return waited / (time.perf_counter() - start)
+    whole = time.perf_counter() - start
+    return asked / whole, waited / whole
 
 
 @contextmanager

@@ -31,18 +31,33 @@ struct Attached {
   // A thread that draws ahead, for its user to keep.
   std::shared_ptr<DrawAhead> draw_ahead() {
     forget_drawing();
-    auto ahead = std::make_shared<DrawAhead>(*memory, linked() ? &plan : nullptr, undrawn_);
+    auto ahead = std::make_shared<DrawAhead>(*memory, linked() ? &plan : nullptr, backlog_);
     drawing_.push_back(ahead);
     return ahead;
   }
 
   // Before this thread changes what is drawn from: what it ordered earlier is drawn from what was there then, so that
   // the same calls give the same batches. Waits until `deadline` (monotonic, ns) at most.
-  void settle(int64_t deadline = std::numeric_limits<int64_t>::max()) {
-    if (undrawn_.load(std::memory_order_acquire) != 0) settle_all(deadline);
+  void settle(int64_t deadline = kNever) {
+    if (!backlog_.empty()) settle_all(deadline);
+  }
+
+  // Before any thread looks at priorities: what this process has fed back is applied.
+  void settle_feedback(int64_t deadline = kNever) {
+    if (backlog_.feedback.load(std::memory_order_acquire) != 0) settle_all(deadline);
+  }
+
+  // Whether a thread that draws ahead for this one has taken TD errors over, to apply them in their turn.
+  bool hand_over(Feedback& feedback) {
+    if (drawing_.empty()) return false;
+    forget_drawing();
+    const std::shared_ptr<DrawAhead> only = drawing_.size() == 1 ? drawing_.front().lock() : nullptr;
+    return only && only->hand_over(feedback);
   }
 
  private:
+  static constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
+
   void settle_all(int64_t deadline) {
     forget_drawing();
     std::vector<std::shared_ptr<DrawAhead>> busy;
@@ -65,12 +80,15 @@ struct Attached {
       const std::shared_ptr<DrawAhead> ahead = weak.lock();
       return !ahead || !ahead->here();
     });
-    if (drawing_.empty()) undrawn_.store(0, std::memory_order_relaxed);
+    if (drawing_.empty()) {
+      backlog_.draws.store(0, std::memory_order_relaxed);
+      backlog_.feedback.store(0, std::memory_order_relaxed);
+    }
   }
 
   // Who draws ahead for learners of this process; guarded by the interpreter lock.
   std::vector<std::weak_ptr<DrawAhead>> drawing_;
-  std::atomic<int> undrawn_{0};  // batches ordered of them
+  Backlog backlog_;  // of them
 };
 
 // A place in the table of participants that a forked child does not inherit.

@@ -143,6 +143,7 @@ inline PyObject* gather(PyObject* self, PyObject* const* args, Py_ssize_t nargs)
     s.memory();
     const std::vector<int64_t> keys = read_keys(args[0]);
     const double beta = as_double(args[1]);
+    attached->settle_feedback();
     const bool again = args[2] != Py_None;
     if (again) s.become_learner();
     const DrawName name{s.next_draw.seed, s.next_draw.stream, again ? as_uint(args[2]) : 0};
@@ -160,6 +161,15 @@ inline PyObject* gather(PyObject* self, PyObject* const* args, Py_ssize_t nargs)
     if (s.attached) s.samplers.push_back(std::move(sampler));
     builder.shrink(found);
     return make_batch(s, builder);
+  });
+}
+
+// settle(): what this process has fed back is applied; nothing is left of that when the segment is closed.
+inline PyObject* settle(PyObject* self, PyObject*) {
+  return guarded([&] {
+    const std::shared_ptr<Attached> attached = state_of<SegmentState>(self).attached;
+    if (attached) attached->settle_feedback();
+    return Py_NewRef(Py_None);
   });
 }
 
@@ -185,16 +195,31 @@ inline std::vector<double> read_td(PyObject* o, int64_t n) {
   return td;
 }
 
-// update(keys, td) -> None.
+// The keys of a batch that this object has signed, and other objects themselves, which may be keys; nullptr for batches
+// that it has not.
+inline PyObject* keys_of(SegmentState& s, PyObject* o) {
+  if (reinterpret_cast<PyObject*>(Py_TYPE(o)) != s.batch_type.get()) return o;
+  static PyObject* const source = interned("source");
+  const Ref signature(PyObject_GetAttr(o, source));
+  PyErr_Clear();
+  return signature.get() == s.nonce.get() ? PyDict_GetItemWithError(o, reserved_names()[0]) : nullptr;
+}
+
+// update(batch_or_keys, td) -> True: the TD errors are applied, or handed to the thread that draws ahead for the
+// caller; False, with nothing done, for a batch that this object has not signed.
 inline PyObject* update(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
   return guarded([&] {
     expect_args("update", nargs, 2);
     auto& s = state_of<SegmentState>(self);
     const std::shared_ptr<Attached> attached = s.attached;
     s.memory();
-    const std::vector<int64_t> key = read_keys(args[0]);
-    const auto n = static_cast<int64_t>(key.size());
-    const std::vector<double> td = read_td(args[1], n);
+    PyObject* const keys = keys_of(s, args[0]);
+    if (!keys) return Py_NewRef(Py_False);
+    Feedback feedback{read_keys(keys), {}};
+    const auto n = static_cast<int64_t>(feedback.keys.size());
+    feedback.td = read_td(args[1], n);
+    if (const std::optional<BadKey> bad = unissued(*attached->memory, n, feedback.keys.data())) refuse(*bad);
+    if (attached->hand_over(feedback)) return Py_NewRef(Py_True);
     attached->settle();
     std::unique_ptr<PriorityUpdater> updater;
     if (s.updaters.empty()) {
@@ -206,11 +231,11 @@ inline PyObject* update(PyObject* self, PyObject* const* args, Py_ssize_t nargs)
     std::optional<BadKey> bad;
     {
       WithoutGil unlocked;
-      bad = updater->update(n, key.data(), td.data());
+      bad = updater->update(n, feedback.keys.data(), feedback.td.data());
     }
     if (s.attached) s.updaters.push_back(std::move(updater));
     if (bad) refuse(*bad);
-    return Py_NewRef(Py_None);
+    return Py_NewRef(Py_True);
   });
 }
 

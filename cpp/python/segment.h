@@ -161,6 +161,7 @@ inline PyObject* refresh(PyObject* self, PyObject* deadline) {
     const std::shared_ptr<Attached> attached = s.attached;
     SegmentMemory& m = s.memory();
     const Patience patience{as_int(deadline)};
+    attached->settle_feedback(patience.deadline);
     uint64_t rows;
     {
       WithoutGil unlocked;
@@ -203,6 +204,7 @@ inline PyObject* raise_largest(PyObject* self, PyObject* priority) {
     if (!(given >= 0 && given <= std::numeric_limits<float>::max()))
       throw std::invalid_argument("the largest priority is " + std::to_string(given) +
                                   ": expected a finite float >= 0");
+    attached->settle_feedback();
     {
       const WithoutGil unlocked;
       const Locked lock(m);
@@ -229,6 +231,7 @@ inline PyObject* set_limiter(PyObject* self, PyObject* tuple) {
     const std::shared_ptr<Attached> attached = s.attached;
     SegmentMemory& m = s.memory();
     const LimiterConfig config = parse_limiter(tuple);
+    attached->settle_feedback();
     {
       const WithoutGil unlocked;
       Locked lock(m);
@@ -289,6 +292,8 @@ inline PyObject* column(PyObject* self, PyObject* index) {
     auto& s = state_of<SegmentState>(self);
     const int64_t i = as_int(index);  // may run code that closes the segment
     SegmentMemory& m = s.memory();
+    const std::shared_ptr<Attached> attached = s.attached;
+    attached->settle_feedback();
     int64_t shape[StridedArray::kMaxDims + 1] = {static_cast<int64_t>(m.capacity())},
                                            strides[StridedArray::kMaxDims + 1];
     strides[0] = 1;
@@ -419,6 +424,7 @@ inline PyMethodDef methods[] = {
     {"sample", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(sample)), METH_FASTCALL, nullptr},
     {"gather", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(gather)), METH_FASTCALL, nullptr},
     {"update", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(update)), METH_FASTCALL, nullptr},
+    {"settle", settle, METH_NOARGS, nullptr},
     {"checked_keys", checked_keys, METH_O, nullptr},
     {"wait_rows", wait_rows, METH_O, nullptr},
     {"refresh", refresh, METH_O, nullptr},

@@ -117,6 +117,7 @@ inline PyObject* stats(PyObject* self, PyObject*) {
     const std::shared_ptr<Attached> attached = s.attached;
     SegmentMemory& m = s.memory();
     const Header& h = m.header();
+    attached->settle_feedback();
     DictBuilder d;
     put_guarded(d, m);
     put_participants(d, m);

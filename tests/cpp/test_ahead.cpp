@@ -44,7 +44,7 @@ std::vector<Drawn> draw_in_turn(SegmentMemory& m, uint64_t n) {
 
 class Learner {
  public:
-  explicit Learner(SegmentMemory& m) : ahead(m, nullptr, undrawn) {}
+  explicit Learner(SegmentMemory& m) : ahead(m, nullptr, backlog) {}
 
   void order(int many = 1) {
     for (int i = 0; i < many; i++) {
@@ -53,12 +53,23 @@ class Learner {
     }
   }
 
+  // The same, a step of a learner later than the last time: long enough for the thread to take feedback over.
+  void order_later() {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    order();
+  }
+
+  void settle() {
+    while (!ahead.settle(kSecond)) {
+    }
+  }
+
   Draw take(int64_t ns = 20 * kSecond) { return ahead.take(ns, shortage); }
 
   // The batch ordered as number `i`.
   const Drawn& operator[](size_t i) const { return *batches_[i]; }
 
-  std::atomic<int> undrawn{0};
+  Backlog backlog;
   std::optional<Shortage> shortage;
 
  private:
@@ -84,7 +95,7 @@ BOOST_AUTO_TEST_CASE(batches_come_in_order_and_are_those_of_a_sampler) {
     if (i < 197) learner.order();
   }
   BOOST_TEST(m->header().sampled == 200U * kBatch);
-  BOOST_TEST(learner.undrawn == 0);
+  BOOST_TEST(learner.backlog.empty());
 }
 
 BOOST_AUTO_TEST_CASE(what_nobody_took_has_not_been_drawn) {
@@ -95,7 +106,7 @@ BOOST_AUTO_TEST_CASE(what_nobody_took_has_not_been_drawn) {
   learner.ahead.close();
   BOOST_TEST(m->header().sampled == uint64_t{kBatch});
   BOOST_TEST(m->header().draws == 1U);
-  BOOST_TEST(learner.undrawn == 0);
+  BOOST_TEST(learner.backlog.empty());
   learner.order();
   BOOST_TEST((learner.take() == Draw::kDone), "it starts again");
 }
@@ -105,8 +116,7 @@ BOOST_AUTO_TEST_CASE(settled_means_that_all_is_drawn) {
   Learner learner(*m);
   BOOST_TEST(learner.ahead.settled());
   learner.order(4);
-  while (!learner.ahead.settle(kSecond)) {
-  }
+  learner.settle();
   const std::vector<Order> drawn = learner.ahead.drawn();
   BOOST_REQUIRE(drawn.size() == 4U);
   for (uint64_t step = 0; step < 4; step++) BOOST_TEST(drawn[step].name.step == step);
@@ -191,7 +201,7 @@ BOOST_AUTO_TEST_CASE(closing_waits_for_no_lock) {
     const int64_t start = monotonic_ns();
     learner.ahead.close();
     BOOST_TEST(monotonic_ns() - start < 10 * kSecond);
-    BOOST_TEST(learner.undrawn == 0);
+    BOOST_TEST(learner.backlog.empty());
   }).join();
 }
 
@@ -199,11 +209,139 @@ BOOST_AUTO_TEST_CASE(missed_updates_are_those_between_draw_and_taking) {
   auto m = buffer_of(50);
   Learner learner(*m);
   learner.order();
-  while (!learner.ahead.settle(kSecond)) {
-  }
+  learner.settle();
   m->header().updated += 5;
   BOOST_REQUIRE(learner.take() == Draw::kDone);
   BOOST_TEST(learner.ahead.missed_updates() == 5U);
+}
+
+// TD errors for batch `k`, that differ much.
+Feedback feedback_to(const Drawn& batch, uint64_t k) {
+  Feedback feedback{batch.keys, {}};
+  for (size_t i = 0; i < batch.keys.size(); i++) feedback.td.push_back(static_cast<double>((k + 3) * (i + 1) % 101));
+  return feedback;
+}
+
+void apply_to(SegmentMemory& m, const Feedback& f) {
+  PriorityUpdater(m).update(static_cast<int64_t>(f.keys.size()), f.keys.data(), f.td.data());
+}
+
+// Every slot's leaf.
+std::vector<float> leaves(SegmentMemory& m) {
+  const float* first = m.tree().leaves();
+  return {first, first + m.capacity()};
+}
+
+BOOST_AUTO_TEST_CASE(what_is_handed_over_has_its_turn_among_the_draws) {
+  constexpr size_t kAhead = 3, kSteps = 100;
+  auto reference = buffer_of(50);
+  std::vector<Drawn> expected(kSteps + kAhead);
+  BatchSampler sampler(*reference);
+  const auto draw = [&](size_t step) {
+    Shortage shortage;
+    BOOST_REQUIRE(sampler.sample(kBatch, 0.5, {7, 0, step}, expected[step].pointers(), shortage) == Draw::kDone);
+  };
+  for (size_t k = 0; k < kAhead; k++) draw(k);
+  for (size_t k = 0; k < kSteps; k++) {
+    apply_to(*reference, feedback_to(expected[k], k));
+    draw(k + kAhead);
+  }
+
+  auto m = buffer_of(50);
+  Learner learner(*m);
+  learner.order(kAhead);
+  size_t handed_over = 0;
+  for (size_t k = 0; k < kSteps; k++) {
+    BOOST_REQUIRE(learner.take() == Draw::kDone);
+    BOOST_TEST(learner[k].keys == expected[k].keys);
+    BOOST_TEST(learner[k].probability == expected[k].probability);
+    Feedback feedback = feedback_to(learner[k], k);
+    if (learner.ahead.hand_over(feedback)) {
+      handed_over++;
+    } else {
+      learner.settle();
+      apply_to(*m, feedback);
+    }
+    learner.order_later();
+  }
+  learner.settle();
+  BOOST_TEST(learner.backlog.empty());
+  BOOST_TEST(leaves(*m) == leaves(*reference));
+  BOOST_TEST(handed_over > kSteps / 2);
+}
+
+BOOST_AUTO_TEST_CASE(learners_of_short_steps_apply_their_feedback_themselves) {
+  auto m = buffer_of(50);
+  Learner learner(*m);
+  for (int i = 0; i < 1000; i++) {
+    learner.order();
+    BOOST_REQUIRE(learner.take() == Draw::kDone);
+  }
+  Feedback feedback = feedback_to(learner[0], 0);
+  BOOST_TEST(!learner.ahead.hand_over(feedback));
+  BOOST_TEST(feedback.keys == learner[0].keys);
+}
+
+// One batch has been drawn, and there is one more order; its feedback is with the thread.
+void hand_one_over(Learner& learner) {
+  learner.order();
+  BOOST_REQUIRE(learner.take() == Draw::kDone);
+  learner.order_later();
+  Feedback feedback = feedback_to(learner[0], 0);
+  BOOST_REQUIRE(learner.ahead.hand_over(feedback));
+}
+
+BOOST_AUTO_TEST_CASE(any_thread_that_settles_finds_what_was_handed_over_applied) {
+  auto reference = buffer_of(50);
+  apply_to(*reference, feedback_to(draw_in_turn(*reference, 1)[0], 0));
+  auto m = buffer_of(50);
+  Learner learner(*m);
+  hand_one_over(learner);
+  std::thread([&] {
+    learner.settle();
+    BOOST_TEST(leaves(*m) == leaves(*reference));
+  }).join();
+}
+
+BOOST_AUTO_TEST_CASE(closing_applies_what_was_handed_over) {
+  auto reference = buffer_of(50);
+  apply_to(*reference, feedback_to(draw_in_turn(*reference, 1)[0], 0));
+  auto m = buffer_of(50);
+  Learner learner(*m);
+  hand_one_over(learner);
+  learner.ahead.close();
+  BOOST_TEST(leaves(*m) == leaves(*reference));
+  BOOST_TEST(learner.backlog.empty());
+}
+
+BOOST_AUTO_TEST_CASE(what_was_handed_over_does_not_wait_for_rows_with_a_draw) {
+  auto reference = buffer_of(50);
+  apply_to(*reference, feedback_to(draw_in_turn(*reference, 1)[0], 0));
+  auto m = buffer_of(50);
+  Learner learner(*m);
+  {
+    std::optional<Locked> held;
+    learner.order();
+    BOOST_REQUIRE(learner.take() == Draw::kDone);
+    held.emplace(*m);  // so that the draw does not know yet that it has to wait
+    change_limiter(m->header(), {.min_size = 60});
+    learner.order_later();
+    Feedback feedback = feedback_to(learner[0], 0);
+    BOOST_REQUIRE(learner.ahead.hand_over(feedback));
+  }
+  learner.settle();
+  BOOST_TEST(leaves(*m) == leaves(*reference));
+  BOOST_TEST((learner.take(kSecond / 1000) == Draw::kWait));
+  Feedback feedback = feedback_to(learner[0], 1);
+  BOOST_TEST(!learner.ahead.hand_over(feedback));
+}
+
+BOOST_AUTO_TEST_CASE(missed_updates_are_also_those_that_were_handed_over) {
+  auto m = buffer_of(50);
+  Learner learner(*m);
+  hand_one_over(learner);
+  BOOST_REQUIRE(learner.take() == Draw::kDone);
+  BOOST_TEST(learner.ahead.missed_updates() == uint64_t{kBatch});
 }
 
 BOOST_AUTO_TEST_CASE(a_forked_child_knows_that_the_thread_is_not_there) {

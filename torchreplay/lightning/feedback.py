@@ -38,6 +38,7 @@ class PriorityFeedback(Callback):
         if buffer is not None:
             checked_instance("buffer", buffer, (Replay, MixedDataset), "a ReplayBuffer or a MixedDataset")
         self.buffer = buffer
+        self._receiver: Replay | MixedDataset | None = None  # while there is something to receive
         self.key = checked_instance("key", key, str, "the name under which training_step returns the TD errors")
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -47,7 +48,7 @@ class PriorityFeedback(Callback):
             ValueError: If neither this callback nor the Trainer has one.
         """
         if stage == "fit":
-            self._receiver(trainer)
+            self._receiver = resolve_buffer(self, None, trainer) if self.buffer is None else self.buffer
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -66,20 +67,23 @@ class PriorityFeedback(Callback):
                 f"training_step returned {sorted(outputs)}; PriorityFeedback needs {self.key!r}: "
                 f"return {{'loss': loss, {self.key!r}: td}}"
             )
-        self._receiver(trainer).update_priorities(batch, outputs[self.key])
+        assert self._receiver is not None  # `setup` comes first
+        self._receiver.update_priorities(batch, outputs[self.key])
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Waits for TD errors that are on their way from a device.
+        """Waits until all ranks' TD errors are applied: those on their way from a device, too.
 
         Raises:
             ValueError: Some are NaN or infinite.
         """
-        receiver = self._receiver(trainer)
-        if isinstance(receiver, Replay):
-            receiver.flush()
+        if isinstance(self._receiver, Replay):
+            self._receiver.flush()
+        trainer.strategy.barrier("PriorityFeedback")
 
-    def _receiver(self, trainer: Trainer) -> Replay | MixedDataset:
-        return resolve_buffer(self, None, trainer) if self.buffer is None else self.buffer
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Lets go of the buffer."""
+        if stage == "fit":
+            self._receiver = None
 
     def __repr__(self) -> str:
         return f"PriorityFeedback(key={self.key!r})"

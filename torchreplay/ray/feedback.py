@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from torchreplay.batch import ReplayBatch
+from torchreplay.batch import ReplayBatch, keys_of
 from torchreplay.mixture import checked_errors
 from torchreplay.ray.members import Shards
 from torchreplay.ray.union import unpack
@@ -57,14 +57,7 @@ class Feedback:
 
     def _checked_keys(self, given: Any) -> NDArray[np.int64]:
         if isinstance(given, ReplayBatch):
-            if "buffer" in given:
-                raise ValueError(
-                    "the batch mixes items of several buffers: feed its TD errors back by the MixedDataset that drew "
-                    "it, dataset.update_priorities(batch, td)"
-                )
-            if getattr(given, "source", None) not in (None, self._nonce):
-                raise ValueError("the batch was drawn from another buffer: feed its TD errors back to that one")
-            given = given.get("key")
+            given = keys_of(given, self._nonce)
         try:
             tensor = torch.as_tensor(given)
         except (TypeError, ValueError, RuntimeError):
