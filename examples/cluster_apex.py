@@ -49,9 +49,9 @@ class Args(apex_cartpole.Args):
 
 def far_explorers(args: Args, buffer: tr.ReplayBuffer | ShardedReplay, weights: tr.SharedWeights) -> ExplorerPool:
     """Returns explorers on every node but this one, in turn; each on its own node's shard where there are shards."""
-    nodes = other_nodes()
 
     def place(index: int) -> NodeAffinitySchedulingStrategy:
+        nodes = other_nodes()  # those that are alive when an explorer is started, or started again
         return NodeAffinitySchedulingStrategy(nodes[index % len(nodes)], soft=False)
 
     explore = partial(apex_cartpole.explore, args=args)

@@ -8,7 +8,6 @@ import os
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
@@ -17,7 +16,7 @@ from torchreplay.config import Config
 from torchreplay.errors import AttachError, Stopped
 from torchreplay.ray.home import Home
 from torchreplay.ray.ingest import Answer
-from torchreplay.ray.outbox import IN_FLIGHT, Outbox, Parcel
+from torchreplay.ray.outbox import Outbox, Parcel
 from torchreplay.ray.session import import_ray
 from torchreplay.waiting import SLICE_NS, Wait
 
@@ -59,7 +58,7 @@ class Courier:
         self._heartbeat_out = False
         self._connect()
         self._closing = self._giving_up = False
-        self._departures: deque[Any] = deque(maxlen=IN_FLIGHT)  # answers to come
+        self._departure: Any = None  # the last one: the ingest hears of them in order
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._work, name="torchreplay-courier", daemon=True)
         atexit.register(self.drain)  # before Ray's own, which was registered earlier
@@ -163,7 +162,7 @@ class Courier:
             self._end(f"rows can no longer be sent to the buffer's node: {error}")
         finally:
             atexit.unregister(self.drain)
-            self._await_departures()
+            self._await_departure()
 
     def _take_events(self) -> bool:
         """Does what has come up; returns whether it is time to send what is too little for a chunk, too."""
@@ -243,13 +242,13 @@ class Courier:
         outbox.stage.close()
         if not self.ending:
             with suppress(self._ray.exceptions.RayError):  # then its silence will tell
-                self._departures.append(self._depart.remote(outbox.source))
+                self._departure = self._depart.remote(outbox.source)
 
-    def _await_departures(self) -> None:
-        """Returns when the last writers' farewells have been heard, or after some seconds."""
-        if self._departures and self._ray.is_initialized():
+    def _await_departure(self) -> None:
+        """Returns when the ingest knows that the writers are gone, or after some seconds."""
+        if self._departure is not None and self._ray.is_initialized():
             with suppress(self._ray.exceptions.RayError):
-                self._ray.wait(list(self._departures), num_returns=len(self._departures), timeout=FAREWELL)
+                self._ray.wait([self._departure], timeout=FAREWELL)
 
     def _beat(self) -> None:
         """Lets the ingest know who is alive, and hears whether to go on."""
