@@ -1,5 +1,5 @@
 """What every test runs under: one torch thread, repeatable examples, no GPU tests without a GPU, nothing left over,
-counts at the end. And the path of a buffer in a file, a Ray of two CPUs, and what pools can run on."""
+counts at the end. And the path of a buffer in a file, a Ray of two CPUs, what pools run on, Lightning's two names."""
 
 import gc
 import logging
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from types import ModuleType
 
 import hypothesis
 import pytest
@@ -58,6 +59,12 @@ def backend(request: pytest.FixtureRequest) -> str:
     if request.param == "ray":
         request.getfixturevalue("ray")
     return str(request.param)
+
+
+@pytest.fixture(params=["pytorch_lightning", "lightning.pytorch"])
+def lightning(request: pytest.FixtureRequest) -> ModuleType:
+    """One of the two libraries; each test of it runs under both, in one process."""
+    return pytest.importorskip(request.param)
 
 
 @pytest.fixture

@@ -105,13 +105,18 @@ class OnDevice(torch.Tensor):
         return super().detach().as_subclass(OnDevice)
 
 
-def send_late(monkeypatch):
-    """Has TD errors on a device arrive late; returns the list of them, in the order in which they were sent."""
+def send_late(monkeypatch, module=drawing):
+    """Has TD errors on a device arrive late; returns the list of them, in the order in which they were sent.
+
+    Args:
+        monkeypatch: The fixture.
+        module: Whose `to_host` it is.
+    """
     arrivals = []
 
     def to_host(td):
         arrivals.append(LateArrival(td.as_subclass(torch.Tensor)))
         return arrivals[-1]
 
-    monkeypatch.setattr(drawing, "to_host", to_host)
+    monkeypatch.setattr(module, "to_host", to_host)
     return arrivals

@@ -15,9 +15,15 @@ def extend(buffer, n):
     return buffer.extend(x=np.arange(n))
 
 
-def is_waiting(buffer):
+def has_waited(buffer):
+    """Whether a learner or a writer has begun to wait, at any time so far."""
     stats = buffer.stats()
     return stats.sample_wait + stats.insert_wait > 0
+
+
+def writers_that_wait(buffer):
+    """How many writers wait for the limiter now."""
+    return buffer._segment.census(False)["waiting"]
 
 
 def append_until_stopped(buffer, chunk):

@@ -7,7 +7,7 @@ import numpy as np
 import torchreplay as tr
 from torchreplay.config import Config
 from torchreplay.ray.blocks import Layout
-from torchreplay.ray.figures import Order
+from torchreplay.ray.figures import Drew, Order
 from torchreplay.ray.nearby import Nearby
 from torchreplay.ray.rounds import Round
 from torchreplay.ray.shard import Shard
@@ -30,7 +30,7 @@ class LocalShards:
         self.layout = Layout(config.outputs())
         self.shards, self.keys = [], []
         for number, size in enumerate(sizes):
-            shard = Shard(number, config, 100 + number, None)
+            shard = Shard(number, config, 100 + number, 0, None)
             shard.open()
             rows = {"home": np.full(size, number), "index": np.arange(size)}
             self.keys.append(shard._buffer.extend(**rows) if size else None)
@@ -50,7 +50,7 @@ class LocalShards:
         answers = {}
         for number, count in candidates.items():
             self.before_draw(number, self.buffer(number))
-            order = Order(0, 0, 0, 1.0, None, count)
+            order = Order(0, Drew(0, 0, 0, 0), 1.0, None, count)
             if room is not None and number == self.here:
                 answers[number] = self.nearby.draw(order, room).result()
             else:

@@ -75,9 +75,9 @@ def test_a_handle_with_a_wrong_number_is_an_attach_error(name, value):
         tr.ReplayBuffer.attach(replace(buffer.handle(), **{name: value}))
 
 
-@pytest.mark.parametrize("machine", ["", None, 7, "../.."])
-def test_a_handle_of_another_machine_is_an_attach_error(machine):
-    with pytest.raises(tr.AttachError, match="on another machine"):
+@pytest.mark.parametrize("machine", ["00000000-0000-0000-0000-000000000000", "", None, 7, "../.."])
+def test_a_handle_of_another_machine_is_an_attach_error_that_says_where_to_run(machine):
+    with pytest.raises(tr.AttachError, match=r"on another machine .* run this process where"):
         tr.ReplayBuffer.attach(replace(make().handle(), machine=machine))
 
 

@@ -163,13 +163,13 @@ def test_who_only_looks_is_no_learner_and_no_writer():
     assert (buffer.stats().learners, buffer.stats().writers) == (0, 0)
 
 
-def test_repr_tells_samplers_limiters_writers_and_the_end():
+def test_repr_tells_fill_level_fields_bytes_samplers_limiters_writers_and_the_end():
     buffer = make(1000, sampler=tr.Prioritized(alpha=0.7), limiter=tr.MinSize(5))
     write(buffer, 0, 7)
     text = repr(buffer)
-    for part in ("7/1,000 rows", "x, deep/n, deep/wide", "alpha=0.7", "MinSize(min_size=5)", "1 writers"):
+    for part in ("7/1,000 rows", "fields: x, deep/n, deep/wide", "alpha=0.7", "MinSize(min_size=5)", "1 writers"):
         assert part in text
-    mib = f"{buffer.nbytes / 2**20:,.1f} MiB"
+    mib = f"{buffer.nbytes / 2**20:,.1f} MiB shared"
     assert mib in text
     buffer.close()
     assert repr(buffer) == "ReplayBuffer(closed)"

@@ -149,18 +149,22 @@ def with_small_dev_shm(body):
     body()
 
 
+def taken_of_dev_shm():
+    return os.statvfs("/dev/shm").f_bfree, sorted(os.listdir("/dev/shm"))
+
+
 def test_a_buffer_larger_than_dev_shm_works_and_takes_nothing_of_it():
     rows = 100
 
     def use():
-        before = os.statvfs("/dev/shm").f_bfree
+        before = taken_of_dev_shm()
         buffer = tr.ReplayBuffer(SPEC, rows, seed=0)
         for k in range(rows):
             buffer.extend(x=np.full((1, MIB), k, np.uint8))
         assert buffer.nbytes > 64 * MIB
         assert buffer.sample(4)["x"].float().std(1).tolist() == [0.0] * 4
         assert os.fstat(buffer.handle().fd).st_dev != Path("/dev/shm").stat().st_dev
-        assert (os.statvfs("/dev/shm").f_bfree, os.listdir("/dev/shm")) == (before, os.listdir("/dev/shm"))
+        assert taken_of_dev_shm() == before
 
     with Forked(with_small_dev_shm, use) as child:
         assert child.wait() == 0

@@ -1,16 +1,16 @@
 """Saved buffers: what comes back, from saves beside writers, from saves that were killed, and from damaged files."""
 
 import json
-import os
 import random
 import shutil
 import time
 import zlib
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
 import torch
-from forked import Forked, shared_counters
+from forked import Forked, eventually, shared_counters
 from kept_items import assert_new_goals_are_rewarded, assert_same_items, buffer_of_episodes, buffer_of_goals
 from safetensors.torch import load_file
 
@@ -124,16 +124,13 @@ def write_until_stopped(buffer):
 
 def test_a_save_beside_four_writers_holds_whole_rows_only(tmp_path):
     buffer = tr.ReplayBuffer(SPEC, 3000, sampler=tr.Prioritized())
-    explorers = [Forked(write_until_stopped, buffer) for _ in range(4)]
-    try:
-        while buffer.stats().rows_written < 6000:
-            os.sched_yield()
+    with ExitStack() as running:
+        explorers = [running.enter_context(Forked(write_until_stopped, buffer)) for _ in range(4)]
+        eventually(lambda: buffer.stats().rows_written >= 6000)
         for turn in range(3):
             buffer.save(tmp_path / str(turn))
-    finally:
         buffer.stop()
-        for explorer in explorers:
-            explorer.wait()
+        assert [explorer.wait() for explorer in explorers] == [0] * 4
     for turn in range(3):
         loaded = tr.ReplayBuffer.load(tmp_path / str(turn))
         batch = loaded.sample(20_000)
@@ -143,22 +140,29 @@ def test_a_save_beside_four_writers_holds_whole_rows_only(tmp_path):
         assert loaded.stats().size > 1000
 
 
-def save_for_ever(buffer, directory):
+def save_for_ever(buffer, directory, begun):
+    begun[0] = 1
     while True:
         buffer.save(directory)
 
 
 def kill_saves(directory, kills, seed):
-    buffer = filled(400, 400)
+    buffer, begun = filled(400, 400), shared_counters(1)
+    began = time.monotonic()
     buffer.save(directory)
-    chance = random.Random(seed)
+    duration = time.monotonic() - began  # of a save here and now, within which instants are chosen
+    chance, interrupted = random.Random(seed), 0
     for _ in range(kills):
-        with Forked(save_for_ever, buffer, directory) as saver:
-            time.sleep(chance.uniform(0, 0.03))  # the instant of the kill
+        begun[0] = 0
+        with Forked(save_for_ever, buffer, directory, begun) as saver:
+            eventually(lambda: begun[0], interval=0)
+            time.sleep(chance.uniform(0, duration))  # the instant of the kill
             saver.kill()
+        interrupted += len(list(directory.iterdir())) > 2  # a save begun and not ended has left something
         batch = tr.ReplayBuffer.load(directory).gather(torch.arange(400))
         assert len(batch["key"]) == 400
         assert_rows_are_those_of_their_keys(batch)
+    assert interrupted > 0, "the test is about saves that are killed"
     buffer.save(directory)
     assert len(list(directory.iterdir())) == 2  # what killed saves had left is gone
 

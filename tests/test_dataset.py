@@ -2,27 +2,17 @@
 
 import copy
 import io
-import itertools
 import pickle
 import random
 
 import numpy as np
 import pytest
 import torch
+from delayed_draws import filled_buffer
+from mixed_buffers import drawn_keys, take
 from torch.utils.data import DataLoader
 
 import torchreplay as tr
-
-ROWS = 256
-
-
-def filled_buffer(rows=ROWS, **arguments):
-    """A prioritized buffer whose row with key k holds the number k."""
-    spec = {"number": tr.Field((), torch.int64), "obs": tr.Field((4,))}
-    buffer = tr.ReplayBuffer(spec, capacity=1024, sampler=tr.Prioritized(alpha=1.0), seed=7, **arguments)
-    if rows:
-        buffer.extend(number=torch.arange(rows), obs=torch.zeros(rows, 4))
-    return buffer
 
 
 @pytest.fixture
@@ -30,14 +20,6 @@ def buffer():
     buffer = filled_buffer()
     yield buffer
     buffer.close()
-
-
-def drawn_keys(batches):
-    return [tuple(batch["key"].tolist()) for batch in batches]
-
-
-def take(dataset, count):
-    return list(itertools.islice(dataset, count))
 
 
 def test_an_endless_dataset_yields_batches_for_ever_and_has_no_length(buffer):
@@ -142,7 +124,7 @@ def test_the_repr_says_how_to_load_it(buffer):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"batch_size": 0}, "batch_size is 0; it must be an integer of at least 1"),
+        ({"batch_size": 0}, "batch_size is 0: expected an int of at least 1"),
         ({"batch_size": 2.0}, "batch_size is 2.0"),
         ({"batch_size": True}, "batch_size is True"),
         ({"steps": 0}, "steps is 0"),

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import deque
 from contextlib import contextmanager
 
@@ -68,19 +67,15 @@ def test_a_timeout_against_a_stopped_lock_holder_names_it():
     buffer = filled_buffer(8)
     with StoppedHolder(buffer) as holder:
         dataset = tr.ReplayDataset(buffer, BATCH, timeout=0.3)
-        start = time.monotonic()
         with pytest.raises(tr.ReplayTimeout, match=f"process {holder.pid} holds it and is stopped"):
             next(iter(dataset))
-        assert time.monotonic() - start < 5
         holder.go_on()
         assert len(next(iter(dataset))["key"]) == BATCH
 
 
 def test_a_wait_that_nobody_can_end_is_an_error_at_once():
-    start = time.monotonic()
-    with pytest.raises(tr.WouldBlockForever):
+    with pytest.raises(tr.WouldBlockForever, match="never handed to another process"):  # which no time will change
         next(iter(tr.ReplayDataset(filled_buffer(0), BATCH)))
-    assert time.monotonic() - start < 5
 
 
 def test_waiting_for_rows_counts_as_such():
@@ -128,22 +123,18 @@ def append_one(buffer, out):
     out[0] = 1
     eventually(lambda: out[0] == 2)  # another learner holds the lock now, and is stopped
     next(iterator)  # was drawn; orders another, which cannot be
-    start = time.monotonic()
     with buffer.writer() as writer:
         writer.append(number=0, obs=np.zeros(4))
-    out[1] = int(1000 * (time.monotonic() - start))
     out[0] = 3
 
 
 def test_a_stopped_lock_holder_keeps_no_writer_that_draws_ahead_too():
-    buffer, out = filled_buffer(8), shared_counters(2)
+    buffer, out = filled_buffer(8), shared_counters(1)
     with Forked(append_one, buffer, out):
         eventually(lambda: out[0] == 1)
-        with StoppedHolder(buffer) as holder:
+        with StoppedHolder(buffer):
             out[0] = 2
-            eventually(lambda: out[0] == 3, timeout=30)
-            holder.go_on()
-    assert out[1] < 5000
+            eventually(lambda: out[0] == 3)  # while the holder is stopped
 
 
 def draw_on(buffer, iterator, parents, rows):

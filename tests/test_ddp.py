@@ -2,6 +2,7 @@
 
 import os
 import threading
+from contextlib import suppress
 
 import pytest
 import torch
@@ -108,23 +109,28 @@ def test_one_limiter_counts_what_all_ranks_draw(tmp_path):
     # 2 draws an item: at 64 items the balance 128 - sampled must stay at 128 - 64 or above, so 64 draws are allowed.
     limiter = tr.SamplesPerInsert(2.0, min_size=ROWS, tolerance=0.5)
 
-    def draw_all(buffer):
-        drawn = 0
-        while True:
-            try:
-                buffer.sample(4, timeout=0.3)
-            except tr.ReplayTimeout:
-                return drawn
-            drawn += 4
+    def draw_all(buffer, total):
+        drawn = [0]
+
+        def is_drawn():
+            with suppress(tr.ReplayTimeout):  # the other rank may have taken what was left
+                buffer.sample(4, timeout=0.01)
+                drawn[0] += 4
+            return buffer.stats().sampled >= total
+
+        eventually(is_drawn)
+        with pytest.raises(tr.ReplayTimeout):
+            buffer.sample(4, timeout=0.1)
+        return drawn[0]
 
     def body(rank):
         with tr.Learners(lambda: make_buffer(limiter=limiter)) as buffer, buffer.expect_writers():
-            first = draw_all(buffer)
+            first = draw_all(buffer, 64)
             dist.barrier()
             if rank == 0:
                 write(buffer, 10)  # which allows 20 more
             dist.barrier()
-            second = draw_all(buffer)
+            second = draw_all(buffer, 84)
             dist.barrier()
             return [first, second, buffer.stats().sampled]
 
@@ -139,24 +145,23 @@ def test_explorers_are_held_to_the_draws_of_all_ranks(tmp_path):
     limiter = tr.SamplesPerInsert(2.0, min_size=ROWS, tolerance=0.5)
 
     def body(rank):
-        stalls = []
         with tr.Learners(lambda: make_buffer(limiter=limiter, capacity=1024)) as buffer:
             thread = threading.Thread(target=append_until_stopped, args=(buffer,))
             if rank == 0:
                 thread.start()
-            for drawn in (0, 6):
+            for drawn, rows in ((0, 96), (6, 144)):
                 for _ in range(drawn):
                     buffer.sample(8)
                 dist.barrier()
-                stalls.append(stalled_at(buffer))
+                eventually(lambda rows=rows: waits_at(buffer) == rows)
                 dist.barrier()
             buffer.stop()
             if rank == 0:
                 thread.join()
-        return stalls
+            return buffer.stats().rows_written
 
     for outcome in run_ranks(tmp_path, body):
-        assert outcome["value"] == [96, 144]
+        assert outcome["value"] == 144
 
 
 def append_until_stopped(buffer):
@@ -168,16 +173,9 @@ def append_until_stopped(buffer):
             return
 
 
-def stalled_at(buffer):
-    """Returns how many rows there are once the writer waits."""
-    seen = [-1, -2, -3]
-
-    def waits():
-        seen.append(buffer.stats().rows_written)
-        return len(set(seen[-30:])) == 1
-
-    eventually(waits, interval=0.01)
-    return seen[-1]
+def waits_at(buffer):
+    """How many rows there are, if the writer waits now; None if it does not."""
+    return buffer.stats().rows_written if buffer._segment.census(False)["waiting"] else None
 
 
 def test_ranks_on_several_machines_are_refused(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from forked import Forked
 from gloo_ranks import await_end_of, run_ranks
-from shared_by_ranks import ROWS, SPEC, Crew, make_buffer
+from shared_by_ranks import ROWS, Crew, make_buffer
 from torch.nn.parallel import DistributedDataParallel
 
 import torchreplay as tr
@@ -157,7 +157,7 @@ def test_a_rank_that_cannot_come_out_of_what_it_does_is_ended_with_the_reason(tm
 
 def test_a_buffer_that_cannot_be_made_is_an_error_on_every_rank(tmp_path):
     def body(rank):
-        with tr.Learners(lambda: tr.ReplayBuffer(SPEC, 2**31 - 1)):
+        with tr.Learners(lambda: tr.ReplayBuffer({"x": tr.Field(2**20)}, 2**20)):  # 4 TiB
             pass
 
     def unattached(rank):

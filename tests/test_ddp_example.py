@@ -1,27 +1,18 @@
 """The example with several learners runs, says what it promises to say, and learns."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from example_programs import evaluations, succeed
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "ddp_dqn.py"
+NAME = "ddp_dqn"
 
 pytest.importorskip("pytorch_lightning")
 pytest.importorskip("gymnasium")
 
 
-def run(cwd, *flags, timeout):
-    return subprocess.run([sys.executable, EXAMPLE, *flags], cwd=cwd, capture_output=True, text=True, timeout=timeout)
-
-
 def test_two_ranks_print_one_json_line_per_evaluation_and_leave_one_picture(tmp_path):
     flags = "--total-steps 20 --eval-every 10 --eval-episodes 2 --learning-starts 100 --num-explorers 1 --solved-at 501"
-    done = run(tmp_path, *flags.split(), timeout=150)
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    done = succeed(NAME, tmp_path, *flags.split(), timeout=150)
+    lines = evaluations(done)
     assert [line["step"] for line in lines] == [10, 20]
     assert all(8 <= line["mean_return"] <= 500 for line in lines)
     assert "2 cpu ranks, one buffer" in done.stderr
@@ -33,14 +24,12 @@ def test_two_ranks_print_one_json_line_per_evaluation_and_leave_one_picture(tmp_
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("seed", range(3))
 def test_two_ranks_solve_cartpole_within_five_minutes(seed, tmp_path):
-    done = run(tmp_path, "--seed", str(seed), timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["mean_return"] >= 475
+    done = succeed(NAME, tmp_path, "--seed", str(seed), timeout=300)
+    assert evaluations(done)[-1]["mean_return"] >= 475
 
 
 @pytest.mark.gpu
 def test_the_same_code_trains_on_a_gpu(tmp_path):
     flags = "--accelerator gpu --devices 1 --total-steps 20 --eval-every 10 --eval-episodes 2 --learning-starts 100"
-    done = run(tmp_path, *flags.split(), "--num-explorers", "1", "--solved-at", "501", timeout=150)
-    assert done.returncode == 0, done.stderr
-    assert [json.loads(line)["step"] for line in done.stdout.splitlines()] == [10, 20]
+    done = succeed(NAME, tmp_path, *flags.split(), "--num-explorers", "1", "--solved-at", "501", timeout=150)
+    assert [line["step"] for line in evaluations(done)] == [10, 20]

@@ -148,11 +148,9 @@ def test_a_buffer_stopped_under_several_ranks_is_an_error_on_all_of_them(tmp_pat
 
         fit(make_learner(pytorch_lightning, stop), data)
 
-    for outcome in run_ranks(tmp_path, body):
-        assert "error" in outcome
-    assert any(
-        "several ranks" in " ".join([outcome["text"], *outcome["notes"]]) for outcome in run_ranks(tmp_path, body)
-    )
+    ranks = run_ranks(tmp_path, body)
+    assert all("error" in rank for rank in ranks)
+    assert any("several ranks" in " ".join([rank["text"], *rank["notes"]]) for rank in ranks)
 
 
 def test_weights_that_would_differ_between_ranks_are_refused_at_setup(tmp_path):

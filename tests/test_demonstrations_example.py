@@ -1,38 +1,27 @@
 """The example of demonstrations runs, says what it promises to say, and learns what its control cannot."""
 
 import json
-import subprocess
-import sys
-from importlib import import_module
-from pathlib import Path
 
 import pytest
 import torch
+from example_programs import evaluations, explanation, imported, succeed
 
 import torchreplay as tr
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "demonstrations_deepsea.py"
+NAME = "demonstrations_deepsea"
 
 
 @pytest.fixture
 def example(monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLE.parent)
-    return import_module("demonstrations_deepsea")
+    return imported(NAME, monkeypatch)
 
 
-def run(cwd, *flags, timeout=150):
-    command = [sys.executable, str(EXAMPLE), *flags]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def evaluations(stdout):
-    return [json.loads(line) for line in stdout.splitlines()]
+def evaluations_of(cwd, *flags):
+    return evaluations(succeed(NAME, cwd, *flags, timeout=150))
 
 
 def test_it_finds_the_treasure_and_prints_one_json_line_per_evaluation(tmp_path):
-    lines = evaluations(run(tmp_path, "--seed", "1"))
+    lines = evaluations_of(tmp_path, "--seed", "1")
     assert [line["step"] for line in lines] == [100 * (i + 1) for i in range(len(lines))]
     assert lines[-1]["mean_return"] == pytest.approx(0.99)  # 1 for the treasure, 0.01 for the way
     assert all(-0.01 <= line["mean_return"] <= 0 for line in lines[:-1])
@@ -42,14 +31,14 @@ def test_it_finds_the_treasure_and_prints_one_json_line_per_evaluation(tmp_path)
 
 def test_without_the_demonstration_it_is_not_found_in_as_many_steps(tmp_path):
     # Random divers find it once in 2^30 episodes; here there are 800.
-    lines = evaluations(run(tmp_path, "--seed", "1", "--share", "0", "--total-steps", "1000"))
+    lines = evaluations_of(tmp_path, "--seed", "1", "--share", "0", "--total-steps", "1000")
     assert [line["step"] for line in lines] == list(range(100, 1001, 100))
     assert all(line["share"] == 0 and -0.01 <= line["mean_return"] <= 0 for line in lines)
 
 
 @pytest.mark.soak
 def test_it_explains_every_flag(tmp_path):
-    words = " ".join(run(tmp_path, "--help").split())
+    _, words = explanation(NAME, tmp_path)
     assert "learner steps between two evaluations (default: 100)" in words
     assert "share of each batch that is the demonstration; 0: none (default: 0.25)" in words
 
@@ -57,13 +46,13 @@ def test_it_explains_every_flag(tmp_path):
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(5))
 def test_it_finds_the_treasure_with_every_seed(seed, tmp_path):
-    assert evaluations(run(tmp_path, "--seed", str(seed)))[-1]["mean_return"] == pytest.approx(0.99)
+    assert evaluations_of(tmp_path, "--seed", str(seed))[-1]["mean_return"] == pytest.approx(0.99)
 
 
 def test_two_runs_with_the_same_seed_learn_the_same_and_another_seed_learns_another(example, capsys):
     def learned(seed):
         example.train(example.Args(seed=seed, total_steps=60, eval_every=10, size=8))
-        return [(line["step"], line["mean_return"]) for line in evaluations(capsys.readouterr().out)]
+        return [(line["step"], line["mean_return"]) for line in map(json.loads, capsys.readouterr().out.splitlines())]
 
     assert learned(seed=3) == learned(seed=3)
     assert learned(seed=3) != learned(seed=4)

@@ -19,8 +19,8 @@ def filled(**options):
     return buffer, keys
 
 
-def draw(buffer, batches, batch_size=4096):
-    drawn = [buffer.sample(batch_size) for _ in range(batches)]
+def draw(buffer, batches, batch_size=4096, beta=None):
+    drawn = [buffer.sample(batch_size, beta) for _ in range(batches)]
     return {name: torch.cat([b[name] for b in drawn]).numpy() for name in ("index", "key", "probability", "weight")}
 
 
@@ -83,10 +83,10 @@ def test_the_distribution_is_corrected_by_the_published_weights(weights):
 
 def test_the_distribution_makes_weighted_means_those_of_the_whole_buffer(six_decades):
     # With beta = 1, importance sampling undoes the prioritization: E[w f] / E[w] is the mean over all rows.
-    buffer, leaves = six_decades
+    buffer, _ = six_decades
     f = np.random.default_rng(2).normal(size=CAPACITY)
-    index = draw(buffer, 60)["index"]
-    weight = (1 / leaves)[index]
+    drawn = draw(buffer, 60, beta=1.0)
+    index, weight = drawn["index"], drawn["weight"].astype(np.float64)
     estimate = (weight * f[index]).sum() / weight.sum()
     spread = np.sqrt((weight**2 * (f[index] - estimate) ** 2).sum()) / weight.sum()
     assert abs(estimate - f.mean()) < 5 * spread  # false alarm: 6e-7

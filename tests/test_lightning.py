@@ -19,12 +19,6 @@ from torchreplay.lightning import ReplayDataModule
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 
 
-@pytest.fixture(params=["pytorch_lightning", "lightning.pytorch"])
-def lightning(request):
-    """One of the two libraries; each test of it runs under both, in one process."""
-    return pytest.importorskip(request.param)
-
-
 @pytest.fixture
 def buffer():
     buffer = filled_buffer()

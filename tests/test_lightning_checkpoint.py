@@ -1,15 +1,16 @@
 """The buffer beside Lightning's checkpoints: saved, removed and brought back with them."""
 
-import lightning.pytorch
 import pytest
-import pytorch_lightning
 import torch
-from lightning_learner import QUIET, ROWS, filled_buffer, make_learner
 
 import torchreplay as tr
-from torchreplay.lightning import PriorityFeedback, ReplayCheckpoint, ReplayDataModule
 
-LIBRARIES = [pytorch_lightning, lightning.pytorch]
+pytest.importorskip("pytorch_lightning")
+
+import pytorch_lightning
+from lightning_learner import QUIET, ROWS, filled_buffer, make_learner
+
+from torchreplay.lightning import PriorityFeedback, ReplayCheckpoint, ReplayDataModule
 
 # Lightning remarks on runs that are resumed, in another directory or in the same.
 pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed", "ignore:Checkpoint directory .* exists")
@@ -30,17 +31,16 @@ def saved(directory, suffix):
     return sorted(path.name.removesuffix(".replay") for path in directory.glob(f"*{suffix}"))
 
 
-@pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.__name__)
-def test_every_checkpoint_has_its_buffer_beside_it_and_training_goes_on_from_both(library, tmp_path):
-    whole = make_learner(library)
+def test_every_checkpoint_has_its_buffer_beside_it_and_training_goes_on_from_both(lightning, tmp_path):
+    whole = make_learner(lightning)
     data = ReplayDataModule(filled_buffer(), 8, steps_per_epoch=20)
-    trainer_of(library, tmp_path / "whole", 10, ReplayCheckpoint()).fit(whole, datamodule=data)
+    trainer_of(lightning, tmp_path / "whole", 10, ReplayCheckpoint()).fit(whole, datamodule=data)
     assert saved(tmp_path / "whole", ".ckpt") == saved(tmp_path / "whole", ".replay") != []
 
     first = tmp_path / "whole" / "epoch=0-step=5.ckpt"
-    resumed = make_learner(library)
+    resumed = make_learner(lightning)
     data = ReplayDataModule(empty_buffer, 8, steps_per_epoch=20)  # the explorers of this run have written nothing yet
-    trainer_of(library, tmp_path / "resumed", 10, ReplayCheckpoint()).fit(resumed, datamodule=data, ckpt_path=first)
+    trainer_of(lightning, tmp_path / "resumed", 10, ReplayCheckpoint()).fit(resumed, datamodule=data, ckpt_path=first)
     assert resumed.seen == whole.seen[5:10]
     assert torch.equal(resumed.q.weight, whole.q.weight)
 

@@ -18,11 +18,6 @@ from torchreplay.ray import Evaluator, EvaluatorFailed
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 
 
-@pytest.fixture(params=["pytorch_lightning", "lightning.pytorch"])
-def lightning(request):
-    return pytest.importorskip(request.param)
-
-
 def evaluate(module, seed):
     return [module.weight.sum().item() + spread for spread in (-1.0, 1.0)]
 

@@ -7,7 +7,7 @@ import pytest
 from forked import Forked, eventually, shared_counters
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from limited_buffers import append_until_stopped, buffer_with, extend, is_waiting
+from limited_buffers import append_until_stopped, buffer_with, extend, has_waited, writers_that_wait
 
 import torchreplay as tr
 
@@ -119,7 +119,7 @@ def test_rows_lost_to_the_dead_are_not_counted_as_inserts_and_block_nobody():
     for _ in range(20):
         progress[0] = 0
         with Forked(explore):
-            eventually(lambda: progress[0] > 5 or is_waiting(buffer), interval=0)
+            eventually(lambda: progress[0] > 5 or writers_that_wait(buffer), interval=0)
             buffer.sample(20, timeout=60) if buffer.stats().inserted > 150 else None
     with Forked(append_until_stopped, buffer, 1) as explorer:
         for _ in range(30):
@@ -156,11 +156,21 @@ def test_something_else_than_a_limiter_is_refused_and_changes_nothing():
     assert buffer.limiter == tr.MinSize(2)
 
 
+def test_none_is_the_default_limiter_where_a_buffer_is_made_and_where_it_is_set_later():
+    buffer = buffer_with(None)
+    assert buffer.limiter == tr.MinSize(1)
+    buffer.limiter = tr.SamplesPerInsert(8.0, min_size=100)
+    buffer.limiter = None
+    assert buffer.limiter == tr.MinSize(1)
+    extend(buffer, 1)
+    assert len(buffer.sample(2)["key"]) == 2
+
+
 def test_a_draw_that_waits_goes_on_when_the_limiter_that_is_set_admits_it():
     buffer = buffer_with(tr.MinSize(1000))
     extend(buffer, 10)
     with Forked(buffer.sample, 4) as learner:
-        eventually(lambda: is_waiting(buffer))
+        eventually(lambda: has_waited(buffer))
         buffer.limiter = tr.MinSize(10)
         assert learner.wait() == 0
 
@@ -168,11 +178,11 @@ def test_a_draw_that_waits_goes_on_when_the_limiter_that_is_set_admits_it():
 def test_explorers_that_wait_go_on_when_the_limiter_that_is_set_admits_them():
     buffer = buffer_with(tr.SamplesPerInsert(1.0, min_size=10, tolerance=0.5))
     with Forked(append_until_stopped, buffer, 1) as first, Forked(append_until_stopped, buffer, 1) as second:
-        eventually(lambda: buffer._segment.census(False)["waiting"] == 2)
+        eventually(lambda: writers_that_wait(buffer) == 2)
         assert buffer.stats().inserted == 15
         buffer.limiter = tr.SamplesPerInsert(1.0, min_size=100, tolerance=0.5)
         eventually(lambda: buffer.stats().inserted >= 150)
-        eventually(lambda: buffer._segment.census(False)["waiting"] == 2)
+        eventually(lambda: writers_that_wait(buffer) == 2)
         assert buffer.stats().inserted <= 150 + 1  # both may have looked at the last place
         buffer.limiter = tr.MinSize()
         eventually(lambda: buffer.stats().inserted > 10_000)
@@ -241,7 +251,7 @@ def test_a_checkpoint_brings_the_limiter_back_that_held_and_what_it_had_counted(
 def slow_learner(buffer):
     while True:
         buffer.sample(1)
-        eventually(lambda: buffer._segment.census(False)["waiting"])
+        eventually(lambda: writers_that_wait(buffer))
 
 
 def test_stats_name_the_side_that_makes_the_other_wait():

@@ -262,7 +262,7 @@ def test_other_things_than_buffers_with_shares_or_names_are_refused(pair):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"batch_size": 0}, "batch_size is 0; it must be an integer of at least 1"),
+        ({"batch_size": 0}, "batch_size is 0: expected an int of at least 1"),
         ({"steps": 0}, "steps is 0"),
         ({"prefetch": -1}, "prefetch is -1"),
         ({"timeout": -1}, "timeout is -1"),

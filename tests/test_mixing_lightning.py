@@ -17,12 +17,6 @@ from torchreplay.lightning import PriorityFeedback
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning", "ignore:.*`__len__` defined")
 
 
-@pytest.fixture(params=["pytorch_lightning", "lightning.pytorch"])
-def lightning(request):
-    """One of the two libraries; each test of it runs under both, in one process."""
-    return pytest.importorskip(request.param)
-
-
 @pytest.fixture
 def pair():
     """Two buffers; the numbers, and so the TD errors, of the second start at 1000, the keys of both at 0."""

@@ -14,6 +14,7 @@ from numbered_rows import assert_intact, is_running, make_buffer, row
 from safetensors.torch import load_file
 
 import torchreplay as tr
+from torchreplay.config import Config
 from torchreplay.ray import AsyncReplay, Evaluator, ExplorerPool, ShardedReplay, node_shard
 from torchreplay.ray import board as board_module
 from torchreplay.ray import directory as directory_module
@@ -324,7 +325,7 @@ def test_an_announcement_of_writers_ends_with_the_process_that_made_it(cluster):
 def test_announcements_are_believed_for_a_while_and_each_by_itself(monkeypatch):
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(directory_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    directory = Directory(None, [], [], False, 0, None)
+    directory = Directory(Config.of(SHARED, 10, None, None, None), [], [], False, 0, None)
     assert not directory.table().expected
     directory.expect("one", True)
     clock.now += BELIEF / 2
@@ -342,8 +343,7 @@ def test_announcements_are_believed_for_a_while_and_each_by_itself(monkeypatch):
 def test_an_announcement_is_repeated_until_it_is_closed(monkeypatch):
     monkeypatch.setattr(node_shard, "REPEAT", 0.001)
     said = []
-    ray = SimpleNamespace(is_initialized=lambda: True, exceptions=SimpleNamespace(RayError=OSError))
-    shards = SimpleNamespace(ray=ray, ask=lambda what, token, expecting: said.append((token, expecting)))
+    shards = SimpleNamespace(connected=True, ask=lambda what, token, expecting: said.append((token, expecting)))
     with Expectation(shards):
         eventually(lambda: len(said) > 5)
     assert [expecting for _, expecting in said[-3:]] == [True, True, False]

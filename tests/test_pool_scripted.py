@@ -10,8 +10,10 @@ from scripted_workers import DIED, ScriptedActors
 
 import torchreplay as tr
 from torchreplay.ray import ExplorerContext, ExplorerPool
+from torchreplay.ray.board import Board
 from torchreplay.ray.hosting import Hosting
 from torchreplay.ray.session import RaySession
+from torchreplay.ray.stats import explorer_stats
 
 
 @pytest.fixture
@@ -209,3 +211,14 @@ def test_an_episode_whose_return_or_length_is_no_number_is_refused_with_both(num
     episode_return, episode_length = numbers
     with pytest.raises(ValueError, match=f"return {episode_return!r} and length {episode_length!r}: expected numbers"):
         ExplorerContext(make_buffer()).record(episode_return=episode_return, episode_length=episode_length)
+
+
+@pytest.mark.parametrize("length", [-1, 10**30, 2**63, 1e30], ids=repr)
+def test_an_episode_of_a_length_that_no_episode_has_is_refused_and_not_counted(length):
+    board = Board(1)
+    ctx = ExplorerContext(make_buffer(), board=board)
+    with pytest.raises(ValueError, match=r"episode_length is .*: expected an int from 0 to"):
+        ctx.record(episode_return=1.0, episode_length=length)
+    ctx.record(episode_return=2.0, episode_length=3)
+    stats = explorer_stats(0, board.entries[0])
+    assert (stats.episodes, stats.steps, stats.mean_return) == (1, 3, 2.0)

@@ -12,10 +12,9 @@ from numbered_rows import SPEC, assert_intact, row
 import torchreplay as tr
 
 START_METHODS = ["fork", "spawn", "forkserver"]
-QUICK_METHODS = [
-    "fork",
-    "forkserver",
-]  # how a buffer arrives, inherited or unpickled; spawn unpickles, and takes seconds
+# How a buffer arrives, inherited or unpickled; spawn unpickles too, and takes seconds.
+QUICK_METHODS = ["fork", "forkserver"]
+STARTUP = 150.0  # seconds: processes that import torch on a machine that is busy with other things
 mp.set_forkserver_preload(["torchreplay"])
 
 
@@ -60,7 +59,7 @@ def start():
 
 def join_all(processes):
     for process in processes:
-        process.join(30)
+        process.join(STARTUP)
         assert process.exitcode == 0
 
 
@@ -81,14 +80,14 @@ def test_rows_of_explorer_processes_arrive_complete_and_intact(context, start):
 def test_a_killed_explorer_process_disturbs_neither_learner_nor_the_others(context, start):
     buffer = tr.ReplayBuffer(SPEC, capacity=500, limiter=tr.MinSize(100), seed=0)
     victim, survivor = [start(context, write_until_stopped, buffer, index) for index in range(2)]
-    eventually(lambda: buffer.stats().writers == 2)
+    eventually(lambda: buffer.stats().writers == 2, STARTUP)
     os.kill(victim.pid, signal.SIGKILL)
-    victim.join(30)
+    victim.join(STARTUP)
     before = buffer.stats().rows_written
     # Several turns of the ring: the victim's last slot is passed again and again.
     eventually(lambda: buffer.stats().rows_written > before + 5 * buffer.capacity)
     for _ in range(50):
-        assert_intact(buffer.sample(64, timeout=30.0))
+        assert_intact(buffer.sample(64, timeout=STARTUP))
     eventually(lambda: buffer.stats().writers == 1)
     buffer.stop()
     join_all([survivor])
@@ -111,11 +110,11 @@ def test_weights_published_by_the_learner_reach_an_explorer_process(context, sta
     weights = tr.SharedWeights(policy)
     receiver, sender = context.Pipe(duplex=False)
     explorer = start(context, explore_with_weights, buffer, weights, sender)
-    buffer.sample(1, timeout=30.0)  # it runs, with the initial weights
+    buffer.sample(1, timeout=STARTUP)  # it runs, with the initial weights
     with torch.no_grad():
         policy.weight.fill_(7.0)
     weights.publish(policy)
-    assert receiver.poll(30)
+    assert receiver.poll(STARTUP)
     assert receiver.recv() == (1, [[7.0, 7.0]])
     join_all([explorer])
 
@@ -133,7 +132,7 @@ def write_through_pool(explorer):
 def test_a_multiprocessing_pool_gets_the_buffer_through_its_initargs(context):
     buffer = tr.ReplayBuffer(SPEC, capacity=400)
     with context.Pool(2, initializer=attach_in_worker, initargs=(buffer,)) as pool:
-        workers = pool.map_async(write_through_pool, range(4), chunksize=1).get(60)
+        workers = pool.map_async(write_through_pool, range(4), chunksize=1).get(STARTUP)
     assert os.getpid() not in workers
     assert len(buffer) == 200
     assert_intact(buffer.sample(512))
@@ -172,6 +171,6 @@ def test_stop_wakes_an_explorer_process_that_waits_for_the_limiter(start):
     explorer = start(context, wait_for_room, buffer, sender)
     eventually(lambda: buffer.stats().insert_wait > 0)
     buffer.stop()
-    assert receiver.poll(30)
+    assert receiver.poll(STARTUP)
     assert receiver.recv() == "Stopped"
     join_all([explorer])

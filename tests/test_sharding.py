@@ -6,13 +6,13 @@ import sharded_rows
 import torch
 from cluster import ray_cluster
 from forked import eventually
+from late_copies import OnDevice, send_late
 from lightning_learner import fit, make_learner
-from scipy import stats
-from sharded_rows import FALSE_ALARM, SPEC, assert_intact, rows_of, write, write_until_stopped
+from sharded_rows import SPEC, assert_follows, assert_intact, rows_of, write, write_until_stopped
 from torch.utils.data import DataLoader
 
 import torchreplay as tr
-from torchreplay.ray import ShardedReplay
+from torchreplay.ray import ShardedReplay, feedback
 from torchreplay.ray.union import KEY_BITS
 
 ALPHA, EPS, BETA = 0.6, 1e-6, 0.4
@@ -83,22 +83,14 @@ def test_a_batch_is_drawn_in_proportion_over_both_shards_and_feedback_goes_home(
     for seed in (1, 2):
         leaves = prioritize(filled, seed)
         p, observed = leaves / leaves.sum(), np.zeros(4000)
-        batches = 60
-        for batch in tr.ReplayDataset(replay, 256, steps=batches, prefetch=3):
+        for batch in tr.ReplayDataset(replay, 256, steps=60, prefetch=3):
             at = identity(batch).numpy()
             observed += np.bincount(at, minlength=4000)
             # Feedback that went to any other row would show here; float32 leaves, on a grid of 1.9e-9 and less.
             np.testing.assert_allclose(batch["probability"].numpy(), p[at], rtol=2e-6)
             weight = (p[p > 0].min() / p[at]) ** BETA
             np.testing.assert_allclose(batch["weight"].numpy(), weight, rtol=5e-6)
-        due = p[p > 0] * 256 * batches
-        seen = observed[p > 0]
-        enough = due > 20
-        assert enough.sum() > 50
-        rest = [seen[~enough].sum()], [due[~enough].sum()]
-        seen, due = np.append(seen[enough], rest[0]), np.append(due[enough], rest[1])
-        # Stratified draws vary at most as much as independent ones: the upper tail bounds the false alarms.
-        assert stats.chi2.sf(((seen - due) ** 2 / due).sum(), len(due) - 1) > FALSE_ALARM
+        assert_follows(observed, p)
     assert replay.stats().priority_total == pytest.approx(leaves.sum(), rel=1e-6)
 
 
@@ -122,7 +114,7 @@ def test_bad_feedback_is_refused_before_anything_is_applied(filled):
     good = torch.tensor([keys[0, 0][0], keys[1, 0][0]])
     foreign = tr.ReplayBuffer(SPEC, 16)
     foreign.extend(**rows_of(0, 1))
-    for feedback, td, message in [
+    for given, td, message in [
         (good, [1.0, float("nan")], "1 of 2 .* NaN or infinite, the first at index 1"),
         (good, [float("inf"), 1.0], "the first at index 0"),
         (good, [1.0], r"expected \[2\]"),
@@ -135,7 +127,7 @@ def test_bad_feedback_is_refused_before_anything_is_applied(filled):
         ("keys", [1.0, 1.0], "expected int64"),
     ]:
         with pytest.raises(ValueError, match=message):
-            replay.update_priorities(feedback, torch.tensor(td))
+            replay.update_priorities(given, torch.tensor(td))
     with pytest.raises(ValueError, match="another buffer"):
         foreign.update_priorities(batch, torch.ones(8))
     after = replay.stats()
@@ -145,6 +137,131 @@ def test_bad_feedback_is_refused_before_anything_is_applied(filled):
             replay.sample(wrong)
     with pytest.raises(ValueError, match="beta"):
         replay.sample(8, beta=-1.0)
+
+
+def expect_items(batch, leaves, ids):
+    """Checks items by which rows they are."""
+    assert identity(batch).tolist() == ids.tolist()
+    assert_intact(batch)
+    p = leaves / leaves.sum()
+    np.testing.assert_allclose(batch["probability"].numpy(), p[ids], rtol=2e-6)
+    np.testing.assert_allclose(batch["weight"].numpy(), (p[p > 0].min() / p[ids]) ** BETA, rtol=5e-6)
+
+
+def test_items_of_all_shards_are_gathered_in_the_order_of_their_keys(filled, cluster):
+    replay, keys = filled
+    leaves = prioritize(filled, 3)
+    flat, ids = all_keys(keys)
+    chance = np.random.default_rng(3)
+    which = chance.integers(0, len(flat), 500)  # some several times
+    missing = [-1, 10_000, (1 << KEY_BITS) + 10_000, 9 << KEY_BITS]  # as those of rows that are gone
+    at = np.sort(chance.integers(0, 500, len(missing)))
+    asked, before = np.insert(flat[which], at, missing), replay.stats()
+
+    def gather(replay, keys):
+        return replay.gather(keys)
+
+    there = cluster.ray.remote(gather).options(**cluster.on(1)).remote(replay, torch.from_numpy(asked))
+    for batch in (replay.gather(asked), cluster.ray.get(there)):
+        assert batch["key"].tolist() == flat[which].tolist()
+        expect_items(batch, leaves, ids[which])
+    expect_items(replay.gather(keys[1, 1].tolist()), leaves, ids[np.isin(flat, keys[1, 1])])
+    for nothing in (torch.empty(0, dtype=torch.int64), missing):
+        none = replay.gather(nothing)
+        assert [none[name].shape for name in ("key", "weight", "image")] == [(0,), (0,), (0, 16, 16)]
+    for wrong in ([0.5], [[1]], "keys"):
+        with pytest.raises(ValueError, match=r"expected int64 \[n\]"):
+            replay.gather(wrong)
+    after = replay.stats()
+    assert (after.sampled, after.draws, after.updated) == (before.sampled, before.draws, before.updated)
+    some = replay.gather(flat[:2])
+    replay.update_priorities(some, torch.tensor([1e6, 1e6]))  # they are of this buffer, and what is fed back is known
+    assert (replay.gather(flat[:2])["probability"] > some["probability"]).all()
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """The TD errors that went on their way, in order, and have not arrived."""
+    return send_late(monkeypatch, feedback)
+
+
+def on_device(*values):
+    return torch.tensor(values).as_subclass(OnDevice)
+
+
+def test_td_errors_on_a_device_go_home_when_they_have_come_by_the_next_call(filled, sent):
+    replay, keys = filled
+    two = torch.tensor([keys[0, 0][0], keys[1, 1][0]])
+    stream = iter(tr.ReplayDataset(replay, 8, prefetch=0))
+    for comes_by in (
+        lambda: replay.sample(8),
+        lambda: next(stream),
+        replay.stats,
+        replay.histograms,
+        lambda: replay.gather(two),
+        lambda: replay.update_priorities(two, on_device(1.0, 1.0)),
+        lambda: replay.update_priorities(two, torch.ones(2)),
+    ):
+        before, given = replay.stats().updated, len(sent)
+        replay.update_priorities(two, on_device(7.0, -8.0))
+        assert replay.stats().updated == before
+        sent[given].arrive()
+        comes_by()
+        replay._feedback.hear(0)
+        assert sum(shard.stats.updated for shard in replay.stats().shards) >= before + 2
+        assert not sent[given].waited
+        replay.flush()
+    stream.close()
+
+
+def test_td_errors_on_a_device_are_applied_in_order_and_flush_waits_for_them(filled, sent):
+    replay, keys = filled
+    prioritize(filled, 4)
+    two = torch.tensor([keys[0, 0][0], keys[1, 1][0]])
+
+    def td():
+        leaves = replay.gather(two)["probability"].double() * replay.stats().priority_total
+        return [round(x, 2) for x in (leaves ** (1 / ALPHA) - EPS).tolist()]
+
+    replay.update_priorities(two, [1.0, 2.0])
+    for values in ((3.0, 4.0), (5.0, 6.0), (7.0, -8.0)):
+        replay.update_priorities(two, on_device(*values))
+    two_given, two[:] = two.clone(), 0  # the keys are those of the call
+    two = two_given
+    sent[1].arrive()
+    assert td() == [1, 2]
+    sent[0].arrive()
+    assert td() == [5, 6]
+    replay.flush()
+    assert sent[2].waited
+    assert td() == [7, 8]
+    replay.update_priorities(two, on_device(9.0, 9.0))
+    replay.update_priorities(two, torch.tensor([1.5, 2.5]))  # of the CPU: those before come first
+    assert sent[3].waited
+    assert td() == [1.5, 2.5]
+
+
+def test_td_errors_on_a_device_that_are_wrong_are_refused_at_once_or_told_by_the_next_call(filled, sent):
+    replay, keys = filled
+    two = torch.tensor([keys[0, 0][0], keys[1, 1][0]])
+    for wrong, td, message in (
+        (two, on_device(1.0), r"shape \(1,\), expected one real number for each key: shape \(2,\)"),
+        (two[:1], on_device(1j), "complex64"),
+        (two + 10_000, on_device(1.0, 1.0), "never issued"),
+        (tr.ReplayBatch(key=two, buffer=two), on_device(1.0, 1.0), "mixes items"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replay.update_priorities(wrong, td)
+    assert sent == []
+    before = replay.stats().updated
+    for value in (2.0, float("nan"), 4.0):
+        replay.update_priorities(two, on_device(1.0, value))
+    for arrival in sent:
+        arrival.arrive()
+    with pytest.raises(ValueError, match=r"of 2 items: 1 of 2 of the TD errors are NaN .* first at index 1"):
+        replay.sample(8)
+    replay.flush()
+    assert replay.stats().updated == before + 4
 
 
 def test_bad_arguments_are_refused_before_anything_is_made(cluster):
@@ -246,6 +363,7 @@ def test_a_node_without_a_shard_cannot_be_written_from(cluster):
         assert torch.equal(batch["reward"], expected)
         assert torch.equal(batch["next_obs"][:, 0], (start + 2).clamp(max=5.0))
         assert set(start.tolist()) == {0.0, 1.0, 2.0, 3.0, 4.0}
+        assert replay.gather(range(7))["obs"][:, 0].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]  # no item starts at the end
         with pytest.raises(cluster.ray.exceptions.RayTaskError, match="has no shard: the shards are on"):
             cluster.ray.get(cluster.ray.remote(write).options(**cluster.on(1)).remote(replay, 1, 0, 1))
 

@@ -5,17 +5,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torchreplay as tr
-from torchreplay.ray.figures import Figures
+from torchreplay.ray.figures import Drew, Figures
 from torchreplay.ray.union import Drawn
-from torchreplay.ray.union_limiter import UnionLimiter
+from torchreplay.ray.union_limiter import Rule, UnionLimiter
 
 
 def figures(inserted=0, learners=(), largest=1.0):
-    return Figures(Drawn(1.0, 1, 1.0), 0, 0, inserted, 0, largest, 0, -1.0, -1.0, dict(learners), False, None)
+    return Figures(Drawn(1.0, 1, 1.0), 0, 0, inserted, 0, largest, 0, -1.0, -1.0, dict(learners), 0, False, None)
+
+
+def drew(items, batches, rule=0, before=0):
+    return Drew(rule, items, batches, before)
 
 
 def test_min_size_counts_the_items_of_all_shards_and_limits_no_writer():
-    union_limiter = UnionLimiter(tr.MinSize(100), 0)
+    union_limiter = UnionLimiter(Rule(tr.MinSize(100)), 0)
     union_limiter.hear(0, figures(60))
     union_limiter.hear(3, figures(39))
     assert union_limiter.inserted == 99
@@ -24,7 +28,7 @@ def test_min_size_counts_the_items_of_all_shards_and_limits_no_writer():
 
 
 def test_the_items_of_a_lost_shard_stay_counted():
-    union_limiter = UnionLimiter(tr.MinSize(), 0)
+    union_limiter = UnionLimiter(Rule(tr.MinSize()), 0)
     union_limiter.hear(0, figures(60))
     union_limiter.count_inserted(0, 60)  # the directory says what was lost
     union_limiter.hear(1, figures(0))
@@ -32,9 +36,9 @@ def test_the_items_of_a_lost_shard_stay_counted():
 
 
 def test_draws_of_other_learners_count_once_however_many_shards_tell_of_them():
-    union_limiter = UnionLimiter(tr.SamplesPerInsert(2.0, 10), 5)
-    union_limiter.hear(0, figures(10, {5: (640, 10), 6: (128, 2)}))
-    union_limiter.hear(1, figures(10, {6: (192, 3), 7: (64, 1)}))
+    union_limiter = UnionLimiter(Rule(tr.SamplesPerInsert(2.0, 10)), 5)
+    union_limiter.hear(0, figures(10, {5: drew(640, 10), 6: drew(128, 2)}))
+    union_limiter.hear(1, figures(10, {6: drew(192, 3), 7: drew(64, 1)}))
     union_limiter.items, union_limiter.batches, union_limiter.under_way = 700, 11, 64
     assert union_limiter.sampled == 700 + 64 + 192 + 64
     assert union_limiter.steps == 11 + 3 + 1
@@ -49,7 +53,7 @@ def test_draws_of_other_learners_count_once_however_many_shards_tell_of_them():
 )
 def test_limits_add_up_to_what_reverbs_limiter_admits(ratio, min_size, inserted, sampled, n):
     limiter = tr.SamplesPerInsert(ratio, min_size)
-    union_limiter = UnionLimiter(limiter, 0)
+    union_limiter = UnionLimiter(Rule(limiter), 0)
     for number, items in enumerate(inserted):
         union_limiter.hear(number, figures(items))
     union_limiter.items = sampled
@@ -68,20 +72,91 @@ def test_limits_add_up_to_what_reverbs_limiter_admits(ratio, min_size, inserted,
 
 
 def test_what_a_learner_waits_for_is_admitted_whatever_the_ratio_says():
-    union_limiter = UnionLimiter(tr.SamplesPerInsert(1.0, 10, tolerance=0.1), 0)
+    union_limiter = UnionLimiter(Rule(tr.SamplesPerInsert(1.0, 10, tolerance=0.1)), 0)
     union_limiter.hear(0, figures(10))
     assert union_limiter.needed(100) > 10
     assert sum(union_limiter.limits([0, 1], 100).values()) >= union_limiter.needed(100)
 
 
 def test_largest_priorities_are_kept():
-    union_limiter = UnionLimiter(tr.MinSize(), 0)
+    union_limiter = UnionLimiter(Rule(tr.MinSize()), 0)
     for value in (1.0, 7.5, 3.0):
         union_limiter.hear(0, figures(largest=value))
     assert union_limiter.largest == pytest.approx(7.5)
 
 
 def test_while_every_shard_is_lost_there_is_nobody_to_be_limited():
-    union_limiter = UnionLimiter(tr.SamplesPerInsert(2.0, 10), 0)
+    union_limiter = UnionLimiter(Rule(tr.SamplesPerInsert(2.0, 10)), 0)
     union_limiter.hear(0, figures(50))
     assert union_limiter.limits([], 100) == {}
+
+
+LIMITERS = st.one_of(
+    st.builds(tr.MinSize, st.integers(1, 60)),
+    st.builds(
+        tr.SamplesPerInsert, st.sampled_from([0.25, 1.0, 3.0]), st.integers(1, 30), st.sampled_from([0.05, 0.5, 2.0])
+    ),
+)
+
+
+@given(LIMITERS, st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40), LIMITERS), min_size=1, max_size=30))
+def test_one_that_is_set_later_admits_what_a_buffer_with_it_admits(first, steps):
+    rule = Rule(first)
+    union_limiter, inserted = UnionLimiter(rule, 0), [0, 0]
+    with tr.ReplayBuffer({"x": tr.Field((), "int64")}, 4000, limiter=first) as buffer:
+        for kind, n, limiter in steps:
+            if kind < 2:  # inserts into shard 0 or 1, as many as may come
+                with buffer.writer() as writer:
+                    for _ in range(n):
+                        len(buffer)  # lets the limiter see what came
+                        admitted = writer.admitted()
+                        limits = union_limiter.limits([0, 1], 0)
+                        whole = None if limits[0] is None else sum(limits.values())
+                        # A buffer in which nothing can be drawn admits one more, whatever the ratio says.
+                        assert admitted == (whole is None or whole > sum(inserted)) or sum(inserted) == 0
+                        if not admitted:
+                            break
+                        writer.append(x=1)
+                        inserted[kind] += 1
+                        union_limiter.hear(kind, figures(inserted[kind]))
+            elif kind == 2:
+                admits = sum(inserted) >= union_limiter.needed(n)
+                try:
+                    buffer.sample(n, timeout=0)
+                except (tr.ReplayTimeout, tr.WouldBlockForever):
+                    assert not admits
+                else:
+                    assert admits
+                    union_limiter.items, union_limiter.batches = union_limiter.items + n, union_limiter.batches + 1
+            else:
+                rule = rule.followed_by(limiter, sum(inserted))
+                union_limiter.change(rule)
+                buffer.limiter = limiter
+        stats = buffer.stats()
+        assert (stats.inserted, stats.sampled) == (union_limiter.inserted, union_limiter.drawn)
+
+
+def test_draws_count_from_when_each_learner_hears_of_a_new_one():
+    union_limiter = UnionLimiter(Rule(tr.SamplesPerInsert(2.0, 10)), 0)
+    union_limiter.hear(0, figures(100, {1: drew(50, 5), 2: drew(70, 7)}))
+    union_limiter.items, union_limiter.batches, union_limiter.under_way = 80, 8, 10
+    assert union_limiter.sampled == 80 + 10 + 50 + 70
+    rule = union_limiter.rule.followed_by(tr.SamplesPerInsert(1.0, 20), 100)
+    assert (rule.number, rule.inserted_before) == (1, 80)
+    union_limiter.change(rule)
+    assert union_limiter.sampled == 0
+    union_limiter.items, union_limiter.under_way = 90, 0  # what was under way
+    union_limiter.items, union_limiter.batches = 100, 10
+    assert union_limiter.sampled == 10
+    assert union_limiter.drew == drew(100, 10, 1, 90)
+    union_limiter.hear(0, figures(100, {1: drew(60, 6), 2: drew(95, 9, 1, 75)}))  # learner 1 has not heard of it
+    union_limiter.hear(1, figures(0, {2: drew(75, 7)}))  # what it said before it had
+    assert union_limiter.sampled == 10 + 20
+    assert (union_limiter.drawn, union_limiter.steps) == (100 + 60 + 95, 10 + 6 + 9)
+    union_limiter.change(Rule(tr.MinSize()))  # an older one, which comes late
+    assert union_limiter.rule == rule
+
+
+def test_a_ratio_that_hardly_draws_admits_everything():
+    union_limiter = UnionLimiter(Rule(tr.SamplesPerInsert(5e-324)), 0)
+    assert all(limit >= 1 << 60 for limit in union_limiter.limits([0, 1], 8).values())

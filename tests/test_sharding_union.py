@@ -14,6 +14,7 @@ from scipy import stats
 import torchreplay as tr
 from torchreplay.batch import ReplayBatch
 from torchreplay.ray.blocks import Layout, RecycledMemory, keep
+from torchreplay.ray.gathering import positions
 from torchreplay.ray.histograms import merged_histograms
 from torchreplay.ray.union import KEY_BITS, MAX_SHARDS, Drawn, Union, candidates, chosen, pack, unpack
 from torchreplay.spec import flatten
@@ -61,6 +62,15 @@ def assert_follows(observed, expected):
 
 
 # The arithmetic.
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=40))
+def test_items_found_stand_where_their_keys_were_asked_for(keys):
+    asked = np.array([key for key, _ in keys], np.int64)
+    found = np.array([key for key, is_found in keys if is_found], np.int64)
+    at = positions(found, asked)
+    assert asked[at].tolist() == found.tolist()
+    assert len(set(at.tolist())) == len(at)
 
 
 totals = st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 1e9)), min_size=1, max_size=8).filter(any)

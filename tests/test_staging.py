@@ -290,7 +290,7 @@ def test_pinning_is_by_default_staging_for_cuda_and_nothing_elsewhere():
     assert tr.ReplayDataset(buffer, device="cuda").pin == "staging"
     assert tr.ReplayDataset(buffer, device="cuda:1", pin="off").pin == "off"
     assert tr.ReplayDataset(buffer).pin == tr.ReplayDataset(buffer, device="cpu").pin == "off"
-    with pytest.raises(ValueError, match="pin is 'on'; it must be one of 'staging', 'ring', 'off'"):
+    with pytest.raises(ValueError, match="pin is 'on': expected one of 'staging', 'ring', 'off'"):
         tr.ReplayDataset(buffer, device="cuda", pin="on")
     for device in (None, "cpu"):
         with pytest.raises(ValueError, match=f"copies to a CUDA device, and device is {device}"):

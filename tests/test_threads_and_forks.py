@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 from forked import Forked, eventually, shared_counters
-from limited_buffers import buffer_with, is_waiting
+from limited_buffers import buffer_with, has_waited
 
 import torchreplay as tr
 
@@ -116,7 +116,7 @@ def test_a_child_forked_while_another_thread_waits_in_an_append_can_use_that_wri
 
     explorer = threading.Thread(target=explore, daemon=True)
     explorer.start()
-    eventually(lambda: is_waiting(buffer))
+    eventually(lambda: has_waited(buffer))
 
     def write_two():
         buffer.limiter = tr.MinSize()
@@ -150,7 +150,7 @@ def test_a_child_forked_out_of_a_waiting_append_does_not_go_on_with_its_parents_
         os.wait()
 
     with Forked(explore) as explorer:
-        eventually(lambda: is_waiting(buffer))
+        eventually(lambda: has_waited(buffer))
         explorer.signal(signal.SIGUSR1)
         eventually(lambda: buffer.stats().writers == 2)
         buffer.limiter = tr.MinSize()

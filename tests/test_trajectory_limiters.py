@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 from forked import Forked, eventually, shared_counters
-from limited_buffers import is_waiting
+from limited_buffers import has_waited, writers_that_wait
 from linked_rows import buffer_of, observation, play
 
 import torchreplay as tr
@@ -66,7 +66,7 @@ def test_a_draw_waits_while_there_are_rows_of_trajectories_and_no_complete_item(
     def explore():
         with buffer.writer() as writer:
             play(writer, steps, end=None)
-            eventually(lambda: is_waiting(buffer))
+            eventually(lambda: has_waited(buffer))
             assert buffer.stats().drawable == 0
             go_on(writer, more, end)
 
@@ -253,7 +253,7 @@ def test_half_trajectories_of_the_dead_are_not_counted_as_inserts_and_block_nobo
         calls[0] = 0
         enough = chance.randrange(1, 10)
         with Forked(explore):
-            eventually(lambda enough=enough: calls[0] >= enough or is_waiting(buffer), interval=0)
+            eventually(lambda enough=enough: calls[0] >= enough or writers_that_wait(buffer), interval=0)
         stats = buffer.stats()
         if stats.inserted - stats.sampled > 100:
             buffer.sample(20, timeout=60)

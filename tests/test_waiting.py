@@ -10,7 +10,7 @@ import threading
 import numpy as np
 import pytest
 from forked import Forked, eventually
-from limited_buffers import SPEC, buffer_with, extend, is_waiting
+from limited_buffers import SPEC, buffer_with, extend, has_waited
 
 import torchreplay as tr
 from torchreplay import waiting
@@ -116,7 +116,7 @@ def append_in_vain(buffer):
 def test_stop_ends_a_wait_in_another_process(wait):
     buffer = buffer_with(tr.SamplesPerInsert(1.0, min_size=10))
     with Forked(expect_exception, tr.Stopped, wait, buffer) as child:
-        eventually(lambda: is_waiting(buffer))
+        eventually(lambda: has_waited(buffer))
         buffer.stop()
         assert child.wait() == 0
 
@@ -127,7 +127,7 @@ def test_stop_ends_a_wait_in_another_thread(wait):
     ended = []
     thread = threading.Thread(target=lambda: ended.append(expect_exception(tr.Stopped, wait, buffer)))
     thread.start()
-    eventually(lambda: is_waiting(buffer))
+    eventually(lambda: has_waited(buffer))
     buffer.stop()
     thread.join(30)
     assert ended == [True]
@@ -182,7 +182,7 @@ def test_ctrl_c_gets_through_a_wait(wait, view):
     limiter = tr.SamplesPerInsert(1.0, min_size=10)
     buffer = tr.ReplayBuffer(SPEC if view == tr.Rows() else EPISODE_SPEC, 1000, view=view, limiter=limiter, seed=0)
     with Forked(expect_exception, KeyboardInterrupt, wait, buffer) as child:
-        eventually(lambda: is_waiting(buffer))
+        eventually(lambda: has_waited(buffer))
         child.signal(signal.SIGINT)
         assert child.wait() == 0
     assert not buffer.stopped
@@ -235,7 +235,8 @@ def insert_wait(buffer):
 
 
 @pytest.mark.parametrize("explorers", [1, 3])
-def test_writers_that_wait_for_a_learner_give_up_within_seconds_of_its_death(explorers):
+def test_writers_that_wait_for_a_learner_give_up_when_it_dies(explorers, monkeypatch):
+    monkeypatch.setattr(waiting, "RETURN_GRACE", 0.2)
     mine, theirs = mp.Pipe()
     with contextlib.ExitStack() as started:
         owner = started.enter_context(Forked(own_until_killed, theirs))
@@ -248,11 +249,12 @@ def test_writers_that_wait_for_a_learner_give_up_within_seconds_of_its_death(exp
         eventually(lambda: insert_wait(buffer) > 0.2)
         assert all(explorer.is_running() for explorer in waiting_ones)
         owner.kill()
-        assert [explorer.wait(timeout=10) for explorer in waiting_ones] == [0] * explorers
+        assert [explorer.wait() for explorer in waiting_ones] == [0] * explorers
         assert buffer.stats().writers == 0
 
 
-def test_writers_go_on_without_their_owner_for_as_long_as_another_process_draws():
+def test_writers_go_on_without_their_owner_for_as_long_as_another_process_draws(monkeypatch):
+    monkeypatch.setattr(waiting, "RETURN_GRACE", 0.2)
     mine, theirs = mp.Pipe()
     with Forked(own_until_killed, theirs) as owner:
         handle = mine.recv()
@@ -266,7 +268,7 @@ def test_writers_go_on_without_their_owner_for_as_long_as_another_process_draws(
             before = buffer.stats().inserted
             eventually(lambda: buffer.stats().inserted > before + 1000)
             learner.kill()
-            assert explorer.wait(timeout=10) == 0
+            assert explorer.wait() == 0
 
 
 def test_a_learner_that_gave_up_does_not_leave_writers_running_ahead_for_it():
@@ -286,7 +288,7 @@ def test_a_learner_that_gave_up_does_not_leave_writers_running_ahead_for_it():
 def test_a_learner_interrupted_in_its_wait_does_not_leave_writers_running_ahead_for_it():
     buffer = buffer_with(tr.SamplesPerInsert(1.0, min_size=10, tolerance=0.5))
     with Forked(expect_exception, KeyboardInterrupt, sample_in_vain, buffer) as child:
-        eventually(lambda: is_waiting(buffer))
+        eventually(lambda: has_waited(buffer))
         child.signal(signal.SIGINT)
         assert child.wait() == 0
     with buffer.writer() as writer:

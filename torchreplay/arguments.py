@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,18 +14,19 @@ import torch
 T = TypeVar("T")
 
 
-def checked_int(name: str, value: Any, low: int, high: int) -> int:
+def checked_int(name: str, value: Any, low: int, high: int | None = None) -> int:
     """Returns `value` as an int.
 
     Raises:
-        ValueError: It is no integer, or not within `low` to `high`.
+        ValueError: It is no integer, or not within `low` to `high`, where None is no bound.
     """
     try:
         n = operator.index(value)
     except TypeError:
         n = low - 1
-    if isinstance(value, bool) or not low <= n <= high:
-        raise ValueError(f"{name} is {value!r}: expected an int from {low} to {high}")
+    if isinstance(value, bool) or n < low or (high is not None and n > high):
+        expected = f"of at least {low}" if high is None else f"from {low} to {high}"
+        raise ValueError(f"{name} is {value!r:.200}: expected an int {expected}")
     return n
 
 
@@ -54,6 +56,17 @@ def checked_instance(name: str, value: T, kinds: type[Any] | tuple[type[Any], ..
     return value
 
 
+def checked_choice(name: str, value: Any, choices: Sequence[str]) -> str:
+    """Returns `value`.
+
+    Raises:
+        ValueError: It is none of `choices`.
+    """
+    if not isinstance(value, str) or value not in choices:  # an array would be compared with each, element by element
+        raise ValueError(f"{name} is {value!r:.200}: expected one of {', '.join(map(repr, choices))}")
+    return value
+
+
 def checked_path(name: str, value: Any) -> Path:
     """Returns `value` as a path.
 
@@ -74,6 +87,19 @@ def checked_number(name: str, value: Any, low: float) -> float:
     if not low <= number < math.inf:
         raise ValueError(f"{name} is {value!r}: expected a finite number of at least {low}")
     return number
+
+
+def checked_timeout(timeout: Any) -> float | None:
+    """Returns `timeout` in seconds, which may be infinite, or None for no limit.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is negative or NaN, or a text.
+    """
+    seconds = None if timeout is None else as_float("timeout", timeout)
+    if seconds is not None and not seconds >= 0:
+        raise ValueError(f"timeout is {timeout!r}: expected seconds >= 0, or None for as long as someone may write")
+    return seconds
 
 
 def as_numbers(name: str, values: Any, expected: str, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -62,7 +62,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         sampler: `Uniform()` (the default) or `Prioritized(...)`.
         view: How rows become items: `Rows()` (the default), every row one; `Transitions(...)`, `Sequences(...)` and
             `Hindsight(...)` link the rows of an episode.
-        limiter: `MinSize(n)` (the default, with n = 1) or `SamplesPerInsert(...)`; can be changed later.
+        limiter: `MinSize(n)` or `SamplesPerInsert(...)`; None: `MinSize(1)`. Can be changed later.
         path: A new file to hold the buffer, readable by this user only. None: it lies in memory.
         seed: Of the draws; the same seed and the same writes give the same batches. None: a random one.
 
@@ -240,7 +240,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         """
         return Writer(self._segment, self._config, lanes, autoreset)
 
-    def extend(self, /, *, priority: Any = None, **fields: Any) -> torch.Tensor:
+    def extend(self, /, *args: Any, priority: Any = None, **fields: Any) -> torch.Tensor:
         """Writes n rows, whose values have a leading dimension n.
 
         Under a view that links rows it writes one whole episode of T steps: observation fields `[T + 1, *shape]`, the
@@ -248,6 +248,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         block of so many environments' streams, in which the observation after an end is the next episode's first one.
 
         Args:
+            *args: None: fields go by their names, rows in a dict as `extend(**rows)`.
             priority: Raw TD errors: None (the largest seen so far), one number for all rows, or one for each (under a
                 view that links rows: for each step).
             **fields: One value for each field of the spec.
@@ -258,17 +259,18 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         Raises:
             ValueError: A field is missing, unknown, of another shape or of a dtype that does not cast; nothing is
                 written.
+            TypeError: Something is given by its position.
             Stopped: The buffer was stopped.
         """
         lanes = self._config.lanes_of(fields)
         if lanes is not None:
             with self.writer(lanes) as block_writer:
-                return block_writer.extend(priority=priority, **fields)
+                return block_writer.extend(*args, priority=priority, **fields)
         try:
             writer: Writer = self._local.writer
         except AttributeError:
             writer = self._local.writer = self.writer()
-        return writer.extend(priority=priority, **fields)
+        return writer.extend(*args, priority=priority, **fields)  # which refuses what has no name
 
     # Drawing
 

@@ -92,6 +92,8 @@ class Description:
         if zlib.crc32(body.encode()) != outer["crc32"]:
             raise ValueError("its checksum does not match")
         parts = json.loads(body)
+        if "kind" in parts:
+            raise ValueError(f"it is of a {parts['kind']}: {parts['kind']}.load(directory) brings it back")
         if parts["format"] != FORMAT:
             raise ValueError(f"it has format {parts['format']}, this version of torchreplay reads format {FORMAT}")
         config = Config.from_text(json.dumps(parts["config"]))
@@ -107,7 +109,7 @@ def save(segment: _C.Segment, config: Config, directory: str | os.PathLike[str])
     """Saves a buffer; see `ReplayBuffer.save`."""
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)
-    with _alone(root):
+    with alone(root):
         _save(segment, config, root)
 
 
@@ -135,7 +137,7 @@ def _save(segment: _C.Segment, config: Config, root: Path) -> None:
 
 
 @contextmanager
-def _alone(directory: Path) -> Iterator[None]:
+def alone(directory: Path) -> Iterator[None]:
     """Keeps other saves out of the directory; the kernel gives it free when this process dies."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -188,7 +190,7 @@ def read_description(directory: str | os.PathLike[str]) -> Description:
     """
     path = Path(directory) / NAME
     try:
-        description = Description.from_text(_read(path, MAX_DESCRIPTION).decode())
+        description = Description.from_text(read_file(path, MAX_DESCRIPTION).decode())
     except FileNotFoundError:
         raise CheckpointError(f"there is no replay checkpoint in {Path(directory)}: {NAME} is missing") from None
     except (*DAMAGED, OSError) as error:
@@ -209,11 +211,7 @@ def load_rows(segment: _C.Segment, config: Config, description: Description, dir
         CheckpointError: A file is missing or damaged, the segment is of another kind, or holds rows.
     """
     saved = description.config
-    if saved.fields != config.fields or saved.view.native() != config.view.native():
-        raise CheckpointError(
-            f"the checkpoint in {Path(directory)} is of another spec or view: it has {_names(saved)} and {saved.view}, "
-            f"the buffer {_names(config)} and {config.view}"
-        )
+    require_alike(saved, config, directory)
     if segment.counts()[0]:
         raise CheckpointError("the buffer holds rows already: restore a new one, before its explorers start")
     names = [*_names(description.config), *ROW_COLUMNS]
@@ -230,6 +228,15 @@ def load_rows(segment: _C.Segment, config: Config, description: Description, dir
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"the checkpoint in {Path(directory)} is damaged: {error}") from None
+
+
+def require_alike(saved: Config, config: Config, directory: str | os.PathLike[str]) -> None:
+    """Raises CheckpointError unless the rows of a checkpoint fit into a buffer."""
+    if saved.fields != config.fields or saved.view.native() != config.view.native():
+        raise CheckpointError(
+            f"the checkpoint in {Path(directory)} is of another spec or view: it has {_names(saved)} and {saved.view}, "
+            f"the buffer {_names(config)} and {config.view}"
+        )
 
 
 def _read_shards(
@@ -269,7 +276,7 @@ def _write(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _read(path: Path, most: int) -> bytes:
+def read_file(path: Path, most: int) -> bytes:
     """Returns what is in a file no longer than `most`."""
     with open(opened(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size

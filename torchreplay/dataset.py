@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 from collections import deque
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from .arguments import as_numbers
+from .arguments import as_numbers, checked_choice, checked_int, checked_timeout
 from .batch import ReplayBatch
 from .cuda import require_devices
 from .errors import Stopped
@@ -85,6 +84,7 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
 
     Raises:
         ValueError: If an argument is of the wrong kind or out of range, or there is no such CUDA device.
+        TypeError: If `timeout` is no number.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         if not isinstance(buffer, Replay):
             raise ValueError(f"buffer is {type(buffer).__name__}; ReplayDataset needs a ReplayBuffer to draw from")
         self.buffer = buffer
-        self.batch_size = require_count("batch_size", batch_size, at_least=1)
-        self.steps = None if steps is None else require_count("steps", steps, at_least=1)
-        self.prefetch = require_count("prefetch", prefetch, at_least=0)
+        self.batch_size = checked_int("batch_size", batch_size, 1)
+        self.steps = None if steps is None else checked_int("steps", steps, 1)
+        self.prefetch = checked_int("prefetch", prefetch, 0)
         self.device = None if device is None else require_device(device)
-        self.timeout = require_timeout(timeout)
+        self.timeout = checked_timeout(timeout)
         self.pin = require_pin(pin, self.device)
         self._process = os.getpid()  # of the iteration that advanced last, or the state that was loaded since
         self._position = 0  # batches that it has handed out
@@ -194,15 +194,15 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         if not isinstance(given, dict) or set(given) - {"stream"} != {"draws", "position", "drawn"}:
             found = f"has the entries {sorted(map(str, given))}" if isinstance(given, dict) else f"is {given!r:.200}"
             raise ValueError(f"state_dict {found}; a ReplayDataset's state has 'draws', 'position' and 'drawn'")
-        draws = require_count("draws", state_dict["draws"], at_least=0)
-        position = require_count("position", state_dict["position"], at_least=0)
+        draws = checked_int("draws", state_dict["draws"], 0)
+        position = checked_int("position", state_dict["position"], 0)
         if not isinstance(state_dict["drawn"], list | tuple):
-            raise ValueError(f"drawn is {state_dict['drawn']!r:.200}; it must be a list of batches drawn ahead")
+            raise ValueError(f"drawn is {state_dict['drawn']!r:.200}: expected a list of batches drawn ahead")
         drawn = deque(_require_drawn(batch) for batch in state_dict["drawn"])
         if self._process == os.getpid():
             self.end()  # or its draws ahead would be in the way of those to come
         if "stream" in state_dict and get_worker_info() is not None:
-            self.buffer.stream = require_count("stream", state_dict["stream"], at_least=0)
+            self.buffer.stream = checked_int("stream", state_dict["stream"], 0)
         self.buffer.draws = draws + len(drawn)
         self._resume_at = self._position = position
         self._drawn, self._stream, self._process = drawn, None, os.getpid()
@@ -250,34 +250,6 @@ def refuse_worker(dataset: Any) -> None:
         )
 
 
-def require_count(name: str, value: Any, *, at_least: int) -> int:
-    """Returns `value` as an int.
-
-    Raises:
-        ValueError: If it is not an integer, or below `at_least`; the text names the argument.
-    """
-    try:
-        count = operator.index(value)
-    except TypeError:
-        count = None
-    if count is None or isinstance(value, bool) or count < at_least:
-        raise ValueError(f"{name} is {value!r}; it must be an integer of at least {at_least}")
-    return count
-
-
-def require_timeout(timeout: Any) -> float | None:
-    """Returns `timeout` in seconds, or None for no limit.
-
-    Raises:
-        ValueError: If it is neither None nor a number of seconds >= 0.
-    """
-    if timeout is None:
-        return None
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
-        raise ValueError(f"timeout is {timeout!r}; it must be a number of seconds, at least 0, or None for no limit")
-    return float(timeout)
-
-
 def _require_drawn(batch: Any) -> dict[str, Any]:
     """Returns what a state says of a batch drawn ahead.
 
@@ -294,7 +266,7 @@ def _require_drawn(batch: Any) -> dict[str, Any]:
                 f"{name!r} of a batch drawn ahead is {field.dtype} of shape {tuple(field.shape)}, expected "
                 f"{DRAWN_FIELDS[name]} of shape ({fields['key'].numel()},)"
             )
-    return {"step": require_count("step", batch["step"], at_least=0)} | fields
+    return {"step": checked_int("step", batch["step"], 0)} | fields
 
 
 def require_device(device: Any) -> torch.device:
@@ -306,7 +278,7 @@ def require_device(device: Any) -> torch.device:
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"device is {device!r}; it must name a torch device, such as 'cpu' or 'cuda:0'") from error
+        raise ValueError(f"device is {device!r}: expected a torch device, such as 'cpu' or 'cuda:0'") from error
     if found.type == "cuda":
         require_devices(found)
     return found
@@ -321,8 +293,7 @@ def require_pin(pin: Any, device: torch.device | None) -> Pin:
     to_cuda = device is not None and device.type == "cuda"
     if pin is None:
         return "staging" if to_cuda else "off"
-    if pin not in PINS:
-        raise ValueError(f"pin is {pin!r}; it must be one of {', '.join(map(repr, PINS))}")
+    checked_choice("pin", pin, PINS)
     if pin != "off" and not to_cuda:
         raise ValueError(
             f"pin is {pin!r}, which page-locks memory for copies to a CUDA device, and device is {device}; give "

@@ -10,6 +10,8 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
+from .spec import ELEMENTS
+
 T = TypeVar("T")
 
 
@@ -23,6 +25,15 @@ class Arrival(Protocol):
 
     def wait(self) -> None:
         """Returns when they are."""
+
+
+def require_one_each(td: torch.Tensor, n: int) -> None:
+    """Raises ValueError unless `td` is one real number for each of `n` keys, whatever they are."""
+    if td.shape != (n,) or td.dtype not in ELEMENTS:
+        raise ValueError(
+            f"the TD errors are {td.dtype} of shape {tuple(td.shape)}, expected one real number for each key: "
+            f"shape ({n},)"
+        )
 
 
 class _Update(NamedTuple):

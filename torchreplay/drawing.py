@@ -11,13 +11,12 @@ from .arguments import checked_int, checked_kind
 from .batch import ReplayBatch, keys_of
 from .config import Config
 from .cuda import to_host
-from .deferred import DeferredUpdates
+from .deferred import DeferredUpdates, require_one_each
 from .errors import Stopped
 from .ledger import Ledger, RemotelyWritten
 from .replay import Finish
 from .samplers import Schedule, value_of
 from .segment import Handle
-from .spec import ELEMENTS
 from .waiting import NEVER, Wait, Watched
 
 MAX_BATCH = 1 << 24
@@ -206,9 +205,5 @@ class Drawing:
     def _checked_keys(self, keys: Any, td: Tensor) -> Tensor:
         """Returns the keys in memory of their own; raises ValueError for what no TD errors can be applied to."""
         checked = self._segment.checked_keys(keys)
-        if td.shape != checked.shape or td.dtype not in ELEMENTS:
-            raise ValueError(
-                f"the TD errors are {td.dtype} of shape {tuple(td.shape)}, expected one real number for each key: "
-                f"shape ({len(checked)},)"
-            )
+        require_one_each(td, len(checked))
         return checked

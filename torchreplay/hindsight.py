@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 
-from .arguments import as_floats
+from .arguments import as_floats, checked_choice
 from .plan import (
     GOALS,
     BatchPlan,
@@ -82,8 +82,7 @@ class Hindsight:
         check_gamma(self.gamma)
         if not 0 <= self.share <= 1:
             raise ValueError(f"share is {self.share}: expected 0 to 1")
-        if self.strategy not in GOALS[1:]:
-            raise ValueError(f"strategy is {self.strategy!r}: expected one of {', '.join(map(repr, GOALS[1:]))}")
+        checked_choice("strategy", self.strategy, GOALS[1:])
         for name in self.functions:
             function = getattr(self, name)
             if function is not None and not callable(function):

@@ -89,6 +89,8 @@ class Inspection(Configured):
     def limiter(self) -> Limiter:
         """Who must wait. Set it to change it for every process at once; whoever can go on under the new one does.
 
+        None sets the default, `MinSize(1)`, as it does where a buffer is made.
+
         A new limiter counts from the moment at which it is set, as if its `min_size` items had just come and none had
         been drawn: of the items inserted before, `min_size` count (or all, if there are fewer), and of the draws none.
         So the balance of `SamplesPerInsert` starts in the middle of its bounds, and neither side has to make up for
@@ -97,7 +99,7 @@ class Inspection(Configured):
         return from_native(*self._segment.limiter)
 
     @limiter.setter
-    def limiter(self, limiter: Limiter) -> None:
+    def limiter(self, limiter: Limiter | None) -> None:
         default: Limiter = MinSize()
         self._segment.set_limiter(checked_kind("limiter", limiter, default, (MinSize, SamplesPerInsert)).native())
 

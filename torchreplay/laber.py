@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from .arguments import as_float, as_numbers, checked_instance, checked_int
+from .arguments import as_float, as_numbers, checked_choice, checked_instance, checked_int
 from .batch import ReplayBatch
 from .drawing import MAX_BATCH
 
@@ -52,8 +52,7 @@ class LaBER:
 
     def __init__(self, batch_size: int, mode: Mode = "mean", *, seed: int | None = None, eps: float = 1e-6) -> None:
         self.batch_size = checked_int("batch_size", batch_size, 1, MAX_BATCH)
-        if mode not in MODES:
-            raise ValueError(f"mode is {mode!r}: expected one of {', '.join(map(repr, MODES))}")
+        checked_choice("mode", mode, MODES)
         self.mode = mode
         self.eps = as_float("eps", eps)
         if not 0.0 < self.eps < float("inf"):

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from .arguments import checked_int
 from .batch import ReplayBatch
-from .dataset import ReplayDataset, SteppedDataset, refuse_worker, require_count, require_device, require_pin
+from .dataset import ReplayDataset, SteppedDataset, refuse_worker, require_device, require_pin
 from .errors import ReplayTimeout, WouldBlockForever
 from .mixture import Mixture, checked_errors
 from .replay import Pin, Replay
@@ -72,6 +73,7 @@ class MixedDataset(SteppedDataset[Any]):
     Raises:
         ValueError: If an argument is of the wrong kind or out of range; if a share is too small for one item; or, with
             shares, if batches of the buffers differ in a name, a shape, a dtype or in how weights are normalised.
+        TypeError: If `timeout` is no number.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class MixedDataset(SteppedDataset[Any]):
         timeout: float | None = None,
         pin: Pin | None = None,
     ) -> None:
-        self.batch_size = require_count("batch_size", batch_size, at_least=1)
+        self.batch_size = checked_int("batch_size", batch_size, 1)
         self.device = None if device is None else require_device(device)
         require_pin(pin, self.device)
         self._names, self.buffers, shares = _sorted_out(buffers)

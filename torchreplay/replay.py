@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -101,6 +102,14 @@ class Replay(Configured, ABC):
     @abstractmethod
     def flush(self) -> None:
         """Waits for the TD errors that are on their way, and sees them applied."""
+
+    @abstractmethod
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Saves it while others go on writing and drawing."""
+
+    @abstractmethod
+    def restore(self, directory: str | os.PathLike[str]) -> None:
+        """Fills one that was never written to with what `save` wrote."""
 
     @abstractmethod
     def stats(self) -> Stats:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
-from .arguments import as_float, as_floats, checked_int
+from .arguments import as_float, as_floats, checked_choice, checked_int
 
 Normalization: TypeAlias = Literal["buffer", "batch", "none"]
 NORMALIZATIONS: tuple[Normalization, ...] = ("buffer", "batch", "none")  # the position is the code in the segment
@@ -89,8 +89,7 @@ class Prioritized:
             raise ValueError(f"alpha is {self.alpha}: expected a finite number >= 0")
         if not (math.isfinite(self.eps) and self.eps > 0):
             raise ValueError(f"eps is {self.eps}: expected a finite number > 0")
-        if self.weights not in NORMALIZATIONS:
-            raise ValueError(f"weights is {self.weights!r}: expected one of {', '.join(map(repr, NORMALIZATIONS))}")
+        checked_choice("weights", self.weights, NORMALIZATIONS)
         value_of(self.beta, 0)
 
 

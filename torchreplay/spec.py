@@ -30,6 +30,7 @@ ELEMENTS: tuple[torch.dtype, ...] = (
 RESERVED = frozenset({"key", "weight", "probability", "priority", "buffer"})
 MAX_DIMS = 15  # one of the native core's 16 is the batch's
 MAX_BYTES = 1 << 46  # of a row: more than any machine maps
+MAX_FIELDS = 4096  # the native core attaches to no buffer with more
 
 Spec: TypeAlias = Mapping[str, "Field | Spec"]
 Path: TypeAlias = tuple[str, ...]
@@ -101,12 +102,15 @@ def flatten(spec: Spec) -> dict[Path, Field]:
     """Returns the fields of a spec by their path, in the spec's order.
 
     Raises:
-        ValueError: No field at all, a reserved or unusable name, or a value that is neither `Field` nor dict.
+        ValueError: No field at all or more than 4,096, a reserved or unusable name, or a value that is neither `Field`
+            nor dict.
     """
     given: Any = spec
     if not isinstance(given, Mapping) or not given:
         raise ValueError(f"the spec is {given!r}: expected a non-empty dict of names to torchreplay.Field")
     fields = dict(_fields_of(spec, ()))
+    if len(fields) > MAX_FIELDS:
+        raise ValueError(f"the spec has {len(fields):,} fields: expected at most {MAX_FIELDS:,}; make arrays of them")
     for path in fields:
         if path[0] in RESERVED:
             others = sorted(RESERVED - {path[0]})

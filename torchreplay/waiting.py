@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
-from .arguments import as_float
+from .arguments import checked_timeout
 from .errors import ReplayTimeout, Stopped, WouldBlockForever
 from .progress import PATIENCE, LiveLine
 
@@ -52,10 +52,8 @@ class Wait:
     """One wait: its start, its deadline, and the reasons to give it up."""
 
     def __init__(self, segment: Watched, timeout: float | None) -> None:
-        if timeout is not None and not as_float("timeout", timeout) >= 0:
-            raise ValueError(f"timeout is {timeout!r}: expected seconds >= 0, or None for as long as someone may write")
         self._segment = segment
-        self._timeout = None if timeout == math.inf else timeout
+        self._timeout = None if checked_timeout(timeout) == math.inf else timeout
         self._log_at = LOG_EVERY
         self._start = time.monotonic()
 

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from . import _C
-from .arguments import checked_int
+from .arguments import checked_choice, checked_int
 from .config import Config
 from .errors import ReplayTimeout, Stopped
 from .lanes import LastObservations
@@ -120,8 +120,7 @@ def roles_of(
     Raises:
         ValueError: `lanes` is out of range or asked for under `Rows()`, or `autoreset` is unknown.
     """
-    if autoreset not in AUTORESETS:
-        raise ValueError(f"autoreset is {autoreset!r}: expected one of {', '.join(map(repr, AUTORESETS))}")
+    checked_choice("autoreset", autoreset, AUTORESETS)
     if lanes is not None:
         lanes = checked_int("lanes", lanes, 1, MAX_LANES)
     roles = config.view.roles(config.fields)

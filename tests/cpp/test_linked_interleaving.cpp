@@ -61,7 +61,8 @@ class Race {
 
 }  // namespace
 
-BOOST_AUTO_TEST_CASE(no_row_committed_during_an_absorption_or_a_repair_is_lost_or_loses_its_place) {
+BOOST_AUTO_TEST_CASE(no_row_committed_during_an_absorption_or_a_repair_is_lost_or_loses_its_place,
+                     *kWhereTracingIsAllowed) {
   const View views[] = {transitions(1), transitions(2, 3), sequences(2, 2, 1), across_episodes(2), whole_episodes()};
   uint64_t repairs = 0;
   for (unsigned seed = 0; seed < std::size(views); seed++) BOOST_TEST_CONTEXT("seed " << seed) {

@@ -38,7 +38,8 @@ std::unique_ptr<SegmentMemory> eventful(uint64_t capacity = 12) {
 
 }  // namespace
 
-BOOST_AUTO_TEST_CASE(a_learner_killed_at_any_instruction_of_an_absorption_leaves_what_a_survivor_completes) {
+BOOST_AUTO_TEST_CASE(a_learner_killed_at_any_instruction_of_an_absorption_leaves_what_a_survivor_completes,
+                     *kWhereTracingIsAllowed) {
   auto m = eventful();
   const std::vector<float> before = leaves_of(*m);
   const std::vector<uint64_t> at(&m->at(0), &m->at(0) + m->capacity());
@@ -59,7 +60,8 @@ BOOST_AUTO_TEST_CASE(a_learner_killed_at_any_instruction_of_an_absorption_leaves
       });
 }
 
-BOOST_AUTO_TEST_CASE(a_learner_killed_at_any_instruction_of_an_update_leaves_each_leaf_old_or_new) {
+BOOST_AUTO_TEST_CASE(a_learner_killed_at_any_instruction_of_an_update_leaves_each_leaf_old_or_new,
+                     *kWhereTracingIsAllowed) {
   auto m = eventful();
   settle(*m);
   const std::vector<float> before = leaves_of(*m);
@@ -85,7 +87,8 @@ BOOST_AUTO_TEST_CASE(a_learner_killed_at_any_instruction_of_an_update_leaves_eac
       });
 }
 
-BOOST_AUTO_TEST_CASE(a_learner_killed_at_any_instruction_of_a_draw_leaves_a_buffer_that_can_be_drawn_from) {
+BOOST_AUTO_TEST_CASE(a_learner_killed_at_any_instruction_of_a_draw_leaves_a_buffer_that_can_be_drawn_from,
+                     *kWhereTracingIsAllowed) {
   auto m = eventful();
   int64_t keys[8];
   float weight[8], probability[8];
@@ -101,7 +104,7 @@ BOOST_AUTO_TEST_CASE(a_learner_killed_at_any_instruction_of_a_draw_leaves_a_buff
       });
 }
 
-BOOST_AUTO_TEST_CASE(a_repairer_killed_at_any_instruction_leaves_what_the_next_one_repairs) {
+BOOST_AUTO_TEST_CASE(a_repairer_killed_at_any_instruction_leaves_what_the_next_one_repairs, *kWhereTracingIsAllowed) {
   auto m = eventful();
   settle(*m);
   append_row(*m, kWriter);

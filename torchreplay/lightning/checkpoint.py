@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..arguments import checked_instance
-from ..buffer import ReplayBuffer
 from ..checkpoint import is_checkpoint
+from ..replay import Replay
 from .datamodule import resolve_buffer
 from .libraries import Callback
 
@@ -30,14 +30,15 @@ class ReplayCheckpoint(Callback):
     checkpoint without a buffer beside it leaves the buffer empty.
 
     Args:
-        buffer: What to save; None for the buffer of the Trainer's `ReplayDataModule`.
+        buffer: What to save, a `ReplayBuffer` or a `torchreplay.ray.ShardedReplay`, whose nodes must all see the
+            checkpoints; None for the buffer of the Trainer's `ReplayDataModule`.
     """
 
     restores_buffer = True  # explorers start after it has
 
-    def __init__(self, buffer: ReplayBuffer | None = None) -> None:
+    def __init__(self, buffer: Replay | None = None) -> None:
         if buffer is not None:
-            checked_instance("buffer", buffer, ReplayBuffer, "a ReplayBuffer, or None for the data module's")
+            checked_instance("buffer", buffer, Replay, "a ReplayBuffer, or None for the data module's")
         self.buffer = buffer
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -59,18 +60,13 @@ class ReplayCheckpoint(Callback):
         if trainer.is_global_zero and path is not None and is_checkpoint(beside(path)):
             self.saved_buffer(trainer).restore(beside(path))
 
-    def saved_buffer(self, trainer: Trainer) -> ReplayBuffer:
+    def saved_buffer(self, trainer: Trainer) -> Replay:
         """Returns the buffer to save.
 
         Raises:
-            ValueError: There is none, or it is none of this machine's memory.
+            ValueError: There is none.
         """
-        buffer = resolve_buffer(self, self.buffer, trainer)
-        if not isinstance(buffer, ReplayBuffer):
-            raise ValueError(
-                f"ReplayCheckpoint saves a ReplayBuffer, and the data module has a {type(buffer).__name__}"
-            )
-        return buffer
+        return resolve_buffer(self, self.buffer, trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leaves the Trainer's checkpoints as they were."""

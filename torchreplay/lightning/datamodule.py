@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ..arguments import checked_int, checked_timeout
 from ..batch import ReplayBatch
-from ..dataset import ReplayDataset, require_count, require_device, require_pin, require_timeout
+from ..dataset import ReplayDataset, require_device, require_pin
 from ..errors import LearnerLost, Stopped
 from ..explorers import Explorers
 from ..learners import Learners, several_machines
@@ -68,12 +69,10 @@ class ReplayDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         self._learners = Learners(buffer, explorers)
-        self.batch_size = require_count("batch_size", batch_size, at_least=1)
-        self.steps_per_epoch = (
-            None if steps_per_epoch is None else require_count("steps_per_epoch", steps_per_epoch, at_least=1)
-        )
-        self.prefetch = require_count("prefetch", prefetch, at_least=0)
-        self.timeout = require_timeout(timeout)
+        self.batch_size = checked_int("batch_size", batch_size, 1)
+        self.steps_per_epoch = None if steps_per_epoch is None else checked_int("steps_per_epoch", steps_per_epoch, 1)
+        self.prefetch = checked_int("prefetch", prefetch, 0)
+        self.timeout = checked_timeout(timeout)
         self.device = None if device is None else require_device(device)
         self.pin = require_pin(pin, self.device)
         self._given = buffer if isinstance(buffer, Replay) else None
@@ -165,7 +164,7 @@ class ReplayDataModule(LightningDataModule):
         given: Any = state_dict
         if not isinstance(given, dict) or "draws" not in given:
             raise ValueError(f"state_dict is {given!r:.200}; a ReplayDataModule's state has 'draws'")
-        self._draws = require_count("draws", given["draws"], at_least=0)
+        self._draws = checked_int("draws", given["draws"], 0)
         if self._stream is not None:
             self._stream.buffer.draws = self._draws
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..arguments import checked_instance
-from ..dataset import require_count
+from ..arguments import checked_instance, checked_int
 from ..replay import Replay
 from .datamodule import resolve_buffer
 from .libraries import Callback
@@ -43,7 +42,7 @@ class ReplayMonitor(Callback):
         if buffer is not None:
             checked_instance("buffer", buffer, Replay, "a ReplayBuffer, or None for the data module's")
         self.buffer = buffer
-        self.histogram_every = require_count("histogram_every", histogram_every, at_least=1)
+        self.histogram_every = checked_int("histogram_every", histogram_every, 1)
         self._logged_at = 0
         self._histograms_at = 0
         self._clock = 0.0

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..arguments import checked_instance
-from ..dataset import require_count
+from ..arguments import checked_instance, checked_int
 from ..weights import SharedWeights
 from .libraries import Callback
 
@@ -36,7 +35,7 @@ class WeightPublisher(Callback):
     def __init__(self, weights: SharedWeights, every: int = 1, module: str | None = None) -> None:
         super().__init__()
         self.weights = checked_instance("weights", weights, SharedWeights, "torchreplay.SharedWeights(module)")
-        self.every = require_count("every", every, at_least=1)
+        self.every = checked_int("every", every, 1)
         if module is not None:
             checked_instance("module", module, str, "the name of an attribute of the LightningModule, or None")
         self.module = module

@@ -75,7 +75,7 @@ class Layout:
 
     def new_batch(self, n: int) -> ReplayBatch:
         """Returns a batch of `n` items of any content, in memory of its own."""
-        return self.batch_over(self._memory.take(self.nbytes(n)), n)
+        return self.batch_over(self._memory.take(max(1, self.nbytes(n))), n)  # a view of no memory is refused
 
     def copy(self, source: NDArray[np.uint8], given: int, which: NDArray[np.int64], room: ItemBytes, at: int) -> None:
         """Copies chosen items of a block into a batch.
@@ -87,9 +87,19 @@ class Layout:
             room: The batch's.
             at: Where the first one goes; the others follow.
         """
-        for (start, _), size, target in zip(self._places(given), self._item_bytes, room, strict=True):
-            rows = source[start : start + given * size].reshape(given, size)
+        for rows, target in zip(self.items(source, given), room, strict=True):
             np.take(rows, which, axis=0, out=target[at : at + len(which)], mode="clip")  # another mode would copy twice
+
+    def items(self, block: NDArray[np.uint8], n: int) -> ItemBytes:
+        """Returns the memory of the tensors of a block with `n` items."""
+        return [
+            block[start : start + n * size].reshape(n, size)
+            for (start, _), size in zip(self._places(n), self._item_bytes, strict=True)
+        ]
+
+    def keys(self, items: ItemBytes) -> NDArray[np.int64]:
+        """Returns the keys among the items' bytes."""
+        return items[list(self._fields).index(("key",))].view(np.int64)[:, 0]
 
     def item_bytes(self, batch: ReplayBatch) -> ItemBytes:
         """Returns the memory of a batch's tensors, in the order of a block."""

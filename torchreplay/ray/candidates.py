@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
+from numpy.typing import NDArray
+
 from torchreplay.batch import ReplayBatch
 from torchreplay.buffer import ReplayBuffer
-from torchreplay.ray.figures import Figures
+from torchreplay.ray.figures import Drew, Figures
 from torchreplay.ray.union import Drawn, pack
 from torchreplay.samplers import Prioritized
 from torchreplay.waiting import NEVER
@@ -31,13 +34,14 @@ class Candidates:
             self._buffer._segment.raise_largest(priority)
             self._largest = priority
 
-    def draw(self, n: int, out: ReplayBatch, learners: Mapping[int, tuple[int, int]]) -> Figures:
+    def draw(self, n: int, out: ReplayBatch, learners: Mapping[int, Drew], rule: int = -1) -> Figures:
         """Draws `n` items, stratified and with replacement, and says what the tree was at just that draw.
 
         Args:
             n: Items.
             out: What they go into, a batch of so many. The keys are the union's; weights mean nothing yet.
             learners: What the figures tell of learners.
+            rule: The number of the limiter that they tell.
 
         Returns:
             The figures; their `candidates` are `n`, or 0 when nothing could be drawn.
@@ -45,13 +49,35 @@ class Candidates:
         segment = self._buffer._segment
         result = segment.sample(n, 0.0, NEVER, out)
         if not isinstance(result, ReplayBatch):
-            return self.figures(learners, trouble=self._trouble(result, n))
+            return self.figures(learners, rule, trouble=self._trouble(result, n))
         out["key"] += self._base
-        return self.figures(learners, Drawn(*segment.drawn_from), n)
+        return self.figures(learners, rule, Drawn(*segment.drawn_from), n)
+
+    def gather(
+        self, keys: NDArray[np.int64], learners: Mapping[int, Drew], rule: int = -1
+    ) -> tuple[Figures, ReplayBatch | None]:
+        """Finds items, and says what the tree is just after that.
+
+        Args:
+            keys: The shard's own `[n]`.
+            learners: What the figures tell of learners.
+            rule: The number of the limiter that they tell.
+
+        Returns:
+            The figures, whose `candidates` say how many items were found, and a batch of these; None if there are none.
+            The keys are the union's, `probability` is the shard's, weights mean nothing yet.
+        """
+        if not len(keys):
+            return self.figures(learners, rule), None
+        batch: ReplayBatch = self._buffer._segment.gather(keys, 0.0, None)
+        n = len(batch["key"])
+        batch["key"] += self._base
+        return self.figures(learners, rule, candidates=n), batch if n else None
 
     def figures(
         self,
-        learners: Mapping[int, tuple[int, int]],
+        learners: Mapping[int, Drew],
+        rule: int = -1,
         drawn: Drawn | None = None,
         candidates: int = 0,
         trouble: str | None = None,
@@ -60,8 +86,9 @@ class Candidates:
 
         Args:
             learners: What each learner has handed out.
+            rule: The number of the newest limiter that was heard of.
             drawn: The tree as a draw found it; None: as it is.
-            candidates: How many items that draw gave.
+            candidates: How many items come along.
             trouble: Why nothing can be drawn.
         """
         stats = self._buffer.stats()
@@ -77,6 +104,7 @@ class Candidates:
             census["since_departure"],
             stats.last_write_age,
             learners,
+            rule,
             stats.stopped,
             trouble,
         )

@@ -14,6 +14,8 @@ REPORT_EVERY: Final = 0.1
 """Seconds from one report of what the function has done to the next, while it looks at `stopped`."""
 MOST_EXPLORERS: Final = 1 << 16
 MOST_ROWS: Final = 1 << 62
+MOST_STEPS: Final = 1 << 48
+"""Of an episode: what thousands of them add up to still fits the board."""
 
 if TYPE_CHECKING:
     from torch import nn
@@ -162,7 +164,7 @@ class ExplorerContext:
             episode_length: Its number of steps, or an array `[n]`.
 
         Raises:
-            ValueError: There are more returns than lengths, or fewer, or one is no number.
+            ValueError: There are more returns than lengths, or fewer, one is no number, or a length is out of range.
         """
         if not getattr(episode_return, "ndim", 0):
             self._record(episode_return, episode_length)
@@ -174,15 +176,16 @@ class ExplorerContext:
     def _record(self, episode_return: Any, episode_length: Any) -> None:
         place = self._episodes % WINDOW
         try:
-            self._returns[place], episode_length = float(episode_return), int(episode_length)
+            result, length = float(episode_return), int(episode_length)
         except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(
                 f"an episode of return {episode_return!r:.100} and length {episode_length!r:.100}: expected numbers, "
                 "or an array of each"
             ) from error
-        self._lengths[place] = episode_length
+        self._lengths[place] = checked_int("episode_length", length, 0, MOST_STEPS)
+        self._returns[place] = result
         self._episodes += 1
-        self._steps += episode_length
+        self._steps += length
         self._entry["steps"] = self._steps
         # Last: who reads this count finds the episode's return in its place.
         self._entry["episodes"] = self._episodes

@@ -5,14 +5,20 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from torchreplay.config import Config
+from torchreplay.limiters import Limiter
+from torchreplay.ray.figures import Drew
 from torchreplay.ray.session import import_ray
 from torchreplay.ray.shard import Shard
 from torchreplay.ray.union import MAX_SHARDS
+from torchreplay.ray.union_limiter import Rule
+
+if TYPE_CHECKING:
+    from torchreplay.ray.sharded_checkpoint import Counts
 
 logger = logging.getLogger("torchreplay.ray")
 
@@ -69,19 +75,23 @@ class Table:
 
     Attributes:
         places: The shards that can be called, by number.
+        rule: The limiter, and from where it counts.
         starting: Nodes on which one is being made.
         lost: Those that are gone.
         lost_updates: TD errors dropped because their shard is gone.
         expected: Whether someone says that writers will come.
         stopped: Whether the buffer was stopped.
+        past: What had been drawn when the checkpoint was saved that this was restored from; None: it was not.
     """
 
     places: dict[int, Place]
+    rule: Rule
     starting: tuple[str, ...] = ()
     lost: tuple[Lost, ...] = ()
     lost_updates: int = 0
     expected: bool = False
     stopped: bool = False
+    past: Drew | None = None
 
 
 @dataclass(slots=True)
@@ -122,6 +132,7 @@ class Directory:
     ) -> None:
         self._ray = import_ray()
         self._config, self._anywhere, self._seed, self._limit = config, anywhere, seed, limit
+        self._rule = Rule(config.limiter)
         self._slots = [_Slot(capacity, node) for capacity, node in zip(capacities, nodes, strict=True)]
         self._born = 0
         self._streams = 0
@@ -129,6 +140,7 @@ class Directory:
         self._lost_updates = 0
         self._expecting: dict[str, float] = {}  # until when each announcement is believed, by the monotonic clock
         self._stopped = False
+        self._past: Drew | None = None
 
     def open(self) -> Table:
         """Makes all shards, and returns when they are there.
@@ -153,11 +165,13 @@ class Directory:
                 for slot in self._slots
                 if slot.actor is not None and slot.ready is None
             },
+            self._rule,
             tuple(slot.node for slot in self._slots if slot.ready is not None),
             tuple(self._lost.values()),
             self._lost_updates,
             any(until > time.monotonic() for until in self._expecting.values()),
             self._stopped,
+            self._past,
         )
 
     def lost(self, number: int, rows: int, inserted: int, why: str) -> Table:
@@ -180,6 +194,53 @@ class Directory:
     def dropped(self, updates: int) -> None:
         """Counts TD errors whose shard is gone."""
         self._lost_updates += updates
+
+    def change_limiter(self, limiter: Limiter, inserted: int) -> Table:
+        """Sets another limiter for everyone; learners hear of it from the shards, or when they look at the table.
+
+        Args:
+            limiter: The new one.
+            inserted: Items that have become drawable so far.
+        """
+        self._rule = self._rule.followed_by(limiter, inserted)
+        for slot in self._slots:
+            if slot.actor is not None:
+                slot.actor.change_limiter.remote(self._rule.number, self._limit_until_told())
+        return self.table()
+
+    def counts(self) -> tuple[int, int]:
+        """Returns how many numbers of shards, and of learners, were given."""
+        return self._born, self._streams
+
+    def restored(
+        self,
+        numbers: dict[int, int],
+        seed: int,
+        counts: Counts,
+        lost: tuple[Lost, ...],
+        limiter: Limiter,
+        inserted: int,
+    ) -> Table:
+        """Takes in that the shards hold the rows of a checkpoint now.
+
+        Args:
+            numbers: The number that each shard has, by that which it had.
+            seed: Of all draws.
+            counts: What was counted.
+            lost: Shards lost before.
+            limiter: The one that the counts are of; for another they mean nothing.
+            inserted: Items that have become drawable so far.
+        """
+        for slot in self._slots:
+            slot.number = numbers.get(slot.number, slot.number)
+        self._seed, self._born, self._streams = seed, counts.born, max(self._streams, counts.streams)
+        self._lost, self._lost_updates = {one.number: one for one in lost}, counts.lost_updates
+        sampled = 0
+        rule = self._rule.followed_by(self._rule.limiter, inserted)
+        if limiter == rule.limiter:
+            rule, sampled = replace(rule, inserted_before=counts.inserted_before), counts.sampled
+        self._rule, self._past = rule, Drew(rule.number, counts.items, counts.batches, counts.items - sampled)
+        return self.table()
 
     def join(self) -> int:
         """Returns a number for a process that draws; no other one gets it."""
@@ -208,8 +269,14 @@ class Directory:
         seed = int(np.random.SeedSequence(self._seed, spawn_key=(slot.number,)).generate_state(1, np.uint64)[0])
         strategy = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(slot.node, soft=False)
         actor = self._ray.remote(Shard).options(num_cpus=0, max_restarts=0, scheduling_strategy=strategy)
-        slot.actor = actor.remote(slot.number, replace(self._config, capacity=slot.capacity), seed, limit)
+        config = replace(self._config, capacity=slot.capacity)
+        slot.actor = actor.remote(slot.number, config, seed, self._rule.number, limit)
         slot.ready = slot.actor.open.remote()
+
+    def _limit_until_told(self) -> int | None:
+        """Items up to which a shard's writers are admitted until someone says how many: none, under a ratio."""
+        _, ratio, *_ = self._rule.limiter.bounds()
+        return 0 if ratio else None
 
     def _look_after(self) -> None:
         """Sees which shards have been made, and has those made that are missing, where a node can take them."""
@@ -226,7 +293,7 @@ class Directory:
             if slot.node not in alive and self._anywhere and free:
                 slot.node, slot.failures = free.pop(), 0
             if slot.node in alive:
-                self._make(slot, None if self._limit is None else 0)  # the learners' next calls say how many
+                self._make(slot, self._limit_until_told())
 
     def _welcome(self, slot: _Slot) -> None:
         try:

@@ -66,6 +66,10 @@ class Draws:
     def made(self, step: int) -> None:
         self._made, self._next = step, step + self._under_way
 
+    def resume(self, seed: int, stream: int, step: int) -> None:
+        """Goes on in another process's stream of random numbers."""
+        self._seed, self.stream, self.made = seed, stream, step
+
     def draw(self, n: int, beta: Schedule | None, wait: Wait) -> ReplayBatch:
         """Returns a batch of `n` items, once there are any and the limiter admits it."""
         batch = None

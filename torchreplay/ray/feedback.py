@@ -11,9 +11,11 @@ import torch
 from numpy.typing import NDArray
 
 from torchreplay.batch import ReplayBatch, keys_of
+from torchreplay.cuda import to_host
+from torchreplay.deferred import DeferredUpdates, require_one_each
 from torchreplay.mixture import checked_errors
 from torchreplay.ray.members import Shards
-from torchreplay.ray.union import unpack
+from torchreplay.ray.union import as_keys, unpack
 
 IN_FLIGHT: Final = 32
 """Calls to shards that have not been answered; the next one waits for the oldest."""
@@ -29,15 +31,47 @@ class Feedback:
 
     def __init__(self, shards: Shards, nonce: int) -> None:
         self._shards, self._nonce = shards, nonce
+        self._deferred = DeferredUpdates(self._apply)
         self._calls: deque[tuple[int, int, Any]] = deque()  # shard, number of TD errors, answer to come
         self._lock = threading.Lock()  # of those who hear
 
     def send(self, batch_or_keys: ReplayBatch | Any, td: Any) -> None:
         """Does what `ShardedReplay.update_priorities` does."""
         keys = self._checked_keys(batch_or_keys)
+        if isinstance(td, torch.Tensor) and td.is_cuda:
+            require_one_each(td, len(keys))
+            self._require_issued(keys)
+            self._deferred.add(torch.from_numpy(keys.copy()), to_host(td))
+            self._deferred.apply_arrived()
+            return
         errors = checked_errors("the TD errors", td, len(keys))
+        self._require_issued(keys)
+        try:
+            self._deferred.flush()
+        finally:
+            self._send(keys, errors)
+
+    def apply_arrived(self) -> None:
+        """Sends those TD errors that have come from a device.
+
+        Raises:
+            ValueError: Some are NaN or infinite: they are dropped.
+        """
+        if self._deferred.waiting:
+            self._deferred.apply_arrived()
+
+    def flush(self) -> None:
+        """Does what `ShardedReplay.flush` does."""
+        try:
+            self._deferred.flush()
+        finally:
+            self.hear(0)
+
+    def _apply(self, keys: torch.Tensor, td: torch.Tensor) -> None:
+        self._send(keys.numpy(), checked_errors("the TD errors", td, len(keys)))
+
+    def _send(self, keys: NDArray[np.int64], errors: NDArray[np.float64]) -> None:
         numbers, own = unpack(keys)
-        self._require_issued(keys, numbers, own)
         for number in np.unique(numbers).tolist():
             mine = numbers == number
             call = self._shards.update(number, own[mine], errors[mine])
@@ -58,17 +92,11 @@ class Feedback:
     def _checked_keys(self, given: Any) -> NDArray[np.int64]:
         if isinstance(given, ReplayBatch):
             given = keys_of(given, self._nonce)
-        try:
-            tensor = torch.as_tensor(given)
-        except (TypeError, ValueError, RuntimeError):
-            raise ValueError(f"the keys are {given!r:.200}: expected int64 [n], such as batch['key']") from None
-        if tensor.dtype != torch.int64 or tensor.ndim != 1:
-            raise ValueError(f"the keys are {tensor.dtype} {list(tensor.shape)}: expected int64 [n]")
-        keys: NDArray[np.int64] = tensor.cpu().numpy()
-        return keys
+        return as_keys(given)
 
-    def _require_issued(self, keys: NDArray[np.int64], numbers: NDArray[np.int64], own: NDArray[np.int64]) -> None:
+    def _require_issued(self, keys: NDArray[np.int64]) -> None:
         """Raises ValueError unless each key names a row that some shard has or had."""
+        numbers, own = unpack(keys)
         for fresh in (False, True):  # figures are of the last answer: newer keys are looked for once
             if fresh:
                 self._shards.exchange()

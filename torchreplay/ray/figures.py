@@ -4,12 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from torchreplay.batch import ReplayBatch
 from torchreplay.ray.union import Drawn
+
+
+class Drew(NamedTuple):
+    """What a learner has handed out. Of two of the same learner, the larger is the later one.
+
+    Attributes:
+        rule: The number of the limiter that it keeps to.
+        items: Items in all.
+        batches: Batches in all.
+        before: Items of which that limiter knows nothing: handed out, or under way, when the learner heard of it.
+    """
+
+    rule: int
+    items: int
+    batches: int
+    before: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,16 +37,15 @@ class Order:
 
     Attributes:
         stream: The learner's number.
-        items: Items that it has handed out.
-        batches: Batches that it has handed out.
+        drew: What it has handed out.
         largest: The largest raw priority that it knows of, in any shard.
-        limit: Items up to which this shard's writers are admitted; None for no limit.
+        limit: Items up to which this shard's writers are admitted, under the limiter that it keeps to; None for no
+            limit.
         candidates: How many to draw; 0: none, only the figures are wanted.
     """
 
     stream: int
-    items: int
-    batches: int
+    drew: Drew
     largest: float
     limit: int | None
     candidates: int = 0
@@ -49,7 +65,8 @@ class Figures:
         writers: Writers alive.
         since_departure: Seconds since one last left; -1 if none did.
         since_write: Seconds since one last wrote; -1 if none did.
-        learners: Of each learner by number, the items and batches that it has handed out.
+        learners: What each learner has handed out, by number.
+        rule: The number of the newest limiter that its actor has heard of; -1: nobody asked the actor.
         stopped: Whether the buffer was stopped.
         trouble: Why nothing can be drawn however long one waits; None for no such reason.
     """
@@ -63,10 +80,14 @@ class Figures:
     writers: int
     since_departure: float
     since_write: float
-    learners: Mapping[int, tuple[int, int]]
+    learners: Mapping[int, Drew]
+    rule: int
     stopped: bool
     trouble: str | None
 
+
+Gathered: TypeAlias = tuple[Figures, ReplayBatch | NDArray[np.uint8] | None]
+"""What a shard said, and the `candidates` items found, as a batch or a block; None: none were."""
 
 Answer: TypeAlias = tuple[Figures, NDArray[np.uint8] | None]
 """What a shard said, and a block with its candidates; None: there are none, or they were drawn into their place."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torchreplay.batch import ReplayBatch
 from torchreplay.buffer import ReplayBuffer
 from torchreplay.ray.candidates import Candidates
-from torchreplay.ray.figures import Answer, Order
+from torchreplay.ray.figures import Answer, Gathered, Order
 from torchreplay.ray.shard_writer import ShardWriter
 from torchreplay.ray.union import pack
 from torchreplay.segment import Handle
@@ -68,6 +68,10 @@ class Nearby:
     def draw(self, order: Order, room: ReplayBatch) -> Future[Answer]:
         """Draws candidates into the first rows of `room`; the answer has no block."""
         return self._hand_over(lambda: self._draw(order, room))
+
+    def gather(self, keys: NDArray[np.int64]) -> Future[Gathered]:
+        """Finds items under keys of this shard's own; the answer has them as a batch."""
+        return self._hand_over(lambda: self._candidates.gather(keys, {}))
 
     def update(self, keys: NDArray[np.int64], td: NDArray[np.float64]) -> Future[int]:
         """Feeds back TD errors for keys of this shard's own; both were checked. The answer is how many."""

@@ -12,6 +12,7 @@ from torchreplay.errors import Stopped
 from torchreplay.ray.directory import REPEAT
 from torchreplay.ray.members import Shards
 from torchreplay.ray.nearby import ShardBuffer
+from torchreplay.ray.session import import_ray
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -56,7 +57,7 @@ def buffer_to_write_to(shards: Shards) -> ShardBuffer:
 def nodes_to_write_from(shards: Shards) -> list[str]:
     """Returns Ray's ids of the nodes on which there is a shard, or one is being made."""
     table = shards.look()
-    alive = {node["NodeID"] for node in shards.ray.nodes() if node["Alive"]}
+    alive = {node["NodeID"] for node in import_ray().nodes() if node["Alive"]}
     return [node for node in (*(place.node for place in table.places.values()), *table.starting) if node in alive]
 
 
@@ -91,12 +92,11 @@ class Expectation:
 
     def _say(self, expecting: bool) -> bool:
         """Returns whether there is anybody left to tell."""
-        ray = self._shards.ray
-        if not ray.is_initialized():  # or the call would start another one
+        if not self._shards.connected:  # or the call would start another Ray
             return False
         try:
             self._shards.ask("expect", self._token, expecting)
-        except (Stopped, ray.exceptions.RayError):
+        except (Stopped, import_ray().exceptions.RayError):
             return False
         return True
 

@@ -44,19 +44,19 @@ class RemoteWriter(Writer):
         super().__init__(self._outbox.stage._segment, config, lanes, autoreset)
         _open_writers.add(self)
 
-    def append(self, *args: Any, **fields: Any) -> None:  # type: ignore[override]
+    def append(self, /, *args: Any, **fields: Any) -> None:  # type: ignore[override]
         """Writes one row, as `Writer.append` does."""
         super().append(*args, **fields)
 
-    def extend(self, *args: Any, **fields: Any) -> None:  # type: ignore[override]
+    def extend(self, /, *args: Any, **fields: Any) -> None:  # type: ignore[override]
         """Writes n rows, or episodes, as `Writer.extend` does."""
         super().extend(*args, **fields)
 
-    def reset(self, *args: Any, **observation: Any) -> None:
+    def reset(self, /, *args: Any, **observation: Any) -> None:
         """Starts an episode, as `Writer.reset` does."""
         super().reset(*args, **observation)
 
-    def step(self, *args: Any, **fields: Any) -> None:
+    def step(self, /, *args: Any, **fields: Any) -> None:
         """Writes a step, as `Writer.step` does."""
         super().step(*args, **fields)
 
@@ -141,19 +141,19 @@ class RemoteBuffer(Configured):
         """
         return RemoteWriter(self._courier, self._config, lanes, autoreset)
 
-    def extend(self, /, *, priority: Any = None, **fields: Any) -> None:
+    def extend(self, /, *args: Any, priority: Any = None, **fields: Any) -> None:
         """Writes n rows or episodes, as `ReplayBuffer.extend` does, and returns when they are in the buffer."""
         lanes = self._config.lanes_of(fields)
         if lanes is not None:
             with self.writer(lanes) as block_writer:
-                block_writer.extend(priority=priority, **fields)
+                block_writer.extend(*args, priority=priority, **fields)
                 block_writer.flush()
             return
         try:
             writer: RemoteWriter = self._local.writer
         except AttributeError:
             writer = self._local.writer = self.writer()
-        writer.extend(priority=priority, **fields)
+        writer.extend(*args, priority=priority, **fields)
         writer.flush()
 
     # Life cycle

@@ -18,6 +18,7 @@ from torchreplay.waiting import Wait
 
 if TYPE_CHECKING:
     from torchreplay.ray.draws import Draws
+    from torchreplay.ray.feedback import Feedback
     from torchreplay.staging import Staging
 
 LEAST_SLACK: Final = 1 / 64
@@ -134,6 +135,7 @@ class RoundStream:
 
     Args:
         draws: What draws them.
+        feedback: What was fed back to what they are drawn from.
         batch_size: Items in a batch.
         count: Batches; None for endlessly many.
         prefetch: Rounds under way ahead.
@@ -145,6 +147,7 @@ class RoundStream:
     def __init__(
         self,
         draws: Draws,
+        feedback: Feedback,
         batch_size: int,
         count: int | None,
         prefetch: int,
@@ -152,6 +155,7 @@ class RoundStream:
         waiting: type[Wait],
         staging: Staging | None = None,
     ) -> None:
+        self._feedback = feedback
         self._draws, self._batch_size, self._left, self._staging = draws, batch_size, count, staging
         self._prefetch, self._timeout, self._waiting = prefetch, timeout, waiting
         self._ahead: deque[Round] = deque()
@@ -166,6 +170,7 @@ class RoundStream:
             StopIteration: There were `count`.
             ReplayTimeout, WouldBlockForever, Stopped: As `sample` does.
         """
+        self._feedback.apply_arrived()
         if self._left is not None and self._left <= 0:
             self.close()
             raise StopIteration
@@ -191,7 +196,12 @@ class RoundStream:
 
     @property
     def ready(self) -> int:
-        """0: no batch is made before it is asked for."""
+        """0: no batch is made before it is asked for.
+
+        Those who ask want to know how many lie in the memory of the staging, to copy the next one to the device from
+        there. A round whose answers have all come is none of them: which of its candidates the batch is made of is
+        seen when it is put together, and until then there are others in its place.
+        """
         return 0
 
     def close(self) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -10,11 +13,14 @@ from numpy.typing import NDArray
 
 from torchreplay.batch import ReplayBatch
 from torchreplay.buffer import ReplayBuffer
+from torchreplay.checkpoint import is_checkpoint, load_rows, read_description, save
 from torchreplay.config import Config
+from torchreplay.errors import CheckpointError
 from torchreplay.limiters import MinSize
+from torchreplay.nodes import ray_node
 from torchreplay.ray.blocks import Layout
 from torchreplay.ray.candidates import Candidates
-from torchreplay.ray.figures import Answer, Order
+from torchreplay.ray.figures import Answer, Drew, Order
 from torchreplay.samplers import Prioritized
 from torchreplay.segment import Handle
 from torchreplay.spec import nest
@@ -36,20 +42,23 @@ class Shard:
         number: Of this shard, never used again: the high bits of its keys.
         config: Of the buffer.
         seed: Of its draws.
+        rule: The number of the limiter of the union.
         limit: Items up to which writers are admitted until a learner says otherwise; None for no limit.
     """
 
     _buffer: ReplayBuffer
     _candidates: Candidates
 
-    def __init__(self, number: int, config: Config, seed: int, limit: int | None) -> None:
-        self._config, self._seed, self._limit = config, seed, limit
+    def __init__(self, number: int, config: Config, seed: int, rule: int, limit: int | None) -> None:
+        self._config, self._seed, self._rule, self._limit = config, seed, rule, limit
         self._number = number
         self._layout = Layout(config.outputs())
         self._block = torch.empty(0, dtype=torch.uint8)  # used again and again: the object store has its own copy
         self._batch = ReplayBatch()
         self._batch_items = 0
-        self._learners: dict[int, tuple[int, int]] = {}
+        self._learners: dict[int, Drew] = {}
+        self._hands = ThreadPoolExecutor(1, "torchreplay-shard")
+        self._under_way: dict[str, Future[None]] = {}
 
     def open(self) -> Handle:
         """Makes the buffer, and returns what processes of this node attach. Called first, and once.
@@ -65,7 +74,7 @@ class Shard:
         )
         self._candidates = Candidates(self._buffer, self._number)
         if self._limit is not None:
-            self._admit(self._limit)
+            self._set_limit(self._limit)
         return self._buffer.handle()
 
     def handle(self) -> Handle:
@@ -78,17 +87,76 @@ class Shard:
         Returns:
             The figures, and a block of as many items as they say; None if there are none.
         """
-        if order.batches:  # those who only look around would add up
-            self._learners[order.stream] = (order.items, order.batches)
+        if order.drew.batches:  # those who only look around would add up
+            self._learners[order.stream] = order.drew
         self._candidates.raise_largest(order.largest)
-        if order.limit not in (None, self._limit):
+        if order.drew.rule >= self._rule:  # whoever has not heard of the present limiter has no say
+            self._rule = order.drew.rule
             self._admit(order.limit)
         if not order.candidates:
-            return self._candidates.figures(self._learners), None
-        figures = self._candidates.draw(order.candidates, self._room_for(order.candidates), self._learners)
+            return self._candidates.figures(self._learners, self._rule), None
+        room = self._room_for(order.candidates)
+        figures = self._candidates.draw(order.candidates, room, self._learners, self._rule)
         if not figures.candidates:
             return figures, None
         return figures, self._block.numpy()[: self._layout.nbytes(order.candidates)]
+
+    def gather(self, keys: NDArray[np.int64]) -> Answer:
+        """Finds items.
+
+        Args:
+            keys: The shard's own `[n]`.
+
+        Returns:
+            The figures, and a block of as many items as they say; None if there are none.
+        """
+        figures, found = self._candidates.gather(keys, self._learners, self._rule)
+        if found is None:
+            return figures, None
+        room = self._room_for(figures.candidates)
+        for target, source in zip(self._layout.item_bytes(room), self._layout.item_bytes(found), strict=True):
+            target[:] = source
+        return figures, self._block.numpy()[: self._layout.nbytes(figures.candidates)]
+
+    def save(self, directory: str) -> bool:
+        """Saves the buffer while others go on writing and drawing: begins with the first call for a directory.
+
+        Args:
+            directory: A new one, in one that the node sees.
+
+        Returns:
+            Whether it has ended.
+
+        Raises:
+            OSError: The disk is full, or this node does not see the directory.
+        """
+        return self._has_ended(directory, lambda: self._save(Path(directory)))
+
+    def restore(self, number: int, directory: str | None) -> bool:
+        """Takes another number, and the rows of a checkpoint: begins with the first call.
+
+        Args:
+            number: Of this shard from now on.
+            directory: The checkpoint; None: the buffer stays empty.
+
+        Returns:
+            Whether it has ended.
+
+        Raises:
+            CheckpointError: It is damaged, or this node does not see it.
+        """
+        return self._has_ended(f"{number}", lambda: self._restore(number, directory))
+
+    def change_limiter(self, rule: int, limit: int | None) -> None:
+        """Takes in that there is another limiter, unless a learner has said so already.
+
+        Args:
+            rule: Its number.
+            limit: Items up to which writers are admitted until a learner says otherwise; None for no limit.
+        """
+        if rule > self._rule:
+            self._rule = rule
+            self._admit(limit)
 
     def update(self, keys: NDArray[np.int64], td: NDArray[np.float64]) -> int:
         """Feeds back TD errors for keys of this shard's own; both were checked. Returns how many."""
@@ -107,9 +175,44 @@ class Shard:
         """Tells the node's writers to finish."""
         self._buffer.stop()
 
-    def _admit(self, limit: int) -> None:
-        """Lets writers go on until so many items are in."""
-        self._limit = limit
+    def _has_ended(self, name: str, work: Callable[[], None]) -> bool:
+        """Has work done by a thread of its own, beside draws, and returns whether it has been."""
+        if name not in self._under_way:
+            self._under_way[name] = self._hands.submit(work)
+        if not self._under_way[name].done():
+            return False
+        self._under_way.pop(name).result()
+        return True
+
+    def _save(self, directory: Path) -> None:
+        if not directory.parent.is_dir():
+            raise FileNotFoundError(
+                f"node {ray_node()} does not see {directory.parent}, which the process that saves has made: save a "
+                f"ShardedReplay to a directory that all its nodes share"
+            )
+        save(self._buffer._segment, self._buffer._config, directory)
+
+    def _restore(self, number: int, directory: str | None) -> None:
+        if directory is not None:
+            if not is_checkpoint(directory):
+                raise CheckpointError(
+                    f"node {ray_node()} does not see {directory}: load a ShardedReplay from a directory that all its "
+                    f"nodes share"
+                )
+            load_rows(self._buffer._segment, self._buffer._config, read_description(directory), directory)
+            self._set_limit(self._limit)  # what was loaded has counted from elsewhere
+        self._candidates = Candidates(self._buffer, number)
+
+    def _admit(self, limit: int | None) -> None:
+        """Lets writers go on until so many items are in; None: for as long as they like."""
+        if limit != self._limit:
+            self._limit = limit
+            self._set_limit(limit)
+
+    def _set_limit(self, limit: int | None) -> None:
+        if limit is None:
+            self._buffer.limiter = MinSize()
+            return
         room = max(0, limit - self._buffer.stats().inserted)
         # A new limiter counts as if its min_size, 1, had just come: from there on `room` more are admitted.
         self._buffer._segment.set_limiter((1, LEASH, UNBOUNDED, (room + 1) * LEASH, 0.0))

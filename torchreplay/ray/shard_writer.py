@@ -28,21 +28,21 @@ class ShardWriter(Writer):
         self._audience = Audience(segment, ("owners",))  # learners on the node may have it attached for a while yet
         self._base = base
 
-    def append(self, *, priority: float | None = None, **fields: Any) -> int:
+    def append(self, /, *args: Any, priority: float | None = None, **fields: Any) -> int:
         """Does what `Writer.append` does."""
-        return super().append(priority=priority, **fields) + self._base
+        return super().append(*args, priority=priority, **fields) + self._base
 
-    def extend(self, *, priority: Any = None, **fields: Any) -> torch.Tensor:
+    def extend(self, /, *args: Any, priority: Any = None, **fields: Any) -> torch.Tensor:
         """Does what `Writer.extend` does."""
-        return super().extend(priority=priority, **fields) + self._base
+        return super().extend(*args, priority=priority, **fields) + self._base
 
-    def reset(self, *, mask: Any = None, **observation: Any) -> Any:
+    def reset(self, /, *args: Any, mask: Any = None, **observation: Any) -> Any:
         """Does what `Writer.reset` does."""
-        return super().reset(mask=mask, **observation) + self._base
+        return super().reset(*args, mask=mask, **observation) + self._base
 
-    def step(self, *, priority: Any = None, final_obs: Any = None, **fields: Any) -> Any:
+    def step(self, /, *args: Any, priority: Any = None, final_obs: Any = None, **fields: Any) -> Any:
         """Does what `Writer.step` does."""
-        return super().step(priority=priority, final_obs=final_obs, **fields) + self._base
+        return super().step(*args, priority=priority, final_obs=final_obs, **fields) + self._base
 
     def _look_around(self) -> None:
         try:

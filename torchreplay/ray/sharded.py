@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections import deque
 from collections.abc import Sequence
@@ -10,28 +11,29 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchreplay.arguments import checked_int
+from torchreplay.arguments import checked_int, checked_path
 from torchreplay.batch import ReplayBatch
 from torchreplay.config import MAX_CAPACITY, Config
 from torchreplay.cuda import DeviceCopies
 from torchreplay.drawing import MAX_BATCH
+from torchreplay.errors import Stopped
 from torchreplay.hindsight import Hindsight
 from torchreplay.limiters import Limiter
-from torchreplay.ray.directory import NAMESPACE, Directory
 from torchreplay.ray.draws import Draws
 from torchreplay.ray.feedback import Feedback
-from torchreplay.ray.histograms import merged_histograms
+from torchreplay.ray.founding import checked_nodes, directory_name, end, found
+from torchreplay.ray.gathering import Gathering
 from torchreplay.ray.members import Shards
 from torchreplay.ray.node_shard import Expectation, buffer_to_write_to
 from torchreplay.ray.rounds import RoundStream
-from torchreplay.ray.session import import_ray
 from torchreplay.ray.shard_writer import ShardWriter
-from torchreplay.ray.sharded_stats import ShardedStats, summed
-from torchreplay.ray.union_limiter import UnionLimiter
+from torchreplay.ray.sharded_checkpoint import read_manifest
+from torchreplay.ray.sharded_inspection import ShardedInspection
+from torchreplay.ray.sharded_saving import require_room, restore_shards, save_shards
 from torchreplay.replay import Pin, Replay
 from torchreplay.samplers import Sampler, Schedule
 from torchreplay.segment import new_nonce
-from torchreplay.spec import Spec
+from torchreplay.spec import Spec, nest
 from torchreplay.staging import Staging
 from torchreplay.views import View
 from torchreplay.waiting import Wait
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 
-class ShardedReplay(Replay):
+class ShardedReplay(ShardedInspection, Replay):
     """A prioritized replay buffer whose rows lie on several nodes of a Ray cluster, for when one is not enough.
 
     Each node has a shard: an ordinary `ReplayBuffer` in that node's shared memory, held by an actor. Explorers write
@@ -66,8 +68,8 @@ class ShardedReplay(Replay):
         capacity: Rows in all, divided evenly among the nodes.
         sampler: `Uniform()` (the default) or `Prioritized(...)`.
         view: `Rows()` (the default), `Transitions(...)`, `Sequences(...)` or `Hindsight(...)`.
-        limiter: `MinSize(n)` (the default, with n = 1) or `SamplesPerInsert(...)`, counted over all shards. How
-            closely it is kept: `docs/sharding.md`.
+        limiter: `MinSize(n)` (the default, with n = 1) or `SamplesPerInsert(...)`, counted over all shards; can be
+            changed later. How closely it is kept: `docs/sharding.md`.
         seed: Of the draws. None: a random one.
         nodes: Ray's ids of the nodes that get a shard. None: all that are alive.
 
@@ -88,40 +90,25 @@ class ShardedReplay(Replay):
         seed: int | None = None,
         nodes: Sequence[str] | None = None,
     ) -> None:
-        ray = _connected()
-        chosen = _checked_nodes(ray, nodes)
+        chosen = checked_nodes(nodes)
         capacity = checked_int("capacity", capacity, len(chosen), MAX_CAPACITY * len(chosen))
-        whole, rest = divmod(capacity, len(chosen))
-        config = Config.of(spec, whole, sampler, view, limiter)
+        config = Config.of(spec, capacity // len(chosen), sampler, view, limiter)
         seed = secrets.randbits(63) if seed is None else checked_int("seed", seed, 0, (1 << 63) - 1)
-        limit = UnionLimiter(config.limiter, 0).limits(range(len(chosen)), 0)[0]
         nonce = new_nonce()
-        here = ray.get_runtime_context().get_node_id()
-        directory = ray.remote(Directory).options(
-            name=_name(nonce),
-            namespace=NAMESPACE,
-            num_cpus=0,
-            max_restarts=0,
-            scheduling_strategy=ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(here, soft=False),
-        )
-        capacities = [whole + (place < rest) for place in range(len(chosen))]
-        self._owned = directory.remote(config, capacities, chosen, nodes is None, seed, limit)
+        self._owned = found(nonce, config, capacity, chosen, nodes is None, seed)
         try:
-            ray.get(self._owned.open.remote())
-        except ray.exceptions.RayTaskError as error:
-            self._end_all()
-            raise error.cause from None
+            self._adopt(nonce, seed, config, capacity, len(chosen))
         except BaseException:
-            self._end_all()
+            end(self._owned)
             raise
-        self._adopt(nonce, seed, config, capacity, len(chosen))
 
     def _adopt(self, nonce: int, seed: int, config: Config, capacity: int, count: int) -> None:
         self._nonce, self._seed, self._config = nonce, seed, config
         self._capacity, self._count = capacity, count
-        self.shards = Shards(_name(nonce), config.limiter)
+        self.shards = Shards(directory_name(nonce))
         self._finish = config.view.finish if isinstance(config.view, Hindsight) else None
         self._draws = Draws(self.shards, config, seed, nonce, self._finish)
+        self._gathering = Gathering(self.shards, config, nonce, self._finish)
         self._feedback = Feedback(self.shards, nonce)
         self._closed = False
 
@@ -195,11 +182,35 @@ class ShardedReplay(Replay):
             Stopped: The buffer was stopped, or the process that made it is gone.
         """
         self._require_open()
+        self._feedback.apply_arrived()
         wait = Wait(self.shards, timeout)
         try:
             return self._draws.draw(batch_size, beta, wait)
         finally:
             wait.end()
+
+    def gather(self, keys: Any) -> ReplayBatch:
+        """Returns the items anchored at given rows, of whatever shards.
+
+        Items that cannot be drawn, because their rows were overwritten, lost with their shard, or are not complete, are
+        left out. It counts as no draw: the limiter and the streams of draws do not notice. TD errors that this process
+        has fed back before are known to it.
+
+        Args:
+            keys: int64 `[n]`.
+
+        Returns:
+            A batch of the m <= n items there are, in the order of `keys`; `key` says which. `weight` (with the
+            sampler's beta) and `probability` are those that a draw from all shards would give them, each shard being as
+            it is just after its items were found.
+
+        Raises:
+            ValueError: The keys are not int64 `[n]`.
+            Stopped: The process that made the buffer is gone.
+        """
+        self._require_open()
+        self._feedback.apply_arrived()
+        return self._gathering.gather(keys)
 
     def batches(
         self,
@@ -214,7 +225,7 @@ class ShardedReplay(Replay):
         """Returns a stream of batches, for `prefetch` of which the shards are asked ahead."""
         checked_int("batch_size", batch_size, 1, MAX_BATCH)
         self._require_open()
-        return RoundStream(self._draws, batch_size, count, prefetch, timeout, waiting, staging)
+        return RoundStream(self._draws, self._feedback, batch_size, count, prefetch, timeout, waiting, staging)
 
     def staging(self, batch_size: int, prefetch: int, device: torch.device, pin: Pin | None) -> Staging | None:
         """Returns what takes batches to a CUDA device while the learner computes; None: each is copied by itself.
@@ -237,75 +248,121 @@ class ShardedReplay(Replay):
         overwritten since, or lost with their shard, are dropped and counted (`stats().stale_updates`,
         `lost_updates`). Of equal keys the last one wins.
 
+        Those on a CUDA device are not waited for: they are copied beside the learner's work, as they are at this point
+        of its stream, and go on their way once they have come, in the order given, when this process next calls the
+        buffer or asks for a batch; `flush` waits for them.
+
         Args:
             batch_or_keys: A batch of this buffer, or int64 keys `[n]`.
             td: TD errors `[n]` of any real dtype, on any device; their absolute values are taken.
 
         Raises:
             ValueError: A shape does not fit, an error is NaN or infinite, a key was never issued, or the batch is of
-                another buffer; nothing is applied.
+                another buffer; nothing is applied. NaN or infinite errors that come from a CUDA device are told by the
+                next call, or by `flush`, which say which update it was.
         """
         self._require_open()
         self._feedback.send(batch_or_keys, td)
 
     def flush(self) -> None:
-        """Waits until all TD errors fed back by this process have been applied, or counted as lost."""
-        self._feedback.hear(0)
+        """Waits until all TD errors fed back by this process have been applied, or counted as lost.
 
-    # Inspection
-
-    def __len__(self) -> int:
-        """Returns the number of rows held by all shards."""
-        self._require_open()
-        self.shards.exchange()
-        return sum(figures.rows for figures in self.shards.figures.values())
-
-    @property
-    def capacity(self) -> int:
-        """Rows that fit into all shards."""
-        return self._capacity
-
-    @property
-    def limiter(self) -> Limiter:
-        """Who must wait."""
-        return self._config.limiter
-
-    @property
-    def draws(self) -> int:
-        """Batches that this object has drawn: the position in its own stream of random numbers."""
-        return self._draws.made
-
-    @draws.setter
-    def draws(self, step: int) -> None:
-        self._draws.made = checked_int("draws", step, 0, (1 << 48) - 1)
-
-    @property
-    def stream(self) -> int:
-        """The number of this process's stream of random numbers."""
-        return self._draws.stream
-
-    @stream.setter
-    def stream(self, number: int) -> None:
-        self._draws.stream = checked_int("stream", number, 0, (1 << 48) - 1)
-
-    def stats(self) -> ShardedStats:
-        """Returns what has happened so far: over all shards, and each one's own."""
-        self._require_open()
-        self._feedback.hear(0)
-        self.shards.exchange()
-        places = self.shards.table.places
-        told = self.shards.collect({number: place.actor.stats.remote() for number, place in places.items()})
-        return summed(told, places, self.shards.look(), self._capacity, self._count, self.shards.union_limiter)
-
-    def histograms(self, bins: int = 64) -> dict[str, torch.Tensor]:
-        """Returns histograms of leaf priorities and of rows' ages, as `ReplayBuffer.histograms` does. O(capacity).
-
-        Each shard counts into bins of its own, whose counts are put where the middle of the bin lies.
+        Raises:
+            ValueError: Some that came from a device are NaN or infinite: they are dropped, and the others applied.
         """
-        bins = checked_int("bins", bins, 1, 1 << 20)
-        places = self.shards.look().places
-        calls = {number: place.actor.histograms.remote(bins) for number, place in places.items()}
-        return merged_histograms(list(self.shards.collect(calls).values()), bins)
+        self._feedback.flush()
+
+    # Checkpoints
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Saves all shards while others go on writing and drawing, each by its own node.
+
+        The directory must be one that all nodes see. Each shard has a checkpoint of its own there, as that of a
+        `ReplayBuffer`: rows are exact, each by itself; those written during the save may be in it or not. TD errors
+        that this process has fed back are waited for. A save that is killed, or fails, leaves the one before as it was.
+
+        Args:
+            directory: Where to; made if need be. A checkpoint that is there is replaced.
+
+        Raises:
+            CheckpointError: What a node has saved is not there, as seen from this one.
+            OSError: A disk is full, or a node cannot write the directory, or does not see it.
+            RuntimeError: A shard was lost meanwhile.
+            ValueError: TD errors from a device are NaN or infinite, as `flush` says; nothing is saved.
+        """
+        self._require_open()
+        root = checked_path("directory", directory).absolute()
+        self.flush()
+        save_shards(self.shards, self._config, self._seed, self.stream, self.draws, root)
+
+    @classmethod
+    def load(
+        cls,
+        directory: str | os.PathLike[str],
+        capacity: int | None = None,
+        *,
+        view: View | None = None,
+        nodes: Sequence[str] | None = None,
+    ) -> ShardedReplay:
+        """Returns a new buffer with the rows, keys, priorities and counters of a saved one.
+
+        Training goes on as if nothing had happened: old batches' keys are still valid, the limiter stands where it did,
+        and the draws follow on those that the saving process had made. A shard goes to the node that it was saved on
+        where that is one of the nodes, else to any of them; nodes beyond the number of shards get empty ones.
+
+        Args:
+            directory: What `save` wrote; all nodes must see it.
+            capacity: Rows in all, divided evenly among the nodes; None: as many on each node as before. Of a shard with
+                more rows than fit on its node the newest are loaded.
+            view: The buffer's own view, with functions that a checkpoint does not hold: those of `Hindsight`.
+            nodes: Ray's ids of the nodes that get a shard. None: all that are alive.
+
+        Raises:
+            CheckpointError: There is no checkpoint, it is damaged, a node does not see it, or there are fewer nodes
+                than shards.
+            RuntimeError: This process is not connected to a Ray cluster.
+            MemoryError: A node has too little memory left for its shard.
+            ValueError: `capacity`, `view` or `nodes` does not fit.
+        """
+        root = checked_path("directory", directory).absolute()
+        manifest = read_manifest(root)
+        config, chosen = manifest.config.with_functions(view), checked_nodes(nodes)
+        require_room(manifest, len(chosen), root)
+        before = max((part.capacity for part in manifest.parts), default=config.capacity)
+        replay = cls(
+            nest(config.fields),
+            before * len(chosen) if capacity is None else capacity,
+            sampler=config.sampler,
+            view=config.view,
+            limiter=config.limiter,
+            seed=manifest.seed,
+            nodes=nodes,
+        )
+        try:
+            replay.restore(root)
+        except BaseException:
+            replay.close()
+            raise
+        return replay
+
+    def restore(self, directory: str | os.PathLike[str]) -> None:
+        """Does what `load` does to a buffer that is there and was never written to, before anyone writes or draws.
+
+        Args:
+            directory: What `save` wrote, of a buffer with the same spec and view; the capacity may be another, and the
+                nodes may be others, or more.
+
+        Raises:
+            CheckpointError: There is no checkpoint, it is damaged or of another kind, a node does not see it, there are
+                fewer nodes than shards, or the buffer holds rows already.
+            RuntimeError: A shard was lost meanwhile.
+        """
+        self._require_open()
+        root = checked_path("directory", directory).absolute()
+        manifest = read_manifest(root)
+        restore_shards(self.shards, self._config, manifest, root)
+        self._seed = manifest.seed
+        self._draws.resume(manifest.seed, manifest.stream, manifest.step)
 
     def __repr__(self) -> str:
         if self._closed:
@@ -313,7 +370,8 @@ class ShardedReplay(Replay):
         names = ", ".join("/".join(path) for path in self._config.fields)
         return (
             f"ShardedReplay({self._capacity:,} rows on {len(self.shards.table.places)} of {self._count} nodes, fields: "
-            f"{names}, {self.view}, {self.sampler}, {self.limiter}{', stopped' if self.stopped else ''})"
+            f"{names}, {self.view}, {self.sampler}, {self.shards.table.rule.limiter}"
+            f"{', stopped' if self.stopped else ''})"
         )
 
     # Life cycle
@@ -331,22 +389,25 @@ class ShardedReplay(Replay):
         return (nearby is not None and nearby.buffer.stopped) or self.shards.stopped
 
     def close(self) -> None:
-        """Detaches this object; in the process that made the shards, ends them. Idempotent."""
+        """Detaches this object; in the process that made the shards, ends them. Idempotent.
+
+        Elsewhere TD errors that were fed back are applied first.
+
+        Raises:
+            ValueError: TD errors from a device are NaN or infinite, as `flush` says; the buffer is closed.
+        """
         if self._closed:
             return
         self._closed = True
-        self.shards.detach()
-        if self._owned is not None:
-            self._end_all()
-
-    def _end_all(self) -> None:
-        owned, self._owned = self._owned, None
-        with suppress(Exception):  # Ray may be shut down already, and everything with it
-            import_ray().kill(owned, no_restart=True)  # the shards are its own, and go with it
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise RuntimeError("the ShardedReplay is closed")
+        try:
+            if self._owned is None and self.shards.connected:
+                with suppress(Stopped):
+                    self._feedback.flush()
+        finally:
+            self.shards.detach()
+            owned, self._owned = self._owned, None
+            if owned is not None:
+                end(owned)
 
     def __enter__(self) -> ShardedReplay:
         return self
@@ -355,26 +416,3 @@ class ShardedReplay(Replay):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _name(nonce: int) -> str:
-    return f"replay-{nonce:016x}"
-
-
-def _connected() -> Any:
-    ray = import_ray()
-    if not ray.is_initialized():
-        raise RuntimeError("a ShardedReplay lies on the nodes of a Ray cluster: call ray.init(...) first")
-    return ray
-
-
-def _checked_nodes(ray: Any, nodes: Any) -> list[str]:
-    alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-    if nodes is None:
-        here = ray.get_runtime_context().get_node_id()
-        return sorted(alive, key=lambda node: (node != here, node))
-    given = list(nodes) if isinstance(nodes, Sequence) else []
-    names = {node for node in given if isinstance(node, str)}
-    if not given or len(names) < len(given) or not names <= set(alive):
-        raise ValueError(f"nodes is {nodes!r}: expected different ones of the nodes that are alive, {alive}")
-    return given

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from torchreplay.samplers import Prioritized, Sampler
@@ -121,6 +123,22 @@ def chosen(chance: np.random.Generator, given: int, count: int) -> NDArray[np.in
         return np.arange(given)
     left_out = chance.choice(given, given - count, replace=False)
     return np.delete(np.arange(given), left_out)
+
+
+def as_keys(given: Any) -> NDArray[np.int64]:
+    """Returns keys as users give them: int64 `[n]`.
+
+    Raises:
+        ValueError: They are something else.
+    """
+    try:
+        tensor = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"the keys are {given!r:.200}: expected int64 [n], such as batch['key']") from None
+    if tensor.dtype != torch.int64 or tensor.ndim != 1:
+        raise ValueError(f"the keys are {tensor.dtype} {list(tensor.shape)}: expected int64 [n]")
+    keys: NDArray[np.int64] = tensor.cpu().numpy()
+    return keys
 
 
 def pack(number: int) -> int:

@@ -3,10 +3,40 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final
 
 from torchreplay.limiters import Limiter
-from torchreplay.ray.figures import Figures
+from torchreplay.ray.figures import Drew, Figures
+
+_PAST: Final = -1
+"""The number of no learner: what was drawn before a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A limiter, and from where it counts.
+
+    Attributes:
+        limiter: Who must wait.
+        number: Of the limiter: each one that is set has the next.
+        inserted_before: Items that it does not count, of all that ever became drawable. Of the draws it counts those
+            that each learner makes after it has heard of it.
+    """
+
+    limiter: Limiter
+    number: int = 0
+    inserted_before: int = 0
+
+    def followed_by(self, limiter: Limiter, inserted: int) -> Rule:
+        """Returns what `limiter` makes of the union when it is set now.
+
+        Args:
+            limiter: The new one.
+            inserted: Items that have become drawable so far: of them `min_size` count.
+        """
+        return Rule(limiter, self.number + 1, max(0, inserted - limiter.min_size))
 
 
 class UnionLimiter:
@@ -16,36 +46,45 @@ class UnionLimiter:
     explorers insert, as of the shards' last answers.
 
     Args:
-        limiter: Of the union.
+        rule: The limiter.
         stream: This learner's number.
 
     Attributes:
+        rule: The limiter, and from where it counts.
         items: Items that this learner has handed out.
         batches: Batches that it has handed out.
         under_way: Items that it has ordered besides.
         largest: The largest raw priority heard of.
     """
 
-    def __init__(self, limiter: Limiter, stream: int) -> None:
-        self._min_size, self._ratio, self._low, self._high = limiter.bounds()
+    def __init__(self, rule: Rule, stream: int) -> None:
         self._stream = stream
         self._inserted: dict[int, int] = {}  # by shard
-        self._others: dict[int, tuple[int, int]] = {}  # items and batches, by learner
+        self._others: dict[int, Drew] = {}  # by learner
         self.items = self.batches = self.under_way = 0
         self.largest = 1.0
+        self._take(rule)
+
+    def change(self, rule: Rule) -> None:
+        """Keeps to another limiter from now on, if it is newer."""
+        if rule.number > self.rule.number:
+            self._take(rule)
 
     def hear(self, number: int, figures: Figures) -> None:
         """Takes in what a shard has answered."""
         self.count_inserted(number, figures.inserted)
         self.largest = max(self.largest, figures.largest)
-        for stream, (items, batches) in figures.learners.items():
+        for stream, drew in figures.learners.items():
             if stream != self._stream:
-                before = self._others.get(stream, (0, 0))
-                self._others[stream] = max(items, before[0]), max(batches, before[1])
+                self._others[stream] = max(drew, self._others.get(stream, drew))
 
     def count_inserted(self, number: int, inserted: int) -> None:
         """Takes in how many items have become drawable in a shard; what a lost one had stays counted."""
         self._inserted[number] = max(inserted, self._inserted.get(number, 0))
+
+    def remember(self, past: Drew) -> None:
+        """Takes in what had been drawn before the union was restored from a checkpoint."""
+        self._others[_PAST] = past
 
     @property
     def inserted(self) -> int:
@@ -53,25 +92,37 @@ class UnionLimiter:
         return sum(self._inserted.values())
 
     @property
+    def drew(self) -> Drew:
+        """What this learner has handed out."""
+        return Drew(self.rule.number, self.items, self.batches, self._before)
+
+    @property
+    def drawn(self) -> int:
+        """Items that all learners have handed out."""
+        return self.items + sum(drew.items for drew in self._others.values())
+
+    @property
     def sampled(self) -> int:
-        """Items drawn by all learners."""
-        return self.items + self.under_way + sum(items for items, _ in self._others.values())
+        """Items drawn under the present limiter by all learners, those that this one has ordered too."""
+        others = sum(drew.items - drew.before for drew in self._others.values() if drew.rule == self.rule.number)
+        return self.items + self.under_way - self._before + others
 
     @property
     def learners(self) -> int:
         """How many learners have drawn."""
-        return len(self._others) + (self.batches > 0)
+        return len(self._others.keys() - {_PAST}) + (self.batches > 0)
 
     @property
     def steps(self) -> int:
         """Batches handed out by all learners."""
-        return self.batches + sum(batches for _, batches in self._others.values())
+        return self.batches + sum(drew.batches for drew in self._others.values())
 
     def needed(self, n: int) -> int:
         """Returns how many items must have become drawable before `n` more may be drawn."""
         items = max(self._min_size, 1)
-        if self._ratio:
-            items = max(items, math.ceil((self._low + self.sampled + n) / self._ratio))
+        draws = self._low + self.sampled + n
+        if self._ratio and draws > 0:
+            items = max(items, self.rule.inserted_before + _whole(math.ceil, draws / self._ratio))
         return items
 
     def limits(self, numbers: Iterable[int], n: int) -> dict[int, int | None]:
@@ -84,7 +135,17 @@ class UnionLimiter:
         shards = sorted(numbers)
         if not self._ratio or not shards:
             return dict.fromkeys(shards)
-        inserted = self.inserted
-        room = max(self._min_size, math.floor((self._high + self.sampled) / self._ratio), self.needed(n)) - inserted
+        allowed = self.rule.inserted_before + _whole(math.floor, (self._high + self.sampled) / self._ratio)
+        room = max(self._min_size, allowed, self.needed(n)) - self.inserted
         whole, rest = divmod(max(room, 0), len(shards))
         return {number: self._inserted.get(number, 0) + whole + (place < rest) for place, number in enumerate(shards)}
+
+    def _take(self, rule: Rule) -> None:
+        self.rule = rule
+        self._min_size, self._ratio, self._low, self._high = rule.limiter.bounds()
+        self._before = self.items + self.under_way  # what is under way was admitted by the one before
+
+
+def _whole(rounded: Callable[[float], int], items: float) -> int:
+    """Returns a number of items, which may be beyond all bounds where the ratio is tiny."""
+    return rounded(min(max(items, 0.0), 2.0**62))

@@ -1,0 +1,81 @@
+"""`Calls`: waiting for what shards answer, and noticing those that never will."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import wait as wait_for_futures
+from typing import Any
+
+from torchreplay.errors import ReplayTimeout
+from torchreplay.ray.nearby import Gone
+from torchreplay.ray.session import import_ray
+from torchreplay.waiting import LOG_EVERY, SLICE_NS, Wait
+
+logger = logging.getLogger("torchreplay.ray")
+
+
+class Calls:
+    """Answers to come: of actors through Ray, and of the shard that is attached, which answers in this process.
+
+    Args:
+        lose: Called with a shard's number and the reason when it turns out to be gone.
+        name: Names a shard, by number, for messages.
+    """
+
+    def __init__(self, lose: Callable[[int, str], None], name: Callable[[int], str]) -> None:
+        self._ray = import_ray()
+        self._lose, self._name = lose, name
+
+    def fetch(self, calls: Iterable[Any]) -> None:
+        """Has those answers that are there brought to this node, without waiting for them."""
+        remote = [call for call in calls if not isinstance(call, Future)]
+        if remote:
+            # What is asked for so is brought here also after the call has come back.
+            self._ray.wait(remote, num_returns=len(remote), timeout=0)
+
+    def collect(self, calls: Mapping[int, Any], wait: Wait | None = None) -> dict[int, Any]:
+        """Returns what the shards called answer, by number; those that are lost meanwhile are left out.
+
+        Args:
+            calls: What the answers will be got by.
+            wait: How long it may take; None: as long as the shards are there.
+
+        Raises:
+            ReplayTimeout: One takes too long.
+        """
+        log_at = started = time.monotonic()
+        left = list(calls.values())
+        while left:
+            seconds = (SLICE_NS if wait is None else wait.slice_ns()) * 1e-9
+            left = self._unanswered(left, seconds)
+            expired = wait is not None and wait.expired
+            if left and (expired or time.monotonic() - log_at >= LOG_EVERY):
+                log_at = time.monotonic()
+                silent = ", ".join(self._name(number) for number, call in calls.items() if call in left)
+                text = f"no answer from {silent} for {log_at - started:.1f} s"
+                if expired:
+                    raise ReplayTimeout(text)
+                logger.warning(text)
+        return {number: answer for number, call in calls.items() if (answer := self.answer(number, call)) is not None}
+
+    def answer(self, number: int, call: Any) -> Any:
+        """Returns what a call that has been answered returned; None if the shard is lost."""
+        errors = self._ray.exceptions
+        try:
+            return call.result() if isinstance(call, Future) else self._ray.get(call)
+        except (errors.RayActorError, errors.ObjectLostError, Gone, CancelledError) as error:
+            self._lose(number, str(error))
+            return None
+
+    def _unanswered(self, calls: list[Any], seconds: float) -> list[Any]:
+        """Waits for answers, so long at most, and returns the calls that have none."""
+        here = [call for call in calls if isinstance(call, Future)]
+        left = [call for call in calls if not isinstance(call, Future)]
+        if left:
+            left = self._ray.wait(left, num_returns=len(left), timeout=seconds)[1]
+        elif here:
+            wait_for_futures(here, seconds)
+        return left + [call for call in here if not call.done()]

@@ -1,0 +1,90 @@
+"""`Lookup`: how one process asks the directory of a `ShardedReplay`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Final
+
+from torchreplay.errors import Stopped
+from torchreplay.ray.directory import NAMESPACE, Table
+from torchreplay.ray.session import import_ray
+
+REFRESH: Final = 1.0
+"""Seconds between two looks at the table: shards that came back are drawn from that much later."""
+
+
+class Lookup:
+    """The directory, as one process asks it. For one thread at a time, but for `ask` and `tell`.
+
+    Args:
+        name: Of the directory's actor.
+
+    Raises:
+        RuntimeError: This process is not connected to a Ray cluster.
+        Stopped: There is no such actor any more.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._ray = import_ray()
+        if not self._ray.is_initialized():
+            raise RuntimeError(
+                "a ShardedReplay needs this process to be connected to its Ray cluster: call ray.init(address=...)"
+            )
+        try:
+            self._directory = self._ray.get_actor(name, NAMESPACE)
+        except ValueError:
+            raise Stopped(
+                "the ShardedReplay is closed, or the process that made it is gone, and its shards too"
+            ) from None
+        self._asked: Any = None  # the table, on its way
+        self._asked_at = 0.0
+
+    @property
+    def connected(self) -> bool:
+        """Whether this process is still connected to the cluster."""
+        return bool(self._ray.is_initialized())
+
+    def ask(self, what: str, *args: Any) -> Any:
+        """Returns the directory's answer.
+
+        Raises:
+            Stopped: It is gone, and so are the shards.
+        """
+        return self._heard(self.tell(what, *args))
+
+    def tell(self, what: str, *args: Any) -> Any:
+        """Calls the directory, and returns what its answer will be got by."""
+        return getattr(self._directory, what).remote(*args)
+
+    def table(self, what: str = "table", *args: Any) -> Table:
+        """Returns the table that the directory answers with. One that is on its way is older, and forgotten.
+
+        Raises:
+            Stopped: The directory is gone, and so are the shards.
+        """
+        self._asked = None
+        table: Table = self.ask(what, *args)
+        return table
+
+    def news(self) -> Table | None:
+        """Looks at the table now and then, without waiting for it; returns it when it has come.
+
+        Raises:
+            Stopped: The directory is gone, and so are the shards.
+        """
+        now = time.monotonic()
+        if self._asked is None:
+            if now - self._asked_at >= REFRESH:
+                self._asked, self._asked_at = self.tell("table"), now
+            return None
+        if not self._ray.wait([self._asked], timeout=0)[0]:
+            return None
+        asked, self._asked = self._asked, None
+        table: Table = self._heard(asked)
+        return table
+
+    def _heard(self, call: Any) -> Any:
+        try:
+            return self._ray.get(call)
+        except self._ray.exceptions.RayActorError:
+            raise Stopped("the ShardedReplay was closed, or the process that made it is gone") from None

@@ -1,0 +1,170 @@
+"""What the checkpoint of a `ShardedReplay` says besides the rows.
+
+A checkpoint is a directory. Its `checkpoint.json` names a subdirectory, in which each shard has an ordinary checkpoint
+of its own, and has what the union has counted. It is replaced in one step when all shards are on the disk, so that a
+save that is killed leaves the one before.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from torchreplay.arguments import checked_int
+from torchreplay.checkpoint import MAX_COUNT, MAX_DESCRIPTION, NAME, read_file
+from torchreplay.config import DAMAGED, MAX_CAPACITY, Config
+from torchreplay.errors import CheckpointError
+from torchreplay.ray.directory import Lost
+from torchreplay.ray.union import MAX_SHARDS
+
+FORMAT: Final = 1
+KIND: Final = "ShardedReplay"
+SHARDS: Final = re.compile(r"shards-[0-9a-f]{16}")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A shard that was saved.
+
+    Attributes:
+        number: Of the shard, by which its subdirectory is named.
+        node: Ray's id of the node that it was on.
+        capacity: Rows that it held at most.
+    """
+
+    number: int
+    node: str
+    capacity: int
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What the union has counted, all nodes together.
+
+    Attributes:
+        born: Numbers of shards that were given.
+        streams: Numbers of learners that were given.
+        inserted_before: Items that the limiter does not count.
+        sampled: Items drawn that it counts.
+        items: Items drawn in all.
+        batches: Batches drawn in all.
+        lost_updates: TD errors dropped because their shard was gone.
+    """
+
+    born: int
+    streams: int
+    inserted_before: int
+    sampled: int
+    items: int
+    batches: int
+    lost_updates: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What `checkpoint.json` says.
+
+    Attributes:
+        config: The arguments of the union; its capacity is that of one shard.
+        seed: Of the draws.
+        stream: The number of the saving process's stream of draws.
+        step: Its position there.
+        shards: The name of the subdirectory.
+        parts: What is in it.
+        counts: What was counted.
+        lost: Shards lost before.
+    """
+
+    config: Config
+    seed: int
+    stream: int
+    step: int
+    shards: str
+    parts: tuple[Part, ...]
+    counts: Counts
+    lost: tuple[Lost, ...]
+
+    def path_of(self, root: Path, part: Part) -> Path:
+        """Returns where a shard's own checkpoint is."""
+        return root / self.shards / str(part.number)
+
+    def to_text(self) -> str:
+        """Returns it as JSON, with a checksum of its own."""
+        body = json.dumps(
+            {
+                "kind": KIND,
+                "format": FORMAT,
+                "config": json.loads(self.config.to_text()),
+                "seed": self.seed,
+                "stream": self.stream,
+                "step": self.step,
+                "shards": self.shards,
+                "parts": [asdict(part) for part in self.parts],
+                "counts": asdict(self.counts),
+                "lost": [asdict(lost) for lost in self.lost],
+            }
+        )
+        return json.dumps({"crc32": zlib.crc32(body.encode()), "checkpoint": body})
+
+    @classmethod
+    def from_text(cls, text: str) -> Manifest:
+        """Returns what `to_text` described.
+
+        Raises:
+            ValueError: It is damaged, of another format, or of a `ReplayBuffer`.
+        """
+        outer = json.loads(text)
+        body = outer["checkpoint"]
+        if zlib.crc32(body.encode()) != outer["crc32"]:
+            raise ValueError("its checksum does not match")
+        told = json.loads(body)
+        if told.get("kind") != KIND:
+            raise ValueError("it is of a ReplayBuffer: ReplayBuffer.load(directory) brings it back")
+        if told["format"] != FORMAT:
+            raise ValueError(f"it has format {told['format']}, this version of torchreplay reads format {FORMAT}")
+        if not SHARDS.fullmatch(told["shards"]):
+            raise ValueError(f"{told['shards']!r} is no directory of shards")
+        return cls(
+            Config.from_text(json.dumps(told["config"])),
+            _count(told, "seed"),
+            _count(told, "stream"),
+            _count(told, "step"),
+            told["shards"],
+            tuple(_part(part) for part in told["parts"]),
+            Counts(**{name: _count(told["counts"], name) for name in Counts.__slots__}),
+            tuple(_lost(lost) for lost in told["lost"]),
+        )
+
+
+def read_manifest(root: Path) -> Manifest:
+    """Returns what a checkpoint says.
+
+    Raises:
+        CheckpointError: There is none, it is damaged, or of another kind.
+    """
+    path = root / NAME
+    try:
+        return Manifest.from_text(read_file(path, MAX_DESCRIPTION).decode())
+    except FileNotFoundError:
+        raise CheckpointError(f"there is no replay checkpoint in {root}: {NAME} is missing") from None
+    except (*DAMAGED, OSError) as error:
+        raise CheckpointError(f"{path} is no intact checkpoint of a ShardedReplay: {error!r}") from None
+
+
+def _count(told: Mapping[str, Any], name: str, most: int = MAX_COUNT) -> int:
+    return checked_int(name, told[name], 0, most)
+
+
+def _part(told: Mapping[str, Any]) -> Part:
+    return Part(_count(told, "number", MAX_SHARDS - 1), str(told["node"]), _count(told, "capacity", MAX_CAPACITY))
+
+
+def _lost(told: Mapping[str, Any]) -> Lost:
+    return Lost(
+        _count(told, "number", MAX_SHARDS - 1), str(told["node"]), _count(told, "rows"), _count(told, "inserted")
+    )

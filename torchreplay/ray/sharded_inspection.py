@@ -1,0 +1,97 @@
+"""Looking into all shards of a `ShardedReplay`."""
+
+from __future__ import annotations
+
+import torch
+
+from torchreplay.arguments import checked_int, checked_kind
+from torchreplay.config import Configured
+from torchreplay.limiters import Limiter, MinSize, SamplesPerInsert
+from torchreplay.ray.draws import Draws
+from torchreplay.ray.feedback import Feedback
+from torchreplay.ray.histograms import merged_histograms
+from torchreplay.ray.members import Shards
+from torchreplay.ray.sharded_stats import ShardedStats, summed
+
+
+class ShardedInspection(Configured):
+    """The part of a `ShardedReplay` that tells what is in it."""
+
+    shards: Shards
+    _draws: Draws
+    _feedback: Feedback
+    _capacity: int
+    _count: int
+    _closed: bool
+
+    def __len__(self) -> int:
+        """Returns the number of rows held by all shards."""
+        self._require_open()
+        self.shards.exchange()
+        return sum(figures.rows for figures in self.shards.figures.values())
+
+    @property
+    def capacity(self) -> int:
+        """Rows that fit into all shards."""
+        return self._capacity
+
+    @property
+    def limiter(self) -> Limiter:
+        """Who must wait. Set it to change it for every process; whoever can go on under the new one does.
+
+        A new limiter counts from the moment at which it is set, as that of a `ReplayBuffer` does: of the items inserted
+        before, `min_size` count (or all, if there are fewer), and of the draws none. Learners that wait, or that draw
+        from other nodes, hear of it with the next answer of a shard, the others within a second; each keeps to the old
+        one until then, and what it drew under that does not count for the new one.
+        """
+        self._require_open()
+        return self.shards.look().rule.limiter
+
+    @limiter.setter
+    def limiter(self, limiter: Limiter) -> None:
+        self._require_open()
+        default: Limiter = MinSize()
+        self.shards.set_limiter(checked_kind("limiter", limiter, default, (MinSize, SamplesPerInsert)))
+
+    @property
+    def draws(self) -> int:
+        """Batches that this object has drawn: the position in its own stream of random numbers."""
+        return self._draws.made
+
+    @draws.setter
+    def draws(self, step: int) -> None:
+        self._draws.made = checked_int("draws", step, 0, (1 << 48) - 1)
+
+    @property
+    def stream(self) -> int:
+        """The number of this process's stream of random numbers."""
+        return self._draws.stream
+
+    @stream.setter
+    def stream(self, number: int) -> None:
+        self._draws.stream = checked_int("stream", number, 0, (1 << 48) - 1)
+
+    def stats(self) -> ShardedStats:
+        """Returns what has happened so far: over all shards, and each one's own."""
+        self._require_open()
+        self._feedback.apply_arrived()
+        self._feedback.hear(0)
+        self.shards.exchange()
+        places = self.shards.table.places
+        told = self.shards.collect({number: place.actor.stats.remote() for number, place in places.items()})
+        return summed(told, places, self.shards.look(), self._capacity, self._count, self.shards.union_limiter)
+
+    def histograms(self, bins: int = 64) -> dict[str, torch.Tensor]:
+        """Returns histograms of leaf priorities and of rows' ages, as `ReplayBuffer.histograms` does. O(capacity).
+
+        Each shard counts into bins of its own, whose counts are put where the middle of the bin lies.
+        """
+        bins = checked_int("bins", bins, 1, 1 << 20)
+        self._feedback.apply_arrived()
+        places = self.shards.look().places
+        calls = {number: place.actor.histograms.remote(bins) for number, place in places.items()}
+        return merged_histograms(list(self.shards.collect(calls).values()), bins)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the ShardedReplay is closed")
