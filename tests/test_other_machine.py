@@ -2,6 +2,7 @@
 
 import logging
 import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from other_machine import joined, network, ray_node
 from sharded_rows import SPEC, assert_intact, write, write_until_stopped
 
 import torchreplay as tr
-from torchreplay.ray import ShardedReplay
+from torchreplay.ray import ExplorerPool, ShardedReplay
 
 ray = pytest.importorskip("ray")
 
@@ -109,6 +110,34 @@ def test_a_buffer_over_both_machines_is_drawn_from_as_one(other):
         eventually(lambda: replay.stats().rows_lost == 300, timeout=120)
         batch = replay.sample(64)
         assert set(batch["node"].tolist()) == {0}
+
+
+@pytest.mark.soak
+def test_a_pool_explores_there_and_stops_there(other):
+    def explore(ctx):
+        module, writer, count = torch.nn.Linear(2, 2), ctx.writer(), 0
+        while not ctx.stopped:
+            ctx.pull_weights(module)
+            row = {name: value[0] for name, value in sharded_rows.rows_of(1, 1).items()}
+            writer.append(**row | {"count": count})
+            count += 1
+            ctx.record(episode_return=1.0, episode_length=1)
+            time.sleep(0.002)
+
+    weights = tr.SharedWeights(torch.nn.Linear(2, 2))
+    strategy = other.options["scheduling_strategy"]
+    with tr.ReplayBuffer(SPEC, 100_000, seed=0) as buffer:
+        with ExplorerPool(explore, 1, buffer, weights, placement=strategy, restart_delay=0.1) as pool:
+            eventually(lambda: pool.stats()[0].alive and pool.stats()[0].episodes > 10, timeout=150)
+            buffer.sample(32, timeout=150)
+            (stats,) = pool.stats()
+            assert (stats.node, stats.weight_version, stats.restarts) == (other.node, 0, 0)
+            assert 0 <= stats.heartbeat_age < 150
+            assert pool.drain(timeout=150)
+        (stats,) = pool.stats()
+        assert stats.rows == stats.episodes == buffer.stats().rows_written
+        assert torch.equal(buffer.storage["count"][: stats.rows], torch.arange(stats.rows))
+        assert not pool.errors
 
 
 def test_the_other_machine_sees_no_process_of_this_one(other):

@@ -167,6 +167,7 @@ def test_a_pool_joins_the_cluster_that_the_environment_names(monkeypatch):
         ({"backend": "threads"}, "backend='threads'.*'ray' or 'process'"),
         ({"backend": "process", "num_cpus": 1}, "num_cpus: only Ray"),
         ({"backend": "process", "placement": "SPREAD"}, "placement: only Ray"),
+        ({"placement": "NEARBY"}, "placement='NEARBY': expected 'LOCAL_FIRST', 'SPREAD'"),
     ],
 )
 def test_arguments_out_of_range_are_refused_with_their_name(arguments, message):

@@ -234,7 +234,7 @@ def test_what_a_process_does_at_its_end_sends_what_its_open_writers_have_written
     far = explorer(1, buffer, 1)
     assert cluster.ray.get(far.write.remote(1)) == 1
     cluster.ray.get(far.append.remote(3000))
-    assert cluster.ray.get(far.try_to.remote(lambda b, w: b._courier._drain())) is None
+    assert cluster.ray.get(far.try_to.remote(lambda b, w: b.drain())) is None
     assert_complete(buffer, {1: 3001})
     eventually(lambda: buffer.stats().writers == 0)
 

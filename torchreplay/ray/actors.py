@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torchreplay.ray.backend import Backend, pickled
+from torchreplay.ray.mirror import PageKeeper
+from torchreplay.ray.placement import strategy_of
 from torchreplay.ray.session import RaySession
 from torchreplay.ray.worker import Launch, Outcome, WorkerProcess
 
@@ -36,28 +38,43 @@ class Actors(Backend[ActorRun]):
     def __init__(self, work: Any, num_workers: int, hosting: Hosting) -> None:
         self._session = RaySession(num_workers * hosting.num_cpus, num_workers * hosting.num_gpus)
         self._ray = self._session.ray
+        self._placement = hosting.placement
+        runtime_env = None if hosting.runtime_env is None else dict(hosting.runtime_env)
+        self._options = {"num_cpus": hosting.num_cpus, "num_gpus": hosting.num_gpus, "runtime_env": runtime_env}
+        self._kind: Any = None  # of every worker, unless a function says where each is to run
+        self._keeper: Any = None  # of the pages, for workers on other nodes
         try:
+            if not callable(hosting.placement):
+                self._kind = self._kind_for(0)  # now: what Ray does not take is refused at the start
             self._payload = self._ray.put(pickled(work, self._ray.cloudpickle.dumps))
-            self._actor = self._ray.remote(WorkerProcess).options(
-                num_cpus=hosting.num_cpus,
-                num_gpus=hosting.num_gpus,
-                runtime_env=None if hosting.runtime_env is None else dict(hosting.runtime_env),
-                max_restarts=0,  # the supervisor restarts, with back-off and a fresh seed
-                scheduling_strategy=self._here() if hosting.placement is None else hosting.placement,
-            )
+            if hosting.placement is not None:
+                self._keeper = self._keep(work, runtime_env)
         except BaseException:
             self._session.close()
             raise
 
-    def _here(self) -> Any:
-        """This machine: the buffer's memory is here."""
-        node = self._ray.get_runtime_context().get_node_id()
-        return self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+    def _keep(self, work: Any, runtime_env: Any) -> Any:
+        what, board = work
+        kind = self._ray.remote(PageKeeper).options(
+            num_cpus=0,
+            runtime_env=runtime_env,
+            max_restarts=-1,
+            max_task_retries=-1,  # what workers ask and tell bears repetition
+            scheduling_strategy=strategy_of(None, 0),
+        )
+        return kind.remote(what.helper, board, *what.pages)
+
+    def _kind_for(self, index: int) -> Any:
+        return self._ray.remote(WorkerProcess).options(
+            max_restarts=0,  # the supervisor restarts, with back-off and a fresh seed
+            scheduling_strategy=strategy_of(self._placement, index),
+            **self._options,
+        )
 
     def launch(self, launch: Launch) -> ActorRun:
         """Starts a run; does not wait for it."""
-        actor = self._actor.remote()
-        return ActorRun(launch, actor, actor.run.remote(sys.path, self._payload, launch))
+        actor = (self._kind or self._kind_for(launch.index)).remote()
+        return ActorRun(launch, actor, actor.run.remote(sys.path, self._payload, launch, self._keeper))
 
     def wait(self, runs: Sequence[ActorRun], timeout: float) -> list[ActorRun]:
         """The runs that have ended, as soon as one has, at the latest after `timeout` seconds."""
@@ -89,4 +106,6 @@ class Actors(Backend[ActorRun]):
 
     def close(self) -> None:
         """Shuts Ray down if it was started here and nobody else needs it."""
+        if self._keeper is not None and self._ray.is_initialized():
+            self._ray.kill(self._keeper, no_restart=True)
         self._session.close()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torchreplay.arguments import checked_int
 from torchreplay.ray.board import WINDOW, Board
-from torchreplay.ray.named import OneOrNamed, chosen, named_buffers, named_weights
+from torchreplay.ray.named import Fillable, OneOrNamed, chosen, named_buffers, named_weights
 
 REPORT_EVERY: Final = 0.1
 """Seconds from one report of what the function has done to the next, while it looks at `stopped`."""
@@ -20,7 +20,6 @@ MOST_STEPS: Final = 1 << 48
 if TYPE_CHECKING:
     from torch import nn
 
-    from torchreplay.buffer import ReplayBuffer
     from torchreplay.weights import SharedWeights
     from torchreplay.writer import Autoreset, Writer
 
@@ -53,7 +52,7 @@ class ExplorerContext:
 
     def __init__(
         self,
-        buffer: OneOrNamed[ReplayBuffer],
+        buffer: OneOrNamed[Fillable],
         weights: OneOrNamed[SharedWeights] | None = None,
         index: int = 0,
         num_explorers: int = 1,

@@ -57,10 +57,11 @@ class Courier:
         self._heartbeat_due = 0.0
         self._heartbeat_out = False
         self._connect()
-        self._closing = False
+        self._closing = self._giving_up = False
+        self._departure: Any = None  # the last one: the ingest hears of them in order
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._work, name="torchreplay-courier", daemon=True)
-        atexit.register(self._drain)  # before Ray's own, which was registered earlier
+        atexit.register(self.drain)  # before Ray's own, which was registered earlier
         self._thread.start()
 
     # In the threads of those who write.
@@ -118,7 +119,12 @@ class Courier:
         """Ends the thread when all outboxes are empty; does not wait for that."""
         self._closing = True
 
-    def _drain(self) -> None:
+    def give_up(self) -> None:
+        """Drops what the limiter keeps out, from now on: its writers end with `Stopped`."""
+        self._giving_up = True
+        self._events.put(None)
+
+    def drain(self) -> None:
         """Gives rows that were written last their time to arrive when the process ends."""
         if os.getpid() != self._pid:  # a forked child's end is not its parent's
             return
@@ -155,7 +161,8 @@ class Courier:
             logger.exception("rows are no longer sent to the buffer on node %s", self._home.node)
             self._end(f"rows can no longer be sent to the buffer's node: {error}")
         finally:
-            atexit.unregister(self._drain)
+            atexit.unregister(self.drain)
+            self._await_departure()
 
     def _take_events(self) -> bool:
         """Does what has come up; returns whether it is time to send what is too little for a chunk, too."""
@@ -174,6 +181,8 @@ class Courier:
     def _attend(self, outbox: Outbox, sweep: bool) -> None:
         if self.ending:
             outbox.end(self.ending)
+        if self._giving_up and outbox.waiting:
+            outbox.end(f"this process is to end, and its rows wait for {outbox.waiting}")
         if not outbox.ending:
             outbox.cut(sweep)
             self._send_all(outbox)
@@ -233,7 +242,13 @@ class Courier:
         outbox.stage.close()
         if not self.ending:
             with suppress(self._ray.exceptions.RayError):  # then its silence will tell
-                self._depart.remote(outbox.source)
+                self._departure = self._depart.remote(outbox.source)
+
+    def _await_departure(self) -> None:
+        """Returns when the ingest knows that the writers are gone, or after some seconds."""
+        if self._departure is not None and self._ray.is_initialized():
+            with suppress(self._ray.exceptions.RayError):
+                self._ray.wait([self._departure], timeout=FAREWELL)
 
     def _beat(self) -> None:
         """Lets the ingest know who is alive, and hears whether to go on."""

@@ -28,6 +28,13 @@ RETRY: Final = 5.0
 """Seconds after which a shard that could not be made is tried again; twice as many after each of six more failures."""
 
 
+REPEAT: Final = 2.0
+"""Seconds after which an announcement of writers is repeated."""
+
+BELIEF: Final = 20.0
+"""Seconds for which it is believed: then whoever made it is gone."""
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """A shard that can be called.
@@ -131,7 +138,7 @@ class Directory:
         self._streams = 0
         self._lost: dict[int, Lost] = {}
         self._lost_updates = 0
-        self._expecting: set[str] = set()
+        self._expecting: dict[str, float] = {}  # until when each announcement is believed, by the monotonic clock
         self._stopped = False
         self._past: Drew | None = None
 
@@ -162,7 +169,7 @@ class Directory:
             tuple(slot.node for slot in self._slots if slot.ready is not None),
             tuple(self._lost.values()),
             self._lost_updates,
-            bool(self._expecting),
+            any(until > time.monotonic() for until in self._expecting.values()),
             self._stopped,
             self._past,
         )
@@ -242,7 +249,10 @@ class Directory:
 
     def expect(self, token: str, expecting: bool) -> None:
         """Notes that someone says that writers will come, or says so no more."""
-        (self._expecting.add if expecting else self._expecting.discard)(token)
+        now = time.monotonic()
+        self._expecting = {other: until for other, until in self._expecting.items() if until > now and other != token}
+        if expecting:
+            self._expecting[token] = now + BELIEF
 
     def stop(self) -> None:
         """Tells everyone to finish."""

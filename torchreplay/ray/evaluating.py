@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,10 +13,12 @@ import torch
 from torch import nn
 
 from torchreplay.ray.board import Board
+from torchreplay.ray.saving import Saving, content_of
 from torchreplay.ray.scores import Evaluation, Scores
 
 if TYPE_CHECKING:
-    from torchreplay.ray.saving import Saving
+    from torchreplay.ray.mirror import Mirror
+    from torchreplay.ray.page import SharedPage
     from torchreplay.ray.worker import Launch
     from torchreplay.weights import SharedWeights
 
@@ -51,9 +53,19 @@ class Evaluating:
     scores: Scores
     saving: Saving | None
 
-    def run(self, launch: Launch, board: Board) -> EvaluatingRun:
+    @property
+    def pages(self) -> Sequence[SharedPage]:
+        """What was found."""
+        return (self.scores,)
+
+    @property
+    def helper(self) -> Saving | None:
+        """What saves: files, and the buffer, are on the evaluator's own node."""
+        return self.saving
+
+    def run(self, launch: Launch, board: Board, mirror: Mirror | None = None) -> EvaluatingRun:
         """Returns a run that is ready to begin."""
-        return EvaluatingRun(self, board)
+        return EvaluatingRun(self, board, mirror)
 
     def __repr__(self) -> str:
         return repr(self.evaluate)
@@ -64,8 +76,8 @@ class EvaluatingRun:
 
     noticed_stop = False  # an evaluation that is stopped is worth nothing: no need to wait for its end
 
-    def __init__(self, work: Evaluating, board: Board) -> None:
-        self._work, self._board = work, board
+    def __init__(self, work: Evaluating, board: Board, mirror: Mirror | None) -> None:
+        self._work, self._board, self._mirror = work, board, mirror
         self._entry = board.entries[0]
         self._began = time.monotonic()
 
@@ -81,6 +93,9 @@ class EvaluatingRun:
                 self._evaluate(module)
             else:
                 time.sleep(_LOOK_EVERY)
+
+    def give_up(self) -> None:
+        """It waits for nobody."""
 
     def close(self) -> None:
         """Nothing is left open."""
@@ -117,10 +132,20 @@ class EvaluatingRun:
             best=work.scores.is_best(version, mean),
         )
         if work.saving is not None:  # first: what is reported as saved is saved
-            work.saving.save(module, evaluation, work.scores.count + 1)
+            self._save(work.saving, module, evaluation)
         work.scores.add(evaluation)
         self._entry["weight_version"] = version
         self._entry["episodes"] += 1
+
+    def _save(self, saving: Saving, module: nn.Module, evaluation: Evaluation) -> None:
+        names = saving.due(evaluation, self._work.scores.count + 1)
+        if not names:
+            return
+        content = content_of(module, evaluation)
+        if self._mirror is None:
+            saving.write(names, content)
+        else:
+            self._mirror.help("write", names, content)
 
 
 def _seed_everything(seed: int) -> None:

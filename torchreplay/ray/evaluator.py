@@ -17,6 +17,7 @@ from torchreplay.buffer import ReplayBuffer
 from torchreplay.errors import ReplayTimeout
 from torchreplay.ray.evaluating import Evaluate, Evaluating
 from torchreplay.ray.hosting import BackendName, Hosting
+from torchreplay.ray.placement import Placement
 from torchreplay.ray.saving import Saving
 from torchreplay.ray.scores import Evaluation, Scores
 from torchreplay.ray.stats import State
@@ -85,7 +86,8 @@ class Evaluator(Supervised):
         seed: Of each evaluation.
         directory: Where weights are saved whenever the mean return is the best so far: `best.safetensors`, a state dict
             for `safetensors.torch.load_file`, with the result in its metadata. Files are replaced in one step. One
-            that is there stays until something better is found: a new experiment needs a new directory.
+            that is there stays until something better is found: a new experiment needs a new directory. It is of this
+            machine, wherever the worker runs.
         save_every: Evaluations from one numbered save to the next, `version-<number>.safetensors`.
         buffer: A buffer to save with the weights, each time, into `buffer/`.
         max_restarts: Restarts of the worker before it counts as failed; -1 for no limit.
@@ -94,7 +96,7 @@ class Evaluator(Supervised):
         num_cpus: CPUs that Ray reserves.
         num_gpus: GPUs that Ray reserves.
         runtime_env: The worker's environment, as Ray takes it.
-        placement: Ray's scheduling strategy; None for this machine.
+        placement: As for `ExplorerPool`; None for this machine.
 
     Raises:
         ValueError: Neither `every` nor `every_seconds` is given, or a number is out of range.
@@ -127,7 +129,7 @@ class Evaluator(Supervised):
         num_cpus: float = 0,
         num_gpus: float = 0,
         runtime_env: Mapping[str, Any] | None = None,
-        placement: Any = None,
+        placement: Placement = None,
     ) -> None:
         for name, value in (("evaluate", evaluate), ("module", module)):
             if not callable(value):

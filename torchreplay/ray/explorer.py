@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchreplay.ray.board import Board
 from torchreplay.ray.context import ExplorerContext
-from torchreplay.ray.named import OneOrNamed
+from torchreplay.ray.named import Fillable, OneOrNamed, named_buffers
+from torchreplay.ray.remote import RemoteBuffer
 from torchreplay.ray.worker import Launch
 
 if TYPE_CHECKING:
-    from torchreplay.buffer import ReplayBuffer
+    from torchreplay.ray.mirror import Mirror
+    from torchreplay.ray.page import SharedPage
     from torchreplay.weights import SharedWeights
 
 Explore = Callable[[ExplorerContext], object]
@@ -31,11 +34,20 @@ class Exploring:
     """
 
     explore: Explore
-    buffer: OneOrNamed[ReplayBuffer]
+    buffer: OneOrNamed[Fillable]
     weights: OneOrNamed[SharedWeights] | None
     max_weight_sync_delay: int
 
-    def run(self, launch: Launch, board: Board) -> Exploration:
+    @property
+    def pages(self) -> Sequence[SharedPage]:
+        """None: what explorers tell is on the board."""
+        return ()
+
+    @property
+    def helper(self) -> None:
+        """None: all that they need they do themselves."""
+
+    def run(self, launch: Launch, board: Board, mirror: Mirror | None = None) -> Exploration:
         """Returns a run that is ready to begin."""
         ctx = ExplorerContext(
             self.buffer,
@@ -69,6 +81,18 @@ class Exploration:
         """Whether the function was told to finish."""
         return self.ctx.noticed_stop
 
+    def give_up(self) -> None:
+        """Has its writers to other nodes wait no longer for the limiter."""
+        for buffer in self._elsewhere():
+            buffer.give_up()
+
     def close(self) -> None:
-        """Closes its writers."""
-        self.ctx.close()
+        """Closes its writers, and has those to other nodes say farewell: this process may not live much longer."""
+        with ExitStack() as closing:
+            for buffer in self._elsewhere():
+                closing.callback(buffer.drain)
+            closing.callback(self.ctx.close)
+
+    def _elsewhere(self) -> list[RemoteBuffer]:
+        buffers: Iterable[Any] = named_buffers(self.ctx.buffer).values()
+        return [buffer for buffer in buffers if isinstance(buffer, RemoteBuffer)]

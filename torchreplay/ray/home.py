@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from concurrent.futures import Future, wait
 from typing import Any, Final
 
 from torchreplay.errors import AttachError
@@ -99,9 +100,8 @@ class Home:
     def _answer(self, call: Any) -> Any:
         """Waits for the answer to a call, and says so now and then."""
         start = time.monotonic()
-        while True:
-            try:
-                return self._ray.get(call, timeout=LOG_EVERY)
-            except self._ray.exceptions.GetTimeoutError:
-                waited = time.monotonic() - start
-                logger.warning("waiting for an answer from the node %s since %.0f s", self.node, waited)
+        future: Future[Any] = call.future()  # an exception out of a signal's handler does not come through Ray's `get`
+        while not wait([future], LOG_EVERY).done:
+            waited = time.monotonic() - start
+            logger.warning("waiting for an answer from the node %s since %.0f s", self.node, waited)
+        return future.result()

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from torchreplay.arguments import checked_number
 from torchreplay.ray.actors import Actors
 from torchreplay.ray.backend import Backend
+from torchreplay.ray.placement import NAMES, Placement
 from torchreplay.ray.processes import Processes
 
 BackendName: TypeAlias = Literal["ray", "process"]
@@ -28,7 +29,7 @@ class Hosting:
     num_cpus: float = 0
     num_gpus: float = 0
     runtime_env: Mapping[str, Any] | None = None
-    placement: Any = None
+    placement: Placement = None
 
     def __post_init__(self) -> None:
         if self.backend not in get_args(BackendName):
@@ -38,6 +39,11 @@ class Hosting:
             checked_number(name, getattr(self, name), 0)
         if self.runtime_env is not None and not isinstance(self.runtime_env, Mapping):
             raise TypeError(f"runtime_env={self.runtime_env!r}: expected a dict as Ray takes it")
+        if isinstance(self.placement, str) and self.placement not in NAMES:
+            raise ValueError(
+                f"placement={self.placement!r}: expected {', '.join(map(repr, NAMES))}, a scheduling strategy of "
+                "Ray's, or a function of a worker's index that returns one of these"
+            )
         asked = [name for name in ("num_cpus", "num_gpus", "runtime_env", "placement") if getattr(self, name)]
         if self.backend == "process" and asked:
             raise ValueError(

@@ -13,20 +13,24 @@ from torchreplay.weights import SharedWeights
 
 if TYPE_CHECKING:
     from torchreplay.buffer import ReplayBuffer
+    from torchreplay.ray.sharded import ShardedReplay
 
 T = TypeVar("T")
 
 OneOrNamed: TypeAlias = T | Mapping[str, T]
 
+Fillable: TypeAlias = "ReplayBuffer | ShardedReplay"
+"""What explorers write to."""
 
-def named_buffers(given: OneOrNamed[ReplayBuffer]) -> dict[str | None, ReplayBuffer]:
+
+def named_buffers(given: OneOrNamed[Fillable]) -> dict[str | None, Fillable]:
     """Returns the buffers by name; one alone has the name None.
 
     Raises:
         ValueError: It is an empty dict, or one whose keys are no strings.
         TypeError: It is no buffer, or one of several is none.
     """
-    return _named("buffer", given, Configured, "a torchreplay.ReplayBuffer")
+    return _named("buffer", given, Configured, "a torchreplay.ReplayBuffer or a ShardedReplay")
 
 
 def named_weights(given: OneOrNamed[SharedWeights] | None) -> dict[str | None, SharedWeights]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+import threading
 import time
-from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from torchreplay.errors import Stopped
+from torchreplay.ray.directory import REPEAT
 from torchreplay.ray.members import Shards
 from torchreplay.ray.nearby import ShardBuffer
+from torchreplay.ray.session import import_ray
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -51,18 +54,51 @@ def buffer_to_write_to(shards: Shards) -> ShardBuffer:
             time.sleep(_POLL)
 
 
+def nodes_to_write_from(shards: Shards) -> list[str]:
+    """Returns Ray's ids of the nodes on which there is a shard, or one is being made."""
+    table = shards.look()
+    alive = {node["NodeID"] for node in import_ray().nodes() if node["Alive"]}
+    return [node for node in (*(place.node for place in table.places.values()), *table.starting) if node in alive]
+
+
 class Expectation:
-    """The announcement of `ShardedReplay.expect_writers()`: it holds until closed."""
+    """The announcement of `ShardedReplay.expect_writers()`: it holds until closed, or until its process is gone.
+
+    The directory believes it for a while; a thread repeats it in time.
+    """
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
+        self._pid = os.getpid()
         self._token = secrets.token_hex(8)
+        self._closed = threading.Event()
+        self._speaking = threading.RLock()  # a repetition must not come after the end
         shards.ask("expect", self._token, True)
+        threading.Thread(target=self._repeat, name="torchreplay-expectation", daemon=True).start()
 
     def close(self) -> None:
         """No more writers will come. Idempotent."""
-        with suppress(Stopped):
-            self._shards.ask("expect", self._token, False)
+        if os.getpid() != self._pid or self._closed.is_set():  # a forked child's copy is its parent's affair
+            return
+        self._closed.set()
+        with self._speaking:
+            self._say(False)
+
+    def _repeat(self) -> None:
+        heard = True
+        while heard and not self._closed.wait(REPEAT):
+            with self._speaking:
+                heard = not self._closed.is_set() and self._say(True)
+
+    def _say(self, expecting: bool) -> bool:
+        """Returns whether there is anybody left to tell."""
+        if not self._shards.connected:  # or the call would start another Ray
+            return False
+        try:
+            self._shards.ask("expect", self._token, expecting)
+        except (Stopped, import_ray().exceptions.RayError):
+            return False
+        return True
 
     def __enter__(self) -> Expectation:
         return self

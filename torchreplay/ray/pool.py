@@ -12,13 +12,14 @@ from torchreplay.errors import ReplayTimeout, WouldBlockForever
 from torchreplay.ray.context import MOST_EXPLORERS, MOST_ROWS
 from torchreplay.ray.explorer import Explore, Exploring
 from torchreplay.ray.hosting import BackendName, Hosting
-from torchreplay.ray.named import OneOrNamed, named_buffers, named_weights
+from torchreplay.ray.named import Fillable, OneOrNamed, named_buffers, named_weights
+from torchreplay.ray.placement import OverShards, Placement
+from torchreplay.ray.sharded import ShardedReplay
 from torchreplay.ray.stats import ExplorerStats
 from torchreplay.ray.supervised import Supervised
 from torchreplay.ray.supervisor import Mark
 
 if TYPE_CHECKING:
-    from torchreplay.buffer import ReplayBuffer
     from torchreplay.weights import SharedWeights
 
 
@@ -46,8 +47,8 @@ class ExplorerPool(Supervised):
             `backend="process"`: in a module). It should return soon after `ctx.stopped` turns True; `Stopped` raised
             out of it is a good end.
         num_explorers: How many explorers to run, also more than there are cores.
-        buffer: The buffer that they write to; it goes to them as its handle. Or several by name, such as one for each
-            policy of a multi-agent environment, for `ctx.writer(name=...)`.
+        buffer: The buffer that they write to, a `ReplayBuffer` or a `ShardedReplay`; it goes to them as its handle. Or
+            several by name, such as one for each policy of a multi-agent environment, for `ctx.writer(name=...)`.
         weights: Weights for `ctx.pull_weights` and `ctx.weights`, or several by name, for
             `ctx.pull_weights(module, name=...)`.
         max_restarts: Restarts of each explorer before it is dropped; -1 for no limit.
@@ -60,9 +61,12 @@ class ExplorerPool(Supervised):
             run whatever else Ray has reserved; which of them gets a core is the kernel's affair.
         num_gpus: GPUs, or a part of one, that Ray reserves for each explorer.
         runtime_env: Their environment, as Ray takes it, such as `{"env_vars": {...}}`.
-        placement: Where Ray is to run them. None: on this machine, where the buffer's memory is. Otherwise one of Ray's
-            scheduling strategies, such as that of a placement group; an explorer that lands on another machine fails
-            with `AttachError`.
+        placement: Where Ray is to run them. None: on this machine, where the buffer's memory is; of a `ShardedReplay`
+            on the nodes that have shards, in turn. `"LOCAL_FIRST"`: on this machine while it has `num_cpus` and
+            `num_gpus` left, then on others. Or one of Ray's scheduling strategies, such as `"SPREAD"` or that of a
+            placement group. Or a function of the explorer's index that returns one of these, called before each of its
+            runs. Explorers on other nodes than the buffer's have remote writers and fetch the weights: the same calls,
+            `docs/scaling.md`.
         seed: Seed from which every explorer's every run gets a seed of its own (numpy's
             `SeedSequence`); None draws one, to be read from `pool.seed`.
 
@@ -82,7 +86,7 @@ class ExplorerPool(Supervised):
         self,
         explore: Explore,
         num_explorers: int,
-        buffer: OneOrNamed[ReplayBuffer],
+        buffer: OneOrNamed[Fillable],
         weights: OneOrNamed[SharedWeights] | None = None,
         *,
         max_restarts: int = -1,
@@ -92,18 +96,23 @@ class ExplorerPool(Supervised):
         num_cpus: float = 0,
         num_gpus: float = 0,
         runtime_env: Mapping[str, Any] | None = None,
-        placement: Any = None,
+        placement: Placement = None,
         seed: int | None = None,
     ) -> None:
         if not callable(explore):
             raise ValueError(f"explore is a function of an ExplorerContext, not {explore!r}")
         num_explorers = checked_int("num_explorers", num_explorers, 1, MOST_EXPLORERS)
         max_weight_sync_delay = checked_int("max_weight_sync_delay", max_weight_sync_delay, 0, MOST_ROWS)
+        self._buffers = tuple(named_buffers(buffer).values())
+        sharded = [one for one in self._buffers if isinstance(one, ShardedReplay)]
+        if sharded and backend == "process":
+            raise ValueError("backend='process': the shards of a ShardedReplay are reached through Ray, backend='ray'")
+        if sharded and placement is None:
+            placement = OverShards(sharded)
         hosting = Hosting(backend, num_cpus, num_gpus, runtime_env, placement)
         names = [f"explorer {index} of {num_explorers}" for index in range(num_explorers)]
         super().__init__(names, hosting, max_restarts, restart_delay, seed)
         self.buffer, self.weights = buffer, weights
-        self._buffers = tuple(named_buffers(buffer).values())
         named_weights(weights)  # or each explorer would say what is wrong with them
         self.num_explorers = num_explorers
         self._work = Exploring(explore, buffer, weights, max_weight_sync_delay)

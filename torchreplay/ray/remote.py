@@ -173,6 +173,16 @@ class RemoteBuffer(Configured):
         """Lets this object's writers of `extend` go. Idempotent."""
         self._local = threading.local()
 
+    def give_up(self) -> None:
+        """Has this process's writers wait no longer for the limiter: what it keeps out is dropped, with `Stopped`."""
+        if self._connection is not None:
+            self._connection[1].give_up()
+
+    def drain(self) -> None:
+        """Closes this process's writers for good, and returns when the buffer's node knows, or after some seconds."""
+        if self._connection is not None:
+            self._connection[1].drain()
+
     def handle(self) -> Handle:
         """Returns the buffer's own handle."""
         return self._handle

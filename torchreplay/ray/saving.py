@@ -34,24 +34,20 @@ class Saving:
     every: int | None
     buffer: ReplayBuffer | None
 
-    def save(self, module: nn.Module, evaluation: Evaluation, number: int) -> None:
-        """Saves what is due after an evaluation.
+    def due(self, evaluation: Evaluation, number: int) -> list[str]:
+        """Returns the names of the files that are due after an evaluation.
 
         Args:
-            module: The module that was evaluated.
             evaluation: What was found.
             number: Evaluations until now, with this one.
         """
         names = [BEST] if evaluation.best else []
         if self.every is not None and number % self.every == 0:
             names.append(f"version-{evaluation.version:08}.safetensors")
-        if not names:
-            return
-        from safetensors.torch import save
+        return names
 
-        # Tensors of their own: safetensors refuses those that share memory, as tied weights do.
-        state = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in module.state_dict().items()}
-        content = save(state, {name: str(value) for name, value in evaluation.as_dict().items()})
+    def write(self, names: list[str], content: bytes) -> None:
+        """Saves the weights, as `content_of` gives them, under each of these names, and the buffer."""
         self.directory.mkdir(parents=True, exist_ok=True)
         for pattern in (BEST, "version-*.safetensors"):
             remove_unfinished(self.directory, pattern)
@@ -78,3 +74,12 @@ class Saving:
             raise CheckpointError(
                 f"{path} has no weights that an Evaluator saved ({error!r}): choose another directory, or remove it"
             ) from None
+
+
+def content_of(module: nn.Module, evaluation: Evaluation) -> bytes:
+    """Returns a file with a module's weights, and what was found of them in its metadata."""
+    from safetensors.torch import save
+
+    # Tensors of their own: safetensors refuses those that share memory, as tied weights do.
+    state = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in module.state_dict().items()}
+    return save(state, {name: str(value) for name, value in evaluation.as_dict().items()})

@@ -88,6 +88,25 @@ class Scores(SharedPage):
         self._header: npt.NDArray[np.void] = np.frombuffer(memory, _HEADER, count=1)
         self._ring: npt.NDArray[np.void] = np.frombuffer(memory, _SCORE, offset=_HEADER.itemsize)
 
+    def told(self, index: int) -> bytes:
+        """Returns the evaluations, the best, and how many there are."""
+        return self._header.tobytes() + self._ring.tobytes()
+
+    def hear(self, index: int, told: bytes) -> None:
+        """Takes over the evaluations, the best, and how many there are."""
+        header = np.frombuffer(told, _HEADER, count=1)
+        self._ring[:] = np.frombuffer(told, _SCORE, offset=_HEADER.itemsize)
+        for name in ("best_version", "best_return", "count"):  # in this order: see `add`
+            self._header[name] = header[name]
+
+    def orders(self, index: int) -> bytes:
+        """Returns the version that the program waits for."""
+        return self._header["wanted"].tobytes()
+
+    def obey(self, index: int, orders: bytes) -> None:
+        """Takes over the version that the program waits for."""
+        self._header["wanted"] = np.frombuffer(orders, np.int64)
+
     @property
     def count(self) -> int:
         """Evaluations until now."""

@@ -155,7 +155,7 @@ class ShardedReplay(ShardedInspection, Replay):
         """Announces that writers will come, or come back: `sample` then waits for them instead of giving up.
 
         Returns:
-            An object to `close()` when no more will come.
+            An object to `close()` when no more will come; it ends with the process as well, some seconds later.
         """
         return Expectation(self.shards)
 

@@ -43,6 +43,7 @@ class ExplorerStats:
         state: `starting`, `running`, `restarting` (waits for its next try), `finished` (its
             function returned), `failed` (dropped: its restarts are used up) or `stopped`.
         pid: Process id of its present or last run; 0 before the first.
+        node: Ray's id of the node of that run; "" before the first, and of plain processes.
         rows: Rows written through `ctx.writer()`, as of its last heartbeat.
         episodes: Episodes recorded.
         steps: Sum of the recorded episodes' lengths.
@@ -54,7 +55,8 @@ class ExplorerStats:
             a run.
         weight_syncs: How often `ctx.pull_weights` gave it new ones.
         heartbeat_age: Seconds since its last heartbeat: it began, looked at `ctx.stopped` (ten times a second at
-            most), recorded an episode or pulled weights. NaN before the first.
+            most), recorded an episode or pulled weights. NaN before the first. Of an explorer on another node all of
+            this is told twice a second.
         restarts: How often it was restarted.
         last_error: One line about its last failure; None if it never failed.
         last_traceback: The traceback of its last failure; None if it never failed.
@@ -63,6 +65,7 @@ class ExplorerStats:
     index: int
     state: State
     pid: int
+    node: str
     rows: int
     episodes: int
     steps: int
@@ -103,6 +106,7 @@ def explorer_stats(
         index=index,
         state=state,
         pid=int(entry["pid"]),
+        node=bytes(entry["node"]).decode(),
         rows=int(entry["rows"]),
         episodes=episodes,
         steps=int(entry["steps"]),

@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
+from torchreplay.nodes import ray_node
 from torchreplay.ray.backend import Backend
 from torchreplay.ray.board import Board
 from torchreplay.ray.stats import ExplorerFailure, ExplorerStats, State, explorer_stats
@@ -120,6 +121,7 @@ class Supervisor:
         """Set when no worker will run any more."""
         self.interrupted = 0
         """How many did not end by themselves when they were told to."""
+        self._node = ray_node()
         self._stopping = threading.Event()
         self._grace = self._deadline = 0.0
         self._mark: Mark | None = self.expect_writers()
@@ -189,7 +191,7 @@ class Supervisor:
         now = time.monotonic()
         for w in self.workers:
             if w.run is None and not w.over and w.due <= now:
-                self.board.entries[w.index]["pid"] = 0
+                self.board.launch(w.index, w.restarts)
                 w.recorded = self.board.recorded(w.index)
                 launch = Launch(w.index, len(self.workers), self.policy.run_seed(w), w.restarts)
                 try:
@@ -267,7 +269,10 @@ class Supervisor:
         self._await_ends(self._grace)
         for w in self._running():
             self.interrupted += 1
-            self.backend.interrupt(w.run, int(self.board.entries[w.index]["pid"]))
+            if self._is_here(w):
+                self.backend.interrupt(w.run, int(self.board.entries[w.index]["pid"]))
+            else:
+                self.board.interrupt(w.index)
         self._await_ends(self._deadline)
         for w in self._running():
             logger.warning("%s was told to stop, did not return in time and was killed", self.names[w.index])
@@ -275,7 +280,11 @@ class Supervisor:
             self._settle(w, Outcome("ended"))
         for w in self.workers:
             w.state = w.state if w.over else "stopped"
-        self.backend.await_exit([int(entry["pid"]) for entry in self.board.entries])
+        self.backend.await_exit([int(self.board.entries[w.index]["pid"]) for w in self.workers if self._is_here(w)])
+
+    def _is_here(self, w: Worker) -> bool:
+        """Whether its process is on this node: elsewhere the same pid is another's."""
+        return self.board.is_on(w.index, self._node)
 
     def _running(self) -> list[Worker]:
         return [w for w in self.workers if w.run is not None]
