@@ -6,6 +6,8 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -33,7 +35,11 @@ def evaluations(done):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def explanation(name, cwd):
+def explanation(name, monkeypatch, capsys):
     """What it says when it is asked for help: (how many flags it explains, all the words)."""
-    text = succeed(name, cwd, "--help", timeout=60).stdout
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as done:
+        imported("command_line", monkeypatch).parse(imported(name, monkeypatch).Args)
+    assert done.value.code == 0
+    text = capsys.readouterr().out
     return sum(line.lstrip().startswith("--") for line in text.splitlines()), " ".join(text.split())

@@ -35,9 +35,8 @@ def test_a_short_run_shows_its_throughput_and_at_most_7200_bytes_a_transition(tm
     assert [path.name for path in tmp_path.iterdir()] == ["apex_atari.png"]
 
 
-@pytest.mark.soak
-def test_every_flag_is_explained(tmp_path):
-    flags, words = explanation(NAME, tmp_path)
+def test_every_flag_is_explained(monkeypatch, capsys):
+    flags, words = explanation(NAME, monkeypatch, capsys)
     assert flags >= 24
     assert "name of the game's ROM in ale-py, such as ms_pacman (default: pong)" in words
 

@@ -101,7 +101,9 @@ def test_only_bools_go_into_a_bool_field(value):
         assert writer.append(b=np.bool_(True)) == 0
 
 
-@pytest.mark.parametrize("priority", [float("nan"), float("inf"), -float("inf"), "high", object(), 1j, 10**400, [1.0], torch.ones(2)])
+@pytest.mark.parametrize(
+    "priority", [float("nan"), float("inf"), -float("inf"), "high", object(), 1j, 10**400, [1.0], torch.ones(2)]
+)
 def test_a_bad_priority_is_refused(buffer, priority):
     with buffer.writer() as writer, pytest.raises(ValueError, match="the priority is"):
         writer.append(**good_row(), priority=priority)

@@ -36,9 +36,8 @@ def test_without_the_demonstration_it_is_not_found_in_as_many_steps(tmp_path):
     assert all(line["share"] == 0 and -0.01 <= line["mean_return"] <= 0 for line in lines)
 
 
-@pytest.mark.soak
-def test_it_explains_every_flag(tmp_path):
-    _, words = explanation(NAME, tmp_path)
+def test_it_explains_every_flag(monkeypatch, capsys):
+    _, words = explanation(NAME, monkeypatch, capsys)
     assert "learner steps between two evaluations (default: 100)" in words
     assert "share of each batch that is the demonstration; 0: none (default: 0.25)" in words
 

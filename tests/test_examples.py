@@ -32,8 +32,8 @@ def test_an_example_prints_one_json_line_per_evaluation_and_leaves_a_picture(nam
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_example_explains_every_flag(name, tmp_path):
-    flags, words = explanation(name, tmp_path)
+def test_an_example_explains_every_flag(name, monkeypatch, capsys):
+    flags, words = explanation(name, monkeypatch, capsys)
     assert flags >= 18
     assert "learner steps between two evaluations (default: 250)" in words
 

@@ -40,9 +40,8 @@ def test_a_picture_takes_runs_with_and_without_hindsight(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["picture.png"]
 
 
-@pytest.mark.soak
-def test_it_explains_every_flag(tmp_path):
-    _, words = explanation(NAME, tmp_path)
+def test_it_explains_every_flag(monkeypatch, capsys):
+    _, words = explanation(NAME, monkeypatch, capsys)
     assert "learner steps between two evaluations (default: 1000)" in words
     assert "--no-hindsight" in words
 

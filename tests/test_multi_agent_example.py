@@ -45,9 +45,8 @@ def test_it_prints_one_json_line_per_evaluation(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.soak
-def test_it_explains_every_flag(tmp_path):
-    _, words = explanation(NAME, tmp_path)
+def test_it_explains_every_flag(monkeypatch, capsys):
+    _, words = explanation(NAME, monkeypatch, capsys)
     assert "learner steps between two evaluations (default: 250)" in words
 
 

@@ -39,9 +39,8 @@ def test_an_unknown_network_is_refused_by_name(tmp_path):
     assert "unknown networks: transformer" in done.stderr
 
 
-@pytest.mark.soak
-def test_the_example_explains_every_flag(tmp_path):
-    flags, words = explanation(NAME, tmp_path)
+def test_the_example_explains_every_flag(monkeypatch, capsys):
+    flags, words = explanation(NAME, monkeypatch, capsys)
     assert flags >= 18
     assert "learner steps between two evaluations (default: 100)" in words
 
