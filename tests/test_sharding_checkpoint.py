@@ -187,6 +187,7 @@ def test_a_save_killed_at_40_random_moments_leaves_a_checkpoint_that_loads(clust
     kill_saves(cluster, tmp_path, 40)
 
 
+@pytest.mark.soak
 def test_a_shard_lost_during_a_save_leaves_the_checkpoint_before_and_the_next_save_has_what_is_left(cluster, tmp_path):
     with ShardedReplay(SPEC, 400, nodes=cluster.node_ids) as replay:
         keys = write_on_both(cluster, replay, (200, 200))
@@ -282,6 +283,7 @@ def test_a_part_that_is_missing_or_a_damaged_description_is_an_error(cluster, sa
     eventually(lambda: not cluster.actors("Directory"))  # of one that could not be loaded
 
 
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists")  # Lightning remarks on a run that is resumed
 def test_lightning_saves_it_beside_its_checkpoints_and_brings_it_back(cluster, tmp_path):
     lightning = pytest.importorskip("pytorch_lightning")

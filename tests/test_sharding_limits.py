@@ -33,6 +33,7 @@ def inserted_before(replay):
     return replay.shards.table.rule.inserted_before
 
 
+@pytest.mark.soak
 def test_explorers_of_all_nodes_keep_to_one_that_is_set_later_without_a_learner(cluster):
     with ShardedReplay(SPEC, 2000, limiter=HELD, seed=1) as replay:
         task = cluster.ray.remote(write_until_stopped)

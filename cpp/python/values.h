@@ -125,7 +125,9 @@ class Priorities {
   static double number(PyObject* o) {
     const double priority = PyFloat_AsDouble(o);
     if (priority != -1 || !PyErr_Occurred()) return priority;
-    if (!PyErr_ExceptionMatches(PyExc_Exception)) throw PythonError{};  // such as Ctrl-C in its __float__
+    const bool refused = PyErr_ExceptionMatches(PyExc_TypeError) || PyErr_ExceptionMatches(PyExc_ValueError) ||
+                         PyErr_ExceptionMatches(PyExc_OverflowError) || is_tensor(o);  // of several numbers
+    if (!refused) throw PythonError{};  // such as Ctrl-C in its __float__
     PyErr_Clear();
     throw std::invalid_argument(
         "the priority is not one number that a float holds: expected a finite number, or None for the largest one "
