@@ -72,8 +72,8 @@ class DrawAhead {
   }
 
   // Takes the oldest order, once it is drawn: kDone. kWait: not yet after `ns`, or, at once, when the thread has found
-  // anew that it must wait for items: then `shortage` tells how many. Otherwise the draw cannot be made, nor can those
-  // after it. Rethrows what the thread threw.
+  // anew that it must wait for items: then `shortage` tells how many. kBarren: it waits for items, and the ring turned
+  // without completing one. Otherwise the draw cannot be made, nor can those after it. Rethrows what the thread threw.
   Draw take(int64_t ns, std::optional<Shortage>& shortage) {
     shortage.reset();
     std::unique_lock lock(mutex_);
@@ -88,7 +88,10 @@ class DrawAhead {
     }
     if (error_) std::rethrow_exception(error_);
     if (outcome_ != Draw::kDone) return outcome_;
-    if (short_ && std::exchange(short_->news, false)) shortage = short_->shortage;
+    if (short_ && std::exchange(short_->news, false)) {
+      if (short_->barren) return Draw::kBarren;
+      shortage = short_->shortage;
+    }
     return Draw::kWait;
   }
 
@@ -169,8 +172,9 @@ class DrawAhead {
   // What the draw that waits needs.
   struct Short {
     Shortage shortage;
-    uint32_t seen = 0;  // rows_signal when it was found
-    bool news = true;   // nobody was told
+    uint32_t seen = 0;    // rows_signal when it was found
+    bool barren = false;  // the ring turned without completing an item
+    bool news = true;     // nobody was told
   };
 
   // Draws that have not happened, and the demand of the one that waited. Where the memory's lock does not come free
@@ -287,8 +291,8 @@ class DrawAhead {
           sampler.sample(order.n, order.beta, order.name, order.out, shortage, {.until_stopped = true});
       if (sampler.pending()) reclaim_dead(memory_);
       demanded_ = outcome != Draw::kDone;
-      if (outcome != Draw::kWait) return outcome;
-      wait_for_rows({shortage, seen});
+      if (outcome != Draw::kWait && outcome != Draw::kBarren) return outcome;
+      wait_for_rows({shortage, seen, outcome == Draw::kBarren});
       if (ending()) throw Interrupted{};
       futex_wait(h.rows_signal, seen, kSliceNs);
       if (ending()) throw Interrupted{};

@@ -23,7 +23,7 @@ struct DrawName {
 enum class Draw {
   kDone,
   kWait,     // the limiter wants more items, or none can be drawn yet
-  kBarren,   // a whole turn of rows completed no item: waiting is in vain
+  kBarren,   // whole turns of rows completed no item: waiting is in vain, unless they were not looked at
   kStopped,  // the buffer was
   kLapped,   // the ring turns faster than a batch is copied
 };

@@ -3,6 +3,8 @@
 import itertools
 import random
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -136,6 +138,24 @@ def test_a_ring_that_turns_twice_without_completing_an_item_of_a_trajectory_says
     with pytest.raises(RuntimeError, match=rf"without completing an item: {message}.* 64 rows"):
         buffer.sample(1, timeout=60)
     assert buffer.stats().sampled == 0
+
+
+@pytest.mark.parametrize("prefetch", [None, 2])
+def test_a_ring_that_was_without_a_complete_item_for_an_instant_is_waited_for(prefetch):
+    buffer = buffer_of(tr.Transitions(n_step=8), capacity=64)
+    for _ in itertools.islice(steps_in_lanes(buffer, lanes=8), 32):  # turns that complete nothing
+        pass
+
+    def complete_some():
+        time.sleep(0.3)
+        for _ in itertools.islice(steps_in_lanes(buffer, lanes=1), 32):
+            pass
+
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(complete_some)
+        batch = buffer.sample(4) if prefetch is None else next(iter(tr.ReplayDataset(buffer, 4, prefetch=prefetch)))
+        done.result()
+    assert len(batch["key"]) == 4
 
 
 @endless

@@ -138,21 +138,31 @@ class Drawing:
 
     def _check_shortage(self, result: Any, batch_size: int, wait: Wait) -> None:
         """Raises unless `result`, which the native core gave instead of a batch, says that waiting may help."""
-        view, capacity = self._config.view, self._config.capacity
         if result == "stopped":
             raise Stopped("the replay buffer was stopped")
+        trouble = self._trouble(result, batch_size)
+        if trouble is None:
+            wait.check_rows(*result)
+        elif result == "barren":
+            wait.check_turns(trouble)
+        else:
+            raise RuntimeError(trouble)
+
+    def _trouble(self, result: Any, batch_size: int) -> str | None:
+        """Returns why there is no batch; None where all that is missing is items."""
+        view, capacity = self._config.view, self._config.capacity
         if result == "barren":
-            raise RuntimeError(
+            return (
                 f"the ring turned without completing an item: {view} needs {view.rows_of_an_item} rows "
                 f"of one stream at a time, and all writers' lanes share the {capacity:,} rows. Choose a "
                 f"larger capacity or fewer lanes, and see that episodes end with a flag"
             )
         if result == "lapped":
-            raise RuntimeError(
+            return (
                 f"the ring turns faster than a batch is copied: {capacity:,} rows against batches of "
                 f"{batch_size:,}. Choose a larger capacity, or slow the explorers with SamplesPerInsert"
             )
-        wait.check_rows(*result)
+        return None
 
     def update_priorities(self, batch_or_keys: ReplayBatch | Any, td: Any) -> None:
         """Feeds TD errors back to exactly the items they were computed from.

@@ -30,6 +30,9 @@ RETURN_GRACE = 5.0
 STARTUP_GRACE = 120.0
 """Seconds for which a learner waits for the first writer of a buffer that was handed to other processes."""
 
+IN_VAIN = 1.0
+"""Seconds for which a ring must be seen without a complete item before a learner believes that it completes none."""
+
 LOG_EVERY = 10.0
 """Seconds between two warnings of one long wait."""
 
@@ -55,6 +58,7 @@ class Wait:
         self._segment = segment
         self._timeout = None if checked_timeout(timeout) == math.inf else timeout
         self._log_at = LOG_EVERY
+        self._barren_since: float | None = None
         self._start = time.monotonic()
 
     @property
@@ -87,6 +91,7 @@ class Wait:
             WouldBlockForever: No writer is left.
             ReplayTimeout: The deadline has passed.
         """
+        self._barren_since = None
         census = self._segment.census(threading.active_count() > 1)
         figures = (
             f"{inserted:,} items were inserted, {needed:,} are needed and {drawable:,} can be drawn; writers alive: "
@@ -97,6 +102,23 @@ class Wait:
         if self.expired:
             raise ReplayTimeout(f"no batch within {self._timeout} s: {figures}")
         self._tell("rows", figures)
+
+    def check_turns(self, trouble: str) -> None:
+        """Gives up a wait for items that the ring does not complete, however often it turns.
+
+        A small ring that turns fast may be without a complete item at one look, and another: it counts when it was so
+        at each, for `IN_VAIN` seconds.
+
+        Raises:
+            RuntimeError: It was; `trouble` says what it means.
+            ReplayTimeout: The deadline has passed before that.
+        """
+        now = time.monotonic()
+        self._barren_since = now if self._barren_since is None else self._barren_since
+        if now - self._barren_since >= IN_VAIN:
+            raise RuntimeError(trouble)
+        if self.expired:
+            raise ReplayTimeout(f"no batch within {self._timeout} s: {trouble}")
 
     def check_delivery(self, waiting_for: str) -> None:
         """Says, now and then, what keeps the rows of a remote writer from being taken."""

@@ -110,10 +110,4 @@ class Candidates:
         )
 
     def _trouble(self, result: object, n: int) -> str | None:
-        if not isinstance(result, str) or result == "stopped":
-            return None
-        try:
-            self._buffer._check_shortage(result, n, None)  # type: ignore[arg-type]  # it raises before it would wait
-        except RuntimeError as error:
-            return str(error)
-        return None
+        return self._buffer._trouble(result, n)
