@@ -1,5 +1,6 @@
 """What every test runs under: one torch thread, repeatable examples, no GPU tests without a GPU, nothing left over,
-counts at the end. And the path of a buffer in a file, a Ray of two CPUs, what pools run on, Lightning's two names."""
+counts at the end. And the path of a buffer in a file, a Ray of two CPUs, a cluster of two nodes, what pools run on,
+Lightning's two names."""
 
 import gc
 import logging
@@ -51,6 +52,18 @@ def ray():
     )
     yield ray
     ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A Ray cluster of two nodes, of which the other one knows the rows of sharded buffers too."""
+    pytest.importorskip("ray")
+    import sharded_rows
+    from cluster import ray_cluster
+
+    with ray_cluster(1) as cluster:
+        cluster.ray.cloudpickle.register_pickle_by_value(sharded_rows)  # workers have no tests to import it from
+        yield cluster
 
 
 @pytest.fixture(scope="module", params=["ray", "process"])

@@ -2,9 +2,7 @@
 
 import numpy as np
 import pytest
-import sharded_rows
 import torch
-from cluster import ray_cluster
 from forked import eventually
 from late_copies import OnDevice, send_late
 from lightning_learner import fit, make_learner
@@ -19,13 +17,6 @@ ALPHA, EPS, BETA = 0.6, 1e-6, 0.4
 STEPS = {"obs": tr.Field((3,)), "action": tr.Field(), "reward": tr.Field()}
 STEPS |= {"terminated": tr.Field((), torch.bool), "truncated": tr.Field((), torch.bool)}
 ROWS = ((0, 0, 300), (0, 1, 20), (1, 0, 5), (1, 1, 40))  # node, explorer, rows: very unequal shards
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with ray_cluster(1) as cluster:
-        cluster.ray.cloudpickle.register_pickle_by_value(sharded_rows)  # workers have no tests to import it from
-        yield cluster
 
 
 @pytest.fixture(scope="module")

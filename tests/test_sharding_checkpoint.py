@@ -7,9 +7,7 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-import sharded_rows
 import torch
-from cluster import ray_cluster
 from forked import eventually
 from lightning_learner import QUIET, make_learner
 from sharded_rows import SPEC, assert_intact, image, write
@@ -26,13 +24,6 @@ SAMPLER = tr.Prioritized(alpha=0.7, beta=0.5)
 LIMITER = tr.SamplesPerInsert(8.0, min_size=50)
 COUNTED = ("size", "drawable", "inserted", "sampled", "draws", "updated", "rows_written", "stale_updates", "rows_lost")
 COUNTED += ("lost_updates", "evicted_unsampled", "shards_missing")
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with ray_cluster(1) as cluster:
-        cluster.ray.cloudpickle.register_pickle_by_value(sharded_rows)  # workers have no tests to import it from
-        yield cluster
 
 
 @pytest.fixture(scope="module")

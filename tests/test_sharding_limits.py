@@ -1,8 +1,6 @@
 """The limiter of a `ShardedReplay`, set to another one while explorers and learners of two nodes are at work."""
 
 import pytest
-import sharded_rows
-from cluster import ray_cluster
 from forked import eventually
 from sharded_rows import SPEC, rows_of, write_until_stopped
 
@@ -15,13 +13,6 @@ HELD = tr.SamplesPerInsert(1.0, min_size=100, tolerance=0.5)
 BATCH = 128
 MOVED = 75
 """Half of them, which a look at the statistics may move from one node to the other."""
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with ray_cluster(1) as cluster:
-        cluster.ray.cloudpickle.register_pickle_by_value(sharded_rows)  # workers have no tests to import it from
-        yield cluster
 
 
 def inserted(replay):

@@ -6,22 +6,13 @@ import signal
 
 import numpy as np
 import pytest
-import sharded_rows
 import torch
-from cluster import ray_cluster
 from forked import eventually
 from sharded_rows import SPEC, assert_intact, shards_of, write, write_until_stopped
 
 import torchreplay as tr
 from torchreplay.ray import ShardedReplay, ShardLost
 from torchreplay.ray.union import KEY_BITS
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with ray_cluster(1) as cluster:
-        cluster.ray.cloudpickle.register_pickle_by_value(sharded_rows)  # workers have no tests to import it from
-        yield cluster
 
 
 def rows_by_node(replay):

@@ -6,9 +6,7 @@ import signal
 
 import numpy as np
 import pytest
-import sharded_rows
 import torch
-from cluster import ray_cluster
 from forked import eventually
 from late_copies import StagedDataset
 from sharded_rows import SPEC, assert_follows, assert_intact, shards_of, write, write_until_stopped
@@ -22,13 +20,6 @@ from torchreplay.ray.union import KEY_BITS
 
 ALPHA, EPS, BETA = 0.6, 1e-6, 0.4
 BATCH = 1024  # of 280 bytes: Ray would carry it through the object store
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with ray_cluster(1) as cluster:
-        cluster.ray.cloudpickle.register_pickle_by_value(sharded_rows)  # workers have no tests to import it from
-        yield cluster
 
 
 def shard_on(cluster, node):

@@ -282,6 +282,13 @@ BOOST_AUTO_TEST_CASE(learners_of_short_steps_apply_their_feedback_themselves) {
   BOOST_TEST(feedback.keys == learner[0].keys);
 }
 
+// What they are when the first batch has been fed back.
+std::vector<float> leaves_after_one_feedback() {
+  auto m = buffer_of(50);
+  apply_to(*m, feedback_to(draw_in_turn(*m, 1)[0], 0));
+  return leaves(*m);
+}
+
 // One batch has been drawn, and there is one more order; its feedback is with the thread.
 void hand_one_over(Learner& learner) {
   learner.order();
@@ -292,25 +299,21 @@ void hand_one_over(Learner& learner) {
 }
 
 BOOST_AUTO_TEST_CASE(any_thread_that_settles_finds_what_was_handed_over_applied) {
-  auto reference = buffer_of(50);
-  apply_to(*reference, feedback_to(draw_in_turn(*reference, 1)[0], 0));
   auto m = buffer_of(50);
   Learner learner(*m);
   hand_one_over(learner);
   std::thread([&] {
     learner.settle();
-    BOOST_TEST(leaves(*m) == leaves(*reference));
+    BOOST_TEST(leaves(*m) == leaves_after_one_feedback());
   }).join();
 }
 
 BOOST_AUTO_TEST_CASE(closing_applies_what_was_handed_over) {
-  auto reference = buffer_of(50);
-  apply_to(*reference, feedback_to(draw_in_turn(*reference, 1)[0], 0));
   auto m = buffer_of(50);
   Learner learner(*m);
   hand_one_over(learner);
   learner.ahead.close();
-  BOOST_TEST(leaves(*m) == leaves(*reference));
+  BOOST_TEST(leaves(*m) == leaves_after_one_feedback());
   BOOST_TEST(learner.backlog.empty());
 }
 
@@ -338,8 +341,6 @@ BOOST_AUTO_TEST_CASE(what_an_interrupted_closing_leaves_is_applied_by_the_next_o
 }
 
 BOOST_AUTO_TEST_CASE(what_was_handed_over_does_not_wait_for_rows_with_a_draw) {
-  auto reference = buffer_of(50);
-  apply_to(*reference, feedback_to(draw_in_turn(*reference, 1)[0], 0));
   auto m = buffer_of(50);
   Learner learner(*m);
   {
@@ -353,7 +354,7 @@ BOOST_AUTO_TEST_CASE(what_was_handed_over_does_not_wait_for_rows_with_a_draw) {
     BOOST_REQUIRE(learner.ahead.hand_over(feedback));
   }
   learner.settle();
-  BOOST_TEST(leaves(*m) == leaves(*reference));
+  BOOST_TEST(leaves(*m) == leaves_after_one_feedback());
   BOOST_TEST((learner.take(kSecond / 1000) == Draw::kWait));
   Feedback feedback = feedback_to(learner[0], 1);
   BOOST_TEST(!learner.ahead.hand_over(feedback));

@@ -48,7 +48,7 @@ class ShardedInspection(Configured):
         return self.shards.look().rule.limiter
 
     @limiter.setter
-    def limiter(self, limiter: Limiter) -> None:
+    def limiter(self, limiter: Limiter | None) -> None:
         self._require_open()
         default: Limiter = MinSize()
         self.shards.set_limiter(checked_kind("limiter", limiter, default, (MinSize, SamplesPerInsert)))
