@@ -2,9 +2,7 @@
 
 import os
 import signal
-import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,15 +12,7 @@ from numbered_rows import assert_intact, is_running, make_buffer, row
 from safetensors.torch import load_file
 
 import torchreplay as tr
-from torchreplay.config import Config
-from torchreplay.ray import AsyncReplay, Evaluator, ExplorerPool, ShardedReplay, node_shard
-from torchreplay.ray import board as board_module
-from torchreplay.ray import directory as directory_module
-from torchreplay.ray.board import ENTRY, Board
-from torchreplay.ray.directory import BELIEF, Directory
-from torchreplay.ray.mirror import PageKeeper
-from torchreplay.ray.node_shard import Expectation
-from torchreplay.ray.scores import Evaluation, Scores
+from torchreplay.ray import AsyncReplay, Evaluator, ExplorerPool, ShardedReplay
 
 STARTUP = 150.0  # seconds: processes that import torch on a machine that is busy with other things
 SHARED = {name: tr.Field((), torch.int64) for name in ("explorer", "seed", "count")}
@@ -293,132 +283,3 @@ def cluster_node():
 
 def numbered(count):
     return {name: torch.as_tensor(value) for name, value in row(0, 0, count).items()}
-
-
-# Announcements of writers
-
-
-@pytest.mark.soak
-def test_an_announcement_of_writers_ends_with_the_process_that_made_it(cluster):
-    class Announcer:
-        def __init__(self, replay):
-            self.expectation = replay.expect_writers()
-
-        def pid(self):
-            return os.getpid()
-
-    with ShardedReplay(SHARED, 100, nodes=cluster.node_ids[:1]) as replay:
-        announcer = cluster.ray.remote(Announcer).options(**cluster.on(1)).remote(replay)
-        pid = cluster.ray.get(announcer.pid.remote())
-        with pytest.raises(tr.ReplayTimeout):
-            replay.sample(1, timeout=BELIEF * 1.5)  # it is repeated
-        assert replay.shards.look().expected
-        os.kill(pid, signal.SIGKILL)
-        eventually(lambda: not replay.shards.look().expected)
-        kept = replay.expect_writers()
-        assert replay.shards.look().expected
-        kept.close()
-        kept.close()
-        assert not replay.shards.look().expected
-
-
-def test_announcements_are_believed_for_a_while_and_each_by_itself(monkeypatch):
-    clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(directory_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    directory = Directory(Config.of(SHARED, 10, None, None, None), [], [], False, 0, None)
-    assert not directory.table().expected
-    directory.expect("one", True)
-    clock.now += BELIEF / 2
-    directory.expect("two", True)
-    clock.now += BELIEF / 2 + 1
-    assert directory.table().expected  # the second one
-    directory.expect("two", False)
-    assert not directory.table().expected
-    directory.expect("one", True)
-    assert directory.table().expected
-    clock.now += BELIEF + 1
-    assert not directory.table().expected
-
-
-def test_an_announcement_is_repeated_until_it_is_closed(monkeypatch):
-    monkeypatch.setattr(node_shard, "REPEAT", 0.001)
-    said = []
-    shards = SimpleNamespace(connected=True, ask=lambda what, token, expecting: said.append((token, expecting)))
-    with Expectation(shards):
-        eventually(lambda: len(said) > 5)
-    assert [expecting for _, expecting in said[-3:]] == [True, True, False]
-    assert len({token for token, _ in said}) == 1
-    count = len(said)
-    eventually(lambda: not any(thread.name == "torchreplay-expectation" for thread in threading.enumerate()))
-    assert len(said) == count
-
-
-# Pages and their copies, without a cluster
-
-
-class Copies:
-    """A board and scores, copies of them as on another node with another clock, and the keeper between them."""
-
-    def __init__(self, monkeypatch, ahead=1e6):
-        self.board, self.scores = Board(3), Scores()
-        self.far_board, self.far_scores = Board(3), Scores()
-        self.keeper = PageKeeper(None, self.board, self.scores)
-        self._clock, self._ahead, self._patch = time.monotonic, ahead, monkeypatch
-
-    def there(self, call):
-        """Calls a function by the other node's clock."""
-        with self._patch.context() as patch:
-            patch.setattr(board_module, "time", SimpleNamespace(monotonic=lambda: self._clock() + self._ahead))
-            return call()
-
-    def exchange(self, index, run):
-        told = self.there(lambda: [page.told(index) for page in (self.far_board, self.far_scores)])
-        answer = self.keeper.exchange(index, run, told)
-        if answer is not None:
-            for page, orders in zip((self.far_board, self.far_scores), answer, strict=True):
-                page.obey(index, orders)
-        return answer
-
-
-def test_what_a_worker_writes_comes_home_and_what_the_pool_orders_goes_out(monkeypatch):
-    copies = Copies(monkeypatch)
-    copies.board.launch(1, run=4)
-    copies.scores.wanted = 9
-    entry = copies.far_board.entries[1]
-    for number, column in enumerate(name for name in ENTRY.names if name != "node"):
-        entry[column] = number + 1
-    entry["node"] = b"ab" * 28
-    entry["heartbeat"] = time.monotonic() + 1e6 - 5
-    result = Evaluation(3, 2, 1.5, 0.5, 1.0, 2.0, 0.1, best=True)
-    copies.far_scores.add(result)
-    assert copies.exchange(1, 4) is not None
-    at_home = copies.board.entries[1]
-    for column in ENTRY.names:
-        if column != "heartbeat":
-            assert at_home[column].tolist() == entry[column].tolist(), column
-    assert 5 <= time.monotonic() - at_home["heartbeat"] < 5 + STARTUP
-    assert not copies.board.entries[0]["rows"]
-    assert not copies.board.entries[2]["rows"]
-    assert copies.scores.since(0) == ([result], 1)
-    assert (copies.scores.best_return, copies.scores.wanted, copies.far_scores.wanted) == (1.5, 9, 9)
-    assert not copies.far_board.stopped
-    copies.board.stopped = True
-    copies.board.interrupt(1)
-    copies.exchange(1, 4)
-    assert copies.far_board.stopped
-    assert [copies.far_board.is_interrupted(index) for index in range(3)] == [False, True, False]
-
-
-def test_a_worker_that_has_a_successor_is_not_heard(monkeypatch):
-    copies = Copies(monkeypatch)
-    copies.board.launch(0, run=0)
-    copies.far_board.entries[0]["pid"] = copies.far_board.entries[0]["rows"] = 7
-    assert copies.exchange(0, 0) is not None
-    assert copies.board.entries[0]["pid"] == 7
-    copies.board.launch(0, run=1)
-    assert copies.exchange(0, 0) is None
-    assert copies.keeper.enter(0, 0) is None
-    assert copies.board.entries[0]["pid"] == 0
-    board, _ = copies.keeper.enter(0, 1)
-    copies.far_board.hear(0, board[0])
-    assert copies.far_board.entries[0]["rows"] == 7  # the successor goes on counting

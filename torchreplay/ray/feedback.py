@@ -86,7 +86,7 @@ class Feedback:
         with self._lock:
             while len(self._calls) > most:
                 number, count, call = self._calls.popleft()
-                if not self._shards.collect({number: call}):
+                if not self._shards.calls.collect({number: call}):
                     self._shards.tell("dropped", count)
 
     def _checked_keys(self, given: Any) -> NDArray[np.int64]:

@@ -53,8 +53,8 @@ class Shards:
 
     def __init__(self, name: str) -> None:
         self._lookup = Lookup(name)
-        self._calls = Calls(self.lose, self._name)
-        self._reports = Reports(self._calls)
+        self.calls = Calls(self.lose, self._name)
+        self._reports = Reports(self.calls)
         self._attachment = Attachment()
         self._union_limiter: UnionLimiter | None = None
         self._stream = -1
@@ -143,7 +143,9 @@ class Shards:
         """Tells everyone that the shards hold the rows of a checkpoint now; arguments are those of the directory's."""
         with self._lock:
             self.detach()
-            told = self.collect({place.number: place.actor.stats.remote() for place in self.table.places.values()})
+            told = self.calls.collect(
+                {place.number: place.actor.stats.remote() for place in self.table.places.values()}
+            )
             inserted = sum(stats.inserted for stats in told.values()) + sum(one.inserted for one in lost)
             self._adopt(self._lookup.table("restored", numbers, seed, counts, lost, limiter, inserted))
         self.exchange()  # which says to each shard how many it may admit
@@ -231,7 +233,7 @@ class Shards:
                 )
                 for number, place in self.table.places.items()
             }
-        return self._note(self.collect(calls))
+        return self._note(self.calls.collect(calls))
 
     def update(self, number: int, keys: NDArray[np.int64], td: NDArray[np.float64]) -> Any:
         """Has TD errors applied by a shard, which come after the draws that it was asked for.
@@ -254,22 +256,6 @@ class Shards:
 
     # Answers
 
-    def fetch(self, calls: Iterable[Any]) -> None:
-        """Has those answers that are there brought to this node, without waiting for them."""
-        self._calls.fetch(calls)
-
-    def collect(self, calls: Mapping[int, Any], wait: Wait | None = None) -> dict[int, Any]:
-        """Returns what the shards called answer, by number; those that are lost meanwhile are left out.
-
-        Args:
-            calls: What the answers will be got by.
-            wait: How long it may take; None: as long as the shards are there.
-
-        Raises:
-            ReplayTimeout: One takes too long.
-        """
-        return self._calls.collect(calls, wait)
-
     def hear(self, calls: Mapping[int, Any], wait: Wait) -> Answers:
         """Waits for what shards answer to an order. Those that are lost meanwhile are left out.
 
@@ -278,7 +264,7 @@ class Shards:
             RuntimeError: One can never draw.
             Stopped: The buffer was stopped.
         """
-        answers = self._note(self.collect(calls, wait))
+        answers = self._note(self.calls.collect(calls, wait))
         for number, (figures, _) in answers.items():
             if figures.trouble is not None:
                 raise RuntimeError(f"shard {number}: {figures.trouble}")
@@ -289,7 +275,7 @@ class Shards:
     def exchange(self) -> None:
         """Looks at the table and hears all shards' figures, also after the buffer was stopped."""
         places = self.look().places
-        self._note(self.collect(self.order(dict.fromkeys(places, 0), 0)))
+        self._note(self.calls.collect(self.order(dict.fromkeys(places, 0), 0)))
 
     def census(self, unused_count_as_others: bool, /) -> Census:
         """Returns who takes part, in the terms of a buffer's own census."""
@@ -328,7 +314,7 @@ class Shards:
         return table
 
     def _handle_of(self, place: Place, wait: Wait | None) -> Handle | None:
-        told = self.collect({place.number: place.actor.handle.remote()}, wait)
+        told = self.calls.collect({place.number: place.actor.handle.remote()}, wait)
         return told.get(place.number)
 
     def _name(self, number: int) -> str:

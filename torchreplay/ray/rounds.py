@@ -182,7 +182,7 @@ class RoundStream:
                 self._order(wait)
                 ordered = self._ahead.popleft()
                 # They travel while this batch is made, and while its user works.
-                self._draws.shards.fetch(call for later in self._ahead for call in later.calls)
+                self._draws.shards.calls.fetch(call for later in self._ahead for call in later.calls)
                 batch = self._draws.take(ordered, None, wait, self._staging is None or not self._prefetch)
         finally:
             wait.end()

@@ -78,7 +78,7 @@ class ShardedInspection(Configured):
         self._feedback.hear(0)
         self.shards.exchange()
         places = self.shards.table.places
-        told = self.shards.collect({number: place.actor.stats.remote() for number, place in places.items()})
+        told = self.shards.calls.collect({number: place.actor.stats.remote() for number, place in places.items()})
         return summed(told, places, self.shards.look(), self._capacity, self._count, self.shards.union_limiter)
 
     def histograms(self, bins: int = 64) -> dict[str, torch.Tensor]:
@@ -90,7 +90,7 @@ class ShardedInspection(Configured):
         self._feedback.apply_arrived()
         places = self.shards.look().places
         calls = {number: place.actor.histograms.remote(bins) for number, place in places.items()}
-        return merged_histograms(list(self.shards.collect(calls).values()), bins)
+        return merged_histograms(list(self.shards.calls.collect(calls).values()), bins)
 
     def _require_open(self) -> None:
         if self._closed:

@@ -102,7 +102,7 @@ def _until_done(shards: Shards, places: Mapping[int, Place], call: Callable[[int
     left = dict(places)
     while left:
         try:
-            answers = shards.collect({number: call(number, place.actor) for number, place in left.items()})
+            answers = shards.calls.collect({number: call(number, place.actor) for number, place in left.items()})
         except import_ray().exceptions.RayTaskError as error:
             raise error.cause from None
         gone = [left[number] for number in left.keys() - answers.keys()]

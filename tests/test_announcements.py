@@ -1,0 +1,75 @@
+"""Announcements that writers will come to a sharded buffer: they last as long as who made them."""
+
+import os
+import signal
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from forked import eventually
+
+import torchreplay as tr
+from torchreplay.config import Config
+from torchreplay.ray import ShardedReplay, node_shard
+from torchreplay.ray import directory as directory_module
+from torchreplay.ray.directory import BELIEF, Directory
+from torchreplay.ray.node_shard import Expectation
+
+STARTUP = 150.0  # seconds: processes that import torch on a machine that is busy with other things
+SHARED = {name: tr.Field((), torch.int64) for name in ("explorer", "seed", "count")}
+
+
+@pytest.mark.soak
+def test_an_announcement_of_writers_ends_with_the_process_that_made_it(cluster):
+    class Announcer:
+        def __init__(self, replay):
+            self.expectation = replay.expect_writers()
+
+        def pid(self):
+            return os.getpid()
+
+    with ShardedReplay(SHARED, 100, nodes=cluster.node_ids[:1]) as replay:
+        announcer = cluster.ray.remote(Announcer).options(**cluster.on(1)).remote(replay)
+        pid = cluster.ray.get(announcer.pid.remote())
+        with pytest.raises(tr.ReplayTimeout):
+            replay.sample(1, timeout=BELIEF * 1.5)  # it is repeated
+        assert replay.shards.look().expected
+        os.kill(pid, signal.SIGKILL)
+        eventually(lambda: not replay.shards.look().expected)
+        kept = replay.expect_writers()
+        assert replay.shards.look().expected
+        kept.close()
+        kept.close()
+        assert not replay.shards.look().expected
+
+
+def test_announcements_are_believed_for_a_while_and_each_by_itself(monkeypatch):
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(directory_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    directory = Directory(Config.of(SHARED, 10, None, None, None), [], [], False, 0, None)
+    assert not directory.table().expected
+    directory.expect("one", True)
+    clock.now += BELIEF / 2
+    directory.expect("two", True)
+    clock.now += BELIEF / 2 + 1
+    assert directory.table().expected  # the second one
+    directory.expect("two", False)
+    assert not directory.table().expected
+    directory.expect("one", True)
+    assert directory.table().expected
+    clock.now += BELIEF + 1
+    assert not directory.table().expected
+
+
+def test_an_announcement_is_repeated_until_it_is_closed(monkeypatch):
+    monkeypatch.setattr(node_shard, "REPEAT", 0.001)
+    said = []
+    shards = SimpleNamespace(connected=True, ask=lambda what, token, expecting: said.append((token, expecting)))
+    with Expectation(shards):
+        eventually(lambda: len(said) > 5)
+    assert [expecting for _, expecting in said[-3:]] == [True, True, False]
+    assert len({token for token, _ in said}) == 1
+    count = len(said)
+    eventually(lambda: not any(thread.name == "torchreplay-expectation" for thread in threading.enumerate()))
+    assert len(said) == count
