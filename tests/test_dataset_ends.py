@@ -21,6 +21,11 @@ from torchreplay.stream import BatchStream
 from torchreplay.waiting import Wait
 
 
+def await_threads(number):
+    """Waits until the process has that many: one that has ended and been joined may be listed a moment longer."""
+    eventually(lambda: threads() == number)
+
+
 def threads():
     return len(os.listdir("/proc/self/task"))
 
@@ -29,21 +34,21 @@ def test_no_thread_is_left_behind_however_an_iteration_ends():
     buffer, before = filled_buffer(), threads()
     dataset = tr.ReplayDataset(buffer, BATCH, steps=3)
     list(dataset)
-    assert threads() == before
+    await_threads(before)
     for _ in dataset:
-        assert threads() == before + 1
+        await_threads(before + 1)
         break
-    assert threads() == before
+    await_threads(before)
     with pytest.raises(ZeroDivisionError):
         [1 / 0 for _ in dataset]
-    assert threads() == before
+    await_threads(before)
     iterator = iter(dataset)
     next(iterator)
     del iterator
-    assert threads() == before
+    await_threads(before)
     for _ in dataset:
         buffer.stop()
-    assert threads() == before
+    await_threads(before)
 
 
 def test_an_error_of_the_thread_reaches_the_consumer_and_the_next_iteration_works():
