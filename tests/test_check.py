@@ -301,7 +301,9 @@ def changed_at(batch, path, i):
 
 
 @pytest.mark.parametrize("kind", [Rich, Goal])
-@pytest.mark.parametrize("view", [tr.Rows(), *LINKED, HINDSIGHT[-1]], ids=repr)
+@pytest.mark.parametrize(
+    "view", [tr.Rows(), *LINKED, HINDSIGHT[-1]], ids=[*map(repr, [tr.Rows(), *LINKED]), "Hindsight"]
+)
 def test_any_entry_that_comes_back_changed_is_named_with_its_key(kind, view, monkeypatch):
     if isinstance(view, tr.Hindsight) and kind is Rich:
         view = tr.Transitions(stack={"obs/bits": 2})

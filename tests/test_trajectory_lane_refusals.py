@@ -65,7 +65,7 @@ def test_a_bad_step_of_a_trajectory_in_lanes_is_refused(buffer, values, message,
 
 BAD_MASKS = [
     *(np.array([True]), np.array([True, False, True]), np.array([1, 0]), np.array([[True, False]]), True, "both"),
-    *(np.array([1.0, 0.0]), torch.ones(2), [True], object()),
+    *(np.array([1.0, 0.0]), torch.ones(2), [True], ...),
 ]
 
 
