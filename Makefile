@@ -8,6 +8,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+PYTEST := $(BIN)/python -m pytest --numprocesses 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -21,15 +22,15 @@ demo: build  ## learn CartPole-v1 with Ape-X: Ray explorers, Lightning learner
 
 test: build  ## C++ unit tests (plain and sanitized), then pytest
 	$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-cpp faults
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) --dist loadfile $(ARGS)
 
 bench: build $(STAMPS)/bench  ## measure torchreplay beside its peers
 	$(BIN)/python -m benchmarks $(ARGS)
 
 soak: build  ## the long tests, for hours: C++ under ThreadSanitizer, pytest -m soak, fuzzers
 	$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-cpp CPP_VARIANTS=thread
-	$(BIN)/python -m pytest -m soak -o faulthandler_timeout=3600 $(ARGS)
-	$(MAKE) --no-print-directory fuzz ARGS=
+	$(PYTEST) --dist load --maxschedchunk 1 -m soak -o faulthandler_timeout=3600 $(ARGS); passed=$$?; \
+	    $(MAKE) --no-print-directory fuzz ARGS= && exit $$passed
 
 build: $(STAMPS)/build  ## compile the native modules in place
 

@@ -14,9 +14,21 @@ from types import ModuleType
 import hypothesis
 import pytest
 import torch
-from tally import pytest_runtest_makereport, pytest_terminal_summary, tally
+from tally import (
+    pytest_runtest_makereport,
+    pytest_sessionfinish,
+    pytest_terminal_summary,
+    pytest_testnodedown,
+    tally,
+)
 
-__all__ = ["pytest_runtest_makereport", "pytest_terminal_summary", "tally"]
+__all__ = [
+    "pytest_runtest_makereport",
+    "pytest_sessionfinish",
+    "pytest_terminal_summary",
+    "pytest_testnodedown",
+    "tally",
+]
 
 # Several processes share few cores: a thread pool in each of them measures the scheduler, not the code.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -35,6 +47,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """Spares the collections of garbage, one after nearly every test, what stays until the end: modules and tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")

@@ -50,6 +50,25 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
+def pytest_sessionfinish(session):
+    """Sends what this process has counted to the one that prints the summary, where tests run in several."""
+    config = session.config
+    if hasattr(config, "workeroutput") and COUNTS in config.stash:
+        config.workeroutput["tally"] = (dict(config.stash[COUNTS]), config.stash[NOTES])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """Adds what a process of tests has sent at its end; one that died has sent nothing."""
+    counts, notes = getattr(node, "workeroutput", {}).get("tally", ({}, []))
+    if counts or notes:
+        tally = Tally(node.config)
+        for what, n in counts.items():
+            tally(what, n)
+        for text in notes:
+            tally.note(text)
+
+
 def pytest_terminal_summary(terminalreporter, config):
     counts = config.stash.get(COUNTS, None)
     if counts is None:
