@@ -12,7 +12,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format bench soak build faults wheel clean
+.PHONY: help demo test lint format bench soak soak-threads soak-tests soak-fuzzers build faults wheel clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile tests/fuzz/fuzz.mk | expand -t 12
@@ -28,9 +28,14 @@ bench: build $(STAMPS)/bench  ## measure torchreplay beside its peers
 	$(BIN)/python -m benchmarks $(ARGS)
 
 soak: build  ## the long tests, for hours: C++ under ThreadSanitizer, pytest -m soak, fuzzers
-	$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-cpp CPP_VARIANTS=thread
-	$(PYTEST) --dist load --maxschedchunk 1 -m soak -o faulthandler_timeout=3600 $(ARGS); passed=$$?; \
-	    $(MAKE) --no-print-directory fuzz ARGS= && exit $$passed
+	$(MAKE) --no-print-directory --keep-going soak-threads soak-tests soak-fuzzers
+
+soak-threads:
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=target --keep-going test-cpp CPP_VARIANTS=thread
+soak-tests:
+	$(PYTEST) --dist load --maxschedchunk 1 -m soak -o faulthandler_timeout=3600 $(ARGS)
+soak-fuzzers:
+	$(MAKE) --no-print-directory fuzz ARGS=
 
 build: $(STAMPS)/build  ## compile the native modules in place
 

@@ -1,7 +1,9 @@
 // `_C.Segment`: making, attaching and watching a segment.
 #pragma once
 
+#include "flow.h"
 #include "learner.h"
+#include "properties.h"
 #include "runs.h"
 #include "snapshot.h"
 #include "stats.h"
@@ -16,16 +18,6 @@ inline View parse_view(PyObject* tuple) {
     throw PythonError{};
   if (v.stride < 1 || v.min_steps < 1) throw std::invalid_argument("bad view");
   return v;
-}
-
-// From (min_size, ratio, min_diff, max_diff, tolerance or 0).
-inline LimiterConfig parse_limiter(PyObject* tuple) {
-  LimiterConfig c;
-  unsigned long long min_size;
-  if (!PyArg_ParseTuple(tuple, "Kdddd", &min_size, &c.ratio, &c.min_diff, &c.max_diff, &c.tolerance))
-    throw PythonError{};
-  c.min_size = min_size;
-  return c;
 }
 
 inline int init(PyObject* self, PyObject* args, PyObject*) {
@@ -135,183 +127,10 @@ inline PyObject* set_plan(PyObject* self, PyObject* args) {
   });
 }
 
-// wait_rows(ns): sleeps until a writer signals rows, at most `ns`.
-inline PyObject* wait_rows(PyObject* self, PyObject* ns) {
-  return guarded([&] {
-    auto& s = state_of<SegmentState>(self);
-    const std::shared_ptr<Attached> attached = s.attached;
-    Header& h = s.header();
-    const int64_t limit = as_int(ns);
-    {
-      WithoutGil unlocked;
-      const int64_t start = monotonic_ns();
-      futex_wait(h.rows_signal, s.seen_rows_signal, limit);
-      TORCHREPLAY_FAULT("rows.awake");
-      const int64_t end = monotonic_ns();
-      h.sample_wait.add(end - start, end);
-    }
-    return Py_NewRef(Py_None);
-  });
-}
-
-// refresh(deadline) -> rows: absorbs, lets the limiter see what came, and counts the rows held.
-inline PyObject* refresh(PyObject* self, PyObject* deadline) {
-  return guarded([&] {
-    auto& s = state_of<SegmentState>(self);
-    const std::shared_ptr<Attached> attached = s.attached;
-    SegmentMemory& m = s.memory();
-    const Patience patience{as_int(deadline)};
-    attached->settle_feedback(patience.deadline);
-    uint64_t rows;
-    {
-      WithoutGil unlocked;
-      Locked lock(m, patience);
-      lock.absorb();
-      publish_limit(m);
-      rows = m.header().rows;
-    }
-    return checked(PyLong_FromUnsignedLongLong(rows));
-  });
-}
-
-// withdraw(): a learner that waited has given up; what it needed is no longer admitted beyond the ratio. It must not
-// wait again, for a holder of the mutex that is stopped: then the next draw withdraws the demand.
-inline PyObject* withdraw(PyObject* self, PyObject*) {
-  return guarded([&] {
-    auto& s = state_of<SegmentState>(self);
-    const std::shared_ptr<Attached> attached = s.attached;
-    SegmentMemory& m = s.memory();
-    try {
-      const WithoutGil unlocked;
-      const Locked lock(m, {.deadline = 0});
-      m.header().demand = 0;
-      TORCHREPLAY_FAULT("withdraw.demand");
-      publish_limit(m);
-    } catch (const LockTimeout&) {
-    }
-    return Py_NewRef(Py_None);
-  });
-}
-
-// raise_largest(priority): items without a priority of their own count as at least this much from now on, as if it had
-// been seen here.
-inline PyObject* raise_largest(PyObject* self, PyObject* priority) {
-  return guarded([&] {
-    auto& s = state_of<SegmentState>(self);
-    const std::shared_ptr<Attached> attached = s.attached;
-    SegmentMemory& m = s.memory();
-    const double given = as_double(priority);
-    if (!(given >= 0 && given <= std::numeric_limits<float>::max()))
-      throw std::invalid_argument("the largest priority is " + std::to_string(given) +
-                                  ": expected a finite float >= 0");
-    attached->settle_feedback();
-    {
-      const WithoutGil unlocked;
-      const Locked lock(m);
-      m.header().max_raw = std::max(m.header().max_raw, static_cast<float>(given));
-    }
-    return Py_NewRef(Py_None);
-  });
-}
-
-// drawn_from -> (total, drawable, smallest) of the tree as the last draw through this object found it.
-inline PyObject* get_drawn_from(PyObject* self, void*) {
-  return guarded([&] {
-    auto& s = state_of<SegmentState>(self);
-    s.memory();
-    return checked(
-        Py_BuildValue("dLd", s.drawn_from.total, static_cast<long long>(s.drawn_from.drawable), s.drawn_from.smallest));
-  });
-}
-
-// set_limiter(limiter): for every process, from now on; whoever can go on under it wakes up.
-inline PyObject* set_limiter(PyObject* self, PyObject* tuple) {
-  return guarded([&] {
-    auto& s = state_of<SegmentState>(self);
-    const std::shared_ptr<Attached> attached = s.attached;
-    SegmentMemory& m = s.memory();
-    const LimiterConfig config = parse_limiter(tuple);
-    attached->settle_feedback();
-    {
-      const WithoutGil unlocked;
-      Locked lock(m);
-      lock.absorb();
-      change_limiter(m.header(), config);
-      publish_limit(m);
-    }
-    futex_signal(m.header().rows_signal);
-    return Py_NewRef(Py_None);
-  });
-}
-
-// limiter -> (min_size, ratio, tolerance or 0).
-inline PyObject* get_limiter(PyObject* self, void*) {
-  return guarded([&] {
-    auto& s = state_of<SegmentState>(self);
-    const std::shared_ptr<Attached> attached = s.attached;
-    SegmentMemory& m = s.memory();
-    LimiterConfig config;
-    {
-      const WithoutGil unlocked;
-      const Locked lock(m);
-      config = m.header().limiter();
-    }
-    return checked(
-        Py_BuildValue("Kdd", static_cast<unsigned long long>(config.min_size), config.ratio, config.tolerance));
-  });
-}
-
-inline PyObject* stop(PyObject* self, PyObject*) {
-  return guarded([&] {
-    Header& h = state_of<SegmentState>(self).header();
-    h.stopped.store(1, std::memory_order_release);
-    TORCHREPLAY_FAULT("stop.silent");
-    futex_signal(h.rows_signal);
-    futex_signal(h.room_signal);
-    return Py_NewRef(Py_None);
-  });
-}
-
-inline PyObject* stopped(PyObject* self, void*) {
-  return guarded([&] {
-    return PyBool_FromLong(state_of<SegmentState>(self).header().stopped.load(std::memory_order_acquire) != 0);
-  });
-}
-
 inline PyObject* mark_shared(PyObject* self, PyObject*) {
   return guarded([&] {
     state_of<SegmentState>(self).header().shared.store(1, std::memory_order_relaxed);
     return Py_NewRef(Py_None);
-  });
-}
-
-// column(i) -> tensor [capacity, *shape] over the segment itself; -1: leaves, float32 [capacity]; -2: key + 1 of each
-// slot, int64.
-inline PyObject* column(PyObject* self, PyObject* index) {
-  return guarded([&] {
-    auto& s = state_of<SegmentState>(self);
-    const int64_t i = as_int(index);  // may run code that closes the segment
-    SegmentMemory& m = s.memory();
-    const std::shared_ptr<Attached> attached = s.attached;
-    attached->settle_feedback();
-    int64_t shape[StridedArray::kMaxDims + 1] = {static_cast<int64_t>(m.capacity())},
-                                           strides[StridedArray::kMaxDims + 1];
-    strides[0] = 1;
-    if (i == -1) return make_tensor(m.tree().leaves(), Element::kF32, 1, shape, strides, s.attached);
-    if (i == -2) return make_tensor(&m.at(0), Element::kI64, 1, shape, strides, s.attached);
-    if (i < 0 || i >= static_cast<int64_t>(s.attached->fields.specs.size()))
-      throw std::invalid_argument("no such column");
-    const FieldSpec& spec = s.attached->fields.specs[i];
-    const Field& f = m.layout().fields[i];
-    const int dims = 1 + static_cast<int>(spec.shape.size());
-    std::copy(spec.shape.begin(), spec.shape.end(), shape + 1);
-    strides[0] = static_cast<int64_t>(f.stride) / item_size(f.element);
-    int64_t dense = 1;
-    for (int d = dims - 1; d >= 1; d--) {
-      strides[d] = dense;
-      dense *= shape[d];
-    }
-    return make_tensor(m.value(f, 0), f.element, dims, shape, strides, s.attached);
   });
 }
 
@@ -345,76 +164,6 @@ inline PyObject* close_segment(PyObject* self, PyObject*) {
     }
     return Py_NewRef(Py_None);
   });
-}
-
-inline PyObject* get_closed(PyObject* self, void*) {
-  return guarded([&] { return PyBool_FromLong(!state_of<SegmentState>(self).attached); });
-}
-inline PyObject* get_in_file(PyObject* self, void*) {
-  return guarded([&] { return PyBool_FromLong(state_of<SegmentState>(self).memory().file().phase != Phase::kMemory); });
-}
-inline PyObject* get_text(PyObject* self, void*) {
-  return guarded([&] {
-    const std::string text = config_text(state_of<SegmentState>(self).memory());
-    return checked(PyUnicode_FromStringAndSize(text.data(), static_cast<Py_ssize_t>(text.size())));
-  });
-}
-inline PyObject* get_fd(PyObject* self, void*) {
-  return guarded([&] { return checked(PyLong_FromLong(state_of<SegmentState>(self).memory().fd())); });
-}
-inline PyObject* get_bytes(PyObject* self, void*) {
-  return guarded(
-      [&] { return checked(PyLong_FromUnsignedLongLong(state_of<SegmentState>(self).memory().layout().bytes)); });
-}
-inline PyObject* get_address(PyObject* self, void*) {
-  return guarded([&] { return checked(PyLong_FromVoidPtr(state_of<SegmentState>(self).memory().base())); });
-}
-inline PyObject* get_layout_hash(PyObject* self, void*) {
-  return guarded(
-      [&] { return checked(PyLong_FromUnsignedLongLong(state_of<SegmentState>(self).header().layout_hash)); });
-}
-inline PyObject* get_seed(PyObject* self, void*) {
-  return guarded([&] { return checked(PyLong_FromUnsignedLongLong(state_of<SegmentState>(self).header().seed)); });
-}
-inline PyObject* get_draws(PyObject* self, void*) {
-  return guarded([&] {
-    return checked(
-        PyLong_FromUnsignedLongLong(state_of<SegmentState>(self).header().draws.load(std::memory_order_relaxed)));
-  });
-}
-inline PyObject* get_step(PyObject* self, void*) {
-  return guarded([&] {
-    auto& s = state_of<SegmentState>(self);
-    s.memory();
-    return checked(PyLong_FromUnsignedLongLong(s.next_draw.step - s.ahead));
-  });
-}
-inline int set_step(PyObject* self, PyObject* value, void*) {
-  return as_status(guarded([&] {
-    auto& s = state_of<SegmentState>(self);
-    if (!value) throw std::invalid_argument("step cannot be deleted");
-    s.become_learner();  // or the first draw would start the stream over
-    s.next_draw.step = as_uint(value) + s.ahead;
-    return Py_NewRef(Py_None);
-  }));
-}
-
-inline PyObject* get_stream(PyObject* self, void*) {
-  return guarded([&] {
-    auto& s = state_of<SegmentState>(self);
-    s.memory();
-    s.become_learner();
-    return checked(PyLong_FromUnsignedLong(s.next_draw.stream));
-  });
-}
-inline int set_stream(PyObject* self, PyObject* value, void*) {
-  return as_status(guarded([&] {
-    auto& s = state_of<SegmentState>(self);
-    if (!value) throw std::invalid_argument("stream cannot be deleted");
-    s.become_learner();
-    s.next_draw.stream = static_cast<uint32_t>(as_uint(value));
-    return Py_NewRef(Py_None);
-  }));
 }
 
 inline PyMethodDef methods[] = {

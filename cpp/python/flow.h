@@ -1,0 +1,151 @@
+// Who waits for whom: the limiter, sleeping for rows, the end of a buffer.
+#pragma once
+
+#include "attached.h"
+
+namespace torchreplay::py::segment {
+
+// From (min_size, ratio, min_diff, max_diff, tolerance or 0).
+inline LimiterConfig parse_limiter(PyObject* tuple) {
+  LimiterConfig c;
+  unsigned long long min_size;
+  if (!PyArg_ParseTuple(tuple, "Kdddd", &min_size, &c.ratio, &c.min_diff, &c.max_diff, &c.tolerance))
+    throw PythonError{};
+  c.min_size = min_size;
+  return c;
+}
+
+// wait_rows(ns): sleeps until a writer signals rows, at most `ns`.
+inline PyObject* wait_rows(PyObject* self, PyObject* ns) {
+  return guarded([&] {
+    auto& s = state_of<SegmentState>(self);
+    const std::shared_ptr<Attached> attached = s.attached;
+    Header& h = s.header();
+    const int64_t limit = as_int(ns);
+    {
+      WithoutGil unlocked;
+      const int64_t start = monotonic_ns();
+      futex_wait(h.rows_signal, s.seen_rows_signal, limit);
+      TORCHREPLAY_FAULT("rows.awake");
+      const int64_t end = monotonic_ns();
+      h.sample_wait.add(end - start, end);
+    }
+    return Py_NewRef(Py_None);
+  });
+}
+
+// refresh(deadline) -> rows: absorbs, lets the limiter see what came, and counts the rows held.
+inline PyObject* refresh(PyObject* self, PyObject* deadline) {
+  return guarded([&] {
+    auto& s = state_of<SegmentState>(self);
+    const std::shared_ptr<Attached> attached = s.attached;
+    SegmentMemory& m = s.memory();
+    const Patience patience{as_int(deadline)};
+    attached->settle_feedback(patience.deadline);
+    uint64_t rows;
+    {
+      WithoutGil unlocked;
+      Locked lock(m, patience);
+      lock.absorb();
+      publish_limit(m);
+      rows = m.header().rows;
+    }
+    return checked(PyLong_FromUnsignedLongLong(rows));
+  });
+}
+
+// withdraw(): a learner that waited has given up; what it needed is no longer admitted beyond the ratio. It must not
+// wait again, for a holder of the mutex that is stopped: then the next draw withdraws the demand.
+inline PyObject* withdraw(PyObject* self, PyObject*) {
+  return guarded([&] {
+    auto& s = state_of<SegmentState>(self);
+    const std::shared_ptr<Attached> attached = s.attached;
+    SegmentMemory& m = s.memory();
+    try {
+      const WithoutGil unlocked;
+      const Locked lock(m, {.deadline = 0});
+      m.header().demand = 0;
+      TORCHREPLAY_FAULT("withdraw.demand");
+      publish_limit(m);
+    } catch (const LockTimeout&) {
+    }
+    return Py_NewRef(Py_None);
+  });
+}
+
+// raise_largest(priority): items without a priority of their own count as at least this much from now on, as if it had
+// been seen here.
+inline PyObject* raise_largest(PyObject* self, PyObject* priority) {
+  return guarded([&] {
+    auto& s = state_of<SegmentState>(self);
+    const std::shared_ptr<Attached> attached = s.attached;
+    SegmentMemory& m = s.memory();
+    const double given = as_double(priority);
+    if (!(given >= 0 && given <= std::numeric_limits<float>::max()))
+      throw std::invalid_argument("the largest priority is " + std::to_string(given) +
+                                  ": expected a finite float >= 0");
+    attached->settle_feedback();
+    {
+      const WithoutGil unlocked;
+      const Locked lock(m);
+      m.header().max_raw = std::max(m.header().max_raw, static_cast<float>(given));
+    }
+    return Py_NewRef(Py_None);
+  });
+}
+
+// set_limiter(limiter): for every process, from now on; whoever can go on under it wakes up.
+inline PyObject* set_limiter(PyObject* self, PyObject* tuple) {
+  return guarded([&] {
+    auto& s = state_of<SegmentState>(self);
+    const std::shared_ptr<Attached> attached = s.attached;
+    SegmentMemory& m = s.memory();
+    const LimiterConfig config = parse_limiter(tuple);
+    attached->settle_feedback();
+    {
+      const WithoutGil unlocked;
+      Locked lock(m);
+      lock.absorb();
+      change_limiter(m.header(), config);
+      publish_limit(m);
+    }
+    futex_signal(m.header().rows_signal);
+    return Py_NewRef(Py_None);
+  });
+}
+
+// limiter -> (min_size, ratio, tolerance or 0).
+inline PyObject* get_limiter(PyObject* self, void*) {
+  return guarded([&] {
+    auto& s = state_of<SegmentState>(self);
+    const std::shared_ptr<Attached> attached = s.attached;
+    SegmentMemory& m = s.memory();
+    LimiterConfig config;
+    {
+      const WithoutGil unlocked;
+      const Locked lock(m);
+      config = m.header().limiter();
+    }
+    return checked(
+        Py_BuildValue("Kdd", static_cast<unsigned long long>(config.min_size), config.ratio, config.tolerance));
+  });
+}
+
+inline PyObject* stop(PyObject* self, PyObject*) {
+  return guarded([&] {
+    Header& h = state_of<SegmentState>(self).header();
+    h.stopped.store(1, std::memory_order_release);
+    TORCHREPLAY_FAULT("stop.silent");
+    futex_signal(h.rows_signal);
+    futex_signal(h.room_signal);
+    return Py_NewRef(Py_None);
+  });
+}
+
+inline PyObject* stopped(PyObject* self, void*) {
+  return guarded([&] {
+    return PyBool_FromLong(state_of<SegmentState>(self).header().stopped.load(std::memory_order_acquire) != 0);
+  });
+}
+
+}  // namespace torchreplay::py::segment

@@ -1,0 +1,118 @@
+// What a segment is and holds: its description, its memory as tensors, the place in its stream of draws.
+#pragma once
+
+#include "attached.h"
+
+namespace torchreplay::py::segment {
+
+// column(i) -> tensor [capacity, *shape] over the segment itself; -1: leaves, float32 [capacity]; -2: key + 1 of each
+// slot, int64.
+inline PyObject* column(PyObject* self, PyObject* index) {
+  return guarded([&] {
+    auto& s = state_of<SegmentState>(self);
+    const int64_t i = as_int(index);  // may run code that closes the segment
+    SegmentMemory& m = s.memory();
+    const std::shared_ptr<Attached> attached = s.attached;
+    attached->settle_feedback();
+    int64_t shape[StridedArray::kMaxDims + 1] = {static_cast<int64_t>(m.capacity())},
+                                           strides[StridedArray::kMaxDims + 1];
+    strides[0] = 1;
+    if (i == -1) return make_tensor(m.tree().leaves(), Element::kF32, 1, shape, strides, s.attached);
+    if (i == -2) return make_tensor(&m.at(0), Element::kI64, 1, shape, strides, s.attached);
+    if (i < 0 || i >= static_cast<int64_t>(s.attached->fields.specs.size()))
+      throw std::invalid_argument("no such column");
+    const FieldSpec& spec = s.attached->fields.specs[i];
+    const Field& f = m.layout().fields[i];
+    const int dims = 1 + static_cast<int>(spec.shape.size());
+    std::copy(spec.shape.begin(), spec.shape.end(), shape + 1);
+    strides[0] = static_cast<int64_t>(f.stride) / item_size(f.element);
+    int64_t dense = 1;
+    for (int d = dims - 1; d >= 1; d--) {
+      strides[d] = dense;
+      dense *= shape[d];
+    }
+    return make_tensor(m.value(f, 0), f.element, dims, shape, strides, s.attached);
+  });
+}
+
+// drawn_from -> (total, drawable, smallest) of the tree as the last draw through this object found it.
+inline PyObject* get_drawn_from(PyObject* self, void*) {
+  return guarded([&] {
+    auto& s = state_of<SegmentState>(self);
+    s.memory();
+    return checked(
+        Py_BuildValue("dLd", s.drawn_from.total, static_cast<long long>(s.drawn_from.drawable), s.drawn_from.smallest));
+  });
+}
+
+inline PyObject* get_closed(PyObject* self, void*) {
+  return guarded([&] { return PyBool_FromLong(!state_of<SegmentState>(self).attached); });
+}
+inline PyObject* get_in_file(PyObject* self, void*) {
+  return guarded([&] { return PyBool_FromLong(state_of<SegmentState>(self).memory().file().phase != Phase::kMemory); });
+}
+inline PyObject* get_text(PyObject* self, void*) {
+  return guarded([&] {
+    const std::string text = config_text(state_of<SegmentState>(self).memory());
+    return checked(PyUnicode_FromStringAndSize(text.data(), static_cast<Py_ssize_t>(text.size())));
+  });
+}
+inline PyObject* get_fd(PyObject* self, void*) {
+  return guarded([&] { return checked(PyLong_FromLong(state_of<SegmentState>(self).memory().fd())); });
+}
+inline PyObject* get_bytes(PyObject* self, void*) {
+  return guarded(
+      [&] { return checked(PyLong_FromUnsignedLongLong(state_of<SegmentState>(self).memory().layout().bytes)); });
+}
+inline PyObject* get_address(PyObject* self, void*) {
+  return guarded([&] { return checked(PyLong_FromVoidPtr(state_of<SegmentState>(self).memory().base())); });
+}
+inline PyObject* get_layout_hash(PyObject* self, void*) {
+  return guarded(
+      [&] { return checked(PyLong_FromUnsignedLongLong(state_of<SegmentState>(self).header().layout_hash)); });
+}
+inline PyObject* get_seed(PyObject* self, void*) {
+  return guarded([&] { return checked(PyLong_FromUnsignedLongLong(state_of<SegmentState>(self).header().seed)); });
+}
+inline PyObject* get_draws(PyObject* self, void*) {
+  return guarded([&] {
+    return checked(
+        PyLong_FromUnsignedLongLong(state_of<SegmentState>(self).header().draws.load(std::memory_order_relaxed)));
+  });
+}
+inline PyObject* get_step(PyObject* self, void*) {
+  return guarded([&] {
+    auto& s = state_of<SegmentState>(self);
+    s.memory();
+    return checked(PyLong_FromUnsignedLongLong(s.next_draw.step - s.ahead));
+  });
+}
+inline int set_step(PyObject* self, PyObject* value, void*) {
+  return as_status(guarded([&] {
+    auto& s = state_of<SegmentState>(self);
+    if (!value) throw std::invalid_argument("step cannot be deleted");
+    s.become_learner();  // or the first draw would start the stream over
+    s.next_draw.step = as_uint(value) + s.ahead;
+    return Py_NewRef(Py_None);
+  }));
+}
+
+inline PyObject* get_stream(PyObject* self, void*) {
+  return guarded([&] {
+    auto& s = state_of<SegmentState>(self);
+    s.memory();
+    s.become_learner();
+    return checked(PyLong_FromUnsignedLong(s.next_draw.stream));
+  });
+}
+inline int set_stream(PyObject* self, PyObject* value, void*) {
+  return as_status(guarded([&] {
+    auto& s = state_of<SegmentState>(self);
+    if (!value) throw std::invalid_argument("stream cannot be deleted");
+    s.become_learner();
+    s.next_draw.stream = static_cast<uint32_t>(as_uint(value));
+    return Py_NewRef(Py_None);
+  }));
+}
+
+}  // namespace torchreplay::py::segment
