@@ -72,30 +72,10 @@ class RowGather {
   }
 
   void copy_field(const Field& field, char* to, int first, int n) const {
-    switch (field.nbytes) {
-      case 1:
-        return copy_values<1>(field, to, first, n);
-      case 4:
-        return copy_values<4>(field, to, first, n);
-      case 8:
-        return copy_values<8>(field, to, first, n);
-      case 16:
-        return copy_values<16>(field, to, first, n);
-      case 32:
-        return copy_values<32>(field, to, first, n);
-      default:
-        return copy_values<0>(field, to, first, n);
-    }
-  }
-
-  // The sizes of scalars and small vectors are known to the compiler; 0: any other.
-  template <uint64_t kBytes>
-  void copy_values(const Field& field, char* to, int first, int n) const {
-    const uint64_t bytes = kBytes ? kBytes : field.nbytes;
-    for (int k = 0; k < n; k++) {
-      const int i = todo_[first + k];
-      copy_payload(to + i * bytes, memory_.value(field, items_[i].slot), bytes);
-    }
+    with_size(field.nbytes, [&](auto bytes) {
+      for (int k = first; k < first + n; k++)
+        copy_payload(to + todo_[k] * bytes, memory_.value(field, items_[todo_[k]].slot), bytes);
+    });
   }
 
   void stream_field(const Field& field, char* to, int first, int n) const {

@@ -83,23 +83,6 @@ class ItemGather {
 
   const Field& field_of(const Output& output) const { return memory_.layout().fields[output.field]; }
 
-  // Calls copy(size): sizes of scalars and small vectors are known to the compiler.
-  template <class Copy>
-  static void with_size(uint64_t bytes, Copy&& copy) {
-    switch (bytes) {
-      case 1:
-        return copy(std::integral_constant<uint64_t, 1>{});
-      case 4:
-        return copy(std::integral_constant<uint64_t, 4>{});
-      case 8:
-        return copy(std::integral_constant<uint64_t, 8>{});
-      case 16:
-        return copy(std::integral_constant<uint64_t, 16>{});
-      default:
-        return copy(bytes);
-    }
-  }
-
   // Calls visit(to, from) for every value of an output whose row there is, and zeros the others.
   template <class Size, class Visit>
   void each_value(const Output& output, Size bytes, char* to, Visit&& visit) const {

@@ -31,20 +31,27 @@ inline void zero_payload(void* to, size_t n) {
 #endif
 }
 
-// copy_payload with the sizes of scalars and small vectors known to the compiler.
-inline void copy_value(void* to, const void* from, size_t n) {
-  switch (n) {
+// Calls copy(bytes): sizes of scalars and small vectors are known to the compiler.
+template <class Copy>
+[[gnu::always_inline]] inline void with_size(uint64_t bytes, Copy&& copy) {
+  switch (bytes) {
     case 1:
-      return copy_payload(to, from, 1);
+      return copy(std::integral_constant<uint64_t, 1>{});
     case 4:
-      return copy_payload(to, from, 4);
+      return copy(std::integral_constant<uint64_t, 4>{});
     case 8:
-      return copy_payload(to, from, 8);
+      return copy(std::integral_constant<uint64_t, 8>{});
     case 16:
-      return copy_payload(to, from, 16);
+      return copy(std::integral_constant<uint64_t, 16>{});
+    case 32:
+      return copy(std::integral_constant<uint64_t, 32>{});
     default:
-      return copy_payload(to, from, n);
+      return copy(bytes);
   }
+}
+
+inline void copy_value(void* to, const void* from, uint64_t n) {
+  with_size(n, [&](auto bytes) { copy_payload(to, from, bytes); });
 }
 
 // ThreadSanitizer does not model fences; a read-modify-write orders for it what the fence orders for the machine.

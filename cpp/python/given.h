@@ -21,14 +21,8 @@ class GivenBatch {
     for (const FieldSpec& f : fields.specs) bytes_ += f.nbytes * static_cast<uint64_t>(n);
   }
 
-  void point(BatchPointers& out) {
-    const size_t n = views_.size() - 3;
-    out.values.resize(n);
-    for (size_t o = 0; o < n; o++) out.values[o] = data(o);
-    out.bytes = bytes_;
-    out.keys = reinterpret_cast<int64_t*>(data(n));
-    out.weight = reinterpret_cast<float*>(data(n + 1));
-    out.probability = reinterpret_cast<float*>(data(n + 2));
+  void point(BatchPointers& out) const {
+    point_at(out, views_.size() - 3, bytes_, [&](size_t output) { return data(output); });
   }
 
  private:

@@ -40,6 +40,17 @@ PyObject* make_tensor(void* data, Element element, int dims, const int64_t* shap
   return static_cast<PyObject*>(out);
 }
 
+// Where a batch goes: at(f) for each field, `bytes` together, and then key, weight and probability.
+template <class At>
+void point_at(BatchPointers& out, size_t fields, uint64_t bytes, At&& at) {
+  out.values.resize(fields);
+  for (size_t f = 0; f < fields; f++) out.values[f] = at(f);
+  out.bytes = bytes;
+  out.keys = reinterpret_cast<int64_t*>(at(fields));
+  out.weight = reinterpret_cast<float*>(at(fields + 1));
+  out.probability = reinterpret_cast<float*>(at(fields + 2));
+}
+
 // torch.get_num_threads.
 inline PyObject* get_num_threads = nullptr;
 
@@ -95,13 +106,7 @@ class BatchBuilder {
   }
 
   void point(BatchPointers& out) const {
-    const size_t n = fields_.specs.size();
-    out.values.resize(n);
-    for (size_t f = 0; f < n; f++) out.values[f] = at(f);
-    out.bytes = value_bytes_;
-    out.keys = reinterpret_cast<int64_t*>(at(n));
-    out.weight = reinterpret_cast<float*>(at(n + 1));
-    out.probability = reinterpret_cast<float*>(at(n + 2));
+    point_at(out, fields_.specs.size(), value_bytes_, [&](size_t output) { return at(output); });
   }
 
   // Hands out the first n items only.

@@ -3,7 +3,7 @@
 #   make test-cpp CPP_VARIANTS=thread      ThreadSanitizer (part of `make soak`)
 
 CPP_VARIANTS ?= plain address
-CPP_FLAGS_plain := -O2
+CPP_FLAGS_plain := -O1
 CPP_FLAGS_address := -Og -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
 CPP_FLAGS_thread := -O1 -g1 -fno-omit-frame-pointer -fsanitize=thread -Wno-tsan -DTORCHREPLAY_RACEFREE
 
