@@ -23,7 +23,6 @@ from forked import eventually
 TESTS = Path(__file__).parent
 MEMORY = 80 * 2**20  # bytes of each node's object store: little more than the least that Ray accepts
 SETTINGS = {
-    "worker_niceness": 0,  # at Ray's 15 they hardly ever run beside other tests
     # Workers come when they are needed: a process that imports Ray costs a second of two cores.
     "enable_worker_prestart": False,
     "prestart_worker_first_driver": False,

@@ -34,6 +34,9 @@ __all__ = [
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
 
+# Ray's workers, those of the examples too: at its niceness of 15 they hardly ever run beside other tests.
+os.environ.setdefault("RAY_worker_niceness", "0")
+
 # No deadline: a busy machine is no failure. The same examples on every run: a red build must be repeatable.
 hypothesis.settings.register_profile("torchreplay", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("torchreplay")
@@ -66,7 +69,6 @@ def ray():
         include_dashboard=False,
         logging_level=logging.ERROR,
         log_to_driver=False,
-        _system_config={"worker_niceness": 0},  # at Ray's 15 they hardly ever run beside other tests
     )
     yield ray
     ray.shutdown()

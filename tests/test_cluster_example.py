@@ -11,8 +11,7 @@ pytest.importorskip("gymnasium")
 
 @pytest.mark.soak
 @pytest.mark.parametrize("shards", [[], ["--shards"]], ids=["one buffer", "shards"])
-def test_explorers_on_two_other_nodes_feed_the_learner(tmp_path, monkeypatch, shards):
-    monkeypatch.setenv("RAY_worker_niceness", "0")
+def test_explorers_on_two_other_nodes_feed_the_learner(tmp_path, shards):
     done = succeed("cluster_apex", tmp_path, *QUICK.split(), *shards, timeout=170)
     lines = evaluations(done)
     assert [line["step"] for line in lines] == [30, 60]

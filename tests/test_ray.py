@@ -112,7 +112,7 @@ def driver(tmp_path, program):
     with subprocess.Popen(
         [sys.executable, "driver.py"],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(tr.__file__).parents[1]), "RAY_worker_niceness": "0"},
+        env={**os.environ, "PYTHONPATH": str(Path(tr.__file__).parents[1])},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
