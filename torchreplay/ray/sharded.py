@@ -143,13 +143,13 @@ class ShardedReplay(ShardedInspection, Replay):
         self._require_open()
         return buffer_to_write_to(self.shards).writer(lanes, autoreset)
 
-    def extend(self, /, *, priority: Any = None, **fields: Any) -> torch.Tensor:
+    def extend(self, /, *args: Any, priority: Any = None, **fields: Any) -> torch.Tensor:
         """Writes n rows, or under a view that links rows a whole episode, to the shard of this node.
 
         Arguments, results and errors are those of `ReplayBuffer.extend`; the keys are the union's.
         """
         self._require_open()
-        return buffer_to_write_to(self.shards).extend(priority=priority, **fields)
+        return buffer_to_write_to(self.shards).extend(*args, priority=priority, **fields)
 
     def expect_writers(self) -> Expectation:
         """Announces that writers will come, or come back: `sample` then waits for them instead of giving up.
