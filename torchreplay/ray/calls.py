@@ -10,7 +10,7 @@ from concurrent.futures import wait as wait_for_futures
 from typing import Any
 
 from torchreplay.errors import ReplayTimeout
-from torchreplay.ray.nearby import Gone
+from torchreplay.ray.nearby import Detached, Gone
 from torchreplay.ray.session import import_ray
 from torchreplay.waiting import LOG_EVERY, SLICE_NS, Wait
 
@@ -37,7 +37,7 @@ class Calls:
             self._ray.wait(remote, num_returns=len(remote), timeout=0)
 
     def collect(self, calls: Mapping[int, Any], wait: Wait | None = None) -> dict[int, Any]:
-        """Returns what the shards called answer, by number; those that are lost meanwhile are left out.
+        """Returns what the shards called answer, by number; those that are lost, or let go of here, are left out.
 
         Args:
             calls: What the answers will be got by.
@@ -62,11 +62,13 @@ class Calls:
         return {number: answer for number, call in calls.items() if (answer := self.answer(number, call)) is not None}
 
     def answer(self, number: int, call: Any) -> Any:
-        """Returns what a call that has been answered returned; None if the shard is lost."""
+        """Returns what a call that has been answered returned; None if the shard is lost, or was let go of here."""
         errors = self._ray.exceptions
         try:
             return call.result() if isinstance(call, Future) else self._ray.get(call)
-        except (errors.RayActorError, errors.ObjectLostError, Gone, CancelledError) as error:
+        except (Detached, CancelledError):  # a matter of this process alone: others still use the shard
+            return None
+        except (errors.RayActorError, errors.ObjectLostError, Gone) as error:
             self._lose(number, str(error))
             return None
 

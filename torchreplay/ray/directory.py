@@ -11,6 +11,7 @@ import numpy as np
 
 from torchreplay.config import Config
 from torchreplay.limiters import Limiter
+from torchreplay.ray.cluster import errors_as_raised, living_nodes, only_on
 from torchreplay.ray.figures import Drew
 from torchreplay.ray.session import import_ray
 from torchreplay.ray.shard import Shard
@@ -26,7 +27,6 @@ NAMESPACE: Final = "torchreplay"
 
 RETRY: Final = 5.0
 """Seconds after which a shard that could not be made is tried again; twice as many after each of six more failures."""
-
 
 REPEAT: Final = 2.0
 """Seconds after which an announcement of writers is repeated."""
@@ -76,7 +76,7 @@ class Table:
     Attributes:
         places: The shards that can be called, by number.
         rule: The limiter, and from where it counts.
-        starting: Nodes on which one is being made.
+        nodes: Those of the shards, also of those that are being made or will be tried again, in an order that stays.
         lost: Those that are gone.
         lost_updates: TD errors dropped because their shard is gone.
         expected: Whether someone says that writers will come.
@@ -86,12 +86,18 @@ class Table:
 
     places: dict[int, Place]
     rule: Rule
-    starting: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()
     lost: tuple[Lost, ...] = ()
     lost_updates: int = 0
     expected: bool = False
     stopped: bool = False
     past: Drew | None = None
+
+    @property
+    def starting(self) -> tuple[str, ...]:
+        """Nodes that have no shard yet, and are to get one."""
+        there = {place.node for place in self.places.values()}
+        return tuple(node for node in self.nodes if node not in there)
 
 
 @dataclass(slots=True)
@@ -105,6 +111,10 @@ class _Slot:
     ready: Any = None  # of a shard that is being made: its first answer
     failures: int = 0  # to make it there, one after the other
     again_at: float = 0.0  # when it is tried again, by the monotonic clock
+
+    @property
+    def filled(self) -> bool:
+        return self.actor is not None and self.ready is None
 
 
 class Directory:
@@ -141,6 +151,7 @@ class Directory:
         self._expecting: dict[str, float] = {}  # until when each announcement is believed, by the monotonic clock
         self._stopped = False
         self._past: Drew | None = None
+        self._restored: tuple[Any, ...] = ()  # what was last said of that
 
     def open(self) -> Table:
         """Makes all shards, and returns when they are there.
@@ -150,10 +161,8 @@ class Directory:
         """
         for slot in self._slots:
             self._make(slot, self._limit)
-        try:
+        with errors_as_raised():
             self._ray.get([slot.ready for slot in self._slots])
-        except self._ray.exceptions.RayTaskError as error:
-            raise error.cause from None
         return self.table()
 
     def table(self) -> Table:
@@ -163,10 +172,10 @@ class Directory:
             {
                 slot.number: Place(slot.number, slot.node, slot.capacity, slot.actor)
                 for slot in self._slots
-                if slot.actor is not None and slot.ready is None
+                if slot.filled
             },
             self._rule,
-            tuple(slot.node for slot in self._slots if slot.ready is not None),
+            self._nodes(),
             tuple(self._lost.values()),
             self._lost_updates,
             any(until > time.monotonic() for until in self._expecting.values()),
@@ -177,17 +186,24 @@ class Directory:
     def lost(self, number: int, rows: int, inserted: int, why: str) -> Table:
         """Takes a shard that does not answer out of the table, and ends it in case it is still there.
 
+        Of several callers' reports the one that knows of the most items counts, which is the latest.
+
         Args:
             number: Of the shard.
             rows: Rows that it held when it was last heard of.
             inserted: Items that had become drawable in it by then.
             why: What the caller knows about it.
         """
+        before = self._lost.get(number)
+        if before is not None and inserted > before.inserted:
+            self._lost[number] = replace(before, rows=rows, inserted=inserted)
         for slot in self._slots:
             if slot.number == number and slot.actor is not None:
                 self._ray.kill(slot.actor, no_restart=True)
                 self._lost[number] = Lost(number, slot.node, rows, inserted)
                 slot.actor, slot.ready, slot.number = None, None, -1
+                # Its explorers take seconds to notice, and wait for the next one then.
+                self._expecting[f"shard {number}"] = time.monotonic() + BELIEF
                 logger.error("shard %d on node %s is lost, and %d rows with it: %s", number, slot.node, rows, why)
         return self.table()
 
@@ -221,7 +237,7 @@ class Directory:
         limiter: Limiter,
         inserted: int,
     ) -> Table:
-        """Takes in that the shards hold the rows of a checkpoint now.
+        """Takes in that the shards hold the rows of a checkpoint now; to say so again changes nothing.
 
         Args:
             numbers: The number that each shard has, by that which it had.
@@ -231,6 +247,10 @@ class Directory:
             limiter: The one that the counts are of; for another they mean nothing.
             inserted: Items that have become drawable so far.
         """
+        said = (numbers, seed, counts, lost, limiter, inserted)
+        if said == self._restored:
+            return self.table()
+        self._restored = said
         for slot in self._slots:
             slot.number = numbers.get(slot.number, slot.number)
         self._seed, self._born, self._streams = seed, counts.born, max(self._streams, counts.streams)
@@ -267,8 +287,7 @@ class Directory:
         if slot.number < 0:
             slot.number, self._born = self._born, self._born + 1
         seed = int(np.random.SeedSequence(self._seed, spawn_key=(slot.number,)).generate_state(1, np.uint64)[0])
-        strategy = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(slot.node, soft=False)
-        actor = self._ray.remote(Shard).options(num_cpus=0, max_restarts=0, scheduling_strategy=strategy)
+        actor = self._ray.remote(Shard).options(num_cpus=0, max_restarts=0, scheduling_strategy=only_on(slot.node))
         config = replace(self._config, capacity=slot.capacity)
         slot.actor = actor.remote(slot.number, config, seed, self._rule.number, limit)
         slot.ready = slot.actor.open.remote()
@@ -277,6 +296,12 @@ class Directory:
         """Items up to which a shard's writers are admitted until someone says how many: none, under a ratio."""
         _, ratio, *_ = self._rule.limiter.bounds()
         return 0 if ratio else None
+
+    def _nodes(self) -> tuple[str, ...]:
+        if all(slot.filled for slot in self._slots):
+            return tuple(slot.node for slot in self._slots)
+        alive = living_nodes()
+        return tuple(slot.node for slot in self._slots if slot.filled or slot.node in alive)
 
     def _look_after(self) -> None:
         """Sees which shards have been made, and has those made that are missing, where a node can take them."""
@@ -287,7 +312,7 @@ class Directory:
         missing = [slot for slot in self._slots if slot.actor is None and now >= slot.again_at]
         if not missing or self._stopped:
             return
-        alive = [node["NodeID"] for node in self._ray.nodes() if node["Alive"]]
+        alive = living_nodes()
         free = [node for node in alive if node not in {slot.node for slot in self._slots}]
         for slot in missing:
             if slot.node not in alive and self._anywhere and free:

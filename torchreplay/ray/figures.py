@@ -42,6 +42,7 @@ class Order:
         limit: Items up to which this shard's writers are admitted, under the limiter that it keeps to; None for no
             limit.
         candidates: How many to draw; 0: none, only the figures are wanted.
+        says: Whether `limit` is meant: not by those who only look around, who may know too little.
     """
 
     stream: int
@@ -49,6 +50,7 @@ class Order:
     largest: float
     limit: int | None
     candidates: int = 0
+    says: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from torchreplay.config import Config
+from torchreplay.ray.cluster import errors_as_raised, living_nodes, only_on
 from torchreplay.ray.directory import NAMESPACE, Directory
 from torchreplay.ray.session import import_ray
 from torchreplay.ray.union_limiter import Rule, UnionLimiter
@@ -31,7 +32,7 @@ def checked_nodes(nodes: Any) -> list[str]:
         ValueError: They are not different nodes that are alive.
     """
     ray = connected()
-    alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    alive = list(living_nodes())
     if nodes is None:
         here = ray.get_runtime_context().get_node_id()
         return sorted(alive, key=lambda node: (node != here, node))
@@ -69,16 +70,14 @@ def found(nonce: int, config: Config, capacity: int, nodes: list[str], anywhere:
         namespace=NAMESPACE,
         num_cpus=0,
         max_restarts=0,
-        scheduling_strategy=ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(here, soft=False),
+        scheduling_strategy=only_on(here),
     )
     capacities = [whole + (place < rest) for place in range(len(nodes))]
     limit = UnionLimiter(Rule(config.limiter), 0).limits(range(len(nodes)), 0)[0]
     owned = directory.remote(config, capacities, nodes, anywhere, seed, limit)
     try:
-        ray.get(owned.open.remote())
-    except ray.exceptions.RayTaskError as error:
-        end(owned)
-        raise error.cause from None
+        with errors_as_raised():
+            ray.get(owned.open.remote())
     except BaseException:
         end(owned)
         raise

@@ -9,6 +9,7 @@ from concurrent.futures import Future, wait
 from typing import Any, Final
 
 from torchreplay.errors import AttachError
+from torchreplay.ray.cluster import living_nodes, only_on
 from torchreplay.ray.session import import_ray
 from torchreplay.waiting import LOG_EVERY
 
@@ -48,7 +49,7 @@ class Home:
             lifetime="detached",  # whoever starts it may be an explorer, and die
             max_restarts=-1,
             num_cpus=0,
-            scheduling_strategy=self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False),
+            scheduling_strategy=only_on(node),
         )
 
     def find(self) -> Any:
@@ -67,9 +68,7 @@ class Home:
 
     def is_there(self) -> bool:
         """Whether the node is alive, as far as this process can tell."""
-        return self._ray.is_initialized() and any(
-            node["NodeID"] == self.node and node["Alive"] for node in self._ray.nodes()
-        )
+        return self._ray.is_initialized() and self.node in living_nodes()
 
     def ask(self, method: str, *args: Any) -> Any:
         """Returns what a method of the actor returns; starts the actor over, or waits for it, when it is not there.

@@ -12,6 +12,11 @@ from torchreplay.ray.session import import_ray
 REFRESH: Final = 1.0
 """Seconds between two looks at the table: shards that came back are drawn from that much later."""
 
+PATIENCE: Final = 60.0
+"""Seconds for which the directory is asked again while Ray cannot reach it and does not know that it is gone."""
+
+_PAUSE: Final = 0.25
+
 
 class Lookup:
     """The directory, as one process asks it. For one thread at a time, but for `ask` and `tell`.
@@ -45,9 +50,26 @@ class Lookup:
         return bool(self._ray.is_initialized())
 
     def ask(self, what: str, *args: Any) -> Any:
+        """Returns the directory's answer; asks again where Ray cannot reach it for a moment.
+
+        Raises:
+            RayActorError: Ray cannot reach it for long.
+            Stopped: It is gone, and so are the shards.
+        """
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            try:
+                return self.ask_once(what, *args)
+            except self._ray.exceptions.ActorUnavailableError:
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(_PAUSE)
+
+    def ask_once(self, what: str, *args: Any) -> Any:
         """Returns the directory's answer.
 
         Raises:
+            ActorUnavailableError: Ray cannot reach it now.
             Stopped: It is gone, and so are the shards.
         """
         return self._heard(self.tell(what, *args))
@@ -80,11 +102,16 @@ class Lookup:
         if not self._ray.wait([self._asked], timeout=0)[0]:
             return None
         asked, self._asked = self._asked, None
-        table: Table = self._heard(asked)
+        try:
+            table: Table = self._heard(asked)
+        except self._ray.exceptions.ActorUnavailableError:  # the next look may tell more
+            return None
         return table
 
     def _heard(self, call: Any) -> Any:
         try:
             return self._ray.get(call)
+        except self._ray.exceptions.ActorUnavailableError:
+            raise
         except self._ray.exceptions.RayActorError:
             raise Stopped("the ShardedReplay was closed, or the process that made it is gone") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -96,12 +97,21 @@ class Shards:
     # The directory
 
     def ask(self, what: str, *args: Any) -> Any:
-        """Returns the directory's answer.
+        """Returns the directory's answer; asks again where Ray cannot reach it for a moment.
 
         Raises:
             Stopped: It is gone, and so are the shards.
         """
         return self._lookup.ask(what, *args)
+
+    def ask_once(self, what: str, *args: Any) -> Any:
+        """Returns the directory's answer.
+
+        Raises:
+            ActorUnavailableError: Ray cannot reach it now.
+            Stopped: It is gone, and so are the shards.
+        """
+        return self._lookup.ask_once(what, *args)
 
     def tell(self, what: str, *args: Any) -> Any:
         """Calls the directory, and returns what its answer will be got by."""
@@ -124,8 +134,7 @@ class Shards:
         with self._lock:
             if number not in self.table.places:
                 return
-            figures = self.figures.get(number)
-            rows, inserted = (figures.rows, figures.inserted) if figures else (0, 0)
+            rows, inserted = self._last_known(number)
             reason = why.strip().splitlines()[0] if why.strip() else "its process died"
             logger.error("%s is lost, and its %d rows with it: %s", self._name(number), rows, reason)
             self._adopt(self._lookup.table("lost", number, rows, inserted, reason))
@@ -135,7 +144,7 @@ class Shards:
         self.exchange()
         with self._lock:
             self._adopt(self._lookup.table("change_limiter", limiter, self.union_limiter.inserted))
-        self.exchange()  # which says to each shard how many it may admit
+        self.exchange(says=True)
 
     def restored(
         self, numbers: dict[int, int], seed: int, counts: Counts, lost: tuple[Lost, ...], limiter: Limiter
@@ -148,7 +157,8 @@ class Shards:
             )
             inserted = sum(stats.inserted for stats in told.values()) + sum(one.inserted for one in lost)
             self._adopt(self._lookup.table("restored", numbers, seed, counts, lost, limiter, inserted))
-        self.exchange()  # which says to each shard how many it may admit
+        self.exchange()
+        self.exchange(says=True)
 
     # The shard on this node
 
@@ -193,7 +203,9 @@ class Shards:
 
     # Orders, keys, and feedback
 
-    def order(self, candidates: Mapping[int, int], n: int, room: ReplayBatch | None = None) -> dict[int, Any]:
+    def order(
+        self, candidates: Mapping[int, int], n: int, room: ReplayBatch | None = None, says: bool = True
+    ) -> dict[int, Any]:
         """Asks shards for candidates, and returns what their answers will be got by.
 
         Args:
@@ -201,6 +213,7 @@ class Shards:
             n: Items that the learner waits for.
             room: Where the shard that is attached draws its candidates to, beginning with the first row; None: it is
                 asked as the others are.
+            says: Whether shards are to admit their writers as far as this process thinks right.
         """
         with self._lock:
             self._count(self._reports.heard())
@@ -210,7 +223,7 @@ class Shards:
             for number, count in candidates.items():
                 if number not in places:
                     continue
-                order = Order(self.stream, union_limiter.drew, union_limiter.largest, limits[number], count)
+                order = Order(self.stream, union_limiter.drew, union_limiter.largest, limits[number], count, says)
                 if room is None or nearby is None or number != nearby.number:
                     calls[number] = places[number].actor.draw.remote(order)
                 else:
@@ -272,15 +285,18 @@ class Shards:
             raise Stopped("the replay buffer was stopped")
         return answers
 
-    def exchange(self) -> None:
-        """Looks at the table and hears all shards' figures, also after the buffer was stopped."""
+    def exchange(self, says: bool = False) -> None:
+        """Looks at the table and hears all shards' figures, also after the buffer was stopped.
+
+        Args:
+            says: Whether it tells each shard how many items to admit, too: by those who know what is in all of them.
+        """
         places = self.look().places
-        self._note(self.calls.collect(self.order(dict.fromkeys(places, 0), 0)))
+        self._note(self.calls.collect(self.order(dict.fromkeys(places, 0), 0, says=says)))
 
     def census(self, unused_count_as_others: bool, /) -> Census:
         """Returns who takes part, in the terms of a buffer's own census."""
-        expected = self.table.expected or bool(self.table.starting)
-        return union_census(self.figures.values(), self.union_limiter.learners, expected)
+        return union_census(self.figures.values(), self.union_limiter.learners, self.table.expected)
 
     def _note(self, answers: dict[int, T]) -> dict[int, T]:
         with self._lock:
@@ -299,6 +315,11 @@ class Shards:
             self.look()
 
     def _adopt(self, table: Table) -> Table:
+        for lost in table.lost:  # whoever reported it may have known less
+            rows, inserted = self._last_known(lost.number)
+            if inserted > lost.inserted:
+                logger.error("with shard %d %d rows are lost, not %d", lost.number, rows, lost.rows)
+                self._lookup.tell("lost", lost.number, rows, inserted, "")
         self.table = table
         self.figures = {number: figures for number, figures in self.figures.items() if number in table.places}
         if self.nearby is not None:
@@ -312,6 +333,15 @@ class Shards:
             for lost in table.lost:
                 self._union_limiter.count_inserted(lost.number, lost.inserted)
         return table
+
+    def _last_known(self, number: int) -> tuple[int, int]:
+        """Returns how many rows a shard held, and how many items had become drawable in it, when last heard of."""
+        if self.nearby is not None and self.nearby.number == number:
+            with suppress(RuntimeError):  # closed by another thread
+                stats = self.nearby.buffer.stats()
+                return stats.size, stats.inserted
+        figures = self.figures.get(number)
+        return (figures.rows, figures.inserted) if figures else (0, 0)
 
     def _handle_of(self, place: Place, wait: Wait | None) -> Handle | None:
         told = self.calls.collect({place.number: place.actor.handle.remote()}, wait)

@@ -25,6 +25,10 @@ class Gone(Exception):
     """The shard that was asked is not there any more."""
 
 
+class Detached(Exception):
+    """This process has let go of the shard that was asked, which may be there for others."""
+
+
 class ShardBuffer(ReplayBuffer):
     """A shard's buffer, as processes of its node write to it: keys are the union's."""
 
@@ -95,16 +99,17 @@ class Nearby:
             return self._hands.submit(self._while_alive, work)
         except RuntimeError as error:  # closed by another thread
             refusal = Future[T]()
-            refusal.set_exception(Gone(str(error)))
+            refusal.set_exception(Detached(str(error)))
             return refusal
 
     def _while_alive(self, work: Callable[[], T]) -> T:
         try:
             if self.alive:
                 return work()
-        except RuntimeError:
+        except RuntimeError as error:
             if not self.buffer._segment.closed:
                 raise
+            raise Detached(str(error)) from None
         raise Gone("its process is gone")
 
 

@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from torchreplay.errors import Stopped
+from torchreplay.ray.cluster import living_nodes
 from torchreplay.ray.directory import REPEAT
 from torchreplay.ray.members import Shards
 from torchreplay.ray.nearby import ShardBuffer
@@ -28,7 +29,7 @@ def buffer_to_write_to(shards: Shards) -> ShardBuffer:
 
     Raises:
         AttachError: It cannot be attached.
-        RuntimeError: This node has no shard.
+        RuntimeError: This node has no shard, or gets none for a minute.
         Stopped: The buffer was stopped.
     """
     nearby = shards.nearby
@@ -36,29 +37,43 @@ def buffer_to_write_to(shards: Shards) -> ShardBuffer:
         shards.lose(nearby.number, "its process is gone")
     elif nearby is not None:
         return nearby.buffer
+    buffer = _attached(shards)
+    if buffer is None:
+        with Expectation(shards):  # lest learners give up on those who wait here
+            buffer = _waited_for(shards)
+    return buffer
+
+
+def _waited_for(shards: Shards) -> ShardBuffer:
     deadline = time.monotonic() + PATIENCE
-    while True:
-        table = shards.look()
-        if table.stopped:
-            raise Stopped("the replay buffer was stopped")
-        if shards.place_here() is not None:
-            nearby = shards.attach()
-            if nearby is not None:
-                return nearby.buffer
-        elif shards.node not in table.starting or time.monotonic() >= deadline:
+    while (buffer := _attached(shards)) is None:
+        if time.monotonic() >= deadline:
             raise RuntimeError(
-                f"node {shards.node} has no shard: the shards are on {[p.node for p in table.places.values()]}. Run "
-                f"explorers there (NodeAffinitySchedulingStrategy), or make the ShardedReplay when all nodes are up"
+                f"the shard of node {shards.node} was lost, and could not be made anew for {PATIENCE:.0f} s. It is "
+                f"tried again: call writer() later. The log of torchreplay.ray says what it lacks, such as memory"
             )
-        else:
-            time.sleep(_POLL)
+        time.sleep(_POLL)
+    return buffer
+
+
+def _attached(shards: Shards) -> ShardBuffer | None:
+    """Returns the buffer of the shard on this node; None while it is to be made anew."""
+    table = shards.look()
+    if table.stopped:
+        raise Stopped("the replay buffer was stopped")
+    if shards.place_here() is None and shards.node not in table.starting:
+        raise RuntimeError(
+            f"node {shards.node} has no shard: the shards are on {[p.node for p in table.places.values()]}. Run "
+            f"explorers there (NodeAffinitySchedulingStrategy), or make the ShardedReplay when all nodes are up"
+        )
+    nearby = shards.attach() if shards.place_here() is not None else None
+    return None if nearby is None else nearby.buffer
 
 
 def nodes_to_write_from(shards: Shards) -> list[str]:
-    """Returns Ray's ids of the nodes on which there is a shard, or one is being made."""
-    table = shards.look()
-    alive = {node["NodeID"] for node in import_ray().nodes() if node["Alive"]}
-    return [node for node in (*(place.node for place in table.places.values()), *table.starting) if node in alive]
+    """Returns Ray's ids of the nodes on which there is a shard, or will be one, in an order that stays."""
+    alive = living_nodes()
+    return [node for node in shards.look().nodes if node in alive]
 
 
 class Expectation:
@@ -95,7 +110,9 @@ class Expectation:
         if not self._shards.connected:  # or the call would start another Ray
             return False
         try:
-            self._shards.ask("expect", self._token, expecting)
+            self._shards.ask_once("expect", self._token, expecting)
+        except import_ray().exceptions.ActorUnavailableError:  # it is told again, or forgets by itself
+            return True
         except (Stopped, import_ray().exceptions.RayError):
             return False
         return True

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from torchreplay.ray.cluster import living_nodes, only_on
 from torchreplay.ray.node_shard import nodes_to_write_from
 from torchreplay.ray.session import import_ray
 
 if TYPE_CHECKING:
     from torchreplay.ray.sharded import ShardedReplay
+
+logger = logging.getLogger("torchreplay.ray")
 
 LOCAL_FIRST: Final = "LOCAL_FIRST"
 NAMES: Final = (LOCAL_FIRST, "SPREAD", "DEFAULT")
@@ -24,11 +28,11 @@ def strategy_of(placement: Placement, index: int) -> Any:
     if callable(placement):
         placement = placement(index)
     ray = import_ray()
-    affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
     here = ray.get_runtime_context().get_node_id()
     if placement is None:
-        return affinity(here, soft=False)
+        return only_on(here)
     if isinstance(placement, str) and placement == LOCAL_FIRST:
+        affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
         return affinity(here, soft=True, _spill_on_unavailable=True)
     return placement
 
@@ -37,11 +41,15 @@ def strategy_of(placement: Placement, index: int) -> Any:
 class OverShards:
     """Places explorers on the nodes that have a shard of each of these buffers, in turn.
 
+    A node has no more turns than explorers for whose reservations it is large enough.
+
     Attributes:
         replays: The buffers.
+        reserves: What Ray reserves for each explorer, such as `{"CPU": 1}`.
     """
 
     replays: Sequence[ShardedReplay]
+    reserves: Mapping[str, float] = field(default_factory=dict)
 
     def __call__(self, index: int) -> Any:
         """Returns the strategy for explorer `index`.
@@ -54,5 +62,22 @@ class OverShards:
         nodes = [node for node in first if all(node in other for other in others)]
         if not nodes:
             raise RuntimeError("no node that is alive has a shard to write to")
-        affinity = import_ray().util.scheduling_strategies.NodeAffinitySchedulingStrategy
-        return affinity(nodes[index % len(nodes)], soft=False)
+        room = self._room(nodes, index + 1)
+        turns = [node for turn in range(max(room.values())) for node in nodes if turn < room[node]]
+        if not turns:
+            raise RuntimeError(f"no node that has a shard has what each explorer reserves, {dict(self.reserves)}")
+        if index >= len(turns):
+            text = "the nodes that have shards have room for %d explorers that reserve %s: explorer %d may never start"
+            logger.warning(text, len(turns), dict(self.reserves), index)
+        return only_on(turns[index % len(turns)])
+
+    def _room(self, nodes: Sequence[str], most: int) -> dict[str, int]:
+        """Returns how many explorers, up to `most`, fit on each node."""
+        reserves = {kind: amount for kind, amount in self.reserves.items() if amount > 0}
+        alive = living_nodes() if reserves else {}
+        room = dict.fromkeys(nodes, most)
+        for node in nodes:
+            for kind, amount in reserves.items():
+                there = alive.get(node, {}).get(kind, 0.0)
+                room[node] = min(room[node], int(there / amount + 1e-6))  # 0.3 / 0.1 is below 3
+        return room

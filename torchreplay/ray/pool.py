@@ -62,8 +62,8 @@ class ExplorerPool(Supervised):
         num_gpus: GPUs, or a part of one, that Ray reserves for each explorer.
         runtime_env: Their environment, as Ray takes it, such as `{"env_vars": {...}}`.
         placement: Where Ray is to run them. None: on this machine, where the buffer's memory is; of a `ShardedReplay`
-            on the nodes that have shards, in turn. `"LOCAL_FIRST"`: on this machine while it has `num_cpus` and
-            `num_gpus` left, then on others. Or one of Ray's scheduling strategies, such as `"SPREAD"` or that of a
+            on the nodes that have shards, in turn, and no more on each than it has `num_cpus` and `num_gpus` for.
+            `"LOCAL_FIRST"`: on this machine while it has these left, then on others. Or one of Ray's scheduling strategies, such as `"SPREAD"` or that of a
             placement group. Or a function of the explorer's index that returns one of these, called before each of its
             runs. Explorers on other nodes than the buffer's have remote writers and fetch the weights: the same calls,
             `docs/scaling.md`.
@@ -108,7 +108,7 @@ class ExplorerPool(Supervised):
         if sharded and backend == "process":
             raise ValueError("backend='process': the shards of a ShardedReplay are reached through Ray, backend='ray'")
         if sharded and placement is None:
-            placement = OverShards(sharded)
+            placement = OverShards(sharded, {"CPU": num_cpus, "GPU": num_gpus})
         hosting = Hosting(backend, num_cpus, num_gpus, runtime_env, placement)
         names = [f"explorer {index} of {num_explorers}" for index in range(num_explorers)]
         super().__init__(names, hosting, max_restarts, restart_delay, seed)

@@ -90,7 +90,7 @@ class Shard:
         if order.drew.batches:  # those who only look around would add up
             self._learners[order.stream] = order.drew
         self._candidates.raise_largest(order.largest)
-        if order.drew.rule >= self._rule:  # whoever has not heard of the present limiter has no say
+        if order.says and order.drew.rule >= self._rule:  # whoever has not heard of the present limiter has no say
             self._rule = order.drew.rule
             self._admit(order.limit)
         if not order.candidates:

@@ -84,8 +84,10 @@ class ShardedInspection(Configured):
     def histograms(self, bins: int = 64) -> dict[str, torch.Tensor]:
         """Returns histograms of leaf priorities and of rows' ages, as `ReplayBuffer.histograms` does. O(capacity).
 
-        Each shard counts into bins of its own, whose counts are put where the middle of the bin lies.
+        Each shard counts into bins of its own, whose counts are put where the middle of the bin lies. While there is
+        no shard they are those of an empty buffer.
         """
+        self._require_open()
         bins = checked_int("bins", bins, 1, 1 << 20)
         self._feedback.apply_arrived()
         places = self.shards.look().places

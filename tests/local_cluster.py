@@ -1,0 +1,92 @@
+"""A Ray cluster in this process: its actors are plain objects, called at once. For tests of who is asked what, and of
+what an error leads to; what Ray itself does is not tried."""
+
+from types import SimpleNamespace
+
+import pytest
+
+MODULES = ("calls", "cluster", "directory", "lookup", "node_shard", "placement", "reports")
+
+
+class LocalActor:
+    """An object whose methods are called as those of an actor.
+
+    Attributes:
+        it: The object.
+        dead: Whether it was killed.
+        unreachable: Calls from now on that Ray cannot deliver.
+    """
+
+    def __init__(self, cluster, it, failure=None):
+        self.it, self.dead, self.unreachable = it, False, 0
+        self._cluster, self._failure = cluster, failure
+
+    def __getattr__(self, name):
+        return SimpleNamespace(remote=lambda *args: self._call(name, args))
+
+    def _call(self, name, args):
+        errors = self._cluster.exceptions
+        if self.dead:
+            return SimpleNamespace(error=errors.ActorDiedError())
+        if self.unreachable:
+            self.unreachable -= 1
+            return SimpleNamespace(error=errors.ActorUnavailableError("the network is down", None))
+        if self._failure is not None:
+            return SimpleNamespace(error=errors.RayTaskError(name, "", self._failure))
+        return SimpleNamespace(error=None, value=getattr(self.it, name)(*args))
+
+
+class LocalCluster:
+    """What the package calls of Ray's module.
+
+    Args:
+        monkeypatch: Puts this in Ray's place.
+        cpus: Of each node, by its name.
+
+    Attributes:
+        alive: The nodes and their resources; to be changed.
+        failures: By node, what making a shard there raises; to be changed.
+        actors: All that were made.
+    """
+
+    def __init__(self, monkeypatch, **cpus):
+        self.exceptions = pytest.importorskip("ray").exceptions
+        self.alive = {node: {"CPU": float(count)} for node, count in cpus.items()}
+        self.failures, self.actors, self.named = {}, [], {}
+        self.util = SimpleNamespace(
+            scheduling_strategies=SimpleNamespace(NodeAffinitySchedulingStrategy=lambda node, soft: node)
+        )
+        for module in MODULES:
+            monkeypatch.setattr(f"torchreplay.ray.{module}.import_ray", lambda: self)
+
+    def nodes(self):
+        return [{"NodeID": node, "Alive": True, "Resources": has} for node, has in self.alive.items()]
+
+    def is_initialized(self):
+        return True
+
+    def remote(self, kind):
+        def options(scheduling_strategy=None, **_):
+            def make(*args):
+                self.actors.append(LocalActor(self, kind(*args), self.failures.get(scheduling_strategy)))
+                return self.actors[-1]
+
+            return SimpleNamespace(remote=make)
+
+        return SimpleNamespace(options=options)
+
+    def get_actor(self, name, namespace):
+        return self.named[name]
+
+    def wait(self, calls, num_returns=1, timeout=None):
+        return list(calls), []
+
+    def get(self, calls):
+        if isinstance(calls, list):
+            return [self.get(call) for call in calls]
+        if calls.error is not None:
+            raise calls.error
+        return calls.value
+
+    def kill(self, actor, no_restart):
+        actor.dead = True

@@ -1,0 +1,322 @@
+"""What processes know of the shards of a `ShardedReplay`, and tell each other, when one is lost, or slow to come back,
+or when Ray cannot reach somebody: on a cluster in this process."""
+
+import logging
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from forked import eventually
+from local_cluster import LocalActor, LocalCluster
+from local_shards import SPEC
+
+import torchreplay as tr
+from torchreplay.config import Config
+from torchreplay.ray.calls import Calls
+from torchreplay.ray.directory import Directory
+from torchreplay.ray.histograms import merged_histograms
+from torchreplay.ray.members import Shards
+from torchreplay.ray.nearby import Nearby
+from torchreplay.ray.node_shard import Expectation, buffer_to_write_to, nodes_to_write_from
+from torchreplay.ray.placement import OverShards
+from torchreplay.ray.shard import Shard
+from torchreplay.ray.sharded_checkpoint import Counts
+
+NODES = ["a", "b", "c"]
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    made = LocalCluster(monkeypatch, a=2, b=2, c=2)
+    yield made
+    for actor in made.actors:
+        buffer = getattr(actor.it, "_buffer", None)
+        if buffer is not None:
+            buffer.close()
+
+
+@pytest.fixture
+def found(cluster, monkeypatch):
+    """Makes the shards, and returns the directory and a function that gives a process of some node its view."""
+    viewed = []
+
+    def find(limiter=None, limit=None, nodes=NODES, anywhere=True):
+        config = Config.of(SPEC, 100, tr.Uniform(), None, limiter)
+        directory = Directory(config, [100] * len(nodes), list(nodes), anywhere, 1, limit)
+        directory.open()
+        cluster.named["union"] = LocalActor(cluster, directory)
+
+        def view(node):
+            monkeypatch.setattr("torchreplay.ray.members.ray_node", lambda: node)
+            viewed.append(Shards("union"))
+            return viewed[-1]
+
+        return directory, view
+
+    yield find
+    for shards in viewed:
+        shards.detach()
+
+
+def write(shards, count):
+    buffer_to_write_to(shards).extend(home=np.zeros(count, int), index=np.arange(count))
+
+
+def die(directory, number):
+    """Kills a shard's actor; its memory goes with it, but for those who have it attached."""
+    actor = directory.table().places[number].actor
+    actor.dead = True
+    actor.it._buffer.close()
+
+
+# Shards that are to come back.
+
+
+def test_a_node_whose_shard_is_tried_again_later_gets_one(cluster, found, caplog):
+    directory, view = found()
+    shards = view("a")
+    assert nodes_to_write_from(shards) == NODES
+    cluster.failures["b"] = MemoryError("too little memory is left")
+    with caplog.at_level(logging.ERROR, "torchreplay.ray"):
+        directory.lost(1, 0, 0, "killed")
+        assert "no shard can be made on node b" not in caplog.text
+        directory.table()
+        assert "no shard can be made on node b" in caplog.text
+    for _ in range(3):
+        assert directory.table().starting == ("b",)
+        assert nodes_to_write_from(shards) == NODES  # so that explorer k of a pool goes where it was
+    del cluster.alive["b"]
+    assert directory.table().starting == ()
+    assert nodes_to_write_from(shards) == ["a", "c"]
+
+
+def test_a_node_that_comes_in_the_place_of_a_lost_one_is_written_from(cluster, found):
+    directory, view = found()
+    shards = view("a")
+    del cluster.alive["b"]
+    directory.lost(1, 0, 0, "its node is gone")
+    assert nodes_to_write_from(shards) == ["a", "c"]
+    cluster.alive["d"] = {"CPU": 2.0}
+    assert nodes_to_write_from(shards) == ["a", "d", "c"]
+
+
+def test_a_writer_waits_for_the_shard_of_its_node_to_be_made_anew_and_learners_wait_for_it(cluster, found, monkeypatch):
+    monkeypatch.setattr("torchreplay.ray.directory.RETRY", 0.01)
+    monkeypatch.setattr("torchreplay.ray.directory.BELIEF", 5.0)
+    directory, view = found()
+    shards, learner = view("b"), view("a")
+    cluster.failures["b"] = MemoryError("too little memory is left")
+    die(directory, 1)
+    shards.lose(1, "killed")
+    directory._expecting.clear()  # as long after the loss
+    written = threading.Thread(target=write, args=(shards, 7))
+    written.start()
+    eventually(lambda: directory._slots[1].failures > 1)
+    learner.look()
+    assert learner.census(False)["supervisors"] == 1
+    assert written.is_alive()
+    cluster.failures.clear()
+    written.join(60)
+    assert not written.is_alive()
+    learner.exchange()
+    assert sum(figures.rows for figures in learner.figures.values()) == 7
+    assert learner.census(False)["supervisors"] == 0
+
+
+def test_a_writer_whose_shard_is_not_made_anew_for_long_says_so(cluster, found, monkeypatch):
+    monkeypatch.setattr("torchreplay.ray.node_shard.PATIENCE", 0.2)
+    directory, view = found()
+    shards = view("b")
+    cluster.failures["b"] = MemoryError("too little memory is left")
+    directory.lost(1, 0, 0, "killed")
+    with pytest.raises(RuntimeError, match="shard of node b was lost, and could not be made anew for 0 s"):
+        buffer_to_write_to(shards)
+    with pytest.raises(RuntimeError, match=r"node d has no shard: the shards are on \['a', 'c'\]"):
+        buffer_to_write_to(view("d"))
+
+
+def test_after_a_loss_writers_are_expected_for_a_while(found):
+    directory, view = found()
+    assert not view("a").table.expected
+    directory.lost(1, 0, 0, "killed")
+    assert view("a").table.expected
+
+
+# What was lost.
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_is_lost_is_what_the_best_informed_process_knows(found, first):
+    directory, view = found()
+    reports = [(0, 0), (50, 900)]
+    directory.lost(1, *reports[first], "killed")
+    directory.lost(1, *reports[1 - first], "killed")
+    (lost,) = directory.table().lost
+    assert (lost.rows, lost.inserted, lost.node) == (50, 900, "b")
+    assert view("c").union_limiter.inserted == 900
+
+
+def test_a_learner_that_knows_more_of_a_lost_shard_tells_everyone(cluster, found):
+    directory, view = found()
+    learner, writer, stranger = view("a"), view("b"), view("c")
+    write(writer, 40)
+    learner.exchange()
+    die(directory, 1)
+    stranger.lose(1, "killed")
+    assert [(lost.rows, lost.inserted) for lost in directory.table().lost] == [(0, 0)]
+    learner.look()
+    assert [(lost.rows, lost.inserted) for lost in directory.table().lost] == [(40, 40)]
+    stranger.look()
+    assert stranger.union_limiter.inserted == 40
+    assert view("c").union_limiter.inserted == 40
+
+
+def test_a_process_that_only_wrote_knows_what_is_lost(found):
+    directory, view = found()
+    writer = view("b")
+    write(writer, 70)
+    die(directory, 1)
+    writer.lose(1, "killed")
+    assert [(lost.rows, lost.inserted) for lost in directory.table().lost] == [(70, 70)]
+
+
+# A shard that this process lets go of.
+
+
+def test_a_shard_that_a_process_has_let_go_of_is_not_lost(cluster):
+    shard = Shard(3, Config.of(SPEC, 100, tr.Uniform(), None, None), 1, 0, None)
+    shard.open()
+    shard._buffer.extend(home=np.zeros(9, int), index=np.arange(9))
+    lost = []
+    calls = Calls(lambda number, why: lost.append(number), str)
+    nearby = Nearby(3, shard.handle())
+    entered, leave = threading.Event(), threading.Event()
+
+    def work():
+        entered.set()
+        leave.wait(60)
+        return len(nearby.buffer)
+
+    under_way = nearby._hand_over(work)
+    assert entered.wait(60)
+    waiting = nearby.gather(np.arange(3))  # for its turn
+    nearby.close()
+    leave.set()
+    refused = nearby.update(np.arange(3), np.ones(3))
+    assert calls.collect(dict(enumerate([under_way, waiting, refused]))) == {}
+    assert lost == []
+    again = Nearby(3, shard.handle())
+    assert len(again.buffer) == 9
+    shard._buffer.close()
+    assert calls.collect({3: again.gather(np.arange(3))}) == {}  # but this one is
+    assert lost == [3]
+    again.close()
+
+
+# The directory out of reach.
+
+
+def test_a_directory_that_ray_cannot_reach_for_a_moment_is_asked_again(cluster, found, monkeypatch):
+    monkeypatch.setattr("torchreplay.ray.lookup.REFRESH", 0.0)
+    _, view = found()
+    shards = view("a")
+    actor = cluster.named["union"]
+    actor.unreachable = 2
+    assert set(shards.look().places) == {0, 1, 2}
+    actor.unreachable = 1
+    shards.refresh()
+    shards.refresh()
+    assert actor.unreachable == 0
+    assert not shards.stopped
+    monkeypatch.setattr("torchreplay.ray.lookup.PATIENCE", 0.0)
+    actor.unreachable = 1
+    with pytest.raises(cluster.exceptions.ActorUnavailableError):
+        shards.look()
+    actor.dead = True
+    with pytest.raises(tr.Stopped):
+        shards.look()
+
+
+def test_an_announcement_is_repeated_after_ray_could_not_reach_the_directory(cluster, found, monkeypatch):
+    monkeypatch.setattr("torchreplay.ray.node_shard.REPEAT", 0.01)
+    directory, view = found()
+    shards, actor = view("a"), cluster.named["union"]
+    with Expectation(shards):
+        actor.unreachable = 3
+        eventually(lambda: actor.unreachable == 0)
+        directory._expecting.clear()  # as after a while
+        eventually(lambda: shards.look().expected)
+
+
+def test_what_is_said_twice_of_a_checkpoint_counts_once(found):
+    directory, _ = found()
+    counts = Counts(born=7, streams=2, items=100, batches=10, sampled=100, inserted_before=0, lost_updates=1)
+    said = ({0: 1, 1: 0}, 5, counts, (), tr.MinSize(), 60)
+    first, second = directory.restored(*said), directory.restored(*said)
+    assert [place.node for place in second.places.values()] == NODES
+    assert list(first.places) == list(second.places) == [1, 0, 2]
+    assert second.rule == first.rule
+
+
+# Who says how many items are admitted.
+
+
+def test_those_who_look_around_do_not_say_how_many_items_are_admitted(found):
+    limiter = tr.SamplesPerInsert(2.0, min_size=60, tolerance=0.5)
+    directory, view = found(limiter, 20)
+    held = [place.actor.it for place in directory.table().places.values()]
+    write(view("b"), 10)
+    learner, observer = view("a"), view("c")
+    assert [shard._limit for shard in held] == [20, 20, 20]
+    learner.exchange()
+    learner.hear(learner.order(dict.fromkeys(range(3), 0), 0), None)
+    said = [shard._limit for shard in held]
+    assert said == list(learner.union_limiter.limits(range(3), 0).values()) != [20, 20, 20]
+    for _ in range(2):
+        observer.exchange()
+        assert [shard._limit for shard in held] == said
+    observer.set_limiter(tr.SamplesPerInsert(2.0, min_size=30, tolerance=0.5))  # which it hears all shards for
+    limits = observer.union_limiter.limits(range(3), 0)
+    assert [shard._limit for shard in held] == list(limits.values())
+    assert sum(limits.values()) >= 30
+
+
+# Where explorers run.
+
+
+@pytest.mark.parametrize(("reserves", "expected"), [({}, [3, 3, 3]), ({"CPU": 0}, [3, 3, 3]), ({"CPU": 1}, [1, 6, 2])])
+def test_explorers_go_where_there_is_room_for_what_they_reserve(cluster, found, caplog, reserves, expected):
+    cluster.alive = {"a": {"CPU": 1.0}, "b": {"CPU": 14.0}, "c": {"CPU": 2.0}}
+    _, view = found()
+    place = OverShards([SimpleNamespace(shards=view("a"))], reserves)
+    nodes = [place(index) for index in range(9)]
+    assert [nodes.count(node) for node in NODES] == expected
+    assert nodes[:3] == NODES
+    assert [place(index) for index in range(9)] == nodes
+    assert not caplog.text
+
+
+def test_explorers_that_find_no_room_are_told_of(cluster, found, caplog):
+    _, view = found()
+    place = OverShards([SimpleNamespace(shards=view("a"))], {"CPU": 0.5, "GPU": 0})
+    assert [place(index) for index in range(12)].count("a") == 4
+    assert not caplog.text
+    assert place(12) in NODES
+    assert "room for 12 explorers" in caplog.text
+    with pytest.raises(RuntimeError, match=r"has what each explorer reserves, \{'CPU': 0.5, 'GPU': 1\}"):
+        OverShards(place.replays, {"CPU": 0.5, "GPU": 1})(0)
+
+
+# Histograms.
+
+
+def test_without_a_shard_histograms_are_those_of_an_empty_buffer():
+    with tr.ReplayBuffer(SPEC, 10) as buffer:
+        empty = buffer.histograms(16)
+    merged = merged_histograms([], 16)
+    assert merged.keys() == empty.keys()
+    for name, values in empty.items():
+        assert merged[name].dtype == values.dtype
+        assert torch.equal(merged[name], values)
