@@ -164,11 +164,12 @@ inline PyObject* gather(PyObject* self, PyObject* const* args, Py_ssize_t nargs)
   });
 }
 
-// settle(): what this process has fed back is applied; nothing is left of that when the segment is closed.
-inline PyObject* settle(PyObject* self, PyObject*) {
+// settle(deadline): what this process has fed back is applied, unless that takes longer.
+inline PyObject* settle(PyObject* self, PyObject* deadline) {
   return guarded([&] {
+    const Patience patience{as_int(deadline)};
     const std::shared_ptr<Attached> attached = state_of<SegmentState>(self).attached;
-    if (attached) attached->settle_feedback();
+    if (attached) attached->settle_feedback(patience);
     return Py_NewRef(Py_None);
   });
 }
