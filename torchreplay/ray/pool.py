@@ -63,10 +63,10 @@ class ExplorerPool(Supervised):
         runtime_env: Their environment, as Ray takes it, such as `{"env_vars": {...}}`.
         placement: Where Ray is to run them. None: on this machine, where the buffer's memory is; of a `ShardedReplay`
             on the nodes that have shards, in turn, and no more on each than it has `num_cpus` and `num_gpus` for.
-            `"LOCAL_FIRST"`: on this machine while it has these left, then on others. Or one of Ray's scheduling strategies, such as `"SPREAD"` or that of a
-            placement group. Or a function of the explorer's index that returns one of these, called before each of its
-            runs. Explorers on other nodes than the buffer's have remote writers and fetch the weights: the same calls,
-            `docs/scaling.md`.
+            `"LOCAL_FIRST"`: on this machine while it has these left, then on others. Or one of Ray's scheduling
+            strategies, such as `"SPREAD"` or that of a placement group. Or a function of the explorer's index that
+            returns one of these, called before each of its runs. Explorers on other nodes than the buffer's have remote
+            writers and fetch the weights: the same calls, `docs/scaling.md`.
         seed: Seed from which every explorer's every run gets a seed of its own (numpy's
             `SeedSequence`); None draws one, to be read from `pool.seed`.
 
