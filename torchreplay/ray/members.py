@@ -218,7 +218,7 @@ class Shards:
         with self._lock:
             self._count(self._reports.heard())
             union_limiter, places, nearby = self.union_limiter, self.table.places, self.nearby
-            limits = union_limiter.limits(places, n)
+            limits = union_limiter.limits(places, n) if says else dict.fromkeys(places)
             calls: dict[int, Any] = {}
             for number, count in candidates.items():
                 if number not in places:
