@@ -14,6 +14,7 @@ from local_shards import SPEC
 
 import torchreplay as tr
 from torchreplay.config import Config
+from torchreplay.ray import ShardedReplay
 from torchreplay.ray.calls import Calls
 from torchreplay.ray.directory import Directory
 from torchreplay.ray.histograms import merged_histograms
@@ -318,3 +319,10 @@ def test_without_a_shard_histograms_are_those_of_an_empty_buffer():
     for name, values in empty.items():
         assert merged[name].dtype == values.dtype
         assert torch.equal(merged[name], values)
+
+
+def test_a_closed_buffer_has_no_histograms():
+    replay = ShardedReplay.__new__(ShardedReplay)
+    replay._closed = True
+    with pytest.raises(RuntimeError, match="the ShardedReplay is closed"):
+        replay.histograms()
