@@ -17,7 +17,7 @@ from torchreplay.config import Config
 from torchreplay.lightning import PriorityFeedback, ReplayCheckpoint, ReplayDataModule
 from torchreplay.ray import ShardedReplay
 from torchreplay.ray.shard import Shard
-from torchreplay.ray.sharded_checkpoint import read_manifest
+from torchreplay.ray.sharded_checkpoint import Manifest
 from torchreplay.ray.union import KEY_BITS
 
 SAMPLER = tr.Prioritized(alpha=0.7, beta=0.5)
@@ -110,7 +110,7 @@ def test_the_newest_rows_that_fit_are_loaded_and_nodes_beyond_the_shards_get_new
 
 def load_parts(directory, least=200):
     """Checks the rows of a checkpoint, at least so many a shard, without a cluster; returns how many shards it has."""
-    manifest = read_manifest(directory)
+    manifest = Manifest.read(directory)
     for part in manifest.parts:
         with tr.ReplayBuffer.load(manifest.path_of(directory, part)) as buffer:
             batch = buffer.gather(torch.arange(buffer.stats().rows_written))
@@ -158,9 +158,9 @@ def kill_saves(cluster, directory, kills):
         replay.save(directory)
         for _ in range(kills):
             saver = cluster.ray.remote(Saver).options(**cluster.on(0)).remote(replay)
-            pid, first = cluster.ray.get(saver.pid.remote()), read_manifest(directory).shards
+            pid, first = cluster.ray.get(saver.pid.remote()), Manifest.read(directory).shards
             saver.save_for_ever.remote()
-            eventually(lambda first=first: read_manifest(directory).shards != first, timeout=120)
+            eventually(lambda first=first: Manifest.read(directory).shards != first, timeout=120)
             threading.Event().wait(chance.uniform(0, 0.1))  # the instant of the kill
             os.kill(pid, signal.SIGKILL)
             assert load_parts(directory) == 2
@@ -257,13 +257,13 @@ def test_what_cannot_be_loaded_says_why(cluster, saved, tmp_path):
 def test_a_part_that_is_missing_or_a_damaged_description_is_an_error(cluster, saved, tmp_path):
     directory, *_ = saved
     path = directory / "checkpoint.json"
-    manifest, content = read_manifest(directory), path.read_bytes()
+    manifest, content = Manifest.read(directory), path.read_bytes()
     part = manifest.path_of(directory, manifest.parts[1])
     try:
         for position in range(0, len(content), 7):
             path.write_bytes(content[:position] + bytes([content[position] ^ 0x41]) + content[position + 1 :])
             with pytest.raises(tr.CheckpointError, match=str(path)):
-                read_manifest(directory)
+                Manifest.read(directory)
         path.write_bytes(content)
         part.rename(tmp_path / "away")
         with pytest.raises(tr.CheckpointError, match=f"{part} is missing"):
