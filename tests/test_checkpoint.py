@@ -218,7 +218,9 @@ def test_all_that_a_checkpoint_names_is_on_the_disk_before_it_takes_the_place_of
 def test_a_save_removes_nothing_that_is_not_its_own(tmp_path):
     filled(5, 8).save(tmp_path)
     (before,) = tmp_path.glob("rows-*")
-    theirs = [tmp_path / name for name in ("rows-train", "rows-0123", f"{before.name}-copy", "shards-train", "x-rows-1")]
+    theirs = [
+        tmp_path / name for name in ("rows-train", "rows-0123", f"{before.name}-copy", "shards-train", "x-rows-1")
+    ]
     killed = tmp_path / "rows-0123456789abcdef", tmp_path / "checkpoint.json-0123456789abcdef"
     notes = tmp_path / "checkpoint.json-notes"
     for directory in (*theirs, killed[0]):

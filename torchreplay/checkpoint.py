@@ -104,7 +104,8 @@ def save(segment: _C.Segment, config: Config, directory: str | os.PathLike[str])
 
     def write(data: Path) -> dict[str, Any]:
         step = segment.step
-        shards = tuple((f"{data.name}/{file}", *rest) for file, *rest in _write_shards(segment, config, data))
+        written = _write_shards(segment, config, data)
+        shards = tuple((f"{data.name}/{file}", size, crc) for file, size, crc in written)
         # Counted after the rows: every key that was saved is below the head.
         return Description(config, segment.seed, step, segment.counts(), shards).as_data()
 
