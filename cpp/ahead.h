@@ -24,13 +24,20 @@ struct Order {
   DrawName name;
   BatchPointers out;
   int threads = 1;                     // that may share the copies
-  uint64_t updated = 0, fed_back = 0;  // TD errors that it knows: all others, and those handed over here
+  uint64_t updated = 0, fed_back = 0;  // TD errors applied before: all others, and those handed over here
 };
 
-// Draws what was ordered, in that order, and one batch after the other. All but settled(), settle() and hand_over() is
-// for one thread at a time.
+// Draws what was ordered, in that order, and one batch after the other, and applies what was handed over in its turn:
+// nobody else does while the thread runs, so that nobody else waits for the memory's lock on its behalf. All but
+// claim(), settled(), settle() and hand_over() is for one thread at a time.
 class DrawAhead {
  public:
+  // What a caller wants to find done, as of the moment when it says so.
+  struct Claim {
+    uint64_t feedback;  // of what was handed over, the first so many
+    bool draws;         // all that is ordered
+  };
+
   // `plan` as for BatchSampler. `backlog` counts what is to be done, by all who share it. All must outlive the object.
   DrawAhead(SegmentMemory& m, const ItemPlan* plan, Backlog& backlog)
       : memory_(m), plan_(plan), backlog_(backlog), feedback_(m, backlog) {}
@@ -63,7 +70,7 @@ class DrawAhead {
   // has the time, and they have other things in their caches. False: nothing was taken.
   bool hand_over(Feedback& feedback) {
     const std::lock_guard guard(mutex_);
-    if (!running_ || outcome_ != Draw::kDone || interval_ < kMinDoze || !is_orderer()) return false;
+    if (!running_ || outcome_ != Draw::kDone || interval_ < kMinDoze || !ordered_by_caller()) return false;
     if (!memory_.header().sampler.prioritized) return false;  // there is next to nothing to do
     if (short_ && feedback_.empty()) return false;            // nobody knows how long the draws before it will wait
     feedback_.push(taken_ + orders_.size(), std::move(feedback));
@@ -80,7 +87,8 @@ class DrawAhead {
     if (!done_) wait(lock, ns);
     if (done_) {
       const Order& order = orders_.front();
-      missed_updates_ = updated_by_others() - order.updated + feedback_.pushed() - order.fed_back;
+      missed_updates_ =
+          updated_by_others() - order.updated + feedback_.updated() - order.fed_back + feedback_.waiting();
       orders_.pop_front();
       done_--;
       taken_++;
@@ -98,26 +106,30 @@ class DrawAhead {
   // TD errors that were fed back between the draw of the batch taken last and its taking.
   uint64_t missed_updates() const { return missed_updates_; }
 
-  // Whether what this thread ordered is drawn, or waits for items that have not come, and all that was handed over is
-  // applied.
-  bool settled() {
+  // Whether the caller is the one who orders.
+  bool is_orderer() {
     const std::lock_guard guard(mutex_);
-    return is_settled();
+    return ordered_by_caller();
   }
 
-  // Sees to it, and waits for the drawing thread where that is at it, for `ns` at most; false: it still is.
-  bool settle(int64_t ns) {
+  // What was handed over, and where the caller is the one who orders, and wants it, what it ordered.
+  Claim claim(bool draws) {
+    const std::lock_guard guard(mutex_);
+    return {feedback_.pushed(), draws && ordered_by_caller()};
+  }
+
+  // Whether that is applied; and drawn, or waiting for items that have not come.
+  bool settled(const Claim& claim) {
+    const std::lock_guard guard(mutex_);
+    return is_settled(claim);
+  }
+
+  // Waits for it, for `ns` at most; false: it still is not.
+  bool settle(const Claim& claim, int64_t ns) {
     std::unique_lock lock(mutex_);
-    for (;;) {
-      if (is_settled()) return true;
-      if (is_idle()) {
-        apply_first(lock);
-      } else {
-        wake();
-        const auto over = [&] { return is_settled() || is_idle(); };
-        if (!drawn_.wait_for(lock, std::chrono::nanoseconds(ns), over)) return false;
-      }
-    }
+    if (is_settled(claim)) return true;
+    wake();
+    return drawn_.wait_for(lock, std::chrono::nanoseconds(ns), [&] { return is_settled(claim); });
   }
 
   // How many orders are drawn and not taken. Their memory is written to no more.
@@ -132,13 +144,17 @@ class DrawAhead {
     return {orders_.begin(), orders_.begin() + static_cast<ptrdiff_t>(done_)};
   }
 
-  // Ends the thread, and the draws that nobody took: they have not happened. What was handed over is applied.
+  // Ends the thread, and the draws that nobody took: they have not happened. What was handed over is applied, unless
+  // the memory's lock does not come free: then it is dropped, and counted as stale.
   void close() {
     if (running_) end_thread();
+    const Undisturbed here;  // a signal is no reason to leave them
+    const Patience patience{.deadline = monotonic_ns() + kClosingNs};
     std::unique_lock lock(mutex_);
-    while (!feedback_.empty()) {
-      drawn_.wait(lock, [&] { return !feedback_.applying(); });
-      if (!feedback_.empty()) apply_first(lock);
+    try {
+      while (!feedback_.empty()) apply_first(lock, patience);
+    } catch (...) {
+      drop_feedback();
     }
   }
 
@@ -158,6 +174,7 @@ class DrawAhead {
   // To wake a thread takes the learner as long as half a draw, or all of it. So the drawing thread wakes by itself, a
   // little after the time when the next order should be there, where a learner's steps are of such a length.
   static constexpr int64_t kMinDoze = 200'000, kMaxDoze = 5'000'000;
+  static constexpr int64_t kClosingNs = 1'000'000'000;
 
   void wait(std::unique_lock<std::mutex>& lock, int64_t ns) {
     wake();
@@ -246,6 +263,18 @@ class DrawAhead {
     } catch (...) {
       fail(Draw::kStopped, std::current_exception());
     }
+    apply_the_rest();
+  }
+
+  // Nothing more is drawn, and nothing more handed over; what has been is applied, unless close() does that.
+  void apply_the_rest() {
+    std::unique_lock lock(mutex_);
+    try {
+      while (!feedback_.empty() && !ending()) apply_first(lock, {});
+    } catch (const Interrupted&) {
+    } catch (...) {
+      drop_feedback();
+    }
   }
 
   // The mutex is held.
@@ -259,7 +288,7 @@ class DrawAhead {
   Order* next() {
     std::unique_lock lock(mutex_);
     const auto fed_back = [&] { return feedback_.due(taken_ + done_); };
-    const auto called = [&] { return ending() || (!feedback_.applying() && (done_ < orders_.size() || fed_back())); };
+    const auto called = [&] { return ending() || done_ < orders_.size() || fed_back(); };
     if (!called() && interval_ >= kMinDoze && interval_ < kMaxDoze) {
       dozing_ = true;
       const auto length = std::chrono::nanoseconds(ordered_at_ + interval_ + interval_ / 4 - monotonic_ns());
@@ -270,14 +299,20 @@ class DrawAhead {
       ordered_.wait(lock, called);
       if (ending() || outcome_ != Draw::kDone) return nullptr;
       if (!fed_back()) return &orders_[done_];
-      apply_first(lock);
+      apply_first(lock, {});
     }
   }
 
-  // The mutex is held, and nobody else applies anything.
-  void apply_first(std::unique_lock<std::mutex>& lock) {
-    feedback_.apply_first(lock);
-    ordered_.notify_one();
+  // The mutex is held.
+  void apply_first(std::unique_lock<std::mutex>& lock, const Patience& patience) {
+    feedback_.apply_first(lock, patience);
+    drawn_.notify_all();
+  }
+
+  // The mutex is held. The memory's lock is not: a count that its holder changes at this moment may be off.
+  void drop_feedback() {
+    while (!feedback_.empty())
+      __atomic_fetch_add(&memory_.header().stale_updates, feedback_.drop_first(), __ATOMIC_RELAXED);
     drawn_.notify_all();
   }
 
@@ -304,7 +339,7 @@ class DrawAhead {
     std::unique_lock lock(mutex_);
     short_ = what;
     drawn_.notify_all();
-    while (!feedback_.empty()) apply_first(lock);
+    while (!feedback_.empty()) apply_first(lock, {});
   }
 
   void finish(Order& order, Draw outcome) {
@@ -312,7 +347,7 @@ class DrawAhead {
     {
       const std::lock_guard guard(mutex_);
       order.updated = updated_by_others();
-      order.fed_back = feedback_.done();
+      order.fed_back = feedback_.updated();
       done_++;
       short_.reset();
       backlog_.draws.fetch_sub(1, std::memory_order_release);
@@ -337,16 +372,13 @@ class DrawAhead {
     return updated_by_others_;
   }
 
-  bool is_settled() const {
-    if (!feedback_.empty()) return false;
-    if (done_ == orders_.size() || outcome_ != Draw::kDone || !is_orderer()) return true;
+  bool is_settled(const Claim& claim) const {
+    if (feedback_.done() < claim.feedback) return false;
+    if (!claim.draws || done_ == orders_.size() || outcome_ != Draw::kDone) return true;
     return short_ && short_->seen == memory_.header().rows_signal.load(std::memory_order_acquire);
   }
 
-  // Whether the drawing thread is neither at a draw nor at what was handed over, and nobody else at that.
-  bool is_idle() const { return (done_ == orders_.size() || outcome_ != Draw::kDone) && !feedback_.applying(); }
-
-  bool is_orderer() const { return pthread_equal(orderer_, pthread_self()) != 0; }
+  bool ordered_by_caller() const { return pthread_equal(orderer_, pthread_self()) != 0; }
 
   bool ending() const { return ending_.load(std::memory_order_relaxed); }
 

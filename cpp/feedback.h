@@ -38,30 +38,37 @@ class FeedbackQueue {
   bool applying() const { return applying_; }
   // Whether the oldest is to be applied before the draw that comes after so many.
   bool due(uint64_t draws) const { return !queue_.empty() && queue_.front().after <= draws; }
-  // TD errors that were ever pushed; how many of them are done with; and by how many `updated` rose because of those.
+  // How often something was pushed, and how many of these are done with.
   uint64_t pushed() const { return pushed_; }
-  uint64_t done() const { return done_; }
+  uint64_t done() const { return pushed_ - queue_.size(); }
+  // TD errors in the queue, and those out of it that were applied.
+  uint64_t waiting() const { return waiting_; }
   uint64_t updated() const { return updated_; }
 
   // Takes over what belongs behind the first `after` draws.
   void push(uint64_t after, Feedback feedback) {
-    pushed_ += feedback.keys.size();
+    pushed_++;
+    waiting_ += feedback.keys.size();
     queue_.push_back({after, std::move(feedback)});
     backlog_.feedback.fetch_add(1, std::memory_order_relaxed);
   }
 
   // Applies the oldest, letting go of the lock meanwhile; nobody may be at it. What throws leaves it there.
-  void apply_first(std::unique_lock<std::mutex>& lock) {
+  void apply_first(std::unique_lock<std::mutex>& lock, const Patience& patience) {
     const Feedback& first = queue_.front().feedback;  // places stay where they are
-    const auto n = static_cast<int64_t>(first.keys.size());
     {
       const Unlocked here(lock, applying_);
-      updater_.update(n, first.keys.data(), first.td.data());
+      updater_.update(static_cast<int64_t>(first.keys.size()), first.keys.data(), first.td.data(), patience);
     }
-    done_ += static_cast<uint64_t>(n);
     updated_ += updater_.updated();
-    queue_.pop_front();
-    backlog_.feedback.fetch_sub(1, std::memory_order_release);
+    pop();
+  }
+
+  // Gives up the oldest; returns how many TD errors are lost.
+  uint64_t drop_first() {
+    const uint64_t lost = queue_.front().feedback.keys.size();
+    pop();
+    return lost;
   }
 
  private:
@@ -87,10 +94,16 @@ class FeedbackQueue {
     bool& applying_;
   };
 
+  void pop() {
+    waiting_ -= queue_.front().feedback.keys.size();
+    queue_.pop_front();
+    backlog_.feedback.fetch_sub(1, std::memory_order_release);
+  }
+
   PriorityUpdater updater_;
   Backlog& backlog_;
   std::deque<Entry> queue_;
-  uint64_t pushed_ = 0, done_ = 0, updated_ = 0;
+  uint64_t pushed_ = 0, waiting_ = 0, updated_ = 0;
   bool applying_ = false;
 };
 

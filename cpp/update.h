@@ -28,14 +28,14 @@ class PriorityUpdater {
   // Applies |td[i]| to the item anchored at keys[i]. `td` must be finite. Drops and counts rows overwritten since
   // (stale) and items not complete (unready); of equal keys the last wins. Nothing is applied when a key was never
   // issued: it is returned.
-  std::optional<BadKey> update(int64_t n, const int64_t* keys, const double* td) {
+  std::optional<BadKey> update(int64_t n, const int64_t* keys, const double* td, const Patience& patience = {}) {
     if (const std::optional<BadKey> bad = unissued(memory_, n, keys)) return bad;
     updated_ = 0;
     find_slots(n, keys);
     index_.resize(n);
     leaf_.resize(n);
     leaves_of(memory_.header().sampler, td, n, leaf_.data());
-    Locked lock(memory_);
+    Locked lock(memory_, patience);
     lock.absorb();
     TORCHREPLAY_FAULT("update.absorbed");
     apply(n, keys, td);

@@ -26,6 +26,9 @@ class StoppedHolder(Forked):
     def __init__(self, buffer):
         super().__init__(feed_back_for_ever, buffer)
         eventually(lambda: buffer.stats().updated > 0)
+        self.stop_with_the_lock_of(buffer)
+
+    def stop_with_the_lock_of(self, buffer):
         eventually(lambda: self._stopped_with_the_lock_of(buffer), interval=0.01)
 
     def _stopped_with_the_lock_of(self, buffer):

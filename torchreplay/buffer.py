@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
+import time
 import weakref
 from collections import deque
 from dataclasses import replace
@@ -38,7 +39,7 @@ from .staging import Staging
 from .stream import BatchStream
 from .supervision import Supervision
 from .views import View
-from .waiting import LOG_EVERY, Wait, logger
+from .waiting import LOG_EVERY, SLICE_NS, Wait, logger
 from .writer import Autoreset, Writer
 
 if TYPE_CHECKING:
@@ -399,7 +400,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
             ValueError: TD errors from a device are NaN or infinite, as `flush` says; the buffer is closed.
         """
         try:
-            self.flush()
+            self._flush(time.monotonic_ns() + 4 * SLICE_NS)  # who holds the lock may have been stopped
         finally:
             self._local = threading.local()
             self._ledger = None

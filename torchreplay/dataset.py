@@ -54,7 +54,7 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
       turn; `stats().staleness` says how many those are.
     - The same seed and the same calls give the same batches: what the iterating thread feeds back or writes has its
       turn after the batches ordered before. TD errors that it feeds back in steps of 0.2 ms or more are applied by the
-      native thread; whatever this process does next with the buffer finds them applied.
+      native thread; whatever is asked of the buffer next finds them applied.
     - A new iteration continues the buffer's stream of draws; it does not start the same draws again. What an iteration
       has drawn ahead when it ends has not been drawn.
     - In `DataLoader` workers, under every start method, each worker draws from its own stream, and the workers

@@ -168,9 +168,9 @@ class Drawing:
         """Feeds TD errors back to exactly the items they were computed from.
 
         TD errors of rows overwritten since are dropped and counted (`stats().stale_updates`). Of equal keys the last
-        one wins. Whatever this process does next with the buffer finds them applied. (Beside a `ReplayDataset` that
-        draws ahead, its thread may apply them, a few milliseconds later: before other processes are to see them, call
-        `flush`.)
+        one wins. Whatever is asked of this object next finds them applied. (Beside a `ReplayDataset` that draws ahead,
+        its thread may apply them, after the batches that are ordered already: before others are to see them, call
+        `flush`. Where the iteration ends while the buffer's lock does not come free, they are dropped and counted.)
 
         Those on a CUDA device are not waited for: they are copied beside the learner's work, as they are at this point
         of its stream, and applied once they have come, in the order given, when this process next calls the buffer or
@@ -208,9 +208,13 @@ class Drawing:
         Raises:
             ValueError: Some are NaN or infinite: they are dropped, and the others applied.
         """
+        self._flush(NEVER)
+
+    def _flush(self, deadline: int) -> None:
+        """Does what `flush` does, but until `deadline` only, in monotonic nanoseconds, for what a thread took over."""
         if self._deferred.waiting:
             self._deferred.flush()
-        self._segment.settle()
+        self._segment.settle(deadline)
 
     def _checked_keys(self, keys: Any, td: Tensor) -> Tensor:
         """Returns the keys in memory of their own; raises ValueError for what no TD errors can be applied to."""

@@ -162,6 +162,16 @@ class MixedDataset(SteppedDataset[Any]):
         else:
             self._feed_back_by_name(batch, td)
 
+    def flush(self) -> None:
+        """Has all TD errors applied that this process has fed back, in every buffer.
+
+        Raises:
+            ValueError: Some were NaN or infinite: they are dropped, and the others applied.
+        """
+        with contextlib.ExitStack() as flushed:
+            for buffer in self.buffers:
+                flushed.callback(buffer.flush)
+
     def _feed_back_by_name(self, batches: Any, tds: Any) -> None:
         known = dict(zip(self._names, self.buffers, strict=True))
         for what, given in (("batch", batches), ("td", tds)):

@@ -22,11 +22,12 @@ class Stats:
         sampled: Items drawn.
         draws: Batches drawn.
         updated: TD errors applied.
-        stale_updates: TD errors dropped because their row was overwritten.
+        stale_updates: TD errors dropped because their row was overwritten, or because an iteration ended while the
+            buffer's lock did not come free.
         unready_updates: TD errors dropped because their item was not, or no longer, complete.
         redraws: Items drawn again because their row was overwritten while it was copied.
-        staleness: TD errors applied between the draw of a batch and the moment at which a `ReplayDataset` handed it
-            out, on average over the batches drawn ahead.
+        staleness: TD errors applied, or having come to wait for their turn, between the draw of a batch and the moment
+            at which a `ReplayDataset` handed it out, on average over the batches drawn ahead.
         evicted_unsampled: Items overwritten before they were ever drawn; those loaded from a checkpoint do not count.
         priority_change: By how much a TD error changed its item's leaf, up or down, on average over those applied.
         samples_per_insert: sampled / inserted; 0 before the first insert.

@@ -56,7 +56,8 @@ class Wait:
 
     def __init__(self, segment: Watched, timeout: float | None) -> None:
         self._segment = segment
-        self._timeout = None if checked_timeout(timeout) == math.inf else timeout
+        seconds = checked_timeout(timeout)
+        self._timeout = None if seconds == math.inf else seconds
         self._log_at = LOG_EVERY
         self._barren_since: float | None = None
         self._start = time.monotonic()

@@ -32,7 +32,10 @@ class AheadState {
     SegmentState& s = draws();
     s.memory();
     s.become_learner();
-    if (!engine_) engine_ = attached_->draw_ahead();
+    if (!engine_) {  // what was fed back in another iteration comes before the draws of this one
+      attached_->settle_feedback({.deadline = monotonic_ns() + kSettleNs, .until_stopped = true});
+      engine_ = attached_->draw_ahead();
+    }
     Ordered o{nullptr, Ref(), s.next_draw, beta};
     Order order{batch_size_, beta, o.name, {}};
     if (out == Py_None) {
@@ -96,8 +99,9 @@ class AheadState {
     Ref list(checked(PyList_New(0)));
     if (!engine_ || !engine_->here()) return list.release();
     refuse_others();
+    const std::shared_ptr<DrawAhead> engine = engine_;  // close() may run in another thread meanwhile
     attached_->settle();
-    for (const Order& o : engine_->drawn()) {
+    for (const Order& o : engine->drawn()) {
       const auto bytes = [&](const void* data, size_t each) {
         return Ref(checked(PyBytes_FromStringAndSize(static_cast<const char*>(data),
                                                      static_cast<Py_ssize_t>(each * static_cast<size_t>(o.n)))));

@@ -12,6 +12,9 @@
 
 namespace torchreplay::py {
 
+// For so long what must not depend on anybody who may have been stopped waits for the drawing thread.
+inline constexpr int64_t kSettleNs = 200'000'000;
+
 // What writers and learners of one process share.
 struct Attached {
   std::unique_ptr<SegmentMemory> memory;
@@ -36,15 +39,20 @@ struct Attached {
     return ahead;
   }
 
-  // Before this thread changes what is drawn from: what it ordered earlier is drawn from what was there then, so that
-  // the same calls give the same batches. Waits until `deadline` (monotonic, ns) at most.
-  void settle(int64_t deadline = kNever) {
-    if (!backlog_.empty()) settle_all(deadline);
+  // Before a writer changes what is drawn from: what its thread ordered earlier is drawn from what was there then, so
+  // that the same calls give the same batches. Other threads' writers wait for nothing.
+  void settle_own(const Patience& patience) {
+    if (!backlog_.empty()) settle_all(Whose::kOrderers, true, patience);
+  }
+
+  // The same before anyone else does; and what this process has fed back is applied.
+  void settle(const Patience& patience = {}) {
+    if (!backlog_.empty()) settle_all(Whose::kEverybodys, true, patience);
   }
 
   // Before any thread looks at priorities: what this process has fed back is applied.
-  void settle_feedback(int64_t deadline = kNever) {
-    if (backlog_.feedback.load(std::memory_order_acquire) != 0) settle_all(deadline);
+  void settle_feedback(const Patience& patience = {}) {
+    if (backlog_.feedback.load(std::memory_order_acquire) != 0) settle_all(Whose::kEverybodys, false, patience);
   }
 
   // Whether a thread that draws ahead for this one has taken TD errors over, to apply them in their turn.
@@ -56,22 +64,33 @@ struct Attached {
   }
 
  private:
-  static constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
+  enum class Whose { kOrderers, kEverybodys };
 
-  void settle_all(int64_t deadline) {
+  // Returns when it is done, and when patience ends: what comes next has its own.
+  void settle_all(Whose whose, bool draws, const Patience& patience) {
     forget_drawing();
-    std::vector<std::shared_ptr<DrawAhead>> busy;
-    for (const auto& weak : drawing_)
-      if (auto ahead = weak.lock(); ahead && !ahead->settled()) busy.push_back(std::move(ahead));
+    std::vector<std::pair<std::shared_ptr<DrawAhead>, DrawAhead::Claim>> busy;
+    for (const auto& weak : drawing_) {
+      auto ahead = weak.lock();
+      if (!ahead || (whose == Whose::kOrderers && !ahead->is_orderer())) continue;
+      const DrawAhead::Claim claim = ahead->claim(draws);
+      if (!ahead->settled(claim)) busy.emplace_back(std::move(ahead), claim);
+    }
     if (busy.empty()) return;
     const WithoutGil unlocked;
+    const Header& h = memory->header();
     const int64_t start = monotonic_ns();
-    for (const auto& ahead : busy)
-      while (monotonic_ns() < deadline && !ahead->settle(kSliceNs)) {
+    for (const auto& [ahead, claim] : busy) {
+      int64_t now = monotonic_ns();
+      while (!ahead->settle(claim, std::clamp(patience.deadline - now, int64_t{0}, kSliceNs))) {
+        now = monotonic_ns();
+        if (now >= patience.deadline) return;
+        if (patience.until_stopped && h.stopped.load(std::memory_order_acquire)) return;
         if (interrupted()) throw Interrupted{};
-        if (monotonic_ns() - start > report_every_ns)
-          const Locked says_whose_it_is(*memory, {deadline});  // if the memory's lock does not come free
+        if (now - start > report_every_ns)
+          const Locked says_whose_it_is(*memory, patience);  // if the memory's lock does not come free
       }
+    }
   }
 
   // Those that are gone, and in a forked child those of the parent.

@@ -41,7 +41,7 @@ inline PyObject* refresh(PyObject* self, PyObject* deadline) {
     const std::shared_ptr<Attached> attached = s.attached;
     SegmentMemory& m = s.memory();
     const Patience patience{as_int(deadline)};
-    attached->settle_feedback(patience.deadline);
+    attached->settle_feedback(patience);
     uint64_t rows;
     {
       WithoutGil unlocked;

@@ -49,7 +49,7 @@ inline Draw draw(SegmentState& s, int n, double beta, const Patience& patience, 
                  int threads, Shortage& shortage) {
   const std::shared_ptr<Attached> attached = s.attached;  // close() may run in another thread meanwhile
   s.become_learner();
-  attached->settle(patience.deadline);
+  attached->settle(patience);
   std::unique_ptr<BatchSampler> sampler = take_sampler(s, *attached);
   sampler->set_threads(threads);
   const DrawName name = s.next_draw;
@@ -164,11 +164,12 @@ inline PyObject* gather(PyObject* self, PyObject* const* args, Py_ssize_t nargs)
   });
 }
 
-// settle(): what this process has fed back is applied; nothing is left of that when the segment is closed.
-inline PyObject* settle(PyObject* self, PyObject*) {
+// settle(deadline): what this process has fed back is applied, unless that takes longer.
+inline PyObject* settle(PyObject* self, PyObject* deadline) {
   return guarded([&] {
+    const Patience patience{as_int(deadline)};
     const std::shared_ptr<Attached> attached = state_of<SegmentState>(self).attached;
-    if (attached) attached->settle_feedback();
+    if (attached) attached->settle_feedback(patience);
     return Py_NewRef(Py_None);
   });
 }
@@ -213,9 +214,10 @@ inline PyObject* update(PyObject* self, PyObject* const* args, Py_ssize_t nargs)
     auto& s = state_of<SegmentState>(self);
     const std::shared_ptr<Attached> attached = s.attached;
     s.memory();
-    PyObject* const keys = keys_of(s, args[0]);
-    if (!keys) return Py_NewRef(Py_False);
-    Feedback feedback{read_keys(keys), {}};
+    PyObject* const found = keys_of(s, args[0]);
+    if (!found) return Py_NewRef(Py_False);
+    const Ref keys = Ref::borrow(found);  // reading them may run code that changes the batch
+    Feedback feedback{read_keys(keys.get()), {}};
     const auto n = static_cast<int64_t>(feedback.keys.size());
     feedback.td = read_td(args[1], n);
     if (const std::optional<BadKey> bad = unissued(*attached->memory, n, feedback.keys.data())) refuse(*bad);

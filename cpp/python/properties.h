@@ -17,11 +17,11 @@ inline PyObject* column(PyObject* self, PyObject* index) {
     int64_t shape[StridedArray::kMaxDims + 1] = {static_cast<int64_t>(m.capacity())},
                                            strides[StridedArray::kMaxDims + 1];
     strides[0] = 1;
-    if (i == -1) return make_tensor(m.tree().leaves(), Element::kF32, 1, shape, strides, s.attached);
-    if (i == -2) return make_tensor(&m.at(0), Element::kI64, 1, shape, strides, s.attached);
-    if (i < 0 || i >= static_cast<int64_t>(s.attached->fields.specs.size()))
+    if (i == -1) return make_tensor(m.tree().leaves(), Element::kF32, 1, shape, strides, attached);
+    if (i == -2) return make_tensor(&m.at(0), Element::kI64, 1, shape, strides, attached);
+    if (i < 0 || i >= static_cast<int64_t>(attached->fields.specs.size()))
       throw std::invalid_argument("no such column");
-    const FieldSpec& spec = s.attached->fields.specs[i];
+    const FieldSpec& spec = attached->fields.specs[i];
     const Field& f = m.layout().fields[i];
     const int dims = 1 + static_cast<int>(spec.shape.size());
     std::copy(spec.shape.begin(), spec.shape.end(), shape + 1);
@@ -31,7 +31,7 @@ inline PyObject* column(PyObject* self, PyObject* index) {
       strides[d] = dense;
       dense *= shape[d];
     }
-    return make_tensor(m.value(f, 0), f.element, dims, shape, strides, s.attached);
+    return make_tensor(m.value(f, 0), f.element, dims, shape, strides, attached);
   });
 }
 

@@ -173,7 +173,7 @@ inline PyMethodDef methods[] = {
     {"sample", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(sample)), METH_FASTCALL, nullptr},
     {"gather", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(gather)), METH_FASTCALL, nullptr},
     {"update", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(update)), METH_FASTCALL, nullptr},
-    {"settle", settle, METH_NOARGS, nullptr},
+    {"settle", settle, METH_O, nullptr},
     {"checked_keys", checked_keys, METH_O, nullptr},
     {"wait_rows", wait_rows, METH_O, nullptr},
     {"refresh", refresh, METH_O, nullptr},

@@ -80,8 +80,6 @@ struct WriterState {
   }
 };
 
-inline constexpr int64_t kSettleNs = 200'000'000;
-
 // One call's use of a writer: refuses a second one at the same time, and lets go of the arrays at the end.
 class WriterUse {
  public:
@@ -92,7 +90,7 @@ class WriterUse {
     s.used_in = fork_generation.load(std::memory_order_relaxed) + 1;
     try {
       // Not for long: a writer depends on nobody who may have been stopped.
-      s.attached->settle(monotonic_ns() + kSettleNs);
+      s.attached->settle_own({.deadline = monotonic_ns() + kSettleNs});
       Participant& entry = s.attached->memory->participant(s.member.id());
       if (s.member.take_renewed()) s.lanes.forget();
       entry.thread.store(static_cast<uint64_t>(pthread_self()), std::memory_order_relaxed);

@@ -76,9 +76,11 @@ class PriorityFeedback(Callback):
         Raises:
             ValueError: Some are NaN or infinite.
         """
-        if isinstance(self._receiver, Replay):
-            self._receiver.flush()
-        trainer.strategy.barrier("PriorityFeedback")
+        try:
+            if self._receiver is not None:
+                self._receiver.flush()
+        finally:
+            trainer.strategy.barrier("PriorityFeedback")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Lets go of the buffer."""
