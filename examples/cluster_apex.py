@@ -17,6 +17,7 @@ all of them as from one.
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -86,6 +87,8 @@ def cluster(args: Args) -> Iterator[None]:
 def main(args: Args) -> None:
     """Learns CartPole."""
     with cluster(args):
+        if not other_nodes():
+            sys.exit("the explorers run on other nodes, and this cluster has no other: add one, or give no --address")
         make_buffer = partial(ShardedReplay, nodes=other_nodes()) if args.shards else tr.ReplayBuffer
         apex_cartpole.main(args, far_explorers, make_buffer)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,7 +50,7 @@ class Candidates:
         segment = self._buffer._segment
         result = segment.sample(n, 0.0, NEVER, out)
         if not isinstance(result, ReplayBatch):
-            return self.figures(learners, rule, trouble=self._trouble(result, n))
+            return self._reasons(self.figures(learners, rule), result, n)
         out["key"] += self._base
         return self.figures(learners, rule, Drawn(*segment.drawn_from), n)
 
@@ -74,13 +75,19 @@ class Candidates:
         batch["key"] += self._base
         return self.figures(learners, rule, candidates=n), batch if n else None
 
+    def look(self, learners: Mapping[int, Drew], rule: int = -1) -> Figures:
+        """Returns the figures, and what they say of why there is no item, if there is none."""
+        figures = self.figures(learners, rule)
+        if figures.drawn.drawable or not figures.issued:
+            return figures
+        return self._reasons(figures, self._buffer._segment.sample(1, 0.0, NEVER, None), 1)
+
     def figures(
         self,
         learners: Mapping[int, Drew],
         rule: int = -1,
         drawn: Drawn | None = None,
         candidates: int = 0,
-        trouble: str | None = None,
     ) -> Figures:
         """Returns what the shard has to say.
 
@@ -89,7 +96,6 @@ class Candidates:
             rule: The number of the newest limiter that was heard of.
             drawn: The tree as a draw found it; None: as it is.
             candidates: How many items come along.
-            trouble: Why nothing can be drawn.
         """
         stats = self._buffer.stats()
         census = self._buffer._segment.census(False)
@@ -106,8 +112,10 @@ class Candidates:
             learners,
             rule,
             stats.stopped,
-            trouble,
+            None,
         )
 
-    def _trouble(self, result: object, n: int) -> str | None:
-        return self._buffer._trouble(result, n)
+    def _reasons(self, figures: Figures, result: object, n: int) -> Figures:
+        """Adds what the native core gave instead of a batch of `n`."""
+        trouble = None if isinstance(result, ReplayBatch) else self._buffer._trouble(result, n)
+        return replace(figures, barren=trouble) if result == "barren" else replace(figures, trouble=trouble)

@@ -164,5 +164,9 @@ class Draws:
             if self.admits(n):
                 return
             drawable = sum(figures.drawn.drawable for figures in self.shards.figures.values())
-            wait.check_rows(self.shards.union_limiter.inserted, self.shards.union_limiter.needed(n), drawable)
+            barren = self.shards.barren
+            if drawable or barren is None:
+                wait.check_rows(self.shards.union_limiter.inserted, self.shards.union_limiter.needed(n), drawable)
+            else:
+                wait.check_turns(barren)
             time.sleep(min(POLL, wait.slice_ns() * 1e-9))

@@ -69,6 +69,7 @@ class Figures:
         rule: The number of the newest limiter that its actor has heard of; -1: nobody asked the actor.
         stopped: Whether the buffer was stopped.
         trouble: Why nothing can be drawn however long one waits; None for no such reason.
+        barren: Why its ring, as long as it stays like this, completes no item; None if it may.
     """
 
     drawn: Drawn
@@ -84,6 +85,7 @@ class Figures:
     rule: int
     stopped: bool
     trouble: str | None
+    barren: str | None = None
 
 
 Gathered: TypeAlias = tuple[Figures, ReplayBatch | NDArray[np.uint8] | None]

@@ -272,6 +272,12 @@ class Shards:
             raise Stopped("the replay buffer was stopped")
         return answers
 
+    @property
+    def barren(self) -> str | None:
+        """Why a shard's ring completed no item when it was last heard; None if none said so."""
+        told = ((number, figures.barren) for number, figures in self.figures.items())
+        return next((f"shard {number}: {why}" for number, why in told if why is not None), None)
+
     def exchange(self) -> None:
         """Looks at the table and hears all shards' figures, also after the buffer was stopped."""
         places = self.look().places

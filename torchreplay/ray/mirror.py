@@ -111,7 +111,8 @@ class Mirror:
     def close(self) -> None:
         """Tells what the worker has written last, and ends."""
         self._ending.set()
-        self._thread.join(FAREWELL)
+        if self._thread.ident is not None:  # it was started
+            self._thread.join(FAREWELL)
         with suppress(self._ray.exceptions.RayError):  # it is known what the worker told half a second ago
             self._exchange(FAREWELL)
 

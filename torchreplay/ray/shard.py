@@ -95,7 +95,7 @@ class Shard:
             self._rule = order.drew.rule
             self._admit(order.limit)
         if not order.candidates:
-            return self._candidates.figures(self._learners, self._rule), None
+            return self._candidates.look(self._learners, self._rule), None
         room = self._room_for(order.candidates)
         figures = self._candidates.draw(order.candidates, room, self._learners, self._rule)
         if not figures.candidates:

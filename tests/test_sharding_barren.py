@@ -1,0 +1,110 @@
+"""Rings of shards that complete no item: told when that lasts, and when no other shard has one."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import torchreplay as tr
+from torchreplay.config import Config
+from torchreplay.ray.draws import Draws
+from torchreplay.ray.figures import Drew, Order
+from torchreplay.ray.shard import Shard
+from torchreplay.ray.union_limiter import Rule, UnionLimiter
+from torchreplay.waiting import Wait
+
+ENDS = {name: tr.Field((), torch.bool) for name in ("terminated", "truncated")}
+SPEC = {"obs": tr.Field((4,)), "reward": tr.Field(), **ENDS}
+CONFIG = Config.of(SPEC, 256, tr.Prioritized(), tr.Transitions(n_step=8), None)
+WATCHED = SimpleNamespace(stopped=False, census=lambda _: {"others_writing": 1, "writers": 1, "since_write": 0.0})
+
+
+@pytest.fixture
+def shards():
+    opened = [Shard(number, CONFIG, 100 + number, 0, None) for number in range(2)]
+    for shard in opened:
+        shard.open()
+    yield opened
+    for shard in opened:
+        shard._buffer.close()
+
+
+def turn(shard):
+    """Writes first observations only, of which none has a successor, until the ring has turned."""
+    with shard._buffer.writer(lanes=64) as writer:
+        for _ in range(10):
+            writer.reset(obs=np.zeros((64, 4)))
+
+
+def play(shard):
+    with shard._buffer.writer() as writer:
+        writer.reset(obs=np.zeros(4))
+        for _ in range(20):
+            writer.step(obs=np.zeros(4), reward=1.0, terminated=False, truncated=False)
+
+
+def asked(shard, candidates):
+    figures, _ = shard.draw(Order(0, Drew(0, 0, 0, 0), 1.0, None, candidates))
+    return figures
+
+
+@pytest.mark.parametrize("candidates", [0, 8])
+def test_a_shard_says_that_its_ring_completed_no_item_and_draws_when_it_has(shards, candidates):
+    shard = shards[0]
+    assert asked(shard, candidates).barren is None
+    turn(shard)
+    figures = asked(shard, candidates)
+    assert "turned without completing an item" in figures.barren
+    assert figures.trouble is None, "one look is no reason to end anybody's draws"
+    play(shard)
+    figures = asked(shard, candidates)
+    assert figures.barren is None
+    assert figures.candidates == candidates
+
+
+class Union:
+    """What draws need of the members: these shards, called directly."""
+
+    def __init__(self, shards):
+        self.union_limiter = UnionLimiter(Rule(tr.MinSize()), 0)
+        self.table = SimpleNamespace(places=dict(enumerate(shards)))
+        self.figures = {}
+        self.looks = 0
+
+    def refresh(self):
+        pass
+
+    def order(self, candidates, n):
+        self.looks += 1
+        return {number: asked(self.table.places[number], count) for number, count in candidates.items()}
+
+    def hear(self, calls, wait):
+        self.figures = calls
+        for number, figures in calls.items():
+            self.union_limiter.hear(number, figures)
+
+    @property
+    def barren(self):
+        return next((figures.barren for figures in self.figures.values() if figures.barren), None)
+
+
+def wait_for_rows(union):
+    Draws(union, CONFIG, 0, 0, None)._wait_for_rows(8, Wait(WATCHED, 60))
+
+
+def test_a_union_without_an_item_is_told_so_after_more_than_one_look(shards):
+    turn(shards[0])
+    turn(shards[1])
+    union = Union(shards)
+    with pytest.raises(RuntimeError, match="turned without completing an item"):
+        wait_for_rows(union)
+    assert union.looks > 1
+
+
+def test_another_shards_items_are_drawn(shards):
+    turn(shards[0])
+    play(shards[1])
+    union = Union(shards)
+    wait_for_rows(union)
+    assert union.looks == 1
