@@ -1,5 +1,6 @@
 """Saved buffers: what comes back, from saves beside writers, from saves that were killed, and from damaged files."""
 
+import itertools
 import json
 import random
 import shutil
@@ -13,6 +14,7 @@ import torch
 from forked import Forked, eventually, shared_counters
 from kept_items import assert_new_goals_are_rewarded, assert_same_items, buffer_of_episodes, buffer_of_goals
 from safetensors.torch import load_file
+from synced import watch_syncs
 
 import torchreplay as tr
 from torchreplay.shards import BLOCK, read_shard, room_for, write_shard
@@ -175,6 +177,62 @@ def test_a_save_killed_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path):
 @pytest.mark.timeout(1800)
 def test_a_save_killed_at_1000_random_moments_leaves_a_checkpoint_that_loads(tmp_path):
     kill_saves(tmp_path, 1000, seed=6)
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, OSError])
+def test_a_save_interrupted_after_any_of_its_steps_leaves_a_checkpoint_that_loads(failure, tmp_path, monkeypatch):
+    buffer = filled(60, 100)
+    buffer.save(tmp_path)
+    found, outcomes = 60, set()
+    for step in itertools.count():
+        buffer.extend(**rows(60 + step, 1))
+        with monkeypatch.context() as patch:
+            watch_syncs(patch, tmp_path, step, failure)
+            try:
+                buffer.save(tmp_path)
+            except failure:
+                pass
+            else:
+                break
+        batch = tr.ReplayBuffer.load(tmp_path).gather(torch.arange(100))
+        assert_rows_are_those_of_their_keys(batch)
+        assert len(batch["key"]) in (found, 61 + step)  # the one before, or the new one
+        outcomes.add("before" if len(batch["key"]) == found else "new")
+        assert len(list(tmp_path.iterdir())) == (2 if len(batch["key"]) == found else 3)  # what it had written is gone
+        found = len(batch["key"])
+    assert outcomes == {"before", "new"}
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_all_that_a_checkpoint_names_is_on_the_disk_before_it_takes_the_place_of_the_one_before(tmp_path, monkeypatch):
+    filled(5, 8).save(tmp_path)
+    with monkeypatch.context() as patch:
+        synced = watch_syncs(patch, tmp_path)
+        filled(6, 8).save(tmp_path)
+    (data,) = tmp_path.glob("rows-*")
+    for before in (f"{data.name}/00000.safetensors", data.name, "."):
+        assert before in synced[: synced.index("replaced")]
+    assert "." in synced[synced.index("replaced") :]
+
+
+def test_a_save_removes_nothing_that_is_not_its_own(tmp_path):
+    filled(5, 8).save(tmp_path)
+    (before,) = tmp_path.glob("rows-*")
+    theirs = [
+        tmp_path / name for name in ("rows-train", "rows-0123", f"{before.name}-copy", "shards-train", "x-rows-1")
+    ]
+    killed = tmp_path / "rows-0123456789abcdef", tmp_path / "checkpoint.json-0123456789abcdef"
+    notes = tmp_path / "checkpoint.json-notes"
+    for directory in (*theirs, killed[0]):
+        directory.mkdir()
+        (directory / "data").touch()
+    for file in (notes, killed[1]):
+        file.touch()
+    filled(6, 8).save(tmp_path)
+    assert all((directory / "data").exists() for directory in theirs)
+    assert notes.exists()
+    assert not any(left.exists() for left in (before, *killed))
+    assert len(tr.ReplayBuffer.load(tmp_path)) == 6
 
 
 def flipped(content, position, mask=0x41):

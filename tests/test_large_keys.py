@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import torchreplay as tr
-from torchreplay.checkpoint import NAME, read_description
+from torchreplay.checkpoint import Description
+from torchreplay.checkpoint_directory import NAME, sealed
 
 CAPACITY = 8
 LAST = 2**47
@@ -20,9 +21,9 @@ def started_at(tmp_path):
     def make(spec, head, **options):
         with tr.ReplayBuffer(spec, CAPACITY, seed=0, **options) as buffer:
             buffer.save(tmp_path)
-        saved = read_description(tmp_path)
+        saved = Description.read(tmp_path)
         counted = dataclasses.replace(saved, counts=(head, *saved.counts[1:]))
-        (tmp_path / NAME).write_text(counted.to_text())
+        (tmp_path / NAME).write_bytes(sealed(counted.as_data()))
         return tr.ReplayBuffer.load(tmp_path)
 
     return make

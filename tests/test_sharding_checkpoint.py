@@ -1,6 +1,7 @@
 """A saved `ShardedReplay`: what comes back on which node, and what a save that is killed leaves."""
 
 import os
+import shutil
 import signal
 import threading
 from contextlib import suppress
@@ -11,13 +12,14 @@ import torch
 from forked import eventually
 from lightning_learner import QUIET, make_learner
 from sharded_rows import SPEC, assert_intact, image, write
+from synced import watch_syncs
 
 import torchreplay as tr
 from torchreplay.config import Config
 from torchreplay.lightning import PriorityFeedback, ReplayCheckpoint, ReplayDataModule
 from torchreplay.ray import ShardedReplay
 from torchreplay.ray.shard import Shard
-from torchreplay.ray.sharded_checkpoint import read_manifest
+from torchreplay.ray.sharded_checkpoint import Manifest
 from torchreplay.ray.union import KEY_BITS
 
 SAMPLER = tr.Prioritized(alpha=0.7, beta=0.5)
@@ -110,7 +112,7 @@ def test_the_newest_rows_that_fit_are_loaded_and_nodes_beyond_the_shards_get_new
 
 def load_parts(directory, least=200):
     """Checks the rows of a checkpoint, at least so many a shard, without a cluster; returns how many shards it has."""
-    manifest = read_manifest(directory)
+    manifest = Manifest.read(directory)
     for part in manifest.parts:
         with tr.ReplayBuffer.load(manifest.path_of(directory, part)) as buffer:
             batch = buffer.gather(torch.arange(buffer.stats().rows_written))
@@ -158,9 +160,9 @@ def kill_saves(cluster, directory, kills):
         replay.save(directory)
         for _ in range(kills):
             saver = cluster.ray.remote(Saver).options(**cluster.on(0)).remote(replay)
-            pid, first = cluster.ray.get(saver.pid.remote()), read_manifest(directory).shards
+            pid, first = cluster.ray.get(saver.pid.remote()), Manifest.read(directory).shards
             saver.save_for_ever.remote()
-            eventually(lambda first=first: read_manifest(directory).shards != first, timeout=120)
+            eventually(lambda first=first: Manifest.read(directory).shards != first, timeout=120)
             threading.Event().wait(chance.uniform(0, 0.1))  # the instant of the kill
             os.kill(pid, signal.SIGKILL)
             assert load_parts(directory) == 2
@@ -178,33 +180,87 @@ def test_a_save_killed_at_40_random_moments_leaves_a_checkpoint_that_loads(clust
     kill_saves(cluster, tmp_path, 40)
 
 
+def pids_of_shards(cluster, count):
+    """The processes of the shards, by node."""
+    eventually(lambda: len(cluster.actors("Shard")) == count)  # those of tests before may not be gone yet
+    return {a["Address"]["NodeID"]: a["Pid"] for a in cluster.actors("Shard")}
+
+
+def test_a_save_that_fails_at_its_end_leaves_the_new_checkpoint_and_what_is_not_its_own(cluster, tmp_path, monkeypatch):
+    theirs = tmp_path / "shards-train" / "data"
+    theirs.parent.mkdir()
+    theirs.touch()
+    with ShardedReplay(SPEC, 100, nodes=cluster.node_ids[:1]) as replay:
+        write(replay, 0, 0, 30)
+        replay.save(tmp_path)
+        write(replay, 0, 0, 10, first=30)
+        with monkeypatch.context() as patch:
+            synced = watch_syncs(patch, tmp_path, 3, KeyboardInterrupt)
+            with pytest.raises(KeyboardInterrupt):
+                replay.save(tmp_path)
+        assert load_parts(tmp_path, least=40) == 1
+        manifest = Manifest.read(tmp_path)
+        assert synced[:2] == [manifest.shards, "."]  # the names of the shards' directories, and that one's own
+        assert synced[3:] == ["replaced", "."]
+        replay.save(tmp_path)
+        assert len(list(tmp_path.iterdir())) == 3
+        assert theirs.exists()
+        # One that finds no shard leaves the one before.
+        (pid,) = pids_of_shards(cluster, 1).values()
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(RuntimeError, match="all are lost"):
+            replay.save(tmp_path)
+    assert load_parts(tmp_path, least=40) == 1
+
+
+def test_a_save_that_finds_a_shard_lost_has_those_that_are_left(cluster, tmp_path):
+    with ShardedReplay(SPEC, 400, nodes=cluster.node_ids) as replay:
+        write_on_both(cluster, replay, (30, 20))
+        assert len(replay) == 50
+        os.kill(pids_of_shards(cluster, 2)[cluster.node_ids[1]], signal.SIGKILL)
+        replay.save(tmp_path)
+    manifest = Manifest.read(tmp_path)
+    assert load_parts(tmp_path, least=30) == 1
+    assert [part.number for part in manifest.parts] == [0]
+    assert [(lost.number, lost.node, lost.rows) for lost in manifest.lost] == [(1, cluster.node_ids[1], 20)]
+    assert [path.name for path in (tmp_path / manifest.shards).iterdir()] == ["0"]
+
+
+def test_a_restore_that_fails_midway_stops_the_buffer_and_one_that_is_refused_does_not(cluster, saved, tmp_path):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(saved[0], damaged)
+    manifest = Manifest.read(damaged)
+    part, away = manifest.path_of(damaged, manifest.parts[1]), tmp_path / "away"
+    with ShardedReplay(SPEC, 400, sampler=SAMPLER, nodes=cluster.node_ids) as replay:
+        part.rename(away)
+        with pytest.raises(tr.CheckpointError, match="is missing"):
+            replay.restore(damaged)
+        assert not replay.stopped
+        away.rename(part)
+        (file,) = part.glob("rows-*/*.safetensors")
+        file.write_bytes(file.read_bytes()[:-1])
+        with pytest.raises(tr.CheckpointError, match=file.name) as failure:
+            replay.restore(damaged)
+        assert "was stopped: close it" in failure.value.__notes__[0]
+        assert replay.stopped
+        with pytest.raises(tr.Stopped):
+            replay.sample(8)
+
+
 @pytest.mark.soak
-def test_a_shard_lost_during_a_save_leaves_the_checkpoint_before_and_the_next_save_has_what_is_left(cluster, tmp_path):
+def test_a_save_that_loses_a_shard_has_those_that_are_left(cluster, tmp_path):
     with ShardedReplay(SPEC, 400, nodes=cluster.node_ids) as replay:
         keys = write_on_both(cluster, replay, (200, 200))
         replay.save(tmp_path)
-        (before,) = tmp_path.glob("shards-*")
-        eventually(lambda: len(cluster.actors("Shard")) == 2)  # those of tests before may not be gone yet
-        (there,) = {a["Pid"] for a in cluster.actors("Shard") if a["Address"]["NodeID"] == cluster.node_ids[1]}
+        there = pids_of_shards(cluster, 2)[cluster.node_ids[1]]
         os.kill(there, signal.SIGSTOP)
-        failures = []
-
-        def save():
-            try:
-                replay.save(tmp_path)
-            except RuntimeError as error:
-                failures.append(str(error))
-
-        saving = threading.Thread(target=save)
+        saving = threading.Thread(target=replay.save, args=[tmp_path])
         saving.start()
         eventually(lambda: len(list(tmp_path.glob("shards-*/0/checkpoint.json"))) == 2)
         os.kill(there, signal.SIGKILL)
         saving.join()
-        (failure,) = failures
-        assert "shard 1 on node" in failure
-        assert "was lost while it was being saved" in failure
-        assert list(tmp_path.glob("shards-*")) == [before]
-        assert load_parts(tmp_path) == 2
+        assert load_parts(tmp_path) == 1
+        assert [lost.number for lost in Manifest.read(tmp_path).lost] == [1]
         eventually(lambda: replay.stats().shards_missing == 0, timeout=120)
         assert write_on_both(cluster, replay, (0, 3)).tolist() == (np.arange(3) + (2 << KEY_BITS)).tolist()
         replay.save(tmp_path)
@@ -257,13 +313,13 @@ def test_what_cannot_be_loaded_says_why(cluster, saved, tmp_path):
 def test_a_part_that_is_missing_or_a_damaged_description_is_an_error(cluster, saved, tmp_path):
     directory, *_ = saved
     path = directory / "checkpoint.json"
-    manifest, content = read_manifest(directory), path.read_bytes()
+    manifest, content = Manifest.read(directory), path.read_bytes()
     part = manifest.path_of(directory, manifest.parts[1])
     try:
         for position in range(0, len(content), 7):
             path.write_bytes(content[:position] + bytes([content[position] ^ 0x41]) + content[position + 1 :])
             with pytest.raises(tr.CheckpointError, match=str(path)):
-                read_manifest(directory)
+                Manifest.read(directory)
         path.write_bytes(content)
         part.rename(tmp_path / "away")
         with pytest.raises(tr.CheckpointError, match=f"{part} is missing"):

@@ -17,7 +17,7 @@ import torch
 from . import _C
 from .arguments import checked_int, checked_path
 from .batch import ReplayBatch
-from .checkpoint import announce_rows, load_rows, read_description, save
+from .checkpoint import Description, announce_rows, load_rows, save
 from .config import Config
 from .cuda import DeviceCopies
 from .deferred import DeferredUpdates
@@ -344,7 +344,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         """
         directory = checked_path("directory", directory)
         path = None if path is None else checked_path("path", path)
-        saved = read_description(directory)
+        saved = Description.read(directory)
         announce_rows(saved, directory)  # while there is memory to be made
         config = saved.config.with_functions(view)
         buffer = cls(
@@ -374,7 +374,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
             CheckpointError: There is no checkpoint, it is damaged or of another kind, or the buffer holds rows already.
         """
         root = checked_path("directory", directory)
-        load_rows(self._segment, self._present_config(), read_description(root), root)
+        load_rows(self._segment, self._present_config(), Description.read(root), root)
 
     def _present_config(self) -> Config:
         return replace(self._config, limiter=self.limiter)

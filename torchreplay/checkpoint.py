@@ -1,23 +1,17 @@
 """Saving a buffer while explorers write to it, and loading it again.
 
 A checkpoint is a directory: `checkpoint.json` describes the buffer and names a subdirectory of safetensors files with
-the rows. It is replaced in one step when everything else is on the disk, so that a save that is killed leaves the one
-before.
+the rows.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
-import secrets
-import shutil
-import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,16 +19,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .arguments import checked_int
-from .config import DAMAGED, Config
+from .checkpoint_directory import read_description, replace_checkpoint
+from .config import Config
 from .errors import CheckpointError
 from .progress import track
-from .shards import announce, created, opened, read_shard, room_for, write_shard
+from .shards import announce, read_shard, room_for, write_shard
 
 if TYPE_CHECKING:
     from . import _C
 
 FORMAT = 3
-NAME = "checkpoint.json"
 ROW_COLUMNS = ("row.key", "row.leaf", "row.link", "row.step", "row.priority")
 SHARD_BYTES = 32 << 20
 AT_A_TIME = 2
@@ -43,7 +37,6 @@ PIECE = 2 << 20
 """Bytes given to the disk at a time."""
 ANNOUNCED = 64
 """Files that the system is asked to fetch before they are read: while memory for the rows is made, too."""
-MAX_DESCRIPTION = 64 << 20
 MAX_COUNT = (1 << 64) - 1
 SHARD_NAME = re.compile(r"rows-[0-9a-f]+/[0-9]+\.safetensors")
 
@@ -66,32 +59,24 @@ class Description:
     counts: tuple[int | float, ...]
     shards: tuple[tuple[str, int, int], ...]
 
-    def to_text(self) -> str:
-        """Returns the description as JSON, with a checksum of its own."""
-        body = json.dumps(
-            {
-                "format": FORMAT,
-                "config": json.loads(self.config.to_text()),
-                "seed": self.seed,
-                "step": self.step,
-                "counts": self.counts,
-                "shards": self.shards,
-            }
-        )
-        return json.dumps({"crc32": zlib.crc32(body.encode()), "checkpoint": body})
+    def as_data(self) -> dict[str, Any]:
+        """Returns the description as what JSON can hold."""
+        return {
+            "format": FORMAT,
+            "config": json.loads(self.config.to_text()),
+            "seed": self.seed,
+            "step": self.step,
+            "counts": self.counts,
+            "shards": self.shards,
+        }
 
     @classmethod
-    def from_text(cls, text: str) -> Description:
-        """Returns what `to_text` described.
+    def from_data(cls, parts: Mapping[str, Any]) -> Description:
+        """Returns what `as_data` described.
 
         Raises:
             ValueError: It is damaged, or of another format.
         """
-        outer = json.loads(text)
-        body = outer["checkpoint"]
-        if zlib.crc32(body.encode()) != outer["crc32"]:
-            raise ValueError("its checksum does not match")
-        parts = json.loads(body)
         if "kind" in parts:
             raise ValueError(f"it is of a {parts['kind']}: {parts['kind']}.load(directory) brings it back")
         if parts["format"] != FORMAT:
@@ -104,47 +89,27 @@ class Description:
         shards = tuple((_shard_name(file), int(size), int(crc)) for file, size, crc in parts["shards"])
         return cls(config, seed, step, tuple(counts), shards)
 
+    @classmethod
+    def read(cls, directory: str | os.PathLike[str]) -> Description:
+        """Returns the description of a checkpoint.
+
+        Raises:
+            CheckpointError: There is none, or it is damaged.
+        """
+        return read_description(Path(directory), cls.from_data, "replay checkpoint")
+
 
 def save(segment: _C.Segment, config: Config, directory: str | os.PathLike[str]) -> None:
     """Saves a buffer; see `ReplayBuffer.save`."""
-    root = Path(directory)
-    root.mkdir(parents=True, exist_ok=True)
-    with alone(root):
-        _save(segment, config, root)
 
-
-def _save(segment: _C.Segment, config: Config, root: Path) -> None:
-    step, name = segment.step, f"rows-{secrets.token_hex(8)}"
-    data = root / name
-    data.mkdir()
-    try:
-        shards = _write_shards(segment, config, data)
+    def write(data: Path) -> dict[str, Any]:
+        step = segment.step
+        written = _write_shards(segment, config, data)
+        shards = tuple((f"{data.name}/{file}", size, crc) for file, size, crc in written)
         # Counted after the rows: every key that was saved is below the head.
-        description = Description(
-            config, segment.seed, step, segment.counts(), tuple((f"{name}/{f}", n, c) for f, n, c in shards)
-        )
-        _sync_directory(data)
-        replace_file(root / NAME, description.to_text().encode())
-    except BaseException:
-        shutil.rmtree(data, ignore_errors=True)
-        raise
-    # What the checkpoint before had, and what saves that were killed left.
-    for other in root.glob("rows-*"):
-        if other != data:
-            shutil.rmtree(other, ignore_errors=True)
-    for other in root.glob(f"{NAME}-*"):
-        other.unlink(missing_ok=True)
+        return Description(config, segment.seed, step, segment.counts(), shards).as_data()
 
-
-@contextmanager
-def alone(directory: Path) -> Iterator[None]:
-    """Keeps other saves out of the directory; the kernel gives it free when this process dies."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
+    replace_checkpoint(Path(directory), "rows", write)
 
 
 def _write_shards(segment: _C.Segment, config: Config, data: Path) -> list[tuple[str, int, int]]:
@@ -175,27 +140,6 @@ def _write_shards(segment: _C.Segment, config: Config, data: Path) -> list[tuple
         while pending:
             finish_first()
     return shards
-
-
-def is_checkpoint(directory: str | os.PathLike[str]) -> bool:
-    """Returns whether `directory` holds a saved buffer, intact or not."""
-    return (Path(directory) / NAME).is_file()
-
-
-def read_description(directory: str | os.PathLike[str]) -> Description:
-    """Returns the description of a checkpoint.
-
-    Raises:
-        CheckpointError: There is none, or it is damaged.
-    """
-    path = Path(directory) / NAME
-    try:
-        description = Description.from_text(read_file(path, MAX_DESCRIPTION).decode())
-    except FileNotFoundError:
-        raise CheckpointError(f"there is no replay checkpoint in {Path(directory)}: {NAME} is missing") from None
-    except (*DAMAGED, OSError) as error:
-        raise CheckpointError(f"{path} is no intact replay checkpoint: {error!r}") from None
-    return description
 
 
 def announce_rows(description: Description, directory: str | os.PathLike[str]) -> None:
@@ -269,50 +213,8 @@ def _names(config: Config) -> list[str]:
     return ["/".join(path) for path in config.fields]
 
 
-def _write(path: Path, content: bytes) -> None:
-    with open(created(path), "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def read_file(path: Path, most: int) -> bytes:
-    """Returns what is in a file no longer than `most`."""
-    with open(opened(path), "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > most:
-            raise ValueError(f"it has {size:,} bytes, more than {most:,}")
-        return file.read()
-
-
 def _shard_name(name: Any) -> str:
     """Returns the name of a file of rows: one in the checkpoint's own directory."""
     if not SHARD_NAME.fullmatch(name):
         raise ValueError(f"{name!r} is no file of rows")
     return str(name)
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Puts `content` in the place of `path` at once: after a crash one finds the old or the new, whole."""
-    fresh = path.with_name(f"{path.name}-{secrets.token_hex(8)}")
-    try:
-        _write(fresh, content)
-        fresh.replace(path)
-    except BaseException:
-        fresh.unlink(missing_ok=True)
-        raise
-    _sync_directory(path.parent)
-
-
-def remove_unfinished(directory: Path, names: str) -> None:
-    """Removes what a killed `replace_file` has left of files whose names match `names`, as in a shell."""
-    for fresh in directory.glob(f"{names}-{'[0-9a-f]' * 16}"):
-        fresh.unlink(missing_ok=True)
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..arguments import checked_instance
-from ..checkpoint import is_checkpoint
+from ..checkpoint_directory import is_checkpoint
 from ..replay import Replay
 from .datamodule import resolve_buffer
 from .libraries import Callback

@@ -43,7 +43,9 @@ class Draws:
         self._sampler, self._seed, self._nonce = config.sampler, seed, nonce
         self._layout = Layout(config.outputs())
         self._finish = finish
-        self._lock = threading.Lock()
+        # Nothing is called under it: what a signal handler, or a stream that is collected, does in the midst of that in
+        # the same thread comes before or after.
+        self._lock = threading.RLock()
         self._made = self._next = self._under_way = 0  # batches, the next round's number, and rounds that are neither
         self._slack = 1.0
         self._stream: int | None = None
@@ -96,9 +98,10 @@ class Draws:
         if not self.admits(n):
             self._wait_for_rows(n, wait)
         here = self.shards.draws_here(wait)
+        union_limiter = self.shards.union_limiter
         with self._lock:
             step, self._next, self._under_way = self._next, self._next + 1, self._under_way + 1
-            self.shards.union_limiter.under_way += n
+            union_limiter.under_way += n
         # The generator's blocks are counted by the low bits.
         chance = np.random.Generator(np.random.Philox(key=[self._seed, self.stream], counter=step << 64))
         try:
@@ -135,8 +138,8 @@ class Draws:
 
     def _end(self, step: int, n: int, batch: ReplayBatch | None) -> None:
         """Counts a round that is no longer under way."""
+        union_limiter = self.shards.union_limiter
         with self._lock:
-            union_limiter = self.shards.union_limiter
             self._under_way -= 1
             union_limiter.under_way -= n
             if batch is not None:

@@ -33,7 +33,8 @@ class Feedback:
         self._shards, self._nonce = shards, nonce
         self._deferred = DeferredUpdates(self._apply)
         self._calls: deque[tuple[int, int, Any]] = deque()  # shard, number of TD errors, answer to come
-        self._lock = threading.Lock()  # of those who hear
+        # Of those who hear. A signal handler may hear, too, while its own thread does: one that saves, such as SLURM's.
+        self._lock = threading.RLock()
 
     def send(self, batch_or_keys: ReplayBatch | Any, td: Any) -> None:
         """Does what `ShardedReplay.update_priorities` does."""
@@ -85,9 +86,22 @@ class Feedback:
         """Waits until at most so many calls are unanswered."""
         with self._lock:
             while len(self._calls) > most:
-                number, count, call = self._calls.popleft()
-                if not self._shards.calls.collect({number: call}):
+                oldest = number, count, call = self._calls[0]  # there until it is answered, for a handler to wait for
+                try:
+                    answers = self._shards.calls.collect({number: call})
+                except Exception:
+                    self._take(oldest)  # it is said once
+                    raise
+                if self._take(oldest) and not answers:
                     self._shards.tell("dropped", count)
+
+    def _take(self, oldest: tuple[int, int, Any]) -> bool:
+        """Takes a call that has been answered out; returns False if a signal handler was faster."""
+        try:
+            self._calls.remove(oldest)
+        except ValueError:
+            return False
+        return True
 
     def _checked_keys(self, given: Any) -> NDArray[np.int64]:
         if isinstance(given, ReplayBatch):

@@ -35,8 +35,11 @@ class Reports:
     def heard(self) -> list[tuple[int, Figures]]:
         """Returns what shards have answered meanwhile, by number."""
         told = []
-        while self._under_way and self._ray.wait([self._under_way[0][1]], timeout=0)[0]:
-            number, report = self._under_way.popleft()
+        while self._under_way:
+            number, report = self._under_way.popleft()  # a signal handler that comes by here looks at the next
+            if not self._ray.wait([report], timeout=0)[0]:
+                self._under_way.appendleft((number, report))
+                break
             answer = self._calls.answer(number, report)
             if answer is not None:
                 told.append((number, answer[0]))

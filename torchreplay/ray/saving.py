@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from torchreplay.checkpoint import remove_unfinished, replace_file
+from torchreplay.checkpoint_directory import remove_unfinished, replace_file
 from torchreplay.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class Saving:
     def write(self, names: list[str], content: bytes) -> None:
         """Saves the weights, as `content_of` gives them, under each of these names, and the buffer."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        for pattern in (BEST, "version-*.safetensors"):
+        for pattern in (re.escape(BEST), r"version-[0-9]+\.safetensors"):
             remove_unfinished(self.directory, pattern)
         for name in names:
             replace_file(self.directory / name, content)

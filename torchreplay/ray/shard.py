@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from torchreplay.batch import ReplayBatch
 from torchreplay.buffer import ReplayBuffer
-from torchreplay.checkpoint import is_checkpoint, load_rows, read_description, save
+from torchreplay.checkpoint import Description, load_rows, save
+from torchreplay.checkpoint_directory import is_checkpoint
 from torchreplay.config import Config
 from torchreplay.errors import CheckpointError
 from torchreplay.limiters import MinSize
@@ -199,7 +200,7 @@ class Shard:
                     f"node {ray_node()} does not see {directory}: load a ShardedReplay from a directory that all its "
                     f"nodes share"
                 )
-            load_rows(self._buffer._segment, self._buffer._config, read_description(directory), directory)
+            load_rows(self._buffer._segment, self._buffer._config, Description.read(directory), directory)
             self._set_limit(self._limit)  # what was loaded has counted from elsewhere
         self._candidates = Candidates(self._buffer, number)
 

@@ -27,7 +27,7 @@ from torchreplay.ray.members import Shards
 from torchreplay.ray.node_shard import Expectation, buffer_to_write_to
 from torchreplay.ray.rounds import RoundStream
 from torchreplay.ray.shard_writer import ShardWriter
-from torchreplay.ray.sharded_checkpoint import read_manifest
+from torchreplay.ray.sharded_checkpoint import Manifest
 from torchreplay.ray.sharded_inspection import ShardedInspection
 from torchreplay.ray.sharded_saving import require_room, restore_shards, save_shards
 from torchreplay.replay import Pin, Replay
@@ -279,7 +279,8 @@ class ShardedReplay(ShardedInspection, Replay):
 
         The directory must be one that all nodes see. Each shard has a checkpoint of its own there, as that of a
         `ReplayBuffer`: rows are exact, each by itself; those written during the save may be in it or not. TD errors
-        that this process has fed back are waited for. A save that is killed, or fails, leaves the one before as it was.
+        that this process has fed back are waited for. A shard that is lost meanwhile costs its rows, which is logged:
+        the checkpoint has the others. A save that is killed, or fails, leaves the one before as it was.
 
         Args:
             directory: Where to; made if need be. A checkpoint that is there is replaced.
@@ -287,7 +288,7 @@ class ShardedReplay(ShardedInspection, Replay):
         Raises:
             CheckpointError: What a node has saved is not there, as seen from this one.
             OSError: A disk is full, or a node cannot write the directory, or does not see it.
-            RuntimeError: A shard was lost meanwhile.
+            RuntimeError: No shard is left.
             ValueError: TD errors from a device are NaN or infinite, as `flush` says; nothing is saved.
         """
         self._require_open()
@@ -325,7 +326,7 @@ class ShardedReplay(ShardedInspection, Replay):
             ValueError: `capacity`, `view` or `nodes` does not fit.
         """
         root = checked_path("directory", directory).absolute()
-        manifest = read_manifest(root)
+        manifest = Manifest.read(root)
         config, chosen = manifest.config.with_functions(view), checked_nodes(nodes)
         require_room(manifest, len(chosen), root)
         before = max((part.capacity for part in manifest.parts), default=config.capacity)
@@ -348,6 +349,10 @@ class ShardedReplay(ShardedInspection, Replay):
     def restore(self, directory: str | os.PathLike[str]) -> None:
         """Does what `load` does to a buffer that is there and was never written to, before anyone writes or draws.
 
+        A restore that fails after the shards have begun to fill, so that some may hold a part of the checkpoint, stops
+        the buffer: draws and writers raise `Stopped`. Close it; another one can be restored. One that is refused before
+        leaves it as it was.
+
         Args:
             directory: What `save` wrote, of a buffer with the same spec and view; the capacity may be another, and the
                 nodes may be others, or more.
@@ -355,11 +360,11 @@ class ShardedReplay(ShardedInspection, Replay):
         Raises:
             CheckpointError: There is no checkpoint, it is damaged or of another kind, a node does not see it, there are
                 fewer nodes than shards, or the buffer holds rows already.
-            RuntimeError: A shard was lost meanwhile.
+            RuntimeError: A shard was lost meanwhile; the buffer is stopped.
         """
         self._require_open()
         root = checked_path("directory", directory).absolute()
-        manifest = read_manifest(root)
+        manifest = Manifest.read(root)
         restore_shards(self.shards, self._config, manifest, root)
         self._seed = manifest.seed
         self._draws.resume(manifest.seed, manifest.stream, manifest.step)

@@ -1,30 +1,29 @@
 """What the checkpoint of a `ShardedReplay` says besides the rows.
 
 A checkpoint is a directory. Its `checkpoint.json` names a subdirectory, in which each shard has an ordinary checkpoint
-of its own, and has what the union has counted. It is replaced in one step when all shards are on the disk, so that a
-save that is killed leaves the one before.
+of its own, and has what the union has counted.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from torchreplay.arguments import checked_int
-from torchreplay.checkpoint import MAX_COUNT, MAX_DESCRIPTION, NAME, read_file
-from torchreplay.config import DAMAGED, MAX_CAPACITY, Config
-from torchreplay.errors import CheckpointError
+from torchreplay.checkpoint import MAX_COUNT
+from torchreplay.checkpoint_directory import TOKEN, read_description
+from torchreplay.config import MAX_CAPACITY, Config
 from torchreplay.ray.directory import Lost
 from torchreplay.ray.union import MAX_SHARDS
 
 FORMAT: Final = 1
 KIND: Final = "ShardedReplay"
-SHARDS: Final = re.compile(r"shards-[0-9a-f]{16}")
+SHARDS: Final = "shards"
+"""What the name of the subdirectory begins with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,41 +92,33 @@ class Manifest:
         """Returns where a shard's own checkpoint is."""
         return root / self.shards / str(part.number)
 
-    def to_text(self) -> str:
-        """Returns it as JSON, with a checksum of its own."""
-        body = json.dumps(
-            {
-                "kind": KIND,
-                "format": FORMAT,
-                "config": json.loads(self.config.to_text()),
-                "seed": self.seed,
-                "stream": self.stream,
-                "step": self.step,
-                "shards": self.shards,
-                "parts": [asdict(part) for part in self.parts],
-                "counts": asdict(self.counts),
-                "lost": [asdict(lost) for lost in self.lost],
-            }
-        )
-        return json.dumps({"crc32": zlib.crc32(body.encode()), "checkpoint": body})
+    def as_data(self) -> dict[str, Any]:
+        """Returns it as what JSON can hold."""
+        return {
+            "kind": KIND,
+            "format": FORMAT,
+            "config": json.loads(self.config.to_text()),
+            "seed": self.seed,
+            "stream": self.stream,
+            "step": self.step,
+            "shards": self.shards,
+            "parts": [asdict(part) for part in self.parts],
+            "counts": asdict(self.counts),
+            "lost": [asdict(lost) for lost in self.lost],
+        }
 
     @classmethod
-    def from_text(cls, text: str) -> Manifest:
-        """Returns what `to_text` described.
+    def from_data(cls, told: Mapping[str, Any]) -> Manifest:
+        """Returns what `as_data` described.
 
         Raises:
             ValueError: It is damaged, of another format, or of a `ReplayBuffer`.
         """
-        outer = json.loads(text)
-        body = outer["checkpoint"]
-        if zlib.crc32(body.encode()) != outer["crc32"]:
-            raise ValueError("its checksum does not match")
-        told = json.loads(body)
         if told.get("kind") != KIND:
             raise ValueError("it is of a ReplayBuffer: ReplayBuffer.load(directory) brings it back")
         if told["format"] != FORMAT:
             raise ValueError(f"it has format {told['format']}, this version of torchreplay reads format {FORMAT}")
-        if not SHARDS.fullmatch(told["shards"]):
+        if not re.fullmatch(f"{SHARDS}-{TOKEN}", told["shards"]):
             raise ValueError(f"{told['shards']!r} is no directory of shards")
         return cls(
             Config.from_text(json.dumps(told["config"])),
@@ -140,20 +131,14 @@ class Manifest:
             tuple(_lost(lost) for lost in told["lost"]),
         )
 
+    @classmethod
+    def read(cls, root: Path) -> Manifest:
+        """Returns what a checkpoint says.
 
-def read_manifest(root: Path) -> Manifest:
-    """Returns what a checkpoint says.
-
-    Raises:
-        CheckpointError: There is none, it is damaged, or of another kind.
-    """
-    path = root / NAME
-    try:
-        return Manifest.from_text(read_file(path, MAX_DESCRIPTION).decode())
-    except FileNotFoundError:
-        raise CheckpointError(f"there is no replay checkpoint in {root}: {NAME} is missing") from None
-    except (*DAMAGED, OSError) as error:
-        raise CheckpointError(f"{path} is no intact checkpoint of a ShardedReplay: {error!r}") from None
+        Raises:
+            CheckpointError: There is none, it is damaged, or of another kind.
+        """
+        return read_description(root, cls.from_data, "checkpoint of a ShardedReplay")
 
 
 def _count(told: Mapping[str, Any], name: str, most: int = MAX_COUNT) -> int:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from torchreplay.checkpoint import NAME, alone, is_checkpoint, remove_unfinished, replace_file, require_alike
+from torchreplay.checkpoint import require_alike
+from torchreplay.checkpoint_directory import is_checkpoint, replace_checkpoint
 from torchreplay.config import Config
 from torchreplay.errors import CheckpointError
 from torchreplay.ray.directory import Place
 from torchreplay.ray.members import Shards
 from torchreplay.ray.session import import_ray
-from torchreplay.ray.sharded_checkpoint import Counts, Manifest, Part
+from torchreplay.ray.sharded_checkpoint import SHARDS, Counts, Manifest, Part
 
 POLL: Final = 0.05
 """Seconds between two looks at shards that save or load."""
@@ -33,26 +34,20 @@ def save_shards(shards: Shards, config: Config, seed: int, stream: int, step: in
         step: The position there.
         root: Where to.
     """
-    root.mkdir(parents=True, exist_ok=True)
-    with alone(root):
-        data = root / f"shards-{secrets.token_hex(8)}"
-        data.mkdir()
-        try:
-            places = shards.look().places
-            paths = {number: str(data / str(number)) for number in places}
-            _until_done(shards, places, lambda number, actor: actor.save.remote(paths[number]), "saved")
-            _require_parts([data / str(number) for number in places])
-            # Counted after the rows, as those of each shard are.
-            manifest = _described(shards, config, places, seed, stream, step, data.name)
-            replace_file(root / NAME, manifest.to_text().encode())
-        except BaseException:
-            shutil.rmtree(data, ignore_errors=True)
-            raise
-        # What the checkpoint before had, and what saves that were killed left.
-        for other in root.glob("shards-*"):
-            if other != data:
-                shutil.rmtree(other, ignore_errors=True)
-        remove_unfinished(root, NAME)
+
+    def write(data: Path) -> dict[str, Any]:
+        places = shards.look().places
+        paths = {number: str(data / str(number)) for number in places}
+        saved = _until_done(shards, places, lambda number, actor: actor.save.remote(paths[number]))
+        if not saved:
+            raise RuntimeError("there is no shard to save: all are lost. What was saved before is as it was")
+        for number in paths.keys() - saved.keys():
+            shutil.rmtree(paths[number], ignore_errors=True)
+        _require_parts([data / str(number) for number in saved])
+        # Counted after the rows, as those of each shard are.
+        return _described(shards, config, saved, seed, stream, step, data.name).as_data()
+
+    replace_checkpoint(root, SHARDS, write)
 
 
 def restore_shards(shards: Shards, config: Config, manifest: Manifest, root: Path) -> None:
@@ -65,13 +60,30 @@ def restore_shards(shards: Shards, config: Config, manifest: Manifest, root: Pat
     require_room(manifest, len(places), root)
     _require_parts([manifest.path_of(root, part) for part in manifest.parts])
     parts = assigned(manifest.parts, places)
+    try:
+        _fill(shards, places, parts, manifest, root)
+    except BaseException as error:
+        with suppress(Exception):  # the directory may be gone
+            shards.ask("stop")
+            shards.look()
+        error.add_note(
+            "the buffer that was to be restored may hold a part of the checkpoint, and was stopped: close it, and "
+            "restore a new one"
+        )
+        raise
+
+
+def _fill(
+    shards: Shards, places: Mapping[int, Place], parts: Mapping[int, Part], manifest: Manifest, root: Path
+) -> None:
+    """Has shards, by their present numbers, take the rows and the numbers of parts, and all others new numbers."""
     numbers, born = {number: part.number for number, part in parts.items()}, manifest.counts.born
     for number in sorted(places.keys() - parts.keys()):  # old keys must not name rows of shards that are new
         numbers[number], born = born, born + 1
     paths = {number: str(manifest.path_of(root, part)) for number, part in parts.items()}
-    _until_done(
-        shards, places, lambda number, actor: actor.restore.remote(numbers[number], paths.get(number)), "restored"
-    )
+    filled = _until_done(shards, places, lambda number, actor: actor.restore.remote(numbers[number], paths.get(number)))
+    for number in places.keys() - filled.keys():
+        raise RuntimeError(f"shard {number} on node {places[number].node} was lost while it was being restored")
     shards.restored(numbers, manifest.seed, replace(manifest.counts, born=born), manifest.lost, manifest.config.limiter)
 
 
@@ -92,27 +104,23 @@ def assigned(parts: Sequence[Part], places: Mapping[int, Place]) -> dict[int, Pa
     return found | {next(free): part for part in parts if part.node not in at_home}
 
 
-def _until_done(shards: Shards, places: Mapping[int, Place], call: Callable[[int, Any], Any], what: str) -> None:
-    """Calls shards until each says that it has ended what the first call began.
+def _until_done(shards: Shards, places: Mapping[int, Place], call: Callable[[int, Any], Any]) -> dict[int, Place]:
+    """Calls shards until each says that it has ended what the first call began, or is lost; returns those that have.
 
     Raises:
-        RuntimeError: One is lost.
         OSError, CheckpointError: One cannot.
     """
-    left = dict(places)
+    left, done = dict(places), dict[int, Place]()
     while left:
         try:
             answers = shards.calls.collect({number: call(number, place.actor) for number, place in left.items()})
         except import_ray().exceptions.RayTaskError as error:
             raise error.cause from None
-        gone = [left[number] for number in left.keys() - answers.keys()]
-        if gone:
-            raise RuntimeError(
-                f"shard {gone[0].number} on node {gone[0].node} was lost while it was being {what}: try again"
-            )
-        left = {number: place for number, place in left.items() if not answers[number]}
+        done |= {number: left[number] for number, ended in answers.items() if ended}
+        left = {number: left[number] for number, ended in answers.items() if not ended}
         if left:
             time.sleep(POLL)
+    return dict(sorted(done.items()))
 
 
 def _require_parts(paths: Sequence[Path]) -> None:

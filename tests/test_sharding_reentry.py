@@ -1,0 +1,159 @@
+"""A signal handler that saves or draws while its own thread feeds back or draws, as SLURM's handlers do."""
+
+import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from local_shards import LocalShards
+
+import torchreplay as tr
+from torchreplay.batch import ReplayBatch
+from torchreplay.config import Config
+from torchreplay.waiting import Wait
+
+pytest.importorskip("ray")
+from torchreplay.ray.calls import Calls
+from torchreplay.ray.draws import Draws
+from torchreplay.ray.feedback import Feedback
+from torchreplay.ray.nearby import Gone
+from torchreplay.ray.union_limiter import Rule, UnionLimiter
+
+KEYS, ERRORS = np.arange(3), np.ones(3)
+
+
+@contextmanager
+def handler(function):
+    """Has SIGUSR1 call a function."""
+    before = signal.signal(signal.SIGUSR1, lambda *_: function())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+class SlowShard:
+    """A shard on the process's own node, and all that `Feedback` knows of it, whose answer comes when it may.
+
+    Attributes:
+        waiting: Set when someone waits for the answer.
+        dropped: TD errors that were counted as lost.
+    """
+
+    def __init__(self, answer):
+        self._hands, self._answer = ThreadPoolExecutor(1), answer
+        self._calls = Calls(lambda number, why: None, str)
+        self.calls, self.waiting, self.dropped = self, threading.Event(), []
+
+    def update(self, number, keys, td):
+        return self._hands.submit(self._answer)
+
+    def collect(self, calls):
+        self.waiting.set()
+        return self._calls.collect(calls)
+
+    def tell(self, what, count):
+        self.dropped.append(count)
+
+    def close(self):
+        self._hands.shutdown()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("lost", [False, True], ids=["an answer", "a lost shard"])
+def test_a_handler_that_flushes_waits_for_what_its_own_thread_waits_for(lost):
+    handled, answered, seen = threading.Event(), threading.Event(), []
+
+    def answer():
+        shard.waiting.wait()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        handled.wait()
+        answered.set()
+        if lost:
+            raise Gone("its process is gone")
+        return len(KEYS)
+
+    def handle():
+        handled.set()
+        feedback.flush()
+        seen.append(answered.is_set())
+
+    shard = SlowShard(answer)
+    feedback = Feedback(shard, 1)
+    with handler(handle):
+        feedback._send(KEYS, ERRORS)
+        feedback.flush()
+    assert seen == [True]
+    assert shard.dropped == [3] * lost  # once
+    shard.close()
+
+
+@pytest.mark.timeout(60)
+def test_what_a_shard_raises_is_said_once():
+    def fail():
+        raise ValueError("the shard says no")
+
+    shard = SlowShard(fail)
+    feedback = Feedback(shard, 1)
+    feedback._send(KEYS, ERRORS)
+    with pytest.raises(ValueError, match="says no"):
+        feedback.flush()
+    feedback.flush()
+    shard.close()
+
+
+class InterruptedShards(LocalShards):
+    """Shards whose learner gets one signal: when it has looked `looks` times at what was inserted and drawn."""
+
+    stream, looks = 0, 0
+
+    def __init__(self, sizes, sampler):
+        super().__init__(sizes, sampler)
+        self._limiter = UnionLimiter(Rule(tr.MinSize()), 0)
+        for number, size in enumerate(sizes):
+            self._limiter.count_inserted(number, size)
+        self.hear(self.order(dict.fromkeys(range(len(sizes)), 0), 0), None)
+
+    @property
+    def union_limiter(self):
+        self.looks -= 1
+        if self.looks == 0:
+            signal.raise_signal(signal.SIGUSR1)
+        return self._limiter
+
+    def refresh(self):
+        pass
+
+    def draws_here(self, wait):
+        return False
+
+
+@pytest.mark.timeout(60)
+def test_a_handler_that_draws_in_the_midst_of_a_draw_gets_a_batch_and_no_step_is_used_twice():
+    shards = InterruptedShards([50, 20], tr.Prioritized())
+    draws = Draws(shards, Config.of({"index": tr.Field()}, 10, tr.Prioritized(), None, None), 7, 1, None)
+    draws._layout = shards.layout
+    steps, order = [], draws.order
+
+    def watched(n, wait, place=None):
+        steps.append((ordered := order(n, wait, place)).step)
+        return ordered
+
+    draws.order = watched
+    drawn = []
+    with handler(lambda: drawn.append(draws.draw(8, None, Wait(shards, 10)))):
+        for looks in range(1, 20):
+            shards.looks = looks
+            drawn.append(draws.draw(8, None, Wait(shards, 10)))
+            if shards.looks > 0:  # it does not look as often
+                break
+    assert looks > 4
+    assert len(drawn) == 2 * looks - 1
+    assert all(isinstance(batch, ReplayBatch) and len(batch["key"]) == 8 for batch in drawn)
+    assert draws.made == shards._limiter.batches == len(drawn)
+    assert sorted(steps) == list(range(len(drawn)))
+    assert (shards._limiter.items, shards._limiter.under_way) == (8 * len(drawn), 0)
+    shards.close()

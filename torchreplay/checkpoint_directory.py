@@ -1,0 +1,169 @@
+"""The directory of a checkpoint: a description, and a subdirectory with the data that it names.
+
+The description is replaced in one step when everything else is on the disk, so that a save that is killed, or fails,
+leaves the checkpoint before.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from .config import DAMAGED
+from .errors import CheckpointError
+from .shards import created, opened
+
+T = TypeVar("T")
+
+NAME: Final = "checkpoint.json"
+MAX_DESCRIPTION: Final = 64 << 20
+TOKEN: Final = "[0-9a-f]{16}"
+"""What follows the names of what is new, as a regular expression."""
+
+
+def is_checkpoint(directory: str | os.PathLike[str]) -> bool:
+    """Returns whether `directory` holds a checkpoint, intact or not."""
+    return (Path(directory) / NAME).is_file()
+
+
+def replace_checkpoint(root: Path, kind: str, write: Callable[[Path], Mapping[str, Any]]) -> None:
+    """Puts a new checkpoint into the place of the one that is there, if one is; other saves there wait meanwhile.
+
+    Args:
+        root: The directory, made if need be. What else is in it stays as it is.
+        kind: What the names of subdirectories begin with.
+        write: Fills a subdirectory, and sees to it that its files are on the disk; returns the description, which names
+            it.
+
+    Raises:
+        OSError: The disk is full, or the directory cannot be written.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    with _alone(root):
+        data = root / f"{kind}-{_token()}"
+        data.mkdir()
+        try:
+            content = sealed(write(data))
+            _sync_directory(data)
+            _sync_directory(root)  # what a description names is there, whenever the machine goes down
+            replace_file(root / NAME, content)
+        except BaseException:
+            if not _may_name(root / NAME, data):  # Ctrl-C may come when all is done
+                shutil.rmtree(data, ignore_errors=True)
+            raise
+        # What the checkpoint before had, and what saves that were killed left.
+        for other in _named(root, f"{kind}-"):
+            if other != data:
+                shutil.rmtree(other, ignore_errors=True)
+        remove_unfinished(root, re.escape(NAME))
+
+
+def sealed(told: Mapping[str, Any]) -> bytes:
+    """Returns a description as JSON, with a checksum."""
+    body = json.dumps(told)
+    return json.dumps({"crc32": zlib.crc32(body.encode()), "checkpoint": body}).encode()
+
+
+def read_description(root: Path, parse: Callable[[dict[str, Any]], T], what: str) -> T:
+    """Returns what a checkpoint says of itself.
+
+    Args:
+        root: Its directory.
+        parse: Makes something of what was told, and checks it; raises ValueError and its like for what is wrong.
+        what: What it should be, for messages.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged.
+    """
+    path = root / NAME
+    try:
+        outer = json.loads(read_file(path, MAX_DESCRIPTION).decode())
+        body = outer["checkpoint"]
+        if zlib.crc32(body.encode()) != outer["crc32"]:
+            raise ValueError("its checksum does not match")
+        return parse(json.loads(body))
+    except FileNotFoundError:
+        raise CheckpointError(f"there is no replay checkpoint in {root}: {NAME} is missing") from None
+    except (*DAMAGED, OSError) as error:
+        raise CheckpointError(f"{path} is no intact {what}: {error!r}") from None
+
+
+def read_file(path: Path, most: int) -> bytes:
+    """Returns what is in a file no longer than `most`."""
+    with open(opened(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise ValueError(f"it has {size:,} bytes, more than {most:,}")
+        return file.read()
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Puts `content` in the place of `path` at once: after a crash one finds the old or the new, whole."""
+    fresh = path.with_name(f"{path.name}-{_token()}")
+    try:
+        _write(fresh, content)
+        fresh.replace(path)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
+    _sync_directory(path.parent)
+
+
+def remove_unfinished(directory: Path, names: str) -> None:
+    """Removes what a killed `replace_file` has left of files whose names match `names`, a regular expression."""
+    for fresh in _named(directory, f"{names}-"):
+        fresh.unlink(missing_ok=True)
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Keeps other saves out of the directory; the kernel gives it free when this process dies."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _token() -> str:
+    return secrets.token_hex(8)
+
+
+def _named(directory: Path, start: str) -> list[Path]:
+    """Returns what has a name as only we give them: a user may keep other things beside."""
+    return [path for path in directory.iterdir() if re.fullmatch(start + TOKEN, path.name)]
+
+
+def _may_name(path: Path, data: Path) -> bool:
+    """Returns whether a description names a subdirectory, or cannot be asked."""
+    try:
+        return data.name.encode() in path.read_bytes()
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+
+
+def _write(path: Path, content: bytes) -> None:
+    with open(created(path), "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
