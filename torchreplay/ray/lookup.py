@@ -99,9 +99,12 @@ class Lookup:
             if now - self._asked_at >= REFRESH:
                 self._asked, self._asked_at = self.tell("table"), now
             return None
-        if not self._ray.wait([self._asked], timeout=0)[0]:
+        asked = self._asked
+        if not self._ray.wait([asked], timeout=0)[0]:
             return None
-        asked, self._asked = self._asked, None
+        if self._asked is not asked:  # a signal handler has looked meanwhile
+            return None
+        self._asked = None
         try:
             table: Table = self._heard(asked)
         except self._ray.exceptions.ActorUnavailableError:  # the next look may tell more

@@ -294,11 +294,18 @@ class Shards:
     def exchange(self, says: bool = False) -> None:
         """Looks at the table and hears all shards' figures, also after the buffer was stopped.
 
+        Whoever has heard all of them divides anew what the limiter admits: or a program that only waits until there is
+        enough would wait for ever, where not every node has explorers.
+
         Args:
-            says: Whether it tells each shard how many items to admit, too: by those who know what is in all of them.
+            says: Whether shards are told with the question already, by those who know what is in all of them. Otherwise
+                they are told when they have answered, and nobody waits for that.
         """
         places = self.look().places
-        self._note(self.calls.collect(self.order(dict.fromkeys(places, 0), 0, says=says)))
+        all_of_them = dict.fromkeys(places, 0)
+        answers = self._note(self.calls.collect(self.order(all_of_them, 0, says=says)))
+        if not says and self.union_limiter.divides and answers.keys() >= places.keys():
+            self.order(all_of_them, 0)
 
     def census(self, unused_count_as_others: bool, /) -> Census:
         """Returns who takes part, in the terms of a buffer's own census."""

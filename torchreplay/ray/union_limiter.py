@@ -90,6 +90,11 @@ class UnionLimiter:
         self._others[_PAST] = past
 
     @property
+    def divides(self) -> bool:
+        """Whether explorers are limited at all."""
+        return bool(self._ratio)
+
+    @property
     def inserted(self) -> int:
         """Items that ever became drawable."""
         return sum(self._inserted.values())
