@@ -101,7 +101,7 @@ class Wait:
         if not census["others_writing"] and not census["supervisors"]:
             self._check_writers(census, figures)
         if self.expired:
-            raise ReplayTimeout(f"no batch within {self._timeout} s: {figures}")
+            raise ReplayTimeout(f"no batch within {self._timeout:.10g} s: {figures}")
         self._tell("rows", figures)
 
     def check_turns(self, trouble: str) -> None:
@@ -119,7 +119,7 @@ class Wait:
         if now - self._barren_since >= IN_VAIN:
             raise RuntimeError(trouble)
         if self.expired:
-            raise ReplayTimeout(f"no batch within {self._timeout} s: {trouble}")
+            raise ReplayTimeout(f"no batch within {self._timeout:.10g} s: {trouble}")
 
     def check_delivery(self, waiting_for: str) -> None:
         """Says, now and then, what keeps the rows of a remote writer from being taken."""
