@@ -65,7 +65,11 @@ def test_announcements_are_believed_for_a_while_and_each_by_itself(monkeypatch):
 def test_an_announcement_is_repeated_until_it_is_closed(monkeypatch):
     monkeypatch.setattr(node_shard, "REPEAT", 0.001)
     said = []
-    shards = SimpleNamespace(connected=True, ask_once=lambda what, token, expecting: said.append((token, expecting)))
+
+    def ask(what, token, expecting):
+        said.append((token, expecting))
+
+    shards = SimpleNamespace(connected=True, ask=ask, ask_once=ask)
     with Expectation(shards):
         eventually(lambda: len(said) > 5)
     assert [expecting for _, expecting in said[-3:]] == [True, True, False]
