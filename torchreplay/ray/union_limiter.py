@@ -60,8 +60,7 @@ class UnionLimiter:
     def __init__(self, rule: Rule, stream: int) -> None:
         self._stream = stream
         self._inserted: dict[int, int] = {}  # by shard
-        self._written: set[int] = set()  # shards that have writers
-        self._looks = 0
+        self._looks = 0  # of one who waits for less than an item of each shard
         self._others: dict[int, Drew] = {}  # by learner
         self.items = self.batches = self.under_way = 0
         self.largest = 1.0
@@ -75,7 +74,6 @@ class UnionLimiter:
     def hear(self, number: int, figures: Figures) -> None:
         """Takes in what a shard has answered."""
         self.count_inserted(number, figures.inserted)
-        (self._written.add if figures.writers else self._written.discard)(number)
         self.largest = max(self.largest, figures.largest)
         for stream, drew in figures.learners.items():
             if stream != self._stream:
@@ -136,8 +134,8 @@ class UnionLimiter:
     def limits(self, numbers: Iterable[int], n: int) -> dict[int, int | None]:
         """Returns up to how many items each shard may admit its writers: together, what the union admits.
 
-        What is left is divided among the shards that have writers, or all where none is heard of. A remainder goes to
-        others with every call: a shard whose writers do not come keeps nothing from the rest for ever.
+        What is left is divided anew with every call, so that a shard without writers keeps nothing from the others for
+        long. The last items that a learner waits for go to other shards with every call: whichever has writers.
 
         Args:
             numbers: The shards that there are.
@@ -148,11 +146,14 @@ class UnionLimiter:
             return dict.fromkeys(shards)
         allowed = self.rule.inserted_before + _whole(math.floor, (self._high + self.sampled) / self._ratio)
         room = max(self._min_size, allowed, self.needed(n)) - self.inserted
-        served = [number for number in shards if number in self._written] or shards
-        whole, rest = divmod(max(room, 0), len(served))
-        share = {number: whole + ((place - self._looks) % len(served) < rest) for place, number in enumerate(served)}
-        self._looks += 1
-        return {number: self._inserted.get(number, 0) + share.get(number, 0) for number in shards}
+        whole, rest = divmod(max(room, 0), len(shards))
+        first = 0
+        if n and not whole:
+            first, self._looks = self._looks, self._looks + 1
+        return {
+            number: self._inserted.get(number, 0) + whole + ((place - first) % len(shards) < rest)
+            for place, number in enumerate(shards)
+        }
 
     def _take(self, rule: Rule) -> None:
         self.rule = rule
