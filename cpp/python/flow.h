@@ -73,23 +73,28 @@ inline PyObject* withdraw(PyObject* self, PyObject*) {
   });
 }
 
+// Changes something under the lock, after what this process has fed back.
+template <class Change>
+void change_locked(SegmentState& s, Change&& change) {
+  const std::shared_ptr<Attached> attached = s.attached;
+  SegmentMemory& m = s.memory();
+  attached->settle_feedback();
+  const WithoutGil unlocked;
+  Locked lock(m);
+  change(m, lock);
+}
+
 // raise_largest(priority): items without a priority of their own count as at least this much from now on, as if it had
 // been seen here.
 inline PyObject* raise_largest(PyObject* self, PyObject* priority) {
   return guarded([&] {
-    auto& s = state_of<SegmentState>(self);
-    const std::shared_ptr<Attached> attached = s.attached;
-    SegmentMemory& m = s.memory();
     const double given = as_double(priority);
     if (!(given >= 0 && given <= std::numeric_limits<float>::max()))
       throw std::invalid_argument("the largest priority is " + std::to_string(given) +
                                   ": expected a finite float >= 0");
-    attached->settle_feedback();
-    {
-      const WithoutGil unlocked;
-      const Locked lock(m);
+    change_locked(state_of<SegmentState>(self), [&](SegmentMemory& m, Locked&) {
       m.header().max_raw = std::max(m.header().max_raw, static_cast<float>(given));
-    }
+    });
     return Py_NewRef(Py_None);
   });
 }
@@ -97,19 +102,15 @@ inline PyObject* raise_largest(PyObject* self, PyObject* priority) {
 // set_limiter(limiter): for every process, from now on; whoever can go on under it wakes up.
 inline PyObject* set_limiter(PyObject* self, PyObject* tuple) {
   return guarded([&] {
+    const LimiterConfig config = parse_limiter(tuple);
     auto& s = state_of<SegmentState>(self);
     const std::shared_ptr<Attached> attached = s.attached;
-    SegmentMemory& m = s.memory();
-    const LimiterConfig config = parse_limiter(tuple);
-    attached->settle_feedback();
-    {
-      const WithoutGil unlocked;
-      Locked lock(m);
+    change_locked(s, [&](SegmentMemory& m, Locked& lock) {
       lock.absorb();
       change_limiter(m.header(), config);
       publish_limit(m);
-    }
-    futex_signal(m.header().rows_signal);
+    });
+    futex_signal(attached->memory->header().rows_signal);
     return Py_NewRef(Py_None);
   });
 }
