@@ -127,14 +127,14 @@ def _belongings() -> set[str]:
 
 
 def _files_in_dev_shm() -> set[str]:
-    """Files in shared memory, but for those of Ray, multiprocessing's semaphores, and those of other processes
-    that torch names files after."""
-    names = (name for name in os.listdir("/dev/shm") if not name.startswith(("plasma", "ray", "sem.mp-")))
+    """Files in shared memory, but for those of Ray, multiprocessing's semaphores, and those named after another process
+    that lives, as torch and the tests that run beside this one do."""
+    names = (name for name in os.listdir("/dev/shm") if not name.startswith(("plasma", "ray", "sem.")))
     return {f"/dev/shm/{name}" for name in names if not _is_anothers(name)}
 
 
 def _is_anothers(name: str) -> bool:
-    if not name.startswith("torch_"):
+    if not name.startswith(("torch_", "torchreplay_")):
         return False
     pid = name.split("_")[1]
     return pid != str(os.getpid()) and os.path.exists(f"/proc/{pid}")

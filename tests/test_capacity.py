@@ -139,14 +139,17 @@ def test_the_kernels_own_limit_of_a_cgroup_is_told_before_its_killer_comes():
 
 
 def with_small_dev_shm(body):
-    """Runs `body` where /dev/shm is a file system of 64 MB, as in containers; where that is forbidden, as it is."""
+    """Runs `body` where /dev/shm is a file system of 64 MB, as in containers; where that is forbidden, as it is, and
+    shared with others. `body` is told what the files there take, which only its own /dev/shm can tell."""
     alone = CLONE_NEWNS if os.geteuid() == 0 else CLONE_NEWNS | CLONE_NEWUSER
     if LIBC.unshare(alone) == 0:
         assert LIBC.mount(None, b"/", None, MS_REC | MS_PRIVATE, None) == 0
         assert LIBC.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, ctypes.c_char_p(b"size=64m")) == 0
         free = os.statvfs("/dev/shm")
         assert free.f_blocks * free.f_frsize == 64 * MIB
-    body()
+        body(taken_of_dev_shm)
+    else:
+        body(lambda: None)
 
 
 def taken_of_dev_shm():
@@ -156,15 +159,15 @@ def taken_of_dev_shm():
 def test_a_buffer_larger_than_dev_shm_works_and_takes_nothing_of_it():
     rows = 100
 
-    def use():
-        before = taken_of_dev_shm()
+    def use(taken):
+        before = taken()
         buffer = tr.ReplayBuffer(SPEC, rows, seed=0)
         for k in range(rows):
             buffer.extend(x=np.full((1, MIB), k, np.uint8))
         assert buffer.nbytes > 64 * MIB
         assert buffer.sample(4)["x"].float().std(1).tolist() == [0.0] * 4
         assert os.fstat(buffer.handle().fd).st_dev != Path("/dev/shm").stat().st_dev
-        assert taken_of_dev_shm() == before
+        assert taken() == before
 
     with Forked(with_small_dev_shm, use) as child:
         assert child.wait() == 0

@@ -1,5 +1,6 @@
 """Files with flipped bits: refused, or opened without harm to the rows that were not hit."""
 
+import os
 import random
 import tempfile
 from pathlib import Path
@@ -44,7 +45,8 @@ def try_damaged(image, path, content, damages, tally):
 def damage_everywhere(image, each, seed):
     """Flips bits of the header, table of participants, configuration and everything else; returns (refused, opened)."""
     chance = random.Random(seed)
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:  # where putting a file to rest takes no time
+    where = {"prefix": f"torchreplay_{os.getpid()}_", "dir": "/dev/shm"}  # where putting a file to rest takes no time
+    with tempfile.TemporaryDirectory(**where) as directory:
         path = Path(directory) / "replay.bin"
         content = image(path)
         config = 4096 + 4096 * 64
