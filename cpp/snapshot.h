@@ -67,7 +67,7 @@ class Snapshot {
   }
 
   // Places rows that copy_out() gave. Where two claim one slot the newer stays. Nobody else may use the segment, and
-  // finish() must follow. Keys are below 2^47.
+  // finish() or take_back() must follow. Keys are below 2^47.
   void copy_in(uint64_t n, const RowColumns& rows) {
     const auto& fields = memory_.layout().fields;
     DrawnItems drawn(memory_);
@@ -89,6 +89,19 @@ class Snapshot {
       memory_.at(slot) = key + 1;
       drawn.mark(slot);  // for all that is known here
       memory_.tree().leaves()[slot] = rows.leaf[i];
+    }
+  }
+
+  // Takes back what copy_in() placed, where finish() did not follow: the segment holds no rows, as before.
+  void take_back() {
+    if (memory_.header().head.load(std::memory_order_relaxed)) return;
+    DrawnItems drawn(memory_);
+    for (uint64_t slot = 0; slot < memory_.capacity(); slot++) {
+      if (!memory_.at(slot)) continue;
+      memory_.row(slot).word.store(0, std::memory_order_relaxed);
+      memory_.at(slot) = 0;
+      drawn.clear(slot);
+      memory_.tree().leaves()[slot] = 0;
     }
   }
 

@@ -1,5 +1,7 @@
 """Bad rows: an error that names the field, what was given and what is expected, and nothing is written."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -102,12 +104,28 @@ def test_only_bools_go_into_a_bool_field(value):
 
 
 @pytest.mark.parametrize(
-    "priority", [float("nan"), float("inf"), -float("inf"), "high", object(), 1j, 10**400, [1.0], torch.ones(2)]
+    "priority",
+    [float("nan"), float("inf"), -float("inf"), "high", object(), 1j, 10**400, [1.0], torch.ones(2), torch.tensor(1j)],
 )
 def test_a_bad_priority_is_refused(buffer, priority):
     with buffer.writer() as writer, pytest.raises(ValueError, match="the priority is"):
         writer.append(**good_row(), priority=priority)
     assert_nothing_was_written_and_the_buffer_works(buffer)
+
+
+def test_a_tensor_whose_device_fails_to_give_the_priority_says_so_itself(buffer):
+    priority = torch.empty((), device="meta")
+    with pytest.raises(RuntimeError, match="meta") as failure:
+        float(priority)
+    with buffer.writer() as writer, pytest.raises(RuntimeError, match=re.escape(str(failure.value))):
+        writer.append(**good_row(), priority=priority)
+    assert_nothing_was_written_and_the_buffer_works(buffer)
+
+
+@pytest.mark.parametrize("priority", [2.0, torch.tensor(2.0), np.array(2.0), np.float32(2.0)], ids=repr)
+def test_one_number_of_any_kind_is_the_priority_of_all_rows(buffer, priority):
+    buffer.extend(x=np.zeros((2, 4)), nested={"n": np.zeros(2, int)}, priority=priority)
+    assert buffer.stats().priority_total == pytest.approx(2 * 2.0**buffer.sampler.alpha)
 
 
 @pytest.mark.parametrize("priority", [[1.0], [1.0, np.nan], "ab", np.ones((2, 1)), np.array([1j, 1]), [None, 1]])

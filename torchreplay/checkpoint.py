@@ -149,7 +149,7 @@ def announce_rows(description: Description, directory: str | os.PathLike[str]) -
 
 
 def load_rows(segment: _C.Segment, config: Config, description: Description, directory: str | os.PathLike[str]) -> None:
-    """Places the rows of a checkpoint into a segment that holds none.
+    """Places the rows of a checkpoint into a segment that holds none: all of them, or after an error none.
 
     Raises:
         CheckpointError: A file is missing or damaged, the segment is of another kind, or holds rows.
@@ -164,14 +164,15 @@ def load_rows(segment: _C.Segment, config: Config, description: Description, dir
             segment.import_rows(columns)
         segment.finish_import(description.counts, description.seed)
         if saved.limiter != config.limiter:
-            segment.set_limiter(
-                config.limiter.native()
-            )  # what was counted for the other one says nothing about this one
+            # What was counted for the other one says nothing about this one.
+            segment.set_limiter(config.limiter.native())
         segment.step = description.step
     except (ValueError, TypeError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"the checkpoint in {Path(directory)} is damaged: {error}") from None
+    finally:
+        segment.abandon_import()
 
 
 def require_alike(saved: Config, config: Config, directory: str | os.PathLike[str]) -> None:

@@ -187,6 +187,7 @@ inline PyMethodDef methods[] = {
     {"column", column, METH_O, nullptr},
     {"export_rows", export_rows, METH_VARARGS, nullptr},
     {"import_rows", import_rows, METH_O, nullptr},
+    {"abandon_import", abandon_import, METH_NOARGS, nullptr},
     {"counts", counts, METH_NOARGS, nullptr},
     {"finish_import", finish_import, METH_VARARGS, nullptr},
     {"admit", admit, METH_O, nullptr},

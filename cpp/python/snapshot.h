@@ -100,6 +100,20 @@ inline PyObject* import_rows(PyObject* self, PyObject* list) {
   });
 }
 
+// abandon_import(): takes back the rows that import_rows() has placed, unless finish_import() has made them a buffer.
+inline PyObject* abandon_import(PyObject* self, PyObject*) {
+  return guarded([&] {
+    auto& s = state_of<SegmentState>(self);
+    const std::shared_ptr<Attached> attached = s.attached;
+    SegmentMemory& m = s.memory();
+    {
+      WithoutGil unlocked;
+      Snapshot(m).take_back();
+    }
+    return Py_NewRef(Py_None);
+  });
+}
+
 // counts() -> (head, inserted, sampled, updated, stale_updates, unready_updates, draws, evicted_unsampled, streams,
 // max_raw, priority_change, inserted_before, sampled_before).
 inline PyObject* counts(PyObject* self, PyObject*) {

@@ -97,12 +97,13 @@ class Priorities {
     each_.clear();
     all_ = {};
     if (!given || given == Py_None) return;
-    if (leading.dims() == 0 || ArrayView::is_scalar(given)) {
+    ArrayView v;
+    const bool one = leading.dims() == 0 || ArrayView::is_scalar(given);
+    const bool opened = !one && v.open_anything(given);
+    if (one || (opened && v.array.dims == 0)) {
       all_ = {kHasPriority, 0, checked_priority(number(given))};
       return;
     }
-    ArrayView v;
-    const bool opened = v.open_anything(given);
     std::vector<int64_t> shape;
     if (leading.times) shape.push_back(leading.time_count);
     if (leading.lanes) shape.push_back(leading.lane_count);
@@ -126,12 +127,23 @@ class Priorities {
     const double priority = PyFloat_AsDouble(o);
     if (priority != -1 || !PyErr_Occurred()) return priority;
     const bool refused = PyErr_ExceptionMatches(PyExc_TypeError) || PyErr_ExceptionMatches(PyExc_ValueError) ||
-                         PyErr_ExceptionMatches(PyExc_OverflowError) || is_tensor(o);  // of several numbers
-    if (!refused) throw PythonError{};  // such as Ctrl-C in its __float__
+                         PyErr_ExceptionMatches(PyExc_OverflowError) || is_wrong_tensor(o);
+    if (!refused) throw PythonError{};  // such as Ctrl-C in its __float__, or the failure of a tensor's device
     PyErr_Clear();
     throw std::invalid_argument(
         "the priority is not one number that a float holds: expected a finite number, or None for the largest one "
         "seen");
+  }
+
+  // Whether it is the tensor's own fault that it gave no number, and not its device's. The exception stays set.
+  static bool is_wrong_tensor(PyObject* o) {
+    if (!is_tensor(o)) return false;
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    const Ref on_cpu(PyObject_GetAttrString(o, "is_cpu")), n(PyObject_CallMethod(o, "numel", nullptr));
+    const bool wrong = on_cpu.get() == Py_True || (n.get() && PyLong_AsLong(n.get()) != 1);
+    PyErr_Restore(type, value, traceback);
+    return wrong;
   }
 
   static float checked_priority(double priority) {

@@ -300,6 +300,8 @@ class AsyncReplay:
 
     def _note(self) -> None:
         rows = sum(buffer.stats().rows_written for buffer in self._buffers.values())
+        if self._looks:
+            rows = max(rows, self._looks[-1][1])  # those of a lost shard are no longer counted
         self._looks.append((time.monotonic(), rows, self._items))
 
     def _throughput(self) -> tuple[float, float]:
