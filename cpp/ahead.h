@@ -67,13 +67,14 @@ class DrawAhead {
 
   // Takes over TD errors, to be applied after what this thread has ordered and before what it orders from now on: as if
   // it had waited for the draws and applied them itself. That is for learners whose steps are long: the drawing thread
-  // has the time, and they have other things in their caches. False: nothing was taken.
+  // has the time, and they have other things in their caches. What is left of it is memory for another. False: nothing
+  // was taken.
   bool hand_over(Feedback& feedback) {
     const std::lock_guard guard(mutex_);
     if (!running_ || outcome_ != Draw::kDone || interval_ < kMinDoze || !ordered_by_caller()) return false;
     if (!memory_.header().sampler.prioritized) return false;  // there is next to nothing to do
     if (short_ && feedback_.empty()) return false;            // nobody knows how long the draws before it will wait
-    feedback_.push(taken_ + orders_.size(), std::move(feedback));
+    feedback_.push(taken_ + orders_.size(), feedback);
     if (!dozing_) ordered_.notify_one();
     return true;
   }

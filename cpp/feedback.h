@@ -13,6 +13,9 @@ namespace torchreplay {
 
 // |td[i]| for the item anchored at keys[i]: finite, and of keys that have been issued.
 struct Feedback {
+  // Memory for so many serves again: to get it anew takes a learner, whose caches hold other things, microseconds.
+  static constexpr size_t kKept = 1 << 16;
+
   std::vector<int64_t> keys;
   std::vector<double> td;
 };
@@ -45,11 +48,16 @@ class FeedbackQueue {
   uint64_t waiting() const { return waiting_; }
   uint64_t updated() const { return updated_; }
 
-  // Takes over what belongs behind the first `after` draws.
-  void push(uint64_t after, Feedback feedback) {
+  // Takes over what belongs behind the first `after` draws, and leaves the memory of one that is done with for it.
+  void push(uint64_t after, Feedback& feedback) {
     pushed_++;
     waiting_ += feedback.keys.size();
     queue_.push_back({after, std::move(feedback)});
+    feedback = {};
+    if (!idle_.empty()) {
+      feedback = std::move(idle_.back());
+      idle_.pop_back();
+    }
     backlog_.feedback.fetch_add(1, std::memory_order_relaxed);
   }
 
@@ -95,7 +103,9 @@ class FeedbackQueue {
   };
 
   void pop() {
-    waiting_ -= queue_.front().feedback.keys.size();
+    Feedback& first = queue_.front().feedback;
+    waiting_ -= first.keys.size();
+    if (first.keys.capacity() <= Feedback::kKept) idle_.push_back(std::move(first));
     queue_.pop_front();
     backlog_.feedback.fetch_sub(1, std::memory_order_release);
   }
@@ -103,6 +113,7 @@ class FeedbackQueue {
   PriorityUpdater updater_;
   Backlog& backlog_;
   std::deque<Entry> queue_;
+  std::vector<Feedback> idle_;  // no more than were ever in the queue at a time
   uint64_t pushed_ = 0, waiting_ = 0, updated_ = 0;
   bool applying_ = false;
 };

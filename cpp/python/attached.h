@@ -161,6 +161,7 @@ struct SegmentState {
   DrawnFrom drawn_from;                                 // of the last draw through this object
   std::vector<std::unique_ptr<BatchSampler>> samplers;  // idle ones; guarded by the interpreter lock
   std::vector<std::unique_ptr<PriorityUpdater>> updaters;
+  Feedback feedback;  // idle memory
 
   SegmentMemory& memory() {
     if (!attached) throw std::runtime_error("the replay buffer is closed");

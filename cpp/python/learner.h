@@ -97,7 +97,7 @@ inline PyObject* sample(PyObject* self, PyObject* const* args, Py_ssize_t nargs)
 }
 
 // Keys as users give them; throws std::invalid_argument.
-inline std::vector<int64_t> read_keys(PyObject* o) {
+inline void read_keys(PyObject* o, std::vector<int64_t>& key) {
   ArrayView keys;
   const bool opened = keys.open_anything(o);
   if (!opened || keys.array.dims != 1 || keys.array.element != Element::kI64)
@@ -105,13 +105,12 @@ inline std::vector<int64_t> read_keys(PyObject* o) {
         "the keys are " + describe(o, keys, opened) +
         ", expected int64 of shape (n,): batch['key'], or what append and extend returned" +
         (opened && keys.array.dims == 2 ? " (a DataLoader adds a dimension unless batch_size=None)" : ""));
-  std::vector<int64_t> key(static_cast<size_t>(keys.array.shape[0]));
-  if (key.empty()) return key;  // of which an array may have no address
+  key.resize(static_cast<size_t>(keys.array.shape[0]));
+  if (key.empty()) return;  // of which an array may have no address
   if (is_dense(keys.array, 0))
     std::memcpy(key.data(), keys.array.data, 8 * key.size());
   else
     copy_converted(reinterpret_cast<char*>(key.data()), Element::kI64, keys.array.data, keys.array, 0);
-  return key;
 }
 
 [[noreturn]] inline void refuse(const BadKey& bad) {
@@ -124,7 +123,8 @@ inline std::vector<int64_t> read_keys(PyObject* o) {
 inline PyObject* checked_keys(PyObject* self, PyObject* keys) {
   return guarded([&] {
     SegmentMemory& m = state_of<SegmentState>(self).memory();
-    const std::vector<int64_t> key = read_keys(keys);
+    std::vector<int64_t> key;
+    read_keys(keys, key);
     const auto n = static_cast<int64_t>(key.size());
     if (const std::optional<BadKey> bad = unissued(m, n, key.data())) refuse(*bad);
     KeyTensor tensor(n);
@@ -141,7 +141,8 @@ inline PyObject* gather(PyObject* self, PyObject* const* args, Py_ssize_t nargs)
     auto& s = state_of<SegmentState>(self);
     const std::shared_ptr<Attached> attached = s.attached;
     s.memory();
-    const std::vector<int64_t> keys = read_keys(args[0]);
+    std::vector<int64_t> keys;
+    read_keys(args[0], keys);
     const double beta = as_double(args[1]);
     attached->settle_feedback();
     const bool again = args[2] != Py_None;
@@ -174,14 +175,14 @@ inline PyObject* settle(PyObject* self, PyObject* deadline) {
   });
 }
 
-// A 1-dimensional array of n numbers as doubles; throws std::invalid_argument that names `what`.
-inline std::vector<double> read_td(PyObject* o, int64_t n) {
+// The TD errors of n items, finite ones.
+inline void read_td(PyObject* o, int64_t n, std::vector<double>& td) {
   ArrayView v;
   const bool opened = v.open_anything(o);
   if (!opened || v.array.dims != 1 || v.array.shape[0] != n)
     throw std::invalid_argument("the TD errors are " + describe(o, v, opened) +
                                 ", expected one number for each key: shape (" + std::to_string(n) + ",)");
-  std::vector<double> td(static_cast<size_t>(n));
+  td.resize(static_cast<size_t>(n));
   copy_converted(reinterpret_cast<char*>(td.data()), Element::kF64, v.array.data, v.array, 0);
   int64_t bad = 0, first = -1;
   for (int64_t i = 0; i < n; i++)
@@ -193,7 +194,6 @@ inline std::vector<double> read_td(PyObject* o, int64_t n) {
     throw std::invalid_argument(std::to_string(bad) + " of " + std::to_string(n) +
                                 " TD errors are NaN or infinite, the first at index " + std::to_string(first) +
                                 ": nothing was applied; look for a diverged loss");
-  return td;
 }
 
 // The keys of a batch that this object has signed, and other objects themselves, which may be keys; nullptr for batches
@@ -217,11 +217,15 @@ inline PyObject* update(PyObject* self, PyObject* const* args, Py_ssize_t nargs)
     PyObject* const found = keys_of(s, args[0]);
     if (!found) return Py_NewRef(Py_False);
     const Ref keys = Ref::borrow(found);  // reading them may run code that changes the batch
-    Feedback feedback{read_keys(keys.get()), {}};
+    Feedback feedback = std::exchange(s.feedback, {});
+    read_keys(keys.get(), feedback.keys);
     const auto n = static_cast<int64_t>(feedback.keys.size());
-    feedback.td = read_td(args[1], n);
+    read_td(args[1], n, feedback.td);
     if (const std::optional<BadKey> bad = unissued(*attached->memory, n, feedback.keys.data())) refuse(*bad);
-    if (attached->hand_over(feedback)) return Py_NewRef(Py_True);
+    if (attached->hand_over(feedback)) {
+      s.feedback = std::move(feedback);
+      return Py_NewRef(Py_True);
+    }
     attached->settle();
     std::unique_ptr<PriorityUpdater> updater;
     if (s.updaters.empty()) {
@@ -236,6 +240,7 @@ inline PyObject* update(PyObject* self, PyObject* const* args, Py_ssize_t nargs)
       bad = updater->update(n, feedback.keys.data(), feedback.td.data());
     }
     if (s.attached) s.updaters.push_back(std::move(updater));
+    if (feedback.keys.capacity() <= Feedback::kKept) s.feedback = std::move(feedback);
     if (bad) refuse(*bad);
     return Py_NewRef(Py_True);
   });
