@@ -43,28 +43,36 @@ def measure_loader(plan: Plan) -> Iterator[Line]:
     peer = TorchreplayPeer(SMALL, plan.capacity(SMALL.capacity))
     try:
         peer.fill()
-        datasets = {
-            OURS: tr.ReplayDataset(peer.buffer, BATCH_SIZE),
-            INLINE: tr.ReplayDataset(peer.buffer, BATCH_SIZE, prefetch=0),
-            NO_OP: _Repeat(peer.sample(BATCH_SIZE)),
-        }
-        for step, beside in ((0.0, ""), (STEP, f", steps of {STEP * 1e3:g} ms")):
-            candidates = [Candidate(name, _iteration(dataset, step)) for name, dataset in datasets.items()]
-            if not step:
-                candidates.append(Candidate(DIRECT, _draws(peer)))
-            seconds = interleave(candidates, plan)
-            micros = {name: [(value - step) * MICROSECONDS for value in values] for name, values in seconds.items()}
-            yield Line("loader", f"batch of {BATCH_SIZE} through DataLoader{beside}", "us", micros)
-            overhead = {
-                name: [ours - torchs for ours, torchs in zip(micros[name], micros[NO_OP], strict=True)]
-                for name in (OURS, INLINE)
-            }
-            yield Line("loader", f"overhead over a no-op dataset{beside}", "us", overhead)
+        yield from _overheads(peer, plan)
         yield from _waiting(peer, plan)
         if find_spec("pytorch_lightning") is not None:
             yield measure_feedback(peer, plan)
     finally:
         peer.close()
+
+
+def _overheads(peer: TorchreplayPeer, plan: Plan) -> Iterator[Line]:
+    """Yields the time of a batch through ``DataLoader``, and what of it is torchreplay's.
+
+    No iteration is left behind: while there is a second one, learners of the buffer apply their feedback themselves.
+    """
+    datasets = {
+        OURS: tr.ReplayDataset(peer.buffer, BATCH_SIZE),
+        INLINE: tr.ReplayDataset(peer.buffer, BATCH_SIZE, prefetch=0),
+        NO_OP: _Repeat(peer.sample(BATCH_SIZE)),
+    }
+    for step, beside in ((0.0, ""), (STEP, f", steps of {STEP * 1e3:g} ms")):
+        candidates = [Candidate(name, _iteration(dataset, step)) for name, dataset in datasets.items()]
+        if not step:
+            candidates.append(Candidate(DIRECT, _draws(peer)))
+        seconds = interleave(candidates, plan)
+        micros = {name: [(value - step) * MICROSECONDS for value in values] for name, values in seconds.items()}
+        yield Line("loader", f"batch of {BATCH_SIZE} through DataLoader{beside}", "us", micros)
+        overhead = {
+            name: [ours - torchs for ours, torchs in zip(micros[name], micros[NO_OP], strict=True)]
+            for name in (OURS, INLINE)
+        }
+        yield Line("loader", f"overhead over a no-op dataset{beside}", "us", overhead)
 
 
 def _waiting(peer: TorchreplayPeer, plan: Plan) -> Iterator[Line]:
