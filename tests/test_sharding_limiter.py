@@ -172,6 +172,27 @@ def test_draws_count_from_when_each_learner_hears_of_a_new_one():
     assert union_limiter.rule == rule
 
 
+def test_rounds_that_are_given_up_count_for_no_limiter():
+    union_limiter = UnionLimiter(Rule(tr.MinSize()), 0)
+    union_limiter.end(64, union_limiter.begin(64), drawn=True)
+    first = [union_limiter.begin(64) for _ in range(3)]
+    union_limiter.change(Rule(tr.SamplesPerInsert(2.0, 10), 1))
+    second = [union_limiter.begin(64) for _ in range(2)]
+    assert union_limiter.sampled == 2 * 64  # those admitted before are none of its own
+    union_limiter.end(64, first[0], drawn=False)
+    union_limiter.end(64, first[1], drawn=True)
+    assert union_limiter.sampled == 2 * 64
+    union_limiter.change(Rule(tr.SamplesPerInsert(3.0, 10), 2))
+    assert union_limiter.sampled == 0
+    union_limiter.end(64, first[2], drawn=False)
+    union_limiter.end(64, second[0], drawn=False)
+    union_limiter.end(64, second[1], drawn=True)
+    assert union_limiter.sampled == 0
+    union_limiter.end(64, union_limiter.begin(64), drawn=False)
+    assert union_limiter.sampled == union_limiter.under_way == 0
+    assert (union_limiter.items, union_limiter.batches) == (3 * 64, 3)
+
+
 def test_a_ratio_that_hardly_draws_admits_everything():
     union_limiter = UnionLimiter(Rule(tr.SamplesPerInsert(5e-324)), 0)
     assert all(limit >= 1 << 60 for limit in union_limiter.limits([0, 1], 8).values())

@@ -101,13 +101,13 @@ class Draws:
         union_limiter = self.shards.union_limiter
         with self._lock:
             step, self._next, self._under_way = self._next, self._next + 1, self._under_way + 1
-            union_limiter.under_way += n
+            rule = union_limiter.begin(n)
         # The generator's blocks are counted by the low bits.
         chance = np.random.Generator(np.random.Philox(key=[self._seed, self.stream], counter=step << 64))
         try:
-            return Round(self.shards, self._layout, step, n, chance, self._slack, here, place)
+            return Round(self.shards, self._layout, step, n, chance, self._slack, here, place, rule)
         except BaseException:
-            self._end(step, n, None)
+            self._end(step, n, rule, None)
             raise
 
     def take(self, ordered: Round, beta: Schedule | None, wait: Wait, finish: bool = True) -> ReplayBatch | None:
@@ -124,7 +124,7 @@ class Draws:
             exponent = value_of(self._sampler.beta if beta is None else beta, self.shards.union_limiter.steps)
             batch = ordered.finish(self._sampler, exponent, wait)
         finally:
-            self._end(ordered.step, ordered.n, batch)
+            self._end(ordered.step, ordered.n, ordered.rule, batch)
         self._slack = min(1.0, self._slack * 4) if ordered.asked_again else max(LEAST_SLACK, self._slack * 0.75)
         if batch is not None:
             batch.source = self._nonce
@@ -134,18 +134,15 @@ class Draws:
 
     def forget(self, ordered: Round) -> None:
         """Gives up a round that was ordered: it has not been drawn."""
-        self._end(ordered.step, ordered.n, None)
+        self._end(ordered.step, ordered.n, ordered.rule, None)
 
-    def _end(self, step: int, n: int, batch: ReplayBatch | None) -> None:
+    def _end(self, step: int, n: int, rule: int, batch: ReplayBatch | None) -> None:
         """Counts a round that is no longer under way."""
-        union_limiter = self.shards.union_limiter
         with self._lock:
             self._under_way -= 1
-            union_limiter.under_way -= n
+            self.shards.union_limiter.end(n, rule, batch is not None)
             if batch is not None:
                 self._made += 1
-                union_limiter.items += n
-                union_limiter.batches += 1
             elif step == self._next - 1:  # another one's would be used twice
                 self._next = step
 

@@ -42,6 +42,7 @@ class Round:
         slack: By which share a shard's part of the total may have grown since it was heard last.
         here: Whether the shard that is attached draws its candidates right into the batch.
         place: The batch, whose tensors are overwritten; None: it is made.
+        rule: Number of the limiter that has admitted it.
     """
 
     def __init__(
@@ -54,8 +55,9 @@ class Round:
         slack: float,
         here: bool = False,
         place: ReplayBatch | None = None,
+        rule: int = 0,
     ) -> None:
-        self.step, self.n = step, n
+        self.step, self.n, self.rule = step, n, rule
         self.asked_again = False
         self._shards, self._layout, self._chance = shards, layout, chance
         self._batch = layout.new_batch(n) if here and place is None else place

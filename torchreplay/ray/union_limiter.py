@@ -71,6 +71,20 @@ class UnionLimiter:
         if rule.number > self.rule.number:
             self._take(rule)
 
+    def begin(self, n: int) -> int:
+        """Counts `n` items as ordered; returns the number of the limiter that has admitted them."""
+        self.under_way += n
+        return self.rule.number
+
+    def end(self, n: int, rule: int, drawn: bool) -> None:
+        """Counts `n` items, ordered under limiter number `rule`, as handed out, or as given up."""
+        self.under_way -= n
+        if drawn:
+            self.items += n
+            self.batches += 1
+        elif rule != self.rule.number:
+            self._before -= n
+
     def hear(self, number: int, figures: Figures) -> None:
         """Takes in what a shard has answered."""
         self.count_inserted(number, figures.inserted)
