@@ -21,7 +21,7 @@ class LocalShards:
     Attributes:
         before_draw: Called with each shard's number and buffer before its candidates are drawn: what explorers and
             other learners do while an order is on its way.
-        calls: Orders so far.
+        orders: So far.
     """
 
     def __init__(self, sizes, sampler, here=None, capacity=1 << 14):
@@ -41,7 +41,7 @@ class LocalShards:
         if here is not None:
             self.nearby = Nearby(here, self.shards[here].handle())
         self.before_draw = lambda number, buffer: None
-        self.calls = 0
+        self.orders = 0
 
     def buffer(self, number):
         return self.shards[number]._buffer
@@ -57,7 +57,7 @@ class LocalShards:
                 figures, block = self.shards[number].draw(order)
                 # The block is the shard's to use again: the object store takes a copy.
                 answers[number] = figures, None if block is None else block.copy()
-            self.calls += 1
+            self.orders += 1
         return answers
 
     def hear(self, calls, wait):

@@ -2,8 +2,11 @@
 
 import itertools
 import json
+import os
 import random
 import shutil
+import signal
+import threading
 import time
 import zlib
 from contextlib import ExitStack
@@ -202,6 +205,38 @@ def test_a_save_interrupted_after_any_of_its_steps_leaves_a_checkpoint_that_load
         found = len(batch["key"])
     assert outcomes == {"before", "new"}
     assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.timeout(60)
+def test_a_signal_handler_may_save_to_where_its_own_thread_is_saving(tmp_path, monkeypatch):
+    fsync = os.fsync
+    for step in itertools.count(1):
+        buffer, directory, synced = filled(60, 100), tmp_path / str(step), []
+
+        def handle(*_, buffer=buffer, directory=directory):
+            buffer.extend(**rows(60, 1))
+            buffer.save(directory)
+
+        def watched(fd, synced=synced, step=step):
+            fsync(fd)
+            if threading.current_thread() is threading.main_thread():
+                synced.append(fd)
+                if len(synced) == step:
+                    signal.raise_signal(signal.SIGUSR1)
+
+        monkeypatch.setattr(os, "fsync", watched)
+        before = signal.signal(signal.SIGUSR1, handle)
+        try:
+            buffer.save(directory)
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        batch = tr.ReplayBuffer.load(directory).gather(torch.arange(100))
+        assert_rows_are_those_of_their_keys(batch)
+        assert len(batch["key"]) in (60, 61)
+        assert len(list(directory.iterdir())) == 2
+        if len(synced) < step:
+            break
+    assert step > 4
 
 
 def test_all_that_a_checkpoint_names_is_on_the_disk_before_it_takes_the_place_of_the_one_before(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@ or when Ray cannot reach somebody: on a cluster in this process."""
 
 import logging
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -326,3 +327,30 @@ def test_a_closed_buffer_has_no_histograms():
     replay._closed = True
     with pytest.raises(RuntimeError, match="the ShardedReplay is closed"):
         replay.histograms()
+
+
+def test_threads_that_come_first_at_the_same_time_are_one_learner(found, monkeypatch):
+    directory, view = found()
+    shards, join = view("a"), directory.join
+    both = threading.Barrier(2)
+
+    def join_slowly():
+        number = join()
+        both.wait(10)
+        return number
+
+    monkeypatch.setattr(directory, "join", join_slowly)
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(lambda _: (shards.union_limiter, shards.stream), range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize(("limit", "admitted"), [(1, 1), (5, 5), (40, 40)])
+def test_a_shard_that_is_empty_admits_no_more_than_it_may(limit, admitted):
+    shard = Shard(0, Config.of(SPEC, 100, tr.Uniform(), None, None), 1, 0, limit)
+    shard.open()
+    with shard._buffer.writer() as writer:
+        while len(shard._buffer) < 100 and writer.admitted():
+            writer.append(home=0, index=0)
+    assert len(shard._buffer) == admitted
+    shard._buffer.close()

@@ -18,6 +18,11 @@ def drew(items, batches, rule=0, before=0):
     return Drew(rule, items, batches, before)
 
 
+def hand_out(union_limiter, *batches):
+    for n in batches:
+        union_limiter.end(n, union_limiter.begin(n), drawn=True)
+
+
 def test_min_size_counts_the_items_of_all_shards_and_limits_no_writer():
     union_limiter = UnionLimiter(Rule(tr.MinSize(100)), 0)
     union_limiter.hear(0, figures(60))
@@ -39,9 +44,10 @@ def test_draws_of_other_learners_count_once_however_many_shards_tell_of_them():
     union_limiter = UnionLimiter(Rule(tr.SamplesPerInsert(2.0, 10)), 5)
     union_limiter.hear(0, figures(10, {5: drew(640, 10), 6: drew(128, 2)}))
     union_limiter.hear(1, figures(10, {6: drew(192, 3), 7: drew(64, 1)}))
-    union_limiter.items, union_limiter.batches, union_limiter.under_way = 700, 11, 64
+    hand_out(union_limiter, 100, 600)
+    union_limiter.begin(64)
     assert union_limiter.sampled == 700 + 64 + 192 + 64
-    assert union_limiter.steps == 11 + 3 + 1
+    assert union_limiter.steps == 2 + 3 + 1
 
 
 @given(
@@ -56,7 +62,7 @@ def test_limits_add_up_to_what_reverbs_limiter_admits(ratio, min_size, inserted,
     union_limiter = UnionLimiter(Rule(limiter), 0)
     for number, items in enumerate(inserted):
         union_limiter.hear(number, figures(items))
-    union_limiter.items = sampled
+    hand_out(union_limiter, sampled)
     whole = sum(inserted)
     _, _, low, high = limiter.bounds()
     # Reverb, rate_limiter.cc: draws need inserts * ratio - draws - n >= min_diff and min_size; inserts are admitted up
@@ -90,7 +96,21 @@ def test_explorers_of_one_shard_alone_serve_a_learner_for_ever(ratio, tolerance,
             inserted[alone] = max(inserted[alone], union_limiter.limits(range(3), n)[alone])
         union_limiter.count_inserted(alone, inserted[alone])
         assert union_limiter.inserted >= union_limiter.needed(n)
-        union_limiter.items += n
+        hand_out(union_limiter, n)
+
+
+@pytest.mark.parametrize("shards", [4, 16])
+@pytest.mark.parametrize(("ratio", "min_size"), [(1000.0, 5), (256.0, 100)])
+def test_whoever_only_looks_sees_as_many_as_the_first_draw_needs(ratio, min_size, shards):
+    union_limiter = UnionLimiter(Rule(tr.SamplesPerInsert(ratio, min_size)), 0)
+    inserted = [0] * shards
+    for _ in range(min_size * shards):
+        for number, items in enumerate(inserted):
+            union_limiter.hear(number, figures(items))
+        inserted[-1] = max(
+            inserted[-1], union_limiter.limits(range(shards), 1)[shards - 1]
+        )  # the others have no writers
+    assert sum(inserted) >= min_size
 
 
 def test_largest_priorities_are_kept():
@@ -142,7 +162,7 @@ def test_one_that_is_set_later_admits_what_a_buffer_with_it_admits(first, steps)
                     assert not admits
                 else:
                     assert admits
-                    union_limiter.items, union_limiter.batches = union_limiter.items + n, union_limiter.batches + 1
+                    hand_out(union_limiter, n)
             else:
                 rule = rule.followed_by(limiter, sum(inserted))
                 union_limiter.change(rule)
@@ -154,14 +174,15 @@ def test_one_that_is_set_later_admits_what_a_buffer_with_it_admits(first, steps)
 def test_draws_count_from_when_each_learner_hears_of_a_new_one():
     union_limiter = UnionLimiter(Rule(tr.SamplesPerInsert(2.0, 10)), 0)
     union_limiter.hear(0, figures(100, {1: drew(50, 5), 2: drew(70, 7)}))
-    union_limiter.items, union_limiter.batches, union_limiter.under_way = 80, 8, 10
+    hand_out(union_limiter, *8 * [10])
+    under_way = union_limiter.begin(10)
     assert union_limiter.sampled == 80 + 10 + 50 + 70
     rule = union_limiter.rule.followed_by(tr.SamplesPerInsert(1.0, 20), 100)
     assert (rule.number, rule.inserted_before) == (1, 80)
     union_limiter.change(rule)
     assert union_limiter.sampled == 0
-    union_limiter.items, union_limiter.under_way = 90, 0  # what was under way
-    union_limiter.items, union_limiter.batches = 100, 10
+    union_limiter.end(10, under_way, drawn=True)
+    hand_out(union_limiter, 10)
     assert union_limiter.sampled == 10
     assert union_limiter.drew == drew(100, 10, 1, 90)
     union_limiter.hear(0, figures(100, {1: drew(60, 6), 2: drew(95, 9, 1, 75)}))  # learner 1 has not heard of it
@@ -173,24 +194,41 @@ def test_draws_count_from_when_each_learner_hears_of_a_new_one():
 
 
 def test_rounds_that_are_given_up_count_for_no_limiter():
-    union_limiter = UnionLimiter(Rule(tr.MinSize()), 0)
-    union_limiter.end(64, union_limiter.begin(64), drawn=True)
+    union_limiter, other = (UnionLimiter(Rule(tr.MinSize()), stream) for stream in (0, 1))
+
+    def assert_sampled(own, told):
+        """Items that it counts, and those that it tells others of: not what is under way."""
+        other.hear(0, figures(learners={0: union_limiter.drew}))
+        assert union_limiter.sampled == own
+        assert (other.sampled, other.drawn) == (told, union_limiter.items)
+
+    def change(number, ratio):
+        for limiter in (union_limiter, other):
+            limiter.change(Rule(tr.SamplesPerInsert(ratio, 10), number))
+
+    hand_out(union_limiter, 64)
     first = [union_limiter.begin(64) for _ in range(3)]
-    union_limiter.change(Rule(tr.SamplesPerInsert(2.0, 10), 1))
+    change(1, 2.0)
+    assert_sampled(0, 0)
     second = [union_limiter.begin(64) for _ in range(2)]
-    assert union_limiter.sampled == 2 * 64  # those admitted before are none of its own
+    assert_sampled(2 * 64, 0)  # those admitted before are none of its own
     union_limiter.end(64, first[0], drawn=False)
+    assert_sampled(2 * 64, 0)
     union_limiter.end(64, first[1], drawn=True)
-    assert union_limiter.sampled == 2 * 64
-    union_limiter.change(Rule(tr.SamplesPerInsert(3.0, 10), 2))
-    assert union_limiter.sampled == 0
+    assert_sampled(2 * 64, 0)
+    change(2, 3.0)
+    assert_sampled(0, 0)
     union_limiter.end(64, first[2], drawn=False)
     union_limiter.end(64, second[0], drawn=False)
+    assert_sampled(0, 0)
     union_limiter.end(64, second[1], drawn=True)
-    assert union_limiter.sampled == 0
+    assert_sampled(0, 0)
+    hand_out(union_limiter, 64)
+    assert_sampled(64, 64)
     union_limiter.end(64, union_limiter.begin(64), drawn=False)
-    assert union_limiter.sampled == union_limiter.under_way == 0
-    assert (union_limiter.items, union_limiter.batches) == (3 * 64, 3)
+    assert_sampled(64, 64)
+    assert union_limiter.under_way == 0
+    assert (union_limiter.items, union_limiter.batches) == (4 * 64, 4)
 
 
 def test_a_ratio_that_hardly_draws_admits_everything():

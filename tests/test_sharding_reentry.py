@@ -5,6 +5,7 @@ import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from torchreplay.ray.calls import Calls
 from torchreplay.ray.draws import Draws
 from torchreplay.ray.feedback import Feedback
 from torchreplay.ray.nearby import Gone
+from torchreplay.ray.rounds import RoundStream
 from torchreplay.ray.union_limiter import Rule, UnionLimiter
 
 KEYS, ERRORS = np.arange(3), np.ones(3)
@@ -112,7 +114,7 @@ class InterruptedShards(LocalShards):
 
     def __init__(self, sizes, sampler):
         super().__init__(sizes, sampler)
-        self._limiter = UnionLimiter(Rule(tr.MinSize()), 0)
+        self._limiter, self.calls = UnionLimiter(Rule(tr.MinSize()), 0), SimpleNamespace(fetch=list)
         for number, size in enumerate(sizes):
             self._limiter.count_inserted(number, size)
         self.hear(self.order(dict.fromkeys(range(len(sizes)), 0), 0), None)
@@ -156,4 +158,47 @@ def test_a_handler_that_draws_in_the_midst_of_a_draw_gets_a_batch_and_no_step_is
     assert draws.made == shards._limiter.batches == len(drawn)
     assert sorted(steps) == list(range(len(drawn)))
     assert (shards._limiter.items, shards._limiter.under_way) == (8 * len(drawn), 0)
+    shards.close()
+
+
+def test_ctrl_c_while_rounds_ahead_are_fetched_leaves_none_counted_as_drawn():
+    shards = InterruptedShards([50, 20], tr.Uniform())
+    draws = Draws(shards, Config.of({"index": tr.Field()}, 10, tr.Uniform(), None, None), 7, 1, None)
+    draws._layout = shards.layout
+    fetched = []
+
+    def fetch(calls):
+        fetched.append(list(calls))
+        if len(fetched) == 3:
+            raise KeyboardInterrupt
+
+    shards.calls.fetch = fetch
+    stream = RoundStream(draws, SimpleNamespace(apply_arrived=lambda: None), 8, None, 2, 10, Wait)
+    for _ in range(2):
+        assert len(next(stream)["key"]) == 8
+    with pytest.raises(KeyboardInterrupt):
+        next(stream)
+    assert len(next(stream)["key"]) == 8
+    stream.close()
+    assert (shards._limiter.items, shards._limiter.under_way, shards._limiter.sampled) == (24, 0, 24)
+    assert draws.made == 3
+    shards.close()
+
+
+def test_a_batch_that_is_under_way_comes_though_the_limiter_admits_no_more():
+    shards = InterruptedShards([50, 20], tr.Uniform())
+    draws = Draws(shards, Config.of({"index": tr.Field()}, 10, tr.Uniform(), None, None), 7, 1, None)
+    draws._layout = shards.layout
+    looks = []
+
+    def refresh():
+        looks.append(None)
+        if len(looks) == 2:  # the first round is ordered
+            shards._limiter.change(Rule(tr.MinSize(1000), 1))
+
+    shards.refresh = refresh
+    stream = RoundStream(draws, SimpleNamespace(apply_arrived=lambda: None), 8, None, 2, 0.0, Wait)
+    assert len(next(stream)["key"]) == 8
+    assert len(looks) == 2
+    stream.close()
     shards.close()

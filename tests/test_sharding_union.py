@@ -259,7 +259,7 @@ def test_totals_that_change_between_learning_and_drawing_change_no_probability(m
         observed[step % 2] += np.bincount(at, minlength=700)
         np.testing.assert_allclose(batch["probability"].numpy(), p[step % 2][at], rtol=2e-6)
         np.testing.assert_allclose(batch["weight"].numpy(), 1 / (700 * p[step % 2][at]), rtol=2e-6)
-    assert shards.calls > 2.4 * batches  # the swings were too large for what was asked for at first
+    assert shards.orders > 2.4 * batches  # the swings were too large for what was asked for at first
     for half in (0, 1):
         assert_follows(observed[half], p[half] * n * batches / 2)
 
@@ -269,12 +269,12 @@ def test_totals_are_learned_with_the_first_batch_and_one_call_a_shard_is_enough_
     shards = make([2000, 1000], prioritized(), here)
     spread(shards)
     shards.batch(256, 0, slack=1.0)
-    before = shards.calls
+    before = shards.orders
     for step in range(1, 21):
         batch = shards.batch(256, step)
         shards.buffer(0).update_priorities(shards.keys[0][:50], np.full(50, 0.5))
         assert len(batch["key"]) == 256
-    assert shards.calls == before + 2 * 20
+    assert shards.orders == before + 2 * 20
 
 
 def test_new_rows_count_as_the_largest_priority_seen_in_any_shard(make):

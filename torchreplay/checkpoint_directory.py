@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import shutil
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,6 +30,9 @@ MAX_DESCRIPTION: Final = 64 << 20
 TOKEN: Final = "[0-9a-f]{16}"
 """What follows the names of what is new, as a regular expression."""
 
+_SAVING: Final[dict[tuple[int, ...], int]] = {}
+"""Who saves where: process, thread, device and inode of the directory. And the descriptor that is locked."""
+
 
 def is_checkpoint(directory: str | os.PathLike[str]) -> bool:
     """Returns whether `directory` holds a checkpoint, intact or not."""
@@ -37,6 +41,8 @@ def is_checkpoint(directory: str | os.PathLike[str]) -> bool:
 
 def replace_checkpoint(root: Path, kind: str, write: Callable[[Path], Mapping[str, Any]]) -> None:
     """Puts a new checkpoint into the place of the one that is there, if one is; other saves there wait meanwhile.
+
+    But for one by a signal handler in the midst of this one: it is made first, and this one takes its place.
 
     Args:
         root: The directory, made if need be. What else is in it stays as it is.
@@ -48,7 +54,7 @@ def replace_checkpoint(root: Path, kind: str, write: Callable[[Path], Mapping[st
         OSError: The disk is full, or the directory cannot be written.
     """
     root.mkdir(parents=True, exist_ok=True)
-    with _alone(root):
+    with _alone(root) as outermost:
         data = root / f"{kind}-{_token()}"
         data.mkdir()
         try:
@@ -60,9 +66,11 @@ def replace_checkpoint(root: Path, kind: str, write: Callable[[Path], Mapping[st
             if not _may_name(root / NAME, data):  # Ctrl-C may come when all is done
                 shutil.rmtree(data, ignore_errors=True)
             raise
+        if not outermost:
+            return
         # What the checkpoint before had, and what saves that were killed left.
         for other in _named(root, f"{kind}-"):
-            if other != data:
+            if not _may_name(root / NAME, other):
                 shutil.rmtree(other, ignore_errors=True)
         remove_unfinished(root, re.escape(NAME))
 
@@ -125,13 +133,23 @@ def remove_unfinished(directory: Path, names: str) -> None:
 
 
 @contextmanager
-def _alone(directory: Path) -> Iterator[None]:
-    """Keeps other saves out of the directory; the kernel gives it free when this process dies."""
+def _alone(directory: Path) -> Iterator[bool]:
+    """Keeps other saves out of the directory; the kernel gives it free when this process dies.
+
+    Yields:
+        False in a signal handler that saves there in the midst of a save of its thread's: which cannot go on before.
+    """
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    place = os.fstat(fd)
+    who = (os.getpid(), threading.get_ident(), place.st_dev, place.st_ino)
+    outer = _SAVING.setdefault(who, fd)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
+        fcntl.flock(outer, fcntl.LOCK_EX)  # whether a handler comes before or after: it holds for both
+        yield outer == fd
     finally:
+        if outer == fd:
+            fcntl.flock(fd, fcntl.LOCK_UN)
+            del _SAVING[who]
         os.close(fd)
 
 

@@ -85,6 +85,11 @@ class Draws:
         drawable = any(figures.drawn.drawable for figures in self.shards.figures.values())
         return drawable and union_limiter.inserted >= union_limiter.needed(n)
 
+    def admits_now(self, n: int) -> bool:
+        """Looks at what is new, without waiting for it, and returns what `admits` does."""
+        self.shards.refresh()
+        return self.admits(n)
+
     def order(self, n: int, wait: Wait, place: ReplayBatch | None = None) -> Round:
         """Asks all shards for candidates, once the limiter admits `n` items; `take` makes the batch.
 
@@ -94,17 +99,20 @@ class Draws:
             place: The batch, whose tensors are overwritten; None: it is made.
         """
         checked_int("batch_size", n, 1, MAX_BATCH)
-        self.shards.refresh()
-        if not self.admits(n):
+        if not self.admits_now(n):
             self._wait_for_rows(n, wait)
+        return self.begin(n, wait, place)
+
+    def begin(self, n: int, wait: Wait, place: ReplayBatch | None = None) -> Round:
+        """Does what `order` does where the limiter is known to admit it."""
         here = self.shards.draws_here(wait)
         union_limiter = self.shards.union_limiter
         with self._lock:
             step, self._next, self._under_way = self._next, self._next + 1, self._under_way + 1
             rule = union_limiter.begin(n)
-        # The generator's blocks are counted by the low bits.
-        chance = np.random.Generator(np.random.Philox(key=[self._seed, self.stream], counter=step << 64))
         try:
+            # The generator's blocks are counted by the low bits.
+            chance = np.random.Generator(np.random.Philox(key=[self._seed, self.stream], counter=step << 64))
             return Round(self.shards, self._layout, step, n, chance, self._slack, here, place, rule)
         except BaseException:
             self._end(step, n, rule, None)

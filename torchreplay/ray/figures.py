@@ -14,19 +14,25 @@ from torchreplay.ray.union import Drawn
 
 
 class Drew(NamedTuple):
-    """What a learner has handed out. Of two of the same learner, the larger is the later one.
+    """What a learner has handed out.
 
     Attributes:
         rule: The number of the limiter that it keeps to.
         items: Items in all.
         batches: Batches in all.
-        before: Items of which that limiter knows nothing: handed out, or under way, when the learner heard of it.
+        before: Those of the items of which that limiter knows nothing: handed out, or under way, when the learner heard
+            of it.
     """
 
     rule: int
     items: int
     batches: int
     before: int
+
+    @property
+    def moment(self) -> tuple[int, ...]:
+        """Of two of the same learner, the later one's is larger: what was under way may be given up."""
+        return self.rule, self.items, self.batches, -self.before
 
 
 @dataclass(frozen=True, slots=True)

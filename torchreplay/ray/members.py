@@ -68,15 +68,21 @@ class Shards:
     def stream(self) -> int:
         """The number of this learner, which no other process has."""
         if self._stream < 0:
-            self._stream = self.ask("join")
+            number = self.ask("join")
+            with self._lock:
+                if self._stream < 0:  # no other thread has asked meanwhile
+                    self._stream = number
         return self._stream
 
     @property
     def union_limiter(self) -> UnionLimiter:
         """What was inserted and drawn."""
         if self._union_limiter is None:
-            self._union_limiter = UnionLimiter(self.table.rule, self.stream)
-            self._adopt(self.table)
+            stream = self.stream
+            with self._lock:
+                if self._union_limiter is None:
+                    self._union_limiter = UnionLimiter(self.table.rule, stream)
+                    self._adopt(self.table)
         return self._union_limiter
 
     @property
@@ -149,12 +155,17 @@ class Shards:
     def restored(
         self, numbers: dict[int, int], seed: int, counts: Counts, lost: tuple[Lost, ...], limiter: Limiter
     ) -> None:
-        """Tells everyone that the shards hold the rows of a checkpoint now; arguments are those of the directory's."""
+        """Tells everyone that the shards hold the rows of a checkpoint now; arguments are those of the directory's.
+
+        Raises:
+            RuntimeError: One was lost before it could be told.
+        """
         with self._lock:
             self.detach()
-            told = self.calls.collect(
-                {place.number: place.actor.stats.remote() for place in self.table.places.values()}
-            )
+            places = self.table.places
+            told = self.calls.collect({place.number: place.actor.stats.remote() for place in places.values()})
+            for number in places.keys() - told.keys():
+                raise RuntimeError(f"shard {number} on node {places[number].node} was lost when it had been restored")
             inserted = sum(stats.inserted for stats in told.values()) + sum(one.inserted for one in lost)
             self._adopt(self._lookup.table("restored", numbers, seed, counts, lost, limiter, inserted))
         self.exchange()
@@ -294,8 +305,8 @@ class Shards:
     def exchange(self, says: bool = False) -> None:
         """Looks at the table and hears all shards' figures, also after the buffer was stopped.
 
-        Whoever has heard all of them divides anew what the limiter admits: or a program that only waits until there is
-        enough would wait for ever, where not every node has explorers.
+        Whoever has heard all of them divides anew what the limiter admits, as if it waited for an item: or a program
+        that only looks until there is enough would look for ever, where not every node has explorers.
 
         Args:
             says: Whether shards are told with the question already, by those who know what is in all of them. Otherwise
@@ -305,7 +316,7 @@ class Shards:
         all_of_them = dict.fromkeys(places, 0)
         answers = self._note(self.calls.collect(self.order(all_of_them, 0, says=says)))
         if not says and self.union_limiter.divides and answers.keys() >= places.keys():
-            self.order(all_of_them, 0)
+            self.order(all_of_them, 1)
 
     def census(self, unused_count_as_others: bool, /) -> Census:
         """Returns who takes part, in the terms of a buffer's own census."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -182,10 +183,9 @@ class RoundStream:
             batch = None
             while batch is None:
                 self._order(wait)
-                ordered = self._ahead.popleft()
                 # They travel while this batch is made, and while its user works.
-                self._draws.shards.calls.fetch(call for later in self._ahead for call in later.calls)
-                batch = self._draws.take(ordered, None, wait, self._staging is None or not self._prefetch)
+                self._draws.shards.calls.fetch(call for later in islice(self._ahead, 1, None) for call in later.calls)
+                batch = self._draws.take(self._ahead.popleft(), None, wait, self._staging is None or not self._prefetch)
         finally:
             wait.end()
         if self._left is not None:
@@ -215,8 +215,8 @@ class RoundStream:
         most = self._prefetch + 1 if self._left is None else min(self._left, self._prefetch + 1)
         if not self._ahead:
             self._ahead.append(self._draws.order(self._batch_size, wait, self._place()))
-        while len(self._ahead) < most and self._draws.admits(self._batch_size):
-            self._ahead.append(self._draws.order(self._batch_size, wait, self._place()))
+        while len(self._ahead) < most and self._draws.admits_now(self._batch_size):
+            self._ahead.append(self._draws.begin(self._batch_size, wait, self._place()))
 
     def _place(self) -> ReplayBatch | None:
         return None if self._staging is None else self._staging.place()

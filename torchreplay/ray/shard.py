@@ -214,9 +214,10 @@ class Shard:
         if limit is None:
             self._buffer.limiter = MinSize()
             return
-        room = max(0, limit - self._buffer.stats().inserted)
-        # A new limiter counts as if its min_size, 1, had just come: from there on `room` more are admitted.
-        self._buffer._segment.set_limiter((1, LEASH, UNBOUNDED, (room + 1) * LEASH, 0.0))
+        inserted = self._buffer.stats().inserted
+        # A new limiter counts as if its min_size, 1, had just come, where there is one: from there on.
+        room = max(0, limit - inserted) + min(inserted, 1)
+        self._buffer._segment.set_limiter((1, LEASH, UNBOUNDED, room * LEASH, 0.0))
 
     def _room_for(self, n: int) -> ReplayBatch:
         if n != self._batch_items:

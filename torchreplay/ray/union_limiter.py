@@ -53,7 +53,6 @@ class UnionLimiter:
         rule: The limiter, and from where it counts.
         items: Items that this learner has handed out.
         batches: Batches that it has handed out.
-        under_way: Items that it has ordered besides.
         largest: The largest raw priority heard of.
     """
 
@@ -62,7 +61,7 @@ class UnionLimiter:
         self._inserted: dict[int, int] = {}  # by shard
         self._looks = 0  # of one who waits for less than an item of each shard
         self._others: dict[int, Drew] = {}  # by learner
-        self.items = self.batches = self.under_way = 0
+        self.items = self.batches = self._ordered = 0  # what was ordered, but for what was given up
         self.largest = 1.0
         self._take(rule)
 
@@ -73,25 +72,28 @@ class UnionLimiter:
 
     def begin(self, n: int) -> int:
         """Counts `n` items as ordered; returns the number of the limiter that has admitted them."""
-        self.under_way += n
-        return self.rule.number
+        number = self.rule.number
+        self._ordered += n
+        return number
 
     def end(self, n: int, rule: int, drawn: bool) -> None:
         """Counts `n` items, ordered under limiter number `rule`, as handed out, or as given up."""
-        self.under_way -= n
         if drawn:
             self.items += n
             self.batches += 1
-        elif rule != self.rule.number:
-            self._before -= n
+        else:
+            self._ordered -= n
+            if rule != self.rule.number:
+                self._before -= n
 
     def hear(self, number: int, figures: Figures) -> None:
         """Takes in what a shard has answered."""
         self.count_inserted(number, figures.inserted)
         self.largest = max(self.largest, figures.largest)
         for stream, drew in figures.learners.items():
-            if stream != self._stream:
-                self._others[stream] = max(drew, self._others.get(stream, drew))
+            known = self._others.get(stream)
+            if stream != self._stream and (known is None or drew.moment > known.moment):
+                self._others = self._others | {stream: drew}  # another one: threads may be looking at this
 
     def count_inserted(self, number: int, inserted: int) -> None:
         """Takes in how many items have become drawable in a shard; what a lost one had stays counted."""
@@ -99,7 +101,7 @@ class UnionLimiter:
 
     def remember(self, past: Drew) -> None:
         """Takes in what had been drawn before the union was restored from a checkpoint."""
-        self._others[_PAST] = past
+        self._others = self._others | {_PAST: past}
 
     @property
     def divides(self) -> bool:
@@ -114,7 +116,12 @@ class UnionLimiter:
     @property
     def drew(self) -> Drew:
         """What this learner has handed out."""
-        return Drew(self.rule.number, self.items, self.batches, self._before)
+        return Drew(self.rule.number, self.items, self.batches, min(self._before, self.items))
+
+    @property
+    def under_way(self) -> int:
+        """Items that this learner has ordered and not handed out yet."""
+        return self._ordered - self.items
 
     @property
     def drawn(self) -> int:
@@ -125,7 +132,7 @@ class UnionLimiter:
     def sampled(self) -> int:
         """Items drawn under the present limiter by all learners, those that this one has ordered too."""
         others = sum(drew.items - drew.before for drew in self._others.values() if drew.rule == self.rule.number)
-        return self.items + self.under_way - self._before + others
+        return self._ordered - self._before + others
 
     @property
     def learners(self) -> int:
@@ -149,20 +156,20 @@ class UnionLimiter:
         """Returns up to how many items each shard may admit its writers: together, what the union admits.
 
         What is left is divided anew with every call, so that a shard without writers keeps nothing from the others for
-        long. The last items that a learner waits for go to other shards with every call: whichever has writers.
+        long. The last items of those that are waited for go to other shards with every call: whichever has writers.
 
         Args:
             numbers: The shards that there are.
-            n: Items that this learner waits for, which are always admitted.
+            n: Items that are waited for, which are always admitted; 0 for none.
         """
         shards = sorted(numbers)
         if not self._ratio or not shards:
             return dict.fromkeys(shards)
         allowed = self.rule.inserted_before + _whole(math.floor, (self._high + self.sampled) / self._ratio)
-        room = max(self._min_size, allowed, self.needed(n)) - self.inserted
-        whole, rest = divmod(max(room, 0), len(shards))
+        inserted, needed = self.inserted, self.needed(n)
+        whole, rest = divmod(max(max(self._min_size, allowed, needed) - inserted, 0), len(shards))
         first = 0
-        if n and not whole:
+        if n and not whole and inserted < needed:
             first, self._looks = self._looks, self._looks + 1
         return {
             number: self._inserted.get(number, 0) + whole + ((place - first) % len(shards) < rest)
@@ -172,7 +179,7 @@ class UnionLimiter:
     def _take(self, rule: Rule) -> None:
         self.rule = rule
         self._min_size, self._ratio, self._low, self._high = rule.limiter.bounds()
-        self._before = self.items + self.under_way  # what is under way was admitted by the one before
+        self._before = self._ordered  # what is under way was admitted by the one before
 
 
 def _whole(rounded: Callable[[float], int], items: float) -> int:
