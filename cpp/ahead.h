@@ -74,6 +74,7 @@ class DrawAhead {
     if (!running_ || outcome_ != Draw::kDone || interval_ < kMinDoze || !ordered_by_caller()) return false;
     if (!memory_.header().sampler.prioritized) return false;  // there is next to nothing to do
     if (short_ && feedback_.empty()) return false;            // nobody knows how long the draws before it will wait
+    if (feedback_.waiting() > kMostWaiting) return false;
     feedback_.push(taken_ + orders_.size(), feedback);
     if (!dozing_) ordered_.notify_one();
     return true;
@@ -176,6 +177,7 @@ class DrawAhead {
   // little after the time when the next order should be there, where a learner's steps are of such a length.
   static constexpr int64_t kMinDoze = 200'000, kMaxDoze = 5'000'000;
   static constexpr int64_t kClosingNs = 1'000'000'000;
+  static constexpr uint64_t kMostWaiting = 1 << 20;  // TD errors: whoever is so far ahead of the thread waits for it
 
   void wait(std::unique_lock<std::mutex>& lock, int64_t ns) {
     wake();

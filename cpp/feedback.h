@@ -32,7 +32,7 @@ struct Backlog {
 // First in, first out. All is done under its user's lock, but for the applying itself.
 class FeedbackQueue {
  public:
-  FeedbackQueue(SegmentMemory& m, Backlog& backlog) : updater_(m), backlog_(backlog) {}
+  FeedbackQueue(SegmentMemory& m, Backlog& backlog) : updater_(m), backlog_(backlog) { idle_.reserve(4); }
   ~FeedbackQueue() { backlog_.feedback.fetch_sub(static_cast<int>(queue_.size()), std::memory_order_relaxed); }
   FeedbackQueue(const FeedbackQueue&) = delete;
 
@@ -50,9 +50,10 @@ class FeedbackQueue {
 
   // Takes over what belongs behind the first `after` draws, and leaves the memory of one that is done with for it.
   void push(uint64_t after, Feedback& feedback) {
-    pushed_++;
-    waiting_ += feedback.keys.size();
+    const size_t n = feedback.keys.size();
     queue_.push_back({after, std::move(feedback)});
+    pushed_++;
+    waiting_ += n;
     feedback = {};
     if (!idle_.empty()) {
       feedback = std::move(idle_.back());
@@ -105,7 +106,7 @@ class FeedbackQueue {
   void pop() {
     Feedback& first = queue_.front().feedback;
     waiting_ -= first.keys.size();
-    if (first.keys.capacity() <= Feedback::kKept) idle_.push_back(std::move(first));
+    if (first.keys.capacity() <= Feedback::kKept && idle_.size() < idle_.capacity()) idle_.push_back(std::move(first));
     queue_.pop_front();
     backlog_.feedback.fetch_sub(1, std::memory_order_release);
   }
@@ -113,7 +114,7 @@ class FeedbackQueue {
   PriorityUpdater updater_;
   Backlog& backlog_;
   std::deque<Entry> queue_;
-  std::vector<Feedback> idle_;  // no more than were ever in the queue at a time
+  std::vector<Feedback> idle_;  // as many as are kept: it does not grow
   uint64_t pushed_ = 0, waiting_ = 0, updated_ = 0;
   bool applying_ = false;
 };

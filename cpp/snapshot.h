@@ -105,15 +105,16 @@ class Snapshot {
     }
   }
 
-  // Makes the rows placed a buffer: links, sums, and the counters that were saved.
-  void finish(const Counters& c) {
+  // Makes the rows placed a buffer: links, sums, and the counters that were saved. `limiter`: another one than they are
+  // of.
+  void finish(const Counters& c, const LimiterConfig* limiter = nullptr) {
     Header& h = memory_.header();
     Locked lock(memory_);
+    h.dirty = Dirty::kLinks;
     const uint64_t head = std::max(c.head, newest_key1());
     h.head.store(head, std::memory_order_relaxed);
     give_up_empty_slots(head);
     h.max_raw = c.max_raw;
-    h.dirty = Dirty::kLinks;
     Recovery(memory_).run();
     h.inserted = std::max(c.inserted, static_cast<uint64_t>(memory_.tree().count()));
     h.completed_at = h.absorbed;
@@ -127,6 +128,7 @@ class Snapshot {
     h.priority_change = c.priority_change;
     h.draws.store(c.draws, std::memory_order_relaxed);
     h.streams.store(std::max(1u, c.streams), std::memory_order_relaxed);
+    if (limiter) change_limiter(h, *limiter);  // what was counted for the other one says nothing about this one
     publish_limit(memory_);
   }
 

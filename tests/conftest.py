@@ -1,6 +1,6 @@
 """What every test runs under: one torch thread, repeatable examples, no GPU tests without a GPU, nothing left over,
 counts at the end. And the path of a buffer in a file, a Ray of two CPUs, a cluster of two nodes, what pools run on,
-Lightning's two names."""
+Lightning's two names, and what waits for the lock say."""
 
 import gc
 import logging
@@ -21,6 +21,9 @@ from tally import (
     pytest_testnodedown,
     tally,
 )
+
+import torchreplay as tr
+from torchreplay import _C, waiting
 
 __all__ = [
     "pytest_runtest_makereport",
@@ -104,6 +107,15 @@ def lightning(request: pytest.FixtureRequest) -> ModuleType:
 def path(tmp_path: Path) -> Path:
     """Where a test may make a buffer in a file."""
     return tmp_path / "replay.bin"
+
+
+@pytest.fixture
+def told() -> Iterator[list[str]]:
+    """What long waits for the lock say, every other slice, in this process and in those that it forks."""
+    texts: list[str] = []
+    _C.init_waits(tr.ReplayTimeout, texts.append, 0.08)
+    yield texts
+    _C.init_waits(tr.ReplayTimeout, waiting.logger.warning, waiting.LOG_EVERY)
 
 
 @pytest.fixture(autouse=True)

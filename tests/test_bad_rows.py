@@ -122,6 +122,35 @@ def test_a_tensor_whose_device_fails_to_give_the_priority_says_so_itself(buffer)
     assert_nothing_was_written_and_the_buffer_works(buffer)
 
 
+class Interrupting(torch.Tensor):
+    """What Ctrl-C may come in the midst of."""
+
+    def __array__(self, *_, **__):
+        raise KeyboardInterrupt
+
+    def __float__(self):
+        raise KeyboardInterrupt
+
+
+class InterruptingList(list):
+    def __array__(self, *_, **__):
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_while_what_was_given_is_read_gets_through(buffer):
+    keys = buffer.extend(x=np.zeros((2, 4)), nested={"n": np.zeros(2, int)})
+    for given in (
+        lambda: buffer.update_priorities(keys, InterruptingList([1.0, 1.0])),
+        lambda: buffer.update_priorities(InterruptingList([0, 1]), [1.0, 1.0]),
+        lambda: buffer.gather(InterruptingList([0, 1])),
+        lambda: buffer.writer().append(**good_row(), priority=torch.ones(()).as_subclass(Interrupting)),
+    ):
+        with pytest.raises(KeyboardInterrupt):
+            given()
+    assert buffer.stats().updated == 0
+    assert len(buffer) == 2
+
+
 @pytest.mark.parametrize("priority", [2.0, torch.tensor(2.0), np.array(2.0), np.float32(2.0)], ids=repr)
 def test_one_number_of_any_kind_is_the_priority_of_all_rows(buffer, priority):
     buffer.extend(x=np.zeros((2, 4)), nested={"n": np.zeros(2, int)}, priority=priority)

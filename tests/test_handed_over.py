@@ -5,7 +5,10 @@ Calls keep their deadlines, explorers write, and nothing is lost without being c
 import os
 import signal
 import threading
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +18,7 @@ from forked import eventually
 from stopped_holder import StoppedHolder
 
 import torchreplay as tr
+from torchreplay.waiting import Wait
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -35,6 +39,10 @@ def handed_over(timeout=None):
         holder.go_on()
         iterator.close()
         buffer.close()
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def in_a_thread(body):
@@ -74,7 +82,8 @@ def test_explorers_write_on():
         assert len(at.buffer) == 266
 
 
-def test_the_end_of_the_buffer_ends_a_draw():
+@pytest.mark.parametrize("long", [False, True])
+def test_the_end_of_the_buffer_ends_a_draw(long, told):
     with handed_over() as at:
         ended = []
 
@@ -84,11 +93,65 @@ def test_the_end_of_the_buffer_ends_a_draw():
             except tr.Stopped:
                 ended.append(True)
 
+        told.clear()
         thread = threading.Thread(target=draw)
         thread.start()
+        if long:
+            eventually(lambda: told)  # from when on it waits for the lock itself
         at.buffer.stop()
         thread.join(20)
         assert ended
+
+
+@pytest.mark.parametrize("feeds_back", [False, True])
+def test_the_end_of_the_buffer_ends_an_iteration_that_has_waited_for_long(feeds_back, told, monkeypatch):
+    monkeypatch.setattr("torchreplay.stream.LOG_EVERY", 0.2)
+    with handed_over() as at:
+
+        def learn():
+            for batch in at.iterator:
+                if feeds_back:
+                    at.buffer.update_priorities(batch, td_of(1))
+
+        told.clear()
+        threading.Timer(1.0, at.buffer.stop).start()
+        assert in_a_thread(learn)
+        assert told
+
+
+def test_a_draw_that_may_not_wait_knows_what_was_fed_back_before():
+    for _ in range(10):
+        buffer = filled_buffer()
+        iterator = iter(tr.ReplayDataset(buffer, BATCH))
+        next(iterator)
+        buffer.update_priorities(np.full(1 << 17, 3), np.full(1 << 17, 8000.0))  # of some 8,250 in all
+        assert (buffer.sample(BATCH, timeout=0)["key"] == 3).sum() >= BATCH - 3
+        iterator.close()
+        buffer.close()
+
+
+def test_an_iteration_that_two_threads_end_is_ended_once():
+    buffer = tr.ReplayBuffer({"x": tr.Field(4096)}, 2048, seed=1)
+    buffer.extend(x=np.zeros((2048, 4096), np.float32))
+    for _ in range(10):
+        stream = buffer.batches(2048, None, 3, None, Wait, deque())
+        next(stream)
+        with ThreadPoolExecutor(2) as threads:
+            for _ended in threads.map(lambda _, stream=stream: stream.close(), range(2)):
+                pass
+    assert len(buffer.sample(8)["x"]) == 8
+    buffer.close()
+
+
+def test_memory_for_what_waits_is_given_back():
+    n = 1 << 16
+    with handed_over() as at:
+        at.holder.go_on()
+        before = resident_bytes()
+        for _ in range(200):  # 200 MB, where all were kept
+            at.buffer.update_priorities(np.zeros(n, np.int64), np.ones(n))
+        at.buffer.flush()
+        assert resident_bytes() - before < 100 * 2**20
 
 
 def test_a_signal_handler_may_ask_the_buffer_while_a_call_waits():

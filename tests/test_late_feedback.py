@@ -10,12 +10,25 @@ from forked import Forked
 from late_copies import OnDevice, send_late
 
 import torchreplay as tr
+from torchreplay.deferred import DeferredUpdates
 
 
 @pytest.fixture
 def sent(monkeypatch):
     """The TD errors that went on their way, in order, and have not arrived."""
     return send_late(monkeypatch)
+
+
+class Arrived:
+    """TD errors that are there."""
+
+    values = torch.ones(1)
+
+    def done(self):
+        return True
+
+    def wait(self):
+        pass
 
 
 def on_device(*values):
@@ -75,6 +88,39 @@ def test_updates_are_applied_in_the_order_in_which_they_were_given(sent):
     buffer.update_priorities([0], torch.tensor([6.0]))  # of the CPU: those before come first
     assert sent[3].waited
     assert priorities(buffer, 0) == [6]
+
+
+@pytest.mark.parametrize("ask", ["apply_arrived", "flush"])
+def test_what_comes_by_in_the_midst_of_an_update_applies_none_before_it_is_over(ask):
+    applied = []
+
+    def apply(keys, td):
+        getattr(updates, ask)()  # a signal handler, say
+        applied.append(int(keys[0]))
+
+    updates = DeferredUpdates(apply)
+    for number in range(3):
+        updates.add(torch.tensor([number]), Arrived())
+    updates.apply_arrived()
+    assert applied == [0, 1, 2]
+    assert not updates.waiting
+
+
+def test_an_update_that_was_interrupted_is_applied_again():
+    applied = []
+
+    def apply(keys, td):
+        applied.append(int(keys[0]))
+        if len(applied) == 2:
+            raise KeyboardInterrupt
+
+    updates = DeferredUpdates(apply)
+    for number in range(3):
+        updates.add(torch.tensor([number]), Arrived())
+    with pytest.raises(KeyboardInterrupt):
+        updates.apply_arrived()
+    updates.flush()
+    assert applied == [0, 1, 1, 2]
 
 
 def test_flush_waits_for_everything_and_returns_at_once_without_anything(sent):

@@ -10,7 +10,7 @@ from limited_buffers import SPEC, append_until_stopped, extend
 from stopped_holder import StoppedHolder
 
 import torchreplay as tr
-from torchreplay import _C, waiting
+from torchreplay import _C
 
 
 @pytest.fixture
@@ -18,15 +18,6 @@ def buffer():
     buffer = tr.ReplayBuffer(SPEC, 64, sampler=tr.Prioritized(), seed=0)
     extend(buffer, 10)
     return buffer
-
-
-@pytest.fixture
-def told():
-    """What long waits for the lock say, every other slice, in this process and in those that it forks."""
-    texts = []
-    _C.init_waits(tr.ReplayTimeout, texts.append, 0.08)
-    yield texts
-    _C.init_waits(tr.ReplayTimeout, waiting.logger.warning, waiting.LOG_EVERY)
 
 
 @pytest.mark.parametrize("timeout", [0, 0.2])

@@ -162,11 +162,8 @@ def load_rows(segment: _C.Segment, config: Config, description: Description, dir
     try:
         for columns in _read_shards(description.shards, Path(directory), names):
             segment.import_rows(columns)
-        segment.finish_import(description.counts, description.seed)
-        if saved.limiter != config.limiter:
-            # What was counted for the other one says nothing about this one.
-            segment.set_limiter(config.limiter.native())
-        segment.step = description.step
+        other = None if saved.limiter == config.limiter else config.limiter.native()
+        segment.finish_import(description.counts, description.seed, description.step, other)
     except (ValueError, TypeError) as error:
         if isinstance(error, CheckpointError):
             raise

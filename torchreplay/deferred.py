@@ -59,8 +59,9 @@ class DeferredUpdates:
         self._apply = apply
         self.waiting = deque[_Update]()
         self._numbers = itertools.count(1)
-        # For applying in order. A signal handler may come by in the midst of that, in the same thread.
+        # For applying in order. A signal handler that comes by in the midst of that, in the same thread, leaves it be.
         self._lock = threading.RLock()
+        self._applying = False
 
     def add(self, keys: torch.Tensor, td: Arrival) -> None:
         """Takes an update over.
@@ -80,7 +81,7 @@ class DeferredUpdates:
         """
         if self.waiting and self._lock.acquire(blocking=False):
             try:
-                while len(self.waiting) > 0 and self._ask(self.waiting[0].td.done):
+                while not self._applying and len(self.waiting) > 0 and self._ask(self.waiting[0].td.done):
                     self._apply_first()
             finally:
                 self._lock.release()
@@ -95,7 +96,7 @@ class DeferredUpdates:
         failure: ValueError | None = None
         with self._lock:
             for _ in range(len(self.waiting)):
-                if not self.waiting:  # a signal handler was faster
+                if self._applying or not self.waiting:  # this is a signal handler, or one was faster
                     break
                 self._ask(self.waiting[0].td.wait)
                 try:
@@ -116,14 +117,18 @@ class DeferredUpdates:
             raise
 
     def _apply_first(self) -> None:
-        update = self.waiting.popleft()
+        """Applies the first, which stays there when that is interrupted, such as by Ctrl-C in a wait for the lock."""
+        update = self.waiting[0]
+        self._applying = True
         try:
             self._apply(update.keys, update.td.values)
         except ValueError as error:
+            self.waiting.popleft()
             raise ValueError(
                 f"update_priorities number {update.number} of those with a tensor on a device, of {len(update.keys)} "
                 f"items: {error}"
             ) from None
-        except BaseException:
-            self.waiting.appendleft(update)  # such as Ctrl-C in a wait for the lock
-            raise
+        else:
+            self.waiting.popleft()
+        finally:
+            self._applying = False

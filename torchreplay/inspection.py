@@ -68,7 +68,9 @@ class Inspection(Configured):
 
     def __len__(self) -> int:
         """Returns the number of rows held."""
-        return self._segment.refresh(NEVER)
+        rows = self._segment.refresh(NEVER, False)
+        assert rows is not None  # the buffer's end did not end the wait
+        return rows
 
     @property
     def capacity(self) -> int:

@@ -184,12 +184,12 @@ class BatchStream:
                     if result is not None:
                         heard_at = time.monotonic()
                         self._buffer._check_shortage(result, self._batch_size, wait)
-                    elif wait.expired:
-                        self._segment.refresh(wait.deadline_ns)  # says so if it is the lock that does not come free
-                        raise ReplayTimeout(f"no batch of {self._batch_size:,} within {self._timeout} s")
+                    elif wait.expired:  # which may be for the lock: then this says whose it is
+                        if self._segment.refresh(wait.deadline_ns, True) is not None:
+                            raise ReplayTimeout(f"no batch of {self._batch_size:,} within {self._timeout} s")
                     elif time.monotonic() - heard_at >= LOG_EVERY:
                         heard_at = time.monotonic()
-                        self._segment.refresh(wait.deadline_ns)  # which says it in the log
+                        self._segment.refresh(wait.deadline_ns, True)  # which says it in the log
                     result = ahead.take(wait.slice_ns())
             finally:
                 wait.end()

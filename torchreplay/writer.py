@@ -74,7 +74,7 @@ class Writer(_C.Writer):
     def _catch_up(self) -> None:
         # The learner that holds the lock may be stopped: this wait has its own ends.
         with contextlib.suppress(ReplayTimeout):
-            self._segment.refresh(0)
+            self._segment.refresh(0, False)
 
     def _look_around(self) -> None:
         """Called by the native core about once a second of writing.

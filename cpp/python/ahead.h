@@ -28,12 +28,14 @@ class AheadState {
 
   // `out` is None, or a batch to draw into, whose tensors the caller keeps until it is taken or this is closed.
   void order(double beta, PyObject* out) {
+    refuse_others();
     follow_fork();
     SegmentState& s = draws();
     s.memory();
     s.become_learner();
     if (!engine_) {  // what was fed back in another iteration comes before the draws of this one
-      attached_->settle_feedback({.deadline = monotonic_ns() + kSettleNs, .until_stopped = true});
+      const InUse mine(used_in_);
+      attached_->try_settle_feedback({.deadline = monotonic_ns() + kSettleNs, .until_stopped = true});
       engine_ = attached_->draw_ahead();
     }
     Ordered o{nullptr, Ref(), s.next_draw, beta};
@@ -68,7 +70,7 @@ class AheadState {
     if (ns == 0) {
       outcome = engine_->take(0, shortage);
     } else {
-      const InUse mine(waiting_);
+      const InUse mine(used_in_);
       const WithoutGil unlocked;
       outcome = engine_->take(ns, shortage);
     }
@@ -113,10 +115,13 @@ class AheadState {
     return list.release();
   }
 
-  // Ends the thread. The draws that nobody took have not happened, unless others of this process followed them.
+  // Ends the thread, unless another one is at that. The draws that nobody took have not happened, unless others of this
+  // process followed them.
   void close() {
+    if (now(closing_in_)) return;
     refuse_others();
     if (engine_ && engine_->here()) {
+      const InUse mine(used_in_), ending(closing_in_);
       const WithoutGil unlocked;
       engine_->close();
     }
@@ -130,19 +135,23 @@ class AheadState {
   }
 
  private:
+  // Notes in which process something goes on: its fork generation + 1.
   class InUse {
    public:
-    explicit InUse(bool& flag) : flag_(flag) { flag_ = true; }
-    ~InUse() { flag_ = false; }
+    explicit InUse(uint64_t& where) : where_(where) { where_ = fork_generation.load(std::memory_order_relaxed) + 1; }
+    ~InUse() { where_ = 0; }
     InUse(const InUse&) = delete;
 
    private:
-    bool& flag_;
+    uint64_t& where_;
   };
+  static bool now(uint64_t where) { return where == fork_generation.load(std::memory_order_relaxed) + 1; }
 
   void refuse_others() const {
-    if (waiting_ && engine_ && engine_->here())
-      throw std::runtime_error("another thread waits for a batch of this iteration: it is for one thread");
+    if (now(used_in_))
+      throw std::runtime_error(now(closing_in_)
+                                   ? "another thread ends this iteration"
+                                   : "another thread waits for a batch of this iteration: it is for one thread");
   }
 
   SegmentState& draws() { return state_of<SegmentState>(owner_.get()); }
@@ -172,7 +181,7 @@ class AheadState {
   Ref owner_;
   std::shared_ptr<Attached> attached_;
   int batch_size_;
-  bool waiting_ = false;  // in take(), without the interpreter lock
+  uint64_t used_in_ = 0, closing_in_ = 0;  // by a thread without the interpreter lock; of those by one that closes it
   std::shared_ptr<DrawAhead> engine_;
   std::deque<Ordered> orders_;
 };

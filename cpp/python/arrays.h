@@ -65,6 +65,10 @@ class ArrayView {
     held_ =
         Ref(elsewhere ? PyObject_CallMethod(o, "cpu", nullptr) : PyObject_CallFunctionObjArgs(as_tensor, o, nullptr));
     if (!held_) {
+      // Ctrl-C in code of the array's, and the failure of a device, are no fault of what was given.
+      const bool fault =
+          PyErr_ExceptionMatches(PyExc_Exception) && (PyErr_ExceptionMatches(PyExc_NotImplementedError) || !elsewhere);
+      if (!fault) throw PythonError{};
       PyErr_Clear();
       return false;
     }

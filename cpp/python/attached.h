@@ -45,13 +45,19 @@ struct Attached {
     if (!backlog_.empty()) settle_all(Whose::kOrderers, true, patience);
   }
 
-  // The same before anyone else does; and what this process has fed back is applied.
+  // The same before anyone else does; and what this process has fed back is applied. Throws LockTimeout when patience
+  // ends before, and StoppedMeanwhile.
   void settle(const Patience& patience = {}) {
-    if (!backlog_.empty()) settle_all(Whose::kEverybodys, true, patience);
+    if (!backlog_.empty()) require_all(true, patience);
   }
 
-  // Before any thread looks at priorities: what this process has fed back is applied.
+  // Before any thread looks at priorities: what this process has fed back is applied. Throws as settle() does.
   void settle_feedback(const Patience& patience = {}) {
+    if (backlog_.feedback.load(std::memory_order_acquire) != 0) require_all(false, patience);
+  }
+
+  // The same for those who go on when patience ends: what they do next may come before it.
+  void try_settle_feedback(const Patience& patience) {
     if (backlog_.feedback.load(std::memory_order_acquire) != 0) settle_all(Whose::kEverybodys, false, patience);
   }
 
@@ -66,8 +72,19 @@ struct Attached {
  private:
   enum class Whose { kOrderers, kEverybodys };
 
-  // Returns when it is done, and when patience ends: what comes next has its own.
-  void settle_all(Whose whose, bool draws, const Patience& patience) {
+  void require_all(bool draws, const Patience& patience) {
+    if (settle_all(Whose::kEverybodys, draws, patience)) return;
+    {
+      const WithoutGil unlocked;
+      const Locked says_whose_it_is(*memory, patience);
+    }
+    if (settle_all(Whose::kEverybodys, draws, patience)) return;  // the lock has just come free
+    if (patience.until_stopped && memory->header().stopped.load(std::memory_order_acquire)) throw StoppedMeanwhile{};
+    throw LockTimeout("what this process has ordered and fed back before was not done in time");
+  }
+
+  // False when patience ends before it is done; whoever comes too late still gets a slice.
+  bool settle_all(Whose whose, bool draws, const Patience& patience) {
     forget_drawing();
     std::vector<std::pair<std::shared_ptr<DrawAhead>, DrawAhead::Claim>> busy;
     for (const auto& weak : drawing_) {
@@ -76,21 +93,27 @@ struct Attached {
       const DrawAhead::Claim claim = ahead->claim(draws);
       if (!ahead->settled(claim)) busy.emplace_back(std::move(ahead), claim);
     }
-    if (busy.empty()) return;
+    if (busy.empty()) return true;
     const WithoutGil unlocked;
     const Header& h = memory->header();
     const int64_t start = monotonic_ns();
     for (const auto& [ahead, claim] : busy) {
-      int64_t now = monotonic_ns();
-      while (!ahead->settle(claim, std::clamp(patience.deadline - now, int64_t{0}, kSliceNs))) {
-        now = monotonic_ns();
-        if (now >= patience.deadline) return;
-        if (patience.until_stopped && h.stopped.load(std::memory_order_acquire)) return;
+      while (!ahead->settle(claim, kSliceNs)) {
+        const int64_t now = monotonic_ns();
+        if (now >= patience.deadline) return false;
+        if (patience.until_stopped && h.stopped.load(std::memory_order_acquire)) return false;
         if (interrupted()) throw Interrupted{};
-        if (now - start > report_every_ns)
+        if (now - start <= report_every_ns) continue;
+        try {
           const Locked says_whose_it_is(*memory, patience);  // if the memory's lock does not come free
+        } catch (const LockTimeout&) {
+          return false;
+        } catch (const StoppedMeanwhile&) {
+          return false;
+        }
       }
     }
+    return true;
   }
 
   // Those that are gone, and in a forked child those of the parent.

@@ -34,21 +34,25 @@ inline PyObject* wait_rows(PyObject* self, PyObject* ns) {
   });
 }
 
-// refresh(deadline) -> rows: absorbs, lets the limiter see what came, and counts the rows held.
-inline PyObject* refresh(PyObject* self, PyObject* deadline) {
+// refresh(deadline, until_stopped) -> rows: absorbs, lets the limiter see what came, and counts the rows held; None
+// when the end of the buffer ended a wait for the lock.
+inline PyObject* refresh(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
   return guarded([&] {
+    expect_args("refresh", nargs, 2);
     auto& s = state_of<SegmentState>(self);
     const std::shared_ptr<Attached> attached = s.attached;
     SegmentMemory& m = s.memory();
-    const Patience patience{as_int(deadline)};
-    attached->settle_feedback(patience);
+    const Patience patience{as_int(args[0]), args[1] == Py_True};
     uint64_t rows;
-    {
+    try {
+      attached->settle_feedback(patience);
       WithoutGil unlocked;
       Locked lock(m, patience);
       lock.absorb();
       publish_limit(m);
       rows = m.header().rows;
+    } catch (const StoppedMeanwhile&) {
+      return Py_NewRef(Py_None);
     }
     return checked(PyLong_FromUnsignedLongLong(rows));
   });

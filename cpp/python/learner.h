@@ -49,7 +49,11 @@ inline Draw draw(SegmentState& s, int n, double beta, const Patience& patience, 
                  int threads, Shortage& shortage) {
   const std::shared_ptr<Attached> attached = s.attached;  // close() may run in another thread meanwhile
   s.become_learner();
-  attached->settle(patience);
+  try {
+    attached->settle(patience);
+  } catch (const StoppedMeanwhile&) {
+    return Draw::kStopped;
+  }
   std::unique_ptr<BatchSampler> sampler = take_sampler(s, *attached);
   sampler->set_threads(threads);
   const DrawName name = s.next_draw;
@@ -170,7 +174,7 @@ inline PyObject* settle(PyObject* self, PyObject* deadline) {
   return guarded([&] {
     const Patience patience{as_int(deadline)};
     const std::shared_ptr<Attached> attached = state_of<SegmentState>(self).attached;
-    if (attached) attached->settle_feedback(patience);
+    if (attached) attached->try_settle_feedback(patience);
     return Py_NewRef(Py_None);
   });
 }

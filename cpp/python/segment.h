@@ -176,7 +176,7 @@ inline PyMethodDef methods[] = {
     {"settle", settle, METH_O, nullptr},
     {"checked_keys", checked_keys, METH_O, nullptr},
     {"wait_rows", wait_rows, METH_O, nullptr},
-    {"refresh", refresh, METH_O, nullptr},
+    {"refresh", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(refresh)), METH_FASTCALL, nullptr},
     {"withdraw", withdraw, METH_NOARGS, nullptr},
     {"set_limiter", set_limiter, METH_O, nullptr},
     {"raise_largest", raise_largest, METH_O, nullptr},

@@ -3,6 +3,7 @@
 
 #include "../snapshot.h"
 #include "attached.h"
+#include "flow.h"
 
 namespace torchreplay::py::segment {
 
@@ -133,29 +134,35 @@ inline PyObject* counts(PyObject* self, PyObject*) {
   });
 }
 
-// finish_import(counts, seed).
+// finish_import(counts, seed, step, limiter): makes a buffer of what import_rows() has placed, which draws on from
+// there. `limiter` is None, or that of the buffer if the counts are of another one.
 inline PyObject* finish_import(PyObject* self, PyObject* args) {
   return guarded([&] {
     auto& s = state_of<SegmentState>(self);
     const std::shared_ptr<Attached> attached = s.attached;
     SegmentMemory& m = s.memory();
-    unsigned long long n[8], seed, inserted_before, sampled_before;
+    unsigned long long n[8], seed, step, inserted_before, sampled_before;
+    PyObject* other;
     unsigned int streams;
     double max_raw, priority_change;
-    if (!PyArg_ParseTuple(args, "(KKKKKKKKIddKK)K", n, n + 1, n + 2, n + 3, n + 4, n + 5, n + 6, n + 7, &streams,
-                          &max_raw, &priority_change, &inserted_before, &sampled_before, &seed))
+    if (!PyArg_ParseTuple(args, "(KKKKKKKKIddKK)KKO", n, n + 1, n + 2, n + 3, n + 4, n + 5, n + 6, n + 7, &streams,
+                          &max_raw, &priority_change, &inserted_before, &sampled_before, &seed, &step, &other))
       throw PythonError{};
+    std::optional<LimiterConfig> limiter;
+    if (other != Py_None) limiter = parse_limiter(other);
     if (n[0] > kMaxKeys || !(max_raw >= 0) || !std::isfinite(max_raw) || !(priority_change >= 0) ||
         !std::isfinite(priority_change))
       throw std::invalid_argument("the counters are out of range");
-    m.header().seed = seed;
-    s.become_learner();  // in the stream that goes on
-    s.next_draw.seed = seed;
     {
       WithoutGil unlocked;
       Snapshot(m).finish({n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], streams, static_cast<float>(max_raw),
-                          priority_change, inserted_before, sampled_before});
+                          priority_change, inserted_before, sampled_before},
+                         limiter ? &*limiter : nullptr);
     }
+    m.header().seed = seed;
+    s.become_learner();  // in the stream that goes on
+    s.next_draw.seed = seed;
+    s.next_draw.step = step + s.ahead;
     return Py_NewRef(Py_None);
   });
 }

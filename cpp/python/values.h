@@ -126,9 +126,10 @@ class Priorities {
   static double number(PyObject* o) {
     const double priority = PyFloat_AsDouble(o);
     if (priority != -1 || !PyErr_Occurred()) return priority;
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) throw PythonError{};
     const bool refused = PyErr_ExceptionMatches(PyExc_TypeError) || PyErr_ExceptionMatches(PyExc_ValueError) ||
                          PyErr_ExceptionMatches(PyExc_OverflowError) || is_wrong_tensor(o);
-    if (!refused) throw PythonError{};  // such as Ctrl-C in its __float__, or the failure of a tensor's device
+    if (!refused) throw PythonError{};  // such as the failure of a tensor's device
     PyErr_Clear();
     throw std::invalid_argument(
         "the priority is not one number that a float holds: expected a finite number, or None for the largest one "
