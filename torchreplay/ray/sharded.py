@@ -170,6 +170,7 @@ class ShardedReplay(ShardedInspection, Replay):
             batch_size: Number of items, B.
             beta: Exponent of the weights, instead of the sampler's own: a number, or a schedule of the batches drawn.
             timeout: Seconds to wait at most, for rows and for answers; None: as long as someone is left who may write.
+                Answers of other nodes take a millisecond or more: in less time there is no batch.
 
         Returns:
             The fields, each `[B, *shape]`, with `key` int64 `[B]`, `weight` and `probability` float32 `[B]`: those of
