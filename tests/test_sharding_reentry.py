@@ -1,4 +1,5 @@
-"""A signal handler that saves or draws while its own thread feeds back or draws, as SLURM's handlers do."""
+"""What comes in the midst of a draw or of feedback, in the same thread: a signal handler that saves or draws, as
+SLURM's do, Ctrl-C, another limiter."""
 
 import os
 import signal
@@ -133,11 +134,21 @@ class InterruptedShards(LocalShards):
         return False
 
 
+def draws_from(shards):
+    draws = Draws(shards, Config.of({"index": tr.Field()}, 10, shards.sampler, None, None), 7, 1, None)
+    draws._layout = shards.layout
+    return draws
+
+
+def stream_of(draws, timeout):
+    """Batches of 8 items, with two rounds ahead."""
+    return RoundStream(draws, SimpleNamespace(apply_arrived=lambda: None), 8, None, 2, timeout, Wait)
+
+
 @pytest.mark.timeout(60)
 def test_a_handler_that_draws_in_the_midst_of_a_draw_gets_a_batch_and_no_step_is_used_twice():
     shards = InterruptedShards([50, 20], tr.Prioritized())
-    draws = Draws(shards, Config.of({"index": tr.Field()}, 10, tr.Prioritized(), None, None), 7, 1, None)
-    draws._layout = shards.layout
+    draws = draws_from(shards)
     steps, order = [], draws.order
 
     def watched(n, wait, place=None):
@@ -163,8 +174,7 @@ def test_a_handler_that_draws_in_the_midst_of_a_draw_gets_a_batch_and_no_step_is
 
 def test_ctrl_c_while_rounds_ahead_are_fetched_leaves_none_counted_as_drawn():
     shards = InterruptedShards([50, 20], tr.Uniform())
-    draws = Draws(shards, Config.of({"index": tr.Field()}, 10, tr.Uniform(), None, None), 7, 1, None)
-    draws._layout = shards.layout
+    draws = draws_from(shards)
     fetched = []
 
     def fetch(calls):
@@ -173,7 +183,7 @@ def test_ctrl_c_while_rounds_ahead_are_fetched_leaves_none_counted_as_drawn():
             raise KeyboardInterrupt
 
     shards.calls.fetch = fetch
-    stream = RoundStream(draws, SimpleNamespace(apply_arrived=lambda: None), 8, None, 2, 10, Wait)
+    stream = stream_of(draws, timeout=10)
     for _ in range(2):
         assert len(next(stream)["key"]) == 8
     with pytest.raises(KeyboardInterrupt):
@@ -187,8 +197,7 @@ def test_ctrl_c_while_rounds_ahead_are_fetched_leaves_none_counted_as_drawn():
 
 def test_a_batch_that_is_under_way_comes_though_the_limiter_admits_no_more():
     shards = InterruptedShards([50, 20], tr.Uniform())
-    draws = Draws(shards, Config.of({"index": tr.Field()}, 10, tr.Uniform(), None, None), 7, 1, None)
-    draws._layout = shards.layout
+    draws = draws_from(shards)
     looks = []
 
     def refresh():
@@ -197,7 +206,7 @@ def test_a_batch_that_is_under_way_comes_though_the_limiter_admits_no_more():
             shards._limiter.change(Rule(tr.MinSize(1000), 1))
 
     shards.refresh = refresh
-    stream = RoundStream(draws, SimpleNamespace(apply_arrived=lambda: None), 8, None, 2, 0.0, Wait)
+    stream = stream_of(draws, timeout=0.0)
     assert len(next(stream)["key"]) == 8
     assert len(looks) == 2
     stream.close()

@@ -1,0 +1,136 @@
+"""Damaged checkpoints: each is an error that names what is damaged, and nothing of it gets into a buffer."""
+
+import json
+import random
+import shutil
+import zlib
+
+import pytest
+import torch
+from forked import Forked, shared_counters
+from saved_rows import assert_rows_are_those_of_their_keys, filled, rows
+
+import torchreplay as tr
+
+
+def flipped(content, position, mask=0x41):
+    return content[:position] + bytes([content[position] ^ mask]) + content[position + 1 :]
+
+
+def load_flipped(path, positions, masks, outcomes):
+    """Loads with each byte changed in turn. In a process of its own: a crash must be seen."""
+    content = path.read_bytes()
+    root = next(parent for parent in path.parents if (parent / "checkpoint.json").exists())
+    for position in positions:
+        for mask in masks:
+            path.write_bytes(flipped(content, position, mask))
+            try:
+                loaded = tr.ReplayBuffer.load(root)
+            except tr.CheckpointError as error:
+                outcomes[0] += path.name in str(error)
+                continue
+            assert_rows_are_those_of_their_keys(loaded.gather(torch.arange(300)))
+            outcomes[1] += len(loaded) == 300
+
+
+def flip(path, positions, masks):
+    """Returns how many changes of a byte were refused; all others lost nothing."""
+    outcomes = shared_counters(2)
+    with Forked(load_flipped, path, positions, masks, outcomes) as process:
+        assert process.wait(1200) == 0
+    assert sum(outcomes) == len(positions) * len(masks)
+    return outcomes[0]
+
+
+def description_of(directory):
+    filled(300, 300).save(directory)
+    return directory / "checkpoint.json"
+
+
+def test_any_damaged_byte_of_the_description_is_an_error_or_no_loss(tmp_path):
+    path = description_of(tmp_path)
+    size = path.stat().st_size
+    assert flip(path, range(size), [0x41]) > 0.9 * size
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_any_damaged_bit_of_the_description_is_an_error_or_no_loss(tmp_path):
+    path = description_of(tmp_path)
+    flip(path, range(path.stat().st_size), [1 << bit for bit in range(8)])
+
+
+def damage_rows(directory, flips, seed):
+    filled(300, 300).save(directory)
+    (path,) = directory.glob("rows-*/*.safetensors")
+    size, chance = path.stat().st_size, random.Random(seed)
+    positions = [0, 7, 8, size - 1, *(chance.randrange(size) for _ in range(flips))]
+    assert flip(path, positions, [0x41]) == len(positions)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_any_of_20_000_damaged_bytes_of_the_rows_is_an_error(tmp_path):
+    damage_rows(tmp_path, 20_000, seed=4)
+
+
+def test_damaged_missing_and_shortened_files_of_rows_are_errors_that_name_them(tmp_path):
+    damage_rows(tmp_path, 100, seed=3)
+    shutil.rmtree(tmp_path)
+    filled(300, 300).save(tmp_path)
+    (path,) = tmp_path.glob("rows-*/*.safetensors")
+    content = path.read_bytes()
+    for damaged in (b"", content[:-1], content + b"\0"):
+        path.write_bytes(damaged)
+        with pytest.raises(tr.CheckpointError, match=path.name):
+            tr.ReplayBuffer.load(tmp_path)
+    path.unlink()
+    with pytest.raises(tr.CheckpointError, match=path.name):
+        tr.ReplayBuffer.load(tmp_path)
+
+
+def test_a_restore_that_fails_half_way_leaves_the_buffer_as_it_was(tmp_path, monkeypatch):
+    monkeypatch.setattr("torchreplay.checkpoint.SHARD_BYTES", 4096)
+    with filled(300, 300) as saved:
+        saved.sample(32)
+        saved.save(tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "damaged")
+    *before, last = sorted((tmp_path / "damaged").glob("rows-*/*"))
+    assert len(before) > 3
+    last.write_bytes(last.read_bytes()[:-1])
+    with filled(0, 300) as buffer:
+        unused = buffer.stats()
+        with pytest.raises(tr.CheckpointError, match=last.name):
+            buffer.restore(tmp_path / "damaged")
+        assert buffer.stats() == unused
+        buffer.restore(tmp_path / "whole")
+        assert buffer.gather(torch.arange(300))["key"].tolist() == list(range(300))
+    with filled(0, 300) as buffer:
+        with pytest.raises(tr.CheckpointError, match=last.name):
+            buffer.restore(tmp_path / "damaged")
+        assert buffer.extend(**rows(0, 40)).tolist() == list(range(40))
+        assert set(buffer.sample(300)["key"].tolist()) <= set(range(40))
+        buffer.extend(**rows(40, 270))
+        assert buffer.stats().evicted_unsampled == 0  # nothing was overwritten but what is no longer there
+        buffer.save(tmp_path / "own")
+    with tr.ReplayBuffer.load(tmp_path / "own") as loaded:
+        assert loaded.gather(torch.arange(310))["key"].tolist() == list(range(10, 310))
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"null", b"\xff\xfe", b'{"crc32": 0, "checkpoint": "{}"}'])
+def test_what_is_no_checkpoint_is_an_error(content, tmp_path):
+    with pytest.raises(tr.CheckpointError, match=r"checkpoint\.json is missing"):
+        tr.ReplayBuffer.load(tmp_path)
+    (tmp_path / "checkpoint.json").write_bytes(content)
+    with pytest.raises(tr.CheckpointError, match="no intact replay checkpoint"):
+        tr.ReplayBuffer.load(tmp_path)
+
+
+def test_a_checkpoint_of_another_format_says_which(tmp_path):
+    filled(5, 8).save(tmp_path)
+    path = tmp_path / "checkpoint.json"
+    body = json.loads(json.loads(path.read_text())["checkpoint"])
+    text = json.dumps(body | {"format": 99})
+    path.write_text(json.dumps({"crc32": zlib.crc32(text.encode()), "checkpoint": text}))
+    with pytest.raises(tr.CheckpointError, match="format 99"):
+        tr.ReplayBuffer.load(tmp_path)
