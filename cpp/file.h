@@ -63,7 +63,8 @@ class Examination {
   void check_word(uint64_t slot) const {
     const uint64_t word = word_of(slot), key1 = slot_word::key1(word), writer = slot_word::writer(word);
     const bool known = writer < kMaxParticipants || writer == slot_word::kLoaded;
-    require_intact(word == 0 || (known && key1 > 0 && key1 <= head_ && memory_.slot_of(key1 - 1) == slot),
+    const bool imported = header_.importer && writer == slot_word::kLoaded;  // no ticket yet
+    require_intact(word == 0 || (known && key1 > 0 && (key1 <= head_ || imported) && memory_.slot_of(key1 - 1) == slot),
                    "word of row " + std::to_string(slot));
   }
 
@@ -123,6 +124,8 @@ inline uint64_t settle(SegmentMemory& m) {
   return dropped;
 }
 
+inline constexpr uint32_t kGone = std::numeric_limits<uint32_t>::max();  // a presence that nobody has
+
 // What belongs to processes, all gone, and to the clock of a boot that may be over.
 inline void forget_processes(SegmentMemory& m) {
   Header& h = m.header();
@@ -136,6 +139,7 @@ inline void forget_processes(SegmentMemory& m) {
   h.streams = std::max(1U, h.streams.load(std::memory_order_relaxed));
   h.last_departure = h.last_census = 0;
   h.demand = 0;
+  if (h.importer) h.importer = kGone;
 }
 
 inline uint64_t seal_of(const SegmentMemory& m) { return Hash().mix(m.base(), kFileState).value(); }

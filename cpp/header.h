@@ -104,10 +104,12 @@ struct Header {
   double priority_change;      // by the TD errors applied: absolute differences of leaves, added up
   uint64_t demand;             // `inserted` that a waiting learner needs; insertion up to it is always admitted
   uint32_t limiter_index;      // which of the two holds
+  uint32_t importer;           // presence of who places rows of a checkpoint into the empty segment; 0: nobody
   LimiterConfig limiters[2];
   std::atomic<uint64_t> holder;     // of the mutex: presence << 32 | thread id; 0: nobody, or not yet known
   std::atomic<int32_t> holder_pid;  // who took the mutex last, for messages
   std::atomic<uint32_t> repairing;  // counts the steps of repairs
+  uint64_t import_head;             // the head that ends the import; 0: it is not at its end
 
   const LimiterConfig& limiter() const { return limiters[limiter_index & 1]; }
 };

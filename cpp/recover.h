@@ -57,7 +57,60 @@ class Recovery {
     TORCHREPLAY_FAULT("recover.clean");
   }
 
+  // Ends an import: its rows are the segment's once tickets were issued for all of them, and otherwise there never were
+  // any.
+  void end_import() {
+    const uint64_t head = header_.head.load(std::memory_order_acquire);
+    const bool issued = header_.import_head && head >= header_.import_head;
+    const uint64_t inserted = issued ? header_.inserted : 0;
+    header_.dirty = head ? Dirty::kLinks : Dirty::kTree;
+    kill_fence();
+    TORCHREPLAY_FAULT("import.ends");
+    if (issued)
+      void_empty_slots(header_.import_head);
+    else
+      take_back_import();
+    run();
+    header_.inserted = std::max(inserted, static_cast<uint64_t>(tree_.count()));
+    header_.completed_at = header_.absorbed;
+    kill_fence();
+    header_.importer = 0;
+    TORCHREPLAY_FAULT("import.over");
+  }
+
  private:
+  // Nobody else writes rows of an import any more; slots may have been taken by others since.
+  void take_back_import() {
+    each_slot([&](uint64_t slot) {
+      if (!memory_.at(slot)) return;
+      std::atomic<uint64_t>& word = memory_.row(slot).word;
+      uint64_t placed = word.load(std::memory_order_relaxed);
+      if (slot_word::writer(placed) == slot_word::kLoaded)
+        word.compare_exchange_strong(placed, 0, std::memory_order_acq_rel, std::memory_order_relaxed);
+      TORCHREPLAY_FAULT("import.taken");
+      tree_.leaves()[slot] = 0;
+      drawn_.clear(slot);
+      kill_fence();
+      memory_.at(slot) = 0;
+    });
+    header_.sampled = header_.updated = header_.stale_updates = header_.unready_updates = 0;
+    header_.evicted_unsampled = 0;
+    header_.priority_change = 0;
+    header_.max_raw = 1;
+    header_.draws.store(0, std::memory_order_relaxed);
+    LimiterConfig& limiter = header_.limiters[header_.limiter_index & 1];
+    limiter.inserted_before = limiter.sampled_before = 0;
+  }
+
+  // The tickets of slots without a row are lost: nobody is going to write them.
+  void void_empty_slots(uint64_t head) {
+    for (uint64_t slot = 0; slot < std::min(memory_.capacity(), head); slot++) {
+      uint64_t never = 0;
+      const uint64_t newest = head - 1 - (head - 1 - slot) % memory_.capacity();
+      memory_.row(slot).word.compare_exchange_strong(never, slot_word::voided(newest), std::memory_order_relaxed);
+    }
+  }
+
   // Waiters go on waiting while this counts.
   void alive() { header_.repairing.fetch_add(1, std::memory_order_relaxed); }
 

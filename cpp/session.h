@@ -80,6 +80,7 @@ class Locked {
   // Absorbs every row written before the call, letting others in between chunks. Returns the head absorbed to, which
   // may be a later one.
   uint64_t absorb() {
+    if (header_.importer) return header_.absorbed;  // what others write waits until the import has ended
     const uint64_t head = header_.head.load(std::memory_order_acquire);
     Absorber absorber(memory_);
     while (!absorber.step(head)) {
@@ -100,7 +101,7 @@ class Locked {
     header_.holder.store(presence << 32 | header_.mutex.holder(), std::memory_order_relaxed);
     header_.holder_pid.store(own_pid(), std::memory_order_relaxed);
     const bool died = outcome == RobustMutex::Outcome::kOwnerDied;
-    if (died || header_.dirty != Dirty::kClean) repair(died);
+    if (died || header_.dirty != Dirty::kClean || header_.importer) repair(died);
   }
 
   // Waits for as long as the holder needs, looking around between slices.
@@ -133,10 +134,14 @@ class Locked {
       header_.mutex.give_up_for(thread);
   }
 
-  // After the owner's death, or an exception that it threw in the midst of a change.
+  // After the death of the owner, or of who imported rows, or an exception that the owner threw in the midst of a
+  // change.
   void repair(bool died) {
     try {
-      if (header_.dirty != Dirty::kClean) Recovery(memory_).run();
+      if (header_.importer && !memory_.liveness().present(header_.importer))
+        Recovery(memory_).end_import();
+      else if (header_.dirty != Dirty::kClean)
+        Recovery(memory_).run();
     } catch (...) {  // the memory stays dirty, for the next one
       if (died) header_.mutex.mark_consistent();
       unlock();

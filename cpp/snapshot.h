@@ -1,4 +1,4 @@
-// Rows copied out of a segment while others write to it, and placed into a new one.
+// Rows copied out of a segment while others write to it.
 #pragma once
 
 #include <vector>
@@ -66,72 +66,6 @@ class Snapshot {
     return n;
   }
 
-  // Places rows that copy_out() gave. Where two claim one slot the newer stays. Nobody else may use the segment, and
-  // finish() or take_back() must follow. Keys are below 2^47.
-  void copy_in(uint64_t n, const RowColumns& rows) {
-    const auto& fields = memory_.layout().fields;
-    DrawnItems drawn(memory_);
-    uint64_t mapped = 0;  // of the rows
-    for (uint64_t i = 0; i < n; i++) {
-      const auto key = static_cast<uint64_t>(rows.key[i]);
-      const uint64_t slot = memory_.slot_of(key);
-      if (i == mapped) {
-        do mapped++;
-        while (mapped < n && memory_.slot_of(static_cast<uint64_t>(rows.key[mapped])) == slot + (mapped - i));
-        memory_.map_for_writing(slot, slot + (mapped - i));
-      }
-      RowHeader& row = memory_.row(slot);
-      if (slot_word::key1(row.word.load(std::memory_order_relaxed)) > key) continue;
-      for (size_t f = 0; f < fields.size(); f++)
-        std::memcpy(memory_.value(fields[f], slot), rows.values[f] + i * fields[f].nbytes, fields[f].nbytes);
-      row.set({static_cast<uint64_t>(rows.link[i]), static_cast<uint32_t>(rows.step[i]), rows.priority[i]}, linked());
-      row.word.store(slot_word::done(key, slot_word::kLoaded), std::memory_order_relaxed);
-      memory_.at(slot) = key + 1;
-      drawn.mark(slot);  // for all that is known here
-      memory_.tree().leaves()[slot] = rows.leaf[i];
-    }
-  }
-
-  // Takes back what copy_in() placed, where finish() did not follow: the segment holds no rows, as before.
-  void take_back() {
-    if (memory_.header().head.load(std::memory_order_relaxed)) return;
-    DrawnItems drawn(memory_);
-    for (uint64_t slot = 0; slot < memory_.capacity(); slot++) {
-      if (!memory_.at(slot)) continue;
-      memory_.row(slot).word.store(0, std::memory_order_relaxed);
-      memory_.at(slot) = 0;
-      drawn.clear(slot);
-      memory_.tree().leaves()[slot] = 0;
-    }
-  }
-
-  // Makes the rows placed a buffer: links, sums, and the counters that were saved. `limiter`: another one than they are
-  // of.
-  void finish(const Counters& c, const LimiterConfig* limiter = nullptr) {
-    Header& h = memory_.header();
-    Locked lock(memory_);
-    h.dirty = Dirty::kLinks;
-    const uint64_t head = std::max(c.head, newest_key1());
-    h.head.store(head, std::memory_order_relaxed);
-    give_up_empty_slots(head);
-    h.max_raw = c.max_raw;
-    Recovery(memory_).run();
-    h.inserted = std::max(c.inserted, static_cast<uint64_t>(memory_.tree().count()));
-    h.completed_at = h.absorbed;
-    h.sampled = c.sampled;
-    h.limiters[h.limiter_index & 1].inserted_before = c.inserted_before;
-    h.limiters[h.limiter_index & 1].sampled_before = c.sampled_before;
-    h.updated = c.updated;
-    h.stale_updates = c.stale_updates;
-    h.unready_updates = c.unready_updates;
-    h.evicted_unsampled = c.evicted_unsampled;
-    h.priority_change = c.priority_change;
-    h.draws.store(c.draws, std::memory_order_relaxed);
-    h.streams.store(std::max(1u, c.streams), std::memory_order_relaxed);
-    if (limiter) change_limiter(h, *limiter);  // what was counted for the other one says nothing about this one
-    publish_limit(memory_);
-  }
-
  private:
   static constexpr uint64_t kChunk = Absorber::kChunk;
 
@@ -142,6 +76,7 @@ class Snapshot {
     Locked lock(memory_);
     lock.absorb();
     publish_limit(memory_);
+    if (memory_.header().importer) return at_.assign(last - first, 0);  // there are none before their import ends
     at_.assign(&memory_.at(first), &memory_.at(first) + (last - first));
     const float* leaves = memory_.tree().leaves();
     leaf_.assign(leaves + first, leaves + last);
@@ -160,20 +95,6 @@ class Snapshot {
     out.step[n] = static_cast<int32_t>(meta.step);
     out.priority[n] = meta.priority;
     return load_after_copy(row.word) == word;
-  }
-
-  // The tickets of slots without a row are lost: nobody is going to write them.
-  void give_up_empty_slots(uint64_t head) const {
-    for (uint64_t slot = 0; slot < std::min(memory_.capacity(), head); slot++)
-      if (!memory_.at(slot))
-        memory_.row(slot).word.store(slot_word::voided(head - 1 - (head - 1 - slot) % memory_.capacity()),
-                                     std::memory_order_relaxed);
-  }
-
-  uint64_t newest_key1() const {
-    uint64_t newest = 0;
-    for (uint64_t slot = 0; slot < memory_.capacity(); slot++) newest = std::max(newest, memory_.at(slot));
-    return newest;
   }
 
   SegmentMemory& memory_;

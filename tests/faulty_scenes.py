@@ -209,6 +209,56 @@ class Load(Scene):
         super().check()
 
 
+class Restore(Scene):
+    """Of a checkpoint, into a buffer that others are attached to."""
+
+    def perform(self, start):
+        self.turn_the_ring()
+        self.directory = tempfile.TemporaryDirectory()
+        self.buffer.save(self.directory.name)
+        self.saved, self.buffer = self.buffer, self.lives.buffer()
+        return self.play(start)
+
+    def play(self, start):
+        with start(self.restore) as process:
+            return process.wait()
+
+    def restore(self):
+        self.buffer.restore(self.directory.name)
+
+    def check(self):
+        if len(self.buffer) == 0:
+            assert counts_of(self.buffer) == (0, 0, 0, 0, 0), "something stays of what was not restored"
+            self.restore()
+        assert counts_of(self.buffer) == counts_of(self.saved)
+        super().check()
+
+
+class RestoreInVain(Restore):
+    """An explorer writes before it is over."""
+
+    def play(self, start):
+        with start(self.restore, faults=[Fault("import.row", nth=5, stop=True)]) as process:
+            stopped = await_stop(process)
+            with Forked(self.lives.write, self.buffer, self.new_index()) as explorer:
+                assert explorer.wait() == 0
+            if stopped:
+                process.signal(signal.SIGCONT)
+            return process.wait()
+
+    def restore(self):
+        with pytest.raises(tr.CheckpointError, match="explorers have written"):
+            super().restore()
+
+    def check(self):
+        Scene.check(self)
+
+
+def counts_of(buffer):
+    stats = buffer.stats()
+    return stats.size, stats.inserted, stats.sampled, stats.updated, stats.priority_total
+
+
 class Publication(Scene):
     """Weights on their way to the explorers."""
 
@@ -251,12 +301,14 @@ OF_ROWS = {
     "in an overtaken draw": OvertakenDraw,
     "in waits": Waits,
     "in a load": Load,
+    "in a restore": Restore,
+    "in a restore that comes too late": RestoreInVain,
     "in a long absorption": LongAbsorption,
     "in a stop": Stop,
     "in a publication": Publication,
 }
 OF_TRAJECTORIES = {
-    **dict(itertools.islice(OF_ROWS.items(), 9)),
+    **dict(itertools.islice(OF_ROWS.items(), 11)),
     "when rows come during an absorption": RowsThatComeDuringAnAbsorption,
 }
 

@@ -8,7 +8,7 @@ import zlib
 import pytest
 import torch
 from forked import Forked, shared_counters
-from saved_rows import assert_rows_are_those_of_their_keys, filled, rows
+from saved_rows import assert_rows_are_those_of_their_keys, filled
 
 import torchreplay as tr
 
@@ -87,34 +87,6 @@ def test_damaged_missing_and_shortened_files_of_rows_are_errors_that_name_them(t
     path.unlink()
     with pytest.raises(tr.CheckpointError, match=path.name):
         tr.ReplayBuffer.load(tmp_path)
-
-
-def test_a_restore_that_fails_half_way_leaves_the_buffer_as_it_was(tmp_path, monkeypatch):
-    monkeypatch.setattr("torchreplay.checkpoint.SHARD_BYTES", 4096)
-    with filled(300, 300) as saved:
-        saved.sample(32)
-        saved.save(tmp_path / "whole")
-    shutil.copytree(tmp_path / "whole", tmp_path / "damaged")
-    *before, last = sorted((tmp_path / "damaged").glob("rows-*/*"))
-    assert len(before) > 3
-    last.write_bytes(last.read_bytes()[:-1])
-    with filled(0, 300) as buffer:
-        unused = buffer.stats()
-        with pytest.raises(tr.CheckpointError, match=last.name):
-            buffer.restore(tmp_path / "damaged")
-        assert buffer.stats() == unused
-        buffer.restore(tmp_path / "whole")
-        assert buffer.gather(torch.arange(300))["key"].tolist() == list(range(300))
-    with filled(0, 300) as buffer:
-        with pytest.raises(tr.CheckpointError, match=last.name):
-            buffer.restore(tmp_path / "damaged")
-        assert buffer.extend(**rows(0, 40)).tolist() == list(range(40))
-        assert set(buffer.sample(300)["key"].tolist()) <= set(range(40))
-        buffer.extend(**rows(40, 270))
-        assert buffer.stats().evicted_unsampled == 0  # nothing was overwritten but what is no longer there
-        buffer.save(tmp_path / "own")
-    with tr.ReplayBuffer.load(tmp_path / "own") as loaded:
-        assert loaded.gather(torch.arange(310))["key"].tolist() == list(range(10, 310))
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"null", b"\xff\xfe", b'{"crc32": 0, "checkpoint": "{}"}'])

@@ -367,11 +367,14 @@ class ReplayBuffer(Drawing, Inspection, Replay):
     def restore(self, directory: str | os.PathLike[str]) -> None:
         """Does what `load` does to a buffer that is there and was never written to.
 
+        Nobody sees a row before all are there. After an error, and after the death of this process, there is none.
+
         Args:
             directory: What `save` wrote, of a buffer with the same spec and view; the capacity may be another.
 
         Raises:
-            CheckpointError: There is no checkpoint, it is damaged or of another kind, or the buffer holds rows already.
+            CheckpointError: There is no checkpoint, it is damaged or of another kind, the buffer holds rows already,
+                explorers wrote to it meanwhile (they lose nothing), or another process restores it.
         """
         root = checked_path("directory", directory)
         load_rows(self._segment, self._present_config(), Description.read(root), root)

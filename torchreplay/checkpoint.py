@@ -149,21 +149,23 @@ def announce_rows(description: Description, directory: str | os.PathLike[str]) -
 
 
 def load_rows(segment: _C.Segment, config: Config, description: Description, directory: str | os.PathLike[str]) -> None:
-    """Places the rows of a checkpoint into a segment that holds none: all of them, or after an error none.
+    """Places the rows of a checkpoint into a segment that holds none: all of them, or after an error or a death none.
 
     Raises:
-        CheckpointError: A file is missing or damaged, the segment is of another kind, or holds rows.
+        CheckpointError: A file is missing or damaged, the segment is of another kind, holds rows, or somebody else
+            restores or writes to it.
     """
     saved = description.config
     require_alike(saved, config, directory)
-    if segment.counts()[0]:
-        raise CheckpointError("the buffer holds rows already: restore a new one, before its explorers start")
     names = [*_names(description.config), *ROW_COLUMNS]
+    other = None if saved.limiter == config.limiter else config.limiter.native()
     try:
+        segment.begin_import()
         for columns in _read_shards(description.shards, Path(directory), names):
             segment.import_rows(columns)
-        other = None if saved.limiter == config.limiter else config.limiter.native()
         segment.finish_import(description.counts, description.seed, description.step, other)
+    except BufferError as error:
+        raise CheckpointError(str(error)) from None
     except (ValueError, TypeError) as error:
         if isinstance(error, CheckpointError):
             raise

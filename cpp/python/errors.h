@@ -9,6 +9,7 @@
 #include <system_error>
 
 #include "../format.h"
+#include "../import.h"
 #include "../participants.h"
 #include "../session.h"
 
@@ -37,6 +38,8 @@ PyObject* guarded(Body&& body) {
     PyErr_Format(PyExc_OSError, "%s", e.what());
   } catch (const LockTimeout& e) {
     PyErr_SetString(timeout_type, e.what());
+  } catch (const ImportRefused& e) {
+    PyErr_SetString(PyExc_BufferError, e.what());
   } catch (const NotASegment& e) {
     PyErr_SetString(PyExc_ConnectionError, e.what());
   } catch (const std::exception& e) {

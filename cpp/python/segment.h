@@ -186,6 +186,7 @@ inline PyMethodDef methods[] = {
     {"stats", stats, METH_NOARGS, nullptr},
     {"column", column, METH_O, nullptr},
     {"export_rows", export_rows, METH_VARARGS, nullptr},
+    {"begin_import", begin_import, METH_NOARGS, nullptr},
     {"import_rows", import_rows, METH_O, nullptr},
     {"abandon_import", abandon_import, METH_NOARGS, nullptr},
     {"counts", counts, METH_NOARGS, nullptr},

@@ -1,7 +1,7 @@
 // Rows out of a segment and into one, as tensors: for checkpoints.
 #pragma once
 
-#include "../snapshot.h"
+#include "../import.h"
 #include "attached.h"
 #include "flow.h"
 
@@ -60,8 +60,24 @@ inline PyObject* export_rows(PyObject* self, PyObject* args) {
   });
 }
 
-// import_rows([*fields, key, leaf, link, step, priority]): places rows of export_rows() into a segment of this
-// process's own.
+// begin_import(): nobody sees rows before finish_import() or abandon_import(). BufferError when there are some, or an
+// import is under way.
+inline PyObject* begin_import(PyObject* self, PyObject*) {
+  return guarded([&] {
+    auto& s = state_of<SegmentState>(self);
+    const std::shared_ptr<Attached> attached = s.attached;
+    SegmentMemory& m = s.memory();
+    attached->settle();
+    {
+      WithoutGil unlocked;
+      Import(m).begin();
+    }
+    return Py_NewRef(Py_None);
+  });
+}
+
+// import_rows([*fields, key, leaf, link, step, priority]): places rows of export_rows(). BufferError when others have
+// written rows meanwhile.
 inline PyObject* import_rows(PyObject* self, PyObject* list) {
   return guarded([&] {
     auto& s = state_of<SegmentState>(self);
@@ -95,7 +111,7 @@ inline PyObject* import_rows(PyObject* self, PyObject* list) {
         throw std::invalid_argument("a key is out of range");
     {
       WithoutGil unlocked;
-      Snapshot(m).copy_in(static_cast<uint64_t>(n), rows);
+      Import(m).place(static_cast<uint64_t>(n), rows);
     }
     return Py_NewRef(Py_None);
   });
@@ -109,7 +125,7 @@ inline PyObject* abandon_import(PyObject* self, PyObject*) {
     SegmentMemory& m = s.memory();
     {
       WithoutGil unlocked;
-      Snapshot(m).take_back();
+      Import(m).abandon();
     }
     return Py_NewRef(Py_None);
   });
@@ -135,7 +151,7 @@ inline PyObject* counts(PyObject* self, PyObject*) {
 }
 
 // finish_import(counts, seed, step, limiter): makes a buffer of what import_rows() has placed, which draws on from
-// there. `limiter` is None, or that of the buffer if the counts are of another one.
+// there. `limiter` is None, or that of the buffer if the counts are of another one. BufferError as of import_rows().
 inline PyObject* finish_import(PyObject* self, PyObject* args) {
   return guarded([&] {
     auto& s = state_of<SegmentState>(self);
@@ -155,9 +171,9 @@ inline PyObject* finish_import(PyObject* self, PyObject* args) {
       throw std::invalid_argument("the counters are out of range");
     {
       WithoutGil unlocked;
-      Snapshot(m).finish({n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], streams, static_cast<float>(max_raw),
-                          priority_change, inserted_before, sampled_before},
-                         limiter ? &*limiter : nullptr);
+      Import(m).finish({n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], streams, static_cast<float>(max_raw),
+                        priority_change, inserted_before, sampled_before},
+                       limiter ? &*limiter : nullptr);
     }
     m.header().seed = seed;
     s.become_learner();  // in the stream that goes on
