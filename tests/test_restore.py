@@ -144,16 +144,17 @@ def test_nobody_sees_or_saves_rows_of_a_restore_before_its_end(tmp_path, monkeyp
 
         def look():
             assert_nothing_was_restored(other)
-            with pytest.raises(tr.CheckpointError, match="being restored already"):
-                other.restore(tmp_path)
+            for again in (buffer, other):
+                with pytest.raises(tr.CheckpointError, match="being restored already"):
+                    again.restore(tmp_path)
             other.save(tmp_path / "other")
             seen.append(len(other))
 
-        restore_beside(monkeypatch, 2, look)
-        buffer.restore(tmp_path)
+        with monkeypatch.context() as patch:
+            restore_beside(patch, 2, look)
+            buffer.restore(tmp_path)
         assert seen == [0]
         assert len(other) == 300
-        monkeypatch.undo()
         with tr.ReplayBuffer.load(tmp_path / "other") as loaded:
             assert len(loaded) == 0
 

@@ -159,8 +159,13 @@ def load_rows(segment: _C.Segment, config: Config, description: Description, dir
     require_alike(saved, config, directory)
     names = [*_names(description.config), *ROW_COLUMNS]
     other = None if saved.limiter == config.limiter else config.limiter.native()
+    begun = True
     try:
-        segment.begin_import()
+        try:
+            segment.begin_import()
+        except BufferError:  # what there is is not ours to take back
+            begun = False
+            raise
         for columns in _read_shards(description.shards, Path(directory), names):
             segment.import_rows(columns)
         segment.finish_import(description.counts, description.seed, description.step, other)
@@ -171,7 +176,8 @@ def load_rows(segment: _C.Segment, config: Config, description: Description, dir
             raise
         raise CheckpointError(f"the checkpoint in {Path(directory)} is damaged: {error}") from None
     finally:
-        segment.abandon_import()
+        if begun:
+            segment.abandon_import()
 
 
 def require_alike(saved: Config, config: Config, directory: str | os.PathLike[str]) -> None:
