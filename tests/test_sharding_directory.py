@@ -4,6 +4,7 @@ or when Ray cannot reach somebody: on a cluster in this process."""
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,6 +26,7 @@ from torchreplay.ray.node_shard import Expectation, buffer_to_write_to, nodes_to
 from torchreplay.ray.placement import OverShards
 from torchreplay.ray.shard import Shard
 from torchreplay.ray.sharded_checkpoint import Counts
+from torchreplay.waiting import Wait
 
 NODES = ["a", "b", "c"]
 
@@ -239,6 +241,69 @@ def test_a_directory_that_ray_cannot_reach_for_a_moment_is_asked_again(cluster, 
     actor.dead = True
     with pytest.raises(tr.Stopped):
         shards.look()
+
+
+@contextmanager
+def slow(directory, name):
+    """The directory takes its time for one question; yields what is set when it is asked, and what lets it answer."""
+    asked, leave, answer = threading.Event(), threading.Event(), getattr(directory, name)
+
+    def late(*args):
+        asked.set()
+        leave.wait(60)
+        return answer(*args)
+
+    setattr(directory, name, late)
+    try:
+        yield asked, leave
+    finally:
+        leave.set()
+        delattr(directory, name)
+
+
+def heard(shards):
+    """The shards that answer an order."""
+    return set(shards.hear(shards.order(dict.fromkeys(shards.table.places, 0), 0), Wait(shards, 60)))
+
+
+def test_a_learner_does_not_wait_for_what_another_thread_asks_the_directory(found):
+    directory, view = found()
+    shards = view("a")
+    heard(shards)
+    with ThreadPoolExecutor(1) as other, slow(directory, "table") as (asked, leave):
+        table = other.submit(shards.look)
+        assert asked.wait(60)
+        assert heard(shards) == {0, 1, 2}
+        assert not table.done()
+        leave.set()
+        assert set(table.result(60).places) == {0, 1, 2}
+
+
+def test_while_one_thread_reports_a_loss_the_others_draw_from_what_is_left(found):
+    directory, view = found()
+    shards = view("a")
+    write(view("b"), 30)
+    shards.exchange()
+    die(directory, 1)
+    with ThreadPoolExecutor(1) as other, slow(directory, "lost") as (asked, leave):
+        report = other.submit(shards.lose, 1, "killed")
+        assert asked.wait(60)
+        assert heard(shards) == {0, 2}
+        assert shards.union_limiter.inserted == 30
+        assert [(lost.number, lost.rows) for lost in shards.table.lost] == [(1, 30)]
+        leave.set()
+        report.result(60)
+    assert [(lost.number, lost.rows, lost.inserted) for lost in shards.look().lost] == [(1, 30, 30)]
+
+
+def test_an_answer_of_the_directory_that_comes_late_does_not_bring_back_what_is_lost(found):
+    directory, view = found()
+    shards = view("a")
+    before = directory.table()
+    die(directory, 1)
+    shards.lose(1, "killed")
+    assert 1 not in shards._adopt(before).places
+    assert 1 not in shards.table.places
 
 
 def test_an_announcement_is_repeated_after_ray_could_not_reach_the_directory(cluster, found, monkeypatch):

@@ -82,6 +82,7 @@ class Table:
         expected: Whether someone says that writers will come.
         stopped: Whether the buffer was stopped.
         past: What had been drawn when the checkpoint was saved that this was restored from; None: it was not.
+        moment: Which of the directory's tables it is; later ones have more.
     """
 
     places: dict[int, Place]
@@ -92,6 +93,12 @@ class Table:
     expected: bool = False
     stopped: bool = False
     past: Drew | None = None
+    moment: int = 0
+
+    def without(self, lost: Lost) -> Table:
+        """Returns the same without a shard that is gone."""
+        places = {number: place for number, place in self.places.items() if number != lost.number}
+        return replace(self, places=places, lost=(*self.lost, lost))
 
     @property
     def starting(self) -> tuple[str, ...]:
@@ -150,6 +157,7 @@ class Directory:
         self._lost_updates = 0
         self._expecting: dict[str, float] = {}  # until when each announcement is believed, by the monotonic clock
         self._stopped = False
+        self._tables = 0
         self._past: Drew | None = None
         self._restored: tuple[Any, ...] = ()  # what was last said of that
 
@@ -168,6 +176,7 @@ class Directory:
     def table(self) -> Table:
         """Returns what is where now."""
         self._look_after()
+        self._tables += 1
         return Table(
             {
                 slot.number: Place(slot.number, slot.node, slot.capacity, slot.actor)
@@ -181,6 +190,7 @@ class Directory:
             any(until > time.monotonic() for until in self._expecting.values()),
             self._stopped,
             self._past,
+            self._tables,
         )
 
     def lost(self, number: int, rows: int, inserted: int, why: str) -> Table:

@@ -19,7 +19,7 @@ _PAUSE: Final = 0.25
 
 
 class Lookup:
-    """The directory, as one process asks it. For one thread at a time, but for `ask` and `tell`.
+    """The directory, as one process asks it. `news` is for one thread at a time.
 
     Args:
         name: Of the directory's actor.
@@ -79,12 +79,11 @@ class Lookup:
         return getattr(self._directory, what).remote(*args)
 
     def table(self, what: str = "table", *args: Any) -> Table:
-        """Returns the table that the directory answers with. One that is on its way is older, and forgotten.
+        """Returns the table that the directory answers with.
 
         Raises:
             Stopped: The directory is gone, and so are the shards.
         """
-        self._asked = None
         table: Table = self.ask(what, *args)
         return table
 
@@ -102,7 +101,7 @@ class Lookup:
         asked = self._asked
         if not self._ray.wait([asked], timeout=0)[0]:
             return None
-        if self._asked is not asked:  # a signal handler has looked meanwhile
+        if self._asked is not asked:  # a signal handler has taken it meanwhile
             return None
         self._asked = None
         try:

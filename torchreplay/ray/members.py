@@ -48,21 +48,22 @@ class Shards:
 
     Attributes:
         node: Ray's id of the node that this process is on.
-        table: What was where when it was last asked.
+        table: What was where when the directory said so last. Nothing is asked of it while the lock is held: where Ray
+            cannot reach it, only those wait who ask.
         figures: What each shard said last, by number. Never changed: there is another when one says more.
     """
 
     def __init__(self, name: str) -> None:
         self._lookup = Lookup(name)
         self.calls = Calls(self.lose, self._name)
-        self._reports = Reports(self.calls)
+        self._reports = Reports()
         self._attachment = Attachment()
         self._union_limiter: UnionLimiter | None = None
         self._stream = -1
         self._lock = threading.RLock()
         self.node = ray_node()
         self.figures: dict[int, Figures] = {}
-        self.table = self._adopt(self._lookup.table())
+        self.table = self._lookup.table()
 
     @property
     def stream(self) -> int:
@@ -82,7 +83,7 @@ class Shards:
             with self._lock:
                 if self._union_limiter is None:
                     self._union_limiter = UnionLimiter(self.table.rule, stream)
-                    self._adopt(self.table)
+                    self._take_in(self.table)
         return self._union_limiter
 
     @property
@@ -132,24 +133,24 @@ class Shards:
 
     def look(self) -> Table:
         """Returns the table as it is now."""
-        with self._lock:
-            return self._adopt(self._lookup.table())
+        return self._adopt(self._lookup.table())
 
     def lose(self, number: int, why: str) -> None:
         """Has a shard that does not answer taken out for everyone."""
         with self._lock:
-            if number not in self.table.places:
+            place = self.table.places.get(number)
+            if place is None:
                 return
             rows, inserted = self._last_known(number)
             reason = why.strip().splitlines()[0] if why.strip() else "its process died"
             logger.error("%s is lost, and its %d rows with it: %s", self._name(number), rows, reason)
-            self._adopt(self._lookup.table("lost", number, rows, inserted, reason))
+            self._adopt(self.table.without(Lost(number, place.node, rows, inserted)))
+        self._adopt(self._lookup.table("lost", number, rows, inserted, reason))
 
     def set_limiter(self, limiter: Limiter) -> None:
         """Sets another limiter for everyone, which counts from here; see `ShardedReplay.limiter`."""
         self.exchange()
-        with self._lock:
-            self._adopt(self._lookup.table("change_limiter", limiter, self.union_limiter.inserted))
+        self._adopt(self._lookup.table("change_limiter", limiter, self.union_limiter.inserted))
         self.exchange(says=True)
 
     def restored(
@@ -160,14 +161,13 @@ class Shards:
         Raises:
             RuntimeError: One was lost before it could be told.
         """
-        with self._lock:
-            self.detach()
-            places = self.table.places
-            told = self.calls.collect({place.number: place.actor.stats.remote() for place in places.values()})
-            for number in places.keys() - told.keys():
-                raise RuntimeError(f"shard {number} on node {places[number].node} was lost when it had been restored")
-            inserted = sum(stats.inserted for stats in told.values()) + sum(one.inserted for one in lost)
-            self._adopt(self._lookup.table("restored", numbers, seed, counts, lost, limiter, inserted))
+        self.detach()
+        places = self.table.places
+        told = self.calls.collect({place.number: place.actor.stats.remote() for place in places.values()})
+        for number in places.keys() - told.keys():
+            raise RuntimeError(f"shard {number} on node {places[number].node} was lost when it had been restored")
+        inserted = sum(stats.inserted for stats in told.values()) + sum(one.inserted for one in lost)
+        self._adopt(self._lookup.table("restored", numbers, seed, counts, lost, limiter, inserted))
         self.exchange()
         self.exchange(says=True)
 
@@ -227,8 +227,12 @@ class Shards:
             says: Whether shards are to admit their writers as far as this process thinks right.
         """
         with self._lock:
-            self._count(self._reports.heard())
-            union_limiter, places, nearby = self.union_limiter, self.table.places, self.nearby
+            answered = self._reports.answered()
+        told = ((number, self.calls.answer(number, report)) for number, report in answered)
+        self._count([(number, answer[0]) for number, answer in told if answer is not None])
+        union_limiter = self.union_limiter
+        with self._lock:
+            places, nearby = self.table.places, self.nearby
             limits = union_limiter.limits(places, n) if says else dict.fromkeys(places)
             calls: dict[int, Any] = {}
             for number, count in candidates.items():
@@ -323,22 +327,30 @@ class Shards:
         return union_census(self.figures.values(), self.union_limiter.learners, self.table.expected)
 
     def _note(self, answers: dict[int, T]) -> dict[int, T]:
+        told = {number: figures for number, (figures, _) in answers.items()}
         with self._lock:
-            told = {number: figures for number, (figures, _) in answers.items()}
             self.figures = self.figures | told
-            self._count(told.items())
+        self._count(told.items())
         return answers
 
     def _count(self, told: Iterable[tuple[int, Figures]]) -> None:
         """Takes in what shards have counted, and the limiter if they know of a newer one."""
-        newest = -1
-        for number, figures in told:
-            self.union_limiter.hear(number, figures)
-            newest = max(newest, figures.rule)
+        newest, union_limiter = -1, self.union_limiter
+        with self._lock:
+            for number, figures in told:
+                union_limiter.hear(number, figures)
+                newest = max(newest, figures.rule)
         if newest > self.table.rule.number:
             self.look()
 
     def _adopt(self, table: Table) -> Table:
+        """Takes a table in, unless a newer one came first, and returns the newest."""
+        with self._lock:
+            if table.moment >= self.table.moment:
+                self._take_in(table)
+            return self.table
+
+    def _take_in(self, table: Table) -> None:
         for lost in table.lost:  # whoever reported it may have known less
             rows, inserted = self._last_known(lost.number)
             if inserted > lost.inserted:
@@ -356,7 +368,6 @@ class Shards:
                 self._union_limiter.remember(table.past)
             for lost in table.lost:
                 self._union_limiter.count_inserted(lost.number, lost.inserted)
-        return table
 
     def _last_known(self, number: int) -> tuple[int, int]:
         """Returns how many rows a shard held, and how many items had become drawable in it, when last heard of."""

@@ -7,9 +7,8 @@ from collections import deque
 from dataclasses import replace
 from typing import Any, Final
 
-from torchreplay.ray.calls import Calls
 from torchreplay.ray.directory import Place
-from torchreplay.ray.figures import Figures, Order
+from torchreplay.ray.figures import Order
 from torchreplay.ray.session import import_ray
 
 REPORT: Final = 0.1
@@ -22,28 +21,24 @@ REPORTS: Final = 32
 class Reports:
     """What a shard's actor would have heard, had it been asked for the candidates. Nobody waits for its answers.
 
-    Args:
-        calls: How its answers are got.
+    For one thread at a time.
     """
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self) -> None:
         self._ray = import_ray()
-        self._calls = calls
         self._under_way: deque[tuple[int, Any]] = deque()  # shard, answer to come
         self._reported_at = -REPORT
 
-    def heard(self) -> list[tuple[int, Figures]]:
-        """Returns what shards have answered meanwhile, by number."""
-        told = []
+    def answered(self) -> list[tuple[int, Any]]:
+        """Returns the calls that shards have answered meanwhile, with the shards' numbers."""
+        answered = []
         while self._under_way:
             number, report = self._under_way.popleft()  # a signal handler that comes by here looks at the next
             if not self._ray.wait([report], timeout=0)[0]:
                 self._under_way.appendleft((number, report))
                 break
-            answer = self._calls.answer(number, report)
-            if answer is not None:
-                told.append((number, answer[0]))
-        return told
+            answered.append((number, report))
+        return answered
 
     def send(self, place: Place, order: Order) -> None:
         """Tells a shard's actor of an order.
