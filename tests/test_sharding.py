@@ -297,6 +297,26 @@ def test_datasets_take_it_like_any_buffer(filled):
         mixed.update_priorities(batches, {"online": torch.ones(8), "kept": torch.ones(8)})
 
 
+def test_in_a_mixture_weights_are_on_one_scale_and_no_batch_asks_what_a_draw_has_told(filled, monkeypatch):
+    replay, _ = filled
+    leaves = prioritize(filled, 3)
+    p = leaves / leaves.sum()
+    with tr.ReplayBuffer(SPEC, 64, sampler=tr.Prioritized(1.0, BETA, EPS)) as local:
+        local.extend(**rows_of(7, 9), priority=torch.arange(1.0, 10.0))
+        mine = (torch.arange(1.0, 10.0) + EPS).numpy() / (45 + 9 * EPS)
+        largest = max((365 * p[p > 0].min()) ** -BETA, (9 * mine.min()) ** -BETA)
+        mixed = tr.MixedDataset({replay: 1, local: 1}, 64, steps=5, prefetch=0)
+        with monkeypatch.context() as patch:
+            patch.setattr(replay.shards, "exchange", None)
+            patch.setattr(replay.shards, "look", None)
+            for batch in mixed:
+                theirs = batch["buffer"] == 0
+                expected = np.empty(64)
+                expected[theirs] = (365 * p[identity(batch)[theirs].numpy()]) ** -BETA
+                expected[~theirs] = (9 * mine[batch["count"][~theirs].numpy()]) ** -BETA
+                np.testing.assert_allclose(batch["weight"].numpy(), expected / largest, rtol=1e-4)
+
+
 def test_every_process_that_has_it_draws_from_it_and_counts(filled, cluster):
     replay, _ = filled
     before = replay.stats()

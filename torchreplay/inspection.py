@@ -131,6 +131,10 @@ class Inspection(Configured):
     def _stats(self) -> Stats:
         return Stats.of(self._segment.stats())
 
+    def _weighed_by(self) -> tuple[int, int]:
+        stats = self.stats()
+        return stats.drawable, stats.draws
+
     def histograms(self, bins: int = 64) -> dict[str, torch.Tensor]:
         """Returns histograms of leaf priorities and of rows' ages. O(capacity).
 

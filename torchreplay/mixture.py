@@ -157,10 +157,10 @@ def _log_of_largest(buffer: Replay, part: ReplayBatch) -> float:
         return 0.0
     weight = part["weight"].numpy()
     item = int(weight.argmax())  # the largest has lost the fewest bits
-    stats = buffer.stats()
+    drawable, draws = buffer._weighed_by()
     # A row more or less, or a step of beta's schedule, since the draw changes this by parts in N or in its steps.
-    beta = value_of(buffer.sampler.beta, max(stats.draws - 1, 0))
-    chance = max(stats.drawable, 1) * float(part["probability"][item])
+    beta = value_of(buffer.sampler.beta, max(draws - 1, 0))
+    chance = max(drawable, 1) * float(part["probability"][item])
     return -beta * math.log(chance) - math.log(max(float(weight[item]), TINY))
 
 

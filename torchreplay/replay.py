@@ -120,6 +120,10 @@ class Replay(Configured, ABC):
         """Returns histograms of leaf priorities and of rows' ages. O(capacity)."""
 
     @abstractmethod
+    def _weighed_by(self) -> tuple[int, int]:
+        """Returns how many items can be drawn, and how many batches were, as the last draw knew."""
+
+    @abstractmethod
     def stop(self) -> None:
         """Tells everyone to finish: `stopped` is True in every process, and waiting calls raise `Stopped`."""
 

@@ -81,6 +81,11 @@ class ShardedInspection(Configured):
         told = self.shards.calls.collect({number: place.actor.stats.remote() for number, place in places.items()})
         return summed(told, places, self.shards.look(), self._capacity, self._count, self.shards.union_limiter)
 
+    def _weighed_by(self) -> tuple[int, int]:
+        """The same of the union, which asks nobody."""
+        drawable = sum(figures.drawn.drawable for figures in self.shards.figures.values())
+        return drawable, self.shards.union_limiter.steps
+
     def histograms(self, bins: int = 64) -> dict[str, torch.Tensor]:
         """Returns histograms of leaf priorities and of rows' ages, as `ReplayBuffer.histograms` does. O(capacity).
 
