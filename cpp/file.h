@@ -34,6 +34,8 @@ class Examination {
     require_intact(header_.limiter_index < 2, "limiter");
     for (const LimiterConfig& limiter : header_.limiters)
       require_intact(limiter.ratio >= 0 && limiter.min_diff <= limiter.max_diff, "limiter");
+    const bool untouched = header_.rows == 0 && header_.absorbed == 0;
+    require_intact(!header_.importer || header_.import_placed == 1 || (!header_.import_placed && untouched), "import");
     for (uint64_t slot = 0; slot < memory_.capacity(); slot++) {
       check_word(slot);
       check_leaf(slot);
@@ -63,8 +65,7 @@ class Examination {
   void check_word(uint64_t slot) const {
     const uint64_t word = word_of(slot), key1 = slot_word::key1(word), writer = slot_word::writer(word);
     const bool known = writer < kMaxParticipants || writer == slot_word::kLoaded;
-    const bool imported = header_.importer && writer == slot_word::kLoaded;  // no ticket yet
-    require_intact(word == 0 || (known && key1 > 0 && (key1 <= head_ || imported) && memory_.slot_of(key1 - 1) == slot),
+    require_intact(word == 0 || (known && key1 > 0 && key1 <= head_ && memory_.slot_of(key1 - 1) == slot),
                    "word of row " + std::to_string(slot));
   }
 
@@ -123,8 +124,6 @@ inline uint64_t settle(SegmentMemory& m) {
   publish_limit(m);
   return dropped;
 }
-
-inline constexpr uint32_t kGone = std::numeric_limits<uint32_t>::max();  // a presence that nobody has
 
 // What belongs to processes, all gone, and to the clock of a boot that may be over.
 inline void forget_processes(SegmentMemory& m) {

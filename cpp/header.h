@@ -42,6 +42,17 @@ struct LimiterConfig {
   uint64_t sampled_before = 0;
 };
 
+// What a segment has counted.
+struct Counts {
+  uint64_t head, inserted, sampled, updated, stale_updates, unready_updates, draws, evicted_unsampled;
+  uint32_t streams;
+  float max_raw;
+  double priority_change;
+  uint64_t inserted_before, sampled_before;  // the limiter was set
+};
+
+inline constexpr uint32_t kGone = std::numeric_limits<uint32_t>::max();  // a presence that nobody has
+
 // Which derived state an owner that died may have left wrong.
 enum class Dirty : uint32_t {
   kClean = 0,
@@ -104,12 +115,18 @@ struct Header {
   double priority_change;      // by the TD errors applied: absolute differences of leaves, added up
   uint64_t demand;             // `inserted` that a waiting learner needs; insertion up to it is always admitted
   uint32_t limiter_index;      // which of the two holds
-  uint32_t importer;           // presence of who places rows of a checkpoint into the empty segment; 0: nobody
+  // Presence of who imports the rows of a checkpoint: until that ends nothing is absorbed, and only its end repairs. 0:
+  // nobody; kGone: somebody who has given up.
+  std::atomic<uint32_t> importer;
   LimiterConfig limiters[2];
   std::atomic<uint64_t> holder;     // of the mutex: presence << 32 | thread id; 0: nobody, or not yet known
   std::atomic<int32_t> holder_pid;  // who took the mutex last, for messages
   std::atomic<uint32_t> repairing;  // counts the steps of repairs
-  uint64_t import_head;             // the head that ends the import; 0: it is not at its end
+  uint64_t import_head;             // tickets below are those of the imported rows
+  uint32_t import_placed;           // 1: all of them are there, and what follows is as good as done
+  uint32_t import_keeps_limiter;    // 1: the counts are of the limiter that holds
+  uint64_t import_seed;
+  Counts imported;
 
   const LimiterConfig& limiter() const { return limiters[limiter_index & 1]; }
 };

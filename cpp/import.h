@@ -1,142 +1,130 @@
-// Rows of a checkpoint, placed into an empty segment that others may be attached to. All of them become its rows, or
-// none: nobody sees them before the end, and of an import that does not come to it nothing stays.
+// Rows of a checkpoint, placed into an empty segment beside others who are attached to it: all of them become its rows,
+// or none. Their tickets are issued first, so that what others write meanwhile is newer and nothing of theirs is
+// touched; nothing is absorbed before the end, and whoever locks after the importer's death comes to that (Recovery).
 #pragma once
-
-#include <stdexcept>
 
 #include "snapshot.h"
 
 namespace torchreplay {
 
-// There are rows already, or others that want to be the first. The message says in which way.
-struct ImportRefused : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
+inline bool is_same(const LimiterConfig& a, const LimiterConfig& b) {
+  return a.min_size == b.min_size && a.ratio == b.ratio && a.min_diff == b.min_diff && a.max_diff == b.max_diff;
+}
 
+// One import. For one thread at a time.
 class Import {
  public:
-  explicit Import(SegmentMemory& m) : memory_(m), header_(m.header()) {}
-
-  // From now on nothing is absorbed. Throws ImportRefused.
-  void begin() {
-    Locked lock(memory_);
-    if (header_.head.load(std::memory_order_relaxed))
-      throw ImportRefused("the buffer holds rows already: restore a new one, before its explorers start");
-    if (header_.importer) throw ImportRefused("the buffer is being restored already");
-    header_.import_head = 0;
+  // Rows with keys below `head` are to come. Throws RowsRefused when there are rows already, or another import.
+  Import(SegmentMemory& m, uint64_t head)
+      : memory_(m), header_(m.header()), presence_(m.liveness().presence(header_.presences)) {
+    const Locked lock(memory_);
+    if (header_.importer) throw RowsRefused("the buffer is being restored already");
+    if (header_.head.load(std::memory_order_relaxed)) throw_taken();
+    header_.import_placed = 0;
+    header_.import_head = head;
     kill_fence();
-    header_.importer = own_presence();
+    header_.importer = presence_;
     TORCHREPLAY_FAULT("import.begun");
+    uint64_t none = 0;
+    if (header_.head.compare_exchange_strong(none, head, std::memory_order_acq_rel)) return;
+    header_.importer = 0;
+    throw_taken();
   }
+  // Gives up, if it did not come to its end: the next one to lock takes back what was placed.
+  ~Import() { give_up(); }
+  Import(const Import&) = delete;
 
-  // Places rows that Snapshot::copy_out() gave. Where two claim one slot the newer stays. Keys are below kMaxKeys.
-  // Throws ImportRefused when somebody has written rows since begin().
+  // Places rows that Snapshot::copy_out() gave. Where two claim one slot the newer stays. Throws std::invalid_argument
+  // for a key that has no ticket.
   void place(uint64_t n, const RowColumns& rows) {
-    require_begun();
-    DrawnItems drawn(memory_);
+    for (uint64_t i = 0; i < n; i++)
+      if (rows.key[i] < 0 || static_cast<uint64_t>(rows.key[i]) >= header_.import_head)
+        throw std::invalid_argument("a key is out of range");
     uint64_t mapped = 0;  // of the rows
     for (uint64_t i = 0; i < n; i++) {
-      const auto key = static_cast<uint64_t>(rows.key[i]);
-      const uint64_t slot = memory_.slot_of(key);
+      const uint64_t slot = slot_of(rows, i);
       if (i == mapped) {
         do mapped++;
-        while (mapped < n && memory_.slot_of(static_cast<uint64_t>(rows.key[mapped])) == slot + (mapped - i));
+        while (mapped < n && slot_of(rows, mapped) == slot + (mapped - i));
         memory_.map_for_writing(slot, slot + (mapped - i));
-        if (header_.head.load(std::memory_order_relaxed)) throw_beaten();
       }
-      if (memory_.at(slot) > key) continue;
-      memory_.at(slot) = key + 1;  // first: who takes rows back looks there
-      drawn.mark(slot);            // for all that is known here
-      kill_fence();
-      if (!write(key, slot, i, rows)) throw_beaten();
-      memory_.tree().leaves()[slot] = rows.leaf[i];
+      place_row(slot, i, rows);
       TORCHREPLAY_FAULT("import.row");
     }
   }
 
-  // Makes a buffer of the rows that were placed: links, sums, and the counters that were saved. `limiter`: another one
-  // than they are of. Throws ImportRefused when somebody has written rows since begin().
-  void finish(const Counters& c, const LimiterConfig* limiter = nullptr) {
-    require_begun();
+  // Makes them the segment's rows, and its counts those that were saved under `limiter`.
+  void finish(const Counts& saved, const LimiterConfig& limiter, uint64_t seed) {
     Locked lock(memory_);
-    Header& h = header_;
-    const uint64_t head = std::max(c.head, newest_key1());
-    h.max_raw = c.max_raw;
-    h.inserted = c.inserted;
-    h.sampled = c.sampled;
-    h.limiters[h.limiter_index & 1].inserted_before = c.inserted_before;
-    h.limiters[h.limiter_index & 1].sampled_before = c.sampled_before;
-    h.updated = c.updated;
-    h.stale_updates = c.stale_updates;
-    h.unready_updates = c.unready_updates;
-    h.evicted_unsampled = c.evicted_unsampled;
-    h.priority_change = c.priority_change;
-    h.draws.store(c.draws, std::memory_order_relaxed);
-    h.streams.store(std::max(1u, c.streams), std::memory_order_relaxed);
-    if (limiter) change_limiter(h, *limiter);  // what was counted for the other one says nothing about this one
-    TORCHREPLAY_FAULT("import.counted");
-    h.import_head = head;
+    Counts& c = header_.imported;
+    c = saved;
+    c.max_raw = std::max(saved.max_raw, header_.max_raw);
+    c.streams = std::max(saved.streams, header_.streams.load(std::memory_order_relaxed));
+    c.stale_updates += header_.stale_updates;
+    c.unready_updates += header_.unready_updates;
+    header_.import_seed = seed;
+    header_.import_keeps_limiter = is_same(header_.limiter(), limiter);
+    TORCHREPLAY_FAULT("import.told");
     kill_fence();
-    TORCHREPLAY_FAULT("import.announced");
-    // From here on it is finished by whoever locks next, if not by us.
-    uint64_t none = 0;
-    const bool first = h.head.compare_exchange_strong(none, head, std::memory_order_acq_rel);
-    TORCHREPLAY_FAULT("import.issued");
-    if (!first) {
-      h.import_head = 0;
-      throw_beaten();
-    }
+    header_.import_placed = 1;
+    kill_fence();
+    TORCHREPLAY_FAULT("import.placed");
     Recovery(memory_).end_import();
+    ended_ = true;
     publish_limit(memory_);
   }
 
-  // Takes back what was placed, unless finish() came to its end.
+  // Takes back what was placed.
   void abandon() {
-    Locked lock(memory_);
-    if (header_.importer != own_presence()) return;
-    Recovery(memory_).end_import();
+    give_up();
+    TORCHREPLAY_FAULT("import.abandoned");
+    const Locked ends_it(memory_);
     publish_limit(memory_);
   }
 
  private:
-  [[noreturn]] static void throw_beaten() {
-    throw ImportRefused(
-        "explorers have written to the buffer while it was being restored: restore it before they start");
+  void give_up() {
+    uint32_t own = presence_;
+    if (!ended_) header_.importer.compare_exchange_strong(own, kGone);
+    ended_ = true;
   }
 
-  uint32_t own_presence() const { return memory_.liveness().presence(header_.presences); }
-
-  void require_begun() const {
-    if (header_.importer != own_presence()) throw std::logic_error("no import has begun");
+  [[noreturn]] static void throw_taken() {
+    throw RowsRefused("the buffer holds rows already: restore a new one, before its explorers start");
   }
 
-  // As a writer does, for there may be others. False when one was there.
-  bool write(uint64_t key, uint64_t slot, uint64_t i, const RowColumns& rows) const {
+  uint64_t slot_of(const RowColumns& rows, uint64_t i) const {
+    return memory_.slot_of(static_cast<uint64_t>(rows.key[i]));
+  }
+
+  // As a writer does, for there may be others.
+  void place_row(uint64_t slot, uint64_t i, const RowColumns& rows) const {
+    const auto key = static_cast<uint64_t>(rows.key[i]);
     RowHeader& row = memory_.row(slot);
-    uint64_t word = row.word.load(std::memory_order_relaxed);
-    if (word && slot_word::writer(word) != slot_word::kLoaded) return false;
+    uint64_t word = row.word.load(std::memory_order_acquire);
+    if (slot_word::key1(word) > key) return;
+    DrawnItems(memory_).mark(slot);  // first: who takes rows back looks there
+    kill_fence();
     if (!row.word.compare_exchange_strong(word, slot_word::busy(key, slot_word::kLoaded), std::memory_order_acq_rel,
                                           std::memory_order_relaxed))
-      return false;
+      return;  // a newer one
     TORCHREPLAY_FAULT("import.busy");
     std::atomic_thread_fence(std::memory_order_release);
     const auto& fields = memory_.layout().fields;
     for (size_t f = 0; f < fields.size(); f++)
-      std::memcpy(memory_.value(fields[f], slot), rows.values[f] + i * fields[f].nbytes, fields[f].nbytes);
+      copy_value(memory_.value(fields[f], slot), rows.values[f] + i * fields[f].nbytes, fields[f].nbytes);
     row.set({static_cast<uint64_t>(rows.link[i]), static_cast<uint32_t>(rows.step[i]), rows.priority[i]},
             memory_.layout().view.linked());
+    PriorityTree tree = memory_.tree();
+    tree.leaves()[slot] = tree.clamp(rows.leaf[i]);
+    TORCHREPLAY_FAULT("import.copied");
     row.word.store(slot_word::done(key, slot_word::kLoaded), std::memory_order_release);
-    return true;
-  }
-
-  uint64_t newest_key1() const {
-    uint64_t newest = 0;
-    for (uint64_t slot = 0; slot < memory_.capacity(); slot++) newest = std::max(newest, memory_.at(slot));
-    return newest;
   }
 
   SegmentMemory& memory_;
   Header& header_;
+  uint32_t presence_;
+  bool ended_ = false;
 };
 
 }  // namespace torchreplay

@@ -6,6 +6,7 @@
 #include "checksum.h"
 #include "python/ahead.h"
 #include "python/faults.h"
+#include "python/import.h"
 #include "python/segment.h"
 #include "python/streams.h"
 #include "python/weights.h"
@@ -142,7 +143,7 @@ PyModuleDef module = {
 PyObject* make_module() {
   return guarded([&] {
     Ref m(checked(PyModule_Create(&module)));
-    for (PyType_Spec* spec : {&segment::spec, &ahead::spec, &writer::spec, &weights::spec}) {
+    for (PyType_Spec* spec : {&segment::spec, &importing::spec, &ahead::spec, &writer::spec, &weights::spec}) {
       Ref type(checked(PyType_FromSpec(spec)));
       if (PyModule_AddType(m.get(), reinterpret_cast<PyTypeObject*>(type.get()))) throw PythonError{};
     }

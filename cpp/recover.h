@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "absorb.h"
+#include "limiter.h"
 
 namespace torchreplay {
 
@@ -57,52 +58,95 @@ class Recovery {
     TORCHREPLAY_FAULT("recover.clean");
   }
 
-  // Ends an import: its rows are the segment's once tickets were issued for all of them, and otherwise there never were
-  // any.
+  // Ends an import whose rows are all placed, or takes back those that are. Others may have written newer ones.
   void end_import() {
-    const uint64_t head = header_.head.load(std::memory_order_acquire);
-    const bool issued = header_.import_head && head >= header_.import_head;
-    const uint64_t inserted = issued ? header_.inserted : 0;
-    header_.dirty = head ? Dirty::kLinks : Dirty::kTree;
-    kill_fence();
+    alive();
     TORCHREPLAY_FAULT("import.ends");
-    if (issued)
-      void_empty_slots(header_.import_head);
+    if (header_.import_placed)
+      take_over_import();
     else
       take_back_import();
-    run();
-    header_.inserted = std::max(inserted, static_cast<uint64_t>(tree_.count()));
-    header_.completed_at = header_.absorbed;
     kill_fence();
     header_.importer = 0;
     TORCHREPLAY_FAULT("import.over");
   }
 
  private:
-  // Nobody else writes rows of an import any more; slots may have been taken by others since.
+  void take_over_import() {
+    header_.dirty = Dirty::kLinks;
+    kill_fence();
+    each_imported_slot([&](uint64_t slot) {
+      const uint64_t word = memory_.row(slot).word.load(std::memory_order_acquire);
+      const bool placed = slot_word::writer(word) == slot_word::kLoaded;
+      if (!placed) tree_.leaves()[slot] = 0;
+      kill_fence();
+      memory_.at(slot) = placed ? slot_word::key1(word) : 0;
+    });
+    TORCHREPLAY_FAULT("import.seen");
+    void_empty_slots(header_.import_head);
+    const Counts& c = header_.imported;
+    header_.max_raw = c.max_raw;
+    header_.sampled = c.sampled;
+    header_.updated = c.updated;
+    header_.stale_updates = c.stale_updates;
+    header_.unready_updates = c.unready_updates;
+    header_.evicted_unsampled = c.evicted_unsampled;
+    header_.priority_change = c.priority_change;
+    header_.draws.store(c.draws, std::memory_order_relaxed);
+    header_.streams.store(c.streams, std::memory_order_relaxed);
+    header_.seed = header_.import_seed;
+    TORCHREPLAY_FAULT("import.counted");
+    initial_.refresh();
+    run();
+    header_.inserted = std::max(c.inserted + items_of_others(), static_cast<uint64_t>(tree_.count()));
+    header_.completed_at = header_.absorbed;
+    if (header_.import_keeps_limiter) {
+      LimiterConfig& limiter = header_.limiters[header_.limiter_index & 1];
+      limiter.inserted_before = c.inserted_before;
+      limiter.sampled_before = c.sampled_before;
+    } else {
+      change_limiter(header_, header_.limiter());  // what was counted for another one says nothing about this one
+    }
+  }
+
   void take_back_import() {
-    each_slot([&](uint64_t slot) {
-      if (!memory_.at(slot)) return;
+    header_.dirty = Dirty::kTree;
+    kill_fence();
+    each_imported_slot([&](uint64_t slot) {
       std::atomic<uint64_t>& word = memory_.row(slot).word;
       uint64_t placed = word.load(std::memory_order_relaxed);
       if (slot_word::writer(placed) == slot_word::kLoaded)
         word.compare_exchange_strong(placed, 0, std::memory_order_acq_rel, std::memory_order_relaxed);
-      TORCHREPLAY_FAULT("import.taken");
+      TORCHREPLAY_FAULT("import.taken_back");
       tree_.leaves()[slot] = 0;
-      drawn_.clear(slot);
       kill_fence();
-      memory_.at(slot) = 0;
+      drawn_.clear(slot);
     });
-    header_.sampled = header_.updated = header_.stale_updates = header_.unready_updates = 0;
-    header_.evicted_unsampled = 0;
-    header_.priority_change = 0;
-    header_.max_raw = 1;
-    header_.draws.store(0, std::memory_order_relaxed);
-    LimiterConfig& limiter = header_.limiters[header_.limiter_index & 1];
-    limiter.inserted_before = limiter.sampled_before = 0;
+    uint64_t head = header_.import_head;
+    const bool alone = header_.head.compare_exchange_strong(head, 0, std::memory_order_acq_rel);
+    TORCHREPLAY_FAULT("import.unissued");
+    if (!alone && head > header_.import_head) void_empty_slots(header_.import_head);
+    run();
   }
 
-  // The tickets of slots without a row are lost: nobody is going to write them.
+  // Slots that rows were imported into are marked as drawn, and hold nothing absorbed: their leaves wait to be.
+  template <class Visit>
+  void each_imported_slot(Visit&& visit) {
+    each_slot([&](uint64_t slot) {
+      if (drawn_.contains(slot)) visit(slot);
+    });
+  }
+
+  // Items that can be drawn, but for those that were imported.
+  uint64_t items_of_others() {
+    uint64_t n = 0;
+    each_slot([&](uint64_t slot) {
+      n += memory_.at(slot) > header_.import_head && tree_.leaf(static_cast<int64_t>(slot)) > 0;
+    });
+    return n;
+  }
+
+  // Nobody is going to write the rows of these tickets.
   void void_empty_slots(uint64_t head) {
     for (uint64_t slot = 0; slot < std::min(memory_.capacity(), head); slot++) {
       uint64_t never = 0;

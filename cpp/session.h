@@ -134,14 +134,14 @@ class Locked {
       header_.mutex.give_up_for(thread);
   }
 
-  // After the death of the owner, or of who imported rows, or an exception that the owner threw in the midst of a
-  // change.
+  // After the death of the owner, or an exception that it threw in the midst of a change; and during an import, whose
+  // end repairs all.
   void repair(bool died) {
     try {
-      if (header_.importer && !memory_.liveness().present(header_.importer))
-        Recovery(memory_).end_import();
-      else if (header_.dirty != Dirty::kClean)
+      if (const uint32_t importer = header_.importer; !importer)
         Recovery(memory_).run();
+      else if (!memory_.liveness().present(importer))
+        Recovery(memory_).end_import();
     } catch (...) {  // the memory stays dirty, for the next one
       if (died) header_.mutex.mark_consistent();
       unlock();

@@ -1,6 +1,7 @@
 // Rows copied out of a segment while others write to it.
 #pragma once
 
+#include <stdexcept>
 #include <vector>
 
 #include "session.h"
@@ -17,21 +18,16 @@ struct RowColumns {
   float* priority = nullptr;
 };
 
-// What a segment has counted.
-struct Counters {
-  uint64_t head = 0, inserted = 0, sampled = 0, updated = 0, stale_updates = 0, unready_updates = 0, draws = 0,
-           evicted_unsampled = 0;
-  uint32_t streams = 1;
-  float max_raw = 1;
-  double priority_change = 0;
-  uint64_t inserted_before = 0, sampled_before = 0;  // the limiter was set
+// Rows cannot be copied, or imported, now. The message says why.
+struct RowsRefused : std::runtime_error {
+  using std::runtime_error::runtime_error;
 };
 
 class Snapshot {
  public:
   explicit Snapshot(SegmentMemory& m) : memory_(m) {}
 
-  Counters counters() const {
+  Counts counts() const {
     const Header& h = memory_.header();
     Locked lock(memory_);
     lock.absorb();
@@ -52,7 +48,7 @@ class Snapshot {
   }
 
   // Copies the rows in slots [from, to), without those that are overwritten meanwhile, and returns how many. Every row
-  // is exact; rows of different chunks are of different moments.
+  // is exact; rows of different chunks are of different moments. Throws RowsRefused.
   uint64_t copy_out(uint64_t from, uint64_t to, const RowColumns& out) {
     uint64_t n = 0;
     for (uint64_t first = from; first < to; first += kChunk) {
@@ -76,7 +72,7 @@ class Snapshot {
     Locked lock(memory_);
     lock.absorb();
     publish_limit(memory_);
-    if (memory_.header().importer) return at_.assign(last - first, 0);  // there are none before their import ends
+    if (memory_.header().importer) throw RowsRefused("the buffer is being restored: save it when that is over");
     at_.assign(&memory_.at(first), &memory_.at(first) + (last - first));
     const float* leaves = memory_.tree().leaves();
     leaf_.assign(leaves + first, leaves + last);

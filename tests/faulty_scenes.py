@@ -15,6 +15,7 @@ from faulty_lives import BATCH, DIED, INDICES, Fault, await_stop, faulty, live, 
 from forked import Forked, eventually, shared_counters
 
 import torchreplay as tr
+from torchreplay import checkpoint
 
 
 class Scene:
@@ -220,25 +221,45 @@ class Restore(Scene):
         return self.play(start)
 
     def play(self, start):
-        with start(self.restore) as process:
+        with start(self.buffer.restore, self.directory.name) as process:
             return process.wait()
-
-    def restore(self):
-        self.buffer.restore(self.directory.name)
 
     def check(self):
         if len(self.buffer) == 0:
-            assert counts_of(self.buffer) == (0, 0, 0, 0, 0), "something stays of what was not restored"
-            self.restore()
+            assert counts_of(self.buffer) == counts_of(self.lives.buffer()), "something stays of what was not restored"
+            self.buffer.restore(self.directory.name)
         assert counts_of(self.buffer) == counts_of(self.saved)
         super().check()
 
 
 class RestoreInVain(Restore):
-    """An explorer writes before it is over."""
+    """The last file turns out to be damaged."""
 
     def play(self, start):
-        with start(self.restore, faults=[Fault("import.row", nth=5, stop=True)]) as process:
+        with start(self.restore_in_vain) as process:
+            return process.wait()
+
+    def restore_in_vain(self):
+        read_shards = checkpoint._read_shards
+
+        def reading(*args):
+            yield from read_shards(*args)
+            raise tr.CheckpointError("the last file is damaged")
+
+        checkpoint._read_shards = reading
+        with pytest.raises(tr.CheckpointError, match="the last file"):
+            self.buffer.restore(self.directory.name)
+
+    def check(self):
+        assert len(self.buffer) == 0
+        super().check()
+
+
+class RestoreBesideAnExplorer(Restore):
+    """Which writes while rows are placed."""
+
+    def play(self, start):
+        with start(self.buffer.restore, self.directory.name, faults=[Fault("import.row", nth=5, stop=True)]) as process:
             stopped = await_stop(process)
             with Forked(self.lives.write, self.buffer, self.new_index()) as explorer:
                 assert explorer.wait() == 0
@@ -246,17 +267,27 @@ class RestoreInVain(Restore):
                 process.signal(signal.SIGCONT)
             return process.wait()
 
-    def restore(self):
-        with pytest.raises(tr.CheckpointError, match="explorers have written"):
-            super().restore()
-
     def check(self):
+        head, capacity = self.saved.stats().rows_written, self.buffer.capacity
+        saved, found = keys_of(self.saved), keys_of(self.buffer)
+        written = found[found >= head] if found.max() >= head else found  # it was over before they came
+        imported = np.setdiff1d(found, written)
+        if len(imported):
+            assert imported.tolist() == saved[~np.isin(saved % capacity, written % capacity)].tolist()
+        assert self.buffer.stats().inserted >= self.buffer.stats().drawable
         Scene.check(self)
 
 
 def counts_of(buffer):
     stats = buffer.stats()
-    return stats.size, stats.inserted, stats.sampled, stats.updated, stats.priority_total
+    figures = stats.inserted, stats.sampled, stats.updated, stats.draws, stats.priority_total, stats.priority_max
+    return stats.size, *figures
+
+
+def keys_of(buffer):
+    assert len(buffer)
+    keys1 = buffer._segment.column(-2).numpy()
+    return np.sort(keys1[keys1 > 0]) - 1
 
 
 class Publication(Scene):
@@ -302,13 +333,14 @@ OF_ROWS = {
     "in waits": Waits,
     "in a load": Load,
     "in a restore": Restore,
-    "in a restore that comes too late": RestoreInVain,
+    "in a restore in vain": RestoreInVain,
+    "in a restore beside an explorer": RestoreBesideAnExplorer,
     "in a long absorption": LongAbsorption,
     "in a stop": Stop,
     "in a publication": Publication,
 }
 OF_TRAJECTORIES = {
-    **dict(itertools.islice(OF_ROWS.items(), 11)),
+    **dict(itertools.islice(OF_ROWS.items(), 12)),
     "when rows come during an absorption": RowsThatComeDuringAnAbsorption,
 }
 

@@ -367,14 +367,15 @@ class ReplayBuffer(Drawing, Inspection, Replay):
     def restore(self, directory: str | os.PathLike[str]) -> None:
         """Does what `load` does to a buffer that is there and was never written to.
 
-        Nobody sees a row before all are there. After an error, and after the death of this process, there is none.
+        Nobody sees a row before all are there, and of a restore that fails, or whose process dies, none stays. What
+        explorers write meanwhile can be drawn when it is over, and is newer than what was saved.
 
         Args:
             directory: What `save` wrote, of a buffer with the same spec and view; the capacity may be another.
 
         Raises:
             CheckpointError: There is no checkpoint, it is damaged or of another kind, the buffer holds rows already,
-                explorers wrote to it meanwhile (they lose nothing), or another process restores it.
+                or somebody else restores it.
         """
         root = checked_path("directory", directory)
         load_rows(self._segment, self._present_config(), Description.read(root), root)

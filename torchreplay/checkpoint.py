@@ -10,23 +10,22 @@ import json
 import os
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from . import _C
 from .arguments import checked_int
 from .checkpoint_directory import read_description, replace_checkpoint
 from .config import Config
 from .errors import CheckpointError
 from .progress import track
+from .samplers import Prioritized, Sampler
 from .shards import announce, read_shard, room_for, write_shard
-
-if TYPE_CHECKING:
-    from . import _C
 
 FORMAT = 3
 ROW_COLUMNS = ("row.key", "row.leaf", "row.link", "row.step", "row.priority")
@@ -38,6 +37,7 @@ PIECE = 2 << 20
 ANNOUNCED = 64
 """Files that the system is asked to fetch before they are read: while memory for the rows is made, too."""
 MAX_COUNT = (1 << 64) - 1
+COUNTS = 13
 SHARD_NAME = re.compile(r"rows-[0-9a-f]+/[0-9]+\.safetensors")
 
 
@@ -83,6 +83,8 @@ class Description:
             raise ValueError(f"it has format {parts['format']}, this version of torchreplay reads format {FORMAT}")
         config = Config.from_text(json.dumps(parts["config"]))
         seed, step = (checked_int(name, parts[name], 0, MAX_COUNT) for name in ("seed", "step"))
+        if len(parts["counts"]) != COUNTS:
+            raise ValueError(f"it has {len(parts['counts'])} counters, not {COUNTS}")
         *counts, max_raw, priority_change, inserted_before, sampled_before = parts["counts"]
         counts = [checked_int("a counter", count, 0, MAX_COUNT) for count in (*counts, inserted_before, sampled_before)]
         counts[-2:-2] = [float(max_raw), float(priority_change)]
@@ -100,7 +102,11 @@ class Description:
 
 
 def save(segment: _C.Segment, config: Config, directory: str | os.PathLike[str]) -> None:
-    """Saves a buffer; see `ReplayBuffer.save`."""
+    """Saves a buffer; see `ReplayBuffer.save`.
+
+    Raises:
+        CheckpointError: It is being restored.
+    """
 
     def write(data: Path) -> dict[str, Any]:
         step = segment.step
@@ -129,7 +135,10 @@ def _write_shards(segment: _C.Segment, config: Config, data: Path) -> list[tuple
 
     with ThreadPoolExecutor(AT_A_TIME) as writers:
         for number, first in enumerate(track(starts, "saving the replay buffer")):
-            columns = segment.export_rows(first, min(first + slots, config.capacity))
+            try:
+                columns = segment.export_rows(first, min(first + slots, config.capacity))
+            except BufferError as error:
+                raise CheckpointError(str(error)) from None
             if not len(columns[0]):
                 continue
             if not rooms:
@@ -152,32 +161,54 @@ def load_rows(segment: _C.Segment, config: Config, description: Description, dir
     """Places the rows of a checkpoint into a segment that holds none: all of them, or after an error or a death none.
 
     Raises:
-        CheckpointError: A file is missing or damaged, the segment is of another kind, holds rows, or somebody else
-            restores or writes to it.
+        CheckpointError: A file is missing or damaged, the segment is of another kind or holds rows, or somebody else
+            restores it.
     """
-    saved = description.config
-    require_alike(saved, config, directory)
-    names = [*_names(description.config), *ROW_COLUMNS]
-    other = None if saved.limiter == config.limiter else config.limiter.native()
-    begun = True
+    saved, root = description.config, Path(directory)
+    require_alike(saved, config, root)
+    names = [*_names(saved), *ROW_COLUMNS]
+    leaves = _leaves_for(config.sampler, saved.sampler, float(description.counts[-4]))
     try:
+        rows = _C.Import(segment, int(description.counts[0]))
         try:
-            segment.begin_import()
-        except BufferError:  # what there is is not ours to take back
-            begun = False
-            raise
-        for columns in _read_shards(description.shards, Path(directory), names):
-            segment.import_rows(columns)
-        segment.finish_import(description.counts, description.seed, description.step, other)
+            for columns in _read_shards(description.shards, root, names):
+                if leaves is not None:
+                    columns[names.index("row.leaf")] = leaves(columns[names.index("row.leaf")])
+                rows.place(columns)
+            rows.finish(description.counts, saved.limiter.native(), description.seed, description.step)
+        finally:
+            rows.abandon()
     except BufferError as error:
         raise CheckpointError(str(error)) from None
     except (ValueError, TypeError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"the checkpoint in {Path(directory)} is damaged: {error}") from None
-    finally:
-        if begun:
-            segment.abandon_import()
+        raise CheckpointError(f"the checkpoint in {root} is damaged: {error}") from None
+
+
+def _leaves_for(sampler: Sampler, saved: Sampler, largest: float) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Returns what makes leaves of one sampler those of another, (|td| + eps)^alpha; None: they are the same.
+
+    Args:
+        sampler: Of the leaves wanted.
+        saved: Of those given. Where it tells no TD error from another, all count as the largest.
+        largest: The largest |td| seen.
+    """
+
+    def exponents(of: Sampler) -> tuple[float, float]:
+        return (of.alpha, of.eps) if isinstance(of, Prioritized) else (0.0, 0.0)
+
+    (alpha, eps), (alpha_before, eps_before) = exponents(sampler), exponents(saved)
+    if (alpha, eps) == (alpha_before, eps_before):
+        return None
+
+    def convert(leaves: torch.Tensor) -> torch.Tensor:
+        errors = torch.full(leaves.shape, largest, dtype=torch.float64)
+        if alpha_before:
+            errors = (leaves.double() ** (1 / alpha_before) - eps_before).clamp(min=0.0)
+        return torch.where(leaves > 0, (errors + eps) ** alpha, 0.0).float()
+
+    return convert
 
 
 def require_alike(saved: Config, config: Config, directory: str | os.PathLike[str]) -> None:

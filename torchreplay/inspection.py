@@ -45,7 +45,7 @@ def histograms(leaves: torch.Tensor, keys1: torch.Tensor, head: int, bins: int) 
         head: The next key.
         bins: Number of bins.
     """
-    positive = leaves[leaves > 0].double()
+    positive = leaves[(leaves > 0) & (keys1 > 0)].double()  # others are being restored
     ages = (head - keys1[keys1 > 0]).double()
     low, high = (math.log10(positive.min()), math.log10(positive.max())) if len(positive) else (0.0, 0.0)
     # A range of no width would put everything beside its only value.

@@ -9,9 +9,8 @@
 #include <system_error>
 
 #include "../format.h"
-#include "../import.h"
 #include "../participants.h"
-#include "../session.h"
+#include "../snapshot.h"
 
 namespace torchreplay::py {
 
@@ -38,7 +37,7 @@ PyObject* guarded(Body&& body) {
     PyErr_Format(PyExc_OSError, "%s", e.what());
   } catch (const LockTimeout& e) {
     PyErr_SetString(timeout_type, e.what());
-  } catch (const ImportRefused& e) {
+  } catch (const RowsRefused& e) {
     PyErr_SetString(PyExc_BufferError, e.what());
   } catch (const NotASegment& e) {
     PyErr_SetString(PyExc_ConnectionError, e.what());
