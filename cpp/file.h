@@ -34,8 +34,8 @@ class Examination {
     require_intact(header_.limiter_index < 2, "limiter");
     for (const LimiterConfig& limiter : header_.limiters)
       require_intact(limiter.ratio >= 0 && limiter.min_diff <= limiter.max_diff, "limiter");
-    const bool untouched = header_.rows == 0 && header_.absorbed == 0;
-    require_intact(!header_.importer || header_.import_placed == 1 || (!header_.import_placed && untouched), "import");
+    const bool untouched = header_.rows == 0 && header_.inserted == 0;
+    require_intact(!header_.importer || untouched || header_.import_stage == ImportStage::kPlaced, "import");
     for (uint64_t slot = 0; slot < memory_.capacity(); slot++) {
       check_word(slot);
       check_leaf(slot);

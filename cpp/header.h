@@ -51,6 +51,12 @@ struct Counts {
   uint64_t inserted_before, sampled_before;  // the limiter was set
 };
 
+enum class ImportStage : uint32_t {
+  kBegins = 0,  // its tickets may have been issued
+  kPlaces = 1,  // they were
+  kPlaced = 2,  // all its rows are there: what follows is as good as done
+};
+
 inline constexpr uint32_t kGone = std::numeric_limits<uint32_t>::max();  // a presence that nobody has
 
 // Which derived state an owner that died may have left wrong.
@@ -122,8 +128,9 @@ struct Header {
   std::atomic<uint64_t> holder;     // of the mutex: presence << 32 | thread id; 0: nobody, or not yet known
   std::atomic<int32_t> holder_pid;  // who took the mutex last, for messages
   std::atomic<uint32_t> repairing;  // counts the steps of repairs
-  uint64_t import_head;             // tickets below are those of the imported rows
-  uint32_t import_placed;           // 1: all of them are there, and what follows is as good as done
+  uint64_t import_head;             // tickets below are those of imports
+  uint64_t imports;                 // how many have begun
+  ImportStage import_stage;         // of the one under way
   uint32_t import_keeps_limiter;    // 1: the counts are of the limiter that holds
   uint64_t import_seed;
   Counts imported;

@@ -16,19 +16,27 @@ class Import {
  public:
   // Rows with keys below `head` are to come. Throws RowsRefused when there are rows already, or another import.
   Import(SegmentMemory& m, uint64_t head)
-      : memory_(m), header_(m.header()), presence_(m.liveness().presence(header_.presences)) {
+      : memory_(m),
+        header_(m.header()),
+        presence_(m.liveness().presence(header_.presences)),
+        generation_(fork_generation.load(std::memory_order_relaxed)) {
     const Locked lock(memory_);
     if (header_.importer) throw RowsRefused("the buffer is being restored already");
-    if (header_.head.load(std::memory_order_relaxed)) throw_taken();
-    header_.import_placed = 0;
+    uint64_t before = header_.import_head;  // all tickets there may be: of imports that came to nothing
+    head = std::max(head, before);
+    if (header_.rows || header_.inserted || header_.head.load(std::memory_order_relaxed) != before) throw_taken();
+    header_.import_stage = ImportStage::kBegins;
     header_.import_head = head;
+    header_.imports++;
     kill_fence();
     header_.importer = presence_;
     TORCHREPLAY_FAULT("import.begun");
-    uint64_t none = 0;
-    if (header_.head.compare_exchange_strong(none, head, std::memory_order_acq_rel)) return;
-    header_.importer = 0;
-    throw_taken();
+    if (!header_.head.compare_exchange_strong(before, head, std::memory_order_acq_rel)) {
+      header_.importer = 0;
+      throw_taken();
+    }
+    TORCHREPLAY_FAULT("import.issued");
+    header_.import_stage = ImportStage::kPlaces;
   }
   // Gives up, if it did not come to its end: the next one to lock takes back what was placed.
   ~Import() { give_up(); }
@@ -58,15 +66,13 @@ class Import {
     Locked lock(memory_);
     Counts& c = header_.imported;
     c = saved;
-    c.max_raw = std::max(saved.max_raw, header_.max_raw);
-    c.streams = std::max(saved.streams, header_.streams.load(std::memory_order_relaxed));
     c.stale_updates += header_.stale_updates;
     c.unready_updates += header_.unready_updates;
     header_.import_seed = seed;
     header_.import_keeps_limiter = is_same(header_.limiter(), limiter);
     TORCHREPLAY_FAULT("import.told");
     kill_fence();
-    header_.import_placed = 1;
+    header_.import_stage = ImportStage::kPlaced;
     kill_fence();
     TORCHREPLAY_FAULT("import.placed");
     Recovery(memory_).end_import();
@@ -85,7 +91,8 @@ class Import {
  private:
   void give_up() {
     uint32_t own = presence_;
-    if (!ended_) header_.importer.compare_exchange_strong(own, kGone);
+    const bool forked = generation_ != fork_generation.load(std::memory_order_relaxed);  // it is the parent's
+    if (!ended_ && !forked) header_.importer.compare_exchange_strong(own, kGone);
     ended_ = true;
   }
 
@@ -102,7 +109,7 @@ class Import {
     const auto key = static_cast<uint64_t>(rows.key[i]);
     RowHeader& row = memory_.row(slot);
     uint64_t word = row.word.load(std::memory_order_acquire);
-    if (slot_word::key1(word) > key) return;
+    if (slot_word::key1(word) > header_.import_head || (slot_word::is_row(word) && slot_word::key1(word) > key)) return;
     DrawnItems(memory_).mark(slot);  // first: who takes rows back looks there
     kill_fence();
     if (!row.word.compare_exchange_strong(word, slot_word::busy(key, slot_word::kLoaded), std::memory_order_acq_rel,
@@ -124,6 +131,7 @@ class Import {
   SegmentMemory& memory_;
   Header& header_;
   uint32_t presence_;
+  uint64_t generation_;
   bool ended_ = false;
 };
 

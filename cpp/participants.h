@@ -87,6 +87,8 @@ inline Census take_census(SegmentMemory& m, bool unused_count_as_others) {
     c.others_learning += role == Role::kLearner && other;
     c.waiting += role == Role::kWriter && entry.waiting.load(std::memory_order_relaxed);
   }
+  const uint32_t importer = m.header().importer;
+  c.supervisors += importer && m.liveness().present(importer);  // rows are to come
   return c;
 }
 

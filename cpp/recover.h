@@ -62,7 +62,7 @@ class Recovery {
   void end_import() {
     alive();
     TORCHREPLAY_FAULT("import.ends");
-    if (header_.import_placed)
+    if (header_.import_stage == ImportStage::kPlaced)
       take_over_import();
     else
       take_back_import();
@@ -85,7 +85,7 @@ class Recovery {
     TORCHREPLAY_FAULT("import.seen");
     void_empty_slots(header_.import_head);
     const Counts& c = header_.imported;
-    header_.max_raw = c.max_raw;
+    header_.max_raw = std::max(header_.max_raw, c.max_raw);
     header_.sampled = c.sampled;
     header_.updated = c.updated;
     header_.stale_updates = c.stale_updates;
@@ -93,7 +93,9 @@ class Recovery {
     header_.evicted_unsampled = c.evicted_unsampled;
     header_.priority_change = c.priority_change;
     header_.draws.store(c.draws, std::memory_order_relaxed);
-    header_.streams.store(c.streams, std::memory_order_relaxed);
+    uint32_t streams = header_.streams.load(std::memory_order_relaxed);
+    while (streams < c.streams && !header_.streams.compare_exchange_weak(streams, c.streams)) {
+    }
     header_.seed = header_.import_seed;
     TORCHREPLAY_FAULT("import.counted");
     initial_.refresh();
@@ -122,10 +124,14 @@ class Recovery {
       kill_fence();
       drawn_.clear(slot);
     });
-    uint64_t head = header_.import_head;
-    const bool alone = header_.head.compare_exchange_strong(head, 0, std::memory_order_acq_rel);
-    TORCHREPLAY_FAULT("import.unissued");
-    if (!alone && head > header_.import_head) void_empty_slots(header_.import_head);
+    // Its tickets were issued for nothing.
+    const uint64_t end = header_.import_head;
+    if (header_.head.load(std::memory_order_acquire) >= end) void_empty_slots(end);
+    TORCHREPLAY_FAULT("import.voided");
+    if (header_.import_stage == ImportStage::kPlaces)
+      header_.absorbed = header_.completed_at = end;
+    else
+      header_.import_head = 0;  // whose tickets they are nobody knows: no other import
     run();
   }
 
@@ -149,9 +155,11 @@ class Recovery {
   // Nobody is going to write the rows of these tickets.
   void void_empty_slots(uint64_t head) {
     for (uint64_t slot = 0; slot < std::min(memory_.capacity(), head); slot++) {
-      uint64_t never = 0;
+      std::atomic<uint64_t>& word = memory_.row(slot).word;
       const uint64_t newest = head - 1 - (head - 1 - slot) % memory_.capacity();
-      memory_.row(slot).word.compare_exchange_strong(never, slot_word::voided(newest), std::memory_order_relaxed);
+      uint64_t was = word.load(std::memory_order_relaxed);
+      if (slot_word::is_busy(was) || slot_word::is_row(was) || slot_word::key1(was) > newest) continue;
+      word.compare_exchange_strong(was, slot_word::voided(newest), std::memory_order_relaxed);
     }
   }
 

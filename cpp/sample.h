@@ -171,7 +171,8 @@ class BatchSampler {
       publish_limit(memory_);
       const uint64_t missing = shortage.needed > h.inserted ? shortage.needed - h.inserted : 1;
       const uint64_t wake_at = h.absorbed + missing - 1;
-      if (wake_at < h.wake_at.load(std::memory_order_relaxed)) h.wake_at.store(wake_at, std::memory_order_relaxed);
+      if (!h.importer && wake_at < h.wake_at.load(std::memory_order_relaxed))
+        h.wake_at.store(wake_at, std::memory_order_relaxed);
       TORCHREPLAY_FAULT("draw.waits");
       const bool barren = tree.total() == 0 && h.absorbed > h.completed_at + 2 * memory_.capacity();
       return barren ? Draw::kBarren : Draw::kWait;

@@ -27,9 +27,11 @@ class Snapshot {
  public:
   explicit Snapshot(SegmentMemory& m) : memory_(m) {}
 
+  // Throws RowsRefused.
   Counts counts() const {
     const Header& h = memory_.header();
     Locked lock(memory_);
+    require_restored();
     lock.absorb();
     publish_limit(memory_);
     return {h.head.load(std::memory_order_acquire),
@@ -72,10 +74,14 @@ class Snapshot {
     Locked lock(memory_);
     lock.absorb();
     publish_limit(memory_);
-    if (memory_.header().importer) throw RowsRefused("the buffer is being restored: save it when that is over");
+    require_restored();
     at_.assign(&memory_.at(first), &memory_.at(first) + (last - first));
     const float* leaves = memory_.tree().leaves();
     leaf_.assign(leaves + first, leaves + last);
+  }
+
+  void require_restored() const {
+    if (memory_.header().importer) throw RowsRefused("the buffer is being restored: save it when that is over");
   }
 
   bool copy_row(uint64_t slot, uint64_t key1, const RowColumns& out, uint64_t n) const {

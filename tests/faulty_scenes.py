@@ -278,6 +278,21 @@ class RestoreBesideAnExplorer(Restore):
         Scene.check(self)
 
 
+class ExplorersAfterARestore(RestoreBesideAnExplorer):
+    """As many tickets as the checkpoint has, and more than a turn of the ring, before anybody looks."""
+
+    def play(self, start):
+        status = Restore.play(self, start)
+        for index in range(self.new_index(), self.indices - INDICES + 5):
+            with Forked(self.lives.write, self.buffer, index) as explorer:
+                assert explorer.wait() == 0
+        return status
+
+    def check(self):
+        assert len(self.buffer) == self.buffer.capacity
+        super().check()
+
+
 def counts_of(buffer):
     stats = buffer.stats()
     figures = stats.inserted, stats.sampled, stats.updated, stats.draws, stats.priority_total, stats.priority_max
@@ -335,12 +350,13 @@ OF_ROWS = {
     "in a restore": Restore,
     "in a restore in vain": RestoreInVain,
     "in a restore beside an explorer": RestoreBesideAnExplorer,
+    "in a restore before explorers": ExplorersAfterARestore,
     "in a long absorption": LongAbsorption,
     "in a stop": Stop,
     "in a publication": Publication,
 }
 OF_TRAJECTORIES = {
-    **dict(itertools.islice(OF_ROWS.items(), 12)),
+    **dict(itertools.islice(OF_ROWS.items(), 13)),
     "when rows come during an absorption": RowsThatComeDuringAnAbsorption,
 }
 

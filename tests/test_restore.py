@@ -4,7 +4,10 @@ import os
 import random
 import shutil
 import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -31,13 +34,14 @@ def save(directory, capacity=300):
 
 def assert_nothing_was_restored(buffer):
     with filled(0, buffer.capacity) as new:
-        assert counts_of(buffer) == counts_of(new)
+        assert saved_counts(buffer.stats()) == saved_counts(new.stats())
         for name, counts in new.histograms(8).items():
             assert torch.equal(buffer.histograms(8)[name], counts)
 
 
 def assert_restored(buffer, saved):
-    assert counts_of(buffer) == (*saved_counts(saved), saved.rows_written)
+    assert saved_counts(buffer.stats()) == saved_counts(saved)
+    assert buffer.stats().rows_written == saved.rows_written
     assert buffer.stats().priority_total == pytest.approx(saved.priority_total, rel=1e-6)
     assert_rows_are_those_of_their_keys(buffer.gather(torch.arange(300)))
 
@@ -45,11 +49,6 @@ def assert_restored(buffer, saved):
 def saved_counts(stats):
     figures = stats.drawable, stats.inserted, stats.sampled, stats.updated, stats.draws, stats.evicted_unsampled
     return stats.size, *figures, stats.priority_max
-
-
-def counts_of(buffer):
-    stats = buffer.stats()
-    return *saved_counts(stats), stats.rows_written
 
 
 def leaves_of(buffer):
@@ -87,19 +86,19 @@ def test_a_restore_that_fails_half_way_leaves_the_buffer_as_it_was(tmp_path):
         unused = buffer.stats()
         with pytest.raises(tr.CheckpointError, match=last.name):
             buffer.restore(tmp_path / "damaged")
-        assert buffer.stats() == unused
+        assert replace(buffer.stats(), rows_written=0) == unused  # its keys are spent
         buffer.restore(tmp_path / "whole")
         assert buffer.gather(torch.arange(300))["key"].tolist() == list(range(300))
     with filled(0, 300) as buffer:
         with pytest.raises(tr.CheckpointError, match=last.name):
             buffer.restore(tmp_path / "damaged")
-        assert buffer.extend(**rows(0, 40)).tolist() == list(range(40))
-        assert set(buffer.sample(300)["key"].tolist()) <= set(range(40))
-        buffer.extend(**rows(40, 270))
+        keys = buffer.extend(**rows(0, 40)).tolist()
+        assert set(buffer.sample(300)["key"].tolist()) <= set(keys)
+        keys += buffer.extend(**rows(40, 270)).tolist()
         assert buffer.stats().evicted_unsampled == 0  # nothing was overwritten but what is no longer there
         buffer.save(tmp_path / "own")
     with tr.ReplayBuffer.load(tmp_path / "own") as loaded:
-        assert loaded.gather(torch.arange(310))["key"].tolist() == list(range(10, 310))
+        assert torch.equal(loaded.gather(keys)["reward"], torch.arange(10.0, 310.0))
 
 
 def end_by(end, buffer, directory):
@@ -246,7 +245,10 @@ def test_another_threads_close_does_not_leave_the_buffer_to_nobody(tmp_path, mon
 def test_what_others_set_meanwhile_stays(tmp_path, monkeypatch):
     save(tmp_path)
     limiter = tr.SamplesPerInsert(2.0, min_size=10, tolerance=0.5)
-    with filled(0, 300) as buffer, tr.ReplayBuffer.attach(buffer.handle()) as other:
+    with filled(0, 300) as buffer, attached(buffer) as early, attached(buffer) as other, attached(buffer) as late:
+        with pytest.raises(tr.ReplayTimeout):
+            early.sample(1, timeout=0)  # which takes a stream of draws
+        buffer._segment.raise_largest(70.0)
 
         def change():
             other.limiter = limiter
@@ -254,11 +256,87 @@ def test_what_others_set_meanwhile_stays(tmp_path, monkeypatch):
         restore_beside(monkeypatch, 1, change)
         buffer.restore(tmp_path)
         assert buffer.limiter == limiter
-        other.sample(10, timeout=0)  # it counts from here, as if 10 items had been inserted
-        assert other.stream not in (0, buffer.stream)
+        assert buffer.stats().priority_max == 70.0
+        batches = [each.sample(5, timeout=0) for each in (other, late)]  # as if 10 items had been inserted before
+        assert len({early.stream, other.stream, late.stream, buffer.stream}) == 4
+        assert not torch.equal(*(batch["key"] for batch in batches))
 
 
-@pytest.mark.parametrize("alpha", [None, 0.0, 0.35, 1.0])
+def attached(buffer):
+    return tr.ReplayBuffer.attach(buffer.handle())
+
+
+def test_learners_wait_for_a_restore_under_way(tmp_path, monkeypatch):
+    save(tmp_path)
+    begun = threading.Event()
+
+    def take_long():
+        begun.set()
+        time.sleep(1.0)  # longer than anybody waits for nobody
+
+    restore_beside(monkeypatch, 2, take_long)
+    with filled(0, 300) as buffer, ThreadPoolExecutor(1) as other:
+        restored = other.submit(buffer.restore, tmp_path)
+        assert begun.wait(60)
+        assert len(buffer.sample(4, timeout=60)["key"]) == 4
+        restored.result(60)
+
+
+def test_keys_of_a_killed_restore_are_no_turns_of_the_ring(tmp_path, monkeypatch):
+    with filled(300, 300) as saved:
+        saved.extend(**rows(300, 3000))
+        saved.save(tmp_path)
+    with filled(0, 100) as buffer, buffer.writer(), monkeypatch.context() as patch:
+        restore_beside(patch, 2, kill_oneself)
+        end_by("killed", buffer, tmp_path)
+        with pytest.raises(tr.ReplayTimeout):
+            buffer.sample(1, timeout=2.5)
+        assert buffer.extend(**rows(0, 1)).tolist() == [3300]
+        assert buffer.sample(1, timeout=0)["key"].tolist() == [3300]
+
+
+def test_a_save_in_whose_midst_the_buffer_is_restored_is_refused(tmp_path, monkeypatch):
+    save(tmp_path)
+    write_shards = checkpoint._write_shards
+    with filled(0, 300) as buffer:
+        buffer.save(tmp_path / "own")
+
+        def write_and_restore(*args):
+            shards = write_shards(*args)
+            buffer.restore(tmp_path)
+            return shards
+
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint, "_write_shards", write_and_restore)
+            with pytest.raises(tr.CheckpointError, match="was restored meanwhile"):
+                buffer.save(tmp_path / "own")
+        with tr.ReplayBuffer.load(tmp_path / "own") as loaded:
+            assert (len(loaded), loaded.stats().rows_written) == (0, 0)
+        buffer.save(tmp_path / "own")
+        with tr.ReplayBuffer.load(tmp_path / "own") as loaded:
+            assert len(loaded) == 300
+
+
+def test_restores_that_come_to_nothing_may_follow_each_other(tmp_path, monkeypatch):
+    small, large = tmp_path / "small", tmp_path / "large"
+    save(small)
+    with filled(300, 300) as more:
+        more.extend(**rows(300, 700))
+        more.save(large)
+    with filled(0, 200) as buffer:
+        for directory in (small, large, small):
+            with monkeypatch.context() as patch:
+                restore_beside(patch, 3, kill_oneself)
+                end_by("killed", buffer, directory)
+            assert_nothing_was_restored(buffer)
+        buffer.restore(small)
+        assert (len(buffer), buffer.stats().drawable) == (200, 200)
+        assert_rows_are_those_of_their_keys(buffer.gather(torch.arange(100, 300)))
+        assert buffer.extend(**rows(0, 500)).tolist() == list(range(1000, 1500))
+        assert len(buffer) == buffer.stats().drawable == 200
+
+
+@pytest.mark.parametrize("alpha", [None, 0.0, 0.35, 1.0, 8.0])
 def test_leaves_become_those_of_the_buffers_own_sampler(alpha, tmp_path):
     with filled(300, 300) as saved:
         td = torch.linspace(0.0, 20.0, 300)
@@ -267,7 +345,8 @@ def test_leaves_become_those_of_the_buffers_own_sampler(alpha, tmp_path):
     sampler = tr.Uniform() if alpha is None else tr.Prioritized(alpha, eps=0.01)
     with tr.ReplayBuffer(SPEC, 300, sampler=sampler) as buffer:
         buffer.restore(tmp_path)
-        due = (td.double() + 0.01) ** (alpha or 0.0)
+        due = ((td.double() + 0.01) ** (alpha or 0.0)).clamp(max=8192.0)
+        assert buffer.stats().drawable == 300  # also that of a TD error of 0
         torch.testing.assert_close(buffer._segment.column(-1).double(), due, rtol=1e-4, atol=1e-4)
         assert buffer.stats().priority_total == pytest.approx(float(due.sum()), rel=1e-4)
     uniform = tr.ReplayBuffer(SPEC, 300, sampler=tr.Uniform())
@@ -292,7 +371,7 @@ def test_a_file_in_which_a_restore_was_killed_opens_empty(sampler, tmp_path, mon
             assert process.wait() == -signal.SIGKILL
     with tr.ReplayBuffer.open(path) as buffer:
         stats = buffer.stats()
-        assert (stats.size, stats.drawable, stats.inserted, stats.dropped_rows, stats.rows_written) == (0,) * 5
+        assert (stats.size, stats.drawable, stats.inserted, stats.dropped_rows, len(buffer)) == (0,) * 5
         buffer.restore(tmp_path / "checkpoint")
         assert len(buffer) == 300
     with tr.ReplayBuffer.open(path) as buffer:

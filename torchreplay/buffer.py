@@ -309,6 +309,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
             directory: Where to; made if need be. A checkpoint that is there is replaced.
 
         Raises:
+            CheckpointError: The buffer is being restored, or was meanwhile.
             OSError: The disk is full, or the directory cannot be written.
             ValueError: TD errors from a device are NaN or infinite, as `flush` says; nothing is saved.
         """
@@ -368,7 +369,8 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         """Does what `load` does to a buffer that is there and was never written to.
 
         Nobody sees a row before all are there, and of a restore that fails, or whose process dies, none stays. What
-        explorers write meanwhile can be drawn when it is over, and is newer than what was saved.
+        explorers write meanwhile can be drawn when it is over, and is newer than what was saved. Ctrl-C may come too
+        late to keep it from being done.
 
         Args:
             directory: What `save` wrote, of a buffer with the same spec and view; the capacity may be another.

@@ -109,13 +109,18 @@ def save(segment: _C.Segment, config: Config, directory: str | os.PathLike[str])
     """
 
     def write(data: Path) -> dict[str, Any]:
-        step = segment.step
+        step, imports = segment.step, segment.imports
         written = _write_shards(segment, config, data)
         shards = tuple((f"{data.name}/{file}", size, crc) for file, size, crc in written)
-        # Counted after the rows: every key that was saved is below the head.
-        return Description(config, segment.seed, step, segment.counts(), shards).as_data()
+        counts = segment.counts()  # after the rows: every key that was saved is below the head
+        if segment.imports != imports:
+            raise BufferError("the buffer was restored meanwhile: save it again")
+        return Description(config, segment.seed, step, counts, shards).as_data()
 
-    replace_checkpoint(Path(directory), "rows", write)
+    try:
+        replace_checkpoint(Path(directory), "rows", write)
+    except BufferError as error:
+        raise CheckpointError(str(error)) from None
 
 
 def _write_shards(segment: _C.Segment, config: Config, data: Path) -> list[tuple[str, int, int]]:
@@ -135,10 +140,7 @@ def _write_shards(segment: _C.Segment, config: Config, data: Path) -> list[tuple
 
     with ThreadPoolExecutor(AT_A_TIME) as writers:
         for number, first in enumerate(track(starts, "saving the replay buffer")):
-            try:
-                columns = segment.export_rows(first, min(first + slots, config.capacity))
-            except BufferError as error:
-                raise CheckpointError(str(error)) from None
+            columns = segment.export_rows(first, min(first + slots, config.capacity))
             if not len(columns[0]):
                 continue
             if not rooms:
@@ -206,7 +208,8 @@ def _leaves_for(sampler: Sampler, saved: Sampler, largest: float) -> Callable[[t
         errors = torch.full(leaves.shape, largest, dtype=torch.float64)
         if alpha_before:
             errors = (leaves.double() ** (1 / alpha_before) - eps_before).clamp(min=0.0)
-        return torch.where(leaves > 0, (errors + eps) ** alpha, 0.0).float()
+        wanted = ((errors + eps) ** alpha).float().clamp(min=torch.finfo(torch.float32).tiny)
+        return torch.where(leaves > 0, wanted, 0.0)
 
     return convert
 

@@ -94,6 +94,7 @@ inline PyObject* finish(PyObject* self, PyObject* args) {
     const LimiterConfig counted_by = segment::parse_limiter(limiter);
     if (!(max_raw >= 0) || !std::isfinite(max_raw) || !(priority_change >= 0) || !std::isfinite(priority_change))
       throw std::invalid_argument("the counters are out of range");
+    if (SegmentState& learner = state_of<SegmentState>(s.segment.get()); learner.attached) learner.learner->id();
     {
       WithoutGil unlocked;
       import.finish({n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], streams, static_cast<float>(max_raw),

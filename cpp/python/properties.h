@@ -71,6 +71,9 @@ inline PyObject* get_layout_hash(PyObject* self, void*) {
   return guarded(
       [&] { return checked(PyLong_FromUnsignedLongLong(state_of<SegmentState>(self).header().layout_hash)); });
 }
+inline PyObject* get_imports(PyObject* self, void*) {
+  return guarded([&] { return checked(PyLong_FromUnsignedLongLong(state_of<SegmentState>(self).header().imports)); });
+}
 inline PyObject* get_seed(PyObject* self, void*) {
   return guarded([&] { return checked(PyLong_FromUnsignedLongLong(state_of<SegmentState>(self).header().seed)); });
 }

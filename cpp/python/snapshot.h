@@ -62,7 +62,7 @@ inline PyObject* export_rows(PyObject* self, PyObject* args) {
 }
 
 // counts() -> (head, inserted, sampled, updated, stale_updates, unready_updates, draws, evicted_unsampled, streams,
-// max_raw, priority_change, inserted_before, sampled_before).
+// max_raw, priority_change, inserted_before, sampled_before). BufferError while it is being restored.
 inline PyObject* counts(PyObject* self, PyObject*) {
   return guarded([&] {
     auto& s = state_of<SegmentState>(self);
