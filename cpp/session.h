@@ -138,10 +138,11 @@ class Locked {
   // end repairs all.
   void repair(bool died) {
     try {
-      if (const uint32_t importer = header_.importer; !importer)
-        Recovery(memory_).run();
-      else if (!memory_.liveness().present(importer))
+      const uint32_t importer = header_.importer;
+      if (importer && !memory_.liveness().present(importer))
         Recovery(memory_).end_import();
+      else if (!importer && header_.dirty != Dirty::kClean)
+        Recovery(memory_).run();
     } catch (...) {  // the memory stays dirty, for the next one
       if (died) header_.mutex.mark_consistent();
       unlock();
