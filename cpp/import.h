@@ -32,6 +32,8 @@ class Import {
     header_.importer = presence_;
     TORCHREPLAY_FAULT("import.begun");
     if (!header_.head.compare_exchange_strong(before, head, std::memory_order_acq_rel)) {
+      header_.import_head = 0;  // all tickets are those of others: no other import
+      kill_fence();
       header_.importer = 0;
       throw_taken();
     }

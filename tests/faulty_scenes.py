@@ -283,14 +283,34 @@ class ExplorersAfterARestore(RestoreBesideAnExplorer):
 
     def play(self, start):
         status = Restore.play(self, start)
+        self.write_in_others()
+        return status
+
+    def write_in_others(self):
         for index in range(self.new_index(), self.indices - INDICES + 5):
             with Forked(self.lives.write, self.buffer, index) as explorer:
                 assert explorer.wait() == 0
-        return status
 
     def check(self):
         assert len(self.buffer) == self.buffer.capacity
         super().check()
+
+
+class RestoreTooLate(ExplorersAfterARestore):
+    """They take the first ticket just before it does, and as many as it wanted before it looks again."""
+
+    def play(self, start):
+        with start(self.restore_too_late, faults=[Fault("import.begun", stop=True)]) as process:
+            stopped = await_stop(process)
+            self.write_in_others()
+            if stopped:
+                process.signal(signal.SIGCONT)
+            return process.wait()
+
+    def restore_too_late(self):
+        for _ in range(2):
+            with pytest.raises(tr.CheckpointError, match="holds rows already"):
+                self.buffer.restore(self.directory.name)
 
 
 def counts_of(buffer):
@@ -351,12 +371,13 @@ OF_ROWS = {
     "in a restore in vain": RestoreInVain,
     "in a restore beside an explorer": RestoreBesideAnExplorer,
     "in a restore before explorers": ExplorersAfterARestore,
+    "in a restore that comes too late": RestoreTooLate,
     "in a long absorption": LongAbsorption,
     "in a stop": Stop,
     "in a publication": Publication,
 }
 OF_TRAJECTORIES = {
-    **dict(itertools.islice(OF_ROWS.items(), 13)),
+    **dict(itertools.islice(OF_ROWS.items(), 14)),
     "when rows come during an absorption": RowsThatComeDuringAnAbsorption,
 }
 
