@@ -368,9 +368,9 @@ class ReplayBuffer(Drawing, Inspection, Replay):
     def restore(self, directory: str | os.PathLike[str]) -> None:
         """Does what `load` does to a buffer that is there and was never written to.
 
-        Nobody sees a row before all are there, and of a restore that fails, or whose process dies, none stays. What
-        explorers write meanwhile can be drawn when it is over, and is newer than what was saved. Ctrl-C may come too
-        late to keep it from being done.
+        Nobody sees a row before all are there. Of a restore that fails, or whose process dies, none stays; their keys
+        are not given again, and another restore may follow. What explorers write meanwhile can be drawn when it is
+        over, and is newer than what was saved. Ctrl-C may come too late to keep it from being done.
 
         Args:
             directory: What `save` wrote, of a buffer with the same spec and view; the capacity may be another.
