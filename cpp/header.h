@@ -52,9 +52,8 @@ struct Counts {
 };
 
 enum class ImportStage : uint32_t {
-  kBegins = 0,  // its tickets may have been issued
-  kPlaces = 1,  // they were
-  kPlaced = 2,  // all its rows are there: what follows is as good as done
+  kPlaces = 0,
+  kPlaced = 1,  // all its rows are there: what follows is as good as done
 };
 
 inline constexpr uint32_t kGone = std::numeric_limits<uint32_t>::max();  // a presence that nobody has

@@ -25,7 +25,7 @@ class Import {
     uint64_t before = header_.import_head;  // all tickets there may be: of imports that came to nothing
     head = std::max(head, before);
     if (header_.rows || header_.inserted || header_.head.load(std::memory_order_relaxed) != before) throw_taken();
-    header_.import_stage = ImportStage::kBegins;
+    header_.import_stage = ImportStage::kPlaces;
     header_.import_head = head;
     header_.imports++;
     kill_fence();
@@ -38,7 +38,6 @@ class Import {
       throw_taken();
     }
     TORCHREPLAY_FAULT("import.issued");
-    header_.import_stage = ImportStage::kPlaces;
   }
   // Gives up, if it did not come to its end: the next one to lock takes back what was placed.
   ~Import() { give_up(); }

@@ -124,15 +124,27 @@ class Recovery {
       kill_fence();
       drawn_.clear(slot);
     });
-    // Its tickets were issued for nothing.
-    const uint64_t end = header_.import_head;
-    if (header_.head.load(std::memory_order_acquire) >= end) void_empty_slots(end);
+    // Its tickets, if they were issued, are spent. After this no row comes to lie below `end`, whoever took them.
+    const uint64_t head = header_.head.load(std::memory_order_acquire), end = std::min(head, header_.import_head);
+    void_empty_slots(end);
     TORCHREPLAY_FAULT("import.voided");
-    if (header_.import_stage == ImportStage::kPlaces)
-      header_.absorbed = header_.completed_at = end;
-    else
-      header_.import_head = 0;  // whose tickets they are nobody knows: no other import
+    if (is_row_below(end)) {
+      header_.import_head = 0;  // they were others': no other import
+    } else {
+      header_.import_head = end;
+      header_.absorbed = std::max(header_.absorbed, end);
+      header_.completed_at = std::max(header_.completed_at, end);
+    }
     run();
+  }
+
+  bool is_row_below(uint64_t end) {
+    bool found = false;
+    each_slot([&](uint64_t slot) {
+      const uint64_t word = memory_.row(slot).word.load(std::memory_order_acquire);
+      found |= (slot_word::is_busy(word) || slot_word::is_row(word)) && slot_word::key1(word) <= end;
+    });
+    return found;
   }
 
   // Slots that rows were imported into are marked as drawn, and hold nothing absorbed: their leaves wait to be.
