@@ -24,9 +24,9 @@ def small_files(monkeypatch):
     monkeypatch.setattr("torchreplay.checkpoint.SHARD_BYTES", 4096)
 
 
-def save(directory, capacity=300):
-    """Saves 300 rows, of which a smaller buffer holds the last. Returns the statistics."""
-    with filled(300, capacity) as saved:
+def save(directory):
+    """Saves 300 rows. Returns the statistics."""
+    with filled(300, 300) as saved:
         saved.update_priorities(saved.sample(32), torch.rand(32) + 3.0)
         saved.save(directory)
         return saved.stats()
