@@ -57,10 +57,10 @@ class Shards:
         self._lookup = Lookup(name)
         self.calls = Calls(self.lose, self._name)
         self._reports = Reports()
-        self._attachment = Attachment()
         self._union_limiter: UnionLimiter | None = None
         self._stream = -1
         self._lock = threading.RLock()
+        self._attachment = Attachment(self._lock, self.place_here, self._handle_of)
         self.node = ray_node()
         self.figures: dict[int, Figures] = {}
         self.table = self._lookup.table()
@@ -184,15 +184,13 @@ class Shards:
             wait: How long it may take; None: as long as the shard is there.
 
         Returns:
-            It; None if this node has none, as far as this process knows.
+            It; None if this node has none, as far as this process knows, or it is gone.
 
         Raises:
             AttachError: It cannot be attached, and its actor is alive.
             ReplayTimeout: It takes too long.
         """
-        with self._lock:
-            place = self.place_here()
-            return self.nearby if place is None else self._attachment.to(place, lambda: self._handle_of(place, wait))
+        return self._attachment.attach(wait)
 
     def draws_here(self, wait: Wait | None = None) -> bool:
         """Returns whether candidates of the shard on this node are drawn into their place, and attaches it first.
@@ -203,14 +201,11 @@ class Shards:
         Raises:
             ReplayTimeout: It takes too long.
         """
-        with self._lock:
-            place = self.place_here()
-            return place is not None and self._attachment.draws_from(place, lambda: self._handle_of(place, wait))
+        return self._attachment.draws(wait)
 
     def detach(self) -> None:
         """Lets go of the shard that is attached."""
-        with self._lock:
-            self._attachment.release()
+        self._attachment.release()
 
     # Orders, keys, and feedback
 
