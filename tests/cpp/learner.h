@@ -1,0 +1,87 @@
+// A learner whose batches are drawn ahead, and what it would draw if it did so itself.
+#pragma once
+
+#include <boost/test/unit_test.hpp>
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <thread>
+#include <vector>
+
+#include "ahead.h"
+#include "segments.h"
+
+namespace torchreplay::testing {
+
+inline constexpr int kBatch = 16;
+inline constexpr int64_t kSecond = 1'000'000'000;
+
+struct Drawn {
+  std::vector<int64_t> keys = std::vector<int64_t>(kBatch), values = std::vector<int64_t>(kBatch);
+  std::vector<float> weight = std::vector<float>(kBatch), probability = std::vector<float>(kBatch);
+
+  BatchPointers pointers() {
+    return {{reinterpret_cast<char*>(values.data())}, keys.data(), weight.data(), probability.data()};
+  }
+};
+
+inline std::unique_ptr<SegmentMemory> buffer_of(size_t rows, Plan plan = {}) {
+  plan.capacity = 64;
+  auto m = make_segment(plan);
+  for (size_t i = 0; i < rows; i++) append_row(*m, 1, 1000 + i, static_cast<float>(i * i % 37 + 1));
+  return m;
+}
+
+// The batches drawn one by one, when they are wanted.
+inline std::vector<Drawn> draw_in_turn(SegmentMemory& m, uint64_t n) {
+  std::vector<Drawn> batches(n);
+  BatchSampler sampler(m);
+  for (uint64_t step = 0; step < n; step++) {
+    Shortage shortage;
+    BOOST_REQUIRE(sampler.sample(kBatch, 0.5, {7, 0, step}, batches[step].pointers(), shortage) == Draw::kDone);
+  }
+  return batches;
+}
+
+class Learner {
+ public:
+  explicit Learner(SegmentMemory& m) : ahead(m, nullptr, backlog) {}
+
+  void order(int many = 1) {
+    for (int i = 0; i < many; i++) {
+      batches_.push_back(std::make_unique<Drawn>());
+      ahead.order({kBatch, 0.5, {7, 0, step_++}, batches_.back()->pointers()});
+    }
+  }
+
+  // The same, a step of a learner later than the last time: long enough for the thread to take feedback over.
+  void order_later() {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    order();
+  }
+
+  bool settled() { return ahead.settled(ahead.claim(true)); }
+
+  void settle() {
+    const DrawAhead::Claim claim = ahead.claim(true);
+    while (!ahead.settle(claim, kSecond)) {
+    }
+  }
+
+  Draw take(int64_t ns = 20 * kSecond) { return ahead.take(ns, shortage); }
+
+  // The batch ordered as number `i`.
+  const Drawn& operator[](size_t i) const { return *batches_[i]; }
+
+  Backlog backlog;
+  std::optional<Shortage> shortage;
+
+ private:
+  std::vector<std::unique_ptr<Drawn>> batches_;
+  uint64_t step_ = 0;
+
+ public:
+  DrawAhead ahead;  // goes first: its thread writes to the batches
+};
+
+}  // namespace torchreplay::testing
