@@ -104,6 +104,12 @@ def lightning(request: pytest.FixtureRequest) -> ModuleType:
 
 
 @pytest.fixture
+def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the rows of a checkpoint many files."""
+    monkeypatch.setattr("torchreplay.checkpoint.SHARD_BYTES", 4096)
+
+
+@pytest.fixture
 def path(tmp_path: Path) -> Path:
     """Where a test may make a buffer in a file."""
     return tmp_path / "replay.bin"

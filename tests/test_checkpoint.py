@@ -106,6 +106,27 @@ def write_until_stopped(buffer):
             number += 1
 
 
+@pytest.mark.parametrize("alpha", [None, 0.0, 0.35, 1.0, 8.0])
+def test_leaves_become_those_of_the_buffers_own_sampler(alpha, tmp_path):
+    with filled(300, 300) as saved:
+        td = torch.linspace(0.0, 20.0, 300)
+        saved.update_priorities(torch.arange(300), td)
+        saved.save(tmp_path)
+    sampler = tr.Uniform() if alpha is None else tr.Prioritized(alpha, eps=0.01)
+    with tr.ReplayBuffer(SPEC, 300, sampler=sampler) as buffer:
+        buffer.restore(tmp_path)
+        due = ((td.double() + 0.01) ** (alpha or 0.0)).clamp(max=8192.0)
+        assert buffer.stats().drawable == 300  # also that of a TD error of 0
+        torch.testing.assert_close(buffer._segment.column(-1).double(), due, rtol=1e-4, atol=1e-4)
+        assert buffer.stats().priority_total == pytest.approx(float(due.sum()), rel=1e-4)
+    uniform = tr.ReplayBuffer(SPEC, 300, sampler=tr.Uniform())
+    uniform.extend(**rows(0, 300))
+    uniform.save(tmp_path / "uniform")
+    with tr.ReplayBuffer(SPEC, 300, sampler=sampler) as buffer:
+        buffer.restore(tmp_path / "uniform")  # where no TD error is known: each may be the largest
+        assert buffer.stats().priority_total == pytest.approx(300 * 1.01 ** (alpha or 0.0), rel=1e-4)
+
+
 def test_a_save_beside_four_writers_holds_whole_rows_only(tmp_path):
     buffer = tr.ReplayBuffer(SPEC, 3000, sampler=tr.Prioritized())
     with ExitStack() as running:
@@ -285,8 +306,8 @@ def test_the_files_of_rows_are_what_the_safetensors_package_reads(tmp_path):
     assert torch.equal(tensors["reward"], batch["reward"])
 
 
-def test_every_dtype_and_a_buffer_of_several_files_come_back(tmp_path, monkeypatch):
-    monkeypatch.setattr("torchreplay.checkpoint.SHARD_BYTES", 4096)
+@pytest.mark.usefixtures("small_files")
+def test_every_dtype_and_a_buffer_of_several_files_come_back(tmp_path):
     spec = {str(dtype): tr.Field((3,), dtype) for dtype in ELEMENTS}
     buffer = tr.ReplayBuffer(spec, 500, seed=1)
     numbers = np.arange(1500).reshape(500, 3)

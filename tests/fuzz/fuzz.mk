@@ -8,7 +8,8 @@ SANITIZED := build/sanitized
 SANITIZED_FLAGS := -std=c++20 -O1 -g1 -fPIC -fno-omit-frame-pointer -fvisibility=hidden -fvisibility-inlines-hidden \
     -ffp-contract=off -fno-trapping-math
 SANITIZED_TESTS := $(addprefix tests/test_,bad_input.py bad_rows.py border.py buffer.py checkpoint.py conversion.py \
-    handle.py restore.py survival.py trajectory_refusals.py trajectory_lane_refusals.py weights.py writer.py)
+    handle.py restore.py restore_beside_others.py survival.py trajectory_refusals.py trajectory_lane_refusals.py \
+    weights.py writer.py)
 # The address sanitizer must be there before Python allocates, and libstdc++ before it looks for what exceptions call.
 SANITIZED_RUN = PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/$(SANITIZED) UBSAN_OPTIONS=print_stacktrace=1 \
     ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:handle_segv=2 \
