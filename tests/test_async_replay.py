@@ -1,5 +1,7 @@
 """A learner's loop between explorers, evaluator and buffers: what it draws, feeds back, publishes and counts."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from forked import eventually
@@ -9,6 +11,7 @@ from scripted_workers import RAISED, ScriptedActors
 import torchreplay as tr
 from torchreplay.ray import AsyncReplay, Evaluator, ExplorerPool, ExplorersFailed
 from torchreplay.ray.hosting import Hosting
+from torchreplay.ray.meter import Meter
 
 ROWS = 64
 
@@ -68,9 +71,9 @@ def test_what_is_drawn_before_the_learner_asks_is_told(actors, names, prefetch):
     with replay:
         for step in replay.steps(5):
             if prefetch:  # a learner that is slower than draws
-                eventually(lambda: replay._dataset.ready == prefetch)
+                eventually(lambda: replay.dataset.ready == prefetch)
             assert replay.stats().ready == pytest.approx(prefetch * (step - 1) / step)  # the first one found nothing
-    assert replay._dataset.ready == 0
+    assert replay.dataset.ready == 0
 
 
 def test_batches_go_where_the_learner_wants_them(actors):
@@ -135,7 +138,7 @@ def test_steps_can_be_made_one_by_one_and_several_times(actors):
 
 def test_a_learner_without_explorers_is_told_so(monkeypatch):
     monkeypatch.setattr(Hosting, "open", lambda *_: ScriptedActors(lambda launch: RAISED))
-    monkeypatch.setattr("torchreplay.ray.async_replay._LOOK_EVERY", 0.0)
+    monkeypatch.setattr("torchreplay.ray.meter._LOOK_EVERY", 0.0)
     pool = ExplorerPool(print, 1, filled(), max_restarts=0)
     replay = AsyncReplay(pool, lambda batch: None)
     with replay:
@@ -166,6 +169,32 @@ def test_a_stopped_buffer_ends_the_steps(actors):
 def test_arguments_that_do_not_fit_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         AsyncReplay(**{"pool": ExplorerPool(print, 1, filled()), "learn": print, **arguments})
+
+
+def test_an_evaluator_of_weights_that_nobody_publishes_is_refused():
+    module = policy()
+    weights, others = tr.SharedWeights(module), tr.SharedWeights(module)
+    for pool_weights, modules in ((weights, module), (None, None)):
+        pool = ExplorerPool(print, 1, filled(), pool_weights)
+        with pytest.raises(ValueError, match="the evaluator's weights are none of the pool's"):
+            AsyncReplay(pool, print, modules, evaluator=Evaluator(evaluate, others, policy, every=1))
+    evaluator = Evaluator(evaluate, weights, policy, every=1)
+    AsyncReplay(ExplorerPool(print, 1, filled(), weights), print, module, evaluator=evaluator)
+
+
+def test_the_rate_of_rows_is_that_of_those_written_also_when_a_shard_is_lost(monkeypatch):
+    now, written, lost = 0.0, 0, 0
+    monkeypatch.setattr("torchreplay.ray.meter.time", SimpleNamespace(monotonic=lambda: now))
+    meter = Meter(["draw"])
+    meter.start(0, 0)
+    for second in range(1, 90):
+        now, written = float(second), written + (2000 if second < 60 else 1000)
+        lost = written // 2 if second == 60 else lost
+        meter.look(written - lost, 5 * second)
+        if second == 59:
+            assert meter.throughput == (2000, 5)
+        if second >= 71:
+            assert meter.throughput == (1000, 5)
 
 
 def explore(ctx):

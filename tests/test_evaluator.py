@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import random
+import shutil
 import signal
 import statistics
 import threading
@@ -16,10 +17,12 @@ from forked import eventually
 from numbered_rows import is_running, make_buffer, row
 from safetensors import safe_open
 from safetensors.torch import load_file
+from scripted_workers import ScriptedActors
 
 import torchreplay as tr
 from torchreplay.ray import Evaluation, Evaluator, EvaluatorFailed
 from torchreplay.ray.board import Board
+from torchreplay.ray.hosting import Hosting
 from torchreplay.ray.scores import Scores
 from torchreplay.ray.worker import Launch
 
@@ -187,6 +190,100 @@ def test_the_best_of_an_earlier_run_is_only_replaced_by_a_better_one(tmp_path):
     assert learn(5) == 5.0
     assert learn(3, 4) == 5.0
     assert learn(4, 6) == 6.0
+
+
+def run_once(evaluator):
+    """A worker that ends with its first evaluation, by whatever error comes up in it."""
+    board = Board(1)
+    add = evaluator._scores.add
+
+    def add_and_stop(evaluation):
+        add(evaluation)
+        board.stopped = True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluator._scores, "add", add_and_stop)
+        evaluator._make_work().run(Launch(0, 1, 0, 0), board)()
+
+
+def kept(directory):
+    return load_file(directory / "best.safetensors")["number"].item()
+
+
+def test_worse_weights_do_not_take_the_place_of_the_best_when_the_buffer_cannot_be_saved(tmp_path):
+    buffer = make_buffer()
+    buffer.extend(**{name: torch.zeros(1, *field.shape, dtype=field.dtype) for name, field in buffer.spec.items()})
+    weights = tr.SharedWeights(Policy(3.0))
+    evaluator = Evaluator(evaluate, weights, Policy, every=1, directory=tmp_path, buffer=buffer)
+    run_once(evaluator)
+    assert kept(tmp_path) == 3.0
+    shutil.rmtree(tmp_path / "buffer")
+    (tmp_path / "buffer").touch()
+    for number in (200.0, 50.0):
+        publish(weights, number)
+        with pytest.raises(OSError, match="buffer"):
+            run_once(evaluator)
+        assert kept(tmp_path) == 3.0
+        assert [evaluation.mean_return for evaluation in evaluator.evaluations] == [3.0 + statistics.mean(SPREAD)]
+    (tmp_path / "buffer").unlink()
+    run_once(evaluator)
+    assert kept(tmp_path) == 50.0
+
+
+@pytest.mark.parametrize(("newer", "best"), [([50.0, 10.0], 200.0), ([50.0, 300.0], 300.0), ([], 200.0)])
+def test_a_worker_killed_before_it_notes_the_best_leaves_it_to_its_successors(newer, best, tmp_path, monkeypatch):
+    weights = tr.SharedWeights(Policy(200.0))
+    evaluator = Evaluator(evaluate, weights, Policy, every=1, directory=tmp_path)
+
+    def die(scores, evaluation):
+        raise InterruptedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Scores, "add", die)
+        run = evaluator._make_work().run(Launch(0, 1, 0, 0), Board(1))
+        with pytest.raises(InterruptedError):
+            run()
+    assert kept(tmp_path) == 200.0
+    for number in newer:
+        publish(weights, number)
+        run_once(evaluator)
+    if not newer:
+        run_once(evaluator)  # the same weights again
+        assert evaluator.latest.best
+    assert kept(tmp_path) == best
+
+
+def test_a_signals_handler_may_stop_an_evaluator_that_is_being_looked_at(monkeypatch):
+    monkeypatch.setattr(Hosting, "open", lambda *_: ScriptedActors(lambda launch: None))
+    evaluator = Evaluator(evaluate, tr.SharedWeights(Policy()), Policy, every=1)
+    since, seen = evaluator._scores.since, []
+
+    def interrupted(count):
+        if threading.current_thread() is threading.main_thread() and not seen:
+            seen.append(count)
+            evaluator.stop(0.5)  # as a handler does that comes just here
+            seen.append(evaluator.latest)
+        return since(count)
+
+    monkeypatch.setattr(evaluator._scores, "since", interrupted)
+    with evaluator:
+        evaluator._scores.add(Evaluation(0, 1, 1.0, 0.0, 1.0, 1.0, 0.1, best=True))
+        stopping = evaluator._collecting.acquire(timeout=60)  # so that the supervising thread collects nothing
+        assert stopping
+        assert [evaluation.version for evaluation in evaluator.evaluations] == [0]
+        evaluator._collecting.release()
+    assert seen[1].version == 0
+    assert [evaluation.version for evaluation in evaluator.evaluations] == [0]
+
+
+def test_a_wait_that_takes_long_says_so(monkeypatch, caplog):
+    monkeypatch.setattr(Hosting, "open", lambda *_: ScriptedActors(lambda launch: None))
+    monkeypatch.setattr("torchreplay.ray.evaluator.LOG_EVERY", 0.1)
+    caplog.set_level(logging.WARNING, "torchreplay.ray")
+    with Evaluator(evaluate, tr.SharedWeights(Policy()), Policy, every=1) as evaluator, pytest.raises(tr.ReplayTimeout):
+        evaluator.wait(timeout=0.5)
+    assert "version 0 is not evaluated yet" in caplog.text
+    assert "Evaluator(starting" in caplog.text
 
 
 def test_the_best_is_found_again_wherever_its_worker_was_killed_while_noting_it():

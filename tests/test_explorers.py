@@ -111,6 +111,25 @@ def test_weights_are_pulled_when_newer_and_not_before_the_delay_is_over():
     assert ctx.pull_weights(torch.nn.Linear(1, 1))  # into another module: at once
 
 
+def test_rows_that_the_buffer_itself_writes_count_as_an_explorers_own():
+    policy, explorers_policy = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    weights, buffer, board = tr.SharedWeights(policy), make_buffer(), Board(1)
+    three = {name: torch.zeros(3, *field.shape, dtype=field.dtype) for name, field in buffer.spec.items()}
+    buffer.extend(**three)  # somebody else's
+    ctx = ExplorerContext(buffer, weights, max_weight_sync_delay=10, board=board)
+    pulled = []
+    for count in range(0, 30, 3):
+        weights.publish(policy)
+        if ctx.pull_weights(explorers_policy):
+            pulled.append(count)
+        ctx.buffer.extend(**three)
+    assert pulled == [0, 12, 24]
+    with ctx.writer() as writer:
+        writer.append(**row(0, 0, 0))
+    ctx.close()
+    assert ctx.rows == explorer_stats(0, board.entries[0]).rows == 31
+
+
 def test_without_a_delay_weights_are_pulled_whenever_they_are_newer():
     policy, explorers_policy = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
     weights = tr.SharedWeights(policy)

@@ -94,6 +94,16 @@ def test_a_killed_owner_leaves_an_attach_error_and_those_attached_before_keep_th
     assert attached.sample(3)["x"].eq(1).all()
 
 
+def test_whoever_passes_a_buffer_or_weights_on_may_end_before_those_who_get_it():
+    buffer, weights = make(), tr.SharedWeights(torch.nn.Linear(1, 1))
+    with mp.get_context("spawn").Pool(1) as pool:
+        data = pool.apply(pickle.dumps, ((buffer, weights),))
+    attached, its_weights = pickle.loads(data)
+    attached.extend(**rows(3))
+    assert len(buffer) == 3
+    assert its_weights.version == weights.version == 0
+
+
 def test_a_closed_buffers_handle_is_of_no_use_even_when_its_descriptor_is_in_use_again():
     buffer = make()
     handle = buffer.handle()

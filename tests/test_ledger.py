@@ -106,6 +106,42 @@ def test_whoever_writes_chunks_may_be_killed_at_any_time(view, monkeypatch):
         assert found == expected
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_row_whose_writing_was_not_noted_comes_once_also_when_the_ring_has_turned_past_it(turned, monkeypatch):
+    monkeypatch.setattr(outboxes, "CHUNK_ROWS", ROWS)
+    buffer = tr.ReplayBuffer({"x": tr.Field((), torch.int64)}, 100)
+    outbox, ledger = Outbox(buffer._config, 1), Ledger()
+    with tr.Writer(outbox.stage._segment, buffer._config) as writer:
+        for x in range(3):
+            writer.append(x=1000 + x)
+    outbox.cut(everything=True)
+    chunk, source = outbox.parcels[0].chunk, outbox.source
+    killed = _Seat(buffer, ledger.place(source.writer, 1, source.rows, True))
+
+    def die(*_):
+        raise InterruptedError
+
+    monkeypatch.setattr(killed.place, "finish", die)
+    with pytest.raises(InterruptedError):
+        killed.write(chunk)
+    if turned:
+        buffer.extend(x=torch.arange(100))
+    _Seat(buffer, ledger.place(source.writer, 1, source.rows, True)).write(chunk)
+    assert buffer.stats().rows_written == (103 if turned else 3)
+    assert (buffer.storage["x"] >= 1000).sum() == (0 if turned else 3)
+
+
+def test_a_writer_that_is_forgotten_leaves_its_place():
+    ledger = Ledger()
+    for writer in (5, 6):
+        ledger.place(writer, 1, ROWS, True)
+    ledger.forget(5)
+    ledger.forget(7)
+    assert ledger.heard_of(60.0) == 1
+    assert ledger.place(5, 1, ROWS, False) is None
+    assert ledger.place(6, 1, ROWS, False) is not None
+
+
 def test_the_place_of_a_writer_that_left_goes_to_the_next_one():
     ledger = Ledger()
     first = ledger.place(1, lanes=2, rows=8, fresh=True)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from numbered_rows import is_running, make_buffer, row
 
 import torchreplay as tr
 from torchreplay.ray import ExplorerPool, ExplorersFailed
+from torchreplay.ray.board import Board
+from torchreplay.ray.hosting import Hosting
+from torchreplay.ray.worker import Launch
 
 DRIVER = """
 import os, signal, sys, torch, torchreplay as tr
@@ -156,3 +160,27 @@ def test_an_explorers_heartbeat_tells_how_long_ago_it_was_last_heard_of():
         assert 0 <= first <= time.monotonic() - began
         eventually(lambda: pool.stats()[0].heartbeat_age > first + 0.2)
         assert pool.stats()[0].rows == 3
+
+
+def test_processes_whose_function_has_returned_are_waited_for_together_and_not_by_the_supervisor():
+    def linger(ctx):
+        threading.Thread(target=time.sleep, args=(3600,)).start()  # as a logger's or a loader's
+
+    buffer, board = make_buffer(), Board(3)
+    backend = Hosting(backend="process").open((ExplorerPool(linger, 3, buffer)._make_work(), board), 3)
+    launches = [Launch(index, 3, 0, 0) for index in range(3)]
+    runs = [backend.launch(launch) for launch in launches]
+    pids = [run.process.pid for run in runs]
+    eventually(lambda: len(backend.wait(runs, 1.0)) == 3, 150)
+    for run in runs:
+        assert backend.outcome(run).kind == "ended"
+        backend.release(run)
+    assert [is_running(pid) for pid in pids] == [True] * 3
+    successor = backend.launch(launches[1])  # never beside the one before
+    assert not is_running(pids[1])
+    pids.append(successor.process.pid)
+    backend.kill(successor)
+    backend.release(successor)
+    backend.await_exit([])
+    assert not any(is_running(pid) for pid in pids)
+    backend.close()

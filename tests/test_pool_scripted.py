@@ -2,6 +2,7 @@
 
 import signal
 import threading
+from types import SimpleNamespace
 
 import pytest
 from forked import Forked, eventually
@@ -86,10 +87,16 @@ class SpareRay:
         self.running, self.options = running, None
 
     def cluster_resources(self):
-        return {"CPU": 4.0, "GPU": 1.0}
+        return {"CPU": 8.0, "GPU": 2.0}
 
     def is_initialized(self):
         return self.running
+
+    def nodes(self):
+        return [{"NodeID": node, "Alive": True, "Resources": {"CPU": 4, "GPU": 1}} for node in ("here", "elsewhere")]
+
+    def get_runtime_context(self):
+        return SimpleNamespace(get_node_id=lambda: "here")
 
     def init(self, **options):
         self.running, self.options = True, options
@@ -139,13 +146,31 @@ def test_explorers_that_ray_could_never_start_are_refused(monkeypatch):
         RaySession(cpus=5)
     with pytest.raises(ValueError, match=r"2 GPUs .* has 1"):
         RaySession(cpus=0, gpus=2)
+    with pytest.raises(ValueError, match=r"9 CPUs .* it has 8"):
+        RaySession(cpus=9, here=False)
+
+
+def test_what_others_of_the_program_reserve_is_not_there(monkeypatch):
+    monkeypatch.setattr("torchreplay.ray.session.import_ray", lambda: SpareRay(running=True))
+    explorers = RaySession(cpus=3, gpus=1)
+    anywhere = RaySession(cpus=4, here=False)
+    with pytest.raises(ValueError, match=r"2 CPUs .* this node has 4, 3 of which other pools and evaluators"):
+        RaySession(cpus=2)
+    with pytest.raises(ValueError, match=r"1 GPUs .* 1 of which"):
+        RaySession(cpus=0, gpus=1)
+    with pytest.raises(ValueError, match=r"2 CPUs .* has 8, 7 of which"):
+        RaySession(cpus=2, here=False)
+    explorers.close()
+    RaySession(cpus=4, gpus=1).close()
+    RaySession(cpus=4, here=False).close()
+    anywhere.close()
 
 
 def test_a_pool_joins_the_cluster_that_the_environment_names(monkeypatch):
     spare = SpareRay(running=False)
     monkeypatch.setattr("torchreplay.ray.session.import_ray", lambda: spare)
     monkeypatch.setenv("RAY_ADDRESS", "192.0.2.7:6379")
-    RaySession(cpus=4)
+    RaySession(cpus=4).close()
     assert spare.options == {}  # a cluster refuses num_cpus and the like
 
 

@@ -1,10 +1,12 @@
 """What is particular to explorers as Ray actors, on a real Ray."""
 
 import os
+import re
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from numbered_rows import SPEC, assert_intact, is_running, make_buffer, row
 
 import torchreplay as tr
 from torchreplay.ray import ExplorerPool
+from torchreplay.ray.actors import Actors
 
 
 def test_a_buffer_passes_as_an_argument_to_any_remote_function_or_actor(ray):
@@ -60,11 +63,34 @@ def test_more_than_ray_has_is_refused_at_the_start(ray, argument, kind):
         ExplorerPool(print, 2, make_buffer(), **{argument: 99}).start()
 
 
+@pytest.mark.parametrize(
+    ("error", "died", "text"),
+    [
+        (lambda e: e.RuntimeEnvSetupError("pip install failed"), False, "RuntimeEnvSetupError: .*pip install failed"),
+        (lambda e: e.ActorUnschedulableError("no node has it"), False, "ActorUnschedulableError: .*no node has it"),
+        (lambda e: e.ActorDiedError(), True, "its process died"),
+        (lambda e: e.NodeDiedError("gone"), True, "its process died"),
+    ],
+)
+def test_a_process_that_never_began_is_told_from_one_that_died(error, died, text):
+    ray = pytest.importorskip("ray")
+
+    def get(result):
+        raise error(ray.exceptions)
+
+    actors = Actors.__new__(Actors)
+    actors._ray = SimpleNamespace(get=get, exceptions=ray.exceptions)
+    outcome = actors.outcome(SimpleNamespace(result=None))
+    assert (outcome.kind == "died") is died
+    assert re.search(text, outcome.error)
+
+
 # --- programs of their own ---
 
 DRIVER = """
 import sys, torch, torchreplay as tr
 from torchreplay.ray import ExplorerPool
+from torchreplay.ray.actors import Actors
 
 def explore(ctx):
     while True:
@@ -139,6 +165,7 @@ import sys
 sys.modules["ray"] = None
 import torch, torchreplay as tr
 from torchreplay.ray import ExplorerPool
+from torchreplay.ray.actors import Actors
 buffer = tr.ReplayBuffer({"x": tr.Field()}, capacity=10)
 try:
     ExplorerPool(print, 1, buffer).start()

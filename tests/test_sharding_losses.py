@@ -121,3 +121,27 @@ def test_nobody_waits_for_rows_that_nobody_will_write(cluster, monkeypatch):
         pytest.raises(tr.WouldBlockForever, match="no writer has come"),
     ):
         replay.sample(8)
+
+
+def test_a_learner_whose_shards_end_without_a_stop_does_not_take_it_for_the_end_of_its_training(cluster):
+    replay = ShardedReplay(SPEC, 500, seed=1, nodes=cluster.node_ids)
+    write(replay, 0, 0, 100)
+    drawn = 0
+    with pytest.raises(tr.Stopped, match="the ShardedReplay is gone"):  # noqa: PT012
+        for _ in tr.ReplayDataset(replay, 32, steps=100_000, timeout=120):
+            drawn += 1
+            if drawn == 20:
+                cluster.ray.kill(replay._owned)  # as when the system kills the directory's process
+    assert drawn >= 20
+    replay.close()
+
+
+def test_a_stop_ends_an_iteration_over_shards_in_order(cluster):
+    with ShardedReplay(SPEC, 500, seed=1, nodes=cluster.node_ids) as replay:
+        write(replay, 0, 0, 100)
+        drawn = 0
+        for _ in tr.ReplayDataset(replay, 32, steps=100_000, timeout=120):
+            drawn += 1
+            if drawn == 20:
+                replay.stop()
+        assert 20 <= drawn < 100_000

@@ -147,6 +147,30 @@ def test_one_worker_of_whose_end_nothing_can_be_learnt_is_restarted_while_the_ot
     assert supervisor.stats()[1].state == "stopped"
 
 
+def test_a_worker_that_does_not_begin_is_mentioned_until_it_does(caplog, monkeypatch):
+    monkeypatch.setattr("torchreplay.ray.supervisor.SLOW_START", 0.2)
+    supervisor = supervise(ScriptedActors(lambda launch: None), num_explorers=2)
+
+    def told(index):
+        return sum(f"explorer {index} has not begun" in record.getMessage() for record in caplog.records)
+
+    supervisor.board.begin(0)
+    eventually(lambda: told(1) >= 3)
+    assert told(0) == 0
+    supervisor.board.begin(1)
+    supervisor.stop(0, 0)
+
+
+def test_a_mark_that_cannot_be_withdrawn_keeps_nobody_waiting():
+    class Mark(Marks):
+        def close(self):
+            raise RuntimeError("the buffer was closed")
+
+    supervisor = supervise(ScriptedActors(lambda launch: ENDED), marks=Mark())
+    assert supervisor.over.wait(30)
+    supervisor.stop(0, 0)
+
+
 def test_workers_that_cannot_be_supervised_any_more_are_killed():
     class Lost(ScriptedActors):
         def wait(self, runs, timeout):

@@ -32,7 +32,7 @@ from .page_lock import CudaRegistry, PageLock, Registry
 from .plan import GOALS
 from .replay import Pin, Replay
 from .samplers import Sampler
-from .segment import Handle, make_handle, new_nonce, open_handle, reserve
+from .segment import Handle, lasting_handle, new_nonce, open_handle, reserve
 from .segment_file import boot_number, create_file, open_file
 from .spec import Spec, nest, to_native
 from .staging import Staging
@@ -112,6 +112,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         self._nonce = nonce
         self._config = config
         self._local = threading.local()
+        self._origin: Handle | None = None  # by which it was attached
         self._ledger: Ledger | Handle | None = None  # ours, or that of the process that the handle came from
         self._deferred = DeferredUpdates(segment.update)
         self._page_lock: PageLock | None = None
@@ -130,7 +131,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         Where Ray is running, processes on other nodes of the cluster can attach too, and write from there.
         """
         self._segment.mark_shared()
-        handle = make_handle(self._segment.fd, self._nonce)
+        handle = lasting_handle(self._segment.fd, self._nonce, self._origin)
         if handle.node and self._ledger is None:
             made = Ledger()
             # Another thread may have been faster, and its handle is out.
@@ -161,7 +162,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
             self = cls._over(open_handle(handle, "replay buffer"), handle.nonce, view)
         except ConnectionError as error:
             raise AttachError(str(error)) from None
-        self._ledger = handle.ledger
+        self._origin, self._ledger = handle, handle.ledger
         return self
 
     @classmethod
@@ -266,12 +267,15 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         lanes = self._config.lanes_of(fields)
         if lanes is not None:
             with self.writer(lanes) as block_writer:
-                return block_writer.extend(*args, priority=priority, **fields)
-        try:
-            writer: Writer = self._local.writer
-        except AttributeError:
-            writer = self._local.writer = self.writer()
-        return writer.extend(*args, priority=priority, **fields)  # which refuses what has no name
+                keys = block_writer.extend(*args, priority=priority, **fields)
+        else:
+            try:
+                writer: Writer = self._local.writer
+            except AttributeError:
+                writer = self._local.writer = self.writer()
+            keys = writer.extend(*args, priority=priority, **fields)  # which refuses what has no name
+        self._rows_extended += keys.numel()
+        return keys
 
     # Drawing
 

@@ -156,6 +156,9 @@ class Configured:
     _config: Config
     """What it was made of."""
 
+    _rows_extended = 0
+    """Rows that this object's own `extend` has written."""
+
     @property
     def spec(self) -> dict[str, Any]:
         """The fields, nested as they were given."""

@@ -123,6 +123,7 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         Raises:
             ReplayTimeout: If a draw waits longer than `timeout`.
             WouldBlockForever: If a draw waits for data that nobody can write any more.
+            Stopped: If a `ShardedReplay` is gone, and was not stopped.
             RuntimeError: In a worker of a `DataLoader`, with a CUDA device.
         """
         staging = self._make_staging()
@@ -140,14 +141,20 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
                 self._position, self._stream = position, stream
                 yield self._on_device(batch, staging, stream)  # which nobody holds here while its user does
         except Stopped:
-            return
+            if (
+                not self.buffer.stopped
+            ):  # nobody said so: the shards of a union are gone, with the process that held them
+                raise
         finally:
             stream.close()
 
     @property
     def ready(self) -> int:
-        """How many of the next batches this process has drawn: none when the learner is about to wait for one."""
-        return 0 if self._stream is None or self._process != os.getpid() else self._stream.ready
+        """How many of the next batches this process has drawn: none when the learner is about to wait for one.
+
+        Of a `ShardedReplay`: for how many of them all shards have answered.
+        """
+        return 0 if self._stream is None or self._process != os.getpid() else self._stream.answered
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the place in the stream.

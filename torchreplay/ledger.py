@@ -123,6 +123,10 @@ class Ledger:
         place.touch()
         return place
 
+    def forget(self, writer: int) -> None:
+        """Gives the place of a writer free, if it has one."""
+        self.places["writer"][self.places["writer"] == writer] = 0
+
     def heard_of(self, seconds: float) -> int:
         """Returns how many writers that have not left were heard of in the last so many seconds."""
         return int(((self.places["writer"] != 0) & (self.places["used"] > time.monotonic() - seconds)).sum())

@@ -44,6 +44,10 @@ class Batches(Protocol):
     def ready(self) -> int:
         """How many batches are drawn, in memory of the staging, and not handed out."""
 
+    @property
+    def answered(self) -> int:
+        """How many of the next batches come without a wait for draws or for other machines."""
+
     def close(self) -> None:
         """Ends it. What was drawn and is not handed out has not been drawn."""
 

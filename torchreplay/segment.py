@@ -7,7 +7,7 @@ import fcntl
 import os
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from stat import S_ISREG
@@ -137,6 +137,21 @@ def make_handle(fd: int, nonce: int) -> Handle:
     """Returns the handle by which other processes find the segment that this process has open as `fd`."""
     status = os.fstat(fd)
     return Handle(os.getpid(), fd, status.st_ino, status.st_size, nonce, machine_id(), ray_node())
+
+
+def lasting_handle(fd: int, nonce: int, origin: Handle | None) -> Handle:
+    """Returns what `make_handle` does, but by the process that the segment was attached from, while it has it open.
+
+    That is most often the one that made it: whoever passes a buffer on may end long before those who get it.
+    """
+    handle = make_handle(fd, nonce)
+    try:
+        status = None if origin is None else os.stat(f"/proc/{origin.pid}/fd/{origin.fd}")
+    except OSError:  # it is gone, or in another container
+        status = None
+    if origin is None or status is None or (status.st_ino, status.st_size) != (handle.inode, handle.size):
+        return handle
+    return replace(handle, pid=origin.pid, fd=origin.fd)
 
 
 def open_handle(handle: Handle, what: str) -> int:

@@ -104,6 +104,11 @@ class BatchStream:
         """How many of the next batches are drawn. None of those from a state are."""
         return 0 if self._ahead is None or self._again else self._ahead.ready()
 
+    @property
+    def answered(self) -> int:
+        """The same: what is drawn is in this machine's memory."""
+        return self.ready
+
     def drawn(self) -> list[dict[str, Any]]:
         """Returns what names the batches that are drawn and were not handed out, after waiting for those ordered.
 

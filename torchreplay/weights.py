@@ -14,7 +14,7 @@ from torch import nn
 from . import _C
 from .errors import AttachError, ReplayTimeout
 from .nodes import is_elsewhere
-from .segment import Handle, make_handle, new_nonce, open_handle, reserve
+from .segment import Handle, lasting_handle, new_nonce, open_handle, reserve
 from .spec import ELEMENTS
 from .waiting import SLICE_NS
 
@@ -59,6 +59,7 @@ class SharedWeights:
         finally:
             os.close(fd)
         self._nonce = nonce
+        self._origin: Handle | None = None  # by which it was attached
         self._nbytes = nbytes
         self._pulled = -1
         self._pulled_into: Callable[[], nn.Module | None] = _nowhere
@@ -80,13 +81,15 @@ class SharedWeights:
             os.close(fd)
         self._entries = entries
         self._nonce = handle.nonce
+        self._origin = handle
         self._nbytes = nbytes
         self._pulled = -1
         self._pulled_into = _nowhere
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SharedWeights._attach, (make_handle(self._native.fd, self._nonce), self._entries, self._nbytes)
+        handle = lasting_handle(self._native.fd, self._nonce, self._origin)
+        return SharedWeights._attach, (handle, self._entries, self._nbytes)
 
     @property
     def version(self) -> int:

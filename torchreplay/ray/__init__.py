@@ -4,9 +4,10 @@ They are functions of the user's, run by Ray actors or by plain processes. Impor
 processes need none.
 """
 
-from torchreplay.ray.async_replay import AsyncReplay, AsyncReplayStats, Timing
+from torchreplay.ray.async_replay import AsyncReplay, AsyncReplayStats
 from torchreplay.ray.context import ExplorerContext
 from torchreplay.ray.evaluator import Evaluator, EvaluatorFailed, EvaluatorStats
+from torchreplay.ray.meter import Timing
 from torchreplay.ray.pool import ExplorerPool, ExplorersFailed
 from torchreplay.ray.remote import RemoteBuffer, RemoteWriter
 from torchreplay.ray.scores import Evaluation

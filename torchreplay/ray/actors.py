@@ -36,7 +36,8 @@ class Actors(Backend[ActorRun]):
     """
 
     def __init__(self, work: Any, num_workers: int, hosting: Hosting) -> None:
-        self._session = RaySession(num_workers * hosting.num_cpus, num_workers * hosting.num_gpus)
+        reserved = num_workers * hosting.num_cpus, num_workers * hosting.num_gpus
+        self._session = RaySession(*reserved, here=hosting.placement is None)
         self._ray = self._session.ray
         self._placement = hosting.placement
         runtime_env = None if hosting.runtime_env is None else dict(hosting.runtime_env)
@@ -86,12 +87,20 @@ class Actors(Backend[ActorRun]):
 
     def outcome(self, run: ActorRun) -> Outcome:
         """How an ended run ended."""
+        errors = self._ray.exceptions
         try:
             outcome: Outcome = self._ray.get(run.result)
             return outcome
-        except self._ray.exceptions.RayTaskError as error:
+        except errors.RayTaskError as error:
             return Outcome("raised", str(error).strip().splitlines()[-1], str(error))
-        except self._ray.exceptions.RayError as error:
+        except (
+            errors.RuntimeEnvSetupError,
+            errors.ActorUnschedulableError,
+            errors.ActorPlacementGroupRemoved,
+        ) as error:  # there was no process
+            why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            return Outcome("raised", f"Ray could not start its process: {why}", str(error))
+        except errors.RayError as error:
             return Outcome("died", "its process died (killed, crashed or out of memory)", str(error))
 
     def release(self, run: ActorRun) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -14,11 +12,14 @@ from torchreplay.arguments import checked_instance, checked_int
 from torchreplay.dataset import ReplayDataset
 from torchreplay.mixing import MixedDataset
 from torchreplay.ray.evaluator import Evaluator
+from torchreplay.ray.meter import Meter, Timing
 from torchreplay.ray.named import OneOrNamed, named_buffers, named_modules, named_weights
 from torchreplay.ray.pool import ExplorerPool
+from torchreplay.ray.sharded_stats import ShardedStats
 
 if TYPE_CHECKING:
     import torch
+    from pytorch_lightning import LightningModule, Trainer
     from torch import nn
 
     from torchreplay.ray.scores import Evaluation
@@ -29,27 +30,8 @@ if TYPE_CHECKING:
 Learn = Callable[[Any], Any]
 """A user's function of a batch, or of a dict of batches: makes a learner step, returns TD errors for them or None."""
 
-_PARTS: Final = ("draw", "learn", "feedback", "publish")
-_TIMES_KEPT: Final = 100
-_LOOK_EVERY: Final = 1.0
-"""Seconds between two looks at the counters, for the throughput, and at whether the workers are well."""
-_LOOKS_KEPT: Final = 10
+PARTS: Final = ("draw", "learn", "feedback", "publish")
 _MOST_STEPS: Final = (1 << 63) - 1
-
-
-@dataclass(frozen=True)
-class Timing:
-    """How long one part of the learner's steps takes.
-
-    Attributes:
-        count: How often it was done.
-        seconds: How long in all.
-        mean_ms: Mean of the last 100 times, in milliseconds; 0 before the first.
-    """
-
-    count: int
-    seconds: float
-    mean_ms: float
 
 
 @dataclass(frozen=True)
@@ -63,10 +45,12 @@ class AsyncReplayStats:
         items_per_second: Items learned from, over the last ten seconds.
         publications: Publications of weights by this learner.
         weight_syncs: How often an explorer's `ctx.pull_weights` gave it newer ones.
-        dropped_updates: TD errors that came too late for their item (`stale_updates` and `unready_updates`).
+        dropped_updates: TD errors that came too late for their item (`stale_updates` and `unready_updates`), or whose
+            shard was lost (`lost_updates`).
         ready: Batches that were drawn when the learner asked for its next one, on average over the last 100 steps:
             near 0 the learner waits for draws (or rows), near `prefetch` it does not.
-        timings: Of the parts of a step: waiting for and drawing a batch, learning, feedback, publishing.
+        timings: Of the parts of a step: waiting for and drawing a batch, learning, feedback, publishing. Of a Trainer's
+            steps what it does between two batches counts as drawing, and what it does with one as learning.
         buffers: Statistics of each buffer by name; a single one is named "buffer".
         explorers: Statistics of each explorer.
         evaluation: The last result of the evaluator; None without one.
@@ -97,10 +81,13 @@ class AsyncReplay:
     wait for whom is up to the buffer's limiter: `MinSize(n)` is what is called learning starts, `SamplesPerInsert`
     holds the ratio of learning to exploring. A pool of several buffers gives `learn` a dict of batches by name.
 
+    The learner is a function, for `run` and `steps`, or a LightningModule, which `fit` has a Trainer train.
+
     Args:
         pool: The explorers, with the buffer or buffers that they fill and the weights that they pull.
         learn: Function of a batch that makes one step and returns the TD errors, `[B]`, or None for no feedback. Of
-            several buffers it gets a dict of batches and returns a dict of TD errors.
+            several buffers it gets a dict of batches and returns a dict of TD errors. Or a LightningModule, whose
+            `training_step` gets the same, and returns `{"loss": loss, "td_error": td}` where priorities are wanted.
         module: The module whose weights are published, or several by the names of the pool's weights.
         batch_size: Items in a batch, of each buffer.
         publish_every: Steps from one publication to the next.
@@ -111,7 +98,8 @@ class AsyncReplay:
         pin: How they go there, as in `ReplayDataset`.
 
     Raises:
-        ValueError: A number is out of range, or the names of modules and weights differ.
+        ValueError: A number is out of range, the names of modules and weights differ, or the evaluator's weights are
+            none of the pool's, so that nobody would publish them.
         TypeError: `pool`, `learn`, `module` or `evaluator` is not what it has to be.
 
     Example:
@@ -123,7 +111,7 @@ class AsyncReplay:
     def __init__(
         self,
         pool: ExplorerPool,
-        learn: Learn,
+        learn: Learn | LightningModule,
         module: OneOrNamed[nn.Module] | None = None,
         *,
         batch_size: int = 256,
@@ -136,29 +124,31 @@ class AsyncReplay:
     ) -> None:
         self.pool = checked_instance("pool", pool, ExplorerPool, "a torchreplay.ray.ExplorerPool")
         if not callable(learn):
-            raise TypeError(f"learn is {learn!r:.200}: expected a function of a batch")
+            raise TypeError(f"learn is {learn!r:.200}: expected a function of a batch, or a LightningModule")
         if evaluator is not None:
             checked_instance("evaluator", evaluator, Evaluator, "a torchreplay.ray.Evaluator")
         self.evaluator = evaluator
         self.publish_every = checked_int("publish_every", publish_every, 1, _MOST_STEPS)
-        self._learn = learn
+        self.learn = learn
         self._modules, self._weights = named_modules(module), named_weights(pool.weights)
         if self._modules.keys() != self._weights.keys():
             raise ValueError(
                 f"the modules are named {list(self._modules)} and the pool's weights {list(self._weights)}: expected a "
                 "module for each of the weights (None stands for a single one)"
             )
+        if evaluator is not None and evaluator.weights not in self._weights.values():
+            raise ValueError(
+                "the evaluator's weights are none of the pool's, and only those are published: give both the same "
+                "SharedWeights"
+            )
         self._buffers = named_buffers(pool.buffer)
-        self._dataset: ReplayDataset | MixedDataset = (
+        self.dataset: ReplayDataset | MixedDataset = (
             MixedDataset(pool.buffer, batch_size, None, prefetch, device, timeout, pin)
             if isinstance(pool.buffer, Mapping)
             else ReplayDataset(pool.buffer, batch_size, None, prefetch, device, timeout, pin)
         )
+        self.meter = Meter(PARTS)
         self._steps = self._publications = 0
-        self._times: dict[str, deque[float]] = {part: deque(maxlen=_TIMES_KEPT) for part in _PARTS}
-        self._ready: deque[int] = deque(maxlen=_TIMES_KEPT)
-        self._counts, self._totals = dict.fromkeys(_PARTS, 0), dict.fromkeys(_PARTS, 0.0)
-        self._looks: deque[tuple[float, int, int]] = deque(maxlen=_LOOKS_KEPT + 1)  # time, rows, items
         self._running = ExitStack()
         self._inside = False
 
@@ -195,36 +185,77 @@ class AsyncReplay:
 
         Raises:
             RuntimeError: Outside of `with`.
+            TypeError: `learn` is a LightningModule.
             Exception: As for `run`.
         """
         steps = checked_int("steps", steps, 0, _MOST_STEPS)
+        if hasattr(self.learn, "training_step"):
+            raise TypeError("learn is a LightningModule: have a Trainer train it, replay.fit(trainer)")
         if not self._inside:
             raise RuntimeError("the explorers do not run: iterate inside `with replay:`, or call replay.run(steps)")
-        batches = iter(self._dataset)
+        batches = iter(self.dataset)
         try:
             for _ in range(steps):
-                self._ready.append(self._dataset.ready)
-                with self._timed("draw"):
+                self.meter.note_ready(self.dataset.ready)
+                with self.meter.timed("draw"):
                     batch = next(batches, None)
                 if batch is None:  # the buffer was stopped
                     return
-                with self._timed("learn"):
-                    td = self._learn(batch)
-                with self._timed("feedback"):
+                with self.meter.timed("learn"):
+                    td = self.learn(batch)
+                with self.meter.timed("feedback"):
                     self._feed_back(batch, td)
-                self._steps += 1
-                if self._steps % self.publish_every == 0:
-                    self.publish()
-                self._look()
+                self.count_step()
                 yield self._steps
         finally:
             batches.close()  # type: ignore[attr-defined]  # it is a generator
+
+    def fit(self, trainer: Trainer, ckpt_path: Any = None) -> AsyncReplayStats:
+        """Has a Lightning Trainer train the LightningModule, with all workers running, and returns the statistics.
+
+        The Trainer gets batches, its steps' TD errors are fed back and the weights published as in `run`; the evaluator
+        is an `EvaluationMonitor`'s. Its own callbacks, loggers and bounds are the user's: set `max_steps`. A
+        `ReplayCheckpoint` among them saves and restores the buffer; explorers begin when it is restored.
+
+        Args:
+            trainer: Of either Lightning package, for one process.
+            ckpt_path: A checkpoint to resume from, as `trainer.fit` takes it.
+
+        Raises:
+            TypeError: `learn` is no LightningModule.
+            ValueError: The Trainer has several processes, or a callback that does what this does.
+            Exception: What `trainer.fit` raises.
+        """
+        from torchreplay.lightning.async_fit import fit  # which needs Lightning
+
+        fit(self, trainer, ckpt_path)
+        return self.stats()
+
+    def begin(self) -> None:
+        """Begins to measure the rates anew."""
+        self.meter.start(self._rows, self._items)
+
+    def count_step(self) -> None:
+        """Counts a learner step; publishes the weights, and sees whether the workers are well, when it is time to.
+
+        Raises:
+            ExplorersFailed: No explorer is left.
+            EvaluatorFailed: The evaluator is not restarted any more.
+        """
+        self._steps += 1
+        if self._steps % self.publish_every == 0:
+            self.publish()
+        if self.meter.is_due:
+            self.meter.look(self._rows, self._items)
+            self.pool.check()
+            if self.evaluator is not None:
+                self.evaluator.check()
 
     def publish(self) -> None:
         """Publishes the weights of every module."""
         if not self._weights:
             return
-        with self._timed("publish"):
+        with self.meter.timed("publish"):
             for name, weights in self._weights.items():
                 weights.publish(self._modules[name])
         self._publications += 1
@@ -233,7 +264,7 @@ class AsyncReplay:
         """What was done until now, and how fast."""
         buffers = {"buffer" if name is None else name: buffer.stats() for name, buffer in self._buffers.items()}
         explorers = self.pool.stats()
-        rows_per_second, items_per_second = self._throughput()
+        rows_per_second, items_per_second = self.meter.throughput
         return AsyncReplayStats(
             steps=self._steps,
             items=self._items,
@@ -241,9 +272,9 @@ class AsyncReplay:
             items_per_second=items_per_second,
             publications=self._publications,
             weight_syncs=sum(explorer.weight_syncs for explorer in explorers),
-            dropped_updates=sum(stats.stale_updates + stats.unready_updates for stats in buffers.values()),
-            ready=sum(self._ready) / max(len(self._ready), 1),
-            timings={part: self._timing(part) for part in _PARTS},
+            dropped_updates=sum(_dropped(stats) for stats in buffers.values()),
+            ready=self.meter.ready,
+            timings=self.meter.timings,
             buffers=buffers,
             explorers=explorers,
             evaluation=None if self.evaluator is None else self.evaluator.latest,
@@ -256,8 +287,7 @@ class AsyncReplay:
                 starting.enter_context(self.evaluator)
             self._running = starting.pop_all()
         self._inside = True
-        self._looks.clear()
-        self._note()
+        self.begin()
         return self
 
     def __exit__(
@@ -268,48 +298,24 @@ class AsyncReplay:
 
     @property
     def _items(self) -> int:
-        return self._steps * self._dataset.batch_size * len(self._buffers)
-
-    @contextmanager
-    def _timed(self, part: str) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        seconds = time.perf_counter() - began
-        self._times[part].append(seconds)
-        self._counts[part] += 1
-        self._totals[part] += seconds
-
-    def _timing(self, part: str) -> Timing:
-        times = self._times[part]
-        return Timing(self._counts[part], self._totals[part], 1e3 * sum(times) / max(len(times), 1))
+        return self._steps * self.dataset.batch_size * len(self._buffers)
 
     def _feed_back(self, batch: Any, td: Any) -> None:
         if td is None:
             return
-        if isinstance(self._dataset, MixedDataset):
-            self._dataset.update_priorities(batch, td)
+        if isinstance(self.dataset, MixedDataset):
+            self.dataset.update_priorities(batch, td)
         else:
-            self._dataset.buffer.update_priorities(batch, td)
+            self.dataset.buffer.update_priorities(batch, td)
 
-    def _look(self) -> None:
-        if time.monotonic() - self._looks[-1][0] >= _LOOK_EVERY:
-            self._note()
-            self.pool.check()
-            if self.evaluator is not None:
-                self.evaluator.check()
-
-    def _note(self) -> None:
-        rows = sum(buffer.stats().rows_written for buffer in self._buffers.values())
-        if self._looks:
-            rows = max(rows, self._looks[-1][1])  # those of a lost shard are no longer counted
-        self._looks.append((time.monotonic(), rows, self._items))
-
-    def _throughput(self) -> tuple[float, float]:
-        """Rows and items a second from the oldest to the newest look."""
-        if len(self._looks) < 2:
-            return 0.0, 0.0
-        (began, rows_then, items_then), (ended, rows, items) = self._looks[0], self._looks[-1]
-        return (rows - rows_then) / (ended - began), (items - items_then) / (ended - began)
+    @property
+    def _rows(self) -> int:
+        return sum(buffer.stats().rows_written for buffer in self._buffers.values())
 
     def __repr__(self) -> str:
         return f"AsyncReplay({self._steps:,} steps, {self.pool!r})"
+
+
+def _dropped(stats: Stats) -> int:
+    lost = stats.lost_updates if isinstance(stats, ShardedStats) else 0
+    return stats.stale_updates + stats.unready_updates + lost

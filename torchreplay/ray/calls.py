@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import wait as wait_for_futures
-from typing import Any
+from typing import Any, Final
 
 from torchreplay.errors import ReplayTimeout
 from torchreplay.ray.nearby import Detached, Gone
@@ -15,6 +15,9 @@ from torchreplay.ray.session import import_ray
 from torchreplay.waiting import LOG_EVERY, SLICE_NS, Wait
 
 logger = logging.getLogger("torchreplay.ray")
+
+PATIENCE: Final = 30.0
+"""Seconds for which a shard that Ray cannot reach, and does not know to be dead, is asked again before it is lost."""
 
 
 class Calls:
@@ -28,6 +31,7 @@ class Calls:
     def __init__(self, lose: Callable[[int, str], None], name: Callable[[int], str]) -> None:
         self._ray = import_ray()
         self._lose, self._name = lose, name
+        self._unreachable: dict[int, float] = {}  # since when, by the monotonic clock
 
     def fetch(self, calls: Iterable[Any]) -> None:
         """Has those answers that are there brought to this node, without waiting for them."""
@@ -35,6 +39,10 @@ class Calls:
         if remote:
             # What is asked for so is brought here also after the call has come back.
             self._ray.wait(remote, num_returns=len(remote), timeout=0)
+
+    def are_there(self, calls: Iterable[Any]) -> bool:
+        """Returns whether all answers are on this node."""
+        return not self._unanswered(list(calls), 0)
 
     def collect(self, calls: Mapping[int, Any], wait: Wait | None = None) -> dict[int, Any]:
         """Returns what the shards called answer, by number; those that are lost, or let go of here, are left out.
@@ -62,15 +70,31 @@ class Calls:
         return {number: answer for number, call in calls.items() if (answer := self.answer(number, call)) is not None}
 
     def answer(self, number: int, call: Any) -> Any:
-        """Returns what a call that has been answered returned; None if the shard is lost, or was let go of here."""
+        """Returns what a call that has been answered returned.
+
+        Returns:
+            None if the answer did not arrive, the shard is lost, or it was let go of here.
+        """
         errors = self._ray.exceptions
         try:
-            return call.result() if isinstance(call, Future) else self._ray.get(call)
+            answer = call.result() if isinstance(call, Future) else self._ray.get(call)
         except (Detached, CancelledError):  # a matter of this process alone: others still use the shard
             return None
-        except (errors.RayActorError, errors.ObjectLostError, Gone) as error:
+        except errors.ObjectLostError as error:  # the next call tells whether the shard is there
+            logger.warning("an answer from %s was lost on its way: %s", self._name(number), _first_line(error))
+            return None
+        except errors.ActorUnavailableError as error:  # a broken connection, or a process that is stopped
+            now = time.monotonic()
+            if now - self._unreachable.setdefault(number, now) >= PATIENCE:
+                self._lose(number, str(error))
+            else:
+                logger.warning("%s cannot be reached: %s", self._name(number), _first_line(error))
+            return None
+        except (errors.RayActorError, Gone) as error:
             self._lose(number, str(error))
             return None
+        self._unreachable.pop(number, None)
+        return answer
 
     def _unanswered(self, calls: list[Any], seconds: float) -> list[Any]:
         """Waits for answers, so long at most, and returns the calls that have none."""
@@ -78,6 +102,10 @@ class Calls:
         left = [call for call in calls if not isinstance(call, Future)]
         if left:
             left = self._ray.wait(left, num_returns=len(left), timeout=seconds)[1]
-        elif here:
+        elif here and seconds:
             wait_for_futures(here, seconds)
         return left + [call for call in here if not call.done()]
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -78,6 +78,7 @@ class ExplorerContext:
         )
         self._episodes, self._steps = int(self._entry["episodes"]), int(self._entry["steps"])
         self._closed_rows = int(self._entry["rows"])  # of earlier runs, and of writers closed in this one
+        self._extended_before = self._rows_extended()  # by whoever had the buffers before
         self._writers: set[Writer] = set()
         self._noticed_stop = False
         self._max_weight_sync_delay = checked_int("max_weight_sync_delay", max_weight_sync_delay, 0, MOST_ROWS)
@@ -106,8 +107,9 @@ class ExplorerContext:
 
     @property
     def rows(self) -> int:
-        """Rows that this explorer has written by its writers, over all its runs."""
-        return self._closed_rows + sum(writer.rows for writer in tuple(self._writers))  # another thread may add one
+        """Rows that this explorer has written, by its writers and by `ctx.buffer.extend`, over all its runs."""
+        by_writers = sum(writer.rows for writer in tuple(self._writers))  # another thread may add one
+        return self._closed_rows + by_writers + self._rows_extended() - self._extended_before
 
     def pull_weights(self, module: nn.Module, *, name: str | None = None) -> bool:
         """Copies the learner's newest weights into the module, in place, when it is time to.
@@ -196,6 +198,9 @@ class ExplorerContext:
             closing.callback(lambda: self._report(time.monotonic()))
             for writer in tuple(self._writers):
                 closing.callback(writer.close)
+
+    def _rows_extended(self) -> int:
+        return sum(buffer._rows_extended for buffer in self._buffers.values())
 
     def _is_stopped(self) -> bool:
         if self._board.stopped:

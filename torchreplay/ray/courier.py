@@ -45,12 +45,14 @@ class Courier:
 
     Attributes:
         ending: Why nobody should write any more; "" while they should.
+        failure: What has gone wrong, where nobody can write from here any more although they should; "" otherwise.
     """
 
     def __init__(self, home: Home, ending: str = "") -> None:
         self._ray = import_ray()
         self._home = home
         self.ending = ending
+        self.failure = ""
         self._outboxes: set[Outbox] = set()  # copied to go through it: writers come at any time
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._sweep_due = 0.0
@@ -71,9 +73,9 @@ class Courier:
 
         Raises:
             Stopped: The buffer was stopped, or is gone.
+            RuntimeError: Rows are no longer sent from here.
         """
-        if self.ending:
-            raise Stopped(self.ending)
+        self._check()
         outbox = Outbox(config, lanes)
         self._outboxes.add(outbox)
         with suppress(self._ray.exceptions.RayError):  # then the next heartbeat does it
@@ -85,6 +87,7 @@ class Courier:
 
         Raises:
             Stopped: The buffer was stopped, or is gone.
+            RuntimeError: The writer's rows are taken no more.
         """
 
         def has_room() -> bool:
@@ -98,6 +101,7 @@ class Courier:
 
         Raises:
             Stopped: The buffer was stopped, or is gone, before it was.
+            RuntimeError: The writer's rows are taken no more.
         """
         outbox.hurried = True
         try:
@@ -129,13 +133,18 @@ class Courier:
         if os.getpid() != self._pid:  # a forked child's end is not its parent's
             return
         for outbox in list(self._outboxes):
+            outbox.drained = True
             self.leave(outbox)
         self.close()
         self._thread.join(FAREWELL)
 
-    def _check(self, outbox: Outbox) -> None:
-        if self.ending or outbox.ending:
-            raise Stopped(self.ending or outbox.ending)
+    def _check(self, outbox: Outbox | None = None) -> None:
+        if self.ending:
+            raise Stopped(self.ending)
+        if self.failure:
+            raise RuntimeError(self.failure)
+        if outbox is not None and outbox.ending:
+            raise RuntimeError(outbox.ending) if outbox.refused else Stopped(outbox.ending)
 
     def _await(self, outbox: Outbox, is_done: Callable[[], bool]) -> None:
         wait = Wait(outbox.stage._segment, None)
@@ -159,8 +168,9 @@ class Courier:
                     self._attend(outbox, sweep)
         except Exception as error:
             logger.exception("rows are no longer sent to the buffer on node %s", self._home.node)
-            self._end(f"rows can no longer be sent to the buffer's node: {error}")
+            self._fail(f"rows can no longer be sent to the buffer's node: {error}")
         finally:
+            self._fail("this process has closed its writers for good, and sends no more rows")  # unless it is known
             atexit.unregister(self.drain)
             self._await_departure()
 
@@ -181,7 +191,7 @@ class Courier:
     def _attend(self, outbox: Outbox, sweep: bool) -> None:
         if self.ending:
             outbox.end(self.ending)
-        if self._giving_up and outbox.waiting:
+        if self._giving_up and outbox.limited:
             outbox.end(f"this process is to end, and its rows wait for {outbox.waiting}")
         if not outbox.ending:
             outbox.cut(sweep)
@@ -223,9 +233,9 @@ class Courier:
         outbox.rewind |= answer.written < number
         outbox.acknowledge(answer.written)
         if answer.waiting or answer.written >= number:  # those behind it do not know why it was not taken
-            outbox.waiting = answer.waiting
+            outbox.waiting, outbox.limited = answer.waiting, answer.limited
         if error is not None:
-            outbox.waiting = "the buffer's node to answer again"
+            outbox.waiting, outbox.limited = "the buffer's node to answer again", False
             outbox.not_before = time.monotonic() + PAUSE
             for parcel in outbox.parcels:
                 parcel.payload = None  # it may be the object that was lost
@@ -233,13 +243,14 @@ class Courier:
         elif answer.ending:
             self._end(answer.ending)
         elif answer.refusal:
-            outbox.end(answer.refusal)
+            outbox.end(answer.refusal, refused=True)
 
     def _forget(self, outbox: Outbox) -> None:
         if not outbox.is_empty:
             logger.warning("rows that a remote writer had written were not taken any more: %s", outbox.ending)
         self._outboxes.discard(outbox)
-        outbox.stage.close()
+        if not outbox.drained:
+            outbox.stage.close()
         if not self.ending:
             with suppress(self._ray.exceptions.RayError):  # then its silence will tell
                 self._departure = self._depart.remote(outbox.source)
@@ -253,7 +264,7 @@ class Courier:
     def _beat(self) -> None:
         """Lets the ingest know who is alive, and hears whether to go on."""
         now = time.monotonic()
-        if self._heartbeat_out or now < self._heartbeat_due or self.ending:
+        if self._heartbeat_out or now < self._heartbeat_due or self.ending or self.failure:
             return
         self._heartbeat_due = now + HEARTBEAT
         sources = [outbox.source for outbox in list(self._outboxes) if not outbox.ending]
@@ -276,7 +287,7 @@ class Courier:
     def _reconnect(self, error: BaseException) -> None:
         """Finds the ingest again after it has died."""
         if isinstance(error, self._ray.exceptions.RayTaskError):
-            self._end(f"rows cannot be written on the buffer's node: {error}")
+            self._fail(f"rows cannot be written on the buffer's node: {error}")
             return
         try:
             self._connect()
@@ -296,3 +307,8 @@ class Courier:
         self.ending = self.ending or reason
         for outbox in list(self._outboxes):
             outbox.end(self.ending)
+
+    def _fail(self, reason: str) -> None:
+        self.failure = self.failure or reason
+        for outbox in list(self._outboxes):
+            outbox.end(self.failure, refused=True)

@@ -83,6 +83,7 @@ class EvaluatingRun:
 
     def __call__(self) -> None:
         """Evaluates until it is stopped."""
+        self._remember_best()
         made = self._work.module
         module = made if isinstance(made, nn.Module) else made()
         if not isinstance(module, nn.Module):
@@ -136,6 +137,13 @@ class EvaluatingRun:
         work.scores.add(evaluation)
         self._entry["weight_version"] = version
         self._entry["episodes"] += 1
+
+    def _remember_best(self) -> None:
+        """Takes in what a worker before this one has saved, and was killed before it could say so."""
+        saving = self._work.saving
+        if saving is not None:
+            best = saving.best() if self._mirror is None else self._mirror.help("best")
+            self._work.scores.raise_best(*best)
 
     def _save(self, saving: Saving, module: nn.Module, evaluation: Evaluation) -> None:
         names = saving.due(evaluation, self._work.scores.count + 1)

@@ -23,6 +23,7 @@ from torchreplay.ray.scores import Evaluation, Scores
 from torchreplay.ray.stats import State
 from torchreplay.ray.supervised import Supervised
 from torchreplay.ray.supervisor import logger
+from torchreplay.waiting import LOG_EVERY
 from torchreplay.weights import SharedWeights
 
 _LOOK_EVERY: Final = 0.02  # seconds, of `wait`
@@ -154,22 +155,22 @@ class Evaluator(Supervised):
             None if directory is None else Saving(checked_path("directory", directory).absolute(), save_every, buffer)
         )
         self.weights = weights
-        self._scores = Scores() if saving is None else Scores(saving.best_return())
+        self._scores = Scores() if saving is None else Scores(saving.best()[1])
         self._work = Evaluating(evaluate, module, weights, seed, every, every_seconds, self._scores, saving)
-        self._evaluations: list[Evaluation] = []
+        self._evaluations: tuple[Evaluation, ...] = ()
         self._collected = 0
-        self._collecting = threading.Lock()
+        self._collecting = threading.RLock()  # a signal's handler may ask while its own thread does
 
     @property
     def evaluations(self) -> Sequence[Evaluation]:
         """All results, oldest first."""
-        self._listen()
-        return tuple(self._evaluations)
+        self._collect()
+        return self._evaluations
 
     @property
     def latest(self) -> Evaluation | None:
         """The last result; None before the first."""
-        self._listen()
+        self._collect()
         return self._evaluations[-1] if self._evaluations else None
 
     @property
@@ -190,7 +191,8 @@ class Evaluator(Supervised):
             RuntimeError: The evaluator does not run.
             ValueError: The version was not published.
         """
-        newest, start = self.weights.version, time.monotonic()
+        newest = self.weights.version
+        start = told = time.monotonic()
         version = newest if version is None else checked_int("version", version, 0, newest)
         self._scores.wanted = max(version, self._scores.wanted)
         while True:
@@ -205,6 +207,9 @@ class Evaluator(Supervised):
                 raise EvaluatorFailed(f"the evaluator fails again and again\n{self._report()}")
             if timeout is not None and time.monotonic() - start >= timeout:
                 raise ReplayTimeout(f"version {version} was not evaluated within {timeout} s: {self!r}")
+            if time.monotonic() - told >= LOG_EVERY:
+                told = time.monotonic()
+                logger.warning("version %d is not evaluated yet, %.0f s on: %s", version, told - start, repr(self))
             time.sleep(_LOOK_EVERY)
 
     def stats(self) -> EvaluatorStats:
@@ -228,11 +233,23 @@ class Evaluator(Supervised):
         return self._work
 
     def _listen(self) -> None:
-        with self._collecting:
-            new, self._collected = self._scores.since(self._collected)
-            self._evaluations += new
-            for evaluation in new:
-                logger.info("%s", evaluation)
+        # Whoever collects at this moment may be waiting for this thread's end, in a signal's handler.
+        self._collect(wait=False)
+
+    def _collect(self, wait: bool = True) -> None:
+        """Takes in what was found since the last time, and logs it."""
+        if not self._collecting.acquire(blocking=wait):
+            return
+        try:
+            begun = -1
+            while begun != self._collected:  # else a signal's handler has collected meanwhile
+                begun = self._collected
+                new, end = self._scores.since(begun)
+            self._evaluations, self._collected = (*self._evaluations, *new), end
+        finally:
+            self._collecting.release()
+        for evaluation in new:
+            logger.info("%s", evaluation)
 
     def __repr__(self) -> str:
         stats = self.stats()

@@ -86,12 +86,14 @@ class Answer:
     Attributes:
         written: The last of its chunks that is in the buffer.
         waiting: What the next one waits for; "" when it does not.
+        limited: That is the limiter.
         refusal: Why the next one, and all after it, cannot be written; "" while they can.
         ending: Why nobody should write any more; "" while they should.
     """
 
     written: int = 0
     waiting: str = ""
+    limited: bool = False
     refusal: str = ""
     ending: str = ""
 
@@ -149,12 +151,18 @@ class _Seat:
         place.finish(chunk.number, ends)
 
     def _count_written(self, keys: npt.NDArray[np.int64]) -> int:
-        """How many rows of the chunk under way are in the buffer: of the last one that got a key it has to be seen."""
+        """How many rows of the chunk under way are in the buffer: of the last one that got a key it has to be seen.
+
+        Where the ring has turned past that one, nobody can see it any more. It counts as written: a row never comes
+        twice.
+        """
         announced = int(np.argmax(keys < 0)) if (keys < 0).any() else len(keys)
         if not announced:
             return 0
         key = int(keys[announced - 1])
-        return announced if self.buffer._segment.run_length(key, key + 1) else announced - 1
+        is_there = self.buffer._segment.run_length(key, key + 1) > 0
+        turned = self.buffer.stats().rows_written > key + self.buffer.capacity
+        return announced if is_there or turned else announced - 1
 
     def _predecessors(self, chunk: Chunk) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.void]]:
         """Says which row comes before each one, as `_C.Writer.relay` takes it.
@@ -230,7 +238,7 @@ class Ingest:
             if chunk.number == seat.place.written + 1:
                 seat.write(chunk)
         except _Behind:
-            return Answer(seat.place.written, waiting=self._why())
+            return Answer(seat.place.written, waiting=self._why(), limited=True)
         except Stopped as error:
             self._ending = str(error)
         except Exception as error:
@@ -249,6 +257,8 @@ class Ingest:
         if seat is not None:
             seat.writer.close()
             seat.place.leave()
+        elif not self._ending and self._claim():  # of one that the process before this knew, it may have a place
+            self._ledger.forget(source.writer)
 
     # Of the group "calls".
 

@@ -116,4 +116,7 @@ class Lookup:
         except self._ray.exceptions.ActorUnavailableError:
             raise
         except self._ray.exceptions.RayActorError:
-            raise Stopped("the ShardedReplay was closed, or the process that made it is gone") from None
+            raise Stopped(
+                "the ShardedReplay is gone: it was closed, or the process that made it, or its directory's (an actor "
+                "on the same node), has died; the shards, and their rows, went with it"
+            ) from None

@@ -55,10 +55,13 @@ class Outbox:
         rewind: Something was not taken: all is sent again when every call is answered.
         not_before: Monotonic time of the next try.
         waiting: What keeps the rows from being taken; "" when nothing is known to.
+        limited: That is the limiter.
         ending: Why this writer's rows are taken no more; "" while they are.
+        refused: That is a failure, not the end of the buffer or of this process.
         answered: The ingest has written some of its rows.
         hurried: Somebody waits until everything is acknowledged.
         leaving: The writer is gone: what is left is sent, and that is it.
+        drained: The writer is there, and whatever it writes from now on is not sent.
     """
 
     def __init__(self, config: Config, lanes: int) -> None:
@@ -75,10 +78,13 @@ class Outbox:
         self.rewind = False
         self.not_before = 0.0
         self.waiting = ""
+        self.limited = False
         self.ending = ""
+        self.refused = False
         self.answered = False
         self.hurried = False
         self.leaving = False
+        self.drained = False
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()  # at most one: there is some
         self._cut = 0  # key of the first row that is in no chunk
         self._number = 0
@@ -122,10 +128,10 @@ class Outbox:
             self.parcels.popleft()
         self.tell()
 
-    def end(self, reason: str) -> None:
+    def end(self, reason: str, refused: bool = False) -> None:
         """Lets the writer know why its rows are taken no more; the first reason stays."""
         if not self.ending:
-            self.ending = reason
+            self.refused, self.ending = refused, reason
             self.stage.stop()
             self.tell()
 

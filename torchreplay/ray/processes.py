@@ -9,8 +9,9 @@ import os
 import pickle
 import signal
 import sys
+import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
@@ -38,6 +39,7 @@ class ProcessRun:
     process: SpawnProcess
     report: Connection
     alive: int  # a pidfd: readable once the process has ended, whoever else holds its pipes
+    deadline: float = 0.0  # monotonic time of its end, once its function has returned
 
 
 class Processes(Backend[ProcessRun]):
@@ -57,9 +59,11 @@ class Processes(Backend[ProcessRun]):
             memory[:] = payload
         self._handle = make_handle(fd, new_nonce())
         self._spawn = multiprocessing.get_context("spawn")
+        self._leaving: list[ProcessRun] = []  # the function has returned, and the process is about to end
 
     def launch(self, launch: Launch) -> ProcessRun:
         """Starts a run; does not wait for it."""
+        self._see_off([run for run in self._leaving if run.launch.index == launch.index])
         report, reporter = self._spawn.Pipe(duplex=False)
         process = self._spawn.Process(
             target=_live, args=(os.getpid(), sys.path, self._handle, launch, reporter), name=f"worker {launch.index}"
@@ -87,6 +91,7 @@ class Processes(Backend[ProcessRun]):
 
     def wait(self, runs: Sequence[ProcessRun], timeout: float) -> list[ProcessRun]:
         """The runs that have ended, as soon as one has, at the latest after `timeout` seconds."""
+        self._see_off([run for run in self._leaving if _has_left(run)])
         ready = set(wait([end for run in runs for end in (run.report, run.alive)], max(timeout, 0.0)))
         return [run for run in runs if run.report in ready or run.alive in ready]
 
@@ -103,17 +108,30 @@ class Processes(Backend[ProcessRun]):
         return Outcome("died", how, f"process {run.process.pid}: {how}")
 
     def release(self, run: ProcessRun) -> None:
-        """Lets the process of an ended run go."""
-        self._end(run)
-        with suppress(ValueError):  # to multiprocessing it runs, if it does not know its exit code
-            run.process.close()
-        run.report.close()
-        os.close(run.alive)
+        """Lets the process of an ended run go. It has some time to end by itself; nobody waits for that here."""
+        run.deadline = time.monotonic() + _EXIT_TIMEOUT
+        self._leaving.append(run)
+
+    def await_exit(self, pids: Iterable[int]) -> None:
+        """Returns when all processes are gone: within seconds, and not one after the other."""
+        self._see_off(list(self._leaving))
+        super().await_exit(pids)
+
+    def _see_off(self, runs: Sequence[ProcessRun]) -> None:
+        """Returns when these processes are gone."""
+        for run in runs:
+            self._leaving.remove(run)
+            self._end(run)
+            with suppress(ValueError):  # to multiprocessing it runs, if it does not know its exit code
+                run.process.close()
+            run.report.close()
+            os.close(run.alive)
 
     def _end(self, run: ProcessRun) -> None:
         if run.process.exitcode is None:
             # By the pidfd: `os.wait()` in the program may have collected the process, and its pid be another's by now.
-            wait([run.alive], _EXIT_TIMEOUT)  # it ends its own children meanwhile
+            deadline = run.deadline or time.monotonic() + _EXIT_TIMEOUT
+            wait([run.alive], max(0.0, deadline - time.monotonic()))  # it ends its own children meanwhile
             self.kill(run)
             run.process.join()
 
@@ -124,7 +142,12 @@ class Processes(Backend[ProcessRun]):
 
     def close(self) -> None:
         """Gives back the payload's memory; may be called again."""
+        self._see_off(list(self._leaving))
         self._free()
+
+
+def _has_left(run: ProcessRun) -> bool:
+    return time.monotonic() >= run.deadline or bool(wait([run.alive], 0))
 
 
 def _dumps() -> Callable[[Any], bytes]:

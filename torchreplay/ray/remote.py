@@ -65,12 +65,17 @@ class RemoteWriter(Writer):
 
         Raises:
             Stopped: The buffer was stopped, or is gone: some of it may not be.
+            RuntimeError: The rows are not taken; the text says why.
         """
         if not self.closed:
             self._courier.flush(self._outbox)
 
     def close(self) -> None:
-        """Flushes, unless the buffer was stopped, and gives up the writer's place. Idempotent."""
+        """Flushes, unless the buffer was stopped, and gives up the writer's place. Idempotent.
+
+        Raises:
+            RuntimeError: As `flush` does; the place is given up all the same.
+        """
         if self.closed:
             return
         super().close()  # first: while another thread is in a call, nothing is given up
@@ -137,7 +142,7 @@ class RemoteBuffer(Configured):
         Raises:
             Stopped: The buffer was stopped, or is gone.
             ValueError: As there.
-            RuntimeError: This process was forked off one of Ray's.
+            RuntimeError: This process was forked off one of Ray's, or rows can no longer be sent from it.
         """
         return RemoteWriter(self._courier, self._config, lanes, autoreset)
 
@@ -148,13 +153,16 @@ class RemoteBuffer(Configured):
             with self.writer(lanes) as block_writer:
                 block_writer.extend(*args, priority=priority, **fields)
                 block_writer.flush()
+                self._rows_extended += block_writer.rows
             return
         try:
             writer: RemoteWriter = self._local.writer
         except AttributeError:
             writer = self._local.writer = self.writer()
+        before = writer.rows
         writer.extend(*args, priority=priority, **fields)
         writer.flush()
+        self._rows_extended += writer.rows - before
 
     # Life cycle
 

@@ -137,7 +137,9 @@ class RemoteWeights(SharedWeights):
         Raises:
             ValueError: As there.
             AttachError: The learner's node is gone, before the first pull.
+            RuntimeError: This process was forked off one of Ray's, where nobody listens for news.
         """
+        self._home.require_own_process()
         if self._news.version <= self._pulled and self._pulled_into() is module:
             return False
         state = self._check(module)

@@ -206,6 +206,16 @@ class RoundStream:
         """
         return 0
 
+    @property
+    def answered(self) -> int:
+        """How many of the next rounds have all their answers."""
+        count = 0
+        for ahead in self._ahead:
+            if not self._draws.shards.calls.are_there(ahead.calls):
+                break
+            count += 1
+        return count
+
     def close(self) -> None:
         """Forgets the rounds under way."""
         while self._ahead:

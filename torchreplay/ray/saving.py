@@ -48,29 +48,33 @@ class Saving:
         return names
 
     def write(self, names: list[str], content: bytes) -> None:
-        """Saves the weights, as `content_of` gives them, under each of these names, and the buffer."""
+        """Saves the buffer, and the weights, as `content_of` gives them, under each of these names.
+
+        The best come last: once they are there, nothing that may fail is left but to note them.
+        """
         self.directory.mkdir(parents=True, exist_ok=True)
         for pattern in (re.escape(BEST), r"version-[0-9]+\.safetensors"):
             remove_unfinished(self.directory, pattern)
-        for name in names:
-            replace_file(self.directory / name, content)
         if self.buffer is not None:
             self.buffer.save(self.directory / BUFFER)
+        for name in sorted(names, key=BEST.__eq__):
+            replace_file(self.directory / name, content)
 
-    def best_return(self) -> float:
-        """Mean return of the weights in `best.safetensors`; minus infinity where there are none.
+    def best(self) -> tuple[int, float]:
+        """Version and mean return of the weights in `best.safetensors`; -1 and minus infinity where there are none.
 
         Raises:
             CheckpointError: The file is no such file.
         """
         path = self.directory / BEST
         if not path.exists():
-            return -math.inf
+            return -1, -math.inf
         from safetensors import SafetensorError, safe_open
 
         try:
             with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
-                return float((file.metadata() or {})["mean_return"])
+                told = file.metadata() or {}
+                return int(told["version"]), float(told["mean_return"])
         except (SafetensorError, OSError, KeyError, ValueError) as error:
             raise CheckpointError(
                 f"{path} has no weights that an Evaluator saved ({error!r}): choose another directory, or remove it"

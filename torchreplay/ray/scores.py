@@ -135,11 +135,16 @@ class Scores(SharedPage):
         """Whether this surpasses all before, or is the best itself, found again by a killed worker's successor."""
         return mean_return > self.best_return or version == int(self._header["best_version"][0])
 
+    def raise_best(self, version: int, mean_return: float) -> None:
+        """Notes weights that a killed worker has saved as the best; those known to be better stay."""
+        if mean_return > self.best_return:
+            self._header["best_version"] = version  # first: a successor finds it again, see `is_best`
+            self._header["best_return"] = mean_return
+
     def add(self, evaluation: Evaluation) -> None:
         """Notes an evaluation."""
         if evaluation.best:
-            self._header["best_version"] = evaluation.version  # first: a successor finds it again, see `is_best`
-            self._header["best_return"] = evaluation.mean_return
+            self.raise_best(evaluation.version, evaluation.mean_return)
         count = self.count
         self._ring[count % _KEPT] = tuple(evaluation.as_dict().values())
         self._header["count"] = count + 1  # last: who reads it finds the evaluation in its place

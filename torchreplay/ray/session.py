@@ -42,18 +42,21 @@ class RaySession:
         cpus: What the workers ask Ray to reserve in all. A Ray started here announces as many
             CPUs, and no fewer than the machine has.
         gpus: The same of GPUs. A Ray started here announces those that the machine has.
+        here: Whether they run on this node alone, not anywhere in the cluster.
 
     Raises:
         ImportError: Ray is not installed.
-        ValueError: Ray has fewer CPUs or GPUs: some workers would never be started.
+        ValueError: Ray has fewer CPUs or GPUs, or other sessions of this program have them: some workers would never be
+            started.
     """
 
     _lock: ClassVar = threading.RLock()  # of the two below; a signal's handler may stop a pool, too
     _open: ClassVar[set[RaySession]] = set()
     _started: ClassVar[bool] = False  # whether Ray was, by one of them
 
-    def __init__(self, cpus: float, gpus: float = 0) -> None:
+    def __init__(self, cpus: float, gpus: float = 0, here: bool = True) -> None:
         self.ray = import_ray()
+        self._reserved, self._here = {"CPU": cpus, "GPU": gpus}, here
         with self._lock:
             starts = not self.ray.is_initialized()
             if starts:
@@ -61,10 +64,10 @@ class RaySession:
                 RaySession._started = True
             self._open.add(self)
         try:
-            present = self.ray.cluster_resources()
-            if not starts:  # one that was started for this session has them, and a cluster may grow
-                _check("num_cpus", cpus, "CPU", present)
-            _check("num_gpus", gpus, "GPU", present)
+            present = self._resources()
+            if not starts:  # one that was started for this session has them
+                self._check("num_cpus", "CPU", present)
+            self._check("num_gpus", "GPU", present)
         except BaseException:
             self.close()
             raise
@@ -89,11 +92,24 @@ class RaySession:
                 RaySession._started = False
                 self.ray.shutdown()
 
+    def _resources(self) -> Mapping[str, float]:
+        """Returns what Ray has, on this node or in all."""
+        if not self._here:
+            present: Mapping[str, float] = self.ray.cluster_resources()
+            return present
+        node = self.ray.get_runtime_context().get_node_id()
+        return next((n["Resources"] for n in self.ray.nodes() if n["NodeID"] == node and n["Alive"]), {})
 
-def _check(argument: str, asked: float, kind: str, resources: Mapping[str, float]) -> None:
-    present = resources.get(kind, 0.0)
-    if asked > present:
-        raise ValueError(
-            f"the workers ask Ray for {asked:g} {kind}s in all (how many there are * {argument}) and it has "
-            f"{present:g}: lower {argument} (with 0, the default, any number of workers runs), or start Ray with more"
-        )
+    def _check(self, argument: str, kind: str, resources: Mapping[str, float]) -> None:
+        asked, present = self._reserved[kind], resources.get(kind, 0.0)
+        with self._lock:
+            rivals = [one for one in self._open if one is not self and (one._here or not self._here)]
+        taken = sum(one._reserved[kind] for one in rivals)
+        if asked and asked + taken > present:
+            others = f", {taken:g} of which other pools and evaluators of this program reserve" if taken else ""
+            raise ValueError(
+                f"the workers ask Ray for {asked:g} {kind}s in all (how many there are * {argument}) and "
+                f"{'this node' if self._here else 'it'} has {present:g}{others}: lower {argument} (with 0, the "
+                f"default, any number of workers runs), start Ray with more, or say where else they may run "
+                f"(placement=...)"
+            )

@@ -34,15 +34,20 @@ class ShardWriter(Writer):
 
     def extend(self, /, *args: Any, priority: Any = None, **fields: Any) -> torch.Tensor:
         """Does what `Writer.extend` does."""
-        return super().extend(*args, priority=priority, **fields) + self._base
+        keys: torch.Tensor = self._of_union(super().extend(*args, priority=priority, **fields))
+        return keys
 
     def reset(self, /, *args: Any, mask: Any = None, **observation: Any) -> Any:
         """Does what `Writer.reset` does."""
-        return super().reset(*args, mask=mask, **observation) + self._base
+        return self._of_union(super().reset(*args, mask=mask, **observation))
 
     def step(self, /, *args: Any, priority: Any = None, final_obs: Any = None, **fields: Any) -> Any:
         """Does what `Writer.step` does."""
-        return super().step(*args, priority=priority, final_obs=final_obs, **fields) + self._base
+        return self._of_union(super().step(*args, priority=priority, final_obs=final_obs, **fields))
+
+    def _of_union(self, keys: Any) -> Any:
+        """Returns the union's keys for the shard's own; -1, of a lane that wrote no row, stays."""
+        return keys + self._base * (keys >= 0)
 
     def _look_around(self) -> None:
         try:

@@ -149,7 +149,9 @@ class ShardedReplay(ShardedInspection, Replay):
         Arguments, results and errors are those of `ReplayBuffer.extend`; the keys are the union's.
         """
         self._require_open()
-        return buffer_to_write_to(self.shards).extend(*args, priority=priority, **fields)
+        keys = buffer_to_write_to(self.shards).extend(*args, priority=priority, **fields)
+        self._rows_extended += keys.numel()
+        return keys
 
     def expect_writers(self) -> Expectation:
         """Announces that writers will come, or come back: `sample` then waits for them instead of giving up.

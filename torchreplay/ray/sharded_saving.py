@@ -117,7 +117,8 @@ def _until_done(shards: Shards, places: Mapping[int, Place], call: Callable[[int
         except import_ray().exceptions.RayTaskError as error:
             raise error.cause from None
         done |= {number: left[number] for number, ended in answers.items() if ended}
-        left = {number: left[number] for number, ended in answers.items() if not ended}
+        there = shards.table.places  # one whose answer has not come is asked again, unless it is lost
+        left = {number: place for number, place in left.items() if number not in done and number in there}
         if left:
             time.sleep(POLL)
     return dict(sorted(done.items()))

@@ -31,6 +31,9 @@ _LONGEST_DELAY: Final = 30.0
 GRACE: Final = 0.5
 """Seconds in which a stopped worker should notice by itself, before it is interrupted."""
 
+SLOW_START: Final = 30.0
+"""Seconds after which a worker that has not begun is mentioned in the log, again and again."""
+
 _HOPELESS_AFTER: Final = 5
 """Failures in a row, without a row or an episode in between, after which nobody should wait for an
 worker any more. It goes on being restarted."""
@@ -53,6 +56,8 @@ class Worker:
     streak: int = 0  # failures in a row without progress
     recorded: int = 0  # its progress on the board at the last launch
     due: float = 0.0  # monotonic time of the next launch
+    launched: float = 0.0  # and of the last one
+    mentioned: float = 0.0  # and when the log said that it takes long
     run: Any = None  # the present run, None between runs
     failure: ExplorerFailure | None = None  # its last one
 
@@ -166,6 +171,7 @@ class Supervisor:
             while not self._stopping.is_set() and not all(w.over for w in self.workers):
                 self._launch_due()
                 self._keep_mark()
+                self._mention_slow_starts()
                 self._await_some()
                 self.listen()
             self._end_all()
@@ -184,8 +190,11 @@ class Supervisor:
                     self._note_failure(w, lost)
                     w.state = "failed"
         finally:
-            self._withdraw_mark()
-            self.over.set()
+            try:
+                with suppress(RuntimeError):  # the buffer was closed meanwhile, and the mark with it
+                    self._withdraw_mark()
+            finally:
+                self.over.set()
 
     def _launch_due(self) -> None:
         now = time.monotonic()
@@ -193,11 +202,20 @@ class Supervisor:
             if w.run is None and not w.over and w.due <= now:
                 self.board.launch(w.index, w.restarts)
                 w.recorded = self.board.recorded(w.index)
+                w.launched = w.mentioned = now
                 launch = Launch(w.index, len(self.workers), self.policy.run_seed(w), w.restarts)
                 try:
                     w.run, w.state = self.backend.launch(launch), "starting"
                 except Exception as error:  # such as too many open files: of this worker, at this moment
                     self._fail(w, _died("its process could not be started", error))
+
+    def _mention_slow_starts(self) -> None:
+        now = time.monotonic()
+        for w in self._running():
+            if now - w.mentioned >= SLOW_START and not self.board.entries[w.index]["pid"]:
+                w.mentioned = now
+                text = "%s has not begun %.0f s after its start: is there room for what it reserves of Ray?"
+                logger.warning(text, self.names[w.index], now - w.launched)
 
     def _await_some(self) -> None:
         running = self._running()

@@ -1,0 +1,143 @@
+"""What the writers of a process hear of its courier, when their rows are refused, or it has come to its end."""
+
+import time
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+import torch
+from forked import eventually
+
+import torchreplay as tr
+
+pytest.importorskip("ray")
+from torchreplay.ray.courier import Courier
+from torchreplay.ray.ingest import Answer
+from torchreplay.ray.remote import RemoteWriter
+from torchreplay.ray.worker import WorkerProcess
+
+CONFIG = tr.ReplayBuffer({"n": tr.Field((), torch.int64)}, 100)._config
+
+
+class Unreachable(Exception):
+    """What a call raises while nobody answers."""
+
+
+class Actor:
+    """The ingest, whose answer to every chunk is what `answer` returns for it."""
+
+    def __init__(self, answer):
+        self.push = self._method(lambda source, chunk: answer(chunk))
+        self.enter = self.depart = self._method(lambda source: None)
+        self.look = self._method(lambda sources: "")
+
+    @staticmethod
+    def _method(function):
+        def remote(*args):
+            future = Future()
+            try:
+                future.set_result(function(*args))
+            except Unreachable as error:
+                future.set_exception(error)
+            return SimpleNamespace(future=lambda: future)
+
+        method = SimpleNamespace(remote=remote)
+        method.options = lambda **_: method
+        return method
+
+
+@pytest.fixture
+def courier_to(monkeypatch):
+    """Returns a courier to an ingest that answers so."""
+    errors = SimpleNamespace(RayError=Unreachable, RayTaskError=ZeroDivisionError)
+    ray = SimpleNamespace(is_initialized=lambda: True, exceptions=errors, wait=lambda *_, **__: None, put=lambda x: x)
+    monkeypatch.setattr("torchreplay.ray.courier.import_ray", lambda: ray)
+    couriers = []
+
+    def make(answer):
+        couriers.append(Courier(SimpleNamespace(find=lambda: Actor(answer), node="there")))
+        return couriers[-1]
+
+    yield make
+    for courier in couriers:
+        courier.drain()
+        assert not courier._thread.is_alive()
+
+
+def write_for_ever(writer):
+    while True:
+        writer.append(n=2)
+
+
+def test_rows_that_are_refused_are_an_error_and_no_end_of_the_buffer(courier_to):
+    courier = courier_to(lambda chunk: Answer(refusal="there is no room for them"))
+    writer = RemoteWriter(courier, CONFIG, None, "next_step")
+    writer.append(n=1)
+    with pytest.raises(RuntimeError, match="no room for them") as refusal:
+        writer.flush()
+    assert refusal.type is RuntimeError
+    with pytest.raises(RuntimeError, match="no room for them") as refusal:
+        write_for_ever(writer)
+    assert refusal.type is RuntimeError
+    with pytest.raises(RuntimeError, match="no room for them"):
+        writer.close()
+    assert writer.closed
+    eventually(lambda: not courier._outboxes)  # others may write, and it tries anew
+    assert RemoteWriter(courier, CONFIG, None, "next_step").rows == 0
+
+
+def test_an_explorer_whose_rows_are_refused_has_failed():
+    class Refused:
+        def run(self, launch, board, mirror=None):
+            raise RuntimeError("the rows of this writer cannot be written: no room")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torchreplay.ray.worker._work", lambda *_: Refused().run(None, None))
+        outcome = WorkerProcess().run([], b"", None)
+    assert (outcome.kind, outcome.error) == (
+        "raised",
+        "RuntimeError: the rows of this writer cannot be written: no room",
+    )
+
+
+def test_a_process_that_has_closed_its_writers_for_good_is_told_so(courier_to):
+    courier = courier_to(lambda chunk: Answer(chunk.number))
+    with RemoteWriter(courier, CONFIG, None, "next_step") as writer:
+        writer.append(n=1)
+    late = RemoteWriter(courier, CONFIG, None, "next_step")
+    courier.drain()
+    late.append(n=2)
+    with pytest.raises(RuntimeError, match="closed its writers for good"):
+        late.flush()
+    with pytest.raises(RuntimeError, match="closed its writers for good"):
+        RemoteWriter(courier, CONFIG, None, "next_step")
+
+
+def test_a_process_that_gives_up_drops_what_the_limiter_keeps_out_and_nothing_else(courier_to):
+    there = []
+
+    def answer(chunk):
+        if not there:
+            raise Unreachable("it is being started again")
+        return Answer(chunk.number)
+
+    courier = courier_to(answer)
+    writer = RemoteWriter(courier, CONFIG, None, "next_step")
+    writer.append(n=1)
+    (outbox,) = courier._outboxes
+    eventually(lambda: outbox.waiting)
+    courier.give_up()
+    time.sleep(0.3)  # some of its rounds
+    there.append(True)
+    writer.flush()
+    writer.close()
+
+    limited = courier_to(lambda chunk: Answer(waiting="the learner to draw more", limited=True))
+    writer = RemoteWriter(limited, CONFIG, None, "next_step")
+    writer.append(n=1)
+    (outbox,) = limited._outboxes
+    eventually(lambda: outbox.waiting)
+    limited.give_up()
+    with pytest.raises(tr.Stopped, match="the learner to draw more"):
+        writer.flush()
+    writer.close()

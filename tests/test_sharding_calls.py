@@ -1,0 +1,92 @@
+"""When a shard counts as lost, and when only an answer of it is; what its writers' keys are."""
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import torchreplay as tr
+
+pytest.importorskip("ray")
+from ray import exceptions
+
+from torchreplay.ray import calls as shard_calls
+from torchreplay.ray.calls import Calls
+from torchreplay.ray.nearby import Gone
+from torchreplay.ray.shard_writer import ShardWriter
+from torchreplay.ray.union import KEY_BITS, pack
+
+UNREACHABLE = exceptions.ActorUnavailableError("connection reset", b"0" * 16)
+DEAD = exceptions.ActorDiedError()
+LOST_ANSWER = exceptions.ObjectLostError("0" * 56, None, "")
+TIMED_OUT = exceptions.ObjectFetchTimedOutError("0" * 56, None, "")
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Calls whose answers are what they are, or raise it; `calls.lost` are the lost shards, `calls.now` is the time."""
+
+    def get(answer):
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    calls = Calls(lambda number, why: calls.lost.append(number), "shard {}".format)
+    calls.lost, calls.now = [], 0.0
+    calls._ray = SimpleNamespace(get=get, exceptions=exceptions)
+    monkeypatch.setattr(shard_calls, "time", SimpleNamespace(monotonic=lambda: calls.now))
+    return calls
+
+
+def test_a_shard_that_cannot_be_reached_for_a_while_is_not_lost(calls):
+    for _ in range(3):
+        for _ in range(3):
+            assert calls.answer(1, UNREACHABLE) is None
+            calls.now += shard_calls.PATIENCE / 4
+        assert calls.answer(1, "here") == "here"
+    assert calls.lost == []
+    assert calls.answer(1, UNREACHABLE) is None
+    calls.now += shard_calls.PATIENCE
+    assert calls.answer(2, UNREACHABLE) is None
+    assert calls.answer(1, UNREACHABLE) is None
+    assert calls.lost == [1]
+
+
+@pytest.mark.parametrize("error", [LOST_ANSWER, TIMED_OUT])
+def test_an_answer_that_is_lost_on_its_way_costs_no_shard(calls, error):
+    for _ in range(3):
+        assert calls.answer(1, error) is None
+        calls.now += shard_calls.PATIENCE
+    assert calls.lost == []
+
+
+def test_a_shard_that_is_known_to_be_dead_is_lost_at_once(calls):
+    here = Future()
+    here.set_exception(Gone("its process is gone"))
+    assert calls.answer(1, DEAD) is None
+    assert calls.answer(2, here) is None
+    assert calls.lost == [1, 2]
+
+
+def test_keys_are_the_unions_but_for_lanes_that_wrote_nothing():
+    flag = tr.Field((), "bool")
+    spec = {"obs": tr.Field(), "reward": tr.Field(), "terminated": flag, "truncated": flag}
+    zeros, no = np.zeros(3, np.float32), np.zeros(3, bool)
+    first = np.array([True, False, False])
+    with (
+        tr.ReplayBuffer(spec, 100, view=tr.Transitions()) as plain,
+        tr.ReplayBuffer(spec, 100, view=tr.Transitions()) as b,
+    ):
+        writers = plain.writer(3, "disabled"), ShardWriter(b._segment, b._config, pack(5), 3, "disabled")
+        for call in (
+            lambda writer: writer.reset(obs=zeros),
+            lambda writer: writer.step(obs=zeros, reward=zeros, terminated=first, truncated=no),
+            lambda writer: writer.reset(obs=zeros, mask=first),
+            lambda writer: writer.step(obs=zeros, reward=zeros, terminated=no, truncated=first),
+            lambda writer: writer.reset(obs=zeros, mask=no),
+        ):
+            own, of_union = (np.asarray(call(writer)) for writer in writers)
+            assert of_union.tolist() == [key if key < 0 else key + (5 << KEY_BITS) for key in own.tolist()]
+        for writer in writers:
+            writer.close()

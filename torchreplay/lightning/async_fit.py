@@ -1,0 +1,109 @@
+"""`AsyncReplay.fit`: a Lightning Trainer makes the learner's steps."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from ..mixing import MixedDataset
+from ..samplers import Prioritized
+from .datamodule import ReplayDataModule
+from .evaluation import EvaluationMonitor
+from .feedback import PriorityFeedback
+from .publisher import WeightPublisher
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningModule, Trainer
+
+    from ..ray.async_replay import AsyncReplay
+
+
+def fit(replay: AsyncReplay, trainer: Trainer, ckpt_path: Any) -> None:
+    """Does what `AsyncReplay.fit` does."""
+    module: Any = replay.learn
+    if not hasattr(module, "training_step"):
+        raise TypeError(f"learn is {module!r:.200}, no LightningModule: replay.run(steps) makes its steps")
+    if trainer.world_size > 1:
+        raise ValueError(
+            f"the Trainer has {trainer.world_size} processes, and each would start its own explorers: give the buffer, "
+            f"and the pool as explorers=, to a ReplayDataModule instead"
+        )
+    given = trainer.callbacks  # type: ignore[attr-defined]  # it is set when the Trainer is made
+    for callback in given:
+        if isinstance(callback, (PriorityFeedback, WeightPublisher, EvaluationMonitor)):
+            raise ValueError(f"AsyncReplay does what {type(callback).__name__} does: leave it out of the callbacks")
+    ours = [_Learner(replay)] if replay.evaluator is None else [_Learner(replay), EvaluationMonitor(replay.evaluator)]
+    trainer.callbacks = [*ours, *given]  # type: ignore[attr-defined]
+    try:
+        if isinstance(replay.dataset, MixedDataset):
+            with replay.pool:
+                trainer.fit(module, replay.dataset, ckpt_path=ckpt_path)
+        else:
+            batches = replay.dataset
+            data = ReplayDataModule(
+                batches.buffer,
+                batches.batch_size,
+                prefetch=batches.prefetch,
+                explorers=replay.pool,
+                timeout=batches.timeout,
+                device=batches.device,
+                pin=batches.pin,
+            )
+            trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
+    finally:
+        trainer.callbacks = given  # type: ignore[attr-defined]
+
+
+class _Learner(PriorityFeedback):
+    """Does after each batch of a Trainer what an `AsyncReplay` does after its own steps."""
+
+    def __init__(self, replay: AsyncReplay) -> None:
+        dataset = replay.dataset
+        super().__init__(dataset if isinstance(dataset, MixedDataset) else dataset.buffer)
+        buffers = dataset.buffers if isinstance(dataset, MixedDataset) else [dataset.buffer]
+        self._wants_errors = any(isinstance(buffer.sampler, Prioritized) for buffer in buffers)
+        self._replay, self._meter = replay, replay.meter
+        self._since = 0.0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Publishes the weights of a checkpoint that the run resumes from, and begins to measure."""
+        if trainer.global_step > 0:
+            self._replay.publish()
+        self._replay.begin()
+        self._since = time.perf_counter()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Notes how long the batch was waited for."""
+        self._note("draw")
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Feeds the batch's TD errors back, and counts the step.
+
+        Raises:
+            KeyError, ValueError: As `PriorityFeedback` does; where no buffer has priorities, TD errors may be missing.
+            ExplorersFailed: No explorer is left.
+            EvaluatorFailed: The evaluator is not restarted any more.
+        """
+        self._note("learn")
+        if outputs and (self._wants_errors or self.key in outputs):
+            with self._meter.timed("feedback"):
+                super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        self._replay.count_step()
+        self._meter.note_ready(_stream_of(trainer).ready)
+        self._since = time.perf_counter()
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Publishes the final weights, after every callback that may still change them."""
+        self._replay.publish()
+
+    def _note(self, part: str) -> None:
+        now = time.perf_counter()
+        self._meter.add(part, now - self._since)
+        self._since = now
+
+
+def _stream_of(trainer: Any) -> Any:
+    """Returns what the Trainer draws from."""
+    return trainer.train_dataloader

@@ -1,0 +1,99 @@
+"""`Meter`: how long the parts of a learner's steps take, and how many rows and items pass in a second."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+_TIMES_KEPT: Final = 100
+_LOOK_EVERY: Final = 1.0
+"""Seconds between two looks at the counters."""
+_LOOKS_KEPT: Final = 10
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long one part of the learner's steps takes.
+
+    Attributes:
+        count: How often it was done.
+        seconds: How long in all.
+        mean_ms: Mean of the last 100 times, in milliseconds; 0 before the first.
+    """
+
+    count: int
+    seconds: float
+    mean_ms: float
+
+
+class Meter:
+    """Measures the steps of a learner.
+
+    Args:
+        parts: Names of a step's parts.
+    """
+
+    def __init__(self, parts: Sequence[str]) -> None:
+        self._times: dict[str, deque[float]] = {part: deque(maxlen=_TIMES_KEPT) for part in parts}
+        self._counts, self._totals = dict.fromkeys(parts, 0), dict.fromkeys(parts, 0.0)
+        self._ready: deque[int] = deque(maxlen=_TIMES_KEPT)
+        self._looks: deque[tuple[float, int, int]] = deque(maxlen=_LOOKS_KEPT + 1)  # time, rows, items
+        self._rows = 0  # that have come since the start
+        self._rows_then = 0  # that the buffers told of at the last look
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Measures one part of a step, unless it raises."""
+        began = time.perf_counter()
+        yield
+        self.add(part, time.perf_counter() - began)
+
+    def add(self, part: str, seconds: float) -> None:
+        """Notes how long one part of a step took."""
+        self._times[part].append(seconds)
+        self._counts[part] += 1
+        self._totals[part] += seconds
+
+    def note_ready(self, batches: int) -> None:
+        """Notes how many batches were drawn when the learner asked for its next one."""
+        self._ready.append(batches)
+
+    @property
+    def timings(self) -> dict[str, Timing]:
+        """Of each part."""
+        means = {part: 1e3 * sum(times) / max(len(times), 1) for part, times in self._times.items()}
+        return {part: Timing(self._counts[part], self._totals[part], mean) for part, mean in means.items()}
+
+    @property
+    def ready(self) -> float:
+        """Batches that were drawn when the learner asked, on average over the last 100 steps."""
+        return sum(self._ready) / max(len(self._ready), 1)
+
+    def start(self, rows: int, items: int) -> None:
+        """Begins to count a second's rows and items anew."""
+        self._looks.clear()
+        self._rows, self._rows_then = 0, rows
+        self.look(rows, items)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time for another look at the counters."""
+        return time.monotonic() - self._looks[-1][0] >= _LOOK_EVERY
+
+    def look(self, rows: int, items: int) -> None:
+        """Takes in the counters: rows written to the buffers that there are, and items learned from."""
+        self._rows += max(0, rows - self._rows_then)  # those of a lost shard are no longer counted
+        self._rows_then = rows
+        self._looks.append((time.monotonic(), self._rows, items))
+
+    @property
+    def throughput(self) -> tuple[float, float]:
+        """Rows and items a second, over the last ten seconds."""
+        if len(self._looks) < 2:
+            return 0.0, 0.0
+        (began, rows_then, items_then), (ended, rows, items) = self._looks[0], self._looks[-1]
+        return (rows - rows_then) / (ended - began), (items - items_then) / (ended - began)
