@@ -45,8 +45,11 @@ hypothesis.settings.register_profile("torchreplay", deadline=None, derandomize=T
 hypothesis.settings.load_profile("torchreplay")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips `gpu` tests where CUDA is missing."""
+    """Lets `-k` find tests by the Ray or the cluster that they use; skips `gpu` tests where CUDA is missing."""
+    for item in items:
+        item.extra_keyword_matches.update({"ray", "cluster"} & {*getattr(item, "fixturenames", ())})
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

@@ -136,6 +136,30 @@ def test_steps_can_be_made_one_by_one_and_several_times(actors):
         next(replay.steps(1))
 
 
+def test_a_state_goes_on_with_the_next_batch(actors):
+    def learner(seen, restored=None):
+        buffer = restored or filled()
+        pool = ExplorerPool(print, 1, buffer)
+        return AsyncReplay(pool, lambda batch: seen.append(batch["key"].tolist()), batch_size=8)
+
+    whole, first, second = [], [], []
+    learner(whole).run(12)
+    interrupted = learner(first)
+    with interrupted:
+        for step in interrupted.steps(100):
+            if step == 5:
+                state = interrupted.state_dict()
+                break
+    assert (state["steps"], state["publications"]) == (5, 0)
+    resumed = learner(second)
+    resumed.load_state_dict(state)
+    assert resumed.run(7).steps == 12
+    assert first + second == whole
+    for wrong in ({}, {**state, "steps": -1}, {**state, "dataset": 3}, 7):
+        with pytest.raises(ValueError, match=r"state|steps"):
+            resumed.load_state_dict(wrong)
+
+
 def test_a_learner_without_explorers_is_told_so(monkeypatch):
     monkeypatch.setattr(Hosting, "open", lambda *_: ScriptedActors(lambda launch: RAISED))
     monkeypatch.setattr("torchreplay.ray.meter._LOOK_EVERY", 0.0)

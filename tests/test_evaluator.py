@@ -176,6 +176,21 @@ def test_the_best_weights_are_kept_and_those_at_intervals_with_the_buffer(tmp_pa
     assert len(tr.ReplayBuffer.load(directory / "buffer")) == 1
 
 
+def test_several_buffers_are_saved_by_name(tmp_path):
+    buffers = {"red": make_buffer(), "blue": make_buffer()}
+    for name, buffer in buffers.items():
+        rows = len(name)
+        buffer.extend(**{field: torch.zeros(rows, *of.shape, dtype=of.dtype) for field, of in buffer.spec.items()})
+    weights = tr.SharedWeights(Policy())
+    run_once(Evaluator(evaluate, weights, Policy, every=1, directory=tmp_path, buffer=buffers))
+    for name in buffers:
+        with tr.ReplayBuffer.load(tmp_path / "buffer" / name) as loaded:
+            assert len(loaded) == len(name)
+    for name in ("../red", ".", "a/b"):
+        with pytest.raises(ValueError, match="directory of that name"):
+            Evaluator(evaluate, weights, Policy, every=1, directory=tmp_path, buffer={name: buffers["red"]})
+
+
 def test_the_best_of_an_earlier_run_is_only_replaced_by_a_better_one(tmp_path):
     def learn(*numbers):
         weights = tr.SharedWeights(Policy(numbers[0]))

@@ -231,6 +231,27 @@ class AsyncReplay:
         fit(self, trainer, ckpt_path)
         return self.stats()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what is counted here and the place in the stream of batches, without the experience.
+
+        That is the buffers' own, `buffer.save`, and the weights are the module's; with `load_state_dict` after a
+        restart the learner goes on with the next batch. A Trainer saves as much by itself.
+        """
+        return {"steps": self._steps, "publications": self._publications, "dataset": self.dataset.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on where `state_dict` was taken.
+
+        Raises:
+            ValueError: It is no such state.
+        """
+        given: Any = state_dict
+        if not isinstance(given, Mapping) or set(given) != {"steps", "publications", "dataset"}:
+            raise ValueError(f"state_dict is {state_dict!r:.200}; an AsyncReplay's has steps, publications and dataset")
+        steps, publications = (checked_int(n, state_dict[n], 0, _MOST_STEPS) for n in ("steps", "publications"))
+        self.dataset.load_state_dict(state_dict["dataset"])
+        self._steps, self._publications = steps, publications
+
     def begin(self) -> None:
         """Begins to measure the rates anew."""
         self.meter.start(self._rows, self._items)

@@ -8,15 +8,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from torch import nn
 
 from torchreplay.arguments import checked_instance, checked_int, checked_number, checked_path
-from torchreplay.buffer import ReplayBuffer
 from torchreplay.errors import ReplayTimeout
 from torchreplay.ray.evaluating import Evaluate, Evaluating
 from torchreplay.ray.hosting import BackendName, Hosting
+from torchreplay.ray.named import Fillable, OneOrNamed, named_buffers
 from torchreplay.ray.placement import Placement
 from torchreplay.ray.saving import Saving
 from torchreplay.ray.scores import Evaluation, Scores
@@ -90,7 +91,8 @@ class Evaluator(Supervised):
             that is there stays until something better is found: a new experiment needs a new directory. It is of this
             machine, wherever the worker runs.
         save_every: Evaluations from one numbered save to the next, `version-<number>.safetensors`.
-        buffer: A buffer to save with the weights, each time, into `buffer/`.
+        buffer: A buffer to save with the weights, each time, into `buffer/`; of several by name each into
+            `buffer/<name>/`. A `ShardedReplay` needs a `directory` that all nodes share.
         max_restarts: Restarts of the worker before it counts as failed; -1 for no limit.
         restart_delay: Seconds before the first restart after a failure; doubles up to 30.
         backend: As for `ExplorerPool`, and so are `num_cpus`, `num_gpus`, `runtime_env` and `placement`.
@@ -123,7 +125,7 @@ class Evaluator(Supervised):
         seed: int = 0,
         directory: str | os.PathLike[str] | None = None,
         save_every: int | None = None,
-        buffer: ReplayBuffer | None = None,
+        buffer: OneOrNamed[Fillable] | None = None,
         max_restarts: int = -1,
         restart_delay: float = 1.0,
         backend: BackendName = "ray",
@@ -140,8 +142,10 @@ class Evaluator(Supervised):
         if every_seconds is not None:
             every_seconds = checked_number("every_seconds", every_seconds, 0)
         checked_instance("weights", weights, SharedWeights, "torchreplay.SharedWeights(module)")
-        if buffer is not None:
-            checked_instance("buffer", buffer, ReplayBuffer, "a torchreplay.ReplayBuffer")
+        buffers = {} if buffer is None else named_buffers(buffer)
+        for label in buffers:
+            if label is not None and (label in (".", "..") or Path(label).name != label):
+                raise ValueError(f"buffer[{label!r}] is to be saved into a directory of that name, which it cannot be")
         if directory is None and (save_every is not None or buffer is not None):
             raise ValueError("save_every and buffer say what to save: say where, directory=...")
         every, save_every = (
@@ -152,7 +156,7 @@ class Evaluator(Supervised):
         hosting = Hosting(backend, num_cpus, num_gpus, runtime_env, placement)
         super().__init__(["evaluator"], hosting, max_restarts, restart_delay, seed)
         saving = (
-            None if directory is None else Saving(checked_path("directory", directory).absolute(), save_every, buffer)
+            None if directory is None else Saving(checked_path("directory", directory).absolute(), save_every, buffers)
         )
         self.weights = weights
         self._scores = Scores() if saving is None else Scores(saving.best()[1])

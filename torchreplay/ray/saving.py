@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -14,7 +15,7 @@ from torchreplay.errors import CheckpointError
 if TYPE_CHECKING:
     from torch import nn
 
-    from torchreplay.buffer import ReplayBuffer
+    from torchreplay.ray.named import Fillable
     from torchreplay.ray.scores import Evaluation
 
 BEST: Final = "best.safetensors"
@@ -28,12 +29,12 @@ class Saving:
     Attributes:
         directory: Of `best.safetensors`, `version-<number>.safetensors` and `buffer/`.
         every: Evaluations from one numbered file to the next; None for none.
-        buffer: What to save beside weights.
+        buffers: What to save beside weights, by name; one alone has the name None.
     """
 
     directory: Path
     every: int | None
-    buffer: ReplayBuffer | None
+    buffers: Mapping[str | None, Fillable]
 
     def due(self, evaluation: Evaluation, number: int) -> list[str]:
         """Returns the names of the files that are due after an evaluation.
@@ -48,17 +49,17 @@ class Saving:
         return names
 
     def write(self, names: list[str], content: bytes) -> None:
-        """Saves the buffer, and the weights, as `content_of` gives them, under each of these names.
+        """Saves the buffers, and the weights, as `content_of` gives them, under each of these names.
 
         The best come last: once they are there, nothing that may fail is left but to note them.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         for pattern in (re.escape(BEST), r"version-[0-9]+\.safetensors"):
             remove_unfinished(self.directory, pattern)
-        if self.buffer is not None:
-            self.buffer.save(self.directory / BUFFER)
-        for name in sorted(names, key=BEST.__eq__):
-            replace_file(self.directory / name, content)
+        for name, buffer in self.buffers.items():
+            buffer.save(self.directory / BUFFER / (name or ""))
+        for file in sorted(names, key=BEST.__eq__):
+            replace_file(self.directory / file, content)
 
     def best(self) -> tuple[int, float]:
         """Version and mean return of the weights in `best.safetensors`; -1 and minus infinity where there are none.
