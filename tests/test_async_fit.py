@@ -126,6 +126,47 @@ def test_explorers_that_all_fail_end_the_training(lightning):
             replay.fit(lightning.Trainer(max_steps=-1, **BARE))
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_a_learner_that_waits_in_vain_is_told_what_its_explorers_failed_with(lightning, several):
+    def fail(ctx):
+        raise KeyError("boom")
+
+    spec = {"number": tr.Field((), torch.int64), "obs": tr.Field((4,))}
+    with tr.ReplayBuffer(spec, 10) as empty:
+        pool = pool_of({"red": empty} if several else empty, explore=fail, max_restarts=0)
+        replay = AsyncReplay(pool, make_learner(lightning), batch_size=8)
+        with pytest.raises(tr.WouldBlockForever) as error:
+            replay.fit(lightning.Trainer(max_steps=5, **BARE))
+        assert any("boom" in note for note in error.value.__notes__)
+
+
+def test_several_buffers_are_restored_before_explorers_begin(lightning, tmp_path):
+    def training_step(self, batches, batch_idx):
+        loss = sum(self.q(batch["obs"]).square().mean() for batch in batches.values())
+        return {"loss": loss, "td_error": {name: td_of(batch["number"].float()) for name, batch in batches.items()}}
+
+    def explore_on(ctx):
+        for name in ("red", "blue"):
+            with ctx.writer(name=name) as writer:
+                writer.append(number=1000, obs=torch.zeros(4))
+
+    def fit(buffers, max_steps, **arguments):
+        learner = make_learner(lightning, training_step=training_step)
+        checkpoint = lightning.callbacks.ModelCheckpoint(
+            dirpath=tmp_path, filename="last", every_n_train_steps=5, save_top_k=-1, enable_version_counter=False
+        )
+        callbacks = [ReplayCheckpoint(buffers["red"]), checkpoint]
+        trainer = lightning.Trainer(max_steps=max_steps, callbacks=callbacks, **{**QUIET, "enable_checkpointing": True})
+        replay = AsyncReplay(pool_of(buffers, explore=explore_on), learner, batch_size=8)
+        return replay.fit(trainer, **arguments)
+
+    with filled_buffer(capacity=2 * ROWS) as red, filled_buffer(capacity=2 * ROWS) as blue:
+        fit({"red": red, "blue": blue}, 5)
+    with tr.ReplayBuffer(red.spec, 2 * ROWS, sampler=tr.Prioritized(alpha=1.0)) as red, filled_buffer() as blue:
+        fit({"red": red, "blue": blue}, 10, ckpt_path=tmp_path / "last.ckpt")
+        assert red.gather(torch.arange(ROWS))["number"].tolist() == list(range(ROWS))
+
+
 def test_what_does_not_go_together_is_refused(lightning):
     buffer, learner = make_buffer(), make_learner(lightning)
     buffer.extend(**{name: torch.as_tensor(value).unsqueeze(0) for name, value in row(0, 0, 0).items()})

@@ -206,19 +206,21 @@ def test_an_evaluator_of_weights_that_nobody_publishes_is_refused():
     AsyncReplay(ExplorerPool(print, 1, filled(), weights), print, module, evaluator=evaluator)
 
 
-def test_the_rate_of_rows_is_that_of_those_written_also_when_a_shard_is_lost(monkeypatch):
-    now, written, lost = 0.0, 0, 0
+def test_the_rate_of_rows_is_that_of_those_written_also_when_a_shard_is_lost_or_does_not_answer_once(monkeypatch):
+    now, rows = 0.0, {"here": 1_000_000, "there": 1_000_000}
     monkeypatch.setattr("torchreplay.ray.meter.time", SimpleNamespace(monotonic=lambda: now))
     meter = Meter(["draw"])
-    meter.start(0, 0)
+    meter.start(rows, 0)
     for second in range(1, 90):
-        now, written = float(second), written + (2000 if second < 60 else 1000)
-        lost = written // 2 if second == 60 else lost
-        meter.look(written - lost, 5 * second)
-        if second == 59:
-            assert meter.throughput == (2000, 5)
-        if second >= 71:
-            assert meter.throughput == (1000, 5)
+        now = float(second)
+        rows = {name: count + 1000 for name, count in rows.items()}
+        if second == 60:
+            del rows["there"]
+        told = {"here": rows["here"]} if second == 30 else rows
+        meter.look(told, 5 * second)
+        if second not in (30, 40):  # when the window ends, or begins, with it
+            expected = 2000 if second < 60 else 1000 + 1000 * max(0, 69 - second) / 10
+            assert meter.throughput == (pytest.approx(expected), 5)
 
 
 def explore(ctx):

@@ -86,18 +86,14 @@ def test_rows_that_are_refused_are_an_error_and_no_end_of_the_buffer(courier_to)
     assert RemoteWriter(courier, CONFIG, None, "next_step").rows == 0
 
 
-def test_an_explorer_whose_rows_are_refused_has_failed():
-    class Refused:
-        def run(self, launch, board, mirror=None):
-            raise RuntimeError("the rows of this writer cannot be written: no room")
+def test_an_explorer_whose_rows_are_refused_has_failed(courier_to, monkeypatch):
+    def explore(*_):
+        with RemoteWriter(courier_to(lambda chunk: Answer(refusal="no room")), CONFIG, None, "next_step") as writer:
+            writer.append(n=1)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchreplay.ray.worker._work", lambda *_: Refused().run(None, None))
-        outcome = WorkerProcess().run([], b"", None)
-    assert (outcome.kind, outcome.error) == (
-        "raised",
-        "RuntimeError: the rows of this writer cannot be written: no room",
-    )
+    monkeypatch.setattr("torchreplay.ray.worker._work", explore)
+    outcome = WorkerProcess().run([], b"", None)
+    assert (outcome.kind, outcome.error) == ("raised", "RuntimeError: no room")
 
 
 def test_a_process_that_has_closed_its_writers_for_good_is_told_so(courier_to):

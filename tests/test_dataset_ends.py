@@ -51,6 +51,28 @@ def test_no_thread_is_left_behind_however_an_iteration_ends():
     await_threads(before)
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_whoever_waits_for_rows_ends_in_order_when_the_buffer_is_stopped_and_then_closed(prefetch):
+    for _ in range(10):
+        buffer, errors = tr.ReplayBuffer(SPEC, ROWS), []
+
+        def learn(buffer=buffer, errors=errors):
+            try:
+                list(tr.ReplayDataset(buffer, BATCH, prefetch=prefetch))
+            except BaseException as error:
+                errors.append(error)
+
+        with buffer.expect_writers():
+            learner = threading.Thread(target=learn)
+            learner.start()
+            eventually(lambda: buffer._segment.census(False)["learners"] > 0)  # noqa: B023
+            buffer.stop()
+            learner.join(0.001)
+            buffer.close()
+            learner.join()
+        assert errors == []
+
+
 def test_an_error_of_the_thread_reaches_the_consumer_and_the_next_iteration_works():
     view = tr.Transitions(n_step=8, observation="obs")
     spec = SPEC | {name: tr.Field((), torch.bool) for name in ("terminated", "truncated")} | {"reward": tr.Field()}

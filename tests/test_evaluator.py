@@ -20,7 +20,8 @@ from safetensors.torch import load_file
 from scripted_workers import ScriptedActors
 
 import torchreplay as tr
-from torchreplay.ray import Evaluation, Evaluator, EvaluatorFailed
+from torchreplay.config import Configured
+from torchreplay.ray import Evaluation, Evaluator, EvaluatorFailed, ShardedReplay
 from torchreplay.ray.board import Board
 from torchreplay.ray.hosting import Hosting
 from torchreplay.ray.scores import Scores
@@ -189,6 +190,18 @@ def test_several_buffers_are_saved_by_name(tmp_path):
     for name in ("../red", ".", "a/b"):
         with pytest.raises(ValueError, match="directory of that name"):
             Evaluator(evaluate, weights, Policy, every=1, directory=tmp_path, buffer={name: buffers["red"]})
+
+
+def test_what_its_worker_could_not_save_is_refused(tmp_path):
+    class Remote(Configured):
+        """Such as a buffer becomes on another node."""
+
+    weights = tr.SharedWeights(Policy())
+    with pytest.raises(TypeError, match="a buffer of this node"):
+        Evaluator(evaluate, weights, Policy, every=1, directory=tmp_path, buffer=Remote())
+    sharded = ShardedReplay.__new__(ShardedReplay)
+    with pytest.raises(ValueError, match="backend='process': the shards"):
+        Evaluator(evaluate, weights, Policy, every=1, directory=tmp_path, buffer=sharded, backend="process")
 
 
 def test_the_best_of_an_earlier_run_is_only_replaced_by_a_better_one(tmp_path):

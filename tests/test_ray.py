@@ -90,7 +90,6 @@ def test_a_process_that_never_began_is_told_from_one_that_died(error, died, text
 DRIVER = """
 import sys, torch, torchreplay as tr
 from torchreplay.ray import ExplorerPool
-from torchreplay.ray.actors import Actors
 
 def explore(ctx):
     while True:
@@ -165,7 +164,6 @@ import sys
 sys.modules["ray"] = None
 import torch, torchreplay as tr
 from torchreplay.ray import ExplorerPool
-from torchreplay.ray.actors import Actors
 buffer = tr.ReplayBuffer({"x": tr.Field()}, capacity=10)
 try:
     ExplorerPool(print, 1, buffer).start()

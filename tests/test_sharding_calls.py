@@ -32,9 +32,9 @@ def calls(monkeypatch):
             raise answer
         return answer
 
-    calls = Calls(lambda number, why: calls.lost.append(number), "shard {}".format)
-    calls.lost, calls.now = [], 0.0
-    calls._ray = SimpleNamespace(get=get, exceptions=exceptions)
+    calls = Calls(lambda number, why: calls.lost.append(number), "shard {}".format, lambda number: calls.probed)
+    calls.lost, calls.now, calls.probed = [], 0.0, UNREACHABLE
+    calls._ray = SimpleNamespace(get=lambda answer, timeout=None: get(answer), exceptions=exceptions)
     monkeypatch.setattr(shard_calls, "time", SimpleNamespace(monotonic=lambda: calls.now))
     return calls
 
@@ -50,6 +50,20 @@ def test_a_shard_that_cannot_be_reached_for_a_while_is_not_lost(calls):
     calls.now += shard_calls.PATIENCE
     assert calls.answer(2, UNREACHABLE) is None
     assert calls.answer(1, UNREACHABLE) is None
+    assert calls.lost == [1]
+
+
+@pytest.mark.parametrize("answer", ["here", exceptions.GetTimeoutError()])
+def test_a_shard_that_answers_now_is_not_lost_by_what_was_lost_long_ago(calls, answer):
+    calls.probed = answer
+    for _ in range(4):
+        assert calls.answer(1, UNREACHABLE) is None
+        calls.now += shard_calls.PATIENCE
+    assert calls.lost == []
+    calls.probed = DEAD
+    for _ in range(2):
+        assert calls.answer(1, UNREACHABLE) is None
+        calls.now += shard_calls.PATIENCE
     assert calls.lost == [1]
 
 

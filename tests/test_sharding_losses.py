@@ -11,7 +11,7 @@ from forked import eventually
 from sharded_rows import SPEC, assert_intact, shards_of, write, write_until_stopped
 
 import torchreplay as tr
-from torchreplay.ray import ShardedReplay, ShardLost
+from torchreplay.ray import ReplayLost, ShardedReplay, ShardLost
 from torchreplay.ray.union import KEY_BITS
 
 
@@ -127,7 +127,7 @@ def test_a_learner_whose_shards_end_without_a_stop_does_not_take_it_for_the_end_
     replay = ShardedReplay(SPEC, 500, seed=1, nodes=cluster.node_ids)
     write(replay, 0, 0, 100)
     drawn = 0
-    with pytest.raises(tr.Stopped, match="the ShardedReplay is gone"):  # noqa: PT012
+    with pytest.raises(ReplayLost, match="the ShardedReplay is gone"):  # noqa: PT012
         for _ in tr.ReplayDataset(replay, 32, steps=100_000, timeout=120):
             drawn += 1
             if drawn == 20:
@@ -145,3 +145,22 @@ def test_a_stop_ends_an_iteration_over_shards_in_order(cluster):
             if drawn == 20:
                 replay.stop()
         assert 20 <= drawn < 100_000
+
+
+def test_a_learner_elsewhere_whose_step_outlasts_a_stop_and_the_close_after_it_ends_in_order(cluster, tmp_path):
+    def learn(replay):
+        for step, _ in enumerate(tr.ReplayDataset(replay, 8, steps=100_000, timeout=600)):
+            if step == 5:
+                (tmp_path / "under way").touch()
+                eventually((tmp_path / "closed").exists, timeout=120)
+        return "ended"
+
+    replay = ShardedReplay(SPEC, 100, nodes=cluster.node_ids[:1])
+    write(replay, 0, 0, 50)
+    call = cluster.ray.remote(learn).options(**cluster.on(1)).remote(replay)
+    eventually((tmp_path / "under way").exists, timeout=120)
+    replay.stop()
+    replay.close()
+    eventually(lambda: not cluster.actors("Directory"), timeout=120)
+    (tmp_path / "closed").touch()
+    assert cluster.ray.get(call) == "ended"

@@ -148,16 +148,17 @@ def test_one_worker_of_whose_end_nothing_can_be_learnt_is_restarted_while_the_ot
 
 
 def test_a_worker_that_does_not_begin_is_mentioned_until_it_does(caplog, monkeypatch):
+    actors = ScriptedActors(lambda launch: None)
+    supervisor = supervise(actors, num_explorers=2)
+    eventually(lambda: len(actors.runs) == 2)
+    supervisor.board.begin(0)
     monkeypatch.setattr("torchreplay.ray.supervisor.SLOW_START", 0.2)
-    supervisor = supervise(ScriptedActors(lambda launch: None), num_explorers=2)
 
     def told(index):
         return sum(f"explorer {index} has not begun" in record.getMessage() for record in caplog.records)
 
-    supervisor.board.begin(0)
     eventually(lambda: told(1) >= 3)
     assert told(0) == 0
-    supervisor.board.begin(1)
     supervisor.stop(0, 0)
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from .arguments import as_numbers, checked_choice, checked_int, checked_timeout
 from .batch import ReplayBatch
 from .cuda import require_devices
-from .errors import Stopped
+from .errors import ReplayLost, Stopped
 from .replay import PINS, Batches, Pin, Replay
 from .staging import Staging
 from .stream import DRAWN_FIELDS
@@ -123,7 +123,7 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         Raises:
             ReplayTimeout: If a draw waits longer than `timeout`.
             WouldBlockForever: If a draw waits for data that nobody can write any more.
-            Stopped: If a `ShardedReplay` is gone, and was not stopped.
+            ReplayLost: If a `ShardedReplay` is gone, and was not stopped.
             RuntimeError: In a worker of a `DataLoader`, with a CUDA device.
         """
         staging = self._make_staging()
@@ -140,11 +140,10 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
                 position += 1
                 self._position, self._stream = position, stream
                 yield self._on_device(batch, staging, stream)  # which nobody holds here while its user does
+        except ReplayLost:  # nobody said that it is enough
+            raise
         except Stopped:
-            if (
-                not self.buffer.stopped
-            ):  # nobody said so: the shards of a union are gone, with the process that held them
-                raise
+            return
         finally:
             stream.close()
 

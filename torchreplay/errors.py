@@ -5,6 +5,10 @@ class Stopped(RuntimeError):
     """The buffer was stopped: everyone who writes or waits is told to finish."""
 
 
+class ReplayLost(Stopped):
+    """The shards of a `ShardedReplay` are gone, and nobody had stopped it."""
+
+
 class ReplayTimeout(TimeoutError):
     """A wait took longer than its `timeout`. The text has the numbers."""
 

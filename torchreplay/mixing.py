@@ -110,7 +110,7 @@ class MixedDataset(SteppedDataset[Any]):
         Raises:
             ReplayTimeout: If a draw waits longer than `timeout`; a note says for which buffer, here and below.
             WouldBlockForever: If a draw waits for data that nobody can write any more.
-            Stopped: If a `ShardedReplay` is gone, and was not stopped.
+            ReplayLost: If a `ShardedReplay` is gone, and was not stopped.
             RuntimeError: In a worker of a `DataLoader`, with a CUDA device.
         """
         if self.device is not None and self.device.type == "cuda":

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..errors import ReplayTimeout, WouldBlockForever
+from ..explorers import Explorers
 from ..mixing import MixedDataset
 from ..samplers import Prioritized
 from .datamodule import ReplayDataModule
 from .evaluation import EvaluationMonitor
 from .feedback import PriorityFeedback
+from .libraries import LightningDataModule
 from .publisher import WeightPublisher
 
 if TYPE_CHECKING:
@@ -29,29 +33,60 @@ def fit(replay: AsyncReplay, trainer: Trainer, ckpt_path: Any) -> None:
             f"and the pool as explorers=, to a ReplayDataModule instead"
         )
     given = trainer.callbacks  # type: ignore[attr-defined]  # it is set when the Trainer is made
-    for callback in given:
+    for callback in [*given, *_configured(module)]:
         if isinstance(callback, (PriorityFeedback, WeightPublisher, EvaluationMonitor)):
             raise ValueError(f"AsyncReplay does what {type(callback).__name__} does: leave it out of the callbacks")
     ours = [_Learner(replay)] if replay.evaluator is None else [_Learner(replay), EvaluationMonitor(replay.evaluator)]
     trainer.callbacks = [*ours, *given]  # type: ignore[attr-defined]
     try:
-        if isinstance(replay.dataset, MixedDataset):
-            with replay.pool:
-                trainer.fit(module, replay.dataset, ckpt_path=ckpt_path)
-        else:
-            batches = replay.dataset
-            data = ReplayDataModule(
-                batches.buffer,
-                batches.batch_size,
-                prefetch=batches.prefetch,
-                explorers=replay.pool,
-                timeout=batches.timeout,
-                device=batches.device,
-                pin=batches.pin,
-            )
-            trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
+        trainer.fit(module, datamodule=_data_of(replay), ckpt_path=ckpt_path)
+    except (WouldBlockForever, ReplayTimeout) as error:
+        replay.pool.explain(error)
+        raise
     finally:
         trainer.callbacks = given  # type: ignore[attr-defined]
+
+
+def _configured(module: Any) -> list[Any]:
+    """Returns the callbacks that the module itself brings."""
+    brought = module.configure_callbacks()
+    return list(brought) if isinstance(brought, Sequence) else [brought]
+
+
+def _data_of(replay: AsyncReplay) -> ReplayDataModule | _MixedData:
+    batches = replay.dataset
+    if isinstance(batches, MixedDataset):
+        return _MixedData(batches, replay.pool)
+    return ReplayDataModule(
+        batches.buffer,
+        batches.batch_size,
+        prefetch=batches.prefetch,
+        explorers=replay.pool,
+        timeout=batches.timeout,
+        device=batches.device,
+        pin=batches.pin,
+    )
+
+
+class _MixedData(LightningDataModule):
+    """Feeds a Trainer from several buffers. Explorers begin when every `ReplayCheckpoint` has restored its own."""
+
+    def __init__(self, dataset: MixedDataset, explorers: Explorers) -> None:
+        super().__init__()
+        self._dataset, self._explorers = dataset, explorers
+
+    def train_dataloader(self) -> MixedDataset:
+        """Starts the explorers; returns the stream of batches."""
+        self._explorers.start()
+        return self._dataset
+
+    def teardown(self, stage: str) -> None:
+        """Stops the explorers."""
+        self._explorers.stop()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Stops the explorers."""
+        self._explorers.stop()
 
 
 class _Learner(PriorityFeedback):

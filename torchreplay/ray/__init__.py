@@ -4,6 +4,7 @@ They are functions of the user's, run by Ray actors or by plain processes. Impor
 processes need none.
 """
 
+from torchreplay.errors import ReplayLost
 from torchreplay.ray.async_replay import AsyncReplay, AsyncReplayStats
 from torchreplay.ray.context import ExplorerContext
 from torchreplay.ray.evaluator import Evaluator, EvaluatorFailed, EvaluatorStats
@@ -30,6 +31,7 @@ __all__ = [
     "ExplorersFailed",
     "RemoteBuffer",
     "RemoteWriter",
+    "ReplayLost",
     "ShardLost",
     "ShardStats",
     "ShardWriter",

@@ -244,13 +244,18 @@ class AsyncReplay:
 
         Raises:
             ValueError: It is no such state.
+            TypeError: `learn` is a LightningModule: a Trainer resumes from `ckpt_path`.
         """
+        if hasattr(self.learn, "training_step"):
+            raise TypeError("learn is a LightningModule: its Trainer resumes, replay.fit(trainer, ckpt_path)")
         given: Any = state_dict
         if not isinstance(given, Mapping) or set(given) != {"steps", "publications", "dataset"}:
             raise ValueError(f"state_dict is {state_dict!r:.200}; an AsyncReplay's has steps, publications and dataset")
         steps, publications = (checked_int(n, state_dict[n], 0, _MOST_STEPS) for n in ("steps", "publications"))
         self.dataset.load_state_dict(state_dict["dataset"])
         self._steps, self._publications = steps, publications
+        if self._inside:
+            self.begin()
 
     def begin(self) -> None:
         """Begins to measure the rates anew."""
@@ -330,8 +335,14 @@ class AsyncReplay:
             self.dataset.buffer.update_priorities(batch, td)
 
     @property
-    def _rows(self) -> int:
-        return sum(buffer.stats().rows_written for buffer in self._buffers.values())
+    def _rows(self) -> dict[tuple[str | None, int], int]:
+        """Rows written, by buffer and shard."""
+        rows: dict[tuple[str | None, int], int] = {}
+        for name, buffer in self._buffers.items():
+            stats = buffer.stats()
+            shards = [(shard.number, shard.stats) for shard in stats.shards] if isinstance(stats, ShardedStats) else ()
+            rows |= {(name, number): one.rows_written for number, one in shards or [(0, stats)]}
+        return rows
 
     def __repr__(self) -> str:
         return f"AsyncReplay({self._steps:,} steps, {self.pool!r})"

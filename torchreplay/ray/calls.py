@@ -26,11 +26,17 @@ class Calls:
     Args:
         lose: Called with a shard's number and the reason when it turns out to be gone.
         name: Names a shard, by number, for messages.
+        probe: Calls a shard, by number, and returns what the answer will be got by; None: there is no such shard.
     """
 
-    def __init__(self, lose: Callable[[int, str], None], name: Callable[[int], str]) -> None:
+    def __init__(
+        self,
+        lose: Callable[[int, str], None],
+        name: Callable[[int], str],
+        probe: Callable[[int], Any] = lambda number: None,
+    ) -> None:
         self._ray = import_ray()
-        self._lose, self._name = lose, name
+        self._lose, self._name, self._probe = lose, name, probe
         self._unreachable: dict[int, float] = {}  # since when, by the monotonic clock
 
     def fetch(self, calls: Iterable[Any]) -> None:
@@ -85,16 +91,30 @@ class Calls:
             return None
         except errors.ActorUnavailableError as error:  # a broken connection, or a process that is stopped
             now = time.monotonic()
-            if now - self._unreachable.setdefault(number, now) >= PATIENCE:
+            logger.warning("%s cannot be reached: %s", self._name(number), _first_line(error))
+            # The answer may have been lost long ago, and be looked at only now.
+            if now - self._unreachable.setdefault(number, now) >= PATIENCE and not self._is_there(number):
+                del self._unreachable[number]
                 self._lose(number, str(error))
-            else:
-                logger.warning("%s cannot be reached: %s", self._name(number), _first_line(error))
             return None
         except (errors.RayActorError, Gone) as error:
             self._lose(number, str(error))
             return None
         self._unreachable.pop(number, None)
         return answer
+
+    def _is_there(self, number: int) -> bool:
+        """Returns whether a shard answers, or is merely slow."""
+        call = self._probe(number)
+        try:
+            if call is not None:
+                self._ray.get(call, timeout=PATIENCE)
+        except self._ray.exceptions.GetTimeoutError:
+            return True
+        except self._ray.exceptions.RayError:
+            return False
+        self._unreachable.pop(number, None)
+        return True
 
     def _unanswered(self, calls: list[Any], seconds: float) -> list[Any]:
         """Waits for answers, so long at most, and returns the calls that have none."""

@@ -124,6 +124,21 @@ class _Slot:
         return self.actor is not None and self.ready is None
 
 
+def _note_stop(name: str) -> None:
+    """Notes with the cluster, for those who hear of it only when the directory is gone, that a buffer was stopped."""
+    from ray.experimental import internal_kv  # Ray is there: this runs in an actor
+
+    internal_kv._internal_kv_put(f"torchreplay-stopped-{name}", b"1")
+
+
+def was_stopped(name: str) -> bool:
+    """Returns whether a buffer was stopped, by the name of its directory, which may be gone."""
+    from ray.experimental import internal_kv
+
+    known = internal_kv._internal_kv_initialized()  # which it is not when Ray was shut down here
+    return known and internal_kv._internal_kv_get(f"torchreplay-stopped-{name}") is not None
+
+
 class Directory:
     """Makes the shards, one on each of some nodes, and says which of them there are.
 
@@ -287,6 +302,7 @@ class Directory:
     def stop(self) -> None:
         """Tells everyone to finish."""
         self._stopped = True
+        _note_stop(self._ray.get_runtime_context().get_actor_name())
         for slot in self._slots:
             if slot.actor is not None:
                 slot.actor.stop.remote()

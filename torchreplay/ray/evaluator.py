@@ -14,6 +14,7 @@ from typing import Any, Final
 from torch import nn
 
 from torchreplay.arguments import checked_instance, checked_int, checked_number, checked_path
+from torchreplay.buffer import ReplayBuffer
 from torchreplay.errors import ReplayTimeout
 from torchreplay.ray.evaluating import Evaluate, Evaluating
 from torchreplay.ray.hosting import BackendName, Hosting
@@ -24,6 +25,7 @@ from torchreplay.ray.scores import Evaluation, Scores
 from torchreplay.ray.stats import State
 from torchreplay.ray.supervised import Supervised
 from torchreplay.ray.supervisor import logger
+from torchreplay.replay import Replay
 from torchreplay.waiting import LOG_EVERY
 from torchreplay.weights import SharedWeights
 
@@ -143,7 +145,10 @@ class Evaluator(Supervised):
             every_seconds = checked_number("every_seconds", every_seconds, 0)
         checked_instance("weights", weights, SharedWeights, "torchreplay.SharedWeights(module)")
         buffers = {} if buffer is None else named_buffers(buffer)
-        for label in buffers:
+        for label, one in buffers.items():
+            checked_instance("buffer", one, Replay, "a buffer of this node: what is on another is saved there")
+            if backend == "process" and not isinstance(one, ReplayBuffer):
+                raise ValueError("backend='process': the shards of a ShardedReplay are reached through Ray")
             if label is not None and (label in (".", "..") or Path(label).name != label):
                 raise ValueError(f"buffer[{label!r}] is to be saved into a directory of that name, which it cannot be")
         if directory is None and (save_every is not None or buffer is not None):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any, Final
 
-from torchreplay.errors import Stopped
-from torchreplay.ray.directory import NAMESPACE, Table
+from torchreplay.errors import ReplayLost, Stopped
+from torchreplay.ray.directory import NAMESPACE, Table, was_stopped
 from torchreplay.ray.session import import_ray
 
 REFRESH: Final = 1.0
@@ -30,7 +30,7 @@ class Lookup:
     """
 
     def __init__(self, name: str) -> None:
-        self._ray = import_ray()
+        self._ray, self._name = import_ray(), name
         if not self._ray.is_initialized():
             raise RuntimeError(
                 "a ShardedReplay needs this process to be connected to its Ray cluster: call ray.init(address=...)"
@@ -54,7 +54,7 @@ class Lookup:
 
         Raises:
             RayActorError: Ray cannot reach it for long.
-            Stopped: It is gone, and so are the shards.
+            Stopped: It is gone after a stop, and so are the shards; `ReplayLost`: without one.
         """
         deadline = time.monotonic() + PATIENCE
         while True:
@@ -70,7 +70,7 @@ class Lookup:
 
         Raises:
             ActorUnavailableError: Ray cannot reach it now.
-            Stopped: It is gone, and so are the shards.
+            Stopped: It is gone after a stop, and so are the shards; `ReplayLost`: without one.
         """
         return self._heard(self.tell(what, *args))
 
@@ -82,7 +82,7 @@ class Lookup:
         """Returns the table that the directory answers with.
 
         Raises:
-            Stopped: The directory is gone, and so are the shards.
+            Stopped: The directory is gone after a stop, and so are the shards; `ReplayLost`: without one.
         """
         table: Table = self.ask(what, *args)
         return table
@@ -91,7 +91,7 @@ class Lookup:
         """Looks at the table now and then, without waiting for it; returns it when it has come.
 
         Raises:
-            Stopped: The directory is gone, and so are the shards.
+            Stopped: The directory is gone after a stop, and so are the shards; `ReplayLost`: without one.
         """
         now = time.monotonic()
         if self._asked is None:
@@ -116,7 +116,9 @@ class Lookup:
         except self._ray.exceptions.ActorUnavailableError:
             raise
         except self._ray.exceptions.RayActorError:
-            raise Stopped(
+            if was_stopped(self._name):
+                raise Stopped("the replay buffer was stopped, and then closed") from None
+            raise ReplayLost(
                 "the ShardedReplay is gone: it was closed, or the process that made it, or its directory's (an actor "
                 "on the same node), has died; the shards, and their rows, went with it"
             ) from None

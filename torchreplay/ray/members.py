@@ -55,7 +55,7 @@ class Shards:
 
     def __init__(self, name: str) -> None:
         self._lookup = Lookup(name)
-        self.calls = Calls(self.lose, self._name)
+        self.calls = Calls(self.lose, self._name, self._probe)
         self._reports = Reports()
         self._union_limiter: UnionLimiter | None = None
         self._stream = -1
@@ -376,6 +376,10 @@ class Shards:
     def _handle_of(self, place: Place, wait: Wait | None) -> Handle | None:
         told = self.calls.collect({place.number: place.actor.handle.remote()}, wait)
         return told.get(place.number)
+
+    def _probe(self, number: int) -> Any:
+        place = self.table.places.get(number)
+        return None if place is None else place.actor.stats.remote()
 
     def _name(self, number: int) -> str:
         place = self.table.places.get(number)

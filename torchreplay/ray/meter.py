@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 _TIMES_KEPT: Final = 100
 _LOOK_EVERY: Final = 1.0
@@ -43,7 +43,7 @@ class Meter:
         self._ready: deque[int] = deque(maxlen=_TIMES_KEPT)
         self._looks: deque[tuple[float, int, int]] = deque(maxlen=_LOOKS_KEPT + 1)  # time, rows, items
         self._rows = 0  # that have come since the start
-        self._rows_then = 0  # that the buffers told of at the last look
+        self._known: dict[Any, int] = {}  # what each buffer or shard told last
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
@@ -73,10 +73,10 @@ class Meter:
         """Batches that were drawn when the learner asked, on average over the last 100 steps."""
         return sum(self._ready) / max(len(self._ready), 1)
 
-    def start(self, rows: int, items: int) -> None:
+    def start(self, rows: Mapping[Any, int], items: int) -> None:
         """Begins to count a second's rows and items anew."""
         self._looks.clear()
-        self._rows, self._rows_then = 0, rows
+        self._rows, self._known = 0, dict(rows)
         self.look(rows, items)
 
     @property
@@ -84,10 +84,15 @@ class Meter:
         """Whether it is time for another look at the counters."""
         return time.monotonic() - self._looks[-1][0] >= _LOOK_EVERY
 
-    def look(self, rows: int, items: int) -> None:
-        """Takes in the counters: rows written to the buffers that there are, and items learned from."""
-        self._rows += max(0, rows - self._rows_then)  # those of a lost shard are no longer counted
-        self._rows_then = rows
+    def look(self, rows: Mapping[Any, int], items: int) -> None:
+        """Takes in the counters.
+
+        Args:
+            rows: Written to each buffer or shard, by whatever tells them apart. One may be gone, for good or for once.
+            items: Learned from.
+        """
+        self._rows += sum(count - self._known.get(of, 0) for of, count in rows.items())
+        self._known |= rows
         self._looks.append((time.monotonic(), self._rows, items))
 
     @property

@@ -156,7 +156,12 @@ class ExplorerPool(Supervised):
         traceback: TracebackType | None,
     ) -> None:
         super().__exit__(kind, error, traceback)
-        if isinstance(error, (WouldBlockForever, ReplayTimeout)) and self._failures:
+        if isinstance(error, (WouldBlockForever, ReplayTimeout)):
+            self.explain(error)
+
+    def explain(self, error: BaseException) -> None:
+        """Adds what the explorers failed with, if they did, to the error of a learner that waited for their rows."""
+        if self._failures:
             error.add_note(self._report())
 
     def __repr__(self) -> str:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import ClassVar
 
+logger = logging.getLogger("torchreplay.ray")
+
 # The workers' data never passes through Ray's object store: the least it accepts is plenty.
 _OBJECT_STORE_BYTES = 80 * 2**20
 
@@ -46,8 +48,8 @@ class RaySession:
 
     Raises:
         ImportError: Ray is not installed.
-        ValueError: Ray has fewer CPUs or GPUs, or other sessions of this program have them: some workers would never be
-            started.
+        ValueError: Ray has fewer CPUs or GPUs: some workers would never be started. Where it has them, and other
+            sessions of this program ask for them too, a warning says so.
     """
 
     _lock: ClassVar = threading.RLock()  # of the two below; a signal's handler may stop a pool, too
@@ -102,14 +104,17 @@ class RaySession:
 
     def _check(self, argument: str, kind: str, resources: Mapping[str, float]) -> None:
         asked, present = self._reserved[kind], resources.get(kind, 0.0)
+        where = "this node" if self._here else "it"
+        if asked > present:
+            raise ValueError(
+                f"the workers ask Ray for {asked:g} {kind}s in all (how many there are * {argument}) and {where} has "
+                f"{present:g}: lower {argument} (with 0, the default, any number of workers runs), start Ray with "
+                f"more, or say where else they may run (placement=...)"
+            )
         with self._lock:
             rivals = [one for one in self._open if one is not self and (one._here or not self._here)]
         taken = sum(one._reserved[kind] for one in rivals)
-        if asked and asked + taken > present:
-            others = f", {taken:g} of which other pools and evaluators of this program reserve" if taken else ""
-            raise ValueError(
-                f"the workers ask Ray for {asked:g} {kind}s in all (how many there are * {argument}) and "
-                f"{'this node' if self._here else 'it'} has {present:g}{others}: lower {argument} (with 0, the "
-                f"default, any number of workers runs), start Ray with more, or say where else they may run "
-                f"(placement=...)"
-            )
+        if asked and asked + taken > present + 1e-6:  # Ray counts in 1e-4
+            text = "the workers ask Ray for %g %ss, %s has %g, and other pools and evaluators of this program ask "
+            text += "for %g: some may not start before others end"
+            logger.warning(text, asked, kind, where, present, taken)

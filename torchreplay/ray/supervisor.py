@@ -214,7 +214,7 @@ class Supervisor:
         for w in self._running():
             if now - w.mentioned >= SLOW_START and not self.board.entries[w.index]["pid"]:
                 w.mentioned = now
-                text = "%s has not begun %.0f s after its start: is there room for what it reserves of Ray?"
+                text = "%s has not begun %.0f s after its start (under Ray: is there room for what it reserves?)"
                 logger.warning(text, self.names[w.index], now - w.launched)
 
     def _await_some(self) -> None:
