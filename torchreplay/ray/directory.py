@@ -135,7 +135,7 @@ def was_stopped(name: str) -> bool:
     """Returns whether a buffer was stopped, by the name of its directory, which may be gone."""
     from ray.experimental import internal_kv
 
-    known = internal_kv._internal_kv_initialized()  # which it is not when Ray was shut down here
+    known = internal_kv._internal_kv_initialized()  # type: ignore[no-untyped-call]  # not when Ray was shut down here
     return known and internal_kv._internal_kv_get(f"torchreplay-stopped-{name}") is not None
 
 
