@@ -17,7 +17,7 @@ import torch
 from . import _C
 from .arguments import checked_int, checked_path
 from .batch import ReplayBatch
-from .checkpoint import Description, announce_rows, load_rows, save
+from .checkpoint import Description, load_rows, save
 from .config import Config
 from .cuda import DeviceCopies
 from .deferred import DeferredUpdates
@@ -350,7 +350,6 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         directory = checked_path("directory", directory)
         path = None if path is None else checked_path("path", path)
         saved = Description.read(directory)
-        announce_rows(saved, directory)  # while there is memory to be made
         config = saved.config.with_functions(view)
         buffer = cls(
             nest(config.fields),

@@ -25,7 +25,7 @@ from .config import Config
 from .errors import CheckpointError
 from .progress import track
 from .samplers import Prioritized, Sampler
-from .shards import announce, read_shard, room_for, write_shard
+from .shards import BLOCK, read_shard, room_for, write_shard
 
 FORMAT = 3
 ROW_COLUMNS = ("row.key", "row.leaf", "row.link", "row.step", "row.priority")
@@ -34,8 +34,6 @@ AT_A_TIME = 2
 """Files written or read at a time: while one waits for the disk, the other is copied and its checksum computed."""
 PIECE = 2 << 20
 """Bytes given to the disk at a time."""
-ANNOUNCED = 64
-"""Files that the system is asked to fetch before they are read: while memory for the rows is made, too."""
 MAX_COUNT = (1 << 64) - 1
 COUNTS = 13
 SHARD_NAME = re.compile(r"rows-[0-9a-f]+/[0-9]+\.safetensors")
@@ -153,12 +151,6 @@ def _write_shards(segment: _C.Segment, config: Config, data: Path) -> list[tuple
     return shards
 
 
-def announce_rows(description: Description, directory: str | os.PathLike[str]) -> None:
-    """Has the system begin to fetch the rows that `load_rows` will want."""
-    for file, *_ in description.shards[:ANNOUNCED]:
-        announce(Path(directory) / file)
-
-
 def load_rows(segment: _C.Segment, config: Config, description: Description, directory: str | os.PathLike[str]) -> None:
     """Places the rows of a checkpoint into a segment that holds none: all of them, or after an error or a death none.
 
@@ -227,15 +219,13 @@ def _read_shards(
     shards: tuple[tuple[str, int, int], ...], root: Path, names: list[str]
 ) -> Iterator[list[torch.Tensor]]:
     """Yields the columns of one file while the next are read. They last until the next are asked for."""
-    rooms = [torch.empty(0, dtype=torch.uint8)] * (AT_A_TIME + 1)
+    rooms = [room_for(BLOCK)] * (AT_A_TIME + 1)
 
     def read(number: int) -> list[torch.Tensor]:
         name, size, checksum = shards[number]
         try:
             if (root / name).stat().st_size == size > len(rooms[number % len(rooms)]):
-                rooms[number % len(rooms)] = torch.empty(size, dtype=torch.uint8)
-            for file, *_ in shards[number + ANNOUNCED : number + ANNOUNCED + 1]:
-                announce(root / file)
+                rooms[number % len(rooms)] = room_for(-(-size // BLOCK) * BLOCK)
             return read_shard(root / name, size, checksum, names, rooms[number % len(rooms)])
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{root / name} is damaged: {error!r}") from None

@@ -14,7 +14,6 @@ import os
 import stat
 import struct
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -38,8 +37,10 @@ DTYPES = {
 }
 PIECE = 1 << 20
 """Bytes taken at a time: between their copy and their checksum they stay in the cache."""
+READ = 4 << 20
+"""Bytes taken at a time from a disk itself, which has to begin anew each time."""
 BLOCK = 4096
-"""Bytes that writes past the page cache come in multiples of, in memory and in the file."""
+"""Bytes that reads and writes past the page cache come in multiples of, in memory and in the file."""
 
 
 def created(path: Path) -> int:
@@ -62,7 +63,7 @@ def opened(path: Path) -> int:
 
 
 def room_for(size: int) -> torch.Tensor:
-    """Returns uint8 `[size]` to write from past the page cache: memory that begins with a page."""
+    """Returns uint8 `[size]` to write from, or read to, past the page cache: memory that begins with a page."""
     return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
 
 
@@ -160,10 +161,12 @@ def _set_direct(fd: int, direct: bool) -> bool:
     return True
 
 
-def announce(path: Path) -> None:
-    """Has the system fetch a file that will be read soon, so that the disk does not rest meanwhile."""
-    with suppress(OSError, ValueError), open(opened(path), "rb", buffering=0) as file:  # reading says what is wrong
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+def _is_cached(fd: int) -> bool:
+    """Returns whether a file's beginning is in the page cache, as where it was copied to just now."""
+    try:
+        return os.preadv(fd, [bytearray(1)], 0, os.RWF_NOWAIT) > 0
+    except OSError:  # it is not, or this file system cannot tell
+        return False
 
 
 def read_shard(path: Path, size: int, checksum: int, names: Sequence[str], room: torch.Tensor) -> list[torch.Tensor]:
@@ -174,7 +177,7 @@ def read_shard(path: Path, size: int, checksum: int, names: Sequence[str], room:
         size: Its size.
         checksum: Its checksum.
         names: The tensors' names.
-        room: uint8 `[size]` or more.
+        room: Memory from `room_for`, of `size` bytes or more; whole blocks let the last come past the page cache, too.
 
     Raises:
         ValueError: The file is not what was written.
@@ -183,9 +186,17 @@ def read_shard(path: Path, size: int, checksum: int, names: Sequence[str], room:
     with open(opened(path), "rb", buffering=0) as file:
         if (found := os.fstat(file.fileno()).st_size) != size:
             raise ValueError(f"it has {found:,} of {size:,} bytes")
-        values, at, found = room.numpy().data[:size], 0, 0
+        values, at, found = room.numpy().data, 0, 0
+        # Past the page cache: it would want as much memory as the rows, and a copy of them.
+        direct = not _is_cached(file.fileno()) and _set_direct(file.fileno(), True)
         while at < size:
-            read = file.readinto(values[at : at + PIECE])
+            try:
+                read = min(file.readinto(values[at : at + (READ if direct else PIECE)]) or 0, size - at)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not _set_direct(file.fileno(), False):
+                    raise
+                direct = False
+                continue
             if not read:
                 raise ValueError(f"it ends after {at:,} of {size:,} bytes")
             found = _C.checksum(values[at : at + read], found)

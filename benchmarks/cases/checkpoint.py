@@ -20,7 +20,7 @@ SPEC = {
     "done": tr.Field(dtype=torch.bool),
 }
 BLOCK = 1000
-DISK, NEW_MEMORY = "the disk", "into new memory"
+DISK, NEW_MEMORY, EMPTY = "the disk", "into new memory", "an empty buffer"
 DIRECTORY = Path("build")
 """On a disk, which a temporary directory need not be."""
 
@@ -40,7 +40,7 @@ def measure_checkpoint(plan: Plan) -> Iterator[Line]:
         fractions = {
             candidate: [disk / one for disk, one in zip(samples[DISK], seconds, strict=True)]
             for candidate, seconds in samples.items()
-            if candidate != DISK
+            if candidate not in (DISK, EMPTY)
         }
         yield Line("checkpoint", f"{what}, fraction of the disk", "", fractions, higher_is_better=True)
 
@@ -68,5 +68,6 @@ def _round(buffer: tr.ReplayBuffer, directory: Path, size: int) -> dict[str, dic
     }
     forget(directory)
     load[NEW_MEMORY] = seconds_of(lambda: read_whole(plain))
+    load[EMPTY] = seconds_of(lambda: tr.ReplayBuffer(SPEC, buffer.capacity).close())  # what making its memory costs
     plain.unlink()
     return {"save": save, "load": load}
