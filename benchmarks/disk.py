@@ -1,5 +1,6 @@
 """The disk's own rate: what a plain program gets that writes or reads one file from end to end."""
 
+import mmap
 import os
 import time
 from collections.abc import Callable
@@ -40,6 +41,19 @@ def read_whole(path: Path) -> None:
     with path.open("rb", buffering=0) as file:
         for at in range(0, len(room), PIECE):
             file.readinto(room[at : at + PIECE])
+
+
+def read_into_shared_memory(path: Path) -> None:
+    """Reads ``path`` into new shared memory as large as the file: the least that a loader of a shared buffer does."""
+    size = path.stat().st_size
+    fd = os.memfd_create("torchreplay-benchmark")
+    try:
+        os.posix_fallocate(fd, 0, size)
+        with mmap.mmap(fd, size) as memory, memoryview(memory) as room, path.open("rb", buffering=0) as file:
+            for at in range(0, size, PIECE):
+                file.readinto(room[at : at + PIECE])
+    finally:
+        os.close(fd)
 
 
 def forget(directory: Path) -> None:

@@ -1,12 +1,15 @@
 """When a shard counts as lost, and when only an answer of it is; what its writers' keys are."""
 
+import shutil
 from concurrent.futures import Future
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from forked import eventually
 
 import torchreplay as tr
+from torchreplay.config import Config
 
 pytest.importorskip("ray")
 from ray import exceptions
@@ -14,6 +17,7 @@ from ray import exceptions
 from torchreplay.ray import calls as shard_calls
 from torchreplay.ray.calls import Calls
 from torchreplay.ray.nearby import Gone
+from torchreplay.ray.shard import Shard
 from torchreplay.ray.shard_writer import ShardWriter
 from torchreplay.ray.union import KEY_BITS, pack
 
@@ -81,6 +85,23 @@ def test_a_shard_that_is_known_to_be_dead_is_lost_at_once(calls):
     assert calls.answer(1, DEAD) is None
     assert calls.answer(2, here) is None
     assert calls.lost == [1, 2]
+
+
+def test_a_shard_that_is_asked_again_for_what_it_has_done_does_not_do_it_again(tmp_path):
+    shard = Shard(0, Config.of({"x": tr.Field()}, 16, tr.Uniform(), None, None), 0, 0, None)
+    shard.open()
+    shard._buffer.extend(x=np.arange(5.0))
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    eventually(lambda: shard.save(first))
+    shutil.rmtree(first)
+    assert shard.save(first)  # the answer before was lost
+    assert not (tmp_path / "first").exists()
+    eventually(lambda: shard.save(second))
+    assert (tmp_path / "second").exists()
+    for _ in range(2):  # what failed is tried again
+        with pytest.raises(FileNotFoundError, match="does not see"):
+            eventually(lambda: shard.save(str(tmp_path / "nowhere" / "third")))
+    shard._buffer.close()
 
 
 def test_keys_are_the_unions_but_for_lanes_that_wrote_nothing():

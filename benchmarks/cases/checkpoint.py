@@ -7,7 +7,14 @@ from pathlib import Path
 import torch
 
 import torchreplay as tr
-from benchmarks.disk import forget, read_sequentially, read_whole, seconds_of, write_sequentially
+from benchmarks.disk import (
+    forget,
+    read_into_shared_memory,
+    read_sequentially,
+    read_whole,
+    seconds_of,
+    write_sequentially,
+)
 from benchmarks.line import OURS, Line
 from benchmarks.machine import require_memory
 from benchmarks.plan import Plan
@@ -20,7 +27,7 @@ SPEC = {
     "done": tr.Field(dtype=torch.bool),
 }
 BLOCK = 1000
-DISK, NEW_MEMORY, EMPTY = "the disk", "into new memory", "an empty buffer"
+DISK, NEW_MEMORY, SHARED = "the disk", "into new memory", "into new shared memory"
 DIRECTORY = Path("build")
 """On a disk, which a temporary directory need not be."""
 
@@ -40,7 +47,7 @@ def measure_checkpoint(plan: Plan) -> Iterator[Line]:
         fractions = {
             candidate: [disk / one for disk, one in zip(samples[DISK], seconds, strict=True)]
             for candidate, seconds in samples.items()
-            if candidate not in (DISK, EMPTY)
+            if candidate != DISK
         }
         yield Line("checkpoint", f"{what}, fraction of the disk", "", fractions, higher_is_better=True)
 
@@ -68,6 +75,7 @@ def _round(buffer: tr.ReplayBuffer, directory: Path, size: int) -> dict[str, dic
     }
     forget(directory)
     load[NEW_MEMORY] = seconds_of(lambda: read_whole(plain))
-    load[EMPTY] = seconds_of(lambda: tr.ReplayBuffer(SPEC, buffer.capacity).close())  # what making its memory costs
+    forget(directory)
+    load[SHARED] = seconds_of(lambda: read_into_shared_memory(plain))
     plain.unlink()
     return {"save": save, "load": load}

@@ -177,13 +177,18 @@ class Shard:
         self._buffer.stop()
 
     def _has_ended(self, name: str, work: Callable[[], None]) -> bool:
-        """Has work done by a thread of its own, beside draws, and returns whether it has been."""
+        """Has work done once, by a thread of its own, beside draws, and returns whether it has been."""
         if name not in self._under_way:
+            for other in [other for other, future in self._under_way.items() if future.done()]:
+                del self._under_way[other]
             self._under_way[name] = self._hands.submit(work)
-        if not self._under_way[name].done():
+        future = self._under_way[name]
+        if not future.done():
             return False
-        self._under_way.pop(name).result()
-        return True
+        if future.exception() is not None:
+            del self._under_way[name]
+        future.result()
+        return True  # also to one who asks again, since the answer was lost on its way
 
     def _save(self, directory: Path) -> None:
         if not directory.parent.is_dir():
