@@ -162,6 +162,25 @@ def test_a_worker_that_does_not_begin_is_mentioned_until_it_does(caplog, monkeyp
     supervisor.stop(0, 0)
 
 
+def test_nobody_is_interrupted_who_has_not_begun():
+    class Slow(ScriptedActors):
+        """Runs that take a while to end when they are killed, as a process on a busy machine does."""
+
+        def kill(self, run):
+            if run.killed:
+                super().kill(run)
+            run.killed = True
+
+    actors = Slow(lambda launch: None)
+    supervisor = supervise(actors)
+    eventually(lambda: actors.runs)
+    supervisor.stop(0, 0.2)
+    (run,) = actors.runs
+    assert run.killed
+    assert not run.interrupted  # its pid is 0, which stands for the process group of the whole program
+    assert supervisor.interrupted == 0
+
+
 def test_a_mark_that_cannot_be_withdrawn_keeps_nobody_waiting():
     class Mark(Marks):
         def close(self):

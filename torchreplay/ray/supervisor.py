@@ -286,9 +286,12 @@ class Supervisor:
                 self.backend.kill(w.run)  # still starting: nothing of the user's runs yet
         self._await_ends(self._grace)
         for w in self._running():
+            pid = int(self.board.entries[w.index]["pid"])
+            if not pid:  # it was killed before it began, and is about to end
+                continue
             self.interrupted += 1
             if self._is_here(w):
-                self.backend.interrupt(w.run, int(self.board.entries[w.index]["pid"]))
+                self.backend.interrupt(w.run, pid)
             else:
                 self.board.interrupt(w.index)
         self._await_ends(self._deadline)
