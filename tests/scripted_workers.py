@@ -45,6 +45,9 @@ class ScriptedActors:
     def release(self, run):
         pass
 
+    def is_leaving(self, index):
+        return False
+
     def interrupt(self, run, pid):
         run.interrupted = True
 

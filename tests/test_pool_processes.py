@@ -176,11 +176,9 @@ def test_processes_whose_function_has_returned_are_waited_for_together_and_not_b
         assert backend.outcome(run).kind == "ended"
         backend.release(run)
     assert [is_running(pid) for pid in pids] == [True] * 3
-    successor = backend.launch(launches[1])  # never beside the one before
+    assert backend.is_leaving(1)  # no successor beside the one before
+    eventually(lambda: not backend.is_leaving(1))
     assert not is_running(pids[1])
-    pids.append(successor.process.pid)
-    backend.kill(successor)
-    backend.release(successor)
     backend.await_exit([])
     assert not any(is_running(pid) for pid in pids)
     backend.close()

@@ -63,7 +63,6 @@ class Processes(Backend[ProcessRun]):
 
     def launch(self, launch: Launch) -> ProcessRun:
         """Starts a run; does not wait for it."""
-        self._see_off([run for run in self._leaving if run.launch.index == launch.index])
         report, reporter = self._spawn.Pipe(duplex=False)
         process = self._spawn.Process(
             target=_live, args=(os.getpid(), sys.path, self._handle, launch, reporter), name=f"worker {launch.index}"
@@ -111,6 +110,11 @@ class Processes(Backend[ProcessRun]):
         """Lets the process of an ended run go. It has some time to end by itself; nobody waits for that here."""
         run.deadline = time.monotonic() + _EXIT_TIMEOUT
         self._leaving.append(run)
+
+    def is_leaving(self, index: int) -> bool:
+        """Whether the process of a worker's run that has ended is still there: for seconds at most."""
+        self._see_off([run for run in self._leaving if _has_left(run)])
+        return any(run.launch.index == index for run in self._leaving)
 
     def await_exit(self, pids: Iterable[int]) -> None:
         """Returns when all processes are gone: within seconds, and not one after the other."""
