@@ -1,6 +1,5 @@
 """What the writers of a process hear of its courier, when their rows are refused, or it has come to its end."""
 
-import time
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -110,9 +109,10 @@ def test_a_process_that_has_closed_its_writers_for_good_is_told_so(courier_to):
 
 
 def test_a_process_that_gives_up_drops_what_the_limiter_keeps_out_and_nothing_else(courier_to):
-    there = []
+    there, tries = [], []
 
     def answer(chunk):
+        tries.append(chunk)
         if not there:
             raise Unreachable("it is being started again")
         return Answer(chunk.number)
@@ -123,7 +123,8 @@ def test_a_process_that_gives_up_drops_what_the_limiter_keeps_out_and_nothing_el
     (outbox,) = courier._outboxes
     eventually(lambda: outbox.waiting)
     courier.give_up()
-    time.sleep(0.3)  # some of its rounds
+    before = len(tries)
+    eventually(lambda: len(tries) >= before + 2)  # it goes on trying
     there.append(True)
     writer.flush()
     writer.close()

@@ -25,6 +25,7 @@ UNREACHABLE = exceptions.ActorUnavailableError("connection reset", b"0" * 16)
 DEAD = exceptions.ActorDiedError()
 LOST_ANSWER = exceptions.ObjectLostError("0" * 56, None, "")
 TIMED_OUT = exceptions.ObjectFetchTimedOutError("0" * 56, None, "")
+FAILED = exceptions.RayTaskError("stats", "Traceback", ValueError("closed"))
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def test_a_shard_that_cannot_be_reached_for_a_while_is_not_lost(calls):
     assert calls.lost == [1]
 
 
-@pytest.mark.parametrize("answer", ["here", exceptions.GetTimeoutError()])
+@pytest.mark.parametrize("answer", ["here", exceptions.GetTimeoutError(), FAILED])
 def test_a_shard_that_answers_now_is_not_lost_by_what_was_lost_long_ago(calls, answer):
     calls.probed = answer
     for _ in range(4):

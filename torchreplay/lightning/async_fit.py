@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def fit(replay: AsyncReplay, trainer: Trainer, ckpt_path: Any) -> None:
     """Does what `AsyncReplay.fit` does."""
     module: Any = replay.learn
-    if not hasattr(module, "training_step"):
+    if not replay.is_for_trainer:
         raise TypeError(f"learn is {module!r:.200}, no LightningModule: replay.run(steps) makes its steps")
     if trainer.world_size > 1:
         raise ValueError(
@@ -126,7 +126,8 @@ class _Learner(PriorityFeedback):
             with self._meter.timed("feedback"):
                 super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self._replay.count_step()
-        self._meter.note_ready(_stream_of(trainer).ready)
+        stream: Any = trainer.train_dataloader
+        self._meter.note_ready(stream.ready)
         self._since = time.perf_counter()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -137,8 +138,3 @@ class _Learner(PriorityFeedback):
         now = time.perf_counter()
         self._meter.add(part, now - self._since)
         self._since = now
-
-
-def _stream_of(trainer: Any) -> Any:
-    """Returns what the Trainer draws from."""
-    return trainer.train_dataloader

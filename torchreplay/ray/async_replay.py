@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Learn = Callable[[Any], Any]
 """A user's function of a batch, or of a dict of batches: makes a learner step, returns TD errors for them or None."""
 
-PARTS: Final = ("draw", "learn", "feedback", "publish")
+_PARTS: Final = ("draw", "learn", "feedback", "publish")
 _MOST_STEPS: Final = (1 << 63) - 1
 
 
@@ -147,7 +147,7 @@ class AsyncReplay:
             if isinstance(pool.buffer, Mapping)
             else ReplayDataset(pool.buffer, batch_size, None, prefetch, device, timeout, pin)
         )
-        self.meter = Meter(PARTS)
+        self.meter = Meter(_PARTS)
         self._steps = self._publications = 0
         self._running = ExitStack()
         self._inside = False
@@ -189,7 +189,7 @@ class AsyncReplay:
             Exception: As for `run`.
         """
         steps = checked_int("steps", steps, 0, _MOST_STEPS)
-        if hasattr(self.learn, "training_step"):
+        if self.is_for_trainer:
             raise TypeError("learn is a LightningModule: have a Trainer train it, replay.fit(trainer)")
         if not self._inside:
             raise RuntimeError("the explorers do not run: iterate inside `with replay:`, or call replay.run(steps)")
@@ -246,7 +246,7 @@ class AsyncReplay:
             ValueError: It is no such state.
             TypeError: `learn` is a LightningModule: a Trainer resumes from `ckpt_path`.
         """
-        if hasattr(self.learn, "training_step"):
+        if self.is_for_trainer:
             raise TypeError("learn is a LightningModule: its Trainer resumes, replay.fit(trainer, ckpt_path)")
         given: Any = state_dict
         if not isinstance(given, Mapping) or set(given) != {"steps", "publications", "dataset"}:
@@ -256,6 +256,11 @@ class AsyncReplay:
         self._steps, self._publications = steps, publications
         if self._inside:
             self.begin()
+
+    @property
+    def is_for_trainer(self) -> bool:
+        """Whether the learner is a LightningModule, for `fit`, and no function."""
+        return hasattr(self.learn, "training_step")
 
     def begin(self) -> None:
         """Begins to measure the rates anew."""

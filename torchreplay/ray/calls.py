@@ -94,7 +94,7 @@ class Calls:
             logger.warning("%s cannot be reached: %s", self._name(number), _first_line(error))
             # The answer may have been lost long ago, and be looked at only now.
             if now - self._unreachable.setdefault(number, now) >= PATIENCE and not self._is_there(number):
-                del self._unreachable[number]
+                self._unreachable.pop(number, None)
                 self._lose(number, str(error))
             return None
         except (errors.RayActorError, Gone) as error:
@@ -111,6 +111,8 @@ class Calls:
                 self._ray.get(call, timeout=PATIENCE)
         except self._ray.exceptions.GetTimeoutError:
             return True
+        except self._ray.exceptions.RayTaskError:  # which is an answer, too
+            pass
         except self._ray.exceptions.RayError:
             return False
         self._unreachable.pop(number, None)

@@ -90,7 +90,7 @@ class Processes(Backend[ProcessRun]):
 
     def wait(self, runs: Sequence[ProcessRun], timeout: float) -> list[ProcessRun]:
         """The runs that have ended, as soon as one has, at the latest after `timeout` seconds."""
-        self._see_off([run for run in self._leaving if _has_left(run)])
+        self._see_off_the_gone()
         ready = set(wait([end for run in runs for end in (run.report, run.alive)], max(timeout, 0.0)))
         return [run for run in runs if run.report in ready or run.alive in ready]
 
@@ -113,13 +113,18 @@ class Processes(Backend[ProcessRun]):
 
     def is_leaving(self, index: int) -> bool:
         """Whether the process of a worker's run that has ended is still there: for seconds at most."""
-        self._see_off([run for run in self._leaving if _has_left(run)])
+        self._see_off_the_gone()
         return any(run.launch.index == index for run in self._leaving)
 
     def await_exit(self, pids: Iterable[int]) -> None:
         """Returns when all processes are gone: within seconds, and not one after the other."""
         self._see_off(list(self._leaving))
         super().await_exit(pids)
+
+    def _see_off_the_gone(self) -> None:
+        """Sees those off whose process is gone, or whose time to end by itself is over."""
+        now = time.monotonic()
+        self._see_off([run for run in self._leaving if now >= run.deadline or wait([run.alive], 0)])
 
     def _see_off(self, runs: Sequence[ProcessRun]) -> None:
         """Returns when these processes are gone."""
@@ -148,10 +153,6 @@ class Processes(Backend[ProcessRun]):
         """Gives back the payload's memory; may be called again."""
         self._see_off(list(self._leaving))
         self._free()
-
-
-def _has_left(run: ProcessRun) -> bool:
-    return time.monotonic() >= run.deadline or bool(wait([run.alive], 0))
 
 
 def _dumps() -> Callable[[Any], bytes]:
