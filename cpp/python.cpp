@@ -49,16 +49,24 @@ PyObject* init_waits(PyObject*, PyObject* args) {
   });
 }
 
-// segment_bytes(capacity, fields, view, text_bytes) -> int: the size of the file that Segment(create=True) expects.
-PyObject* segment_bytes(PyObject*, PyObject* args) {
+// segment_layout(capacity, fields, view, text_bytes) -> (int, [(int, int)]): the size of the file that
+// Segment(create=True) expects, and where in it large fields have arrays of their own: first byte, bytes of a slot.
+PyObject* segment_layout(PyObject*, PyObject* args) {
   return guarded([&] {
     unsigned long long capacity, text;
     PyObject *list, *view;
     if (!PyArg_ParseTuple(args, "KOOK", &capacity, &list, &view, &text)) throw PythonError{};
     const Fields fields = Fields::parse(list);
     const uint64_t config = config_bytes(fields.specs.size(), text);
-    return checked(
-        PyLong_FromUnsignedLongLong(make_layout(capacity, fields.columns(), segment::parse_view(view), config).bytes));
+    const Layout layout = make_layout(capacity, fields.columns(), segment::parse_view(view), config);
+    const Ref arrays(checked(PyList_New(0)));
+    for (const Field& f : layout.fields) {
+      if (!f.own_array) continue;
+      const Ref array(checked(Py_BuildValue("KK", static_cast<unsigned long long>(f.offset),
+                                            static_cast<unsigned long long>(f.stride))));
+      if (PyList_Append(arrays.get(), array.get()) < 0) throw PythonError{};
+    }
+    return checked(Py_BuildValue("KO", static_cast<unsigned long long>(layout.bytes), arrays.get()));
   });
 }
 
@@ -126,7 +134,7 @@ PyObject* repair_file(PyObject*, PyObject* args) {
 
 PyMethodDef functions[] = {{"init_torch", init_torch, METH_VARARGS, nullptr},
                            {"init_waits", init_waits, METH_VARARGS, nullptr},
-                           {"segment_bytes", segment_bytes, METH_VARARGS, nullptr},
+                           {"segment_layout", segment_layout, METH_VARARGS, nullptr},
                            {"weights_bytes", weights_bytes, METH_O, nullptr},
                            {"take_huge_pages", take_huge_pages, METH_VARARGS, nullptr},
                            {"checksum", checksum, METH_VARARGS, nullptr},

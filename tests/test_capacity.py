@@ -12,7 +12,7 @@ import pytest
 from forked import LIBC, Forked
 
 import torchreplay as tr
-from torchreplay import segment
+from torchreplay import memory
 
 MIB = 1 << 20
 CLONE_NEWNS, CLONE_NEWUSER, MS_REC, MS_PRIVATE = 0x20000, 0x10000000, 0x4000, 0x40000
@@ -24,7 +24,7 @@ class Machine:
 
     def __init__(self, root, monkeypatch):
         self._root = root
-        monkeypatch.setattr(segment, "Path", lambda path: root / str(path).lstrip("/"))
+        monkeypatch.setattr(memory, "Path", lambda path: root / str(path).lstrip("/"))
         self.in_cgroup("0::/")
 
     def write(self, path, text):
@@ -55,19 +55,19 @@ V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 
 
 def test_memory_that_is_free_within_the_limits_of_the_cgroup_can_be_had(machine):
-    assert segment.available_memory() == 1000 * MIB
+    assert memory.available_memory() == 1000 * MIB
     machine.in_cgroup("0::/pod/box")
     machine.limit("pod/box", 500 * MIB, 200 * MIB)
-    assert segment.available_memory() == 300 * MIB
+    assert memory.available_memory() == 300 * MIB
     machine.limit("pod/box", 500 * MIB, 200 * MIB, inactive=50 * MIB)  # a cache gives way
-    assert segment.available_memory() == 350 * MIB
+    assert memory.available_memory() == 350 * MIB
     machine.limit("pod", 400 * MIB, 390 * MIB)  # of the pod around it
-    assert segment.available_memory() == 10 * MIB
+    assert memory.available_memory() == 10 * MIB
     machine.limit("pod", "max", 390 * MIB)
-    assert segment.available_memory() == 350 * MIB
+    assert memory.available_memory() == 350 * MIB
     machine.in_cgroup("4:memory:/box\n0::/")
     machine.limit("memory/box", 100 * MIB, 120 * MIB, names=V1)  # over its limit
-    assert segment.available_memory() == 0
+    assert memory.available_memory() == 0
 
 
 @pytest.mark.parametrize("short_of", ["memory", "cgroup"])

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections import deque
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -27,12 +28,13 @@ from .hindsight import Hindsight
 from .inspection import Inspection
 from .ledger import Ledger
 from .limiters import Limiter, from_native
+from .memory import Reservation, begin_reservation
 from .nodes import is_elsewhere
 from .page_lock import CudaRegistry, PageLock, Registry
 from .plan import GOALS
 from .replay import Pin, Replay
 from .samplers import Sampler
-from .segment import Handle, lasting_handle, new_nonce, open_handle, reserve
+from .segment import Handle, lasting_handle, new_nonce, open_handle
 from .segment_file import boot_number, create_file, open_file
 from .spec import Spec, nest, to_native
 from .staging import Staging
@@ -88,24 +90,39 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         config = Config.of(spec, capacity, sampler, view, limiter)
         path = None if path is None else checked_path("path", path)
         seed = secrets.randbits(63) if seed is None else checked_int("seed", seed, 0, (1 << 64) - 1)
+        self._create(config, path, seed, by_and_by=False).close()
+
+    def _create(self, config: Config, path: Path | None, seed: int, by_and_by: bool) -> Reservation:
+        """Makes the segment, in the new file `path` where one is given.
+
+        Args:
+            config: The buffer's.
+            path: The file.
+            seed: Of the draws.
+            by_and_by: Whether large fields may be reserved in what is returned, before rows are placed there.
+        """
         nonce = new_nonce()
         native = to_native(config.fields)
         text, shape = config.to_text(), config.view.native()
-        size = _C.segment_bytes(config.capacity, native, shape, len(text.encode()))
-        fd = reserve(size, "replay buffer") if path is None else create_file(path, size)
+        size, arrays = _C.segment_layout(config.capacity, native, shape, len(text.encode()))
+        weighting, limits = config.weighting(), config.limiter.native()
+        if path is None:
+            reservation = begin_reservation(size, "replay buffer", arrays if by_and_by else (), config.capacity)
+        else:
+            reservation = Reservation(create_file(path, size), 0, "replay buffer")
+        fd = reservation.fd
         try:
-            weighting, limits = config.weighting(), config.limiter.native()
             boot = 0 if path is None else boot_number()
             segment = _C.Segment(
                 fd, True, nonce, native, ReplayBatch, seed, config.capacity, weighting, limits, shape, text, boot
             )
+            self._adopt(segment, nonce, config)
         except BaseException:
+            reservation.close()
             if path is not None:
                 os.unlink(path)
             raise
-        finally:
-            os.close(fd)
-        self._adopt(segment, nonce, config)
+        return reservation
 
     def _adopt(self, segment: _C.Segment, nonce: int, config: Config) -> None:
         self._segment = segment
@@ -351,22 +368,17 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         path = None if path is None else checked_path("path", path)
         saved = Description.read(directory)
         config = saved.config.with_functions(view)
-        buffer = cls(
-            nest(config.fields),
-            config.capacity if capacity is None else capacity,
-            sampler=config.sampler,
-            view=config.view,
-            limiter=config.limiter,
-            path=path,
-            seed=saved.seed,
-        )
-        try:
-            load_rows(buffer._segment, buffer._config, saved, directory)
-        except BaseException:
-            if path is not None:
-                path.unlink()
-            raise
-        return buffer
+        capacity = config.capacity if capacity is None else capacity
+        config = Config.of(nest(config.fields), capacity, config.sampler, config.view, config.limiter)
+        self = cls.__new__(cls)
+        with self._create(config, path, saved.seed, by_and_by=True) as reservation:
+            try:
+                load_rows(self._segment, self._config, saved, directory, reservation.wait)
+            except BaseException:
+                if path is not None:
+                    path.unlink()
+                raise
+        return self
 
     def restore(self, directory: str | os.PathLike[str]) -> None:
         """Does what `load` does to a buffer that is there and was never written to.

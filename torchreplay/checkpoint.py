@@ -25,13 +25,13 @@ from .config import Config
 from .errors import CheckpointError
 from .progress import track
 from .samplers import Prioritized, Sampler
-from .shards import BLOCK, read_shard, room_for, write_shard
+from .shards import read_shard, room_for, write_shard
 
 FORMAT = 3
 ROW_COLUMNS = ("row.key", "row.leaf", "row.link", "row.step", "row.priority")
 SHARD_BYTES = 32 << 20
-AT_A_TIME = 2
-"""Files written or read at a time: while one waits for the disk, the other is copied and its checksum computed."""
+WRITES, READS = 2, 3
+"""Files written and read at a time: while one waits for the disk, another is copied and its checksum computed."""
 PIECE = 2 << 20
 """Bytes given to the disk at a time."""
 MAX_COUNT = (1 << 64) - 1
@@ -129,14 +129,14 @@ def _write_shards(segment: _C.Segment, config: Config, data: Path) -> list[tuple
     starts = range(0, config.capacity, slots)
     shards: list[tuple[str, int, int]] = []
     pending: deque[tuple[str, torch.Tensor, Future[tuple[int, int]]]] = deque()
-    rooms = [room_for(PIECE) for _ in range(AT_A_TIME)]
+    rooms = [room_for(PIECE) for _ in range(WRITES)]
 
     def finish_first() -> None:
         file, room, written = pending.popleft()
         shards.append((file, *written.result()))
         rooms.append(room)
 
-    with ThreadPoolExecutor(AT_A_TIME) as writers:
+    with ThreadPoolExecutor(WRITES) as writers:
         for number, first in enumerate(track(starts, "saving the replay buffer")):
             columns = segment.export_rows(first, min(first + slots, config.capacity))
             if not len(columns[0]):
@@ -151,8 +151,21 @@ def _write_shards(segment: _C.Segment, config: Config, data: Path) -> list[tuple
     return shards
 
 
-def load_rows(segment: _C.Segment, config: Config, description: Description, directory: str | os.PathLike[str]) -> None:
+def load_rows(
+    segment: _C.Segment,
+    config: Config,
+    description: Description,
+    directory: str | os.PathLike[str],
+    wait_for_memory: Callable[[int], None] | None = None,
+) -> None:
     """Places the rows of a checkpoint into a segment that holds none: all of them, or after an error or a death none.
+
+    Args:
+        segment: To place them into.
+        config: The segment's.
+        description: Of the checkpoint.
+        directory: Where it is.
+        wait_for_memory: Returns once there is memory for so many of the first slots; None: there is for all.
 
     Raises:
         CheckpointError: A file is missing or damaged, the segment is of another kind or holds rows, or somebody else
@@ -168,7 +181,11 @@ def load_rows(segment: _C.Segment, config: Config, description: Description, dir
             for columns in _read_shards(description.shards, root, names):
                 if leaves is not None:
                     columns[names.index("row.leaf")] = leaves(columns[names.index("row.leaf")])
+                if wait_for_memory is not None:
+                    wait_for_memory(_slots_of(columns[names.index("row.key")], config.capacity))
                 rows.place(columns)
+            if wait_for_memory is not None:
+                wait_for_memory(config.capacity)
             rows.finish(description.counts, saved.limiter.native(), description.seed, description.step)
         finally:
             rows.abandon()
@@ -178,6 +195,11 @@ def load_rows(segment: _C.Segment, config: Config, description: Description, dir
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"the checkpoint in {root} is damaged: {error}") from None
+
+
+def _slots_of(keys: torch.Tensor, capacity: int) -> int:
+    """Returns how many of the first slots hold the rows with such keys; all of what are no keys."""
+    return int((keys % capacity).max()) + 1 if keys.dtype == torch.int64 and keys.numel() else capacity
 
 
 def _leaves_for(sampler: Sampler, saved: Sampler, largest: float) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -219,23 +241,23 @@ def _read_shards(
     shards: tuple[tuple[str, int, int], ...], root: Path, names: list[str]
 ) -> Iterator[list[torch.Tensor]]:
     """Yields the columns of one file while the next are read. They last until the next are asked for."""
-    rooms = [room_for(BLOCK)] * (AT_A_TIME + 1)
+    rooms = [room_for(1)] * (READS + 1)
 
     def read(number: int) -> list[torch.Tensor]:
         name, size, checksum = shards[number]
         try:
             if (root / name).stat().st_size == size > len(rooms[number % len(rooms)]):
-                rooms[number % len(rooms)] = room_for(-(-size // BLOCK) * BLOCK)
+                rooms[number % len(rooms)] = room_for(size)
             return read_shard(root / name, size, checksum, names, rooms[number % len(rooms)])
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{root / name} is damaged: {error!r}") from None
 
-    with ThreadPoolExecutor(AT_A_TIME) as readers:
-        ahead = deque(readers.submit(read, number) for number in range(min(AT_A_TIME, len(shards))))
+    with ThreadPoolExecutor(READS) as readers:
+        ahead = deque(readers.submit(read, number) for number in range(min(READS, len(shards))))
         for number in track(range(len(shards)), "loading the replay buffer"):
             columns = ahead.popleft().result()
-            if number + AT_A_TIME < len(shards):
-                ahead.append(readers.submit(read, number + AT_A_TIME))
+            if number + READS < len(shards):
+                ahead.append(readers.submit(read, number + READS))
             yield columns
 
 

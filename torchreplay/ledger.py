@@ -19,7 +19,8 @@ import numpy.typing as npt
 
 from . import _C
 from .errors import AttachError
-from .segment import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SEAL, F_SEAL_SHRINK, Handle, make_handle, new_nonce, open_handle
+from .memory import new_memory
+from .segment import Handle, make_handle, new_nonce, open_handle
 
 if TYPE_CHECKING:
     from ._C import Census
@@ -59,11 +60,8 @@ class Ledger:
     """The places of a buffer's remote writers. Pickles to a handle; one process at a time may `claim` it."""
 
     def __init__(self) -> None:
-        fd = os.memfd_create(f"torchreplay-{WHAT.replace(' ', '-')}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.fchmod(fd, 0o600)
-        os.ftruncate(fd, _SIZE)
+        fd = new_memory(_SIZE, WHAT)
         os.posix_fallocate(fd, 0, _round_up(PLACES * _PLACE.itemsize))
-        fcntl.fcntl(fd, F_ADD_SEALS, F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW)
         self._nonce = new_nonce()
         self._adopt(fd)
 

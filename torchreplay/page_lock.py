@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .segment import size_text
+from .memory import size_text
 
 PORTABLE = 1
 """cudaHostRegisterPortable: for every device, as torch itself registers memory."""

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from . import _C
 from .errors import CheckpointError
-from .segment import machine_id, require_memory, size_text
+from .memory import require_memory, size_text
+from .segment import machine_id
 
 TRIES = 1000  # to find a file either used or unused, about 10 ms each
 

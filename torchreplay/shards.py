@@ -37,10 +37,8 @@ DTYPES = {
 }
 PIECE = 1 << 20
 """Bytes taken at a time: between their copy and their checksum they stay in the cache."""
-READ = 4 << 20
-"""Bytes taken at a time from a disk itself, which has to begin anew each time."""
 BLOCK = 4096
-"""Bytes that reads and writes past the page cache come in multiples of, in memory and in the file."""
+"""Bytes that writes past the page cache come in multiples of, in memory and in the file."""
 
 
 def created(path: Path) -> int:
@@ -63,7 +61,7 @@ def opened(path: Path) -> int:
 
 
 def room_for(size: int) -> torch.Tensor:
-    """Returns uint8 `[size]` to write from, or read to, past the page cache: memory that begins with a page."""
+    """Returns uint8 `[size]` to write from past the page cache, or to read to: memory that begins with a page."""
     return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
 
 
@@ -177,7 +175,7 @@ def read_shard(path: Path, size: int, checksum: int, names: Sequence[str], room:
         size: Its size.
         checksum: Its checksum.
         names: The tensors' names.
-        room: Memory from `room_for`, of `size` bytes or more; whole blocks let the last come past the page cache, too.
+        room: uint8, of `size` bytes or more.
 
     Raises:
         ValueError: The file is not what was written.
@@ -187,20 +185,16 @@ def read_shard(path: Path, size: int, checksum: int, names: Sequence[str], room:
         if (found := os.fstat(file.fileno()).st_size) != size:
             raise ValueError(f"it has {found:,} of {size:,} bytes")
         values, at, found = room.numpy().data, 0, 0
-        # Past the page cache: it would want as much memory as the rows, and a copy of them.
-        direct = not _is_cached(file.fileno()) and _set_direct(file.fileno(), True)
+        # The system reads ahead; the page cache would otherwise want as much memory as the rows, which takes longer to
+        # get than the copy from there. Past it, reads are slower: they wait for each other.
+        leaves_cache = not _is_cached(file.fileno())
         while at < size:
-            try:
-                read = min(file.readinto(values[at : at + (READ if direct else PIECE)]) or 0, size - at)
-            except OSError as error:
-                if error.errno != errno.EINVAL or not _set_direct(file.fileno(), False):
-                    raise
-                direct = False
-                continue
-            if not read:
+            if not (read := file.readinto(values[at : min(at + PIECE, size)]) or 0):
                 raise ValueError(f"it ends after {at:,} of {size:,} bytes")
             found = _C.checksum(values[at : at + read], found)
             at += read
+            if leaves_cache:
+                os.posix_fadvise(file.fileno(), 0, at, os.POSIX_FADV_DONTNEED)
     if found != checksum:
         raise ValueError(f"its checksum is {found:08x}, not {checksum:08x}")
     try:

@@ -13,8 +13,9 @@ from torch import nn
 
 from . import _C
 from .errors import AttachError, ReplayTimeout
+from .memory import reserve
 from .nodes import is_elsewhere
-from .segment import Handle, lasting_handle, new_nonce, open_handle, reserve
+from .segment import Handle, lasting_handle, new_nonce, open_handle
 from .spec import ELEMENTS
 from .waiting import SLICE_NS
 

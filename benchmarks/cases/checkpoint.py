@@ -68,14 +68,15 @@ def _round(buffer: tr.ReplayBuffer, directory: Path, size: int) -> dict[str, dic
         DISK: seconds_of(lambda: write_sequentially(plain, size)),
         OURS: seconds_of(lambda: buffer.save(checkpoint)),
     }
-    forget(directory)
-    load = {
-        DISK: seconds_of(lambda: read_sequentially(plain)),
-        OURS: seconds_of(lambda: tr.ReplayBuffer.load(checkpoint).close()),
+    loaders = {
+        DISK: lambda: read_sequentially(plain),
+        OURS: lambda: tr.ReplayBuffer.load(checkpoint).close(),
+        NEW_MEMORY: lambda: read_whole(plain),
+        SHARED: lambda: read_into_shared_memory(plain),
     }
-    forget(directory)
-    load[NEW_MEMORY] = seconds_of(lambda: read_whole(plain))
-    forget(directory)
-    load[SHARED] = seconds_of(lambda: read_into_shared_memory(plain))
+    load = {}
+    for candidate, loader in loaders.items():
+        forget(directory)  # which also gives all of them the same memory: that of the page cache
+        load[candidate] = seconds_of(loader)
     plain.unlink()
     return {"save": save, "load": load}

@@ -9,8 +9,9 @@ from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import ClassVar, Self
 
+from torchreplay.memory import reserve
 from torchreplay.nodes import is_elsewhere, ray_node
-from torchreplay.segment import Handle, make_handle, new_nonce, open_handle, reserve
+from torchreplay.segment import Handle, make_handle, new_nonce, open_handle
 
 
 class SharedPage(ABC):

@@ -19,9 +19,10 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any, Final
 
+from torchreplay.memory import reserve
 from torchreplay.ray.backend import Backend, pickled
 from torchreplay.ray.worker import Launch, Outcome, WorkerProcess
-from torchreplay.segment import Handle, make_handle, new_nonce, open_handle, reserve
+from torchreplay.segment import Handle, make_handle, new_nonce, open_handle
 
 _WHAT: Final = "payload of worker processes"
 

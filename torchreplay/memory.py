@@ -1,0 +1,214 @@
+"""Shared memory: how much can be had, and how it is reserved, so that touching it cannot fail later."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import _C
+
+# Linux's numbers for fcntl: Python 3.11 does not name them all.
+F_ADD_SEALS = 1033
+F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW = 1, 2, 4
+
+PIECE = 2**26
+"""Bytes reserved at a time: a multiple of every size of page."""
+PATIENCE = 0.25
+"""Seconds for a piece of huge pages, on average; 0.01 measured, 0.19 where a machine has to get its memory."""
+DELAY = 1.0
+"""Seconds that all may take longer than that together."""
+
+
+def available_memory() -> int:
+    """Returns the bytes that can still be reserved here: free memory, within the cgroup's limit."""
+    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return min([int(meminfo["MemAvailable"].split()[0]) * 1024, *_cgroup_headroom()])
+
+
+def _cgroup_headroom() -> list[int]:
+    """Bytes left under each limit of this process's cgroup and its parents; inactive page cache counts as free."""
+    left = []
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        root = Path("/sys/fs/cgroup/memory" if controllers else "/sys/fs/cgroup")
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+        group = root / path.lstrip("/")
+        for level in (group, *group.parents):
+            if level == root.parent:
+                break
+            try:
+                limit, used = ((level / name).read_text().strip() for name in names)
+                stat = dict(item.split() for item in (level / "memory.stat").read_text().splitlines())
+            except OSError:  # the root has no limit, and a container may hide its parents
+                continue
+            if limit != "max":
+                # In version 1 only the total has what groups below hold, as what is used does.
+                inactive = stat.get("total_inactive_file") or stat.get("inactive_file") or "0"
+                left.append(int(limit) - int(used) + int(inactive))
+    return [max(n, 0) for n in left]
+
+
+def require_memory(size: int, what: str) -> None:
+    """Raises a MemoryError with the numbers when `size` bytes cannot be reserved here any more."""
+    free = available_memory()
+    if size > free:
+        raise MemoryError(
+            f"{what} needs {size_text(size)} of memory, and {size_text(free)} can still be had here (free memory and "
+            f"cgroup limits): choose a smaller capacity or smaller fields"
+        )
+
+
+def new_memory(size: int, what: str) -> int:
+    """Returns the descriptor of a new anonymous shared file of fixed size, nothing of which is reserved.
+
+    Args:
+        size: Bytes.
+        what: Names it in /proc.
+    """
+    # memfd: not bound by the size of /dev/shm, and freed by the kernel when its last process is gone.
+    fd = os.memfd_create(f"torchreplay-{what.replace(' ', '-')}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.fchmod(fd, 0o600)
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, F_ADD_SEALS, F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def reserve(size: int, what: str) -> int:
+    """Returns the descriptor of new memory as `new_memory` does, reserved in full.
+
+    Raises:
+        MemoryError: The machine, or the cgroup, has less left than that. Nothing was touched.
+    """
+    with begin_reservation(size, what) as reservation:
+        return os.dup(reservation.fd)
+
+
+def begin_reservation(size: int, what: str, arrays: Sequence[tuple[int, int]] = (), slots: int = 0) -> Reservation:
+    """Returns new memory as `new_memory` does, reserved but for `arrays`, which a thread reserves: see `Reservation`.
+
+    Raises:
+        MemoryError: The machine, or the cgroup, has less left than that. Nothing was touched.
+    """
+    require_memory(size, what)
+    return Reservation(new_memory(size, what), size, what, arrays, slots)
+
+
+class Reservation:
+    """A file of memory on its way to being reserved: large arrays in a thread, all else before this object is there.
+
+    Who fills the arrays slot by slot can begin at once: making memory takes about as long as filling it.
+
+    Args:
+        fd: The file, which this object closes.
+        size: Bytes to reserve from its beginning on.
+        what: Names it in errors.
+        arrays: (first byte, bytes of a slot) of each array that is to be reserved by and by, slot after slot.
+        slots: Of each array.
+
+    Attributes:
+        fd: The file, until `close`.
+
+    Raises:
+        MemoryError: There is less memory left than that.
+    """
+
+    def __init__(self, fd: int, size: int, what: str, arrays: Sequence[tuple[int, int]] = (), slots: int = 0) -> None:
+        self.fd = fd
+        self._size, self._what = size, what
+        self._delay = 0.0  # by huge pages
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        whole = [(begin, begin + slots * stride, stride) for begin, stride in arrays]
+        # Pieces, by the first slot that lies in each; -1 where something else does.
+        self._left = deque(sorted((self._first_slot(at, whole), at) for at in range(0, size, PIECE)))
+        try:
+            while self._left and self._left[0][0] < 0:
+                self._take(self._left.popleft()[1])
+        except BaseException:
+            self.close()
+            raise
+        if self._left:
+            self._thread = threading.Thread(target=self._take_rest, name="torchreplay-reservation", daemon=True)
+            self._thread.start()
+
+    def wait(self, slots: int) -> None:
+        """Returns when the first `slots` slots of all arrays are reserved, so that they can be filled.
+
+        Raises:
+            MemoryError: They cannot be.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or not self._left or self._left[0][0] >= slots)
+            if self._error:
+                raise self._error
+
+    def close(self) -> None:
+        """Gives the descriptor back; what is not reserved by then never is."""
+        with self._changed:
+            self._left.clear()
+        if self._thread is not None:
+            self._thread.join()
+        os.close(self.fd)
+
+    def __enter__(self) -> Reservation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _first_slot(self, at: int, arrays: Sequence[tuple[int, int, int]]) -> int:
+        end = min(at + PIECE, self._size)
+        return next(((at - begin) // stride for begin, over, stride in arrays if begin <= at and end <= over), -1)
+
+    def _take_rest(self) -> None:
+        try:
+            while (at := self._next()) is not None:
+                self._take(at)
+                with self._changed:
+                    if self._left:  # or it was closed meanwhile
+                        self._left.popleft()
+                    self._changed.notify_all()
+        except BaseException as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _next(self) -> int | None:
+        with self._changed:
+            return self._left[0][1] if self._left else None
+
+    def _take(self, at: int) -> None:
+        size = min(PIECE, self._size - at)
+        try:
+            if self._delay < DELAY:
+                # Until the system has none, or has to tidy its memory for each: then small ones are cheaper.
+                began = time.monotonic()
+                taken = _C.take_huge_pages(self.fd, at, size)
+                late = time.monotonic() - began - PATIENCE
+                self._delay = max(self._delay + late, 0.0) if taken else DELAY
+            # The rest. Without it the first touch of a page that the system cannot give would raise SIGBUS.
+            os.posix_fallocate(self.fd, at, size)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.ENOMEM):
+                raise MemoryError(
+                    f"{self._what} needs {size_text(self._size)} of memory: {error.strerror} when reserving it"
+                ) from None
+            raise
+
+
+def size_text(n: int) -> str:
+    """Returns a number of bytes for people."""
+    return f"{n / 2**30:.2f} GiB" if n >= 2**27 else f"{n / 2**20:.2f} MiB"
