@@ -6,6 +6,9 @@ episode's last transition bootstraps where a time limit ended it and does not wh
 A limiter keeps `steps_per_update` environment steps to a learner step, whoever is the faster. The test worker plays the
 published actor without noise beside all this, and keeps the best one in `directory`.
 
+An actor that has learned to hover, for fear of the ground, may do so for ever: its own noise no longer takes it there.
+So every other episode is played with noise that does.
+
     python examples/sac_lunarlander.py --seed 1
     python examples/sac_lunarlander.py --seed 1 --num-explorers 1
 """
@@ -54,6 +57,8 @@ class Args:
     """steps with uniform actions, all workers together, before the first learner step"""
     steps_per_update: float = 2.0
     """environment steps to a learner step"""
+    noise: float = 0.4
+    """standard deviation of what is added to the actions of every other episode"""
     publish_every: int = 20
     """learner steps between two publications of the actor"""
 
@@ -127,24 +132,27 @@ def explore(ctx: ExplorerContext, args: Args) -> None:
     env = gym.make("LunarLanderContinuous-v3")
     env.action_space.seed(ctx.seed)
     torch.manual_seed(ctx.seed)
+    noise = np.random.default_rng(ctx.seed)
     actor = Actor().requires_grad_(False)
     ctx.pull_weights(actor)
     writer = ctx.writer()
     obs, _ = env.reset(seed=ctx.seed)
     writer.reset(obs=obs)
-    episode_return, episode_length = 0.0, 0
+    episode_return, episode_length, is_noisy = 0.0, 0, bool(ctx.index % 2)
     while not ctx.stopped:
         if ctx.buffer.stats().inserted < args.start_steps:
             action = env.action_space.sample()
         else:
             ctx.pull_weights(actor)  # one atomic read when there is nothing newer
             action = actor.sample(torch.from_numpy(obs))[0].numpy()
+            if is_noisy:
+                action = (action + noise.normal(0.0, args.noise, ACTION)).clip(-1, 1).astype(np.float32)
         obs, reward, terminated, truncated, _ = env.step(action)
         writer.step(obs=obs, action=action, reward=reward, terminated=terminated, truncated=truncated)
         episode_return, episode_length = episode_return + float(reward), episode_length + 1
         if terminated or truncated:
             ctx.record(episode_return=episode_return, episode_length=episode_length)
-            episode_return, episode_length = 0.0, 0
+            episode_return, episode_length, is_noisy = 0.0, 0, not is_noisy
             obs, _ = env.reset()
             writer.reset(obs=obs)
 
