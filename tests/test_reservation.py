@@ -1,5 +1,6 @@
 """Memory that is reserved while a checkpoint is loaded into it: no row goes where there is none yet."""
 
+import errno
 import gc
 import os
 import threading
@@ -27,10 +28,10 @@ class Taken:
         self.before_each = lambda: time.sleep(0.003)
         take = memory.Reservation._take
 
-        def watched(reservation, at):
-            if threading.current_thread().name == "torchreplay-reservation":
+        def watched(reservation, fd, at):
+            if threading.current_thread().name == memory.THREAD:
                 self.before_each()
-            take(reservation, at)
+            take(reservation, fd, at)
             self.pieces.append(at)
 
         monkeypatch.setattr(memory, "PIECE", PIECE)
@@ -60,7 +61,7 @@ def test_whoever_waited_for_slots_finds_them_and_all_but_the_arrays_reserved(tak
 
 def test_nobody_waits_for_more_than_the_slots_asked_for(taken):
     may_take = threading.Semaphore(0)
-    taken.before_each = may_take.acquire
+    taken.before_each = lambda: may_take.acquire(timeout=30)
     with memory.begin_reservation(SIZE, "test", ARRAYS, ROWS) as reservation:
         at_first = len(taken.pieces)
         reservation.wait(0)
@@ -85,7 +86,7 @@ def test_what_is_reserved_all_at_once_needs_no_thread(taken):
 def test_closing_ends_what_is_not_reserved_yet(taken):
     descriptors = len(os.listdir("/proc/self/fd"))
     memory.begin_reservation(SIZE, "test", ARRAYS, ROWS).close()
-    assert not any(thread.name == "torchreplay-reservation" for thread in threading.enumerate())
+    assert not any(thread.name == memory.THREAD for thread in threading.enumerate())
     assert len(os.listdir("/proc/self/fd")) == descriptors
     assert not taken.covers(0, SIZE)
 
@@ -113,13 +114,14 @@ def test_rows_are_placed_in_reserved_memory_only(taken, saved, monkeypatch, capa
     waiting, wait = threading.Event(), memory.Reservation.wait
 
     def announced_wait(reservation, slots):
-        if reservation._left and reservation._left[0][0] < slots:
-            waiting.set()
+        with reservation._changed:
+            if reservation._left and reservation._left[0][0] < slots:
+                waiting.set()
         wait(reservation, slots)
         waiting.clear()
 
     monkeypatch.setattr(memory.Reservation, "wait", announced_wait)
-    taken.before_each = waiting.wait  # nothing is taken ahead
+    taken.before_each = lambda: waiting.wait(30)  # nothing is taken ahead
 
     def told(*args):
         size, found = layout(*args)
@@ -150,16 +152,49 @@ def test_rows_are_placed_in_reserved_memory_only(taken, saved, monkeypatch, capa
         assert torch.equal(batch["b"], _bytes_of(batch["key"], 3))
 
 
-def test_memory_that_gives_out_meanwhile_is_an_error(taken, saved):
-    def give_out():
-        raise MemoryError("there was another program")
+def test_memory_that_gives_out_meanwhile_is_an_error_and_free_at_once(taken, saved, monkeypatch):
+    def give_out(*_):
+        if threading.current_thread().name == memory.THREAD:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    taken.before_each = give_out
-    before = len(os.listdir("/proc/self/fd")), threading.active_count()
-    with pytest.raises(MemoryError, match="there was another program"):
-        tr.ReplayBuffer.load(saved)
+    monkeypatch.setattr(memory.os, "posix_fallocate", give_out)
     gc.collect()
-    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    gc.disable()
+    try:
+        with pytest.raises(MemoryError, match=r"replay buffer needs 16\.35 MiB of memory: No space left") as raised:
+            tr.ReplayBuffer.load(saved)
+        del raised
+        assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+    finally:
+        gc.enable()
+
+
+def test_a_thread_that_cannot_be_started_leaves_nothing(taken, monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(RuntimeError, match="can't start"):
+        memory.begin_reservation(SIZE, "test", ARRAYS, ROWS)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_ctrl_c_while_a_reservation_is_closed_leaves_nothing(taken, monkeypatch):
+    join = threading.Thread.join
+
+    def interrupted(thread, timeout=None):
+        raise KeyboardInterrupt
+
+    before = len(os.listdir("/proc/self/fd"))
+    reservation = memory.begin_reservation(SIZE, "test", ARRAYS, ROWS)
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        reservation.close()
+    join(reservation._thread, 30)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert not taken.covers(0, SIZE)
 
 
 @pytest.mark.parametrize(("seconds", "huge"), [(0.2, 14), (0.5, 4), (1.0, 2), (5.0, 1)])

@@ -118,9 +118,9 @@ class ReplayBuffer(Drawing, Inspection, Replay):
             )
             self._adopt(segment, nonce, config)
         except BaseException:
-            reservation.close()
             if path is not None:
                 os.unlink(path)
+            reservation.close()
             raise
         return reservation
 
@@ -371,13 +371,15 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         capacity = config.capacity if capacity is None else capacity
         config = Config.of(nest(config.fields), capacity, config.sampler, config.view, config.limiter)
         self = cls.__new__(cls)
-        with self._create(config, path, saved.seed, by_and_by=True) as reservation:
-            try:
-                load_rows(self._segment, self._config, saved, directory, reservation.wait)
-            except BaseException:
-                if path is not None:
-                    path.unlink()
-                raise
+        reservation = self._create(config, path, saved.seed, by_and_by=True)
+        try:
+            with reservation:
+                wait = None if reservation.complete else reservation.wait
+                load_rows(self._segment, self._config, saved, directory, wait)
+        except BaseException:
+            if path is not None:
+                path.unlink()
+            raise
         return self
 
     def restore(self, directory: str | os.PathLike[str]) -> None:

@@ -199,7 +199,8 @@ def load_rows(
 
 def _slots_of(keys: torch.Tensor, capacity: int) -> int:
     """Returns how many of the first slots hold the rows with such keys; all of what are no keys."""
-    return int((keys % capacity).max()) + 1 if keys.dtype == torch.int64 and keys.numel() else capacity
+    # By numpy: torch would do it in several threads, in which a forked child can hang.
+    return int((keys.numpy() % capacity).max()) + 1 if keys.dtype == torch.int64 and keys.numel() else capacity
 
 
 def _leaves_for(sampler: Sampler, saved: Sampler, largest: float) -> Callable[[torch.Tensor], torch.Tensor] | None:

@@ -61,7 +61,11 @@ class Ledger:
 
     def __init__(self) -> None:
         fd = new_memory(_SIZE, WHAT)
-        os.posix_fallocate(fd, 0, _round_up(PLACES * _PLACE.itemsize))
+        try:
+            os.posix_fallocate(fd, 0, _round_up(PLACES * _PLACE.itemsize))
+        except BaseException:
+            os.close(fd)
+            raise
         self._nonce = new_nonce()
         self._adopt(fd)
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from . import _C
@@ -23,6 +24,7 @@ PATIENCE = 0.25
 """Seconds for a piece of huge pages, on average; 0.01 measured, 0.19 where a machine has to get its memory."""
 DELAY = 1.0
 """Seconds that all may take longer than that together."""
+THREAD = "torchreplay-reservation"
 
 
 def available_memory() -> int:
@@ -91,8 +93,7 @@ def reserve(size: int, what: str) -> int:
     Raises:
         MemoryError: The machine, or the cgroup, has less left than that. Nothing was touched.
     """
-    with begin_reservation(size, what) as reservation:
-        return os.dup(reservation.fd)
+    return begin_reservation(size, what).detach()
 
 
 def begin_reservation(size: int, what: str, arrays: Sequence[tuple[int, int]] = (), slots: int = 0) -> Reservation:
@@ -128,21 +129,26 @@ class Reservation:
         self.fd = fd
         self._size, self._what = size, what
         self._delay = 0.0  # by huge pages
-        self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
-        whole = [(begin, begin + slots * stride, stride) for begin, stride in arrays]
-        # Pieces, by the first slot that lies in each; -1 where something else does.
-        self._left = deque(sorted((self._first_slot(at, whole), at) for at in range(0, size, PIECE)))
+        self._closed = False
         try:
+            self._changed = threading.Condition()
+            whole = [(begin, begin + slots * stride, stride) for begin, stride in arrays]
+            # Pieces, by the first slot that lies in each; -1 where something else does.
+            self._left = deque(sorted((self._first_slot(at, whole), at) for at in range(0, size, PIECE)))
             while self._left and self._left[0][0] < 0:
-                self._take(self._left.popleft()[1])
+                self._take(fd, self._left.popleft()[1])
+            if self._left:
+                self._start()
         except BaseException:
             self.close()
             raise
-        if self._left:
-            self._thread = threading.Thread(target=self._take_rest, name="torchreplay-reservation", daemon=True)
-            self._thread.start()
+
+    @property
+    def complete(self) -> bool:
+        """Whether all is reserved."""
+        return not self._left
 
     def wait(self, slots: int) -> None:
         """Returns when the first `slots` slots of all arrays are reserved, so that they can be filled.
@@ -155,13 +161,24 @@ class Reservation:
             if self._error:
                 raise self._error
 
+    def detach(self) -> int:
+        """Returns the descriptor, which is the caller's to close; what is not reserved by then never is."""
+        fd, self.fd = self.fd, -1
+        self.close()
+        return fd
+
     def close(self) -> None:
         """Gives the descriptor back; what is not reserved by then never is."""
-        with self._changed:
-            self._left.clear()
-        if self._thread is not None:
-            self._thread.join()
-        os.close(self.fd)
+        self._closed = True
+        try:
+            if self._thread is not None:
+                with suppress(RuntimeError):  # it could not be started
+                    self._thread.join()
+        finally:
+            self._error = None  # whose traceback holds whoever waited, and the memory with him
+            fd, self.fd = self.fd, -1
+            if fd >= 0:
+                os.close(fd)
 
     def __enter__(self) -> Reservation:
         return self
@@ -169,38 +186,44 @@ class Reservation:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _start(self) -> None:
+        own = os.dup(self.fd)  # the thread may outlive a close that is interrupted
+        try:
+            self._thread = threading.Thread(target=self._take_rest, args=(own,), name=THREAD, daemon=True)
+            self._thread.start()
+        except RuntimeError:
+            os.close(own)
+            raise
+
     def _first_slot(self, at: int, arrays: Sequence[tuple[int, int, int]]) -> int:
         end = min(at + PIECE, self._size)
         return next(((at - begin) // stride for begin, over, stride in arrays if begin <= at and end <= over), -1)
 
-    def _take_rest(self) -> None:
+    def _take_rest(self, fd: int) -> None:
         try:
-            while (at := self._next()) is not None:
-                self._take(at)
+            while self._left and not self._closed:
+                self._take(fd, self._left[0][1])
                 with self._changed:
-                    if self._left:  # or it was closed meanwhile
-                        self._left.popleft()
+                    self._left.popleft()
                     self._changed.notify_all()
         except BaseException as error:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
+        finally:
+            os.close(fd)
 
-    def _next(self) -> int | None:
-        with self._changed:
-            return self._left[0][1] if self._left else None
-
-    def _take(self, at: int) -> None:
+    def _take(self, fd: int, at: int) -> None:
         size = min(PIECE, self._size - at)
         try:
             if self._delay < DELAY:
                 # Until the system has none, or has to tidy its memory for each: then small ones are cheaper.
                 began = time.monotonic()
-                taken = _C.take_huge_pages(self.fd, at, size)
+                taken = _C.take_huge_pages(fd, at, size)
                 late = time.monotonic() - began - PATIENCE
                 self._delay = max(self._delay + late, 0.0) if taken else DELAY
             # The rest. Without it the first touch of a page that the system cannot give would raise SIGBUS.
-            os.posix_fallocate(self.fd, at, size)
+            os.posix_fallocate(fd, at, size)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.ENOMEM):
                 raise MemoryError(

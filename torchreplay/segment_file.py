@@ -68,9 +68,11 @@ def create_file(path: Path, size: int) -> int:
         fcntl.flock(fd, fcntl.LOCK_SH)
         os.posix_fallocate(fd, 0, size)  # without it, the first touch of a page without room would raise SIGBUS
         _require_locks_and_mappings(fd)
-    except OSError as error:
+    except BaseException as error:
         os.close(fd)
         os.unlink(path)
+        if not isinstance(error, OSError):
+            raise
         raise OSError(
             error.errno, f"cannot hold a replay buffer of {size_text(size)}: {error.strerror}", str(path)
         ) from None

@@ -14,6 +14,7 @@ import os
 import stat
 import struct
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -194,7 +195,8 @@ def read_shard(path: Path, size: int, checksum: int, names: Sequence[str], room:
             found = _C.checksum(values[at : at + read], found)
             at += read
             if leaves_cache:
-                os.posix_fadvise(file.fileno(), 0, at, os.POSIX_FADV_DONTNEED)
+                with suppress(OSError):  # it is advice, which not everyone may give
+                    os.posix_fadvise(file.fileno(), 0, at, os.POSIX_FADV_DONTNEED)
     if found != checksum:
         raise ValueError(f"its checksum is {found:08x}, not {checksum:08x}")
     try:
