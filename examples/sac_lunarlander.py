@@ -6,8 +6,8 @@ episode's last transition bootstraps where a time limit ended it and does not wh
 A limiter keeps `steps_per_update` environment steps to a learner step, whoever is the faster. The test worker plays the
 published actor without noise beside all this, and keeps the best one in `directory`.
 
-An actor that has learned to hover, for fear of the ground, may do so for ever: its own noise no longer takes it there.
-So every other episode is played with noise that does.
+An actor that has learned to hover, for fear of the ground, may do so for long: its own noise no longer takes it there.
+So every other worker adds noise that does.
 
     python examples/sac_lunarlander.py --seed 1
     python examples/sac_lunarlander.py --seed 1 --num-explorers 1
@@ -58,7 +58,7 @@ class Args:
     steps_per_update: float = 2.0
     """environment steps to a learner step"""
     noise: float = 0.4
-    """standard deviation of what is added to the actions of every other episode"""
+    """standard deviation of what every other worker adds to its actions"""
     publish_every: int = 20
     """learner steps between two publications of the actor"""
 
@@ -138,21 +138,21 @@ def explore(ctx: ExplorerContext, args: Args) -> None:
     writer = ctx.writer()
     obs, _ = env.reset(seed=ctx.seed)
     writer.reset(obs=obs)
-    episode_return, episode_length, is_noisy = 0.0, 0, bool(ctx.index % 2)
+    episode_return, episode_length = 0.0, 0
     while not ctx.stopped:
         if ctx.buffer.stats().inserted < args.start_steps:
             action = env.action_space.sample()
         else:
             ctx.pull_weights(actor)  # one atomic read when there is nothing newer
             action = actor.sample(torch.from_numpy(obs))[0].numpy()
-            if is_noisy:
+            if ctx.index % 2:
                 action = (action + noise.normal(0.0, args.noise, ACTION)).clip(-1, 1).astype(np.float32)
         obs, reward, terminated, truncated, _ = env.step(action)
         writer.step(obs=obs, action=action, reward=reward, terminated=terminated, truncated=truncated)
         episode_return, episode_length = episode_return + float(reward), episode_length + 1
         if terminated or truncated:
             ctx.record(episode_return=episode_return, episode_length=episode_length)
-            episode_return, episode_length, is_noisy = 0.0, 0, not is_noisy
+            episode_return, episode_length = 0.0, 0
             obs, _ = env.reset()
             writer.reset(obs=obs)
 
