@@ -62,8 +62,8 @@ PyObject* segment_layout(PyObject*, PyObject* args) {
     const Ref arrays(checked(PyList_New(0)));
     for (const Field& f : layout.fields) {
       if (!f.own_array) continue;
-      const Ref array(checked(Py_BuildValue("KK", static_cast<unsigned long long>(f.offset),
-                                            static_cast<unsigned long long>(f.stride))));
+      const Ref array(checked(
+          Py_BuildValue("KK", static_cast<unsigned long long>(f.offset), static_cast<unsigned long long>(f.stride))));
       if (PyList_Append(arrays.get(), array.get()) < 0) throw PythonError{};
     }
     return checked(Py_BuildValue("KO", static_cast<unsigned long long>(layout.bytes), arrays.get()));
