@@ -73,6 +73,30 @@ def test_whoever_waits_for_rows_ends_in_order_when_the_buffer_is_stopped_and_the
         assert errors == []
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("stopped", [False, True])
+def test_who_is_about_to_draw_from_a_buffer_that_was_closed_ends_in_order_if_it_was_stopped(
+    monkeypatch, prefetch, stopped
+):
+    buffer = filled_buffer()
+    batches = iter(tr.ReplayDataset(buffer, BATCH, prefetch=prefetch))
+    next(batches)
+    place = BatchStream._place
+
+    def close_and_place(stream):
+        if stopped:
+            buffer.stop()
+        buffer.close()
+        return place(stream)
+
+    monkeypatch.setattr(BatchStream, "_place", close_and_place)
+    if stopped:
+        assert list(batches) == []
+    else:
+        with pytest.raises(RuntimeError, match="is closed"):
+            list(batches)
+
+
 def test_an_error_of_the_thread_reaches_the_consumer_and_the_next_iteration_works():
     view = tr.Transitions(n_step=8, observation="obs")
     spec = SPEC | {name: tr.Field((), torch.bool) for name in ("terminated", "truncated")} | {"reward": tr.Field()}

@@ -133,6 +133,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         self._ledger: Ledger | Handle | None = None  # ours, or that of the process that the handle came from
         self._deferred = DeferredUpdates(segment.update)
         self._page_lock: PageLock | None = None
+        self._ended = False  # closed, and stopped before
         self._finish = config.view.finish if isinstance(config.view, Hindsight) else None
         plan = config.view.plan(config.fields)
         if plan is not None:
@@ -429,6 +430,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
             self._ledger = None
             if self._page_lock is not None:
                 self._page_lock.release()
+            self._ended = self._ended or (not self._segment.closed and self._segment.stopped)
             self._segment.close()
             _open_buffers.discard(self)
 

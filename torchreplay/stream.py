@@ -78,23 +78,28 @@ class BatchStream:
             StopIteration: There were `count`.
             ReplayTimeout, WouldBlockForever, Stopped: As `sample` does.
         """
-        if self._buffer._deferred.waiting:
-            self._buffer._deferred.apply_arrived()
-        if self._staging is not None:
-            self._staging.require_own_process()
-        batch: ReplayBatch | None = None
-        left = self._left
-        if self._steady and (left is None or left > self._prefetch):
-            batch = self._order_and_take()
-        elif left is not None and left <= 0:
-            self.close()
-            raise StopIteration
-        else:
-            waiting, self._waiting = self._waiting, Wait
-            if self._again:
-                batch = self._next_again()
-            if batch is None:
-                batch = self._next_drawn(waiting)
+        try:
+            if self._buffer._deferred.waiting:
+                self._buffer._deferred.apply_arrived()
+            if self._staging is not None:
+                self._staging.require_own_process()
+            batch: ReplayBatch | None = None
+            left = self._left
+            if self._steady and (left is None or left > self._prefetch):
+                batch = self._order_and_take()
+            elif left is not None and left <= 0:
+                self.close()
+                raise StopIteration
+            else:
+                waiting, self._waiting = self._waiting, Wait
+                if self._again:
+                    batch = self._next_again()
+                if batch is None:
+                    batch = self._next_drawn(waiting)
+        except RuntimeError:
+            if self._buffer._ended:  # another thread has closed it, since
+                raise Stopped("the replay buffer was stopped") from None
+            raise
         if left is not None:
             self._left = left - 1
         return batch
