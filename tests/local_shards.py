@@ -60,6 +60,9 @@ class LocalShards:
             self.orders += 1
         return answers
 
+    def report(self, last=False):
+        pass
+
     def hear(self, calls, wait):
         self.figures |= {number: figures for number, (figures, _) in calls.items()}
         return calls

@@ -171,6 +171,17 @@ def test_a_learner_without_explorers_is_told_so(monkeypatch):
             list(replay.steps(10))
 
 
+def test_explorers_are_stopped_when_the_first_look_at_the_buffers_fails(actors):
+    pool = ExplorerPool(print, 1, filled())
+    replay = AsyncReplay(pool, lambda batch: None)
+    pool.buffer.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        replay.run(1)
+    assert pool.stats()[0].state == "stopped"
+    with pytest.raises(RuntimeError, match="the explorers do not run"):
+        list(replay.steps(1))
+
+
 def test_a_stopped_buffer_ends_the_steps(actors):
     buffer = filled()
 

@@ -57,6 +57,28 @@ def test_a_batchs_memory_is_its_own(buffer):
     assert second["x"].grad.eq(1).all()
 
 
+def test_a_copy_and_a_union_know_where_they_came_from(buffer):
+    batch = buffer.sample(7)
+    copied, more = batch.copy(), batch | {"advantage": torch.zeros(7)}
+    assert_same(copied, batch)
+    copied["x"] = more["x"] = None
+    assert (type(more), more.source) == (tr.ReplayBatch, batch.source)
+    assert "advantage" not in batch
+    assert batch["x"] is not None
+    with tr.ReplayBuffer({"x": tr.Field()}, 10) as other:
+        for strange in (copied, more):
+            with pytest.raises(ValueError, match="drawn from another buffer"):
+                other.update_priorities(strange, torch.ones(7))
+
+
+def test_a_plain_dict_of_a_batch_gives_feedback_by_its_keys(buffer):
+    batch = buffer.sample(7)
+    buffer.update_priorities({name: batch[name] for name in ("x", "key")}, torch.ones(7))
+    assert buffer.stats().updated == 7
+    with pytest.raises(ValueError, match="the keys are a value of type NoneType"):
+        buffer.update_priorities({"x": batch["x"]}, torch.ones(7))
+
+
 def test_to_moves_every_tensor_but_the_keys_and_leaves_the_original(buffer):
     batch = buffer.sample(4)
     batch["note"] = "whatever"

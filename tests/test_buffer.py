@@ -1,9 +1,12 @@
 """The buffer as an object: what it tells about itself, its memory laid open, and the end of its life."""
 
+import copy
 import dataclasses
 import json
 import os
+import pickle
 import time
+from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 import pytest
@@ -198,6 +201,43 @@ def test_what_is_computed_from_storage_is_an_ordinary_tensor():
     for result in (buffer.storage["x"].mean(), buffer.storage["x"] + 1, buffer.storage["x"].clone()):
         assert type(result) is torch.Tensor
     assert float(buffer.storage["x"].mean()) == 4.5
+
+
+VIEWS = {
+    "a slice": lambda x: x[2:],
+    "a row": lambda x: x[1],
+    "an iterated row": lambda x: next(iter(x)),
+    "a part": lambda x: x.split(2)[1],
+    "columns": lambda x: x.unbind(1)[0],
+    "detached": lambda x: x.detach(),
+    "its data": lambda x: x.data,
+    "transposed": lambda x: x.T,
+    "of a shape": lambda x: x.view(2, 5, 4)[1],
+    "the dtype it has": lambda x: x.float(),
+    "shared": lambda x: x.share_memory_(),
+    "a shared slice": lambda x: x[1:].share_memory_(),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS.keys())
+def test_no_view_of_storage_can_be_pickled_and_so_turned_into_a_copy(view):
+    buffer = make()
+    write(buffer, 0, 10)
+    seen = view(buffer.storage["x"])
+    for pickler in (pickle, ForkingPickler):
+        with pytest.raises(TypeError, match="cannot be pickled"):
+            pickler.dumps(seen)
+    write(buffer, 10, 10)
+    assert torch.equal(seen, view(torch.arange(10.0, 20.0)[:, None].repeat(1, 4)))
+
+
+def test_a_deep_copy_of_storage_is_an_ordinary_tensor_of_its_own():
+    buffer = make()
+    write(buffer, 0, 10)
+    copied = copy.deepcopy(buffer.storage)["x"]
+    write(buffer, 10, 10)
+    assert type(copied) is torch.Tensor
+    assert copied[:, 0].tolist() == list(range(10))
 
 
 def test_histograms_are_those_of_numpy():

@@ -102,6 +102,25 @@ def nearest_even(values, finite, dtype):
     return torch.where(rounded == 0, torch.copysign(rounded.float(), values.float()).to(dtype), rounded)
 
 
+@pytest.mark.parametrize("field", ["float32", "float64", "int32", "uint16", "int64"])
+@pytest.mark.parametrize("given", [">f2", ">f4", ">f8", "longdouble", ">i2", ">i4", ">i8", ">u2", ">u8", "<i4"])
+def test_other_byte_orders_and_long_doubles_are_numbers_like_the_others(given, field):
+    values = np.array([[1, 2, 3], [40, 500, 6000]]).astype(given)
+    buffer = buffer_of(getattr(torch, field), (3,))
+    if not np.can_cast(given, field, casting="same_kind"):
+        with buffer.writer() as writer, pytest.raises(ValueError, match="does not cast"):
+            writer.append(x=values[0])
+        return
+    with buffer.writer() as writer:
+        writer.append(x=values[0])
+        writer.append(x=np.repeat(values, 2, axis=1)[1, ::2])
+    buffer.extend(x=values)
+    expected = values.astype(field)[[0, 1, 0, 1]]
+    assert np.array_equal(buffer.storage["x"][:4].numpy(), expected)
+    if np.issubdtype(given, np.floating):
+        buffer.update_priorities(np.array([0, 1]), values[:, 0])
+
+
 PATTERN = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
 
 

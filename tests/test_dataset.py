@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 import pickle
 import random
 
@@ -106,6 +107,37 @@ def test_the_timeout_of_a_draw_is_raised_and_the_next_iteration_works():
             next(iter(dataset))
         writer.append(number=0, obs=np.zeros(4, np.float32))
     assert next(iter(dataset))["number"].tolist() == [0] * 8
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("timeout", [0, 0.02, 0.3])
+def test_a_timeout_tells_the_numbers_however_short_it_is(prefetch, timeout):
+    with filled_buffer(rows=2, limiter=tr.MinSize(4)) as buffer:
+        buffer.handle()
+        dataset = tr.ReplayDataset(buffer, batch_size=8, prefetch=prefetch, timeout=timeout)
+        text = f"no batch within {timeout} s: 2 items were inserted, 4 are needed and 2 can be drawn; writers alive: 1"
+        with pytest.raises(tr.ReplayTimeout, match=text):
+            next(iter(dataset))
+
+
+def test_a_timeout_of_later_batches_tells_the_numbers_of_the_limiter():
+    limiter = tr.SamplesPerInsert(4.0, min_size=8, tolerance=0.5)
+    with filled_buffer(rows=8, limiter=limiter) as buffer:
+        buffer.handle()
+        _, ratio, low, _ = limiter.bounds()
+        admitted = int((8 * ratio - low) // 8)
+        needed = math.ceil((low + 8 * admitted + 8) / ratio)
+        batches = iter(tr.ReplayDataset(buffer, batch_size=8, timeout=0.2))
+        assert [next(batches).batch_size for _ in range(admitted)] == [8] * admitted
+        with pytest.raises(tr.ReplayTimeout, match=f"8 items were inserted, {needed} are needed and 8 can be drawn"):
+            next(batches)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_no_time_to_wait_is_enough_for_what_is_there(prefetch):
+    with filled_buffer() as buffer:
+        batches = iter(tr.ReplayDataset(buffer, batch_size=8, prefetch=prefetch, timeout=0))
+        assert [next(batches).batch_size for _ in range(50)] == [8] * 50
 
 
 def test_the_device_takes_every_tensor_but_the_keys(buffer):

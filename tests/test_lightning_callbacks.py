@@ -122,6 +122,16 @@ def test_a_missing_td_error_is_an_error_that_says_what_was_returned(lightning, b
         fit(lightning, buffer, make_learner(lightning, returned), max_steps=1)
 
 
+def test_manual_optimisation_that_never_returns_td_errors_is_told_so_with_the_first_step(lightning, buffer):
+    learner = make_learner(lightning, lambda loss, td, step: None, manual=True)
+    with pytest.raises(KeyError, match="training_step returned nothing; PriorityFeedback needs 'td_error'"):
+        fit(lightning, buffer, learner, max_steps=3)
+    assert len(learner.seen) == 1
+    learner = make_learner(lightning, lambda loss, td, step: {"td_error": td} if step == 1 else None, manual=True)
+    fit(lightning, buffer, learner, max_steps=3)
+    assert_priorities_belong_to(buffer, rows_of(learner, steps=1))
+
+
 def test_feedback_reads_another_name_and_buffer_when_given_them(lightning, buffer):
     learner = make_learner(lightning, lambda loss, td, step: {"loss": loss, "delta": td})
     trainer = lightning.Trainer(max_steps=2, callbacks=[PriorityFeedback(buffer, key="delta")], **BARE)

@@ -64,6 +64,26 @@ def test_a_signals_handler_may_stop_a_pool_that_is_being_stopped(pool, monkeypat
     assert pool.stats()[0].state == "stopped"
 
 
+def test_a_pool_whose_stop_was_interrupted_starts_anew(pool, monkeypatch):
+    closed = []
+    monkeypatch.setattr(pool.actors, "close", lambda: closed.append(len(pool.actors.runs)))
+
+    def kill(run):
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # which waits in `stop`
+        pool.actors.end(run, DIED)
+
+    pool.actors.kill = kill
+    pool.start()
+    eventually(lambda: pool.actors.runs)
+    with pytest.raises(KeyboardInterrupt):
+        pool.stop(0)
+    pool.actors.kill = lambda run: pool.actors.end(run, DIED)
+    pool.start()
+    eventually(lambda: len(pool.actors.runs) == 2)
+    assert closed == [1]
+    assert pool.stats()[0].state == "starting"
+
+
 def test_a_pool_that_cannot_announce_writers_to_all_its_buffers_announces_them_to_none(monkeypatch):
     def refuse():
         raise RuntimeError("there is no room for another process")

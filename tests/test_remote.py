@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from remote_explorers import STEPS, Explorer, Owner, assert_complete, make_buffe
 
 import torchreplay as tr
 from torchreplay import waiting
+from torchreplay.ray import remote_weights
 
 
 @pytest.fixture(scope="module")
@@ -209,11 +211,19 @@ def test_a_writer_too_many_is_told_so_and_the_others_go_on(cluster, explorer):
             another.append(writer=2, count=0, frame=np.zeros(400, np.float32))
             another.flush()
 
-    kind, text = cluster.ray.get(far.try_to.remote(write_by_another))
-    assert kind is RuntimeError
-    assert "1024 remote writers write to one buffer" in text
+    def extend(buffer, writer):
+        frames = np.array([[0.25], [1.25]]).repeat(400, axis=1)
+        return buffer.extend(writer=np.array([2, 2]), count=np.array([0, 1]), frame=frames)
+
+    for call in (write_by_another, extend):
+        kind, text = cluster.ray.get(far.try_to.remote(call))
+        assert kind is RuntimeError
+        assert "1024 remote writers write to one buffer" in text
     assert cluster.ray.get(far.write.remote(3)) == 6
     assert_complete(buffer, {1: 6})
+    places["writer"][free] = 0  # the others have gone
+    assert cluster.ray.get(far.try_to.remote(extend)) is None
+    assert_complete(buffer, {1: 6, 2: 2})
 
 
 def test_a_forked_child_cannot_write_between_its_parents_rows(cluster, explorer):
@@ -343,6 +353,57 @@ def test_news_of_weights_comes_also_when_the_actor_that_tells_it_was_killed(clus
         module.weight.fill_(1.0)
     version = weights.publish(module)
     assert cluster.ray.get(far.pull.remote(None, version)) == [(True, 3.0), (False, 3.0)]
+
+
+class LateHome:
+    """In place of the actor on the weights' node: hands out version 1, a reference whose bytes come when they may."""
+
+    node, asked, there = "there", 0, True
+
+    def __init__(self, *_):
+        LateHome.made = self
+
+    def ask(self, what, *args):
+        if what == "newer":
+            return args[0], "no more"
+        self.asked += 1
+        return 1, self.asked
+
+    def is_there(self):
+        return self.there
+
+    def require_own_process(self):
+        pass
+
+
+def test_weights_whose_bytes_are_lost_on_their_way_are_asked_for_again(monkeypatch):
+    module = torch.nn.Linear(3, 1, bias=False)
+    content = tr.SharedWeights(module)._native.buffer(0).numpy()
+    come_with = 3
+
+    def get(asked):
+        if asked < come_with:
+            raise ray.exceptions.OwnerDiedError("0" * 56, None, "")
+        return content
+
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr(remote_weights, "Home", LateHome)
+    monkeypatch.setattr(remote_weights, "import_ray", lambda: SimpleNamespace(get=get, exceptions=ray.exceptions))
+    monkeypatch.setattr(remote_weights, "PAUSE", 0.0)
+    _, (handle, *described) = tr.SharedWeights(module).__reduce__()
+    weights = remote_weights.RemoteWeights(handle, *described)
+    modules = [torch.nn.Linear(3, 1, bias=False) for _ in range(3)]
+    assert weights.pull(modules[0])
+    assert LateHome.made.asked == 3
+    come_with = 1 << 30
+    weights._news.version = 2
+    assert not weights.pull(modules[0])  # it has some
+    assert weights.pull(modules[1])  # this one has none, and gets those that there are
+    assert all(torch.equal(filled.weight, module.weight) for filled in modules[:2])
+    LateHome.made.there = False
+    fresh = remote_weights.RemoteWeights(handle, *described)
+    with pytest.raises(tr.AttachError, match="cannot be fetched"):
+        fresh.pull(modules[2])
 
 
 def test_a_handle_of_another_node_is_refused_where_only_memory_will_do(cluster):

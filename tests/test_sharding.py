@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from forked import eventually
+from forked import Forked, eventually
 from late_copies import OnDevice, send_late
 from lightning_learner import fit, make_learner
 from sharded_rows import SPEC, assert_follows, assert_intact, rows_of, write, write_until_stopped
@@ -324,17 +324,53 @@ def test_every_process_that_has_it_draws_from_it_and_counts(filled, cluster):
     def learn(replay):
         batch = replay.sample(64)
         replay.update_priorities(batch, batch["weight"])
-        return replay.stream, replay.stats().updated
+        return replay.stream, batch["weight"].numpy()
 
-    stream, updated = cluster.ray.get(cluster.ray.remote(learn).options(**cluster.on(1)).remote(replay))
+    stream, _ = cluster.ray.get(cluster.ray.remote(learn).options(**cluster.on(1)).remote(replay))
+    eventually(lambda: replay.stats().sampled == before.sampled + 64)  # it has told so, though it looked at nothing
+    eventually(lambda: replay.stats().updated == before.updated + 64)
     after = replay.stats()
     assert stream != replay.stream
-    assert updated == after.updated == before.updated + 64
     assert after.sampled == before.sampled + 64
     assert after.draws == before.draws + 1
     assert after.learners == before.learners + 1
     counts = replay.histograms(8)
     assert int(counts["priority"].sum()) == int(counts["age"].sum()) == 365
+
+
+def test_what_a_learner_that_ends_has_drawn_is_counted_to_the_last_batch(filled, cluster):
+    replay, _ = filled
+    before = replay.stats()
+
+    def learn(replay, closes):
+        for _ in tr.ReplayDataset(replay, 32, steps=None if closes else 7):
+            if closes and replay.draws - first == 5:
+                break
+        if closes:
+            replay.close()
+
+    first = 0
+    task = cluster.ray.remote(learn)
+    cluster.ray.get([task.options(**cluster.on(1)).remote(replay, closes) for closes in (False, True)])
+    eventually(lambda: replay.stats().draws == before.draws + 12)
+    assert replay.stats().sampled == before.sampled + 12 * 32
+
+
+def test_a_forked_child_is_told_to_draw_elsewhere(filled):
+    replay, _ = filled
+    told = []
+
+    def draw():
+        for call in (lambda: replay.sample(8), lambda: next(iter(tr.ReplayDataset(replay, 8))), replay.stats):
+            with pytest.raises(RuntimeError, match="does not survive a fork") as caught:
+                call()
+            told.append(caught)
+        assert len(told) == 3
+
+    with Forked(draw) as child:
+        assert child.wait(60) == 0
+    with pytest.raises(RuntimeError, match="num_workers=0"):
+        next(iter(DataLoader(tr.ReplayDataset(replay, 8), None, num_workers=1, multiprocessing_context="fork")))
 
 
 def test_lightning_trains_from_it(filled):

@@ -25,21 +25,29 @@ UNREACHABLE = exceptions.ActorUnavailableError("connection reset", b"0" * 16)
 DEAD = exceptions.ActorDiedError()
 LOST_ANSWER = exceptions.ObjectLostError("0" * 56, None, "")
 TIMED_OUT = exceptions.ObjectFetchTimedOutError("0" * 56, None, "")
+PROBE = object()  # the answer to come of a shard that is asked whether it is there
 FAILED = exceptions.RayTaskError("stats", "Traceback", ValueError("closed"))
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Calls whose answers are what they are, or raise it; `calls.lost` are the lost shards, `calls.now` is the time."""
+    """Calls whose answers are what they are, or raise it; `calls.lost` are the lost shards, `calls.now` is the time.
 
-    def get(answer):
+    A shard that is asked whether it is there answers with `calls.probed`; `calls.looked` is for how long that was
+    waited for.
+    """
+
+    def get(answer, timeout=None):
+        if answer is PROBE:
+            calls.looked.append(timeout)
+            answer = calls.probed
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    calls = Calls(lambda number, why: calls.lost.append(number), "shard {}".format, lambda number: calls.probed)
-    calls.lost, calls.now, calls.probed = [], 0.0, UNREACHABLE
-    calls._ray = SimpleNamespace(get=lambda answer, timeout=None: get(answer), exceptions=exceptions)
+    calls = Calls(lambda number, why: calls.lost.append(number), "shard {}".format, lambda number: PROBE)
+    calls.lost, calls.now, calls.probed, calls.looked = [], 0.0, UNREACHABLE, []
+    calls._ray = SimpleNamespace(get=get, exceptions=exceptions)
     monkeypatch.setattr(shard_calls, "time", SimpleNamespace(monotonic=lambda: calls.now))
     return calls
 
@@ -70,6 +78,25 @@ def test_a_shard_that_answers_now_is_not_lost_by_what_was_lost_long_ago(calls, a
         assert calls.answer(1, UNREACHABLE) is None
         calls.now += shard_calls.PATIENCE
     assert calls.lost == [1]
+
+
+def test_nobody_waits_for_a_shard_that_is_asked_whether_it_is_there(calls):
+    calls.probed = exceptions.GetTimeoutError()
+    for _ in range(5):
+        assert calls.answer(1, UNREACHABLE) is None
+        calls.now += shard_calls.PATIENCE
+    assert calls.looked == [0] * 4
+    assert calls.lost == []
+    calls.probed = DEAD  # the answer has come
+    assert calls.answer(1, UNREACHABLE) is None
+    assert calls.lost == [1]
+
+
+def test_that_a_shard_cannot_be_reached_is_said_now_and_then(calls, caplog):
+    for _ in range(1000):
+        assert calls.answer(1, UNREACHABLE) is None
+        calls.now += 0.02
+    assert 2 <= caplog.text.count("shard 1 cannot be reached") <= 3
 
 
 @pytest.mark.parametrize("error", [LOST_ANSWER, TIMED_OUT])

@@ -111,7 +111,7 @@ def test_what_a_shard_raises_is_said_once():
 class InterruptedShards(LocalShards):
     """Shards whose learner gets one signal: when it has looked `looks` times at what was inserted and drawn."""
 
-    stream, looks = 0, 0
+    stream, looks, stopped = 0, 0, False
 
     def __init__(self, sizes, sampler):
         super().__init__(sizes, sampler)
@@ -143,6 +143,20 @@ def draws_from(shards):
 def stream_of(draws, timeout):
     """Batches of 8 items, with two rounds ahead."""
     return RoundStream(draws, SimpleNamespace(apply_arrived=lambda: None), 8, None, 2, timeout, Wait)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("streamed", [True, False])
+def test_while_no_shard_answers_a_draw_keeps_to_its_timeout_and_asks_now_and_then(streamed):
+    shards = InterruptedShards([50, 20], tr.Prioritized())
+    draws = draws_from(shards)
+    asked = []
+    shards.order = lambda candidates, n, room=None: asked.append(candidates) or {}
+    with pytest.raises(tr.ReplayTimeout, match="no shard has answered with items for a batch of 8 in time"):
+        next(stream_of(draws, timeout=0.5)) if streamed else draws.draw(8, None, Wait(shards, 0.5))
+    assert 2 < len(asked) < 200
+    assert (shards._limiter.items, draws.made) == (0, 0)
+    shards.close()
 
 
 @pytest.mark.timeout(60)

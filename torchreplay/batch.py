@@ -35,13 +35,26 @@ class ReplayBatch(dict[str, Any]):
 
         Args:
             device: Where to.
-            non_blocking: Whether copies from page-locked memory may run asynchronously.
+            non_blocking: Whether copies from page-locked memory may run asynchronously. Copies to the CPU are waited
+                for in any case: nobody could tell when their values are there.
         """
-        return self._map(lambda t: t.to(device, non_blocking=non_blocking))
+        to_cpu = not isinstance(device, int) and torch.device(device).type == "cpu"
+        return self._map(lambda t: t.to(device, non_blocking=non_blocking and not to_cpu))
 
     def pin_memory(self, device: object = None) -> ReplayBatch:
         """Returns the batch with every CPU tensor but `key` in page-locked memory; `device` is ignored."""
         return self._map(lambda t: t.pin_memory() if t.device.type == "cpu" else t)
+
+    def copy(self) -> ReplayBatch:
+        """Returns a batch of the same tensors."""
+        copied = ReplayBatch(self)
+        copied.source = getattr(self, "source", None)
+        return copied
+
+    def __or__(self, other: Mapping[str, Any]) -> ReplayBatch:  # type: ignore[override]
+        merged = self.copy()
+        merged.update(other)
+        return merged
 
     def _map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> ReplayBatch:
         moved = ReplayBatch()
@@ -55,11 +68,11 @@ class ReplayBatch(dict[str, Any]):
         return f"ReplayBatch({shapes})"
 
 
-def keys_of(batch: ReplayBatch, source: int) -> Any:
+def keys_of(batch: dict[str, Any], source: int) -> Any:
     """Returns the keys in a batch that TD errors are fed back for; None if it has none.
 
     Args:
-        batch: Drawn from the buffer whose identity `source` is, or of unknown origin.
+        batch: Drawn from the buffer whose identity `source` is, or of unknown origin: a plain dict, for one.
         source: That identity.
 
     Raises:
@@ -70,7 +83,7 @@ def keys_of(batch: ReplayBatch, source: int) -> Any:
             "the batch mixes items of several buffers: feed its TD errors back by the MixedDataset that drew "
             "it, dataset.update_priorities(batch, td)"
         )
-    if getattr(batch, "source", source) != source and batch.source is not None:
+    if getattr(batch, "source", None) not in (source, None):
         raise ValueError("the batch was drawn from another buffer: feed its TD errors back to that one")
     return batch.get("key")
 

@@ -418,7 +418,8 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         """Detaches this object; other processes keep the buffer. Using it again is a `RuntimeError`. Idempotent.
 
         Writers and `storage` that are still held keep the memory mapped, and go on working, until they are let go. The
-        last process to leave a file waits until everything is on the disk.
+        last process to leave a file waits until everything is on the disk. Explorers on other nodes of a Ray cluster
+        need the process that made the buffer: once it has closed it, none can begin to write from there.
 
         Raises:
             ValueError: TD errors from a device are NaN or infinite, as `flush` says; the buffer is closed.

@@ -178,7 +178,7 @@ class Drawing:
         the same draws in every run calls `flush` after each update, or feeds back from the CPU.
 
         Args:
-            batch_or_keys: A batch of this buffer, or int64 keys `[n]`.
+            batch_or_keys: A batch of this buffer, or a dict made of one with its `key`; or int64 keys `[n]`.
             td: TD errors `[n]` of any real dtype, on any device; their absolute values are taken.
 
         Raises:
@@ -192,7 +192,7 @@ class Drawing:
 
     def _update_otherwise(self, batch_or_keys: ReplayBatch | Any, td: Any, on_device: bool) -> None:
         """Does what one native call cannot: TD errors on a device or after such, and batches that we did not sign."""
-        keys = keys_of(batch_or_keys, self._nonce) if isinstance(batch_or_keys, ReplayBatch) else batch_or_keys
+        keys = keys_of(batch_or_keys, self._nonce) if isinstance(batch_or_keys, dict) else batch_or_keys
         if on_device:
             self._deferred.add(self._checked_keys(keys, td), to_host(td))
             self._deferred.apply_arrived()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,9 +21,10 @@ from .waiting import NEVER
 
 
 class StorageView(torch.Tensor):
-    """A tensor over the shared memory of a buffer, which refuses to be pickled.
+    """A tensor over the shared memory of a buffer, which refuses to be pickled; so do slices and views of it.
 
-    torch would copy the memory to a shared file of its own and silently point this tensor there.
+    torch would copy the memory to a shared file of its own and silently point this tensor there. What is computed from
+    it is a plain tensor.
     """
 
     @classmethod
@@ -30,10 +32,34 @@ class StorageView(torch.Tensor):
         """Returns `tensor`'s memory as a view of this type."""
         return tensor.as_subclass(cls)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # results are plain tensors
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            memory = {place(arg) for arg in args if isinstance(arg, cls)}
+            if type(result) is torch.Tensor and place(result) in memory:
+                return cls.over(result)
+            if type(result) in (tuple, list) and result and type(result[0]) is torch.Tensor:
+                return type(result)(cls.over(part) if place(part) in memory else part for part in result)
+        return result
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.unbind())
+
+    def __deepcopy__(self, memo: object) -> torch.Tensor:
+        return self.clone()
+
+    def share_memory_(self) -> StorageView:
+        """Returns the tensor, whose memory is shared as it is."""
+        return self
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError("a view of a buffer's shared memory cannot be pickled: pickle the buffer, or view.clone()")
+
+
+def place(tensor: torch.Tensor) -> int:
+    """Returns where the memory begins that a tensor is a view of."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def histograms(leaves: torch.Tensor, keys1: torch.Tensor, head: int, bins: int) -> dict[str, torch.Tensor]:

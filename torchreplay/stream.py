@@ -14,7 +14,7 @@ from .batch import ReplayBatch
 from .drawing import MAX_BATCH
 from .errors import ReplayTimeout, Stopped
 from .samplers import value_of
-from .waiting import LOG_EVERY, Wait
+from .waiting import LOG_EVERY, SLICE_NS, Wait
 
 if TYPE_CHECKING:
     from .buffer import ReplayBuffer
@@ -189,18 +189,25 @@ class BatchStream:
         """Returns `result`, or if that is no batch, the one that comes; it is finished."""
         if result.__class__ is not ReplayBatch:
             wait, heard_at = waiting(self._buffer._watched, self._timeout), time.monotonic()
+            shortage = None
+            asked_again = False
             try:
                 while result.__class__ is not ReplayBatch:
+                    ns = wait.slice_ns()
                     if result is not None:
-                        heard_at = time.monotonic()
+                        heard_at, shortage = time.monotonic(), result
                         self._buffer._check_shortage(result, self._batch_size, wait)
                     elif wait.expired:  # which may be for the lock: then this says whose it is
                         if self._segment.refresh(wait.deadline_ns, True) is not None:
-                            raise ReplayTimeout(f"no batch of {self._batch_size:,} within {self._timeout} s")
+                            if shortage is not None:
+                                self._buffer._check_shortage(shortage, self._batch_size, wait)
+                            if asked_again:
+                                raise ReplayTimeout(f"no batch of {self._batch_size:,} within {self._timeout} s")
+                            ns, asked_again = SLICE_NS, True  # the thread has not looked yet, or is drawing
                     elif time.monotonic() - heard_at >= LOG_EVERY:
                         heard_at = time.monotonic()
                         self._segment.refresh(wait.deadline_ns, True)  # which says it in the log
-                    result = ahead.take(wait.slice_ns())
+                    result = ahead.take(ns)
             finally:
                 wait.end()
         if self._finish is not None:

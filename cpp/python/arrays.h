@@ -154,8 +154,10 @@ class ArrayView {
     }
     has_buffer_ = true;
     if (buffer_.ndim > StridedArray::kMaxDims) return fail("an array of more than 16 dimensions");
-    if (!element_of(buffer_.format ? buffer_.format : "B", buffer_.itemsize))
-      return fail(std::string("an array of a dtype that a row cannot hold (format '") + buffer_.format + "')");
+    if (!element_of(buffer_.format ? buffer_.format : "B", buffer_.itemsize)) {
+      std::string why = std::string("an array of a dtype that a row cannot hold (format '") + buffer_.format + "')";
+      return open_converted(o) || fail(std::move(why));
+    }
     array.data = static_cast<const char*>(buffer_.buf);
     array.dims = buffer_.ndim;
     int64_t dense = buffer_.itemsize;
@@ -165,6 +167,25 @@ class ArrayView {
       dense *= buffer_.shape[d];
     }
     return true;
+  }
+
+  // Numbers of numpy's that no field holds and that cast to those which fields do: the other byte order, long doubles.
+  bool open_converted(PyObject* o) {
+    const char* format = buffer_.format;
+    Py_ssize_t size = buffer_.itemsize;
+    if (*format == '>') format++;
+    if (!*format || format[1]) return false;
+    const char kind = std::strchr("BHILQN", *format) ? 'u' : std::strchr("bhilqn", *format) ? 'i' : 'f';
+    if (*format == 'g')
+      size = 8;
+    else if (format == buffer_.format || (kind == 'f' && !std::strchr("efd", *format)))
+      return false;
+    const Ref native(PyObject_CallMethod(o, "astype", "s", (kind + std::to_string(size)).c_str()));
+    if (!native) PyErr_Clear();
+    if (!native || native.get() == o) return false;
+    release();
+    held_ = Ref::borrow(native.get());
+    return open_buffer(native.get());
   }
 
   bool element_of(const char* format, Py_ssize_t size) {

@@ -200,10 +200,10 @@ inline void read_td(PyObject* o, int64_t n, std::vector<double>& td) {
                                 ": nothing was applied; look for a diverged loss");
 }
 
-// The keys of a batch that this object has signed, and other objects themselves, which may be keys; nullptr for batches
-// that it has not.
+// The keys of a batch that this object has signed, and objects that are no dicts themselves, which may be keys; nullptr
+// for batches that it has not, and other dicts.
 inline PyObject* keys_of(SegmentState& s, PyObject* o) {
-  if (reinterpret_cast<PyObject*>(Py_TYPE(o)) != s.batch_type.get()) return o;
+  if (reinterpret_cast<PyObject*>(Py_TYPE(o)) != s.batch_type.get()) return PyDict_Check(o) ? nullptr : o;
   static PyObject* const source = interned("source");
   const Ref signature(PyObject_GetAttr(o, source));
   PyErr_Clear();
@@ -211,7 +211,7 @@ inline PyObject* keys_of(SegmentState& s, PyObject* o) {
 }
 
 // update(batch_or_keys, td) -> True: the TD errors are applied, or handed to the thread that draws ahead for the
-// caller; False, with nothing done, for a batch that this object has not signed.
+// caller; False, with nothing done, for a batch that this object has not signed, or another dict.
 inline PyObject* update(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
   return guarded([&] {
     expect_args("update", nargs, 2);

@@ -316,9 +316,9 @@ class AsyncReplay:
             starting.enter_context(self.pool)
             if self.evaluator is not None:
                 starting.enter_context(self.evaluator)
+            self.begin()
             self._running = starting.pop_all()
         self._inside = True
-        self.begin()
         return self
 
     def __exit__(

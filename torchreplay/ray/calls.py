@@ -38,6 +38,8 @@ class Calls:
         self._ray = import_ray()
         self._lose, self._name, self._probe = lose, name, probe
         self._unreachable: dict[int, float] = {}  # since when, by the monotonic clock
+        self._probes: dict[int, Any] = {}  # of those that have been so for long: the answer to come
+        self._said_at: dict[int, float] = {}  # when the log said last that they are
 
     def fetch(self, calls: Iterable[Any]) -> None:
         """Has those answers that are there brought to this node, without waiting for them."""
@@ -91,7 +93,9 @@ class Calls:
             return None
         except errors.ActorUnavailableError as error:  # a broken connection, or a process that is stopped
             now = time.monotonic()
-            logger.warning("%s cannot be reached: %s", self._name(number), _first_line(error))
+            if now - self._said_at.get(number, -LOG_EVERY) >= LOG_EVERY:
+                self._said_at[number] = now
+                logger.warning("%s cannot be reached: %s", self._name(number), _first_line(error))
             # The answer may have been lost long ago, and be looked at only now.
             if now - self._unreachable.setdefault(number, now) >= PATIENCE and not self._is_there(number):
                 self._unreachable.pop(number, None)
@@ -101,21 +105,26 @@ class Calls:
             self._lose(number, str(error))
             return None
         self._unreachable.pop(number, None)
+        self._probes.pop(number, None)
         return answer
 
     def _is_there(self, number: int) -> bool:
-        """Returns whether a shard answers, or is merely slow."""
-        call = self._probe(number)
+        """Returns whether a shard answers, or is merely slow. Nobody waits for the answer: the next call looks."""
+        call = self._probes.get(number)
+        if call is None:
+            call = self._probes[number] = self._probe(number)
         try:
             if call is not None:
-                self._ray.get(call, timeout=PATIENCE)
+                self._ray.get(call, timeout=0)
         except self._ray.exceptions.GetTimeoutError:
             return True
         except self._ray.exceptions.RayTaskError:  # which is an answer, too
             pass
         except self._ray.exceptions.RayError:
+            self._probes.pop(number, None)
             return False
         self._unreachable.pop(number, None)
+        self._probes.pop(number, None)
         return True
 
     def _unanswered(self, calls: list[Any], seconds: float) -> list[Any]:

@@ -302,10 +302,10 @@ class Directory:
     def stop(self) -> None:
         """Tells everyone to finish."""
         self._stopped = True
-        _note_stop(self._ray.get_runtime_context().get_actor_name())
         for slot in self._slots:
             if slot.actor is not None:
                 slot.actor.stop.remote()
+        _note_stop(self._ray.get_runtime_context().get_actor_name())
 
     def _make(self, slot: _Slot, limit: int | None) -> None:
         if slot.number < 0 and self._born == MAX_SHARDS:

@@ -74,10 +74,20 @@ class Draws:
 
     def draw(self, n: int, beta: Schedule | None, wait: Wait) -> ReplayBatch:
         """Returns a batch of `n` items, once there are any and the limiter admits it."""
-        batch = None
-        while batch is None:
-            batch = self.take(self.order(n, wait), beta, wait)
+        while (batch := self.take(self.order(n, wait), beta, wait)) is None:
+            self.pause(n, wait)
+        self.shards.report()
         return batch
+
+    def pause(self, n: int, wait: Wait) -> None:
+        """Called when a round brought no item: its shards could not be reached, or were emptied meanwhile.
+
+        Raises:
+            ReplayTimeout: The wait has taken too long.
+        """
+        if wait.expired:
+            raise ReplayTimeout(f"no shard has answered with items for a batch of {n:,} in time")
+        time.sleep(min(POLL, wait.slice_ns() * 1e-9))
 
     def admits(self, n: int) -> bool:
         """Returns whether, as far as is known, the limiter admits a draw of `n` items and there are any."""

@@ -104,7 +104,7 @@ class Feedback:
         return True
 
     def _checked_keys(self, given: Any) -> NDArray[np.int64]:
-        if isinstance(given, ReplayBatch):
+        if isinstance(given, dict):
             given = keys_of(given, self._nonce)
         return as_keys(given)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -54,6 +56,7 @@ class Shards:
     """
 
     def __init__(self, name: str) -> None:
+        self._pid = os.getpid()
         self._lookup = Lookup(name)
         self.calls = Calls(self.lose, self._name, self._probe)
         self._reports = Reports()
@@ -95,6 +98,14 @@ class Shards:
     def connected(self) -> bool:
         """Whether this process is still connected to the cluster."""
         return self._lookup.connected
+
+    def require_own_process(self) -> None:
+        """Raises RuntimeError in a forked child: what it inherits of Ray belongs to its parent."""
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                "a ShardedReplay does not survive a fork: in DataLoader workers draw with num_workers=0, and elsewhere "
+                "pass it to a Ray task or actor"
+            )
 
     @property
     def stopped(self) -> bool:
@@ -238,8 +249,22 @@ class Shards:
                     calls[number] = places[number].actor.draw.remote(order)
                 else:
                     calls[number] = nearby.draw(order, room)
-                    self._reports.send(places[number], order)
+                    if self._reports.is_due(union_limiter.batches, order.limit is not None):
+                        self._reports.add(number, places[number].actor.draw.remote(replace(order, candidates=0)))
             return calls
+
+    def report(self, last: bool = False) -> None:
+        """Tells all shards what this process has drawn, without waiting for them: no order is under way that would.
+
+        Args:
+            last: Whether it draws no more for now, so that it must be said in any case.
+        """
+        union_limiter = self._union_limiter
+        if union_limiter is None or not union_limiter.batches:  # it has drawn nothing
+            return
+        if self._reports.is_due(union_limiter.batches, union_limiter.divides) or last:
+            for number, report in self.order(dict.fromkeys(self.table.places, 0), 0).items():
+                self._reports.add(number, report)
 
     def gather(self, keys: Mapping[int, NDArray[np.int64]]) -> dict[int, Gathered]:
         """Returns what all shards have to say of themselves, and the items that they find; those lost are left out.

@@ -60,6 +60,11 @@ class RemoteWriter(Writer):
         """Writes a step, as `Writer.step` does."""
         super().step(*args, **fields)
 
+    @property
+    def refused(self) -> bool:
+        """Whether its rows are taken no more although the buffer is there."""
+        return self._outbox.refused
+
     def flush(self) -> None:
         """Returns when everything written so far is in the buffer.
 
@@ -160,8 +165,13 @@ class RemoteBuffer(Configured):
         except AttributeError:
             writer = self._local.writer = self.writer()
         before = writer.rows
-        writer.extend(*args, priority=priority, **fields)
-        writer.flush()
+        try:
+            writer.extend(*args, priority=priority, **fields)
+            writer.flush()
+        except RuntimeError:
+            if writer.refused:  # such as one whose place was given to others: the next call has another
+                del self._local.writer
+            raise
         self._rows_extended += writer.rows - before
 
     # Life cycle

@@ -29,6 +29,9 @@ LOOK_EVERY: Final = 0.02
 PAUSE: Final = 0.05
 """Seconds between two questions: weights are known to be newer so much later at most, and a message's way."""
 
+TRIES: Final = 20
+"""How often weights are asked for whose bytes are lost on their way."""
+
 LINGER: Final = 30.0
 """Seconds without a question after which the actor goes."""
 
@@ -143,20 +146,35 @@ class RemoteWeights(SharedWeights):
         if self._news.version <= self._pulled and self._pulled_into() is module:
             return False
         state = self._check(module)
-        ray = import_ray()
         try:
-            version, content = self._home.ask("read")
-            array: npt.NDArray[np.uint8] = ray.get(content)
-        except (AttachError, ray.exceptions.RayError) as error:
+            self._pulled, self._content.numpy()[:] = self._fetch()
+            self._news.version = max(self._news.version, self._pulled)
+        except AttachError:
             if self._pulled < 0:
-                raise AttachError(f"the weights cannot be fetched: {error}") from None
-            return False
-        self._content.numpy()[:] = array
+                raise
+            if self._pulled_into() is module:
+                return False
         self._copy_to(state, self._content)
-        self._pulled = version
         self._pulled_into = weakref.ref(module)
-        self._news.version = max(self._news.version, version)
         return True
+
+    def _fetch(self) -> tuple[int, npt.NDArray[np.uint8]]:
+        """Returns the newest version, and its bytes.
+
+        Raises:
+            AttachError: They cannot be had.
+        """
+        ray = import_ray()
+        left = TRIES
+        while True:
+            version, content = self._home.ask("read")
+            try:
+                return version, ray.get(content)
+            except ray.exceptions.RayError as error:  # the actor that has put them there died, and is back in a moment
+                left -= 1
+                if not left or not self._home.is_there():
+                    raise AttachError(f"the weights cannot be fetched: {error}") from None
+            time.sleep(PAUSE)
 
     def __repr__(self) -> str:
         return f"RemoteWeights(version {self.version} on node {self._handle.node}, {len(self._entries)} tensors)"

@@ -1,14 +1,11 @@
-"""`Reports`: telling a shard's actor what was drawn from the shard without it."""
+"""`Reports`: telling shards' actors what was drawn, where no order does."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import replace
 from typing import Any, Final
 
-from torchreplay.ray.directory import Place
-from torchreplay.ray.figures import Order
 from torchreplay.ray.session import import_ray
 
 REPORT: Final = 0.1
@@ -19,7 +16,7 @@ REPORTS: Final = 32
 
 
 class Reports:
-    """What a shard's actor would have heard, had it been asked for the candidates. Nobody waits for its answers.
+    """What shards' actors would have heard, had they been asked for candidates. Nobody waits for their answers.
 
     For one thread at a time.
     """
@@ -27,7 +24,7 @@ class Reports:
     def __init__(self) -> None:
         self._ray = import_ray()
         self._under_way: deque[tuple[int, Any]] = deque()  # shard, answer to come
-        self._reported_at = -REPORT
+        self._reported, self._reported_at = 0, -REPORT  # batches, and when
 
     def answered(self) -> list[tuple[int, Any]]:
         """Returns the calls that shards have answered meanwhile, with the shards' numbers."""
@@ -40,14 +37,21 @@ class Reports:
             answered.append((number, report))
         return answered
 
-    def send(self, place: Place, order: Order) -> None:
-        """Tells a shard's actor of an order.
+    def is_due(self, batches: int, limited: bool) -> bool:
+        """Returns whether to report what was drawn, and notes that it is.
 
-        Where explorers wait for what learners draw, every order is reported; elsewhere only other learners' schedules
-        and statistics need to know, and now and then is enough.
+        Args:
+            batches: So many were.
+            limited: Whether explorers wait for what learners draw: then all of it is reported. Elsewhere only other
+                learners' schedules and statistics need to know, and now and then is enough.
         """
         now = time.monotonic()
-        due = order.limit is not None or now - self._reported_at >= REPORT
-        if due and len(self._under_way) < REPORTS:
-            self._under_way.append((place.number, place.actor.draw.remote(replace(order, candidates=0))))
-            self._reported_at = now
+        due = limited or (batches > self._reported and now - self._reported_at >= REPORT)
+        due &= len(self._under_way) < REPORTS
+        if due:
+            self._reported, self._reported_at = batches, now
+        return due
+
+    def add(self, number: int, report: Any) -> None:
+        """Keeps a report's answer to come."""
+        self._under_way.append((number, report))

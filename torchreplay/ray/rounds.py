@@ -176,16 +176,13 @@ class RoundStream:
         self._feedback.apply_arrived()
         if self._left is not None and self._left <= 0:
             self.close()
+            self._draws.shards.report(last=True)
             raise StopIteration
         waiting, self._waiting = self._waiting, Wait
         wait = waiting(self._draws.shards, self._timeout)
         try:
-            batch = None
-            while batch is None:
-                self._order(wait)
-                # They travel while this batch is made, and while its user works.
-                self._draws.shards.calls.fetch(call for later in islice(self._ahead, 1, None) for call in later.calls)
-                batch = self._draws.take(self._ahead.popleft(), None, wait, self._staging is None or not self._prefetch)
+            while (batch := self._take(wait)) is None:
+                self._draws.pause(self._batch_size, wait)
         finally:
             wait.end()
         if self._left is not None:
@@ -220,6 +217,12 @@ class RoundStream:
         """Forgets the rounds under way."""
         while self._ahead:
             self._draws.forget(self._ahead.pop())
+
+    def _take(self, wait: Wait) -> ReplayBatch | None:
+        self._order(wait)
+        # They travel while this batch is made, and while its user works.
+        self._draws.shards.calls.fetch(call for later in islice(self._ahead, 1, None) for call in later.calls)
+        return self._draws.take(self._ahead.popleft(), None, wait, self._staging is None or not self._prefetch)
 
     def _order(self, wait: Wait) -> None:
         most = self._prefetch + 1 if self._left is None else min(self._left, self._prefetch + 1)

@@ -399,7 +399,7 @@ class ShardedReplay(ShardedInspection, Replay):
     def close(self) -> None:
         """Detaches this object; in the process that made the shards, ends them. Idempotent.
 
-        Elsewhere TD errors that were fed back are applied first.
+        Elsewhere TD errors that were fed back are applied first, and the others hear what was drawn here.
 
         Raises:
             ValueError: TD errors from a device are NaN or infinite, as `flush` says; the buffer is closed.
@@ -410,6 +410,7 @@ class ShardedReplay(ShardedInspection, Replay):
         try:
             if self._owned is None and self.shards.connected:
                 with suppress(Stopped):
+                    self.shards.report(last=True)
                     self._feedback.flush()
         finally:
             self.shards.detach()

@@ -102,3 +102,4 @@ class ShardedInspection(Configured):
     def _require_open(self) -> None:
         if self._closed:
             raise RuntimeError("the ShardedReplay is closed")
+        self.shards.require_own_process()

@@ -83,6 +83,8 @@ class Supervised(ABC):
             ValueError: Ray has less than the workers reserve.
         """
         with self._lock:
+            if self._supervisor is not None and self._supervisor.stopping:  # Ctrl-C has interrupted a `stop`
+                self.stop()
             if self._supervisor is None:
                 board = Board(len(self._names))
                 self._backend = self._hosting.open((self._make_work(), board), len(self._names))

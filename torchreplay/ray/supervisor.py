@@ -134,6 +134,7 @@ class Supervisor:
         try:
             self._thread.start()
         except BaseException:
+            self._stopping.set()  # Ctrl-C may come when the thread runs already
             self._withdraw_mark()
             raise
 
@@ -160,6 +161,11 @@ class Supervisor:
     def _state(self, w: Worker) -> State:
         begun = w.state == "starting" and self.board.entries[w.index]["pid"]  # its process says so itself
         return "running" if begun else w.state
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the workers were told to end."""
+        return self._stopping.is_set()
 
     @property
     def hopeless(self) -> bool:
