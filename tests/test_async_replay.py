@@ -171,11 +171,15 @@ def test_a_learner_without_explorers_is_told_so(monkeypatch):
             list(replay.steps(10))
 
 
-def test_explorers_are_stopped_when_the_first_look_at_the_buffers_fails(actors):
+def test_explorers_are_stopped_when_the_first_look_at_the_buffers_fails(actors, monkeypatch):
     pool = ExplorerPool(print, 1, filled())
     replay = AsyncReplay(pool, lambda batch: None)
-    pool.buffer.close()
-    with pytest.raises(RuntimeError, match="closed"):
+
+    def fail():
+        raise ValueError("3 TD errors are NaN")
+
+    monkeypatch.setattr(pool.buffer, "stats", fail)
+    with pytest.raises(ValueError, match="NaN"):
         replay.run(1)
     assert pool.stats()[0].state == "stopped"
     with pytest.raises(RuntimeError, match="the explorers do not run"):

@@ -33,8 +33,8 @@ FAILED = exceptions.RayTaskError("stats", "Traceback", ValueError("closed"))
 def calls(monkeypatch):
     """Calls whose answers are what they are, or raise it; `calls.lost` are the lost shards, `calls.now` is the time.
 
-    A shard that is asked whether it is there answers with `calls.probed`; `calls.looked` is for how long that was
-    waited for.
+    A shard that is asked whether it is there answers with `calls.probed`; `calls.asked` are those that were, and
+    `calls.looked` is for how long the answer was waited for.
     """
 
     def get(answer, timeout=None):
@@ -45,8 +45,12 @@ def calls(monkeypatch):
             raise answer
         return answer
 
-    calls = Calls(lambda number, why: calls.lost.append(number), "shard {}".format, lambda number: PROBE)
-    calls.lost, calls.now, calls.probed, calls.looked = [], 0.0, UNREACHABLE, []
+    calls = Calls(
+        lambda number, why: calls.lost.append(number),
+        "shard {}".format,
+        lambda number: calls.asked.append(number) or PROBE,
+    )
+    calls.lost, calls.now, calls.probed, calls.asked, calls.looked = [], 0.0, UNREACHABLE, [], []
     calls._ray = SimpleNamespace(get=get, exceptions=exceptions)
     monkeypatch.setattr(shard_calls, "time", SimpleNamespace(monotonic=lambda: calls.now))
     return calls
@@ -85,6 +89,7 @@ def test_nobody_waits_for_a_shard_that_is_asked_whether_it_is_there(calls):
     for _ in range(5):
         assert calls.answer(1, UNREACHABLE) is None
         calls.now += shard_calls.PATIENCE
+    assert calls.asked == [1]
     assert calls.looked == [0] * 4
     assert calls.lost == []
     calls.probed = DEAD  # the answer has come

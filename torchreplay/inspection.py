@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -42,9 +41,6 @@ class StorageView(torch.Tensor):
             if type(result) in (tuple, list) and result and type(result[0]) is torch.Tensor:
                 return type(result)(cls.over(part) if place(part) in memory else part for part in result)
         return result
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self.unbind())
 
     def __deepcopy__(self, memo: object) -> torch.Tensor:
         return self.clone()
