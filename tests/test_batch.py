@@ -64,6 +64,8 @@ def test_a_copy_and_a_union_know_where_they_came_from(buffer):
     copied["x"] = more["x"] = None
     assert (type(more), more.source) == (tr.ReplayBatch, batch.source)
     assert "advantage" not in batch
+    with pytest.raises(TypeError, match="unsupported operand"):
+        batch | 5
     assert batch["x"] is not None
     with tr.ReplayBuffer({"x": tr.Field()}, 10) as other:
         for strange in (copied, more):
@@ -75,8 +77,10 @@ def test_a_plain_dict_of_a_batch_gives_feedback_by_its_keys(buffer):
     batch = buffer.sample(7)
     buffer.update_priorities({name: batch[name] for name in ("x", "key")}, torch.ones(7))
     assert buffer.stats().updated == 7
-    with pytest.raises(ValueError, match="the keys are a value of type NoneType"):
-        buffer.update_priorities({"x": batch["x"]}, torch.ones(7))
+    for keys in ({"x": batch["x"]}, {"key": {"key": batch["key"]}}):
+        with pytest.raises(ValueError, match="the keys are a value of type"):
+            buffer.update_priorities(keys, torch.ones(7))
+    assert buffer.stats().updated == 7
 
 
 def test_to_moves_every_tensor_but_the_keys_and_leaves_the_original(buffer):

@@ -208,6 +208,8 @@ VIEWS = {
     "a row": lambda x: x[1],
     "an iterated row": lambda x: next(iter(x)),
     "a part": lambda x: x.split(2)[1],
+    "a part of a nested list": lambda x: torch.atleast_2d([x, x])[1],
+    "by keywords": lambda x: torch.narrow(input=x, dim=0, start=2, length=3),
     "columns": lambda x: x.unbind(1)[0],
     "detached": lambda x: x.detach(),
     "its data": lambda x: x.data,
@@ -229,6 +231,32 @@ def test_no_view_of_storage_can_be_pickled_and_so_turned_into_a_copy(view):
             pickler.dumps(seen)
     write(buffer, 10, 10)
     assert torch.equal(seen, view(torch.arange(10.0, 20.0)[:, None].repeat(1, 4)))
+
+
+COMPUTED = {
+    "compiled": lambda x: torch.compile(lambda t: t * 2 + t[1:].sum(), backend="eager")(x),
+    "sparse": lambda x: x.to_sparse().to_dense(),
+    "mapped": lambda x: torch.func.vmap(lambda row: row * 2)(x),
+    "a gradient": lambda x: torch.func.grad(lambda w: (x * w).sum())(torch.ones(4)),
+    "one of several": lambda x: torch.max(x, 0).values,
+    "beside nothing": lambda x: torch.nn.functional.multi_head_attention_forward(
+        x, x, x, 4, 1, torch.eye(4).repeat(3, 1), None, None, None, False, 0.0, torch.eye(4), None, need_weights=False
+    )[0],
+    "into another": lambda x: torch.add(x, 1, out=torch.empty(10, 4)),
+    "of indices": lambda x: torch.arange(10.0)[x[:, 0].long()],
+    "stacked": lambda x: torch.stack([x[0], x[1]]),
+    "a number": lambda x: torch.tensor(x.sum().item()),
+    "numpy's": lambda x: torch.from_numpy(np.sqrt(x.numpy())),
+}
+
+
+@pytest.mark.parametrize("compute", COMPUTED.values(), ids=COMPUTED.keys())
+def test_storage_computes_like_the_tensor_that_it_is(compute):
+    buffer = make()
+    write(buffer, 0, 10)
+    result = compute(buffer.storage["x"])
+    assert type(result) is torch.Tensor
+    assert torch.equal(result, compute(torch.arange(10.0)[:, None].repeat(1, 4)))
 
 
 def test_a_deep_copy_of_storage_is_an_ordinary_tensor_of_its_own():

@@ -117,8 +117,6 @@ def test_other_byte_orders_and_long_doubles_are_numbers_like_the_others(given, f
     buffer.extend(x=values)
     expected = values.astype(field)[[0, 1, 0, 1]]
     assert np.array_equal(buffer.storage["x"][:4].numpy(), expected)
-    if np.issubdtype(given, np.floating):
-        buffer.update_priorities(np.array([0, 1]), values[:, 0])
 
 
 PATTERN = np.arange(24, dtype=np.float32).reshape(2, 3, 4)

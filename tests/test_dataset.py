@@ -133,6 +133,17 @@ def test_a_timeout_of_later_batches_tells_the_numbers_of_the_limiter():
             next(batches)
 
 
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_rows_that_came_before_the_batch_was_asked_for_count_without_any_time_to_wait(prefetch):
+    limiter = tr.SamplesPerInsert(8.0, min_size=8, tolerance=0.5)
+    with filled_buffer(rows=8, limiter=limiter) as buffer, buffer.writer() as writer:
+        buffer.handle()
+        batches = iter(tr.ReplayDataset(buffer, batch_size=8, prefetch=prefetch, timeout=0))
+        for number in range(8, 40):
+            writer.append(number=number, obs=np.zeros(4, np.float32))
+            assert next(batches).batch_size == 8
+
+
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_no_time_to_wait_is_enough_for_what_is_there(prefetch):
     many = 1 << 17  # drawn in milliseconds

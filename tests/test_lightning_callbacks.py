@@ -122,14 +122,19 @@ def test_a_missing_td_error_is_an_error_that_says_what_was_returned(lightning, b
         fit(lightning, buffer, make_learner(lightning, returned), max_steps=1)
 
 
-def test_manual_optimisation_that_never_returns_td_errors_is_told_so_with_the_first_step(lightning, buffer):
-    learner = make_learner(lightning, lambda loss, td, step: None, manual=True)
-    with pytest.raises(KeyError, match="training_step returned nothing; PriorityFeedback needs 'td_error'"):
-        fit(lightning, buffer, learner, max_steps=3)
-    assert len(learner.seen) == 1
+@pytest.mark.parametrize("manual", [False, True])
+def test_a_hundred_steps_without_td_errors_from_the_first_are_warned_of(lightning, buffer, manual):
+    learner = make_learner(lightning, lambda loss, td, step: None, manual=manual)
+    with pytest.warns(UserWarning, match="no training_step of the first 100 has returned anything.*'td_error'"):
+        fit(lightning, buffer, learner, max_epochs=1, steps_per_epoch=100)
+    assert len(learner.seen) == 100
+
+
+def test_steps_without_td_errors_after_one_with_some_are_skipped_ones(lightning, buffer, recwarn):
     learner = make_learner(lightning, lambda loss, td, step: {"td_error": td} if step == 1 else None, manual=True)
-    fit(lightning, buffer, learner, max_steps=3)
+    fit(lightning, buffer, learner, max_steps=150)
     assert_priorities_belong_to(buffer, rows_of(learner, steps=1))
+    assert not [warning for warning in recwarn if "training_step" in str(warning.message)]
 
 
 def test_feedback_reads_another_name_and_buffer_when_given_them(lightning, buffer):

@@ -69,6 +69,14 @@ def test_a_batch_keeps_its_way_back_wherever_it_goes(pair, way):
             assert float(found[key]) == pytest.approx(2 + key + 100 * home if key in changed else 1, rel=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [">f4", "longdouble", ">i2"])
+def test_td_errors_may_be_of_any_dtype_of_numpys_that_holds_real_numbers(dtype):
+    with tr.ReplayBuffer({"x": tr.Field()}, 4, sampler=tr.Prioritized(alpha=1.0, eps=1.0)) as buffer:
+        buffer.extend(x=np.zeros(2))
+        buffer.update_priorities(np.array([0, 1]), np.array([5, 1]).astype(dtype))
+        assert buffer.gather(np.array([0, 1]))["probability"].tolist() == [0.75, 0.25]
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int32])
 def test_td_errors_may_be_of_any_real_dtype_with_gradient_or_without(pair, dtype):
     dataset = tr.MixedDataset({pair[0]: 1, pair[1]: 1}, 8)

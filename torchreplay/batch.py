@@ -38,7 +38,7 @@ class ReplayBatch(dict[str, Any]):
             non_blocking: Whether copies from page-locked memory may run asynchronously. Copies to the CPU are waited
                 for in any case: nobody could tell when their values are there.
         """
-        to_cpu = not isinstance(device, int) and torch.device(device).type == "cpu"
+        to_cpu = isinstance(device, str | torch.device) and torch.device(device).type == "cpu"
         return self._map(lambda t: t.to(device, non_blocking=non_blocking and not to_cpu))
 
     def pin_memory(self, device: object = None) -> ReplayBatch:
@@ -52,6 +52,8 @@ class ReplayBatch(dict[str, Any]):
         return copied
 
     def __or__(self, other: Mapping[str, Any]) -> ReplayBatch:  # type: ignore[override]
+        if not isinstance(other, Mapping):
+            return NotImplemented
         merged = self.copy()
         merged.update(other)
         return merged

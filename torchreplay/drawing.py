@@ -200,7 +200,8 @@ class Drawing:
         try:
             self.flush()
         finally:
-            self._segment.update(keys, td)
+            if not self._segment.update(keys, td):
+                raise ValueError(f"the keys are a value of type {type(keys).__name__}, expected int64 of shape (n,)")
 
     def flush(self) -> None:
         """Has all TD errors applied that this process has fed back; waits for those on their way from a device.

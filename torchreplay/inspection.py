@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from . import _C
 from .arguments import checked_int, checked_kind
@@ -33,14 +34,17 @@ class StorageView(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-            memory = {place(arg) for arg in args if isinstance(arg, cls)}
-            if type(result) is torch.Tensor and place(result) in memory:
-                return cls.over(result)
-            if type(result) in (tuple, list) and result and type(result[0]) is torch.Tensor:
-                return type(result)(cls.over(part) if place(part) in memory else part for part in result)
-        return result
+            result = func(*args, **kwargs)
+            if torch.compiler.is_compiling():
+                return result
+            memory = {place(given) for given in tree_leaves((args, kwargs)) if isinstance(given, cls)} - {None}
+
+            def guarded(part: Any) -> Any:
+                return cls.over(part) if type(part) is torch.Tensor and place(part) in memory else part
+
+            return type(result)(map(guarded, result)) if type(result) in (tuple, list) else guarded(result)
 
     def __deepcopy__(self, memo: object) -> torch.Tensor:
         return self.clone()
@@ -53,9 +57,12 @@ class StorageView(torch.Tensor):
         raise TypeError("a view of a buffer's shared memory cannot be pickled: pickle the buffer, or view.clone()")
 
 
-def place(tensor: torch.Tensor) -> int:
-    """Returns where the memory begins that a tensor is a view of."""
-    return tensor.untyped_storage().data_ptr()
+def place(tensor: torch.Tensor) -> int | None:
+    """Returns where the memory begins that a tensor is a view of; None if it has none, as sparse ones and wrappers."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return None
 
 
 def histograms(leaves: torch.Tensor, keys1: torch.Tensor, head: int, bins: int) -> dict[str, torch.Tensor]:

@@ -24,6 +24,10 @@ DRAWN_FIELDS = {"key": torch.int64, "weight": torch.float32, "probability": torc
 """What names a batch again that is not to be drawn anew, and its dtypes."""
 
 
+LAST_LOOK = 1.0
+"""Seconds for which a thread that draws may be late with its last look, when a wait's timeout is over."""
+
+
 class BatchStream:
     """An iterator of batches as `sample` returns them. It is for one thread, which must close it.
 
@@ -188,28 +192,46 @@ class BatchStream:
     def _wait_for_batch(self, ahead: _C.DrawAhead, result: Any, waiting: type[Wait]) -> ReplayBatch:
         """Returns `result`, or if that is no batch, the one that comes; it is finished."""
         if result.__class__ is not ReplayBatch:
-            wait, heard_at = waiting(self._buffer._watched, self._timeout), time.monotonic()
-            shortage = None
-            asked_again = False
+            wait = waiting(self._buffer._watched, self._timeout)
             try:
-                while result.__class__ is not ReplayBatch:
-                    ns = wait.slice_ns()
-                    if result is not None:
-                        heard_at, shortage = time.monotonic(), result
-                        self._buffer._check_shortage(result, self._batch_size, wait)
-                    elif wait.expired:  # which may be for the lock: then this says whose it is
-                        if self._segment.refresh(wait.deadline_ns, True) is not None:
-                            if shortage is not None:
-                                self._buffer._check_shortage(shortage, self._batch_size, wait)
-                            if asked_again:
-                                raise ReplayTimeout(f"no batch of {self._batch_size:,} within {self._timeout} s")
-                            ns, asked_again = SLICE_NS, True  # the thread has not looked yet, or is drawing
-                    elif time.monotonic() - heard_at >= LOG_EVERY:
-                        heard_at = time.monotonic()
-                        self._segment.refresh(wait.deadline_ns, True)  # which says it in the log
-                    result = ahead.take(ns)
+                result = self._waited_for(ahead, result, wait)
             finally:
                 wait.end()
+        batch: ReplayBatch = result
         if self._finish is not None:
-            self._finish(result)
+            self._finish(batch)
+        return batch
+
+    def _waited_for(self, ahead: _C.DrawAhead, result: Any, wait: Wait) -> Any:
+        heard_at = time.monotonic()
+        while result.__class__ is not ReplayBatch:
+            if wait.expired:
+                return self._last_look(ahead, result, wait)
+            if result is not None:
+                heard_at = time.monotonic()
+                self._buffer._check_shortage(result, self._batch_size, wait)
+            elif time.monotonic() - heard_at >= LOG_EVERY:
+                heard_at = time.monotonic()
+                self._segment.refresh(wait.deadline_ns, True)  # which says in the log whose the lock is
+            result = ahead.take(wait.slice_ns())
         return result
+
+    def _last_look(self, ahead: _C.DrawAhead, known: Any, wait: Wait) -> Any:
+        """Returns the batch that the thread has when the timeout is over, and it has looked once more.
+
+        What it said before, `known`, may be older than the newest rows.
+        """
+        until = time.monotonic() + LAST_LOOK
+        while True:
+            wait.slice_ns()  # which raises when the buffer was stopped
+            result = ahead.take(SLICE_NS)
+            if result.__class__ is ReplayBatch:
+                return result
+            if self._segment.refresh(wait.deadline_ns, True) is None:  # it raises where the lock is another's
+                continue
+            late = time.monotonic() >= until
+            known = known if result is None else result
+            if known is not None and (result is not None or late):
+                self._buffer._check_shortage(known, self._batch_size, wait)
+            if late:
+                raise ReplayTimeout(f"no batch of {self._batch_size:,} within {self._timeout} s")

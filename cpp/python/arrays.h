@@ -181,7 +181,10 @@ class ArrayView {
     else if (format == buffer_.format || (kind == 'f' && !std::strchr("efd", *format)))
       return false;
     const Ref native(PyObject_CallMethod(o, "astype", "s", (kind + std::to_string(size)).c_str()));
-    if (!native) PyErr_Clear();
+    if (!native) {
+      if (!PyErr_ExceptionMatches(PyExc_Exception)) throw PythonError{};  // Ctrl-C in code of the array's
+      PyErr_Clear();
+    }
     if (!native || native.get() == o) return false;
     release();
     held_ = Ref::borrow(native.get());

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import warnings
+from typing import TYPE_CHECKING, Any, Final
 
 from ..arguments import checked_instance
 from ..mixing import MixedDataset
@@ -14,14 +15,18 @@ if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
 
 
+IN_VAIN: Final = 100
+"""Steps without a result, from the first, after which that looks like a mistake."""
+
+
 class PriorityFeedback(Callback):
     """Updates priorities from what `training_step` returns, once per batch.
 
     The training step returns `{"loss": loss, "td_error": td}` with `td` of shape `[B]`, of any float dtype, on any
     device, with or without gradient. With manual optimisation the loss may be left out. Under gradient accumulation
-    each micro-batch gives its own feedback. A step that returns None was skipped and changes nothing; with manual
-    optimisation, where every step may do so, that is an error until one step has returned TD errors. Each TD error
-    goes to the keys in its own batch, so it does not matter how far ahead batches are drawn.
+    each micro-batch gives its own feedback. A step that returns None was skipped and changes nothing; where the first
+    hundred do, a warning says so. Each TD error goes to the keys in its own batch, so it does not matter how far ahead
+    batches are drawn.
 
     Batches of a `MixedDataset`, which the Trainer takes like any loader, are its to give feedback to::
 
@@ -40,7 +45,7 @@ class PriorityFeedback(Callback):
             checked_instance("buffer", buffer, (Replay, MixedDataset), "a ReplayBuffer or a MixedDataset")
         self.buffer = buffer
         self._receiver: Replay | MixedDataset | None = None  # while there is something to receive
-        self._fed_back = False  # in this fit
+        self._in_vain = 0  # steps that returned nothing, before any that did in this fit; -1: one did
         self.key = checked_instance("key", key, str, "the name under which training_step returns the TD errors")
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -51,7 +56,7 @@ class PriorityFeedback(Callback):
         """
         if stage == "fit":
             self._receiver = resolve_buffer(self, None, trainer) if self.buffer is None else self.buffer
-            self._fed_back = False
+            self._in_vain = 0
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -59,21 +64,27 @@ class PriorityFeedback(Callback):
         """Applies the batch's TD errors.
 
         Raises:
-            KeyError: If the training step returned something else under other names, or, with manual optimisation,
-                nothing from the first.
+            KeyError: If the training step returned something else under other names.
             ValueError: If `update_priorities` refuses the TD errors: another length than the batch, NaN or infinite. Of
                 TD errors on a CUDA device a later step tells that, or the end of the training.
         """
-        if not outputs and (self._fed_back or pl_module.automatic_optimization):
+        if not outputs:
+            self._in_vain += self._in_vain >= 0
+            if self._in_vain == IN_VAIN:
+                warnings.warn(
+                    f"no training_step of the first {IN_VAIN} has returned anything: PriorityFeedback needs "
+                    f"{self.key!r}, with manual optimisation too: return {{{self.key!r}: td}}",
+                    stacklevel=2,
+                )
             return
-        if not outputs or self.key not in outputs:
+        if self.key not in outputs:
             raise KeyError(
-                f"training_step returned {sorted(outputs) if outputs else 'nothing'}; PriorityFeedback needs "
-                f"{self.key!r}: return {{'loss': loss, {self.key!r}: td}}"
+                f"training_step returned {sorted(outputs)}; PriorityFeedback needs {self.key!r}: "
+                f"return {{'loss': loss, {self.key!r}: td}}"
             )
         assert self._receiver is not None  # `setup` comes first
         self._receiver.update_priorities(batch, outputs[self.key])
-        self._fed_back = True
+        self._in_vain = -1
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Waits until all ranks' TD errors are applied: those on their way from a device, too.

@@ -20,6 +20,10 @@ PATIENCE: Final = 30.0
 """Seconds for which a shard that Ray cannot reach, and does not know to be dead, is asked again before it is lost."""
 
 
+FRESH: Final = 1.0
+"""Seconds for which it counts that a shard could not be reached when it was asked whether it is there."""
+
+
 class Calls:
     """Answers to come: of actors through Ray, and of the shard that is attached, which answers in this process.
 
@@ -38,7 +42,7 @@ class Calls:
         self._ray = import_ray()
         self._lose, self._name, self._probe = lose, name, probe
         self._unreachable: dict[int, float] = {}  # since when, by the monotonic clock
-        self._probes: dict[int, Any] = {}  # of those that have been so for long: the answer to come
+        self._probes: dict[int, tuple[Any, float]] = {}  # of those that have been so for long: answer to come, and when
         self._said_at: dict[int, float] = {}  # when the log said last that they are
 
     def fetch(self, calls: Iterable[Any]) -> None:
@@ -109,22 +113,32 @@ class Calls:
         return answer
 
     def _is_there(self, number: int) -> bool:
-        """Returns whether a shard answers, or is merely slow. Nobody waits for the answer: the next call looks."""
-        call = self._probes.get(number)
-        if call is None:
-            call = self._probes[number] = self._probe(number)
+        """Returns whether a shard answers, or is merely slow. Nobody waits for that: the next call looks."""
+        if number not in self._probes:
+            self._probes[number] = self._probe(number), time.monotonic()
+        call, asked_at = self._probes[number]
+        reachable = self._is_reachable(call, 0)
+        if reachable is False and time.monotonic() - asked_at > FRESH:  # then, but now?
+            call, _ = self._probes[number] = self._probe(number), time.monotonic()
+            reachable = self._is_reachable(call, FRESH)
+        if reachable is None:
+            return True
+        del self._probes[number]
+        if reachable:
+            self._unreachable.pop(number, None)
+        return reachable
+
+    def _is_reachable(self, call: Any, seconds: float) -> bool | None:
+        """Returns what the answer to come tells, after so many seconds at most; None if it has not come."""
         try:
             if call is not None:
-                self._ray.get(call, timeout=0)
+                self._ray.get(call, timeout=seconds)
         except self._ray.exceptions.GetTimeoutError:
-            return True
+            return None
         except self._ray.exceptions.RayTaskError:  # which is an answer, too
-            pass
+            return True
         except self._ray.exceptions.RayError:
-            self._probes.pop(number, None)
             return False
-        self._unreachable.pop(number, None)
-        self._probes.pop(number, None)
         return True
 
     def _unanswered(self, calls: list[Any], seconds: float) -> list[Any]:

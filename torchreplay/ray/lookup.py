@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any, Final
 
@@ -41,13 +42,22 @@ class Lookup:
             raise Stopped(
                 "the ShardedReplay is closed, or the process that made it is gone, and its shards too"
             ) from None
+        self._pid = os.getpid()
         self._asked: Any = None  # the table, on its way
         self._asked_at = 0.0
 
     @property
     def connected(self) -> bool:
         """Whether this process is still connected to the cluster."""
-        return bool(self._ray.is_initialized())
+        return os.getpid() == self._pid and bool(self._ray.is_initialized())
+
+    def require_own_process(self) -> None:
+        """Raises RuntimeError in a forked child: what it inherits of Ray belongs to its parent."""
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                "this process was forked off one of Ray's, and cannot ask the shards of a ShardedReplay: pass it to a "
+                "Ray task or actor, or where a DataLoader has forked draw with num_workers=0"
+            )
 
     def ask(self, what: str, *args: Any) -> Any:
         """Returns the directory's answer; asks again where Ray cannot reach it for a moment.
@@ -76,6 +86,7 @@ class Lookup:
 
     def tell(self, what: str, *args: Any) -> Any:
         """Calls the directory, and returns what its answer will be got by."""
+        self.require_own_process()
         return getattr(self._directory, what).remote(*args)
 
     def table(self, what: str = "table", *args: Any) -> Table:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -56,7 +55,6 @@ class Shards:
     """
 
     def __init__(self, name: str) -> None:
-        self._pid = os.getpid()
         self._lookup = Lookup(name)
         self.calls = Calls(self.lose, self._name, self._probe)
         self._reports = Reports()
@@ -98,14 +96,6 @@ class Shards:
     def connected(self) -> bool:
         """Whether this process is still connected to the cluster."""
         return self._lookup.connected
-
-    def require_own_process(self) -> None:
-        """Raises RuntimeError in a forked child: what it inherits of Ray belongs to its parent."""
-        if os.getpid() != self._pid:
-            raise RuntimeError(
-                "a ShardedReplay does not survive a fork: in DataLoader workers draw with num_workers=0, and elsewhere "
-                "pass it to a Ray task or actor"
-            )
 
     @property
     def stopped(self) -> bool:
@@ -232,6 +222,7 @@ class Shards:
                 asked as the others are.
             says: Whether shards are to admit their writers as far as this process thinks right.
         """
+        self._lookup.require_own_process()
         with self._lock:
             answered = self._reports.answered()
         told = ((number, self.calls.answer(number, report)) for number, report in answered)
@@ -263,8 +254,9 @@ class Shards:
         if union_limiter is None or not union_limiter.batches:  # it has drawn nothing
             return
         if self._reports.is_due(union_limiter.batches, union_limiter.divides) or last:
-            for number, report in self.order(dict.fromkeys(self.table.places, 0), 0).items():
-                self._reports.add(number, report)
+            with suppress(Stopped):  # nobody is left to be told
+                for number, report in self.order(dict.fromkeys(self.table.places, 0), 0).items():
+                    self._reports.add(number, report)
 
     def gather(self, keys: Mapping[int, NDArray[np.int64]]) -> dict[int, Gathered]:
         """Returns what all shards have to say of themselves, and the items that they find; those lost are left out.
@@ -272,6 +264,7 @@ class Shards:
         Args:
             keys: Of the items, each shard's own `[n]` by its number; none for those left out.
         """
+        self._lookup.require_own_process()
         none = np.empty(0, np.int64)
         with self._lock:
             nearby = self.nearby
@@ -294,6 +287,7 @@ class Shards:
         Returns:
             What the answer will be got by: how many; None if there is no such shard any more.
         """
+        self._lookup.require_own_process()
         with self._lock:
             place = self.table.places.get(number)
             if place is None:

@@ -73,7 +73,8 @@ def _attached(shards: Shards) -> ShardBuffer | None:
 def nodes_to_write_from(shards: Shards) -> list[str]:
     """Returns Ray's ids of the nodes on which there is a shard, or will be one, in an order that stays."""
     alive = living_nodes()
-    return [node for node in shards.ask("table").nodes if node in alive]  # the supervising thread takes no lock of ours
+    # `look` takes a lock, which the thread that supervises explorers must not wait for: see `Supervised.stop`.
+    return [node for node in shards.ask("table").nodes if node in alive]
 
 
 class Expectation:

@@ -147,15 +147,21 @@ class RemoteWeights(SharedWeights):
             return False
         state = self._check(module)
         try:
-            self._pulled, self._content.numpy()[:] = self._fetch()
-            self._news.version = max(self._news.version, self._pulled)
+            version, array = self._fetch()
         except AttachError:
             if self._pulled < 0:
                 raise
             if self._pulled_into() is module:
                 return False
+            version = self._pulled
+        else:
+            self._pulled = -1  # until all of it is there: an exception out of a signal's handler may come
+            self._content.numpy()[:] = array
+        self._pulled_into = lambda: None
         self._copy_to(state, self._content)
+        self._pulled = version
         self._pulled_into = weakref.ref(module)
+        self._news.version = max(self._news.version, version)
         return True
 
     def _fetch(self) -> tuple[int, npt.NDArray[np.uint8]]:
@@ -167,10 +173,10 @@ class RemoteWeights(SharedWeights):
         ray = import_ray()
         left = TRIES
         while True:
-            version, content = self._home.ask("read")
             try:
+                version, content = self._home.ask("read")
                 return version, ray.get(content)
-            except ray.exceptions.RayError as error:  # the actor that has put them there died, and is back in a moment
+            except ray.exceptions.RayError as error:  # such as the death of the actor that has put them there
                 left -= 1
                 if not left or not self._home.is_there():
                     raise AttachError(f"the weights cannot be fetched: {error}") from None

@@ -166,7 +166,8 @@ class ShardedReplay(ShardedInspection, Replay):
     def sample(self, batch_size: int, beta: Schedule | None = None, timeout: float | None = None) -> ReplayBatch:
         """Draws a batch from all shards, stratified and with replacement; waits until the limiter admits it.
 
-        Every shard is asked once; `ReplayDataset` has several batches under way at a time and is faster.
+        Every shard is asked once, and told at once what was drawn where explorers wait for that; `ReplayDataset` has
+        several batches under way at a time and is faster.
 
         Args:
             batch_size: Number of items, B.
@@ -415,7 +416,7 @@ class ShardedReplay(ShardedInspection, Replay):
         finally:
             self.shards.detach()
             owned, self._owned = self._owned, None
-            if owned is not None:
+            if owned is not None and self.shards.connected:  # and not a forked child, which has made nothing
                 end(owned)
 
     def __enter__(self) -> ShardedReplay:

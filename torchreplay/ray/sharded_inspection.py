@@ -102,4 +102,3 @@ class ShardedInspection(Configured):
     def _require_open(self) -> None:
         if self._closed:
             raise RuntimeError("the ShardedReplay is closed")
-        self.shards.require_own_process()
