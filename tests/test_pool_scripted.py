@@ -67,16 +67,26 @@ def test_a_signals_handler_may_stop_a_pool_that_is_being_stopped(pool, monkeypat
 def test_a_pool_whose_stop_was_interrupted_starts_anew(pool, monkeypatch):
     closed = []
     monkeypatch.setattr(pool.actors, "close", lambda: closed.append(len(pool.actors.runs)))
+    interrupted = threading.Event()
 
     def kill(run):
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # which waits in `stop`
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR2)  # which waits in `stop`
+        interrupted.wait(30)
         pool.actors.end(run, DIED)
 
+    def interrupt(*_):
+        interrupted.set()
+        raise KeyboardInterrupt
+
     pool.actors.kill = kill
-    pool.start()
-    eventually(lambda: pool.actors.runs)
-    with pytest.raises(KeyboardInterrupt):
-        pool.stop(0)
+    before = signal.signal(signal.SIGUSR2, interrupt)
+    try:
+        pool.start()
+        eventually(lambda: pool.actors.runs)
+        with pytest.raises(KeyboardInterrupt):
+            pool.stop(0)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
     pool.actors.kill = lambda run: pool.actors.end(run, DIED)
     pool.start()
     eventually(lambda: len(pool.actors.runs) == 2)
