@@ -42,12 +42,12 @@ class Reports:
 
         Args:
             batches: So many were.
-            limited: Whether explorers wait for what learners draw: then all of it is reported. Elsewhere only other
+            limited: Whether explorers wait for what learners draw: then each batch is reported. Elsewhere only other
                 learners' schedules and statistics need to know, and now and then is enough.
         """
         now = time.monotonic()
-        due = limited or (batches > self._reported and now - self._reported_at >= REPORT)
-        due &= len(self._under_way) < REPORTS
+        has_room = len(self._under_way) < REPORTS
+        due = batches > self._reported and has_room and (limited or now - self._reported_at >= REPORT)
         if due:
             self._reported, self._reported_at = batches, now
         return due
