@@ -10,7 +10,7 @@ STABLE_TORCH_LIBRARY(torchreplay, m) {
   m.def("tree_set(Tensor(a!) memory, int capacity, Tensor index, Tensor priority) -> ()");
   m.def("tree_get(Tensor memory, int capacity, Tensor index) -> Tensor");
   m.def("tree_find(Tensor memory, int capacity, Tensor target) -> (Tensor, Tensor)");
-  m.def("tree_sample(Tensor memory, int capacity, int n, int seed, int stream, int step) -> (Tensor, Tensor)");
+  m.def("tree_sample(Tensor memory, int capacity, SymInt n, int seed, int stream, SymInt step) -> (Tensor, Tensor)");
   m.def("tree_rebuild(Tensor(a!) memory, int capacity) -> ()");
   m.def("tree_total(Tensor memory, int capacity) -> Tensor");
   m.def("tree_count(Tensor memory, int capacity) -> Tensor");

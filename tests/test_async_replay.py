@@ -1,5 +1,6 @@
 """A learner's loop between explorers, evaluator and buffers: what it draws, feeds back, publishes and counts."""
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -186,6 +187,34 @@ def test_explorers_are_stopped_when_the_first_look_at_the_buffers_fails(actors, 
         list(replay.steps(1))
 
 
+def test_rates_of_a_run_shorter_than_a_look_are_those_of_the_run(actors):
+    buffer = filled()
+
+    def learn(batch):
+        buffer.extend(number=torch.arange(4))
+
+    began = time.monotonic()
+    stats = AsyncReplay(ExplorerPool(print, 1, buffer), learn, batch_size=8).run(50)
+    assert stats.items_per_second >= 50 * 8 / (time.monotonic() - began)
+    assert stats.rows_per_second == pytest.approx(stats.items_per_second / 2)
+
+
+def test_what_a_run_cannot_do_is_refused_before_any_worker_starts(actors):
+    replay = AsyncReplay(ExplorerPool(print, 1, filled()), print)
+    for steps in (-1, None):
+        with pytest.raises(ValueError, match=f"steps is {steps}"):
+            replay.run(steps)
+        with pytest.raises(ValueError, match=f"steps is {steps}"):
+            replay.steps(steps)
+    assert actors.runs == []
+
+
+def test_a_module_that_is_built_otherwise_than_its_weights_is_refused_at_once():
+    pool = ExplorerPool(print, 1, filled(), tr.SharedWeights(torch.nn.Linear(2, 1)))
+    with pytest.raises(ValueError, match="the module's weights differ from those shared in bias, weight"):
+        AsyncReplay(pool, print, torch.nn.Linear(3, 3))
+
+
 def test_a_stopped_buffer_ends_the_steps(actors):
     buffer = filled()
 
@@ -235,7 +264,7 @@ def test_the_rate_of_rows_is_that_of_those_written_also_when_a_shard_is_lost_or_
         meter.look(told, 5 * second)
         if second not in (30, 40):  # when the window ends, or begins, with it
             expected = 2000 if second < 60 else 1000 + 1000 * max(0, 69 - second) / 10
-            assert meter.throughput == (pytest.approx(expected), 5)
+            assert meter.throughput(None) == (pytest.approx(expected), 5)
 
 
 def explore(ctx):

@@ -210,6 +210,13 @@ def test_a_step_compiled_to_native_code_does_what_the_plain_step_does():
     assert result.returncode == 0, result.stderr
 
 
+def test_compiled_draws_of_any_size_need_no_other_compilation(buffer, ring):
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda n: ring.sample(n)["key"], fullgraph=True, backend="aot_eager")
+    assert [len(compiled(4 + i)) for i in range(20)] == list(range(4, 24))
+    assert buffer.stats().draws == 20
+
+
 def test_a_compiled_function_keeps_draws_whose_batches_it_ignores_and_merges_none(buffer, ring):
     torch._dynamo.reset()
 

@@ -94,6 +94,21 @@ def test_a_pool_whose_stop_was_interrupted_starts_anew(pool, monkeypatch):
     assert pool.stats()[0].state == "starting"
 
 
+@pytest.mark.parametrize("backend", ["ray", "process"])
+def test_a_pool_of_a_closed_buffer_says_so(backend):
+    buffer = make_buffer()
+    pool = ExplorerPool(print, 1, buffer, backend=backend)
+    buffer.close()
+    with pytest.raises(RuntimeError, match="the replay buffer is closed"):
+        pool.start()
+
+
+@pytest.mark.parametrize("placement", [3, "nowhere", ["SPREAD"], object()])
+def test_a_placement_that_is_none_is_named_at_once(placement):
+    with pytest.raises(ValueError, match=r"placement=.*expected 'LOCAL_FIRST', 'SPREAD', 'DEFAULT', a scheduling"):
+        ExplorerPool(print, 1, make_buffer(), placement=placement)
+
+
 def test_a_pool_that_cannot_announce_writers_to_all_its_buffers_announces_them_to_none(monkeypatch):
     def refuse():
         raise RuntimeError("there is no room for another process")

@@ -257,6 +257,25 @@ def test_operators_compile_into_one_graph_without_breaks(memory):
     assert torch.equal(memory, expected_memory)
 
 
+def test_compiled_draws_of_other_numbers_and_sizes_need_no_other_compilation(memory):
+    torch._dynamo.reset()
+    sample = torch.ops.torchreplay.tree_sample
+    compiled = torch.compile(lambda n, step: sample(memory, 100, n, 1, 0, step), fullgraph=True, backend="aot_eager")
+    for step in range(20):  # more than torch.compile's limit of recompilations
+        for drawn, expected in zip(compiled(8 + step, step), sample(memory, 100, 8 + step, 1, 0, step), strict=True):
+            assert torch.equal(drawn, expected)
+
+
+def test_a_compiled_tree_draws_anew_with_each_call():
+    torch._dynamo.reset()
+    tree, plain = (PriorityTree(100, seed=1) for _ in range(2))
+    for one in (tree, plain):
+        one.set(torch.arange(100), torch.linspace(1, 2, 100))
+    compiled = torch.compile(lambda: tree.sample(8)[0], fullgraph=True, backend="aot_eager")
+    for _ in range(20):
+        assert torch.equal(compiled(), plain.sample(8)[0])
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [

@@ -21,7 +21,7 @@ def checked_int(name: str, value: Any, low: int, high: int | None = None) -> int
         ValueError: It is no integer, or not within `low` to `high`, where None is no bound.
     """
     try:
-        n = operator.index(value)
+        n = value if type(value) is int else operator.index(value)  # which torch.compile would compile in
     except TypeError:
         n = low - 1
     if isinstance(value, bool) or n < low or (high is not None and n > high):

@@ -217,5 +217,7 @@ def _exponent(beta: Schedule | Tensor) -> Tensor:
         return beta.detach().to(torch.float64)
     if callable(beta):
         raise ValueError(f"beta is the schedule {beta}: pass the number or scalar tensor that it is now")
+    if not isinstance(beta, int | float):
+        raise ValueError(f"beta is {beta!r}: expected a number, or a scalar tensor")
     # A sum, since torch.compile keeps a number variable in arithmetic, but compiles it in where it fills a tensor.
     return torch.zeros((), dtype=torch.float64, device="cpu") + beta

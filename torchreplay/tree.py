@@ -217,7 +217,7 @@ def _ops() -> Any:
 
 def _int_in(name: str, value: int, low: int, high: int) -> int:
     try:
-        number = operator.index(value)
+        number = value if type(value) is int else operator.index(value)  # which torch.compile would compile in
     except TypeError:
         raise ValueError(f"{name} is {value!r}, expected an integer") from None
     if isinstance(value, bool):

@@ -109,7 +109,7 @@ class SharedWeights:
             ValueError: The module's weights differ in name, shape or dtype from those of the constructor.
             ReplayTimeout: Another publisher is stopped in the middle.
         """
-        self._check(module)
+        self.require_like(module)
         for _ in range(int(PUBLISH_PATIENCE * 1e9 / SLICE_NS)):
             if self._native.begin_publish(SLICE_NS):
                 break
@@ -134,7 +134,7 @@ class SharedWeights:
         """
         if self._native.version == self._pulled and self._pulled_into() is module:
             return False
-        state = self._check(module)
+        state = self.require_like(module)
         while True:
             version = self._native.version
             self._copy_to(state, self._native.buffer(version))
@@ -154,7 +154,12 @@ class SharedWeights:
         for entry in self._entries:
             _view(buffer, entry).copy_(state[entry.name])
 
-    def _check(self, module: nn.Module) -> dict[str, torch.Tensor]:
+    def require_like(self, module: nn.Module) -> dict[str, torch.Tensor]:
+        """Returns the module's weights and buffers by name.
+
+        Raises:
+            ValueError: They differ from those shared in name, dtype or shape.
+        """
         state = _state_of(module)
         given = {name: (t.dtype, tuple(t.shape)) for name, t in state.items()}
         expected = {entry.name: (entry.dtype, entry.shape) for entry in self._entries}

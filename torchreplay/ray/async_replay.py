@@ -98,8 +98,8 @@ class AsyncReplay:
         pin: How they go there, as in `ReplayDataset`.
 
     Raises:
-        ValueError: A number is out of range, the names of modules and weights differ, or the evaluator's weights are
-            none of the pool's, so that nobody would publish them.
+        ValueError: A number is out of range, the names of modules and weights differ, a module is built otherwise than
+            its weights, or the evaluator's weights are none of the pool's, so that nobody would publish them.
         TypeError: `pool`, `learn`, `module` or `evaluator` is not what it has to be.
 
     Example:
@@ -136,6 +136,8 @@ class AsyncReplay:
                 f"the modules are named {list(self._modules)} and the pool's weights {list(self._weights)}: expected a "
                 "module for each of the weights (None stands for a single one)"
             )
+        for name, weights in self._weights.items():
+            weights.require_like(self._modules[name])
         if evaluator is not None and evaluator.weights not in self._weights.values():
             raise ValueError(
                 "the evaluator's weights are none of the pool's, and only those are published: give both the same "
@@ -164,6 +166,7 @@ class AsyncReplay:
             ValueError: TD errors of the last steps, still on their way from a device, are NaN or infinite.
             Exception: What `learn` or a draw raises.
         """
+        steps = self._checked_steps(steps)
         with self:
             for _ in self.steps(steps):
                 pass
@@ -188,11 +191,17 @@ class AsyncReplay:
             TypeError: `learn` is a LightningModule.
             Exception: As for `run`.
         """
-        steps = checked_int("steps", steps, 0, _MOST_STEPS)
-        if self.is_for_trainer:
-            raise TypeError("learn is a LightningModule: have a Trainer train it, replay.fit(trainer)")
+        steps = self._checked_steps(steps)
         if not self._inside:
             raise RuntimeError("the explorers do not run: iterate inside `with replay:`, or call replay.run(steps)")
+        return self._make_steps(steps)
+
+    def _checked_steps(self, steps: int) -> int:
+        if self.is_for_trainer:
+            raise TypeError("learn is a LightningModule: have a Trainer train it, replay.fit(trainer)")
+        return checked_int("steps", steps, 0, _MOST_STEPS)
+
+    def _make_steps(self, steps: int) -> Iterator[int]:
         batches = iter(self.dataset)
         try:
             for _ in range(steps):
@@ -264,7 +273,7 @@ class AsyncReplay:
 
     def begin(self) -> None:
         """Begins to measure the rates anew."""
-        self.meter.start(self._rows, self._items)
+        self.meter.start(self._rows(), self._items)
 
     def count_step(self) -> None:
         """Counts a learner step; publishes the weights, and sees whether the workers are well, when it is time to.
@@ -277,7 +286,7 @@ class AsyncReplay:
         if self._steps % self.publish_every == 0:
             self.publish()
         if self.meter.is_due:
-            self.meter.look(self._rows, self._items)
+            self.meter.look(self._rows(), self._items)
             self.pool.check()
             if self.evaluator is not None:
                 self.evaluator.check()
@@ -293,9 +302,10 @@ class AsyncReplay:
 
     def stats(self) -> AsyncReplayStats:
         """What was done until now, and how fast."""
-        buffers = {"buffer" if name is None else name: buffer.stats() for name, buffer in self._buffers.items()}
+        buffers = {name: buffer.stats() for name, buffer in self._buffers.items()}
         explorers = self.pool.stats()
-        rows_per_second, items_per_second = self.meter.throughput
+        now = (self._rows(buffers), self._items) if self._inside else None
+        rows_per_second, items_per_second = self.meter.throughput(now)
         return AsyncReplayStats(
             steps=self._steps,
             items=self._items,
@@ -306,7 +316,7 @@ class AsyncReplay:
             dropped_updates=sum(_dropped(stats) for stats in buffers.values()),
             ready=self.meter.ready,
             timings=self.meter.timings,
-            buffers=buffers,
+            buffers={"buffer" if name is None else name: stats for name, stats in buffers.items()},
             explorers=explorers,
             evaluation=None if self.evaluator is None else self.evaluator.latest,
         )
@@ -339,12 +349,11 @@ class AsyncReplay:
         else:
             self.dataset.buffer.update_priorities(batch, td)
 
-    @property
-    def _rows(self) -> dict[tuple[str | None, int], int]:
-        """Rows written, by buffer and shard."""
+    def _rows(self, buffers: Mapping[str | None, Stats] | None = None) -> dict[tuple[str | None, int], int]:
+        """Returns the rows written, by buffer and shard; `buffers` are their statistics, where they are known."""
         rows: dict[tuple[str | None, int], int] = {}
         for name, buffer in self._buffers.items():
-            stats = buffer.stats()
+            stats = buffer.stats() if buffers is None else buffers[name]
             shards = [(shard.number, shard.stats) for shard in stats.shards] if isinstance(stats, ShardedStats) else ()
             rows |= {(name, number): one.rows_written for number, one in shards or [(0, stats)]}
         return rows

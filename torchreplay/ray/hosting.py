@@ -39,7 +39,9 @@ class Hosting:
             checked_number(name, getattr(self, name), 0)
         if self.runtime_env is not None and not isinstance(self.runtime_env, Mapping):
             raise TypeError(f"runtime_env={self.runtime_env!r}: expected a dict as Ray takes it")
-        if isinstance(self.placement, str) and self.placement not in NAMES:
+        named, placement = isinstance(self.placement, str), self.placement
+        of_ray = type(placement).__module__.partition(".")[0] == "ray"
+        if placement is not None and not (placement in NAMES if named else callable(placement) or of_ray):
             raise ValueError(
                 f"placement={self.placement!r}: expected {', '.join(map(repr, NAMES))}, a scheduling strategy of "
                 "Ray's, or a function of a worker's index that returns one of these"

@@ -91,14 +91,23 @@ class Meter:
             rows: Written to each buffer or shard, by whatever tells them apart. One may be gone, for good or for once.
             items: Learned from.
         """
-        self._rows += sum(count - self._known.get(of, 0) for of, count in rows.items())
+        self._rows += self._since(rows)
         self._known |= rows
         self._looks.append((time.monotonic(), self._rows, items))
 
-    @property
-    def throughput(self) -> tuple[float, float]:
-        """Rows and items a second, over the last ten seconds."""
-        if len(self._looks) < 2:
+    def throughput(self, now: tuple[Mapping[Any, int], int] | None) -> tuple[float, float]:
+        """Returns rows and items a second, over the last ten seconds.
+
+        Args:
+            now: The counters, as for `look`; None: the last look was the end.
+        """
+        if not self._looks:
             return 0.0, 0.0
         (began, rows_then, items_then), (ended, rows, items) = self._looks[0], self._looks[-1]
-        return (rows - rows_then) / (ended - began), (items - items_then) / (ended - began)
+        if now is not None:
+            ended, rows, items = time.monotonic(), self._rows + self._since(now[0]), now[1]
+        seconds = ended - began
+        return ((rows - rows_then) / seconds, (items - items_then) / seconds) if seconds > 0 else (0.0, 0.0)
+
+    def _since(self, rows: Mapping[Any, int]) -> int:
+        return sum(count - self._known.get(of, 0) for of, count in rows.items())

@@ -118,6 +118,11 @@ class ExplorerPool(Supervised):
         self._work = Exploring(explore, buffer, weights, max_weight_sync_delay)
 
     def _make_work(self) -> Exploring:
+        for buffer in self._buffers:  # each says that it is closed, where it is
+            if isinstance(buffer, ShardedReplay):
+                buffer.require_open()
+            else:
+                buffer.handle()
         return self._work
 
     def _expect_writers(self) -> Mark:

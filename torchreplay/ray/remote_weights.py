@@ -145,7 +145,7 @@ class RemoteWeights(SharedWeights):
         self._home.require_own_process()
         if self._news.version <= self._pulled and self._pulled_into() is module:
             return False
-        state = self._check(module)
+        state = self.require_like(module)
         try:
             version, array = self._fetch()
         except AttachError:

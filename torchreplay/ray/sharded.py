@@ -140,7 +140,7 @@ class ShardedReplay(ShardedInspection, Replay):
             Stopped: The buffer was stopped.
             ValueError: `lanes` is out of range or asked for under `Rows()`, or `autoreset` is unknown.
         """
-        self._require_open()
+        self.require_open()
         return buffer_to_write_to(self.shards).writer(lanes, autoreset)
 
     def extend(self, /, *args: Any, priority: Any = None, **fields: Any) -> torch.Tensor:
@@ -148,7 +148,7 @@ class ShardedReplay(ShardedInspection, Replay):
 
         Arguments, results and errors are those of `ReplayBuffer.extend`; the keys are the union's.
         """
-        self._require_open()
+        self.require_open()
         keys = buffer_to_write_to(self.shards).extend(*args, priority=priority, **fields)
         self._rows_extended += keys.numel()
         return keys
@@ -185,7 +185,7 @@ class ShardedReplay(ShardedInspection, Replay):
             WouldBlockForever: Too few rows, and nobody is left to write more.
             Stopped: The buffer was stopped, or the process that made it is gone.
         """
-        self._require_open()
+        self.require_open()
         self._feedback.apply_arrived()
         wait = Wait(self.shards, timeout)
         try:
@@ -212,7 +212,7 @@ class ShardedReplay(ShardedInspection, Replay):
             ValueError: The keys are not int64 `[n]`.
             Stopped: The process that made the buffer is gone.
         """
-        self._require_open()
+        self.require_open()
         self._feedback.apply_arrived()
         return self._gathering.gather(keys)
 
@@ -228,7 +228,7 @@ class ShardedReplay(ShardedInspection, Replay):
     ) -> RoundStream:
         """Returns a stream of batches, for `prefetch` of which the shards are asked ahead."""
         checked_int("batch_size", batch_size, 1, MAX_BATCH)
-        self._require_open()
+        self.require_open()
         return RoundStream(self._draws, self._feedback, batch_size, count, prefetch, timeout, waiting, staging)
 
     def staging(self, batch_size: int, prefetch: int, device: torch.device, pin: Pin | None) -> Staging | None:
@@ -265,7 +265,7 @@ class ShardedReplay(ShardedInspection, Replay):
                 another buffer; nothing is applied. NaN or infinite errors that come from a CUDA device are told by the
                 next call, or by `flush`, which say which update it was.
         """
-        self._require_open()
+        self.require_open()
         self._feedback.send(batch_or_keys, td)
 
     def flush(self) -> None:
@@ -295,7 +295,7 @@ class ShardedReplay(ShardedInspection, Replay):
             RuntimeError: No shard is left.
             ValueError: TD errors from a device are NaN or infinite, as `flush` says; nothing is saved.
         """
-        self._require_open()
+        self.require_open()
         root = checked_path("directory", directory).absolute()
         self.flush()
         save_shards(self.shards, self._config, self._seed, self.stream, self.draws, root)
@@ -366,7 +366,7 @@ class ShardedReplay(ShardedInspection, Replay):
                 fewer nodes than shards, or the buffer holds rows already.
             RuntimeError: A shard was lost meanwhile; the buffer is stopped.
         """
-        self._require_open()
+        self.require_open()
         root = checked_path("directory", directory).absolute()
         manifest = Manifest.read(root)
         restore_shards(self.shards, self._config, manifest, root)
@@ -387,7 +387,7 @@ class ShardedReplay(ShardedInspection, Replay):
 
     def stop(self) -> None:
         """Tells everyone to finish: `stopped` becomes True in every process, and waiting calls raise `Stopped`."""
-        self._require_open()
+        self.require_open()
         self.shards.ask("stop")
         self.shards.look()
 

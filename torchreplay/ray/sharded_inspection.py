@@ -26,7 +26,7 @@ class ShardedInspection(Configured):
 
     def __len__(self) -> int:
         """Returns the number of rows held by all shards."""
-        self._require_open()
+        self.require_open()
         self.shards.exchange()
         return sum(figures.rows for figures in self.shards.figures.values())
 
@@ -44,12 +44,12 @@ class ShardedInspection(Configured):
         from other nodes, hear of it with the next answer of a shard, the others within a second; each keeps to the old
         one until then, and what it drew under that does not count for the new one.
         """
-        self._require_open()
+        self.require_open()
         return self.shards.look().rule.limiter
 
     @limiter.setter
     def limiter(self, limiter: Limiter | None) -> None:
-        self._require_open()
+        self.require_open()
         default: Limiter = MinSize()
         self.shards.set_limiter(checked_kind("limiter", limiter, default, (MinSize, SamplesPerInsert)))
 
@@ -73,7 +73,7 @@ class ShardedInspection(Configured):
 
     def stats(self) -> ShardedStats:
         """Returns what has happened so far: over all shards, and each one's own."""
-        self._require_open()
+        self.require_open()
         self._feedback.apply_arrived()
         self._feedback.hear(0)
         self.shards.exchange()
@@ -92,13 +92,14 @@ class ShardedInspection(Configured):
         Each shard counts into bins of its own, whose counts are put where the middle of the bin lies. While there is
         no shard they are those of an empty buffer.
         """
-        self._require_open()
+        self.require_open()
         bins = checked_int("bins", bins, 1, 1 << 20)
         self._feedback.apply_arrived()
         places = self.shards.look().places
         calls = {number: place.actor.histograms.remote(bins) for number, place in places.items()}
         return merged_histograms(list(self.shards.calls.collect(calls).values()), bins)
 
-    def _require_open(self) -> None:
+    def require_open(self) -> None:
+        """Raises RuntimeError if this object is closed."""
         if self._closed:
             raise RuntimeError("the ShardedReplay is closed")
