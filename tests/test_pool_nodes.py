@@ -106,7 +106,7 @@ def test_who_waits_for_the_limiter_on_another_node_is_stopped_at_once(cluster):
 
 def test_what_ray_does_not_take_as_a_placement_is_refused_at_the_start(cluster):
     with pytest.raises(TypeError, match="scheduling_strategy"):
-        ExplorerPool(print, 1, make_buffer(), placement=5).start()
+        ExplorerPool(print, 1, make_buffer(), placement=cluster.ray.put(5)).start()
     assert_gone(cluster)
 
 
