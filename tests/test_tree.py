@@ -156,8 +156,8 @@ def test_scalars_shapes_and_integer_dtypes_are_taken_as_they_come():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda t: PriorityTree(0), "capacity is 0, expected 1 to 2147483648"),
-        (lambda t: PriorityTree(1.5), "capacity is 1.5, expected an integer"),
+        (lambda t: PriorityTree(0), "capacity is 0: expected an int from 1 to 2147483648"),
+        (lambda t: PriorityTree(1.5), "capacity is 1.5: expected an int from 1"),
         (lambda t: PriorityTree(1, seed=-1), "seed is -1"),
         (lambda t: t.set(10, 1.0), r"index\[0\] is 10, expected 0 to 9"),
         (lambda t: t.set(-1, 1.0), r"index\[0\] is -1"),
@@ -167,7 +167,7 @@ def test_scalars_shapes_and_integer_dtypes_are_taken_as_they_come():
         (lambda t: t.set(1, -1.0), "1 of 1 priorities are negative"),
         (lambda t: t.set(1, True), "priority has dtype torch.bool"),
         (lambda t: t.get(10), "expected 0 to 9"),
-        (lambda t: t.sample(0), "n is 0, expected 1 to"),
+        (lambda t: t.sample(0), "n is 0: expected an int from 1 to"),
         (lambda t: t.sample(1, stream=2**48), "stream is 281474976710656"),
         (lambda t: t.sample(1, step=-1), "step is -1"),
         (lambda t: t.find(1.0), r"1 of 1 targets lie outside \[0, 1.0\), the first is 1.0"),

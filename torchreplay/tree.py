@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 import secrets
 from typing import Any
 
 import torch
 
-from .arguments import as_numbers
+from .arguments import as_numbers, checked_int
 
 MAX_CAPACITY = 2**31
 STEP_LIMIT = 2**48  # of streams and steps: together they fill the generator's counter
@@ -42,8 +41,8 @@ class PriorityTree:
     """
 
     def __init__(self, capacity: int, *, seed: int | None = None) -> None:
-        self.capacity = _int_in("capacity", capacity, 1, MAX_CAPACITY)
-        self.seed = secrets.randbits(63) if seed is None else _int_in("seed", seed, 0, 2**63 - 1)
+        self.capacity = checked_int("capacity", capacity, 1, MAX_CAPACITY)
+        self.seed = secrets.randbits(63) if seed is None else checked_int("seed", seed, 0, 2**63 - 1)
         self.step = 0
         nbytes, self._leaves_offset, step = _ops().tree_layout(self.capacity)
         self.grid_step: float = step
@@ -113,9 +112,9 @@ class PriorityTree:
         Raises:
             ValueError: `n`, `stream` or `step` is out of range, or no priority is positive.
         """
-        n = _int_in("n", n, 1, 2**31 - 1)
-        stream = _int_in("stream", stream, 0, STEP_LIMIT - 1)
-        number = _int_in("step", self.step if step is None else step, 0, STEP_LIMIT - 1)
+        n = checked_int("n", n, 1, 2**31 - 1)
+        stream = checked_int("stream", stream, 0, STEP_LIMIT - 1)
+        number = checked_int("step", self.step if step is None else step, 0, STEP_LIMIT - 1)
         index, probability = _ops().tree_sample(self.memory, self.capacity, n, self.seed, stream, number)
         if step is None:
             self.step += 1
@@ -191,8 +190,8 @@ class PriorityTree:
             raise ValueError(f"the state has leaves of shape {tuple(leaves.shape)}, expected ({self.capacity},)")
         if not bool(((leaves >= 0) & leaves.isfinite()).all()):
             raise ValueError("the state has leaves that are negative or not finite")
-        seed = _int_in("seed", state["seed"], 0, 2**63 - 1)
-        step = _int_in("step", state["step"], 0, STEP_LIMIT - 1)
+        seed = checked_int("seed", state["seed"], 0, 2**63 - 1)
+        step = checked_int("step", state["step"], 0, STEP_LIMIT - 1)
         self.leaves.copy_(leaves)
         self.rebuild()
         self.seed, self.step = seed, step
@@ -213,18 +212,6 @@ def _ops() -> Any:
     from . import ops  # noqa: F401
 
     return torch.ops.torchreplay
-
-
-def _int_in(name: str, value: int, low: int, high: int) -> int:
-    try:
-        number = value if type(value) is int else operator.index(value)  # which torch.compile would compile in
-    except TypeError:
-        raise ValueError(f"{name} is {value!r}, expected an integer") from None
-    if isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r}, expected an integer")
-    if not low <= number <= high:
-        raise ValueError(f"{name} is {number}, expected {low} to {high}")
-    return number
 
 
 def _indices(index: int | torch.Tensor) -> torch.Tensor:
