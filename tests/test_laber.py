@@ -1,6 +1,7 @@
 """LaBER against the formulas of Lahire et al. (2022) in loops of their own, and draws against their probabilities."""
 
 import copy
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -158,6 +159,65 @@ def test_the_large_batch_stays_as_it_is(large):
     assert torch.equal(large["x"], kept["x"])
     assert torch.equal(large["weight"], kept["weight"])
     assert torch.equal(large["key"], kept["key"])
+
+
+@pytest.mark.parametrize("mode", ["mean", "max", "lazy"])
+def test_priorities_whose_sum_is_beyond_float64_weigh_as_others_in_proportion(large, mode):
+    priority = (torch.arange(40.0, dtype=torch.float64) + 1) * 2.0**-6
+    one, other = (tr.LaBER(16, mode, seed=1, eps=1e-300)(large, p) for p in (priority, priority * 2.0**1023))
+    assert other["weight"].isfinite().all()
+    assert torch.equal(one["key"], other["key"])
+    assert torch.equal(one["weight"], other["weight"])
+
+
+class Pair(NamedTuple):
+    one: Any
+    other: Any
+
+
+def test_entries_of_any_kind_are_taken_with_their_items(large):
+    rows = torch.tensor(rows_of(large))
+    given = {
+        "array": rows.numpy(),
+        "list": rows.tolist(),
+        "texts": tuple(map(str, rows.tolist())),
+        "dicts": [{"row": row} for row in rows.tolist()],
+        "scalars": list(rows),
+        "ragged": [np.full(40 + i, row) for i, row in enumerate(rows.tolist())],
+        "pair": Pair(rows, [rows.numpy(), {"deep": rows}]),
+    }
+    small = tr.LaBER(16, seed=0)(large | given, torch.rand(40))
+    taken = rows_of(small)
+    array, pair = small["array"], small["pair"]
+    assert array.tolist() == small["list"] == [int(row) for row in small["texts"]] == taken
+    assert [entry["row"] for entry in small["dicts"]] == [int(row) for row in small["scalars"]] == taken
+    assert [entry[-1] for entry in small["ragged"]] == taken
+    assert type(pair) is Pair
+    assert pair.one.tolist() == pair.other[0].tolist() == pair.other[1]["deep"].tolist() == taken
+    assert [type(small[name]) for name in ("array", "list", "texts")] == [np.ndarray, list, tuple]
+    array[:] = -1
+    assert rows.min() >= 0, "they have memory of their own"
+
+
+@pytest.mark.parametrize(
+    ("entry", "name", "told"),
+    [
+        (torch.tensor(1.0), "mine", r"of shape \[\]"),
+        (np.array(1.0), "mine", r"of shape \[\]"),
+        (torch.ones(39, 2), "mine", r"of shape \[39, 2\]"),
+        (np.ones(41), "mine", r"of shape \[41\]"),
+        ([1, 2, 3], "mine", r"\[1, 2, 3\]"),
+        ([], "mine", r"\[\]"),
+        ("text", "mine", "'text'"),
+        (None, "mine", "None"),
+        ({"deep": (torch.ones(40), torch.ones(7))}, "mine/deep/1", r"of shape \[7\]"),
+    ],
+    ids=repr,
+)
+def test_an_entry_without_a_part_for_each_item_is_refused_by_its_name(large, entry, name, told):
+    text = f"entry '{name}' of the large batch is {told}: expected one part for each of the 40 items"
+    with pytest.raises(ValueError, match=text):
+        tr.LaBER(16)(large | {"mine": entry}, torch.ones(40))
 
 
 @pytest.mark.parametrize(

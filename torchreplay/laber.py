@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 
 from .arguments import as_float, as_numbers, checked_choice, checked_instance, checked_int
@@ -12,6 +15,8 @@ from .drawing import MAX_BATCH
 
 Mode: TypeAlias = Literal["mean", "max", "lazy"]
 MODES: tuple[Mode, ...] = ("mean", "max", "lazy")
+ARRAYS = (torch.Tensor, np.ndarray)
+CONTAINERS = (Mapping, list, tuple)
 
 
 class LaBER:
@@ -67,7 +72,8 @@ class LaBER:
         """Returns the items taken, on the devices they are on.
 
         Args:
-            large: A batch of M items, at least `batch_size`.
+            large: A batch of M items, at least `batch_size`. Entries of your own may be tensors and arrays `[M, ...]`,
+                lists and tuples of M values, or dicts, lists and tuples of such.
             priority: M numbers of any real dtype, on any device; their absolute values are taken.
 
         Returns:
@@ -76,15 +82,16 @@ class LaBER:
             twice is there twice.
 
         Raises:
-            ValueError: `large` is too small, or `priority` is not M finite numbers.
+            ValueError: `large` is too small, an entry of it has not one part for each item, or `priority` is not M
+                finite numbers.
             TypeError: `large` is no `ReplayBatch`.
         """
         p = self._positive(large, priority)
         chosen = torch.multinomial(p, self.batch_size, replacement=True, generator=self.generator)
-        there = chosen.to(large["weight"].device)
-        small = large._map(lambda tensor: tensor[there.to(tensor.device)])
-        small["key"] = large["key"][chosen]
-        weight = small["weight"].double() * self._correction(p, chosen).to(there.device)
+        there = cache(chosen.to)  # one copy to a device
+        small = ReplayBatch({name: _taken(name, value, there, len(p)) for name, value in large.items()})
+        small.source = getattr(large, "source", None)
+        weight = small["weight"].double() * self._correction(p, chosen).to(small["weight"].device)
         if self.mode == "max":
             weight /= weight.max()
         small["weight"] = weight.float()
@@ -103,10 +110,43 @@ class LaBER:
         bad = p.isfinite().logical_not().nonzero()
         if len(bad):
             raise ValueError(f"{len(bad)} of {len(p)} priorities are NaN or infinite, the first at index {int(bad[0])}")
-        return p + self.eps
+        p += self.eps
+        return p / p.max()  # a factor changes neither probabilities nor weights, and the sum is finite
 
     def _correction(self, p: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         return (p.sum() if self.mode == "lazy" else p.mean()) / p[chosen]
 
     def __repr__(self) -> str:
         return f"LaBER({self.batch_size}, mode={self.mode!r}, eps={self.eps})"
+
+
+def _taken(name: str, value: Any, there: Callable[[torch.device], torch.Tensor], n: int) -> Any:
+    """Returns the parts that items taken have in an entry of a batch, in memory of their own.
+
+    Args:
+        name: The entry's.
+        value: The entry, with a part for each item; or several of them in a dict, a list or a tuple.
+        there: Returns the indices of the items taken, on a device.
+        n: Items in the batch.
+    """
+    if isinstance(value, Mapping):
+        return {key: _taken(f"{name}/{key}", v, there, n) for key, v in value.items()}
+    several = isinstance(value, list | tuple) and any(isinstance(v, ARRAYS + CONTAINERS) for v in value)
+    if several and (len(value) != n or all(_length(v) == n for v in value)):
+        return getattr(value, "_make", type(value))(_taken(f"{name}/{i}", v, there, n) for i, v in enumerate(value))
+    if _length(value) != n:
+        given = f"of shape {list(value.shape)}" if isinstance(value, ARRAYS) else f"{value!r:.200}"
+        raise ValueError(f"entry {name!r} of the large batch is {given}: expected one part for each of the {n} items")
+    if isinstance(value, torch.Tensor):
+        return value[there(value.device)]
+    chosen = there(torch.device("cpu"))
+    if isinstance(value, np.ndarray):
+        return value[chosen.numpy()]
+    parts = [value[i] for i in chosen.tolist()]
+    return parts if isinstance(value, list) else tuple(parts)
+
+
+def _length(value: Any) -> int | None:
+    if isinstance(value, ARRAYS):
+        return len(value) if value.ndim else None
+    return len(value) if isinstance(value, list | tuple) else None
