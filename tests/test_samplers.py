@@ -38,6 +38,12 @@ def test_a_beta_given_to_sample_wins_as_a_number_or_a_schedule():
     assert buffer.sample(20)["weight"].eq(1).all()
 
 
+@pytest.mark.parametrize("ends", [(0.4, -1.0), (-1.0, 0.4)], ids=str)
+def test_a_schedule_of_beta_with_a_negative_end_is_refused_before_it_comes_there(ends):
+    with pytest.raises(ValueError, match=r"beta is -1\.0: expected a finite number >= 0"):
+        tr.Prioritized(beta=tr.Linear(*ends, 3))
+
+
 def test_numpy_scalars_are_numbers_as_others_are():
     sampler = tr.Prioritized(alpha=np.float32(0.5), beta=np.float64(0.4), eps=np.float32(1e-3))
     limiter = tr.SamplesPerInsert(np.float32(4), min_size=1, tolerance=np.float32(3000))

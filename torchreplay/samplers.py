@@ -75,7 +75,8 @@ class Prioritized:
             by the largest one of the batch; `"none"` leaves them.
 
     Raises:
-        ValueError: An argument is negative or not finite, `eps` is 0, or `weights` is unknown.
+        ValueError: An argument, or an end of a `Linear` one, is negative or not finite, `eps` is 0, or `weights` is
+            unknown.
     """
 
     alpha: float = 0.6
@@ -90,7 +91,8 @@ class Prioritized:
         if not (math.isfinite(self.eps) and self.eps > 0):
             raise ValueError(f"eps is {self.eps}: expected a finite number > 0")
         checked_choice("weights", self.weights, NORMALIZATIONS)
-        value_of(self.beta, 0)
+        for beta in (self.beta.start, self.beta.end) if isinstance(self.beta, Linear) else (self.beta,):
+            value_of(beta, 0)
 
 
 Sampler: TypeAlias = Uniform | Prioritized
