@@ -80,7 +80,7 @@ def observation(number):
     return {"obs": np.full(2, number, np.float32)}
 
 
-def play(writer, length, end="terminated", start=0, priorities=None):
+def play(writer, length, end="terminated", start=0, priorities=None, observation=observation):
     """An episode of observations start, start + 1, ...; the action at an observation is its number, the reward 1."""
     keys = [writer.reset(**observation(start))]
     for t in range(length):

@@ -89,8 +89,8 @@ class Union:
         return next((figures.barren for figures in self.figures.values() if figures.barren), None)
 
 
-def wait_for_rows(union):
-    Draws(union, CONFIG, 0, 0, None)._wait_for_rows(8, Wait(WATCHED, 60))
+def wait_for_rows(union, timeout=60):
+    Draws(union, CONFIG, 0, 0, None)._wait_for_rows(8, Wait(WATCHED, timeout))
 
 
 def test_a_union_without_an_item_is_told_so_after_more_than_one_look(shards):
@@ -108,3 +108,8 @@ def test_another_shards_items_are_drawn(shards):
     union = Union(shards)
     wait_for_rows(union)
     assert union.looks == 1
+
+
+def test_a_wait_for_the_first_items_of_a_union_says_what_they_take(shards):
+    with pytest.raises(tr.ReplayTimeout, match=r"0 can be drawn \(an item takes 8 steps"):
+        wait_for_rows(Union(shards), timeout=0)

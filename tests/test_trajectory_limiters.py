@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from forked import Forked, eventually, shared_counters
 from limited_buffers import has_waited, writers_that_wait
-from linked_rows import buffer_of, observation, play
+from linked_rows import STEPS, nested
+from linked_rows import buffer_of as linked_buffer_of
+from linked_rows import play as linked_play
 
 import torchreplay as tr
 
@@ -19,7 +21,20 @@ def no_reward(achieved, desired):
     return achieved[:, 0] * 0
 
 
-HINDSIGHT = tr.Hindsight(no_reward, achieved="obs", desired="obs")
+HINDSIGHT = tr.Hindsight(no_reward, achieved="obs/at", desired="obs/goal")
+GOALS = {"obs/at": ((2,), np.float32), "obs/goal": ((2,), np.float32), **STEPS}
+
+
+def buffer_of(view, **arguments):
+    return linked_buffer_of(view, GOALS, **arguments)
+
+
+def observation(number):
+    return {"obs": {"at": np.full(2, number, np.float32), "goal": np.zeros(2, np.float32)}}
+
+
+def play(writer, length, end="terminated"):
+    return linked_play(writer, length, end, observation=observation)
 
 
 @pytest.fixture
@@ -91,19 +106,64 @@ def test_a_draw_from_incomplete_items_of_trajectories_that_nobody_can_complete_s
     assert len(buffer.sample(1)["key"]) == 1
 
 
+# Why episodes have no items
+
+SHORT = r"a window takes 6 steps, fewer where a flag ends the episode, but more than the 2 of burn_in"
+WITHOUT_ITEMS = {
+    "unended": (HINDSIGHT, 4, None, "only the steps of an episode that a flag has ended are items"),
+    "no longer than the burn-in": (tr.Sequences(4, burn_in=2), 2, "terminated", SHORT),
+    "unended sequences": (tr.Sequences(4), 3, None, "a window takes 4 steps, fewer where a flag ends the episode$"),
+    "unended transitions": (tr.Transitions(n_step=5), 4, None, "an item takes 5 steps, fewer where a flag ends"),
+}
+without_items = pytest.mark.parametrize(("view", "steps", "end", "why"), WITHOUT_ITEMS.values(), ids=WITHOUT_ITEMS)
+
+
+@without_items
+def test_a_wait_for_items_that_episodes_do_not_have_says_when_they_would(alone, view, steps, end, why):
+    buffer = buffer_of(view)
+    with buffer.writer() as writer:
+        for _ in range(5):
+            play(writer, steps, end)
+        with pytest.raises(tr.WouldBlockForever, match=rf"0 can be drawn \({why.rstrip('$')}.*\); writers alive"):
+            buffer.sample(1)
+
+
+@without_items
+def test_a_ring_that_turns_with_episodes_that_have_no_items_says_when_they_would(view, steps, end, why):
+    buffer = buffer_of(view, capacity=16)
+    with buffer.writer() as writer:
+        for _ in range(20):
+            play(writer, steps, end)
+        why = why.replace("$", r"\.")
+        with pytest.raises(RuntimeError, match=rf"completing an item: .* 16 rows; {why}.*see that episodes complete"):
+            buffer.sample(1, timeout=60)
+
+
+def test_with_items_to_draw_a_wait_does_not_say_when_there_are_some(alone):
+    buffer = buffer_of(tr.Transitions(), limiter=tr.MinSize(9))
+    with buffer.writer() as writer:
+        play(writer, 3)
+        with pytest.raises(tr.WouldBlockForever, match="3 can be drawn; writers alive"):
+            buffer.sample(1)
+
+
 # Rings too small for an item of every lane
 
 
 def lane_steps(lanes, terminated=False):
     """A step of every lane."""
-    fields = {**observation(0), "action": 0, "reward": 1.0, "terminated": terminated, "truncated": False}
-    return {name: np.repeat(np.asarray(value)[None], lanes, 0) for name, value in fields.items()}
+    fields = {"action": 0, "reward": 1.0, "terminated": terminated, "truncated": False}
+    return {**lane_observations(lanes), **{name: np.full(lanes, value) for name, value in fields.items()}}
+
+
+def lane_observations(lanes):
+    return nested({name: np.zeros((lanes, 2)) for name in ("obs/at", "obs/goal")})
 
 
 def steps_in_lanes(buffer, lanes, length=None):
     """Steps of vector environments whose episodes have `length` steps, or no end; yields the rows of every call."""
     with buffer.writer(lanes) as writer:
-        writer.reset(obs=np.zeros((lanes, 2)))
+        writer.reset(**lane_observations(lanes))
         yield lanes
         for t in itertools.count(1):
             writer.step(**lane_steps(lanes, length is not None and t % (length + 1) == length))
@@ -116,11 +176,11 @@ def write_for_ever(buffer, lanes, length=None):
 
 
 ENDLESS = {
-    r"Transitions\(n_step=8.* needs 9 rows": tr.Transitions(n_step=8),
-    r"Transitions\(.*stack=.* needs 11 rows": tr.Transitions(n_step=8, stack={"obs": 3}),
-    r"Sequences\(length=6.* needs 9 rows": tr.Sequences(6, burn_in=2),
-    r"Sequences\(.*across_episodes=True.* needs 9 rows": tr.Sequences(8, across_episodes=True),
-    r"Hindsight\(": HINDSIGHT,
+    r"Transitions\(n_step=8.* needs 9 rows .* 64 rows; an item takes 8 steps": tr.Transitions(n_step=8),
+    r"Transitions\(.*stack=.* needs 11 rows .* 64 rows": tr.Transitions(n_step=8, stack={"obs/at": 3}),
+    r"Sequences\(length=6.* needs 9 rows .* 64 rows; a window takes 8 steps": tr.Sequences(6, burn_in=2),
+    r"Sequences\(.* needs 9 rows .* 64 rows; a window takes 9 rows of one": tr.Sequences(8, across_episodes=True),
+    r"Hindsight\(.* 64 rows; only the steps of an episode": HINDSIGHT,
 }
 endless = pytest.mark.parametrize(("message", "view"), ENDLESS.items())
 
@@ -135,7 +195,7 @@ def test_a_ring_that_turns_twice_without_completing_an_item_of_a_trajectory_says
     with pytest.raises(tr.ReplayTimeout, match="0 items were inserted"):
         buffer.sample(1, timeout=0)
     next(calls)
-    with pytest.raises(RuntimeError, match=rf"without completing an item: {message}.* 64 rows"):
+    with pytest.raises(RuntimeError, match=rf"without completing an item: {message}"):
         buffer.sample(1, timeout=60)
     assert buffer.stats().sampled == 0
 
@@ -187,7 +247,7 @@ def test_turns_of_the_ring_are_counted_from_the_last_complete_item_of_a_trajecto
 # Views, lanes, the steps of their episodes (None: no end), and the rows that an item waits for at most.
 IN_STEP = {
     "short episodes": (tr.Transitions(n_step=5), 4, 3, 5),
-    "endless episodes": (tr.Transitions(n_step=5, stack={"obs": 2}), 2, None, 5),
+    "endless episodes": (tr.Transitions(n_step=5, stack={"obs/at": 2}), 2, None, 5),
     "one lane": (tr.Transitions(n_step=20), 1, 21, 20),
     "sequences": (tr.Sequences(4, stride=2, burn_in=2), 3, 11, 6),
     "sequences across episodes": (tr.Sequences(6, across_episodes=True), 3, 4, 6),

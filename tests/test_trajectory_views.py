@@ -14,6 +14,7 @@ BAD_ARGUMENTS = [
     *((tr.Sequences, {"length": n}, "length is") for n in (0, -1, 1.5, None)),
     *((tr.Sequences, {"length": 2, "stride": n}, "stride is") for n in (0, -1, 1.5)),
     *((tr.Sequences, {"length": 2, "burn_in": n}, "burn_in is") for n in (-1, 1.5, None)),
+    (tr.Sequences, {"length": 2**19, "burn_in": 2**19}, r"burn_in \+ length is 1,048,576: expected fewer"),
 ]
 
 
@@ -70,6 +71,11 @@ BAD_FITS = [
 def test_a_view_that_does_not_fit_the_spec_is_a_value_error_that_names_the_field(view, message):
     with pytest.raises(ValueError, match=message):
         tr.ReplayBuffer(spec_of(PLAIN), 100, view=view)
+
+
+def test_sequences_may_be_as_long_as_a_batch_may():
+    view = tr.Sequences(2**19, burn_in=2**19 - 1)
+    assert tr.ReplayBuffer(spec_of(PLAIN), 2**20, view=view).view.rows_of_an_item == 2**20
 
 
 @pytest.mark.parametrize(

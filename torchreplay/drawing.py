@@ -142,7 +142,8 @@ class Drawing:
             raise Stopped("the replay buffer was stopped")
         trouble = self._trouble(result, batch_size)
         if trouble is None:
-            wait.check_rows(*result)
+            inserted, needed, drawable = result
+            wait.check_rows(inserted, needed, drawable, self._config.view.complete_when)
         elif result == "barren":
             wait.check_turns(trouble)
         else:
@@ -154,8 +155,8 @@ class Drawing:
         if result == "barren":
             return (
                 f"the ring turned without completing an item: {view} needs {view.rows_of_an_item} rows "
-                f"of one stream at a time, and all writers' lanes share the {capacity:,} rows. Choose a "
-                f"larger capacity or fewer lanes, and see that episodes end with a flag"
+                f"of one stream at a time, and all writers' lanes share the {capacity:,} rows; {view.complete_when}. "
+                f"Choose a larger capacity or fewer lanes, or see that episodes complete items"
             )
         if result == "lapped":
             return (

@@ -102,6 +102,11 @@ class Hindsight:
         """The rows that one item needs."""
         return 2
 
+    @property
+    def complete_when(self) -> str:
+        """When an item can be drawn, for errors."""
+        return "only the steps of an episode that a flag has ended are items"
+
     def roles(self, fields: Mapping[Path, Field]) -> Roles:
         """Returns the fields' roles; raises ValueError for a spec that does not fit the view."""
         return roles_of(fields, self.observation, self.terminated, self.truncated)

@@ -49,6 +49,11 @@ class Rows:
         """The rows that one item needs."""
         return 1
 
+    @property
+    def complete_when(self) -> str:
+        """When an item can be drawn, for errors: ""; always."""
+        return ""
+
 
 @dataclass(frozen=True, slots=True)
 class Transitions:
@@ -111,6 +116,12 @@ class Transitions:
         """The rows that one item needs."""
         return self._history + self.n_step + 1
 
+    @property
+    def complete_when(self) -> str:
+        """When an item can be drawn, for errors."""
+        steps = "1 step" if self.n_step == 1 else f"{self.n_step} steps, fewer where a flag ends the episode"
+        return f"an item takes {steps}"
+
     def roles(self, fields: Mapping[Path, Field]) -> Roles:
         """Returns the fields' roles; raises ValueError for a spec that does not fit the view."""
         return roles_of(fields, self.observation, self.terminated, self.truncated)
@@ -158,8 +169,13 @@ class Sequences:
     - the fields named in `initial` for the window's first step only, `[B, *shape]`: stored recurrent state.
 
     Windows start at multiples of `stride`, counted from the episode's start, and can be drawn when they are complete,
-    or when the episode has ended and at least one step follows the burn-in. `sequence_priority` makes one priority of a
-    window's TD errors; before the first, a window has the largest of the priorities given with its steps.
+    or when the episode has ended and at least one step follows the burn-in: episodes of at most `burn_in` steps are
+    never drawn. `sequence_priority` makes one priority of a window's TD errors; before the first, a window has the
+    largest of the priorities given with its steps.
+
+    Whoever learns from `mask[:, burn_in:]` alone never learns from the first `burn_in` steps of an episode (unless
+    windows run across episodes). A window that begins with its episode, `is_first[:, 0]`, needs no burn-in: learn from
+    all of its `mask`.
 
     Args:
         length: Steps to learn from.
@@ -189,6 +205,8 @@ class Sequences:
     def __post_init__(self) -> None:
         object.__setattr__(self, "length", checked_int("length", self.length, 1, MAX_STEPS >> 1))
         object.__setattr__(self, "burn_in", checked_int("burn_in", self.burn_in, 0, MAX_STEPS >> 1))
+        if self._steps >= MAX_STEPS:
+            raise ValueError(f"burn_in + length is {self._steps:,}: expected fewer than {MAX_STEPS:,} steps")
         if self.stride is not None:
             object.__setattr__(self, "stride", checked_int("stride", self.stride, 1, MAX_STEPS))
         checked_instance("across_episodes", self.across_episodes, bool, "True or False")
@@ -211,6 +229,14 @@ class Sequences:
     def rows_of_an_item(self) -> int:
         """The rows that one item needs."""
         return self._steps + 1
+
+    @property
+    def complete_when(self) -> str:
+        """When an item can be drawn, for errors."""
+        if self.across_episodes:
+            return f"a window takes {self._steps + 1} rows of one stream"
+        longer = f", but more than the {self.burn_in} of burn_in" if self.burn_in else ""
+        return f"a window takes {self._steps} steps, fewer where a flag ends the episode{longer}"
 
     def roles(self, fields: Mapping[Path, Field]) -> Roles:
         """Returns the fields' roles; raises ValueError for a spec that does not fit the view."""

@@ -85,8 +85,14 @@ class Wait:
         """Whether the timeout is over."""
         return self._timeout is not None and time.monotonic() - self._start >= self._timeout
 
-    def check_rows(self, inserted: int, needed: int, drawable: int) -> None:
+    def check_rows(self, inserted: int, needed: int, drawable: int, complete_when: str) -> None:
         """Gives up a wait for rows that nobody will write, or that took too long; a long one is logged.
+
+        Args:
+            inserted: Items that became drawable so far.
+            needed: How many the limiter asks for.
+            drawable: Items that can be drawn now.
+            complete_when: When an item can be, as the view says.
 
         Raises:
             WouldBlockForever: No writer is left.
@@ -94,9 +100,10 @@ class Wait:
         """
         self._barren_since = None
         census = self._segment.census(threading.active_count() > 1)
+        why = f" ({complete_when})" if complete_when and not drawable else ""
         figures = (
-            f"{inserted:,} items were inserted, {needed:,} are needed and {drawable:,} can be drawn; writers alive: "
-            f"{census['writers']}, last write: {_ago(census['since_write'])}"
+            f"{inserted:,} items were inserted, {needed:,} are needed and {drawable:,} can be drawn{why}; writers "
+            f"alive: {census['writers']}, last write: {_ago(census['since_write'])}"
         )
         if not census["others_writing"] and not census["supervisors"]:
             self._check_writers(census, figures)

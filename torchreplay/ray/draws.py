@@ -42,6 +42,7 @@ class Draws:
         self.shards = shards
         self._sampler, self._seed, self._nonce = config.sampler, seed, nonce
         self._layout = Layout(config.outputs())
+        self._complete_when = config.view.complete_when
         self._finish = finish
         # Nothing is called under it: what a signal handler, or a stream that is collected, does in the midst of that in
         # the same thread comes before or after.
@@ -181,7 +182,8 @@ class Draws:
             drawable = sum(figures.drawn.drawable for figures in self.shards.figures.values())
             barren = self.shards.barren
             if drawable or barren is None:
-                wait.check_rows(self.shards.union_limiter.inserted, self.shards.union_limiter.needed(n), drawable)
+                inserted, needed = self.shards.union_limiter.inserted, self.shards.union_limiter.needed(n)
+                wait.check_rows(inserted, needed, drawable, self._complete_when)
             else:
                 wait.check_turns(barren)
             time.sleep(min(POLL, wait.slice_ns() * 1e-9))
