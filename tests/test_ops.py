@@ -263,7 +263,7 @@ def test_a_ring_draws_the_items_that_gather_finds_under_their_keys(view):
         assert torch.equal(batch[name], same[name]), name
 
 
-def test_a_ring_relabels_goals_as_the_view_says():
+def goal_buffer():
     view = tr.Hindsight(
         lambda achieved, desired: desired[:, 0], achieved="obs", desired="goal", share=1.0, observation=("obs", "goal")
     )
@@ -277,9 +277,22 @@ def test_a_ring_relabels_goals_as_the_view_says():
         terminated=flags,
         truncated=np.array([False, False, True]),
     )
-    batch = Ring(buffer).sample(32)
+    return buffer
+
+
+def test_a_ring_relabels_goals_as_the_view_says():
+    batch = Ring(goal_buffer()).sample(32)
     assert batch["relabelled"].all()
     assert torch.equal(batch["reward"], batch["next_goal"][:, 0])
     assert torch.equal(batch["goal"], batch["next_goal"])
     assert (batch["goal"] > batch["obs"]).all()
     assert (batch["goal"] <= 3).all()
+
+
+def test_a_compiled_draw_relabels_goals_in_one_graph():
+    ring = Ring(goal_buffer())
+    compiled = torch.compile(ring.sample, fullgraph=True, backend="aot_eager")
+    for n in (8, 16, 24):
+        batch = compiled(n)
+        assert batch["relabelled"].all()
+        assert torch.equal(batch["reward"], batch["next_goal"][:, 0])

@@ -15,6 +15,11 @@ BAD_ARGUMENTS = [
     *((tr.Sequences, {"length": 2, "stride": n}, "stride is") for n in (0, -1, 1.5)),
     *((tr.Sequences, {"length": 2, "burn_in": n}, "burn_in is") for n in (-1, 1.5, None)),
     (tr.Sequences, {"length": 2**19, "burn_in": 2**19}, r"burn_in \+ length is 1,048,576: expected fewer"),
+    (
+        tr.Hindsight,
+        {"compute_reward": None, "achieved": "obs", "desired": "obs"},
+        "achieved and desired are both 'obs'",
+    ),
 ]
 
 
@@ -64,13 +69,26 @@ BAD_FITS = [
     (tr.Sequences(2, initial=("state",)), "initial 'state' is no field of the spec"),
     (tr.Sequences(2, initial=("obs",)), "initial names 'obs'"),
     (tr.Sequences(2, terminated="done"), "terminated='done' is no field of the spec"),
+    (
+        tr.Hindsight(None, "goal", "obs"),
+        r"'goal' is not an observation: name it in observation=\('obs', 'goal'\)",
+    ),
+    (
+        tr.Hindsight(None, "goal", "far", observation=["obs"]),
+        r"'goal' is not an observation: name it in observation=\('obs', 'goal', 'far'\)",
+    ),
+    (
+        tr.Hindsight(None, "obs", "far", observation=("obs", "far")),
+        r"achieved='obs' is Field\(\(2,\), .* and desired='far' is Field\(\(3,\), .*: expected fields of one type",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("view", "message"), BAD_FITS, ids=[message for _, message in BAD_FITS])
 def test_a_view_that_does_not_fit_the_spec_is_a_value_error_that_names_the_field(view, message):
+    goals = {"goal": ((2,), np.float32), "far": ((3,), np.float32)}
     with pytest.raises(ValueError, match=message):
-        tr.ReplayBuffer(spec_of(PLAIN), 100, view=view)
+        tr.ReplayBuffer(spec_of(PLAIN | goals), 100, view=view)
 
 
 def test_sequences_may_be_as_long_as_a_batch_may():

@@ -102,14 +102,16 @@ def checked_timeout(timeout: Any) -> float | None:
     return seconds
 
 
-def as_numbers(name: str, values: Any, expected: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Returns `values` as a tensor; of `dtype`, if one is given.
+def as_numbers(
+    name: str, values: Any, expected: str, dtype: torch.dtype | None = None, device: torch.device | None = None
+) -> torch.Tensor:
+    """Returns `values` as a tensor; of `dtype` and on `device`, if one is given.
 
     Raises:
         ValueError: torch cannot make one of them; the text says `expected`.
     """
     try:
-        return torch.as_tensor(values, dtype=dtype)
+        return torch.as_tensor(values, dtype=dtype, device=device)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{name}: got {values!r:.200}, expected {expected}") from error
 

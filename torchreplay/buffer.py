@@ -168,7 +168,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
             view: The buffer's own view, with functions that a handle does not carry: those of `Hindsight`.
 
         Raises:
-            ValueError: `view` is not the buffer's.
+            ValueError: `view` is not the buffer's, or has not the same functions.
             AttachError: Its owner is gone, on another machine, of another user, or runs another version of torchreplay;
                 or the memory is damaged.
         """
@@ -227,7 +227,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
             PermissionError: It belongs to another user.
             CheckpointError: It is no replay buffer, of another version, truncated, damaged, or was in use when the
                 machine went down.
-            ValueError: `view` is not the buffer's.
+            ValueError: `view` is not the buffer's, or has not the same functions.
         """
         found = open_file(checked_path("path", path))
         try:
@@ -363,7 +363,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
             CheckpointError: There is no checkpoint, or it is damaged.
             MemoryError: The machine or the cgroup has too little memory left.
             OSError: The file cannot be made, or is there already.
-            ValueError: `capacity` or `view` does not fit.
+            ValueError: `capacity` or `view` does not fit, or `view` has not the same functions.
         """
         directory = checked_path("directory", directory)
         path = None if path is None else checked_path("path", path)

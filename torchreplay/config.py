@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from .arguments import checked_int, checked_kind
-from .hindsight import Hindsight
+from .hindsight import Elsewhere, Hindsight
 from .limiters import Limiter, MinSize, SamplesPerInsert
 from .plan import as_path
 from .samplers import NORMALIZATIONS, Linear, Prioritized, Sampler, Uniform, value_of
@@ -24,7 +24,7 @@ ROLES: dict[str, tuple[Any, ...]] = {
     "view": VIEWS,
     "limiter": (MinSize, SamplesPerInsert),
 }
-KINDS: dict[str, Any] = {t.__name__: t for t in (Linear, *chain.from_iterable(ROLES.values()))}
+KINDS: dict[str, Any] = {t.__name__: t for t in (Linear, Elsewhere, *chain.from_iterable(ROLES.values()))}
 DAMAGED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """What reading text that may say anything raises."""
 
@@ -101,13 +101,13 @@ class Config:
         """Returns the configuration with the functions of `view`, which a description does not hold.
 
         Raises:
-            ValueError: `view` is another one.
+            ValueError: `view` is another one, or has other functions.
         """
         if view is None:
             return self
-        if not isinstance(view, Hindsight) or view.as_data() != self.view:
+        if not isinstance(self.view, Hindsight):
             raise ValueError(f"view is {view}: expected the buffer's own, which is {self.view}")
-        return replace(self, view=view)
+        return replace(self, view=self.view.with_functions_of(view))
 
     def lanes_of(self, values: Mapping[str, Any]) -> int | None:
         """Returns the lanes of the block of streams that `values` are; None for rows and for a single episode."""
@@ -147,7 +147,7 @@ def _restore(value: Any, kinds: tuple[Any, ...]) -> Any:
 
 
 def _value(value: Any) -> Any:
-    return _restore(value, (Linear,)) if isinstance(value, dict) and "kind" in value else value
+    return _restore(value, (Linear, Elsewhere)) if isinstance(value, dict) and "kind" in value else value
 
 
 class Configured:

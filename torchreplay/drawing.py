@@ -107,7 +107,8 @@ class Drawing:
         """Returns the items anchored at given rows.
 
         Items that cannot be drawn, because their rows were overwritten or are not complete, are left out. It counts as
-        no draw: the limiter and the streams of draws do not notice.
+        no draw: the limiter and the streams of draws do not notice. Under `Hindsight` items come as they were lived:
+        nothing is relabelled.
 
         Args:
             keys: int64 `[n]`.

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 
-from .arguments import as_floats, checked_choice
+from .arguments import as_floats, as_numbers, checked_choice
 from .plan import (
     GOALS,
     BatchPlan,
@@ -31,6 +31,11 @@ GoalFunction: TypeAlias = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
 @dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """Stands for a function that the view has in other processes, and that did not travel to this one."""
+
+
+@dataclass(frozen=True, slots=True)
 class Hindsight:
     """One-step transitions of ended episodes, some of them with another goal (Andrychowicz et al. 2017).
 
@@ -38,17 +43,22 @@ class Hindsight:
     another of its steps (section 4.5): `"future"`: a uniform one of those after the anchor; `"final"`: the last one;
     `"episode"`: a uniform one of the episode's that are still held. The reward of such an item, and its terminated flag
     where a function is given, are computed for the new goal. A batch is that of `Transitions(n_step=1)` and has
-    `relabelled`, bool `[B]`, besides.
+    `relabelled`, bool `[B]`, besides. `gather` and `Reverse` relabel nothing.
+
+    The functions are called once a batch, if an item of it is relabelled, with copies of the goals of all its items, on
+    the CPU and without gradients. What they return may be anything that `torch.as_tensor` takes, on any device. A
+    `priority` given with a step is that of the item that starts at the observation before it.
 
     Args:
-        compute_reward: `compute_reward(achieved, desired)`, both `[B, *goal]`, returns the rewards `[B]` for having
-            achieved the one while the other was desired. Called once a batch, with the goals of all its items.
+        compute_reward: `compute_reward(achieved, desired)`, both `[B, *goal]`, returns the rewards `[B]` (`[B, *shape]`
+            where the reward field has a shape) for having achieved the one while the other was desired. None: draws
+            that relabel an item are refused; another process may be given the function.
         achieved: Name of the field with the goal that was achieved; a part of the observation.
         desired: Name of the field with the goal that was desired; a part of the observation, of the same type.
         strategy: `"future"`, `"final"` or `"episode"`.
         share: Of the items to relabel: 0.8 is the paper's k = 4.
         compute_terminated: `compute_terminated(achieved, desired)` returns bools `[B]`, for environments that end when
-            the goal is reached. None: the flags are as recorded.
+            the goal is reached. None: the flags are as recorded. All processes have one, or none has.
         gamma: Discount of a step.
         observation: Name of the observation field, or of several, as for `Transitions`.
         reward: Name of the reward field, of a floating dtype.
@@ -65,12 +75,12 @@ class Hindsight:
 
     functions: ClassVar[tuple[str, ...]] = ("compute_reward", "compute_terminated")
 
-    compute_reward: GoalFunction | None
+    compute_reward: GoalFunction | Elsewhere | None
     achieved: str = "obs/achieved_goal"
     desired: str = "obs/desired_goal"
     strategy: str = "future"
     share: float = 0.8
-    compute_terminated: GoalFunction | None = None
+    compute_terminated: GoalFunction | Elsewhere | None = None
     gamma: float = 0.99
     observation: str | Sequence[str] = "obs"
     reward: str = "reward"
@@ -85,9 +95,11 @@ class Hindsight:
         checked_choice("strategy", self.strategy, GOALS[1:])
         for name in self.functions:
             function = getattr(self, name)
-            if function is not None and not callable(function):
+            if not (function is None or isinstance(function, Elsewhere) or callable(function)):
                 raise TypeError(f"{name} is {function!r}: expected a function of (achieved, desired)")
         check_names(self, "achieved", "desired", "reward", "terminated", "truncated")
+        if self.achieved == self.desired:
+            raise ValueError(f"achieved and desired are both {self.achieved!r}: expected two fields")
         names = names_of(self.observation)
         if not isinstance(self.observation, str):
             object.__setattr__(self, "observation", names)
@@ -117,12 +129,15 @@ class Hindsight:
         observed = observation_fields(fields, self.observation)
         reward = reward_field(fields, self.reward, observed)
         achieved, desired = (field_named(fields, role, getattr(self, role)) for role in ("achieved", "desired"))
-        for path in (achieved, desired):
-            if path not in observed or fields[path] != fields[achieved]:
-                raise ValueError(
-                    f"achieved={self.achieved!r} and desired={self.desired!r}: expected observations of one type, "
-                    f"got {fields[achieved]} and {fields[desired]}"
-                )
+        unseen = [name for name in (self.achieved, self.desired) if as_path(name) not in observed]
+        if unseen:
+            names = (*names_of(self.observation), *unseen)
+            raise ValueError(f"{unseen[0]!r} is not an observation: name it in observation={names!r}")
+        if fields[achieved] != fields[desired]:
+            raise ValueError(
+                f"achieved={self.achieved!r} is {fields[achieved]} and desired={self.desired!r} is {fields[desired]}: "
+                f"expected fields of one type"
+            )
 
         def add_observation(path: Path, first: int, to: Path) -> None:
             if path == desired:
@@ -145,23 +160,65 @@ class Hindsight:
         """Gives the relabelled items of a batch, in place, the rewards, and the terminated flags, of their new goals.
 
         Raises:
-            RuntimeError: The functions did not travel to this process.
-            ValueError: A function returned something of another shape.
+            RuntimeError: Some are relabelled, and this process lacks the functions.
+            ValueError: A function returned what is no reward, or no flag, of each item.
         """
-        relabelled = batch["relabelled"]
-        if self.compute_reward is None:
+        # torch.compile does not look at values.
+        if not torch.compiler.is_compiling() and not batch["relabelled"].any():
+            return
+        if not callable(self.compute_reward) or isinstance(self.compute_terminated, Elsewhere):
             raise RuntimeError(
-                "the reward function did not travel to this process: attach with ReplayBuffer.attach(handle, "
-                "view=Hindsight(compute_reward, ...))"
+                "this process lacks the view's functions, which relabelled items need: make the buffer, or attach, "
+                "load or open it, with view=Hindsight(compute_reward, ...)"
             )
-        goals = _get(batch, next_path(as_path(self.achieved))), _get(batch, next_path(as_path(self.desired)))
-        _put(batch, as_path(self.reward), self.compute_reward(*goals), relabelled, "compute_reward")
+        self._compute(batch, self.compute_reward, "compute_reward", as_path(self.reward))
         if self.compute_terminated is not None:
-            _put(batch, as_path(self.terminated), self.compute_terminated(*goals), relabelled, "compute_terminated")
+            self._compute(batch, self.compute_terminated, "compute_terminated", as_path(self.terminated))
             batch["discount"] = (~_get(batch, as_path(self.terminated))).to(torch.float32) * self.gamma
 
+    @torch.no_grad()
+    def _compute(self, batch: dict[str, Any], function: GoalFunction, name: str, path: Path) -> None:
+        """Puts what `function`, called `name`, returns for the relabelled items into the batch's `path`."""
+        # Copies: a function may work in place.
+        goals = (_get(batch, next_path(as_path(goal))).clone() for goal in (self.achieved, self.desired))
+        values = function(*goals)
+        level = _get(batch, path[:-1])
+        old = level[path[-1]]
+        bools = old.dtype == torch.bool
+        kind = "bools" if bools else "real numbers"
+        new = as_numbers(f"what {name} returned", values, f"{kind}, one for each item", device=old.device)
+        if new.shape != old.shape or (new.dtype != torch.bool if bools else new.is_complex()):
+            raise ValueError(f"{name} returned {new.dtype} {list(new.shape)}: expected {kind} {list(old.shape)}")
+        relabelled = batch["relabelled"].reshape(-1, *[1] * (old.ndim - 1))
+        level[path[-1]] = torch.where(relabelled, new.to(old.dtype), old)
+
     def as_data(self) -> Hindsight:
-        """Returns the view without its functions: what a segment can say about it."""
+        """Returns the view with `Elsewhere` for each function that it has: what a segment can say about it."""
+        functions = (self.compute_reward, self.compute_terminated)
+        reward, terminated = (None if function is None else Elsewhere() for function in functions)
+        return replace(self, compute_reward=reward, compute_terminated=terminated)
+
+    def with_functions_of(self, view: object) -> Hindsight:
+        """Returns the view, as a segment describes it, with the functions of `view`, if that has any.
+
+        Raises:
+            ValueError: `view` is another one, or it has a `compute_terminated` and the segment's has none, or the other
+                way round. Where the segment's has no `compute_reward` either, it is not known what others have.
+        """
+        if not isinstance(view, Hindsight) or view._without_functions() != self._without_functions():
+            raise ValueError(f"view is {view}: expected the buffer's own, which is {self}")
+        if not callable(view.compute_reward):
+            return self
+        others, ours = self.compute_terminated is not None, callable(view.compute_terminated)
+        if self.compute_reward is not None and ours != others:
+            has, made, do = ("a", "without", "leave it out") if ours else ("no", "with", "give it too")
+            raise ValueError(
+                f"view has {has} compute_terminated, and the buffer was made {made} one: learners would compute "
+                f"different targets; {do}"
+            )
+        return view
+
+    def _without_functions(self) -> Hindsight:
         return replace(self, compute_reward=None, compute_terminated=None)
 
     def travelling(self) -> Hindsight | None:
@@ -178,12 +235,3 @@ def _get(batch: dict[str, Any], path: Path) -> Any:
     for name in path:
         value = value[name]
     return value
-
-
-def _put(batch: dict[str, Any], path: Path, values: Any, where: torch.Tensor, function: str) -> None:
-    level = _get(batch, path[:-1])
-    old = level[path[-1]]
-    new = torch.as_tensor(values)
-    if new.shape != old.shape:
-        raise ValueError(f"{function} returned shape {tuple(new.shape)}: expected {tuple(old.shape)}")
-    level[path[-1]] = torch.where(where, new.to(old.dtype), old)

@@ -33,7 +33,7 @@ class Reverse:
     a stride that is no multiple of the episodes' length, lest a batch holds the same moment of many episodes.
 
     An object of its own has a place of its own: several learners each make one. Draws are not counted and not limited
-    by the buffer's limiter.
+    by the buffer's limiter. Under `Hindsight` items come as they were lived: nothing is relabelled.
 
     Args:
         buffer: Where from; with any sampler, which this ignores, and any view.

@@ -197,8 +197,8 @@ class ShardedReplay(ShardedInspection, Replay):
         """Returns the items anchored at given rows, of whatever shards.
 
         Items that cannot be drawn, because their rows were overwritten, lost with their shard, or are not complete, are
-        left out. It counts as no draw: the limiter and the streams of draws do not notice. TD errors that this process
-        has fed back before are known to it.
+        left out. It counts as no draw: the limiter and the streams of draws do not notice. Under `Hindsight` items come
+        as they were lived: nothing is relabelled. TD errors that this process has fed back before are known to it.
 
         Args:
             keys: int64 `[n]`.
