@@ -2,6 +2,8 @@
 // being written.
 #pragma once
 
+#include <unistd.h>
+
 #include <atomic>
 #include <cstdint>
 #include <stdexcept>
@@ -59,22 +61,29 @@ class WeightsMemory {
   uint64_t version() const { return header().published.load(std::memory_order_acquire); }
   int fd() const { return fd_.get(); }
 
+  // Id of the thread that is publishing, in whichever process; 0: nobody.
+  uint32_t publisher() const { return header().mutex.holder(); }
+
   // Waits at most `ns` for other publishers. False: not yet. The lock frees itself when a publisher dies.
   bool begin_publish(int64_t ns) {
     const auto outcome = header().mutex.lock_for(ns);
     if (outcome == RobustMutex::Outcome::kTimeout) return false;
     if (outcome == RobustMutex::Outcome::kOwnerDied)
       header().mutex.mark_consistent();  // its buffer is simply written again
+    publisher_.store(gettid(), std::memory_order_relaxed);
     TORCHREPLAY_FAULT("publish.locked");
     header().started.store(version() + 1, std::memory_order_relaxed);
     TORCHREPLAY_FAULT("publish.started");
     std::atomic_thread_fence(std::memory_order_release);  // started before the first byte
     return true;
   }
+  // Nothing to end unless this thread has begun: who does not know, because an exception came in between, calls it too.
   void end_publish(bool complete) {
+    if (publisher_.load(std::memory_order_relaxed) != gettid()) return;
     TORCHREPLAY_FAULT("publish.copied");
     if (complete) header().published.store(version() + 1, std::memory_order_release);
     TORCHREPLAY_FAULT("publish.published");
+    publisher_.store(0, std::memory_order_relaxed);
     header().mutex.unlock();
   }
 
@@ -88,6 +97,7 @@ class WeightsMemory {
   Descriptor fd_;
   uint64_t size_;
   char* base_;
+  std::atomic<pid_t> publisher_ = 0;  // the thread that publishes by means of this object
 };
 
 }  // namespace torchreplay

@@ -1,7 +1,10 @@
 """Weights reach the explorers whole, at once, and whoever dies on the way."""
 
+import os
 import pickle
 import random
+import signal
+import threading
 
 import pytest
 import torch
@@ -166,6 +169,75 @@ def test_publications_of_several_processes_are_all_counted():
     with Forked(publish_times, weights, 200) as first, Forked(publish_times, weights, 200) as second:
         assert (first.wait(), second.wait()) == (0, 0)
     assert weights.version == 400
+
+
+class Behind:
+    """The native object of shared weights, after some of whose calls something happens."""
+
+    def __init__(self, native, **calls):
+        self._native, self._calls = native, calls
+
+    def __getattr__(self, name):
+        def called(*args):
+            result = getattr(self._native, name)(*args)
+            self._calls[name]()
+            return result
+
+        return called if name in self._calls else getattr(self._native, name)
+
+
+def test_ctrl_c_between_the_lock_and_the_copy_leaves_the_lock_free():
+    weights = tr.SharedWeights(Constant())
+    native = weights._native
+    weights._native = Behind(native, begin_publish=lambda: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        weights.publish(Constant(1.0))
+    assert native.publisher == 0
+    weights._native = native
+    assert weights.publish(Constant(2.0)) == 1
+
+
+def test_ctrl_c_in_a_wait_for_another_publisher_leaves_the_lock_to_it(monkeypatch):
+    weights = tr.SharedWeights(Constant())
+    other = pickle.loads(pickle.dumps(weights))
+    locked, go_on = threading.Event(), threading.Event()
+    attempts = Behind(weights._native, begin_publish=lambda: signal.raise_signal(signal.SIGINT))
+    publisher = threading.Thread(target=hold_lock, args=(other, locked.set, go_on.wait))
+    publisher.start()
+    locked.wait(30)
+    monkeypatch.setattr(weights, "_native", attempts)
+    with pytest.raises(KeyboardInterrupt):
+        weights.publish(Constant(1.0))
+    assert other._native.publisher == publisher.native_id
+    go_on.set()
+    publisher.join()
+    assert other.version == 1
+
+
+def hold_lock(weights, begun, wait):
+    assert weights._native.begin_publish(1_000_000_000)
+    begun()
+    wait()
+    weights._native.end_publish(True)
+
+
+def test_a_publisher_that_waits_in_vain_says_whether_the_other_is_a_thread_of_its_own_process(monkeypatch):
+    monkeypatch.setattr("torchreplay.weights.PUBLISH_PATIENCE", 0.1)
+    weights = tr.SharedWeights(Constant())
+    locked, go_on = threading.Event(), threading.Event()
+    thread = threading.Thread(target=hold_lock, args=(weights, locked.set, go_on.wait))
+    thread.start()
+    locked.wait(30)
+    with pytest.raises(tr.ReplayTimeout, match=f"thread {thread.native_id} of this process has been publishing"):
+        weights.publish(Constant())
+    go_on.set()
+    thread.join()
+    begun = shared_counters(1)
+    with Forked(hold_lock, weights, lambda: begun.__setitem__(0, os.getpid()), signal.pause):
+        eventually(lambda: begun[0] > 0)
+        with pytest.raises(tr.ReplayTimeout, match=f"thread {begun[0]} of another process has been publishing"):
+            weights.publish(Constant())
+    assert weights.publish(Constant()) == 2
 
 
 def test_repr_tells_version_and_size():

@@ -110,18 +110,25 @@ class SharedWeights:
             ReplayTimeout: Another publisher is stopped in the middle.
         """
         self.require_like(module)
-        for _ in range(int(PUBLISH_PATIENCE * 1e9 / SLICE_NS)):
-            if self._native.begin_publish(SLICE_NS):
-                break
-        else:
-            raise ReplayTimeout(f"another process has been publishing weights for {PUBLISH_PATIENCE} s: it is stopped")
         complete = False
-        try:
-            self._write(module, self.version + 1)
+        try:  # before the lock is taken: a signal's handler may raise as soon as it is
+            self._begin_publish()
+            version = self.version + 1
+            self._write(module, version)
             complete = True
         finally:
             self._native.end_publish(complete)
         return self.version
+
+    def _begin_publish(self) -> None:
+        for _ in range(int(PUBLISH_PATIENCE * 1e9 / SLICE_NS)):
+            if self._native.begin_publish(SLICE_NS):
+                return
+        thread = self._native.publisher
+        where = "this process" if os.path.exists(f"/proc/self/task/{thread}") else "another process"
+        raise ReplayTimeout(
+            f"thread {thread} of {where} has been publishing weights for {PUBLISH_PATIENCE} s: it is stopped, or hangs"
+        )
 
     def pull(self, module: nn.Module) -> bool:
         """Copies the newest weights into the module, in place, unless the last pull put them there.

@@ -31,6 +31,9 @@ inline PyObject* get_version(PyObject* self, void*) {
 inline PyObject* get_fd(PyObject* self, void*) {
   return guarded([&] { return checked(PyLong_FromLong(state_of<WeightsState>(self).memory->fd())); });
 }
+inline PyObject* get_publisher(PyObject* self, void*) {
+  return guarded([&] { return checked(PyLong_FromUnsignedLong(state_of<WeightsState>(self).memory->publisher())); });
+}
 
 // buffer(version) -> uint8 tensor over the buffer of that publication.
 inline PyObject* buffer(PyObject* self, PyObject* version) {
@@ -41,7 +44,8 @@ inline PyObject* buffer(PyObject* self, PyObject* version) {
   });
 }
 
-// begin_publish(ns) -> bool: the caller may write buffer(version + 1); it must call end_publish.
+// begin_publish(ns) -> bool: the caller may write buffer(version + 1); it must call end_publish, which
+// whoever was interrupted before it got an answer may do as well.
 inline PyObject* begin_publish(PyObject* self, PyObject* ns) {
   return guarded([&] {
     auto& s = state_of<WeightsState>(self);
@@ -70,6 +74,7 @@ inline PyMethodDef methods[] = {{"buffer", buffer, METH_O, nullptr},
                                 {"intact", intact, METH_O, nullptr},
                                 {nullptr, nullptr, 0, nullptr}};
 inline PyGetSetDef getset[] = {{"version", get_version, nullptr, nullptr, nullptr},
+                               {"publisher", get_publisher, nullptr, nullptr, nullptr},
                                {"fd", get_fd, nullptr, nullptr, nullptr},
                                {nullptr, nullptr, nullptr, nullptr, nullptr}};
 inline PyType_Slot slots[] = {{Py_tp_init, reinterpret_cast<void*>(init)},

@@ -109,6 +109,27 @@ BOOST_AUTO_TEST_CASE(a_publisher_killed_in_between_harms_neither_readers_nor_the
   BOOST_TEST(value_of(copy_of(*w, 3)) == 44);
 }
 
+BOOST_AUTO_TEST_CASE(only_the_thread_that_has_begun_ends_a_publication) {
+  auto w = make_weights();
+  w->end_publish(true);
+  BOOST_TEST(w->version() == 0U);
+  BOOST_TEST(w->begin_publish(kSecond));
+  BOOST_TEST(w->publisher() == static_cast<uint32_t>(gettid()));
+  std::thread([&] {
+    BOOST_TEST(!w->begin_publish(1'000'000));
+    w->end_publish(true);
+  }).join();
+  WeightsMemory other(Descriptor::duplicate(w->fd()), kNonce, kBytes, false);
+  other.end_publish(true);
+  BOOST_TEST(!other.begin_publish(1'000'000));
+  BOOST_TEST(w->version() == 0U);
+  w->end_publish(true);
+  BOOST_TEST(w->version() == 1U);
+  BOOST_TEST(w->publisher() == 0U);
+  w->end_publish(true);
+  BOOST_TEST(w->version() == 1U);
+}
+
 BOOST_AUTO_TEST_CASE(what_is_published_is_what_others_attach) {
   auto w = make_weights();
   publish(*w, 11);
