@@ -240,6 +240,13 @@ def test_a_publisher_that_waits_in_vain_says_whether_the_other_is_a_thread_of_it
     assert weights.publish(Constant()) == 2
 
 
+def test_publish_returns_its_own_version_although_another_publisher_follows_at_once():
+    weights = tr.SharedWeights(Constant())
+    other = pickle.loads(pickle.dumps(weights))
+    weights._native = Behind(weights._native, end_publish=lambda: other.publish(Constant(2.0)))
+    assert (weights.publish(Constant(1.0)), weights.version) == (1, 2)
+
+
 def test_repr_tells_version_and_size():
     assert repr(tr.SharedWeights(nn.Linear(2, 2))).startswith("SharedWeights(version 0, 2 tensors")
 

@@ -118,7 +118,7 @@ class SharedWeights:
             complete = True
         finally:
             self._native.end_publish(complete)
-        return self.version
+        return version
 
     def _begin_publish(self) -> None:
         for _ in range(int(PUBLISH_PATIENCE * 1e9 / SLICE_NS)):
