@@ -14,9 +14,9 @@ from torch import nn
 from . import _C
 from .errors import AttachError, ReplayTimeout
 from .memory import reserve
+from .module_state import module_state
 from .nodes import is_elsewhere
 from .segment import Handle, lasting_handle, new_nonce, open_handle
-from .spec import ELEMENTS
 from .waiting import SLICE_NS
 
 ALIGNMENT = 64
@@ -39,6 +39,9 @@ class SharedWeights:
 
     On another node of a Ray cluster than the learner's they are fetched through Ray; `pull` is the same.
 
+    Modules are looked at through `torch.compile`, `DistributedDataParallel` and `DataParallel`: a learner may wrap its
+    module, or parts of it, otherwise than its explorers do.
+
     Two buffers: a publication is written into one while readers copy the other, so that nobody waits, a reader never
     sees half of one, and a publisher that dies in the middle leaves the last complete publication in place.
 
@@ -51,7 +54,8 @@ class SharedWeights:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._entries = _entries_of(module)
+        state = module_state(module)
+        self._entries = _entries_of(state)
         nonce = new_nonce()
         nbytes = self._entries[-1].offset + self._entries[-1].nbytes
         fd = reserve(_C.weights_bytes(nbytes), "shared weights")
@@ -64,7 +68,7 @@ class SharedWeights:
         self._nbytes = nbytes
         self._pulled = -1
         self._pulled_into: Callable[[], nn.Module | None] = _nowhere
-        self._write(module, 0)
+        self._write(state, 0)
 
     @classmethod
     def _attach(cls, handle: Handle, entries: tuple[Entry, ...], nbytes: int) -> SharedWeights:
@@ -109,12 +113,12 @@ class SharedWeights:
             ValueError: The module's weights differ in name, shape or dtype from those of the constructor.
             ReplayTimeout: Another publisher is stopped in the middle.
         """
-        self.require_like(module)
+        state = self.require_like(module)
         complete = False
         try:  # before the lock is taken: a signal's handler may raise as soon as it is
             self._begin_publish()
             version = self.version + 1
-            self._write(module, version)
+            self._write(state, version)
             complete = True
         finally:
             self._native.end_publish(complete)
@@ -155,19 +159,18 @@ class SharedWeights:
         for entry in self._entries:
             state[entry.name].copy_(_view(buffer, entry))
 
-    def _write(self, module: nn.Module, version: int) -> None:
+    def _write(self, state: dict[str, torch.Tensor], version: int) -> None:
         buffer = self._native.buffer(version)
-        state = module.state_dict()
         for entry in self._entries:
             _view(buffer, entry).copy_(state[entry.name])
 
     def require_like(self, module: nn.Module) -> dict[str, torch.Tensor]:
-        """Returns the module's weights and buffers by name.
+        """Returns the module's weights and buffers by the names that they have without wrappers.
 
         Raises:
             ValueError: They differ from those shared in name, dtype or shape.
         """
-        state = _state_of(module)
+        state = module_state(module)
         given = {name: (t.dtype, tuple(t.shape)) for name, t in state.items()}
         expected = {entry.name: (entry.dtype, entry.shape) for entry in self._entries}
         if given != expected:
@@ -187,28 +190,15 @@ def _nowhere() -> nn.Module | None:
     return None
 
 
-def _state_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module, got {type(module).__name__}")
-    state: dict[str, Any] = module.state_dict()
-    for name, value in state.items():
-        if not isinstance(value, torch.Tensor) or value.dtype not in ELEMENTS or value.is_meta:
-            what = f"{value.dtype} on {value.device}" if isinstance(value, torch.Tensor) else type(value).__name__
-            raise ValueError(
-                f"the weight {name!r} is {what}: expected a tensor with memory, real or bool, of fixed size"
-            )
-    return state
-
-
-def _entries_of(module: nn.Module) -> tuple[Entry, ...]:
+def _entries_of(state: dict[str, torch.Tensor]) -> tuple[Entry, ...]:
     entries = []
     offset = 0
-    for name, tensor in _state_of(module).items():
+    for name, tensor in state.items():
         nbytes = tensor.numel() * tensor.element_size()
         entries.append(Entry(name, tensor.dtype, tuple(tensor.shape), offset, nbytes))
         offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
     if not offset:
-        raise ValueError(f"{type(module).__name__} has no weights to share")
+        raise ValueError("the module has no weights to share")
     return tuple(entries)
 
 

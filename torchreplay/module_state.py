@@ -1,0 +1,55 @@
+"""What a module's weights are called and where they lie, whatever it is wrapped in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .spec import ELEMENTS
+
+
+def module_state(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns the parameters and buffers of the module's `state_dict()`, in its order.
+
+    Their names are those of the module as it was built: without what `torch.compile`, `DistributedDataParallel` and
+    `DataParallel` put into them.
+
+    Raises:
+        TypeError: It is no module.
+        ValueError: One of them cannot be shared.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, got {type(module).__name__}")
+    own: dict[str, Any] = module.state_dict()
+    for name, value in own.items():
+        if not isinstance(value, torch.Tensor) or value.dtype not in ELEMENTS or value.is_meta:
+            what = f"{value.dtype} on {value.device}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise ValueError(
+                f"the weight {name!r} is {what}: expected a tensor with memory, real or bool, of fixed size"
+            )
+    wrapped = _wrapped_prefixes(module)
+    return {_plain(name, wrapped): value for name, value in own.items()} if wrapped else own
+
+
+def _wrapped_prefixes(module: nn.Module) -> list[tuple[str, str]]:
+    """Returns (prefix of names inside a wrapper, the same without the wrapper), innermost first."""
+    found = []
+    for path, part in module.named_modules(remove_duplicate=False):
+        if isinstance(part, nn.parallel.DataParallel | nn.parallel.DistributedDataParallel):
+            attribute = "module"
+        elif "_orig_mod" in part._modules:  # torch.compile's; its class takes seconds to import
+            attribute = "_orig_mod"
+        else:
+            continue
+        outside = f"{path}." if path else ""
+        found.append((f"{outside}{attribute}.", outside))
+    return found[::-1]
+
+
+def _plain(name: str, wrapped: list[tuple[str, str]]) -> str:
+    for inside, outside in wrapped:
+        if name.startswith(inside):
+            name = outside + name[len(inside) :]
+    return name
