@@ -1,6 +1,7 @@
 """Weights go from and into modules however they are wrapped, and whatever their state dict returns."""
 
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torchreplay as tr
+from torchreplay.ray import remote_weights
 
 
 class Net(nn.Module):
@@ -99,3 +101,70 @@ def test_names_that_only_look_like_a_wrappers_stay():
     assert set(weights.require_like(nn.DataParallel(Holder()))) == {"module.weight", "module.bias"}
     with pytest.raises(ValueError, match=r"differ from those shared in bias, module\.bias, module\.weight, weight"):
         weights.publish(nn.Linear(2, 2))
+
+
+class Copying(Net):
+    """Its state dict has copies, of twice the weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_state_dict_post_hook(self.double)
+        self.register_load_state_dict_pre_hook(self.halve)
+        self.loads = 0
+
+    @staticmethod
+    def double(module, state, prefix, metadata):
+        state.update({name: 2 * tensor for name, tensor in state.items()})
+
+    @staticmethod
+    def halve(module, state, *_):
+        module.loads += 1
+        for name, tensor in state.items():
+            state[name] = tensor / 2
+
+
+def remote(weights, monkeypatch):
+    """The weights as they are on another node, with nobody between."""
+    monkeypatch.setattr(remote_weights, "Home", lambda *_: SimpleNamespace(require_own_process=lambda: None))
+    monkeypatch.setattr(remote_weights, "_listen", lambda *_: None)
+    content = weights._native.buffer(weights.version).numpy()
+    monkeypatch.setattr(remote_weights.RemoteWeights, "_fetch", lambda _: (weights.version, content))
+    _, (handle, *described) = weights.__reduce__()
+    return remote_weights.RemoteWeights(handle, *described)
+
+
+@pytest.mark.parametrize("at", ["the learner's node", "another node"])
+@pytest.mark.parametrize("wrap", [lambda net: net, compiled, nn.DataParallel])
+def test_a_module_whose_state_dict_returns_copies_loads_what_it_pulls(wrap, at, monkeypatch):
+    learner, explorer = Copying(), Copying()
+    for tensor in (*learner.parameters(), *learner.buffers()):
+        tensor.data.fill_(5)
+    weights = tr.SharedWeights(learner)
+    assert (remote(weights, monkeypatch) if at == "another node" else weights).pull(wrap(explorer))
+    assert {x for t in (*explorer.parameters(), *explorer.buffers()) for x in t.unique().tolist()} == {5}
+    assert explorer.loads == 1
+
+
+def test_a_tensor_as_extra_state_is_set():
+    class Counting(nn.Linear):
+        count = torch.tensor(0)
+
+        def get_extra_state(self):
+            return self.count.clone()
+
+        def set_extra_state(self, state):
+            self.count = state
+
+    learner, explorer = Counting(2, 2), Counting(2, 2)
+    learner.count = torch.tensor(7)
+    weights = tr.SharedWeights(learner)
+    weights.pull(explorer)
+    weights.publish(Counting(2, 2))
+    assert explorer.count == 7
+    assert torch.equal(explorer.weight, learner.weight)
+
+
+def test_a_module_is_loaded_only_when_it_must_be(monkeypatch):
+    monkeypatch.delattr(nn.Module, "load_state_dict")
+    assert tr.SharedWeights(filled(Net(), 1)).pull(net := Net())
+    assert numbers(net) == {1}

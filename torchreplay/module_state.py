@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -31,6 +32,13 @@ def module_state(module: nn.Module) -> dict[str, torch.Tensor]:
             )
     wrapped = _wrapped_prefixes(module)
     return {_plain(name, wrapped): value for name, value in own.items()} if wrapped else own
+
+
+def load_copies(module: nn.Module, state: dict[str, torch.Tensor]) -> None:
+    """Brings what was written into the module's state into the module, where its `state_dict()` returns copies."""
+    own = {t.untyped_storage().data_ptr() for t in chain(module.parameters(), module.buffers())}
+    if any(t.numel() and t.untyped_storage().data_ptr() not in own for t in state.values()):
+        module.load_state_dict(dict(zip(module.state_dict(), state.values(), strict=True)))
 
 
 def _wrapped_prefixes(module: nn.Module) -> list[tuple[str, str]]:

@@ -14,7 +14,7 @@ from torch import nn
 from . import _C
 from .errors import AttachError, ReplayTimeout
 from .memory import reserve
-from .module_state import module_state
+from .module_state import load_copies, module_state
 from .nodes import is_elsewhere
 from .segment import Handle, lasting_handle, new_nonce, open_handle
 from .waiting import SLICE_NS
@@ -151,6 +151,7 @@ class SharedWeights:
             self._copy_to(state, self._native.buffer(version))
             if self._native.intact(version):
                 break  # otherwise two publications came meanwhile: copy again
+        load_copies(module, state)
         self._pulled = version
         self._pulled_into = weakref.ref(module)
         return True

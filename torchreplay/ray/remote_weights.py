@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from torchreplay.errors import AttachError
+from torchreplay.module_state import load_copies
 from torchreplay.ray.home import Home
 from torchreplay.ray.session import import_ray
 from torchreplay.segment import Handle
@@ -159,6 +160,7 @@ class RemoteWeights(SharedWeights):
             self._content.numpy()[:] = array
         self._pulled_into = lambda: None
         self._copy_to(state, self._content)
+        load_copies(module, state)
         self._pulled = version
         self._pulled_into = weakref.ref(module)
         self._news.version = max(self._news.version, version)
