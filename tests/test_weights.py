@@ -268,3 +268,31 @@ def test_a_weight_that_is_no_plain_tensor_is_named():
 
     with pytest.raises(ValueError, match="the weight '_extra_state' is dict"):
         tr.SharedWeights(Extra(3, 2))
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (torch.eye(3).to_sparse(), "torch.sparse_coo, torch.float32 on cpu"),
+        (torch.nested.nested_tensor([[1.0], [1.0, 2.0]], layout=torch.jagged), "nested, torch.float32 on cpu"),
+        (torch.zeros(3, dtype=torch.complex64), "torch.complex64 on cpu"),
+        (torch.zeros(3, dtype=torch.float8_e4m3fn), "torch.float8_e4m3fn on cpu"),
+        (torch.zeros(3, device="meta"), "torch.float32 on meta"),
+    ],
+)
+def test_a_weight_that_cannot_be_shared_is_named_with_what_can_be(value, what):
+    module = nn.Linear(3, 2)
+    module.register_buffer("odd", value)
+    check_refused(module, "odd", what)
+
+
+def test_a_module_that_has_seen_no_input_yet_is_refused():
+    check_refused(nn.LazyLinear(2), "weight", "not initialized yet, for its module has seen no input")
+
+
+def check_refused(module, name, what):
+    weights = tr.SharedWeights(nn.Linear(3, 2))
+    expected = "expected a dense tensor with memory, of one of bool, uint8, .*, bfloat16, float32, float64"
+    for call in (tr.SharedWeights, weights.publish, weights.pull):
+        with pytest.raises(ValueError, match=f"the weight '{name}' is {what}: {expected}"):
+            call(module)

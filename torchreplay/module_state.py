@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from .spec import ELEMENTS
+from .spec import ELEMENT_NAMES, ELEMENTS
 
 
 def module_state(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -25,10 +26,9 @@ def module_state(module: nn.Module) -> dict[str, torch.Tensor]:
         raise TypeError(f"expected a torch.nn.Module, got {type(module).__name__}")
     own: dict[str, Any] = module.state_dict()
     for name, value in own.items():
-        if not isinstance(value, torch.Tensor) or value.dtype not in ELEMENTS or value.is_meta:
-            what = f"{value.dtype} on {value.device}" if isinstance(value, torch.Tensor) else type(value).__name__
+        if (unfit := _unfitness(value)) is not None:
             raise ValueError(
-                f"the weight {name!r} is {what}: expected a tensor with memory, real or bool, of fixed size"
+                f"the weight {name!r} is {unfit}: expected a dense tensor with memory, of one of {ELEMENT_NAMES}"
             )
     wrapped = _wrapped_prefixes(module)
     return {_plain(name, wrapped): value for name, value in own.items()} if wrapped else own
@@ -39,6 +39,17 @@ def load_copies(module: nn.Module, state: dict[str, torch.Tensor]) -> None:
     own = {t.untyped_storage().data_ptr() for t in chain(module.parameters(), module.buffers())}
     if any(t.numel() and t.untyped_storage().data_ptr() not in own for t in state.values()):
         module.load_state_dict(dict(zip(module.state_dict(), state.values(), strict=True)))
+
+
+def _unfitness(value: Any) -> str | None:
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    if is_lazy(value):
+        return "not initialized yet, for its module has seen no input"
+    if value.is_meta or value.layout != torch.strided or value.is_nested or value.dtype not in ELEMENTS:
+        layout = "nested, " if value.is_nested else f"{value.layout}, " if value.layout != torch.strided else ""
+        return f"{layout}{value.dtype} on {value.device}"
+    return None
 
 
 def _wrapped_prefixes(module: nn.Module) -> list[tuple[str, str]]:

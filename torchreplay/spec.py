@@ -27,6 +27,7 @@ ELEMENTS: tuple[torch.dtype, ...] = (
     torch.float32,
     torch.float64,
 )
+ELEMENT_NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in ELEMENTS)
 RESERVED = frozenset({"key", "weight", "probability", "priority", "buffer"})
 MAX_DIMS = 15  # one of the native core's 16 is the batch's
 MAX_BYTES = 1 << 46  # of a row: more than any machine maps
@@ -93,8 +94,7 @@ def as_torch_dtype(dtype: Any) -> torch.dtype:
         except (TypeError, ValueError):
             found = None
     if found not in ELEMENTS:
-        names = ", ".join(str(d).removeprefix("torch.") for d in ELEMENTS)
-        raise ValueError(f"a row cannot hold values of dtype {dtype!r}: expected one of {names}")
+        raise ValueError(f"a row cannot hold values of dtype {dtype!r}: expected one of {ELEMENT_NAMES}")
     return found  # type: ignore[no-any-return]
 
 
