@@ -333,6 +333,28 @@ def test_a_long_wait_is_logged_with_its_numbers(monkeypatch, caplog):
     assert any("0 items were inserted, 3 are needed" in record.getMessage() for record in caplog.records)
 
 
+@pytest.mark.parametrize("learner", ["this thread", "another process"])
+def test_a_writer_that_waits_for_a_learner_says_when_that_is_itself(learner, monkeypatch, caplog):
+    monkeypatch.setattr("torchreplay.waiting.LOG_EVERY", 0.1)
+    buffer = buffer_with(tr.SamplesPerInsert(1.0, min_size=10, tolerance=0.5))
+    buffer.handle()
+    extend(buffer, 10)
+    with contextlib.ExitStack() as others:
+        if learner == "this thread":
+            buffer.sample(1)
+        else:
+            others.enter_context(Forked(lambda: (buffer.sample(1), signal.pause())))
+            eventually(lambda: buffer.stats().learners == 1)
+        stopper = threading.Thread(
+            target=lambda: (eventually(lambda: "learners alive: 1" in caplog.text), buffer.stop())
+        )
+        stopper.start()
+        with pytest.raises(tr.Stopped):
+            append_in_vain(buffer)
+        stopper.join()
+    assert ("which is this thread itself" in caplog.text) == (learner == "this thread")
+
+
 def own_without_limit(pipe):
     buffer = buffer_with(tr.MinSize())
     pipe.send(buffer.handle())

@@ -170,7 +170,10 @@ class Wait:
                 "append() would wait for ever: the limiter says that the learner is behind, and there is no other "
                 "thread and no other process to draw. Draw more batches between appends, or use MinSize"
             )
-        self._tell("the learner to draw more, as the limiter wants it", f"learners alive: {census['learners']}")
+        figures = f"learners alive: {census['learners']}"
+        if census["learners"] and not census["others_learning"]:
+            figures += ", which is this thread itself: it waits for itself, unless another comes. Draw between appends"
+        self._tell("the learner to draw more, as the limiter wants it", figures)
 
 
 Listener: TypeAlias = Literal["owners", "learners", "supervisors"]
