@@ -128,6 +128,24 @@ def test_rows_lost_to_the_dead_are_not_counted_as_inserts_and_block_nobody():
         assert explorer.wait() == 0
 
 
+@pytest.mark.parametrize(
+    ("ratio", "min_size", "tolerance"), [(1e308, 100, None), (1e308, 1, 1.0), (1.0, 1 << 62, 1e300), (1e308, 100, 1e-5)]
+)
+def test_bounds_that_no_float_holds_are_refused(ratio, min_size, tolerance):
+    with pytest.raises(
+        ValueError, match=r"SamplesPerInsert\(ratio=.* keeps the balance from .*: expected finite bounds"
+    ):
+        tr.SamplesPerInsert(ratio, min_size, tolerance)
+    with pytest.raises(ValueError, match="expected finite bounds"):
+        dataclasses.replace(tr.SamplesPerInsert(1.0), ratio=ratio, min_size=min_size, tolerance=tolerance)
+
+
+@pytest.mark.parametrize(("name", "value"), [("ratio", True), ("tolerance", True), ("ratio", "1"), ("tolerance", b"1")])
+def test_a_bool_or_a_text_is_no_ratio_and_no_tolerance(name, value):
+    with pytest.raises(ValueError, match=f"{name} is {value!r}: expected a number"):
+        tr.SamplesPerInsert(**{"ratio": 1.0, name: value})
+
+
 # Changed at run time
 
 

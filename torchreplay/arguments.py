@@ -94,7 +94,7 @@ def checked_timeout(timeout: Any) -> float | None:
 
     Raises:
         TypeError: It is no number.
-        ValueError: It is negative or NaN, or a text.
+        ValueError: It is negative or NaN, a text or a bool.
     """
     seconds = None if timeout is None else as_float("timeout", timeout)
     if seconds is not None and not seconds >= 0:
@@ -131,9 +131,9 @@ def as_float(name: str, value: Any) -> float:
 
     Raises:
         TypeError: It is no number.
-        ValueError: It is a text.
+        ValueError: It is a text or a bool.
     """
-    if isinstance(value, str | bytes):
+    if isinstance(value, str | bytes | bool):
         raise ValueError(f"{name} is {value!r}: expected a number")
     try:
         return float(value)

@@ -47,7 +47,8 @@ class SamplesPerInsert:
             draws if that is more, so that whole batches fit.
 
     Raises:
-        ValueError: `ratio` or `tolerance` is not positive and finite, or `min_size` is below 1.
+        ValueError: `ratio` or `tolerance` is not positive and finite, `min_size` is below 1, or the bounds are not
+            finite.
     """
 
     ratio: float
@@ -61,6 +62,9 @@ class SamplesPerInsert:
             raise ValueError(f"ratio is {self.ratio}: expected a finite number > 0 of draws per insert")
         if self.tolerance is not None and not (math.isfinite(self.tolerance) and self.tolerance > 0):
             raise ValueError(f"tolerance is {self.tolerance}: expected a finite number > 0")
+        _, _, low, high = self.bounds()
+        if not (math.isfinite(low) and math.isfinite(high)):
+            raise ValueError(f"{self} keeps the balance from {low:g} to {high:g}: expected finite bounds; take less")
 
     def bounds(self) -> tuple[int, float, float, float]:
         """Returns (min_size, ratio, min_diff, max_diff)."""
