@@ -25,8 +25,10 @@ class Limiter {
 
   bool can_sample(uint64_t n) const { return header_.inserted >= needed(n); }
 
-  // Publishes the ticket up to which appends are admitted, given that tickets below `head` are counted in `inserted`
-  // (or lost) and that `drawable` items can be drawn: with none, only an insert can help.
+  // Publishes the ticket up to which appends are admitted, given that `drawable` items can be drawn: with none, only an
+  // insert can help. Tickets below `head` are counted in `inserted`, or lost, or under way. Nobody can tell the latter
+  // two apart, so those under way give room to as many others: no more than one call's rows for each writer. Held back,
+  // they would let one that is stopped, or lost tickets, keep everybody waiting.
   void publish(uint64_t head, int64_t drawable) {
     uint64_t limit = kMaxKeys;
     if (config_.ratio > 0) {

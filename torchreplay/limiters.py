@@ -37,8 +37,9 @@ class SamplesPerInsert:
 
     The semantics are those of Reverb's rate limiter (https://arxiv.org/abs/2102.04736, section 3.4), counted over all
     explorers and learners: once `min_size` items are in, `inserted * ratio - sampled` stays within `min_size * ratio`
-    plus or minus a tolerance, to which rows under way may add one call's rows for each writer. A learner that waits is
-    never waited for: what it needs is always admitted.
+    plus or minus a tolerance. A learner that waits is never waited for: what its batch needs is always admitted, which
+    may be more. And each writer may add up to two calls' rows: a call looks once for all of its rows, and those that it
+    is writing do not count yet.
 
     Args:
         ratio: Draws per inserted item.
