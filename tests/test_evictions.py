@@ -54,6 +54,15 @@ def test_a_slot_forgets_that_its_last_item_was_drawn():
         assert buffer.stats().evicted_unsampled == 4 * (turn // 2)
 
 
+def test_rows_overwritten_before_anybody_looked_are_in_the_tickets_alone():
+    buffer = tr.ReplayBuffer({"x": tr.Field()}, 100, seed=0)
+    for turn in range(1, 4):
+        buffer.extend(x=np.zeros(1000, np.float32))
+        stats = buffer.stats()
+        assert (stats.rows_written, stats.inserted) == (1000 * turn, 100 * turn)
+        assert stats.evicted_unsampled == 100 * (turn - 1)
+
+
 def test_what_a_checkpoint_brought_is_not_counted_and_what_it_counted_is_kept(tmp_path):
     buffer = tr.ReplayBuffer({"x": tr.Field()}, 4, sampler=tr.Prioritized(alpha=1.0, eps=1e-9), seed=0)
     buffer.extend(x=np.zeros(4, np.float32))

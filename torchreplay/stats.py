@@ -18,7 +18,9 @@ class Stats:
         capacity: Rows that fit.
         nbytes: Bytes of shared memory, or of the file.
         drawable: Items that can be drawn now.
-        inserted: Items that ever became drawable.
+        inserted: Items that ever became drawable: a learner, `stats` or `len` had to look while they were there. What
+            the ring took back before that is in none of these figures; under `Rows()` it is about `rows_written` -
+            `inserted`.
         sampled: Items drawn.
         draws: Batches drawn.
         updated: TD errors applied.
@@ -28,9 +30,10 @@ class Stats:
         redraws: Items drawn again because their row was overwritten while it was copied.
         staleness: TD errors applied, or having come to wait for their turn, between the draw of a batch and the moment
             at which a `ReplayDataset` handed it out, on average over the batches drawn ahead.
-        evicted_unsampled: Items overwritten before they were ever drawn; those loaded from a checkpoint do not count.
+        evicted_unsampled: Items overwritten before they were ever drawn, of those in `inserted`; those loaded from a
+            checkpoint do not count.
         priority_change: By how much a TD error changed its item's leaf, up or down, on average over those applied.
-        samples_per_insert: sampled / inserted; 0 before the first insert.
+        samples_per_insert: sampled / inserted, not by row written; 0 before the first insert.
         priority_total: Sum of all leaves.
         priority_min: Smallest positive leaf; 0 when there is none.
         priority_max: Largest raw priority seen.
