@@ -170,7 +170,8 @@ class BatchSampler {
       TORCHREPLAY_FAULT("draw.demanded");
       publish_limit(memory_);
       const uint64_t missing = shortage.needed > h.inserted ? shortage.needed - h.inserted : 1;
-      const uint64_t wake_at = h.absorbed + missing - 1;
+      // Once a turn at the least: what is overwritten unseen never counts.
+      const uint64_t wake_at = h.absorbed + std::min(missing, memory_.capacity()) - 1;
       if (!h.importer && wake_at < h.wake_at.load(std::memory_order_relaxed))
         h.wake_at.store(wake_at, std::memory_order_relaxed);
       TORCHREPLAY_FAULT("draw.waits");

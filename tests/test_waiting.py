@@ -43,6 +43,18 @@ def test_a_draw_that_nobody_can_help_says_so_at_once_with_numbers_and_advice(alo
     assert buffer.stats().sampled == 0
 
 
+def test_a_minimum_beyond_the_capacity_is_reached_by_what_was_looked_at_and_the_error_says_so(alone):
+    buffer = buffer_with(tr.MinSize(300), capacity=100)
+    extend(buffer, 1000)
+    unseen = "100 items were inserted, 300 are needed .*; min_size is more than the 100 rows that fit, .* unseen do not"
+    with pytest.raises(tr.WouldBlockForever, match=unseen):
+        buffer.sample(1)
+    buffer.handle()  # somebody else could write
+    with Forked(append_in_vain, buffer):
+        assert len(buffer.sample(4, timeout=30)["key"]) == 4
+    assert buffer.stats().inserted >= 300
+
+
 @pytest.mark.parametrize("timeout", [0, 0.01, 0.2])
 def test_a_timeout_ends_a_wait_with_the_numbers(timeout):
     buffer = buffer_with(tr.MinSize(3))

@@ -144,11 +144,18 @@ class Drawing:
         trouble = self._trouble(result, batch_size)
         if trouble is None:
             inserted, needed, drawable = result
-            wait.check_rows(inserted, needed, drawable, self._config.view.complete_when)
+            wait.check_rows(inserted, needed, drawable, self._config.view.complete_when, self._small_ring())
         elif result == "barren":
             wait.check_turns(trouble)
         else:
             raise RuntimeError(trouble)
+
+    def _small_ring(self) -> str:
+        """Returns the remark that fewer items came than were written, where the minimum makes one of it."""
+        min_size, capacity = self._segment.limiter[0], self._config.capacity
+        if min_size <= capacity:
+            return ""
+        return f"; min_size is more than the {capacity:,} rows that fit, of which those overwritten unseen do not count"
 
     def _trouble(self, result: Any, batch_size: int) -> str | None:
         """Returns why there is no batch; None where all that is missing is items."""

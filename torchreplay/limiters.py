@@ -13,6 +13,9 @@ from .arguments import as_floats, checked_int
 class MinSize:
     """Draws wait until `min_size` items have become drawable; writers never wait.
 
+    It counts items that ever did, so it may be more than the buffer holds: then a learner that waits looks once a turn
+    of the ring. Items overwritten before anybody looked do not count, here and in every limiter.
+
     Raises:
         ValueError: `min_size` is below 1.
     """

@@ -85,7 +85,7 @@ class Wait:
         """Whether the timeout is over."""
         return self._timeout is not None and time.monotonic() - self._start >= self._timeout
 
-    def check_rows(self, inserted: int, needed: int, drawable: int, complete_when: str) -> None:
+    def check_rows(self, inserted: int, needed: int, drawable: int, complete_when: str, remark: str = "") -> None:
         """Gives up a wait for rows that nobody will write, or that took too long; a long one is logged.
 
         Args:
@@ -93,6 +93,7 @@ class Wait:
             needed: How many the limiter asks for.
             drawable: Items that can be drawn now.
             complete_when: When an item can be, as the view says.
+            remark: What else there is to say about these figures.
 
         Raises:
             WouldBlockForever: No writer is left.
@@ -103,7 +104,7 @@ class Wait:
         why = f" ({complete_when})" if complete_when and not drawable else ""
         figures = (
             f"{inserted:,} items were inserted, {needed:,} are needed and {drawable:,} can be drawn{why}; writers "
-            f"alive: {census['writers']}, last write: {_ago(census['since_write'])}"
+            f"alive: {census['writers']}, last write: {_ago(census['since_write'])}{remark}"
         )
         if not census["others_writing"] and not census["supervisors"]:
             self._check_writers(census, figures)

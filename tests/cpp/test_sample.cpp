@@ -233,6 +233,20 @@ BOOST_AUTO_TEST_CASE(an_empty_buffer_and_one_below_its_minimum_wait_and_say_for_
   BOOST_TEST(m->header().sampled == 4U);
 }
 
+BOOST_AUTO_TEST_CASE(a_minimum_beyond_the_capacity_is_reached_by_a_learner_that_is_woken_once_a_turn) {
+  Plan plan;
+  plan.capacity = 16;
+  plan.limiter.min_size = 40;
+  auto m = make_segment(plan);
+  for (uint64_t wakes : {15U, 31U, 39U}) {
+    BOOST_TEST((draw(*m, 4).outcome == Draw::kWait));
+    BOOST_TEST(m->header().wake_at.load() == wakes);
+    while (m->header().head.load() <= wakes) append_row(*m, 1);
+  }
+  BOOST_TEST((draw(*m, 4).outcome == Draw::kDone));
+  BOOST_TEST(m->header().inserted == 40U);
+}
+
 // Items of episodes longer than the ring: none can be drawn between the turn after an end and the next end.
 BOOST_AUTO_TEST_CASE(a_wait_is_in_vain_once_two_turns_of_rows_completed_no_item) {
   Plan plan;
