@@ -28,14 +28,16 @@ class Limiter {
   // Publishes the ticket up to which appends are admitted, given that `drawable` items can be drawn: with none, only an
   // insert can help. Tickets below `head` are counted in `inserted`, or lost, or under way. Nobody can tell the latter
   // two apart, so those under way give room to as many others: no more than one call's rows for each writer. Held back,
-  // they would let one that is stopped, or lost tickets, keep everybody waiting.
-  void publish(uint64_t head, int64_t drawable) {
+  // they would let one that is stopped, or lost tickets, keep everybody waiting. What the ring overwrites before it is
+  // looked at is never counted: so nobody goes on for more than `unseen` tickets before somebody, himself if need be,
+  // has looked.
+  void publish(uint64_t head, uint64_t unseen, int64_t drawable) {
     uint64_t limit = kMaxKeys;
     if (config_.ratio > 0) {
       const double allowed = std::floor((config_.max_diff + sampled()) / config_.ratio);
       uint64_t target = std::max({config_.min_size, header_.demand, config_.inserted_before + whole(allowed)});
       if (drawable == 0) target = std::max(target, header_.inserted + 1);
-      limit = std::min(limit, head + (target > header_.inserted ? target - header_.inserted : 0));
+      limit = std::min(limit, head + std::min(unseen, target > header_.inserted ? target - header_.inserted : 0));
     }
     header_.ticket_limit.store(limit, std::memory_order_relaxed);
   }

@@ -187,7 +187,9 @@ class Locked {
 inline void publish_limit(SegmentMemory& m) {
   Header& h = m.header();
   const uint64_t before = h.ticket_limit.load(std::memory_order_relaxed);
-  Limiter(h).publish(h.absorbed, m.tree().count());
+  // Half a turn, and what two writers may add to it. While rows are restored nobody looks.
+  const uint64_t unseen = h.importer ? kMaxKeys : std::max<uint64_t>(1, m.capacity() / 2);
+  Limiter(h).publish(h.absorbed, unseen, m.tree().count());
   TORCHREPLAY_FAULT("limit.published");
   if (h.ticket_limit.load(std::memory_order_relaxed) > before && h.room_waiters.load(std::memory_order_relaxed))
     futex_signal(h.room_signal);

@@ -152,8 +152,9 @@ class Drawing:
 
     def _small_ring(self) -> str:
         """Returns the remark that fewer items came than were written, where the minimum makes one of it."""
-        min_size, capacity = self._segment.limiter[0], self._config.capacity
-        if min_size <= capacity:
+        min_size, ratio, _ = self._segment.limiter
+        capacity = self._config.capacity
+        if ratio or min_size <= capacity:
             return ""
         return f"; min_size is more than the {capacity:,} rows that fit, of which those overwritten unseen do not count"
 

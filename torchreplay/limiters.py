@@ -14,7 +14,7 @@ class MinSize:
     """Draws wait until `min_size` items have become drawable; writers never wait.
 
     It counts items that ever did, so it may be more than the buffer holds: then a learner that waits looks once a turn
-    of the ring. Items overwritten before anybody looked do not count, here and in every limiter.
+    of the ring. Items overwritten before anybody looked do not count: no writer waits for somebody to look.
 
     Raises:
         ValueError: `min_size` is below 1.
@@ -42,7 +42,8 @@ class SamplesPerInsert:
     explorers and learners: once `min_size` items are in, `inserted * ratio - sampled` stays within `min_size * ratio`
     plus or minus a tolerance. A learner that waits is never waited for: what its batch needs is always admitted, which
     may be more. And each writer may add up to two calls' rows: a call looks once for all of its rows, and those that it
-    is writing do not count yet.
+    is writing do not count yet. A writer counts what was written at least once in half a turn of the ring, so that no
+    item is overwritten uncounted.
 
     Args:
         ratio: Draws per inserted item.

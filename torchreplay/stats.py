@@ -18,9 +18,9 @@ class Stats:
         capacity: Rows that fit.
         nbytes: Bytes of shared memory, or of the file.
         drawable: Items that can be drawn now.
-        inserted: Items that ever became drawable: a learner, `stats` or `len` had to look while they were there. What
-            the ring took back before that is in none of these figures; under `Rows()` it is about `rows_written` -
-            `inserted`.
+        inserted: Items that ever became drawable: a learner, `stats` or `len` had to look while they were there, or a
+            writer under `SamplesPerInsert`. What the ring took back before that is in none of these figures; under
+            `Rows()` it is about `rows_written` - `inserted`.
         sampled: Items drawn.
         draws: Batches drawn.
         updated: TD errors applied.

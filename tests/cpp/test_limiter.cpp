@@ -77,7 +77,7 @@ BOOST_AUTO_TEST_CASE(tickets_are_admitted_exactly_as_far_as_reverb_admits_insert
     const Reverb reverb = any_reverb(random);
     const uint64_t inserted = 1 + random() % 1000, sampled = random() % 5000, head = inserted + random() % 100;
     Counters c({reverb.min_size, reverb.ratio, reverb.min_diff, reverb.max_diff}, inserted, sampled);
-    c.limiter().publish(head, 1);
+    c.limiter().publish(head, kMaxKeys, 1);
     uint64_t more = 0;
     while (reverb.can_insert(inserted + more, sampled)) more++;
     if (c.limit() != head + more) BOOST_FAIL("limit " << c.limit() << " expected " << head + more);
@@ -97,7 +97,7 @@ BOOST_AUTO_TEST_CASE(a_limiter_set_later_counts_as_if_its_minimum_had_just_come_
     const uint64_t drawn = c.header->sampled - sampled, n = 1 + random() % 512, head = 10'000;
     if (c.limiter().can_sample(n) != reverb.can_sample(came, drawn, n))
       BOOST_FAIL("ratio " << reverb.ratio << " came " << came << " drawn " << drawn << " n " << n);
-    c.limiter().publish(head, 1);
+    c.limiter().publish(head, kMaxKeys, 1);
     uint64_t more = 0;
     while (reverb.can_insert(came + more, drawn)) more++;
     if (c.limit() != head + more) BOOST_FAIL("limit " << c.limit() << " expected " << head + more);
@@ -109,7 +109,7 @@ BOOST_AUTO_TEST_CASE(a_draw_taken_back_after_the_limiter_was_changed_counts_agai
   change_limiter(*c.header, {1, 1, -10, 10});
   c.header->sampled -= 8;  // of a batch that was being drawn
   BOOST_TEST(c.limiter().can_sample(8));
-  c.limiter().publish(100, 1);
+  c.limiter().publish(100, kMaxKeys, 1);
   BOOST_TEST(c.limit() == 100U + 10 - 8 - 1);
 }
 
@@ -117,7 +117,7 @@ BOOST_AUTO_TEST_CASE(without_a_ratio_writers_never_wait_and_draws_wait_for_min_s
   Counters c({100, 0, 0, 0}, 99, 1'000'000);
   BOOST_TEST(!c.limiter().can_sample(1));
   BOOST_TEST(c.limiter().needed(512) == 100U);
-  c.limiter().publish(1234, 50);
+  c.limiter().publish(1234, kMaxKeys, 50);
   BOOST_TEST(c.limit() == kMaxKeys);
   c.header->inserted = 100;
   BOOST_TEST(c.limiter().can_sample(512));
@@ -131,24 +131,35 @@ BOOST_AUTO_TEST_CASE(an_empty_buffer_needs_one_item) {
 
 BOOST_AUTO_TEST_CASE(what_a_waiting_learner_needs_is_admitted_beyond_the_ratio) {
   Counters c({1, 1, 0, 10}, 10, 0);
-  c.limiter().publish(10, 10);
+  c.limiter().publish(10, kMaxKeys, 10);
   BOOST_TEST(c.limit() == 10U);  // the learner is behind: writers wait
   c.limiter().demand(500);
-  c.limiter().publish(10, 10);
+  c.limiter().publish(10, kMaxKeys, 10);
   BOOST_TEST(c.limit() == 500U);
+}
+
+BOOST_AUTO_TEST_CASE(nobody_goes_on_for_longer_than_what_may_be_overwritten_unseen) {
+  Counters c({10, 1, -100, 100}, 20, 0);
+  c.limiter().publish(25, 30, 20);
+  BOOST_TEST(c.limit() == 55U);
+  c.limiter().publish(25, 200, 20);
+  BOOST_TEST(c.limit() == 105U);  // 80 items more, as the ratio admits
+  Counters free({10, 0, 0, 0}, 20, 0);
+  free.limiter().publish(25, 30, 20);
+  BOOST_TEST(free.limit() == kMaxKeys);
 }
 
 BOOST_AUTO_TEST_CASE(lost_tickets_do_not_count_as_inserts) {
   Counters c({20, 1, -5, 5}, 12, 0);
-  c.limiter().publish(40, 12);  // 28 of 40 tickets were lost: 8 more items are wanted all the same
+  c.limiter().publish(40, kMaxKeys, 12);  // 28 of 40 tickets were lost: 8 more items are wanted all the same
   BOOST_TEST(c.limit() == 48U);
 }
 
 BOOST_AUTO_TEST_CASE(with_nothing_to_draw_writers_are_admitted) {
   Counters c({1, 1, 0, 1}, 50, 0);
-  c.limiter().publish(50, 1);
+  c.limiter().publish(50, kMaxKeys, 1);
   BOOST_TEST(c.limit() == 50U);
-  c.limiter().publish(50, 0);
+  c.limiter().publish(50, kMaxKeys, 0);
   BOOST_TEST(c.limit() > 50U);
 }
 
