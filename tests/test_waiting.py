@@ -145,6 +145,14 @@ def test_stop_ends_a_wait_in_another_thread(wait):
     assert ended == [True]
 
 
+@pytest.mark.parametrize("wait", [lambda buffer: buffer.sample(1), append_in_vain])
+def test_a_wait_that_is_left_alone_by_whoever_stopped_the_buffer_ends_with_stopped(wait, monkeypatch):
+    buffer = buffer_with(tr.SamplesPerInsert(1.0, min_size=10))
+    monkeypatch.setattr(threading, "active_count", lambda: buffer.stop() or 1)  # another thread did so, and ended
+    with pytest.raises(tr.Stopped):
+        wait(buffer)
+
+
 def expect_exception(kind, wait, buffer):
     signal_from_here = threading.current_thread() is threading.main_thread()
     if signal_from_here:

@@ -73,8 +73,7 @@ class Wait:
         Raises:
             Stopped: The buffer was stopped.
         """
-        if self._segment.stopped:
-            raise Stopped("the replay buffer was stopped")
+        self._check_stopped()
         if self._timeout is None:
             return SLICE_NS
         left = self._timeout - (time.monotonic() - self._start)
@@ -96,12 +95,14 @@ class Wait:
             remark: What else there is to say about these figures.
 
         Raises:
+            Stopped: The buffer was stopped.
             WouldBlockForever: No writer is left.
             ReplayTimeout: The deadline has passed.
         """
         self._barren_since = None
         census = self._segment.census(threading.active_count() > 1)
         why = f" ({complete_when})" if complete_when and not drawable else ""
+        self._check_stopped()  # last: who stops it may leave at once, and that is no reason to give up
         figures = (
             f"{inserted:,} items were inserted, {needed:,} are needed and {drawable:,} can be drawn{why}; writers "
             f"alive: {census['writers']}, last write: {_ago(census['since_write'])}{remark}"
@@ -143,6 +144,10 @@ class Wait:
     def end(self) -> None:
         """Called when the wait is over, whatever ended it."""
 
+    def _check_stopped(self) -> None:
+        if self._segment.stopped:
+            raise Stopped("the replay buffer was stopped")
+
     def _check_writers(self, census: Census, figures: str) -> None:
         waited, gone = time.monotonic() - self._start, census["since_departure"]
         if not census["shared"]:
@@ -162,10 +167,12 @@ class Wait:
         """Gives up a wait for a learner that cannot come; a long one is logged.
 
         Raises:
+            Stopped: The buffer was stopped.
             WouldBlockForever: This is the only process, and it has no other thread that could draw.
         """
         census = self._segment.census(True)
         alone = not census["shared"] and threading.active_count() == 1
+        self._check_stopped()  # last, as in check_rows
         if alone and not census["others_learning"]:
             raise WouldBlockForever(
                 "append() would wait for ever: the limiter says that the learner is behind, and there is no other "
