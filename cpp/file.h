@@ -136,7 +136,7 @@ inline void forget_processes(SegmentMemory& m) {
   h.holder = 0;
   h.made = monotonic_ns();
   h.streams = std::max(1U, h.streams.load(std::memory_order_relaxed));
-  h.last_departure = h.last_census = 0;
+  h.last_departure = h.last_census = h.last_write = 0;
   h.demand = 0;
   if (h.importer) h.importer = kGone;
 }

@@ -101,6 +101,7 @@ struct Header {
   std::atomic<uint64_t> taken_ahead;    // ... before their learner asked for them, and then taken
   std::atomic<uint64_t> missed;         // TD errors that were applied between the two
   std::atomic<int64_t> last_census;     // monotonic ns at which the dead were last looked for
+  std::atomic<int64_t> last_write;      // CLOCK_MONOTONIC_COARSE, ns, of those whose places others took; 0: of none
 
   alignas(kLine) RobustMutex mutex;
 

@@ -12,6 +12,14 @@ struct NoFreeId : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// Keeps when `entry` was last written with, for its next holder forgets it. Idempotent.
+inline void keep_last_write(Header& h, const Participant& entry) {
+  const int64_t written = entry.last_write.load(std::memory_order_relaxed);
+  int64_t latest = h.last_write.load(std::memory_order_relaxed);
+  while (latest < written && !h.last_write.compare_exchange_weak(latest, written, std::memory_order_relaxed)) {
+  }
+}
+
 // Takes a free id and announces `role`. O(participants ever at one time).
 inline int join(SegmentMemory& m, Role role) {
   for (int id = 1; id < kMaxParticipants; id++) {
@@ -24,7 +32,8 @@ inline int join(SegmentMemory& m, Role role) {
     TORCHREPLAY_FAULT("join.reclaimed");
     entry.first.store(0, std::memory_order_relaxed);
     entry.rows.store(0, std::memory_order_relaxed);
-    entry.last_write.store(0, std::memory_order_relaxed);
+    keep_last_write(m.header(), entry);
+    entry.last_write.store(0, std::memory_order_release);  // after it is kept: a census reads this one first
     entry.waiting.store(0, std::memory_order_relaxed);
     entry.thread.store(0, std::memory_order_relaxed);
     entry.pid.store(getpid(), std::memory_order_relaxed);
@@ -67,7 +76,7 @@ inline Census take_census(SegmentMemory& m, bool unused_count_as_others) {
   for (int id = 1; id <= highest; id++) {
     Participant& entry = m.participant(id);
     const auto role = static_cast<Role>(entry.role.load(std::memory_order_acquire));
-    c.last_write = std::max(c.last_write, entry.last_write.load(std::memory_order_relaxed));
+    c.last_write = std::max(c.last_write, entry.last_write.load(std::memory_order_acquire));
     if (role == Role::kNone) continue;
     if (!m.liveness().alive(id)) {
       if (m.liveness().take(id)) {
@@ -87,6 +96,7 @@ inline Census take_census(SegmentMemory& m, bool unused_count_as_others) {
     c.others_learning += role == Role::kLearner && other;
     c.waiting += role == Role::kWriter && entry.waiting.load(std::memory_order_relaxed);
   }
+  c.last_write = std::max(c.last_write, m.header().last_write.load(std::memory_order_relaxed));
   const uint32_t importer = m.header().importer;
   c.supervisors += importer && m.liveness().present(importer);  // rows are to come
   return c;

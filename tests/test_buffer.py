@@ -139,6 +139,15 @@ def test_the_age_of_the_last_write_grows_until_the_next_one():
     assert buffer.stats().last_write_age <= time.monotonic() - end + 0.02
 
 
+def test_the_last_write_is_known_when_a_learner_has_the_place_of_the_writer_that_left():
+    buffer = make()
+    with buffer.writer() as writer:
+        writer.extend(**rows(0, 2))
+    buffer.sample(1)
+    assert (buffer.stats().writers, buffer.stats().learners) == (0, 1)
+    assert buffer.stats().last_write_age >= 0
+
+
 def looks(buffer):
     return [buffer.stats, buffer.histograms, lambda: buffer.storage, lambda: repr(buffer), lambda: len(buffer)]
 

@@ -215,6 +215,21 @@ BOOST_AUTO_TEST_CASE(the_census_counts_the_living_by_role) {
   BOOST_TEST(c.last_write == 12345);
 }
 
+BOOST_AUTO_TEST_CASE(the_census_knows_the_last_write_of_those_whose_places_others_took) {
+  auto m = make_segment();
+  const auto write_at = [&](int64_t when) {
+    const int id = join(*m, Role::kWriter);
+    BOOST_TEST(id == 1);
+    m->participant(id).last_write.store(when);
+    leave(*m, id);
+    BOOST_TEST(take_census(*m, false).last_write == 300);
+  };
+  write_at(300);
+  write_at(200);
+  BOOST_TEST(join(*m, Role::kLearner) == 1);
+  BOOST_TEST(take_census(*m, false).last_write == 300);
+}
+
 BOOST_AUTO_TEST_CASE(a_writer_that_another_thread_used_counts_as_anothers) {
   auto m = make_segment();
   const int id = join(*m, Role::kWriter);
