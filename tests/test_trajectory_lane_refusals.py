@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from linked_rows import NESTED, buffer_of, pairs
+from linked_rows import NESTED, PLAIN, buffer_of, pairs
 
 import torchreplay as tr
 
@@ -197,3 +197,27 @@ def test_a_bad_number_of_lanes_is_a_value_error(buffer, lanes):
 def test_a_bad_autoreset_is_a_value_error_that_lists_the_three(buffer, autoreset):
     with pytest.raises(ValueError, match=r"autoreset is .*: expected one of 'next_step', 'same_step', 'disabled'"):
         buffer.writer(lanes=2, autoreset=autoreset)
+
+
+@pytest.mark.parametrize(
+    ("autoreset", "observation", "other", "refused"),
+    [
+        ("disabled", "mask", "hidden", "'mask', and so is an argument of reset"),
+        ("same_step", "final_obs", "hidden", "'final_obs', and so is an argument of step"),
+        ("same_step", "obs", "final_obs", "'final_obs', and so is an argument of step"),
+        ("disabled", "obs", "mask", None),
+        ("disabled", "final_obs", "hidden", None),
+        ("same_step", "mask", "hidden", None),
+        ("next_step", "mask", "final_obs", None),
+    ],
+)
+def test_a_writer_with_an_argument_that_a_field_is_named_as_is_refused(autoreset, observation, other, refused):
+    steps = {name: PLAIN[name] for name in PLAIN if name != "obs"}
+    buffer = buffer_of(tr.Transitions(observation=observation), {observation: PLAIN["obs"], other: ((), bool)} | steps)
+    with buffer.writer() as writer:  # whose calls have no such argument
+        writer.reset(**{observation: np.zeros(2)})
+    if refused is None:
+        buffer.writer(lanes=2, autoreset=autoreset).close()
+    else:
+        with pytest.raises(ValueError, match=refused):
+            buffer.writer(lanes=2, autoreset=autoreset)

@@ -256,7 +256,8 @@ class ReplayBuffer(Drawing, Inspection, Replay):
                 `"same_step"` or `"disabled"`.
 
         Raises:
-            ValueError: `lanes` is out of range or asked for under `Rows()`, or `autoreset` is unknown.
+            ValueError: `lanes` is out of range or asked for under `Rows()`, `autoreset` is unknown, or a field is named
+                as the argument that it brings, `final_obs` or `mask`.
         """
         return Writer(self._segment, self._config, lanes, autoreset)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from . import _C
@@ -11,7 +12,8 @@ from .arguments import checked_choice, checked_int
 from .config import Config
 from .errors import ReplayTimeout, Stopped
 from .lanes import LastObservations
-from .plan import names_of
+from .plan import Roles, names_of
+from .spec import Path
 from .waiting import STALL_LIMIT, Audience, Wait
 
 if TYPE_CHECKING:
@@ -118,7 +120,8 @@ def roles_of(
     """Returns what the native core has to know of a writer's fields and streams; None where rows are not linked.
 
     Raises:
-        ValueError: `lanes` is out of range or asked for under `Rows()`, or `autoreset` is unknown.
+        ValueError: `lanes` is out of range or asked for under `Rows()`, `autoreset` is unknown, or an argument of its
+            calls has a field's name.
     """
     checked_choice("autoreset", autoreset, AUTORESETS)
     if lanes is not None:
@@ -128,4 +131,19 @@ def roles_of(
         if lanes is not None:
             raise ValueError("lanes are streams of linked rows, but the buffer's view is Rows(): use extend()")
         return None
+    if lanes is not None:
+        _refuse_fields_named_as_arguments(config, roles, autoreset)
     return roles.observation, roles.terminated, roles.truncated, lanes or 0, AUTORESETS.index(autoreset)
+
+
+def _refuse_fields_named_as_arguments(config: Config, roles: Roles, autoreset: Autoreset) -> None:
+    paths = list(config.fields)
+    beside: dict[str, tuple[str, str, Iterable[Path]]] = {
+        "same_step": ("final_obs", "step", paths),
+        "disabled": ("mask", "reset", [paths[field] for field in roles.observation]),
+    }
+    argument, call, given = beside.get(autoreset, ("", "", ()))
+    if argument in {path[0] for path in given}:
+        raise ValueError(
+            f"a field is named {argument!r}, and so is an argument of {call}() with autoreset={autoreset!r}: rename it"
+        )

@@ -138,7 +138,7 @@ class ShardedReplay(ShardedInspection, Replay):
         Raises:
             RuntimeError: This node has no shard.
             Stopped: The buffer was stopped.
-            ValueError: `lanes` is out of range or asked for under `Rows()`, or `autoreset` is unknown.
+            ValueError: As there.
         """
         self.require_open()
         return buffer_to_write_to(self.shards).writer(lanes, autoreset)
