@@ -15,7 +15,7 @@ from .reverse import Reverse
 from .samplers import Linear, Prioritized, Uniform
 from .segment import Handle
 from .spaces import spec_from_env, spec_from_space
-from .spec import Field
+from .spec import Field, Spec
 from .stats import Stats
 from .tree import PriorityTree
 from .views import Rows, Sequences, Transitions
@@ -48,6 +48,7 @@ __all__ = [
     "SamplesPerInsert",
     "Sequences",
     "SharedWeights",
+    "Spec",
     "Stats",
     "Stopped",
     "Transitions",

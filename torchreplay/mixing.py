@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,6 +14,8 @@ from .dataset import ReplayDataset, SteppedDataset, refuse_worker, require_devic
 from .errors import ReplayTimeout, WouldBlockForever
 from .mixture import Mixture, checked_errors
 from .replay import Pin, Replay
+
+AnyReplay = TypeVar("AnyReplay", bound=Replay)  # the keys of a Mapping are of one type alone
 
 
 class MixedDataset(SteppedDataset[Any]):
@@ -78,7 +80,7 @@ class MixedDataset(SteppedDataset[Any]):
 
     def __init__(
         self,
-        buffers: Mapping[Replay, float] | Mapping[str, Replay],
+        buffers: Mapping[AnyReplay, float] | Mapping[str, Replay],
         batch_size: int = 256,
         steps: int | None = None,
         prefetch: int = 2,

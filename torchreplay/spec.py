@@ -34,6 +34,8 @@ MAX_BYTES = 1 << 46  # of a row: more than any machine maps
 MAX_FIELDS = 4096  # the native core attaches to no buffer with more
 
 Spec: TypeAlias = Mapping[str, "Field | Spec"]
+"""What a buffer's rows hold: names to fields, or to dicts of them."""
+
 Path: TypeAlias = tuple[str, ...]
 
 

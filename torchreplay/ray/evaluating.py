@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from torchreplay.ray.worker import Launch
     from torchreplay.weights import SharedWeights
 
-Evaluate = Callable[[nn.Module, int], Any]
-"""A user's function of a module and a seed: plays episodes and returns their returns, `[n]`."""
+Evaluate = Callable[[Any, int], Any]
+"""A user's function of a module, of any class, and a seed: plays episodes and returns their returns, `[n]`."""
 
 _LOOK_EVERY: Final = 0.02
 """Seconds between looks at the weights' version while no evaluation is due."""

@@ -1,0 +1,88 @@
+"""The types that the package ships, as `mypy --strict` sees them in a program of a user."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("mypy")
+
+ROOT = Path(__file__).parents[1]
+PROGRAM = """
+import torch
+from torch import nn
+
+import torchreplay as tr
+from torchreplay.ray import Evaluator, ExplorerContext, ExplorerPool
+
+
+class Net(nn.Module): ...
+
+
+def make(spec: tr.Spec) -> tr.ReplayBuffer:
+    return tr.ReplayBuffer(spec, 100, sampler=tr.Prioritized(alpha=0.6, beta=0.4), view=tr.Rows())
+
+
+def explore(ctx: ExplorerContext) -> None:
+    writer = ctx.writer()
+    while not ctx.stopped:
+        writer.append(x=1.0)
+        ctx.record(episode_return=1.0, episode_length=1)
+
+
+def evaluate(policy: Net, seed: int) -> list[float]:
+    return [float(seed)]
+
+
+online = make({"x": tr.Field()})
+demonstrations = make({"obs": {"image": tr.Field((3, 4, 4), torch.uint8)}, "x": tr.Field()})
+shares = {online: 0.75, demonstrations: 0.25}
+buffers = {"red": online, "blue": demonstrations}
+tr.MixedDataset(shares)
+tr.MixedDataset(buffers)
+tr.MixedDataset({online: 1, demonstrations: 2})
+mixed = tr.MixedDataset({online: 0.75, demonstrations: 0.25}, batch_size=256)
+for batch in mixed:
+    mixed.update_priorities(batch, batch["x"])
+named = tr.MixedDataset({"red": online, "blue": demonstrations}, batch_size=256)
+for batches in named:
+    named.update_priorities(batches, {"red": batches["red"]["x"]})
+
+weights = tr.SharedWeights(Net())
+Evaluator(evaluate, weights, Net, every=1)
+Evaluator(lambda policy, seed: [0.0], weights, Net(), every=1)
+with ExplorerPool(explore, 2, online, weights):
+    for batch in tr.ReplayDataset(online, batch_size=8, steps=10):
+        online.update_priorities(batch, batch["x"])
+with online.writer(lanes=2, autoreset="same_step") as writer:
+    writer.reset(x=[0.0, 0.0])
+"""
+
+
+def complaints(program: Path) -> str:
+    options = ["--strict", "--follow-imports=silent", "--config-file=", "--no-error-summary"]
+    cache = f"--cache-dir={ROOT / 'build' / 'types'}"
+    run = subprocess.run(
+        [sys.executable, "-m", "mypy", *options, cache, program.name],
+        cwd=program.parent,
+        env=os.environ | {"MYPYPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    return run.stdout + run.stderr
+
+
+def test_documented_calls_pass_a_strict_type_check(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    assert complaints(program) == ""
+
+
+def test_what_is_no_buffer_or_no_spec_does_not_pass(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text("import torchreplay as tr\ntr.MixedDataset({1: 0.5})\nspec: tr.Spec = {'x': 1}\n")
+    found = complaints(program)
+    assert found.count("error:") == 2, found
