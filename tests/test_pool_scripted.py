@@ -4,7 +4,9 @@ import signal
 import threading
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from forked import Forked, eventually
 from numbered_rows import make_buffer
 from scripted_workers import DIED, ScriptedActors
@@ -294,3 +296,24 @@ def test_an_episode_of_a_length_that_no_episode_has_is_refused_and_not_counted(l
     ctx.record(episode_return=2.0, episode_length=3)
     stats = explorer_stats(0, board.entries[0])
     assert (stats.episodes, stats.steps, stats.mean_return) == (1, 3, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("returns", "lengths", "message"),
+    [
+        (np.zeros(2), np.ones(3), r"episode_return has shape \(2,\) and episode_length \(3,\)"),
+        (np.zeros(3), [1, 2], r"shape \(3,\) and episode_length \(2,\)"),
+        (torch.zeros(2), 3, r"shape \(2,\) and episode_length \(\)"),
+        (0.0, np.ones(1), r"shape \(\) and episode_length \(1,\)"),
+        (np.zeros((2, 1)), np.ones((2, 1)), r"shape \(2, 1\) and episode_length \(2, 1\)"),
+        (np.zeros(2), np.array([1, -1]), "episode_length is -1"),
+        (np.zeros(2), np.array([1, np.nan]), "expected numbers"),
+    ],
+    ids=repr,
+)
+def test_of_episodes_of_which_one_cannot_be_recorded_none_is(returns, lengths, message):
+    board = Board(1)
+    ctx = ExplorerContext(make_buffer(), board=board)
+    with pytest.raises(ValueError, match=message):
+        ctx.record(episode_return=returns, episode_length=lengths)
+    assert explorer_stats(0, board.entries[0]).episodes == 0

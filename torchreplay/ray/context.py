@@ -6,6 +6,8 @@ import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from torchreplay.arguments import checked_int
 from torchreplay.ray.board import WINDOW, Board
 from torchreplay.ray.named import Fillable, OneOrNamed, chosen, named_buffers, named_weights
@@ -166,25 +168,25 @@ class ExplorerContext:
             episode_length: Its number of steps, or an array `[n]`.
 
         Raises:
-            ValueError: There are more returns than lengths, or fewer, one is no number, or a length is out of range.
+            ValueError: There are more returns than lengths, or fewer, one is no number, or a length is out of range;
+                nothing is recorded.
         """
-        if not getattr(episode_return, "ndim", 0):
-            self._record(episode_return, episode_length)
+        if not getattr(episode_return, "ndim", 0) and not getattr(episode_length, "ndim", 0):
+            self._record(*_checked(episode_return, episode_length))
         else:
-            for one_return, one_length in zip(episode_return, episode_length, strict=True):
-                self._record(one_return, one_length)
+            shape, lengths = tuple(np.shape(episode_return)), tuple(np.shape(episode_length))
+            if shape != lengths or len(shape) > 1:
+                raise ValueError(
+                    f"episode_return has shape {shape} and episode_length {lengths}: expected a number and a number, "
+                    "or [n] and [n]"
+                )
+            for episode in list(map(_checked, episode_return, episode_length)):
+                self._record(*episode)
         self._report(time.monotonic())
 
-    def _record(self, episode_return: Any, episode_length: Any) -> None:
+    def _record(self, result: float, length: int) -> None:
         place = self._episodes % WINDOW
-        try:
-            result, length = float(episode_return), int(episode_length)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise ValueError(
-                f"an episode of return {episode_return!r:.100} and length {episode_length!r:.100}: expected numbers, "
-                "or an array of each"
-            ) from error
-        self._lengths[place] = checked_int("episode_length", length, 0, MOST_STEPS)
+        self._lengths[place] = length
         self._returns[place] = result
         self._episodes += 1
         self._steps += length
@@ -220,3 +222,14 @@ class ExplorerContext:
             f"ExplorerContext(explorer {self.index} of {self.num_explorers}, seed={self.seed}, "
             f"restarts={self.restarts}, episodes={self._episodes}, stopped={self._is_stopped()})"
         )
+
+
+def _checked(episode_return: Any, episode_length: Any) -> tuple[float, int]:
+    try:
+        result, length = float(episode_return), int(episode_length)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(
+            f"an episode of return {episode_return!r:.100} and length {episode_length!r:.100}: expected numbers, "
+            "or an array of each"
+        ) from error
+    return result, checked_int("episode_length", length, 0, MOST_STEPS)
