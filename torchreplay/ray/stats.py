@@ -44,7 +44,8 @@ class ExplorerStats:
             function returned), `failed` (dropped: its restarts are used up) or `stopped`.
         pid: Process id of its present or last run; 0 before the first.
         node: Ray's id of the node of that run; "" before the first, and of plain processes.
-        rows: Rows written through `ctx.writer()`, as of its last heartbeat.
+        rows: Rows written through `ctx.writer()` and `ctx.buffer.extend`, as of its last heartbeat: while a function
+            only writes, those of before.
         episodes: Episodes recorded.
         steps: Sum of the recorded episodes' lengths.
         mean_return: Mean return of the last 100 recorded episodes; NaN before the first.
