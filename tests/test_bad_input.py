@@ -218,11 +218,13 @@ def test_every_call_of_a_closed_buffer_is_a_runtime_error(buffer):
         buffer.stop,
         lambda: buffer.stopped,
         lambda: buffer.storage,
+        buffer.__enter__,
     ]
     for call in calls:
         with pytest.raises(RuntimeError, match="closed"):
             call()
     assert repr(buffer) == "ReplayBuffer(closed)"
+    assert (buffer.flush(), buffer.capacity, buffer.view) == (None, 8, tr.Rows())
     assert batch["x"].eq(1).all(), "a batch outlives its buffer"
 
 

@@ -182,6 +182,7 @@ def test_a_closed_writer_says_how_to_get_another(buffer):
     writer = buffer.writer()
     writer.close()
     writer.close()
-    with pytest.raises(ValueError, match=r"buffer.writer\(\)"):
-        writer.append(**good_row())
+    for call in (lambda: writer.append(**good_row()), writer.flush, writer.__enter__):
+        with pytest.raises(ValueError, match=r"the writer is closed: .*buffer.writer\(\)"):
+            call()
     assert_nothing_was_written_and_the_buffer_works(buffer)

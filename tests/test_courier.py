@@ -12,7 +12,7 @@ import torchreplay as tr
 pytest.importorskip("ray")
 from torchreplay.ray.courier import Courier
 from torchreplay.ray.ingest import Answer
-from torchreplay.ray.remote import RemoteWriter
+from torchreplay.ray.remote import RemoteBuffer, RemoteWriter
 from torchreplay.ray.worker import WorkerProcess
 
 CONFIG = tr.ReplayBuffer({"n": tr.Field((), torch.int64)}, 100)._config
@@ -81,6 +81,8 @@ def test_rows_that_are_refused_are_an_error_and_no_end_of_the_buffer(courier_to)
     with pytest.raises(RuntimeError, match="no room for them"):
         writer.close()
     assert writer.closed
+    with pytest.raises(ValueError, match="the writer is closed"):
+        writer.flush()
     eventually(lambda: not courier._outboxes)  # others may write, and it tries anew
     assert RemoteWriter(courier, CONFIG, None, "next_step").rows == 0
 
@@ -138,3 +140,15 @@ def test_a_process_that_gives_up_drops_what_the_limiter_keeps_out_and_nothing_el
     with pytest.raises(tr.Stopped, match="the learner to draw more"):
         writer.flush()
     writer.close()
+
+
+def test_every_call_of_a_closed_remote_buffer_is_a_runtime_error(monkeypatch):
+    monkeypatch.setattr("torchreplay.ray.remote.Home", lambda node, *_: SimpleNamespace(node=node))
+    buffer = RemoteBuffer(tr.Handle(1, 2, 3, 4, 5, "machine", "node"))
+    buffer.close()
+    buffer.close()
+    calls = [buffer.writer, lambda: buffer.extend(n=[1]), lambda: len(buffer), lambda: buffer.stopped]
+    for call in (*calls, buffer.stats, buffer.stop, lambda: buffer.limiter, lambda: buffer.capacity, buffer.__enter__):
+        with pytest.raises(RuntimeError, match="the replay buffer is closed"):
+            call()
+    assert repr(buffer) == "RemoteBuffer(on node node)"

@@ -418,6 +418,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
     def close(self) -> None:
         """Detaches this object; other processes keep the buffer. Using it again is a `RuntimeError`. Idempotent.
 
+        What it was made of (`spec`, `capacity`, `sampler`, `view`) is still known, and `flush` has nothing to do.
         Writers and `storage` that are still held keep the memory mapped, and go on working, until they are let go. The
         last process to leave a file waits until everything is on the disk. Explorers on other nodes of a Ray cluster
         need the process that made the buffer: once it has closed it, none can begin to write from there.
@@ -451,6 +452,8 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         return Supervision(self._segment)
 
     def __enter__(self) -> ReplayBuffer:
+        if self._segment.closed:
+            raise RuntimeError("the replay buffer is closed")
         return self
 
     def __exit__(

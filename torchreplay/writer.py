@@ -43,7 +43,16 @@ class Writer(_C.Writer):
         self._audience = Audience(segment)
 
     def flush(self) -> None:
-        """Returns when everything written so far is in the buffer: at once, since this writer shares its memory."""
+        """Returns when everything written so far is in the buffer: at once, since this writer shares its memory.
+
+        Raises:
+            ValueError: The writer is closed.
+        """
+        self._require_open()
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise ValueError("the writer is closed: make another with buffer.writer()")
 
     def close(self) -> None:
         """Gives up the writer's place; using it again is a `ValueError`. Idempotent."""
@@ -100,6 +109,7 @@ class Writer(_C.Writer):
         time.sleep(0.001)
 
     def __enter__(self) -> Writer:
+        self._require_open()
         return self
 
     def __exit__(

@@ -71,9 +71,10 @@ class RemoteWriter(Writer):
         Raises:
             Stopped: The buffer was stopped, or is gone: some of it may not be.
             RuntimeError: The rows are not taken; the text says why.
+            ValueError: The writer is closed.
         """
-        if not self.closed:
-            self._courier.flush(self._outbox)
+        super().flush()
+        self._courier.flush(self._outbox)
 
     def close(self) -> None:
         """Flushes, unless the buffer was stopped, and gives up the writer's place. Idempotent.
@@ -116,10 +117,12 @@ class RemoteBuffer(Configured):
         self._connecting = threading.Lock()
         self._connection: tuple[Config, Courier] | None = None
         self._local = threading.local()
+        self._closed = False
 
     # Connecting, at the first use. Not before: while Ray unpickles arguments, answers of actors cannot get through.
 
     def _connected(self) -> tuple[Config, Courier]:
+        self._require_open()
         self._home.require_own_process()
         with self._connecting:
             if self._connection is None:
@@ -130,6 +133,14 @@ class RemoteBuffer(Configured):
                 weakref.finalize(self, courier.close)
                 self._connection = config, courier
             return self._connection
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the replay buffer is closed")
+
+    def _ask(self, question: str) -> Any:
+        self._require_open()
+        return self._home.ask(question)
 
     @property
     def _config(self) -> Config:  # type: ignore[override]  # nobody sets it: connecting brings it
@@ -178,7 +189,7 @@ class RemoteBuffer(Configured):
 
     def stop(self) -> None:
         """Tells everyone to finish, on all nodes."""
-        self._home.ask("stop")
+        self._ask("stop")
         if self._connection is not None:
             self._connection[1].end("the replay buffer was stopped")
 
@@ -188,8 +199,12 @@ class RemoteBuffer(Configured):
         return bool(self._courier.ending)
 
     def close(self) -> None:
-        """Lets this object's writers of `extend` go. Idempotent."""
+        """Lets this object's writers of `extend` go; using it again is a `RuntimeError`. Idempotent.
+
+        Writers that are still held go on working.
+        """
         self._local = threading.local()
+        self._closed = True
 
     def give_up(self) -> None:
         """Has this process's writers wait no longer for the limiter: what it keeps out is dropped, with `Stopped`."""
@@ -209,6 +224,7 @@ class RemoteBuffer(Configured):
         return ReplayBuffer.attach, (self._handle, *(() if self._given_view is None else (self._given_view,)))
 
     def __enter__(self) -> RemoteBuffer:
+        self._require_open()
         return self
 
     def __exit__(
@@ -220,20 +236,20 @@ class RemoteBuffer(Configured):
 
     def __len__(self) -> int:
         """Returns the number of rows held; asks the buffer's node."""
-        return int(self._home.ask("count"))
+        return int(self._ask("count"))
 
     def __bool__(self) -> bool:
         return True
 
     def stats(self) -> Stats:
         """Returns what has happened so far, over all processes; asks the buffer's node."""
-        stats: Stats = self._home.ask("stats")
+        stats: Stats = self._ask("stats")
         return stats
 
     @property
     def limiter(self) -> Limiter:
         """Who must wait; asks the buffer's node."""
-        limiter: Limiter = self._home.ask("limiter")
+        limiter: Limiter = self._ask("limiter")
         return limiter
 
     @property
