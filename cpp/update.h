@@ -2,6 +2,7 @@
 #pragma once
 
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "session.h"
@@ -11,6 +12,10 @@ namespace torchreplay {
 struct BadKey {
   int64_t index, key;
   uint64_t issued;  // keys below this exist
+
+  std::string expected() const {
+    return issued ? "expected 0 to " + std::to_string(issued - 1) : "nothing was written to it yet";
+  }
 };
 
 // The first of the keys that nobody was given.

@@ -137,6 +137,24 @@ def test_a_key_never_issued_is_named_with_its_place_and_the_range(drawn, key):
     assert_nothing_was_applied(buffer)
 
 
+@pytest.mark.parametrize("key", [0, -1])
+def test_a_key_of_a_buffer_that_nobody_wrote_to_is_refused_with_that(buffer, key):
+    with pytest.raises(ValueError, match=f"key {key} at index 0 was never issued .*: nothing was written to it yet"):
+        buffer.update_priorities([key], [1.0])
+
+
+@pytest.mark.parametrize("none", [[], (), np.empty(0), torch.empty(0, dtype=torch.int64)], ids=repr)
+def test_no_keys_get_no_td_errors_and_no_items(drawn, none):
+    buffer, _ = drawn
+    for of in (buffer, tr.ReplayBuffer(SPEC, 8)):
+        of.update_priorities(none, [])
+        batch = of.gather(none)
+        assert (batch.batch_size, batch["x"].shape) == (0, (0, 4))
+    with pytest.raises(ValueError, match="one number for each key"):
+        buffer.update_priorities(none, [1.0])
+    assert_nothing_was_applied(buffer)
+
+
 @pytest.mark.parametrize(
     "keys", [torch.tensor([0.0]), torch.tensor([[0]]), torch.tensor([0], dtype=torch.int32), "0", None, {"key": 0}, 0]
 )
@@ -153,8 +171,9 @@ def test_a_batch_of_another_buffer_is_refused_even_after_it_was_copied_and_moved
     other.extend(x=np.ones((3, 4)), nested={"n": np.zeros(3, int)})
     foreign = other.sample(4)
     for batch in (foreign, foreign.to("cpu"), foreign.to(torch.device("cpu"), non_blocking=False)):
-        with pytest.raises(ValueError, match="another buffer"):
-            buffer.update_priorities(batch, torch.ones(4))
+        for call in (lambda given: buffer.update_priorities(given, torch.ones(4)), buffer.gather):
+            with pytest.raises(ValueError, match="another buffer"):
+                call(batch)
     assert_nothing_was_applied(buffer)
 
 

@@ -83,6 +83,16 @@ def test_a_plain_dict_of_a_batch_gives_feedback_by_its_keys(buffer):
     assert buffer.stats().updated == 7
 
 
+def test_the_items_of_a_batch_are_gathered_by_its_keys(buffer):
+    batch = buffer.sample(7)
+    for given in (batch, dict(batch), {"key": batch["key"]}):
+        again = buffer.gather(given)
+        assert again["key"].tolist() == batch["key"].tolist()
+        assert torch.equal(again["deep"]["image"], batch["deep"]["image"])
+    with pytest.raises(ValueError, match="the keys are a value of type NoneType"):
+        buffer.gather({"x": batch["x"]})
+
+
 def test_to_moves_every_tensor_but_the_keys_and_leaves_the_original(buffer):
     batch = buffer.sample(4)
     batch["note"] = "whatever"

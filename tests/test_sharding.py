@@ -120,6 +120,11 @@ def test_bad_feedback_is_refused_before_anything_is_applied(filled):
         with pytest.raises(ValueError, match=message):
             replay.update_priorities(given, torch.tensor(td))
     with pytest.raises(ValueError, match="another buffer"):
+        replay.gather(foreign.sample(2))
+    assert replay.gather(batch)["key"].tolist() == batch["key"].tolist()
+    replay.update_priorities([], torch.empty(0))
+    assert replay.gather([]).batch_size == 0
+    with pytest.raises(ValueError, match="another buffer"):
         foreign.update_priorities(batch, torch.ones(8))
     after = replay.stats()
     assert (after.updated, after.priority_total) == (before.updated, before.priority_total)

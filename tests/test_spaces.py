@@ -89,7 +89,7 @@ def test_a_name_that_is_no_text_is_refused():
 
 @pytest.mark.parametrize("space", [spaces.Dict({}), spaces.Tuple(())], ids=str)
 def test_a_space_that_holds_nothing_is_refused(space):
-    with pytest.raises(ValueError, match="the space of 'x' holds no other"):
+    with pytest.raises(ValueError, match="the space of 'x' is empty: expected at least one space in it"):
         tr.spec_from_space(spaces.Dict(x=space))
 
 

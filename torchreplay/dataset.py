@@ -84,7 +84,7 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
 
     Raises:
         ValueError: If an argument is of the wrong kind or out of range, or there is no such CUDA device.
-        TypeError: If `timeout` is no number.
+        TypeError: If `timeout` is neither a number nor a text, which is a ValueError.
     """
 
     def __init__(

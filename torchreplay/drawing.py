@@ -111,13 +111,16 @@ class Drawing:
         nothing is relabelled.
 
         Args:
-            keys: int64 `[n]`.
+            keys: int64 `[n]`, or a batch of this buffer, whose `key` is taken.
 
         Returns:
             A batch of the m <= n items there are, in the order of `keys`; `key` says which. `weight` (with the
             sampler's beta) and `probability` are those that a draw would give them.
+
+        Raises:
+            ValueError: The keys are not int64 `[n]`, or the batch is of another buffer.
         """
-        return self._gather(keys, None)
+        return self._gather(keys_of(keys, self._nonce) if isinstance(keys, dict) else keys, None)
 
     def _gather(self, keys: Any, step: int | None) -> ReplayBatch:
         """Does what `gather` does; with the `step` of a draw of this process, random choices are those it made."""

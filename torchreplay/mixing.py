@@ -75,7 +75,7 @@ class MixedDataset(SteppedDataset[Any]):
     Raises:
         ValueError: If an argument is of the wrong kind or out of range; if a share is too small for one item; or, with
             shares, if batches of the buffers differ in a name, a shape, a dtype or in how weights are normalised.
-        TypeError: If `timeout` is no number.
+        TypeError: If `timeout` is neither a number nor a text, which is a ValueError.
     """
 
     def __init__(

@@ -90,7 +90,7 @@ def _spec_of(space: Any, path: tuple[str, ...]) -> Field | dict[str, Any]:
 
 def _nested(inner: dict[Any, Any], path: tuple[str, ...], place: str) -> dict[str, Any]:
     if not inner:
-        raise ValueError(f"{place} holds no other: expected at least one")
+        raise ValueError(f"{place} is empty: expected at least one space in it, since a row needs a field")
     for name in inner:
         if not isinstance(name, str) or not name or "/" in name or "\0" in name:
             raise ValueError(f"{place} has the key {name!r}: expected a name without '/'; rename it in a wrapper")

@@ -79,8 +79,8 @@ class Transitions:
             and the episode's first frame is repeated before its start. Frames are stored once.
 
     Raises:
-        ValueError: An argument is out of range.
-        TypeError: An argument is no number, or no name, where it should be one.
+        ValueError: An argument is out of range, a number of steps or frames is no int, or `gamma` is a text.
+        TypeError: `gamma` is no number, `stack` no dict, or a name no text.
     """
 
     n_step: int = 1

@@ -229,8 +229,8 @@ inline void ring_update_priorities(const Tensor& ring, const Tensor& key, const 
   const auto bad =
       PriorityUpdater(named.memory()).update(n, static_cast<const int64_t*>(key.const_data_ptr()), errors.data());
   if (bad)
-    fail("key[", bad->index, "] is ", bad->key, ", which this buffer never issued: expected 0 to ",
-         static_cast<int64_t>(bad->issued) - 1, "; nothing was applied");
+    fail("key[", bad->index, "] is ", bad->key, ", which this buffer never issued: ", bad->expected(),
+         "; nothing was applied");
 }
 
 inline Tensor ring_size(const Tensor& ring) {

@@ -104,7 +104,8 @@ inline PyObject* sample(PyObject* self, PyObject* const* args, Py_ssize_t nargs)
 inline void read_keys(PyObject* o, std::vector<int64_t>& key) {
   ArrayView keys;
   const bool opened = keys.open_anything(o);
-  if (!opened || keys.array.dims != 1 || keys.array.element != Element::kI64)
+  const bool none = opened && keys.array.dims == 1 && keys.array.shape[0] == 0;  // an empty list says no dtype
+  if (!none && (!opened || keys.array.dims != 1 || keys.array.element != Element::kI64))
     throw std::invalid_argument(
         "the keys are " + describe(o, keys, opened) +
         ", expected int64 of shape (n,): batch['key'], or what append and extend returned" +
@@ -119,8 +120,7 @@ inline void read_keys(PyObject* o, std::vector<int64_t>& key) {
 
 [[noreturn]] inline void refuse(const BadKey& bad) {
   throw std::invalid_argument("key " + std::to_string(bad.key) + " at index " + std::to_string(bad.index) +
-                              " was never issued by this buffer: expected 0 to " +
-                              std::to_string(static_cast<int64_t>(bad.issued) - 1) + "; nothing was applied");
+                              " was never issued by this buffer: " + bad.expected() + "; nothing was applied");
 }
 
 // checked_keys(keys) -> them as an int64 tensor of its own memory, if update() would take them.

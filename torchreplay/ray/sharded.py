@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchreplay.arguments import checked_int, checked_path
-from torchreplay.batch import ReplayBatch
+from torchreplay.batch import ReplayBatch, keys_of
 from torchreplay.config import MAX_CAPACITY, Config
 from torchreplay.cuda import DeviceCopies
 from torchreplay.drawing import MAX_BATCH
@@ -201,7 +201,7 @@ class ShardedReplay(ShardedInspection, Replay):
         as they were lived: nothing is relabelled. TD errors that this process has fed back before are known to it.
 
         Args:
-            keys: int64 `[n]`.
+            keys: int64 `[n]`, or a batch of this buffer, whose `key` is taken.
 
         Returns:
             A batch of the m <= n items there are, in the order of `keys`; `key` says which. `weight` (with the
@@ -209,12 +209,12 @@ class ShardedReplay(ShardedInspection, Replay):
             it is just after its items were found.
 
         Raises:
-            ValueError: The keys are not int64 `[n]`.
+            ValueError: The keys are not int64 `[n]`, or the batch is of another buffer.
             Stopped: The process that made the buffer is gone.
         """
         self.require_open()
         self._feedback.apply_arrived()
-        return self._gathering.gather(keys)
+        return self._gathering.gather(keys_of(keys, self._nonce) if isinstance(keys, dict) else keys)
 
     def batches(
         self,

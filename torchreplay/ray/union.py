@@ -135,6 +135,8 @@ def as_keys(given: Any) -> NDArray[np.int64]:
         tensor = torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(f"the keys are {given!r:.200}: expected int64 [n], such as batch['key']") from None
+    if tensor.shape == (0,):  # an empty list says no dtype
+        tensor = tensor.long()
     if tensor.dtype != torch.int64 or tensor.ndim != 1:
         raise ValueError(f"the keys are {tensor.dtype} {list(tensor.shape)}: expected int64 [n]")
     keys: NDArray[np.int64] = tensor.cpu().numpy()
