@@ -1,5 +1,6 @@
 """Handles: one memory for many processes, gone with the last of them."""
 
+import copy
 import multiprocessing as mp
 import os
 import pickle
@@ -46,6 +47,17 @@ def test_a_pickled_buffer_is_the_same_memory_with_the_same_configuration():
     assert buffer.stats().updated == 7
     buffer.close()
     assert len(other) == 3
+
+
+class Derived(tr.ReplayBuffer):
+    """A user's own."""
+
+
+def test_a_buffer_of_a_derived_class_is_one_wherever_it_is_passed():
+    buffer = Derived(SPEC, 10)
+    buffer.extend(**rows(3, 5.0))
+    for other in (copy.copy(buffer), pickle.loads(pickle.dumps(buffer))):
+        assert (type(other), len(other)) == (Derived, 3)
 
 
 def test_a_pickle_is_small_and_plain():

@@ -1,5 +1,7 @@
 """Bad trajectories of vector environments: what is refused leaves every lane where it was."""
 
+from enum import Enum
+
 import numpy as np
 import pytest
 import torch
@@ -193,10 +195,18 @@ def test_a_bad_number_of_lanes_is_a_value_error(buffer, lanes):
         buffer.writer(lanes=lanes)
 
 
-@pytest.mark.parametrize("autoreset", ["nextstep", "NEXT_STEP", None, 0, ""])
+@pytest.mark.parametrize("autoreset", ["nextstep", "NEXT_STEP", None, 0, "", Enum("Mode", {"OTHER": "Other"}).OTHER])
 def test_a_bad_autoreset_is_a_value_error_that_lists_the_three(buffer, autoreset):
     with pytest.raises(ValueError, match=r"autoreset is .*: expected one of 'next_step', 'same_step', 'disabled'"):
         buffer.writer(lanes=2, autoreset=autoreset)
+
+
+@pytest.mark.parametrize("autoreset", ["same_step", "disabled", "SameStep"])
+def test_an_autoreset_without_lanes_is_a_value_error_that_says_what_is_missing(buffer, autoreset):
+    for given in (buffer, buffer_of(tr.Rows())):
+        with pytest.raises(ValueError, match=f"autoreset is '{autoreset}', but lanes is missing"):
+            given.writer(autoreset=autoreset)
+    buffer.writer(autoreset="next_step").close()
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def assert_transitions(taken, where, action, reward, next_where):
 def test_every_transition_of_a_vector_environment_is_drawn_with_its_true_next_observation(kind, mode):
     buffer = buffer_of(tr.Transitions(), WHERE, capacity=400)
     envs = environments(kind, mode)
-    with buffer.writer(lanes=3, autoreset=mode.name.lower()) as writer:
+    with buffer.writer(lanes=3, autoreset=mode) as writer:
         taken = explore(envs, writer, lambda observed: {"obs": observed}, lambda observed: observed, 40)
     envs.close()
     batch = everything(buffer)
@@ -67,7 +67,7 @@ def test_every_transition_of_a_vector_environment_is_drawn_with_its_true_next_ob
 def test_dict_observations_of_a_vector_environment_are_taken_as_they_come(kind, mode):
     buffer = buffer_of(tr.Transitions(), NESTED, capacity=400)
     envs = environments(kind, mode, nested=True)
-    with buffer.writer(lanes=3, autoreset=mode.name.lower()) as writer:
+    with buffer.writer(lanes=3, autoreset=mode.value) as writer:
         taken = explore(envs, writer, lambda observed: {"obs": observed}, lambda observed: observed["where"], 25)
     envs.close()
     batch = everything(buffer)

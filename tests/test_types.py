@@ -12,6 +12,7 @@ pytest.importorskip("mypy")
 ROOT = Path(__file__).parents[1]
 PROGRAM = """
 import torch
+from gymnasium.vector import AutoresetMode
 from torch import nn
 
 import torchreplay as tr
@@ -58,6 +59,7 @@ with ExplorerPool(explore, 2, online, weights):
         online.update_priorities(batch, batch["x"])
 with online.writer(lanes=2, autoreset="same_step") as writer:
     writer.reset(x=[0.0, 0.0])
+online.writer(lanes=2, autoreset=AutoresetMode.SAME_STEP)
 """
 
 

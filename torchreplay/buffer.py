@@ -67,7 +67,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
             `Hindsight(...)` link the rows of an episode.
         limiter: `MinSize(n)` or `SamplesPerInsert(...)`; None: `MinSize(1)`. Can be changed later.
         path: A new file to hold the buffer, readable by this user only. None: it lies in memory.
-        seed: Of the draws; the same seed and the same writes give the same batches. None: a random one.
+        seed: Of the draws, 0 to 2^63 - 1; the same seed and the same writes give the same batches. None: a random one.
 
     Raises:
         ValueError: A bad spec, capacity or seed.
@@ -89,7 +89,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
     ) -> None:
         config = Config.of(spec, capacity, sampler, view, limiter)
         path = None if path is None else checked_path("path", path)
-        seed = secrets.randbits(63) if seed is None else checked_int("seed", seed, 0, (1 << 64) - 1)
+        seed = secrets.randbits(63) if seed is None else checked_int("seed", seed, 0, (1 << 63) - 1)
         self._create(config, path, seed, by_and_by=False).close()
 
     def _create(self, config: Config, path: Path | None, seed: int, by_and_by: bool) -> Reservation:
@@ -202,7 +202,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
 
     def __reduce__(self) -> tuple[Any, ...]:
         view = self.view.travelling() if isinstance(self.view, Hindsight) else None
-        return ReplayBuffer.attach, (self.handle(), *(() if view is None else (view,)))
+        return type(self).attach, (self.handle(), *(() if view is None else (view,)))
 
     # Files
 
@@ -252,12 +252,13 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         Args:
             lanes: Environments of a vector environment whose episodes it writes: `reset` and `step` then take values
                 with a leading dimension of lanes. None: one environment, without that dimension.
-            autoreset: What the vector environment does when an episode ends, as Gymnasium names it: `"next_step"`,
-                `"same_step"` or `"disabled"`.
+            autoreset: What the vector environment does when an episode ends: `"next_step"`, `"same_step"` or
+                `"disabled"`, or Gymnasium's `AutoresetMode` of it, or that one's value.
 
         Raises:
-            ValueError: `lanes` is out of range or asked for under `Rows()`, `autoreset` is unknown, or a field is named
-                as the argument that it brings, `final_obs` or `mask`.
+            ValueError: `lanes` is out of range or asked for under `Rows()`, `autoreset` is unknown or given without
+                lanes, or a field is named as the argument that it brings, `final_obs` or `mask`.
+            RuntimeError: The buffer is closed, or has 4,095 writers and learners.
         """
         return Writer(self._segment, self._config, lanes, autoreset)
 

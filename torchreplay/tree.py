@@ -27,7 +27,7 @@ class PriorityTree:
 
     Args:
         capacity: Number of indices, 1 to 2**31. All priorities are zero at first.
-        seed: Of the draws, a non-negative 63-bit integer; chosen at random when None.
+        seed: Of the draws, 0 to 2^63 - 1. None: a random one.
 
     Attributes:
         memory: uint8 `[bytes]`.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 
 from . import _C
 from .arguments import checked_choice, checked_int
@@ -19,8 +20,10 @@ from .waiting import STALL_LIMIT, Audience, Wait
 if TYPE_CHECKING:
     from types import TracebackType
 
-Autoreset: TypeAlias = Literal["next_step", "same_step", "disabled"]
-AUTORESETS: tuple[Autoreset, ...] = get_args(Autoreset)  # in the order of the native core's `Autoreset`
+OwnAutoreset: TypeAlias = Literal["next_step", "same_step", "disabled"]
+AUTORESETS: tuple[OwnAutoreset, ...] = get_args(OwnAutoreset)  # in the order of the native core's `Autoreset`
+Autoreset: TypeAlias = OwnAutoreset | Literal["NextStep", "SameStep", "Disabled"] | Enum
+"""What a vector environment does when an episode ends, as Gymnasium's `AutoresetMode` or its value too."""
 MAX_LANES = 1 << 20
 
 
@@ -130,10 +133,12 @@ def roles_of(
     """Returns what the native core has to know of a writer's fields and streams; None where rows are not linked.
 
     Raises:
-        ValueError: `lanes` is out of range or asked for under `Rows()`, `autoreset` is unknown, or an argument of its
-            calls has a field's name.
+        ValueError: `lanes` is out of range or asked for under `Rows()`, `autoreset` is unknown or given without lanes,
+            or an argument of its calls has a field's name.
     """
-    checked_choice("autoreset", autoreset, AUTORESETS)
+    mode = checked_autoreset(autoreset)
+    if lanes is None and mode != "next_step":
+        raise ValueError(f"autoreset is {autoreset!r}, but lanes is missing: expected the number of environments")
     if lanes is not None:
         lanes = checked_int("lanes", lanes, 1, MAX_LANES)
     roles = config.view.roles(config.fields)
@@ -142,11 +147,24 @@ def roles_of(
             raise ValueError("lanes are streams of linked rows, but the buffer's view is Rows(): use extend()")
         return None
     if lanes is not None:
-        _refuse_fields_named_as_arguments(config, roles, autoreset)
-    return roles.observation, roles.terminated, roles.truncated, lanes or 0, AUTORESETS.index(autoreset)
+        _refuse_fields_named_as_arguments(config, roles, mode)
+    return roles.observation, roles.terminated, roles.truncated, lanes or 0, AUTORESETS.index(mode)
 
 
-def _refuse_fields_named_as_arguments(config: Config, roles: Roles, autoreset: Autoreset) -> None:
+def checked_autoreset(autoreset: Any) -> OwnAutoreset:
+    """Returns our own name for what a vector environment does when an episode ends.
+
+    Raises:
+        ValueError: It is unknown.
+    """
+    value = autoreset.value if isinstance(autoreset, Enum) else autoreset
+    named = {mode.title().replace("_", ""): mode for mode in AUTORESETS}  # such as NextStep
+    if isinstance(value, str) and value in named:
+        return named[value]
+    return cast(OwnAutoreset, checked_choice("autoreset", value, AUTORESETS))
+
+
+def _refuse_fields_named_as_arguments(config: Config, roles: Roles, autoreset: OwnAutoreset) -> None:
     paths = list(config.fields)
     beside: dict[str, tuple[str, str, Iterable[Path]]] = {
         "same_step": ("final_obs", "step", paths),

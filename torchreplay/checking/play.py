@@ -9,9 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..writer import Autoreset
-
-AUTORESET: dict[str, Autoreset] = {"NextStep": "next_step", "SameStep": "same_step", "Disabled": "disabled"}
+from ..writer import OwnAutoreset, checked_autoreset
 
 
 @dataclass(slots=True)
@@ -67,7 +65,7 @@ class Play:
 
     calls: list[Call]
     lanes: int | None = None
-    autoreset: Autoreset = "next_step"
+    autoreset: OwnAutoreset = "next_step"
 
     def streams(self) -> list[list[Row]]:
         """The rows of each lane in time."""
@@ -111,8 +109,7 @@ def play(env: Any, episodes: int, max_steps: int, seed: int) -> Play:
 
 
 def _play_lanes(env: Any, episodes: int, max_steps: int, seed: int) -> Play:
-    mode = env.metadata.get("autoreset_mode", "NextStep")
-    autoreset = AUTORESET[getattr(mode, "value", mode)]
+    autoreset = checked_autoreset(env.metadata.get("autoreset_mode", "next_step"))
     lanes = [_Lane(i) for i in range(env.num_envs)]
     obs = deepcopy(env.reset(seed=seed)[0])
     calls = [Call(obs, {lane.index: lane.starts(_of_lane(obs, lane.index)) for lane in lanes})]
@@ -131,7 +128,7 @@ def _play_lanes(env: Any, episodes: int, max_steps: int, seed: int) -> Play:
     return Play(calls, len(lanes), autoreset)
 
 
-def _step_lanes(env: Any, lanes: list[_Lane], autoreset: Autoreset, over: np.ndarray[Any, Any]) -> Call:
+def _step_lanes(env: Any, lanes: list[_Lane], autoreset: OwnAutoreset, over: np.ndarray[Any, Any]) -> Call:
     action = env.action_space.sample()
     obs, reward, terminated, truncated, info = deepcopy(env.step(action))
     final_obs = info.get("final_obs") if autoreset == "same_step" else None
