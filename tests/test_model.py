@@ -88,7 +88,7 @@ class BufferAgainstModel(RuleBasedStateMachine):
         prioritized=st.booleans(),
         alpha=st.sampled_from([0.0, 0.5, 0.6, 1.0]),
         weights=st.sampled_from(["buffer", "batch", "none"]),
-        seed=st.integers(0, 2**63 - 1),
+        seed=st.integers(0, 2**64 - 1),
     )
     def make(self, capacity, prioritized, alpha, weights, seed):
         spec = {"value": tr.Field((), torch.int64), "pair": {"low": tr.Field((2,), torch.float64)}}

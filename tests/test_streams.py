@@ -41,22 +41,15 @@ SAMPLERS = [tr.Uniform(), tr.Prioritized()]
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=lambda sampler: type(sampler).__name__)
-@pytest.mark.parametrize("seed", [0, 2**63 - 1])
+@pytest.mark.parametrize("seed", [0, 2**64 - 1])
 def test_the_same_seed_and_the_same_writes_give_the_same_batches(seed, sampler):
     for one, other in zip(run(seed, sampler), run(seed, sampler), strict=True):
         assert list(one) == list(other)
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("seed", [-1, 2**63, 2**64 - 1, 0.5])
-def test_a_buffer_and_a_tree_refuse_the_same_seeds(seed):
-    for make in (lambda: filled(seed), lambda: tr.PriorityTree(4, seed=seed)):
-        with pytest.raises(ValueError, match=f"seed is {seed}: expected an int from 0 to 9223372036854775807"):
-            make()
-
-
 def test_different_seeds_and_no_seed_give_different_batches():
-    buffers = [filled(seed) for seed in (0, 1, 2**32, 2**63 - 1, None, None)]
+    buffers = [filled(seed) for seed in (0, 1, 2**32, 2**63, None, None)]
     assert len({keys_of(buffer) for buffer in buffers}) == len(buffers)
 
 

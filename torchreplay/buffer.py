@@ -67,7 +67,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
             `Hindsight(...)` link the rows of an episode.
         limiter: `MinSize(n)` or `SamplesPerInsert(...)`; None: `MinSize(1)`. Can be changed later.
         path: A new file to hold the buffer, readable by this user only. None: it lies in memory.
-        seed: Of the draws, 0 to 2^63 - 1; the same seed and the same writes give the same batches. None: a random one.
+        seed: Of the draws, 0 to 2^64 - 1; the same seed and the same writes give the same batches. None: a random one.
 
     Raises:
         ValueError: A bad spec, capacity or seed.
@@ -89,7 +89,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
     ) -> None:
         config = Config.of(spec, capacity, sampler, view, limiter)
         path = None if path is None else checked_path("path", path)
-        seed = secrets.randbits(63) if seed is None else checked_int("seed", seed, 0, (1 << 63) - 1)
+        seed = secrets.randbits(63) if seed is None else checked_int("seed", seed, 0, (1 << 64) - 1)
         self._create(config, path, seed, by_and_by=False).close()
 
     def _create(self, config: Config, path: Path | None, seed: int, by_and_by: bool) -> Reservation:

@@ -312,7 +312,7 @@ class Directory:
             raise RuntimeError(f"{MAX_SHARDS:,} shards were made, and there are no numbers left for more")
         if slot.number < 0:
             slot.number, self._born = self._born, self._born + 1
-        seed = int(np.random.SeedSequence(self._seed, spawn_key=(slot.number,)).generate_state(1, np.uint64)[0] >> 1)
+        seed = int(np.random.SeedSequence(self._seed, spawn_key=(slot.number,)).generate_state(1, np.uint64)[0])
         actor = self._ray.remote(Shard).options(num_cpus=0, max_restarts=0, scheduling_strategy=only_on(slot.node))
         config = replace(self._config, capacity=slot.capacity)
         slot.actor = actor.remote(slot.number, config, seed, self._rule.number, limit)
