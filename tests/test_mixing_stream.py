@@ -138,12 +138,6 @@ def test_a_loaded_state_repeats_the_draws_that_followed_it(pair):
     assert len(list(dataset)) == 5
 
 
-@pytest.mark.parametrize("state", [{"epoch": 1}, {"parts": []}, {"parts": [{}], "position": 0}, {"parts": 1}])
-def test_a_foreign_state_is_refused(pair, state):
-    with pytest.raises(ValueError, match="a MixedDataset's state has 'parts', a state for each of the 2 buffers"):
-        tr.MixedDataset({pair[0]: 1, pair[1]: 1}).load_state_dict(state)
-
-
 # DataLoader workers.
 
 

@@ -188,7 +188,7 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         """Continues where `state_dict` was taken: the next iteration hands out what was left of that one.
 
         With the buffer as it was then (`ReplayBuffer.load`), the batches are those that would have come. Batches drawn
-        ahead whose rows the buffer does not hold are left out.
+        ahead whose rows the buffer does not hold are left out, and those of another size than `batch_size`.
 
         Args:
             state_dict: What `state_dict` returned.
@@ -204,12 +204,13 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         position = checked_int("position", state_dict["position"], 0)
         if not isinstance(state_dict["drawn"], list | tuple):
             raise ValueError(f"drawn is {state_dict['drawn']!r:.200}: expected a list of batches drawn ahead")
-        drawn = deque(_require_drawn(batch) for batch in state_dict["drawn"])
+        ahead = [_require_drawn(batch) for batch in state_dict["drawn"]]
+        drawn = deque(batch for batch in ahead if len(batch["key"]) == self.batch_size)
         if self._process == os.getpid():
             self.end()  # or its draws ahead would be in the way of those to come
         if "stream" in state_dict and get_worker_info() is not None:
             self.buffer.stream = checked_int("stream", state_dict["stream"], 0)
-        self.buffer.draws = draws + len(drawn)
+        self.buffer.draws = draws + len(ahead)
         self._resume_at = self._position = position
         self._drawn, self._stream, self._process = drawn, None, os.getpid()
 

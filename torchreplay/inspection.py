@@ -93,6 +93,7 @@ class Inspection(Configured):
     """The part of a `ReplayBuffer` that tells what is in it."""
 
     _segment: _C.Segment
+    _nonce: int
     _deferred: DeferredUpdates
 
     def __len__(self) -> int:
@@ -159,6 +160,9 @@ class Inspection(Configured):
 
     def _stats(self) -> Stats:
         return Stats.of(self._segment.stats())
+
+    def _marks(self) -> tuple[int, int]:
+        return self._nonce, self._segment.seed
 
     def _weighed_by(self) -> tuple[int, int]:
         stats = self.stats()

@@ -193,32 +193,54 @@ class MixedDataset(SteppedDataset[Any]):
             known[name].update_priorities(batch, errors)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the place in the stream: `parts`, the state of a `ReplayDataset` for each buffer, in their order.
+        """Returns the place in the stream. As that of a `ReplayDataset`, the state holds no experience.
 
-        As there, the state holds no experience.
+        Returns:
+            `form`, "shares" or "names"; `buffers`, their names, or with shares a pair of numbers that tells each from
+            the others; `parts`, the state of a `ReplayDataset` for each, in the same order.
         """
         states = [part.state_dict() for part in self._parts]
         # The last one is drawn last: where a draw failed, the parts before it are a batch ahead.
-        return {"parts": [state | {"position": states[-1]["position"]} for state in states]}
+        parts = [state | {"position": states[-1]["position"]} for state in states]
+        if self._mixture is None:
+            return {"form": "names", "buffers": list(self._names), "parts": parts}
+        return {"form": "shares", "buffers": [list(buffer._marks()) for buffer in self.buffers], "parts": parts}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues where `state_dict` was taken: the next iteration hands out what was left of that one.
+
+        The shares and `batch_size` may be others: what was drawn ahead in another number of items is left out.
 
         Args:
             state_dict: What `state_dict` returned.
 
         Raises:
-            ValueError: If it is not such a state.
+            ValueError: If it is not such a state, or that of a dataset in the other form, of other names, of another
+                number of buffers, or of the same buffers in another order.
         """
-        given: Any = state_dict
-        states = given.get("parts") if isinstance(given, Mapping) and set(given) == {"parts"} else None
-        if not isinstance(states, list) or len(states) != len(self._parts):
-            raise ValueError(
-                f"state_dict is {state_dict!r:.200}; a MixedDataset's state has 'parts', a state for each of the "
-                f"{len(self._parts)} buffers"
-            )
-        for part, state in zip(self._parts, states, strict=True):
+        for part, state in zip(self._parts, self._states_in(state_dict), strict=True):
             part.load_state_dict(state)
+
+    def _states_in(self, state_dict: Any) -> list[Any]:
+        """Returns the state of each part; raises what `load_state_dict` says."""
+        known = isinstance(state_dict, Mapping) and set(state_dict) == {"form", "buffers", "parts"}
+        form, buffers, states = (state_dict[name] for name in ("form", "buffers", "parts")) if known else (None,) * 3
+        if not isinstance(buffers, list) or not isinstance(states, list) or len(buffers) != len(states):
+            raise ValueError(
+                f"state_dict is {state_dict!r:.200}; a MixedDataset's state has 'form', 'buffers' and 'parts', a state "
+                f"for each of the buffers"
+            )
+        own = "names" if self._mixture is None else "shares"
+        if form != own:
+            raise ValueError(f"the state is of a MixedDataset made with {form!r:.20}, and this one is made with {own}")
+        if self._mixture is None:
+            if sorted(map(repr, buffers)) != sorted(map(repr, self._names)):
+                raise ValueError(f"the state is of the buffers {buffers!r:.200}, and this dataset of {self._names}")
+            return [states[buffers.index(name)] for name in self._names]
+        if len(buffers) != len(self.buffers):
+            raise ValueError(f"the state is of {len(buffers)} buffers, and this dataset of {len(self.buffers)}")
+        _require_same_order(buffers, [list(buffer._marks()) for buffer in self.buffers])
+        return states
 
     def __repr__(self) -> str:
         length = "endless" if self.steps is None else f"steps={self.steps}"
@@ -239,6 +261,21 @@ def _sorted_out(given: Any) -> tuple[list[Any], tuple[Replay, ...], dict[Replay,
             return list(given), tuple(given.values()), None
         given = {type(key).__name__: type(value).__name__ for key, value in given.items()}
     raise ValueError(f"buffers is {given!r:.200}: expected a dict, {{buffer: share, ...}} or {{name: buffer, ...}}")
+
+
+def _require_same_order(then: list[Any], now: list[list[int]]) -> None:
+    """Raises ValueError where buffers change places: a restored one has another identity, but the seed it had."""
+    if not all(isinstance(marks, list | tuple) and [*map(type, marks)] == [int, int] for marks in then):
+        raise ValueError(f"'buffers' of the state is {then!r:.200}: expected a list of two numbers for each buffer")
+    for before, after in zip(zip(*then, strict=True), zip(*now, strict=True), strict=True):
+        if before == after:
+            return
+        if set(before) == set(after) and len(set(after)) == len(after):
+            order = ", ".join(str(after.index(mark)) for mark in before)
+            raise ValueError(
+                f"the state is of these buffers in another order: what it has first to last are buffers {order} here. "
+                f"Give the dataset its buffers in the order they had"
+            )
 
 
 def _require_different(buffers: tuple[Replay, ...]) -> None:

@@ -43,7 +43,14 @@ class Mixture:
         _require_alike(self.buffers)
 
     def batch_of(self, parts: Sequence[ReplayBatch]) -> ReplayBatch:
-        """Returns the batch that the buffers' batches make together, in new memory."""
+        """Returns the batch that the buffers' batches make together, in new memory.
+
+        Raises:
+            RuntimeError: They are not as large as `counts` says.
+        """
+        sizes = tuple(part.batch_size for part in parts)
+        if sizes != self.counts:
+            raise RuntimeError(f"the buffers' batches have {sizes} items: expected {self.counts}")
         if self._normalized:
             _put_on_one_scale(self.buffers, parts)
         pinned = self._device is not None and self._device.type == "cuda"

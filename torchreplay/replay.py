@@ -124,6 +124,10 @@ class Replay(Configured, ABC):
         """Returns histograms of leaf priorities and of rows' ages. O(capacity)."""
 
     @abstractmethod
+    def _marks(self) -> tuple[int, int]:
+        """Returns its identity, and the seed of its draws, which one that is restored from a checkpoint has too."""
+
+    @abstractmethod
     def _weighed_by(self) -> tuple[int, int]:
         """Returns how many items can be drawn, and how many batches were, as the last draw knew."""
 

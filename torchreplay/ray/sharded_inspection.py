@@ -22,6 +22,8 @@ class ShardedInspection(Configured):
     _feedback: Feedback
     _capacity: int
     _count: int
+    _nonce: int
+    _seed: int
     _closed: bool
 
     def __len__(self) -> int:
@@ -80,6 +82,9 @@ class ShardedInspection(Configured):
         places = self.shards.table.places
         told = self.shards.calls.collect({number: place.actor.stats.remote() for number, place in places.items()})
         return summed(told, places, self.shards.look(), self._capacity, self._count, self.shards.union_limiter)
+
+    def _marks(self) -> tuple[int, int]:
+        return self._nonce, self._seed
 
     def _weighed_by(self) -> tuple[int, int]:
         """The same of the union, which asks nobody."""
