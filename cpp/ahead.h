@@ -25,6 +25,7 @@ struct Order {
   BatchPointers out;
   int threads = 1;                     // that may share the copies
   uint64_t updated = 0, fed_back = 0;  // TD errors applied before: all others, and those handed over here
+  DrawnFrom drawn_from = {};           // once it is drawn
 };
 
 // Draws what was ordered, in that order, and one batch after the other, and applies what was handed over in its turn:
@@ -91,6 +92,7 @@ class DrawAhead {
       const Order& order = orders_.front();
       missed_updates_ =
           updated_by_others() - order.updated + feedback_.updated() - order.fed_back + feedback_.waiting();
+      drawn_from_ = order.drawn_from;
       orders_.pop_front();
       done_--;
       taken_++;
@@ -107,6 +109,9 @@ class DrawAhead {
 
   // TD errors that were fed back between the draw of the batch taken last and its taking.
   uint64_t missed_updates() const { return missed_updates_; }
+
+  // What that batch was drawn from.
+  const DrawnFrom& drawn_from() const { return drawn_from_; }
 
   // Whether the caller is the one who orders.
   bool is_orderer() {
@@ -329,6 +334,7 @@ class DrawAhead {
           sampler.sample(order.n, order.beta, order.name, order.out, shortage, {.until_stopped = true});
       if (sampler.pending()) reclaim_dead(memory_);
       demanded_ = outcome != Draw::kDone;
+      order.drawn_from = sampler.drawn_from();
       if (outcome != Draw::kWait && outcome != Draw::kBarren) return outcome;
       wait_for_rows({shortage, seen, outcome == Draw::kBarren});
       if (ending()) throw Interrupted{};
@@ -392,6 +398,7 @@ class DrawAhead {
   bool running_ = false;
   uint64_t generation_ = fork_generation.load(std::memory_order_relaxed);
   uint64_t missed_updates_ = 0;
+  DrawnFrom drawn_from_;
   bool demanded_ = false;  // the last draw may have left a demand; the thread's own while it runs
   std::atomic<bool> ending_{false};
 

@@ -33,11 +33,12 @@ struct Shortage {
   uint64_t inserted = 0, needed = 0, drawable = 0;
 };
 
-// The tree as a draw found it: the sum of all leaves, the number of positive ones and the smallest of those. Whoever
-// mixes draws of several buffers needs all three as of one moment.
+// The tree as a draw found it: the sum of all leaves, the number of positive ones and the smallest of those; and the
+// exponent of its weights. Whoever mixes draws of several buffers needs all of it as of one moment.
 struct DrawnFrom {
   double total = 0, smallest = 0;
   int64_t drawable = 0;
+  double beta = 0;
 };
 
 class BatchSampler {
@@ -53,7 +54,7 @@ class BatchSampler {
   // Slots that the last draw found unsettled: their writers lag, or are dead.
   uint64_t pending() const { return pending_; }
 
-  // The tree as the last draw found it, before any redraw.
+  // The tree as the last draw, or gather(), found it, before any redraw.
   const DrawnFrom& drawn_from() const { return drawn_from_; }
 
   // Copies the items anchored at `keys`, in their order, leaving out those that cannot be drawn (any more). Returns how
@@ -78,6 +79,7 @@ class BatchSampler {
           items_[kept++] = items_[i];
       items_.resize(kept);
     }
+    drawn_from_.beta = beta;
     finish(static_cast<int>(items_.size()), beta, out);
     return static_cast<int>(items_.size());
   }
@@ -96,6 +98,7 @@ class BatchSampler {
       copy(out);
       TORCHREPLAY_FAULT("draw.copied");
       if (todo_.empty()) {
+        drawn_from_.beta = beta;
         finish(n, beta, out);
         return Draw::kDone;
       }
@@ -180,8 +183,7 @@ class BatchSampler {
     }
     find(tree, n);
     if (!round) {
-      const auto unit = static_cast<double>(tree.quantize(1.0f));
-      drawn_from_ = {static_cast<double>(tree.total()) / unit, tree.min(), tree.count()};
+      note_tree(tree);
       h.sampled += static_cast<uint64_t>(n);
       TORCHREPLAY_FAULT("draw.counted");
       h.draws.fetch_add(1, std::memory_order_relaxed);
@@ -189,6 +191,13 @@ class BatchSampler {
     }
     publish_limit(memory_);
     return Draw::kDone;
+  }
+
+  // The lock is held.
+  void note_tree(const PriorityTree& tree) {
+    const auto unit = static_cast<double>(tree.quantize(1.0f));
+    const auto smallest = static_cast<double>(tree.quantize(tree.min()));  // as weights are made of it
+    drawn_from_ = {static_cast<double>(tree.total()) / unit, smallest / unit, tree.count()};
   }
 
   // A draw that was counted did not happen. The lock is held.
@@ -221,6 +230,7 @@ class BatchSampler {
     publish_limit(memory_);
     const PriorityTree tree = memory_.tree();
     const uint64_t min_mass = tree.quantize(tree.min());
+    note_tree(tree);
     for (int i = 0; i < n; i++) {
       if (keys[i] < 0 || static_cast<uint64_t>(keys[i]) >= h.absorbed) continue;
       const auto key = static_cast<uint64_t>(keys[i]);

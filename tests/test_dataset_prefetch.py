@@ -231,6 +231,9 @@ def test_a_batch_too_large_is_refused_as_a_draw_of_one_is():
         next(iter(tr.ReplayDataset(filled_buffer(), 1 << 30)))
 
 
+NAMED = {"step": 0, "key": torch.arange(2), "weight": torch.zeros(2), "probability": torch.zeros(2)}
+
+
 @pytest.mark.parametrize(
     ("drawn", "message"),
     [
@@ -248,6 +251,10 @@ def test_a_batch_too_large_is_refused_as_a_draw_of_one_is():
             {"step": -1, "key": torch.arange(2), "weight": torch.zeros(2), "probability": torch.zeros(2)},
             "step is -1",
         ),
+        (NAMED | {"drawn_from": [2.0, 2, 1.0]}, r"drawn_from is \[2.0, 2, 1.0\]: expected \[total, drawable, smallest"),
+        (NAMED | {"drawn_from": [2.0, 0, 1.0, 0.4]}, "drawable is 0"),
+        (NAMED | {"drawn_from": [2.0, 2, 0.0, 0.4]}, "a total of 2.0 and a smallest leaf of 0.0"),
+        (NAMED | {"drawn_from": [2.0, 2, 1.0, float("nan")]}, "beta is nan"),
     ],
 )
 def test_a_state_with_something_else_than_batches_drawn_ahead_is_refused(drawn, message):

@@ -13,6 +13,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from .arguments import as_numbers, checked_choice, checked_int, checked_timeout
 from .batch import ReplayBatch
 from .cuda import require_devices
+from .drawn_from import DrawnFrom
 from .errors import ReplayLost, Stopped
 from .replay import PINS, Batches, Pin, Replay
 from .staging import Staging
@@ -164,8 +165,9 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
 
         Returns:
             `draws`, made from the buffer and handed out; `position` in the iteration; `drawn`, for each batch drawn
-            ahead the `step` of its draw, `key` int64 `[B]`, `weight` and `probability` float32 `[B]`; in a worker of a
-            `DataLoader` also `stream`, the number of the stream that it draws from.
+            ahead the `step` of its draw, `key` int64 `[B]`, `weight` and `probability` float32 `[B]` and `drawn_from`,
+            of what the weights were computed; in a worker of a `DataLoader` also `stream`, the number of the stream
+            that it draws from.
 
         Raises:
             ValueError: TD errors from a device are NaN or infinite, as `buffer.flush` says.
@@ -213,6 +215,12 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         self.buffer.draws = draws + len(ahead)
         self._resume_at = self._position = position
         self._drawn, self._stream, self._process = drawn, None, os.getpid()
+
+    @property
+    def _drawn_from(self) -> DrawnFrom:
+        """What the weights of the batch handed out last were computed from."""
+        assert self._stream is not None
+        return self._stream.drawn_from
 
     def end(self) -> None:
         """Ends the iteration under way: its thread, and the draws that were not handed out."""
@@ -264,7 +272,7 @@ def _require_drawn(batch: Any) -> dict[str, Any]:
         ValueError: It is none.
     """
     names = {"step", *DRAWN_FIELDS}
-    if not isinstance(batch, dict) or set(batch) != names:
+    if not isinstance(batch, dict) or set(batch) - {"drawn_from"} != names:
         raise ValueError(f"{batch!r} is no batch drawn ahead, which has {sorted(names)}")
     fields = {name: as_numbers(name, batch[name], f"{dtype} [B]") for name, dtype in DRAWN_FIELDS.items()}
     for name, field in fields.items():
@@ -273,6 +281,9 @@ def _require_drawn(batch: Any) -> dict[str, Any]:
                 f"{name!r} of a batch drawn ahead is {field.dtype} of shape {tuple(field.shape)}, expected "
                 f"{DRAWN_FIELDS[name]} of shape ({fields['key'].numel()},)"
             )
+    if "drawn_from" in batch:  # which states of before it was there lack
+        DrawnFrom.of_state(batch["drawn_from"])
+        fields["drawn_from"] = batch["drawn_from"]
     return {"step": checked_int("step", batch["step"], 0)} | fields
 
 

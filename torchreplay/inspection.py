@@ -164,10 +164,6 @@ class Inspection(Configured):
     def _marks(self) -> tuple[int, int]:
         return self._nonce, self._segment.seed
 
-    def _weighed_by(self) -> tuple[int, int]:
-        stats = self.stats()
-        return stats.drawable, stats.draws
-
     def histograms(self, bins: int = 64) -> dict[str, torch.Tensor]:
         """Returns histograms of leaf priorities and of rows' ages. O(capacity).
 

@@ -125,7 +125,7 @@ class MixedDataset(SteppedDataset[Any]):
                 if self._mixture is None:
                     yield dict(zip(self._names, parts, strict=True))
                 else:
-                    yield self._mixture.batch_of(parts)
+                    yield self._mixture.batch_of(parts, [part._drawn_from for part in self._parts])
 
     @property
     def ready(self) -> int:

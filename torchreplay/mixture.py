@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 from .arguments import as_numbers
 from .batch import ReplayBatch
 from .cuda import page_locked
+from .drawn_from import DrawnFrom
 from .replay import Replay
-from .samplers import Prioritized, value_of
-
-TINY = float(np.finfo(np.float32).tiny)
+from .samplers import Normalization, Prioritized
 
 
 class Mixture:
@@ -39,11 +38,15 @@ class Mixture:
         self._source = tuple(buffer._nonce for buffer in self.buffers)
         self._which = torch.arange(len(self.counts)).repeat_interleave(torch.tensor(self.counts))
         self._share = (torch.tensor(self.counts) / batch_size)[self._which]
-        self._normalized = _normalized_alike(self.buffers)
+        self._weights = _normalized_alike(self.buffers)
         _require_alike(self.buffers)
 
-    def batch_of(self, parts: Sequence[ReplayBatch]) -> ReplayBatch:
+    def batch_of(self, parts: Sequence[ReplayBatch], drawn_from: Sequence[DrawnFrom]) -> ReplayBatch:
         """Returns the batch that the buffers' batches make together, in new memory.
+
+        Args:
+            parts: The batches.
+            drawn_from: What the weights of each were computed from.
 
         Raises:
             RuntimeError: They are not as large as `counts` says.
@@ -51,8 +54,7 @@ class Mixture:
         sizes = tuple(part.batch_size for part in parts)
         if sizes != self.counts:
             raise RuntimeError(f"the buffers' batches have {sizes} items: expected {self.counts}")
-        if self._normalized:
-            _put_on_one_scale(self.buffers, parts)
+        _put_on_one_scale(parts, drawn_from, self._weights)
         pinned = self._device is not None and self._device.type == "cuda"
         batch = ReplayBatch(_concatenated(parts, pinned))
         batch.source = self._source
@@ -137,38 +139,25 @@ def _positive(position: int, share: Any) -> Fraction:
     return Fraction(value)
 
 
-def _normalized_alike(buffers: Sequence[Replay]) -> bool:
-    """Returns whether there are weights that have to be put on one scale."""
+def _normalized_alike(buffers: Sequence[Replay]) -> Normalization:
+    """Returns by what weights are divided; "none" where all are 1."""
     kinds = {buffer.sampler.weights for buffer in buffers if isinstance(buffer.sampler, Prioritized)}
     if len(kinds) > 1:
         names = " and ".join(map(repr, sorted(kinds)))
         raise ValueError(f"the buffers' samplers have weights={names}: expected the same in all that mix")
-    return bool(kinds - {"none"})
+    return kinds.pop() if kinds else "none"
 
 
-def _put_on_one_scale(buffers: Sequence[Replay], parts: Sequence[ReplayBatch]) -> None:
-    """Multiplies normalised weights so that the largest one possible, over all buffers, is 1.
-
-    A buffer divides its (N P)^-beta by their largest, which is found again from one item: (N P)^-beta / weight.
-    """
-    largest = [_log_of_largest(buffer, part) for buffer, part in zip(buffers, parts, strict=True)]
+def _put_on_one_scale(parts: Sequence[ReplayBatch], drawn_from: Sequence[DrawnFrom], weights: Normalization) -> None:
+    """Multiplies weights, each divided by the largest of its buffer or batch, so that that is the largest of all."""
+    largest = [
+        drawn.log_of_largest(weights, part["probability"]) for part, drawn in zip(parts, drawn_from, strict=True)
+    ]
     for part, value in zip(parts, largest, strict=True):
         scale = math.exp(value - max(largest))
         if scale != 1.0:
             weight = part["weight"].numpy()
             weight *= np.float32(scale)
-
-
-def _log_of_largest(buffer: Replay, part: ReplayBatch) -> float:
-    if not isinstance(buffer.sampler, Prioritized):
-        return 0.0
-    weight = part["weight"].numpy()
-    item = int(weight.argmax())  # the largest has lost the fewest bits
-    drawable, draws = buffer._weighed_by()
-    # A row more or less, or a step of beta's schedule, since the draw changes this by parts in N or in its steps.
-    beta = value_of(buffer.sampler.beta, max(draws - 1, 0))
-    chance = max(drawable, 1) * float(part["probability"][item])
-    return -beta * math.log(chance) - math.log(max(float(weight[item]), TINY))
 
 
 def _concatenated(parts: Sequence[Mapping[str, Any]], pinned: bool) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 
 from .batch import ReplayBatch
 from .config import Configured
+from .drawn_from import DrawnFrom
 from .samplers import Schedule
 
 if TYPE_CHECKING:
@@ -39,6 +40,10 @@ class Batches(Protocol):
 
     def drawn(self) -> list[dict[str, Any]]:
         """Returns what names the batches that are drawn and were not handed out, as far as they can be named."""
+
+    @property
+    def drawn_from(self) -> DrawnFrom:
+        """What the weights of the batch handed out last were computed from."""
 
     @property
     def ready(self) -> int:
@@ -126,10 +131,6 @@ class Replay(Configured, ABC):
     @abstractmethod
     def _marks(self) -> tuple[int, int]:
         """Returns its identity, and the seed of its draws, which one that is restored from a checkpoint has too."""
-
-    @abstractmethod
-    def _weighed_by(self) -> tuple[int, int]:
-        """Returns how many items can be drawn, and how many batches were, as the last draw knew."""
 
     @abstractmethod
     def stop(self) -> None:

@@ -12,6 +12,7 @@ from . import _C
 from .arguments import checked_int
 from .batch import ReplayBatch
 from .drawing import MAX_BATCH
+from .drawn_from import DrawnFrom
 from .errors import ReplayTimeout, Stopped
 from .samplers import value_of
 from .waiting import LOG_EVERY, SLICE_NS, Wait
@@ -63,6 +64,7 @@ class BatchStream:
         self._batch_size, self._left, self._prefetch, self._timeout = batch_size, count, prefetch, timeout
         self._waiting = waiting
         self._again = drawn
+        self._from: DrawnFrom | None = None  # of the batch handed out last, if it is one of those
         self._staging = staging
         self._finish = buffer._finish if staging is None else None
         self._ahead: _C.DrawAhead | None = None
@@ -114,6 +116,13 @@ class BatchStream:
         return 0 if self._ahead is None or self._again else self._ahead.ready()
 
     @property
+    def drawn_from(self) -> DrawnFrom:
+        """What the weights of the batch handed out last were computed from."""
+        if self._from is not None:
+            return self._from
+        return DrawnFrom(*(self._segment if self._ahead is None else self._ahead).drawn_from)
+
+    @property
     def answered(self) -> int:
         """The same: what is drawn is in this machine's memory."""
         return self.ready
@@ -122,17 +131,18 @@ class BatchStream:
         """Returns what names the batches that are drawn and were not handed out, after waiting for those ordered.
 
         Returns:
-            For each the `step` of its draw, `key` int64 `[B]`, `weight` and `probability` float32 `[B]`.
+            For each the `step` of its draw, `key` int64 `[B]`, `weight` and `probability` float32 `[B]`, and
+            `drawn_from`, [total, drawable, smallest, beta].
         """
         if self._ahead is None:
             return []
         return [
-            {"step": step}
+            {"step": step, "drawn_from": list(drawn_from)}
             | {
                 name: torch.frombuffer(bytearray(part), dtype=dtype)
                 for (name, dtype), part in zip(DRAWN_FIELDS.items(), parts, strict=True)
             }
-            for step, *parts in self._ahead.drawn()
+            for step, *parts, drawn_from in self._ahead.drawn()
         ]
 
     def close(self) -> None:
@@ -150,10 +160,12 @@ class BatchStream:
             if len(batch["key"]) == len(drawn["key"]):
                 batch["weight"].copy_(drawn["weight"])
                 batch["probability"].copy_(drawn["probability"])
+                self._from = DrawnFrom.of_state(drawn.get("drawn_from", self._segment.drawn_from))
                 return batch
         return None
 
     def _next_drawn(self, waiting: type[Wait]) -> ReplayBatch:
+        self._from = None
         if self._prefetch == 0:
             return self._buffer._draw(self._batch_size, None, self._timeout, waiting, self._place())
         ahead = self._order()

@@ -78,6 +78,7 @@ class AheadState {
     if (outcome != Draw::kDone) return segment::explain(outcome, shortage.value_or(Shortage{}));
     h.taken_ahead.fetch_add(1, std::memory_order_relaxed);
     h.missed.fetch_add(engine_->missed_updates(), std::memory_order_relaxed);
+    drawn_from_ = engine_->drawn_from();
     const std::unique_ptr<BatchBuilder> builder = std::move(orders_.front().builder);
     Ref given = std::move(orders_.front().given);
     forget(1);
@@ -96,7 +97,10 @@ class AheadState {
   // How many of the oldest batches are drawn, and not taken.
   size_t ready() { return engine_ && engine_->here() ? engine_->finished() : 0; }
 
-  // [(step, keys, weight, probability)]: the batches that are drawn and not taken, as bytes.
+  // Of the batch taken last.
+  PyObject* drawn_from() const { return as_tuple(drawn_from_); }
+
+  // [(step, keys, weight, probability, drawn_from)]: the batches that are drawn and not taken, as bytes.
   PyObject* drawn() {
     Ref list(checked(PyList_New(0)));
     if (!engine_ || !engine_->here()) return list.release();
@@ -109,7 +113,9 @@ class AheadState {
                                                      static_cast<Py_ssize_t>(each * static_cast<size_t>(o.n)))));
       };
       const Ref keys = bytes(o.out.keys, 8), weight = bytes(o.out.weight, 4), probability = bytes(o.out.probability, 4);
-      const Ref entry(checked(Py_BuildValue("KOOO", o.name.step, keys.get(), weight.get(), probability.get())));
+      const Ref from(as_tuple(o.drawn_from));
+      const Ref entry(
+          checked(Py_BuildValue("KOOOO", o.name.step, keys.get(), weight.get(), probability.get(), from.get())));
       if (PyList_Append(list.get(), entry.get())) throw PythonError{};
     }
     return list.release();
@@ -184,6 +190,7 @@ class AheadState {
   uint64_t used_in_ = 0, closing_in_ = 0;  // by a thread without the interpreter lock; of those by one that closes it
   std::shared_ptr<DrawAhead> engine_;
   std::deque<Ordered> orders_;
+  DrawnFrom drawn_from_;
 };
 
 namespace ahead {
@@ -227,9 +234,14 @@ inline PyObject* ready(PyObject* self, PyObject*) {
   return guarded([&] { return checked(PyLong_FromSize_t(state_of<AheadState>(self).ready())); });
 }
 
-// drawn() -> [(step, keys, weight, probability)] of the batches drawn and not taken.
+// drawn() -> [(step, keys, weight, probability, drawn_from)] of the batches drawn and not taken.
 inline PyObject* drawn(PyObject* self, PyObject*) {
   return guarded([&] { return state_of<AheadState>(self).drawn(); });
+}
+
+// drawn_from -> (total, drawable, smallest, beta) of the batch taken last.
+inline PyObject* get_drawn_from(PyObject* self, void*) {
+  return guarded([&] { return state_of<AheadState>(self).drawn_from(); });
 }
 
 inline PyObject* close(PyObject* self, PyObject*) {
@@ -247,9 +259,12 @@ inline PyMethodDef methods[] = {
     {"drawn", drawn, METH_NOARGS, nullptr},
     {"close", close, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
+inline PyGetSetDef getset[] = {{"drawn_from", get_drawn_from, nullptr, nullptr, nullptr},
+                               {nullptr, nullptr, nullptr, nullptr, nullptr}};
 inline PyType_Slot slots[] = {{Py_tp_init, reinterpret_cast<void*>(init)},
                               {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<AheadState>)},
                               {Py_tp_methods, methods},
+                              {Py_tp_getset, getset},
                               {0, nullptr}};
 inline PyType_Spec spec = type_spec<AheadState>("torchreplay._C.DrawAhead", slots);
 

@@ -170,6 +170,11 @@ class Membership {
   bool renewed_ = false;
 };
 
+// (total, drawable, smallest, beta).
+inline PyObject* as_tuple(const DrawnFrom& from) {
+  return checked(Py_BuildValue("dLdd", from.total, static_cast<long long>(from.drawable), from.smallest, from.beta));
+}
+
 struct SegmentState {
   std::shared_ptr<Attached> attached;
   Ref batch_type;  // called without arguments: an empty batch
@@ -181,7 +186,7 @@ struct SegmentState {
   DrawName next_draw;
   uint64_t ahead = 0;  // draws that next_draw has passed, of batches that nobody has got yet
   uint32_t seen_rows_signal = 0;
-  DrawnFrom drawn_from;                                 // of the last draw through this object
+  DrawnFrom drawn_from;                                 // of the last draw, or gather, through this object
   std::vector<std::unique_ptr<BatchSampler>> samplers;  // idle ones; guarded by the interpreter lock
   std::vector<std::unique_ptr<PriorityUpdater>> updaters;
   Feedback feedback;  // idle memory

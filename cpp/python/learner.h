@@ -163,6 +163,7 @@ inline PyObject* gather(PyObject* self, PyObject* const* args, Py_ssize_t nargs)
       WithoutGil unlocked;
       found = sampler->gather(keys.data(), n, beta, pointers, again ? &name : nullptr);
     }
+    s.drawn_from = sampler->drawn_from();
     if (s.attached) s.samplers.push_back(std::move(sampler));
     builder.shrink(found);
     return make_batch(s, builder);

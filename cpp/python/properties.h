@@ -35,13 +35,13 @@ inline PyObject* column(PyObject* self, PyObject* index) {
   });
 }
 
-// drawn_from -> (total, drawable, smallest) of the tree as the last draw through this object found it.
+// drawn_from -> (total, drawable, smallest) of the tree as the last draw, or gather, through this object found it, and
+// beta.
 inline PyObject* get_drawn_from(PyObject* self, void*) {
   return guarded([&] {
     auto& s = state_of<SegmentState>(self);
     s.memory();
-    return checked(
-        Py_BuildValue("dLd", s.drawn_from.total, static_cast<long long>(s.drawn_from.drawable), s.drawn_from.smallest));
+    return as_tuple(s.drawn_from);
   });
 }
 

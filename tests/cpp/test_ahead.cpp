@@ -46,6 +46,29 @@ BOOST_AUTO_TEST_CASE(settled_means_that_all_is_drawn) {
   for (uint64_t step = 0; step < 4; step++) BOOST_TEST(drawn[step].name.step == step);
 }
 
+BOOST_AUTO_TEST_CASE(what_a_batch_was_drawn_from_is_told_as_its_draw_found_it) {
+  Plan plan;
+  plan.sampler = {.prioritized = 1, .alpha = 1, .eps = 0};
+  auto m = buffer_of(10, plan);
+  Learner learner(*m);
+  learner.order(2);
+  learner.settle();
+  const std::vector<Order> drawn = learner.ahead.drawn();
+  append_row(*m, 1, 2000, 0.25F);
+  learner.order();
+  double total = 0;
+  for (size_t i = 0; i < 10; i++) total += static_cast<double>(i * i % 37 + 1);
+  for (size_t i = 0; i < 3; i++) {
+    BOOST_REQUIRE(learner.take() == Draw::kDone);
+    const DrawnFrom& from = learner.ahead.drawn_from();
+    BOOST_TEST(from.drawable == (i < 2 ? 10 : 11));
+    BOOST_TEST(from.total == (i < 2 ? total : total + 0.25));
+    BOOST_TEST(from.smallest == (i < 2 ? 1 : 0.25));
+    BOOST_TEST(from.beta == 0.5);
+    if (i < 2) BOOST_TEST(drawn[i].drawn_from.total == total);
+  }
+}
+
 BOOST_AUTO_TEST_CASE(finished_are_the_orders_that_are_drawn_and_not_taken) {
   Plan plan;
   plan.limiter.min_size = 60;

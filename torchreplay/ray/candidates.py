@@ -52,7 +52,7 @@ class Candidates:
         if not isinstance(result, ReplayBatch):
             return self._reasons(self.figures(learners, rule), result, n)
         out["key"] += self._base
-        return self.figures(learners, rule, Drawn(*segment.drawn_from), n)
+        return self.figures(learners, rule, Drawn(*segment.drawn_from[:3]), n)
 
     def gather(
         self, keys: NDArray[np.int64], learners: Mapping[int, Drew], rule: int = -1

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchreplay.batch import ReplayBatch
+from torchreplay.drawn_from import DrawnFrom
 from torchreplay.ray.blocks import Layout, keep
 from torchreplay.ray.figures import Answer
 from torchreplay.ray.members import Answers, Shards
@@ -44,7 +45,12 @@ class Round:
         here: Whether the shard that is attached draws its candidates right into the batch.
         place: The batch, whose tensors are overwritten; None: it is made.
         rule: Number of the limiter that has admitted it.
+
+    Attributes:
+        drawn_from: What the batch's weights were computed from, once it is finished.
     """
+
+    drawn_from: DrawnFrom
 
     def __init__(
         self,
@@ -97,6 +103,7 @@ class Round:
         probability = batch["probability"].numpy().astype(np.float64) * np.repeat(scale, counts)
         batch["probability"].numpy()[:] = probability
         batch["weight"].numpy()[:] = union.weights(probability, beta, sampler)
+        self.drawn_from = DrawnFrom(union.total, union.drawable, union.smallest, beta)
         return batch
 
     def _fill(self, batch: ReplayBatch, answers: list[Answer], counts: NDArray[np.int64]) -> None:
@@ -145,7 +152,12 @@ class RoundStream:
         timeout: Seconds to wait for each batch at most.
         waiting: How the wait for the first one looks.
         staging: What gives each batch its place; None: memory of its own.
+
+    Attributes:
+        drawn_from: What the weights of the batch handed out last were computed from.
     """
+
+    drawn_from: DrawnFrom
 
     def __init__(
         self,
@@ -222,7 +234,11 @@ class RoundStream:
         self._order(wait)
         # They travel while this batch is made, and while its user works.
         self._draws.shards.calls.fetch(call for later in islice(self._ahead, 1, None) for call in later.calls)
-        return self._draws.take(self._ahead.popleft(), None, wait, self._staging is None or not self._prefetch)
+        first = self._ahead.popleft()
+        batch = self._draws.take(first, None, wait, self._staging is None or not self._prefetch)
+        if batch is not None:
+            self.drawn_from = first.drawn_from
+        return batch
 
     def _order(self, wait: Wait) -> None:
         most = self._prefetch + 1 if self._left is None else min(self._left, self._prefetch + 1)

@@ -86,11 +86,6 @@ class ShardedInspection(Configured):
     def _marks(self) -> tuple[int, int]:
         return self._nonce, self._seed
 
-    def _weighed_by(self) -> tuple[int, int]:
-        """The same of the union, which asks nobody."""
-        drawable = sum(figures.drawn.drawable for figures in self.shards.figures.values())
-        return drawable, self.shards.union_limiter.steps
-
     def histograms(self, bins: int = 64) -> dict[str, torch.Tensor]:
         """Returns histograms of leaf priorities and of rows' ages, as `ReplayBuffer.histograms` does. O(capacity).
 
