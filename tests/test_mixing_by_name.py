@@ -89,6 +89,10 @@ def test_feedback_that_does_not_fit_is_refused_and_nothing_is_applied(agents):
     batches, td = next(iter(dataset)), torch.full((16,), 2.0)
     both = {"red": td, "blue": td}
     turned = {"red": batches["blue"], "blue": batches["red"]}
+    mixed, bad_key, no_key = (copy.copy(batches["blue"]) for _ in range(3))
+    mixed["buffer"] = torch.zeros(16, dtype=torch.int64)
+    bad_key["key"] = bad_key["key"].clone().index_fill(0, torch.tensor([5]), 30)
+    del no_key["key"]
     for given, errors, message in [
         (batches, both | {"blue": td / 0}, "16 of 16 of the TD errors for 'blue' are NaN or infinite.*index 0"),
         (batches, both | {"blue": td[:3]}, r"the TD errors for 'blue' are torch.float32 \[3\]: expected \[16\]"),
@@ -102,6 +106,9 @@ def test_feedback_that_does_not_fit_is_refused_and_nothing_is_applied(agents):
         ([batches], both, "batch has list"),
         ({"red": batches["red"]}, both, "there are TD errors for 'blue', but its batch is None"),
         (turned, both, "the batch named 'red' was drawn from another buffer"),
+        (batches | {"blue": mixed}, both, "the batch mixes items of several buffers"),
+        (batches | {"blue": bad_key}, both, "key 30 at index 5 was never issued by buffer 'blue'.*nothing was applied"),
+        (batches | {"blue": no_key}, both, "the 'key' of the batch named 'blue'"),
     ]:
         with pytest.raises(ValueError, match=message):
             dataset.update_priorities(given, errors)

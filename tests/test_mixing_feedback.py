@@ -132,6 +132,25 @@ def test_batches_that_are_not_of_the_dataset_are_refused(pair):
     assert [buffer.stats().updated for buffer in pair] == [0, 0]
 
 
+@pytest.mark.parametrize("key", [50, -1, 1 << 40])
+def test_a_key_that_its_buffer_never_issued_is_named_by_its_place_in_the_batch_and_nothing_is_applied(pair, key):
+    dataset = tr.MixedDataset({pair[0]: 1, pair[1]: 1}, 8)
+    (batch,) = take(dataset, 1)
+    batch["key"][6] = key
+    with pytest.raises(ValueError, match=f"key {key} at index 6 was never issued by buffer 1, .*: nothing was applied"):
+        dataset.update_priorities(batch, torch.full((8,), 3.0))
+    assert [buffer.stats().updated for buffer in pair] == [0, 0]
+
+
+def test_with_one_of_the_buffers_closed_nothing_is_applied(pair):
+    dataset = tr.MixedDataset({pair[0]: 1, pair[1]: 1}, 8)
+    (batch,) = take(dataset, 1)
+    pair[1].close()
+    with pytest.raises(RuntimeError, match="closed"):
+        dataset.update_priorities(batch, torch.full((8,), 3.0))
+    assert pair[0].stats().updated == 0
+
+
 def test_td_errors_of_rows_overwritten_since_are_dropped_and_counted_where_they_were(pair):
     dataset = tr.MixedDataset({pair[0]: 1, pair[1]: 3}, 16)
     (batch,) = take(dataset, 1)

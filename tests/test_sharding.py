@@ -294,12 +294,19 @@ def test_datasets_take_it_like_any_buffer(filled):
     drawn = replay.draws
     endless.close()
     assert replay.draws == drawn
-    with tr.ReplayBuffer(SPEC, 64) as local:
+    with tr.ReplayBuffer(SPEC, 64, sampler=tr.Prioritized()) as local:
         local.extend(**rows_of(7, 9))
         mixed = tr.MixedDataset({"online": replay, "kept": local}, 8, steps=1)
         (batches,) = mixed
         assert batches["kept"]["node"].tolist() == [7] * 8
-        mixed.update_priorities(batches, {"online": torch.ones(8), "kept": torch.ones(8)})
+        td, kept = {"kept": torch.ones(8), "online": torch.ones(8)}, batches["online"]["key"].clone()
+        batches["online"]["key"][3] += 10_000
+        with pytest.raises(ValueError, match="at index 3 was never issued by buffer 'online'"):
+            mixed.update_priorities(batches, td)
+        assert local.stats().updated == 0
+        batches["online"]["key"].copy_(kept)
+        mixed.update_priorities(batches, td)
+        assert local.stats().updated == 8
 
 
 def test_in_a_mixture_weights_are_on_one_scale_and_no_batch_asks_what_a_draw_has_told(filled, monkeypatch):

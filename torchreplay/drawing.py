@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from . import _C
@@ -229,6 +231,9 @@ class Drawing:
         if self._deferred.waiting:
             self._deferred.flush()
         self._segment.settle(deadline)
+
+    def _unissued(self, keys: NDArray[np.int64]) -> int | None:
+        return self._segment.unissued(keys)
 
     def _checked_keys(self, keys: Any, td: Tensor) -> Tensor:
         """Returns the keys in memory of their own; raises ValueError for what no TD errors can be applied to."""

@@ -6,13 +6,14 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from .arguments import checked_int
-from .batch import ReplayBatch
+from .batch import ReplayBatch, keys_of
 from .dataset import ReplayDataset, SteppedDataset, refuse_worker, require_device, require_pin
 from .errors import ReplayTimeout, WouldBlockForever
-from .mixture import Mixture, checked_errors
+from .mixture import Mixture, as_indices, checked_errors, require_issued
 from .replay import Pin, Replay
 
 AnyReplay = TypeVar("AnyReplay", bound=Replay)  # the keys of a Mapping are of one type alone
@@ -157,8 +158,9 @@ class MixedDataset(SteppedDataset[Any]):
                 buffer that gets feedback. Their absolute values are taken.
 
         Raises:
-            ValueError: A shape or a name does not fit, an error is NaN or infinite, or the batch is of other buffers;
-                nothing is applied.
+            ValueError: A shape or a name does not fit, an error is NaN or infinite, a key was never issued, or the
+                batch is of other buffers; nothing is applied.
+            RuntimeError: One of the buffers is closed; nothing is applied.
         """
         if self._mixture is not None:
             self._mixture.feed_back(batch, td)
@@ -188,9 +190,12 @@ class MixedDataset(SteppedDataset[Any]):
                 raise ValueError(f"there are TD errors for {name!r}, but its batch is {batch!r:.200}")
             if getattr(batch, "source", None) not in (None, known[name]._nonce):
                 raise ValueError(f"the batch named {name!r} was drawn from another buffer than {name!r}")
-            checked.append((name, batch, checked_errors(f"the TD errors for {name!r}", td, batch.batch_size)))
-        for name, batch, errors in checked:
-            known[name].update_priorities(batch, errors)
+            keys = as_indices(f"the 'key' of the batch named {name!r}", keys_of(batch, known[name]._nonce))
+            errors = checked_errors(f"the TD errors for {name!r}", td, len(keys))
+            require_issued(known[name], repr(name), keys, np.arange(len(keys)))
+            checked.append((known[name], keys, errors))
+        for buffer, keys, errors in checked:
+            buffer.update_priorities(keys, errors)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the place in the stream. As that of a `ReplayDataset`, the state holds no experience.

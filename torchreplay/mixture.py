@@ -68,16 +68,18 @@ class Mixture:
             raise ValueError(f"the batch is {batch!r:.200}: expected one of this dataset, with 'key' and 'buffer'")
         if getattr(batch, "source", None) not in (None, self._source):
             raise ValueError("the batch was drawn from other buffers: feed its TD errors back to those")
-        keys, which = (_as_indices(f"batch[{name!r}]", batch[name]) for name in ("key", "buffer"))
+        keys, which = (as_indices(f"batch[{name!r}]", batch[name]) for name in ("key", "buffer"))
         if which.shape != keys.shape:
             raise ValueError(f"batch['buffer'] has shape {list(which.shape)}: expected {list(keys.shape)}, as the keys")
         unknown = which[(which < 0) | (which >= len(self.buffers))]
         if len(unknown):
             raise ValueError(f"batch['buffer'] has a {unknown[0]}: expected 0 to {len(self.buffers) - 1}")
         errors = checked_errors("the TD errors", td, len(keys))
-        for position, buffer in enumerate(self.buffers):
-            mine = which == position
-            buffer.update_priorities(keys[mine], errors[mine])
+        parts = [np.flatnonzero(which == position) for position in range(len(self.buffers))]
+        for position, (buffer, part) in enumerate(zip(self.buffers, parts, strict=True)):
+            require_issued(buffer, str(position), keys, part)
+        for buffer, part in zip(self.buffers, parts, strict=True):
+            buffer.update_priorities(keys[part], errors[part])
 
 
 def whole_items(shares: Sequence[Any], batch_size: int) -> tuple[int, ...]:
@@ -122,7 +124,34 @@ def checked_errors(what: str, td: Any, n: int) -> NDArray[np.float64]:
     return errors
 
 
-def _as_indices(what: str, values: Any) -> NDArray[np.int64]:
+def require_issued(buffer: Replay, name: str, keys: NDArray[np.int64], part: NDArray[np.int64]) -> None:
+    """Checks that a buffer can be fed back to.
+
+    Args:
+        buffer: The buffer.
+        name: What it is called.
+        keys: Of a batch.
+        part: At which indices they are the buffer's.
+
+    Raises:
+        ValueError: It never issued one of its keys.
+        RuntimeError: It is closed.
+    """
+    bad = buffer._unissued(keys[part])
+    if bad is not None:
+        index = part[bad]
+        raise ValueError(
+            f"key {keys[index]} at index {index} was never issued by buffer {name}, whose it is said to be: nothing "
+            f"was applied"
+        )
+
+
+def as_indices(what: str, values: Any) -> NDArray[np.int64]:
+    """Returns int64 `[n]` in memory of the CPU.
+
+    Raises:
+        ValueError: It is something else.
+    """
     tensor = as_numbers(what, values, "int64 [B]")
     if tensor.dtype != torch.int64 or tensor.ndim != 1:
         raise ValueError(f"{what} is {tensor.dtype} {list(tensor.shape)}: expected int64 [B]")

@@ -8,7 +8,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from .batch import ReplayBatch
 from .config import Configured
@@ -73,6 +75,10 @@ class Replay(Configured, ABC):
     @abstractmethod
     def update_priorities(self, batch_or_keys: ReplayBatch | Any, td: Any) -> None:
         """Feeds TD errors back to exactly the items they were computed from."""
+
+    @abstractmethod
+    def _unissued(self, keys: NDArray[np.int64]) -> int | None:
+        """Returns the index of the first of `keys` that it never issued; raises RuntimeError if it is closed."""
 
     @abstractmethod
     def batches(

@@ -137,6 +137,17 @@ inline PyObject* checked_keys(PyObject* self, PyObject* keys) {
   });
 }
 
+// unissued(keys) -> the index of the first that was never issued, or None.
+inline PyObject* unissued_key(PyObject* self, PyObject* keys) {
+  return guarded([&] {
+    const SegmentMemory& m = state_of<SegmentState>(self).memory();
+    std::vector<int64_t> key;
+    read_keys(keys, key);
+    const std::optional<BadKey> bad = unissued(m, static_cast<int64_t>(key.size()), key.data());
+    return bad ? checked(PyLong_FromLongLong(bad->index)) : Py_NewRef(Py_None);
+  });
+}
+
 // gather(keys, beta, step) -> batch of the items anchored there that can be drawn; `step`: of this process's draw whose
 // chances they take again, or None.
 inline PyObject* gather(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {

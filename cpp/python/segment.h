@@ -175,6 +175,7 @@ inline PyMethodDef methods[] = {
     {"update", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(update)), METH_FASTCALL, nullptr},
     {"settle", settle, METH_O, nullptr},
     {"checked_keys", checked_keys, METH_O, nullptr},
+    {"unissued", unissued_key, METH_O, nullptr},
     {"wait_rows", wait_rows, METH_O, nullptr},
     {"refresh", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(refresh)), METH_FASTCALL, nullptr},
     {"withdraw", withdraw, METH_NOARGS, nullptr},

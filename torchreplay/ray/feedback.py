@@ -108,8 +108,8 @@ class Feedback:
             given = keys_of(given, self._nonce)
         return as_keys(given)
 
-    def _require_issued(self, keys: NDArray[np.int64]) -> None:
-        """Raises ValueError unless each key names a row that some shard has or had."""
+    def unissued(self, keys: NDArray[np.int64]) -> int | None:
+        """Returns the index of the first key that names no row that any shard has or had."""
         numbers, own = unpack(keys)
         for fresh in (False, True):  # figures are of the last answer: newer keys are looked for once
             if fresh:
@@ -118,10 +118,15 @@ class Feedback:
             issued |= {lost.number: 1 << 62 for lost in self._shards.table.lost}
             bad = [own[numbers == number].max() >= issued.get(number, 0) for number in np.unique(numbers).tolist()]
             if not any(bad):
-                return
+                return None
         limit = np.array([issued.get(number, 0) for number in numbers.tolist()])
-        index = int(np.flatnonzero(own >= limit)[0])
-        raise ValueError(
-            f"key {keys[index]} at index {index} was never issued by this buffer (shard {numbers[index]}, row "
-            f"{own[index]}); nothing was applied"
-        )
+        return int(np.flatnonzero(own >= limit)[0])
+
+    def _require_issued(self, keys: NDArray[np.int64]) -> None:
+        index = self.unissued(keys)
+        if index is not None:
+            (number,), (row,) = unpack(keys[index : index + 1])
+            raise ValueError(
+                f"key {keys[index]} at index {index} was never issued by this buffer (shard {number}, row {row}); "
+                f"nothing was applied"
+            )

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from torchreplay.arguments import checked_int, checked_path
 from torchreplay.batch import ReplayBatch, keys_of
@@ -267,6 +269,10 @@ class ShardedReplay(ShardedInspection, Replay):
         """
         self.require_open()
         self._feedback.send(batch_or_keys, td)
+
+    def _unissued(self, keys: NDArray[np.int64]) -> int | None:
+        self.require_open()
+        return self._feedback.unissued(keys)
 
     def flush(self) -> None:
         """Waits until all TD errors fed back by this process have been applied, or counted as lost.
