@@ -168,7 +168,8 @@ def test_the_repr_says_how_to_load_it(buffer):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"batch_size": 0}, "batch_size is 0: expected an int of at least 1"),
+        ({"batch_size": 0}, "batch_size is 0: expected an int from 1 to 16777216"),
+        ({"batch_size": 1 << 30}, "batch_size is 1073741824: expected an int from 1 to 16777216"),
         ({"batch_size": 2.0}, "batch_size is 2.0"),
         ({"batch_size": True}, "batch_size is True"),
         ({"steps": 0}, "steps is 0"),

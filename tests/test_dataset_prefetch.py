@@ -226,11 +226,6 @@ def test_a_state_loaded_under_an_iteration_is_where_the_next_one_starts():
     assert buffer.draws == 106
 
 
-def test_a_batch_too_large_is_refused_as_a_draw_of_one_is():
-    with pytest.raises(ValueError, match="batch_size"):
-        next(iter(tr.ReplayDataset(filled_buffer(), 1 << 30)))
-
-
 NAMED = {"step": 0, "key": torch.arange(2), "weight": torch.zeros(2), "probability": torch.zeros(2)}
 
 

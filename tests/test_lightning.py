@@ -91,6 +91,7 @@ def test_printing_the_module_draws_nothing(lightning, buffer, state):
     ("arguments", "message"),
     [
         ({"batch_size": 0}, "batch_size is 0"),
+        ({"batch_size": 1 << 30}, "batch_size is 1073741824: expected an int from 1 to 16777216"),
         ({"steps_per_epoch": -1}, "steps_per_epoch is -1"),
         ({"prefetch": None}, "prefetch is None"),
         ({"timeout": "1"}, "timeout is '1'"),

@@ -67,6 +67,15 @@ def test_a_share_that_is_no_whole_item_is_refused_with_the_batch_size_it_takes(p
     assert tr.MixedDataset({pair[0]: 256, pair[1]: 1}, 257).counts == (256, 1)
 
 
+@pytest.mark.parametrize(("large", "small"), [(1e300, 1e-300), (1.7e308, 5e-324), (1 << 24, 1)])
+def test_a_share_that_no_batch_is_large_enough_for_is_refused_without_a_size(pair, large, small):
+    with pytest.raises(
+        ValueError, match=r"share of buffer 1 is \S+ of 256 items, .*: give it a larger share$"
+    ) as caught:
+        tr.MixedDataset({pair[0]: large, pair[1]: small}, 256)
+    assert len(str(caught.value)) < 120
+
+
 def test_items_come_buffer_by_buffer_and_each_says_whose_it_is(pair):
     (batch,) = take(tr.MixedDataset({pair[1]: 1, pair[0]: 3}, 8), 1)
     assert type(batch) is tr.ReplayBatch
@@ -262,7 +271,8 @@ def test_other_things_than_buffers_with_shares_or_names_are_refused(pair):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"batch_size": 0}, "batch_size is 0: expected an int of at least 1"),
+        ({"batch_size": 0}, "batch_size is 0: expected an int from 1 to 16777216"),
+        ({"batch_size": 1 << 30}, "batch_size is 1073741824: expected an int from 1 to 16777216"),
         ({"steps": 0}, "steps is 0"),
         ({"prefetch": -1}, "prefetch is -1"),
         ({"timeout": -1}, "timeout is -1"),

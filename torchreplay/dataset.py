@@ -13,6 +13,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from .arguments import as_numbers, checked_choice, checked_int, checked_timeout
 from .batch import ReplayBatch
 from .cuda import require_devices
+from .drawing import MAX_BATCH
 from .drawn_from import DrawnFrom
 from .errors import ReplayLost, Stopped
 from .replay import PINS, Batches, Pin, Replay
@@ -101,7 +102,7 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         if not isinstance(buffer, Replay):
             raise ValueError(f"buffer is {type(buffer).__name__}; ReplayDataset needs a ReplayBuffer to draw from")
         self.buffer = buffer
-        self.batch_size = checked_int("batch_size", batch_size, 1)
+        self.batch_size = checked_int("batch_size", batch_size, 1, MAX_BATCH)
         self.steps = None if steps is None else checked_int("steps", steps, 1)
         self.prefetch = checked_int("prefetch", prefetch, 0)
         self.device = None if device is None else require_device(device)

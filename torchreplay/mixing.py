@@ -12,6 +12,7 @@ import torch
 from .arguments import checked_int
 from .batch import ReplayBatch, keys_of
 from .dataset import ReplayDataset, SteppedDataset, refuse_worker, require_device, require_pin
+from .drawing import MAX_BATCH
 from .errors import ReplayTimeout, WouldBlockForever
 from .mixture import Mixture, as_indices, checked_errors, require_issued
 from .replay import Pin, Replay
@@ -89,7 +90,7 @@ class MixedDataset(SteppedDataset[Any]):
         timeout: float | None = None,
         pin: Pin | None = None,
     ) -> None:
-        self.batch_size = checked_int("batch_size", batch_size, 1)
+        self.batch_size = checked_int("batch_size", batch_size, 1, MAX_BATCH)
         self.device = None if device is None else require_device(device)
         require_pin(pin, self.device)
         self._names, self.buffers, shares = _sorted_out(buffers)

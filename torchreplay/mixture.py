@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from .arguments import as_numbers
 from .batch import ReplayBatch
 from .cuda import page_locked
+from .drawing import MAX_BATCH
 from .drawn_from import DrawnFrom
 from .replay import Replay
 from .samplers import Normalization, Prioritized
@@ -98,9 +99,11 @@ def whole_items(shares: Sequence[Any], batch_size: int) -> tuple[int, ...]:
         counts[position] += 1
     if 0 in counts:
         position = counts.index(0)
+        enough = math.ceil(batch_size / quotas[position])
+        larger = f", or batches of {enough} items or more" if enough <= MAX_BATCH else ""
         raise ValueError(
             f"the share of buffer {position} is {float(quotas[position]):.3g} of {batch_size} items, so no batch would "
-            f"have one: give it a larger share, or batches of {math.ceil(batch_size / quotas[position])} items or more"
+            f"have one: give it a larger share{larger}"
         )
     return tuple(counts)
 

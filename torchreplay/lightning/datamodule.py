@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ..arguments import checked_int, checked_timeout
 from ..batch import ReplayBatch
 from ..dataset import ReplayDataset, require_device, require_pin
+from ..drawing import MAX_BATCH
 from ..errors import LearnerLost, Stopped
 from ..explorers import Explorers
 from ..learners import Learners, several_machines
@@ -69,7 +70,7 @@ class ReplayDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         self._learners = Learners(buffer, explorers)
-        self.batch_size = checked_int("batch_size", batch_size, 1)
+        self.batch_size = checked_int("batch_size", batch_size, 1, MAX_BATCH)
         self.steps_per_epoch = None if steps_per_epoch is None else checked_int("steps_per_epoch", steps_per_epoch, 1)
         self.prefetch = checked_int("prefetch", prefetch, 0)
         self.timeout = checked_timeout(timeout)
