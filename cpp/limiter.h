@@ -46,6 +46,9 @@ class Limiter {
   // wait for ever.
   void demand(uint64_t n) { header_.demand = std::max(header_.demand, needed(n)); }
 
+  // The same of a learner that waits elsewhere, for writers that wait here: `n` items more than there are.
+  void admit(uint64_t n) { header_.demand = std::max(header_.demand, header_.inserted + n); }
+
  private:
   // Draws since it was set. One that was counted before may be taken back later: hence signed.
   double sampled() const { return static_cast<double>(static_cast<int64_t>(header_.sampled - config_.sampled_before)); }

@@ -102,6 +102,29 @@ inline Census take_census(SegmentMemory& m, bool unused_count_as_others) {
   return c;
 }
 
+// Whether a thread that has a writer to `other` waits for the limiter of `m`. A writer that was not used yet may be any
+// thread's of its process. O(participants ever at one time), of `other` for each writer that waits.
+inline bool holds_back_writer_of(SegmentMemory& m, SegmentMemory& other) {
+  const auto find = [](SegmentMemory& in, const auto& wanted) {
+    const uint32_t ids = in.header().ids.load(std::memory_order_acquire);
+    for (int id = 1; id < kMaxParticipants && id <= static_cast<int>(ids); id++) {
+      const Participant& entry = in.participant(id);
+      if (static_cast<Role>(entry.role.load(std::memory_order_acquire)) == Role::kWriter && wanted(entry) &&
+          in.liveness().alive(id))
+        return true;
+    }
+    return false;
+  };
+  return find(m, [&](const Participant& waiting) {
+    if (!waiting.waiting.load(std::memory_order_relaxed)) return false;
+    return find(other, [&](const Participant& writer) {
+      const uint64_t thread = writer.thread.load(std::memory_order_relaxed);
+      return writer.pid.load(std::memory_order_relaxed) == waiting.pid.load(std::memory_order_relaxed) &&
+             (thread == 0 || thread == waiting.thread.load(std::memory_order_relaxed));
+    });
+  });
+}
+
 // Frees the slots of the dead, at most ten times a second: for those who found slots unsettled.
 inline void reclaim_dead(SegmentMemory& m) {
   constexpr int64_t kEvery = 100'000'000;

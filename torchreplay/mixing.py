@@ -14,6 +14,7 @@ from .batch import ReplayBatch, keys_of
 from .dataset import ReplayDataset, SteppedDataset, refuse_worker, require_device, require_pin
 from .drawing import MAX_BATCH
 from .errors import ReplayTimeout, WouldBlockForever
+from .held_back import HeldBack
 from .mixture import Mixture, as_indices, checked_errors, require_issued
 from .replay import Pin, Replay
 
@@ -55,9 +56,11 @@ class MixedDataset(SteppedDataset[Any]):
 
     Everything else is as in `ReplayDataset`: a new iteration continues the streams of draws, `DataLoader` (with
     `batch_size=None`) works with workers under every start method, and no global random state is touched. After
-    `stop()` of any of the buffers an iteration ends without an error. A wait for one buffer is a wait for the batch:
-    where one explorer writes to several buffers, give only one of them a `SamplesPerInsert`, or both sides may wait for
-    ever, each at another buffer.
+    `stop()` of any of the buffers an iteration ends without an error. A wait for one buffer is a wait for the batch.
+    An explorer that writes to several of them would wait for ever at one with a `SamplesPerInsert` while the learner
+    waits for it at another, be it for a `MinSize`: its writers are let go on meanwhile, beyond the ratio. That takes
+    writers of one thread; where explorers write by several, or from other nodes, give a `SamplesPerInsert` to one
+    buffer only, and let that be the last one to have its `min_size`.
 
     Args:
         buffers: Buffers to their shares, positive numbers whose ratios count, or names to buffers.
@@ -121,9 +124,13 @@ class MixedDataset(SteppedDataset[Any]):
             refuse_worker(self)
         with contextlib.ExitStack() as open_streams:
             streams = [iter(part) for part in self._parts]
+            named = list(zip(self._names, self.buffers, strict=True))
+            waits = [
+                HeldBack(name, buffer, [other for other in named if other[1] is not buffer]) for name, buffer in named
+            ]
             for stream in streams:
                 open_streams.callback(stream.close)  # type: ignore[attr-defined]  # it is a generator
-            while (parts := self._next_of(streams)) is not None:
+            while (parts := self._next_of(streams, waits)) is not None:
                 if self._mixture is None:
                     yield dict(zip(self._names, parts, strict=True))
                 else:
@@ -134,11 +141,12 @@ class MixedDataset(SteppedDataset[Any]):
         """How many of the next elements this process has drawn all parts of."""
         return min(part.ready for part in self._parts)
 
-    def _next_of(self, streams: list[Iterator[ReplayBatch]]) -> list[ReplayBatch] | None:
+    def _next_of(self, streams: list[Iterator[ReplayBatch]], waits: list[HeldBack]) -> list[ReplayBatch] | None:
         parts = []
-        for name, stream in zip(self._names, streams, strict=True):
+        for name, stream, wait in zip(self._names, streams, waits, strict=True):
             try:
-                part = next(stream, None)
+                with wait:
+                    part = next(stream, None)
             except (ReplayTimeout, WouldBlockForever) as error:
                 error.add_note(f"It was the wait for buffer {name!r} of {self!r}.")
                 raise

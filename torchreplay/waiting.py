@@ -6,7 +6,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from .arguments import checked_timeout
@@ -40,6 +41,11 @@ STALL_LIMIT = 60.0
 """Seconds after which a writer that finds every slot held by stopped writers gives up."""
 
 
+Meanwhile: TypeAlias = Callable[[], None]
+MEANWHILE: ContextVar[Meanwhile | None] = ContextVar("MEANWHILE", default=None)
+"""What waits that begin in this context call whenever they look around."""
+
+
 class Watched(Protocol):
     """What a wait looks at: a segment, or whatever tells the same of several."""
 
@@ -60,6 +66,7 @@ class Wait:
         self._timeout = None if seconds == math.inf else seconds
         self._log_at = LOG_EVERY
         self._barren_since: float | None = None
+        self._meanwhile = MEANWHILE.get()
         self._start = time.monotonic()
 
     @property
@@ -74,6 +81,8 @@ class Wait:
             Stopped: The buffer was stopped.
         """
         self._check_stopped()
+        if self._meanwhile is not None:
+            self._meanwhile()
         if self._timeout is None:
             return SLICE_NS
         left = self._timeout - (time.monotonic() - self._start)

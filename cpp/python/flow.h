@@ -77,6 +77,31 @@ inline PyObject* withdraw(PyObject* self, PyObject*) {
   });
 }
 
+// admit_writers_of(other, n) -> True: a thread that writes to the segment `other` waits here, and `n` items more than
+// there are are admitted, until withdraw() or the next draw. It does not wait for a holder of the mutex that is
+// stopped.
+inline PyObject* admit_writers_of(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
+  return guarded([&] {
+    expect_args("admit_writers_of", nargs, 2);
+    if (Py_TYPE(args[0]) != Py_TYPE(self)) throw std::invalid_argument("expected a Segment");
+    const uint64_t n = as_uint(args[1]);
+    SegmentMemory& other = state_of<SegmentState>(args[0]).memory();
+    SegmentMemory& m = state_of<SegmentState>(self).memory();
+    const std::shared_ptr<Attached> theirs = state_of<SegmentState>(args[0]).attached;
+    const std::shared_ptr<Attached> attached = state_of<SegmentState>(self).attached;
+    if (!holds_back_writer_of(m, other)) return Py_NewRef(Py_False);
+    try {
+      const WithoutGil unlocked;
+      Locked lock(m, {.deadline = 0});
+      lock.absorb();
+      Limiter(m.header()).admit(n);
+      publish_limit(m);
+    } catch (const LockTimeout&) {
+    }
+    return Py_NewRef(Py_True);
+  });
+}
+
 // Changes something under the lock, after what this process has fed back.
 template <class Change>
 void change_locked(SegmentState& s, Change&& change) {

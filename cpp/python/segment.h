@@ -179,6 +179,8 @@ inline PyMethodDef methods[] = {
     {"wait_rows", wait_rows, METH_O, nullptr},
     {"refresh", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(refresh)), METH_FASTCALL, nullptr},
     {"withdraw", withdraw, METH_NOARGS, nullptr},
+    {"admit_writers_of", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(admit_writers_of)), METH_FASTCALL,
+     nullptr},
     {"set_limiter", set_limiter, METH_O, nullptr},
     {"raise_largest", raise_largest, METH_O, nullptr},
     {"stop", stop, METH_NOARGS, nullptr},
