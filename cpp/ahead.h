@@ -26,6 +26,7 @@ struct Order {
   int threads = 1;                     // that may share the copies
   uint64_t updated = 0, fed_back = 0;  // TD errors applied before: all others, and those handed over here
   DrawnFrom drawn_from = {};           // once it is drawn
+  int64_t took_ns = 0;                 // the draw, without its waits for items
 };
 
 // Draws what was ordered, in that order, and one batch after the other, and applies what was handed over in its turn:
@@ -93,6 +94,7 @@ class DrawAhead {
       missed_updates_ =
           updated_by_others() - order.updated + feedback_.updated() - order.fed_back + feedback_.waiting();
       drawn_from_ = order.drawn_from;
+      took_ns_ = order.took_ns;
       orders_.pop_front();
       done_--;
       taken_++;
@@ -112,6 +114,8 @@ class DrawAhead {
 
   // What that batch was drawn from.
   const DrawnFrom& drawn_from() const { return drawn_from_; }
+  // How long the draw of the batch taken last took, without its waits for items.
+  int64_t took_ns() const { return took_ns_; }
 
   // Whether the caller is the one who orders.
   bool is_orderer() {
@@ -330,8 +334,10 @@ class DrawAhead {
     for (;;) {
       const uint32_t seen = h.rows_signal.load(std::memory_order_acquire);
       Shortage shortage;
+      const int64_t start = monotonic_ns();
       const Draw outcome =
           sampler.sample(order.n, order.beta, order.name, order.out, shortage, {.until_stopped = true});
+      order.took_ns = monotonic_ns() - start;
       if (sampler.pending()) reclaim_dead(memory_);
       demanded_ = outcome != Draw::kDone;
       order.drawn_from = sampler.drawn_from();
@@ -399,6 +405,7 @@ class DrawAhead {
   uint64_t generation_ = fork_generation.load(std::memory_order_relaxed);
   uint64_t missed_updates_ = 0;
   DrawnFrom drawn_from_;
+  int64_t took_ns_ = 0;
   bool demanded_ = false;  // the last draw may have left a demand; the thread's own while it runs
   std::atomic<bool> ending_{false};
 

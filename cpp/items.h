@@ -56,6 +56,7 @@ class ItemGather {
 
   void copy(size_t o, const BatchPointers& out) {
     const Output& output = plan_.outputs[o];
+    if (RowPlace* places = out.places_of(o)) return locate(output, reinterpret_cast<char*>(places));
     const uint64_t bytes = plan_.item_bytes(o, memory_.layout());
     char* to = out.values[o];
     switch (output.kind) {
@@ -83,10 +84,9 @@ class ItemGather {
 
   const Field& field_of(const Output& output) const { return memory_.layout().fields[output.field]; }
 
-  // Calls visit(to, from) for every value of an output whose row there is, and zeros the others.
+  // Calls visit(to, row) for every value of an output whose row there is, and zeros the others; `bytes`: of each.
   template <class Size, class Visit>
-  void each_value(const Output& output, Size bytes, char* to, Visit&& visit) const {
-    const Field& field = field_of(output);
+  void each_row(const Output& output, Size bytes, char* to, Visit&& visit) const {
     const int count = static_cast<int>(output.count);
     for (const Found& item : found_) {
       const RowAt* rows = paths_.rows(item.k);
@@ -94,23 +94,33 @@ class ItemGather {
       const int first = output.first + (output.kind == Kind::kEnd ? steps : 0);
       const int held = std::clamp(steps - first + 1, 0, count);
       char* value = to + item.number * output.count * bytes;
-      for (int i = 0; i < held; i++, value += bytes)
-        visit(value, memory_.value(field, rows[std::max(first + i, start)].slot));
+      for (int i = 0; i < held; i++, value += bytes) visit(value, rows[std::max(first + i, start)]);
       if (held < count) std::memset(value, 0, static_cast<uint64_t>(count - held) * bytes);
     }
   }
 
+  void locate(const Output& output, char* to) const {
+    each_row(output, sizeof(RowPlace), to, [&](char* place, const RowAt& row) {
+      const RowPlace found{row.slot, row.word};
+      std::memcpy(place, &found, sizeof found);
+    });
+  }
+
   template <class Size>
   void copy_rows(const Output& output, Size bytes, char* to) const {
-    each_value(output, bytes, to, [&](char* value, const char* from) { copy_payload(value, from, bytes); });
+    const Field& field = field_of(output);
+    each_row(output, bytes, to,
+             [&](char* value, const RowAt& row) { copy_payload(value, memory_.value(field, row.slot), bytes); });
   }
 
   // Long values, which lie apart from their rows: each is fetched while the one before is copied.
   void copy_long(const Output& output, bool past_caches, char* to) {
     constexpr uint64_t kFetchedBytes = 512;  // the processor follows by itself from there
-    const uint64_t bytes = field_of(output).nbytes;
+    const Field& field = field_of(output);
+    const uint64_t bytes = field.nbytes;
     moves_.clear();
-    each_value(output, bytes, to, [&](char* value, const char* from) { moves_.push_back({value, from}); });
+    each_row(output, bytes, to,
+             [&](char* value, const RowAt& row) { moves_.push_back({value, memory_.value(field, row.slot)}); });
     for (size_t i = 0; i < moves_.size(); i++) {
       const char* next = moves_[std::min(i + 1, moves_.size() - 1)].from;
       if (past_caches) {

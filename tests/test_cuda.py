@@ -14,7 +14,8 @@ from simulated_cuda import SimulatedCuda, SimulatedTensor, Stream
 import torchreplay as tr
 from torchreplay import cuda
 from torchreplay.page_lock import PageLock
-from torchreplay.staging import Staging
+from torchreplay.routes import Choice
+from torchreplay.staging import Staging, copied_by_host
 
 SEEDS = range(20)
 
@@ -23,7 +24,10 @@ class SimulatedDataset(tr.ReplayDataset):
     """A dataset whose batches go to the simulated device."""
 
     def _make_staging(self):
-        return Staging(self.buffer, self.batch_size, self.prefetch, cuda.DeviceCopies(torch.device("cpu")))
+        copies = cuda.DeviceCopies(torch.device("cpu"))
+        return Staging(
+            self.buffer, self.batch_size, self.prefetch, Choice([copied_by_host(self.buffer, self.batch_size, copies)])
+        )
 
 
 def simulate(monkeypatch, seed):
@@ -100,7 +104,7 @@ class Registered:
             self.held.append((address, nbytes))
         return self.refusal
 
-    def unregister(self, address):
+    def unregister(self, address, readers):
         assert f"{address:x}-" in open("/proc/self/maps").read(), "it is unmapped already"  # noqa: SIM115
         self.held = [(start, nbytes) for start, nbytes in self.held if start != address]
 
@@ -173,6 +177,31 @@ def test_memory_for_batches_that_cannot_be_page_locked_is_ordinary_memory_and_a_
 # On a real device.
 
 
+def image_buffer(rows, capacity):
+    """Rows with an image of one value each, which is long enough to lie in an array of its own."""
+    buffer = tr.ReplayBuffer(SPEC | {"image": tr.Field((64, 64), torch.uint8)}, capacity, seed=1)
+    extend_images(buffer, 0, rows)
+    return buffer
+
+
+def extend_images(buffer, first, n):
+    numbers = torch.arange(first, first + n)
+    image = (numbers % 251).to(torch.uint8)[:, None, None].expand(-1, 64, 64)
+    buffer.extend(number=numbers, obs=numbers[:, None].expand(-1, 4).float(), image=image)
+
+
+def the_choice(buffer):
+    """Of the ways of the buffer's batches to the device."""
+    (choice,) = buffer._choices.values()
+    return choice
+
+
+def wrong_values(batch):
+    """How many values of a batch are not those of its items, computed where they are."""
+    wrong = (batch["image"] != (batch["number"] % 251).to(torch.uint8)[:, None, None]).sum()
+    return wrong + (batch["obs"] != batch["number"][:, None]).sum()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("pin", ["staging", "ring", "off"])
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -185,16 +214,11 @@ def test_batches_on_the_gpu_are_those_on_the_cpu(prefetch, pin):
 
 @pytest.mark.gpu
 def test_batches_stay_right_beside_a_learner_that_keeps_the_gpu_busy():
-    spec = SPEC | {"image": tr.Field((64, 64), torch.uint8)}
-    buffer = tr.ReplayBuffer(spec, 4096, seed=1)
-    numbers = torch.arange(4096)
-    image = (numbers % 251).to(torch.uint8)[:, None, None].expand(-1, 64, 64)
-    buffer.extend(number=numbers, obs=numbers[:, None].expand(-1, 4).float(), image=image)
+    buffer = image_buffer(4096, 4096)
     matrix, wrong = torch.randn(2048, 2048, device="cuda"), torch.zeros((), device="cuda", dtype=torch.int64)
     for batch in tr.ReplayDataset(buffer, 512, steps=200, device="cuda"):
         matrix = torch.nn.functional.normalize(matrix @ matrix)
-        wrong += (batch["image"] != (batch["number"] % 251).to(torch.uint8)[:, None, None]).sum()
-        wrong += (batch["obs"] != batch["number"][:, None]).sum()
+        wrong += wrong_values(batch)
         del batch  # its block is free for another copy while the kernels that read it are queued
     assert wrong.item() == 0
 
@@ -209,6 +233,48 @@ def test_a_batch_belongs_to_the_stream_on_which_it_was_handed_out():
             same = (batch["obs"][:, 0] == batch["number"]).all()
         stream.synchronize()
         assert same.item()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", [0, 1])
+def test_both_ways_of_a_page_locked_ring_bring_the_same_batches(monkeypatch, way):
+    monkeypatch.setattr(Choice, "next", lambda self: self.routes[way])
+    expected = list(tr.ReplayDataset(image_buffer(4096, 8192), 64, steps=100))
+    given = list(tr.ReplayDataset(buffer := image_buffer(4096, 8192), 64, steps=100, device="cuda", pin="ring"))
+    assert len(the_choice(buffer).routes) == 2
+    assert_same([batch.to("cpu", non_blocking=False) for batch in given], expected)
+
+
+@pytest.mark.gpu
+def test_nothing_that_the_gpu_reads_in_the_ring_is_torn_by_a_writer_that_laps_it(monkeypatch):
+    monkeypatch.setattr(Choice, "next", lambda self: next(self._turn))
+    buffer = image_buffer(512, 512)
+
+    def write():
+        for first in itertools.count(512, 64):
+            extend_images(buffer, first, 64)
+
+    with Forked(write) as writer:
+        wrong = torch.zeros((), device="cuda", dtype=torch.int64)
+        for batch in tr.ReplayDataset(buffer, 64, steps=2000, device="cuda", pin="ring"):
+            wrong += wrong_values(batch)
+            assert torch.equal(batch["number"].cpu(), batch["key"])
+        writer.kill()
+    assert wrong.item() == 0
+    assert the_choice(buffer)._lost > 0
+
+
+@pytest.mark.gpu
+def test_a_ring_that_is_closed_while_the_gpu_reads_in_it_is_an_error_and_no_more(monkeypatch):
+    monkeypatch.setattr(Choice, "next", lambda self: self.routes[1])
+    buffer = image_buffer(4096, 8192)
+    batches = iter(tr.ReplayDataset(buffer, 512, device="cuda", pin="ring"))
+    for _ in itertools.islice(batches, 30):
+        pass
+    buffer.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        next(batches)
+    assert (torch.ones(3, device="cuda") + 1).sum().item() == 6  # the device goes on
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import torchreplay as tr
 from torchreplay import dataset as dataset_module
-from torchreplay.packing import Packing, batch_of
+from torchreplay.packing import DRAWN, Packing, batch_of
 from torchreplay.spec import flatten
 
 SPARE = 3
@@ -232,8 +232,9 @@ def test_a_forked_child_is_told_to_begin_an_iteration_of_its_own(steps):
 
 def packed(n=6):
     spec = {"obs": {"image": tr.Field((3, 5), torch.uint8)}, "flag": tr.Field((), torch.bool), "x": tr.Field((2,))}
-    packing = Packing(flatten(spec | {"half": tr.Field((), torch.bfloat16), "wide": tr.Field((7,), torch.float64)}), n)
-    return packing, torch.zeros(packing.nbytes, dtype=torch.uint8)
+    fields = flatten(spec | {"half": tr.Field((), torch.bfloat16), "wide": tr.Field((7,), torch.float64)})
+    packing = Packing(fields | DRAWN, n)
+    return packing, torch.zeros(packing.end, dtype=torch.uint8)
 
 
 def test_tensors_of_a_block_lie_apart_aligned_and_inside():
@@ -246,7 +247,7 @@ def test_tensors_of_a_block_lie_apart_aligned_and_inside():
         places.append((start, start + tensor.numel() * tensor.element_size()))
     places.sort()
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(places))
-    assert places[-1][1] <= packing.nbytes
+    assert places[-1][1] <= packing.end
     batch = batch_of(packing.tensors(block), torch.zeros(6, dtype=torch.int64))
     assert [list(batch), batch["obs"]["image"].shape] == [
         ["obs", "flag", "x", "half", "wide", "key", "weight", "probability"],
@@ -312,7 +313,7 @@ def test_the_buffers_memory_is_page_locked_for_the_ring_alone(monkeypatch):
     locked = []
     for pin in ("staging", "off", "ring"):
         buffer = filled_buffer()
-        buffer._lock_pages = lambda pin=pin: locked.append(pin)
+        buffer._lock_pages = lambda registry, pin=pin: locked.append(pin) or SimpleNamespace(held=False)
         if pin != "off":
             next(iter(tr.ReplayDataset(buffer, BATCH, device="cuda", pin=pin)))
     assert locked == ["ring"]

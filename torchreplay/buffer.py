@@ -33,11 +33,12 @@ from .nodes import is_elsewhere
 from .page_lock import CudaRegistry, PageLock, Registry
 from .plan import GOALS
 from .replay import Pin, Replay
+from .routes import Choice, Route
 from .samplers import Sampler
 from .segment import Handle, lasting_handle, new_nonce, open_handle
 from .segment_file import boot_number, create_file, open_file
 from .spec import Spec, nest, to_native
-from .staging import Staging
+from .staging import Staging, copied_by_host, read_by_device
 from .stream import BatchStream
 from .supervision import Supervision
 from .views import View
@@ -133,6 +134,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         self._ledger: Ledger | Handle | None = None  # ours, or that of the process that the handle came from
         self._deferred = DeferredUpdates(segment.update)
         self._page_lock: PageLock | None = None
+        self._choices = dict[tuple[int, torch.device], Choice]()
         self._ended = False  # closed, and stopped before
         self._finish = config.view.finish if isinstance(config.view, Hindsight) else None
         plan = config.view.plan(config.fields)
@@ -316,9 +318,20 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         """Returns what takes batches to a CUDA device while the learner computes; None: each is copied by itself."""
         if pin == "off":
             return None
-        if pin == "ring":
-            self._lock_pages()
-        return Staging(self, batch_size, prefetch, DeviceCopies(device))
+        copies = DeviceCopies(device)
+        choice = Choice([copied_by_host(self, batch_size, copies)])
+        if pin == "ring" and self._lock_pages(CudaRegistry(copies.device)).held and prefetch and self._finish is None:
+            choice = self._choice(batch_size, choice.routes[0])
+        return Staging(self, batch_size, prefetch, choice)
+
+    def _choice(self, batch_size: int, usual: Route) -> Choice:
+        """Returns the choice of ways of batches of that size to that device, which is made once."""
+        device, lock = usual.copies.device, self._page_lock
+        assert lock is not None
+        if (batch_size, device) not in self._choices:
+            others = read_by_device(self, batch_size, device, lock)
+            self._choices[batch_size, device] = Choice([usual, *others])
+        return self._choices[batch_size, device]
 
     # Checkpoints
 
@@ -434,15 +447,17 @@ class ReplayBuffer(Drawing, Inspection, Replay):
             self._ledger = None
             if self._page_lock is not None:
                 self._page_lock.release()
+            self._choices.clear()
             self._ended = self._ended or (not self._segment.closed and self._segment.stopped)
             self._segment.close()
             _open_buffers.discard(self)
 
-    def _lock_pages(self, registry: Registry | None = None) -> None:
+    def _lock_pages(self, registry: Registry) -> PageLock:
         """Page-locks the whole memory for copies to devices, once, if the system allows it."""
         if self._page_lock is None:
             segment = self._segment
-            self._page_lock = PageLock(self, segment.address, segment.nbytes, registry or CudaRegistry())
+            self._page_lock = PageLock(self, segment.address, segment.nbytes, registry)
+        return self._page_lock
 
     def expect_writers(self) -> Supervision:
         """Announces that writers will come, or come back: `sample` then waits for them instead of giving up.
@@ -473,7 +488,7 @@ def _in_child() -> None:
     # What is on its way from a device is the parent's to apply.
     for buffer in list(_open_buffers):
         buffer._deferred = DeferredUpdates(buffer._segment.update)
-        buffer._page_lock = None
+        buffer._page_lock, buffer._choices = None, {}
 
 
 os.register_at_fork(before=_before_fork, after_in_child=_in_child)

@@ -80,9 +80,10 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
             as a writer is alive.
         pin: How batches reach a CUDA device. `"staging"` (the default there): they are drawn into page-locked memory,
             at most `prefetch + 4` slots of a batch's size. `"ring"`: likewise, and the buffer's whole memory is
-            page-locked until it is closed, so that copies from `buffer.storage` are fast too; batches do not get
-            faster. `"off"`: they are copied one tensor at a time from pageable memory. Where memory cannot be
-            page-locked, a warning says so, and the copies are slower.
+            page-locked until it is closed. The device reads values of 1 KB and more there itself, if the first batches
+            show that this is quicker; copies from `buffer.storage` are fast too. `"off"`: they are copied one tensor at
+            a time from pageable memory. Where memory cannot be page-locked, a warning says so, and the copies are
+            slower.
 
     Raises:
         ValueError: If an argument is of the wrong kind or out of range, or there is no such CUDA device.
@@ -245,7 +246,9 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
     def _on_device(self, batch: ReplayBatch, staging: Staging | None, stream: Batches) -> ReplayBatch:
         if staging is None:
             return batch if self.device is None else batch.to(self.device)
-        moved = staging.hand_out(batch)
+        while (moved := staging.hand_out(batch)) is None:
+            stream.take_back()
+            batch = next(stream)
         staging.copy_ahead(stream.ready)
         return moved
 

@@ -13,26 +13,30 @@ from .spec import Field, Path, nest
 ALIGNMENT = 256
 """Bytes: what CUDA gives memory of its own, so that kernels find every tensor as well aligned as one by itself."""
 
+DRAWN: Mapping[Path, Field] = {("weight",): Field(), ("probability",): Field()}
+"""What a batch has beside its fields and keys."""
+
 
 class Packing:
-    """Where each tensor of a batch, but for its keys, lies in a block of memory.
+    """Where each of some tensors lies in a block of memory.
 
     Args:
-        outputs: The batch's fields, by path.
-        batch_size: Items in the batch, B.
+        fields: What is packed, by path.
+        batch_size: Items of each, B.
+        start: Where the first one lies: bytes from the start of the block, a multiple of `ALIGNMENT`.
 
     Attributes:
-        nbytes: Bytes of the block.
+        end: Bytes from the start of the block to the end of the last one.
     """
 
-    def __init__(self, outputs: Mapping[Path, Field], batch_size: int) -> None:
-        self.nbytes = 0
+    def __init__(self, fields: Mapping[Path, Field], batch_size: int, start: int = 0) -> None:
+        self.end = start
         self._places: list[tuple[Path, torch.dtype, tuple[int, ...], tuple[int, ...], int]] = []
-        for path, field in (*outputs.items(), (("weight",), Field()), (("probability",), Field())):
+        for path, field in fields.items():
             shape = (batch_size, *field.shape)
             strides = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
-            self._places.append((path, field.dtype, shape, strides, self.nbytes // field.dtype.itemsize))
-            self.nbytes += -(-batch_size * field.nbytes // ALIGNMENT) * ALIGNMENT
+            self._places.append((path, field.dtype, shape, strides, self.end // field.dtype.itemsize))
+            self.end += -(-batch_size * field.nbytes // ALIGNMENT) * ALIGNMENT
         self._dtypes = {dtype for _, dtype, *_ in self._places}
 
     def tensors(self, block: torch.Tensor) -> dict[Path, torch.Tensor]:
@@ -42,7 +46,7 @@ class Packing:
         an autograd graph that has saved another.
 
         Args:
-            block: uint8 `[nbytes]`, the whole of its storage, on any device.
+            block: uint8 `[end or more]`, the whole of its storage, on any device.
         """
         typed = {dtype: block.view(dtype) for dtype in self._dtypes}
         return {
@@ -55,7 +59,7 @@ def batch_of(tensors: Mapping[Path, torch.Tensor], key: torch.Tensor) -> ReplayB
     """Returns the batch, nested and in the order of one that `sample` returns.
 
     Args:
-        tensors: What `Packing.tensors` returned.
+        tensors: The fields, and those of `DRAWN`, by path.
         key: int64 `[B]`.
     """
     batch = ReplayBatch(nest(tensors))

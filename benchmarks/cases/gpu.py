@@ -16,12 +16,14 @@ from benchmarks.plan import Plan
 from benchmarks.timing import Candidate, interleave
 from benchmarks.workload import ATARI, SMALL, WIDE, Workload
 from torchreplay.cuda import DeviceCopies
+from torchreplay.replay import Pin
 
 BATCH_SIZE = 256
 BATCH_BYTES = BATCH_SIZE * ATARI.row_bytes
 DEVICE = torch.device("cuda")
 PINNED, PAGEABLE = "page-locked, one copy", "pageable, one copy"
 FIXED, WAITING = "a fixed batch", "td.cpu() each step"
+RING = "torchreplay, pin=ring"
 SECONDS = 0.1
 """Of a round: what the host queues and does not wait for has to be a small part of it."""
 PROFILED = 50
@@ -75,15 +77,21 @@ def _steps(workload: Workload, plan: Plan) -> Iterator[Line]:
     try:
         peer.fill()
         train = q_learning(workload, DEVICE)
-        replayed = learner(train, tr.ReplayDataset(peer.buffer, BATCH_SIZE, device=DEVICE), peer.update)
+        pins: dict[str, Pin] = {OURS: "staging", RING: "ring"}
+        replayed = {
+            name: learner(train, tr.ReplayDataset(peer.buffer, BATCH_SIZE, device=DEVICE, pin=pin), peer.update)
+            for name, pin in pins.items()
+        }
         fixed = learner(train, itertools.repeat(peer.sample(BATCH_SIZE).to(DEVICE)))
-        candidates = [Candidate(OURS, _synchronized(replayed)), Candidate(FIXED, _synchronized(fixed))]
-        rates = _inverse(interleave(candidates, plan))
+        steps = replayed | {FIXED: fixed}
+        rates = _inverse(interleave([Candidate(name, _synchronized(run)) for name, run in steps.items()], plan))
         yield Line("gpu", f"{workload.name}: learner steps", "/s", rates, higher_is_better=True)
-        fractions = [ours / theirs for ours, theirs in zip(rates[OURS], rates[FIXED], strict=True)]
-        yield Line("gpu", f"{workload.name}: steps, fraction", "", {OURS: fractions}, higher_is_better=True)
+        fractions = {
+            name: [ours / theirs for ours, theirs in zip(rates[name], rates[FIXED], strict=True)] for name in replayed
+        }
+        yield Line("gpu", f"{workload.name}: steps, fraction", "", fractions, higher_is_better=True)
         waiting = learner(lambda batch: train(batch).cpu(), itertools.repeat(peer.sample(BATCH_SIZE).to(DEVICE)))
-        waits = {name: [_waits(steps)] for name, steps in ((OURS, replayed), (WAITING, waiting))}
+        waits = {name: [_waits(run)] for name, run in (replayed | {WAITING: waiting}).items()}
         yield Line("gpu", f"{workload.name}: waits a step", "", waits, note="in the profiler: calls of CUDA that wait")
         peer.buffer.flush()
     finally:

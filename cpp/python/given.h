@@ -1,28 +1,32 @@
-// `out=`: a batch into tensors that the user has.
+// `out=`: a batch into tensors that somebody has.
 #pragma once
 
 #include <algorithm>
 
-#include "tensors.h"
+#include "attached.h"
 
 namespace torchreplay::py {
 
 class GivenBatch {
  public:
   // `dict` has a tensor for every output, and for key, weight and probability (`reserved`: their names). Throws
-  // std::invalid_argument that names the first one that a batch of n items cannot be written to.
-  GivenBatch(const Fields& fields, int64_t n, PyObject* dict, PyObject* const* reserved)
-      : views_(fields.specs.size() + 3), n_(n) {
+  // std::invalid_argument that names the first one that a batch of n items cannot be written to. Values of the outputs
+  // `located` are located where the tensor is int64 [n, rows, 2], and copied where it is one for them.
+  GivenBatch(const Fields& fields, int64_t n, PyObject* dict, PyObject* const* reserved,
+             const std::vector<LongOutput>& located = {})
+      : views_(fields.specs.size() + 3), located_(located), places_(fields.specs.size()), n_(n) {
     const size_t outputs = fields.specs.size();
     open_level(fields, fields.tree, dict, "");
     constexpr Element elements[] = {Element::kI64, Element::kF32, Element::kF32};
     for (size_t i = 0; i < 3; i++) open(dict, reserved[i], text_of(reserved[i]), elements[i], {}, views_[outputs + i]);
     refuse_overlap();
-    for (const FieldSpec& f : fields.specs) bytes_ += f.nbytes * static_cast<uint64_t>(n);
+    for (size_t o = 0; o < outputs; o++)
+      if (!places_[o]) bytes_ += fields.specs[o].nbytes * static_cast<uint64_t>(n);
   }
 
   void point(BatchPointers& out) const {
     point_at(out, views_.size() - 3, bytes_, [&](size_t output) { return data(output); });
+    out.places = places_;
   }
 
  private:
@@ -51,20 +55,39 @@ class GivenBatch {
         if (!inner || !PyDict_Check(inner)) refuse(path, inner ? "no dict" : "missing");
         open_level(fields, node.children, inner, path + "/");
       } else {
-        const FieldSpec& spec = fields.specs[static_cast<size_t>(node.field)];
-        open(dict, node.name, path, spec.element, spec.shape, views_[static_cast<size_t>(node.field)]);
+        const auto output = static_cast<size_t>(node.field);
+        const FieldSpec& spec = fields.specs[output];
+        open_tensor(dict, node.name, path, views_[output]);
+        places_[output] = places_in(views_[output].array, output);
+        if (!places_[output]) require(views_[output].array, path, spec.element, spec.shape);
       }
     }
   }
 
   void open(PyObject* dict, PyObject* name, const std::string& path, Element element, const std::vector<int64_t>& shape,
             ArrayView& view) const {
+    open_tensor(dict, name, path, view);
+    require(view.array, path, element, shape);
+  }
+
+  static void open_tensor(PyObject* dict, PyObject* name, const std::string& path, ArrayView& view) {
     PyObject* tensor = PyDict_GetItemWithError(dict, name);
     if (!tensor && PyErr_Occurred()) throw PythonError{};
     if (!tensor) refuse(path, "missing");
     if (!is_tensor(tensor)) refuse(path, std::string("a ") + text_of_type(tensor));
     if (!view.open(tensor)) refuse(path, view.problem);
-    const StridedArray& a = view.array;
+  }
+
+  // A field of that shape and dtype would be too short for an array of its own: nothing is mistaken for it.
+  RowPlace* places_in(const StridedArray& a, size_t output) const {
+    const auto found = std::ranges::find(located_, output, &LongOutput::output);
+    if (found == located_.end() || a.element != Element::kI64 || a.dims != 3 || !is_dense(a, 0)) return nullptr;
+    if (a.shape[0] != n_ || a.shape[1] != found->rows || a.shape[2] != 2) return nullptr;
+    return reinterpret_cast<RowPlace*>(const_cast<char*>(a.data));
+  }
+
+  void require(const StridedArray& a, const std::string& path, Element element,
+               const std::vector<int64_t>& shape) const {
     std::string expected = std::string(element_name(element)) + " of shape (" + std::to_string(n_) + ",";
     for (int64_t size : shape) expected += " " + std::to_string(size) + ",";
     if (!shape.empty()) expected.pop_back();
@@ -85,6 +108,8 @@ class GivenBatch {
   }
 
   std::vector<ArrayView> views_;
+  std::vector<LongOutput> located_;
+  std::vector<RowPlace*> places_;  // of each output; nullptr: its values are copied
   int64_t n_;
   uint64_t bytes_ = 0;
 };

@@ -6,7 +6,7 @@
 namespace torchreplay::py::segment {
 
 // column(i) -> tensor [capacity, *shape] over the segment itself; -1: leaves, float32 [capacity]; -2: key + 1 of each
-// slot, int64.
+// slot, int64; -3: the word of each slot's row, int64.
 inline PyObject* column(PyObject* self, PyObject* index) {
   return guarded([&] {
     auto& s = state_of<SegmentState>(self);
@@ -19,6 +19,10 @@ inline PyObject* column(PyObject* self, PyObject* index) {
     strides[0] = 1;
     if (i == -1) return make_tensor(m.tree().leaves(), Element::kF32, 1, shape, strides, attached);
     if (i == -2) return make_tensor(&m.at(0), Element::kI64, 1, shape, strides, attached);
+    if (i == -3) {
+      strides[0] = static_cast<int64_t>(m.layout().record_stride / sizeof(uint64_t));
+      return make_tensor(&m.row(0).word, Element::kI64, 1, shape, strides, attached);
+    }
     if (i < 0 || i >= static_cast<int64_t>(attached->fields.specs.size()))
       throw std::invalid_argument("no such column");
     const FieldSpec& spec = attached->fields.specs[i];
@@ -42,6 +46,22 @@ inline PyObject* get_drawn_from(PyObject* self, void*) {
     auto& s = state_of<SegmentState>(self);
     s.memory();
     return as_tuple(s.drawn_from);
+  });
+}
+
+// long_outputs -> [(output, column, rows of an item)] of those that can be located instead of copied.
+inline PyObject* get_long_outputs(PyObject* self, void*) {
+  return guarded([&] {
+    auto& s = state_of<SegmentState>(self);
+    s.memory();
+    Ref list(checked(PyList_New(0)));
+    for (const LongOutput& found : s.attached->long_outputs()) {
+      const Ref entry(
+          checked(Py_BuildValue("nnL", static_cast<Py_ssize_t>(found.output), static_cast<Py_ssize_t>(found.column),
+                                static_cast<long long>(found.rows))));
+      if (PyList_Append(list.get(), entry.get())) throw PythonError{};
+    }
+    return list.release();
   });
 }
 

@@ -33,10 +33,11 @@ from torchreplay.ray.sharded_checkpoint import Manifest
 from torchreplay.ray.sharded_inspection import ShardedInspection
 from torchreplay.ray.sharded_saving import require_room, restore_shards, save_shards
 from torchreplay.replay import Pin, Replay
+from torchreplay.routes import Choice
 from torchreplay.samplers import Sampler, Schedule
 from torchreplay.segment import new_nonce
 from torchreplay.spec import Spec, nest
-from torchreplay.staging import Staging
+from torchreplay.staging import Staging, copied_by_host
 from torchreplay.views import View
 from torchreplay.waiting import Wait
 from torchreplay.writer import Autoreset
@@ -243,7 +244,7 @@ class ShardedReplay(ShardedInspection, Replay):
             raise ValueError('pin="ring" page-locks the memory of a ReplayBuffer: expected another for a ShardedReplay')
         if pin == "off":
             return None
-        return Staging(self, batch_size, prefetch, DeviceCopies(device))
+        return Staging(self, batch_size, prefetch, Choice([copied_by_host(self, batch_size, DeviceCopies(device))]))
 
     # Feedback
 
