@@ -13,10 +13,11 @@ from ..arguments import checked_int, checked_timeout
 from ..batch import ReplayBatch
 from ..dataset import ReplayDataset, require_device, require_pin
 from ..drawing import MAX_BATCH
-from ..errors import LearnerLost, Stopped
+from ..errors import LearnerLost
 from ..explorers import Explorers
 from ..learners import Learners, several_machines
 from ..replay import Pin, Replay
+from .ending import end_fit, refuse_epoch, stopped_among_ranks
 from .libraries import LightningDataModule
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ class ReplayDataModule(LightningDataModule):
     With several processes on one machine (DDP, FSDP), rank 0 makes the buffer and starts the explorers, and the other
     ranks attach to it; each rank draws its own batches from the one buffer. When a rank dies or fails, `fit` ends on
     all of them with `LearnerLost`, or with the collective's own error and a note that says the same (`Learners`).
+
+    `buffer.stop()` ends `fit` in order, as `trainer.should_stop` does; where the Trainer's `min_steps` or `min_epochs`
+    ask for more, and on several ranks, with `Stopped`.
 
     Args:
         buffer: A `ReplayBuffer`, which stays open afterwards, or a function without arguments that makes one, which is
@@ -120,7 +124,7 @@ class ReplayDataModule(LightningDataModule):
             timeout=self.timeout,
             pin=self.pin,
         )
-        self._stream.learners = self._learners
+        self._stream.learners, self._stream.trainer = self._learners, self.trainer
 
     def train_dataloader(self) -> ReplayDataset:
         """Returns the stream of batches, the same object on every call.
@@ -214,16 +218,21 @@ class _Stream(ReplayDataset):
     """The batches of one `fit`, for one rank."""
 
     learners: Learners  # other ranks among them wait for this one in every step
+    trainer: Any = None
     _last_state: dict[str, Any] | None = None
 
     def __iter__(self) -> Iterator[ReplayBatch]:
+        if self.trainer is not None and not self.learners.several and self.buffer.stopped:
+            refuse_epoch(self.trainer)
         yield from super().__iter__()
+        if not self.buffer.stopped:
+            return
         # One rank that just ends leaves the others in the next gradient exchange, without a word.
-        if self.learners.several and self.buffer.stopped:
+        if self.learners.several:
             loss = self.learners.loss
-            if loss is not None:
-                raise LearnerLost(loss)
-            raise Stopped("the buffer was stopped while several ranks train from it; stop it after `fit` has ended")
+            raise stopped_among_ranks() if loss is None else LearnerLost(loss)
+        if self.trainer is not None:
+            end_fit(self.trainer)
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() if self._last_state is None else self._last_state

@@ -9,6 +9,7 @@ from ..arguments import checked_instance
 from ..mixing import MixedDataset
 from ..replay import Replay
 from .datamodule import resolve_buffer
+from .ending import end_fit, refuse_epoch
 from .libraries import Callback
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ class PriorityFeedback(Callback):
 
         trainer = Trainer(max_steps=10_000, callbacks=[PriorityFeedback(dataset)])
         trainer.fit(module, dataset)
+
+    When the buffer is stopped, so that no batch will come, `fit` ends, as under a `ReplayDataModule`.
 
     Args:
         buffer: The buffer to update, or the `MixedDataset` of several, for which `td` is what its `update_priorities`
@@ -57,6 +60,15 @@ class PriorityFeedback(Callback):
         if stage == "fit":
             self._receiver = resolve_buffer(self, None, trainer) if self.buffer is None else self.buffer
             self._in_vain = 0
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begins no second epoch without batches.
+
+        Raises:
+            Stopped: The buffer was stopped, and the Trainer goes on, or has several ranks.
+        """
+        if self._is_stopped:
+            refuse_epoch(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -86,6 +98,11 @@ class PriorityFeedback(Callback):
         self._receiver.update_priorities(batch, outputs[self.key])
         self._in_vain = -1
 
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Has `fit` end if the buffer was stopped."""
+        if self._is_stopped and trainer.world_size == 1:  # of several ranks others may be in the next step already
+            end_fit(trainer)
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Waits until all ranks' TD errors are applied: those on their way from a device, too.
 
@@ -102,6 +119,12 @@ class PriorityFeedback(Callback):
         """Lets go of the buffer."""
         if stage == "fit":
             self._receiver = None
+
+    @property
+    def _is_stopped(self) -> bool:
+        receiver = self._receiver
+        buffers = receiver.buffers if isinstance(receiver, MixedDataset) else (receiver,)
+        return any(buffer.stopped for buffer in buffers if buffer is not None)
 
     def __repr__(self) -> str:
         return f"PriorityFeedback(key={self.key!r})"
