@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import torchreplay as tr
+from torchreplay import peers
 
 pytest.importorskip("pytorch_lightning")
 
@@ -151,6 +152,43 @@ def test_a_buffer_stopped_under_several_ranks_is_an_error_on_all_of_them(tmp_pat
     ranks = run_ranks(tmp_path, body)
     assert all("error" in rank for rank in ranks)
     assert any("several ranks" in " ".join([rank["text"], *rank["notes"]]) for rank in ranks)
+
+
+class WithWorkers(ReplayDataModule):
+    """Has a worker process draw its batches."""
+
+    context = "fork"
+
+    def train_dataloader(self):
+        stream = super().train_dataloader()
+        return DataLoader(stream, batch_size=None, num_workers=1, multiprocessing_context=self.context)
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_workers_of_several_ranks_draw_and_leave_what_is_heard_to_the_ranks(tmp_path, context, monkeypatch):
+    heard_by = tmp_path / "heard"
+    hear = peers.Peers.hear
+
+    def noted_hear(self, patience=0.0):
+        with heard_by.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        return hear(self, patience)
+
+    def body(rank):
+        data = WithWorkers(filled_buffer, 8)
+        data.context = context
+
+        def stop(loss, td, step):
+            if step == 3 and rank == 0:
+                data.buffer.stop()
+            return {"loss": loss, "td_error": td}
+
+        fit(make_learner(pytorch_lightning, stop), data, max_steps=1000)
+
+    monkeypatch.setattr(peers.Peers, "hear", noted_hear)
+    ranks = run_ranks(tmp_path, body)
+    assert any("several ranks" in " ".join([rank["text"], *rank["notes"]]) for rank in ranks)
+    assert set(heard_by.read_text().split()) == {str(rank["pid"]) for rank in ranks}
 
 
 def test_weights_that_would_differ_between_ranks_are_refused_at_setup(tmp_path):

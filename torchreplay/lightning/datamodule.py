@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -214,25 +215,42 @@ def resolve_buffer(callback: object, buffer: Replay | None, trainer: Trainer) ->
     )
 
 
+class _Ranks(NamedTuple):
+    """What a worker of a `DataLoader` knows of the `Learners`, which stay in the process that trains."""
+
+    several: bool
+    leads: bool
+    loss: str | None = None
+
+
 class _Stream(ReplayDataset):
     """The batches of one `fit`, for one rank."""
 
-    learners: Learners  # other ranks among them wait for this one in every step
+    learners: Learners | _Ranks  # other ranks among them wait for this one in every step
     trainer: Any = None
     _last_state: dict[str, Any] | None = None
 
+    def __init__(self, *args: Any, **arguments: Any) -> None:
+        super().__init__(*args, **arguments)
+        self._home = os.getpid()  # where Trainer and learners can be asked; a worker of a loader has copies
+
     def __iter__(self) -> Iterator[ReplayBatch]:
-        if self.trainer is not None and not self.learners.several and self.buffer.stopped:
-            refuse_epoch(self.trainer)
+        trainer = self.trainer if self._home == os.getpid() else None
+        if trainer is not None and not self.learners.several and self.buffer.stopped:
+            refuse_epoch(trainer)
         yield from super().__iter__()
         if not self.buffer.stopped:
             return
         # One rank that just ends leaves the others in the next gradient exchange, without a word.
         if self.learners.several:
-            loss = self.learners.loss
+            loss = self.learners.loss if self._home == os.getpid() else None
             raise stopped_among_ranks() if loss is None else LearnerLost(loss)
-        if self.trainer is not None:
-            end_fit(self.trainer)
+        if trainer is not None:
+            end_fit(trainer)
+
+    def __getstate__(self) -> dict[str, Any]:
+        ranks = _Ranks(self.learners.several, self.learners.leads)
+        return super().__getstate__() | {"learners": ranks, "trainer": None}
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() if self._last_state is None else self._last_state
