@@ -1,6 +1,7 @@
 """`ReplayDataModule`, under the Trainer of `pytorch_lightning` and of `lightning.pytorch` alike."""
 
 import gc
+import importlib
 import types
 import warnings
 
@@ -61,6 +62,30 @@ def test_epochs_may_be_overfitted_and_reloaded(lightning, buffer):
     fit(lightning, buffer, learner, max_epochs=2, steps_per_epoch=4, reload_dataloaders_every_n_epochs=1)
     assert len(learner.seen) == 2 * 2 + 2 * 4
     assert buffer.stats().sampled == len(learner.seen) * 8
+
+
+def test_the_tuner_tries_the_batch_sizes_that_it_tells_of(lightning, buffer, tmp_path):
+    learner, data = make_learner(lightning), ReplayDataModule(buffer, 4)
+    trainer = lightning.Trainer(max_epochs=1, default_root_dir=tmp_path, **QUIET)
+    tuner = importlib.import_module(f"{lightning.__name__}.tuner").Tuner(trainer)
+    found = tuner.scale_batch_size(learner, datamodule=data, init_val=4, max_trials=4, steps_per_trial=2)
+    assert [len(keys) for keys in learner.seen] == [4, 4, 8, 8, 16, 16, 32, 32]
+    assert found == data.batch_size == 32
+
+
+def test_what_is_set_between_epochs_holds_for_the_next_loader(lightning, buffer):
+    def on_train_epoch_end(self):
+        data = self.trainer.datamodule
+        data.batch_size, data.steps_per_epoch = 2 * data.batch_size, data.steps_per_epoch + 1
+
+    learner = make_learner(lightning, on_train_epoch_end=on_train_epoch_end)
+    fit(lightning, buffer, learner, max_epochs=3, steps_per_epoch=1, reload_dataloaders_every_n_epochs=1)
+    assert [len(keys) for keys in learner.seen] == [8, 16, 16, 32, 32, 32]
+    data = ReplayDataModule(buffer)
+    data.setup("fit")
+    data.batch_size = 0
+    with pytest.raises(ValueError, match="batch_size is 0"):
+        data.train_dataloader()
 
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
@@ -253,6 +278,21 @@ def test_a_resumed_run_draws_what_the_uninterrupted_run_draws(lightning, tmp_pat
     first = train(4)
     rest = train(10, checkpoint=tmp_path / "4.ckpt")
     assert first + rest == whole
+
+
+@pytest.mark.parametrize("set_late", [False, True])
+def test_batches_drawn_ahead_of_another_size_are_left_out(buffer, set_late):
+    saved = tr.ReplayDataset(buffer, 8)
+    next(iterator := iter(saved))
+    state = saved.state_dict()
+    iterator.close()
+    data = ReplayDataModule(buffer, 8 if set_late else 16)
+    data.setup("fit")
+    data.train_dataloader().load_state_dict(state)
+    data.batch_size = 16
+    sizes = [len(batch["key"]) for batch, _ in zip(data.train_dataloader(), range(3), strict=False)]
+    assert sizes == [16, 16, 16]
+    data.teardown("fit")
 
 
 def test_a_checkpoint_holds_the_place_in_the_stream_and_no_experience(lightning, buffer, tmp_path):

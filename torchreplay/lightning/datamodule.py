@@ -130,13 +130,16 @@ class ReplayDataModule(LightningDataModule):
     def train_dataloader(self) -> ReplayDataset:
         """Returns the stream of batches, the same object on every call.
 
-        Explorers that had to wait for a `ReplayCheckpoint` to restore the buffer start here.
+        What was set on this module since, `batch_size`, `steps_per_epoch` or `prefetch`, holds from here on. Explorers
+        that had to wait for a `ReplayCheckpoint` to restore the buffer start here.
 
         Raises:
             RuntimeError: If called before `setup`.
+            ValueError: If a number that was set is out of range.
         """
         if self._stream is None:
             raise RuntimeError('ReplayDataModule has no stream of batches yet; call `setup("fit")` first')
+        self._stream.adapt(self.batch_size, self.steps_per_epoch, self.prefetch)
         if self._explorers_wait:
             self._explorers_wait = False
             self._learners.start()
@@ -252,12 +255,23 @@ class _Stream(ReplayDataset):
         ranks = _Ranks(self.learners.several, self.learners.leads)
         return super().__getstate__() | {"learners": ranks, "trainer": None}
 
+    def adapt(self, batch_size: int, steps: int | None, prefetch: int) -> None:
+        """Has the iterations from now on give so many batches of that size."""
+        self.batch_size = checked_int("batch_size", batch_size, 1)
+        self.steps = None if steps is None else checked_int("steps_per_epoch", steps, 1)
+        self.prefetch = checked_int("prefetch", prefetch, 0)
+        if any(len(batch["key"]) != self.batch_size for batch in self._drawn):
+            self._drawn.clear()
+
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() if self._last_state is None else self._last_state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # A checkpoint has the state of rank 0: the other ranks had drawn other batches ahead.
-        super().load_state_dict(state_dict if self.learners.leads else state_dict | {"drawn": []})
+        super().load_state_dict(state_dict)
+        # A checkpoint has the state of rank 0: the other ranks had drawn other batches ahead. So had other sizes.
+        if not self.learners.leads or any(len(batch["key"]) != self.batch_size for batch in self._drawn):
+            self.buffer.draws -= len(self._drawn)
+            self._drawn.clear()
 
     def retire(self) -> dict[str, Any]:
         """Ends the iteration, and keeps its state, which it returns, for checkpoints saved later."""
