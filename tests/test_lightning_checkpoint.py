@@ -83,6 +83,23 @@ def test_a_buffer_with_rows_of_its_own_is_not_overwritten(tmp_path):
         resuming.fit(make_learner(pytorch_lightning), datamodule=data, ckpt_path=path)
 
 
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_other_stages_load_a_checkpoint_without_its_buffer(lightning, tmp_path, stage):
+    steps = {
+        f"{name}_step": lambda self, batch, batch_idx: torch.zeros(1) for name in ("validation", "test", "predict")
+    }
+    learner, data = make_learner(lightning, **steps), ReplayDataModule(filled_buffer, 8, steps_per_epoch=20)
+    trainer = trainer_of(lightning, tmp_path, 5, ReplayCheckpoint())
+    trainer.fit(learner, datamodule=data)
+    (path,) = tmp_path.glob("*.ckpt")
+    with filled_buffer() as buffer:
+        for fresh in (trainer, trainer_of(lightning, tmp_path, 5, ReplayCheckpoint(buffer))):
+            loader = tr.ReplayDataset(buffer, 8, steps=1)
+            getattr(fresh, stage)(learner, loader, ckpt_path=path, weights_only=True)
+        assert len(buffer) == ROWS
+
+
 def test_a_checkpoint_of_another_spec_is_refused(tmp_path):
     filled_buffer().save(tmp_path)
     other = tr.ReplayBuffer({"other": tr.Field()}, 10)

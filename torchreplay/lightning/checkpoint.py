@@ -51,12 +51,14 @@ class ReplayCheckpoint(Callback):
             strategy.checkpoint_io = _Beside(strategy.checkpoint_io, self, trainer)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Fills the buffer from beside the checkpoint that is being loaded.
+        """Fills the buffer from beside the checkpoint that `fit` resumes from.
 
         Raises:
             CheckpointError: It is damaged, of another spec or view, or the buffer holds rows already.
         """
         path = trainer.ckpt_path
+        if trainer.state.fn != "fit":  # both packages' enums are strings; validation and tests draw nothing
+            return
         if trainer.is_global_zero and path is not None and is_checkpoint(beside(path)):
             self.saved_buffer(trainer).restore(beside(path))
 
