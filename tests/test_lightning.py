@@ -101,6 +101,15 @@ def test_a_learner_that_validates_takes_its_loader_from_a_subclass_or_does_witho
         assert len(count) == validated
 
 
+@pytest.mark.parametrize("stage", ["val", "test", "predict"])
+def test_a_loader_that_nobody_defined_is_missed_by_its_name(lightning, buffer, stage):
+    data = ReplayDataModule(buffer, 8, steps_per_epoch=2)
+    for _ in range(2):
+        with pytest.raises(Exception, match=f"`{stage}_dataloader` must be implemented"):
+            getattr(data, f"{stage}_dataloader")()
+        fit(lightning, data, max_epochs=1)
+
+
 @pytest.mark.parametrize("state", ["new", "fitted"])
 def test_printing_the_module_draws_nothing(lightning, buffer, state):
     data = ReplayDataModule(buffer, 8, steps_per_epoch=2)

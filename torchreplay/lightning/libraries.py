@@ -33,6 +33,23 @@ def _installed_libraries() -> list[types.ModuleType]:
     return [library for library in found if library.__version__ == found[0].__version__]
 
 
+class _Unimplemented:
+    """An evaluation hook that a data module does not have, as the library says it whose trainer asks.
+
+    The inherited hooks only raise "not implemented", but name their package and so differ in code: one of the trainers
+    would take them for loaders that the user defined.
+    """
+
+    def __init__(self, libraries: list[types.ModuleType], name: str) -> None:
+        self._libraries, self._name = libraries, name
+
+    def __get__(self, module: Any, kind: type) -> Any:
+        trainer = getattr(module, "trainer", None)
+        asking = [library for library in self._libraries if isinstance(trainer, library.Trainer)] or self._libraries
+        hook = getattr(asking[0].LightningDataModule, self._name)
+        return hook if module is None else hook.__get__(module)
+
+
 def _joined(libraries: list[types.ModuleType], name: str, **namespace: Any) -> type:
     """Returns the class `name` of every library in one; `namespace` applies where there are two."""
     bases = tuple(getattr(library, name) for library in libraries)
@@ -44,8 +61,7 @@ if TYPE_CHECKING:
 else:
     _libraries = _installed_libraries()
     Callback = _joined(_libraries, "Callback")
-    # The inherited evaluation hooks only raise "not implemented", but name their package and so differ in code: one
-    # of the trainers would take them for loaders that the user defined. It takes None for what it is: no such hook.
+    _hooks = ("val_dataloader", "test_dataloader", "predict_dataloader")
     LightningDataModule = _joined(
-        _libraries, "LightningDataModule", val_dataloader=None, test_dataloader=None, predict_dataloader=None
+        _libraries, "LightningDataModule", **{name: _Unimplemented(_libraries, name) for name in _hooks}
     )
