@@ -91,6 +91,21 @@ def test_several_policies_get_batches_and_give_feedback_by_name(lightning):
         assert [buffer.stats().updated for buffer in (red, blue)] == [24, 24]
 
 
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("validates", [False, True])
+def test_the_modules_own_validation_takes_place(lightning, several, validates):
+    validated = []
+    methods = {"validation_step": lambda self, batch, batch_idx: validated.append(int(batch))}
+    methods |= {"val_dataloader": lambda self: torch.arange(2)} if validates else {}
+    learner = make_learner(lightning, training_step=lambda self, batch, batch_idx: self.q.weight.sum(), **methods)
+    with filled_buffer(sampler=tr.Uniform()) as buffer:
+        pool = pool_of({"red": buffer} if several else buffer, explore=lambda ctx: None)
+        trainer = lightning.Trainer(max_steps=4, val_check_interval=2, check_val_every_n_epoch=None, **QUIET)
+        AsyncReplay(pool, learner, batch_size=8).fit(trainer)
+    assert validated == [0, 1] * 3 * validates  # the sanity check before is the first
+
+
 def test_a_checkpoint_brings_back_the_buffer_before_explorers_begin(lightning, tmp_path):
     def explore_on(ctx):
         with ctx.writer() as writer:

@@ -38,8 +38,10 @@ def fit(replay: AsyncReplay, trainer: Trainer, ckpt_path: Any) -> None:
             raise ValueError(f"AsyncReplay does what {type(callback).__name__} does: leave it out of the callbacks")
     ours = [_Learner(replay)] if replay.evaluator is None else [_Learner(replay), EvaluationMonitor(replay.evaluator)]
     trainer.callbacks = [*ours, *given]  # type: ignore[attr-defined]
+    data: Any = _data_of(replay)
+    data.val_dataloader = module.val_dataloader  # a Trainer with a data module asks no other for it
     try:
-        trainer.fit(module, datamodule=_data_of(replay), ckpt_path=ckpt_path)
+        trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
     except (WouldBlockForever, ReplayTimeout) as error:
         replay.pool.explain(error)
         raise

@@ -37,6 +37,9 @@ class ReplayDataModule(LightningDataModule):
     ranks attach to it; each rank draws its own batches from the one buffer. When a rank dies or fails, `fit` ends on
     all of them with `LearnerLost`, or with the collective's own error and a note that says the same (`Learners`).
 
+    To validate, define `val_dataloader` in a subclass: with a data module, Lightning does not ask the LightningModule
+    for its own (`AsyncReplay.fit` does).
+
     `buffer.stop()` ends `fit` in order, as `trainer.should_stop` does; where the Trainer's `min_steps` or `min_epochs`
     ask for more, and on several ranks, with `Stopped`.
 

@@ -224,7 +224,8 @@ class AsyncReplay:
 
         The Trainer gets batches, its steps' TD errors are fed back and the weights published as in `run`; the evaluator
         is an `EvaluationMonitor`'s. Its own callbacks, loggers and bounds are the user's: set `max_steps`. A
-        `ReplayCheckpoint` among them saves and restores the buffer; explorers begin when it is restored.
+        `ReplayCheckpoint` among them saves and restores the buffer; explorers begin when it is restored. The module's own
+        `val_dataloader` and `validation_step` validate.
 
         Args:
             trainer: Of either Lightning package, for one process.
