@@ -101,11 +101,13 @@ class _Learner(PriorityFeedback):
         self._wants_errors = any(isinstance(buffer.sampler, Prioritized) for buffer in buffers)
         self._replay, self._meter = replay, replay.meter
         self._since = 0.0
+        self._published_at = 0  # in the Trainer's own steps
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Publishes the weights of a checkpoint that the run resumes from, and begins to measure."""
         if trainer.global_step > 0:
             self._replay.publish()
+        self._published_at = trainer.global_step
         self._replay.begin()
         self._since = time.perf_counter()
 
@@ -127,7 +129,8 @@ class _Learner(PriorityFeedback):
         if outputs and (self._wants_errors or self.key in outputs):
             with self._meter.timed("feedback"):
                 super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        self._replay.count_step()
+        if self._replay.count_step(trainer.global_step > self._published_at):
+            self._published_at = trainer.global_step
         stream: Any = trainer.train_dataloader
         self._meter.note_ready(stream.ready)
         self._since = time.perf_counter()

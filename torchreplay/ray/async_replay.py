@@ -90,7 +90,8 @@ class AsyncReplay:
             `training_step` gets the same, and returns `{"loss": loss, "td_error": td}` where priorities are wanted.
         module: The module whose weights are published, or several by the names of the pool's weights.
         batch_size: Items in a batch, of each buffer.
-        publish_every: Steps from one publication to the next.
+        publish_every: Steps from one publication to the next. A step is a batch that was learned from: with gradient
+            accumulation a micro-batch, and weights that no optimiser has changed since are not published.
         evaluator: Runs along; at the end of `run` it evaluates the last weights.
         prefetch: Batches drawn ahead, as in `ReplayDataset`.
         timeout: Seconds that a draw may wait, as in `ReplayDataset`.
@@ -151,6 +152,7 @@ class AsyncReplay:
         )
         self.meter = Meter(_PARTS)
         self._steps = self._publications = 0
+        self._due = False  # a publication, which has waited for weights that are new
         self._running = ExitStack()
         self._inside = False
 
@@ -276,24 +278,34 @@ class AsyncReplay:
         """Begins to measure the rates anew."""
         self.meter.start(self._rows(), self._items)
 
-    def count_step(self) -> None:
+    def count_step(self, is_new: bool = True) -> bool:
         """Counts a learner step; publishes the weights, and sees whether the workers are well, when it is time to.
+
+        Args:
+            is_new: Whether the weights have changed since the last publication; otherwise it is put off.
+
+        Returns:
+            Whether the weights were published.
 
         Raises:
             ExplorersFailed: No explorer is left.
             EvaluatorFailed: The evaluator is not restarted any more.
         """
         self._steps += 1
-        if self._steps % self.publish_every == 0:
+        self._due |= self._steps % self.publish_every == 0
+        publishes = self._due and is_new
+        if publishes:
             self.publish()
         if self.meter.is_due:
             self.meter.look(self._rows(), self._items)
             self.pool.check()
             if self.evaluator is not None:
                 self.evaluator.check()
+        return publishes
 
     def publish(self) -> None:
         """Publishes the weights of every module."""
+        self._due = False
         if not self._weights:
             return
         with self.meter.timed("publish"):
