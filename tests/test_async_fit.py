@@ -98,7 +98,9 @@ def test_weights_that_no_optimiser_has_changed_are_not_published(lightning):
     learner.on_train_batch_start = lambda batch, batch_idx: versions.append(weights.version)
     with buffer:
         for publish_every, seen in ((1, [0, 0, 0, 0, 1, 1, 1, 1]), (3, [3, 3, 3, 3, 4, 4, 4, 4])):
-            replay = AsyncReplay(pool_of(buffer, weights), learner, learner.q, batch_size=8, publish_every=publish_every)
+            replay = AsyncReplay(
+                pool_of(buffer, weights), learner, learner.q, batch_size=8, publish_every=publish_every
+            )
             stats = replay.fit(lightning.Trainer(max_steps=2, accumulate_grad_batches=4, **BARE))
             assert (stats.steps, stats.items) == (8, 64)
             assert versions == seen

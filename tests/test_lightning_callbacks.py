@@ -292,7 +292,7 @@ def test_the_monitor_logs_every_finite_statistic_as_often_as_the_trainer_logs(li
     data = ReplayDataModule(buffer, 8, prefetch=0)  # ahead of the learner others would be counted, too
     recorded = monitored(lightning, data, logger, max_steps=10)
     steps, metrics = zip(*[(step, m) for step, m in recorded.scalars if "replay/size" in m], strict=True)
-    assert steps == (0, 4, 8)
+    assert steps == (0, 3, 7)  # the first step is 0, as in what the Trainer logs
     names = {field.name for field in dataclasses.fields(buffer.stats())}
     for logged in metrics:
         assert {name.removeprefix("replay/") for name in logged} - names <= {f"{n}_per_second" for n in COUNTERS}
@@ -304,10 +304,41 @@ def test_the_monitor_logs_every_finite_statistic_as_often_as_the_trainer_logs(li
     assert metrics[1]["replay/sampled_per_second"] > 0.0
 
 
+@pytest.mark.parametrize("accumulated", [1, 4])
+@pytest.mark.parametrize("optimisers", [1, 2])
+def test_the_monitor_logs_at_the_steps_of_the_trainers_own_metrics(lightning, buffer, logger, accumulated, optimisers):
+    def training_step(self, batch, batch_idx):
+        self.log("own", 1.0)
+        loss = self.q(batch["obs"]).square().mean()
+        if optimisers == 1:
+            return {"loss": loss, "td_error": td_of(batch["number"].float())}
+        self.manual_backward(loss)
+        if (batch_idx + 1) % accumulated == 0:
+            for optimizer in self.optimizers():
+                optimizer.step()
+        return {"td_error": td_of(batch["number"].float())}
+
+    def configure_optimizers(self):
+        every = [torch.optim.SGD(self.parameters(), lr=1e-3) for _ in range(optimisers)]
+        return every if optimisers == 2 else every[0]
+
+    methods = {"training_step": training_step, "configure_optimizers": configure_optimizers}
+    learner = make_learner(lightning, manual=optimisers == 2, **methods)
+    data = ReplayDataModule(buffer, 8, steps_per_epoch=24)
+    accumulate = {} if optimisers == 2 else {"accumulate_grad_batches": accumulated}
+    arguments = {**QUIET, "logger": logger, "barebones": False, "log_every_n_steps": 3, **accumulate}
+    fit(lightning, data, learner, [ReplayMonitor()], max_epochs=1, **arguments)
+    own, ours = (
+        [step for step, metrics in logger.experiment.scalars if name in metrics] for name in ("own", "replay/size")
+    )
+    assert ours[0] == 0
+    assert ours[1:] == own
+
+
 def test_the_monitor_gives_histograms_to_loggers_that_take_them(lightning, buffer, logger):
     recorded = monitored(lightning, buffer, logger, max_steps=17)
     assert {(tag, arguments["global_step"]) for tag, arguments in recorded.histograms} == {
-        (f"replay/{name}", step) for name in ("priority", "age") for step in (8, 16)
+        (f"replay/{name}", step) for name in ("priority", "age") for step in (7, 15)
     }
     for _, arguments in recorded.histograms:
         assert arguments["num"] == sum(arguments["bucket_counts"]) == ROWS

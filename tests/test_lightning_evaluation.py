@@ -11,8 +11,8 @@ pytest.importorskip("pytorch_lightning")
 
 from lightning_learner import QUIET, filled_buffer, fit, make_learner
 
-from torchreplay.lightning import EvaluationMonitor, WeightPublisher
-from torchreplay.ray import Evaluator, EvaluatorFailed
+from torchreplay.lightning import EvaluationMonitor, WeightPublisher, evaluation
+from torchreplay.ray import Evaluation, Evaluator, EvaluatorFailed
 
 # Lightning's own, under a torch newer than it knows.
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
@@ -76,6 +76,55 @@ def test_results_reach_the_loggers_and_the_last_weights_are_evaluated_at_the_end
     assert (last["evaluation/std_return"], last["evaluation/episodes"]) == (1.0, 2.0)
     means = {e.mean_return for e in evaluator.evaluations}
     assert any(mean == pytest.approx(value, abs=1e-5) for mean in means for value in seen if value is not None)
+
+
+class ScriptedEvaluator(Evaluator):
+    """An evaluator whose results come when a test says so."""
+
+    def __init__(self):
+        self.results = []
+
+    @property
+    def evaluations(self):
+        return tuple(self.results)
+
+    def find(self, mean):
+        self.results.append(Evaluation(len(self.results), 1, mean, 0.0, mean, mean, 0.1, True))
+
+    def start(self):
+        return self
+
+    def stop(self):
+        pass
+
+    def check(self):
+        pass
+
+
+def test_a_result_has_the_step_of_the_trainers_own_metrics(lightning, monkeypatch):
+    def training_step(self, batch, batch_idx):
+        self.log("own", float(batch_idx))
+        evaluator.find(float(batch_idx))
+        self.manual_backward(self.q(batch["obs"]).square().mean())
+        for optimizer in self.optimizers():
+            optimizer.step()
+        return {"td_error": batch["weight"]}
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.parameters(), lr=1e-3) for _ in range(2)]
+
+    monkeypatch.setattr(evaluation, "_LOOK_EVERY", 0)
+    evaluator, logger = ScriptedEvaluator(), keeping_logger(lightning)
+    methods = {"training_step": training_step, "configure_optimizers": configure_optimizers}
+    learner = make_learner(lightning, manual=True, **methods)
+    options = {**QUIET, "barebones": False, "logger": logger, "log_every_n_steps": 1}
+    with filled_buffer() as buffer:
+        fit(lightning, buffer, learner, [EvaluationMonitor(evaluator, last=False)], max_steps=10, **options)
+    own, ours = (
+        [(step, metrics[name]) for step, metrics in logger.logged if name in metrics]
+        for name in ("own", "evaluation/mean_return")
+    )
+    assert ours == own == [(step, step) for step in range(5)]
 
 
 def test_fit_ends_when_the_evaluator_has_failed(lightning):

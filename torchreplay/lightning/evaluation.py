@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ..arguments import checked_instance
 from ..ray.evaluator import Evaluator
 from .libraries import Callback
+from .monitor import logged_step
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
@@ -21,7 +22,7 @@ class EvaluationMonitor(Callback):
     """Runs an `Evaluator` for as long as `fit`, and logs its results.
 
     The figures of each result appear as `evaluation/mean_return`, `evaluation/std_return`, ... with the
-    `trainer.global_step` at which the result came; `evaluation/version` says of which weights it is. The mean is also
+    step of Lightning's own metrics at which the result came; `evaluation/version` says of which weights it is. The mean is also
     in the progress bar and in `trainer.callback_metrics`, for `ModelCheckpoint(monitor="evaluation/mean_return")` and
     the like. On several ranks the first one's evaluator runs.
 
@@ -85,5 +86,5 @@ class EvaluationMonitor(Callback):
         for evaluation in new:
             for logger in trainer.loggers:
                 named = {f"{_PREFIX}{logger.group_separator}{n}": float(v) for n, v in evaluation.as_dict().items()}
-                logger.log_metrics(named, step=trainer.global_step)
+                logger.log_metrics(named, step=logged_step(trainer))
         return bool(new)

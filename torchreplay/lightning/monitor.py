@@ -25,11 +25,12 @@ class ReplayMonitor(Callback):
 
     The scalars appear as `replay/size`, `replay/samples_per_insert`, ... and the counters of rows inserted, items
     sampled and priorities updated also as rates, `replay/inserted_per_second`, ... A value that is not finite, such as
-    the age of the last write before the first one, is left out. The step is `trainer.global_step`.
+    the age of the last write before the first one, is left out. The step is that of Lightning's own metrics: batches
+    after which optimisers stepped, however many they are.
 
     Args:
         buffer: The buffer to watch; None for the one of the Trainer's `ReplayDataModule`.
-        histogram_every: Optimiser steps between two sets of histograms (priority, age of rows), for loggers that take
+        histogram_every: Such steps between two sets of histograms (priority, age of rows), for loggers that take
             any. Each costs a pass over the buffer.
 
     Raises:
@@ -43,7 +44,7 @@ class ReplayMonitor(Callback):
             checked_instance("buffer", buffer, Replay, "a ReplayBuffer, or None for the data module's")
         self.buffer = buffer
         self.histogram_every = checked_int("histogram_every", histogram_every, 1)
-        self._logged_at = 0
+        self._logged_at = -1
         self._histograms_at = 0
         self._clock = 0.0
         self._counts: dict[str, float] = {}
@@ -61,20 +62,21 @@ class ReplayMonitor(Callback):
         """Logs the state at the start, from which the first rates are counted."""
         self._counts = {}
         self._log(trainer)
-        self._histograms_at = trainer.global_step
+        self._histograms_at = logged_step(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Logs when `trainer.log_every_n_steps` optimiser steps have passed since the last time."""
-        if not 0 < trainer.log_every_n_steps <= trainer.global_step - self._logged_at:  # type: ignore[attr-defined]
+        """Logs when the Trainer does."""
+        step = logged_step(trainer)
+        if step == self._logged_at or not trainer._logger_connector.should_update_logs:
             return
         self._log(trainer)
-        if trainer.global_step - self._histograms_at >= self.histogram_every:
+        if step + 1 - self._histograms_at >= self.histogram_every:  # this step is made
             self._log_histograms(trainer)
 
     def _log(self, trainer: Trainer) -> None:
-        self._logged_at = trainer.global_step
+        self._logged_at = logged_step(trainer)
         if not trainer.loggers or not trainer.is_global_zero:
             return
         stats = resolve_buffer(self, self.buffer, trainer).stats().as_dict()
@@ -82,7 +84,7 @@ class ReplayMonitor(Callback):
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         for logger in trainer.loggers:
             named = {f"replay{logger.group_separator}{name}": value for name, value in finite.items()}
-            logger.log_metrics(named, step=trainer.global_step)
+            logger.log_metrics(named, step=self._logged_at)
 
     def _rates(self, stats: dict[str, Any]) -> dict[str, float]:
         now, counts = time.monotonic(), {name: stats[name] for name in _RATES}
@@ -91,7 +93,7 @@ class ReplayMonitor(Callback):
         return {f"{name}_per_second": (counts[name] - before[name]) / elapsed for name in before if elapsed > 0}
 
     def _log_histograms(self, trainer: Trainer) -> None:
-        self._histograms_at = trainer.global_step
+        self._histograms_at = self._logged_at + 1
         loggers = [logger for logger in trainer.loggers if hasattr(_board(logger), "add_histogram_raw")]
         if not loggers or not trainer.is_global_zero:
             return
@@ -100,7 +102,12 @@ class ReplayMonitor(Callback):
             summary = _summary(tensors[name], tensors[f"{name}_edges"])
             for logger in loggers:
                 tag = f"replay{logger.group_separator}{name}"
-                _board(logger).add_histogram_raw(tag, **summary, global_step=trainer.global_step)
+                _board(logger).add_histogram_raw(tag, **summary, global_step=self._logged_at)
+
+
+def logged_step(trainer: Trainer) -> int:
+    """Returns the step of what the Trainer logs now: `global_step` counts each of several optimisers."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def _board(logger: Logger) -> Any:
