@@ -9,9 +9,11 @@ import torchreplay as tr
 
 pytest.importorskip("pytorch_lightning")
 
+import pytorch_lightning
+from gloo_ranks import run_ranks
 from lightning_learner import QUIET, filled_buffer, fit, make_learner
 
-from torchreplay.lightning import EvaluationMonitor, WeightPublisher, evaluation
+from torchreplay.lightning import EvaluationMonitor, ReplayDataModule, WeightPublisher, evaluation
 from torchreplay.ray import Evaluation, Evaluator, EvaluatorFailed
 
 # Lightning's own, under a torch newer than it knows.
@@ -125,6 +127,36 @@ def test_a_result_has_the_step_of_the_trainers_own_metrics(lightning, monkeypatc
         for name in ("own", "evaluation/mean_return")
     )
     assert ours == own == [(step, step) for step in range(5)]
+
+
+def test_all_ranks_get_the_mean_at_the_same_steps_and_monitor_it(tmp_path):
+    library = pytorch_lightning
+
+    def body(rank):
+        evaluator, seen = ScriptedEvaluator(), []
+
+        class Script(library.Callback):
+            def on_train_batch_start(self, trainer, *_):
+                if rank == 0 and trainer.global_step in (3, 6):
+                    evaluator.find(float(trainer.global_step))
+
+            def on_train_batch_end(self, trainer, *_):
+                mean = trainer.callback_metrics.get("evaluation/mean_return")
+                seen.append(None if mean is None else mean.item())
+
+        best = library.callbacks.ModelCheckpoint(
+            tmp_path, monitor="evaluation/mean_return", mode="max", every_n_train_steps=2
+        )
+        stopping = library.callbacks.EarlyStopping("evaluation/mean_return", mode="max", strict=False, patience=1)
+        options = {**QUIET, "barebones": False, "devices": 2, "strategy": "ddp", "log_every_n_steps": 3}
+        callbacks = [EvaluationMonitor(evaluator, last=False), Script(), best, stopping]
+        data = ReplayDataModule(filled_buffer, 8, steps_per_epoch=4)
+        fit(library, data, None, callbacks, max_epochs=9, **options | {"enable_checkpointing": True})
+        return [seen, best.best_model_score.item(), stopping.best_score.item()]
+
+    ranks = [outcome["value"] for outcome in run_ranks(tmp_path, body)]
+    # Shared by the steps 3, 4, 6, 8, 9 and 12, of which 4, 8 and 12 end epochs; the third epoch brings nothing better.
+    assert ranks == [[[None] * 3 + [3.0] * 4 + [6.0] * 5, 6.0, 6.0]] * 2
 
 
 def test_fit_ends_when_the_evaluator_has_failed(lightning):

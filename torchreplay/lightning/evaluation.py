@@ -21,10 +21,14 @@ _LOOK_EVERY: Final = 0.1
 class EvaluationMonitor(Callback):
     """Runs an `Evaluator` for as long as `fit`, and logs its results.
 
-    The figures of each result appear as `evaluation/mean_return`, `evaluation/std_return`, ... with the
-    step of Lightning's own metrics at which the result came; `evaluation/version` says of which weights it is. The mean is also
-    in the progress bar and in `trainer.callback_metrics`, for `ModelCheckpoint(monitor="evaluation/mean_return")` and
-    the like. On several ranks the first one's evaluator runs.
+    The figures of each result appear as `evaluation/mean_return`, `evaluation/std_return`, ... at the step at which the
+    result came, as Lightning counts steps for its own metrics; `evaluation/version` says of which weights it is. The
+    mean is also in the progress bar and in `trainer.callback_metrics`, for
+    `ModelCheckpoint(monitor="evaluation/mean_return")` and the like. The first epoch may end before the first result:
+    give `EarlyStopping` its `strict=False`.
+
+    On several ranks the first one's evaluator runs, and all ranks get its newest mean at the same steps: those at which
+    the Trainer logs, and the last of an epoch.
 
     Args:
         evaluator: A `torchreplay.ray.Evaluator`, which evaluates what a `WeightPublisher` publishes.
@@ -55,13 +59,17 @@ class EvaluationMonitor(Callback):
         Raises:
             EvaluatorFailed: The evaluator's restarts are used up.
         """
-        if not trainer.is_global_zero or time.monotonic() - self._looked_at < _LOOK_EVERY:
+        if not self._is_time(trainer):
             return
         self._looked_at = time.monotonic()
-        if self._log(trainer) and not trainer.barebones:
+        mean = None
+        if trainer.is_global_zero and self._log(trainer):
             mean = self.evaluator.evaluations[-1].mean_return
-            pl_module.log(f"{_PREFIX}/mean_return", mean, prog_bar=True, logger=False, rank_zero_only=True)
-        self.evaluator.check()
+        mean = trainer.strategy.broadcast(mean)  # who monitors it enters collectives only where it is known
+        if mean is not None and not trainer.barebones:
+            pl_module.log(f"{_PREFIX}/mean_return", mean, prog_bar=True, logger=False)
+        if trainer.is_global_zero:
+            self.evaluator.check()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Evaluates the last weights, after every callback that may have published them, and stops the evaluator."""
@@ -78,6 +86,12 @@ class EvaluationMonitor(Callback):
         """Stops the evaluator."""
         if trainer.is_global_zero:
             self.evaluator.stop()
+
+    def _is_time(self, trainer: Trainer) -> bool:
+        """Returns whether to look for results. Ranks meet by step: their clocks differ."""
+        if trainer.world_size > 1:
+            return trainer._logger_connector.should_update_logs or trainer.is_last_batch
+        return time.monotonic() - self._looked_at >= _LOOK_EVERY
 
     def _log(self, trainer: Trainer) -> bool:
         """Logs new results; returns whether there were any."""

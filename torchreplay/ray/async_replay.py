@@ -225,9 +225,9 @@ class AsyncReplay:
         """Has a Lightning Trainer train the LightningModule, with all workers running, and returns the statistics.
 
         The Trainer gets batches, its steps' TD errors are fed back and the weights published as in `run`; the evaluator
-        is an `EvaluationMonitor`'s. Its own callbacks, loggers and bounds are the user's: set `max_steps`. A
-        `ReplayCheckpoint` among them saves and restores the buffer; explorers begin when it is restored. The module's own
-        `val_dataloader` and `validation_step` validate.
+        is an `EvaluationMonitor`'s, and the module's own `val_dataloader` and `validation_step` validate. Callbacks,
+        loggers and bounds are the user's: set `max_steps`. A `ReplayCheckpoint` among them saves and restores the
+        buffer; explorers begin when it is restored.
 
         Args:
             trainer: Of either Lightning package, for one process.
