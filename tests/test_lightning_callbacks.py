@@ -365,6 +365,7 @@ def test_tensorboard_takes_the_histograms(lightning, buffer, tmp_path):
         (lambda given: ReplayCheckpoint(given), "buffer is .*: expected a ReplayBuffer"),
         (lambda given: EvaluationMonitor(given), r"evaluator is .*: expected a torchreplay\.ray\.Evaluator"),
         (lambda given: PriorityFeedback(key=given), "key is .*: expected the name"),
+        (lambda given: PriorityFeedback(part=given), "part is .*: expected the name"),
     ],
 )
 @pytest.mark.parametrize("given", [3, {"buffer": 1}, torch.nn.Linear(1, 1)], ids=lambda given: type(given).__name__)

@@ -61,6 +61,49 @@ def test_feedback_goes_by_name_where_batches_do(lightning, pair):
         assert_priorities_belong_to(buffer, {key for keys in learner.seen for key in keys[name]}, first_number)
 
 
+def several_loaders(pair):
+    return {"red": tr.ReplayDataset(pair[0], 8), "blue": tr.ReplayDataset(pair[1], 8), "other": DataLoader(range(99))}
+
+
+@pytest.mark.filterwarnings("ignore:The '.*dataloader' does not have many workers")
+def test_feedback_goes_to_the_part_of_several_loaders_that_it_is_for(lightning, pair):
+    def training_step(self, batches, batch_idx):
+        self.seen.append({name: batches[name]["key"].tolist() for name in ("red", "blue")})
+        loss = sum(self.q(batches[name]["obs"]).square().mean() for name in ("red", "blue"))
+        names = ("red", "blue") if batch_idx else ("red",)
+        tds = {name: td_of(batches[name]["number"].float()) for name in names}
+        return {"loss": loss, "td_error": tds, "td_red": tds["red"]}
+
+    for red in (PriorityFeedback(pair[0], part="red"), PriorityFeedback(pair[0], key="td_red", part="red")):
+        learner = make_learner(lightning, training_step=training_step)
+        before = [buffer.stats().updated for buffer in pair]
+        callbacks = [red, PriorityFeedback(pair[1], part="blue")]
+        lightning.Trainer(max_steps=4, callbacks=callbacks, **BARE).fit(learner, several_loaders(pair))
+        after = [buffer.stats().updated for buffer in pair]
+        assert [now - then for now, then in zip(after, before, strict=True)] == [4 * 8, 3 * 8]
+    for name, buffer, first_number in (("red", pair[0], 0), ("blue", pair[1], 1000)):
+        updated = {key for seen in learner.seen[name == "blue" :] for key in seen[name]}
+        raw = priorities(buffer, 64)
+        assert all(raw[key].item() == pytest.approx(td_of(key + first_number), rel=1e-4) for key in updated)
+
+
+@pytest.mark.filterwarnings("ignore:The '.*dataloader' does not have many workers")
+@pytest.mark.parametrize(
+    ("loaders", "part", "message"),
+    [
+        (several_loaders, None, r"a dict of \['red', 'blue', 'other'\] and no ReplayBatch.* part=\.\.\.\)"),
+        (several_loaders, "green", r"a dict of \['red', 'blue', 'other'\] .* part is 'green'"),
+        (lambda pair: list(several_loaders(pair).values()), "red", "the batch is a list .* as a dict"),
+        (lambda pair: several_loaders(pair)["red"], "red", "part is 'red', and the batch is that of a single loader"),
+    ],
+)
+def test_what_is_no_part_of_the_batch_is_an_error_that_says_so(lightning, pair, loaders, part, message):
+    step = {"training_step": lambda self, batch, batch_idx: {"loss": self.q.weight.sum(), "td_error": torch.ones(8)}}
+    trainer = lightning.Trainer(max_steps=1, callbacks=[PriorityFeedback(pair[0], part=part)], **BARE)
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(make_learner(lightning, **step), loaders(pair))
+
+
 def test_infinite_td_errors_stop_the_run_and_change_no_buffer(lightning, pair):
     dataset = tr.MixedDataset({pair[0]: 1, pair[1]: 1}, 8)
     learner = make_learner(lightning, lambda loss, td, step: {"loss": loss, "td_error": td / 0})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from ..arguments import checked_instance
@@ -34,15 +35,24 @@ class PriorityFeedback(Callback):
         trainer = Trainer(max_steps=10_000, callbacks=[PriorityFeedback(dataset)])
         trainer.fit(module, dataset)
 
+    Of a dict of several loaders' batches, this callback is for one `part`, and so it is of a dict of TD errors::
+
+        callbacks = [PriorityFeedback(red, part="red"), PriorityFeedback(blue, part="blue")]
+        trainer.fit(module, {"red": tr.ReplayDataset(red), "blue": tr.ReplayDataset(blue), "images": loader})
+        # training_step returns {"loss": loss, "td_error": {"red": red_td, "blue": blue_td}}
+
     When the buffer is stopped, so that no batch will come, `fit` ends, as under a `ReplayDataModule`.
 
     Args:
         buffer: The buffer to update, or the `MixedDataset` of several, for which `td` is what its `update_priorities`
             takes; None for the buffer of the Trainer's `ReplayDataModule`.
         key: Under which name the training step returns the TD errors.
+        part: Which of several loaders' batches has the items; None where there is one loader.
     """
 
-    def __init__(self, buffer: Replay | MixedDataset | None = None, key: str = "td_error") -> None:
+    def __init__(
+        self, buffer: Replay | MixedDataset | None = None, key: str = "td_error", part: str | None = None
+    ) -> None:
         super().__init__()
         if buffer is not None:
             checked_instance("buffer", buffer, (Replay, MixedDataset), "a ReplayBuffer or a MixedDataset")
@@ -50,6 +60,9 @@ class PriorityFeedback(Callback):
         self._receiver: Replay | MixedDataset | None = None  # while there is something to receive
         self._in_vain = 0  # steps that returned nothing, before any that did in this fit; -1: one did
         self.key = checked_instance("key", key, str, "the name under which training_step returns the TD errors")
+        if part is not None:
+            checked_instance("part", part, str, "the name of one of several loaders, or None")
+        self.part = part
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Checks that there is a buffer to give feedback to.
@@ -78,7 +91,8 @@ class PriorityFeedback(Callback):
         Raises:
             KeyError: If the training step returned something else under other names.
             ValueError: If `update_priorities` refuses the TD errors: another length than the batch, NaN or infinite. Of
-                TD errors on a CUDA device a later step tells that, or the end of the training.
+                TD errors on a CUDA device a later step tells that, or the end of the training. Or if the batch is one
+                of several loaders and `part` does not say which of them.
         """
         if not outputs:
             self._in_vain += self._in_vain >= 0
@@ -95,8 +109,28 @@ class PriorityFeedback(Callback):
                 f"return {{'loss': loss, {self.key!r}: td}}"
             )
         assert self._receiver is not None  # `setup` comes first
-        self._receiver.update_priorities(batch, outputs[self.key])
+        td = outputs[self.key]
+        if self.part is not None or not isinstance(self._receiver, MixedDataset):
+            batch, td = self._part_of(batch, td)
+        if td is not None:
+            self._receiver.update_priorities(batch, td)
         self._in_vain = -1
+
+    def _part_of(self, batch: Any, td: Any) -> tuple[Any, Any]:
+        """Returns this callback's batch of several loaders' and its TD errors, None where the step gave it none."""
+        part = self.part
+        several = "key" not in batch if isinstance(batch, Mapping) else isinstance(batch, list | tuple)
+        if part is None and not several:
+            return batch, td
+        if not several:
+            raise ValueError(f"part is {part!r}, and the batch is that of a single loader: leave part out")
+        if not isinstance(batch, Mapping) or part not in batch:
+            found = f"a dict of {list(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+            raise ValueError(
+                f"the batch is {found} and no ReplayBatch: give the Trainer its loaders as a dict, and say which of "
+                f"them draws from the buffer, PriorityFeedback(..., part=...); part is {part!r}"
+            )
+        return batch[part], td.get(part) if isinstance(td, Mapping) else td
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Has `fit` end if the buffer was stopped."""
