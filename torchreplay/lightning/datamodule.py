@@ -30,8 +30,9 @@ class ReplayDataModule(LightningDataModule):
 
     The loader is a `ReplayDataset` itself: with a plain iterable Lightning neither asks for workers nor for a sampler,
     and saves the place in the stream with every checkpoint. Without `steps_per_epoch` the stream is endless: bound the
-    run by `max_steps`, or set `limit_train_batches` to an integer to have epochs. Lightning then draws one batch
-    ahead, which is harmless: priorities go by the keys in the batch.
+    run by `max_steps`, or set `limit_train_batches` to an integer to have epochs. Lightning pulls one batch ahead of an
+    endless stream: priorities go by the keys in the batch, but it counts as handed out, so that a run which resumes
+    from a checkpoint never learns from that one.
 
     With several processes on one machine (DDP, FSDP), rank 0 makes the buffer and starts the explorers, and the other
     ranks attach to it; each rank draws its own batches from the one buffer. When a rank dies or fails, `fit` ends on
