@@ -274,11 +274,8 @@ class _Stream(ReplayDataset):
         return super().state_dict() if self._last_state is None else self._last_state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        # A checkpoint has the state of rank 0: the other ranks had drawn other batches ahead. So had other sizes.
-        if not self.learners.leads or any(len(batch["key"]) != self.batch_size for batch in self._drawn):
-            self.buffer.draws -= len(self._drawn)
-            self._drawn.clear()
+        # A checkpoint has the state of rank 0: the other ranks had drawn other batches ahead.
+        super().load_state_dict(state_dict if self.learners.leads else state_dict | {"drawn": []})
 
     def retire(self) -> dict[str, Any]:
         """Ends the iteration, and keeps its state, which it returns, for checkpoints saved later."""
