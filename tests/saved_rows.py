@@ -1,8 +1,13 @@
 """Buffers to be saved, whose rows all follow from their number."""
 
+import json
+import zlib
+
 import torch
+from safetensors.torch import load_file
 
 import torchreplay as tr
+from torchreplay.shards import BLOCK, room_for, write_shard
 
 SPEC = {"x": {"a": tr.Field((3,), torch.int64), "b": tr.Field((), torch.bfloat16)}, "reward": tr.Field()}
 
@@ -23,3 +28,27 @@ def assert_rows_are_those_of_their_keys(batch):
     assert torch.equal(batch["x"]["a"], batch["key"][:, None] * torch.tensor([1, 2, 3]))
     assert torch.equal(batch["reward"], batch["key"].float())
     assert torch.equal(batch["x"]["b"], (batch["key"] % 100).bfloat16())
+
+
+def told_by(directory):
+    """What the description of a checkpoint says."""
+    return json.loads(json.loads((directory / "checkpoint.json").read_text())["checkpoint"])
+
+
+def tell(directory, told):
+    """Has it say something else."""
+    text = json.dumps(told)
+    (directory / "checkpoint.json").write_text(json.dumps({"crc32": zlib.crc32(text.encode()), "checkpoint": text}))
+
+
+def make_format_3(directory):
+    """Makes a checkpoint what versions that knew format 3 would have written."""
+    told = told_by(directory) | {"format": 3}
+    for number, (name, *_) in enumerate(told["shards"]):
+        tensors = {
+            f"row.{name[1:]}" if name.startswith("/") else name: tensor
+            for name, tensor in load_file(directory / name).items()
+        }
+        (directory / name).unlink()
+        told["shards"][number][1:] = write_shard(directory / name, tensors, room_for(BLOCK))
+    tell(directory, told)

@@ -15,7 +15,7 @@ import torch
 from forked import Forked, eventually, shared_counters
 from kept_items import assert_new_goals_are_rewarded, assert_same_items, buffer_of_episodes, buffer_of_goals
 from safetensors.torch import load_file
-from saved_rows import SPEC, assert_rows_are_those_of_their_keys, filled, rows
+from saved_rows import SPEC, assert_rows_are_those_of_their_keys, filled, make_format_3, rows
 from synced import watch_syncs
 
 import torchreplay as tr
@@ -299,11 +299,43 @@ def test_the_files_of_rows_are_what_the_safetensors_package_reads(tmp_path):
     buffer.save(tmp_path)
     (path,) = tmp_path.glob("rows-*/*.safetensors")
     tensors = load_file(path)
-    batch = buffer.gather(tensors["row.key"])
-    assert tensors["row.key"].sort().values.tolist() == list(range(30, 80))
+    batch = buffer.gather(tensors["/key"])
+    assert tensors["/key"].sort().values.tolist() == list(range(30, 80))
     assert torch.equal(tensors["x/a"], batch["x"]["a"])
     assert torch.equal(tensors["x/b"], batch["x"]["b"])
     assert torch.equal(tensors["reward"], batch["reward"])
+
+
+COLUMNS = ["row.key", "row.leaf", "row.link", "row.step", "row.priority", "__metadata__"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_fields_may_be_named_like_what_the_files_hold_beside_them(dtype, tmp_path):
+    spec = {name: tr.Field((2,), dtype) for name in COLUMNS} | {"row": {"key": tr.Field(), "leaf": tr.Field()}}
+    buffer = tr.ReplayBuffer(spec, 20, sampler=tr.Prioritized(), seed=1)
+    values = {name: torch.arange(40).view(20, 2).to(dtype) + i for i, name in enumerate(COLUMNS)}
+    buffer.extend(**values, row={"key": torch.arange(20.0), "leaf": -torch.arange(20.0)}, priority=torch.arange(20.0))
+    buffer.save(tmp_path)
+    loaded = tr.ReplayBuffer.load(tmp_path)
+    batch = loaded.gather(torch.arange(20))
+    assert all(torch.equal(batch[name], value) for name, value in values.items())
+    assert torch.equal(batch["row"]["leaf"], -torch.arange(20.0))
+    assert torch.equal(loaded._segment.column(-1), buffer._segment.column(-1))
+    (path,) = tmp_path.glob("rows-*/*.safetensors")
+    assert torch.equal(load_file(path)["/__metadata__"], values["__metadata__"])
+
+
+def test_checkpoints_of_format_3_are_read_unless_their_own_columns_took_the_place_of_a_field(tmp_path):
+    buffer = filled(150, 100)
+    buffer.save(tmp_path / "old")
+    make_format_3(tmp_path / "old")
+    loaded = tr.ReplayBuffer.load(tmp_path / "old")
+    assert_rows_are_those_of_their_keys(loaded.gather(torch.arange(50, 150)))
+    assert torch.equal(loaded._segment.column(-1), buffer._segment.column(-1))
+    tr.ReplayBuffer({"row.leaf": tr.Field(), "x": tr.Field()}, 8).save(tmp_path / "lost")
+    make_format_3(tmp_path / "lost")
+    with pytest.raises(tr.CheckpointError, match=r"did not keep the values of fields named \['row\.leaf'\]"):
+        tr.ReplayBuffer.load(tmp_path / "lost")
 
 
 @pytest.mark.usefixtures("small_files")

@@ -1,14 +1,12 @@
 """Damaged checkpoints: each is an error that names what is damaged, and nothing of it gets into a buffer."""
 
-import json
 import random
 import shutil
-import zlib
 
 import pytest
 import torch
 from forked import Forked, shared_counters
-from saved_rows import assert_rows_are_those_of_their_keys, filled
+from saved_rows import assert_rows_are_those_of_their_keys, filled, tell, told_by
 
 import torchreplay as tr
 
@@ -100,9 +98,6 @@ def test_what_is_no_checkpoint_is_an_error(content, tmp_path):
 
 def test_a_checkpoint_of_another_format_says_which(tmp_path):
     filled(5, 8).save(tmp_path)
-    path = tmp_path / "checkpoint.json"
-    body = json.loads(json.loads(path.read_text())["checkpoint"])
-    text = json.dumps(body | {"format": 99})
-    path.write_text(json.dumps({"crc32": zlib.crc32(text.encode()), "checkpoint": text}))
+    tell(tmp_path, told_by(tmp_path) | {"format": 99})
     with pytest.raises(tr.CheckpointError, match="format 99"):
         tr.ReplayBuffer.load(tmp_path)

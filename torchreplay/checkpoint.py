@@ -27,8 +27,15 @@ from .progress import track
 from .samplers import Prioritized, Sampler
 from .shards import read_shard, room_for, write_shard
 
-FORMAT = 3
-ROW_COLUMNS = ("row.key", "row.leaf", "row.link", "row.step", "row.priority")
+FORMAT = 4
+FORMATS = (3, FORMAT)
+"""Those that are read."""
+ROW_COLUMNS = ("/key", "/leaf", "/link", "/step", "/priority")
+"""What rows have beside their fields, whose names hold no empty part."""
+ROW_COLUMNS_3 = ("row.key", "row.leaf", "row.link", "row.step", "row.priority")
+"""Their names in format 3, in which they took the place of fields that have the same."""
+METADATA = "__metadata__"
+"""What the safetensors format keeps for itself."""
 SHARD_BYTES = 32 << 20
 WRITES, READS = 2, 3
 """Files written and read at a time: while one waits for the disk, another is copied and its checksum computed."""
@@ -49,6 +56,7 @@ class Description:
         step: Position in the saving process's stream of draws.
         counts: The segment's counters.
         shards: (file, bytes, checksum) of the files with rows.
+        format: Of the files.
     """
 
     config: Config
@@ -56,11 +64,12 @@ class Description:
     step: int
     counts: tuple[int | float, ...]
     shards: tuple[tuple[str, int, int], ...]
+    format: int = FORMAT
 
     def as_data(self) -> dict[str, Any]:
         """Returns the description as what JSON can hold."""
         return {
-            "format": FORMAT,
+            "format": self.format,
             "config": json.loads(self.config.to_text()),
             "seed": self.seed,
             "step": self.step,
@@ -77,8 +86,9 @@ class Description:
         """
         if "kind" in parts:
             raise ValueError(f"it is of a {parts['kind']}: {parts['kind']}.load(directory) brings it back")
-        if parts["format"] != FORMAT:
-            raise ValueError(f"it has format {parts['format']}, this version of torchreplay reads format {FORMAT}")
+        if parts["format"] not in FORMATS:
+            read = " and ".join(map(str, FORMATS))
+            raise ValueError(f"it has format {parts['format']}, this version of torchreplay reads formats {read}")
         config = Config.from_text(json.dumps(parts["config"]))
         seed, step = (checked_int(name, parts[name], 0, MAX_COUNT) for name in ("seed", "step"))
         if len(parts["counts"]) != COUNTS:
@@ -87,7 +97,17 @@ class Description:
         counts = [checked_int("a counter", count, 0, MAX_COUNT) for count in (*counts, inserted_before, sampled_before)]
         counts[-2:-2] = [float(max_raw), float(priority_change)]
         shards = tuple((_shard_name(file), int(size), int(crc)) for file, size, crc in parts["shards"])
-        return cls(config, seed, step, tuple(counts), shards)
+        description = cls(config, seed, step, tuple(counts), shards, parts["format"])
+        if taken := {"/".join(path) for path in config.fields}.intersection(description.columns[-len(ROW_COLUMNS) :]):
+            raise ValueError(f"format {description.format} did not keep the values of fields named {sorted(taken)}")
+        return description
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of the tensors in the files."""
+        if self.format == 3:
+            return [*_names(self.config), *ROW_COLUMNS_3]
+        return column_names(self.config)
 
     @classmethod
     def read(cls, directory: str | os.PathLike[str]) -> Description:
@@ -123,7 +143,7 @@ def save(segment: _C.Segment, config: Config, directory: str | os.PathLike[str])
 
 def _write_shards(segment: _C.Segment, config: Config, data: Path) -> list[tuple[str, int, int]]:
     """Copies rows out while those before them are on their way to the disk."""
-    names = [*_names(config), *ROW_COLUMNS]
+    names = column_names(config)
     row_bytes = 32 + sum(field.nbytes for field in config.fields.values())
     slots = max(1, min(config.capacity, SHARD_BYTES // row_bytes))
     starts = range(0, config.capacity, slots)
@@ -173,16 +193,17 @@ def load_rows(
     """
     saved, root = description.config, Path(directory)
     require_alike(saved, config, root)
-    names = [*_names(saved), *ROW_COLUMNS]
+    names = description.columns
+    leaf_column, key_column = (len(saved.fields) + ROW_COLUMNS.index(name) for name in ("/leaf", "/key"))
     leaves = _leaves_for(config.sampler, saved.sampler, float(description.counts[-4]))
     try:
         rows = _C.Import(segment, int(description.counts[0]))
         try:
             for columns in _read_shards(description.shards, root, names):
                 if leaves is not None:
-                    columns[names.index("row.leaf")] = leaves(columns[names.index("row.leaf")])
+                    columns[leaf_column] = leaves(columns[leaf_column])
                 if wait_for_memory is not None:
-                    wait_for_memory(_slots_of(columns[names.index("row.key")], config.capacity))
+                    wait_for_memory(_slots_of(columns[key_column], config.capacity))
                 rows.place(columns)
             if wait_for_memory is not None:
                 wait_for_memory(config.capacity)
@@ -260,6 +281,11 @@ def _read_shards(
             if number + READS < len(shards):
                 ahead.append(readers.submit(read, number + READS))
             yield columns
+
+
+def column_names(config: Config) -> list[str]:
+    """Returns the names of the tensors that a checkpoint's files hold: of the fields, then `ROW_COLUMNS`."""
+    return [*(f"/{name}" if name == METADATA else name for name in _names(config)), *ROW_COLUMNS]
 
 
 def _names(config: Config) -> list[str]:
