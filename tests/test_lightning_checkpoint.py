@@ -56,6 +56,51 @@ def test_a_buffer_made_before_is_filled_in_place_and_its_handles_see_the_rows(tm
     assert len(attached) == ROWS
 
 
+def resumed_from(path, directory):
+    """A buffer that was empty, after a fit of one step from `path`."""
+    buffer = empty_buffer()
+    data = ReplayDataModule(buffer, 8, steps_per_epoch=20, explorers=FillIfEmpty)
+    resuming = trainer_of(pytorch_lightning, directory, 6, ReplayCheckpoint(), save_last="link")
+    resuming.fit(make_learner(pytorch_lightning), datamodule=data, ckpt_path=path)
+    return buffer
+
+
+class FillIfEmpty:
+    """Explorers that a buffer without rows gets: a learner would wait for ever."""
+
+    def __init__(self, buffer):
+        self.buffer = buffer
+
+    def start(self):
+        if len(self.buffer) == 0:
+            self.buffer.extend(number=torch.arange(3), obs=torch.ones(3, 4))
+
+    def stop(self, *_):
+        pass
+
+
+@pytest.mark.parametrize("named", ["last", "file:///", "link"])
+def test_the_buffer_of_a_checkpoint_is_found_by_a_link_and_by_a_url(named, tmp_path, caplog):
+    data = ReplayDataModule(filled_buffer(), 8, steps_per_epoch=20)
+    saving = trainer_of(pytorch_lightning, tmp_path, 5, ReplayCheckpoint(), save_last="link")
+    saving.fit(make_learner(pytorch_lightning), datamodule=data)
+    (path,) = tmp_path.glob("epoch*.ckpt")
+    assert (tmp_path / "last.ckpt").is_symlink()
+    tr.ReplayBuffer({"of an earlier run": tr.Field()}, 1).save(tmp_path / "last.ckpt.replay")
+    (tmp_path / "elsewhere").symlink_to(path)
+    paths = {"last": "last", "file:///": f"file://{path}", "link": tmp_path / "elsewhere"}
+    assert len(resumed_from(paths[named], tmp_path)) == ROWS
+    assert "the buffer stays as it is" not in caplog.text
+
+
+def test_a_checkpoint_without_a_buffer_beside_it_is_resumed_with_a_warning(tmp_path, caplog):
+    data = ReplayDataModule(filled_buffer(), 8, steps_per_epoch=20)
+    trainer_of(pytorch_lightning, tmp_path, 5).fit(make_learner(pytorch_lightning), datamodule=data)
+    (path,) = tmp_path.glob("*.ckpt")
+    assert len(resumed_from(path, tmp_path)) == 3
+    assert f"there is no {path}.replay: the buffer stays as it is" in caplog.text
+
+
 def test_a_checkpoint_that_is_removed_takes_its_buffer_with_it(tmp_path):
     data = ReplayDataModule(filled_buffer(), 8, steps_per_epoch=20)
     callbacks = pytorch_lightning.callbacks

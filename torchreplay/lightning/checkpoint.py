@@ -7,9 +7,13 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fsspec.core import strip_protocol
+from fsspec.utils import get_protocol
+
 from ..arguments import checked_instance
 from ..checkpoint_directory import is_checkpoint
 from ..replay import Replay
+from ..waiting import logger
 from .datamodule import resolve_buffer
 from .libraries import Callback
 
@@ -26,8 +30,9 @@ class ReplayCheckpoint(Callback):
     removes the buffer beside it. On several ranks only the first saves. A sharded checkpoint (FSDP's `"sharded"`
     states) does not go through the Trainer's `checkpoint_io` and has no buffer beside it: call `buffer.save` yourself.
 
-    A `fit(..., ckpt_path=...)` fills the buffer before its explorers start; it must not hold rows of its own. A
-    checkpoint without a buffer beside it leaves the buffer empty.
+    A `fit(..., ckpt_path=...)` fills the buffer before its explorers start; it must not hold rows of its own. Of a link
+    to a checkpoint, such as `ModelCheckpoint(save_last="link")` makes, the buffer is beside what it leads to. A
+    checkpoint without a buffer beside it leaves the buffer as it is, which is logged.
 
     Args:
         buffer: What to save, a `ReplayBuffer` or a `torchreplay.ray.ShardedReplay`, whose nodes must all see the
@@ -57,10 +62,14 @@ class ReplayCheckpoint(Callback):
             CheckpointError: It is damaged, of another spec or view, or the buffer holds rows already.
         """
         path = trainer.ckpt_path
-        if trainer.state.fn != "fit":  # both packages' enums are strings; validation and tests draw nothing
+        fits = trainer.state.fn == "fit"  # both packages' enums are strings; validation and tests draw nothing
+        if not fits or not trainer.is_global_zero or path is None:
             return
-        if trainer.is_global_zero and path is not None and is_checkpoint(beside(path)):
-            self.saved_buffer(trainer).restore(beside(path))
+        place = next(filter(is_checkpoint, _places(path)), None)
+        if place is None:
+            logger.warning("there is no %s%s: the buffer stays as it is", path, SUFFIX)
+        else:
+            self.saved_buffer(trainer).restore(place)
 
     def saved_buffer(self, trainer: Trainer) -> Replay:
         """Returns the buffer to save.
@@ -100,4 +109,20 @@ class _Beside:
 
 def beside(path: str | os.PathLike[str]) -> Path:
     """Returns where the buffer of the checkpoint `path` is saved."""
-    return Path(f"{os.fspath(path)}{SUFFIX}")
+    return Path(f"{_local(path)}{SUFFIX}")
+
+
+def _places(path: str | os.PathLike[str]) -> list[Path]:
+    """Returns where the buffer of the checkpoint `path` may lie: first where the file is that a link leads to."""
+    if not _is_local(path):
+        return []
+    return [beside(os.path.realpath(_local(path))), beside(path)]
+
+
+def _is_local(path: str | os.PathLike[str]) -> bool:
+    return get_protocol(os.fspath(path)) in ("file", "local")
+
+
+def _local(path: str | os.PathLike[str]) -> str:
+    """Returns the file that Lightning, which takes URLs too, means by `path`."""
+    return str(strip_protocol(os.fspath(path)))
