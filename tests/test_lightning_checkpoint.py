@@ -111,6 +111,29 @@ def test_a_checkpoint_that_is_removed_takes_its_buffer_with_it(tmp_path):
     assert len(saved(tmp_path, ".ckpt")) == 1
 
 
+def test_a_checkpoint_saved_after_the_fit_has_its_buffer_beside_it(tmp_path):
+    buffer = filled_buffer()
+    trainer = trainer_of(pytorch_lightning, tmp_path, 2, ReplayCheckpoint())
+    trainer.fit(make_learner(pytorch_lightning), datamodule=ReplayDataModule(buffer, 8, steps_per_epoch=20))
+    trainer.save_checkpoint(tmp_path / "final.ckpt")
+    assert len(resumed_from(tmp_path / "final.ckpt", tmp_path)) == ROWS
+    other = filled_buffer(2 * ROWS)
+    trainer.fit_loop.epoch_loop.max_steps = 4
+    trainer.fit(make_learner(pytorch_lightning), datamodule=ReplayDataModule(other, 8, steps_per_epoch=20))
+    trainer.save_checkpoint(tmp_path / "second.ckpt")
+    assert tr.ReplayBuffer.load(tmp_path / "second.ckpt.replay").capacity == 2 * ROWS
+
+
+def test_a_checkpoint_saved_after_the_buffer_was_closed_says_that_it_has_none(tmp_path, caplog):
+    trainer = trainer_of(pytorch_lightning, tmp_path, 2, ReplayCheckpoint())
+    data = ReplayDataModule(filled_buffer, 8, steps_per_epoch=20)
+    trainer.fit(make_learner(pytorch_lightning), datamodule=data)
+    trainer.save_checkpoint(tmp_path / "final.ckpt")
+    assert saved(tmp_path, ".ckpt") == ["final.ckpt"]
+    assert saved(tmp_path, ".replay") == []
+    assert "final.ckpt is saved without a replay buffer beside it: the replay buffer is closed" in caplog.text
+
+
 def test_the_checkpoint_itself_holds_no_rows(tmp_path):
     data = ReplayDataModule(filled_buffer(), 8, steps_per_epoch=20)
     trainer_of(pytorch_lightning, tmp_path, 5, ReplayCheckpoint()).fit(make_learner(pytorch_lightning), datamodule=data)

@@ -32,7 +32,8 @@ class ReplayCheckpoint(Callback):
 
     A `fit(..., ckpt_path=...)` fills the buffer before its explorers start; it must not hold rows of its own. Of a link
     to a checkpoint, such as `ModelCheckpoint(save_last="link")` makes, the buffer is beside what it leads to. A
-    checkpoint without a buffer beside it leaves the buffer as it is, which is logged.
+    checkpoint without a buffer beside it leaves the buffer as it is, which is logged. So is a `trainer.save_checkpoint`
+    after the fit that finds the buffer closed, as one that the data module made is then, and saves none.
 
     Args:
         buffer: What to save, a `ReplayBuffer` or a `torchreplay.ray.ShardedReplay`, whose nodes must all see the
@@ -50,10 +51,13 @@ class ReplayCheckpoint(Callback):
         """Has the Trainer's checkpoints go through this callback."""
         if stage != "fit":
             return
-        self.saved_buffer(trainer)  # or the first save would be the first to say that there is none
+        buffer = self.saved_buffer(trainer)  # or the first save would be the first to say that there is none
         strategy: Any = trainer.strategy
-        if not isinstance(strategy.checkpoint_io, _Beside):
-            strategy.checkpoint_io = _Beside(strategy.checkpoint_io, self, trainer)
+        inner = strategy.checkpoint_io
+        if isinstance(inner, _Beside) and inner.ended:
+            inner = inner.inner
+        if not isinstance(inner, _Beside):
+            strategy.checkpoint_io = _Beside(inner, buffer)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Fills the buffer from beside the checkpoint that `fit` resumes from.
@@ -80,23 +84,33 @@ class ReplayCheckpoint(Callback):
         return resolve_buffer(self, self.buffer, trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leaves the Trainer's checkpoints as they were."""
-        strategy: Any = trainer.strategy
-        if stage == "fit" and isinstance(strategy.checkpoint_io, _Beside):
-            strategy.checkpoint_io = strategy.checkpoint_io.inner
+        """From here on the Trainer's checkpoints have a buffer beside them as long as it is open."""
+        if stage == "fit":
+            _end(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Does what `teardown` does, which Lightning skips after an exception."""
+        _end(trainer)
 
 
 class _Beside:
     """The Trainer's way of writing checkpoints, with a directory beside each."""
 
-    def __init__(self, inner: Any, callback: ReplayCheckpoint, trainer: Trainer) -> None:
+    ended = False
+    """Whether `fit` is over."""
+
+    def __init__(self, inner: Any, buffer: Replay) -> None:
         self.inner = inner
-        self._callback = callback
-        self._trainer = trainer
+        self._buffer = buffer
 
     def save_checkpoint(self, checkpoint: Any, path: Any, *args: Any, **options: Any) -> None:
         # The buffer first: a checkpoint that is there has its buffer.
-        self._callback.saved_buffer(self._trainer).save(beside(path))
+        try:
+            self._buffer.save(beside(path))
+        except RuntimeError as error:
+            if not self.ended:
+                raise
+            logger.warning("%s is saved without a replay buffer beside it: %s", path, error)
         self.inner.save_checkpoint(checkpoint, path, *args, **options)
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -105,6 +119,12 @@ class _Beside:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
+
+
+def _end(trainer: Trainer) -> None:
+    strategy: Any = trainer.strategy
+    if isinstance(strategy.checkpoint_io, _Beside):
+        strategy.checkpoint_io.ended = True
 
 
 def beside(path: str | os.PathLike[str]) -> Path:
