@@ -134,6 +134,17 @@ def test_a_checkpoint_saved_after_the_buffer_was_closed_says_that_it_has_none(tm
     assert "final.ckpt is saved without a replay buffer beside it: the replay buffer is closed" in caplog.text
 
 
+def test_a_checkpoint_on_another_machine_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = ReplayDataModule(filled_buffer(), 8, steps_per_epoch=20)
+    for directory in ("memory://checkpoints", "s3://bucket/checkpoints"):
+        trainer = pytorch_lightning.Trainer(max_steps=1, **QUIET, callbacks=[PriorityFeedback(), ReplayCheckpoint()])
+        trainer.fit(make_learner(pytorch_lightning), datamodule=data)
+        with pytest.raises(ValueError, match=f"{directory}/last.ckpt is not on a filesystem of this machine"):
+            trainer.save_checkpoint(f"{directory}/last.ckpt")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_checkpoint_itself_holds_no_rows(tmp_path):
     data = ReplayDataModule(filled_buffer(), 8, steps_per_epoch=20)
     trainer_of(pytorch_lightning, tmp_path, 5, ReplayCheckpoint()).fit(make_learner(pytorch_lightning), datamodule=data)

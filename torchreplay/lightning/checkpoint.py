@@ -29,6 +29,7 @@ class ReplayCheckpoint(Callback):
     The checkpoint itself stays small. Whoever removes a checkpoint, such as a `ModelCheckpoint` that keeps the best,
     removes the buffer beside it. On several ranks only the first saves. A sharded checkpoint (FSDP's `"sharded"`
     states) does not go through the Trainer's `checkpoint_io` and has no buffer beside it: call `buffer.save` yourself.
+    Saving to another machine (`s3://` and its like) is a `ValueError`.
 
     A `fit(..., ckpt_path=...)` fills the buffer before its explorers start; it must not hold rows of its own. Of a link
     to a checkpoint, such as `ModelCheckpoint(save_last="link")` makes, the buffer is beside what it leads to. A
@@ -104,6 +105,11 @@ class _Beside:
         self._buffer = buffer
 
     def save_checkpoint(self, checkpoint: Any, path: Any, *args: Any, **options: Any) -> None:
+        if not _is_local(path):
+            raise ValueError(
+                f"{path} is not on a filesystem of this machine, and the replay buffer can be saved nowhere else: give "
+                f"ModelCheckpoint a local dirpath, or call buffer.save(directory) yourself instead of ReplayCheckpoint"
+            )
         # The buffer first: a checkpoint that is there has its buffer.
         try:
             self._buffer.save(beside(path))
@@ -115,7 +121,8 @@ class _Beside:
 
     def remove_checkpoint(self, path: Any) -> None:
         self.inner.remove_checkpoint(path)
-        shutil.rmtree(beside(path), ignore_errors=True)
+        if _is_local(path):
+            shutil.rmtree(beside(path), ignore_errors=True)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
