@@ -207,17 +207,35 @@ inline Repaired repair_segment(Descriptor fd, uint64_t boot) {
   return {m.header().nonce, dropped};
 }
 
+namespace detail {
+
+// The caller uses the file `fd` no longer; whoever is the last puts it to rest.
+inline void seal_if_last(Descriptor fd) {
+  struct stat status;
+  if (fstat(fd.get(), &status) != 0 || status.st_nlink == 0) return;
+  if (flock(fd.get(), LOCK_EX | LOCK_NB) == 0) seal_segment(*map_segment(std::move(fd)));
+}
+
+}  // namespace detail
+
 // Unmaps a segment. The last of those who used a file puts it to rest, which takes as long as the disk needs.
 inline void release_segment(std::unique_ptr<SegmentMemory> memory) noexcept {
   try {
     if (memory->file().phase == Phase::kMemory) return memory.reset();
-    char path[32];
-    snprintf(path, sizeof path, "/proc/self/fd/%d", memory->fd());
-    Descriptor again(open(path, O_RDWR | O_CLOEXEC));
+    Descriptor again = memory->open_again(O_RDWR);
     memory.reset();
-    struct stat status;
-    if (again.get() < 0 || fstat(again.get(), &status) != 0 || status.st_nlink == 0) return;
-    if (flock(again.get(), LOCK_EX | LOCK_NB) == 0) detail::seal_segment(*map_segment(std::move(again)));
+    detail::seal_if_last(std::move(again));
+  } catch (...) {  // not sealed
+  }
+}
+
+// The same for a process that comes to its end while threads, writers or tensors have the memory: they keep a copy.
+inline void leave_segment(SegmentMemory& m) noexcept {
+  try {
+    if (m.file().phase == Phase::kMemory) return;
+    Descriptor again = m.open_again(O_RDWR);
+    m.leave_file();
+    detail::seal_if_last(std::move(again));
   } catch (...) {  // not sealed
   }
 }

@@ -78,6 +78,15 @@ class Liveness {
     return number;
   }
 
+  // Gives everything back at once, as the death of this process would: its ids, and its attachment.
+  void forget() {
+    const std::lock_guard guard(mutex_);
+    if (fd_ >= 0) close(fd_);
+    fd_ = -1;
+    own_.reset();
+    presence_.store(0, std::memory_order_relaxed);
+  }
+
   // True as long as the process of that attachment lives.
   bool present(uint32_t number) {
     const std::lock_guard guard(mutex_);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdio>
 
 #include "divisor.h"
 #include "header.h"
@@ -97,6 +98,30 @@ class SegmentMemory {
     return *reinterpret_cast<RowHeader*>(base_ + layout_.records + slot * layout_.record_stride);
   }
   char* value(const Field& f, uint64_t slot) const { return base_ + f.offset + slot * f.stride; }
+
+  // Makes the mapping this process's own copy, and lets go of the file: what threads of this process do with the memory
+  // from here on, in the midst of whatever they are, reaches nobody else. For all others it is as if they had died.
+  void leave_file() {
+    const Descriptor source = open_again(O_RDONLY);
+    const Descriptor nothing(memfd_create("torchreplay-left", MFD_CLOEXEC));
+    if (nothing.get() < 0) throw std::system_error(errno, std::generic_category(), "memfd_create");
+    if (mmap(base_, layout_.bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, source.get(), 0) ==
+        MAP_FAILED)
+      throw std::system_error(errno, std::generic_category(), "mmap of a replay segment");
+    header().mutex.init();  // its holder may be in the file only
+    if (dup3(nothing.get(), fd_.get(), O_CLOEXEC) < 0)
+      throw std::system_error(errno, std::generic_category(), "dup3 of a replay segment");
+    liveness_.forget();
+  }
+  // A descriptor of the same file that shares no lock with fd().
+  Descriptor open_again(int flags) const {
+    char path[32];
+    snprintf(path, sizeof path, "/proc/self/fd/%d", fd());
+    Descriptor again(open(path, flags | O_CLOEXEC));
+    if (again.get() < 0)
+      throw std::system_error(errno, std::generic_category(), "cannot open the replay segment again");
+    return again;
+  }
 
   // For those who draw from a file: rows lie all over it, and what the system would read ahead of them is not what
   // comes next. With 1.3 GiB of frames in 0.4 GiB of memory draws are 20 times faster without.

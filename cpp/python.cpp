@@ -132,6 +132,15 @@ PyObject* repair_file(PyObject*, PyObject* args) {
   });
 }
 
+// leave_files(): for a process that comes to its end. Every segment in a file becomes a copy of its own, whoever has
+// it, and the file is put to rest if nobody else uses it.
+PyObject* leave_files(PyObject*, PyObject*) {
+  return guarded([&] {
+    Attached::leave_files();
+    return Py_NewRef(Py_None);
+  });
+}
+
 PyMethodDef functions[] = {{"init_torch", init_torch, METH_VARARGS, nullptr},
                            {"init_waits", init_waits, METH_VARARGS, nullptr},
                            {"segment_layout", segment_layout, METH_VARARGS, nullptr},
@@ -140,6 +149,7 @@ PyMethodDef functions[] = {{"init_torch", init_torch, METH_VARARGS, nullptr},
                            {"checksum", checksum, METH_VARARGS, nullptr},
                            {"nonce_in_use", nonce_in_use, METH_VARARGS, nullptr},
                            {"repair_file", repair_file, METH_VARARGS, nullptr},
+                           {"leave_files", leave_files, METH_NOARGS, nullptr},
 #ifdef TORCHREPLAY_FAULTS
                            {"fault_points", fault_points, METH_NOARGS, nullptr},
                            {"arm_fault", arm_fault, METH_VARARGS, nullptr},

@@ -8,7 +8,9 @@ import threading
 import time
 import weakref
 from collections import deque
+from contextlib import suppress
 from dataclasses import replace
+from multiprocessing import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -489,8 +491,30 @@ def _in_child() -> None:
     for buffer in list(_open_buffers):
         buffer._deferred = DeferredUpdates(buffer._segment.update)
         buffer._page_lock, buffer._choices = None, {}
+    _leave_files_at_the_end()
 
 
+def _leave_files() -> None:
+    for buffer in list(_open_buffers):
+        with suppress(Exception):  # what cannot be applied has nobody left to be told
+            if not buffer._segment.closed and buffer._segment.in_file:
+                buffer._flush(time.monotonic_ns() + 4 * SLICE_NS)
+                if buffer._page_lock is not None:
+                    buffer._page_lock.release()
+    _C.leave_files()
+
+
+def _leave_files_at_the_end(_: object = None) -> None:
+    """Has files put to rest when this process ends in order, whoever still holds their memory then.
+
+    After its exit handlers and its child processes. multiprocessing's own children have no other end that can be told.
+    """
+    util.Finalize(None, _leave_files, exitpriority=-100)
+
+
+_leave_files_at_the_end()
+# In multiprocessing's children, which drop what was to be done at the end until then.
+util.register_after_fork(_open_buffers, _leave_files_at_the_end)
 os.register_at_fork(before=_before_fork, after_in_child=_in_child)
 # By way of NumPy, which makes float64 of Python floats.
 _C.init_torch(torch.Tensor, lambda values: torch.as_tensor(np.asarray(values)), torch.get_num_threads)

@@ -28,10 +28,25 @@ struct Attached {
   Fields batch;   // the tensors of a batch; those of `fields` when rows are not linked
   ItemPlan plan;  // how they come about, when rows are linked
 
+  static std::shared_ptr<Attached> make() {
+    auto attached = std::make_shared<Attached>();
+    std::erase_if(all(), [](const std::weak_ptr<Attached>& other) { return other.expired(); });
+    all().push_back(attached);
+    return attached;
+  }
   Attached() = default;
   Attached(const Attached&) = delete;
   ~Attached() {
     if (memory) release_segment(std::move(memory));
+  }
+
+  // Leaves every file, whoever still has its memory.
+  static void leave_files() {
+    std::vector<std::shared_ptr<Attached>> held;  // so that nobody releases them meanwhile
+    for (const std::weak_ptr<Attached>& weak : all())
+      if (auto attached = weak.lock(); attached && attached->memory) held.push_back(std::move(attached));
+    const WithoutGil unlocked;  // it may wait for a disk
+    for (const auto& attached : held) leave_segment(*attached->memory);
   }
 
   bool linked() const { return memory->layout().view.linked(); }
@@ -142,6 +157,12 @@ struct Attached {
       backlog_.draws.store(0, std::memory_order_relaxed);
       backlog_.feedback.store(0, std::memory_order_relaxed);
     }
+  }
+
+  // Of this process; guarded by the interpreter lock.
+  static std::vector<std::weak_ptr<Attached>>& all() {
+    static auto* attached = new std::vector<std::weak_ptr<Attached>>;  // outlives static destructors
+    return *attached;
   }
 
   // Who draws ahead for learners of this process; guarded by the interpreter lock.

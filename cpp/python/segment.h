@@ -32,7 +32,7 @@ inline int init(PyObject* self, PyObject* args, PyObject*) {
       throw PythonError{};
     if (!exchange) throw std::runtime_error("init_torch() has not been called");
     auto state = std::make_unique<SegmentState>();
-    auto attached = std::make_shared<Attached>();
+    auto attached = Attached::make();
     if (create) {
       attached->fields = Fields::parse(fields);
       SegmentConfig config;

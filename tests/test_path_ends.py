@@ -1,0 +1,117 @@
+"""Buffers in files whose last process ends in order, whatever still holds the memory then: they are put to rest."""
+
+import multiprocessing as mp
+import struct
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from file_buffers import BOOT, make, poke, rows
+
+import torchreplay as tr
+
+TESTS = str(Path(__file__).parent)
+
+
+def assert_at_rest(path, least):
+    """Only what was put to rest opens when the machine has been restarted."""
+    poke(path, BOOT, struct.pack("Q", 12345))
+    with tr.ReplayBuffer.open(path) as buffer:
+        assert len(buffer) >= least
+        buffer.extend(**rows(0, 100))
+
+
+def run(path, program):
+    """Runs a program, which finds `path`, `make` and `rows`."""
+    begin = f"import sys; sys.path.insert(0, {TESTS!r})\nfrom file_buffers import make, rows\npath = {str(path)!r}\n"
+    done = subprocess.run([sys.executable, "-c", begin + textwrap.dedent(program)], capture_output=True, timeout=100)
+    assert (done.returncode, done.stderr.decode()) == (0, "")
+
+
+def write_after(buffer, ready, parent_is_done):
+    ready.set()
+    assert parent_is_done.wait(60)
+    buffer.extend(**rows(0, 5))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_by_a_process_of_multiprocessing(method, path):
+    context = mp.get_context(method)
+    ready, parent_is_done = context.Event(), context.Event()
+    with make(path) as buffer:
+        process = context.Process(target=write_after, args=(buffer, ready, parent_is_done))
+        process.start()
+        assert ready.wait(60)
+    parent_is_done.set()
+    process.join()
+    assert process.exitcode == 0
+    assert_at_rest(path, 5)
+
+
+ENDS = {
+    "that holds a view of the storage": """
+        buffer = make(path)
+        buffer.extend(**rows(0, 5))
+        storage = buffer.storage
+        buffer.close()
+        storage["number"][:] = 7
+        sys.keep = storage
+    """,
+    "with an open buffer and a writer that modules keep": """
+        sys.keep = make(path)
+        sys.writer = sys.keep.writer()
+        sys.keep.extend(**rows(0, 5))
+    """,
+    "whose daemon threads go on writing": """
+        import threading
+        buffer = make(path)
+        buffer.extend(**rows(0, 5))
+        begun = threading.Barrier(3)
+        def write():
+            image = rows(0, 1)["wide"]["image"][0]
+            with buffer.writer() as writer:
+                begun.wait()
+                while True:
+                    writer.append(number=0, wide={"image": image})
+        for _ in range(2):
+            threading.Thread(target=write, daemon=True).start()
+        begun.wait()
+    """,
+    "whose exit handler writes": """
+        import atexit
+        buffer = make(path)
+        atexit.register(lambda: buffer.extend(**rows(0, 5)))
+    """,
+    "whose child writes after its own last line": """
+        import atexit, multiprocessing
+        buffer = make(path)
+        context = multiprocessing.get_context("fork")
+        over = context.Event()
+        def write():
+            over.wait()
+            buffer.extend(**rows(0, 5))
+        context.Process(target=write).start()
+        atexit.register(over.set)
+    """,
+    "that was forked and exits": """
+        import os
+        buffer = make(path)
+        ours, theirs = os.pipe()
+        if os.fork():
+            buffer.close()
+            os.write(theirs, b".")
+            os.wait()
+            os._exit(0)
+        os.read(ours, 1)
+        buffer.extend(**rows(0, 5))
+        sys.keep = buffer.storage
+    """,
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_by_a_process(end, path):
+    run(path, ENDS[end])
+    assert_at_rest(path, 5)
