@@ -5,6 +5,8 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from contextlib import ExitStack
@@ -357,3 +359,32 @@ def test_an_empty_buffer_can_be_saved(tmp_path):
     loaded = tr.ReplayBuffer.load(tmp_path)
     assert len(loaded) == 0
     assert loaded.extend(**rows(0, 2)).tolist() == [0, 1]
+
+
+def save_and_load(path):
+    buffer = filled(50, 100)
+    buffer.save(path)
+    assert_rows_are_those_of_their_keys(tr.ReplayBuffer.load(path).gather(torch.arange(50)))
+    (path / "done").touch()
+
+
+LATE = {
+    "in an exit handler": "atexit.register(save_and_load, path)",
+    "in a thread that the main thread has left behind": "threading.Thread(target=lambda: (ended(), save_and_load(path))).start()",
+}
+
+
+@pytest.mark.parametrize("when", LATE)
+def test_a_buffer_is_saved_and_loaded_while_the_interpreter_ends(when, tmp_path):
+    program = f"""
+import atexit, pathlib, sys, threading
+sys.path.insert(0, {os.path.dirname(__file__)!r})
+from test_checkpoint import save_and_load
+path, main = pathlib.Path({str(tmp_path)!r}), threading.main_thread()
+def ended():
+    main.join()
+{LATE[when]}
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=100)
+    assert (done.returncode, done.stderr.decode()) == (0, "")
+    assert (tmp_path / "done").exists()

@@ -11,7 +11,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from . import _C
 from .arguments import checked_int
 from .checkpoint_directory import read_description, replace_checkpoint
 from .config import Config
+from .crew import Crew
 from .errors import CheckpointError
 from .progress import track
 from .samplers import Prioritized, Sampler
@@ -156,7 +157,7 @@ def _write_shards(segment: _C.Segment, config: Config, data: Path) -> list[tuple
         shards.append((file, *written.result()))
         rooms.append(room)
 
-    with ThreadPoolExecutor(WRITES) as writers:
+    with Crew(WRITES) as writers:
         for number, first in enumerate(track(starts, "saving the replay buffer")):
             columns = segment.export_rows(first, min(first + slots, config.capacity))
             if not len(columns[0]):
@@ -274,7 +275,7 @@ def _read_shards(
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{root / name} is damaged: {error!r}") from None
 
-    with ThreadPoolExecutor(READS) as readers:
+    with Crew(READS) as readers:
         ahead = deque(readers.submit(read, number) for number in range(min(READS, len(shards))))
         for number in track(range(len(shards)), "loading the replay buffer"):
             columns = ahead.popleft().result()
