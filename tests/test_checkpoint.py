@@ -21,6 +21,7 @@ from saved_rows import SPEC, assert_rows_are_those_of_their_keys, filled, make_f
 from synced import watch_syncs
 
 import torchreplay as tr
+from torchreplay import checkpoint
 from torchreplay.shards import BLOCK, read_shard, room_for, write_shard
 from torchreplay.spec import ELEMENTS
 
@@ -145,6 +146,35 @@ def test_a_save_beside_four_writers_holds_whole_rows_only(tmp_path):
         assert torch.equal(batch["x"]["a"], numbers[:, None] * torch.tensor([1, 2, 3]))
         assert torch.equal(batch["x"]["b"], (numbers % 100).bfloat16())
         assert loaded.stats().size > 1000
+
+
+@pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.parametrize("restored", [False, True])
+def test_a_load_that_a_save_takes_the_files_from_begins_again(restored, number, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 1024)
+    monkeypatch.setattr(checkpoint, "READS", 1)
+    filled(100, 100).save(tmp_path)
+    read_shards, turns = checkpoint._read_shards, []
+
+    def reading(*args):
+        turns.append(0)
+        for place, columns in enumerate(read_shards(*args)):
+            if len(turns) == 1 and place == number:
+                filled(250, 300).save(tmp_path)
+            yield columns
+
+    monkeypatch.setattr(checkpoint, "_read_shards", reading)
+    if restored:
+        buffer = filled(0, 300)
+        buffer.restore(tmp_path)
+    else:
+        buffer = tr.ReplayBuffer.load(tmp_path)
+        assert buffer.capacity == 300
+    assert len(turns) == 2
+    assert "was saved to while it was read" in caplog.text
+    batch = buffer.gather(torch.arange(250))
+    assert batch["key"].tolist() == list(range(250))
+    assert_rows_are_those_of_their_keys(batch)
 
 
 def save_for_ever(buffer, directory, begun):
@@ -370,7 +400,7 @@ def save_and_load(path):
 
 LATE = {
     "in an exit handler": "atexit.register(save_and_load, path)",
-    "in a thread that the main thread has left behind": "threading.Thread(target=lambda: (ended(), save_and_load(path))).start()",
+    "in a thread that outlives the main one": "threading.Thread(target=wait_save_and_load).start()",
 }
 
 
@@ -381,8 +411,9 @@ import atexit, pathlib, sys, threading
 sys.path.insert(0, {os.path.dirname(__file__)!r})
 from test_checkpoint import save_and_load
 path, main = pathlib.Path({str(tmp_path)!r}), threading.main_thread()
-def ended():
+def wait_save_and_load():
     main.join()
+    save_and_load(path)
 {LATE[when]}
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=100)

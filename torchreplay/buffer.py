@@ -20,7 +20,7 @@ import torch
 from . import _C
 from .arguments import checked_int, checked_path
 from .batch import ReplayBatch
-from .checkpoint import Description, load_rows, save
+from .checkpoint import Description, load_rows, save, with_description
 from .config import Config
 from .cuda import DeviceCopies
 from .deferred import DeferredUpdates
@@ -384,21 +384,24 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         """
         directory = checked_path("directory", directory)
         path = None if path is None else checked_path("path", path)
-        saved = Description.read(directory)
-        config = saved.config.with_functions(view)
-        capacity = config.capacity if capacity is None else capacity
-        config = Config.of(nest(config.fields), capacity, config.sampler, config.view, config.limiter)
-        self = cls.__new__(cls)
-        reservation = self._create(config, path, saved.seed, by_and_by=True)
-        try:
-            with reservation:
-                wait = None if reservation.complete else reservation.wait
-                load_rows(self._segment, self._config, saved, directory, wait)
-        except BaseException:
-            if path is not None:
-                path.unlink()
-            raise
-        return self
+
+        def load(saved: Description) -> ReplayBuffer:
+            config = saved.config.with_functions(view)
+            rows = config.capacity if capacity is None else capacity
+            config = Config.of(nest(config.fields), rows, config.sampler, config.view, config.limiter)
+            self = cls.__new__(cls)
+            reservation = self._create(config, path, saved.seed, by_and_by=True)
+            try:
+                with reservation:
+                    wait = None if reservation.complete else reservation.wait
+                    load_rows(self._segment, self._config, saved, directory, wait)
+            except BaseException:
+                if path is not None:
+                    path.unlink()
+                raise
+            return self
+
+        return with_description(directory, load)
 
     def restore(self, directory: str | os.PathLike[str]) -> None:
         """Does what `load` does to a buffer that is there and was never written to.
@@ -415,7 +418,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
                 or somebody else restores it.
         """
         root = checked_path("directory", directory)
-        load_rows(self._segment, self._present_config(), Description.read(root), root)
+        with_description(root, lambda saved: load_rows(self._segment, self._present_config(), saved, root))
 
     def _present_config(self) -> Config:
         return replace(self._config, limiter=self.limiter)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,6 +27,9 @@ from .errors import CheckpointError
 from .progress import track
 from .samplers import Prioritized, Sampler
 from .shards import read_shard, room_for, write_shard
+from .waiting import logger
+
+T = TypeVar("T")
 
 FORMAT = 4
 FORMATS = (3, FORMAT)
@@ -118,6 +121,26 @@ class Description:
             CheckpointError: There is none, or it is damaged.
         """
         return read_description(Path(directory), cls.from_data, "replay checkpoint")
+
+
+class RowsGone(CheckpointError):
+    """A file of rows is missing."""
+
+
+def with_description(directory: str | os.PathLike[str], use: Callable[[Description], T]) -> T:
+    """Returns what `use` makes of a checkpoint; of the next one, if a save has taken its files away meanwhile.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged.
+    """
+    while True:
+        description = Description.read(directory)
+        try:
+            return use(description)
+        except RowsGone:
+            if Description.read(directory).shards == description.shards:
+                raise
+        logger.warning("%s was saved to while it was read: it is read again", directory)
 
 
 def save(segment: _C.Segment, config: Config, directory: str | os.PathLike[str]) -> None:
@@ -273,7 +296,8 @@ def _read_shards(
                 rooms[number % len(rooms)] = room_for(size)
             return read_shard(root / name, size, checksum, names, rooms[number % len(rooms)])
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{root / name} is damaged: {error!r}") from None
+            kind = RowsGone if isinstance(error, FileNotFoundError) else CheckpointError
+            raise kind(f"{root / name} is damaged: {error!r}") from None
 
     with Crew(READS) as readers:
         ahead = deque(readers.submit(read, number) for number in range(min(READS, len(shards))))
