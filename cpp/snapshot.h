@@ -2,6 +2,7 @@
 #pragma once
 
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include "session.h"
@@ -27,26 +28,28 @@ class Snapshot {
  public:
   explicit Snapshot(SegmentMemory& m) : memory_(m) {}
 
-  // Throws RowsRefused.
-  Counts counts() const {
+  // The counters, and the limiter that they are of. Throws RowsRefused.
+  std::pair<Counts, LimiterConfig> counts() const {
     const Header& h = memory_.header();
     Locked lock(memory_);
     require_restored();
     lock.absorb();
     publish_limit(memory_);
-    return {h.head.load(std::memory_order_acquire),
-            h.inserted,
-            h.sampled,
-            h.updated,
-            h.stale_updates,
-            h.unready_updates,
-            h.draws.load(std::memory_order_relaxed),
-            h.evicted_unsampled,
-            h.streams.load(std::memory_order_relaxed),
-            h.max_raw,
-            h.priority_change,
-            h.limiter().inserted_before,
-            h.limiter().sampled_before};
+    const LimiterConfig& limiter = h.limiter();
+    const Counts counts{h.head.load(std::memory_order_acquire),
+                        h.inserted,
+                        h.sampled,
+                        h.updated,
+                        h.stale_updates,
+                        h.unready_updates,
+                        h.draws.load(std::memory_order_relaxed),
+                        h.evicted_unsampled,
+                        h.streams.load(std::memory_order_relaxed),
+                        h.max_raw,
+                        h.priority_change,
+                        limiter.inserted_before,
+                        limiter.sampled_before};
+    return {counts, limiter};
   }
 
   // Copies the rows in slots [from, to), without those that are overwritten meanwhile, and returns how many. Every row

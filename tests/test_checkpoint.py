@@ -1,6 +1,7 @@
 """Saved buffers: what comes back, from saves beside writers, and from saves that were killed."""
 
 import itertools
+import multiprocessing as mp
 import os
 import random
 import shutil
@@ -65,6 +66,60 @@ def test_keys_go_on_after_a_load_and_feedback_for_batches_drawn_before_the_save_
     loaded.update_priorities(batch["key"], torch.ones(8))
     assert loaded.stats().stale_updates == 0
     assert_rows_are_those_of_their_keys(loaded.gather(torch.arange(65)))
+
+
+def keys_of(buffer, batches):
+    return [buffer.sample(16)["key"].tolist() for _ in range(batches)]
+
+
+def draw_save_and_draw(buffer, directory, results):
+    buffer.sample(16), buffer.sample(16)
+    buffer.save(directory)
+    results.put(keys_of(buffer, 3))
+
+
+def test_the_draws_of_a_loaded_buffer_follow_on_those_of_whichever_process_has_saved_it(tmp_path):
+    context = mp.get_context("fork")
+    buffer, results = filled(60, 100), context.SimpleQueue()
+    before = keys_of(buffer, 5)
+    child = context.Process(target=draw_save_and_draw, args=(buffer, tmp_path, results))
+    child.start()
+    due = results.get()
+    child.join()
+    loaded = tr.ReplayBuffer.load(tmp_path)
+    assert keys_of(loaded, 3) == due
+    with Forked(lambda: results.put(keys_of(loaded, 6))) as child:
+        drawn = results.get()
+        child.wait()
+    assert not [keys for keys in drawn if keys in (*before, *due)]
+
+
+def test_the_draws_of_a_buffer_saved_by_a_process_that_drew_nothing_repeat_none(tmp_path):
+    buffer = filled(60, 100)
+    before = keys_of(buffer, 5)
+    saver = tr.ReplayBuffer.attach(buffer.handle())
+    saver.save(tmp_path)
+    assert buffer.stats().learners == 1  # whoever saves is none
+    assert not [keys for keys in keys_of(tr.ReplayBuffer.load(tmp_path), 5) if keys in before]
+    with Forked(buffer.save, tmp_path) as child:
+        assert child.wait() == 0
+    assert not [keys for keys in keys_of(tr.ReplayBuffer.load(tmp_path), 5) if keys in before]
+
+
+def test_the_limiter_and_the_counters_of_a_checkpoint_are_of_one_moment(tmp_path, monkeypatch):
+    buffer = filled(60, 100, limiter=tr.SamplesPerInsert(4.0, min_size=10))
+    buffer.sample(16)
+    write_shards = checkpoint._write_shards
+
+    def write_and_change(*args):
+        buffer.limiter = tr.MinSize(5)
+        return write_shards(*args)
+
+    monkeypatch.setattr(checkpoint, "_write_shards", write_and_change)
+    buffer.save(tmp_path)
+    loaded = tr.ReplayBuffer.load(tmp_path)
+    assert loaded.limiter == tr.MinSize(5)
+    assert loaded._segment.counts() == buffer._segment.counts()
 
 
 @pytest.mark.parametrize(("capacity", "first"), [(40, 110), (100, 50), (1000, 50)])

@@ -354,7 +354,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         """
         root = checked_path("directory", directory)
         self.flush()
-        save(self._segment, self._present_config(), root)
+        save(self._segment, self._config, root)
 
     @classmethod
     def load(
@@ -418,10 +418,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
                 or somebody else restores it.
         """
         root = checked_path("directory", directory)
-        with_description(root, lambda saved: load_rows(self._segment, self._present_config(), saved, root))
-
-    def _present_config(self) -> Config:
-        return replace(self._config, limiter=self.limiter)
+        with_description(root, lambda saved: load_rows(self._segment, self._config, saved, root))
 
     # Life cycle
 

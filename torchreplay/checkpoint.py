@@ -12,7 +12,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ from .checkpoint_directory import read_description, replace_checkpoint
 from .config import Config
 from .crew import Crew
 from .errors import CheckpointError
+from .limiters import from_native
 from .progress import track
 from .samplers import Prioritized, Sampler
 from .shards import read_shard, room_for, write_shard
@@ -46,6 +47,7 @@ WRITES, READS = 2, 3
 PIECE = 2 << 20
 """Bytes given to the disk at a time."""
 MAX_COUNT = (1 << 64) - 1
+MAX_STREAM = (1 << 32) - 1
 COUNTS = 13
 SHARD_NAME = re.compile(r"rows-[0-9a-f]+/[0-9]+\.safetensors")
 
@@ -57,7 +59,8 @@ class Description:
     Attributes:
         config: The buffer's arguments.
         seed: Of its draws.
-        step: Position in the saving process's stream of draws.
+        stream: Number of the saving process's stream of draws.
+        step: Its position there.
         counts: The segment's counters.
         shards: (file, bytes, checksum) of the files with rows.
         format: Of the files.
@@ -65,6 +68,7 @@ class Description:
 
     config: Config
     seed: int
+    stream: int
     step: int
     counts: tuple[int | float, ...]
     shards: tuple[tuple[str, int, int], ...]
@@ -76,6 +80,7 @@ class Description:
             "format": self.format,
             "config": json.loads(self.config.to_text()),
             "seed": self.seed,
+            "stream": self.stream,
             "step": self.step,
             "counts": self.counts,
             "shards": self.shards,
@@ -95,13 +100,14 @@ class Description:
             raise ValueError(f"it has format {parts['format']}, this version of torchreplay reads formats {read}")
         config = Config.from_text(json.dumps(parts["config"]))
         seed, step = (checked_int(name, parts[name], 0, MAX_COUNT) for name in ("seed", "step"))
+        stream = 0 if parts["format"] == 3 else checked_int("stream", parts["stream"], 0, MAX_STREAM)
         if len(parts["counts"]) != COUNTS:
             raise ValueError(f"it has {len(parts['counts'])} counters, not {COUNTS}")
         *counts, max_raw, priority_change, inserted_before, sampled_before = parts["counts"]
         counts = [checked_int("a counter", count, 0, MAX_COUNT) for count in (*counts, inserted_before, sampled_before)]
         counts[-2:-2] = [float(max_raw), float(priority_change)]
         shards = tuple((_shard_name(file), int(size), int(crc)) for file, size, crc in parts["shards"])
-        description = cls(config, seed, step, tuple(counts), shards, parts["format"])
+        description = cls(config, seed, stream, step, tuple(counts), shards, parts["format"])
         if taken := {"/".join(path) for path in config.fields}.intersection(description.columns[-len(ROW_COLUMNS) :]):
             raise ValueError(f"format {description.format} did not keep the values of fields named {sorted(taken)}")
         return description
@@ -151,13 +157,15 @@ def save(segment: _C.Segment, config: Config, directory: str | os.PathLike[str])
     """
 
     def write(data: Path) -> dict[str, Any]:
-        step, imports = segment.step, segment.imports
+        imports = segment.imports
         written = _write_shards(segment, config, data)
         shards = tuple((f"{data.name}/{file}", size, crc) for file, size, crc in written)
-        counts = segment.counts()  # after the rows: every key that was saved is below the head
+        counts, limiter = segment.counts()  # after the rows: every key that was saved is below the head
+        stream, step = segment.draws_go_on
         if segment.imports != imports:
             raise BufferError("the buffer was restored meanwhile: save it again")
-        return Description(config, segment.seed, step, counts, shards).as_data()
+        now = replace(config, limiter=from_native(*limiter))
+        return Description(now, segment.seed, stream, step, counts, shards).as_data()
 
     try:
         replace_checkpoint(Path(directory), "rows", write)
@@ -231,7 +239,9 @@ def load_rows(
                 rows.place(columns)
             if wait_for_memory is not None:
                 wait_for_memory(config.capacity)
-            rows.finish(description.counts, saved.limiter.native(), description.seed, description.step)
+            rows.finish(
+                description.counts, saved.limiter.native(), description.seed, description.stream, description.step
+            )
         finally:
             rows.abandon()
     except BufferError as error:

@@ -192,6 +192,8 @@ class Membership {
     return id_;
   }
   // True once after every id() that took a new id.
+  // Whether this process has one.
+  bool held() const { return id_ != 0 && generation_ == fork_generation.load(std::memory_order_relaxed); }
   bool take_renewed() { return std::exchange(renewed_, false); }
 
   void close() {
@@ -241,14 +243,23 @@ struct SegmentState {
     owned_step = next_draw.step = header().draws.load(std::memory_order_relaxed);
   }
 
+  // Whether this process made the segment, or opened its file when nobody had it.
+  bool owns() const { return ownership && fork_generation.load(std::memory_order_relaxed) == owned_since; }
+
+  // Where the draws of this process go on. Of one that has made none, behind all that others have made.
+  DrawName draws_go_on() {
+    const uint64_t draws = header().draws.load(std::memory_order_relaxed);
+    if (learner->held()) return {next_draw.seed, next_draw.stream, next_draw.step - ahead};
+    return {header().seed, 0, owns() ? owned_step : draws};
+  }
+
   // Registers this process as a learner and, in a new process, gives it a stream of draws of its own.
   void become_learner() {
     Participant& entry = memory().participant(learner->id());
     if (learner->take_renewed()) {
       ahead = 0;
-      const bool owner = ownership && fork_generation.load(std::memory_order_relaxed) == owned_since;
-      next_draw = owner ? DrawName{header().seed, 0, owned_step}
-                        : DrawName{header().seed, header().streams.fetch_add(1, std::memory_order_relaxed), 0};
+      next_draw = owns() ? DrawName{header().seed, 0, owned_step}
+                         : DrawName{header().seed, header().streams.fetch_add(1, std::memory_order_relaxed), 0};
     }
     entry.thread.store(static_cast<uint64_t>(pthread_self()), std::memory_order_relaxed);
   }

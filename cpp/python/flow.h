@@ -15,6 +15,11 @@ inline LimiterConfig parse_limiter(PyObject* tuple) {
   return c;
 }
 
+// (min_size, ratio, tolerance or 0).
+inline PyObject* told(const LimiterConfig& c) {
+  return checked(Py_BuildValue("Kdd", static_cast<unsigned long long>(c.min_size), c.ratio, c.tolerance));
+}
+
 // wait_rows(ns): sleeps until a writer signals rows, at most `ns`.
 inline PyObject* wait_rows(PyObject* self, PyObject* ns) {
   return guarded([&] {
@@ -176,8 +181,7 @@ inline PyObject* get_limiter(PyObject* self, void*) {
       const Locked lock(m);
       config = m.header().limiter();
     }
-    return checked(
-        Py_BuildValue("Kdd", static_cast<unsigned long long>(config.min_size), config.ratio, config.tolerance));
+    return told(config);
   });
 }
 

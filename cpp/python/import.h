@@ -78,7 +78,8 @@ inline PyObject* place(PyObject* self, PyObject* list) {
   });
 }
 
-// finish(counts, limiter, seed, step): makes a buffer of what was placed, which draws on from there. `limiter` is the
+// finish(counts, limiter, seed, stream, step): makes a buffer of what was placed, which draws on from there: in that
+// stream, unless somebody else made it. `limiter` is the
 // one that the counts are of.
 inline PyObject* finish(PyObject* self, PyObject* args) {
   return guarded([&] {
@@ -86,10 +87,11 @@ inline PyObject* finish(PyObject* self, PyObject* args) {
     Import& import = s.begun();
     unsigned long long n[8], seed, step, inserted_before, sampled_before;
     PyObject* limiter;
-    unsigned int streams;
+    unsigned int streams, stream;
     double max_raw, priority_change;
-    if (!PyArg_ParseTuple(args, "(KKKKKKKKIddKK)OKK", n, n + 1, n + 2, n + 3, n + 4, n + 5, n + 6, n + 7, &streams,
-                          &max_raw, &priority_change, &inserted_before, &sampled_before, &limiter, &seed, &step))
+    if (!PyArg_ParseTuple(args, "(KKKKKKKKIddKK)OKIK", n, n + 1, n + 2, n + 3, n + 4, n + 5, n + 6, n + 7, &streams,
+                          &max_raw, &priority_change, &inserted_before, &sampled_before, &limiter, &seed, &stream,
+                          &step))
       throw PythonError{};
     const LimiterConfig counted_by = segment::parse_limiter(limiter);
     if (!(max_raw >= 0) || !std::isfinite(max_raw) || !(priority_change >= 0) || !std::isfinite(priority_change))
@@ -105,8 +107,9 @@ inline PyObject* finish(PyObject* self, PyObject* args) {
     futex_signal(s.attached->memory->header().rows_signal);
     auto& learner = state_of<SegmentState>(s.segment.get());
     if (!learner.attached) return Py_NewRef(Py_None);  // closed meanwhile
-    learner.become_learner();                          // in the stream that goes on
+    learner.become_learner();
     learner.next_draw.seed = seed;
+    if (learner.owns()) learner.next_draw.stream = stream;  // another process's is one that nobody has had
     learner.next_draw.step = step + learner.ahead;
     return Py_NewRef(Py_None);
   });

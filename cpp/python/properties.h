@@ -120,6 +120,14 @@ inline int set_step(PyObject* self, PyObject* value, void*) {
   }));
 }
 
+// draws_go_on -> (stream, step): where those of this process do, which need not be a learner.
+inline PyObject* get_draws_go_on(PyObject* self, void*) {
+  return guarded([&] {
+    const DrawName next = state_of<SegmentState>(self).draws_go_on();
+    return checked(Py_BuildValue("IK", static_cast<unsigned int>(next.stream), next.step));
+  });
+}
+
 inline PyObject* get_stream(PyObject* self, void*) {
   return guarded([&] {
     auto& s = state_of<SegmentState>(self);

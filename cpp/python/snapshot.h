@@ -1,6 +1,8 @@
 // Rows out of a segment, as tensors: for checkpoints.
 #pragma once
 
+#include <tuple>
+
 #include "../snapshot.h"
 #include "attached.h"
 #include "flow.h"
@@ -61,8 +63,9 @@ inline PyObject* export_rows(PyObject* self, PyObject* args) {
   });
 }
 
-// counts() -> (head, inserted, sampled, updated, stale_updates, unready_updates, draws, evicted_unsampled, streams,
-// max_raw, priority_change, inserted_before, sampled_before). BufferError while it is being restored.
+// counts() -> ((head, inserted, sampled, updated, stale_updates, unready_updates, draws, evicted_unsampled, streams,
+// max_raw, priority_change, inserted_before, sampled_before), limiter), both of one moment. BufferError while it is
+// being restored.
 inline PyObject* counts(PyObject* self, PyObject*) {
   return guarded([&] {
     auto& s = state_of<SegmentState>(self);
@@ -70,13 +73,14 @@ inline PyObject* counts(PyObject* self, PyObject*) {
     SegmentMemory& m = s.memory();
     attached->settle();
     Counts c;
+    LimiterConfig limiter;
     {
       WithoutGil unlocked;
-      c = Snapshot(m).counts();
+      std::tie(c, limiter) = Snapshot(m).counts();
     }
-    return checked(Py_BuildValue("KKKKKKKKIddKK", c.head, c.inserted, c.sampled, c.updated, c.stale_updates,
+    return checked(Py_BuildValue("(KKKKKKKKIddKK)N", c.head, c.inserted, c.sampled, c.updated, c.stale_updates,
                                  c.unready_updates, c.draws, c.evicted_unsampled, c.streams, c.max_raw,
-                                 c.priority_change, c.inserted_before, c.sampled_before));
+                                 c.priority_change, c.inserted_before, c.sampled_before, told(limiter)));
   });
 }
 
