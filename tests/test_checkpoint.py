@@ -1,5 +1,6 @@
 """Saved buffers: what comes back, from saves beside writers, and from saves that were killed."""
 
+import fcntl
 import itertools
 import multiprocessing as mp
 import os
@@ -22,7 +23,7 @@ from saved_rows import SPEC, assert_rows_are_those_of_their_keys, filled, make_f
 from synced import watch_syncs
 
 import torchreplay as tr
-from torchreplay import checkpoint
+from torchreplay import checkpoint, file_lock
 from torchreplay.shards import BLOCK, read_shard, room_for, write_shard
 from torchreplay.spec import ELEMENTS
 
@@ -267,6 +268,43 @@ def test_a_save_killed_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path):
 @pytest.mark.timeout(1800)
 def test_a_save_killed_at_1000_random_moments_leaves_a_checkpoint_that_loads(tmp_path):
     kill_saves(tmp_path, 1000, seed=6)
+
+
+def test_a_wait_for_another_save_is_logged(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(file_lock, "LOG_EVERY", 0.05)
+    other = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        saver = threading.Thread(target=filled(5, 8).save, args=(tmp_path,))
+        saver.start()
+        eventually(lambda: caplog.text.count(f"waiting for another save to {tmp_path} since") == 2)
+    finally:
+        os.close(other)
+    saver.join()
+    assert len(tr.ReplayBuffer.load(tmp_path)) == 5
+
+
+def fork_in_a_save_and_wait(buffer, directory, child):
+    def fork_and_wait(*_):
+        if forked := os.fork():
+            child[0] = forked
+        signal.pause()
+
+    checkpoint._write_shards = fork_and_wait
+    buffer.save(directory)
+
+
+@pytest.mark.timeout(60)
+def test_a_child_that_was_forked_in_the_midst_of_a_save_keeps_nobody_from_saving(tmp_path):
+    buffer, child = filled(5, 8), shared_counters(1)
+    with Forked(fork_in_a_save_and_wait, buffer, tmp_path, child) as saver:
+        eventually(lambda: child[0])
+        saver.kill()
+    try:
+        buffer.save(tmp_path)
+    finally:
+        os.kill(child[0], signal.SIGKILL)
+    assert len(tr.ReplayBuffer.load(tmp_path)) == 5
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, OSError])

@@ -1,17 +1,20 @@
 """Buffers in files: what comes back when they are opened again, and who has them open."""
 
+import fcntl
 import multiprocessing as mp
 import os
 import signal
+import threading
 
 import numpy as np
 import pytest
 import torch
 from file_buffers import make, rows
-from forked import Forked, shared_counters
+from forked import Forked, eventually, shared_counters
 from kept_items import assert_new_goals_are_rewarded, assert_same_items, buffer_of_episodes, buffer_of_goals
 
 import torchreplay as tr
+from torchreplay import file_lock
 
 
 def assert_equal_batches(ours, theirs):
@@ -145,6 +148,20 @@ def test_a_forked_child_keeps_the_file_in_use_when_its_parent_is_killed(path):
     assert ours.recv() == "written"
     assert len(buffer) == 5
     ours.send("end")
+
+
+def test_a_wait_for_a_process_that_repairs_the_file_is_logged(path, monkeypatch, caplog):
+    monkeypatch.setattr(file_lock, "LOG_EVERY", 0.05)
+    make(path).close()
+    repairer = os.open(path, os.O_RDWR)
+    try:
+        fcntl.flock(repairer, fcntl.LOCK_EX)
+        opener = threading.Thread(target=lambda: tr.ReplayBuffer.open(path).close())
+        opener.start()
+        eventually(lambda: f"waiting for another process that repairs {path}" in caplog.text)
+    finally:
+        os.close(repairer)
+    opener.join()
 
 
 def open_append_and_close(path, index, turns, acknowledged):

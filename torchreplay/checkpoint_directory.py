@@ -21,6 +21,7 @@ from typing import Any, Final, TypeVar
 
 from .config import DAMAGED
 from .errors import CheckpointError
+from .file_lock import lock
 from .shards import created, opened
 
 T = TypeVar("T")
@@ -144,13 +145,24 @@ def _alone(directory: Path) -> Iterator[bool]:
     who = (os.getpid(), threading.get_ident(), place.st_dev, place.st_ino)
     outer = _SAVING.setdefault(who, fd)
     try:
-        fcntl.flock(outer, fcntl.LOCK_EX)  # whether a handler comes before or after: it holds for both
+        lock(outer, fcntl.LOCK_EX, f"another save to {directory}")  # a handler's, before or after: it holds for both
         yield outer == fd
     finally:
-        if outer == fd:
-            fcntl.flock(fd, fcntl.LOCK_UN)
-            del _SAVING[who]
+        if who[0] == os.getpid():
+            if outer == fd:
+                fcntl.flock(fd, fcntl.LOCK_UN)
+                del _SAVING[who]
+            os.close(fd)
+
+
+def _in_child() -> None:
+    # A child would keep the lock beyond its parent's death.
+    for fd in _SAVING.values():
         os.close(fd)
+    _SAVING.clear()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def _token() -> str:

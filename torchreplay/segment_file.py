@@ -19,6 +19,7 @@ from pathlib import Path
 
 from . import _C
 from .errors import CheckpointError
+from .file_lock import lock
 from .memory import require_memory, size_text
 from .segment import machine_id
 
@@ -142,7 +143,7 @@ def _claim(fd: int, path: Path) -> OpenFile:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            fcntl.flock(fd, fcntl.LOCK_SH)  # waits while another process repairs the file, or puts it to rest
+            lock(fd, fcntl.LOCK_SH, f"another process that repairs {path}, or puts it to rest")
             nonce = _C.nonce_in_use(fd, boot_number())
             if nonce is not None:
                 return OpenFile(fd, nonce, False, 0)

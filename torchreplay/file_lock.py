@@ -1,0 +1,31 @@
+"""Waiting for a `flock`, which others may hold for as long as a disk takes: never in silence."""
+
+from __future__ import annotations
+
+import fcntl
+import time
+
+from .waiting import LOG_EVERY, logger
+
+PAUSE = 0.02
+"""Seconds between two tries."""
+
+
+def lock(fd: int, how: int, waiting_for: str) -> None:
+    """Takes a `flock`; a long wait is logged.
+
+    Args:
+        fd: The file's descriptor.
+        how: `fcntl.LOCK_SH` or `fcntl.LOCK_EX`.
+        waiting_for: Who holds it, for the log.
+    """
+    start, log_at = time.monotonic(), LOG_EVERY
+    while True:
+        try:
+            return fcntl.flock(fd, how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waited = time.monotonic() - start
+        if waited >= log_at:
+            log_at += LOG_EVERY
+            logger.warning("waiting for %s since %.0f s", waiting_for, waited)
+        time.sleep(PAUSE)
