@@ -1,5 +1,6 @@
 """Saved buffers: what comes back, from saves beside writers, and from saves that were killed."""
 
+import errno
 import fcntl
 import itertools
 import multiprocessing as mp
@@ -268,6 +269,41 @@ def test_a_save_killed_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path):
 @pytest.mark.timeout(1800)
 def test_a_save_killed_at_1000_random_moments_leaves_a_checkpoint_that_loads(tmp_path):
     kill_saves(tmp_path, 1000, seed=6)
+
+
+def test_a_save_that_fails_leaves_no_directory_that_it_has_made(tmp_path):
+    buffer = filled(5, 8)
+    buffer.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        buffer.save(tmp_path / "new" / "place")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_directories_that_a_save_makes_are_on_the_disk_before_their_content(tmp_path, monkeypatch):
+    fsync, synced = os.fsync, []
+
+    def watched(fd):
+        fsync(fd)
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+
+    monkeypatch.setattr(os, "fsync", watched)
+    filled(5, 8).save(tmp_path / "new" / "place")
+    content = next(at for at, path in enumerate(synced) if "place" in path)
+    assert {str(tmp_path), str(tmp_path / "new")} <= set(synced[:content])
+
+
+@pytest.mark.parametrize("name", ["00000.safetensors", "checkpoint.json"])
+def test_a_save_without_room_names_the_file_that_it_could_not_write(name, tmp_path, monkeypatch):
+    fsync = os.fsync
+
+    def full(fd):
+        if name in os.readlink(f"/proc/self/fd/{fd}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/.*{name}"):
+        filled(5, 8).save(tmp_path)
 
 
 def test_a_wait_for_another_save_is_logged(tmp_path, monkeypatch, caplog):

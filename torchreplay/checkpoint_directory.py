@@ -15,14 +15,14 @@ import shutil
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from .config import DAMAGED
 from .errors import CheckpointError
 from .file_lock import lock
-from .shards import created, opened
+from .shards import created, naming, opened
 
 T = TypeVar("T")
 
@@ -54,26 +54,59 @@ def replace_checkpoint(root: Path, kind: str, write: Callable[[Path], Mapping[st
     Raises:
         OSError: The disk is full, or the directory cannot be written.
     """
-    root.mkdir(parents=True, exist_ok=True)
-    with _alone(root) as outermost:
-        data = root / f"{kind}-{_token()}"
-        data.mkdir()
-        try:
-            content = sealed(write(data))
-            _sync_directory(data)
-            _sync_directory(root)  # what a description names is there, whenever the machine goes down
-            replace_file(root / NAME, content)
-        except BaseException:
-            if not _may_name(root / NAME, data):  # Ctrl-C may come when all is done
-                shutil.rmtree(data, ignore_errors=True)
-            raise
-        if not outermost:
+    made: list[Path] = []
+    while True:
+        made += _make(root)
+        with _alone(root) as outermost:
+            if not _is_locked(root):
+                continue  # another save, which failed, has taken the directory back that it had made
+            try:
+                _replace(root, kind, write, outermost)
+            except BaseException:
+                for directory in made:
+                    with suppress(OSError):  # something is in it
+                        directory.rmdir()
+                raise
             return
-        # What the checkpoint before had, and what saves that were killed left.
-        for other in _named(root, f"{kind}-"):
-            if not _may_name(root / NAME, other):
-                shutil.rmtree(other, ignore_errors=True)
-        remove_unfinished(root, re.escape(NAME))
+
+
+def _replace(root: Path, kind: str, write: Callable[[Path], Mapping[str, Any]], outermost: bool) -> None:
+    data = root / f"{kind}-{_token()}"
+    data.mkdir()
+    try:
+        content = sealed(write(data))
+        _sync_directory(data)
+        _sync_directory(root)  # what a description names is there, whenever the machine goes down
+        replace_file(root / NAME, content)
+    except BaseException:
+        if not _may_name(root / NAME, data):  # Ctrl-C may come when all is done
+            shutil.rmtree(data, ignore_errors=True)
+        raise
+    if not outermost:
+        return
+    # What the checkpoint before had, and what saves that were killed left.
+    for other in _named(root, f"{kind}-"):
+        if not _may_name(root / NAME, other):
+            shutil.rmtree(other, ignore_errors=True)
+    remove_unfinished(root, re.escape(NAME))
+
+
+def _make(directory: Path) -> list[Path]:
+    """Makes a directory and those above it, so that they outlive the machine; returns the new ones, innermost first."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        _sync_directory(path.parent)
+    return missing
+
+
+def _is_locked(directory: Path) -> bool:
+    """Returns whether a directory is still the one that this thread has locked."""
+    try:
+        place = directory.stat()
+    except FileNotFoundError:
+        return False
+    return (os.getpid(), threading.get_ident(), place.st_dev, place.st_ino) in _SAVING
 
 
 def sealed(told: Mapping[str, Any]) -> bytes:
@@ -185,7 +218,7 @@ def _may_name(path: Path, data: Path) -> bool:
 
 
 def _write(path: Path, content: bytes) -> None:
-    with open(created(path), "wb") as file:
+    with naming(path), open(created(path), "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

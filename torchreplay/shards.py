@@ -13,8 +13,8 @@ import mmap
 import os
 import stat
 import struct
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -61,6 +61,17 @@ def opened(path: Path) -> int:
     return fd
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Gives the errors of calls that know a descriptor only the name of its file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def room_for(size: int) -> torch.Tensor:
     """Returns uint8 `[size]` to write from past the page cache, or to read to: memory that begins with a page."""
     return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
@@ -87,7 +98,7 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor], room: torch.Ten
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     head = memoryview(struct.pack("<Q", len(text)) + text)
-    with open(created(path), "wb", buffering=0) as file:
+    with naming(path), open(created(path), "wb", buffering=0) as file:
         writer = _DirectWriter(file.fileno(), room.numpy().data)
         for values in (head, *(_bytes_of(tensors[name]) for name in names)):
             writer.write(values)
