@@ -107,6 +107,7 @@ def test_the_most_dimensions_a_field_may_have_all_come_back():
         ({"a/b": tr.Field()}, "a field of 'the spec' is named 'a/b'"),
         ({"a": {"b\0": tr.Field()}}, "a field of 'a' is named"),
         ({"a": {3: tr.Field()}}, "a field of 'a' is named 3"),
+        ({"a": {"\ud800": tr.Field()}}, "a field of 'a' is named .*: expected Unicode text"),
         (tr.Field(), "expected a non-empty dict"),
     ],
     ids=str,

@@ -128,6 +128,10 @@ def _fields_of(value: Any, path: Path) -> Iterator[tuple[Path, Field]]:
         for key, inner in value.items():
             if not isinstance(key, str) or not key or "/" in key or "\0" in key:
                 raise ValueError(f"a field of {name or 'the spec'!r} is named {key!r}: expected a name without '/'")
+            try:
+                key.encode()
+            except UnicodeEncodeError:
+                raise ValueError(f"a field of {name or 'the spec'!r} is named {key!r}: expected Unicode text") from None
             yield from _fields_of(inner, (*path, key))
     else:
         raise ValueError(f"field {name!r} is {value!r}: expected torchreplay.Field(shape, dtype), or a dict of them")
