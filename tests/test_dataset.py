@@ -201,6 +201,18 @@ def test_a_loaded_state_repeats_the_draws_that_followed_it(buffer):
     assert drawn_keys(take(dataset, 4)) == expected
 
 
+def test_a_state_resumes_under_a_default_device_of_the_users(buffer):
+    dataset = tr.ReplayDataset(buffer, batch_size=8, steps=5)
+    iterator = iter(dataset)
+    next(iterator)
+    state = dataset.state_dict()
+    expected = drawn_keys(iterator)
+    resumed = tr.ReplayDataset(buffer, batch_size=8, steps=5)
+    with torch.device("meta"):
+        resumed.load_state_dict(state)
+        assert drawn_keys(resumed) == expected
+
+
 def test_a_state_taken_half_way_resumes_with_what_was_left(buffer):
     dataset = tr.ReplayDataset(buffer, batch_size=8, steps=5)
     iterator = iter(dataset)

@@ -105,12 +105,14 @@ def checked_timeout(timeout: Any) -> float | None:
 def as_numbers(
     name: str, values: Any, expected: str, dtype: torch.dtype | None = None, device: torch.device | None = None
 ) -> torch.Tensor:
-    """Returns `values` as a tensor; of `dtype` and on `device`, if one is given.
+    """Returns `values` as a tensor, what is none yet as one on the CPU; of `dtype` and on `device`, if one is given.
 
     Raises:
         ValueError: torch cannot make one of them; the text says `expected`.
     """
     try:
+        if device is None:  # whatever torch's default device is, which would also be that of tensors
+            device = values.device if isinstance(values, torch.Tensor) else torch.device("cpu")
         return torch.as_tensor(values, dtype=dtype, device=device)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{name}: got {values!r:.200}, expected {expected}") from error

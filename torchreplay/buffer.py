@@ -517,5 +517,5 @@ _leave_files_at_the_end()
 util.register_after_fork(_open_buffers, _leave_files_at_the_end)
 os.register_at_fork(before=_before_fork, after_in_child=_in_child)
 # By way of NumPy, which makes float64 of Python floats.
-_C.init_torch(torch.Tensor, lambda values: torch.as_tensor(np.asarray(values)), torch.get_num_threads)
+_C.init_torch(torch.Tensor, lambda values: torch.as_tensor(np.asarray(values), device="cpu"), torch.get_num_threads)
 _C.init_waits(ReplayTimeout, logger.warning, LOG_EVERY)

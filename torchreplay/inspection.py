@@ -81,10 +81,10 @@ def histograms(leaves: torch.Tensor, keys1: torch.Tensor, head: int, bins: int) 
     priority_range = (low, high) if high > low else (low - 0.5, low + 0.5)
     age_range = (0.0, float(ages.max()) if len(ages) else 1.0)
     return {
-        "priority_edges": torch.logspace(*priority_range, bins + 1, dtype=torch.float64),
+        "priority_edges": torch.logspace(*priority_range, bins + 1, dtype=torch.float64, device="cpu"),
         # Clamped: logarithms of the extremes may differ from the edges in the last bit.
         "priority": torch.histc(positive.log10().clamp(*priority_range), bins, *priority_range).long(),
-        "age_edges": torch.linspace(*age_range, bins + 1, dtype=torch.float64),
+        "age_edges": torch.linspace(*age_range, bins + 1, dtype=torch.float64, device="cpu"),
         "age": torch.histc(ages, bins, *age_range).long(),
     }
 
