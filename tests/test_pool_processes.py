@@ -57,6 +57,26 @@ def test_the_explorers_of_a_program_without_ray_outlive_ctrl_c_and_die_with_it(t
         eventually(lambda: not is_running(pid))
 
 
+def test_a_child_of_multiprocessing_ends_with_its_explorers_running():
+    def explore(ctx):
+        with ctx.writer() as writer:
+            while not ctx.stopped:
+                writer.append(x=0.0)
+
+    def start_and_return():
+        buffer = tr.ReplayBuffer({"x": tr.Field()}, capacity=100)
+        ExplorerPool(explore, 1, buffer, backend="process").start()
+        buffer.sample(1)
+
+    child = multiprocessing.get_context("fork").Process(target=start_and_return)
+    child.start()
+    try:
+        child.join(timeout=60)
+        assert child.exitcode == 0
+    finally:
+        child.kill()
+
+
 def test_how_a_process_ended_is_reported():
     def end(ctx):
         if ctx.index == 0:

@@ -8,6 +8,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
+from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import Any, ClassVar, Final, Self
 
@@ -57,6 +58,7 @@ class Supervised(ABC):
         self._last_stats = tuple(
             explorer_stats(index, entry) for index, entry in enumerate(np.zeros(len(names), ENTRY))
         )
+        self._at_exit: Finalize | None = None
         self._lock = threading.RLock()  # of start and stop
 
     @abstractmethod
@@ -99,6 +101,8 @@ class Supervised(ABC):
                 self._starts += 1
                 self._pid = os.getpid()
                 atexit.register(self.stop)
+                # A child of multiprocessing joins its own children first, and ours end when they are told to.
+                self._at_exit = Finalize(None, self.stop, exitpriority=0)
         return self
 
     def stop(self, timeout: float = 5.0) -> None:
@@ -142,6 +146,8 @@ class Supervised(ABC):
                 self._last_stats = supervisor.stats()
                 self._supervisor = None
                 atexit.unregister(self.stop)
+                if self._at_exit is not None:
+                    self._at_exit.cancel()
                 backend.close()
             return not supervisor.interrupted
 
