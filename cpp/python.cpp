@@ -132,6 +132,19 @@ PyObject* repair_file(PyObject*, PyObject* args) {
   });
 }
 
+// rename_new(old, new): as os.rename, but a file that is there already is an error. Where the filesystem cannot do that
+// in one step, there are both names for a moment.
+PyObject* rename_new(PyObject*, PyObject* args) {
+  return guarded([&] {
+    const char *from, *to;
+    if (!PyArg_ParseTuple(args, "yy", &from, &to)) throw PythonError{};
+    if (renameat2(AT_FDCWD, from, AT_FDCWD, to, RENAME_NOREPLACE) == 0) return Py_NewRef(Py_None);
+    if (errno != EINVAL && errno != ENOSYS) return PyErr_SetFromErrnoWithFilename(PyExc_OSError, to);
+    if (link(from, to) || unlink(from)) return PyErr_SetFromErrnoWithFilename(PyExc_OSError, to);
+    return Py_NewRef(Py_None);
+  });
+}
+
 // leave_files(): for a process that comes to its end. Every segment in a file becomes a copy of its own, whoever has
 // it, and the file is put to rest if nobody else uses it.
 PyObject* leave_files(PyObject*, PyObject*) {
@@ -150,6 +163,7 @@ PyMethodDef functions[] = {{"init_torch", init_torch, METH_VARARGS, nullptr},
                            {"nonce_in_use", nonce_in_use, METH_VARARGS, nullptr},
                            {"repair_file", repair_file, METH_VARARGS, nullptr},
                            {"leave_files", leave_files, METH_NOARGS, nullptr},
+                           {"rename_new", rename_new, METH_VARARGS, nullptr},
 #ifdef TORCHREPLAY_FAULTS
                            {"fault_points", fault_points, METH_NOARGS, nullptr},
                            {"arm_fault", arm_fault, METH_VARARGS, nullptr},

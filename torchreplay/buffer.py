@@ -38,7 +38,7 @@ from .replay import Pin, Replay
 from .routes import Choice, Route
 from .samplers import Sampler
 from .segment import Handle, lasting_handle, new_nonce, open_handle
-from .segment_file import boot_number, create_file, open_file
+from .segment_file import NewFile, boot_number, open_file
 from .spec import Spec, nest, to_native
 from .staging import Staging, copied_by_host, read_by_device
 from .stream import BatchStream
@@ -93,10 +93,15 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         config = Config.of(spec, capacity, sampler, view, limiter)
         path = None if path is None else checked_path("path", path)
         seed = secrets.randbits(63) if seed is None else checked_int("seed", seed, 0, (1 << 64) - 1)
-        self._create(config, path, seed, by_and_by=False).close()
+        reservation, new = self._create(config, path, seed, by_and_by=False)
+        reservation.close()
+        if new is not None:
+            new.finish()
 
-    def _create(self, config: Config, path: Path | None, seed: int, by_and_by: bool) -> Reservation:
-        """Makes the segment, in the new file `path` where one is given.
+    def _create(
+        self, config: Config, path: Path | None, seed: int, by_and_by: bool
+    ) -> tuple[Reservation, NewFile | None]:
+        """Makes the segment, in a new file where a path is given, which is to be finished.
 
         Args:
             config: The buffer's.
@@ -109,10 +114,11 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         text, shape = config.to_text(), config.view.native()
         size, arrays = _C.segment_layout(config.capacity, native, shape, len(text.encode()))
         weighting, limits = config.weighting(), config.limiter.native()
-        if path is None:
+        new = None if path is None else NewFile(path, size)
+        if new is None:
             reservation = begin_reservation(size, "replay buffer", arrays if by_and_by else (), config.capacity)
         else:
-            reservation = Reservation(create_file(path, size), 0, "replay buffer")
+            reservation = Reservation(new.fd, 0, "replay buffer")
         fd = reservation.fd
         try:
             boot = 0 if path is None else boot_number()
@@ -121,11 +127,11 @@ class ReplayBuffer(Drawing, Inspection, Replay):
             )
             self._adopt(segment, nonce, config)
         except BaseException:
-            if path is not None:
-                os.unlink(path)
+            if new is not None:
+                new.discard()
             reservation.close()
             raise
-        return reservation
+        return reservation, new
 
     def _adopt(self, segment: _C.Segment, nonce: int, config: Config) -> None:
         self._segment = segment
@@ -390,14 +396,16 @@ class ReplayBuffer(Drawing, Inspection, Replay):
             rows = config.capacity if capacity is None else capacity
             config = Config.of(nest(config.fields), rows, config.sampler, config.view, config.limiter)
             self = cls.__new__(cls)
-            reservation = self._create(config, path, saved.seed, by_and_by=True)
+            reservation, new = self._create(config, path, saved.seed, by_and_by=True)
             try:
                 with reservation:
                     wait = None if reservation.complete else reservation.wait
                     load_rows(self._segment, self._config, saved, directory, wait)
+                if new is not None:
+                    new.finish()
             except BaseException:
-                if path is not None:
-                    path.unlink()
+                if new is not None:
+                    new.discard()
                 raise
             return self
 

@@ -11,9 +11,11 @@ import fcntl
 import mmap
 import os
 import random
+import secrets
 import stat
 import struct
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +24,9 @@ from .errors import CheckpointError
 from .file_lock import lock
 from .memory import require_memory, size_text
 from .segment import machine_id
+
+UNFINISHED = ".torchreplay-{}.unfinished"
+"""The name of a file that is being made, beside where it will be."""
 
 TRIES = 1000  # to find a file either used or unused, about 10 ms each
 
@@ -48,36 +53,89 @@ def boot_number() -> int:
     return int(machine_id().replace("-", "")[:16], 16) | 1
 
 
-def create_file(path: Path, size: int) -> int:
-    """Returns the descriptor of the new file `path` of `size` bytes, on the disk in full, for its owner's eyes only.
+class NewFile:
+    """A new file of `size` bytes, on the disk in full, for its owner's eyes only.
+
+    It has a name that nobody asks for until it is finished: whoever dies before leaves nothing at its path that is
+    taken for a buffer, or in the way of another. What such have left in the directory is removed.
+
+    Args:
+        path: Where it will be.
+        size: Its length in bytes.
+
+    Attributes:
+        fd: Its descriptor, with a shared lock; whoever uses it closes it.
 
     Raises:
-        FileExistsError: It is there already.
+        FileExistsError: Something is there already.
         FileNotFoundError: Its directory is not there.
         OSError: The disk has too little room, or the filesystem cannot hold shared memory. Nothing was touched.
         MemoryError: The filesystem is a tmpfs, and there is too little memory.
     """
-    if os.path.lexists(path):
-        raise FileExistsError(
+
+    def __init__(self, path: Path, size: int) -> None:
+        self._path = path
+        if os.path.lexists(path):
+            raise self._is_there()
+        _remove_unfinished(path.parent)
+        _require_room(path, size)
+        self.fd = self._make()
+        try:
+            os.posix_fallocate(self.fd, 0, size)  # or the first touch of a page without room would raise SIGBUS
+            _require_locks_and_mappings(self.fd)
+        except BaseException as error:
+            os.close(self.fd)
+            self.discard()
+            if not isinstance(error, OSError):
+                raise
+            raise OSError(
+                error.errno, f"cannot hold a replay buffer of {size_text(size)}: {error.strerror}", str(path)
+            ) from None
+
+    def finish(self) -> None:
+        """Gives it its name.
+
+        Raises:
+            FileExistsError: Something has come there meanwhile; the file is gone.
+        """
+        try:
+            _C.rename_new(os.fsencode(self._place), os.fsencode(self._path))
+        except FileExistsError:
+            self.discard()
+            raise self._is_there() from None
+
+    def discard(self) -> None:
+        """Removes it, unless it is finished."""
+        with suppress(FileNotFoundError):
+            os.unlink(self._place)
+
+    def _make(self) -> int:
+        while True:
+            self._place = self._path.with_name(UNFINISHED.format(secrets.token_hex(8)))
+            fd = os.open(self._place, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            if os.fstat(fd).st_nlink:
+                return fd
+            os.close(fd)  # another one, who found it without the lock, has taken it for a dead one's
+
+    def _is_there(self) -> FileExistsError:
+        return FileExistsError(
             errno.EEXIST,
-            "there is a file already: ReplayBuffer.open brings back a buffer, or delete it to make a new one",
-            str(path),
+            "there is a file already: if it is a buffer, ReplayBuffer.open brings it back; delete it to make a new one",
+            str(self._path),
         )
-    _require_room(path, size)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH)
-        os.posix_fallocate(fd, 0, size)  # without it, the first touch of a page without room would raise SIGBUS
-        _require_locks_and_mappings(fd)
-    except BaseException as error:
-        os.close(fd)
-        os.unlink(path)
-        if not isinstance(error, OSError):
-            raise
-        raise OSError(
-            error.errno, f"cannot hold a replay buffer of {size_text(size)}: {error.strerror}", str(path)
-        ) from None
-    return fd
+
+
+def _remove_unfinished(directory: Path) -> None:
+    """Removes the files of those who died before they had finished them."""
+    for place in directory.glob(UNFINISHED.format("*")):
+        with suppress(OSError):  # another removes it, or it is another user's
+            fd = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(place)
+            finally:
+                os.close(fd)
 
 
 def _require_room(path: Path, size: int) -> None:
