@@ -21,7 +21,7 @@ from . import _C
 from .arguments import checked_int, checked_path
 from .batch import ReplayBatch
 from .checkpoint import Description, load_rows, save, with_description
-from .config import Config
+from .config import MAX_CAPACITY, Config
 from .cuda import DeviceCopies
 from .deferred import DeferredUpdates
 from .drawing import Drawing
@@ -39,7 +39,7 @@ from .routes import Choice, Route
 from .samplers import Sampler
 from .segment import Handle, lasting_handle, new_nonce, open_handle
 from .segment_file import NewFile, boot_number, open_file
-from .spec import Spec, nest, to_native
+from .spec import Spec, to_native
 from .staging import Staging, copied_by_host, read_by_device
 from .stream import BatchStream
 from .supervision import Supervision
@@ -217,7 +217,9 @@ class ReplayBuffer(Drawing, Inspection, Replay):
     # Files
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], *, view: View | None = None) -> ReplayBuffer:
+    def open(
+        cls, path: str | os.PathLike[str], *, view: View | None = None, sampler: Sampler | None = None
+    ) -> ReplayBuffer:
         """Returns the buffer in a file that was made with `path=`, as it was left, however its processes ended.
 
         Rows, keys, priorities, counters and the stream of draws are as they were. Of writers that were killed, the row
@@ -231,19 +233,21 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         Args:
             path: The file.
             view: The buffer's own view, with functions that a file does not hold: those of `Hindsight`.
+            sampler: The buffer's own sampler, with a function for its beta, which a file does not hold.
 
         Raises:
             FileNotFoundError: There is none.
             PermissionError: It belongs to another user.
             CheckpointError: It is no replay buffer, of another version, truncated, damaged, or was in use when the
                 machine went down.
-            ValueError: `view` is not the buffer's, or has not the same functions.
+            ValueError: `view` or `sampler` is not the buffer's, or `view` has not the same functions.
         """
         found = open_file(checked_path("path", path))
         try:
             self = cls._over(found.fd, found.nonce, view)
         except ConnectionError as error:
             raise CheckpointError(f"{path} cannot be opened as a replay buffer: {error}") from None
+        self._config = self._config.with_schedule(sampler)
         if found.found_alone:
             self._segment.own()
         else:
@@ -370,6 +374,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         *,
         view: View | None = None,
         path: str | os.PathLike[str] | None = None,
+        sampler: Sampler | None = None,
     ) -> ReplayBuffer:
         """Returns a new buffer with the rows, keys, priorities and counters of a saved one.
 
@@ -381,20 +386,21 @@ class ReplayBuffer(Drawing, Inspection, Replay):
             capacity: Rows that fit; None: as before. Of more rows than fit the newest are loaded.
             view: The buffer's own view, with functions that a checkpoint does not hold: those of `Hindsight`.
             path: A new file to hold the buffer; None: it lies in memory.
+            sampler: The buffer's own sampler, with a function for its beta, which a checkpoint does not hold.
 
         Raises:
             CheckpointError: There is no checkpoint, or it is damaged.
             MemoryError: The machine or the cgroup has too little memory left.
             OSError: The file cannot be made, or is there already.
-            ValueError: `capacity` or `view` does not fit, or `view` has not the same functions.
+            ValueError: `capacity`, `view` or `sampler` does not fit, or `view` has not the same functions.
         """
         directory = checked_path("directory", directory)
         path = None if path is None else checked_path("path", path)
 
         def load(saved: Description) -> ReplayBuffer:
-            config = saved.config.with_functions(view)
-            rows = config.capacity if capacity is None else capacity
-            config = Config.of(nest(config.fields), rows, config.sampler, config.view, config.limiter)
+            config = saved.config.with_functions(view).with_schedule(sampler)
+            if capacity is not None:
+                config = replace(config, capacity=checked_int("capacity", capacity, 1, MAX_CAPACITY))
             self = cls.__new__(cls)
             reservation, new = self._create(config, path, saved.seed, by_and_by=True)
             try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from typing import Any
 
@@ -17,6 +17,7 @@ from .plan import as_path
 from .samplers import NORMALIZATIONS, Linear, Prioritized, Sampler, Uniform, value_of
 from .spec import Field, Path, Spec, flatten, from_native, nest, to_native
 from .views import VIEWS, Rows, View
+from .waiting import logger
 
 MAX_CAPACITY = 1 << 31
 ROLES: dict[str, tuple[Any, ...]] = {
@@ -31,13 +32,17 @@ DAMAGED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The arguments of a `ReplayBuffer`, checked and with defaults filled in."""
+    """The arguments of a `ReplayBuffer`, checked and with defaults filled in.
+
+    `lost_schedule`: it was described where beta was a function, of which the description has the value at the start.
+    """
 
     capacity: int
     fields: dict[Path, Field]
     sampler: Sampler
     view: View
     limiter: Limiter
+    lost_schedule: bool = field(default=False, compare=False)
 
     @classmethod
     def of(
@@ -69,6 +74,7 @@ class Config:
                 "sampler": _describe(self.sampler),
                 "view": _describe(self.view.as_data() if isinstance(self.view, Hindsight) else self.view),
                 "limiter": _describe(self.limiter),
+                "lost_schedule": self.lost_schedule or _is_code(self.sampler.beta),
             }
         )
 
@@ -86,6 +92,7 @@ class Config:
                 from_native(parts["fields"]),
                 *(_restore(parts[name], kinds) for name, kinds in ROLES.items()),
             )
+            config = replace(config, lost_schedule=parts.get("lost_schedule") is True)
             config.view.plan(config.fields)
         except DAMAGED as error:
             raise ValueError(f"the description of the buffer is damaged: {error!r:.300}") from None
@@ -108,6 +115,25 @@ class Config:
         if not isinstance(self.view, Hindsight):
             raise ValueError(f"view is {view}: expected the buffer's own, which is {self.view}")
         return replace(self, view=self.view.with_functions_of(view))
+
+    def with_schedule(self, sampler: Sampler | None) -> Config:
+        """Returns the configuration with the function that is the beta of `sampler`, which a description does not hold.
+
+        Where it lacks one that there was, and none is given, a warning is logged.
+
+        Raises:
+            ValueError: `sampler` is another one.
+        """
+        if sampler is None:
+            if self.lost_schedule:
+                logger.warning(
+                    "beta was a function, which is not saved: it stays at %s; give sampler=... with the function again",
+                    self.sampler.beta,
+                )
+            return self
+        if _describe(sampler) != _describe(self.sampler):
+            raise ValueError(f"sampler is {sampler}: expected the buffer's own, {self.sampler}, with its function")
+        return replace(self, sampler=sampler, lost_schedule=False)
 
     def lanes_of(self, values: Mapping[str, Any]) -> int | None:
         """Returns the lanes of the block of streams that `values` are; None for rows and for a single episode."""
@@ -136,7 +162,11 @@ def _describe(value: Any) -> Any:
     if type(value).__name__ in KINDS:
         return {"kind": type(value).__name__} | {f.name: _describe(getattr(value, f.name)) for f in fields(value)}
     # A schedule that is code does not travel: other processes see its value at the start.
-    return value_of(value, 0) if callable(value) else value
+    return value_of(value, 0) if _is_code(value) else value
+
+
+def _is_code(value: Any) -> bool:
+    return callable(value) and type(value).__name__ not in KINDS
 
 
 def _restore(value: Any, kinds: tuple[Any, ...]) -> Any:

@@ -68,8 +68,8 @@ class Prioritized:
     Args:
         alpha: How much prioritization: 0 none, 1 full.
         beta: How much of the bias the weights correct: a number, or a schedule of the number of batches drawn by all
-            learners, such as `Linear(0.4, 1.0, steps)`. A function of your own does not travel: attached processes take
-            its value at 0.
+            learners, such as `Linear(0.4, 1.0, steps)`. A function of your own does not travel: attached processes and
+            copies take its value at 0, and `load` and `open` are given the sampler again.
         eps: What is added to |td|, so that no item is lost for ever.
         weights: `"buffer"` divides weights by the largest one of the buffer, which every learner sees alike; `"batch"`
             by the largest one of the batch; `"none"` leaves them.

@@ -280,7 +280,9 @@ BOOST_AUTO_TEST_CASE(a_stopped_buffer_is_not_drawn_from) {
 BOOST_AUTO_TEST_CASE(a_learner_ahead_of_the_ratio_waits_and_its_draws_admit_writers) {
   Plan plan;
   plan.limiter = {2, 4, 0, 8};
-  auto m = buffer_of({1, 1}, plan);
+  plan.capacity = 4;
+  auto m = make_segment(plan);
+  for (int i = 0; i < 2; i++) append_row(*m, 1, 0, 1);
   BOOST_TEST((draw(*m, 8).outcome == Draw::kDone));
   BOOST_TEST(m->header().ticket_limit.load() == 4U);  // (8 + 8) / 4
   const Batch b = draw(*m, 1);
