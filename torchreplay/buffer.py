@@ -6,11 +6,8 @@ import os
 import secrets
 import threading
 import time
-import weakref
 from collections import deque
-from contextlib import suppress
 from dataclasses import replace
-from multiprocessing import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -32,6 +29,7 @@ from .ledger import Ledger
 from .limiters import Limiter, from_native
 from .memory import Reservation, begin_reservation
 from .nodes import is_elsewhere
+from .open_buffers import open_buffers
 from .page_lock import CudaRegistry, PageLock, Registry
 from .plan import GOALS
 from .replay import Pin, Replay
@@ -49,8 +47,6 @@ from .writer import Autoreset, Writer
 
 if TYPE_CHECKING:
     from types import TracebackType
-
-_open_buffers: weakref.WeakSet[ReplayBuffer] = weakref.WeakSet()
 
 
 class ReplayBuffer(Drawing, Inspection, Replay):
@@ -149,7 +145,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         if plan is not None:
             goal = GOALS.index(plan.goal)
             segment.set_plan(to_native(plan.outputs), plan.native, plan.steps, plan.gamma, goal, plan.share)
-        _open_buffers.add(self)
+        open_buffers.add(self)
 
     # Handles
 
@@ -436,6 +432,22 @@ class ReplayBuffer(Drawing, Inspection, Replay):
 
     # Life cycle
 
+    def _become_shared(self) -> None:
+        """Called before a fork: the child can write, and waits for rows must not conclude that nobody else could."""
+        self._segment.mark_shared()
+
+    def _become_childs(self) -> None:
+        """Called in a forked child: what is on its way from a device, and page-locked, is the parent's."""
+        self._deferred = DeferredUpdates(self._segment.update)
+        self._page_lock, self._choices = None, {}
+
+    def _end(self) -> None:
+        """Called at the end of the process, before a file is left."""
+        if not self._segment.closed and self._segment.in_file:
+            self._flush(time.monotonic_ns() + 4 * SLICE_NS)
+            if self._page_lock is not None:
+                self._page_lock.release()
+
     def stop(self) -> None:
         """Tells everyone to finish: `stopped` is True in every process, and waiting calls raise `Stopped`."""
         self._segment.stop()
@@ -466,7 +478,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
             self._choices.clear()
             self._ended = self._ended or (not self._segment.closed and self._segment.stopped)
             self._segment.close()
-            _open_buffers.discard(self)
+            open_buffers.discard(self)
 
     def _lock_pages(self, registry: Registry) -> PageLock:
         """Page-locks the whole memory for copies to devices, once, if the system allows it."""
@@ -494,42 +506,6 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         self.close()
 
 
-def _before_fork() -> None:
-    # A child can write: waits for rows must not conclude that nobody else could.
-    for buffer in list(_open_buffers):
-        buffer._segment.mark_shared()
-
-
-def _in_child() -> None:
-    # What is on its way from a device is the parent's to apply.
-    for buffer in list(_open_buffers):
-        buffer._deferred = DeferredUpdates(buffer._segment.update)
-        buffer._page_lock, buffer._choices = None, {}
-    _leave_files_at_the_end()
-
-
-def _leave_files() -> None:
-    for buffer in list(_open_buffers):
-        with suppress(Exception):  # what cannot be applied has nobody left to be told
-            if not buffer._segment.closed and buffer._segment.in_file:
-                buffer._flush(time.monotonic_ns() + 4 * SLICE_NS)
-                if buffer._page_lock is not None:
-                    buffer._page_lock.release()
-    _C.leave_files()
-
-
-def _leave_files_at_the_end(_: object = None) -> None:
-    """Has files put to rest when this process ends in order, whoever still holds their memory then.
-
-    After its exit handlers and its child processes. multiprocessing's own children have no other end that can be told.
-    """
-    util.Finalize(None, _leave_files, exitpriority=-100)
-
-
-_leave_files_at_the_end()
-# In multiprocessing's children, which drop what was to be done at the end until then.
-util.register_after_fork(_open_buffers, _leave_files_at_the_end)
-os.register_at_fork(before=_before_fork, after_in_child=_in_child)
 # By way of NumPy, which makes float64 of Python floats.
 _C.init_torch(torch.Tensor, lambda values: torch.as_tensor(np.asarray(values), device="cpu"), torch.get_num_threads)
 _C.init_waits(ReplayTimeout, logger.warning, LOG_EVERY)
