@@ -64,7 +64,9 @@ def test_a_function_that_is_not_given_again_is_a_warning_and_its_first_value(tmp
 
 @pytest.mark.parametrize("way", ["load", "open"])
 @pytest.mark.parametrize(
-    "sampler", [tr.Prioritized(beta=other), tr.Prioritized(alpha=0.5, beta=beta), tr.Uniform()], ids=repr
+    "sampler",
+    [tr.Prioritized(beta=other), tr.Prioritized(alpha=0.5, beta=beta), tr.Uniform()],
+    ids=["another schedule", "another alpha", "no priorities"],
 )
 def test_another_sampler_is_refused(tmp_path, way, sampler):
     bring_back = saved(tmp_path, way)
@@ -74,7 +76,7 @@ def test_another_sampler_is_refused(tmp_path, way, sampler):
 
 @pytest.mark.parametrize("way", ["load", "open"])
 @pytest.mark.parametrize(
-    "sampler", [tr.Prioritized(beta=tr.Linear(0.4, 1.0, 10)), tr.Prioritized(), tr.Uniform()], ids=repr
+    "sampler", [tr.Prioritized(beta=tr.Linear(0.4, 1.0, 10)), tr.Prioritized(), tr.Uniform()], ids=str
 )
 def test_what_is_data_needs_no_second_giving(tmp_path, way, sampler, caplog):
     with caplog.at_level(logging.WARNING, "torchreplay"):
