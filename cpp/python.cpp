@@ -145,10 +145,12 @@ PyObject* rename_new(PyObject*, PyObject* args) {
   });
 }
 
-// leave_files(): for a process that comes to its end. Every segment in a file becomes a copy of its own, whoever has
+// leave_files(): for a process that comes to its end without the interpreter's, such as children of multiprocessing;
+// where the interpreter ends, it happens after that. Every segment in a file becomes a copy of its own, whoever has
 // it, and the file is put to rest if nobody else uses it.
 PyObject* leave_files(PyObject*, PyObject*) {
   return guarded([&] {
+    const WithoutGil unlocked;  // it may wait for a disk
     Attached::leave_files();
     return Py_NewRef(Py_None);
   });
@@ -179,6 +181,8 @@ PyObject* make_module() {
       Ref type(checked(PyType_FromSpec(spec)));
       if (PyModule_AddType(m.get(), reinterpret_cast<PyTypeObject*>(type.get()))) throw PythonError{};
     }
+    // After all exit handlers: what they write is in the file.
+    if (Py_AtExit([] { Attached::leave_files(); })) throw std::runtime_error("too many functions to call at exit");
     return m.release();
   });
 }

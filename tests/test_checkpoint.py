@@ -100,6 +100,25 @@ def test_the_draws_of_a_buffer_saved_by_a_process_that_drew_nothing_repeat_none(
     assert not [keys for keys in keys_of(tr.ReplayBuffer.load(tmp_path), 5) if keys in before]
 
 
+def test_a_restored_buffer_and_one_that_was_attached_before_draw_from_different_streams(tmp_path):
+    def save():
+        buffer = tr.ReplayBuffer.attach(handle)
+        buffer.sample(4)
+        buffer.save(tmp_path)  # the stream of a process that did not make the buffer
+
+    made = filled(100, 100)
+    handle = made.handle()
+    with Forked(save) as saver:
+        assert saver.wait() == 0
+    buffer = tr.ReplayBuffer(SPEC, 100, sampler=tr.Prioritized(), seed=made._segment.seed)
+    other = tr.ReplayBuffer.attach(buffer.handle())
+    taken = other.stream
+    buffer.restore(tmp_path)
+    assert buffer.stream != other.stream == taken
+    with tr.ReplayBuffer.load(tmp_path) as alone:
+        assert alone.stream == taken  # where nobody has it, it goes on
+
+
 def test_the_limiter_and_the_counters_of_a_checkpoint_are_of_one_moment(tmp_path, monkeypatch):
     buffer = filled(60, 100, limiter=tr.SamplesPerInsert(4.0, min_size=10))
     buffer.sample(16)

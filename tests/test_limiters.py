@@ -85,17 +85,20 @@ def test_explorer_and_learner_at_full_speed_stay_within_the_bounds(ratio, chunk)
 
 @pytest.mark.parametrize(("rows", "capacity"), [(1, 100), (1, 1), (7, 100), (300, 100)])
 def test_bounds_beyond_the_capacity_are_kept_although_nobody_looks(rows, capacity):
-    limiter = tr.SamplesPerInsert(1.0, min_size=10, tolerance=100.0)  # 1,010 items without a draw
-    buffer = tr.ReplayBuffer({"x": tr.Field()}, capacity, limiter=limiter)
-    values = np.zeros(rows, np.float32)
-    with buffer.writer() as writer, suppress(tr.WouldBlockForever):
-        for _ in range(10_000):
-            writer.extend(x=values)
-    stats = buffer.stats()
-    assert 1010 <= stats.rows_written < 1010 + 2 * max(rows, 1)
-    if rows < capacity // 4:
-        assert stats.inserted == stats.rows_written
-        assert stats.evicted_unsampled == stats.rows_written - capacity
+    def write_alone():  # where nobody else could draw, the wait at the limit is an error
+        limiter = tr.SamplesPerInsert(1.0, min_size=10, tolerance=100.0)  # 1,010 items without a draw
+        buffer = tr.ReplayBuffer({"x": tr.Field()}, capacity, limiter=limiter)
+        with buffer.writer() as writer, suppress(tr.WouldBlockForever):
+            for _ in range(10_000):
+                writer.extend(x=np.zeros(rows, np.float32))
+        stats = buffer.stats()
+        assert 1010 <= stats.rows_written < 1010 + 2 * rows
+        if rows < capacity // 4:
+            assert stats.inserted == stats.rows_written
+            assert stats.evicted_unsampled == stats.rows_written - capacity
+
+    with Forked(write_alone) as explorer:
+        assert explorer.wait() == 0
 
 
 def test_explorers_wait_for_a_learner_that_does_not_draw_and_go_on_when_it_does():

@@ -115,3 +115,18 @@ ENDS = {
 def test_by_a_process(end, path):
     run(path, ENDS[end])
     assert_at_rest(path, 5)
+
+
+def test_what_the_first_of_all_exit_handlers_writes_is_in_the_file(path):
+    program = f"""
+import atexit, sys
+atexit.register(lambda: sys.end())
+sys.path.insert(0, {TESTS!r})
+from file_buffers import make, rows
+buffer = make({str(path)!r})
+buffer.extend(**rows(0, 5))
+sys.end = lambda: buffer.extend(**rows(5, 4))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=100)
+    assert (done.returncode, done.stderr.decode()) == (0, "")
+    assert_at_rest(path, 9)

@@ -1,5 +1,8 @@
 """Files of buffers in the making: nobody takes them for buffers, and what nobody finishes is in nobody's way."""
 
+import errno
+import fcntl
+import gc
 import os
 import signal
 import threading
@@ -123,3 +126,25 @@ def test_a_new_name_replaces_no_file(tmp_path):
     assert (old.read_text(), new.read_text()) == ("b", "a")
     with pytest.raises(FileNotFoundError):
         _C.rename_new(os.fsencode(tmp_path / "none"), os.fsencode(tmp_path / "other"))
+
+
+def test_a_name_that_is_too_long_is_refused_before_anything_is_made(tmp_path):
+    with pytest.raises(OSError, match="name too long"):
+        make(tmp_path / ("x" * 300), None)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("call", ["flock", "rename_new"])
+def test_an_error_in_the_making_leaves_nothing(tmp_path, saved, monkeypatch, call):
+    def refuse(*_):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(*{"flock": (fcntl, "flock"), "rename_new": (_C, "rename_new")}[call], refuse)
+    before = set(os.listdir("/proc/self/fd"))
+    for given in (None, *([saved] if call == "rename_new" else [])):
+        with pytest.raises(OSError, match="not supported"):
+            make(tmp_path / "ring", given)
+    monkeypatch.undo()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
+    gc.collect()
+    assert set(os.listdir("/proc/self/fd")) <= before

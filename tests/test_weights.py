@@ -186,6 +186,15 @@ class Behind:
         return called if name in self._calls else getattr(self._native, name)
 
 
+@pytest.fixture
+def ctrl_c():
+    """SIGINT is Ctrl-C, also where this process was started in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_between_the_lock_and_the_copy_leaves_the_lock_free():
     weights = tr.SharedWeights(Constant())
     native = weights._native
@@ -197,6 +206,7 @@ def test_ctrl_c_between_the_lock_and_the_copy_leaves_the_lock_free():
     assert weights.publish(Constant(2.0)) == 1
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_in_a_wait_for_another_publisher_leaves_the_lock_to_it(monkeypatch):
     weights = tr.SharedWeights(Constant())
     other = pickle.loads(pickle.dumps(weights))

@@ -90,9 +90,14 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         path = None if path is None else checked_path("path", path)
         seed = secrets.randbits(63) if seed is None else checked_int("seed", seed, 0, (1 << 64) - 1)
         reservation, new = self._create(config, path, seed, by_and_by=False)
-        reservation.close()
-        if new is not None:
-            new.finish()
+        try:
+            reservation.close()
+            if new is not None:
+                new.finish()
+        except BaseException:
+            if new is not None:
+                new.discard()
+            raise
 
     def _create(
         self, config: Config, path: Path | None, seed: int, by_and_by: bool
@@ -461,9 +466,10 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         """Detaches this object; other processes keep the buffer. Using it again is a `RuntimeError`. Idempotent.
 
         What it was made of (`spec`, `capacity`, `sampler`, `view`) is still known, and `flush` has nothing to do.
-        Writers and `storage` that are still held keep the memory mapped, and go on working, until they are let go. The
-        last process to leave a file waits until everything is on the disk. Explorers on other nodes of a Ray cluster
-        need the process that made the buffer: once it has closed it, none can begin to write from there.
+        Writers and `storage` that are still held keep the memory mapped until they are let go. Such a writer ends with
+        a `RuntimeError` when it next has to look at the buffer, which may be a second later. The last process to leave
+        a file waits until everything is on the disk. Explorers on other nodes of a Ray cluster need the process that
+        made the buffer: once it has closed it, none can begin to write from there.
 
         Raises:
             ValueError: TD errors from a device are NaN or infinite, as `flush` says; the buffer is closed.

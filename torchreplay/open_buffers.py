@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import weakref
 from contextlib import suppress
@@ -24,25 +25,26 @@ def _before_fork() -> None:
 def _in_child() -> None:
     for buffer in list(open_buffers):
         buffer._become_childs()
-    _leave_files_at_the_end()
 
 
-def _leave_files() -> None:
+def _settle() -> None:
     for buffer in list(open_buffers):
         with suppress(Exception):  # what cannot be applied has nobody left to be told
             buffer._end()
+
+
+def _leave_files() -> None:
+    _settle()
     _C.leave_files()
 
 
-def _leave_files_at_the_end(_: object = None) -> None:
-    """Has files put to rest when this process ends in order, whoever still holds their memory then.
-
-    After its exit handlers and its child processes. multiprocessing's own children have no other end that can be told.
-    """
+def _in_multiprocessing_child(_: object) -> None:
+    # It has dropped what was to be done at the end until then, and has none of the interpreter's.
     util.Finalize(None, _leave_files, exitpriority=-100)
 
 
-_leave_files_at_the_end()
-# In multiprocessing's children, which drop what was to be done at the end until then.
-util.register_after_fork(open_buffers, _leave_files_at_the_end)
+# Files are put to rest when this process ends in order, whoever still holds their memory then: the native core leaves
+# them when the interpreter has ended.
+atexit.register(_settle)
+util.register_after_fork(open_buffers, _in_multiprocessing_child)
 os.register_at_fork(before=_before_fork, after_in_child=_in_child)

@@ -75,16 +75,19 @@ class NewFile:
 
     def __init__(self, path: Path, size: int) -> None:
         self._path = path
-        if os.path.lexists(path):
+        with suppress(FileNotFoundError):
+            os.lstat(path)  # which also refuses what can be no name
             raise self._is_there()
         _remove_unfinished(path.parent)
         _require_room(path, size)
-        self.fd = self._make()
+        self.fd, self._place = -1, path.with_name(UNFINISHED.format(secrets.token_hex(8)))
         try:
+            self._make()
             os.posix_fallocate(self.fd, 0, size)  # or the first touch of a page without room would raise SIGBUS
             _require_locks_and_mappings(self.fd)
         except BaseException as error:
-            os.close(self.fd)
+            if self.fd >= 0:
+                os.close(self.fd)
             self.discard()
             if not isinstance(error, OSError):
                 raise
@@ -93,30 +96,32 @@ class NewFile:
             ) from None
 
     def finish(self) -> None:
-        """Gives it its name.
+        """Gives it its name, or removes it.
 
         Raises:
-            FileExistsError: Something has come there meanwhile; the file is gone.
+            FileExistsError: Something has come there meanwhile.
         """
         try:
             _C.rename_new(os.fsencode(self._place), os.fsencode(self._path))
         except FileExistsError:
             self.discard()
             raise self._is_there() from None
+        except BaseException:
+            self.discard()
+            raise
 
     def discard(self) -> None:
         """Removes it, unless it is finished."""
         with suppress(FileNotFoundError):
             os.unlink(self._place)
 
-    def _make(self) -> int:
-        while True:
-            self._place = self._path.with_name(UNFINISHED.format(secrets.token_hex(8)))
-            fd = os.open(self._place, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            fcntl.flock(fd, fcntl.LOCK_SH)
-            if os.fstat(fd).st_nlink:
-                return fd
-            os.close(fd)  # another one, who found it without the lock, has taken it for a dead one's
+    def _make(self) -> None:
+        while self.fd < 0:
+            self.fd = os.open(self._place, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self.fd, fcntl.LOCK_SH)
+            if not os.fstat(self.fd).st_nlink:  # another one, who found it without the lock, took it for a dead one's
+                os.close(self.fd)
+                self.fd = -1
 
     def _is_there(self) -> FileExistsError:
         return FileExistsError(

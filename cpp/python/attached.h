@@ -40,13 +40,12 @@ struct Attached {
     if (memory) release_segment(std::move(memory));
   }
 
-  // Leaves every file, whoever still has its memory.
-  static void leave_files() {
-    std::vector<std::shared_ptr<Attached>> held;  // so that nobody releases them meanwhile
+  // Leaves every file, whoever still has its memory. Without the interpreter's lock only once that is gone.
+  static void leave_files() noexcept {
+    static auto* held = new std::vector<std::shared_ptr<Attached>>;  // nobody releases them any more
     for (const std::weak_ptr<Attached>& weak : all())
-      if (auto attached = weak.lock(); attached && attached->memory) held.push_back(std::move(attached));
-    const WithoutGil unlocked;  // it may wait for a disk
-    for (const auto& attached : held) leave_segment(*attached->memory);
+      if (auto attached = weak.lock(); attached && attached->memory) held->push_back(std::move(attached));
+    for (const auto& attached : *held) leave_segment(*attached->memory);
   }
 
   bool linked() const { return memory->layout().view.linked(); }

@@ -97,6 +97,7 @@ inline PyObject* finish(PyObject* self, PyObject* args) {
     if (!(max_raw >= 0) || !std::isfinite(max_raw) || !(priority_change >= 0) || !std::isfinite(priority_change))
       throw std::invalid_argument("the counters are out of range");
     if (SegmentState& learner = state_of<SegmentState>(s.segment.get()); learner.attached) learner.learner->id();
+    const uint32_t given_out = s.attached->memory->header().streams.load(std::memory_order_relaxed);
     {
       WithoutGil unlocked;
       import.finish({n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], streams, static_cast<float>(max_raw),
@@ -109,7 +110,8 @@ inline PyObject* finish(PyObject* self, PyObject* args) {
     if (!learner.attached) return Py_NewRef(Py_None);  // closed meanwhile
     learner.become_learner();
     learner.next_draw.seed = seed;
-    if (learner.owns()) learner.next_draw.stream = stream;  // another process's is one that nobody has had
+    // Another process's stream is one that nobody has had; of the saved one that is certain where none was given out.
+    if (learner.owns() && (stream == 0 || stream >= given_out)) learner.next_draw.stream = stream;
     learner.next_draw.step = step + learner.ahead;
     return Py_NewRef(Py_None);
   });

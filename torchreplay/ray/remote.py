@@ -122,7 +122,8 @@ class RemoteBuffer(Configured):
     # Connecting, at the first use. Not before: while Ray unpickles arguments, answers of actors cannot get through.
 
     def _connected(self) -> tuple[Config, Courier]:
-        self._require_open()
+        if self._connection is None:
+            self._require_open()
         self._home.require_own_process()
         with self._connecting:
             if self._connection is None:
@@ -148,6 +149,7 @@ class RemoteBuffer(Configured):
 
     @property
     def _courier(self) -> Courier:
+        self._require_open()
         return self._connected()[1]
 
     # Writing
