@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -72,6 +74,7 @@ class BatchStream:
         self._steady = False  # `prefetch` batches are ordered: one more, and one is taken
         self._beta = buffer._config.sampler.beta
         _ = segment.stream  # a forked child has one of its own from here on, and steps that belong to it
+        self._waited_by: tuple[int, int] | None = None  # process and thread, while one waits for a batch
         self._others = segment.draws - segment.step  # draws of this and other processes before
 
     def __iter__(self) -> BatchStream:
@@ -153,8 +156,15 @@ class BatchStream:
             self._left += 1
 
     def close(self) -> None:
-        """Ends the thread. What was drawn and is not handed out has not been drawn."""
+        """Ends the thread. What was drawn and is not handed out has not been drawn.
+
+        Raises:
+            RuntimeError: Another thread waits for a batch of it.
+        """
         if self._ahead is not None:
+            pid, thread = self._waited_by or (0, 0)
+            if pid == os.getpid() and thread != threading.get_ident():
+                raise RuntimeError("another thread waits for a batch of this iteration: it is for one thread")
             self._ahead.close()
             self._ahead, self._ordered, self._steady = None, 0, False
 
@@ -212,9 +222,11 @@ class BatchStream:
         """Returns `result`, or if that is no batch, the one that comes; it is finished."""
         if result.__class__ is not ReplayBatch:
             wait = waiting(self._buffer._watched, self._timeout)
+            self._waited_by = os.getpid(), threading.get_ident()
             try:
                 result = self._waited_for(ahead, result, wait)
             finally:
+                self._waited_by = None
                 wait.end()
         batch: ReplayBatch = result
         if self._staging is not None and self._staging.times_draws:
