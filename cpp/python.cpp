@@ -182,7 +182,13 @@ PyObject* make_module() {
       if (PyModule_AddType(m.get(), reinterpret_cast<PyTypeObject*>(type.get()))) throw PythonError{};
     }
     // After all exit handlers: what they write is in the file.
-    if (Py_AtExit([] { Attached::leave_files(); })) throw std::runtime_error("too many functions to call at exit");
+    const auto at_exit = [] {
+      try {
+        Attached::leave_files();
+      } catch (...) {  // not sealed
+      }
+    };
+    if (Py_AtExit(at_exit)) throw std::runtime_error("too many functions to call at exit");
     return m.release();
   });
 }

@@ -41,7 +41,7 @@ struct Attached {
   }
 
   // Leaves every file, whoever still has its memory. Without the interpreter's lock only once that is gone.
-  static void leave_files() noexcept {
+  static void leave_files() {
     static auto* held = new std::vector<std::shared_ptr<Attached>>;  // nobody releases them any more
     for (const std::weak_ptr<Attached>& weak : all())
       if (auto attached = weak.lock(); attached && attached->memory) held->push_back(std::move(attached));
