@@ -7,6 +7,8 @@ import secrets
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -89,50 +91,36 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         config = Config.of(spec, capacity, sampler, view, limiter)
         path = None if path is None else checked_path("path", path)
         seed = secrets.randbits(63) if seed is None else checked_int("seed", seed, 0, (1 << 64) - 1)
-        reservation, new = self._create(config, path, seed, by_and_by=False)
-        try:
-            reservation.close()
-            if new is not None:
-                new.finish()
-        except BaseException:
-            if new is not None:
-                new.discard()
-            raise
+        with self._made(config, path, seed, by_and_by=False):
+            pass
 
-    def _create(
-        self, config: Config, path: Path | None, seed: int, by_and_by: bool
-    ) -> tuple[Reservation, NewFile | None]:
-        """Makes the segment, in a new file where a path is given, which is to be finished.
+    @contextmanager
+    def _made(self, config: Config, path: Path | None, seed: int, by_and_by: bool) -> Iterator[Reservation]:
+        """Makes the segment; where a path is given, in a new file, which is there when the context has ended in order.
 
         Args:
             config: The buffer's.
             path: The file.
             seed: Of the draws.
-            by_and_by: Whether large fields may be reserved in what is returned, before rows are placed there.
+            by_and_by: Whether large fields may be reserved in what is yielded, before rows are placed there.
         """
         nonce = new_nonce()
         native = to_native(config.fields)
         text, shape = config.to_text(), config.view.native()
         size, arrays = _C.segment_layout(config.capacity, native, shape, len(text.encode()))
         weighting, limits = config.weighting(), config.limiter.native()
-        new = None if path is None else NewFile(path, size)
-        if new is None:
-            reservation = begin_reservation(size, "replay buffer", arrays if by_and_by else (), config.capacity)
-        else:
-            reservation = Reservation(new.fd, 0, "replay buffer")
-        fd = reservation.fd
-        try:
-            boot = 0 if path is None else boot_number()
-            segment = _C.Segment(
-                fd, True, nonce, native, ReplayBatch, seed, config.capacity, weighting, limits, shape, text, boot
-            )
-            self._adopt(segment, nonce, config)
-        except BaseException:
-            if new is not None:
-                new.discard()
-            reservation.close()
-            raise
-        return reservation, new
+        with nullcontext() if path is None else NewFile(path, size) as new:
+            if new is None:
+                reservation = begin_reservation(size, "replay buffer", arrays if by_and_by else (), config.capacity)
+            else:
+                reservation = Reservation(new.fd, 0, "replay buffer")
+            with reservation:
+                fd, boot = reservation.fd, 0 if path is None else boot_number()
+                segment = _C.Segment(
+                    fd, True, nonce, native, ReplayBatch, seed, config.capacity, weighting, limits, shape, text, boot
+                )
+                self._adopt(segment, nonce, config)
+                yield reservation
 
     def _adopt(self, segment: _C.Segment, nonce: int, config: Config) -> None:
         self._segment = segment
@@ -403,17 +391,9 @@ class ReplayBuffer(Drawing, Inspection, Replay):
             if capacity is not None:
                 config = replace(config, capacity=checked_int("capacity", capacity, 1, MAX_CAPACITY))
             self = cls.__new__(cls)
-            reservation, new = self._create(config, path, saved.seed, by_and_by=True)
-            try:
-                with reservation:
-                    wait = None if reservation.complete else reservation.wait
-                    load_rows(self._segment, self._config, saved, directory, wait)
-                if new is not None:
-                    new.finish()
-            except BaseException:
-                if new is not None:
-                    new.discard()
-                raise
+            with self._made(config, path, saved.seed, by_and_by=True) as reservation:
+                wait = None if reservation.complete else reservation.wait
+                load_rows(self._segment, self._config, saved, directory, wait)
             return self
 
         return with_description(directory, load)

@@ -57,7 +57,8 @@ class NewFile:
     """A new file of `size` bytes, on the disk in full, for its owner's eyes only.
 
     It has a name that nobody asks for until it is finished: whoever dies before leaves nothing at its path that is
-    taken for a buffer, or in the way of another. What such have left in the directory is removed.
+    taken for a buffer, or in the way of another. What such have left in the directory is removed. A context, which
+    finishes it when it ends in order, and else removes it.
 
     Args:
         path: Where it will be.
@@ -114,6 +115,15 @@ class NewFile:
         """Removes it, unless it is finished."""
         with suppress(FileNotFoundError):
             os.unlink(self._place)
+
+    def __enter__(self) -> NewFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.finish()
+        else:
+            self.discard()
 
     def _make(self) -> None:
         while self.fd < 0:
