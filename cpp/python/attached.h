@@ -191,9 +191,9 @@ class Membership {
     return id_;
   }
   // True once after every id() that took a new id.
+  bool take_renewed() { return std::exchange(renewed_, false); }
   // Whether this process has one.
   bool held() const { return id_ != 0 && generation_ == fork_generation.load(std::memory_order_relaxed); }
-  bool take_renewed() { return std::exchange(renewed_, false); }
 
   void close() {
     if (id_ && generation_ == fork_generation.load(std::memory_order_relaxed)) leave(*attached_->memory, id_);

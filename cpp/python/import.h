@@ -79,8 +79,7 @@ inline PyObject* place(PyObject* self, PyObject* list) {
 }
 
 // finish(counts, limiter, seed, stream, step): makes a buffer of what was placed, which draws on from there: in that
-// stream, unless somebody else made it. `limiter` is the
-// one that the counts are of.
+// stream, unless somebody else made it. `limiter` is the one that the counts are of.
 inline PyObject* finish(PyObject* self, PyObject* args) {
   return guarded([&] {
     auto& s = state_of<ImportState>(self);
