@@ -109,7 +109,10 @@ class Absorber {
     each_touched([&](uint64_t slot) {
       RowFacts row;
       uint64_t before = kNoSlot;
-      if (!memory_.at(slot) || !streams_.facts_of(slot, row)) return;
+      if (!memory_.at(slot)) return;
+      // The row before may be gone by now, and a link to it would come to lead to another stream's row.
+      if (linked_) streams_.drop_half_link(slot);
+      if (!streams_.facts_of(slot, row)) return;
       if (linked_ && streams_.follows(row)) streams_.find_predecessor(row, before);
       connect(slot, row, before);
     });

@@ -66,6 +66,12 @@ class Streams {
     TORCHREPLAY_FAULT("link.next");
   }
 
+  // Takes back what a death in link() left: a row that says where the one before it is, and is not known there.
+  void drop_half_link(uint64_t slot) const {
+    const uint64_t before = prev(slot);
+    if (before != kNoSlot && next(before) != slot) memory_.links(slot).prev.store(0, std::memory_order_relaxed);
+  }
+
   // The slot's own links go last: they lead back to its neighbours whoever has to finish this.
   void unlink(uint64_t slot) const {
     const uint64_t before = prev(slot), after = next(slot);

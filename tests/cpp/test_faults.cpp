@@ -180,6 +180,36 @@ BOOST_AUTO_TEST_CASE(
   }
 }
 
+// Nobody repairs for nearly a turn of the ring: the row before is gone then, and its slot far from the cursor.
+BOOST_AUTO_TEST_CASE(a_row_half_linked_by_a_dead_learner_is_not_linked_to_what_comes_to_lie_where_its_predecessor_was) {
+  constexpr uint64_t kBetween = 10;  // rows between the two
+  for (const char* point : {"adopt.at", "link.prev", "link.next", "adopt.linked"}) {
+    Plan plan;
+    plan.capacity = 2 * Absorber::kChunk;
+    plan.view = transitions(2, 2);
+    auto m = make_segment(plan);
+    Explorer slow(*m, 1), fast(*m, 2);
+    slow.reset();
+    fast.reset();
+    for (uint64_t i = 1; i < kBetween; i++) fast.step();
+    settle(*m);
+    slow.step();
+    Child learner([&] {
+      fault::arm(point);
+      settle(*m);
+    });
+    BOOST_TEST(learner.wait() == fault::kExitStatus, point);
+    while (m->header().head.load() < m->capacity() + kBetween / 2) fast.step();
+    settle(*m);
+    std::string v = violation(*m);
+    BOOST_TEST(v.empty(), v << " after a death at " << point);
+    slow.step();  // what it completes, if anything, is not the other's item
+    settle(*m);
+    v = violation(*m);
+    BOOST_TEST(v.empty(), v << " later, after a death at " << point);
+  }
+}
+
 BOOST_AUTO_TEST_CASE(a_point_counts_from_the_moment_it_is_armed) {
   fault::Point& point = fault::point<"test.point">;
   auto pass = [] { TORCHREPLAY_FAULT("test.point"); };
