@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -158,3 +160,41 @@ def test_a_child_forked_out_of_a_waiting_append_does_not_go_on_with_its_parents_
         buffer.stop()
         assert explorer.wait() == 0
     assert list(outcome) == [1, 2]
+
+
+def test_a_process_ends_in_order_whatever_its_daemon_threads_are_at():
+    program = """
+import threading
+import numpy as np
+import torchreplay as tr
+
+def new(limiter):
+    return tr.ReplayBuffer({"x": tr.Field(20_000)}, 200, limiter=limiter)
+
+limiters = tr.MinSize(), tr.MinSize(500), tr.SamplesPerInsert(1.0, 50)
+buffers = free, learner_waits, explorer_waits = [new(limiter) for limiter in limiters]
+x = np.zeros((50, 20_000), np.float32)
+free.extend(x=x)
+
+def write(buffer):
+    while True:
+        buffer.extend(x=x)
+
+def draw(buffer):
+    while True:
+        buffer.sample(1000)
+
+def iterate(buffer):
+    for batch in tr.ReplayDataset(buffer, 10):
+        buffer.update_priorities(batch, np.ones(10))
+
+for buffer in buffers:
+    buffer.handle()  # others might come
+for work, buffer in (write, free), (draw, free), (iterate, free), (draw, learner_waits), (write, explorer_waits):
+    threading.Thread(target=work, args=(buffer,), daemon=True).start()
+stats = [buffer.stats() for buffer in buffers]
+while not (stats[0].draws > 9 and stats[0].rows_written > 99 and stats[1].sample_wait and stats[2].insert_wait):
+    stats = [buffer.stats() for buffer in buffers]
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=100)
+    assert (done.returncode, done.stderr.decode()) == (0, "")

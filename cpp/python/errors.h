@@ -3,6 +3,7 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <unistd.h>
 
 #include <new>
 #include <stdexcept>
@@ -47,11 +48,25 @@ PyObject* guarded(Body&& body) {
   return nullptr;
 }
 
+// Runs what takes the interpreter lock. Once the interpreter comes to its end no thread but its own gets that lock;
+// Python before 3.14 unwinds the others, through destructors that must not throw and that need the lock. Here they
+// sleep, as in later ones, until the process is gone.
+template <class Take>
+decltype(auto) taking_gil(Take&& take) {
+  try {
+    return take();
+  } catch (...) {  // neither Python nor C throws anything else
+    for (;;) pause();
+  }
+}
+
 // Releases the interpreter lock while it lives.
 class WithoutGil {
  public:
   WithoutGil() : state_(PyEval_SaveThread()) {}
-  ~WithoutGil() { PyEval_RestoreThread(state_); }
+  ~WithoutGil() {
+    taking_gil([this] { PyEval_RestoreThread(state_); });
+  }
   WithoutGil(const WithoutGil&) = delete;
 
  private:
@@ -60,7 +75,7 @@ class WithoutGil {
 
 // For `interrupted`: called without the interpreter lock, between slices of a wait.
 inline bool signal_pending() {
-  const PyGILState_STATE state = PyGILState_Ensure();
+  const PyGILState_STATE state = taking_gil(PyGILState_Ensure);
   const bool raised = PyErr_CheckSignals() != 0;
   PyGILState_Release(state);
   return raised;
@@ -68,7 +83,7 @@ inline bool signal_pending() {
 
 // For `report_wait`: called without the interpreter lock. A log that fails is no reason to end a wait; Ctrl-C is.
 inline bool report_to_log(const std::string& text) {
-  const PyGILState_STATE state = PyGILState_Ensure();
+  const PyGILState_STATE state = taking_gil(PyGILState_Ensure);
   PyObject* result = PyObject_CallFunction(report, "s", text.c_str());
   if (!result && PyErr_ExceptionMatches(PyExc_Exception)) PyErr_Clear();
   Py_XDECREF(result);
