@@ -183,6 +183,9 @@ PyObject* make_module() {
     }
     // After all exit handlers: what they write is in the file.
     const auto at_exit = [] {
+      // There is no interpreter any more that waits could ask or tell.
+      interrupted = [] { return false; };
+      report_wait = [](const std::string&) { return false; };
       try {
         Attached::leave_files();
       } catch (...) {  // not sealed

@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from file_buffers import BOOT, make, poke, rows
+from file_buffers import BOOT, HOLDER, MUTEX, make, poke, rows
 
 import torchreplay as tr
 
@@ -78,6 +78,20 @@ ENDS = {
         for _ in range(2):
             threading.Thread(target=write, daemon=True).start()
         begun.wait()
+    """,
+    "whose daemon thread holds the lock": f"""
+        import ctypes, threading
+        buffer = make(path)
+        buffer.extend(**rows(0, 5))
+        header = buffer._segment.address
+        held = threading.Event()
+        def hold():
+            assert ctypes.CDLL(None).pthread_mutex_lock(ctypes.c_void_p(header + {MUTEX})) == 0
+            ctypes.c_uint64.from_address(header + {HOLDER}).value = 1 << 32 | threading.get_native_id()
+            held.set()
+            threading.Event().wait()
+        threading.Thread(target=hold, daemon=True).start()
+        held.wait()
     """,
     "whose exit handler writes": """
         import atexit
