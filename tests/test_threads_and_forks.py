@@ -162,6 +162,33 @@ def test_a_child_forked_out_of_a_waiting_append_does_not_go_on_with_its_parents_
     assert list(outcome) == [1, 2]
 
 
+def test_a_fork_tells_every_open_buffer_though_other_threads_open_and_close_some(monkeypatch):
+    ignored, over = [], threading.Event()
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
+
+    def open_and_close():
+        while not over.is_set():
+            buffer_with(tr.MinSize(), capacity=4).close()
+
+    threads = [threading.Thread(target=open_and_close) for _ in range(2)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(100):
+            kept = buffer_with(tr.MinSize(), capacity=4)
+            with Forked(os.getpid) as child:
+                assert child.wait() == 0
+            assert kept._segment.census(False)["shared"]
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+        sys.setswitchinterval(interval)
+    assert not ignored
+
+
 def test_a_process_ends_in_order_whatever_its_daemon_threads_are_at():
     program = """
 import threading

@@ -17,18 +17,25 @@ if TYPE_CHECKING:
 open_buffers: weakref.WeakSet[ReplayBuffer] = weakref.WeakSet()
 
 
+def _all_open() -> list[ReplayBuffer]:
+    while True:
+        with suppress(RuntimeError):  # other threads open and close some meanwhile
+            return list(open_buffers)
+
+
 def _before_fork() -> None:
-    for buffer in list(open_buffers):
-        buffer._become_shared()
+    for buffer in _all_open():
+        with suppress(RuntimeError):  # another thread has just closed it
+            buffer._become_shared()
 
 
 def _in_child() -> None:
-    for buffer in list(open_buffers):
+    for buffer in _all_open():
         buffer._become_childs()
 
 
 def _settle() -> None:
-    for buffer in list(open_buffers):
+    for buffer in _all_open():
         with suppress(Exception):  # what cannot be applied has nobody left to be told
             buffer._end()
 
