@@ -93,6 +93,14 @@ ENDS = {
         threading.Thread(target=hold, daemon=True).start()
         held.wait()
     """,
+    "whose ring outlives its buffer": """
+        from torchreplay.ops import Ring
+        buffer = make(path)
+        buffer.extend(**rows(0, 5))
+        ring = Ring(buffer)
+        ring.sample(3)
+        buffer.close()
+    """,
     "whose exit handler writes": """
         import atexit
         buffer = make(path)

@@ -5,7 +5,7 @@
 #include <memory>
 #include <mutex>
 
-#include "../format.h"
+#include "../file.h"
 #include "../participants.h"
 #include "../plan.h"
 
@@ -19,11 +19,11 @@ class AttachedRing {
     if (memory_->layout().view.linked()) plan_.check(memory_->layout());
   }
   ~AttachedRing() {
-    if (learner_ == 0 || generation_ != fork_generation.load(std::memory_order_relaxed)) return;
     try {
-      leave(*memory_, learner_);
+      if (learner_ != 0 && generation_ == fork_generation.load(std::memory_order_relaxed)) leave(*memory_, learner_);
     } catch (const std::system_error&) {  // the place goes with the process
     }
+    release_segment(std::move(memory_));
   }
   AttachedRing(const AttachedRing&) = delete;
 
