@@ -78,6 +78,15 @@ def test_bad_rows_are_a_value_error_that_names_the_field(buffer, rows, message):
     assert_nothing_was_written_and_the_buffer_works(buffer)
 
 
+def test_more_rows_than_there_are_keys_are_refused_though_they_need_no_memory():
+    # Keys of 8 bytes each for 2**61 rows are so many bytes that 64 bits do not count them.
+    buffer = tr.ReplayBuffer({"x": tr.Field((), torch.uint8)}, 8)
+    for rows in (2**61, 2**61 + 5, 2**47 + 1):
+        with pytest.raises(ValueError, match=f"field 'x': got {rows} rows, expected at most {2**47}"):
+            buffer.extend(x=torch.zeros(1, dtype=torch.uint8).expand(rows))
+    assert buffer.stats().rows_written == 0
+
+
 @pytest.mark.gpu
 def test_a_cuda_tensor_is_refused_with_the_advice_to_copy_it(buffer):
     with pytest.raises(ValueError, match=r"not on the CPU: pass tensor.cpu\(\)"):

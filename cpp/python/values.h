@@ -32,7 +32,7 @@ class FieldValue {
       throw std::invalid_argument(
           "field '" + spec.path + "': " + (scalar ? describe_scalar(o) : element_name(a.element)) +
           " does not cast to " + element_name(spec.element) + " by the same_kind rule: convert it explicitly");
-    if (leading.times && leading.time_count < 0) leading.time_count = a.shape[0];
+    if (leading.times && leading.time_count < 0) leading.time_count = checked_count(a.shape[0], spec, leading);
     if (leading.times && a.shape[0] != leading.time_count)
       throw std::invalid_argument("field '" + spec.path + "': got " + std::to_string(a.shape[0]) +
                                   (leading.after_steps ? " observations, expected one more than steps, which have "
@@ -58,6 +58,15 @@ class FieldValue {
   void release() { view_.release(); }
 
  private:
+  // Arrays that repeat a value need no memory: they may be longer than anything.
+  static int64_t checked_count(int64_t n, const FieldSpec& spec, const Leading& leading) {
+    const int64_t most = static_cast<int64_t>(kMaxKeys) / (leading.lanes ? leading.lane_count : 1);
+    if (n > most)
+      throw std::invalid_argument("field '" + spec.path + "': got " + std::to_string(n) + " rows, expected at most " +
+                                  std::to_string(most) + ": there are no more keys");
+    return n;
+  }
+
   static std::string describe_scalar(PyObject* o) {
     return PyFloat_Check(o) ? "a Python float" : PyBool_Check(o) ? "a Python bool" : "a Python int";
   }
