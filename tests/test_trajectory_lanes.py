@@ -97,7 +97,7 @@ def observed(*numbers):
 
 
 def step(writer, obs, terminated=None, **arguments):
-    lanes = len(obs)
+    lanes = len(obs["where"] if isinstance(obs, dict) else obs)
     none = np.zeros(lanes, bool)
     ends = none if terminated is None else np.array(terminated)
     zeros = {"action": np.zeros(lanes, int), "reward": np.zeros(lanes)}
@@ -178,6 +178,52 @@ def test_a_lane_that_ends_in_the_same_step_writes_its_last_observation_and_the_f
         assert step(writer, observed(51, 13)).tolist() == [7, 8]
         assert writer.rows == 9
     assert sorted(pairs(buffer)) == [(0, 1), (1, 7), (10, 11), (11, 12), (12, 13), (50, 51)]
+
+
+def unwritable(*values):
+    array = np.array(values, np.float32)
+    array.flags.writeable = False
+    return array
+
+
+# What writers take as an observation they take as a lane's last one, and make the same of it: type, value, what is held
+LIKE_OBSERVATIONS = {
+    "reversed": (np.float32, np.array([8.0, 7.0])[::-1], [7.0, 8.0]),
+    "of the other byte order": (np.float32, np.array([7.0, 8.0], ">f4"), [7.0, 8.0]),
+    "of long doubles": (np.float64, np.array([7.0, 0.1], np.longdouble), [7.0, 0.1]),
+    "not to be written to": (np.float32, unwritable(7.0, 8.0), [7.0, 8.0]),
+    "of Python's floats": (np.float64, [7.0, 0.1], [7.0, 0.1]),
+    "of a narrower unsigned type": (np.uint16, np.array([7, 200], np.uint8), [7, 200]),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("dtype", "last", "held"), LIKE_OBSERVATIONS.values(), ids=LIKE_OBSERVATIONS.keys())
+def test_a_last_observation_of_a_lane_may_be_whatever_an_observation_may_be(dtype, last, held):
+    buffer = buffer_of(tr.Transitions(), {"obs": ((2,), dtype), **STEPS})
+    with buffer.writer(lanes=2, autoreset="same_step") as writer:
+        writer.reset(obs=np.zeros((2, 2), dtype))
+        step(writer, np.zeros((2, 2), dtype), [True, False], final_obs=[last, None])
+    assert everything(buffer)["next_obs"].tolist() == [held, [0, 0]]
+
+
+SEVENS = np.full(2, 7.0, np.float32)
+OF_ONE_FIELD = {
+    "dicts": np.array([{"where": SEVENS}, None], object),
+    "a dict of arrays": {"where": observed(7, 0)},
+    "a dict in a dict": {"obs": {"where": observed(7, 0)}},
+    "values": [SEVENS, None],
+}
+
+
+@pytest.mark.parametrize("names", ["obs/where", ("obs/where",)], ids=repr)
+@pytest.mark.parametrize("final", OF_ONE_FIELD.values(), ids=OF_ONE_FIELD.keys())
+def test_last_observations_may_be_dicts_where_the_view_observes_one_field_of_them(names, final):
+    buffer = buffer_of(tr.Transitions(observation=names), {"obs/where": ((2,), np.float32), **STEPS})
+    with buffer.writer(lanes=2, autoreset="same_step") as writer:
+        writer.reset(obs={"where": observed(0, 10)})
+        step(writer, {"where": observed(50, 11)}, [True, False], final_obs=final)
+    assert everything(buffer)["next_obs"]["where"][:, 0].tolist() == [7, 11]
 
 
 def test_last_observations_of_a_vector_environment_may_be_nested_arrays_of_all_lanes():

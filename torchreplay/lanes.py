@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from .spec import Field, Path
+
+Array: TypeAlias = np.ndarray[Any, Any]
 
 
 class LastObservations:
@@ -39,9 +41,11 @@ class LastObservations:
         paths = [tuple(name.split("/")) for name in names]
         values: dict[str, Any] = {}
         for path in paths:
-            value = given if len(paths) == 1 else self._inner(given, path)
+            value = None if paths == [path[:1]] else self._inner(given, path)
             if value is None and len({p[0] for p in paths}) == 1:
                 value = self._inner(given, path[1:])  # of an observation whose name is that of the dict itself
+            if value is None and len(paths) == 1:
+                value = given
             level = values
             for part in path[:-1]:
                 level = level.setdefault(part, {})
@@ -67,19 +71,16 @@ class LastObservations:
             return {name: self._per_lane([_part(v, name) for v in each], (*path, name)) for name in inner}
         if each is None:
             return value
-        return torch.stack([self._observation(v, lane, path) for lane, v in enumerate(each)])
+        return _stacked(self._fields[path], [self._observation(v, lane, path) for lane, v in enumerate(each)])
 
-    def _observation(self, value: Any, lane: int, path: Path) -> torch.Tensor:
-        """Returns one lane's value of one field: zeros where its episode goes on."""
+    def _observation(self, value: Any, lane: int, path: Path) -> torch.Tensor | Array | None:
+        """Returns one lane's value of one field; None where its episode goes on and it has none."""
         field, name = self._fields[path], "/".join(path)
         if value is None:
             if self._ended[lane]:
                 raise ValueError(f"field {name!r}: the episode ends in lane {lane}, and final_obs has nothing for it")
-            return torch.zeros(field.shape, dtype=field.dtype)
-        try:
-            found = torch.as_tensor(value)
-        except (TypeError, ValueError, RuntimeError):
-            found = None
+            return None
+        found = _numbers(value)
         if found is None or tuple(found.shape) != field.shape:
             given = type(value).__name__ if found is None else f"shape {tuple(found.shape)}"
             raise ValueError(f"field {name!r}: final_obs of lane {lane} is of {given}, expected {field}")
@@ -89,6 +90,28 @@ class LastObservations:
         """Returns the lanes' observations where they are given one by one."""
         one_by_one = isinstance(value, list) or (isinstance(value, np.ndarray) and value.dtype == object)
         return list(value) if one_by_one and len(value) == len(self._ended) else None
+
+
+def _numbers(value: Any) -> torch.Tensor | Array | None:
+    """Returns a tensor as it is and anything else as an array; None where it is none of numbers."""
+    if isinstance(value, torch.Tensor):
+        return value
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    return array if array.dtype.kind in "biufc" else None
+
+
+def _stacked(field: Field, values: list[torch.Tensor | Array | None]) -> torch.Tensor | Array:
+    """Returns the lanes' values of a field as one, with zeros where there is none."""
+    arrays = [value for value in values if isinstance(value, np.ndarray)]
+    if arrays and not any(isinstance(value, torch.Tensor) for value in values):
+        # Not by way of torch, which takes arrays of fewer kinds and makes float32 of Python floats.
+        zeros = np.zeros(field.shape, arrays[0].dtype)
+        return np.stack([zeros if value is None else value for value in values])
+    absent = torch.zeros(field.shape, dtype=field.dtype)
+    return torch.stack([absent if value is None else torch.as_tensor(value) for value in values])
 
 
 def _part(value: Any, name: str) -> Any:
