@@ -41,6 +41,13 @@ class Lanes {
   bool vectorised() const { return vectorised_; }
   const std::vector<StreamRow>& rows() const { return rows_; }
 
+  // The call has failed. If a part of the planned rows is written, nobody knows which: the call made again would write
+  // them twice, and the next one would lead past those that are missing. So their lanes start with a reset.
+  void break_off() {
+    if (committed_ == 0 || committed_ == rows_.size()) return;
+    for (const StreamRow& row : rows_) lanes_[row.lane].state = State::kBroken;
+  }
+
   // A forked child owns no stream of its parent's: it starts with a reset.
   void forget() {
     for (Lane& lane : lanes_) lane = {};
@@ -85,10 +92,11 @@ class Lanes {
     const bool first = row.kind == StreamRow::Kind::kReset;
     lane = {key + 1, first ? 0 : view_.step_after(lane.step),
             !first && (row.flags & kEnds) ? State::kEnded : State::kRunning};
+    committed_ = i + 1;
   }
 
  private:
-  enum class State : uint8_t { kNew, kRunning, kEnded };
+  enum class State : uint8_t { kNew, kRunning, kEnded, kBroken };
   struct Lane {
     uint64_t key1 = 0;  // key + 1 of its last row
     uint32_t step = 0;
@@ -97,6 +105,7 @@ class Lanes {
 
   void begin() {
     rows_.clear();
+    committed_ = 0;
     planned_.resize(lanes_.size());
     for (size_t i = 0; i < lanes_.size(); i++) planned_[i] = lanes_[i].state;
   }
@@ -110,6 +119,9 @@ class Lanes {
                 int64_t times) {
     State& state = planned_[lane];
     if (state == State::kNew) throw std::invalid_argument("step() before the first reset()" + of(lane));
+    if (state == State::kBroken)
+      throw std::invalid_argument(
+          "the call before failed when some of its rows were written: call reset() before the next step()" + of(lane));
     if (state == State::kEnded) {
       if (vectorised_ && autoreset_ == Autoreset::kNextStep) return add_reset(lane, obs_time, answer);
       throw std::invalid_argument(times > 1
@@ -133,6 +145,7 @@ class Lanes {
   Autoreset autoreset_;
   View view_;
   std::vector<StreamRow> rows_;
+  uint64_t committed_ = 0;  // of them
   std::vector<State> planned_;
 };
 

@@ -43,7 +43,12 @@ inline void write_planned(PyObject* self, WriterState& s, int64_t* answers) {
   };
   PlannedRows rows{s};
   s.keys.resize(plan.size());
-  if (!plan.empty()) write(self, s, plan.size(), rows, s.keys.data(), fill);
+  try {
+    if (!plan.empty()) write(self, s, plan.size(), rows, s.keys.data(), fill);
+  } catch (...) {
+    s.lanes.break_off();
+    throw;
+  }
   for (size_t i = 0; i < plan.size(); i++)
     if (plan[i].answer >= 0) answers[plan[i].answer] = s.keys[i];
 }
@@ -224,7 +229,8 @@ inline PyMethodDef methods[] = {
      "gives them the largest one seen so far. `final_obs` is infos['final_obs'] of a vector environment that resets in "
      "the\n"
      "same step; it is needed where a lane ends, and the key returned is then that of the episode's last "
-     "row.\n\nRaises:\n"
+     "row.\n\nWaits as `append` does. After a wait that fails when the rows of some lanes are written, all must be "
+     "reset.\n\nRaises:\n"
      "    ValueError: the view is Rows(), no reset() came before, the episode has ended, or a value does not fit; "
      "nothing is\n"
      "        written.\n    Stopped: the buffer was stopped."},

@@ -1,0 +1,123 @@
+"""Calls of linked writers that fail in a wait: whatever is done next, no item leads past a step or has one twice."""
+
+import itertools
+import threading
+from contextlib import suppress
+
+import numpy as np
+import pytest
+from linked_rows import buffer_of, pairs
+
+import torchreplay as tr
+
+MANY = 100  # lanes: more than the 64 rows for which a writer looks at the limiter once
+BROKEN_OFF = r"failed when some of its rows were written: call reset\(\) before the next step\(\)"
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    """As in a program of one thread, whatever threads other tests have left: a wait for the learner then fails."""
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+
+
+def buffer_with_room_for(items):
+    limiter = tr.SamplesPerInsert(1.0, min_size=items // 2, tolerance=1.0)
+    return buffer_of(tr.Transitions(), capacity=10_000, limiter=limiter)
+
+
+def observed(first, lanes=MANY):
+    """Observations of the lanes: `first` in lane 0, 1000 more in each further lane."""
+    return np.repeat(first + 1000 * np.arange(lanes, dtype=np.float32)[:, None], 2, axis=1)
+
+
+def step(writer, number, lanes=MANY):
+    no = np.zeros(lanes, bool)
+    others = {"action": np.zeros(lanes, int), "reward": np.zeros(lanes), "terminated": no, "truncated": no}
+    return writer.step(obs=observed(number, lanes), **others)
+
+
+def draw_what_may_be(buffer):
+    with suppress(tr.WouldBlockForever):
+        while True:
+            buffer.sample(10)
+
+
+def assert_true(buffer):
+    """Every item leads from an observation to the one that followed, and none is there twice."""
+    found = pairs(buffer)
+    assert {following - before for before, following in found} == {1.0}
+    assert len(set(found)) == len(found)
+
+
+def test_a_step_of_lanes_that_fails_half_way_is_neither_repeated_nor_passed_over():
+    buffer = buffer_with_room_for(120)
+    with buffer.writer(lanes=MANY) as writer:
+        writer.reset(obs=observed(0))
+        step(writer, 1)
+        with pytest.raises(tr.WouldBlockForever, match="the learner is behind"):
+            step(writer, 2)
+        written = writer.rows
+        assert 2 * MANY < written < 3 * MANY
+        draw_what_may_be(buffer)
+        for number in (2, 3):
+            with pytest.raises(ValueError, match=f"{BROKEN_OFF} in lane 0"):
+                step(writer, number)
+        assert writer.rows == written
+        writer.reset(obs=observed(5))
+        draw_what_may_be(buffer)
+        step(writer, 6)
+    assert_true(buffer)
+    assert {(5.0, 6.0), (99_005.0, 99_006.0)} <= set(pairs(buffer))
+
+
+def test_lanes_may_be_reset_one_after_the_other_after_a_step_that_failed_half_way():
+    buffer = buffer_with_room_for(120)
+    first = np.arange(MANY) == 0
+    with buffer.writer(lanes=MANY, autoreset="disabled") as writer:
+        writer.reset(obs=observed(0))
+        step(writer, 1)
+        with pytest.raises(tr.WouldBlockForever):
+            step(writer, 2)
+        draw_what_may_be(buffer)
+        writer.reset(obs=observed(5), mask=first)
+        with pytest.raises(ValueError, match=f"{BROKEN_OFF} in lane 1"):
+            step(writer, 6)
+        writer.reset(obs=observed(5), mask=~first)
+        step(writer, 6)
+    assert_true(buffer)
+
+
+def test_a_step_of_lanes_that_fails_before_its_first_row_may_be_made_again():
+    buffer = buffer_with_room_for(200)
+    with buffer.writer(lanes=10) as writer:
+        writer.reset(obs=observed(0, 10))
+        for number in itertools.count(1):
+            written = writer.rows
+            try:
+                step(writer, number, 10)
+            except tr.WouldBlockForever:
+                break
+        assert writer.rows == written
+        draw_what_may_be(buffer)
+        step(writer, number, 10)
+        step(writer, number + 1, 10)
+    assert_true(buffer)
+    assert len(pairs(buffer)) == 10 * (number + 1)
+
+
+def test_an_episode_that_was_written_half_is_followed_by_a_reset_or_a_whole_one():
+    buffer = buffer_with_room_for(120)
+    with buffer.writer() as writer:
+        no = np.zeros(500, bool)
+        episode = {"action": no.astype(int), "reward": no.astype(float), "terminated": no, "truncated": no}
+        with pytest.raises(tr.WouldBlockForever):
+            writer.extend(obs=np.arange(501)[:, None].repeat(2, axis=1), **episode)
+        draw_what_may_be(buffer)
+        values = {"action": 0, "reward": 0.0, "terminated": False, "truncated": False}
+        with pytest.raises(ValueError, match=BROKEN_OFF):
+            writer.step(obs=np.full(2, 501.0), **values)
+        whole = {name: value[:2] for name, value in episode.items()}
+        writer.extend(obs=np.array([[600, 0], [601, 0], [602, 0]]), **whole)
+        writer.step(obs=np.full(2, 603.0), **values)
+    assert_true(buffer)
+    assert pairs(buffer)[-3:] == [(600, 601), (601, 602), (602, 603)]
