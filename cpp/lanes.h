@@ -131,8 +131,9 @@ class Lanes {
     }
     const bool resets = flags && vectorised_ && autoreset_ == Autoreset::kSameStep;
     if (resets && !last_given)
-      throw std::invalid_argument("the episode ends" + of(lane) +
-                                  " and autoreset is 'same_step': pass final_obs=infos['final_obs'] too");
+      throw std::invalid_argument("the episode ends" + of(lane) + " and autoreset is 'same_step': " +
+                                  (obs_time == time ? "pass final_obs=infos['final_obs'] too"
+                                                    : "extend() takes streams of 'next_step' only, use step()"));
     rows_.push_back({resets ? StreamRow::Kind::kLast : StreamRow::Kind::kStep, lane, time, obs_time, flags, answer});
     state = flags ? State::kEnded : State::kRunning;
     if (resets) add_reset(lane, obs_time, -1);

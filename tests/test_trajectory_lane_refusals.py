@@ -186,6 +186,22 @@ def test_a_last_observation_is_refused_where_episodes_do_not_end_and_begin_in_on
         assert_goes_on(buffer, writer)
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_block_has_no_place_for_last_observations(buffer, steps):
+    no = np.zeros((steps, 2), bool)
+    values = {"action": no.astype(int), "reward": no.astype(float), "terminated": no, "truncated": no}
+    block = values | {"obs": np.zeros((steps + 1, 2, 2))}
+    ended = no.copy()
+    ended[-1, 1] = True
+    with started(buffer, "same_step") as writer:
+        with pytest.raises(ValueError, match=r"ends in lane 1 .*: extend\(\) takes streams of 'next_step' only"):
+            writer.extend(**block | {"truncated": ended})
+        with pytest.raises(ValueError, match=r"extend\(\) takes no final_obs"):
+            writer.extend(**block | {"truncated": ended, "final_obs": observed(1, 11)})
+        assert_goes_on(buffer, writer)
+        assert writer.extend(**block).shape == (steps + 1, 2)
+
+
 # Making the writer
 
 

@@ -169,6 +169,8 @@ inline PyObject* step(PyObject* self, PyObject* const* args, Py_ssize_t nargs, P
 inline PyObject* extend_episodes(PyObject* self, WriterState& s, PyObject* const* args, PyObject* names) {
   PyObject* options[2] = {};
   s.matcher.match(args, names, s.given.data(), options);
+  if (options[1] && options[1] != Py_None)
+    throw std::invalid_argument("extend() takes no final_obs: each observation is the one that the step before led to");
   Leading steps = one_time(s);
   steps.times = true;
   open_rest(s, steps);
