@@ -41,9 +41,9 @@ class SamplesPerInsert:
     The semantics are those of Reverb's rate limiter (https://arxiv.org/abs/2102.04736, section 3.4), counted over all
     explorers and learners: once `min_size` items are in, `inserted * ratio - sampled` stays within `min_size * ratio`
     plus or minus a tolerance. A learner that waits is never waited for: what its batch needs is always admitted, which
-    may be more. And each writer may add up to two calls' rows: a call looks once for all of its rows, and those that it
-    is writing do not count yet. A writer counts what was written at least once in half a turn of the ring, so that no
-    item is overwritten uncounted.
+    may be more. And each writer may add up to two calls' rows, or 128 of longer calls: it looks once for 64 rows of a
+    call, which may thus wait in its midst, and those that it is writing do not count yet. A writer counts what was
+    written at least once in half a turn of the ring, so that no item is overwritten uncounted.
 
     Args:
         ratio: Draws per inserted item.
