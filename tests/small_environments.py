@@ -3,6 +3,7 @@
 import gymnasium
 import numpy as np
 from gymnasium import spaces
+from gymnasium.vector.utils import concatenate, create_empty_array
 
 
 class Rich(gymnasium.Env):
@@ -78,3 +79,16 @@ class Scripted(gymnasium.Env):
 
     def _like(self, number):
         return np.full(self.observation_space.shape, number, self.observation_space.dtype)
+
+
+class FinalArrays(gymnasium.vector.VectorWrapper):
+    """Gives last observations as it gives the others, for all lanes together, as environments written in arrays do."""
+
+    def step(self, actions):
+        *given, infos = self.env.step(actions)
+        if "final_obs" in infos:
+            ended = next(obs for obs in infos["final_obs"] if obs is not None)
+            each = [ended if obs is None else obs for obs in infos["final_obs"]]
+            space = self.single_observation_space
+            infos["final_obs"] = concatenate(space, each, create_empty_array(space, self.num_envs))
+        return *given, infos

@@ -8,7 +8,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from small_environments import Goal, Rich, Scripted
+from small_environments import FinalArrays, Goal, Rich, Scripted
 
 import torchreplay as tr
 
@@ -105,6 +105,19 @@ def test_vector_environments_of_other_makes_pass(how):
         assert tr.check(envs, buffer_for(envs, tr.Transitions(3)), episodes=4).items > 20
     finally:
         envs.close()
+
+
+def test_last_observations_of_all_lanes_together_pass():
+    rich, goal = (FinalArrays(made(kind, AutoresetMode.SAME_STEP)) for kind in (Rich, Goal))
+    parts = ("obs/image", "obs/deep", "obs/bits")
+    for view in (tr.Transitions(3), tr.Sequences(2), tr.Transitions(observation=parts)):
+        assert tr.check(rich, buffer_for(rich, view), episodes=8).items > 8
+    spec = tr.spec_from_env(goal)
+    apart = spec.pop("obs") | spec  # each part of the observation in a field at the top
+    for names in (tuple(goal.single_observation_space), ("desired_goal",)):
+        fields = {name: field for name, field in apart.items() if name in names or name in spec}
+        buffer = tr.ReplayBuffer(fields, 32, view=tr.Transitions(observation=names))
+        assert tr.check(goal, buffer, episodes=8).items > 8
 
 
 def test_every_step_is_checked_once():

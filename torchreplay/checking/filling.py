@@ -53,8 +53,12 @@ class Filling:
         """Returns a vector environment's last observations in the form that `Writer.step` takes."""
         if self._named == [(self._tops[0],)] and not self._by_key:
             return final_obs
-        each = [None if obs is None else self.observation(obs) for obs in final_obs]
-        lanes = {path: [None if obs is None else lookup(obs, path) for obs in each] for path in self._named}
+        if isinstance(final_obs, (Mapping, tuple)):  # of arrays of all lanes
+            whole = self.observation(final_obs)
+            lanes = {path: lookup(whole, path) for path in self._named}
+        else:
+            each = [None if obs is None else self.observation(obs) for obs in final_obs]
+            lanes = {path: [None if obs is None else lookup(obs, path) for obs in each] for path in self._named}
         return nest(lanes) if len(lanes) > 1 else lanes[self._named[0]]
 
     def step(self, given: Call | Row, fill: Mapping[Path, Any]) -> dict[str, Any]:

@@ -140,7 +140,7 @@ def _step_lanes(env: Any, lanes: list[_Lane], autoreset: OwnAutoreset, over: np.
             call.rows[i] = lane.starts(here)
             continue
         at_end = autoreset == "same_step" and (terminated[i] or truncated[i])
-        led_to = final_obs[i] if at_end and final_obs is not None else here
+        led_to = _of_lane(final_obs, i) if at_end and final_obs is not None else here
         call.rows[i] = lane.goes_on(led_to, _of_lane(action, i), reward[i], terminated[i], truncated[i])
         if at_end:
             call.resets.append(lane.starts(here))
@@ -152,4 +152,5 @@ def _of_lane(values: Any, lane: int) -> Any:
         return {name: _of_lane(value, lane) for name, value in values.items()}
     if isinstance(values, tuple):
         return tuple(_of_lane(value, lane) for value in values)
-    return values[lane, ...] if isinstance(values, np.ndarray) else values[lane]
+    # An array of objects has one for each lane.
+    return values[lane, ...] if isinstance(values, np.ndarray) and values.dtype != object else values[lane]
