@@ -42,8 +42,10 @@ class SamplesPerInsert:
     explorers and learners: once `min_size` items are in, `inserted * ratio - sampled` stays within `min_size * ratio`
     plus or minus a tolerance. A learner that waits is never waited for: what its batch needs is always admitted, which
     may be more. And each writer may add up to two calls' rows, or 128 of longer calls: it looks once for 64 rows of a
-    call, which may thus wait in its midst, and those that it is writing do not count yet. A writer counts what was
-    written at least once in half a turn of the ring, so that no item is overwritten uncounted.
+    call, which may thus wait in its midst, and those that it is writing do not count yet. Items count when they are
+    complete, and an episode completes at its end all that it has begun, up to `n_step` of `Transitions`, with
+    `Hindsight` one for each of its steps: so much more may come from each lane. A writer counts what was written at
+    least once in half a turn of the ring, so that no item is overwritten uncounted.
 
     Args:
         ratio: Draws per inserted item.
