@@ -48,6 +48,9 @@ class Lanes {
     for (const StreamRow& row : rows_) lanes_[row.lane].state = State::kBroken;
   }
 
+  // The plan is needed no more, and was a large one.
+  void forget_plan() { std::vector<StreamRow>().swap(rows_); }
+
   // A forked child owns no stream of its parent's: it starts with a reset.
   void forget() {
     for (Lane& lane : lanes_) lane = {};

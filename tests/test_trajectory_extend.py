@@ -1,9 +1,12 @@
 """Whole trajectories at once: episodes recorded elsewhere, and time-major blocks of several streams."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
-from linked_rows import NESTED, PLAIN, buffer_of, everything, flat, nested, pairs, parted, row_values, stacked
+from forked import Forked
+from linked_rows import NESTED, PLAIN, STEPS, buffer_of, everything, flat, nested, pairs, parted, row_values, stacked
 from reference_model import Lanes, Ring, Transitions
 
 import torchreplay as tr
@@ -82,6 +85,32 @@ def test_an_episode_longer_than_the_ring_leaves_its_end():
     assert batch["key"].tolist() == list(range(191, 200))
     assert np.array_equal(batch["next_obs"], stacked(observed[192:])["obs"])
     assert batch["terminated"].tolist() == [False] * 8 + [True]
+
+
+def private_bytes():
+    """Memory of this process that is not the buffer's."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
+
+
+@pytest.mark.parametrize(("view", "most"), [(tr.Rows(), 10), (tr.Transitions(), 20)], ids=["rows", "an episode"])
+def test_a_long_call_leaves_little_more_memory_behind_than_that_of_its_keys(view, most):
+    # Those take 8 bytes each, and stay for the next tensor of that size. A priority takes 4, a planned row 56.
+    rows = 1 << 22
+    fields = {"obs": ((), np.uint8), **STEPS, "action": ((), np.uint8), "reward": ((), np.float16)}
+
+    def write():
+        buffer = buffer_of(view, fields)
+        columns = {name: np.ones(rows, dtype) for name, (_, dtype) in fields.items() if name != "obs"}
+        columns |= dict.fromkeys(("terminated", "truncated"), np.zeros(rows, bool))
+        observed, priority = np.ones(rows + (view != tr.Rows()), np.uint8), np.ones(rows, np.float32)
+        before = private_bytes()
+        buffer.extend(obs=observed, **columns, priority=priority)
+        grown = private_bytes() - before
+        assert grown < most * rows, f"{grown / rows:.1f} bytes a row stay"
+
+    with Forked(write) as process:
+        assert process.wait() == 0
 
 
 def test_a_writer_extends_by_episodes_as_the_buffer_does():

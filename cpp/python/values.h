@@ -97,12 +97,19 @@ class FieldValue {
   bool dense_ = false;
 };
 
+inline constexpr size_t kKeptRows = 1 << 16;  // memory for so many stays for a writer's next call
+
+// Empties a vector; `v = {}` would keep its memory.
+template <class T>
+void give_back(std::vector<T>& v) {
+  std::vector<T>().swap(v);
+}
+
 // The raw priorities of a call: none, one number for all rows, or one for each.
 class Priorities {
  public:
   // `leading`: of the rows in the call; without any there is one row, and one number is expected.
   void open(PyObject* given, const Leading& leading) {
-    if (each_.capacity() > kKeptRows) each_ = {};
     each_.clear();
     all_ = {};
     if (!given || given == Py_None) return;
@@ -127,6 +134,11 @@ class Priorities {
     copy_converted(reinterpret_cast<char*>(raw.data()), Element::kF64, v.array.data, v.array, 0);
     each_.reserve(raw.size());
     for (double p : raw) each_.push_back(checked_priority(p));
+  }
+
+  // They are needed no more.
+  void release() {
+    if (each_.capacity() > kKeptRows) give_back(each_);
   }
 
   RowMeta of(uint64_t row) const { return each_.empty() ? all_ : RowMeta{kHasPriority, 0, each_[row]}; }
@@ -163,8 +175,6 @@ class Priorities {
     constexpr double kMax = std::numeric_limits<float>::max();
     return static_cast<float>(std::min(std::fabs(priority), kMax));
   }
-
-  static constexpr size_t kKeptRows = 1 << 16;  // memory for so many stays for the next call
 
   RowMeta all_;
   std::vector<float> each_;

@@ -107,6 +107,9 @@ class WriterUse {
     for (FieldValue& v : state_.values) v.release();
     for (FieldValue& v : state_.last) v.release();
     state_.last_held.clear();
+    state_.priorities.release();
+    if (state_.keys.capacity() > kKeptRows) give_back(state_.keys);
+    if (state_.lanes.rows().capacity() > kKeptRows) state_.lanes.forget_plan();
     state_.matcher.release();
     state_.reset_matcher.release();
     state_.used_in = 0;
