@@ -121,3 +121,22 @@ def test_an_episode_that_was_written_half_is_followed_by_a_reset_or_a_whole_one(
         writer.step(obs=np.full(2, 603.0), **values)
     assert_true(buffer)
     assert pairs(buffer)[-3:] == [(600, 601), (601, 602), (602, 603)]
+
+
+def write_and_draw_in_turns(tolerance):
+    """As many draws as the ratio asks for, after every step but the first ones."""
+    limiter = tr.SamplesPerInsert(8.0, min_size=5 * MANY, tolerance=tolerance)
+    buffer = buffer_of(tr.Transitions(), capacity=10_000, limiter=limiter)
+    with buffer.writer(lanes=MANY) as writer:
+        writer.reset(obs=observed(0))
+        for number in range(1, 31):
+            step(writer, number)
+            if number > 5:
+                for _ in range(8):
+                    buffer.sample(MANY)
+
+
+def test_a_program_of_one_thread_needs_a_tolerance_with_room_for_the_rows_of_a_call():
+    with pytest.raises(tr.WouldBlockForever, match="a tolerance with room for all rows of a call"):
+        write_and_draw_in_turns(tolerance=0.1)
+    write_and_draw_in_turns(tolerance=0.2)

@@ -51,7 +51,8 @@ class SamplesPerInsert:
         ratio: Draws per inserted item.
         min_size: Items that must be in before the first draw.
         tolerance: How far the running balance may be off, as a share of `min_size * ratio`. None: a tenth, or 1024
-            draws if that is more, so that whole batches fit.
+            draws if that is more, so that whole batches fit. A program of one thread needs as much as a call has rows
+            (lanes, or those of an `extend`), times `ratio`.
 
     Raises:
         ValueError: `ratio` or `tolerance` is not positive and finite, `min_size` is below 1, or the bounds are not

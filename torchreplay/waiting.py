@@ -185,7 +185,8 @@ class Wait:
         if alone and not census["others_learning"]:
             raise WouldBlockForever(
                 "append() would wait for ever: the limiter says that the learner is behind, and there is no other "
-                "thread and no other process to draw. Draw more batches between appends, or use MinSize"
+                "thread and no other process to draw. Draw more batches between appends, give SamplesPerInsert a "
+                "tolerance with room for all rows of a call, or use MinSize"
             )
         figures = f"learners alive: {census['learners']}"
         if census["learners"] and not census["others_learning"]:
