@@ -11,11 +11,13 @@
 #include <mutex>
 #include <new>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace torchreplay {
 
-// Hands out 64-byte aligned blocks and keeps freed ones, by size, up to a bound.
+// Hands out 64-byte aligned blocks and keeps freed ones, by size, up to a bound. Where that is reached, those go whose
+// size was not asked for in the longest time: keys of episodes, each of another length, must not be all that is kept.
 class BlockPool {
  public:
   static constexpr size_t kKeepBytes = size_t{256} << 20;
@@ -32,14 +34,21 @@ class BlockPool {
     return *pool;
   }
 
+  BlockPool() = default;
+  BlockPool(const BlockPool&) = delete;
+  ~BlockPool() {
+    for (auto& [bytes, kept] : sizes_)
+      for (void* block : kept.blocks) std::free(block);
+  }
+
   void* take(size_t bytes) {
     {
       const std::lock_guard guard(mutex_);
-      auto& free = free_[bytes];
-      if (!free.empty()) {
-        void* p = free.back();
-        free.pop_back();
-        kept_ -= bytes;
+      Kept& kept = used(bytes);
+      if (!kept.blocks.empty()) {
+        void* p = kept.blocks.back();
+        kept.blocks.pop_back();
+        kept_bytes_ -= bytes;
         return p;
       }
     }
@@ -51,22 +60,65 @@ class BlockPool {
   }
 
   void give(void* p, size_t bytes) {
+    void* dropped = nullptr;
     {
       const std::lock_guard guard(mutex_);
-      auto& free = free_[bytes];
-      if (free.size() < kKeepOfASize && kept_ + bytes <= kKeepBytes) {
-        free.push_back(p);
-        kept_ += bytes;
-        return;
+      Kept& kept = used(bytes);
+      bool has_room = kept.blocks.size() < kKeepOfASize && bytes <= kKeepBytes;
+      while (has_room && kept_bytes_ + bytes > kKeepBytes) has_room = drop_oldest(bytes, dropped);
+      if (has_room) {
+        kept.blocks.push_back(p);
+        kept_bytes_ += bytes;
+      } else {
+        chain(p, dropped);
       }
     }
-    std::free(p);
+    while (dropped) std::free(std::exchange(dropped, *static_cast<void**>(dropped)));
+  }
+
+  size_t kept_bytes() {
+    const std::lock_guard guard(mutex_);
+    return kept_bytes_;
   }
 
  private:
+  struct Kept {
+    std::vector<void*> blocks;
+    uint64_t used = 0;
+  };
+
+  Kept& used(size_t bytes) {
+    Kept& kept = sizes_[bytes];
+    kept.used = ++uses_;
+    return kept;
+  }
+
+  // Each dropped block holds the address of the next one: letting memory go takes none.
+  static void chain(void* block, void*& dropped) {
+    *static_cast<void**>(block) = dropped;
+    dropped = block;
+  }
+
+  // Drops a block of the size that was not used for the longest time, and is not `but`. False: there is none. O(sizes).
+  bool drop_oldest(size_t but, void*& dropped) {
+    auto oldest = sizes_.end();
+    for (auto at = sizes_.begin(); at != sizes_.end(); ++at)
+      if (at->first != but && (oldest == sizes_.end() || at->second.used < oldest->second.used)) oldest = at;
+    if (oldest == sizes_.end()) return false;
+    std::vector<void*>& blocks = oldest->second.blocks;
+    if (!blocks.empty()) {
+      chain(blocks.back(), dropped);
+      blocks.pop_back();
+      kept_bytes_ -= oldest->first;
+    }
+    if (blocks.empty()) sizes_.erase(oldest);
+    return true;
+  }
+
   std::mutex mutex_;
-  std::unordered_map<size_t, std::vector<void*>> free_;
-  size_t kept_ = 0;
+  std::unordered_map<size_t, Kept> sizes_;
+  size_t kept_bytes_ = 0;
+  uint64_t uses_ = 0;
 };
 
 // One block shared by the tensors of a batch.
