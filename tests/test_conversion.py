@@ -221,3 +221,17 @@ def test_python_ints_reach_exactly_the_ends_of_an_integer_field(dtype):
             with pytest.raises(ValueError, match="out of range"):
                 writer.append(x=value)
     assert buffer.storage["x"][:2].tolist() == [info.min, info.max]
+
+
+@pytest.mark.parametrize("dtype", [d for d in ELEMENTS if d.is_floating_point], ids=numpy_name)
+def test_python_ints_beyond_a_float_field_are_refused_where_floats_become_infinite(dtype):
+    largest = int(torch.finfo(dtype).max)
+    buffer = buffer_of(dtype)
+    with buffer.writer() as writer:
+        writer.append(x=largest)
+        writer.append(x=-largest)
+        for value in (2 * largest, -2 * largest, 10**400):
+            with pytest.raises(ValueError, match=f"'x': got a Python int that is out of range for {numpy_name(dtype)}"):
+                writer.append(x=value)
+        writer.append(x=float("inf"))
+    assert buffer.storage["x"][:3].tolist() == [largest, -largest, float("inf")]

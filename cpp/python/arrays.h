@@ -221,7 +221,8 @@ class ArrayView {
     if (to >= Element::kF16) {
       const double v = PyLong_AsDouble(o);
       if (v == -1 && PyErr_Occurred()) return out_of_range(to);
-      return store(v, to);
+      constexpr double kFitsAll = 65504;  // the largest float16
+      return store(v, to) && (std::fabs(v) <= kFitsAll || stored_is_finite() || out_of_range(to));
     }
     if (to == Element::kU64) {
       const unsigned long long v = PyLong_AsUnsignedLongLong(o);
@@ -238,6 +239,12 @@ class ArrayView {
     if (v < low || v > high) return out_of_range(to);
     std::memcpy(scalar_, &v, 8);  // little-endian: the low bytes are the value
     return true;
+  }
+
+  bool stored_is_finite() const {
+    double stored;
+    copy_converted(reinterpret_cast<char*>(&stored), Element::kF64, scalar_, array, 0);
+    return std::isfinite(stored);
   }
 
   bool out_of_range(Element to) {
