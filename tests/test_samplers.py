@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import torchreplay as tr
+from torchreplay.spec import ELEMENTS
 
 SPEC = {"x": tr.Field()}
 
@@ -71,6 +72,16 @@ def test_an_item_without_any_error_can_still_be_drawn(sampler):
     buffer.update_priorities(keys, torch.zeros(3))
     assert buffer.stats().drawable == 3
     assert set(buffer.sample(64)["key"].tolist()) == {0, 1, 2}
+
+
+EIGHT_BITS = [torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz]
+
+
+@pytest.mark.parametrize("dtype", [*(d for d in ELEMENTS if d != torch.bool), *EIGHT_BITS], ids=str)
+def test_td_errors_are_numbers_of_any_dtype(dtype):
+    buffer, keys = filled(3, sampler=tr.Prioritized(alpha=1.0, eps=1e-9))
+    buffer.update_priorities(keys, torch.tensor([1.0, 2.0, 4.0]).to(dtype))
+    torch.testing.assert_close(buffer.gather(keys)["probability"], torch.tensor([1.0, 2.0, 4.0]) / 7)
 
 
 @pytest.mark.parametrize("raw", [1e39, 1e300, -1e300])

@@ -73,7 +73,7 @@ class ArrayView {
       return false;
     }
     problem.clear();
-    return open_tensor(held_.get());
+    return open_tensor(held_.get()) || (elsewhere && open_widened());
   }
 
   // A Python scalar as a 0-dimensional array of the field's own type. False with `problem` when it does not fit.
@@ -127,6 +127,20 @@ class ArrayView {
     if (!canonical && array.element >= Element::kF16 && is_negated(o))
       return fail("a tensor whose negation is pending: pass tensor.resolve_neg()");
     return true;
+  }
+
+  // Floats that no row holds (float8) are numbers all the same. `held_` is a tensor that open_tensor() refused.
+  bool open_widened() {
+    const Ref floating(PyObject_CallMethod(held_.get(), "is_floating_point", nullptr));
+    Ref widened(floating.get() == Py_True ? PyObject_CallMethod(held_.get(), "float", nullptr) : nullptr);
+    if (!widened) {
+      if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) throw PythonError{};
+      PyErr_Clear();
+      return false;
+    }
+    held_ = std::move(widened);
+    problem.clear();
+    return open_tensor(held_.get());
   }
 
   static bool is_negated(PyObject* o) {
