@@ -100,8 +100,9 @@ def test_a_draw_from_incomplete_items_of_trajectories_that_nobody_can_complete_s
     buffer = buffer_of(view)
     writer = buffer.writer()
     play(writer, steps, end=None)
-    with pytest.raises(tr.WouldBlockForever, match="0 items were inserted, 1 are needed and 0 can be drawn"):
+    with pytest.raises(tr.WouldBlockForever, match="0 items were inserted, 1 are needed and 0 can be drawn") as error:
         buffer.sample(1)
+    assert f"size: {len(buffer)} rows" in str(error.value)
     go_on(writer, more, end)
     assert len(buffer.sample(1)["key"]) == 1
 

@@ -37,6 +37,7 @@ def test_a_draw_that_nobody_can_help_says_so_at_once_with_numbers_and_advice(alo
         "2 can be drawn",
         "writers alive: 1",
         "s ago",
+        "size: 2 rows",
         "Write more",
     ):
         assert part in str(error.value)
@@ -226,10 +227,19 @@ def test_after_stop_every_call_that_writes_or_draws_raises_and_looking_still_wor
     assert "stopped" in repr(buffer)
 
 
-def test_an_append_that_no_learner_can_help_says_so_at_once(alone):
+def test_an_append_that_no_learner_can_help_says_so_at_once_with_numbers_and_advice(alone):
     buffer = buffer_with(tr.SamplesPerInsert(1.0, min_size=10))
-    with pytest.raises(tr.WouldBlockForever, match="Draw more batches between appends"):
+    with pytest.raises(tr.WouldBlockForever) as error:
         append_in_vain(buffer)
+    for part in (
+        "1,034 items were inserted and 0 drawn",
+        str(buffer.limiter),
+        f"size: {len(buffer):,} rows",
+        "writers alive: 1",
+        "s ago",
+        "Draw more batches between appends",
+    ):
+        assert part in str(error.value)
     assert buffer.stats().inserted == 10 + 1024  # min_size * ratio, and a tolerance of 1024 draws
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from .batch import ReplayBatch, keys_of
 from .config import Config
 from .cuda import to_host
 from .deferred import DeferredUpdates, require_one_each
-from .errors import Stopped
+from .errors import ReplayTimeout, Stopped
 from .ledger import Ledger, RemotelyWritten
 from .replay import Finish
 from .samplers import Schedule, value_of
@@ -149,11 +150,18 @@ class Drawing:
         trouble = self._trouble(result, batch_size)
         if trouble is None:
             inserted, needed, drawable = result
-            wait.check_rows(inserted, needed, drawable, self._config.view.complete_when, self._small_ring())
+            complete_when, remark = self._config.view.complete_when, self._small_ring()
+            wait.check_rows(inserted, needed, drawable, self._rows_held(), complete_when, remark)
         elif result == "barren":
             wait.check_turns(trouble)
         else:
             raise RuntimeError(trouble)
+
+    def _rows_held(self) -> int | None:
+        """Returns the number of rows held; None where the lock is another's now, who may be stopped."""
+        with suppress(ReplayTimeout):
+            return self._segment.refresh(0, True)
+        return None
 
     def _small_ring(self) -> str:
         """Returns the remark that fewer items came than were written, where the minimum makes one of it."""

@@ -93,13 +93,16 @@ class Wait:
         """Whether the timeout is over."""
         return self._timeout is not None and time.monotonic() - self._start >= self._timeout
 
-    def check_rows(self, inserted: int, needed: int, drawable: int, complete_when: str, remark: str = "") -> None:
+    def check_rows(
+        self, inserted: int, needed: int, drawable: int, size: int | None, complete_when: str, remark: str = ""
+    ) -> None:
         """Gives up a wait for rows that nobody will write, or that took too long; a long one is logged.
 
         Args:
             inserted: Items that became drawable so far.
             needed: How many the limiter asks for.
             drawable: Items that can be drawn now.
+            size: Rows held; None where that is not known.
             complete_when: When an item can be, as the view says.
             remark: What else there is to say about these figures.
 
@@ -112,9 +115,10 @@ class Wait:
         census = self._segment.census(threading.active_count() > 1)
         why = f" ({complete_when})" if complete_when and not drawable else ""
         self._check_stopped()  # last: who stops it may leave at once, and that is no reason to give up
+        held = "" if size is None else f", size: {size:,} rows"
         figures = (
             f"{inserted:,} items were inserted, {needed:,} are needed and {drawable:,} can be drawn{why}; writers "
-            f"alive: {census['writers']}, last write: {_ago(census['since_write'])}{remark}"
+            f"alive: {census['writers']}, last write: {_ago(census['since_write'])}{held}{remark}"
         )
         if not census["others_writing"] and not census["supervisors"]:
             self._check_writers(census, figures)
@@ -172,8 +176,11 @@ class Wait:
             f"limiter; buffer.expect_writers() says that writers will come"
         )
 
-    def check_room(self) -> None:
+    def check_room(self, balance: Callable[[], str]) -> None:
         """Gives up a wait for a learner that cannot come; a long one is logged.
+
+        Args:
+            balance: Tells what was inserted and drawn, and what the limiter makes of it.
 
         Raises:
             Stopped: The buffer was stopped.
@@ -184,9 +191,10 @@ class Wait:
         self._check_stopped()  # last, as in check_rows
         if alone and not census["others_learning"]:
             raise WouldBlockForever(
-                "append() would wait for ever: the limiter says that the learner is behind, and there is no other "
-                "thread and no other process to draw. Draw more batches between appends, give SamplesPerInsert a "
-                "tolerance with room for all rows of a call, or use MinSize"
+                f"append() would wait for ever: {balance()}; writers alive: {census['writers']}, last write: "
+                f"{_ago(census['since_write'])}; there is no other thread and no other process to draw. Draw more "
+                f"batches between appends, give SamplesPerInsert a tolerance with room for all rows of a call, or use "
+                f"MinSize"
             )
         figures = f"learners alive: {census['learners']}"
         if census["learners"] and not census["others_learning"]:

@@ -13,6 +13,7 @@ from .arguments import checked_choice, checked_int
 from .config import Config
 from .errors import ReplayTimeout, Stopped
 from .lanes import LastObservations
+from .limiters import from_native
 from .plan import Roles, names_of
 from .spec import Path
 from .waiting import STALL_LIMIT, Audience, Wait
@@ -82,13 +83,21 @@ class Writer(_C.Writer):
                 self._catch_up()  # rows lost to the dead are not inserts: the limit may have moved
             if self.admitted():
                 return
-            wait.check_room()
+            wait.check_room(self._balance)
             self._look_around()
 
     def _catch_up(self) -> None:
         # The learner that holds the lock may be stopped: this wait has its own ends.
         with contextlib.suppress(ReplayTimeout):
             self._segment.refresh(0, False)
+
+    def _balance(self) -> str:
+        """Returns what was inserted and drawn, and what the limiter makes of it, for errors."""
+        stats, limiter = self._segment.stats(), from_native(*self._segment.limiter)
+        return (
+            f"{stats['inserted']:,} items were inserted and {stats['sampled']:,} drawn, and {limiter} says that the "
+            f"learner is behind; size: {stats['size']:,} rows"
+        )
 
     def _look_around(self) -> None:
         """Called by the native core about once a second of writing.

@@ -183,7 +183,8 @@ class Draws:
             barren = self.shards.barren
             if drawable or barren is None:
                 inserted, needed = self.shards.union_limiter.inserted, self.shards.union_limiter.needed(n)
-                wait.check_rows(inserted, needed, drawable, self._complete_when)
+                size = sum(figures.rows for figures in self.shards.figures.values())
+                wait.check_rows(inserted, needed, drawable, size, self._complete_when)
             else:
                 wait.check_turns(barren)
             time.sleep(min(POLL, wait.slice_ns() * 1e-9))
