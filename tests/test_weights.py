@@ -3,6 +3,7 @@
 import os
 import pickle
 import random
+import re
 import signal
 import threading
 
@@ -102,9 +103,14 @@ def test_modules_of_another_structure_are_refused_and_nothing_is_copied():
     other_dtype.first = nn.Parameter(other_dtype.first.detach().half())
     more = Constant(9.0)
     more.register_buffer("more", torch.zeros(1))
-    for module, names in ((Constant(9.0, size=7), "first"), (other_dtype, "first"), (more, "more")):
+    shape = list(other_dtype.first.shape)
+    for module, difference in (
+        (Constant(9.0, size=7), f"first: first is torch.float32 [7], expected torch.float32 {shape}"),
+        (other_dtype, f"first: first is torch.float16 {shape}, expected torch.float32 {shape}"),
+        (more, "more: more is torch.float32 [1], expected none"),
+    ):
         for call in (weights.publish, weights.pull):
-            with pytest.raises(ValueError, match=f"differ from those shared in {names}"):
+            with pytest.raises(ValueError, match=re.escape(f"differ from those shared in {difference}; pass a module")):
                 call(module)
         assert 9.0 in module.numbers()
     module = Constant()

@@ -176,9 +176,11 @@ class SharedWeights:
         expected = {entry.name: (entry.dtype, entry.shape) for entry in self._entries}
         if given != expected:
             differing = sorted(n for n in given.keys() | expected.keys() if given.get(n) != expected.get(n))
+            first = differing[0]
             raise ValueError(
-                f"the module's weights differ from those shared in {', '.join(differing[:5])}: pass a module built "
-                f"like the one given to SharedWeights"
+                f"the module's weights differ from those shared in {', '.join(differing[:5])}: {first} is "
+                f"{_told(given.get(first))}, expected {_told(expected.get(first))}; pass a module built like the one "
+                f"given to SharedWeights"
             )
         return state
 
@@ -189,6 +191,10 @@ class SharedWeights:
 def _nowhere() -> nn.Module | None:
     """In place of a weak reference, before the first pull."""
     return None
+
+
+def _told(weight: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
+    return "none" if weight is None else f"{weight[0]} {list(weight[1])}"
 
 
 def _entries_of(state: dict[str, torch.Tensor]) -> tuple[Entry, ...]:
