@@ -82,7 +82,9 @@ def test_rings_draw_from_streams_of_their_own_and_leave_the_global_generator_alo
     assert torch.equal(torch.get_rng_state(), generator)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32])
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32], ids=str
+)
 def test_td_errors_of_any_real_dtype_and_stride_reach_exactly_their_items(buffer, ring, dtype):
     key = torch.tensor([3, 50, 99])
     ring.update_priorities(key, torch.tensor([[-4, 0], [2, 0], [8, 0]], dtype=dtype)[:, 0])

@@ -187,6 +187,8 @@ class Ring:
             ValueError: A shape does not fit, an error is NaN or infinite, a key was never issued, or the ring is
                 closed; nothing is applied.
         """
+        if td.is_floating_point() and td.itemsize == 1:  # which the operator does not read
+            td = td.float()
         torch.ops.torchreplay.ring_update_priorities(self.state, key, td.detach().cpu())
 
     def size(self) -> Tensor:

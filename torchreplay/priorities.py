@@ -37,7 +37,7 @@ def sequence_priority(td: torch.Tensor, mask: torch.Tensor, eta: float = 0.9) ->
         raise ValueError(f"td is {td.dtype} {list(td.shape)}: expected floats [B, L]")
     if mask.shape != td.shape or mask.dtype != torch.bool:
         raise ValueError(f"mask is {mask.dtype} {list(mask.shape)}: expected torch.bool {list(td.shape)}, as td")
-    size = td.detach().to(torch.promote_types(td.dtype, torch.float32)).abs()
+    size = td.detach().to(torch.float64 if td.dtype == torch.float64 else torch.float32).abs()
     size = torch.where(mask, size, 0.0)
     mean = size.sum(1) / mask.sum(1).clamp(min=1)
     return torch.lerp(mean, size.amax(1), eta)
