@@ -91,7 +91,10 @@ def open_handle(handle: Handle, what: str) -> int:
             f"the handle is of a {what} on another Ray node ({handle.node}, here {ray_node()}): shared memory ends at "
             f"the node, so run this process where the {what} is"
         )
-    gone = f"the owner of the {what} (process {handle.pid}) is gone, and its memory with it: make a new one"
+    gone = (
+        f"the owner of the {what} (process {handle.pid}) is gone, or has closed it: take a handle from another process "
+        f"that has it, or make a new one"
+    )
     place = None
     try:
         # A mere place at first: to open a device or a pipe, which the descriptor may be by now, can have effects.
