@@ -285,7 +285,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
             ValueError: A field is missing, unknown, of another shape or of a dtype that does not cast; nothing is
                 written.
             TypeError: Something is given by its position.
-            Stopped: The buffer was stopped.
+            Stopped, WouldBlockForever, ReplayTimeout: As `Writer.append`; rows written before stay written.
         """
         lanes = self._config.lanes_of(fields)
         if lanes is not None:

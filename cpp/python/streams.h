@@ -203,7 +203,10 @@ inline PyMethodDef methods[] = {
      "spec, each of exactly its shape; a nested field is a dict. `priority` is a raw TD error\n"
      "(its absolute value is taken); None gives the row the largest priority seen so far. Waits while the limiter says "
      "that\nthe learner is behind.\n\nRaises:\n    ValueError: a field is missing, unknown, of another "
-     "shape or of a dtype that does not cast; nothing is written.\n    Stopped: the buffer was stopped."},
+     "shape or of a dtype that does not cast; nothing is written.\n    Stopped: the buffer was stopped, or nobody has "
+     "been "
+     "there to draw for some seconds.\n    WouldBlockForever: it would wait, and there is no other thread and no other "
+     "process to draw.\n    ReplayTimeout: every slot has been held by stopped writers for a minute."},
     {"extend", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(extend)), METH_FASTCALL | METH_KEYWORDS,
      "extend(*, priority=None, **fields)\n--\n\nWrite n rows, whose values have a leading dimension n, and return "
      "their keys (int64 tensor of shape [n]).\n\nUnder a view that links rows: one whole episode, observation fields "
@@ -220,7 +223,7 @@ inline PyMethodDef methods[] = {
      "drawn.\n\n"
      "Raises:\n    ValueError: the view is Rows(), or a field is missing, unknown, of another shape or of a dtype that "
      "does "
-     "not cast;\n        nothing is written.\n    Stopped: the buffer was stopped."},
+     "not cast;\n        nothing is written.\n    Stopped, WouldBlockForever, ReplayTimeout: as `append`."},
     {"step", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(step)), METH_FASTCALL | METH_KEYWORDS,
      "step(*, priority=None, final_obs=None, **fields)\n--\n\nWrite what env.step() returned: the new observation, and "
      "the "
@@ -235,7 +238,7 @@ inline PyMethodDef methods[] = {
      "reset.\n\nRaises:\n"
      "    ValueError: the view is Rows(), no reset() came before, the episode has ended, or a value does not fit; "
      "nothing is\n"
-     "        written.\n    Stopped: the buffer was stopped."},
+     "        written.\n    Stopped, WouldBlockForever, ReplayTimeout: as `append`."},
     {"relay", relay, METH_VARARGS, nullptr},
     {"wait_room", wait_room, METH_O, nullptr},
     {"admitted", admitted, METH_NOARGS, nullptr},
