@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torchreplay as tr
+from torchreplay.spec import ELEMENTS
 
 DTYPES = {
     "bool": torch.bool,
@@ -43,6 +44,11 @@ def test_a_dtype_may_be_torchs_numpys_or_a_name(name, dtype):
     for given_dtype in (dtype, name, np.dtype(name), np.dtype(name).type):
         assert tr.Field((), given_dtype).dtype == dtype
     assert tr.Field((2, 3), dtype).nbytes == 6 * np.dtype(name).itemsize
+
+
+@pytest.mark.parametrize("dtype", ELEMENTS, ids=str)
+def test_every_name_that_a_refusal_tells_is_taken(dtype):
+    assert tr.Field((), str(dtype)).dtype == tr.Field((), str(dtype).removeprefix("torch.")).dtype == dtype
 
 
 def test_python_types_mean_what_they_mean_to_numpy():

@@ -27,7 +27,8 @@ ELEMENTS: tuple[torch.dtype, ...] = (
     torch.float32,
     torch.float64,
 )
-ELEMENT_NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in ELEMENTS)
+NAMED_ELEMENTS = {str(dtype).removeprefix("torch."): dtype for dtype in ELEMENTS}
+ELEMENT_NAMES = ", ".join(NAMED_ELEMENTS)
 RESERVED = frozenset({"key", "weight", "probability", "priority", "buffer"})
 MAX_DIMS = 15  # one of the native core's 16 is the batch's
 MAX_BYTES = 1 << 46  # of a row: more than any machine maps
@@ -47,7 +48,8 @@ class Field:
 
     Args:
         shape: An int or a tuple of positive ints; `()` for a scalar.
-        dtype: A torch dtype (bool, any integer, float16, bfloat16, float32, float64), or what `numpy.dtype` takes.
+        dtype: A torch dtype (bool, any integer, float16, bfloat16, float32, float64), its name, or what
+            `numpy.dtype` takes.
 
     Raises:
         ValueError: The shape has a size below 1 or too many dimensions, or rows cannot hold the dtype.
@@ -84,20 +86,20 @@ class Field:
 
 
 def as_torch_dtype(dtype: Any) -> torch.dtype:
-    """Returns the torch dtype for a torch dtype or anything that `numpy.dtype` takes.
+    """Returns the torch dtype for a torch dtype, its name or anything that `numpy.dtype` takes.
 
     Raises:
         ValueError: Rows cannot hold values of this dtype.
     """
-    found = dtype
-    if not isinstance(dtype, torch.dtype) and dtype is not None:  # NumPy takes None for float64
+    found = NAMED_ELEMENTS.get(dtype.removeprefix("torch."), dtype) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) and dtype is not None:  # NumPy takes None for float64
         try:
             found = getattr(torch, np.dtype(dtype).name, None)
         except (TypeError, ValueError):
             found = None
     if found not in ELEMENTS:
         raise ValueError(f"a row cannot hold values of dtype {dtype!r}: expected one of {ELEMENT_NAMES}")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def flatten(spec: Spec) -> dict[Path, Field]:
