@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,6 +37,19 @@ def test_an_item_overwritten_since_its_draw_counts_as_the_oldest():
     history = ReplayHistory(buffer)
     history.observe(tr.ReplayBatch({"key": torch.tensor([3])}))
     assert history.age_counts[-1] == 1
+
+
+def test_an_item_of_a_shard_has_its_age_in_that_shard_and_none_where_the_shard_is_lost():
+    pytest.importorskip("ray")
+    from torchreplay.ray.sharded_stats import ShardStats
+
+    shards = [ShardStats(number, "", filled(rows, capacity=100).stats()) for number, rows in ((0, 100), (5, 250))]
+    told = SimpleNamespace(size=200, rows_written=350, shards=shards)
+    history = ReplayHistory(SimpleNamespace(capacity=200, limiter=tr.MinSize(), stats=lambda: told))
+    keys = [0, 99, *((5 << 48) + row for row in (150, 240, 249)), 7 << 48]
+    history.observe(tr.ReplayBatch({"key": torch.tensor(keys)}))
+    assert {age: n for age, n in enumerate(history.age_counts.tolist()) if n} == {0: 2, 9: 1, 99: 2}
+    assert history.age_uniform.tolist() == pytest.approx([6 / AGE_BINS] * AGE_BINS)
 
 
 def test_uniform_draws_have_the_ages_expected_of_uniform_draws_while_the_buffer_fills():

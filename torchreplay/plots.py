@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +74,8 @@ class ReplayHistory:
 
     Attributes:
         moments: What `record` noted, oldest first.
-        age_counts: int64 `[AGE_BINS]`, items drawn by age, the youngest first; the bins divide the capacity.
+        age_counts: int64 `[AGE_BINS]`, items drawn by age, the youngest first; the bins divide the capacity. An item of
+            a `ShardedReplay` has the age that it has in its shard, and the bins divide the shard's capacity.
         age_uniform: float64 `[AGE_BINS]`, the counts to expect of uniform draws from the same buffer.
         priorities: The buffer's `histograms()` at the last `record`; empty before.
     """
@@ -87,7 +88,6 @@ class ReplayHistory:
         self.target_ratio = buffer.limiter.ratio if isinstance(buffer.limiter, SamplesPerInsert) else None
         self.capacity = buffer.capacity
         self._buffer = buffer
-        self._edges = torch.linspace(0, buffer.capacity, AGE_BINS + 1, dtype=torch.float64)
         self._start = time.monotonic()
 
     def observe(self, batch: ReplayBatch) -> None:
@@ -96,12 +96,12 @@ class ReplayHistory:
         Args:
             batch: As it came from `sample`; best at once, since items grow older while it waits.
         """
-        stats = self._buffer.stats()
-        ages = stats.rows_written - 1 - batch["key"]
-        bins = (ages * AGE_BINS // self.capacity).clamp_(0, AGE_BINS - 1)
-        self.age_counts += torch.bincount(bins, minlength=AGE_BINS)
-        covered = (self._edges[1:].clamp(max=stats.size) - self._edges[:-1]).clamp_(min=0)
-        self.age_uniform += covered * (len(ages) / max(stats.size, 1))
+        stats, count = self._buffer.stats(), len(batch["key"])
+        for keys, ring in _by_ring(batch["key"], stats):
+            bins = (ring.rows_written - 1 - keys) * AGE_BINS // ring.capacity
+            self.age_counts += torch.bincount(bins.clamp_(0, AGE_BINS - 1), minlength=AGE_BINS)
+            edges = torch.linspace(0, ring.capacity, AGE_BINS + 1, dtype=torch.float64).clamp_(max=ring.size)
+            self.age_uniform += edges.diff() * (count / max(stats.size, 1))
 
     def record(self, step: int, mean_return: float | None = None, explorer_returns: Sequence[float] = ()) -> Moment:
         """Notes the state of the run, and returns it. Costs one pass over the buffer's priorities.
@@ -116,6 +116,16 @@ class ReplayHistory:
         self.moments.append(moment)
         self.priorities = self._buffer.histograms()
         return moment
+
+
+def _by_ring(keys: torch.Tensor, stats: Stats) -> Iterator[tuple[torch.Tensor, Stats]]:
+    """Yields each ring's keys, counted from its first row, and its statistics; a ring is the buffer or a shard."""
+    shards = getattr(stats, "shards", None)  # of `torchreplay.ray`, which is not needed here
+    if shards is None:
+        yield keys, stats
+        return
+    for shard in shards:
+        yield keys[(keys >= shard.first_key) & (keys <= shard.last_key)] - shard.first_key, shard.stats
 
 
 def replay_health(

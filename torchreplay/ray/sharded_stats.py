@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from torchreplay.ray.directory import Place, Table
+from torchreplay.ray.union import KEY_BITS
 from torchreplay.ray.union_limiter import UnionLimiter
 from torchreplay.stats import Stats
 
@@ -29,6 +30,16 @@ class ShardStats:
     number: int
     node: str
     stats: Stats
+
+    @property
+    def first_key(self) -> int:
+        """The key of the first row that was written to it."""
+        return self.number << KEY_BITS
+
+    @property
+    def last_key(self) -> int:
+        """The largest key that it can give."""
+        return self.first_key + (1 << KEY_BITS) - 1
 
 
 @dataclass(frozen=True)
