@@ -48,6 +48,7 @@ class Progress:
         self.history = ReplayHistory(buffer)
         self.step = 0
         self._began = self._created = time.monotonic()  # learning; this object
+        self._rows_before = 0  # learning
         self.live = sys.stdout.isatty()
         self._console = Console(stderr=not self.live)
         self._clock, self._counts, self._rates = time.monotonic(), np.zeros(2), np.zeros(2)
@@ -64,7 +65,7 @@ class Progress:
     def learned(self, step: int, batch: tr.ReplayBatch) -> None:
         """Notes that the learner has made its `step`-th step, from `batch`."""
         if self.step == 0:
-            self._began = time.monotonic()
+            self._began, self._rows_before = time.monotonic(), self.buffer.stats().inserted
         self.step = step
         if step % AGES_EVERY == 0:
             self.history.observe(batch)
@@ -84,9 +85,9 @@ class Progress:
         return bool(mean_return >= self.solved)
 
     def summarize(self, plot: str) -> None:
-        """Prints the summary and draws the picture into the file `plot`, unless that is empty."""
+        """Prints the summary; draws the picture into the file `plot`, unless that is empty or nothing was evaluated."""
         self._console.print(self._summary())
-        if plot:
+        if plot and self.history.moments:
             replay_health(self.history, plot, self.title, self.solved)
             self._console.print(f"[dim]picture:[/] {Path(plot).resolve()}")
 
@@ -131,7 +132,8 @@ class Progress:
         table.add_row("result", f"{outcome}: greedy mean return {last.mean_return:.1f}, goal {self.solved:g}")
         table.add_row("time", f"{last.seconds:.1f} s, of which {warm_up:.1f} s until the first batch")
         table.add_row("learner", f"{last.step:,} steps, {last.step / seconds:,.0f} a second")
-        table.add_row("explorers", f"{stats.inserted:,} rows, {stats.inserted / seconds:,.0f} a second")
+        rate = (stats.inserted - self._rows_before) / seconds  # since learning began, as that of the learner's steps
+        table.add_row("explorers", f"{stats.inserted:,} rows, {rate:,.0f} a second")
         table.add_row("samples per insert", f"{stats.samples_per_insert:.2f} (target {self.history.target_ratio:g})")
         table.add_row("waits", f"learner {stats.sample_wait:.1f} s, explorers together {stats.insert_wait:.1f} s")
         table.add_row("priorities", f"{stats.updated:,} updated, {stats.stale_updates:,} too late for their row")

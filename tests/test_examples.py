@@ -9,6 +9,8 @@ import pytest
 import torch
 from example_programs import evaluations, explanation, imported, succeed
 
+import torchreplay as tr
+
 NAMES = ["apex_cartpole", "apex_multiprocessing"]
 QUICK = "--total-steps 60 --eval-every 30 --eval-episodes 2 --learning-starts 300 --num-explorers 2 --solved-at 501"
 
@@ -77,6 +79,39 @@ def test_a_policy_that_always_pushes_one_way_falls_within_a_dozen_steps_in_every
     returns = example.evaluate(AlwaysLeft(), episodes=20, seed=3)
     assert returns.shape == (20,)
     assert ((returns >= 8) & (returns <= 12)).all()
+
+
+def watched(monkeypatch, rows):
+    """Returns a run's `Progress`, its buffer with that many rows, and a clock to set."""
+    buffer = tr.ReplayBuffer({"obs": tr.Field()}, 10_000, limiter=tr.SamplesPerInsert(1.0, 1000, tolerance=1.0))
+    clock = [0.0]
+    monkeypatch.setattr(imported("progress", monkeypatch).time, "monotonic", lambda: clock[0])
+    progress = imported("progress", monkeypatch).Progress("A run", buffer, total_steps=2, solved=1.0)
+    buffer.extend(obs=torch.zeros(rows))
+    return progress, buffer, clock
+
+
+def test_the_rates_of_a_summary_are_those_since_learning_began(monkeypatch, capsys):
+    progress, buffer, clock = watched(monkeypatch, rows=1000)
+    clock[0] = 10.0
+    progress.learned(1, buffer.sample(8))
+    clock[0] = 12.0
+    buffer.extend(obs=torch.zeros(100))
+    progress.learned(8, buffer.sample(8))
+    progress.evaluated(8, 0.5)
+    progress.summarize("")
+    words = capsys.readouterr().err
+    assert "12.0 s, of which 10.0 s until the first batch" in words
+    assert "8 steps, 4 a second" in words
+    assert "1,100 rows, 50 a second" in words
+
+
+def test_a_run_that_ends_before_its_first_evaluation_has_a_summary_and_no_picture(monkeypatch, capsys, tmp_path):
+    progress, buffer, _ = watched(monkeypatch, rows=1000)
+    progress.learned(1, buffer.sample(8))
+    progress.summarize(str(tmp_path / "run.png"))
+    assert "no evaluation in 1 steps" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 @dataclass
