@@ -2,7 +2,7 @@
 
 import sys
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -127,3 +127,37 @@ class Flags:
 def test_the_command_line_sets_the_fields_of_the_dataclass(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["flags", "--learning-rate", "0.25"])
     assert imported("command_line", monkeypatch).parse(Flags) == Flags(steps=3, learning_rate=0.25)
+
+
+@dataclass
+class MoreFlags(Flags):
+    """What another command does."""
+
+    burn_in: int = field(default=5, metadata={"least": 0})
+    """which steps come first"""
+    seed: int = 0
+    """what is drawn"""
+
+
+def parsed(monkeypatch, *flags):
+    monkeypatch.setattr(sys, "argv", ["flags", *flags])
+    return imported("command_line", monkeypatch).parse(MoreFlags)
+
+
+def test_the_help_explains_the_flags_that_a_dataclass_inherits_too(monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        parsed(monkeypatch, "--help")
+    words = " ".join(capsys.readouterr().out.split())
+    assert "how many steps (default: 3)" in words
+    assert "which steps come first (default: 5)" in words
+
+
+@pytest.mark.parametrize(
+    ("flag", "given", "least"),
+    [("--steps", "0", 1), ("--steps", "1.5", 1), ("--steps", "many", 1), ("--burn-in", "-1", 0), ("--seed", "-1", 0)],
+)
+def test_a_number_that_is_too_small_or_none_is_refused_with_what_is_expected(flag, given, least, monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        parsed(monkeypatch, flag, given)
+    assert f"argument {flag}: {given} given, expected a whole number of at least {least}" in capsys.readouterr().err
+    assert parsed(monkeypatch, flag, str(least)) is not None
