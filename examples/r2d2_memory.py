@@ -17,7 +17,7 @@ seen there reaches them as the stored state only.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -64,7 +64,7 @@ class Args:
 
     length: int = 10
     """steps of a sequence that are learned from"""
-    burn_in: int = 5
+    burn_in: int = field(default=5, metadata={"least": 0})
     """steps before those, which only bring the stored state up to date"""
     capacity: int = 10_000
     """observations that the buffer holds"""
@@ -219,6 +219,8 @@ def unroll(q: QNetwork, batch: tr.ReplayBatch, burn_in: int) -> Tensor:
 
     A sequence that begins with its episode has the right state already: its first steps are learned from as well.
     """
+    if burn_in == 0:  # an LSTM takes no sequence of no steps
+        return q(batch["obs"], batch["state"])[0]
     first_values, state = q(batch["obs"][:, :burn_in], batch["state"])
     begins = batch["is_first"][:, 0, None, None]
     last_values, _ = q(batch["obs"][:, burn_in:], torch.where(begins, state, state.detach()))

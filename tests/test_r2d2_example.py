@@ -141,6 +141,18 @@ def test_the_errors_are_those_of_double_q_learning_found_one_observation_at_a_ti
     assert (error[~learned] == 0).all()
 
 
+@pytest.mark.parametrize("kind", ["lstm", "feedforward"])
+def test_sequences_without_a_burn_in_are_learned_from_as_those_that_begin_their_episodes(kind, example):
+    torch.manual_seed(2)
+    q, target = example.QNetwork(kind), example.QNetwork(kind)
+    batch = batch_of(example, [True] * 3)
+    warmed_up, _ = example.td_errors(q, target, batch, example.Args(burn_in=2, length=4))
+    batch["is_first"][:] = False
+    error, learned = example.td_errors(q, target, batch, example.Args(burn_in=0, length=6))
+    assert torch.equal(learned, batch["mask"])
+    assert torch.allclose(error, warmed_up, atol=1e-6)
+
+
 def test_no_gradient_passes_through_a_burn_in_unless_the_sequence_begins_its_episode(example):
     q = example.QNetwork("lstm")
     batch = batch_of(example, [True, False, False])
