@@ -291,7 +291,9 @@ def main(args: Args) -> None:
     seeds = range(args.seed, args.seed + args.plot_seeds)
     whole = replace(args, solved_at=math.inf)
     runs = [replace(whole, seed=seed, hindsight=hindsight) for hindsight in (True, False) for seed in seeds]
-    draw([train(run) for run in runs], args.plot)
+    evaluations = [train(run) for run in runs]
+    if any(evaluations):
+        draw(evaluations, args.plot)
 
 
 if __name__ == "__main__":

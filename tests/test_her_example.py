@@ -40,6 +40,12 @@ def test_a_picture_takes_runs_with_and_without_hindsight(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["picture.png"]
 
 
+def test_without_an_evaluation_there_is_no_picture(tmp_path):
+    quick = ["--total-steps", "1", "--learning-starts", "50", "--num-envs", "1"]
+    assert evaluations_of(tmp_path, *quick, "--plot", "picture.png", "--plot-seeds", "1") == []
+    assert not list(tmp_path.iterdir())
+
+
 def test_it_explains_every_flag(monkeypatch, capsys):
     _, words = explanation(NAME, monkeypatch, capsys)
     assert "learner steps between two evaluations (default: 1000)" in words
