@@ -42,7 +42,7 @@ class Args:
     size: int = 30
     """rows and columns of the sea, and steps of an episode"""
     share: float = 0.25
-    """share of each batch that is the demonstration; 0: none"""
+    """share of each batch that is the demonstration; 0: none, 1: nothing else"""
 
     dive_every: int = 5
     """learner steps between two episodes of all divers"""
@@ -157,7 +157,7 @@ def train(args: Args) -> None:
     demonstration = tr.ReplayBuffer(SPEC, args.size + 1, sampler=sampler, view=view, seed=args.seed + 1)
     demonstration.extend(**sea.dive(sea.guide, divers=1))
     online.extend(**sea.dive(q.act, args.divers, epsilon=1.0))
-    shares = {online: 1 - args.share, demonstration: args.share} if args.share else {online: 1.0}
+    shares = {buffer: share for buffer, share in ((online, 1 - args.share), (demonstration, args.share)) if share}
     # Nothing is drawn ahead: with one process and one thread, runs with the same seed are the same.
     dataset = tr.MixedDataset(shares, args.batch_size, steps=args.total_steps, prefetch=0)
 

@@ -36,10 +36,16 @@ def test_without_the_demonstration_it_is_not_found_in_as_many_steps(tmp_path):
     assert all(line["share"] == 0 and -0.01 <= line["mean_return"] <= 0 for line in lines)
 
 
+def test_the_demonstration_alone_is_enough_too(tmp_path):
+    lines = evaluations_of(tmp_path, "--seed", "1", "--share", "1")
+    assert lines[-1]["mean_return"] == pytest.approx(0.99)
+    assert all(line["share"] == 1 for line in lines)
+
+
 def test_it_explains_every_flag(monkeypatch, capsys):
     _, words = explanation(NAME, monkeypatch, capsys)
     assert "learner steps between two evaluations (default: 100)" in words
-    assert "share of each batch that is the demonstration; 0: none (default: 0.25)" in words
+    assert "share of each batch that is the demonstration; 0: none, 1: nothing else (default: 0.25)" in words
 
 
 @pytest.mark.soak
