@@ -193,7 +193,7 @@ def main(args: Args) -> None:
     # One limiter is enough: every game writes as many rows into the one buffer as into the other.
     limiters = {
         "red": tr.SamplesPerInsert(args.samples_per_insert, args.learning_starts),
-        "blue": tr.MinSize(args.learning_starts // 2),
+        "blue": tr.MinSize(max(args.learning_starts // 2, 1)),
     }
     buffers = {
         policy: tr.ReplayBuffer(

@@ -37,7 +37,7 @@ def test_the_best_return_is_that_of_policies_that_know_the_game_and_takes_both(e
 
 
 def test_it_prints_one_json_line_per_evaluation(tmp_path):
-    flags = "--total-steps 20 --eval-every 10 --learning-starts 50 --num-explorers 1 --solved-at 2"
+    flags = "--total-steps 20 --eval-every 10 --learning-starts 1 --num-explorers 1 --solved-at 2"
     lines = evaluations(done := succeed(NAME, tmp_path, *flags.split(), timeout=150))
     assert [line["step"] for line in lines] == [10, 20]
     assert all(-0.6 <= line["mean_return"] <= BEST + 1e-3 for line in lines)
