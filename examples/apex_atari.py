@@ -184,9 +184,11 @@ class Games:
 
 def actions_of(args: Args) -> np.ndarray:
     """Returns which of the game's actions the network chooses from."""
-    if args.actions:
-        return np.array([int(action) for action in args.actions.split(",")])
-    return np.arange(AtariVectorEnv(args.game, 1, num_threads=1).single_action_space.n)
+    every = [str(action) for action in range(AtariVectorEnv(args.game, 1, num_threads=1).single_action_space.n)]
+    chosen = args.actions.split(",") if args.actions else every
+    if unknown := [action for action in chosen if action not in every]:  # ale-py would wait for ever for its step
+        raise SystemExit(f"unknown actions: {', '.join(map(repr, unknown))}; {args.game} has 0 to {every[-1]}")
+    return np.array(chosen, int)
 
 
 def epsilon_greedy(q: Tensor, epsilons: np.ndarray, rng: np.random.Generator) -> np.ndarray:

@@ -196,6 +196,13 @@ def test_only_the_chosen_actions_of_the_game_are_played(example, monkeypatch):
     assert {action for actions, *_ in environment.last.steps for action in actions.tolist()} <= {0, 2, 3}
 
 
+@pytest.mark.parametrize("actions", ["0,6", "-1", "0,fire", "0,2,"])
+def test_actions_that_the_game_does_not_have_are_refused_by_name(actions, example):
+    with pytest.raises(SystemExit, match=r"unknown actions: '(6|-1|fire|)'; pong has 0 to 5"):
+        example.actions_of(example.Args(actions=actions))
+    assert example.actions_of(example.Args(actions="0,2,5")).tolist() == [0, 2, 5]
+
+
 def test_an_evaluated_game_of_pong_against_an_idle_paddle_is_lost_by_21(example):
     class Idle(torch.nn.Module):
         def forward(self, obs):
