@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import gymnasium as gym
 import torch
@@ -279,6 +280,7 @@ def draw(runs: Sequence[list[Evaluation]], path: str) -> None:
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.set_xlim(left=0)
         axes.legend(loc="center right")
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
 
 

@@ -88,6 +88,7 @@ class Progress:
         """Prints the summary; draws the picture into the file `plot`, unless that is empty or nothing was evaluated."""
         self._console.print(self._summary())
         if plot and self.history.moments:
+            Path(plot).parent.mkdir(parents=True, exist_ok=True)
             replay_health(self.history, plot, self.title, self.solved)
             self._console.print(f"[dim]picture:[/] {Path(plot).resolve()}")
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -326,6 +327,7 @@ def draw(histories: dict[str, ReplayHistory], path: str) -> None:
             axes.plot(steps, returns, color=color, linewidth=2, marker="o", markersize=4, label=kind)
         axes.set_xlim(left=0)
         figure.legend(loc="outside lower center", ncols=4, fontsize=8.5)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
 
 

@@ -114,6 +114,15 @@ def test_a_run_that_ends_before_its_first_evaluation_has_a_summary_and_no_pictur
     assert not list(tmp_path.iterdir())
 
 
+def test_a_picture_may_go_to_a_directory_that_is_not_there_yet(monkeypatch, tmp_path):
+    progress, buffer, clock = watched(monkeypatch, rows=1000)
+    progress.learned(1, buffer.sample(8))
+    clock[0] = 1.0
+    progress.evaluated(1, 0.5)
+    progress.summarize(str(tmp_path / "of" / "today" / "run.png"))
+    assert (tmp_path / "of" / "today" / "run.png").exists()
+
+
 @dataclass
 class Flags:
     """What the command does."""

@@ -34,10 +34,10 @@ def test_it_prints_one_json_line_per_evaluation_with_and_without_hindsight(flags
 
 
 def test_a_picture_takes_runs_with_and_without_hindsight(tmp_path):
-    lines = evaluations_of(tmp_path, *QUICK.split(), "--plot", "picture.png", "--plot-seeds", "2", "--seed", "5")
+    lines = evaluations_of(tmp_path, *QUICK.split(), "--plot", "new/picture.png", "--plot-seeds", "2", "--seed", "5")
     runs = [(line["hindsight"], line["seed"], line["step"]) for line in lines]
     assert runs == [(hindsight, seed, step) for hindsight in (True, False) for seed in (5, 6) for step in (10, 20)]
-    assert [path.name for path in tmp_path.iterdir()] == ["picture.png"]
+    assert [path.name for path in tmp_path.glob("**/*.*")] == ["picture.png"]
 
 
 def test_without_an_evaluation_there_is_no_picture(tmp_path):

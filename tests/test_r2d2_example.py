@@ -25,12 +25,12 @@ def example(monkeypatch):
 
 
 def test_the_example_prints_one_json_line_per_evaluation_and_leaves_a_picture(tmp_path):
-    done = succeed(NAME, tmp_path, *QUICK.split(), timeout=150)
+    done = succeed(NAME, tmp_path, *QUICK.split(), "--plot", "new/r2d2_memory.png", timeout=150)
     lines = evaluations(done)
     assert [line["step"] for line in lines] == [20, 40]
     assert all(-3.5 <= line["mean_return"] <= 1 for line in lines)
     assert "not solved" in done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["r2d2_memory.png"]
+    assert [path.name for path in tmp_path.glob("**/*.*")] == ["r2d2_memory.png"]
 
 
 def test_an_unknown_network_is_refused_by_name(tmp_path):
