@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-MODULES = ("calls", "cluster", "directory", "lookup", "node_shard", "placement", "reports")
+MODULES = ("calls", "cluster", "directory", "founding", "lookup", "node_shard", "placement", "reports")
+MODULES += ("sharded_saving",)
 
 
 class LocalActor:
@@ -47,17 +48,20 @@ class LocalCluster:
         alive: The nodes and their resources; to be changed.
         failures: By node, what making a shard there raises; to be changed.
         actors: All that were made.
+        here: The node on which this process is, while it does not say otherwise; to be changed.
     """
 
     def __init__(self, monkeypatch, **cpus):
         self.exceptions = pytest.importorskip("ray").exceptions
         self.alive = {node: {"CPU": float(count)} for node, count in cpus.items()}
         self.failures, self.actors, self.named = {}, [], {}
+        self.here = next(iter(self.alive))
         self.util = SimpleNamespace(
             scheduling_strategies=SimpleNamespace(NodeAffinitySchedulingStrategy=lambda node, soft: node)
         )
         for module in MODULES:
             monkeypatch.setattr(f"torchreplay.ray.{module}.import_ray", lambda: self)
+        monkeypatch.setattr("torchreplay.ray.members.ray_node", lambda: self.here)
 
     def nodes(self):
         return [{"NodeID": node, "Alive": True, "Resources": has} for node, has in self.alive.items()]
@@ -65,10 +69,15 @@ class LocalCluster:
     def is_initialized(self):
         return True
 
+    def get_runtime_context(self):
+        return SimpleNamespace(get_node_id=lambda: self.here)
+
     def remote(self, kind):
-        def options(scheduling_strategy=None, **_):
+        def options(scheduling_strategy=None, name=None, **_):
             def make(*args):
                 self.actors.append(LocalActor(self, kind(*args), self.failures.get(scheduling_strategy)))
+                if name is not None:
+                    self.named[name] = self.actors[-1]
                 return self.actors[-1]
 
             return SimpleNamespace(remote=make)
@@ -90,3 +99,10 @@ class LocalCluster:
 
     def kill(self, actor, no_restart):
         actor.dead = True
+
+    def close(self):
+        """Gives the memory of all shards back."""
+        for actor in self.actors:
+            buffer = getattr(actor.it, "_buffer", None)
+            if buffer is not None:
+                buffer.close()

@@ -35,10 +35,7 @@ NODES = ["a", "b", "c"]
 def cluster(monkeypatch):
     made = LocalCluster(monkeypatch, a=2, b=2, c=2)
     yield made
-    for actor in made.actors:
-        buffer = getattr(actor.it, "_buffer", None)
-        if buffer is not None:
-            buffer.close()
+    made.close()
 
 
 @pytest.fixture
@@ -53,7 +50,7 @@ def found(cluster, monkeypatch):
         cluster.named["union"] = LocalActor(cluster, directory)
 
         def view(node):
-            monkeypatch.setattr("torchreplay.ray.members.ray_node", lambda: node)
+            cluster.here = node
             viewed.append(Shards("union"))
             return viewed[-1]
 

@@ -338,7 +338,9 @@ class Shards:
 
     def census(self, unused_count_as_others: bool, /) -> Census:
         """Returns who takes part, in the terms of a buffer's own census."""
-        return union_census(self.figures.values(), self.union_limiter.learners, self.table.expected)
+        nearby = self.nearby  # another node's shard has no writer of this thread's
+        own = 0 if nearby is None else nearby.own_writers(unused_count_as_others)
+        return union_census(self.figures.values(), self.union_limiter.learners, self.table.expected, own)
 
     def _note(self, answers: dict[int, T]) -> dict[int, T]:
         told = {number: figures for number, (figures, _) in answers.items()}

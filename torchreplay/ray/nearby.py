@@ -69,6 +69,18 @@ class Nearby:
         """Whether the shard's actor is there."""
         return self.buffer._segment.census(False)["owners"] > 0
 
+    def own_writers(self, unused_count_as_others: bool) -> int:
+        """Returns how many of its writers nobody but the calling thread uses.
+
+        Args:
+            unused_count_as_others: Whether those of this process that nobody has used yet may be another thread's.
+        """
+        try:
+            census = self.buffer._segment.census(unused_count_as_others)
+        except RuntimeError:  # closed by another thread
+            return 0
+        return census["writers"] - census["others_writing"]
+
     def draw(self, order: Order, room: ReplayBatch) -> Future[Answer]:
         """Draws candidates into the first rows of `room`; the answer has no block."""
         return self._hand_over(lambda: self._draw(order, room))

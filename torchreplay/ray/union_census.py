@@ -11,13 +11,14 @@ if TYPE_CHECKING:
     from torchreplay._C import Census
 
 
-def union_census(told: Collection[Figures], learners: int, expected: bool) -> Census:
+def union_census(told: Collection[Figures], learners: int, expected: bool, own_writers: int) -> Census:
     """Returns who takes part.
 
     Args:
         told: What each shard said last.
         learners: How many have drawn.
         expected: Whether writers are going to come.
+        own_writers: Those of the asking thread, who does not write while it asks.
     """
     writers = sum(figures.writers for figures in told)
     departures = [figures.since_departure for figures in told if figures.since_departure >= 0]
@@ -26,7 +27,7 @@ def union_census(told: Collection[Figures], learners: int, expected: bool) -> Ce
         "writers": writers,
         "learners": learners,
         "owners": len(told),
-        "others_writing": writers,
+        "others_writing": max(0, writers - own_writers),  # which may have come since they told
         "others_learning": learners,
         "waiting": 0,
         "supervisors": int(expected),

@@ -1,0 +1,56 @@
+"""A learner that waits for rows of shards: who is left to write them. On a cluster in this process."""
+
+import threading
+
+import numpy as np
+import pytest
+from local_cluster import LocalCluster
+from local_shards import SPEC
+
+import torchreplay as tr
+from torchreplay.ray import ShardedReplay
+
+
+@pytest.fixture
+def replay(monkeypatch):
+    """A buffer of two shards that draws from 50 items on, and gives up on writers who are gone after half a second."""
+    for grace in ("STARTUP_GRACE", "RETURN_GRACE"):
+        monkeypatch.setattr(f"torchreplay.waiting.{grace}", 0.5)
+    cluster = LocalCluster(monkeypatch, a=2, b=2)
+    with ShardedReplay(SPEC, 200, limiter=tr.MinSize(50), seed=1) as replay:
+        yield replay
+        replay.shards.detach()
+    cluster.close()
+
+
+def rows(n):
+    return {"home": np.zeros(n, int), "index": np.arange(n)}
+
+
+def test_a_learner_does_not_wait_for_rows_that_only_it_could_write(replay):
+    replay.extend(**rows(5))
+    with replay.writer() as writer:
+        writer.append(home=0, index=5)
+        with pytest.raises(tr.WouldBlockForever, match="6 items were inserted, 50 are needed"):
+            replay.sample(8, timeout=60)
+
+
+def test_a_learner_waits_for_a_writer_of_another_thread(replay):
+    replay.extend(**rows(5))
+    written, done = threading.Event(), threading.Event()
+
+    def explore():
+        with replay.writer() as writer:
+            writer.append(home=0, index=5)
+            written.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=explore)
+    thread.start()
+    assert written.wait(60)
+    with pytest.raises(tr.ReplayTimeout, match="6 items were inserted, 50 are needed"):
+        replay.sample(8, timeout=1.5)
+    done.set()
+    thread.join()
+    with pytest.raises(tr.WouldBlockForever):
+        replay.sample(8, timeout=60)
