@@ -7,6 +7,8 @@ import secrets
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -315,6 +317,7 @@ class ShardedReplay(ShardedInspection, Replay):
         *,
         view: View | None = None,
         nodes: Sequence[str] | None = None,
+        sampler: Sampler | None = None,
     ) -> ShardedReplay:
         """Returns a new buffer with the rows, keys, priorities and counters of a saved one.
 
@@ -328,17 +331,29 @@ class ShardedReplay(ShardedInspection, Replay):
                 more rows than fit on its node the newest are loaded.
             view: The buffer's own view, with functions that a checkpoint does not hold: those of `Hindsight`.
             nodes: Ray's ids of the nodes that get a shard. None: all that are alive.
+            sampler: The buffer's own sampler, with a function for its beta, which a checkpoint does not hold.
 
         Raises:
             CheckpointError: There is no checkpoint, it is damaged, a node does not see it, or there are fewer nodes
                 than shards.
             RuntimeError: This process is not connected to a Ray cluster.
             MemoryError: A node has too little memory left for its shard.
-            ValueError: `capacity`, `view` or `nodes` does not fit.
+            ValueError: `capacity`, `view`, `nodes` or `sampler` does not fit.
         """
         root = checked_path("directory", directory).absolute()
-        manifest = Manifest.read(root)
-        config, chosen = manifest.config.with_functions(view), checked_nodes(nodes)
+        return cls._loaded(Manifest.read(root), root, capacity, view, nodes, sampler)
+
+    @classmethod
+    def _loaded(
+        cls,
+        manifest: Manifest,
+        root: Path,
+        capacity: int | None,
+        view: View | None,
+        nodes: Sequence[str] | None,
+        sampler: Sampler | None,
+    ) -> ShardedReplay:
+        config, chosen = manifest.config.with_functions(view).with_schedule(sampler), checked_nodes(nodes)
         require_room(manifest, len(chosen), root)
         before = max((part.capacity for part in manifest.parts), default=config.capacity)
         replay = cls(
@@ -350,8 +365,9 @@ class ShardedReplay(ShardedInspection, Replay):
             seed=manifest.seed,
             nodes=nodes,
         )
+        replay._config = replace(replay._config, lost_schedule=config.lost_schedule)
         try:
-            replay.restore(root)
+            replay._restore(manifest, root)
         except BaseException:
             replay.close()
             raise
@@ -375,7 +391,9 @@ class ShardedReplay(ShardedInspection, Replay):
         """
         self.require_open()
         root = checked_path("directory", directory).absolute()
-        manifest = Manifest.read(root)
+        self._restore(Manifest.read(root), root)
+
+    def _restore(self, manifest: Manifest, root: Path) -> None:
         restore_shards(self.shards, self._config, manifest, root)
         self._seed = manifest.seed
         self._draws.resume(manifest.seed, manifest.stream, manifest.step)

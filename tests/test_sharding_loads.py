@@ -1,0 +1,54 @@
+"""What a loaded `ShardedReplay` goes on with. On a cluster in this process."""
+
+import pytest
+import torch
+from local_cluster import LocalCluster
+
+import torchreplay as tr
+from torchreplay.ray import ShardedReplay
+
+SPEC = {"x": tr.Field()}
+
+
+@pytest.fixture(autouse=True)
+def cluster(monkeypatch):
+    """Of two nodes; buffers give their shards back at the end."""
+    made = LocalCluster(monkeypatch, a=2, b=2)
+    yield made
+    made.close()
+
+
+def beta(draws):
+    return 0.4 + draws / 100
+
+
+def filled(**options):
+    replay = ShardedReplay(SPEC, 20, seed=1, **options)
+    replay.extend(x=torch.arange(4.0), priority=torch.arange(4.0) + 1)
+    return replay
+
+
+def beta_of(replay):
+    """By the weights of a draw, (p / p_min)^-beta (Schaul et al. 2016, section 3.4)."""
+    batch = replay.sample(8)
+    share = batch["probability"] / replay.gather(torch.arange(4))["probability"].min()
+    return float(-batch["weight"].log().sum() / share.log().sum())
+
+
+def test_a_beta_that_is_a_function_goes_on_where_it_is_given_again_and_is_missed_where_it_is_not(tmp_path, caplog):
+    with filled(sampler=tr.Prioritized(beta=beta)) as replay:
+        for step in range(5):
+            assert beta_of(replay) == pytest.approx(beta(step), rel=1e-4)
+        replay.save(tmp_path)
+    with ShardedReplay.load(tmp_path, sampler=tr.Prioritized(beta=beta)) as replay:
+        assert beta_of(replay) == pytest.approx(beta(5), rel=1e-4)
+        replay.save(tmp_path / "with it")
+    assert not caplog.records
+    for directory in ("with it", "without it"):
+        with ShardedReplay.load(tmp_path / directory) as replay:
+            assert "beta was a function, which is not saved: it stays at 0.4; give sampler=" in caplog.text
+            assert beta_of(replay) == pytest.approx(beta(0), rel=1e-4)
+            replay.save(tmp_path / "without it")
+        caplog.clear()
+    with pytest.raises(ValueError, match="expected the buffer's own"):
+        ShardedReplay.load(tmp_path, sampler=tr.Prioritized(alpha=0.5, beta=beta))
