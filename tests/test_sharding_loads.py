@@ -1,11 +1,14 @@
-"""What a loaded `ShardedReplay` goes on with. On a cluster in this process."""
+"""What a loaded `ShardedReplay` goes on with, and saves and loads of one checkpoint at a time. On a cluster in this
+process."""
+
+import logging
 
 import pytest
 import torch
 from local_cluster import LocalCluster
 
 import torchreplay as tr
-from torchreplay.ray import ShardedReplay
+from torchreplay.ray import ShardedReplay, sharded_saving
 
 SPEC = {"x": tr.Field()}
 
@@ -52,3 +55,23 @@ def test_a_beta_that_is_a_function_goes_on_where_it_is_given_again_and_is_missed
         caplog.clear()
     with pytest.raises(ValueError, match="expected the buffer's own"):
         ShardedReplay.load(tmp_path, sampler=tr.Prioritized(alpha=0.5, beta=beta))
+
+
+@pytest.mark.parametrize("after", ["_require_parts", "assigned"])
+def test_a_load_that_a_save_takes_the_parts_from_begins_again(tmp_path, monkeypatch, caplog, after):
+    with filled() as replay:
+        replay.save(tmp_path)
+        looks, look = [], getattr(sharded_saving, after)
+
+        def looked_at(*args):
+            looks.append(args)
+            found = look(*args)
+            if len(looks) == 1:  # and not in the save itself
+                replay.extend(x=torch.arange(4.0))
+                replay.save(tmp_path)
+            return found
+
+        monkeypatch.setattr(sharded_saving, after, looked_at)
+        with caplog.at_level(logging.WARNING, "torchreplay.ray"), ShardedReplay.load(tmp_path) as loaded:
+            assert "was saved to while it was read: it is read again" in caplog.text
+            assert len(loaded) == 8

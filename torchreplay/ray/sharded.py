@@ -31,7 +31,7 @@ from torchreplay.ray.members import Shards
 from torchreplay.ray.node_shard import Expectation, buffer_to_write_to
 from torchreplay.ray.rounds import RoundStream
 from torchreplay.ray.shard_writer import ShardWriter
-from torchreplay.ray.sharded_checkpoint import Manifest
+from torchreplay.ray.sharded_checkpoint import Manifest, with_manifest
 from torchreplay.ray.sharded_inspection import ShardedInspection
 from torchreplay.ray.sharded_saving import require_room, restore_shards, save_shards
 from torchreplay.replay import Pin, Replay
@@ -341,7 +341,7 @@ class ShardedReplay(ShardedInspection, Replay):
             ValueError: `capacity`, `view`, `nodes` or `sampler` does not fit.
         """
         root = checked_path("directory", directory).absolute()
-        return cls._loaded(Manifest.read(root), root, capacity, view, nodes, sampler)
+        return with_manifest(root, lambda manifest: cls._loaded(manifest, root, capacity, view, nodes, sampler))
 
     @classmethod
     def _loaded(

@@ -7,18 +7,24 @@ of its own, and has what the union has counted.
 from __future__ import annotations
 
 import json
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from torchreplay.arguments import checked_int
 from torchreplay.checkpoint import MAX_COUNT
 from torchreplay.checkpoint_directory import TOKEN, read_description
 from torchreplay.config import MAX_CAPACITY, Config
+from torchreplay.errors import CheckpointError
 from torchreplay.ray.directory import Lost
 from torchreplay.ray.union import MAX_SHARDS
+
+logger = logging.getLogger("torchreplay.ray")
+
+T = TypeVar("T")
 
 FORMAT: Final = 1
 KIND: Final = "ShardedReplay"
@@ -139,6 +145,22 @@ class Manifest:
             CheckpointError: There is none, it is damaged, or of another kind.
         """
         return read_description(root, cls.from_data, "checkpoint of a ShardedReplay")
+
+
+def with_manifest(root: Path, use: Callable[[Manifest], T]) -> T:
+    """Returns what `use` makes of a checkpoint; of the next one, if a save has taken its parts away meanwhile.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged.
+    """
+    while True:
+        manifest = Manifest.read(root)
+        try:
+            return use(manifest)
+        except CheckpointError:
+            if Manifest.read(root).shards == manifest.shards:
+                raise
+        logger.warning("%s was saved to while it was read: it is read again", root)
 
 
 def _count(told: Mapping[str, Any], name: str, most: int = MAX_COUNT) -> int:
