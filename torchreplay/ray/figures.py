@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -35,6 +35,11 @@ class Drew(NamedTuple):
         return self.rule, self.items, self.batches, -self.before
 
 
+def is_newer(drew: Drew, known: Drew | None) -> bool:
+    """Returns whether of one learner that is the later one; whatever there is, where nothing is known."""
+    return known is None or drew.moment > known.moment
+
+
 @dataclass(frozen=True, slots=True)
 class Order:
     """What a learner says with every call.
@@ -49,6 +54,8 @@ class Order:
             limit.
         candidates: How many to draw; 0: none, only the figures are wanted.
         says: Whether `limit` is meant: not by those who only look around, who may know too little.
+        others: What other learners have handed out, of those of whom the shard has told nothing, or less: one that was
+            made since would not hear of those who are gone.
     """
 
     stream: int
@@ -57,6 +64,7 @@ class Order:
     limit: int | None
     candidates: int = 0
     says: bool = True
+    others: Mapping[int, Drew] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

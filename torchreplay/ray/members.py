@@ -235,7 +235,10 @@ class Shards:
             for number, count in candidates.items():
                 if number not in places:
                     continue
-                order = Order(self.stream, union_limiter.drew, union_limiter.largest, limits[number], count, says)
+                others = union_limiter.untold(number)
+                order = Order(
+                    self.stream, union_limiter.drew, union_limiter.largest, limits[number], count, says, others
+                )
                 if room is None or nearby is None or number != nearby.number:
                     calls[number] = places[number].actor.draw.remote(order)
                 else:

@@ -21,7 +21,7 @@ from torchreplay.limiters import MinSize
 from torchreplay.nodes import ray_node
 from torchreplay.ray.blocks import Layout
 from torchreplay.ray.candidates import Candidates
-from torchreplay.ray.figures import Answer, Drew, Order
+from torchreplay.ray.figures import Answer, Drew, Order, is_newer
 from torchreplay.samplers import Prioritized
 from torchreplay.segment import Handle
 from torchreplay.spec import nest
@@ -90,6 +90,7 @@ class Shard:
         """
         if order.drew.batches:  # those who only look around would add up
             self._learners[order.stream] = order.drew
+        self._learners |= {s: drew for s, drew in order.others.items() if is_newer(drew, self._learners.get(s))}
         self._candidates.raise_largest(order.largest)
         if order.says and order.drew.rule >= self._rule:  # whoever has not heard of the present limiter has no say
             self._rule = order.drew.rule

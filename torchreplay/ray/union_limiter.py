@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from torchreplay.limiters import Limiter
-from torchreplay.ray.figures import Drew, Figures
+from torchreplay.ray.figures import Drew, Figures, is_newer
 
 _PAST: Final = -1
 """The number of no learner: what was drawn before a checkpoint."""
@@ -61,6 +61,7 @@ class UnionLimiter:
         self._inserted: dict[int, int] = {}  # by shard
         self._looks = 0  # of one who waits for less than an item of each shard
         self._others: dict[int, Drew] = {}  # by learner
+        self._untold: dict[int, dict[int, Drew]] = {}  # by shard
         self.items = self.batches = self._ordered = 0  # what was ordered, but for what was given up
         self.largest = 1.0
         self._take(rule)
@@ -91,9 +92,18 @@ class UnionLimiter:
         self.count_inserted(number, figures.inserted)
         self.largest = max(self.largest, figures.largest)
         for stream, drew in figures.learners.items():
-            known = self._others.get(stream)
-            if stream != self._stream and (known is None or drew.moment > known.moment):
+            if stream != self._stream and is_newer(drew, self._others.get(stream)):
                 self._others = self._others | {stream: drew}  # another one: threads may be looking at this
+        if figures.rule >= 0:  # its actor's own answer, and not what a process of its node says of the shard
+            self._untold[number] = {
+                stream: drew
+                for stream, drew in self._others.items()
+                if stream != _PAST and is_newer(drew, figures.learners.get(stream))
+            }
+
+    def untold(self, number: int) -> Mapping[int, Drew]:
+        """Returns what others have handed out, as far as a shard has told nothing of it, or less."""
+        return self._untold.get(number, {})
 
     def count_inserted(self, number: int, inserted: int) -> None:
         """Takes in how many items have become drawable in a shard; what a lost one had stays counted."""

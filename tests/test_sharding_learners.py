@@ -1,0 +1,54 @@
+"""What learners have drawn is counted for as long as any shard or process knows of it. On a cluster in this process."""
+
+import numpy as np
+import pytest
+from local_cluster import LocalCluster
+from local_shards import SPEC
+
+import torchreplay as tr
+from torchreplay.ray import ShardedReplay
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    made = LocalCluster(monkeypatch, a=2, b=2)
+    yield made
+    made.close()
+
+
+def copied(replay):
+    """The buffer as another process has it."""
+    attach, args = replay.__reduce__()
+    return attach(*args)
+
+
+def lose(replay, number):
+    """Kills a shard's actor, which a process notices; the directory makes another one."""
+    actor = replay.shards.table.places[number].actor
+    actor.dead = True
+    actor.it._buffer.close()
+    replay.shards.lose(number, "killed")
+
+
+def drawn(replay):
+    found = replay.stats()
+    return found.sampled, found.draws, found.learners
+
+
+def test_what_a_learner_that_is_gone_has_drawn_outlasts_the_shards_that_it_drew_from(cluster):
+    limiter = tr.SamplesPerInsert(4.0, min_size=50)
+    with ShardedReplay(SPEC, 200, limiter=limiter, seed=1) as replay:
+        replay.extend(home=np.zeros(50, int), index=np.arange(50))
+        gone = copied(replay)
+        for _ in range(20):
+            gone.sample(8)
+        gone.close()
+        assert drawn(replay) == (160, 20, 1)
+        for number in (0, 1):  # of each that was made since, the other one or a process has told
+            lose(replay, number)
+            assert drawn(replay) == (160, 20, 1)
+        latecomer = copied(replay)
+        assert drawn(latecomer) == (160, 20, 1)
+        needed = {process.shards.union_limiter.needed(8) for process in (replay, latecomer)}
+        assert len(needed) == 1  # as many items as everyone else waits for
+        latecomer.close()
