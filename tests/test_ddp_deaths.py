@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import os
+import select
 import signal
 import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -193,6 +195,19 @@ def test_a_rank_whose_process_is_not_to_be_seen_is_named():
                 here.meet([here.me, dataclasses.replace(here.me, rank=1, pid=pid, inode=inode)])
     finally:
         here.leave()
+
+
+def test_a_rank_that_leaves_in_order_and_ends_while_one_look_goes_from_pipe_to_process_is_not_lost():
+    here = peers.Peers(0, "here")
+    with Forked(signal.pause) as other:
+        here.meet([here.me, dataclasses.replace(here.me, rank=1, pid=other.pid)])  # it has inherited the pipe
+    alive = here._peers[1].alive
+    # The pipe was looked at before it said so, its process after it had ended.
+    looked = SimpleNamespace(poll=lambda timeout: [(alive, select.POLLIN)], unregister=lambda fd: None)
+    here._write(here._own, "left 1")
+    here._look(looked, 0.0)
+    assert here.loss is None
+    here.leave()
 
 
 def test_hanging_up_ends_the_connections_with_one_process_and_no_others():

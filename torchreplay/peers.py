@@ -78,6 +78,7 @@ class Peers:
 
     def __init__(self, rank: int, machine: str) -> None:
         self._inbox, self._own = os.pipe()
+        os.set_blocking(self._inbox, False)
         self.me = Member(rank, os.getpid(), self._own, os.fstat(self._own).st_ino, machine)
         self.loss: str | None = None
         self._peers: dict[int, _Peer] = {}
@@ -169,9 +170,10 @@ class Peers:
     def _look(self, poll: select.poll, seconds: float | None) -> None:
         """Sleeps until something happens, or so many seconds, and takes note of it."""
         ready = {fd for fd, _ in poll.poll(None if seconds is None else max(0.0, seconds * 1000))}
-        if self._inbox in ready:  # first: whoever said that it leaves, and why, may be gone by now
-            for line in os.read(self._inbox, 1 << 16).decode(errors="replace").splitlines():
-                self._take_note(line)
+        if ready:  # first: whoever said that it leaves, and why, may be gone by now, since the pipe was looked at, too
+            with suppress(BlockingIOError):
+                for line in os.read(self._inbox, 1 << 16).decode(errors="replace").splitlines():
+                    self._take_note(line)
         for peer in self._peers.values():
             if peer.alive in ready:
                 poll.unregister(peer.alive)
