@@ -191,4 +191,4 @@ def test_ranks_on_several_machines_are_refused(tmp_path, monkeypatch):
         for outcome in run_ranks(tmp_path, body):
             assert outcome["error"] == "RuntimeError"
             assert words in outcome["text"]
-            assert "torchreplay.ray.ShardedReplay" in outcome["text"]
+            assert "torchreplay.ray.ShardedReplay with a ReplayDataset of its own" in outcome["text"]

@@ -227,8 +227,9 @@ def _failure(error: BaseException) -> str:
 def several_machines(what: str) -> str:
     """Returns what to say to a run on several machines; `what` says which run, and on how many."""
     return (
-        f"{what}, and a ReplayBuffer lies in the memory of one: run all ranks on one machine, or give each machine a "
-        f"shard of its own with torchreplay.ray.ShardedReplay"
+        f"{what}, and the buffer that Learners and ReplayDataModule share lies in the memory of one: run all ranks on "
+        f"one machine; or have each draw from a torchreplay.ray.ShardedReplay with a ReplayDataset of its own as the "
+        f"loader, and without these two"
     )
 
 
