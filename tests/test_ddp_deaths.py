@@ -17,7 +17,7 @@ from shared_by_ranks import ROWS, Crew, make_buffer
 from torch.nn.parallel import DistributedDataParallel
 
 import torchreplay as tr
-from torchreplay import peers
+from torchreplay import learners, peers
 from torchreplay.hanging_up import hang_up
 
 
@@ -208,6 +208,17 @@ def test_a_rank_that_leaves_in_order_and_ends_while_one_look_goes_from_pipe_to_p
     here._look(looked, 0.0)
     assert here.loss is None
     here.leave()
+
+
+def test_ranks_are_freed_from_collectives_also_where_their_buffer_cannot_be_told(monkeypatch):
+    def unreachable():
+        raise OSError("the network is down")  # Ray's errors are no RuntimeErrors either
+
+    freed = []
+    world = SimpleNamespace(WORLD=SimpleNamespace(abort=lambda: freed.append("collectives")))
+    monkeypatch.setattr(learners, "dist", SimpleNamespace(is_initialized=lambda: True, group=world))
+    learners._end_waits([(SimpleNamespace(stop=unreachable), True)])
+    assert freed == ["collectives"]
 
 
 def test_hanging_up_ends_the_connections_with_one_process_and_no_others():

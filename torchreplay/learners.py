@@ -258,7 +258,7 @@ def _require_equal_weights(buffer: Replay) -> None:
 def _end_waits(buffers: list[tuple[Replay, bool]]) -> None:
     """Frees this rank from its waits when another one is lost."""
     for buffer, _ in buffers:
-        with suppress(RuntimeError):  # it is being closed: this rank is on its way out
+        with suppress(Exception):  # it is being closed, or cannot be reached through Ray
             buffer.stop()
     group = dist.group.WORLD if dist.is_initialized() else None
     if group is not None:
