@@ -1,7 +1,9 @@
 """What a `ShardedReplay` loses with a node: its rows, and nothing else."""
 
+import gc
 import logging
 import os
+import pickle
 import signal
 
 import numpy as np
@@ -112,6 +114,19 @@ def test_when_its_maker_closes_it_everyone_is_told(cluster, tmp_path):
     assert "was closed" in cluster.ray.get(call)
     eventually(lambda: not cluster.actors("Shard"))
     replay.close()
+
+
+def test_when_nobody_keeps_it_where_it_was_made_everyone_is_told(cluster):
+    replay = ShardedReplay(SPEC, 100, nodes=cluster.node_ids[:1])
+    copy = pickle.loads(pickle.dumps(replay))
+    write(replay, 0, 0, 10)
+    assert len(copy.sample(8, timeout=120)["key"]) == 8
+    del replay
+    gc.collect()
+    eventually(lambda: not cluster.actors("Shard"))
+    with pytest.raises(ReplayLost, match="kept by nobody in the process that made it"):
+        copy.stats()
+    copy.close()
 
 
 def test_nobody_waits_for_rows_that_nobody_will_write(cluster, monkeypatch):

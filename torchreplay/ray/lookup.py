@@ -40,7 +40,7 @@ class Lookup:
             self._directory = self._ray.get_actor(name, NAMESPACE)
         except ValueError:
             raise Stopped(
-                "the ShardedReplay is closed, or the process that made it is gone, and its shards too"
+                "the ShardedReplay is closed, or the object or process that made it is gone, and its shards too"
             ) from None
         self._pid = os.getpid()
         self._asked: Any = None  # the table, on its way
@@ -130,6 +130,7 @@ class Lookup:
             if was_stopped(self._name):
                 raise Stopped("the replay buffer was stopped, and then closed") from None
             raise ReplayLost(
-                "the ShardedReplay is gone: it was closed, or the process that made it, or its directory's (an actor "
-                "on the same node), has died; the shards, and their rows, went with it"
+                "the ShardedReplay is gone: it was closed, or kept by nobody in the process that made it, or that "
+                "process or its directory's (an actor on the same node) has died; the shards, and their rows, went "
+                "with it"
             ) from None

@@ -65,8 +65,8 @@ class ShardedReplay(ShardedInspection, Replay):
 
     A node that is lost costs its rows and nothing else: draws go on from the other shards, which is logged; TD errors
     for its rows are dropped and counted. Where the actor alone died, its node gets an empty shard; so does a node that
-    joins later in the place of one that is gone (unless `nodes` were given). The shards live until `close()` by the
-    process that made them, or its end.
+    joins later in the place of one that is gone (unless `nodes` were given). The shards live until the object that made
+    them is closed or is garbage, or its process ends: keep it for as long as others use them.
 
     Args:
         spec: Names to `Field(shape, dtype)`, as for `ReplayBuffer`.
