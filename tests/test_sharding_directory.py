@@ -216,6 +216,14 @@ def test_a_shard_that_a_process_has_let_go_of_is_not_lost(cluster):
     again.close()
 
 
+def test_whether_it_was_stopped_is_told_while_another_thread_lets_go_of_the_shard(cluster):
+    with ShardedReplay(SPEC, 300) as replay:
+        replay.extend(home=np.zeros(3, int), index=np.arange(3))
+        replay.shards.nearby.buffer.close()  # it has, just after this one had looked which it is
+        assert not replay.stopped
+        replay.shards.detach()
+
+
 # The directory out of reach.
 
 

@@ -420,7 +420,10 @@ class ShardedReplay(ShardedInspection, Replay):
     def stopped(self) -> bool:
         """Whether `stop()` was called, in any process, as far as this one has heard: explorers hear it at once."""
         nearby = self.shards.nearby
-        return (nearby is not None and nearby.buffer.stopped) or self.shards.stopped
+        with suppress(RuntimeError):  # another thread has let go of it meanwhile
+            if nearby is not None and nearby.buffer.stopped:
+                return True
+        return self.shards.stopped
 
     def close(self) -> None:
         """Detaches this object; in the process that made the shards, ends them. Idempotent.
