@@ -75,3 +75,19 @@ def test_a_load_that_a_save_takes_the_parts_from_begins_again(tmp_path, monkeypa
         with caplog.at_level(logging.WARNING, "torchreplay.ray"), ShardedReplay.load(tmp_path) as loaded:
             assert "was saved to while it was read: it is read again" in caplog.text
             assert len(loaded) == 8
+
+
+def test_draws_go_on_after_those_made_while_it_was_saved(tmp_path, monkeypatch):
+    require = sharded_saving._require_parts
+
+    def drawn_meanwhile(paths):
+        replay.sample(8)  # in another thread
+        require(paths)
+
+    with filled() as replay:
+        replay.sample(8)
+        with monkeypatch.context() as patch:
+            patch.setattr(sharded_saving, "_require_parts", drawn_meanwhile)
+            replay.save(tmp_path)
+    with ShardedReplay.load(tmp_path) as loaded:
+        assert loaded.draws == loaded.stats().draws == 2

@@ -307,7 +307,7 @@ class ShardedReplay(ShardedInspection, Replay):
         self.require_open()
         root = checked_path("directory", directory).absolute()
         self.flush()
-        save_shards(self.shards, self._config, self._seed, self.stream, self.draws, root)
+        save_shards(self.shards, self._config, self._seed, self._draws, root)
 
     @classmethod
     def load(

@@ -15,6 +15,7 @@ from torchreplay.checkpoint_directory import is_checkpoint, replace_checkpoint
 from torchreplay.config import Config
 from torchreplay.errors import CheckpointError
 from torchreplay.ray.directory import Place
+from torchreplay.ray.draws import Draws
 from torchreplay.ray.members import Shards
 from torchreplay.ray.session import import_ray
 from torchreplay.ray.sharded_checkpoint import SHARDS, Counts, Manifest, Part
@@ -23,15 +24,14 @@ POLL: Final = 0.05
 """Seconds between two looks at shards that save or load."""
 
 
-def save_shards(shards: Shards, config: Config, seed: int, stream: int, step: int, root: Path) -> None:
+def save_shards(shards: Shards, config: Config, seed: int, draws: Draws, root: Path) -> None:
     """Does what `ShardedReplay.save` does.
 
     Args:
         shards: What to save.
         config: Of the union.
         seed: Of its draws.
-        stream: The number of this process's stream of draws.
-        step: The position there.
+        draws: Those of this process, which may go on.
         root: Where to.
     """
 
@@ -45,7 +45,7 @@ def save_shards(shards: Shards, config: Config, seed: int, stream: int, step: in
             shutil.rmtree(paths[number], ignore_errors=True)
         _require_parts([data / str(number) for number in saved])
         # Counted after the rows, as those of each shard are.
-        return _described(shards, config, saved, seed, stream, step, data.name).as_data()
+        return _described(shards, config, saved, seed, draws, data.name).as_data()
 
     replace_checkpoint(root, SHARDS, write)
 
@@ -134,7 +134,7 @@ def _require_parts(paths: Sequence[Path]) -> None:
 
 
 def _described(
-    shards: Shards, config: Config, places: Mapping[int, Place], seed: int, stream: int, step: int, name: str
+    shards: Shards, config: Config, places: Mapping[int, Place], seed: int, draws: Draws, name: str
 ) -> Manifest:
     born, streams = shards.ask("counts")
     shards.exchange()
@@ -142,8 +142,8 @@ def _described(
     return Manifest(
         replace(config, limiter=table.rule.limiter),
         seed,
-        stream,
-        step,
+        draws.stream,
+        draws.made,
         name,
         tuple(Part(place.number, place.node, place.capacity) for place in places.values()),
         Counts(
