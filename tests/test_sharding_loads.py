@@ -25,6 +25,13 @@ def beta(draws):
     return 0.4 + draws / 100
 
 
+def copied(cluster, replay, node):
+    """The buffer as a process of a node has it."""
+    cluster.here = node
+    attach, args = replay.__reduce__()
+    return attach(*args)
+
+
 def filled(**options):
     replay = ShardedReplay(SPEC, 20, seed=1, **options)
     replay.extend(x=torch.arange(4.0), priority=torch.arange(4.0) + 1)
@@ -91,3 +98,46 @@ def test_draws_go_on_after_those_made_while_it_was_saved(tmp_path, monkeypatch):
             replay.save(tmp_path)
     with ShardedReplay.load(tmp_path) as loaded:
         assert loaded.draws == loaded.stats().draws == 2
+
+
+@pytest.fixture
+def saved_elsewhere(cluster, tmp_path):
+    """A checkpoint of two shards that change their numbers when they come back on nodes a and b."""
+    with ShardedReplay(SPEC, 20, seed=1, nodes=["b", "a"]) as replay:
+        for node in "ab":
+            copied(cluster, replay, node).extend(x=torch.arange(4.0))
+        replay.save(tmp_path)
+    return tmp_path
+
+
+def test_a_restore_that_would_change_the_keys_of_writers_is_refused(cluster, saved_elsewhere):
+    with ShardedReplay(SPEC, 20, nodes=["a", "b"]) as replay:
+        explorer = copied(cluster, replay, "b")
+        with explorer.writer(), pytest.raises(tr.CheckpointError, match="have writers already"):
+            replay.restore(saved_elsewhere)
+        assert not replay.stopped
+        explorer.close()
+        replay.restore(saved_elsewhere)
+        explorer = copied(cluster, replay, "b")
+        with explorer.writer() as writer:
+            key = writer.append(x=9.0)
+        assert replay.gather([key])["x"].tolist() == [9.0]
+        explorer.close()
+
+
+def test_who_was_attached_before_a_restore_does_not_take_one_shard_for_another_when_its_own_is_lost(
+    cluster, saved_elsewhere
+):
+    with ShardedReplay(SPEC, 20, nodes=["a", "b"]) as replay:
+        explorer = copied(cluster, replay, "b")
+        explorer.writer().close()
+        replay.restore(saved_elsewhere)
+        places = {place.node: place for place in replay.shards.look().places.values()}
+        actor = places["b"].actor
+        actor.dead = True
+        actor.it._buffer.close()
+        cluster.here = "b"
+        explorer.writer().close()
+        assert not places["a"].actor.dead
+        assert [lost.node for lost in replay.shards.look().lost] == ["b"]
+        explorer.close()

@@ -33,10 +33,12 @@ def buffer_to_write_to(shards: Shards) -> ShardBuffer:
         Stopped: The buffer was stopped.
     """
     nearby = shards.nearby
-    if nearby is not None and not nearby.alive:
-        shards.lose(nearby.number, "its process is gone")
-    elif nearby is not None:
+    if nearby is not None and nearby.alive:
         return nearby.buffer
+    if nearby is not None:
+        shards.look()  # of one that was restored since it was attached, the number is another shard's now
+        if shards.nearby is nearby:
+            shards.lose(nearby.number, "its process is gone")
     buffer = _attached(shards)
     if buffer is None:
         with Expectation(shards):  # lest learners give up on those who wait here

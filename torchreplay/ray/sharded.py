@@ -374,7 +374,7 @@ class ShardedReplay(ShardedInspection, Replay):
         return replay
 
     def restore(self, directory: str | os.PathLike[str]) -> None:
-        """Does what `load` does to a buffer that is there and was never written to, before anyone writes or draws.
+        """Does what `load` does to a buffer that is there and was never written to, before others get it.
 
         A restore that fails after the shards have begun to fill, so that some may hold a part of the checkpoint, stops
         the buffer: draws and writers raise `Stopped`. Close it; another one can be restored. One that is refused before
@@ -386,7 +386,7 @@ class ShardedReplay(ShardedInspection, Replay):
 
         Raises:
             CheckpointError: There is no checkpoint, it is damaged or of another kind, a node does not see it, there are
-                fewer nodes than shards, or the buffer holds rows already.
+                fewer nodes than shards, or the buffer holds rows already, or writers whose keys would change.
             RuntimeError: A shard was lost meanwhile; the buffer is stopped.
         """
         self.require_open()

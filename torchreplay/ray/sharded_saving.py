@@ -60,8 +60,17 @@ def restore_shards(shards: Shards, config: Config, manifest: Manifest, root: Pat
     require_room(manifest, len(places), root)
     _require_parts([manifest.path_of(root, part) for part in manifest.parts])
     parts = assigned(manifest.parts, places)
+    numbers, born = _numbered(places, parts, manifest.counts.born)
+    if any(figures.writers and numbers.get(number) != number for number, figures in shards.figures.items()):
+        raise CheckpointError(
+            "explorers of this buffer have writers already, whose keys would be those of other shards' rows: restore a "
+            "new one, before its explorers start"
+        )
+    paths = {number: str(manifest.path_of(root, part)) for number, part in parts.items()}
     try:
-        _fill(shards, places, parts, manifest, root)
+        _fill(shards, places, numbers, paths)
+        counts = replace(manifest.counts, born=born)
+        shards.restored(numbers, manifest.seed, counts, manifest.lost, manifest.config.limiter)
     except BaseException as error:
         with suppress(Exception):  # the directory may be gone
             shards.ask("stop")
@@ -73,18 +82,25 @@ def restore_shards(shards: Shards, config: Config, manifest: Manifest, root: Pat
         raise
 
 
-def _fill(
-    shards: Shards, places: Mapping[int, Place], parts: Mapping[int, Part], manifest: Manifest, root: Path
-) -> None:
-    """Has shards, by their present numbers, take the rows and the numbers of parts, and all others new numbers."""
-    numbers, born = {number: part.number for number, part in parts.items()}, manifest.counts.born
+def _numbered(places: Mapping[int, Place], parts: Mapping[int, Part], born: int) -> tuple[dict[int, int], int]:
+    """Returns which number each shard takes, by its present one, and how many numbers were given then.
+
+    Args:
+        places: The shards, by their present numbers.
+        parts: Which of the saved ones each becomes; others are new.
+        born: Numbers that were given.
+    """
+    numbers = {number: part.number for number, part in parts.items()}
     for number in sorted(places.keys() - parts.keys()):  # old keys must not name rows of shards that are new
         numbers[number], born = born, born + 1
-    paths = {number: str(manifest.path_of(root, part)) for number, part in parts.items()}
+    return numbers, born
+
+
+def _fill(shards: Shards, places: Mapping[int, Place], numbers: Mapping[int, int], paths: Mapping[int, str]) -> None:
+    """Has shards, by their present numbers, take others, and the rows at `paths`, if they get some."""
     filled = _until_done(shards, places, lambda number, actor: actor.restore.remote(numbers[number], paths.get(number)))
     for number in places.keys() - filled.keys():
         raise RuntimeError(f"shard {number} on node {places[number].node} was lost while it was being restored")
-    shards.restored(numbers, manifest.seed, replace(manifest.counts, born=born), manifest.lost, manifest.config.limiter)
 
 
 def require_room(manifest: Manifest, nodes: int, root: Path) -> None:
