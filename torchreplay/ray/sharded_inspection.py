@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 
 from torchreplay.arguments import checked_int, checked_kind
@@ -98,6 +100,25 @@ class ShardedInspection(Configured):
         places = self.shards.look().places
         calls = {number: place.actor.histograms.remote(bins) for number, place in places.items()}
         return merged_histograms(list(self.shards.calls.collect(calls).values()), bins)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether `stop()` was called, in any process, as far as this one has heard: explorers hear it at once."""
+        nearby = self.shards.nearby
+        with suppress(RuntimeError):  # another thread has let go of it meanwhile
+            if nearby is not None and nearby.buffer.stopped:
+                return True
+        return self.shards.stopped
+
+    def __repr__(self) -> str:
+        if self._closed:
+            return "ShardedReplay(closed)"
+        names = ", ".join("/".join(path) for path in self._config.fields)
+        return (
+            f"ShardedReplay({self._capacity:,} rows on {len(self.shards.table.places)} of {self._count} nodes, fields: "
+            f"{names}, {self.view}, {self.sampler}, {self.shards.table.rule.limiter}"
+            f"{', stopped' if self.stopped else ''})"
+        )
 
     def require_open(self) -> None:
         """Raises RuntimeError if this object is closed."""
