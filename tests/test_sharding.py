@@ -1,57 +1,26 @@
-"""`ShardedReplay` on a real Ray cluster of two nodes: writing at home, drawing across, feedback that finds its row."""
+"""`ShardedReplay` on a real Ray cluster of two nodes: writing at home, drawing across, and who takes it as a buffer."""
 
 import numpy as np
 import pytest
 import torch
 from forked import Forked, eventually
-from late_copies import OnDevice, send_late
 from lightning_learner import fit, make_learner
-from sharded_rows import SPEC, assert_follows, assert_intact, rows_of, write, write_until_stopped
+from sharded_rows import SPEC, assert_follows, assert_intact, rows_of, write
 from torch.utils.data import DataLoader
+from unequal_shards import ALPHA, BETA, EPS, all_keys, filled_shards, identity, prioritize
 
 import torchreplay as tr
-from torchreplay.ray import ShardedReplay, feedback
+from torchreplay.ray import ShardedReplay
 from torchreplay.ray.union import KEY_BITS
 
-ALPHA, EPS, BETA = 0.6, 1e-6, 0.4
 STEPS = {"obs": tr.Field((3,)), "action": tr.Field(), "reward": tr.Field()}
 STEPS |= {"terminated": tr.Field((), torch.bool), "truncated": tr.Field((), torch.bool)}
-ROWS = ((0, 0, 300), (0, 1, 20), (1, 0, 5), (1, 1, 40))  # node, explorer, rows: very unequal shards
 
 
 @pytest.fixture(scope="module")
 def filled(cluster):
-    """A buffer of two shards, with rows of two explorers on each node, and their keys by (node, explorer)."""
-    sampler = tr.Prioritized(alpha=ALPHA, beta=BETA, eps=EPS)
-    with ShardedReplay(SPEC, 4001, sampler=sampler, seed=5, nodes=cluster.node_ids) as replay:
-        task = cluster.ray.remote(write)
-        calls = {(node, e): task.options(**cluster.on(node)).remote(replay, node, e, n) for node, e, n in ROWS}
-        keys = {who: np.array(cluster.ray.get(call)) for who, call in calls.items()}
-        replay.sample(1, timeout=120)  # which attaches the shard that is on this node
-        yield replay, keys
-
-
-def identity(batch):
-    """Which row each item is, as one number."""
-    return (batch["node"] * 2 + batch["explorer"]) * 1000 + batch["count"]
-
-
-def all_keys(keys):
-    """Every row's key, and which row it is."""
-    ids = [(node * 2 + explorer) * 1000 + np.arange(len(k)) for (node, explorer), k in keys.items()]
-    return np.concatenate(list(keys.values())), np.concatenate(ids)
-
-
-def prioritize(filled, seed):
-    """Gives each row a TD error that follows from which row it is; returns the leaf of each by identity."""
-    replay, keys = filled
-    flat, ids = all_keys(keys)
-    td = 10.0 ** np.random.default_rng(seed).uniform(-2, 2, 4000)
-    order = np.random.default_rng(seed + 1).permutation(len(flat))
-    replay.update_priorities(flat[order], torch.from_numpy(td[ids[order]]))
-    leaves = np.zeros(4000)
-    leaves[ids] = (td[ids] + EPS) ** ALPHA
-    return leaves
+    with filled_shards(cluster) as filled:
+        yield filled
 
 
 def test_explorers_of_each_node_write_to_its_shard_and_keys_say_which(filled, cluster):
@@ -83,56 +52,6 @@ def test_a_batch_is_drawn_in_proportion_over_both_shards_and_feedback_goes_home(
             np.testing.assert_allclose(batch["weight"].numpy(), weight, rtol=5e-6)
         assert_follows(observed, p)
     assert replay.stats().priority_total == pytest.approx(leaves.sum(), rel=1e-6)
-
-
-def test_of_equal_keys_the_last_wins_also_where_shards_mix(filled):
-    replay, keys = filled
-    first, second = keys[0, 0][0], keys[1, 1][0]
-    replay.update_priorities(
-        torch.tensor([first, second, first, second, first]), torch.tensor([1.0, 2.0, -3.0, 4.0, 500.0])
-    )
-    batch = replay.sample(512)
-    found = dict(zip(batch["key"].tolist(), batch["probability"].tolist(), strict=True))
-    total = replay.stats().priority_total
-    assert found[first] * total == pytest.approx((500 + EPS) ** ALPHA, rel=1e-5)
-    assert second not in found or found[second] * total == pytest.approx((4 + EPS) ** ALPHA, rel=1e-5)
-
-
-def test_bad_feedback_is_refused_before_anything_is_applied(filled):
-    replay, keys = filled
-    before = replay.stats()
-    batch = replay.sample(8)
-    good = torch.tensor([keys[0, 0][0], keys[1, 0][0]])
-    foreign = tr.ReplayBuffer(SPEC, 16)
-    foreign.extend(**rows_of(0, 1))
-    for given, td, message in [
-        (good, [1.0, float("nan")], "1 of 2 .* NaN or infinite, the first at index 1"),
-        (good, [float("inf"), 1.0], "the first at index 0"),
-        (good, [1.0], r"expected \[2\]"),
-        (good.float(), [1.0, 1.0], r"expected int64 \[n\]"),
-        (good[None], [[1.0, 1.0]], r"expected int64 \[n\]"),
-        (good + 10_000, [1.0, 1.0], "never issued"),
-        (torch.stack([good[0], good[1] + (9 << KEY_BITS)]), [1.0, 1.0], "index 1 was never issued"),
-        (torch.tensor([-1, 0]), [1.0, 1.0], "never issued"),
-        (foreign.sample(2), [1.0, 1.0], "another buffer"),
-        ("keys", [1.0, 1.0], "expected int64"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            replay.update_priorities(given, torch.tensor(td))
-    with pytest.raises(ValueError, match="another buffer"):
-        replay.gather(foreign.sample(2))
-    assert replay.gather(batch)["key"].tolist() == batch["key"].tolist()
-    replay.update_priorities([], torch.empty(0))
-    assert replay.gather([]).batch_size == 0
-    with pytest.raises(ValueError, match="another buffer"):
-        foreign.update_priorities(batch, torch.ones(8))
-    after = replay.stats()
-    assert (after.updated, after.priority_total) == (before.updated, before.priority_total)
-    for wrong in (0, -1, 1 << 25, 2.5):
-        with pytest.raises(ValueError, match="batch_size"):
-            replay.sample(wrong)
-    with pytest.raises(ValueError, match="beta"):
-        replay.sample(8, beta=-1.0)
 
 
 def expect_items(batch, leaves, ids):
@@ -173,91 +92,6 @@ def test_items_of_all_shards_are_gathered_in_the_order_of_their_keys(filled, clu
     some = replay.gather(flat[:2])
     replay.update_priorities(some, torch.tensor([1e6, 1e6]))  # they are of this buffer, and what is fed back is known
     assert (replay.gather(flat[:2])["probability"] > some["probability"]).all()
-
-
-@pytest.fixture
-def sent(monkeypatch):
-    """The TD errors that went on their way, in order, and have not arrived."""
-    return send_late(monkeypatch, feedback)
-
-
-def on_device(*values):
-    return torch.tensor(values).as_subclass(OnDevice)
-
-
-def test_td_errors_on_a_device_go_home_when_they_have_come_by_the_next_call(filled, sent):
-    replay, keys = filled
-    two = torch.tensor([keys[0, 0][0], keys[1, 1][0]])
-    stream = iter(tr.ReplayDataset(replay, 8, prefetch=0))
-    for comes_by in (
-        lambda: replay.sample(8),
-        lambda: next(stream),
-        replay.stats,
-        replay.histograms,
-        lambda: replay.gather(two),
-        lambda: replay.update_priorities(two, on_device(1.0, 1.0)),
-        lambda: replay.update_priorities(two, torch.ones(2)),
-    ):
-        before, given = replay.stats().updated, len(sent)
-        replay.update_priorities(two, on_device(7.0, -8.0))
-        assert replay.stats().updated == before
-        sent[given].arrive()
-        comes_by()
-        replay._feedback.hear(0)
-        assert sum(shard.stats.updated for shard in replay.stats().shards) >= before + 2
-        assert not sent[given].waited
-        replay.flush()
-    stream.close()
-
-
-def test_td_errors_on_a_device_are_applied_in_order_and_flush_waits_for_them(filled, sent):
-    replay, keys = filled
-    prioritize(filled, 4)
-    two = torch.tensor([keys[0, 0][0], keys[1, 1][0]])
-
-    def td():
-        leaves = replay.gather(two)["probability"].double() * replay.stats().priority_total
-        return [round(x, 2) for x in (leaves ** (1 / ALPHA) - EPS).tolist()]
-
-    replay.update_priorities(two, [1.0, 2.0])
-    for values in ((3.0, 4.0), (5.0, 6.0), (7.0, -8.0)):
-        replay.update_priorities(two, on_device(*values))
-    two_given, two[:] = two.clone(), 0  # the keys are those of the call
-    two = two_given
-    sent[1].arrive()
-    assert td() == [1, 2]
-    sent[0].arrive()
-    assert td() == [5, 6]
-    replay.flush()
-    assert sent[2].waited
-    assert td() == [7, 8]
-    replay.update_priorities(two, on_device(9.0, 9.0))
-    replay.update_priorities(two, torch.tensor([1.5, 2.5]))  # of the CPU: those before come first
-    assert sent[3].waited
-    assert td() == [1.5, 2.5]
-
-
-def test_td_errors_on_a_device_that_are_wrong_are_refused_at_once_or_told_by_the_next_call(filled, sent):
-    replay, keys = filled
-    two = torch.tensor([keys[0, 0][0], keys[1, 1][0]])
-    for wrong, td, message in (
-        (two, on_device(1.0), r"shape \(1,\), expected one real number for each key: shape \(2,\)"),
-        (two[:1], on_device(1j), "complex64"),
-        (two + 10_000, on_device(1.0, 1.0), "never issued"),
-        (tr.ReplayBatch(key=two, buffer=two), on_device(1.0, 1.0), "mixes items"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            replay.update_priorities(wrong, td)
-    assert sent == []
-    before = replay.stats().updated
-    for value in (2.0, float("nan"), 4.0):
-        replay.update_priorities(two, on_device(1.0, value))
-    for arrival in sent:
-        arrival.arrive()
-    with pytest.raises(ValueError, match=r"of 2 items: 1 of 2 of the TD errors are NaN .* first at index 1"):
-        replay.sample(8)
-    replay.flush()
-    assert replay.stats().updated == before + 4
 
 
 def test_bad_arguments_are_refused_before_anything_is_made(cluster):
@@ -425,37 +259,6 @@ def test_a_node_without_a_shard_cannot_be_written_from(cluster):
         assert replay.gather(range(7))["obs"][:, 0].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]  # no item starts at the end
         with pytest.raises(cluster.ray.exceptions.RayTaskError, match="has no shard: the shards are on"):
             cluster.ray.get(cluster.ray.remote(write).options(**cluster.on(1)).remote(replay, 1, 0, 1))
-
-
-@pytest.mark.soak
-def test_the_limiter_holds_over_all_shards_and_waits_end(cluster):
-    limiter = tr.SamplesPerInsert(4.0, min_size=100, tolerance=0.5)
-    with ShardedReplay(SPEC, 2000, limiter=limiter, seed=2, nodes=cluster.node_ids) as replay:
-        with pytest.raises(tr.ReplayTimeout, match="0 items were inserted, 100 are needed"):
-            replay.sample(8, timeout=5.0)
-        task = cluster.ray.remote(write_until_stopped)
-        # Both on one node: what the other node does not use must not be in their way.
-        runs = [task.options(**cluster.on(1)).remote(replay, 1, e) for e in range(2)]
-        _, _, low, high = limiter.bounds()
-        with replay.expect_writers():
-            for batch in tr.ReplayDataset(replay, 16, steps=60, timeout=120):
-                assert (batch["node"] == 1).all()
-                found = replay.stats()
-                balance = found.inserted * 4.0 - found.sampled
-                # One row under way for each writer, and two batches, which are not counted as drawn yet.
-                assert low <= balance <= high + 2 * 4.0 + 2 * 16
-        eventually(lambda: replay.stats().insert_wait > 0)
-        replay.stop()
-        assert replay.stopped
-        for written, end in cluster.ray.get(runs):
-            assert written > 0
-            assert end in ("stopped", "Stopped")
-        with pytest.raises(tr.Stopped):
-            replay.sample(8)
-        assert list(tr.ReplayDataset(replay, 8)) == []
-    with pytest.raises(RuntimeError, match="closed"):
-        replay.sample(8)
-    eventually(lambda: len(cluster.actors("Directory")) <= 1)
 
 
 @pytest.mark.parametrize("nodes", [5, "all", [], [[1]], ["nowhere"], None], ids=str)

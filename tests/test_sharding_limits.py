@@ -1,4 +1,4 @@
-"""The limiter of a `ShardedReplay`, set to another one while explorers and learners of two nodes are at work."""
+"""The limiter of a `ShardedReplay` while explorers and learners of two nodes are at work, and another set meanwhile."""
 
 import pytest
 from forked import eventually
@@ -104,3 +104,34 @@ def test_a_ratio_set_while_explorers_and_a_learner_are_at_work_holds_from_there(
             stream.close()
         replay.stop()
         assert {end for _, end in cluster.ray.get(runs)} <= {"stopped", "Stopped"}
+
+
+@pytest.mark.soak
+def test_the_limiter_holds_over_all_shards_and_waits_end(cluster):
+    limiter = tr.SamplesPerInsert(4.0, min_size=100, tolerance=0.5)
+    with ShardedReplay(SPEC, 2000, limiter=limiter, seed=2, nodes=cluster.node_ids) as replay:
+        with pytest.raises(tr.ReplayTimeout, match="0 items were inserted, 100 are needed"):
+            replay.sample(8, timeout=5.0)
+        task = cluster.ray.remote(write_until_stopped)
+        # Both on one node: what the other node does not use must not be in their way.
+        runs = [task.options(**cluster.on(1)).remote(replay, 1, e) for e in range(2)]
+        _, _, low, high = limiter.bounds()
+        with replay.expect_writers():
+            for batch in tr.ReplayDataset(replay, 16, steps=60, timeout=120):
+                assert (batch["node"] == 1).all()
+                found = replay.stats()
+                balance = found.inserted * 4.0 - found.sampled
+                # One row under way for each writer, and two batches, which are not counted as drawn yet.
+                assert low <= balance <= high + 2 * 4.0 + 2 * 16
+        eventually(lambda: replay.stats().insert_wait > 0)
+        replay.stop()
+        assert replay.stopped
+        for written, end in cluster.ray.get(runs):
+            assert written > 0
+            assert end in ("stopped", "Stopped")
+        with pytest.raises(tr.Stopped):
+            replay.sample(8)
+        assert list(tr.ReplayDataset(replay, 8)) == []
+    with pytest.raises(RuntimeError, match="closed"):
+        replay.sample(8)
+    eventually(lambda: len(cluster.actors("Directory")) <= 1)
