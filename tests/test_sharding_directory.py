@@ -45,7 +45,7 @@ def found(cluster, monkeypatch):
 
     def find(limiter=None, limit=None, nodes=NODES, anywhere=True):
         config = Config.of(SPEC, 100, tr.Uniform(), None, limiter)
-        directory = Directory(config, [100] * len(nodes), list(nodes), anywhere, 1, limit)
+        directory = Directory(config, [100] * len(nodes), list(nodes), anywhere, 1, [limit] * len(nodes))
         directory.open()
         cluster.named["union"] = LocalActor(cluster, directory)
 

@@ -3,8 +3,10 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from local_cluster import LocalCluster
 
 import torchreplay as tr
+from torchreplay.ray import ShardedReplay
 from torchreplay.ray.figures import Drew, Figures
 from torchreplay.ray.union import Drawn
 from torchreplay.ray.union_limiter import Rule, UnionLimiter
@@ -234,3 +236,19 @@ def test_rounds_that_are_given_up_count_for_no_limiter():
 def test_a_ratio_that_hardly_draws_admits_everything():
     union_limiter = UnionLimiter(Rule(tr.SamplesPerInsert(5e-324)), 0)
     assert all(limit >= 1 << 60 for limit in union_limiter.limits([0, 1], 8).values())
+
+
+def test_without_a_learner_all_shards_together_admit_what_a_buffer_does(monkeypatch):
+    cluster = LocalCluster(monkeypatch, **{f"node {k}": 2 for k in range(8)})
+    limiter = tr.SamplesPerInsert(100.0, min_size=10, tolerance=0.1)
+    with ShardedReplay({"x": tr.Field()}, 800, limiter=limiter) as replay:
+        attach, args = replay.__reduce__()
+        for node in cluster.alive:
+            cluster.here = node
+            explorer = attach(*args)
+            with explorer.writer() as writer:
+                while writer.admitted():
+                    writer.append(x=0.0)
+            explorer.close()
+        assert len(replay) == 11  # 11 x 100 - 0 draws = 10 x 100 x (1 + 0.1)
+    cluster.close()

@@ -150,7 +150,7 @@ class Directory:
         nodes: Ray's ids of the nodes, one for each shard.
         anywhere: Whether a node that comes later may take the place of one that is gone.
         seed: Of all draws.
-        limit: Items up to which each shard's writers are admitted at first; None for no limit.
+        limits: Items up to which each shard's writers are admitted at first; None for no limit.
     """
 
     def __init__(
@@ -160,10 +160,10 @@ class Directory:
         nodes: list[str],
         anywhere: bool,
         seed: int,
-        limit: int | None,
+        limits: list[int | None],
     ) -> None:
         self._ray = import_ray()
-        self._config, self._anywhere, self._seed, self._limit = config, anywhere, seed, limit
+        self._config, self._anywhere, self._seed, self._limits = config, anywhere, seed, limits
         self._rule = Rule(config.limiter)
         self._slots = [_Slot(capacity, node) for capacity, node in zip(capacities, nodes, strict=True)]
         self._born = 0
@@ -182,8 +182,8 @@ class Directory:
         Raises:
             MemoryError: A node has too little memory left for its shard.
         """
-        for slot in self._slots:
-            self._make(slot, self._limit)
+        for slot, limit in zip(self._slots, self._limits, strict=True):
+            self._make(slot, limit)
         with errors_as_raised():
             self._ray.get([slot.ready for slot in self._slots])
         return self.table()

@@ -73,8 +73,8 @@ def found(nonce: int, config: Config, capacity: int, nodes: list[str], anywhere:
         scheduling_strategy=only_on(here),
     )
     capacities = [whole + (place < rest) for place in range(len(nodes))]
-    limit = UnionLimiter(Rule(config.limiter), 0).limits(range(len(nodes)), 0)[0]
-    owned = directory.remote(config, capacities, nodes, anywhere, seed, limit)
+    limits = UnionLimiter(Rule(config.limiter), 0).limits(range(len(nodes)), 0)
+    owned = directory.remote(config, capacities, nodes, anywhere, seed, list(limits.values()))
     try:
         with errors_as_raised():
             ray.get(owned.open.remote())
