@@ -1,4 +1,7 @@
-"""What learners have drawn is counted for as long as any shard or process knows of it. On a cluster in this process."""
+"""What is counted of learners, for as long as any shard or process knows of it, and of explorers. On a cluster in this
+process."""
+
+import dataclasses
 
 import numpy as np
 import pytest
@@ -7,6 +10,7 @@ from local_shards import SPEC
 
 import torchreplay as tr
 from torchreplay.ray import ShardedReplay
+from torchreplay.ray.shard import Shard
 
 
 @pytest.fixture
@@ -52,3 +56,18 @@ def test_what_a_learner_that_is_gone_has_drawn_outlasts_the_shards_that_it_drew_
         needed = {process.shards.union_limiter.needed(8) for process in (replay, latecomer)}
         assert len(needed) == 1  # as many items as everyone else waits for
         latecomer.close()
+
+
+def test_the_share_of_time_that_explorers_wait_is_that_of_those_that_there_are(cluster):
+    with ShardedReplay(SPEC, 200, seed=1) as replay:
+        cluster.here = "b"
+        explorers = copied(replay)
+        writers = [explorers.writer() for _ in range(3)]
+        _, shard = [actor.it for actor in cluster.actors if isinstance(actor.it, Shard)]
+        told = shard.stats()
+        shard.stats = lambda: dataclasses.replace(told, insert_wait_share=0.5)
+        found = replay.stats()
+        assert (found.writers, found.insert_wait_share, found.bottleneck) == (3, 0.5, "learners")
+        for writer in writers:
+            writer.close()
+        explorers.close()

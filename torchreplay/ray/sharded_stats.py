@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -13,7 +13,6 @@ from torchreplay.stats import Stats
 
 SUMS: tuple[str, ...] = ("size", "nbytes", "drawable", "updated", "stale_updates", "unready_updates", "redraws")
 SUMS += ("evicted_unsampled", "priority_total", "writers", "rows_written", "dropped_rows", "insert_wait", "sample_wait")
-MEANS = ("insert_wait_share", "sample_wait_share")
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,9 @@ class ShardedStats(Stats):
     """The figures of `Stats`, summed over the shards that there are, and those of each.
 
     `inserted` counts the items of lost shards too; `sampled`, `draws` and `learners` are what learners have handed out
-    and how many of them have; `priority_min` and `priority_max` are those of all shards, and shares of time are means.
+    and how many of them have; `priority_min` and `priority_max` are those of all shards. What learners do in their own
+    processes is not measured: `staleness`, `sample_wait` and `sample_wait_share` are 0, and `bottleneck` never says
+    `"explorers"`.
 
     Attributes:
         shards: Each shard that there is, by number.
@@ -86,7 +87,6 @@ def summed(
     """
     each = list(told.values())
     values: dict[str, Any] = {name: sum(getattr(stats, name) for stats in each) for name in SUMS}
-    values |= {name: _mean([getattr(stats, name) for stats in each]) for name in MEANS}
     smallest = [stats.priority_min for stats in each if stats.drawable]
     ages = [stats.last_write_age for stats in each if stats.last_write_age >= 0]
     return ShardedStats(
@@ -97,6 +97,8 @@ def summed(
         draws=union_limiter.steps,
         learners=union_limiter.learners,
         staleness=0.0,
+        insert_wait_share=sum(stats.insert_wait_share * stats.writers for stats in each) / max(1, values["writers"]),
+        sample_wait_share=0.0,
         priority_change=sum(stats.priority_change * stats.updated for stats in each) / max(1, values["updated"]),
         samples_per_insert=union_limiter.drawn / max(1, union_limiter.inserted),
         priority_min=min(smallest, default=0.0),
@@ -108,7 +110,3 @@ def summed(
         rows_lost=sum(lost.rows for lost in table.lost),
         lost_updates=table.lost_updates,
     )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / max(1, len(values))
