@@ -141,3 +141,14 @@ def test_who_was_attached_before_a_restore_does_not_take_one_shard_for_another_w
         assert not places["a"].actor.dead
         assert [lost.node for lost in replay.shards.look().lost] == ["b"]
         explorer.close()
+
+
+def test_a_restore_says_whether_rows_or_a_shard_that_is_lost_keep_it_from_filling_the_buffer(cluster, tmp_path):
+    with filled() as replay:
+        replay.save(tmp_path)
+        with pytest.raises(tr.CheckpointError, match="the buffer holds rows already"):
+            replay.restore(tmp_path)
+    with ShardedReplay(SPEC, 20) as replay:
+        replay.shards.lose(1, "too little memory is left")
+        with pytest.raises(tr.CheckpointError, match="the buffer has lost a shard already"):
+            replay.restore(tmp_path)

@@ -54,8 +54,9 @@ def restore_shards(shards: Shards, config: Config, manifest: Manifest, root: Pat
     """Does what `ShardedReplay.restore` does, but for this process's stream of draws."""
     require_alike(manifest.config, config, root)
     shards.exchange()
+    held = "has lost a shard" if shards.table.lost else "holds rows"
     if shards.table.lost or any(figures.issued for figures in shards.figures.values()):
-        raise CheckpointError("the buffer holds rows already: restore a new one, before its explorers start")
+        raise CheckpointError(f"the buffer {held} already: restore a new one, before its explorers start")
     places = shards.table.places
     require_room(manifest, len(places), root)
     _require_parts([manifest.path_of(root, part) for part in manifest.parts])
