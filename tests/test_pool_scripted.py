@@ -131,7 +131,7 @@ class SpareRay:
     """Stands for Ray where only its life matters."""
 
     def __init__(self, running):
-        self.running, self.options = running, None
+        self.running, self.options, self.starts = running, None, 0
 
     def cluster_resources(self):
         return {"CPU": 8.0, "GPU": 2.0}
@@ -143,10 +143,10 @@ class SpareRay:
         return [{"NodeID": node, "Alive": True, "Resources": {"CPU": 4, "GPU": 1}} for node in ("here", "elsewhere")]
 
     def get_runtime_context(self):
-        return SimpleNamespace(get_node_id=lambda: "here")
+        return SimpleNamespace(get_node_id=lambda: "here", get_job_id=lambda: str(self.starts))
 
     def init(self, **options):
-        self.running, self.options = True, options
+        self.running, self.options, self.starts = True, options, self.starts + 1
 
     def shutdown(self):
         self.running = False
@@ -185,6 +185,20 @@ def test_a_ray_that_a_pool_started_is_shut_down_with_the_last_pool_that_uses_it(
         assert spare.running
     sessions[1 - first].close()
     assert not spare.running
+
+
+def test_a_ray_that_the_program_has_started_after_a_pools_own_is_left_as_it_is(monkeypatch):
+    spare = SpareRay(running=False)
+    monkeypatch.setattr("torchreplay.ray.session.import_ray", lambda: spare)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    session = RaySession(cpus=0)
+    assert session.connected
+    spare.shutdown()
+    assert not session.connected
+    spare.init()
+    assert not session.connected
+    session.close()
+    assert spare.running
 
 
 def test_explorers_that_ray_could_never_start_are_refused(monkeypatch):

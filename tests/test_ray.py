@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -75,12 +76,10 @@ def test_more_than_ray_has_is_refused_at_the_start(ray, argument, kind):
 def test_a_process_that_never_began_is_told_from_one_that_died(error, died, text):
     ray = pytest.importorskip("ray")
 
-    def get(result):
-        raise error(ray.exceptions)
-
-    actors = Actors.__new__(Actors)
-    actors._ray = SimpleNamespace(get=get, exceptions=ray.exceptions)
-    outcome = actors.outcome(SimpleNamespace(result=None))
+    actors, result = Actors.__new__(Actors), Future()
+    actors._ray = ray
+    result.set_exception(error(ray.exceptions))
+    outcome = actors.outcome(SimpleNamespace(result=result))
     assert (outcome.kind == "died") is died
     assert re.search(text, outcome.error)
 
@@ -126,6 +125,46 @@ if __name__ == "__main__":
 """
 
 
+RAY_IS_SHUT_DOWN = """
+import time, ray, torch, torchreplay as tr
+from torchreplay.ray import ExplorerPool, ExplorersFailed
+
+def explore(ctx):
+    while True:
+        ctx.buffer.extend(x=torch.zeros(1))
+
+def fail(ctx):
+    raise ValueError("to be restarted in a while")
+
+def own_ray():
+    ray.init(address="local", num_cpus=1, object_store_memory=80 * 2**20, include_dashboard=False)
+
+if __name__ == "__main__":
+    buffer = tr.ReplayBuffer({"x": tr.Field()}, capacity=100)
+    brought = ExplorerPool(explore, 1, buffer).start()
+    joined = ExplorerPool(fail, 1, buffer, restart_delay=1.5).start()
+    buffer.sample(1)
+    while joined.stats()[0].state != "restarting":
+        time.sleep(0.01)
+    ray.shutdown()
+    for pool in (brought, joined):
+        try:
+            print(pool.wait(60))
+        except ExplorersFailed:
+            print("failed", "Ray was shut down" in pool.stats()[0].last_error, ray.is_initialized())
+    own_ray()
+    for pool in (brought, joined):
+        pool.stop()
+    print(ray.is_initialized())
+    rows = buffer.stats().rows_written
+    with brought:
+        while buffer.stats().rows_written == rows:
+            time.sleep(0.01)
+        print(brought.stats()[0].state)
+    print(ray.is_initialized())
+"""
+
+
 @pytest.fixture
 def program():
     return DRIVER
@@ -156,6 +195,12 @@ def test_no_explorer_survives_a_sigkilled_program_that_brought_its_own_ray(drive
 @pytest.mark.parametrize("program", [POOL_STOPS_FIRST], ids=[""])
 def test_an_evaluator_outlives_the_pool_that_brought_its_ray(driver):
     assert driver.stdout.read().split() == ["1", "0", "False"]
+
+
+@pytest.mark.parametrize("program", [RAY_IS_SHUT_DOWN], ids=[""])
+def test_pools_under_which_ray_is_shut_down_say_so_and_leave_the_next_ray_alone(driver):
+    told = driver.stdout.read().splitlines()
+    assert told == ["failed True False", "failed True False", "True", "running", "True"]
 
 
 def test_importing_needs_no_ray_and_starting_a_pool_without_it_says_what_to_install():

@@ -204,3 +204,35 @@ def test_workers_that_cannot_be_supervised_any_more_are_killed():
     assert all(run.killed for run in actors.runs)
     assert "Ray was shut down" in supervisor.stats()[0].last_error
     supervisor.stop(0, 0)
+
+
+def test_workers_that_wait_for_their_next_start_have_failed_where_none_can_be_started_any_more():
+    class Lost(ScriptedActors):
+        lost = False
+
+        def wait(self, runs, timeout):
+            if self.lost:
+                raise ConnectionError("Ray was shut down")
+            return super().wait(runs, timeout)
+
+    actors = Lost(lambda launch: RAISED)
+    supervisor = supervise(actors, restart_delay=1000.0)
+    eventually(lambda: supervisor.stats()[0].state == "restarting")
+    actors.lost = True
+    assert supervisor.over.wait(30)
+    assert supervisor.stats()[0].state == "failed"
+    assert "Ray was shut down" in supervisor.stats()[0].last_error
+    supervisor.stop(0, 0)
+
+
+def test_a_supervisor_that_is_told_to_exit_leaves_no_worker_running():
+    class Exiting(ScriptedActors):
+        def wait(self, runs, timeout):
+            raise SystemExit  # as calls of Ray's do when another thread shuts it down
+
+    actors = Exiting(lambda launch: None)
+    supervisor = supervise(actors)
+    assert supervisor.over.wait(30)
+    assert supervisor.stats()[0].state == "failed"
+    assert actors.runs[0].killed
+    supervisor.stop(0, 0)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future
+from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from torchreplay.ray.backend import Backend, pickled
 from torchreplay.ray.mirror import PageKeeper
@@ -17,13 +20,17 @@ if TYPE_CHECKING:
     from torchreplay.ray.hosting import Hosting
 
 
+_LOOK_EVERY: Final = 0.1
+"""Seconds between looks at whether Ray is still there, while runs are waited for."""
+
+
 @dataclass(eq=False)
 class ActorRun:
     """One run of one worker: its actor and the result to come."""
 
     launch: Launch
     actor: Any
-    result: Any
+    result: Future[Outcome]
 
 
 class Actors(Backend[ActorRun]):
@@ -35,7 +42,11 @@ class Actors(Backend[ActorRun]):
         hosting: What each of them reserves, and where it may run.
     """
 
+    _lost: ClassVar[list[Actors]] = []
+    """Those whose Ray was shut down. What they refer to is kept: in the next Ray its ids are those of others."""
+
     def __init__(self, work: Any, num_workers: int, hosting: Hosting) -> None:
+        self._runs: set[ActorRun] = set()
         reserved = num_workers * hosting.num_cpus, num_workers * hosting.num_gpus
         self._session = RaySession(*reserved, here=hosting.placement is None)
         self._ray = self._session.ray
@@ -74,23 +85,33 @@ class Actors(Backend[ActorRun]):
 
     def launch(self, launch: Launch) -> ActorRun:
         """Starts a run; does not wait for it."""
+        self._require_ray()
         actor = (self._kind or self._kind_for(launch.index)).remote()
-        return ActorRun(launch, actor, actor.run.remote(sys.path, self._payload, launch, self._keeper))
+        result = actor.run.remote(sys.path, self._payload, launch, self._keeper).future()
+        run = ActorRun(launch, actor, result)
+        self._runs.add(run)
+        return run
 
     def wait(self, runs: Sequence[ActorRun], timeout: float) -> list[ActorRun]:
-        """The runs that have ended, as soon as one has, at the latest after `timeout` seconds."""
-        if not self._ray.is_initialized():  # to wait would start another Ray
-            raise RuntimeError("Ray was shut down while its workers were running")
-        by_result = {run.result: run for run in runs}
-        ended, _ = self._ray.wait(list(by_result), num_returns=1, timeout=max(timeout, 0.0))
-        return [by_result[result] for result in ended]
+        """The runs that have ended, as soon as one has, at the latest after `timeout` seconds.
+
+        Raises:
+            RuntimeError: Ray was shut down.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            self._require_ray()
+            # Not in a call of Ray's: out of that no thread comes back when another one shuts Ray down.
+            seconds = max(0.0, min(_LOOK_EVERY, deadline - time.monotonic()))
+            ended = wait_for_futures([run.result for run in runs], seconds, FIRST_COMPLETED).done
+            if ended or not runs or time.monotonic() >= deadline:
+                return [run for run in runs if run.result in ended]
 
     def outcome(self, run: ActorRun) -> Outcome:
         """How an ended run ended."""
         errors = self._ray.exceptions
         try:
-            outcome: Outcome = self._ray.get(run.result)
-            return outcome
+            return run.result.result()
         except errors.RayTaskError as error:
             return Outcome("raised", str(error).strip().splitlines()[-1], str(error))
         except (
@@ -106,15 +127,33 @@ class Actors(Backend[ActorRun]):
     def release(self, run: ActorRun) -> None:
         """Lets the process of an ended run go."""
         self.kill(run)  # a graceful exit takes Ray 2 s, and the user's function has returned
-        run.actor = run.result = None
+        if self._is_there():
+            self._runs.discard(run)
 
     def kill(self, run: ActorRun) -> None:
         """Kills the process of a run."""
-        if self._ray.is_initialized():  # or it is gone, with Ray
+        if self._is_there():  # or it is gone, with Ray
             self._ray.kill(run.actor, no_restart=True)
 
     def close(self) -> None:
         """Shuts Ray down if it was started here and nobody else needs it."""
-        if self._keeper is not None and self._ray.is_initialized():
+        if not self._session.connected:
+            self._give_up()
+        if self._keeper is not None and self._is_there():
             self._ray.kill(self._keeper, no_restart=True)
         self._session.close()
+
+    def _require_ray(self) -> None:
+        """Raises RuntimeError when Ray was shut down: what is asked of it then would start another one."""
+        if not self._is_there():
+            raise RuntimeError("Ray was shut down while its workers were running")
+
+    def _is_there(self) -> bool:
+        """Whether Ray was never seen shut down. Asks nothing of it: a call in that very moment ends the process."""
+        if not self._ray.is_initialized():
+            self._give_up()
+        return self not in self._lost
+
+    def _give_up(self) -> None:
+        if self not in self._lost:
+            self._lost.append(self)

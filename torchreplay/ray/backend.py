@@ -27,7 +27,11 @@ class Backend(ABC, Generic[R]):
 
     @abstractmethod
     def wait(self, runs: Sequence[R], timeout: float) -> list[R]:
-        """The runs that have ended, as soon as one has, at the latest after `timeout` seconds."""
+        """The runs that have ended, as soon as one has, at the latest after `timeout` seconds.
+
+        Raises:
+            Exception: No run can be started or listened to any more.
+        """
 
     @abstractmethod
     def outcome(self, run: R) -> Outcome:

@@ -32,6 +32,15 @@ def import_ray() -> ModuleType:
     return ray
 
 
+def connection() -> str:
+    """Returns what tells this process's connection to Ray from those before and after it; "" where there is none."""
+    ray = import_ray()
+    if not ray.is_initialized():
+        return ""
+    context = ray.get_runtime_context()
+    return f"{context.get_node_id()}/{context.get_job_id()}"
+
+
 class RaySession:
     """Ray for the life of a pool: joins the program's, or starts one on this machine.
 
@@ -54,7 +63,7 @@ class RaySession:
 
     _lock: ClassVar = threading.RLock()  # of the two below; a signal's handler may stop a pool, too
     _open: ClassVar[set[RaySession]] = set()
-    _started: ClassVar[bool] = False  # whether Ray was, by one of them
+    _started: ClassVar[str] = ""  # the connection to the Ray that one of them has started
 
     def __init__(self, cpus: float, gpus: float = 0, here: bool = True) -> None:
         self.ray = import_ray()
@@ -63,7 +72,8 @@ class RaySession:
             starts = not self.ray.is_initialized()
             if starts:
                 self._start(cpus)
-                RaySession._started = True
+                RaySession._started = connection()
+            self._connection = connection()
             self._open.add(self)
         try:
             present = self._resources()
@@ -91,8 +101,14 @@ class RaySession:
         with self._lock:
             self._open.discard(self)
             if self._started and not self._open:
-                RaySession._started = False
-                self.ray.shutdown()
+                started, RaySession._started = self._started, ""
+                if connection() == started:  # else the program has shut it down, and may have another one by now
+                    self.ray.shutdown()
+
+    @property
+    def connected(self) -> bool:
+        """Whether this process is still connected to the Ray that it was connected to when the session began."""
+        return connection() == self._connection
 
     def _resources(self) -> Mapping[str, float]:
         """Returns what Ray has, on this node or in all."""

@@ -182,7 +182,7 @@ class Supervisor:
                 self.listen()
             self._end_all()
             self.listen()
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # the latter comes out of calls of Ray's
             # Ray was shut down under the pool, most likely: its actors went with it.
             lost = _died("no longer supervised", error)
             logger.error("the workers are %s\n%s", lost.error, lost.traceback)
@@ -226,6 +226,7 @@ class Supervisor:
     def _await_some(self) -> None:
         running = self._running()
         if not running:
+            self.backend.wait([], 0)  # raises when none can be started any more
             self._stopping.wait(_POLL)
             return
         ended = self.backend.wait([w.run for w in running], _POLL)
@@ -331,5 +332,5 @@ class Supervisor:
         self._settle(w, outcome if outcome.kind == "raised" else Outcome("ended"))
 
 
-def _died(what: str, error: Exception) -> Outcome:
+def _died(what: str, error: BaseException) -> Outcome:
     return Outcome("died", f"{what}: {error!r}", "".join(traceback.format_exception(error)).rstrip())
