@@ -221,6 +221,7 @@ def test_an_evaluation_under_way_is_interrupted():
         ({"directory": "d", "save_every": 0}, ValueError, "save_every is 0"),
         ({"evaluate": 3}, TypeError, "evaluate is 3"),
         ({"module": 3}, TypeError, "module is 3"),
+        ({"module": torch.nn.Linear(3, 2)}, ValueError, "the module's weights differ from those shared"),
         ({"seed": -1}, ValueError, "seed is -1"),
         ({"weights": Policy()}, TypeError, "weights is .*: expected torchreplay.SharedWeights"),
         ({"every_seconds": "ten"}, ValueError, "every_seconds is 'ten'"),
@@ -239,3 +240,9 @@ def test_arguments_out_of_range_are_refused_with_their_name(arguments, error, me
 def test_a_version_that_was_never_published_is_not_waited_for():
     with pytest.raises(ValueError, match="version is 5"):
         Evaluator(evaluate, tr.SharedWeights(Policy()), Policy, every=1).wait(version=5)
+
+
+@pytest.mark.parametrize("timeout", ["soon", -1.0, float("nan"), [1]], ids=repr)
+def test_a_bad_timeout_of_a_wait_is_refused(timeout):
+    with pytest.raises((TypeError, ValueError), match="timeout is"):
+        Evaluator(evaluate, tr.SharedWeights(Policy()), Policy, every=1).wait(timeout=timeout)

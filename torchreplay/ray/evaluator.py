@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from torchreplay.arguments import checked_instance, checked_int, checked_number, checked_path
+from torchreplay.arguments import checked_instance, checked_int, checked_number, checked_path, checked_timeout
 from torchreplay.buffer import ReplayBuffer
 from torchreplay.errors import ReplayTimeout
 from torchreplay.ray.evaluating import Evaluate, Evaluating
@@ -104,7 +104,8 @@ class Evaluator(Supervised):
         placement: As for `ExplorerPool`; None for this machine.
 
     Raises:
-        ValueError: Neither `every` nor `every_seconds` is given, or a number is out of range.
+        ValueError: Neither `every` nor `every_seconds` is given, a number is out of range, or the module is built
+            otherwise than its weights.
         TypeError: `evaluate`, `weights`, `module`, `directory` or `buffer` is not what it has to be.
         CheckpointError: `directory` has a `best.safetensors` that no evaluator saved.
 
@@ -144,6 +145,8 @@ class Evaluator(Supervised):
         if every_seconds is not None:
             every_seconds = checked_number("every_seconds", every_seconds, 0)
         checked_instance("weights", weights, SharedWeights, "torchreplay.SharedWeights(module)")
+        if isinstance(module, nn.Module):
+            weights.require_like(module)
         buffers = {} if buffer is None else named_buffers(buffer)
         for label, one in buffers.items():
             checked_instance("buffer", one, Replay, "a buffer of this node: what is on another is saved there")
@@ -198,8 +201,9 @@ class Evaluator(Supervised):
             ReplayTimeout: It took longer.
             EvaluatorFailed: The worker is not restarted any more, or does nothing but fail.
             RuntimeError: The evaluator does not run.
-            ValueError: The version was not published.
+            ValueError: The version was not published, or the timeout is negative or NaN.
         """
+        timeout = checked_timeout(timeout)
         newest = self.weights.version
         start = told = time.monotonic()
         version = newest if version is None else checked_int("version", version, 0, newest)
