@@ -230,6 +230,29 @@ def test_ctrl_c_in_a_wait_for_another_publisher_leaves_the_lock_to_it(monkeypatc
     assert other.version == 1
 
 
+def test_a_signals_handler_does_not_end_a_publication_that_it_has_interrupted():
+    weights = tr.SharedWeights(Constant())
+    other = pickle.loads(pickle.dumps(weights))
+    native, refused = weights._native, []
+
+    def publish(*_):
+        for one in (weights, other):
+            with pytest.raises(RuntimeError, match="this thread is publishing these weights already"):
+                one.publish(Constant(1.0))
+        refused.append(native.publisher)
+
+    before = signal.signal(signal.SIGUSR2, publish)
+    try:
+        weights._native = Behind(native, begin_publish=lambda: signal.raise_signal(signal.SIGUSR2))
+        assert weights.publish(Constant(2.0)) == 1
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert refused == [threading.get_native_id()]
+    module = Constant()
+    assert other.pull(module)
+    assert (module.numbers(), other.pulled_version) == ({2.0}, 1)
+
+
 def hold_lock(weights, begun, wait):
     assert weights._native.begin_publish(1_000_000_000)
     begun()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -112,8 +113,14 @@ class SharedWeights:
         Raises:
             ValueError: The module's weights differ in name, shape or dtype from those of the constructor.
             ReplayTimeout: Another publisher is stopped in the middle.
+            RuntimeError: It is called by a signal's handler while its own thread publishes these weights.
         """
         state = self.require_like(module)
+        if self._native.publisher == threading.get_native_id():  # to end this one would end that one, half done
+            raise RuntimeError(
+                "this thread is publishing these weights already, and a signal's handler came in between: have the "
+                "handler set a flag, and publish when the thread sees it"
+            )
         complete = False
         try:  # before the lock is taken: a signal's handler may raise as soon as it is
             self._begin_publish()
