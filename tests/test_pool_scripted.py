@@ -9,7 +9,7 @@ import pytest
 import torch
 from forked import Forked, eventually
 from numbered_rows import make_buffer
-from scripted_workers import DIED, ScriptedActors
+from scripted_workers import DIED, RAISED, ScriptedActors
 
 import torchreplay as tr
 from torchreplay.ray import ExplorerContext, ExplorerPool
@@ -94,6 +94,20 @@ def test_a_pool_whose_stop_was_interrupted_starts_anew(pool, monkeypatch):
     eventually(lambda: len(pool.actors.runs) == 2)
     assert closed == [1]
     assert pool.stats()[0].state == "starting"
+
+
+def test_a_learner_is_told_what_explorers_have_failed_with_since_the_last_start(pool):
+    pool.actors.script = lambda launch: RAISED if launch.restarts == 0 else None
+    pool.start()
+    eventually(lambda: pool.errors)
+    with pytest.raises(tr.ReplayTimeout) as caught, pool:
+        pool.buffer.sample(1, timeout=0)
+    assert caught.value.__notes__ == ["explorer 0 of 1 failed last with:\nTraceback: in explore, boom"]
+    pool.actors.script = lambda launch: None
+    with pytest.raises(tr.ReplayTimeout) as caught, pool:
+        pool.buffer.sample(1, timeout=0)
+    assert not hasattr(caught.value, "__notes__")
+    assert len(pool.errors) == 1
 
 
 @pytest.mark.parametrize("backend", ["ray", "process"])

@@ -166,8 +166,8 @@ class ExplorerPool(Supervised):
 
     def explain(self, error: BaseException) -> None:
         """Adds what the explorers failed with, if they did, to the error of a learner that waited for their rows."""
-        if self._failures:
-            error.add_note(self._report())
+        if report := self._report():
+            error.add_note(report)
 
     def __repr__(self) -> str:
         stats = self.stats()

@@ -174,9 +174,10 @@ class Supervised(ABC):
         return supervisor.stats() if supervisor else self._last_stats
 
     def _report(self) -> str:
-        last = {failure.index: failure for failure in self._failures}
+        """Returns what workers have failed with since the last start; "" if none has."""
+        failed = [stats for stats in self._worker_stats() if stats.last_traceback is not None]
         return "\n".join(
-            f"{self._names[index]} failed last with:\n{failure.traceback}" for index, failure in sorted(last.items())
+            f"{self._names[stats.index]} failed last with:\n{stats.last_traceback}" for stats in failed[:_FAILURES_KEPT]
         )
 
     def __enter__(self) -> Self:
