@@ -201,6 +201,32 @@ def test_a_ray_that_a_pool_started_is_shut_down_with_the_last_pool_that_uses_it(
     assert not spare.running
 
 
+def test_a_pool_that_starts_a_ray_leaves_the_programs_handler_of_sigterm_in_place(monkeypatch):
+    class Exiting(SpareRay):
+        def init(self, **options):
+            super().init(**options)
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's own ends the program, too
+
+    def save(*_):
+        """As a program does that a queue's system is about to end."""
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        for handler, left in (
+            (save, save),
+            (signal.SIG_IGN, signal.SIG_IGN),
+            (signal.SIG_DFL, signal.default_int_handler),
+        ):
+            spare = Exiting(running=False)
+            monkeypatch.setattr("torchreplay.ray.session.import_ray", lambda spare=spare: spare)
+            signal.signal(signal.SIGTERM, handler)
+            RaySession(cpus=0).close()
+            assert signal.getsignal(signal.SIGTERM) is left
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_a_ray_that_the_program_has_started_after_a_pools_own_is_left_as_it_is(monkeypatch):
     spare = SpareRay(running=False)
     monkeypatch.setattr("torchreplay.ray.session.import_ray", lambda: spare)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import os
+import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import ModuleType
 from typing import ClassVar
 
@@ -30,6 +32,22 @@ def import_ray() -> ModuleType:
             "pip install 'torchreplay[ray]'"
         ) from error
     return ray
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Gives the program's own handler of SIGTERM back to it, such as Lightning's or one that saves.
+
+    `ray.init` puts one in its place that exits; and before either one of native code, after which the process is
+    aborted 3 s later, whatever it is at. So that of Ray's is set anew where the program has none.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        handler = signal.getsignal(signal.SIGTERM) if before in (signal.SIG_DFL, None) else before
+        if handler is not None and threading.current_thread() is threading.main_thread():  # no other may set it
+            signal.signal(signal.SIGTERM, handler)
 
 
 def connection() -> str:
@@ -71,7 +89,8 @@ class RaySession:
         with self._lock:
             starts = not self.ray.is_initialized()
             if starts:
-                self._start(cpus)
+                with _own_sigterm():
+                    self._start(cpus)
                 RaySession._started = connection()
             self._connection = connection()
             self._open.add(self)
