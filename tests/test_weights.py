@@ -213,6 +213,26 @@ def test_ctrl_c_between_the_lock_and_the_copy_leaves_the_lock_free():
 
 
 @pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_at_the_end_of_a_pull_leaves_no_other_module_with_older_weights():
+    class Interrupted(tr.SharedWeights):
+        def __setattr__(self, name, value):
+            super().__setattr__(name, value)
+            if (name, value) == ("_pulled", 1):
+                signal.raise_signal(signal.SIGINT)
+
+    weights = Interrupted(Constant(0.0))
+    first, second = Constant(), Constant()
+    assert weights.pull(first)
+    weights.publish(Constant(1.0))
+    with pytest.raises(KeyboardInterrupt):
+        weights.pull(second)
+    weights.__class__ = tr.SharedWeights
+    assert weights.pull(first)
+    assert first.numbers() == {1.0}
+    assert not weights.pull(first)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_in_a_wait_for_another_publisher_leaves_the_lock_to_it(monkeypatch):
     weights = tr.SharedWeights(Constant())
     other = pickle.loads(pickle.dumps(weights))

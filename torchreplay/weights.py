@@ -159,6 +159,7 @@ class SharedWeights:
             if self._native.intact(version):
                 break  # otherwise two publications came meanwhile: copy again
         load_copies(module, state)
+        self._pulled_into = _nowhere  # first: the module before this one has not got that version
         self._pulled = version
         self._pulled_into = weakref.ref(module)
         return True
