@@ -74,7 +74,7 @@ class Supervised(ABC):
         return None
 
     def start(self) -> Self:
-        """Launches the workers and returns at once; does nothing while they are supervised.
+        """Launches the workers and returns at once; does nothing before they were stopped, even if all have ended.
 
         Starts Ray, for itself alone, unless the program has done so, or `backend="process"` needs none. What was
         stopped starts afresh: new processes, new seeds, statistics from zero.
