@@ -116,7 +116,7 @@ inline std::vector<uint8_t> read_flags(const WriterState& s, size_t field, int64
   std::vector<uint8_t> flags(static_cast<size_t>(times) * s.lanes.size());
   for (int64_t t = 0; t < times; t++)
     for (uint32_t lane = 0; lane < s.lanes.size(); lane++)
-      s.values[field].copy(reinterpret_cast<char*>(&flags[static_cast<size_t>(t) * s.lanes.size() + lane]), t, lane);
+      flags[static_cast<size_t>(t) * s.lanes.size() + lane] = s.values[field].flag(t, lane);
   return flags;
 }
 
@@ -148,9 +148,7 @@ inline PyObject* step(PyObject* self, PyObject* const* args, Py_ssize_t nargs, P
     for (size_t f = 0; f < s.values.size(); f++) s.values[f].open(s.given[f], s.attached->fields.specs[f], leading);
     s.priorities.open(options[0], leading);
     if (!s.lanes.vectorised()) {
-      uint8_t terminated, truncated;
-      s.values[s.roles.terminated].copy(reinterpret_cast<char*>(&terminated), 0);
-      s.values[s.roles.truncated].copy(reinterpret_cast<char*>(&truncated), 0);
+      const uint8_t terminated = s.values[s.roles.terminated].flag(0), truncated = s.values[s.roles.truncated].flag(0);
       open_last(self, s, options[1], {});
       s.lanes.plan_steps(1, &terminated, &truncated, false, false);
       return write_lanes(self, s);

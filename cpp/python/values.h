@@ -48,16 +48,27 @@ class FieldValue {
   }
 
   void copy(char* to, int64_t time, int64_t lane = 0) const {
-    const char* from = view_.array.data + time * time_stride_ + lane * lane_stride_;
+    const char* from = at(time, lane);
     if (dense_)
       copy_value(to, from, nbytes_);
     else
       copy_converted(to, to_, from, view_.array, lead_);
   }
 
+  // The value of a bool field without dimensions.
+  uint8_t flag(int64_t time, int64_t lane = 0) const {
+    char value = *at(time, lane);
+    if (!dense_) copy_converted(&value, to_, at(time, lane), view_.array, lead_);
+    return static_cast<uint8_t>(value);
+  }
+
   void release() { view_.release(); }
 
  private:
+  const char* at(int64_t time, int64_t lane) const {
+    return view_.array.data + time * time_stride_ + lane * lane_stride_;
+  }
+
   // Arrays that repeat a value need no memory: they may be longer than anything.
   static int64_t checked_count(int64_t n, const FieldSpec& spec, const Leading& leading) {
     const int64_t most = static_cast<int64_t>(kMaxKeys) / (leading.lanes ? leading.lane_count : 1);
