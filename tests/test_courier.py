@@ -1,5 +1,6 @@
 """What the writers of a process hear of its courier, when their rows are refused, or it has come to its end."""
 
+import threading
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import torchreplay as tr
 
 pytest.importorskip("ray")
 from torchreplay.ray.courier import Courier
+from torchreplay.ray.home import Home
 from torchreplay.ray.ingest import Answer
 from torchreplay.ray.remote import RemoteBuffer, RemoteWriter
 from torchreplay.ray.worker import WorkerProcess
@@ -140,6 +142,64 @@ def test_a_process_that_gives_up_drops_what_the_limiter_keeps_out_and_nothing_el
     with pytest.raises(tr.Stopped, match="the learner to draw more"):
         writer.flush()
     writer.close()
+
+
+def test_nothing_is_asked_of_a_ray_that_was_shut_down_meanwhile(courier_to, monkeypatch):
+    monkeypatch.setattr("torchreplay.ray.courier.HEARTBEAT", 0.0)
+    courier = courier_to(lambda chunk: Answer(chunk.number))
+    writer = RemoteWriter(courier, CONFIG, None, "next_step")
+    asked, look = [], courier._look.remote
+
+    def shut_down():
+        courier._look.remote = lambda sources: asked.append(sources) or look(sources)
+        courier._ray.is_initialized = lambda: False
+
+    courier._events.put(shut_down)
+    courier._thread.join(30)
+    assert asked == []
+    with pytest.raises(tr.Stopped, match="Ray was shut down in this process"):
+        writer.append(n=1)
+
+
+class Elsewhere:
+    """Ray, with one other node, whose actors do not answer."""
+
+    exceptions = SimpleNamespace(RayError=Unreachable, RayTaskError=ZeroDivisionError)
+
+    def __init__(self):
+        self.running, self.asked, self.answer = True, [], Future()
+
+    def is_initialized(self):
+        return self.running
+
+    def remote(self, **_):
+        method = SimpleNamespace(remote=lambda *args: self.asked.append(args) or self.call)
+        method.options = lambda **_: method
+        actor = SimpleNamespace(read=method)
+        return lambda kind: SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda: actor))
+
+    @property
+    def call(self):
+        return SimpleNamespace(future=lambda: self.answer)
+
+
+def test_who_waits_for_another_node_is_told_that_ray_was_shut_down_and_asks_it_no_more(monkeypatch):
+    ray = Elsewhere()
+    for name, value in (("import_ray", lambda: ray), ("living_nodes", lambda: {"there": {}}), ("LOG_EVERY", 0.01)):
+        monkeypatch.setattr(f"torchreplay.ray.home.{name}", value)
+    monkeypatch.setattr("torchreplay.ray.home.only_on", lambda node: None)
+    home = Home("there", object, "name", ())
+    ray.answer.set_result(3)
+    assert home.ask("read") == 3
+    ray.answer = Future()
+    waiting = threading.Timer(0.1, lambda: setattr(ray, "running", False))
+    waiting.start()
+    with pytest.raises(tr.AttachError, match="Ray was shut down in this process"):
+        home.ask("read")
+    with pytest.raises(tr.AttachError, match="Ray was shut down in this process"):
+        home.ask("read")
+    assert len(ray.asked) == 2
+    waiting.join()
 
 
 def test_every_call_of_a_closed_remote_buffer_is_a_runtime_error(monkeypatch):

@@ -159,10 +159,10 @@ class Courier:
     def _work(self) -> None:
         try:
             while self._outboxes or not self._closing:
+                sweep = self._take_events()
                 if not self._ray.is_initialized():  # or the next call would start another one
                     self._end("Ray was shut down in this process: nothing reaches the buffer's node from here")
                     return
-                sweep = self._take_events()
                 self._beat()
                 for outbox in list(self._outboxes):
                     self._attend(outbox, sweep)

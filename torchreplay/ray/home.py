@@ -59,8 +59,7 @@ class Home:
             AttachError: The node is gone, or this process has shut Ray down.
         """
         self._actor = None
-        if not self._ray.is_initialized():  # or the next call would start another one
-            raise AttachError(f"Ray was shut down in this process: nothing reaches the node {self.node} from here")
+        self._require_ray()
         if not self.is_there():
             raise AttachError(f"the node {self.node} is gone, and its memory with it")
         self._actor = self._kind.remote(*self._args)
@@ -74,12 +73,13 @@ class Home:
         """Returns what a method of the actor returns; starts the actor over, or waits for it, when it is not there.
 
         Raises:
-            AttachError: The node is gone, or what the actor serves.
+            AttachError: The node is gone, or what the actor serves; or Ray was shut down in this process.
             RuntimeError: This process was forked off one of Ray's.
         """
         self.require_own_process()
         deadline = time.monotonic() + PATIENCE
         while True:
+            self._require_ray()
             try:
                 actor = self._actor or self.find()
                 return self._answer(getattr(actor, method).options(concurrency_group="calls").remote(*args))
@@ -91,6 +91,10 @@ class Home:
                     raise AttachError(f"the actor on node {self.node} does not come up: {error}") from None
             time.sleep(_PAUSE)
 
+    def _require_ray(self) -> None:
+        if not self._ray.is_initialized():  # or the next call would start another one
+            raise AttachError(f"Ray was shut down in this process: nothing reaches the node {self.node} from here")
+
     def require_own_process(self) -> None:
         """Raises RuntimeError in a forked child: what it inherits of Ray belongs to its parent."""
         if os.getpid() != self._pid:
@@ -101,6 +105,7 @@ class Home:
         start = time.monotonic()
         future: Future[Any] = call.future()  # an exception out of a signal's handler does not come through Ray's `get`
         while not wait([future], LOG_EVERY).done:
+            self._require_ray()  # nobody else would say that no answer comes any more
             waited = time.monotonic() - start
             logger.warning("waiting for an answer from the node %s since %.0f s", self.node, waited)
         return future.result()
