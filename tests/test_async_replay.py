@@ -194,9 +194,23 @@ def test_rates_of_a_run_shorter_than_a_look_are_those_of_the_run(actors):
         buffer.extend(number=torch.arange(4))
 
     began = time.monotonic()
-    stats = AsyncReplay(ExplorerPool(print, 1, buffer), learn, batch_size=8).run(50)
+    replay = AsyncReplay(ExplorerPool(print, 1, buffer), learn, batch_size=8)
+    for stats in (replay.run(50), replay.stats()):
+        assert stats.items_per_second >= 50 * 8 / (time.monotonic() - began)
+        assert stats.rows_per_second == pytest.approx(stats.items_per_second / 2)
+    with replay:
+        for _ in replay.steps(50):
+            pass
+    stats = replay.stats()
     assert stats.items_per_second >= 50 * 8 / (time.monotonic() - began)
-    assert stats.rows_per_second == pytest.approx(stats.items_per_second / 2)
+    assert replay.stats().items_per_second == stats.items_per_second
+
+
+def test_a_buffer_that_is_closed_inside_costs_a_run_nothing_but_its_last_rates(actors):
+    buffer = filled()
+    with AsyncReplay(ExplorerPool(print, 1, buffer), lambda batch: None, batch_size=8) as replay:
+        list(replay.steps(3))
+        buffer.close()
 
 
 def test_what_a_run_cannot_do_is_refused_before_any_worker_starts(actors):

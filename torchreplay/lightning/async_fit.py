@@ -136,8 +136,9 @@ class _Learner(PriorityFeedback):
         self._since = time.perf_counter()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Publishes the final weights, after every callback that may still change them."""
+        """Publishes the final weights, after every callback that may still change them, and ends measuring."""
         self._replay.publish()
+        self._replay.end()
 
     def _note(self, part: str) -> None:
         now = time.perf_counter()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -278,6 +278,11 @@ class AsyncReplay:
         """Begins to measure the rates anew."""
         self.meter.start(self._rows(), self._items)
 
+    def end(self) -> None:
+        """Ends measuring: from here on the rates are those until now."""
+        with suppress(RuntimeError):  # a buffer that was closed: they are those until the last look
+            self.meter.look(self._rows(), self._items)
+
     def count_step(self, is_new: bool = True) -> bool:
         """Counts a learner step; publishes the weights, and sees whether the workers are well, when it is time to.
 
@@ -347,8 +352,12 @@ class AsyncReplay:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._inside = False
-        self._running.__exit__(kind, error, traceback)
+        try:
+            if self._inside and error is None:
+                self.end()
+        finally:
+            self._inside = False
+            self._running.__exit__(kind, error, traceback)
 
     @property
     def _items(self) -> int:
