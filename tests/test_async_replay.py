@@ -206,6 +206,16 @@ def test_rates_of_a_run_shorter_than_a_look_are_those_of_the_run(actors):
     assert replay.stats().items_per_second == stats.items_per_second
 
 
+def test_runs_inside_a_block_leave_its_workers_to_it(actors):
+    pool = ExplorerPool(print, 1, filled())
+    with AsyncReplay(pool, lambda batch: None, batch_size=8) as replay:
+        for steps in (3, 6):
+            assert replay.run(3).steps == steps
+            assert pool.stats()[0].state != "stopped"
+        assert list(replay.steps(1)) == [7]
+    assert pool.stats()[0].state == "stopped"
+
+
 def test_a_buffer_that_is_closed_inside_costs_a_run_nothing_but_its_last_rates(actors):
     buffer = filled()
     with AsyncReplay(ExplorerPool(print, 1, buffer), lambda batch: None, batch_size=8) as replay:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -159,6 +159,8 @@ class AsyncReplay:
     def run(self, steps: int) -> AsyncReplayStats:
         """Makes so many learner steps, with all workers running, and returns the statistics.
 
+        Inside `with` the workers run already, and go on afterwards.
+
         Args:
             steps: Learner steps.
 
@@ -169,7 +171,7 @@ class AsyncReplay:
             Exception: What `learn` or a draw raises.
         """
         steps = self._checked_steps(steps)
-        with self:
+        with nullcontext() if self._inside else self:
             for _ in self.steps(steps):
                 pass
             for buffer in self._buffers.values():
