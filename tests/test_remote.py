@@ -137,9 +137,10 @@ def test_bad_input_is_refused_at_once_with_the_errors_of_every_writer(cluster, e
         lambda b, w: b.extend(writer=[0, 1], count=[0], frame=[frame]),
     ):
         assert refused(call) == local(call)
-    kind, text = refused(lambda b, w: b.sample(3))
-    assert kind is AttributeError
-    assert "learners run on the buffer's" in text
+    for call in (lambda b, w: b.sample(3), lambda b, w: setattr(b, "limiter", tr.MinSize(3))):
+        kind, text = refused(call)
+        assert kind is AttributeError
+        assert "learners run on the buffer's" in text
     assert cluster.ray.get(far.write.remote(3)) == 3
     assert_complete(buffer, {1: 3})
     assert refused(lambda b, w: (len(b), b.capacity, b.limiter, b.stats().rows_written)) == (3, 50_000, tr.MinSize(), 3)

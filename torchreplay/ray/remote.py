@@ -254,17 +254,24 @@ class RemoteBuffer(Configured):
         limiter: Limiter = self._ask("limiter")
         return limiter
 
+    @limiter.setter
+    def limiter(self, limiter: Limiter | None) -> NoReturn:
+        raise AttributeError(self._out_of_reach("setting the limiter"))
+
     @property
     def capacity(self) -> int:
         """Rows that fit."""
         return self._config.capacity
 
+    def _out_of_reach(self, what: str) -> str:
+        return (
+            f"{what} needs the buffer's memory, which is on node {self._handle.node} (here {ray_node()}): explorers "
+            f"write from every node, learners run on the buffer's"
+        )
+
     def __getattr__(self, name: str) -> NoReturn:
         if not name.startswith("_") and hasattr(ReplayBuffer, name):
-            raise AttributeError(
-                f"{name} needs the buffer's memory, which is on node {self._handle.node} (here {ray_node()}): "
-                f"explorers write from every node, learners run on the buffer's"
-            )
+            raise AttributeError(self._out_of_reach(name))
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
