@@ -150,8 +150,9 @@ PyObject* rename_new(PyObject*, PyObject* args) {
 // it, and the file is put to rest if nobody else uses it.
 PyObject* leave_files(PyObject*, PyObject*) {
   return guarded([&] {
+    const auto kept = Attached::keep_all();
     const WithoutGil unlocked;  // it may wait for a disk
-    Attached::leave_files();
+    Attached::leave_files(kept);
     return Py_NewRef(Py_None);
   });
 }
@@ -187,7 +188,7 @@ PyObject* make_module() {
       interrupted = [] { return false; };
       report_wait = [](const std::string&) { return false; };
       try {
-        Attached::leave_files();
+        Attached::leave_files(Attached::keep_all());
       } catch (...) {  // not sealed
       }
     };

@@ -40,12 +40,17 @@ struct Attached {
     if (memory) release_segment(std::move(memory));
   }
 
-  // Leaves every file, whoever still has its memory. Without the interpreter's lock only once that is gone.
-  static void leave_files() {
-    static auto* held = new std::vector<std::shared_ptr<Attached>>;  // nobody releases them any more
+  // All that this process has, kept from now on: nobody releases them any more. Needs the interpreter's lock, where
+  // there still is one.
+  static std::vector<std::shared_ptr<Attached>> keep_all() {
+    static auto* kept = new std::vector<std::shared_ptr<Attached>>;
     for (const std::weak_ptr<Attached>& weak : all())
-      if (auto attached = weak.lock(); attached && attached->memory) held->push_back(std::move(attached));
-    for (const auto& attached : *held) leave_segment(*attached->memory);
+      if (auto attached = weak.lock(); attached && attached->memory) kept->push_back(std::move(attached));
+    return *kept;
+  }
+  // Leaves the files among them, whoever still has their memory.
+  static void leave_files(const std::vector<std::shared_ptr<Attached>>& kept) {
+    for (const auto& attached : kept) leave_segment(*attached->memory);
   }
 
   bool linked() const { return memory->layout().view.linked(); }
