@@ -126,9 +126,10 @@ def test_the_limiter_holds_over_all_shards_and_waits_end(cluster):
         eventually(lambda: replay.stats().insert_wait > 0)
         replay.stop()
         assert replay.stopped
-        for written, end in cluster.ray.get(runs):
-            assert written > 0
-            assert end in ("stopped", "Stopped")
+        written, ends = zip(*cluster.ray.get(runs), strict=True)
+        assert set(ends) <= {"stopped", "Stopped"}
+        # One of them alone may have written all that was admitted, before the other's process was up.
+        assert sum(written) == replay.stats().rows_written >= 100
         with pytest.raises(tr.Stopped):
             replay.sample(8)
         assert list(tr.ReplayDataset(replay, 8)) == []
