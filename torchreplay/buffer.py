@@ -19,7 +19,7 @@ import torch
 from . import _C
 from .arguments import checked_int, checked_path
 from .batch import ReplayBatch
-from .checkpoint import Description, load_rows, save, with_description
+from .checkpoint import Description, load_rows, save, with_rows
 from .config import MAX_CAPACITY, Config
 from .cuda import DeviceCopies
 from .deferred import DeferredUpdates
@@ -396,7 +396,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
                 load_rows(self._segment, self._config, saved, directory, wait)
             return self
 
-        return with_description(directory, load)
+        return with_rows(directory, load)
 
     def restore(self, directory: str | os.PathLike[str]) -> None:
         """Does what `load` does to a buffer that is there and was never written to.
@@ -413,7 +413,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
                 or somebody else restores it.
         """
         root = checked_path("directory", directory)
-        with_description(root, lambda saved: load_rows(self._segment, self._config, saved, root))
+        with_rows(root, lambda saved: load_rows(self._segment, self._config, saved, root))
 
     # Life cycle
 

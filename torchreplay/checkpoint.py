@@ -20,7 +20,7 @@ import torch
 
 from . import _C
 from .arguments import checked_int
-from .checkpoint_directory import read_description, replace_checkpoint
+from .checkpoint_directory import read_description, replace_checkpoint, with_description
 from .config import Config
 from .crew import Crew
 from .errors import CheckpointError
@@ -28,7 +28,6 @@ from .limiters import from_native
 from .progress import track
 from .samplers import Prioritized, Sampler
 from .shards import read_shard, room_for, write_shard
-from .waiting import logger
 
 T = TypeVar("T")
 
@@ -133,20 +132,13 @@ class RowsGone(CheckpointError):
     """A file of rows is missing."""
 
 
-def with_description(directory: str | os.PathLike[str], use: Callable[[Description], T]) -> T:
+def with_rows(directory: str | os.PathLike[str], use: Callable[[Description], T]) -> T:
     """Returns what `use` makes of a checkpoint; of the next one, if a save has taken its files away meanwhile.
 
     Raises:
         CheckpointError: There is none, or it is damaged.
     """
-    while True:
-        description = Description.read(directory)
-        try:
-            return use(description)
-        except RowsGone:
-            if Description.read(directory).shards == description.shards:
-                raise
-        logger.warning("%s was saved to while it was read: it is read again", directory)
+    return with_description(directory, lambda: Description.read(directory), use, RowsGone)
 
 
 def save(segment: _C.Segment, config: Config, directory: str | os.PathLike[str]) -> None:

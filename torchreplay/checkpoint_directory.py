@@ -17,14 +17,26 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from .config import DAMAGED
 from .errors import CheckpointError
 from .file_lock import lock
 from .shards import created, naming, opened
+from .waiting import logger
 
 T = TypeVar("T")
+
+
+class Told(Protocol):
+    """What a checkpoint says of itself."""
+
+    @property
+    def shards(self) -> object:
+        """The names of its data, which every save changes."""
+
+
+D = TypeVar("D", bound=Told)
 
 NAME: Final = "checkpoint.json"
 MAX_DESCRIPTION: Final = 64 << 20
@@ -137,6 +149,30 @@ def read_description(root: Path, parse: Callable[[dict[str, Any]], T], what: str
         raise CheckpointError(f"there is no replay checkpoint in {root}: {NAME} is missing") from None
     except (*DAMAGED, OSError) as error:
         raise CheckpointError(f"{path} is no intact {what}: {error!r}") from None
+
+
+def with_description(
+    root: str | os.PathLike[str], read: Callable[[], D], use: Callable[[D], T], gone: type[CheckpointError]
+) -> T:
+    """Returns what `use` makes of a checkpoint; of the next one, if a save has taken its data away meanwhile.
+
+    Args:
+        root: Its directory.
+        read: Returns what it says of itself.
+        use: Makes something of that.
+        gone: What `use` raises where data is missing.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged.
+    """
+    while True:
+        told = read()
+        try:
+            return use(told)
+        except gone:
+            if read().shards == told.shards:
+                raise
+        logger.warning("%s was saved to while it was read: it is read again", root)
 
 
 def read_file(path: Path, most: int) -> bytes:

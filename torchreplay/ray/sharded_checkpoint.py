@@ -7,7 +7,6 @@ of its own, and has what the union has counted.
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -16,13 +15,11 @@ from typing import Any, Final, TypeVar
 
 from torchreplay.arguments import checked_int
 from torchreplay.checkpoint import MAX_COUNT
-from torchreplay.checkpoint_directory import TOKEN, read_description
+from torchreplay.checkpoint_directory import TOKEN, read_description, with_description
 from torchreplay.config import MAX_CAPACITY, Config
 from torchreplay.errors import CheckpointError
 from torchreplay.ray.directory import Lost
 from torchreplay.ray.union import MAX_SHARDS
-
-logger = logging.getLogger("torchreplay.ray")
 
 T = TypeVar("T")
 
@@ -153,14 +150,7 @@ def with_manifest(root: Path, use: Callable[[Manifest], T]) -> T:
     Raises:
         CheckpointError: There is none, or it is damaged.
     """
-    while True:
-        manifest = Manifest.read(root)
-        try:
-            return use(manifest)
-        except CheckpointError:
-            if Manifest.read(root).shards == manifest.shards:
-                raise
-        logger.warning("%s was saved to while it was read: it is read again", root)
+    return with_description(root, lambda: Manifest.read(root), use, CheckpointError)
 
 
 def _count(told: Mapping[str, Any], name: str, most: int = MAX_COUNT) -> int:
