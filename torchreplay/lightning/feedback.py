@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from ..arguments import checked_instance
+from ..batch import ReplayBatch
 from ..mixing import MixedDataset
 from ..replay import Replay
 from .datamodule import resolve_buffer
@@ -58,6 +59,7 @@ class PriorityFeedback(Callback):
             checked_instance("buffer", buffer, (Replay, MixedDataset), "a ReplayBuffer or a MixedDataset")
         self.buffer = buffer
         self._receiver: Replay | MixedDataset | None = None  # while there is something to receive
+        self._takes_whole = False  # whatever the batch is, the receiver knows its parts
         self._in_vain = 0  # steps that returned nothing, before any that did in this fit; -1: one did
         self.key = checked_instance("key", key, str, "the name under which training_step returns the TD errors")
         if part is not None:
@@ -72,6 +74,7 @@ class PriorityFeedback(Callback):
         """
         if stage == "fit":
             self._receiver = resolve_buffer(self, None, trainer) if self.buffer is None else self.buffer
+            self._takes_whole = self.part is None and isinstance(self._receiver, MixedDataset)
             self._in_vain = 0
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -110,7 +113,7 @@ class PriorityFeedback(Callback):
             )
         assert self._receiver is not None  # `setup` comes first
         td = outputs[self.key]
-        if self.part is not None or not isinstance(self._receiver, MixedDataset):
+        if (batch.__class__ is not ReplayBatch or self.part is not None) and not self._takes_whole:
             batch, td = self._part_of(batch, td)
         if td is not None:
             self._receiver.update_priorities(batch, td)
