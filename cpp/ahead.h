@@ -29,9 +29,9 @@ struct Order {
   int64_t took_ns = 0;                 // the draw, without its waits for items
 };
 
-// Draws what was ordered, in that order, and one batch after the other, and applies what was handed over in its turn:
-// nobody else does while the thread runs, so that nobody else waits for the memory's lock on its behalf. All but
-// claim(), settled(), settle() and hand_over() is for one thread at a time.
+// Draws what was ordered, in that order, and one batch after the other, and applies what was handed over in its turn.
+// The thread does that, or while it sleeps whoever waits for it: to wake it takes several times as long as a draw. All
+// but claim(), settled(), settle() and hand_over() is for one thread at a time.
 class DrawAhead {
  public:
   // What a caller wants to find done, as of the moment when it says so.
@@ -42,7 +42,7 @@ class DrawAhead {
 
   // `plan` as for BatchSampler. `backlog` counts what is to be done, by all who share it. All must outlive the object.
   DrawAhead(SegmentMemory& m, const ItemPlan* plan, Backlog& backlog)
-      : memory_(m), plan_(plan), backlog_(backlog), feedback_(m, backlog) {}
+      : memory_(m), backlog_(backlog), sampler_(m, plan), feedback_(m, backlog) {}
   ~DrawAhead() {
     try {
       close();
@@ -57,28 +57,36 @@ class DrawAhead {
 
   void order(Order o) {
     if (!running_) start();
-    const std::lock_guard guard(mutex_);
-    const int64_t now = monotonic_ns();
-    interval_ = (3 * interval_ + std::min(now - ordered_at_, kMaxDoze)) / 4;
-    ordered_at_ = now;
-    orderer_ = pthread_self();
-    orders_.push_back(std::move(o));
-    backlog_.draws.fetch_add(1, std::memory_order_relaxed);
-    if (!dozing_ || done_ == 0) wake();
+    bool unattended;
+    {
+      const std::lock_guard guard(mutex_);
+      const int64_t now = monotonic_ns();
+      interval_ = (3 * interval_ + std::min(now - ordered_at_, kMaxDoze)) / 4;
+      ordered_at_ = now;
+      orderer_ = pthread_self();
+      orders_.push_back(std::move(o));
+      backlog_.draws.fetch_add(1, std::memory_order_relaxed);
+      if (!may_doze()) dozing_ = false;  // orders come sooner than the thread thinks
+      unattended = asleep_ && !dozing_;
+    }
+    if (unattended) ordered_.notify_one();  // not under the mutex, for which it would only go back to sleep
   }
 
   // Takes over TD errors, to be applied after what this thread has ordered and before what it orders from now on: as if
-  // it had waited for the draws and applied them itself. That is for learners whose steps are long: the drawing thread
-  // has the time, and they have other things in their caches. What is left of it is memory for another. False: nothing
-  // was taken.
+  // it had waited for the draws and applied them itself: the drawing thread has the time, and learners have other
+  // things in their caches. What is left of it is memory for another. False: nothing was taken.
   bool hand_over(Feedback& feedback) {
-    const std::lock_guard guard(mutex_);
-    if (!running_ || outcome_ != Draw::kDone || interval_ < kMinDoze || !ordered_by_caller()) return false;
-    if (!memory_.header().sampler.prioritized) return false;  // there is next to nothing to do
-    if (short_ && feedback_.empty()) return false;            // nobody knows how long the draws before it will wait
-    if (feedback_.waiting() > kMostWaiting) return false;
-    feedback_.push(taken_ + orders_.size(), feedback);
-    if (!dozing_) ordered_.notify_one();
+    bool unattended;
+    {
+      const std::lock_guard guard(mutex_);
+      if (!running_ || outcome_ != Draw::kDone || !ordered_by_caller()) return false;
+      if (!memory_.header().sampler.prioritized) return false;  // there is next to nothing to do
+      if (short_ && feedback_.empty()) return false;            // nobody knows how long the draws before it will wait
+      if (feedback_.waiting() > kMostWaiting) return false;
+      feedback_.push(taken_ + orders_.size(), feedback);
+      unattended = asleep_ && !dozing_ && done_ == orders_.size();  // or it was woken when the order came
+    }
+    if (unattended) ordered_.notify_one();
     return true;
   }
 
@@ -88,7 +96,7 @@ class DrawAhead {
   Draw take(int64_t ns, std::optional<Shortage>& shortage) {
     shortage.reset();
     std::unique_lock lock(mutex_);
-    if (!done_) wait(lock, ns);
+    if (!done_ && ns > 0) wait(lock, ns);
     if (done_) {
       const Order& order = orders_.front();
       missed_updates_ =
@@ -138,9 +146,7 @@ class DrawAhead {
   // Waits for it, for `ns` at most; false: it still is not.
   bool settle(const Claim& claim, int64_t ns) {
     std::unique_lock lock(mutex_);
-    if (is_settled(claim)) return true;
-    wake();
-    return drawn_.wait_for(lock, std::chrono::nanoseconds(ns), [&] { return is_settled(claim); });
+    return await(lock, ns, [&] { return is_settled(claim); });
   }
 
   // How many orders are drawn and not taken. Their memory is written to no more.
@@ -183,17 +189,20 @@ class DrawAhead {
   };
 
   // To wake a thread takes the learner as long as half a draw, or all of it. So the drawing thread wakes by itself, a
-  // little after the time when the next order should be there, where a learner's steps are of such a length.
-  static constexpr int64_t kMinDoze = 200'000, kMaxDoze = 5'000'000;
+  // little after the time when the next order should be there, where a learner's steps are shorter than this, and what
+  // is drawn lasts longer than the other: a thread is late by a tenth of a millisecond.
+  static constexpr int64_t kMaxDoze = 5'000'000, kMinDrawn = 200'000;
   static constexpr int64_t kClosingNs = 1'000'000'000;
   static constexpr uint64_t kMostWaiting = 1 << 20;  // TD errors: whoever is so far ahead of the thread waits for it
 
   void wait(std::unique_lock<std::mutex>& lock, int64_t ns) {
-    wake();
     const int64_t start = monotonic_ns();
     const bool was_short = short_.has_value();
-    drawn_.wait_for(lock, std::chrono::nanoseconds(ns),
-                    [&] { return done_ || outcome_ != Draw::kDone || (short_ && short_->news); });
+    const auto there = [&] { return done_ || outcome_ != Draw::kDone || (short_ && short_->news); };
+    if (dozing_)
+      await(lock, ns, there);
+    else  // a thread that the order woke is there soon, and draws the batches after this one, too
+      drawn_.wait_for(lock, std::chrono::nanoseconds(ns), there);
     const int64_t end = monotonic_ns();
     if (was_short || short_) memory_.header().sample_wait.add(end - start, end);
   }
@@ -231,7 +240,8 @@ class DrawAhead {
     pthread_join(thread_, nullptr);
     uint64_t draws, items = 0;
     {
-      const std::lock_guard guard(mutex_);
+      std::unique_lock lock(mutex_);
+      drawn_.wait(lock, [&] { return !stood_in_; });
       running_ = false;
       for (size_t i = 0; i < done_; i++) items += static_cast<uint64_t>(orders_[i].n);
       draws = std::exchange(done_, 0);
@@ -267,8 +277,7 @@ class DrawAhead {
   void run() {
     unwanted = &ending_;
     try {
-      BatchSampler sampler(memory_, plan_);
-      while (Order* order = next()) finish(*order, draw(sampler, *order));
+      while (Order* order = next()) finish(*order, draw(*order));
     } catch (const Interrupted&) {  // close() waits for nobody
     } catch (const StoppedMeanwhile&) {
       fail(Draw::kStopped, nullptr);
@@ -295,24 +304,86 @@ class DrawAhead {
     ordered_.notify_one();
   }
 
+  bool may_doze() const {
+    return interval_ < kMaxDoze && interval_ * static_cast<int64_t>(std::max<size_t>(done_, 1)) >= kMinDrawn;
+  }
+
+  bool has_work() const { return done_ < orders_.size() || feedback_.due(taken_ + done_); }
+
   // The oldest order that is not drawn, once all that was handed over before it is applied; nullptr when the thread has
   // to end, or a draw could not be made.
   Order* next() {
     std::unique_lock lock(mutex_);
-    const auto fed_back = [&] { return feedback_.due(taken_ + done_); };
-    const auto called = [&] { return ending() || done_ < orders_.size() || fed_back(); };
-    if (!called() && interval_ >= kMinDoze && interval_ < kMaxDoze) {
-      dozing_ = true;
-      const auto length = std::chrono::nanoseconds(ordered_at_ + interval_ + interval_ / 4 - monotonic_ns());
-      ordered_.wait_for(lock, length, [&] { return ending() || !dozing_; });
-      dozing_ = false;
-    }
     for (;;) {
-      ordered_.wait(lock, called);
+      sleep(lock);
       if (ending() || outcome_ != Draw::kDone) return nullptr;
-      if (!fed_back()) return &orders_[done_];
+      if (!feedback_.due(taken_ + done_)) return &orders_[done_];
       apply_first(lock, {});
     }
+  }
+
+  // Returns when there is something to do.
+  void sleep(std::unique_lock<std::mutex>& lock) {
+    const auto called = [&] { return ending() || (!stood_in_ && (has_work() || outcome_ != Draw::kDone)); };
+    while (!called()) {
+      asleep_ = true;
+      const int64_t doze = ordered_at_ + interval_ + interval_ / 4 - monotonic_ns();
+      if (doze > 0 && may_doze()) {
+        dozing_ = true;
+        ordered_.wait_for(lock, std::chrono::nanoseconds(doze), [&] { return ending() || !dozing_; });
+        dozing_ = false;
+      } else {
+        ordered_.wait(lock, called);
+      }
+    }
+    asleep_ = false;
+  }
+
+  struct NotDrawn {};
+
+  // The mutex is held. Has done what `done` waits for, for `ns` at most; false: it still is not.
+  template <class Done>
+  bool await(std::unique_lock<std::mutex>& lock, int64_t ns, const Done& done) {
+    if (done()) return true;
+    while (stand_in(lock, ns)) {
+      if (!done()) continue;
+      if (has_work() && !dozing_) wake();  // it may have been woken, and have gone back to sleep
+      return true;
+    }
+    wake();
+    return drawn_.wait_for(lock, std::chrono::nanoseconds(ns), done);
+  }
+
+  // The mutex is held. Does what the thread would do next while that sleeps. False: it does not, or has nothing to do,
+  // or does that better itself: where the memory's lock does not come free in `ns`, or items are missing, or worse.
+  bool stand_in(std::unique_lock<std::mutex>& lock, int64_t ns) {
+    if (!asleep_ || stood_in_ || ending() || outcome_ != Draw::kDone || !has_work()) return false;
+    const Undisturbed here;  // signals are told after `ns`
+    const Patience patience{.deadline = monotonic_ns() + ns, .until_stopped = true};
+    bool worked = false;
+    stood_in_ = true;
+    try {
+      if (feedback_.due(taken_ + done_))
+        feedback_.apply_first(lock, patience);
+      else
+        draw_first(lock, patience);
+      worked = true;
+    } catch (...) {  // the thread finds that too, and tells it
+      if (!lock.owns_lock()) lock.lock();
+    }
+    stood_in_ = false;
+    drawn_.notify_all();
+    return worked;
+  }
+
+  // The mutex is held, but not while it draws, nor where that throws.
+  void draw_first(std::unique_lock<std::mutex>& lock, const Patience& patience) {
+    Order& order = orders_[done_];  // places stay where they are
+    lock.unlock();
+    Shortage shortage;
+    if (draw_once(order, shortage, patience) != Draw::kDone) throw NotDrawn{};
+    lock.lock();
+    note_drawn(order);
   }
 
   // The mutex is held.
@@ -328,19 +399,24 @@ class DrawAhead {
     drawn_.notify_all();
   }
 
-  Draw draw(BatchSampler& sampler, Order& order) {
+  // For the thread that works, or who stands in.
+  Draw draw_once(Order& order, Shortage& shortage, const Patience& patience) {
+    const int64_t start = monotonic_ns();
+    sampler_.set_threads(order.threads);
+    const Draw outcome = sampler_.sample(order.n, order.beta, order.name, order.out, shortage, patience);
+    order.took_ns = monotonic_ns() - start;
+    if (sampler_.pending()) reclaim_dead(memory_);
+    demanded_ = outcome != Draw::kDone;
+    order.drawn_from = sampler_.drawn_from();
+    return outcome;
+  }
+
+  Draw draw(Order& order) {
     Header& h = memory_.header();
-    sampler.set_threads(order.threads);
     for (;;) {
       const uint32_t seen = h.rows_signal.load(std::memory_order_acquire);
       Shortage shortage;
-      const int64_t start = monotonic_ns();
-      const Draw outcome =
-          sampler.sample(order.n, order.beta, order.name, order.out, shortage, {.until_stopped = true});
-      order.took_ns = monotonic_ns() - start;
-      if (sampler.pending()) reclaim_dead(memory_);
-      demanded_ = outcome != Draw::kDone;
-      order.drawn_from = sampler.drawn_from();
+      const Draw outcome = draw_once(order, shortage, {.until_stopped = true});
       if (outcome != Draw::kWait && outcome != Draw::kBarren) return outcome;
       wait_for_rows({shortage, seen, outcome == Draw::kBarren});
       if (ending()) throw Interrupted{};
@@ -361,13 +437,18 @@ class DrawAhead {
     if (outcome != Draw::kDone) return fail(outcome, nullptr);
     {
       const std::lock_guard guard(mutex_);
-      order.updated = updated_by_others();
-      order.fed_back = feedback_.updated();
-      done_++;
-      short_.reset();
-      backlog_.draws.fetch_sub(1, std::memory_order_release);
+      note_drawn(order);
     }
     drawn_.notify_all();
+  }
+
+  // The mutex is held.
+  void note_drawn(Order& order) {
+    order.updated = updated_by_others();
+    order.fed_back = feedback_.updated();
+    done_++;
+    short_.reset();
+    backlog_.draws.fetch_sub(1, std::memory_order_release);
   }
 
   void fail(Draw outcome, std::exception_ptr error) {
@@ -398,7 +479,6 @@ class DrawAhead {
   bool ending() const { return ending_.load(std::memory_order_relaxed); }
 
   SegmentMemory& memory_;
-  const ItemPlan* plan_;
   Backlog& backlog_;
   pthread_t thread_{};
   bool running_ = false;
@@ -406,11 +486,15 @@ class DrawAhead {
   uint64_t missed_updates_ = 0;
   DrawnFrom drawn_from_;
   int64_t took_ns_ = 0;
-  bool demanded_ = false;  // the last draw may have left a demand; the thread's own while it runs
+  BatchSampler sampler_;   // this and the next are whose thread draws
+  bool demanded_ = false;  // the last draw may have left a demand
   std::atomic<bool> ending_{false};
 
   std::mutex mutex_;  // guards what follows
   std::condition_variable ordered_, drawn_;
+  bool asleep_ = false;    // the thread waits for something to do
+  bool dozing_ = false;    // it wakes by itself
+  bool stood_in_ = false;  // another works in its place
   pthread_t orderer_{};
   std::deque<Order> orders_;  // places stay where they are
   uint64_t taken_ = 0;        // orders before those
@@ -418,7 +502,6 @@ class DrawAhead {
   uint64_t updated_by_others_ = 0;
   int64_t ordered_at_ = 0;  // when the last order came, and how long after the one before on average
   int64_t interval_ = 0;
-  bool dozing_ = false;         // the thread wakes by itself
   size_t done_ = 0;             // of the orders, the oldest: drawn, and not taken
   Draw outcome_ = Draw::kDone;  // of the first draw that could not be made
   std::optional<Short> short_;

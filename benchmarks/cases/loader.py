@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import torchreplay as tr
@@ -22,6 +23,8 @@ MICROSECONDS = 1e6
 NO_OP, DIRECT, INLINE = "no-op dataset", "buffer.sample", "prefetch=0"
 STEP = 1e-3
 """Seconds of a learner's step."""
+STEPS = 0.0, 1e-4, 1e-3
+"""Those of learners that feed back, in seconds."""
 RATIO = 8.0
 """Items drawn for each row that the explorer beside the learner writes."""
 
@@ -44,6 +47,7 @@ def measure_loader(plan: Plan) -> Iterator[Line]:
     try:
         peer.fill()
         yield from _overheads(peer, plan)
+        yield from _turns(peer, plan)
         yield from _waiting(peer, plan)
         if find_spec("pytorch_lightning") is not None:
             yield measure_feedback(peer, plan)
@@ -73,6 +77,31 @@ def _overheads(peer: TorchreplayPeer, plan: Plan) -> Iterator[Line]:
             for name in (OURS, INLINE)
         }
         yield Line("loader", f"overhead over a no-op dataset{beside}", "us", overhead)
+
+
+def _turns(peer: TorchreplayPeer, plan: Plan) -> Iterator[Line]:
+    """Yields what a learner pays in each step for its batch and for feeding back, with steps of several lengths."""
+    for step in STEPS:
+        candidates = [
+            Candidate(OURS, _turn(iter(tr.ReplayDataset(peer.buffer, BATCH_SIZE)).__next__, peer, step)),
+            Candidate(INLINE, _turn(iter(tr.ReplayDataset(peer.buffer, BATCH_SIZE, prefetch=0)).__next__, peer, step)),
+            Candidate(DIRECT, _turn(lambda: peer.buffer.sample(BATCH_SIZE), peer, step)),
+        ]
+        seconds = interleave(candidates, plan)
+        micros = {name: [(value - step) * MICROSECONDS for value in values] for name, values in seconds.items()}
+        yield Line("loader", f"batch and feedback, steps of {step * 1e3:g} ms", "us", micros)
+
+
+def _turn(draw: Callable[[], tr.ReplayBatch], peer: TorchreplayPeer, step: float) -> Callable[[int], None]:
+    td = torch.rand(BATCH_SIZE)
+
+    def run(n: int) -> None:
+        for _ in range(n):
+            batch = draw()
+            _work(time.perf_counter() + step)
+            peer.buffer.update_priorities(batch, td)
+
+    return run
 
 
 def _waiting(peer: TorchreplayPeer, plan: Plan) -> Iterator[Line]:

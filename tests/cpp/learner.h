@@ -43,6 +43,23 @@ inline std::vector<Drawn> draw_in_turn(SegmentMemory& m, uint64_t n) {
   return batches;
 }
 
+// TD errors for batch `k`, that differ much.
+inline Feedback feedback_to(const Drawn& batch, uint64_t k) {
+  Feedback feedback{batch.keys, {}};
+  for (size_t i = 0; i < batch.keys.size(); i++) feedback.td.push_back(static_cast<double>((k + 3) * (i + 1) % 101));
+  return feedback;
+}
+
+inline void apply_to(SegmentMemory& m, const Feedback& f) {
+  PriorityUpdater(m).update(static_cast<int64_t>(f.keys.size()), f.keys.data(), f.td.data());
+}
+
+// Every slot's leaf.
+inline std::vector<float> leaves(SegmentMemory& m) {
+  const float* first = m.tree().leaves();
+  return {first, first + m.capacity()};
+}
+
 class Learner {
  public:
   explicit Learner(SegmentMemory& m) : ahead(m, nullptr, backlog) {}
@@ -52,12 +69,6 @@ class Learner {
       batches_.push_back(std::make_unique<Drawn>());
       ahead.order({kBatch, 0.5, {7, 0, step_++}, batches_.back()->pointers()});
     }
-  }
-
-  // The same, a step of a learner later than the last time: long enough for the thread to take feedback over.
-  void order_later() {
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    order();
   }
 
   bool settled() { return ahead.settled(ahead.claim(true)); }

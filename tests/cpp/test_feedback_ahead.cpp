@@ -6,23 +6,6 @@ using namespace torchreplay::testing;
 
 namespace {
 
-// TD errors for batch `k`, that differ much.
-Feedback feedback_to(const Drawn& batch, uint64_t k) {
-  Feedback feedback{batch.keys, {}};
-  for (size_t i = 0; i < batch.keys.size(); i++) feedback.td.push_back(static_cast<double>((k + 3) * (i + 1) % 101));
-  return feedback;
-}
-
-void apply_to(SegmentMemory& m, const Feedback& f) {
-  PriorityUpdater(m).update(static_cast<int64_t>(f.keys.size()), f.keys.data(), f.td.data());
-}
-
-// Every slot's leaf.
-std::vector<float> leaves(SegmentMemory& m) {
-  const float* first = m.tree().leaves();
-  return {first, first + m.capacity()};
-}
-
 // What they are when the first batch has been fed back.
 std::vector<float> leaves_after_one_feedback() {
   auto m = buffer_of(50);
@@ -34,7 +17,7 @@ std::vector<float> leaves_after_one_feedback() {
 void hand_one_over(Learner& learner) {
   learner.order();
   BOOST_REQUIRE(learner.take() == Draw::kDone);
-  learner.order_later();
+  learner.order();
   Feedback feedback = feedback_to(learner[0], 0);
   BOOST_REQUIRE(learner.ahead.hand_over(feedback));
 }
@@ -71,31 +54,12 @@ BOOST_AUTO_TEST_CASE(what_is_handed_over_has_its_turn_among_the_draws) {
       learner.settle();
       apply_to(*m, feedback);
     }
-    learner.order_later();
+    learner.order();
   }
   learner.settle();
   BOOST_TEST(learner.backlog.empty());
   BOOST_TEST(leaves(*m) == leaves(*reference));
   BOOST_TEST(handed_over > kSteps / 2);
-}
-
-BOOST_AUTO_TEST_CASE(learners_of_short_steps_apply_their_feedback_themselves) {
-  auto m = buffer_of(50);
-  Learner learner(*m);
-  constexpr int64_t kShort = 150'000;
-  constexpr int kMany = 40;  // so that those before hardly count
-  int64_t began = 0;
-  for (int in_a_row = 0, k = 0; in_a_row < kMany; k++) {
-    BOOST_REQUIRE(k < 100'000);
-    const int64_t now = monotonic_ns();
-    learner.order();
-    in_a_row = monotonic_ns() - began < kShort ? in_a_row + 1 : 0;  // or the processor was another's meanwhile
-    began = now;
-    BOOST_REQUIRE(learner.take() == Draw::kDone);
-  }
-  Feedback feedback = feedback_to(learner[0], 0);
-  BOOST_TEST(!learner.ahead.hand_over(feedback));
-  BOOST_TEST(feedback.keys == learner[0].keys);
 }
 
 BOOST_AUTO_TEST_CASE(any_thread_that_settles_finds_what_was_handed_over_applied) {
@@ -125,7 +89,7 @@ BOOST_AUTO_TEST_CASE(what_was_handed_over_is_dropped_and_counted_when_the_lock_d
   const std::vector<float> before = leaves(*m);
   {
     const Locked held(*m);
-    learner.order_later();
+    learner.order();
     Feedback feedback = feedback_to(learner[0], 0);
     BOOST_REQUIRE(learner.ahead.hand_over(feedback));
     std::thread([&] {
@@ -147,7 +111,7 @@ BOOST_AUTO_TEST_CASE(whoever_settles_waits_for_what_was_there_and_for_nothing_la
   learner.settle();
   {
     const Locked held(*m);
-    learner.order_later();
+    learner.order();
     Feedback feedback = feedback_to(learner[0], 1);
     BOOST_REQUIRE(learner.ahead.hand_over(feedback));
     std::thread([&] {
@@ -167,7 +131,7 @@ BOOST_AUTO_TEST_CASE(a_thread_that_cannot_draw_on_applies_what_was_handed_over_b
   BOOST_REQUIRE(learner.take() == Draw::kDone);
   {
     const Locked held(*m);  // so that the draw does not know yet that it cannot be made
-    learner.order_later();
+    learner.order();
     Feedback feedback = feedback_to(learner[0], 0);
     BOOST_REQUIRE(learner.ahead.hand_over(feedback));
     m->header().stopped.store(1);
@@ -185,7 +149,7 @@ BOOST_AUTO_TEST_CASE(what_was_handed_over_does_not_wait_for_rows_with_a_draw) {
     BOOST_REQUIRE(learner.take() == Draw::kDone);
     held.emplace(*m);  // so that the draw does not know yet that it has to wait
     change_limiter(m->header(), {.min_size = 60});
-    learner.order_later();
+    learner.order();
     Feedback feedback = feedback_to(learner[0], 0);
     BOOST_REQUIRE(learner.ahead.hand_over(feedback));
   }

@@ -1,0 +1,199 @@
+#define BOOST_TEST_MODULE drawing_thread
+#include <sys/resource.h>
+
+#include <atomic>
+
+#include "learner.h"
+
+using namespace torchreplay;
+using namespace torchreplay::testing;
+
+namespace {
+
+// How often the calling thread has gone to sleep.
+long sleeps() {
+  rusage usage{};
+  getrusage(RUSAGE_THREAD, &usage);
+  return usage.ru_nvcsw;
+}
+
+// Takes a step, and gives feedback, as often as it takes until the last 20 steps were of 2 to 4 ms: then the drawing
+// thread knows when to expect the next order, and sleeps meanwhile.
+void take_steps(Learner& learner) {
+  constexpr auto kStep = std::chrono::milliseconds(2), kTooLong = 2 * kStep;
+  learner.order(2);
+  auto began = std::chrono::steady_clock::now();
+  for (int in_a_row = 0, k = 0; in_a_row < 20; k++) {
+    BOOST_REQUIRE(k < 100'000);
+    learner.order();
+    BOOST_REQUIRE(learner.take() == Draw::kDone);
+    Feedback feedback = feedback_to(learner[0], static_cast<uint64_t>(k));
+    BOOST_REQUIRE(learner.ahead.hand_over(feedback));
+    std::this_thread::sleep_for(kStep);
+    const auto now = std::chrono::steady_clock::now();
+    in_a_row = now - began < kTooLong ? in_a_row + 1 : 0;  // or the processor was another's meanwhile
+    began = now;
+  }
+}
+
+// Returns when the thread has done all that it has to do, without asking it to.
+void wait_for_the_thread(Learner& learner) {
+  for (int waited = 0; !learner.settled(); waited++) {
+    BOOST_REQUIRE(waited < 10'000);
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+// Another thread waits for what was handed over, and the memory's lock is held: that one works, and not the drawing
+// thread, which sleeps.
+std::thread one_that_waits(Learner& learner) {
+  std::thread waiting([&] { (void)learner.ahead.settle(learner.ahead.claim(false), kSecond); });
+  std::this_thread::sleep_for(std::chrono::microseconds(200));
+  return waiting;
+}
+
+}  // namespace
+
+BOOST_AUTO_TEST_CASE(an_order_does_not_wake_the_thread_which_wakes_by_itself) {
+  auto m = buffer_of(50);
+  Learner learner(*m);
+  bool known = false;
+  for (int tries = 0; !known; tries++) {
+    BOOST_REQUIRE(tries < 1000);
+    take_steps(learner);
+    const auto began = std::chrono::steady_clock::now();
+    learner.order();
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+    const bool woken = learner.settled();
+    if (std::chrono::steady_clock::now() - began > std::chrono::microseconds(400)) continue;  // it may be up by now
+    BOOST_TEST(!woken);
+    known = true;
+  }
+  wait_for_the_thread(learner);
+}
+
+BOOST_AUTO_TEST_CASE(whoever_waits_does_the_work_while_the_thread_sleeps) {
+  auto m = buffer_of(50);
+  Learner learner(*m);
+  constexpr int kTimes = 50;
+  int without_sleep = 0;
+  for (int k = 0; k < kTimes; k++) {
+    learner.order();
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    const long before = sleeps();
+    learner.order();
+    Feedback feedback{{0, 1}, {0.5, 0.25}};
+    BOOST_REQUIRE(learner.ahead.hand_over(feedback));
+    learner.settle();
+    without_sleep += sleeps() == before;
+    BOOST_TEST(learner.backlog.empty());
+    BOOST_REQUIRE(learner.take() == Draw::kDone);
+    BOOST_REQUIRE(learner.take() == Draw::kDone);
+  }
+  BOOST_TEST(without_sleep > kTimes / 2);  // the others met the thread at work, or another program
+}
+
+BOOST_AUTO_TEST_CASE(several_threads_that_wait_leave_the_batches_what_they_are) {
+  constexpr size_t kAhead = 2, kSteps = 300;
+  auto reference = buffer_of(50);
+  std::vector<Drawn> expected(kSteps + kAhead);
+  BatchSampler sampler(*reference);
+  const auto draw = [&](size_t step) {
+    Shortage shortage;
+    BOOST_REQUIRE(sampler.sample(kBatch, 0.5, {7, 0, step}, expected[step].pointers(), shortage) == Draw::kDone);
+  };
+  for (size_t k = 0; k < kAhead; k++) draw(k);
+  for (size_t k = 0; k < kSteps; k++) {
+    draw(k + kAhead);
+    apply_to(*reference, feedback_to(expected[k], k));
+  }
+
+  auto m = buffer_of(50);
+  Learner learner(*m);
+  std::atomic<bool> over{false};
+  std::vector<std::thread> waiting;
+  for (int i = 0; i < 3; i++)
+    waiting.emplace_back([&] {
+      while (!over) {
+        const DrawAhead::Claim claim = learner.ahead.claim(false);
+        while (!learner.ahead.settle(claim, kSecond)) {
+        }
+      }
+    });
+  learner.order(kAhead);
+  for (size_t k = 0; k < kSteps; k++) {
+    learner.order();
+    BOOST_REQUIRE(learner.take() == Draw::kDone);
+    BOOST_TEST(learner[k].keys == expected[k].keys);
+    BOOST_TEST(learner[k].probability == expected[k].probability);
+    Feedback feedback = feedback_to(learner[k], k);
+    BOOST_REQUIRE(learner.ahead.hand_over(feedback));
+    if (k % 7 == 0) learner.settle();
+    if (k % 50 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  learner.settle();
+  over = true;
+  for (auto& thread : waiting) thread.join();
+  BOOST_TEST(learner.backlog.empty());
+  BOOST_TEST(leaves(*m) == leaves(*reference));
+  BOOST_TEST(m->header().sampled == (kSteps + kAhead) * kBatch);
+}
+
+BOOST_AUTO_TEST_CASE(an_iteration_ends_after_those_who_work_for_it) {
+  auto m = buffer_of(50);
+  for (int round = 0; round < 5; round++) {
+    Learner learner(*m);
+    take_steps(learner);
+    learner.settle();
+    const uint64_t updated = m->header().updated;
+    {
+      std::optional<Locked> held(*m);
+      learner.order();
+      Feedback feedback{{0, 1, 2}, {1, 2, 3}};
+      BOOST_REQUIRE(learner.ahead.hand_over(feedback));
+      std::thread waiting = one_that_waits(learner);
+      std::thread closing([&] { learner.ahead.close(); });
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+      held.reset();
+      waiting.join();
+      closing.join();
+    }
+    BOOST_TEST(learner.backlog.empty());
+    BOOST_TEST(m->header().updated == updated + 3);
+    BOOST_TEST(m->header().sampled % kBatch == 0U);
+    BOOST_TEST(m->header().sampled == m->header().draws * kBatch);
+  }
+}
+
+BOOST_AUTO_TEST_CASE(what_is_ordered_while_another_works_in_its_place_wakes_the_thread) {
+  auto m = buffer_of(50);
+  for (int round = 0; round < 5; round++) {
+    Learner learner(*m);
+    take_steps(learner);
+    learner.settle();
+    std::optional<Locked> held(*m);
+    learner.order();
+    Feedback feedback{{0, 1, 2}, {1, 2, 3}};
+    BOOST_REQUIRE(learner.ahead.hand_over(feedback));
+    std::thread waiting = one_that_waits(learner);
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));  // the thread has been up, and expects nothing
+    learner.order();
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    held.reset();
+    waiting.join();
+    wait_for_the_thread(learner);
+  }
+}
+
+BOOST_AUTO_TEST_CASE(whoever_works_in_place_of_the_thread_leaves_a_shortage_to_it) {
+  auto m = buffer_of(50);
+  change_limiter(m->header(), {.min_size = 60});
+  Learner learner(*m);
+  learner.order();
+  BOOST_TEST((learner.take(kSecond / 1000) == Draw::kWait));
+  learner.settle();  // it is known that it waits
+  for (size_t i = 50; i < 60; i++) append_row(*m, 1, 1000 + i, 1.0F);
+  Draw outcome = Draw::kWait;
+  for (int told = 0; told < 10 && outcome == Draw::kWait; told++) outcome = learner.take();  // each shortage, at once
+  BOOST_TEST((outcome == Draw::kDone));
+}
