@@ -12,6 +12,7 @@
 #include <optional>
 
 #include "feedback.h"
+#include "pace.h"
 #include "participants.h"
 #include "sample.h"
 
@@ -60,13 +61,11 @@ class DrawAhead {
     bool unattended;
     {
       const std::lock_guard guard(mutex_);
-      const int64_t now = monotonic_ns();
-      interval_ = (3 * interval_ + std::min(now - ordered_at_, kMaxDoze)) / 4;
-      ordered_at_ = now;
+      pace_.note_order(monotonic_ns());
       orderer_ = pthread_self();
       orders_.push_back(std::move(o));
       backlog_.draws.fetch_add(1, std::memory_order_relaxed);
-      if (!may_doze()) dozing_ = false;  // orders come sooner than the thread thinks
+      if (!pace_.allows_doze(done_)) dozing_ = false;  // orders come sooner than the thread thinks
       unattended = asleep_ && !dozing_;
     }
     if (unattended) ordered_.notify_one();  // not under the mutex, for which it would only go back to sleep
@@ -176,22 +175,6 @@ class DrawAhead {
   }
 
  private:
-  // Waits for the memory's lock are told no signal while it lives, and report nothing.
-  class Undisturbed {
-   public:
-    Undisturbed() : before_(std::exchange(unwanted, &never_)) {}
-    ~Undisturbed() { unwanted = before_; }
-    Undisturbed(const Undisturbed&) = delete;
-
-   private:
-    static inline const std::atomic<bool> never_{false};
-    const std::atomic<bool>* before_;
-  };
-
-  // To wake a thread takes the learner as long as half a draw, or all of it. So the drawing thread wakes by itself, a
-  // little after the time when the next order should be there, where a learner's steps are shorter than this, and what
-  // is drawn lasts longer than the other: a thread is late by a tenth of a millisecond.
-  static constexpr int64_t kMaxDoze = 5'000'000, kMinDrawn = 200'000;
   static constexpr int64_t kClosingNs = 1'000'000'000;
   static constexpr uint64_t kMostWaiting = 1 << 20;  // TD errors: whoever is so far ahead of the thread waits for it
 
@@ -304,10 +287,6 @@ class DrawAhead {
     ordered_.notify_one();
   }
 
-  bool may_doze() const {
-    return interval_ < kMaxDoze && interval_ * static_cast<int64_t>(std::max<size_t>(done_, 1)) >= kMinDrawn;
-  }
-
   bool has_work() const { return done_ < orders_.size() || feedback_.due(taken_ + done_); }
 
   // The oldest order that is not drawn, once all that was handed over before it is applied; nullptr when the thread has
@@ -327,8 +306,8 @@ class DrawAhead {
     const auto called = [&] { return ending() || (!stood_in_ && (has_work() || outcome_ != Draw::kDone)); };
     while (!called()) {
       asleep_ = true;
-      const int64_t doze = ordered_at_ + interval_ + interval_ / 4 - monotonic_ns();
-      if (doze > 0 && may_doze()) {
+      const int64_t doze = pace_.doze_ns(monotonic_ns());
+      if (doze > 0 && pace_.allows_doze(done_)) {
         dozing_ = true;
         ordered_.wait_for(lock, std::chrono::nanoseconds(doze), [&] { return ending() || !dozing_; });
         dozing_ = false;
@@ -500,8 +479,7 @@ class DrawAhead {
   uint64_t taken_ = 0;        // orders before those
   FeedbackQueue feedback_;
   uint64_t updated_by_others_ = 0;
-  int64_t ordered_at_ = 0;  // when the last order came, and how long after the one before on average
-  int64_t interval_ = 0;
+  Pace pace_;
   size_t done_ = 0;             // of the orders, the oldest: drawn, and not taken
   Draw outcome_ = Draw::kDone;  // of the first draw that could not be made
   std::optional<Short> short_;

@@ -42,6 +42,18 @@ struct Patience {
   bool until_stopped = false;                              // the end of the buffer is the end of the wait
 };
 
+// Waits for the memory's lock are told no signal while it lives, and report nothing.
+class Undisturbed {
+ public:
+  Undisturbed() : before_(std::exchange(unwanted, &never_)) {}
+  ~Undisturbed() { unwanted = before_; }
+  Undisturbed(const Undisturbed&) = delete;
+
+ private:
+  static inline const std::atomic<bool> never_{false};
+  const std::atomic<bool>* before_;
+};
+
 // The state letter of a process from /proc, or '?' when it is gone or not ours to see.
 inline char process_state(int pid) {
   char path[40], text[256] = {};

@@ -147,7 +147,7 @@ BOOST_AUTO_TEST_CASE(an_iteration_ends_after_those_who_work_for_it) {
     learner.settle();
     const uint64_t updated = m->header().updated;
     {
-      std::optional<Locked> held(*m);
+      auto held = std::make_unique<Locked>(*m);
       learner.order();
       Feedback feedback{{0, 1, 2}, {1, 2, 3}};
       BOOST_REQUIRE(learner.ahead.hand_over(feedback));
@@ -171,7 +171,7 @@ BOOST_AUTO_TEST_CASE(what_is_ordered_while_another_works_in_its_place_wakes_the_
     Learner learner(*m);
     take_steps(learner);
     learner.settle();
-    std::optional<Locked> held(*m);
+    auto held = std::make_unique<Locked>(*m);
     learner.order();
     Feedback feedback{{0, 1, 2}, {1, 2, 3}};
     BOOST_REQUIRE(learner.ahead.hand_over(feedback));
