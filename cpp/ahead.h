@@ -230,6 +230,10 @@ class DrawAhead {
       draws = std::exchange(done_, 0);
       backlog_.draws.fetch_sub(static_cast<int>(orders_.size() - draws), std::memory_order_relaxed);
       orders_.clear();
+      if (const int given_up = sampler_.forget_given_up()) {
+        draws++;
+        items += static_cast<uint64_t>(given_up);
+      }
     }
     drawn_.notify_all();
     if (draws || demanded_) take_back(draws, items);
@@ -306,6 +310,7 @@ class DrawAhead {
     const auto called = [&] { return ending() || (!stood_in_ && (has_work() || outcome_ != Draw::kDone)); };
     while (!called()) {
       asleep_ = true;
+      met_work_ = has_work();  // which another does: what that leaves is the thread's
       const int64_t doze = pace_.doze_ns(monotonic_ns());
       if (doze > 0 && pace_.allows_doze(done_)) {
         dozing_ = true;
@@ -324,13 +329,15 @@ class DrawAhead {
   template <class Done>
   bool await(std::unique_lock<std::mutex>& lock, int64_t ns, const Done& done) {
     if (done()) return true;
-    while (stand_in(lock, ns)) {
+    const int64_t until = monotonic_ns() + ns;
+    int64_t left = ns;
+    for (; left > 0 && stand_in(lock, left); left = until - monotonic_ns()) {
       if (!done()) continue;
-      if (has_work() && !dozing_) wake();  // it may have been woken, and have gone back to sleep
+      if (has_work() && (!dozing_ || met_work_)) wake();  // it has been up, and has gone back to sleep
       return true;
     }
     wake();
-    return drawn_.wait_for(lock, std::chrono::nanoseconds(ns), done);
+    return drawn_.wait_for(lock, std::chrono::nanoseconds(std::max<int64_t>(left, 0)), done);
   }
 
   // The mutex is held. Does what the thread would do next while that sleeps. False: it does not, or has nothing to do,
@@ -363,6 +370,10 @@ class DrawAhead {
     if (draw_once(order, shortage, patience) != Draw::kDone) throw NotDrawn{};
     lock.lock();
     note_drawn(order);
+    if (!sampler_.pending()) return;
+    lock.unlock();
+    reclaim_dead(memory_);
+    lock.lock();
   }
 
   // The mutex is held.
@@ -384,7 +395,6 @@ class DrawAhead {
     sampler_.set_threads(order.threads);
     const Draw outcome = sampler_.sample(order.n, order.beta, order.name, order.out, shortage, patience);
     order.took_ns = monotonic_ns() - start;
-    if (sampler_.pending()) reclaim_dead(memory_);
     demanded_ = outcome != Draw::kDone;
     order.drawn_from = sampler_.drawn_from();
     return outcome;
@@ -396,6 +406,7 @@ class DrawAhead {
       const uint32_t seen = h.rows_signal.load(std::memory_order_acquire);
       Shortage shortage;
       const Draw outcome = draw_once(order, shortage, {.until_stopped = true});
+      if (sampler_.pending()) reclaim_dead(memory_);
       if (outcome != Draw::kWait && outcome != Draw::kBarren) return outcome;
       wait_for_rows({shortage, seen, outcome == Draw::kBarren});
       if (ending()) throw Interrupted{};
@@ -474,6 +485,7 @@ class DrawAhead {
   bool asleep_ = false;    // the thread waits for something to do
   bool dozing_ = false;    // it wakes by itself
   bool stood_in_ = false;  // another works in its place
+  bool met_work_ = false;  // it did so when the thread went to sleep
   pthread_t orderer_{};
   std::deque<Order> orders_;  // places stay where they are
   uint64_t taken_ = 0;        // orders before those

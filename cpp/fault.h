@@ -1,8 +1,9 @@
 // Places at which tests let a process die or stop. They are there in builds with -DTORCHREPLAY_FAULTS only; in all
-// others TORCHREPLAY_FAULT(name) is nothing.
+// others TORCHREPLAY_FAULT(name) is nothing, or what a test has defined.
 #pragma once
 
-#ifndef TORCHREPLAY_FAULTS
+#if defined(TORCHREPLAY_FAULT)
+#elif !defined(TORCHREPLAY_FAULTS)
 #define TORCHREPLAY_FAULT(name) static_cast<void>(0)
 #else
 #define TORCHREPLAY_FAULT(name) ::torchreplay::fault::point<name>.reach()

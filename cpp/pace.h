@@ -13,7 +13,7 @@ namespace torchreplay {
 class Pace {
  public:
   void note_order(int64_t now) {
-    interval_ = (3 * interval_ + std::min(now - ordered_at_, kMaxDoze)) / 4;
+    interval_ = (3 * interval_ + std::min(now - ordered_at_, kMaxDoze) + 3) / 4;
     ordered_at_ = now;
   }
 

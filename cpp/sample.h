@@ -84,8 +84,11 @@ class BatchSampler {
     return static_cast<int>(items_.size());
   }
 
+  // How many items a draw was of that was counted, and threw. The next draw takes it back, or who is told of it here.
+  int forget_given_up() { return std::exchange(counted_, 0); }
+
   // Draws `n` items, stratified and with replacement. O(n (log capacity + bytes of an item)). Throws what a wait for
-  // the mutex throws; a draw that ends so in mid-copy stays counted.
+  // the mutex throws; a draw that ends so in mid-copy stays counted until this draws again.
   Draw sample(int n, double beta, const DrawName& name, const BatchPointers& out, Shortage& shortage,
               const Patience& patience = {}) {
     items_.resize(n);
@@ -100,6 +103,7 @@ class BatchSampler {
       if (todo_.empty()) {
         drawn_from_.beta = beta;
         finish(n, beta, out);
+        counted_ = 0;
         return Draw::kDone;
       }
       memory_.header().redraws.fetch_add(todo_.size(), std::memory_order_relaxed);
@@ -158,6 +162,7 @@ class BatchSampler {
       if (round) take_back(n);
       return Draw::kStopped;
     }
+    if (!round && counted_) take_back(counted_);
     if (round) resync_failed();
     // A redraw absorbs too: a learner that slept while the ring turned would find one stale leaf after the other.
     lock.absorb();
@@ -187,6 +192,7 @@ class BatchSampler {
       h.sampled += static_cast<uint64_t>(n);
       TORCHREPLAY_FAULT("draw.counted");
       h.draws.fetch_add(1, std::memory_order_relaxed);
+      counted_ = n;
       h.demand = 0;  // another learner that still waits will say so again
     }
     publish_limit(memory_);
@@ -201,9 +207,10 @@ class BatchSampler {
   }
 
   // A draw that was counted did not happen. The lock is held.
-  void take_back(int n) const {
+  void take_back(int n) {
     memory_.header().sampled -= static_cast<uint64_t>(n);
     memory_.header().draws.fetch_sub(1, std::memory_order_relaxed);
+    counted_ = 0;
   }
 
   // Random words for `count` items' own use, where they have one.
@@ -314,6 +321,7 @@ class BatchSampler {
   std::vector<std::optional<Copier>> copiers_;  // of each thread
   std::vector<Part> parts_;
   uint64_t pending_ = 0;
+  int counted_ = 0;  // items of the draw under way, or of one that threw
   DrawnFrom drawn_from_;
   std::vector<DrawnItem> items_;
   std::vector<int> todo_;
