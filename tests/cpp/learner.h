@@ -60,6 +60,24 @@ inline std::vector<float> leaves(SegmentMemory& m) {
   return {first, first + m.capacity()};
 }
 
+// The batches of a learner that draws so many steps ahead and feeds back, all by itself: in each step the feedback, and
+// then the draw, or the other way round.
+inline std::vector<Drawn> learn_in_turn(SegmentMemory& m, size_t steps, size_t ahead, bool feedback_first) {
+  std::vector<Drawn> batches(steps + ahead);
+  BatchSampler sampler(m);
+  const auto draw = [&](size_t step) {
+    Shortage shortage;
+    BOOST_REQUIRE(sampler.sample(kBatch, 0.5, {7, 0, step}, batches[step].pointers(), shortage) == Draw::kDone);
+  };
+  for (size_t k = 0; k < ahead; k++) draw(k);
+  for (size_t k = 0; k < steps; k++) {
+    if (feedback_first) apply_to(m, feedback_to(batches[k], k));
+    draw(k + ahead);
+    if (!feedback_first) apply_to(m, feedback_to(batches[k], k));
+  }
+  return batches;
+}
+
 class Learner {
  public:
   explicit Learner(SegmentMemory& m) : ahead(m, nullptr, backlog) {}

@@ -96,17 +96,7 @@ BOOST_AUTO_TEST_CASE(whoever_waits_does_the_work_while_the_thread_sleeps) {
 BOOST_AUTO_TEST_CASE(several_threads_that_wait_leave_the_batches_what_they_are) {
   constexpr size_t kAhead = 2, kSteps = 300;
   auto reference = buffer_of(50);
-  std::vector<Drawn> expected(kSteps + kAhead);
-  BatchSampler sampler(*reference);
-  const auto draw = [&](size_t step) {
-    Shortage shortage;
-    BOOST_REQUIRE(sampler.sample(kBatch, 0.5, {7, 0, step}, expected[step].pointers(), shortage) == Draw::kDone);
-  };
-  for (size_t k = 0; k < kAhead; k++) draw(k);
-  for (size_t k = 0; k < kSteps; k++) {
-    draw(k + kAhead);
-    apply_to(*reference, feedback_to(expected[k], k));
-  }
+  const std::vector<Drawn> expected = learn_in_turn(*reference, kSteps, kAhead, false);
 
   auto m = buffer_of(50);
   Learner learner(*m);

@@ -27,17 +27,7 @@ void hand_one_over(Learner& learner) {
 BOOST_AUTO_TEST_CASE(what_is_handed_over_has_its_turn_among_the_draws) {
   constexpr size_t kAhead = 3, kSteps = 100;
   auto reference = buffer_of(50);
-  std::vector<Drawn> expected(kSteps + kAhead);
-  BatchSampler sampler(*reference);
-  const auto draw = [&](size_t step) {
-    Shortage shortage;
-    BOOST_REQUIRE(sampler.sample(kBatch, 0.5, {7, 0, step}, expected[step].pointers(), shortage) == Draw::kDone);
-  };
-  for (size_t k = 0; k < kAhead; k++) draw(k);
-  for (size_t k = 0; k < kSteps; k++) {
-    apply_to(*reference, feedback_to(expected[k], k));
-    draw(k + kAhead);
-  }
+  const std::vector<Drawn> expected = learn_in_turn(*reference, kSteps, kAhead, true);
 
   auto m = buffer_of(50);
   Learner learner(*m);
