@@ -157,6 +157,13 @@ PyObject* leave_files(PyObject*, PyObject*) {
   });
 }
 
+// let_threads_sleep(): for the thread that is about to end the interpreter. The others, once they can have its lock no
+// more, sleep until the process is gone.
+PyObject* let_threads_sleep(PyObject*, PyObject*) {
+  let_threads_sleep_at_the_end();
+  return Py_NewRef(Py_None);
+}
+
 PyMethodDef functions[] = {{"init_torch", init_torch, METH_VARARGS, nullptr},
                            {"init_waits", init_waits, METH_VARARGS, nullptr},
                            {"segment_layout", segment_layout, METH_VARARGS, nullptr},
@@ -166,6 +173,7 @@ PyMethodDef functions[] = {{"init_torch", init_torch, METH_VARARGS, nullptr},
                            {"nonce_in_use", nonce_in_use, METH_VARARGS, nullptr},
                            {"repair_file", repair_file, METH_VARARGS, nullptr},
                            {"leave_files", leave_files, METH_NOARGS, nullptr},
+                           {"let_threads_sleep", let_threads_sleep, METH_NOARGS, nullptr},
                            {"rename_new", rename_new, METH_VARARGS, nullptr},
 #ifdef TORCHREPLAY_FAULTS
                            {"fault_points", fault_points, METH_NOARGS, nullptr},

@@ -215,9 +215,17 @@ def iterate(buffer):
     for batch in tr.ReplayDataset(buffer, 10):
         buffer.update_priorities(batch, np.ones(10))
 
+def look(buffer):
+    batch = buffer.sample(10)
+    while True:
+        batch["x"][0]  # torch releases the interpreter lock to drop it
+
 for buffer in buffers:
     buffer.handle()  # others might come
-for work, buffer in (write, free), (draw, free), (iterate, free), (draw, learner_waits), (write, explorer_waits):
+for work, buffer in (
+    (write, free), (draw, free), (iterate, free), (look, free), (look, free),
+    (draw, learner_waits), (write, explorer_waits),
+):
     threading.Thread(target=work, args=(buffer,), daemon=True).start()
 stats = [buffer.stats() for buffer in buffers]
 while not (stats[0].draws > 9 and stats[0].rows_written > 99 and stats[1].sample_wait and stats[2].insert_wait):

@@ -53,5 +53,6 @@ def _in_multiprocessing_child(_: object) -> None:
 # Files are put to rest when this process ends in order, whoever still holds their memory then: the native core leaves
 # them when the interpreter has ended.
 atexit.register(_settle)
+atexit.register(_C.let_threads_sleep)  # daemon threads, where they would abort the process
 util.register_after_fork(open_buffers, _in_multiprocessing_child)
 os.register_at_fork(before=_before_fork, after_in_child=_in_child)

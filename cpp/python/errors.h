@@ -1,9 +1,8 @@
-// Python errors from C++ exceptions, and the interpreter lock.
+// Python errors from C++ exceptions, and what waits ask and tell the interpreter.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
-#include <unistd.h>
 
 #include <new>
 #include <stdexcept>
@@ -12,6 +11,7 @@
 #include "../format.h"
 #include "../participants.h"
 #include "../snapshot.h"
+#include "gil.h"
 
 namespace torchreplay::py {
 
@@ -47,31 +47,6 @@ PyObject* guarded(Body&& body) {
   }
   return nullptr;
 }
-
-// Runs what takes the interpreter lock. Once the interpreter comes to its end no thread but its own gets that lock;
-// Python before 3.14 unwinds the others, through destructors that must not throw and that need the lock. Here they
-// sleep, as in later ones, until the process is gone.
-template <class Take>
-decltype(auto) taking_gil(Take&& take) {
-  try {
-    return take();
-  } catch (...) {  // neither Python nor C throws anything else
-    for (;;) pause();
-  }
-}
-
-// Releases the interpreter lock while it lives.
-class WithoutGil {
- public:
-  WithoutGil() : state_(PyEval_SaveThread()) {}
-  ~WithoutGil() {
-    taking_gil([this] { PyEval_RestoreThread(state_); });
-  }
-  WithoutGil(const WithoutGil&) = delete;
-
- private:
-  PyThreadState* state_;
-};
 
 // For `interrupted`: called without the interpreter lock, between slices of a wait.
 inline bool signal_pending() {
