@@ -6,11 +6,11 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
-#include <csignal>
 #include <exception>
 #include <mutex>
 
 #include "liveness.h"
+#include "thread.h"
 
 namespace torchreplay {
 
@@ -75,14 +75,9 @@ class Crew {
   };
 
   bool hire() {
-    // Signals are for the threads that know what to do with them.
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
     pthread_t thread;
     const auto body = [](void* self) -> void* { static_cast<Crew*>(self)->wait_and_help(); };
-    const bool hired = pthread_create(&thread, nullptr, body, this) == 0;
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    const bool hired = start_thread(thread, body, this) == 0;
     if (hired) pthread_detach(thread);
     return hired;
   }

@@ -69,14 +69,18 @@ def _overheads(peer: TorchreplayPeer, plan: Plan) -> Iterator[Line]:
         candidates = [Candidate(name, _iteration(dataset, step)) for name, dataset in datasets.items()]
         if not step:
             candidates.append(Candidate(DIRECT, _draws(peer)))
-        seconds = interleave(candidates, plan)
-        micros = {name: [(value - step) * MICROSECONDS for value in values] for name, values in seconds.items()}
+        micros = _besides(step, interleave(candidates, plan))
         yield Line("loader", f"batch of {BATCH_SIZE} through DataLoader{beside}", "us", micros)
         overhead = {
             name: [ours - torchs for ours, torchs in zip(micros[name], micros[NO_OP], strict=True)]
             for name in (OURS, INLINE)
         }
         yield Line("loader", f"overhead over a no-op dataset{beside}", "us", overhead)
+
+
+def _besides(step: float, seconds: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Returns what each takes per batch beside a step of so many seconds, in microseconds."""
+    return {name: [(value - step) * MICROSECONDS for value in values] for name, values in seconds.items()}
 
 
 def _turns(peer: TorchreplayPeer, plan: Plan) -> Iterator[Line]:
@@ -87,8 +91,7 @@ def _turns(peer: TorchreplayPeer, plan: Plan) -> Iterator[Line]:
             Candidate(INLINE, _turn(iter(tr.ReplayDataset(peer.buffer, BATCH_SIZE, prefetch=0)).__next__, peer, step)),
             Candidate(DIRECT, _turn(lambda: peer.buffer.sample(BATCH_SIZE), peer, step)),
         ]
-        seconds = interleave(candidates, plan)
-        micros = {name: [(value - step) * MICROSECONDS for value in values] for name, values in seconds.items()}
+        micros = _besides(step, interleave(candidates, plan))
         yield Line("loader", f"batch and feedback, steps of {step * 1e3:g} ms", "us", micros)
 
 

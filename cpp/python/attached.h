@@ -121,11 +121,11 @@ struct Attached {
   // False when patience ends before it is done; whoever comes too late still gets a slice.
   bool settle_all(Whose whose, bool draws, const Patience& patience) {
     forget_drawing();
-    std::vector<std::pair<std::shared_ptr<DrawAhead>, DrawAhead::Claim>> busy;
+    std::vector<std::pair<std::shared_ptr<DrawAhead>, Claim>> busy;
     for (const auto& weak : drawing_) {
       auto ahead = weak.lock();
       if (!ahead || (whose == Whose::kOrderers && !ahead->is_orderer())) continue;
-      const DrawAhead::Claim claim = ahead->claim(draws);
+      const Claim claim = ahead->claim(draws);
       if (!ahead->settled(claim)) busy.emplace_back(std::move(ahead), claim);
     }
     if (busy.empty()) return true;

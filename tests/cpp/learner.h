@@ -92,7 +92,7 @@ class Learner {
   bool settled() { return ahead.settled(ahead.claim(true)); }
 
   void settle() {
-    const DrawAhead::Claim claim = ahead.claim(true);
+    const Claim claim = ahead.claim(true);
     while (!ahead.settle(claim, kSecond)) {
     }
   }

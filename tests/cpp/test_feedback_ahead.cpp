@@ -97,7 +97,7 @@ BOOST_AUTO_TEST_CASE(whoever_settles_waits_for_what_was_there_and_for_nothing_la
   auto m = buffer_of(50);
   Learner learner(*m);
   hand_one_over(learner);
-  const DrawAhead::Claim first = learner.ahead.claim(true);
+  const Claim first = learner.ahead.claim(true);
   learner.settle();
   {
     const Locked held(*m);

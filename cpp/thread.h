@@ -1,0 +1,20 @@
+// Threads of the native core's own.
+#pragma once
+
+#include <pthread.h>
+
+#include <csignal>
+
+namespace torchreplay {
+
+// pthread_create, for a thread that gets no signals: they are for those that know what to do with them.
+inline int start_thread(pthread_t& thread, void* (*body)(void*), void* self) {
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  const int error = pthread_create(&thread, nullptr, body, self);
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  return error;
+}
+
+}  // namespace torchreplay
