@@ -205,6 +205,8 @@ class Evaluation(pl.Callback):
         if self.progress is not None:
             self.progress.learned(step, batch)
         if step % self.args.eval_every == 0:
+            trainer.datamodule.buffer.flush()  # the drawing thread may not have applied the last TD errors yet
+            trainer.strategy.barrier()
             if self.progress is not None:
                 returns = evaluate(learner.q, self.args.eval_episodes, seed=self.args.seed + step)
                 solved = self.progress.evaluated(step, returns.mean())

@@ -1,9 +1,11 @@
 """A learner that waits for rows of shards: who is left to write them. On a cluster in this process."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
+from forked import eventually
 from local_cluster import LocalCluster
 from local_shards import SPEC
 
@@ -54,3 +56,24 @@ def test_a_learner_waits_for_a_writer_of_another_thread(replay):
     thread.join()
     with pytest.raises(tr.WouldBlockForever):
         replay.sample(8, timeout=60)
+
+
+def test_learners_tell_the_shards_how_long_they_wait_for_rows(replay):
+    began = time.monotonic()
+    with replay.writer() as writer:
+        learner = threading.Thread(target=replay.sample, args=(8,))
+        learner.start()
+        eventually(lambda: replay.stats().sample_wait > 0.5)
+        found = replay.stats()
+        assert found.sample_wait <= time.monotonic() - began
+        assert found.sample_wait_share == pytest.approx(found.sample_wait / (time.monotonic() - began), abs=0.2)
+        assert found.bottleneck == "explorers"
+        for k in range(50):
+            writer.append(home=0, index=k)
+        learner.join()
+    waited = replay.stats().sample_wait
+    assert found.sample_wait <= waited <= time.monotonic() - began
+    for _ in range(20):
+        replay.sample(8)
+    assert replay.stats().sample_wait == waited
+    assert [shard.stats.sample_wait for shard in replay.stats().shards] == [waited, waited]

@@ -166,25 +166,43 @@ class Draws:
                 self._next = step
 
     def _wait_for_rows(self, n: int, wait: Wait) -> None:
-        heard = False
-        while True:
-            self.shards.refresh()
-            calls = self.shards.order(dict.fromkeys(self.shards.table.places, 0), n)
-            try:
-                self.shards.hear(calls, wait)
-            except ReplayTimeout:
-                if not heard:
-                    raise
-            else:
-                heard = True
-            if self.admits(n):
-                return
-            drawable = sum(figures.drawn.drawable for figures in self.shards.figures.values())
-            barren = self.shards.barren
-            if drawable or barren is None:
-                inserted, needed = self.shards.union_limiter.inserted, self.shards.union_limiter.needed(n)
-                size = sum(figures.rows for figures in self.shards.figures.values())
-                wait.check_rows(inserted, needed, drawable, size, self._complete_when)
-            else:
-                wait.check_turns(barren)
-            time.sleep(min(POLL, wait.slice_ns() * 1e-9))
+        heard = self._look(n, wait, False)
+        since = time.monotonic()
+        try:
+            while not self.admits(n):
+                self._check(n, wait)
+                time.sleep(min(POLL, wait.slice_ns() * 1e-9))
+                since = self._note_wait(since)
+                heard = self._look(n, wait, heard)
+        finally:
+            self._note_wait(since)
+
+    def _look(self, n: int, wait: Wait, heard: bool) -> bool:
+        """Asks all shards what they have; returns whether they have told in time, now or before (`heard`)."""
+        self.shards.refresh()
+        calls = self.shards.order(dict.fromkeys(self.shards.table.places, 0), n)
+        try:
+            self.shards.hear(calls, wait)
+        except ReplayTimeout:
+            if not heard:
+                raise
+            return heard
+        return True
+
+    def _check(self, n: int, wait: Wait) -> None:
+        """Gives up a wait for rows that will not come, or takes too long."""
+        drawable = sum(figures.drawn.drawable for figures in self.shards.figures.values())
+        barren = self.shards.barren
+        if drawable or barren is None:
+            inserted, needed = self.shards.union_limiter.inserted, self.shards.union_limiter.needed(n)
+            size = sum(figures.rows for figures in self.shards.figures.values())
+            wait.check_rows(inserted, needed, drawable, size, self._complete_when)
+        else:
+            wait.check_turns(barren)
+
+    def _note_wait(self, since: float) -> float:
+        """Counts the time since then as waited for rows; returns until when."""
+        now = time.monotonic()
+        with self._lock:
+            self.shards.union_limiter.waited += now - since
+        return now

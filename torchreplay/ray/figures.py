@@ -56,6 +56,7 @@ class Order:
         says: Whether `limit` is meant: not by those who only look around, who may know too little.
         others: What other learners have handed out, of those of whom the shard has told nothing, or less: one that was
             made since would not hear of those who are gone.
+        waited: Seconds that it has waited for rows.
     """
 
     stream: int
@@ -65,6 +66,7 @@ class Order:
     candidates: int = 0
     says: bool = True
     others: Mapping[int, Drew] = field(default_factory=dict)
+    waited: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -236,9 +236,8 @@ class Shards:
                 if number not in places:
                     continue
                 others = union_limiter.untold(number)
-                order = Order(
-                    self.stream, union_limiter.drew, union_limiter.largest, limits[number], count, says, others
-                )
+                drew, largest, waited = union_limiter.drew, union_limiter.largest, union_limiter.waited
+                order = Order(self.stream, drew, largest, limits[number], count, says, others, waited)
                 if room is None or nearby is None or number != nearby.number:
                     calls[number] = places[number].actor.draw.remote(order)
                 else:

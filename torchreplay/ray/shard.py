@@ -22,6 +22,7 @@ from torchreplay.nodes import ray_node
 from torchreplay.ray.blocks import Layout
 from torchreplay.ray.candidates import Candidates
 from torchreplay.ray.figures import Answer, Drew, Order, is_newer
+from torchreplay.ray.learner_waits import LearnerWaits
 from torchreplay.samplers import Prioritized
 from torchreplay.segment import Handle
 from torchreplay.spec import nest
@@ -58,6 +59,7 @@ class Shard:
         self._batch = ReplayBatch()
         self._batch_items = 0
         self._learners: dict[int, Drew] = {}
+        self._waits = LearnerWaits()
         self._hands = ThreadPoolExecutor(1, "torchreplay-shard")
         self._under_way: dict[str, Future[None]] = {}
 
@@ -90,6 +92,8 @@ class Shard:
         """
         if order.drew.batches:  # those who only look around would add up
             self._learners[order.stream] = order.drew
+        if order.drew.batches or order.waited:
+            self._waits.hear(order.stream, order.waited)
         self._learners |= {s: drew for s, drew in order.others.items() if is_newer(drew, self._learners.get(s))}
         self._candidates.raise_largest(order.largest)
         if order.says and order.drew.rule >= self._rule:  # whoever has not heard of the present limiter has no say
@@ -166,8 +170,8 @@ class Shard:
         return len(keys)
 
     def stats(self) -> Stats:
-        """Returns the buffer's own."""
-        return self._buffer.stats()
+        """Returns the buffer's own, with what learners told of their waits for rows of any shard."""
+        return replace(self._buffer.stats(), sample_wait=self._waits.total, sample_wait_share=self._waits.share)
 
     def histograms(self, bins: int) -> dict[str, torch.Tensor]:
         """Returns the buffer's own."""

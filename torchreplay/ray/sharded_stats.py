@@ -12,7 +12,7 @@ from torchreplay.ray.union_limiter import UnionLimiter
 from torchreplay.stats import Stats
 
 SUMS: tuple[str, ...] = ("size", "nbytes", "drawable", "updated", "stale_updates", "unready_updates", "redraws")
-SUMS += ("evicted_unsampled", "priority_total", "writers", "rows_written", "dropped_rows", "insert_wait", "sample_wait")
+SUMS += ("evicted_unsampled", "priority_total", "writers", "rows_written", "dropped_rows", "insert_wait")
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class ShardStats:
         number: Of the shard: the high bits of its keys.
         node: Ray's id of its node.
         stats: Of its buffer. It counts candidates as sampled, those left out of batches too, and the calls for them as
-            draws.
+            draws; the waits of learners are those for rows of any shard.
     """
 
     number: int
@@ -46,9 +46,9 @@ class ShardedStats(Stats):
     """The figures of `Stats`, summed over the shards that there are, and those of each.
 
     `inserted` counts the items of lost shards too; `sampled`, `draws` and `learners` are what learners have handed out
-    and how many of them have; `priority_min` and `priority_max` are those of all shards. What learners do in their own
-    processes is not measured: `staleness`, `sample_wait` and `sample_wait_share` are 0, and `bottleneck` never says
-    `"explorers"`.
+    and how many of them have; `priority_min` and `priority_max` are those of all shards. `sample_wait` and
+    `sample_wait_share` are what learners have told the shards; a batch under way between nodes is no wait for rows.
+    `staleness` is not measured: it is 0.
 
     Attributes:
         shards: Each shard that there is, by number.
@@ -98,7 +98,8 @@ def summed(
         learners=union_limiter.learners,
         staleness=0.0,
         insert_wait_share=sum(stats.insert_wait_share * stats.writers for stats in each) / max(1, values["writers"]),
-        sample_wait_share=0.0,
+        sample_wait=max((stats.sample_wait for stats in each), default=0.0),  # they all hear of the same waits
+        sample_wait_share=max((stats.sample_wait_share for stats in each), default=0.0),
         priority_change=sum(stats.priority_change * stats.updated for stats in each) / max(1, values["updated"]),
         samples_per_insert=union_limiter.drawn / max(1, union_limiter.inserted),
         priority_min=min(smallest, default=0.0),

@@ -54,6 +54,7 @@ class UnionLimiter:
         items: Items that this learner has handed out.
         batches: Batches that it has handed out.
         largest: The largest raw priority heard of.
+        waited: Seconds that this learner has waited for rows.
     """
 
     def __init__(self, rule: Rule, stream: int) -> None:
@@ -64,6 +65,7 @@ class UnionLimiter:
         self._untold: dict[int, dict[int, Drew]] = {}  # by shard
         self.items = self.batches = self._ordered = 0  # what was ordered, but for what was given up
         self.largest = 1.0
+        self.waited = 0.0
         self._take(rule)
 
     def change(self, rule: Rule) -> None:
