@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from typing import Final
 
 import numpy as np
@@ -166,28 +167,22 @@ class Draws:
                 self._next = step
 
     def _wait_for_rows(self, n: int, wait: Wait) -> None:
-        heard = self._look(n, wait, False)
+        self._look(n, wait)
         since = time.monotonic()
         try:
             while not self.admits(n):
                 self._check(n, wait)
                 time.sleep(min(POLL, wait.slice_ns() * 1e-9))
                 since = self._note_wait(since)
-                heard = self._look(n, wait, heard)
+                with suppress(ReplayTimeout):  # the next check tells what is missing
+                    self._look(n, wait)
         finally:
             self._note_wait(since)
 
-    def _look(self, n: int, wait: Wait, heard: bool) -> bool:
-        """Asks all shards what they have; returns whether they have told in time, now or before (`heard`)."""
+    def _look(self, n: int, wait: Wait) -> None:
+        """Asks all shards what they have."""
         self.shards.refresh()
-        calls = self.shards.order(dict.fromkeys(self.shards.table.places, 0), n)
-        try:
-            self.shards.hear(calls, wait)
-        except ReplayTimeout:
-            if not heard:
-                raise
-            return heard
-        return True
+        self.shards.hear(self.shards.order(dict.fromkeys(self.shards.table.places, 0), n), wait)
 
     def _check(self, n: int, wait: Wait) -> None:
         """Gives up a wait for rows that will not come, or takes too long."""
