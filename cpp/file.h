@@ -132,6 +132,7 @@ inline void forget_processes(SegmentMemory& m) {
   h.mutex.init();
   h.dirty = Dirty::kClean;  // nobody is to repair what is derived anew
   h.wake_at = kNever;
+  h.gate.init();
   h.stopped = h.shared = h.room_waiters = h.repairing = h.presences = h.ids = 0;
   h.holder = 0;
   h.made = monotonic_ns();

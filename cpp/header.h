@@ -10,6 +10,7 @@
 #include "layout.h"
 #include "mutex.h"
 #include "wait_time.h"
+#include "write_gate.h"
 
 namespace torchreplay {
 
@@ -86,7 +87,7 @@ struct Header {
   std::atomic<uint64_t> wake_at;                      // the ticket whose writer wakes waiting learners
   std::atomic<uint32_t> stopped;
   std::atomic<uint32_t> shared;         // a handle was given out, or the owner forked: others may come
-  std::atomic<uint32_t> room_waiters;   // writers asleep on room_signal
+  std::atomic<uint32_t> room_waiters;   // 1: writers may sleep on room_signal; whoever signals sets 0
   std::atomic<uint32_t> streams;        // the next stream of random draws
   std::atomic<uint32_t> rows_signal;    // futex: rows have come
   std::atomic<uint32_t> room_signal;    // futex: the limiter admits writers, or the buffer was stopped
@@ -102,6 +103,9 @@ struct Header {
   std::atomic<uint64_t> missed;         // TD errors that were applied between the two
   std::atomic<int64_t> last_census;     // monotonic ns at which the dead were last looked for
   std::atomic<int64_t> last_write;      // CLOCK_MONOTONIC_COARSE, ns, of those whose places others took; 0: of none
+
+  // Read by every append, written by every call of a learner.
+  alignas(kLine) WriteGate gate;
 
   alignas(kLine) RobustMutex mutex;
 

@@ -76,7 +76,8 @@ class SegmentMemory {
         by_capacity_(layout_.capacity),
         fd_(std::move(fd)),
         liveness_(fd_.get()),
-        base_(map_shared(fd_, layout_.bytes)) {}
+        base_(map_shared(fd_, layout_.bytes)),
+        pace_(row_bytes(layout_)) {}
   ~SegmentMemory() { munmap(base_, layout_.bytes); }
   SegmentMemory(const SegmentMemory&) = delete;
 
@@ -85,6 +86,10 @@ class SegmentMemory {
   int fd() const { return fd_.get(); }
   char* base() const { return base_; }
   Liveness& liveness() { return liveness_; }
+  LearnerPace& pace() { return pace_; }
+
+  // The thread of this process that asked last for a batch, or fed back.
+  std::atomic<uint64_t>& learner_thread() { return learner_thread_; }
 
   Header& header() const { return *reinterpret_cast<Header*>(base_); }
   FileState& file() const { return *reinterpret_cast<FileState*>(base_ + kFileState); }
@@ -149,6 +154,12 @@ class SegmentMemory {
  private:
   static constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, Linux 5.14
 
+  static uint64_t row_bytes(const Layout& layout) {
+    uint64_t bytes = layout.record_stride;
+    for (const Field& f : layout.fields) bytes += f.own_array ? f.nbytes : 0;
+    return bytes;
+  }
+
   void advise(uint64_t first, uint64_t last, int what) const {
     const auto region = [&](uint64_t offset, uint64_t stride) {
       const uint64_t start = (offset + first * stride) / kPage * kPage;
@@ -164,6 +175,8 @@ class SegmentMemory {
   Descriptor fd_;
   Liveness liveness_;
   char* base_;
+  LearnerPace pace_;
+  std::atomic<uint64_t> learner_thread_{0};
 };
 
 // Fetches a row's record, and the start of its values elsewhere: the processor follows a longer value by itself. Always

@@ -4,6 +4,7 @@
 
 #include <linux/futex.h>
 #include <pthread.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -66,6 +67,24 @@ class RobustMutex {
 
   void mark_consistent() { pthread_mutex_consistent(&mutex_); }
   void unlock() { pthread_mutex_unlock(&mutex_); }
+
+  // Whether anybody may sleep until it comes free. Of those who hold it.
+  bool wanted() { return word().load(std::memory_order_relaxed) & FUTEX_WAITERS; }
+
+  // After unlock(), for who locks again soon: lets one of those have it that slept. The one that the unlocking woke
+  // comes too late otherwise, again and again. Gives up where nobody takes it: that one may have died.
+  void let_others_in() {
+    constexpr int64_t kWakingNs = 200'000;
+    constexpr int kSpins = 64;
+    const int64_t until = monotonic_ns() + kWakingNs;
+    do {
+      for (int i = 0; i < kSpins; i++) {
+        if (holder()) return;
+        cpu_relax();
+      }
+      sched_yield();
+    } while (monotonic_ns() < until);
+  }
 
   // Id of the thread that holds it; 0: nobody.
   uint32_t holder() { return word().load(std::memory_order_acquire) & FUTEX_TID_MASK; }

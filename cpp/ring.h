@@ -16,16 +16,19 @@ inline constexpr uint64_t kMaxChunk = 64;
 enum class Append {
   kDone,     // every row is written
   kLimited,  // the limiter says wait
+  kGated,    // a learner has fallen behind: pause at the gate
   kStalled,  // a whole turn of the ring is held by stopped writers: sleep and try again
   kSpent,    // every key there is was issued
 };
 
 class RingWriter {
  public:
-  RingWriter(SegmentMemory& memory, int id)
+  // `gated`: the writer gives way to learners that fall behind.
+  RingWriter(SegmentMemory& memory, int id, bool gated = false)
       : memory_(memory),
         entry_(memory.participant(id)),
         writer_(static_cast<uint64_t>(id)),
+        gated_(gated),
         linked_(memory.layout().view.linked()) {}
 
   // Writes up to `n` rows, `fill(row, slot)` copying the payload of row 0, 1, ... (it must not throw), and stores their
@@ -51,11 +54,13 @@ class RingWriter {
       return outcome;
     };
     while (written < n) {
-      if (const uint64_t head = h.head.load(std::memory_order_relaxed);
-          head >= h.ticket_limit.load(std::memory_order_relaxed))
+      const uint64_t head = h.head.load(std::memory_order_relaxed);
+      if (gated_ && h.gate.is_shut(head)) return end(Append::kGated);
+      if (head >= h.ticket_limit.load(std::memory_order_relaxed))
         return end(head < kMaxKeys ? Append::kLimited : Append::kSpent);
       const uint64_t chunk = std::min(n - written, chunk_limit);
-      const uint64_t first = h.head.fetch_add(chunk, std::memory_order_relaxed);
+      // Before the look at wake_at: a learner that waits says there what wakes it, and then looks at the head.
+      const uint64_t first = h.head.fetch_add(chunk, std::memory_order_seq_cst);
       TORCHREPLAY_FAULT("append.ticket");
       // Between ticket and CAS, so that "busy with my id" implies "inside my range": reclaiming needs no sweep.
       entry_.first.store(first, std::memory_order_relaxed);
@@ -79,8 +84,8 @@ class RingWriter {
       if (holes >= patience) return end(Append::kStalled);
     }
     count(written - before);
-    // A learner that waits says which ticket should wake it. Missing a wake-up is harmless: waits poll.
-    if (static_cast<uint64_t>(keys[n - 1]) >= h.wake_at.load(std::memory_order_relaxed)) {
+    // A learner that waits says which ticket should wake it.
+    if (static_cast<uint64_t>(keys[n - 1]) >= h.wake_at.load(std::memory_order_seq_cst)) {
       TORCHREPLAY_FAULT("append.wakes");
       h.wake_at.store(kNever, std::memory_order_relaxed);
       TORCHREPLAY_FAULT("append.woke_nobody");
@@ -126,6 +131,7 @@ class RingWriter {
   SegmentMemory& memory_;
   Participant& entry_;
   uint64_t writer_;
+  bool gated_;
   bool linked_;
 };
 

@@ -91,11 +91,12 @@ class BatchSampler {
   // the mutex throws; a draw that ends so in mid-copy stays counted until this draws again.
   Draw sample(int n, double beta, const DrawName& name, const BatchPointers& out, Shortage& shortage,
               const Patience& patience = {}) {
+    LearnerTurn turn(memory_);
     items_.resize(n);
     todo_.resize(n);
     for (int i = 0; i < n; i++) todo_[i] = i;
     for (uint32_t round = 0; round < kRounds; round++) {
-      const Draw outcome = draw(n, name, round, shortage, patience);
+      const Draw outcome = draw(n, name, round, shortage, patience, turn);
       if (outcome != Draw::kDone) return outcome;
       TORCHREPLAY_FAULT("draw.drawn");
       copy(out);
@@ -151,7 +152,8 @@ class BatchSampler {
   static constexpr uint64_t kChances = uint64_t{1} << 47;  // rounds lie below
 
   // Draws the items of todo_. Round 0 is the draw itself; later rounds redraw in the same strata.
-  Draw draw(int n, const DrawName& name, uint32_t round, Shortage& shortage, const Patience& patience) {
+  Draw draw(int n, const DrawName& name, uint32_t round, Shortage& shortage, const Patience& patience,
+            LearnerTurn& turn) {
     const int count = static_cast<int>(todo_.size());
     random_.resize(count);
     philox_fill(name.seed, name.stream | uint64_t{round} << 32, name.step, random_.data(), count);
@@ -165,23 +167,16 @@ class BatchSampler {
     if (!round && counted_) take_back(counted_);
     if (round) resync_failed();
     // A redraw absorbs too: a learner that slept while the ring turned would find one stale leaf after the other.
-    lock.absorb();
+    turn.absorb(lock);
     TORCHREPLAY_FAULT("draw.absorbed");
-    pending_ = h.pending;
     const PriorityTree tree = memory_.tree();
-    Limiter limiter(h);
-    const bool admitted = round || limiter.can_sample(n);
-    if (!admitted || tree.total() == 0) {
-      shortage = {h.inserted, limiter.needed(n), static_cast<uint64_t>(tree.count())};
+    const auto lacks_items = [&] { return (!round && !Limiter(h).can_sample(n)) || tree.total() == 0; };
+    // Those it admits may write all that is missing before it sleeps.
+    while (lacks_items() && !announce_wait(n, shortage)) turn.absorb(lock);
+    pending_ = h.pending;
+    if (lacks_items()) {
       if (round) take_back(n);
-      limiter.demand(n);
-      TORCHREPLAY_FAULT("draw.demanded");
-      publish_limit(memory_);
-      const uint64_t missing = shortage.needed > h.inserted ? shortage.needed - h.inserted : 1;
-      // Once a turn at the least: what is overwritten unseen never counts.
-      const uint64_t wake_at = h.absorbed + std::min(missing, memory_.capacity()) - 1;
-      if (!h.importer && wake_at < h.wake_at.load(std::memory_order_relaxed))
-        h.wake_at.store(wake_at, std::memory_order_relaxed);
+      turn.wait_for_rows();
       TORCHREPLAY_FAULT("draw.waits");
       const bool barren = tree.total() == 0 && h.absorbed > h.completed_at + 2 * memory_.capacity();
       return barren ? Draw::kBarren : Draw::kWait;
@@ -197,6 +192,25 @@ class BatchSampler {
     }
     publish_limit(memory_);
     return Draw::kDone;
+  }
+
+  // Tells writers what a draw of `n` waits for, and which ticket wakes it. False: that one was taken meanwhile, and its
+  // writer may have seen nobody to wake. The lock is held.
+  bool announce_wait(int n, Shortage& shortage) {
+    Header& h = memory_.header();
+    Limiter limiter(h);
+    shortage = {h.inserted, limiter.needed(n), static_cast<uint64_t>(memory_.tree().count())};
+    const uint64_t missing = shortage.needed > h.inserted ? shortage.needed - h.inserted : 1;
+    // Once a turn at the least: what is overwritten unseen never counts.
+    const uint64_t wake_at = h.absorbed + std::min(missing, memory_.capacity()) - 1;
+    // Before writers are admitted: one on another processor is done before the next line, and sleeps in its turn.
+    if (!h.importer && wake_at < h.wake_at.load(std::memory_order_relaxed))
+      h.wake_at.store(wake_at, std::memory_order_seq_cst);
+    TORCHREPLAY_FAULT("draw.wakes_at");
+    limiter.demand(n);
+    TORCHREPLAY_FAULT("draw.demanded");
+    publish_limit(memory_);
+    return h.importer || h.head.load(std::memory_order_seq_cst) <= wake_at;
   }
 
   // The lock is held.

@@ -96,7 +96,10 @@ class Locked {
     const uint64_t head = header_.head.load(std::memory_order_acquire);
     Absorber absorber(memory_);
     while (!absorber.step(head)) {
+      header_.gate.note_progress();
+      const bool wanted = header_.mutex.wanted();
       unlock();
+      if (wanted) header_.mutex.let_others_in();
       lock();
     }
     return header_.absorbed;
@@ -203,8 +206,51 @@ inline void publish_limit(SegmentMemory& m) {
   const uint64_t unseen = h.importer ? kMaxKeys : std::max<uint64_t>(1, m.capacity() / 2);
   Limiter(h).publish(h.absorbed, unseen, m.tree().count());
   TORCHREPLAY_FAULT("limit.published");
-  if (h.ticket_limit.load(std::memory_order_relaxed) > before && h.room_waiters.load(std::memory_order_relaxed))
+  if (h.ticket_limit.load(std::memory_order_relaxed) <= before) return;
+  // The limit before the look at who waits; a writer says that it waits, and then looks at the limit.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (h.room_waiters.load(std::memory_order_relaxed) && h.room_waiters.exchange(0)) {
+    TORCHREPLAY_FAULT("limit.signals");
     futex_signal(h.room_signal);
+  }
 }
+
+// Sleeps until the limiter admits more, at most `ns`. `seen`: room_signal when the caller last looked at the limit.
+inline void wait_for_room(Header& h, Participant& writer, uint32_t seen, int64_t ns) {
+  const int64_t start = monotonic_ns();
+  writer.waiting.store(1, std::memory_order_relaxed);
+  TORCHREPLAY_FAULT("room.waiting");
+  h.room_waiters.store(1, std::memory_order_seq_cst);  // before the last look at the limit: see publish_limit()
+  TORCHREPLAY_FAULT("room.counted");
+  if (h.head.load(std::memory_order_relaxed) >= h.ticket_limit.load(std::memory_order_seq_cst))
+    futex_wait(h.room_signal, seen, ns);
+  TORCHREPLAY_FAULT("room.awake");
+  writer.waiting.store(0, std::memory_order_relaxed);
+  const int64_t end = monotonic_ns();
+  h.insert_wait.add(end - start, end);
+}
+
+// A learner's call, from its start to its end: writers that are far ahead give way to it.
+class LearnerTurn {
+ public:
+  explicit LearnerTurn(SegmentMemory& m) : header_(m.header()), pace_(m.pace()) { pace_.begin(header_.gate); }
+  ~LearnerTurn() { pace_.end(header_.gate, header_.head.load(std::memory_order_relaxed), absorbed_); }
+  LearnerTurn(const LearnerTurn&) = delete;
+
+  // Locked::absorb(), which writers do not outrun.
+  void absorb(Locked& lock) {
+    pace_.hold(header_.gate, header_.absorbed);
+    lock.absorb();
+    absorbed_ = header_.absorbed;
+  }
+
+  // The learner needs rows: nobody waits for it.
+  void wait_for_rows() { header_.gate.open_at(WriteGate::kOpen); }
+
+ private:
+  Header& header_;
+  LearnerPace& pace_;
+  uint64_t absorbed_ = 0;
+};
 
 }  // namespace torchreplay

@@ -35,13 +35,14 @@ class PriorityUpdater {
   // issued: it is returned.
   std::optional<BadKey> update(int64_t n, const int64_t* keys, const double* td, const Patience& patience = {}) {
     if (const std::optional<BadKey> bad = unissued(memory_, n, keys)) return bad;
+    LearnerTurn turn(memory_);
     updated_ = 0;
     find_slots(n, keys);
     index_.resize(n);
     leaf_.resize(n);
     leaves_of(memory_.header().sampler, td, n, leaf_.data());
     Locked lock(memory_, patience);
-    lock.absorb();
+    turn.absorb(lock);
     TORCHREPLAY_FAULT("update.absorbed");
     apply(n, keys, td);
     TORCHREPLAY_FAULT("update.applied");

@@ -160,6 +160,24 @@ inline void look_around(PyObject* self, WriterState& s) {
   Ref r(checked(PyObject_CallMethod(self, "_look_around", nullptr)));
 }
 
+// After a wait: the parent goes on with this call, and its id is the parent's.
+inline void refuse_forked(const WriterState& s) {
+  if (!s.in_use()) throw std::runtime_error("the process was forked out of a waiting call: start a call of its own");
+}
+
+// Sleeps while a learner that has fallen behind draws; looks around for signals now and then.
+inline void give_way(SegmentMemory& m) {
+  Header& h = m.header();
+  {
+    const WithoutGil unlocked;
+    const int64_t start = monotonic_ns();
+    h.gate.pause(h.head, h.stopped, kSliceNs);
+    const int64_t end = monotonic_ns();
+    h.insert_wait.add(end - start, end);
+  }
+  if (PyErr_CheckSignals()) throw PythonError{};
+}
+
 // Writes rows, waiting (in Python, with the signals and the limits of a wait) as often as need be. `rows` and `fill`
 // are those of RingWriter::append.
 template <class Rows, class Fill>
@@ -168,7 +186,9 @@ void write(PyObject* self, WriterState& s, uint64_t n, Rows& rows, int64_t* keys
   const Header& h = m.header();
   uint64_t bytes = 0;
   for (const Field& f : m.layout().fields) bytes += f.nbytes;
-  RingWriter ring(m, s.member.id());
+  // A thread that draws as well would wait for itself.
+  const bool gated = m.learner_thread().load(std::memory_order_relaxed) != static_cast<uint64_t>(pthread_self());
+  RingWriter ring(m, s.member.id(), gated);
   for (uint64_t written = 0;;) {
     Append outcome = Append::kLimited;
     if (!h.stopped.load(std::memory_order_acquire)) {
@@ -180,12 +200,16 @@ void write(PyObject* self, WriterState& s, uint64_t n, Rows& rows, int64_t* keys
       }
     }
     if (outcome == Append::kDone) break;
+    if (outcome == Append::kGated) {
+      give_way(m);
+      refuse_forked(s);
+      continue;
+    }
     if (outcome == Append::kSpent)
       throw std::runtime_error("the buffer has issued all its " + std::to_string(kMaxKeys) +
                                " keys, and rows without one cannot be told apart: make a new buffer");
     Ref r(checked(PyObject_CallMethod(self, "_wait", "i", outcome == Append::kStalled)));
-    // The parent goes on with this call, and its id is the parent's.
-    if (!s.in_use()) throw std::runtime_error("the process was forked out of a waiting call: start a call of its own");
+    refuse_forked(s);
   }
   look_around(self, s);
 }
@@ -249,18 +273,8 @@ inline PyObject* wait_room(PyObject* self, PyObject* ns) {
     Participant& entry = s.attached->memory->participant(s.member.id());
     const int64_t limit = as_int(ns);
     {
-      WithoutGil unlocked;
-      const int64_t start = monotonic_ns();
-      entry.waiting.store(1, std::memory_order_relaxed);
-      TORCHREPLAY_FAULT("room.waiting");
-      h.room_waiters.fetch_add(1, std::memory_order_seq_cst);
-      TORCHREPLAY_FAULT("room.counted");
-      futex_wait(h.room_signal, s.seen_room_signal, limit);
-      TORCHREPLAY_FAULT("room.awake");
-      h.room_waiters.fetch_sub(1, std::memory_order_relaxed);
-      entry.waiting.store(0, std::memory_order_relaxed);
-      const int64_t end = monotonic_ns();
-      h.insert_wait.add(end - start, end);
+      const WithoutGil unlocked;
+      wait_for_room(h, entry, s.seen_room_signal, limit);
     }
     return Py_NewRef(Py_None);
   });
