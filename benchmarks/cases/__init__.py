@@ -11,6 +11,7 @@ from benchmarks.cases.gpu import measure_gpu
 from benchmarks.cases.kills import measure_kills
 from benchmarks.cases.loader import measure_loader
 from benchmarks.cases.memory import measure_memory
+from benchmarks.cases.overload import measure_overload
 from benchmarks.cases.ray import measure_ray
 from benchmarks.cases.recovery import measure_recovery
 from benchmarks.cases.remote import measure_remote
@@ -37,6 +38,7 @@ CASES: Mapping[str, Case] = {
     "upkeep": measure_upkeep,
     "checkpoint": measure_checkpoint,
     "contest": measure_contest,
+    "overload": measure_overload,
     "kills": measure_kills,
     "memory": measure_memory,
     "recovery": measure_recovery,
