@@ -77,7 +77,7 @@ class SegmentMemory {
         fd_(std::move(fd)),
         liveness_(fd_.get()),
         base_(map_shared(fd_, layout_.bytes)),
-        pace_(row_bytes(layout_)) {}
+        pace_(layout_.capacity, row_bytes(layout_)) {}
   ~SegmentMemory() { munmap(base_, layout_.bytes); }
   SegmentMemory(const SegmentMemory&) = delete;
 
@@ -88,8 +88,15 @@ class SegmentMemory {
   Liveness& liveness() { return liveness_; }
   LearnerPace& pace() { return pace_; }
 
-  // The thread of this process that asked last for a batch, or fed back.
-  std::atomic<uint64_t>& learner_thread() { return learner_thread_; }
+  // Whether the calling thread is the one of this process that drew last. A forked child has drawn nothing.
+  bool is_learner_thread() const {
+    return learner_thread_.load(std::memory_order_relaxed) == static_cast<uint64_t>(pthread_self()) &&
+           learner_generation_.load(std::memory_order_relaxed) == fork_generation.load(std::memory_order_relaxed);
+  }
+  void note_learner_thread() {
+    learner_thread_.store(static_cast<uint64_t>(pthread_self()), std::memory_order_relaxed);
+    learner_generation_.store(fork_generation.load(std::memory_order_relaxed), std::memory_order_relaxed);
+  }
 
   Header& header() const { return *reinterpret_cast<Header*>(base_); }
   FileState& file() const { return *reinterpret_cast<FileState*>(base_ + kFileState); }
@@ -176,7 +183,7 @@ class SegmentMemory {
   Liveness liveness_;
   char* base_;
   LearnerPace pace_;
-  std::atomic<uint64_t> learner_thread_{0};
+  std::atomic<uint64_t> learner_thread_{0}, learner_generation_{0};
 };
 
 // Fetches a row's record, and the start of its values elsewhere: the processor follows a longer value by itself. Always

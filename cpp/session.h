@@ -209,10 +209,7 @@ inline void publish_limit(SegmentMemory& m) {
   if (h.ticket_limit.load(std::memory_order_relaxed) <= before) return;
   // The limit before the look at who waits; a writer says that it waits, and then looks at the limit.
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  if (h.room_waiters.load(std::memory_order_relaxed) && h.room_waiters.exchange(0)) {
-    TORCHREPLAY_FAULT("limit.signals");
-    futex_signal(h.room_signal);
-  }
+  if (h.room_waiters.load(std::memory_order_relaxed) && h.room_waiters.exchange(0)) futex_signal(h.room_signal);
 }
 
 // Sleeps until the limiter admits more, at most `ns`. `seen`: room_signal when the caller last looked at the limit.

@@ -85,7 +85,6 @@ class WriteGate {
  private:
   void wake() {
     sleepers_.store(0, std::memory_order_relaxed);  // who goes back to sleep says so again
-    TORCHREPLAY_FAULT("gate.uncounted");
     futex_signal(signal_);
   }
 
@@ -100,8 +99,8 @@ class WriteGate {
 // explorers are ahead of the learner by more rows than they write in a turn. All times are of this process.
 class LearnerPace {
  public:
-  explicit LearnerPace(uint64_t row_bytes)
-      : least_(std::clamp<uint64_t>(kBurstBytes / std::max<uint64_t>(row_bytes, 1), 64, kBurstRows)), budget_(least_) {}
+  LearnerPace(uint64_t capacity, uint64_t row_bytes)
+      : least_(std::clamp<uint64_t>(std::min(capacity, kBurstBytes / row_bytes), 64, kBurstRows)), budget_(least_) {}
 
   // Tickets that writers may be ahead of what was absorbed.
   uint64_t budget() const { return budget_.load(std::memory_order_relaxed); }
@@ -163,7 +162,7 @@ class LearnerPace {
   static constexpr int64_t kLeastPatienceNs = 1'000'000;
   // A learner for which writers waited in vain is not waited for in as many calls.
   static constexpr int kLateCalls = 64;
-  // What is written in one go without falling behind: an absorption of a millisecond.
+  // What may be written in one go, if it is no more than a turn of the ring: an absorption of a millisecond.
   static constexpr uint64_t kBurstRows = 32768, kBurstBytes = uint64_t{64} << 20;
   static constexpr uint64_t kMostRows = uint64_t{1} << 20;
 

@@ -111,6 +111,18 @@ class OvertakenDraw(Scene):
             return process.wait()
 
 
+class OutrunsALearner(Scene):
+    """It is a turn of the ring ahead of a learner, gives way, and goes on when that does not come back."""
+
+    def play(self, start):
+        with contextlib.suppress(tr.ReplayTimeout):
+            self.buffer.sample(BATCH, timeout=0)
+        with start(self.turn_the_ring) as process:
+            status = process.wait()
+        self.new_index()
+        return status
+
+
 class RowsThatComeDuringAnAbsorption(Scene):
     """An explorer's row is committed when its slot has been looked at, and that of the next one has not."""
 
@@ -366,6 +378,7 @@ OF_ROWS = {
     "after a death in a row": after_a_death_at("append.header"),
     "beside a stopped explorer": BesideAStoppedExplorer,
     "in an overtaken draw": OvertakenDraw,
+    "ahead of a learner": OutrunsALearner,
     "in waits": Waits,
     "in a load": Load,
     "in a restore": Restore,

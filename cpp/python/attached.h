@@ -265,9 +265,8 @@ struct SegmentState {
       next_draw = owns() ? DrawName{header().seed, 0, owned_step}
                          : DrawName{header().seed, header().streams.fetch_add(1, std::memory_order_relaxed), 0};
     }
-    const auto self = static_cast<uint64_t>(pthread_self());
-    entry.thread.store(self, std::memory_order_relaxed);
-    memory().learner_thread().store(self, std::memory_order_relaxed);
+    entry.thread.store(static_cast<uint64_t>(pthread_self()), std::memory_order_relaxed);
+    memory().note_learner_thread();
   }
 };
 

@@ -187,8 +187,7 @@ void write(PyObject* self, WriterState& s, uint64_t n, Rows& rows, int64_t* keys
   uint64_t bytes = 0;
   for (const Field& f : m.layout().fields) bytes += f.nbytes;
   // A thread that draws as well would wait for itself.
-  const bool gated = m.learner_thread().load(std::memory_order_relaxed) != static_cast<uint64_t>(pthread_self());
-  RingWriter ring(m, s.member.id(), gated);
+  RingWriter ring(m, s.member.id(), !m.is_learner_thread());
   for (uint64_t written = 0;;) {
     Append outcome = Append::kLimited;
     if (!h.stopped.load(std::memory_order_acquire)) {
