@@ -308,5 +308,6 @@ def test_a_checkpoint_holds_the_place_in_the_stream_and_no_experience(lightning,
     trainer = fit(lightning, buffer, max_epochs=1, steps_per_epoch=3, **QUIET, barebones=False)
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
-    assert saved["ReplayDataModule"] == {"draws": 3}
-    assert saved["loops"]["fit_loop"]["state_dict"]["combined_loader"] == [{"draws": 3, "position": 0, "drawn": []}]
+    place = {"draws": 3, "position": 0, "drawn": []}
+    assert saved["ReplayDataModule"] == place
+    assert saved["loops"]["fit_loop"]["state_dict"]["combined_loader"] == [place]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -24,10 +24,22 @@ from .waiting import ShownWait, Wait
 T_co = TypeVar("T_co", covariant=True)
 
 
+class Loop(Protocol):
+    """Who takes the batches of an iteration, where a dataset must know of more than a `for`."""
+
+    def begin(self) -> None:
+        """Called when an iteration begins, before a batch is asked for."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the iteration will not be asked for another batch, however many it has."""
+
+
 class SteppedDataset(IterableDataset[T_co]):
     """A stream of ready batches that is infinite or `steps` long."""
 
     steps: int | None
+    _loop: Loop | None = None
 
     def __len__(self) -> int:
         """Returns `steps`.
@@ -41,6 +53,17 @@ class SteppedDataset(IterableDataset[T_co]):
 
     def __bool__(self) -> bool:
         return True  # otherwise truth would ask for the length, which an endless stream does not have
+
+    def _taken_by(self, loop: Loop) -> None:
+        """Says whose iterations those of this process are from here on."""
+        self._loop = loop
+
+    def _begin(self) -> None:
+        if self._loop is not None:
+            self._loop.begin()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_loop": None}  # it is of this process
 
 
 class ReplayDataset(SteppedDataset[ReplayBatch]):
@@ -129,6 +152,10 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
             ReplayLost: If a `ShardedReplay` is gone, and was not stopped.
             RuntimeError: In a worker of a `DataLoader`, with a CUDA device.
         """
+        self._begin()
+        return self._batches()
+
+    def _batches(self) -> Iterator[ReplayBatch]:
         staging = self._make_staging()
         share = self._share_of_this_worker()
         position, self._resume_at = self._resume_at, 0
@@ -186,6 +213,8 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
             ahead = [] if self._stream is None else self._stream.drawn()
         if self.steps is not None:
             position %= self.steps
+        if self._loop is not None and self._loop.is_over:  # as the next iteration, the one that resumes draws anew
+            position, ahead = 0, []
         return {"draws": self.buffer.draws - len(again), "position": position, "drawn": again + ahead} | stream
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -230,7 +259,10 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
             self._stream.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_stream": None, "_drawn": self._drawn.copy()}  # a stream belongs to its iteration
+        return super().__getstate__() | {
+            "_stream": None,
+            "_drawn": self._drawn.copy(),
+        }  # a stream belongs to its iteration
 
     def __repr__(self) -> str:
         length = "endless" if self.steps is None else f"steps={self.steps}"

@@ -11,7 +11,7 @@ import torch
 
 from .arguments import checked_int
 from .batch import ReplayBatch, keys_of
-from .dataset import ReplayDataset, SteppedDataset, refuse_worker, require_device, require_pin
+from .dataset import Loop, ReplayDataset, SteppedDataset, refuse_worker, require_device, require_pin
 from .drawing import MAX_BATCH
 from .errors import ReplayTimeout, WouldBlockForever
 from .held_back import HeldBack
@@ -120,6 +120,10 @@ class MixedDataset(SteppedDataset[Any]):
             ReplayLost: If a `ShardedReplay` is gone, and was not stopped.
             RuntimeError: In a worker of a `DataLoader`, with a CUDA device.
         """
+        self._begin()
+        return self._elements()
+
+    def _elements(self) -> Iterator[Any]:
         if self.device is not None and self.device.type == "cuda":
             refuse_worker(self)
         with contextlib.ExitStack() as open_streams:
@@ -135,6 +139,11 @@ class MixedDataset(SteppedDataset[Any]):
                     yield dict(zip(self._names, parts, strict=True))
                 else:
                     yield self._mixture.batch_of(parts, [part._drawn_from for part in self._parts])
+
+    def _taken_by(self, loop: Loop) -> None:
+        super()._taken_by(loop)
+        for part in self._parts:
+            part._taken_by(loop)
 
     @property
     def ready(self) -> int:

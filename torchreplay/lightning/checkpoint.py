@@ -15,6 +15,7 @@ from ..checkpoint_directory import is_checkpoint
 from ..replay import Replay
 from ..waiting import logger
 from .datamodule import resolve_buffer
+from .fetching import take_in_turn
 from .libraries import Callback
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class ReplayCheckpoint(Callback):
         if stage != "fit":
             return
         buffer = self.saved_buffer(trainer)  # or the first save would be the first to say that there is none
+        take_in_turn(trainer)
         strategy: Any = trainer.strategy
         inner = strategy.checkpoint_io
         if isinstance(inner, _Beside) and inner.ended:

@@ -19,6 +19,7 @@ from ..explorers import Explorers
 from ..learners import Learners, several_machines
 from ..replay import Pin, Replay
 from .ending import end_fit, refuse_epoch, stopped_among_ranks
+from .fetching import take_in_turn
 from .libraries import LightningDataModule
 
 if TYPE_CHECKING:
@@ -30,9 +31,9 @@ class ReplayDataModule(LightningDataModule):
 
     The loader is a `ReplayDataset` itself: with a plain iterable Lightning neither asks for workers nor for a sampler,
     and saves the place in the stream with every checkpoint. Without `steps_per_epoch` the stream is endless: bound the
-    run by `max_steps`, or set `limit_train_batches` to an integer to have epochs. Lightning pulls one batch ahead of an
-    endless stream: priorities go by the keys in the batch, but it counts as handed out, so that a run which resumes
-    from a checkpoint never learns from that one.
+    run by `max_steps`, or set `limit_train_batches` to an integer to have epochs. Each batch is taken for the step that
+    learns from it, where Lightning would take one ahead of an endless stream. So a run that resumes from a checkpoint,
+    with the buffer as it was then, learns from the batches of one that was never interrupted (`docs/persistence.md`).
 
     With several processes on one machine (DDP, FSDP), rank 0 makes the buffer and starts the explorers, and the other
     ranks attach to it; each rank draws its own batches from the one buffer. When a rank dies or fails, `fit` ends on
@@ -92,7 +93,8 @@ class ReplayDataModule(LightningDataModule):
         self._buffer = self._given
         self._stream: _Stream | None = None
         self._explorers_wait = False  # until a `ReplayCheckpoint` has restored the buffer
-        self._draws = 0  # of the last `fit`, for checkpoints that are saved after it
+        self._place: dict[str, Any] = {"draws": 0}  # in the stream: of the last `fit`, or of a checkpoint
+        self._resumes = False  # from that place, when the Trainer asks for the stream
 
     @property
     def buffer(self) -> Replay:
@@ -133,6 +135,8 @@ class ReplayDataModule(LightningDataModule):
             pin=self.pin,
         )
         self._stream.learners, self._stream.trainer = self._learners, self.trainer
+        if self.trainer is not None:
+            take_in_turn(self.trainer, self._stream)
 
     def train_dataloader(self) -> ReplayDataset:
         """Returns the stream of batches, the same object on every call.
@@ -146,6 +150,9 @@ class ReplayDataModule(LightningDataModule):
         """
         if self._stream is None:
             raise RuntimeError('ReplayDataModule has no stream of batches yet; call `setup("fit")` first')
+        if self._resumes:  # here, as a `ReplayCheckpoint` sets the place that the buffer was saved at
+            self._resumes = False
+            self._stream.load_state_dict(self._place)
         self._stream.adapt(self.batch_size, self.steps_per_epoch, self.prefetch)
         if self._explorers_wait:
             self._explorers_wait = False
@@ -164,12 +171,12 @@ class ReplayDataModule(LightningDataModule):
         """
         self._finish(exception)
 
-    def state_dict(self) -> dict[str, int]:
-        """Returns the number of draws made, which is all that a checkpoint needs to continue the stream."""
-        return {"draws": self._draws if self._stream is None else self._stream.buffer.draws}
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the place in the stream, as `ReplayDataset.state_dict` does."""
+        return self._place if self._stream is None else self._stream.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues the stream of draws of a checkpoint.
+        """Continues where a checkpoint was taken.
 
         Lightning drops the loader's own state where `trainer.estimated_stepping_batches` was read before the resume;
         this copy is always loaded.
@@ -180,9 +187,11 @@ class ReplayDataModule(LightningDataModule):
         given: Any = state_dict
         if not isinstance(given, dict) or "draws" not in given:
             raise ValueError(f"state_dict is {given!r:.200}; a ReplayDataModule's state has 'draws'")
-        self._draws = checked_int("draws", given["draws"], 0)
-        if self._stream is not None:
-            self._stream.buffer.draws = self._draws
+        checked_int("draws", given["draws"], 0)
+        self._place = {"position": 0, "drawn": []} | given
+        self._resumes = True
+        if self._stream is not None:  # it was asked for already where strategies restore late
+            self._stream.load_state_dict(self._place)
 
     def __repr__(self) -> str:
         buffer = "made when fit starts" if self._buffer is None else repr(self._buffer)
@@ -198,7 +207,7 @@ class ReplayDataModule(LightningDataModule):
             return
         self._buffer = self._given
         try:
-            self._draws = stream.retire()["draws"]
+            self._place, self._resumes = stream.retire(), False
             # TD errors of the last steps. After an exception it is that one which says what went wrong.
             with nullcontext() if error is None else suppress(Exception):
                 stream.buffer.flush()
@@ -244,11 +253,11 @@ class _Stream(ReplayDataset):
         super().__init__(*args, **arguments)
         self._home = os.getpid()  # where Trainer and learners can be asked; a worker of a loader has copies
 
-    def __iter__(self) -> Iterator[ReplayBatch]:
+    def _batches(self) -> Iterator[ReplayBatch]:
         trainer = self.trainer if self._home == os.getpid() else None
         if trainer is not None and not self.learners.several and self.buffer.stopped:
             refuse_epoch(trainer)
-        yield from super().__iter__()
+        yield from super()._batches()
         if not self.buffer.stopped:
             return
         # One rank that just ends leaves the others in the next gradient exchange, without a word.

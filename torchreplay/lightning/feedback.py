@@ -12,6 +12,7 @@ from ..mixing import MixedDataset
 from ..replay import Replay
 from .datamodule import resolve_buffer
 from .ending import end_fit, refuse_epoch
+from .fetching import take_in_turn
 from .libraries import Callback
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class PriorityFeedback(Callback):
             self._receiver = resolve_buffer(self, None, trainer) if self.buffer is None else self.buffer
             self._takes_whole = self.part is None and isinstance(self._receiver, MixedDataset)
             self._in_vain = 0
+            take_in_turn(trainer, self._receiver)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins no second epoch without batches.
