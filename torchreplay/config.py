@@ -16,6 +16,7 @@ from .limiters import Limiter, MinSize, SamplesPerInsert
 from .plan import as_path
 from .samplers import NORMALIZATIONS, Linear, Prioritized, Sampler, Uniform, value_of
 from .spec import Field, Path, Spec, flatten, from_native, nest, to_native
+from .transient import Transient
 from .views import VIEWS, Rows, View
 from .waiting import logger
 
@@ -180,7 +181,7 @@ def _value(value: Any) -> Any:
     return _restore(value, (Linear, Elsewhere)) if isinstance(value, dict) and "kind" in value else value
 
 
-class Configured:
+class Configured(Transient):
     """Something that was made of a `Config`, and says so."""
 
     _config: Config

@@ -19,6 +19,7 @@ from .errors import ReplayLost, Stopped
 from .replay import PINS, Batches, Pin, Replay
 from .staging import Staging
 from .stream import DRAWN_FIELDS
+from .transient import Transient
 from .waiting import ShownWait, Wait
 
 T_co = TypeVar("T_co", covariant=True)
@@ -35,7 +36,7 @@ class Loop(Protocol):
         """Whether the iteration will not be asked for another batch, however many it has."""
 
 
-class SteppedDataset(IterableDataset[T_co]):
+class SteppedDataset(Transient, IterableDataset[T_co]):
     """A stream of ready batches that is infinite or `steps` long."""
 
     steps: int | None
@@ -259,10 +260,8 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
             self._stream.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {
-            "_stream": None,
-            "_drawn": self._drawn.copy(),
-        }  # a stream belongs to its iteration
+        # A stream belongs to its iteration.
+        return super().__getstate__() | {"_stream": None, "_drawn": self._drawn.copy()}
 
     def __repr__(self) -> str:
         length = "endless" if self.steps is None else f"steps={self.steps}"

@@ -18,6 +18,7 @@ from .memory import reserve
 from .module_state import load_copies, module_state
 from .nodes import is_elsewhere
 from .segment import Handle, lasting_handle, new_nonce, open_handle
+from .transient import Transient
 from .waiting import SLICE_NS
 
 ALIGNMENT = 64
@@ -35,7 +36,7 @@ class Entry:
     nbytes: int
 
 
-class SharedWeights:
+class SharedWeights(Transient):
     """The newest weights of a module, in shared memory; pickles like the buffer.
 
     On another node of a Ray cluster than the learner's they are fetched through Ray; `pull` is the same.

@@ -39,8 +39,8 @@ class ReplayDataModule(LightningDataModule):
     ranks attach to it; each rank draws its own batches from the one buffer. When a rank dies or fails, `fit` ends on
     all of them with `LearnerLost`, or with the collective's own error and a note that says the same (`Learners`).
 
-    A buffer is no hyper-parameter: whoever takes one as an argument and calls `save_hyperparameters` leaves it out with
-    `ignore=["buffer"]`, or the checkpoints hold its handle and cannot be loaded once it is gone.
+    A buffer is no hyperparameter: a class that takes one calls `save_hyperparameters(ignore=["buffer"])`. Checkpoints
+    leave it out in any case, with a warning, and `load_from_checkpoint(path, buffer=buffer)` gives another.
 
     To validate, define `val_dataloader` in a subclass: with a data module, Lightning does not ask the LightningModule
     for its own (`AsyncReplay.fit` does).

@@ -20,6 +20,7 @@ from torchreplay.ray.hosting import Hosting
 from torchreplay.ray.stats import ExplorerFailure, ExplorerStats, explorer_stats
 from torchreplay.ray.supervisor import GRACE, Mark, Policy, Supervisor
 from torchreplay.ray.worker import Work
+from torchreplay.transient import Transient
 
 _FAILURES_KEPT: Final = 100
 
@@ -27,7 +28,7 @@ _CLEAN_UP: Final = 5.0
 """Seconds that a drained worker gets after it was interrupted."""
 
 
-class Supervised(ABC):
+class Supervised(Transient, ABC):
     """Workers that are supervised from `start` to `stop`. A context manager.
 
     Args:
