@@ -1,6 +1,7 @@
 """What comes from outside: handles, segments and checkpoints that say anything, and other users."""
 
 import copyreg
+import fcntl
 import io
 import json
 import os
@@ -110,6 +111,17 @@ def test_a_handle_of_a_pipe_or_a_socket_is_an_attach_error_at_once():
                 tr.ReplayBuffer.attach(handle_of(fd))
     os.close(reader)
     os.close(writer)
+
+
+def test_a_handle_of_a_file_that_another_program_has_locked_is_an_attach_error_and_no_hang(tmp_path, monkeypatch):
+    monkeypatch.setattr("torchreplay.segment.LOCK_PATIENCE", 0.1)
+    with (tmp_path / "locked").open("w+b") as file:
+        file.truncate(4096)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(tr.AttachError, match=r"its file is locked by a process that .* \(waited 0\.\d s for"):
+            tr.ReplayBuffer.attach(handle_of(file.fileno()))
+        assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.parametrize("nbytes", [0, -1, 2**63, 2**64, "64", None], ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import time
 
 from .waiting import LOG_EVERY, logger
@@ -11,13 +12,17 @@ PAUSE = 0.02
 """Seconds between two tries."""
 
 
-def lock(fd: int, how: int, waiting_for: str) -> None:
+def lock(fd: int, how: int, waiting_for: str, patience: float = math.inf) -> None:
     """Takes a `flock`; a long wait is logged.
 
     Args:
         fd: The file's descriptor.
         how: `fcntl.LOCK_SH` or `fcntl.LOCK_EX`.
         waiting_for: Who holds it, for the log.
+        patience: Seconds to wait.
+
+    Raises:
+        TimeoutError: It was not free in that time.
     """
     start, log_at = time.monotonic(), LOG_EVERY
     while True:
@@ -25,6 +30,8 @@ def lock(fd: int, how: int, waiting_for: str) -> None:
             return fcntl.flock(fd, how | fcntl.LOCK_NB)
         except BlockingIOError:
             waited = time.monotonic() - start
+        if waited >= patience:
+            raise TimeoutError(f"waited {waited:.1f} s for {waiting_for}")
         if waited >= log_at:
             log_at += LOG_EVERY
             logger.warning("waiting for %s since %.0f s", waiting_for, waited)

@@ -12,7 +12,12 @@ from stat import S_ISREG
 
 from .arguments import checked_int
 from .errors import AttachError
+from .file_lock import lock
 from .nodes import is_elsewhere, ray_node
+
+LOCK_PATIENCE = 5.0
+"""Seconds for which an attach waits for the file's lock. Its users share the lock: who has it alone puts the file to
+rest, or is another program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +76,8 @@ def open_handle(handle: Handle, what: str) -> int:
     """Returns a descriptor of the segment that `handle` names.
 
     Raises:
-        AttachError: The owner is gone, on another machine, or belongs to another user.
+        AttachError: The owner is gone, on another machine, or belongs to another user; or somebody has the file's lock
+            alone.
         TypeError: It is no handle.
         ValueError: A part of the handle is not what handles have.
     """
@@ -107,9 +113,7 @@ def open_handle(handle: Handle, what: str) -> int:
                 f"the {what} belongs to another user (uid {status.st_uid}, here {os.geteuid()}): only the same user "
                 f"can attach"
             )
-        fd = os.open(f"/proc/self/fd/{place}", os.O_RDWR | os.O_CLOEXEC)
-        fcntl.flock(fd, fcntl.LOCK_SH)  # as for every user of a segment in a file
-        return fd
+        return _open_shared(f"/proc/self/fd/{place}", what)
     except (FileNotFoundError, ProcessLookupError):
         raise AttachError(gone) from None
     except PermissionError:
@@ -119,6 +123,22 @@ def open_handle(handle: Handle, what: str) -> int:
     finally:
         if place is not None:
             os.close(place)
+
+
+def _open_shared(place: str, what: str) -> int:
+    """Returns a descriptor of the file at `place` with the lock that every user of a segment in a file shares."""
+    fd = os.open(place, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        lock(fd, fcntl.LOCK_SH, "who has the file locked alone", LOCK_PATIENCE)
+    except BaseException as error:
+        os.close(fd)
+        if not isinstance(error, TimeoutError):
+            raise
+        raise AttachError(
+            f"the {what} cannot be attached: its file is locked by a process that puts it to rest, or the handle names "
+            f"a file of another program ({error})"
+        ) from None
+    return fd
 
 
 def new_nonce() -> int:
