@@ -91,6 +91,13 @@ class Absorber {
     leaves_.flush();
   }
 
+  // An item that cannot be found, though all its rows were brought up to date: nobody will ever draw it.
+  void give_up(uint64_t anchor) {
+    const DirtyScope dirty(header_, Dirty::kSlots);
+    retire(anchor);
+    leaves_.flush();
+  }
+
   // Brings to an end what an absorption was at when its process died. It had begun with one slot: one of the chunk that
   // starts at the cursor, or a pending one. Leaves counts and sums to be computed anew. O(chunk + pending).
   void finish_interrupted() {

@@ -42,6 +42,14 @@ class ItemGather {
     todo.resize(failed);
   }
 
+  // Whether every row of an item is there, as a copy would look for them. Under the mutex the answer no is for good:
+  // links stay, and a row that is overwritten does not come back.
+  bool is_whole(const DrawnItem& item) {
+    paths_.trace({item}, {0}, 0);
+    paths_.resolve({item}, {0}, 0, 1);
+    return paths_.steps(0) >= 0;
+  }
+
   // The slots of items that failed: to be brought up to date before the next draw.
   const std::vector<uint64_t>& touched() const { return touched_; }
 

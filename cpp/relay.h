@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "ring.h"
+#include "streams.h"
 
 namespace torchreplay {
 
@@ -62,8 +63,8 @@ class RelayedRows {
   // `before`: of each row the key + 1 of the one before it in its stream (0: none), or -1 - i for row i of the block.
   // `keys`: where the rows' keys are kept, each from before its row is written: of a writer that was killed they say
   // which rows may be there. The first `start` rows are written already. Throws std::invalid_argument.
-  RelayedRows(const BlockLayout& at, const char* block, uint64_t n, const int64_t* before, int64_t* keys,
-              uint64_t start)
+  RelayedRows(SegmentMemory& m, const BlockLayout& at, const char* block, uint64_t n, const int64_t* before,
+              int64_t* keys, uint64_t start)
       : link_(reinterpret_cast<const uint64_t*>(block + at.link)),
         step_(reinterpret_cast<const uint32_t*>(block + at.step)),
         priority_(reinterpret_cast<const float*>(block + at.priority)),
@@ -75,6 +76,8 @@ class RelayedRows {
           before[i] >= 0 ? static_cast<uint64_t>(before[i]) <= kMaxKeys : -1 - before[i] < static_cast<int64_t>(i);
       if (!known || (link_[i] & kFlags) > (kFirst | kEnds | kHasPriority))
         throw std::invalid_argument("row " + std::to_string(i) + " of the block is linked with nothing there can be");
+      if (m.layout().view.linked() && !goes_on(m, i))
+        throw std::invalid_argument("row " + std::to_string(i) + " of the block does not go on where its episode is");
     }
   }
 
@@ -91,6 +94,24 @@ class RelayedRows {
 
  private:
   static constexpr uint64_t kFlags = 0xffff;
+
+  // Whether row i has the step that its place in the episode gives it: items are found by steps. A row before it that
+  // is overwritten by now says nothing.
+  bool goes_on(SegmentMemory& m, uint64_t i) const {
+    if (link_[i] & kFirst) return step_[i] == 0;
+    if (before_[i] < 0) return follows(m, link_[-1 - before_[i]], step_[-1 - before_[i]], i);
+    if (before_[i] == 0 || step_[i] == 0) return false;
+    const auto key1 = static_cast<uint64_t>(before_[i]);
+    const uint64_t slot = m.slot_of(key1 - 1);
+    const uint64_t word = m.row(slot).word.load(std::memory_order_acquire);
+    RowFacts row;
+    if (!slot_word::is_row(word) || slot_word::key1(word) != key1 || !read_facts(m, slot, word, row)) return true;
+    return follows(m, row.flags, row.step, i);
+  }
+
+  bool follows(const SegmentMemory& m, uint64_t flags, uint32_t step, uint64_t i) const {
+    return !(flags & kEnds) && step_[i] == m.layout().view.step_after(step);
+  }
 
   const uint64_t* link_;
   const uint32_t* step_;

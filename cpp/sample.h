@@ -234,13 +234,22 @@ class BatchSampler {
     philox_fill(name.seed, name.stream | uint64_t{round} << 32 | kChances, name.step, chance_.data(), count);
   }
 
-  // A row that changed under a draw makes its item undrawable here, so that the redraw cannot fail on it again.
+  // A row that changed under a draw makes its item undrawable here, so that the redraw cannot fail on it again. So does
+  // an item whose rows do not lead to each other, although none has changed: they say something wrong about their
+  // steps.
   void resync_failed() {
     const uint64_t head = memory_.header().head.load(std::memory_order_acquire);
     Absorber absorber(memory_);
     for (int i : todo_) absorber.resync(items_[i].slot, head);
     for (const auto& part : parts_)
       for (uint64_t slot : part.touched) absorber.resync(slot, head);
+    if (!plan_) return;
+    ItemGather look(memory_, *plan_);
+    for (int i : todo_) {
+      const DrawnItem& item = items_[i];
+      const bool stays = memory_.at(item.slot) == item.key1 && memory_.tree().leaf(static_cast<int64_t>(item.slot)) > 0;
+      if (stays && !look.is_whole(item)) absorber.give_up(item.slot);
+    }
   }
 
   void find_keys(const int64_t* keys, int n) {

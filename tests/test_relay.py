@@ -129,6 +129,46 @@ def test_a_link_to_a_row_that_cannot_be_there_is_refused(before):
     assert here.stats().rows_written == 0
 
 
+@pytest.mark.parametrize("wrong", [0, 1, 2, 3])
+def test_rows_with_steps_that_do_not_follow_on_those_before_are_refused(wrong):
+    view = tr.Transitions(stack={"image": 3}, observation=("obs", "image"))
+    there, here = make(view), make(view)
+    there.extend(**{k: v[1:] if k not in ("obs", "image") else v for k, v in episode(3).items()})
+    block, links_at = there._segment.copy_run(0, 4)
+    steps = block[links_at + 64 : links_at + 64 + 16].view(torch.int32)  # columns begin at lines of 64 bytes
+    assert steps.tolist() == [0, 1, 2, 3]
+    before, keys = np.array([0, -1, -2, -3]), np.full(4, -1)
+    writer = tr.Writer(here._segment, here._config)
+    steps[wrong] += 1
+    with pytest.raises(ValueError, match=r"row \d of the block does not go on where its episode is"):
+        writer.relay(block, 4, before, keys, 0)
+    assert here.stats().rows_written == 0
+    steps[wrong] -= 1
+    writer.relay(block, 4, before, keys, 0)
+    assert len(here.sample(8)["key"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("key1", "step", "good"), [(1, 1, True), (1, 2, False), (2, 2, False), (0, 1, False), (99, 7, True)]
+)
+def test_a_row_goes_on_where_the_row_before_it_in_the_buffer_is(key1, step, good):
+    """Key 1 ends the episode that key 0 begins; of key 98 nothing is known any more."""
+    view = tr.Transitions(observation=("obs", "image"))
+    there, here = make(view), make(view)
+    ended = {k: v[1:] if k not in ("obs", "image") else v for k, v in episode(1).items()}
+    there.extend(**ended)
+    here.extend(**ended)
+    block, links_at = there._segment.copy_run(1, 1)
+    block[links_at + 64 : links_at + 68].view(torch.int32)[0] = step
+    writer = tr.Writer(here._segment, here._config)
+    if good:
+        writer.relay(block, 1, np.array([key1]), np.full(1, -1), 0)
+        assert here.stats().rows_written == 3
+    else:
+        with pytest.raises(ValueError, match="does not go on where its episode is"):
+            writer.relay(block, 1, np.array([key1]), np.full(1, -1), 0)
+
+
 def test_a_relay_that_was_interrupted_goes_on_where_it_was():
     class Interrupted(tr.Writer):
         def _wait(self, stalled):

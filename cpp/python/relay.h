@@ -32,7 +32,7 @@ inline PyObject* relay(PyObject* self, PyObject* args) {
     const char* data = open_column(block_view, block, Element::kU8, static_cast<int64_t>(at.bytes), "the block");
     auto* from = reinterpret_cast<int64_t*>(open_column(before_view, before, Element::kI64, rows, "a predecessor"));
     auto* to = reinterpret_cast<int64_t*>(open_column(keys_view, keys, Element::kI64, rows, "a key"));
-    RelayedRows relayed(at, data, n, from, to, start);
+    RelayedRows relayed(m, at, data, n, from, to, start);
     auto fill = [&](uint64_t row, uint64_t slot) {
       for (size_t f = 0; f < columns.size(); f++) {
         const uint64_t bytes = columns[f].nbytes;

@@ -269,3 +269,25 @@ BOOST_AUTO_TEST_CASE(an_output_that_is_located_has_the_place_of_each_of_its_rows
   }
   BOOST_TEST(beyond == 2);  // the window from step 4 on has two steps
 }
+
+BOOST_AUTO_TEST_CASE(an_item_whose_rows_say_wrong_steps_is_given_up_and_the_others_are_drawn) {
+  const View view = transitions(1, 2);
+  auto m = ring_of(100, view);
+  Explorer explorer(*m, 1);
+  explorer.episode(3);
+  // The row after it says that it is the first step, and so its item needs no frame before it. The row itself says 7.
+  const uint64_t wrong = explorer.write({kFirst, 7, 0});
+  explorer.write({(wrong + 1) << 16, 1, 0});
+  settle(*m);
+  BOOST_REQUIRE(m->tree().count() == 4);
+  ItemPlan plan;
+  plan.steps = 1;
+  plan.outputs = {{Kind::kAnchor, kObs, -1, 2, 0}};
+  for (uint64_t step = 0; step < 20; step++) {
+    const Items items = draw(*m, plan, 8, {7, 0, step});
+    BOOST_REQUIRE((items.outcome == Draw::kDone));
+    for (const int64_t key : items.keys) BOOST_TEST(key < 3);
+  }
+  BOOST_TEST(m->tree().count() == 3);
+  BOOST_TEST((m->header().dirty == Dirty::kClean));
+}
