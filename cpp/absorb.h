@@ -143,7 +143,7 @@ class Absorber {
     TORCHREPLAY_FAULT("sync.done");
   }
 
-  static bool is_gone(uint64_t at, uint64_t word) { return slot_word::is_busy(word) || slot_word::key1(word) != at; }
+  static bool is_gone(uint64_t at, uint64_t word) { return !slot_word::is_row(word) || slot_word::key1(word) != at; }
 
   // Leaves first, for the links lead to them; `at` last: a crash in between must never hand the old row's priority to
   // the new one. Whoever finds it half done can do it again.

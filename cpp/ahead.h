@@ -143,7 +143,7 @@ class DrawAhead {
     else  // a thread that the order woke is there soon, and draws the batches after this one, too
       drawn_.wait_for(lock, std::chrono::nanoseconds(ns), there);
     const int64_t end = monotonic_ns();
-    if (was_short || queue_.is_short()) memory_.header().sample_wait.add(end - start, end);
+    if (was_short || queue_.is_short()) memory_.header().sample_wait.add(end - start, machine_ns());
   }
 
   void end_thread() {

@@ -135,7 +135,7 @@ inline void forget_processes(SegmentMemory& m) {
   h.gate.init();
   h.stopped = h.shared = h.room_waiters = h.repairing = h.presences = h.ids = 0;
   h.holder = 0;
-  h.made = monotonic_ns();
+  h.made = machine_ns();
   h.streams = std::max(1U, h.streams.load(std::memory_order_relaxed));
   h.last_departure = h.last_census = h.last_write = 0;
   h.demand = 0;

@@ -61,7 +61,7 @@ inline uint64_t config_hash(const Header& h, const char* config) {
 
 // Formats the zero-filled file `fd`, `config.layout.bytes` long.
 inline std::unique_ptr<SegmentMemory> format_segment(Descriptor fd, const SegmentConfig& config) {
-  auto memory = std::make_unique<SegmentMemory>(std::move(fd), config.layout);
+  auto memory = std::make_unique<SegmentMemory>(std::move(fd), config.layout, config.text);
   const Layout& layout = memory->layout();
   char* at = memory->config();
   const detail::ConfigHead head{layout.capacity, layout.view, layout.fields.size(), config.text.size()};
@@ -83,7 +83,7 @@ inline std::unique_ptr<SegmentMemory> format_segment(Descriptor fd, const Segmen
   h.sampler = config.sampler;
   h.config_hash = config_hash(h, memory->config());
   h.limiters[0] = config.limiter;
-  h.made = monotonic_ns();
+  h.made = machine_ns();
   h.max_raw = 1.0f;
   h.wake_at.store(kNever, std::memory_order_relaxed);
   h.gate.init();
@@ -156,7 +156,9 @@ inline std::unique_ptr<SegmentMemory> map_segment(Descriptor fd) {
   if (layout.hash() != h.layout_hash || layout.bytes != size)
     throw NotASegment(
         "the segment was laid out by an incompatible build of torchreplay: use the same version in every process");
-  return std::make_unique<SegmentMemory>(std::move(fd), std::move(layout));
+  // Others may write to the configuration from here on: what was checked is kept.
+  return std::make_unique<SegmentMemory>(std::move(fd), std::move(layout),
+                                         config.substr(config.size() - head.text_bytes));
 }
 
 // Maps a segment that others use. Throws NotASegment, naming what differs.
@@ -167,16 +169,14 @@ inline std::unique_ptr<SegmentMemory> open_segment(Descriptor fd, uint64_t nonce
   const Phase phase = page.file().phase.load(std::memory_order_acquire);
   if (phase != Phase::kMemory && phase != Phase::kInUse)
     throw NotASegment("the last process that used the buffer has closed it: open its file again");
+  try {
+    page.header().mutex.require_same_namespace();
+  } catch (const OtherNamespace& e) {
+    throw NotASegment(e.what());
+  }
   auto memory = map_segment(std::move(fd));
   memory->expect_random_access();
   return memory;
-}
-
-// The Python side's description, as given to format_segment().
-inline std::string config_text(const SegmentMemory& m) {
-  detail::ConfigHead head;
-  std::memcpy(&head, m.config(), sizeof head);
-  return {m.config() + sizeof head + head.fields * sizeof(detail::ConfigField), head.text_bytes};
 }
 
 }  // namespace torchreplay

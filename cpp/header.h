@@ -91,18 +91,18 @@ struct Header {
   std::atomic<uint32_t> streams;        // the next stream of random draws
   std::atomic<uint32_t> rows_signal;    // futex: rows have come
   std::atomic<uint32_t> room_signal;    // futex: the limiter admits writers, or the buffer was stopped
-  std::atomic<int64_t> last_departure;  // monotonic ns at which a participant was last seen to leave or die; 0 never
+  std::atomic<int64_t> last_departure;  // machine_ns() when a participant was last seen to leave or die; 0: never
   std::atomic<uint32_t> presences;      // attachments that ever took the mutex
   std::atomic<uint32_t> ids;            // ids of participants above this one were never taken
   WaitTime insert_wait;                 // of writers
   WaitTime sample_wait;                 // of learners
-  int64_t made;                         // monotonic ns at which the segment was made
+  int64_t made;                         // machine_ns() when the segment was made
   std::atomic<uint64_t> redraws;        // rows drawn again because they were overwritten during the copy
   std::atomic<uint64_t> draws;          // batches drawn
   std::atomic<uint64_t> taken_ahead;    // ... before their learner asked for them, and then taken
   std::atomic<uint64_t> missed;         // TD errors that were applied between the two
-  std::atomic<int64_t> last_census;     // monotonic ns at which the dead were last looked for
-  std::atomic<int64_t> last_write;      // CLOCK_MONOTONIC_COARSE, ns, of those whose places others took; 0: of none
+  std::atomic<int64_t> last_census;     // machine_ns() when the dead were last looked for
+  std::atomic<int64_t> last_write;      // of those whose places others took; 0: of none
 
   // Read by every append, written by every call of a learner.
   alignas(kLine) WriteGate gate;
@@ -168,7 +168,7 @@ struct Participant {
   std::atomic<uint32_t> count;
   std::atomic<uint32_t> role;
   std::atomic<uint64_t> rows;       // rows written
-  std::atomic<int64_t> last_write;  // CLOCK_MONOTONIC_COARSE, ns; 0: never
+  std::atomic<int64_t> last_write;  // machine_ns(); 0: never
   std::atomic<uint64_t> thread;     // pthread_self() of the last user
   std::atomic<int32_t> pid;
   std::atomic<uint32_t> waiting;  // 1 while it waits for the limiter

@@ -18,7 +18,7 @@ class Import {
   Import(SegmentMemory& m, uint64_t head)
       : memory_(m),
         header_(m.header()),
-        presence_(m.liveness().presence(header_.presences)),
+        presence_(m.presence()),
         generation_(fork_generation.load(std::memory_order_relaxed)) {
     const Locked lock(memory_);
     if (header_.importer) throw RowsRefused("the buffer is being restored already");

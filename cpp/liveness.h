@@ -11,7 +11,10 @@
 #include <mutex>
 #include <set>
 #include <system_error>
+#include <utility>
 
+#include "descriptor.h"
+#include "fault.h"
 #include "layout.h"
 
 namespace torchreplay {
@@ -24,22 +27,25 @@ inline std::atomic<uint64_t> fork_generation{0};
 // a zombie, blind to pid reuse and pid namespaces.
 class Liveness {
  public:
-  // `segment_fd` is the mapped descriptor; it must stay open as long as this object lives.
-  explicit Liveness(int segment_fd) : segment_fd_(segment_fd) {
-    static const bool registered = [] {
-      pthread_atfork([] { registry().mutex.lock(); }, [] { registry().mutex.unlock(); }, forked);
-      return true;
-    }();
-    (void)registered;
+  // `segment` is the mapped descriptor, kept; it must live as long as this object.
+  explicit Liveness(const Descriptor& segment) : segment_(segment) {
+    handle_forks();
     const std::lock_guard guard(registry().mutex);
     registry().all.insert(this);
   }
   ~Liveness() {
     const std::lock_guard guard(registry().mutex);
     registry().all.erase(this);
-    if (fd_ >= 0) close(fd_);
+    lock_.reset();  // no fork comes in between
   }
   Liveness(const Liveness&) = delete;
+
+  // For code with a lock of its own that forks wait for, and that uses this class with it held. It calls this before it
+  // registers its own handlers: a fork then takes that lock first, as the code does.
+  static void handle_forks() {
+    static const int registered = pthread_atfork(before_fork, after_fork, forked);
+    (void)registered;
+  }
 
   // Takes byte `id`: false when another process holds it, or this one does.
   bool take(int id) {
@@ -53,7 +59,7 @@ class Liveness {
     const std::lock_guard guard(mutex_);
     if (!own_[id]) return;
     own_[id] = false;
-    lock_byte(id, F_UNLCK);
+    if (!lock_.lost()) lock_byte(id, F_UNLCK);
   }
 
   bool owns(int id) {
@@ -61,11 +67,27 @@ class Liveness {
     return own_[id];
   }
 
+  // True as long as the kernel knows that this process owns byte `id`. A process that loses its descriptor loses its
+  // bytes, and others take it for dead. Two system calls.
+  bool holds(int id) {
+    const std::lock_guard guard(mutex_);
+    return own_[id] && !lock_.lost();
+  }
+
+  // Throws DescriptorLost when this process has lost what it owned. Two system calls.
+  void require_own() {
+    const std::lock_guard guard(mutex_);
+    lock_.require_own();
+  }
+
   // True when somebody, here or elsewhere, holds byte `id`. Less than a microsecond.
   bool alive(int id) {
     const std::lock_guard guard(mutex_);
-    return own_[id] || held_elsewhere(id);
+    return held_elsewhere(id) || own_[id];
   }
+
+  // Whether this process has a number yet.
+  bool has_presence() const { return presence_.load(std::memory_order_relaxed) != 0; }
 
   // The number of this attachment: never 0, and of no other one. It holds a byte beyond those of the ids for as long as
   // its process lives. `last` counts the attachments of the segment.
@@ -81,10 +103,7 @@ class Liveness {
   // Gives everything back at once, as the death of this process would: its ids, and its attachment.
   void forget() {
     const std::lock_guard guard(mutex_);
-    if (fd_ >= 0) close(fd_);
-    fd_ = -1;
-    own_.reset();
-    presence_.store(0, std::memory_order_relaxed);
+    own_nothing();
   }
 
   // True as long as the process of that attachment lives.
@@ -103,17 +122,27 @@ class Liveness {
     return *r;
   }
 
+  // A fork waits until no thread opens a descriptor: the child must know of it, or it would keep the parent's locks.
+  static void before_fork() {
+    registry().mutex.lock();
+    for (Liveness* l : registry().all) l->mutex_.lock();
+  }
+  static void after_fork() {
+    for (Liveness* l : registry().all) l->mutex_.unlock();
+    registry().mutex.unlock();
+  }
+
   // In a forked child: the inherited descriptor shares the parent's locks and would keep them alive after its death.
   static void forked() {
     fork_generation.fetch_add(1, std::memory_order_relaxed);
-    for (Liveness* l : registry().all) {
-      if (l->fd_ >= 0) close(l->fd_);
-      l->fd_ = -1;
-      l->own_.reset();
-      l->presence_.store(0, std::memory_order_relaxed);
-      new (&l->mutex_) std::mutex;  // another thread of the parent may have held it
-    }
-    registry().mutex.unlock();
+    for (Liveness* l : registry().all) l->own_nothing();
+    after_fork();
+  }
+
+  void own_nothing() {
+    lock_.reset();
+    own_.reset();
+    presence_.store(0, std::memory_order_relaxed);
   }
 
   static int64_t presence_byte(uint32_t number) { return int64_t{kMaxParticipants} + number; }
@@ -142,16 +171,17 @@ class Liveness {
   }
 
   int descriptor() {
-    if (fd_ >= 0) return fd_;
-    char path[32];
-    snprintf(path, sizeof path, "/proc/self/fd/%d", segment_fd_);
-    fd_ = open(path, O_RDWR | O_CLOEXEC);
-    if (fd_ < 0) throw std::system_error(errno, std::generic_category(), "cannot open the replay segment's lock table");
-    return fd_;
+    if (lock_.get() < 0) {
+      Descriptor opened = segment_.open_again(O_RDWR);
+      TORCHREPLAY_FAULT("liveness.opened");
+      opened.keep();
+      lock_ = std::move(opened);
+    }
+    return lock_.require_own();
   }
 
-  int segment_fd_;
-  int fd_ = -1;
+  const Descriptor& segment_;
+  Descriptor lock_;  // of the lock table
   std::mutex mutex_;
   std::bitset<kMaxParticipants> own_;
   std::atomic<uint32_t> presence_{0};

@@ -70,20 +70,25 @@ inline void kill_fence() { std::atomic_signal_fence(std::memory_order_seq_cst); 
 
 class SegmentMemory {
  public:
-  // Maps `fd`, which must be `layout.bytes` long.
-  SegmentMemory(Descriptor fd, Layout layout)
+  // Maps `fd`, which must be `layout.bytes` long. `text`: the Python side's description of it.
+  SegmentMemory(Descriptor fd, Layout layout, std::string text = {})
       : layout_(std::move(layout)),
         by_capacity_(layout_.capacity),
         fd_(std::move(fd)),
-        liveness_(fd_.get()),
+        liveness_(fd_),
         base_(map_shared(fd_, layout_.bytes)),
-        pace_(layout_.capacity, row_bytes(layout_)) {}
+        text_(std::move(text)),
+        pace_(layout_.capacity, row_bytes(layout_)) {
+    fd_.keep();
+  }
   ~SegmentMemory() { munmap(base_, layout_.bytes); }
   SegmentMemory(const SegmentMemory&) = delete;
 
   const Layout& layout() const { return layout_; }
   uint64_t capacity() const { return layout_.capacity; }
-  int fd() const { return fd_.get(); }
+  const std::string& text() const { return text_; }
+  // Throws DescriptorLost.
+  int fd() const { return fd_.require_own(); }
   char* base() const { return base_; }
   Liveness& liveness() { return liveness_; }
   LearnerPace& pace() { return pace_; }
@@ -96,6 +101,12 @@ class SegmentMemory {
   void note_learner_thread() {
     learner_thread_.store(static_cast<uint64_t>(pthread_self()), std::memory_order_relaxed);
     learner_generation_.store(fork_generation.load(std::memory_order_relaxed), std::memory_order_relaxed);
+  }
+
+  // The number of this attachment, for whoever is about to lock. Throws OtherNamespace.
+  uint32_t presence() {
+    if (!liveness_.has_presence()) header().mutex.require_same_namespace();
+    return liveness_.presence(header().presences);
   }
 
   Header& header() const { return *reinterpret_cast<Header*>(base_); }
@@ -114,26 +125,19 @@ class SegmentMemory {
   // Makes the mapping this process's own copy, and lets go of the file: what threads of this process do with the memory
   // from here on, in the midst of whatever they are, reaches nobody else. For all others it is as if they had died.
   void leave_file() {
-    const Descriptor source = open_again(O_RDONLY);
+    const Descriptor source = open_again(O_RDWR);
     const Descriptor nothing(memfd_create("torchreplay-left", MFD_CLOEXEC));
     if (nothing.get() < 0) throw std::system_error(errno, std::generic_category(), "memfd_create");
     if (mmap(base_, layout_.bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, source.get(), 0) ==
         MAP_FAILED)
       throw std::system_error(errno, std::generic_category(), "mmap of a replay segment");
     header().mutex.init();  // its holder may be in the file only
-    if (dup3(nothing.get(), fd_.get(), O_CLOEXEC) < 0)
-      throw std::system_error(errno, std::generic_category(), "dup3 of a replay segment");
+    give_up_lock(source);
+    fd_.replace(nothing);
     liveness_.forget();
   }
   // A descriptor of the same file that shares no lock with fd().
-  Descriptor open_again(int flags) const {
-    char path[32];
-    snprintf(path, sizeof path, "/proc/self/fd/%d", fd());
-    Descriptor again(open(path, flags | O_CLOEXEC));
-    if (again.get() < 0)
-      throw std::system_error(errno, std::generic_category(), "cannot open the replay segment again");
-    return again;
-  }
+  Descriptor open_again(int flags) const { return fd_.open_again(flags); }
 
   // For those who draw from a file: rows lie all over it, and what the system would read ahead of them is not what
   // comes next. With 1.3 GiB of frames in 0.4 GiB of memory draws are 20 times faster without.
@@ -159,6 +163,16 @@ class SegmentMemory {
   PriorityTree tree() const { return PriorityTree(static_cast<int64_t>(layout_.capacity), base_ + layout_.tree); }
 
  private:
+  // A thread of this process that has the lock would keep it in the file for as long as it lives.
+  void give_up_lock(const Descriptor& source) {
+    char* page = map_shared(source, kPage);
+    Header& others = *reinterpret_cast<Header*>(page);
+    const uint64_t holder = others.holder.load(std::memory_order_acquire);
+    if (holder && liveness_.has_presence() && holder >> 32 == liveness_.presence(others.presences))
+      others.mutex.give_up_for(static_cast<uint32_t>(holder));
+    munmap(page, kPage);
+  }
+
   static constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, Linux 5.14
 
   static uint64_t row_bytes(const Layout& layout) {
@@ -182,6 +196,7 @@ class SegmentMemory {
   Descriptor fd_;
   Liveness liveness_;
   char* base_;
+  std::string text_;
   LearnerPace pace_;
   std::atomic<uint64_t> learner_thread_{0}, learner_generation_{0};
 };

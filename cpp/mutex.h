@@ -5,6 +5,7 @@
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -12,7 +13,10 @@
 #include <cerrno>
 #include <cstdint>
 #include <ctime>
+#include <stdexcept>
 #include <system_error>
+
+#include "clock.h"
 
 namespace torchreplay {
 
@@ -24,17 +28,22 @@ inline void cpu_relax() {
 #endif
 }
 
-inline int64_t monotonic_ns(clockid_t clock = CLOCK_MONOTONIC) {
-  timespec t;
-  clock_gettime(clock, &t);
-  return t.tv_sec * 1'000'000'000 + t.tv_nsec;
+// Thrown where threads of another pid namespace have the lock.
+struct OtherNamespace : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// The number of this process's pid namespace: of no other one as long as a process of it lives. 0: the system has none.
+inline uint64_t pid_namespace() {
+  struct stat status;
+  return stat("/proc/self/ns/pid", &status) == 0 ? status.st_ino : 0;
 }
 
 class RobustMutex {
  public:
   enum class Outcome { kLocked, kOwnerDied, kTimeout };
 
-  // Call once, in the process that creates the segment.
+  // Call once, in the process that creates the segment; again when nobody uses it any more.
   void init() {
     pthread_mutexattr_t attributes;
     pthread_mutexattr_init(&attributes);
@@ -42,6 +51,17 @@ class RobustMutex {
     pthread_mutexattr_setrobust(&attributes, PTHREAD_MUTEX_ROBUST);
     pthread_mutex_init(&mutex_, &attributes);
     pthread_mutexattr_destroy(&attributes);
+    pid_namespace_ = pid_namespace();
+  }
+
+  // Throws OtherNamespace unless this process may lock it. The kernel knows holders by their thread ids, which each pid
+  // namespace counts anew. A waiter that dies with the number of the holder would have it taken for dead.
+  void require_same_namespace() const {
+    if (pid_namespace_ == pid_namespace()) return;
+    throw OtherNamespace(
+        "this shared memory is used by processes of another pid namespace (another container): run all of them in one, "
+        "such as that of `docker run --pid=container:NAME`, or of a Kubernetes pod with `shareProcessNamespace: true`; "
+        "a file can be opened anywhere when they have ended");
   }
 
   // Waits at most `ns`. After kOwnerDied the caller holds the lock and must repair, then call mark_consistent().
@@ -90,7 +110,7 @@ class RobustMutex {
   uint32_t holder() { return word().load(std::memory_order_acquire) & FUTEX_TID_MASK; }
 
   // Does what the kernel does when thread `tid` dies: if it held the lock, the next to lock is told kOwnerDied. The
-  // caller knows it to be dead.
+  // caller knows that it is dead, or can no longer reach the memory.
   void give_up_for(uint32_t tid) {
     uint32_t seen = word().load(std::memory_order_acquire);
     while ((seen & FUTEX_TID_MASK) == tid) {
@@ -107,6 +127,7 @@ class RobustMutex {
   }
 
   pthread_mutex_t mutex_;
+  uint64_t pid_namespace_;  // of those who lock it
 };
 
 }  // namespace torchreplay

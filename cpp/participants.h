@@ -28,7 +28,7 @@ inline int join(SegmentMemory& m, Role role) {
     reclaim(m, id);
     Participant& entry = m.participant(id);
     if (entry.role.load(std::memory_order_relaxed) != 0)  // its last holder died
-      m.header().last_departure.store(monotonic_ns(), std::memory_order_relaxed);
+      m.header().last_departure.store(machine_ns(), std::memory_order_relaxed);
     TORCHREPLAY_FAULT("join.reclaimed");
     entry.first.store(0, std::memory_order_relaxed);
     entry.rows.store(0, std::memory_order_relaxed);
@@ -51,10 +51,11 @@ inline int join(SegmentMemory& m, Role role) {
 }
 
 inline void leave(SegmentMemory& m, int id) {
+  if (!m.liveness().holds(id)) return;  // others take its holder for dead, and may have given the id to another
   TORCHREPLAY_FAULT("leave.begun");
   m.participant(id).role.store(0, std::memory_order_relaxed);
   TORCHREPLAY_FAULT("leave.role");
-  m.header().last_departure.store(monotonic_ns(), std::memory_order_relaxed);
+  m.header().last_departure.store(machine_ns(), std::memory_order_relaxed);
   TORCHREPLAY_FAULT("leave.departed");
   m.liveness().release(id);
   TORCHREPLAY_FAULT("leave.released");
@@ -65,7 +66,7 @@ struct Census {
   int others_writing = 0;  // writers that somebody else than the asking thread uses or may use
   int others_learning = 0;
   int waiting = 0;         // writers that wait for the limiter
-  int64_t last_write = 0;  // CLOCK_MONOTONIC, ns; 0: never
+  int64_t last_write = 0;  // machine_ns(); 0: never
 };
 
 // Who is here. Frees what the dead left behind on the way. O(participants ever at one time).
@@ -129,7 +130,7 @@ inline bool holds_back_writer_of(SegmentMemory& m, SegmentMemory& other) {
 inline void reclaim_dead(SegmentMemory& m) {
   constexpr int64_t kEvery = 100'000'000;
   Header& h = m.header();
-  const int64_t now = monotonic_ns(CLOCK_MONOTONIC_COARSE);
+  const int64_t now = machine_ns(CLOCK_MONOTONIC_COARSE);
   int64_t last = h.last_census.load(std::memory_order_relaxed);
   if (now - last < kEvery || !h.last_census.compare_exchange_strong(last, now, std::memory_order_relaxed)) return;
   take_census(m, false);

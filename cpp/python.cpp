@@ -132,6 +132,11 @@ PyObject* repair_file(PyObject*, PyObject* args) {
   });
 }
 
+// machine_ns() -> int: a monotonic time that all processes of this machine agree on, whatever their containers' clocks.
+PyObject* machine_ns(PyObject*, PyObject*) {
+  return guarded([&] { return checked(PyLong_FromLongLong(torchreplay::machine_ns())); });
+}
+
 // rename_new(old, new): as os.rename, but a file that is there already is an error. Where the filesystem cannot do that
 // in one step, there are both names for a moment.
 PyObject* rename_new(PyObject*, PyObject* args) {
@@ -175,6 +180,7 @@ PyMethodDef functions[] = {{"init_torch", init_torch, METH_VARARGS, nullptr},
                            {"leave_files", leave_files, METH_NOARGS, nullptr},
                            {"let_threads_sleep", let_threads_sleep, METH_NOARGS, nullptr},
                            {"rename_new", rename_new, METH_VARARGS, nullptr},
+                           {"machine_ns", machine_ns, METH_NOARGS, nullptr},
 #ifdef TORCHREPLAY_FAULTS
                            {"fault_points", fault_points, METH_NOARGS, nullptr},
                            {"arm_fault", arm_fault, METH_VARARGS, nullptr},

@@ -19,6 +19,7 @@ enum class Append {
   kGated,    // a learner has fallen behind: pause at the gate
   kStalled,  // a whole turn of the ring is held by stopped writers: sleep and try again
   kSpent,    // every key there is was issued
+  kLost,     // others take this process for dead: its id is theirs
 };
 
 class RingWriter {
@@ -70,7 +71,9 @@ class RingWriter {
       for (uint64_t key = first; key < first + chunk; key++) {
         const uint64_t slot = memory_.slot_of(key);
         if constexpr (requires { rows.announce(written, key); }) rows.announce(written, key);
-        if (!write(key, slot, rows.meta(written), [&] { fill(written, slot); })) {
+        const Fate fate = write(key, slot, rows.meta(written), [&] { fill(written, slot); });
+        if (fate == Fate::kLost) return end(Append::kLost);
+        if (fate == Fate::kHole) {
           TORCHREPLAY_FAULT("append.hole");
           holes++;
           continue;
@@ -105,27 +108,44 @@ class RingWriter {
     if (!rows) return;
     entry_.rows.store(entry_.rows.load(std::memory_order_relaxed) + rows, std::memory_order_relaxed);
     TORCHREPLAY_FAULT("append.counted");
-    entry_.last_write.store(monotonic_ns(CLOCK_MONOTONIC_COARSE), std::memory_order_relaxed);
+    entry_.last_write.store(machine_ns(CLOCK_MONOTONIC_COARSE), std::memory_order_relaxed);
   }
 
+  // What became of a ticket.
+  enum class Fate { kRow, kHole, kLost };
+
   template <class Copy>
-  bool write(uint64_t key, uint64_t slot, const RowMeta& meta, Copy&& copy) {
+  Fate write(uint64_t key, uint64_t slot, const RowMeta& meta, Copy&& copy) {
     RowHeader& row = memory_.row(slot);
     uint64_t word = row.word.load(std::memory_order_acquire);
     if (slot_word::is_busy(word) || slot_word::key1(word) > key)
-      return false;  // a lagging or dead writer, or we were lapped
+      return Fate::kHole;  // a lagging or dead writer, or we were lapped
     // acq_rel: the entry above is visible before the slot is busy.
     if (!row.word.compare_exchange_strong(word, slot_word::busy(key, writer_), std::memory_order_acq_rel,
                                           std::memory_order_relaxed))
-      return false;
+      return Fate::kHole;
     TORCHREPLAY_FAULT("append.busy");
     std::atomic_thread_fence(std::memory_order_release);  // busy before any byte of the payload
     row.set(meta, linked_);
     TORCHREPLAY_FAULT("append.header");
     copy();
     TORCHREPLAY_FAULT("append.copied");
-    row.word.store(slot_word::done(key, writer_), std::memory_order_release);
-    return true;
+    uint64_t own = slot_word::busy(key, writer_);
+    if (row.word.compare_exchange_strong(own, slot_word::done(key, writer_), std::memory_order_release,
+                                         std::memory_order_relaxed))
+      return Fate::kRow;
+    spoil(row.word, key);
+    return memory_.liveness().holds(static_cast<int>(writer_)) ? Fate::kHole : Fate::kLost;
+  }
+
+  // The slot was taken from us. A row written there since was written beside us and may be torn, so it is voided. If it
+  // is not committed yet, its commit fails, and its writer writes it again.
+  static void spoil(std::atomic<uint64_t>& word, uint64_t key) {
+    uint64_t now = word.load(std::memory_order_relaxed);
+    while (slot_word::key1(now) > key + 1 &&
+           !word.compare_exchange_weak(now, slot_word::voided(slot_word::key1(now) - 1), std::memory_order_acq_rel,
+                                       std::memory_order_relaxed)) {
+    }
   }
 
   SegmentMemory& memory_;

@@ -108,7 +108,7 @@ class Locked {
  private:
   void lock() {
     // Before the mutex is taken: what can fail must not fail with it.
-    const uint64_t presence = memory_.liveness().presence(header_.presences);
+    const uint64_t presence = memory_.presence();
     RobustMutex::Outcome outcome = header_.mutex.lock_for(kSliceNs);
     if (outcome == RobustMutex::Outcome::kTimeout) outcome = wait();
     held_ = true;
@@ -141,12 +141,14 @@ class Locked {
   }
 
   // The kernel hands the lock of a dead thread on, unless the thread's list of locks was lost. A process gives its lock
-  // bytes back after that list was gone through: if its byte is free and the mutex still its own, nobody will come.
+  // bytes back after that list was gone through: if its byte is free and the mutex still its own, nobody will come. One
+  // that lives has lost its bytes when somebody closed its descriptors.
   void release_from_the_dead() {
     const uint32_t thread = header_.mutex.holder();
     const uint64_t holder = header_.holder.load(std::memory_order_acquire);
-    if (holder && static_cast<uint32_t>(holder) == thread && !memory_.liveness().present(holder >> 32))
-      header_.mutex.give_up_for(thread);
+    if (!holder || static_cast<uint32_t>(holder) != thread || memory_.liveness().present(holder >> 32)) return;
+    const char state = process_state(static_cast<int>(thread));
+    if (state == '?' || state == 'Z' || state == 'X') header_.mutex.give_up_for(thread);
   }
 
   // After the death of the owner, or an exception that it threw in the midst of a change; and during an import, whose
@@ -223,8 +225,7 @@ inline void wait_for_room(Header& h, Participant& writer, uint32_t seen, int64_t
     futex_wait(h.room_signal, seen, ns);
   TORCHREPLAY_FAULT("room.awake");
   writer.waiting.store(0, std::memory_order_relaxed);
-  const int64_t end = monotonic_ns();
-  h.insert_wait.add(end - start, end);
+  h.insert_wait.add(monotonic_ns() - start, machine_ns());
 }
 
 // A learner's call, from its start to its end: writers that are far ahead give way to it.

@@ -10,7 +10,7 @@ namespace torchreplay {
 // In all, and of late: in the running window of ten seconds and the one before.
 class WaitTime {
  public:
-  // Counts `ns` that ended at `now` (monotonic, ns).
+  // Counts `ns` that ended at `now`, a time of machine_ns().
   void add(int64_t ns, int64_t now) {
     total_.fetch_add(static_cast<uint64_t>(ns), std::memory_order_relaxed);
     const uint64_t number = window_number(now);

@@ -35,10 +35,11 @@ class WeightsMemory {
 
   // Maps `fd`. `fresh`: formats the zero-filled file; otherwise checks it.
   WeightsMemory(Descriptor fd, uint64_t nonce, uint64_t buffer_bytes, bool fresh)
-      : fd_(std::move(fd)), size_(bytes(buffer_bytes)) {
+      : fd_(std::move(fd)), buffer_bytes_(buffer_bytes), size_(bytes(buffer_bytes)) {
     if (buffer_bytes > kMaxWeightsBytes || fd_.file_bytes() != size_)
       throw std::runtime_error("the shared weights have another size than their handle says: their owner is gone");
     base_ = map_shared(fd_, size_);
+    fd_.keep();
     WeightsHeader& h = header();
     if (fresh) {
       h.version = kFormatVersion;
@@ -57,15 +58,20 @@ class WeightsMemory {
   WeightsMemory(const WeightsMemory&) = delete;
 
   WeightsHeader& header() const { return *reinterpret_cast<WeightsHeader*>(base_); }
-  char* buffer(uint64_t version) const { return base_ + kPage + version % 2 * round_up(header().buffer_bytes, kPage); }
+  char* buffer(uint64_t version) const { return base_ + kPage + version % 2 * round_up(buffer_bytes_, kPage); }
   uint64_t version() const { return header().published.load(std::memory_order_acquire); }
-  int fd() const { return fd_.get(); }
+  // As it was checked: others may write to the header.
+  uint64_t buffer_bytes() const { return buffer_bytes_; }
+  // Throws DescriptorLost.
+  int fd() const { return fd_.require_own(); }
 
   // Id of the thread that is publishing, in whichever process; 0: nobody.
   uint32_t publisher() const { return header().mutex.holder(); }
 
-  // Waits at most `ns` for other publishers. False: not yet. The lock frees itself when a publisher dies.
+  // Waits at most `ns` for other publishers. False: not yet. The lock frees itself when a publisher dies. Throws
+  // OtherNamespace.
   bool begin_publish(int64_t ns) {
+    header().mutex.require_same_namespace();
     const auto outcome = header().mutex.lock_for(ns);
     if (outcome == RobustMutex::Outcome::kTimeout) return false;
     if (outcome == RobustMutex::Outcome::kOwnerDied)
@@ -95,6 +101,7 @@ class WeightsMemory {
 
  private:
   Descriptor fd_;
+  uint64_t buffer_bytes_;
   uint64_t size_;
   char* base_;
   std::atomic<pid_t> publisher_ = 0;  // the thread that publishes by means of this object

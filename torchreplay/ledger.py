@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import time
 import weakref
 from typing import TYPE_CHECKING, Any, Final
 
@@ -45,7 +44,7 @@ _PLACE: Final = np.dtype(
         ("writer", np.int64),  # 0: free
         ("written", np.int64),  # the last chunk that is written
         ("begun", np.int64),  # the last chunk whose rows' keys are in `keys`
-        ("used", np.float64),  # when, by the monotonic clock
+        ("used", np.float64),  # when, as `_now` tells
         ("offset", np.int64),  # of its memory; 0: none yet
         ("lanes", np.int64),  # streams that its memory has room for
         ("rows", np.int64),  # of a chunk that its memory has room for
@@ -131,13 +130,13 @@ class Ledger:
 
     def heard_of(self, seconds: float) -> int:
         """Returns how many writers that have not left were heard of in the last so many seconds."""
-        return int(((self.places["writer"] != 0) & (self.places["used"] > time.monotonic() - seconds)).sum())
+        return int(((self.places["writer"] != 0) & (self.places["used"] > _now() - seconds)).sum())
 
     def _take(self, writer: int, lanes: int, rows: int) -> int:
         places = self.places
         fits = (places["offset"] > 0) & (places["lanes"] >= lanes) & (places["rows"] >= rows)
         free = places["writer"] == 0
-        silent = places["used"] < time.monotonic() - FORGOTTEN_AFTER
+        silent = places["used"] < _now() - FORGOTTEN_AFTER
         for candidates in (free & fits, free & (places["offset"] == 0), free, silent & fits, silent):
             if candidates.any():
                 index = int(np.flatnonzero(candidates)[np.argmin(places["used"][candidates])])
@@ -206,7 +205,7 @@ class Place:
 
     def touch(self) -> None:
         """Notes that its writer was heard of."""
-        self.record["used"] = time.monotonic()
+        self.record["used"] = _now()
 
     def leave(self) -> None:
         """Gives the place free."""
@@ -246,6 +245,11 @@ class RemotelyWritten:
             except AttachError:  # the process that made it is gone, and with it those who would write
                 return 0
         return self._ledger.heard_of(REMEMBERED)
+
+
+def _now() -> float:
+    """Returns a time in seconds that all processes of this machine agree on."""
+    return _C.machine_ns() * 1e-9
 
 
 def _bytes_of(lanes: int, rows: int) -> int:

@@ -21,7 +21,7 @@ class AttachedRing {
   ~AttachedRing() {
     try {
       if (learner_ != 0 && generation_ == fork_generation.load(std::memory_order_relaxed)) leave(*memory_, learner_);
-    } catch (const std::system_error&) {  // the place goes with the process
+    } catch (const std::exception&) {  // the place goes with the process
     }
     release_segment(std::move(memory_));
   }
@@ -97,9 +97,10 @@ class AttachedRings {
     int users;
   };
 
-  // A fork while another thread holds the mutex would leave it locked in the child for ever. Segments are mapped and
-  // unmapped outside of it: Liveness has such a lock too, and the two must not be taken in both orders.
+  // A fork while another thread holds the mutex would leave it locked in the child for ever. Liveness has such locks
+  // too, which are taken with this one held: a fork must not take them in the other order.
   AttachedRings() {
+    Liveness::handle_forks();
     pthread_atfork([] { of_process().mutex_.lock(); }, [] { of_process().mutex_.unlock(); },
                    [] { of_process().mutex_.unlock(); });
   }

@@ -181,13 +181,15 @@ class Membership {
   ~Membership() {
     try {
       close();
-    } catch (const std::system_error&) {  // the byte goes with the process
+    } catch (const std::exception&) {  // the byte goes with the process
     }
   }
   Membership(const Membership&) = delete;
 
+  // Throws DescriptorLost, a second after this process has lost it at the latest.
   int id() {
     const uint64_t now = fork_generation.load(std::memory_order_relaxed);
+    require_own();
     if (id_ == 0 || generation_ != now) {
       id_ = join(*attached_->memory, role_);
       generation_ = now;
@@ -206,8 +208,18 @@ class Membership {
   }
 
  private:
+  // A process that others take for dead must not go on: its id may be another's.
+  void require_own() {
+    constexpr int64_t kEvery = 1'000'000'000;
+    const int64_t now = monotonic_ns(CLOCK_MONOTONIC_COARSE);
+    if (now < looked_ + kEvery) return;
+    looked_ = now;
+    attached_->memory->liveness().require_own();
+  }
+
   std::shared_ptr<Attached> attached_;
   Role role_;
+  int64_t looked_ = 0;  // when, by CLOCK_MONOTONIC_COARSE
   int id_ = 0;
   uint64_t generation_ = 0;
   bool renewed_ = false;

@@ -33,7 +33,7 @@ inline PyObject* wait_rows(PyObject* self, PyObject* ns) {
       futex_wait(h.rows_signal, s.seen_rows_signal, limit);
       TORCHREPLAY_FAULT("rows.awake");
       const int64_t end = monotonic_ns();
-      h.sample_wait.add(end - start, end);
+      h.sample_wait.add(end - start, machine_ns());
     }
     return Py_NewRef(Py_None);
   });

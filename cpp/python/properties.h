@@ -73,7 +73,7 @@ inline PyObject* get_in_file(PyObject* self, void*) {
 }
 inline PyObject* get_text(PyObject* self, void*) {
   return guarded([&] {
-    const std::string text = config_text(state_of<SegmentState>(self).memory());
+    const std::string& text = state_of<SegmentState>(self).memory().text();
     return checked(PyUnicode_FromStringAndSize(text.data(), static_cast<Py_ssize_t>(text.size())));
   });
 }

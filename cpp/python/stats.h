@@ -11,7 +11,7 @@ inline PyObject* census(PyObject* self, PyObject* flag) {
     auto& s = state_of<SegmentState>(self);
     Header& h = s.header();
     const Census c = take_census(s.memory(), PyObject_IsTrue(flag) == 1);
-    const int64_t now = monotonic_ns(), left = h.last_departure.load(std::memory_order_relaxed);
+    const int64_t now = machine_ns(), left = h.last_departure.load(std::memory_order_relaxed);
     return checked(Py_BuildValue("{s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:O,s:d,s:d}", "writers", c.writers, "learners",
                                  c.learners, "supervisors", c.supervisors, "owners", c.owners, "others_writing",
                                  c.others_writing, "others_learning", c.others_learning, "waiting", c.waiting, "shared",
@@ -99,7 +99,7 @@ inline double wait_share(uint64_t waited, int64_t elapsed, int many) {
 inline void put_participants(DictBuilder& d, SegmentMemory& m) {
   const Census c = take_census(m, false);
   const Header& h = m.header();
-  const int64_t now = monotonic_ns();
+  const int64_t now = machine_ns();
   const int64_t recent = std::max<int64_t>(1, now - WaitTime::since(now, h.made));
   d.put<"writers">(static_cast<uint64_t>(c.writers));
   d.put<"learners">(static_cast<uint64_t>(c.learners));

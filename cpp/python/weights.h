@@ -39,7 +39,7 @@ inline PyObject* get_publisher(PyObject* self, void*) {
 inline PyObject* buffer(PyObject* self, PyObject* version) {
   return guarded([&] {
     auto& s = state_of<WeightsState>(self);
-    const auto bytes = static_cast<int64_t>(s.memory->header().buffer_bytes);
+    const auto bytes = static_cast<int64_t>(s.memory->buffer_bytes());
     return make_tensor(s.memory->buffer(as_uint(version)), Element::kU8, 1, &bytes, nullptr, s.memory);
   });
 }

@@ -172,8 +172,7 @@ inline void give_way(SegmentMemory& m) {
     const WithoutGil unlocked;
     const int64_t start = monotonic_ns();
     h.gate.pause(h.head, h.stopped, kSliceNs);
-    const int64_t end = monotonic_ns();
-    h.insert_wait.add(end - start, end);
+    h.insert_wait.add(monotonic_ns() - start, machine_ns());
   }
   if (PyErr_CheckSignals()) throw PythonError{};
 }
@@ -207,6 +206,7 @@ void write(PyObject* self, WriterState& s, uint64_t n, Rows& rows, int64_t* keys
     if (outcome == Append::kSpent)
       throw std::runtime_error("the buffer has issued all its " + std::to_string(kMaxKeys) +
                                " keys, and rows without one cannot be told apart: make a new buffer");
+    if (outcome == Append::kLost) Descriptor::throw_lost();
     Ref r(checked(PyObject_CallMethod(self, "_wait", "i", outcome == Append::kStalled)));
     refuse_forked(s);
   }

@@ -1,7 +1,9 @@
 // Child processes that do one thing, and what parent and child tell each other.
 #pragma once
 
+#include <fcntl.h>
 #include <linux/futex.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -9,7 +11,13 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdint>
+#include <cstdio>
 #include <system_error>
+
+#ifndef CLONE_NEWTIME
+#define CLONE_NEWTIME 0x00000080
+#endif
 
 namespace torchreplay::testing {
 
@@ -106,6 +114,46 @@ class Child {
  private:
   pid_t pid_;
 };
+
+// Does what programs do that become daemons: closes the descriptors that it does not know.
+inline void close_all_descriptors() {
+  constexpr int kAll = 1024;
+  for (int fd = 3; fd < kAll; fd++) close(fd);
+}
+
+// The same, and then has other files under the same numbers.
+inline void reuse_all_descriptors() {
+  close_all_descriptors();
+  for (int i = 0; i < 64; i++)
+    if (memfd_create("another", 0) < 0) _exit(4);
+}
+
+// Runs `body` where the monotonic clock is so many seconds ahead, and returns its exit status; 77: nobody may have
+// such.
+template <class Body>
+int run_with_clock_ahead(int64_t seconds, Body&& body) {
+  Child outer([&] {
+    if (unshare(CLONE_NEWTIME) != 0 && unshare(CLONE_NEWUSER | CLONE_NEWTIME) != 0) _exit(77);
+    FILE* offsets = std::fopen("/proc/self/timens_offsets", "w");
+    if (!offsets || std::fprintf(offsets, "monotonic %ld 0", static_cast<long>(seconds)) < 0 ||
+        std::fclose(offsets) != 0)
+      _exit(77);
+    Child inner(body);
+    _exit(inner.wait());
+  });
+  return outer.wait();
+}
+
+// Runs `body` in a pid namespace of its own, whose first process it is, and returns its exit status; 77: as above.
+template <class Body>
+int run_in_own_pid_namespace(Body&& body) {
+  Child outer([&] {
+    if (unshare(CLONE_NEWPID) != 0 && unshare(CLONE_NEWUSER | CLONE_NEWPID) != 0) _exit(77);
+    Child inner(body);
+    _exit(inner.wait());
+  });
+  return outer.wait();
+}
 
 // Takes from the kernel what it would hand a dead thread's locks on by.
 inline void lose_the_list_of_locks() {

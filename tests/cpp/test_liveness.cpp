@@ -1,5 +1,14 @@
 #define BOOST_TEST_MODULE liveness
+#include <string_view>
+
+namespace {
+void reach(std::string_view point);
+}
+#define TORCHREPLAY_FAULT(name) reach(name)
+
 #include <boost/test/unit_test.hpp>
+#include <chrono>
+#include <functional>
 #include <thread>
 
 #include "children.h"
@@ -11,6 +20,13 @@ using namespace torchreplay;
 using namespace torchreplay::testing;
 
 namespace {
+
+// What the calling thread does the next time that it has opened the lock table.
+thread_local std::function<void()> once_opened;
+
+void reach(std::string_view point) {
+  if (point == "liveness.opened" && once_opened) std::exchange(once_opened, nullptr)();
+}
 
 // A child that joins a segment, leaves a slot busy and stays until it is killed.
 class Explorer {
@@ -128,6 +144,90 @@ BOOST_AUTO_TEST_CASE(a_fork_in_the_middle_of_a_probe_leaves_the_child_able_to_pr
   }
   over = true;
   prober.join();
+}
+
+BOOST_AUTO_TEST_CASE(a_fork_while_the_lock_table_is_being_opened_leaves_the_child_no_lock_of_its_parents) {
+  auto m = make_segment();
+  auto other = attach(*m);
+  Gate started;
+  std::atomic<pid_t> child{0};
+  std::thread forker;
+  once_opened = [&] {
+    forker = std::thread([&] {
+      const pid_t forked = fork();
+      if (forked == 0) {
+        started.open();
+        sleep_for_ever();
+      }
+      child = forked;
+    });
+    // Long for a fork that waits for nothing; one that waits goes on when the table is open.
+    for (int i = 0; i < 500 && child == 0; i++) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  };
+  BOOST_TEST(m->liveness().take(1));
+  forker.join();
+  started.wait();
+  m->liveness().forget();  // as this process's death would
+  BOOST_TEST(!other->liveness().alive(1));
+  kill(child, SIGKILL);
+  waitpid(child, nullptr, 0);
+}
+
+BOOST_AUTO_TEST_CASE(a_process_whose_descriptors_others_have_closed_is_told_and_touches_no_file_of_theirs) {
+  auto m = make_segment();
+  Child child([&] {
+    join(*m, Role::kWriter);
+    reuse_all_descriptors();
+    Liveness& l = m->liveness();
+    const auto refused = [](const auto& call) {
+      try {
+        call();
+      } catch (const DescriptorLost&) {
+        return true;
+      }
+      return false;
+    };
+    if (l.holds(1)) _exit(10);
+    if (!refused([&] { l.require_own(); }) || !refused([&] { l.take(2); }) || !refused([&] { l.alive(1); })) _exit(11);
+    if (!refused([&] { take_census(*m, false); }) || !refused([&] { m->fd(); })) _exit(12);
+    leave(*m, 1);
+    if (m->participant(1).role.load() == 0) _exit(13);  // it may be another's by now
+    m.reset();
+    for (int fd = 3; fd < 3 + 64; fd++) {
+      struct flock any{};
+      any.l_type = F_WRLCK;
+      const Descriptor again(open(("/proc/self/fd/" + std::to_string(fd)).c_str(), O_RDWR));
+      if (again.get() < 0 || fcntl(again.get(), F_OFD_GETLK, &any) != 0 || any.l_type != F_UNLCK) _exit(14);
+    }
+  });
+  BOOST_TEST(child.wait() == 0);
+}
+
+BOOST_AUTO_TEST_CASE(a_forked_child_whose_descriptors_others_have_closed_takes_no_lock_on_theirs) {
+  auto m = make_segment();
+  Child child([&] {
+    reuse_all_descriptors();
+    try {
+      join(*m, Role::kWriter);
+    } catch (const DescriptorLost&) {
+      _exit(0);
+    }
+  });
+  BOOST_TEST(child.wait() == 0);
+}
+
+BOOST_AUTO_TEST_CASE(an_attachment_made_after_that_keeps_its_descriptors_when_the_one_before_goes) {
+  auto m = make_segment();
+  const std::string path = "/proc/" + std::to_string(getpid()) + "/fd/" + std::to_string(m->fd());
+  Child child([&] {
+    join(*m, Role::kWriter);
+    close_all_descriptors();
+    auto again = open_segment(Descriptor(open(path.c_str(), O_RDWR)), kNonce);
+    if (!again->liveness().take(2)) _exit(10);
+    m.reset();
+    if (!again->liveness().holds(2) || again->fd() < 0) _exit(11);
+  });
+  BOOST_TEST(child.wait() == 0);
 }
 
 BOOST_AUTO_TEST_CASE(every_attachment_is_present_under_a_number_of_its_own_until_its_process_dies) {
@@ -268,4 +368,29 @@ BOOST_AUTO_TEST_CASE(the_dead_are_looked_for_ten_times_a_second_at_most) {
   h.last_census.store(first - 1'000'000'000);
   reclaim_dead(*m);
   BOOST_TEST(word_of(*m, 0) == slot_word::voided(0));
+}
+
+BOOST_AUTO_TEST_CASE(the_dead_are_looked_for_whatever_clock_those_have_who_looked_before) {
+  for (const int64_t ahead : {int64_t{86400}, -monotonic_ns() / 2'000'000'000}) {
+    auto m = make_segment();
+    const int64_t before = machine_ns();
+    const int status = run_with_clock_ahead(ahead, [&] {
+      const int64_t own = monotonic_ns() - before;
+      if (own > -1'000'000'000 && own < 3600'000'000'000) _exit(10);  // it is another clock
+      reclaim_dead(*m);
+      join(*m, Role::kWriter);
+      leave(*m, 1);
+    });
+    BOOST_TEST_REQUIRE(status != 77, "this system lets nobody make a time namespace");
+    BOOST_TEST_REQUIRE(status == 0);
+    const int64_t left = m->header().last_departure.load();
+    BOOST_TEST((before <= left && left <= machine_ns()));
+    Explorer dead(*m);
+    dead.child().kill_and_wait();
+    BOOST_TEST(word_of(*m, 0) == slot_word::busy(0, 1));
+    while (machine_ns(CLOCK_MONOTONIC_COARSE) - before < 200'000'000)
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    reclaim_dead(*m);
+    BOOST_TEST(word_of(*m, 0) == slot_word::voided(0));
+  }
 }

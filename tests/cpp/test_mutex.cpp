@@ -242,6 +242,35 @@ BOOST_AUTO_TEST_CASE(a_lock_that_the_kernel_does_not_hand_on_is_taken_from_the_d
   BOOST_TEST(violation(*m) == "");
 }
 
+BOOST_AUTO_TEST_CASE(a_holder_whose_descriptors_others_have_closed_is_not_taken_for_dead) {
+  auto m = make_segment();
+  Gate held;
+  Child holder([&] {
+    const Locked lock(*m);
+    held.open();
+    close_all_descriptors();
+    sleep_for_ever();
+  });
+  held.wait();
+  BOOST_TEST(timeout_of(*m, until(200'000'000)) != "");
+  BOOST_TEST(m->header().mutex.holder() == static_cast<uint32_t>(holder.pid()));
+}
+
+BOOST_AUTO_TEST_CASE(a_forked_child_in_another_pid_namespace_does_not_get_the_lock) {
+  auto m = make_segment();
+  const int status = run_in_own_pid_namespace([&] {
+    try {
+      const Locked lock(*m);
+    } catch (const OtherNamespace&) {
+      _exit(0);
+    }
+    _exit(11);
+  });
+  BOOST_TEST_REQUIRE(status != 77, "this system lets nobody make a pid namespace");
+  BOOST_TEST(status == 0);
+  BOOST_TEST(timeout_of(*m, until(0)) == "");
+}
+
 BOOST_AUTO_TEST_CASE(whoever_has_let_go_of_the_lock_is_not_taken_for_its_holder) {
   auto m = make_segment();
   Child([&] { settle(*m); }).wait();

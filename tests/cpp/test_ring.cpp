@@ -1,5 +1,6 @@
 #define BOOST_TEST_MODULE ring
 #include <boost/test/unit_test.hpp>
+#include <future>
 #include <set>
 #include <thread>
 
@@ -318,4 +319,68 @@ BOOST_AUTO_TEST_CASE(draws_under_fast_writers_never_tear_a_row_nor_take_another_
     settle(*m);
     BOOST_TEST(violation(*m) == "");
   }
+}
+
+namespace {
+
+// A writer that others take for dead while it copies the row of ticket 0: `meanwhile` then writes to its slot.
+Append write_when_taken_for_dead(SegmentMemory& m, const std::function<void()>& meanwhile) {
+  const RowMeta meta;
+  int64_t key;
+  uint64_t written = 0;
+  return RingWriter(m, kWriter).append(1, &meta, &key, written, [&](uint64_t, uint64_t slot) {
+    reclaim(m, kWriter);
+    meanwhile();
+    fill_row(m, slot, 77);
+  });
+}
+
+}  // namespace
+
+BOOST_AUTO_TEST_CASE(a_row_written_beside_one_that_was_taken_for_dead_is_given_up_and_never_drawn_torn) {
+  auto m = ring_of(4);
+  BOOST_REQUIRE(m->liveness().take(kOther));
+  const Append outcome = write_when_taken_for_dead(*m, [&] {
+    extend(*m, kOther, 5, 100);  // keys 1 to 4, and where 4 lies key 0 was to be
+    settle(*m);
+    BOOST_TEST((pattern_in(*m, 0) == 103U));
+  });
+  BOOST_TEST((outcome == Append::kLost));
+  BOOST_TEST(m->row(0).word.load() == slot_word::voided(4));
+  Checker checker(*m);
+  for (uint64_t step = 0; step < 50; step++) BOOST_REQUIRE(checker.draw(step));
+  BOOST_TEST(checker.torn() == 0U);
+  for (const auto& [key, pattern] : checker.seen()) BOOST_TEST(pattern == 99U + static_cast<uint64_t>(key));
+  BOOST_TEST(violation(*m) == "");
+}
+
+BOOST_AUTO_TEST_CASE(a_writer_whose_slot_another_scribbled_on_writes_its_row_again) {
+  auto m = ring_of(4);
+  BOOST_REQUIRE(m->liveness().take(kOther));
+  std::promise<void> taken, seized;
+  std::thread late([&] {
+    const Append outcome = write_when_taken_for_dead(*m, [&] {
+      taken.set_value();
+      seized.get_future().wait();
+    });
+    BOOST_TEST((outcome == Append::kLost));
+  });
+  taken.get_future().wait();
+  BOOST_TEST(extend(*m, kOther, 3).keys == range(1, 4), boost::test_tools::per_element());
+  const RowMeta meta;
+  int64_t key;
+  uint64_t written = 0;
+  const Append outcome = RingWriter(*m, kOther).append(1, &meta, &key, written, [&](uint64_t, uint64_t slot) {
+    if (late.joinable()) {
+      seized.set_value();
+      late.join();
+    }
+    fill_row(*m, slot, 500);
+  });
+  BOOST_TEST((outcome == Append::kDone));
+  BOOST_TEST(key == 5);
+  BOOST_TEST(m->row(0).word.load() == slot_word::voided(4));
+  BOOST_TEST((pattern_in(*m, 1) == 500U));
+  settle(*m);
+  BOOST_TEST(violation(*m) == "");
 }

@@ -154,6 +154,32 @@ BOOST_AUTO_TEST_CASE(other_weights_than_the_handles_are_refused) {
   BOOST_CHECK_NO_THROW(attach(kNonce, kBytes));
 }
 
+BOOST_AUTO_TEST_CASE(the_size_is_the_one_that_was_checked_whatever_others_write_there_since) {
+  auto w = make_weights();
+  const WeightsMemory other(Descriptor::duplicate(w->fd()), kNonce, kBytes, false);
+  const auto between = other.buffer(1) - other.buffer(0);
+  w->header().buffer_bytes = uint64_t{1} << 45;
+  BOOST_TEST(other.buffer_bytes() == kBytes);
+  BOOST_TEST(other.buffer(1) - other.buffer(0) == between);
+}
+
+BOOST_AUTO_TEST_CASE(weights_are_read_but_not_published_from_another_pid_namespace) {
+  auto w = make_weights();
+  publish(*w, 11);
+  const int status = run_in_own_pid_namespace([&] {
+    if (value_of(copy_of(*w, w->version())) != 11) _exit(10);
+    try {
+      w->begin_publish(kSecond);
+    } catch (const OtherNamespace&) {
+      _exit(0);
+    }
+    _exit(11);
+  });
+  BOOST_TEST_REQUIRE(status != 77, "this system lets nobody make a pid namespace");
+  BOOST_TEST(status == 0);
+  publish(*w, 12);
+}
+
 // Every publication is one value all over; a copy found intact must be of one value, the publication's own.
 BOOST_AUTO_TEST_CASE(copies_found_intact_under_a_fast_publisher_are_whole) {
   constexpr int64_t kPublications = 4000;
