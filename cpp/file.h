@@ -36,6 +36,8 @@ class Examination {
       require_intact(limiter.ratio >= 0 && limiter.min_diff <= limiter.max_diff, "limiter");
     const bool untouched = header_.rows == 0 && header_.inserted == 0;
     require_intact(!header_.importer || untouched || header_.import_stage == ImportStage::kPlaced, "import");
+    const int64_t grid = tree_.grid_state().top;
+    require_intact(grid >= 0 && grid <= tree_node::Grid::kMaxTop, "grid of priorities");
     for (uint64_t slot = 0; slot < memory_.capacity(); slot++) {
       check_word(slot);
       check_leaf(slot);
@@ -71,8 +73,7 @@ class Examination {
 
   void check_leaf(uint64_t slot) const {
     const float leaf = tree_.leaf(static_cast<int64_t>(slot));
-    const bool known =
-        header_.sampler.prioritized ? leaf >= 0 && leaf <= PriorityTree::kMaxLeaf : leaf == 0 || leaf == 1;
+    const bool known = header_.sampler.prioritized ? leaf == PriorityTree::clamp(leaf) : leaf == 0 || leaf == 1;
     require_intact(known, "priority of row " + std::to_string(slot));
   }
 

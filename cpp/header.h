@@ -50,6 +50,7 @@ struct Counts {
   float max_raw;
   double priority_change;
   uint64_t inserted_before, sampled_before;  // the limiter was set
+  PriorityTree::GridState grid;              // of the leaves; zeros: not known
 };
 
 enum class ImportStage : uint32_t {

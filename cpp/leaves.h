@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <utility>
 
 #include "fault.h"
@@ -11,17 +12,25 @@
 
 namespace torchreplay {
 
-// (|priority| + eps)^alpha, the proportional variant of Schaul et al. 2016, section 3.3. Uniform sampling: 1. Never 0,
-// which would mean that the item cannot be drawn: the tree rounds what is smaller than its grid up to one step.
+// (|priority| + eps)^alpha, the proportional variant of Schaul et al. 2016, section 3.3. Uniform sampling: 1. Where no
+// float holds that, the smallest or the largest normal number: never 0, which would mean that the item cannot be drawn.
 inline void leaves_of(const SamplerConfig& c, const double* raw, int64_t n, float* leaf) {
   if (!c.prioritized) {
     std::fill_n(leaf, n, 1.0f);
     return;
   }
-  constexpr double kMost = std::numeric_limits<float>::max();
-  for (int64_t i = 0; i < n; i++) leaf[i] = static_cast<float>(std::min(std::fabs(raw[i]) + c.eps, kMost));
-  power(leaf, n, static_cast<float>(c.alpha));
-  for (int64_t i = 0; i < n; i++) leaf[i] = std::max(leaf[i], std::numeric_limits<float>::min());
+  using Double = std::numeric_limits<double>;
+  using Float = std::numeric_limits<float>;
+  constexpr int64_t kBlock = 256;
+  double base[kBlock];
+  for (int64_t from = 0; from < n; from += kBlock) {
+    const int64_t m = std::min(kBlock, n - from);
+    for (int64_t i = 0; i < m; i++) {
+      base[i] = std::min(std::max(std::fabs(raw[from + i]) + c.eps, Double::min()), Double::max());
+    }
+    power(base, m, c.alpha, leaf + from);
+    for (int64_t i = from; i < from + m; i++) leaf[i] = std::min(std::max(leaf[i], Float::min()), Float::max());
+  }
 }
 
 inline float leaf_of(const SamplerConfig& c, double raw) {

@@ -6,12 +6,15 @@
 #include "ops/tree.h"
 
 STABLE_TORCH_LIBRARY(torchreplay, m) {
-  m.def("tree_layout(int capacity) -> (int, int, float)");
+  m.def("tree_layout(int capacity) -> (int, int)");
   m.def("tree_set(Tensor(a!) memory, int capacity, Tensor index, Tensor priority) -> ()");
   m.def("tree_get(Tensor memory, int capacity, Tensor index) -> Tensor");
   m.def("tree_find(Tensor memory, int capacity, Tensor target) -> (Tensor, Tensor)");
   m.def("tree_sample(Tensor memory, int capacity, SymInt n, int seed, int stream, SymInt step) -> (Tensor, Tensor)");
   m.def("tree_rebuild(Tensor(a!) memory, int capacity) -> ()");
+  m.def("tree_restore(Tensor(a!) memory, int capacity, Tensor grid) -> ()");
+  m.def("tree_grid(Tensor memory, int capacity) -> Tensor");
+  m.def("tree_unit(Tensor memory, int capacity) -> Tensor");
   m.def("tree_total(Tensor memory, int capacity) -> Tensor");
   m.def("tree_count(Tensor memory, int capacity) -> Tensor");
   m.def("tree_min(Tensor memory, int capacity) -> Tensor");
@@ -32,6 +35,9 @@ STABLE_TORCH_LIBRARY_IMPL(torchreplay, CompositeExplicitAutograd, m) {
   m.impl("tree_find", TORCH_BOX(&torchreplay::ops::tree_find));
   m.impl("tree_sample", TORCH_BOX(&torchreplay::ops::tree_sample));
   m.impl("tree_rebuild", TORCH_BOX(&torchreplay::ops::tree_rebuild));
+  m.impl("tree_restore", TORCH_BOX(&torchreplay::ops::tree_restore));
+  m.impl("tree_grid", TORCH_BOX(&torchreplay::ops::tree_grid));
+  m.impl("tree_unit", TORCH_BOX(&torchreplay::ops::tree_unit));
   m.impl("tree_total", TORCH_BOX(&torchreplay::ops::tree_total));
   m.impl("tree_count", TORCH_BOX(&torchreplay::ops::tree_count));
   m.impl("tree_min", TORCH_BOX(&torchreplay::ops::tree_min));

@@ -40,9 +40,9 @@ inline constexpr double kLog2e = 1.4426950408889634, kLn2 = 0.6931471805599453;
   return sum * std::bit_cast<double>((std::bit_cast<uint64_t>(shifted) << 52) + kOne);
 }
 
-// x >= 0 and finite, y >= 0. Without branches, so that compilers make vectors of it.
-[[gnu::always_inline]] inline float power(float x, float y) {
-  double exponent = static_cast<double>(y) * log2(static_cast<double>(x));
+// x is 0 or normal, and finite; y >= 0. Without branches, so that compilers make vectors of it.
+[[gnu::always_inline]] inline float power(double x, double y) {
+  double exponent = y * log2(x);
   exponent = exponent < 160 ? exponent : 160;  // beyond the floats on either side
   exponent = exponent > -160 ? exponent : -160;
   const auto result = static_cast<float>(exp2(exponent));
@@ -52,10 +52,16 @@ inline constexpr double kLog2e = 1.4426950408889634, kLn2 = 0.6931471805599453;
 inline void portable(float* x, int64_t n, float y) {
   for (int64_t i = 0; i < n; i++) x[i] = power(x[i], y);
 }
+inline void portable(const double* x, int64_t n, double y, float* out) {
+  for (int64_t i = 0; i < n; i++) out[i] = power(x[i], y);
+}
 
 #if defined(TORCHREPLAY_X86)
 TORCHREPLAY_AVX512 inline void avx512(float* x, int64_t n, float y) {
   for (int64_t i = 0; i < n; i++) x[i] = power(x[i], y);
+}
+TORCHREPLAY_AVX512 inline void avx512(const double* x, int64_t n, double y, float* out) {
+  for (int64_t i = 0; i < n; i++) out[i] = power(x[i], y);
 }
 #endif
 
@@ -68,6 +74,16 @@ inline void power(float* x, int64_t n, float y, Simd simd = best_simd()) {
 #endif
   static_cast<void>(simd);
   power_kernel::portable(x, n, y);
+}
+
+// Powers of doubles, each 0 or normal: what no float holds may have a root that one does, and an exponent rounded to a
+// float would be ten floats off at 10^12.
+inline void power(const double* x, int64_t n, double y, float* out, Simd simd = best_simd()) {
+#if defined(TORCHREPLAY_X86)
+  if (simd == Simd::kAvx512) return power_kernel::avx512(x, n, y, out);
+#endif
+  static_cast<void>(simd);
+  power_kernel::portable(x, n, y, out);
 }
 
 }  // namespace torchreplay

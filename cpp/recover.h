@@ -99,6 +99,7 @@ class Recovery {
     header_.seed = header_.import_seed;
     TORCHREPLAY_FAULT("import.counted");
     initial_.refresh();
+    tree_.keep_grid(c.grid);
     run();
     header_.inserted = std::max(c.inserted + items_of_others(), static_cast<uint64_t>(tree_.count()));
     header_.completed_at = header_.absorbed;

@@ -215,9 +215,9 @@ class BatchSampler {
 
   // The lock is held.
   void note_tree(const PriorityTree& tree) {
-    const auto unit = static_cast<double>(tree.quantize(1.0f));
+    const double unit = tree.unit();
     const auto smallest = static_cast<double>(tree.quantize(tree.min()));  // as weights are made of it
-    drawn_from_ = {static_cast<double>(tree.total()) / unit, smallest / unit, tree.count()};
+    drawn_from_ = {static_cast<double>(tree.total()) * unit, smallest * unit, tree.count()};
   }
 
   // A draw that was counted did not happen. The lock is held.

@@ -48,7 +48,8 @@ class Snapshot {
                         h.max_raw,
                         h.priority_change,
                         limiter.inserted_before,
-                        limiter.sampled_before};
+                        limiter.sampled_before,
+                        memory_.tree().grid_state()};
     return {counts, limiter};
   }
 

@@ -19,17 +19,22 @@ namespace torchreplay {
 // state lies in that memory; the object holds pointers only, so attaching is O(levels) and copies are equal views. It
 // is not synchronised: whoever calls holds the lock under which the memory changes.
 //
-// Leaves are f32. They are summed in fixed point, as integer multiples of one grid step, in a hierarchy of 8 exclusive
+// Leaves are f32. They are summed in fixed point, as integer multiples of one grid unit, in a hierarchy of 8 exclusive
 // u64 prefix sums a node, one cache line each. Integer sums are exact: no drift, no leaf of zero is ever found, and
-// P(i) = quantize(leaf(i)) / total() holds to the last bit. In exchange leaves saturate at kMaxLeaf, and positive
-// values below one grid step round up to it: the step is 1.9e-9 at a capacity of a million, 2.4e-7 at 10^8.
+// P(i) = quantize(leaf(i)) / total() holds to the last bit.
+//
+// The grid follows the leaves. Its unit is the smallest power of two for which every leaf is below 2^51 units and their
+// sum below 2^62. It is chosen anew, and everything computed from the leaves, when a leaf reaches 2^52 units or the
+// total 2^63; when the leaves have less than 2^10 units on average; and, if it could be finer, once in `capacity`
+// leaves written. None of that is a matter of time: the same calls choose the same grids, and those of leaves times a
+// power of two find the same. Then the largest of a million leaves has 2^41 units or more. A positive leaf below half a
+// unit has one all the same.
 //
 // A second hierarchy keeps the smallest positive leaf (see SmallestLeaf).
 //
 // The processor must round to nearest, as C++ programs do unless they ask otherwise.
 class PriorityTree {
  public:
-  static constexpr float kMaxLeaf = tree_node::Grid::kMax;   // 8192 less one ulp
   static constexpr size_t kLeavesOffset = TreeShape::kLine;  // of the leaves, from the start of the memory
 
   // Size of the memory of a tree of `capacity` leaves: 4.6 bytes a leaf when there are many.
@@ -41,6 +46,15 @@ class PriorityTree {
 
   // Sum of all leaves in grid units.
   uint64_t total() const { return totals_->total; }
+
+  // One grid unit.
+  double unit() const { return 1 / grid().scale; }
+
+  // What is kept of the grid: which one it is, and how many leaves were written since it was chosen or looked at.
+  struct GridState {
+    int64_t top, written;
+  };
+  GridState grid_state() const { return {totals_->top, totals_->written}; }
 
   // Number of positive leaves.
   int64_t count() const { return totals_->count; }
@@ -54,48 +68,82 @@ class PriorityTree {
   float* leaves() { return leaves_; }
   const float* leaves() const { return leaves_; }
 
-  // The value stored for a leaf of `p`: 0 for p <= 0 or NaN, else p within [one grid step, kMaxLeaf].
-  float clamp(float p) const { return grid_.clamp(p); }
+  // The value stored for a leaf of `p`: 0 for p <= 0 or NaN, else the nearest positive normal number.
+  static float clamp(float p) { return tree_node::clamp(p); }
 
   // Grid units of a stored leaf.
-  uint64_t quantize(float leaf) const { return grid_.units(leaf); }
+  uint64_t quantize(float leaf) const { return grid().units(leaf); }
 
   // Leaves that hold the `n` targets, and their values. Requires total() > 0 and every target < total(); never finds a
   // leaf of zero. O(log capacity) each; all queries of a batch descend together, so that their cache misses overlap.
   // `beside`: what the caller reads next of each leaf found, beside[leaf], is fetched meanwhile.
   void find(const uint64_t* target, int n, int64_t* index, float* leaf, const uint64_t* beside = nullptr) const;
 
-  // Sets `n` leaves, clamped. Of duplicate indices the last one wins. O(log capacity) each.
+  // Sets `n` leaves, clamped. Of duplicate indices the last one wins. O(log capacity) each; O(capacity) in all when the
+  // grid changes.
   void set(const int64_t* index, const float* leaf, int n);
 
   // Sets `n` leaves at strictly ascending indices, clamped. was[k] is the leaf that the sums still account for: the
-  // caller may have zeroed the stored one already. Amortised O(1) each over contiguous runs.
+  // caller may have changed the stored one already, and none other. Amortised O(1) each over contiguous runs;
+  // O(capacity) in all when the grid changes.
   void replace_sorted(const int64_t* index, const float* was, const float* now, int n);
 
-  // Computes total, count, sums and minima from the leaves, clamping those first. O(capacity): for repair and loading.
+  // Computes total, count, sums and minima from the leaves, clamping those first. The grid stays, unless it does not
+  // hold them. O(capacity): for repair and loading.
   void rebuild();
+
+  // The same, in a grid chosen anew.
+  void refit() {
+    keep_grid({0, 0});
+    rebuild();
+  }
+
+  // What rebuild() is to start from: what grid_state() said before, of the same leaves.
+  void keep_grid(const GridState& grid) {
+    totals_->top = grid.top;
+    totals_->written = grid.written;
+  }
 
  private:
   static constexpr int kBatch = 256;  // queries in flight in `find`
-  static constexpr int kChunk = 512;  // items whose deltas `replace_sorted` gathers at a time
-  static constexpr int kAhead = 32;   // items that `set` prefetches ahead
+  static constexpr int kChunk =
+      512;  // items after which the total is looked at, and whose deltas `replace_sorted` gathers
+  static constexpr int kAhead = 32;  // items that `set` prefetches ahead
 
   struct Totals {
     uint64_t total;
     int64_t count;
+    int64_t top;      // names the grid
+    int64_t written;  // leaves, since the grid was chosen or looked at
   };
+  __extension__ using Wide = unsigned __int128;
+
+  // Of the memory each time: other views change it.
+  tree_node::Grid grid() const { return tree_node::Grid(totals_->top); }
 
   static int64_t line_of(int64_t i) { return i >> 4; }
   static int64_t block_of(int64_t i) { return i >> 7; }
 
-  template <class Node>
+  template <class Node, bool tiny>
   void find_with(const uint64_t* target, int n, int64_t* index, float* leaf, const uint64_t* beside) const;
+  // False when the grid does not hold a leaf or the total: then nothing but the leaves counts, and some are not set.
   template <class Node>
-  void set_with(const int64_t* index, const float* leaf, int n);
+  bool set_with(const int64_t* index, const float* leaf, int n);
   template <class Node>
-  void replace_with(const int64_t* index, const float* was, const float* now, int n);
+  bool replace_with(const int64_t* index, const float* was, const float* now, int n);
   template <class Node>
   void rebuild_with(const TreeShape& shape);
+  template <class Node>
+  Wide add_lines(const TreeShape& shape, int64_t top);
+  template <class Node>
+  bool is_coarse_with(const TreeShape& shape) const;
+
+  bool set_within(const int64_t* index, const float* leaf, int n);
+  bool replace_within(const int64_t* index, const float* was, const float* now, int n);
+  void outgrow(const int64_t* index, const float* leaf, int n);
+  void count_written(int n);
+  bool is_full() const { return totals_->total >> tree_node::Grid::kTotalBits; }
+  bool is_coarse() const;
 
   void prefetch_for_set(int64_t i) const;
   static int add_level(uint64_t* sums, int64_t* child, uint64_t* delta, int n);
@@ -105,14 +153,21 @@ class PriorityTree {
   // The bodies have no target of their own. Flattened into these functions, they are compiled for AVX-512.
   [[gnu::flatten]] TORCHREPLAY_AVX512 void find_avx512(const uint64_t* target, int n, int64_t* index, float* leaf,
                                                        const uint64_t* beside) const {
-    find_with<tree_node::Avx512>(target, n, index, leaf, beside);
+    find_with<tree_node::Avx512, false>(target, n, index, leaf, beside);
   }
-  [[gnu::flatten]] TORCHREPLAY_AVX512 void set_avx512(const int64_t* index, const float* leaf, int n) {
-    set_with<tree_node::Avx512>(index, leaf, n);
+  [[gnu::flatten]] TORCHREPLAY_AVX512 void find_tiny_avx512(const uint64_t* target, int n, int64_t* index, float* leaf,
+                                                            const uint64_t* beside) const {
+    find_with<tree_node::Avx512, true>(target, n, index, leaf, beside);
   }
-  [[gnu::flatten]] TORCHREPLAY_AVX512 void replace_avx512(const int64_t* index, const float* was, const float* now,
+  [[gnu::flatten]] TORCHREPLAY_AVX512 bool set_avx512(const int64_t* index, const float* leaf, int n) {
+    return set_with<tree_node::Avx512>(index, leaf, n);
+  }
+  [[gnu::flatten]] TORCHREPLAY_AVX512 bool replace_avx512(const int64_t* index, const float* was, const float* now,
                                                           int n) {
-    replace_with<tree_node::Avx512>(index, was, now, n);
+    return replace_with<tree_node::Avx512>(index, was, now, n);
+  }
+  [[gnu::flatten]] TORCHREPLAY_AVX512 bool is_coarse_avx512(const TreeShape& shape) const {
+    return is_coarse_with<tree_node::Avx512>(shape);
   }
   [[gnu::flatten]] TORCHREPLAY_AVX512 void rebuild_avx512(const TreeShape& shape) {
     rebuild_with<tree_node::Avx512>(shape);
@@ -120,7 +175,6 @@ class PriorityTree {
 #endif
 
   int64_t capacity_;
-  tree_node::Grid grid_;
   Simd simd_;
   int sum_levels_;
   Totals* totals_;
@@ -129,8 +183,7 @@ class PriorityTree {
   SmallestLeaf smallest_;
 };
 
-inline PriorityTree::PriorityTree(int64_t capacity, void* memory, Simd simd)
-    : capacity_(capacity), grid_(capacity), simd_(simd) {
+inline PriorityTree::PriorityTree(int64_t capacity, void* memory, Simd simd) : capacity_(capacity), simd_(simd) {
   const TreeShape shape(capacity);
   if (memory == nullptr || reinterpret_cast<uintptr_t>(memory) % TreeShape::kLine != 0) {
     throw std::invalid_argument("tree memory must be aligned to 64 bytes");
@@ -144,8 +197,9 @@ inline PriorityTree::PriorityTree(int64_t capacity, void* memory, Simd simd)
   smallest_ = SmallestLeaf(shape, leaves_, at);
 }
 
-template <class Node>
+template <class Node, bool tiny>
 void PriorityTree::find_with(const uint64_t* target, int n, int64_t* index, float* leaf, const uint64_t* beside) const {
+  const tree_node::Grid now = grid();
   for (int from = 0; from < n; from += kBatch) {
     const int m = std::min(kBatch, n - from);
     uint64_t x[kBatch];
@@ -163,7 +217,7 @@ void PriorityTree::find_with(const uint64_t* target, int n, int64_t* index, floa
     }
     for (int b = 0; b < m; b++) {
       const int64_t first = int64_t{node[b]} * tree_node::kLeaves;
-      const int64_t i = first + Node::pick(leaves_ + first, x[b], grid_);
+      const int64_t i = first + Node::template pick<tiny>(leaves_ + first, x[b], now);
       index[from + b] = i;
       leaf[from + b] = leaves_[i];
       if (beside) __builtin_prefetch(beside + i);
@@ -179,12 +233,19 @@ inline void PriorityTree::prefetch_for_set(int64_t i) const {
 }
 
 template <class Node>
-void PriorityTree::set_with(const int64_t* index, const float* leaf, int n) {
+bool PriorityTree::set_with(const int64_t* index, const float* leaf, int n) {
+  const int64_t top = totals_->top;
+  const tree_node::Grid grid(top);
   for (int b = 0; b < std::min(n, kAhead); b++) prefetch_for_set(index[b]);
   for (int b = 0; b < n; b++) {
     if (b + kAhead < n) prefetch_for_set(index[b + kAhead]);
-    const float now = clamp(leaf[b]), was = std::exchange(leaves_[index[b]], now);
-    const uint64_t delta = quantize(now) - quantize(was);
+    float now = leaf[b];
+    if (!grid.holds(now)) [[unlikely]] {
+      now = clamp(now);
+      if (grid.exponent(now) > top) return false;
+    }
+    const float was = std::exchange(leaves_[index[b]], now);
+    const uint64_t delta = grid.units(now) - grid.units(was);
     TORCHREPLAY_FAULT("tree.leaf");
     totals_->total += delta;
     totals_->count += (now > 0) - (was > 0);
@@ -197,6 +258,7 @@ void PriorityTree::set_with(const int64_t* index, const float* leaf, int n) {
     TORCHREPLAY_FAULT("tree.sums");
     smallest_.change<Node>(block_of(index[b]), was, now);
   }
+  return !is_full();
 }
 
 // Adds the deltas of `n` ascending children to their level; leaves the deltas of their parents, and returns how many.
@@ -218,21 +280,26 @@ inline int PriorityTree::add_level(uint64_t* sums, int64_t* child, uint64_t* del
 }
 
 template <class Node>
-void PriorityTree::replace_with(const int64_t* index, const float* was, const float* now, int n) {
+bool PriorityTree::replace_with(const int64_t* index, const float* was, const float* now, int n) {
+  const int64_t top = totals_->top;
+  const tree_node::Grid grid(top);
   int64_t child[kChunk];
   uint64_t delta[kChunk];
   int lines = 0;
+  bool holds = true;
   for (int b = 0; b < n;) {
     const int64_t line = line_of(index[b]);
     uint64_t change = 0;
     for (; b < n && line_of(index[b]) == line; b++) {
       const float value = leaves_[index[b]] = clamp(now[b]);
-      change += quantize(value) - quantize(was[b]);
+      holds &= grid.exponent(value) <= top;
+      change += grid.units(value) - grid.units(was[b]);
       totals_->count += (value > 0) - (was[b] > 0);
     }
     child[lines] = line;
     delta[lines++] = change;
   }
+  if (!holds) return false;
   for (int b = 0; b < n; b++) {
     if (b + 1 == n || block_of(index[b + 1]) != block_of(index[b])) smallest_.refresh<Node>(block_of(index[b]));
   }
@@ -240,18 +307,47 @@ void PriorityTree::replace_with(const int64_t* index, const float* was, const fl
   for (int l = 0; l < sum_levels_; l++) lines = add_level(sums_[l], child, delta, lines);
   TORCHREPLAY_FAULT("tree.levels");
   totals_->total += delta[0];
+  return !is_full();
 }
 
 template <class Node>
 void PriorityTree::rebuild_with(const TreeShape& shape) {
+  using tree_node::Grid;
   std::fill(leaves_ + capacity_, leaves_ + shape.leaf_lines * tree_node::kLeaves, 0.0f);
   int64_t count = 0;
+  float largest = 0;
   for (int64_t i = 0; i < shape.leaf_lines; i++) {
-    sums_[0][i] = Node::restore(leaves_ + i * tree_node::kLeaves, grid_, count);
+    largest = std::max(largest, Node::restore(leaves_ + i * tree_node::kLeaves, count));
   }
   totals_->count = count;
+  totals_->written = std::clamp<int64_t>(totals_->written, 0, capacity_);
+  TORCHREPLAY_FAULT("tree.clamped");
+  int64_t top = totals_->top;
+  int most = Grid::kTotalBits;  // of the total
+  if (top < Grid::exponent(largest) || top > Grid::kMaxTop) {
+    top = count ? Grid::exponent(largest) + Grid::kRoomBits : 0;
+    most -= Grid::kRoomBits;
+  }
+  const Wide sum = add_lines<Node>(shape, top);
+  if (sum >> most) {
+    for (Wide rest = sum >> (Grid::kTotalBits - Grid::kRoomBits); rest; rest >>= 1) top++;
+    add_lines<Node>(shape, top);
+  }
+  totals_->top = top;
+  TORCHREPLAY_FAULT("tree.grid");
   rebuild_sums(shape);
   smallest_.rebuild<Node>(shape);
+}
+
+// Leaves the sums of the lines of leaves in the lowest level, which rebuild_sums() goes on from. Returns their sum.
+template <class Node>
+PriorityTree::Wide PriorityTree::add_lines(const TreeShape& shape, int64_t top) {
+  const tree_node::Grid grid(top);
+  Wide sum = 0;
+  for (int64_t i = 0; i < shape.leaf_lines; i++) {
+    sum += sums_[0][i] = Node::sum(leaves_ + i * tree_node::kLeaves, grid);
+  }
+  return sum;
 }
 
 // Each level leaves the sums of its nodes in the entries of the level above, which turns them into prefix sums.
@@ -270,30 +366,84 @@ inline void PriorityTree::rebuild_sums(const TreeShape& shape) {
 
 inline void PriorityTree::find(const uint64_t* target, int n, int64_t* index, float* leaf,
                                const uint64_t* beside) const {
+  // Few trees have such leaves, and a draw from the others takes a tenth less without them.
+  const bool tiny = grid().nearest(min()) == 0;
 #if defined(TORCHREPLAY_X86)
-  if (simd_ == Simd::kAvx512) return find_avx512(target, n, index, leaf, beside);
+  if (simd_ == Simd::kAvx512) {
+    return tiny ? find_tiny_avx512(target, n, index, leaf, beside) : find_avx512(target, n, index, leaf, beside);
+  }
 #endif
-  find_with<tree_node::Portable>(target, n, index, leaf, beside);
+  tiny ? find_with<tree_node::Portable, true>(target, n, index, leaf, beside)
+       : find_with<tree_node::Portable, false>(target, n, index, leaf, beside);
 }
 
-inline void PriorityTree::set(const int64_t* index, const float* leaf, int n) {
+inline bool PriorityTree::set_within(const int64_t* index, const float* leaf, int n) {
 #if defined(TORCHREPLAY_X86)
   if (simd_ == Simd::kAvx512) return set_avx512(index, leaf, n);
 #endif
-  set_with<tree_node::Portable>(index, leaf, n);
+  return set_with<tree_node::Portable>(index, leaf, n);
+}
+
+inline bool PriorityTree::replace_within(const int64_t* index, const float* was, const float* now, int n) {
+#if defined(TORCHREPLAY_X86)
+  if (simd_ == Simd::kAvx512) return replace_avx512(index, was, now, n);
+#endif
+  return replace_with<tree_node::Portable>(index, was, now, n);
+}
+
+inline void PriorityTree::set(const int64_t* index, const float* leaf, int n) {
+  for (int from = 0; from < n; from += kChunk) {
+    if (!set_within(index + from, leaf + from, std::min(kChunk, n - from))) {
+      return outgrow(index + from, leaf + from, n - from);
+    }
+  }
+  count_written(n);
 }
 
 inline void PriorityTree::replace_sorted(const int64_t* index, const float* was, const float* now, int n) {
   for (int from = 0; from < n; from += kChunk) {
     const int m = std::min(kChunk, n - from);
-#if defined(TORCHREPLAY_X86)
-    if (simd_ == Simd::kAvx512) {
-      replace_avx512(index + from, was + from, now + from, m);
-      continue;
-    }
-#endif
-    replace_with<tree_node::Portable>(index + from, was + from, now + from, m);
+    if (!replace_within(index + from, was + from, now + from, m)) return outgrow(index + from, now + from, n - from);
   }
+  count_written(static_cast<int>(std::count_if(now, now + n, [](float leaf) { return leaf > 0; })));
+}
+
+// Sets leaves of which the grid has turned out to hold no more: all of them, then the sums in another grid.
+inline void PriorityTree::outgrow(const int64_t* index, const float* leaf, int n) {
+  for (int b = 0; b < n; b++) leaves_[index[b]] = clamp(leaf[b]);
+  TORCHREPLAY_FAULT("tree.outgrown");
+  refit();
+}
+
+inline void PriorityTree::count_written(int n) {
+  constexpr int kMeanBits = 10;
+  totals_->written += n;
+  bool coarse = totals_->total >> kMeanBits < static_cast<uint64_t>(totals_->count);  // the largest leaves are gone
+  if (totals_->written >= capacity_) {
+    totals_->written = 0;
+    coarse = coarse || is_coarse();
+  }
+  if (coarse) refit();
+}
+
+// A grid just chosen would be finer.
+template <class Node>
+bool PriorityTree::is_coarse_with(const TreeShape& shape) const {
+  using tree_node::Grid;
+  if (totals_->total >> (Grid::kTotalBits - Grid::kRoomBits - 1)) return false;
+  float largest = 0;
+  for (int64_t i = 0; i < shape.leaf_lines; i++) {
+    largest = std::max(largest, Node::largest(leaves_ + i * tree_node::kLeaves));
+  }
+  return Grid::exponent(largest) + Grid::kRoomBits < totals_->top;
+}
+
+inline bool PriorityTree::is_coarse() const {
+  const TreeShape shape(capacity_);
+#if defined(TORCHREPLAY_X86)
+  if (simd_ == Simd::kAvx512) return is_coarse_avx512(shape);
+#endif
+  return is_coarse_with<tree_node::Portable>(shape);
 }
 
 inline void PriorityTree::rebuild() {

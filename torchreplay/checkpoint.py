@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,8 +31,8 @@ from .shards import read_shard, room_for, write_shard
 
 T = TypeVar("T")
 
-FORMAT = 4
-FORMATS = (3, FORMAT)
+FORMAT = 5
+FORMATS = (3, 4, FORMAT)
 """Those that are read."""
 ROW_COLUMNS = ("/key", "/leaf", "/link", "/step", "/priority")
 """What rows have beside their fields, whose names hold no empty part."""
@@ -47,7 +47,12 @@ PIECE = 2 << 20
 """Bytes given to the disk at a time."""
 MAX_COUNT = (1 << 64) - 1
 MAX_STREAM = (1 << 32) - 1
-COUNTS = 13
+MAX_GRID = (1 << 63) - 1
+COUNTS = 15
+GRID = 2
+"""The last of them: the grid of the priorities, which formats 3 and 4 do not tell. All zeros: what fits the leaves."""
+MAX_RAW = 9
+"""Which of them is the largest |td| seen."""
 SHARD_NAME = re.compile(r"rows-[0-9a-f]+/[0-9]+\.safetensors")
 
 
@@ -95,18 +100,17 @@ class Description:
         if "kind" in parts:
             raise ValueError(f"it is of a {parts['kind']}: {parts['kind']}.load(directory) brings it back")
         if parts["format"] not in FORMATS:
-            read = " and ".join(map(str, FORMATS))
+            read = f"{', '.join(map(str, FORMATS[:-1]))} and {FORMAT}"
             raise ValueError(f"it has format {parts['format']}, this version of torchreplay reads formats {read}")
         config = Config.from_text(json.dumps(parts["config"]))
         seed, step = (checked_int(name, parts[name], 0, MAX_COUNT) for name in ("seed", "step"))
         stream = 0 if parts["format"] == 3 else checked_int("stream", parts["stream"], 0, MAX_STREAM)
-        if len(parts["counts"]) != COUNTS:
-            raise ValueError(f"it has {len(parts['counts'])} counters, not {COUNTS}")
-        *counts, max_raw, priority_change, inserted_before, sampled_before = parts["counts"]
-        counts = [checked_int("a counter", count, 0, MAX_COUNT) for count in (*counts, inserted_before, sampled_before)]
-        counts[-2:-2] = [float(max_raw), float(priority_change)]
+        expected = COUNTS if parts["format"] == FORMAT else COUNTS - GRID
+        if len(parts["counts"]) != expected:
+            raise ValueError(f"it has {len(parts['counts'])} counters, not {expected}")
+        counts = _counts(parts["counts"] if expected == COUNTS else [*parts["counts"], *(0,) * GRID])
         shards = tuple((_shard_name(file), int(size), int(crc)) for file, size, crc in parts["shards"])
-        description = cls(config, seed, stream, step, tuple(counts), shards, parts["format"])
+        description = cls(config, seed, stream, step, counts, shards, parts["format"])
         if taken := {"/".join(path) for path in config.fields}.intersection(description.columns[-len(ROW_COLUMNS) :]):
             raise ValueError(f"format {description.format} did not keep the values of fields named {sorted(taken)}")
         return description
@@ -126,6 +130,17 @@ class Description:
             CheckpointError: There is none, or it is damaged.
         """
         return read_description(Path(directory), cls.from_data, "replay checkpoint")
+
+
+def _counts(given: Sequence[Any]) -> tuple[int | float, ...]:
+    """Returns the counters as a segment takes them; ValueError when they are something else."""
+
+    def checked(place: int, count: Any) -> int | float:
+        if place in (MAX_RAW, MAX_RAW + 1):
+            return float(count)
+        return checked_int("a counter", count, 0, MAX_COUNT if place < COUNTS - GRID else MAX_GRID)
+
+    return tuple(checked(place, count) for place, count in enumerate(given))
 
 
 class RowsGone(CheckpointError):
@@ -219,7 +234,8 @@ def load_rows(
     require_alike(saved, config, root)
     names = description.columns
     leaf_column, key_column = (len(saved.fields) + ROW_COLUMNS.index(name) for name in ("/leaf", "/key"))
-    leaves = _leaves_for(config.sampler, saved.sampler, float(description.counts[-4]))
+    leaves = _leaves_for(config.sampler, saved.sampler, float(description.counts[MAX_RAW]))
+    counts = description.counts if leaves is None else (*description.counts[:-GRID], *(0,) * GRID)
     try:
         rows = _C.Import(segment, int(description.counts[0]))
         try:
@@ -231,9 +247,7 @@ def load_rows(
                 rows.place(columns)
             if wait_for_memory is not None:
                 wait_for_memory(config.capacity)
-            rows.finish(
-                description.counts, saved.limiter.native(), description.seed, description.stream, description.step
-            )
+            rows.finish(counts, saved.limiter.native(), description.seed, description.stream, description.step)
         finally:
             rows.abandon()
     except BufferError as error:

@@ -4,14 +4,17 @@ The operators work on a priority tree's memory, a one-dimensional uint8 CPU tens
 filled with zeros when new. `torchreplay.PriorityTree` is the same with a class around it. Below, `tree` stands for the
 two arguments `memory, capacity`.
 
-- `tree_layout(capacity) -> (int, int, float)`: bytes of the memory, where its float32 leaves begin, the grid step.
+- `tree_layout(capacity) -> (int, int)`: bytes of the memory, and where its float32 leaves begin.
 - `tree_set(tree, index, priority)`: sets leaves, int64 and float32 `[n]`; of duplicates the last one wins.
 - `tree_get(tree, index)`: leaves, float32 `[n]`.
 - `tree_sample(tree, n, seed, stream, step)`: a stratified draw with replacement: index, int64 `[n]`, and probability,
   float32 `[n]`; a pure function of its arguments.
 - `tree_find(tree, target)`: index and probability of the leaves that hold targets in grid units, int64 `[n]` in
   `[0, tree_total)`.
-- `tree_rebuild(tree)`: clamps the leaves and computes everything else from them.
+- `tree_unit(tree)`: one grid unit, a power of two; float64 scalar.
+- `tree_rebuild(tree)`: chooses the grid that fits the leaves, and computes everything else from them.
+- `tree_grid(tree)`: what of the grid is not in the leaves, int64 `[2]`.
+- `tree_restore(tree, grid)`: `tree_rebuild`, but in the grid that `tree_grid` told, if it holds the leaves.
 - `tree_total(tree)`, `tree_count(tree)`, `tree_min(tree)`: the sum in grid units (int64), the number of positive leaves
   (int64) and the smallest (float32, infinity if none), as scalar tensors.
 
@@ -76,6 +79,14 @@ def _fake_float(memory: Tensor, capacity: int) -> Tensor:
     return memory.new_empty((), dtype=torch.float32)
 
 
+def _fake_double(memory: Tensor, capacity: int) -> Tensor:
+    return memory.new_empty((), dtype=torch.float64)
+
+
+def _fake_grid(memory: Tensor, capacity: int) -> Tensor:
+    return memory.new_empty(2, dtype=torch.int64)
+
+
 def _fake_ring_sample(
     ring: Tensor, beta: Tensor, fields: list[Tensor], key: Tensor, weight: Tensor, probability: Tensor
 ) -> None:
@@ -97,6 +108,9 @@ FAKES: dict[str, Callable[..., Any]] = {
     "tree_find": _fake_find,
     "tree_sample": _fake_sample,
     "tree_rebuild": _changes_memory,
+    "tree_restore": _changes_memory,
+    "tree_grid": _fake_grid,
+    "tree_unit": _fake_double,
     "tree_total": _fake_integer,
     "tree_count": _fake_integer,
     "tree_min": _fake_float,

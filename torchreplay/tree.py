@@ -17,10 +17,11 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 class PriorityTree:
     """Samples indices in proportion to their priorities: P(i) = p_i / sum(p), exactly, at any capacity.
 
-    Sums are kept as integers on a fixed-point grid, so nothing drifts and an index of priority zero is never drawn. In
-    exchange priorities saturate at 8192, and positive ones below `grid_step` count as one step (1.9e-9 at a capacity of
-    a million, 2.4e-7 at 10^8). Draws come from a counter-based generator of the tree's own and never touch torch's; the
-    same seed and the same priorities give the same draws.
+    Sums are kept as integers, multiples of `grid_step`, so nothing drifts and an index of priority zero is never drawn.
+    The step follows the priorities: what they are multiplied by changes no draw. A priority below half a step counts as
+    one; at a capacity of a million one that is 2^-36 of the largest keeps its proportion within 2 %. Priorities beyond
+    the normal float32 numbers (1.2e-38 to 3.4e38) are stored as the nearest of those. Draws come from a counter-based
+    generator of the tree's own and never touch torch's; the same seed and the same calls give the same draws.
 
     All of the tree is one CPU tensor, `memory`, on which `torch.ops.torchreplay.tree_*` work too. A tree is not
     synchronised: it belongs to one thread at a time. It can be copied and pickled.
@@ -32,7 +33,6 @@ class PriorityTree:
     Attributes:
         memory: uint8 `[bytes]`.
         capacity: Number of indices.
-        grid_step: The unit in which priorities are summed: a power of two, the finer the smaller the capacity.
         seed: Of the draws.
         step: Number of draws made; the next call of `sample` is draw `step`, and setting it back repeats draws.
 
@@ -44,8 +44,7 @@ class PriorityTree:
         self.capacity = checked_int("capacity", capacity, 1, MAX_CAPACITY)
         self.seed = secrets.randbits(63) if seed is None else checked_int("seed", seed, 0, 2**63 - 1)
         self.step = 0
-        nbytes, self._leaves_offset, step = _ops().tree_layout(self.capacity)
-        self.grid_step: float = step
+        nbytes, self._leaves_offset = _ops().tree_layout(self.capacity)
         self.memory = torch.zeros(nbytes, dtype=torch.uint8)
 
     def set(self, index: int | torch.Tensor, priority: float | torch.Tensor) -> None:
@@ -147,13 +146,18 @@ class PriorityTree:
         return index.reshape(targets.shape), probability.reshape(targets.shape)
 
     def rebuild(self) -> None:
-        """Computes sums, count and minimum from `leaves`, clamping those to the grid first. O(capacity)."""
+        """Computes sums, count and minimum from `leaves`, and the `grid_step` that fits them. O(capacity)."""
         _ops().tree_rebuild(self.memory, self.capacity)
 
     @property
     def leaves(self) -> torch.Tensor:
         """The priorities themselves, a float32 `[capacity]` view of `memory`. Call `rebuild` after writing to it."""
         return self.memory[self._leaves_offset :][: 4 * self.capacity].view(torch.float32)
+
+    @property
+    def grid_step(self) -> float:
+        """The unit in which priorities are summed: a power of two that follows them."""
+        return float(_ops().tree_unit(self.memory, self.capacity))
 
     @property
     def total(self) -> float:
@@ -171,15 +175,16 @@ class PriorityTree:
         return int(_ops().tree_count(self.memory, self.capacity))
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that draws depend on: `leaves` (a float32 copy), `seed` and `step`."""
-        return {"leaves": self.leaves.clone(), "seed": self.seed, "step": self.step}
+        """Everything that draws depend on: `leaves` (a float32 copy), `grid` (int64 `[2]`), `seed` and `step`."""
+        grid = _ops().tree_grid(self.memory, self.capacity)
+        return {"leaves": self.leaves.clone(), "grid": grid, "seed": self.seed, "step": self.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over a state that `state_dict` returned.
+        """Takes over a state that `state_dict` returned; one without a `grid` gets that which fits its leaves.
 
         Raises:
-            ValueError: A key is missing, the capacity is another, or a leaf is negative, NaN or infinite.
-                Nothing is loaded.
+            ValueError: Another key is missing, the capacity is another, the grid is none, or a leaf is negative, NaN or
+                infinite. Nothing is loaded.
         """
         given: Any = state
         missing = {"leaves", "seed", "step"} - (given.keys() if isinstance(given, dict) else set())
@@ -192,8 +197,11 @@ class PriorityTree:
             raise ValueError("the state has leaves that are negative or not finite")
         seed = checked_int("seed", state["seed"], 0, 2**63 - 1)
         step = checked_int("step", state["step"], 0, STEP_LIMIT - 1)
+        grid = as_numbers("grid", state.get("grid", torch.zeros(2, dtype=torch.int64)), "int64 [2]")
+        if grid.dtype != torch.int64 or grid.shape != (2,):
+            raise ValueError(f"the state has a grid of {grid.dtype} {tuple(grid.shape)}, expected int64 (2,)")
         self.leaves.copy_(leaves)
-        self.rebuild()
+        _ops().tree_restore(self.memory, self.capacity, grid.contiguous())
         self.seed, self.step = seed, step
 
     def __getstate__(self) -> dict[str, Any]:

@@ -56,9 +56,9 @@ inline void divide_by_total(const PriorityTree& tree, float* leaf, int64_t n) {
   for (int64_t k = 0; k < n; k++) leaf[k] = static_cast<float>(static_cast<double>(tree.quantize(leaf[k])) / total);
 }
 
-inline std::tuple<int64_t, int64_t, double> tree_layout(int64_t capacity) {
+inline std::tuple<int64_t, int64_t> tree_layout(int64_t capacity) {
   const auto bytes = static_cast<int64_t>(PriorityTree::bytes(capacity));
-  return {bytes, static_cast<int64_t>(PriorityTree::kLeavesOffset), 1 / tree_node::Grid(capacity).scale};
+  return {bytes, static_cast<int64_t>(PriorityTree::kLeavesOffset)};
 }
 
 inline void tree_set(const Tensor& memory, int64_t capacity, const Tensor& index, const Tensor& priority) {
@@ -112,9 +112,32 @@ inline std::tuple<Tensor, Tensor> tree_sample(const Tensor& memory, int64_t capa
   return {index, probability};
 }
 
-inline void tree_rebuild(const Tensor& memory, int64_t capacity) { tree_in(memory, capacity).rebuild(); }
+inline void tree_rebuild(const Tensor& memory, int64_t capacity) { tree_in(memory, capacity).refit(); }
 
-// Scalar tensors, so that compiled graphs need not read them.
+inline void tree_restore(const Tensor& memory, int64_t capacity, const Tensor& grid) {
+  PriorityTree tree = tree_in(memory, capacity);
+  check_vector(grid, "grid", ScalarType::Long);
+  if (grid.numel() != 2) fail("grid has ", grid.numel(), " elements, expected the 2 that tree_grid returned");
+  const auto* state = static_cast<const int64_t*>(grid.const_data_ptr());
+  tree.keep_grid({state[0], state[1]});
+  tree.rebuild();
+}
+
+inline Tensor tree_grid(const Tensor& memory, int64_t capacity) {
+  const PriorityTree::GridState state = tree_in(memory, capacity).grid_state();
+  Tensor grid = empty(2, ScalarType::Long);
+  longs(grid)[0] = state.top;
+  longs(grid)[1] = state.written;
+  return grid;
+}
+
+// As scalar tensors, so that compiled graphs need not read them: this and what follows.
+inline Tensor tree_unit(const Tensor& memory, int64_t capacity) {
+  Tensor unit = scalar(ScalarType::Double);
+  *static_cast<double*>(unit.mutable_data_ptr()) = tree_in(memory, capacity).unit();
+  return unit;
+}
+
 inline Tensor tree_total(const Tensor& memory, int64_t capacity) {
   Tensor total = scalar(ScalarType::Long);
   *longs(total) = static_cast<int64_t>(tree_in(memory, capacity).total());

@@ -88,9 +88,10 @@ inline PyObject* finish(PyObject* self, PyObject* args) {
     PyObject* limiter;
     unsigned int streams, stream;
     double max_raw, priority_change;
-    if (!PyArg_ParseTuple(args, "(KKKKKKKKIddKK)OKIK", n, n + 1, n + 2, n + 3, n + 4, n + 5, n + 6, n + 7, &streams,
-                          &max_raw, &priority_change, &inserted_before, &sampled_before, &limiter, &seed, &stream,
-                          &step))
+    long long grid, written;
+    if (!PyArg_ParseTuple(args, "(KKKKKKKKIddKKLL)OKIK", n, n + 1, n + 2, n + 3, n + 4, n + 5, n + 6, n + 7, &streams,
+                          &max_raw, &priority_change, &inserted_before, &sampled_before, &grid, &written, &limiter,
+                          &seed, &stream, &step))
       throw PythonError{};
     const LimiterConfig counted_by = segment::parse_limiter(limiter);
     if (!(max_raw >= 0) || !std::isfinite(max_raw) || !(priority_change >= 0) || !std::isfinite(priority_change))
@@ -99,8 +100,20 @@ inline PyObject* finish(PyObject* self, PyObject* args) {
     const uint32_t given_out = s.attached->memory->header().streams.load(std::memory_order_relaxed);
     {
       WithoutGil unlocked;
-      import.finish({n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], streams, static_cast<float>(max_raw),
-                     priority_change, inserted_before, sampled_before},
+      import.finish({n[0],
+                     n[1],
+                     n[2],
+                     n[3],
+                     n[4],
+                     n[5],
+                     n[6],
+                     n[7],
+                     streams,
+                     static_cast<float>(max_raw),
+                     priority_change,
+                     inserted_before,
+                     sampled_before,
+                     {grid, written}},
                     counted_by, seed);
     }
     s.import.reset();

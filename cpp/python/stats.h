@@ -70,7 +70,7 @@ inline void put_guarded(DictBuilder& d, SegmentMemory& m) {
     rows = h.rows, inserted = h.inserted, sampled = h.sampled, updated = h.updated, stale = h.stale_updates,
     unready = h.unready_updates, evicted_unsampled = h.evicted_unsampled, change = h.priority_change,
     drawable = static_cast<uint64_t>(tree.count()), max_raw = h.max_raw;
-    total = static_cast<double>(tree.total()) / static_cast<double>(tree.quantize(1.0f));
+    total = static_cast<double>(tree.total()) * tree.unit();
     min = drawable ? tree.min() : 0.0;
   }
   d.put<"size">(rows);

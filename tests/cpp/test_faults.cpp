@@ -118,6 +118,18 @@ void learn(SegmentMemory& m) {
   if (PriorityUpdater(m).update(4, room.pointers().keys, td.data())) _exit(1);
 }
 
+// TD errors so large that the tree's grid does not hold them, and then so small that it is too coarse.
+void learn_at_other_scales(SegmentMemory& m) {
+  settle(m);
+  std::vector<int64_t> keys;
+  for (uint64_t slot = 0; slot < kCapacity; slot++)
+    if (m.tree().leaf(static_cast<int64_t>(slot)) > 0) keys.push_back(static_cast<int64_t>(m.at(slot) - 1));
+  for (double scale : {1e30, 1e-30}) {
+    const std::vector<double> td(keys.size(), scale);
+    if (PriorityUpdater(m).update(static_cast<int64_t>(keys.size()), keys.data(), td.data())) _exit(1);
+  }
+}
+
 void explore(SegmentMemory& m) {
   const int id = join(m, Role::kWriter);
   const RowMeta meta[] = {{kFirst, 0, 0}, {kFirst, 0, 0}, {kFirst, 0, 0}, {kFirst, 0, 0}};
@@ -131,6 +143,16 @@ void explore(SegmentMemory& m) {
 
 BOOST_AUTO_TEST_CASE(a_learner_that_dies_at_any_point_leaves_a_buffer_that_a_survivor_puts_in_order) {
   for (const View& view : kViews) BOOST_TEST(die_everywhere(view, learn) > 80U);
+}
+
+BOOST_AUTO_TEST_CASE(a_learner_that_dies_in_a_change_of_the_grid_leaves_a_buffer_that_a_survivor_puts_in_order) {
+  auto m = eventful(View{});
+  const double unit = m->tree().unit();
+  learn_at_other_scales(*m);
+  BOOST_TEST(m->tree().unit() < unit / 1000);
+  BOOST_TEST(rehearse(View{}, learn_at_other_scales)["tree.outgrown"] == 1U);
+  BOOST_TEST(rehearse(View{}, learn_at_other_scales)["tree.grid"] > 1U);
+  for (const View& view : kViews) BOOST_TEST(die_everywhere(view, learn_at_other_scales) > 80U);
 }
 
 BOOST_AUTO_TEST_CASE(an_explorer_that_dies_at_any_point_leaves_a_buffer_that_a_survivor_puts_in_order) {

@@ -61,3 +61,25 @@ BOOST_AUTO_TEST_CASE(a_power_does_not_depend_on_its_neighbours) {
   const std::vector<float> x = bases(), all = powers(x, 0.6f, best_simd());
   for (size_t i = 0; i < 1'000; i++) BOOST_TEST(powers({x[i]}, 0.6f, best_simd())[0] == all[i]);
 }
+
+// (|td| + eps)^alpha of TD errors of 1e-12 and of 1e12, and of what a double holds but no float does.
+BOOST_AUTO_TEST_CASE(powers_of_doubles_are_the_nearest_floats_or_rarely_those_beside_them) {
+  std::vector<double> x = {0, 1, std::numeric_limits<double>::min(), 1e-50, 1e-12, 1e12, 1e50};
+  std::mt19937_64 random(1);
+  std::uniform_real_distribution<double> decade(-50, 50);
+  while (x.size() < 20'000) x.push_back(std::pow(10, decade(random)));
+  size_t beside = 0;
+  for (double y : {0.0, 0.4, 0.6, 0.7, 1.0, 2.0}) {
+    std::vector<float> got(x.size());
+    power(x.data(), static_cast<int64_t>(x.size()), y, got.data(), Simd::kPortable);
+    for (size_t i = 0; i < x.size(); i++) {
+      const auto expected = static_cast<float>(std::pow(static_cast<long double>(x[i]), static_cast<long double>(y)));
+      BOOST_REQUIRE_LE(ulps(got[i], expected), 1);
+      beside += got[i] != expected;
+    }
+    std::vector<float> same(x.size());
+    power(x.data(), static_cast<int64_t>(x.size()), y, same.data());
+    BOOST_TEST(same == got);
+  }
+  BOOST_TEST(beside <= x.size() * 6 / 10'000);
+}

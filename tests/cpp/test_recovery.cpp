@@ -87,6 +87,34 @@ BOOST_AUTO_TEST_CASE(a_learner_killed_at_any_instruction_of_an_update_leaves_eac
       });
 }
 
+BOOST_AUTO_TEST_CASE(a_learner_killed_at_any_instruction_of_a_change_of_the_grid_leaves_each_leaf_old_or_new,
+                     *kWhereTracingIsAllowed) {
+  auto m = eventful();
+  settle(*m);
+  const std::vector<int64_t> keys = {3, 13, 4, 14};
+  const std::vector<double> td = {1, 1e30, 1e29, 1e28};
+  const std::vector<float> before = leaves_of(*m);
+  const double unit = m->tree().unit();
+  Image done(*m);
+  done.refresh();
+  PriorityUpdater(done.memory()).update(4, keys.data(), td.data());
+  const std::vector<float> after = leaves_of(done.memory());
+  BOOST_TEST(done.memory().tree().unit() > unit * 1e9);
+  PriorityUpdater updater(*m);
+  kill_everywhere(
+      *m, [&] { updater.update(4, keys.data(), td.data()); },
+      [&](SegmentMemory& survivor) {
+        bool changed = false;
+        for (uint64_t s = 0; s < m->capacity(); s++) {
+          const float leaf = survivor.tree().leaf(static_cast<int64_t>(s));
+          if (leaf != before[s] && leaf != after[s]) return "leaf of slot " + std::to_string(s);
+          changed |= leaf != before[s] && leaf > 1e15F;
+        }
+        const double now = survivor.tree().unit();
+        return std::string(now == (changed ? done.memory().tree().unit() : unit) ? "" : "grid");
+      });
+}
+
 BOOST_AUTO_TEST_CASE(a_learner_killed_at_any_instruction_of_a_draw_leaves_a_buffer_that_can_be_drawn_from,
                      *kWhereTracingIsAllowed) {
   auto m = eventful();

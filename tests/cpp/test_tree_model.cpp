@@ -11,14 +11,15 @@ namespace {
 void set_some(PriorityTree& tree, Model& model, std::mt19937_64& random) {
   const int64_t capacity = tree.capacity();
   const int n = 1 + static_cast<int>(random() % 300);
+  const float scale = any_scale(random);
   std::vector<int64_t> index(n);
   std::vector<float> leaf(n);
   for (int b = 0; b < n; b++) {
     index[b] = static_cast<int64_t>(random() % capacity);
-    leaf[b] = any_priority(random);
-    model.leaves[index[b]] = model.stored(leaf[b]);
+    leaf[b] = any_priority(random, scale);
   }
   tree.set(index.data(), leaf.data(), n);
+  model.set(index, leaf);
 }
 
 // As the absorber does it: some of the stored leaves are zeroed beforehand, while the sums still account for them.
@@ -28,25 +29,28 @@ void replace_some(PriorityTree& tree, Model& model, std::mt19937_64& random) {
   const int64_t end = std::min<int64_t>(capacity, begin + 1 + static_cast<int64_t>(random() % 2000));
   const uint64_t gap = 1 + random() % 30;
   const bool removal = random() % 2 == 0;
+  const float scale = any_scale(random);
   std::vector<int64_t> index;
   std::vector<float> was, now;
   for (int64_t i = begin; i < end; i += 1 + static_cast<int64_t>(random() % gap)) {
     index.push_back(i);
     was.push_back(model.leaves[i]);
-    now.push_back(removal ? 0 : any_priority(random));
-    model.leaves[i] = model.stored(now.back());
+    now.push_back(removal ? 0 : any_priority(random, scale));
     if (random() % 2 == 0) tree.leaves()[i] = 0;
   }
   tree.replace_sorted(index.data(), was.data(), now.data(), static_cast<int>(index.size()));
+  model.set(index, now, false);
 }
 
 void write_and_rebuild(PriorityTree& tree, Model& model, std::mt19937_64& random) {
+  const float scale = any_scale(random);
   for (int k = 0; k < 50; k++) {
     const int64_t i = static_cast<int64_t>(random() % tree.capacity());
-    tree.leaves()[i] = any_priority(random);
-    model.leaves[i] = model.stored(tree.leaves()[i]);
+    tree.leaves()[i] = model.leaves[i] = any_priority(random, scale);
   }
-  tree.rebuild();
+  const bool anew = random() % 2;
+  anew ? tree.refit() : tree.rebuild();
+  anew ? model.refit() : model.rebuild();
 }
 
 }  // namespace
@@ -84,7 +88,8 @@ BOOST_AUTO_TEST_CASE(the_total_is_exact_after_a_million_updates_over_nine_decade
       }
       tree->set(index.data(), leaf.data(), batch);
     }
-    for (float& leaf_now : model.leaves) leaf_now = leaf_now > 0 ? model.stored(leaf_now) : 0;
+    model.unit = static_cast<int>(std::log2(tree->unit()));
+    BOOST_TEST((*model.fit() - 1 <= *model.unit && *model.unit <= *model.fit() + 1));
     check_equal(tree.tree, model);
     check_finds(tree.tree, model, random);
   });
@@ -111,8 +116,10 @@ BOOST_AUTO_TEST_CASE(rebuild_repairs_sums_minima_and_leaves_from_arbitrary_bytes
   Model model(capacity);
   std::mt19937_64 random(5);
   for (size_t k = 0; k < PriorityTree::bytes(capacity); k++) static_cast<uint8_t*>(tree.memory.get())[k] = random();
-  for (int64_t i = 0; i < capacity; i++) model.leaves[i] = model.stored(tree->leaf(i));
+  for (int64_t i = 0; i < capacity; i++) model.leaves[i] = Model::stored(tree->leaf(i));
   tree->rebuild();
+  model.refit();
+  model.written = tree->grid_state().written;
   check_equal(tree.tree, model);
   check_finds(tree.tree, model, random);
   set_some(tree.tree, model, random);

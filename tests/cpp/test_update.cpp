@@ -110,12 +110,16 @@ BOOST_AUTO_TEST_CASE(the_largest_td_error_is_what_new_rows_get) {
   BOOST_TEST(m->header().max_raw == 16.0F);
 }
 
-BOOST_AUTO_TEST_CASE(td_errors_beyond_what_the_tree_holds_saturate) {
-  auto m = filled(10, 5, {1, Normalize::kBuffer, 1, 0});
-  update(*m, {0, 1}, {1e300, 1e30});
-  BOOST_TEST(m->tree().leaf(0) == PriorityTree::kMaxLeaf);
-  BOOST_TEST(m->tree().leaf(1) == PriorityTree::kMaxLeaf);
-  BOOST_TEST(std::isfinite(m->header().max_raw));
+BOOST_AUTO_TEST_CASE(td_errors_whose_leaves_no_float_holds_get_the_largest_or_the_smallest_normal_one) {
+  using Float = std::numeric_limits<float>;
+  auto m = filled(10, 5, {1, Normalize::kBuffer, 2, 0});
+  update(*m, {0, 1, 2, 3, 4}, {1e300, 1e20, 1e-30, 0, 1e15});
+  BOOST_TEST(m->tree().leaf(0) == Float::max());
+  BOOST_TEST(m->tree().leaf(1) == Float::max());
+  BOOST_TEST(m->tree().leaf(2) == Float::min());
+  BOOST_TEST(m->tree().leaf(3) == Float::min());
+  BOOST_TEST(m->tree().leaf(4) == 1e30F);
+  BOOST_TEST(m->header().max_raw == Float::max());
   append_row(*m, 1);
   settle(*m);
   BOOST_TEST(violation(*m) == "");

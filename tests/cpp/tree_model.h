@@ -8,6 +8,7 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <random>
 #include <vector>
 
@@ -41,30 +42,80 @@ struct Tree {
   PriorityTree* operator->() { return &tree; }
 };
 
-// The independent model: an array, written from the documented numbers alone.
+// The independent model: an array, and the grid as the documentation of the tree has it, in numbers of other types.
 struct Model {
   std::vector<float> leaves;
-  double steps;  // in 1.0
+  std::optional<int> unit;  // its exponent; none while no leaf has been positive
+  int64_t written = 0;
 
-  explicit Model(int64_t capacity) : leaves(capacity) {
-    int bits = 62;
-    for (int64_t c = capacity - 1; c > 0; c /= 2) bits--;
-    steps = std::pow(2.0, std::min(51, bits) - 13);
-  }
+  explicit Model(int64_t capacity) : leaves(capacity) {}
 
-  float stored(float p) const {
+  static float stored(float p) {
     if (!(p > 0)) return 0;
-    if (p < 1 / steps) return static_cast<float>(1 / steps);
-    return p < 8192 ? p : std::nextafter(8192.0f, 0.0f);
+    return std::clamp(p, std::numeric_limits<float>::min(), std::numeric_limits<float>::max());
   }
 
-  uint64_t units(float leaf) const { return static_cast<uint64_t>(std::nearbyint(leaf * steps)); }
+  // Sets leaves as `set` does, or `replace_sorted`, which does not count those of zero.
+  void set(const std::vector<int64_t>& index, const std::vector<float>& leaf, bool count_zeros = true) {
+    for (size_t from = 0; from < index.size(); from += 512) {
+      const size_t to = std::min(index.size(), from + 512);
+      bool holds = true;
+      for (size_t b = from; b < to; b++) {
+        leaves[index[b]] = stored(leaf[b]);
+        holds = holds && is_held(stored(leaf[b]));
+      }
+      if (holds && exact_total() < std::pow(2.0L, 63)) continue;
+      for (size_t b = to; b < index.size(); b++) leaves[index[b]] = stored(leaf[b]);
+      return refit();
+    }
+    written += std::count_if(leaf.begin(), leaf.end(), [&](float p) { return count_zeros || p > 0; });
+    const bool look = written >= static_cast<int64_t>(leaves.size());
+    if (look) written = 0;
+    if (exact_total() < std::pow(2.0L, 10) * count() || (look && is_coarse())) refit();
+  }
 
-  uint64_t total() const {
-    uint64_t sum = 0;
-    for (float leaf : leaves) sum += units(leaf);
+  void rebuild() {
+    bool holds = true;
+    for (float& leaf : leaves) holds = is_held(leaf = stored(leaf)) && holds;
+    if (!holds || exact_total() >= std::pow(2.0L, 63)) unit = fit();
+  }
+
+  void refit() {
+    for (float& leaf : leaves) leaf = stored(leaf);
+    unit = fit();
+    written = 0;
+  }
+
+  // The exponent of the smallest unit in which every leaf is below 2^51 and their sum below 2^62.
+  std::optional<int> fit() const {
+    long double sum = 0;
+    float largest = 0;
+    for (float leaf : leaves) {
+      sum += leaf;
+      largest = std::max(largest, leaf);
+    }
+    if (largest == 0) return std::nullopt;
+    int e = -400;
+    while (largest >= std::pow(2.0L, e + 51) || sum >= std::pow(2.0L, e + 62)) e++;
+    return e;
+  }
+
+  bool is_coarse() const { return unit && (!fit() || *fit() < *unit); }
+
+  bool is_held(float leaf) const { return leaf == 0 || (unit && leaf < std::pow(2.0L, *unit + 52)); }
+
+  uint64_t units(float leaf) const {
+    if (!(leaf > 0)) return 0;
+    return static_cast<uint64_t>(std::max(1.0L, std::nearbyint(leaf * std::pow(2.0L, -*unit))));
+  }
+
+  long double exact_total() const {
+    long double sum = 0;
+    for (float leaf : leaves) sum += static_cast<long double>(units(leaf));
     return sum;
   }
+
+  uint64_t total() const { return static_cast<uint64_t>(exact_total()); }
 
   int64_t count() const {
     return std::count_if(leaves.begin(), leaves.end(), [](float leaf) { return leaf > 0; });
@@ -87,6 +138,7 @@ struct Model {
 };
 
 inline void check_equal(PriorityTree& tree, const Model& model) {
+  if (model.unit) BOOST_TEST(tree.unit() == std::pow(2.0, *model.unit));
   BOOST_TEST(tree.total() == model.total());
   BOOST_TEST(tree.count() == model.count());
   BOOST_TEST(tree.min() == model.min());
@@ -115,11 +167,20 @@ inline void check_finds(PriorityTree& tree, const Model& model, std::mt19937_64&
   BOOST_TEST(right);
 }
 
-// Priorities that meet every case: nine decades, ties, zero, negative, NaN, infinite, below the grid, above it.
-inline float any_priority(std::mt19937_64& random) {
-  const float odd[] = {0, 0, -1, kNaN, kInfinity, -kInfinity, 1e-30f, 1e-45f, 8192, 1e9f, 1, 1, 0.5f, 0.5f};
+// Priorities that meet every case: nine decades of some scale, ties, zero, negative, NaN, infinite, and others that
+// floats can hardly hold.
+inline float any_priority(std::mt19937_64& random, float scale = 1) {
+  const float odd[] = {0, 0, -1, kNaN, -kInfinity, scale, scale, scale / 2, scale / 2};
+  const float odder[] = {kInfinity, 3e38f, 1e-45f, 1e-38f, 1e30f, 1e-30f};
+  if (random() % 1000 == 0) return odder[random() % std::size(odder)];
   if (random() % 3 == 0) return odd[random() % std::size(odd)];
-  return std::pow(10.0f, std::uniform_real_distribution<float>(-6, 3)(random));
+  return scale * std::pow(10.0f, std::uniform_real_distribution<float>(-6, 3)(random));
+}
+
+// Of all magnitudes, most often near 1.
+inline float any_scale(std::mt19937_64& random) {
+  const float scales[] = {1, 1, 1, 1e-30f, 1e-12f, 1e-6f, 1e4f, 1e12f, 1e30f};
+  return scales[random() % std::size(scales)];
 }
 
 }  // namespace torchreplay::testing
