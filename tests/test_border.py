@@ -287,16 +287,27 @@ def saved(directory, **change):
     path.write_text(json.dumps({"crc32": zlib.crc32(body.encode()), "checkpoint": body}))
 
 
+def counts(head=3, max_raw=1.0, grid=128):
+    return [head, *[3] * 7, 1, max_raw, 0.0, 0, 0, grid, 0]
+
+
+def test_a_checkpoint_that_says_other_counts_than_it_was_saved_with_is_loaded(tmp_path):
+    saved(tmp_path, counts=counts())
+    assert tr.ReplayBuffer.load(tmp_path).stats().priority_max == 1.0
+
+
 @pytest.mark.parametrize(
     "change",
     [
         {"counts": []},
         {"counts": [0] * 8},
-        {"counts": [-1, 0, 0, 0, 0, 0, 0, 1, 1.0]},
-        {"counts": [2**64, 0, 0, 0, 0, 0, 0, 1, 1.0]},
-        {"counts": [2**47, 0, 0, 0, 0, 0, 0, 1, 1.0]},
-        {"counts": [3, 0, 0, 0, 0, 0, 0, 1, float("nan")]},
-        {"counts": ["3", 0, 0, 0, 0, 0, 0, 1, 1.0]},
+        {"counts": counts(head=-1)},
+        {"counts": counts(head=2**64)},
+        {"counts": counts(head=2**47 + 1)},
+        {"counts": counts(max_raw=float("nan"))},
+        {"counts": counts(head="3")},
+        {"counts": counts(grid=-1)},
+        {"counts": counts(grid=2**63)},
         {"seed": -1},
         {"seed": 2**64},
         {"step": 0.5},

@@ -1,6 +1,7 @@
 """A day's traffic in minutes: two explorers and a learner, and a ring that turns until memory and sums would have
 drifted. The rows are TORCHREPLAY_SOAK_ROWS, 1e9 unless it says otherwise."""
 
+import math
 import os
 import statistics
 import time
@@ -16,7 +17,6 @@ from forked import Forked, eventually, shared_counters
 import torchreplay as tr
 
 CAPACITY = 1_000_000
-GRID = 2.0**-29  # what leaves are rounded to at this capacity, when they are summed
 BLOCK = 4096
 BATCH = 512
 SPEC = {"obs": tr.Field((4,)), "stamp": tr.Field((), torch.int64), "double": tr.Field((), torch.int64)}
@@ -106,12 +106,13 @@ def assert_memory_is_flat(readings):
 
 
 def assert_leaves_add_up(buffer):
-    """The root is the exact sum of the leaves, each rounded to the grid once."""
+    """The root is the exact sum of the leaves: the grid is fine enough for the last bit of the smallest."""
     assert len(buffer) == CAPACITY
     leaves = buffer._segment.column(-1).double().numpy()
     stats = buffer.stats()
     assert (leaves > 0).sum() == stats.drawable == CAPACITY
-    assert stats.priority_total == int(np.rint(leaves / GRID).astype(np.int64).sum()) * GRID
+    assert leaves.min() >= 2.0**-12
+    assert stats.priority_total == math.fsum(leaves.tolist())
     assert stats.priority_min == leaves.min()
 
 

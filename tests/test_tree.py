@@ -46,7 +46,7 @@ def test_sums_count_minimum_and_leaves_follow_an_array_through_any_updates(capac
     assert tree.get(torch.arange(capacity)).tolist() == model.tolist()
     assert tree.count == len(positive)
     assert tree.min == (positive.min() if len(positive) else math.inf)
-    assert tree.total == pytest.approx(math.fsum(model.tolist()), rel=1e-12, abs=capacity * tree.grid_step)
+    assert tree.total == pytest.approx(math.fsum(model.tolist()), rel=1e-12)
 
 
 def test_distribution_of_draws_over_six_decades_matches_p_over_sum_at_a_million():
@@ -105,7 +105,7 @@ def test_a_draw_takes_one_index_from_each_of_n_equal_parts_of_the_sum():
 def test_an_index_of_priority_zero_is_never_drawn_even_beside_the_largest_priorities():
     tree = PriorityTree(4096, seed=4)
     odd = torch.arange(1, 4096, 2)
-    tree.set(torch.arange(4096), 8000.0)
+    tree.set(torch.arange(4096), 3e38)
     tree.set(odd, 0.0)
     for _ in range(50):
         assert (tree.sample(1000)[0] % 2 == 0).all()
@@ -133,13 +133,45 @@ def test_find_inverts_the_running_sum():
     assert tree.find(math.nextafter(3.5, 0))[0].item() == 4
 
 
-def test_priorities_saturate_at_the_top_and_round_up_at_the_bottom_of_the_grid():
+def test_a_priority_far_below_the_largest_counts_as_one_step_of_the_grid():
     tree = PriorityTree(100)
     tree.set(torch.tensor([0, 1]), torch.tensor([1e9, 1e-30]))
-    assert tree[0] == 8192 - 2**-11
-    assert tree[1] == tree.grid_step
+    assert tree.get(torch.tensor([0, 1])).equal(torch.tensor([1e9, 1e-30]))
     assert tree.sample(1)[0].item() == 0
-    assert tree.find(tree.total - tree.grid_step)[0].item() == 1
+    assert tree.find(1e9)[0].item() == 1
+    assert tree.total == 1e9 + tree.grid_step
+
+
+def test_priorities_that_are_no_normal_numbers_are_stored_as_the_smallest_of_those():
+    tree = PriorityTree(100)
+    tree.set(torch.tensor([0, 1]), torch.tensor([1e-45, 1e-40]))
+    assert tree.leaves[:2].tolist() == [torch.finfo(torch.float32).tiny] * 2
+    assert sorted(tree.sample(64)[0].unique().tolist()) == [0, 1]
+
+
+@pytest.mark.parametrize("exponent", [-100, -40, -3, 50, 95])
+def test_priorities_times_a_power_of_two_are_drawn_alike(exponent):
+    generator = torch.Generator().manual_seed(5)
+    one, other = PriorityTree(3000, seed=1), PriorityTree(3000, seed=1)
+    for _ in range(60):
+        index = torch.randint(3000, (200,), generator=generator)
+        priority = torch.exp(3 * torch.randn(200, generator=generator))
+        one.set(index, priority)
+        other.set(index, priority * 2.0**exponent)
+        for drawn, expected in zip(other.sample(100), one.sample(100), strict=True):
+            assert torch.equal(drawn, expected)
+        assert other.grid_step == one.grid_step * 2.0**exponent
+
+
+def test_a_leaf_of_2_to_the_minus_36_of_the_largest_keeps_its_proportion_at_a_million():
+    priority = torch.ones(1_000_000)
+    priority[:1000] = 2.0**-36 * (1 + torch.rand(1000, generator=torch.Generator().manual_seed(0)))
+    tree = tree_of(priority * 1e-20)
+    targets = torch.arange(2000) * tree.grid_step * 16
+    index, probability = tree.find(targets)
+    assert index.unique().tolist() == list(range(int(index[-1]) + 1))
+    expected = priority[index].double() / priority.double().sum()
+    torch.testing.assert_close(probability.double(), expected, rtol=0.02, atol=0.0)
 
 
 def test_scalars_shapes_and_integer_dtypes_are_taken_as_they_come():
@@ -179,6 +211,10 @@ def test_scalars_shapes_and_integer_dtypes_are_taken_as_they_come():
             r"shape \(9,\), expected \(10,\)",
         ),
         (lambda t: t.load_state_dict({"leaves": -torch.ones(10), "seed": 0, "step": 0}), "negative or not finite"),
+        (
+            lambda t: t.load_state_dict({"leaves": torch.ones(10), "grid": torch.ones(3), "seed": 0, "step": 0}),
+            r"grid of torch.float32 \(3,\), expected int64 \(2,\)",
+        ),
     ],
 )
 def test_bad_input_is_a_value_error_that_says_what_was_given_and_expected_and_changes_nothing(call, message):
@@ -201,6 +237,19 @@ def test_state_pickle_and_copy_carry_priorities_and_the_next_draw():
     assert all(torch.equal(other.sample(64)[0], expected) for other in copies)
     copies[2].set(0, 5.0)
     assert tree[0] != 5.0
+
+
+def test_a_state_carries_the_grid_that_draws_were_made_in_and_one_without_gets_that_which_fits():
+    tree = tree_of(torch.cat([torch.ones(250), torch.full((250,), 1e-6)]), seed=7)
+    tree.set(torch.arange(250), 1e-6)
+    loaded, fitted = PriorityTree(500), PriorityTree(500)
+    loaded.load_state_dict(tree.state_dict())
+    assert torch.equal(loaded.memory, tree.memory)
+    fitted.load_state_dict({name: value for name, value in tree.state_dict().items() if name != "grid"})
+    assert fitted.grid_step < tree.grid_step
+    tree.rebuild()
+    assert torch.equal(fitted.leaves, tree.leaves)
+    assert fitted.grid_step == tree.grid_step
 
 
 def test_rebuild_takes_over_leaves_that_were_written_directly():
@@ -232,6 +281,9 @@ CALLS = {
     "tree_find": (torch.tensor([0, 5]),),
     "tree_sample": (16, 1, 2, 3),
     "tree_rebuild": (),
+    "tree_restore": (torch.tensor([128, 3]),),
+    "tree_grid": (),
+    "tree_unit": (),
     "tree_total": (),
     "tree_count": (),
     "tree_min": (),
@@ -295,7 +347,8 @@ def test_the_portable_twin_gives_the_same_draws_and_bytes_as_the_fastest_instruc
     program = (
         "import hashlib, torch; from torchreplay.tree import PriorityTree; t = PriorityTree(5000, seed=1);"
         "g = torch.Generator().manual_seed(0);"
-        "[t.set(torch.randint(5000, (300,), generator=g), torch.rand(300, generator=g)) for _ in range(30)];"
+        "[t.set(torch.randint(5000, (300,), generator=g), torch.rand(300, generator=g) * 10.0**(k % 9 * 8 - 32))"
+        " for k in range(30)];"
         "print(hashlib.sha256(t.memory.numpy().tobytes() + t.sample(999)[0].numpy().tobytes()).hexdigest())"
     )
     digests = {
