@@ -3,13 +3,18 @@
 Everything here runs in an interpreter whose native module has fault points (`fault_build.py`).
 """
 
+import functools
 import itertools
 import random
+import signal
 
-from faulty_lives import DIED, INDICES, Fault, faulty, lives_of
+import numpy as np
+import torch
+from faulty_lives import DIED, INDICES, Fault, await_stop, faulty, lives_of
 from faulty_scenes import Scene, scenes_of
 from forked import Forked, shared_counters
 
+import torchreplay as tr
 from torchreplay import _C
 
 ROWS_BEGUN = {"append.busy": 1, "append.header": 1, "append.copied": 1, "append.done": 0, "append.committed": 0}
@@ -84,6 +89,36 @@ def dies_at(scene, fault, title):
         error.add_note(f"{title}, with a process {fault}")
         raise
     return status == DIED
+
+
+def kill_in_changes_of_the_grid():
+    """A learner is killed while the priorities' grid changes: every item has its old priority, or its new one."""
+    rows = 1000
+    chance = np.random.default_rng(4)
+    old, new = (scale * 10.0 ** chance.uniform(-2, 2, rows) for scale in (1.0, 1e12))
+    for point in ("tree.leaf", "tree.outgrown", "tree.clamped", "tree.grid", "update.set", "dirty.over"):
+        for before, after in ((old, new), (new, old)):
+            sampler = tr.Prioritized(1.0, eps=1e-30)
+            with tr.ReplayBuffer({"x": tr.Field()}, rows, sampler=sampler, seed=0) as buffer:
+                keys = buffer.extend(x=np.zeros(rows), priority=before)
+                buffer.update_priorities(keys, torch.from_numpy(before))
+                update = functools.partial(buffer.update_priorities, keys, torch.from_numpy(after))
+                # Where the large ones come the tree takes no more of them; where they go all are written, and it looks.
+                fault = Fault(point, stop=True)
+                with faulty(update, faults=[fault]) as learner:
+                    if await_stop(learner):
+                        learner.kill()
+                        assert learner.status == -signal.SIGKILL
+                    else:
+                        assert (point, after is old) in {("tree.outgrown", True), ("tree.leaf", False)}
+                        assert learner.wait() == 0
+                leaves = buffer._segment.column(-1).double().numpy()
+                assert (np.isclose(leaves, before, rtol=1e-6) | np.isclose(leaves, after, rtol=1e-6)).all(), point
+                found = buffer.gather(keys)["probability"].double().numpy()
+                np.testing.assert_allclose(found, leaves / leaves.sum(), rtol=1e-5, atol=1e-17, err_msg=point)
+                update()
+                found = buffer.gather(keys)["probability"].double().numpy()
+                np.testing.assert_allclose(found, after / after.sum(), rtol=1e-5, err_msg=point)
 
 
 def die_in_pairs(name, pairs, seed):

@@ -86,6 +86,26 @@ def after_a_death_at(point):
     return AfterADeath
 
 
+def learn_at_other_scales(lives, buffer, first):
+    """Feeds back TD errors so large that the sums of priorities need another grid, and then so small that they do."""
+    for index, scale in enumerate((1e12, 1e-12)):
+        for _ in range(3):
+            batch = buffer.sample(BATCH)
+            buffer.update_priorities(batch, torch.linspace(0.1, 7.0, BATCH) * scale)
+        keys1 = buffer._segment.column(-2)
+        keys = keys1[keys1 > 0] - 1
+        buffer.update_priorities(keys, torch.full((len(keys),), scale))
+        lives.write(buffer, first + index)
+
+
+class ChangesOfTheGrid(Scene):
+    """Priorities become much larger, and then much smaller."""
+
+    def play(self, start):
+        with start(learn_at_other_scales, self.lives, self.buffer, self.new_index()) as process:
+            return process.wait()
+
+
 class BesideAStoppedExplorer(Scene):
     """It holds a slot for more than a turn of the ring, and writes its row when it goes on."""
 
@@ -372,6 +392,7 @@ class Publication(Scene):
 
 OF_ROWS = {
     "in a sound buffer": Scene,
+    "in changes of the grid": ChangesOfTheGrid,
     "after a death in an absorption": after_a_death_at("adopt.rows"),
     "after a death in an update": after_a_death_at("tree.totals"),
     "after a death with a ticket": after_a_death_at("append.ticket"),
@@ -391,7 +412,7 @@ OF_ROWS = {
     "in a publication": Publication,
 }
 OF_TRAJECTORIES = {
-    **dict(itertools.islice(OF_ROWS.items(), 14)),
+    **dict(itertools.islice(OF_ROWS.items(), 15)),
     "when rows come during an absorption": RowsThatComeDuringAnAbsorption,
 }
 

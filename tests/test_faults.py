@@ -48,6 +48,10 @@ def test_an_explorers_death_at_any_step_loses_at_most_the_row_being_written(faul
     faulty.run(faulty_deaths.lose_the_row_being_written, name, 3)
 
 
+def test_a_learner_killed_in_a_change_of_the_grid_leaves_each_item_its_old_priority_or_its_new_one(faulty):
+    faulty.run(faulty_deaths.kill_in_changes_of_the_grid)
+
+
 @pytest.mark.parametrize("name", FEW)
 def test_deaths_at_two_random_fault_points_leave_the_buffer_to_the_survivor(faulty, name):
     assert faulty.run(faulty_deaths.die_in_pairs, name, 15, 2) > 15
