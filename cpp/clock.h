@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <ctime>
 #include <limits>
@@ -31,10 +32,10 @@ inline int64_t read_time_offset() {
   (void)registered;
   int64_t offset = 0;
   if (FILE* f = std::fopen("/proc/self/timens_offsets", "re")) {
-    char clock[32];
-    long long seconds, nanoseconds;
-    while (std::fscanf(f, "%31s %lld %lld", clock, &seconds, &nanoseconds) == 3)
-      if (std::strcmp(clock, "monotonic") == 0) offset = seconds * 1'000'000'000 + nanoseconds;
+    char clock[32], seconds[32], ns[32];
+    while (std::fscanf(f, "%31s %31s %31s", clock, seconds, ns) == 3)
+      if (std::strcmp(clock, "monotonic") == 0)
+        offset = std::strtoll(seconds, nullptr, 10) * 1'000'000'000 + std::strtoll(ns, nullptr, 10);
     std::fclose(f);
   }
   time_offset.store(offset, std::memory_order_relaxed);
