@@ -14,11 +14,11 @@
 namespace torchreplay::py {
 namespace {
 
-// init_torch(torch.Tensor, torch.as_tensor, torch.get_num_threads)
-PyObject* init_torch(PyObject*, PyObject* args) {
+// init_arrays(torch.Tensor, torch.as_tensor, torch.get_num_threads, numpy.ndarray, astype)
+PyObject* init_arrays(PyObject*, PyObject* args) {
   return guarded([&] {
-    PyObject *type, *convert, *threads;
-    if (!PyArg_ParseTuple(args, "OOO", &type, &convert, &threads)) throw PythonError{};
+    PyObject *type, *convert, *threads, *array, *cast;
+    if (!PyArg_ParseTuple(args, "OOOOO", &type, &convert, &threads, &array, &cast)) throw PythonError{};
     Ref capsule(PyObject_GetAttrString(type, "__dlpack_c_exchange_api__"));
     if (!capsule) throw PythonError{};
     auto* api = static_cast<const DLPackExchangeAPI*>(PyCapsule_GetPointer(capsule.get(), "dlpack_exchange_api"));
@@ -30,6 +30,8 @@ PyObject* init_torch(PyObject*, PyObject* args) {
     tensor_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(type));
     as_tensor = Py_NewRef(convert);
     get_num_threads = Py_NewRef(threads);
+    array_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(array));
+    astype = Py_NewRef(cast);
     return Py_NewRef(Py_None);
   });
 }
@@ -169,7 +171,7 @@ PyObject* let_threads_sleep(PyObject*, PyObject*) {
   return Py_NewRef(Py_None);
 }
 
-PyMethodDef functions[] = {{"init_torch", init_torch, METH_VARARGS, nullptr},
+PyMethodDef functions[] = {{"init_arrays", init_arrays, METH_VARARGS, nullptr},
                            {"init_waits", init_waits, METH_VARARGS, nullptr},
                            {"segment_layout", segment_layout, METH_VARARGS, nullptr},
                            {"weights_bytes", weights_bytes, METH_O, nullptr},

@@ -339,3 +339,20 @@ def test_what_is_none_of_the_choices_is_a_value_error_that_names_them(buffer, gi
     ):
         with pytest.raises(ValueError, match=f"{name} is .*: expected one of '{first}'"):
             call()
+
+
+def test_an_empty_path_is_refused_and_nothing_is_made_in_the_working_directory(buffer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, call in (
+        ("directory", lambda: buffer.save("")),
+        ("directory", lambda: buffer.restore("")),
+        ("directory", lambda: tr.ReplayBuffer.load("")),
+        ("path", lambda: tr.ReplayBuffer.load(tmp_path, path="")),
+        ("path", lambda: tr.ReplayBuffer(SPEC, 8, path="")),
+        ("path", lambda: tr.ReplayBuffer.open("")),
+    ):
+        with pytest.raises(ValueError, match=f"{name} is '': expected a path; that of the working directory is '.'"):
+            call()
+    assert list(tmp_path.iterdir()) == []
+    buffer.save(".")
+    assert len(tr.ReplayBuffer.load(tmp_path)) == 0

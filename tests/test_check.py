@@ -270,13 +270,13 @@ def test_nan_is_nan():
 @pytest.mark.parametrize(
     ("obs", "space", "field", "text"),
     [
+        (np.array(1e6), None, tr.Field((), torch.float16), "got 1e+06, which float16 does not hold"),
         (
-            np.array(1e6),
-            None,
-            tr.Field((), torch.float16),
-            r"np.float64(1000000.0) of float64 comes back as np.float16(inf)",
+            np.array(2**40),
+            spaces.Box(0, 2**50, (), np.int64),
+            tr.Field((), torch.int32),
+            "got 1099511627776, which int32 does not hold",
         ),
-        (np.array(2**40), spaces.Box(0, 2**50, (), np.int64), tr.Field((), torch.int32), "comes back as np.int32(0)"),
     ],
     ids=["float", "int"],
 )
@@ -285,9 +285,8 @@ def test_a_value_beyond_its_fields_range_is_named(obs, space, field, text, view)
     env = Scripted(obs=obs, space=space)
     more = {"obs": field, "next_obs": field} if view == tr.Rows() else {"obs": field}
     found = refusal(env, buffer_for(env, view, **more))
-    assert "field 'obs', episode 0, step 2: " in found or "field 'next_obs', episode 0, step 1: " in found
+    assert found.startswith(("episode 0, step 2: field 'obs': ", "episode 0, step 1: field 'next_obs': "))
     assert text in found
-    assert "choose a wider dtype" in found
 
 
 # A buffer that gave back something else would be found out

@@ -1,6 +1,7 @@
 """Conversion: every value that fits arrives as numpy or torch would convert it, whatever its memory looks like."""
 
 import array
+import math
 
 import numpy as np
 import pytest
@@ -48,9 +49,23 @@ def converted(values, field):
         return torch.from_numpy(values.numpy().astype(numpy_name(field)))
 
 
+def zero_but(values, kept):
+    """The values, with zeros for those not kept. By their bytes: torch does little with its unsigned integers."""
+    return (values.view(torch.uint8).view(len(values), -1) * kept[:, None]).view(values.dtype)[:, 0]
+
+
+def fits(values, field):
+    """Which finite values stay finite, and which integers stay what they are: compared as Python's exact numbers."""
+    after = converted(values, field).tolist()
+    pairs = zip(values.tolist(), after, strict=True)
+    return torch.tensor([math.isfinite(b) if field.is_floating_point else a == b for a, b in pairs]) | (
+        ~values.isfinite()
+    )
+
+
 @pytest.mark.parametrize("field", ELEMENTS, ids=numpy_name)
 @pytest.mark.parametrize("given", ELEMENTS, ids=numpy_name)
-def test_every_pair_of_dtypes_follows_same_kind_and_torchs_conversion(given, field):
+def test_every_pair_of_dtypes_follows_same_kind_and_torchs_conversion_and_refuses_what_that_would_lose(given, field):
     values = interesting(given)
     buffer = buffer_of(field, (8,))
     if not can_cast(given, field):
@@ -58,6 +73,12 @@ def test_every_pair_of_dtypes_follows_same_kind_and_torchs_conversion(given, fie
             buffer.writer().append(x=values)
         assert len(buffer) == 0
         return
+    kept = fits(values, field)
+    for at in (~kept).nonzero()[:, 0].tolist():
+        with pytest.raises(ValueError, match=rf"'x': got \S+ at index \({at},\), which {numpy_name(field)} does not"):
+            buffer.writer().append(x=zero_but(values, kept | (torch.arange(8) == at)))
+    assert buffer.stats().rows_written == 0
+    values = zero_but(values, kept)
     buffer.writer().append(x=values)
     buffer.extend(x=values[None])
     expected = converted(values, field)
@@ -73,13 +94,18 @@ def test_every_value_of_a_16_bit_float_survives_and_rounding_is_to_nearest_even(
     finite = every[every.isfinite()].double().sort().values.unique()
     middles = (finite[1:] + finite[:-1]) / 2
     nearly = torch.cat([middles, torch.nextafter(middles, finite[1:]), torch.nextafter(middles, finite[:-1])])
-    values = torch.cat([finite, nearly, torch.tensor([1e39, -1e39, 65519.99, 65520.0, 3.4e38, 1e-30, 2e-45])])
+    others = [1e39, -1e39, 65519.99, 65520.0, 3.4e38, 1e-30, 2e-45]
+    values = torch.cat([finite, nearly, torch.tensor(others, dtype=torch.float64)])
+    beyond = finite[-1] + (finite[-1] - finite[-2]) / 2
+    for value in values[values.abs() >= beyond].tolist():
+        with pytest.raises(ValueError, match="does not hold"):
+            buffer_of(field, (1,)).writer().append(x=np.array([value]))
+    values = torch.cat([values[values.abs() < beyond], torch.tensor([torch.inf, -torch.inf])])
     buffer = buffer_of(field, (len(values),))
     buffer.writer().append(x=values.numpy())
     stored = buffer.storage["x"][0].clone()
     if field == torch.float16:
-        with np.errstate(over="ignore"):
-            expected = torch.from_numpy(values.numpy().astype(np.float16))
+        expected = torch.from_numpy(values.numpy().astype(np.float16))
     else:  # correctly rounded straight from double: numpy has no bfloat16, and torch goes through float32
         expected = nearest_even(values, finite, field)
     assert same_bits(stored, expected)
@@ -235,3 +261,131 @@ def test_python_ints_beyond_a_float_field_are_refused_where_floats_become_infini
                 writer.append(x=value)
         writer.append(x=float("inf"))
     assert buffer.storage["x"][:3].tolist() == [largest, -largest, float("inf")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=numpy_name)
+def test_python_floats_beyond_a_field_are_refused_and_infinity_and_nan_are_stored(dtype):
+    beyond = {torch.float16: 65520.0, torch.bfloat16: 2.0**128 - 2.0**119, torch.float32: 2.0**128 - 2.0**103}[dtype]
+    buffer = buffer_of(dtype, capacity=8)
+    with buffer.writer() as writer:
+        for value in (beyond, -beyond, 1e300, np.float64(1e300)):
+            with pytest.raises(ValueError, match=rf"'x': got \S+, which {numpy_name(dtype)} does not hold"):
+                writer.append(x=value)
+        kept = [math.nextafter(beyond, 0), -math.nextafter(beyond, 0), math.inf, -math.inf, math.nan]
+        for value in kept:
+            writer.append(x=value)
+    largest = torch.finfo(dtype).max
+    assert buffer.storage["x"][:4].tolist() == [largest, -largest, math.inf, -math.inf]
+    assert buffer.storage["x"][4].isnan()
+    assert buffer.stats().rows_written == 5
+
+
+SPEC = {"deep": {"x": tr.Field((2,))}, "n": tr.Field((), torch.int64)}
+LINKED = {"obs": tr.Field((2,)), "n": tr.Field((), torch.int64), "reward": tr.Field()} | dict.fromkeys(
+    ("terminated", "truncated"), tr.Field((), torch.bool)
+)
+
+
+def rest(*shape):
+    """Values of the fields beside `obs` and `n`."""
+    return {"reward": np.zeros(shape), **dict.fromkeys(("terminated", "truncated"), np.zeros(shape, bool))}
+
+
+@pytest.mark.parametrize("kind", [np.asarray, torch.as_tensor], ids=["numpy", "torch"])
+def test_a_row_among_many_that_does_not_fit_keeps_all_from_being_written(kind):
+    buffer = tr.ReplayBuffer(SPEC, 100)
+    x, n = np.zeros((50, 2)), np.zeros(50, np.uint64)
+    x[31, 1] = -1e39
+    with pytest.raises(ValueError, match=r"'deep/x': got -1e\+39 at index \(31, 1\), which float32 .* nothing was"):
+        buffer.extend(deep={"x": kind(x)}, n=kind(n))
+    x[31, 1], n[7] = -1e38, 2**63
+    with pytest.raises(ValueError, match=r"'n': got 9223372036854775808 at index \(7,\), which int64 does not hold"):
+        buffer.extend(deep={"x": kind(x)}, n=kind(n))
+    n[7] = 2**63 - 1
+    assert buffer.stats().rows_written == 0
+    buffer.extend(deep={"x": kind(x)}, n=kind(n))
+    assert buffer.storage["n"][7] == 2**63 - 1
+    assert buffer.storage["deep"]["x"][31, 1] == np.float32(-1e38)
+
+
+def test_large_values_are_looked_at_wherever_they_lie():
+    x = np.zeros((4, 300, 300))  # more than is looked at with the interpreter lock held
+    buffer = buffer_of(torch.float32, (300, 300), capacity=8)
+    for layout in (x, x[:, ::-1], np.asfortranarray(x), x[:, ::2].repeat(2, axis=1)):
+        layout[2, 298, 299] = 4e38
+        with pytest.raises(ValueError, match=r"got 4e\+38 at index \(2, 298, 299\), which float32 does not hold"):
+            buffer.extend(x=layout)
+        layout[2, 298, 299] = 0
+    assert buffer.stats().rows_written == 0
+    buffer.extend(x=np.broadcast_to(x[:1], x.shape))
+    with pytest.raises(ValueError, match=r"got 4e\+38 at index \(0, 0, 0\)"):
+        buffer.extend(x=np.broadcast_to(np.float64(4e38), x.shape))
+    assert len(buffer) == 4
+
+
+def test_steps_and_whole_episodes_refuse_what_does_not_fit_before_the_first_row_and_go_on_after_it():
+    buffer = tr.ReplayBuffer(LINKED, 100, view=tr.Transitions(), seed=0)
+    with buffer.writer() as writer:
+        with pytest.raises(ValueError, match=r"'obs': got 1e\+39 at index \(0,\)"):
+            writer.reset(obs=np.full(2, 1e39))
+        writer.reset(obs=np.zeros(2))
+        with pytest.raises(ValueError, match=r"'n': got 18446744073709551615, which int64"):
+            writer.step(obs=np.zeros(2), n=np.uint64(2**64 - 1), **rest())
+        assert writer.step(obs=np.zeros(2), n=1, **rest()) == 1
+    obs = np.zeros((4, 2))
+    obs[3, 0] = 1e39
+    with pytest.raises(ValueError, match=r"'obs': got 1e\+39 at index \(3, 0\)"):
+        buffer.extend(obs=obs, n=np.zeros(3, int), **rest(3))
+    with pytest.raises(ValueError, match=r"'obs': got 1e\+39 at index \(3, 0, 0\)"):
+        buffer.extend(obs=obs[:, None], n=np.zeros((3, 1), int), **rest(3, 1))
+    assert buffer.stats().rows_written == 2
+
+
+def test_vector_writers_refuse_what_does_not_fit_in_observations_and_in_final_ones():
+    buffer = tr.ReplayBuffer(LINKED, 100, view=tr.Transitions(), seed=0)
+    with buffer.writer(2, "same_step") as writer:
+        with pytest.raises(ValueError, match=r"'obs': got 1e\+39 at index \(1, 0\)"):
+            writer.reset(obs=np.array([[0, 0], [1e39, 0]]))
+        writer.reset(obs=np.zeros((2, 2)))
+        ended = rest(2) | {"terminated": np.array([True, False])}
+        for final in (np.array([[1e39, 0], [0, 0]]), [np.array([1e39, 0]), None]):
+            with pytest.raises(ValueError, match=r"'obs': got 1e\+39 at index \(0, 0\)"):
+                writer.step(obs=np.zeros((2, 2)), n=np.zeros(2, int), **ended, final_obs=final)
+        masked = np.ma.array([0.0, 1.0], mask=[True, False])
+        with pytest.raises(ValueError, match=r"'obs': final_obs of lane 0 is of MaskedArray"):
+            writer.step(obs=np.zeros((2, 2)), n=np.zeros(2, int), **ended, final_obs=[masked, None])
+    assert buffer.stats().rows_written == 2
+
+
+def test_masked_values_are_refused_and_a_mask_that_hides_nothing_is_none():
+    buffer = tr.ReplayBuffer(SPEC, 10, sampler=tr.Prioritized())
+    n, hidden = np.ma.array([1, 2], mask=[False, True]), r"an array of which values are masked: pass array\.filled"
+    x = np.zeros((2, 2), np.float32)
+    with pytest.raises(ValueError, match=f"'n': got {hidden}"):
+        buffer.extend(deep={"x": x}, n=n)
+    with pytest.raises(ValueError, match=f"'n': got {hidden}"):
+        buffer.writer().append(deep={"x": x[0]}, n=np.ma.masked)
+    with pytest.raises(ValueError, match=f"priority: got {hidden}"):
+        buffer.extend(deep={"x": x}, n=n.filled(7), priority=n.astype(float))
+    assert buffer.stats().rows_written == 0
+    keys = buffer.extend(deep={"x": np.ma.array(x)}, n=np.ma.array([1, 2], mask=[False, False]))
+    assert buffer.storage["n"][:2].tolist() == [1, 2]
+    with pytest.raises(ValueError, match=f"TD errors are {hidden}"):
+        buffer.update_priorities(keys, n)
+    with pytest.raises(ValueError, match=f"keys are {hidden}"):
+        buffer.update_priorities(np.ma.array([0, 1], mask=[True, False]), [1.0, 1.0])
+    assert buffer.stats().updated == 0
+
+
+@pytest.mark.skipif(np.finfo(np.longdouble).max == np.finfo(float).max, reason="long doubles are doubles here")
+def test_long_doubles_beyond_float64_are_refused():
+    buffer = buffer_of(torch.float64)
+    value = np.longdouble("1e400")
+    for given in (value, np.array(value)):
+        with pytest.raises(ValueError, match="'x': got long doubles, one of which float64 does not hold: clip it"):
+            buffer.writer().append(x=given)
+    with pytest.raises(ValueError, match="'x': got long doubles, one of which float64 does not hold: clip it"):
+        buffer.extend(x=np.array([1, 2, value, 3])[::2])
+    buffer.writer().append(x=np.longdouble("inf"))
+    assert buffer.storage["x"][0] == math.inf
+    assert buffer.stats().rows_written == 1

@@ -23,7 +23,14 @@ class Census(TypedDict):
     since_departure: float
     since_write: float
 
-def init_torch(tensor_type: type[Tensor], as_tensor: Any, get_num_threads: Callable[[], int], /) -> None: ...
+def init_arrays(
+    tensor_type: type[Tensor],
+    as_tensor: Any,
+    get_num_threads: Callable[[], int],
+    array_type: type[Any],
+    astype: Callable[[Any, str], Any],
+    /,
+) -> None: ...
 def init_waits(timeout_type: type[Exception], report: Callable[[str], None], every: float, /) -> None: ...
 def segment_layout(
     capacity: int, fields: NativeFields, view: tuple[int, ...], text_bytes: int, /

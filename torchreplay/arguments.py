@@ -72,8 +72,11 @@ def checked_path(name: str, value: Any) -> Path:
 
     Raises:
         TypeError: It is no path.
+        ValueError: It is empty, as an unset variable is: that would be the working directory.
     """
-    return Path(checked_instance(name, value, (str, os.PathLike), "a path, str or os.PathLike"))
+    if checked_instance(name, value, (str, os.PathLike), "a path, str or os.PathLike") == "":
+        raise ValueError(f"{name} is '': expected a path; that of the working directory is '.'")
+    return Path(value)
 
 
 def checked_number(name: str, value: Any, low: float) -> float:

@@ -282,8 +282,8 @@ class ReplayBuffer(Drawing, Inspection, Replay):
             The keys of the rows, int64 `[n]`; `[T + 1]` or `[T + 1, lanes]` under a view that links rows.
 
         Raises:
-            ValueError: A field is missing, unknown, of another shape or of a dtype that does not cast; nothing is
-                written.
+            ValueError: A field is missing, unknown, of another shape or of a dtype that does not cast; or it has a
+                masked value, or a number that its dtype does not hold. Nothing is written.
             TypeError: Something is given by its position.
             Stopped, WouldBlockForever, ReplayTimeout: As `Writer.append`; rows written before stay written.
         """
@@ -493,5 +493,22 @@ class ReplayBuffer(Drawing, Inspection, Replay):
 
 
 # By way of NumPy, which makes float64 of Python floats.
-_C.init_torch(torch.Tensor, lambda values: torch.as_tensor(np.asarray(values), device="cpu"), torch.get_num_threads)
+_C.init_arrays(
+    torch.Tensor,
+    lambda values: torch.as_tensor(np.asarray(values), device="cpu"),
+    torch.get_num_threads,
+    np.ndarray,
+    _astype,
+)
 _C.init_waits(ReplayTimeout, logger.warning, LOG_EVERY)
+def attached(kind: type[ReplayBuffer], *given: Any) -> ReplayBuffer:
+    """Returns `kind.attach(*given)`. Pickles name it: cloudpickle, and so Ray, writes a method out as its code."""
+    return kind.attach(*given)
+
+
+def _astype(array: Any, dtype: str) -> Any:
+    """Returns `array` in another dtype; raises FloatingPointError where a finite number becomes infinite."""
+    with np.errstate(over="raise"):
+        return array.astype(dtype)
+
+

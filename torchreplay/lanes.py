@@ -96,6 +96,8 @@ def _numbers(value: Any) -> torch.Tensor | Array | None:
     """Returns a tensor as it is and anything else as an array; None where it is none of numbers."""
     if isinstance(value, torch.Tensor):
         return value
+    if type(value) is not np.ndarray and isinstance(value, np.ndarray) and np.ma.is_masked(value):
+        return None  # what an array makes of it has lost the mask
     try:
         array = np.asarray(value)
     except (TypeError, ValueError, RuntimeError):

@@ -9,10 +9,14 @@
 
 namespace torchreplay::py {
 
-// torch's C exchange API and the type it belongs to, set once by init_torch().
+// torch's C exchange API and the type it belongs to. All of these are set once, by init_arrays().
 inline const DLPackExchangeAPI* exchange = nullptr;
 inline PyTypeObject* tensor_type = nullptr;
 inline PyObject* as_tensor = nullptr;  // for what is neither tensor nor array: numbers in sequences
+
+// numpy.ndarray, and astype(array, dtype), which raises ArithmeticError where a finite number becomes infinite.
+inline PyTypeObject* array_type = nullptr;
+inline PyObject* astype = nullptr;
 
 inline const char* element_name(Element e) {
   constexpr const char* names[kElements] = {"bool",  "uint8", "uint16",  "uint32",   "uint64",  "int8",   "int16",
@@ -61,6 +65,7 @@ class ArrayView {
   // Like open(), but fetches tensors of other devices and takes sequences of numbers too. Throws PythonError.
   bool open_anything(PyObject* o) {
     if (open(o)) return true;
+    if (is_masked(o)) return false;
     const bool elsewhere = is_tensor(o);
     held_ =
         Ref(elsewhere ? PyObject_CallMethod(o, "cpu", nullptr) : PyObject_CallFunctionObjArgs(as_tensor, o, nullptr));
@@ -83,7 +88,9 @@ class ArrayView {
     array.element = to;
     if (PyFloat_Check(o)) {
       array.element = to >= Element::kF16 ? to : Element::kF64;
-      return store(PyFloat_AsDouble(o), array.element);
+      const double v = PyFloat_AsDouble(o);
+      return store(v, array.element) ||
+             fail(detail::as_text(v) + ", which " + element_name(to) + " does not hold: clip it");
     }
     if (PyBool_Check(o)) {
       array.element = Element::kBool;
@@ -161,7 +168,18 @@ class ArrayView {
     return false;
   }
 
+  // Whether values of a numpy array are masked. Where numpy.ma was not imported there are none.
+  static bool is_masked(PyObject* o) {
+    if (Py_TYPE(o) == array_type || !array_type || !PyType_IsSubtype(Py_TYPE(o), array_type)) return false;
+    static PyObject* const name = checked(PyUnicode_InternFromString("numpy.ma"));
+    const Ref masked_arrays(PyImport_GetModule(name));
+    if (!masked_arrays) return false;
+    const Ref answer(checked(PyObject_CallMethod(masked_arrays.get(), "is_masked", "O", o)));
+    return PyObject_IsTrue(answer.get()) == 1;
+  }
+
   bool open_buffer(PyObject* o) {
+    if (is_masked(o)) return fail("an array of which values are masked: pass array.filled(...)");
     if (PyObject_GetBuffer(o, &buffer_, PyBUF_RECORDS_RO)) {
       PyErr_Clear();
       return fail("");
@@ -170,7 +188,7 @@ class ArrayView {
     if (buffer_.ndim > StridedArray::kMaxDims) return fail("an array of more than 16 dimensions");
     if (!element_of(buffer_.format ? buffer_.format : "B", buffer_.itemsize)) {
       std::string why = std::string("an array of a dtype that a row cannot hold (format '") + buffer_.format + "')";
-      return open_converted(o) || fail(std::move(why));
+      return open_converted(o) || (problem.empty() && fail(std::move(why)));
     }
     array.data = static_cast<const char*>(buffer_.buf);
     array.dims = buffer_.ndim;
@@ -194,10 +212,12 @@ class ArrayView {
       size = 8;
     else if (format == buffer_.format || (kind == 'f' && !std::strchr("efd", *format)))
       return false;
-    const Ref native(PyObject_CallMethod(o, "astype", "s", (kind + std::to_string(size)).c_str()));
+    const Ref native(PyObject_CallFunction(astype, "Os", o, (kind + std::to_string(size)).c_str()));
     if (!native) {
       if (!PyErr_ExceptionMatches(PyExc_Exception)) throw PythonError{};  // Ctrl-C in code of the array's
+      const bool beyond = PyErr_ExceptionMatches(PyExc_ArithmeticError);
       PyErr_Clear();
+      if (beyond) return fail("long doubles, one of which float64 does not hold: clip it");
     }
     if (!native || native.get() == o) return false;
     release();
@@ -235,8 +255,7 @@ class ArrayView {
     if (to >= Element::kF16) {
       const double v = PyLong_AsDouble(o);
       if (v == -1 && PyErr_Occurred()) return out_of_range(to);
-      constexpr double kFitsAll = 65504;  // the largest float16
-      return store(v, to) && (std::fabs(v) <= kFitsAll || stored_is_finite() || out_of_range(to));
+      return store(v, to) || out_of_range(to);
     }
     if (to == Element::kU64) {
       const unsigned long long v = PyLong_AsUnsignedLongLong(o);
@@ -255,22 +274,20 @@ class ArrayView {
     return true;
   }
 
-  bool stored_is_finite() const {
-    double stored;
-    copy_converted(reinterpret_cast<char*>(&stored), Element::kF64, scalar_, array, 0);
-    return std::isfinite(stored);
-  }
-
   bool out_of_range(Element to) {
     PyErr_Clear();
     return fail(std::string("a Python int that is out of range for ") + element_name(to));
   }
 
+  // False when `v` is finite and `to` does not hold it.
   bool store(double v, Element to) {
     StridedArray source;
     source.element = Element::kF64;
-    copy_converted(scalar_, to, reinterpret_cast<const char*>(&v), source, 0);
-    return true;
+    source.data = reinterpret_cast<const char*>(&v);
+    copy_converted(scalar_, to, source.data, source, 0);
+    constexpr double kFitsAll = 65504;  // the largest float16
+    Unfit unfit;
+    return std::fabs(v) <= kFitsAll || !find_unfit(source, to, unfit);
   }
 
   alignas(8) char scalar_[8];

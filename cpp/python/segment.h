@@ -30,7 +30,7 @@ inline int init(PyObject* self, PyObject* args, PyObject*) {
     if (!PyArg_ParseTuple(args, "ipKOO|KKOOOs#K", &fd, &create, &nonce, &fields, &batch_type, &seed, &capacity,
                           &sampler, &limiter, &view, &text, &text_bytes, &boot))
       throw PythonError{};
-    if (!exchange) throw std::runtime_error("init_torch() has not been called");
+    if (!exchange) throw std::runtime_error("init_arrays() has not been called");
     auto state = std::make_unique<SegmentState>();
     auto attached = Attached::make();
     if (create) {

@@ -201,7 +201,8 @@ inline PyMethodDef methods[] = {
      "spec, each of exactly its shape; a nested field is a dict. `priority` is a raw TD error\n"
      "(its absolute value is taken); None gives the row the largest priority seen so far. Waits while the limiter says "
      "that\nthe learner is behind.\n\nRaises:\n    ValueError: a field is missing, unknown, of another "
-     "shape or of a dtype that does not cast; nothing is written.\n    Stopped: the buffer was stopped, or nobody has "
+     "shape or of a dtype that does not cast; or it has a\n        masked value, or a number that its dtype does not "
+     "hold. Nothing is written.\n    Stopped: the buffer was stopped, or nobody has "
      "been "
      "there to draw for some seconds.\n    WouldBlockForever: it would wait, and there is no other thread and no other "
      "process to draw.\n    ReplayTimeout: every slot has been held by stopped writers for a minute."},
@@ -221,7 +222,8 @@ inline PyMethodDef methods[] = {
      "drawn.\n\n"
      "Raises:\n    ValueError: the view is Rows(), or a field is missing, unknown, of another shape or of a dtype that "
      "does "
-     "not cast;\n        nothing is written.\n    Stopped, WouldBlockForever, ReplayTimeout: as `append`."},
+     "not cast,\n        or has a number that its dtype does not hold; nothing is written.\n    Stopped, "
+     "WouldBlockForever, ReplayTimeout: as `append`."},
     {"step", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(step)), METH_FASTCALL | METH_KEYWORDS,
      "step(*, priority=None, final_obs=None, **fields)\n--\n\nWrite what env.step() returned: the new observation, and "
      "the "

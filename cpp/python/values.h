@@ -1,9 +1,14 @@
 // What users hand over for the fields of rows: checked, and ready to be copied row by row.
 #pragma once
 
+#include <optional>
+
 #include "fields.h"
 
 namespace torchreplay::py {
+
+// More than this is read and copied without the interpreter lock: below, taking it again costs more.
+inline constexpr uint64_t kGilBytes = 64 << 10;
 
 // The dimensions before a field's own. A time_count of -1 is learned from the first value.
 struct Leading {
@@ -39,6 +44,7 @@ class FieldValue {
                                                        : " rows, the fields before it have ") +
                                   std::to_string(leading.time_count - leading.after_steps));
     if (leading.lanes && a.shape[lead - 1] != leading.lane_count) fail(o, spec, leading, opened);
+    if (!scalar && a.element != spec.element) refuse_unfit(spec);
     time_stride_ = leading.times ? a.stride[0] : 0;
     lane_stride_ = leading.lanes ? a.stride[lead - 1] : 0;
     to_ = spec.element;
@@ -67,6 +73,25 @@ class FieldValue {
  private:
   const char* at(int64_t time, int64_t lane) const {
     return view_.array.data + time * time_stride_ + lane * lane_stride_;
+  }
+
+  // Throws std::invalid_argument where a number that the field does not hold would become another one, or infinite.
+  void refuse_unfit(const FieldSpec& spec) const {
+    const StridedArray& a = view_.array;
+    uint64_t bytes = item_size(a.element);
+    for (int d = 0; d < a.dims; d++) bytes *= a.stride[d] ? static_cast<uint64_t>(a.shape[d]) : 1;
+    Unfit unfit;
+    std::optional<WithoutGil> unlocked;
+    if (bytes > kGilBytes) unlocked.emplace();
+    const bool found = find_unfit(a, spec.element, unfit);
+    unlocked.reset();
+    if (!found) return;
+    const int dims = a.dims;
+    throw std::invalid_argument("field '" + spec.path + "': got " + unfit.value +
+                                (dims ? " at index " + shape_text(unfit.index, dims) : "") + ", which " +
+                                element_name(spec.element) +
+                                " does not hold: clip it, or choose another dtype for the "
+                                "field; nothing was written");
   }
 
   // Arrays that repeat a value need no memory: they may be longer than anything.

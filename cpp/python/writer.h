@@ -120,9 +120,6 @@ class WriterUse {
 
 namespace writer {
 
-// Copies of more than this release the interpreter lock: below, taking it again costs more than the copy.
-inline constexpr uint64_t kGilBytes = 64 << 10;
-
 inline int init(PyObject* self, PyObject* args, PyObject*) {
   return as_status(guarded([&] {
     PyObject *segment, *type, *roles;

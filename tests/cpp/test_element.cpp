@@ -62,6 +62,15 @@ To converted(Element to, Element from, From value) {
   return result;
 }
 
+template <class From>
+bool fits(Element to, Element from, From value) {
+  StridedArray a;
+  a.element = from;
+  a.data = bytes(value);
+  Unfit unfit;
+  return !find_unfit(a, to, unfit);
+}
+
 }  // namespace
 
 #ifdef __FLT16_MANT_DIG__
@@ -157,6 +166,109 @@ BOOST_AUTO_TEST_CASE(integers_too_wide_for_the_target_keep_their_low_bits) {
   BOOST_TEST((converted<int8_t>(Element::kI8, Element::kI64, int64_t{0x1234})) == 0x34);
   BOOST_TEST((converted<uint8_t>(Element::kU8, Element::kU32, uint32_t{0x1ff})) == 0xff);
   BOOST_TEST((converted<int32_t>(Element::kI32, Element::kU64, ~uint64_t{0})) == -1);
+}
+
+BOOST_AUTO_TEST_CASE(a_float_does_not_fit_where_it_is_finite_and_its_conversion_is_not) {
+  std::vector<double> values = telling_doubles();
+  const double infinity = std::numeric_limits<double>::infinity();
+  values.insert(values.end(), {infinity, -infinity, std::numeric_limits<double>::quiet_NaN(), 0x1.ffffffp127,
+                               std::nextafter(0x1.ffffffp127, 0), 0x1.ffp127, 0x1.ffffp127});
+  for (double value : values) {
+    BOOST_REQUIRE(fits(Element::kF16, Element::kF64, value) ==
+                  (!std::isfinite(value) || std::isfinite(static_cast<double>(Half(value)))));
+    BOOST_REQUIRE(fits(Element::kBF16, Element::kF64, value) ==
+                  (!std::isfinite(value) || std::isfinite(static_cast<double>(BFloat16(value)))));
+    BOOST_REQUIRE(fits(Element::kF32, Element::kF64, value) ==
+                  (!std::isfinite(value) || std::isfinite(static_cast<float>(value))));
+    const auto single = static_cast<float>(value);
+    BOOST_REQUIRE(fits(Element::kF16, Element::kF32, single) ==
+                  (!std::isfinite(single) || std::isfinite(static_cast<double>(Half(single)))));
+    BOOST_REQUIRE(fits(Element::kBF16, Element::kF32, single) ==
+                  (!std::isfinite(single) || std::isfinite(static_cast<double>(BFloat16(single)))));
+    BOOST_REQUIRE(fits(Element::kF64, Element::kF64, value));
+    BOOST_REQUIRE(fits(Element::kF64, Element::kF32, single));
+  }
+  for (int bits = 0; bits < 65536; bits++) {
+    BFloat16 wide;
+    wide.bits = static_cast<uint16_t>(bits);
+    const auto value = static_cast<double>(wide);
+    BOOST_REQUIRE(fits(Element::kF16, Element::kBF16, wide) ==
+                  (!std::isfinite(value) || std::isfinite(static_cast<double>(Half(value)))));
+  }
+}
+
+// The bounds of every integer type, and their neighbours.
+std::vector<__int128> telling_integers() {
+  std::vector<__int128> v = {0, 65519, 65520, -65519, -65520};
+  for (int bits : {7, 8, 15, 16, 31, 32, 63, 64})
+    for (int near = -1; near <= 1; near++) {
+      v.push_back((__int128{1} << bits) + near);
+      v.push_back(-(__int128{1} << bits) + near);
+    }
+  return v;
+}
+
+template <class From>
+void integers_fit_where_the_target_keeps_them(Element from) {
+  const Element targets[] = {Element::kU8,  Element::kU16, Element::kU32, Element::kU64,  Element::kI8,  Element::kI16,
+                             Element::kI32, Element::kI64, Element::kF16, Element::kBF16, Element::kF32, Element::kF64};
+  for (__int128 value : telling_integers()) {
+    if (value < std::numeric_limits<From>::min() || value > std::numeric_limits<From>::max()) continue;
+    for (Element to : targets) {
+      if (!casts(from, to)) continue;
+      const int bits = 8 * item_size(to);
+      const bool is_signed = kind_rank(to) == 2;
+      const __int128 low = is_signed ? -(__int128{1} << (bits - 1)) : 0,
+                     high = (__int128{1} << (is_signed ? bits - 1 : bits)) - 1;
+      // Of the floating types only float16 ends before the integers do, and 65,520 is the first that it rounds up.
+      const bool expected = kind_rank(to) < 3     ? value >= low && value <= high
+                            : to == Element::kF16 ? value > -65520 && value < 65520
+                                                  : true;
+      BOOST_TEST_REQUIRE(fits(to, from, static_cast<From>(value)) == expected);
+    }
+  }
+}
+
+BOOST_AUTO_TEST_CASE(an_integer_does_not_fit_where_the_target_would_make_another_of_it) {
+  integers_fit_where_the_target_keeps_them<uint8_t>(Element::kU8);
+  integers_fit_where_the_target_keeps_them<uint16_t>(Element::kU16);
+  integers_fit_where_the_target_keeps_them<uint32_t>(Element::kU32);
+  integers_fit_where_the_target_keeps_them<uint64_t>(Element::kU64);
+  integers_fit_where_the_target_keeps_them<int8_t>(Element::kI8);
+  integers_fit_where_the_target_keeps_them<int16_t>(Element::kI16);
+  integers_fit_where_the_target_keeps_them<int32_t>(Element::kI32);
+  integers_fit_where_the_target_keeps_them<int64_t>(Element::kI64);
+}
+
+BOOST_AUTO_TEST_CASE(the_first_value_that_does_not_fit_is_named_with_its_index) {
+  std::vector<double> memory(24);
+  memory[17] = -1e300;  // at (1, 1, 1) of 2 x 3 x 4
+  memory[18] = 2e300;
+  StridedArray a;
+  a.element = Element::kF64;
+  a.data = bytes(memory[0]);
+  a.dims = 3;
+  a.shape[0] = 2, a.shape[1] = 3, a.shape[2] = 4;
+  a.stride[0] = 96, a.stride[1] = 32, a.stride[2] = 8;
+  const auto expect = [&](std::vector<int64_t> index, const char* value) {
+    Unfit unfit;
+    BOOST_TEST_REQUIRE(find_unfit(a, Element::kF32, unfit));
+    BOOST_TEST(unfit.value == value);
+    BOOST_TEST(std::vector<int64_t>(unfit.index, unfit.index + a.dims) == index, boost::test_tools::per_element());
+  };
+  expect({1, 1, 1}, "-1e+300");
+  a.data = bytes(memory[23]);  // from the end
+  for (int d = 0; d < 3; d++) a.stride[d] = -a.stride[d];
+  expect({0, 1, 1}, "2e+300");
+  a.data = bytes(memory[17]);  // one row, repeated so often that nobody could look at each
+  a.shape[0] = int64_t{1} << 60;
+  a.stride[0] = 0;
+  a.shape[1] = 1, a.shape[2] = 2;
+  a.stride[1] = 32, a.stride[2] = 8;
+  expect({0, 0, 0}, "-1e+300");
+  a.shape[0] = 0;
+  Unfit unfit;
+  BOOST_TEST(!find_unfit(a, Element::kF32, unfit));
 }
 
 BOOST_AUTO_TEST_CASE(arrays_of_any_strides_are_copied_in_row_major_order) {
