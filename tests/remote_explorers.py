@@ -1,6 +1,7 @@
 """Explorers of numbered rows for tests of remote writers: actors that a cluster's nodes can import."""
 
 import os
+import pickle
 import random
 import signal
 
@@ -19,6 +20,14 @@ STEPS = {
     "truncated": tr.Field((), torch.bool),
 }
 EPISODE = 5
+
+
+def write_when_it_is_closed(buffer, writer):
+    """Closes another object of the buffer, and writes with a writer of that one."""
+    other = pickle.loads(pickle.dumps(buffer))
+    with other.writer() as late:
+        other.close()
+        late.append(writer=0, count=0, frame=np.zeros(400))
 
 
 class Explorer:

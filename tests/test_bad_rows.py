@@ -8,7 +8,7 @@ import torch
 from small_rows import SPEC, assert_nothing_was_written_and_the_buffer_works, good_row
 
 import torchreplay as tr
-from torchreplay.ray.shard_writer import ShardWriter
+from torchreplay.ray.shard_writer import ShardLost, ShardWriter
 
 
 @pytest.fixture
@@ -195,3 +195,12 @@ def test_a_closed_writer_says_how_to_get_another(buffer):
         with pytest.raises(ValueError, match=r"the writer is closed: .*buffer.writer\(\)"):
             call()
     assert_nothing_was_written_and_the_buffer_works(buffer)
+
+
+def test_a_writer_of_a_shard_that_was_let_go_of_says_how_to_get_another(buffer):
+    shard_writer = ShardWriter(buffer._segment, buffer._config, 1000, None, "next_step")
+    other = tr.ReplayBuffer.attach(buffer.handle())
+    buffer.close()
+    with shard_writer, pytest.raises(ShardLost, match=r"closed, or the shard of this node is gone, .* call writer\(\)"):
+        shard_writer.append(**good_row())
+    assert other.stats().rows_written == 0

@@ -5,13 +5,14 @@ import dataclasses
 import json
 import os
 import pickle
+import threading
 import time
 from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 import pytest
 import torch
-from forked import Forked
+from forked import Forked, eventually
 
 import torchreplay as tr
 
@@ -346,11 +347,94 @@ def test_a_writer_and_a_batch_outlive_the_object_that_made_them():
     writer = buffer.writer()
     writer.append(x=np.zeros(4), deep={"n": 1, "wide": np.zeros(600)})
     batch = buffer.sample(2)
-    buffer.close()
     del buffer
     writer.append(x=np.zeros(4), deep={"n": 2, "wide": np.zeros(600)})
     other.update_priorities(batch, torch.ones(2))
     assert len(other) == 2
+
+
+CLOSED = "the replay buffer is closed, and this writer with it: attach it again"
+
+
+def test_a_writer_of_a_closed_buffer_writes_no_more_and_those_of_other_objects_and_processes_do():
+    buffer = make()
+    others = tr.ReplayBuffer.attach(buffer.handle())
+    writer, block, other = buffer.writer(), buffer.writer(), others.writer()
+    row = {"x": np.zeros(4), "deep": {"n": 1, "wide": np.zeros(600)}}
+    writer.append(**row)
+    with Forked(lambda: buffer.close() or other.append(**row)) as child:
+        assert child.wait() == 0
+    writer.append(**row)
+    buffer.close()
+    for call in (lambda: writer.append(**row), lambda: block.extend(**rows(0, 2)), lambda: write(buffer, 0, 1)):
+        with pytest.raises(RuntimeError, match="the replay buffer is closed"):
+            call()
+    with pytest.raises(RuntimeError, match=CLOSED):
+        writer.append(**row)
+    assert writer.rows == 2
+    writer.close()
+    block.close()
+    assert other.append(**row) == 3
+    with Forked(lambda: write(others, 0, 2)) as child:
+        assert child.wait() == 0
+    assert (len(others), others.stats().rows_written) == (6, 6)
+
+
+def test_a_writer_of_linked_rows_of_a_closed_buffer_writes_no_more():
+    flags = dict.fromkeys(("terminated", "truncated"), tr.Field((), torch.bool))
+    buffer = tr.ReplayBuffer({"obs": tr.Field(), "reward": tr.Field(), **flags}, 10, view=tr.Transitions())
+    other = tr.ReplayBuffer.attach(buffer.handle())
+    with buffer.writer() as writer, buffer.writer(2) as lanes:
+        writer.reset(obs=0.0)
+        lanes.reset(obs=np.zeros(2))
+        buffer.close()
+        ended = {"reward": 0.0, "terminated": True, "truncated": False}
+        for call in (
+            lambda: writer.step(obs=0.0, **ended),
+            lambda: writer.reset(obs=0.0),
+            lambda: writer.extend(obs=np.zeros(2), **{name: np.array([value]) for name, value in ended.items()}),
+            lambda: lanes.step(obs=np.zeros(2), **{name: np.array([value] * 2) for name, value in ended.items()}),
+        ):
+            with pytest.raises(RuntimeError, match=CLOSED):
+                call()
+    assert other.stats().rows_written == 3
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_an_iteration_over_a_closed_buffer_hands_out_no_more_batches(prefetch):
+    buffer = make()
+    write(buffer, 0, 10)
+    dataset = tr.ReplayDataset(buffer, 4, prefetch=prefetch)
+    mixed = tr.MixedDataset({"own": buffer}, 4, prefetch=prefetch)
+    batches, mixtures = iter(dataset), iter(mixed)
+    next(batches), next(mixtures)
+    buffer.close()
+    for iteration in (batches, mixtures, iter(dataset), iter(mixed)):
+        with pytest.raises(RuntimeError, match="closed"):
+            next(iteration)
+
+
+def test_a_writer_that_waits_for_room_ends_when_its_buffer_is_closed():
+    buffer = make(limiter=tr.SamplesPerInsert(1.0, min_size=1, tolerance=1.0))
+    errors, started = [], threading.Event()
+
+    def explore():
+        with buffer.writer() as writer:
+            started.set()
+            try:
+                while True:
+                    writer.append(x=np.zeros(4), deep={"n": 1, "wide": np.zeros(600)})
+            except RuntimeError as error:
+                errors.append(str(error))
+
+    explorer = threading.Thread(target=explore)
+    explorer.start()
+    started.wait()
+    eventually(lambda: buffer._segment.census(False)["waiting"])
+    buffer.close()
+    explorer.join(60)
+    assert len(errors) == 1
+    assert "the replay buffer is closed" in errors[0]
 
 
 def test_an_announcement_of_writers_ends_when_closed_once_or_twice_or_with_its_process():

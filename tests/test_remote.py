@@ -11,7 +11,7 @@ import pytest
 import torch
 from cluster import ray_cluster
 from forked import eventually
-from remote_explorers import STEPS, Explorer, Owner, assert_complete, make_buffer, rows_of
+from remote_explorers import STEPS, Explorer, Owner, assert_complete, make_buffer, rows_of, write_when_it_is_closed
 
 import torchreplay as tr
 from torchreplay import waiting
@@ -129,6 +129,10 @@ def test_bad_input_is_refused_at_once_with_the_errors_of_every_writer(cluster, e
         lambda b, w: w.append(writer=0, count=0.5, frame=frame),
         lambda b, w: w.append(writer=0, count=0, frame=frame[1:]),
         lambda b, w: w.append(writer=0, count=0, frame=frame, priority=float("nan")),
+        lambda b, w: w.append(writer=0, count=np.uint64(2**63), frame=frame),
+        lambda b, w: w.append(writer=0, count=0, frame=np.full(400, 1e300)),
+        lambda b, w: w.append(writer=0, count=0, frame=np.ma.array(frame, mask=frame == frame)),
+        write_when_it_is_closed,
         lambda b, w: w.step(writer=0, count=0, frame=frame),
         lambda b, w: w.append(1),
         lambda b, w: b.writer(lanes=2),

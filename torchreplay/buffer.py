@@ -446,10 +446,10 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         """Detaches this object; other processes keep the buffer. Using it again is a `RuntimeError`. Idempotent.
 
         What it was made of (`spec`, `capacity`, `sampler`, `view`) is still known, and `flush` has nothing to do.
-        Writers and `storage` that are still held keep the memory mapped until they are let go. Such a writer ends with
-        a `RuntimeError` when it next has to look at the buffer, which may be a second later. The last process to leave
-        a file waits until everything is on the disk. Explorers on other nodes of a Ray cluster need the process that
-        made the buffer: once it has closed it, none can begin to write from there.
+        Its writers write no more: their calls are a `RuntimeError` as well. They and `storage`, while they are held,
+        keep the memory mapped. The last process to leave a file waits until everything is on the disk. Explorers on
+        other nodes of a Ray cluster need the process that made the buffer: once it has closed it, none can begin to
+        write from there.
 
         Raises:
             ValueError: TD errors from a device are NaN or infinite, as `flush` says; the buffer is closed.

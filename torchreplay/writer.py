@@ -58,6 +58,10 @@ class Writer(_C.Writer):
         if self.closed:
             raise ValueError("the writer is closed: make another with buffer.writer()")
 
+    def _refuse_closed_buffer(self) -> None:
+        """Called by the native core instead of writing to a buffer whose object this process has closed."""
+        raise RuntimeError("the replay buffer is closed, and this writer with it: attach it again to write to it")
+
     def close(self) -> None:
         """Gives up the writer's place; using it again is a `ValueError`. Idempotent."""
         self._close()

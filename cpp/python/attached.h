@@ -25,8 +25,9 @@ struct LongOutput {
 struct Attached {
   std::unique_ptr<SegmentMemory> memory;
   Fields fields;
-  Fields batch;   // the tensors of a batch; those of `fields` when rows are not linked
-  ItemPlan plan;  // how they come about, when rows are linked
+  Fields batch;         // the tensors of a batch; those of `fields` when rows are not linked
+  ItemPlan plan;        // how they come about, when rows are linked
+  bool closed = false;  // by its buffer, while writers keep it; guarded by the interpreter lock
 
   static std::shared_ptr<Attached> make() {
     auto attached = std::make_shared<Attached>();

@@ -19,7 +19,7 @@ inline char* open_column(ArrayView& view, PyObject* o, Element element, int64_t 
 inline PyObject* relay(PyObject* self, PyObject* args) {
   return guarded([&] {
     auto& s = state_of<WriterState>(self);
-    const WriterUse use(s);
+    const WriterUse use(self, s);
     PyObject *block, *before, *keys;
     unsigned long long n, start;
     if (!PyArg_ParseTuple(args, "OKOOK", &block, &n, &before, &keys, &start)) throw PythonError{};

@@ -157,6 +157,7 @@ inline PyObject* close_segment(PyObject* self, PyObject*) {
     s.learner.reset();
     s.ownership.reset();
     const std::shared_ptr<Attached> attached = std::move(s.attached);
+    if (attached) attached->closed = true;
     if (attached && attached.use_count() == 1) {  // its last user may have to wait for a disk
       auto memory = std::move(attached->memory);
       const WithoutGil unlocked;

@@ -100,7 +100,7 @@ inline PyObject* reset(PyObject* self, PyObject* const* args, Py_ssize_t nargs, 
   return guarded([&] {
     check_positional("reset", nargs);
     auto& s = state_of<WriterState>(self);
-    const WriterUse use(s);
+    const WriterUse use(self, s);
     require_linked(s, "reset");
     PyObject* mask[2] = {};
     s.reset_matcher.match(args, names, s.given.data(), mask);
@@ -140,7 +140,7 @@ inline PyObject* step(PyObject* self, PyObject* const* args, Py_ssize_t nargs, P
   return guarded([&] {
     check_positional("step", nargs);
     auto& s = state_of<WriterState>(self);
-    const WriterUse use(s);
+    const WriterUse use(self, s);
     require_linked(s, "step");
     PyObject* options[2] = {};
     s.matcher.match(args, names, s.given.data(), options);
@@ -190,7 +190,7 @@ inline PyObject* extend(PyObject* self, PyObject* const* args, Py_ssize_t nargs,
   return guarded([&] {
     check_positional("extend", nargs);
     auto& s = state_of<WriterState>(self);
-    const WriterUse use(s);
+    const WriterUse use(self, s);
     return s.linked() ? extend_episodes(self, s, args, names) : extend_rows(self, s, args, names);
   });
 }

@@ -83,8 +83,12 @@ struct WriterState {
 // One call's use of a writer: refuses a second one at the same time, and lets go of the arrays at the end.
 class WriterUse {
  public:
-  explicit WriterUse(WriterState& s) : state_(s) {
+  WriterUse(PyObject* self, WriterState& s) : state_(s) {
     if (s.closed) throw std::invalid_argument("the writer is closed: make another with buffer.writer()");
+    if (s.attached->closed) {
+      const Ref raises(checked(PyObject_CallMethod(self, "_refuse_closed_buffer", nullptr)));
+      throw std::runtime_error("the replay buffer is closed");
+    }
     if (s.in_use()) throw std::runtime_error("the writer is in use in another thread: make one writer for each thread");
     if (s.used_in) release();  // by a thread of the parent, at the time of the fork
     s.used_in = fork_generation.load(std::memory_order_relaxed) + 1;
@@ -234,7 +238,7 @@ inline PyObject* append(PyObject* self, PyObject* const* args, Py_ssize_t nargs,
   return guarded([&] {
     check_positional("append", nargs);
     auto& s = state_of<WriterState>(self);
-    const WriterUse use(s);
+    const WriterUse use(self, s);
     if (s.linked())
       throw std::invalid_argument(
           "append() writes a row by itself, but the buffer's view links rows: use reset() and step()");

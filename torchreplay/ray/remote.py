@@ -36,9 +36,17 @@ class RemoteWriter(Writer):
     forked child finds it closed.
     """
 
-    def __init__(self, courier: Courier, config: Config, lanes: int | None, autoreset: Autoreset) -> None:
+    def __init__(
+        self,
+        courier: Courier,
+        config: Config,
+        lanes: int | None,
+        autoreset: Autoreset,
+        buffer_closed: threading.Event | None = None,
+    ) -> None:
         roles_of(config, lanes, autoreset)  # raises before anybody hears of a writer that there will not be
         self._courier = courier
+        self._buffer_closed = buffer_closed or threading.Event()
         self._outbox: Outbox = courier.open(config, lanes or 1)
         self._leave = weakref.finalize(self, courier.leave, self._outbox)
         super().__init__(self._outbox.stage._segment, config, lanes, autoreset)
@@ -46,18 +54,22 @@ class RemoteWriter(Writer):
 
     def append(self, /, *args: Any, **fields: Any) -> None:  # type: ignore[override]
         """Writes one row, as `Writer.append` does."""
+        self._require_open_buffer()
         super().append(*args, **fields)
 
     def extend(self, /, *args: Any, **fields: Any) -> None:  # type: ignore[override]
         """Writes n rows, or episodes, as `Writer.extend` does."""
+        self._require_open_buffer()
         super().extend(*args, **fields)
 
     def reset(self, /, *args: Any, **observation: Any) -> None:
         """Starts an episode, as `Writer.reset` does."""
+        self._require_open_buffer()
         super().reset(*args, **observation)
 
     def step(self, /, *args: Any, **fields: Any) -> None:
         """Writes a step, as `Writer.step` does."""
+        self._require_open_buffer()
         super().step(*args, **fields)
 
     @property
@@ -91,6 +103,10 @@ class RemoteWriter(Writer):
         finally:
             self._leave()
 
+    def _require_open_buffer(self) -> None:
+        if self._buffer_closed.is_set():
+            self._refuse_closed_buffer()
+
     def _wait(self, stalled: bool) -> None:
         self._courier.make_room(self._outbox, self.admitted)
 
@@ -117,7 +133,7 @@ class RemoteBuffer(Configured):
         self._connecting = threading.Lock()
         self._connection: tuple[Config, Courier] | None = None
         self._local = threading.local()
-        self._closed = False
+        self._closed = threading.Event()
 
     # Connecting, at the first use. Not before: while Ray unpickles arguments, answers of actors cannot get through.
 
@@ -136,7 +152,7 @@ class RemoteBuffer(Configured):
             return self._connection
 
     def _require_open(self) -> None:
-        if self._closed:
+        if self._closed.is_set():
             raise RuntimeError("the replay buffer is closed")
 
     def _ask(self, question: str) -> Any:
@@ -162,7 +178,7 @@ class RemoteBuffer(Configured):
             ValueError: As there.
             RuntimeError: This process was forked off one of Ray's, or rows can no longer be sent from it.
         """
-        return RemoteWriter(self._courier, self._config, lanes, autoreset)
+        return RemoteWriter(self._courier, self._config, lanes, autoreset, self._closed)
 
     def extend(self, /, *args: Any, priority: Any = None, **fields: Any) -> None:
         """Writes n rows or episodes, as `ReplayBuffer.extend` does, and returns when they are in the buffer."""
@@ -203,10 +219,11 @@ class RemoteBuffer(Configured):
     def close(self) -> None:
         """Lets this object's writers of `extend` go; using it again is a `RuntimeError`. Idempotent.
 
-        Writers that are still held go on working.
+        Its writers write no more: their calls are a `RuntimeError` as well. What they have written is sent all the
+        same, and their `close` returns when it is there.
         """
         self._local = threading.local()
-        self._closed = True
+        self._closed.set()
 
     def give_up(self) -> None:
         """Has this process's writers wait no longer for the limiter: what it keeps out is dropped, with `Stopped`."""

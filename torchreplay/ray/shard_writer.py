@@ -49,6 +49,12 @@ class ShardWriter(Writer):
         """Returns the union's keys for the shard's own; -1, of a lane that wrote no row, stays."""
         return keys + self._base * (keys >= 0)
 
+    def _refuse_closed_buffer(self) -> None:
+        raise ShardLost(
+            "the ShardedReplay was closed, or the shard of this node is gone, and its rows with it: call writer() "
+            "again for the one that takes its place, and start a new episode"
+        )
+
     def _look_around(self) -> None:
         try:
             super()._look_around()
