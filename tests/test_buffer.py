@@ -437,6 +437,28 @@ def test_a_writer_that_waits_for_room_ends_when_its_buffer_is_closed():
     assert "the replay buffer is closed" in errors[0]
 
 
+def test_gather_leaves_out_what_cannot_be_drawn_or_raises_with_the_count_and_the_first_key():
+    buffer = make()
+    write(buffer, 0, 14)  # keys 0 to 3 are overwritten
+    asked = torch.tensor([9, 13, 3, 9, 0, 12])
+    assert buffer.gather(asked)["key"].tolist() == buffer.gather(asked, "drop")["key"].tolist() == [9, 13, 9, 12]
+    for keys in (asked, asked.numpy(), asked.tolist()):
+        with pytest.raises(tr.MissingItems, match="2 of 6 items cannot be drawn, the first under key 3") as caught:
+            buffer.gather(keys, missing="raise")
+        assert (caught.value.missing, caught.value.asked, caught.value.first) == (2, 6, 3)
+    assert isinstance(caught.value, KeyError)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    for keys, first in (([0], 0), ([13, 14], 14), ([1, 13], 1), ([4, 4, 0], 0)):
+        with pytest.raises(tr.MissingItems, match=f"the first under key {first}:"):
+            buffer.gather(torch.tensor(keys), missing="raise")
+    for keys in ([13, 4, 4], []):
+        assert buffer.gather(keys, missing="raise")["key"].tolist() == keys
+    batch = buffer.sample(5)
+    assert torch.equal(buffer.gather(batch, missing="raise")["key"], batch["key"])
+    with pytest.raises(ValueError, match="missing is 'ignore': expected one of 'drop', 'raise'"):
+        buffer.gather(asked, missing="ignore")
+
+
 def test_an_announcement_of_writers_ends_when_closed_once_or_twice_or_with_its_process():
     buffer = make()
 

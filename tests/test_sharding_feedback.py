@@ -53,7 +53,14 @@ def test_bad_feedback_is_refused_before_anything_is_applied(filled):
             replay.update_priorities(given, torch.tensor(td))
     with pytest.raises(ValueError, match="another buffer"):
         replay.gather(foreign.sample(2))
+    assert replay.gather(batch)["key"].tolist() == replay.gather(batch, missing="raise")["key"].tolist()
     assert replay.gather(batch)["key"].tolist() == batch["key"].tolist()
+    partly = torch.stack([good[1], good[0] + 10_000, good[0], good[1] + 10_000])
+    assert replay.gather(partly)["key"].tolist() == good.flip(0).tolist()
+    with pytest.raises(tr.MissingItems, match=f"2 of 4 items cannot be drawn, the first under key {partly[1]}"):
+        replay.gather(partly, missing="raise")
+    with pytest.raises(ValueError, match="missing is None"):
+        replay.gather(partly, missing=None)
     replay.update_priorities([], torch.empty(0))
     assert replay.gather([]).batch_size == 0
     with pytest.raises(ValueError, match="another buffer"):

@@ -4,7 +4,15 @@ from .batch import ReplayBatch
 from .buffer import ReplayBuffer
 from .checking import CheckReport, check
 from .dataset import ReplayDataset
-from .errors import AttachError, CheckpointError, LearnerLost, ReplayTimeout, Stopped, WouldBlockForever
+from .errors import (
+    AttachError,
+    CheckpointError,
+    LearnerLost,
+    MissingItems,
+    ReplayTimeout,
+    Stopped,
+    WouldBlockForever,
+)
 from .hindsight import Hindsight
 from .laber import LaBER
 from .learners import Learners
@@ -36,6 +44,7 @@ __all__ = [
     "Learners",
     "Linear",
     "MinSize",
+    "MissingItems",
     "MixedDataset",
     "Prioritized",
     "PriorityTree",

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from . import _C
-from .arguments import checked_int, checked_kind
+from .arguments import checked_choice, checked_int, checked_kind
 from .batch import ReplayBatch, keys_of
 from .config import Config
 from .cuda import to_host
 from .deferred import DeferredUpdates, require_one_each
-from .errors import ReplayTimeout, Stopped
+from .errors import MissingItems, ReplayTimeout, Stopped
 from .ledger import Ledger, RemotelyWritten
 from .replay import Finish
 from .samplers import Schedule, value_of
@@ -23,6 +23,20 @@ from .segment import Handle
 from .waiting import NEVER, Wait, Watched
 
 MAX_BATCH = 1 << 24
+
+Missing = Literal["drop", "raise"]
+MISSING: tuple[Missing, ...] = get_args(Missing)
+"""What `gather` does about items that cannot be drawn."""
+
+
+def require_all(keys: Any, batch: ReplayBatch) -> None:
+    """Raises MissingItems unless `batch`, which was gathered, has an item for each of `keys`, in their order."""
+    wanted = np.asarray(keys.cpu() if isinstance(keys, Tensor) else keys, np.int64)
+    found = batch["key"].numpy()
+    if len(found) < len(wanted):
+        same = wanted[: len(found)] == found
+        first = len(found) if same.all() else int(same.argmin())
+        raise MissingItems(len(wanted) - len(found), len(wanted), int(wanted[first]))
 
 
 class Drawing:
@@ -106,24 +120,31 @@ class Drawing:
         """What a wait for rows looks at."""
         return self._segment if self._ledger is None else RemotelyWritten(self._segment, self._ledger)
 
-    def gather(self, keys: Any) -> ReplayBatch:
+    def gather(self, keys: Any, missing: Missing = "drop") -> ReplayBatch:
         """Returns the items anchored at given rows.
 
-        Items that cannot be drawn, because their rows were overwritten or are not complete, are left out. It counts as
-        no draw: the limiter and the streams of draws do not notice. Under `Hindsight` items come as they were lived:
-        nothing is relabelled.
+        It counts as no draw: the limiter and the streams of draws do not notice. Under `Hindsight` items come as they
+        were lived: nothing is relabelled.
 
         Args:
             keys: int64 `[n]`, or a batch of this buffer, whose `key` is taken.
+            missing: What becomes of items that cannot be drawn, because their rows were overwritten or are not
+                complete. `"drop"`: they are left out, and the batch is smaller. `"raise"`: there is no batch.
 
         Returns:
             A batch of the m <= n items there are, in the order of `keys`; `key` says which. `weight` (with the
             sampler's beta) and `probability` are those that a draw would give them.
 
         Raises:
-            ValueError: The keys are not int64 `[n]`, or the batch is of another buffer.
+            ValueError: The keys are not int64 `[n]`, the batch is of another buffer, or `missing` is neither.
+            MissingItems: There are such items, and `missing` is `"raise"`: how many, and the first one's key.
         """
-        return self._gather(keys_of(keys, self._nonce) if isinstance(keys, dict) else keys, None)
+        checked_choice("missing", missing, MISSING)
+        wanted = keys_of(keys, self._nonce) if isinstance(keys, dict) else keys
+        batch = self._gather(wanted, None)
+        if missing == "raise":
+            require_all(wanted, batch)
+        return batch
 
     def _gather(self, keys: Any, step: int | None) -> ReplayBatch:
         """Does what `gather` does; with the `step` of a draw of this process, random choices are those it made."""

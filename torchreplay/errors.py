@@ -25,5 +25,25 @@ class LearnerLost(RuntimeError):
     """Another rank, that learned from the same buffer, died or failed. The text names it and its process."""
 
 
+class MissingItems(KeyError):
+    """Items to be gathered cannot be drawn: their rows were overwritten, or are not complete.
+
+    Attributes:
+        missing: How many.
+        asked: How many keys there were.
+        first: The first key without an item.
+    """
+
+    def __init__(self, missing: int, asked: int, first: int) -> None:
+        super().__init__(missing, asked, first)
+        self.missing, self.asked, self.first = missing, asked, first
+
+    def __str__(self) -> str:
+        return (
+            f"{self.missing:,} of {self.asked:,} items cannot be drawn, the first under key {self.first}: its row was "
+            f"overwritten or never written, or the item is not complete; missing='drop' leaves such items out"
+        )
+
+
 class CheckpointError(ValueError):
     """A saved buffer, or one in a file, is missing, damaged, or of another version."""

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from torchreplay.arguments import checked_int
+from torchreplay.arguments import checked_choice, checked_int
 from torchreplay.batch import ReplayBatch, keys_of
 from torchreplay.cuda import DeviceCopies
-from torchreplay.drawing import MAX_BATCH
+from torchreplay.drawing import MAX_BATCH, MISSING, Missing, require_all
 from torchreplay.ray.draws import Draws
 from torchreplay.ray.feedback import Feedback
 from torchreplay.ray.gathering import Gathering
@@ -69,15 +69,17 @@ class ShardedDrawing(Replay):
         finally:
             wait.end()
 
-    def gather(self, keys: Any) -> ReplayBatch:
+    def gather(self, keys: Any, missing: Missing = "drop") -> ReplayBatch:
         """Returns the items anchored at given rows, of whatever shards.
 
-        Items that cannot be drawn, because their rows were overwritten, lost with their shard, or are not complete, are
-        left out. It counts as no draw: the limiter and the streams of draws do not notice. Under `Hindsight` items come
-        as they were lived: nothing is relabelled. TD errors that this process has fed back before are known to it.
+        It counts as no draw: the limiter and the streams of draws do not notice. Under `Hindsight` items come as they
+        were lived: nothing is relabelled. TD errors that this process has fed back before are known to it.
 
         Args:
             keys: int64 `[n]`, or a batch of this buffer, whose `key` is taken.
+            missing: What becomes of items that cannot be drawn, because their rows were overwritten, lost with their
+                shard, or are not complete. `"drop"`: they are left out, and the batch is smaller. `"raise"`: there is
+                no batch.
 
         Returns:
             A batch of the m <= n items there are, in the order of `keys`; `key` says which. `weight` (with the
@@ -85,12 +87,18 @@ class ShardedDrawing(Replay):
             it is just after its items were found.
 
         Raises:
-            ValueError: The keys are not int64 `[n]`, or the batch is of another buffer.
+            ValueError: The keys are not int64 `[n]`, the batch is of another buffer, or `missing` is neither.
+            MissingItems: There are such items, and `missing` is `"raise"`: how many, and the first one's key.
             Stopped: The process that made the buffer is gone.
         """
+        checked_choice("missing", missing, MISSING)
         self.require_open()
         self._feedback.apply_arrived()
-        return self._gathering.gather(keys_of(keys, self._nonce) if isinstance(keys, dict) else keys)
+        wanted = keys_of(keys, self._nonce) if isinstance(keys, dict) else keys
+        batch = self._gathering.gather(wanted)
+        if missing == "raise":
+            require_all(wanted, batch)
+        return batch
 
     def batches(
         self,
