@@ -43,6 +43,19 @@ class Import {
   ~Import() { give_up(); }
   Import(const Import&) = delete;
 
+  // Rows with keys below `head` are to come as well. Throws RowsRefused when others have written meanwhile.
+  void issue(uint64_t head) {
+    const Locked lock(memory_);
+    const uint64_t before = header_.import_head;
+    if (head <= before) return;
+    uint64_t issued = before;
+    header_.import_head = head;
+    kill_fence();
+    if (header_.head.compare_exchange_strong(issued, head, std::memory_order_acq_rel)) return;
+    header_.import_head = before;
+    throw_taken();
+  }
+
   // Places rows that Snapshot::copy_out() gave. Where two claim one slot the newer stays. Throws std::invalid_argument
   // for a key that has no ticket.
   void place(uint64_t n, const RowColumns& rows) {

@@ -33,8 +33,9 @@ class WeightsMemory {
  public:
   static uint64_t bytes(uint64_t buffer_bytes) { return kPage + 2 * round_up(buffer_bytes, kPage); }
 
-  // Maps `fd`. `fresh`: formats the zero-filled file; otherwise checks it.
-  WeightsMemory(Descriptor fd, uint64_t nonce, uint64_t buffer_bytes, bool fresh)
+  // Maps `fd`. `fresh`: formats the zero-filled file, in which the next publication follows on `version`; otherwise
+  // checks it.
+  WeightsMemory(Descriptor fd, uint64_t nonce, uint64_t buffer_bytes, bool fresh, uint64_t version = 0)
       : fd_(std::move(fd)), buffer_bytes_(buffer_bytes), size_(bytes(buffer_bytes)) {
     if (buffer_bytes > kMaxWeightsBytes || fd_.file_bytes() != size_)
       throw std::runtime_error("the shared weights have another size than their handle says: their owner is gone");
@@ -45,6 +46,8 @@ class WeightsMemory {
       h.version = kFormatVersion;
       h.nonce = nonce;
       h.buffer_bytes = buffer_bytes;
+      h.started.store(version, std::memory_order_relaxed);
+      h.published.store(version, std::memory_order_relaxed);
       h.mutex.init();
       h.magic = kWeightsMagic;
     } else if (h.magic != kWeightsMagic || h.version != kFormatVersion || h.nonce != nonce ||

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from .arguments import checked_int, checked_path
 from .batch import ReplayBatch
 from .checkpoint import Description, load_rows, save, with_rows
 from .config import MAX_CAPACITY, Config
+from .copying import copy_rows
 from .cuda import DeviceCopies
 from .deferred import DeferredUpdates
 from .drawing import Drawing
@@ -201,7 +202,38 @@ class ReplayBuffer(Drawing, Inspection, Replay):
 
     def __reduce__(self) -> tuple[Any, ...]:
         view = self.view.travelling() if isinstance(self.view, Hindsight) else None
-        return type(self).attach, (self.handle(), *(() if view is None else (view,)))
+        return attached, (type(self), self.handle(), *(() if view is None else (view,)))
+
+    # Copies
+
+    def copy(self, capacity: int | None = None) -> Self:
+        """Returns a new buffer in memory with the same rows, keys, priorities and counters, while others go on writing.
+
+        What is done to one is not seen by the other. Sampler, view, limiter and seed are the same. The draws go on
+        where those of this process are: the copy draws what this buffer would draw. Rows are exact, each by itself;
+        those written meanwhile may be in it or not. Writers are not copied, and a copy of a stopped buffer is not
+        stopped. `copy.deepcopy` does the same. `copy.copy` and `pickle` make another object over the same rows.
+
+        Args:
+            capacity: Rows that fit; None: as many as here. Of more rows than fit the newest are copied.
+
+        Raises:
+            ValueError: `capacity` does not fit; or TD errors from a device are NaN or infinite, as `flush` says.
+            MemoryError: The machine or the cgroup has too little memory left.
+            RuntimeError: The buffer is closed, or is being restored.
+        """
+        config = self._config
+        if capacity is not None:
+            config = replace(config, capacity=checked_int("capacity", capacity, 1, MAX_CAPACITY))
+        self.flush()
+        made = type(self).__new__(type(self))
+        with made._made(config, None, self._segment.seed, by_and_by=False):
+            copy_rows(self._segment, made._segment, self._config)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        made = memo[id(self)] = self.copy()
+        return made
 
     # Files
 
@@ -492,15 +524,6 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         self.close()
 
 
-# By way of NumPy, which makes float64 of Python floats.
-_C.init_arrays(
-    torch.Tensor,
-    lambda values: torch.as_tensor(np.asarray(values), device="cpu"),
-    torch.get_num_threads,
-    np.ndarray,
-    _astype,
-)
-_C.init_waits(ReplayTimeout, logger.warning, LOG_EVERY)
 def attached(kind: type[ReplayBuffer], *given: Any) -> ReplayBuffer:
     """Returns `kind.attach(*given)`. Pickles name it: cloudpickle, and so Ray, writes a method out as its code."""
     return kind.attach(*given)
@@ -512,3 +535,12 @@ def _astype(array: Any, dtype: str) -> Any:
         return array.astype(dtype)
 
 
+# By way of NumPy, which makes float64 of Python floats.
+_C.init_arrays(
+    torch.Tensor,
+    lambda values: torch.as_tensor(np.asarray(values), device="cpu"),
+    torch.get_num_threads,
+    np.ndarray,
+    _astype,
+)
+_C.init_waits(ReplayTimeout, logger.warning, LOG_EVERY)

@@ -39,6 +39,8 @@ class Entry:
 class SharedWeights(Transient):
     """The newest weights of a module, in shared memory; pickles like the buffer.
 
+    `copy.deepcopy` makes weights of their own memory: the newest ones, and their version.
+
     On another node of a Ray cluster than the learner's they are fetched through Ray; `pull` is the same.
 
     Modules are looked at through `torch.compile`, `DistributedDataParallel` and `DataParallel`: a learner may wrap its
@@ -57,20 +59,24 @@ class SharedWeights(Transient):
 
     def __init__(self, module: nn.Module) -> None:
         state = module_state(module)
-        self._entries = _entries_of(state)
+        entries = _entries_of(state)
+        self._create(entries, entries[-1].offset + entries[-1].nbytes, 0)
+        self._write(state, 0)
+
+    def _create(self, entries: tuple[Entry, ...], nbytes: int, version: int) -> None:
+        """Makes the memory, whose buffer of that version is to be filled before anybody else has this object."""
         nonce = new_nonce()
-        nbytes = self._entries[-1].offset + self._entries[-1].nbytes
         fd = reserve(_C.weights_bytes(nbytes), "shared weights")
         try:
-            self._native = _C.Weights(fd, True, nonce, nbytes)
+            self._native = _C.Weights(fd, True, nonce, nbytes, version)
         finally:
             os.close(fd)
+        self._entries = entries
         self._nonce = nonce
         self._origin: Handle | None = None  # by which it was attached
         self._nbytes = nbytes
         self._pulled = -1
         self._pulled_into: Callable[[], nn.Module | None] = _nowhere
-        self._write(state, 0)
 
     @classmethod
     def _attach(cls, handle: Handle, entries: tuple[Entry, ...], nbytes: int) -> SharedWeights:
@@ -96,7 +102,18 @@ class SharedWeights(Transient):
 
     def __reduce__(self) -> tuple[Any, ...]:
         handle = lasting_handle(self._native.fd, self._nonce, self._origin)
-        return SharedWeights._attach, (handle, self._entries, self._nbytes)
+        return attached_weights, (handle, self._entries, self._nbytes)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedWeights:
+        while True:
+            version = self._native.version
+            newest = self._native.buffer(version).clone()
+            if self._native.intact(version):
+                break  # otherwise two publications came meanwhile: copy again
+        made = memo[id(self)] = type(self).__new__(type(self))
+        made._create(self._entries, self._nbytes, version)
+        made._native.buffer(version).copy_(newest)
+        return made
 
     @property
     def version(self) -> int:
@@ -195,6 +212,11 @@ class SharedWeights(Transient):
 
     def __repr__(self) -> str:
         return f"SharedWeights(version {self.version}, {len(self._entries)} tensors, {self._nbytes / 2**20:.2f} MiB)"
+
+
+def attached_weights(handle: Handle, entries: tuple[Entry, ...], nbytes: int) -> SharedWeights:
+    """Returns the weights in the memory of others. Pickles name it: see `torchreplay.buffer.attached`."""
+    return SharedWeights._attach(handle, entries, nbytes)
 
 
 def _nowhere() -> nn.Module | None:

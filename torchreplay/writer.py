@@ -134,7 +134,7 @@ class Writer(_C.Writer):
         self.close()
 
     def __reduce__(self) -> str:
-        raise TypeError("a Writer belongs to one process: pass the buffer, and call buffer.writer() there")
+        raise TypeError("a Writer is neither pickled nor copied: pass the buffer, and call buffer.writer() there")
 
     def __repr__(self) -> str:
         return "Writer(closed)" if self.closed else f"Writer({self.rows:,} rows written)"

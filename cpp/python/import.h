@@ -42,6 +42,20 @@ inline int init(PyObject* self, PyObject* args, PyObject*) {
   }));
 }
 
+// issue(head): rows with keys below `head` are to come as well. BufferError when others have written meanwhile.
+inline PyObject* issue(PyObject* self, PyObject* head) {
+  return guarded([&] {
+    Import& import = state_of<ImportState>(self).begun();
+    const uint64_t keys = as_uint(head);
+    if (keys > kMaxKeys) throw std::invalid_argument("the counters are out of range");
+    {
+      WithoutGil unlocked;
+      import.issue(keys);
+    }
+    return Py_NewRef(Py_None);
+  });
+}
+
 // place([*fields, key, leaf, link, step, priority]): rows of export_rows().
 inline PyObject* place(PyObject* self, PyObject* list) {
   return guarded([&] {
@@ -143,7 +157,8 @@ inline PyObject* abandon(PyObject* self, PyObject*) {
   });
 }
 
-inline PyMethodDef methods[] = {{"place", place, METH_O, nullptr},
+inline PyMethodDef methods[] = {{"issue", issue, METH_O, nullptr},
+                                {"place", place, METH_O, nullptr},
                                 {"finish", finish, METH_VARARGS, nullptr},
                                 {"abandon", abandon, METH_NOARGS, nullptr},
                                 {nullptr, nullptr, 0, nullptr}};

@@ -13,14 +13,14 @@ struct WeightsState {
 
 namespace weights {
 
-// Weights(fd, create, nonce, buffer_bytes)
+// Weights(fd, create, nonce, buffer_bytes, version=0): of new ones, which have that version.
 inline int init(PyObject* self, PyObject* args, PyObject*) {
   return as_status(guarded([&] {
     int fd, create;
-    unsigned long long nonce, bytes;
-    if (!PyArg_ParseTuple(args, "ipKK", &fd, &create, &nonce, &bytes)) throw PythonError{};
-    install(self,
-            new WeightsState{std::make_shared<WeightsMemory>(Descriptor::duplicate(fd), nonce, bytes, create != 0)});
+    unsigned long long nonce, bytes, version = 0;
+    if (!PyArg_ParseTuple(args, "ipKK|K", &fd, &create, &nonce, &bytes, &version)) throw PythonError{};
+    install(self, new WeightsState{
+                      std::make_shared<WeightsMemory>(Descriptor::duplicate(fd), nonce, bytes, create != 0, version)});
     return Py_NewRef(Py_None);
   }));
 }

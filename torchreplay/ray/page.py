@@ -78,6 +78,11 @@ class SharedPage(ABC):
             os.close(fd)
         return page
 
-    def __reduce__(self) -> tuple[object, tuple[Handle]]:
+    def __reduce__(self) -> tuple[object, tuple[type[SharedPage], Handle]]:
         handle = self._handle  # of a page that was made before Ray was started: it is of this node all the same
-        return self.attach, (handle if handle.node else replace(handle, node=ray_node()),)
+        return attached_page, (type(self), handle if handle.node else replace(handle, node=ray_node()))
+
+
+def attached_page(kind: type[SharedPage], handle: Handle) -> SharedPage:
+    """Returns `kind.attach(handle)`. Pickles name it: see `torchreplay.buffer.attached`."""
+    return kind.attach(handle)

@@ -8,7 +8,7 @@ import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from torchreplay.buffer import ReplayBuffer
+from torchreplay.buffer import ReplayBuffer, attached
 from torchreplay.config import Config, Configured
 from torchreplay.errors import AttachError, Stopped
 from torchreplay.limiters import Limiter
@@ -240,7 +240,14 @@ class RemoteBuffer(Configured):
         return self._handle
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ReplayBuffer.attach, (self._handle, *(() if self._given_view is None else (self._given_view,)))
+        view = () if self._given_view is None else (self._given_view,)
+        return attached, (ReplayBuffer, self._handle, *view)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise TypeError(
+            f"the rows of this buffer are on node {self._handle.node}: call copy() there, or save it there and load it "
+            f"here; copy.copy() gives another object over the same rows"
+        )
 
     def __enter__(self) -> RemoteBuffer:
         self._require_open()

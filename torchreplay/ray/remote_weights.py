@@ -19,7 +19,7 @@ from torchreplay.module_state import load_copies
 from torchreplay.ray.home import Home
 from torchreplay.ray.session import import_ray
 from torchreplay.segment import Handle
-from torchreplay.weights import Entry, SharedWeights
+from torchreplay.weights import Entry, SharedWeights, attached_weights
 
 logger = logging.getLogger("torchreplay.ray")
 
@@ -120,7 +120,13 @@ class RemoteWeights(SharedWeights):
         weakref.finalize(self, self._news.close)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SharedWeights._attach, (self._handle, self._entries, self._nbytes)
+        return attached_weights, (self._handle, self._entries, self._nbytes)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise TypeError(
+            f"these weights are published on node {self._handle.node}: copy them there, or pull them into a module and "
+            f"make SharedWeights of that"
+        )
 
     @property
     def version(self) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -115,7 +115,13 @@ class ShardedReplay(ShardedInspection, ShardedDrawing):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ShardedReplay._attach, (self._nonce, self._seed, self._config, self._capacity, self._count)
+        return attached_shards, (self._nonce, self._seed, self._config, self._capacity, self._count)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise TypeError(
+            "the shards of a ShardedReplay are not copied in memory: save(directory) it, and "
+            "ShardedReplay.load(directory) makes another; copy.copy() gives another object over the same shards"
+        )
 
     # Writing
 
@@ -306,3 +312,8 @@ class ShardedReplay(ShardedInspection, ShardedDrawing):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def attached_shards(nonce: int, *args: Any) -> ShardedReplay:
+    """Returns the buffer that another process has made. Pickles name it: see `torchreplay.buffer.attached`."""
+    return ShardedReplay._attach(nonce, *args)
