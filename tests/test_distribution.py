@@ -53,7 +53,7 @@ def test_the_distribution_of_prioritized_draws_is_proportional_over_six_decades(
     assert np.array_equal(drawn["index"], drawn["key"])
     probability = leaves / leaves.sum()
     assert_counts_follow(drawn["index"], probability)
-    # Leaves are float32 (2^-24), summed on a grid whose step is 1.9e-9 at this capacity; the smallest leaf is 0.016.
+    # Leaves are float32 (2^-24), summed exactly.
     np.testing.assert_allclose(drawn["probability"], probability[drawn["index"]], rtol=1e-6)
 
 

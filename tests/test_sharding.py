@@ -46,7 +46,7 @@ def test_a_batch_is_drawn_in_proportion_over_both_shards_and_feedback_goes_home(
         for batch in tr.ReplayDataset(replay, 256, steps=60, prefetch=3):
             at = identity(batch).numpy()
             observed += np.bincount(at, minlength=4000)
-            # Feedback that went to any other row would show here; float32 leaves, on a grid of 1.9e-9 and less.
+            # Feedback that went to any other row would show here; leaves are float32.
             np.testing.assert_allclose(batch["probability"].numpy(), p[at], rtol=2e-6)
             weight = (p[p > 0].min() / p[at]) ** BETA
             np.testing.assert_allclose(batch["weight"].numpy(), weight, rtol=5e-6)
