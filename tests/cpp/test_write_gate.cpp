@@ -109,7 +109,7 @@ BOOST_AUTO_TEST_CASE(a_learner_that_keeps_up_stops_nobody) {
   auto m = make_segment(ring_of(64));
   for (int call = 0; call < 1000; call++) {
     take_turn(*m);
-    append_rows(*m, 200);
+    append_rows(*m, static_cast<int>(m->pace().budget()) / 2);
     BOOST_TEST_REQUIRE((try_append(*m) == Append::kDone));
   }
 }
