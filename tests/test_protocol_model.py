@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 MODEL = Path(__file__).parent / "model" / "replay.pml"
+GATE = MODEL.with_name("gate.pml")
 MEMORY_MB = 6000
 DEPTH = 1_000_000
 
@@ -32,6 +33,11 @@ RIGHT = {
     "a learner killed, one that goes on": "CAP=3 ROWS1=3 ENDS1=4 MAXT=3 LKILL=1 K=4 ROUNDS2=1",
     "a learner killed, then the one that repairs": f"{PAIRS} ROWS1=2 MAXT=3 LKILL=1 K=4 K2=5 ROUNDS2=1",
 }
+GATE_RIGHT = {
+    "a learner that dies at any step": "ROWS=2 CALLS=2 STRANGER=0",
+    "anything written to the gate at any moment": "ROWS=2 CALLS=1 STRANGER=1",
+}
+GATE_NAIVE = {"LOOKFIRST": "assertion violated", "NOGIVINGUP": "non-progress cycle"}
 TWO_WRITERS = f"{PAIRS} ROWS1=3 ROWS2=1 MAXT=4"
 RECOVERER_DIES = "LKILL=1 K=4 K2=5 ROUNDS2=1"
 NAIVE = {
@@ -59,18 +65,29 @@ NAIVE = {
 
 
 def defines(configuration):
-    values = dict(define.split("=") for define in f"{DEFAULTS} {configuration}".split())
+    values = dict(define.split("=") for define in configuration.split())
     return [f"-D{name}={value}" for name, value in values.items()]
 
 
 def verify(folder, configuration):
     """The verifier's report on every state that `configuration` can reach, up to the first error."""
+    return run_spin(folder, MODEL, f"{DEFAULTS} {configuration}", ["-DSAFETY", "-DNOFAIR"], [])
+
+
+def verify_gate(folder, configuration):
+    """The same for the gate of writers, up to the first cycle in which no writer gets on."""
+    return run_spin(folder, GATE, configuration, ["-DNP"], ["-l", "-f"])
+
+
+def run_spin(folder, model, configuration, flags, arguments):
     if not shutil.which("spin"):
         pytest.fail("the model of the protocol needs SPIN: `apt-get install spin`, or build it from spinroot.com")
-    subprocess.run(["spin", "-a", *defines(configuration), MODEL], cwd=folder, check=True)
-    options = ["-O1", "-w", "-DSAFETY", "-DNOFAIR", f"-DMEMLIM={MEMORY_MB}", "-DVECTORSZ=2048"]
+    subprocess.run(["spin", "-a", *defines(configuration), model], cwd=folder, check=True)
+    options = ["-O1", "-w", *flags, f"-DMEMLIM={MEMORY_MB}", "-DVECTORSZ=2048"]
     subprocess.run(["gcc", *options, "pan.c", "-o", "pan"], cwd=folder, check=True)
-    report = subprocess.run(["./pan", f"-m{DEPTH}", "-w22"], cwd=folder, capture_output=True, text=True, check=True)
+    report = subprocess.run(
+        ["./pan", *arguments, f"-m{DEPTH}", "-w22"], cwd=folder, capture_output=True, text=True, check=True
+    )
     print(report.stdout)  # noqa: T201  the number of states, with `pytest -rP`
     return report.stdout
 
@@ -79,7 +96,10 @@ def verify(folder, configuration):
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("name", RIGHT)
 def test_protocol_holds_in_every_interleaving(tmp_path, name):
-    report = verify(tmp_path, RIGHT[name])
+    assert_no_error(verify(tmp_path, RIGHT[name]))
+
+
+def assert_no_error(report):
     assert re.search(r"errors: 0\b", report), report
     assert "Search not completed" not in report, report
     assert "too small" not in report, report
@@ -92,3 +112,16 @@ def test_naive_variant_breaks_what_the_rule_is_for(tmp_path, variant):
     configuration, verdict = NAIVE[variant]
     report = verify(tmp_path, f"{configuration} {variant}=1")
     assert f"assertion violated {verdict}" in report, report
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", GATE_RIGHT)
+def test_writers_that_give_way_get_on_in_every_interleaving(tmp_path, name):
+    assert_no_error(verify_gate(tmp_path, GATE_RIGHT[name]))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("variant", GATE_NAIVE)
+def test_naive_gate_lets_writers_sleep(tmp_path, variant):
+    report = verify_gate(tmp_path, f"{GATE_RIGHT['a learner that dies at any step']} {variant}=1")
+    assert GATE_NAIVE[variant] in report, report
