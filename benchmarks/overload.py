@@ -137,9 +137,10 @@ def run(overload: Overload) -> dict[str, float]:
         return _measure(target, overload, written)
     finally:
         finish.value = True
+        deadline = time.perf_counter() + 2
         for child in children:
-            child.join(timeout=5)
-            if child.is_alive():
+            child.join(timeout=max(0.0, deadline - time.perf_counter()))
+            if child.is_alive():  # it waits for the limiter, and nobody draws any more
                 child.kill()
 
 
