@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <mutex>
 #include <new>
@@ -15,6 +16,19 @@
 #include <vector>
 
 namespace torchreplay {
+
+// There is no memory for a batch, or for a tensor. The message says how much was asked for.
+class NoMemory : public std::bad_alloc {
+ public:
+  explicit NoMemory(size_t bytes) {
+    snprintf(text_, sizeof text_, "%.2f MiB of memory were asked for, and cannot be had",
+             static_cast<double>(bytes) / (1 << 20));
+  }
+  const char* what() const noexcept override { return text_; }
+
+ private:
+  char text_[80];
+};
 
 // Hands out 64-byte aligned blocks and keeps freed ones, by size, up to a bound. Where that is reached, those go whose
 // size was not asked for in the longest time: keys of episodes, each of another length, must not be all that is kept.
@@ -54,7 +68,7 @@ class BlockPool {
     }
     const size_t alignment = bytes >= kHuge ? kHuge : 64;
     void* p = std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
-    if (!p) throw std::bad_alloc();
+    if (!p) throw NoMemory(bytes);
     if (bytes >= kHuge) madvise(p, bytes, MADV_HUGEPAGE);  // best effort
     return p;
   }

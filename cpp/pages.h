@@ -4,6 +4,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <string>
 
 #include "descriptor.h"
 
@@ -21,7 +22,9 @@ inline constexpr uint64_t kHugePage = uint64_t{2} << 20;
 inline char* map_shared(const Descriptor& fd, uint64_t bytes, uint64_t offset = 0) {
   const auto map = [&](void* at, int flags) {
     void* p = mmap(at, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | flags, fd.get(), static_cast<off_t>(offset));
-    if (p == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "cannot map a replay segment");
+    if (p == MAP_FAILED)
+      throw std::system_error(errno, std::generic_category(),
+                              "cannot map " + std::to_string(bytes >> 20) + " MiB of a replay segment");
     return static_cast<char*>(p);
   };
   if (bytes < kHugePage) return map(nullptr, 0);

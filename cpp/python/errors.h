@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <system_error>
 
+#include "../blocks.h"
 #include "../format.h"
 #include "../participants.h"
 #include "../snapshot.h"
@@ -22,6 +23,16 @@ struct PythonError {};
 inline PyObject* timeout_type = nullptr;
 inline PyObject* report = nullptr;
 
+// A call of the system has failed: MemoryError or OSError, with its number.
+inline void set_system_error(const std::system_error& e) {
+  if (e.code() == std::errc::not_enough_memory) {
+    PyErr_SetString(PyExc_MemoryError, e.what());
+  } else if (PyObject* parts = Py_BuildValue("(is)", e.code().value(), e.what())) {
+    PyErr_SetObject(PyExc_OSError, parts);
+    Py_DECREF(parts);
+  }
+}
+
 // Runs `body`, turning what it throws into a Python error and nullptr.
 template <class Body>
 PyObject* guarded(Body&& body) {
@@ -32,10 +43,12 @@ PyObject* guarded(Body&& body) {
     if (!PyErr_Occurred()) PyErr_SetString(PyExc_KeyboardInterrupt, "");
   } catch (const std::invalid_argument& e) {
     PyErr_SetString(PyExc_ValueError, e.what());
+  } catch (const NoMemory& e) {
+    PyErr_SetString(PyExc_MemoryError, e.what());
   } catch (const std::bad_alloc&) {
     PyErr_NoMemory();
   } catch (const std::system_error& e) {
-    PyErr_Format(PyExc_OSError, "%s", e.what());
+    set_system_error(e);
   } catch (const LockTimeout& e) {
     PyErr_SetString(timeout_type, e.what());
   } catch (const RowsRefused& e) {

@@ -66,6 +66,8 @@ inline Draw draw(SegmentState& s, int n, double beta, const Patience& patience, 
     if (sampler->pending()) reclaim_dead(*attached->memory);
   } catch (const StoppedMeanwhile&) {
     outcome = Draw::kStopped;
+  } catch (const std::bad_alloc&) {
+    throw NoMemory(pointers.bytes + static_cast<uint64_t>(n) * 16);  // key, weight and probability
   }
   if (outcome == Draw::kDone) s.drawn_from = sampler->drawn_from();
   if (s.attached) s.samplers.push_back(std::move(sampler));

@@ -2,6 +2,7 @@
 #include <boost/test/unit_test.hpp>
 #include <cstring>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "blocks.h"
@@ -23,6 +24,10 @@ void use(BlockPool& pool, const std::vector<size_t>& sizes) {
 }
 
 }  // namespace
+
+BOOST_AUTO_TEST_CASE(an_error_for_want_of_memory_says_how_much_was_asked_for) {
+  BOOST_TEST(NoMemory(3 * kMiB / 2).what() == std::string("1.50 MiB of memory were asked for, and cannot be had"));
+}
 
 BOOST_AUTO_TEST_CASE(a_block_given_back_is_the_next_one_of_its_size) {
   BlockPool pool;
