@@ -174,7 +174,7 @@ class DrawAhead {
       static_cast<DrawAhead*>(self)->run();
       return nullptr;
     };
-    if (const int error = start_thread(thread_, body, this))
+    if (const int error = start_thread(thread_, "replay-ahead", body, this))
       throw std::system_error(error, std::generic_category(), "cannot start a thread that draws ahead");
     running_ = true;
   }

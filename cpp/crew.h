@@ -77,7 +77,7 @@ class Crew {
   bool hire() {
     pthread_t thread;
     const auto body = [](void* self) -> void* { static_cast<Crew*>(self)->wait_and_help(); };
-    const bool hired = start_thread(thread, body, this) == 0;
+    const bool hired = start_thread(thread, "replay-copies", body, this) == 0;
     if (hired) pthread_detach(thread);
     return hired;
   }

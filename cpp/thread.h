@@ -7,13 +7,15 @@
 
 namespace torchreplay {
 
-// pthread_create, for a thread that gets no signals: they are for those that know what to do with them.
-inline int start_thread(pthread_t& thread, void* (*body)(void*), void* self) {
+// pthread_create, for a thread that gets no signals: they are for those that know what to do with them. The system
+// shows its name, of 15 characters at most.
+inline int start_thread(pthread_t& thread, const char* name, void* (*body)(void*), void* self) {
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
   const int error = pthread_create(&thread, nullptr, body, self);
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  if (!error) pthread_setname_np(thread, name);
   return error;
 }
 
