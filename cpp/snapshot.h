@@ -11,7 +11,7 @@ namespace torchreplay {
 
 // n rows, column by column: everything that has to come back.
 struct RowColumns {
-  std::vector<char*> values;  // of each field
+  std::vector<char*> values;  // of each field; nullptr: they are not copied
   int64_t* key = nullptr;
   float* leaf = nullptr;  // 0: could not be drawn
   int64_t* link = nullptr;
@@ -94,7 +94,8 @@ class Snapshot {
     if (!slot_word::is_row(word) || slot_word::key1(word) != key1) return false;
     const auto& fields = memory_.layout().fields;
     for (size_t f = 0; f < fields.size(); f++)
-      copy_value(out.values[f] + n * fields[f].nbytes, memory_.value(fields[f], slot), fields[f].nbytes);
+      if (out.values[f])
+        copy_value(out.values[f] + n * fields[f].nbytes, memory_.value(fields[f], slot), fields[f].nbytes);
     out.key[n] = static_cast<int64_t>(key1) - 1;
     const RowMeta meta = row.meta(linked());
     out.link[n] = static_cast<int64_t>(meta.link);

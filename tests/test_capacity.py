@@ -3,45 +3,18 @@
 import ctypes
 import os
 import re
-import secrets
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 from forked import LIBC, Forked
+from limited_memory import MIB, Machine, cgroup_limited_to
 
 import torchreplay as tr
 from torchreplay import memory
 
-MIB = 1 << 20
 CLONE_NEWNS, CLONE_NEWUSER, MS_REC, MS_PRIVATE = 0x20000, 0x10000000, 0x4000, 0x40000
 SPEC = {"x": tr.Field((MIB,), np.uint8)}
-
-
-class Machine:
-    """A /proc and a /sys of its own, in which a process finds its memory and the limits of its cgroup."""
-
-    def __init__(self, root, monkeypatch):
-        self._root = root
-        monkeypatch.setattr(memory, "Path", lambda path: root / str(path).lstrip("/"))
-        self.in_cgroup("0::/")
-
-    def write(self, path, text):
-        path = self._root / path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{text}\n")
-
-    def memory(self, available):
-        self.write("proc/meminfo", f"MemTotal: 99999999 kB\nMemAvailable: {available // 1024} kB")
-
-    def in_cgroup(self, lines):
-        self.write("proc/self/cgroup", lines)
-
-    def limit(self, directory, limit, used, inactive=0, names=("memory.max", "memory.current")):
-        for name, text in zip(names, (limit, used), strict=True):
-            self.write(f"sys/fs/cgroup/{directory}/{name}", text)
-        self.write(f"sys/fs/cgroup/{directory}/memory.stat", f"anon 1\ninactive_file {inactive}")
 
 
 @pytest.fixture
@@ -96,27 +69,6 @@ def test_memory_that_is_gone_when_it_is_reserved_is_a_memory_error_and_not_a_cra
     with pytest.raises(MemoryError, match=r"replay buffer needs .* of memory: No space left on device"):
         tr.ReplayBuffer(SPEC, 2)
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-@contextmanager
-def cgroup_limited_to(size):
-    """A cgroup of the system's own below this process's, with `size` bytes of memory at most; skips where forbidden."""
-    lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-    in_v1 = [path for _, controllers, path in lines if controllers == "memory"]
-    root, limit = ("memory", "memory.limit_in_bytes") if in_v1 else ("", "memory.max")
-    own = (in_v1 or [path for *_, path in lines])[0]
-    group = Path("/sys/fs/cgroup", root, own.lstrip("/"), f"torchreplay-{secrets.token_hex(4)}")
-    try:
-        group.mkdir()
-    except OSError as error:
-        pytest.skip(f"no cgroup can be made here: {error}")
-    try:
-        if not (group / limit).exists():
-            pytest.skip(f"the cgroups below {own} have no limit of memory")
-        (group / limit).write_text(str(size))
-        yield group
-    finally:
-        group.rmdir()
 
 
 def test_the_kernels_own_limit_of_a_cgroup_is_told_before_its_killer_comes():

@@ -9,15 +9,22 @@ import time
 import numpy as np
 import pytest
 import torch
+from forked import eventually
+from interrupts import threads
 
 import torchreplay as tr
 from torchreplay import _C, checkpoint, memory
+from torchreplay.crew import Crew
 
 PIECE = 2 << 20
 ROWS, ROW_BYTES = 2048, 4096
 SPEC = {name: tr.Field((ROW_BYTES,), np.uint8) for name in ("a", "b")} | {"small": tr.Field((), torch.int64)}
 SIZE, ARRAYS = 14 * PIECE - 4096, [(PIECE - 4096, 3000), (7 * PIECE, ROW_BYTES)]
 """Memory with two arrays of 2048 slots: one that begins and ends within pieces, one that does neither."""
+
+
+def in_a_thread():
+    return threading.get_ident() != threading.main_thread().ident
 
 
 class Taken:
@@ -29,7 +36,7 @@ class Taken:
         take = memory.Reservation._take
 
         def watched(reservation, fd, at):
-            if threading.current_thread().name == memory.THREAD:
+            if in_a_thread():
                 self.before_each()
             take(reservation, fd, at)
             self.pieces.append(at)
@@ -72,10 +79,10 @@ def test_nobody_waits_for_more_than_the_slots_asked_for(taken):
 
 
 def test_what_is_reserved_all_at_once_needs_no_thread(taken):
-    before = threading.active_count()
+    before = threads()
     fd = memory.reserve(SIZE, "test")
     try:
-        assert threading.active_count() == before
+        assert threads() == before
         assert taken.pieces == [*range(0, SIZE, PIECE)]
         assert os.fstat(fd).st_size == SIZE
         assert os.fstat(fd).st_blocks * 512 >= SIZE
@@ -84,10 +91,9 @@ def test_what_is_reserved_all_at_once_needs_no_thread(taken):
 
 
 def test_closing_ends_what_is_not_reserved_yet(taken):
-    descriptors = len(os.listdir("/proc/self/fd"))
+    before = len(os.listdir("/proc/self/fd")), threads()
     memory.begin_reservation(SIZE, "test", ARRAYS, ROWS).close()
-    assert not any(thread.name == memory.THREAD for thread in threading.enumerate())
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    eventually(lambda: (len(os.listdir("/proc/self/fd")), threads()) == before)
     assert not taken.covers(0, SIZE)
 
 
@@ -114,9 +120,8 @@ def test_rows_are_placed_in_reserved_memory_only(taken, saved, monkeypatch, capa
     waiting, wait = threading.Event(), memory.Reservation.wait
 
     def announced_wait(reservation, slots):
-        with reservation._changed:
-            if reservation._left and reservation._left[0][0] < slots:
-                waiting.set()
+        if reservation._left and reservation._left[0][0] < slots:
+            waiting.set()
         wait(reservation, slots)
         waiting.clear()
 
@@ -154,46 +159,46 @@ def test_rows_are_placed_in_reserved_memory_only(taken, saved, monkeypatch, capa
 
 def test_memory_that_gives_out_meanwhile_is_an_error_and_free_at_once(taken, saved, monkeypatch):
     def give_out(*_):
-        if threading.current_thread().name == memory.THREAD:
+        if in_a_thread():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(memory.os, "posix_fallocate", give_out)
     gc.collect()
-    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    before = len(os.listdir("/proc/self/fd")), threads()
     gc.disable()
     try:
         with pytest.raises(MemoryError, match=r"replay buffer needs 16\.35 MiB of memory: No space left") as raised:
             tr.ReplayBuffer.load(saved)
         del raised
-        assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+        eventually(lambda: (len(os.listdir("/proc/self/fd")), threads()) == before)
     finally:
         gc.enable()
 
 
-def test_a_thread_that_cannot_be_started_leaves_nothing(taken, monkeypatch):
-    def refuse(thread):
+def test_where_no_thread_can_be_started_whoever_waits_reserves(taken, monkeypatch):
+    def refuse(*_):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr("torchreplay.crew.start_new_thread", refuse)
     before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(RuntimeError, match="can't start"):
-        memory.begin_reservation(SIZE, "test", ARRAYS, ROWS)
+    with memory.begin_reservation(SIZE, "test", ARRAYS, ROWS) as reservation:
+        reservation.wait(ROWS)
+        assert reservation.complete
+        assert taken.covers(0, SIZE)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_ctrl_c_while_a_reservation_is_closed_leaves_nothing(taken, monkeypatch):
-    join = threading.Thread.join
-
-    def interrupted(thread, timeout=None):
+    def interrupted(crew):
         raise KeyboardInterrupt
 
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(os.listdir("/proc/self/fd")), threads()
     reservation = memory.begin_reservation(SIZE, "test", ARRAYS, ROWS)
-    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    monkeypatch.setattr(Crew, "close", interrupted)
     with pytest.raises(KeyboardInterrupt):
         reservation.close()
-    join(reservation._thread, 30)
-    assert len(os.listdir("/proc/self/fd")) == before
+    del reservation
+    eventually(lambda: (len(os.listdir("/proc/self/fd")), threads()) == before)
     assert not taken.covers(0, SIZE)
 
 

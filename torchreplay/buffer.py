@@ -19,7 +19,7 @@ import torch
 from . import _C
 from .arguments import checked_int, checked_path
 from .batch import ReplayBatch
-from .checkpoint import Description, load_rows, save, with_rows
+from .checkpoint import Description, load_rows, reading_rooms, save, with_rows
 from .config import MAX_CAPACITY, Config
 from .copying import copy_rows
 from .cuda import DeviceCopies
@@ -30,7 +30,7 @@ from .hindsight import Hindsight
 from .inspection import Inspection
 from .ledger import Ledger
 from .limiters import Limiter, from_native
-from .memory import Reservation, begin_reservation
+from .memory import SPARE, Reservation, begin_reservation, page_tables
 from .nodes import is_elsewhere
 from .open_buffers import open_buffers
 from .page_lock import CudaRegistry, PageLock, Registry
@@ -104,6 +104,9 @@ class ReplayBuffer(Drawing, Inspection, Replay):
             path: The file.
             seed: Of the draws.
             by_and_by: Whether large fields may be reserved in what is yielded, before rows are placed there.
+
+        Raises:
+            MemoryError: There is too little memory, or this process may not map as much.
         """
         nonce = new_nonce()
         native = to_native(config.fields)
@@ -112,7 +115,8 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         weighting, limits = config.weighting(), config.limiter.native()
         with nullcontext() if path is None else NewFile(path, size) as new:
             if new is None:
-                reservation = begin_reservation(size, "replay buffer", arrays if by_and_by else (), config.capacity)
+                placed = (arrays, config.capacity, SPARE + page_tables(size)) if by_and_by else ()
+                reservation = begin_reservation(size, "replay buffer", *placed)
             else:
                 reservation = Reservation(new.fd, 0, "replay buffer")
             with reservation:
@@ -380,6 +384,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
 
         Raises:
             CheckpointError: The buffer is being restored, or was meanwhile.
+            MemoryError: There is less than the 16 MiB that a save needs beside the buffer; nothing was written.
             OSError: The disk is full, or the directory cannot be written.
             ValueError: TD errors from a device are NaN or infinite, as `flush` says; nothing is saved.
         """
@@ -411,8 +416,10 @@ class ReplayBuffer(Drawing, Inspection, Replay):
 
         Raises:
             CheckpointError: There is no checkpoint, or it is damaged.
-            MemoryError: The machine or the cgroup has too little memory left.
-            OSError: The file cannot be made, or is there already.
+            MemoryError: The machine or the cgroup has too little memory left, or this process may not map as much. A
+                load needs 20 MiB beside the buffer, or the longest row if that is more.
+            OSError: A file cannot be read, which does not mean that it is damaged; or `path` cannot be made, or is
+                there already.
             ValueError: `capacity`, `view` or `sampler` does not fit, or `view` has not the same functions.
         """
         directory = checked_path("directory", directory)
@@ -423,9 +430,10 @@ class ReplayBuffer(Drawing, Inspection, Replay):
             if capacity is not None:
                 config = replace(config, capacity=checked_int("capacity", capacity, 1, MAX_CAPACITY))
             self = cls.__new__(cls)
+            rooms = reading_rooms(saved, directory)  # first: what is left then is for the buffer
             with self._made(config, path, saved.seed, by_and_by=True) as reservation:
                 wait = None if reservation.complete else reservation.wait
-                load_rows(self._segment, self._config, saved, directory, wait)
+                load_rows(self._segment, self._config, saved, directory, wait, rooms)
             return self
 
         return with_rows(directory, load)
@@ -443,6 +451,8 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         Raises:
             CheckpointError: There is no checkpoint, it is damaged or of another kind, the buffer holds rows already,
                 or somebody else restores it.
+            MemoryError: There is too little memory to read with: see `load`.
+            OSError: A file cannot be read, which does not mean that it is damaged.
         """
         root = checked_path("directory", directory)
         with_rows(root, lambda saved: load_rows(self._segment, self._config, saved, root))

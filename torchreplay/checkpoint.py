@@ -7,12 +7,14 @@ the rows.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,12 +24,13 @@ from . import _C
 from .arguments import checked_int
 from .checkpoint_directory import read_description, replace_checkpoint, with_description
 from .config import Config
-from .crew import Crew
+from .crew import Crew, Outcome
 from .errors import CheckpointError
 from .limiters import from_native
+from .memory import SPARE, page_tables, require_memory_beside, size_text
 from .progress import track
 from .samplers import Prioritized, Sampler
-from .shards import read_shard, room_for, write_shard
+from .shards import BLOCK, header_of, read_shard, require_size, room_for, write_packed, write_shard
 
 T = TypeVar("T")
 
@@ -36,15 +39,22 @@ FORMATS = (3, 4, FORMAT)
 """Those that are read."""
 ROW_COLUMNS = ("/key", "/leaf", "/link", "/step", "/priority")
 """What rows have beside their fields, whose names hold no empty part."""
+ROW_DTYPES = (torch.int64, torch.float32, torch.int64, torch.int32, torch.float32)
+ROW_PLACE = 64
+"""Bytes in which all of them have a place."""
 ROW_COLUMNS_3 = ("row.key", "row.leaf", "row.link", "row.step", "row.priority")
 """Their names in format 3, in which they took the place of fields that have the same."""
 METADATA = "__metadata__"
 """What the safetensors format keeps for itself."""
-SHARD_BYTES = 32 << 20
+SHARD_BYTES = 4 << 20
+"""Bytes of the rows in a file. Files of 32 MB save no faster, and a save has three in memory."""
 WRITES, READS = 2, 3
 """Files written and read at a time: while one waits for the disk, another is copied and its checksum computed."""
-PIECE = 2 << 20
-"""Bytes given to the disk at a time."""
+PIECE = 1 << 20
+"""Bytes of a row too long for that which are given to the disk at a time."""
+READ_BYTES = 32 << 20
+"""Bytes that files which are read at a time may have together, but for a single one: format 4 once had files of so
+many."""
 MAX_COUNT = (1 << 64) - 1
 MAX_STREAM = (1 << 32) - 1
 MAX_GRID = (1 << 63) - 1
@@ -161,11 +171,14 @@ def save(segment: _C.Segment, config: Config, directory: str | os.PathLike[str])
 
     Raises:
         CheckpointError: It is being restored.
+        MemoryError: There is too little memory to save with; nothing was written.
     """
+    packing = _Packing(config)
+    rooms = _rooms(WRITES + 1, packing.room_bytes, "saving the replay buffer", segment.nbytes)
 
     def write(data: Path) -> dict[str, Any]:
         imports = segment.imports
-        written = _write_shards(segment, config, data)
+        written = _write_shards(segment, packing, data, rooms)
         shards = tuple((f"{data.name}/{file}", size, crc) for file, size, crc in written)
         counts, limiter = segment.counts()  # after the rows: every key that was saved is below the head
         stream, step = segment.draws_go_on
@@ -180,31 +193,109 @@ def save(segment: _C.Segment, config: Config, directory: str | os.PathLike[str])
         raise CheckpointError(str(error)) from None
 
 
-def _write_shards(segment: _C.Segment, config: Config, data: Path) -> list[tuple[str, int, int]]:
+def _rooms(count: int, size: int, what: str, mapped: int) -> list[torch.Tensor]:
+    """Returns all the memory that a save, or a load, takes beside a buffer of `mapped` bytes.
+
+    Raises:
+        MemoryError: There is too little.
+    """
+    need = count * size + page_tables(mapped) + SPARE
+    require_memory_beside(need, what)
+    try:
+        return [room_for(size) for _ in range(count)]
+    except MemoryError as error:  # under RLIMIT_AS
+        raise MemoryError(f"{what} needs {size_text(need)} of memory: {error}") from None
+
+
+class _Packing:
+    """How the rows of a buffer lie in files.
+
+    Attributes:
+        columns: Type and shape of a row's values in each tensor.
+        row_bytes: Of a row, in all tensors.
+        slots: Of the rows in a file; 0: a row is too long for one, and is written piece by piece.
+        header_bytes: With which each file begins, so that what follows is aligned.
+        room_bytes: Memory from which a file is written.
+    """
+
+    def __init__(self, config: Config) -> None:
+        fields = [(field.dtype, field.shape) for field in config.fields.values()]
+        kept = [(dtype, ()) for dtype in ROW_DTYPES]
+        self.columns = dict(zip(column_names(config), [*fields, *kept], strict=True))
+        self.row_bytes = sum(dtype.itemsize * math.prod(shape) for dtype, shape in self.columns.values())
+        self.slots = min(config.capacity, SHARD_BYTES // self.row_bytes)
+        self.header_bytes = _whole_blocks(len(self.header(self.slots)))
+        self.room_bytes = self.header_bytes + _whole_blocks(self.slots * self.row_bytes or PIECE)
+        self.starts = range(0, config.capacity, max(1, self.slots))
+
+    def header(self, rows: int, size: int = 0) -> bytes:
+        """Returns what a file of so many rows begins with, of `size` bytes at least."""
+        return header_of({name: (dtype, (rows, *shape)) for name, (dtype, shape) in self.columns.items()}, size)
+
+    def pack(self, segment: _C.Segment, first: int, room: torch.Tensor) -> Callable[[Path], tuple[int, int]] | None:
+        """Copies the rows of a file, from slot `first` on, to `room`; returns what writes it. None: there are none."""
+        if not self.slots:
+            return self._long_row(segment, first, room)
+        end = min(first + self.slots, self.starts.stop)
+        rows = segment.pack_rows(first, end, room[self.header_bytes :].numpy().data, True)
+        if not rows:
+            return None
+        room.numpy().data[: self.header_bytes] = self.header(rows, self.header_bytes)
+        return partial(write_packed, size=self.header_bytes + rows * self.row_bytes, room=room)
+
+    def is_there(self, segment: _C.Segment, slot: int, room: torch.Tensor) -> bool:
+        """Returns whether the long row that was packed from `slot` was still there when it had been written."""
+        key, *_ = self._beside(room[:ROW_PLACE])
+        return bool(segment.pack_rows(slot, slot + 1, room[ROW_PLACE : 2 * ROW_PLACE].numpy().data, False)) and (
+            torch.equal(key, self._beside(room[ROW_PLACE:])[0])
+        )
+
+    def _long_row(self, segment: _C.Segment, slot: int, room: torch.Tensor) -> Callable[[Path], tuple[int, int]] | None:
+        if not segment.pack_rows(slot, slot + 1, room[:ROW_PLACE].numpy().data, False):
+            return None
+        fields = len(self.columns) - len(ROW_COLUMNS)
+        row = [*(segment.column(field)[slot].unsqueeze(0) for field in range(fields)), *self._beside(room)]
+        return partial(write_shard, tensors=dict(zip(self.columns, row, strict=True)), room=room[BLOCK:])
+
+    @staticmethod
+    def _beside(place: torch.Tensor) -> list[torch.Tensor]:
+        """Returns what a row has beside its fields, from where it was packed to."""
+        tensors, at = dict[str, torch.Tensor](), 0
+        for name, dtype in sorted(zip(ROW_COLUMNS, ROW_DTYPES, strict=True), key=lambda column: -column[1].itemsize):
+            tensors[name] = place[at : at + dtype.itemsize].view(dtype)
+            at += dtype.itemsize
+        return [tensors[name] for name in ROW_COLUMNS]
+
+
+def _whole_blocks(size: int) -> int:
+    return -(-size // BLOCK) * BLOCK
+
+
+def _write_shards(
+    segment: _C.Segment, packing: _Packing, data: Path, rooms: list[torch.Tensor]
+) -> list[tuple[str, int, int]]:
     """Copies rows out while those before them are on their way to the disk."""
-    names = column_names(config)
-    row_bytes = 32 + sum(field.nbytes for field in config.fields.values())
-    slots = max(1, min(config.capacity, SHARD_BYTES // row_bytes))
-    starts = range(0, config.capacity, slots)
     shards: list[tuple[str, int, int]] = []
-    pending: deque[tuple[str, torch.Tensor, Future[tuple[int, int]]]] = deque()
-    rooms = [room_for(PIECE) for _ in range(WRITES)]
+    pending: deque[tuple[Path, int, torch.Tensor, Outcome[tuple[int, int]]]] = deque()
+    free = list(rooms)
 
     def finish_first() -> None:
-        file, room, written = pending.popleft()
-        shards.append((file, *written.result()))
-        rooms.append(room)
+        path, first, room, written = pending.popleft()
+        size, checksum = writers.result(written)
+        free.append(room)
+        if packing.slots or packing.is_there(segment, first, room):
+            shards.append((path.name, size, checksum))
+        else:
+            path.unlink()
 
     with Crew(WRITES) as writers:
-        for number, first in enumerate(track(starts, "saving the replay buffer")):
-            columns = segment.export_rows(first, min(first + slots, config.capacity))
-            if not len(columns[0]):
-                continue
-            if not rooms:
+        for number, first in enumerate(track(packing.starts, "saving the replay buffer")):
+            if not free:
                 finish_first()
-            file, tensors, room = f"{number:05}.safetensors", dict(zip(names, columns, strict=True)), rooms.pop()
-            pending.append((file, room, writers.submit(write_shard, data / file, tensors, room)))
-            del columns, tensors  # their memory serves again as soon as it is written
+            write = packing.pack(segment, first, free[-1])
+            if write is not None:
+                path = data / f"{number:05}.safetensors"
+                pending.append((path, first, free.pop(), writers.submit(write, path)))
         while pending:
             finish_first()
     return shards
@@ -216,6 +307,7 @@ def load_rows(
     description: Description,
     directory: str | os.PathLike[str],
     wait_for_memory: Callable[[int], None] | None = None,
+    rooms: Sequence[torch.Tensor] | None = None,
 ) -> None:
     """Places the rows of a checkpoint into a segment that holds none: all of them, or after an error or a death none.
 
@@ -225,21 +317,25 @@ def load_rows(
         description: Of the checkpoint.
         directory: Where it is.
         wait_for_memory: Returns once there is memory for so many of the first slots; None: there is for all.
+        rooms: What `reading_rooms` returned; None: it is asked.
 
     Raises:
+        MemoryError: There is too little memory to read with.
+        OSError: A file cannot be read, which says nothing about what is in it.
         CheckpointError: A file is missing or damaged, the segment is of another kind or holds rows, or somebody else
             restores it.
     """
     saved, root = description.config, Path(directory)
     require_alike(saved, config, root)
     names = description.columns
+    rooms = reading_rooms(description, root, segment.nbytes) if rooms is None else rooms
     leaf_column, key_column = (len(saved.fields) + ROW_COLUMNS.index(name) for name in ("/leaf", "/key"))
     leaves = _leaves_for(config.sampler, saved.sampler, float(description.counts[MAX_RAW]))
     counts = description.counts if leaves is None else (*description.counts[:-GRID], *(0,) * GRID)
     try:
         rows = _C.Import(segment, int(description.counts[0]))
         try:
-            for columns in _read_shards(description.shards, root, names):
+            for columns in _read_shards(description.shards, root, names, rooms):
                 if leaves is not None:
                     columns[leaf_column] = leaves(columns[leaf_column])
                 if wait_for_memory is not None:
@@ -299,29 +395,56 @@ def require_alike(saved: Config, config: Config, directory: str | os.PathLike[st
         )
 
 
+def reading_rooms(description: Description, root: Path, mapped: int = 0) -> list[torch.Tensor]:
+    """Returns the memory that files of rows are read to: all that a load takes beside the buffer.
+
+    Args:
+        description: Of the checkpoint.
+        root: Where it is.
+        mapped: Bytes of the buffer; 0: it is made later, and takes care of itself.
+
+    Raises:
+        MemoryError: There is too little.
+        CheckpointError: The largest file is missing or damaged.
+    """
+    shards = description.shards
+    if not shards:
+        return []
+    name, size, _ = max(shards, key=lambda shard: shard[1])
+    with _damage_named(root / name):
+        require_size(root / name, size)  # which may be anything: it is what the description says
+    size = max(size, 1)
+    count = min(READS + 1, len(shards), max(1, READ_BYTES // size))
+    return _rooms(count, size, "loading the replay buffer", mapped)
+
+
+@contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
+    """Makes a CheckpointError of what says that a file is damaged, and of nothing else."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise RowsGone(f"{path} is damaged: {error!r}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error!r}") from None
+
+
 def _read_shards(
-    shards: tuple[tuple[str, int, int], ...], root: Path, names: list[str]
+    shards: tuple[tuple[str, int, int], ...], root: Path, names: list[str], rooms: Sequence[torch.Tensor]
 ) -> Iterator[list[torch.Tensor]]:
     """Yields the columns of one file while the next are read. They last until the next are asked for."""
-    rooms = [room_for(1)] * (READS + 1)
 
     def read(number: int) -> list[torch.Tensor]:
         name, size, checksum = shards[number]
-        try:
-            if (root / name).stat().st_size == size > len(rooms[number % len(rooms)]):
-                rooms[number % len(rooms)] = room_for(size)
+        with _damage_named(root / name):
             return read_shard(root / name, size, checksum, names, rooms[number % len(rooms)])
-        except (OSError, ValueError) as error:
-            kind = RowsGone if isinstance(error, FileNotFoundError) else CheckpointError
-            raise kind(f"{root / name} is damaged: {error!r}") from None
 
-    with Crew(READS) as readers:
-        ahead = deque(readers.submit(read, number) for number in range(min(READS, len(shards))))
+    with Crew(min(READS, len(rooms))) as readers:
+        ahead = deque[Outcome[list[torch.Tensor]]]()
         for number in track(range(len(shards)), "loading the replay buffer"):
-            columns = ahead.popleft().result()
-            if number + READS < len(shards):
-                ahead.append(readers.submit(read, number + READS))
-            yield columns
+            while number + len(ahead) < min(number + len(rooms), len(shards)):
+                ahead.append(readers.submit(read, number + len(ahead)))
+            yield readers.result(ahead.popleft())
 
 
 def column_names(config: Config) -> list[str]:

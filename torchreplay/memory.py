@@ -5,14 +5,15 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
+from io import FileIO
 from pathlib import Path
+from queue import SimpleQueue
 
 from . import _C
+from .crew import Crew
 
 # Linux's numbers for fcntl: Python 3.11 does not name them all.
 F_ADD_SEALS = 1033
@@ -24,17 +25,24 @@ PATIENCE = 0.25
 """Seconds for a piece of huge pages, on average; 0.01 measured, 0.19 where a machine has to get its memory."""
 DELAY = 1.0
 """Seconds that all may take longer than that together."""
-THREAD = "torchreplay-reservation"
+UNUSED = ("inactive_file",)
+"""The page cache of a cgroup that nobody has used for long."""
+SPARE = 4 << 20
+"""Bytes that a save, or a load, is left beside its own memory: for its threads, Python and the kernel."""
 
 
-def available_memory() -> int:
-    """Returns the bytes that can still be reserved here: free memory, within the cgroup's limit."""
+def available_memory(cache: Sequence[str] = UNUSED) -> int:
+    """Returns the bytes that can still be reserved here: free memory, within the cgroup's limit.
+
+    Args:
+        cache: What of the cgroup's page cache counts as free.
+    """
     meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return min([int(meminfo["MemAvailable"].split()[0]) * 1024, *_cgroup_headroom()])
+    return min([int(meminfo["MemAvailable"].split()[0]) * 1024, *_cgroup_headroom(cache)])
 
 
-def _cgroup_headroom() -> list[int]:
-    """Bytes left under each limit of this process's cgroup and its parents; inactive page cache counts as free."""
+def _cgroup_headroom(cache: Sequence[str]) -> list[int]:
+    """Bytes left under each limit of this process's cgroup and its parents; such page cache counts as free."""
     left = []
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -53,18 +61,30 @@ def _cgroup_headroom() -> list[int]:
                 continue
             if limit != "max":
                 # In version 1 only the total has what groups below hold, as what is used does.
-                inactive = stat.get("total_inactive_file") or stat.get("inactive_file") or "0"
-                left.append(int(limit) - int(used) + int(inactive))
+                free = sum(int(stat.get(f"total_{kind}") or stat.get(kind) or 0) for kind in cache)
+                left.append(int(limit) - int(used) + free)
     return [max(n, 0) for n in left]
 
 
-def require_memory(size: int, what: str) -> None:
-    """Raises a MemoryError with the numbers when `size` bytes cannot be reserved here any more."""
-    free = available_memory()
+def require_memory(size: int, what: str, spare: int = 0) -> None:
+    """Raises a MemoryError with the numbers when `size` bytes, and `spare`, cannot be reserved here any more."""
+    _require(size, what, available_memory() - spare, "choose a smaller capacity or smaller fields")
+
+
+def require_memory_beside(size: int, what: str) -> None:
+    """Raises a MemoryError with the numbers when `size` bytes cannot be had beside a buffer for a while.
+
+    All page cache counts as free. The system gives it away before it ends a process, and a container that reads data
+    sets is full of it.
+    """
+    _require(size, what, available_memory((*UNUSED, "active_file")), "end other processes, or raise the limit")
+
+
+def _require(size: int, what: str, free: int, advice: str) -> None:
     if size > free:
         raise MemoryError(
-            f"{what} needs {size_text(size)} of memory, and {size_text(free)} can still be had here (free memory and "
-            f"cgroup limits): choose a smaller capacity or smaller fields"
+            f"{what} needs {size_text(size)} of memory, and {size_text(max(free, 0))} can still be had here (free "
+            f"memory and cgroup limits): {advice}"
         )
 
 
@@ -96,13 +116,15 @@ def reserve(size: int, what: str) -> int:
     return begin_reservation(size, what).detach()
 
 
-def begin_reservation(size: int, what: str, arrays: Sequence[tuple[int, int]] = (), slots: int = 0) -> Reservation:
+def begin_reservation(
+    size: int, what: str, arrays: Sequence[tuple[int, int]] = (), slots: int = 0, spare: int = 0
+) -> Reservation:
     """Returns new memory as `new_memory` does, reserved but for `arrays`, which a thread reserves: see `Reservation`.
 
     Raises:
-        MemoryError: The machine, or the cgroup, has less left than that. Nothing was touched.
+        MemoryError: The machine, or the cgroup, has less left than that and `spare`. Nothing was touched.
     """
-    require_memory(size, what)
+    require_memory(size, what, spare)
     return Reservation(new_memory(size, what), size, what, arrays, slots)
 
 
@@ -130,17 +152,20 @@ class Reservation:
         self._size, self._what = size, what
         self._delay = 0.0  # by huge pages
         self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
+        self._progress: SimpleQueue[None] = SimpleQueue()
+        self._crew: Crew | None = None
         self._closed = False
         try:
-            self._changed = threading.Condition()
             whole = [(begin, begin + slots * stride, stride) for begin, stride in arrays]
             # Pieces, by the first slot that lies in each; -1 where something else does.
             self._left = deque(sorted((self._first_slot(at, whole), at) for at in range(0, size, PIECE)))
             while self._left and self._left[0][0] < 0:
                 self._take(fd, self._left.popleft()[1])
             if self._left:
-                self._start()
+                # A file of its own: the thread may outlive a close that is interrupted.
+                self._own = FileIO(f"/proc/self/fd/{fd}", "r+")
+                self._crew = Crew(1)
+                self._crew.submit(self._take_rest, self._own)
         except BaseException:
             self.close()
             raise
@@ -156,10 +181,10 @@ class Reservation:
         Raises:
             MemoryError: They cannot be.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._error or not self._left or self._left[0][0] >= slots)
-            if self._error:
-                raise self._error
+        while self._crew and not self._error and self._left and self._left[0][0] < slots:
+            self._crew.get(self._progress)
+        if self._error:
+            raise self._error
 
     def detach(self) -> int:
         """Returns the descriptor, which is the caller's to close; what is not reserved by then never is."""
@@ -171,9 +196,9 @@ class Reservation:
         """Gives the descriptor back; what is not reserved by then never is."""
         self._closed = True
         try:
-            if self._thread is not None:
-                with suppress(RuntimeError):  # it could not be started
-                    self._thread.join()
+            if self._crew is not None:
+                self._crew.close()
+                self._own.close()
         finally:
             self._error = None  # whose traceback holds whoever waited, and the memory with him
             fd, self.fd = self.fd, -1
@@ -186,32 +211,20 @@ class Reservation:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self) -> None:
-        own = os.dup(self.fd)  # the thread may outlive a close that is interrupted
-        try:
-            self._thread = threading.Thread(target=self._take_rest, args=(own,), name=THREAD, daemon=True)
-            self._thread.start()
-        except RuntimeError:
-            os.close(own)
-            raise
-
     def _first_slot(self, at: int, arrays: Sequence[tuple[int, int, int]]) -> int:
         end = min(at + PIECE, self._size)
         return next(((at - begin) // stride for begin, over, stride in arrays if begin <= at and end <= over), -1)
 
-    def _take_rest(self, fd: int) -> None:
+    def _take_rest(self, own: FileIO) -> None:
         try:
-            while self._left and not self._closed:
-                self._take(fd, self._left[0][1])
-                with self._changed:
+            with own:
+                while self._left and not self._closed:
+                    self._take(own.fileno(), self._left[0][1])
                     self._left.popleft()
-                    self._changed.notify_all()
+                    self._progress.put(None)
         except BaseException as error:
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
-        finally:
-            os.close(fd)
+            self._error = error
+            self._progress.put(None)
 
     def _take(self, fd: int, at: int) -> None:
         size = min(PIECE, self._size - at)
@@ -230,6 +243,15 @@ class Reservation:
                     f"{self._what} needs {size_text(self._size)} of memory: {error.strerror} when reserving it"
                 ) from None
             raise
+
+
+def page_tables(size: int) -> int:
+    """Returns the bytes that the kernel takes at most when this process touches all of `size` bytes that it maps.
+
+    Those are 8 for a page of 4 KB, less what it has taken by now. Of huge pages it takes next to nothing.
+    """
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return max(0, size // 512 - int(status["VmPTE"].split()[0]) * 1024)
 
 
 def size_text(n: int) -> str:

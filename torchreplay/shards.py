@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import math
 import mmap
 import os
 import stat
@@ -73,8 +74,51 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def room_for(size: int) -> torch.Tensor:
-    """Returns uint8 `[size]` to write from past the page cache, or to read to: memory that begins with a page."""
-    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+    """Returns uint8 `[size]` to write from past the page cache, or to read to: memory that begins with a page.
+
+    Raises:
+        MemoryError: There is too little memory.
+    """
+    try:
+        # All pages at once: too little memory is an error before anything is written.
+        memory = mmap.mmap(-1, size, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        raise MemoryError(f"{size:,} bytes of memory were asked for, and cannot be had") from None
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def header_of(columns: Mapping[str, tuple[torch.dtype, Sequence[int]]], size: int = 0) -> bytes:
+    """Returns what a file begins with; the tensors follow, those of the widest elements first.
+
+    Args:
+        columns: Type and shape of each tensor.
+        size: Bytes that it shall have at least.
+    """
+    # The widest first: every value is then aligned.
+    names = sorted(columns, key=lambda name: -columns[name][0].itemsize)
+    header, end = {}, 0
+    for name in names:
+        dtype, shape = columns[name]
+        begin, end = end, end + dtype.itemsize * math.prod(shape)
+        header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    length = max(len(text), size - 8)
+    length += -length % 8
+    return struct.pack("<Q", length) + text.ljust(length)
+
+
+def write_packed(path: Path, size: int, room: torch.Tensor) -> tuple[int, int]:
+    """Writes the first `size` bytes of `room` to the new file `path`, and waits until they are on the disk.
+
+    Returns:
+        Size and checksum of the file.
+    """
+    with naming(path), open(created(path), "wb", buffering=0) as file:
+        writer = _DirectWriter(file.fileno(), room.numpy().data)
+        writer.take(size)
+        return writer.finish()
 
 
 def write_shard(path: Path, tensors: Mapping[str, torch.Tensor], room: torch.Tensor) -> tuple[int, int]:
@@ -88,19 +132,11 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor], room: torch.Ten
     Returns:
         Size and checksum of the file.
     """
-    # The widest first: every value is then aligned.
-    names = sorted(tensors, key=lambda name: -tensors[name].element_size())
-    header, end = {}, 0
-    for name in names:
-        tensor = tensors[name]
-        begin, end = end, end + tensor.nbytes
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    head = memoryview(struct.pack("<Q", len(text)) + text)
+    columns = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    in_order = sorted(tensors.values(), key=lambda tensor: -tensor.element_size())
     with naming(path), open(created(path), "wb", buffering=0) as file:
         writer = _DirectWriter(file.fileno(), room.numpy().data)
-        for values in (head, *(_bytes_of(tensors[name]) for name in names)):
+        for values in (memoryview(header_of(columns)), *map(_bytes_of, in_order)):
             writer.write(values)
         return writer.finish()
 
@@ -128,11 +164,15 @@ class _DirectWriter:
             if self._held == len(self._room):
                 self._put(self._held)
 
+    def take(self, size: int) -> None:
+        """Has so many bytes written that lie in the room already."""
+        for at in range(0, size, PIECE):
+            self._checksum = _C.checksum(self._room[at : min(at + PIECE, size)], self._checksum)
+        self._held, self._size = size, size
+
     def finish(self) -> tuple[int, int]:
         """Waits until all is on the disk; returns size and checksum of the file."""
-        if self._held:
-            _set_direct(self._fd, False)
-            self._put(self._held)
+        self._put(self._held)
         os.fsync(self._fd)
         return self._size, self._checksum
 
@@ -146,8 +186,11 @@ class _DirectWriter:
     def _put(self, size: int) -> None:
         at = 0
         while at < size:
+            whole = (size - at) // BLOCK * BLOCK
+            if not whole:
+                _set_direct(self._fd, False)
             try:
-                at += os.write(self._fd, self._room[at:size])
+                at += os.write(self._fd, self._room[at : at + (whole or size - at)])
             except OSError as error:
                 if error.errno != errno.EINVAL or not _set_direct(self._fd, False):
                     raise
@@ -179,6 +222,12 @@ def _is_cached(fd: int) -> bool:
         return False
 
 
+def require_size(file: Path | int, size: int) -> None:
+    """Raises ValueError unless a file, by its path or its descriptor, is so many bytes long."""
+    if (found := os.stat(file).st_size) != size:
+        raise ValueError(f"it has {found:,} of {size:,} bytes")
+
+
 def read_shard(path: Path, size: int, checksum: int, names: Sequence[str], room: torch.Tensor) -> list[torch.Tensor]:
     """Returns the tensors called `names` of a file that `write_shard` wrote, over the memory of `room`.
 
@@ -193,9 +242,8 @@ def read_shard(path: Path, size: int, checksum: int, names: Sequence[str], room:
         ValueError: The file is not what was written.
         OSError: It cannot be read.
     """
-    with open(opened(path), "rb", buffering=0) as file:
-        if (found := os.fstat(file.fileno()).st_size) != size:
-            raise ValueError(f"it has {found:,} of {size:,} bytes")
+    with naming(path), open(opened(path), "rb", buffering=0) as file:
+        require_size(file.fileno(), size)
         values, at, found = room.numpy().data, 0, 0
         # The system reads ahead; the page cache would otherwise want as much memory as the rows, which takes longer to
         # get than the copy from there. Past it, reads are slower: they wait for each other.

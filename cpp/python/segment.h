@@ -191,6 +191,7 @@ inline PyMethodDef methods[] = {
     {"stats", stats, METH_NOARGS, nullptr},
     {"column", column, METH_O, nullptr},
     {"export_rows", export_rows, METH_VARARGS, nullptr},
+    {"pack_rows", pack_rows, METH_VARARGS, nullptr},
     {"counts", counts, METH_NOARGS, nullptr},
     {"admit", admit, METH_O, nullptr},
     {"run_length", run_length, METH_VARARGS, nullptr},

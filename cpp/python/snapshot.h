@@ -1,6 +1,9 @@
 // Rows out of a segment, as tensors: for checkpoints.
 #pragma once
 
+#include <algorithm>
+#include <cstring>
+#include <functional>
 #include <tuple>
 
 #include "../snapshot.h"
@@ -60,6 +63,91 @@ inline PyObject* export_rows(PyObject* self, PyObject* args) {
       if (PyList_Append(list.get(), tensor.get())) throw PythonError{};
     }
     return list.release();
+  });
+}
+
+// Memory that a caller lends for a call.
+struct Lent {
+  Py_buffer view{};
+  Lent() = default;
+  Lent(const Lent&) = delete;
+  ~Lent() { PyBuffer_Release(&view); }
+};
+
+// Places for `n` rows in `room`, column after column, those of the widest elements first, so that all are aligned.
+class PackedColumns {
+ public:
+  // Throws std::invalid_argument for a room that is too small.
+  PackedColumns(const std::vector<FieldSpec>& specs, uint64_t n, bool values, const Py_buffer& room) : places_(n) {
+    const auto width = [](Element e) { return static_cast<size_t>(item_size(e)); };
+    if (values)
+      for (const FieldSpec& f : specs) columns_.push_back({width(f.element), f.nbytes});
+    for (const Element e : kRowElements) columns_.push_back({width(e), width(e)});
+    for (Column& column : columns_) order_.push_back(&column);
+    std::ranges::stable_sort(order_, std::greater{}, &Column::width);
+    auto* at = static_cast<char*>(room.buf);
+    uint64_t left = static_cast<uint64_t>(room.len);
+    for (Column* column : order_) {
+      column->data = at;
+      if (reinterpret_cast<uintptr_t>(at) % column->width || column->bytes > left / n)
+        throw std::invalid_argument("the room for rows is too small, or not aligned");
+      at += column->bytes * n;
+      left -= column->bytes * n;
+    }
+    rows_.values.resize(specs.size());
+    for (size_t f = 0; values && f < specs.size(); f++) rows_.values[f] = columns_[f].data;
+    const Column* beside = &columns_[columns_.size() - kRowColumns];
+    rows_.key = reinterpret_cast<int64_t*>(beside[0].data);
+    rows_.leaf = reinterpret_cast<float*>(beside[1].data);
+    rows_.link = reinterpret_cast<int64_t*>(beside[2].data);
+    rows_.step = reinterpret_cast<int32_t*>(beside[3].data);
+    rows_.priority = reinterpret_cast<float*>(beside[4].data);
+  }
+
+  const RowColumns& rows() const { return rows_; }
+
+  // Of as many rows as were expected there are only `n`.
+  void close_gaps(uint64_t n) const {
+    char* at = order_.front()->data;
+    for (const Column* column : order_) {
+      if (n < places_) std::memmove(at, column->data, column->bytes * n);
+      at += column->bytes * n;
+    }
+  }
+
+ private:
+  struct Column {
+    size_t width, bytes;  // of an element; of a row
+    char* data = nullptr;
+  };
+
+  uint64_t places_;
+  std::vector<Column> columns_;  // in the order of export_rows()
+  std::vector<Column*> order_;   // as they lie
+  RowColumns rows_;
+};
+
+// pack_rows(from, to, room, values) -> n: copies the n rows in those slots to `room`, as PackedColumns places them,
+// without gaps. Without `values` only what rows have beside their fields. BufferError while it is being restored.
+inline PyObject* pack_rows(PyObject* self, PyObject* args) {
+  return guarded([&] {
+    auto& s = state_of<SegmentState>(self);
+    const std::shared_ptr<Attached> attached = s.attached;
+    SegmentMemory& m = s.memory();
+    attached->settle();
+    unsigned long long from, to;
+    Lent room;
+    int values;
+    if (!PyArg_ParseTuple(args, "KKw*p", &from, &to, &room.view, &values)) throw PythonError{};
+    if (from >= to || to > m.capacity()) throw std::invalid_argument("bad range of slots");
+    const PackedColumns columns(attached->fields.specs, to - from, values, room.view);
+    uint64_t n;
+    {
+      WithoutGil unlocked;
+      n = Snapshot(m).copy_out(from, to, columns.rows());
+      columns.close_gaps(n);
+    }
+    return checked(PyLong_FromUnsignedLongLong(n));
   });
 }
 
