@@ -145,9 +145,9 @@ def read_description(root: Path, parse: Callable[[dict[str, Any]], T], what: str
         if zlib.crc32(body.encode()) != outer["crc32"]:
             raise ValueError("its checksum does not match")
         return parse(json.loads(body))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"there is no replay checkpoint in {root}: {NAME} is missing") from None
-    except (*DAMAGED, OSError) as error:
+    except DAMAGED as error:
         raise CheckpointError(f"{path} is no intact {what}: {error!r}") from None
 
 
@@ -177,7 +177,7 @@ def with_description(
 
 def read_file(path: Path, most: int) -> bytes:
     """Returns what is in a file no longer than `most`."""
-    with open(opened(path), "rb") as file:
+    with naming(path), open(opened(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
             raise ValueError(f"it has {size:,} bytes, more than {most:,}")

@@ -92,9 +92,10 @@ class NewFile:
             self.discard()
             if not isinstance(error, OSError):
                 raise
-            raise OSError(
-                error.errno, f"cannot hold a replay buffer of {size_text(size)}: {error.strerror}", str(path)
-            ) from None
+            why = f"cannot hold a replay buffer of {size_text(size)}: {error.strerror}"
+            if error.errno == errno.ENOMEM:
+                raise MemoryError(f"{path} {why}") from None
+            raise OSError(error.errno, why, str(path)) from None
 
     def finish(self) -> None:
         """Gives it its name, or removes it.
