@@ -5,6 +5,10 @@ Lightning's two names, and what waits for the lock say."""
 import gc
 import logging
 import os
+import sys
+import threading
+import time
+import traceback
 from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker
@@ -32,6 +36,10 @@ __all__ = [
     "pytest_testnodedown",
     "tally",
 ]
+
+OURS = {str(path) for path in Path(tr.__file__).parent.rglob("*.py")}
+THREADS_END = 5.0
+"""Seconds within which threads are gone that have been told to end."""
 
 # Several processes share few cores: a thread pool in each of them measures the scheduler, not the code.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -129,7 +137,7 @@ def told() -> Iterator[list[str]]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_over(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails a test that leaves files in /dev/shm, child processes, or descriptors of ours behind.
+    """Fails a test that leaves files in /dev/shm, child processes, or threads or descriptors of ours behind.
 
     What fixtures of a module or of the session have made is there before, and may stay.
     """
@@ -139,12 +147,14 @@ def nothing_is_left_over(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     request.node.funcargs = {}  # pytest keeps what fixtures have returned for longer
     gc.collect()
-    left = _belongings() - before
+    deadline = time.monotonic() + THREADS_END
+    while (left := _belongings() - before) and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert not left, f"the test left behind: {', '.join(sorted(left))}"
 
 
 def _belongings() -> set[str]:
-    return _files_in_dev_shm() | _children() | _descriptors()
+    return _files_in_dev_shm() | _children() | _threads() | _descriptors()
 
 
 def _files_in_dev_shm() -> set[str]:
@@ -169,6 +179,20 @@ def _children() -> set[str]:
         with suppress(FileNotFoundError):  # a thread that has ended meanwhile
             children.update((task / "children").read_text().split())
     return {f"process {pid}" for pid in children - kept}
+
+
+def _threads() -> set[str]:
+    """Threads that execute code of the package, and native ones that draw; those of a buffer's copies wait for ever."""
+    found = set()
+    for ident, frame in sys._current_frames().items():
+        if ident != threading.main_thread().ident:
+            codes = [frame.f_code for frame, _ in traceback.walk_stack(frame) if frame.f_code.co_filename in OURS]
+            found.update(f"thread {ident} in {code.co_qualname}" for code in codes[-1:])
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has ended meanwhile
+            if (task / "comm").read_text() == "replay-ahead\n":
+                found.add(f"thread {task.name} that draws ahead")
+    return found
 
 
 def _descriptors() -> set[str]:
