@@ -15,7 +15,7 @@ from benchmarks.line import OURS
 from benchmarks.peers.torchreplay import row_spec
 from benchmarks.workload import SMALL
 from torchreplay.ray import ExplorerPool
-from torchreplay.ray.hosting import BackendName
+from torchreplay.ray.workers.resources import BackendName
 
 EXPLORERS = 2
 PLAIN = "plain processes"

@@ -19,7 +19,7 @@ import torchreplay as tr
 from benchmarks.line import OURS
 from benchmarks.peers.torchreplay import row_spec
 from benchmarks.workload import ATARI, SMALL, Workload
-from torchreplay.ray.outbox import CHUNK_BYTES, IN_FLIGHT
+from torchreplay.ray.remote.send_buffer import CHUNK_BYTES, IN_FLIGHT
 
 STORE = "object store"
 POOL = 64

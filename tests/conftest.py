@@ -27,7 +27,8 @@ from tally import (
 )
 
 import torchreplay as tr
-from torchreplay import _C, waiting
+from torchreplay import _C
+from torchreplay.segment import waits
 
 __all__ = [
     "pytest_runtest_makereport",
@@ -117,7 +118,7 @@ def lightning(request: pytest.FixtureRequest) -> ModuleType:
 @pytest.fixture
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the rows of a checkpoint many files."""
-    monkeypatch.setattr("torchreplay.checkpoint.SHARD_BYTES", 4096)
+    monkeypatch.setattr("torchreplay.checkpoint.buffer_checkpoint.SHARD_BYTES", 4096)
 
 
 @pytest.fixture
@@ -132,7 +133,7 @@ def told() -> Iterator[list[str]]:
     texts: list[str] = []
     _C.init_waits(tr.ReplayTimeout, texts.append, 0.08)
     yield texts
-    _C.init_waits(tr.ReplayTimeout, waiting.logger.warning, waiting.LOG_EVERY)
+    _C.init_waits(tr.ReplayTimeout, waits.logger.warning, waits.LOG_EVERY)
 
 
 @pytest.fixture(autouse=True)

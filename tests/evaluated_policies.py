@@ -7,8 +7,8 @@ import torch
 from forked import eventually
 from safetensors.torch import load_file
 
-from torchreplay.ray.board import Board
-from torchreplay.ray.worker import Launch
+from torchreplay.ray.workers.worker_process import Launch
+from torchreplay.ray.workers.worker_table import Board
 
 SPREAD = [-2.0, 0.0, 1.0]  # of three episodes' returns around the policy's number
 

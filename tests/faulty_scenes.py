@@ -15,7 +15,7 @@ from faulty_lives import BATCH, DIED, INDICES, Fault, await_stop, faulty, live, 
 from forked import Forked, eventually, shared_counters
 
 import torchreplay as tr
-from torchreplay import checkpoint
+from torchreplay.checkpoint import buffer_checkpoint
 
 
 class Scene:
@@ -272,13 +272,13 @@ class RestoreInVain(Restore):
             return process.wait()
 
     def restore_in_vain(self):
-        read_shards = checkpoint._read_shards
+        read_shards = buffer_checkpoint._read_shards
 
         def reading(*args):
             yield from read_shards(*args)
             raise tr.CheckpointError("the last file is damaged")
 
-        checkpoint._read_shards = reading
+        buffer_checkpoint._read_shards = reading
         with pytest.raises(tr.CheckpointError, match="the last file"):
             self.buffer.restore(self.directory.name)
 

@@ -3,9 +3,9 @@
 import torch
 
 import torchreplay as tr
-from torchreplay import drawing
-from torchreplay.routes import Choice
-from torchreplay.staging import Staging, copied_by_host
+from torchreplay.buffer import sampling
+from torchreplay.cuda.routes import Choice
+from torchreplay.cuda.staging import Staging, copied_by_host
 
 POISON = 0xAB
 
@@ -144,7 +144,7 @@ class OnDevice(torch.Tensor):
         return super().detach().as_subclass(OnDevice)
 
 
-def send_late(monkeypatch, module=drawing):
+def send_late(monkeypatch, module=sampling):
     """Has TD errors on a device arrive late; returns the list of them, in the order in which they were sent.
 
     Args:

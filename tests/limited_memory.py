@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torchreplay import memory, segment_file
+from torchreplay.segment import reservation, segment_file
 
 MIB = 1 << 20
 
@@ -17,7 +17,7 @@ class Machine:
 
     def __init__(self, root, monkeypatch):
         self._root = root
-        monkeypatch.setattr(memory, "Path", lambda path: root / str(path).lstrip("/"))
+        monkeypatch.setattr(reservation, "Path", lambda path: root / str(path).lstrip("/"))
         self.in_cgroup("0::/")
         self.write("proc/self/status", "VmPTE: 0 kB")
 

@@ -254,7 +254,7 @@ class LinkedBufferAgainstModel(RuleBasedStateMachine):
         assert_same_values(flat(batch), stacked([items[key] for key in keys]))
 
     def _refused_draw(self):
-        with pytest.raises(RuntimeError) as refusal, patch("torchreplay.waiting.IN_VAIN", 0.0):
+        with pytest.raises(RuntimeError) as refusal, patch("torchreplay.segment.waits.IN_VAIN", 0.0):
             self.buffer.sample(1)
         if refusal.type is not tr.WouldBlockForever:
             assert "the ring turned without completing an item" in str(refusal.value)

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import numpy as np
 
 import torchreplay as tr
-from torchreplay.config import Config
-from torchreplay.ray.blocks import Layout
-from torchreplay.ray.figures import Drew, Order
-from torchreplay.ray.nearby import Nearby
-from torchreplay.ray.rounds import Round
-from torchreplay.ray.shard import Shard
+from torchreplay.ray.sharded.batch_block import Layout
+from torchreplay.ray.sharded.local_shard import Nearby
+from torchreplay.ray.sharded.messages import Drew, Order
+from torchreplay.ray.sharded.sample_request import Round
+from torchreplay.ray.sharded.shard_actor import Shard
+from torchreplay.schema.config import Config
 
 SPEC = {"home": tr.Field((), "int64"), "index": tr.Field((), "int64")}
 

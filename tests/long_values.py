@@ -9,9 +9,9 @@ from numbered_items import VIEWS as ALL_VIEWS
 from numbered_items import NumberedRows
 
 import torchreplay as tr
-from torchreplay.long_rows import LongRows
-from torchreplay.routes import Choice, Route
-from torchreplay.staging import Staging
+from torchreplay.cuda.long_rows import LongRows
+from torchreplay.cuda.routes import Choice, Route
+from torchreplay.cuda.staging import Staging
 
 VIEWS = {"rows": NumberedRows()} | {name: view for name, view in ALL_VIEWS.items() if name != "hindsight"}
 

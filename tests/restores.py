@@ -9,7 +9,7 @@ from forked import Forked
 from saved_rows import assert_rows_are_those_of_their_keys, filled, rows
 
 import torchreplay as tr
-from torchreplay import checkpoint
+from torchreplay.checkpoint import buffer_checkpoint
 
 
 def save(directory):
@@ -52,7 +52,7 @@ def one(number):
 
 def restore_beside(monkeypatch, number, event):
     """A restore calls `event` when it has placed `number` files of rows; -1: all of them."""
-    read_shards = checkpoint._read_shards
+    read_shards = buffer_checkpoint._read_shards
 
     def reading(*args):
         for place, columns in enumerate(read_shards(*args)):
@@ -62,7 +62,7 @@ def restore_beside(monkeypatch, number, event):
         if number < 0:
             event()
 
-    monkeypatch.setattr(checkpoint, "_read_shards", reading)
+    monkeypatch.setattr(buffer_checkpoint, "_read_shards", reading)
 
 
 def kill_oneself():

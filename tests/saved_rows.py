@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 import torchreplay as tr
-from torchreplay.shards import BLOCK, room_for, write_shard
+from torchreplay.checkpoint.safetensors_io import BLOCK, room_for, write_shard
 
 SPEC = {"x": {"a": tr.Field((3,), torch.int64), "b": tr.Field((), torch.bfloat16)}, "reward": tr.Field()}
 

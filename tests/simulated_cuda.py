@@ -1,7 +1,7 @@
 """CUDA's rules without CUDA: streams are queues, and which of them goes on next is a matter of chance.
 
-It takes the place of the name `torch` in `torchreplay.cuda`. Tensors lie in ordinary memory, and hold rubbish until the
-device has come to the work that fills them; the host waits for nothing unless it says so.
+It takes the place of the name `torch` in `torchreplay.cuda.copies`. Tensors lie in ordinary memory, and hold rubbish
+until the device has come to the work that fills them; the host waits for nothing unless it says so.
 """
 
 import contextlib
@@ -89,7 +89,7 @@ class SimulatedTensor(torch.Tensor):
 
 
 class SimulatedCuda:
-    """A device, and what `torchreplay.cuda` needs of the module `torch`."""
+    """A device, and what `torchreplay.cuda.copies` needs of the module `torch`."""
 
     uint8, bool, contiguous_format = torch.uint8, torch.bool, torch.contiguous_format
 

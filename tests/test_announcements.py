@@ -10,11 +10,12 @@ import torch
 from forked import eventually
 
 import torchreplay as tr
-from torchreplay.config import Config
-from torchreplay.ray import ShardedReplay, node_shard
-from torchreplay.ray import directory as directory_module
-from torchreplay.ray.directory import BELIEF, Directory
-from torchreplay.ray.node_shard import Expectation
+from torchreplay.ray import ShardedReplay
+from torchreplay.ray.sharded import coordinator as directory_module
+from torchreplay.ray.sharded import local_writing
+from torchreplay.ray.sharded.coordinator import BELIEF, Directory
+from torchreplay.ray.sharded.local_writing import Expectation
+from torchreplay.schema.config import Config
 
 STARTUP = 150.0  # seconds: processes that import torch on a machine that is busy with other things
 SHARED = {name: tr.Field((), torch.int64) for name in ("explorer", "seed", "count")}
@@ -63,7 +64,7 @@ def test_announcements_are_believed_for_a_while_and_each_by_itself(monkeypatch):
 
 
 def test_an_announcement_is_repeated_until_it_is_closed(monkeypatch):
-    monkeypatch.setattr(node_shard, "REPEAT", 0.001)
+    monkeypatch.setattr(local_writing, "REPEAT", 0.001)
     said = []
 
     def ask(what, token, expecting):

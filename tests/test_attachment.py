@@ -8,12 +8,12 @@ from contextlib import contextmanager
 import pytest
 
 import torchreplay as tr
-from torchreplay.config import Config
+from torchreplay.schema.config import Config
 
 pytest.importorskip("ray")
-from torchreplay.ray.attachment import Attachment
-from torchreplay.ray.directory import Place
-from torchreplay.ray.shard import Shard
+from torchreplay.ray.sharded.coordinator import Place
+from torchreplay.ray.sharded.local_attachment import Attachment
+from torchreplay.ray.sharded.shard_actor import Shard
 
 
 @contextmanager

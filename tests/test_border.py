@@ -50,12 +50,12 @@ def classes_named_by(data):
 def test_unpickling_a_handle_or_a_buffer_calls_nothing_but_attach():
     buffer = make()
     assert classes_named_by(pickle.dumps(buffer.handle())) <= {
-        "torchreplay.segment.Handle",
+        "torchreplay.segment.handle.Handle",
         *(f"{made.__module__}.{made.__name__}" for made in (copyreg.__newobj__,)),
     }
     assert classes_named_by(pickle.dumps(buffer)) - classes_named_by(pickle.dumps(buffer.handle())) <= {
-        "torchreplay.buffer.ReplayBuffer",
-        "torchreplay.buffer.attached",
+        "torchreplay.buffer.replay_buffer.ReplayBuffer",
+        "torchreplay.buffer.replay_buffer.attached",
     }
 
 
@@ -113,7 +113,7 @@ def test_a_handle_of_a_pipe_or_a_socket_is_an_attach_error_at_once():
 
 
 def test_a_handle_of_a_file_that_another_program_has_locked_is_an_attach_error_and_no_hang(tmp_path, monkeypatch):
-    monkeypatch.setattr("torchreplay.segment.LOCK_PATIENCE", 0.1)
+    monkeypatch.setattr("torchreplay.segment.handle.LOCK_PATIENCE", 0.1)
     with (tmp_path / "locked").open("w+b") as file:
         file.truncate(4096)
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -11,7 +11,7 @@ from forked import LIBC, Forked
 from limited_memory import MIB, Machine, cgroup_limited_to
 
 import torchreplay as tr
-from torchreplay import memory
+from torchreplay.segment import reservation
 
 CLONE_NEWNS, CLONE_NEWUSER, MS_REC, MS_PRIVATE = 0x20000, 0x10000000, 0x4000, 0x40000
 SPEC = {"x": tr.Field((MIB,), np.uint8)}
@@ -28,19 +28,19 @@ V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 
 
 def test_memory_that_is_free_within_the_limits_of_the_cgroup_can_be_had(machine):
-    assert memory.available_memory() == 1000 * MIB
+    assert reservation.available_memory() == 1000 * MIB
     machine.in_cgroup("0::/pod/box")
     machine.limit("pod/box", 500 * MIB, 200 * MIB)
-    assert memory.available_memory() == 300 * MIB
+    assert reservation.available_memory() == 300 * MIB
     machine.limit("pod/box", 500 * MIB, 200 * MIB, inactive=50 * MIB)  # a cache gives way
-    assert memory.available_memory() == 350 * MIB
+    assert reservation.available_memory() == 350 * MIB
     machine.limit("pod", 400 * MIB, 390 * MIB)  # of the pod around it
-    assert memory.available_memory() == 10 * MIB
+    assert reservation.available_memory() == 10 * MIB
     machine.limit("pod", "max", 390 * MIB)
-    assert memory.available_memory() == 350 * MIB
+    assert reservation.available_memory() == 350 * MIB
     machine.in_cgroup("4:memory:/box\n0::/")
     machine.limit("memory/box", 100 * MIB, 120 * MIB, names=V1)  # over its limit
-    assert memory.available_memory() == 0
+    assert reservation.available_memory() == 0
 
 
 @pytest.mark.parametrize("short_of", ["memory", "cgroup"])

@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from saved_rows import SPEC, assert_rows_are_those_of_their_keys, filled, make_format_3, rows, tell, told_by
 
 import torchreplay as tr
-from torchreplay import checkpoint
-from torchreplay.shards import BLOCK, read_shard, room_for, write_shard
-from torchreplay.spec import ELEMENTS
+from torchreplay.checkpoint import buffer_checkpoint
+from torchreplay.checkpoint.safetensors_io import BLOCK, read_shard, room_for, write_shard
+from torchreplay.schema.spec import ELEMENTS
 
 
 def test_a_checkpoint_brings_back_rows_keys_priorities_counters_and_the_stream_of_draws(tmp_path):
@@ -122,13 +122,13 @@ def test_a_restored_buffer_and_one_that_was_attached_before_draw_from_different_
 def test_the_limiter_and_the_counters_of_a_checkpoint_are_of_one_moment(tmp_path, monkeypatch):
     buffer = filled(60, 100, limiter=tr.SamplesPerInsert(4.0, min_size=10))
     buffer.sample(16)
-    write_shards = checkpoint._write_shards
+    write_shards = buffer_checkpoint._write_shards
 
     def write_and_change(*args):
         buffer.limiter = tr.MinSize(5)
         return write_shards(*args)
 
-    monkeypatch.setattr(checkpoint, "_write_shards", write_and_change)
+    monkeypatch.setattr(buffer_checkpoint, "_write_shards", write_and_change)
     buffer.save(tmp_path)
     loaded = tr.ReplayBuffer.load(tmp_path)
     assert loaded.limiter == tr.MinSize(5)
@@ -219,10 +219,10 @@ def test_a_save_beside_four_writers_holds_whole_rows_only(tmp_path):
 @pytest.mark.parametrize("number", [0, 2])
 @pytest.mark.parametrize("restored", [False, True])
 def test_a_load_that_a_save_takes_the_files_from_begins_again(restored, number, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 1024)
-    monkeypatch.setattr(checkpoint, "READS", 1)
+    monkeypatch.setattr(buffer_checkpoint, "SHARD_BYTES", 1024)
+    monkeypatch.setattr(buffer_checkpoint, "READS", 1)
     filled(100, 100).save(tmp_path)
-    read_shards, turns = checkpoint._read_shards, []
+    read_shards, turns = buffer_checkpoint._read_shards, []
 
     def reading(*args):
         turns.append(0)
@@ -231,7 +231,7 @@ def test_a_load_that_a_save_takes_the_files_from_begins_again(restored, number, 
                 filled(250, 300).save(tmp_path)
             yield columns
 
-    monkeypatch.setattr(checkpoint, "_read_shards", reading)
+    monkeypatch.setattr(buffer_checkpoint, "_read_shards", reading)
     if restored:
         buffer = filled(0, 300)
         buffer.restore(tmp_path)

@@ -16,7 +16,8 @@ from saved_rows import assert_rows_are_those_of_their_keys, filled, rows
 from synced import watch_syncs
 
 import torchreplay as tr
-from torchreplay import checkpoint, file_lock
+from torchreplay.checkpoint import buffer_checkpoint
+from torchreplay.segment import file_lock
 
 
 def save_for_ever(buffer, directory, begun):
@@ -111,7 +112,7 @@ def fork_in_a_save_and_wait(buffer, directory, child):
             child[0] = forked
         signal.pause()
 
-    checkpoint._write_shards = fork_and_wait
+    buffer_checkpoint._write_shards = fork_and_wait
     buffer.save(directory)
 
 

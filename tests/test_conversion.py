@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import torchreplay as tr
-from torchreplay.spec import ELEMENTS
+from torchreplay.schema.spec import ELEMENTS
 
 
 def numpy_name(dtype):

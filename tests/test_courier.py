@@ -11,11 +11,11 @@ from forked import eventually
 import torchreplay as tr
 
 pytest.importorskip("ray")
-from torchreplay.ray.courier import Courier
-from torchreplay.ray.home import Home
-from torchreplay.ray.ingest import Answer
-from torchreplay.ray.remote import RemoteBuffer, RemoteWriter
-from torchreplay.ray.worker import WorkerProcess
+from torchreplay.ray.remote.ingest_actor import Answer
+from torchreplay.ray.remote.remote_buffer import RemoteBuffer, RemoteWriter
+from torchreplay.ray.remote.row_sender import Courier
+from torchreplay.ray.runtime.node_actor import Home
+from torchreplay.ray.workers.worker_process import WorkerProcess
 
 CONFIG = tr.ReplayBuffer({"n": tr.Field((), torch.int64)}, 100)._config
 
@@ -52,7 +52,7 @@ def courier_to(monkeypatch):
     """Returns a courier to an ingest that answers so."""
     errors = SimpleNamespace(RayError=Unreachable, RayTaskError=ZeroDivisionError)
     ray = SimpleNamespace(is_initialized=lambda: True, exceptions=errors, wait=lambda *_, **__: None, put=lambda x: x)
-    monkeypatch.setattr("torchreplay.ray.courier.import_ray", lambda: ray)
+    monkeypatch.setattr("torchreplay.ray.remote.row_sender.import_ray", lambda: ray)
     couriers = []
 
     def make(answer):
@@ -94,7 +94,7 @@ def test_an_explorer_whose_rows_are_refused_has_failed(courier_to, monkeypatch):
         with RemoteWriter(courier_to(lambda chunk: Answer(refusal="no room")), CONFIG, None, "next_step") as writer:
             writer.append(n=1)
 
-    monkeypatch.setattr("torchreplay.ray.worker._work", explore)
+    monkeypatch.setattr("torchreplay.ray.workers.worker_process._work", explore)
     outcome = WorkerProcess().run([], b"", None)
     assert (outcome.kind, outcome.error) == ("raised", "RuntimeError: no room")
 
@@ -145,7 +145,7 @@ def test_a_process_that_gives_up_drops_what_the_limiter_keeps_out_and_nothing_el
 
 
 def test_nothing_is_asked_of_a_ray_that_was_shut_down_meanwhile(courier_to, monkeypatch):
-    monkeypatch.setattr("torchreplay.ray.courier.HEARTBEAT", 0.0)
+    monkeypatch.setattr("torchreplay.ray.remote.row_sender.HEARTBEAT", 0.0)
     courier = courier_to(lambda chunk: Answer(chunk.number))
     writer = RemoteWriter(courier, CONFIG, None, "next_step")
     asked, look = [], courier._look.remote
@@ -186,8 +186,8 @@ class Elsewhere:
 def test_who_waits_for_another_node_is_told_that_ray_was_shut_down_and_asks_it_no_more(monkeypatch):
     ray = Elsewhere()
     for name, value in (("import_ray", lambda: ray), ("living_nodes", lambda: {"there": {}}), ("LOG_EVERY", 0.01)):
-        monkeypatch.setattr(f"torchreplay.ray.home.{name}", value)
-    monkeypatch.setattr("torchreplay.ray.home.only_on", lambda node: None)
+        monkeypatch.setattr(f"torchreplay.ray.runtime.node_actor.{name}", value)
+    monkeypatch.setattr("torchreplay.ray.runtime.node_actor.only_on", lambda node: None)
     home = Home("there", object, "name", ())
     ray.answer.set_result(3)
     assert home.ask("read") == 3
@@ -203,7 +203,7 @@ def test_who_waits_for_another_node_is_told_that_ray_was_shut_down_and_asks_it_n
 
 
 def test_every_call_of_a_closed_remote_buffer_is_a_runtime_error(monkeypatch):
-    monkeypatch.setattr("torchreplay.ray.remote.Home", lambda node, *_: SimpleNamespace(node=node))
+    monkeypatch.setattr("torchreplay.ray.remote.remote_buffer.Home", lambda node, *_: SimpleNamespace(node=node))
     buffer = RemoteBuffer(tr.Handle(1, 2, 3, 4, 5, "machine", "node"))
     buffer.close()
     buffer.close()

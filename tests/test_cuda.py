@@ -12,10 +12,10 @@ from forked import Forked
 from simulated_cuda import SimulatedCuda, SimulatedTensor, Stream
 
 import torchreplay as tr
-from torchreplay import cuda
-from torchreplay.page_lock import PageLock
-from torchreplay.routes import Choice
-from torchreplay.staging import Staging, copied_by_host
+from torchreplay.cuda import copies as cuda
+from torchreplay.cuda.pinned_memory import PageLock
+from torchreplay.cuda.routes import Choice
+from torchreplay.cuda.staging import Staging, copied_by_host
 
 SEEDS = range(20)
 
@@ -335,7 +335,7 @@ def test_the_buffers_own_memory_is_page_locked_until_it_is_closed():
 
 @pytest.mark.gpu
 def test_memory_refused_a_second_time_leaves_no_error_behind():
-    from torchreplay.page_lock import CudaRegistry
+    from torchreplay.cuda.pinned_memory import CudaRegistry
 
     buffer = filled_buffer()
     buffer._lock_pages()

@@ -17,8 +17,8 @@ from forked import Forked, eventually, shared_counters
 from stopped_holder import StoppedHolder
 
 import torchreplay as tr
-from torchreplay.stream import BatchStream
-from torchreplay.waiting import Wait
+from torchreplay.buffer.prefetch import BatchStream
+from torchreplay.segment.waits import Wait
 
 
 def await_threads(number):

@@ -12,7 +12,7 @@ from gloo_ranks import run_ranks
 from shared_by_ranks import ROWS, Crew, make_buffer, write
 
 import torchreplay as tr
-from torchreplay import learners
+from torchreplay.distributed import learners
 
 
 def test_rank_zero_makes_the_buffer_and_runs_the_explorers_and_the_others_attach(tmp_path):

@@ -17,8 +17,8 @@ from shared_by_ranks import ROWS, Crew, make_buffer
 from torch.nn.parallel import DistributedDataParallel
 
 import torchreplay as tr
-from torchreplay import learners, peers
-from torchreplay.hanging_up import hang_up
+from torchreplay.distributed import learners, rank_monitor
+from torchreplay.distributed.hanging_up import hang_up
 
 
 def train(buffer, at_step=None, then=None, steps=1000):
@@ -139,7 +139,7 @@ def test_a_rank_that_has_finished_may_end_while_others_go_on(tmp_path):
 
 
 def test_a_rank_that_cannot_come_out_of_what_it_does_is_ended_with_the_reason(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(peers, "GRACE", 0.2)
+    monkeypatch.setattr(rank_monitor, "GRACE", 0.2)
 
     def body(rank):
         with tr.Learners(make_buffer):
@@ -186,7 +186,7 @@ def test_a_rank_killed_while_the_buffer_is_made_is_named_too(tmp_path):
 
 
 def test_a_rank_whose_process_is_not_to_be_seen_is_named():
-    here = peers.Peers(0, "here")
+    here = rank_monitor.Peers(0, "here")
     try:
         for pid, inode in ((2**22 + 1, here.me.inode), (os.getpid(), here.me.inode + 1)):
             with pytest.raises(
@@ -198,7 +198,7 @@ def test_a_rank_whose_process_is_not_to_be_seen_is_named():
 
 
 def test_a_rank_that_leaves_in_order_and_ends_while_one_look_goes_from_pipe_to_process_is_not_lost():
-    here = peers.Peers(0, "here")
+    here = rank_monitor.Peers(0, "here")
     with Forked(signal.pause) as other:
         here.meet([here.me, dataclasses.replace(here.me, rank=1, pid=other.pid)])  # it has inherited the pipe
     alive = here._peers[1].alive

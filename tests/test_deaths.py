@@ -132,7 +132,7 @@ def note_why_it_was_stopped(handle, rows, reason):
 @each_way
 @pytest.mark.parametrize("limiter", [tr.MinSize(), tr.SamplesPerInsert(0.5, min_size=100)], ids=["free", "limited"])
 def test_explorers_whose_owner_dies_are_stopped_with_the_reason(way, limiter, monkeypatch):
-    monkeypatch.setattr("torchreplay.waiting.RETURN_GRACE", 0.2)
+    monkeypatch.setattr("torchreplay.segment.waits.RETURN_GRACE", 0.2)
     mine, theirs = mp.Pipe()
     rows, reason = shared_counters(1), shared_counters(64).cast("B")
     with Mortal(way, own, theirs, limiter) as owner:
@@ -149,7 +149,7 @@ def test_explorers_whose_owner_dies_are_stopped_with_the_reason(way, limiter, mo
 
 @each_way
 def test_other_learners_go_on_drawing_when_the_owner_dies_and_explorers_go_on_for_them(way, monkeypatch):
-    monkeypatch.setattr("torchreplay.waiting.RETURN_GRACE", 0.2)
+    monkeypatch.setattr("torchreplay.segment.waits.RETURN_GRACE", 0.2)
     mine, theirs = mp.Pipe()
     rows = shared_counters(1)
     with Mortal(way, own, theirs, tr.SamplesPerInsert(8.0, min_size=100)) as owner:

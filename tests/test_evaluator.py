@@ -19,9 +19,9 @@ from scripted_workers import ScriptedActors
 
 import torchreplay as tr
 from torchreplay.ray import Evaluation, Evaluator, EvaluatorFailed
-from torchreplay.ray.board import Board
-from torchreplay.ray.hosting import Hosting
-from torchreplay.ray.worker import Launch
+from torchreplay.ray.workers.resources import Hosting
+from torchreplay.ray.workers.worker_process import Launch
+from torchreplay.ray.workers.worker_table import Board
 
 STARTUP = 150.0  # seconds: a process that imports torch on a machine that is busy with other things
 
@@ -123,7 +123,7 @@ def test_a_signals_handler_may_stop_an_evaluator_that_is_being_looked_at(monkeyp
 
 def test_a_wait_that_takes_long_says_so(monkeypatch, caplog):
     monkeypatch.setattr(Hosting, "open", lambda *_: ScriptedActors(lambda launch: None))
-    monkeypatch.setattr("torchreplay.ray.evaluator.LOG_EVERY", 0.1)
+    monkeypatch.setattr("torchreplay.ray.evaluation.evaluator.LOG_EVERY", 0.1)
     caplog.set_level(logging.WARNING, "torchreplay.ray")
     with Evaluator(evaluate, tr.SharedWeights(Policy()), Policy, every=1) as evaluator, pytest.raises(tr.ReplayTimeout):
         evaluator.wait(timeout=0.5)
@@ -184,7 +184,7 @@ def test_a_function_that_raises_is_reported_with_its_traceback(caplog):
 
 
 def test_waiting_for_a_function_that_only_fails_ends(monkeypatch):
-    monkeypatch.setattr("torchreplay.ray.supervisor._HOPELESS_AFTER", 1)
+    monkeypatch.setattr("torchreplay.ray.workers.supervisor._HOPELESS_AFTER", 1)
 
     def raise_always(policy, seed):
         raise KeyError("no such level")

@@ -13,11 +13,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import torchreplay as tr
-from torchreplay.config import Configured
 from torchreplay.ray import Evaluation, Evaluator, ShardedReplay
-from torchreplay.ray.board import Board
-from torchreplay.ray.scores import Scores
-from torchreplay.ray.worker import Launch
+from torchreplay.ray.evaluation.evaluation_log import Scores
+from torchreplay.ray.workers.worker_process import Launch
+from torchreplay.ray.workers.worker_table import Board
+from torchreplay.schema.config import Configured
 
 
 def test_the_best_weights_are_kept_and_those_at_intervals_with_the_buffer(tmp_path):
@@ -160,7 +160,7 @@ def test_an_interrupted_save_leaves_nothing(tmp_path, monkeypatch):
 
     evaluator = Evaluator(evaluate, tr.SharedWeights(Policy()), Policy, every=1, directory=tmp_path)
     run = evaluator._make_work().run(Launch(0, 1, 0, 0), Board(1))
-    monkeypatch.setattr("torchreplay.checkpoint.os.fsync", interrupt)
+    monkeypatch.setattr("torchreplay.checkpoint.buffer_checkpoint.os.fsync", interrupt)
     with pytest.raises(tr.Stopped):
         run()
     assert not list(tmp_path.iterdir())

@@ -13,7 +13,8 @@ from limited_memory import MIB
 from saved_rows import assert_rows_are_those_of_their_keys, filled
 
 import torchreplay as tr
-from torchreplay import checkpoint_directory, shards
+from torchreplay.checkpoint import directory as checkpoint_directory
+from torchreplay.checkpoint import safetensors_io
 
 SPEC = {"x": tr.Field((1000,)), "number": tr.Field((), torch.int64)}
 ROWS = 3000
@@ -128,8 +129,8 @@ def test_a_file_that_cannot_be_read_is_no_damaged_one(name, number, tmp_path, mo
         return opens(path)
 
     filled(5, 8).save(tmp_path)
-    opens = shards.opened
-    for module in (shards, checkpoint_directory):
+    opens = safetensors_io.opened
+    for module in (safetensors_io, checkpoint_directory):
         monkeypatch.setattr(module, "opened", opened)
     with pytest.raises(OSError, match=f"{os.strerror(number)}.*{name}") as raised:
         tr.ReplayBuffer.load(tmp_path)

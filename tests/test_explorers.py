@@ -11,8 +11,8 @@ from scripted_workers import ScriptedActors, supervise
 
 import torchreplay as tr
 from torchreplay.ray import ExplorerContext
-from torchreplay.ray.board import Board
-from torchreplay.ray.stats import explorer_stats
+from torchreplay.ray.workers.explorer_stats import explorer_stats
+from torchreplay.ray.workers.worker_table import Board
 
 
 def test_an_explorers_function_can_be_tried_without_ray():

@@ -18,7 +18,7 @@ from forked import eventually
 from stopped_holder import StoppedHolder
 
 import torchreplay as tr
-from torchreplay.waiting import Wait
+from torchreplay.segment.waits import Wait
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -105,7 +105,7 @@ def test_the_end_of_the_buffer_ends_a_draw(long, told):
 
 @pytest.mark.parametrize("feeds_back", [False, True])
 def test_the_end_of_the_buffer_ends_an_iteration_that_has_waited_for_long(feeds_back, told, monkeypatch):
-    monkeypatch.setattr("torchreplay.stream.LOG_EVERY", 0.2)
+    monkeypatch.setattr("torchreplay.buffer.prefetch.LOG_EVERY", 0.2)
     with handed_over() as at:
 
         def learn():

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import torchreplay as tr
-from torchreplay.checkpoint import Description
-from torchreplay.checkpoint_directory import NAME, sealed
+from torchreplay.checkpoint.buffer_checkpoint import Description
+from torchreplay.checkpoint.directory import NAME, sealed
 
 CAPACITY = 8
 LAST = 2**47

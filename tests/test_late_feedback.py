@@ -10,7 +10,7 @@ from forked import Forked
 from late_copies import OnDevice, send_late
 
 import torchreplay as tr
-from torchreplay.deferred import DeferredUpdates
+from torchreplay.buffer.pending_updates import DeferredUpdates
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from torchreplay.ray import learner_waits
-from torchreplay.ray.learner_waits import LearnerWaits
+from torchreplay.ray.sharded import wait_stats
+from torchreplay.ray.sharded.wait_stats import LearnerWaits
 
 TICK = 0.1
 
@@ -20,7 +20,7 @@ def clock(monkeypatch):
             return self.now
 
     clock = Clock()
-    monkeypatch.setattr(learner_waits, "time", clock)
+    monkeypatch.setattr(wait_stats, "time", clock)
     return clock
 
 

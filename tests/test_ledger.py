@@ -10,11 +10,11 @@ import torch
 from forked import Forked, eventually, shared_counters
 
 import torchreplay as tr
-from torchreplay import ledger as ledgers
-from torchreplay.ledger import Ledger
-from torchreplay.ray import outbox as outboxes
-from torchreplay.ray.ingest import _Seat
-from torchreplay.ray.outbox import Outbox
+from torchreplay.ray.remote import send_buffer as outboxes
+from torchreplay.ray.remote.ingest_actor import _Seat
+from torchreplay.ray.remote.send_buffer import Outbox
+from torchreplay.segment import delivery_log as ledgers
+from torchreplay.segment.delivery_log import Ledger
 
 SPEC = {
     "obs": tr.Field((2,), torch.int64),

@@ -16,11 +16,11 @@ from numbered_episodes import Explorers, episode_of, length_of, number_of, spec
 from simulated_cuda import SimulatedCuda
 
 import torchreplay as tr
-from torchreplay import cuda
-from torchreplay.long_rows import LongRows
-from torchreplay.page_lock import PageLock
-from torchreplay.routes import Choice, Route
-from torchreplay.staging import Staging, copied_by_host
+from torchreplay.cuda import copies as cuda
+from torchreplay.cuda.long_rows import LongRows
+from torchreplay.cuda.pinned_memory import PageLock
+from torchreplay.cuda.routes import Choice, Route
+from torchreplay.cuda.staging import Staging, copied_by_host
 
 DEVICE = torch.device("cuda:1")
 IMAGE = {"image": tr.Field((40, 40), torch.uint8), "x": tr.Field()}

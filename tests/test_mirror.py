@@ -3,10 +3,10 @@
 import time
 from types import SimpleNamespace
 
-from torchreplay.ray import board as board_module
-from torchreplay.ray.board import ENTRY, Board
-from torchreplay.ray.mirror import PageKeeper
-from torchreplay.ray.scores import Evaluation, Scores
+from torchreplay.ray.evaluation.evaluation_log import Evaluation, Scores
+from torchreplay.ray.workers import worker_table as board_module
+from torchreplay.ray.workers.state_replica import PageKeeper
+from torchreplay.ray.workers.worker_table import ENTRY, Board
 
 
 class Copies:

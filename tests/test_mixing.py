@@ -12,7 +12,7 @@ from mixed_buffers import SPEC, filled, take
 from scipy import stats
 
 import torchreplay as tr
-from torchreplay.mixture import whole_items
+from torchreplay.loading.mixture import whole_items
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import torch
 from mixed_buffers import filled, take
 
 import torchreplay as tr
-from torchreplay.drawn_from import DrawnFrom
-from torchreplay.mixture import Mixture
+from torchreplay.buffer.tree_summary import DrawnFrom
+from torchreplay.loading.mixture import Mixture
 
 
 @pytest.fixture

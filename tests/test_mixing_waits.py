@@ -11,8 +11,8 @@ from limited_buffers import buffer_with, writers_that_wait
 from mixed_buffers import take
 
 import torchreplay as tr
-from torchreplay import held_back
-from torchreplay.waiting import Wait
+from torchreplay.loading import limiter_deadlock
+from torchreplay.segment.waits import Wait
 
 HELD_BACK_AT = 30
 """Items at which writers under `limiter()` wait for the first draw."""
@@ -59,7 +59,7 @@ def test_an_explorer_held_back_at_one_buffer_fills_the_other_that_the_learner_wa
         # What comes after the wait is held back again.
         eventually(lambda: writers_that_wait(pair[0]) == 1)
         inserted = pair[0].stats().inserted
-    assert 3000 <= inserted < 3000 + 2 * held_back.ADMITTED
+    assert 3000 <= inserted < 3000 + 2 * limiter_deadlock.ADMITTED
 
 
 def test_two_limiters_that_contradict_each_other_let_the_learner_go_on():
@@ -81,7 +81,7 @@ def test_explorers_of_their_own_are_held_back_however_long_the_learner_waits_for
 
 
 def test_what_was_admitted_is_withdrawn_when_the_wait_ends(pair, monkeypatch):
-    monkeypatch.setattr(held_back, "ADMITTED", 1 << 40)
+    monkeypatch.setattr(limiter_deadlock, "ADMITTED", 1 << 40)
     pair[1].limiter = tr.MinSize(1 << 40)
     dataset = tr.MixedDataset(dict.fromkeys(pair, 1), 8, timeout=0.5, prefetch=0)
     with Forked(write_in_turn, *pair):
@@ -92,7 +92,7 @@ def test_what_was_admitted_is_withdrawn_when_the_wait_ends(pair, monkeypatch):
 
 
 def test_writers_of_two_threads_are_held_back_and_a_long_wait_beside_them_is_logged(pair, monkeypatch, caplog):
-    monkeypatch.setattr(held_back, "LOG_EVERY", 0.2)
+    monkeypatch.setattr(limiter_deadlock, "LOG_EVERY", 0.2)
     dataset = tr.MixedDataset({"a": pair[0], "b": pair[1]}, 8, timeout=1.0)
 
     def explore(buffer, rows):
@@ -118,8 +118,8 @@ def test_writers_of_two_threads_are_held_back_and_a_long_wait_beside_them_is_log
 
 
 def test_a_buffer_that_is_closed_beside_the_awaited_one_does_not_end_the_wait(pair, monkeypatch):
-    monkeypatch.setattr(held_back, "GRACE", 0.0)
-    with held_back.HeldBack("b", pair[1], [("a", pair[0])]), Forked(write_in_turn, *pair):
+    monkeypatch.setattr(limiter_deadlock, "GRACE", 0.0)
+    with limiter_deadlock.HeldBack("b", pair[1], [("a", pair[0])]), Forked(write_in_turn, *pair):
         eventually(lambda: writers_that_wait(pair[0]) == 1)
         wait = Wait(pair[1]._segment, None)
         wait.slice_ns()  # which admits items that are to be withdrawn

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torchreplay as tr
-from torchreplay.ray import remote_weights
+from torchreplay.ray.remote import remote_weights
 
 
 class Net(nn.Module):

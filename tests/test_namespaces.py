@@ -15,7 +15,7 @@ import torch
 from forked import LIBC, Forked
 
 import torchreplay as tr
-from torchreplay import waiting
+from torchreplay.segment import waits
 
 CLONE_NEWPID = 0x20000000
 DAY = 86400
@@ -170,7 +170,7 @@ def offsets():
 
 @pytest.mark.parametrize("which", [0, 1], ids=["ahead", "behind"])
 def test_a_learner_knows_when_writers_of_another_time_namespace_wrote_and_left(monkeypatch, which):
-    monkeypatch.setattr(waiting, "RETURN_GRACE", 0.2)
+    monkeypatch.setattr(waits, "RETURN_GRACE", 0.2)
     clock = unshared("--time", "--monotonic", str(offsets()[which]))
     buffer = tr.ReplayBuffer({"x": tr.Field()}, 10, limiter=tr.MinSize(2))
     run_there(clock, WRITE, buffer)

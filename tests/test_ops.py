@@ -13,8 +13,8 @@ from forked import Forked, shared_counters
 from numbered_rings import BETA, OPS, ROWS, filled_buffer, outputs, write
 
 import torchreplay as tr
-from torchreplay.ops import Ring
-from torchreplay.spec import ELEMENTS
+from torchreplay.ops.ring import Ring
+from torchreplay.schema.spec import ELEMENTS
 
 
 @pytest.fixture

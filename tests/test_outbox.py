@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import torchreplay as tr
-from torchreplay.ray import outbox as outboxes
-from torchreplay.ray.outbox import IN_FLIGHT, Outbox
+from torchreplay.ray.remote import send_buffer as outboxes
+from torchreplay.ray.remote.send_buffer import IN_FLIGHT, Outbox
 
 ROWS = 64
 

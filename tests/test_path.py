@@ -14,7 +14,7 @@ from forked import Forked, eventually, shared_counters
 from kept_items import assert_new_goals_are_rewarded, assert_same_items, buffer_of_episodes, buffer_of_goals
 
 import torchreplay as tr
-from torchreplay import file_lock
+from torchreplay.segment import file_lock
 
 
 def assert_equal_batches(ours, theirs):

@@ -13,7 +13,9 @@ import torch
 from forked import Forked
 
 import torchreplay as tr
-from torchreplay import _C, buffer, segment_file
+from torchreplay import _C
+from torchreplay.buffer import replay_buffer
+from torchreplay.segment import segment_file
 
 SPEC = {"x": tr.Field((64,)), "n": tr.Field((), torch.int64)}
 
@@ -38,7 +40,7 @@ def make(path, saved):
 DEATHS = {
     "as its room is taken": (os, "posix_fallocate"),
     "before it is laid out": (_C, "Segment"),
-    "before its rows are there": (buffer, "load_rows"),
+    "before its rows are there": (replay_buffer, "load_rows"),
     "before it has its name": (_C, "rename_new"),
 }
 
@@ -99,7 +101,7 @@ def test_of_two_that_make_the_same_file_one_has_it(tmp_path):
             results.append(error)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(buffer, "NewFile", Together)
+        patched.setattr(replay_buffer, "NewFile", Together)
         threads = [threading.Thread(target=run) for _ in range(2)]
         for thread in threads:
             thread.start()

@@ -21,7 +21,7 @@ PACKAGE = str(Path(tr.__file__).parent)
 
 
 def board():
-    from torchreplay.ray.board import Board
+    from torchreplay.ray.workers.worker_table import Board
 
     return Board(3)
 
@@ -97,7 +97,7 @@ def test_a_process_started_from_nothing_attaches_what_cloudpickle_wrote(buffer):
 
 
 def test_a_buffer_of_another_node_pickles_by_name_and_refuses_to_be_copied(buffer):
-    from torchreplay.ray.remote import RemoteBuffer
+    from torchreplay.ray.remote.remote_buffer import RemoteBuffer
 
     remote = RemoteBuffer(dataclasses.replace(buffer.handle(), node="1" * 56))
     data = cloudpickle.dumps(remote)
@@ -109,8 +109,8 @@ def test_a_buffer_of_another_node_pickles_by_name_and_refuses_to_be_copied(buffe
 
 
 def test_a_sharded_replay_pickles_by_name_and_refuses_to_be_copied():
-    from torchreplay.config import Config
-    from torchreplay.ray.sharded import ShardedReplay
+    from torchreplay.ray.sharded.sharded_replay import ShardedReplay
+    from torchreplay.schema.config import Config
 
     replay = ShardedReplay.__new__(ShardedReplay)  # no cluster is needed to say what it is
     replay._nonce, replay._seed, replay._config = 1, 2, Config.of(SPEC, 10, None, None, None)
@@ -123,9 +123,9 @@ def test_a_sharded_replay_pickles_by_name_and_refuses_to_be_copied():
 
 
 def test_what_a_pool_sends_to_its_workers_is_small_and_no_code(buffer):
-    from torchreplay.ray.board import Board
-    from torchreplay.ray.explorer import Exploring
-    from torchreplay.ray.worker import Launch
+    from torchreplay.ray.explorers.explorer_task import Exploring
+    from torchreplay.ray.workers.worker_process import Launch
+    from torchreplay.ray.workers.worker_table import Board
 
     # A function of an installed module, as explorers' are: cloudpickle writes those of tests out.
     work = Exploring(tr.sequence_priority, {"own": buffer}, tr.SharedWeights(nn.Linear(2, 2)), 1)

@@ -41,7 +41,7 @@ def test_an_item_overwritten_since_its_draw_counts_as_the_oldest():
 
 def test_an_item_of_a_shard_has_its_age_in_that_shard_and_none_where_the_shard_is_lost():
     pytest.importorskip("ray")
-    from torchreplay.ray.sharded_stats import ShardStats
+    from torchreplay.ray.sharded.stats import ShardStats
 
     shards = [ShardStats(number, "", filled(rows, capacity=100).stats()) for number, rows in ((0, 100), (5, 250))]
     told = SimpleNamespace(size=200, rows_written=350, shards=shards)

@@ -276,7 +276,7 @@ def test_an_evaluator_on_another_node_reports_here_and_saves_here(cluster, tmp_p
 
 def cluster_node():
     """The node on which this runs, as a number."""
-    from torchreplay.nodes import ray_node
+    from torchreplay.segment.ray_node import ray_node
 
     return float(int(ray_node()[:8], 16))
 

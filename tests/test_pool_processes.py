@@ -16,9 +16,9 @@ from numbered_rows import is_running, make_buffer, row
 
 import torchreplay as tr
 from torchreplay.ray import ExplorerPool, ExplorersFailed
-from torchreplay.ray.board import Board
-from torchreplay.ray.hosting import Hosting
-from torchreplay.ray.worker import Launch
+from torchreplay.ray.workers.resources import Hosting
+from torchreplay.ray.workers.worker_process import Launch
+from torchreplay.ray.workers.worker_table import Board
 
 DRIVER = """
 import os, signal, sys, torch, torchreplay as tr

@@ -12,9 +12,9 @@ from scripted_workers import DIED, RAISED, ScriptedActors
 
 import torchreplay as tr
 from torchreplay.ray import ExplorerContext, ExplorerPool
-from torchreplay.ray.board import Board
-from torchreplay.ray.hosting import Hosting
-from torchreplay.ray.stats import explorer_stats
+from torchreplay.ray.workers.explorer_stats import explorer_stats
+from torchreplay.ray.workers.resources import Hosting
+from torchreplay.ray.workers.worker_table import Board
 
 
 @pytest.fixture

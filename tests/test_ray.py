@@ -16,7 +16,7 @@ from numbered_rows import SPEC, assert_intact, is_running, make_buffer, row
 
 import torchreplay as tr
 from torchreplay.ray import ExplorerPool
-from torchreplay.ray.actors import Actors
+from torchreplay.ray.workers.ray_backend import Actors
 
 
 def test_a_buffer_passes_as_an_argument_to_any_remote_function_or_actor(ray):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchreplay.ray.session import RaySession
+from torchreplay.ray.runtime.session import RaySession
 
 
 class SpareRay:
@@ -35,7 +35,7 @@ class SpareRay:
 
 def test_a_pool_leaves_a_running_ray_as_it_is(monkeypatch):
     spare = SpareRay(running=True)
-    monkeypatch.setattr("torchreplay.ray.session.import_ray", lambda: spare)
+    monkeypatch.setattr("torchreplay.ray.runtime.session.import_ray", lambda: spare)
     RaySession(cpus=4).close()
     assert spare.running
     assert spare.options is None
@@ -43,7 +43,7 @@ def test_a_pool_leaves_a_running_ray_as_it_is(monkeypatch):
 
 def test_a_pool_without_a_ray_starts_one_and_shuts_it_down(monkeypatch):
     spare = SpareRay(running=False)
-    monkeypatch.setattr("torchreplay.ray.session.import_ray", lambda: spare)
+    monkeypatch.setattr("torchreplay.ray.runtime.session.import_ray", lambda: spare)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     session = RaySession(cpus=999.5)
     assert spare.running
@@ -56,7 +56,7 @@ def test_a_pool_without_a_ray_starts_one_and_shuts_it_down(monkeypatch):
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_ray_that_a_pool_started_is_shut_down_with_the_last_pool_that_uses_it(monkeypatch, first):
     spare = SpareRay(running=False)
-    monkeypatch.setattr("torchreplay.ray.session.import_ray", lambda: spare)
+    monkeypatch.setattr("torchreplay.ray.runtime.session.import_ray", lambda: spare)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     sessions = [RaySession(cpus=0), RaySession(cpus=0)]
     with pytest.raises(ValueError, match="lower num_cpus"):
@@ -86,7 +86,7 @@ def test_a_pool_that_starts_a_ray_leaves_the_programs_handler_of_sigterm_in_plac
             (signal.SIG_DFL, signal.default_int_handler),
         ):
             spare = Exiting(running=False)
-            monkeypatch.setattr("torchreplay.ray.session.import_ray", lambda spare=spare: spare)
+            monkeypatch.setattr("torchreplay.ray.runtime.session.import_ray", lambda spare=spare: spare)
             signal.signal(signal.SIGTERM, handler)
             RaySession(cpus=0).close()
             assert signal.getsignal(signal.SIGTERM) is left
@@ -96,7 +96,7 @@ def test_a_pool_that_starts_a_ray_leaves_the_programs_handler_of_sigterm_in_plac
 
 def test_a_ray_that_the_program_has_started_after_a_pools_own_is_left_as_it_is(monkeypatch):
     spare = SpareRay(running=False)
-    monkeypatch.setattr("torchreplay.ray.session.import_ray", lambda: spare)
+    monkeypatch.setattr("torchreplay.ray.runtime.session.import_ray", lambda: spare)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     session = RaySession(cpus=0)
     assert session.connected
@@ -109,7 +109,7 @@ def test_a_ray_that_the_program_has_started_after_a_pools_own_is_left_as_it_is(m
 
 
 def test_explorers_that_ray_could_never_start_are_refused(monkeypatch):
-    monkeypatch.setattr("torchreplay.ray.session.import_ray", lambda: SpareRay(running=True))
+    monkeypatch.setattr("torchreplay.ray.runtime.session.import_ray", lambda: SpareRay(running=True))
     with pytest.raises(ValueError, match=r"5 CPUs .* has 4"):
         RaySession(cpus=5)
     with pytest.raises(ValueError, match=r"2 GPUs .* has 1"):
@@ -124,7 +124,7 @@ def test_what_others_of_the_program_reserve_may_not_be_there(monkeypatch, caplog
         RaySession(cpus, gpus, here).close()
         return caplog.text
 
-    monkeypatch.setattr("torchreplay.ray.session.import_ray", lambda: SpareRay(running=True))
+    monkeypatch.setattr("torchreplay.ray.runtime.session.import_ray", lambda: SpareRay(running=True))
     explorers = RaySession(cpus=7 * 0.4 + 0.4, gpus=1)
     anywhere = RaySession(cpus=4, here=False)
     assert "2 CPUs, this node has 4, and other pools and evaluators of this program ask for 3.2" in told(2)
@@ -138,7 +138,7 @@ def test_what_others_of_the_program_reserve_may_not_be_there(monkeypatch, caplog
 
 def test_a_pool_joins_the_cluster_that_the_environment_names(monkeypatch):
     spare = SpareRay(running=False)
-    monkeypatch.setattr("torchreplay.ray.session.import_ray", lambda: spare)
+    monkeypatch.setattr("torchreplay.ray.runtime.session.import_ray", lambda: spare)
     monkeypatch.setenv("RAY_ADDRESS", "192.0.2.7:6379")
     RaySession(cpus=4).close()
     assert spare.options == {}  # a cluster refuses num_cpus and the like

@@ -14,8 +14,8 @@ from forked import eventually
 from remote_explorers import STEPS, Explorer, Owner, assert_complete, make_buffer, rows_of, write_when_it_is_closed
 
 import torchreplay as tr
-from torchreplay import waiting
-from torchreplay.ray import remote_weights
+from torchreplay.ray.remote import remote_weights
+from torchreplay.segment import waits
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +184,7 @@ def test_questions_and_idle_writers_outlast_a_killed_ingest(cluster, explorer):
 
 
 def test_a_learner_that_waits_for_rows_outlasts_a_killed_ingest(cluster, explorer, monkeypatch):
-    monkeypatch.setattr(waiting, "RETURN_GRACE", 0.1)  # less than it takes to start a process
+    monkeypatch.setattr(waits, "RETURN_GRACE", 0.1)  # less than it takes to start a process
     buffer = make_buffer(limiter=tr.MinSize(20))
     far = explorer(1, buffer, 1)
     assert cluster.ray.get(far.write.remote(10)) == 10
@@ -414,7 +414,7 @@ def test_weights_whose_bytes_are_lost_on_their_way_are_asked_for_again(monkeypat
 def test_a_handle_of_another_node_is_refused_where_only_memory_will_do(cluster):
     @cluster.ray.remote
     def attach(handle):
-        from torchreplay.segment import open_handle
+        from torchreplay.segment.handle import open_handle
 
         try:
             open_handle(handle, "thing")

@@ -13,8 +13,10 @@ from forked import eventually
 from interrupts import threads
 
 import torchreplay as tr
-from torchreplay import _C, checkpoint, memory
-from torchreplay.crew import Crew
+from torchreplay import _C
+from torchreplay.checkpoint import buffer_checkpoint
+from torchreplay.checkpoint.io_threads import Crew
+from torchreplay.segment import reservation as memory
 
 PIECE = 2 << 20
 ROWS, ROW_BYTES = 2048, 4096
@@ -100,7 +102,7 @@ def test_closing_ends_what_is_not_reserved_yet(taken):
 @pytest.fixture
 def saved(taken, tmp_path, monkeypatch):
     """Returns a checkpoint of many files: of rows whose values tell their keys."""
-    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 100 * 2 * ROW_BYTES)
+    monkeypatch.setattr(buffer_checkpoint, "SHARD_BYTES", 100 * 2 * ROW_BYTES)
     with tr.ReplayBuffer(SPEC, ROWS, sampler=tr.Prioritized(), seed=0) as buffer:
         for key in range(0, ROWS + 300, 100):
             keys = torch.arange(key, key + 100)
@@ -179,7 +181,7 @@ def test_where_no_thread_can_be_started_whoever_waits_reserves(taken, monkeypatc
     def refuse(*_):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("torchreplay.crew.start_new_thread", refuse)
+    monkeypatch.setattr("torchreplay.checkpoint.io_threads.start_new_thread", refuse)
     before = len(os.listdir("/proc/self/fd"))
     with memory.begin_reservation(SIZE, "test", ARRAYS, ROWS) as reservation:
         reservation.wait(ROWS)

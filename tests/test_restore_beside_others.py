@@ -10,7 +10,7 @@ from restores import TIMES, leaves_of, restore_beside, save, saved_counts
 from saved_rows import assert_rows_are_those_of_their_keys, filled, rows
 
 import torchreplay as tr
-from torchreplay import checkpoint
+from torchreplay.checkpoint import buffer_checkpoint
 
 pytestmark = pytest.mark.usefixtures("small_files")
 
@@ -128,7 +128,7 @@ def test_learners_wait_for_a_restore_under_way(tmp_path, monkeypatch):
 
 def test_a_save_in_whose_midst_the_buffer_is_restored_is_refused(tmp_path, monkeypatch):
     save(tmp_path)
-    write_shards = checkpoint._write_shards
+    write_shards = buffer_checkpoint._write_shards
     with filled(0, 300) as buffer:
         buffer.save(tmp_path / "own")
 
@@ -138,7 +138,7 @@ def test_a_save_in_whose_midst_the_buffer_is_restored_is_refused(tmp_path, monke
             return shards
 
         with monkeypatch.context() as patch:
-            patch.setattr(checkpoint, "_write_shards", write_and_restore)
+            patch.setattr(buffer_checkpoint, "_write_shards", write_and_restore)
             with pytest.raises(tr.CheckpointError, match="was restored meanwhile"):
                 buffer.save(tmp_path / "own")
         with tr.ReplayBuffer.load(tmp_path / "own") as loaded:

@@ -14,8 +14,8 @@ from numbered_episodes import Explorers, spec
 from numbered_items import VIEWS as ALL_VIEWS
 
 import torchreplay as tr
-from torchreplay import staging
-from torchreplay.routes import Choice, Route
+from torchreplay.cuda import staging
+from torchreplay.cuda.routes import Choice, Route
 
 
 def choice_between(*took):
@@ -71,7 +71,7 @@ def reading_device(monkeypatch):
         return copies
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr("torchreplay.buffer.DeviceCopies", lambda _: made(TimedCopies(device.copied)))
+    monkeypatch.setattr("torchreplay.buffer.replay_buffer.DeviceCopies", lambda _: made(TimedCopies(device.copied)))
     monkeypatch.setattr(staging, "GatherCopies", lambda _, rows, lock: made(TimedCopies(device.read, rows)))
     monkeypatch.setattr(staging, "seen_by", lambda _, tensor: tensor)
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import torchreplay as tr
-from torchreplay.spec import ELEMENTS
+from torchreplay.schema.spec import ELEMENTS
 
 SPEC = {"x": tr.Field()}
 

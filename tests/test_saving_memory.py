@@ -11,10 +11,10 @@ from limited_memory import MIB, Machine, cgroup_limited_to, join, require_disk
 from saved_rows import assert_rows_are_those_of_their_keys, filled, rows
 
 import torchreplay as tr
-from torchreplay import checkpoint
-from torchreplay.config import Config
-from torchreplay.ray.shard import Shard
-from torchreplay.spec import ELEMENTS
+from torchreplay.checkpoint import buffer_checkpoint
+from torchreplay.ray.sharded.shard_actor import Shard
+from torchreplay.schema.config import Config
+from torchreplay.schema.spec import ELEMENTS
 
 NEED = 18 * MIB
 """What a save takes at most: three files of 4 MiB, and 4 MiB for all else; and the page tables of these buffers."""
@@ -163,11 +163,11 @@ def test_a_buffer_whose_pages_this_process_has_not_touched_may_need_tables_for_t
     buffer.save(tmp_path / "saved")
     large = type("Segment", (), {"nbytes": 4 << 30, "__getattr__": lambda _, name: getattr(buffer._segment, name)})()
     with pytest.raises(MemoryError, match=r"needs 12\.\d\d MiB of memory"):  # 8 bytes for each of 2^20 pages
-        checkpoint.save(large, buffer._config, tmp_path / "another")
+        buffer_checkpoint.save(large, buffer._config, tmp_path / "another")
     machine.write("proc/self/status", "VmPTE: 8192 kB")
     machine.memory(MIB)
     with pytest.raises(MemoryError, match=r"needs 4\.\d\d MiB of memory, and 1\.00"):
-        checkpoint.save(large, buffer._config, tmp_path / "another")
+        buffer_checkpoint.save(large, buffer._config, tmp_path / "another")
 
 
 # Rows too long for a file are written piece by piece
@@ -176,7 +176,7 @@ def test_a_buffer_whose_pages_this_process_has_not_touched_may_need_tables_for_t
 @pytest.fixture
 def long_rows(monkeypatch):
     """Has rows of some bytes taken for such."""
-    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 16)
+    monkeypatch.setattr(buffer_checkpoint, "SHARD_BYTES", 16)
 
 
 @pytest.mark.usefixtures("long_rows")
@@ -199,7 +199,7 @@ def test_long_rows_come_back(tmp_path):
 @pytest.mark.usefixtures("long_rows")
 @pytest.mark.parametrize("again", [False, True])
 def test_a_long_row_that_is_overwritten_while_it_is_written_is_left_out(again, tmp_path, monkeypatch):
-    buffer, write_shard, written = filled(20, 20), checkpoint.write_shard, []
+    buffer, write_shard, written = filled(20, 20), buffer_checkpoint.write_shard, []
 
     def overwriting(path, tensors, room):
         written.append(path)
@@ -207,8 +207,8 @@ def test_a_long_row_that_is_overwritten_while_it_is_written_is_left_out(again, t
             buffer.extend(**rows(20, 20 if again else 4))  # slots 0 to 3, and all after them
         return write_shard(path, tensors, room)
 
-    monkeypatch.setattr(checkpoint, "write_shard", overwriting)
-    monkeypatch.setattr(checkpoint, "WRITES", 1)
+    monkeypatch.setattr(buffer_checkpoint, "write_shard", overwriting)
+    monkeypatch.setattr(buffer_checkpoint, "WRITES", 1)
     buffer.save(tmp_path)
     batch = tr.ReplayBuffer.load(tmp_path).gather(torch.arange(40))
     assert_rows_are_those_of_their_keys(batch)

@@ -11,7 +11,7 @@ from unequal_shards import ALPHA, BETA, EPS, all_keys, filled_shards, identity, 
 
 import torchreplay as tr
 from torchreplay.ray import ShardedReplay
-from torchreplay.ray.union import KEY_BITS
+from torchreplay.ray.sharded.global_distribution import KEY_BITS
 
 STEPS = {"obs": tr.Field((3,)), "action": tr.Field(), "reward": tr.Field()}
 STEPS |= {"terminated": tr.Field((), torch.bool), "truncated": tr.Field((), torch.bool)}

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import torchreplay as tr
-from torchreplay.config import Config
-from torchreplay.ray.draws import Draws
-from torchreplay.ray.figures import Drew, Order
-from torchreplay.ray.shard import Shard
-from torchreplay.ray.union_limiter import Rule, UnionLimiter
-from torchreplay.waiting import Wait
+from torchreplay.ray.sharded.messages import Drew, Order
+from torchreplay.ray.sharded.rate_limiter import Rule, UnionLimiter
+from torchreplay.ray.sharded.sampler import Draws
+from torchreplay.ray.sharded.shard_actor import Shard
+from torchreplay.schema.config import Config
+from torchreplay.segment.waits import Wait
 
 ENDS = {name: tr.Field((), torch.bool) for name in ("terminated", "truncated")}
 SPEC = {"obs": tr.Field((4,)), "reward": tr.Field(), **ENDS}

@@ -9,17 +9,17 @@ import pytest
 from forked import eventually
 
 import torchreplay as tr
-from torchreplay.config import Config
+from torchreplay.schema.config import Config
 
 pytest.importorskip("ray")
 from ray import exceptions
 
-from torchreplay.ray import calls as shard_calls
-from torchreplay.ray.calls import Calls
-from torchreplay.ray.nearby import Gone
-from torchreplay.ray.shard import Shard
-from torchreplay.ray.shard_writer import ShardWriter
-from torchreplay.ray.union import KEY_BITS, pack
+from torchreplay.ray.sharded import replies as shard_calls
+from torchreplay.ray.sharded.global_distribution import KEY_BITS, pack
+from torchreplay.ray.sharded.local_shard import Gone
+from torchreplay.ray.sharded.replies import Calls
+from torchreplay.ray.sharded.shard_actor import Shard
+from torchreplay.ray.sharded.shard_writer import ShardWriter
 
 UNREACHABLE = exceptions.ActorUnavailableError("connection reset", b"0" * 16)
 DEAD = exceptions.ActorDiedError()

@@ -15,12 +15,12 @@ from sharded_rows import SPEC, assert_intact, image, write
 from synced import watch_syncs
 
 import torchreplay as tr
-from torchreplay.config import Config
 from torchreplay.lightning import PriorityFeedback, ReplayCheckpoint, ReplayDataModule
 from torchreplay.ray import ShardedReplay
-from torchreplay.ray.shard import Shard
-from torchreplay.ray.sharded_checkpoint import Manifest
-from torchreplay.ray.union import KEY_BITS
+from torchreplay.ray.sharded.global_distribution import KEY_BITS
+from torchreplay.ray.sharded.manifest import Manifest
+from torchreplay.ray.sharded.shard_actor import Shard
+from torchreplay.schema.config import Config
 
 SAMPLER = tr.Prioritized(alpha=0.7, beta=0.5)
 LIMITER = tr.SamplesPerInsert(8.0, min_size=50)

@@ -15,18 +15,18 @@ from local_cluster import LocalActor, LocalCluster
 from local_shards import SPEC
 
 import torchreplay as tr
-from torchreplay.config import Config
 from torchreplay.ray import ShardedReplay
-from torchreplay.ray.calls import Calls
-from torchreplay.ray.directory import Directory
-from torchreplay.ray.histograms import merged_histograms
-from torchreplay.ray.members import Shards
-from torchreplay.ray.nearby import Nearby
-from torchreplay.ray.node_shard import Expectation, buffer_to_write_to, nodes_to_write_from
-from torchreplay.ray.placement import OverShards
-from torchreplay.ray.shard import Shard
-from torchreplay.ray.sharded_checkpoint import Counts
-from torchreplay.waiting import Wait
+from torchreplay.ray.explorers.placement import OverShards
+from torchreplay.ray.sharded.client import Shards
+from torchreplay.ray.sharded.coordinator import Directory
+from torchreplay.ray.sharded.histograms import merged_histograms
+from torchreplay.ray.sharded.local_shard import Nearby
+from torchreplay.ray.sharded.local_writing import Expectation, buffer_to_write_to, nodes_to_write_from
+from torchreplay.ray.sharded.manifest import Counts
+from torchreplay.ray.sharded.replies import Calls
+from torchreplay.ray.sharded.shard_actor import Shard
+from torchreplay.schema.config import Config
+from torchreplay.segment.waits import Wait
 
 NODES = ["a", "b", "c"]
 
@@ -104,8 +104,8 @@ def test_a_node_that_comes_in_the_place_of_a_lost_one_is_written_from(cluster, f
 
 
 def test_a_writer_waits_for_the_shard_of_its_node_to_be_made_anew_and_learners_wait_for_it(cluster, found, monkeypatch):
-    monkeypatch.setattr("torchreplay.ray.directory.RETRY", 0.01)
-    monkeypatch.setattr("torchreplay.ray.directory.BELIEF", 5.0)
+    monkeypatch.setattr("torchreplay.ray.sharded.coordinator.RETRY", 0.01)
+    monkeypatch.setattr("torchreplay.ray.sharded.coordinator.BELIEF", 5.0)
     directory, view = found()
     shards, learner = view("b"), view("a")
     cluster.failures["b"] = MemoryError("too little memory is left")
@@ -127,7 +127,7 @@ def test_a_writer_waits_for_the_shard_of_its_node_to_be_made_anew_and_learners_w
 
 
 def test_a_writer_whose_shard_is_not_made_anew_for_long_says_so(cluster, found, monkeypatch):
-    monkeypatch.setattr("torchreplay.ray.node_shard.PATIENCE", 0.2)
+    monkeypatch.setattr("torchreplay.ray.sharded.local_writing.PATIENCE", 0.2)
     directory, view = found()
     shards = view("b")
     cluster.failures["b"] = MemoryError("too little memory is left")
@@ -228,7 +228,7 @@ def test_whether_it_was_stopped_is_told_while_another_thread_lets_go_of_the_shar
 
 
 def test_a_directory_that_ray_cannot_reach_for_a_moment_is_asked_again(cluster, found, monkeypatch):
-    monkeypatch.setattr("torchreplay.ray.lookup.REFRESH", 0.0)
+    monkeypatch.setattr("torchreplay.ray.sharded.coordinator_client.REFRESH", 0.0)
     _, view = found()
     shards = view("a")
     actor = cluster.named["union"]
@@ -239,7 +239,7 @@ def test_a_directory_that_ray_cannot_reach_for_a_moment_is_asked_again(cluster, 
     shards.refresh()
     assert actor.unreachable == 0
     assert not shards.stopped
-    monkeypatch.setattr("torchreplay.ray.lookup.PATIENCE", 0.0)
+    monkeypatch.setattr("torchreplay.ray.sharded.coordinator_client.PATIENCE", 0.0)
     actor.unreachable = 1
     with pytest.raises(cluster.exceptions.ActorUnavailableError):
         shards.look()
@@ -312,7 +312,7 @@ def test_an_answer_of_the_directory_that_comes_late_does_not_bring_back_what_is_
 
 
 def test_an_announcement_is_repeated_after_ray_could_not_reach_the_directory(cluster, found, monkeypatch):
-    monkeypatch.setattr("torchreplay.ray.node_shard.REPEAT", 0.01)
+    monkeypatch.setattr("torchreplay.ray.sharded.local_writing.REPEAT", 0.01)
     directory, view = found()
     shards, actor = view("a"), cluster.named["union"]
     with Expectation(shards):

@@ -7,8 +7,8 @@ from sharded_rows import SPEC, rows_of
 from unequal_shards import ALPHA, EPS, filled_shards, prioritize
 
 import torchreplay as tr
-from torchreplay.ray import feedback
-from torchreplay.ray.union import KEY_BITS
+from torchreplay.ray.sharded import priority_updates
+from torchreplay.ray.sharded.global_distribution import KEY_BITS
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_bad_feedback_is_refused_before_anything_is_applied(filled):
 @pytest.fixture
 def sent(monkeypatch):
     """The TD errors that went on their way, in order, and have not arrived."""
-    return send_late(monkeypatch, feedback)
+    return send_late(monkeypatch, priority_updates)
 
 
 def on_device(*values):

@@ -10,7 +10,7 @@ from local_shards import SPEC
 
 import torchreplay as tr
 from torchreplay.ray import ShardedReplay
-from torchreplay.ray.shard import Shard
+from torchreplay.ray.sharded.shard_actor import Shard
 
 
 @pytest.fixture

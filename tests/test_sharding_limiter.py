@@ -7,9 +7,9 @@ from local_cluster import LocalCluster
 
 import torchreplay as tr
 from torchreplay.ray import ShardedReplay
-from torchreplay.ray.figures import Drew, Figures
-from torchreplay.ray.union import Drawn
-from torchreplay.ray.union_limiter import Rule, UnionLimiter
+from torchreplay.ray.sharded.global_distribution import Drawn
+from torchreplay.ray.sharded.messages import Drew, Figures
+from torchreplay.ray.sharded.rate_limiter import Rule, UnionLimiter
 
 
 def figures(inserted=0, learners=(), largest=1.0):

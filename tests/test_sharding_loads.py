@@ -8,7 +8,8 @@ import torch
 from local_cluster import LocalCluster
 
 import torchreplay as tr
-from torchreplay.ray import ShardedReplay, sharded_saving
+from torchreplay.ray import ShardedReplay
+from torchreplay.ray.sharded import save_restore
 
 SPEC = {"x": tr.Field()}
 
@@ -68,7 +69,7 @@ def test_a_beta_that_is_a_function_goes_on_where_it_is_given_again_and_is_missed
 def test_a_load_that_a_save_takes_the_parts_from_begins_again(tmp_path, monkeypatch, caplog, after):
     with filled() as replay:
         replay.save(tmp_path)
-        looks, look = [], getattr(sharded_saving, after)
+        looks, look = [], getattr(save_restore, after)
 
         def looked_at(*args):
             looks.append(args)
@@ -78,14 +79,14 @@ def test_a_load_that_a_save_takes_the_parts_from_begins_again(tmp_path, monkeypa
                 replay.save(tmp_path)
             return found
 
-        monkeypatch.setattr(sharded_saving, after, looked_at)
+        monkeypatch.setattr(save_restore, after, looked_at)
         with caplog.at_level(logging.WARNING, "torchreplay.ray"), ShardedReplay.load(tmp_path) as loaded:
             assert "was saved to while it was read: it is read again" in caplog.text
             assert len(loaded) == 8
 
 
 def test_draws_go_on_after_those_made_while_it_was_saved(tmp_path, monkeypatch):
-    require = sharded_saving._require_parts
+    require = save_restore._require_parts
 
     def drawn_meanwhile(paths):
         replay.sample(8)  # in another thread
@@ -94,7 +95,7 @@ def test_draws_go_on_after_those_made_while_it_was_saved(tmp_path, monkeypatch):
     with filled() as replay:
         replay.sample(8)
         with monkeypatch.context() as patch:
-            patch.setattr(sharded_saving, "_require_parts", drawn_meanwhile)
+            patch.setattr(save_restore, "_require_parts", drawn_meanwhile)
             replay.save(tmp_path)
     with ShardedReplay.load(tmp_path) as loaded:
         assert loaded.draws == loaded.stats().draws == 2

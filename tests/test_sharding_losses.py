@@ -14,7 +14,7 @@ from sharded_rows import SPEC, assert_intact, shards_of, write, write_until_stop
 
 import torchreplay as tr
 from torchreplay.ray import ReplayLost, ShardedReplay, ShardLost
-from torchreplay.ray.union import KEY_BITS
+from torchreplay.ray.sharded.global_distribution import KEY_BITS
 
 
 def rows_by_node(replay):
@@ -130,7 +130,7 @@ def test_when_nobody_keeps_it_where_it_was_made_everyone_is_told(cluster):
 
 
 def test_nobody_waits_for_rows_that_nobody_will_write(cluster, monkeypatch):
-    monkeypatch.setattr("torchreplay.waiting.STARTUP_GRACE", 0.5)
+    monkeypatch.setattr("torchreplay.segment.waits.STARTUP_GRACE", 0.5)
     with (
         ShardedReplay(SPEC, 100, nodes=cluster.node_ids[:1]) as replay,
         pytest.raises(tr.WouldBlockForever, match="no writer has come"),

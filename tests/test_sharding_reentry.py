@@ -13,17 +13,17 @@ import pytest
 from local_shards import LocalShards
 
 import torchreplay as tr
-from torchreplay.batch import ReplayBatch
-from torchreplay.config import Config
-from torchreplay.waiting import Wait
+from torchreplay.schema.batch import ReplayBatch
+from torchreplay.schema.config import Config
+from torchreplay.segment.waits import Wait
 
 pytest.importorskip("ray")
-from torchreplay.ray.calls import Calls
-from torchreplay.ray.draws import Draws
-from torchreplay.ray.feedback import Feedback
-from torchreplay.ray.nearby import Gone
-from torchreplay.ray.rounds import RoundStream
-from torchreplay.ray.union_limiter import Rule, UnionLimiter
+from torchreplay.ray.sharded.local_shard import Gone
+from torchreplay.ray.sharded.priority_updates import Feedback
+from torchreplay.ray.sharded.rate_limiter import Rule, UnionLimiter
+from torchreplay.ray.sharded.replies import Calls
+from torchreplay.ray.sharded.sample_request import RoundStream
+from torchreplay.ray.sharded.sampler import Draws
 
 KEYS, ERRORS = np.arange(3), np.ones(3)
 

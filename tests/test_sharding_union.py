@@ -12,12 +12,21 @@ from local_shards import LocalShards
 from scipy import stats
 
 import torchreplay as tr
-from torchreplay.batch import ReplayBatch
-from torchreplay.ray.blocks import Layout, RecycledMemory, keep
-from torchreplay.ray.gathering import positions
-from torchreplay.ray.histograms import merged_histograms
-from torchreplay.ray.union import KEY_BITS, MAX_SHARDS, Drawn, Union, candidates, chosen, pack, unpack
-from torchreplay.spec import flatten
+from torchreplay.ray.sharded.batch_block import Layout, RecycledMemory, keep
+from torchreplay.ray.sharded.gathering import positions
+from torchreplay.ray.sharded.global_distribution import (
+    KEY_BITS,
+    MAX_SHARDS,
+    Drawn,
+    Union,
+    candidates,
+    chosen,
+    pack,
+    unpack,
+)
+from torchreplay.ray.sharded.histograms import merged_histograms
+from torchreplay.schema.batch import ReplayBatch
+from torchreplay.schema.spec import flatten
 
 ALPHA, EPS = 0.6, 1e-6
 FALSE_ALARM = 1e-6  # of each chi-square test; the seeds are fixed, so a pass stays a pass

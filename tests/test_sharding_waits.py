@@ -17,7 +17,7 @@ from torchreplay.ray import ShardedReplay
 def replay(monkeypatch):
     """A buffer of two shards that draws from 50 items on, and gives up on writers who are gone after half a second."""
     for grace in ("STARTUP_GRACE", "RETURN_GRACE"):
-        monkeypatch.setattr(f"torchreplay.waiting.{grace}", 0.5)
+        monkeypatch.setattr(f"torchreplay.segment.waits.{grace}", 0.5)
     cluster = LocalCluster(monkeypatch, a=2, b=2)
     with ShardedReplay(SPEC, 200, limiter=tr.MinSize(50), seed=1) as replay:
         yield replay

@@ -9,7 +9,7 @@ from forked import Forked, eventually
 from limited_buffers import buffer_with, extend
 
 import torchreplay as tr
-from torchreplay import waiting
+from torchreplay.segment import waits
 
 FIGURES = "10 items were inserted, 100 are needed and 10 can be drawn; writers alive: "
 ERASE_LINE = "\x1b[2K"
@@ -34,7 +34,7 @@ def draw_on_a_terminal(buffer, slave):
 
 
 def test_a_terminal_shows_one_live_line_that_is_gone_when_the_first_batch_comes(buffer, monkeypatch):
-    monkeypatch.setattr(waiting, "PATIENCE", 0.0)
+    monkeypatch.setattr(waits, "PATIENCE", 0.0)
     master, slave = pty.openpty()
     shown = [""]
 
@@ -58,8 +58,8 @@ def test_a_terminal_shows_one_live_line_that_is_gone_when_the_first_batch_comes(
 
 
 def test_elsewhere_a_log_line_comes_every_so_often(buffer, monkeypatch, caplog):
-    assert waiting.LOG_EVERY == 10.0
-    monkeypatch.setattr(waiting, "LOG_EVERY", 0.1)
+    assert waits.LOG_EVERY == 10.0
+    monkeypatch.setattr(waits, "LOG_EVERY", 0.1)
     buffer.handle()  # somebody else could write
     with pytest.raises(tr.ReplayTimeout):
         next(iter(tr.ReplayDataset(buffer, batch_size=4, timeout=0.3)))
@@ -70,7 +70,7 @@ def test_elsewhere_a_log_line_comes_every_so_often(buffer, monkeypatch, caplog):
 
 
 def test_a_wait_that_ends_in_an_error_takes_its_line_away_too(buffer, monkeypatch):
-    monkeypatch.setattr(waiting, "PATIENCE", 0.0)
+    monkeypatch.setattr(waits, "PATIENCE", 0.0)
     seen = []
 
     class Line:
@@ -80,7 +80,7 @@ def test_a_wait_that_ends_in_an_error_takes_its_line_away_too(buffer, monkeypatc
         def close(self):
             seen.append("closed")
 
-    monkeypatch.setattr(waiting.LiveLine, "on_terminal", Line)
+    monkeypatch.setattr(waits.LiveLine, "on_terminal", Line)
     buffer.handle()
     with pytest.raises(tr.ReplayTimeout):
         next(iter(tr.ReplayDataset(buffer, batch_size=4, timeout=0.2)))

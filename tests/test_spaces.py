@@ -8,7 +8,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import torchreplay as tr
-from torchreplay.spec import flatten
+from torchreplay.schema.spec import flatten
 
 
 @pytest.mark.parametrize(

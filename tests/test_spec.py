@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torchreplay as tr
-from torchreplay.spec import ELEMENTS
+from torchreplay.schema.spec import ELEMENTS
 
 DTYPES = {
     "bool": torch.bool,

@@ -14,9 +14,9 @@ from numbered_items import VIEWS
 from torch.utils.data import DataLoader
 
 import torchreplay as tr
-from torchreplay import dataset as dataset_module
-from torchreplay.packing import DRAWN, Packing, batch_of
-from torchreplay.spec import flatten
+from torchreplay.cuda.packing import DRAWN, Packing, batch_of
+from torchreplay.loading import dataset as dataset_module
+from torchreplay.schema.spec import flatten
 
 SPARE = 3
 
@@ -309,7 +309,7 @@ def test_a_loaders_worker_is_refused_a_cuda_device(monkeypatch):
 
 @pytest.mark.usefixtures("two_devices")
 def test_the_buffers_memory_is_page_locked_for_the_ring_alone(monkeypatch):
-    monkeypatch.setattr("torchreplay.buffer.DeviceCopies", lambda device: LateCopies())
+    monkeypatch.setattr("torchreplay.buffer.replay_buffer.DeviceCopies", lambda device: LateCopies())
     locked = []
     for pin in ("staging", "off", "ring"):
         buffer = filled_buffer()

@@ -6,7 +6,7 @@ import pytest
 from forked import eventually
 from scripted_workers import DIED, ENDED, RAISED, Marks, ScriptedActors, supervise
 
-from torchreplay.ray.supervisor import Policy
+from torchreplay.ray.workers.supervisor import Policy
 
 
 def test_an_explorer_that_raises_is_reported_and_restarted_and_one_that_returns_is_not(caplog):
@@ -152,7 +152,7 @@ def test_a_worker_that_does_not_begin_is_mentioned_until_it_does(caplog, monkeyp
     supervisor = supervise(actors, num_explorers=2)
     eventually(lambda: len(actors.runs) == 2)
     supervisor.board.begin(0)
-    monkeypatch.setattr("torchreplay.ray.supervisor.SLOW_START", 0.2)
+    monkeypatch.setattr("torchreplay.ray.workers.supervisor.SLOW_START", 0.2)
 
     def told(index):
         return sum(f"explorer {index} has not begun" in record.getMessage() for record in caplog.records)

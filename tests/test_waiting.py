@@ -13,7 +13,7 @@ from forked import Forked, eventually
 from limited_buffers import SPEC, buffer_with, extend, has_waited
 
 import torchreplay as tr
-from torchreplay import waiting
+from torchreplay.segment import waits
 
 FLAGS = dict.fromkeys(("terminated", "truncated"), tr.Field((), bool))
 EPISODE_SPEC = SPEC | FLAGS | {"reward": tr.Field()}
@@ -88,7 +88,7 @@ def test_a_draw_waits_for_a_writer_of_another_thread():
 
 
 def test_a_draw_gives_up_when_all_explorers_of_other_processes_are_gone_for_good(monkeypatch):
-    monkeypatch.setattr(waiting, "RETURN_GRACE", 0.2)
+    monkeypatch.setattr(waits, "RETURN_GRACE", 0.2)
     buffer = buffer_with(tr.MinSize(100))
     for end in ("leave", "die"):
         with Forked(extend, buffer, 3) as explorer:
@@ -101,7 +101,7 @@ def test_a_draw_gives_up_when_all_explorers_of_other_processes_are_gone_for_good
 
 
 def test_an_announced_supervisor_is_waited_for_until_it_closes(monkeypatch):
-    monkeypatch.setattr(waiting, "RETURN_GRACE", 0.05)
+    monkeypatch.setattr(waits, "RETURN_GRACE", 0.05)
     buffer = buffer_with(tr.MinSize(100))
     with Forked(extend, buffer, 3) as explorer:
         assert explorer.wait() == 0
@@ -266,7 +266,7 @@ def insert_wait(buffer):
 
 @pytest.mark.parametrize("explorers", [1, 3])
 def test_writers_that_wait_for_a_learner_give_up_when_it_dies(explorers, monkeypatch):
-    monkeypatch.setattr(waiting, "RETURN_GRACE", 0.2)
+    monkeypatch.setattr(waits, "RETURN_GRACE", 0.2)
     mine, theirs = mp.Pipe()
     with contextlib.ExitStack() as started:
         owner = started.enter_context(Forked(own_until_killed, theirs))
@@ -284,7 +284,7 @@ def test_writers_that_wait_for_a_learner_give_up_when_it_dies(explorers, monkeyp
 
 
 def test_writers_go_on_without_their_owner_for_as_long_as_another_process_draws(monkeypatch):
-    monkeypatch.setattr(waiting, "RETURN_GRACE", 0.2)
+    monkeypatch.setattr(waits, "RETURN_GRACE", 0.2)
     mine, theirs = mp.Pipe()
     with Forked(own_until_killed, theirs) as owner:
         handle = mine.recv()
@@ -339,7 +339,7 @@ def test_waiting_costs_next_to_no_processor_time():
 
 
 def test_explorers_that_never_start_end_the_wait_instead_of_hanging_it(monkeypatch):
-    monkeypatch.setattr("torchreplay.waiting.STARTUP_GRACE", 0.2)
+    monkeypatch.setattr("torchreplay.segment.waits.STARTUP_GRACE", 0.2)
     buffer = buffer_with(tr.MinSize(3))
     buffer.handle()
     with pytest.raises(tr.WouldBlockForever, match="did the explorers fail to start"):
@@ -347,7 +347,7 @@ def test_explorers_that_never_start_end_the_wait_instead_of_hanging_it(monkeypat
 
 
 def test_a_supervisor_keeps_the_wait_for_a_first_writer_open(monkeypatch):
-    monkeypatch.setattr("torchreplay.waiting.STARTUP_GRACE", 0.0)
+    monkeypatch.setattr("torchreplay.segment.waits.STARTUP_GRACE", 0.0)
     buffer = buffer_with(tr.MinSize(3))
     buffer.handle()
     with buffer.expect_writers(), pytest.raises(tr.ReplayTimeout):
@@ -355,7 +355,7 @@ def test_a_supervisor_keeps_the_wait_for_a_first_writer_open(monkeypatch):
 
 
 def test_a_long_wait_is_logged_with_its_numbers(monkeypatch, caplog):
-    monkeypatch.setattr("torchreplay.waiting.LOG_EVERY", 0.1)
+    monkeypatch.setattr("torchreplay.segment.waits.LOG_EVERY", 0.1)
     buffer = buffer_with(tr.MinSize(3))
     buffer.handle()
     with pytest.raises(tr.ReplayTimeout):
@@ -365,7 +365,7 @@ def test_a_long_wait_is_logged_with_its_numbers(monkeypatch, caplog):
 
 @pytest.mark.parametrize("learner", ["this thread", "another process"])
 def test_a_writer_that_waits_for_a_learner_says_when_that_is_itself(learner, monkeypatch, caplog):
-    monkeypatch.setattr("torchreplay.waiting.LOG_EVERY", 0.1)
+    monkeypatch.setattr("torchreplay.segment.waits.LOG_EVERY", 0.1)
     buffer = buffer_with(tr.SamplesPerInsert(1.0, min_size=10, tolerance=0.5))
     buffer.handle()
     extend(buffer, 10)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Buffer
 
-from .batch import ReplayBatch
+from torchreplay.schema.batch import ReplayBatch
 
 NativeFields = list[tuple[tuple[str, ...], int, tuple[int, ...]]]
 

@@ -1,10 +1,11 @@
 """torchreplay: a prioritized replay buffer in shared memory, for PyTorch."""
 
-from .batch import ReplayBatch
-from .buffer import ReplayBuffer
-from .checking import CheckReport, check
-from .dataset import ReplayDataset
-from .errors import (
+from torchreplay.buffer.replay_buffer import ReplayBuffer
+from torchreplay.buffer.stats import Stats
+from torchreplay.buffer.writer import Writer
+from torchreplay.checking import CheckReport, check
+from torchreplay.distributed.learners import Learners
+from torchreplay.errors import (
     AttachError,
     CheckpointError,
     LearnerLost,
@@ -13,22 +14,21 @@ from .errors import (
     Stopped,
     WouldBlockForever,
 )
-from .hindsight import Hindsight
-from .laber import LaBER
-from .learners import Learners
-from .limiters import MinSize, SamplesPerInsert
-from .mixing import MixedDataset
-from .priorities import sequence_priority
-from .reverse import Reverse
-from .samplers import Linear, Prioritized, Uniform
-from .segment import Handle
-from .spaces import spec_from_env, spec_from_space
-from .spec import Field, Spec
-from .stats import Stats
-from .tree import PriorityTree
-from .views import Rows, Sequences, Transitions
-from .weights import SharedWeights
-from .writer import Writer
+from torchreplay.loading.dataset import ReplayDataset
+from torchreplay.loading.laber import LaBER
+from torchreplay.loading.mixed_dataset import MixedDataset
+from torchreplay.loading.reverse import Reverse
+from torchreplay.ops.priority_tree import PriorityTree
+from torchreplay.schema.batch import ReplayBatch
+from torchreplay.schema.hindsight import Hindsight
+from torchreplay.schema.limiters import MinSize, SamplesPerInsert
+from torchreplay.schema.samplers import Linear, Prioritized, Uniform
+from torchreplay.schema.sequence_priority import sequence_priority
+from torchreplay.schema.spaces import spec_from_env, spec_from_space
+from torchreplay.schema.spec import Field, Spec
+from torchreplay.schema.views import Rows, Sequences, Transitions
+from torchreplay.segment.handle import Handle
+from torchreplay.weights.shared_weights import SharedWeights
 
 __version__ = "0.1.0"
 

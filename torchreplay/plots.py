@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .batch import ReplayBatch
-from .buffer import ReplayBuffer
-from .limiters import SamplesPerInsert
-from .stats import Stats
+from torchreplay.buffer.replay_buffer import ReplayBuffer
+from torchreplay.buffer.stats import Stats
+from torchreplay.schema.batch import ReplayBatch
+from torchreplay.schema.limiters import SamplesPerInsert
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,7 +13,7 @@ from benchmarks.peers.torchreplay import TorchreplayPeer
 from benchmarks.plan import Plan
 from benchmarks.timing import Candidate, interleave
 from benchmarks.workload import SMALL
-from torchreplay.waiting import NEVER
+from torchreplay.segment.waits import NEVER
 
 POOL = 64
 MICROSECONDS = 1e6

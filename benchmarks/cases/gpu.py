@@ -15,8 +15,8 @@ from benchmarks.peers.torchreplay import TorchreplayPeer
 from benchmarks.plan import Plan
 from benchmarks.timing import Candidate, interleave
 from benchmarks.workload import ATARI, SMALL, WIDE, Workload
-from torchreplay.cuda import DeviceCopies
-from torchreplay.replay import Pin
+from torchreplay.buffer.base import Pin
+from torchreplay.cuda.copies import DeviceCopies
 
 BATCH_SIZE = 256
 BATCH_BYTES = BATCH_SIZE * ATARI.row_bytes

@@ -8,7 +8,7 @@ import torch
 from fuzz_attach import STEPS
 
 import torchreplay as tr
-from torchreplay.segment import Handle, machine_id
+from torchreplay.segment.handle import Handle, machine_id
 
 ROWS = {"x": tr.Field((2,)), "deep": {"n": tr.Field((), torch.int16), "b": tr.Field((2, 2), torch.bool)}}
 VIEWS = (

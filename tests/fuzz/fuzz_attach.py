@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 import torchreplay as tr
-from torchreplay.segment import make_handle
+from torchreplay.segment.handle import make_handle
 
 CHECKED = 80  # bytes of the header that are read before the file is trusted
 NONCE, BYTES, CONFIG_BYTES = slice(24, 32), slice(32, 40), slice(40, 48)

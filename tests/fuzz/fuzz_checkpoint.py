@@ -13,7 +13,7 @@ import torch
 from fuzz_attach import buffers
 
 import torchreplay as tr
-from torchreplay import memory
+from torchreplay.segment import reservation
 
 SHARD = "rows-0/00000.safetensors"
 SEPARATOR = b"\0\0\0\0"  # between the description, which is text, and the rows
@@ -22,7 +22,7 @@ MOST_BYTES = 64 << 20
 directory = Path(tempfile.mkdtemp(prefix="torchreplay-fuzz-"))
 atexit.register(shutil.rmtree, directory, ignore_errors=True)
 (directory / SHARD).parent.mkdir()
-memory.available_memory = lambda: MOST_BYTES
+reservation.available_memory = lambda: MOST_BYTES
 
 
 def seeds():

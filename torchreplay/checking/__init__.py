@@ -6,16 +6,16 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from ..arguments import checked_instance, checked_int
-from ..buffer import ReplayBuffer
-from ..replay import Replay
-from ..spaces import single_spaces
-from .casting import Casting
-from .compare import compare
-from .filling import Filling
-from .items import items_of
-from .play import Row, play
-from .write import write_rows, write_steps
+from torchreplay.buffer.base import Replay
+from torchreplay.buffer.replay_buffer import ReplayBuffer
+from torchreplay.checking.casting import Casting
+from torchreplay.checking.compare import compare
+from torchreplay.checking.field_mapping import Filling
+from torchreplay.checking.record import write_rows, write_steps
+from torchreplay.checking.reference_items import items_of
+from torchreplay.checking.rollout import Row, play
+from torchreplay.schema.spaces import single_spaces
+from torchreplay.validation import checked_instance, checked_int
 
 
 @dataclass(frozen=True, slots=True)

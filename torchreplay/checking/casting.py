@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..spec import Field
+from torchreplay.schema.spec import Field
 
 
 class Casting:

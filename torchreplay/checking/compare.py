@@ -8,10 +8,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from ..batch import ReplayBatch
-from ..buffer import ReplayBuffer
-from .casting import as_numpy
-from .items import Array, HindsightItems, Items, Stream
+from torchreplay.buffer.replay_buffer import ReplayBuffer
+from torchreplay.checking.casting import as_numpy
+from torchreplay.checking.reference_items import Array, HindsightItems, Items, Stream
+from torchreplay.schema.batch import ReplayBatch
 
 CHUNK = 64  # items at a time: stacked images are large
 OWN_ENTRIES = ("key", "weight", "probability")

@@ -9,13 +9,13 @@ The module receives a `ReplayBatch` and returns `{"loss": loss, "td_error": td}`
 Both `pytorch_lightning` and `lightning.pytorch` trainers take these classes.
 """
 
-from ..explorers import Explorers
-from .checkpoint import ReplayCheckpoint
-from .datamodule import ReplayDataModule
-from .evaluation import EvaluationMonitor
-from .feedback import PriorityFeedback
-from .monitor import ReplayMonitor
-from .publisher import WeightPublisher
+from torchreplay.distributed.explorers import Explorers
+from torchreplay.lightning.checkpoint import ReplayCheckpoint
+from torchreplay.lightning.datamodule import ReplayDataModule
+from torchreplay.lightning.evaluation import EvaluationMonitor
+from torchreplay.lightning.feedback import PriorityFeedback
+from torchreplay.lightning.monitor import ReplayMonitor
+from torchreplay.lightning.publisher import WeightPublisher
 
 __all__ = [
     "EvaluationMonitor",

@@ -6,20 +6,20 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ReplayTimeout, WouldBlockForever
-from ..explorers import Explorers
-from ..mixing import MixedDataset
-from ..samplers import Prioritized
-from .datamodule import ReplayDataModule
-from .evaluation import EvaluationMonitor
-from .feedback import PriorityFeedback
-from .libraries import LightningDataModule
-from .publisher import WeightPublisher
+from torchreplay.distributed.explorers import Explorers
+from torchreplay.errors import ReplayTimeout, WouldBlockForever
+from torchreplay.lightning.compat import LightningDataModule
+from torchreplay.lightning.datamodule import ReplayDataModule
+from torchreplay.lightning.evaluation import EvaluationMonitor
+from torchreplay.lightning.feedback import PriorityFeedback
+from torchreplay.lightning.publisher import WeightPublisher
+from torchreplay.loading.mixed_dataset import MixedDataset
+from torchreplay.schema.samplers import Prioritized
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
 
-    from ..ray.async_replay import AsyncReplay
+    from torchreplay.ray.training.async_replay import AsyncReplay
 
 
 def fit(replay: AsyncReplay, trainer: Trainer, ckpt_path: Any) -> None:

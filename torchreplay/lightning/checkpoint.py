@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from fsspec.core import strip_protocol
 from fsspec.utils import get_protocol
 
-from ..arguments import checked_instance
-from ..checkpoint_directory import is_checkpoint
-from ..replay import Replay
-from ..waiting import logger
-from .datamodule import resolve_buffer
-from .fetching import take_in_turn
-from .libraries import Callback
+from torchreplay.buffer.base import Replay
+from torchreplay.checkpoint.directory import is_checkpoint
+from torchreplay.lightning.compat import Callback
+from torchreplay.lightning.datamodule import resolve_buffer
+from torchreplay.lightning.fetching import take_in_turn
+from torchreplay.segment.waits import logger
+from torchreplay.validation import checked_instance
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer

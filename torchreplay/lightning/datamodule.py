@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..arguments import checked_int, checked_timeout
-from ..batch import ReplayBatch
-from ..dataset import ReplayDataset, require_device, require_pin
-from ..drawing import MAX_BATCH
-from ..errors import LearnerLost
-from ..explorers import Explorers
-from ..learners import Learners, several_machines
-from ..replay import Pin, Replay
-from .ending import end_fit, refuse_epoch, stopped_among_ranks
-from .fetching import take_in_turn
-from .libraries import LightningDataModule
+from torchreplay.buffer.base import Pin, Replay
+from torchreplay.buffer.sampling import MAX_BATCH
+from torchreplay.distributed.explorers import Explorers
+from torchreplay.distributed.learners import Learners, several_machines
+from torchreplay.errors import LearnerLost
+from torchreplay.lightning.compat import LightningDataModule
+from torchreplay.lightning.fetching import take_in_turn
+from torchreplay.lightning.stopping import end_fit, refuse_epoch, stopped_among_ranks
+from torchreplay.loading.dataset import ReplayDataset, require_device, require_pin
+from torchreplay.schema.batch import ReplayBatch
+from torchreplay.validation import checked_int, checked_timeout
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from ..arguments import checked_instance
-from ..ray.evaluator import Evaluator
-from .libraries import Callback
-from .monitor import logged_step
+from torchreplay.lightning.compat import Callback
+from torchreplay.lightning.monitor import logged_step
+from torchreplay.ray.evaluation.evaluator import Evaluator
+from torchreplay.validation import checked_instance
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer

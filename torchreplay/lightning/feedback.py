@@ -6,14 +6,14 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from ..arguments import checked_instance
-from ..batch import ReplayBatch
-from ..mixing import MixedDataset
-from ..replay import Replay
-from .datamodule import resolve_buffer
-from .ending import end_fit, refuse_epoch
-from .fetching import take_in_turn
-from .libraries import Callback
+from torchreplay.buffer.base import Replay
+from torchreplay.lightning.compat import Callback
+from torchreplay.lightning.datamodule import resolve_buffer
+from torchreplay.lightning.fetching import take_in_turn
+from torchreplay.lightning.stopping import end_fit, refuse_epoch
+from torchreplay.loading.mixed_dataset import MixedDataset
+from torchreplay.schema.batch import ReplayBatch
+from torchreplay.validation import checked_instance
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer

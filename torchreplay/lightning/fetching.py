@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils._pytree import tree_leaves
 
-from ..dataset import SteppedDataset
+from torchreplay.loading.dataset import SteppedDataset
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..arguments import checked_instance, checked_int
-from ..replay import Replay
-from .datamodule import resolve_buffer
-from .libraries import Callback
+from torchreplay.buffer.base import Replay
+from torchreplay.lightning.compat import Callback
+from torchreplay.lightning.datamodule import resolve_buffer
+from torchreplay.validation import checked_instance, checked_int
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer

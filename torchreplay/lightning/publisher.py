@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..arguments import checked_instance, checked_int
-from ..weights import SharedWeights
-from .libraries import Callback
+from torchreplay.lightning.compat import Callback
+from torchreplay.validation import checked_instance, checked_int
+from torchreplay.weights.shared_weights import SharedWeights
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer

@@ -5,17 +5,17 @@ processes need none.
 """
 
 from torchreplay.errors import ReplayLost
-from torchreplay.ray.async_replay import AsyncReplay, AsyncReplayStats
-from torchreplay.ray.context import ExplorerContext
-from torchreplay.ray.evaluator import Evaluator, EvaluatorFailed, EvaluatorStats
-from torchreplay.ray.meter import Timing
-from torchreplay.ray.pool import ExplorerPool, ExplorersFailed
-from torchreplay.ray.remote import RemoteBuffer, RemoteWriter
-from torchreplay.ray.scores import Evaluation
-from torchreplay.ray.shard_writer import ShardLost, ShardWriter
-from torchreplay.ray.sharded import ShardedReplay
-from torchreplay.ray.sharded_stats import ShardedStats, ShardStats
-from torchreplay.ray.stats import ExplorerFailure, ExplorerStats
+from torchreplay.ray.evaluation.evaluation_log import Evaluation
+from torchreplay.ray.evaluation.evaluator import Evaluator, EvaluatorFailed, EvaluatorStats
+from torchreplay.ray.explorers.explorer_context import ExplorerContext
+from torchreplay.ray.explorers.explorer_pool import ExplorerPool, ExplorersFailed
+from torchreplay.ray.remote.remote_buffer import RemoteBuffer, RemoteWriter
+from torchreplay.ray.sharded.shard_writer import ShardLost, ShardWriter
+from torchreplay.ray.sharded.sharded_replay import ShardedReplay
+from torchreplay.ray.sharded.stats import ShardedStats, ShardStats
+from torchreplay.ray.training.async_replay import AsyncReplay, AsyncReplayStats
+from torchreplay.ray.training.throughput import Timing
+from torchreplay.ray.workers.explorer_stats import ExplorerFailure, ExplorerStats
 
 __all__ = [
     "AsyncReplay",

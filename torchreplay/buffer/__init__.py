@@ -1,0 +1,1 @@
+"""The replay buffer of one machine: writing, sampling, feeding TD errors back."""

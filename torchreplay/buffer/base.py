@@ -1,0 +1,185 @@
+"""`Replay`: what a learner needs of whatever it draws from."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from torchreplay.buffer.tree_summary import DrawnFrom
+from torchreplay.schema.batch import ReplayBatch
+from torchreplay.schema.config import Configured
+from torchreplay.schema.samplers import Schedule
+
+if TYPE_CHECKING:
+    from torchreplay.buffer.stats import Stats
+    from torchreplay.cuda.staging import Staging
+    from torchreplay.segment.waits import Wait
+
+
+Pin = Literal["staging", "ring", "off"]
+PINS: tuple[Pin, ...] = get_args(Pin)
+
+
+Finish: TypeAlias = Callable[[dict[str, Any]], None]
+"""Computes what a view's functions have to add to a batch."""
+
+
+class Batches(Protocol):
+    """Batches one after the other, some of them drawn ahead. For one thread, which must close it."""
+
+    def __iter__(self) -> Iterator[ReplayBatch]:
+        """Returns itself."""
+
+    def __next__(self) -> ReplayBatch:
+        """Returns the next batch, waiting for it as `sample` does."""
+
+    def drawn(self) -> list[dict[str, Any]]:
+        """Returns what names the batches that are drawn and were not handed out, as far as they can be named."""
+
+    @property
+    def drawn_from(self) -> DrawnFrom:
+        """What the weights of the batch handed out last were computed from."""
+
+    def take_back(self) -> None:
+        """Says that the batch handed out last is none: another comes in its place, and it has not been drawn."""
+
+    @property
+    def ready(self) -> int:
+        """How many batches are drawn, in memory of the staging, and not handed out."""
+
+    @property
+    def answered(self) -> int:
+        """How many of the next batches come without a wait for draws or for other machines."""
+
+    def close(self) -> None:
+        """Ends it. What was drawn and is not handed out has not been drawn."""
+
+
+class Replay(Configured, ABC):
+    """What learners draw from and feed back to: a `ReplayBuffer`, or the shards of several machines."""
+
+    _nonce: int
+    """Its identity, by which batches name it."""
+
+    _finish: Finish | None
+    """What computes the rest of a batch that was drawn; None: nothing is left to compute."""
+
+    @abstractmethod
+    def sample(self, batch_size: int, beta: Schedule | None = None, timeout: float | None = None) -> ReplayBatch:
+        """Draws a batch, stratified and with replacement; waits until the limiter admits it."""
+
+    @abstractmethod
+    def update_priorities(self, batch_or_keys: ReplayBatch | Any, td: Any) -> None:
+        """Feeds TD errors back to exactly the items they were computed from."""
+
+    @abstractmethod
+    def _unissued(self, keys: NDArray[np.int64]) -> int | None:
+        """Returns the index of the first of `keys` that it never issued; raises RuntimeError if it is closed."""
+
+    @abstractmethod
+    def batches(
+        self,
+        batch_size: int,
+        count: int | None,
+        prefetch: int,
+        timeout: float | None,
+        waiting: type[Wait],
+        drawn: deque[dict[str, Any]],
+        staging: Staging | None = None,
+    ) -> Batches:
+        """Returns a stream of batches, as a `ReplayDataset` hands them out.
+
+        Args:
+            batch_size: Items in a batch.
+            count: Batches; None for endlessly many.
+            prefetch: Batches drawn ahead of the one asked for; 0: each is drawn when it is asked for.
+            timeout: Seconds to wait for each at most, as in `sample`.
+            waiting: How the wait for the first one looks.
+            drawn: Batches to hand out first, as the stream before named them; taken from it one by one.
+            staging: What gives each batch its place, and finishes it; None: memory of its own.
+        """
+
+    @abstractmethod
+    def staging(self, batch_size: int, prefetch: int, device: torch.device, pin: Pin | None) -> Staging | None:
+        """Returns what takes batches to a CUDA device while the learner computes; None: each is copied by itself.
+
+        Args:
+            batch_size: Items in a batch.
+            prefetch: Batches drawn ahead of the one asked for.
+            device: Where they go.
+            pin: What is page-locked, as a `ReplayDataset` is told.
+        """
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Waits for the TD errors that are on their way, and sees them applied."""
+
+    @abstractmethod
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Saves it while others go on writing and drawing."""
+
+    @abstractmethod
+    def restore(self, directory: str | os.PathLike[str]) -> None:
+        """Fills one that was never written to with what `save` wrote."""
+
+    @abstractmethod
+    def stats(self) -> Stats:
+        """Returns what has happened so far, over all processes."""
+
+    @abstractmethod
+    def histograms(self, bins: int = 64) -> dict[str, torch.Tensor]:
+        """Returns histograms of leaf priorities and of rows' ages. O(capacity)."""
+
+    @abstractmethod
+    def _marks(self) -> tuple[int, int]:
+        """Returns its identity, and the seed of its draws, which one that is restored from a checkpoint has too."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Tells everyone to finish: `stopped` is True in every process, and waiting calls raise `Stopped`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Detaches this object. Idempotent."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Returns the number of rows held."""
+
+    def __bool__(self) -> bool:
+        return True  # `if buffer:` asks whether there is one, not whether it holds rows
+
+    @property
+    @abstractmethod
+    def capacity(self) -> int:
+        """Rows that fit."""
+
+    @property
+    @abstractmethod
+    def stopped(self) -> bool:
+        """Whether `stop()` was called, in any process."""
+
+    @property
+    @abstractmethod
+    def draws(self) -> int:
+        """Batches that this object has drawn: the position in its own stream of draws. Set it to resume."""
+
+    @draws.setter
+    @abstractmethod
+    def draws(self, step: int) -> None: ...
+
+    @property
+    @abstractmethod
+    def stream(self) -> int:
+        """The number of the stream of draws of this process. Set it to resume."""
+
+    @stream.setter
+    @abstractmethod
+    def stream(self, number: int) -> None: ...

@@ -1,0 +1,134 @@
+"""TD errors that are still on their way from a device when they are fed back."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, TypeVar
+
+import torch
+
+from torchreplay.schema.spec import ELEMENTS
+
+T = TypeVar("T")
+
+
+class Arrival(Protocol):
+    """Values on their way: `values` is to be read once `done()`."""
+
+    values: torch.Tensor
+
+    def done(self) -> bool:
+        """Returns whether they are there."""
+
+    def wait(self) -> None:
+        """Returns when they are."""
+
+
+def require_one_each(td: torch.Tensor, n: int) -> None:
+    """Raises ValueError unless `td` is one real number for each of `n` keys, whatever they are."""
+    if td.shape != (n,) or td.dtype not in ELEMENTS:
+        raise ValueError(
+            f"the TD errors are {td.dtype} of shape {tuple(td.shape)}, expected one real number for each key: "
+            f"shape ({n},)"
+        )
+
+
+class _Update(NamedTuple):
+    number: int
+    keys: torch.Tensor
+    td: Arrival
+
+
+class DeferredUpdates:
+    """Updates of priorities whose TD errors have not arrived, in the order in which they were given.
+
+    Each is applied when its TD errors are there and those given before are applied: by whoever comes by next, in any
+    thread, or by who waits for all of them. A forked child has none: they are the parent's to apply.
+
+    Args:
+        apply: Applies the TD errors of keys; raises ValueError, having done nothing, for some that are NaN or infinite.
+
+    Attributes:
+        waiting: What has not been applied.
+    """
+
+    def __init__(self, apply: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
+        self._apply = apply
+        self.waiting = deque[_Update]()
+        self._numbers = itertools.count(1)
+        # For applying in order. A signal handler that comes by in the midst of that, in the same thread, leaves it be.
+        self._lock = threading.RLock()
+        self._applying = False
+
+    def add(self, keys: torch.Tensor, td: Arrival) -> None:
+        """Takes an update over.
+
+        Args:
+            keys: int64 `[n]`, of memory that nobody changes.
+            td: Its TD errors `[n]`.
+        """
+        self.waiting.append(_Update(next(self._numbers), keys, td))
+
+    def apply_arrived(self) -> None:
+        """Applies what has arrived; returns at once where another thread is at it.
+
+        Raises:
+            ValueError: TD errors are NaN or infinite: they are dropped. Those after them wait for the next call.
+            RuntimeError: The device has failed; all that was on its way is lost.
+        """
+        if self.waiting and self._lock.acquire(blocking=False):
+            try:
+                while not self._applying and len(self.waiting) > 0 and self._ask(self.waiting[0].td.done):
+                    self._apply_first()
+            finally:
+                self._lock.release()
+
+    def flush(self) -> None:
+        """Waits until everything given so far has arrived, and applies it.
+
+        Raises:
+            ValueError: TD errors are NaN or infinite: they are dropped, the others applied. Notes tell of further ones.
+            RuntimeError: The device has failed; all that was on its way is lost.
+        """
+        failure: ValueError | None = None
+        with self._lock:
+            for _ in range(len(self.waiting)):
+                if self._applying or not self.waiting:  # this is a signal handler, or one was faster
+                    break
+                self._ask(self.waiting[0].td.wait)
+                try:
+                    self._apply_first()
+                except ValueError as error:
+                    if failure is None:
+                        failure = error
+                    else:
+                        failure.add_note(str(error))
+        if failure is not None:
+            raise failure
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        try:
+            return question()
+        except RuntimeError:  # CUDA's: nothing comes from there any more, and it is said once
+            self.waiting.clear()
+            raise
+
+    def _apply_first(self) -> None:
+        """Applies the first, which stays there when that is interrupted, such as by Ctrl-C in a wait for the lock."""
+        update = self.waiting[0]
+        self._applying = True
+        try:
+            self._apply(update.keys, update.td.values)
+        except ValueError as error:
+            self.waiting.popleft()
+            raise ValueError(
+                f"update_priorities number {update.number} of those with a tensor on a device, of {len(update.keys)} "
+                f"items: {error}"
+            ) from None
+        else:
+            self.waiting.popleft()
+        finally:
+            self._applying = False

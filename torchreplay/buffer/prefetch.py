@@ -1,0 +1,270 @@
+"""Batches one after the other, of which a native thread draws some before they are asked for."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchreplay import _C
+from torchreplay.buffer.sampling import MAX_BATCH
+from torchreplay.buffer.tree_summary import DrawnFrom
+from torchreplay.errors import ReplayTimeout, Stopped
+from torchreplay.schema.batch import ReplayBatch
+from torchreplay.schema.samplers import value_of
+from torchreplay.segment.waits import LOG_EVERY, SLICE_NS, Wait
+from torchreplay.validation import checked_int
+
+if TYPE_CHECKING:
+    from torchreplay.buffer.replay_buffer import ReplayBuffer
+    from torchreplay.cuda.staging import Staging
+
+DRAWN_FIELDS = {"key": torch.int64, "weight": torch.float32, "probability": torch.float32}
+"""What names a batch again that is not to be drawn anew, and its dtypes."""
+
+
+LAST_LOOK = 1.0
+"""Seconds for which a thread that draws may be late with its last look, when a wait's timeout is over."""
+
+
+class BatchStream:
+    """An iterator of batches as `sample` returns them. It is for one thread, which must close it.
+
+    What this thread feeds back or writes has its turn after the batches ordered before, so that the same seed and
+    the same calls give the same batches. A batch does not know what is fed back between its order and its turn.
+
+    Args:
+        buffer: The buffer to draw from.
+        batch_size: Items in a batch.
+        count: Batches; None for endlessly many.
+        prefetch: Batches drawn ahead of the one asked for; 0: each is drawn when it is asked for.
+        timeout: Seconds to wait for each at most, as in `sample`.
+        waiting: How the wait for the first one looks.
+        drawn: Batches to hand out first, as `drawn` gave them; taken from it one by one. Those that the buffer does
+            not hold any more are left out.
+        staging: What gives each batch its place, and finishes it; None: memory of its own.
+    """
+
+    def __init__(
+        self,
+        buffer: ReplayBuffer,
+        batch_size: int,
+        count: int | None,
+        prefetch: int,
+        timeout: float | None,
+        waiting: type[Wait],
+        drawn: deque[dict[str, Any]],
+        staging: Staging | None = None,
+    ) -> None:
+        checked_int("batch_size", batch_size, 1, MAX_BATCH)
+        self._buffer = buffer
+        self._segment = segment = buffer._segment
+        self._batch_size, self._left, self._prefetch, self._timeout = batch_size, count, prefetch, timeout
+        self._waiting = waiting
+        self._again = drawn
+        self._from: DrawnFrom | None = None  # of the batch handed out last, if it is one of those
+        self._staging = staging
+        self._finish = buffer._finish if staging is None else None
+        self._ahead: _C.DrawAhead | None = None
+        self._ordered = 0  # and not taken
+        self._steady = False  # `prefetch` batches are ordered: one more, and one is taken
+        self._beta = buffer._config.sampler.beta
+        _ = segment.stream  # a forked child has one of its own from here on, and steps that belong to it
+        self._waited_by: tuple[int, int] | None = None  # process and thread, while one waits for a batch
+        self._others = segment.draws - segment.step  # draws of this and other processes before
+
+    def __iter__(self) -> BatchStream:
+        return self
+
+    def __next__(self) -> ReplayBatch:
+        """Returns the next batch.
+
+        Raises:
+            StopIteration: There were `count`.
+            ReplayTimeout, WouldBlockForever, Stopped: As `sample` does.
+        """
+        try:
+            if self._buffer._deferred.waiting:
+                self._buffer._deferred.apply_arrived()
+            if self._staging is not None:
+                self._staging.require_own_process()
+            batch: ReplayBatch | None = None
+            left = self._left
+            if self._steady and (left is None or left > self._prefetch):
+                batch = self._order_and_take()
+            elif left is not None and left <= 0:
+                self.close()
+                raise StopIteration
+            else:
+                waiting, self._waiting = self._waiting, Wait
+                if self._again:
+                    batch = self._next_again()
+                if batch is None:
+                    batch = self._next_drawn(waiting)
+        except RuntimeError:
+            if self._buffer._ended:  # another thread has closed it, since
+                raise Stopped("the replay buffer was stopped") from None
+            raise
+        if left is not None:
+            self._left = left - 1
+        return batch
+
+    @property
+    def ready(self) -> int:
+        """How many of the next batches are drawn. None of those from a state are."""
+        return 0 if self._ahead is None or self._again else self._ahead.ready()
+
+    @property
+    def drawn_from(self) -> DrawnFrom:
+        """What the weights of the batch handed out last were computed from."""
+        if self._from is not None:
+            return self._from
+        return DrawnFrom(*(self._segment if self._ahead is None else self._ahead).drawn_from)
+
+    @property
+    def answered(self) -> int:
+        """The same: what is drawn is in this machine's memory."""
+        return self.ready
+
+    def drawn(self) -> list[dict[str, Any]]:
+        """Returns what names the batches that are drawn and were not handed out, after waiting for those ordered.
+
+        Returns:
+            For each the `step` of its draw, `key` int64 `[B]`, `weight` and `probability` float32 `[B]`, and
+            `drawn_from`, [total, drawable, smallest, beta].
+        """
+        if self._ahead is None:
+            return []
+        return [
+            {"step": step, "drawn_from": list(drawn_from)}
+            | {
+                name: torch.frombuffer(bytearray(part), dtype=dtype)
+                for (name, dtype), part in zip(DRAWN_FIELDS.items(), parts, strict=True)
+            }
+            for step, *parts, drawn_from in self._ahead.drawn()
+        ]
+
+    def take_back(self) -> None:
+        """Says that the batch handed out last is none: another comes in its place, and it has not been drawn."""
+        self._segment.undraw(self._batch_size)
+        self._others -= 1
+        if self._left is not None:
+            self._left += 1
+
+    def close(self) -> None:
+        """Ends the thread. What was drawn and is not handed out has not been drawn.
+
+        Raises:
+            RuntimeError: Another thread waits for a batch of it.
+        """
+        if self._ahead is not None:
+            pid, thread = self._waited_by or (0, 0)
+            if pid == os.getpid() and thread != threading.get_ident():
+                raise RuntimeError("another thread waits for a batch of this iteration: it is for one thread")
+            self._ahead.close()
+            self._ahead, self._ordered, self._steady = None, 0, False
+
+    def _next_again(self) -> ReplayBatch | None:
+        if self._prefetch:
+            self._order()  # before it is handed out, as if it had been drawn here
+        while self._again:
+            drawn = self._again.popleft()
+            batch = self._buffer._gather(drawn["key"], drawn["step"])
+            if len(batch["key"]) == len(drawn["key"]):
+                batch["weight"].copy_(drawn["weight"])
+                batch["probability"].copy_(drawn["probability"])
+                self._from = DrawnFrom.of_state(drawn.get("drawn_from", self._segment.drawn_from))
+                return batch
+        return None
+
+    def _next_drawn(self, waiting: type[Wait]) -> ReplayBatch:
+        self._from = None
+        if self._prefetch == 0:
+            return self._buffer._draw(self._batch_size, None, self._timeout, waiting, self._place())
+        ahead = self._order()
+        batch = self._wait_for_batch(ahead, ahead.take(0), waiting)
+        self._ordered -= 1
+        self._steady = self._ordered == self._prefetch
+        return batch
+
+    def _order_and_take(self) -> ReplayBatch:
+        """Does what `_next_drawn` does where there is one batch to order, in one native call."""
+        ahead, beta = self._ahead, self._beta
+        assert ahead is not None
+        batch = ahead.next(beta if beta.__class__ is float else self._next_beta(), self._place())
+        return self._wait_for_batch(ahead, batch, Wait)
+
+    def _next_beta(self) -> float:
+        # As many batches were drawn as will have been when this one is: others may have drawn more meanwhile.
+        segment = self._segment
+        return value_of(self._beta, max(self._others + segment.step + self._ordered, segment.draws))
+
+    def _place(self) -> ReplayBatch | None:
+        return None if self._staging is None else self._staging.place()
+
+    def _order(self) -> _C.DrawAhead:
+        """Has as many batches drawn as shall be ahead of the next one, and that."""
+        if self._segment.stopped:
+            raise Stopped("the replay buffer was stopped")
+        if self._ahead is None:
+            self._ahead = _C.DrawAhead(self._segment, self._batch_size)
+        most = self._prefetch + 1 if self._left is None else min(self._left, self._prefetch + 1)
+        while self._ordered + len(self._again) < most:
+            self._ahead.order(self._next_beta(), self._place())
+            self._ordered += 1
+        return self._ahead
+
+    def _wait_for_batch(self, ahead: _C.DrawAhead, result: Any, waiting: type[Wait]) -> ReplayBatch:
+        """Returns `result`, or if that is no batch, the one that comes; it is finished."""
+        if result.__class__ is not ReplayBatch:
+            wait = waiting(self._buffer._watched, self._timeout)
+            self._waited_by = os.getpid(), threading.get_ident()
+            try:
+                result = self._waited_for(ahead, result, wait)
+            finally:
+                self._waited_by = None
+                wait.end()
+        batch: ReplayBatch = result
+        if self._staging is not None and self._staging.times_draws:
+            self._staging.note_draw(batch, ahead.took_ns() / 1e9)
+        if self._finish is not None:
+            self._finish(batch)
+        return batch
+
+    def _waited_for(self, ahead: _C.DrawAhead, result: Any, wait: Wait) -> Any:
+        heard_at = time.monotonic()
+        while result.__class__ is not ReplayBatch:
+            if wait.expired:
+                return self._last_look(ahead, result, wait)
+            if result is not None:
+                heard_at = time.monotonic()
+                self._buffer._check_shortage(result, self._batch_size, wait)
+            elif time.monotonic() - heard_at >= LOG_EVERY:
+                heard_at = time.monotonic()
+                self._segment.refresh(wait.deadline_ns, True)  # which says in the log whose the lock is
+            result = ahead.take(wait.slice_ns())
+        return result
+
+    def _last_look(self, ahead: _C.DrawAhead, known: Any, wait: Wait) -> Any:
+        """Returns the batch that the thread has when the timeout is over, and it has looked once more.
+
+        What it said before, `known`, may be older than the newest rows.
+        """
+        until = time.monotonic() + LAST_LOOK
+        while True:
+            wait.slice_ns()  # which raises when the buffer was stopped
+            result = ahead.take(SLICE_NS)
+            if result.__class__ is ReplayBatch:
+                return result
+            if self._segment.refresh(wait.deadline_ns, True) is None:  # it raises where the lock is another's
+                continue
+            late = time.monotonic() >= until
+            known = known if result is None else result
+            if known is not None and (result is not None or late):
+                self._buffer._check_shortage(known, self._batch_size, wait)
+            if late:
+                raise ReplayTimeout(f"no batch of {self._batch_size:,} within {self._timeout} s")

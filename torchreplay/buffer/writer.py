@@ -1,0 +1,190 @@
+"""What an explorer writes with."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
+
+from torchreplay import _C
+from torchreplay.buffer.final_observations import LastObservations
+from torchreplay.errors import ReplayTimeout, Stopped
+from torchreplay.schema.batch_plan import Roles, names_of
+from torchreplay.schema.config import Config
+from torchreplay.schema.limiters import from_native
+from torchreplay.schema.spec import Path
+from torchreplay.segment.waits import STALL_LIMIT, Audience, Wait
+from torchreplay.validation import checked_choice, checked_int
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+OwnAutoreset: TypeAlias = Literal["next_step", "same_step", "disabled"]
+AUTORESETS: tuple[OwnAutoreset, ...] = get_args(OwnAutoreset)  # in the order of the native core's `Autoreset`
+Autoreset: TypeAlias = OwnAutoreset | Literal["NextStep", "SameStep", "Disabled"] | Enum
+"""What a vector environment does when an episode ends, as Gymnasium's `AutoresetMode` or its value too."""
+MAX_LANES = 1 << 20
+
+
+class Writer(_C.Writer):
+    """Writes rows of one buffer from one thread, straight into shared memory, without a lock.
+
+    Made by `ReplayBuffer.writer()`. Cheap: one for each explorer thread. A context manager. A child process that
+    inherits one by fork may go on using it; to other processes pass the buffer, and make a writer there.
+    """
+
+    def __init__(
+        self, segment: _C.Segment, config: Config, lanes: int | None = None, autoreset: Autoreset = "next_step"
+    ) -> None:
+        super().__init__(_C.Segment, segment, roles_of(config, lanes, autoreset))
+        self._segment = segment
+        self._config = config
+        self._lanes = lanes
+        self._stalled_since = 0.0
+        self._last_stall = 0.0
+        self._audience = Audience(segment)
+
+    def flush(self) -> None:
+        """Returns when everything written so far is in the buffer: at once, since this writer shares its memory.
+
+        Raises:
+            ValueError: The writer is closed.
+        """
+        self._require_open()
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise ValueError("the writer is closed: make another with buffer.writer()")
+
+    def _refuse_closed_buffer(self) -> None:
+        """Called by the native core instead of writing to a buffer whose object this process has closed."""
+        raise RuntimeError("the replay buffer is closed, and this writer with it: attach it again to write to it")
+
+    def close(self) -> None:
+        """Gives up the writer's place; using it again is a `ValueError`. Idempotent."""
+        self._close()
+
+    def _last_observations(self, final_obs: Any, ended: bytes) -> dict[str, Any]:
+        """Called by the native core: returns `infos["final_obs"]` as values of the observation fields, by name."""
+        observation = self._config.view.observation  # type: ignore[union-attr]
+        return LastObservations(self._config.fields, ended).by_name(final_obs, names_of(observation))
+
+    def _wait(self, stalled: bool) -> None:
+        """Called by the native core when a row cannot be written now; returns when it is worth another try."""
+        if stalled:
+            self._wait_stalled()
+            return
+        wait = Wait(self._segment, None)
+        self._catch_up()  # rows may have come that are no items yet, and make room for those that complete them
+        while True:
+            ns = wait.slice_ns()
+            if self.admitted():
+                return
+            self.wait_room(ns)
+            if not self.admitted():
+                self._catch_up()  # rows lost to the dead are not inserts: the limit may have moved
+            if self.admitted():
+                return
+            wait.check_room(self._balance)
+            self._look_around()
+
+    def _catch_up(self) -> None:
+        # The learner that holds the lock may be stopped: this wait has its own ends.
+        with contextlib.suppress(ReplayTimeout):
+            self._segment.refresh(0, False)
+
+    def _balance(self) -> str:
+        """Returns what was inserted and drawn, and what the limiter makes of it, for errors."""
+        stats, limiter = self._segment.stats(), from_native(*self._segment.limiter)
+        return (
+            f"{stats['inserted']:,} items were inserted and {stats['sampled']:,} drawn, and {limiter} says that the "
+            f"learner is behind; size: {stats['size']:,} rows"
+        )
+
+    def _look_around(self) -> None:
+        """Called by the native core about once a second of writing.
+
+        Raises:
+            Stopped: Nobody has been there to draw for some seconds.
+        """
+        self._audience.check()
+
+    def _wait_stalled(self) -> None:
+        # A full turn of slots is held by others. Their holders are stopped, or died and are freed by the census.
+        now = time.monotonic()
+        if self._segment.stopped:
+            raise Stopped("the replay buffer was stopped")
+        if now - self._last_stall > 1.0:
+            self._stalled_since = now
+        self._last_stall = now
+        if now - self._stalled_since > STALL_LIMIT:
+            raise ReplayTimeout(f"no slot came free for {STALL_LIMIT:.0f} s: every slot is held by a stopped writer")
+        self._segment.census(False)
+        time.sleep(0.001)
+
+    def __enter__(self) -> Writer:
+        self._require_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> str:
+        raise TypeError("a Writer is neither pickled nor copied: pass the buffer, and call buffer.writer() there")
+
+    def __repr__(self) -> str:
+        return "Writer(closed)" if self.closed else f"Writer({self.rows:,} rows written)"
+
+
+def roles_of(
+    config: Config, lanes: int | None, autoreset: Autoreset
+) -> tuple[tuple[int, ...], int, int, int, int] | None:
+    """Returns what the native core has to know of a writer's fields and streams; None where rows are not linked.
+
+    Raises:
+        ValueError: `lanes` is out of range or asked for under `Rows()`, `autoreset` is unknown or given without lanes,
+            or an argument of its calls has a field's name.
+    """
+    mode = checked_autoreset(autoreset)
+    if lanes is None and mode != "next_step":
+        raise ValueError(f"autoreset is {autoreset!r}, but lanes is missing: expected the number of environments")
+    if lanes is not None:
+        lanes = checked_int("lanes", lanes, 1, MAX_LANES)
+    roles = config.view.roles(config.fields)
+    if roles is None:
+        if lanes is not None:
+            raise ValueError("lanes are streams of linked rows, but the buffer's view is Rows(): use extend()")
+        return None
+    if lanes is not None:
+        _refuse_fields_named_as_arguments(config, roles, mode)
+    return roles.observation, roles.terminated, roles.truncated, lanes or 0, AUTORESETS.index(mode)
+
+
+def checked_autoreset(autoreset: Any) -> OwnAutoreset:
+    """Returns our own name for what a vector environment does when an episode ends.
+
+    Raises:
+        ValueError: It is unknown.
+    """
+    value = autoreset.value if isinstance(autoreset, Enum) else autoreset
+    named = {mode.title().replace("_", ""): mode for mode in AUTORESETS}  # such as NextStep
+    if isinstance(value, str) and value in named:
+        return named[value]
+    return cast(OwnAutoreset, checked_choice("autoreset", value, AUTORESETS))
+
+
+def _refuse_fields_named_as_arguments(config: Config, roles: Roles, autoreset: OwnAutoreset) -> None:
+    paths = list(config.fields)
+    beside: dict[str, tuple[str, str, Iterable[Path]]] = {
+        "same_step": ("final_obs", "step", paths),
+        "disabled": ("mask", "reset", [paths[field] for field in roles.observation]),
+    }
+    argument, call, given = beside.get(autoreset, ("", "", ()))
+    if argument in {path[0] for path in given}:
+        raise ValueError(
+            f"a field is named {argument!r}, and so is an argument of {call}() with autoreset={autoreset!r}: rename it"
+        )

@@ -1,0 +1,1 @@
+"""Saving a buffer's rows to files, and loading them again."""

@@ -1,0 +1,471 @@
+"""Saving a buffer while explorers write to it, and loading it again.
+
+A checkpoint is a directory: `checkpoint.json` describes the buffer and names a subdirectory of safetensors files with
+the rows.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from torchreplay import _C
+from torchreplay.checkpoint.directory import read_description, replace_checkpoint, with_description
+from torchreplay.checkpoint.io_threads import Crew, Outcome
+from torchreplay.checkpoint.safetensors_io import (
+    BLOCK,
+    header_of,
+    read_shard,
+    require_size,
+    room_for,
+    write_packed,
+    write_shard,
+)
+from torchreplay.errors import CheckpointError
+from torchreplay.schema.config import Config
+from torchreplay.schema.limiters import from_native
+from torchreplay.schema.samplers import Prioritized, Sampler
+from torchreplay.segment.progress import track
+from torchreplay.segment.reservation import SPARE, page_tables, require_memory_beside, size_text
+from torchreplay.validation import checked_int
+
+T = TypeVar("T")
+
+FORMAT = 5
+FORMATS = (3, 4, FORMAT)
+"""Those that are read."""
+ROW_COLUMNS = ("/key", "/leaf", "/link", "/step", "/priority")
+"""What rows have beside their fields, whose names hold no empty part."""
+ROW_DTYPES = (torch.int64, torch.float32, torch.int64, torch.int32, torch.float32)
+ROW_PLACE = 64
+"""Bytes in which all of them have a place."""
+ROW_COLUMNS_3 = ("row.key", "row.leaf", "row.link", "row.step", "row.priority")
+"""Their names in format 3, in which they took the place of fields that have the same."""
+METADATA = "__metadata__"
+"""What the safetensors format keeps for itself."""
+SHARD_BYTES = 4 << 20
+"""Bytes of the rows in a file. Files of 32 MB save no faster, and a save has three in memory."""
+WRITES, READS = 2, 3
+"""Files written and read at a time: while one waits for the disk, another is copied and its checksum computed."""
+PIECE = 1 << 20
+"""Bytes of a row too long for that which are given to the disk at a time."""
+READ_BYTES = 32 << 20
+"""Bytes that files which are read at a time may have together, but for a single one: format 4 once had files of so
+many."""
+MAX_COUNT = (1 << 64) - 1
+MAX_STREAM = (1 << 32) - 1
+MAX_GRID = (1 << 63) - 1
+COUNTS = 15
+GRID = 2
+"""The last of them: the grid of the priorities, which formats 3 and 4 do not tell. All zeros: what fits the leaves."""
+MAX_RAW = 9
+"""Which of them is the largest |td| seen."""
+SHARD_NAME = re.compile(r"rows-[0-9a-f]+/[0-9]+\.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What `checkpoint.json` says.
+
+    Attributes:
+        config: The buffer's arguments.
+        seed: Of its draws.
+        stream: Number of the saving process's stream of draws.
+        step: Its position there.
+        counts: The segment's counters.
+        shards: (file, bytes, checksum) of the files with rows.
+        format: Of the files.
+    """
+
+    config: Config
+    seed: int
+    stream: int
+    step: int
+    counts: tuple[int | float, ...]
+    shards: tuple[tuple[str, int, int], ...]
+    format: int = FORMAT
+
+    def as_data(self) -> dict[str, Any]:
+        """Returns the description as what JSON can hold."""
+        return {
+            "format": self.format,
+            "config": json.loads(self.config.to_text()),
+            "seed": self.seed,
+            "stream": self.stream,
+            "step": self.step,
+            "counts": self.counts,
+            "shards": self.shards,
+        }
+
+    @classmethod
+    def from_data(cls, parts: Mapping[str, Any]) -> Description:
+        """Returns what `as_data` described.
+
+        Raises:
+            ValueError: It is damaged, or of another format.
+        """
+        if "kind" in parts:
+            raise ValueError(f"it is of a {parts['kind']}: {parts['kind']}.load(directory) brings it back")
+        if parts["format"] not in FORMATS:
+            read = f"{', '.join(map(str, FORMATS[:-1]))} and {FORMAT}"
+            raise ValueError(f"it has format {parts['format']}, this version of torchreplay reads formats {read}")
+        config = Config.from_text(json.dumps(parts["config"]))
+        seed, step = (checked_int(name, parts[name], 0, MAX_COUNT) for name in ("seed", "step"))
+        stream = 0 if parts["format"] == 3 else checked_int("stream", parts["stream"], 0, MAX_STREAM)
+        expected = COUNTS if parts["format"] == FORMAT else COUNTS - GRID
+        if len(parts["counts"]) != expected:
+            raise ValueError(f"it has {len(parts['counts'])} counters, not {expected}")
+        counts = _counts(parts["counts"] if expected == COUNTS else [*parts["counts"], *(0,) * GRID])
+        shards = tuple((_shard_name(file), int(size), int(crc)) for file, size, crc in parts["shards"])
+        description = cls(config, seed, stream, step, counts, shards, parts["format"])
+        if taken := {"/".join(path) for path in config.fields}.intersection(description.columns[-len(ROW_COLUMNS) :]):
+            raise ValueError(f"format {description.format} did not keep the values of fields named {sorted(taken)}")
+        return description
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of the tensors in the files."""
+        if self.format == 3:
+            return [*_names(self.config), *ROW_COLUMNS_3]
+        return column_names(self.config)
+
+    @classmethod
+    def read(cls, directory: str | os.PathLike[str]) -> Description:
+        """Returns the description of a checkpoint.
+
+        Raises:
+            CheckpointError: There is none, or it is damaged.
+        """
+        return read_description(Path(directory), cls.from_data, "replay checkpoint")
+
+
+def _counts(given: Sequence[Any]) -> tuple[int | float, ...]:
+    """Returns the counters as a segment takes them; ValueError when they are something else."""
+
+    def checked(place: int, count: Any) -> int | float:
+        if place in (MAX_RAW, MAX_RAW + 1):
+            return float(count)
+        return checked_int("a counter", count, 0, MAX_COUNT if place < COUNTS - GRID else MAX_GRID)
+
+    return tuple(checked(place, count) for place, count in enumerate(given))
+
+
+class RowsGone(CheckpointError):
+    """A file of rows is missing."""
+
+
+def with_rows(directory: str | os.PathLike[str], use: Callable[[Description], T]) -> T:
+    """Returns what `use` makes of a checkpoint; of the next one, if a save has taken its files away meanwhile.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged.
+    """
+    return with_description(directory, lambda: Description.read(directory), use, RowsGone)
+
+
+def save(segment: _C.Segment, config: Config, directory: str | os.PathLike[str]) -> None:
+    """Saves a buffer; see `ReplayBuffer.save`.
+
+    Raises:
+        CheckpointError: It is being restored.
+        MemoryError: There is too little memory to save with; nothing was written.
+    """
+    packing = _Packing(config)
+    rooms = _rooms(WRITES + 1, packing.room_bytes, "saving the replay buffer", segment.nbytes)
+
+    def write(data: Path) -> dict[str, Any]:
+        imports = segment.imports
+        written = _write_shards(segment, packing, data, rooms)
+        shards = tuple((f"{data.name}/{file}", size, crc) for file, size, crc in written)
+        counts, limiter = segment.counts()  # after the rows: every key that was saved is below the head
+        stream, step = segment.draws_go_on
+        if segment.imports != imports:
+            raise BufferError("the buffer was restored meanwhile: save it again")
+        now = replace(config, limiter=from_native(*limiter))
+        return Description(now, segment.seed, stream, step, counts, shards).as_data()
+
+    try:
+        replace_checkpoint(Path(directory), "rows", write)
+    except BufferError as error:
+        raise CheckpointError(str(error)) from None
+
+
+def _rooms(count: int, size: int, what: str, mapped: int) -> list[torch.Tensor]:
+    """Returns all the memory that a save, or a load, takes beside a buffer of `mapped` bytes.
+
+    Raises:
+        MemoryError: There is too little.
+    """
+    need = count * size + page_tables(mapped) + SPARE
+    require_memory_beside(need, what)
+    try:
+        return [room_for(size) for _ in range(count)]
+    except MemoryError as error:  # under RLIMIT_AS
+        raise MemoryError(f"{what} needs {size_text(need)} of memory: {error}") from None
+
+
+class _Packing:
+    """How the rows of a buffer lie in files.
+
+    Attributes:
+        columns: Type and shape of a row's values in each tensor.
+        row_bytes: Of a row, in all tensors.
+        slots: Of the rows in a file; 0: a row is too long for one, and is written piece by piece.
+        header_bytes: With which each file begins, so that what follows is aligned.
+        room_bytes: Memory from which a file is written.
+    """
+
+    def __init__(self, config: Config) -> None:
+        fields = [(field.dtype, field.shape) for field in config.fields.values()]
+        kept = [(dtype, ()) for dtype in ROW_DTYPES]
+        self.columns = dict(zip(column_names(config), [*fields, *kept], strict=True))
+        self.row_bytes = sum(dtype.itemsize * math.prod(shape) for dtype, shape in self.columns.values())
+        self.slots = min(config.capacity, SHARD_BYTES // self.row_bytes)
+        self.header_bytes = _whole_blocks(len(self.header(self.slots)))
+        self.room_bytes = self.header_bytes + _whole_blocks(self.slots * self.row_bytes or PIECE)
+        self.starts = range(0, config.capacity, max(1, self.slots))
+
+    def header(self, rows: int, size: int = 0) -> bytes:
+        """Returns what a file of so many rows begins with, of `size` bytes at least."""
+        return header_of({name: (dtype, (rows, *shape)) for name, (dtype, shape) in self.columns.items()}, size)
+
+    def pack(self, segment: _C.Segment, first: int, room: torch.Tensor) -> Callable[[Path], tuple[int, int]] | None:
+        """Copies the rows of a file, from slot `first` on, to `room`; returns what writes it. None: there are none."""
+        if not self.slots:
+            return self._long_row(segment, first, room)
+        end = min(first + self.slots, self.starts.stop)
+        rows = segment.pack_rows(first, end, room[self.header_bytes :].numpy().data, True)
+        if not rows:
+            return None
+        room.numpy().data[: self.header_bytes] = self.header(rows, self.header_bytes)
+        return partial(write_packed, size=self.header_bytes + rows * self.row_bytes, room=room)
+
+    def is_there(self, segment: _C.Segment, slot: int, room: torch.Tensor) -> bool:
+        """Returns whether the long row that was packed from `slot` was still there when it had been written."""
+        key, *_ = self._beside(room[:ROW_PLACE])
+        return bool(segment.pack_rows(slot, slot + 1, room[ROW_PLACE : 2 * ROW_PLACE].numpy().data, False)) and (
+            torch.equal(key, self._beside(room[ROW_PLACE:])[0])
+        )
+
+    def _long_row(self, segment: _C.Segment, slot: int, room: torch.Tensor) -> Callable[[Path], tuple[int, int]] | None:
+        if not segment.pack_rows(slot, slot + 1, room[:ROW_PLACE].numpy().data, False):
+            return None
+        fields = len(self.columns) - len(ROW_COLUMNS)
+        row = [*(segment.column(field)[slot].unsqueeze(0) for field in range(fields)), *self._beside(room)]
+        return partial(write_shard, tensors=dict(zip(self.columns, row, strict=True)), room=room[BLOCK:])
+
+    @staticmethod
+    def _beside(place: torch.Tensor) -> list[torch.Tensor]:
+        """Returns what a row has beside its fields, from where it was packed to."""
+        tensors, at = dict[str, torch.Tensor](), 0
+        for name, dtype in sorted(zip(ROW_COLUMNS, ROW_DTYPES, strict=True), key=lambda column: -column[1].itemsize):
+            tensors[name] = place[at : at + dtype.itemsize].view(dtype)
+            at += dtype.itemsize
+        return [tensors[name] for name in ROW_COLUMNS]
+
+
+def _whole_blocks(size: int) -> int:
+    return -(-size // BLOCK) * BLOCK
+
+
+def _write_shards(
+    segment: _C.Segment, packing: _Packing, data: Path, rooms: list[torch.Tensor]
+) -> list[tuple[str, int, int]]:
+    """Copies rows out while those before them are on their way to the disk."""
+    shards: list[tuple[str, int, int]] = []
+    pending: deque[tuple[Path, int, torch.Tensor, Outcome[tuple[int, int]]]] = deque()
+    free = list(rooms)
+
+    def finish_first() -> None:
+        path, first, room, written = pending.popleft()
+        size, checksum = writers.result(written)
+        free.append(room)
+        if packing.slots or packing.is_there(segment, first, room):
+            shards.append((path.name, size, checksum))
+        else:
+            path.unlink()
+
+    with Crew(WRITES) as writers:
+        for number, first in enumerate(track(packing.starts, "saving the replay buffer")):
+            if not free:
+                finish_first()
+            write = packing.pack(segment, first, free[-1])
+            if write is not None:
+                path = data / f"{number:05}.safetensors"
+                pending.append((path, first, free.pop(), writers.submit(write, path)))
+        while pending:
+            finish_first()
+    return shards
+
+
+def load_rows(
+    segment: _C.Segment,
+    config: Config,
+    description: Description,
+    directory: str | os.PathLike[str],
+    wait_for_memory: Callable[[int], None] | None = None,
+    rooms: Sequence[torch.Tensor] | None = None,
+) -> None:
+    """Places the rows of a checkpoint into a segment that holds none: all of them, or after an error or a death none.
+
+    Args:
+        segment: To place them into.
+        config: The segment's.
+        description: Of the checkpoint.
+        directory: Where it is.
+        wait_for_memory: Returns once there is memory for so many of the first slots; None: there is for all.
+        rooms: What `reading_rooms` returned; None: it is asked.
+
+    Raises:
+        MemoryError: There is too little memory to read with.
+        OSError: A file cannot be read, which says nothing about what is in it.
+        CheckpointError: A file is missing or damaged, the segment is of another kind or holds rows, or somebody else
+            restores it.
+    """
+    saved, root = description.config, Path(directory)
+    require_alike(saved, config, root)
+    names = description.columns
+    rooms = reading_rooms(description, root, segment.nbytes) if rooms is None else rooms
+    leaf_column, key_column = (len(saved.fields) + ROW_COLUMNS.index(name) for name in ("/leaf", "/key"))
+    leaves = _leaves_for(config.sampler, saved.sampler, float(description.counts[MAX_RAW]))
+    counts = description.counts if leaves is None else (*description.counts[:-GRID], *(0,) * GRID)
+    try:
+        rows = _C.Import(segment, int(description.counts[0]))
+        try:
+            for columns in _read_shards(description.shards, root, names, rooms):
+                if leaves is not None:
+                    columns[leaf_column] = leaves(columns[leaf_column])
+                if wait_for_memory is not None:
+                    wait_for_memory(_slots_of(columns[key_column], config.capacity))
+                rows.place(columns)
+            if wait_for_memory is not None:
+                wait_for_memory(config.capacity)
+            rows.finish(counts, saved.limiter.native(), description.seed, description.stream, description.step)
+        finally:
+            rows.abandon()
+    except BufferError as error:
+        raise CheckpointError(str(error)) from None
+    except (ValueError, TypeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"the checkpoint in {root} is damaged: {error}") from None
+
+
+def _slots_of(keys: torch.Tensor, capacity: int) -> int:
+    """Returns how many of the first slots hold the rows with such keys; all of what are no keys."""
+    # By numpy: torch would do it in several threads, in which a forked child can hang.
+    return int((keys.numpy() % capacity).max()) + 1 if keys.dtype == torch.int64 and keys.numel() else capacity
+
+
+def _leaves_for(sampler: Sampler, saved: Sampler, largest: float) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Returns what makes leaves of one sampler those of another, (|td| + eps)^alpha; None: they are the same.
+
+    Args:
+        sampler: Of the leaves wanted.
+        saved: Of those given. Where it tells no TD error from another, all count as the largest.
+        largest: The largest |td| seen.
+    """
+
+    def exponents(of: Sampler) -> tuple[float, float]:
+        return (of.alpha, of.eps) if isinstance(of, Prioritized) else (0.0, 0.0)
+
+    (alpha, eps), (alpha_before, eps_before) = exponents(sampler), exponents(saved)
+    if (alpha, eps) == (alpha_before, eps_before):
+        return None
+
+    def convert(leaves: torch.Tensor) -> torch.Tensor:
+        errors = torch.full(leaves.shape, largest, dtype=torch.float64)
+        if alpha_before:
+            errors = (leaves.double() ** (1 / alpha_before) - eps_before).clamp(min=0.0)
+        wanted = ((errors + eps) ** alpha).float().clamp(min=torch.finfo(torch.float32).tiny)
+        return torch.where(leaves > 0, wanted, 0.0)
+
+    return convert
+
+
+def require_alike(saved: Config, config: Config, directory: str | os.PathLike[str]) -> None:
+    """Raises CheckpointError unless the rows of a checkpoint fit into a buffer."""
+    if saved.fields != config.fields or saved.view.native() != config.view.native():
+        raise CheckpointError(
+            f"the checkpoint in {Path(directory)} is of another spec or view: it has {_names(saved)} and {saved.view}, "
+            f"the buffer {_names(config)} and {config.view}"
+        )
+
+
+def reading_rooms(description: Description, root: Path, mapped: int = 0) -> list[torch.Tensor]:
+    """Returns the memory that files of rows are read to: all that a load takes beside the buffer.
+
+    Args:
+        description: Of the checkpoint.
+        root: Where it is.
+        mapped: Bytes of the buffer; 0: it is made later, and takes care of itself.
+
+    Raises:
+        MemoryError: There is too little.
+        CheckpointError: The largest file is missing or damaged.
+    """
+    shards = description.shards
+    if not shards:
+        return []
+    name, size, _ = max(shards, key=lambda shard: shard[1])
+    with _damage_named(root / name):
+        require_size(root / name, size)  # which may be anything: it is what the description says
+    size = max(size, 1)
+    count = min(READS + 1, len(shards), max(1, READ_BYTES // size))
+    return _rooms(count, size, "loading the replay buffer", mapped)
+
+
+@contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
+    """Makes a CheckpointError of what says that a file is damaged, and of nothing else."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise RowsGone(f"{path} is damaged: {error!r}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error!r}") from None
+
+
+def _read_shards(
+    shards: tuple[tuple[str, int, int], ...], root: Path, names: list[str], rooms: Sequence[torch.Tensor]
+) -> Iterator[list[torch.Tensor]]:
+    """Yields the columns of one file while the next are read. They last until the next are asked for."""
+
+    def read(number: int) -> list[torch.Tensor]:
+        name, size, checksum = shards[number]
+        with _damage_named(root / name):
+            return read_shard(root / name, size, checksum, names, rooms[number % len(rooms)])
+
+    with Crew(min(READS, len(rooms))) as readers:
+        ahead = deque[Outcome[list[torch.Tensor]]]()
+        for number in track(range(len(shards)), "loading the replay buffer"):
+            while number + len(ahead) < min(number + len(rooms), len(shards)):
+                ahead.append(readers.submit(read, number + len(ahead)))
+            yield readers.result(ahead.popleft())
+
+
+def column_names(config: Config) -> list[str]:
+    """Returns the names of the tensors that a checkpoint's files hold: of the fields, then `ROW_COLUMNS`."""
+    return [*(f"/{name}" if name == METADATA else name for name in _names(config)), *ROW_COLUMNS]
+
+
+def _names(config: Config) -> list[str]:
+    return ["/".join(path) for path in config.fields]
+
+
+def _shard_name(name: Any) -> str:
+    """Returns the name of a file of rows: one in the checkpoint's own directory."""
+    if not SHARD_NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is no file of rows")
+    return str(name)

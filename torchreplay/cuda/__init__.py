@@ -1,0 +1,1 @@
+"""Batches on their way to a CUDA device, and TD errors on their way back."""

@@ -1,0 +1,69 @@
+"""A batch's tensors in one block of memory, so that they travel in one copy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from torchreplay.schema.batch import ReplayBatch
+from torchreplay.schema.spec import Field, Path, nest
+
+ALIGNMENT = 256
+"""Bytes: what CUDA gives memory of its own, so that kernels find every tensor as well aligned as one by itself."""
+
+DRAWN: Mapping[Path, Field] = {("weight",): Field(), ("probability",): Field()}
+"""What a batch has beside its fields and keys."""
+
+
+class Packing:
+    """Where each of some tensors lies in a block of memory.
+
+    Args:
+        fields: What is packed, by path.
+        batch_size: Items of each, B.
+        start: Where the first one lies: bytes from the start of the block, a multiple of `ALIGNMENT`.
+
+    Attributes:
+        end: Bytes from the start of the block to the end of the last one.
+    """
+
+    def __init__(self, fields: Mapping[Path, Field], batch_size: int, start: int = 0) -> None:
+        self.end = start
+        self._places: list[tuple[Path, torch.dtype, tuple[int, ...], tuple[int, ...], int]] = []
+        for path, field in fields.items():
+            shape = (batch_size, *field.shape)
+            strides = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+            self._places.append((path, field.dtype, shape, strides, self.end // field.dtype.itemsize))
+            self.end += -(-batch_size * field.nbytes // ALIGNMENT) * ALIGNMENT
+        self._dtypes = {dtype for _, dtype, *_ in self._places}
+
+    def tensors(self, block: torch.Tensor) -> dict[Path, torch.Tensor]:
+        """Returns the tensors in a block, by path.
+
+        Each has a version counter of its own, as tensors of separate memory have: changing one in place is nothing to
+        an autograd graph that has saved another.
+
+        Args:
+            block: uint8 `[end or more]`, the whole of its storage, on any device.
+        """
+        typed = {dtype: block.view(dtype) for dtype in self._dtypes}
+        return {
+            path: typed[dtype].as_strided(shape, strides, offset).data
+            for path, dtype, shape, strides, offset in self._places
+        }
+
+
+def batch_of(tensors: Mapping[Path, torch.Tensor], key: torch.Tensor) -> ReplayBatch:
+    """Returns the batch, nested and in the order of one that `sample` returns.
+
+    Args:
+        tensors: The fields, and those of `DRAWN`, by path.
+        key: int64 `[B]`.
+    """
+    batch = ReplayBatch(nest(tensors))
+    batch["key"] = key
+    for name in ("weight", "probability"):
+        batch[name] = batch.pop(name)
+    return batch

@@ -1,0 +1,1 @@
+"""Several learner ranks on one machine."""

@@ -1,0 +1,1 @@
+"""Datasets: a buffer, or several, as a stream of batches."""

@@ -1,0 +1,355 @@
+"""`ReplayDataset`: a replay buffer as a stream of ready batches for `DataLoader`, Lightning or a plain loop."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from torchreplay.buffer.base import PINS, Batches, Pin, Replay
+from torchreplay.buffer.prefetch import DRAWN_FIELDS
+from torchreplay.buffer.sampling import MAX_BATCH
+from torchreplay.buffer.tree_summary import DrawnFrom
+from torchreplay.cuda.copies import require_devices
+from torchreplay.cuda.staging import Staging
+from torchreplay.errors import ReplayLost, Stopped
+from torchreplay.schema.batch import ReplayBatch
+from torchreplay.segment.transient import Transient
+from torchreplay.segment.waits import ShownWait, Wait
+from torchreplay.validation import as_numbers, checked_choice, checked_int, checked_timeout
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Loop(Protocol):
+    """Who takes the batches of an iteration, where a dataset must know of more than a `for`."""
+
+    def begin(self) -> None:
+        """Called when an iteration begins, before a batch is asked for."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the iteration will not be asked for another batch, however many it has."""
+
+
+class SteppedDataset(Transient, IterableDataset[T_co]):
+    """A stream of ready batches that is infinite or `steps` long."""
+
+    steps: int | None
+    _loop: Loop | None = None
+
+    def __len__(self) -> int:
+        """Returns `steps`.
+
+        Raises:
+            TypeError: If the stream is endless; this is how loaders learn that there is no length.
+        """
+        if self.steps is None:
+            raise TypeError(f"this {type(self).__name__} is endless and has no length; give it steps=... to get one")
+        return self.steps
+
+    def __bool__(self) -> bool:
+        return True  # otherwise truth would ask for the length, which an endless stream does not have
+
+    def _taken_by(self, loop: Loop) -> None:
+        """Says whose iterations those of this process are from here on."""
+        self._loop = loop
+
+    def _begin(self) -> None:
+        if self._loop is not None:
+            self._loop.begin()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_loop": None}  # it is of this process
+
+
+class ReplayDataset(SteppedDataset[ReplayBatch]):
+    """Batches drawn from a buffer, infinite or `steps` long.
+
+    Each element is a whole `ReplayBatch`, so a `DataLoader` around it takes `batch_size=None`::
+
+        for batch in DataLoader(ReplayDataset(buffer, batch_size=256), batch_size=None):
+            ...
+
+    - A native thread draws `prefetch` batches ahead and never holds the interpreter lock, so that a learner whose step
+      takes longer than a draw does not wait. A batch misses the TD errors that are fed back between its draw and its
+      turn; `stats().staleness` says how many those are.
+    - The same seed and the same calls give the same batches: what the iterating thread feeds back or writes has its
+      turn after the batches ordered before. TD errors that it feeds back in steps of 0.2 ms or more are applied by the
+      native thread; whatever is asked of the buffer next finds them applied.
+    - A new iteration continues the buffer's stream of draws; it does not start the same draws again. What an iteration
+      has drawn ahead when it ends has not been drawn.
+    - In `DataLoader` workers, under every start method, each worker draws from its own stream, and the workers
+      share `steps` between them. Workers move every tensor through a descriptor (about 2 ms for a batch of seven
+      fields); drawing is native and needs none, so leave `num_workers` at 0 unless the batch is transformed in Python.
+    - torchdata's `StatefulDataLoader` takes its state along, with and without workers.
+    - After `buffer.stop()` an iteration ends as any other iteration does, without an error.
+    - No global random state is read or written.
+    - With `device="cuda"` the next batch is copied to the device, on a stream of its own and by one transfer, while the
+      learner computes; the host waits for none of it. `docs/performance.md` says how, and what to measure.
+
+    Args:
+        buffer: The buffer to draw from.
+        batch_size: Items in a batch.
+        steps: Batches in one iteration; None for an endless one.
+        prefetch: Batches drawn ahead of the one asked for. 0: each is drawn when it is asked for, and knows all TD
+            errors fed back before.
+        device: Where the batch's tensors go (all but `batch["key"]`); None leaves them on the CPU. A batch on a CUDA
+            device may be used on the stream that was current when it was handed out. With it, leave `num_workers` at 0.
+        timeout: Seconds that one draw may wait for data before it raises `ReplayTimeout`; None waits for as long
+            as a writer is alive.
+        pin: How batches reach a CUDA device. `"staging"` (the default there): they are drawn into page-locked memory,
+            at most `prefetch + 4` slots of a batch's size. `"ring"`: likewise, and the buffer's whole memory is
+            page-locked until it is closed. The device reads values of 1 KB and more there itself, if the first batches
+            show that this is quicker; copies from `buffer.storage` are fast too. `"off"`: they are copied one tensor at
+            a time from pageable memory. Where memory cannot be page-locked, a warning says so, and the copies are
+            slower.
+
+    Raises:
+        ValueError: If an argument is of the wrong kind or out of range, or there is no such CUDA device.
+        TypeError: If `timeout` is neither a number nor a text, which is a ValueError.
+    """
+
+    def __init__(
+        self,
+        buffer: Replay,
+        batch_size: int = 256,
+        steps: int | None = None,
+        prefetch: int = 2,
+        device: torch.device | str | int | None = None,
+        timeout: float | None = None,
+        pin: Pin | None = None,
+    ) -> None:
+        if not isinstance(buffer, Replay):
+            raise ValueError(f"buffer is {type(buffer).__name__}; ReplayDataset needs a ReplayBuffer to draw from")
+        self.buffer = buffer
+        self.batch_size = checked_int("batch_size", batch_size, 1, MAX_BATCH)
+        self.steps = None if steps is None else checked_int("steps", steps, 1)
+        self.prefetch = checked_int("prefetch", prefetch, 0)
+        self.device = None if device is None else require_device(device)
+        self.timeout = checked_timeout(timeout)
+        self.pin = require_pin(pin, self.device)
+        self._process = os.getpid()  # of the iteration that advanced last, or the state that was loaded since
+        self._position = 0  # batches that it has handed out
+        self._resume_at = 0  # where the next iteration starts, set by load_state_dict alone
+        self._drawn: deque[dict[str, Any]] = deque()  # what it hands out first, set by load_state_dict alone
+        self._stream: Batches | None = None  # of the iteration that advanced last
+
+    def __iter__(self) -> Iterator[ReplayBatch]:
+        """Hands out batch after batch.
+
+        A long wait for the first one is shown: as a live line on a terminal, by a log line every ten seconds elsewhere.
+
+        Yields:
+            `ReplayBatch` of `batch_size` items, on `device`.
+
+        Raises:
+            ReplayTimeout: If a draw waits longer than `timeout`.
+            WouldBlockForever: If a draw waits for data that nobody can write any more.
+            ReplayLost: If a `ShardedReplay` is gone, and was not stopped.
+            RuntimeError: In a worker of a `DataLoader`, with a CUDA device.
+        """
+        self._begin()
+        return self._batches()
+
+    def _batches(self) -> Iterator[ReplayBatch]:
+        staging = self._make_staging()
+        share = self._share_of_this_worker()
+        position, self._resume_at = self._resume_at, 0
+        if self._process != os.getpid():  # a worker: what its parent has drawn ahead is the parent's to hand out
+            self._process, self._position, self._stream, self._drawn = os.getpid(), position, None, deque()
+        worker = get_worker_info()
+        waiting: type[Wait] = ShownWait if worker is None or worker.id == 0 else Wait  # one line for all workers
+        left = None if share is None else share - position
+        stream = self.buffer.batches(self.batch_size, left, self.prefetch, self.timeout, waiting, self._drawn, staging)
+        try:
+            for batch in stream:
+                position += 1
+                self._position, self._stream = position, stream
+                yield self._on_device(batch, staging, stream)  # which nobody holds here while its user does
+        except ReplayLost:  # nobody said that it is enough
+            raise
+        except Stopped:
+            return
+        finally:
+            stream.close()
+
+    @property
+    def ready(self) -> int:
+        """How many of the next batches this process has drawn: none when the learner is about to wait for one.
+
+        Of a `ShardedReplay`: for how many of them all shards have answered.
+        """
+        return 0 if self._stream is None or self._process != os.getpid() else self._stream.answered
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the place in the stream.
+
+        The state holds no experience; the buffer keeps that. A batch that a loader has already pulled ahead counts as
+        handed out; one that was copied to a device ahead does not. TD errors on their way from a device are applied
+        first, as they are in what `buffer.save` writes.
+
+        Returns:
+            `draws`, made from the buffer and handed out; `position` in the iteration; `drawn`, for each batch drawn
+            ahead the `step` of its draw, `key` int64 `[B]`, `weight` and `probability` float32 `[B]` and `drawn_from`,
+            of what the weights were computed; in a worker of a `DataLoader` also `stream`, the number of the stream
+            that it draws from.
+
+        Raises:
+            ValueError: TD errors from a device are NaN or infinite, as `buffer.flush` says.
+        """
+        self.buffer.flush()
+        return self._place_in_stream()
+
+    def _place_in_stream(self) -> dict[str, Any]:
+        # Which worker gets which stream is a matter of who comes first; other processes keep to their own.
+        stream = {} if get_worker_info() is None else {"stream": self.buffer.stream}
+        position, again, ahead = self._resume_at, list[dict[str, Any]](), list[dict[str, Any]]()
+        if self._process == os.getpid():  # otherwise the iteration was the parent's
+            position, again = self._position, list(self._drawn)
+            ahead = [] if self._stream is None else self._stream.drawn()
+        if self.steps is not None:
+            position %= self.steps
+        if self._loop is not None and self._loop.is_over:  # as the next iteration, the one that resumes draws anew
+            position, ahead = 0, []
+        return {"draws": self.buffer.draws - len(again), "position": position, "drawn": again + ahead} | stream
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues where `state_dict` was taken: the next iteration hands out what was left of that one.
+
+        With the buffer as it was then (`ReplayBuffer.load`), the batches are those that would have come. Batches drawn
+        ahead whose rows the buffer does not hold are left out, and those of another size than `batch_size`.
+
+        Args:
+            state_dict: What `state_dict` returned.
+
+        Raises:
+            ValueError: If it is not such a state.
+        """
+        given: Any = state_dict
+        if not isinstance(given, dict) or set(given) - {"stream"} != {"draws", "position", "drawn"}:
+            found = f"has the entries {sorted(map(str, given))}" if isinstance(given, dict) else f"is {given!r:.200}"
+            raise ValueError(f"state_dict {found}; a ReplayDataset's state has 'draws', 'position' and 'drawn'")
+        draws = checked_int("draws", state_dict["draws"], 0)
+        position = checked_int("position", state_dict["position"], 0)
+        if not isinstance(state_dict["drawn"], list | tuple):
+            raise ValueError(f"drawn is {state_dict['drawn']!r:.200}: expected a list of batches drawn ahead")
+        ahead = [_require_drawn(batch) for batch in state_dict["drawn"]]
+        drawn = deque(batch for batch in ahead if len(batch["key"]) == self.batch_size)
+        if self._process == os.getpid():
+            self.end()  # or its draws ahead would be in the way of those to come
+        if "stream" in state_dict and get_worker_info() is not None:
+            self.buffer.stream = checked_int("stream", state_dict["stream"], 0)
+        self.buffer.draws = draws + len(ahead)
+        self._resume_at = self._position = position
+        self._drawn, self._stream, self._process = drawn, None, os.getpid()
+
+    @property
+    def _drawn_from(self) -> DrawnFrom:
+        """What the weights of the batch handed out last were computed from."""
+        assert self._stream is not None
+        return self._stream.drawn_from
+
+    def end(self) -> None:
+        """Ends the iteration under way: its thread, and the draws that were not handed out."""
+        if self._stream is not None:
+            self._stream.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A stream belongs to its iteration.
+        return super().__getstate__() | {"_stream": None, "_drawn": self._drawn.copy()}
+
+    def __repr__(self) -> str:
+        length = "endless" if self.steps is None else f"steps={self.steps}"
+        return f"ReplayDataset(batch_size={self.batch_size}, {length}; use DataLoader(dataset, batch_size=None))"
+
+    def _make_staging(self) -> Staging | None:
+        """Returns what takes batches to the device, for one iteration; None where each goes by itself."""
+        if self.device is None or self.device.type != "cuda":
+            return None
+        refuse_worker(self)
+        return self.buffer.staging(self.batch_size, self.prefetch, self.device, self.pin)
+
+    def _on_device(self, batch: ReplayBatch, staging: Staging | None, stream: Batches) -> ReplayBatch:
+        if staging is None:
+            return batch if self.device is None else batch.to(self.device)
+        while (moved := staging.hand_out(batch)) is None:
+            stream.take_back()
+            batch = next(stream)
+        staging.copy_ahead(stream.ready)
+        return moved
+
+    def _share_of_this_worker(self) -> int | None:
+        worker = get_worker_info()
+        if self.steps is None or worker is None:
+            return self.steps
+        return self.steps // worker.num_workers + (worker.id < self.steps % worker.num_workers)
+
+
+def refuse_worker(dataset: Any) -> None:
+    """Raises RuntimeError in a worker of a `DataLoader`, where a dataset with a CUDA device has no place."""
+    if get_worker_info() is not None:
+        raise RuntimeError(
+            f"{type(dataset).__name__}(device={str(dataset.device)!r}) in a worker of a DataLoader: drawing and "
+            f"copying are native and need no worker. Leave num_workers at 0; or, where workers transform batches in "
+            f"Python, leave device out and move the batches in the main process, batch.to(device)"
+        )
+
+
+def _require_drawn(batch: Any) -> dict[str, Any]:
+    """Returns what a state says of a batch drawn ahead.
+
+    Raises:
+        ValueError: It is none.
+    """
+    names = {"step", *DRAWN_FIELDS}
+    if not isinstance(batch, dict) or set(batch) - {"drawn_from"} != names:
+        raise ValueError(f"{batch!r} is no batch drawn ahead, which has {sorted(names)}")
+    fields = {name: as_numbers(name, batch[name], f"{dtype} [B]") for name, dtype in DRAWN_FIELDS.items()}
+    for name, field in fields.items():
+        if field.dtype != DRAWN_FIELDS[name] or field.shape != (fields["key"].numel(),):
+            raise ValueError(
+                f"{name!r} of a batch drawn ahead is {field.dtype} of shape {tuple(field.shape)}, expected "
+                f"{DRAWN_FIELDS[name]} of shape ({fields['key'].numel()},)"
+            )
+    if "drawn_from" in batch:  # which states of before it was there lack
+        DrawnFrom.of_state(batch["drawn_from"])
+        fields["drawn_from"] = batch["drawn_from"]
+    return {"step": checked_int("step", batch["step"], 0)} | fields
+
+
+def require_device(device: Any) -> torch.device:
+    """Returns the device that `device` names.
+
+    Raises:
+        ValueError: If it names none, or a CUDA device that is not there.
+    """
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"device is {device!r}: expected a torch device, such as 'cpu' or 'cuda:0'") from error
+    if found.type == "cuda":
+        require_devices(found)
+    return found
+
+
+def require_pin(pin: Any, device: torch.device | None) -> Pin:
+    """Returns how batches reach `device`, where None stands for the best way.
+
+    Raises:
+        ValueError: It is none of the ways, or not one to this device.
+    """
+    to_cuda = device is not None and device.type == "cuda"
+    if pin is None:
+        return "staging" if to_cuda else "off"
+    checked_choice("pin", pin, PINS)
+    if pin != "off" and not to_cuda:
+        raise ValueError(
+            f"pin is {pin!r}, which page-locks memory for copies to a CUDA device, and device is {device}; give "
+            f"device='cuda', or leave pin out"
+        )
+    return pin  # type: ignore[no-any-return]  # one of PINS

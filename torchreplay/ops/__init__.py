@@ -1,0 +1,1 @@
+"""Registered torch operators: the ring and the priority tree under `torch.compile`."""

@@ -1,0 +1,1 @@
+"""The evaluator: a worker that runs a user's function on published weights."""

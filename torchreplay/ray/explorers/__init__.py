@@ -1,0 +1,1 @@
+"""Explorers: workers that run a user's function and fill a buffer."""

@@ -1,0 +1,1 @@
+"""One buffer, or weights, seen from another node of the Ray cluster."""

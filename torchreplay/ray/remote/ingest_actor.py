@@ -1,0 +1,355 @@
+"""Where the rows of remote writers arrive: an actor on the buffer's node, which writes them to shared memory."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from torchreplay.buffer.replay_buffer import ReplayBuffer
+from torchreplay.buffer.stats import Stats
+from torchreplay.buffer.writer import Writer
+from torchreplay.errors import AttachError, Stopped
+from torchreplay.ray.runtime.session import import_ray
+from torchreplay.schema.views import Rows
+from torchreplay.segment.delivery_log import END, Ledger, Place
+from torchreplay.segment.handle import Handle
+from torchreplay.segment.waits import Audience, Wait
+
+logger = logging.getLogger("torchreplay.ray")
+
+PATIENCE: Final = 0.2
+"""Seconds for which a chunk waits here for the limiter; then its writer sends it again, and knows why."""
+
+SILENCE: Final = 15.0
+"""Seconds without a word after which a remote writer counts as dead."""
+
+LINGER: Final = 10.0
+"""Seconds for which the actor stays when it has nothing to do: to tell those who ask that the buffer was stopped."""
+
+_LOOK_EVERY: Final = 0.5
+
+_LINK_BITS: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Rows of one remote writer, in the order in which it wrote them.
+
+    Attributes:
+        number: Of its chunks, from 1.
+        first: Key of the first row where they were collected.
+        rows: How many.
+        block: uint8: the rows as the native core copied them out.
+        links_at: Where in the block their links begin.
+    """
+
+    number: int
+    first: int
+    rows: int
+    block: npt.NDArray[np.uint8]
+    links_at: int
+
+    @property
+    def links(self) -> npt.NDArray[np.int64]:
+        """int64 `[rows]`: how each row is linked where they were collected."""
+        return self.block[self.links_at : self.links_at + 8 * self.rows].view(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What the ingest has to know of a remote writer.
+
+    Attributes:
+        writer: Its number, its own in the whole cluster.
+        lanes: Streams that it writes.
+        rows: Rows of its chunks at most.
+        fresh: It has had no answer to a chunk yet.
+    """
+
+    writer: int
+    lanes: int
+    rows: int
+    fresh: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a remote writer hears.
+
+    Attributes:
+        written: The last of its chunks that is in the buffer.
+        waiting: What the next one waits for; "" when it does not.
+        limited: That is the limiter.
+        refusal: Why the next one, and all after it, cannot be written; "" while they can.
+        ending: Why nobody should write any more; "" while they should.
+    """
+
+    written: int = 0
+    waiting: str = ""
+    limited: bool = False
+    refusal: str = ""
+    ending: str = ""
+
+
+class _Behind(Exception):
+    """The limiter has kept a chunk waiting for long enough to tell its writer."""
+
+
+class IngestWriter(Writer):
+    """Writes the chunks of one remote writer. It counts as a writer of the buffer while that one is heard of."""
+
+    deadline = 0.0
+    """Monotonic time until which to wait for the limiter."""
+
+    def _wait(self, stalled: bool) -> None:
+        if stalled:
+            self._wait_stalled()
+            return
+        wait = Wait(self._segment, max(0.0, self.deadline - time.monotonic()))
+        self._catch_up()
+        while not self.admitted():
+            self.wait_room(wait.slice_ns())
+            if not self.admitted():
+                self._catch_up()
+            if wait.expired and not self.admitted():
+                raise _Behind
+            self._look_around()
+
+
+class _Seat:
+    """A remote writer here."""
+
+    def __init__(self, buffer: ReplayBuffer, place: Place) -> None:
+        self.buffer = buffer
+        self.place = place
+        self.writer = IngestWriter(buffer._segment, buffer._config)
+        self.heard = time.monotonic()
+        self._linked = not isinstance(buffer.view, Rows)
+
+    def write(self, chunk: Chunk) -> None:
+        """Writes what is missing of a chunk.
+
+        Raises:
+            _Behind: The limiter admits no more for now; rows may have been written.
+            Stopped: The buffer was stopped.
+        """
+        place = self.place
+        keys = place.keys[: chunk.rows]
+        start = 0 if place.begin(chunk.number, chunk.rows) else self._count_written(keys)
+        before, ends = self._predecessors(chunk)
+        self.writer.deadline = time.monotonic() + PATIENCE
+        self.writer.relay(chunk.block, chunk.rows, before, keys, start)
+        if self._linked:
+            ends = np.concatenate([ends, _ends_of(chunk, before, keys)])
+        place.finish(chunk.number, ends)
+
+    def _count_written(self, keys: npt.NDArray[np.int64]) -> int:
+        """How many rows of the chunk under way are in the buffer: of the last one that got a key it has to be seen.
+
+        Where the ring has turned past that one, nobody can see it any more. It counts as written: a row never comes
+        twice.
+        """
+        announced = int(np.argmax(keys < 0)) if (keys < 0).any() else len(keys)
+        if not announced:
+            return 0
+        key = int(keys[announced - 1])
+        is_there = self.buffer._segment.run_length(key, key + 1) > 0
+        turned = self.buffer.stats().rows_written > key + self.buffer.capacity
+        return announced if is_there or turned else announced - 1
+
+    def _predecessors(self, chunk: Chunk) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.void]]:
+        """Says which row comes before each one, as `_C.Writer.relay` takes it.
+
+        Returns:
+            int64 `[rows]`, and the ends of the streams that the chunk does not go on with.
+        """
+        before = chunk.links >> _LINK_BITS  # key + 1 where it was collected
+        ends = self.place.ends()
+        if not self._linked:
+            return np.zeros_like(before), ends[:0]
+        inside = before > chunk.first
+        outside = (before > 0) & ~inside
+        at = np.searchsorted(ends["there"], before[outside])
+        if len(at) and (at.max() >= len(ends) or (ends["there"][at] != before[outside]).any()):
+            raise RuntimeError("a chunk goes on with a stream that is not known here")
+        left = np.ones(len(ends), bool)
+        left[at] = False
+        before[outside] = ends["here"][at]
+        before[inside] = chunk.first - before[inside]  # -1 - index
+        return before, ends[left].copy()
+
+
+def _ends_of(chunk: Chunk, before: npt.NDArray[np.int64], keys: npt.NDArray[np.int64]) -> npt.NDArray[np.void]:
+    """Returns the rows of a written chunk that no other one of it follows, in their order."""
+    last = np.ones(chunk.rows, bool)
+    last[-1 - before[before < 0]] = False
+    ends = np.empty(int(last.sum()), END)
+    ends["there"] = np.flatnonzero(last) + chunk.first + 1
+    ends["here"] = keys[last] + 1
+    return ends
+
+
+class Ingest:
+    """The Ray actor, one for each buffer that has remote writers; on the buffer's own node.
+
+    It goes when the buffer is stopped, when nobody is left to draw from it, and when no remote writer is heard of; it
+    is started again when one comes.
+
+    Args:
+        handle: Of the buffer.
+        view: The buffer's own, where a handle does not say all of it.
+    """
+
+    def __init__(self, handle: Handle, view: Any = None) -> None:
+        self._ray = import_ray()
+        self._me = self._ray.get_runtime_context().current_actor
+        self._ending = ""
+        self._lock = threading.Lock()
+        self._seats: dict[int, _Seat] = {}
+        self._heard = time.monotonic()
+        self._attached: ReplayBuffer | None = None
+        try:
+            if handle.ledger is None:
+                raise AttachError("the handle was made before Ray was started: make another")
+            self._ledger = Ledger.attach(handle.ledger)
+            self._attached = ReplayBuffer.attach(handle, view)
+        except AttachError as error:
+            self._ending = str(error)
+        threading.Thread(target=self._watch, name="torchreplay-ingest", daemon=True).start()
+
+    # Of the group "rows": one at a time, in the order in which each process calls.
+
+    def push(self, source: Source, chunk: Chunk) -> Answer:
+        """Writes a chunk, unless it is written; one that does not follow on the last is left for later."""
+        self._heard = time.monotonic()
+        if self._ending:
+            return Answer(ending=self._ending)
+        if not self._claim():
+            return Answer(waiting="the end of the process that wrote before")
+        try:
+            seat = self._seat(source)
+            if chunk.number == seat.place.written + 1:
+                seat.write(chunk)
+        except _Behind:
+            return Answer(seat.place.written, waiting=self._why(), limited=True)
+        except Stopped as error:
+            self._ending = str(error)
+        except Exception as error:
+            logger.exception("the rows of a remote writer cannot be written")
+            return Answer(refusal=f"the rows of this writer cannot be written: {error}")
+        return Answer(seat.place.written, ending=self._ending)
+
+    def enter(self, source: Source) -> None:
+        """Takes a writer in before its first rows: a learner that waits knows that some may come."""
+        self.look([source])
+
+    def depart(self, source: Source) -> None:
+        """Forgets a writer that is closed."""
+        with self._lock:
+            seat = self._seats.pop(source.writer, None)
+        if seat is not None:
+            seat.writer.close()
+            seat.place.leave()
+        elif not self._ending and self._claim():  # of one that the process before this knew, it may have a place
+            self._ledger.forget(source.writer)
+
+    # Of the group "calls".
+
+    def describe(self) -> tuple[str, str]:
+        """Returns the description of the buffer, "" when nobody can attach, and why nobody should write, or ""."""
+        self._heard = time.monotonic()
+        self._notice_stop()
+        return "" if self._attached is None else self._attached._segment.text, self._ending
+
+    def look(self, sources: list[Source]) -> str:
+        """Takes note of which writers are alive; returns why nobody should write any more, or ""."""
+        self._heard = time.monotonic()
+        self._notice_stop()
+        if not self._ending and self._claim():
+            for source in sources:
+                with suppress(MemoryError, RuntimeError):  # which its first chunk is answered with
+                    self._seat(source)
+        return self._ending
+
+    def count(self) -> int:
+        """Returns the number of rows held."""
+        return len(self._buffer)
+
+    def stats(self) -> Stats:
+        """Returns the buffer's counters."""
+        return self._buffer.stats()
+
+    def limiter(self) -> Any:
+        """Returns the buffer's limiter."""
+        return self._buffer.limiter
+
+    def stop(self) -> None:
+        """Stops the buffer."""
+        self._buffer.stop()
+
+    @property
+    def _buffer(self) -> ReplayBuffer:
+        if self._attached is None:
+            raise AttachError(self._ending)
+        return self._attached
+
+    def _notice_stop(self) -> None:
+        if not self._ending and self._buffer.stopped:
+            self._ending = "the replay buffer was stopped"
+
+    def _claim(self) -> bool:
+        until = time.monotonic() + PATIENCE
+        while not self._ledger.claim():
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def _seat(self, source: Source) -> _Seat:
+        with self._lock:
+            seat = self._seats.get(source.writer)
+            if seat is None:
+                place = self._ledger.place(source.writer, source.lanes, source.rows, source.fresh)
+                if place is None:
+                    raise RuntimeError("nothing was heard of this writer for too long: make another")
+                seat = self._seats[source.writer] = _Seat(self._buffer, place)
+            seat.heard = time.monotonic()
+            seat.place.touch()
+            return seat
+
+    def _why(self) -> str:
+        census = self._buffer._segment.census(True)
+        return f"the learner to draw more, as the limiter wants it (learners alive: {census['learners']})"
+
+    def _watch(self) -> None:
+        """Notices the end: of the buffer, of its owner, of writers."""
+        audience = None if self._attached is None else Audience(self._attached._segment)
+        try:
+            while time.monotonic() - self._heard < LINGER or (self._seats and not self._ending):
+                time.sleep(_LOOK_EVERY)
+                if audience is not None and not self._ending:
+                    self._look_around(audience)
+        finally:
+            self._ray.kill(self._me, no_restart=True)
+
+    def _look_around(self, audience: Audience) -> None:
+        self._notice_stop()
+        try:
+            audience.check()
+        except Stopped as error:
+            self._ending = self._ending or str(error)
+        now = time.monotonic()
+        with self._lock:
+            for writer, seat in list(self._seats.items()):
+                if now - seat.heard > SILENCE:
+                    logger.warning("a remote writer was not heard of for %.0f s: it counts as dead", SILENCE)
+                    del self._seats[writer]
+                    with suppress(RuntimeError):  # it is writing at this moment: then its last use closes it
+                        seat.writer.close()

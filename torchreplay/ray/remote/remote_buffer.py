@@ -1,0 +1,311 @@
+"""A replay buffer on another node of the Ray cluster: what explorers do with it, done through Ray."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torchreplay.buffer.replay_buffer import ReplayBuffer, attached
+from torchreplay.buffer.stats import Stats
+from torchreplay.buffer.writer import Autoreset, Writer, roles_of
+from torchreplay.errors import AttachError, Stopped
+from torchreplay.ray.remote.ingest_actor import Ingest
+from torchreplay.ray.remote.row_sender import Courier
+from torchreplay.ray.remote.send_buffer import Outbox
+from torchreplay.ray.runtime.node_actor import Home
+from torchreplay.schema.config import Config, Configured
+from torchreplay.schema.limiters import Limiter
+from torchreplay.schema.views import View
+from torchreplay.segment.handle import Handle
+from torchreplay.segment.ray_node import ray_node
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+_open_writers: weakref.WeakSet[RemoteWriter] = weakref.WeakSet()
+
+
+class RemoteWriter(Writer):
+    """Writes rows of a buffer on another Ray node; made by `RemoteBuffer.writer()`.
+
+    The calls, their checks and their errors are those of every writer, but `append`, `extend`, `reset` and `step`
+    return None: keys are given where the rows arrive. They are sent in chunks, at most a tenth of a second later. A
+    forked child finds it closed.
+    """
+
+    def __init__(
+        self,
+        courier: Courier,
+        config: Config,
+        lanes: int | None,
+        autoreset: Autoreset,
+        buffer_closed: threading.Event | None = None,
+    ) -> None:
+        roles_of(config, lanes, autoreset)  # raises before anybody hears of a writer that there will not be
+        self._courier = courier
+        self._buffer_closed = buffer_closed or threading.Event()
+        self._outbox: Outbox = courier.open(config, lanes or 1)
+        self._leave = weakref.finalize(self, courier.leave, self._outbox)
+        super().__init__(self._outbox.stage._segment, config, lanes, autoreset)
+        _open_writers.add(self)
+
+    def append(self, /, *args: Any, **fields: Any) -> None:  # type: ignore[override]
+        """Writes one row, as `Writer.append` does."""
+        self._require_open_buffer()
+        super().append(*args, **fields)
+
+    def extend(self, /, *args: Any, **fields: Any) -> None:  # type: ignore[override]
+        """Writes n rows, or episodes, as `Writer.extend` does."""
+        self._require_open_buffer()
+        super().extend(*args, **fields)
+
+    def reset(self, /, *args: Any, **observation: Any) -> None:
+        """Starts an episode, as `Writer.reset` does."""
+        self._require_open_buffer()
+        super().reset(*args, **observation)
+
+    def step(self, /, *args: Any, **fields: Any) -> None:
+        """Writes a step, as `Writer.step` does."""
+        self._require_open_buffer()
+        super().step(*args, **fields)
+
+    @property
+    def refused(self) -> bool:
+        """Whether its rows are taken no more although the buffer is there."""
+        return self._outbox.refused
+
+    def flush(self) -> None:
+        """Returns when everything written so far is in the buffer.
+
+        Raises:
+            Stopped: The buffer was stopped, or is gone: some of it may not be.
+            RuntimeError: The rows are not taken; the text says why.
+            ValueError: The writer is closed.
+        """
+        super().flush()
+        self._courier.flush(self._outbox)
+
+    def close(self) -> None:
+        """Flushes, unless the buffer was stopped, and gives up the writer's place. Idempotent.
+
+        Raises:
+            RuntimeError: As `flush` does; the place is given up all the same.
+        """
+        if self.closed:
+            return
+        super().close()  # first: while another thread is in a call, nothing is given up
+        try:
+            with suppress(Stopped):
+                self._courier.flush(self._outbox)
+        finally:
+            self._leave()
+
+    def _require_open_buffer(self) -> None:
+        if self._buffer_closed.is_set():
+            self._refuse_closed_buffer()
+
+    def _wait(self, stalled: bool) -> None:
+        self._courier.make_room(self._outbox, self.admitted)
+
+
+class RemoteBuffer(Configured):
+    """A replay buffer on another node of the Ray cluster, for explorers.
+
+    What a `ReplayBuffer` becomes when it is passed to a Ray task or actor on another node than its own. It has the
+    calls with which one writes, and those that ask; learners run on the buffer's node. Pickles like the buffer, and is
+    that buffer again on its own node.
+
+    Args:
+        handle: Of the buffer.
+        view: The buffer's own view, with functions that a handle does not carry.
+
+    It finds the buffer when it is first used, which raises `AttachError` where the buffer, its owner or its node is
+    gone.
+    """
+
+    def __init__(self, handle: Handle, view: View | None = None) -> None:
+        self._handle = handle
+        self._given_view = view
+        self._home = Home(handle.node, Ingest, f"torchreplay-ingest-{handle.nonce:016x}", (handle, view))
+        self._connecting = threading.Lock()
+        self._connection: tuple[Config, Courier] | None = None
+        self._local = threading.local()
+        self._closed = threading.Event()
+
+    # Connecting, at the first use. Not before: while Ray unpickles arguments, answers of actors cannot get through.
+
+    def _connected(self) -> tuple[Config, Courier]:
+        if self._connection is None:
+            self._require_open()
+        self._home.require_own_process()
+        with self._connecting:
+            if self._connection is None:
+                text, ending = self._home.ask("describe")
+                if not text:
+                    raise AttachError(ending)
+                config, courier = Config.from_text(text).with_functions(self._given_view), Courier(self._home, ending)
+                weakref.finalize(self, courier.close)
+                self._connection = config, courier
+            return self._connection
+
+    def _require_open(self) -> None:
+        if self._closed.is_set():
+            raise RuntimeError("the replay buffer is closed")
+
+    def _ask(self, question: str) -> Any:
+        self._require_open()
+        return self._home.ask(question)
+
+    @property
+    def _config(self) -> Config:  # type: ignore[override]  # nobody sets it: connecting brings it
+        return self._connected()[0]
+
+    @property
+    def _courier(self) -> Courier:
+        self._require_open()
+        return self._connected()[1]
+
+    # Writing
+
+    def writer(self, lanes: int | None = None, autoreset: Autoreset = "next_step") -> RemoteWriter:
+        """Returns a writer for the calling thread's rows, as `ReplayBuffer.writer` does.
+
+        Raises:
+            Stopped: The buffer was stopped, or is gone.
+            ValueError: As there.
+            RuntimeError: This process was forked off one of Ray's, or rows can no longer be sent from it.
+        """
+        return RemoteWriter(self._courier, self._config, lanes, autoreset, self._closed)
+
+    def extend(self, /, *args: Any, priority: Any = None, **fields: Any) -> None:
+        """Writes n rows or episodes, as `ReplayBuffer.extend` does, and returns when they are in the buffer."""
+        lanes = self._config.lanes_of(fields)
+        if lanes is not None:
+            with self.writer(lanes) as block_writer:
+                block_writer.extend(*args, priority=priority, **fields)
+                block_writer.flush()
+                self._rows_extended += block_writer.rows
+            return
+        try:
+            writer: RemoteWriter = self._local.writer
+        except AttributeError:
+            writer = self._local.writer = self.writer()
+        before = writer.rows
+        try:
+            writer.extend(*args, priority=priority, **fields)
+            writer.flush()
+        except RuntimeError:
+            if writer.refused:  # such as one whose place was given to others: the next call has another
+                del self._local.writer
+            raise
+        self._rows_extended += writer.rows - before
+
+    # Life cycle
+
+    def stop(self) -> None:
+        """Tells everyone to finish, on all nodes."""
+        self._ask("stop")
+        if self._connection is not None:
+            self._connection[1].end("the replay buffer was stopped")
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the buffer was stopped, or is gone: known about half a second later. Costs nothing."""
+        return bool(self._courier.ending)
+
+    def close(self) -> None:
+        """Lets this object's writers of `extend` go; using it again is a `RuntimeError`. Idempotent.
+
+        Its writers write no more: their calls are a `RuntimeError` as well. What they have written is sent all the
+        same, and their `close` returns when it is there.
+        """
+        self._local = threading.local()
+        self._closed.set()
+
+    def give_up(self) -> None:
+        """Has this process's writers wait no longer for the limiter: what it keeps out is dropped, with `Stopped`."""
+        if self._connection is not None:
+            self._connection[1].give_up()
+
+    def drain(self) -> None:
+        """Closes this process's writers for good, and returns when the buffer's node knows, or after some seconds."""
+        if self._connection is not None:
+            self._connection[1].drain()
+
+    def handle(self) -> Handle:
+        """Returns the buffer's own handle."""
+        return self._handle
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        view = () if self._given_view is None else (self._given_view,)
+        return attached, (ReplayBuffer, self._handle, *view)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise TypeError(
+            f"the rows of this buffer are on node {self._handle.node}: call copy() there, or save it there and load it "
+            f"here; copy.copy() gives another object over the same rows"
+        )
+
+    def __enter__(self) -> RemoteBuffer:
+        self._require_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Asking
+
+    def __len__(self) -> int:
+        """Returns the number of rows held; asks the buffer's node."""
+        return int(self._ask("count"))
+
+    def __bool__(self) -> bool:
+        return True
+
+    def stats(self) -> Stats:
+        """Returns what has happened so far, over all processes; asks the buffer's node."""
+        stats: Stats = self._ask("stats")
+        return stats
+
+    @property
+    def limiter(self) -> Limiter:
+        """Who must wait; asks the buffer's node."""
+        limiter: Limiter = self._ask("limiter")
+        return limiter
+
+    @limiter.setter
+    def limiter(self, limiter: Limiter | None) -> NoReturn:
+        raise AttributeError(self._out_of_reach("setting the limiter"))
+
+    @property
+    def capacity(self) -> int:
+        """Rows that fit."""
+        return self._config.capacity
+
+    def _out_of_reach(self, what: str) -> str:
+        return (
+            f"{what} needs the buffer's memory, which is on node {self._handle.node} (here {ray_node()}): explorers "
+            f"write from every node, learners run on the buffer's"
+        )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if not name.startswith("_") and hasattr(ReplayBuffer, name):
+            raise AttributeError(self._out_of_reach(name))
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __repr__(self) -> str:
+        return f"RemoteBuffer(on node {self._handle.node})"
+
+
+def _in_child() -> None:
+    # The rows that they collect are the parent's, and so is what sends them.
+    for writer in list(_open_writers):
+        Writer.close(writer)
+
+
+os.register_at_fork(after_in_child=_in_child)

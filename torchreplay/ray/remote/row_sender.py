@@ -1,0 +1,314 @@
+"""The rows of one process's remote writers on their way: sent, answered for, and sent again."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final
+
+from torchreplay.errors import AttachError, Stopped
+from torchreplay.ray.remote.ingest_actor import Answer
+from torchreplay.ray.remote.send_buffer import Outbox, Parcel
+from torchreplay.ray.runtime.node_actor import Home
+from torchreplay.ray.runtime.session import import_ray
+from torchreplay.schema.config import Config
+from torchreplay.segment.waits import SLICE_NS, Wait
+
+logger = logging.getLogger("torchreplay.ray")
+
+TICK: Final = 0.1
+"""Seconds that rows wait at most before they are sent, when not as many are under way as may be."""
+
+INLINE_BYTES: Final = 64 << 10
+"""Smaller chunks travel with the call; larger ones as objects of their own, which are sent again without a copy."""
+
+FAREWELL: Final = 5.0
+"""Seconds that a process which ends gives to its rows."""
+
+HEARTBEAT: Final = 0.5
+PAUSE: Final = 0.25
+"""Seconds before another try, when the ingest does not answer."""
+
+
+class Courier:
+    """Sends the rows of this process's writers of one buffer, and listens for answers, in a thread of its own.
+
+    Args:
+        home: The ingest.
+        ending: Why nobody should write any more, if that is known already.
+
+    Attributes:
+        ending: Why nobody should write any more; "" while they should.
+        failure: What has gone wrong, where nobody can write from here any more although they should; "" otherwise.
+    """
+
+    def __init__(self, home: Home, ending: str = "") -> None:
+        self._ray = import_ray()
+        self._home = home
+        self.ending = ending
+        self.failure = ""
+        self._outboxes: set[Outbox] = set()  # copied to go through it: writers come at any time
+        self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._sweep_due = 0.0
+        self._heartbeat_due = 0.0
+        self._heartbeat_out = False
+        self._connect()
+        self._closing = self._giving_up = False
+        self._departure: Any = None  # the last one: the ingest hears of them in order
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._work, name="torchreplay-courier", daemon=True)
+        atexit.register(self.drain)  # before Ray's own, which was registered earlier
+        self._thread.start()
+
+    # In the threads of those who write.
+
+    def open(self, config: Config, lanes: int) -> Outbox:
+        """Returns the outbox of a new writer.
+
+        Raises:
+            Stopped: The buffer was stopped, or is gone.
+            RuntimeError: Rows are no longer sent from here.
+        """
+        self._check()
+        outbox = Outbox(config, lanes)
+        self._outboxes.add(outbox)
+        with suppress(self._ray.exceptions.RayError):  # then the next heartbeat does it
+            self._enter.remote(outbox.source)
+        return outbox
+
+    def make_room(self, outbox: Outbox, admitted: Callable[[], bool]) -> None:
+        """Returns when the outbox admits rows again.
+
+        Raises:
+            Stopped: The buffer was stopped, or is gone.
+            RuntimeError: The writer's rows are taken no more.
+        """
+
+        def has_room() -> bool:
+            self._check(outbox)  # first: a stage that is stopped admits nothing, whatever room it has
+            return admitted()
+
+        self._await(outbox, has_room)
+
+    def flush(self, outbox: Outbox) -> None:
+        """Returns when everything in the outbox is acknowledged.
+
+        Raises:
+            Stopped: The buffer was stopped, or is gone, before it was.
+            RuntimeError: The writer's rows are taken no more.
+        """
+        outbox.hurried = True
+        try:
+            self._await(outbox, lambda: outbox.is_empty)
+        finally:
+            outbox.hurried = False
+
+    def leave(self, outbox: Outbox) -> None:
+        """Sends what is left in the outbox, and forgets it; does not wait for that."""
+        outbox.leaving = True
+        self._events.put(None)
+
+    def end(self, reason: str) -> None:
+        """Lets everyone know that nobody should write any more."""
+        self.ending = self.ending or reason
+        self._events.put(None)
+
+    def close(self) -> None:
+        """Ends the thread when all outboxes are empty; does not wait for that."""
+        self._closing = True
+
+    def give_up(self) -> None:
+        """Drops what the limiter keeps out, from now on: its writers end with `Stopped`."""
+        self._giving_up = True
+        self._events.put(None)
+
+    def drain(self) -> None:
+        """Gives rows that were written last their time to arrive when the process ends."""
+        if os.getpid() != self._pid:  # a forked child's end is not its parent's
+            return
+        for outbox in list(self._outboxes):
+            outbox.drained = True
+            self.leave(outbox)
+        self.close()
+        self._thread.join(FAREWELL)
+
+    def _check(self, outbox: Outbox | None = None) -> None:
+        if self.ending:
+            raise Stopped(self.ending)
+        if self.failure:
+            raise RuntimeError(self.failure)
+        if outbox is not None and outbox.ending:
+            raise RuntimeError(outbox.ending) if outbox.refused else Stopped(outbox.ending)
+
+    def _await(self, outbox: Outbox, is_done: Callable[[], bool]) -> None:
+        wait = Wait(outbox.stage._segment, None)
+        while not is_done():
+            self._check(outbox)
+            self._events.put(None)
+            wait.check_delivery(outbox.waiting or "an answer from the buffer's node")
+            outbox.sleep(SLICE_NS / 1e9)
+
+    # In the courier's thread.
+
+    def _work(self) -> None:
+        try:
+            while self._outboxes or not self._closing:
+                sweep = self._take_events()
+                if not self._ray.is_initialized():  # or the next call would start another one
+                    self._end("Ray was shut down in this process: nothing reaches the buffer's node from here")
+                    return
+                self._beat()
+                for outbox in list(self._outboxes):
+                    self._attend(outbox, sweep)
+        except Exception as error:
+            logger.exception("rows are no longer sent to the buffer on node %s", self._home.node)
+            self._fail(f"rows can no longer be sent to the buffer's node: {error}")
+        finally:
+            self._fail("this process has closed its writers for good, and sends no more rows")  # unless it is known
+            atexit.unregister(self.drain)
+            self._await_departure()
+
+    def _take_events(self) -> bool:
+        """Does what has come up; returns whether it is time to send what is too little for a chunk, too."""
+        with suppress(queue.Empty):
+            event = self._events.get(timeout=max(0.0, self._sweep_due - time.monotonic()))
+            while True:
+                if event is not None:
+                    event()
+                event = self._events.get_nowait()
+        now = time.monotonic()
+        sweep = now >= self._sweep_due
+        if sweep:
+            self._sweep_due = now + TICK
+        return sweep
+
+    def _attend(self, outbox: Outbox, sweep: bool) -> None:
+        if self.ending:
+            outbox.end(self.ending)
+        if self._giving_up and outbox.limited:
+            outbox.end(f"this process is to end, and its rows wait for {outbox.waiting}")
+        if not outbox.ending:
+            outbox.cut(sweep)
+            self._send_all(outbox)
+        # A heartbeat that is under way may name the writer: who is gone must not come in again.
+        if outbox.leaving and (outbox.ending or (outbox.is_empty and not self._heartbeat_out)):
+            self._forget(outbox)
+
+    def _send_all(self, outbox: Outbox) -> None:
+        if time.monotonic() < outbox.not_before:
+            return
+        if outbox.rewind and not outbox.in_air:
+            outbox.rewind, outbox.sent = False, 0
+        for parcel in outbox.parcels:
+            if outbox.rewind:
+                break
+            if parcel.chunk.number > outbox.sent:
+                self._send(outbox, parcel)
+
+    def _send(self, outbox: Outbox, parcel: Parcel) -> None:
+        chunk = parcel.chunk
+        try:
+            if parcel.payload is None:
+                parcel.payload = self._ray.put(chunk) if chunk.block.nbytes > INLINE_BYTES else chunk
+            future = self._push.remote(outbox.source, parcel.payload).future()
+        except self._ray.exceptions.RayError as error:
+            outbox.rewind, outbox.not_before = True, time.monotonic() + PAUSE
+            self._reconnect(error)
+            return
+        outbox.in_air += 1
+        outbox.sent = chunk.number
+        future.add_done_callback(lambda done: self._events.put(lambda: self._hear(outbox, chunk.number, done)))
+
+    def _hear(self, outbox: Outbox, number: int, done: Any) -> None:
+        """Takes the answer to chunk `number`."""
+        error = done.exception()
+        answer = Answer() if error is not None else done.result()
+        outbox.in_air -= 1
+        outbox.rewind |= answer.written < number
+        outbox.acknowledge(answer.written)
+        if answer.waiting or answer.written >= number:  # those behind it do not know why it was not taken
+            outbox.waiting, outbox.limited = answer.waiting, answer.limited
+        if error is not None:
+            outbox.waiting, outbox.limited = "the buffer's node to answer again", False
+            outbox.not_before = time.monotonic() + PAUSE
+            for parcel in outbox.parcels:
+                parcel.payload = None  # it may be the object that was lost
+            self._reconnect(error)
+        elif answer.ending:
+            self._end(answer.ending)
+        elif answer.refusal:
+            outbox.end(answer.refusal, refused=True)
+
+    def _forget(self, outbox: Outbox) -> None:
+        if not outbox.is_empty:
+            logger.warning("rows that a remote writer had written were not taken any more: %s", outbox.ending)
+        self._outboxes.discard(outbox)
+        if not outbox.drained:
+            outbox.stage.close()
+        if not self.ending:
+            with suppress(self._ray.exceptions.RayError):  # then its silence will tell
+                self._departure = self._depart.remote(outbox.source)
+
+    def _await_departure(self) -> None:
+        """Returns when the ingest knows that the writers are gone, or after some seconds."""
+        if self._departure is not None and self._ray.is_initialized():
+            with suppress(self._ray.exceptions.RayError):
+                self._ray.wait([self._departure], timeout=FAREWELL)
+
+    def _beat(self) -> None:
+        """Lets the ingest know who is alive, and hears whether to go on."""
+        now = time.monotonic()
+        if self._heartbeat_out or now < self._heartbeat_due or self.ending or self.failure:
+            return
+        self._heartbeat_due = now + HEARTBEAT
+        sources = [outbox.source for outbox in list(self._outboxes) if not outbox.ending]
+        try:
+            future = self._look.remote(sources).future()
+        except self._ray.exceptions.RayError as error:
+            self._reconnect(error)
+        else:
+            self._heartbeat_out = True
+            future.add_done_callback(lambda done: self._events.put(lambda: self._hear_beat(done)))
+
+    def _hear_beat(self, done: Any) -> None:
+        self._heartbeat_out = False
+        error = done.exception()
+        if error is not None:
+            self._reconnect(error)
+        elif done.result():
+            self._end(done.result())
+
+    def _reconnect(self, error: BaseException) -> None:
+        """Finds the ingest again after it has died."""
+        if isinstance(error, self._ray.exceptions.RayTaskError):
+            self._fail(f"rows cannot be written on the buffer's node: {error}")
+            return
+        try:
+            self._connect()
+        except AttachError as gone:
+            self._end(str(gone))
+        except self._ray.exceptions.RayError:  # the next call fails as well, and leads here again
+            logger.debug("the ingest on node %s cannot be looked for now", self._home.node, exc_info=True)
+
+    def _connect(self) -> None:
+        actor = self._home.find()
+        self._push = actor.push.options(concurrency_group="rows")
+        self._enter = actor.enter.options(concurrency_group="rows")
+        self._depart = actor.depart.options(concurrency_group="rows")
+        self._look = actor.look.options(concurrency_group="calls")
+
+    def _end(self, reason: str) -> None:
+        self.ending = self.ending or reason
+        for outbox in list(self._outboxes):
+            outbox.end(self.ending)
+
+    def _fail(self, reason: str) -> None:
+        self.failure = self.failure or reason
+        for outbox in list(self._outboxes):
+            outbox.end(self.failure, refused=True)

@@ -1,0 +1,146 @@
+"""What one remote writer has written and nobody has acknowledged yet."""
+
+from __future__ import annotations
+
+import queue
+import secrets
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torchreplay.buffer.replay_buffer import ReplayBuffer
+from torchreplay.ray.remote.ingest_actor import Chunk, Source
+from torchreplay.schema.config import Config
+from torchreplay.schema.spec import nest
+
+CHUNK_BYTES: Final = 4 << 20
+CHUNK_ROWS: Final = 4096
+"""Rows are sent when there are so many bytes or rows of them, when somebody waits for them, or after a while."""
+
+IN_FLIGHT: Final = 4
+"""Chunks of one writer that are under way at most: then it waits."""
+
+
+@dataclass(slots=True)
+class Parcel:
+    """A chunk under way.
+
+    Attributes:
+        chunk: The chunk.
+        payload: What travels: the chunk, or the reference to it in the object store; None before it is sent.
+    """
+
+    chunk: Chunk
+    payload: Any = None
+
+
+class Outbox:
+    """The rows of one writer between its calls and the buffer.
+
+    They are collected in a small segment of this process's own, whose writer checks them as it always does. It admits
+    no more rows than a chunk ahead of those that were cut from it. All the rest is done by the courier's thread, which
+    no signal interrupts: the writer's thread looks, says what it wants, and sleeps until there is news. The two share
+    no lock, which an exception out of a signal's handler could leave in any state.
+
+    Args:
+        config: Of the buffer.
+        lanes: Streams that the writer has.
+
+    Attributes:
+        stage: The segment.
+        parcels: What is cut and not acknowledged, in order.
+        sent: The last chunk that is under way.
+        in_air: Calls without an answer.
+        rewind: Something was not taken: all is sent again when every call is answered.
+        not_before: Monotonic time of the next try.
+        waiting: What keeps the rows from being taken; "" when nothing is known to.
+        limited: That is the limiter.
+        ending: Why this writer's rows are taken no more; "" while they are.
+        refused: That is a failure, not the end of the buffer or of this process.
+        answered: The ingest has written some of its rows.
+        hurried: Somebody waits until everything is acknowledged.
+        leaving: The writer is gone: what is left is sent, and that is it.
+        drained: The writer is there, and whatever it writes from now on is not sent.
+    """
+
+    def __init__(self, config: Config, lanes: int) -> None:
+        row = sum(field.nbytes for field in config.fields.values()) + 24
+        self.rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES // row))
+        # A writer takes tickets by the 64, and no more than a quarter of the ring, past what it is admitted.
+        capacity = max(8, 2 * self.rows, config.view.rows_of_an_item)
+        self.stage = ReplayBuffer(nest(config.fields), capacity, view=config.view)
+        self.writer = secrets.randbits(62) + 1
+        self.lanes = lanes
+        self.parcels: deque[Parcel] = deque()
+        self.sent = 0
+        self.in_air = 0
+        self.rewind = False
+        self.not_before = 0.0
+        self.waiting = ""
+        self.limited = False
+        self.ending = ""
+        self.refused = False
+        self.answered = False
+        self.hurried = False
+        self.leaving = False
+        self.drained = False
+        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()  # at most one: there is some
+        self._cut = 0  # key of the first row that is in no chunk
+        self._number = 0
+        self.stage._segment.admit(self.rows)
+
+    @property
+    def source(self) -> Source:
+        """What the ingest has to know of this writer."""
+        return Source(self.writer, self.lanes, self.rows, not self.answered)
+
+    def cut(self, everything: bool) -> None:
+        """Makes chunks of what was written, as many as may be under way, and makes room for as many rows.
+
+        Args:
+            everything: Also of rows that are too few for a whole chunk. Each costs as much on its way as a whole one.
+        """
+        segment = self.stage._segment
+        everything = everything or self.hurried or self.leaving
+        while len(self.parcels) < IN_FLIGHT:
+            rows = segment.run_length(self._cut, self._cut + self.rows)
+            if rows < (1 if everything else self.rows):
+                return
+            block, links_at = segment.copy_run(self._cut, rows)
+            self._number += 1
+            self.parcels.append(Parcel(Chunk(self._number, self._cut, rows, block.numpy(), links_at)))
+            self._cut += rows  # after that: rows are never in neither
+            segment.admit(self._cut + self.rows)
+            self.tell()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether everything written is acknowledged, and nothing is on its way."""
+        segment = self.stage._segment
+        is_cut = segment.closed or not segment.run_length(self._cut, self._cut + 1)  # first: see `cut`
+        return is_cut and not self.parcels and not self.in_air
+
+    def acknowledge(self, written: int) -> None:
+        """Forgets the chunks up to number `written`, which are in the buffer."""
+        self.answered |= written > 0
+        while self.parcels and self.parcels[0].chunk.number <= written:
+            self.parcels.popleft()
+        self.tell()
+
+    def end(self, reason: str, refused: bool = False) -> None:
+        """Lets the writer know why its rows are taken no more; the first reason stays."""
+        if not self.ending:
+            self.refused, self.ending = refused, reason
+            self.stage.stop()
+            self.tell()
+
+    def tell(self) -> None:
+        """Wakes who sleeps."""
+        if self._news.empty():
+            self._news.put(None)
+
+    def sleep(self, seconds: float) -> None:
+        """Returns when there is news since the last time, or after so many seconds."""
+        with suppress(queue.Empty):
+            self._news.get(timeout=seconds)

@@ -1,0 +1,1 @@
+"""One buffer over many nodes of the Ray cluster."""

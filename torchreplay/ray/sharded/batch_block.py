@@ -1,0 +1,136 @@
+"""Batches as one block of bytes, which the object store carries without looking into it."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping
+from functools import reduce
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from torchreplay.schema.batch import ReplayBatch
+from torchreplay.schema.spec import Field, Path, nest
+
+ALIGNMENT = 64
+KEPT = 4
+"""Blocks that wait to be used again, at most."""
+
+RESERVED: Final[Mapping[Path, Field]] = {
+    ("key",): Field((), torch.int64),
+    ("weight",): Field((), torch.float32),
+    ("probability",): Field((), torch.float32),
+}
+
+
+ItemBytes: TypeAlias = list[NDArray[np.uint8]]
+"""Of each tensor of a batch the bytes of its items, `[n, bytes]`."""
+
+
+class RecycledMemory:
+    """Memory that is used again when the last tensor over it is garbage: fresh pages cost more than the copies do."""
+
+    def __init__(self) -> None:
+        self._idle: deque[NDArray[np.uint8]] = deque(maxlen=KEPT)
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Returns uint8 `[nbytes]` of any content."""
+        memory = np.empty(0, np.uint8)
+        while len(memory) != nbytes:
+            try:
+                memory = self._idle.pop()
+            except IndexError:
+                memory = np.empty(nbytes, np.uint8)
+        lent = memory[:]  # torch holds this object for as long as a tensor needs the memory
+        weakref.finalize(lent, self._idle.append, memory).atexit = False
+        return torch.from_numpy(lent)
+
+
+class Layout:
+    """Where in a block the tensors of a batch lie: one after the other, each on a cache line of its own.
+
+    Args:
+        outputs: The batch's fields by path.
+    """
+
+    def __init__(self, outputs: Mapping[Path, Field]) -> None:
+        self._fields: dict[Path, Field] = {**outputs, **RESERVED}
+        self._memory = RecycledMemory()
+        self._item_bytes = [math.prod(f.shape) * f.dtype.itemsize for f in self._fields.values()]
+
+    def nbytes(self, n: int) -> int:
+        """Returns the size of a block for `n` items."""
+        return sum(_rounded(n * size) for size in self._item_bytes)
+
+    def batch_over(self, block: torch.Tensor, n: int) -> ReplayBatch:
+        """Returns a batch of `n` items whose tensors are the memory of `block`, uint8 `[nbytes(n)]` or more."""
+        tensors = {}
+        for (path, field), (start, size) in zip(self._fields.items(), self._places(n), strict=True):
+            tensors[path] = block[start : start + size].view(field.dtype).view(n, *field.shape)
+        return ReplayBatch(nest(tensors))
+
+    def new_batch(self, n: int) -> ReplayBatch:
+        """Returns a batch of `n` items of any content, in memory of its own."""
+        return self.batch_over(self._memory.take(max(1, self.nbytes(n))), n)  # a view of no memory is refused
+
+    def copy(self, source: NDArray[np.uint8], given: int, which: NDArray[np.int64], room: ItemBytes, at: int) -> None:
+        """Copies chosen items of a block into a batch.
+
+        Args:
+            source: The block.
+            given: How many items it has.
+            which: Those to copy.
+            room: The batch's.
+            at: Where the first one goes; the others follow.
+        """
+        for rows, target in zip(self.items(source, given), room, strict=True):
+            np.take(rows, which, axis=0, out=target[at : at + len(which)], mode="clip")  # another mode would copy twice
+
+    def items(self, block: NDArray[np.uint8], n: int) -> ItemBytes:
+        """Returns the memory of the tensors of a block with `n` items."""
+        return [
+            block[start : start + n * size].reshape(n, size)
+            for (start, _), size in zip(self._places(n), self._item_bytes, strict=True)
+        ]
+
+    def keys(self, items: ItemBytes) -> NDArray[np.int64]:
+        """Returns the keys among the items' bytes."""
+        return items[list(self._fields).index(("key",))].view(np.int64)[:, 0]
+
+    def item_bytes(self, batch: ReplayBatch) -> ItemBytes:
+        """Returns the memory of a batch's tensors, in the order of a block."""
+        n = len(batch["key"])
+        tensors = [_at(batch, path) for path in self._fields]
+        return [(t if t.dtype == torch.uint8 else t.view(torch.uint8)).numpy().reshape(n, -1) for t in tensors]
+
+    def _places(self, n: int) -> Iterator[tuple[int, int]]:
+        start = 0
+        for size in self._item_bytes:
+            yield start, n * size
+            start += _rounded(n * size)
+
+
+def _rounded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def keep(room: ItemBytes, which: NDArray[np.int64]) -> None:
+    """Moves chosen items to the front of a batch, in any order: the last ones take the places of those left out.
+
+    Args:
+        room: The batch's.
+        which: The items, ascending.
+    """
+    moved = which[np.searchsorted(which, len(which)) :]
+    vacant = np.setdiff1d(np.arange(len(which)), which, assume_unique=True)
+    for rows in room:
+        rows[vacant] = rows[moved]
+
+
+def _at(batch: Any, path: Path) -> torch.Tensor:
+    tensor: torch.Tensor = reduce(lambda level, name: level[name], path, batch)
+    return tensor

@@ -1,0 +1,360 @@
+"""`Directory`: the actor that knows which node's shard is where, and has lost ones made anew."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from torchreplay.ray.runtime.cluster import errors_as_raised, living_nodes, only_on
+from torchreplay.ray.runtime.session import import_ray
+from torchreplay.ray.sharded.global_distribution import MAX_SHARDS
+from torchreplay.ray.sharded.messages import Drew
+from torchreplay.ray.sharded.rate_limiter import Rule
+from torchreplay.ray.sharded.shard_actor import Shard
+from torchreplay.schema.config import Config
+from torchreplay.schema.limiters import Limiter
+
+if TYPE_CHECKING:
+    from torchreplay.ray.sharded.manifest import Counts
+
+logger = logging.getLogger("torchreplay.ray")
+
+NAMESPACE: Final = "torchreplay"
+
+RETRY: Final = 5.0
+"""Seconds after which a shard that could not be made is tried again; twice as many after each of six more failures."""
+
+REPEAT: Final = 2.0
+"""Seconds after which an announcement of writers is repeated."""
+
+BELIEF: Final = 20.0
+"""Seconds for which it is believed: then whoever made it is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A shard that can be called.
+
+    Attributes:
+        number: Of the shard.
+        node: Ray's id of its node.
+        capacity: Rows that it holds.
+        actor: Its handle.
+    """
+
+    number: int
+    node: str
+    capacity: int
+    actor: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """What went with a shard, as it was last heard of.
+
+    Attributes:
+        number: Of the shard.
+        node: Ray's id of its node.
+        rows: Rows that it held.
+        inserted: Items that had ever become drawable in it.
+    """
+
+    number: int
+    node: str
+    rows: int
+    inserted: int
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """What is where.
+
+    Attributes:
+        places: The shards that can be called, by number.
+        rule: The limiter, and from where it counts.
+        nodes: Those of the shards, also of those that are being made or will be tried again, in an order that stays.
+        lost: Those that are gone.
+        lost_updates: TD errors dropped because their shard is gone.
+        expected: Whether someone says that writers will come.
+        stopped: Whether the buffer was stopped.
+        past: What had been drawn when the checkpoint was saved that this was restored from; None: it was not.
+        moment: Which of the directory's tables it is; later ones have more.
+    """
+
+    places: dict[int, Place]
+    rule: Rule
+    nodes: tuple[str, ...] = ()
+    lost: tuple[Lost, ...] = ()
+    lost_updates: int = 0
+    expected: bool = False
+    stopped: bool = False
+    past: Drew | None = None
+    moment: int = 0
+
+    def without(self, lost: Lost) -> Table:
+        """Returns the same without a shard that is gone."""
+        places = {number: place for number, place in self.places.items() if number != lost.number}
+        return replace(self, places=places, lost=(*self.lost, lost))
+
+    @property
+    def starting(self) -> tuple[str, ...]:
+        """Nodes that have no shard yet, and are to get one."""
+        there = {place.node for place in self.places.values()}
+        return tuple(node for node in self.nodes if node not in there)
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One of the parts into which the capacity is divided: the shard that fills it, if one does."""
+
+    capacity: int
+    node: str
+    number: int = -1  # of the shard; -1: the next one that is made takes a new one
+    actor: Any = None
+    ready: Any = None  # of a shard that is being made: its first answer
+    failures: int = 0  # to make it there, one after the other
+    again_at: float = 0.0  # when it is tried again, by the monotonic clock
+
+    @property
+    def filled(self) -> bool:
+        return self.actor is not None and self.ready is None
+
+
+def _note_stop(name: str) -> None:
+    """Notes with the cluster, for those who hear of it only when the directory is gone, that a buffer was stopped."""
+    from ray.experimental import internal_kv  # Ray is there: this runs in an actor
+
+    internal_kv._internal_kv_put(f"torchreplay-stopped-{name}", b"1")
+
+
+def was_stopped(name: str) -> bool:
+    """Returns whether a buffer was stopped, by the name of its directory, which may be gone."""
+    from ray.experimental import internal_kv
+
+    known = internal_kv._internal_kv_initialized()  # type: ignore[no-untyped-call]  # not when Ray was shut down here
+    return known and internal_kv._internal_kv_get(f"torchreplay-stopped-{name}") is not None
+
+
+class Directory:
+    """Makes the shards, one on each of some nodes, and says which of them there are.
+
+    Nobody waits for it to draw or to write: it is asked when a process comes, when a shard is lost, and now and then.
+
+    Args:
+        config: Of the union, but for the capacity.
+        capacities: Rows of each shard.
+        nodes: Ray's ids of the nodes, one for each shard.
+        anywhere: Whether a node that comes later may take the place of one that is gone.
+        seed: Of all draws.
+        limits: Items up to which each shard's writers are admitted at first; None for no limit.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        capacities: list[int],
+        nodes: list[str],
+        anywhere: bool,
+        seed: int,
+        limits: list[int | None],
+    ) -> None:
+        self._ray = import_ray()
+        self._config, self._anywhere, self._seed, self._limits = config, anywhere, seed, limits
+        self._rule = Rule(config.limiter)
+        self._slots = [_Slot(capacity, node) for capacity, node in zip(capacities, nodes, strict=True)]
+        self._born = 0
+        self._streams = 0
+        self._lost: dict[int, Lost] = {}
+        self._lost_updates = 0
+        self._expecting: dict[str, float] = {}  # until when each announcement is believed, by the monotonic clock
+        self._stopped = False
+        self._tables = 0
+        self._past: Drew | None = None
+        self._restored: tuple[Any, ...] = ()  # what was last said of that
+
+    def open(self) -> Table:
+        """Makes all shards, and returns when they are there.
+
+        Raises:
+            MemoryError: A node has too little memory left for its shard.
+        """
+        for slot, limit in zip(self._slots, self._limits, strict=True):
+            self._make(slot, limit)
+        with errors_as_raised():
+            self._ray.get([slot.ready for slot in self._slots])
+        return self.table()
+
+    def table(self) -> Table:
+        """Returns what is where now."""
+        self._look_after()
+        self._tables += 1
+        return Table(
+            {
+                slot.number: Place(slot.number, slot.node, slot.capacity, slot.actor)
+                for slot in self._slots
+                if slot.filled
+            },
+            self._rule,
+            self._nodes(),
+            tuple(self._lost.values()),
+            self._lost_updates,
+            any(until > time.monotonic() for until in self._expecting.values()),
+            self._stopped,
+            self._past,
+            self._tables,
+        )
+
+    def lost(self, number: int, rows: int, inserted: int, why: str) -> Table:
+        """Takes a shard that does not answer out of the table, and ends it in case it is still there.
+
+        Of several callers' reports the one that knows of the most items counts, which is the latest.
+
+        Args:
+            number: Of the shard.
+            rows: Rows that it held when it was last heard of.
+            inserted: Items that had become drawable in it by then.
+            why: What the caller knows about it.
+        """
+        before = self._lost.get(number)
+        if before is not None and inserted > before.inserted:
+            self._lost[number] = replace(before, rows=rows, inserted=inserted)
+        for slot in self._slots:
+            if slot.number == number and slot.actor is not None:
+                self._ray.kill(slot.actor, no_restart=True)
+                self._lost[number] = Lost(number, slot.node, rows, inserted)
+                slot.actor, slot.ready, slot.number = None, None, -1
+                # Its explorers take seconds to notice, and wait for the next one then.
+                self._expecting[f"shard {number}"] = time.monotonic() + BELIEF
+                logger.error("shard %d on node %s is lost, and %d rows with it: %s", number, slot.node, rows, why)
+        return self.table()
+
+    def dropped(self, updates: int) -> None:
+        """Counts TD errors whose shard is gone."""
+        self._lost_updates += updates
+
+    def change_limiter(self, limiter: Limiter, inserted: int) -> Table:
+        """Sets another limiter for everyone; learners hear of it from the shards, or when they look at the table.
+
+        Args:
+            limiter: The new one.
+            inserted: Items that have become drawable so far.
+        """
+        self._rule = self._rule.followed_by(limiter, inserted)
+        for slot in self._slots:
+            if slot.actor is not None:
+                slot.actor.change_limiter.remote(self._rule.number, self._limit_until_told())
+        return self.table()
+
+    def counts(self) -> tuple[int, int]:
+        """Returns how many numbers of shards, and of learners, were given."""
+        return self._born, self._streams
+
+    def restored(
+        self,
+        numbers: dict[int, int],
+        seed: int,
+        counts: Counts,
+        lost: tuple[Lost, ...],
+        limiter: Limiter,
+        inserted: int,
+    ) -> Table:
+        """Takes in that the shards hold the rows of a checkpoint now; to say so again changes nothing.
+
+        Args:
+            numbers: The number that each shard has, by that which it had.
+            seed: Of all draws.
+            counts: What was counted.
+            lost: Shards lost before.
+            limiter: The one that the counts are of; for another they mean nothing.
+            inserted: Items that have become drawable so far.
+        """
+        said = (numbers, seed, counts, lost, limiter, inserted)
+        if said == self._restored:
+            return self.table()
+        self._restored = said
+        for slot in self._slots:
+            slot.number = numbers.get(slot.number, slot.number)
+        self._seed, self._born, self._streams = seed, counts.born, max(self._streams, counts.streams)
+        self._lost, self._lost_updates = {one.number: one for one in lost}, counts.lost_updates
+        sampled = 0
+        rule = self._rule.followed_by(self._rule.limiter, inserted)
+        if limiter == rule.limiter:
+            rule, sampled = replace(rule, inserted_before=counts.inserted_before), counts.sampled
+        self._rule, self._past = rule, Drew(rule.number, counts.items, counts.batches, counts.items - sampled)
+        return self.table()
+
+    def join(self) -> int:
+        """Returns a number for a process that draws; no other one gets it."""
+        self._streams += 1
+        return self._streams - 1
+
+    def expect(self, token: str, expecting: bool) -> None:
+        """Notes that someone says that writers will come, or says so no more."""
+        now = time.monotonic()
+        self._expecting = {other: until for other, until in self._expecting.items() if until > now and other != token}
+        if expecting:
+            self._expecting[token] = now + BELIEF
+
+    def stop(self) -> None:
+        """Tells everyone to finish."""
+        self._stopped = True
+        for slot in self._slots:
+            if slot.actor is not None:
+                slot.actor.stop.remote()
+        _note_stop(self._ray.get_runtime_context().get_actor_name())
+
+    def _make(self, slot: _Slot, limit: int | None) -> None:
+        if slot.number < 0 and self._born == MAX_SHARDS:
+            raise RuntimeError(f"{MAX_SHARDS:,} shards were made, and there are no numbers left for more")
+        if slot.number < 0:
+            slot.number, self._born = self._born, self._born + 1
+        seed = int(np.random.SeedSequence(self._seed, spawn_key=(slot.number,)).generate_state(1, np.uint64)[0])
+        actor = self._ray.remote(Shard).options(num_cpus=0, max_restarts=0, scheduling_strategy=only_on(slot.node))
+        config = replace(self._config, capacity=slot.capacity)
+        slot.actor = actor.remote(slot.number, config, seed, self._rule.number, limit)
+        slot.ready = slot.actor.open.remote()
+
+    def _limit_until_told(self) -> int | None:
+        """Items up to which a shard's writers are admitted until someone says how many: none, under a ratio."""
+        _, ratio, *_ = self._rule.limiter.bounds()
+        return 0 if ratio else None
+
+    def _nodes(self) -> tuple[str, ...]:
+        if all(slot.filled for slot in self._slots):
+            return tuple(slot.node for slot in self._slots)
+        alive = living_nodes()
+        return tuple(slot.node for slot in self._slots if slot.filled or slot.node in alive)
+
+    def _look_after(self) -> None:
+        """Sees which shards have been made, and has those made that are missing, where a node can take them."""
+        for slot in self._slots:
+            if slot.ready is not None and self._ray.wait([slot.ready], timeout=0)[0]:
+                self._welcome(slot)
+        now = time.monotonic()
+        missing = [slot for slot in self._slots if slot.actor is None and now >= slot.again_at]
+        if not missing or self._stopped:
+            return
+        alive = living_nodes()
+        free = [node for node in alive if node not in {slot.node for slot in self._slots}]
+        for slot in missing:
+            if slot.node not in alive and self._anywhere and free:
+                slot.node, slot.failures = free.pop(), 0
+            if slot.node in alive:
+                self._make(slot, self._limit_until_told())
+
+    def _welcome(self, slot: _Slot) -> None:
+        try:
+            self._ray.get(slot.ready)
+            slot.failures = 0
+        except self._ray.exceptions.RayError as error:  # such as too little memory, or it was killed, or its node went
+            slot.actor = None
+            wait = RETRY * 2 ** min(slot.failures, 6)
+            slot.failures, slot.again_at = slot.failures + 1, time.monotonic() + wait
+            text = "no shard can be made on node %s, which is tried again in %.0f s: %s"
+            # Of a lost shard's memory the last goes with the last explorer that has noticed.
+            logger.error(text, slot.node, wait, getattr(error, "cause", error))
+        slot.ready = None

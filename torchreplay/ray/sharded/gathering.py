@@ -1,0 +1,101 @@
+"""`Gathering`: items of all shards by their keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchreplay.buffer.base import Finish
+from torchreplay.ray.sharded.batch_block import ItemBytes, Layout
+from torchreplay.ray.sharded.client import Shards
+from torchreplay.ray.sharded.global_distribution import Union, as_keys, unpack
+from torchreplay.ray.sharded.messages import Gathered
+from torchreplay.schema.batch import ReplayBatch
+from torchreplay.schema.config import Config
+from torchreplay.schema.samplers import value_of
+
+Keys: TypeAlias = NDArray[np.int64]
+
+
+class Gathering:
+    """What a process gathers.
+
+    Args:
+        shards: Where from.
+        config: Of the union.
+        nonce: What signs the batches.
+        finish: What computes the rest of a batch, where the view has functions.
+    """
+
+    def __init__(self, shards: Shards, config: Config, nonce: int, finish: Finish | None) -> None:
+        self._shards, self._nonce, self._finish = shards, nonce, finish
+        self._sampler = config.sampler
+        self._layout = Layout(config.outputs())
+
+    def gather(self, keys: Any) -> ReplayBatch:
+        """Does what `ShardedReplay.gather` does."""
+        asked = as_keys(keys)
+        numbers, own = unpack(asked)
+        among = {number: np.flatnonzero(numbers == number) for number in np.unique(numbers).tolist()}
+        self._shards.refresh()
+        if not among.keys() <= self._shards.table.places.keys():
+            self._shards.look()  # others may have written to a shard that was made since
+        self._shards.draws_here()
+        answers = self._shards.gather({number: own[at] for number, at in among.items()})
+        batch = self._layout.new_batch(sum(figures.candidates for figures, _ in answers.values()))
+        if len(batch["key"]):
+            self._fill(batch, answers, {number: (at, asked[at]) for number, at in among.items()})
+        batch.source = self._nonce
+        if self._finish is not None:
+            self._finish(batch)
+        return batch
+
+    def _fill(
+        self, batch: ReplayBatch, answers: Mapping[int, Gathered], asked: Mapping[int, tuple[Keys, Keys]]
+    ) -> None:
+        """Puts the items found together, in the order in which they were asked for.
+
+        Args:
+            batch: Of as many items.
+            answers: Of the shards.
+            asked: The keys that each was asked for, and where in all of them each stands: the latter first.
+        """
+        union = Union(tuple(figures.drawn for figures, _ in answers.values() if figures.drawn.total > 0))
+        found = {
+            number: self._items(figures.candidates, items)
+            for number, (figures, items) in answers.items()
+            if items is not None
+        }
+        places = {}
+        for number, items in found.items():
+            at, keys = asked[number]
+            places[number] = at[positions(self._layout.keys(items), keys)]
+        order = np.sort(np.concatenate(list(places.values())))
+        room, share = self._layout.item_bytes(batch), np.empty(len(order))
+        for number, items in found.items():
+            rows = np.searchsorted(order, places[number])
+            for target, source in zip(room, items, strict=True):
+                target[rows] = source
+            share[rows] = answers[number][0].drawn.total / union.total
+        probability = batch["probability"].numpy().astype(np.float64) * share
+        batch["probability"].numpy()[:] = probability
+        beta = value_of(self._sampler.beta, self._shards.union_limiter.steps)
+        batch["weight"].numpy()[:] = union.weights(probability, beta, self._sampler)
+
+    def _items(self, n: int, found: ReplayBatch | NDArray[np.uint8]) -> ItemBytes:
+        return self._layout.item_bytes(found) if isinstance(found, ReplayBatch) else self._layout.items(found, n)
+
+
+def positions(found: Keys, asked: Keys) -> Keys:
+    """Returns where in `asked` the keys `found` stand, each at a place of its own: they are some of those asked for."""
+    if len(found) == len(asked):
+        return np.arange(len(asked))
+    order, rank = np.argsort(asked, kind="stable"), np.argsort(found, kind="stable")
+    ascending = found[rank]
+    equal_before = np.arange(len(found)) - np.searchsorted(ascending, ascending)
+    places = np.empty(len(found), np.int64)
+    places[rank] = order[np.searchsorted(asked[order], ascending) + equal_before]
+    return places

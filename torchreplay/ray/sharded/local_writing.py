@@ -1,0 +1,129 @@
+"""Writing to the shard of the node one is on, and saying that someone will."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from typing import TYPE_CHECKING, Final
+
+from torchreplay.errors import Stopped
+from torchreplay.ray.runtime.cluster import living_nodes
+from torchreplay.ray.runtime.session import import_ray
+from torchreplay.ray.sharded.client import Shards
+from torchreplay.ray.sharded.coordinator import REPEAT
+from torchreplay.ray.sharded.local_shard import ShardBuffer
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+PATIENCE: Final = 60.0
+"""Seconds for which a writer waits for its node's shard to be made anew."""
+
+_POLL: Final = 0.1
+
+
+def buffer_to_write_to(shards: Shards) -> ShardBuffer:
+    """Returns the buffer of the shard on this node; waits for one that is being made anew.
+
+    Raises:
+        AttachError: It cannot be attached.
+        RuntimeError: This node has no shard, or gets none for a minute.
+        Stopped: The buffer was stopped.
+    """
+    nearby = shards.nearby
+    if nearby is not None and nearby.alive:
+        return nearby.buffer
+    if nearby is not None:
+        shards.look()  # of one that was restored since it was attached, the number is another shard's now
+        if shards.nearby is nearby:
+            shards.lose(nearby.number, "its process is gone")
+    buffer = _attached(shards)
+    if buffer is None:
+        with Expectation(shards):  # lest learners give up on those who wait here
+            buffer = _waited_for(shards)
+    return buffer
+
+
+def _waited_for(shards: Shards) -> ShardBuffer:
+    deadline = time.monotonic() + PATIENCE
+    while (buffer := _attached(shards)) is None:
+        if time.monotonic() >= deadline:
+            raise RuntimeError(
+                f"the shard of node {shards.node} was lost, and could not be made anew for {PATIENCE:.0f} s. It is "
+                f"tried again: call writer() later. The log of torchreplay.ray says what it lacks, such as memory"
+            )
+        time.sleep(_POLL)
+    return buffer
+
+
+def _attached(shards: Shards) -> ShardBuffer | None:
+    """Returns the buffer of the shard on this node; None while it is to be made anew."""
+    table = shards.look()
+    if table.stopped:
+        raise Stopped("the replay buffer was stopped")
+    if shards.place_here() is None and shards.node not in table.starting:
+        raise RuntimeError(
+            f"node {shards.node} has no shard: the shards are on {[p.node for p in table.places.values()]}. Run "
+            f"explorers there (NodeAffinitySchedulingStrategy), or make the ShardedReplay when all nodes are up"
+        )
+    nearby = shards.attach() if shards.place_here() is not None else None
+    return None if nearby is None else nearby.buffer
+
+
+def nodes_to_write_from(shards: Shards) -> list[str]:
+    """Returns Ray's ids of the nodes on which there is a shard, or will be one, in an order that stays."""
+    alive = living_nodes()
+    # `look` takes a lock, which the thread that supervises explorers must not wait for: see `Supervised.stop`.
+    return [node for node in shards.ask("table").nodes if node in alive]
+
+
+class Expectation:
+    """The announcement of `ShardedReplay.expect_writers()`: it holds until closed, or until its process is gone.
+
+    The directory believes it for a while; a thread repeats it in time.
+    """
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
+        self._pid = os.getpid()
+        self._token = secrets.token_hex(8)
+        self._closed = threading.Event()
+        self._speaking = threading.RLock()  # a repetition must not come after the end
+        shards.ask("expect", self._token, True)
+        threading.Thread(target=self._repeat, name="torchreplay-expectation", daemon=True).start()
+
+    def close(self) -> None:
+        """No more writers will come. Idempotent."""
+        if os.getpid() != self._pid or self._closed.is_set():  # a forked child's copy is its parent's affair
+            return
+        self._closed.set()
+        with self._speaking:
+            self._say(False)
+
+    def _repeat(self) -> None:
+        heard = True
+        while heard and not self._closed.wait(REPEAT):
+            with self._speaking:
+                heard = not self._closed.is_set() and self._say(True)
+
+    def _say(self, expecting: bool) -> bool:
+        """Returns whether there is anybody left to tell."""
+        if not self._shards.connected:  # or the call would start another Ray
+            return False
+        try:
+            self._shards.ask_once("expect", self._token, expecting)
+        except import_ray().exceptions.ActorUnavailableError:  # it is told again, or forgets by itself
+            return True
+        except (Stopped, import_ray().exceptions.RayError):
+            return False
+        return True
+
+    def __enter__(self) -> Expectation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,167 @@
+"""What the checkpoint of a `ShardedReplay` says besides the rows.
+
+A checkpoint is a directory. Its `checkpoint.json` names a subdirectory, in which each shard has an ordinary checkpoint
+of its own, and has what the union has counted.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from torchreplay.checkpoint.buffer_checkpoint import MAX_COUNT
+from torchreplay.checkpoint.directory import TOKEN, read_description, with_description
+from torchreplay.errors import CheckpointError
+from torchreplay.ray.sharded.coordinator import Lost
+from torchreplay.ray.sharded.global_distribution import MAX_SHARDS
+from torchreplay.schema.config import MAX_CAPACITY, Config
+from torchreplay.validation import checked_int
+
+T = TypeVar("T")
+
+FORMAT: Final = 1
+KIND: Final = "ShardedReplay"
+SHARDS: Final = "shards"
+"""What the name of the subdirectory begins with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A shard that was saved.
+
+    Attributes:
+        number: Of the shard, by which its subdirectory is named.
+        node: Ray's id of the node that it was on.
+        capacity: Rows that it held at most.
+    """
+
+    number: int
+    node: str
+    capacity: int
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What the union has counted, all nodes together.
+
+    Attributes:
+        born: Numbers of shards that were given.
+        streams: Numbers of learners that were given.
+        inserted_before: Items that the limiter does not count.
+        sampled: Items drawn that it counts.
+        items: Items drawn in all.
+        batches: Batches drawn in all.
+        lost_updates: TD errors dropped because their shard was gone.
+    """
+
+    born: int
+    streams: int
+    inserted_before: int
+    sampled: int
+    items: int
+    batches: int
+    lost_updates: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What `checkpoint.json` says.
+
+    Attributes:
+        config: The arguments of the union; its capacity is that of one shard.
+        seed: Of the draws.
+        stream: The number of the saving process's stream of draws.
+        step: Its position there.
+        shards: The name of the subdirectory.
+        parts: What is in it.
+        counts: What was counted.
+        lost: Shards lost before.
+    """
+
+    config: Config
+    seed: int
+    stream: int
+    step: int
+    shards: str
+    parts: tuple[Part, ...]
+    counts: Counts
+    lost: tuple[Lost, ...]
+
+    def path_of(self, root: Path, part: Part) -> Path:
+        """Returns where a shard's own checkpoint is."""
+        return root / self.shards / str(part.number)
+
+    def as_data(self) -> dict[str, Any]:
+        """Returns it as what JSON can hold."""
+        return {
+            "kind": KIND,
+            "format": FORMAT,
+            "config": json.loads(self.config.to_text()),
+            "seed": self.seed,
+            "stream": self.stream,
+            "step": self.step,
+            "shards": self.shards,
+            "parts": [asdict(part) for part in self.parts],
+            "counts": asdict(self.counts),
+            "lost": [asdict(lost) for lost in self.lost],
+        }
+
+    @classmethod
+    def from_data(cls, told: Mapping[str, Any]) -> Manifest:
+        """Returns what `as_data` described.
+
+        Raises:
+            ValueError: It is damaged, of another format, or of a `ReplayBuffer`.
+        """
+        if told.get("kind") != KIND:
+            raise ValueError("it is of a ReplayBuffer: ReplayBuffer.load(directory) brings it back")
+        if told["format"] != FORMAT:
+            raise ValueError(f"it has format {told['format']}, this version of torchreplay reads format {FORMAT}")
+        if not re.fullmatch(f"{SHARDS}-{TOKEN}", told["shards"]):
+            raise ValueError(f"{told['shards']!r} is no directory of shards")
+        return cls(
+            Config.from_text(json.dumps(told["config"])),
+            _count(told, "seed"),
+            _count(told, "stream"),
+            _count(told, "step"),
+            told["shards"],
+            tuple(_part(part) for part in told["parts"]),
+            Counts(**{name: _count(told["counts"], name) for name in Counts.__slots__}),
+            tuple(_lost(lost) for lost in told["lost"]),
+        )
+
+    @classmethod
+    def read(cls, root: Path) -> Manifest:
+        """Returns what a checkpoint says.
+
+        Raises:
+            CheckpointError: There is none, it is damaged, or of another kind.
+        """
+        return read_description(root, cls.from_data, "checkpoint of a ShardedReplay")
+
+
+def with_manifest(root: Path, use: Callable[[Manifest], T]) -> T:
+    """Returns what `use` makes of a checkpoint; of the next one, if a save has taken its parts away meanwhile.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged.
+    """
+    return with_description(root, lambda: Manifest.read(root), use, CheckpointError)
+
+
+def _count(told: Mapping[str, Any], name: str, most: int = MAX_COUNT) -> int:
+    return checked_int(name, told[name], 0, most)
+
+
+def _part(told: Mapping[str, Any]) -> Part:
+    return Part(_count(told, "number", MAX_SHARDS - 1), str(told["node"]), _count(told, "capacity", MAX_CAPACITY))
+
+
+def _lost(told: Mapping[str, Any]) -> Lost:
+    return Lost(
+        _count(told, "number", MAX_SHARDS - 1), str(told["node"]), _count(told, "rows"), _count(told, "inserted")
+    )

@@ -1,0 +1,132 @@
+"""`Feedback`: TD errors on their way home."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from torchreplay.buffer.pending_updates import DeferredUpdates, require_one_each
+from torchreplay.cuda.copies import to_host
+from torchreplay.loading.mixture import checked_errors
+from torchreplay.ray.sharded.client import Shards
+from torchreplay.ray.sharded.global_distribution import as_keys, unpack
+from torchreplay.schema.batch import ReplayBatch, keys_of
+
+IN_FLIGHT: Final = 32
+"""Calls to shards that have not been answered; the next one waits for the oldest."""
+
+
+class Feedback:
+    """What a process feeds back to the shards.
+
+    Args:
+        shards: Where to.
+        nonce: What batches of theirs are signed with.
+    """
+
+    def __init__(self, shards: Shards, nonce: int) -> None:
+        self._shards, self._nonce = shards, nonce
+        self._deferred = DeferredUpdates(self._apply)
+        self._calls: deque[tuple[int, int, Any]] = deque()  # shard, number of TD errors, answer to come
+        # Of those who hear. A signal handler may hear, too, while its own thread does: one that saves, such as SLURM's.
+        self._lock = threading.RLock()
+
+    def send(self, batch_or_keys: ReplayBatch | Any, td: Any) -> None:
+        """Does what `ShardedReplay.update_priorities` does."""
+        keys = self._checked_keys(batch_or_keys)
+        if isinstance(td, torch.Tensor) and td.is_cuda:
+            require_one_each(td, len(keys))
+            self._require_issued(keys)
+            self._deferred.add(torch.from_numpy(keys.copy()), to_host(td))
+            self._deferred.apply_arrived()
+            return
+        errors = checked_errors("the TD errors", td, len(keys))
+        self._require_issued(keys)
+        try:
+            self._deferred.flush()
+        finally:
+            self._send(keys, errors)
+
+    def apply_arrived(self) -> None:
+        """Sends those TD errors that have come from a device.
+
+        Raises:
+            ValueError: Some are NaN or infinite: they are dropped.
+        """
+        if self._deferred.waiting:
+            self._deferred.apply_arrived()
+
+    def flush(self) -> None:
+        """Does what `ShardedReplay.flush` does."""
+        try:
+            self._deferred.flush()
+        finally:
+            self.hear(0)
+
+    def _apply(self, keys: torch.Tensor, td: torch.Tensor) -> None:
+        self._send(keys.numpy(), checked_errors("the TD errors", td, len(keys)))
+
+    def _send(self, keys: NDArray[np.int64], errors: NDArray[np.float64]) -> None:
+        numbers, own = unpack(keys)
+        for number in np.unique(numbers).tolist():
+            mine = numbers == number
+            call = self._shards.update(number, own[mine], errors[mine])
+            if call is None:
+                self._shards.tell("dropped", int(mine.sum()))
+            else:
+                self._calls.append((number, int(mine.sum()), call))
+        self.hear(IN_FLIGHT)
+
+    def hear(self, most: int) -> None:
+        """Waits until at most so many calls are unanswered."""
+        with self._lock:
+            while len(self._calls) > most:
+                oldest = number, count, call = self._calls[0]  # there until it is answered, for a handler to wait for
+                try:
+                    answers = self._shards.calls.collect({number: call})
+                except Exception:
+                    self._take(oldest)  # it is said once
+                    raise
+                if self._take(oldest) and not answers:
+                    self._shards.tell("dropped", count)
+
+    def _take(self, oldest: tuple[int, int, Any]) -> bool:
+        """Takes a call that has been answered out; returns False if a signal handler was faster."""
+        try:
+            self._calls.remove(oldest)
+        except ValueError:
+            return False
+        return True
+
+    def _checked_keys(self, given: Any) -> NDArray[np.int64]:
+        if isinstance(given, dict):
+            given = keys_of(given, self._nonce)
+        return as_keys(given)
+
+    def unissued(self, keys: NDArray[np.int64]) -> int | None:
+        """Returns the index of the first key that names no row that any shard has or had."""
+        numbers, own = unpack(keys)
+        for fresh in (False, True):  # figures are of the last answer: newer keys are looked for once
+            if fresh:
+                self._shards.exchange()
+            issued = {number: figures.issued for number, figures in self._shards.figures.items()}
+            issued |= {lost.number: 1 << 62 for lost in self._shards.table.lost}
+            bad = [own[numbers == number].max() >= issued.get(number, 0) for number in np.unique(numbers).tolist()]
+            if not any(bad):
+                return None
+        limit = np.array([issued.get(number, 0) for number in numbers.tolist()])
+        return int(np.flatnonzero(own >= limit)[0])
+
+    def _require_issued(self, keys: NDArray[np.int64]) -> None:
+        index = self.unissued(keys)
+        if index is not None:
+            (number,), (row,) = unpack(keys[index : index + 1])
+            raise ValueError(
+                f"key {keys[index]} at index {index} was never issued by this buffer (shard {number}, row {row}); "
+                f"nothing was applied"
+            )

@@ -1,0 +1,156 @@
+"""`Calls`: waiting for what shards answer, and noticing those that never will."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import wait as wait_for_futures
+from typing import Any, Final
+
+from torchreplay.errors import ReplayTimeout
+from torchreplay.ray.runtime.session import import_ray
+from torchreplay.ray.sharded.local_shard import Detached, Gone
+from torchreplay.segment.waits import LOG_EVERY, SLICE_NS, Wait
+
+logger = logging.getLogger("torchreplay.ray")
+
+PATIENCE: Final = 30.0
+"""Seconds for which a shard that Ray cannot reach, and does not know to be dead, is asked again before it is lost."""
+
+
+FRESH: Final = 1.0
+"""Seconds for which it counts that a shard could not be reached when it was asked whether it is there."""
+
+
+class Calls:
+    """Answers to come: of actors through Ray, and of the shard that is attached, which answers in this process.
+
+    Args:
+        lose: Called with a shard's number and the reason when it turns out to be gone.
+        name: Names a shard, by number, for messages.
+        probe: Calls a shard, by number, and returns what the answer will be got by; None: there is no such shard.
+    """
+
+    def __init__(
+        self,
+        lose: Callable[[int, str], None],
+        name: Callable[[int], str],
+        probe: Callable[[int], Any] = lambda number: None,
+    ) -> None:
+        self._ray = import_ray()
+        self._lose, self._name, self._probe = lose, name, probe
+        self._unreachable: dict[int, float] = {}  # since when, by the monotonic clock
+        self._probes: dict[int, tuple[Any, float]] = {}  # of those that have been so for long: answer to come, and when
+        self._said_at: dict[int, float] = {}  # when the log said last that they are
+
+    def fetch(self, calls: Iterable[Any]) -> None:
+        """Has those answers that are there brought to this node, without waiting for them."""
+        remote = [call for call in calls if not isinstance(call, Future)]
+        if remote:
+            # What is asked for so is brought here also after the call has come back.
+            self._ray.wait(remote, num_returns=len(remote), timeout=0)
+
+    def are_there(self, calls: Iterable[Any]) -> bool:
+        """Returns whether all answers are on this node."""
+        return not self._unanswered(list(calls), 0)
+
+    def collect(self, calls: Mapping[int, Any], wait: Wait | None = None) -> dict[int, Any]:
+        """Returns what the shards called answer, by number; those that are lost, or let go of here, are left out.
+
+        Args:
+            calls: What the answers will be got by.
+            wait: How long it may take; None: as long as the shards are there.
+
+        Raises:
+            ReplayTimeout: One takes too long.
+        """
+        log_at = started = time.monotonic()
+        left = list(calls.values())
+        while left:
+            seconds = (SLICE_NS if wait is None else wait.slice_ns()) * 1e-9
+            left = self._unanswered(left, seconds)
+            expired = wait is not None and wait.expired
+            if left and (expired or time.monotonic() - log_at >= LOG_EVERY):
+                log_at = time.monotonic()
+                silent = ", ".join(self._name(number) for number, call in calls.items() if call in left)
+                text = f"no answer from {silent} for {log_at - started:.1f} s"
+                if expired:
+                    raise ReplayTimeout(text)
+                logger.warning(text)
+        return {number: answer for number, call in calls.items() if (answer := self.answer(number, call)) is not None}
+
+    def answer(self, number: int, call: Any) -> Any:
+        """Returns what a call that has been answered returned.
+
+        Returns:
+            None if the answer did not arrive, the shard is lost, or it was let go of here.
+        """
+        errors = self._ray.exceptions
+        try:
+            answer = call.result() if isinstance(call, Future) else self._ray.get(call)
+        except (Detached, CancelledError):  # a matter of this process alone: others still use the shard
+            return None
+        except errors.ObjectLostError as error:  # the next call tells whether the shard is there
+            logger.warning("an answer from %s was lost on its way: %s", self._name(number), _first_line(error))
+            return None
+        except errors.ActorUnavailableError as error:  # a broken connection, or a process that is stopped
+            now = time.monotonic()
+            if now - self._said_at.get(number, -LOG_EVERY) >= LOG_EVERY:
+                self._said_at[number] = now
+                logger.warning("%s cannot be reached: %s", self._name(number), _first_line(error))
+            # The answer may have been lost long ago, and be looked at only now.
+            if now - self._unreachable.setdefault(number, now) >= PATIENCE and not self._is_there(number):
+                self._unreachable.pop(number, None)
+                self._lose(number, str(error))
+            return None
+        except (errors.RayActorError, Gone) as error:
+            self._lose(number, str(error))
+            return None
+        self._unreachable.pop(number, None)
+        self._probes.pop(number, None)
+        return answer
+
+    def _is_there(self, number: int) -> bool:
+        """Returns whether a shard answers, or is merely slow. Nobody waits for that: the next call looks."""
+        if number not in self._probes:
+            self._probes[number] = self._probe(number), time.monotonic()
+        call, asked_at = self._probes[number]
+        reachable = self._is_reachable(call, 0)
+        if reachable is False and time.monotonic() - asked_at > FRESH:  # then, but now?
+            call, _ = self._probes[number] = self._probe(number), time.monotonic()
+            reachable = self._is_reachable(call, FRESH)
+        if reachable is None:
+            return True
+        del self._probes[number]
+        if reachable:
+            self._unreachable.pop(number, None)
+        return reachable
+
+    def _is_reachable(self, call: Any, seconds: float) -> bool | None:
+        """Returns what the answer to come tells, after so many seconds at most; None if it has not come."""
+        try:
+            if call is not None:
+                self._ray.get(call, timeout=seconds)
+        except self._ray.exceptions.GetTimeoutError:
+            return None
+        except self._ray.exceptions.RayTaskError:  # which is an answer, too
+            return True
+        except self._ray.exceptions.RayError:
+            return False
+        return True
+
+    def _unanswered(self, calls: list[Any], seconds: float) -> list[Any]:
+        """Waits for answers, so long at most, and returns the calls that have none."""
+        here = [call for call in calls if isinstance(call, Future)]
+        left = [call for call in calls if not isinstance(call, Future)]
+        if left:
+            left = self._ray.wait(left, num_returns=len(left), timeout=seconds)[1]
+        elif here and seconds:
+            wait_for_futures(here, seconds)
+        return left + [call for call in here if not call.done()]
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

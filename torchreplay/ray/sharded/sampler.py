@@ -1,0 +1,203 @@
+"""`Draws`: one process's batches from all shards: when they may be drawn, and in which order."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+from typing import Final
+
+import numpy as np
+
+from torchreplay.buffer.base import Finish
+from torchreplay.buffer.sampling import MAX_BATCH
+from torchreplay.errors import ReplayTimeout
+from torchreplay.ray.sharded.batch_block import Layout
+from torchreplay.ray.sharded.client import Shards
+from torchreplay.ray.sharded.sample_request import LEAST_SLACK, Round
+from torchreplay.schema.batch import ReplayBatch
+from torchreplay.schema.config import Config
+from torchreplay.schema.samplers import Schedule, value_of
+from torchreplay.segment.waits import Wait
+from torchreplay.validation import checked_int
+
+POLL: Final = 0.02
+"""Seconds between two looks at the shards while too few items are in."""
+
+
+class Draws:
+    """What a process draws.
+
+    Args:
+        shards: What from.
+        config: Of the union.
+        seed: Of the random numbers that choose among candidates.
+        nonce: What signs the batches.
+        finish: What computes the rest of a batch, where the view has functions.
+
+    Attributes:
+        shards: What from.
+    """
+
+    def __init__(self, shards: Shards, config: Config, seed: int, nonce: int, finish: Finish | None) -> None:
+        self.shards = shards
+        self._sampler, self._seed, self._nonce = config.sampler, seed, nonce
+        self._layout = Layout(config.outputs())
+        self._complete_when = config.view.complete_when
+        self._finish = finish
+        # Nothing is called under it: what a signal handler, or a stream that is collected, does in the midst of that in
+        # the same thread comes before or after.
+        self._lock = threading.RLock()
+        self._made = self._next = self._under_way = 0  # batches, the next round's number, and rounds that are neither
+        self._slack = 1.0
+        self._stream: int | None = None
+
+    @property
+    def stream(self) -> int:
+        """The number of the stream of random numbers: at first that of the process."""
+        return self.shards.stream if self._stream is None else self._stream
+
+    @stream.setter
+    def stream(self, number: int) -> None:
+        self._stream = number
+
+    @property
+    def made(self) -> int:
+        """Batches drawn."""
+        return self._made
+
+    @made.setter
+    def made(self, step: int) -> None:
+        self._made, self._next = step, step + self._under_way
+
+    def resume(self, seed: int, stream: int, step: int) -> None:
+        """Goes on in another process's stream of random numbers."""
+        self._seed, self.stream, self.made = seed, stream, step
+
+    def draw(self, n: int, beta: Schedule | None, wait: Wait) -> ReplayBatch:
+        """Returns a batch of `n` items, once there are any and the limiter admits it."""
+        while (batch := self.take(self.order(n, wait), beta, wait)) is None:
+            self.pause(n, wait)
+        self.shards.report()
+        return batch
+
+    def pause(self, n: int, wait: Wait) -> None:
+        """Called when a round brought no item: its shards could not be reached, or were emptied meanwhile.
+
+        Raises:
+            ReplayTimeout: The wait has taken too long.
+        """
+        if wait.expired:
+            raise ReplayTimeout(f"no shard has answered with items for a batch of {n:,} in time")
+        time.sleep(min(POLL, wait.slice_ns() * 1e-9))
+
+    def admits(self, n: int) -> bool:
+        """Returns whether, as far as is known, the limiter admits a draw of `n` items and there are any."""
+        union_limiter = self.shards.union_limiter
+        drawable = any(figures.drawn.drawable for figures in self.shards.figures.values())
+        return drawable and union_limiter.inserted >= union_limiter.needed(n)
+
+    def admits_now(self, n: int) -> bool:
+        """Looks at what is new, without waiting for it, and returns what `admits` does."""
+        self.shards.refresh()
+        return self.admits(n)
+
+    def order(self, n: int, wait: Wait, place: ReplayBatch | None = None) -> Round:
+        """Asks all shards for candidates, once the limiter admits `n` items; `take` makes the batch.
+
+        Args:
+            n: Items.
+            wait: How long it may take.
+            place: The batch, whose tensors are overwritten; None: it is made.
+        """
+        checked_int("batch_size", n, 1, MAX_BATCH)
+        if not self.admits_now(n):
+            self._wait_for_rows(n, wait)
+        return self.begin(n, wait, place)
+
+    def begin(self, n: int, wait: Wait, place: ReplayBatch | None = None) -> Round:
+        """Does what `order` does where the limiter is known to admit it."""
+        here = self.shards.draws_here(wait)
+        union_limiter = self.shards.union_limiter
+        with self._lock:
+            step, self._next, self._under_way = self._next, self._next + 1, self._under_way + 1
+            rule = union_limiter.begin(n)
+        try:
+            # The generator's blocks are counted by the low bits.
+            chance = np.random.Generator(np.random.Philox(key=[self._seed, self.stream], counter=step << 64))
+            return Round(self.shards, self._layout, step, n, chance, self._slack, here, place, rule)
+        except BaseException:
+            self._end(step, n, rule, None)
+            raise
+
+    def take(self, ordered: Round, beta: Schedule | None, wait: Wait, finish: bool = True) -> ReplayBatch | None:
+        """Returns the batch that was ordered; None if there was no item to draw.
+
+        Args:
+            ordered: The round.
+            beta: Exponent of the weights; None: the sampler's.
+            wait: How long it may take.
+            finish: Whether the rest of the batch is computed; otherwise whoever gave it its place does so.
+        """
+        batch = None
+        try:
+            exponent = value_of(self._sampler.beta if beta is None else beta, self.shards.union_limiter.steps)
+            batch = ordered.finish(self._sampler, exponent, wait)
+        finally:
+            self._end(ordered.step, ordered.n, ordered.rule, batch)
+        self._slack = min(1.0, self._slack * 4) if ordered.asked_again else max(LEAST_SLACK, self._slack * 0.75)
+        if batch is not None:
+            batch.source = self._nonce
+            if finish and self._finish is not None:
+                self._finish(batch)
+        return batch
+
+    def forget(self, ordered: Round) -> None:
+        """Gives up a round that was ordered: it has not been drawn."""
+        self._end(ordered.step, ordered.n, ordered.rule, None)
+
+    def _end(self, step: int, n: int, rule: int, batch: ReplayBatch | None) -> None:
+        """Counts a round that is no longer under way."""
+        with self._lock:
+            self._under_way -= 1
+            self.shards.union_limiter.end(n, rule, batch is not None)
+            if batch is not None:
+                self._made += 1
+            elif step == self._next - 1:  # another one's would be used twice
+                self._next = step
+
+    def _wait_for_rows(self, n: int, wait: Wait) -> None:
+        self._look(n, wait)
+        since = time.monotonic()
+        try:
+            while not self.admits(n):
+                self._check(n, wait)
+                time.sleep(min(POLL, wait.slice_ns() * 1e-9))
+                since = self._note_wait(since)
+                with suppress(ReplayTimeout):  # the next check tells what is missing
+                    self._look(n, wait)
+        finally:
+            self._note_wait(since)
+
+    def _look(self, n: int, wait: Wait) -> None:
+        """Asks all shards what they have."""
+        self.shards.refresh()
+        self.shards.hear(self.shards.order(dict.fromkeys(self.shards.table.places, 0), n), wait)
+
+    def _check(self, n: int, wait: Wait) -> None:
+        """Gives up a wait for rows that will not come, or takes too long."""
+        drawable = sum(figures.drawn.drawable for figures in self.shards.figures.values())
+        barren = self.shards.barren
+        if drawable or barren is None:
+            inserted, needed = self.shards.union_limiter.inserted, self.shards.union_limiter.needed(n)
+            size = sum(figures.rows for figures in self.shards.figures.values())
+            wait.check_rows(inserted, needed, drawable, size, self._complete_when)
+        else:
+            wait.check_turns(barren)
+
+    def _note_wait(self, since: float) -> float:
+        """Counts the time since then as waited for rows; returns until when."""
+        now = time.monotonic()
+        with self._lock:
+            self.shards.union_limiter.waited += now - since
+        return now

@@ -1,0 +1,176 @@
+"""Saving all shards of a `ShardedReplay` beside those who write and draw, and filling new ones from that."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from torchreplay.checkpoint.buffer_checkpoint import require_alike
+from torchreplay.checkpoint.directory import is_checkpoint, replace_checkpoint
+from torchreplay.errors import CheckpointError
+from torchreplay.ray.runtime.session import import_ray
+from torchreplay.ray.sharded.client import Shards
+from torchreplay.ray.sharded.coordinator import Place
+from torchreplay.ray.sharded.manifest import SHARDS, Counts, Manifest, Part
+from torchreplay.ray.sharded.sampler import Draws
+from torchreplay.schema.config import Config
+
+POLL: Final = 0.05
+"""Seconds between two looks at shards that save or load."""
+
+
+def save_shards(shards: Shards, config: Config, seed: int, draws: Draws, root: Path) -> None:
+    """Does what `ShardedReplay.save` does.
+
+    Args:
+        shards: What to save.
+        config: Of the union.
+        seed: Of its draws.
+        draws: Those of this process, which may go on.
+        root: Where to.
+    """
+
+    def write(data: Path) -> dict[str, Any]:
+        places = shards.look().places
+        paths = {number: str(data / str(number)) for number in places}
+        saved = _until_done(shards, places, lambda number, actor: actor.save.remote(paths[number]))
+        if not saved:
+            raise RuntimeError("there is no shard to save: all are lost. What was saved before is as it was")
+        for number in paths.keys() - saved.keys():
+            shutil.rmtree(paths[number], ignore_errors=True)
+        _require_parts([data / str(number) for number in saved])
+        # Counted after the rows, as those of each shard are.
+        return _described(shards, config, saved, seed, draws, data.name).as_data()
+
+    replace_checkpoint(root, SHARDS, write)
+
+
+def restore_shards(shards: Shards, config: Config, manifest: Manifest, root: Path) -> None:
+    """Does what `ShardedReplay.restore` does, but for this process's stream of draws."""
+    require_alike(manifest.config, config, root)
+    shards.exchange()
+    held = "has lost a shard" if shards.table.lost else "holds rows"
+    if shards.table.lost or any(figures.issued for figures in shards.figures.values()):
+        raise CheckpointError(f"the buffer {held} already: restore a new one, before its explorers start")
+    places = shards.table.places
+    require_room(manifest, len(places), root)
+    _require_parts([manifest.path_of(root, part) for part in manifest.parts])
+    parts = assigned(manifest.parts, places)
+    numbers, born = _numbered(places, parts, manifest.counts.born)
+    if any(figures.writers and numbers.get(number) != number for number, figures in shards.figures.items()):
+        raise CheckpointError(
+            "explorers of this buffer have writers already, whose keys would be those of other shards' rows: restore a "
+            "new one, before its explorers start"
+        )
+    paths = {number: str(manifest.path_of(root, part)) for number, part in parts.items()}
+    try:
+        _fill(shards, places, numbers, paths)
+        counts = replace(manifest.counts, born=born)
+        shards.restored(numbers, manifest.seed, counts, manifest.lost, manifest.config.limiter)
+    except BaseException as error:
+        with suppress(Exception):  # the directory may be gone
+            shards.ask("stop")
+            shards.look()
+        error.add_note(
+            "the buffer that was to be restored may hold a part of the checkpoint, and was stopped: close it, and "
+            "restore a new one"
+        )
+        raise
+
+
+def _numbered(places: Mapping[int, Place], parts: Mapping[int, Part], born: int) -> tuple[dict[int, int], int]:
+    """Returns which number each shard takes, by its present one, and how many numbers were given then.
+
+    Args:
+        places: The shards, by their present numbers.
+        parts: Which of the saved ones each becomes; others are new.
+        born: Numbers that were given.
+    """
+    numbers = {number: part.number for number, part in parts.items()}
+    for number in sorted(places.keys() - parts.keys()):  # old keys must not name rows of shards that are new
+        numbers[number], born = born, born + 1
+    return numbers, born
+
+
+def _fill(shards: Shards, places: Mapping[int, Place], numbers: Mapping[int, int], paths: Mapping[int, str]) -> None:
+    """Has shards, by their present numbers, take others, and the rows at `paths`, if they get some."""
+    filled = _until_done(shards, places, lambda number, actor: actor.restore.remote(numbers[number], paths.get(number)))
+    for number in places.keys() - filled.keys():
+        raise RuntimeError(f"shard {number} on node {places[number].node} was lost while it was being restored")
+
+
+def require_room(manifest: Manifest, nodes: int, root: Path) -> None:
+    """Raises CheckpointError if there are fewer nodes than shards that were saved."""
+    if nodes < len(manifest.parts):
+        raise CheckpointError(
+            f"the checkpoint in {root} has {len(manifest.parts)} shards, and there are {nodes} nodes for them: each "
+            f"needs one of its own. Load it on a cluster of as many nodes or more"
+        )
+
+
+def assigned(parts: Sequence[Part], places: Mapping[int, Place]) -> dict[int, Part]:
+    """Returns which shard, by its present number, gets which part: its own node's, if that is still there."""
+    at_home = {place.node: number for number, place in places.items()}
+    found = {at_home[part.node]: part for part in parts if part.node in at_home}
+    free = iter(sorted(places.keys() - found.keys()))
+    return found | {next(free): part for part in parts if part.node not in at_home}
+
+
+def _until_done(shards: Shards, places: Mapping[int, Place], call: Callable[[int, Any], Any]) -> dict[int, Place]:
+    """Calls shards until each says that it has ended what the first call began, or is lost; returns those that have.
+
+    Raises:
+        OSError, CheckpointError: One cannot.
+    """
+    left, done = dict(places), dict[int, Place]()
+    while left:
+        try:
+            answers = shards.calls.collect({number: call(number, place.actor) for number, place in left.items()})
+        except import_ray().exceptions.RayTaskError as error:
+            raise error.cause from None
+        done |= {number: left[number] for number, ended in answers.items() if ended}
+        there = shards.table.places  # one whose answer has not come is asked again, unless it is lost
+        left = {number: place for number, place in left.items() if number not in done and number in there}
+        if left:
+            time.sleep(POLL)
+    return dict(sorted(done.items()))
+
+
+def _require_parts(paths: Sequence[Path]) -> None:
+    for path in paths:
+        if not is_checkpoint(path):
+            raise CheckpointError(
+                f"the part of the checkpoint in {path} is missing, as seen from here: a ShardedReplay is saved to a "
+                f"directory that all its nodes share, and loaded from one"
+            )
+
+
+def _described(
+    shards: Shards, config: Config, places: Mapping[int, Place], seed: int, draws: Draws, name: str
+) -> Manifest:
+    born, streams = shards.ask("counts")
+    shards.exchange()
+    table, counted = shards.table, shards.union_limiter
+    return Manifest(
+        replace(config, limiter=table.rule.limiter),
+        seed,
+        draws.stream,
+        draws.made,
+        name,
+        tuple(Part(place.number, place.node, place.capacity) for place in places.values()),
+        Counts(
+            born,
+            streams,
+            table.rule.inserted_before,
+            max(0, counted.sampled - counted.under_way),
+            counted.drawn,
+            counted.steps,
+            table.lost_updates,
+        ),
+        tuple(lost for lost in table.lost if lost.number not in places),
+    )

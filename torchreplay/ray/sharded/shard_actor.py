@@ -1,0 +1,237 @@
+"""`Shard`: the actor that holds one node's part of a `ShardedReplay`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from torchreplay.buffer.replay_buffer import ReplayBuffer
+from torchreplay.buffer.stats import Stats
+from torchreplay.checkpoint.buffer_checkpoint import Description, load_rows, save
+from torchreplay.checkpoint.directory import is_checkpoint
+from torchreplay.errors import CheckpointError
+from torchreplay.ray.sharded.batch_block import Layout
+from torchreplay.ray.sharded.messages import Answer, Drew, Order, is_newer
+from torchreplay.ray.sharded.shard_sampler import Candidates
+from torchreplay.ray.sharded.wait_stats import LearnerWaits
+from torchreplay.schema.batch import ReplayBatch
+from torchreplay.schema.config import Config
+from torchreplay.schema.limiters import MinSize
+from torchreplay.schema.samplers import Prioritized
+from torchreplay.schema.spec import nest
+from torchreplay.segment.handle import Handle
+from torchreplay.segment.ray_node import ray_node
+
+LEASH = float(1 << 40)
+"""Draws that count as one insert for a shard's own limiter: it follows the learners' limit, not its own draws."""
+
+UNBOUNDED = -1e300
+
+
+class Shard:
+    """One buffer, written by the processes of its node, and drawn from by calls from the others.
+
+    Draws and feedback come one after the other, in the order of each caller's calls. Weights, and who may draw, are
+    matters of the union: the learners' affair.
+
+    Args:
+        number: Of this shard, never used again: the high bits of its keys.
+        config: Of the buffer.
+        seed: Of its draws.
+        rule: The number of the limiter of the union.
+        limit: Items up to which writers are admitted until a learner says otherwise; None for no limit.
+    """
+
+    _buffer: ReplayBuffer
+    _candidates: Candidates
+
+    def __init__(self, number: int, config: Config, seed: int, rule: int, limit: int | None) -> None:
+        self._config, self._seed, self._rule, self._limit = config, seed, rule, limit
+        self._number = number
+        self._layout = Layout(config.outputs())
+        self._block = torch.empty(0, dtype=torch.uint8)  # used again and again: the object store has its own copy
+        self._batch = ReplayBatch()
+        self._batch_items = 0
+        self._learners: dict[int, Drew] = {}
+        self._waits = LearnerWaits()
+        self._hands = ThreadPoolExecutor(1, "torchreplay-shard")
+        self._under_way: dict[str, Future[None]] = {}
+
+    def open(self) -> Handle:
+        """Makes the buffer, and returns what processes of this node attach. Called first, and once.
+
+        Raises:
+            MemoryError: There is too little memory left.
+        """
+        config, sampler = self._config, self._config.sampler
+        if isinstance(sampler, Prioritized):
+            sampler = replace(sampler, beta=0.0, weights="none")
+        self._buffer = ReplayBuffer(
+            nest(config.fields), config.capacity, sampler=sampler, view=config.view, limiter=MinSize(), seed=self._seed
+        )
+        self._candidates = Candidates(self._buffer, self._number)
+        if self._limit is not None:
+            self._set_limit(self._limit)
+        return self._buffer.handle()
+
+    def handle(self) -> Handle:
+        """Returns what processes of this node attach."""
+        return self._buffer.handle()
+
+    def draw(self, order: Order) -> Answer:
+        """Draws candidates, stratified and with replacement.
+
+        Returns:
+            The figures, and a block of as many items as they say; None if there are none.
+        """
+        if order.drew.batches:  # those who only look around would add up
+            self._learners[order.stream] = order.drew
+        if order.drew.batches or order.waited:
+            self._waits.hear(order.stream, order.waited)
+        self._learners |= {s: drew for s, drew in order.others.items() if is_newer(drew, self._learners.get(s))}
+        self._candidates.raise_largest(order.largest)
+        if order.says and order.drew.rule >= self._rule:  # whoever has not heard of the present limiter has no say
+            self._rule = order.drew.rule
+            self._admit(order.limit)
+        if not order.candidates:
+            return self._candidates.look(self._learners, self._rule), None
+        room = self._room_for(order.candidates)
+        figures = self._candidates.draw(order.candidates, room, self._learners, self._rule)
+        if not figures.candidates:
+            return figures, None
+        return figures, self._block.numpy()[: self._layout.nbytes(order.candidates)]
+
+    def gather(self, keys: NDArray[np.int64]) -> Answer:
+        """Finds items.
+
+        Args:
+            keys: The shard's own `[n]`.
+
+        Returns:
+            The figures, and a block of as many items as they say; None if there are none.
+        """
+        figures, found = self._candidates.gather(keys, self._learners, self._rule)
+        if found is None:
+            return figures, None
+        room = self._room_for(figures.candidates)
+        for target, source in zip(self._layout.item_bytes(room), self._layout.item_bytes(found), strict=True):
+            target[:] = source
+        return figures, self._block.numpy()[: self._layout.nbytes(figures.candidates)]
+
+    def save(self, directory: str) -> bool:
+        """Saves the buffer while others go on writing and drawing: begins with the first call for a directory.
+
+        Args:
+            directory: A new one, in one that the node sees.
+
+        Returns:
+            Whether it has ended.
+
+        Raises:
+            OSError: The disk is full, or this node does not see the directory.
+        """
+        return self._has_ended(directory, lambda: self._save(Path(directory)))
+
+    def restore(self, number: int, directory: str | None) -> bool:
+        """Takes another number, and the rows of a checkpoint: begins with the first call.
+
+        Args:
+            number: Of this shard from now on.
+            directory: The checkpoint; None: the buffer stays empty.
+
+        Returns:
+            Whether it has ended.
+
+        Raises:
+            CheckpointError: It is damaged, or this node does not see it.
+        """
+        return self._has_ended(f"{number}", lambda: self._restore(number, directory))
+
+    def change_limiter(self, rule: int, limit: int | None) -> None:
+        """Takes in that there is another limiter, unless a learner has said so already.
+
+        Args:
+            rule: Its number.
+            limit: Items up to which writers are admitted until a learner says otherwise; None for no limit.
+        """
+        if rule > self._rule:
+            self._rule = rule
+            self._admit(limit)
+
+    def update(self, keys: NDArray[np.int64], td: NDArray[np.float64]) -> int:
+        """Feeds back TD errors for keys of this shard's own; both were checked. Returns how many."""
+        self._buffer.update_priorities(keys, td)
+        return len(keys)
+
+    def stats(self) -> Stats:
+        """Returns the buffer's own, with what learners told of their waits for rows of any shard."""
+        return replace(self._buffer.stats(), sample_wait=self._waits.total, sample_wait_share=self._waits.share)
+
+    def histograms(self, bins: int) -> dict[str, torch.Tensor]:
+        """Returns the buffer's own."""
+        return self._buffer.histograms(bins)
+
+    def stop(self) -> None:
+        """Tells the node's writers to finish."""
+        self._buffer.stop()
+
+    def _has_ended(self, name: str, work: Callable[[], None]) -> bool:
+        """Has work done once, by a thread of its own, beside draws, and returns whether it has been."""
+        if name not in self._under_way:
+            for other in [other for other, future in self._under_way.items() if future.done()]:
+                del self._under_way[other]
+            self._under_way[name] = self._hands.submit(work)
+        future = self._under_way[name]
+        if not future.done():
+            return False
+        if future.exception() is not None:
+            del self._under_way[name]
+        future.result()
+        return True  # also to one who asks again, since the answer was lost on its way
+
+    def _save(self, directory: Path) -> None:
+        if not directory.parent.is_dir():
+            raise FileNotFoundError(
+                f"node {ray_node()} does not see {directory.parent}, which the process that saves has made: save a "
+                f"ShardedReplay to a directory that all its nodes share"
+            )
+        save(self._buffer._segment, self._buffer._config, directory)
+
+    def _restore(self, number: int, directory: str | None) -> None:
+        if directory is not None:
+            if not is_checkpoint(directory):
+                raise CheckpointError(
+                    f"node {ray_node()} does not see {directory}: load a ShardedReplay from a directory that all its "
+                    f"nodes share"
+                )
+            load_rows(self._buffer._segment, self._buffer._config, Description.read(directory), directory)
+            self._set_limit(self._limit)  # what was loaded has counted from elsewhere
+        self._candidates = Candidates(self._buffer, number)
+
+    def _admit(self, limit: int | None) -> None:
+        """Lets writers go on until so many items are in; None: for as long as they like."""
+        if limit != self._limit:
+            self._limit = limit
+            self._set_limit(limit)
+
+    def _set_limit(self, limit: int | None) -> None:
+        if limit is None:
+            self._buffer.limiter = MinSize()
+            return
+        inserted = self._buffer.stats().inserted
+        # A new limiter counts as if its min_size, 1, had just come, where there is one: from there on.
+        room = max(0, limit - inserted) + min(inserted, 1)
+        self._buffer._segment.set_limiter((1, LEASH, UNBOUNDED, room * LEASH, 0.0))
+
+    def _room_for(self, n: int) -> ReplayBatch:
+        if n != self._batch_items:
+            if len(self._block) < self._layout.nbytes(n):
+                self._block = torch.empty(self._layout.nbytes(n), dtype=torch.uint8)
+            self._batch, self._batch_items = self._layout.batch_over(self._block, n), n
+        return self._batch

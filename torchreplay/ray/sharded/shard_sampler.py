@@ -1,0 +1,121 @@
+"""`Candidates`: what is drawn from one shard for a batch of the union, and what the shard has to say of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchreplay.buffer.replay_buffer import ReplayBuffer
+from torchreplay.ray.sharded.global_distribution import Drawn, pack
+from torchreplay.ray.sharded.messages import Drew, Figures
+from torchreplay.schema.batch import ReplayBatch
+from torchreplay.schema.samplers import Prioritized
+from torchreplay.segment.waits import NEVER
+
+
+class Candidates:
+    """Draws from a shard's buffer, for the shard's actor or for a learner on its node. For one thread.
+
+    Args:
+        buffer: The shard's. Nobody else draws through this object.
+        number: Of the shard.
+    """
+
+    def __init__(self, buffer: ReplayBuffer, number: int) -> None:
+        self._buffer, self._base = buffer, pack(number)
+        self._prioritized = isinstance(buffer.sampler, Prioritized)
+        self._largest = 0.0
+
+    def raise_largest(self, priority: float) -> None:
+        """New rows without a priority count as at least this from now on: it was seen in another shard."""
+        if self._prioritized and priority > self._largest:
+            self._buffer._segment.raise_largest(priority)
+            self._largest = priority
+
+    def draw(self, n: int, out: ReplayBatch, learners: Mapping[int, Drew], rule: int = -1) -> Figures:
+        """Draws `n` items, stratified and with replacement, and says what the tree was at just that draw.
+
+        Args:
+            n: Items.
+            out: What they go into, a batch of so many. The keys are the union's; weights mean nothing yet.
+            learners: What the figures tell of learners.
+            rule: The number of the limiter that they tell.
+
+        Returns:
+            The figures; their `candidates` are `n`, or 0 when nothing could be drawn.
+        """
+        segment = self._buffer._segment
+        result = segment.sample(n, 0.0, NEVER, out)
+        if not isinstance(result, ReplayBatch):
+            return self._reasons(self.figures(learners, rule), result, n)
+        out["key"] += self._base
+        return self.figures(learners, rule, Drawn(*segment.drawn_from[:3]), n)
+
+    def gather(
+        self, keys: NDArray[np.int64], learners: Mapping[int, Drew], rule: int = -1
+    ) -> tuple[Figures, ReplayBatch | None]:
+        """Finds items, and says what the tree is just after that.
+
+        Args:
+            keys: The shard's own `[n]`.
+            learners: What the figures tell of learners.
+            rule: The number of the limiter that they tell.
+
+        Returns:
+            The figures, whose `candidates` say how many items were found, and a batch of these; None if there are none.
+            The keys are the union's, `probability` is the shard's, weights mean nothing yet.
+        """
+        if not len(keys):
+            return self.figures(learners, rule), None
+        batch: ReplayBatch = self._buffer._segment.gather(keys, 0.0, None)
+        n = len(batch["key"])
+        batch["key"] += self._base
+        return self.figures(learners, rule, candidates=n), batch if n else None
+
+    def look(self, learners: Mapping[int, Drew], rule: int = -1) -> Figures:
+        """Returns the figures, and what they say of why there is no item, if there is none."""
+        figures = self.figures(learners, rule)
+        if figures.drawn.drawable or not figures.issued:
+            return figures
+        return self._reasons(figures, self._buffer._segment.sample(1, 0.0, NEVER, None), 1)
+
+    def figures(
+        self,
+        learners: Mapping[int, Drew],
+        rule: int = -1,
+        drawn: Drawn | None = None,
+        candidates: int = 0,
+    ) -> Figures:
+        """Returns what the shard has to say.
+
+        Args:
+            learners: What each learner has handed out.
+            rule: The number of the newest limiter that was heard of.
+            drawn: The tree as a draw found it; None: as it is.
+            candidates: How many items come along.
+        """
+        stats = self._buffer.stats()
+        census = self._buffer._segment.census(False)
+        return Figures(
+            drawn or Drawn(stats.priority_total, stats.drawable, stats.priority_min),
+            candidates,
+            stats.size,
+            stats.inserted,
+            stats.rows_written,
+            stats.priority_max,
+            stats.writers,
+            census["since_departure"],
+            stats.last_write_age,
+            learners,
+            rule,
+            stats.stopped,
+            None,
+        )
+
+    def _reasons(self, figures: Figures, result: object, n: int) -> Figures:
+        """Adds what the native core gave instead of a batch of `n`."""
+        trouble = None if isinstance(result, ReplayBatch) else self._buffer._trouble(result, n)
+        return replace(figures, barren=trouble) if result == "barren" else replace(figures, trouble=trouble)

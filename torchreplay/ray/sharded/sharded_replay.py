@@ -1,0 +1,322 @@
+"""`ShardedReplay`: one replay buffer over the nodes of a Ray cluster."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from torchreplay.buffer.writer import Autoreset
+from torchreplay.errors import Stopped
+from torchreplay.ray.sharded.client import Shards
+from torchreplay.ray.sharded.creation import checked_nodes, directory_name, end, found
+from torchreplay.ray.sharded.gathering import Gathering
+from torchreplay.ray.sharded.inspection import ShardedInspection
+from torchreplay.ray.sharded.local_writing import Expectation, buffer_to_write_to
+from torchreplay.ray.sharded.manifest import Manifest, with_manifest
+from torchreplay.ray.sharded.priority_updates import Feedback
+from torchreplay.ray.sharded.sampler import Draws
+from torchreplay.ray.sharded.sampling import ShardedDrawing
+from torchreplay.ray.sharded.save_restore import require_room, restore_shards, save_shards
+from torchreplay.ray.sharded.shard_writer import ShardWriter
+from torchreplay.schema.config import MAX_CAPACITY, Config
+from torchreplay.schema.hindsight import Hindsight
+from torchreplay.schema.limiters import Limiter
+from torchreplay.schema.samplers import Sampler
+from torchreplay.schema.spec import Spec, nest
+from torchreplay.schema.views import View
+from torchreplay.segment.handle import new_nonce
+from torchreplay.validation import checked_int, checked_path
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+
+class ShardedReplay(ShardedInspection, ShardedDrawing):
+    """A prioritized replay buffer whose rows lie on several nodes of a Ray cluster, for when one is not enough.
+
+    Each node has a shard: an ordinary `ReplayBuffer` in that node's shared memory, held by an actor. Explorers write
+    to the shard of the node they run on, without a message; learners draw from all of them at once, through shared
+    memory from that of their own node, through Ray's object store from the others::
+
+        replay = ShardedReplay(spec, capacity=10_000_000, sampler=tr.Prioritized())
+        explorer.remote(replay)                    # there: with replay.writer() as w: w.append(...)
+        batch = replay.sample(512)                 # P(i) = p_i / sum of all shards' p; weights likewise
+        replay.update_priorities(batch, td)        # each TD error goes home
+
+    It goes to tasks and actors as an argument. `tr.ReplayDataset`, `tr.MixedDataset`, `ReplayDataModule` and
+    `PriorityFeedback` take it as they take a `ReplayBuffer`.
+
+    A node that is lost costs its rows and nothing else: draws go on from the other shards, which is logged; TD errors
+    for its rows are dropped and counted. Where the actor alone died, its node gets an empty shard; so does a node that
+    joins later in the place of one that is gone (unless `nodes` were given). The shards live until the object that made
+    them is closed or is garbage, or its process ends: keep it for as long as others use them.
+
+    Args:
+        spec: Names to `Field(shape, dtype)`, as for `ReplayBuffer`.
+        capacity: Rows in all, divided evenly among the nodes.
+        sampler: `Uniform()` (the default) or `Prioritized(...)`.
+        view: `Rows()` (the default), `Transitions(...)`, `Sequences(...)` or `Hindsight(...)`.
+        limiter: `MinSize(n)` (the default, with n = 1) or `SamplesPerInsert(...)`, counted over all shards; can be
+            changed later. How closely it is kept: `docs/sharding.md`.
+        seed: Of the draws. None: a random one.
+        nodes: Ray's ids of the nodes that get a shard. None: all that are alive.
+
+    Raises:
+        RuntimeError: This process is not connected to a Ray cluster.
+        ValueError: A bad spec, capacity, seed or node.
+        MemoryError: A node has too little memory left for its shard.
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        capacity: int,
+        *,
+        sampler: Sampler | None = None,
+        view: View | None = None,
+        limiter: Limiter | None = None,
+        seed: int | None = None,
+        nodes: Sequence[str] | None = None,
+    ) -> None:
+        chosen = checked_nodes(nodes)
+        capacity = checked_int("capacity", capacity, len(chosen), MAX_CAPACITY * len(chosen))
+        config = Config.of(spec, capacity // len(chosen), sampler, view, limiter)
+        seed = secrets.randbits(63) if seed is None else checked_int("seed", seed, 0, (1 << 63) - 1)
+        nonce = new_nonce()
+        self._owned = found(nonce, config, capacity, chosen, nodes is None, seed)
+        try:
+            self._adopt(nonce, seed, config, capacity, len(chosen))
+        except BaseException:
+            end(self._owned)
+            raise
+
+    def _adopt(self, nonce: int, seed: int, config: Config, capacity: int, count: int) -> None:
+        self._nonce, self._seed, self._config = nonce, seed, config
+        self._capacity, self._count = capacity, count
+        self.shards = Shards(directory_name(nonce))
+        self._finish = config.view.finish if isinstance(config.view, Hindsight) else None
+        self._draws = Draws(self.shards, config, seed, nonce, self._finish)
+        self._gathering = Gathering(self.shards, config, nonce, self._finish)
+        self._feedback = Feedback(self.shards, nonce)
+        self._closed = False
+
+    @classmethod
+    def _attach(cls, nonce: int, *args: Any) -> ShardedReplay:
+        self = cls.__new__(cls)
+        self._owned = None
+        self._adopt(nonce, *args)
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return attached_shards, (self._nonce, self._seed, self._config, self._capacity, self._count)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise TypeError(
+            "the shards of a ShardedReplay are not copied in memory: save(directory) it, and "
+            "ShardedReplay.load(directory) makes another; copy.copy() gives another object over the same shards"
+        )
+
+    # Writing
+
+    def writer(self, lanes: int | None = None, autoreset: Autoreset = "next_step") -> ShardWriter:
+        """Returns a writer to the shard of the node that this process is on: one for each explorer thread.
+
+        Its calls are those of `ReplayBuffer.writer()`, at the same cost; the keys that they return are the union's.
+        They raise `ShardLost` some seconds after the shard has died: a new writer then writes to the one that takes its
+        place.
+
+        Args:
+            lanes: Environments of a vector environment, as in `ReplayBuffer.writer`.
+            autoreset: What the vector environment does when an episode ends.
+
+        Raises:
+            RuntimeError: This node has no shard.
+            Stopped: The buffer was stopped.
+            ValueError: As there.
+        """
+        self.require_open()
+        return buffer_to_write_to(self.shards).writer(lanes, autoreset)
+
+    def extend(self, /, *args: Any, priority: Any = None, **fields: Any) -> torch.Tensor:
+        """Writes n rows, or under a view that links rows a whole episode, to the shard of this node.
+
+        Arguments, results and errors are those of `ReplayBuffer.extend`; the keys are the union's.
+        """
+        self.require_open()
+        keys = buffer_to_write_to(self.shards).extend(*args, priority=priority, **fields)
+        self._rows_extended += keys.numel()
+        return keys
+
+    def expect_writers(self) -> Expectation:
+        """Announces that writers will come, or come back: `sample` then waits for them instead of giving up.
+
+        Returns:
+            An object to `close()` when no more will come; it ends with the process as well, some seconds later.
+        """
+        return Expectation(self.shards)
+
+    # Checkpoints
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Saves all shards while others go on writing and drawing, each by its own node.
+
+        The directory must be one that all nodes see. Each shard has a checkpoint of its own there, as that of a
+        `ReplayBuffer`: rows are exact, each by itself; those written during the save may be in it or not. TD errors
+        that this process has fed back are waited for. A shard that is lost meanwhile costs its rows, which is logged:
+        the checkpoint has the others. A save that is killed, or fails, leaves the one before as it was.
+
+        Args:
+            directory: Where to; made if need be. A checkpoint that is there is replaced.
+
+        Raises:
+            CheckpointError: What a node has saved is not there, as seen from this one.
+            OSError: A disk is full, or a node cannot write the directory, or does not see it.
+            RuntimeError: No shard is left.
+            ValueError: TD errors from a device are NaN or infinite, as `flush` says; nothing is saved.
+        """
+        self.require_open()
+        root = checked_path("directory", directory).absolute()
+        self.flush()
+        save_shards(self.shards, self._config, self._seed, self._draws, root)
+
+    @classmethod
+    def load(
+        cls,
+        directory: str | os.PathLike[str],
+        capacity: int | None = None,
+        *,
+        view: View | None = None,
+        nodes: Sequence[str] | None = None,
+        sampler: Sampler | None = None,
+    ) -> ShardedReplay:
+        """Returns a new buffer with the rows, keys, priorities and counters of a saved one.
+
+        Training goes on as if nothing had happened: old batches' keys are still valid, the limiter stands where it did,
+        and the draws follow on those that the saving process had made. A shard goes to the node that it was saved on
+        where that is one of the nodes, else to any of them; nodes beyond the number of shards get empty ones.
+
+        Args:
+            directory: What `save` wrote; all nodes must see it.
+            capacity: Rows in all, divided evenly among the nodes; None: as many on each node as before. Of a shard with
+                more rows than fit on its node the newest are loaded.
+            view: The buffer's own view, with functions that a checkpoint does not hold: those of `Hindsight`.
+            nodes: Ray's ids of the nodes that get a shard. None: all that are alive.
+            sampler: The buffer's own sampler, with a function for its beta, which a checkpoint does not hold.
+
+        Raises:
+            CheckpointError: There is no checkpoint, it is damaged, a node does not see it, or there are fewer nodes
+                than shards.
+            RuntimeError: This process is not connected to a Ray cluster.
+            MemoryError: A node has too little memory left for its shard.
+            ValueError: `capacity`, `view`, `nodes` or `sampler` does not fit.
+        """
+        root = checked_path("directory", directory).absolute()
+        return with_manifest(root, lambda manifest: cls._loaded(manifest, root, capacity, view, nodes, sampler))
+
+    @classmethod
+    def _loaded(
+        cls,
+        manifest: Manifest,
+        root: Path,
+        capacity: int | None,
+        view: View | None,
+        nodes: Sequence[str] | None,
+        sampler: Sampler | None,
+    ) -> ShardedReplay:
+        config, chosen = manifest.config.with_functions(view).with_schedule(sampler), checked_nodes(nodes)
+        require_room(manifest, len(chosen), root)
+        before = max((part.capacity for part in manifest.parts), default=config.capacity)
+        replay = cls(
+            nest(config.fields),
+            before * len(chosen) if capacity is None else capacity,
+            sampler=config.sampler,
+            view=config.view,
+            limiter=config.limiter,
+            seed=manifest.seed,
+            nodes=nodes,
+        )
+        replay._config = replace(replay._config, lost_schedule=config.lost_schedule)
+        try:
+            replay._restore(manifest, root)
+        except BaseException:
+            replay.close()
+            raise
+        return replay
+
+    def restore(self, directory: str | os.PathLike[str]) -> None:
+        """Does what `load` does to a buffer that is there and was never written to, before others get it.
+
+        A restore that fails after the shards have begun to fill, so that some may hold a part of the checkpoint, stops
+        the buffer: draws and writers raise `Stopped`. Close it; another one can be restored. One that is refused before
+        leaves it as it was.
+
+        Args:
+            directory: What `save` wrote, of a buffer with the same spec and view; the capacity may be another, and the
+                nodes may be others, or more.
+
+        Raises:
+            CheckpointError: There is no checkpoint, it is damaged or of another kind, a node does not see it, there are
+                fewer nodes than shards, or the buffer holds rows already, or writers whose keys would change.
+            RuntimeError: A shard was lost meanwhile; the buffer is stopped.
+        """
+        self.require_open()
+        root = checked_path("directory", directory).absolute()
+        self._restore(Manifest.read(root), root)
+
+    def _restore(self, manifest: Manifest, root: Path) -> None:
+        restore_shards(self.shards, self._config, manifest, root)
+        self._seed = manifest.seed
+        self._draws.resume(manifest.seed, manifest.stream, manifest.step)
+
+    # Life cycle
+
+    def stop(self) -> None:
+        """Tells everyone to finish: `stopped` becomes True in every process, and waiting calls raise `Stopped`."""
+        self.require_open()
+        self.shards.ask("stop")
+        self.shards.look()
+
+    def close(self) -> None:
+        """Detaches this object; in the process that made the shards, ends them. Idempotent.
+
+        Elsewhere TD errors that were fed back are applied first, and the others hear what was drawn here.
+
+        Raises:
+            ValueError: TD errors from a device are NaN or infinite, as `flush` says; the buffer is closed.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._owned is None and self.shards.connected:
+                with suppress(Stopped):
+                    self.shards.report(last=True)
+                    self._feedback.flush()
+        finally:
+            self.shards.detach()
+            owned, self._owned = self._owned, None
+            if owned is not None and self.shards.connected:  # and not a forked child, which has made nothing
+                end(owned)
+
+    def __enter__(self) -> ShardedReplay:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def attached_shards(nonce: int, *args: Any) -> ShardedReplay:
+    """Returns the buffer that another process has made.
+
+    Pickles name it: see `torchreplay.buffer.replay_buffer.attached`.
+    """
+    return ShardedReplay._attach(nonce, *args)

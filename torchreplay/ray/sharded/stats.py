@@ -1,0 +1,113 @@
+"""What `ShardedReplay.stats()` reports: the sums over all shards, and each one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torchreplay.buffer.stats import Stats
+from torchreplay.ray.sharded.coordinator import Place, Table
+from torchreplay.ray.sharded.global_distribution import KEY_BITS
+from torchreplay.ray.sharded.rate_limiter import UnionLimiter
+
+SUMS: tuple[str, ...] = ("size", "nbytes", "drawable", "updated", "stale_updates", "unready_updates", "redraws")
+SUMS += ("evicted_unsampled", "priority_total", "writers", "rows_written", "dropped_rows", "insert_wait")
+
+
+@dataclass(frozen=True)
+class ShardStats:
+    """One shard.
+
+    Attributes:
+        number: Of the shard: the high bits of its keys.
+        node: Ray's id of its node.
+        stats: Of its buffer. It counts candidates as sampled, those left out of batches too, and the calls for them as
+            draws; the waits of learners are those for rows of any shard.
+    """
+
+    number: int
+    node: str
+    stats: Stats
+
+    @property
+    def first_key(self) -> int:
+        """The key of the first row that was written to it."""
+        return self.number << KEY_BITS
+
+    @property
+    def last_key(self) -> int:
+        """The largest key that it can give."""
+        return self.first_key + (1 << KEY_BITS) - 1
+
+
+@dataclass(frozen=True)
+class ShardedStats(Stats):
+    """The figures of `Stats`, summed over the shards that there are, and those of each.
+
+    `inserted` counts the items of lost shards too; `sampled`, `draws` and `learners` are what learners have handed out
+    and how many of them have; `priority_min` and `priority_max` are those of all shards. `sample_wait` and
+    `sample_wait_share` are what learners have told the shards; a batch under way between nodes is no wait for rows.
+    `staleness` is not measured: it is 0.
+
+    Attributes:
+        shards: Each shard that there is, by number.
+        shards_missing: Shards that are lost and have not come back.
+        rows_lost: Rows that went with lost shards.
+        lost_updates: TD errors dropped because their shard is gone.
+    """
+
+    shards: tuple[ShardStats, ...]
+    shards_missing: int
+    rows_lost: int
+    lost_updates: int
+
+    def as_dict(self) -> dict[str, int | float | bool]:
+        """Returns the fields by name, without `shards`."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "shards"}
+
+
+def summed(
+    told: Mapping[int, Stats],
+    places: Mapping[int, Place],
+    table: Table,
+    capacity: int,
+    count: int,
+    union_limiter: UnionLimiter,
+) -> ShardedStats:
+    """Returns the statistics of the union.
+
+    Args:
+        told: What each shard says.
+        places: Where it is.
+        table: Who is lost.
+        capacity: Rows that all shards together hold.
+        count: How many shards there ought to be.
+        union_limiter: What was drawn.
+    """
+    each = list(told.values())
+    values: dict[str, Any] = {name: sum(getattr(stats, name) for stats in each) for name in SUMS}
+    smallest = [stats.priority_min for stats in each if stats.drawable]
+    ages = [stats.last_write_age for stats in each if stats.last_write_age >= 0]
+    return ShardedStats(
+        **values,
+        capacity=capacity,
+        inserted=union_limiter.inserted,
+        sampled=union_limiter.drawn,
+        draws=union_limiter.steps,
+        learners=union_limiter.learners,
+        staleness=0.0,
+        insert_wait_share=sum(stats.insert_wait_share * stats.writers for stats in each) / max(1, values["writers"]),
+        sample_wait=max((stats.sample_wait for stats in each), default=0.0),  # they all hear of the same waits
+        sample_wait_share=max((stats.sample_wait_share for stats in each), default=0.0),
+        priority_change=sum(stats.priority_change * stats.updated for stats in each) / max(1, values["updated"]),
+        samples_per_insert=union_limiter.drawn / max(1, union_limiter.inserted),
+        priority_min=min(smallest, default=0.0),
+        priority_max=max((stats.priority_max for stats in each), default=1.0),
+        last_write_age=min(ages, default=-1.0),
+        stopped=table.stopped or any(stats.stopped for stats in each),
+        shards=tuple(ShardStats(number, places[number].node, told[number]) for number in sorted(told)),
+        shards_missing=count - len(told),
+        rows_lost=sum(lost.rows for lost in table.lost),
+        lost_updates=table.lost_updates,
+    )

@@ -1,0 +1,1 @@
+"""Explorers, buffer, learner and evaluator in one object."""

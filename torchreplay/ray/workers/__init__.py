@@ -1,0 +1,1 @@
+"""Supervised worker processes: Ray actors or plain processes that are started, watched and restarted."""

@@ -1,0 +1,68 @@
+"""Where workers run, and what is reserved for each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args
+
+from torchreplay.ray.explorers.placement import NAMES, Placement
+from torchreplay.ray.workers.backend import Backend
+from torchreplay.ray.workers.process_backend import Processes
+from torchreplay.ray.workers.ray_backend import Actors
+from torchreplay.validation import checked_number
+
+BackendName: TypeAlias = Literal["ray", "process"]
+
+
+@dataclass(frozen=True)
+class Hosting:
+    """Arguments that all pools of workers share; see `ExplorerPool`.
+
+    Raises:
+        ValueError: The backend is unknown, a number is out of range, or something is asked of plain processes that
+            only Ray does.
+        TypeError: `runtime_env` is no dict.
+    """
+
+    backend: BackendName = "ray"
+    num_cpus: float = 0
+    num_gpus: float = 0
+    runtime_env: Mapping[str, Any] | None = None
+    placement: Placement = None
+
+    def __post_init__(self) -> None:
+        if self.backend not in get_args(BackendName):
+            names = " or ".join(map(repr, get_args(BackendName)))
+            raise ValueError(f"backend={self.backend!r}: expected {names}")
+        for name in ("num_cpus", "num_gpus"):
+            checked_number(name, getattr(self, name), 0)
+        if self.runtime_env is not None and not isinstance(self.runtime_env, Mapping):
+            raise TypeError(f"runtime_env={self.runtime_env!r}: expected a dict as Ray takes it")
+        named, placement = isinstance(self.placement, str), self.placement
+        of_ray = type(placement).__module__.partition(".")[0] == "ray"
+        if placement is not None and not (placement in NAMES if named else callable(placement) or of_ray):
+            raise ValueError(
+                f"placement={self.placement!r}: expected {', '.join(map(repr, NAMES))}, a scheduling strategy of "
+                "Ray's, or a function of a worker's index that returns one of these"
+            )
+        asked = [name for name in ("num_cpus", "num_gpus", "runtime_env", "placement") if getattr(self, name)]
+        if self.backend == "process" and asked:
+            raise ValueError(
+                f"{', '.join(asked)}: only Ray reserves and places; leave it out with backend='process', or use "
+                "backend='ray'"
+            )
+
+    def open(self, work: Any, num_workers: int) -> Backend[Any]:
+        """Makes ready to run workers.
+
+        Args:
+            work: `(work, board)`, for the workers' processes to unpickle.
+            num_workers: How many there may be at a time.
+
+        Raises:
+            ImportError: Ray is asked for and not installed.
+            TypeError: The work cannot be pickled.
+            ValueError: Ray has less than the workers reserve.
+        """
+        return Processes(work) if self.backend == "process" else Actors(work, num_workers, self)

@@ -1,0 +1,336 @@
+"""Keeps a pool's workers running: launches, listens, restarts, and ends them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from torchreplay.ray.workers.backend import Backend
+from torchreplay.ray.workers.explorer_stats import ExplorerFailure, ExplorerStats, State, explorer_stats
+from torchreplay.ray.workers.worker_process import Launch, Outcome
+from torchreplay.ray.workers.worker_table import Board
+from torchreplay.segment.ray_node import ray_node
+
+logger = logging.getLogger("torchreplay.ray")
+
+_POLL: Final = 0.1
+"""Seconds between looks at stop requests and due restarts; a worker's end is seen at once."""
+
+_LONGEST_DELAY: Final = 30.0
+"""Seconds; the back-off between restarts doubles up to this, and is never shorter than the first."""
+
+GRACE: Final = 0.5
+"""Seconds in which a stopped worker should notice by itself, before it is interrupted."""
+
+SLOW_START: Final = 30.0
+"""Seconds after which a worker that has not begun is mentioned in the log, again and again."""
+
+_HOPELESS_AFTER: Final = 5
+"""Failures in a row, without a row or an episode in between, after which nobody should wait for an
+worker any more. It goes on being restarted."""
+
+
+class Mark(Protocol):
+    """The buffer's note that writers may still come."""
+
+    def close(self) -> None:
+        """Withdraws it."""
+
+
+@dataclass
+class Worker:
+    """One worker as its supervisor sees it."""
+
+    index: int
+    state: State = "starting"
+    restarts: int = 0
+    streak: int = 0  # failures in a row without progress
+    recorded: int = 0  # its progress on the board at the last launch
+    due: float = 0.0  # monotonic time of the next launch
+    launched: float = 0.0  # and of the last one
+    mentioned: float = 0.0  # and when the log said that it takes long
+    run: Any = None  # the present run, None between runs
+    failure: ExplorerFailure | None = None  # its last one
+
+    @property
+    def over(self) -> bool:
+        """Whether it will not run again."""
+        return self.state in ("finished", "failed", "stopped")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How workers are seeded and restarted.
+
+    Attributes:
+        seed: Entropy of all seeds.
+        generation: Number of this start of the pool; every start has its own seeds.
+        max_restarts: Per worker; -1 for no limit.
+        restart_delay: Seconds before the first restart; doubles with each further failure.
+    """
+
+    seed: int
+    generation: int
+    max_restarts: int
+    restart_delay: float
+
+    def run_seed(self, worker: Worker) -> int:
+        """Seed of the worker's next run: its own child of the pool's seed (`SeedSequence`)."""
+        key = (self.generation, worker.index, worker.restarts)
+        return int(np.random.SeedSequence(self.seed, spawn_key=key).generate_state(1)[0])
+
+    def delay(self, streak: int) -> float:
+        """Seconds to wait before the restart that follows `streak` failures in a row."""
+        return float(min(self.restart_delay * 2.0 ** min(streak - 1, 30), max(self.restart_delay, _LONGEST_DELAY)))
+
+    def gives_up(self, worker: Worker) -> bool:
+        """Whether the worker has used up its restarts."""
+        return 0 <= self.max_restarts <= worker.restarts
+
+
+@dataclass
+class Supervisor:
+    """A background thread that looks after the workers of one start of a pool.
+
+    Args:
+        backend: Runs them.
+        board: Shared memory of the pool.
+        names: What to call each worker in the log.
+        policy: Seeds and restarts.
+        expect_writers: Makes the buffer's mark that writers may still come.
+        failures: Receives every failure.
+        listen: Called ten times a second and once more after the end.
+    """
+
+    backend: Backend[Any]
+    board: Board
+    names: Sequence[str]
+    policy: Policy
+    expect_writers: Callable[[], Mark]
+    failures: deque[ExplorerFailure]
+    listen: Callable[[], object] = lambda: None
+    workers: Sequence[Worker] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.workers = [Worker(index) for index in range(len(self.names))]
+        self.over = threading.Event()
+        """Set when no worker will run any more."""
+        self.interrupted = 0
+        """How many did not end by themselves when they were told to."""
+        self._node = ray_node()
+        self._stopping = threading.Event()
+        self._grace = self._deadline = 0.0
+        self._mark: Mark | None = self.expect_writers()
+        self._thread = threading.Thread(target=self._work, name="torchreplay-supervisor", daemon=True)
+        try:
+            self._thread.start()
+        except BaseException:
+            self._stopping.set()  # Ctrl-C may come when the thread runs already
+            self._withdraw_mark()
+            raise
+
+    def stop(self, grace: float, timeout: float) -> None:
+        """Ends every worker; returns when all have ended.
+
+        Args:
+            grace: Seconds that they get to notice; those that have not returned by then are interrupted.
+            timeout: Seconds after which those that still have not are killed.
+        """
+        now = time.monotonic()
+        self._grace, self._deadline = now + grace, now + timeout
+        self.board.stopped = True
+        self._stopping.set()
+        self._thread.join()
+
+    def stats(self) -> tuple[ExplorerStats, ...]:
+        """Statistics of each worker, in order."""
+        return tuple(
+            explorer_stats(w.index, self.board.entries[w.index], self._state(w), w.restarts, w.failure)
+            for w in self.workers
+        )
+
+    def _state(self, w: Worker) -> State:
+        begun = w.state == "starting" and self.board.entries[w.index]["pid"]  # its process says so itself
+        return "running" if begun else w.state
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the workers were told to end."""
+        return self._stopping.is_set()
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether nobody should wait for any worker: all have ended, or do nothing but fail."""
+        return all(w.over or self._only_fails(w) for w in self.workers)
+
+    def _work(self) -> None:
+        try:
+            while not self._stopping.is_set() and not all(w.over for w in self.workers):
+                self._launch_due()
+                self._keep_mark()
+                self._mention_slow_starts()
+                self._await_some()
+                self.listen()
+            self._end_all()
+            self.listen()
+        except (Exception, SystemExit) as error:  # the latter comes out of calls of Ray's
+            # Ray was shut down under the pool, most likely: its actors went with it.
+            lost = _died("no longer supervised", error)
+            logger.error("the workers are %s\n%s", lost.error, lost.traceback)
+            for w in self._running():
+                with suppress(Exception):  # it may go wrong again
+                    self.backend.kill(w.run)
+                    self.backend.release(w.run)
+                w.run = None
+            for w in self.workers:
+                if not w.over:
+                    self._note_failure(w, lost)
+                    w.state = "failed"
+        finally:
+            try:
+                with suppress(RuntimeError):  # the buffer was closed meanwhile, and the mark with it
+                    self._withdraw_mark()
+            finally:
+                self.over.set()
+
+    def _launch_due(self) -> None:
+        now = time.monotonic()
+        for w in self.workers:
+            if w.run is None and not w.over and w.due <= now and not self.backend.is_leaving(w.index):
+                self.board.launch(w.index, w.restarts)
+                w.recorded = self.board.recorded(w.index)
+                w.launched = w.mentioned = now
+                launch = Launch(w.index, len(self.workers), self.policy.run_seed(w), w.restarts)
+                try:
+                    w.run, w.state = self.backend.launch(launch), "starting"
+                except Exception as error:  # such as too many open files: of this worker, at this moment
+                    self._fail(w, _died("its process could not be started", error))
+
+    def _mention_slow_starts(self) -> None:
+        now = time.monotonic()
+        for w in self._running():
+            if now - w.mentioned >= SLOW_START and not self.board.entries[w.index]["pid"]:
+                w.mentioned = now
+                text = "%s has not begun %.0f s after its start (under Ray: is there room for what it reserves?)"
+                logger.warning(text, self.names[w.index], now - w.launched)
+
+    def _await_some(self) -> None:
+        running = self._running()
+        if not running:
+            self.backend.wait([], 0)  # raises when none can be started any more
+            self._stopping.wait(_POLL)
+            return
+        ended = self.backend.wait([w.run for w in running], _POLL)
+        for w in running:
+            if w.run in ended:
+                self._settle(w, self._outcome(w))
+
+    def _outcome(self, w: Worker) -> Outcome:
+        try:
+            return self.backend.outcome(w.run)
+        except Exception as error:
+            return _died("nobody knows how its process ended", error)
+
+    def _settle(self, w: Worker, outcome: Outcome) -> None:
+        try:
+            self.backend.release(w.run)
+        except Exception:
+            logger.error("%s left something behind\n%s", self.names[w.index], traceback.format_exc())
+        w.run = None
+        if outcome.kind == "ended":
+            w.state = "stopped" if self.board.stopped else "finished"
+        else:
+            self._fail(w, outcome)
+
+    def _fail(self, w: Worker, outcome: Outcome) -> None:
+        progress = self.board.recorded(w.index) > w.recorded
+        w.streak = 1 if progress else w.streak + 1
+        self._note_failure(w, outcome)
+        self._restart_or_give_up(w, outcome)
+
+    def _note_failure(self, w: Worker, outcome: Outcome) -> None:
+        w.failure = ExplorerFailure(w.index, w.restarts, outcome.kind == "died", outcome.error, outcome.traceback)
+        self.failures.append(w.failure)
+
+    def _restart_or_give_up(self, w: Worker, outcome: Outcome) -> None:
+        if self._stopping.is_set():
+            w.state, then = "stopped", "the pool is stopping"
+        elif self.policy.gives_up(w):
+            w.state, then = "failed", f"dropped: max_restarts={self.policy.max_restarts} is used up"
+        else:
+            delay = self.policy.delay(w.streak)
+            w.due, w.state, w.restarts = time.monotonic() + delay, "restarting", w.restarts + 1
+            then = f"restart {w.restarts} in {delay:.3g} s"
+        logger.error("%s failed (%s): %s\n%s", self.names[w.index], then, outcome.error, outcome.traceback)
+
+    def _keep_mark(self) -> None:
+        """Lets learners wait for rows only while some worker can be expected to write them."""
+        if not self.hopeless:
+            self._mark = self._mark or self.expect_writers()
+        else:
+            self._withdraw_mark()
+
+    def _withdraw_mark(self) -> None:
+        if self._mark is not None:
+            self._mark.close()
+            self._mark = None
+
+    def _only_fails(self, w: Worker) -> bool:
+        return w.streak >= _HOPELESS_AFTER and self.board.recorded(w.index) == w.recorded
+
+    def _end_all(self) -> None:
+        for w in self._running():
+            if not self.board.entries[w.index]["pid"]:
+                self.backend.kill(w.run)  # still starting: nothing of the user's runs yet
+        self._await_ends(self._grace)
+        for w in self._running():
+            pid = int(self.board.entries[w.index]["pid"])
+            if not pid:  # it was killed before it began, and is about to end
+                continue
+            self.interrupted += 1
+            if self._is_here(w):
+                self.backend.interrupt(w.run, pid)
+            else:
+                self.board.interrupt(w.index)
+        self._await_ends(self._deadline)
+        for w in self._running():
+            logger.warning("%s was told to stop, did not return in time and was killed", self.names[w.index])
+            self.backend.kill(w.run)
+            self._settle(w, Outcome("ended"))
+        for w in self.workers:
+            w.state = w.state if w.over else "stopped"
+        self.backend.await_exit([int(self.board.entries[w.index]["pid"]) for w in self.workers if self._is_here(w)])
+
+    def _is_here(self, w: Worker) -> bool:
+        """Whether its process is on this node: elsewhere the same pid is another's."""
+        return self.board.is_on(w.index, self._node)
+
+    def _running(self) -> list[Worker]:
+        return [w for w in self.workers if w.run is not None]
+
+    def _await_ends(self, deadline: float) -> None:
+        while running := self._running():
+            ended = self.backend.wait([w.run for w in running], deadline - time.monotonic())
+            for w in running:
+                if w.run in ended:
+                    self._finish(w)
+            if not ended:
+                return
+
+    def _finish(self, w: Worker) -> None:
+        outcome = self._outcome(w)
+        # A death is our own doing by now; an exception on the way out is news.
+        self._settle(w, outcome if outcome.kind == "raised" else Outcome("ended"))
+
+
+def _died(what: str, error: BaseException) -> Outcome:
+    return Outcome("died", f"{what}: {error!r}", "".join(traceback.format_exception(error)).rstrip())

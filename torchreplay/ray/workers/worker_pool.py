@@ -1,0 +1,197 @@
+"""What pools of workers have in common: they start and stop, and say what went wrong."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from multiprocessing.util import Finalize
+from types import TracebackType
+from typing import Any, ClassVar, Final, Self
+
+import numpy as np
+
+from torchreplay.ray.workers.explorer_stats import ExplorerFailure, ExplorerStats, explorer_stats
+from torchreplay.ray.workers.resources import Hosting
+from torchreplay.ray.workers.supervisor import GRACE, Mark, Policy, Supervisor
+from torchreplay.ray.workers.worker_process import Work
+from torchreplay.ray.workers.worker_table import ENTRY, Board
+from torchreplay.segment.transient import Transient
+from torchreplay.validation import checked_int, checked_number
+
+_FAILURES_KEPT: Final = 100
+
+_CLEAN_UP: Final = 5.0
+"""Seconds that a drained worker gets after it was interrupted."""
+
+
+class Supervised(Transient, ABC):
+    """Workers that are supervised from `start` to `stop`. A context manager.
+
+    Args:
+        names: What to call each worker in the log.
+        hosting: Where they run.
+        max_restarts: Restarts of each worker before it is dropped; -1 for no limit.
+        restart_delay: Seconds before the first restart after a failure.
+        seed: Entropy of all seeds; None draws it.
+    """
+
+    failed: ClassVar[type[RuntimeError]]
+    """What `check` raises."""
+
+    def __init__(
+        self, names: Sequence[str], hosting: Hosting, max_restarts: int, restart_delay: float, seed: int | None
+    ) -> None:
+        max_restarts = checked_int("max_restarts (-1: no limit)", max_restarts, -1, (1 << 31) - 1)
+        restart_delay = checked_number("restart_delay", restart_delay, 0)
+        seed = None if seed is None else checked_int("seed", seed, 0, (1 << 128) - 1)
+        self.seed: int = int(np.random.SeedSequence(seed).entropy)  # type: ignore[arg-type]
+        self._names, self._hosting = names, hosting
+        self._max_restarts, self._restart_delay = max_restarts, restart_delay
+        self._starts = 0
+        self._supervisor: Supervisor | None = None
+        self._backend: Any = None
+        self._pid = 0  # of the process that started it
+        self._failures: deque[ExplorerFailure] = deque(maxlen=_FAILURES_KEPT)
+        self._last_stats = tuple(
+            explorer_stats(index, entry) for index, entry in enumerate(np.zeros(len(names), ENTRY))
+        )
+        self._at_exit: Finalize | None = None
+        self._lock = threading.RLock()  # of start and stop
+
+    @abstractmethod
+    def _make_work(self) -> Work:
+        """Returns what the workers of this start do."""
+
+    def _expect_writers(self) -> Mark:
+        """Makes the mark that workers may still write to a buffer."""
+        return _NoMark()
+
+    def _listen(self) -> object:
+        """Called by the supervising thread ten times a second."""
+        return None
+
+    def start(self) -> Self:
+        """Launches the workers and returns at once; does nothing before they were stopped, even if all have ended.
+
+        Starts Ray, for itself alone, unless the program has done so, or `backend="process"` needs none. What was
+        stopped starts afresh: new processes, new seeds, statistics from zero.
+
+        Raises:
+            ImportError: Ray is not installed.
+            TypeError: The function or something it refers to cannot be pickled.
+            ValueError: Ray has less than the workers reserve.
+        """
+        with self._lock:
+            if self._supervisor is not None and self._supervisor.stopping:  # Ctrl-C has interrupted a `stop`
+                self.stop()
+            if self._supervisor is None:
+                board = Board(len(self._names))
+                self._backend = self._hosting.open((self._make_work(), board), len(self._names))
+                policy = Policy(self.seed, self._starts, self._max_restarts, self._restart_delay)
+                try:
+                    self._supervisor = Supervisor(
+                        self._backend, board, self._names, policy, self._expect_writers, self._failures, self._listen
+                    )
+                except BaseException:
+                    self._backend.close()
+                    raise
+                self._starts += 1
+                self._pid = os.getpid()
+                atexit.register(self.stop)
+                # A child of multiprocessing joins its own children first, and ours end when they are told to.
+                self._at_exit = Finalize(None, self.stop, exitpriority=0)
+        return self
+
+    def stop(self, timeout: float = 5.0) -> None:
+        """Ends the workers and returns when their processes are gone; may be called again.
+
+        `ctx.stopped` turns True. A function that has not looked at it half a second later, because
+        it waits for the limiter or anything else, finds `Stopped` raised where it is. One that has
+        not returned after `timeout` seconds is killed. Ray is shut down if pools and evaluators have started it, and
+        this is the last of them.
+
+        Args:
+            timeout: Seconds that the workers get to finish by themselves.
+        """
+        timeout = checked_number("timeout", timeout, 0)
+        self._end(min(GRACE, timeout / 2), timeout)
+
+    def drain(self, timeout: float = 60.0) -> bool:
+        """Ends the workers like `stop`, but interrupts nobody for `timeout` seconds.
+
+        For functions that look at `ctx.stopped` between episodes: each completes the one it is in. Explorers that wait
+        for the limiter go on waiting, unless another thread draws.
+
+        Args:
+            timeout: Seconds that the workers get to finish by themselves.
+
+        Returns:
+            Whether all did.
+        """
+        timeout = checked_number("timeout", timeout, 0)
+        return self._end(timeout, timeout + _CLEAN_UP)
+
+    def _end(self, grace: float, timeout: float) -> bool:
+        if os.getpid() != self._pid:  # a forked child leaves its parent's workers alone
+            return True
+        with self._lock:
+            supervisor, backend = self._supervisor, self._backend
+            if supervisor is None:
+                return True
+            supervisor.stop(grace, timeout)
+            if self._supervisor is supervisor:  # else a signal's handler has stopped it meanwhile
+                self._last_stats = supervisor.stats()
+                self._supervisor = None
+                atexit.unregister(self.stop)
+                if self._at_exit is not None:
+                    self._at_exit.cancel()
+                backend.close()
+            return not supervisor.interrupted
+
+    def check(self) -> None:
+        """Raises if no worker is left because all have failed; costs microseconds.
+
+        Raises:
+            RuntimeError: Every worker has ended by an error and used up its restarts: `ExplorersFailed` of an
+                `ExplorerPool`, `EvaluatorFailed` of an `Evaluator`.
+        """
+        if all(stats.state == "failed" for stats in self._worker_stats()):
+            who = self._names[0] if len(self._names) == 1 else f"each of {len(self._names)} workers"
+            raise self.failed(
+                f"{who} has failed and is not restarted any more (max_restarts={self._max_restarts})\n{self._report()}"
+            )
+
+    @property
+    def errors(self) -> Sequence[ExplorerFailure]:
+        """The last 100 failures, oldest first."""
+        return tuple(self._failures)
+
+    def _worker_stats(self) -> tuple[ExplorerStats, ...]:
+        supervisor = self._supervisor
+        return supervisor.stats() if supervisor else self._last_stats
+
+    def _report(self) -> str:
+        """Returns what workers have failed with since the last start; "" if none has."""
+        failed = [stats for stats in self._worker_stats() if stats.last_traceback is not None]
+        return "\n".join(
+            f"{self._names[stats.index]} failed last with:\n{stats.last_traceback}" for stats in failed[:_FAILURES_KEPT]
+        )
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+class _NoMark:
+    """Of workers that write to no buffer."""
+
+    def close(self) -> None:
+        """Nothing to withdraw."""

@@ -1,0 +1,151 @@
+"""One run of a worker, in its own process."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Final, Literal, Protocol
+
+import torch
+
+from torchreplay.errors import Stopped
+from torchreplay.ray.workers.shared_state import SharedPage
+from torchreplay.ray.workers.state_replica import Mirror
+from torchreplay.ray.workers.worker_table import Board
+
+STOP_SIGNAL: Final = signal.SIGUSR1
+"""Raises `Stopped` in a worker. Not SIGINT, which workers block so that Ctrl-C ends the program alone."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Which worker to run.
+
+    Attributes:
+        index: The worker.
+        num_workers: How many there are.
+        seed: Seed of this run.
+        restarts: How often the worker has been restarted.
+    """
+
+    index: int
+    num_workers: int
+    seed: int
+    restarts: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended, as text: a worker's exception need not pickle.
+
+    Attributes:
+        kind: Its function returned or was told to stop; raised; or its process died.
+        error: One line about the failure.
+        traceback: The worker's traceback.
+    """
+
+    kind: Literal["ended", "raised", "died"]
+    error: str = ""
+    traceback: str = ""
+
+
+class Run(Protocol):
+    """One run, ready to begin."""
+
+    @property
+    def noticed_stop(self) -> bool:
+        """Whether it knows that it is to finish: then it gets the time to do so."""
+
+    def __call__(self) -> object:
+        """Runs the user's function."""
+
+    def give_up(self) -> object:
+        """From now on waits for nobody else; called by another thread, when the function has had its time to finish."""
+
+    def close(self) -> object:
+        """Tidies up after it, however it ended."""
+
+
+class Work(Protocol):
+    """What workers do. It travels to their processes."""
+
+    @property
+    def pages(self) -> Sequence[SharedPage]:
+        """The shared memory between workers and program, besides the board."""
+
+    @property
+    def helper(self) -> Any:
+        """What has the methods that workers want called on the pool's node, see `Mirror.help`; None for nothing."""
+
+    def run(self, launch: Launch, board: Board, mirror: Mirror | None = None) -> Run:
+        """Returns a run that is ready to begin, in the process that is to run it; `mirror`: on another node."""
+
+
+class WorkerProcess:
+    """The Ray actor, or the plain process, of one run of a worker."""
+
+    def run(self, path: Sequence[str], payload: bytes, launch: Launch, keeper: Any = None) -> Outcome:
+        """Does the work that `payload` holds until it returns, raises or is stopped.
+
+        Args:
+            path: The program's `sys.path`: what it can import, its workers can.
+            payload: Pickled `(work, board)`; unpickling attaches to the shared memory, and may fail, which is
+                reported like any other error.
+            launch: Which worker this is.
+            keeper: The actor through which a worker on another node than the pool's reaches the pool's memory.
+        """
+        torch.set_num_threads(1)  # as many workers as cores: more threads only get in the way
+        sys.path.extend(place for place in path if place not in sys.path)
+        try:
+            _work(payload, launch, keeper)
+        except Stopped:
+            return Outcome("ended")
+        except BaseException as error:  # also SystemExit and KeyboardInterrupt: nothing gets lost
+            if isinstance(error, SystemExit) and not error.code:
+                return Outcome("ended")
+            if isinstance(error, SystemError) and isinstance(error.__cause__, Stopped):  # raised within a call of Ray's
+                return Outcome("ended")
+            return _raised(error)
+        return Outcome("ended")
+
+
+def _work(payload: bytes, launch: Launch, keeper: Any) -> None:
+    unpickled: tuple[Work, Board] = pickle.loads(payload)
+    work, board = unpickled
+    mirror = Mirror(keeper, launch.index, launch.restarts, board, work.pages) if board.is_copy else None
+    run = work.run(launch, board, mirror)
+
+    def stop_here(signal_number: int, frame: FrameType | None) -> None:
+        if not run.noticed_stop:  # otherwise it is finishing already
+            raise Stopped("the pool that runs this worker was stopped")
+
+    def interrupt() -> None:
+        run.give_up()
+        signal.pthread_kill(threading.main_thread().ident or 0, STOP_SIGNAL)
+
+    signal.signal(STOP_SIGNAL, stop_here)
+    board.begin(launch.index)
+    with ExitStack() as ending:
+        if mirror is not None:
+            ending.callback(mirror.close)
+            mirror.start(interrupt)
+        ending.callback(run.close)
+        ending.callback(signal.signal, STOP_SIGNAL, signal.SIG_IGN)
+        run()
+
+
+def _raised(error: BaseException) -> Outcome:
+    summary = "".join(traceback.format_exception_only(error)).strip()
+    # The first three frames are ours: `WorkerProcess.run`, `_work` and the run's call.
+    frames = error.__traceback__
+    for _ in range(3):
+        frames = (frames and frames.tb_next) or frames
+    text = "".join(traceback.format_exception(type(error), error, frames))
+    return Outcome("raised", summary, text.rstrip())

@@ -1,0 +1,206 @@
+"""What a buffer is made of, and the text in which a segment describes itself to those who attach."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from torchreplay.schema.batch_plan import as_path
+from torchreplay.schema.hindsight import Elsewhere, Hindsight
+from torchreplay.schema.limiters import Limiter, MinSize, SamplesPerInsert
+from torchreplay.schema.samplers import NORMALIZATIONS, Linear, Prioritized, Sampler, Uniform, value_of
+from torchreplay.schema.spec import Field, Path, Spec, flatten, from_native, nest, to_native
+from torchreplay.schema.views import VIEWS, Rows, View
+from torchreplay.segment.transient import Transient
+from torchreplay.segment.waits import logger
+from torchreplay.validation import checked_int, checked_kind
+
+MAX_CAPACITY = 1 << 31
+ROLES: dict[str, tuple[Any, ...]] = {
+    "sampler": (Uniform, Prioritized),
+    "view": VIEWS,
+    "limiter": (MinSize, SamplesPerInsert),
+}
+KINDS: dict[str, Any] = {t.__name__: t for t in (Linear, Elsewhere, *chain.from_iterable(ROLES.values()))}
+DAMAGED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""What reading text that may say anything raises."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The arguments of a `ReplayBuffer`, checked and with defaults filled in.
+
+    `lost_schedule`: it was described where beta was a function, of which the description has the value at the start.
+    """
+
+    capacity: int
+    fields: dict[Path, Field]
+    sampler: Sampler
+    view: View
+    limiter: Limiter
+    lost_schedule: bool = field(default=False, compare=False)
+
+    @classmethod
+    def of(
+        cls, spec: Spec, capacity: int, sampler: Sampler | None, view: View | None, limiter: Limiter | None
+    ) -> Config:
+        """Returns the arguments of a buffer, checked.
+
+        Raises:
+            ValueError: A bad spec or capacity.
+            TypeError: Something else in the place of a sampler, a view or a limiter.
+        """
+        default_sampler: Sampler = Uniform()
+        default_view: View = Rows()
+        default_limiter: Limiter = MinSize()
+        return cls(
+            checked_int("capacity", capacity, 1, MAX_CAPACITY),
+            flatten(spec),
+            checked_kind("sampler", sampler, default_sampler, (Uniform, Prioritized)),
+            checked_kind("view", view, default_view, VIEWS),
+            checked_kind("limiter", limiter, default_limiter, (MinSize, SamplesPerInsert)),
+        )
+
+    def to_text(self) -> str:
+        """Returns the description as JSON: data, never code."""
+        return json.dumps(
+            {
+                "capacity": self.capacity,
+                "fields": to_native(self.fields),
+                "sampler": _describe(self.sampler),
+                "view": _describe(self.view.as_data() if isinstance(self.view, Hindsight) else self.view),
+                "limiter": _describe(self.limiter),
+                "lost_schedule": self.lost_schedule or _is_code(self.sampler.beta),
+            }
+        )
+
+    @classmethod
+    def from_text(cls, text: str) -> Config:
+        """Returns what `to_text` described, checked like the arguments of a buffer.
+
+        Raises:
+            ValueError: It is damaged.
+        """
+        try:
+            parts = json.loads(text)
+            config = cls(
+                checked_int("capacity", parts["capacity"], 1, MAX_CAPACITY),
+                from_native(parts["fields"]),
+                *(_restore(parts[name], kinds) for name, kinds in ROLES.items()),
+            )
+            config = replace(config, lost_schedule=parts.get("lost_schedule") is True)
+            config.view.plan(config.fields)
+        except DAMAGED as error:
+            raise ValueError(f"the description of the buffer is damaged: {error!r:.300}") from None
+        return config
+
+    def __post_init__(self) -> None:
+        rows = self.view.rows_of_an_item
+        if self.capacity < rows:
+            raise ValueError(f"capacity is {self.capacity}: one item of {self.view} takes {rows} rows")
+        self.view.roles(self.fields)
+
+    def with_functions(self, view: View | None) -> Config:
+        """Returns the configuration with the functions of `view`, which a description does not hold.
+
+        Raises:
+            ValueError: `view` is another one, or has other functions.
+        """
+        if view is None:
+            return self
+        if not isinstance(self.view, Hindsight):
+            raise ValueError(f"view is {view}: expected the buffer's own, which is {self.view}")
+        return replace(self, view=self.view.with_functions_of(view))
+
+    def with_schedule(self, sampler: Sampler | None) -> Config:
+        """Returns the configuration with the function that is the beta of `sampler`, which a description does not hold.
+
+        Where it lacks one that there was, and none is given, a warning is logged.
+
+        Raises:
+            ValueError: `sampler` is another one.
+        """
+        if sampler is None:
+            if self.lost_schedule:
+                logger.warning(
+                    "beta was a function, which is not saved: it stays at %s; give sampler=... with the function again",
+                    self.sampler.beta,
+                )
+            return self
+        if _describe(sampler) != _describe(self.sampler):
+            raise ValueError(f"sampler is {sampler}: expected the buffer's own, {self.sampler}, with its function")
+        return replace(self, sampler=sampler, lost_schedule=False)
+
+    def lanes_of(self, values: Mapping[str, Any]) -> int | None:
+        """Returns the lanes of the block of streams that `values` are; None for rows and for a single episode."""
+        if isinstance(self.view, Rows):
+            return None
+        flags: Any = values
+        for name in as_path(self.view.terminated):
+            flags = flags.get(name) if isinstance(flags, Mapping) else None
+        shape = tuple(np.shape(flags)) if flags is not None else ()
+        return int(shape[1]) if len(shape) == 2 else None
+
+    def outputs(self) -> Mapping[Path, Field]:
+        """Returns what a batch consists of, by path, beside what every batch has."""
+        plan = self.view.plan(self.fields)
+        return self.fields if plan is None else plan.outputs
+
+    def weighting(self) -> tuple[bool, int, float, float]:
+        """Returns (prioritized, normalization, alpha, eps) for the native core."""
+        if isinstance(self.sampler, Prioritized):
+            normalization = NORMALIZATIONS.index(self.sampler.weights)
+            return True, normalization, float(self.sampler.alpha), float(self.sampler.eps)
+        return False, 0, 1.0, 0.0
+
+
+def _describe(value: Any) -> Any:
+    if type(value).__name__ in KINDS:
+        return {"kind": type(value).__name__} | {f.name: _describe(getattr(value, f.name)) for f in fields(value)}
+    # A schedule that is code does not travel: other processes see its value at the start.
+    return value_of(value, 0) if _is_code(value) else value
+
+
+def _is_code(value: Any) -> bool:
+    return callable(value) and type(value).__name__ not in KINDS
+
+
+def _restore(value: Any, kinds: tuple[Any, ...]) -> Any:
+    kind = KINDS[value["kind"]]
+    if kind not in kinds:
+        raise ValueError(f"{kind.__name__} is none of {', '.join(k.__name__ for k in kinds)}")
+    return kind(**{name: _value(v) for name, v in value.items() if name != "kind"})
+
+
+def _value(value: Any) -> Any:
+    return _restore(value, (Linear, Elsewhere)) if isinstance(value, dict) and "kind" in value else value
+
+
+class Configured(Transient):
+    """Something that was made of a `Config`, and says so."""
+
+    _config: Config
+    """What it was made of."""
+
+    _rows_extended = 0
+    """Rows that this object's own `extend` has written."""
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """The fields, nested as they were given."""
+        return nest(self._config.fields)
+
+    @property
+    def sampler(self) -> Sampler:
+        """How items are drawn."""
+        return self._config.sampler
+
+    @property
+    def view(self) -> View:
+        """How rows become items."""
+        return self._config.view

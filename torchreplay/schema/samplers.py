@@ -1,0 +1,99 @@
+"""How items are drawn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Literal, TypeAlias
+
+from torchreplay.validation import as_float, as_floats, checked_choice, checked_int
+
+Normalization: TypeAlias = Literal["buffer", "batch", "none"]
+NORMALIZATIONS: tuple[Normalization, ...] = ("buffer", "batch", "none")  # the position is the code in the segment
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A schedule that goes from `start` to `end` in `steps` equal steps and stays there.
+
+    Raises:
+        ValueError: `steps` is below 1, or an end is not finite.
+    """
+
+    start: float
+    end: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "steps", checked_int("steps", self.steps, 1, 1 << 62))
+        as_floats(self, "start", "end")
+        if not (math.isfinite(self.start) and math.isfinite(self.end)):
+            raise ValueError(f"a schedule from {self.start} to {self.end}: expected finite numbers")
+
+    def __call__(self, step: int) -> float:
+        """Returns the value after `step` steps."""
+        return self.start + (self.end - self.start) * min(max(step / self.steps, 0.0), 1.0)
+
+
+Schedule: TypeAlias = float | Callable[[int], float]
+
+
+def value_of(beta: Schedule, step: int) -> float:
+    """Returns the number that `beta` is at `step`.
+
+    Raises:
+        ValueError: It is negative or not finite.
+    """
+    value = as_float("beta", beta(step) if callable(beta) else beta)
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"beta is {value}: expected a finite number >= 0")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Uniform:
+    """Every drawable item is equally likely; all weights are 1. TD errors are checked, then ignored."""
+
+    beta: ClassVar[float] = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prioritized:
+    """Proportional prioritization (Schaul et al. 2016, https://arxiv.org/abs/1511.05952, section 3.3).
+
+    An item's leaf is p = (|td| + eps)^alpha and its probability P = p / sum p (equation 1). Its weight is (N P)^-beta
+    (section 3.4), N being the number of drawable items. TD errors of any scale do: leaves times a constant are drawn
+    alike. In a buffer of a million rows a leaf keeps its proportion within 2 % down to 2^-36 of the largest.
+
+    Args:
+        alpha: How much prioritization: 0 none, 1 full.
+        beta: How much of the bias the weights correct: a number, or a schedule of the number of batches drawn by all
+            learners, such as `Linear(0.4, 1.0, steps)`. A function of your own does not travel: attached processes and
+            copies take its value at 0, and `load` and `open` are given the sampler again.
+        eps: What is added to |td|, so that no item is lost for ever.
+        weights: `"buffer"` divides weights by the largest one of the buffer, which every learner sees alike; `"batch"`
+            by the largest one of the batch; `"none"` leaves them.
+
+    Raises:
+        ValueError: An argument, or an end of a `Linear` one, is negative or not finite, `eps` is 0, or `weights` is
+            unknown.
+    """
+
+    alpha: float = 0.6
+    beta: Schedule = 0.4
+    eps: float = 1e-6
+    weights: Normalization = "buffer"
+
+    def __post_init__(self) -> None:
+        as_floats(self, "alpha", "eps", *(() if callable(self.beta) else ("beta",)))
+        if not (math.isfinite(self.alpha) and self.alpha >= 0):
+            raise ValueError(f"alpha is {self.alpha}: expected a finite number >= 0")
+        if not (math.isfinite(self.eps) and self.eps > 0):
+            raise ValueError(f"eps is {self.eps}: expected a finite number > 0")
+        checked_choice("weights", self.weights, NORMALIZATIONS)
+        for beta in (self.beta.start, self.beta.end) if isinstance(self.beta, Linear) else (self.beta,):
+            value_of(beta, 0)
+
+
+Sampler: TypeAlias = Uniform | Prioritized

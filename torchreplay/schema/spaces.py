@@ -1,0 +1,109 @@
+"""Specs from Gymnasium's spaces. Gymnasium is imported when it is asked for, not before."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torchreplay.schema.spec import Field
+
+if TYPE_CHECKING:
+    from gymnasium import Space
+
+
+def spec_from_space(space: Space[Any]) -> Field | dict[str, Any]:
+    """Returns what holds the values of a Gymnasium space.
+
+    `Box`, `MultiDiscrete` and `MultiBinary` become a `Field` of the space's shape and dtype, `Discrete` an int64 scalar
+    (the dtype in which torch takes indices), `Dict` a dict in the space's order, `Tuple` a dict of `"0"`, `"1"`, ...;
+    writers take a `Tuple` space's values as they are.
+
+    Args:
+        space: A space, nested at will.
+
+    Raises:
+        ValueError: A space whose values have no fixed shape (`Text`, `Sequence`, `Graph`, `OneOf`), a name with '/' or
+            without text, nothing to hold, or a dtype that rows cannot hold; the text names the place.
+        TypeError: It is no Gymnasium space.
+    """
+    return _spec_of(space, ())
+
+
+def spec_from_env(env: Any, next_obs: bool = False) -> dict[str, Any]:
+    """Returns a spec for what a Gymnasium environment's loop produces.
+
+    `obs` and `action` by `spec_from_space`, `reward` float32, `terminated` and `truncated` bool. It is an ordinary dict
+    of `Field`s: change it before it is used, as with `spec["reward"] = Field((), torch.float64)`.
+
+    Args:
+        env: An environment, or a vector environment, of which the single environment's spaces count.
+        next_obs: Whether to add `next_obs`, which the view `Rows()` needs; linked views store each observation once.
+
+    Raises:
+        ValueError: As `spec_from_space`.
+        TypeError: The environment has no Gymnasium spaces.
+    """
+    observation_space, action_space = single_spaces(env)
+    spec = {
+        "obs": _spec_of(observation_space, ("obs",)),
+        "action": _spec_of(action_space, ("action",)),
+        "reward": Field(),
+        "terminated": Field((), bool),
+        "truncated": Field((), bool),
+    }
+    if next_obs:
+        spec["next_obs"] = _spec_of(observation_space, ("next_obs",))
+    return spec
+
+
+def single_spaces(env: Any) -> tuple[Any, Any]:
+    """Returns the observation and the action space of an environment, or of one lane of a vector environment.
+
+    Raises:
+        TypeError: It has none.
+    """
+    prefix = "single_" if hasattr(env, "single_observation_space") else ""
+    try:
+        return getattr(env, f"{prefix}observation_space"), getattr(env, f"{prefix}action_space")
+    except AttributeError:
+        raise TypeError(f"the environment is {env!r}: expected a gymnasium.Env or gymnasium.vector.VectorEnv") from None
+
+
+def _spec_of(space: Any, path: tuple[str, ...]) -> Field | dict[str, Any]:
+    from gymnasium import Space, spaces
+
+    place = f"the space of {'/'.join(path)!r}" if path else "the space"
+    if isinstance(space, spaces.Dict):
+        return _nested(space.spaces, path, place)
+    if isinstance(space, spaces.Tuple):
+        return _nested({str(i): inner for i, inner in enumerate(space.spaces)}, path, place)
+    if isinstance(space, spaces.Discrete):
+        return Field((), "int64")
+    if isinstance(space, (spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary)):
+        try:
+            return Field(space.shape, space.dtype)
+        except ValueError as error:
+            raise ValueError(f"{place} is {space}: {error}") from None
+    if not isinstance(space, Space):
+        raise TypeError(f"{place} is {space!r}: expected a gymnasium.Space")
+    raise ValueError(f"{place} is {space}: its values have no fixed shape, {_advice(space)}")
+
+
+def _nested(inner: dict[Any, Any], path: tuple[str, ...], place: str) -> dict[str, Any]:
+    if not inner:
+        raise ValueError(f"{place} is empty: expected at least one space in it, since a row needs a field")
+    for name in inner:
+        if not isinstance(name, str) or not name or "/" in name or "\0" in name:
+            raise ValueError(f"{place} has the key {name!r}: expected a name without '/'; rename it in a wrapper")
+    return {name: _spec_of(space, (*path, name)) for name, space in inner.items()}
+
+
+def _advice(space: Space[Any]) -> str:
+    if space.is_np_flattenable:
+        return (
+            "which a field needs. Flatten it to a Box: gymnasium.spaces.flatten_space(space) and "
+            "gymnasium.spaces.flatten(space, value), or gymnasium.wrappers.FlattenObservation"
+        )
+    return (
+        "which a field needs, nor has it one when flattened. Pad it to a Box in a wrapper, such as "
+        "gymnasium.wrappers.TransformObservation"
+    )

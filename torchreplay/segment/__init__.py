@@ -1,0 +1,1 @@
+"""Shared memory: how it is reserved, found by its handle, and waited for."""

@@ -1,0 +1,260 @@
+"""What the rows of remote writers have become: one small piece of shared memory that outlives whoever writes them.
+
+Rows of writers on other nodes come in numbered chunks, and are written by a process of the buffer's node. If that is
+killed, its successor finds here which chunks are written, which rows of the one under way, and where each stream goes
+on: a chunk that comes again is written exactly as far as it is missing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import weakref
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from torchreplay import _C
+from torchreplay.errors import AttachError
+from torchreplay.segment.handle import Handle, make_handle, new_nonce, open_handle
+from torchreplay.segment.reservation import new_memory
+
+if TYPE_CHECKING:
+    from torchreplay._C import Census
+
+WHAT: Final = "ledger of remote writers"
+
+PLACES: Final = 1024
+"""Remote writers of one buffer that can be told apart at a time."""
+
+FORGOTTEN_AFTER: Final = 60.0
+"""Seconds without a word after which a writer's place may go to another one, when there is no free one."""
+
+REMEMBERED: Final = 30.0
+"""Seconds for which a writer counts after the last word of it: the process that writes its rows may have to be started
+again meanwhile."""
+
+_SIZE: Final = 1 << 30  # of addresses: memory is taken for the places in use
+
+# Naturally aligned 8-byte words: whoever dies leaves each as it was or as it was to be.
+_PLACE: Final = np.dtype(
+    [
+        ("writer", np.int64),  # 0: free
+        ("written", np.int64),  # the last chunk that is written
+        ("begun", np.int64),  # the last chunk whose rows' keys are in `keys`
+        ("used", np.float64),  # when, as `_now` tells
+        ("offset", np.int64),  # of its memory; 0: none yet
+        ("lanes", np.int64),  # streams that its memory has room for
+        ("rows", np.int64),  # of a chunk that its memory has room for
+        ("ends", np.int64, (2,)),  # streams in either half of `ends`
+    ]
+)
+END: Final = np.dtype([("there", np.int64), ("here", np.int64)])
+"""The last row of a stream: its key + 1 where the writer collected it, and in the buffer."""
+
+
+class Ledger:
+    """The places of a buffer's remote writers. Pickles to a handle; one process at a time may `claim` it."""
+
+    def __init__(self) -> None:
+        fd = new_memory(_SIZE, WHAT)
+        try:
+            os.posix_fallocate(fd, 0, _round_up(PLACES * _PLACE.itemsize))
+        except BaseException:
+            os.close(fd)
+            raise
+        self._nonce = new_nonce()
+        self._adopt(fd)
+
+    def _adopt(self, fd: int) -> None:
+        self._fd = fd
+        self._memory = mmap.mmap(fd, _SIZE)
+        self.places: npt.NDArray[np.void] = np.frombuffer(self._memory, _PLACE, PLACES)
+        weakref.finalize(self, os.close, fd)  # others attach through the descriptor, and the lock goes with it
+
+    def handle(self) -> Handle:
+        """Returns what another process of this machine needs to attach."""
+        return make_handle(self._fd, self._nonce)
+
+    @classmethod
+    def attach(cls, handle: Handle) -> Ledger:
+        """Attaches to the ledger of another process of this machine.
+
+        Raises:
+            AttachError: The process that made it is gone.
+        """
+        self = cls.__new__(cls)
+        self._nonce = handle.nonce
+        self._adopt(open_handle(handle, WHAT))
+        return self
+
+    def claim(self) -> bool:
+        """Makes this process the one that writes here, until its end; False while another one is.
+
+        A process that was replaced, but is not dead yet, keeps its successor from writing the same rows.
+        """
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
+
+    def place(self, writer: int, lanes: int, rows: int, fresh: bool) -> Place | None:
+        """Returns the place of a writer.
+
+        Args:
+            writer: Its number.
+            lanes: Streams that it writes at most.
+            rows: Rows of a chunk at most.
+            fresh: It has sent nothing yet, and gets a place if it has none.
+
+        Returns:
+            None: it has none any more.
+
+        Raises:
+            MemoryError: All places are taken by writers that are alive, or their memory is used up.
+        """
+        found = np.flatnonzero(self.places["writer"] == writer)
+        if not len(found) and not fresh:
+            return None
+        index = int(found[0]) if len(found) else self._take(writer, lanes, rows)
+        place = Place(self._memory, self.places[index])
+        place.touch()
+        return place
+
+    def forget(self, writer: int) -> None:
+        """Gives the place of a writer free, if it has one."""
+        self.places["writer"][self.places["writer"] == writer] = 0
+
+    def heard_of(self, seconds: float) -> int:
+        """Returns how many writers that have not left were heard of in the last so many seconds."""
+        return int(((self.places["writer"] != 0) & (self.places["used"] > _now() - seconds)).sum())
+
+    def _take(self, writer: int, lanes: int, rows: int) -> int:
+        places = self.places
+        fits = (places["offset"] > 0) & (places["lanes"] >= lanes) & (places["rows"] >= rows)
+        free = places["writer"] == 0
+        silent = places["used"] < _now() - FORGOTTEN_AFTER
+        for candidates in (free & fits, free & (places["offset"] == 0), free, silent & fits, silent):
+            if candidates.any():
+                index = int(np.flatnonzero(candidates)[np.argmin(places["used"][candidates])])
+                break
+        else:
+            raise MemoryError(f"{PLACES} remote writers write to one buffer at this time: close some of them")
+        place = places[index]
+        place["writer"] = 0
+        if not fits[index]:
+            self._make_room(place, lanes, rows)
+        place["written"] = place["begun"] = 0
+        place["ends"] = 0
+        place["writer"] = writer  # last: whoever finds it finds a place in order
+        return index
+
+    def _make_room(self, place: Any, lanes: int, rows: int) -> None:
+        place["offset"] = 0  # what it has is too little; a death from here on leaves it with none
+        taken = [int(p["offset"]) + _bytes_of(int(p["lanes"]), int(p["rows"])) for p in self.places if p["offset"]]
+        offset = max(taken, default=_round_up(PLACES * _PLACE.itemsize))
+        size = _bytes_of(lanes, rows)
+        if offset + size > _SIZE:
+            raise MemoryError(f"a remote writer of {lanes:,} lanes finds no room in the {WHAT}: write fewer lanes")
+        os.posix_fallocate(self._fd, offset, size)
+        place["lanes"], place["rows"] = lanes, rows
+        place["offset"] = offset
+
+
+class Place:
+    """What is known of one remote writer.
+
+    Attributes:
+        record: `written` and `begun`, the numbers of its last chunk in the buffer and of the one under way.
+        keys: int64 `[rows]`: keys that the rows of the chunk under way have got or were about to get; -1 before.
+    """
+
+    def __init__(self, memory: mmap.mmap, record: Any) -> None:
+        self.record = record
+        lanes, offset = int(record["lanes"]), int(record["offset"])
+        self._ends = np.frombuffer(memory, END, 2 * lanes, offset).reshape(2, lanes)
+        self.keys = np.frombuffer(memory, np.int64, int(record["rows"]), offset + 2 * lanes * END.itemsize)
+
+    @property
+    def written(self) -> int:
+        """The last chunk that is in the buffer."""
+        return int(self.record["written"])
+
+    def begin(self, number: int, rows: int) -> bool:
+        """Makes a chunk the one under way; False if it was already, so that some of its rows may be written."""
+        if int(self.record["begun"]) == number:
+            return False
+        self.keys[:rows] = -1
+        self.record["begun"] = number
+        return True
+
+    def ends(self) -> npt.NDArray[np.void]:
+        """Returns the last row of each stream, in the writer's order: its key + 1 `there` and `here`."""
+        half = self.written % 2
+        return self._ends[half, : int(self.record["ends"][half])]
+
+    def finish(self, number: int, ends: npt.NDArray[np.void]) -> None:
+        """Notes that a chunk is in the buffer, and where the streams go on."""
+        half = number % 2
+        self._ends[half, : len(ends)] = ends
+        self.record["ends"][half] = len(ends)
+        self.record["written"] = number  # last: it makes this half the one that counts
+
+    def touch(self) -> None:
+        """Notes that its writer was heard of."""
+        self.record["used"] = _now()
+
+    def leave(self) -> None:
+        """Gives the place free."""
+        self.record["writer"] = 0
+
+
+class RemotelyWritten:
+    """A segment as waits for rows look at it: its remote writers count, also while nobody is there to write their rows.
+
+    Args:
+        segment: The segment.
+        ledger: Of its remote writers, or the handle of that.
+    """
+
+    def __init__(self, segment: _C.Segment, ledger: Ledger | Handle) -> None:
+        self._segment = segment
+        self._ledger = ledger
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it was stopped."""
+        return self._segment.stopped
+
+    def census(self, unused_count_as_others: bool, /) -> Census:
+        """Returns who takes part."""
+        census = self._segment.census(unused_count_as_others)
+        if not census["others_writing"]:
+            remote = self._remote_writers()
+            census["writers"] += remote
+            census["others_writing"] += remote
+        return census
+
+    def _remote_writers(self) -> int:
+        if isinstance(self._ledger, Handle):
+            try:
+                self._ledger = Ledger.attach(self._ledger)
+            except AttachError:  # the process that made it is gone, and with it those who would write
+                return 0
+        return self._ledger.heard_of(REMEMBERED)
+
+
+def _now() -> float:
+    """Returns a time in seconds that all processes of this machine agree on."""
+    return _C.machine_ns() * 1e-9
+
+
+def _bytes_of(lanes: int, rows: int) -> int:
+    return _round_up(2 * lanes * END.itemsize + rows * 8)
+
+
+def _round_up(n: int) -> int:
+    return -(-n // mmap.PAGESIZE) * mmap.PAGESIZE

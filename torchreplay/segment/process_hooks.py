@@ -1,0 +1,58 @@
+"""The buffers that this process has open, and what becomes of them when it forks or ends."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import weakref
+from contextlib import suppress
+from multiprocessing import util
+from typing import TYPE_CHECKING
+
+from torchreplay import _C
+
+if TYPE_CHECKING:
+    from torchreplay.buffer.replay_buffer import ReplayBuffer
+
+open_buffers: weakref.WeakSet[ReplayBuffer] = weakref.WeakSet()
+
+
+def _all_open() -> list[ReplayBuffer]:
+    while True:
+        with suppress(RuntimeError):  # other threads open and close some meanwhile
+            return list(open_buffers)
+
+
+def _before_fork() -> None:
+    for buffer in _all_open():
+        with suppress(RuntimeError):  # another thread has just closed it
+            buffer._become_shared()
+
+
+def _in_child() -> None:
+    for buffer in _all_open():
+        buffer._become_childs()
+
+
+def _settle() -> None:
+    for buffer in _all_open():
+        with suppress(Exception):  # what cannot be applied has nobody left to be told
+            buffer._end()
+
+
+def _leave_files() -> None:
+    _settle()
+    _C.leave_files()
+
+
+def _in_multiprocessing_child(_: object) -> None:
+    # It has dropped what was to be done at the end until then, and has none of the interpreter's.
+    util.Finalize(None, _leave_files, exitpriority=-100)
+
+
+# Files are put to rest when this process ends in order, whoever still holds their memory then: the native core leaves
+# them when the interpreter has ended.
+atexit.register(_settle)
+atexit.register(_C.let_threads_sleep)  # daemon threads, where they would abort the process
+util.register_after_fork(open_buffers, _in_multiprocessing_child)
+os.register_at_fork(before=_before_fork, after_in_child=_in_child)

@@ -1,0 +1,230 @@
+"""Segments in files, which outlive every process that uses them: how one is made, and found again.
+
+Everyone who uses a file holds a shared `flock` on it, which the kernel takes back with his last mapping; who gets the
+exclusive one knows that nobody is left. The native core marks a file that its last user has put to rest.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import random
+import secrets
+import stat
+import struct
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchreplay import _C
+from torchreplay.errors import CheckpointError
+from torchreplay.segment.file_lock import lock
+from torchreplay.segment.handle import machine_id
+from torchreplay.segment.reservation import require_memory, size_text
+
+UNFINISHED = ".torchreplay-{}.unfinished"
+"""The name of a file that is being made, beside where it will be."""
+
+TRIES = 1000  # to find a file either used or unused, about 10 ms each
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFile:
+    """A file with a segment that is fit for use.
+
+    Attributes:
+        fd: Its descriptor, which holds the shared lock.
+        nonce: The segment's identity.
+        found_alone: Nobody else had it open.
+        dropped_rows: Rows that were being written when its last users died.
+    """
+
+    fd: int
+    nonce: int
+    found_alone: bool
+    dropped_rows: int
+
+
+def boot_number() -> int:
+    """Returns a number of 64 bits, never 0, that names the time since this machine was started."""
+    return int(machine_id().replace("-", "")[:16], 16) | 1
+
+
+class NewFile:
+    """A new file of `size` bytes, on the disk in full, for its owner's eyes only.
+
+    It has a name that nobody asks for until it is finished: whoever dies before leaves nothing at its path that is
+    taken for a buffer, or in the way of another. What such have left in the directory is removed. A context, which
+    finishes it when it ends in order, and else removes it.
+
+    Args:
+        path: Where it will be.
+        size: Its length in bytes.
+
+    Attributes:
+        fd: Its descriptor, with a shared lock; whoever uses it closes it.
+
+    Raises:
+        FileExistsError: Something is there already.
+        FileNotFoundError: Its directory is not there.
+        OSError: The disk has too little room, or the filesystem cannot hold shared memory. Nothing was touched.
+        MemoryError: The filesystem is a tmpfs, and there is too little memory.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        self._path = path
+        with suppress(FileNotFoundError):
+            os.lstat(path)  # which also refuses what can be no name
+            raise self._is_there()
+        _remove_unfinished(path.parent)
+        _require_room(path, size)
+        self.fd, self._place = -1, path.with_name(UNFINISHED.format(secrets.token_hex(8)))
+        try:
+            self._make()
+            os.posix_fallocate(self.fd, 0, size)  # or the first touch of a page without room would raise SIGBUS
+            _require_locks_and_mappings(self.fd)
+        except BaseException as error:
+            if self.fd >= 0:
+                os.close(self.fd)
+            self.discard()
+            if not isinstance(error, OSError):
+                raise
+            why = f"cannot hold a replay buffer of {size_text(size)}: {error.strerror}"
+            if error.errno == errno.ENOMEM:
+                raise MemoryError(f"{path} {why}") from None
+            raise OSError(error.errno, why, str(path)) from None
+
+    def finish(self) -> None:
+        """Gives it its name, or removes it.
+
+        Raises:
+            FileExistsError: Something has come there meanwhile.
+        """
+        try:
+            _C.rename_new(os.fsencode(self._place), os.fsencode(self._path))
+        except FileExistsError:
+            self.discard()
+            raise self._is_there() from None
+        except BaseException:
+            self.discard()
+            raise
+
+    def discard(self) -> None:
+        """Removes it, unless it is finished."""
+        with suppress(FileNotFoundError):
+            os.unlink(self._place)
+
+    def __enter__(self) -> NewFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.finish()
+        else:
+            self.discard()
+
+    def _make(self) -> None:
+        while self.fd < 0:
+            self.fd = os.open(self._place, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self.fd, fcntl.LOCK_SH)
+            if not os.fstat(self.fd).st_nlink:  # another one, who found it without the lock, took it for a dead one's
+                os.close(self.fd)
+                self.fd = -1
+
+    def _is_there(self) -> FileExistsError:
+        return FileExistsError(
+            errno.EEXIST,
+            "there is a file already: if it is a buffer, ReplayBuffer.open brings it back; delete it to make a new one",
+            str(self._path),
+        )
+
+
+def _remove_unfinished(directory: Path) -> None:
+    """Removes the files of those who died before they had finished them."""
+    for place in directory.glob(UNFINISHED.format("*")):
+        with suppress(OSError):  # another removes it, or it is another user's
+            fd = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(place)
+            finally:
+                os.close(fd)
+
+
+def _require_room(path: Path, size: int) -> None:
+    disk = os.statvfs(path.parent)
+    free = disk.f_bavail * disk.f_frsize
+    if size > free:
+        raise OSError(
+            errno.ENOSPC,
+            f"the replay buffer needs {size_text(size)}, and the disk has {size_text(free)} left: choose a smaller "
+            f"capacity or smaller fields",
+            str(path),
+        )
+    if _is_in_memory(path.parent):
+        require_memory(size, "replay buffer on a tmpfs")
+
+
+def _is_in_memory(directory: Path) -> bool:
+    device = os.stat(directory).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    mounts = (line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines())
+    return any(mount[2] == number and mount[mount.index("-") + 1] == "tmpfs" for mount in mounts)
+
+
+def _require_locks_and_mappings(fd: int) -> None:
+    """Tries what the core relies on: shared mappings, and byte locks that leave `flock` alone (not so on NFS)."""
+    mmap.mmap(fd, mmap.PAGESIZE).close()
+    other = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.fcntl(other, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0))
+    except OSError as error:
+        raise OSError(error.errno, f"its filesystem has no locks of single bytes ({error.strerror})") from None
+    finally:
+        os.close(other)
+
+
+def open_file(path: Path) -> OpenFile:
+    """Returns the file `path`, repaired if its last users died.
+
+    Raises:
+        FileNotFoundError: There is none.
+        PermissionError: It belongs to another user.
+        CheckpointError: It is no replay buffer, of another version, truncated or damaged.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{path} holds no replay buffer: it is no regular file")
+        if status.st_uid != os.geteuid():
+            raise PermissionError(
+                errno.EPERM, "only the user who owns the file of a replay buffer can open it", str(path)
+            )
+        return _claim(fd, path)
+    except BaseException as error:
+        os.close(fd)
+        if isinstance(error, ConnectionError):
+            raise CheckpointError(f"{path} cannot be opened as a replay buffer: {error}") from None
+        raise
+
+
+def _claim(fd: int, path: Path) -> OpenFile:
+    for _ in range(TRIES):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock(fd, fcntl.LOCK_SH, f"another process that repairs {path}, or puts it to rest")
+            nonce = _C.nonce_in_use(fd, boot_number())
+            if nonce is not None:
+                return OpenFile(fd, nonce, False, 0)
+            fcntl.flock(fd, fcntl.LOCK_UN)  # whoever held it has left
+            time.sleep(random.uniform(0, 0.02))  # or two who open it could keep each other out
+        else:
+            nonce, dropped_rows = _C.repair_file(fd, boot_number())
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            return OpenFile(fd, nonce, True, dropped_rows)
+    raise CheckpointError(f"{path} cannot be opened as a replay buffer: other processes hold it, but do not use it")

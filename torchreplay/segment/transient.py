@@ -1,0 +1,58 @@
+"""What `torch.save` writes in place of objects that no file can keep: they end with their processes."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any, NoReturn
+
+import torch
+
+from torchreplay.errors import AttachError
+
+
+class NotSaved:
+    """Stands in what `torch.load` returns for an object that was not saved with the rest. Its use is an `AttachError`.
+
+    Args:
+        kind: What it was, such as "ReplayBuffer".
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__") or name == "_kind":  # which Python asks every object for
+            raise AttributeError(name)
+        raise AttachError(
+            f"this is no {self._kind}: that one was not saved with the file that was loaded. Give another one, as in "
+            f"MyModule.load_from_checkpoint(path, buffer=buffer)"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NotSaved, (self._kind,)
+
+    def __repr__(self) -> str:
+        return f"NotSaved({self._kind!r})"
+
+
+torch.serialization.add_safe_globals([NotSaved])  # so that torch.load(weights_only=True) takes it
+
+
+class Transient:
+    """An object that pickles for other processes while it lives, and is left out of what `torch.save` writes.
+
+    A handle in a file could not be attached later, and a checkpoint that holds one could not be loaded at all.
+    """
+
+    def __reduce_ex__(self, protocol: Any) -> str | tuple[Any, ...]:
+        # No pickler says what it pickles for. Its `dump` is native, so that the frame before is that of its caller.
+        if sys._getframe(1).f_globals.get("__name__") != "torch.serialization":
+            return super().__reduce_ex__(protocol)
+        kind = type(self).__name__
+        warnings.warn(
+            f"what torch.save writes has a {kind} in it, which no file can keep: it is left out. If it is among the "
+            f'hyperparameters of a LightningModule, ignore that argument: save_hyperparameters(ignore=["buffer"])',
+            stacklevel=2,
+        )
+        return NotSaved, (kind,)

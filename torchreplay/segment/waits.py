@@ -1,0 +1,260 @@
+"""Waits that can always say what they wait for, and that end when nobody is left to end them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+
+from torchreplay.errors import ReplayTimeout, Stopped, WouldBlockForever
+from torchreplay.segment.progress import PATIENCE, LiveLine
+from torchreplay.validation import checked_timeout
+
+if TYPE_CHECKING:
+    from torchreplay._C import Census
+
+logger = logging.getLogger("torchreplay")
+
+NEVER = (1 << 63) - 1
+"""A deadline, in monotonic nanoseconds, that does not come."""
+
+SLICE_NS = 50_000_000
+"""Waits look around this often: for signals, deadlines, deaths, and rows whose wake-up got lost."""
+
+RETURN_GRACE = 5.0
+"""Seconds for which a learner believes that writers who are gone may come back: restarts take this long."""
+
+STARTUP_GRACE = 120.0
+"""Seconds for which a learner waits for the first writer of a buffer that was handed to other processes."""
+
+IN_VAIN = 1.0
+"""Seconds for which a ring must be seen without a complete item before a learner believes that it completes none."""
+
+LOG_EVERY = 10.0
+"""Seconds between two warnings of one long wait."""
+
+STALL_LIMIT = 60.0
+"""Seconds after which a writer that finds every slot held by stopped writers gives up."""
+
+
+Meanwhile: TypeAlias = Callable[[], None]
+MEANWHILE: ContextVar[Meanwhile | None] = ContextVar("MEANWHILE", default=None)
+"""What waits that begin in this context call whenever they look around."""
+
+
+class Watched(Protocol):
+    """What a wait looks at: a segment, or whatever tells the same of several."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it was stopped."""
+
+    def census(self, unused_count_as_others: bool, /) -> Census:
+        """Returns who takes part."""
+
+
+class Wait:
+    """One wait: its start, its deadline, and the reasons to give it up."""
+
+    def __init__(self, segment: Watched, timeout: float | None) -> None:
+        self._segment = segment
+        seconds = checked_timeout(timeout)
+        self._timeout = None if seconds == math.inf else seconds
+        self._log_at = LOG_EVERY
+        self._barren_since: float | None = None
+        self._meanwhile = MEANWHILE.get()
+        self._start = time.monotonic()
+
+    @property
+    def deadline_ns(self) -> int:
+        """When the timeout is over, by the monotonic clock: for waits in the native core."""
+        return NEVER if self._timeout is None else int(min((self._start + self._timeout) * 1e9, float(NEVER >> 1)))
+
+    def slice_ns(self) -> int:
+        """Returns how long to sleep now.
+
+        Raises:
+            Stopped: The buffer was stopped.
+        """
+        self._check_stopped()
+        if self._meanwhile is not None:
+            self._meanwhile()
+        if self._timeout is None:
+            return SLICE_NS
+        left = self._timeout - (time.monotonic() - self._start)
+        return max(0, min(SLICE_NS, int(left * 1e9)))
+
+    @property
+    def expired(self) -> bool:
+        """Whether the timeout is over."""
+        return self._timeout is not None and time.monotonic() - self._start >= self._timeout
+
+    def check_rows(
+        self, inserted: int, needed: int, drawable: int, size: int | None, complete_when: str, remark: str = ""
+    ) -> None:
+        """Gives up a wait for rows that nobody will write, or that took too long; a long one is logged.
+
+        Args:
+            inserted: Items that became drawable so far.
+            needed: How many the limiter asks for.
+            drawable: Items that can be drawn now.
+            size: Rows held; None where that is not known.
+            complete_when: When an item can be, as the view says.
+            remark: What else there is to say about these figures.
+
+        Raises:
+            Stopped: The buffer was stopped.
+            WouldBlockForever: No writer is left.
+            ReplayTimeout: The deadline has passed.
+        """
+        self._barren_since = None
+        census = self._segment.census(threading.active_count() > 1)
+        why = f" ({complete_when})" if complete_when and not drawable else ""
+        self._check_stopped()  # last: who stops it may leave at once, and that is no reason to give up
+        held = "" if size is None else f", size: {size:,} rows"
+        figures = (
+            f"{inserted:,} items were inserted, {needed:,} are needed and {drawable:,} can be drawn{why}; writers "
+            f"alive: {census['writers']}, last write: {_ago(census['since_write'])}{held}{remark}"
+        )
+        if not census["others_writing"] and not census["supervisors"]:
+            self._check_writers(census, figures)
+        if self.expired:
+            raise ReplayTimeout(f"no batch within {self._timeout:.10g} s: {figures}")
+        self._tell("rows", figures)
+
+    def check_turns(self, trouble: str) -> None:
+        """Gives up a wait for items that the ring does not complete, however often it turns.
+
+        A small ring that turns fast may be without a complete item at one look, and another: it counts when it was so
+        at each, for `IN_VAIN` seconds.
+
+        Raises:
+            RuntimeError: It was; `trouble` says what it means.
+            ReplayTimeout: The deadline has passed before that.
+        """
+        now = time.monotonic()
+        self._barren_since = now if self._barren_since is None else self._barren_since
+        if now - self._barren_since >= IN_VAIN:
+            raise RuntimeError(trouble)
+        if self.expired:
+            raise ReplayTimeout(f"no batch within {self._timeout:.10g} s: {trouble}")
+
+    def check_delivery(self, waiting_for: str) -> None:
+        """Says, now and then, what keeps the rows of a remote writer from being taken."""
+        self._tell(waiting_for, "the buffer is on another node")
+
+    def _tell(self, what: str, figures: str) -> None:
+        """Says what is waited for, now and then."""
+        waited = time.monotonic() - self._start
+        if waited >= self._log_at:
+            self._log_at += LOG_EVERY
+            logger.warning("waiting for %s since %.0f s: %s", what, waited, figures)
+
+    def end(self) -> None:
+        """Called when the wait is over, whatever ended it."""
+
+    def _check_stopped(self) -> None:
+        if self._segment.stopped:
+            raise Stopped("the replay buffer was stopped")
+
+    def _check_writers(self, census: Census, figures: str) -> None:
+        waited, gone = time.monotonic() - self._start, census["since_departure"]
+        if not census["shared"]:
+            reason = "no other thread holds a writer and the buffer was never handed to another process"
+        elif gone >= 0 and min(gone, waited) >= RETURN_GRACE:
+            reason = f"the last writer or learner left {gone:.0f} s ago"
+        elif gone < 0 and waited >= STARTUP_GRACE:
+            reason = f"no writer has come in {waited:.0f} s: did the explorers fail to start?"
+        else:
+            return
+        raise WouldBlockForever(
+            f"sample() would wait for ever: {figures}; {reason}. Write more rows, start explorers, or ask less of the "
+            f"limiter; buffer.expect_writers() says that writers will come"
+        )
+
+    def check_room(self, balance: Callable[[], str]) -> None:
+        """Gives up a wait for a learner that cannot come; a long one is logged.
+
+        Args:
+            balance: Tells what was inserted and drawn, and what the limiter makes of it.
+
+        Raises:
+            Stopped: The buffer was stopped.
+            WouldBlockForever: This is the only process, and it has no other thread that could draw.
+        """
+        census = self._segment.census(True)
+        alone = not census["shared"] and threading.active_count() == 1
+        self._check_stopped()  # last, as in check_rows
+        if alone and not census["others_learning"]:
+            raise WouldBlockForever(
+                f"append() would wait for ever: {balance()}; writers alive: {census['writers']}, last write: "
+                f"{_ago(census['since_write'])}; there is no other thread and no other process to draw. Draw more "
+                f"batches between appends, give SamplesPerInsert a tolerance with room for all rows of a call, or use "
+                f"MinSize"
+            )
+        figures = f"learners alive: {census['learners']}"
+        if census["learners"] and not census["others_learning"]:
+            figures += ", which is this thread itself: it waits for itself, unless another comes. Draw between appends"
+        self._tell("the learner to draw more, as the limiter wants it", figures)
+
+
+Listener: TypeAlias = Literal["owners", "learners", "supervisors"]
+
+
+class Audience:
+    """Whether anybody is left to draw what is written.
+
+    Args:
+        segment: What is written to.
+        listeners: Those of whom one must be there.
+    """
+
+    def __init__(self, segment: Watched, listeners: Sequence[Listener] = ("owners", "learners", "supervisors")) -> None:
+        self._segment, self._listeners = segment, listeners
+        self._alone_since: float | None = None
+
+    def check(self) -> None:
+        """Looks who is there; to be called about once a second.
+
+        Raises:
+            Stopped: Nobody has been there to draw for some seconds.
+        """
+        census = self._segment.census(True)
+        now = time.monotonic()
+        if any(census[who] for who in self._listeners):
+            self._alone_since = None
+        elif self._alone_since is None:
+            self._alone_since = now
+        elif now - self._alone_since >= RETURN_GRACE:
+            raise Stopped(
+                f"since {now - self._alone_since:.0f} s nobody draws what this writer writes: the process that made "
+                f"the buffer is gone or has closed it, and no learner is left"
+            )
+
+
+class ShownWait(Wait):
+    """A wait that a terminal shows as one live line while it lasts."""
+
+    _line: LiveLine | None = None
+
+    def _tell(self, what: str, figures: str) -> None:
+        waited = time.monotonic() - self._start
+        if self._line is None and waited >= PATIENCE:
+            self._line = LiveLine.on_terminal()
+        if self._line is None:
+            super()._tell(what, figures)
+        else:
+            self._line.show(f"waiting for {what} since {waited:.0f} s: {figures}")
+
+    def end(self) -> None:
+        """Takes the line away."""
+        if self._line is not None:
+            self._line.close()
+
+
+def _ago(seconds: float) -> str:
+    return "never" if seconds < 0 else f"{seconds:.1f} s ago"

@@ -1,0 +1,1 @@
+"""Module weights from the learner to the explorers."""

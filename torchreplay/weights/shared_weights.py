@@ -1,0 +1,246 @@
+"""Module weights from the learner to the explorers, through shared memory."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchreplay import _C
+from torchreplay.errors import AttachError, ReplayTimeout
+from torchreplay.segment.handle import Handle, lasting_handle, new_nonce, open_handle
+from torchreplay.segment.ray_node import is_elsewhere
+from torchreplay.segment.reservation import reserve
+from torchreplay.segment.transient import Transient
+from torchreplay.segment.waits import SLICE_NS
+from torchreplay.weights.module_state import load_copies, module_state
+
+ALIGNMENT = 64
+PUBLISH_PATIENCE = 20.0  # seconds that a publisher waits for another one
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where one tensor of the state dict lies in a buffer."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class SharedWeights(Transient):
+    """The newest weights of a module, in shared memory; pickles like the buffer.
+
+    `copy.deepcopy` makes weights of their own memory: the newest ones, and their version.
+
+    On another node of a Ray cluster than the learner's they are fetched through Ray; `pull` is the same.
+
+    Modules are looked at through `torch.compile`, `DistributedDataParallel` and `DataParallel`: a learner may wrap its
+    module, or parts of it, otherwise than its explorers do.
+
+    Two buffers: a publication is written into one while readers copy the other, so that nobody waits, a reader never
+    sees half of one, and a publisher that dies in the middle leaves the last complete publication in place.
+
+    Args:
+        module: Its `state_dict()` (parameters, buffers) gives names, shapes and dtypes, and the weights of version 0.
+
+    Raises:
+        ValueError: The module has no weights.
+        MemoryError: Too little memory is left.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        state = module_state(module)
+        entries = _entries_of(state)
+        self._create(entries, entries[-1].offset + entries[-1].nbytes, 0)
+        self._write(state, 0)
+
+    def _create(self, entries: tuple[Entry, ...], nbytes: int, version: int) -> None:
+        """Makes the memory, whose buffer of that version is to be filled before anybody else has this object."""
+        nonce = new_nonce()
+        fd = reserve(_C.weights_bytes(nbytes), "shared weights")
+        try:
+            self._native = _C.Weights(fd, True, nonce, nbytes, version)
+        finally:
+            os.close(fd)
+        self._entries = entries
+        self._nonce = nonce
+        self._origin: Handle | None = None  # by which it was attached
+        self._nbytes = nbytes
+        self._pulled = -1
+        self._pulled_into: Callable[[], nn.Module | None] = _nowhere
+
+    @classmethod
+    def _attach(cls, handle: Handle, entries: tuple[Entry, ...], nbytes: int) -> SharedWeights:
+        if is_elsewhere(handle.node):
+            from torchreplay.ray.remote.remote_weights import (
+                RemoteWeights,  # only a process in which Ray is running comes here
+            )
+
+            return RemoteWeights(handle, entries, nbytes)
+        fd = open_handle(handle, "set of shared weights")
+        self = cls.__new__(cls)
+        try:
+            self._native = _C.Weights(fd, False, handle.nonce, nbytes)
+        except RuntimeError as error:
+            raise AttachError(str(error)) from None
+        finally:
+            os.close(fd)
+        self._entries = entries
+        self._nonce = handle.nonce
+        self._origin = handle
+        self._nbytes = nbytes
+        self._pulled = -1
+        self._pulled_into = _nowhere
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        handle = lasting_handle(self._native.fd, self._nonce, self._origin)
+        return attached_weights, (handle, self._entries, self._nbytes)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedWeights:
+        while True:
+            version = self._native.version
+            newest = self._native.buffer(version).clone()
+            if self._native.intact(version):
+                break  # otherwise two publications came meanwhile: copy again
+        made = memo[id(self)] = type(self).__new__(type(self))
+        made._create(self._entries, self._nbytes, version)
+        made._native.buffer(version).copy_(newest)
+        return made
+
+    @property
+    def version(self) -> int:
+        """Number of publications so far. One atomic read."""
+        return self._native.version
+
+    @property
+    def pulled_version(self) -> int:
+        """The version that this object pulled last; -1 before the first pull."""
+        return self._pulled
+
+    def publish(self, module: nn.Module) -> int:
+        """Makes the module's weights the newest, and returns their version.
+
+        Raises:
+            ValueError: The module's weights differ in name, shape or dtype from those of the constructor.
+            ReplayTimeout: Another publisher is stopped in the middle.
+            RuntimeError: It is called by a signal's handler while its own thread publishes these weights.
+        """
+        state = self.require_like(module)
+        if self._native.publisher == threading.get_native_id():  # to end this one would end that one, half done
+            raise RuntimeError(
+                "this thread is publishing these weights already, and a signal's handler came in between: have the "
+                "handler set a flag, and publish when the thread sees it"
+            )
+        complete = False
+        try:  # before the lock is taken: a signal's handler may raise as soon as it is
+            self._begin_publish()
+            version = self.version + 1
+            self._write(state, version)
+            complete = True
+        finally:
+            self._native.end_publish(complete)
+        return version
+
+    def _begin_publish(self) -> None:
+        for _ in range(int(PUBLISH_PATIENCE * 1e9 / SLICE_NS)):
+            if self._native.begin_publish(SLICE_NS):
+                return
+        thread = self._native.publisher
+        where = "this process" if os.path.exists(f"/proc/self/task/{thread}") else "another process"
+        raise ReplayTimeout(
+            f"thread {thread} of {where} has been publishing weights for {PUBLISH_PATIENCE} s: it is stopped, or hangs"
+        )
+
+    def pull(self, module: nn.Module) -> bool:
+        """Copies the newest weights into the module, in place, unless the last pull put them there.
+
+        Returns:
+            False when there is nothing newer, which costs one atomic read. The first pull into a module copies.
+
+        Raises:
+            ValueError: The module's weights differ in name, shape or dtype from those of the constructor.
+        """
+        if self._native.version == self._pulled and self._pulled_into() is module:
+            return False
+        state = self.require_like(module)
+        while True:
+            version = self._native.version
+            self._copy_to(state, self._native.buffer(version))
+            if self._native.intact(version):
+                break  # otherwise two publications came meanwhile: copy again
+        load_copies(module, state)
+        self._pulled_into = _nowhere  # first: the module before this one has not got that version
+        self._pulled = version
+        self._pulled_into = weakref.ref(module)
+        return True
+
+    def _copy_to(self, state: dict[str, torch.Tensor], buffer: torch.Tensor) -> None:
+        for entry in self._entries:
+            state[entry.name].copy_(_view(buffer, entry))
+
+    def _write(self, state: dict[str, torch.Tensor], version: int) -> None:
+        buffer = self._native.buffer(version)
+        for entry in self._entries:
+            _view(buffer, entry).copy_(state[entry.name])
+
+    def require_like(self, module: nn.Module) -> dict[str, torch.Tensor]:
+        """Returns the module's weights and buffers by the names that they have without wrappers.
+
+        Raises:
+            ValueError: They differ from those shared in name, dtype or shape.
+        """
+        state = module_state(module)
+        given = {name: (t.dtype, tuple(t.shape)) for name, t in state.items()}
+        expected = {entry.name: (entry.dtype, entry.shape) for entry in self._entries}
+        if given != expected:
+            differing = sorted(n for n in given.keys() | expected.keys() if given.get(n) != expected.get(n))
+            first = differing[0]
+            raise ValueError(
+                f"the module's weights differ from those shared in {', '.join(differing[:5])}: {first} is "
+                f"{_told(given.get(first))}, expected {_told(expected.get(first))}; pass a module built like the one "
+                f"given to SharedWeights"
+            )
+        return state
+
+    def __repr__(self) -> str:
+        return f"SharedWeights(version {self.version}, {len(self._entries)} tensors, {self._nbytes / 2**20:.2f} MiB)"
+
+
+def attached_weights(handle: Handle, entries: tuple[Entry, ...], nbytes: int) -> SharedWeights:
+    """Returns the weights in the memory of others. Pickles name it: see `torchreplay.buffer.replay_buffer.attached`."""
+    return SharedWeights._attach(handle, entries, nbytes)
+
+
+def _nowhere() -> nn.Module | None:
+    """In place of a weak reference, before the first pull."""
+    return None
+
+
+def _told(weight: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
+    return "none" if weight is None else f"{weight[0]} {list(weight[1])}"
+
+
+def _entries_of(state: dict[str, torch.Tensor]) -> tuple[Entry, ...]:
+    entries = []
+    offset = 0
+    for name, tensor in state.items():
+        nbytes = tensor.numel() * tensor.element_size()
+        entries.append(Entry(name, tensor.dtype, tuple(tensor.shape), offset, nbytes))
+        offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
+    if not offset:
+        raise ValueError("the module has no weights to share")
+    return tuple(entries)
+
+
+def _view(buffer: torch.Tensor, entry: Entry) -> torch.Tensor:
+    return buffer[entry.offset : entry.offset + entry.nbytes].view(entry.dtype).view(entry.shape)
