@@ -51,7 +51,8 @@ clean:  ## remove what was built; the environment stays
 	rm -rf build dist *.egg-info torchreplay/*.abi3.so $(STAMPS)/build
 
 # clang-tidy sees all core headers as one unit, and each binding as another.
-CPP_FILES = $(wildcard cpp/*.h cpp/*.cpp cpp/python/*.h cpp/ops/*.h tests/cpp/*.h tests/cpp/*.cpp tests/fuzz/*.cpp)
+CPP_FILES = $(wildcard cpp/*.cpp cpp/*/*.h tests/cpp/*.h tests/cpp/*.cpp tests/fuzz/*.cpp)
+CPP_CORE = $(patsubst cpp/%,%,$(filter-out cpp/python/% cpp/ops/%,$(wildcard cpp/*/*.h)))
 CPP_INCLUDES = $(shell $(BIN)/python -c 'import importlib.util as u, os, sysconfig as s; \
     print("-Icpp -isystem", s.get_path("include"), "-isystem", os.path.dirname(u.find_spec("torch").origin) + "/include")')
 
@@ -60,7 +61,7 @@ lint: build  ## ruff, mypy, clang-format, clang-tidy, abi3audit
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
-	@mkdir -p build/lint && printf '#include "%s"\n' $(notdir $(wildcard cpp/*.h)) > build/lint/core.cpp
+	@mkdir -p build/lint && printf '#include "%s"\n' $(CPP_CORE) > build/lint/core.cpp
 	printf '%s\n' 'cpp/python.cpp -DPy_LIMITED_API=0x030B0000' 'cpp/ops.cpp -DTORCH_TARGET_VERSION=0x020b000000000000' \
 	    'build/lint/core.cpp -DNDEBUG' | xargs -P 2 -L 1 sh -c \
 	    '$(BIN)/clang-tidy --quiet "$$0" -- -std=c++20 "$$1" $(CPP_INCLUDES)'
@@ -95,7 +96,7 @@ $(STAMPS)/bench: $(STAMPS)/env
 	@touch $@
 
 # setuptools compiles again only the module whose sources changed.
-$(STAMPS)/build: setup.py $(wildcard cpp/*.h cpp/*.cpp cpp/python/*.h cpp/ops/*.h) $(STAMPS)/env
+$(STAMPS)/build: setup.py $(wildcard cpp/*.cpp cpp/*/*.h) $(STAMPS)/env
 	$(BIN)/python setup.py --quiet build_ext --inplace
 	@touch $@
 

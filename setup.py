@@ -4,7 +4,7 @@
 `torchreplay._ops` registers torch operators through LibTorch's stable ABI (target 2.11). One `cp311-abi3` binary of
 each serves every later Python and torch.
 
-TORCHREPLAY_FAULTS=1 in the environment: `_C` alone, with the fault points of cpp/fault.h, for tests.
+TORCHREPLAY_FAULTS=1 in the environment: `_C` alone, with the fault points of cpp/system/fault.h, for tests.
 """
 
 import importlib.util
@@ -54,7 +54,7 @@ class BuildAgainstTorch(build_ext):
 CALLS = Extension(
     "torchreplay._C",
     sources=["cpp/python.cpp"],
-    depends=["setup.py", *glob("cpp/*.h"), *glob("cpp/python/*.h")],
+    depends=["setup.py", *glob("cpp/*/*.h")],
     include_dirs=["cpp"],
     define_macros=[("Py_LIMITED_API", "0x030B0000"), *([("TORCHREPLAY_FAULTS", None)] if FAULTS else [])],
     extra_compile_args=[*COMPILE_ARGS, *(["-O1"] if FAULTS else [])],
@@ -64,7 +64,7 @@ CALLS = Extension(
 OPERATORS = Extension(
     "torchreplay._ops",
     sources=["cpp/ops.cpp"],
-    depends=["setup.py", *glob("cpp/*.h"), *glob("cpp/ops/*.h")],
+    depends=["setup.py", *glob("cpp/*/*.h")],
     include_dirs=["cpp"],
     define_macros=[("TORCH_TARGET_VERSION", "0x020b000000000000")],
     extra_compile_args=list(COMPILE_ARGS),

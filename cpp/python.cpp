@@ -3,13 +3,13 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include "checksum.h"
-#include "python/ahead.h"
 #include "python/faults.h"
 #include "python/import.h"
+#include "python/prefetcher.h"
 #include "python/segment.h"
 #include "python/streams.h"
 #include "python/weights.h"
+#include "system/checksum.h"
 
 namespace torchreplay::py {
 namespace {

@@ -1,4 +1,4 @@
-"""The native module built with fault points (`cpp/fault.h`), and an interpreter that runs the package with it.
+"""The native module built with fault points (`cpp/system/fault.h`), and an interpreter that runs the package with it.
 
 `python tests/fault_build.py` only builds.
 """

@@ -95,7 +95,7 @@ def load_driver(name: str) -> ctypes.CDLL:
         RuntimeError: The compiler (``$CXX``, or ``g++``) failed; the text is its own.
     """
     library = ROOT / "build" / "benchmarks" / f"{name}.so"
-    sources = [*HERE.glob("*.cpp"), *HERE.glob("*.h"), *(ROOT / "cpp").glob("*.h")]
+    sources = [*HERE.glob("*.cpp"), *HERE.glob("*.h"), *(ROOT / "cpp").rglob("*.h")]
     if not library.exists() or library.stat().st_mtime < max(source.stat().st_mtime for source in sources):
         library.parent.mkdir(parents=True, exist_ok=True)
         _compile(HERE / f"{name}.cpp", library)

@@ -10,10 +10,10 @@
 #include <stdexcept>
 #include <vector>
 
-#include "format.h"
-#include "ring.h"
-#include "sample.h"
-#include "update.h"
+#include "segment/format.h"
+#include "write/ring.h"
+#include "draw/sample.h"
+#include "draw/update.h"
 
 namespace benchmarks {
 namespace {

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "binary_tree.h"
-#include "random.h"
-#include "tree.h"
+#include "system/random.h"
+#include "tree/tree.h"
 
 namespace benchmarks {
 namespace {

@@ -5,9 +5,9 @@
 #include <memory>
 #include <mutex>
 
-#include "../file.h"
-#include "../participants.h"
-#include "../plan.h"
+#include "draw/plan.h"
+#include "session/segment_file.h"
+#include "write/participants.h"
 
 namespace torchreplay::ops {
 

@@ -7,10 +7,10 @@
 #include <cmath>
 #include <vector>
 
-#include "../sample.h"
-#include "../update.h"
-#include "attached.h"
-#include "tensors.h"
+#include "draw/sample.h"
+#include "draw/update.h"
+#include "ops/attached.h"
+#include "ops/tensors.h"
 
 namespace torchreplay::ops {
 

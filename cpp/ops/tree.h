@@ -5,10 +5,10 @@
 #include <cmath>
 #include <tuple>
 
-#include "../random.h"
-#include "../strata.h"
-#include "../tree.h"
-#include "tensors.h"
+#include "draw/strata.h"
+#include "ops/tensors.h"
+#include "system/random.h"
+#include "tree/tree.h"
 
 namespace torchreplay::ops {
 

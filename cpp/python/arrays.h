@@ -5,7 +5,7 @@
 
 #include <climits>
 
-#include "errors.h"
+#include "python/errors.h"
 
 namespace torchreplay::py {
 

@@ -3,12 +3,12 @@
 
 #include <algorithm>
 
-#include "../ahead.h"
-#include "../file.h"
-#include "../sample.h"
-#include "../update.h"
-#include "object.h"
-#include "tensors.h"
+#include "draw/sample.h"
+#include "draw/update.h"
+#include "prefetch/prefetcher.h"
+#include "python/object.h"
+#include "python/tensors.h"
+#include "session/segment_file.h"
 
 namespace torchreplay::py {
 

@@ -8,11 +8,11 @@
 #include <stdexcept>
 #include <system_error>
 
-#include "../blocks.h"
-#include "../format.h"
-#include "../participants.h"
-#include "../snapshot.h"
-#include "gil.h"
+#include "checkpoint/snapshot.h"
+#include "python/gil.h"
+#include "segment/format.h"
+#include "system/blocks.h"
+#include "write/participants.h"
 
 namespace torchreplay::py {
 

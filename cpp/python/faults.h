@@ -1,10 +1,10 @@
 // Fault points for tests in Python: functions that only a build with -DTORCHREPLAY_FAULTS has.
 #pragma once
 
-#include "../fault.h"
+#include "system/fault.h"
 
 #ifdef TORCHREPLAY_FAULTS
-#include "errors.h"
+#include "python/errors.h"
 
 namespace torchreplay::py {
 

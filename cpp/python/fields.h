@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "arrays.h"
+#include "python/arrays.h"
 
 namespace torchreplay::py {
 

@@ -1,9 +1,9 @@
 // `_C.Import`: rows of a checkpoint on their way into a segment.
 #pragma once
 
-#include "../import.h"
-#include "flow.h"
-#include "snapshot.h"
+#include "checkpoint/import.h"
+#include "python/snapshot.h"
+#include "python/waits.h"
 
 namespace torchreplay::py::importing {
 

@@ -1,8 +1,8 @@
 // The calls of a learner: drawing a batch, and feeding TD errors back.
 #pragma once
 
-#include "attached.h"
-#include "given.h"
+#include "python/attached.h"
+#include "python/out_batch.h"
 
 namespace torchreplay::py::segment {
 

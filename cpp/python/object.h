@@ -3,7 +3,7 @@
 
 #include <memory>
 
-#include "errors.h"
+#include "python/errors.h"
 
 namespace torchreplay::py {
 

@@ -1,7 +1,7 @@
 // What a segment is and holds: its description, its memory as tensors, the place in its stream of draws.
 #pragma once
 
-#include "attached.h"
+#include "python/attached.h"
 
 namespace torchreplay::py::segment {
 

@@ -1,12 +1,12 @@
 // `_C.Segment`: making, attaching and watching a segment.
 #pragma once
 
-#include "flow.h"
-#include "learner.h"
-#include "properties.h"
-#include "runs.h"
-#include "snapshot.h"
-#include "stats.h"
+#include "python/learner.h"
+#include "python/properties.h"
+#include "python/row_runs.h"
+#include "python/snapshot.h"
+#include "python/stats.h"
+#include "python/waits.h"
 
 namespace torchreplay::py {
 namespace segment {

@@ -6,9 +6,9 @@
 #include <functional>
 #include <tuple>
 
-#include "../snapshot.h"
-#include "attached.h"
-#include "flow.h"
+#include "checkpoint/snapshot.h"
+#include "python/attached.h"
+#include "python/waits.h"
 
 namespace torchreplay::py::segment {
 

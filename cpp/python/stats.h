@@ -1,7 +1,7 @@
 // The figures of a segment: who takes part, what was done, who waited.
 #pragma once
 
-#include "attached.h"
+#include "python/attached.h"
 
 namespace torchreplay::py::segment {
 

@@ -1,7 +1,7 @@
 // `reset`, `step` and whole episodes: the calls of a writer whose rows are linked, and the writer's type.
 #pragma once
 
-#include "relay.h"
+#include "python/row_block.h"
 
 namespace torchreplay::py::writer {
 

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <memory>
 
-#include "../blocks.h"
-#include "fields.h"
+#include "python/fields.h"
+#include "system/blocks.h"
 
 namespace torchreplay::py {
 

@@ -3,7 +3,7 @@
 
 #include <optional>
 
-#include "fields.h"
+#include "python/fields.h"
 
 namespace torchreplay::py {
 

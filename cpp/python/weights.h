@@ -1,9 +1,9 @@
 // `_C.Weights`: the shared memory behind SharedWeights.
 #pragma once
 
-#include "../weights.h"
-#include "object.h"
-#include "tensors.h"
+#include "python/object.h"
+#include "python/tensors.h"
+#include "segment/shared_weights.h"
 
 namespace torchreplay::py {
 

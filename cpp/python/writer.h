@@ -1,9 +1,9 @@
 // `_C.Writer`: the calls of an explorer.
 #pragma once
 
-#include "../lanes.h"
-#include "segment.h"
-#include "values.h"
+#include "python/segment.h"
+#include "python/values.h"
+#include "write/lanes.h"
 
 namespace torchreplay::py {
 

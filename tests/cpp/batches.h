@@ -3,7 +3,7 @@
 
 #include <cstring>
 
-#include "sample.h"
+#include "draw/sample.h"
 
 namespace torchreplay::testing {
 

@@ -5,7 +5,7 @@
 #include <optional>
 #include <set>
 
-#include "memory.h"
+#include "segment/memory.h"
 
 namespace torchreplay::testing {
 

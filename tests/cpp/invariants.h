@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "complete_items.h"
-#include "session.h"
+#include "session/segment_lock.h"
 
 namespace torchreplay::testing {
 

@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include "ahead.h"
+#include "prefetch/prefetcher.h"
 #include "segments.h"
 
 namespace torchreplay::testing {

@@ -11,9 +11,9 @@
 #include <string>
 #include <vector>
 
-#include "format.h"
-#include "ring.h"
 #include "sanitized.h"
+#include "segment/format.h"
+#include "write/ring.h"
 
 namespace torchreplay::testing {
 

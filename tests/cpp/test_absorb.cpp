@@ -4,10 +4,10 @@
 #include <random>
 #include <set>
 
-#include "absorb.h"
+#include "absorb/absorb.h"
+#include "draw/update.h"
 #include "invariants.h"
 #include "segments.h"
-#include "update.h"
 
 using namespace torchreplay;
 using namespace torchreplay::testing;

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "blocks.h"
+#include "system/blocks.h"
 
 using namespace torchreplay;
 

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "checksum.h"
+#include "system/checksum.h"
 
 using namespace torchreplay;
 

@@ -4,8 +4,8 @@
 
 #include "batches.h"
 #include "crowd.h"
+#include "draw/update.h"
 #include "invariants.h"
-#include "update.h"
 #include "views.h"
 
 using namespace torchreplay;

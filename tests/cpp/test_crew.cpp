@@ -6,7 +6,7 @@
 #include <thread>
 #include <vector>
 
-#include "crew.h"
+#include "draw/thread_pool.h"
 
 using namespace torchreplay;
 

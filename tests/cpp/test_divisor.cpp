@@ -3,7 +3,7 @@
 #include <random>
 #include <vector>
 
-#include "divisor.h"
+#include "system/divisor.h"
 
 using namespace torchreplay;
 

@@ -4,7 +4,7 @@
 #include <random>
 #include <vector>
 
-#include "element.h"
+#include "segment/element.h"
 
 using namespace torchreplay;
 

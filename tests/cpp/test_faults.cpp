@@ -7,13 +7,13 @@
 #include <map>
 
 #include "batches.h"
+#include "checkpoint/snapshot.h"
 #include "children.h"
+#include "draw/update.h"
 #include "explorers.h"
 #include "invariants.h"
-#include "participants.h"
-#include "snapshot.h"
-#include "update.h"
 #include "views.h"
+#include "write/participants.h"
 
 using namespace torchreplay;
 using namespace torchreplay::testing;

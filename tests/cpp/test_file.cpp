@@ -6,9 +6,9 @@
 
 #include "children.h"
 #include "explorers.h"
-#include "file.h"
-#include "participants.h"
+#include "session/segment_file.h"
 #include "views.h"
+#include "write/participants.h"
 
 using namespace torchreplay;
 using namespace torchreplay::testing;

@@ -3,7 +3,7 @@
 #include <cstddef>
 #include <random>
 
-#include "format.h"
+#include "segment/format.h"
 #include "segments.h"
 #include "views.h"
 

@@ -7,9 +7,9 @@
 
 #include "batches.h"
 #include "invariants.h"
-#include "lanes.h"
 #include "segments.h"
 #include "views.h"
+#include "write/lanes.h"
 
 using namespace torchreplay;
 using namespace torchreplay::testing;

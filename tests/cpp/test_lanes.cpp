@@ -3,8 +3,8 @@
 #include <boost/test/unit_test.hpp>
 #include <ostream>
 
-#include "lanes.h"
 #include "segments.h"
+#include "write/lanes.h"
 
 namespace torchreplay {
 

@@ -3,8 +3,8 @@
 #include <map>
 #include <random>
 
-#include "header.h"
-#include "layout.h"
+#include "segment/header.h"
+#include "segment/layout.h"
 
 using namespace torchreplay;
 

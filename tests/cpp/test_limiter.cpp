@@ -4,7 +4,7 @@
 #include <random>
 
 #include "invariants.h"
-#include "limiter.h"
+#include "segment/limiter.h"
 #include "segments.h"
 
 using namespace torchreplay;

@@ -3,8 +3,8 @@
 #include <random>
 
 #include "crowd.h"
+#include "draw/update.h"
 #include "invariants.h"
-#include "update.h"
 #include "views.h"
 
 using namespace torchreplay;

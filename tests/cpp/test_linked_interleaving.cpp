@@ -3,7 +3,7 @@
 #include <boost/test/unit_test.hpp>
 
 #include "crowd.h"
-#include "sample.h"
+#include "draw/sample.h"
 #include "traced.h"
 #include "views.h"
 

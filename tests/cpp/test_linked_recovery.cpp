@@ -2,10 +2,10 @@
 #include <boost/test/unit_test.hpp>
 #include <random>
 
+#include "draw/sample.h"
+#include "draw/update.h"
 #include "explorers.h"
-#include "sample.h"
 #include "traced.h"
-#include "update.h"
 #include "views.h"
 
 using namespace torchreplay;

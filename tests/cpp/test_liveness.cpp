@@ -12,9 +12,9 @@ void reach(std::string_view point);
 #include <thread>
 
 #include "children.h"
-#include "liveness.h"
-#include "participants.h"
+#include "segment/liveness.h"
 #include "segments.h"
+#include "write/participants.h"
 
 using namespace torchreplay;
 using namespace torchreplay::testing;

@@ -9,7 +9,7 @@ static void reach(std::string_view point);
 
 #include "children.h"
 #include "invariants.h"
-#include "mutex.h"
+#include "locking/mutex.h"
 #include "segments.h"
 
 using namespace torchreplay;

@@ -4,8 +4,8 @@
 #include <fstream>
 #include <string>
 
-#include "pages.h"
 #include "segments.h"
+#include "system/pages.h"
 
 using namespace torchreplay;
 using namespace torchreplay::testing;

@@ -2,7 +2,7 @@
 #include <boost/test/unit_test.hpp>
 #include <limits>
 
-#include "plan.h"
+#include "draw/plan.h"
 #include "views.h"
 
 using namespace torchreplay;

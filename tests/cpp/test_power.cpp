@@ -6,7 +6,7 @@
 #include <random>
 #include <vector>
 
-#include "power.h"
+#include "system/power.h"
 
 using namespace torchreplay;
 

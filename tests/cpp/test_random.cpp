@@ -3,7 +3,7 @@
 #include <set>
 #include <vector>
 
-#include "random.h"
+#include "system/random.h"
 
 using torchreplay::Philox;
 using torchreplay::philox_fill;

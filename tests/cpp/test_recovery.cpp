@@ -2,9 +2,9 @@
 #include <boost/test/unit_test.hpp>
 #include <random>
 
-#include "sample.h"
+#include "draw/sample.h"
+#include "draw/update.h"
 #include "traced.h"
-#include "update.h"
 
 using namespace torchreplay;
 using namespace torchreplay::testing;

@@ -4,10 +4,10 @@
 #include <set>
 #include <thread>
 
+#include "draw/sample.h"
 #include "invariants.h"
-#include "ring.h"
-#include "sample.h"
 #include "segments.h"
+#include "write/ring.h"
 
 using namespace torchreplay;
 using namespace torchreplay::testing;

@@ -2,9 +2,9 @@
 #include <boost/test/unit_test.hpp>
 #include <random>
 
+#include "draw/sample.h"
 #include "explorers.h"
 #include "invariants.h"
-#include "sample.h"
 #include "views.h"
 
 using namespace torchreplay;

@@ -5,7 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include "strata.h"
+#include "draw/strata.h"
 
 using torchreplay::draw_stratified;
 using torchreplay::PriorityTree;

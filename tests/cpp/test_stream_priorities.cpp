@@ -1,9 +1,9 @@
 #define BOOST_TEST_MODULE stream_priorities
 #include <boost/test/unit_test.hpp>
 
+#include "draw/update.h"
 #include "drawable.h"
 #include "explorers.h"
-#include "update.h"
 
 using namespace torchreplay;
 using namespace torchreplay::testing;

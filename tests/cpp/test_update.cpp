@@ -1,9 +1,9 @@
 #define BOOST_TEST_MODULE update
 #include <boost/test/unit_test.hpp>
 
+#include "draw/update.h"
 #include "invariants.h"
 #include "segments.h"
-#include "update.h"
 
 using namespace torchreplay;
 using namespace torchreplay::testing;

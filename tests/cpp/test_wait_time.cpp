@@ -3,7 +3,7 @@
 #include <thread>
 #include <vector>
 
-#include "wait_time.h"
+#include "locking/wait_time.h"
 
 using namespace torchreplay;
 

@@ -10,10 +10,10 @@ void reach(std::string_view point);
 #include <functional>
 
 #include "children.h"
+#include "draw/sample.h"
 #include "invariants.h"
-#include "participants.h"
-#include "sample.h"
 #include "segments.h"
+#include "write/participants.h"
 
 using namespace torchreplay;
 using namespace torchreplay::testing;

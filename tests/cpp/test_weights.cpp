@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "children.h"
+#include "segment/shared_weights.h"
 #include "segments.h"
-#include "weights.h"
 
 using namespace torchreplay;
 using namespace torchreplay::testing;

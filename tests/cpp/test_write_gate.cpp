@@ -4,10 +4,10 @@
 #include <thread>
 #include <vector>
 
-#include "participants.h"
-#include "sample.h"
+#include "draw/sample.h"
+#include "draw/update.h"
 #include "segments.h"
-#include "update.h"
+#include "write/participants.h"
 
 using namespace torchreplay;
 using namespace torchreplay::testing;

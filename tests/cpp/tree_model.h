@@ -12,7 +12,7 @@
 #include <random>
 #include <vector>
 
-#include "tree.h"
+#include "tree/tree.h"
 
 namespace torchreplay::testing {
 

@@ -1,7 +1,7 @@
 // Views as users make them.
 #pragma once
 
-#include "view.h"
+#include "segment/view.h"
 
 namespace torchreplay::testing {
 

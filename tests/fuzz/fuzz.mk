@@ -25,11 +25,11 @@ fuzz: $(SANITIZED)/torchreplay $(SANITIZED)/libfuzzer.so  ## coverage-guided fuz
 	$(BIN)/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS) $(ARGS)
 
 # The package, as links to the sources, with another native module.
-$(SANITIZED)/torchreplay: $(SANITIZED)/_C.abi3.so $(wildcard torchreplay/*.py)
+$(SANITIZED)/torchreplay: $(SANITIZED)/_C.abi3.so $(shell find torchreplay -name '*.py')
 	@rm -rf $@ && mkdir -p $@ && ln -s ../_C.abi3.so $@
 	@cp --recursive --symbolic-link --no-clobber $(CURDIR)/torchreplay $(SANITIZED)
 
-$(SANITIZED)/_C.abi3.so: $(SANITIZED)/coverage.o cpp/python.cpp $(wildcard cpp/*.h cpp/python/*.h)
+$(SANITIZED)/_C.abi3.so: $(SANITIZED)/coverage.o cpp/python.cpp $(wildcard cpp/*/*.h)
 	$(CXX) $(SANITIZED_FLAGS) -fsanitize=address,undefined -fno-sanitize-recover=all -Wno-stringop-overflow \
 	    -fsanitize-coverage=trace-pc,trace-cmp -shared -DPy_LIMITED_API=0x030B0000 $(CPP_INCLUDES) cpp/python.cpp $< -o $@
 

@@ -1,4 +1,4 @@
-/* The gate at which writers give way to learners (cpp/write_gate.h): two writers, a learner that may die at any step,
+/* The gate at which writers give way to learners (cpp/locking/write_gate.h): two writers, a learner that may die at any step,
  * and a stranger who writes anything to the gate at any moment. README.md says what is left out.
  *
  *   ROWS      rows of each writer

@@ -1,0 +1,226 @@
+// Turning written rows into drawable items. Everything here runs under the segment's mutex.
+#pragma once
+
+#include "absorb/leaves.h"
+#include "absorb/pending.h"
+#include "absorb/sampled_bitmap.h"
+#include "absorb/streams.h"
+
+namespace torchreplay {
+
+// Marks that derived state is being changed, so that whoever finds the owner dead knows what to rebuild.
+class DirtyScope {
+ public:
+  DirtyScope(Header& h, Dirty what) : header_(h), exceptions_(std::uncaught_exceptions()) {
+    h.dirty = what;
+    kill_fence();
+    TORCHREPLAY_FAULT("dirty.set");
+  }
+  ~DirtyScope() {
+    if (std::uncaught_exceptions() > exceptions_) return;  // left half done: whoever locks next repairs it
+    TORCHREPLAY_FAULT("dirty.over");
+    kill_fence();
+    header_.dirty = Dirty::kClean;
+    TORCHREPLAY_FAULT("dirty.clean");
+  }
+  DirtyScope(const DirtyScope&) = delete;
+
+ private:
+  Header& header_;
+  int exceptions_;
+};
+
+class Absorber {
+ public:
+  explicit Absorber(SegmentMemory& m)
+      : memory_(m),
+        header_(m.header()),
+        linked_(m.layout().view.linked()),
+        tree_(m.tree()),
+        leaves_(tree_),
+        initial_(header_, tree_),
+        drawn_(m),
+        pending_(m),
+        streams_(m) {}
+
+  // Most slots visited while the mutex is held in one piece.
+  static constexpr uint64_t kChunk = 4096;
+
+  // One bounded step of bringing slots up to date with the tickets below `head`. True: nothing is left to do.
+  bool step(uint64_t head) {
+    head = std::max(head, header_.absorbed);  // another learner may have gone further between two steps
+    if (header_.absorbed >= head && header_.pending == 0) return true;
+    const DirtyScope dirty(header_, Dirty::kSlots);
+    initial_.refresh();
+    head_ = head;
+    uint64_t& from = header_.absorbed;
+    if (head > memory_.capacity()) from = std::max(from, head - memory_.capacity());
+    kill_fence();
+    if (from < head) {
+      const uint64_t to = std::min(head, from + kChunk);
+      for (uint64_t key = from; key < to; key++) sync(memory_.slot_of(key), key);
+      TORCHREPLAY_FAULT("absorb.synced");
+      leaves_.flush();
+      TORCHREPLAY_FAULT("absorb.flushed");
+      kill_fence();
+      from = to;
+      TORCHREPLAY_FAULT("absorb.cursor");
+      if (to < head) return false;
+    }
+    // A row waits for its predecessor, which may lie further on: once that is absorbed, the next pass takes the row.
+    do {
+      adopted_ = deferred_ = 0;
+      pending_.each([&](uint64_t slot) { sync_below(slot, head); });
+      TORCHREPLAY_FAULT("absorb.pass");
+    } while (adopted_ && deferred_);
+    leaves_.flush();
+    return true;
+  }
+
+  // Brings one slot up to date: what a failed draw does, so that it cannot fail for ever.
+  void resync(uint64_t slot, uint64_t head) {
+    if (slot >= head) return;
+    const DirtyScope dirty(header_, Dirty::kSlots);
+    initial_.refresh();
+    head_ = head;
+    pending_.assign(slot, true);
+    TORCHREPLAY_FAULT("resync.marked");
+    kill_fence();
+    sync_below(slot, head);
+    TORCHREPLAY_FAULT("resync.synced");
+    leaves_.flush();
+  }
+
+  // An item that cannot be found, though all its rows were brought up to date: nobody will ever draw it.
+  void give_up(uint64_t anchor) {
+    const DirtyScope dirty(header_, Dirty::kSlots);
+    retire(anchor);
+    leaves_.flush();
+  }
+
+  // Brings to an end what an absorption was at when its process died. It had begun with one slot: one of the chunk that
+  // starts at the cursor, or a pending one. Leaves counts and sums to be computed anew. O(chunk + pending).
+  void finish_interrupted() {
+    const uint64_t most = std::min(kChunk, memory_.capacity());
+    head_ = header_.head.load(std::memory_order_acquire);
+    auto each_touched = [&](auto&& visit) {
+      for (uint64_t key = header_.absorbed; key < std::min(head_, header_.absorbed + most); key++)
+        visit(memory_.slot_of(key));
+      pending_.each(visit);
+    };
+    // Before any row: none may complete an item that was being cleared.
+    each_touched([&](uint64_t slot) {
+      uint64_t& at = memory_.at(slot);
+      if (at && is_gone(at, memory_.row(slot).word.load(std::memory_order_acquire))) evict(slot, at);
+    });
+    each_touched([&](uint64_t slot) {
+      RowFacts row;
+      uint64_t before = kNoSlot;
+      if (!memory_.at(slot)) return;
+      // The row before may be gone by now, and a link to it would come to lead to another stream's row.
+      if (linked_) streams_.drop_half_link(slot);
+      if (!streams_.facts_of(slot, row)) return;
+      if (linked_ && streams_.follows(row)) streams_.find_predecessor(row, before);
+      connect(slot, row, before);
+    });
+  }
+
+ private:
+  void sync_below(uint64_t slot, uint64_t head) {
+    if (slot < head) sync(slot, head - 1 - (head - 1 - slot) % memory_.capacity());
+  }
+
+  // `newest`: the newest ticket issued for this slot, below the head of this absorption.
+  void sync(uint64_t slot, uint64_t newest) {
+    RowHeader& row = memory_.row(slot);
+    uint64_t& at = memory_.at(slot);
+    const uint64_t word = row.word.load(std::memory_order_acquire);
+    if (at && is_gone(at, word)) evict(slot, at);
+    bool pending = slot_word::is_busy(word) || slot_word::key1(word) < newest + 1;
+    if (!at && slot_word::is_row(word)) pending |= !adopt(slot, at, word);
+    kill_fence();
+    pending_.assign(slot, pending);
+    TORCHREPLAY_FAULT("sync.done");
+  }
+
+  static bool is_gone(uint64_t at, uint64_t word) { return !slot_word::is_row(word) || slot_word::key1(word) != at; }
+
+  // Leaves first, for the links lead to them; `at` last: a crash in between must never hand the old row's priority to
+  // the new one. Whoever finds it half done can do it again.
+  void evict(uint64_t slot, uint64_t& at) {
+    retire(slot);
+    TORCHREPLAY_FAULT("evict.leaf");
+    if (linked_) {
+      streams_.each_item_with(slot, [&](uint64_t anchor) { retire(anchor); });
+      TORCHREPLAY_FAULT("evict.items");
+      kill_fence();
+      streams_.unlink(slot);
+    }
+    TORCHREPLAY_FAULT("evict.unlinked");
+    kill_fence();
+    at = 0;
+    TORCHREPLAY_FAULT("evict.at");
+    header_.rows--;
+    TORCHREPLAY_FAULT("evict.rows");
+  }
+
+  // The item anchored at a slot, if there is one, can be drawn no more.
+  void retire(uint64_t anchor) {
+    header_.evicted_unsampled += tree_.leaf(static_cast<int64_t>(anchor)) > 0 && !drawn_.contains(anchor);
+    leaves_.set(anchor, 0);
+  }
+
+  // False when the row has to wait: it is being overwritten right now, or comes before its predecessor.
+  bool adopt(uint64_t slot, uint64_t& at, uint64_t word) {
+    RowFacts row;
+    if (!read_facts(memory_, slot, word, row)) return false;
+    uint64_t before = kNoSlot;
+    if (linked_ && streams_.follows(row) && !streams_.find_predecessor(row, before)) {
+      deferred_++;
+      TORCHREPLAY_FAULT("adopt.deferred");
+      return false;
+    }
+    TORCHREPLAY_FAULT("adopt.facts");
+    at = slot_word::key1(word);
+    TORCHREPLAY_FAULT("adopt.at");
+    kill_fence();
+    header_.rows++;
+    TORCHREPLAY_FAULT("adopt.rows");
+    adopted_++;
+    connect(slot, row, before);
+    return true;
+  }
+
+  // Links an adopted row with its predecessor, and makes the items drawable that it completes. What is done already
+  // stays.
+  void connect(uint64_t slot, const RowFacts& row, uint64_t before) {
+    if (!linked_) return complete(slot, row.priority);
+    if (before != kNoSlot) streams_.link(before, slot);
+    TORCHREPLAY_FAULT("adopt.linked");
+    streams_.each_completed_by(slot, row, [&](uint64_t anchor, float priority) { complete(anchor, priority); });
+  }
+
+  void complete(uint64_t anchor, float priority) {
+    if (tree_.leaf(static_cast<int64_t>(anchor)) > 0) return;
+    drawn_.clear(anchor);
+    leaves_.set(anchor, initial_.of(priority));
+    TORCHREPLAY_FAULT("complete.leaf");
+    header_.inserted++;
+    TORCHREPLAY_FAULT("complete.counted");
+    header_.completed_at = head_;
+  }
+
+  SegmentMemory& memory_;
+  Header& header_;
+  bool linked_;
+  PriorityTree tree_;
+  LeafChanges leaves_;
+  InitialLeaf initial_;
+  DrawnItems drawn_;
+  PendingSet pending_;
+  Streams streams_;
+  uint64_t head_ = 0;  // of the running absorption
+  uint64_t adopted_ = 0, deferred_ = 0;
+};
+
+}  // namespace torchreplay

@@ -1,0 +1,120 @@
+// Changing the leaves of the tree while rows are absorbed. Runs under the segment's mutex.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <utility>
+
+#include "segment/memory.h"
+#include "system/fault.h"
+#include "system/power.h"
+
+namespace torchreplay {
+
+// (|priority| + eps)^alpha, the proportional variant of Schaul et al. 2016, section 3.3. Uniform sampling: 1. Where no
+// float holds that, the smallest or the largest normal number: never 0, which would mean that the item cannot be drawn.
+inline void leaves_of(const SamplerConfig& c, const double* raw, int64_t n, float* leaf) {
+  if (!c.prioritized) {
+    std::fill_n(leaf, n, 1.0f);
+    return;
+  }
+  using Double = std::numeric_limits<double>;
+  using Float = std::numeric_limits<float>;
+  constexpr int64_t kBlock = 256;
+  double base[kBlock];
+  for (int64_t from = 0; from < n; from += kBlock) {
+    const int64_t m = std::min(kBlock, n - from);
+    for (int64_t i = 0; i < m; i++) {
+      base[i] = std::min(std::max(std::fabs(raw[from + i]) + c.eps, Double::min()), Double::max());
+    }
+    power(base, m, c.alpha, leaf + from);
+    for (int64_t i = from; i < from + m; i++) leaf[i] = std::min(std::max(leaf[i], Float::min()), Float::max());
+  }
+}
+
+inline float leaf_of(const SamplerConfig& c, double raw) {
+  float leaf;
+  leaves_of(c, &raw, 1, &leaf);
+  return leaf;
+}
+
+// The leaf of an item that becomes drawable.
+class InitialLeaf {
+ public:
+  InitialLeaf(Header& h, const PriorityTree& tree) : header_(h), tree_(tree) { refresh(); }
+
+  // Others may have seen larger priorities since.
+  void refresh() { default_ = leaf_of(header_.sampler, header_.max_raw); }
+
+  // `priority`: raw, NaN for none given: then the largest one seen so far.
+  float of(float priority) {
+    if (std::isnan(priority)) return tree_.clamp(default_);
+    if (priority > header_.max_raw) {
+      header_.max_raw = priority;
+      TORCHREPLAY_FAULT("priority.largest");
+      refresh();
+    }
+    return tree_.clamp(leaf_of(header_.sampler, priority));
+  }
+
+ private:
+  Header& header_;
+  const PriorityTree& tree_;
+  float default_;
+};
+
+// Writes leaves at once, and lets the sums of the tree follow in flush(): in ascending runs, which the tree takes much
+// faster than single changes. A crash in between is repaired from the leaves.
+class LeafChanges {
+ public:
+  explicit LeafChanges(PriorityTree& tree) : tree_(tree) {}
+
+  // `leaf` is 0 or clamped.
+  void set(uint64_t slot, float leaf) {
+    const auto index = static_cast<int64_t>(slot);
+    float& now = tree_.leaves()[index];
+    if (now == leaf) return;
+    if (n_ == 0 || changes_[n_ - 1].index != index) {
+      if (n_ == kMost) flush();
+      ascending_ &= n_ == 0 || changes_[n_ - 1].index < index;
+      changes_[n_++] = {index, now};
+    }
+    now = leaf;
+  }
+
+  void flush() {
+    if (!ascending_) sort();
+    for (int k = 0; k < n_; k++) {
+      index_[k] = changes_[k].index;
+      was_[k] = changes_[k].was;
+      now_[k] = tree_.leaf(index_[k]);
+    }
+    if (n_) tree_.replace_sorted(index_, was_, now_, n_);
+    n_ = 0;
+    ascending_ = true;
+  }
+
+ private:
+  struct Change {
+    int64_t index;
+    float was;  // the leaf that the sums account for
+  };
+
+  // Of several changes of one leaf the first knows what the sums account for.
+  void sort() {
+    std::stable_sort(changes_, changes_ + n_, [](const Change& a, const Change& b) { return a.index < b.index; });
+    const Change* end = std::unique(changes_, changes_ + n_, [](auto& a, auto& b) { return a.index == b.index; });
+    n_ = static_cast<int>(end - changes_);
+  }
+
+  static constexpr int kMost = 512;
+  PriorityTree& tree_;
+  int n_ = 0;
+  bool ascending_ = true;
+  Change changes_[kMost];
+  int64_t index_[kMost];
+  float was_[kMost], now_[kMost];
+};
+
+}  // namespace torchreplay

@@ -1,0 +1,152 @@
+// Rows of a checkpoint, placed into an empty segment beside others who are attached to it: all of them become its rows,
+// or none. Their tickets are issued first, so that what others write meanwhile is newer and nothing of theirs is
+// touched; nothing is absorbed before the end, and whoever locks after the importer's death comes to that (Recovery).
+#pragma once
+
+#include "checkpoint/snapshot.h"
+
+namespace torchreplay {
+
+inline bool is_same(const LimiterConfig& a, const LimiterConfig& b) {
+  return a.min_size == b.min_size && a.ratio == b.ratio && a.min_diff == b.min_diff && a.max_diff == b.max_diff;
+}
+
+// One import. For one thread at a time.
+class Import {
+ public:
+  // Rows with keys below `head` are to come. Throws RowsRefused when there are rows already, or another import.
+  Import(SegmentMemory& m, uint64_t head)
+      : memory_(m),
+        header_(m.header()),
+        presence_(m.presence()),
+        generation_(fork_generation.load(std::memory_order_relaxed)) {
+    const Locked lock(memory_);
+    if (header_.importer) throw RowsRefused("the buffer is being restored already");
+    uint64_t before = header_.import_head;  // all tickets there may be: of imports that came to nothing
+    head = std::max(head, before);
+    if (header_.rows || header_.inserted || header_.head.load(std::memory_order_relaxed) != before) throw_taken();
+    header_.import_stage = ImportStage::kPlaces;
+    header_.import_head = head;
+    header_.imports++;
+    kill_fence();
+    header_.importer = presence_;
+    TORCHREPLAY_FAULT("import.begun");
+    if (!header_.head.compare_exchange_strong(before, head, std::memory_order_acq_rel)) {
+      header_.import_head = 0;  // all tickets are those of others: no other import
+      kill_fence();
+      header_.importer = 0;
+      throw_taken();
+    }
+    TORCHREPLAY_FAULT("import.issued");
+  }
+  // Gives up, if it did not come to its end: the next one to lock takes back what was placed.
+  ~Import() { give_up(); }
+  Import(const Import&) = delete;
+
+  // Rows with keys below `head` are to come as well. Throws RowsRefused when others have written meanwhile.
+  void issue(uint64_t head) {
+    const Locked lock(memory_);
+    const uint64_t before = header_.import_head;
+    if (head <= before) return;
+    uint64_t issued = before;
+    header_.import_head = head;
+    kill_fence();
+    if (header_.head.compare_exchange_strong(issued, head, std::memory_order_acq_rel)) return;
+    header_.import_head = before;
+    throw_taken();
+  }
+
+  // Places rows that Snapshot::copy_out() gave. Where two claim one slot the newer stays. Throws std::invalid_argument
+  // for a key that has no ticket.
+  void place(uint64_t n, const RowColumns& rows) {
+    for (uint64_t i = 0; i < n; i++)
+      if (rows.key[i] < 0 || static_cast<uint64_t>(rows.key[i]) >= header_.import_head)
+        throw std::invalid_argument("a key is out of range");
+    uint64_t mapped = 0;  // of the rows
+    for (uint64_t i = 0; i < n; i++) {
+      const uint64_t slot = slot_of(rows, i);
+      if (i == mapped) {
+        do mapped++;
+        while (mapped < n && slot_of(rows, mapped) == slot + (mapped - i));
+        memory_.map_for_writing(slot, slot + (mapped - i));
+      }
+      place_row(slot, i, rows);
+      TORCHREPLAY_FAULT("import.row");
+    }
+  }
+
+  // Makes them the segment's rows, and its counts those that were saved under `limiter`.
+  void finish(const Counts& saved, const LimiterConfig& limiter, uint64_t seed) {
+    Locked lock(memory_);
+    Counts& c = header_.imported;
+    c = saved;
+    c.stale_updates += header_.stale_updates;
+    c.unready_updates += header_.unready_updates;
+    header_.import_seed = seed;
+    header_.import_keeps_limiter = is_same(header_.limiter(), limiter);
+    TORCHREPLAY_FAULT("import.told");
+    kill_fence();
+    header_.import_stage = ImportStage::kPlaced;
+    kill_fence();
+    TORCHREPLAY_FAULT("import.placed");
+    Recovery(memory_).end_import();
+    ended_ = true;
+    publish_limit(memory_);
+  }
+
+  // Takes back what was placed.
+  void abandon() {
+    give_up();
+    TORCHREPLAY_FAULT("import.abandoned");
+    const Locked ends_it(memory_);
+    publish_limit(memory_);
+  }
+
+ private:
+  void give_up() {
+    uint32_t own = presence_;
+    const bool forked = generation_ != fork_generation.load(std::memory_order_relaxed);  // it is the parent's
+    if (!ended_ && !forked) header_.importer.compare_exchange_strong(own, kGone);
+    ended_ = true;
+  }
+
+  [[noreturn]] static void throw_taken() {
+    throw RowsRefused("the buffer holds rows already: restore a new one, before its explorers start");
+  }
+
+  uint64_t slot_of(const RowColumns& rows, uint64_t i) const {
+    return memory_.slot_of(static_cast<uint64_t>(rows.key[i]));
+  }
+
+  // As a writer does, for there may be others.
+  void place_row(uint64_t slot, uint64_t i, const RowColumns& rows) const {
+    const auto key = static_cast<uint64_t>(rows.key[i]);
+    RowHeader& row = memory_.row(slot);
+    uint64_t word = row.word.load(std::memory_order_acquire);
+    if (slot_word::key1(word) > header_.import_head || (slot_word::is_row(word) && slot_word::key1(word) > key)) return;
+    DrawnItems(memory_).mark(slot);  // first: who takes rows back looks there
+    kill_fence();
+    if (!row.word.compare_exchange_strong(word, slot_word::busy(key, slot_word::kLoaded), std::memory_order_acq_rel,
+                                          std::memory_order_relaxed))
+      return;  // a newer one
+    TORCHREPLAY_FAULT("import.busy");
+    std::atomic_thread_fence(std::memory_order_release);
+    const auto& fields = memory_.layout().fields;
+    for (size_t f = 0; f < fields.size(); f++)
+      copy_value(memory_.value(fields[f], slot), rows.values[f] + i * fields[f].nbytes, fields[f].nbytes);
+    row.set({static_cast<uint64_t>(rows.link[i]), static_cast<uint32_t>(rows.step[i]), rows.priority[i]},
+            memory_.layout().view.linked());
+    PriorityTree tree = memory_.tree();
+    tree.leaves()[slot] = tree.clamp(rows.leaf[i]);
+    TORCHREPLAY_FAULT("import.copied");
+    row.word.store(slot_word::done(key, slot_word::kLoaded), std::memory_order_release);
+  }
+
+  SegmentMemory& memory_;
+  Header& header_;
+  uint32_t presence_;
+  uint64_t generation_;
+  bool ended_ = false;
+};
+
+}  // namespace torchreplay

@@ -1,0 +1,112 @@
+// Rows copied out of a segment while others write to it.
+#pragma once
+
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "session/segment_lock.h"
+
+namespace torchreplay {
+
+// n rows, column by column: everything that has to come back.
+struct RowColumns {
+  std::vector<char*> values;  // of each field; nullptr: they are not copied
+  int64_t* key = nullptr;
+  float* leaf = nullptr;  // 0: could not be drawn
+  int64_t* link = nullptr;
+  int32_t* step = nullptr;
+  float* priority = nullptr;
+};
+
+// Rows cannot be copied, or imported, now. The message says why.
+struct RowsRefused : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+class Snapshot {
+ public:
+  explicit Snapshot(SegmentMemory& m) : memory_(m) {}
+
+  // The counters, and the limiter that they are of. Throws RowsRefused.
+  std::pair<Counts, LimiterConfig> counts() const {
+    const Header& h = memory_.header();
+    Locked lock(memory_);
+    require_restored();
+    lock.absorb();
+    publish_limit(memory_);
+    const LimiterConfig& limiter = h.limiter();
+    const Counts counts{h.head.load(std::memory_order_acquire),
+                        h.inserted,
+                        h.sampled,
+                        h.updated,
+                        h.stale_updates,
+                        h.unready_updates,
+                        h.draws.load(std::memory_order_relaxed),
+                        h.evicted_unsampled,
+                        h.streams.load(std::memory_order_relaxed),
+                        h.max_raw,
+                        h.priority_change,
+                        limiter.inserted_before,
+                        limiter.sampled_before,
+                        memory_.tree().grid_state()};
+    return {counts, limiter};
+  }
+
+  // Copies the rows in slots [from, to), without those that are overwritten meanwhile, and returns how many. Every row
+  // is exact; rows of different chunks are of different moments. Throws RowsRefused.
+  uint64_t copy_out(uint64_t from, uint64_t to, const RowColumns& out) {
+    uint64_t n = 0;
+    for (uint64_t first = from; first < to; first += kChunk) {
+      const uint64_t last = std::min(to, first + kChunk);
+      memory_.fetch(first, last);
+      look(first, last);
+      TORCHREPLAY_FAULT("save.looked");
+      for (uint64_t slot = first; slot < last; slot++)
+        if (at_[slot - first] && copy_row(slot, at_[slot - first], out, n)) out.leaf[n++] = leaf_[slot - first];
+    }
+    return n;
+  }
+
+ private:
+  static constexpr uint64_t kChunk = Absorber::kChunk;
+
+  bool linked() const { return memory_.layout().view.linked(); }
+
+  // Which rows the slots hold, and their leaves: of one moment.
+  void look(uint64_t first, uint64_t last) {
+    Locked lock(memory_);
+    lock.absorb();
+    publish_limit(memory_);
+    require_restored();
+    at_.assign(&memory_.at(first), &memory_.at(first) + (last - first));
+    const float* leaves = memory_.tree().leaves();
+    leaf_.assign(leaves + first, leaves + last);
+  }
+
+  void require_restored() const {
+    if (memory_.header().importer) throw RowsRefused("the buffer is being restored: save it when that is over");
+  }
+
+  bool copy_row(uint64_t slot, uint64_t key1, const RowColumns& out, uint64_t n) const {
+    RowHeader& row = memory_.row(slot);
+    const uint64_t word = row.word.load(std::memory_order_acquire);
+    if (!slot_word::is_row(word) || slot_word::key1(word) != key1) return false;
+    const auto& fields = memory_.layout().fields;
+    for (size_t f = 0; f < fields.size(); f++)
+      if (out.values[f])
+        copy_value(out.values[f] + n * fields[f].nbytes, memory_.value(fields[f], slot), fields[f].nbytes);
+    out.key[n] = static_cast<int64_t>(key1) - 1;
+    const RowMeta meta = row.meta(linked());
+    out.link[n] = static_cast<int64_t>(meta.link);
+    out.step[n] = static_cast<int32_t>(meta.step);
+    out.priority[n] = meta.priority;
+    return load_after_copy(row.word) == word;
+  }
+
+  SegmentMemory& memory_;
+  std::vector<uint64_t> at_;
+  std::vector<float> leaf_;
+};
+
+}  // namespace torchreplay

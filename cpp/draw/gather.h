@@ -1,0 +1,112 @@
+// Copying drawn rows out of the ring, without a lock: a row's word must name the row drawn before and after the copy.
+#pragma once
+
+#include <vector>
+
+#include "draw/copy.h"
+#include "segment/memory.h"
+
+namespace torchreplay {
+
+// What was drawn: the row in `slot` must still be this one.
+struct DrawnItem {
+  uint64_t slot, key1;
+  uint64_t mass, total, min_mass;
+  int64_t drawable;
+  uint64_t chance;  // a random word of the item's own
+};
+
+// Where a row's value lies, for somebody who copies it later: it is the one drawn as long as the row's word is this
+// one. A word of 0: there is no such row, and the value is zeros.
+struct RowPlace {
+  uint64_t slot, word;
+};
+
+// Where a batch goes: `values[o]` receives n values of output o, one after the other. Where `places` has somewhere for
+// them, the places of the output's rows go there instead, and nothing is copied.
+struct BatchPointers {
+  std::vector<char*> values;
+  int64_t* keys = nullptr;
+  float* weight = nullptr;
+  float* probability = nullptr;
+  uint64_t bytes = 0;               // of all values together that are copied
+  std::vector<RowPlace*> places{};  // of each output; empty: all are copied
+
+  RowPlace* places_of(size_t output) const { return places.empty() ? nullptr : places[output]; }
+};
+
+// Items that are single rows.
+class RowGather {
+ public:
+  explicit RowGather(SegmentMemory& m) : memory_(m) {}
+
+  // Copies the items whose numbers are in `todo`, and leaves in it those that were not, or no longer, what was drawn.
+  void gather(const std::vector<DrawnItem>& items, std::vector<int>& todo, const BatchPointers& out) {
+    const int count = static_cast<int>(todo.size());
+    items_ = items.data();
+    todo_ = todo.data();
+    count_ = count;
+    int failed = 0;
+    prefetch(0, count);
+    for (int first = 0; first < count; first += kBlock) {
+      prefetch(first + kBlock, count);
+      failed = gather_block(first, std::min(kBlock, count - first), failed, out);
+    }
+    todo.resize(failed);
+  }
+
+ private:
+  // Rows copied at a time: their lines arrive while the block before is copied.
+  static constexpr int kBlock = 16;
+
+  int gather_block(int first, int n, int failed, const BatchPointers& out) {
+    const auto& fields = memory_.layout().fields;
+    uint64_t word[kBlock];
+    for (int k = 0; k < n; k++) {
+      const DrawnItem& item = items_[todo_[first + k]];
+      word[k] = memory_.row(item.slot).word.load(std::memory_order_acquire);
+      if (!slot_word::is_row(word[k]) || slot_word::key1(word[k]) != item.key1) word[k] = 0;
+    }
+    for (size_t f = 0; f < fields.size(); f++) {
+      if (RowPlace* places = out.places_of(f))
+        for (int k = 0; k < n; k++) places[todo_[first + k]] = {items_[todo_[first + k]].slot, word[k]};
+      else if (can_stream(fields[f].nbytes, out.bytes))
+        stream_field(fields[f], out.values[f], first, n);
+      else
+        copy_field(fields[f], out.values[f], first, n);
+    }
+    for (int k = 0; k < n; k++) {
+      const int i = todo_[first + k];
+      const bool intact = word[k] && load_after_copy(memory_.row(items_[i].slot).word) == word[k];
+      if (!intact) todo_[failed++] = i;
+    }
+    return failed;
+  }
+
+  void copy_field(const Field& field, char* to, int first, int n) const {
+    with_size(field.nbytes, [&](auto bytes) {
+      for (int k = first; k < first + n; k++)
+        copy_payload(to + todo_[k] * bytes, memory_.value(field, items_[todo_[k]].slot), bytes);
+    });
+  }
+
+  void stream_field(const Field& field, char* to, int first, int n) const {
+    for (int k = first; k < first + n; k++) {
+      const int ahead = std::min(k + 1, count_ - 1);
+      stream_payload(to + todo_[k] * field.nbytes, memory_.value(field, items_[todo_[k]].slot),
+                     memory_.value(field, items_[todo_[ahead]].slot), field.nbytes);
+    }
+    finish_stream();
+  }
+
+  [[gnu::always_inline]] void prefetch(int first, int count) const {
+    for (int k = first; k < std::min(first + kBlock, count); k++) prefetch_row(memory_, items_[todo_[k]].slot);
+  }
+
+  SegmentMemory& memory_;
+  const DrawnItem* items_ = nullptr;
+  int* todo_ = nullptr;
+  int count_ = 0;
+};
+
+}  // namespace torchreplay

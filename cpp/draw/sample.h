@@ -1,0 +1,356 @@
+// Drawing a batch: targets and descent under the mutex, copies without it, and a redraw of every row that changed
+// meanwhile.
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include "absorb/sampled_bitmap.h"
+#include "draw/items.h"
+#include "draw/strata.h"
+#include "draw/thread_pool.h"
+#include "session/segment_lock.h"
+
+namespace torchreplay {
+
+// Names a draw: the same (seed, stream, step) and the same contents of the buffer give the same batch.
+struct DrawName {
+  uint64_t seed = 0;
+  uint32_t stream = 0;
+  uint64_t step = 0;
+};
+
+enum class Draw {
+  kDone,
+  kWait,     // the limiter wants more items, or none can be drawn yet
+  kBarren,   // whole turns of rows completed no item: waiting is in vain, unless they were not looked at
+  kStopped,  // the buffer was
+  kLapped,   // the ring turns faster than a batch is copied
+};
+
+// What a waiting learner has to know.
+struct Shortage {
+  uint64_t inserted = 0, needed = 0, drawable = 0;
+};
+
+// The tree as a draw found it: the sum of all leaves, the number of positive ones and the smallest of those; and the
+// exponent of its weights. Whoever mixes draws of several buffers needs all of it as of one moment.
+struct DrawnFrom {
+  double total = 0, smallest = 0;
+  int64_t drawable = 0;
+  double beta = 0;
+};
+
+class BatchSampler {
+ public:
+  // `plan`: what a batch consists of; nullptr for one of single rows. It must outlive the sampler.
+  explicit BatchSampler(SegmentMemory& m, const ItemPlan* plan = nullptr) : memory_(m), plan_(plan), copiers_(1) {
+    copiers_[0].emplace(m, plan);
+  }
+
+  // Threads that may share the copies of a large batch.
+  void set_threads(int n) { threads_ = std::max(1, n); }
+
+  // Slots that the last draw found unsettled: their writers lag, or are dead.
+  uint64_t pending() const { return pending_; }
+
+  // The tree as the last draw, or gather(), found it, before any redraw.
+  const DrawnFrom& drawn_from() const { return drawn_from_; }
+
+  // Copies the items anchored at `keys`, in their order, leaving out those that cannot be drawn (any more). Returns how
+  // many there are. Their weights and probabilities are those of a draw; `name`: of the one whose chances they take
+  // again.
+  int gather(const int64_t* keys, int n, double beta, const BatchPointers& out, const DrawName* name = nullptr) {
+    chance_.clear();
+    if (name) take_chances(*name, 0, n);
+    find_keys(keys, n);
+    for (;;) {
+      const int count = static_cast<int>(items_.size());
+      todo_.resize(count);
+      for (int i = 0; i < count; i++) todo_[i] = i;
+      TORCHREPLAY_FAULT("gather.found");
+      copy(out);
+      if (todo_.empty()) break;
+      size_t kept = 0, failed = 0;
+      for (size_t i = 0; i < items_.size(); i++)
+        if (failed < todo_.size() && todo_[failed] == static_cast<int>(i))
+          failed++;
+        else
+          items_[kept++] = items_[i];
+      items_.resize(kept);
+    }
+    drawn_from_.beta = beta;
+    finish(static_cast<int>(items_.size()), beta, out);
+    return static_cast<int>(items_.size());
+  }
+
+  // How many items a draw was of that was counted, and threw. The next draw takes it back, or who is told of it here.
+  int forget_given_up() { return std::exchange(counted_, 0); }
+
+  // Draws `n` items, stratified and with replacement. O(n (log capacity + bytes of an item)). Throws what a wait for
+  // the mutex throws; a draw that ends so in mid-copy stays counted until this draws again.
+  Draw sample(int n, double beta, const DrawName& name, const BatchPointers& out, Shortage& shortage,
+              const Patience& patience = {}) {
+    LearnerTurn turn(memory_);
+    items_.resize(n);
+    todo_.resize(n);
+    for (int i = 0; i < n; i++) todo_[i] = i;
+    for (uint32_t round = 0; round < kRounds; round++) {
+      const Draw outcome = draw(n, name, round, shortage, patience, turn);
+      if (outcome != Draw::kDone) return outcome;
+      TORCHREPLAY_FAULT("draw.drawn");
+      copy(out);
+      TORCHREPLAY_FAULT("draw.copied");
+      if (todo_.empty()) {
+        drawn_from_.beta = beta;
+        finish(n, beta, out);
+        counted_ = 0;
+        return Draw::kDone;
+      }
+      memory_.header().redraws.fetch_add(todo_.size(), std::memory_order_relaxed);
+      TORCHREPLAY_FAULT("draw.failed");
+    }
+    const Locked lock(memory_, patience);
+    take_back(n);
+    return Draw::kLapped;
+  }
+
+ private:
+  // Less than this is not worth another thread's while.
+  static constexpr uint64_t kPartBytes = uint64_t{512} << 10;
+  static constexpr int kPartItems = 16;
+
+  // A part of the items to copy; afterwards those that were not copied, and the slots of their rows.
+  struct Part {
+    std::vector<int> todo;
+    std::vector<uint64_t> touched;
+  };
+
+  // What one thread copies with.
+  class Copier {
+   public:
+    Copier(SegmentMemory& m, const ItemPlan* plan) : rows_(m) {
+      if (plan) items_.emplace(m, *plan);
+    }
+
+    void copy(const std::vector<DrawnItem>& items, Part& part, const BatchPointers& out) {
+      if (!items_) return rows_.gather(items, part.todo, out);
+      items_->gather(items, part.todo, out);
+      part.touched = items_->touched();
+    }
+
+   private:
+    RowGather rows_;
+    std::optional<ItemGather> items_;
+  };
+
+  // After so many redraws of one batch the ring turns faster than a batch is copied.
+  static constexpr uint32_t kRounds = 64;
+  // Takes no chance: nothing is relabelled.
+  static constexpr uint64_t kNoChance = std::numeric_limits<uint64_t>::max();
+  // Marks the stream of random words that items use for themselves.
+  static constexpr uint64_t kChances = uint64_t{1} << 47;  // rounds lie below
+
+  // Draws the items of todo_. Round 0 is the draw itself; later rounds redraw in the same strata.
+  Draw draw(int n, const DrawName& name, uint32_t round, Shortage& shortage, const Patience& patience,
+            LearnerTurn& turn) {
+    const int count = static_cast<int>(todo_.size());
+    random_.resize(count);
+    philox_fill(name.seed, name.stream | uint64_t{round} << 32, name.step, random_.data(), count);
+    take_chances(name, round, count);
+    Header& h = memory_.header();
+    Locked lock(memory_, patience);
+    if (h.stopped.load(std::memory_order_relaxed)) {
+      if (round) take_back(n);
+      return Draw::kStopped;
+    }
+    if (!round && counted_) take_back(counted_);
+    if (round) resync_failed();
+    // A redraw absorbs too: a learner that slept while the ring turned would find one stale leaf after the other.
+    turn.absorb(lock);
+    TORCHREPLAY_FAULT("draw.absorbed");
+    const PriorityTree tree = memory_.tree();
+    const auto lacks_items = [&] { return (!round && !Limiter(h).can_sample(n)) || tree.total() == 0; };
+    // Those it admits may write all that is missing before it sleeps.
+    while (lacks_items() && !announce_wait(n, shortage)) turn.absorb(lock);
+    pending_ = h.pending;
+    if (lacks_items()) {
+      if (round) take_back(n);
+      turn.wait_for_rows();
+      TORCHREPLAY_FAULT("draw.waits");
+      const bool barren = tree.total() == 0 && h.absorbed > h.completed_at + 2 * memory_.capacity();
+      return barren ? Draw::kBarren : Draw::kWait;
+    }
+    find(tree, n);
+    if (!round) {
+      note_tree(tree);
+      h.sampled += static_cast<uint64_t>(n);
+      TORCHREPLAY_FAULT("draw.counted");
+      h.draws.fetch_add(1, std::memory_order_relaxed);
+      counted_ = n;
+      h.demand = 0;  // another learner that still waits will say so again
+    }
+    publish_limit(memory_);
+    return Draw::kDone;
+  }
+
+  // Tells writers what a draw of `n` waits for, and which ticket wakes it. False: that one was taken meanwhile, and its
+  // writer may have seen nobody to wake. The lock is held.
+  bool announce_wait(int n, Shortage& shortage) {
+    Header& h = memory_.header();
+    Limiter limiter(h);
+    shortage = {h.inserted, limiter.needed(n), static_cast<uint64_t>(memory_.tree().count())};
+    const uint64_t missing = shortage.needed > h.inserted ? shortage.needed - h.inserted : 1;
+    // Once a turn at the least: what is overwritten unseen never counts.
+    const uint64_t wake_at = h.absorbed + std::min(missing, memory_.capacity()) - 1;
+    // Before writers are admitted: one on another processor is done before the next line, and sleeps in its turn.
+    if (!h.importer && wake_at < h.wake_at.load(std::memory_order_relaxed))
+      h.wake_at.store(wake_at, std::memory_order_seq_cst);
+    TORCHREPLAY_FAULT("draw.wakes_at");
+    limiter.demand(n);
+    TORCHREPLAY_FAULT("draw.demanded");
+    publish_limit(memory_);
+    return h.importer || h.head.load(std::memory_order_seq_cst) <= wake_at;
+  }
+
+  // The lock is held.
+  void note_tree(const PriorityTree& tree) {
+    const double unit = tree.unit();
+    const auto smallest = static_cast<double>(tree.quantize(tree.min()));  // as weights are made of it
+    drawn_from_ = {static_cast<double>(tree.total()) * unit, smallest * unit, tree.count()};
+  }
+
+  // A draw that was counted did not happen. The lock is held.
+  void take_back(int n) {
+    memory_.header().sampled -= static_cast<uint64_t>(n);
+    memory_.header().draws.fetch_sub(1, std::memory_order_relaxed);
+    counted_ = 0;
+  }
+
+  // Random words for `count` items' own use, where they have one.
+  void take_chances(const DrawName& name, uint32_t round, int count) {
+    if (!plan_ || !plan_->takes_chances()) return;
+    chance_.resize(count);
+    philox_fill(name.seed, name.stream | uint64_t{round} << 32 | kChances, name.step, chance_.data(), count);
+  }
+
+  // A row that changed under a draw makes its item undrawable here, so that the redraw cannot fail on it again. So does
+  // an item whose rows do not lead to each other, although none has changed: they say something wrong about their
+  // steps.
+  void resync_failed() {
+    const uint64_t head = memory_.header().head.load(std::memory_order_acquire);
+    Absorber absorber(memory_);
+    for (int i : todo_) absorber.resync(items_[i].slot, head);
+    for (const auto& part : parts_)
+      for (uint64_t slot : part.touched) absorber.resync(slot, head);
+    if (!plan_) return;
+    ItemGather look(memory_, *plan_);
+    for (int i : todo_) {
+      const DrawnItem& item = items_[i];
+      const bool stays = memory_.at(item.slot) == item.key1 && memory_.tree().leaf(static_cast<int64_t>(item.slot)) > 0;
+      if (stays && !look.is_whole(item)) absorber.give_up(item.slot);
+    }
+  }
+
+  void find_keys(const int64_t* keys, int n) {
+    items_.clear();
+    const Header& h = memory_.header();
+    Locked lock(memory_);
+    lock.absorb();
+    publish_limit(memory_);
+    const PriorityTree tree = memory_.tree();
+    const uint64_t min_mass = tree.quantize(tree.min());
+    note_tree(tree);
+    for (int i = 0; i < n; i++) {
+      if (keys[i] < 0 || static_cast<uint64_t>(keys[i]) >= h.absorbed) continue;
+      const auto key = static_cast<uint64_t>(keys[i]);
+      const uint64_t slot = memory_.slot_of(key);
+      const float leaf = tree.leaf(static_cast<int64_t>(slot));
+      if (memory_.at(slot) != key + 1 || !(leaf > 0)) continue;
+      items_.push_back({slot, key + 1, tree.quantize(leaf), tree.total(), min_mass, tree.count(),
+                        chance_.empty() ? kNoChance : chance_[i]});
+    }
+  }
+
+  void find(const PriorityTree& tree, int n) {
+    const int count = static_cast<int>(todo_.size());
+    const uint64_t total = tree.total();
+    target_.resize(count);
+    index_.resize(count);
+    leaf_.resize(count);
+    const Strata strata(total, static_cast<uint64_t>(n));
+    for (int k = 0; k < count; k++) target_[k] = strata.target(static_cast<uint64_t>(todo_[k]), random_[k]);
+    tree.find(target_.data(), count, index_.data(), leaf_.data(), &memory_.at(0));
+    const uint64_t min_mass = tree.quantize(tree.min());
+    DrawnItems drawn(memory_);
+    for (int k = 0; k < count; k++) {
+      const auto slot = static_cast<uint64_t>(index_[k]);
+      drawn.mark(slot);
+      items_[todo_[k]] = {slot,     memory_.at(slot), tree.quantize(leaf_[k]),         total,
+                          min_mass, tree.count(),     chance_.empty() ? 0 : chance_[k]};
+    }
+  }
+
+  // Copies the items of todo_, and leaves in it those that were not what was drawn.
+  void copy(const BatchPointers& out) {
+    const int count = static_cast<int>(todo_.size());
+    const int parts = parts_of(count, out.bytes);
+    const int threads = std::min(threads_, parts);
+    parts_.resize(static_cast<size_t>(parts));
+    copiers_.resize(std::max(copiers_.size(), static_cast<size_t>(threads)));
+    for (int p = 0; p < parts; p++)
+      parts_[p].todo.assign(todo_.begin() + count * int64_t{p} / parts,
+                            todo_.begin() + count * (int64_t{p} + 1) / parts);
+    Crew::instance().run(threads, parts, [&](int worker, int p) {
+      auto& copier = copiers_[worker];
+      if (!copier) copier.emplace(memory_, plan_);
+      copier->copy(items_, parts_[p], out);
+    });
+    todo_.clear();
+    for (const Part& part : parts_) todo_.insert(todo_.end(), part.todo.begin(), part.todo.end());
+  }
+
+  int parts_of(int count, uint64_t bytes) const {
+    if (threads_ == 1 || bytes < 2 * kPartBytes) return 1;
+    return static_cast<int>(std::clamp<uint64_t>(bytes / kPartBytes, 1, std::max(1, count / kPartItems)));
+  }
+
+  // P(i) = p_i / sum and w_i = (N P(i))^-beta, normalised by the maximum over the buffer or the batch
+  // (Schaul et al. 2016, equation 1 and section 3.4). N and sum cancel in a normalised weight.
+  void finish(int n, double beta, const BatchPointers& out) const {
+    for (int i = 0; i < n; i++) out.keys[i] = static_cast<int64_t>(items_[i].key1) - 1;
+    const Normalize normalize = memory_.header().sampler.normalize;
+    double smallest = 1;  // probability of the batch
+    for (int i = 0; i < n; i++) {
+      const DrawnItem& item = items_[i];
+      const double p = static_cast<double>(item.mass) / static_cast<double>(item.total);
+      smallest = std::min(smallest, p);
+      out.probability[i] = static_cast<float>(p);
+    }
+    for (int i = 0; i < n; i++) {
+      const DrawnItem& item = items_[i];
+      const auto mass = static_cast<double>(item.mass), total = static_cast<double>(item.total);
+      const double base = normalize == Normalize::kBuffer  ? static_cast<double>(item.min_mass) / mass
+                          : normalize == Normalize::kBatch ? smallest * total / mass
+                                                           : total / (static_cast<double>(item.drawable) * mass);
+      out.weight[i] = static_cast<float>(base);
+    }
+    power(out.weight, n, static_cast<float>(beta));
+  }
+
+  SegmentMemory& memory_;
+  const ItemPlan* plan_;
+  int threads_ = 1;
+  std::vector<std::optional<Copier>> copiers_;  // of each thread
+  std::vector<Part> parts_;
+  uint64_t pending_ = 0;
+  int counted_ = 0;  // items of the draw under way, or of one that threw
+  DrawnFrom drawn_from_;
+  std::vector<DrawnItem> items_;
+  std::vector<int> todo_;
+  std::vector<uint64_t> random_, target_, chance_;
+  std::vector<int64_t> index_;
+  std::vector<float> leaf_;
+};
+
+}  // namespace torchreplay

@@ -1,0 +1,368 @@
+// Drawing batches before they are asked for, in a thread of the learner's own, which also feeds back.
+#pragma once
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <optional>
+#include <system_error>
+#include <vector>
+
+#include "prefetch/prefetch_queue.h"
+#include "prefetch/wakeup_timer.h"
+#include "system/thread.h"
+#include "write/participants.h"
+
+namespace torchreplay {
+
+// Draws what was ordered, in that order, and one batch after the other, and applies what was handed over in its turn.
+// The thread does that, or while it sleeps whoever waits for it: to wake it takes several times as long as a draw. All
+// but claim(), settled(), settle() and hand_over() is for one thread at a time.
+class DrawAhead {
+ public:
+  // `plan` as for BatchSampler. `backlog` counts what is to be done, by all who share it. All must outlive the object.
+  DrawAhead(SegmentMemory& m, const ItemPlan* plan, Backlog& backlog) : memory_(m), queue_(m, plan, backlog) {}
+  ~DrawAhead() {
+    try {
+      close();
+    } catch (...) {  // a lock table that cannot be read: the limiter takes the draws for made
+    }
+  }
+  DrawAhead(const DrawAhead&) = delete;
+
+  // False in a forked child, which has not got the thread. Nothing else may be called there, not even the destructor:
+  // the thread may have held the lock.
+  bool here() const { return generation_ == fork_generation.load(std::memory_order_relaxed); }
+
+  void order(Order o) {
+    if (!running_) start();
+    bool unattended;
+    {
+      const std::lock_guard guard(mutex_);
+      pace_.note_order(monotonic_ns());
+      orderer_ = pthread_self();
+      queue_.order(std::move(o));
+      if (!pace_.allows_doze(queue_.finished())) dozing_ = false;  // orders come sooner than the thread thinks
+      unattended = asleep_ && !dozing_;
+    }
+    if (unattended) ordered_.notify_one();  // not under the mutex, for which it would only go back to sleep
+  }
+
+  // Takes over TD errors, to be applied after what this thread has ordered and before what it orders from now on: as if
+  // it had waited for the draws and applied them itself: the drawing thread has the time, and learners have other
+  // things in their caches. What is left of it is memory for another. False: nothing was taken.
+  bool hand_over(Feedback& feedback) {
+    bool unattended;
+    {
+      const std::lock_guard guard(mutex_);
+      if (!running_ || !ordered_by_caller() || !queue_.hand_over(feedback)) return false;
+      unattended = asleep_ && !dozing_ && queue_.all_drawn();  // or it was woken when the order came
+    }
+    if (unattended) ordered_.notify_one();
+    return true;
+  }
+
+  // Takes the oldest order, once it is drawn: kDone. kWait: not yet after `ns`, or, at once, when the thread has found
+  // anew that it must wait for items: then `shortage` tells how many. kBarren: it waits for items, and the ring turned
+  // without completing one. Otherwise the draw cannot be made, nor can those after it. Rethrows what the thread threw.
+  Draw take(int64_t ns, std::optional<Shortage>& shortage) {
+    std::unique_lock lock(mutex_);
+    if (!queue_.finished() && ns > 0) wait(lock, ns);
+    return queue_.take(shortage);
+  }
+
+  // Of the batch taken last: TD errors that were fed back between its draw and its taking, what it was drawn from, and
+  // how long its draw took, without its waits for items.
+  uint64_t missed_updates() const { return queue_.missed_updates(); }
+  const DrawnFrom& drawn_from() const { return queue_.drawn_from(); }
+  int64_t took_ns() const { return queue_.took_ns(); }
+
+  // Whether the caller is the one who orders.
+  bool is_orderer() {
+    const std::lock_guard guard(mutex_);
+    return ordered_by_caller();
+  }
+
+  // What was handed over, and where the caller is the one who orders, and wants it, what it ordered.
+  Claim claim(bool draws) {
+    const std::lock_guard guard(mutex_);
+    return queue_.claim(draws && ordered_by_caller());
+  }
+
+  // Whether that is applied; and drawn, or waiting for items that have not come.
+  bool settled(const Claim& claim) {
+    const std::lock_guard guard(mutex_);
+    return queue_.is_settled(claim);
+  }
+
+  // Waits for it, for `ns` at most; false: it still is not.
+  bool settle(const Claim& claim, int64_t ns) {
+    std::unique_lock lock(mutex_);
+    return await(lock, ns, [&] { return queue_.is_settled(claim); });
+  }
+
+  // How many orders are drawn and not taken. Their memory is written to no more.
+  size_t finished() {
+    const std::lock_guard guard(mutex_);
+    return queue_.finished();
+  }
+
+  // The orders that are drawn and not taken, the oldest first.
+  std::vector<Order> drawn() {
+    const std::lock_guard guard(mutex_);
+    return queue_.drawn();
+  }
+
+  // Ends the thread, and the draws that nobody took: they have not happened. What was handed over is applied, unless
+  // the memory's lock does not come free: then it is dropped, and counted as stale.
+  void close() {
+    if (running_) end_thread();
+    const Undisturbed here;  // a signal is no reason to leave them
+    const Patience patience{.deadline = monotonic_ns() + kClosingNs};
+    std::unique_lock lock(mutex_);
+    try {
+      while (queue_.has_feedback()) apply_first(lock, patience);
+    } catch (...) {
+      drop_feedback();
+    }
+  }
+
+ private:
+  static constexpr int64_t kClosingNs = 1'000'000'000;
+
+  void wait(std::unique_lock<std::mutex>& lock, int64_t ns) {
+    const int64_t start = monotonic_ns();
+    const bool was_short = queue_.is_short();
+    const auto there = [&] { return queue_.has_news(); };
+    if (dozing_)
+      await(lock, ns, there);
+    else  // a thread that the order woke is there soon, and draws the batches after this one, too
+      drawn_.wait_for(lock, std::chrono::nanoseconds(ns), there);
+    const int64_t end = monotonic_ns();
+    if (was_short || queue_.is_short()) memory_.header().sample_wait.add(end - start, machine_ns());
+  }
+
+  void end_thread() {
+    {
+      const std::lock_guard guard(mutex_);
+      ending_.store(true, std::memory_order_relaxed);
+    }
+    ordered_.notify_one();
+    futex_signal(memory_.header().rows_signal);
+    pthread_join(thread_, nullptr);
+    OrderQueue::GivenUp given_up;
+    {
+      std::unique_lock lock(mutex_);
+      drawn_.wait(lock, [&] { return !stood_in_; });
+      running_ = false;
+      given_up = queue_.give_up();
+    }
+    drawn_.notify_all();
+    queue_.take_back(given_up);
+  }
+
+  void start() {
+    const std::lock_guard guard(mutex_);  // which the thread waits for, too
+    generation_ = fork_generation.load(std::memory_order_relaxed);
+    ending_.store(false, std::memory_order_relaxed);
+    queue_.begin();
+    const auto body = [](void* self) -> void* {
+      static_cast<DrawAhead*>(self)->run();
+      return nullptr;
+    };
+    if (const int error = start_thread(thread_, "replay-ahead", body, this))
+      throw std::system_error(error, std::generic_category(), "cannot start a thread that draws ahead");
+    running_ = true;
+  }
+
+  void run() {
+    unwanted = &ending_;
+    try {
+      while (Order* order = next()) finish(*order, draw(*order));
+    } catch (const Interrupted&) {  // close() waits for nobody
+    } catch (const StoppedMeanwhile&) {
+      fail(Draw::kStopped, nullptr);
+    } catch (...) {
+      fail(Draw::kStopped, std::current_exception());
+    }
+    apply_the_rest();
+  }
+
+  // Nothing more is drawn, and nothing more handed over; what has been is applied, unless close() does that.
+  void apply_the_rest() {
+    std::unique_lock lock(mutex_);
+    try {
+      while (queue_.has_feedback() && !ending()) apply_first(lock, {});
+    } catch (const Interrupted&) {
+    } catch (...) {
+      drop_feedback();
+    }
+  }
+
+  // The mutex is held.
+  void wake() {
+    dozing_ = false;
+    ordered_.notify_one();
+  }
+
+  // The oldest order that is not drawn, once all that was handed over before it is applied; nullptr when the thread has
+  // to end, or a draw could not be made.
+  Order* next() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      sleep(lock);
+      if (ending() || queue_.failed()) return nullptr;
+      if (!queue_.is_feedback_due()) return &queue_.first();
+      apply_first(lock, {});
+    }
+  }
+
+  // Returns when there is something to do.
+  void sleep(std::unique_lock<std::mutex>& lock) {
+    const auto called = [&] { return ending() || (!stood_in_ && (queue_.has_work() || queue_.failed())); };
+    while (!called()) {
+      asleep_ = true;
+      met_work_ = queue_.has_work();  // which another does: what that leaves is the thread's
+      const int64_t doze = pace_.doze_ns(monotonic_ns());
+      if (doze > 0 && pace_.allows_doze(queue_.finished())) {
+        dozing_ = true;
+        ordered_.wait_for(lock, std::chrono::nanoseconds(doze), [&] { return ending() || !dozing_; });
+        dozing_ = false;
+      } else {
+        ordered_.wait(lock, called);
+      }
+    }
+    asleep_ = false;
+  }
+
+  struct NotDrawn {};
+
+  // The mutex is held. Has done what `done` waits for, for `ns` at most; false: it still is not.
+  template <class Done>
+  bool await(std::unique_lock<std::mutex>& lock, int64_t ns, const Done& done) {
+    if (done()) return true;
+    const int64_t until = monotonic_ns() + ns;
+    int64_t left = ns;
+    for (; left > 0 && stand_in(lock, left); left = until - monotonic_ns()) {
+      if (!done()) continue;
+      if (queue_.has_work() && (!dozing_ || met_work_)) wake();  // it has been up, and has gone back to sleep
+      return true;
+    }
+    wake();
+    return drawn_.wait_for(lock, std::chrono::nanoseconds(std::max<int64_t>(left, 0)), done);
+  }
+
+  // The mutex is held. Does what the thread would do next while that sleeps. False: it does not, or has nothing to do,
+  // or does that better itself: where the memory's lock does not come free in `ns`, or items are missing, or worse.
+  bool stand_in(std::unique_lock<std::mutex>& lock, int64_t ns) {
+    if (!asleep_ || stood_in_ || ending() || queue_.failed() || !queue_.has_work()) return false;
+    const Undisturbed here;  // signals are told after `ns`
+    const Patience patience{.deadline = monotonic_ns() + ns, .until_stopped = true};
+    bool worked = false;
+    stood_in_ = true;
+    try {
+      if (queue_.is_feedback_due())
+        queue_.apply_first(lock, patience);
+      else
+        draw_first(lock, patience);
+      worked = true;
+    } catch (...) {  // the thread finds that too, and tells it
+      if (!lock.owns_lock()) lock.lock();
+    }
+    stood_in_ = false;
+    drawn_.notify_all();
+    return worked;
+  }
+
+  // The mutex is held, but not while it draws, nor where that throws.
+  void draw_first(std::unique_lock<std::mutex>& lock, const Patience& patience) {
+    Order& order = queue_.first();
+    lock.unlock();
+    Shortage shortage;
+    if (queue_.draw(order, shortage, patience) != Draw::kDone) throw NotDrawn{};
+    lock.lock();
+    queue_.note_drawn(order);
+    if (!queue_.met_pending()) return;
+    lock.unlock();
+    reclaim_dead(memory_);
+    lock.lock();
+  }
+
+  // The mutex is held.
+  void apply_first(std::unique_lock<std::mutex>& lock, const Patience& patience) {
+    queue_.apply_first(lock, patience);
+    drawn_.notify_all();
+  }
+
+  // The mutex is held.
+  void drop_feedback() {
+    queue_.drop_feedback();
+    drawn_.notify_all();
+  }
+
+  Draw draw(Order& order) {
+    Header& h = memory_.header();
+    for (;;) {
+      const uint32_t seen = h.rows_signal.load(std::memory_order_acquire);
+      Shortage shortage;
+      const Draw outcome = queue_.draw(order, shortage, {.until_stopped = true});
+      if (queue_.met_pending()) reclaim_dead(memory_);
+      if (outcome != Draw::kWait && outcome != Draw::kBarren) return outcome;
+      wait_for_rows({shortage, seen, outcome == Draw::kBarren});
+      if (ending()) throw Interrupted{};
+      futex_wait(h.rows_signal, seen, kSliceNs);
+      if (ending()) throw Interrupted{};
+    }
+  }
+
+  // Says what the draw waits for. What was handed over does not wait with it.
+  void wait_for_rows(const OrderQueue::Short& what) {
+    std::unique_lock lock(mutex_);
+    queue_.note_short(what);
+    drawn_.notify_all();
+    while (queue_.has_feedback()) apply_first(lock, {});
+  }
+
+  void finish(Order& order, Draw outcome) {
+    if (outcome != Draw::kDone) return fail(outcome, nullptr);
+    {
+      const std::lock_guard guard(mutex_);
+      queue_.note_drawn(order);
+    }
+    drawn_.notify_all();
+  }
+
+  void fail(Draw outcome, std::exception_ptr error) {
+    {
+      const std::lock_guard guard(mutex_);
+      queue_.fail(outcome, std::move(error));
+    }
+    drawn_.notify_all();
+  }
+
+  bool ordered_by_caller() const { return pthread_equal(orderer_, pthread_self()) != 0; }
+
+  bool ending() const { return ending_.load(std::memory_order_relaxed); }
+
+  SegmentMemory& memory_;
+  pthread_t thread_{};
+  bool running_ = false;
+  uint64_t generation_ = fork_generation.load(std::memory_order_relaxed);
+  std::atomic<bool> ending_{false};
+
+  std::mutex mutex_;  // guards what follows
+  std::condition_variable ordered_, drawn_;
+  bool asleep_ = false;    // the thread waits for something to do
+  bool dozing_ = false;    // it wakes by itself
+  bool stood_in_ = false;  // another works in its place
+  bool met_work_ = false;  // it did so when the thread went to sleep
+  pthread_t orderer_{};
+  Pace pace_;
+  OrderQueue queue_;
+};
+
+}  // namespace torchreplay

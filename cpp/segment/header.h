@@ -1,0 +1,235 @@
+// What lies at the start of a segment, and the table of those who take part in it. Part of the segment format.
+#pragma once
+
+#include <atomic>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+
+#include "locking/mutex.h"
+#include "locking/wait_time.h"
+#include "locking/write_gate.h"
+#include "segment/layout.h"
+
+namespace torchreplay {
+
+inline constexpr uint64_t kMagic = 0x79616c7065726854;  // "Threplay", little endian
+inline constexpr uint64_t kNever = std::numeric_limits<uint64_t>::max();
+
+// No ticket is taken beyond: words and links keep key + 1 in 48 bits, of which this leaves half to those who take
+// theirs at the same time. At a million rows a second it is reached after four years.
+inline constexpr uint64_t kMaxKeys = uint64_t{1} << 47;
+
+enum class Normalize : uint32_t { kBuffer, kBatch, kNone };
+
+// What turns a TD error into a leaf. Immutable.
+struct SamplerConfig {
+  uint32_t prioritized = 0;  // 0: every drawable item has leaf 1
+  Normalize normalize = Normalize::kBuffer;
+  double alpha = 0;
+  double eps = 0;
+};
+
+// Reverb's rate limiter: at least min_size items, and min_diff <= inserted * ratio - sampled <= max_diff, where what
+// came before the limiter was set does not count.
+struct LimiterConfig {
+  uint64_t min_size = 1;
+  double ratio = 0;  // samples per insert; 0: no ratio is kept
+  double min_diff = 0;
+  double max_diff = 0;
+  double tolerance = 0;  // as it was given, for those who ask; 0: it was not
+  uint64_t inserted_before = 0;
+  uint64_t sampled_before = 0;
+};
+
+// What a segment has counted.
+struct Counts {
+  uint64_t head, inserted, sampled, updated, stale_updates, unready_updates, draws, evicted_unsampled;
+  uint32_t streams;
+  float max_raw;
+  double priority_change;
+  uint64_t inserted_before, sampled_before;  // the limiter was set
+  PriorityTree::GridState grid;              // of the leaves; zeros: not known
+};
+
+enum class ImportStage : uint32_t {
+  kPlaces = 0,
+  kPlaced = 1,  // all its rows are there: what follows is as good as done
+};
+
+inline constexpr uint32_t kGone = std::numeric_limits<uint32_t>::max();  // a presence that nobody has
+
+// Which derived state an owner that died may have left wrong.
+enum class Dirty : uint32_t {
+  kClean = 0,
+  kTree = 1,   // sums
+  kLinks = 2,  // everything that follows from the rows
+  kSlots = 3,  // one slot of those that an absorption goes through, what is linked with it, and sums
+};
+
+struct Header {
+  // Written once, before anyone else can attach.
+  uint64_t magic;
+  uint64_t version;
+  uint64_t layout_hash;
+  uint64_t nonce;
+  uint64_t bytes;
+  uint64_t config_bytes;
+  uint64_t config_hash;  // of the configuration, the sampler and the nonce
+  uint64_t seed;
+  SamplerConfig sampler;
+
+  // Writers.
+  alignas(kLine) std::atomic<uint64_t> head;  // the next ticket
+
+  // Read by every append, written by learners now and then.
+  alignas(kLine) std::atomic<uint64_t> ticket_limit;  // an append waits while head >= ticket_limit
+  std::atomic<uint64_t> wake_at;                      // the ticket whose writer wakes waiting learners
+  std::atomic<uint32_t> stopped;
+  std::atomic<uint32_t> shared;         // a handle was given out, or the owner forked: others may come
+  std::atomic<uint32_t> room_waiters;   // 1: writers may sleep on room_signal; whoever signals sets 0
+  std::atomic<uint32_t> streams;        // the next stream of random draws
+  std::atomic<uint32_t> rows_signal;    // futex: rows have come
+  std::atomic<uint32_t> room_signal;    // futex: the limiter admits writers, or the buffer was stopped
+  std::atomic<int64_t> last_departure;  // machine_ns() when a participant was last seen to leave or die; 0: never
+  std::atomic<uint32_t> presences;      // attachments that ever took the mutex
+  std::atomic<uint32_t> ids;            // ids of participants above this one were never taken
+  WaitTime insert_wait;                 // of writers
+  WaitTime sample_wait;                 // of learners
+  int64_t made;                         // machine_ns() when the segment was made
+  std::atomic<uint64_t> redraws;        // rows drawn again because they were overwritten during the copy
+  std::atomic<uint64_t> draws;          // batches drawn
+  std::atomic<uint64_t> taken_ahead;    // ... before their learner asked for them, and then taken
+  std::atomic<uint64_t> missed;         // TD errors that were applied between the two
+  std::atomic<int64_t> last_census;     // machine_ns() when the dead were last looked for
+  std::atomic<int64_t> last_write;      // of those whose places others took; 0: of none
+
+  // Read by every append, written by every call of a learner.
+  alignas(kLine) WriteGate gate;
+
+  alignas(kLine) RobustMutex mutex;
+
+  // Guarded by the mutex.
+  alignas(kLine) uint64_t absorbed;  // every slot whose newest ticket is below this is absorbed or pending
+  Dirty dirty;
+  float max_raw;               // largest raw priority seen
+  uint64_t rows;               // slots that hold an absorbed row
+  uint64_t completed_at;       // head of the absorption in which an item last became drawable
+  uint64_t pending;            // slots marked pending
+  uint64_t inserted;           // items that ever became drawable
+  uint64_t sampled;            // items drawn
+  uint64_t updated;            // TD errors applied
+  uint64_t stale_updates;      // ... dropped: the row was overwritten
+  uint64_t unready_updates;    // ... dropped: the item was not (or no longer) complete
+  uint64_t evicted_unsampled;  // items that were never drawn, of those that were overwritten
+  double priority_change;      // by the TD errors applied: absolute differences of leaves, added up
+  uint64_t demand;             // `inserted` that a waiting learner needs; insertion up to it is always admitted
+  uint32_t limiter_index;      // which of the two holds
+  // Presence of who imports the rows of a checkpoint: until that ends nothing is absorbed, and only its end repairs. 0:
+  // nobody; kGone: somebody who has given up.
+  std::atomic<uint32_t> importer;
+  LimiterConfig limiters[2];
+  std::atomic<uint64_t> holder;     // of the mutex: presence << 32 | thread id; 0: nobody, or not yet known
+  std::atomic<int32_t> holder_pid;  // who took the mutex last, for messages
+  std::atomic<uint32_t> repairing;  // counts the steps of repairs
+  uint64_t import_head;             // tickets below are those of imports
+  uint64_t imports;                 // how many have begun
+  ImportStage import_stage;         // of the one under way
+  uint32_t import_keeps_limiter;    // 1: the counts are of the limiter that holds
+  uint64_t import_seed;
+  Counts imported;
+
+  const LimiterConfig& limiter() const { return limiters[limiter_index & 1]; }
+};
+static_assert(std::atomic<uint64_t>::is_always_lock_free);
+
+enum class Phase : uint32_t {
+  kMemory,     // not in a file
+  kInUse,      // processes of the boot named use it, or died
+  kRepairing,  // one of them was about to repair it
+  kSealed,     // put to rest by its last user, everything being on the disk
+};
+
+// What a segment in a file knows of those who used it. At the end of the header's page.
+struct FileState {
+  std::atomic<Phase> phase;
+  uint64_t boot;                       // of the machine, when it was opened last
+  uint64_t seal;                       // kSealed: hash of the header
+  std::atomic<uint64_t> dropped_rows;  // rows that were being written when everybody had died
+};
+inline constexpr uint64_t kFileState = kSegmentHeaderBytes - kLine;
+static_assert(sizeof(FileState) <= kLine && sizeof(Header) <= kFileState);
+
+enum class Role : uint32_t { kNone = 0, kWriter = 1, kLearner = 2, kSupervisor = 3, kOwner = 4 };
+
+// One line of the table. Who is alive is known from the byte lock of the same index, not from this.
+struct Participant {
+  std::atomic<uint64_t> first;  // tickets in flight: [first, first + count)
+  std::atomic<uint32_t> count;
+  std::atomic<uint32_t> role;
+  std::atomic<uint64_t> rows;       // rows written
+  std::atomic<int64_t> last_write;  // machine_ns(); 0: never
+  std::atomic<uint64_t> thread;     // pthread_self() of the last user
+  std::atomic<int32_t> pid;
+  std::atomic<uint32_t> waiting;  // 1 while it waits for the limiter
+};
+static_assert(sizeof(Participant) <= kParticipantBytes);
+
+inline constexpr uint64_t kFirst = 1, kTerminated = 2, kTruncated = 4, kHasPriority = 8;
+inline constexpr uint64_t kEnds = kTerminated | kTruncated;
+
+// What is told about a row.
+struct RowMeta {
+  uint64_t link = 0;   // (previous key of the stream + 1) << 16 | flags
+  uint32_t step = 0;   // index in the episode
+  float priority = 0;  // raw, meaningful with kHasPriority
+};
+
+// A row's header, at the start of its record. Immutable once the word says done. Rows of a view that links none are by
+// themselves: their records have no more of it than a word and a priority, which is NaN when none was given.
+struct RowHeader {
+  std::atomic<uint64_t> word;  // (key + 1) << 16 | writer << 1 | busy; writer 0: void
+  std::atomic<float> priority;
+  std::atomic<uint32_t> step;
+  std::atomic<uint64_t> link;
+
+  RowMeta meta(bool linked) const {
+    const float given = priority.load(std::memory_order_relaxed);
+    if (linked) return {link.load(std::memory_order_relaxed), step.load(std::memory_order_relaxed), given};
+    return std::isnan(given) ? RowMeta{} : RowMeta{kHasPriority, 0, given};
+  }
+
+  void set(const RowMeta& meta, bool linked) {
+    if (linked) {
+      link.store(meta.link, std::memory_order_relaxed);
+      step.store(meta.step, std::memory_order_relaxed);
+      priority.store(meta.priority, std::memory_order_relaxed);
+    } else {
+      priority.store(meta.link & kHasPriority ? meta.priority : NAN, std::memory_order_relaxed);
+    }
+  }
+};
+static_assert(sizeof(RowHeader) == kLinkedHeaderBytes);
+static_assert(offsetof(RowHeader, step) == kSingleHeaderBytes);
+
+// What an absorber keeps of a slot's place in its stream: slots plus one, 0 for none. Both sides of a link agree.
+struct Links {
+  std::atomic<uint32_t> prev, next;
+};
+static_assert(sizeof(Links) == sizeof(uint64_t));
+
+namespace slot_word {
+inline constexpr uint64_t kBusy = 1;
+inline constexpr uint64_t kLoaded = 0x7fff;  // the writer of rows from a checkpoint: an id that nobody takes
+static_assert(kLoaded >= kMaxParticipants);
+constexpr uint64_t busy(uint64_t key, uint64_t writer) { return (key + 1) << 16 | writer << 1 | kBusy; }
+constexpr uint64_t done(uint64_t key, uint64_t writer) { return (key + 1) << 16 | writer << 1; }
+constexpr uint64_t voided(uint64_t key) { return (key + 1) << 16; }
+constexpr bool is_busy(uint64_t w) { return w & kBusy; }
+constexpr bool is_row(uint64_t w) { return !(w & kBusy) && (w & 0xfffe); }
+constexpr uint64_t key1(uint64_t w) { return w >> 16; }  // key + 1; 0: never written
+constexpr uint64_t writer(uint64_t w) { return (w & 0xffff) >> 1; }
+}  // namespace slot_word
+
+}  // namespace torchreplay

@@ -1,0 +1,140 @@
+// Where everything lies in a segment: a pure function of capacity, fields and view, so that every process computes the
+// same.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "segment/element.h"
+#include "segment/view.h"
+#include "system/pages.h"
+#include "tree/tree.h"
+
+namespace torchreplay {
+
+inline constexpr uint64_t kLine = 64;
+inline constexpr uint64_t kFormatVersion = 6;
+inline constexpr int kMaxParticipants = 4096;  // writers, learners and supervisors at one time; ids fit 15 bits
+inline constexpr uint64_t kMaxCapacity = uint64_t{1} << 31;
+
+// A field of about 1 KB or more gets its own array: beyond that size one more cache miss a row no longer matters, and
+// small fields stay together in one or two lines.
+inline constexpr uint64_t kOwnArrayBytes = 1024;
+
+constexpr uint64_t round_up(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
+
+// FNV-1a: finds accidents, not malice.
+class Hash {
+ public:
+  Hash& mix(const void* data, size_t n) {
+    for (auto* byte = static_cast<const unsigned char*>(data); n > 0; n--) value_ = (value_ ^ *byte++) * 0x100000001b3;
+    return *this;
+  }
+  Hash& mix(uint64_t v) { return mix(&v, sizeof v); }
+  uint64_t value() const { return value_; }
+
+ private:
+  uint64_t value_ = 0xcbf29ce484222325;
+};
+
+struct Field {
+  Element element;
+  uint64_t nbytes;      // of one row's value
+  uint64_t offset = 0;  // of slot 0's value from the start of the segment
+  uint64_t stride = 0;  // between slots
+  bool own_array = false;
+};
+
+struct Layout {
+  uint64_t capacity = 0;
+  View view;
+  std::vector<Field> fields;
+  uint64_t record_stride = 0;
+  // Offsets of the regions from the start of the segment.
+  uint64_t participants = 0, config = 0, records = 0, at = 0, links = 0, drawn = 0, pending = 0, pending_summary = 0,
+           tree = 0;
+  uint64_t config_bytes = 0, bytes = 0;
+
+  // Of everything that two processes must agree on.
+  uint64_t hash() const {
+    Hash h;
+    for (uint64_t v : {kFormatVersion, capacity, record_stride, records, at, links, drawn, pending, tree, bytes,
+                       uint64_t{view.span}, uint64_t{view.min_steps}, uint64_t{view.stride}, uint64_t{view.history},
+                       uint64_t{view.across}, uint64_t{view.priority_steps}})
+      h.mix(v);
+    for (const Field& f : fields) h.mix(static_cast<uint64_t>(f.element)).mix(f.nbytes).mix(f.offset).mix(f.stride);
+    return h.value();
+  }
+};
+
+inline constexpr uint64_t kLinkedHeaderBytes = 24, kSingleHeaderBytes = 12;  // of a row
+inline constexpr uint64_t kSegmentHeaderBytes = kPage;
+inline constexpr uint64_t kParticipantBytes = kLine;
+
+// The smallest distance between values of `bytes` bytes, at multiples of 8, that lets none of them touch more lines
+// than it has to. Small rows are many: 72 bytes instead of 128 hold twice as many in caches and translation buffers.
+constexpr uint64_t tight_stride(uint64_t bytes) {
+  const uint64_t lines = round_up(bytes, kLine) / kLine;
+  for (uint64_t align = 8; align < kLine; align *= 2) {
+    const uint64_t stride = round_up(bytes, align);
+    if (round_up(kLine - align + stride, kLine) / kLine <= lines) return stride;
+  }
+  return lines * kLine;
+}
+
+// Lays out a segment. Throws std::invalid_argument for a capacity out of range or a size that overflows.
+inline Layout make_layout(uint64_t capacity, std::vector<Field> fields, const View& view, uint64_t config_bytes) {
+  if (capacity < 1 || capacity > kMaxCapacity)
+    throw std::invalid_argument("capacity " + std::to_string(capacity) + " is out of range: expected 1 to " +
+                                std::to_string(kMaxCapacity));
+  Layout l;
+  l.capacity = capacity;
+  l.view = view;
+  l.fields = std::move(fields);
+  uint64_t end = view.linked() ? kLinkedHeaderBytes : kSingleHeaderBytes;
+  // Widest elements first: every value is then aligned to its own size without padding between fields.
+  for (int size : {8, 4, 2, 1}) {
+    for (Field& f : l.fields) {
+      f.own_array = f.nbytes >= kOwnArrayBytes;
+      if (f.own_array || item_size(f.element) != size) continue;
+      f.offset = round_up(end, static_cast<uint64_t>(size));
+      end = f.offset + f.nbytes;
+    }
+  }
+  l.record_stride = tight_stride(end);
+  uint64_t at = kSegmentHeaderBytes;
+  auto region = [&at](uint64_t bytes, uint64_t align = kPage) {
+    const uint64_t start = round_up(at, align);
+    if (bytes > (uint64_t{1} << 46)) throw std::invalid_argument("the fields and capacity given need more than 64 TiB");
+    at = start + bytes;
+    return start;
+  };
+  l.participants = region(kMaxParticipants * kParticipantBytes);
+  l.config_bytes = config_bytes;
+  l.config = region(config_bytes);
+  l.records = region(capacity * l.record_stride);
+  for (Field& f : l.fields) {
+    if (f.own_array) {
+      if (f.nbytes > (uint64_t{1} << 46) / capacity)  // before rounding up, which could overflow
+        throw std::invalid_argument("the fields and capacity given need more than 64 TiB");
+      f.stride = tight_stride(f.nbytes);
+      f.offset = region(capacity * f.stride);
+    } else {
+      f.stride = l.record_stride;
+      f.offset += l.records;
+    }
+  }
+  l.at = region(capacity * 8);
+  l.links = region(view.linked() ? capacity * sizeof(uint64_t) : 0, kLine);
+  const uint64_t words = (capacity + 63) / 64;
+  l.drawn = region(words * 8, kLine);
+  l.pending = region(words * 8, kLine);
+  l.pending_summary = region((words + 63) / 64 * 8, kLine);
+  l.tree = region(PriorityTree::bytes(static_cast<int64_t>(capacity)));
+  l.bytes = round_up(at, kPage);
+  return l;
+}
+
+}  // namespace torchreplay

@@ -1,0 +1,75 @@
+// Who must wait: the arithmetic of the samples-per-insert limiter. Runs under the segment's mutex.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "segment/header.h"
+
+namespace torchreplay {
+
+// Semantics of Reverb's RateLimiter, counted over all learners and explorers from the moment at which it was set.
+class Limiter {
+ public:
+  explicit Limiter(Header& h) : header_(h), config_(h.limiter()) {}
+
+  // Items that must have become drawable in all before `n` more may be drawn.
+  uint64_t needed(uint64_t n) const {
+    uint64_t items = std::max<uint64_t>(config_.min_size, 1);
+    if (config_.ratio > 0) {
+      const double draws = config_.min_diff + sampled() + static_cast<double>(n);
+      if (draws > 0) items = std::max(items, config_.inserted_before + whole(std::ceil(draws / config_.ratio)));
+    }
+    return items;
+  }
+
+  bool can_sample(uint64_t n) const { return header_.inserted >= needed(n); }
+
+  // Publishes the ticket up to which appends are admitted, given that `drawable` items can be drawn: with none, only an
+  // insert can help. Tickets below `head` are counted in `inserted`, or lost, or under way. Nobody can tell the latter
+  // two apart, so those under way give room to as many others: no more than one call's rows for each writer. Held back,
+  // they would let one that is stopped, or lost tickets, keep everybody waiting. What the ring overwrites before it is
+  // looked at is never counted: so nobody goes on for more than `unseen` tickets before somebody, himself if need be,
+  // has looked.
+  void publish(uint64_t head, uint64_t unseen, int64_t drawable) {
+    uint64_t limit = kMaxKeys;
+    if (config_.ratio > 0) {
+      const double allowed = std::floor((config_.max_diff + sampled()) / config_.ratio);
+      uint64_t target = std::max({config_.min_size, header_.demand, config_.inserted_before + whole(allowed)});
+      if (drawable == 0) target = std::max(target, header_.inserted + 1);
+      limit = std::min(limit, head + std::min(unseen, target > header_.inserted ? target - header_.inserted : 0));
+    }
+    header_.ticket_limit.store(limit, std::memory_order_relaxed);
+  }
+
+  // A learner waits for `n` items: insertion up to what it needs is admitted, whatever the ratio says, or both could
+  // wait for ever.
+  void demand(uint64_t n) { header_.demand = std::max(header_.demand, needed(n)); }
+
+  // The same of a learner that waits elsewhere, for writers that wait here: `n` items more than there are.
+  void admit(uint64_t n) { header_.demand = std::max(header_.demand, header_.inserted + n); }
+
+ private:
+  // Draws since it was set. One that was counted before may be taken back later: hence signed.
+  double sampled() const { return static_cast<double>(static_cast<int64_t>(header_.sampled - config_.sampled_before)); }
+
+  // A ratio may be tiny: what does not fit is as good as unlimited.
+  static uint64_t whole(double n) { return static_cast<uint64_t>(std::clamp(n, 0.0, 0x1p62)); }
+
+  Header& header_;
+  const LimiterConfig& config_;
+};
+
+// Sets another limiter. It counts from here, as if the buffer had just been filled with what is in it: of the items
+// inserted so far `min_size` count, and no draw does. Whoever is killed in between leaves the old one or the new one.
+inline void change_limiter(Header& h, LimiterConfig config) {
+  config.inserted_before = h.inserted > config.min_size ? h.inserted - config.min_size : 0;
+  config.sampled_before = h.sampled;
+  const uint32_t next = 1 - (h.limiter_index & 1);
+  h.limiters[next] = config;
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+  h.limiter_index = next;
+  h.demand = 0;  // whoever still waits says so again
+}
+
+}  // namespace torchreplay

@@ -1,0 +1,216 @@
+// One process's view of a segment: the mapping, and typed access to everything in it.
+#pragma once
+
+#include <cstddef>
+#include <cstdio>
+
+#include "segment/header.h"
+#include "segment/liveness.h"
+#include "system/divisor.h"
+#include "system/pages.h"
+
+namespace torchreplay {
+
+// Copies of row payload. Under the seqlock these race with writers by design; -DTORCHREPLAY_RACEFREE makes every byte
+// an atomic access, so that ThreadSanitizer can check everything else.
+inline void copy_payload(void* to, const void* from, size_t n) {
+#ifdef TORCHREPLAY_RACEFREE
+  auto* t = static_cast<unsigned char*>(to);
+  auto* f = static_cast<unsigned char*>(const_cast<void*>(from));
+  for (size_t i = 0; i < n; i++) __atomic_store_n(t + i, __atomic_load_n(f + i, __ATOMIC_RELAXED), __ATOMIC_RELAXED);
+#else
+  std::memcpy(to, from, n);
+#endif
+}
+
+inline void zero_payload(void* to, size_t n) {
+#ifdef TORCHREPLAY_RACEFREE
+  auto* t = static_cast<unsigned char*>(to);
+  for (size_t i = 0; i < n; i++) __atomic_store_n(t + i, 0, __ATOMIC_RELAXED);
+#else
+  std::memset(to, 0, n);
+#endif
+}
+
+// Calls copy(bytes): sizes of scalars and small vectors are known to the compiler.
+template <class Copy>
+[[gnu::always_inline]] inline void with_size(uint64_t bytes, Copy&& copy) {
+  switch (bytes) {
+    case 1:
+      return copy(std::integral_constant<uint64_t, 1>{});
+    case 4:
+      return copy(std::integral_constant<uint64_t, 4>{});
+    case 8:
+      return copy(std::integral_constant<uint64_t, 8>{});
+    case 16:
+      return copy(std::integral_constant<uint64_t, 16>{});
+    case 32:
+      return copy(std::integral_constant<uint64_t, 32>{});
+    default:
+      return copy(bytes);
+  }
+}
+
+inline void copy_value(void* to, const void* from, uint64_t n) {
+  with_size(n, [&](auto bytes) { copy_payload(to, from, bytes); });
+}
+
+// ThreadSanitizer does not model fences; a read-modify-write orders for it what the fence orders for the machine.
+inline uint64_t load_after_copy(std::atomic<uint64_t>& word) {
+#ifdef TORCHREPLAY_RACEFREE
+  return word.fetch_add(0, std::memory_order_acq_rel);
+#else
+  std::atomic_thread_fence(std::memory_order_acquire);
+  return word.load(std::memory_order_relaxed);
+#endif
+}
+
+// Keeps the compiler from moving stores across it: enough for a process that may be killed between any two of them.
+inline void kill_fence() { std::atomic_signal_fence(std::memory_order_seq_cst); }
+
+class SegmentMemory {
+ public:
+  // Maps `fd`, which must be `layout.bytes` long. `text`: the Python side's description of it.
+  SegmentMemory(Descriptor fd, Layout layout, std::string text = {})
+      : layout_(std::move(layout)),
+        by_capacity_(layout_.capacity),
+        fd_(std::move(fd)),
+        liveness_(fd_),
+        base_(map_shared(fd_, layout_.bytes)),
+        text_(std::move(text)),
+        pace_(layout_.capacity, row_bytes(layout_)) {
+    fd_.keep();
+  }
+  ~SegmentMemory() { munmap(base_, layout_.bytes); }
+  SegmentMemory(const SegmentMemory&) = delete;
+
+  const Layout& layout() const { return layout_; }
+  uint64_t capacity() const { return layout_.capacity; }
+  const std::string& text() const { return text_; }
+  // Throws DescriptorLost.
+  int fd() const { return fd_.require_own(); }
+  char* base() const { return base_; }
+  Liveness& liveness() { return liveness_; }
+  LearnerPace& pace() { return pace_; }
+
+  // Whether the calling thread is the one of this process that drew last. A forked child has drawn nothing.
+  bool is_learner_thread() const {
+    return learner_thread_.load(std::memory_order_relaxed) == static_cast<uint64_t>(pthread_self()) &&
+           learner_generation_.load(std::memory_order_relaxed) == fork_generation.load(std::memory_order_relaxed);
+  }
+  void note_learner_thread() {
+    learner_thread_.store(static_cast<uint64_t>(pthread_self()), std::memory_order_relaxed);
+    learner_generation_.store(fork_generation.load(std::memory_order_relaxed), std::memory_order_relaxed);
+  }
+
+  // The number of this attachment, for whoever is about to lock. Throws OtherNamespace.
+  uint32_t presence() {
+    if (!liveness_.has_presence()) header().mutex.require_same_namespace();
+    return liveness_.presence(header().presences);
+  }
+
+  Header& header() const { return *reinterpret_cast<Header*>(base_); }
+  FileState& file() const { return *reinterpret_cast<FileState*>(base_ + kFileState); }
+  Participant& participant(int id) const {
+    return *reinterpret_cast<Participant*>(base_ + layout_.participants +
+                                           static_cast<uint64_t>(id) * kParticipantBytes);
+  }
+  char* config() const { return base_ + layout_.config; }
+  uint64_t slot_of(uint64_t key) const { return by_capacity_.rest(key); }
+  RowHeader& row(uint64_t slot) const {
+    return *reinterpret_cast<RowHeader*>(base_ + layout_.records + slot * layout_.record_stride);
+  }
+  char* value(const Field& f, uint64_t slot) const { return base_ + f.offset + slot * f.stride; }
+
+  // Makes the mapping this process's own copy, and lets go of the file: what threads of this process do with the memory
+  // from here on, in the midst of whatever they are, reaches nobody else. For all others it is as if they had died.
+  void leave_file() {
+    const Descriptor source = open_again(O_RDWR);
+    const Descriptor nothing(memfd_create("torchreplay-left", MFD_CLOEXEC));
+    if (nothing.get() < 0) throw std::system_error(errno, std::generic_category(), "memfd_create");
+    if (mmap(base_, layout_.bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, source.get(), 0) ==
+        MAP_FAILED)
+      throw std::system_error(errno, std::generic_category(), "mmap of a replay segment");
+    header().mutex.init();  // its holder may be in the file only
+    give_up_lock(source);
+    fd_.replace(nothing);
+    liveness_.forget();
+  }
+  // A descriptor of the same file that shares no lock with fd().
+  Descriptor open_again(int flags) const { return fd_.open_again(flags); }
+
+  // For those who draw from a file: rows lie all over it, and what the system would read ahead of them is not what
+  // comes next. With 1.3 GiB of frames in 0.4 GiB of memory draws are 20 times faster without.
+  void expect_random_access() const {
+    if (file().phase != Phase::kMemory) madvise(base_, layout_.bytes, MADV_RANDOM);
+  }
+  // Has the system read the rows in slots [first, last) of a file all at once.
+  void fetch(uint64_t first, uint64_t last) const {
+    if (file().phase != Phase::kMemory) advise(first, last, MADV_WILLNEED);
+  }
+  // Maps the pages of slots [first, last) all at once, for who is going to write them all: page by page that takes
+  // longer than writing. A system that cannot do it does so page by page.
+  void map_for_writing(uint64_t first, uint64_t last) const { advise(first, last, kPopulateWrite); }
+
+  // Absorber's state of a slot: key + 1 of the row absorbed there, 0 for none. Guarded by the mutex.
+  uint64_t& at(uint64_t slot) const { return reinterpret_cast<uint64_t*>(base_ + layout_.at)[slot]; }
+  // Neighbours of a slot's row; there for linked views only. Guarded by the mutex; those who gather read `next` without
+  // it, as a hint.
+  Links& links(uint64_t slot) const { return reinterpret_cast<Links*>(base_ + layout_.links)[slot]; }
+  uint64_t* drawn_words() const { return reinterpret_cast<uint64_t*>(base_ + layout_.drawn); }
+  uint64_t* pending_words() const { return reinterpret_cast<uint64_t*>(base_ + layout_.pending); }
+  uint64_t* pending_summary() const { return reinterpret_cast<uint64_t*>(base_ + layout_.pending_summary); }
+  PriorityTree tree() const { return PriorityTree(static_cast<int64_t>(layout_.capacity), base_ + layout_.tree); }
+
+ private:
+  // A thread of this process that has the lock would keep it in the file for as long as it lives.
+  void give_up_lock(const Descriptor& source) {
+    char* page = map_shared(source, kPage);
+    Header& others = *reinterpret_cast<Header*>(page);
+    const uint64_t holder = others.holder.load(std::memory_order_acquire);
+    if (holder && liveness_.has_presence() && holder >> 32 == liveness_.presence(others.presences))
+      others.mutex.give_up_for(static_cast<uint32_t>(holder));
+    munmap(page, kPage);
+  }
+
+  static constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, Linux 5.14
+
+  static uint64_t row_bytes(const Layout& layout) {
+    uint64_t bytes = layout.record_stride;
+    for (const Field& f : layout.fields) bytes += f.own_array ? f.nbytes : 0;
+    return bytes;
+  }
+
+  void advise(uint64_t first, uint64_t last, int what) const {
+    const auto region = [&](uint64_t offset, uint64_t stride) {
+      const uint64_t start = (offset + first * stride) / kPage * kPage;
+      madvise(base_ + start, offset + last * stride - start, what);
+    };
+    region(layout_.records, layout_.record_stride);
+    for (const Field& f : layout_.fields)
+      if (f.own_array) region(f.offset, f.stride);
+  }
+
+  Layout layout_;
+  Divisor by_capacity_;
+  Descriptor fd_;
+  Liveness liveness_;
+  char* base_;
+  std::string text_;
+  LearnerPace pace_;
+  std::atomic<uint64_t> learner_thread_{0}, learner_generation_{0};
+};
+
+// Fetches a row's record, and the start of its values elsewhere: the processor follows a longer value by itself. Always
+// inlined: gcc takes a function that only prefetches for one without effects, and drops calls of it.
+[[gnu::always_inline]] inline void prefetch_row(const SegmentMemory& m, uint64_t slot) {
+  constexpr uint64_t kPrefetchBytes = 512;
+  const uint64_t record_bytes = std::min(m.layout().record_stride, kPrefetchBytes);
+  const char* record = reinterpret_cast<const char*>(&m.row(slot));
+  for (uint64_t line = 0; line < record_bytes; line += kLine) __builtin_prefetch(record + line);
+  for (const Field& f : m.layout().fields)
+    if (f.own_array)
+      for (uint64_t line = 0; line < kPrefetchBytes; line += kLine) __builtin_prefetch(m.value(f, slot) + line);
+}
+
+}  // namespace torchreplay

@@ -1,0 +1,245 @@
+// A segment in a file: bringing it back when all who used it are gone, and putting it to rest behind the last of them.
+//
+// Everyone who uses the file holds flock(LOCK_SH) on the description that he has mapped; LOCK_EX says that nobody does.
+// A forked child shares the description, and what keeps the mapping keeps the lock.
+#pragma once
+
+#include <sys/file.h>
+
+#include <cmath>
+#include <optional>
+
+#include "segment/format.h"
+#include "session/segment_lock.h"
+
+namespace torchreplay {
+
+namespace detail {
+
+inline void require_intact(bool good, const std::string& what) {
+  if (!good) throw NotASegment("the file is damaged: " + what);
+}
+
+// Looks for what no death of a process can leave. Reads only. O(capacity).
+class Examination {
+ public:
+  explicit Examination(SegmentMemory& m)
+      : memory_(m), header_(m.header()), tree_(m.tree()), head_(header_.head.load(std::memory_order_relaxed)) {}
+
+  void run() {
+    require_intact(head_ < uint64_t{1} << 47, "tickets");
+    require_intact(header_.draws.load(std::memory_order_relaxed) < uint64_t{1} << 48, "number of draws");
+    require_intact(std::isfinite(header_.max_raw) && header_.max_raw >= 0, "largest priority");
+    require_intact(std::isfinite(header_.priority_change) && header_.priority_change >= 0, "change of priorities");
+    require_intact(header_.limiter_index < 2, "limiter");
+    for (const LimiterConfig& limiter : header_.limiters)
+      require_intact(limiter.ratio >= 0 && limiter.min_diff <= limiter.max_diff, "limiter");
+    const bool untouched = header_.rows == 0 && header_.inserted == 0;
+    require_intact(!header_.importer || untouched || header_.import_stage == ImportStage::kPlaced, "import");
+    const int64_t grid = tree_.grid_state().top;
+    require_intact(grid >= 0 && grid <= tree_node::Grid::kMaxTop, "grid of priorities");
+    for (uint64_t slot = 0; slot < memory_.capacity(); slot++) {
+      check_word(slot);
+      check_leaf(slot);
+      if (memory_.layout().view.linked()) check_stream(slot);
+    }
+  }
+
+  // A sealed segment is settled: repairing it would change nothing.
+  void run_sealed() {
+    uint64_t rows = 0, total = 0;
+    int64_t count = 0;
+    for (uint64_t slot = 0; slot < memory_.capacity(); slot++) {
+      const uint64_t word = word_of(slot), row1 = slot_word::is_row(word) ? slot_word::key1(word) : 0;
+      const float leaf = tree_.leaf(static_cast<int64_t>(slot));
+      require_intact(memory_.at(slot) == row1 && (row1 || leaf == 0), "place of row " + std::to_string(slot));
+      rows += row1 != 0;
+      count += leaf > 0;
+      total += tree_.quantize(leaf);
+    }
+    require_intact(rows == header_.rows, "number of rows");
+    require_intact(count == tree_.count() && total == tree_.total(), "sums of priorities");
+  }
+
+ private:
+  uint64_t word_of(uint64_t slot) const { return memory_.row(slot).word.load(std::memory_order_relaxed); }
+
+  void check_word(uint64_t slot) const {
+    const uint64_t word = word_of(slot), key1 = slot_word::key1(word), writer = slot_word::writer(word);
+    const bool known = writer < kMaxParticipants || writer == slot_word::kLoaded;
+    require_intact(word == 0 || (known && key1 > 0 && key1 <= head_ && memory_.slot_of(key1 - 1) == slot),
+                   "word of row " + std::to_string(slot));
+  }
+
+  void check_leaf(uint64_t slot) const {
+    const float leaf = tree_.leaf(static_cast<int64_t>(slot));
+    const bool known = header_.sampler.prioritized ? leaf == PriorityTree::clamp(leaf) : leaf == 0 || leaf == 1;
+    require_intact(known, "priority of row " + std::to_string(slot));
+  }
+
+  // Links lead to older rows, and steps count them.
+  void check_stream(uint64_t slot) const {
+    const uint64_t word = word_of(slot);
+    RowFacts row, before;
+    if (!slot_word::is_row(word)) return;
+    read_facts(memory_, slot, word, row);
+    const bool first = row.flags & kFirst;
+    bool good = row.flags <= (kFirst | kEnds | kHasPriority) && row.prev_key1 < slot_word::key1(word) &&
+                (std::isnan(row.priority) || std::isfinite(row.priority)) &&
+                (first ? row.step == 0 : row.prev_key1 > 0 && row.step > 0);
+    if (good && !first) {
+      const uint64_t from = memory_.slot_of(row.prev_key1 - 1), word_before = word_of(from);
+      if (slot_word::is_row(word_before) && slot_word::key1(word_before) == row.prev_key1) {
+        read_facts(memory_, from, word_before, before);
+        good = memory_.layout().view.step_after(before.step) == row.step && !(before.flags & kEnds);
+      }
+    }
+    require_intact(good, "header of row " + std::to_string(slot));
+  }
+
+  SegmentMemory& memory_;
+  Header& header_;
+  PriorityTree tree_;
+  uint64_t head_;
+};
+
+// The caller holds LOCK_EX and the mutex. Gives up the rows that were being written, and returns how many; derives
+// everything else anew. O(capacity).
+inline uint64_t settle(SegmentMemory& m) {
+  Header& h = m.header();
+  h.dirty = Dirty::kLinks;
+  kill_fence();
+  uint64_t dropped = 0;
+  for (uint64_t slot = 0; slot < m.capacity(); slot++) {
+    std::atomic<uint64_t>& word = m.row(slot).word;
+    const uint64_t was = word.load(std::memory_order_relaxed);
+    if (!slot_word::is_busy(was)) continue;
+    word.store(slot_word::voided(slot_word::key1(was) - 1), std::memory_order_relaxed);
+    dropped++;
+  }
+  std::memset(m.pending_words(), 0, m.layout().tree - m.layout().pending);  // recovery marks what it finds
+  h.pending = 0;
+  Recovery(m).run();
+  h.inserted = std::max(h.inserted, static_cast<uint64_t>(m.tree().count()));
+  h.completed_at = h.absorbed;
+  publish_limit(m);
+  return dropped;
+}
+
+// What belongs to processes, all gone, and to the clock of a boot that may be over.
+inline void forget_processes(SegmentMemory& m) {
+  Header& h = m.header();
+  std::memset(static_cast<void*>(&m.participant(0)), 0, kMaxParticipants * kParticipantBytes);
+  h.mutex.init();
+  h.dirty = Dirty::kClean;  // nobody is to repair what is derived anew
+  h.wake_at = kNever;
+  h.gate.init();
+  h.stopped = h.shared = h.room_waiters = h.repairing = h.presences = h.ids = 0;
+  h.holder = 0;
+  h.made = machine_ns();
+  h.streams = std::max(1U, h.streams.load(std::memory_order_relaxed));
+  h.last_departure = h.last_census = h.last_write = 0;
+  h.demand = 0;
+  if (h.importer) h.importer = kGone;
+}
+
+inline uint64_t seal_of(const SegmentMemory& m) { return Hash().mix(m.base(), kFileState).value(); }
+
+inline void sync_file(const SegmentMemory& m) {
+  if (fsync(m.fd()) != 0) throw std::system_error(errno, std::generic_category(), "fsync of a replay segment");
+}
+
+// The caller holds LOCK_EX. Without a seal the file is what a death of its last user would have left.
+inline void seal_segment(SegmentMemory& m) {
+  FileState& file = m.file();
+  if (file.phase != Phase::kInUse) return;
+  {
+    Locked lock(m);
+    lock.absorb();
+    file.dropped_rows += settle(m);
+  }
+  sync_file(m);
+  file.seal = seal_of(m);
+  file.phase = Phase::kSealed;
+  sync_file(m);
+}
+
+}  // namespace detail
+
+// Whether processes of this boot may use the segment in `fd`; its nonce, if so. For those who hold LOCK_SH. Throws
+// NotASegment.
+inline std::optional<uint64_t> nonce_in_use(const Descriptor& fd, uint64_t boot) {
+  const HeaderPage page(fd);
+  if (page.file().phase != Phase::kInUse || page.file().boot != boot) return {};
+  return page.header().nonce;
+}
+
+struct Repaired {
+  uint64_t nonce;
+  uint64_t dropped_rows;  // this time
+};
+
+// Makes the segment in `fd` fit for use again. The caller holds LOCK_EX: nobody else uses it. Throws NotASegment, and
+// has changed nothing, when the file is damaged, or was in use when the machine went down: what the system wrote to the
+// disk until then is of different moments. O(capacity).
+inline Repaired repair_segment(Descriptor fd, uint64_t boot) {
+  const auto memory = map_segment(std::move(fd));
+  SegmentMemory& m = *memory;
+  FileState& file = m.file();
+  const Phase phase = file.phase;
+  detail::require_intact(phase >= Phase::kInUse && phase <= Phase::kSealed, "phase");
+  if (phase != Phase::kSealed && file.boot != boot)
+    throw NotASegment(
+        "the machine was restarted while the buffer was in use, and what had reached the disk by then need not fit "
+        "together: load its last checkpoint");
+  detail::Examination examination(m);
+  if (phase == Phase::kSealed) detail::require_intact(file.seal == detail::seal_of(m), "header");
+  examination.run();
+  if (phase == Phase::kSealed) examination.run_sealed();
+  file.boot = boot;
+  file.phase = Phase::kRepairing;
+  detail::forget_processes(m);
+  uint64_t dropped;
+  {
+    const Locked lock(m);
+    dropped = detail::settle(m);
+  }
+  file.dropped_rows += dropped;
+  file.phase = Phase::kInUse;
+  return {m.header().nonce, dropped};
+}
+
+namespace detail {
+
+// The caller uses the file `fd` no longer; whoever is the last puts it to rest.
+inline void seal_if_last(Descriptor fd) {
+  struct stat status;
+  if (fstat(fd.get(), &status) != 0 || status.st_nlink == 0) return;
+  if (flock(fd.get(), LOCK_EX | LOCK_NB) == 0) seal_segment(*map_segment(std::move(fd)));
+}
+
+}  // namespace detail
+
+// Unmaps a segment. The last of those who used a file puts it to rest, which takes as long as the disk needs.
+inline void release_segment(std::unique_ptr<SegmentMemory> memory) noexcept {
+  try {
+    if (memory->file().phase == Phase::kMemory) return memory.reset();
+    Descriptor again = memory->open_again(O_RDWR);
+    memory.reset();
+    detail::seal_if_last(std::move(again));
+  } catch (...) {  // not sealed
+  }
+}
+
+// The same for a process that comes to its end while threads, writers or tensors have the memory: they keep a copy.
+inline void leave_segment(SegmentMemory& m) noexcept {
+  try {
+    if (m.file().phase == Phase::kMemory) return;
+    Descriptor again = m.open_again(O_RDWR);
+    m.leave_file();
+    detail::seal_if_last(std::move(again));
+  } catch (...) {  // not sealed
+  }
+}
+
+}  // namespace torchreplay

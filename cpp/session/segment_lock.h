@@ -1,0 +1,254 @@
+// Holding the segment's mutex: waiting for it in slices, repairing what a dead owner left, absorbing what was written.
+#pragma once
+
+#include <atomic>
+#include <cstdio>
+#include <limits>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "segment/limiter.h"
+#include "session/recover.h"
+#include "system/fault.h"
+#include "system/futex.h"
+
+namespace torchreplay {
+
+// Thrown out of a wait when `interrupted` says so (Ctrl-C).
+struct Interrupted {};
+// Thrown out of a wait for the mutex when the buffer was stopped.
+struct StoppedMeanwhile {};
+// Thrown when the mutex did not come free in time. The text says who holds it.
+struct LockTimeout : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// Asked between slices of every wait. The Python binding points it at the signal check.
+inline bool (*interrupted)() = [] { return false; };
+// In a thread that no signal reaches: set when nobody wants any more what it does. It reports to nobody.
+inline thread_local const std::atomic<bool>* unwanted = nullptr;
+// Told every `report_every_ns` of a long wait for the mutex; true ends it as `interrupted` does. The Python binding
+// points it at the log.
+inline bool (*report_wait)(const std::string& text) = [](const std::string&) { return false; };
+inline int64_t report_every_ns = 10'000'000'000;
+
+inline constexpr int64_t kSliceNs = 50'000'000;  // waits wake up this often to look around
+
+// How long to wait for the mutex. Holders need microseconds, but one that is stopped, or starved, needs as long as it
+// likes. The deadline is looked at between slices: whoever comes too late still gets one.
+struct Patience {
+  int64_t deadline = std::numeric_limits<int64_t>::max();  // monotonic, ns
+  bool until_stopped = false;                              // the end of the buffer is the end of the wait
+};
+
+// Waits for the memory's lock are told no signal while it lives, and report nothing.
+class Undisturbed {
+ public:
+  Undisturbed() : before_(std::exchange(unwanted, &never_)) {}
+  ~Undisturbed() { unwanted = before_; }
+  Undisturbed(const Undisturbed&) = delete;
+
+ private:
+  static inline const std::atomic<bool> never_{false};
+  const std::atomic<bool>* before_;
+};
+
+// The state letter of a process from /proc, or '?' when it is gone or not ours to see.
+inline char process_state(int pid) {
+  char path[40], text[256] = {};
+  snprintf(path, sizeof path, "/proc/%d/stat", pid);
+  FILE* f = std::fopen(path, "r");
+  if (!f) return '?';
+  const size_t n = std::fread(text, 1, sizeof text - 1, f);
+  std::fclose(f);
+  const size_t close = std::string(text, n).rfind(')');
+  return close == std::string::npos || close + 2 >= n ? '?' : text[close + 2];
+}
+
+// Owns the mutex while it lives.
+class Locked {
+ public:
+  explicit Locked(SegmentMemory& m, Patience patience = {}) : memory_(m), header_(m.header()), patience_(patience) {
+    lock();
+  }
+  ~Locked() {
+    if (!held_) return;
+    TORCHREPLAY_FAULT("lock.over");
+    held_ = false;
+    header_.holder.store(0, std::memory_order_relaxed);
+    header_.mutex.unlock();
+    TORCHREPLAY_FAULT("lock.free");
+  }
+  Locked(const Locked&) = delete;
+
+  void unlock() {
+    held_ = false;
+    header_.holder.store(0, std::memory_order_relaxed);
+    header_.mutex.unlock();
+    TORCHREPLAY_FAULT("lock.between");
+  }
+
+  // Absorbs every row written before the call, letting others in between chunks. Returns the head absorbed to, which
+  // may be a later one.
+  uint64_t absorb() {
+    if (header_.importer) return header_.absorbed;  // what others write waits until the import has ended
+    const uint64_t head = header_.head.load(std::memory_order_acquire);
+    Absorber absorber(memory_);
+    while (!absorber.step(head)) {
+      header_.gate.note_progress();
+      const bool wanted = header_.mutex.wanted();
+      unlock();
+      if (wanted) header_.mutex.let_others_in();
+      lock();
+    }
+    return header_.absorbed;
+  }
+
+ private:
+  void lock() {
+    // Before the mutex is taken: what can fail must not fail with it.
+    const uint64_t presence = memory_.presence();
+    RobustMutex::Outcome outcome = header_.mutex.lock_for(kSliceNs);
+    if (outcome == RobustMutex::Outcome::kTimeout) outcome = wait();
+    held_ = true;
+    TORCHREPLAY_FAULT("lock.taken");
+    header_.holder.store(presence << 32 | header_.mutex.holder(), std::memory_order_relaxed);
+    header_.holder_pid.store(own_pid(), std::memory_order_relaxed);
+    const bool died = outcome == RobustMutex::Outcome::kOwnerDied;
+    if (died || header_.dirty != Dirty::kClean || header_.importer) repair(died);
+  }
+
+  // Waits for as long as the holder needs, looking around between slices.
+  RobustMutex::Outcome wait() {
+    const int64_t start = monotonic_ns() - kSliceNs;
+    int64_t report_at = start + report_every_ns;
+    uint32_t repairing = header_.repairing.load(std::memory_order_relaxed);
+    for (;;) {
+      if (unwanted ? unwanted->load(std::memory_order_relaxed) : interrupted()) throw Interrupted{};
+      if (patience_.until_stopped && header_.stopped.load(std::memory_order_acquire)) throw StoppedMeanwhile{};
+      const int64_t now = monotonic_ns();
+      const bool repaired = std::exchange(repairing, header_.repairing.load(std::memory_order_relaxed)) != repairing;
+      if (now >= patience_.deadline) throw LockTimeout(reason(now - start, repaired));
+      if (now >= report_at) {
+        report_at = now + report_every_ns;
+        if (!unwanted && report_wait(reason(now - start, repaired))) throw Interrupted{};
+      }
+      release_from_the_dead();
+      const auto outcome = header_.mutex.lock_for(kSliceNs);
+      if (outcome != RobustMutex::Outcome::kTimeout) return outcome;
+    }
+  }
+
+  // The kernel hands the lock of a dead thread on, unless the thread's list of locks was lost. A process gives its lock
+  // bytes back after that list was gone through: if its byte is free and the mutex still its own, nobody will come. One
+  // that lives has lost its bytes when somebody closed its descriptors.
+  void release_from_the_dead() {
+    const uint32_t thread = header_.mutex.holder();
+    const uint64_t holder = header_.holder.load(std::memory_order_acquire);
+    if (!holder || static_cast<uint32_t>(holder) != thread || memory_.liveness().present(holder >> 32)) return;
+    const char state = process_state(static_cast<int>(thread));
+    if (state == '?' || state == 'Z' || state == 'X') header_.mutex.give_up_for(thread);
+  }
+
+  // After the death of the owner, or an exception that it threw in the midst of a change; and during an import, whose
+  // end repairs all.
+  void repair(bool died) {
+    try {
+      const uint32_t importer = header_.importer;
+      if (importer && !memory_.liveness().present(importer))
+        Recovery(memory_).end_import();
+      else if (!importer && header_.dirty != Dirty::kClean)
+        Recovery(memory_).run();
+    } catch (...) {  // the memory stays dirty, for the next one
+      if (died) header_.mutex.mark_consistent();
+      unlock();
+      throw;
+    }
+    TORCHREPLAY_FAULT("lock.repaired");
+    if (died) header_.mutex.mark_consistent();
+    TORCHREPLAY_FAULT("lock.consistent");
+  }
+
+  std::string reason(int64_t waited_ns, bool repairing) const {
+    const std::string pid = std::to_string(header_.holder_pid.load(std::memory_order_relaxed));
+    const char state = process_state(header_.holder_pid.load(std::memory_order_relaxed));
+    char seconds[32];
+    snprintf(seconds, sizeof seconds, "%.1f", static_cast<double>(waited_ns) * 1e-9);
+    return std::string("the lock of the replay buffer has not come free for ") + seconds + " s: process " + pid +
+           (repairing                      ? " holds it and repairs what a dead process left"
+            : state == 'T' || state == 't' ? " holds it and is stopped; continue it with `kill -CONT " + pid + "`"
+            : state == '?'                 ? " holds it and is not visible from here"
+                                           : std::string(" holds it and is slow (its state is ") + state + ")");
+  }
+
+  // getpid() is a system call; this costs it once a process.
+  static int own_pid() {
+    static std::atomic<uint64_t> generation{kNever};
+    static std::atomic<int> pid{0};
+    const uint64_t now = fork_generation.load(std::memory_order_relaxed);
+    if (generation.load(std::memory_order_acquire) != now) {
+      pid.store(getpid(), std::memory_order_relaxed);
+      generation.store(now, std::memory_order_release);
+    }
+    return pid.load(std::memory_order_relaxed);
+  }
+
+  SegmentMemory& memory_;
+  Header& header_;
+  Patience patience_;
+  bool held_ = false;
+};
+
+// After a change of what learners drew or hold: tells writers how far they may go, and wakes those that wait.
+inline void publish_limit(SegmentMemory& m) {
+  Header& h = m.header();
+  const uint64_t before = h.ticket_limit.load(std::memory_order_relaxed);
+  // Half a turn, and what two writers may add to it. While rows are restored nobody looks.
+  const uint64_t unseen = h.importer ? kMaxKeys : std::max<uint64_t>(1, m.capacity() / 2);
+  Limiter(h).publish(h.absorbed, unseen, m.tree().count());
+  TORCHREPLAY_FAULT("limit.published");
+  if (h.ticket_limit.load(std::memory_order_relaxed) <= before) return;
+  // The limit before the look at who waits; a writer says that it waits, and then looks at the limit.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (h.room_waiters.load(std::memory_order_relaxed) && h.room_waiters.exchange(0)) futex_signal(h.room_signal);
+}
+
+// Sleeps until the limiter admits more, at most `ns`. `seen`: room_signal when the caller last looked at the limit.
+inline void wait_for_room(Header& h, Participant& writer, uint32_t seen, int64_t ns) {
+  const int64_t start = monotonic_ns();
+  writer.waiting.store(1, std::memory_order_relaxed);
+  TORCHREPLAY_FAULT("room.waiting");
+  h.room_waiters.store(1, std::memory_order_seq_cst);  // before the last look at the limit: see publish_limit()
+  TORCHREPLAY_FAULT("room.counted");
+  if (h.head.load(std::memory_order_relaxed) >= h.ticket_limit.load(std::memory_order_seq_cst))
+    futex_wait(h.room_signal, seen, ns);
+  TORCHREPLAY_FAULT("room.awake");
+  writer.waiting.store(0, std::memory_order_relaxed);
+  h.insert_wait.add(monotonic_ns() - start, machine_ns());
+}
+
+// A learner's call, from its start to its end: writers that are far ahead give way to it.
+class LearnerTurn {
+ public:
+  explicit LearnerTurn(SegmentMemory& m) : header_(m.header()), pace_(m.pace()) { pace_.begin(header_.gate); }
+  ~LearnerTurn() { pace_.end(header_.gate, header_.head.load(std::memory_order_relaxed), absorbed_); }
+  LearnerTurn(const LearnerTurn&) = delete;
+
+  // Locked::absorb(), which writers do not outrun.
+  void absorb(Locked& lock) {
+    pace_.hold(header_.gate, header_.absorbed);
+    lock.absorb();
+    absorbed_ = header_.absorbed;
+  }
+
+  // The learner needs rows: nobody waits for it.
+  void wait_for_rows() { header_.gate.open_at(WriteGate::kOpen); }
+
+ private:
+  Header& header_;
+  LearnerPace& pace_;
+  uint64_t absorbed_ = 0;
+};
+
+}  // namespace torchreplay

@@ -1,0 +1,156 @@
+// The episodes that one writer is in the middle of: which rows a call of `reset` or `step` writes, and how they are
+// linked.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "write/ring.h"
+
+namespace torchreplay {
+
+// What happens to a lane whose episode has ended, as Gymnasium's vector environments name it.
+enum class Autoreset : uint32_t {
+  kNextStep,  // the next step's observation is the new episode's first one
+  kSameStep,  // the step brings both the episode's last observation and the next one's first
+  kDisabled,  // the user resets the lane
+};
+
+// A call's values have a time and a lane.
+struct StreamRow {
+  enum class Kind : uint8_t {
+    kReset,  // an observation only
+    kStep,
+    kLast,  // a step whose observation is given apart: the one that ended the episode
+  };
+  Kind kind;
+  uint32_t lane;
+  int64_t time, obs_time;
+  uint64_t flags;
+  int64_t answer;  // the call returns this row's key at that place; -1: it does not
+};
+
+class Lanes {
+ public:
+  // `vectorised`: the caller's values have a dimension of lanes.
+  Lanes(uint32_t n, bool vectorised, Autoreset autoreset, const View& view = {})
+      : lanes_(n), vectorised_(vectorised), autoreset_(autoreset), view_(view) {}
+
+  uint32_t size() const { return static_cast<uint32_t>(lanes_.size()); }
+  bool vectorised() const { return vectorised_; }
+  const std::vector<StreamRow>& rows() const { return rows_; }
+
+  // The call has failed. If a part of the planned rows is written, nobody knows which: the call made again would write
+  // them twice, and the next one would lead past those that are missing. So their lanes start with a reset.
+  void break_off() {
+    if (committed_ == 0 || committed_ == rows_.size()) return;
+    for (const StreamRow& row : rows_) lanes_[row.lane].state = State::kBroken;
+  }
+
+  // The plan is needed no more, and was a large one.
+  void forget_plan() { std::vector<StreamRow>().swap(rows_); }
+
+  // A forked child owns no stream of its parent's: it starts with a reset.
+  void forget() {
+    for (Lane& lane : lanes_) lane = {};
+  }
+
+  // Plans a first row in every lane; those where `mask` (nullptr: none) is 0 are left out.
+  void plan_reset(const uint8_t* mask) {
+    begin();
+    for (uint32_t i = 0; i < size(); i++)
+      if (!mask || mask[i]) add_reset(i, 0, i);
+  }
+
+  // Plans `times` steps of every lane, from their flags [times, lanes]. `last_given`: of the lanes that end, the last
+  // observation is given apart. With `from_reset` the first observation, at obs_time 0, starts an episode in every
+  // lane. Throws std::invalid_argument, and changes nothing, when a lane cannot take a step.
+  void plan_steps(int64_t times, const uint8_t* terminated, const uint8_t* truncated, bool last_given,
+                  bool from_reset) {
+    begin();
+    if (from_reset)
+      for (uint32_t i = 0; i < size(); i++) add_reset(i, 0, i);
+    const int64_t shift = from_reset ? 1 : 0;
+    for (int64_t time = 0; time < times; time++)
+      for (uint32_t i = 0; i < size(); i++) {
+        const int64_t at = time * size() + i;
+        const uint64_t flags = (terminated[at] ? kTerminated : 0) | (truncated[at] ? kTruncated : 0);
+        add_step(i, time, time + shift, flags, at + shift * size(), last_given, times);
+      }
+  }
+
+  // The header of row `i` of the plan, once the rows before it are committed.
+  RowMeta meta(uint64_t i, const RowMeta& priority) const {
+    const StreamRow& row = rows_[i];
+    const Lane& lane = lanes_[row.lane];
+    if (row.kind == StreamRow::Kind::kReset) return {lane.key1 << 16 | kFirst, 0, 0};
+    return {lane.key1 << 16 | row.flags | priority.link, view_.step_after(lane.step), priority.priority};
+  }
+
+  // Row `i` has been written: the lane goes on from there.
+  void commit(uint64_t i, uint64_t key) {
+    const StreamRow& row = rows_[i];
+    Lane& lane = lanes_[row.lane];
+    const bool first = row.kind == StreamRow::Kind::kReset;
+    lane = {key + 1, first ? 0 : view_.step_after(lane.step),
+            !first && (row.flags & kEnds) ? State::kEnded : State::kRunning};
+    committed_ = i + 1;
+  }
+
+ private:
+  enum class State : uint8_t { kNew, kRunning, kEnded, kBroken };
+  struct Lane {
+    uint64_t key1 = 0;  // key + 1 of its last row
+    uint32_t step = 0;
+    State state = State::kNew;
+  };
+
+  void begin() {
+    rows_.clear();
+    committed_ = 0;
+    planned_.resize(lanes_.size());
+    for (size_t i = 0; i < lanes_.size(); i++) planned_[i] = lanes_[i].state;
+  }
+
+  void add_reset(uint32_t lane, int64_t obs_time, int64_t answer) {
+    rows_.push_back({StreamRow::Kind::kReset, lane, 0, obs_time, 0, answer});
+    planned_[lane] = State::kRunning;
+  }
+
+  void add_step(uint32_t lane, int64_t time, int64_t obs_time, uint64_t flags, int64_t answer, bool last_given,
+                int64_t times) {
+    State& state = planned_[lane];
+    if (state == State::kNew) throw std::invalid_argument("step() before the first reset()" + of(lane));
+    if (state == State::kBroken)
+      throw std::invalid_argument(
+          "the call before failed when some of its rows were written: call reset() before the next step()" + of(lane));
+    if (state == State::kEnded) {
+      if (vectorised_ && autoreset_ == Autoreset::kNextStep) return add_reset(lane, obs_time, answer);
+      throw std::invalid_argument(times > 1
+                                      ? "an episode ends at step " + std::to_string(time - 1) + " of " +
+                                            std::to_string(times) + of(lane) + ": pass every episode by itself"
+                                      : "step() after the end of the episode" + of(lane) + ": call reset() first");
+    }
+    const bool resets = flags && vectorised_ && autoreset_ == Autoreset::kSameStep;
+    if (resets && !last_given)
+      throw std::invalid_argument("the episode ends" + of(lane) + " and autoreset is 'same_step': " +
+                                  (obs_time == time ? "pass final_obs=infos['final_obs'] too"
+                                                    : "extend() takes streams of 'next_step' only, use step()"));
+    rows_.push_back({resets ? StreamRow::Kind::kLast : StreamRow::Kind::kStep, lane, time, obs_time, flags, answer});
+    state = flags ? State::kEnded : State::kRunning;
+    if (resets) add_reset(lane, obs_time, -1);
+  }
+
+  std::string of(uint32_t lane) const { return vectorised_ ? " in lane " + std::to_string(lane) : ""; }
+
+  std::vector<Lane> lanes_;
+  bool vectorised_;
+  Autoreset autoreset_;
+  View view_;
+  std::vector<StreamRow> rows_;
+  uint64_t committed_ = 0;  // of them
+  std::vector<State> planned_;
+};
+
+}  // namespace torchreplay

@@ -1,0 +1,175 @@
+// Writing rows: lock-free, from any process. A ticket names a slot; a slot still busy is skipped, never waited for.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "segment/memory.h"
+#include "system/fault.h"
+#include "system/futex.h"
+
+namespace torchreplay {
+
+// Most tickets that a writer holds at once: what a kill can lose.
+inline constexpr uint64_t kMaxChunk = 64;
+
+enum class Append {
+  kDone,     // every row is written
+  kLimited,  // the limiter says wait
+  kGated,    // a learner has fallen behind: pause at the gate
+  kStalled,  // a whole turn of the ring is held by stopped writers: sleep and try again
+  kSpent,    // every key there is was issued
+  kLost,     // others take this process for dead: its id is theirs
+};
+
+class RingWriter {
+ public:
+  // `gated`: the writer gives way to learners that fall behind.
+  RingWriter(SegmentMemory& memory, int id, bool gated = false)
+      : memory_(memory),
+        entry_(memory.participant(id)),
+        writer_(static_cast<uint64_t>(id)),
+        gated_(gated),
+        linked_(memory.layout().view.linked()) {}
+
+  // Writes up to `n` rows, `fill(row, slot)` copying the payload of row 0, 1, ... (it must not throw), and stores their
+  // keys. Adds the number written to `written`. O(n) and the copies; no lock, no system call.
+  template <class Fill>
+  Append append(uint64_t n, const RowMeta* meta, int64_t* keys, uint64_t& written, Fill&& fill) {
+    return append(n, GivenRows{meta}, keys, written, fill);
+  }
+
+  // The same for rows that depend on the keys before them: rows.meta(i) is asked for when row i is about to be written,
+  // rows.commit(i, key) told when it is, and rows.announce(i, key), where there is one, before each attempt.
+  template <class Rows, class Fill>
+    requires(!std::is_pointer_v<std::remove_reference_t<Rows>>)
+  Append append(uint64_t n, Rows&& rows, int64_t* keys, uint64_t& written, Fill&& fill) {
+    Header& h = memory_.header();
+    const uint64_t capacity = memory_.capacity();
+    const uint64_t chunk_limit = std::max<uint64_t>(1, std::min(kMaxChunk, capacity / 4));
+    const uint64_t patience = std::max<uint64_t>(kMaxChunk, capacity);
+    uint64_t holes = 0;
+    const uint64_t before = written;
+    const auto end = [&](Append outcome) {
+      count(written - before);
+      return outcome;
+    };
+    while (written < n) {
+      const uint64_t head = h.head.load(std::memory_order_relaxed);
+      if (gated_ && h.gate.is_shut(head)) return end(Append::kGated);
+      if (head >= h.ticket_limit.load(std::memory_order_relaxed))
+        return end(head < kMaxKeys ? Append::kLimited : Append::kSpent);
+      const uint64_t chunk = std::min(n - written, chunk_limit);
+      // Before the look at wake_at: a learner that waits says there what wakes it, and then looks at the head.
+      const uint64_t first = h.head.fetch_add(chunk, std::memory_order_seq_cst);
+      TORCHREPLAY_FAULT("append.ticket");
+      // Between ticket and CAS, so that "busy with my id" implies "inside my range": reclaiming needs no sweep.
+      entry_.first.store(first, std::memory_order_relaxed);
+      TORCHREPLAY_FAULT("append.first");
+      entry_.count.store(static_cast<uint32_t>(chunk), std::memory_order_relaxed);
+      TORCHREPLAY_FAULT("append.in_flight");
+      for (uint64_t key = first; key < first + chunk; key++) {
+        const uint64_t slot = memory_.slot_of(key);
+        if constexpr (requires { rows.announce(written, key); }) rows.announce(written, key);
+        const Fate fate = write(key, slot, rows.meta(written), [&] { fill(written, slot); });
+        if (fate == Fate::kLost) return end(Append::kLost);
+        if (fate == Fate::kHole) {
+          TORCHREPLAY_FAULT("append.hole");
+          holes++;
+          continue;
+        }
+        TORCHREPLAY_FAULT("append.done");
+        rows.commit(written, key);
+        keys[written++] = static_cast<int64_t>(key);
+        TORCHREPLAY_FAULT("append.committed");
+        holes = 0;
+      }
+      if (holes >= patience) return end(Append::kStalled);
+    }
+    count(written - before);
+    // A learner that waits says which ticket should wake it.
+    if (static_cast<uint64_t>(keys[n - 1]) >= h.wake_at.load(std::memory_order_seq_cst)) {
+      TORCHREPLAY_FAULT("append.wakes");
+      h.wake_at.store(kNever, std::memory_order_relaxed);
+      TORCHREPLAY_FAULT("append.woke_nobody");
+      futex_signal(h.rows_signal);
+    }
+    return Append::kDone;
+  }
+
+ private:
+  struct GivenRows {
+    const RowMeta* given;
+    const RowMeta& meta(uint64_t row) const { return given[row]; }
+    void commit(uint64_t, uint64_t) const {}
+  };
+
+  void count(uint64_t rows) {
+    if (!rows) return;
+    entry_.rows.store(entry_.rows.load(std::memory_order_relaxed) + rows, std::memory_order_relaxed);
+    TORCHREPLAY_FAULT("append.counted");
+    entry_.last_write.store(machine_ns(CLOCK_MONOTONIC_COARSE), std::memory_order_relaxed);
+  }
+
+  // What became of a ticket.
+  enum class Fate { kRow, kHole, kLost };
+
+  template <class Copy>
+  Fate write(uint64_t key, uint64_t slot, const RowMeta& meta, Copy&& copy) {
+    RowHeader& row = memory_.row(slot);
+    uint64_t word = row.word.load(std::memory_order_acquire);
+    if (slot_word::is_busy(word) || slot_word::key1(word) > key)
+      return Fate::kHole;  // a lagging or dead writer, or we were lapped
+    // acq_rel: the entry above is visible before the slot is busy.
+    if (!row.word.compare_exchange_strong(word, slot_word::busy(key, writer_), std::memory_order_acq_rel,
+                                          std::memory_order_relaxed))
+      return Fate::kHole;
+    TORCHREPLAY_FAULT("append.busy");
+    std::atomic_thread_fence(std::memory_order_release);  // busy before any byte of the payload
+    row.set(meta, linked_);
+    TORCHREPLAY_FAULT("append.header");
+    copy();
+    TORCHREPLAY_FAULT("append.copied");
+    uint64_t own = slot_word::busy(key, writer_);
+    if (row.word.compare_exchange_strong(own, slot_word::done(key, writer_), std::memory_order_release,
+                                         std::memory_order_relaxed))
+      return Fate::kRow;
+    spoil(row.word, key);
+    return memory_.liveness().holds(static_cast<int>(writer_)) ? Fate::kHole : Fate::kLost;
+  }
+
+  // The slot was taken from us. A row written there since was written beside us and may be torn, so it is voided. If it
+  // is not committed yet, its commit fails, and its writer writes it again.
+  static void spoil(std::atomic<uint64_t>& word, uint64_t key) {
+    uint64_t now = word.load(std::memory_order_relaxed);
+    while (slot_word::key1(now) > key + 1 &&
+           !word.compare_exchange_weak(now, slot_word::voided(slot_word::key1(now) - 1), std::memory_order_acq_rel,
+                                       std::memory_order_relaxed)) {
+    }
+  }
+
+  SegmentMemory& memory_;
+  Participant& entry_;
+  uint64_t writer_;
+  bool gated_;
+  bool linked_;
+};
+
+// Frees the slots that a dead participant left busy. The caller holds byte `id` of the lock table, so nobody can be
+// using it. Idempotent: a reclaimer that dies is no problem. O(tickets in flight).
+inline void reclaim(SegmentMemory& memory, int id) {
+  Participant& entry = memory.participant(id);
+  const uint64_t first = entry.first.load(std::memory_order_acquire);
+  const uint64_t count = std::min<uint64_t>(entry.count.load(std::memory_order_relaxed), kMaxChunk);
+  for (uint64_t key = first; key < first + count; key++) {
+    uint64_t busy = slot_word::busy(key, static_cast<uint64_t>(id));
+    memory.row(memory.slot_of(key))
+        .word.compare_exchange_strong(busy, slot_word::voided(key), std::memory_order_acq_rel,
+                                      std::memory_order_relaxed);
+    TORCHREPLAY_FAULT("reclaim.slot");
+  }
+  entry.count.store(0, std::memory_order_relaxed);
+  TORCHREPLAY_FAULT("reclaim.done");
+}
+
+}  // namespace torchreplay
