@@ -40,7 +40,7 @@ soak-fuzzers:
 build: $(STAMPS)/build  ## compile the native modules in place
 
 faults: build  ## compile the module with which tests let processes die where they choose
-	$(BIN)/python tests/fault_build.py
+	$(BIN)/python tests/support/fault_build.py
 
 wheel: build  ## one cp311-abi3 wheel in dist/
 	rm -rf build/lib.* build/bdist.*

@@ -7,9 +7,10 @@ FUZZ_SECONDS ?= 60
 SANITIZED := build/sanitized
 SANITIZED_FLAGS := -std=c++20 -O1 -g1 -fPIC -fno-omit-frame-pointer -fvisibility=hidden -fvisibility-inlines-hidden \
     -ffp-contract=off -fno-trapping-math
-SANITIZED_TESTS := $(addprefix tests/test_,bad_input.py bad_rows.py border.py buffer.py checkpoint.py conversion.py \
-    handle.py restore.py restore_beside_others.py survival.py trajectory_refusals.py trajectory_lane_refusals.py \
-    weights.py writer.py)
+SANITIZED_TESTS := $(addprefix tests/,$(addsuffix .py,package/test_bad_input package/test_survival \
+    segment/test_border segment/test_handle checkpoint/test_checkpoint checkpoint/test_restore \
+    checkpoint/test_restore_beside_others weights/test_weights buffer/test_bad_rows buffer/test_buffer \
+    buffer/test_conversion buffer/test_trajectory_refusals buffer/test_trajectory_lane_refusals buffer/test_writer))
 # The address sanitizer must be there before Python allocates, and libstdc++ before it looks for what exceptions call.
 SANITIZED_RUN = PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/$(SANITIZED) UBSAN_OPTIONS=print_stacktrace=1 \
     ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:handle_segv=2 \

@@ -7,10 +7,10 @@ import pickle
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
+from paths import import_path
 
 import torchreplay as tr
 
@@ -37,7 +37,7 @@ def buffer():
 
 
 def test_a_checkpoint_of_a_process_that_is_gone_loads_with_another_buffer(lightning, buffer, tmp_path):
-    path = os.pathsep.join([str(Path(__file__).parent), str(Path(tr.__file__).parent.parent)])
+    path = import_path()
     command = [sys.executable, modules_with_buffers.__file__, lightning.__name__, str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)

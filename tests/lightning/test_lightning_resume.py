@@ -4,12 +4,12 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from delayed_draws import Delayed, filled_buffer, td_of
 from lightning_learner import BARE, QUIET
+from paths import import_path
 
 import torchreplay as tr
 
@@ -86,7 +86,7 @@ def resumed_after_sigterm(lightning, directory, killed_at, **options):
     """Returns the learner of a run that goes on from the `last.ckpt` of a process that SIGTERM ended."""
     first = directory / "first"
     first.mkdir()
-    path = os.pathsep.join([str(Path(__file__).parent), str(Path(tr.__file__).parent.parent)])
+    path = import_path()
     given = json.dumps(options | {"killed_at": killed_at})
     command = [sys.executable, resumed_fits.__file__, lightning.__name__, str(first), given]
     environment = {**os.environ, "PYTHONPATH": path}

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 import sharded_rows
 import torch
-from cluster import MEMORY, SETTINGS, TESTS
+from cluster import MEMORY, SETTINGS
 from forked import eventually
 from other_machine import joined, network, ray_node
+from paths import import_path
 from sharded_rows import SPEC, assert_intact, write, write_until_stopped
 
 import torchreplay as tr
@@ -42,8 +43,7 @@ def head():
 def other(head):
     """The other machine: its process, Ray's id of it, and the options that put a remote function there."""
     net, cluster = head
-    path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
-    with net.machine(lambda address: ray_node(cluster, address), PYTHONPATH=path) as (process, address):
+    with net.machine(lambda address: ray_node(cluster, address), PYTHONPATH=import_path()) as (process, address):
         node = joined(ray, address)
         strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
         yield SimpleNamespace(process=process, node=node, options={"num_cpus": 0, "scheduling_strategy": strategy})

@@ -14,13 +14,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 from forked import eventually
+from paths import import_path
 
-TESTS = Path(__file__).parent
 MEMORY = 80 * 2**20  # bytes of each node's object store: little more than the least that Ray accepts
 SETTINGS = {
     # Workers come when they are needed: a process that imports Ray costs a second of two cores.
@@ -79,9 +78,7 @@ class RayCluster:
     def _add(self, **options):
         with pytest.MonkeyPatch.context() as patch:
             # What a test module defines, or imports, workers on all nodes can import.
-            patch.setenv(
-                "PYTHONPATH", os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
-            )
+            patch.setenv("PYTHONPATH", import_path(os.environ.get("PYTHONPATH", "")))
             node = self._cluster.add_node(
                 **{"num_cpus": 2, "object_store_memory": MEMORY, "include_dashboard": False, **options}
             )

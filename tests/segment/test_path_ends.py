@@ -5,14 +5,12 @@ import struct
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 from file_buffers import BOOT, HOLDER, MUTEX, make, poke, rows
+from paths import SUPPORT
 
 import torchreplay as tr
-
-TESTS = str(Path(__file__).parent)
 
 
 def assert_at_rest(path, least):
@@ -25,7 +23,9 @@ def assert_at_rest(path, least):
 
 def run(path, program):
     """Runs a program, which finds `path`, `make` and `rows`."""
-    begin = f"import sys; sys.path.insert(0, {TESTS!r})\nfrom file_buffers import make, rows\npath = {str(path)!r}\n"
+    begin = (
+        f"import sys; sys.path.insert(0, {str(SUPPORT)!r})\nfrom file_buffers import make, rows\npath = {str(path)!r}\n"
+    )
     done = subprocess.run([sys.executable, "-c", begin + textwrap.dedent(program)], capture_output=True, timeout=100)
     assert (done.returncode, done.stderr.decode()) == (0, "")
 
@@ -143,7 +143,7 @@ def test_what_the_first_of_all_exit_handlers_writes_is_in_the_file(path):
     program = f"""
 import atexit, sys
 atexit.register(lambda: sys.end())
-sys.path.insert(0, {TESTS!r})
+sys.path.insert(0, {str(SUPPORT)!r})
 from file_buffers import make, rows
 buffer = make({str(path)!r})
 buffer.extend(**rows(0, 5))

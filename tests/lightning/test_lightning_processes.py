@@ -5,18 +5,16 @@ import subprocess
 import sys
 import textwrap
 import types
-from pathlib import Path
 
 import pytest
-
-import torchreplay as tr
+from paths import import_path
 
 pytest.importorskip("pytorch_lightning")
 
 
 def run_python(script, *arguments):
     """Runs a script in a fresh interpreter; returns its standard output."""
-    path = os.pathsep.join([str(Path(__file__).parent), str(Path(tr.__file__).parent.parent)])
+    path = import_path()
     done = subprocess.run(
         [sys.executable, script, *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": path},

@@ -11,6 +11,7 @@ import pytest
 import torch
 from forked import Forked, shared_counters
 from numbered_rings import BETA, OPS, ROWS, filled_buffer, outputs, write
+from paths import import_path
 
 import torchreplay as tr
 from torchreplay.ops.ring import Ring
@@ -208,7 +209,8 @@ def test_a_step_compiled_to_native_code_does_what_the_plain_step_does():
     # In a process of its own: the compiler leaves threads behind.
     program = "import test_ops; test_ops.check_compiled_step_does_what_the_plain_step_does('inductor')"
     arguments = [sys.executable, "-W", "ignore", "-c", program]
-    result = subprocess.run(arguments, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=170)
+    env = {**os.environ, "PYTHONPATH": import_path(Path(__file__).parent)}
+    result = subprocess.run(arguments, env=env, capture_output=True, text=True, timeout=170)
     assert result.returncode == 0, result.stderr
 
 

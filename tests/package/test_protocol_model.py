@@ -6,11 +6,11 @@
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
+from paths import TESTS
 
-MODEL = Path(__file__).parent / "model" / "replay.pml"
+MODEL = TESTS / "model" / "replay.pml"
 GATE = MODEL.with_name("gate.pml")
 MEMORY_MB = 6000
 DEPTH = 1_000_000

@@ -1,6 +1,6 @@
 """The native module built with fault points (`cpp/system/fault.h`), and an interpreter that runs the package with it.
 
-`python tests/fault_build.py` only builds.
+`python tests/support/fault_build.py` only builds.
 """
 
 import importlib.util
@@ -9,9 +9,9 @@ import os
 import subprocess
 import sys
 import traceback
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from paths import ROOT
+
 TARGET = ROOT / "build" / "faults"
 
 

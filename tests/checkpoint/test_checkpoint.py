@@ -12,6 +12,7 @@ import pytest
 import torch
 from forked import Forked, eventually
 from kept_items import assert_new_goals_are_rewarded, assert_same_items, buffer_of_episodes, buffer_of_goals
+from paths import SUPPORT
 from safetensors.torch import load_file
 from saved_rows import SPEC, assert_rows_are_those_of_their_keys, filled, make_format_3, rows, tell, told_by
 
@@ -386,7 +387,7 @@ LATE = {
 def test_a_buffer_is_saved_and_loaded_while_the_interpreter_ends(when, tmp_path):
     program = f"""
 import atexit, pathlib, sys, threading
-sys.path.insert(0, {os.path.dirname(__file__)!r})
+sys.path[:0] = [{os.path.dirname(__file__)!r}, {str(SUPPORT)!r}]
 from test_checkpoint import save_and_load
 path, main = pathlib.Path({str(tmp_path)!r}), threading.main_thread()
 def wait_save_and_load():

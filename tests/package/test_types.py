@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 
 pytest.importorskip("mypy")
 
-ROOT = Path(__file__).parents[1]
 PROGRAM = """
 import torch
 from gymnasium.vector import AutoresetMode

@@ -4,11 +4,11 @@ import json
 import subprocess
 import sys
 from importlib import import_module
-from pathlib import Path
 
 import pytest
+from paths import ROOT
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = ROOT / "examples"
 
 
 def imported(name, monkeypatch):

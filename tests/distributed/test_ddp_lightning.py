@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from paths import import_path
 
 import torchreplay as tr
 from torchreplay.distributed import rank_monitor
@@ -257,7 +258,7 @@ trainer.fit(make_learner(lightning, die_on_rank_one), datamodule=ReplayDataModul
 def test_ddp_trains_two_ranks_from_one_buffer_and_ends_with_the_name_of_one_that_is_killed(tmp_path):
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
-    path = os.pathsep.join([str(Path(__file__).parent), str(Path(tr.__file__).parent.parent)])
+    path = import_path()
     command = [sys.executable, script, tmp_path]
     done = subprocess.run(
         command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=150, check=False
