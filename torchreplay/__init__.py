@@ -18,7 +18,7 @@ from torchreplay.loading.dataset import ReplayDataset
 from torchreplay.loading.laber import LaBER
 from torchreplay.loading.mixed_dataset import MixedDataset
 from torchreplay.loading.reverse import Reverse
-from torchreplay.ops.priority_tree import PriorityTree
+from torchreplay.priority_tree import PriorityTree
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.hindsight import Hindsight
 from torchreplay.schema.limiters import MinSize, SamplesPerInsert

@@ -47,7 +47,7 @@ inline NamedRing ring_of(const Tensor& ring) {
   auto* state = reinterpret_cast<RingState*>(longs(ring));
   auto attached = AttachedRings::of_process().find(state->nonce);
   if (!attached)
-    fail("ring names no buffer that is attached in this process: make one here with torchreplay.ops.ring.Ring(buffer)");
+    fail("ring names no buffer that is attached in this process: make one here with torchreplay.ops.Ring(buffer)");
   if (state->process != getpid()) start_stream(*state, state->nonce, attached->memory());
   return {std::move(attached), state};
 }

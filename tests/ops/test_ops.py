@@ -4,7 +4,6 @@ import gc
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from numbered_rings import BETA, OPS, ROWS, filled_buffer, outputs, write
 from paths import import_path
 
 import torchreplay as tr
-from torchreplay.ops.ring import Ring
+from torchreplay.ops import Ring
 from torchreplay.schema.spec import ELEMENTS
 
 
@@ -209,7 +208,7 @@ def test_a_step_compiled_to_native_code_does_what_the_plain_step_does():
     # In a process of its own: the compiler leaves threads behind.
     program = "import test_ops; test_ops.check_compiled_step_does_what_the_plain_step_does('inductor')"
     arguments = [sys.executable, "-W", "ignore", "-c", program]
-    env = {**os.environ, "PYTHONPATH": import_path(Path(__file__).parent)}
+    env = {**os.environ, "PYTHONPATH": import_path()}
     result = subprocess.run(arguments, env=env, capture_output=True, text=True, timeout=170)
     assert result.returncode == 0, result.stderr
 

@@ -8,7 +8,7 @@ import torch
 from numbered_rings import BETA, OPS, ROWS, filled_buffer, outputs
 
 import torchreplay as tr
-from torchreplay.ops.ring import Ring
+from torchreplay.ops import Ring
 
 NO_PLAN = (torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.float64))
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from torchreplay.ops.priority_tree import PriorityTree
+from torchreplay.priority_tree import PriorityTree
 
 FALSE_ALARM = 1e-6  # of each statistical test; the seeds are fixed, so a passing test stays a passing one
 
@@ -267,7 +267,7 @@ def test_repr_names_capacity_count_total_and_minimum():
 
 @pytest.fixture
 def memory():
-    import torchreplay.ops.ring  # noqa: F401
+    import torchreplay.ops  # noqa: F401
 
     ops = torch.ops.torchreplay
     memory = torch.zeros(ops.tree_layout(100)[0], dtype=torch.uint8)
@@ -345,7 +345,7 @@ def test_an_operator_refuses_memory_that_is_not_a_trees(spoil, message, memory):
 
 def test_the_portable_twin_gives_the_same_draws_and_bytes_as_the_fastest_instructions():
     program = (
-        "import hashlib, torch; from torchreplay.ops.priority_tree import PriorityTree; t = PriorityTree(5000, seed=1);"
+        "import hashlib, torch; from torchreplay.priority_tree import PriorityTree; t = PriorityTree(5000, seed=1);"
         "g = torch.Generator().manual_seed(0);"
         "[t.set(torch.randint(5000, (300,), generator=g), torch.rand(300, generator=g) * 10.0**(k % 9 * 8 - 32))"
         " for k in range(30)];"

@@ -8,6 +8,7 @@ TESTS = SUPPORT.parent
 ROOT = TESTS.parent
 
 
-def import_path(*directories: object) -> str:
-    """A PYTHONPATH by which a program finds the package, these modules and those of more directories."""
-    return os.pathsep.join(map(str, (ROOT, SUPPORT, *directories)))
+def import_path(*more: str) -> str:
+    """A PYTHONPATH by which a program finds the package, these modules, those of tests, and what else is named."""
+    tests = sorted({path.parent for path in TESTS.rglob("test_*.py")})
+    return os.pathsep.join(map(str, (ROOT, SUPPORT, *tests, *more)))

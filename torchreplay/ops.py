@@ -52,7 +52,7 @@ from torchreplay.schema.samplers import Schedule
 from torchreplay.schema.spec import flatten, nest
 from torchreplay.validation import checked_int, checked_kind
 
-torch.ops.load_library(str(Path(__file__).parents[1] / "_ops.abi3.so"))  # type: ignore[no-untyped-call]
+torch.ops.load_library(str(Path(__file__).with_name("_ops.abi3.so")))  # type: ignore[no-untyped-call]
 
 
 def _changes_memory(memory: Tensor, capacity: int, *_: Tensor) -> None:

@@ -217,7 +217,7 @@ class PriorityTree:
 
 def _ops() -> Any:
     # Loaded on first use: the operators would double the time of `import torchreplay`.
-    from torchreplay.ops import ring  # noqa: F401
+    import torchreplay.ops  # noqa: F401
 
     return torch.ops.torchreplay
 

@@ -1,1 +1,0 @@
-"""Registered torch operators: the ring and the priority tree under `torch.compile`."""
