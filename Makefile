@@ -56,10 +56,11 @@ CPP_CORE = $(patsubst cpp/%,%,$(filter-out cpp/python/% cpp/ops/%,$(wildcard cpp
 CPP_INCLUDES = $(shell $(BIN)/python -c 'import importlib.util as u, os, sysconfig as s; \
     print("-Icpp -isystem", s.get_path("include"), "-isystem", os.path.dirname(u.find_spec("torch").origin) + "/include")')
 
-lint: build  ## ruff, mypy, clang-format, clang-tidy, abi3audit
+lint: build  ## ruff, mypy, import-linter, clang-format, clang-tidy, abi3audit
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
 	@mkdir -p build/lint && printf '#include "%s"\n' $(CPP_CORE) > build/lint/core.cpp
 	printf '%s\n' 'cpp/python.cpp -DPy_LIMITED_API=0x030B0000' 'cpp/ops.cpp -DTORCH_TARGET_VERSION=0x020b000000000000' \

@@ -11,7 +11,7 @@ from interrupts import assert_interrupted_calls_leave_no_thread, threads
 from saved_rows import assert_rows_are_those_of_their_keys, filled
 
 import torchreplay as tr
-from torchreplay.checkpoint.io_threads import Crew
+from torchreplay.segment.io_threads import Crew
 
 TIMES = 300
 

@@ -15,8 +15,8 @@ from interrupts import threads
 import torchreplay as tr
 from torchreplay import _C
 from torchreplay.checkpoint import buffer_checkpoint
-from torchreplay.checkpoint.io_threads import Crew
 from torchreplay.segment import reservation as memory
+from torchreplay.segment.io_threads import Crew
 
 PIECE = 2 << 20
 ROWS, ROW_BYTES = 2048, 4096
@@ -181,7 +181,7 @@ def test_where_no_thread_can_be_started_whoever_waits_reserves(taken, monkeypatc
     def refuse(*_):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("torchreplay.checkpoint.io_threads.start_new_thread", refuse)
+    monkeypatch.setattr("torchreplay.segment.io_threads.start_new_thread", refuse)
     before = len(os.listdir("/proc/self/fd"))
     with memory.begin_reservation(SIZE, "test", ARRAYS, ROWS) as reservation:
         reservation.wait(ROWS)

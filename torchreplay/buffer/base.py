@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from torchreplay.buffer.tree_summary import DrawnFrom
-from torchreplay.schema.batch import ReplayBatch
+from torchreplay.schema.batch import Finish, ReplayBatch
 from torchreplay.schema.config import Configured
 from torchreplay.schema.samplers import Schedule
 
@@ -25,10 +25,6 @@ if TYPE_CHECKING:
 
 Pin = Literal["staging", "ring", "off"]
 PINS: tuple[Pin, ...] = get_args(Pin)
-
-
-Finish: TypeAlias = Callable[[dict[str, Any]], None]
-"""Computes what a view's functions have to add to a batch."""
 
 
 class Batches(Protocol):

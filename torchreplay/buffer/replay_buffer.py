@@ -42,6 +42,7 @@ from torchreplay.segment.delivery_log import Ledger
 from torchreplay.segment.handle import Handle, lasting_handle, new_nonce, open_handle
 from torchreplay.segment.process_hooks import open_buffers
 from torchreplay.segment.ray_node import is_elsewhere
+from torchreplay.segment.remote_handles import attach_remote
 from torchreplay.segment.reservation import SPARE, Reservation, begin_reservation, page_tables
 from torchreplay.segment.segment_file import NewFile, boot_number, open_file
 from torchreplay.segment.waits import LOG_EVERY, SLICE_NS, Wait, logger
@@ -177,11 +178,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
                 or the memory is damaged.
         """
         if is_elsewhere(getattr(handle, "node", "")):
-            from torchreplay.ray.remote.remote_buffer import (
-                RemoteBuffer,  # only a process in which Ray is running comes here
-            )
-
-            return cast(ReplayBuffer, RemoteBuffer(handle, view))
+            return cast(ReplayBuffer, attach_remote("buffer", handle, view))
         try:
             self = cls._over(open_handle(handle, "replay buffer"), handle.nonce, view)
         except ConnectionError as error:

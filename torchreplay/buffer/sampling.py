@@ -10,11 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchreplay import _C
-from torchreplay.buffer.base import Finish
 from torchreplay.buffer.pending_updates import DeferredUpdates, require_one_each
 from torchreplay.cuda.copies import to_host
 from torchreplay.errors import MissingItems, ReplayTimeout, Stopped
-from torchreplay.schema.batch import ReplayBatch, keys_of
+from torchreplay.schema.batch import Finish, ReplayBatch, keys_of
 from torchreplay.schema.config import Config
 from torchreplay.schema.samplers import Schedule, value_of
 from torchreplay.segment.delivery_log import Ledger, RemotelyWritten

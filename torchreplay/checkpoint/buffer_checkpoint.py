@@ -22,7 +22,6 @@ import torch
 
 from torchreplay import _C
 from torchreplay.checkpoint.directory import read_description, replace_checkpoint, with_description
-from torchreplay.checkpoint.io_threads import Crew, Outcome
 from torchreplay.checkpoint.safetensors_io import (
     BLOCK,
     header_of,
@@ -36,6 +35,7 @@ from torchreplay.errors import CheckpointError
 from torchreplay.schema.config import Config
 from torchreplay.schema.limiters import from_native
 from torchreplay.schema.samplers import Prioritized, Sampler
+from torchreplay.segment.io_threads import Crew, Outcome
 from torchreplay.segment.progress import track
 from torchreplay.segment.reservation import SPARE, page_tables, require_memory_beside, size_text
 from torchreplay.validation import checked_int

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -17,16 +17,32 @@ from torchreplay.cuda.copies import GatherCopies, keep_in_children, seen_by
 from torchreplay.cuda.long_rows import LongRows
 from torchreplay.cuda.packing import DRAWN, Packing, batch_of
 from torchreplay.cuda.routes import Choice, Copies, Copy, Route
-from torchreplay.schema.batch import ReplayBatch
+from torchreplay.schema.batch import Finish, ReplayBatch
 from torchreplay.schema.spec import Path
 
 if TYPE_CHECKING:
-    from torchreplay.buffer.base import Replay
-    from torchreplay.buffer.replay_buffer import ReplayBuffer
+    from torchreplay import _C
     from torchreplay.cuda.pinned_memory import PageLock
+    from torchreplay.schema.config import Config, Configured
 
 SPARE = 3
 """Slots beside those of the batches ordered: copies from them may be under way without anyone waiting."""
+
+
+class Drawn(Protocol):
+    """What batches are drawn from."""
+
+    @property
+    def _finish(self) -> Finish | None: ...
+
+
+class Local(Protocol):
+    """What has its rows in the memory of this machine."""
+
+    @property
+    def _config(self) -> Config: ...
+    @property
+    def _segment(self) -> _C.Segment: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +100,7 @@ class Staging:
         choice: Of the route on which each gets to the device.
     """
 
-    def __init__(self, buffer: Replay, batch_size: int, prefetch: int, choice: Choice) -> None:
+    def __init__(self, buffer: Drawn, batch_size: int, prefetch: int, choice: Choice) -> None:
         self._process = os.getpid()
         keep_in_children(self)
         self._batch_size = batch_size
@@ -189,13 +205,13 @@ class Staging:
         return Slot(self._copies.memory(self._nbytes), key, self._choice.next())
 
 
-def copied_by_host(buffer: Replay, batch_size: int, copies: Copies) -> Route:
+def copied_by_host(buffer: Configured, batch_size: int, copies: Copies) -> Route:
     """Returns the route of batches whose values are copied twice: by the host as they are drawn, and to the device."""
     packing = Packing({**buffer._config.outputs(), **DRAWN}, batch_size)
     return Route("copied by the host", copies, packing.end, packing.tensors, packing.tensors)
 
 
-def read_by_device(buffer: ReplayBuffer, batch_size: int, device: torch.device, lock: PageLock) -> list[Route]:
+def read_by_device(buffer: Local, batch_size: int, device: torch.device, lock: PageLock) -> list[Route]:
     """Returns the route of batches whose long values the device reads in the buffer's own memory, which is page-locked.
 
     Nothing where there are no long values, and with a warning where the device does not reach that memory.

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+
+Finish: TypeAlias = Callable[[dict[str, Any]], None]
+"""Computes what a view's functions have to add to a batch."""
 
 
 class ReplayBatch(dict[str, Any]):

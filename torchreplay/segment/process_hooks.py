@@ -7,17 +7,28 @@ import os
 import weakref
 from contextlib import suppress
 from multiprocessing import util
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torchreplay import _C
 
-if TYPE_CHECKING:
-    from torchreplay.buffer.replay_buffer import ReplayBuffer
 
-open_buffers: weakref.WeakSet[ReplayBuffer] = weakref.WeakSet()
+class OpenBuffer(Protocol):
+    """A buffer, in the eyes of a process that forks or ends."""
+
+    def _become_shared(self) -> None:
+        """Before a fork: two processes will use what the buffer has of the segment."""
+
+    def _become_childs(self) -> None:
+        """In a forked child: it has a place of its own in the segment from now on."""
+
+    def _end(self) -> None:
+        """Applies what was fed back and leaves; the process ends."""
 
 
-def _all_open() -> list[ReplayBuffer]:
+open_buffers: weakref.WeakSet[OpenBuffer] = weakref.WeakSet()
+
+
+def _all_open() -> list[OpenBuffer]:
     while True:
         with suppress(RuntimeError):  # other threads open and close some meanwhile
             return list(open_buffers)

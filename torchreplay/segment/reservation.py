@@ -13,7 +13,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from torchreplay import _C
-from torchreplay.checkpoint.io_threads import Crew
+from torchreplay.segment.io_threads import Crew
 
 # Linux's numbers for fcntl: Python 3.11 does not name them all.
 F_ADD_SEALS = 1033

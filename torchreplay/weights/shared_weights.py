@@ -16,6 +16,7 @@ from torchreplay import _C
 from torchreplay.errors import AttachError, ReplayTimeout
 from torchreplay.segment.handle import Handle, lasting_handle, new_nonce, open_handle
 from torchreplay.segment.ray_node import is_elsewhere
+from torchreplay.segment.remote_handles import attach_remote
 from torchreplay.segment.reservation import reserve
 from torchreplay.segment.transient import Transient
 from torchreplay.segment.waits import SLICE_NS
@@ -81,11 +82,8 @@ class SharedWeights(Transient):
     @classmethod
     def _attach(cls, handle: Handle, entries: tuple[Entry, ...], nbytes: int) -> SharedWeights:
         if is_elsewhere(handle.node):
-            from torchreplay.ray.remote.remote_weights import (
-                RemoteWeights,  # only a process in which Ray is running comes here
-            )
-
-            return RemoteWeights(handle, entries, nbytes)
+            remote: SharedWeights = attach_remote("weights", handle, entries, nbytes)
+            return remote
         fd = open_handle(handle, "set of shared weights")
         self = cls.__new__(cls)
         try:

@@ -16,7 +16,6 @@ from local_shards import SPEC
 
 import torchreplay as tr
 from torchreplay.ray import ShardedReplay
-from torchreplay.ray.explorers.placement import OverShards
 from torchreplay.ray.sharded.client import Shards
 from torchreplay.ray.sharded.coordinator import Directory
 from torchreplay.ray.sharded.histograms import merged_histograms
@@ -25,6 +24,7 @@ from torchreplay.ray.sharded.local_writing import Expectation, buffer_to_write_t
 from torchreplay.ray.sharded.manifest import Counts
 from torchreplay.ray.sharded.replies import Calls
 from torchreplay.ray.sharded.shard_actor import Shard
+from torchreplay.ray.workers.placement import OverShards
 from torchreplay.schema.config import Config
 from torchreplay.segment.waits import Wait
 

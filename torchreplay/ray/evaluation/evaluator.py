@@ -19,9 +19,9 @@ from torchreplay.errors import ReplayTimeout
 from torchreplay.ray.evaluation.evaluation_log import Evaluation, Scores
 from torchreplay.ray.evaluation.evaluator_task import Evaluate, Evaluating
 from torchreplay.ray.evaluation.model_checkpoints import Saving
-from torchreplay.ray.explorers.placement import Placement
 from torchreplay.ray.workers.explorer_stats import State
 from torchreplay.ray.workers.named import Fillable, OneOrNamed, named_buffers
+from torchreplay.ray.workers.placement import Placement
 from torchreplay.ray.workers.resources import BackendName, Hosting
 from torchreplay.ray.workers.supervisor import logger
 from torchreplay.ray.workers.worker_pool import Supervised

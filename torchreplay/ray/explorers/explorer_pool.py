@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from torchreplay.errors import ReplayTimeout, WouldBlockForever
 from torchreplay.ray.explorers.explorer_context import MOST_EXPLORERS, MOST_ROWS
 from torchreplay.ray.explorers.explorer_task import Explore, Exploring
-from torchreplay.ray.explorers.placement import OverShards, Placement
 from torchreplay.ray.sharded.sharded_replay import ShardedReplay
 from torchreplay.ray.workers.explorer_stats import ExplorerStats
 from torchreplay.ray.workers.named import Fillable, OneOrNamed, named_buffers, named_weights
+from torchreplay.ray.workers.placement import OverShards, Placement
 from torchreplay.ray.workers.resources import BackendName, Hosting
 from torchreplay.ray.workers.supervisor import Mark
 from torchreplay.ray.workers.worker_pool import Supervised

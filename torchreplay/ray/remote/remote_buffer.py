@@ -21,6 +21,7 @@ from torchreplay.schema.limiters import Limiter
 from torchreplay.schema.views import View
 from torchreplay.segment.handle import Handle
 from torchreplay.segment.ray_node import ray_node
+from torchreplay.segment.remote_handles import attaches_remote
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -111,6 +112,7 @@ class RemoteWriter(Writer):
         self._courier.make_room(self._outbox, self.admitted)
 
 
+@attaches_remote("buffer")
 class RemoteBuffer(Configured):
     """A replay buffer on another node of the Ray cluster, for explorers.
 

@@ -18,6 +18,7 @@ from torchreplay.errors import AttachError
 from torchreplay.ray.runtime.node_actor import Home
 from torchreplay.ray.runtime.session import import_ray
 from torchreplay.segment.handle import Handle
+from torchreplay.segment.remote_handles import attaches_remote
 from torchreplay.weights.module_state import load_copies
 from torchreplay.weights.shared_weights import Entry, SharedWeights, attached_weights
 
@@ -99,6 +100,7 @@ class _News:
         self.closed = True
 
 
+@attaches_remote("weights")
 class RemoteWeights(SharedWeights):
     """What `SharedWeights` become on another node of the Ray cluster than the learner's: there to be pulled.
 

@@ -8,12 +8,11 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from torchreplay.buffer.base import Finish
 from torchreplay.ray.sharded.batch_block import ItemBytes, Layout
 from torchreplay.ray.sharded.client import Shards
 from torchreplay.ray.sharded.global_distribution import Union, as_keys, unpack
 from torchreplay.ray.sharded.messages import Gathered
-from torchreplay.schema.batch import ReplayBatch
+from torchreplay.schema.batch import Finish, ReplayBatch
 from torchreplay.schema.config import Config
 from torchreplay.schema.samplers import value_of
 

@@ -9,13 +9,12 @@ from typing import Final
 
 import numpy as np
 
-from torchreplay.buffer.base import Finish
 from torchreplay.buffer.sampling import MAX_BATCH
 from torchreplay.errors import ReplayTimeout
 from torchreplay.ray.sharded.batch_block import Layout
 from torchreplay.ray.sharded.client import Shards
 from torchreplay.ray.sharded.sample_request import LEAST_SLACK, Round
-from torchreplay.schema.batch import ReplayBatch
+from torchreplay.schema.batch import Finish, ReplayBatch
 from torchreplay.schema.config import Config
 from torchreplay.schema.samplers import Schedule, value_of
 from torchreplay.segment.waits import Wait

@@ -240,7 +240,7 @@ class AsyncReplay:
             ValueError: The Trainer has several processes, or a callback that does what this does.
             Exception: What `trainer.fit` raises.
         """
-        from torchreplay.lightning.async_fit import fit  # which needs Lightning
+        from torchreplay.ray.training.lightning_fit import fit  # which needs Lightning
 
         fit(self, trainer, ckpt_path)
         return self.stats()

@@ -10,9 +10,9 @@ from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from torchreplay.ray.explorers.placement import strategy_of
 from torchreplay.ray.runtime.session import RaySession
 from torchreplay.ray.workers.backend import Backend, pickled
+from torchreplay.ray.workers.placement import strategy_of
 from torchreplay.ray.workers.state_replica import PageKeeper
 from torchreplay.ray.workers.worker_process import Launch, Outcome, WorkerProcess
 

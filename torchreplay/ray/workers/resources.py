@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
-from torchreplay.ray.explorers.placement import NAMES, Placement
 from torchreplay.ray.workers.backend import Backend
+from torchreplay.ray.workers.placement import NAMES, Placement
 from torchreplay.ray.workers.process_backend import Processes
 from torchreplay.ray.workers.ray_backend import Actors
 from torchreplay.validation import checked_number
