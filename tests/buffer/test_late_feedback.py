@@ -10,7 +10,7 @@ from forked import Forked
 from late_copies import OnDevice, send_late
 
 import torchreplay as tr
-from torchreplay.buffer.pending_updates import DeferredUpdates
+from torchreplay.buffer.pending_updates import PendingUpdates
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_what_comes_by_in_the_midst_of_an_update_applies_none_before_it_is_over(
         getattr(updates, ask)()  # a signal handler, say
         applied.append(int(keys[0]))
 
-    updates = DeferredUpdates(apply)
+    updates = PendingUpdates(apply)
     for number in range(3):
         updates.add(torch.tensor([number]), Arrived())
     updates.apply_arrived()
@@ -114,7 +114,7 @@ def test_an_update_that_was_interrupted_is_applied_again():
         if len(applied) == 2:
             raise KeyboardInterrupt
 
-    updates = DeferredUpdates(apply)
+    updates = PendingUpdates(apply)
     for number in range(3):
         updates.add(torch.tensor([number]), Arrived())
     with pytest.raises(KeyboardInterrupt):

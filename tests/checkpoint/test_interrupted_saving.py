@@ -11,7 +11,7 @@ from interrupts import assert_interrupted_calls_leave_no_thread, threads
 from saved_rows import assert_rows_are_those_of_their_keys, filled
 
 import torchreplay as tr
-from torchreplay.segment.io_threads import Crew
+from torchreplay.segment.io_threads import ThreadPool
 
 TIMES = 300
 
@@ -43,7 +43,7 @@ def test_interrupted_saves_leave_no_thread_and_a_checkpoint_that_loads(tmp_path)
 
 
 def use_crew():
-    with Crew(3) as crew:
+    with ThreadPool(3) as crew:
         outcomes = [crew.submit(os.getpid) for _ in range(3)]
         assert {crew.result(outcome) for outcome in outcomes} == {os.getpid()}
 
@@ -55,7 +55,7 @@ def test_threads_end_wherever_the_call_that_started_them_was_interrupted():
 
 def test_threads_end_when_nobody_has_their_owner_any_more():
     before = threads()
-    crew = Crew(3)
+    crew = ThreadPool(3)
     assert threads() == before + 3
     del crew
     gc.collect()
@@ -64,7 +64,7 @@ def test_threads_end_when_nobody_has_their_owner_any_more():
 
 def test_calls_that_have_not_begun_when_another_fails_are_not_made():
     def call_twice():
-        with Crew(0) as crew:
+        with ThreadPool(0) as crew:
             outcome = crew.submit(lambda: 1 // 0)
             crew.submit(made.append, 1)
             crew.result(outcome)
@@ -76,7 +76,7 @@ def test_calls_that_have_not_begun_when_another_fails_are_not_made():
 
 
 def crew_in_a_forked_child():
-    with Crew(2) as crew:
+    with ThreadPool(2) as crew:
         crew.result(crew.submit(int))
         if os.fork() == 0:
             raise SystemExit  # ends the context, without the threads
@@ -96,7 +96,7 @@ def test_a_child_that_was_forked_beside_threads_waits_for_none_of_them():
 
 def test_the_look_after_each_test_finds_threads_of_python_and_native_ones():
     before = conftest._threads()
-    with Crew(1) as crew, filled(50, 50) as buffer:
+    with ThreadPool(1) as crew, filled(50, 50) as buffer:
         crew.result(crew.submit(int))
         batches = iter(tr.ReplayDataset(buffer, 8, prefetch=2))
         next(batches)

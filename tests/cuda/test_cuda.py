@@ -14,7 +14,7 @@ from simulated_cuda import SimulatedCuda, SimulatedTensor, Stream
 import torchreplay as tr
 from torchreplay.cuda import copies as cuda
 from torchreplay.cuda.pinned_memory import PageLock
-from torchreplay.cuda.routes import Choice
+from torchreplay.cuda.routes import PathSelector
 from torchreplay.cuda.staging import Staging, copied_by_host
 
 SEEDS = range(20)
@@ -26,7 +26,10 @@ class SimulatedDataset(tr.ReplayDataset):
     def _make_staging(self):
         copies = cuda.DeviceCopies(torch.device("cpu"))
         return Staging(
-            self.buffer, self.batch_size, self.prefetch, Choice([copied_by_host(self.buffer, self.batch_size, copies)])
+            self.buffer,
+            self.batch_size,
+            self.prefetch,
+            PathSelector([copied_by_host(self.buffer, self.batch_size, copies)]),
         )
 
 
@@ -238,7 +241,7 @@ def test_a_batch_belongs_to_the_stream_on_which_it_was_handed_out():
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", [0, 1])
 def test_both_ways_of_a_page_locked_ring_bring_the_same_batches(monkeypatch, way):
-    monkeypatch.setattr(Choice, "next", lambda self: self.routes[way])
+    monkeypatch.setattr(PathSelector, "next", lambda self: self.routes[way])
     expected = list(tr.ReplayDataset(image_buffer(4096, 8192), 64, steps=100))
     given = list(tr.ReplayDataset(buffer := image_buffer(4096, 8192), 64, steps=100, device="cuda", pin="ring"))
     assert len(the_choice(buffer).routes) == 2
@@ -247,7 +250,7 @@ def test_both_ways_of_a_page_locked_ring_bring_the_same_batches(monkeypatch, way
 
 @pytest.mark.gpu
 def test_nothing_that_the_gpu_reads_in_the_ring_is_torn_by_a_writer_that_laps_it(monkeypatch):
-    monkeypatch.setattr(Choice, "next", lambda self: next(self._turn))
+    monkeypatch.setattr(PathSelector, "next", lambda self: next(self._turn))
     buffer = image_buffer(512, 512)
 
     def write():
@@ -266,7 +269,7 @@ def test_nothing_that_the_gpu_reads_in_the_ring_is_torn_by_a_writer_that_laps_it
 
 @pytest.mark.gpu
 def test_a_ring_that_is_closed_while_the_gpu_reads_in_it_is_an_error_and_no_more(monkeypatch):
-    monkeypatch.setattr(Choice, "next", lambda self: self.routes[1])
+    monkeypatch.setattr(PathSelector, "next", lambda self: self.routes[1])
     buffer = image_buffer(4096, 8192)
     batches = iter(tr.ReplayDataset(buffer, 512, device="cuda", pin="ring"))
     for _ in itertools.islice(batches, 30):

@@ -19,7 +19,7 @@ import torchreplay as tr
 from torchreplay.cuda import copies as cuda
 from torchreplay.cuda.long_rows import LongRows
 from torchreplay.cuda.pinned_memory import PageLock
-from torchreplay.cuda.routes import Choice, Route
+from torchreplay.cuda.routes import PathSelector, Route
 from torchreplay.cuda.staging import Staging, copied_by_host
 
 DEVICE = torch.device("cuda:1")
@@ -40,7 +40,7 @@ def test_items_of_every_view_are_those_that_the_host_copies(name):
     assert buffer.stats().redraws == 0
 
 
-class Alternating(Choice):
+class Alternating(PathSelector):
     """Sends batches both ways for ever."""
 
     def __init__(self, routes):
@@ -221,7 +221,7 @@ class SimulatedReads(tr.ReplayDataset):
             self.buffer,
             self.batch_size,
             self.prefetch,
-            Choice([Route("", copies, rows.drawn.end, rows.places, rows.tensors)]),
+            PathSelector([Route("", copies, rows.drawn.end, rows.places, rows.tensors)]),
         )
 
 

@@ -15,12 +15,12 @@ from numbered_items import VIEWS as ALL_VIEWS
 
 import torchreplay as tr
 from torchreplay.cuda import staging
-from torchreplay.cuda.routes import Choice, Route
+from torchreplay.cuda.routes import PathSelector, Route
 
 
 def choice_between(*took):
     """A choice that was told (draw, copy) of batches of each route in turn, and those routes."""
-    choice = Choice([Route(str(k), SimpleNamespace(device="cuda:0"), 0, None, None) for k in range(len(took))])
+    choice = PathSelector([Route(str(k), SimpleNamespace(device="cuda:0"), 0, None, None) for k in range(len(took))])
     for times in zip(*took, strict=True):
         for pair in times:
             choice.note(choice.next(), *pair)
@@ -32,7 +32,7 @@ def chosen(choice):
 
 
 def test_the_route_that_is_quicker_by_a_margin_is_taken_but_for_the_first_batches():
-    n = Choice.TRIED
+    n = PathSelector.TRIED
     for usual, other, best in [
         ([(1, 1)] + [(5, 0)] * n, [(9, 9)] + [(0, 3)] * n, 1),
         ([(1, 1)] + [(5, 0)] * n, [(9, 9)] + [(3, 3)] * n, 1),  # beside each other
@@ -43,7 +43,7 @@ def test_the_route_that_is_quicker_by_a_margin_is_taken_but_for_the_first_batche
         choice = choice_between(usual, other)
         assert (choice.open, chosen(choice)) == (False, best)
     assert choice_between([(5, 5)] * n, [(1, 1)] * n).open
-    assert not Choice([None]).open
+    assert not PathSelector([None]).open
 
 
 @pytest.mark.parametrize("still_open", [False, True])
@@ -93,9 +93,9 @@ def test_the_first_batches_go_both_ways_and_the_others_the_quicker_one(reading_d
     assert_same(given, expected)
     ways = [len(copies.started) for copies in reading_device.copies]
     assert sum(ways) == n
-    assert min(ways) <= Choice.TRIED + 2 + 5  # and those on their way when it was known
+    assert min(ways) <= PathSelector.TRIED + 2 + 5  # and those on their way when it was known
     assert (ways[0] < ways[1]) == (copied > read)
-    assert sum(copies.timed for copies in reading_device.copies) < 2 * (Choice.TRIED + 2 + 5)
+    assert sum(copies.timed for copies in reading_device.copies) < 2 * (PathSelector.TRIED + 2 + 5)
     way = "read by the device" if copied > read else "copied by the host"
     assert [record.getMessage().split(":")[0] for record in caplog.records] == [f"batches to cpu are {way}"]
 
@@ -107,7 +107,7 @@ def test_what_was_found_out_holds_for_the_next_iteration(reading_device):
     ways = [len(copies.started) for copies in reading_device.copies if copies.started]
     assert sum(ways) == 70
     assert len(ways) == 2
-    assert ways[0] <= Choice.TRIED + 2 + 5
+    assert ways[0] <= PathSelector.TRIED + 2 + 5
     dataset.buffer.close()
     assert not dataset.buffer._choices
 

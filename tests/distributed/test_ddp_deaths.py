@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from forked import Forked
 from gloo_ranks import await_end_of, run_ranks
-from shared_by_ranks import ROWS, Crew, make_buffer
+from shared_by_ranks import ROWS, ThreadPool, make_buffer
 from torch.nn.parallel import DistributedDataParallel
 
 import torchreplay as tr
@@ -48,7 +48,7 @@ def test_a_rank_killed_in_training_ends_the_others_with_its_name(tmp_path, victi
     def body(rank):
         calls = []
         try:
-            with tr.Learners(make_buffer, lambda buffer: Crew(buffer, calls)) as buffer:
+            with tr.Learners(make_buffer, lambda buffer: ThreadPool(buffer, calls)) as buffer:
                 train(buffer, *((5, die) if rank == victim else ()))
         finally:
             (tmp_path / f"calls{rank}").write_text(json.dumps(calls))
@@ -102,7 +102,7 @@ def test_a_rank_that_fails_but_lives_on_ends_the_others_with_its_error(tmp_path,
     def body(rank):
         calls = []
         try:
-            with tr.Learners(make_buffer, lambda buffer: Crew(buffer, calls)) as buffer:
+            with tr.Learners(make_buffer, lambda buffer: ThreadPool(buffer, calls)) as buffer:
                 train(buffer, *((5, fail) if rank == failing else ()))
         except ValueError:
             assert rank == failing
@@ -186,7 +186,7 @@ def test_a_rank_killed_while_the_buffer_is_made_is_named_too(tmp_path):
 
 
 def test_a_rank_whose_process_is_not_to_be_seen_is_named():
-    here = rank_monitor.Peers(0, "here")
+    here = rank_monitor.RankMonitor(0, "here")
     try:
         for pid, inode in ((2**22 + 1, here.me.inode), (os.getpid(), here.me.inode + 1)):
             with pytest.raises(
@@ -198,7 +198,7 @@ def test_a_rank_whose_process_is_not_to_be_seen_is_named():
 
 
 def test_a_rank_that_leaves_in_order_and_ends_while_one_look_goes_from_pipe_to_process_is_not_lost():
-    here = rank_monitor.Peers(0, "here")
+    here = rank_monitor.RankMonitor(0, "here")
     with Forked(signal.pause) as other:
         here.meet([here.me, dataclasses.replace(here.me, rank=1, pid=other.pid)])  # it has inherited the pipe
     alive = here._peers[1].alive

@@ -168,7 +168,7 @@ class WithWorkers(ReplayDataModule):
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_workers_of_several_ranks_draw_and_leave_what_is_heard_to_the_ranks(tmp_path, context, monkeypatch):
     heard_by = tmp_path / "heard"
-    hear = rank_monitor.Peers.hear
+    hear = rank_monitor.RankMonitor.hear
 
     def noted_hear(self, patience=0.0):
         with heard_by.open("a") as file:
@@ -186,7 +186,7 @@ def test_workers_of_several_ranks_draw_and_leave_what_is_heard_to_the_ranks(tmp_
 
         fit(make_learner(pytorch_lightning, stop), data, max_steps=1000)
 
-    monkeypatch.setattr(rank_monitor.Peers, "hear", noted_hear)
+    monkeypatch.setattr(rank_monitor.RankMonitor, "hear", noted_hear)
     ranks = run_ranks(tmp_path, body)
     assert any("several ranks" in " ".join([rank["text"], *rank["notes"]]) for rank in ranks)
     assert set(heard_by.read_text().split()) == {str(rank["pid"]) for rank in ranks}

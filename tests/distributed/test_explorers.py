@@ -12,7 +12,7 @@ from scripted_workers import ScriptedActors, supervise
 import torchreplay as tr
 from torchreplay.ray import ExplorerContext
 from torchreplay.ray.workers.explorer_stats import explorer_stats
-from torchreplay.ray.workers.worker_table import Board
+from torchreplay.ray.workers.worker_table import WorkerTable
 
 
 def test_an_explorers_function_can_be_tried_without_ray():
@@ -68,7 +68,7 @@ def test_rows_and_episodes_of_a_vectorised_explorer_are_counted():
     spec = {"obs": tr.Field(), "action": tr.Field(), "reward": tr.Field()}
     ends = {"terminated": tr.Field((), torch.bool), "truncated": tr.Field((), torch.bool)}
     buffer = tr.ReplayBuffer({**spec, **ends}, 100, view=tr.Transitions())
-    board, lanes, rng = Board(1), 3, np.random.default_rng(0)
+    board, lanes, rng = WorkerTable(1), 3, np.random.default_rng(0)
     ctx = ExplorerContext(buffer, board=board)
     writer = ctx.writer(lanes=lanes)
     writer.reset(obs=np.zeros(lanes))
@@ -92,7 +92,7 @@ def test_rows_and_episodes_of_a_vectorised_explorer_are_counted():
 def test_weights_are_pulled_when_newer_and_not_before_the_delay_is_over():
     policy, explorers_policy = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
     weights, buffer = tr.SharedWeights(policy), make_buffer()
-    board, published = Board(1), 0
+    board, published = WorkerTable(1), 0
     ctx = ExplorerContext(buffer, weights, max_weight_sync_delay=10, board=board)
     writer = ctx.writer()
     pulled = []
@@ -111,7 +111,7 @@ def test_weights_are_pulled_when_newer_and_not_before_the_delay_is_over():
 
 def test_rows_that_the_buffer_itself_writes_count_as_an_explorers_own():
     policy, explorers_policy = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
-    weights, buffer, board = tr.SharedWeights(policy), make_buffer(), Board(1)
+    weights, buffer, board = tr.SharedWeights(policy), make_buffer(), WorkerTable(1)
     three = {name: torch.zeros(3, *field.shape, dtype=field.dtype) for name, field in buffer.spec.items()}
     buffer.extend(**three)  # somebody else's
     ctx = ExplorerContext(buffer, weights, max_weight_sync_delay=10, board=board)
@@ -142,7 +142,7 @@ def test_an_explorer_of_several_policies_has_a_writer_and_weights_for_each():
     buffers = {"red": make_buffer(), "blue": make_buffer()}
     policies = {name: torch.nn.Linear(1, 1) for name in buffers}
     weights = {name: tr.SharedWeights(policy) for name, policy in policies.items()}
-    board = Board(1)
+    board = WorkerTable(1)
     ctx = ExplorerContext(buffers, weights, max_weight_sync_delay=3, board=board)
     weights["blue"].publish(policies["blue"])
     for count, name in enumerate(["red", "blue", "blue"]):
@@ -172,7 +172,7 @@ def test_pulling_weights_that_nobody_gave_says_where_to_give_them():
 
 
 def test_a_context_is_stopped_by_its_pool_and_by_its_buffer():
-    board, buffer = Board(1), make_buffer()
+    board, buffer = WorkerTable(1), make_buffer()
     ctx = ExplorerContext(buffer, board=board)
     assert not ctx.stopped
     board.stopped = True
@@ -203,7 +203,7 @@ def test_recorded_statistics_agree_with_a_plain_list_of_episodes():
 
 
 def test_a_board_that_was_pickled_is_the_same_memory():
-    board = Board(3)
+    board = WorkerTable(3)
     other = pickle.loads(pickle.dumps(board))
     board.stopped = True
     other.entries[2]["episodes"] = 7

@@ -17,7 +17,7 @@ from forked import Forked, eventually, shared_counters
 from stopped_holder import StoppedHolder
 
 import torchreplay as tr
-from torchreplay.buffer.prefetch import BatchStream
+from torchreplay.buffer.prefetch import PrefetchIterator
 from torchreplay.segment.waits import Wait
 
 
@@ -81,7 +81,7 @@ def test_who_is_about_to_draw_from_a_buffer_that_was_closed_ends_in_order_if_it_
     buffer = filled_buffer()
     batches = iter(tr.ReplayDataset(buffer, BATCH, prefetch=prefetch))
     next(batches)
-    place = BatchStream._place
+    place = PrefetchIterator._place
 
     def close_and_place(stream):
         if stopped:
@@ -89,7 +89,7 @@ def test_who_is_about_to_draw_from_a_buffer_that_was_closed_ends_in_order_if_it_
         buffer.close()
         return place(stream)
 
-    monkeypatch.setattr(BatchStream, "_place", close_and_place)
+    monkeypatch.setattr(PrefetchIterator, "_place", close_and_place)
     if stopped:
         assert list(batches) == []
     else:
@@ -157,7 +157,7 @@ def test_an_iteration_is_for_one_thread():
             failures.append(str(error))
         extend(buffer, 0, ROWS)
 
-    stream = BatchStream(buffer, BATCH, 1, 2, None, Wait, deque())
+    stream = PrefetchIterator(buffer, BATCH, 1, 2, None, Wait, deque())
     with buffer.expect_writers():
         other = threading.Thread(target=end)
         other.start()

@@ -5,7 +5,7 @@ import torch
 from mixed_buffers import filled, take
 
 import torchreplay as tr
-from torchreplay.buffer.tree_summary import DrawnFrom
+from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.loading.mixture import Mixture
 
 
@@ -66,7 +66,7 @@ def test_a_dataset_of_one_buffer_leaves_out_what_was_drawn_ahead_in_another_size
 def test_a_batch_is_not_made_of_parts_of_another_size(pair):
     parts = pair[0].sample(6), pair[1].sample(2)
     with pytest.raises(RuntimeError, match=r"batches have \(6, 2\) items: expected \(4, 4\)"):
-        Mixture({pair[0]: 1, pair[1]: 1}, 8, None).batch_of(parts, [DrawnFrom(50.0, 50, 1.0, 0.4)] * 2)
+        Mixture({pair[0]: 1, pair[1]: 1}, 8, None).batch_of(parts, [TreeSummary(50.0, 50, 1.0, 0.4)] * 2)
 
 
 # States of other datasets.

@@ -119,7 +119,7 @@ def test_writers_of_two_threads_are_held_back_and_a_long_wait_beside_them_is_log
 
 def test_a_buffer_that_is_closed_beside_the_awaited_one_does_not_end_the_wait(pair, monkeypatch):
     monkeypatch.setattr(limiter_deadlock, "GRACE", 0.0)
-    with limiter_deadlock.HeldBack("b", pair[1], [("a", pair[0])]), Forked(write_in_turn, *pair):
+    with limiter_deadlock.LimiterDeadlockGuard("b", pair[1], [("a", pair[0])]), Forked(write_in_turn, *pair):
         eventually(lambda: writers_that_wait(pair[0]) == 1)
         wait = Wait(pair[1]._segment, None)
         wait.slice_ns()  # which admits items that are to be withdrawn

@@ -21,9 +21,9 @@ PACKAGE = str(Path(tr.__file__).parent)
 
 
 def board():
-    from torchreplay.ray.workers.worker_table import Board
+    from torchreplay.ray.workers.worker_table import WorkerTable
 
-    return Board(3)
+    return WorkerTable(3)
 
 
 def data_module(buffer):
@@ -123,13 +123,13 @@ def test_a_sharded_replay_pickles_by_name_and_refuses_to_be_copied():
 
 
 def test_what_a_pool_sends_to_its_workers_is_small_and_no_code(buffer):
-    from torchreplay.ray.explorers.explorer_task import Exploring
+    from torchreplay.ray.explorers.explorer_task import ExplorerTask
     from torchreplay.ray.workers.worker_process import Launch
-    from torchreplay.ray.workers.worker_table import Board
+    from torchreplay.ray.workers.worker_table import WorkerTable
 
     # A function of an installed module, as explorers' are: cloudpickle writes those of tests out.
-    work = Exploring(tr.sequence_priority, {"own": buffer}, tr.SharedWeights(nn.Linear(2, 2)), 1)
-    data = cloudpickle.dumps((work, Launch(0, 2, 1, 0), Board(2)))
+    work = ExplorerTask(tr.sequence_priority, {"own": buffer}, tr.SharedWeights(nn.Linear(2, 2)), 1)
+    data = cloudpickle.dumps((work, Launch(0, 2, 1, 0), WorkerTable(2)))
     assert functions_by_value(data) == []
     assert PACKAGE.encode() not in data
     assert len(data) < 1500

@@ -11,8 +11,8 @@ from scripted_workers import RAISED, ScriptedActors
 
 import torchreplay as tr
 from torchreplay.ray import AsyncReplay, Evaluator, ExplorerPool, ExplorersFailed
-from torchreplay.ray.training.throughput import Meter
-from torchreplay.ray.workers.resources import Hosting
+from torchreplay.ray.training.throughput import Throughput
+from torchreplay.ray.workers.resources import WorkerResources
 
 ROWS = 64
 
@@ -21,7 +21,7 @@ ROWS = 64
 def actors(monkeypatch):
     """In place of processes: explorers that run and do nothing."""
     actors = ScriptedActors(lambda launch: None)
-    monkeypatch.setattr(Hosting, "open", lambda *_: actors)
+    monkeypatch.setattr(WorkerResources, "open", lambda *_: actors)
     return actors
 
 
@@ -162,7 +162,7 @@ def test_a_state_goes_on_with_the_next_batch(actors):
 
 
 def test_a_learner_without_explorers_is_told_so(monkeypatch):
-    monkeypatch.setattr(Hosting, "open", lambda *_: ScriptedActors(lambda launch: RAISED))
+    monkeypatch.setattr(WorkerResources, "open", lambda *_: ScriptedActors(lambda launch: RAISED))
     monkeypatch.setattr("torchreplay.ray.training.throughput._LOOK_EVERY", 0.0)
     pool = ExplorerPool(print, 1, filled(), max_restarts=0)
     replay = AsyncReplay(pool, lambda batch: None)
@@ -277,7 +277,7 @@ def test_an_evaluator_of_weights_that_nobody_publishes_is_refused():
 def test_the_rate_of_rows_is_that_of_those_written_also_when_a_shard_is_lost_or_does_not_answer_once(monkeypatch):
     now, rows = 0.0, {"here": 1_000_000, "there": 1_000_000}
     monkeypatch.setattr("torchreplay.ray.training.throughput.time", SimpleNamespace(monotonic=lambda: now))
-    meter = Meter(["draw"])
+    meter = Throughput(["draw"])
     meter.start(rows, 0)
     for second in range(1, 90):
         now = float(second)

@@ -13,8 +13,8 @@ import torchreplay as tr
 pytest.importorskip("ray")
 from torchreplay.ray.remote.ingest_actor import Answer
 from torchreplay.ray.remote.remote_buffer import RemoteBuffer, RemoteWriter
-from torchreplay.ray.remote.row_sender import Courier
-from torchreplay.ray.runtime.node_actor import Home
+from torchreplay.ray.remote.row_sender import RowSender
+from torchreplay.ray.runtime.node_actor import NodeActor
 from torchreplay.ray.workers.worker_process import WorkerProcess
 
 CONFIG = tr.ReplayBuffer({"n": tr.Field((), torch.int64)}, 100)._config
@@ -56,7 +56,7 @@ def courier_to(monkeypatch):
     couriers = []
 
     def make(answer):
-        couriers.append(Courier(SimpleNamespace(find=lambda: Actor(answer), node="there")))
+        couriers.append(RowSender(SimpleNamespace(find=lambda: Actor(answer), node="there")))
         return couriers[-1]
 
     yield make
@@ -188,7 +188,7 @@ def test_who_waits_for_another_node_is_told_that_ray_was_shut_down_and_asks_it_n
     for name, value in (("import_ray", lambda: ray), ("living_nodes", lambda: {"there": {}}), ("LOG_EVERY", 0.01)):
         monkeypatch.setattr(f"torchreplay.ray.runtime.node_actor.{name}", value)
     monkeypatch.setattr("torchreplay.ray.runtime.node_actor.only_on", lambda node: None)
-    home = Home("there", object, "name", ())
+    home = NodeActor("there", object, "name", ())
     ray.answer.set_result(3)
     assert home.ask("read") == 3
     ray.answer = Future()
@@ -203,7 +203,7 @@ def test_who_waits_for_another_node_is_told_that_ray_was_shut_down_and_asks_it_n
 
 
 def test_every_call_of_a_closed_remote_buffer_is_a_runtime_error(monkeypatch):
-    monkeypatch.setattr("torchreplay.ray.remote.remote_buffer.Home", lambda node, *_: SimpleNamespace(node=node))
+    monkeypatch.setattr("torchreplay.ray.remote.remote_buffer.NodeActor", lambda node, *_: SimpleNamespace(node=node))
     buffer = RemoteBuffer(tr.Handle(1, 2, 3, 4, 5, "machine", "node"))
     buffer.close()
     buffer.close()

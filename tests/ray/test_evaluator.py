@@ -19,9 +19,9 @@ from scripted_workers import ScriptedActors
 
 import torchreplay as tr
 from torchreplay.ray import Evaluation, Evaluator, EvaluatorFailed
-from torchreplay.ray.workers.resources import Hosting
+from torchreplay.ray.workers.resources import WorkerResources
 from torchreplay.ray.workers.worker_process import Launch
-from torchreplay.ray.workers.worker_table import Board
+from torchreplay.ray.workers.worker_table import WorkerTable
 
 STARTUP = 150.0  # seconds: a process that imports torch on a machine that is busy with other things
 
@@ -95,11 +95,11 @@ def test_what_is_no_return_is_refused(given):
     weights = tr.SharedWeights(Policy())
     evaluator = Evaluator(lambda policy, seed: given, weights, Policy, every=1)
     with pytest.raises(ValueError, match=r"returned .*: expected the returns"):
-        evaluator._make_work().run(Launch(0, 1, 0, 0), Board(1))()
+        evaluator._make_work().run(Launch(0, 1, 0, 0), WorkerTable(1))()
 
 
 def test_a_signals_handler_may_stop_an_evaluator_that_is_being_looked_at(monkeypatch):
-    monkeypatch.setattr(Hosting, "open", lambda *_: ScriptedActors(lambda launch: None))
+    monkeypatch.setattr(WorkerResources, "open", lambda *_: ScriptedActors(lambda launch: None))
     evaluator = Evaluator(evaluate, tr.SharedWeights(Policy()), Policy, every=1)
     since, seen = evaluator._scores.since, []
 
@@ -122,7 +122,7 @@ def test_a_signals_handler_may_stop_an_evaluator_that_is_being_looked_at(monkeyp
 
 
 def test_a_wait_that_takes_long_says_so(monkeypatch, caplog):
-    monkeypatch.setattr(Hosting, "open", lambda *_: ScriptedActors(lambda launch: None))
+    monkeypatch.setattr(WorkerResources, "open", lambda *_: ScriptedActors(lambda launch: None))
     monkeypatch.setattr("torchreplay.ray.evaluation.evaluator.LOG_EVERY", 0.1)
     caplog.set_level(logging.WARNING, "torchreplay.ray")
     with Evaluator(evaluate, tr.SharedWeights(Policy()), Policy, every=1) as evaluator, pytest.raises(tr.ReplayTimeout):

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 import torchreplay as tr
 from torchreplay.ray import Evaluation, Evaluator, ShardedReplay
-from torchreplay.ray.evaluation.evaluation_log import Scores
+from torchreplay.ray.evaluation.evaluation_log import EvaluationLog
 from torchreplay.ray.workers.worker_process import Launch
-from torchreplay.ray.workers.worker_table import Board
+from torchreplay.ray.workers.worker_table import WorkerTable
 from torchreplay.schema.config import Configured
 
 
@@ -114,8 +114,8 @@ def test_a_worker_killed_before_it_notes_the_best_leaves_it_to_its_successors(ne
         raise InterruptedError
 
     with monkeypatch.context() as patch:
-        patch.setattr(Scores, "add", die)
-        run = evaluator._make_work().run(Launch(0, 1, 0, 0), Board(1))
+        patch.setattr(EvaluationLog, "add", die)
+        run = evaluator._make_work().run(Launch(0, 1, 0, 0), WorkerTable(1))
         with pytest.raises(InterruptedError):
             run()
     assert kept(tmp_path) == 200.0
@@ -145,7 +145,7 @@ def test_the_best_is_found_again_wherever_its_worker_was_killed_while_noting_it(
             self.header[name] = value
 
     for lives in range(4):
-        scores = Scores()
+        scores = EvaluationLog()
         header, scores._header = scores._header, Mortal(scores._header, lives)
         with contextlib.suppress(InterruptedError):
             scores.add(Evaluation(5, 1, 3.0, 0.0, 3.0, 3.0, 0.1, best=True))
@@ -159,7 +159,7 @@ def test_an_interrupted_save_leaves_nothing(tmp_path, monkeypatch):
         raise tr.Stopped("the pool was stopped")
 
     evaluator = Evaluator(evaluate, tr.SharedWeights(Policy()), Policy, every=1, directory=tmp_path)
-    run = evaluator._make_work().run(Launch(0, 1, 0, 0), Board(1))
+    run = evaluator._make_work().run(Launch(0, 1, 0, 0), WorkerTable(1))
     monkeypatch.setattr("torchreplay.checkpoint.buffer_checkpoint.os.fsync", interrupt)
     with pytest.raises(tr.Stopped):
         run()

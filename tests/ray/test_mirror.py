@@ -3,19 +3,19 @@
 import time
 from types import SimpleNamespace
 
-from torchreplay.ray.evaluation.evaluation_log import Evaluation, Scores
+from torchreplay.ray.evaluation.evaluation_log import Evaluation, EvaluationLog
 from torchreplay.ray.workers import worker_table as board_module
-from torchreplay.ray.workers.state_replica import PageKeeper
-from torchreplay.ray.workers.worker_table import ENTRY, Board
+from torchreplay.ray.workers.state_replica import StateServer
+from torchreplay.ray.workers.worker_table import ENTRY, WorkerTable
 
 
 class Copies:
     """A board and scores, copies of them as on another node with another clock, and the keeper between them."""
 
     def __init__(self, monkeypatch, ahead=1e6):
-        self.board, self.scores = Board(3), Scores()
-        self.far_board, self.far_scores = Board(3), Scores()
-        self.keeper = PageKeeper(None, self.board, self.scores)
+        self.board, self.scores = WorkerTable(3), EvaluationLog()
+        self.far_board, self.far_scores = WorkerTable(3), EvaluationLog()
+        self.keeper = StateServer(None, self.board, self.scores)
         self._clock, self._ahead, self._patch = time.monotonic, ahead, monkeypatch
 
     def there(self, call):

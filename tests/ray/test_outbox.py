@@ -5,7 +5,7 @@ import torch
 
 import torchreplay as tr
 from torchreplay.ray.remote import send_buffer as outboxes
-from torchreplay.ray.remote.send_buffer import IN_FLIGHT, Outbox
+from torchreplay.ray.remote.send_buffer import IN_FLIGHT, SendBuffer
 
 ROWS = 64
 
@@ -24,7 +24,7 @@ class Collecting(tr.Writer):
 @pytest.fixture
 def outbox(monkeypatch):
     monkeypatch.setattr(outboxes, "CHUNK_ROWS", ROWS)
-    return Outbox(tr.ReplayBuffer({"n": tr.Field((), torch.int64)}, 1000)._config, 1)
+    return SendBuffer(tr.ReplayBuffer({"n": tr.Field((), torch.int64)}, 1000)._config, 1)
 
 
 @pytest.fixture

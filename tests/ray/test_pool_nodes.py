@@ -48,7 +48,7 @@ def nodes_of(pool):
 
 def assert_gone(cluster):
     """Nothing of a pool is left on any node."""
-    eventually(lambda: not cluster.actors("WorkerProcess") and not cluster.actors("PageKeeper"))
+    eventually(lambda: not cluster.actors("WorkerProcess") and not cluster.actors("StateServer"))
 
 
 def test_explorers_on_both_nodes_write_pull_and_record_and_one_that_is_killed_comes_back(cluster):
@@ -225,7 +225,7 @@ def test_a_killed_page_keeper_keeps_nobody_from_exploring_and_stopping(cluster):
     buffer = make_buffer()
     with ExplorerPool(explore, 1, buffer, placement=on(cluster, 1)) as pool:
         eventually(lambda: pool.stats()[0].alive and pool.stats()[0].episodes, STARTUP)
-        (keeper,) = cluster.actors("PageKeeper")
+        (keeper,) = cluster.actors("StateServer")
         os.kill(keeper["Pid"], signal.SIGKILL)
         eventually(lambda: not is_running(keeper["Pid"]))
         (before,) = pool.stats()

@@ -16,9 +16,9 @@ from numbered_rows import is_running, make_buffer, row
 
 import torchreplay as tr
 from torchreplay.ray import ExplorerPool, ExplorersFailed
-from torchreplay.ray.workers.resources import Hosting
+from torchreplay.ray.workers.resources import WorkerResources
 from torchreplay.ray.workers.worker_process import Launch
-from torchreplay.ray.workers.worker_table import Board
+from torchreplay.ray.workers.worker_table import WorkerTable
 
 DRIVER = """
 import os, signal, sys, torch, torchreplay as tr
@@ -186,8 +186,8 @@ def test_processes_whose_function_has_returned_are_waited_for_together_and_not_b
     def linger(ctx):
         threading.Thread(target=time.sleep, args=(3600,)).start()  # as a logger's or a loader's
 
-    buffer, board = make_buffer(), Board(3)
-    backend = Hosting(backend="process").open((ExplorerPool(linger, 3, buffer)._make_work(), board), 3)
+    buffer, board = make_buffer(), WorkerTable(3)
+    backend = WorkerResources(backend="process").open((ExplorerPool(linger, 3, buffer)._make_work(), board), 3)
     launches = [Launch(index, 3, 0, 0) for index in range(3)]
     runs = [backend.launch(launch) for launch in launches]
     pids = [run.process.pid for run in runs]

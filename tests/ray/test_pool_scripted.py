@@ -13,8 +13,8 @@ from scripted_workers import DIED, RAISED, ScriptedActors
 import torchreplay as tr
 from torchreplay.ray import ExplorerContext, ExplorerPool
 from torchreplay.ray.workers.explorer_stats import explorer_stats
-from torchreplay.ray.workers.resources import Hosting
-from torchreplay.ray.workers.worker_table import Board
+from torchreplay.ray.workers.resources import WorkerResources
+from torchreplay.ray.workers.worker_table import WorkerTable
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def pool(monkeypatch):
     """A pool of one explorer without a process, which never ends by itself; `pool.actors` runs it."""
     pool = ExplorerPool(print, 1, make_buffer())
     pool.actors = ScriptedActors(lambda launch: None)
-    monkeypatch.setattr(Hosting, "open", lambda *_: pool.actors)
+    monkeypatch.setattr(WorkerResources, "open", lambda *_: pool.actors)
     yield pool
     pool.stop(0)
 
@@ -128,7 +128,7 @@ def test_a_pool_that_cannot_announce_writers_to_all_its_buffers_announces_them_t
         raise RuntimeError("there is no room for another process")
 
     buffers = {"red": make_buffer(), "blue": make_buffer()}
-    monkeypatch.setattr(Hosting, "open", lambda *_: ScriptedActors(lambda launch: None))
+    monkeypatch.setattr(WorkerResources, "open", lambda *_: ScriptedActors(lambda launch: None))
     monkeypatch.setattr(buffers["blue"], "expect_writers", refuse)
     with pytest.raises(RuntimeError, match="no room"):
         ExplorerPool(print, 1, buffers).start()
@@ -205,7 +205,7 @@ def test_an_episode_whose_return_or_length_is_no_number_is_refused_with_both(num
 
 @pytest.mark.parametrize("length", [-1, 10**30, 2**63, 1e30], ids=repr)
 def test_an_episode_of_a_length_that_no_episode_has_is_refused_and_not_counted(length):
-    board = Board(1)
+    board = WorkerTable(1)
     ctx = ExplorerContext(make_buffer(), board=board)
     with pytest.raises(ValueError, match=r"episode_length is .*: expected an int from 0 to"):
         ctx.record(episode_return=1.0, episode_length=length)
@@ -228,7 +228,7 @@ def test_an_episode_of_a_length_that_no_episode_has_is_refused_and_not_counted(l
     ids=repr,
 )
 def test_of_episodes_of_which_one_cannot_be_recorded_none_is(returns, lengths, message):
-    board = Board(1)
+    board = WorkerTable(1)
     ctx = ExplorerContext(make_buffer(), board=board)
     with pytest.raises(ValueError, match=message):
         ctx.record(episode_return=returns, episode_length=lengths)

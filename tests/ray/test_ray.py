@@ -16,7 +16,7 @@ from numbered_rows import SPEC, assert_intact, is_running, make_buffer, row
 
 import torchreplay as tr
 from torchreplay.ray import ExplorerPool
-from torchreplay.ray.workers.ray_backend import Actors
+from torchreplay.ray.workers.ray_backend import RayBackend
 
 
 def test_a_buffer_passes_as_an_argument_to_any_remote_function_or_actor(ray):
@@ -76,7 +76,7 @@ def test_more_than_ray_has_is_refused_at_the_start(ray, argument, kind):
 def test_a_process_that_never_began_is_told_from_one_that_died(error, died, text):
     ray = pytest.importorskip("ray")
 
-    actors, result = Actors.__new__(Actors), Future()
+    actors, result = RayBackend.__new__(RayBackend), Future()
     actors._ray = ray
     result.set_exception(error(ray.exceptions))
     outcome = actors.outcome(SimpleNamespace(result=result))

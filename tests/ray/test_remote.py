@@ -353,7 +353,7 @@ def test_news_of_weights_comes_also_when_the_actor_that_tells_it_was_killed(clus
     weights = tr.SharedWeights(module)
     far = explorers[1]
     assert len(cluster.ray.get(far.pull.remote(weights, 0))) == 2
-    kill_serving(cluster, "Lectern", weights)
+    kill_serving(cluster, "WeightsActor", weights)
     with torch.no_grad():
         module.weight.fill_(1.0)
     version = weights.publish(module)
@@ -392,7 +392,7 @@ def test_weights_whose_bytes_are_lost_on_their_way_are_asked_for_again(monkeypat
         return content
 
     ray = pytest.importorskip("ray")
-    monkeypatch.setattr(remote_weights, "Home", LateHome)
+    monkeypatch.setattr(remote_weights, "NodeActor", LateHome)
     monkeypatch.setattr(remote_weights, "import_ray", lambda: SimpleNamespace(get=get, exceptions=ray.exceptions))
     monkeypatch.setattr(remote_weights, "PAUSE", 0.0)
     _, (handle, *described) = tr.SharedWeights(module).__reduce__()

@@ -13,7 +13,7 @@ import torchreplay as tr
 from torchreplay.ray import ShardedReplay
 from torchreplay.ray.sharded import coordinator as directory_module
 from torchreplay.ray.sharded import local_writing
-from torchreplay.ray.sharded.coordinator import BELIEF, Directory
+from torchreplay.ray.sharded.coordinator import BELIEF, Coordinator
 from torchreplay.ray.sharded.local_writing import Expectation
 from torchreplay.schema.config import Config
 
@@ -48,7 +48,7 @@ def test_an_announcement_of_writers_ends_with_the_process_that_made_it(cluster):
 def test_announcements_are_believed_for_a_while_and_each_by_itself(monkeypatch):
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(directory_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    directory = Directory(Config.of(SHARED, 10, None, None, None), [], [], False, 0, [])
+    directory = Coordinator(Config.of(SHARED, 10, None, None, None), [], [], False, 0, [])
     assert not directory.table().expected
     directory.expect("one", True)
     clock.now += BELIEF / 2

@@ -12,7 +12,7 @@ from torchreplay.schema.config import Config
 
 pytest.importorskip("ray")
 from torchreplay.ray.sharded.coordinator import Place
-from torchreplay.ray.sharded.local_attachment import Attachment
+from torchreplay.ray.sharded.local_attachment import LocalAttachment
 from torchreplay.ray.sharded.shard_actor import Shard
 
 
@@ -41,7 +41,7 @@ class Node:
     def __init__(self, number, answer):
         self.number, self.asked, self.lock = number, threading.Event(), threading.RLock()
         self._answer = answer
-        self.attachment = Attachment(self.lock, self._place, self._handle)
+        self.attachment = LocalAttachment(self.lock, self._place, self._handle)
 
     def _place(self):
         return None if self.number is None else Place(self.number, "here", 16, None)  # each table has its own

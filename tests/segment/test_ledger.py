@@ -12,9 +12,9 @@ from forked import Forked, eventually, shared_counters
 import torchreplay as tr
 from torchreplay.ray.remote import send_buffer as outboxes
 from torchreplay.ray.remote.ingest_actor import _Seat
-from torchreplay.ray.remote.send_buffer import Outbox
+from torchreplay.ray.remote.send_buffer import SendBuffer
 from torchreplay.segment import delivery_log as ledgers
-from torchreplay.segment.delivery_log import Ledger
+from torchreplay.segment.delivery_log import DeliveryLog
 
 SPEC = {
     "obs": tr.Field((2,), torch.int64),
@@ -49,7 +49,7 @@ def chunks_of(view, monkeypatch):
     """What a remote writer sends."""
     monkeypatch.setattr(outboxes, "CHUNK_ROWS", ROWS)
     config = make(view)._config
-    outbox = Outbox(config, LANES)
+    outbox = SendBuffer(config, LANES)
     linked = view is not VIEWS["rows"]
     chunks = []
     with tr.Writer(outbox.stage._segment, config, LANES if linked else None) as writer:
@@ -85,7 +85,7 @@ def test_whoever_writes_chunks_may_be_killed_at_any_time(view, monkeypatch):
     with tr.Writer(plain._segment, plain._config, LANES if linked else None) as writer:
         for _ in calls(writer, linked):
             pass
-    made = Ledger()
+    made = DeliveryLog()
     rng = random.Random(0)
     kills = 0
     while (place := made.place(source.writer, source.lanes, source.rows, True)).written < len(chunks):
@@ -110,7 +110,7 @@ def test_whoever_writes_chunks_may_be_killed_at_any_time(view, monkeypatch):
 def test_a_row_whose_writing_was_not_noted_comes_once_also_when_the_ring_has_turned_past_it(turned, monkeypatch):
     monkeypatch.setattr(outboxes, "CHUNK_ROWS", ROWS)
     buffer = tr.ReplayBuffer({"x": tr.Field((), torch.int64)}, 100)
-    outbox, ledger = Outbox(buffer._config, 1), Ledger()
+    outbox, ledger = SendBuffer(buffer._config, 1), DeliveryLog()
     with tr.Writer(outbox.stage._segment, buffer._config) as writer:
         for x in range(3):
             writer.append(x=1000 + x)
@@ -132,7 +132,7 @@ def test_a_row_whose_writing_was_not_noted_comes_once_also_when_the_ring_has_tur
 
 
 def test_a_writer_that_is_forgotten_leaves_its_place():
-    ledger = Ledger()
+    ledger = DeliveryLog()
     for writer in (5, 6):
         ledger.place(writer, 1, ROWS, True)
     ledger.forget(5)
@@ -143,7 +143,7 @@ def test_a_writer_that_is_forgotten_leaves_its_place():
 
 
 def test_the_place_of_a_writer_that_left_goes_to_the_next_one():
-    ledger = Ledger()
+    ledger = DeliveryLog()
     first = ledger.place(1, lanes=2, rows=8, fresh=True)
     first.begin(1, 8)
     first.finish(1, np.zeros(2, first.ends().dtype))
@@ -160,7 +160,7 @@ def test_the_place_of_a_writer_that_left_goes_to_the_next_one():
 
 def test_a_place_goes_to_another_writer_only_when_nothing_was_heard_for_long(monkeypatch):
     monkeypatch.setattr(ledgers, "PLACES", 2)
-    ledger = Ledger()
+    ledger = DeliveryLog()
     assert ledger.place(1, 1, 8, True).written == 0
     ledger.place(2, 1, 8, True)
     with pytest.raises(MemoryError, match="2 remote writers"):
@@ -174,7 +174,7 @@ def test_a_place_goes_to_another_writer_only_when_nothing_was_heard_for_long(mon
 
 def test_a_writer_that_is_heard_of_keeps_its_place_however_long_ago_it_came(monkeypatch):
     monkeypatch.setattr(ledgers, "PLACES", 2)
-    ledger = Ledger()
+    ledger = DeliveryLog()
     first = ledger.place(1, 1, 8, True)
     ledger.place(2, 1, 8, True)
     ledger.places["used"] -= ledgers.FORGOTTEN_AFTER + 1
@@ -187,7 +187,7 @@ def test_a_writer_that_is_heard_of_keeps_its_place_however_long_ago_it_came(monk
 
 def test_a_free_place_serves_also_a_writer_that_needs_more_room(monkeypatch):
     monkeypatch.setattr(ledgers, "PLACES", 2)
-    ledger = Ledger()
+    ledger = DeliveryLog()
     for place in [ledger.place(number, 1, 8, True) for number in (1, 2)]:
         place.leave()
     wide = ledger.place(3, lanes=1000, rows=800, fresh=True)
@@ -208,10 +208,10 @@ def test_one_process_at_a_time_may_write_and_death_lets_the_next_one():
         eventually(lambda: False)
 
     claimed = shared_counters(1)
-    ledger = Ledger()
-    with Forked(claim, Ledger.attach(ledger.handle())) as child:
+    ledger = DeliveryLog()
+    with Forked(claim, DeliveryLog.attach(ledger.handle())) as child:
         eventually(lambda: claimed[0])
-        successor = Ledger.attach(ledger.handle())
+        successor = DeliveryLog.attach(ledger.handle())
         assert not successor.claim()
         assert not successor.claim()
         child.kill()

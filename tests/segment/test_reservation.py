@@ -16,7 +16,7 @@ import torchreplay as tr
 from torchreplay import _C
 from torchreplay.checkpoint import buffer_checkpoint
 from torchreplay.segment import reservation as memory
-from torchreplay.segment.io_threads import Crew
+from torchreplay.segment.io_threads import ThreadPool
 
 PIECE = 2 << 20
 ROWS, ROW_BYTES = 2048, 4096
@@ -196,7 +196,7 @@ def test_ctrl_c_while_a_reservation_is_closed_leaves_nothing(taken, monkeypatch)
 
     before = len(os.listdir("/proc/self/fd")), threads()
     reservation = memory.begin_reservation(SIZE, "test", ARRAYS, ROWS)
-    monkeypatch.setattr(Crew, "close", interrupted)
+    monkeypatch.setattr(ThreadPool, "close", interrupted)
     with pytest.raises(KeyboardInterrupt):
         reservation.close()
     del reservation

@@ -8,7 +8,7 @@ from forked import eventually
 from safetensors.torch import load_file
 
 from torchreplay.ray.workers.worker_process import Launch
-from torchreplay.ray.workers.worker_table import Board
+from torchreplay.ray.workers.worker_table import WorkerTable
 
 SPREAD = [-2.0, 0.0, 1.0]  # of three episodes' returns around the policy's number
 
@@ -31,7 +31,7 @@ class Loop:
     """The evaluator's worker, in a thread of this process."""
 
     def __init__(self, evaluator):
-        self.evaluator, self.board = evaluator, Board(1)
+        self.evaluator, self.board = evaluator, WorkerTable(1)
         run = evaluator._make_work().run(Launch(0, 1, 0, 0), self.board)
         self.thread = threading.Thread(target=run)
 
@@ -61,7 +61,7 @@ def publish(weights, *numbers):
 
 def run_once(evaluator):
     """A worker that ends with its first evaluation, by whatever error comes up in it."""
-    board = Board(1)
+    board = WorkerTable(1)
     add = evaluator._scores.add
 
     def add_and_stop(evaluation):

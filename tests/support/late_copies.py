@@ -4,7 +4,7 @@ import torch
 
 import torchreplay as tr
 from torchreplay.buffer import sampling
-from torchreplay.cuda.routes import Choice
+from torchreplay.cuda.routes import PathSelector
 from torchreplay.cuda.staging import Staging, copied_by_host
 
 POISON = 0xAB
@@ -108,7 +108,7 @@ class StagedDataset(tr.ReplayDataset):
             self.buffer,
             self.batch_size,
             self.prefetch,
-            Choice([copied_by_host(self.buffer, self.batch_size, self.copies)]),
+            PathSelector([copied_by_host(self.buffer, self.batch_size, self.copies)]),
         )
 
 

@@ -6,9 +6,9 @@ import numpy as np
 
 import torchreplay as tr
 from torchreplay.ray.sharded.batch_block import Layout
-from torchreplay.ray.sharded.local_shard import Nearby
-from torchreplay.ray.sharded.messages import Drew, Order
-from torchreplay.ray.sharded.sample_request import Round
+from torchreplay.ray.sharded.local_shard import LocalShard
+from torchreplay.ray.sharded.messages import DrawRequest, LearnerProgress
+from torchreplay.ray.sharded.sample_request import SampleRequest
 from torchreplay.ray.sharded.shard_actor import Shard
 from torchreplay.schema.config import Config
 
@@ -39,7 +39,7 @@ class LocalShards:
         self.figures = {}
         self.here = here
         if here is not None:
-            self.nearby = Nearby(here, self.shards[here].handle())
+            self.nearby = LocalShard(here, self.shards[here].handle())
         self.before_draw = lambda number, buffer: None
         self.orders = 0
 
@@ -50,7 +50,7 @@ class LocalShards:
         answers = {}
         for number, count in candidates.items():
             self.before_draw(number, self.buffer(number))
-            order = Order(0, Drew(0, 0, 0, 0), 1.0, None, count)
+            order = DrawRequest(0, LearnerProgress(0, 0, 0, 0), 1.0, None, count)
             if room is not None and number == self.here:
                 answers[number] = self.nearby.draw(order, room).result()
             else:
@@ -70,7 +70,7 @@ class LocalShards:
     def batch(self, n, step, beta=0.4, slack=1 / 64, place=None):
         chance = np.random.Generator(np.random.Philox(key=[7, 0], counter=step << 64))
         here = self.here is not None
-        return Round(self, self.layout, step, n, chance, slack, here, place).finish(self.sampler, beta, None)
+        return SampleRequest(self, self.layout, step, n, chance, slack, here, place).finish(self.sampler, beta, None)
 
     def close(self):
         if self.here is not None:

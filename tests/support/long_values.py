@@ -10,7 +10,7 @@ from numbered_items import NumberedRows
 
 import torchreplay as tr
 from torchreplay.cuda.long_rows import LongRows
-from torchreplay.cuda.routes import Choice, Route
+from torchreplay.cuda.routes import PathSelector, Route
 from torchreplay.cuda.staging import Staging
 
 VIEWS = {"rows": NumberedRows()} | {name: view for name, view in ALL_VIEWS.items() if name != "hindsight"}
@@ -45,7 +45,7 @@ class ReadDataset(tr.ReplayDataset):
             self.buffer,
             self.batch_size,
             self.prefetch,
-            Choice([Route("", self.copies, rows.drawn.end, rows.places, rows.tensors)]),
+            PathSelector([Route("", self.copies, rows.drawn.end, rows.places, rows.tensors)]),
         )
 
 

@@ -5,7 +5,7 @@ from collections import deque
 
 from torchreplay.ray.workers.supervisor import Policy, Supervisor
 from torchreplay.ray.workers.worker_process import Outcome
-from torchreplay.ray.workers.worker_table import Board
+from torchreplay.ray.workers.worker_table import WorkerTable
 
 RAISED = Outcome("raised", "KeyError: 'boom'", "Traceback: in explore, boom")
 DIED = Outcome("died", "its process died", "what Ray knows")
@@ -80,4 +80,4 @@ def supervise(actors, num_explorers=1, max_restarts=-1, restart_delay=0.0, marks
     """Returns a supervisor of workers that `actors` run."""
     policy = Policy(seed=1, generation=0, max_restarts=max_restarts, restart_delay=restart_delay)
     names = [f"explorer {index}" for index in range(num_explorers)]
-    return Supervisor(actors, Board(num_explorers), names, policy, marks or Marks(), deque())
+    return Supervisor(actors, WorkerTable(num_explorers), names, policy, marks or Marks(), deque())

@@ -125,7 +125,7 @@ class Copying(Net):
 
 def remote(weights, monkeypatch):
     """The weights as they are on another node, with nobody between."""
-    monkeypatch.setattr(remote_weights, "Home", lambda *_: SimpleNamespace(require_own_process=lambda: None))
+    monkeypatch.setattr(remote_weights, "NodeActor", lambda *_: SimpleNamespace(require_own_process=lambda: None))
     monkeypatch.setattr(remote_weights, "_listen", lambda *_: None)
     content = weights._native.buffer(weights.version).numpy()
     monkeypatch.setattr(remote_weights.RemoteWeights, "_fetch", lambda _: (weights.version, content))

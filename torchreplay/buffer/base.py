@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from torchreplay.buffer.tree_summary import DrawnFrom
+from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.schema.batch import Finish, ReplayBatch
 from torchreplay.schema.config import Configured
 from torchreplay.schema.samplers import Schedule
@@ -40,7 +40,7 @@ class Batches(Protocol):
         """Returns what names the batches that are drawn and were not handed out, as far as they can be named."""
 
     @property
-    def drawn_from(self) -> DrawnFrom:
+    def drawn_from(self) -> TreeSummary:
         """What the weights of the batch handed out last were computed from."""
 
     def take_back(self) -> None:

@@ -13,7 +13,7 @@ from torchreplay.schema.spec import Field, Path
 Array: TypeAlias = np.ndarray[Any, Any]
 
 
-class LastObservations:
+class FinalObservations:
     """Turns `infos["final_obs"]` into values `[lanes, ...]` of the observation fields.
 
     Gymnasium gives an array of all lanes, a nested dict of them, or an object array with one observation a lane and

@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from torchreplay import _C
-from torchreplay.buffer.pending_updates import DeferredUpdates
+from torchreplay.buffer.pending_updates import PendingUpdates
 from torchreplay.buffer.stats import Stats
 from torchreplay.schema.config import Configured
 from torchreplay.schema.limiters import Limiter, MinSize, SamplesPerInsert, from_native
@@ -94,7 +94,7 @@ class Inspection(Configured):
 
     _segment: _C.Segment
     _nonce: int
-    _deferred: DeferredUpdates
+    _deferred: PendingUpdates
 
     def __len__(self) -> int:
         """Returns the number of rows held."""

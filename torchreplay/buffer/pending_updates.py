@@ -42,7 +42,7 @@ class _Update(NamedTuple):
     td: Arrival
 
 
-class DeferredUpdates:
+class PendingUpdates:
     """Updates of priorities whose TD errors have not arrived, in the order in which they were given.
 
     Each is applied when its TD errors are there and those given before are applied: by whoever comes by next, in any

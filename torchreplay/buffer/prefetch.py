@@ -12,7 +12,7 @@ import torch
 
 from torchreplay import _C
 from torchreplay.buffer.sampling import MAX_BATCH
-from torchreplay.buffer.tree_summary import DrawnFrom
+from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.errors import ReplayTimeout, Stopped
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.samplers import value_of
@@ -31,7 +31,7 @@ LAST_LOOK = 1.0
 """Seconds for which a thread that draws may be late with its last look, when a wait's timeout is over."""
 
 
-class BatchStream:
+class PrefetchIterator:
     """An iterator of batches as `sample` returns them. It is for one thread, which must close it.
 
     What this thread feeds back or writes has its turn after the batches ordered before, so that the same seed and
@@ -66,7 +66,7 @@ class BatchStream:
         self._batch_size, self._left, self._prefetch, self._timeout = batch_size, count, prefetch, timeout
         self._waiting = waiting
         self._again = drawn
-        self._from: DrawnFrom | None = None  # of the batch handed out last, if it is one of those
+        self._from: TreeSummary | None = None  # of the batch handed out last, if it is one of those
         self._staging = staging
         self._finish = buffer._finish if staging is None else None
         self._ahead: _C.DrawAhead | None = None
@@ -77,7 +77,7 @@ class BatchStream:
         self._waited_by: tuple[int, int] | None = None  # process and thread, while one waits for a batch
         self._others = segment.draws - segment.step  # draws of this and other processes before
 
-    def __iter__(self) -> BatchStream:
+    def __iter__(self) -> PrefetchIterator:
         return self
 
     def __next__(self) -> ReplayBatch:
@@ -119,11 +119,11 @@ class BatchStream:
         return 0 if self._ahead is None or self._again else self._ahead.ready()
 
     @property
-    def drawn_from(self) -> DrawnFrom:
+    def drawn_from(self) -> TreeSummary:
         """What the weights of the batch handed out last were computed from."""
         if self._from is not None:
             return self._from
-        return DrawnFrom(*(self._segment if self._ahead is None else self._ahead).drawn_from)
+        return TreeSummary(*(self._segment if self._ahead is None else self._ahead).drawn_from)
 
     @property
     def answered(self) -> int:
@@ -177,7 +177,7 @@ class BatchStream:
             if len(batch["key"]) == len(drawn["key"]):
                 batch["weight"].copy_(drawn["weight"])
                 batch["probability"].copy_(drawn["probability"])
-                self._from = DrawnFrom.of_state(drawn.get("drawn_from", self._segment.drawn_from))
+                self._from = TreeSummary.of_state(drawn.get("drawn_from", self._segment.drawn_from))
                 return batch
         return None
 

@@ -20,14 +20,14 @@ from torchreplay import _C
 from torchreplay.buffer.base import Pin, Replay
 from torchreplay.buffer.copying import copy_rows
 from torchreplay.buffer.inspection import Inspection
-from torchreplay.buffer.pending_updates import DeferredUpdates
-from torchreplay.buffer.prefetch import BatchStream
+from torchreplay.buffer.pending_updates import PendingUpdates
+from torchreplay.buffer.prefetch import PrefetchIterator
 from torchreplay.buffer.sampling import Drawing
 from torchreplay.buffer.writer import Autoreset, Writer
 from torchreplay.checkpoint.buffer_checkpoint import Description, load_rows, reading_rooms, save, with_rows
 from torchreplay.cuda.copies import DeviceCopies
 from torchreplay.cuda.pinned_memory import CudaRegistry, PageLock, Registry
-from torchreplay.cuda.routes import Choice, Route
+from torchreplay.cuda.routes import PathSelector, Route
 from torchreplay.cuda.staging import Staging, copied_by_host, read_by_device
 from torchreplay.errors import AttachError, CheckpointError, ReplayTimeout
 from torchreplay.schema.batch import ReplayBatch
@@ -38,7 +38,7 @@ from torchreplay.schema.limiters import Limiter, from_native
 from torchreplay.schema.samplers import Sampler
 from torchreplay.schema.spec import Spec, to_native
 from torchreplay.schema.views import View
-from torchreplay.segment.delivery_log import Ledger
+from torchreplay.segment.delivery_log import DeliveryLog
 from torchreplay.segment.handle import Handle, lasting_handle, new_nonce, open_handle
 from torchreplay.segment.process_hooks import open_buffers
 from torchreplay.segment.ray_node import is_elsewhere
@@ -46,7 +46,7 @@ from torchreplay.segment.remote_handles import attach_remote
 from torchreplay.segment.reservation import SPARE, Reservation, begin_reservation, page_tables
 from torchreplay.segment.segment_file import NewFile, boot_number, open_file
 from torchreplay.segment.waits import LOG_EVERY, SLICE_NS, Wait, logger
-from torchreplay.segment.writer_lease import Supervision
+from torchreplay.segment.writer_lease import WriterLease
 from torchreplay.validation import checked_int, checked_path
 
 if TYPE_CHECKING:
@@ -134,10 +134,10 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         self._config = config
         self._local = threading.local()
         self._origin: Handle | None = None  # by which it was attached
-        self._ledger: Ledger | Handle | None = None  # ours, or that of the process that the handle came from
-        self._deferred = DeferredUpdates(segment.update)
+        self._ledger: DeliveryLog | Handle | None = None  # ours, or that of the process that the handle came from
+        self._deferred = PendingUpdates(segment.update)
         self._page_lock: PageLock | None = None
-        self._choices = dict[tuple[int, torch.device], Choice]()
+        self._choices = dict[tuple[int, torch.device], PathSelector]()
         self._ended = False  # closed, and stopped before
         self._finish = config.view.finish if isinstance(config.view, Hindsight) else None
         plan = config.view.plan(config.fields)
@@ -156,10 +156,10 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         self._segment.mark_shared()
         handle = lasting_handle(self._segment.fd, self._nonce, self._origin)
         if handle.node and self._ledger is None:
-            made = Ledger()
+            made = DeliveryLog()
             # Another thread may have been faster, and its handle is out.
             self._ledger = self._ledger or made  # type: ignore[redundant-expr]
-        return replace(handle, ledger=self._ledger.handle() if isinstance(self._ledger, Ledger) else self._ledger)
+        return replace(handle, ledger=self._ledger.handle() if isinstance(self._ledger, DeliveryLog) else self._ledger)
 
     @classmethod
     def attach(cls, handle: Handle, view: View | None = None) -> ReplayBuffer:
@@ -346,27 +346,27 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         waiting: type[Wait],
         drawn: deque[dict[str, Any]],
         staging: Staging | None = None,
-    ) -> BatchStream:
+    ) -> PrefetchIterator:
         """Returns a stream of batches, `prefetch` of which are drawn ahead by a native thread."""
-        return BatchStream(self, batch_size, count, prefetch, timeout, waiting, drawn, staging)
+        return PrefetchIterator(self, batch_size, count, prefetch, timeout, waiting, drawn, staging)
 
     def staging(self, batch_size: int, prefetch: int, device: torch.device, pin: Pin | None) -> Staging | None:
         """Returns what takes batches to a CUDA device while the learner computes; None: each is copied by itself."""
         if pin == "off":
             return None
         copies = DeviceCopies(device)
-        choice = Choice([copied_by_host(self, batch_size, copies)])
+        choice = PathSelector([copied_by_host(self, batch_size, copies)])
         if pin == "ring" and self._lock_pages(CudaRegistry(copies.device)).held and prefetch and self._finish is None:
             choice = self._choice(batch_size, choice.routes[0])
         return Staging(self, batch_size, prefetch, choice)
 
-    def _choice(self, batch_size: int, usual: Route) -> Choice:
+    def _choice(self, batch_size: int, usual: Route) -> PathSelector:
         """Returns the choice of ways of batches of that size to that device, which is made once."""
         device, lock = usual.copies.device, self._page_lock
         assert lock is not None
         if (batch_size, device) not in self._choices:
             others = read_by_device(self, batch_size, device, lock)
-            self._choices[batch_size, device] = Choice([usual, *others])
+            self._choices[batch_size, device] = PathSelector([usual, *others])
         return self._choices[batch_size, device]
 
     # Checkpoints
@@ -464,7 +464,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
 
     def _become_childs(self) -> None:
         """Called in a forked child: what is on its way from a device, and page-locked, is the parent's."""
-        self._deferred = DeferredUpdates(self._segment.update)
+        self._deferred = PendingUpdates(self._segment.update)
         self._page_lock, self._choices = None, {}
 
     def _end(self) -> None:
@@ -514,13 +514,13 @@ class ReplayBuffer(Drawing, Inspection, Replay):
             self._page_lock = PageLock(self, segment.address, segment.nbytes, registry)
         return self._page_lock
 
-    def expect_writers(self) -> Supervision:
+    def expect_writers(self) -> WriterLease:
         """Announces that writers will come, or come back: `sample` then waits for them instead of giving up.
 
         Returns:
             An object to `close()` when no more will come; it ends with the process as well.
         """
-        return Supervision(self._segment)
+        return WriterLease(self._segment)
 
     def __enter__(self) -> ReplayBuffer:
         if self._segment.closed:

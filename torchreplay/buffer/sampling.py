@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchreplay import _C
-from torchreplay.buffer.pending_updates import DeferredUpdates, require_one_each
+from torchreplay.buffer.pending_updates import PendingUpdates, require_one_each
 from torchreplay.cuda.copies import to_host
 from torchreplay.errors import MissingItems, ReplayTimeout, Stopped
 from torchreplay.schema.batch import Finish, ReplayBatch, keys_of
 from torchreplay.schema.config import Config
 from torchreplay.schema.samplers import Schedule, value_of
-from torchreplay.segment.delivery_log import Ledger, RemotelyWritten
+from torchreplay.segment.delivery_log import DeliveryLog, RemotelyWritten
 from torchreplay.segment.handle import Handle
 from torchreplay.segment.waits import NEVER, Wait, Watched
 from torchreplay.validation import checked_choice, checked_int, checked_kind
@@ -44,9 +44,9 @@ class Drawing:
     _segment: _C.Segment
     _config: Config
     _nonce: int
-    _ledger: Ledger | Handle | None
+    _ledger: DeliveryLog | Handle | None
     _finish: Finish | None
-    _deferred: DeferredUpdates
+    _deferred: PendingUpdates
 
     def sample(
         self,

@@ -1,4 +1,4 @@
-"""`DrawnFrom`: what a draw found, by which the weights of different buffers compare."""
+"""`TreeSummary`: what a draw found, by which the weights of different buffers compare."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchreplay.validation import as_float, checked_int
 
 
 @dataclass(frozen=True, slots=True)
-class DrawnFrom:
+class TreeSummary:
     """The leaves as one draw found them, and the exponent of its weights.
 
     Attributes:
@@ -29,7 +29,7 @@ class DrawnFrom:
     beta: float
 
     @classmethod
-    def of_state(cls, given: Any) -> DrawnFrom:
+    def of_state(cls, given: Any) -> TreeSummary:
         """Returns what a state says of a draw: [total, drawable, smallest, beta].
 
         Raises:

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 
 from torchreplay import _C
-from torchreplay.buffer.final_observations import LastObservations
+from torchreplay.buffer.final_observations import FinalObservations
 from torchreplay.errors import ReplayTimeout, Stopped
 from torchreplay.schema.batch_plan import Roles, names_of
 from torchreplay.schema.config import Config
@@ -69,7 +69,7 @@ class Writer(_C.Writer):
     def _last_observations(self, final_obs: Any, ended: bytes) -> dict[str, Any]:
         """Called by the native core: returns `infos["final_obs"]` as values of the observation fields, by name."""
         observation = self._config.view.observation  # type: ignore[union-attr]
-        return LastObservations(self._config.fields, ended).by_name(final_obs, names_of(observation))
+        return FinalObservations(self._config.fields, ended).by_name(final_obs, names_of(observation))
 
     def _wait(self, stalled: bool) -> None:
         """Called by the native core when a row cannot be written now; returns when it is worth another try."""

@@ -10,7 +10,7 @@ from torchreplay.buffer.base import Replay
 from torchreplay.buffer.replay_buffer import ReplayBuffer
 from torchreplay.checking.casting import Casting
 from torchreplay.checking.compare import compare
-from torchreplay.checking.field_mapping import Filling
+from torchreplay.checking.field_mapping import FieldMapping
 from torchreplay.checking.record import write_rows, write_steps
 from torchreplay.checking.reference_items import items_of
 from torchreplay.checking.rollout import Row, play
@@ -73,7 +73,7 @@ def check(env: Any, buffer: ReplayBuffer, episodes: int = 3, seed: int = 0, max_
     checked_int("episodes", episodes, 1, 1 << 31)
     checked_int("max_steps", max_steps, 1, 1 << 31)
     space, _ = single_spaces(env)
-    filling = Filling(buffer.spec, buffer.view, space, seed)
+    filling = FieldMapping(buffer.spec, buffer.view, space, seed)
     played = play(env, episodes, max_steps, seed)
     streams = played.streams()
     _check_observations(streams, space)

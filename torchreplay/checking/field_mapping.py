@@ -14,7 +14,7 @@ from torchreplay.schema.spec import Field, Path, flatten, nest
 from torchreplay.schema.views import Rows
 
 
-class Filling:
+class FieldMapping:
     """Fills the values of a writer's calls, and says what each row should then hold.
 
     A linked view names its fields itself; otherwise the names are `obs`, `action`, `reward`, `next_obs`, `terminated`,

@@ -9,12 +9,12 @@ import numpy as np
 
 from torchreplay.buffer.replay_buffer import ReplayBuffer
 from torchreplay.checking.casting import Casting, cast
-from torchreplay.checking.field_mapping import Filling, lookup
+from torchreplay.checking.field_mapping import FieldMapping, lookup
 from torchreplay.checking.rollout import Call, Play, Row
 from torchreplay.schema.spec import Path
 
 
-def write_rows(buffer: ReplayBuffer, played: Play, filling: Filling, casting: Casting) -> None:
+def write_rows(buffer: ReplayBuffer, played: Play, filling: FieldMapping, casting: Casting) -> None:
     """Appends each step as a row of its own, which the record of the step's first observation then stands for."""
     with buffer.writer() as writer:
         for stream in played.streams():
@@ -32,7 +32,7 @@ def write_rows(buffer: ReplayBuffer, played: Play, filling: Filling, casting: Ca
                     row.values[name] = casting(name, field, lookup(values, path), row)
 
 
-def write_steps(buffer: ReplayBuffer, played: Play, filling: Filling, casting: Casting) -> None:
+def write_steps(buffer: ReplayBuffer, played: Play, filling: FieldMapping, casting: Casting) -> None:
     """Writes through `reset` and `step`, with all lanes at once where there are lanes."""
     # A new buffer's only writer gets the keys 0, 1, 2, ...
     written = 0
@@ -51,7 +51,7 @@ def write_steps(buffer: ReplayBuffer, played: Play, filling: Filling, casting: C
                 _note_values(row, filling, own, casting)
 
 
-def _write(writer: Any, call: Call, filling: Filling, fill: dict[Path, Any]) -> Any:
+def _write(writer: Any, call: Call, filling: FieldMapping, fill: dict[Path, Any]) -> Any:
     observation = filling.observation(call.obs)
     if call.is_reset:
         return writer.reset(**observation, **({} if call.mask is None else {"mask": call.mask}))
@@ -69,7 +69,7 @@ def _note_keys(call: Call, keys: Any, written: int) -> int:
     return end
 
 
-def _note_values(row: Row, filling: Filling, fill: dict[Path, Any], casting: Casting) -> None:
+def _note_values(row: Row, filling: FieldMapping, fill: dict[Path, Any], casting: Casting) -> None:
     values = filling.observation(row.obs)
     if row.step > 0:
         values = _merged(values, filling.step(row, fill))

@@ -35,7 +35,7 @@ from torchreplay.errors import CheckpointError
 from torchreplay.schema.config import Config
 from torchreplay.schema.limiters import from_native
 from torchreplay.schema.samplers import Prioritized, Sampler
-from torchreplay.segment.io_threads import Crew, Outcome
+from torchreplay.segment.io_threads import Outcome, ThreadPool
 from torchreplay.segment.progress import track
 from torchreplay.segment.reservation import SPARE, page_tables, require_memory_beside, size_text
 from torchreplay.validation import checked_int
@@ -296,7 +296,7 @@ def _write_shards(
         else:
             path.unlink()
 
-    with Crew(WRITES) as writers:
+    with ThreadPool(WRITES) as writers:
         for number, first in enumerate(track(packing.starts, "saving the replay buffer")):
             if not free:
                 finish_first()
@@ -447,7 +447,7 @@ def _read_shards(
         with _damage_named(root / name):
             return read_shard(root / name, size, checksum, names, rooms[number % len(rooms)])
 
-    with Crew(min(READS, len(rooms))) as readers:
+    with ThreadPool(min(READS, len(rooms))) as readers:
         ahead = deque[Outcome[list[torch.Tensor]]]()
         for number in track(range(len(shards)), "loading the replay buffer"):
             while number + len(ahead) < min(number + len(rooms), len(shards)):

@@ -63,7 +63,7 @@ class Route:
     arrived: Callable[[torch.Tensor], dict[Path, torch.Tensor]]
 
 
-class Choice:
+class PathSelector:
     """Sends batches on every route in turn, until it is known which one is quickest, and from then on on that one.
 
     What counts is the longer one of a batch's draw, which ends with what the host copies, and of the device's copy:

@@ -16,7 +16,7 @@ import torch
 from torchreplay.cuda.copies import GatherCopies, keep_in_children, seen_by
 from torchreplay.cuda.long_rows import LongRows
 from torchreplay.cuda.packing import DRAWN, Packing, batch_of
-from torchreplay.cuda.routes import Choice, Copies, Copy, Route
+from torchreplay.cuda.routes import Copies, Copy, PathSelector, Route
 from torchreplay.schema.batch import Finish, ReplayBatch
 from torchreplay.schema.spec import Path
 
@@ -100,7 +100,7 @@ class Staging:
         choice: Of the route on which each gets to the device.
     """
 
-    def __init__(self, buffer: Drawn, batch_size: int, prefetch: int, choice: Choice) -> None:
+    def __init__(self, buffer: Drawn, batch_size: int, prefetch: int, choice: PathSelector) -> None:
         self._process = os.getpid()
         keep_in_children(self)
         self._batch_size = batch_size

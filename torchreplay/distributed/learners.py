@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from torchreplay.buffer.base import Replay
 from torchreplay.distributed.explorers import Explorers, checked_source, made_explorers
-from torchreplay.distributed.rank_monitor import PATIENCE, Member, Peers
+from torchreplay.distributed.rank_monitor import PATIENCE, Member, RankMonitor
 from torchreplay.errors import LearnerLost, Stopped
 from torchreplay.schema.samplers import Prioritized
 from torchreplay.segment.handle import machine_id
@@ -58,7 +58,7 @@ class Learners:
         _check_source(buffer)
         self._buffer_source = buffer
         self._explorers_source = checked_source(explorers)
-        self._peers: Peers | None = None
+        self._peers: RankMonitor | None = None
         self._release: weakref.finalize[..., Any] | None = None
         self._explorers: list[Explorers] = []
 
@@ -160,7 +160,7 @@ class Learners:
     def _join_others(self) -> tuple[Replay, bool]:
         """Does the same for a rank among several; each step ends alike on all of them."""
         _refuse_several_machines()
-        peers = Peers(dist.get_rank(), machine_id())
+        peers = RankMonitor(dist.get_rank(), machine_id())
         mine: list[tuple[Replay, bool]] = []
 
         def make() -> bytes | None:
@@ -265,7 +265,7 @@ def _end_waits(buffers: list[tuple[Replay, bool]]) -> None:
         group.abort()  # frees NCCL's collectives; gloo's end when who failed hangs up
 
 
-def _part(peers: Peers, error: BaseException | None) -> str | None:
+def _part(peers: RankMonitor, error: BaseException | None) -> str | None:
     """Leaves the other ranks, in order or because of `error`; returns why the run is lost if one of them is why."""
     # A collective that fails because of a rank that died does so before anyone knows of the death.
     collective = isinstance(error, RuntimeError) and not isinstance(error, Stopped | LearnerLost)
@@ -282,7 +282,9 @@ def _check_source(buffer: object) -> None:
         )
 
 
-def _shut_down(pid: int, explorers: list[Explorers], buffer: Replay | None, leads: bool, peers: Peers | None) -> None:
+def _shut_down(
+    pid: int, explorers: list[Explorers], buffer: Replay | None, leads: bool, peers: RankMonitor | None
+) -> None:
     """Ends what `join` began; `buffer` is None where it is the user's to close."""
     if os.getpid() != pid:  # a forked child holds a copy of the finalizer, not of the duty
         return

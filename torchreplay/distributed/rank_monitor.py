@@ -60,7 +60,7 @@ class _Peer:
     left: bool = field(default=False)
 
 
-class Peers:
+class RankMonitor:
     """The other ranks of a run on this machine.
 
     Each rank has a pipe that the others write to, and a pidfd for each other rank. A thread sleeps until one of them

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchreplay.buffer.base import PINS, Batches, Pin, Replay
 from torchreplay.buffer.prefetch import DRAWN_FIELDS
 from torchreplay.buffer.sampling import MAX_BATCH
-from torchreplay.buffer.tree_summary import DrawnFrom
+from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.cuda.copies import require_devices
 from torchreplay.cuda.staging import Staging
 from torchreplay.errors import ReplayLost, Stopped
@@ -249,7 +249,7 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         self._drawn, self._stream, self._process = drawn, None, os.getpid()
 
     @property
-    def _drawn_from(self) -> DrawnFrom:
+    def _drawn_from(self) -> TreeSummary:
         """What the weights of the batch handed out last were computed from."""
         assert self._stream is not None
         return self._stream.drawn_from
@@ -317,7 +317,7 @@ def _require_drawn(batch: Any) -> dict[str, Any]:
                 f"{DRAWN_FIELDS[name]} of shape ({fields['key'].numel()},)"
             )
     if "drawn_from" in batch:  # which states of before it was there lack
-        DrawnFrom.of_state(batch["drawn_from"])
+        TreeSummary.of_state(batch["drawn_from"])
         fields["drawn_from"] = batch["drawn_from"]
     return {"step": checked_int("step", batch["step"], 0)} | fields
 

@@ -1,4 +1,4 @@
-"""`HeldBack`: explorers of several buffers that one of them holds back, while a learner waits for another."""
+"""`LimiterDeadlockGuard`: one buffer holds explorers of several back, while a learner waits for another of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ADMITTED = 1024
 """Items that are admitted at a time. So many too many come at most where the learner dies in its wait."""
 
 
-class HeldBack:
+class LimiterDeadlockGuard:
     """Lets explorers go on, as a context, while the learner waits for one buffer of several.
 
     An explorer that writes to several buffers may wait at one, whose limiter says that the learner is behind, while the

@@ -13,7 +13,7 @@ from torchreplay.buffer.base import Pin, Replay
 from torchreplay.buffer.sampling import MAX_BATCH
 from torchreplay.errors import ReplayTimeout, WouldBlockForever
 from torchreplay.loading.dataset import Loop, ReplayDataset, SteppedDataset, refuse_worker, require_device, require_pin
-from torchreplay.loading.limiter_deadlock import HeldBack
+from torchreplay.loading.limiter_deadlock import LimiterDeadlockGuard
 from torchreplay.loading.mixture import Mixture, as_indices, checked_errors, require_issued
 from torchreplay.schema.batch import ReplayBatch, keys_of
 from torchreplay.validation import checked_int
@@ -130,7 +130,8 @@ class MixedDataset(SteppedDataset[Any]):
             streams = [iter(part) for part in self._parts]
             named = list(zip(self._names, self.buffers, strict=True))
             waits = [
-                HeldBack(name, buffer, [other for other in named if other[1] is not buffer]) for name, buffer in named
+                LimiterDeadlockGuard(name, buffer, [other for other in named if other[1] is not buffer])
+                for name, buffer in named
             ]
             for stream in streams:
                 open_streams.callback(stream.close)  # type: ignore[attr-defined]  # it is a generator
@@ -150,7 +151,9 @@ class MixedDataset(SteppedDataset[Any]):
         """How many of the next elements this process has drawn all parts of."""
         return min(part.ready for part in self._parts)
 
-    def _next_of(self, streams: list[Iterator[ReplayBatch]], waits: list[HeldBack]) -> list[ReplayBatch] | None:
+    def _next_of(
+        self, streams: list[Iterator[ReplayBatch]], waits: list[LimiterDeadlockGuard]
+    ) -> list[ReplayBatch] | None:
         parts = []
         for name, stream, wait in zip(self._names, streams, waits, strict=True):
             try:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from torchreplay.buffer.base import Replay
 from torchreplay.buffer.sampling import MAX_BATCH
-from torchreplay.buffer.tree_summary import DrawnFrom
+from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.cuda.copies import page_locked
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.samplers import Normalization, Prioritized
@@ -42,7 +42,7 @@ class Mixture:
         self._weights = _normalized_alike(self.buffers)
         _require_alike(self.buffers)
 
-    def batch_of(self, parts: Sequence[ReplayBatch], drawn_from: Sequence[DrawnFrom]) -> ReplayBatch:
+    def batch_of(self, parts: Sequence[ReplayBatch], drawn_from: Sequence[TreeSummary]) -> ReplayBatch:
         """Returns the batch that the buffers' batches make together, in new memory.
 
         Args:
@@ -180,7 +180,7 @@ def _normalized_alike(buffers: Sequence[Replay]) -> Normalization:
     return kinds.pop() if kinds else "none"
 
 
-def _put_on_one_scale(parts: Sequence[ReplayBatch], drawn_from: Sequence[DrawnFrom], weights: Normalization) -> None:
+def _put_on_one_scale(parts: Sequence[ReplayBatch], drawn_from: Sequence[TreeSummary], weights: Normalization) -> None:
     """Multiplies weights, each divided by the largest of its buffer or batch, so that that is the largest of all."""
     largest = [
         drawn.log_of_largest(weights, part["probability"]) for part, drawn in zip(parts, drawn_from, strict=True)

@@ -55,7 +55,7 @@ END: Final = np.dtype([("there", np.int64), ("here", np.int64)])
 """The last row of a stream: its key + 1 where the writer collected it, and in the buffer."""
 
 
-class Ledger:
+class DeliveryLog:
     """The places of a buffer's remote writers. Pickles to a handle; one process at a time may `claim` it."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Ledger:
         return make_handle(self._fd, self._nonce)
 
     @classmethod
-    def attach(cls, handle: Handle) -> Ledger:
+    def attach(cls, handle: Handle) -> DeliveryLog:
         """Attaches to the ledger of another process of this machine.
 
         Raises:
@@ -220,7 +220,7 @@ class RemotelyWritten:
         ledger: Of its remote writers, or the handle of that.
     """
 
-    def __init__(self, segment: _C.Segment, ledger: Ledger | Handle) -> None:
+    def __init__(self, segment: _C.Segment, ledger: DeliveryLog | Handle) -> None:
         self._segment = segment
         self._ledger = ledger
 
@@ -241,7 +241,7 @@ class RemotelyWritten:
     def _remote_writers(self) -> int:
         if isinstance(self._ledger, Handle):
             try:
-                self._ledger = Ledger.attach(self._ledger)
+                self._ledger = DeliveryLog.attach(self._ledger)
             except AttachError:  # the process that made it is gone, and with it those who would write
                 return 0
         return self._ledger.heard_of(REMEMBERED)

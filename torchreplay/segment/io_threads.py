@@ -41,7 +41,7 @@ class Outcome(Generic[T]):
             del self  # to which the error leads: what the call held would stay until a collection of garbage
 
 
-class Crew:
+class ThreadPool:
     """A few threads for one task, a context manager that waits for them.
 
     Where none can be started, as in an exit handler or short of memory, the calling thread does everything. A
@@ -94,7 +94,7 @@ class Crew:
                 outcome, call, args = job
                 outcome.of(call, args)
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> ThreadPool:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from torchreplay import _C
-from torchreplay.segment.io_threads import Crew
+from torchreplay.segment.io_threads import ThreadPool
 
 # Linux's numbers for fcntl: Python 3.11 does not name them all.
 F_ADD_SEALS = 1033
@@ -153,7 +153,7 @@ class Reservation:
         self._delay = 0.0  # by huge pages
         self._error: BaseException | None = None
         self._progress: SimpleQueue[None] = SimpleQueue()
-        self._crew: Crew | None = None
+        self._crew: ThreadPool | None = None
         self._closed = False
         try:
             whole = [(begin, begin + slots * stride, stride) for begin, stride in arrays]
@@ -164,7 +164,7 @@ class Reservation:
             if self._left:
                 # A file of its own: the thread may outlive a close that is interrupted.
                 self._own = FileIO(f"/proc/self/fd/{fd}", "r+")
-                self._crew = Crew(1)
+                self._crew = ThreadPool(1)
                 self._crew.submit(self._take_rest, self._own)
         except BaseException:
             self.close()

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torchreplay._C import Segment
 
 
-class Supervision:
+class WriterLease:
     """The announcement of `ReplayBuffer.expect_writers()`: it holds until closed, or until its process is gone."""
 
     def __init__(self, segment: Segment) -> None:
@@ -25,7 +25,7 @@ class Supervision:
             self._segment.leave(self._id)
         self._id = 0
 
-    def __enter__(self) -> Supervision:
+    def __enter__(self) -> WriterLease:
         return self
 
     def __exit__(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from torchreplay.ray.sharded import wait_stats
-from torchreplay.ray.sharded.wait_stats import LearnerWaits
+from torchreplay.ray.sharded.wait_stats import WaitStats
 
 TICK = 0.1
 
@@ -30,7 +30,7 @@ def test_the_share_is_that_of_the_last_10_to_20_seconds_though_messages_are_lost
     ticks = 900
     waiting = np.stack([np.repeat(chance.random(ticks // 10) < share, 10) for share in busy])
     waiting[:, 450:700] = False  # a time in which nobody waits
-    began, waits = clock.now, LearnerWaits()
+    began, waits = clock.now, WaitStats()
     for tick in range(ticks):
         clock.now = began + (tick + 1) * TICK
         for stream, told in enumerate(waiting[:, : tick + 1].sum(1) * TICK):
@@ -48,7 +48,7 @@ def test_the_share_is_that_of_the_last_10_to_20_seconds_though_messages_are_lost
 
 
 def test_a_shard_that_has_just_been_made_does_not_take_old_waits_for_new_ones(clock):
-    waits = LearnerWaits()
+    waits = WaitStats()
     clock.now += 2.0
     waits.hear(7, 500.0)  # of which at most these two
     assert waits.total == 500.0
@@ -59,7 +59,7 @@ def test_a_shard_that_has_just_been_made_does_not_take_old_waits_for_new_ones(cl
 
 
 def test_a_message_that_was_overtaken_counts_nothing_twice(clock):
-    waits = LearnerWaits()
+    waits = WaitStats()
     for told in (1.0, 3.0, 2.0, 3.0):
         clock.now += 4.0
         waits.hear(0, told)
@@ -68,7 +68,7 @@ def test_a_message_that_was_overtaken_counts_nothing_twice(clock):
 
 
 def test_learners_that_are_gone_wait_no_more(clock):
-    waits = LearnerWaits()
+    waits = WaitStats()
     clock.now += 4.0
     waits.hear(0, 4.0)
     waits.hear(1, 0.0)

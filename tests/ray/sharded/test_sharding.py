@@ -107,7 +107,7 @@ def test_bad_arguments_are_refused_before_anything_is_made(cluster):
     ]:
         with pytest.raises(error, match=message):
             ShardedReplay(**{"spec": SPEC, "capacity": 100, **arguments})
-    assert len(cluster.actors("Directory")) <= 1  # that of the fixture
+    assert len(cluster.actors("Coordinator")) <= 1  # that of the fixture
 
 
 def test_datasets_take_it_like_any_buffer(filled):

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import torchreplay as tr
-from torchreplay.ray.sharded.messages import Drew, Order
-from torchreplay.ray.sharded.rate_limiter import Rule, UnionLimiter
-from torchreplay.ray.sharded.sampler import Draws
+from torchreplay.ray.sharded.messages import DrawRequest, LearnerProgress
+from torchreplay.ray.sharded.rate_limiter import GlobalRateLimiter, Rule
+from torchreplay.ray.sharded.sampler import ShardedSampler
 from torchreplay.ray.sharded.shard_actor import Shard
 from torchreplay.schema.config import Config
 from torchreplay.segment.waits import Wait
@@ -45,7 +45,7 @@ def play(shard):
 
 
 def asked(shard, candidates):
-    figures, _ = shard.draw(Order(0, Drew(0, 0, 0, 0), 1.0, None, candidates))
+    figures, _ = shard.draw(DrawRequest(0, LearnerProgress(0, 0, 0, 0), 1.0, None, candidates))
     return figures
 
 
@@ -67,7 +67,7 @@ class Union:
     """What draws need of the members: these shards, called directly."""
 
     def __init__(self, shards):
-        self.union_limiter = UnionLimiter(Rule(tr.MinSize()), 0)
+        self.union_limiter = GlobalRateLimiter(Rule(tr.MinSize()), 0)
         self.table = SimpleNamespace(places=dict(enumerate(shards)))
         self.figures = {}
         self.looks = 0
@@ -90,7 +90,7 @@ class Union:
 
 
 def wait_for_rows(union, timeout=60):
-    Draws(union, CONFIG, 0, 0, None)._wait_for_rows(8, Wait(WATCHED, timeout))
+    ShardedSampler(union, CONFIG, 0, 0, None)._wait_for_rows(8, Wait(WATCHED, timeout))
 
 
 def test_a_union_without_an_item_is_told_so_after_more_than_one_look(shards):

@@ -17,7 +17,7 @@ from ray import exceptions
 from torchreplay.ray.sharded import replies as shard_calls
 from torchreplay.ray.sharded.global_distribution import KEY_BITS, pack
 from torchreplay.ray.sharded.local_shard import Gone
-from torchreplay.ray.sharded.replies import Calls
+from torchreplay.ray.sharded.replies import ReplyCollector
 from torchreplay.ray.sharded.shard_actor import Shard
 from torchreplay.ray.sharded.shard_writer import ShardWriter
 
@@ -45,7 +45,7 @@ def calls(monkeypatch):
             raise answer
         return answer
 
-    calls = Calls(
+    calls = ReplyCollector(
         lambda number, why: calls.lost.append(number),
         "shard {}".format,
         lambda number: calls.asked.append(number) or PROBE,

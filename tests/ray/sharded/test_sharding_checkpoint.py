@@ -327,7 +327,7 @@ def test_a_part_that_is_missing_or_a_damaged_description_is_an_error(cluster, sa
     finally:
         path.write_bytes(content)
         (tmp_path / "away").rename(part)
-    eventually(lambda: not cluster.actors("Directory"))  # of one that could not be loaded
+    eventually(lambda: not cluster.actors("Coordinator"))  # of one that could not be loaded
 
 
 @pytest.mark.soak

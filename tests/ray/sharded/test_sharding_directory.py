@@ -16,13 +16,13 @@ from local_shards import SPEC
 
 import torchreplay as tr
 from torchreplay.ray import ShardedReplay
-from torchreplay.ray.sharded.client import Shards
-from torchreplay.ray.sharded.coordinator import Directory
+from torchreplay.ray.sharded.client import ShardClient
+from torchreplay.ray.sharded.coordinator import Coordinator
 from torchreplay.ray.sharded.histograms import merged_histograms
-from torchreplay.ray.sharded.local_shard import Nearby
+from torchreplay.ray.sharded.local_shard import LocalShard
 from torchreplay.ray.sharded.local_writing import Expectation, buffer_to_write_to, nodes_to_write_from
 from torchreplay.ray.sharded.manifest import Counts
-from torchreplay.ray.sharded.replies import Calls
+from torchreplay.ray.sharded.replies import ReplyCollector
 from torchreplay.ray.sharded.shard_actor import Shard
 from torchreplay.ray.workers.placement import OverShards
 from torchreplay.schema.config import Config
@@ -45,13 +45,13 @@ def found(cluster, monkeypatch):
 
     def find(limiter=None, limit=None, nodes=NODES, anywhere=True):
         config = Config.of(SPEC, 100, tr.Uniform(), None, limiter)
-        directory = Directory(config, [100] * len(nodes), list(nodes), anywhere, 1, [limit] * len(nodes))
+        directory = Coordinator(config, [100] * len(nodes), list(nodes), anywhere, 1, [limit] * len(nodes))
         directory.open()
         cluster.named["union"] = LocalActor(cluster, directory)
 
         def view(node):
             cluster.here = node
-            viewed.append(Shards("union"))
+            viewed.append(ShardClient("union"))
             return viewed[-1]
 
         return directory, view
@@ -191,8 +191,8 @@ def test_a_shard_that_a_process_has_let_go_of_is_not_lost(cluster):
     shard.open()
     shard._buffer.extend(home=np.zeros(9, int), index=np.arange(9))
     lost = []
-    calls = Calls(lambda number, why: lost.append(number), str)
-    nearby = Nearby(3, shard.handle())
+    calls = ReplyCollector(lambda number, why: lost.append(number), str)
+    nearby = LocalShard(3, shard.handle())
     entered, leave = threading.Event(), threading.Event()
 
     def work():
@@ -208,7 +208,7 @@ def test_a_shard_that_a_process_has_let_go_of_is_not_lost(cluster):
     refused = nearby.update(np.arange(3), np.ones(3))
     assert calls.collect(dict(enumerate([under_way, waiting, refused]))) == {}
     assert lost == []
-    again = Nearby(3, shard.handle())
+    again = LocalShard(3, shard.handle())
     assert len(again.buffer) == 9
     shard._buffer.close()
     assert calls.collect({3: again.gather(np.arange(3))}) == {}  # but this one is

@@ -8,16 +8,16 @@ from local_cluster import LocalCluster
 import torchreplay as tr
 from torchreplay.ray import ShardedReplay
 from torchreplay.ray.sharded.global_distribution import Drawn
-from torchreplay.ray.sharded.messages import Drew, Figures
-from torchreplay.ray.sharded.rate_limiter import Rule, UnionLimiter
+from torchreplay.ray.sharded.messages import LearnerProgress, ShardReport
+from torchreplay.ray.sharded.rate_limiter import GlobalRateLimiter, Rule
 
 
 def figures(inserted=0, learners=(), largest=1.0):
-    return Figures(Drawn(1.0, 1, 1.0), 0, 0, inserted, 0, largest, 0, -1.0, -1.0, dict(learners), 0, False, None)
+    return ShardReport(Drawn(1.0, 1, 1.0), 0, 0, inserted, 0, largest, 0, -1.0, -1.0, dict(learners), 0, False, None)
 
 
 def drew(items, batches, rule=0, before=0):
-    return Drew(rule, items, batches, before)
+    return LearnerProgress(rule, items, batches, before)
 
 
 def hand_out(union_limiter, *batches):
@@ -26,7 +26,7 @@ def hand_out(union_limiter, *batches):
 
 
 def test_min_size_counts_the_items_of_all_shards_and_limits_no_writer():
-    union_limiter = UnionLimiter(Rule(tr.MinSize(100)), 0)
+    union_limiter = GlobalRateLimiter(Rule(tr.MinSize(100)), 0)
     union_limiter.hear(0, figures(60))
     union_limiter.hear(3, figures(39))
     assert union_limiter.inserted == 99
@@ -35,7 +35,7 @@ def test_min_size_counts_the_items_of_all_shards_and_limits_no_writer():
 
 
 def test_the_items_of_a_lost_shard_stay_counted():
-    union_limiter = UnionLimiter(Rule(tr.MinSize()), 0)
+    union_limiter = GlobalRateLimiter(Rule(tr.MinSize()), 0)
     union_limiter.hear(0, figures(60))
     union_limiter.count_inserted(0, 60)  # the directory says what was lost
     union_limiter.hear(1, figures(0))
@@ -43,7 +43,7 @@ def test_the_items_of_a_lost_shard_stay_counted():
 
 
 def test_draws_of_other_learners_count_once_however_many_shards_tell_of_them():
-    union_limiter = UnionLimiter(Rule(tr.SamplesPerInsert(2.0, 10)), 5)
+    union_limiter = GlobalRateLimiter(Rule(tr.SamplesPerInsert(2.0, 10)), 5)
     union_limiter.hear(0, figures(10, {5: drew(640, 10), 6: drew(128, 2)}))
     union_limiter.hear(1, figures(10, {6: drew(192, 3), 7: drew(64, 1)}))
     hand_out(union_limiter, 100, 600)
@@ -61,7 +61,7 @@ def test_draws_of_other_learners_count_once_however_many_shards_tell_of_them():
 )
 def test_limits_add_up_to_what_reverbs_limiter_admits(ratio, min_size, inserted, sampled, n):
     limiter = tr.SamplesPerInsert(ratio, min_size)
-    union_limiter = UnionLimiter(Rule(limiter), 0)
+    union_limiter = GlobalRateLimiter(Rule(limiter), 0)
     for number, items in enumerate(inserted):
         union_limiter.hear(number, figures(items))
     hand_out(union_limiter, sampled)
@@ -80,7 +80,7 @@ def test_limits_add_up_to_what_reverbs_limiter_admits(ratio, min_size, inserted,
 
 
 def test_what_a_learner_waits_for_is_admitted_whatever_the_ratio_says():
-    union_limiter = UnionLimiter(Rule(tr.SamplesPerInsert(1.0, 10, tolerance=0.1)), 0)
+    union_limiter = GlobalRateLimiter(Rule(tr.SamplesPerInsert(1.0, 10, tolerance=0.1)), 0)
     union_limiter.hear(0, figures(10))
     assert union_limiter.needed(100) > 10
     assert sum(union_limiter.limits([0, 1], 100).values()) >= union_limiter.needed(100)
@@ -89,7 +89,7 @@ def test_what_a_learner_waits_for_is_admitted_whatever_the_ratio_says():
 @pytest.mark.parametrize("alone", range(3))
 @pytest.mark.parametrize(("ratio", "tolerance", "n"), [(8.0, None, 4096), (1.0, 0.1, 256), (0.3, None, 7)])
 def test_explorers_of_one_shard_alone_serve_a_learner_for_ever(ratio, tolerance, n, alone):
-    union_limiter = UnionLimiter(Rule(tr.SamplesPerInsert(ratio, 100, tolerance)), 0)
+    union_limiter = GlobalRateLimiter(Rule(tr.SamplesPerInsert(ratio, 100, tolerance)), 0)
     inserted = [0, 0, 0]
     for _ in range(20):
         for _look in range(60):  # one alone takes a third of what is left at each
@@ -104,7 +104,7 @@ def test_explorers_of_one_shard_alone_serve_a_learner_for_ever(ratio, tolerance,
 @pytest.mark.parametrize("shards", [4, 16])
 @pytest.mark.parametrize(("ratio", "min_size"), [(1000.0, 5), (256.0, 100)])
 def test_whoever_only_looks_sees_as_many_as_the_first_draw_needs(ratio, min_size, shards):
-    union_limiter = UnionLimiter(Rule(tr.SamplesPerInsert(ratio, min_size)), 0)
+    union_limiter = GlobalRateLimiter(Rule(tr.SamplesPerInsert(ratio, min_size)), 0)
     inserted = [0] * shards
     for _ in range(min_size * shards):
         for number, items in enumerate(inserted):
@@ -116,14 +116,14 @@ def test_whoever_only_looks_sees_as_many_as_the_first_draw_needs(ratio, min_size
 
 
 def test_largest_priorities_are_kept():
-    union_limiter = UnionLimiter(Rule(tr.MinSize()), 0)
+    union_limiter = GlobalRateLimiter(Rule(tr.MinSize()), 0)
     for value in (1.0, 7.5, 3.0):
         union_limiter.hear(0, figures(largest=value))
     assert union_limiter.largest == pytest.approx(7.5)
 
 
 def test_while_every_shard_is_lost_there_is_nobody_to_be_limited():
-    union_limiter = UnionLimiter(Rule(tr.SamplesPerInsert(2.0, 10)), 0)
+    union_limiter = GlobalRateLimiter(Rule(tr.SamplesPerInsert(2.0, 10)), 0)
     union_limiter.hear(0, figures(50))
     assert union_limiter.limits([], 100) == {}
 
@@ -139,7 +139,7 @@ LIMITERS = st.one_of(
 @given(LIMITERS, st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40), LIMITERS), min_size=1, max_size=30))
 def test_one_that_is_set_later_admits_what_a_buffer_with_it_admits(first, steps):
     rule = Rule(first)
-    union_limiter, inserted = UnionLimiter(rule, 0), [0, 0]
+    union_limiter, inserted = GlobalRateLimiter(rule, 0), [0, 0]
     with tr.ReplayBuffer({"x": tr.Field((), "int64")}, 4000, limiter=first) as buffer:
         for kind, n, limiter in steps:
             if kind < 2:  # inserts into shard 0 or 1, as many as may come
@@ -174,7 +174,7 @@ def test_one_that_is_set_later_admits_what_a_buffer_with_it_admits(first, steps)
 
 
 def test_draws_count_from_when_each_learner_hears_of_a_new_one():
-    union_limiter = UnionLimiter(Rule(tr.SamplesPerInsert(2.0, 10)), 0)
+    union_limiter = GlobalRateLimiter(Rule(tr.SamplesPerInsert(2.0, 10)), 0)
     union_limiter.hear(0, figures(100, {1: drew(50, 5), 2: drew(70, 7)}))
     hand_out(union_limiter, *8 * [10])
     under_way = union_limiter.begin(10)
@@ -196,7 +196,7 @@ def test_draws_count_from_when_each_learner_hears_of_a_new_one():
 
 
 def test_rounds_that_are_given_up_count_for_no_limiter():
-    union_limiter, other = (UnionLimiter(Rule(tr.MinSize()), stream) for stream in (0, 1))
+    union_limiter, other = (GlobalRateLimiter(Rule(tr.MinSize()), stream) for stream in (0, 1))
 
     def assert_sampled(own, told):
         """Items that it counts, and those that it tells others of: not what is under way."""
@@ -234,7 +234,7 @@ def test_rounds_that_are_given_up_count_for_no_limiter():
 
 
 def test_a_ratio_that_hardly_draws_admits_everything():
-    union_limiter = UnionLimiter(Rule(tr.SamplesPerInsert(5e-324)), 0)
+    union_limiter = GlobalRateLimiter(Rule(tr.SamplesPerInsert(5e-324)), 0)
     assert all(limit >= 1 << 60 for limit in union_limiter.limits([0, 1], 8).values())
 
 

@@ -135,4 +135,4 @@ def test_the_limiter_holds_over_all_shards_and_waits_end(cluster):
         assert list(tr.ReplayDataset(replay, 8)) == []
     with pytest.raises(RuntimeError, match="closed"):
         replay.sample(8)
-    eventually(lambda: len(cluster.actors("Directory")) <= 1)
+    eventually(lambda: len(cluster.actors("Coordinator")) <= 1)

@@ -176,6 +176,6 @@ def test_a_learner_elsewhere_whose_step_outlasts_a_stop_and_the_close_after_it_e
     eventually((tmp_path / "under way").exists, timeout=120)
     replay.stop()
     replay.close()
-    eventually(lambda: not cluster.actors("Directory"), timeout=120)
+    eventually(lambda: not cluster.actors("Coordinator"), timeout=120)
     (tmp_path / "closed").touch()
     assert cluster.ray.get(call) == "ended"

@@ -20,10 +20,10 @@ from torchreplay.segment.waits import Wait
 pytest.importorskip("ray")
 from torchreplay.ray.sharded.local_shard import Gone
 from torchreplay.ray.sharded.priority_updates import Feedback
-from torchreplay.ray.sharded.rate_limiter import Rule, UnionLimiter
-from torchreplay.ray.sharded.replies import Calls
-from torchreplay.ray.sharded.sample_request import RoundStream
-from torchreplay.ray.sharded.sampler import Draws
+from torchreplay.ray.sharded.rate_limiter import GlobalRateLimiter, Rule
+from torchreplay.ray.sharded.replies import ReplyCollector
+from torchreplay.ray.sharded.sample_request import SampleRequestStream
+from torchreplay.ray.sharded.sampler import ShardedSampler
 
 KEYS, ERRORS = np.arange(3), np.ones(3)
 
@@ -48,7 +48,7 @@ class SlowShard:
 
     def __init__(self, answer):
         self._hands, self._answer = ThreadPoolExecutor(1), answer
-        self._calls = Calls(lambda number, why: None, str)
+        self._calls = ReplyCollector(lambda number, why: None, str)
         self.calls, self.waiting, self.dropped = self, threading.Event(), []
 
     def update(self, number, keys, td):
@@ -115,7 +115,7 @@ class InterruptedShards(LocalShards):
 
     def __init__(self, sizes, sampler):
         super().__init__(sizes, sampler)
-        self._limiter, self.calls = UnionLimiter(Rule(tr.MinSize()), 0), SimpleNamespace(fetch=list)
+        self._limiter, self.calls = GlobalRateLimiter(Rule(tr.MinSize()), 0), SimpleNamespace(fetch=list)
         for number, size in enumerate(sizes):
             self._limiter.count_inserted(number, size)
         self.hear(self.order(dict.fromkeys(range(len(sizes)), 0), 0), None)
@@ -135,14 +135,14 @@ class InterruptedShards(LocalShards):
 
 
 def draws_from(shards):
-    draws = Draws(shards, Config.of({"index": tr.Field()}, 10, shards.sampler, None, None), 7, 1, None)
+    draws = ShardedSampler(shards, Config.of({"index": tr.Field()}, 10, shards.sampler, None, None), 7, 1, None)
     draws._layout = shards.layout
     return draws
 
 
 def stream_of(draws, timeout):
     """Batches of 8 items, with two rounds ahead."""
-    return RoundStream(draws, SimpleNamespace(apply_arrived=lambda: None), 8, None, 2, timeout, Wait)
+    return SampleRequestStream(draws, SimpleNamespace(apply_arrived=lambda: None), 8, None, 2, timeout, Wait)
 
 
 @pytest.mark.timeout(60)

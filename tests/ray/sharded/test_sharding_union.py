@@ -18,7 +18,7 @@ from torchreplay.ray.sharded.global_distribution import (
     KEY_BITS,
     MAX_SHARDS,
     Drawn,
-    Union,
+    GlobalDistribution,
     candidates,
     chosen,
     pack,
@@ -87,7 +87,7 @@ totals = st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 1e9)), min_size=1, max
 
 @given(totals, st.integers(1, 600), st.integers(0, 2**32 - 1))
 def test_counts_sum_to_the_batch_and_stay_within_what_was_promised(parts, n, seed):
-    union = Union(tuple(Drawn(total, 1, total) for total in parts))
+    union = GlobalDistribution(tuple(Drawn(total, 1, total) for total in parts))
     counts = union.counts(n, np.random.default_rng(seed).random(n))
     assert counts.sum() == n
     for total, count, most in zip(parts, counts, union.most(n), strict=True):
@@ -98,14 +98,14 @@ def test_counts_sum_to_the_batch_and_stay_within_what_was_promised(parts, n, see
 
 @given(totals, st.integers(1, 600))
 def test_shards_that_did_not_change_are_asked_for_enough(parts, n):
-    union = Union(tuple(Drawn(total, 1, total) for total in parts))
+    union = GlobalDistribution(tuple(Drawn(total, 1, total) for total in parts))
     for slack in (0.0, 1 / 64, 1.0):
         asked = candidates(parts, n, slack)
         assert all(most <= count <= n for most, count in zip(union.most(n), asked, strict=True))
 
 
 def test_counts_are_the_shards_shares_on_average():
-    union = Union((Drawn(1e-3, 1, 1e-3), Drawn(7.3, 9, 0.1), Drawn(0.0, 0, 0.0), Drawn(92.7, 3, 1.0)))
+    union = GlobalDistribution((Drawn(1e-3, 1, 1e-3), Drawn(7.3, 9, 0.1), Drawn(0.0, 0, 0.0), Drawn(92.7, 3, 1.0)))
     chance, n, batches = np.random.default_rng(0), 10, 20_000
     mean = np.mean([union.counts(n, chance.random(n)) for _ in range(batches)], axis=0)
     share = np.array([part.total for part in union.parts]) / union.total
@@ -124,10 +124,10 @@ def test_weights_are_those_of_the_published_formula_over_the_union(weights):
     raw = (len(whole) * probability) ** -0.7
     mine = (len(whole) * given_ones) ** -0.7
     expected = mine / {"buffer": raw.max(), "batch": mine.max(), "none": 1.0}[weights]
-    found = Union(parts).weights(given_ones, 0.7, prioritized(weights=weights))
+    found = GlobalDistribution(parts).weights(given_ones, 0.7, prioritized(weights=weights))
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     assert found.dtype == np.float32
-    assert (Union(parts).weights(given_ones, 0.7, tr.Uniform()) == 1).all()
+    assert (GlobalDistribution(parts).weights(given_ones, 0.7, tr.Uniform()) == 1).all()
 
 
 def test_every_candidate_is_equally_likely_to_be_taken():

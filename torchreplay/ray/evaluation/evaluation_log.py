@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from torchreplay.ray.workers.shared_state import SharedPage
+from torchreplay.ray.workers.shared_state import SharedState
 
 _KEPT: Final = 256
 """Evaluations in shared memory; the program collects them ten times a second."""
@@ -67,7 +67,7 @@ class Evaluation:
         )
 
 
-class Scores(SharedPage):
+class EvaluationLog(SharedState):
     """The last evaluations, the best, and the version that the program waits for.
 
     The worker is the only writer of all but `wanted`, the program of that. What a killed worker had found is here.

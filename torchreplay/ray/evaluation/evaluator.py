@@ -16,15 +16,15 @@ from torch import nn
 from torchreplay.buffer.base import Replay
 from torchreplay.buffer.replay_buffer import ReplayBuffer
 from torchreplay.errors import ReplayTimeout
-from torchreplay.ray.evaluation.evaluation_log import Evaluation, Scores
-from torchreplay.ray.evaluation.evaluator_task import Evaluate, Evaluating
-from torchreplay.ray.evaluation.model_checkpoints import Saving
+from torchreplay.ray.evaluation.evaluation_log import Evaluation, EvaluationLog
+from torchreplay.ray.evaluation.evaluator_task import Evaluate, EvaluatorTask
+from torchreplay.ray.evaluation.model_checkpoints import ModelCheckpoints
 from torchreplay.ray.workers.explorer_stats import State
 from torchreplay.ray.workers.named import Fillable, OneOrNamed, named_buffers
 from torchreplay.ray.workers.placement import Placement
-from torchreplay.ray.workers.resources import BackendName, Hosting
+from torchreplay.ray.workers.resources import BackendName, WorkerResources
 from torchreplay.ray.workers.supervisor import logger
-from torchreplay.ray.workers.worker_pool import Supervised
+from torchreplay.ray.workers.worker_pool import WorkerPool
 from torchreplay.segment.waits import LOG_EVERY
 from torchreplay.validation import checked_instance, checked_int, checked_number, checked_path, checked_timeout
 from torchreplay.weights.shared_weights import SharedWeights
@@ -66,7 +66,7 @@ class EvaluatorStats:
     last_traceback: str | None
 
 
-class Evaluator(Supervised):
+class Evaluator(WorkerPool):
     """Evaluates published weights in a process of its own, while training goes on.
 
     The worker pulls the newest weights into its module, puts it into evaluation mode, seeds the generators of Python,
@@ -161,14 +161,16 @@ class Evaluator(Supervised):
             for name, n in (("every", every), ("save_every", save_every))
         )
         seed = checked_int("seed", seed, 0, _MAX_SEED)
-        hosting = Hosting(backend, num_cpus, num_gpus, runtime_env, placement)
+        hosting = WorkerResources(backend, num_cpus, num_gpus, runtime_env, placement)
         super().__init__(["evaluator"], hosting, max_restarts, restart_delay, seed)
         saving = (
-            None if directory is None else Saving(checked_path("directory", directory).absolute(), save_every, buffers)
+            None
+            if directory is None
+            else ModelCheckpoints(checked_path("directory", directory).absolute(), save_every, buffers)
         )
         self.weights = weights
-        self._scores = Scores() if saving is None else Scores(saving.best()[1])
-        self._work = Evaluating(evaluate, module, weights, seed, every, every_seconds, self._scores, saving)
+        self._scores = EvaluationLog() if saving is None else EvaluationLog(saving.best()[1])
+        self._work = EvaluatorTask(evaluate, module, weights, seed, every, every_seconds, self._scores, saving)
         self._evaluations: tuple[Evaluation, ...] = ()
         self._collected = 0
         self._collecting = threading.RLock()  # a signal's handler may ask while its own thread does
@@ -242,7 +244,7 @@ class Evaluator(Supervised):
             last_traceback=worker.last_traceback,
         )
 
-    def _make_work(self) -> Evaluating:
+    def _make_work(self) -> EvaluatorTask:
         return self._work
 
     def _listen(self) -> None:

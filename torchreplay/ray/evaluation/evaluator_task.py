@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from torchreplay.ray.evaluation.evaluation_log import Evaluation, Scores
-from torchreplay.ray.evaluation.model_checkpoints import Saving, content_of
-from torchreplay.ray.workers.worker_table import Board
+from torchreplay.ray.evaluation.evaluation_log import Evaluation, EvaluationLog
+from torchreplay.ray.evaluation.model_checkpoints import ModelCheckpoints, content_of
+from torchreplay.ray.workers.worker_table import WorkerTable
 
 if TYPE_CHECKING:
-    from torchreplay.ray.workers.shared_state import SharedPage
-    from torchreplay.ray.workers.state_replica import Mirror
+    from torchreplay.ray.workers.shared_state import SharedState
+    from torchreplay.ray.workers.state_replica import StateReplica
     from torchreplay.ray.workers.worker_process import Launch
     from torchreplay.weights.shared_weights import SharedWeights
 
@@ -30,7 +30,7 @@ _LOOK_EVERY: Final = 0.02
 
 
 @dataclass(frozen=True)
-class Evaluating:
+class EvaluatorTask:
     """The work of an evaluator.
 
     Attributes:
@@ -50,33 +50,33 @@ class Evaluating:
     seed: int
     every: int | None
     every_seconds: float | None
-    scores: Scores
-    saving: Saving | None
+    scores: EvaluationLog
+    saving: ModelCheckpoints | None
 
     @property
-    def pages(self) -> Sequence[SharedPage]:
+    def pages(self) -> Sequence[SharedState]:
         """What was found."""
         return (self.scores,)
 
     @property
-    def helper(self) -> Saving | None:
+    def helper(self) -> ModelCheckpoints | None:
         """What saves: files, and the buffer, are on the evaluator's own node."""
         return self.saving
 
-    def run(self, launch: Launch, board: Board, mirror: Mirror | None = None) -> EvaluatingRun:
+    def run(self, launch: Launch, board: WorkerTable, mirror: StateReplica | None = None) -> EvaluatorRun:
         """Returns a run that is ready to begin."""
-        return EvaluatingRun(self, board, mirror)
+        return EvaluatorRun(self, board, mirror)
 
     def __repr__(self) -> str:
         return repr(self.evaluate)
 
 
-class EvaluatingRun:
+class EvaluatorRun:
     """One run of an evaluator's worker."""
 
     noticed_stop = False  # an evaluation that is stopped is worth nothing: no need to wait for its end
 
-    def __init__(self, work: Evaluating, board: Board, mirror: Mirror | None) -> None:
+    def __init__(self, work: EvaluatorTask, board: WorkerTable, mirror: StateReplica | None) -> None:
         self._work, self._board, self._mirror = work, board, mirror
         self._entry = board.entries[0]
         self._began = time.monotonic()
@@ -145,7 +145,7 @@ class EvaluatingRun:
             best = saving.best() if self._mirror is None else self._mirror.help("best")
             self._work.scores.raise_best(*best)
 
-    def _save(self, saving: Saving, module: nn.Module, evaluation: Evaluation) -> None:
+    def _save(self, saving: ModelCheckpoints, module: nn.Module, evaluation: Evaluation) -> None:
         names = saving.due(evaluation, self._work.scores.count + 1)
         if not names:
             return

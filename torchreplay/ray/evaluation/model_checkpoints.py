@@ -23,7 +23,7 @@ BUFFER: Final = "buffer"
 
 
 @dataclass(frozen=True)
-class Saving:
+class ModelCheckpoints:
     """What is saved of evaluations, and where.
 
     Attributes:

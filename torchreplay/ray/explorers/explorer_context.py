@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from torchreplay.ray.workers.named import Fillable, OneOrNamed, chosen, named_buffers, named_weights
-from torchreplay.ray.workers.worker_table import WINDOW, Board
+from torchreplay.ray.workers.worker_table import WINDOW, WorkerTable
 from torchreplay.validation import checked_int
 
 REPORT_EVERY: Final = 0.1
@@ -62,7 +62,7 @@ class ExplorerContext:
         restarts: int = 0,
         *,
         max_weight_sync_delay: int = 0,
-        board: Board | None = None,
+        board: WorkerTable | None = None,
     ) -> None:
         self.buffer = buffer
         self.weights = weights
@@ -71,7 +71,7 @@ class ExplorerContext:
         self.seed = seed
         self.restarts = restarts
         self._buffers, self._weights = named_buffers(buffer), named_weights(weights)
-        self._board = board or Board(num_explorers)
+        self._board = board or WorkerTable(num_explorers)
         self._entry = self._board.entries[index]
         self._returns, self._lengths = self._entry["returns"], self._entry["lengths"]
         # Views of one cell are set in a third of the time that a field of an entry takes.

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from torchreplay.errors import ReplayTimeout, WouldBlockForever
 from torchreplay.ray.explorers.explorer_context import MOST_EXPLORERS, MOST_ROWS
-from torchreplay.ray.explorers.explorer_task import Explore, Exploring
+from torchreplay.ray.explorers.explorer_task import Explore, ExplorerTask
 from torchreplay.ray.sharded.sharded_replay import ShardedReplay
 from torchreplay.ray.workers.explorer_stats import ExplorerStats
 from torchreplay.ray.workers.named import Fillable, OneOrNamed, named_buffers, named_weights
 from torchreplay.ray.workers.placement import OverShards, Placement
-from torchreplay.ray.workers.resources import BackendName, Hosting
+from torchreplay.ray.workers.resources import BackendName, WorkerResources
 from torchreplay.ray.workers.supervisor import Mark
-from torchreplay.ray.workers.worker_pool import Supervised
+from torchreplay.ray.workers.worker_pool import WorkerPool
 from torchreplay.validation import checked_int, checked_number
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class ExplorersFailed(RuntimeError):
     """Every explorer of a pool has ended by an error and none will be restarted."""
 
 
-class ExplorerPool(Supervised):
+class ExplorerPool(WorkerPool):
     """Runs a function in several processes that write to one replay buffer, or to several.
 
     Each explorer has a process of its own, a Ray actor or a plain one, that calls `explore(ctx)` with an
@@ -109,15 +109,15 @@ class ExplorerPool(Supervised):
             raise ValueError("backend='process': the shards of a ShardedReplay are reached through Ray, backend='ray'")
         if sharded and placement is None:
             placement = OverShards(sharded, {"CPU": num_cpus, "GPU": num_gpus})
-        hosting = Hosting(backend, num_cpus, num_gpus, runtime_env, placement)
+        hosting = WorkerResources(backend, num_cpus, num_gpus, runtime_env, placement)
         names = [f"explorer {index} of {num_explorers}" for index in range(num_explorers)]
         super().__init__(names, hosting, max_restarts, restart_delay, seed)
         self.buffer, self.weights = buffer, weights
         named_weights(weights)  # or each explorer would say what is wrong with them
         self.num_explorers = num_explorers
-        self._work = Exploring(explore, buffer, weights, max_weight_sync_delay)
+        self._work = ExplorerTask(explore, buffer, weights, max_weight_sync_delay)
 
-    def _make_work(self) -> Exploring:
+    def _make_work(self) -> ExplorerTask:
         for buffer in self._buffers:  # each says that it is closed, where it is
             if isinstance(buffer, ShardedReplay):
                 buffer.require_open()

@@ -11,11 +11,11 @@ from torchreplay.ray.explorers.explorer_context import ExplorerContext
 from torchreplay.ray.remote.remote_buffer import RemoteBuffer
 from torchreplay.ray.workers.named import Fillable, OneOrNamed, named_buffers
 from torchreplay.ray.workers.worker_process import Launch
-from torchreplay.ray.workers.worker_table import Board
+from torchreplay.ray.workers.worker_table import WorkerTable
 
 if TYPE_CHECKING:
-    from torchreplay.ray.workers.shared_state import SharedPage
-    from torchreplay.ray.workers.state_replica import Mirror
+    from torchreplay.ray.workers.shared_state import SharedState
+    from torchreplay.ray.workers.state_replica import StateReplica
     from torchreplay.weights.shared_weights import SharedWeights
 
 Explore = Callable[[ExplorerContext], object]
@@ -23,7 +23,7 @@ Explore = Callable[[ExplorerContext], object]
 
 
 @dataclass(frozen=True)
-class Exploring:
+class ExplorerTask:
     """The work of explorers.
 
     Attributes:
@@ -39,7 +39,7 @@ class Exploring:
     max_weight_sync_delay: int
 
     @property
-    def pages(self) -> Sequence[SharedPage]:
+    def pages(self) -> Sequence[SharedState]:
         """None: what explorers tell is on the board."""
         return ()
 
@@ -47,7 +47,7 @@ class Exploring:
     def helper(self) -> None:
         """None: all that they need they do themselves."""
 
-    def run(self, launch: Launch, board: Board, mirror: Mirror | None = None) -> Exploration:
+    def run(self, launch: Launch, board: WorkerTable, mirror: StateReplica | None = None) -> ExplorerRun:
         """Returns a run that is ready to begin."""
         ctx = ExplorerContext(
             self.buffer,
@@ -59,14 +59,14 @@ class Exploring:
             max_weight_sync_delay=self.max_weight_sync_delay,
             board=board,
         )
-        return Exploration(self.explore, ctx)
+        return ExplorerRun(self.explore, ctx)
 
     def __repr__(self) -> str:
         return repr(self.explore)
 
 
 @dataclass(frozen=True)
-class Exploration:
+class ExplorerRun:
     """One run of an explorer."""
 
     explore: Explore

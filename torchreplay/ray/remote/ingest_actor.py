@@ -18,7 +18,7 @@ from torchreplay.buffer.writer import Writer
 from torchreplay.errors import AttachError, Stopped
 from torchreplay.ray.runtime.session import import_ray
 from torchreplay.schema.views import Rows
-from torchreplay.segment.delivery_log import END, Ledger, Place
+from torchreplay.segment.delivery_log import END, DeliveryLog, Place
 from torchreplay.segment.handle import Handle
 from torchreplay.segment.waits import Audience, Wait
 
@@ -218,7 +218,7 @@ class Ingest:
         try:
             if handle.ledger is None:
                 raise AttachError("the handle was made before Ray was started: make another")
-            self._ledger = Ledger.attach(handle.ledger)
+            self._ledger = DeliveryLog.attach(handle.ledger)
             self._attached = ReplayBuffer.attach(handle, view)
         except AttachError as error:
             self._ending = str(error)

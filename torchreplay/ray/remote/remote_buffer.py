@@ -13,9 +13,9 @@ from torchreplay.buffer.stats import Stats
 from torchreplay.buffer.writer import Autoreset, Writer, roles_of
 from torchreplay.errors import AttachError, Stopped
 from torchreplay.ray.remote.ingest_actor import Ingest
-from torchreplay.ray.remote.row_sender import Courier
-from torchreplay.ray.remote.send_buffer import Outbox
-from torchreplay.ray.runtime.node_actor import Home
+from torchreplay.ray.remote.row_sender import RowSender
+from torchreplay.ray.remote.send_buffer import SendBuffer
+from torchreplay.ray.runtime.node_actor import NodeActor
 from torchreplay.schema.config import Config, Configured
 from torchreplay.schema.limiters import Limiter
 from torchreplay.schema.views import View
@@ -39,7 +39,7 @@ class RemoteWriter(Writer):
 
     def __init__(
         self,
-        courier: Courier,
+        courier: RowSender,
         config: Config,
         lanes: int | None,
         autoreset: Autoreset,
@@ -48,7 +48,7 @@ class RemoteWriter(Writer):
         roles_of(config, lanes, autoreset)  # raises before anybody hears of a writer that there will not be
         self._courier = courier
         self._buffer_closed = buffer_closed or threading.Event()
-        self._outbox: Outbox = courier.open(config, lanes or 1)
+        self._outbox: SendBuffer = courier.open(config, lanes or 1)
         self._leave = weakref.finalize(self, courier.leave, self._outbox)
         super().__init__(self._outbox.stage._segment, config, lanes, autoreset)
         _open_writers.add(self)
@@ -131,15 +131,15 @@ class RemoteBuffer(Configured):
     def __init__(self, handle: Handle, view: View | None = None) -> None:
         self._handle = handle
         self._given_view = view
-        self._home = Home(handle.node, Ingest, f"torchreplay-ingest-{handle.nonce:016x}", (handle, view))
+        self._home = NodeActor(handle.node, Ingest, f"torchreplay-ingest-{handle.nonce:016x}", (handle, view))
         self._connecting = threading.Lock()
-        self._connection: tuple[Config, Courier] | None = None
+        self._connection: tuple[Config, RowSender] | None = None
         self._local = threading.local()
         self._closed = threading.Event()
 
     # Connecting, at the first use. Not before: while Ray unpickles arguments, answers of actors cannot get through.
 
-    def _connected(self) -> tuple[Config, Courier]:
+    def _connected(self) -> tuple[Config, RowSender]:
         if self._connection is None:
             self._require_open()
         self._home.require_own_process()
@@ -148,7 +148,7 @@ class RemoteBuffer(Configured):
                 text, ending = self._home.ask("describe")
                 if not text:
                     raise AttachError(ending)
-                config, courier = Config.from_text(text).with_functions(self._given_view), Courier(self._home, ending)
+                config, courier = Config.from_text(text).with_functions(self._given_view), RowSender(self._home, ending)
                 weakref.finalize(self, courier.close)
                 self._connection = config, courier
             return self._connection
@@ -166,7 +166,7 @@ class RemoteBuffer(Configured):
         return self._connected()[0]
 
     @property
-    def _courier(self) -> Courier:
+    def _courier(self) -> RowSender:
         self._require_open()
         return self._connected()[1]
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from torchreplay.errors import AttachError
-from torchreplay.ray.runtime.node_actor import Home
+from torchreplay.ray.runtime.node_actor import NodeActor
 from torchreplay.ray.runtime.session import import_ray
 from torchreplay.segment.handle import Handle
 from torchreplay.segment.remote_handles import attaches_remote
@@ -41,7 +41,7 @@ LISTENERS: Final = 10_000
 """Processes that may wait for news at a time; one more would keep others from reading."""
 
 
-class Lectern:
+class WeightsActor:
     """The Ray actor on the weights' node that reads them out: one for each set of weights.
 
     Each version is put into the object store once, however many processes ask for it; each node fetches it once.
@@ -116,7 +116,7 @@ class RemoteWeights(SharedWeights):
         self._pulled_into = lambda: None
         self._content = torch.empty(nbytes, dtype=torch.uint8)
         name = f"torchreplay-weights-{handle.nonce:016x}"
-        self._home = Home(handle.node, Lectern, name, (handle, entries, nbytes), LISTENERS)
+        self._home = NodeActor(handle.node, WeightsActor, name, (handle, entries, nbytes), LISTENERS)
         self._news = _News()
         threading.Thread(target=_listen, args=(self._home, self._news), name="torchreplay-news", daemon=True).start()
         weakref.finalize(self, self._news.close)
@@ -196,7 +196,7 @@ class RemoteWeights(SharedWeights):
         return f"RemoteWeights(version {self.version} on node {self._handle.node}, {len(self._entries)} tensors)"
 
 
-def _listen(home: Home, news: _News) -> None:
+def _listen(home: NodeActor, news: _News) -> None:
     """Asks for newer versions until the weights are gone, or nobody here wants them."""
     while not news.closed:
         try:

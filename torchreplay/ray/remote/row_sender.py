@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from torchreplay.errors import AttachError, Stopped
 from torchreplay.ray.remote.ingest_actor import Answer
-from torchreplay.ray.remote.send_buffer import Outbox, Parcel
-from torchreplay.ray.runtime.node_actor import Home
+from torchreplay.ray.remote.send_buffer import InFlightChunk, SendBuffer
+from torchreplay.ray.runtime.node_actor import NodeActor
 from torchreplay.ray.runtime.session import import_ray
 from torchreplay.schema.config import Config
 from torchreplay.segment.waits import SLICE_NS, Wait
@@ -36,7 +36,7 @@ PAUSE: Final = 0.25
 """Seconds before another try, when the ingest does not answer."""
 
 
-class Courier:
+class RowSender:
     """Sends the rows of this process's writers of one buffer, and listens for answers, in a thread of its own.
 
     Args:
@@ -48,12 +48,12 @@ class Courier:
         failure: What has gone wrong, where nobody can write from here any more although they should; "" otherwise.
     """
 
-    def __init__(self, home: Home, ending: str = "") -> None:
+    def __init__(self, home: NodeActor, ending: str = "") -> None:
         self._ray = import_ray()
         self._home = home
         self.ending = ending
         self.failure = ""
-        self._outboxes: set[Outbox] = set()  # copied to go through it: writers come at any time
+        self._outboxes: set[SendBuffer] = set()  # copied to go through it: writers come at any time
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._sweep_due = 0.0
         self._heartbeat_due = 0.0
@@ -68,7 +68,7 @@ class Courier:
 
     # In the threads of those who write.
 
-    def open(self, config: Config, lanes: int) -> Outbox:
+    def open(self, config: Config, lanes: int) -> SendBuffer:
         """Returns the outbox of a new writer.
 
         Raises:
@@ -76,13 +76,13 @@ class Courier:
             RuntimeError: Rows are no longer sent from here.
         """
         self._check()
-        outbox = Outbox(config, lanes)
+        outbox = SendBuffer(config, lanes)
         self._outboxes.add(outbox)
         with suppress(self._ray.exceptions.RayError):  # then the next heartbeat does it
             self._enter.remote(outbox.source)
         return outbox
 
-    def make_room(self, outbox: Outbox, admitted: Callable[[], bool]) -> None:
+    def make_room(self, outbox: SendBuffer, admitted: Callable[[], bool]) -> None:
         """Returns when the outbox admits rows again.
 
         Raises:
@@ -96,7 +96,7 @@ class Courier:
 
         self._await(outbox, has_room)
 
-    def flush(self, outbox: Outbox) -> None:
+    def flush(self, outbox: SendBuffer) -> None:
         """Returns when everything in the outbox is acknowledged.
 
         Raises:
@@ -109,7 +109,7 @@ class Courier:
         finally:
             outbox.hurried = False
 
-    def leave(self, outbox: Outbox) -> None:
+    def leave(self, outbox: SendBuffer) -> None:
         """Sends what is left in the outbox, and forgets it; does not wait for that."""
         outbox.leaving = True
         self._events.put(None)
@@ -138,7 +138,7 @@ class Courier:
         self.close()
         self._thread.join(FAREWELL)
 
-    def _check(self, outbox: Outbox | None = None) -> None:
+    def _check(self, outbox: SendBuffer | None = None) -> None:
         if self.ending:
             raise Stopped(self.ending)
         if self.failure:
@@ -146,7 +146,7 @@ class Courier:
         if outbox is not None and outbox.ending:
             raise RuntimeError(outbox.ending) if outbox.refused else Stopped(outbox.ending)
 
-    def _await(self, outbox: Outbox, is_done: Callable[[], bool]) -> None:
+    def _await(self, outbox: SendBuffer, is_done: Callable[[], bool]) -> None:
         wait = Wait(outbox.stage._segment, None)
         while not is_done():
             self._check(outbox)
@@ -188,7 +188,7 @@ class Courier:
             self._sweep_due = now + TICK
         return sweep
 
-    def _attend(self, outbox: Outbox, sweep: bool) -> None:
+    def _attend(self, outbox: SendBuffer, sweep: bool) -> None:
         if self.ending:
             outbox.end(self.ending)
         if self._giving_up and outbox.limited:
@@ -200,7 +200,7 @@ class Courier:
         if outbox.leaving and (outbox.ending or (outbox.is_empty and not self._heartbeat_out)):
             self._forget(outbox)
 
-    def _send_all(self, outbox: Outbox) -> None:
+    def _send_all(self, outbox: SendBuffer) -> None:
         if time.monotonic() < outbox.not_before:
             return
         if outbox.rewind and not outbox.in_air:
@@ -211,7 +211,7 @@ class Courier:
             if parcel.chunk.number > outbox.sent:
                 self._send(outbox, parcel)
 
-    def _send(self, outbox: Outbox, parcel: Parcel) -> None:
+    def _send(self, outbox: SendBuffer, parcel: InFlightChunk) -> None:
         chunk = parcel.chunk
         try:
             if parcel.payload is None:
@@ -225,7 +225,7 @@ class Courier:
         outbox.sent = chunk.number
         future.add_done_callback(lambda done: self._events.put(lambda: self._hear(outbox, chunk.number, done)))
 
-    def _hear(self, outbox: Outbox, number: int, done: Any) -> None:
+    def _hear(self, outbox: SendBuffer, number: int, done: Any) -> None:
         """Takes the answer to chunk `number`."""
         error = done.exception()
         answer = Answer() if error is not None else done.result()
@@ -245,7 +245,7 @@ class Courier:
         elif answer.refusal:
             outbox.end(answer.refusal, refused=True)
 
-    def _forget(self, outbox: Outbox) -> None:
+    def _forget(self, outbox: SendBuffer) -> None:
         if not outbox.is_empty:
             logger.warning("rows that a remote writer had written were not taken any more: %s", outbox.ending)
         self._outboxes.discard(outbox)

@@ -23,7 +23,7 @@ IN_FLIGHT: Final = 4
 
 
 @dataclass(slots=True)
-class Parcel:
+class InFlightChunk:
     """A chunk under way.
 
     Attributes:
@@ -35,7 +35,7 @@ class Parcel:
     payload: Any = None
 
 
-class Outbox:
+class SendBuffer:
     """The rows of one writer between its calls and the buffer.
 
     They are collected in a small segment of this process's own, whose writer checks them as it always does. It admits
@@ -72,7 +72,7 @@ class Outbox:
         self.stage = ReplayBuffer(nest(config.fields), capacity, view=config.view)
         self.writer = secrets.randbits(62) + 1
         self.lanes = lanes
-        self.parcels: deque[Parcel] = deque()
+        self.parcels: deque[InFlightChunk] = deque()
         self.sent = 0
         self.in_air = 0
         self.rewind = False
@@ -109,7 +109,7 @@ class Outbox:
                 return
             block, links_at = segment.copy_run(self._cut, rows)
             self._number += 1
-            self.parcels.append(Parcel(Chunk(self._number, self._cut, rows, block.numpy(), links_at)))
+            self.parcels.append(InFlightChunk(Chunk(self._number, self._cut, rows, block.numpy(), links_at)))
             self._cut += rows  # after that: rows are never in neither
             segment.admit(self._cut + self.rows)
             self.tell()

@@ -23,7 +23,7 @@ PATIENCE: Final = 60.0
 _PAUSE: Final = 0.25
 
 
-class Home:
+class NodeActor:
     """Finds, or starts, an actor on a certain node: one for all jobs and processes of the cluster.
 
     The actor is nobody's: it goes when it says so, and Ray brings it back when its process dies.

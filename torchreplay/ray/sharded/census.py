@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from torchreplay.ray.sharded.messages import Figures
+from torchreplay.ray.sharded.messages import ShardReport
 
 if TYPE_CHECKING:
     from torchreplay._C import Census
 
 
-def union_census(told: Collection[Figures], learners: int, expected: bool, own_writers: int) -> Census:
+def union_census(told: Collection[ShardReport], learners: int, expected: bool, own_writers: int) -> Census:
     """Returns who takes part.
 
     Args:

@@ -1,4 +1,4 @@
-"""`Shards`: one process's view of a `ShardedReplay`: which shards there are, what they said, and orders to them."""
+"""`ShardClient`: one process's view of a `ShardedReplay`: its shards, what they said, and requests to them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from torchreplay.errors import Stopped
 from torchreplay.ray.sharded.census import union_census
 from torchreplay.ray.sharded.coordinator import Lost, Place, Table
-from torchreplay.ray.sharded.coordinator_client import Lookup
-from torchreplay.ray.sharded.local_attachment import Attachment
-from torchreplay.ray.sharded.local_shard import Nearby
-from torchreplay.ray.sharded.messages import Answer, Figures, Gathered, Order
-from torchreplay.ray.sharded.rate_limiter import UnionLimiter
-from torchreplay.ray.sharded.replies import Calls
+from torchreplay.ray.sharded.coordinator_client import CoordinatorClient
+from torchreplay.ray.sharded.local_attachment import LocalAttachment
+from torchreplay.ray.sharded.local_shard import LocalShard
+from torchreplay.ray.sharded.messages import Answer, DrawRequest, Gathered, ShardReport
+from torchreplay.ray.sharded.rate_limiter import GlobalRateLimiter
+from torchreplay.ray.sharded.replies import ReplyCollector
 from torchreplay.ray.sharded.reports import Reports
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.limiters import Limiter
@@ -39,7 +39,7 @@ Answers = dict[int, Answer]
 T = TypeVar("T", Answer, Gathered)
 
 
-class Shards:
+class ShardClient:
     """The shards as one process sees them.
 
     Args:
@@ -55,15 +55,15 @@ class Shards:
     """
 
     def __init__(self, name: str) -> None:
-        self._lookup = Lookup(name)
-        self.calls = Calls(self.lose, self._name, self._probe)
+        self._lookup = CoordinatorClient(name)
+        self.calls = ReplyCollector(self.lose, self._name, self._probe)
         self._reports = Reports()
-        self._union_limiter: UnionLimiter | None = None
+        self._union_limiter: GlobalRateLimiter | None = None
         self._stream = -1
         self._lock = threading.RLock()
-        self._attachment = Attachment(self._lock, self.place_here, self._handle_of)
+        self._attachment = LocalAttachment(self._lock, self.place_here, self._handle_of)
         self.node = ray_node()
-        self.figures: dict[int, Figures] = {}
+        self.figures: dict[int, ShardReport] = {}
         self.table = self._lookup.table()
 
     @property
@@ -77,18 +77,18 @@ class Shards:
         return self._stream
 
     @property
-    def union_limiter(self) -> UnionLimiter:
+    def union_limiter(self) -> GlobalRateLimiter:
         """What was inserted and drawn."""
         if self._union_limiter is None:
             stream = self.stream
             with self._lock:
                 if self._union_limiter is None:
-                    self._union_limiter = UnionLimiter(self.table.rule, stream)
+                    self._union_limiter = GlobalRateLimiter(self.table.rule, stream)
                     self._take_in(self.table)
         return self._union_limiter
 
     @property
-    def nearby(self) -> Nearby | None:
+    def nearby(self) -> LocalShard | None:
         """The shard on this node, when it is attached."""
         return self._attachment.nearby
 
@@ -178,7 +178,7 @@ class Shards:
         """Returns the shard of this node, as far as this process knows."""
         return next((place for place in self.table.places.values() if place.node == self.node), None)
 
-    def attach(self, wait: Wait | None = None) -> Nearby | None:
+    def attach(self, wait: Wait | None = None) -> LocalShard | None:
         """Attaches the shard on this node, unless it is already.
 
         Args:
@@ -237,7 +237,7 @@ class Shards:
                     continue
                 others = union_limiter.untold(number)
                 drew, largest, waited = union_limiter.drew, union_limiter.largest, union_limiter.waited
-                order = Order(self.stream, drew, largest, limits[number], count, says, others, waited)
+                order = DrawRequest(self.stream, drew, largest, limits[number], count, says, others, waited)
                 if room is None or nearby is None or number != nearby.number:
                     calls[number] = places[number].actor.draw.remote(order)
                 else:
@@ -351,7 +351,7 @@ class Shards:
         self._count(told.items())
         return answers
 
-    def _count(self, told: Iterable[tuple[int, Figures]]) -> None:
+    def _count(self, told: Iterable[tuple[int, ShardReport]]) -> None:
         """Takes in what shards have counted, and the limiter if they know of a newer one."""
         newest, union_limiter = -1, self.union_limiter
         with self._lock:

@@ -1,4 +1,4 @@
-"""`Directory`: the actor that knows which node's shard is where, and has lost ones made anew."""
+"""`Coordinator`: the actor that knows which node's shard is where, and has lost ones made anew."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from torchreplay.ray.runtime.cluster import errors_as_raised, living_nodes, only_on
 from torchreplay.ray.runtime.session import import_ray
 from torchreplay.ray.sharded.global_distribution import MAX_SHARDS
-from torchreplay.ray.sharded.messages import Drew
+from torchreplay.ray.sharded.messages import LearnerProgress
 from torchreplay.ray.sharded.rate_limiter import Rule
 from torchreplay.ray.sharded.shard_actor import Shard
 from torchreplay.schema.config import Config
@@ -92,7 +92,7 @@ class Table:
     lost_updates: int = 0
     expected: bool = False
     stopped: bool = False
-    past: Drew | None = None
+    past: LearnerProgress | None = None
     moment: int = 0
 
     def without(self, lost: Lost) -> Table:
@@ -139,7 +139,7 @@ def was_stopped(name: str) -> bool:
     return known and internal_kv._internal_kv_get(f"torchreplay-stopped-{name}") is not None
 
 
-class Directory:
+class Coordinator:
     """Makes the shards, one on each of some nodes, and says which of them there are.
 
     Nobody waits for it to draw or to write: it is asked when a process comes, when a shard is lost, and now and then.
@@ -173,7 +173,7 @@ class Directory:
         self._expecting: dict[str, float] = {}  # until when each announcement is believed, by the monotonic clock
         self._stopped = False
         self._tables = 0
-        self._past: Drew | None = None
+        self._past: LearnerProgress | None = None
         self._restored: tuple[Any, ...] = ()  # what was last said of that
 
     def open(self) -> Table:
@@ -284,7 +284,10 @@ class Directory:
         rule = self._rule.followed_by(self._rule.limiter, inserted)
         if limiter == rule.limiter:
             rule, sampled = replace(rule, inserted_before=counts.inserted_before), counts.sampled
-        self._rule, self._past = rule, Drew(rule.number, counts.items, counts.batches, counts.items - sampled)
+        self._rule, self._past = (
+            rule,
+            LearnerProgress(rule.number, counts.items, counts.batches, counts.items - sampled),
+        )
         return self.table()
 
     def join(self) -> int:

@@ -1,4 +1,4 @@
-"""`Lookup`: how one process asks the directory of a `ShardedReplay`."""
+"""`CoordinatorClient`: how one process asks the directory of a `ShardedReplay`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PATIENCE: Final = 60.0
 _PAUSE: Final = 0.25
 
 
-class Lookup:
+class CoordinatorClient:
     """The directory, as one process asks it. `news` is for one thread at a time.
 
     Args:

@@ -8,8 +8,8 @@ from typing import Any
 
 from torchreplay.ray.runtime.cluster import errors_as_raised, living_nodes, only_on
 from torchreplay.ray.runtime.session import import_ray
-from torchreplay.ray.sharded.coordinator import NAMESPACE, Directory
-from torchreplay.ray.sharded.rate_limiter import Rule, UnionLimiter
+from torchreplay.ray.sharded.coordinator import NAMESPACE, Coordinator
+from torchreplay.ray.sharded.rate_limiter import GlobalRateLimiter, Rule
 from torchreplay.schema.config import Config
 
 
@@ -65,7 +65,7 @@ def found(nonce: int, config: Config, capacity: int, nodes: list[str], anywhere:
     ray = connected()
     whole, rest = divmod(capacity, len(nodes))
     here = ray.get_runtime_context().get_node_id()
-    directory = ray.remote(Directory).options(
+    directory = ray.remote(Coordinator).options(
         name=directory_name(nonce),
         namespace=NAMESPACE,
         num_cpus=0,
@@ -73,7 +73,7 @@ def found(nonce: int, config: Config, capacity: int, nodes: list[str], anywhere:
         scheduling_strategy=only_on(here),
     )
     capacities = [whole + (place < rest) for place in range(len(nodes))]
-    limits = UnionLimiter(Rule(config.limiter), 0).limits(range(len(nodes)), 0)
+    limits = GlobalRateLimiter(Rule(config.limiter), 0).limits(range(len(nodes)), 0)
     owned = directory.remote(config, capacities, nodes, anywhere, seed, list(limits.values()))
     try:
         with errors_as_raised():

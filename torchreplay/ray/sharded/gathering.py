@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchreplay.ray.sharded.batch_block import ItemBytes, Layout
-from torchreplay.ray.sharded.client import Shards
-from torchreplay.ray.sharded.global_distribution import Union, as_keys, unpack
+from torchreplay.ray.sharded.client import ShardClient
+from torchreplay.ray.sharded.global_distribution import GlobalDistribution, as_keys, unpack
 from torchreplay.ray.sharded.messages import Gathered
 from torchreplay.schema.batch import Finish, ReplayBatch
 from torchreplay.schema.config import Config
@@ -29,7 +29,7 @@ class Gathering:
         finish: What computes the rest of a batch, where the view has functions.
     """
 
-    def __init__(self, shards: Shards, config: Config, nonce: int, finish: Finish | None) -> None:
+    def __init__(self, shards: ShardClient, config: Config, nonce: int, finish: Finish | None) -> None:
         self._shards, self._nonce, self._finish = shards, nonce, finish
         self._sampler = config.sampler
         self._layout = Layout(config.outputs())
@@ -62,7 +62,7 @@ class Gathering:
             answers: Of the shards.
             asked: The keys that each was asked for, and where in all of them each stands: the latter first.
         """
-        union = Union(tuple(figures.drawn for figures, _ in answers.values() if figures.drawn.total > 0))
+        union = GlobalDistribution(tuple(figures.drawn for figures, _ in answers.values() if figures.drawn.total > 0))
         found = {
             number: self._items(figures.candidates, items)
             for number, (figures, items) in answers.items()

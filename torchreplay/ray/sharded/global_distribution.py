@@ -38,7 +38,7 @@ class Drawn:
 
 
 @dataclass(frozen=True, slots=True)
-class Union:
+class GlobalDistribution:
     """What is drawn from: the trees of several shards, each as it was when its candidates were drawn."""
 
     parts: tuple[Drawn, ...]

@@ -6,10 +6,10 @@ from contextlib import suppress
 
 import torch
 
-from torchreplay.ray.sharded.client import Shards
+from torchreplay.ray.sharded.client import ShardClient
 from torchreplay.ray.sharded.histograms import merged_histograms
 from torchreplay.ray.sharded.priority_updates import Feedback
-from torchreplay.ray.sharded.sampler import Draws
+from torchreplay.ray.sharded.sampler import ShardedSampler
 from torchreplay.ray.sharded.stats import ShardedStats, summed
 from torchreplay.schema.config import Configured
 from torchreplay.schema.limiters import Limiter, MinSize, SamplesPerInsert
@@ -19,8 +19,8 @@ from torchreplay.validation import checked_int, checked_kind
 class ShardedInspection(Configured):
     """The part of a `ShardedReplay` that tells what is in it."""
 
-    shards: Shards
-    _draws: Draws
+    shards: ShardClient
+    _draws: ShardedSampler
     _feedback: Feedback
     _capacity: int
     _count: int

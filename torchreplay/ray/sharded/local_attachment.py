@@ -1,4 +1,4 @@
-"""`Attachment`: whether the shard on this process's node is attached, and which one."""
+"""`LocalAttachment`: whether the shard on this process's node is attached, and which one."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 from torchreplay.errors import AttachError
 from torchreplay.ray.sharded.coordinator import Place
-from torchreplay.ray.sharded.local_shard import Nearby
+from torchreplay.ray.sharded.local_shard import LocalShard
 from torchreplay.segment.handle import Handle
 from torchreplay.segment.waits import Wait
 
 logger = logging.getLogger("torchreplay.ray")
 
 
-class Attachment:
+class LocalAttachment:
     """The shard on this node, once it is attached.
 
     Its handle is asked for without the lock: where its actor is silent, only those wait who want to attach.
@@ -35,11 +35,11 @@ class Attachment:
         place: Callable[[], Place | None],
         handle: Callable[[Place, Wait | None], Handle | None],
     ) -> None:
-        self.nearby: Nearby | None = None
+        self.nearby: LocalShard | None = None
         self._lock, self._place, self._handle = lock, place, handle
         self._refused = -1  # the number of the one that cannot be attached
 
-    def attach(self, wait: Wait | None) -> Nearby | None:
+    def attach(self, wait: Wait | None) -> LocalShard | None:
         """Attaches the shard of this node, unless it is already.
 
         Args:
@@ -63,7 +63,7 @@ class Attachment:
                     continue  # another thread has attached it, or it was lost
                 self.release()
                 try:
-                    self.nearby = Nearby(place.number, handle)
+                    self.nearby = LocalShard(place.number, handle)
                 except AttachError:  # it may have died just now, which the next call tells
                     if refused:
                         raise

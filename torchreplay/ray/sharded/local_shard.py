@@ -1,4 +1,4 @@
-"""`Nearby`: the shard on this process's own node, attached through shared memory."""
+"""`LocalShard`: the shard on this process's own node, attached through shared memory."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torchreplay.buffer.replay_buffer import ReplayBuffer
 from torchreplay.buffer.writer import Autoreset
 from torchreplay.ray.sharded.global_distribution import pack
-from torchreplay.ray.sharded.messages import Answer, Gathered, Order
-from torchreplay.ray.sharded.shard_sampler import Candidates
+from torchreplay.ray.sharded.messages import Answer, DrawRequest, Gathered
+from torchreplay.ray.sharded.shard_sampler import ShardSampler
 from torchreplay.ray.sharded.shard_writer import ShardWriter
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.segment.handle import Handle
@@ -39,7 +39,7 @@ class ShardBuffer(ReplayBuffer):
         return ShardWriter(self._segment, self._config, pack(self.number), lanes, autoreset)
 
 
-class Nearby:
+class LocalShard:
     """One shard in this process's memory: what is drawn from it and fed back to it needs no message and no copy.
 
     Both are done by a thread of its own, one after the other in the order in which they were asked for, as the shard's
@@ -61,7 +61,7 @@ class Nearby:
         self.number = number
         self.buffer = cast(ShardBuffer, ShardBuffer.attach(handle))
         self.buffer.number = number
-        self._candidates = Candidates(self.buffer, number)
+        self._candidates = ShardSampler(self.buffer, number)
         self._hands = ThreadPoolExecutor(1, "torchreplay-nearby")
 
     @property
@@ -81,7 +81,7 @@ class Nearby:
             return 0
         return census["writers"] - census["others_writing"]
 
-    def draw(self, order: Order, room: ReplayBatch) -> Future[Answer]:
+    def draw(self, order: DrawRequest, room: ReplayBatch) -> Future[Answer]:
         """Draws candidates into the first rows of `room`; the answer has no block."""
         return self._hand_over(lambda: self._draw(order, room))
 
@@ -98,7 +98,7 @@ class Nearby:
         self._hands.shutdown(wait=False, cancel_futures=True)
         self.buffer.close()
 
-    def _draw(self, order: Order, room: ReplayBatch) -> Answer:
+    def _draw(self, order: DrawRequest, room: ReplayBatch) -> Answer:
         self._candidates.raise_largest(order.largest)
         return self._candidates.draw(order.candidates, _first(room, order.candidates), {}), None
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from torchreplay.errors import Stopped
 from torchreplay.ray.runtime.cluster import living_nodes
 from torchreplay.ray.runtime.session import import_ray
-from torchreplay.ray.sharded.client import Shards
+from torchreplay.ray.sharded.client import ShardClient
 from torchreplay.ray.sharded.coordinator import REPEAT
 from torchreplay.ray.sharded.local_shard import ShardBuffer
 
@@ -24,7 +24,7 @@ PATIENCE: Final = 60.0
 _POLL: Final = 0.1
 
 
-def buffer_to_write_to(shards: Shards) -> ShardBuffer:
+def buffer_to_write_to(shards: ShardClient) -> ShardBuffer:
     """Returns the buffer of the shard on this node; waits for one that is being made anew.
 
     Raises:
@@ -46,7 +46,7 @@ def buffer_to_write_to(shards: Shards) -> ShardBuffer:
     return buffer
 
 
-def _waited_for(shards: Shards) -> ShardBuffer:
+def _waited_for(shards: ShardClient) -> ShardBuffer:
     deadline = time.monotonic() + PATIENCE
     while (buffer := _attached(shards)) is None:
         if time.monotonic() >= deadline:
@@ -58,7 +58,7 @@ def _waited_for(shards: Shards) -> ShardBuffer:
     return buffer
 
 
-def _attached(shards: Shards) -> ShardBuffer | None:
+def _attached(shards: ShardClient) -> ShardBuffer | None:
     """Returns the buffer of the shard on this node; None while it is to be made anew."""
     table = shards.look()
     if table.stopped:
@@ -72,10 +72,10 @@ def _attached(shards: Shards) -> ShardBuffer | None:
     return None if nearby is None else nearby.buffer
 
 
-def nodes_to_write_from(shards: Shards) -> list[str]:
+def nodes_to_write_from(shards: ShardClient) -> list[str]:
     """Returns Ray's ids of the nodes on which there is a shard, or will be one, in an order that stays."""
     alive = living_nodes()
-    # `look` takes a lock, which the thread that supervises explorers must not wait for: see `Supervised.stop`.
+    # `look` takes a lock, which the thread that supervises explorers must not wait for: see `WorkerPool.stop`.
     return [node for node in shards.ask("table").nodes if node in alive]
 
 
@@ -85,7 +85,7 @@ class Expectation:
     The directory believes it for a while; a thread repeats it in time.
     """
 
-    def __init__(self, shards: Shards) -> None:
+    def __init__(self, shards: ShardClient) -> None:
         self._shards = shards
         self._pid = os.getpid()
         self._token = secrets.token_hex(8)

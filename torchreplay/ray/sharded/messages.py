@@ -13,7 +13,7 @@ from torchreplay.ray.sharded.global_distribution import Drawn
 from torchreplay.schema.batch import ReplayBatch
 
 
-class Drew(NamedTuple):
+class LearnerProgress(NamedTuple):
     """What a learner has handed out.
 
     Attributes:
@@ -35,13 +35,13 @@ class Drew(NamedTuple):
         return self.rule, self.items, self.batches, -self.before
 
 
-def is_newer(drew: Drew, known: Drew | None) -> bool:
+def is_newer(drew: LearnerProgress, known: LearnerProgress | None) -> bool:
     """Returns whether of one learner that is the later one; whatever there is, where nothing is known."""
     return known is None or drew.moment > known.moment
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class DrawRequest:
     """What a learner says with every call.
 
     All counts are totals, so that a message that is lost, or comes to a shard that has just been made, does no harm.
@@ -60,17 +60,17 @@ class Order:
     """
 
     stream: int
-    drew: Drew
+    drew: LearnerProgress
     largest: float
     limit: int | None
     candidates: int = 0
     says: bool = True
-    others: Mapping[int, Drew] = field(default_factory=dict)
+    others: Mapping[int, LearnerProgress] = field(default_factory=dict)
     waited: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class ShardReport:
     """What a shard says in every answer.
 
     Attributes:
@@ -99,15 +99,15 @@ class Figures:
     writers: int
     since_departure: float
     since_write: float
-    learners: Mapping[int, Drew]
+    learners: Mapping[int, LearnerProgress]
     rule: int
     stopped: bool
     trouble: str | None
     barren: str | None = None
 
 
-Gathered: TypeAlias = tuple[Figures, ReplayBatch | NDArray[np.uint8] | None]
+Gathered: TypeAlias = tuple[ShardReport, ReplayBatch | NDArray[np.uint8] | None]
 """What a shard said, and the `candidates` items found, as a batch or a block; None: none were."""
 
-Answer: TypeAlias = tuple[Figures, NDArray[np.uint8] | None]
+Answer: TypeAlias = tuple[ShardReport, NDArray[np.uint8] | None]
 """What a shard said, and a block with its candidates; None: there are none, or they were drawn into their place."""

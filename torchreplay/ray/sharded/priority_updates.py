@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from torchreplay.buffer.pending_updates import DeferredUpdates, require_one_each
+from torchreplay.buffer.pending_updates import PendingUpdates, require_one_each
 from torchreplay.cuda.copies import to_host
 from torchreplay.loading.mixture import checked_errors
-from torchreplay.ray.sharded.client import Shards
+from torchreplay.ray.sharded.client import ShardClient
 from torchreplay.ray.sharded.global_distribution import as_keys, unpack
 from torchreplay.schema.batch import ReplayBatch, keys_of
 
@@ -29,9 +29,9 @@ class Feedback:
         nonce: What batches of theirs are signed with.
     """
 
-    def __init__(self, shards: Shards, nonce: int) -> None:
+    def __init__(self, shards: ShardClient, nonce: int) -> None:
         self._shards, self._nonce = shards, nonce
-        self._deferred = DeferredUpdates(self._apply)
+        self._deferred = PendingUpdates(self._apply)
         self._calls: deque[tuple[int, int, Any]] = deque()  # shard, number of TD errors, answer to come
         # Of those who hear. A signal handler may hear, too, while its own thread does: one that saves, such as SLURM's.
         self._lock = threading.RLock()

@@ -1,4 +1,4 @@
-"""`UnionLimiter`: the limiter of a `ShardedReplay`, counted over all shards by every learner for itself."""
+"""`GlobalRateLimiter`: the limiter of a `ShardedReplay`, counted over all shards by every learner for itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from torchreplay.ray.sharded.messages import Drew, Figures, is_newer
+from torchreplay.ray.sharded.messages import LearnerProgress, ShardReport, is_newer
 from torchreplay.schema.limiters import Limiter
 
 _PAST: Final = -1
@@ -39,7 +39,7 @@ class Rule:
         return Rule(limiter, self.number + 1, max(0, inserted - limiter.min_size))
 
 
-class UnionLimiter:
+class GlobalRateLimiter:
     """What was inserted and drawn in the union, as far as this process has heard, and what follows from it.
 
     The rules are those of `SamplesPerInsert`. What this learner draws is counted at once; what others draw, and what
@@ -61,8 +61,8 @@ class UnionLimiter:
         self._stream = stream
         self._inserted: dict[int, int] = {}  # by shard
         self._looks = 0  # of one who waits for less than an item of each shard
-        self._others: dict[int, Drew] = {}  # by learner
-        self._untold: dict[int, dict[int, Drew]] = {}  # by shard
+        self._others: dict[int, LearnerProgress] = {}  # by learner
+        self._untold: dict[int, dict[int, LearnerProgress]] = {}  # by shard
         self.items = self.batches = self._ordered = 0  # what was ordered, but for what was given up
         self.largest = 1.0
         self.waited = 0.0
@@ -89,7 +89,7 @@ class UnionLimiter:
             if rule != self.rule.number:
                 self._before -= n
 
-    def hear(self, number: int, figures: Figures) -> None:
+    def hear(self, number: int, figures: ShardReport) -> None:
         """Takes in what a shard has answered."""
         self.count_inserted(number, figures.inserted)
         self.largest = max(self.largest, figures.largest)
@@ -103,7 +103,7 @@ class UnionLimiter:
                 if stream != _PAST and is_newer(drew, figures.learners.get(stream))
             }
 
-    def untold(self, number: int) -> Mapping[int, Drew]:
+    def untold(self, number: int) -> Mapping[int, LearnerProgress]:
         """Returns what others have handed out, as far as a shard has told nothing of it, or less."""
         return self._untold.get(number, {})
 
@@ -111,7 +111,7 @@ class UnionLimiter:
         """Takes in how many items have become drawable in a shard; what a lost one had stays counted."""
         self._inserted[number] = max(inserted, self._inserted.get(number, 0))
 
-    def remember(self, past: Drew) -> None:
+    def remember(self, past: LearnerProgress) -> None:
         """Takes in what had been drawn before the union was restored from a checkpoint."""
         self._others = self._others | {_PAST: past}
 
@@ -126,9 +126,9 @@ class UnionLimiter:
         return sum(self._inserted.values())
 
     @property
-    def drew(self) -> Drew:
+    def drew(self) -> LearnerProgress:
         """What this learner has handed out."""
-        return Drew(self.rule.number, self.items, self.batches, min(self._before, self.items))
+        return LearnerProgress(self.rule.number, self.items, self.batches, min(self._before, self.items))
 
     @property
     def under_way(self) -> int:

@@ -1,4 +1,4 @@
-"""`Calls`: waiting for what shards answer, and noticing those that never will."""
+"""`ReplyCollector`: waiting for what shards answer, and noticing those that never will."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FRESH: Final = 1.0
 """Seconds for which it counts that a shard could not be reached when it was asked whether it is there."""
 
 
-class Calls:
+class ReplyCollector:
     """Answers to come: of actors through Ray, and of the shard that is attached, which answers in this process.
 
     Args:

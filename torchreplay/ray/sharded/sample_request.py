@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from torchreplay.buffer.tree_summary import DrawnFrom
+from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.ray.sharded.batch_block import Layout, keep
-from torchreplay.ray.sharded.client import Answers, Shards
-from torchreplay.ray.sharded.global_distribution import Union, candidates, chosen
+from torchreplay.ray.sharded.client import Answers, ShardClient
+from torchreplay.ray.sharded.global_distribution import GlobalDistribution, candidates, chosen
 from torchreplay.ray.sharded.messages import Answer
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.samplers import Sampler
@@ -21,13 +21,13 @@ from torchreplay.segment.waits import Wait
 if TYPE_CHECKING:
     from torchreplay.cuda.staging import Staging
     from torchreplay.ray.sharded.priority_updates import Feedback
-    from torchreplay.ray.sharded.sampler import Draws
+    from torchreplay.ray.sharded.sampler import ShardedSampler
 
 LEAST_SLACK: Final = 1 / 64
 """Candidates asked for beyond a shard's share, so that it may have grown since the last answer."""
 
 
-class Round:
+class SampleRequest:
     """One batch under way: every shard was asked once for its total and for candidates drawn from just that.
 
     How many items the batch takes of each shard follows from those totals alone, so that P(i) is the item's leaf
@@ -50,11 +50,11 @@ class Round:
         drawn_from: What the batch's weights were computed from, once it is finished.
     """
 
-    drawn_from: DrawnFrom
+    drawn_from: TreeSummary
 
     def __init__(
         self,
-        shards: Shards,
+        shards: ShardClient,
         layout: Layout,
         step: int,
         n: int,
@@ -93,7 +93,7 @@ class Round:
         if not numbers:
             return None
         numbers.sort(key=lambda number: (answers[number][1] is not None, number))  # what is in its place comes first
-        union = Union(tuple(answers[number][0].drawn for number in numbers))
+        union = GlobalDistribution(tuple(answers[number][0].drawn for number in numbers))
         counts = union.counts(self.n, self._chance.random(self.n))
         batch = self._layout.new_batch(self.n) if self._batch is None else self._batch
         parts = [answers[number] for number in numbers]
@@ -103,7 +103,7 @@ class Round:
         probability = batch["probability"].numpy().astype(np.float64) * np.repeat(scale, counts)
         batch["probability"].numpy()[:] = probability
         batch["weight"].numpy()[:] = union.weights(probability, beta, sampler)
-        self.drawn_from = DrawnFrom(union.total, union.drawable, union.smallest, beta)
+        self.drawn_from = TreeSummary(union.total, union.drawable, union.smallest, beta)
         return batch
 
     def _fill(self, batch: ReplayBatch, answers: list[Answer], counts: NDArray[np.int64]) -> None:
@@ -122,7 +122,7 @@ class Round:
         tries = 0
         while True:
             numbers = sorted(answers)
-            union = Union(tuple(answers[number][0].drawn for number in numbers))
+            union = GlobalDistribution(tuple(answers[number][0].drawn for number in numbers))
             if not union.total:
                 return answers
             short = {
@@ -137,7 +137,7 @@ class Round:
             answers |= self._shards.hear(self._shards.order(short, 0, self._room), wait)
 
 
-class RoundStream:
+class SampleRequestStream:
     """Batches of a `ShardedReplay` one after the other, `prefetch` rounds being under way ahead of the one asked for.
 
     Calls reach a shard in the order in which they were made: what is fed back while a round is under way does not
@@ -157,11 +157,11 @@ class RoundStream:
         drawn_from: What the weights of the batch handed out last were computed from.
     """
 
-    drawn_from: DrawnFrom
+    drawn_from: TreeSummary
 
     def __init__(
         self,
-        draws: Draws,
+        draws: ShardedSampler,
         feedback: Feedback,
         batch_size: int,
         count: int | None,
@@ -173,9 +173,9 @@ class RoundStream:
         self._feedback = feedback
         self._draws, self._batch_size, self._left, self._staging = draws, batch_size, count, staging
         self._prefetch, self._timeout, self._waiting = prefetch, timeout, waiting
-        self._ahead: deque[Round] = deque()
+        self._ahead: deque[SampleRequest] = deque()
 
-    def __iter__(self) -> RoundStream:
+    def __iter__(self) -> SampleRequestStream:
         return self
 
     def __next__(self) -> ReplayBatch:

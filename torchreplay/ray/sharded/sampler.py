@@ -1,4 +1,4 @@
-"""`Draws`: one process's batches from all shards: when they may be drawn, and in which order."""
+"""`ShardedSampler`: one process's batches from all shards: when they may be drawn, and in which order."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 from torchreplay.buffer.sampling import MAX_BATCH
 from torchreplay.errors import ReplayTimeout
 from torchreplay.ray.sharded.batch_block import Layout
-from torchreplay.ray.sharded.client import Shards
-from torchreplay.ray.sharded.sample_request import LEAST_SLACK, Round
+from torchreplay.ray.sharded.client import ShardClient
+from torchreplay.ray.sharded.sample_request import LEAST_SLACK, SampleRequest
 from torchreplay.schema.batch import Finish, ReplayBatch
 from torchreplay.schema.config import Config
 from torchreplay.schema.samplers import Schedule, value_of
@@ -24,7 +24,7 @@ POLL: Final = 0.02
 """Seconds between two looks at the shards while too few items are in."""
 
 
-class Draws:
+class ShardedSampler:
     """What a process draws.
 
     Args:
@@ -38,7 +38,7 @@ class Draws:
         shards: What from.
     """
 
-    def __init__(self, shards: Shards, config: Config, seed: int, nonce: int, finish: Finish | None) -> None:
+    def __init__(self, shards: ShardClient, config: Config, seed: int, nonce: int, finish: Finish | None) -> None:
         self.shards = shards
         self._sampler, self._seed, self._nonce = config.sampler, seed, nonce
         self._layout = Layout(config.outputs())
@@ -101,7 +101,7 @@ class Draws:
         self.shards.refresh()
         return self.admits(n)
 
-    def order(self, n: int, wait: Wait, place: ReplayBatch | None = None) -> Round:
+    def order(self, n: int, wait: Wait, place: ReplayBatch | None = None) -> SampleRequest:
         """Asks all shards for candidates, once the limiter admits `n` items; `take` makes the batch.
 
         Args:
@@ -114,7 +114,7 @@ class Draws:
             self._wait_for_rows(n, wait)
         return self.begin(n, wait, place)
 
-    def begin(self, n: int, wait: Wait, place: ReplayBatch | None = None) -> Round:
+    def begin(self, n: int, wait: Wait, place: ReplayBatch | None = None) -> SampleRequest:
         """Does what `order` does where the limiter is known to admit it."""
         here = self.shards.draws_here(wait)
         union_limiter = self.shards.union_limiter
@@ -124,12 +124,14 @@ class Draws:
         try:
             # The generator's blocks are counted by the low bits.
             chance = np.random.Generator(np.random.Philox(key=[self._seed, self.stream], counter=step << 64))
-            return Round(self.shards, self._layout, step, n, chance, self._slack, here, place, rule)
+            return SampleRequest(self.shards, self._layout, step, n, chance, self._slack, here, place, rule)
         except BaseException:
             self._end(step, n, rule, None)
             raise
 
-    def take(self, ordered: Round, beta: Schedule | None, wait: Wait, finish: bool = True) -> ReplayBatch | None:
+    def take(
+        self, ordered: SampleRequest, beta: Schedule | None, wait: Wait, finish: bool = True
+    ) -> ReplayBatch | None:
         """Returns the batch that was ordered; None if there was no item to draw.
 
         Args:
@@ -151,7 +153,7 @@ class Draws:
                 self._finish(batch)
         return batch
 
-    def forget(self, ordered: Round) -> None:
+    def forget(self, ordered: SampleRequest) -> None:
         """Gives up a round that was ordered: it has not been drawn."""
         self._end(ordered.step, ordered.n, ordered.rule, None)
 

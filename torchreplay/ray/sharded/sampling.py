@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from torchreplay.buffer.base import Pin, Replay
 from torchreplay.buffer.sampling import MAX_BATCH, MISSING, Missing, require_all
 from torchreplay.cuda.copies import DeviceCopies
-from torchreplay.cuda.routes import Choice
+from torchreplay.cuda.routes import PathSelector
 from torchreplay.cuda.staging import Staging, copied_by_host
-from torchreplay.ray.sharded.client import Shards
+from torchreplay.ray.sharded.client import ShardClient
 from torchreplay.ray.sharded.gathering import Gathering
 from torchreplay.ray.sharded.priority_updates import Feedback
-from torchreplay.ray.sharded.sample_request import RoundStream
-from torchreplay.ray.sharded.sampler import Draws
+from torchreplay.ray.sharded.sample_request import SampleRequestStream
+from torchreplay.ray.sharded.sampler import ShardedSampler
 from torchreplay.schema.batch import ReplayBatch, keys_of
 from torchreplay.schema.samplers import Schedule
 from torchreplay.segment.waits import Wait
@@ -29,8 +29,8 @@ from torchreplay.validation import checked_choice, checked_int
 class ShardedDrawing(Replay):
     """The part of a `ShardedReplay` that learners use."""
 
-    shards: Shards
-    _draws: Draws
+    shards: ShardClient
+    _draws: ShardedSampler
     _feedback: Feedback
     _gathering: Gathering
     _nonce: int
@@ -109,11 +109,11 @@ class ShardedDrawing(Replay):
         waiting: type[Wait],
         drawn: deque[dict[str, Any]],
         staging: Staging | None = None,
-    ) -> RoundStream:
+    ) -> SampleRequestStream:
         """Returns a stream of batches, for `prefetch` of which the shards are asked ahead."""
         checked_int("batch_size", batch_size, 1, MAX_BATCH)
         self.require_open()
-        return RoundStream(self._draws, self._feedback, batch_size, count, prefetch, timeout, waiting, staging)
+        return SampleRequestStream(self._draws, self._feedback, batch_size, count, prefetch, timeout, waiting, staging)
 
     def staging(self, batch_size: int, prefetch: int, device: torch.device, pin: Pin | None) -> Staging | None:
         """Returns what takes batches to a CUDA device while the learner computes; None: each is copied by itself.
@@ -125,7 +125,9 @@ class ShardedDrawing(Replay):
             raise ValueError('pin="ring" page-locks the memory of a ReplayBuffer: expected another for a ShardedReplay')
         if pin == "off":
             return None
-        return Staging(self, batch_size, prefetch, Choice([copied_by_host(self, batch_size, DeviceCopies(device))]))
+        return Staging(
+            self, batch_size, prefetch, PathSelector([copied_by_host(self, batch_size, DeviceCopies(device))])
+        )
 
     def update_priorities(self, batch_or_keys: ReplayBatch | Any, td: Any) -> None:
         """Feeds TD errors back to exactly the items they were computed from, each to its own shard.

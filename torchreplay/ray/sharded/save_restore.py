@@ -14,17 +14,17 @@ from torchreplay.checkpoint.buffer_checkpoint import require_alike
 from torchreplay.checkpoint.directory import is_checkpoint, replace_checkpoint
 from torchreplay.errors import CheckpointError
 from torchreplay.ray.runtime.session import import_ray
-from torchreplay.ray.sharded.client import Shards
+from torchreplay.ray.sharded.client import ShardClient
 from torchreplay.ray.sharded.coordinator import Place
 from torchreplay.ray.sharded.manifest import SHARDS, Counts, Manifest, Part
-from torchreplay.ray.sharded.sampler import Draws
+from torchreplay.ray.sharded.sampler import ShardedSampler
 from torchreplay.schema.config import Config
 
 POLL: Final = 0.05
 """Seconds between two looks at shards that save or load."""
 
 
-def save_shards(shards: Shards, config: Config, seed: int, draws: Draws, root: Path) -> None:
+def save_shards(shards: ShardClient, config: Config, seed: int, draws: ShardedSampler, root: Path) -> None:
     """Does what `ShardedReplay.save` does.
 
     Args:
@@ -50,7 +50,7 @@ def save_shards(shards: Shards, config: Config, seed: int, draws: Draws, root: P
     replace_checkpoint(root, SHARDS, write)
 
 
-def restore_shards(shards: Shards, config: Config, manifest: Manifest, root: Path) -> None:
+def restore_shards(shards: ShardClient, config: Config, manifest: Manifest, root: Path) -> None:
     """Does what `ShardedReplay.restore` does, but for this process's stream of draws."""
     require_alike(manifest.config, config, root)
     shards.exchange()
@@ -97,7 +97,9 @@ def _numbered(places: Mapping[int, Place], parts: Mapping[int, Part], born: int)
     return numbers, born
 
 
-def _fill(shards: Shards, places: Mapping[int, Place], numbers: Mapping[int, int], paths: Mapping[int, str]) -> None:
+def _fill(
+    shards: ShardClient, places: Mapping[int, Place], numbers: Mapping[int, int], paths: Mapping[int, str]
+) -> None:
     """Has shards, by their present numbers, take others, and the rows at `paths`, if they get some."""
     filled = _until_done(shards, places, lambda number, actor: actor.restore.remote(numbers[number], paths.get(number)))
     for number in places.keys() - filled.keys():
@@ -121,7 +123,7 @@ def assigned(parts: Sequence[Part], places: Mapping[int, Place]) -> dict[int, Pa
     return found | {next(free): part for part in parts if part.node not in at_home}
 
 
-def _until_done(shards: Shards, places: Mapping[int, Place], call: Callable[[int, Any], Any]) -> dict[int, Place]:
+def _until_done(shards: ShardClient, places: Mapping[int, Place], call: Callable[[int, Any], Any]) -> dict[int, Place]:
     """Calls shards until each says that it has ended what the first call began, or is lost; returns those that have.
 
     Raises:
@@ -151,7 +153,7 @@ def _require_parts(paths: Sequence[Path]) -> None:
 
 
 def _described(
-    shards: Shards, config: Config, places: Mapping[int, Place], seed: int, draws: Draws, name: str
+    shards: ShardClient, config: Config, places: Mapping[int, Place], seed: int, draws: ShardedSampler, name: str
 ) -> Manifest:
     born, streams = shards.ask("counts")
     shards.exchange()

@@ -17,9 +17,9 @@ from torchreplay.checkpoint.buffer_checkpoint import Description, load_rows, sav
 from torchreplay.checkpoint.directory import is_checkpoint
 from torchreplay.errors import CheckpointError
 from torchreplay.ray.sharded.batch_block import Layout
-from torchreplay.ray.sharded.messages import Answer, Drew, Order, is_newer
-from torchreplay.ray.sharded.shard_sampler import Candidates
-from torchreplay.ray.sharded.wait_stats import LearnerWaits
+from torchreplay.ray.sharded.messages import Answer, DrawRequest, LearnerProgress, is_newer
+from torchreplay.ray.sharded.shard_sampler import ShardSampler
+from torchreplay.ray.sharded.wait_stats import WaitStats
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.config import Config
 from torchreplay.schema.limiters import MinSize
@@ -49,7 +49,7 @@ class Shard:
     """
 
     _buffer: ReplayBuffer
-    _candidates: Candidates
+    _candidates: ShardSampler
 
     def __init__(self, number: int, config: Config, seed: int, rule: int, limit: int | None) -> None:
         self._config, self._seed, self._rule, self._limit = config, seed, rule, limit
@@ -58,8 +58,8 @@ class Shard:
         self._block = torch.empty(0, dtype=torch.uint8)  # used again and again: the object store has its own copy
         self._batch = ReplayBatch()
         self._batch_items = 0
-        self._learners: dict[int, Drew] = {}
-        self._waits = LearnerWaits()
+        self._learners: dict[int, LearnerProgress] = {}
+        self._waits = WaitStats()
         self._hands = ThreadPoolExecutor(1, "torchreplay-shard")
         self._under_way: dict[str, Future[None]] = {}
 
@@ -75,7 +75,7 @@ class Shard:
         self._buffer = ReplayBuffer(
             nest(config.fields), config.capacity, sampler=sampler, view=config.view, limiter=MinSize(), seed=self._seed
         )
-        self._candidates = Candidates(self._buffer, self._number)
+        self._candidates = ShardSampler(self._buffer, self._number)
         if self._limit is not None:
             self._set_limit(self._limit)
         return self._buffer.handle()
@@ -84,7 +84,7 @@ class Shard:
         """Returns what processes of this node attach."""
         return self._buffer.handle()
 
-    def draw(self, order: Order) -> Answer:
+    def draw(self, order: DrawRequest) -> Answer:
         """Draws candidates, stratified and with replacement.
 
         Returns:
@@ -212,7 +212,7 @@ class Shard:
                 )
             load_rows(self._buffer._segment, self._buffer._config, Description.read(directory), directory)
             self._set_limit(self._limit)  # what was loaded has counted from elsewhere
-        self._candidates = Candidates(self._buffer, number)
+        self._candidates = ShardSampler(self._buffer, number)
 
     def _admit(self, limit: int | None) -> None:
         """Lets writers go on until so many items are in; None: for as long as they like."""

@@ -1,4 +1,4 @@
-"""`Candidates`: what is drawn from one shard for a batch of the union, and what the shard has to say of itself."""
+"""`ShardSampler`: what is drawn from one shard for a batch of the union, and what the shard has to say of itself."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 from torchreplay.buffer.replay_buffer import ReplayBuffer
 from torchreplay.ray.sharded.global_distribution import Drawn, pack
-from torchreplay.ray.sharded.messages import Drew, Figures
+from torchreplay.ray.sharded.messages import LearnerProgress, ShardReport
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.samplers import Prioritized
 from torchreplay.segment.waits import NEVER
 
 
-class Candidates:
+class ShardSampler:
     """Draws from a shard's buffer, for the shard's actor or for a learner on its node. For one thread.
 
     Args:
@@ -35,7 +35,7 @@ class Candidates:
             self._buffer._segment.raise_largest(priority)
             self._largest = priority
 
-    def draw(self, n: int, out: ReplayBatch, learners: Mapping[int, Drew], rule: int = -1) -> Figures:
+    def draw(self, n: int, out: ReplayBatch, learners: Mapping[int, LearnerProgress], rule: int = -1) -> ShardReport:
         """Draws `n` items, stratified and with replacement, and says what the tree was at just that draw.
 
         Args:
@@ -55,8 +55,8 @@ class Candidates:
         return self.figures(learners, rule, Drawn(*segment.drawn_from[:3]), n)
 
     def gather(
-        self, keys: NDArray[np.int64], learners: Mapping[int, Drew], rule: int = -1
-    ) -> tuple[Figures, ReplayBatch | None]:
+        self, keys: NDArray[np.int64], learners: Mapping[int, LearnerProgress], rule: int = -1
+    ) -> tuple[ShardReport, ReplayBatch | None]:
         """Finds items, and says what the tree is just after that.
 
         Args:
@@ -75,7 +75,7 @@ class Candidates:
         batch["key"] += self._base
         return self.figures(learners, rule, candidates=n), batch if n else None
 
-    def look(self, learners: Mapping[int, Drew], rule: int = -1) -> Figures:
+    def look(self, learners: Mapping[int, LearnerProgress], rule: int = -1) -> ShardReport:
         """Returns the figures, and what they say of why there is no item, if there is none."""
         figures = self.figures(learners, rule)
         if figures.drawn.drawable or not figures.issued:
@@ -84,11 +84,11 @@ class Candidates:
 
     def figures(
         self,
-        learners: Mapping[int, Drew],
+        learners: Mapping[int, LearnerProgress],
         rule: int = -1,
         drawn: Drawn | None = None,
         candidates: int = 0,
-    ) -> Figures:
+    ) -> ShardReport:
         """Returns what the shard has to say.
 
         Args:
@@ -99,7 +99,7 @@ class Candidates:
         """
         stats = self._buffer.stats()
         census = self._buffer._segment.census(False)
-        return Figures(
+        return ShardReport(
             drawn or Drawn(stats.priority_total, stats.drawable, stats.priority_min),
             candidates,
             stats.size,
@@ -115,7 +115,7 @@ class Candidates:
             None,
         )
 
-    def _reasons(self, figures: Figures, result: object, n: int) -> Figures:
+    def _reasons(self, figures: ShardReport, result: object, n: int) -> ShardReport:
         """Adds what the native core gave instead of a batch of `n`."""
         trouble = None if isinstance(result, ReplayBatch) else self._buffer._trouble(result, n)
         return replace(figures, barren=trouble) if result == "barren" else replace(figures, trouble=trouble)

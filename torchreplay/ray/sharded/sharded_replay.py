@@ -14,14 +14,14 @@ import torch
 
 from torchreplay.buffer.writer import Autoreset
 from torchreplay.errors import Stopped
-from torchreplay.ray.sharded.client import Shards
+from torchreplay.ray.sharded.client import ShardClient
 from torchreplay.ray.sharded.creation import checked_nodes, directory_name, end, found
 from torchreplay.ray.sharded.gathering import Gathering
 from torchreplay.ray.sharded.inspection import ShardedInspection
 from torchreplay.ray.sharded.local_writing import Expectation, buffer_to_write_to
 from torchreplay.ray.sharded.manifest import Manifest, with_manifest
 from torchreplay.ray.sharded.priority_updates import Feedback
-from torchreplay.ray.sharded.sampler import Draws
+from torchreplay.ray.sharded.sampler import ShardedSampler
 from torchreplay.ray.sharded.sampling import ShardedDrawing
 from torchreplay.ray.sharded.save_restore import require_room, restore_shards, save_shards
 from torchreplay.ray.sharded.shard_writer import ShardWriter
@@ -100,9 +100,9 @@ class ShardedReplay(ShardedInspection, ShardedDrawing):
     def _adopt(self, nonce: int, seed: int, config: Config, capacity: int, count: int) -> None:
         self._nonce, self._seed, self._config = nonce, seed, config
         self._capacity, self._count = capacity, count
-        self.shards = Shards(directory_name(nonce))
+        self.shards = ShardClient(directory_name(nonce))
         self._finish = config.view.finish if isinstance(config.view, Hindsight) else None
-        self._draws = Draws(self.shards, config, seed, nonce, self._finish)
+        self._draws = ShardedSampler(self.shards, config, seed, nonce, self._finish)
         self._gathering = Gathering(self.shards, config, nonce, self._finish)
         self._feedback = Feedback(self.shards, nonce)
         self._closed = False

@@ -9,7 +9,7 @@ from typing import Any
 from torchreplay.buffer.stats import Stats
 from torchreplay.ray.sharded.coordinator import Place, Table
 from torchreplay.ray.sharded.global_distribution import KEY_BITS
-from torchreplay.ray.sharded.rate_limiter import UnionLimiter
+from torchreplay.ray.sharded.rate_limiter import GlobalRateLimiter
 
 SUMS: tuple[str, ...] = ("size", "nbytes", "drawable", "updated", "stale_updates", "unready_updates", "redraws")
 SUMS += ("evicted_unsampled", "priority_total", "writers", "rows_written", "dropped_rows", "insert_wait")
@@ -73,7 +73,7 @@ def summed(
     table: Table,
     capacity: int,
     count: int,
-    union_limiter: UnionLimiter,
+    union_limiter: GlobalRateLimiter,
 ) -> ShardedStats:
     """Returns the statistics of the union.
 

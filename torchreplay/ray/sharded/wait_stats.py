@@ -1,4 +1,4 @@
-"""`LearnerWaits`: how long learners have waited for rows, as they tell a shard."""
+"""`WaitStats`: how long learners have waited for rows, as they tell a shard."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Told(NamedTuple):
     at: float
 
 
-class LearnerWaits:
+class WaitStats:
     """What learners tell in totals, which may be lost on their way, or come to a shard that has just been made."""
 
     def __init__(self) -> None:

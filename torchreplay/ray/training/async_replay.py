@@ -13,7 +13,7 @@ from torchreplay.loading.mixed_dataset import MixedDataset
 from torchreplay.ray.evaluation.evaluator import Evaluator
 from torchreplay.ray.explorers.explorer_pool import ExplorerPool
 from torchreplay.ray.sharded.stats import ShardedStats
-from torchreplay.ray.training.throughput import Meter, Timing
+from torchreplay.ray.training.throughput import Throughput, Timing
 from torchreplay.ray.workers.named import OneOrNamed, named_buffers, named_modules, named_weights
 from torchreplay.validation import checked_instance, checked_int
 
@@ -150,7 +150,7 @@ class AsyncReplay:
             if isinstance(pool.buffer, Mapping)
             else ReplayDataset(pool.buffer, batch_size, None, prefetch, device, timeout, pin)
         )
-        self.meter = Meter(_PARTS)
+        self.meter = Throughput(_PARTS)
         self._steps = self._publications = 0
         self._due = False  # a publication, which has waited for weights that are new
         self._running = ExitStack()

@@ -1,4 +1,4 @@
-"""`Meter`: how long the parts of a learner's steps take, and how many rows and items pass in a second."""
+"""`Throughput`: how long the parts of a learner's steps take, and how many rows and items pass in a second."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Timing:
     mean_ms: float
 
 
-class Meter:
+class Throughput:
     """Measures the steps of a learner.
 
     Args:

@@ -43,7 +43,7 @@ class ProcessRun:
     deadline: float = 0.0  # monotonic time of its end, once its function has returned
 
 
-class Processes(Backend[ProcessRun]):
+class ProcessBackend(Backend[ProcessRun]):
     """Runs workers as processes that die with this one, however it dies.
 
     Args:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from torchreplay.ray.runtime.session import RaySession
 from torchreplay.ray.workers.backend import Backend, pickled
 from torchreplay.ray.workers.placement import strategy_of
-from torchreplay.ray.workers.state_replica import PageKeeper
+from torchreplay.ray.workers.state_replica import StateServer
 from torchreplay.ray.workers.worker_process import Launch, Outcome, WorkerProcess
 
 if TYPE_CHECKING:
-    from torchreplay.ray.workers.resources import Hosting
+    from torchreplay.ray.workers.resources import WorkerResources
 
 
 _LOOK_EVERY: Final = 0.1
@@ -33,7 +33,7 @@ class ActorRun:
     result: Future[Outcome]
 
 
-class Actors(Backend[ActorRun]):
+class RayBackend(Backend[ActorRun]):
     """Runs workers as Ray actors, each in a process of its own.
 
     Args:
@@ -42,10 +42,10 @@ class Actors(Backend[ActorRun]):
         hosting: What each of them reserves, and where it may run.
     """
 
-    _lost: ClassVar[list[Actors]] = []
+    _lost: ClassVar[list[RayBackend]] = []
     """Those whose Ray was shut down. What they refer to is kept: in the next Ray its ids are those of others."""
 
-    def __init__(self, work: Any, num_workers: int, hosting: Hosting) -> None:
+    def __init__(self, work: Any, num_workers: int, hosting: WorkerResources) -> None:
         self._runs: set[ActorRun] = set()
         reserved = num_workers * hosting.num_cpus, num_workers * hosting.num_gpus
         self._session = RaySession(*reserved, here=hosting.placement is None)
@@ -67,7 +67,7 @@ class Actors(Backend[ActorRun]):
 
     def _keep(self, work: Any, runtime_env: Any) -> Any:
         what, board = work
-        kind = self._ray.remote(PageKeeper).options(
+        kind = self._ray.remote(StateServer).options(
             num_cpus=0,
             runtime_env=runtime_env,
             max_restarts=-1,

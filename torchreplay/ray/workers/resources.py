@@ -8,15 +8,15 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from torchreplay.ray.workers.backend import Backend
 from torchreplay.ray.workers.placement import NAMES, Placement
-from torchreplay.ray.workers.process_backend import Processes
-from torchreplay.ray.workers.ray_backend import Actors
+from torchreplay.ray.workers.process_backend import ProcessBackend
+from torchreplay.ray.workers.ray_backend import RayBackend
 from torchreplay.validation import checked_number
 
 BackendName: TypeAlias = Literal["ray", "process"]
 
 
 @dataclass(frozen=True)
-class Hosting:
+class WorkerResources:
     """Arguments that all pools of workers share; see `ExplorerPool`.
 
     Raises:
@@ -65,4 +65,4 @@ class Hosting:
             TypeError: The work cannot be pickled.
             ValueError: Ray has less than the workers reserve.
         """
-        return Processes(work) if self.backend == "process" else Actors(work, num_workers, self)
+        return ProcessBackend(work) if self.backend == "process" else RayBackend(work, num_workers, self)

@@ -14,10 +14,10 @@ from torchreplay.segment.ray_node import is_elsewhere, ray_node
 from torchreplay.segment.reservation import reserve
 
 
-class SharedPage(ABC):
+class SharedState(ABC):
     """Shared memory that every process of this machine which unpickles it attaches to; freed with its last user.
 
-    On another node of a Ray cluster it unpickles to a copy, all zero, which a `Mirror` keeps like the original: what
+    On another node of a Ray cluster it unpickles to a copy, all zero. A `StateReplica` keeps it like the original: what
     the worker there writes is told to the original, and what the pool writes, the orders, is told to the copy.
 
     Args:
@@ -78,11 +78,11 @@ class SharedPage(ABC):
             os.close(fd)
         return page
 
-    def __reduce__(self) -> tuple[object, tuple[type[SharedPage], Handle]]:
+    def __reduce__(self) -> tuple[object, tuple[type[SharedState], Handle]]:
         handle = self._handle  # of a page that was made before Ray was started: it is of this node all the same
         return attached_page, (type(self), handle if handle.node else replace(handle, node=ray_node()))
 
 
-def attached_page(kind: type[SharedPage], handle: Handle) -> SharedPage:
+def attached_page(kind: type[SharedState], handle: Handle) -> SharedState:
     """Returns `kind.attach(handle)`. Pickles name it: see `torchreplay.buffer.replay_buffer.attached`."""
     return kind.attach(handle)

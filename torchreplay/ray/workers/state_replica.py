@@ -12,8 +12,8 @@ from torchreplay.errors import AttachError, Stopped
 from torchreplay.ray.runtime.session import import_ray
 
 if TYPE_CHECKING:
-    from torchreplay.ray.workers.shared_state import SharedPage
-    from torchreplay.ray.workers.worker_table import Board
+    from torchreplay.ray.workers.shared_state import SharedState
+    from torchreplay.ray.workers.worker_table import WorkerTable
 
 logger = logging.getLogger("torchreplay.ray")
 
@@ -24,7 +24,7 @@ FAREWELL: Final = 5.0
 """Seconds in which the last words of a worker should arrive."""
 
 
-class PageKeeper:
+class StateServer:
     """The Ray actor on a pool's node through which workers on other nodes reach what is there. It keeps nothing.
 
     Args:
@@ -33,7 +33,7 @@ class PageKeeper:
         others: The pages besides.
     """
 
-    def __init__(self, helper: Any, board: Board, *others: SharedPage) -> None:
+    def __init__(self, helper: Any, board: WorkerTable, *others: SharedState) -> None:
         self._helper, self._board, self._pages = helper, board, (board, *others)
 
     def enter(self, index: int, run: int) -> list[tuple[bytes, bytes]] | None:
@@ -55,11 +55,11 @@ class PageKeeper:
         return getattr(self._helper, method)(*args)
 
 
-class Mirror:
+class StateReplica:
     """Keeps a worker's copies of its pool's pages, in a thread of its own.
 
     Args:
-        keeper: The `PageKeeper`.
+        keeper: The `StateServer`.
         index: The worker.
         run: Number of its run.
         board: The copy of the board.
@@ -70,7 +70,7 @@ class Mirror:
         Stopped: The worker has a successor: it was given up.
     """
 
-    def __init__(self, keeper: Any, index: int, run: int, board: Board, others: Sequence[SharedPage]) -> None:
+    def __init__(self, keeper: Any, index: int, run: int, board: WorkerTable, others: Sequence[SharedState]) -> None:
         self._ray = import_ray()
         self._keeper, self._index, self._run = keeper, index, run
         self._board, self._pages = board, (board, *others)

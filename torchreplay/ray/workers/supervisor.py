@@ -17,7 +17,7 @@ import numpy as np
 from torchreplay.ray.workers.backend import Backend
 from torchreplay.ray.workers.explorer_stats import ExplorerFailure, ExplorerStats, State, explorer_stats
 from torchreplay.ray.workers.worker_process import Launch, Outcome
-from torchreplay.ray.workers.worker_table import Board
+from torchreplay.ray.workers.worker_table import WorkerTable
 from torchreplay.segment.ray_node import ray_node
 
 logger = logging.getLogger("torchreplay.ray")
@@ -112,7 +112,7 @@ class Supervisor:
     """
 
     backend: Backend[Any]
-    board: Board
+    board: WorkerTable
     names: Sequence[str]
     policy: Policy
     expect_writers: Callable[[], Mark]

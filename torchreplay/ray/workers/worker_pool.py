@@ -15,10 +15,10 @@ from typing import Any, ClassVar, Final, Self
 import numpy as np
 
 from torchreplay.ray.workers.explorer_stats import ExplorerFailure, ExplorerStats, explorer_stats
-from torchreplay.ray.workers.resources import Hosting
+from torchreplay.ray.workers.resources import WorkerResources
 from torchreplay.ray.workers.supervisor import GRACE, Mark, Policy, Supervisor
 from torchreplay.ray.workers.worker_process import Work
-from torchreplay.ray.workers.worker_table import ENTRY, Board
+from torchreplay.ray.workers.worker_table import ENTRY, WorkerTable
 from torchreplay.segment.transient import Transient
 from torchreplay.validation import checked_int, checked_number
 
@@ -28,7 +28,7 @@ _CLEAN_UP: Final = 5.0
 """Seconds that a drained worker gets after it was interrupted."""
 
 
-class Supervised(Transient, ABC):
+class WorkerPool(Transient, ABC):
     """Workers that are supervised from `start` to `stop`. A context manager.
 
     Args:
@@ -43,7 +43,7 @@ class Supervised(Transient, ABC):
     """What `check` raises."""
 
     def __init__(
-        self, names: Sequence[str], hosting: Hosting, max_restarts: int, restart_delay: float, seed: int | None
+        self, names: Sequence[str], hosting: WorkerResources, max_restarts: int, restart_delay: float, seed: int | None
     ) -> None:
         max_restarts = checked_int("max_restarts (-1: no limit)", max_restarts, -1, (1 << 31) - 1)
         restart_delay = checked_number("restart_delay", restart_delay, 0)
@@ -89,7 +89,7 @@ class Supervised(Transient, ABC):
             if self._supervisor is not None and self._supervisor.stopping:  # Ctrl-C has interrupted a `stop`
                 self.stop()
             if self._supervisor is None:
-                board = Board(len(self._names))
+                board = WorkerTable(len(self._names))
                 self._backend = self._hosting.open((self._make_work(), board), len(self._names))
                 policy = Policy(self.seed, self._starts, self._max_restarts, self._restart_delay)
                 try:

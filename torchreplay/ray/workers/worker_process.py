@@ -16,9 +16,9 @@ from typing import Any, Final, Literal, Protocol
 import torch
 
 from torchreplay.errors import Stopped
-from torchreplay.ray.workers.shared_state import SharedPage
-from torchreplay.ray.workers.state_replica import Mirror
-from torchreplay.ray.workers.worker_table import Board
+from torchreplay.ray.workers.shared_state import SharedState
+from torchreplay.ray.workers.state_replica import StateReplica
+from torchreplay.ray.workers.worker_table import WorkerTable
 
 STOP_SIGNAL: Final = signal.SIGUSR1
 """Raises `Stopped` in a worker. Not SIGINT, which workers block so that Ctrl-C ends the program alone."""
@@ -77,14 +77,14 @@ class Work(Protocol):
     """What workers do. It travels to their processes."""
 
     @property
-    def pages(self) -> Sequence[SharedPage]:
+    def pages(self) -> Sequence[SharedState]:
         """The shared memory between workers and program, besides the board."""
 
     @property
     def helper(self) -> Any:
-        """What has the methods that workers want called on the pool's node, see `Mirror.help`; None for nothing."""
+        """What has the methods that workers call on the pool's node, see `StateReplica.help`; None for nothing."""
 
-    def run(self, launch: Launch, board: Board, mirror: Mirror | None = None) -> Run:
+    def run(self, launch: Launch, board: WorkerTable, mirror: StateReplica | None = None) -> Run:
         """Returns a run that is ready to begin, in the process that is to run it; `mirror`: on another node."""
 
 
@@ -117,9 +117,9 @@ class WorkerProcess:
 
 
 def _work(payload: bytes, launch: Launch, keeper: Any) -> None:
-    unpickled: tuple[Work, Board] = pickle.loads(payload)
+    unpickled: tuple[Work, WorkerTable] = pickle.loads(payload)
     work, board = unpickled
-    mirror = Mirror(keeper, launch.index, launch.restarts, board, work.pages) if board.is_copy else None
+    mirror = StateReplica(keeper, launch.index, launch.restarts, board, work.pages) if board.is_copy else None
     run = work.run(launch, board, mirror)
 
     def stop_here(signal_number: int, frame: FrameType | None) -> None:

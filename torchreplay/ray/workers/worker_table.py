@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from torchreplay.ray.workers.shared_state import SharedPage
+from torchreplay.ray.workers.shared_state import SharedState
 from torchreplay.segment.ray_node import ray_node
 
 WINDOW: Final = 100
@@ -42,7 +42,7 @@ _COUNTS: Final = slice(0, 24)  # bytes of an entry that say what else there is t
 _REST: Final = slice(24, ENTRY.itemsize)
 
 
-class Board(SharedPage):
+class WorkerTable(SharedState):
     """Shared memory of a pool: a stop flag, and orders and an entry for each worker.
 
     Each entry has a single writer, the worker it belongs to; the pool reads it, and clears its pid between two runs.
