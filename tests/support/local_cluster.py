@@ -6,8 +6,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-MODULES = ("calls", "cluster", "directory", "founding", "lookup", "node_shard", "placement", "reports")
-MODULES += ("sharded_saving",)
+USES_RAY = (
+    "sharded.coordinator",
+    "sharded.coordinator_client",
+    "sharded.creation",
+    "sharded.local_writing",
+    "sharded.replies",
+    "sharded.reports",
+    "sharded.save_restore",
+    "runtime.cluster",
+    "workers.placement",
+)
+"""Modules of `torchreplay.ray` that ask for Ray on the ways that these tests take."""
 
 
 class LocalActor:
@@ -63,7 +73,7 @@ class LocalCluster:
         self.util = SimpleNamespace(
             scheduling_strategies=SimpleNamespace(NodeAffinitySchedulingStrategy=lambda node, soft: node)
         )
-        for module in MODULES:
+        for module in USES_RAY:
             monkeypatch.setattr(f"torchreplay.ray.{module}.import_ray", lambda: self)
         monkeypatch.setattr("torchreplay.ray.sharded.client.ray_node", lambda: self.here)
 
