@@ -113,7 +113,7 @@ def test_a_handle_of_a_pipe_or_a_socket_is_an_attach_error_at_once():
 
 
 def test_a_handle_of_a_file_that_another_program_has_locked_is_an_attach_error_and_no_hang(tmp_path, monkeypatch):
-    monkeypatch.setattr("torchreplay.segment.handle.LOCK_PATIENCE", 0.1)
+    monkeypatch.setattr("torchreplay.segment.handle.FILE_LOCK_SECONDS", 0.1)
     with (tmp_path / "locked").open("w+b") as file:
         file.truncate(4096)
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -34,7 +34,7 @@ def draw_on_a_terminal(buffer, slave):
 
 
 def test_a_terminal_shows_one_live_line_that_is_gone_when_the_first_batch_comes(buffer, monkeypatch):
-    monkeypatch.setattr(waits, "PATIENCE", 0.0)
+    monkeypatch.setattr(waits, "LONG_AFTER", 0.0)
     master, slave = pty.openpty()
     shown = [""]
 
@@ -70,7 +70,7 @@ def test_elsewhere_a_log_line_comes_every_so_often(buffer, monkeypatch, caplog):
 
 
 def test_a_wait_that_ends_in_an_error_takes_its_line_away_too(buffer, monkeypatch):
-    monkeypatch.setattr(waits, "PATIENCE", 0.0)
+    monkeypatch.setattr(waits, "LONG_AFTER", 0.0)
     seen = []
 
     class Line:

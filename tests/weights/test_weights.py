@@ -281,7 +281,7 @@ def hold_lock(weights, begun, wait):
 
 
 def test_a_publisher_that_waits_in_vain_says_whether_the_other_is_a_thread_of_its_own_process(monkeypatch):
-    monkeypatch.setattr("torchreplay.weights.shared_weights.PUBLISH_PATIENCE", 0.1)
+    monkeypatch.setattr("torchreplay.weights.shared_weights.PUBLISH_SECONDS", 0.1)
     weights = tr.SharedWeights(Constant())
     locked, go_on = threading.Event(), threading.Event()
     thread = threading.Thread(target=hold_lock, args=(weights, locked.set, go_on.wait))

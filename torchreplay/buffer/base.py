@@ -43,7 +43,7 @@ class Batches(Protocol):
     def drawn_from(self) -> TreeSummary:
         """What the weights of the batch handed out last were computed from."""
 
-    def take_back(self) -> None:
+    def discard_last(self) -> None:
         """Says that the batch handed out last is none: another comes in its place, and it has not been drawn."""
 
     @property

@@ -148,7 +148,7 @@ class PrefetchIterator:
             for step, *parts, drawn_from in self._ahead.drawn()
         ]
 
-    def take_back(self) -> None:
+    def discard_last(self) -> None:
         """Says that the batch handed out last is none: another comes in its place, and it has not been drawn."""
         self._segment.undraw(self._batch_size)
         self._others -= 1

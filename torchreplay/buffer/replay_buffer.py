@@ -93,11 +93,11 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         config = Config.of(spec, capacity, sampler, view, limiter)
         path = None if path is None else checked_path("path", path)
         seed = secrets.randbits(63) if seed is None else checked_int("seed", seed, 0, (1 << 64) - 1)
-        with self._made(config, path, seed, by_and_by=False):
+        with self._create(config, path, seed, by_and_by=False):
             pass
 
     @contextmanager
-    def _made(self, config: Config, path: Path | None, seed: int, by_and_by: bool) -> Iterator[Reservation]:
+    def _create(self, config: Config, path: Path | None, seed: int, by_and_by: bool) -> Iterator[Reservation]:
         """Makes the segment; where a path is given, in a new file, which is there when the context has ended in order.
 
         Args:
@@ -125,10 +125,10 @@ class ReplayBuffer(Drawing, Inspection, Replay):
                 segment = _C.Segment(
                     fd, True, nonce, native, ReplayBatch, seed, config.capacity, weighting, limits, shape, text, boot
                 )
-                self._adopt(segment, nonce, config)
+                self._init_state(segment, nonce, config)
                 yield reservation
 
-    def _adopt(self, segment: _C.Segment, nonce: int, config: Config) -> None:
+    def _init_state(self, segment: _C.Segment, nonce: int, config: Config) -> None:
         self._segment = segment
         self._nonce = nonce
         self._config = config
@@ -180,14 +180,14 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         if is_elsewhere(getattr(handle, "node", "")):
             return cast(ReplayBuffer, attach_remote("buffer", handle, view))
         try:
-            self = cls._over(open_handle(handle, "replay buffer"), handle.nonce, view)
+            self = cls._attach_fd(open_handle(handle, "replay buffer"), handle.nonce, view)
         except ConnectionError as error:
             raise AttachError(str(error)) from None
         self._origin, self._ledger = handle, handle.ledger
         return self
 
     @classmethod
-    def _over(cls, fd: int, nonce: int, view: View | None) -> ReplayBuffer:
+    def _attach_fd(cls, fd: int, nonce: int, view: View | None) -> ReplayBuffer:
         """Returns the buffer in the segment that others made, and closes its descriptor `fd`."""
         try:
             segment = _C.Segment(fd, False, nonce, None, ReplayBatch)
@@ -200,7 +200,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
             os.close(fd)
         config = config.with_functions(view)
         self = cls.__new__(cls)
-        self._adopt(segment, nonce, config)
+        self._init_state(segment, nonce, config)
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -230,7 +230,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
             config = replace(config, capacity=checked_int("capacity", capacity, 1, MAX_CAPACITY))
         self.flush()
         made = type(self).__new__(type(self))
-        with made._made(config, None, self._segment.seed, by_and_by=False):
+        with made._create(config, None, self._segment.seed, by_and_by=False):
             copy_rows(self._segment, made._segment, self._config)
         return made
 
@@ -268,7 +268,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         """
         found = open_file(checked_path("path", path))
         try:
-            self = cls._over(found.fd, found.nonce, view)
+            self = cls._attach_fd(found.fd, found.nonce, view)
         except ConnectionError as error:
             raise CheckpointError(f"{path} cannot be opened as a replay buffer: {error}") from None
         self._config = self._config.with_schedule(sampler)
@@ -430,7 +430,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
                 config = replace(config, capacity=checked_int("capacity", capacity, 1, MAX_CAPACITY))
             self = cls.__new__(cls)
             rooms = reading_rooms(saved, directory)  # first: what is left then is for the buffer
-            with self._made(config, path, saved.seed, by_and_by=True) as reservation:
+            with self._create(config, path, saved.seed, by_and_by=True) as reservation:
                 wait = None if reservation.complete else reservation.wait
                 load_rows(self._segment, self._config, saved, directory, wait, rooms)
             return self

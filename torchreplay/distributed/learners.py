@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from torchreplay.buffer.base import Replay
 from torchreplay.distributed.explorers import Explorers, checked_source, made_explorers
-from torchreplay.distributed.rank_monitor import PATIENCE, Member, RankMonitor
+from torchreplay.distributed.rank_monitor import REASON_SECONDS, Member, RankMonitor
 from torchreplay.errors import LearnerLost, Stopped
 from torchreplay.schema.samplers import Prioritized
 from torchreplay.segment.handle import machine_id
@@ -269,7 +269,7 @@ def _part(peers: RankMonitor, error: BaseException | None) -> str | None:
     """Leaves the other ranks, in order or because of `error`; returns why the run is lost if one of them is why."""
     # A collective that fails because of a rank that died does so before anyone knows of the death.
     collective = isinstance(error, RuntimeError) and not isinstance(error, Stopped | LearnerLost)
-    loss = peers.hear(PATIENCE if collective else 0.0)
+    loss = peers.hear(REASON_SECONDS if collective else 0.0)
     peers.leave(None if error is None or isinstance(error, LearnerLost) else _failure(error))
     return loss
 

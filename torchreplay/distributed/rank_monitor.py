@@ -15,7 +15,7 @@ from torchreplay.distributed.hanging_up import hang_up
 from torchreplay.errors import AttachError
 from torchreplay.segment.waits import logger
 
-PATIENCE = 2.0
+REASON_SECONDS = 2.0
 """Seconds for which a rank whose collective has failed waits to hear which rank is the reason: the kernel closes the
 connections of a dying process before it tells of the death."""
 
@@ -127,7 +127,7 @@ class RankMonitor:
             return self.loss
         self._heard.clear()
         self._write(self._own, "heard")
-        self._heard.wait(PATIENCE)
+        self._heard.wait(REASON_SECONDS)
         if self.loss is None:
             self._lost.wait(patience)
         return self.loss

@@ -278,7 +278,7 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         if staging is None:
             return batch if self.device is None else batch.to(self.device)
         while (moved := staging.hand_out(batch)) is None:
-            stream.take_back()
+            stream.discard_last()
             batch = next(stream)
         staging.copy_ahead(stream.ready)
         return moved

@@ -15,7 +15,7 @@ from torchreplay.segment.file_lock import lock
 from torchreplay.segment.ray_node import is_elsewhere, ray_node
 from torchreplay.validation import checked_int
 
-LOCK_PATIENCE = 5.0
+FILE_LOCK_SECONDS = 5.0
 """Seconds for which an attach waits for the file's lock. Its users share the lock: who has it alone puts the file to
 rest, or is another program."""
 
@@ -129,7 +129,7 @@ def _open_shared(place: str, what: str) -> int:
     """Returns a descriptor of the file at `place` with the lock that every user of a segment in a file shares."""
     fd = os.open(place, os.O_RDWR | os.O_CLOEXEC)
     try:
-        lock(fd, fcntl.LOCK_SH, "who has the file locked alone", LOCK_PATIENCE)
+        lock(fd, fcntl.LOCK_SH, "who has the file locked alone", FILE_LOCK_SECONDS)
     except BaseException as error:
         os.close(fd)
         if not isinstance(error, TimeoutError):

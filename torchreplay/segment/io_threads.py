@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 THREAD_BYTES = 160 << 20
 """Addresses that a thread takes: 8 MB for its stack, and two times 64 MB for what the C library allocates in it."""
-PATIENCE = 0.1
+THREAD_START_SECONDS = 0.1
 """Seconds after which a thread that has not begun may never begin, for want of memory."""
 
 _Job: TypeAlias = "tuple[Outcome[Any], Callable[..., Any], tuple[Any, ...]]"
@@ -84,7 +84,7 @@ class ThreadPool:
         """Returns what a call puts into a queue. It is made here if there is no thread for it."""
         while True:
             try:
-                return told.get(timeout=PATIENCE if self._started else 0)
+                return told.get(timeout=THREAD_START_SECONDS if self._started else 0)
             except Empty:
                 self._help()
 

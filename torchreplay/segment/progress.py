@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-PATIENCE = 1.0
+LONG_AFTER = 1.0
 """Seconds after which work, or a wait, counts as long."""
 
 
@@ -26,7 +26,7 @@ def track(work: Sequence[T], description: str) -> Iterator[T]:
     start = time.monotonic()
     for done, piece in enumerate(work):
         yield piece
-        if time.monotonic() - start > PATIENCE and sys.stderr.isatty():
+        if time.monotonic() - start > LONG_AFTER and sys.stderr.isatty():
             yield from _shown(work, done + 1, description)
             return
 

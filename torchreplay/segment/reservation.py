@@ -21,7 +21,7 @@ F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW = 1, 2, 4
 
 PIECE = 2**26
 """Bytes reserved at a time: a multiple of every size of page."""
-PATIENCE = 0.25
+PIECE_SECONDS = 0.25
 """Seconds for a piece of huge pages, on average; 0.01 measured, 0.19 where a machine has to get its memory."""
 DELAY = 1.0
 """Seconds that all may take longer than that together."""
@@ -233,7 +233,7 @@ class Reservation:
                 # Until the system has none, or has to tidy its memory for each: then small ones are cheaper.
                 began = time.monotonic()
                 taken = _C.take_huge_pages(fd, at, size)
-                late = time.monotonic() - began - PATIENCE
+                late = time.monotonic() - began - PIECE_SECONDS
                 self._delay = max(self._delay + late, 0.0) if taken else DELAY
             # The rest. Without it the first touch of a page that the system cannot give would raise SIGBUS.
             os.posix_fallocate(fd, at, size)

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from torchreplay.errors import ReplayTimeout, Stopped, WouldBlockForever
-from torchreplay.segment.progress import PATIENCE, LiveLine
+from torchreplay.segment.progress import LONG_AFTER, LiveLine
 from torchreplay.validation import checked_timeout
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ class ShownWait(Wait):
 
     def _tell(self, what: str, figures: str) -> None:
         waited = time.monotonic() - self._start
-        if self._line is None and waited >= PATIENCE:
+        if self._line is None and waited >= LONG_AFTER:
             self._line = LiveLine.on_terminal()
         if self._line is None:
             super()._tell(what, figures)

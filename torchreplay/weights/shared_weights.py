@@ -23,7 +23,7 @@ from torchreplay.segment.waits import SLICE_NS
 from torchreplay.weights.module_state import load_copies, module_state
 
 ALIGNMENT = 64
-PUBLISH_PATIENCE = 20.0  # seconds that a publisher waits for another one
+PUBLISH_SECONDS = 20.0  # seconds that a publisher waits for another one
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,13 +150,13 @@ class SharedWeights(Transient):
         return version
 
     def _begin_publish(self) -> None:
-        for _ in range(int(PUBLISH_PATIENCE * 1e9 / SLICE_NS)):
+        for _ in range(int(PUBLISH_SECONDS * 1e9 / SLICE_NS)):
             if self._native.begin_publish(SLICE_NS):
                 return
         thread = self._native.publisher
         where = "this process" if os.path.exists(f"/proc/self/task/{thread}") else "another process"
         raise ReplayTimeout(
-            f"thread {thread} of {where} has been publishing weights for {PUBLISH_PATIENCE} s: it is stopped, or hangs"
+            f"thread {thread} of {where} has been publishing weights for {PUBLISH_SECONDS} s: it is stopped, or hangs"
         )
 
     def pull(self, module: nn.Module) -> bool:

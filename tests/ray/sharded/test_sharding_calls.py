@@ -60,11 +60,11 @@ def test_a_shard_that_cannot_be_reached_for_a_while_is_not_lost(calls):
     for _ in range(3):
         for _ in range(3):
             assert calls.answer(1, UNREACHABLE) is None
-            calls.now += shard_calls.PATIENCE / 4
+            calls.now += shard_calls.UNREACHABLE_SECONDS / 4
         assert calls.answer(1, "here") == "here"
     assert calls.lost == []
     assert calls.answer(1, UNREACHABLE) is None
-    calls.now += shard_calls.PATIENCE
+    calls.now += shard_calls.UNREACHABLE_SECONDS
     assert calls.answer(2, UNREACHABLE) is None
     assert calls.answer(1, UNREACHABLE) is None
     assert calls.lost == [1]
@@ -75,12 +75,12 @@ def test_a_shard_that_answers_now_is_not_lost_by_what_was_lost_long_ago(calls, a
     calls.probed = answer
     for _ in range(4):
         assert calls.answer(1, UNREACHABLE) is None
-        calls.now += shard_calls.PATIENCE
+        calls.now += shard_calls.UNREACHABLE_SECONDS
     assert calls.lost == []
     calls.probed = DEAD
     for _ in range(2):
         assert calls.answer(1, UNREACHABLE) is None
-        calls.now += shard_calls.PATIENCE
+        calls.now += shard_calls.UNREACHABLE_SECONDS
     assert calls.lost == [1]
 
 
@@ -88,7 +88,7 @@ def test_nobody_waits_for_a_shard_that_is_asked_whether_it_is_there(calls):
     calls.probed = exceptions.GetTimeoutError()
     for _ in range(5):
         assert calls.answer(1, UNREACHABLE) is None
-        calls.now += shard_calls.PATIENCE
+        calls.now += shard_calls.UNREACHABLE_SECONDS
     assert calls.asked == [1]
     assert calls.looked == [0] * 4
     assert calls.lost == []
@@ -99,7 +99,7 @@ def test_that_a_shard_could_not_be_reached_some_time_ago_is_no_reason_to_give_it
     calls.probed = [exceptions.GetTimeoutError(), UNREACHABLE, now]
     for _ in range(3):
         assert calls.answer(1, UNREACHABLE) is None
-        calls.now += shard_calls.PATIENCE
+        calls.now += shard_calls.UNREACHABLE_SECONDS
     assert calls.asked == [1, 1]
     assert calls.looked == [0, 0, shard_calls.FRESH]
     assert calls.lost == lost
@@ -116,7 +116,7 @@ def test_that_a_shard_cannot_be_reached_is_said_now_and_then(calls, caplog):
 def test_an_answer_that_is_lost_on_its_way_costs_no_shard(calls, error):
     for _ in range(3):
         assert calls.answer(1, error) is None
-        calls.now += shard_calls.PATIENCE
+        calls.now += shard_calls.UNREACHABLE_SECONDS
     assert calls.lost == []
 
 

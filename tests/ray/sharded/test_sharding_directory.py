@@ -127,7 +127,7 @@ def test_a_writer_waits_for_the_shard_of_its_node_to_be_made_anew_and_learners_w
 
 
 def test_a_writer_whose_shard_is_not_made_anew_for_long_says_so(cluster, found, monkeypatch):
-    monkeypatch.setattr("torchreplay.ray.sharded.local_writing.PATIENCE", 0.2)
+    monkeypatch.setattr("torchreplay.ray.sharded.local_writing.REMAKE_SECONDS", 0.2)
     directory, view = found()
     shards = view("b")
     cluster.failures["b"] = MemoryError("too little memory is left")
@@ -239,7 +239,7 @@ def test_a_directory_that_ray_cannot_reach_for_a_moment_is_asked_again(cluster, 
     shards.refresh()
     assert actor.unreachable == 0
     assert not shards.stopped
-    monkeypatch.setattr("torchreplay.ray.sharded.coordinator_client.PATIENCE", 0.0)
+    monkeypatch.setattr("torchreplay.ray.sharded.coordinator_client.COORDINATOR_SECONDS", 0.0)
     actor.unreachable = 1
     with pytest.raises(cluster.exceptions.ActorUnavailableError):
         shards.look()

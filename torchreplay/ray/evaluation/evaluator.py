@@ -218,7 +218,7 @@ class Evaluator(WorkerPool):
             supervisor = self._supervisor
             if supervisor is None:
                 raise RuntimeError(f"the evaluator does not run: start() it to have version {version} evaluated")
-            if supervisor.hopeless:
+            if supervisor.all_failing:
                 raise EvaluatorFailed(f"the evaluator fails again and again\n{self._report()}")
             if timeout is not None and time.monotonic() - start >= timeout:
                 raise ReplayTimeout(f"version {version} was not evaluated within {timeout} s: {self!r}")

@@ -24,7 +24,7 @@ from torchreplay.segment.waits import Audience, Wait
 
 logger = logging.getLogger("torchreplay.ray")
 
-PATIENCE: Final = 0.2
+INGEST_SLICE_SECONDS: Final = 0.2
 """Seconds for which a chunk waits here for the limiter; then its writer sends it again, and knows why."""
 
 SILENCE: Final = 15.0
@@ -144,7 +144,7 @@ class _Seat:
         keys = place.keys[: chunk.rows]
         start = 0 if place.begin(chunk.number, chunk.rows) else self._count_written(keys)
         before, ends = self._predecessors(chunk)
-        self.writer.deadline = time.monotonic() + PATIENCE
+        self.writer.deadline = time.monotonic() + INGEST_SLICE_SECONDS
         self.writer.relay(chunk.block, chunk.rows, before, keys, start)
         if self._linked:
             ends = np.concatenate([ends, _ends_of(chunk, before, keys)])
@@ -305,7 +305,7 @@ class Ingest:
             self._ending = "the replay buffer was stopped"
 
     def _claim(self) -> bool:
-        until = time.monotonic() + PATIENCE
+        until = time.monotonic() + INGEST_SLICE_SECONDS
         while not self._ledger.claim():
             if time.monotonic() > until:
                 return False

@@ -24,7 +24,7 @@ from torchreplay.weights.shared_weights import Entry, SharedWeights, attached_we
 
 logger = logging.getLogger("torchreplay.ray")
 
-PATIENCE: Final = 5.0
+ANSWER_AFTER: Final = 5.0
 """Seconds after which a question for newer weights is answered although there are none."""
 
 LOOK_EVERY: Final = 0.02
@@ -69,7 +69,7 @@ class WeightsActor:
         self._asked = time.monotonic()
         if self._gone:
             return version, self._gone
-        while self._native.version == version and time.monotonic() - self._asked < PATIENCE:
+        while self._native.version == version and time.monotonic() - self._asked < ANSWER_AFTER:
             await asyncio.sleep(LOOK_EVERY)
         return self._native.version, ""
 

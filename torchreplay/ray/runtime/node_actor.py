@@ -17,7 +17,7 @@ logger = logging.getLogger("torchreplay.ray")
 
 NAMESPACE: Final = "torchreplay"
 
-PATIENCE: Final = 60.0
+RESTART_SECONDS: Final = 60.0
 """Seconds for which an actor may take to come back after its death. Until it is there Ray refuses calls at once."""
 
 _PAUSE: Final = 0.25
@@ -77,7 +77,7 @@ class NodeActor:
             RuntimeError: This process was forked off one of Ray's.
         """
         self.require_own_process()
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + RESTART_SECONDS
         while True:
             self._require_ray()
             try:

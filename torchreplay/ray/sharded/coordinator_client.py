@@ -13,7 +13,7 @@ from torchreplay.ray.sharded.coordinator import NAMESPACE, Table, was_stopped
 REFRESH: Final = 1.0
 """Seconds between two looks at the table: shards that came back are drawn from that much later."""
 
-PATIENCE: Final = 60.0
+COORDINATOR_SECONDS: Final = 60.0
 """Seconds for which the directory is asked again while Ray cannot reach it and does not know that it is gone."""
 
 _PAUSE: Final = 0.25
@@ -66,7 +66,7 @@ class CoordinatorClient:
             RayActorError: Ray cannot reach it for long.
             Stopped: It is gone after a stop, and so are the shards; `ReplayLost`: without one.
         """
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + COORDINATOR_SECONDS
         while True:
             try:
                 return self.ask_once(what, *args)

@@ -18,7 +18,7 @@ from torchreplay.ray.sharded.local_shard import ShardBuffer
 if TYPE_CHECKING:
     from types import TracebackType
 
-PATIENCE: Final = 60.0
+REMAKE_SECONDS: Final = 60.0
 """Seconds for which a writer waits for its node's shard to be made anew."""
 
 _POLL: Final = 0.1
@@ -47,12 +47,12 @@ def buffer_to_write_to(shards: ShardClient) -> ShardBuffer:
 
 
 def _waited_for(shards: ShardClient) -> ShardBuffer:
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + REMAKE_SECONDS
     while (buffer := _attached(shards)) is None:
         if time.monotonic() >= deadline:
             raise RuntimeError(
-                f"the shard of node {shards.node} was lost, and could not be made anew for {PATIENCE:.0f} s. It is "
-                f"tried again: call writer() later. The log of torchreplay.ray says what it lacks, such as memory"
+                f"the shard of node {shards.node} was lost, and could not be made anew for {REMAKE_SECONDS:.0f} s. "
+                "It is tried again: call writer() later. The log of torchreplay.ray says what it lacks, such as memory"
             )
         time.sleep(_POLL)
     return buffer

@@ -16,7 +16,7 @@ from torchreplay.segment.waits import LOG_EVERY, SLICE_NS, Wait
 
 logger = logging.getLogger("torchreplay.ray")
 
-PATIENCE: Final = 30.0
+UNREACHABLE_SECONDS: Final = 30.0
 """Seconds for which a shard that Ray cannot reach, and does not know to be dead, is asked again before it is lost."""
 
 
@@ -101,7 +101,7 @@ class ReplyCollector:
                 self._said_at[number] = now
                 logger.warning("%s cannot be reached: %s", self._name(number), _first_line(error))
             # The answer may have been lost long ago, and be looked at only now.
-            if now - self._unreachable.setdefault(number, now) >= PATIENCE and not self._is_there(number):
+            if now - self._unreachable.setdefault(number, now) >= UNREACHABLE_SECONDS and not self._is_there(number):
                 self._unreachable.pop(number, None)
                 self._lose(number, str(error))
             return None

@@ -201,7 +201,7 @@ class SampleRequestStream:
             self._left -= 1
         return batch
 
-    def take_back(self) -> None:
+    def discard_last(self) -> None:
         """Says that the batch handed out last is none: another comes in its place. The shards have drawn it."""
         if self._left is not None:
             self._left += 1

@@ -92,12 +92,12 @@ class ShardedReplay(ShardedInspection, ShardedDrawing):
         nonce = new_nonce()
         self._owned = found(nonce, config, capacity, chosen, nodes is None, seed)
         try:
-            self._adopt(nonce, seed, config, capacity, len(chosen))
+            self._init_state(nonce, seed, config, capacity, len(chosen))
         except BaseException:
             end(self._owned)
             raise
 
-    def _adopt(self, nonce: int, seed: int, config: Config, capacity: int, count: int) -> None:
+    def _init_state(self, nonce: int, seed: int, config: Config, capacity: int, count: int) -> None:
         self._nonce, self._seed, self._config = nonce, seed, config
         self._capacity, self._count = capacity, count
         self.shards = ShardClient(directory_name(nonce))
@@ -111,7 +111,7 @@ class ShardedReplay(ShardedInspection, ShardedDrawing):
     def _attach(cls, nonce: int, *args: Any) -> ShardedReplay:
         self = cls.__new__(cls)
         self._owned = None
-        self._adopt(nonce, *args)
+        self._init_state(nonce, *args)
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:

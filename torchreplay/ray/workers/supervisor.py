@@ -168,7 +168,7 @@ class Supervisor:
         return self._stopping.is_set()
 
     @property
-    def hopeless(self) -> bool:
+    def all_failing(self) -> bool:
         """Whether nobody should wait for any worker: all have ended, or do nothing but fail."""
         return all(w.over or self._only_fails(w) for w in self.workers)
 
@@ -274,7 +274,7 @@ class Supervisor:
 
     def _keep_mark(self) -> None:
         """Lets learners wait for rows only while some worker can be expected to write them."""
-        if not self.hopeless:
+        if not self.all_failing:
             self._mark = self._mark or self.expect_writers()
         else:
             self._withdraw_mark()
