@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from forked import eventually
 from gloo_ranks import run_ranks
-from shared_by_ranks import ROWS, ThreadPool, make_buffer, write
+from shared_by_ranks import ROWS, RecordingExplorers, make_buffer, write
 
 import torchreplay as tr
 from torchreplay.distributed import learners
@@ -23,7 +23,7 @@ def test_rank_zero_makes_the_buffer_and_runs_the_explorers_and_the_others_attach
             made.append(rank)
             return make_buffer()
 
-        with tr.Learners(make, lambda buffer: ThreadPool(buffer, calls)) as buffer:
+        with tr.Learners(make, lambda buffer: RecordingExplorers(buffer, calls)) as buffer:
             drawn = [buffer.sample(8)["key"].tolist() for _ in range(10)]
             dist.barrier()
             stats = buffer.stats()
@@ -42,10 +42,10 @@ def test_rank_zero_makes_the_buffer_and_runs_the_explorers_and_the_others_attach
 
 def test_a_single_process_needs_no_process_group():
     calls = []
-    with tr.Learners(make_buffer, lambda buffer: ThreadPool(buffer, calls)) as buffer:
+    with tr.Learners(make_buffer, lambda buffer: RecordingExplorers(buffer, calls)) as buffer:
         assert buffer.sample(8)["obs"].shape == (8, 4)
     assert calls == [["start", False], ["stop", True]]
-    with pytest.raises(ZeroDivisionError), tr.Learners(make_buffer, lambda buffer: ThreadPool(buffer, calls)):
+    with pytest.raises(ZeroDivisionError), tr.Learners(make_buffer, lambda buffer: RecordingExplorers(buffer, calls)):
         _ = 1 / 0
     assert calls == [["start", False], ["stop", True]] * 2
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from forked import Forked
 from gloo_ranks import await_end_of, run_ranks
-from shared_by_ranks import ROWS, ThreadPool, make_buffer
+from shared_by_ranks import ROWS, RecordingExplorers, make_buffer
 from torch.nn.parallel import DistributedDataParallel
 
 import torchreplay as tr
@@ -48,7 +48,7 @@ def test_a_rank_killed_in_training_ends_the_others_with_its_name(tmp_path, victi
     def body(rank):
         calls = []
         try:
-            with tr.Learners(make_buffer, lambda buffer: ThreadPool(buffer, calls)) as buffer:
+            with tr.Learners(make_buffer, lambda buffer: RecordingExplorers(buffer, calls)) as buffer:
                 train(buffer, *((5, die) if rank == victim else ()))
         finally:
             (tmp_path / f"calls{rank}").write_text(json.dumps(calls))
@@ -102,7 +102,7 @@ def test_a_rank_that_fails_but_lives_on_ends_the_others_with_its_error(tmp_path,
     def body(rank):
         calls = []
         try:
-            with tr.Learners(make_buffer, lambda buffer: ThreadPool(buffer, calls)) as buffer:
+            with tr.Learners(make_buffer, lambda buffer: RecordingExplorers(buffer, calls)) as buffer:
                 train(buffer, *((5, fail) if rank == failing else ()))
         except ValueError:
             assert rank == failing

@@ -42,7 +42,7 @@ def what_ranks_import():
     importlib.import_module("torch._dynamo")
 
 
-class Crew:
+class RecordingExplorers:
     """Explorers that write down what is done to them."""
 
     def __init__(self, path):
@@ -122,7 +122,9 @@ def test_fit_ends_on_the_other_rank_with_the_name_of_the_one_that_ended(tmp_path
         return {"loss": loss, "td_error": td}
 
     def body(rank):
-        data = ReplayDataModule(filled_buffer, 8, explorers=lambda buffer: Crew(tmp_path / f"calls{rank}"))
+        data = ReplayDataModule(
+            filled_buffer, 8, explorers=lambda buffer: RecordingExplorers(tmp_path / f"calls{rank}")
+        )
         try:
             fit(make_learner(pytorch_lightning, end), data)
         finally:
@@ -215,7 +217,7 @@ import torchreplay as tr
 
 made = []
 
-class Crew:
+class RecordingExplorers:
     def __init__(self, buffer): made.append("crew")
     def start(self): made.append("start")
     def stop(self): made.append("stop")
@@ -228,7 +230,7 @@ lightning.seed_everything(1)
 # Equal TD errors: the draws stay spread out, so that equal batches would mean equal streams.
 learner = make_learner(lightning, lambda loss, td, step: {"loss": loss, "td_error": td / td})
 weights = tr.SharedWeights(learner.q)
-data = ReplayDataModule(make_buffer, 8, steps_per_epoch=5, explorers=Crew)
+data = ReplayDataModule(make_buffer, 8, steps_per_epoch=5, explorers=RecordingExplorers)
 stats = {}
 
 class Last(lightning.Callback):
@@ -306,7 +308,7 @@ def is_running(script):
 
 def test_a_data_module_goes_to_spawned_ranks_by_pickle():
     buffer = filled_buffer()
-    data = pickle.loads(pickle.dumps(ReplayDataModule(buffer, 8, explorers=Crew)))
+    data = pickle.loads(pickle.dumps(ReplayDataModule(buffer, 8, explorers=RecordingExplorers)))
     assert data.buffer.stats().size == len(buffer)
     data.buffer.close()
     data = pickle.loads(pickle.dumps(ReplayDataModule(filled_buffer, 8)))

@@ -169,7 +169,7 @@ def test_several_machines_are_refused_in_a_sentence(buffer):
 # The life of the buffer and of the explorers.
 
 
-class Crew:
+class RecordingExplorers:
     """Explorers that write down what is done to them."""
 
     def __init__(self, buffer=None):
@@ -184,7 +184,7 @@ class Crew:
 
 
 def test_explorers_run_for_as_long_as_fit_and_start_again_with_the_next(lightning, buffer):
-    crew = Crew()
+    crew = RecordingExplorers()
     calls = []
     learner = make_learner(lightning, on_train_batch_start=lambda self, *_: calls.append(list(crew.calls)))
     data = ReplayDataModule(buffer, 8, steps_per_epoch=1, explorers=crew)
@@ -203,7 +203,7 @@ def test_explorers_are_stopped_and_a_made_buffer_is_closed_after_an_exception(li
         raise error("in the training step")
 
     def make_crew(buffer):
-        crews.append(Crew(buffer))
+        crews.append(RecordingExplorers(buffer))
         return crews[-1]
 
     data = ReplayDataModule(filled_buffer, 8, explorers=make_crew)
@@ -215,7 +215,7 @@ def test_explorers_are_stopped_and_a_made_buffer_is_closed_after_an_exception(li
 
 
 def test_explorers_that_fail_to_start_are_stopped(lightning, buffer):
-    crew = Crew()
+    crew = RecordingExplorers()
     crew.start = lambda: 1 / 0
     with pytest.raises(ZeroDivisionError):
         fit(lightning, ReplayDataModule(buffer, 8, explorers=crew), max_steps=1)
@@ -223,7 +223,7 @@ def test_explorers_that_fail_to_start_are_stopped(lightning, buffer):
 
 
 def test_explorers_of_a_forgotten_module_are_stopped(buffer):
-    crew = Crew()
+    crew = RecordingExplorers()
     data = ReplayDataModule(buffer, 8, explorers=crew)
     data.setup("fit")
     del data
@@ -232,7 +232,7 @@ def test_explorers_of_a_forgotten_module_are_stopped(buffer):
 
 
 def test_teardown_may_come_twice_and_setup_too(buffer):
-    crew = Crew()
+    crew = RecordingExplorers()
     data = ReplayDataModule(buffer, 8, explorers=crew)
     for _ in range(2):
         data.setup("fit")
@@ -244,7 +244,7 @@ def test_teardown_may_come_twice_and_setup_too(buffer):
 
 def test_other_stages_neither_make_a_buffer_nor_start_explorers():
     made = []
-    data = ReplayDataModule(lambda: made.append(1), explorers=Crew)
+    data = ReplayDataModule(lambda: made.append(1), explorers=RecordingExplorers)
     for stage in ("validate", "test", "predict"):
         data.setup(stage)
         data.teardown(stage)
@@ -259,7 +259,7 @@ def test_a_made_buffer_is_stopped_and_closed_and_a_given_one_stays_open(lightnin
         return made[-1]
 
     seen_stopped = []
-    crew = Crew()
+    crew = RecordingExplorers()
     crew.stop = lambda: seen_stopped.append(made[0].stopped)
     fit(lightning, ReplayDataModule(make_buffer, 8, explorers=crew), max_steps=2)
     assert seen_stopped == [True]

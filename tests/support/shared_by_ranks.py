@@ -23,7 +23,7 @@ def write(buffer, rows=ROWS):
     buffer.extend(number=torch.arange(rows), obs=torch.ones(rows, 4), priority=priority)
 
 
-class Crew:
+class RecordingExplorers:
     """Explorers that write down what is done to them, and whether the buffer had been stopped then."""
 
     def __init__(self, buffer, calls):

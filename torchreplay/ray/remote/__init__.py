@@ -1,1 +1,6 @@
-"""One buffer, or weights, seen from another node of the Ray cluster."""
+"""One buffer, or the weights, seen from another node. Importing this room says who attaches their handles there."""
+
+from torchreplay.ray.remote.remote_buffer import RemoteBuffer, RemoteWriter
+from torchreplay.ray.remote.remote_weights import RemoteWeights
+
+__all__ = ["RemoteBuffer", "RemoteWeights", "RemoteWriter"]
