@@ -82,16 +82,22 @@ class Explorer:
 
     def write_interrupted(self, rows):
         """Writes rows with a signal every few milliseconds that raises wherever it is; returns how many did."""
-        signal.signal(signal.SIGALRM, _interrupt)
-        rng, interrupts = random.Random(0), 0
-        while self.writer.rows < rows:
+        rng, interrupts, interruptible = random.Random(0), 0, True
+
+        def interrupt(number, frame):
+            if interruptible:  # CPython may run a handler long after its signal, when the timer is off again
+                raise Interrupted
+
+        signal.signal(signal.SIGALRM, interrupt)
+        while interruptible:
             try:
                 signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.001, 0.01))
                 while (count := self.writer.rows) < rows:
                     self.writer.append(**self.row(count))
-                signal.setitimer(signal.ITIMER_REAL, 0)
+                interruptible = False
             except Interrupted:
                 interrupts += 1
+        signal.setitimer(signal.ITIMER_REAL, 0)
         self.writer.flush()
         return interrupts
 
@@ -156,10 +162,6 @@ class Explorer:
 
 class Interrupted(Exception):
     """What a signal raises."""
-
-
-def _interrupt(number, frame):
-    raise Interrupted
 
 
 def make_buffer(capacity=50_000, **options):
