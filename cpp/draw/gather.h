@@ -16,23 +16,13 @@ struct DrawnItem {
   uint64_t chance;  // a random word of the item's own
 };
 
-// Where a row's value lies, for somebody who copies it later: it is the one drawn as long as the row's word is this
-// one. A word of 0: there is no such row, and the value is zeros.
-struct RowPlace {
-  uint64_t slot, word;
-};
-
-// Where a batch goes: `values[o]` receives n values of output o, one after the other. Where `places` has somewhere for
-// them, the places of the output's rows go there instead, and nothing is copied.
+// Where a batch goes: `values[o]` receives n values of output o, one after the other.
 struct BatchPointers {
   std::vector<char*> values;
   int64_t* keys = nullptr;
   float* weight = nullptr;
   float* probability = nullptr;
-  uint64_t bytes = 0;               // of all values together that are copied
-  std::vector<RowPlace*> places{};  // of each output; empty: all are copied
-
-  RowPlace* places_of(size_t output) const { return places.empty() ? nullptr : places[output]; }
+  uint64_t bytes = 0;  // of all values together
 };
 
 // Items that are single rows.
@@ -68,9 +58,7 @@ class RowGather {
       if (!slot_word::is_row(word[k]) || slot_word::key1(word[k]) != item.key1) word[k] = 0;
     }
     for (size_t f = 0; f < fields.size(); f++) {
-      if (RowPlace* places = out.places_of(f))
-        for (int k = 0; k < n; k++) places[todo_[first + k]] = {items_[todo_[first + k]].slot, word[k]};
-      else if (can_stream(fields[f].nbytes, out.bytes))
+      if (can_stream(fields[f].nbytes, out.bytes))
         stream_field(fields[f], out.values[f], first, n);
       else
         copy_field(fields[f], out.values[f], first, n);

@@ -64,7 +64,6 @@ class ItemGather {
 
   void copy(size_t o, const BatchPointers& out) {
     const Output& output = plan_.outputs[o];
-    if (RowPlace* places = out.places_of(o)) return locate(output, reinterpret_cast<char*>(places));
     const uint64_t bytes = plan_.item_bytes(o, memory_.layout());
     char* to = out.values[o];
     switch (output.kind) {
@@ -105,13 +104,6 @@ class ItemGather {
       for (int i = 0; i < held; i++, value += bytes) visit(value, rows[std::max(first + i, start)]);
       if (held < count) std::memset(value, 0, static_cast<uint64_t>(count - held) * bytes);
     }
-  }
-
-  void locate(const Output& output, char* to) const {
-    each_row(output, sizeof(RowPlace), to, [&](char* place, const RowAt& row) {
-      const RowPlace found{row.slot, row.word};
-      std::memcpy(place, &found, sizeof found);
-    });
   }
 
   template <class Size>

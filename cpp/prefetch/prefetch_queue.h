@@ -22,7 +22,6 @@ struct Order {
   int threads = 1;                     // that may share the copies
   uint64_t updated = 0, fed_back = 0;  // TD errors applied before: all others, and those handed over here
   DrawnFrom drawn_from = {};           // once it is drawn
-  int64_t took_ns = 0;                 // the draw, without its waits for items
 };
 
 // What a caller wants to find done, as of the moment when it says so.
@@ -81,7 +80,6 @@ class OrderQueue {
       missed_updates_ =
           updated_by_others() - order.updated + feedback_.updated() - order.fed_back + feedback_.waiting();
       drawn_from_ = order.drawn_from;
-      took_ns_ = order.took_ns;
       orders_.pop_front();
       done_--;
       taken_++;
@@ -100,10 +98,9 @@ class OrderQueue {
   bool has_news() const { return done_ || failed() || (short_ && short_->news); }
 
   // Of the order taken last, for the thread that took it, without the lock: TD errors that were fed back between its
-  // draw and its taking, what it was drawn from, and how long the draw took, without its waits for items.
+  // draw and its taking, and what it was drawn from.
   uint64_t missed_updates() const { return missed_updates_; }
   const DrawnFrom& drawn_from() const { return drawn_from_; }
-  int64_t took_ns() const { return took_ns_; }
 
   Claim claim(bool draws) const { return {feedback_.pushed(), draws}; }
 
@@ -150,10 +147,8 @@ class OrderQueue {
 
   // Without the lock. Where it is kDone, note_drawn() follows.
   Draw draw(Order& order, Shortage& shortage, const Patience& patience) {
-    const int64_t start = monotonic_ns();
     sampler_.set_threads(order.threads);
     const Draw outcome = sampler_.sample(order.n, order.beta, order.name, order.out, shortage, patience);
-    order.took_ns = monotonic_ns() - start;
     demanded_ = outcome != Draw::kDone;
     order.drawn_from = sampler_.drawn_from();
     return outcome;
@@ -232,7 +227,6 @@ class OrderQueue {
   std::optional<Short> short_;
   uint64_t missed_updates_ = 0;
   DrawnFrom drawn_from_;
-  int64_t took_ns_ = 0;
 };
 
 }  // namespace torchreplay

@@ -75,11 +75,10 @@ class DrawAhead {
     return queue_.take(shortage);
   }
 
-  // Of the batch taken last: TD errors that were fed back between its draw and its taking, what it was drawn from, and
-  // how long its draw took, without its waits for items.
+  // Of the batch taken last: TD errors that were fed back between its draw and its taking, and what it was drawn
+  // from.
   uint64_t missed_updates() const { return queue_.missed_updates(); }
   const DrawnFrom& drawn_from() const { return queue_.drawn_from(); }
-  int64_t took_ns() const { return queue_.took_ns(); }
 
   // Whether the caller is the one who orders.
   bool is_orderer() {

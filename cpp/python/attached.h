@@ -15,12 +15,6 @@ namespace torchreplay::py {
 // For so long what must not depend on anybody who may have been stopped waits for the drawing thread.
 inline constexpr int64_t kSettleNs = 200'000'000;
 
-// An output made of rows of a field that has an array of its own: such values can be located instead of copied.
-struct LongOutput {
-  size_t output, column;
-  int64_t rows;  // of an item
-};
-
 // What writers and learners of one process share.
 struct Attached {
   std::unique_ptr<SegmentMemory> memory;
@@ -56,16 +50,6 @@ struct Attached {
 
   bool linked() const { return memory->layout().view.linked(); }
   const Fields& outputs() const { return linked() ? batch : fields; }
-
-  std::vector<LongOutput> long_outputs() const {
-    std::vector<LongOutput> found;
-    const auto& columns = memory->layout().fields;
-    for (size_t o = 0; o < outputs().specs.size(); o++) {
-      const Output output = linked() ? plan.outputs[o] : Output{.field = static_cast<uint32_t>(o)};
-      if (output.has_frames() && columns[output.field].own_array) found.push_back({o, output.field, output.count});
-    }
-    return found;
-  }
 
   // A thread that draws ahead, for its user to keep.
   std::shared_ptr<DrawAhead> draw_ahead() {

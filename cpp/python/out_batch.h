@@ -10,23 +10,19 @@ namespace torchreplay::py {
 class GivenBatch {
  public:
   // `dict` has a tensor for every output, and for key, weight and probability (`reserved`: their names). Throws
-  // std::invalid_argument that names the first one that a batch of n items cannot be written to. Values of the outputs
-  // `located` are located where the tensor is int64 [n, rows, 2], and copied where it is one for them.
-  GivenBatch(const Fields& fields, int64_t n, PyObject* dict, PyObject* const* reserved,
-             const std::vector<LongOutput>& located = {})
-      : views_(fields.specs.size() + 3), located_(located), places_(fields.specs.size()), n_(n) {
+  // std::invalid_argument that names the first one that a batch of n items cannot be written to.
+  GivenBatch(const Fields& fields, int64_t n, PyObject* dict, PyObject* const* reserved)
+      : views_(fields.specs.size() + 3), n_(n) {
     const size_t outputs = fields.specs.size();
     open_level(fields, fields.tree, dict, "");
     constexpr Element elements[] = {Element::kI64, Element::kF32, Element::kF32};
     for (size_t i = 0; i < 3; i++) open(dict, reserved[i], text_of(reserved[i]), elements[i], {}, views_[outputs + i]);
     refuse_overlap();
-    for (size_t o = 0; o < outputs; o++)
-      if (!places_[o]) bytes_ += fields.specs[o].nbytes * static_cast<uint64_t>(n);
+    for (const FieldSpec& spec : fields.specs) bytes_ += spec.nbytes * static_cast<uint64_t>(n);
   }
 
   void point(BatchPointers& out) const {
     point_at(out, views_.size() - 3, bytes_, [&](size_t output) { return data(output); });
-    out.places = places_;
   }
 
  private:
@@ -57,9 +53,7 @@ class GivenBatch {
       } else {
         const auto output = static_cast<size_t>(node.field);
         const FieldSpec& spec = fields.specs[output];
-        open_tensor(dict, node.name, path, views_[output]);
-        places_[output] = places_in(views_[output].array, output);
-        if (!places_[output]) require(views_[output].array, path, spec.element, spec.shape);
+        open(dict, node.name, path, spec.element, spec.shape, views_[output]);
       }
     }
   }
@@ -76,14 +70,6 @@ class GivenBatch {
     if (!tensor) refuse(path, "missing");
     if (!is_tensor(tensor)) refuse(path, std::string("a ") + text_of_type(tensor));
     if (!view.open(tensor)) refuse(path, view.problem);
-  }
-
-  // A field of that shape and dtype would be too short for an array of its own: nothing is mistaken for it.
-  RowPlace* places_in(const StridedArray& a, size_t output) const {
-    const auto found = std::ranges::find(located_, output, &LongOutput::output);
-    if (found == located_.end() || a.element != Element::kI64 || a.dims != 3 || !is_dense(a, 0)) return nullptr;
-    if (a.shape[0] != n_ || a.shape[1] != found->rows || a.shape[2] != 2) return nullptr;
-    return reinterpret_cast<RowPlace*>(const_cast<char*>(a.data));
   }
 
   void require(const StridedArray& a, const std::string& path, Element element,
@@ -108,8 +94,6 @@ class GivenBatch {
   }
 
   std::vector<ArrayView> views_;
-  std::vector<LongOutput> located_;
-  std::vector<RowPlace*> places_;  // of each output; nullptr: its values are copied
   int64_t n_;
   uint64_t bytes_ = 0;
 };

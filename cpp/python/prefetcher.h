@@ -26,8 +26,7 @@ class AheadState {
   }
   AheadState(const AheadState&) = delete;
 
-  // `out` is None, or a batch to draw into, whose tensors the caller keeps until it is taken or this is closed. Long
-  // values are located where it has int64 [n, rows, 2] for them: (slot, word) of each row, and a word of 0 for zeros.
+  // `out` is None, or a batch to draw into, whose tensors the caller keeps until it is taken or this is closed.
   void order(double beta, PyObject* out) {
     refuse_others();
     follow_fork();
@@ -45,8 +44,7 @@ class AheadState {
       o.builder = std::make_unique<BatchBuilder>(attached_->outputs(), batch_size_);
       o.builder->point(order.out);
     } else {
-      const auto long_outputs = attached_->long_outputs();
-      GivenBatch(attached_->outputs(), batch_size_, out, segment::reserved_names(), long_outputs).point(order.out);
+      GivenBatch(attached_->outputs(), batch_size_, out, segment::reserved_names()).point(order.out);
       o.given = Ref::borrow(out);
     }
     order.threads = threads_for(order.out);
@@ -95,9 +93,6 @@ class AheadState {
     order(beta, out);
     return take(0);
   }
-
-  // How long the draw of the batch taken last took, without its waits for items.
-  int64_t took_ns() const { return engine_ && engine_->here() ? engine_->took_ns() : 0; }
 
   // How many of the oldest batches are drawn, and not taken.
   size_t ready() { return engine_ && engine_->here() ? engine_->finished() : 0; }
@@ -249,11 +244,6 @@ inline PyObject* get_drawn_from(PyObject* self, void*) {
   return guarded([&] { return state_of<AheadState>(self).drawn_from(); });
 }
 
-// took_ns() -> how long the draw of the batch taken last took, without its waits for items.
-inline PyObject* took_ns(PyObject* self, PyObject*) {
-  return guarded([&] { return checked(PyLong_FromLongLong(state_of<AheadState>(self).took_ns())); });
-}
-
 inline PyObject* close(PyObject* self, PyObject*) {
   return guarded([&] {
     state_of<AheadState>(self).close();
@@ -267,7 +257,6 @@ inline PyMethodDef methods[] = {
     {"next", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(next)), METH_FASTCALL, nullptr},
     {"ready", ready, METH_NOARGS, nullptr},
     {"drawn", drawn, METH_NOARGS, nullptr},
-    {"took_ns", took_ns, METH_NOARGS, nullptr},
     {"close", close, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 inline PyGetSetDef getset[] = {{"drawn_from", get_drawn_from, nullptr, nullptr, nullptr},

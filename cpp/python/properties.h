@@ -49,22 +49,6 @@ inline PyObject* get_drawn_from(PyObject* self, void*) {
   });
 }
 
-// long_outputs -> [(output, column, rows of an item)] of those that can be located instead of copied.
-inline PyObject* get_long_outputs(PyObject* self, void*) {
-  return guarded([&] {
-    auto& s = state_of<SegmentState>(self);
-    s.memory();
-    Ref list(checked(PyList_New(0)));
-    for (const LongOutput& found : s.attached->long_outputs()) {
-      const Ref entry(
-          checked(Py_BuildValue("nnL", static_cast<Py_ssize_t>(found.output), static_cast<Py_ssize_t>(found.column),
-                                static_cast<long long>(found.rows))));
-      if (PyList_Append(list.get(), entry.get())) throw PythonError{};
-    }
-    return list.release();
-  });
-}
-
 inline PyObject* get_closed(PyObject* self, void*) {
   return guarded([&] { return PyBool_FromLong(!state_of<SegmentState>(self).attached); });
 }

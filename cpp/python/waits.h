@@ -63,26 +63,6 @@ inline PyObject* refresh(PyObject* self, PyObject* const* args, Py_ssize_t nargs
   });
 }
 
-// undraw(n): a batch of n that was drawn and is not handed out, as its rows were overwritten before it was copied, has
-// not been drawn. It must not wait for a holder of the mutex that is stopped: then the batch stays counted.
-inline PyObject* undraw(PyObject* self, PyObject* n) {
-  return guarded([&] {
-    const uint64_t items = as_uint(n);
-    const std::shared_ptr<Attached> attached = state_of<SegmentState>(self).attached;
-    SegmentMemory& m = state_of<SegmentState>(self).memory();
-    try {
-      const WithoutGil unlocked;
-      const Locked lock(m, {.deadline = 0});
-      m.header().sampled -= items;
-      m.header().draws.fetch_sub(1, std::memory_order_relaxed);
-      m.header().redraws.fetch_add(items, std::memory_order_relaxed);
-      publish_limit(m);
-    } catch (const LockTimeout&) {
-    }
-    return Py_NewRef(Py_None);
-  });
-}
-
 // withdraw(): a learner that waited has given up; what it needed is no longer admitted beyond the ratio. It must not
 // wait again, for a holder of the mutex that is stopped: then the next draw withdraws the demand.
 inline PyObject* withdraw(PyObject* self, PyObject*) {

@@ -43,9 +43,6 @@ class Room {
 
   const BatchPointers& pointers() const { return pointers_; }
 
-  // Has outputs located: for each somewhere for the places, or nullptr.
-  void locate(std::vector<RowPlace*> places) { pointers_.places = std::move(places); }
-
   // The first `n` items.
   Items take(size_t n) {
     for (size_t o = 0; o < items_.values.size(); o++) {

@@ -241,35 +241,6 @@ BOOST_AUTO_TEST_CASE(long_values_of_large_batches_are_the_same_as_those_of_small
   for (size_t o = 0; o < plan.outputs.size(); o++) BOOST_TEST((small.values[o] == large.values[o]));
 }
 
-BOOST_AUTO_TEST_CASE(an_output_that_is_located_has_the_place_of_each_of_its_rows) {
-  auto m = ring_of(32, sequences(4, 1));
-  Teller t(*m);
-  t.reset(10);
-  for (int64_t i = 1; i <= 6; i++) t.step(10 + i, 100 + i, {0}, i == 6 ? kTerminated : 0);
-  const ItemPlan plan = window(4);
-  const Ints keys = {0, 2, 4};
-  const Items copied = gather(*m, plan, keys);
-  std::vector<RowPlace> places(keys.size() * 5, RowPlace{7, 7});
-  Room room(*m, plan, keys.size(), 0);
-  room.locate({places.data(), nullptr, nullptr, nullptr, nullptr});
-  BOOST_TEST(BatchSampler(*m, &plan).gather(keys.data(), 3, 0, room.pointers()) == 3);
-  const Items located = room.take(keys.size());
-  BOOST_TEST(located.of<int64_t>(1) == copied.of<int64_t>(1), boost::test_tools::per_element());
-  const auto values = copied.of<int64_t>(0);
-  int beyond = 0;
-  for (size_t i = 0; i < places.size(); i++) {
-    const RowPlace& place = places[i];
-    beyond += place.word == 0;
-    if (place.word == 0) BOOST_TEST(values[i] == 0);
-    if (place.word == 0) continue;
-    BOOST_TEST(place.word == m->row(place.slot).word.load());
-    int64_t value;
-    copy_payload(reinterpret_cast<char*>(&value), m->value(m->layout().fields[kObs], place.slot), 8);
-    BOOST_TEST(value == values[i]);
-  }
-  BOOST_TEST(beyond == 2);  // the window from step 4 on has two steps
-}
-
 BOOST_AUTO_TEST_CASE(an_item_whose_rows_say_wrong_steps_is_given_up_and_the_others_are_drawn) {
   const View view = transitions(1, 2);
   auto m = ring_of(100, view);

@@ -14,8 +14,7 @@ from simulated_cuda import SimulatedCuda, SimulatedTensor, Stream
 import torchreplay as tr
 from torchreplay.cuda import copies as cuda
 from torchreplay.cuda.pinned_memory import PageLock
-from torchreplay.cuda.routes import PathSelector
-from torchreplay.cuda.staging import Staging, copied_by_host
+from torchreplay.cuda.staging import Staging
 
 SEEDS = range(20)
 
@@ -25,12 +24,7 @@ class SimulatedDataset(tr.ReplayDataset):
 
     def _make_staging(self):
         copies = cuda.DeviceCopies(torch.device("cpu"))
-        return Staging(
-            self.buffer,
-            self.batch_size,
-            self.prefetch,
-            PathSelector([copied_by_host(self.buffer, self.batch_size, copies)]),
-        )
+        return Staging(self.buffer, self.batch_size, self.prefetch, copies)
 
 
 def simulate(monkeypatch, seed):
@@ -107,7 +101,7 @@ class Registered:
             self.held.append((address, nbytes))
         return self.refusal
 
-    def unregister(self, address, readers):
+    def unregister(self, address):
         assert f"{address:x}-" in open("/proc/self/maps").read(), "it is unmapped already"  # noqa: SIM115
         self.held = [(start, nbytes) for start, nbytes in self.held if start != address]
 
@@ -193,12 +187,6 @@ def extend_images(buffer, first, n):
     buffer.extend(number=numbers, obs=numbers[:, None].expand(-1, 4).float(), image=image)
 
 
-def the_choice(buffer):
-    """Of the ways of the buffer's batches to the device."""
-    (choice,) = buffer._choices.values()
-    return choice
-
-
 def wrong_values(batch):
     """How many values of a batch are not those of its items, computed where they are."""
     wrong = (batch["image"] != (batch["number"] % 251).to(torch.uint8)[:, None, None]).sum()
@@ -239,18 +227,14 @@ def test_a_batch_belongs_to_the_stream_on_which_it_was_handed_out():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("way", [0, 1])
-def test_both_ways_of_a_page_locked_ring_bring_the_same_batches(monkeypatch, way):
-    monkeypatch.setattr(PathSelector, "next", lambda self: self.routes[way])
+def test_batches_of_long_values_from_a_page_locked_ring_are_those_on_the_cpu():
     expected = list(tr.ReplayDataset(image_buffer(4096, 8192), 64, steps=100))
-    given = list(tr.ReplayDataset(buffer := image_buffer(4096, 8192), 64, steps=100, device="cuda", pin="ring"))
-    assert len(the_choice(buffer).routes) == 2
+    given = list(tr.ReplayDataset(image_buffer(4096, 8192), 64, steps=100, device="cuda", pin="ring"))
     assert_same([batch.to("cpu", non_blocking=False) for batch in given], expected)
 
 
 @pytest.mark.gpu
-def test_nothing_that_the_gpu_reads_in_the_ring_is_torn_by_a_writer_that_laps_it(monkeypatch):
-    monkeypatch.setattr(PathSelector, "next", lambda self: next(self._turn))
+def test_nothing_that_the_gpu_gets_is_torn_by_a_writer_that_laps_the_ring():
     buffer = image_buffer(512, 512)
 
     def write():
@@ -264,12 +248,10 @@ def test_nothing_that_the_gpu_reads_in_the_ring_is_torn_by_a_writer_that_laps_it
             assert torch.equal(batch["number"].cpu(), batch["key"])
         writer.kill()
     assert wrong.item() == 0
-    assert the_choice(buffer)._lost > 0
 
 
 @pytest.mark.gpu
-def test_a_ring_that_is_closed_while_the_gpu_reads_in_it_is_an_error_and_no_more(monkeypatch):
-    monkeypatch.setattr(PathSelector, "next", lambda self: self.routes[1])
+def test_a_ring_that_is_closed_while_batches_are_copied_is_an_error_and_no_more():
     buffer = image_buffer(4096, 8192)
     batches = iter(tr.ReplayDataset(buffer, 512, device="cuda", pin="ring"))
     for _ in itertools.islice(batches, 30):

@@ -234,7 +234,7 @@ def packed(n=6):
     spec = {"obs": {"image": tr.Field((3, 5), torch.uint8)}, "flag": tr.Field((), torch.bool), "x": tr.Field((2,))}
     fields = flatten(spec | {"half": tr.Field((), torch.bfloat16), "wide": tr.Field((7,), torch.float64)})
     packing = Packing(fields | DRAWN, n)
-    return packing, torch.zeros(packing.end, dtype=torch.uint8)
+    return packing, torch.zeros(packing.nbytes, dtype=torch.uint8)
 
 
 def test_tensors_of_a_block_lie_apart_aligned_and_inside():
@@ -247,7 +247,7 @@ def test_tensors_of_a_block_lie_apart_aligned_and_inside():
         places.append((start, start + tensor.numel() * tensor.element_size()))
     places.sort()
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(places))
-    assert places[-1][1] <= packing.end
+    assert places[-1][1] <= packing.nbytes
     batch = batch_of(packing.tensors(block), torch.zeros(6, dtype=torch.int64))
     assert [list(batch), batch["obs"]["image"].shape] == [
         ["obs", "flag", "x", "half", "wide", "key", "weight", "probability"],

@@ -4,8 +4,7 @@ import torch
 
 import torchreplay as tr
 from torchreplay.buffer import sampling
-from torchreplay.cuda.routes import PathSelector
-from torchreplay.cuda.staging import Staging, copied_by_host
+from torchreplay.cuda.staging import Staging
 
 POISON = 0xAB
 
@@ -15,7 +14,7 @@ class LateCopy:
 
     def __init__(self, copies, block):
         self.copies, self.source = copies, block
-        self.there = torch.full((copies.nbytes or len(block),), POISON, dtype=torch.uint8, device="cpu")
+        self.there = torch.full((len(block),), POISON, dtype=torch.uint8, device="cpu")
         self.has_run = False
 
     def run(self):
@@ -31,9 +30,6 @@ class LateCopy:
             self.copies.waits += 1
             self.copies.run(1 + self.copies.pending().index(self))
 
-    def intact(self):
-        return True
-
     def take(self):
         there, self.there = self.there, self.there.view(-1)
         self.copies.taken += 1
@@ -44,7 +40,6 @@ class LateCopies:
     """Copies that run one after the other: when `run` says so, or when someone waits for one."""
 
     device = torch.device("cpu")
-    nbytes = None  # of what arrives; None: of what was sent
 
     def __init__(self):
         self.started, self.blocks = [], []
@@ -54,13 +49,9 @@ class LateCopies:
         self.blocks.append(torch.full((nbytes,), POISON, dtype=torch.uint8, device="cpu"))
         return self.blocks[-1]
 
-    def start(self, block, timed=False):
-        assert not timed  # nobody asks where there is one way only
-        self.started.append(self.make(block))
+    def start(self, block):
+        self.started.append(LateCopy(self, block))
         return self.started[-1]
-
-    def make(self, block):
-        return LateCopy(self, block)
 
     def pending(self):
         return [copy for copy in self.started if not copy.has_run]
@@ -71,31 +62,6 @@ class LateCopies:
             copy.run()
 
 
-class LateRead(LateCopy):
-    """Reads long values when it runs, too, wherever they are by then in the ring."""
-
-    def run(self):
-        assert not self.has_run
-        self.there[: len(self.source)].copy_(self.source)
-        self.right = bool(self.copies.rows.read(self.there))
-        self.has_run = True
-
-    def intact(self):
-        self.wait()
-        return self.right
-
-
-class LateReads(LateCopies):
-    """Copies what is short, and reads what is long, when `run` says so, or when someone waits for it."""
-
-    def __init__(self, rows):
-        super().__init__()
-        self.rows, self.nbytes = rows, rows.end
-
-    def make(self, block):
-        return LateRead(self, block)
-
-
 class StagedDataset(tr.ReplayDataset):
     """A dataset whose batches go to such a device."""
 
@@ -104,12 +70,7 @@ class StagedDataset(tr.ReplayDataset):
         self.copies = LateCopies()
 
     def _make_staging(self):
-        return Staging(
-            self.buffer,
-            self.batch_size,
-            self.prefetch,
-            PathSelector([copied_by_host(self.buffer, self.batch_size, self.copies)]),
-        )
+        return Staging(self.buffer, self.batch_size, self.prefetch, self.copies)
 
 
 class LateArrival:

@@ -35,8 +35,8 @@ class Event:
 class Stream:
     """Work that is done in order; an entry is (the event that it needs, what is done)."""
 
-    def __init__(self, simulated, priority=0):
-        self.simulated, self.work, self.device, self.priority = simulated, [], torch.device("cpu"), priority
+    def __init__(self, simulated):
+        self.simulated, self.work, self.device = simulated, [], torch.device("cpu")
         simulated.streams.append(self)
 
     def wait_event(self, event):
@@ -58,17 +58,10 @@ class SimulatedTensor(torch.Tensor):
     def new(cls, simulated, shape, dtype):
         plain = torch.empty(shape, dtype=dtype)
         plain.view(-1).view(torch.uint8).fill_(RUBBISH)
-        return cls.over(simulated, plain)
-
-    @classmethod
-    def over(cls, simulated, plain):
         self = plain.as_subclass(cls)
         self.simulated, self.plain, self.used_on = simulated, plain, set()
         self.stream = simulated.current
         return self
-
-    def __getitem__(self, index):
-        return SimulatedTensor.over(self.simulated, self.plain[index])
 
     def copy_(self, source, non_blocking=False):
         assert non_blocking, "the host would wait"
@@ -91,15 +84,15 @@ class SimulatedTensor(torch.Tensor):
 class SimulatedCuda:
     """A device, and what `torchreplay.cuda.copies` needs of the module `torch`."""
 
-    uint8, bool, contiguous_format = torch.uint8, torch.bool, torch.contiguous_format
+    uint8, contiguous_format = torch.uint8, torch.contiguous_format
 
     def __init__(self, seed):
         self.chance = random.Random(seed)
         self.streams, self.allocated, self.waits, self.pinned = [], [], 0, 0
         self.current = self.main = Stream(self)
         self.cuda = SimpleNamespace(
-            Stream=lambda device, priority=0: Stream(self, priority),
-            Event=lambda enable_timing=False: Event(self),
+            Stream=lambda device: Stream(self),
+            Event=lambda: Event(self),
             current_stream=lambda device: self.current,
             stream=self.on,
         )
@@ -117,12 +110,6 @@ class SimulatedCuda:
             return torch.empty(shape, dtype=dtype)  # for copies from the host
         self.allocated.append(SimulatedTensor.new(self, shape, dtype))
         return self.allocated[-1]
-
-    def compute(self, function, shape, dtype):
-        """Has the current stream compute a tensor; returns it, to be there then."""
-        result = SimulatedTensor.new(self, shape, dtype)
-        self.current.work.append((None, lambda: result.plain.copy_(function())))
-        return result
 
     def run(self, until=None, most=None):
         """Lets the device work: until a condition holds, for some steps, or until nothing is left."""

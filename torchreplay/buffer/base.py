@@ -43,9 +43,6 @@ class Batches(Protocol):
     def drawn_from(self) -> TreeSummary:
         """What the weights of the batch handed out last were computed from."""
 
-    def discard_last(self) -> None:
-        """Says that the batch handed out last is none: another comes in its place, and it has not been drawn."""
-
     @property
     def ready(self) -> int:
         """How many batches are drawn, in memory of the staging, and not handed out."""

@@ -148,13 +148,6 @@ class PrefetchIterator:
             for step, *parts, drawn_from in self._ahead.drawn()
         ]
 
-    def discard_last(self) -> None:
-        """Says that the batch handed out last is none: another comes in its place, and it has not been drawn."""
-        self._segment.undraw(self._batch_size)
-        self._others -= 1
-        if self._left is not None:
-            self._left += 1
-
     def close(self) -> None:
         """Ends the thread. What was drawn and is not handed out has not been drawn.
 
@@ -229,8 +222,6 @@ class PrefetchIterator:
                 self._waited_by = None
                 wait.end()
         batch: ReplayBatch = result
-        if self._staging is not None and self._staging.times_draws:
-            self._staging.note_draw(batch, ahead.took_ns() / 1e9)
         if self._finish is not None:
             self._finish(batch)
         return batch

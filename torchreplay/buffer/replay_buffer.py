@@ -27,8 +27,7 @@ from torchreplay.buffer.writer import Autoreset, Writer
 from torchreplay.checkpoint.buffer_checkpoint import Description, load_rows, reading_rooms, save, with_rows
 from torchreplay.cuda.copies import DeviceCopies
 from torchreplay.cuda.pinned_memory import CudaRegistry, PageLock, Registry
-from torchreplay.cuda.routes import PathSelector, Route
-from torchreplay.cuda.staging import Staging, copied_by_host, read_by_device
+from torchreplay.cuda.staging import Staging
 from torchreplay.errors import AttachError, CheckpointError, ReplayTimeout
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.batch_plan import GOALS
@@ -137,7 +136,6 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         self._ledger: DeliveryLog | Handle | None = None  # ours, or that of the process that the handle came from
         self._deferred = PendingUpdates(segment.update)
         self._page_lock: PageLock | None = None
-        self._choices = dict[tuple[int, torch.device], PathSelector]()
         self._ended = False  # closed, and stopped before
         self._finish = config.view.finish if isinstance(config.view, Hindsight) else None
         plan = config.view.plan(config.fields)
@@ -355,19 +353,9 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         if pin == "off":
             return None
         copies = DeviceCopies(device)
-        choice = PathSelector([copied_by_host(self, batch_size, copies)])
-        if pin == "ring" and self._lock_pages(CudaRegistry(copies.device)).held and prefetch and self._finish is None:
-            choice = self._choice(batch_size, choice.routes[0])
-        return Staging(self, batch_size, prefetch, choice)
-
-    def _choice(self, batch_size: int, usual: Route) -> PathSelector:
-        """Returns the choice of ways of batches of that size to that device, which is made once."""
-        device, lock = usual.copies.device, self._page_lock
-        assert lock is not None
-        if (batch_size, device) not in self._choices:
-            others = read_by_device(self, batch_size, device, lock)
-            self._choices[batch_size, device] = PathSelector([usual, *others])
-        return self._choices[batch_size, device]
+        if pin == "ring":
+            self._lock_pages(CudaRegistry(copies.device))
+        return Staging(self, batch_size, prefetch, copies)
 
     # Checkpoints
 
@@ -465,7 +453,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
     def _become_childs(self) -> None:
         """Called in a forked child: what is on its way from a device, and page-locked, is the parent's."""
         self._deferred = PendingUpdates(self._segment.update)
-        self._page_lock, self._choices = None, {}
+        self._page_lock = None
 
     def _end(self) -> None:
         """Called at the end of the process, before a file is left."""
@@ -502,7 +490,6 @@ class ReplayBuffer(Drawing, Inspection, Replay):
             self._ledger = None
             if self._page_lock is not None:
                 self._page_lock.release()
-            self._choices.clear()
             self._ended = self._ended or (not self._segment.closed and self._segment.stopped)
             self._segment.close()
             open_buffers.discard(self)

@@ -8,14 +8,9 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import torch
-
-if TYPE_CHECKING:
-    from torchreplay.cuda.long_rows import LongRows
-    from torchreplay.cuda.pinned_memory import PageLock
 
 _holders: weakref.WeakSet[Any] = weakref.WeakSet()
 _of_parent: list[Any] = []
@@ -52,20 +47,12 @@ class DeviceCopy:
 
     Args:
         block: There.
-        begun: What was recorded before, to tell the time; None: nobody wants to know.
         ended: What was recorded after it.
-        intact: bool `[]` in page-locked memory, there once it has ended: the block is what it was to be; None: it is.
     """
 
-    def __init__(
-        self,
-        block: torch.Tensor,
-        begun: torch.cuda.Event | None,
-        ended: torch.cuda.Event,
-        intact: torch.Tensor | None,
-    ) -> None:
+    def __init__(self, block: torch.Tensor, ended: torch.cuda.Event) -> None:
         self._block: torch.Tensor | None = block
-        self._begun, self._ended, self._intact = begun, ended, intact
+        self._ended = ended
 
     def done(self) -> bool:
         """Returns whether the copy has ended."""
@@ -74,19 +61,6 @@ class DeviceCopy:
     def wait(self) -> None:
         """Returns when it has."""
         self._ended.synchronize()
-
-    def intact(self) -> bool:
-        """Returns whether the block is what it was to be; where that is not certain, once the copy has ended."""
-        if self._intact is None:
-            return True
-        if not self.done():
-            self.wait()
-        return bool(self._intact)
-
-    def seconds(self) -> float:
-        """Returns how long the copy took, which has ended, and was to be timed."""
-        assert self._begun is not None
-        return float(self._begun.elapsed_time(self._ended)) / 1e3
 
     def take(self) -> torch.Tensor:
         """Returns the block, for the current stream of the calling thread; once."""
@@ -119,100 +93,24 @@ class DeviceCopies:
 
     def __init__(self, device: torch.device) -> None:
         self.device = torch.cuda.current_stream(device).device  # which has an index
-        self._stream = self._make_stream()
+        self._stream = torch.cuda.Stream(self.device)
 
     def memory(self, nbytes: int) -> torch.Tensor:
         """Returns memory to copy from: uint8 `[nbytes]`."""
         return page_locked((nbytes,), torch.uint8)
 
-    def start(self, block: torch.Tensor, timed: bool = False) -> DeviceCopy:
+    def start(self, block: torch.Tensor) -> DeviceCopy:
         """Starts the copy of a block, which must not change until it is done.
 
         Args:
             block: uint8 `[n]`, in such memory.
-            timed: Somebody will want to know how long it took.
         """
         with torch.cuda.stream(self._stream):
-            begun = self._record(timed) if timed else None
-            there, intact = self._carry(block)
-            ended = self._record(timed)
-        return DeviceCopy(there, begun, ended, intact)
-
-    def _make_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self.device)
-
-    def _record(self, timed: bool) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=timed)
-        event.record(self._stream)
-        return event
-
-    def _carry(self, block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Has the current stream bring a block to the device; returns it there, and what tells whether it is intact."""
-        there = torch.empty(block.shape, dtype=block.dtype, device=self.device)
-        there.copy_(block, non_blocking=True)
-        return there, None
-
-
-class GatherCopies(DeviceCopies):
-    """Copies what is short of a batch, and has the device read what is long in the buffer's own, page-locked memory.
-
-    Its stream goes before others, so that a step's kernels do not make it late: who takes the batch waits until it is
-    known to be intact. That is the link's time, not the step's.
-
-    Args:
-        device: A CUDA device; without an index the current one.
-        rows: What is read there.
-        lock: By which the memory is page-locked.
-    """
-
-    def __init__(self, device: torch.device, rows: LongRows, lock: PageLock) -> None:
-        super().__init__(device)
-        self._rows, self._lock = rows, lock
-
-    def _make_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self.device, priority=-1)
-
-    def _carry(self, block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        there = torch.empty(self._rows.end, dtype=block.dtype, device=self.device)
-        there[: len(block)].copy_(block, non_blocking=True)
-        with self._lock.in_use(self.device):
-            read = self._rows.read(there)
-        intact = page_locked((), torch.bool)
-        intact.copy_(read, non_blocking=True)
-        return there, intact
-
-
-class _Seen:
-    """Memory of the host as CUDA describes memory of its own; it keeps it mapped."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-        size = tensor.element_size()
-        self.__cuda_array_interface__ = {
-            "version": 3,
-            "shape": tuple(tensor.shape),
-            "strides": tuple(stride * size for stride in tensor.stride()),
-            "typestr": np.dtype(str(tensor.dtype).removeprefix("torch.")).str,
-            "data": (tensor.data_ptr(), False),
-        }
-
-
-def seen_by(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor of page-locked memory of the host as one that kernels on a device may read, over the link.
-
-    Devices read it at the host's addresses: CUDA on 64-bit Linux has one range of addresses for both.
-
-    Args:
-        device: Of CUDA, with an index.
-        tensor: Of integers.
-
-    Raises:
-        RuntimeError: torch has made a copy of it.
-    """
-    seen = torch.as_tensor(_Seen(tensor), device=device)  # without the device a default one of the user's is taken
-    if seen.data_ptr() != tensor.data_ptr():
-        raise RuntimeError("this version of torch copies memory that is to be read where it lies")
-    return seen
+            there = torch.empty(block.shape, dtype=block.dtype, device=self.device)
+            there.copy_(block, non_blocking=True)
+            ended = torch.cuda.Event()
+            ended.record(self._stream)
+        return DeviceCopy(there, ended)
 
 
 class HostCopy:

@@ -23,20 +23,19 @@ class Packing:
     Args:
         fields: What is packed, by path.
         batch_size: Items of each, B.
-        start: Where the first one lies: bytes from the start of the block, a multiple of `ALIGNMENT`.
 
     Attributes:
-        end: Bytes from the start of the block to the end of the last one.
+        nbytes: Of the block.
     """
 
-    def __init__(self, fields: Mapping[Path, Field], batch_size: int, start: int = 0) -> None:
-        self.end = start
+    def __init__(self, fields: Mapping[Path, Field], batch_size: int) -> None:
+        self.nbytes = 0
         self._places: list[tuple[Path, torch.dtype, tuple[int, ...], tuple[int, ...], int]] = []
         for path, field in fields.items():
             shape = (batch_size, *field.shape)
             strides = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
-            self._places.append((path, field.dtype, shape, strides, self.end // field.dtype.itemsize))
-            self.end += -(-batch_size * field.nbytes // ALIGNMENT) * ALIGNMENT
+            self._places.append((path, field.dtype, shape, strides, self.nbytes // field.dtype.itemsize))
+            self.nbytes += -(-batch_size * field.nbytes // ALIGNMENT) * ALIGNMENT
         self._dtypes = {dtype for _, dtype, *_ in self._places}
 
     def tensors(self, block: torch.Tensor) -> dict[Path, torch.Tensor]:
@@ -46,7 +45,7 @@ class Packing:
         an autograd graph that has saved another.
 
         Args:
-            block: uint8 `[end or more]`, the whole of its storage, on any device.
+            block: uint8 `[nbytes]`, the whole of its storage, on any device.
         """
         typed = {dtype: block.view(dtype) for dtype in self._dtypes}
         return {

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from torchreplay.cuda.copies import GatherCopies, keep_in_children, seen_by
-from torchreplay.cuda.long_rows import LongRows
+from torchreplay.cuda.copies import keep_in_children
 from torchreplay.cuda.packing import DRAWN, Packing, batch_of
-from torchreplay.cuda.routes import Copies, Copy, PathSelector, Route
 from torchreplay.schema.batch import Finish, ReplayBatch
 from torchreplay.schema.spec import Path
 
 if TYPE_CHECKING:
-    from torchreplay import _C
-    from torchreplay.cuda.pinned_memory import PageLock
-    from torchreplay.schema.config import Config, Configured
+    from torchreplay.schema.config import Config
 
 SPARE = 3
 """Slots beside those of the batches ordered: copies from them may be under way without anyone waiting."""
@@ -33,16 +27,34 @@ class Drawn(Protocol):
     """What batches are drawn from."""
 
     @property
+    def _config(self) -> Config: ...
+    @property
     def _finish(self) -> Finish | None: ...
 
 
-class Local(Protocol):
-    """What has its rows in the memory of this machine."""
+class Copy(Protocol):
+    """The copy of a block to a device, which may be under way."""
 
-    @property
-    def _config(self) -> Config: ...
-    @property
-    def _segment(self) -> _C.Segment: ...
+    def done(self) -> bool:
+        """Returns whether it has ended, so that its source may change."""
+
+    def wait(self) -> None:
+        """Returns when it has."""
+
+    def take(self) -> torch.Tensor:
+        """Returns the block on the device, for what the calling thread has the device do from now on; once."""
+
+
+class Copies(Protocol):
+    """What copies blocks to a device: one after the other, and without the host waiting."""
+
+    device: torch.device
+
+    def memory(self, nbytes: int) -> torch.Tensor:
+        """Returns memory to copy from: uint8 `[nbytes]`, the whole of its storage."""
+
+    def start(self, block: torch.Tensor) -> Copy:
+        """Starts the copy of a block, which must not change until it is done."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,34 +62,16 @@ class Slot:
     """Memory for one batch on its way.
 
     Attributes:
-        block: Everything but the keys, whatever the route.
-        key: int64 `[B]`.
-        route: Of the batch that is drawn into it.
-        tensors: What lies in the block then.
-        batch: The same, and the keys, as that batch.
-        sent: What of the block is sent to the device.
-        took: Seconds that its draw took.
+        block: Everything but the keys.
+        tensors: What lies in the block.
+        batch: The same, and the keys.
         copy: The last one from here.
     """
 
     block: torch.Tensor
-    key: torch.Tensor
-    route: Route
-    tensors: dict[Path, torch.Tensor] = field(init=False)
-    batch: ReplayBatch = field(init=False)
-    sent: torch.Tensor = field(init=False)
-    took: float = 0.0
+    tensors: dict[Path, torch.Tensor]
+    batch: ReplayBatch
     copy: Copy | None = None
-
-    def __post_init__(self) -> None:
-        self.assign(self.route)
-
-    def assign(self, route: Route) -> None:
-        """Makes it one for a batch on that route."""
-        self.route = route
-        self.tensors = route.drawn(self.block)
-        self.batch = batch_of(self.tensors, self.key)
-        self.sent = self.block[: route.nbytes]
 
 
 class Staging:
@@ -89,7 +83,6 @@ class Staging:
     - A slot is drawn into again once its copy has ended. Until then the others are used; there are enough of them for
       `SPARE` copies to be under way. Who asks for batches faster than that waits for the oldest copy: it is the
       device's link that is too slow then.
-    - Where there are several routes, the first batches take them in turn, and those after them the quickest one.
 
     It is for one iteration, and one thread.
 
@@ -97,18 +90,17 @@ class Staging:
         buffer: The buffer to draw from.
         batch_size: Items in a batch.
         prefetch: Batches drawn ahead of the one asked for; 0: the buffer itself finishes each.
-        choice: Of the route on which each gets to the device.
+        copies: What copies them to the device.
     """
 
-    def __init__(self, buffer: Drawn, batch_size: int, prefetch: int, choice: PathSelector) -> None:
+    def __init__(self, buffer: Drawn, batch_size: int, prefetch: int, copies: Copies) -> None:
         self._process = os.getpid()
         keep_in_children(self)
         self._batch_size = batch_size
         self._computes = buffer._finish is not None
         self._finish = buffer._finish if prefetch else None
-        self._copies = choice.routes[0].copies
-        self._nbytes = max(route.nbytes for route in choice.routes)
-        self._choice = choice
+        self._packing = Packing({**buffer._config.outputs(), **DRAWN}, batch_size)
+        self._copies = copies
         self._may_make = prefetch + 1 + SPARE
         self._ordered = deque[Slot]()  # to be drawn into, or drawn, in the order of the batches
         self._left = deque[Slot]()  # handed out; the copy that started first is the first
@@ -139,25 +131,11 @@ class Staging:
             with suppress(Exception):  # such as a user's function raises: it does so again when it is this batch's turn
                 self._start(self._ordered[0])
 
-    @property
-    def times_draws(self) -> bool:
-        """Whether `note_draw` wants to know."""
-        return self._choice.open
-
-    def note_draw(self, batch: ReplayBatch, seconds: float) -> None:
-        """Takes notice of how long the draw of a batch took that `place` gave."""
-        for slot in self._ordered:
-            if slot.batch is batch:
-                slot.took = seconds
-
-    def hand_out(self, batch: ReplayBatch) -> ReplayBatch | None:
+    def hand_out(self, batch: ReplayBatch) -> ReplayBatch:
         """Returns a drawn batch on the device; only `key` stays, in memory of its own.
 
         Args:
             batch: What `place` gave, drawn by now; or one in other memory, which is copied by itself.
-
-        Returns:
-            None if rows of it were overwritten before the device had read them.
         """
         slot = self._slot_of(batch)
         if slot is None:
@@ -166,11 +144,7 @@ class Staging:
         if slot.copy is None:
             self._start(slot)
         assert slot.copy is not None
-        intact = slot.copy.intact()
-        self._choice.note_outcome(slot.route, not intact)
-        if not intact:
-            return None
-        moved = batch_of(slot.route.arrived(slot.copy.take()), batch["key"].clone())
+        moved = batch_of(self._packing.tensors(slot.copy.take()), batch["key"].clone())
         moved.source = batch.source
         return moved
 
@@ -186,45 +160,20 @@ class Staging:
             self._finish(slot.batch)
         if self._computes:
             _write_back(slot.batch, slot.tensors)
-        slot.copy = slot.route.copies.start(slot.sent, self._choice.open)
+        slot.copy = self._copies.start(slot.block)
 
     def _free_slot(self) -> Slot:
         if self._left and (self._may_make <= 0 or _is_free(self._left[0])):
             slot = self._left.popleft()
             if slot.copy is not None:
                 slot.copy.wait()
-                if self._choice.open:
-                    self._choice.note(slot.route, slot.took, slot.copy.seconds())
                 slot.copy = None
-            route = self._choice.next()
-            if slot.route is not route:
-                slot.assign(route)
             return slot
         self._may_make -= 1
+        block = self._copies.memory(self._packing.nbytes)
+        tensors = self._packing.tensors(block)
         key = torch.empty(self._batch_size, dtype=torch.int64, device="cpu")
-        return Slot(self._copies.memory(self._nbytes), key, self._choice.next())
-
-
-def copied_by_host(buffer: Configured, batch_size: int, copies: Copies) -> Route:
-    """Returns the route of batches whose values are copied twice: by the host as they are drawn, and to the device."""
-    packing = Packing({**buffer._config.outputs(), **DRAWN}, batch_size)
-    return Route("copied by the host", copies, packing.end, packing.tensors, packing.tensors)
-
-
-def read_by_device(buffer: Local, batch_size: int, device: torch.device, lock: PageLock) -> list[Route]:
-    """Returns the route of batches whose long values the device reads in the buffer's own memory, which is page-locked.
-
-    Nothing where there are no long values, and with a warning where the device does not reach that memory.
-    """
-    if not buffer._segment.long_outputs:
-        return []
-    try:
-        rows = LongRows(buffer._segment, buffer._config.outputs(), batch_size, partial(seen_by, device))
-    except RuntimeError as error:
-        warnings.warn(f'pin="ring": {error}; the rows are copied by the host first', RuntimeWarning, stacklevel=2)
-        return []
-    copies = GatherCopies(device, rows, lock)
-    return [Route("read by the device", copies, rows.drawn.end, rows.places, rows.tensors)]
+        return Slot(block, tensors, batch_of(tensors, key))
 
 
 def _write_back(batch: ReplayBatch, tensors: Mapping[Path, torch.Tensor]) -> None:

@@ -277,9 +277,7 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
     def _on_device(self, batch: ReplayBatch, staging: Staging | None, stream: Batches) -> ReplayBatch:
         if staging is None:
             return batch if self.device is None else batch.to(self.device)
-        while (moved := staging.hand_out(batch)) is None:
-            stream.discard_last()
-            batch = next(stream)
+        moved = staging.hand_out(batch)
         staging.copy_ahead(stream.ready)
         return moved
 

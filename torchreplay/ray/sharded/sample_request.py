@@ -201,11 +201,6 @@ class SampleRequestStream:
             self._left -= 1
         return batch
 
-    def discard_last(self) -> None:
-        """Says that the batch handed out last is none: another comes in its place. The shards have drawn it."""
-        if self._left is not None:
-            self._left += 1
-
     def drawn(self) -> list[dict[str, Any]]:
         """Returns nothing: rounds under way cannot be named, and have not been drawn."""
         return []

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from torchreplay.buffer.base import Pin, Replay
 from torchreplay.buffer.sampling import MAX_BATCH, MISSING, Missing, require_all
 from torchreplay.cuda.copies import DeviceCopies
-from torchreplay.cuda.routes import PathSelector
-from torchreplay.cuda.staging import Staging, copied_by_host
+from torchreplay.cuda.staging import Staging
 from torchreplay.ray.sharded.client import ShardClient
 from torchreplay.ray.sharded.gathering import Gathering
 from torchreplay.ray.sharded.priority_updates import Feedback
@@ -125,9 +124,7 @@ class ShardedDrawing(Replay):
             raise ValueError('pin="ring" page-locks the memory of a ReplayBuffer: expected another for a ShardedReplay')
         if pin == "off":
             return None
-        return Staging(
-            self, batch_size, prefetch, PathSelector([copied_by_host(self, batch_size, DeviceCopies(device))])
-        )
+        return Staging(self, batch_size, prefetch, DeviceCopies(device))
 
     def update_priorities(self, batch_or_keys: ReplayBatch | Any, td: Any) -> None:
         """Feeds TD errors back to exactly the items they were computed from, each to its own shard.
