@@ -78,6 +78,8 @@ class ReplayHistory:
             a `ShardedReplay` has the age that it has in its shard, and the bins divide the shard's capacity.
         age_uniform: float64 `[AGE_BINS]`, the counts to expect of uniform draws from the same buffer.
         priorities: The buffer's `histograms()` at the last `record`; empty before.
+        alpha: Exponent of the buffer's sampler; 0 under `Uniform()`.
+        eps: What the sampler adds to |td|; 0 under `Uniform()`.
     """
 
     def __init__(self, buffer: ReplayBuffer) -> None:
@@ -87,6 +89,8 @@ class ReplayHistory:
         self.priorities: dict[str, torch.Tensor] = {}
         self.target_ratio = buffer.limiter.ratio if isinstance(buffer.limiter, SamplesPerInsert) else None
         self.capacity = buffer.capacity
+        self.alpha = getattr(buffer.sampler, "alpha", 0.0)
+        self.eps = getattr(buffer.sampler, "eps", 0.0)
         self._buffer = buffer
         self._start = time.monotonic()
 
@@ -218,10 +222,14 @@ def draw_ages(axes: Axes, history: ReplayHistory) -> None:
 
 
 def draw_priorities(axes: Axes, history: ReplayHistory) -> None:
-    """Draws the priorities in the buffer at the end, and which of them the draws go to: P(i) = p_i / sum p."""
-    axes.set(title="Priorities at the end", xlabel=r"priority $p = (|td| + \epsilon)^\alpha$", ylabel="share, %")
+    """Draws the priorities in the buffer at the end, and which of them the draws go to: P(i) = p_i / sum p.
+
+    p = (|td| + eps)^alpha: Schaul et al. 2016, equation 1.
+    """
+    axes.set(title="Priorities at the end", xlabel="priority |td|", ylabel="share, %")
     counts, edges = history.priorities["priority"].double(), history.priorities["priority_edges"]
-    mass = counts * (edges[1:] * edges[:-1]).sqrt()  # the priorities of a bin are taken as the bin's middle
+    middle = (edges[1:] * edges[:-1]).sqrt()  # what the priorities of a bin are taken for
+    mass = counts * (middle + history.eps) ** history.alpha
     items, draws = (100 * values / values.sum().clamp(min=1e-300) for values in (counts, mass))
     axes.stairs(draws.tolist(), edges.tolist(), fill=True, color=BLUE, alpha=0.35)
     axes.stairs(draws.tolist(), edges.tolist(), color=BLUE, linewidth=1.4, label="of the draws")

@@ -84,7 +84,7 @@ inline void put_guarded(DictBuilder& d, SegmentMemory& m) {
   d.put<"evicted_unsampled">(evicted_unsampled);
   d.put<"priority_change">(change / static_cast<double>(std::max<uint64_t>(1, updated)));
   d.put<"priority_total">(total);
-  d.put<"priority_min">(min);
+  d.put<"smallest_leaf">(min);
   d.put<"priority_max">(max_raw);
 }
 

@@ -301,6 +301,32 @@ def test_histograms_are_those_of_numpy():
     assert int(given["priority"].sum()) == int(given["age"].sum()) == n
 
 
+@pytest.mark.parametrize("alpha", [0.01, 0.3, 0.6, 1.0, 2.0])
+def test_priorities_are_raw_td_errors_wherever_they_are_shown(alpha):
+    buffer = make(16, sampler=tr.Prioritized(alpha=alpha, eps=1e-4))
+    write(buffer, 0, 4)
+    errors = torch.tensor([0.5, 2.0, -8.0, 32.0])
+    buffer.update_priorities(torch.arange(4), errors)
+    stats, given = buffer.stats(), buffer.histograms(bins=4)
+    rel = 1e-6 / min(alpha, 1)  # of a leaf of float32
+    assert stats.priority_min == pytest.approx(0.5, rel=rel)
+    assert stats.priority_max == pytest.approx(32.0)
+    np.testing.assert_allclose(given["priority_edges"][[0, -1]], [0.5, 32.0], rtol=rel)
+    assert int(given["priority"].sum()) == 4
+    buffer.update_priorities([1], [0.0])
+    assert buffer.stats().priority_min == pytest.approx(0.0, abs=1e-4 * rel)
+    assert buffer.histograms()["priority_edges"].min() == pytest.approx(1e-4, rel=rel)  # eps: 0 has no logarithm
+
+
+@pytest.mark.parametrize("sampler", [tr.Uniform(), tr.Prioritized(alpha=0.0)])
+def test_where_priorities_do_not_count_each_is_1(sampler):
+    buffer = make(16, sampler=sampler)
+    assert buffer.stats().priority_min == 0.0
+    write(buffer, 0, 4)
+    assert buffer.stats().priority_min == 1.0
+    assert buffer.histograms(bins=3)["priority"].tolist() == [0, 4, 0]
+
+
 def test_histograms_of_nothing_and_of_equal_priorities_are_counts_like_others():
     buffer = make()
     assert (int(buffer.histograms()["priority"].sum()), int(buffer.histograms()["age"].sum())) == (0, 0)

@@ -113,7 +113,7 @@ def assert_leaves_add_up(buffer):
     assert (leaves > 0).sum() == stats.drawable == CAPACITY
     assert leaves.min() >= 2.0**-12
     assert stats.priority_total == math.fsum(leaves.tolist())
-    assert stats.priority_min == leaves.min()
+    assert buffer._segment.stats()["smallest_leaf"] == leaves.min()
 
 
 def test_memory_stays_flat_and_leaves_add_up_in_a_turn_of_a_million_rows(tally):

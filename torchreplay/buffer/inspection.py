@@ -15,6 +15,7 @@ from torchreplay.buffer.pending_updates import PendingUpdates
 from torchreplay.buffer.stats import Stats
 from torchreplay.schema.config import Configured
 from torchreplay.schema.limiters import Limiter, MinSize, SamplesPerInsert, from_native
+from torchreplay.schema.samplers import LARGEST_PRIORITY, Sampler, Uniform, priorities_of
 from torchreplay.schema.spec import nest
 from torchreplay.segment.waits import NEVER
 from torchreplay.validation import checked_int, checked_kind
@@ -65,7 +66,19 @@ def place(tensor: torch.Tensor) -> int | None:
         return None
 
 
-def histograms(leaves: torch.Tensor, keys1: torch.Tensor, head: int, bins: int) -> dict[str, torch.Tensor]:
+def smallest_priority(leaf: float, sampler: Sampler) -> float:
+    """Returns the raw priority of the smallest leaf, as `priorities_of` does; 0 when there is none."""
+    if not leaf:
+        return 0.0
+    if isinstance(sampler, Uniform) or not sampler.alpha:
+        return 1.0
+    largest = math.log(LARGEST_PRIORITY)
+    return max(0.0, math.exp(min(math.log(leaf) / sampler.alpha, largest)) - sampler.eps)
+
+
+def histograms(
+    leaves: torch.Tensor, keys1: torch.Tensor, head: int, bins: int, sampler: Sampler
+) -> dict[str, torch.Tensor]:
     """Returns the histograms that `ReplayBuffer.histograms` documents.
 
     Args:
@@ -73,8 +86,10 @@ def histograms(leaves: torch.Tensor, keys1: torch.Tensor, head: int, bins: int) 
         keys1: int64 `[capacity]`, key + 1 of each slot's row, 0 for none.
         head: The next key.
         bins: Number of bins.
+        sampler: The buffer's.
     """
-    positive = leaves[(leaves > 0) & (keys1 > 0)].double()  # others are being restored
+    priorities = priorities_of(leaves[(leaves > 0) & (keys1 > 0)].double(), sampler)  # other rows are being restored
+    positive = priorities.clamp(min=getattr(sampler, "eps", 1.0))  # 0 has no logarithm
     ages = (head - keys1[keys1 > 0]).double()
     low, high = (math.log10(positive.min()), math.log10(positive.max())) if len(positive) else (0.0, 0.0)
     # A range of no width would put everything beside its only value.
@@ -159,24 +174,27 @@ class Inspection(Configured):
         return self._stats()
 
     def _stats(self) -> Stats:
-        return Stats.of(self._segment.stats())
+        values = self._segment.stats()
+        values["priority_min"] = smallest_priority(values.pop("smallest_leaf"), self._config.sampler)
+        return Stats.of(values)
 
     def _marks(self) -> tuple[int, int]:
         return self._nonce, self._segment.seed
 
     def histograms(self, bins: int = 64) -> dict[str, torch.Tensor]:
-        """Returns histograms of leaf priorities and of rows' ages. O(capacity).
+        """Returns histograms of raw priorities and of rows' ages. O(capacity).
 
         Args:
             bins: Number of bins.
 
         Returns:
-            `priority_edges` (`[bins + 1]`, logarithmic), `priority` (`[bins]` counts of positive leaves), `age_edges`
-            (`[bins + 1]`, in rows written since) and `age` (`[bins]` counts of rows).
+            `priority_edges` (float64 `[bins + 1]`, logarithmic) and `priority` (int64 `[bins]`, counts of drawable
+            items by raw priority |td|; what is below the sampler's `eps` counts as `eps`); `age_edges` (float64
+            `[bins + 1]`, in rows written since) and `age` (int64 `[bins]`, counts of rows).
         """
         bins = checked_int("bins", bins, 1, 1 << 20)
         head = self.stats().rows_written  # which applies what has arrived
-        return histograms(self._segment.column(-1), self._segment.column(-2), head, bins)
+        return histograms(self._segment.column(-1), self._segment.column(-2), head, bins, self._config.sampler)
 
     @property
     def storage(self) -> dict[str, Any]:

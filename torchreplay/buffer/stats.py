@@ -34,9 +34,10 @@ class Stats:
             checkpoint do not count.
         priority_change: By how much a TD error changed its item's leaf, up or down, on average over those applied.
         samples_per_insert: sampled / inserted, not by row written; 0 before the first insert.
-        priority_total: Sum of all leaves.
-        priority_min: Smallest positive leaf; 0 when there is none.
-        priority_max: Largest raw priority seen.
+        priority_total: Sum of all leaves, (|td| + eps)^alpha.
+        priority_min: Smallest raw priority |td| of the items that can be drawn; 0 when there are none. Under
+            `Uniform()`, which ignores priorities, it is 1.
+        priority_max: Largest raw priority |td| seen.
         writers: Writers alive.
         learners: Learners alive.
         rows_written: Tickets issued to writers; more than rows by those lost to deaths and skipped slots.

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
+import torch
+
 from torchreplay.validation import as_float, as_floats, checked_choice, checked_int
 
 Normalization: TypeAlias = Literal["buffer", "batch", "none"]
@@ -97,3 +99,21 @@ class Prioritized:
 
 
 Sampler: TypeAlias = Uniform | Prioritized
+
+LARGEST_PRIORITY = 3.4028234663852886e38
+"""Of float32, in which priorities are kept."""
+
+
+def priorities_of(leaves: torch.Tensor, sampler: Sampler) -> torch.Tensor:
+    """Returns the raw priorities that leaves were made of: |td| = p^(1/alpha) - eps, equation 1 solved for |td|.
+
+    Args:
+        leaves: float64, positive.
+        sampler: The buffer's. Under `Uniform()`, and with an alpha of 0, every priority counts as 1.
+
+    Returns:
+        float64, from 0 to the largest float32.
+    """
+    if isinstance(sampler, Uniform) or not sampler.alpha:
+        return torch.ones_like(leaves)
+    return (leaves ** (1.0 / sampler.alpha) - sampler.eps).clamp(0.0, LARGEST_PRIORITY)

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 import torch
 
 from torchreplay.buffer.inspection import histograms
+from torchreplay.schema.samplers import Uniform
 
 
 def merged_histograms(each: Sequence[dict[str, torch.Tensor]], bins: int) -> dict[str, torch.Tensor]:
     """Returns histograms as `ReplayBuffer.histograms` does, over the range that all of `each` span together."""
     if not each:
-        return histograms(torch.empty(0), torch.empty(0, dtype=torch.int64), 0, bins)
+        return histograms(torch.empty(0), torch.empty(0, dtype=torch.int64), 0, bins, Uniform())
     merged = {}
     for name, logarithmic in (("priority", True), ("age", False)):
         counts = [h[name] for h in each]

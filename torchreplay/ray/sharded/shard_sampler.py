@@ -97,21 +97,21 @@ class ShardSampler:
             drawn: The tree as a draw found it; None: as it is.
             candidates: How many items come along.
         """
-        stats = self._buffer.stats()
+        stats = self._buffer._segment.stats()
         census = self._buffer._segment.census(False)
         return ShardReport(
-            drawn or Drawn(stats.priority_total, stats.drawable, stats.priority_min),
+            drawn or Drawn(stats["priority_total"], stats["drawable"], stats["smallest_leaf"]),
             candidates,
-            stats.size,
-            stats.inserted,
-            stats.rows_written,
-            stats.priority_max,
-            stats.writers,
+            stats["size"],
+            stats["inserted"],
+            stats["rows_written"],
+            stats["priority_max"],
+            stats["writers"],
             census["since_departure"],
-            stats.last_write_age,
+            stats["last_write_age"],
             learners,
             rule,
-            stats.stopped,
+            stats["stopped"],
             None,
         )
 
