@@ -45,7 +45,8 @@ def test_an_item_of_a_shard_has_its_age_in_that_shard_and_none_where_the_shard_i
 
     shards = [ShardStats(number, "", filled(rows, capacity=100).stats()) for number, rows in ((0, 100), (5, 250))]
     told = SimpleNamespace(size=200, rows_written=350, shards=shards)
-    history = ReplayHistory(SimpleNamespace(capacity=200, limiter=tr.MinSize(), sampler=tr.Uniform(), stats=lambda: told))
+    figures = {"capacity": 200, "limiter": tr.MinSize(), "sampler": tr.Uniform()}
+    history = ReplayHistory(SimpleNamespace(**figures, stats=lambda: told))
     keys = [0, 99, *((5 << 48) + row for row in (150, 240, 249)), 7 << 48]
     history.observe(tr.ReplayBatch({"key": torch.tensor(keys)}))
     assert {age: n for age, n in enumerate(history.age_counts.tolist()) if n} == {0: 2, 9: 1, 99: 2}
