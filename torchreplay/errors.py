@@ -2,7 +2,7 @@
 
 
 class Stopped(RuntimeError):
-    """The buffer was stopped: everyone who writes or waits is told to finish."""
+    """The buffer was stopped: all writers and waiting calls are to finish."""
 
 
 class ReplayLost(Stopped):

@@ -13,8 +13,8 @@ two arguments `memory, capacity`.
   `[0, tree_total)`.
 - `tree_unit(tree)`: one grid unit, a power of two; float64 scalar.
 - `tree_rebuild(tree)`: chooses the grid that fits the leaves, and computes everything else from them.
-- `tree_grid(tree)`: what of the grid is not in the leaves, int64 `[2]`.
-- `tree_restore(tree, grid)`: `tree_rebuild`, but in the grid that `tree_grid` told, if it holds the leaves.
+- `tree_grid(tree)`: the part of the grid that does not follow from the leaves, int64 `[2]`.
+- `tree_restore(tree, grid)`: `tree_rebuild`, but in the grid that `tree_grid` returned, if it holds the leaves.
 - `tree_total(tree)`, `tree_count(tree)`, `tree_min(tree)`: the sum in grid units (int64), the number of positive leaves
   (int64) and the smallest (float32, infinity if none), as scalar tensors.
 
@@ -168,8 +168,8 @@ class Ring:
 
         Args:
             batch_size: Number of items, B.
-            beta: Exponent of the weights: a number or a scalar CPU tensor, either of which may change from call to call
-                without another compilation; None: the sampler's own, unless that is a schedule.
+            beta: Exponent of the weights: a number or a scalar CPU tensor. It may change from call to call without
+                another compilation; None: the sampler's own, unless that is a schedule.
 
         Returns:
             The fields, each `[B, *shape]`, nested as in the spec, or what the buffer's view makes of them, with `key`

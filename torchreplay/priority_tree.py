@@ -20,8 +20,9 @@ class PriorityTree:
     Sums are kept as integers, multiples of `grid_step`, so nothing drifts and an index of priority zero is never drawn.
     The step follows the priorities: what they are multiplied by changes no draw. A priority below half a step counts as
     one; at a capacity of a million one that is 2^-36 of the largest keeps its proportion within 2 %. Priorities beyond
-    the normal float32 numbers (1.2e-38 to 3.4e38) are stored as the nearest of those. Draws come from a counter-based
-    generator of the tree's own and never touch torch's; the same seed and the same calls give the same draws.
+    the normal float32 numbers (1.2e-38 to 3.4e38) are stored as the nearest such number. Draws come from a
+    counter-based generator of the tree's own and never touch torch's; the same seed and the same calls give the same
+    draws.
 
     All of the tree is one CPU tensor, `memory`, on which `torch.ops.torchreplay.tree_*` work too. A tree is not
     synchronised: it belongs to one thread at a time. It can be copied and pickled.
@@ -161,7 +162,7 @@ class PriorityTree:
 
     @property
     def total(self) -> float:
-        """Sum of the priorities, exact but for the rounding to float64."""
+        """Sum of the priorities, exact up to the rounding to float64."""
         return int(_ops().tree_total(self.memory, self.capacity)) * self.grid_step
 
     @property

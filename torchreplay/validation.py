@@ -114,7 +114,7 @@ def as_numbers(
         ValueError: torch cannot make one of them; the text says `expected`.
     """
     try:
-        if device is None:  # whatever torch's default device is, which would also be that of tensors
+        if device is None:  # for every default device of torch, which tensors would use
             device = values.device if isinstance(values, torch.Tensor) else torch.device("cpu")
         return torch.as_tensor(values, dtype=dtype, device=device)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -122,7 +122,7 @@ def as_numbers(
 
 
 def as_floats(instance: object, *names: str) -> None:
-    """Makes the named attributes of a frozen dataclass plain floats, whatever library's numbers they are.
+    """Makes the named attributes of a frozen dataclass plain floats, from the numbers of any library.
 
     Raises:
         TypeError: One is no number.

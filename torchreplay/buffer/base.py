@@ -1,4 +1,4 @@
-"""`Replay`: what a learner needs of whatever it draws from."""
+"""`Replay`: what a learner needs of a buffer that it draws from."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Replay(Configured, ABC):
             batch_size: Items in a batch.
             prefetch: Batches drawn ahead of the one asked for.
             device: Where they go.
-            pin: What is page-locked, as a `ReplayDataset` is told.
+            pin: What is page-locked, as for a `ReplayDataset`.
         """
 
     @abstractmethod
@@ -136,7 +136,7 @@ class Replay(Configured, ABC):
 
     @abstractmethod
     def stop(self) -> None:
-        """Tells everyone to finish: `stopped` is True in every process, and waiting calls raise `Stopped`."""
+        """Stops the buffer: `stopped` is True in every process, and waiting calls raise `Stopped`."""
 
     @abstractmethod
     def close(self) -> None:

@@ -16,8 +16,8 @@ Array: TypeAlias = np.ndarray[Any, Any]
 class FinalObservations:
     """Turns `infos["final_obs"]` into values `[lanes, ...]` of the observation fields.
 
-    Gymnasium gives an array of all lanes, a nested dict of them, or an object array with one observation a lane and
-    None in lanes whose episode goes on; those get zeros.
+    Gymnasium gives an array of all lanes, a nested dict of them, or an object array with one observation a lane. The
+    object array has None in lanes whose episode goes on; those get zeros.
 
     Args:
         fields: The fields of the spec.

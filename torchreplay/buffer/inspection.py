@@ -105,7 +105,7 @@ def histograms(
 
 
 class Inspection(Configured):
-    """The part of a `ReplayBuffer` that tells what is in it."""
+    """The part of a `ReplayBuffer` that shows what is in it."""
 
     _segment: _C.Segment
     _nonce: int
@@ -134,14 +134,14 @@ class Inspection(Configured):
 
     @property
     def limiter(self) -> Limiter:
-        """Who must wait. Set it to change it for every process at once; whoever can go on under the new one does.
+        """Who must wait. Set it to change it for every process at once. Processes that can go on under the new one do.
 
         None sets the default, `MinSize(1)`, as it does where a buffer is made.
 
         A new limiter counts from the moment at which it is set, as if its `min_size` items had just come and none had
-        been drawn: of the items inserted before, `min_size` count (or all, if there are fewer), and of the draws none.
-        So the balance of `SamplesPerInsert` starts in the middle of its bounds, and neither side has to make up for
-        what was allowed before.
+        been drawn. Of the items inserted before, `min_size` count (or all, if there are fewer). Of the draws before,
+        none count. So the balance of `SamplesPerInsert` starts in the middle of its bounds, and neither side has to
+        make up for what was allowed before.
         """
         return from_native(*self._segment.limiter)
 

@@ -28,7 +28,7 @@ class Arrival(Protocol):
 
 
 def require_one_each(td: torch.Tensor, n: int) -> None:
-    """Raises ValueError unless `td` is one real number for each of `n` keys, whatever they are."""
+    """Raises ValueError unless `td` is one real number for each of `n` keys."""
     if td.shape != (n,) or td.dtype not in ELEMENTS:
         raise ValueError(
             f"the TD errors are {td.dtype} of shape {tuple(td.shape)}, expected one real number for each key: "
@@ -45,8 +45,8 @@ class _Update(NamedTuple):
 class PendingUpdates:
     """Updates of priorities whose TD errors have not arrived, in the order in which they were given.
 
-    Each is applied when its TD errors are there and those given before are applied: by whoever comes by next, in any
-    thread, or by who waits for all of them. A forked child has none: they are the parent's to apply.
+    Each is applied when its TD errors are there and those given before are applied: by the next call in any thread, or
+    by a call that waits for all of them. A forked child has none: they are the parent's to apply.
 
     Args:
         apply: Applies the TD errors of keys; raises ValueError, having done nothing, for some that are NaN or infinite.
@@ -59,7 +59,7 @@ class PendingUpdates:
         self._apply = apply
         self.waiting = deque[_Update]()
         self._numbers = itertools.count(1)
-        # For applying in order. A signal handler that comes by in the midst of that, in the same thread, leaves it be.
+        # For applying in order. A signal handler that runs meanwhile in the same thread leaves it alone.
         self._lock = threading.RLock()
         self._applying = False
 
@@ -90,7 +90,7 @@ class PendingUpdates:
         """Waits until everything given so far has arrived, and applies it.
 
         Raises:
-            ValueError: TD errors are NaN or infinite: they are dropped, the others applied. Notes tell of further ones.
+            ValueError: TD errors are NaN or infinite: they are dropped, the others applied. Notes name further ones.
             RuntimeError: The device has failed; all that was on its way is lost.
         """
         failure: ValueError | None = None

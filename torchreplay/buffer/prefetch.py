@@ -1,4 +1,4 @@
-"""Batches one after the other, of which a native thread draws some before they are asked for."""
+"""Batches one after the other; a native thread draws some before they are asked for."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ LAST_LOOK = 1.0
 class PrefetchIterator:
     """An iterator of batches as `sample` returns them. It is for one thread, which must close it.
 
-    What this thread feeds back or writes has its turn after the batches ordered before, so that the same seed and
-    the same calls give the same batches. A batch does not know what is fed back between its order and its turn.
+    Feedback and rows of this thread come after the batches ordered before. So the same seed and the same calls give the
+    same batches. A batch does not know the feedback between its order and its handing out.
 
     Args:
         buffer: The buffer to draw from.
@@ -66,7 +66,7 @@ class PrefetchIterator:
         self._batch_size, self._left, self._prefetch, self._timeout = batch_size, count, prefetch, timeout
         self._waiting = waiting
         self._again = drawn
-        self._from: TreeSummary | None = None  # of the batch handed out last, if it is one of those
+        self._from: TreeSummary | None = None  # of the batch handed out last, if it came from a state
         self._staging = staging
         self._finish = buffer._finish if staging is None else None
         self._ahead: _C.DrawAhead | None = None
@@ -115,7 +115,7 @@ class PrefetchIterator:
 
     @property
     def ready(self) -> int:
-        """How many of the next batches are drawn. None of those from a state are."""
+        """How many of the next batches are drawn. Batches from a state do not count."""
         return 0 if self._ahead is None or self._again else self._ahead.ready()
 
     @property

@@ -250,7 +250,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         nobody has, it takes O(capacity).
 
         A file outlives its processes, killed ones too. It outlives the machine only after its last process has closed
-        it or come to its end: of what was in use when the machine went down, the disk has parts of different moments.
+        it or ended. If the machine goes down before, the disk has parts of different moments.
 
         Args:
             path: The file.
@@ -303,7 +303,8 @@ class ReplayBuffer(Drawing, Inspection, Replay):
 
         Under a view that links rows it writes one whole episode of T steps: observation fields `[T + 1, *shape]`, the
         others `[T, *shape]`. With one dimension more, `[T + 1, lanes, *shape]` and `[T, lanes, *shape]`, it writes a
-        block of so many environments' streams, in which the observation after an end is the next episode's first one.
+        block of the streams of so many environments. There the observation after an end is the next episode's first
+        one.
 
         Args:
             *args: None: fields go by their names, rows in a dict as `extend(**rows)`.
@@ -345,7 +346,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         drawn: deque[dict[str, Any]],
         staging: Staging | None = None,
     ) -> PrefetchIterator:
-        """Returns a stream of batches, `prefetch` of which are drawn ahead by a native thread."""
+        """Returns a stream of batches; a native thread draws `prefetch` of them ahead."""
         return PrefetchIterator(self, batch_size, count, prefetch, timeout, waiting, drawn, staging)
 
     def staging(self, batch_size: int, prefetch: int, device: torch.device, pin: Pin | None) -> Staging | None:
@@ -463,7 +464,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
                 self._page_lock.release()
 
     def stop(self) -> None:
-        """Tells everyone to finish: `stopped` is True in every process, and waiting calls raise `Stopped`."""
+        """Stops the buffer: `stopped` is True in every process, and waiting calls raise `Stopped`."""
         self._segment.stop()
 
     @property

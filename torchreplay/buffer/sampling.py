@@ -211,14 +211,14 @@ class Drawing:
         """Feeds TD errors back to exactly the items they were computed from.
 
         TD errors of rows overwritten since are dropped and counted (`stats().stale_updates`). Of equal keys the last
-        one wins. Whatever is asked of this object next finds them applied. (Beside a `ReplayDataset` that draws ahead,
-        its thread may apply them, after the batches that are ordered already: before others are to see them, call
-        `flush`. Where the iteration ends while the buffer's lock does not come free, they are dropped and counted.)
+        one wins. The next call of this object finds them applied. (Beside a `ReplayDataset` that draws ahead, its
+        thread may apply them, after the batches that are ordered already: before others are to see them, call `flush`.
+        Where the iteration ends while the buffer's lock does not come free, they are dropped and counted.)
 
-        Those on a CUDA device are not waited for: they are copied beside the learner's work, as they are at this point
-        of its stream, and applied once they have come, in the order given, when this process next calls the buffer or
-        has it draw; `flush` waits for them. So what is drawn meanwhile depends on how fast the device is; whoever wants
-        the same draws in every run calls `flush` after each update, or feeds back from the CPU.
+        Those on a CUDA device are not waited for. They are copied beside the learner's work, as they are at this point
+        of its stream. They are applied once they have come, in the order given, when this process next calls the buffer
+        or has it draw; `flush` waits for them. So the draws meanwhile depend on how fast the device is. For the same
+        draws in every run, call `flush` after each update, or feed back from the CPU.
 
         Args:
             batch_or_keys: A batch of this buffer, or a dict made of one with its `key`; or int64 keys `[n]`.
@@ -226,8 +226,8 @@ class Drawing:
 
         Raises:
             ValueError: A shape does not fit, an error is NaN or infinite, a key was never issued, or the batch is of
-                another buffer; nothing is applied. NaN or infinite errors that come from a CUDA device are told by the
-                next call, or by `flush`, which say which update it was.
+                another buffer; nothing is applied. NaN or infinite errors from a CUDA device are raised by the next
+                call, or by `flush`, which say which update it was.
         """
         on_device = isinstance(td, Tensor) and td.is_cuda
         if on_device or self._deferred.waiting or not self._segment.update(batch_or_keys, td):

@@ -28,11 +28,11 @@ class Stats:
             buffer's lock did not come free.
         unready_updates: TD errors dropped because their item was not, or no longer, complete.
         redraws: Items drawn again because their row was overwritten while it was copied.
-        staleness: TD errors applied, or having come to wait for their turn, between the draw of a batch and the moment
-            at which a `ReplayDataset` handed it out, on average over the batches drawn ahead.
-        evicted_unsampled: Items overwritten before they were ever drawn, of those in `inserted`; those loaded from a
+        staleness: TD errors applied or queued between the draw of a batch and its handing out by a `ReplayDataset`, on
+            average over the batches drawn ahead.
+        evicted_unsampled: Items in `inserted` that were overwritten before they were ever drawn; items loaded from a
             checkpoint do not count.
-        priority_change: By how much a TD error changed its item's leaf, up or down, on average over those applied.
+        priority_change: By how much an applied TD error changed its item's leaf, up or down, on average.
         samples_per_insert: sampled / inserted, not by row written; 0 before the first insert.
         priority_total: Sum of all leaves, (|td| + eps)^alpha.
         priority_min: Smallest raw priority |td| of the items that can be drawn; 0 when there are none. Under

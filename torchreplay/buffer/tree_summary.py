@@ -19,7 +19,7 @@ class TreeSummary:
     Attributes:
         total: Sum of the leaves.
         drawable: Number of positive leaves, N.
-        smallest: The smallest of those.
+        smallest: The smallest leaf.
         beta: The exponent.
     """
 

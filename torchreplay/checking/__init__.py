@@ -20,7 +20,7 @@ from torchreplay.validation import checked_instance, checked_int
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """What `check` compared, all of which was as expected.
+    """What `check` compared. All of it was as expected.
 
     Attributes:
         episodes: Episodes begun.
@@ -28,7 +28,7 @@ class CheckReport:
         items: Items drawn and compared.
         fields: Entries of the batches compared, nested names joined by '/'.
         filled: Fields that the environment does not produce, for which random values stood in.
-        rounded: Fields of a float dtype too narrow for the environment's values, of which the first is in a warning.
+        rounded: Fields of a float dtype too narrow for the environment's values; a warning names the first.
     """
 
     episodes: int
@@ -46,7 +46,7 @@ def check(env: Any, buffer: ReplayBuffer, episodes: int = 3, seed: int = 0, max_
     Every item that should be drawable is drawn and compared with one computed in NumPy from the recorded episodes, and
     no other item may be drawable. Observations must lie in their space. The observation, reward and flags are written
     to the fields that the view names (with `Rows()`: `obs`, `next_obs`, `reward`, `terminated`, `truncated`, `done`),
-    actions to `action`; other fields get random values, which must come back too.
+    actions to `action`. Other fields get random values, which must come back too.
 
     The environment is reset with `seed`, so is its action space, and it is left where the last episode ended.
 
@@ -62,8 +62,8 @@ def check(env: Any, buffer: ReplayBuffer, episodes: int = 3, seed: int = 0, max_
 
     Raises:
         TypeError: `env` has no Gymnasium spaces, or `buffer` is no `ReplayBuffer`.
-        ValueError: An observation is outside its space, a value does not fit its field, or something comes back that
-            was not written; the text names field, episode, step and key, what was found and what was expected.
+        ValueError: An observation is outside its space, a value does not fit its field, or a value comes back that was
+            not written. The text names field, episode, step and key, the value found and the one expected.
 
     Warns:
         UserWarning: A field's float dtype is too narrow for an observation or an action, which it rounds.

@@ -62,7 +62,7 @@ class FieldMapping:
         return nest(lanes) if len(lanes) > 1 else lanes[self._named[0]]
 
     def step(self, given: Call | Row, fill: Mapping[Path, Any]) -> dict[str, Any]:
-        """Returns the values of a step but for the observation."""
+        """Returns the values of a step without the observation."""
         flags = {"terminated": given.terminated, "truncated": given.truncated}
         values = {self.reward: given.reward, ("action",): given.action, **fill}
         values |= {self.flags[name]: flag for name, flag in flags.items()}

@@ -14,7 +14,7 @@ from torchreplay.buffer.writer import OwnAutoreset, checked_autoreset
 
 @dataclass(slots=True)
 class Row:
-    """An observation and, but for an episode's first, the step that led to it."""
+    """An observation and, unless it is an episode's first, the step that led to it."""
 
     lane: int
     episode: int

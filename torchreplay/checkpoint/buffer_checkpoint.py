@@ -373,7 +373,7 @@ def _leaves_for(sampler: Sampler, saved: Sampler, largest: float) -> Callable[[t
 
     Args:
         sampler: Of the leaves wanted.
-        saved: Of those given. Where it tells no TD error from another, all count as the largest.
+        saved: Of those given. Where all leaves are alike, all TD errors count as the largest.
         largest: The largest |td| seen.
     """
 

@@ -55,7 +55,7 @@ def is_checkpoint(directory: str | os.PathLike[str]) -> bool:
 def replace_checkpoint(root: Path, kind: str, write: Callable[[Path], Mapping[str, Any]]) -> None:
     """Puts a new checkpoint into the place of the one that is there, if one is; other saves there wait meanwhile.
 
-    But for one by a signal handler in the midst of this one: it is made first, and this one takes its place.
+    Except a save by a signal handler during this one: it is made first, and then this one replaces it.
 
     Args:
         root: The directory, made if need be. What else is in it stays as it is.
@@ -132,7 +132,7 @@ def read_description(root: Path, parse: Callable[[dict[str, Any]], T], what: str
 
     Args:
         root: Its directory.
-        parse: Makes something of what was told, and checks it; raises ValueError and its like for what is wrong.
+        parse: Builds the result and checks it; raises ValueError and the like for bad content.
         what: What it should be, for messages.
 
     Raises:
@@ -207,7 +207,7 @@ def _alone(directory: Path) -> Iterator[bool]:
     """Keeps other saves out of the directory; the kernel gives it free when this process dies.
 
     Yields:
-        False in a signal handler that saves there in the midst of a save of its thread's: which cannot go on before.
+        False in a signal handler that saves there during a save of its own thread, which cannot go on before.
     """
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     place = os.fstat(fd)

@@ -144,8 +144,8 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor], room: torch.Ten
 class _DirectWriter:
     """Writes a new file from its start past the page cache, where the system can.
 
-    Through the page cache the same bytes take ten times the processor time, more when memory is short, and what
-    others have there makes room for a file that nobody will read soon.
+    Through the page cache the same bytes take ten times the processor time, more when memory is short. And other
+    programs' pages make room for a file that nobody will read soon.
     """
 
     def __init__(self, fd: int, room: memoryview) -> None:
@@ -218,7 +218,7 @@ def _is_cached(fd: int) -> bool:
     """Returns whether a file's beginning is in the page cache, as where it was copied to just now."""
     try:
         return os.preadv(fd, [bytearray(1)], 0, os.RWF_NOWAIT) > 0
-    except OSError:  # it is not, or this file system cannot tell
+    except OSError:  # it is not, or this file system does not say
         return False
 
 

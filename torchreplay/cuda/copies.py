@@ -78,14 +78,14 @@ class DeviceCopies:
     What makes this safe without a wait of the host:
 
     - The block on the device is allocated on the stream of the copies, so the allocator gives it only memory whose
-      last use precedes the copy there. On the learner's stream it could be memory that kernels still queued go on
-      using; the copy would have to wait for them all, and nothing would overlap.
+      last use precedes the copy there. On the learner's stream, queued kernels could still use that memory. The copy
+      would have to wait for them all, and nothing would overlap.
     - The learner's stream waits for the copy's own event (`wait_event`), not for all of its stream (`wait_stream`),
       where the next copy may be queued already. It is the stream that is current where the batch is handed out.
     - The learner's kernels use the block on another stream than the one it was allocated on, which `record_stream`
-      says: once the batch is garbage, the block is used again only when what that stream had queued by then has ended.
+      says: once the batch is garbage, the block is used again only after the work that this stream had queued by then.
     - The memory that the copy reads is drawn into again only when the event has completed. torch waits for that itself
-      before it reuses memory that was freed (its allocator records each copy), but knows nothing of memory that stays.
+      before it reuses freed memory (its allocator records each copy). It knows nothing of memory that stays.
 
     Args:
         device: A CUDA device; without an index the current one.
@@ -137,9 +137,9 @@ class HostCopy:
 def to_host(values: torch.Tensor) -> HostCopy:
     """Starts a copy of what the current stream will have computed by then, on a stream of its own.
 
-    The values are put aside on the current stream first: whatever comes after, such as the next replay of a CUDA graph,
-    may overwrite them before the copy is made. The copy's stream waits for that (`wait_stream`), and the memory put
-    aside is kept for it (`record_stream`).
+    The values are put aside on the current stream first. Later work, such as the next replay of a CUDA graph, may
+    overwrite them before the copy is made. The copy's stream waits for that (`wait_stream`), and the memory put aside
+    is kept for it (`record_stream`).
 
     Args:
         values: On a CUDA device, and computed, or to be computed, by its current stream.

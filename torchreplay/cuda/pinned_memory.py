@@ -44,14 +44,14 @@ class CudaRegistry:
             code = runtime.cudaHostRegister(address, nbytes, PORTABLE)
         if int(code) == 0:
             return None
-        # The refusal would come up again in whatever is called next: checking a launch reports it, and so clears it.
+        # The next call of CUDA would report the refusal again. Checking a launch reports it, and so clears it.
         with suppress(RuntimeError):
             torch.ones((), device="cuda")
         return f"{runtime.cudaGetErrorString(code)}, CUDA error {int(code)}"
 
     def unregister(self, address: int) -> None:
-        """Takes that back, once the device has ended what it was told to do."""
-        with suppress(RuntimeError):  # of a device that has failed; those who use it have been told
+        """Takes that back, once the device has ended its work."""
+        with suppress(RuntimeError):  # of a device that has failed; its users know it already
             torch.cuda.synchronize(self._device)
         runtime: Any = torch.cuda.cudart()
         runtime.cudaHostUnregister(address)

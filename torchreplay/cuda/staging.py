@@ -78,11 +78,11 @@ class Staging:
     """Slots that batches are drawn into, and copied to a device from: one copy for each batch.
 
     - The copy of the next batch starts when a batch is handed out, if that one is drawn by then, and so runs beside the
-      learner's step. It takes nothing from the stream of draws: a batch copied and not handed out is still one that is
-      drawn ahead.
+      learner's step. The stream of draws does not change: a batch copied and not handed out is still one that is drawn
+      ahead.
     - A slot is drawn into again once its copy has ended. Until then the others are used; there are enough of them for
-      `SPARE` copies to be under way. Who asks for batches faster than that waits for the oldest copy: it is the
-      device's link that is too slow then.
+      `SPARE` copies to be under way. If batches are asked for faster than that, the device's link is too slow, and the
+      caller waits for the oldest copy.
 
     It is for one iteration, and one thread.
 

@@ -1,4 +1,4 @@
-"""What whoever runs a training needs of its explorers."""
+"""What a training needs of its explorers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Explorers(Protocol):
-    """What fills a buffer while learners train: an `ExplorerPool`, or whatever has an idempotent `start` and `stop`."""
+    """What fills a buffer while learners train: an `ExplorerPool`, or an object with an idempotent `start` and
+    `stop`.
+    """
 
     def start(self) -> Any:
         """Starts exploring; returns at once."""

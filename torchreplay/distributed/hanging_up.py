@@ -1,4 +1,4 @@
-"""Ending TCP connections with given processes of this machine, whoever in this process holds them."""
+"""Ending this process's TCP connections with given processes of this machine."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 def hang_up(pids: Iterable[int]) -> int:
     """Shuts down this process's TCP connections with the processes `pids`, and returns how many there were.
 
-    Whoever waits for data on one of them, at either end, gets an error at once, as if the other process had died. This
-    is what ends gloo's collectives: they hear of nothing but their connections and a time-out, and `abort()` and
+    A wait for data on one of them, at either end, ends with an error at once, as if the other process had died. This is
+    what ends gloo's collectives: they hear of nothing but their connections and a time-out, and `abort()` and
     `destroy_process_group()` do not touch the connections (torch 2.13: a peer in `all_reduce` waits on after either).
     The descriptors stay open and their owner's.
     """

@@ -37,8 +37,8 @@ class Learners:
     Rank 0 makes the buffer and starts the explorers, the others attach. Each rank draws its own batches from the one
     buffer; limiter, priorities and weights are those of the buffer.
 
-    When a rank dies or fails, the run is over for all: the buffer is stopped, waits in `sample` and in collectives end
-    within seconds, the explorers are stopped, and every other rank gets `LearnerLost`, which names it. A rank that has
+    When a rank dies or fails, the run is over for all. The buffer and the explorers are stopped. Waits in `sample` and
+    in collectives end within seconds. Every other rank gets `LearnerLost`, which names the lost rank. A rank that has
     not come out of the block 30 s later is ended with its stacks printed.
 
     Args:

@@ -1,4 +1,4 @@
-"""The ranks of a run on one machine, watching over each other: who has left, who is gone, and why."""
+"""The ranks of a run on one machine watch each other: which have left, which are gone, and why."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class RankMonitor:
         self._watch: threading.Thread | None = None
 
     def meet(self, members: Sequence[Member]) -> None:
-        """Makes the acquaintance of the others, all of which are alive now and will be until they know of this.
+        """Gets to know the others. All are alive now, and stay so until they know of this.
 
         Raises:
             AttachError: One of them cannot be seen from here.
@@ -133,7 +133,7 @@ class RankMonitor:
         return self.loss
 
     def leave(self, failure: str | None = None) -> None:
-        """Tells the others that this rank leaves, in order or because of `failure`. Idempotent.
+        """Reports to the others that this rank leaves, in order or because of `failure`. Idempotent.
 
         After a loss, the thread stays for a few seconds to free those who still wait for this rank in a collective.
         """
@@ -170,7 +170,7 @@ class RankMonitor:
     def _look(self, poll: select.poll, seconds: float | None) -> None:
         """Sleeps until something happens, or so many seconds, and takes note of it."""
         ready = {fd for fd, _ in poll.poll(None if seconds is None else max(0.0, seconds * 1000))}
-        if ready:  # first: whoever said that it leaves, and why, may be gone by now, since the pipe was looked at, too
+        if ready:  # first: a rank that said why it leaves may be gone by now
             with suppress(BlockingIOError):
                 for line in os.read(self._inbox, 1 << 16).decode(errors="replace").splitlines():
                     self._take_note(line)
@@ -211,7 +211,7 @@ class RankMonitor:
 
     def _write(self, fd: int, line: str) -> None:
         text = " ".join(line.split()).encode()[:LONGEST].decode(errors="ignore")
-        with suppress(OSError):  # who has left reads no more
+        with suppress(OSError):  # a rank that has left reads no more
             os.write(fd, f"{text}\n".encode())
 
     def _end_process(self) -> None:

@@ -27,10 +27,10 @@ SUFFIX = ".replay"
 class ReplayCheckpoint(Callback):
     """Saves the replay buffer beside every checkpoint, as `<checkpoint>.replay`, and restores it on `ckpt_path`.
 
-    The checkpoint itself stays small. Whoever removes a checkpoint, such as a `ModelCheckpoint` that keeps the best,
-    removes the buffer beside it. On several ranks only the first saves. A sharded checkpoint (FSDP's `"sharded"`
-    states) does not go through the Trainer's `checkpoint_io` and has no buffer beside it: call `buffer.save` yourself.
-    Saving to another machine (`s3://` and its like) is a `ValueError`.
+    The checkpoint itself stays small. When a checkpoint is removed, by a `ModelCheckpoint` that keeps the best for
+    example, the buffer beside it goes too. On several ranks only the first saves. A sharded checkpoint (FSDP's
+    `"sharded"` states) does not go through the Trainer's `checkpoint_io` and has no buffer beside it: call
+    `buffer.save` yourself. Saving to another machine (`s3://` and its like) is a `ValueError`.
 
     A `fit(..., ckpt_path=...)` fills the buffer before its explorers start; it must not hold rows of its own. Of a link
     to a checkpoint, such as `ModelCheckpoint(save_last="link")` makes, the buffer is beside what it leads to. A

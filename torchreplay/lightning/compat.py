@@ -18,8 +18,8 @@ __all__ = ["Callback", "LightningDataModule"]
 def _installed_libraries() -> list[types.ModuleType]:
     """Returns the installed Lightning packages of one version, one already imported first.
 
-    Two versions are not joined: each trainer tells an overridden hook from an inherited one by comparing code, and
-    would take every hook of the other version for an override.
+    Two versions are not joined. Each trainer finds overridden hooks by comparing code, and would take every hook of the
+    other version for an override.
     """
     names = sorted(("lightning.pytorch", "pytorch_lightning"), key=lambda name: name not in sys.modules)
     found = []
@@ -36,8 +36,8 @@ def _installed_libraries() -> list[types.ModuleType]:
 class _Unimplemented:
     """An evaluation hook that a data module does not have, as the library says it whose trainer asks.
 
-    The inherited hooks only raise "not implemented", but name their package and so differ in code: one of the trainers
-    would take them for loaders that the user defined.
+    The inherited hooks only raise "not implemented". But they name their package, so their code differs, and one of the
+    trainers would take them for the user's loaders.
     """
 
     def __init__(self, libraries: list[types.ModuleType], name: str) -> None:

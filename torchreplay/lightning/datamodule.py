@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 class ReplayDataModule(LightningDataModule):
     """Feeds a Trainer from a replay buffer and runs the explorers for as long as `fit` does.
 
-    The loader is a `ReplayDataset` itself: with a plain iterable Lightning neither asks for workers nor for a sampler,
+    The loader is a `ReplayDataset` itself. With a plain iterable Lightning asks neither for workers nor for a sampler,
     and saves the place in the stream with every checkpoint. Without `steps_per_epoch` the stream is endless: bound the
     run by `max_steps`, or set `limit_train_batches` to an integer to have epochs. Each batch is taken for the step that
     learns from it, where Lightning would take one ahead of an endless stream. So a run that resumes from a checkpoint,
     with the buffer as it was then, learns from the batches of one that was never interrupted (`docs/persistence.md`).
 
-    With several processes on one machine (DDP, FSDP), rank 0 makes the buffer and starts the explorers, and the other
-    ranks attach to it; each rank draws its own batches from the one buffer. When a rank dies or fails, `fit` ends on
-    all of them with `LearnerLost`, or with the collective's own error and a note that says the same (`Learners`).
+    With several processes on one machine (DDP, FSDP), rank 0 makes the buffer and starts the explorers. The other ranks
+    attach to it. Each rank draws its own batches from the one buffer. When a rank dies or fails, `fit` ends on all of
+    them with `LearnerLost`, or with the collective's own error and a note that says the same (`Learners`).
 
     A buffer is no hyperparameter: a class that takes one calls `save_hyperparameters(ignore=["buffer"])`. Checkpoints
     leave it out in any case, with a warning, and `load_from_checkpoint(path, buffer=buffer)` gives another.
@@ -49,19 +49,19 @@ class ReplayDataModule(LightningDataModule):
     ask for more, and on several ranks, with `Stopped`.
 
     Args:
-        buffer: A `ReplayBuffer`, which stays open afterwards, or a function without arguments that makes one, which is
-            called at the start of `fit` on rank 0 and whose buffer is stopped and closed when `fit` ends. With several
-            ranks give the function: under `strategy="ddp"` the script runs once per rank, and so would make one buffer
-            per rank; under `"ddp_spawn"` it must pickle.
+        buffer: A `ReplayBuffer`, which stays open afterwards, or a function without arguments that makes one. The
+            function is called at the start of `fit` on rank 0. Its buffer is stopped and closed when `fit` ends. With
+            several ranks give the function: under `strategy="ddp"` the script runs once per rank, and so would make one
+            buffer per rank; under `"ddp_spawn"` it must pickle.
         batch_size: Items in each rank's batch.
         steps_per_epoch: Batches per epoch; None for one endless epoch.
         prefetch: Batches drawn ahead of the one asked for, as in `ReplayDataset`.
         explorers: An object with `start()` and `stop()`, or a function of the buffer that makes one. Started in
-            `setup`, or once a `ReplayCheckpoint` has restored the buffer; stopped in `teardown`, on any exception, and
+            `setup`, or once a `ReplayCheckpoint` has restored the buffer. Stopped in `teardown` and on any exception,
             at the latest when the module is collected or the process exits.
         timeout: Seconds that one draw may wait for data, as in `ReplayDataset`.
         device: Where batches go before the Trainer gets them, as in `ReplayDataset`. `"cuda"`, each rank's own device,
-            copies the next batch during the step; None leaves it to the Trainer to move each batch in its turn.
+            copies the next batch during the step; None: the Trainer moves each batch.
         pin: How they go there, as in `ReplayDataset`.
 
     Raises:

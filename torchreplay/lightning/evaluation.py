@@ -22,13 +22,13 @@ class EvaluationMonitor(Callback):
     """Runs an `Evaluator` for as long as `fit`, and logs its results.
 
     The figures of each result appear as `evaluation/mean_return`, `evaluation/std_return`, ... at the step at which the
-    result came, as Lightning counts steps for its own metrics; `evaluation/version` says of which weights it is. The
+    result came, as Lightning counts steps for its own metrics; `evaluation/version` names the evaluated weights. The
     mean is also in the progress bar and in `trainer.callback_metrics`, for
     `ModelCheckpoint(monitor="evaluation/mean_return")` and the like. The first epoch may end before the first result:
     give `EarlyStopping` its `strict=False`.
 
-    On several ranks the first one's evaluator runs, and all ranks get its newest mean at the same steps: those at which
-    the Trainer logs, and the last of an epoch.
+    On several ranks the first one's evaluator runs. All ranks get its newest mean at the same steps: when the Trainer
+    logs, and at the end of an epoch.
 
     Args:
         evaluator: A `torchreplay.ray.Evaluator`, which evaluates what a `WeightPublisher` publishes.

@@ -95,9 +95,9 @@ class PriorityFeedback(Callback):
 
         Raises:
             KeyError: If the training step returned something else under other names.
-            ValueError: If `update_priorities` refuses the TD errors: another length than the batch, NaN or infinite. Of
-                TD errors on a CUDA device a later step tells that, or the end of the training. Or if the batch is one
-                of several loaders and `part` does not say which of them.
+            ValueError: If `update_priorities` refuses the TD errors: another length than the batch, NaN or infinite.
+                For TD errors on a CUDA device a later step raises it, or the end of the training. Or if the batch is
+                one of several loaders and `part` does not say which of them.
         """
         if not outputs:
             self._in_vain += self._in_vain >= 0

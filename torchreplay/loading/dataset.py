@@ -77,20 +77,21 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
 
     - A native thread draws `prefetch` batches ahead and never holds the interpreter lock, so that a learner whose step
       takes longer than a draw does not wait. A batch misses the TD errors that are fed back between its draw and its
-      turn; `stats().staleness` says how many those are.
-    - The same seed and the same calls give the same batches: what the iterating thread feeds back or writes has its
-      turn after the batches ordered before. TD errors that it feeds back in steps of 0.2 ms or more are applied by the
-      native thread; whatever is asked of the buffer next finds them applied.
+      handing out; `stats().staleness` says how many.
+    - The same seed and the same calls give the same batches. Feedback and rows of the iterating thread come after the
+      batches ordered before. TD errors that it feeds back in steps of 0.2 ms or more are applied by the native thread.
+      The next call of the buffer finds them applied.
     - A new iteration continues the buffer's stream of draws; it does not start the same draws again. What an iteration
       has drawn ahead when it ends has not been drawn.
     - In `DataLoader` workers, under every start method, each worker draws from its own stream, and the workers
       share `steps` between them. Workers move every tensor through a descriptor (about 2 ms for a batch of seven
-      fields); drawing is native and needs none, so leave `num_workers` at 0 unless the batch is transformed in Python.
+      fields). Drawing is native and needs no workers. So leave `num_workers` at 0 unless you transform the batch in
+      Python.
     - torchdata's `StatefulDataLoader` takes its state along, with and without workers.
     - After `buffer.stop()` an iteration ends as any other iteration does, without an error.
     - No global random state is read or written.
-    - With `device="cuda"` the next batch is copied to the device, on a stream of its own and by one transfer, while the
-      learner computes; the host waits for none of it. `docs/performance.md` says how, and what to measure.
+    - With `device="cuda"` the next batch is copied to the device while the learner computes, by one transfer on a
+      stream of its own. The host does not wait. `docs/performance.md` says how, and what to measure.
 
     Args:
         buffer: The buffer to draw from.
@@ -206,7 +207,7 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         return self._place_in_stream()
 
     def _place_in_stream(self) -> dict[str, Any]:
-        # Which worker gets which stream is a matter of who comes first; other processes keep to their own.
+        # Workers get streams in the order in which they start; other processes keep to their own.
         stream = {} if get_worker_info() is None else {"stream": self.buffer.stream}
         position, again, ahead = self._resume_at, list[dict[str, Any]](), list[dict[str, Any]]()
         if self._process == os.getpid():  # otherwise the iteration was the parent's
@@ -241,7 +242,7 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         ahead = [_require_drawn(batch) for batch in state_dict["drawn"]]
         drawn = deque(batch for batch in ahead if len(batch["key"]) == self.batch_size)
         if self._process == os.getpid():
-            self.end()  # or its draws ahead would be in the way of those to come
+            self.end()  # or its draws ahead would block the next ones
         if "stream" in state_dict and get_worker_info() is not None:
             self.buffer.stream = checked_int("stream", state_dict["stream"], 0)
         self.buffer.draws = draws + len(ahead)
@@ -268,7 +269,7 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         return f"ReplayDataset(batch_size={self.batch_size}, {length}; use DataLoader(dataset, batch_size=None))"
 
     def _make_staging(self) -> Staging | None:
-        """Returns what takes batches to the device, for one iteration; None where each goes by itself."""
+        """Returns what takes batches to the device, for one iteration; None where each tensor is copied by itself."""
         if self.device is None or self.device.type != "cuda":
             return None
         refuse_worker(self)

@@ -36,7 +36,7 @@ class LaBER:
 
     - `"mean"`: mean(p) / p_j = 1 / (M P(j)). The mean of weighted terms is an unbiased estimate of the large batch's
       mean. What the paper recommends.
-    - `"max"`: the same, divided by the largest of the batch, so that weights are at most 1.
+    - `"max"`: the same, divided by the largest of the batch, so weights are at most 1.
     - `"lazy"`: 1 / P(j), which is M times the weight of `"mean"`.
 
     The large batch's own weights (1 where it was drawn uniformly) are multiplied in, before the division by the

@@ -24,11 +24,11 @@ ADMITTED = 1024
 class LimiterDeadlockGuard:
     """Lets explorers go on, as a context, while the learner waits for one buffer of several.
 
-    An explorer that writes to several buffers may wait at one, whose limiter says that the learner is behind, while the
-    learner waits for what that explorer would write to another next: for ever. So in this context's waits, a writer
-    that waits at another buffer than the awaited one is let write there if the same thread has a writer to the awaited
-    one. Those of buffers with explorers of their own wait on. A long wait beside such is logged: whether the same
-    explorers are behind them is not to be seen where they write by several threads, or from other nodes.
+    An explorer that writes to several buffers may wait for ever at one whose limiter says that the learner is behind.
+    Meanwhile the learner waits for rows that the explorer would write to another buffer. So during this context's waits
+    a writer to another buffer goes on if its thread also has a writer to the awaited buffer. Those of buffers with
+    explorers of their own wait on. A long wait beside them is logged. It cannot be seen whether the same explorers
+    write by several threads, or from other nodes.
 
     Args:
         name: Of the buffer that is waited for.

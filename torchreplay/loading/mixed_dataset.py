@@ -37,10 +37,10 @@ class MixedDataset(SteppedDataset[Any]):
     in the dict.
 
     - `batch["probability"]` is that of the draw: the buffer's part of the batch times the item's probability there.
-    - `batch["weight"]` corrects for priorities, not for shares: they are wanted (as in R2D3, Paine et al. 2019,
-      https://arxiv.org/abs/1909.01387), and each buffer stands for its items drawn uniformly. An item's weight is its
-      own buffer's (N P)^-beta, divided by the largest one possible in any of the buffers (with `weights="batch"`, in
-      the batch; with `"none"`, by nothing). So the weights of different buffers compare; divided by each buffer's own
+    - `batch["weight"]` corrects for priorities, not for shares. Shares are wanted (as in R2D3, Paine et al. 2019,
+      https://arxiv.org/abs/1909.01387): each buffer stands for its items drawn uniformly. An item's weight is its own
+      buffer's (N P)^-beta, divided by the largest one possible in any of the buffers (with `weights="batch"`, in the
+      batch; with `"none"`, by nothing). So the weights of different buffers compare; divided by each buffer's own
       largest, as in its own batches, they would let uniform demonstrations outweigh prioritized experience.
 
     **Names**: one batch of each buffer, for learners with several agents or policies, whose specs and views may
@@ -54,13 +54,13 @@ class MixedDataset(SteppedDataset[Any]):
     An element is a dict of what a `ReplayDataset` of each buffer gives. Steps that belong together, of all agents at
     once, are rows of one buffer instead, with a nested spec.
 
-    Everything else is as in `ReplayDataset`: a new iteration continues the streams of draws, `DataLoader` (with
-    `batch_size=None`) works with workers under every start method, and no global random state is touched. After
-    `stop()` of any of the buffers an iteration ends without an error. A wait for one buffer is a wait for the batch.
-    An explorer that writes to several of them would wait for ever at one with a `SamplesPerInsert` while the learner
-    waits for it at another, be it for a `MinSize`: its writers are let go on meanwhile, beyond the ratio. That takes
-    writers of one thread; where explorers write by several, or from other nodes, give a `SamplesPerInsert` to one
-    buffer only, and let that be the last one to have its `min_size`.
+    The rest is as in `ReplayDataset`. A new iteration continues the streams of draws. `DataLoader` (with
+    `batch_size=None`) works with workers under every start method. No global random state is touched. After `stop()` of
+    any of the buffers an iteration ends without an error. A wait for one buffer is a wait for the batch. An explorer
+    that writes to several of them could wait for ever at one with a `SamplesPerInsert` while the learner waits for its
+    rows in another. So its writers go on meanwhile, beyond the ratio. That takes writers of one thread. If explorers
+    write by several threads or from other nodes, give only one buffer a `SamplesPerInsert`. It should be the last one
+    to have its `min_size`.
 
     Args:
         buffers: Buffers to their shares, positive numbers whose ratios count, or names to buffers.
@@ -70,16 +70,16 @@ class MixedDataset(SteppedDataset[Any]):
         device: Where tensors go (all but `"key"`); None leaves them on the CPU.
         timeout: Seconds that the draw from one buffer may wait for data before it raises `ReplayTimeout`; None waits
             for as long as a writer is alive.
-        pin: How batches reach a CUDA device, as in `ReplayDataset`, with names. With shares the parts meet in ordinary
-            memory, whatever it says.
+        pin: How batches reach a CUDA device, as in `ReplayDataset`, with names. With shares the parts always meet in
+            ordinary memory.
 
     Attributes:
         buffers: The buffers, in their order.
         counts: Items that each gives to a step, in the same order.
 
     Raises:
-        ValueError: If an argument is of the wrong kind or out of range; if a share is too small for one item; or, with
-            shares, if batches of the buffers differ in a name, a shape, a dtype or in how weights are normalised.
+        ValueError: An argument is of the wrong kind or out of range, or a share is too small for one item. With shares:
+            batches of the buffers differ in a name, a shape, a dtype or in how weights are normalised.
         TypeError: If `timeout` is neither a number nor a text, which is a ValueError.
     """
 
@@ -222,8 +222,8 @@ class MixedDataset(SteppedDataset[Any]):
         """Returns the place in the stream. As that of a `ReplayDataset`, the state holds no experience.
 
         Returns:
-            `form`, "shares" or "names"; `buffers`, their names, or with shares a pair of numbers that tells each from
-            the others; `parts`, the state of a `ReplayDataset` for each, in the same order.
+            `form`, "shares" or "names"; `buffers`, their names, or with shares a pair of numbers that identifies each;
+            `parts`, the state of a `ReplayDataset` for each, in the same order.
         """
         states = [part.state_dict() for part in self._parts]
         # The last one is drawn last: where a draw failed, the parts before it are a batch ahead.

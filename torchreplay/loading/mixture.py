@@ -1,4 +1,4 @@
-"""How one batch is made of several buffers' batches, and its TD errors are told apart again."""
+"""How one batch is made of several buffers' batches, and its TD errors are divided again."""
 
 from __future__ import annotations
 

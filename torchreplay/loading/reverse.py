@@ -24,13 +24,13 @@ class Reverse:
     ```
 
     A batch has an item and those `stride`, 2 `stride`, ... items before it. The first batch starts at the newest item,
-    each further one an item earlier than the last, so that a reward travels backwards through an episode; new items do
-    not move it. Where the start is 2 `stride` items or more behind the newest, it returns to the newest.
+    each further one an item earlier than the last. So a reward travels backwards through an episode. New items do not
+    move it. Where the start is 2 `stride` items or more behind the newest, it returns to the newest.
 
     Items count, not rows: those that can be drawn, in the order of their keys. A reset row under `Transitions`, or a
-    row within a window of `Sequences`, is passed over, and a batch is always full: where the oldest item is passed it
-    goes on from the newest, so that a buffer of fewer than `batch_size * stride` items repeats some. The paper asks for
-    a stride that is no multiple of the episodes' length, lest a batch holds the same moment of many episodes.
+    row within a window of `Sequences`, is passed over. A batch is always full: after the oldest item it goes on from
+    the newest. So a buffer of fewer than `batch_size * stride` items repeats some. The paper asks for a stride that is
+    no multiple of the episodes' length, lest a batch holds the same moment of many episodes.
 
     An object of its own has a place of its own: several learners each make one. Draws are not counted and not limited
     by the buffer's limiter. Under `Hindsight` items come as they were lived: nothing is relabelled.

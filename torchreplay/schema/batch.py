@@ -20,7 +20,7 @@ class ReplayBatch(dict[str, Any]):
 
     A batch of a `MixedDataset` has a fourth, `batch["buffer"]` (int64 `[B]`): the position of each item's buffer.
 
-    It is a plain dict to whoever takes dicts, and keeps its keys through `DataLoader`, Lightning, pickling and copying.
+    It is a plain dict to other code, and keeps its keys through `DataLoader`, Lightning, pickling and copying.
     """
 
     __slots__ = ("source",)
@@ -38,8 +38,8 @@ class ReplayBatch(dict[str, Any]):
 
         Args:
             device: Where to.
-            non_blocking: Whether copies from page-locked memory may run asynchronously. Copies to the CPU are waited
-                for in any case: nobody could tell when their values are there.
+            non_blocking: Whether copies from page-locked memory may run asynchronously. Copies to the CPU are always
+                waited for: nobody could know when their values are there.
         """
         to_cpu = isinstance(device, str | torch.device) and torch.device(device).type == "cpu"
         return self._map(lambda t: t.to(device, non_blocking=non_blocking and not to_cpu))
@@ -63,7 +63,7 @@ class ReplayBatch(dict[str, Any]):
 
     def _map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> ReplayBatch:
         moved = ReplayBatch()
-        moved.source = getattr(self, "source", None)  # whoever rebuilds a dict from its items loses it
+        moved.source = getattr(self, "source", None)  # code that rebuilds a dict from its items loses it
         for name, value in self.items():
             moved[name] = value if name == "key" else _map_nested(value, move)
         return moved

@@ -35,7 +35,7 @@ DAMAGED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, 
 class Config:
     """The arguments of a `ReplayBuffer`, checked and with defaults filled in.
 
-    `lost_schedule`: it was described where beta was a function, of which the description has the value at the start.
+    `lost_schedule`: beta was a function, and the description has only its value at the start.
     """
 
     capacity: int

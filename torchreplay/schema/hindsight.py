@@ -39,15 +39,15 @@ class Elsewhere:
 class Hindsight:
     """One-step transitions of ended episodes, some of them with another goal (Andrychowicz et al. 2017).
 
-    With probability `share` the desired goal of `obs` and `next_obs` is replaced by what the same episode achieved at
-    another of its steps (section 4.5): `"future"`: a uniform one of those after the anchor; `"final"`: the last one;
+    With probability `share` the desired goal of `obs` and `next_obs` is replaced by the goal achieved at another step
+    of the same episode (section 4.5): `"future"`: a uniform one of those after the anchor; `"final"`: the last one;
     `"episode"`: a uniform one of the episode's that are still held. The reward of such an item, and its terminated flag
     where a function is given, are computed for the new goal. A batch is that of `Transitions(n_step=1)` and has
     `relabelled`, bool `[B]`, besides. `gather` and `Reverse` relabel nothing.
 
-    The functions are called once a batch, if an item of it is relabelled, with copies of the goals of all its items, on
-    the CPU and without gradients. What they return may be anything that `torch.as_tensor` takes, on any device. A
-    `priority` given with a step is that of the item that starts at the observation before it.
+    The functions are called once a batch, if one of its items is relabelled. They get copies of the goals of all its
+    items, on the CPU and without gradients. What they return may be anything that `torch.as_tensor` takes, on any
+    device. A `priority` given with a step is that of the item that starts at the observation before it.
 
     Args:
         compute_reward: `compute_reward(achieved, desired)`, both `[B, *goal]`, returns the rewards `[B]` (`[B, *shape]`

@@ -36,16 +36,16 @@ class MinSize:
 
 @dataclass(frozen=True, slots=True)
 class SamplesPerInsert:
-    """Each inserted item is drawn `ratio` times on average: whoever is ahead waits.
+    """Each inserted item is drawn `ratio` times on average: the side that is ahead waits.
 
-    The semantics are those of Reverb's rate limiter (https://arxiv.org/abs/2102.04736, section 3.4), counted over all
-    explorers and learners: once `min_size` items are in, `inserted * ratio - sampled` stays within `min_size * ratio`
+    The rules are those of Reverb's rate limiter (https://arxiv.org/abs/2102.04736, section 3.4), counted over all
+    explorers and learners. Once `min_size` items are in, `inserted * ratio - sampled` stays within `min_size * ratio`
     plus or minus a tolerance. A learner that waits is never waited for: what its batch needs is always admitted, which
-    may be more. And each writer may add up to two calls' rows, or 128 of longer calls: it looks once for 64 rows of a
-    call, which may thus wait in its midst, and those that it is writing do not count yet. Items count when they are
-    complete, and an episode completes at its end all that it has begun, up to `n_step` of `Transitions`, with
-    `Hindsight` one for each of its steps: so much more may come from each lane. A writer counts what was written at
-    least once in half a turn of the ring, so that no item is overwritten uncounted.
+    may be more. And each writer may add up to two calls' rows, or 128 of longer calls. It checks once for 64 rows of a
+    call, so a call may wait halfway. Rows that it is writing do not count yet. Items count when they are complete, and
+    an episode's end completes all that it has begun. That is up to `n_step` of `Transitions`, and with `Hindsight` one
+    for each step. Each lane may exceed the bound by so much. A writer counts what was written at least once in half a
+    turn of the ring, so that no item is overwritten uncounted.
 
     Args:
         ratio: Draws per inserted item.
@@ -90,5 +90,5 @@ Limiter: TypeAlias = MinSize | SamplesPerInsert
 
 
 def from_native(min_size: int, ratio: float, tolerance: float) -> Limiter:
-    """Returns the limiter of which the native core says this."""
+    """Returns the limiter that has these bounds in the native core."""
     return SamplesPerInsert(ratio, min_size, tolerance or None) if ratio else MinSize(min_size)

@@ -74,8 +74,8 @@ class Prioritized:
             learners, such as `Linear(0.4, 1.0, steps)`. A function of your own does not travel: attached processes and
             copies take its value at 0, and `load` and `open` are given the sampler again.
         eps: What is added to |td|, so that no item is lost for ever.
-        weights: `"buffer"` divides weights by the largest one of the buffer, which every learner sees alike; `"batch"`
-            by the largest one of the batch; `"none"` leaves them.
+        weights: `"buffer"` divides weights by the largest one of the buffer, the same for every learner; `"batch"` by
+            the largest one of the batch; `"none"` leaves them.
 
     Raises:
         ValueError: An argument, or an end of a `Linear` one, is negative or not finite, `eps` is 0, or `weights` is

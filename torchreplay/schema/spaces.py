@@ -21,8 +21,8 @@ def spec_from_space(space: Space[Any]) -> Field | dict[str, Any]:
         space: A space, nested at will.
 
     Raises:
-        ValueError: A space whose values have no fixed shape (`Text`, `Sequence`, `Graph`, `OneOf`), a name with '/' or
-            without text, nothing to hold, or a dtype that rows cannot hold; the text names the place.
+        ValueError: A space whose values have no fixed shape (`Text`, `Sequence`, `Graph`, `OneOf`), a name that is
+            empty or has a '/', an empty space, or a dtype that rows cannot hold. The text names the place.
         TypeError: It is no Gymnasium space.
     """
     return _spec_of(space, ())
@@ -35,7 +35,7 @@ def spec_from_env(env: Any, next_obs: bool = False) -> dict[str, Any]:
     of `Field`s: change it before it is used, as with `spec["reward"] = Field((), torch.float64)`.
 
     Args:
-        env: An environment, or a vector environment, of which the single environment's spaces count.
+        env: An environment, or a vector environment, whose single spaces count.
         next_obs: Whether to add `next_obs`, which the view `Rows()` needs; linked views store each observation once.
 
     Raises:

@@ -168,12 +168,12 @@ class Sequences:
     - `is_first`, bool `[B, T]`: whether observation i is the first one of its episode;
     - the fields named in `initial` for the window's first step only, `[B, *shape]`: stored recurrent state.
 
-    Windows start at multiples of `stride`, counted from the episode's start, and can be drawn when they are complete,
-    or when the episode has ended and at least one step follows the burn-in: episodes of at most `burn_in` steps are
+    Windows start at multiples of `stride`, counted from the episode's start. They can be drawn when they are complete,
+    or when the episode has ended and at least one step follows the burn-in. Episodes of at most `burn_in` steps are
     never drawn. `sequence_priority` makes one priority of a window's TD errors; before the first, a window has the
     largest of the priorities given with its steps.
 
-    Whoever learns from `mask[:, burn_in:]` alone never learns from the first `burn_in` steps of an episode (unless
+    A learner that uses `mask[:, burn_in:]` alone never learns from the first `burn_in` steps of an episode (unless
     windows run across episodes). A window that begins with its episode, `is_first[:, 0]`, needs no burn-in: learn from
     all of its `mask`.
 

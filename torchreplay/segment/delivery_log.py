@@ -1,8 +1,8 @@
-"""What the rows of remote writers have become: one small piece of shared memory that outlives whoever writes them.
+"""The log of rows of remote writers: one small piece of shared memory that outlives the ingest actor.
 
 Rows of writers on other nodes come in numbered chunks, and are written by a process of the buffer's node. If that is
 killed, its successor finds here which chunks are written, which rows of the one under way, and where each stream goes
-on: a chunk that comes again is written exactly as far as it is missing.
+on. Of a chunk that comes again it writes exactly the missing rows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ again meanwhile."""
 
 _SIZE: Final = 1 << 30  # of addresses: memory is taken for the places in use
 
-# Naturally aligned 8-byte words: whoever dies leaves each as it was or as it was to be.
+# Naturally aligned 8-byte words: a death leaves each as it was or as it was to be.
 _PLACE: Final = np.dtype(
     [
         ("writer", np.int64),  # 0: free
@@ -149,7 +149,7 @@ class DeliveryLog:
             self._make_room(place, lanes, rows)
         place["written"] = place["begun"] = 0
         place["ends"] = 0
-        place["writer"] = writer  # last: whoever finds it finds a place in order
+        place["writer"] = writer  # last: a reader then finds a complete place
         return index
 
     def _make_room(self, place: Any, lanes: int, rows: int) -> None:

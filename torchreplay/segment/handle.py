@@ -60,7 +60,7 @@ def make_handle(fd: int, nonce: int) -> Handle:
 def lasting_handle(fd: int, nonce: int, origin: Handle | None) -> Handle:
     """Returns what `make_handle` does, but by the process that the segment was attached from, while it has it open.
 
-    That is most often the one that made it: whoever passes a buffer on may end long before those who get it.
+    That is most often the one that made it: a process that passes a buffer on may end long before the receivers.
     """
     handle = make_handle(fd, nonce)
     try:

@@ -45,7 +45,7 @@ class ThreadPool:
     """A few threads for one task, a context manager that waits for them.
 
     Where none can be started, as in an exit handler or short of memory, the calling thread does everything. A
-    `ThreadPoolExecutor` takes nothing more from when the main thread has ended, whoever still uses it.
+    `ThreadPoolExecutor` takes no more work once the main thread has ended.
 
     Ctrl-C may come between any two steps, also in here. The threads know the queues only, and end when the object is
     gone. The interpreter itself puts a weak reference among the jobs then, in one step that nothing interrupts.
@@ -118,7 +118,7 @@ def _work(jobs: SimpleQueue[_Job | object], begun: list[None], ended: SimpleQueu
     while isinstance(job := jobs.get(), tuple):
         outcome, call, args = job
         outcome.of(call, args)
-        del job, outcome, call, args  # what they hold is for whoever waits for the outcome
+        del job, outcome, call, args  # what they hold belongs to the waiting thread
     jobs.put(None)  # for the other threads
     ended.put(None)
 

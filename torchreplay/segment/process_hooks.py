@@ -47,7 +47,7 @@ def _in_child() -> None:
 
 def _settle() -> None:
     for buffer in _all_open():
-        with suppress(Exception):  # what cannot be applied has nobody left to be told
+        with suppress(Exception):  # nobody is left to hear of errors
             buffer._end()
 
 
@@ -61,8 +61,8 @@ def _in_multiprocessing_child(_: object) -> None:
     util.Finalize(None, _leave_files, exitpriority=-100)
 
 
-# Files are put to rest when this process ends in order, whoever still holds their memory then: the native core leaves
-# them when the interpreter has ended.
+# Files are marked as closed when this process ends in order, even where their memory is still held: the native core
+# leaves them when the interpreter has ended.
 atexit.register(_settle)
 atexit.register(_C.let_threads_sleep)  # daemon threads, where they would abort the process
 util.register_after_fork(open_buffers, _in_multiprocessing_child)

@@ -18,7 +18,7 @@ def ray_node() -> str:
 def is_elsewhere(node: str) -> bool:
     """Whether `node`, as `ray_node` gave it to another process, is another node of the cluster that this one is in.
 
-    A node of some other cluster is not: then the machines themselves tell whether memory can be shared.
+    A node of some other cluster is not: then the machines' boot ids decide whether memory can be shared.
     """
     here = ray_node()
     if not node or not here or node == here:

@@ -89,7 +89,7 @@ def _require(size: int, what: str, free: int, advice: str) -> None:
 
 
 def new_memory(size: int, what: str) -> int:
-    """Returns the descriptor of a new anonymous shared file of fixed size, nothing of which is reserved.
+    """Returns the descriptor of a new anonymous shared file of fixed size; nothing is reserved.
 
     Args:
         size: Bytes.
@@ -137,7 +137,7 @@ class Reservation:
         fd: The file, which this object closes.
         size: Bytes to reserve from its beginning on.
         what: Names it in errors.
-        arrays: (first byte, bytes of a slot) of each array that is to be reserved by and by, slot after slot.
+        arrays: (first byte, bytes of a slot) of each array that is to be reserved little by little, slot after slot.
         slots: Of each array.
 
     Attributes:
@@ -200,7 +200,7 @@ class Reservation:
                 self._crew.close()
                 self._own.close()
         finally:
-            self._error = None  # whose traceback holds whoever waited, and the memory with him
+            self._error = None  # whose traceback holds the waiting thread, and the memory with it
             fd, self.fd = self.fd, -1
             if fd >= 0:
                 os.close(fd)

@@ -1,7 +1,7 @@
 """Segments in files, which outlive every process that uses them: how one is made, and found again.
 
-Everyone who uses a file holds a shared `flock` on it, which the kernel takes back with his last mapping; who gets the
-exclusive one knows that nobody is left. The native core marks a file that its last user has put to rest.
+Each process that uses a file holds a shared `flock` on it. The kernel takes it back with the last mapping. A process
+that gets the exclusive lock knows that nobody is left. The native core marks a file that its last user has put to rest.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ def boot_number() -> int:
 class NewFile:
     """A new file of `size` bytes, on the disk in full, for its owner's eyes only.
 
-    It has a name that nobody asks for until it is finished: whoever dies before leaves nothing at its path that is
-    taken for a buffer, or in the way of another. What such have left in the directory is removed. A context, which
-    finishes it when it ends in order, and else removes it.
+    It has another name until it is finished. So a death before leaves nothing at its path that is taken for a buffer,
+    or that blocks another one. What such have left in the directory is removed. A context, which finishes it when it
+    ends in order, and else removes it.
 
     Args:
         path: Where it will be.
         size: Its length in bytes.
 
     Attributes:
-        fd: Its descriptor, with a shared lock; whoever uses it closes it.
+        fd: Its descriptor, with a shared lock; the user closes it.
 
     Raises:
         FileExistsError: Something is there already.
@@ -143,7 +143,7 @@ class NewFile:
 
 
 def _remove_unfinished(directory: Path) -> None:
-    """Removes the files of those who died before they had finished them."""
+    """Removes the files of processes that died before they had finished them."""
     for place in directory.glob(UNFINISHED.format("*")):
         with suppress(OSError):  # another removes it, or it is another user's
             fd = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
@@ -221,7 +221,7 @@ def _claim(fd: int, path: Path) -> OpenFile:
             nonce = _C.nonce_in_use(fd, boot_number())
             if nonce is not None:
                 return OpenFile(fd, nonce, False, 0)
-            fcntl.flock(fd, fcntl.LOCK_UN)  # whoever held it has left
+            fcntl.flock(fd, fcntl.LOCK_UN)  # the holder has left
             time.sleep(random.uniform(0, 0.02))  # or two who open it could keep each other out
         else:
             nonce, dropped_rows = _C.repair_file(fd, boot_number())

@@ -47,7 +47,7 @@ MEANWHILE: ContextVar[Meanwhile | None] = ContextVar("MEANWHILE", default=None)
 
 
 class Watched(Protocol):
-    """What a wait looks at: a segment, or whatever tells the same of several."""
+    """What a wait looks at: a segment, or an object that reports the same of several."""
 
     @property
     def stopped(self) -> bool:
@@ -155,7 +155,7 @@ class Wait:
             logger.warning("waiting for %s since %.0f s: %s", what, waited, figures)
 
     def end(self) -> None:
-        """Called when the wait is over, whatever ended it."""
+        """Called when the wait is over, however it ended."""
 
     def _check_stopped(self) -> None:
         if self._segment.stopped:
@@ -180,7 +180,7 @@ class Wait:
         """Gives up a wait for a learner that cannot come; a long one is logged.
 
         Args:
-            balance: Tells what was inserted and drawn, and what the limiter makes of it.
+            balance: Says what was inserted and drawn, and what the limiter concludes.
 
         Raises:
             Stopped: The buffer was stopped.
@@ -218,7 +218,7 @@ class Audience:
         self._alone_since: float | None = None
 
     def check(self) -> None:
-        """Looks who is there; to be called about once a second.
+        """Checks which participants are there; to be called about once a second.
 
         Raises:
             Stopped: Nobody has been there to draw for some seconds.

@@ -1,4 +1,4 @@
-"""What a module's weights are called and where they lie, whatever it is wrapped in."""
+"""The names and places of a module's weights, without its wrappers."""
 
 from __future__ import annotations
 

@@ -47,8 +47,8 @@ class SharedWeights(Transient):
     Modules are looked at through `torch.compile`, `DistributedDataParallel` and `DataParallel`: a learner may wrap its
     module, or parts of it, otherwise than its explorers do.
 
-    Two buffers: a publication is written into one while readers copy the other, so that nobody waits, a reader never
-    sees half of one, and a publisher that dies in the middle leaves the last complete publication in place.
+    Two buffers: a publication is written into one while readers copy the other. So nobody waits, and a reader never
+    sees half of one. A publisher that dies halfway leaves the last complete publication.
 
     Args:
         module: Its `state_dict()` (parameters, buffers) gives names, shapes and dtypes, and the weights of version 0.

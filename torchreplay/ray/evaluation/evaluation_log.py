@@ -147,7 +147,7 @@ class EvaluationLog(SharedState):
             self.raise_best(evaluation.version, evaluation.mean_return)
         count = self.count
         self._ring[count % _KEPT] = tuple(evaluation.as_dict().values())
-        self._header["count"] = count + 1  # last: who reads it finds the evaluation in its place
+        self._header["count"] = count + 1  # last: a reader of the count finds the evaluation written
 
     def since(self, count: int) -> tuple[list[Evaluation], int]:
         """Returns the evaluations from number `count` on, oldest first, and how many there are in all.

@@ -85,8 +85,8 @@ class Evaluator(WorkerPool):
         module: A module built like the one given to `SharedWeights`, which travels to the worker, or a function that
             makes it there.
         every: Versions from one evaluation to the next.
-        every_seconds: Seconds from the start of one evaluation to that of the next. With `every`, whichever comes
-            first.
+        every_seconds: Seconds from the start of one evaluation to that of the next. With `every`: the first of the two
+            counts.
         seed: Of each evaluation.
         directory: Where weights are saved whenever the mean return is the best so far: `best.safetensors`, a state dict
             for `safetensors.torch.load_file`, with the result in its metadata. Files are replaced in one step. One
@@ -248,7 +248,7 @@ class Evaluator(WorkerPool):
         return self._work
 
     def _listen(self) -> None:
-        # Whoever collects at this moment may be waiting for this thread's end, in a signal's handler.
+        # A thread that collects at this moment may wait for this thread's end, in a signal's handler.
         self._collect(wait=False)
 
     def _collect(self, wait: bool = True) -> None:

@@ -157,7 +157,7 @@ class ExplorerContext:
 
     @property
     def noticed_stop(self) -> bool:
-        """Whether `stopped` has told the function to finish: then it gets the time to do so."""
+        """Whether the function has seen `stopped`: then it gets the time to finish."""
         return self._noticed_stop
 
     def record(self, *, episode_return: Any, episode_length: Any) -> None:
@@ -191,12 +191,12 @@ class ExplorerContext:
         self._episodes += 1
         self._steps += length
         self._entry["steps"] = self._steps
-        # Last: who reads this count finds the episode's return in its place.
+        # Last: a reader of this count finds the episode's return written.
         self._entry["episodes"] = self._episodes
 
     def close(self) -> None:
         """Closes the writers that `writer` made."""
-        with ExitStack() as closing:  # each, whatever becomes of the others
+        with ExitStack() as closing:  # each, also when another fails
             closing.callback(lambda: self._report(time.monotonic()))
             for writer in tuple(self._writers):
                 closing.callback(writer.close)

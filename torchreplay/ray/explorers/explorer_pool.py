@@ -36,9 +36,9 @@ class ExplorerPool(WorkerPool):
     notice. Delays between restarts double from `restart_delay` up to 30 s, and start over once the explorer has made
     progress. After `max_restarts` it is dropped, and the others go on.
 
-    A learner's `sample` waits while explorers can be expected to write. Once all have ended, or
-    each has failed five times in a row without writing a row or ending an episode, it raises
-    `WouldBlockForever`; inside the `with` block that error carries the explorers' last failures.
+    A learner's `sample` waits while explorers can be expected to write. Once all have ended, or each has failed five
+    times in a row without a row or an episode, it raises `WouldBlockForever`. Inside the `with` block that error
+    carries the explorers' last failures.
 
     Stopping the pool leaves the buffer alone: it can be sampled, and filled by another pool.
 
@@ -57,13 +57,13 @@ class ExplorerPool(WorkerPool):
             whenever there are newer weights.
         backend: `"ray"` for Ray actors; `"process"` for plain processes (`multiprocessing`'s spawn), without Ray. A
             script that uses plain processes starts them under `if __name__ == "__main__":`.
-        num_cpus: CPUs that Ray reserves for each explorer. By default none, so that all of them
-            run whatever else Ray has reserved; which of them gets a core is the kernel's affair.
+        num_cpus: CPUs that Ray reserves for each explorer. By default none: all of them run, and the kernel divides the
+            cores.
         num_gpus: GPUs, or a part of one, that Ray reserves for each explorer.
         runtime_env: Their environment, as Ray takes it, such as `{"env_vars": {...}}`.
-        placement: Where Ray is to run them. None: on this machine, where the buffer's memory is; of a `ShardedReplay`
-            on the nodes that have shards, in turn, and no more on each than it has `num_cpus` and `num_gpus` for.
-            `"LOCAL_FIRST"`: on this machine while it has these left, then on others. Or one of Ray's scheduling
+        placement: Where Ray is to run them. None: on this machine, where the buffer's memory is. With a
+            `ShardedReplay`: in turn on the nodes that have shards, no more on each than its `num_cpus` and `num_gpus`
+            allow. `"LOCAL_FIRST"`: on this machine while it has these left, then on others. Or one of Ray's scheduling
             strategies, such as `"SPREAD"` or that of a placement group. Or a function of the explorer's index that
             returns one of these, called before each of its runs. Explorers on other nodes than the buffer's have remote
             writers and fetch the weights: the same calls, `docs/scaling.md`.

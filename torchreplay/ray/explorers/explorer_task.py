@@ -40,7 +40,7 @@ class ExplorerTask:
 
     @property
     def pages(self) -> Sequence[SharedState]:
-        """None: what explorers tell is on the board."""
+        """None: the explorers write to the table themselves."""
         return ()
 
     @property
@@ -78,7 +78,7 @@ class ExplorerRun:
 
     @property
     def noticed_stop(self) -> bool:
-        """Whether the function was told to finish."""
+        """Whether the function is to finish."""
         return self.ctx.noticed_stop
 
     def give_up(self) -> None:

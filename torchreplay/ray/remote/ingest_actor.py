@@ -99,7 +99,7 @@ class Answer:
 
 
 class _Behind(Exception):
-    """The limiter has kept a chunk waiting for long enough to tell its writer."""
+    """The limiter has kept a chunk waiting for so long that its writer must know."""
 
 
 class IngestWriter(Writer):
@@ -199,8 +199,8 @@ def _ends_of(chunk: Chunk, before: npt.NDArray[np.int64], keys: npt.NDArray[np.i
 class Ingest:
     """The Ray actor, one for each buffer that has remote writers; on the buffer's own node.
 
-    It goes when the buffer is stopped, when nobody is left to draw from it, and when no remote writer is heard of; it
-    is started again when one comes.
+    It ends when the buffer is stopped, when no learner is left, or when no remote writer has reported for a while. The
+    next remote writer starts it again.
 
     Args:
         handle: Of the buffer.
@@ -269,7 +269,7 @@ class Ingest:
         return "" if self._attached is None else self._attached._segment.text, self._ending
 
     def look(self, sources: list[Source]) -> str:
-        """Takes note of which writers are alive; returns why nobody should write any more, or ""."""
+        """Notes which writers are alive; returns why writing must end, or ""."""
         self._heard = time.monotonic()
         self._notice_stop()
         if not self._ending and self._claim():

@@ -208,7 +208,7 @@ class RemoteBuffer(Configured):
     # Life cycle
 
     def stop(self) -> None:
-        """Tells everyone to finish, on all nodes."""
+        """Stops the buffer for all processes, on all nodes."""
         self._ask("stop")
         if self._connection is not None:
             self._connection[1].end("the replay buffer was stopped")

@@ -66,7 +66,7 @@ class RowSender:
         atexit.register(self.drain)  # before Ray's own, which was registered earlier
         self._thread.start()
 
-    # In the threads of those who write.
+    # In the threads that write.
 
     def open(self, config: Config, lanes: int) -> SendBuffer:
         """Returns the outbox of a new writer.
@@ -91,7 +91,7 @@ class RowSender:
         """
 
         def has_room() -> bool:
-            self._check(outbox)  # first: a stage that is stopped admits nothing, whatever room it has
+            self._check(outbox)  # first: a stage that is stopped admits nothing
             return admitted()
 
         self._await(outbox, has_room)
@@ -196,7 +196,7 @@ class RowSender:
         if not outbox.ending:
             outbox.cut(sweep)
             self._send_all(outbox)
-        # A heartbeat that is under way may name the writer: who is gone must not come in again.
+        # A heartbeat under way may name this writer, which must not be registered again.
         if outbox.leaving and (outbox.ending or (outbox.is_empty and not self._heartbeat_out)):
             self._forget(outbox)
 
@@ -252,7 +252,7 @@ class RowSender:
         if not outbox.drained:
             outbox.stage.close()
         if not self.ending:
-            with suppress(self._ray.exceptions.RayError):  # then its silence will tell
+            with suppress(self._ray.exceptions.RayError):  # then its silence shows it
                 self._departure = self._depart.remote(outbox.source)
 
     def _await_departure(self) -> None:
@@ -262,7 +262,7 @@ class RowSender:
                 self._ray.wait([self._departure], timeout=FAREWELL)
 
     def _beat(self) -> None:
-        """Lets the ingest know who is alive, and hears whether to go on."""
+        """Reports the living writers to the ingest actor, and learns whether to go on."""
         now = time.monotonic()
         if self._heartbeat_out or now < self._heartbeat_due or self.ending or self.failure:
             return

@@ -39,9 +39,9 @@ class SendBuffer:
     """The rows of one writer between its calls and the buffer.
 
     They are collected in a small segment of this process's own, whose writer checks them as it always does. It admits
-    no more rows than a chunk ahead of those that were cut from it. All the rest is done by the courier's thread, which
-    no signal interrupts: the writer's thread looks, says what it wants, and sleeps until there is news. The two share
-    no lock, which an exception out of a signal's handler could leave in any state.
+    at most one chunk of rows beyond those that were sent. All the rest is done by the courier's thread, which no signal
+    interrupts: the writer's thread looks, says what it wants, and sleeps until there is news. The two share no lock,
+    which an exception out of a signal's handler could leave in any state.
 
     Args:
         config: Of the buffer.
@@ -61,7 +61,7 @@ class SendBuffer:
         answered: The ingest has written some of its rows.
         hurried: Somebody waits until everything is acknowledged.
         leaving: The writer is gone: what is left is sent, and that is it.
-        drained: The writer is there, and whatever it writes from now on is not sent.
+        drained: The writer is there, and rows that it writes from now on are not sent.
     """
 
     def __init__(self, config: Config, lanes: int) -> None:

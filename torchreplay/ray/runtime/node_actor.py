@@ -33,7 +33,7 @@ class NodeActor:
         kind: The actor's class.
         name: Of this one.
         args: Of its constructor.
-        calls: Of its methods that may be under way at a time, but for those that write rows.
+        calls: Calls that may run at a time, without those that write rows.
     """
 
     def __init__(self, node: str, kind: type, name: str, args: tuple[Any, ...], calls: int = 4) -> None:
@@ -46,7 +46,7 @@ class NodeActor:
             name=name,
             namespace=NAMESPACE,
             get_if_exists=True,
-            lifetime="detached",  # whoever starts it may be an explorer, and die
+            lifetime="detached",  # its starter may be an explorer, and die
             max_restarts=-1,
             num_cpus=0,
             scheduling_strategy=only_on(node),
@@ -66,7 +66,7 @@ class NodeActor:
         return self._actor
 
     def is_there(self) -> bool:
-        """Whether the node is alive, as far as this process can tell."""
+        """Whether the node is alive, as far as this process knows."""
         return self._ray.is_initialized() and self.node in living_nodes()
 
     def ask(self, method: str, *args: Any) -> Any:

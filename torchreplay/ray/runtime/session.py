@@ -38,8 +38,8 @@ def import_ray() -> ModuleType:
 def _own_sigterm() -> Iterator[None]:
     """Gives the program's own handler of SIGTERM back to it, such as Lightning's or one that saves.
 
-    `ray.init` puts one in its place that exits; and before either one of native code, after which the process is
-    aborted 3 s later, whatever it is at. So that of Ray's is set anew where the program has none.
+    `ray.init` installs a handler that exits, and a native one before it that aborts the process 3 s later. So that of
+    Ray's is set anew where the program has none.
     """
     before = signal.getsignal(signal.SIGTERM)
     try:
@@ -51,7 +51,7 @@ def _own_sigterm() -> Iterator[None]:
 
 
 def connection() -> str:
-    """Returns what tells this process's connection to Ray from those before and after it; "" where there is none."""
+    """Returns an id of this process's connection to Ray, which no other connection has; "" where there is none."""
     ray = import_ray()
     if not ray.is_initialized():
         return ""
@@ -62,7 +62,7 @@ def connection() -> str:
 class RaySession:
     """Ray for the life of a pool: joins the program's, or starts one on this machine.
 
-    A Ray that was started here serves every session until the last is closed, in whatever order they are.
+    A Ray that was started here serves every session until the last one is closed, in any order.
 
     A program that is to run on an existing cluster calls `ray.init(address=...)` before it starts
     the pool, or sets `RAY_ADDRESS`.

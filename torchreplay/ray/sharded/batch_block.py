@@ -119,7 +119,7 @@ def _rounded(size: int) -> int:
 
 
 def keep(room: ItemBytes, which: NDArray[np.int64]) -> None:
-    """Moves chosen items to the front of a batch, in any order: the last ones take the places of those left out.
+    """Moves chosen items to the front of a batch, in any order: the last ones fill the free places.
 
     Args:
         room: The batch's.

@@ -27,7 +27,7 @@ def union_census(told: Collection[ShardReport], learners: int, expected: bool, o
         "writers": writers,
         "learners": learners,
         "owners": len(told),
-        "others_writing": max(0, writers - own_writers),  # which may have come since they told
+        "others_writing": max(0, writers - own_writers),  # which may have come since they reported
         "others_learning": learners,
         "waiting": 0,
         "supervisors": int(expected),

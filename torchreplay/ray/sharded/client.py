@@ -49,8 +49,8 @@ class ShardClient:
 
     Attributes:
         node: Ray's id of the node that this process is on.
-        table: What was where when the directory said so last. Nothing is asked of it while the lock is held: where Ray
-            cannot reach it, only those wait who ask.
+        table: What was where when the directory said so last. It is never asked while the lock is held: if Ray cannot
+            reach it, only the asking thread waits.
         figures: What each shard said last, by number. Never changed: there is another when one says more.
     """
 
@@ -157,10 +157,10 @@ class ShardClient:
     def restored(
         self, numbers: dict[int, int], seed: int, counts: Counts, lost: tuple[Lost, ...], limiter: Limiter
     ) -> None:
-        """Tells everyone that the shards hold the rows of a checkpoint now; arguments are those of the directory's.
+        """Announces that the shards hold the rows of a checkpoint now; arguments as in the coordinator's method.
 
         Raises:
-            RuntimeError: One was lost before it could be told.
+            RuntimeError: One was lost before it could know.
         """
         self.detach()
         places = self.table.places
@@ -247,7 +247,7 @@ class ShardClient:
             return calls
 
     def report(self, last: bool = False) -> None:
-        """Tells all shards what this process has drawn, without waiting for them: no order is under way that would.
+        """Reports to all shards what this process has drawn, without a wait, when no order carries it.
 
         Args:
             last: Whether it draws no more for now, so that it must be said in any case.
@@ -256,7 +256,7 @@ class ShardClient:
         if union_limiter is None or not union_limiter.batches:  # it has drawn nothing
             return
         if self._reports.is_due(union_limiter.batches, union_limiter.divides) or last:
-            with suppress(Stopped):  # nobody is left to be told
+            with suppress(Stopped):  # nobody is left to hear it
                 for number, report in self.order(dict.fromkeys(self.table.places, 0), 0).items():
                     self._reports.add(number, report)
 
@@ -325,12 +325,12 @@ class ShardClient:
     def exchange(self, says: bool = False) -> None:
         """Looks at the table and hears all shards' figures, also after the buffer was stopped.
 
-        Whoever has heard all of them divides anew what the limiter admits, as if it waited for an item: or a program
-        that only looks until there is enough would look for ever, where not every node has explorers.
+        Once all have answered, it divides anew what the limiter admits, as if it waited for an item. Otherwise a
+        program that only polls until there is enough would poll for ever, where not every node has explorers.
 
         Args:
-            says: Whether shards are told with the question already, by those who know what is in all of them. Otherwise
-                they are told when they have answered, and nobody waits for that.
+            says: Whether the question itself carries the limits, from a process that knows what is in all shards.
+                Otherwise the limits follow when the shards have answered, and nobody waits for that.
         """
         places = self.look().places
         all_of_them = dict.fromkeys(places, 0)
@@ -369,7 +369,7 @@ class ShardClient:
             return self.table
 
     def _take_in(self, table: Table) -> None:
-        for lost in table.lost:  # whoever reported it may have known less
+        for lost in table.lost:  # another reporter may have known less
             rows, inserted = self._last_known(lost.number)
             if inserted > lost.inserted:
                 logger.error("with shard %d %d rows are lost, not %d", lost.number, rows, lost.rows)

@@ -303,7 +303,7 @@ class Coordinator:
             self._expecting[token] = now + BELIEF
 
     def stop(self) -> None:
-        """Tells everyone to finish."""
+        """Stops the buffer for all processes."""
         self._stopped = True
         for slot in self._slots:
             if slot.actor is not None:

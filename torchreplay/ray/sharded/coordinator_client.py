@@ -117,7 +117,7 @@ class CoordinatorClient:
         self._asked = None
         try:
             table: Table = self._heard(asked)
-        except self._ray.exceptions.ActorUnavailableError:  # the next look may tell more
+        except self._ray.exceptions.ActorUnavailableError:  # the next look may show more
             return None
         return table
 

@@ -89,7 +89,7 @@ class Gathering:
 
 
 def positions(found: Keys, asked: Keys) -> Keys:
-    """Returns where in `asked` the keys `found` stand, each at a place of its own: they are some of those asked for."""
+    """Returns the position in `asked` of each key of `found`, which is a part of it; each position once."""
     if len(found) == len(asked):
         return np.arange(len(asked))
     order, rank = np.argsort(asked, kind="stable"), np.argsort(found, kind="stable")

@@ -59,7 +59,7 @@ class GlobalDistribution:
         return min((part.smallest for part in self.parts if part.drawable), default=0.0)
 
     def most(self, n: int) -> list[int]:
-        """Returns how many of `n` items can come from each part at most, whatever the random numbers are.
+        """Returns how many of `n` items can come from each part at most, for all random numbers.
 
         The n strata have equal parts of the total. An interval as long as x of them touches at most floor(x) + 2.
         """
@@ -85,8 +85,8 @@ class GlobalDistribution:
     def weights(self, probability: NDArray[np.float64], beta: float, sampler: Sampler) -> NDArray[np.float32]:
         """Returns the importance-sampling weights (N P(i))^-beta of items (Schaul et al. 2016, section 3.4).
 
-        Divided by the largest one possible in the union, which is that of its smallest leaf, or by the largest one
-        given, or by nothing, as the sampler says.
+        Divided as the sampler says: by the largest one possible in the union, that of its smallest leaf; by the largest
+        one given; or by nothing.
 
         Args:
             probability: P(i) in the union, `[n]`.

@@ -1,4 +1,4 @@
-"""One histogram made of several, each of which has edges of its own."""
+"""One histogram made of several that have different edges."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from torchreplay.validation import checked_int, checked_kind
 
 
 class ShardedInspection(Configured):
-    """The part of a `ShardedReplay` that tells what is in it."""
+    """The part of a `ShardedReplay` that shows what is in it."""
 
     shards: ShardClient
     _draws: ShardedSampler
@@ -41,12 +41,12 @@ class ShardedInspection(Configured):
 
     @property
     def limiter(self) -> Limiter:
-        """Who must wait. Set it to change it for every process; whoever can go on under the new one does.
+        """Who must wait. Set it to change it for every process. Processes that can go on under the new one do.
 
-        A new limiter counts from the moment at which it is set, as that of a `ReplayBuffer` does: of the items inserted
-        before, `min_size` count (or all, if there are fewer), and of the draws none. Learners that wait, or that draw
-        from other nodes, hear of it with the next answer of a shard, the others within a second; each keeps to the old
-        one until then, and what it drew under that does not count for the new one.
+        A new limiter counts from the moment at which it is set, as that of a `ReplayBuffer` does. Of the items inserted
+        before, `min_size` count (or all, if there are fewer). Of the draws before, none count. Learners that wait, or
+        that draw from other nodes, hear of it with the next answer of a shard, the others within a second. Each keeps
+        to the old one until then, and its draws under the old one do not count for the new one.
         """
         self.require_open()
         return self.shards.look().rule.limiter

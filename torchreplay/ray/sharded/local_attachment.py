@@ -64,7 +64,7 @@ class LocalAttachment:
                 self.release()
                 try:
                     self.nearby = LocalShard(place.number, handle)
-                except AttachError:  # it may have died just now, which the next call tells
+                except AttachError:  # it may have died just now, which the next call shows
                     if refused:
                         raise
                     refused = True

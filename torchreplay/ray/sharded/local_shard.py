@@ -42,8 +42,8 @@ class ShardBuffer(ReplayBuffer):
 class LocalShard:
     """One shard in this process's memory: what is drawn from it and fed back to it needs no message and no copy.
 
-    Both are done by a thread of its own, one after the other in the order in which they were asked for, as the shard's
-    actor does them for learners on other nodes; it holds the interpreter lock only in between.
+    A thread of its own does both, in the order of the calls, as the shard's actor does for learners on other nodes. It
+    holds the interpreter lock only in between.
 
     Args:
         number: Of the shard.

@@ -41,7 +41,7 @@ def buffer_to_write_to(shards: ShardClient) -> ShardBuffer:
             shards.lose(nearby.number, "its process is gone")
     buffer = _attached(shards)
     if buffer is None:
-        with Expectation(shards):  # lest learners give up on those who wait here
+        with Expectation(shards):  # or learners would give up on the writers that wait here
             buffer = _waited_for(shards)
     return buffer
 
@@ -109,12 +109,12 @@ class Expectation:
                 heard = not self._closed.is_set() and self._say(True)
 
     def _say(self, expecting: bool) -> bool:
-        """Returns whether there is anybody left to tell."""
+        """Returns whether the coordinator is still there."""
         if not self._shards.connected:  # or the call would start another Ray
             return False
         try:
             self._shards.ask_once("expect", self._token, expecting)
-        except import_ray().exceptions.ActorUnavailableError:  # it is told again, or forgets by itself
+        except import_ray().exceptions.ActorUnavailableError:  # the next report may arrive
             return True
         except (Stopped, import_ray().exceptions.RayError):
             return False

@@ -1,4 +1,4 @@
-"""What learners and shards tell each other, besides rows."""
+"""The messages of learners and shards, besides rows."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ class LearnerProgress(NamedTuple):
         rule: The number of the limiter that it keeps to.
         items: Items in all.
         batches: Batches in all.
-        before: Those of the items of which that limiter knows nothing: handed out, or under way, when the learner heard
-            of it.
+        before: Items that this limiter does not count: handed out, or under way, when the learner heard of it.
     """
 
     rule: int
@@ -36,7 +35,7 @@ class LearnerProgress(NamedTuple):
 
 
 def is_newer(drew: LearnerProgress, known: LearnerProgress | None) -> bool:
-    """Returns whether of one learner that is the later one; whatever there is, where nothing is known."""
+    """Returns whether `drew` is the later report of a learner; True where nothing is known."""
     return known is None or drew.moment > known.moment
 
 
@@ -54,8 +53,8 @@ class DrawRequest:
             limit.
         candidates: How many to draw; 0: none, only the figures are wanted.
         says: Whether `limit` is meant: not by those who only look around, who may know too little.
-        others: What other learners have handed out, of those of whom the shard has told nothing, or less: one that was
-            made since would not hear of those who are gone.
+        others: What other learners have handed out, where the shard has reported nothing, or less. A new shard would
+            not hear of learners that are gone.
         waited: Seconds that it has waited for rows.
     """
 

@@ -63,7 +63,7 @@ class GlobalRateLimiter:
         self._looks = 0  # of one who waits for less than an item of each shard
         self._others: dict[int, LearnerProgress] = {}  # by learner
         self._untold: dict[int, dict[int, LearnerProgress]] = {}  # by shard
-        self.items = self.batches = self._ordered = 0  # what was ordered, but for what was given up
+        self.items = self.batches = self._ordered = 0  # what was ordered, less what was given up
         self.largest = 1.0
         self.waited = 0.0
         self._take(rule)
@@ -104,7 +104,7 @@ class GlobalRateLimiter:
             }
 
     def untold(self, number: int) -> Mapping[int, LearnerProgress]:
-        """Returns what others have handed out, as far as a shard has told nothing of it, or less."""
+        """Returns what others have handed out, where a shard has reported nothing of it, or less."""
         return self._untold.get(number, {})
 
     def count_inserted(self, number: int, inserted: int) -> None:
@@ -168,7 +168,7 @@ class GlobalRateLimiter:
         """Returns up to how many items each shard may admit its writers: together, what the union admits.
 
         What is left is divided anew with every call, so that a shard without writers keeps nothing from the others for
-        long. The last items of those that are waited for go to other shards with every call: whichever has writers.
+        long. With every call, the last items of those that are waited for go to other shards, to find one with writers.
 
         Args:
             numbers: The shards that there are.

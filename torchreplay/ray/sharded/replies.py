@@ -92,7 +92,7 @@ class ReplyCollector:
             answer = call.result() if isinstance(call, Future) else self._ray.get(call)
         except (Detached, CancelledError):  # a matter of this process alone: others still use the shard
             return None
-        except errors.ObjectLostError as error:  # the next call tells whether the shard is there
+        except errors.ObjectLostError as error:  # the next call shows whether the shard is there
             logger.warning("an answer from %s was lost on its way: %s", self._name(number), _first_line(error))
             return None
         except errors.ActorUnavailableError as error:  # a broken connection, or a process that is stopped
@@ -129,7 +129,7 @@ class ReplyCollector:
         return reachable
 
     def _is_reachable(self, call: Any, seconds: float) -> bool | None:
-        """Returns what the answer to come tells, after so many seconds at most; None if it has not come."""
+        """Returns what the answer to come says, after so many seconds at most; None if it has not come."""
         try:
             if call is not None:
                 self._ray.get(call, timeout=seconds)

@@ -30,7 +30,7 @@ class Reports:
         """Returns the calls that shards have answered meanwhile, with the shards' numbers."""
         answered = []
         while self._under_way:
-            number, report = self._under_way.popleft()  # a signal handler that comes by here looks at the next
+            number, report = self._under_way.popleft()  # a signal handler that runs here looks at the next
             if not self._ray.wait([report], timeout=0)[0]:
                 self._under_way.appendleft((number, report))
                 break

@@ -30,10 +30,10 @@ LEAST_SLACK: Final = 1 / 64
 class SampleRequest:
     """One batch under way: every shard was asked once for its total and for candidates drawn from just that.
 
-    How many items the batch takes of each shard follows from those totals alone, so that P(i) is the item's leaf
-    divided by the sum of all leaves, each shard being as it was when its candidates were drawn. A shard whose total
-    has grown beyond what its candidates are enough for is asked again, and what it said first is forgotten: whether it
-    is asked depends on the totals, never on which items or random numbers came. `docs/sharding.md` has the derivation.
+    Those totals alone decide how many items the batch takes of each shard. So P(i) is the item's leaf divided by the
+    sum of all leaves, each shard being as it was when its candidates were drawn. A shard whose total has outgrown its
+    candidates is asked again, and its first answer is forgotten. Only the totals decide that, never the items or random
+    numbers. `docs/sharding.md` has the derivation.
 
     Args:
         shards: The shards.
@@ -92,12 +92,13 @@ class SampleRequest:
         numbers = [number for number, (figures, _) in answers.items() if figures.drawn.total > 0]
         if not numbers:
             return None
-        numbers.sort(key=lambda number: (answers[number][1] is not None, number))  # what is in its place comes first
+        # The shard that drew into the batch comes first.
+        numbers.sort(key=lambda number: (answers[number][1] is not None, number))
         union = GlobalDistribution(tuple(answers[number][0].drawn for number in numbers))
         counts = union.counts(self.n, self._chance.random(self.n))
         batch = self._layout.new_batch(self.n) if self._batch is None else self._batch
         parts = [answers[number] for number in numbers]
-        if len(parts) > 1 or parts[0][1] is not None:  # one alone that is in its place is the batch
+        if len(parts) > 1 or parts[0][1] is not None:  # if only that shard has items, they are the batch
             self._fill(batch, parts, counts)
         scale = [part.total / union.total for part in union.parts]
         probability = batch["probability"].numpy().astype(np.float64) * np.repeat(scale, counts)
@@ -209,9 +210,9 @@ class SampleRequestStream:
     def ready(self) -> int:
         """0: no batch is made before it is asked for.
 
-        Those who ask want to know how many lie in the memory of the staging, to copy the next one to the device from
-        there. A round whose answers have all come is none of them: which of its candidates the batch is made of is
-        seen when it is put together, and until then there are others in its place.
+        The caller wants to know how many lie in the memory of the staging, to copy the next one to the device from
+        there. A round whose answers have all come does not count: its batch is chosen from the candidates only when it
+        is put together.
         """
         return 0
 

@@ -44,8 +44,8 @@ class ShardedSampler:
         self._layout = Layout(config.outputs())
         self._complete_when = config.view.complete_when
         self._finish = finish
-        # Nothing is called under it: what a signal handler, or a stream that is collected, does in the midst of that in
-        # the same thread comes before or after.
+        # Nothing is called under it. So a signal handler, or the collection of a stream, in the same thread comes
+        # before or after.
         self._lock = threading.RLock()
         self._made = self._next = self._under_way = 0  # batches, the next round's number, and rounds that are neither
         self._slack = 1.0
@@ -138,7 +138,7 @@ class ShardedSampler:
             ordered: The round.
             beta: Exponent of the weights; None: the sampler's.
             wait: How long it may take.
-            finish: Whether the rest of the batch is computed; otherwise whoever gave it its place does so.
+            finish: Whether the rest of the batch is computed here; otherwise the owner of its memory does so.
         """
         batch = None
         try:
@@ -175,7 +175,7 @@ class ShardedSampler:
                 self._check(n, wait)
                 time.sleep(min(POLL, wait.slice_ns() * 1e-9))
                 since = self._note_wait(since)
-                with suppress(ReplayTimeout):  # the next check tells what is missing
+                with suppress(ReplayTimeout):  # the next check says what is missing
                     self._look(n, wait)
         finally:
             self._note_wait(since)

@@ -41,7 +41,7 @@ class ShardedDrawing(Replay):
     def sample(self, batch_size: int, beta: Schedule | None = None, timeout: float | None = None) -> ReplayBatch:
         """Draws a batch from all shards, stratified and with replacement; waits until the limiter admits it.
 
-        Every shard is asked once, and told at once what was drawn where explorers wait for that; `ReplayDataset` has
+        Every shard is asked once, and hears at once what was drawn if explorers wait for that; `ReplayDataset` has
         several batches under way at a time and is faster.
 
         Args:
@@ -69,7 +69,7 @@ class ShardedDrawing(Replay):
             wait.end()
 
     def gather(self, keys: Any, missing: Missing = "drop") -> ReplayBatch:
-        """Returns the items anchored at given rows, of whatever shards.
+        """Returns the items anchored at given rows of any shards.
 
         It counts as no draw: the limiter and the streams of draws do not notice. Under `Hindsight` items come as they
         were lived: nothing is relabelled. TD errors that this process has fed back before are known to it.
@@ -109,7 +109,7 @@ class ShardedDrawing(Replay):
         drawn: deque[dict[str, Any]],
         staging: Staging | None = None,
     ) -> SampleRequestStream:
-        """Returns a stream of batches, for `prefetch` of which the shards are asked ahead."""
+        """Returns a stream of batches; the shards are asked for `prefetch` of them ahead."""
         checked_int("batch_size", batch_size, 1, MAX_BATCH)
         self.require_open()
         return SampleRequestStream(self._draws, self._feedback, batch_size, count, prefetch, timeout, waiting, staging)
@@ -133,9 +133,9 @@ class ShardedDrawing(Replay):
         overwritten since, or lost with their shard, are dropped and counted (`stats().stale_updates`,
         `lost_updates`). Of equal keys the last one wins.
 
-        Those on a CUDA device are not waited for: they are copied beside the learner's work, as they are at this point
-        of its stream, and go on their way once they have come, in the order given, when this process next calls the
-        buffer or asks for a batch; `flush` waits for them.
+        Those on a CUDA device are not waited for. They are copied beside the learner's work, as they are at this point
+        of its stream. They are sent once they have come, in the order given, when this process next calls the buffer or
+        asks for a batch; `flush` waits for them.
 
         Args:
             batch_or_keys: A batch of this buffer, or int64 keys `[n]`.
@@ -143,8 +143,8 @@ class ShardedDrawing(Replay):
 
         Raises:
             ValueError: A shape does not fit, an error is NaN or infinite, a key was never issued, or the batch is of
-                another buffer; nothing is applied. NaN or infinite errors that come from a CUDA device are told by the
-                next call, or by `flush`, which say which update it was.
+                another buffer; nothing is applied. NaN or infinite errors from a CUDA device are raised by the next
+                call, or by `flush`, which say which update it was.
         """
         self.require_open()
         self._feedback.send(batch_or_keys, td)

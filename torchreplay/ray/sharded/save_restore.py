@@ -1,4 +1,4 @@
-"""Saving all shards of a `ShardedReplay` beside those who write and draw, and filling new ones from that."""
+"""Saving all shards of a `ShardedReplay` while others write and draw, and filling new shards from the files."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def save_shards(shards: ShardClient, config: Config, seed: int, draws: ShardedSa
 
 
 def restore_shards(shards: ShardClient, config: Config, manifest: Manifest, root: Path) -> None:
-    """Does what `ShardedReplay.restore` does, but for this process's stream of draws."""
+    """Does what `ShardedReplay.restore` does, without setting this process's stream of draws."""
     require_alike(manifest.config, config, root)
     shards.exchange()
     held = "has lost a shard" if shards.table.lost else "holds rows"

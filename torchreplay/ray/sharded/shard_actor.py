@@ -96,7 +96,7 @@ class Shard:
             self._waits.hear(order.stream, order.waited)
         self._learners |= {s: drew for s, drew in order.others.items() if is_newer(drew, self._learners.get(s))}
         self._candidates.raise_largest(order.largest)
-        if order.says and order.drew.rule >= self._rule:  # whoever has not heard of the present limiter has no say
+        if order.says and order.drew.rule >= self._rule:  # others know an old limiter only
             self._rule = order.drew.rule
             self._admit(order.limit)
         if not order.candidates:
@@ -170,7 +170,7 @@ class Shard:
         return len(keys)
 
     def stats(self) -> Stats:
-        """Returns the buffer's own, with what learners told of their waits for rows of any shard."""
+        """Returns the buffer's own, with the learners' waits for rows of any shard."""
         return replace(self._buffer.stats(), sample_wait=self._waits.total, sample_wait_share=self._waits.share)
 
     def histograms(self, bins: int) -> dict[str, torch.Tensor]:
@@ -178,7 +178,7 @@ class Shard:
         return self._buffer.histograms(bins)
 
     def stop(self) -> None:
-        """Tells the node's writers to finish."""
+        """Stops the node's writers."""
         self._buffer.stop()
 
     def _has_ended(self, name: str, work: Callable[[], None]) -> bool:
@@ -193,7 +193,7 @@ class Shard:
         if future.exception() is not None:
             del self._under_way[name]
         future.result()
-        return True  # also to one who asks again, since the answer was lost on its way
+        return True  # also when asked again, because the answer was lost
 
     def _save(self, directory: Path) -> None:
         if not directory.parent.is_dir():

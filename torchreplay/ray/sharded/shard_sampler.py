@@ -41,8 +41,8 @@ class ShardSampler:
         Args:
             n: Items.
             out: What they go into, a batch of so many. The keys are the union's; weights mean nothing yet.
-            learners: What the figures tell of learners.
-            rule: The number of the limiter that they tell.
+            learners: What the figures say of learners.
+            rule: The number of the limiter that they name.
 
         Returns:
             The figures; their `candidates` are `n`, or 0 when nothing could be drawn.
@@ -61,8 +61,8 @@ class ShardSampler:
 
         Args:
             keys: The shard's own `[n]`.
-            learners: What the figures tell of learners.
-            rule: The number of the limiter that they tell.
+            learners: What the figures say of learners.
+            rule: The number of the limiter that they name.
 
         Returns:
             The figures, whose `candidates` say how many items were found, and a batch of these; None if there are none.

@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 class ShardedReplay(ShardedInspection, ShardedDrawing):
     """A prioritized replay buffer whose rows lie on several nodes of a Ray cluster, for when one is not enough.
 
-    Each node has a shard: an ordinary `ReplayBuffer` in that node's shared memory, held by an actor. Explorers write
-    to the shard of the node they run on, without a message; learners draw from all of them at once, through shared
-    memory from that of their own node, through Ray's object store from the others::
+    Each node has a shard: an ordinary `ReplayBuffer` in that node's shared memory, held by an actor. Explorers write to
+    the shard of the node they run on, without a message. Learners draw from all shards at once: through shared memory
+    on their own node, through Ray's object store from the others::
 
         replay = ShardedReplay(spec, capacity=10_000_000, sampler=tr.Prioritized())
         explorer.remote(replay)                    # there: with replay.writer() as w: w.append(...)
@@ -167,10 +167,10 @@ class ShardedReplay(ShardedInspection, ShardedDrawing):
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Saves all shards while others go on writing and drawing, each by its own node.
 
-        The directory must be one that all nodes see. Each shard has a checkpoint of its own there, as that of a
-        `ReplayBuffer`: rows are exact, each by itself; those written during the save may be in it or not. TD errors
-        that this process has fed back are waited for. A shard that is lost meanwhile costs its rows, which is logged:
-        the checkpoint has the others. A save that is killed, or fails, leaves the one before as it was.
+        The directory must be one that all nodes see. Each shard has a checkpoint of its own there, like that of a
+        `ReplayBuffer`. Rows are exact, each by itself. Rows written during the save may be in it or not. TD errors that
+        this process has fed back are waited for. A shard that is lost meanwhile costs its rows, which is logged: the
+        checkpoint has the others. A save that is killed, or fails, leaves the one before as it was.
 
         Args:
             directory: Where to; made if need be. A checkpoint that is there is replaced.
@@ -198,9 +198,9 @@ class ShardedReplay(ShardedInspection, ShardedDrawing):
     ) -> ShardedReplay:
         """Returns a new buffer with the rows, keys, priorities and counters of a saved one.
 
-        Training goes on as if nothing had happened: old batches' keys are still valid, the limiter stands where it did,
-        and the draws follow on those that the saving process had made. A shard goes to the node that it was saved on
-        where that is one of the nodes, else to any of them; nodes beyond the number of shards get empty ones.
+        Training goes on as if nothing had happened. Old batches' keys are still valid, the limiter stands where it did,
+        and the draws follow those of the saving process. A shard goes to the node that it was saved on if that is one
+        of the nodes, else to any of them. Further nodes get empty shards.
 
         Args:
             directory: What `save` wrote; all nodes must see it.
@@ -253,8 +253,8 @@ class ShardedReplay(ShardedInspection, ShardedDrawing):
     def restore(self, directory: str | os.PathLike[str]) -> None:
         """Does what `load` does to a buffer that is there and was never written to, before others get it.
 
-        A restore that fails after the shards have begun to fill, so that some may hold a part of the checkpoint, stops
-        the buffer: draws and writers raise `Stopped`. Close it; another one can be restored. One that is refused before
+        A restore that fails after the shards have begun to fill stops the buffer, since some may hold a part of the
+        checkpoint. Draws and writers raise `Stopped`. Close it; another one can be restored. One that is refused before
         leaves it as it was.
 
         Args:
@@ -262,8 +262,8 @@ class ShardedReplay(ShardedInspection, ShardedDrawing):
                 nodes may be others, or more.
 
         Raises:
-            CheckpointError: There is no checkpoint, it is damaged or of another kind, a node does not see it, there are
-                fewer nodes than shards, or the buffer holds rows already, or writers whose keys would change.
+            CheckpointError: There is no checkpoint, it is damaged or of another kind, or a node does not see it. Or
+                there are fewer nodes than shards, or the buffer holds rows already, or writers whose keys would change.
             RuntimeError: A shard was lost meanwhile; the buffer is stopped.
         """
         self.require_open()
@@ -278,7 +278,7 @@ class ShardedReplay(ShardedInspection, ShardedDrawing):
     # Life cycle
 
     def stop(self) -> None:
-        """Tells everyone to finish: `stopped` becomes True in every process, and waiting calls raise `Stopped`."""
+        """Stops the buffer: `stopped` becomes True in every process, and waiting calls raise `Stopped`."""
         self.require_open()
         self.shards.ask("stop")
         self.shards.look()

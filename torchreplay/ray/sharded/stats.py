@@ -22,8 +22,8 @@ class ShardStats:
     Attributes:
         number: Of the shard: the high bits of its keys.
         node: Ray's id of its node.
-        stats: Of its buffer. It counts candidates as sampled, those left out of batches too, and the calls for them as
-            draws; the waits of learners are those for rows of any shard.
+        stats: Of its buffer. It counts all candidates as sampled, also those that no batch took, and the calls for them
+            as draws. The waits of learners are those for rows of any shard.
     """
 
     number: int
@@ -47,8 +47,8 @@ class ShardedStats(Stats):
 
     `inserted` counts the items of lost shards too; `sampled`, `draws` and `learners` are what learners have handed out
     and how many of them have; `priority_min` and `priority_max` are those of all shards. `sample_wait` and
-    `sample_wait_share` are what learners have told the shards; a batch under way between nodes is no wait for rows.
-    `staleness` is not measured: it is 0.
+    `sample_wait_share` are what learners have reported to the shards; a batch under way between nodes is no wait for
+    rows. `staleness` is not measured: it is 0.
 
     Attributes:
         shards: Each shard that there is, by number.

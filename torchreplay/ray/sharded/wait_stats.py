@@ -1,4 +1,4 @@
-"""`WaitStats`: how long learners have waited for rows, as they tell a shard."""
+"""`WaitStats`: how long learners have waited for rows, as they report it to a shard."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Told(NamedTuple):
 
 
 class WaitStats:
-    """What learners tell in totals, which may be lost on their way, or come to a shard that has just been made."""
+    """Totals that learners report. A report may be lost, or come to a shard that has just been made."""
 
     def __init__(self) -> None:
         self._made = time.monotonic()

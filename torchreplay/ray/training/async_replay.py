@@ -70,16 +70,16 @@ class AsyncReplayStats:
     evaluation: Evaluation | None
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain nested dicts, ready for JSON but for NaN."""
+        """Returns plain nested dicts, ready for JSON unless a value is NaN."""
         return asdict(self)
 
 
 class AsyncReplay:
     """Runs a learner beside its explorers and its evaluator. A context manager.
 
-    Each step draws a batch, calls `learn`, feeds the TD errors back and now and then publishes the weights. Who has to
-    wait for whom is up to the buffer's limiter: `MinSize(n)` is what is called learning starts, `SamplesPerInsert`
-    holds the ratio of learning to exploring. A pool of several buffers gives `learn` a dict of batches by name.
+    Each step draws a batch, calls `learn`, feeds the TD errors back and now and then publishes the weights. The
+    buffer's limiter decides which side waits: `MinSize(n)` is the usual "learning starts", `SamplesPerInsert` holds the
+    ratio of learning to exploring. A pool of several buffers gives `learn` a dict of batches by name.
 
     The learner is a function, for `run` and `steps`, or a LightningModule, which `fit` has a Trainer train.
 
@@ -99,8 +99,8 @@ class AsyncReplay:
         pin: How they go there, as in `ReplayDataset`.
 
     Raises:
-        ValueError: A number is out of range, the names of modules and weights differ, a module is built otherwise than
-            its weights, or the evaluator's weights are none of the pool's, so that nobody would publish them.
+        ValueError: A number is out of range, the names of modules and weights differ, or a module does not fit its
+            weights. Or the evaluator's weights are none of the pool's, so nobody would publish them.
         TypeError: `pool`, `learn`, `module` or `evaluator` is not what it has to be.
 
     Example:
@@ -226,8 +226,8 @@ class AsyncReplay:
     def fit(self, trainer: Trainer, ckpt_path: Any = None) -> AsyncReplayStats:
         """Has a Lightning Trainer train the LightningModule, with all workers running, and returns the statistics.
 
-        The Trainer gets batches, its steps' TD errors are fed back and the weights published as in `run`; the evaluator
-        is an `EvaluationMonitor`'s, and the module's own `val_dataloader` and `validation_step` validate. Callbacks,
+        The Trainer gets batches. Its steps' TD errors are fed back and the weights published as in `run`. The evaluator
+        runs in an `EvaluationMonitor`. The module's own `val_dataloader` and `validation_step` validate. Callbacks,
         loggers and bounds are the user's: set `max_steps`. A `ReplayCheckpoint` among them saves and restores the
         buffer; explorers begin when it is restored.
 

@@ -43,7 +43,7 @@ class Throughput:
         self._ready: deque[int] = deque(maxlen=_TIMES_KEPT)
         self._looks: deque[tuple[float, int, int]] = deque(maxlen=_LOOKS_KEPT + 1)  # time, rows, items
         self._rows = 0  # that have come since the start
-        self._known: dict[Any, int] = {}  # what each buffer or shard told last
+        self._known: dict[Any, int] = {}  # the last count of each buffer or shard
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
@@ -88,7 +88,7 @@ class Throughput:
         """Takes in the counters.
 
         Args:
-            rows: Written to each buffer or shard, by whatever tells them apart. One may be gone, for good or for once.
+            rows: Written to each buffer or shard, by its id. One may be gone, for good or for once.
             items: Learned from.
         """
         self._rows += self._since(rows)

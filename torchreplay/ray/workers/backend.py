@@ -1,4 +1,4 @@
-"""What a supervisor needs of whatever runs its workers: Ray actors, or plain processes."""
+"""What a supervisor needs of the backend that runs its workers: Ray actors, or plain processes."""
 
 from __future__ import annotations
 

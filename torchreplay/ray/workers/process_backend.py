@@ -52,8 +52,8 @@ class ProcessBackend(Backend[ProcessRun]):
 
     def __init__(self, work: Any) -> None:
         payload = pickled(work, _dumps())
-        # Not an argument of the process: a child that dies before it has read its arguments leaves its parent waiting
-        # for ever, if they are more than a pipe holds.
+        # Not an argument of the process: if a child dies before it has read more arguments than a pipe holds, its
+        # parent waits for ever.
         fd = reserve(len(payload), _WHAT)
         self._free = weakref.finalize(self, os.close, fd)
         with mmap.mmap(fd, len(payload)) as memory:
@@ -179,7 +179,7 @@ def _live(parent: int, path: Sequence[str], payload: Handle, launch: Launch, rep
     finally:
         os.close(fd)
     outcome = WorkerProcess().run(path, content, launch)
-    sys.stdout.flush()  # whoever hears of the end may kill this process
+    sys.stdout.flush()  # a process that hears of the end may kill this one
     sys.stderr.flush()
     report.send(outcome)
     report.close()

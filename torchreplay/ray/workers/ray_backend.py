@@ -71,7 +71,7 @@ class RayBackend(Backend[ActorRun]):
             num_cpus=0,
             runtime_env=runtime_env,
             max_restarts=-1,
-            max_task_retries=-1,  # what workers ask and tell bears repetition
+            max_task_retries=-1,  # workers' questions and reports may be repeated
             scheduling_strategy=strategy_of(None, 0),
         )
         return kind.remote(what.helper, board, *what.pages)

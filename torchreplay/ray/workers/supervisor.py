@@ -164,7 +164,7 @@ class Supervisor:
 
     @property
     def stopping(self) -> bool:
-        """Whether the workers were told to end."""
+        """Whether the workers are to end."""
         return self._stopping.is_set()
 
     @property

@@ -102,7 +102,7 @@ class WorkerPool(Transient, ABC):
                 self._starts += 1
                 self._pid = os.getpid()
                 atexit.register(self.stop)
-                # A child of multiprocessing joins its own children first, and ours end when they are told to.
+                # A child of multiprocessing joins its own children first, and ours end only when stopped.
                 self._at_exit = Finalize(None, self.stop, exitpriority=0)
         return self
 

@@ -46,7 +46,7 @@ class Outcome:
     """How a run ended, as text: a worker's exception need not pickle.
 
     Attributes:
-        kind: Its function returned or was told to stop; raised; or its process died.
+        kind: Its function returned or was stopped; raised; or its process died.
         error: One line about the failure.
         traceback: The worker's traceback.
     """

@@ -1,8 +1,8 @@
 """A pool's board: one small shared page with the stop flag and what each worker has recorded.
 
-Statistics live in shared memory rather than in messages so that recording an episode costs a
-microsecond, never waits for anyone, and what a killed explorer had recorded is not lost with it.
-Workers on other nodes record in copies of the page, which are told to the page twice a second.
+Statistics live in shared memory and not in messages. So recording an episode costs a microsecond and never waits, and a
+killed explorer's records are not lost. Workers on other nodes record in copies of the page, which are told to the page
+twice a second.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class WorkerTable(SharedState):
 
     @property
     def stopped(self) -> bool:
-        """Whether the pool told its workers to finish; one load from shared memory."""
+        """Whether the workers are to finish; one load from shared memory."""
         return bool(self._stop[0])
 
     @stopped.setter
@@ -76,7 +76,7 @@ class WorkerTable(SharedState):
         self._stop[0] = value
 
     def launch(self, index: int, run: int) -> None:
-        """Notes that run number `run` of worker `index` is to begin: what earlier ones still tell is not heard."""
+        """Notes that run number `run` of worker `index` is to begin; later reports of earlier runs are ignored."""
         self._orders[index] = (run, 0)
         self.entries[index]["pid"] = 0
 
@@ -115,7 +115,7 @@ class WorkerTable(SharedState):
         entry["heartbeat"] = time.monotonic() - age if age >= 0 else 0.0
         here, there = self.entries[index : index + 1].view(np.uint8), entry.view(np.uint8)
         here[_REST] = there[_REST]
-        here[_COUNTS] = there[_COUNTS]  # last: who reads a count finds what it counts in its place
+        here[_COUNTS] = there[_COUNTS]  # last: a reader of a count finds what it counts
 
     def orders(self, index: int) -> bytes:
         """Returns the stop flag and the orders for worker `index`."""
