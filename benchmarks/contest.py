@@ -85,7 +85,7 @@ def _loop(peer: PrioritizedPeer, batch_size: int, tds: Sequence[Any], unfinished
 
 
 def _explore(peer: SharedPeer, chunk: int, index: int, written: Any, finish: Any) -> None:
-    """Writes until told to finish; counts the rows where the learner can see them."""
+    """Writes until it is stopped; counts the rows where the learner can see them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     append, extend = peer.writers()
     if chunk == 1:

@@ -1,8 +1,8 @@
 """Explorers or learners killed at random instants: ``python -m benchmarks.kills --peer NAME``, a process of its own.
 
-In every trial a new buffer is written or drawn from in a loop, the process that does so is killed, and two others try
-to go on: an explorer that appends, then a learner that samples and feeds back. One that does not end in time hangs. It
-prints one JSON object with the hangs of both.
+In every trial a process writes a new buffer, or draws from it, in a loop, and is killed. Then two others try to go on:
+an explorer that appends, and a learner that samples and feeds back. One that does not end in time hangs. It prints one
+JSON object with the hangs of both.
 """
 
 import argparse
@@ -40,7 +40,7 @@ Work = Callable[[SharedPeer, Iterable[int], Any], None]
 
 @dataclass(frozen=True)
 class Kills:
-    """Settings: the buffer, who is killed how often, and the seconds after which a survivor hangs."""
+    """Settings: the buffer, the kind and number of kills, and the seconds after which a survivor hangs."""
 
     peer: str
     victim: str

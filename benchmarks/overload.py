@@ -180,7 +180,7 @@ def _learn_until(target: Any, overload: Overload, over: Callable[[], bool]) -> l
 
 
 def _explore(target: Any, index: int, written: Any, finish: Any) -> None:
-    """Writes until told to finish; counts the rows where the learner can see them."""
+    """Writes until it is stopped; counts the rows where the learner can see them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     write = target.writer(index)
     while not finish.value:

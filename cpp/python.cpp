@@ -36,7 +36,7 @@ PyObject* init_arrays(PyObject*, PyObject* args) {
   });
 }
 
-// init_waits(ReplayTimeout, report, every): how waits for the lock end, and whom long ones tell every so many seconds.
+// init_waits(ReplayTimeout, report, every): how waits for the lock end, and what long ones call every so many seconds.
 PyObject* init_waits(PyObject*, PyObject* args) {
   return guarded([&] {
     PyObject *type, *callable;
@@ -52,7 +52,7 @@ PyObject* init_waits(PyObject*, PyObject* args) {
 }
 
 // segment_layout(capacity, fields, view, text_bytes) -> (int, [(int, int)]): the size of the file that
-// Segment(create=True) expects, and where in it large fields have arrays of their own: first byte, bytes of a slot.
+// Segment(create=True) expects, and the arrays of large fields in it: first byte, bytes of a slot.
 PyObject* segment_layout(PyObject*, PyObject* args) {
   return guarded([&] {
     unsigned long long capacity, text;
@@ -134,7 +134,8 @@ PyObject* repair_file(PyObject*, PyObject* args) {
   });
 }
 
-// machine_ns() -> int: a monotonic time that all processes of this machine agree on, whatever their containers' clocks.
+// machine_ns() -> int: a monotonic time that all processes of this machine share, also in containers with clocks of
+// their own.
 PyObject* machine_ns(PyObject*, PyObject*) {
   return guarded([&] { return checked(PyLong_FromLongLong(torchreplay::machine_ns())); });
 }
@@ -153,8 +154,8 @@ PyObject* rename_new(PyObject*, PyObject* args) {
 }
 
 // leave_files(): for a process that comes to its end without the interpreter's, such as children of multiprocessing;
-// where the interpreter ends, it happens after that. Every segment in a file becomes a copy of its own, whoever has
-// it, and the file is put to rest if nobody else uses it.
+// where the interpreter ends, it happens after that. Every segment in a file becomes a private copy for all its holders
+// here. The file is marked as closed if nobody else uses it.
 PyObject* leave_files(PyObject*, PyObject*) {
   return guarded([&] {
     const auto kept = Attached::keep_all();
@@ -200,7 +201,7 @@ PyObject* make_module() {
     }
     // After all exit handlers: what they write is in the file.
     const auto at_exit = [] {
-      // There is no interpreter any more that waits could ask or tell.
+      // There is no interpreter any more that waits could call.
       interrupted = [] { return false; };
       report_wait = [](const std::string&) { return false; };
       try {

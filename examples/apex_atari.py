@@ -2,7 +2,7 @@
 
 Distributed Prioritized Experience Replay (Horgan et al. 2018, https://arxiv.org/abs/1803.00933) on one machine, as in
 apex_cartpole.py, with the dueling network (Wang et al. 2016, https://arxiv.org/abs/1511.06581). Each explorer plays
-several games side by side and writes every frame once: the stacks of four frames and the 3-step returns are built when
+several games side by side and writes every frame once. The stacks of four frames and the 3-step returns are built when
 a batch is drawn. A few thousand steps show the throughput and the memory of a transition; Pong takes more patience:
 
     python examples/apex_atari.py --total-steps 1000 --eval-every 500
@@ -200,8 +200,8 @@ def epsilon_greedy(q: Tensor, epsilons: np.ndarray, rng: np.random.Generator) ->
 class FirstPriorities:
     """The |TD errors| of the items that each step completes, one number for each lane.
 
-    A step completes the item n steps back; one that ends the episode completes all nearer ones too, and the writer
-    takes one number for all of them: the largest.
+    A step completes the item n steps back. A step that ends the episode completes all nearer ones too. The writer takes
+    one number for all of them: the largest.
     """
 
     def __init__(self, args: Args) -> None:

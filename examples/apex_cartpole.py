@@ -1,9 +1,9 @@
 """Ape-X double DQN on CartPole-v1, with Ray explorers and a Lightning learner.
 
-Distributed Prioritized Experience Replay (Horgan et al. 2018, https://arxiv.org/abs/1803.00933) on one machine: four
-explorers, each with its own epsilon and its own copy of the network, write n-step transitions into one shared buffer,
-with the |TD error| they found themselves as first priorities. The learner draws by priority, learns, feeds the new TD
-errors back, and publishes its weights.
+Distributed Prioritized Experience Replay (Horgan et al. 2018, https://arxiv.org/abs/1803.00933) on one machine. Four
+explorers, each with its own epsilon and its own copy of the network, write n-step transitions into one shared buffer.
+The first priorities are the |TD error| that the explorers computed themselves. The learner draws by priority, learns,
+feeds the new TD errors back, and publishes its weights.
 
     python examples/apex_cartpole.py --seed 1
 """

@@ -1,8 +1,8 @@
 """Ape-X double DQN on CartPole-v1 with nothing but PyTorch, Gymnasium and processes.
 
 The same learner as in `apex_cartpole.py`, as a plain loop, and the same explorers, as `multiprocessing` processes. The
-buffer and the weights are arguments like any other: what travels to a process is a handle of a few bytes, and what it
-writes is at once in the learner's memory.
+buffer and the weights are arguments like any other. A handle of a few bytes travels to a process, and its rows are at
+once in the learner's memory.
 
     python examples/apex_multiprocessing.py --seed 1
 """

@@ -1,11 +1,11 @@
 """Ape-X on CartPole-v1 with explorers on other nodes of a Ray cluster.
 
-The learner, the explorers' function and the network are those of apex_cartpole.py, and so is every call: the pool is
-told where its explorers are to run, `ctx.writer()` is a remote writer there, and the weights are fetched when there are
-newer ones.
+The learner, the explorers' function and the network are those of apex_cartpole.py, and so is every call. The pool gets
+a placement for its explorers. There `ctx.writer()` is a remote writer, and the weights are fetched when there are newer
+ones.
 
-By itself the program starts a cluster of its own on this machine: a head, where the buffer and the learner are, and two
-more nodes for the explorers. On a real one, run it where the learner is to be and say where the cluster is. With
+By itself the program starts a cluster of its own on this machine. The buffer and the learner are on its head, the
+explorers on two more nodes. On a real one, run it where the learner is to be and say where the cluster is. With
 `--shards` the explorers' nodes have a buffer each, which they write to without a message, and the learner draws from
 all of them as from one.
 

@@ -1,8 +1,8 @@
 """Double DQN on CartPole-v1 with several learners: Lightning's DDP over CPUs or GPUs, one buffer for all ranks.
 
 Every rank draws its own batches from the one buffer in shared memory and feeds its own TD errors back; DDP averages the
-gradients. Rank 0 makes the buffer and starts the explorers, which are processes that write their episodes step by
-step; the 3-step returns are made when a batch is drawn. `ReplayDataModule` sees to who does what.
+gradients. Rank 0 makes the buffer and starts the explorers. These are processes that write their episodes step by step.
+The 3-step returns are made when a batch is drawn. `ReplayDataModule` sees to who does what.
 
     python examples/ddp_dqn.py --seed 1                                # two CPU ranks, which talk through gloo
     python examples/ddp_dqn.py --accelerator gpu --devices 4           # four GPUs, through NCCL
@@ -121,7 +121,7 @@ class Explorers:
             process.start()
 
     def stop(self) -> None:
-        """Waits for their end, of which the stopped buffer has told them."""
+        """Waits for their end; the stopped buffer ends them."""
         for process in self.processes:
             if process.pid is not None:
                 process.join()

@@ -1,12 +1,12 @@
 """Double DQN in the Deep Sea, with a demonstration mixed into every batch: experience alone does not find the treasure.
 
 Deep Sea (Osband et al. 2020, bsuite, https://arxiv.org/abs/1908.03568) is a grid of 30 by 30 cells. A diver starts in
-the upper left one, sinks a row with every step, and drifts to the left or to the right; which of two actions leads
-right differs from cell to cell. Drifting right costs a little, and only who does it in all 30 steps comes to the
-treasure in the lower right: one episode of random actions in 2^30. One dive of a guide, in a buffer of its own, is
-enough. A quarter of each batch comes from there and the rest from what the learner's own policy does, each buffer by
-its own priorities (as in R2D3, Paine et al. 2019, https://arxiv.org/abs/1909.01387), and the TD errors of both go back
-by `dataset.update_priorities`. `--share 0` draws from experience alone.
+the upper left one, sinks a row with every step, and drifts to the left or to the right. The action that leads right
+differs from cell to cell. Drifting right costs a little, and only 30 such steps lead to the treasure in the lower
+right: one episode of random actions in 2^30. One dive of a guide, in a buffer of its own, is enough. A quarter of each
+batch comes from there and the rest from the learner's own policy, each buffer by its own priorities (as in R2D3, Paine
+et al. 2019, https://arxiv.org/abs/1909.01387), and the TD errors of both go back by `dataset.update_priorities`.
+`--share 0` draws from experience alone.
 
     python examples/demonstrations_deepsea.py --seed 1
     python examples/demonstrations_deepsea.py --seed 1 --share 0
@@ -85,7 +85,7 @@ class DeepSea:
 
     Args:
         size: Rows, columns and steps of an episode.
-        seed: Of which action leads right in which cell.
+        seed: Of the action that leads right in each cell.
     """
 
     def __init__(self, size: int, seed: int) -> None:

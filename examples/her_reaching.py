@@ -1,11 +1,11 @@
 """DDPG with hindsight: MuJoCo's Reacher arm learns from a reward that only says whether its fingertip is at the target.
 
 Hindsight Experience Replay (Andrychowicz et al. 2017, https://arxiv.org/abs/1707.01495): an arm that missed its target
-has still reached all the places it came through. The buffer keeps the steps as they were lived, each observation once;
-of the transitions drawn from it four in five get as their goal a place that the same episode reached later, and the
-reward for that goal. The learner is DDPG (Lillicrap et al. 2016, https://arxiv.org/abs/1509.02971), which knows nothing
-of all this. `--no-hindsight` draws the same transitions as they were lived: almost all of them say -1, and nothing is
-learned. `--plot` runs both over several seeds and draws their curves.
+has still reached all the places it came through. The buffer keeps the steps as they happened, each observation once.
+Four in five drawn transitions get another goal: a place that the same episode reached later, with the reward for that
+goal. The learner is DDPG (Lillicrap et al. 2016, https://arxiv.org/abs/1509.02971), which knows nothing of all this.
+`--no-hindsight` draws the same transitions as they were lived: almost all of them say -1, and nothing is learned.
+`--plot` runs both over several seeds and draws their curves.
 
     python examples/her_reaching.py --seed 1
     python examples/her_reaching.py --seed 1 --no-hindsight
@@ -110,7 +110,7 @@ def compute_reward(achieved: Tensor, desired: Tensor) -> Tensor:
 
 
 class Agent(nn.Module):
-    """An actor, which reaches for a goal, and a critic, which tells how long that will take."""
+    """An actor, which reaches for a goal, and a critic, which estimates how long that will take."""
 
     def __init__(self, hidden: int = 128) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ def features(obs: dict[str, Tensor]) -> Tensor:
 
 @torch.no_grad()
 def explore(agent: Agent, obs: dict[str, Tensor], epsilon: float, noise: float) -> Tensor:
-    """Returns actions, `[n, 2]`, of which a share of `epsilon` is uniform and the others are greedy with noise."""
+    """Returns actions, `[n, 2]`: a share of `epsilon` is uniform, the others are greedy with noise."""
     greedy = agent.act(features(obs))
     noisy = (greedy + noise * torch.randn_like(greedy)).clamp(-1, 1)
     uniform = 2 * torch.rand_like(greedy) - 1

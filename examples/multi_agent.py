@@ -1,7 +1,7 @@
 """Two policies that only succeed together, each with a replay buffer of its own.
 
 Red and blue stand on a torus and are to meet. Red can only move along one axis, blue only along the other, so neither
-gets anywhere alone. Explorers run both policies side by side and write each one's steps into its buffer; the learner
+gets anywhere alone. Explorers run both policies side by side and write each one's steps into its buffer. The learner
 draws a batch from each, makes a step of double DQN for each, and publishes the weights of both. `AsyncReplay` keeps the
 explorers, the two buffers, the two sets of weights and the learner together, and its `stats()` say how they are doing.
 

@@ -2,9 +2,9 @@
 
 Recurrent Experience Replay in Distributed Reinforcement Learning (Kapturowski et al. 2019,
 https://openreview.net/forum?id=r1lyTjAqYX) on one machine. The explorers write each observation once, and with each
-step the state of the LSTM that chose its action. The learner draws overlapping sequences by priority, starts its LSTM
-from the stored state, and unrolls the first `burn_in` steps only to bring that state up to date with its weights. The
-paper's n-step returns and rescaled values are left out: short ways and small rewards do not need them.
+step the state of the LSTM that chose its action. The learner draws overlapping sequences by priority and starts its
+LSTM from the stored state. It unrolls the first `burn_in` steps only to bring that state up to date with its weights.
+The paper's n-step returns and rescaled values are left out: short ways and small rewards do not need them.
 
 The task is a T-maze, after Bakker (Reinforcement Learning with Long Short-Term Memory, NIPS 2001): who cannot remember
 the first observation gets a mean return of at most 0, and who can may get 1. Most sequences begin after it: what was
@@ -99,7 +99,7 @@ class TMaze(gym.Env[np.ndarray, int]):
 
     A right turn gives 1 and a wrong one -1; a step against a wall gives -1/8 and leads nowhere. An episode is cut eight
     steps after the longest way, so that who never turns has met eight walls. Hence the bound: a policy of the present
-    observation turns alike after both cues, and where it turns only after one of them, it pays -1 after the other.
+    observation turns alike after both cues, and so pays -1 after one of them.
 
     Args:
         corridor: Steps to the junction at most.

@@ -1,10 +1,10 @@
 """Parallel SAC on LunarLanderContinuous-v3: rollout workers, a learner and a test worker.
 
 Soft actor-critic (Haarnoja et al. 2018, https://arxiv.org/abs/1812.05905) with its entropy target and two critics. The
-rollout workers write every observation once; the buffer makes transitions of them when it is drawn from, so that an
-episode's last transition bootstraps where a time limit ended it and does not where the lander has landed or crashed.
-A limiter keeps `steps_per_update` environment steps to a learner step, whoever is the faster. The test worker plays the
-published actor without noise beside all this, and keeps the best one in `directory`.
+rollout workers write every observation once, and the buffer makes transitions of them at the draw. So an episode's last
+transition bootstraps where a time limit ended it, and does not where the lander has landed or crashed. A limiter keeps
+`steps_per_update` environment steps to a learner step when one side is faster. The test worker plays the published
+actor without noise beside all this, and keeps the best one in `directory`.
 
 An actor that has learned to hover, for fear of the ground, may do so for long: its own noise no longer takes it there.
 So every other worker adds noise that does.

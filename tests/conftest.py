@@ -159,8 +159,8 @@ def _belongings() -> set[str]:
 
 
 def _files_in_dev_shm() -> set[str]:
-    """Files in shared memory, but for those of Ray, multiprocessing's semaphores, and those named after another process
-    that lives, as torch and the tests that run beside this one do."""
+    """Files in shared memory, without those of Ray, multiprocessing's semaphores, and files named after another living
+    process, as torch and the tests beside this one make them."""
     names = (name for name in os.listdir("/dev/shm") if not name.startswith(("plasma", "ray", "sem.")))
     return {f"/dev/shm/{name}" for name in names if not _is_anothers(name)}
 
@@ -173,7 +173,7 @@ def _is_anothers(name: str) -> bool:
 
 
 def _children() -> set[str]:
-    """Child processes, but for the two that multiprocessing starts once and keeps."""
+    """Child processes, without the two that multiprocessing starts once and keeps."""
     kept = {str(resource_tracker._resource_tracker._pid), str(forkserver._forkserver._forkserver_pid)}
     children = set[str]()
     for task in Path("/proc/self/task").iterdir():

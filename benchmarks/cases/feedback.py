@@ -35,7 +35,7 @@ class _Learner(pl.LightningModule):
 
 
 class _Clock(pl.Callback):
-    """Notes when it is its turn at the end of each step."""
+    """Notes the time of its call at the end of each step."""
 
     def __init__(self) -> None:
         self.times: list[float] = []

@@ -126,7 +126,7 @@ def _waits(run: Callable[[int], None]) -> float:
     with torch.profiler.profile(activities=activities) as profiler:
         with torch.profiler.record_function(REGION):
             run(PROFILED)
-        torch.cuda.synchronize()  # or the profiler would end in the midst of the work
+        torch.cuda.synchronize()  # or the profiler would end during the work
     return waits_within(profiler.events(), REGION) / PROFILED
 
 

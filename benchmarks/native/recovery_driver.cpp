@@ -10,10 +10,10 @@
 #include <stdexcept>
 #include <vector>
 
-#include "segment/format.h"
-#include "write/ring.h"
 #include "draw/sample.h"
 #include "draw/update.h"
+#include "segment/format.h"
+#include "write/ring.h"
 
 namespace benchmarks {
 namespace {

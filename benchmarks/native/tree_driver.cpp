@@ -1,4 +1,4 @@
-// Drives the priority tree and a textbook one from C++, so that the table can tell the trees' cost from that of
+// Drives the priority tree and a textbook one from C++, so that the table shows the trees' cost without that of
 // Python's calls. Compiled on the fly; called through ctypes.
 
 #include <algorithm>

@@ -8,7 +8,7 @@
 
 namespace torchreplay {
 
-// Marks that derived state is being changed, so that whoever finds the owner dead knows what to rebuild.
+// Marks that derived state is being changed, so that the next owner after a death knows what to rebuild.
 class DirtyScope {
  public:
   DirtyScope(Header& h, Dirty what) : header_(h), exceptions_(std::uncaught_exceptions()) {
@@ -17,7 +17,7 @@ class DirtyScope {
     TORCHREPLAY_FAULT("dirty.set");
   }
   ~DirtyScope() {
-    if (std::uncaught_exceptions() > exceptions_) return;  // left half done: whoever locks next repairs it
+    if (std::uncaught_exceptions() > exceptions_) return;  // left half done: the next owner of the lock repairs it
     TORCHREPLAY_FAULT("dirty.over");
     kill_fence();
     header_.dirty = Dirty::kClean;
@@ -146,7 +146,7 @@ class Absorber {
   static bool is_gone(uint64_t at, uint64_t word) { return !slot_word::is_row(word) || slot_word::key1(word) != at; }
 
   // Leaves first, for the links lead to them; `at` last: a crash in between must never hand the old row's priority to
-  // the new one. Whoever finds it half done can do it again.
+  // the new one. If it is found half done, it can be done again.
   void evict(uint64_t slot, uint64_t& at) {
     retire(slot);
     TORCHREPLAY_FAULT("evict.leaf");

@@ -5,7 +5,7 @@
 
 namespace torchreplay {
 
-// One bit for the slot of each item's anchor: small enough to stay in the caches of who draws. It says something about
+// One bit for the slot of each item's anchor: small enough to stay in a learner's caches. It says something about
 // drawable items only.
 class DrawnItems {
  public:

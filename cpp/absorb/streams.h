@@ -57,7 +57,7 @@ class Streams {
     if (before != kNoSlot && next(before) != slot) memory_.links(slot).prev.store(0, std::memory_order_relaxed);
   }
 
-  // The slot's own links go last: they lead back to its neighbours whoever has to finish this.
+  // The slot's own links go last: after a death they lead the repair back to its neighbours.
   void unlink(uint64_t slot) const {
     const uint64_t before = prev(slot), after = next(slot);
     if (before != kNoSlot) memory_.links(before).next.store(0, std::memory_order_relaxed);

@@ -1,6 +1,6 @@
 // Rows of a checkpoint, placed into an empty segment beside others who are attached to it: all of them become its rows,
-// or none. Their tickets are issued first, so that what others write meanwhile is newer and nothing of theirs is
-// touched; nothing is absorbed before the end, and whoever locks after the importer's death comes to that (Recovery).
+// or none. Their tickets are issued first. So rows that others write meanwhile are newer, and none of them is touched.
+// Nothing is absorbed before the end. If the importer dies, the next owner of the lock gets there by itself (Recovery).
 #pragma once
 
 #include "checkpoint/snapshot.h"

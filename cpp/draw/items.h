@@ -1,6 +1,6 @@
-// Copying drawn items of several rows out of the ring, without a lock. Rows are immutable as long as their word names
-// the same key, so an item is exact when every row of it is checked by itself, before and after the copy, and every row
-// names its predecessor.
+// Copying drawn items of several rows out of the ring, without a lock. Rows do not change as long as their word names
+// the same key. So an item is exact when every row is checked before and after the copy, and every row names its
+// predecessor.
 #pragma once
 
 #include "draw/gather.h"

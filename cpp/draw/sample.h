@@ -33,8 +33,8 @@ struct Shortage {
   uint64_t inserted = 0, needed = 0, drawable = 0;
 };
 
-// The tree as a draw found it: the sum of all leaves, the number of positive ones and the smallest of those; and the
-// exponent of its weights. Whoever mixes draws of several buffers needs all of it as of one moment.
+// The tree as a draw found it: the sum of all leaves, the number of positive ones and their smallest; and the exponent
+// of its weights. A mix of draws of several buffers needs all of it as of one moment.
 struct DrawnFrom {
   double total = 0, smallest = 0;
   int64_t drawable = 0;
@@ -84,7 +84,8 @@ class BatchSampler {
     return static_cast<int>(items_.size());
   }
 
-  // How many items a draw was of that was counted, and threw. The next draw takes it back, or who is told of it here.
+  // How many items a draw was of that was counted, and threw. The next draw takes it back, or the caller that gets it
+  // here.
   int forget_given_up() { return std::exchange(counted_, 0); }
 
   // Draws `n` items, stratified and with replacement. O(n (log capacity + bytes of an item)). Throws what a wait for
@@ -194,7 +195,7 @@ class BatchSampler {
     return Draw::kDone;
   }
 
-  // Tells writers what a draw of `n` waits for, and which ticket wakes it. False: that one was taken meanwhile, and its
+  // Shows writers what a draw of `n` waits for, and which ticket wakes it. False: that one was taken meanwhile, and its
   // writer may have seen nobody to wake. The lock is held.
   bool announce_wait(int n, Shortage& shortage) {
     Header& h = memory_.header();
@@ -203,7 +204,7 @@ class BatchSampler {
     const uint64_t missing = shortage.needed > h.inserted ? shortage.needed - h.inserted : 1;
     // Once a turn at the least: what is overwritten unseen never counts.
     const uint64_t wake_at = h.absorbed + std::min(missing, memory_.capacity()) - 1;
-    // Before writers are admitted: one on another processor is done before the next line, and sleeps in its turn.
+    // Before writers are admitted: one on another processor is done before the next line, and then sleeps.
     if (!h.importer && wake_at < h.wake_at.load(std::memory_order_relaxed))
       h.wake_at.store(wake_at, std::memory_order_seq_cst);
     TORCHREPLAY_FAULT("draw.wakes_at");

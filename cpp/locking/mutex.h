@@ -1,5 +1,5 @@
-// The one lock of a segment: a robust, process-shared mutex that tells its next owner when the last one died holding
-// it.
+// The one lock of a segment: a robust, process-shared mutex. It reports to its next owner when the last one died
+// holding it.
 #pragma once
 
 #include <linux/futex.h>
@@ -88,10 +88,10 @@ class RobustMutex {
   void mark_consistent() { pthread_mutex_consistent(&mutex_); }
   void unlock() { pthread_mutex_unlock(&mutex_); }
 
-  // Whether anybody may sleep until it comes free. Of those who hold it.
+  // Whether anybody may sleep until it comes free. Of its owners.
   bool wanted() { return word().load(std::memory_order_relaxed) & FUTEX_WAITERS; }
 
-  // After unlock(), for who locks again soon: lets one of those have it that slept. The one that the unlocking woke
+  // After unlock(), before another lock() soon: lets a sleeping waiter have it first. The one that the unlocking woke
   // comes too late otherwise, again and again. Gives up where nobody takes it: that one may have died.
   void let_others_in() {
     constexpr int64_t kWakingNs = 200'000;
@@ -109,8 +109,8 @@ class RobustMutex {
   // Id of the thread that holds it; 0: nobody.
   uint32_t holder() { return word().load(std::memory_order_acquire) & FUTEX_TID_MASK; }
 
-  // Does what the kernel does when thread `tid` dies: if it held the lock, the next to lock is told kOwnerDied. The
-  // caller knows that it is dead, or can no longer reach the memory.
+  // Does what the kernel does when thread `tid` dies: if it held the lock, the next owner gets kOwnerDied. The caller
+  // knows that it is dead, or can no longer reach the memory.
   void give_up_for(uint32_t tid) {
     uint32_t seen = word().load(std::memory_order_acquire);
     while ((seen & FUTEX_TID_MASK) == tid) {
@@ -127,7 +127,7 @@ class RobustMutex {
   }
 
   pthread_mutex_t mutex_;
-  uint64_t pid_namespace_;  // of those who lock it
+  uint64_t pid_namespace_;  // of its owners
 };
 
 }  // namespace torchreplay

@@ -12,11 +12,11 @@
 
 namespace torchreplay {
 
-// Where writers pause. Any value at any time is safe: a wrong one costs a wait that ends by itself. Whoever pauses
+// Where writers pause. Any value at any time is safe: a wrong one costs a wait that ends by itself. A pausing writer
 // holds no ticket, slot or lock.
 //
-// Without it a learner collapses when explorers outrun it. One that is preempted needs several turns of the ring to
-// absorb what was written; by then each row that it found is overwritten, and each redraw costs another turn.
+// Without it a learner collapses when explorers outrun it. A preempted learner needs several turns of the ring to
+// absorb what was written. By then each row that it found is overwritten, and each redraw costs another turn.
 class WriteGate {
  public:
   static constexpr uint64_t kOpen = std::numeric_limits<uint64_t>::max();
@@ -119,7 +119,7 @@ class LearnerPace {
     }
   }
 
-  // Under the segment's lock, before rows are absorbed: whoever is far ahead waits for that.
+  // Under the segment's lock, before rows are absorbed: writers that are far ahead wait for that.
   void hold(WriteGate& gate, uint64_t absorbed) const {
     if (gate.ticket() == WriteGate::kOpen) gate.shut_at(absorbed + budget());
   }

@@ -79,7 +79,8 @@ class AttachedRings {
     return true;
   }
 
-  // Null when the segment is not attached. Its memory stays as long as the result, whoever detaches meanwhile.
+  // Null when the segment is not attached. Its memory stays as long as the result, even if another thread detaches
+  // meanwhile.
   std::shared_ptr<AttachedRing> find(int64_t nonce) {
     const std::lock_guard guard(mutex_);
     const auto found = entries_.find(nonce);

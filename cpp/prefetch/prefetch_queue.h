@@ -30,8 +30,8 @@ struct Claim {
   bool draws;         // all that is ordered
 };
 
-// The work, each piece in its turn, and what came of it. One thread at a time does it. All calls are under the user's
-// lock, but for those that say otherwise.
+// The work, piece by piece, and its results. One thread at a time does it. All calls are under the user's lock unless
+// they say otherwise.
 class OrderQueue {
  public:
   // What the draw that waits needs.
@@ -70,8 +70,8 @@ class OrderQueue {
     return true;
   }
 
-  // Takes the oldest order: kDone. Otherwise it is not drawn. kWait: the one who draws may have found anew that items
-  // are missing: then `shortage` tells how many. kBarren: and the ring turned without completing one. Others: the draw
+  // Takes the oldest order: kDone. Otherwise it is not drawn. kWait: the drawing thread may have found anew that items
+  // are missing: then `shortage` says how many. kBarren: and the ring turned without completing one. Others: the draw
   // cannot be made, nor can those after it. Rethrows why not.
   Draw take(std::optional<Shortage>& shortage) {
     shortage.reset();
@@ -94,7 +94,7 @@ class OrderQueue {
     return Draw::kWait;
   }
 
-  // Whether take() has something to tell.
+  // Whether take() has something to report.
   bool has_news() const { return done_ || failed() || (short_ && short_->news); }
 
   // Of the order taken last, for the thread that took it, without the lock: TD errors that were fed back between its
@@ -115,7 +115,7 @@ class OrderQueue {
   size_t finished() const { return done_; }
   std::vector<Order> drawn() const { return {orders_.begin(), orders_.begin() + static_cast<ptrdiff_t>(done_)}; }
 
-  // --- for whoever works ---
+  // --- for the working thread ---
 
   void begin() {
     outcome_ = Draw::kDone;
@@ -204,9 +204,9 @@ class OrderQueue {
   }
 
  private:
-  static constexpr uint64_t kMostWaiting = 1 << 20;  // TD errors: whoever is so far ahead of the work waits for it
+  static constexpr uint64_t kMostWaiting = 1 << 20;  // TD errors: a caller so far ahead of the work waits for it
 
-  // TD errors that were applied, but for those handed over here. Of a time shortly ago when such are being applied.
+  // TD errors that were applied, without those handed over here. Of a time shortly ago when such are being applied.
   uint64_t updated_by_others() {
     if (!feedback_.applying())
       updated_by_others_ = __atomic_load_n(&memory_.header().updated, __ATOMIC_RELAXED) - feedback_.updated();

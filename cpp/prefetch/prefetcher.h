@@ -19,9 +19,9 @@
 
 namespace torchreplay {
 
-// Draws what was ordered, in that order, and one batch after the other, and applies what was handed over in its turn.
-// The thread does that, or while it sleeps whoever waits for it: to wake it takes several times as long as a draw. All
-// but claim(), settled(), settle() and hand_over() is for one thread at a time.
+// Draws the ordered batches one after the other, and applies the handed-over TD errors in between, in the order of the
+// calls. The thread does that. While it sleeps, the waiting caller does: to wake the thread takes several times as long
+// as a draw. All but claim(), settled(), settle() and hand_over() is for one thread at a time.
 class DrawAhead {
  public:
   // `plan` as for BatchSampler. `backlog` counts what is to be done, by all who share it. All must outlive the object.
@@ -52,9 +52,10 @@ class DrawAhead {
     if (unattended) ordered_.notify_one();  // not under the mutex, for which it would only go back to sleep
   }
 
-  // Takes over TD errors, to be applied after what this thread has ordered and before what it orders from now on: as if
-  // it had waited for the draws and applied them itself: the drawing thread has the time, and learners have other
-  // things in their caches. What is left of it is memory for another. False: nothing was taken.
+  // Takes over TD errors, to be applied after the batches that this thread has ordered and before those of later
+  // orders. It is as if the caller had waited for the draws and applied them itself. But the drawing thread has the
+  // time, and learners have other data in their caches. What is left of it is memory for another. False: nothing was
+  // taken.
   bool hand_over(Feedback& feedback) {
     bool unattended;
     {
@@ -67,7 +68,7 @@ class DrawAhead {
   }
 
   // Takes the oldest order, once it is drawn: kDone. kWait: not yet after `ns`, or, at once, when the thread has found
-  // anew that it must wait for items: then `shortage` tells how many. kBarren: it waits for items, and the ring turned
+  // anew that it must wait for items: then `shortage` says how many. kBarren: it waits for items, and the ring turned
   // without completing one. Otherwise the draw cannot be made, nor can those after it. Rethrows what the thread threw.
   Draw take(int64_t ns, std::optional<Shortage>& shortage) {
     std::unique_lock lock(mutex_);
@@ -208,8 +209,8 @@ class DrawAhead {
     ordered_.notify_one();
   }
 
-  // The oldest order that is not drawn, once all that was handed over before it is applied; nullptr when the thread has
-  // to end, or a draw could not be made.
+  // The oldest order that is not drawn, once all TD errors handed over before it are applied. nullptr when the thread
+  // has to end, or a draw could not be made.
   Order* next() {
     std::unique_lock lock(mutex_);
     for (;;) {
@@ -255,11 +256,11 @@ class DrawAhead {
     return drawn_.wait_for(lock, std::chrono::nanoseconds(std::max<int64_t>(left, 0)), done);
   }
 
-  // The mutex is held. Does what the thread would do next while that sleeps. False: it does not, or has nothing to do,
-  // or does that better itself: where the memory's lock does not come free in `ns`, or items are missing, or worse.
+  // The mutex is held. Does what the thread would do next while that sleeps. False: it does not, or has nothing to do.
+  // Or it does that better itself: the memory's lock does not come free in `ns`, items are missing, or worse.
   bool stand_in(std::unique_lock<std::mutex>& lock, int64_t ns) {
     if (!asleep_ || stood_in_ || ending() || queue_.failed() || !queue_.has_work()) return false;
-    const Undisturbed here;  // signals are told after `ns`
+    const Undisturbed here;  // signals are handled after `ns`
     const Patience patience{.deadline = monotonic_ns() + ns, .until_stopped = true};
     bool worked = false;
     stood_in_ = true;
@@ -269,7 +270,7 @@ class DrawAhead {
       else
         draw_first(lock, patience);
       worked = true;
-    } catch (...) {  // the thread finds that too, and tells it
+    } catch (...) {  // the thread finds that too, and reports it
       if (!lock.owns_lock()) lock.lock();
     }
     stood_in_ = false;
@@ -357,7 +358,7 @@ class DrawAhead {
   std::condition_variable ordered_, drawn_;
   bool asleep_ = false;    // the thread waits for something to do
   bool dozing_ = false;    // it wakes by itself
-  bool stood_in_ = false;  // another works in its place
+  bool stood_in_ = false;  // another thread does its work
   bool met_work_ = false;  // it did so when the thread went to sleep
   pthread_t orderer_{};
   Pace pace_;

@@ -29,7 +29,7 @@ struct Backlog {
   }
 };
 
-// First in, first out. All is done under its user's lock, but for the applying itself.
+// First in, first out. All is done under its user's lock, except the applying itself.
 class FeedbackQueue {
  public:
   FeedbackQueue(SegmentMemory& m, Backlog& backlog) : updater_(m), backlog_(backlog) { idle_.reserve(4); }

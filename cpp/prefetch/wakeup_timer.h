@@ -8,8 +8,9 @@
 namespace torchreplay {
 
 // To wake a thread takes the learner as long as half a draw, or all of it. So the drawing thread wakes by itself, a
-// little after the time when the next order should be there, where a learner's steps take no longer than `kMaxDoze`,
-// and what is drawn lasts for `kMinDrawn`: a thread is late by a tenth of a millisecond. Times are monotonic, ns.
+// little after the time when the next order should be there. It does so where a learner's steps take at most
+// `kMaxDoze`, and the drawn batches last for `kMinDrawn`: a thread is late by a tenth of a millisecond. Times are
+// monotonic, ns.
 class Pace {
  public:
   void note_order(int64_t now) {

@@ -43,7 +43,7 @@ struct Attached {
       if (auto attached = weak.lock(); attached && attached->memory) kept->push_back(std::move(attached));
     return *kept;
   }
-  // Leaves the files among them, whoever still has their memory.
+  // Leaves the files among them, even where their memory is still held.
   static void leave_files(const std::vector<std::shared_ptr<Attached>>& kept) {
     for (const auto& attached : kept) leave_segment(*attached->memory);
   }
@@ -59,8 +59,8 @@ struct Attached {
     return ahead;
   }
 
-  // Before a writer changes what is drawn from: what its thread ordered earlier is drawn from what was there then, so
-  // that the same calls give the same batches. Other threads' writers wait for nothing.
+  // Before a writer changes the rows: batches that its thread ordered earlier are drawn from the rows of then, so that
+  // the same calls give the same batches. Other threads' writers wait for nothing.
   void settle_own(const Patience& patience) {
     if (!backlog_.empty()) settle_all(Whose::kOrderers, true, patience);
   }
@@ -103,7 +103,7 @@ struct Attached {
     throw LockTimeout("what this process has ordered and fed back before was not done in time");
   }
 
-  // False when patience ends before it is done; whoever comes too late still gets a slice.
+  // False when patience ends before it is done; a late caller still gets a slice.
   bool settle_all(Whose whose, bool draws, const Patience& patience) {
     forget_drawing();
     std::vector<std::pair<std::shared_ptr<DrawAhead>, Claim>> busy;
@@ -154,7 +154,7 @@ struct Attached {
     return *attached;
   }
 
-  // Who draws ahead for learners of this process; guarded by the interpreter lock.
+  // The prefetchers for learners of this process; guarded by the interpreter lock.
   std::vector<std::weak_ptr<DrawAhead>> drawing_;
   Backlog backlog_;  // of them
 };

@@ -1,4 +1,4 @@
-// Python errors from C++ exceptions, and what waits ask and tell the interpreter.
+// Python errors from C++ exceptions, and how waits call the interpreter.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -19,7 +19,7 @@ namespace torchreplay::py {
 // An error is already set in the interpreter.
 struct PythonError {};
 
-// torchreplay.ReplayTimeout, and what long waits are told to: report(text).
+// torchreplay.ReplayTimeout, and report(text), which long waits call.
 inline PyObject* timeout_type = nullptr;
 inline PyObject* report = nullptr;
 

@@ -41,8 +41,8 @@ class WithoutGil {
   PyThreadState* state_;
 };
 
-// Torch releases the lock, too, for each tensor that is dropped, and the unwinding ends the process when it comes to a
-// frame of torch's that must not throw. From now on, when the interpreter is about to end, the thread sleeps instead.
+// Torch releases the lock, too, for each tensor that is dropped. Unwinding through a frame of torch's that must not
+// throw ends the process. From now on, when the interpreter is about to end, the thread sleeps instead.
 inline void let_threads_sleep_at_the_end() {
   static std::thread::id ending;
   static std::terminate_handler before = nullptr;

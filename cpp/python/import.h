@@ -7,7 +7,7 @@
 
 namespace torchreplay::py::importing {
 
-// Keeps the segment, whoever closes it meanwhile.
+// Keeps the segment, even if another thread closes it meanwhile.
 struct ImportState {
   Ref segment;
   std::shared_ptr<Attached> attached;

@@ -113,7 +113,7 @@ inline void read_keys(PyObject* o, std::vector<int64_t>& key) {
         ", expected int64 of shape (n,): batch['key'], or what append and extend returned" +
         (opened && keys.array.dims == 2 ? " (a DataLoader adds a dimension unless batch_size=None)" : ""));
   key.resize(static_cast<size_t>(keys.array.shape[0]));
-  if (key.empty()) return;  // of which an array may have no address
+  if (key.empty()) return;  // an empty array may have no address
   if (is_dense(keys.array, 0))
     std::memcpy(key.data(), keys.array.data, 8 * key.size());
   else
@@ -214,8 +214,8 @@ inline void read_td(PyObject* o, int64_t n, std::vector<double>& td) {
                                 ": nothing was applied; look for a diverged loss");
 }
 
-// The keys of a batch that this object has signed, and objects that are no dicts themselves, which may be keys; nullptr
-// for batches that it has not, and other dicts.
+// The keys of a batch that this object has signed. Objects that are no dicts are returned as they are: they may be
+// keys. nullptr for other batches and dicts.
 inline PyObject* keys_of(SegmentState& s, PyObject* o) {
   if (reinterpret_cast<PyObject*>(Py_TYPE(o)) != s.batch_type.get()) return PyDict_Check(o) ? nullptr : o;
   static PyObject* const source = interned("source");

@@ -21,7 +21,7 @@ class AheadState {
   ~AheadState() {
     try {
       close();
-    } catch (...) {  // the thread has ended; nobody is left to be told
+    } catch (...) {  // the thread has ended; nobody is left to hear of it
     }
   }
   AheadState(const AheadState&) = delete;

@@ -95,7 +95,7 @@ inline double wait_share(uint64_t waited, int64_t elapsed, int many) {
   return std::min(1.0, static_cast<double>(waited) / (static_cast<double>(elapsed) * std::max(1, many)));
 }
 
-// Who is there, and how long they have waited.
+// Participants, and how long they have waited.
 inline void put_participants(DictBuilder& d, SegmentMemory& m) {
   const Census c = take_census(m, false);
   const Header& h = m.header();

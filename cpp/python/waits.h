@@ -1,4 +1,4 @@
-// Who waits for whom: the limiter, sleeping for rows, the end of a buffer.
+// Waits between processes: the limiter, sleeping for rows, the end of a buffer.
 #pragma once
 
 #include "python/attached.h"
@@ -133,7 +133,7 @@ inline PyObject* raise_largest(PyObject* self, PyObject* priority) {
   });
 }
 
-// set_limiter(limiter): for every process, from now on; whoever can go on under it wakes up.
+// set_limiter(limiter): for every process, from now on; writers and learners that can go on under it wake up.
 inline PyObject* set_limiter(PyObject* self, PyObject* tuple) {
   return guarded([&] {
     const LimiterConfig config = parse_limiter(tuple);

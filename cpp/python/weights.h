@@ -44,8 +44,8 @@ inline PyObject* buffer(PyObject* self, PyObject* version) {
   });
 }
 
-// begin_publish(ns) -> bool: the caller may write buffer(version + 1); it must call end_publish, which
-// whoever was interrupted before it got an answer may do as well.
+// begin_publish(ns) -> bool: the caller may write buffer(version + 1) and must then call end_publish. A caller that was
+// interrupted before it got an answer may call end_publish, too.
 inline PyObject* begin_publish(PyObject* self, PyObject* ns) {
   return guarded([&] {
     auto& s = state_of<WeightsState>(self);

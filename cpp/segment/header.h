@@ -1,4 +1,4 @@
-// What lies at the start of a segment, and the table of those who take part in it. Part of the segment format.
+// The start of a segment, and the table of its participants. Part of the segment format.
 #pragma once
 
 #include <atomic>
@@ -17,7 +17,7 @@ namespace torchreplay {
 inline constexpr uint64_t kMagic = 0x79616c7065726854;  // "Threplay", little endian
 inline constexpr uint64_t kNever = std::numeric_limits<uint64_t>::max();
 
-// No ticket is taken beyond: words and links keep key + 1 in 48 bits, of which this leaves half to those who take
+// No ticket is taken beyond: words and links keep key + 1 in 48 bits. This leaves half of them to processes that take
 // theirs at the same time. At a million rows a second it is reached after four years.
 inline constexpr uint64_t kMaxKeys = uint64_t{1} << 47;
 
@@ -38,7 +38,7 @@ struct LimiterConfig {
   double ratio = 0;  // samples per insert; 0: no ratio is kept
   double min_diff = 0;
   double max_diff = 0;
-  double tolerance = 0;  // as it was given, for those who ask; 0: it was not
+  double tolerance = 0;  // as it was given; 0: it was not
   uint64_t inserted_before = 0;
   uint64_t sampled_before = 0;
 };
@@ -88,7 +88,7 @@ struct Header {
   std::atomic<uint64_t> wake_at;                      // the ticket whose writer wakes waiting learners
   std::atomic<uint32_t> stopped;
   std::atomic<uint32_t> shared;         // a handle was given out, or the owner forked: others may come
-  std::atomic<uint32_t> room_waiters;   // 1: writers may sleep on room_signal; whoever signals sets 0
+  std::atomic<uint32_t> room_waiters;   // 1: writers may sleep on room_signal; a signal sets 0
   std::atomic<uint32_t> streams;        // the next stream of random draws
   std::atomic<uint32_t> rows_signal;    // futex: rows have come
   std::atomic<uint32_t> room_signal;    // futex: the limiter admits writers, or the buffer was stopped
@@ -151,7 +151,7 @@ enum class Phase : uint32_t {
   kSealed,     // put to rest by its last user, everything being on the disk
 };
 
-// What a segment in a file knows of those who used it. At the end of the header's page.
+// What a segment in a file knows of its users. At the end of the header's page.
 struct FileState {
   std::atomic<Phase> phase;
   uint64_t boot;                       // of the machine, when it was opened last
@@ -163,7 +163,7 @@ static_assert(sizeof(FileState) <= kLine && sizeof(Header) <= kFileState);
 
 enum class Role : uint32_t { kNone = 0, kWriter = 1, kLearner = 2, kSupervisor = 3, kOwner = 4 };
 
-// One line of the table. Who is alive is known from the byte lock of the same index, not from this.
+// One line of the table. The byte lock of the same index says whether the process is alive, not this.
 struct Participant {
   std::atomic<uint64_t> first;  // tickets in flight: [first, first + count)
   std::atomic<uint32_t> count;
@@ -179,7 +179,7 @@ static_assert(sizeof(Participant) <= kParticipantBytes);
 inline constexpr uint64_t kFirst = 1, kTerminated = 2, kTruncated = 4, kHasPriority = 8;
 inline constexpr uint64_t kEnds = kTerminated | kTruncated;
 
-// What is told about a row.
+// The description of a row.
 struct RowMeta {
   uint64_t link = 0;   // (previous key of the stream + 1) << 16 | flags
   uint32_t step = 0;   // index in the episode

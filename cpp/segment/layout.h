@@ -19,7 +19,7 @@ inline constexpr uint64_t kFormatVersion = 6;
 inline constexpr int kMaxParticipants = 4096;  // writers, learners and supervisors at one time; ids fit 15 bits
 inline constexpr uint64_t kMaxCapacity = uint64_t{1} << 31;
 
-// A field of about 1 KB or more gets its own array: beyond that size one more cache miss a row no longer matters, and
+// A field of about 1 KB or more gets its own array. Beyond that size one more cache miss a row no longer matters, and
 // small fields stay together in one or two lines.
 inline constexpr uint64_t kOwnArrayBytes = 1024;
 

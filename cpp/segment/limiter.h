@@ -26,11 +26,11 @@ class Limiter {
   bool can_sample(uint64_t n) const { return header_.inserted >= needed(n); }
 
   // Publishes the ticket up to which appends are admitted, given that `drawable` items can be drawn: with none, only an
-  // insert can help. Tickets below `head` are counted in `inserted`, or lost, or under way. Nobody can tell the latter
-  // two apart, so those under way give room to as many others: no more than one call's rows for each writer. Held back,
-  // they would let one that is stopped, or lost tickets, keep everybody waiting. What the ring overwrites before it is
-  // looked at is never counted: so nobody goes on for more than `unseen` tickets before somebody, himself if need be,
-  // has looked.
+  // insert can help. Tickets below `head` are counted in `inserted`, or lost, or under way. The latter two look alike,
+  // so rows under way give room to as many others: no more than one call's rows for each writer. Held back, they would
+  // let one that is stopped, or lost tickets, keep everybody waiting. Rows that the ring overwrites before a look are
+  // never counted. So no writer goes on for more than `unseen` tickets before somebody has looked, if need be the
+  // writer itself.
   void publish(uint64_t head, uint64_t unseen, int64_t drawable) {
     uint64_t limit = kMaxKeys;
     if (config_.ratio > 0) {
@@ -42,8 +42,8 @@ class Limiter {
     header_.ticket_limit.store(limit, std::memory_order_relaxed);
   }
 
-  // A learner waits for `n` items: insertion up to what it needs is admitted, whatever the ratio says, or both could
-  // wait for ever.
+  // A learner waits for `n` items: insertion up to its need is admitted, also beyond the ratio, or both could wait for
+  // ever.
   void demand(uint64_t n) { header_.demand = std::max(header_.demand, needed(n)); }
 
   // The same of a learner that waits elsewhere, for writers that wait here: `n` items more than there are.
@@ -60,8 +60,8 @@ class Limiter {
   const LimiterConfig& config_;
 };
 
-// Sets another limiter. It counts from here, as if the buffer had just been filled with what is in it: of the items
-// inserted so far `min_size` count, and no draw does. Whoever is killed in between leaves the old one or the new one.
+// Sets another limiter. It counts from here, as if the buffer had just been filled with its rows: of the items inserted
+// so far `min_size` count, and no draw does. A death in between leaves the old one or the new one.
 inline void change_limiter(Header& h, LimiterConfig config) {
   config.inserted_before = h.inserted > config.min_size ? h.inserted - config.min_size : 0;
   config.sampled_before = h.sampled;
@@ -69,7 +69,7 @@ inline void change_limiter(Header& h, LimiterConfig config) {
   h.limiters[next] = config;
   std::atomic_signal_fence(std::memory_order_seq_cst);
   h.limiter_index = next;
-  h.demand = 0;  // whoever still waits says so again
+  h.demand = 0;  // a writer that still waits says so again
 }
 
 }  // namespace torchreplay

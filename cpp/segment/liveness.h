@@ -1,4 +1,5 @@
-// Who is alive, asked of the kernel: every participant holds one byte of a lock table that vanishes with its process.
+// The kernel knows which participants live: each holds one byte of a lock table, and the lock vanishes with its
+// process.
 #pragma once
 
 #include <fcntl.h>

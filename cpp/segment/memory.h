@@ -103,7 +103,7 @@ class SegmentMemory {
     learner_generation_.store(fork_generation.load(std::memory_order_relaxed), std::memory_order_relaxed);
   }
 
-  // The number of this attachment, for whoever is about to lock. Throws OtherNamespace.
+  // The number of this attachment, to be set before the lock is taken. Throws OtherNamespace.
   uint32_t presence() {
     if (!liveness_.has_presence()) header().mutex.require_same_namespace();
     return liveness_.presence(header().presences);
@@ -122,8 +122,8 @@ class SegmentMemory {
   }
   char* value(const Field& f, uint64_t slot) const { return base_ + f.offset + slot * f.stride; }
 
-  // Makes the mapping this process's own copy, and lets go of the file: what threads of this process do with the memory
-  // from here on, in the midst of whatever they are, reaches nobody else. For all others it is as if they had died.
+  // Makes the mapping this process's own copy, and lets go of the file. From here on nothing that threads of this
+  // process do with the memory reaches other processes. For all others it is as if they had died.
   void leave_file() {
     const Descriptor source = open_again(O_RDWR);
     const Descriptor nothing(memfd_create("torchreplay-left", MFD_CLOEXEC));
@@ -139,8 +139,8 @@ class SegmentMemory {
   // A descriptor of the same file that shares no lock with fd().
   Descriptor open_again(int flags) const { return fd_.open_again(flags); }
 
-  // For those who draw from a file: rows lie all over it, and what the system would read ahead of them is not what
-  // comes next. With 1.3 GiB of frames in 0.4 GiB of memory draws are 20 times faster without.
+  // For draws from a file: rows lie all over it, and the system would read ahead the wrong ones. With 1.3 GiB of frames
+  // in 0.4 GiB of memory draws are 20 times faster without.
   void expect_random_access() const {
     if (file().phase != Phase::kMemory) madvise(base_, layout_.bytes, MADV_RANDOM);
   }
@@ -148,8 +148,8 @@ class SegmentMemory {
   void fetch(uint64_t first, uint64_t last) const {
     if (file().phase != Phase::kMemory) advise(first, last, MADV_WILLNEED);
   }
-  // Maps the pages of slots [first, last) all at once, for who is going to write them all: page by page that takes
-  // longer than writing. A system that cannot do it does so page by page.
+  // Maps the pages of slots [first, last) all at once, before all are written: page by page that takes longer than
+  // writing. A system that cannot do it does so page by page.
   void map_for_writing(uint64_t first, uint64_t last) const { advise(first, last, kPopulateWrite); }
 
   // Absorber's state of a slot: key + 1 of the row absorbed there, 0 for none. Guarded by the mutex.

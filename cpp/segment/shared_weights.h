@@ -1,5 +1,5 @@
-// Module weights from a learner to many explorers: two buffers in shared memory, of which readers copy the one not
-// being written.
+// Module weights from a learner to many explorers: two buffers in shared memory; readers copy the one that is not being
+// written.
 #pragma once
 
 #include <unistd.h>
@@ -68,7 +68,7 @@ class WeightsMemory {
   // Throws DescriptorLost.
   int fd() const { return fd_.require_own(); }
 
-  // Id of the thread that is publishing, in whichever process; 0: nobody.
+  // Id of the thread that is publishing, in any process; 0: nobody.
   uint32_t publisher() const { return header().mutex.holder(); }
 
   // Waits at most `ns` for other publishers. False: not yet. The lock frees itself when a publisher dies. Throws

@@ -22,9 +22,9 @@ struct View {
 
   bool linked() const { return span > 0; }
 
-  // The step that follows in the same episode. It is kept in 32 bits: an episode that goes on for ever comes back to
-  // the middle of them, with as many steps before it as any item looks back, and its anchors where they would be.
-  // Strides are below 2^31.
+  // The step that follows in the same episode. It is kept in 32 bits. An episode that goes on for ever comes back to
+  // the middle of them. It then has as many steps before it as any item looks back, and the same anchors. Strides are
+  // below 2^31.
   uint32_t step_after(uint32_t step) const {
     constexpr uint32_t kMiddle = uint32_t{1} << 31;
     return step == std::numeric_limits<uint32_t>::max() ? kMiddle + kMiddle % stride : step + 1;

@@ -8,8 +8,8 @@
 
 namespace torchreplay {
 
-// O(capacity): after a death in an absorption a look at the counts and sums, else one at every row. Idempotent: the
-// death of whoever repairs repeats it.
+// O(capacity): after a death in an absorption a look at the counts and sums, else one at every row. Idempotent: if the
+// repairing process dies, the next one repeats it.
 class Recovery {
  public:
   explicit Recovery(SegmentMemory& m)
@@ -125,7 +125,7 @@ class Recovery {
       kill_fence();
       drawn_.clear(slot);
     });
-    // Its tickets, if they were issued, are spent. After this no row comes to lie below `end`, whoever took them.
+    // Its tickets, if they were issued, are spent. After this no row comes to lie below `end`, in any process.
     const uint64_t head = header_.head.load(std::memory_order_acquire), end = std::min(head, header_.import_head);
     void_empty_slots(end);
     TORCHREPLAY_FAULT("import.voided");
@@ -156,7 +156,7 @@ class Recovery {
     });
   }
 
-  // Items that can be drawn, but for those that were imported.
+  // Items that can be drawn, without those that were imported.
   uint64_t items_of_others() {
     uint64_t n = 0;
     each_slot([&](uint64_t slot) {
@@ -214,8 +214,8 @@ class Recovery {
     });
   }
 
-  // Takes back rows whose predecessor was committed after its slot was read, for writers go on: they wait for it, as in
-  // an absorption, or it would never be linked. True when there were any: those behind them must wait too.
+  // Takes back rows whose predecessor was committed after its slot was read, since writers go on. They wait for it, as
+  // in an absorption, or it would never be linked. True when there were any: those behind them must wait too.
   bool defer_rows() {
     bool deferred = false;
     each_slot([&](uint64_t slot) {

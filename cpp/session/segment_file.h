@@ -180,8 +180,8 @@ struct Repaired {
 };
 
 // Makes the segment in `fd` fit for use again. The caller holds LOCK_EX: nobody else uses it. Throws NotASegment, and
-// has changed nothing, when the file is damaged, or was in use when the machine went down: what the system wrote to the
-// disk until then is of different moments. O(capacity).
+// has changed nothing, when the file is damaged, or was in use when the machine went down. Then the disk has parts of
+// different moments. O(capacity).
 inline Repaired repair_segment(Descriptor fd, uint64_t boot) {
   const auto memory = map_segment(std::move(fd));
   SegmentMemory& m = *memory;
@@ -211,7 +211,7 @@ inline Repaired repair_segment(Descriptor fd, uint64_t boot) {
 
 namespace detail {
 
-// The caller uses the file `fd` no longer; whoever is the last puts it to rest.
+// The caller uses the file `fd` no longer; the last user marks it as closed.
 inline void seal_if_last(Descriptor fd) {
   struct stat status;
   if (fstat(fd.get(), &status) != 0 || status.st_nlink == 0) return;
@@ -220,7 +220,7 @@ inline void seal_if_last(Descriptor fd) {
 
 }  // namespace detail
 
-// Unmaps a segment. The last of those who used a file puts it to rest, which takes as long as the disk needs.
+// Unmaps a segment. The last user of a file marks it as closed, which takes as long as the disk needs.
 inline void release_segment(std::unique_ptr<SegmentMemory> memory) noexcept {
   try {
     if (memory->file().phase == Phase::kMemory) return memory.reset();

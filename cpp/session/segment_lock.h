@@ -28,7 +28,7 @@ struct LockTimeout : std::runtime_error {
 inline bool (*interrupted)() = [] { return false; };
 // In a thread that no signal reaches: set when nobody wants any more what it does. It reports to nobody.
 inline thread_local const std::atomic<bool>* unwanted = nullptr;
-// Told every `report_every_ns` of a long wait for the mutex; true ends it as `interrupted` does. The Python binding
+// Called every `report_every_ns` of a long wait for the mutex; true ends it as `interrupted` does. The Python binding
 // points it at the log.
 inline bool (*report_wait)(const std::string& text) = [](const std::string&) { return false; };
 inline int64_t report_every_ns = 10'000'000'000;
@@ -36,13 +36,13 @@ inline int64_t report_every_ns = 10'000'000'000;
 inline constexpr int64_t kSliceNs = 50'000'000;  // waits wake up this often to look around
 
 // How long to wait for the mutex. Holders need microseconds, but one that is stopped, or starved, needs as long as it
-// likes. The deadline is looked at between slices: whoever comes too late still gets one.
+// likes. The deadline is looked at between slices: a late caller still gets one.
 struct Patience {
   int64_t deadline = std::numeric_limits<int64_t>::max();  // monotonic, ns
   bool until_stopped = false;                              // the end of the buffer is the end of the wait
 };
 
-// Waits for the memory's lock are told no signal while it lives, and report nothing.
+// While it lives, waits for the memory's lock handle no signals and report nothing.
 class Undisturbed {
  public:
   Undisturbed() : before_(std::exchange(unwanted, &never_)) {}
@@ -151,7 +151,7 @@ class Locked {
     if (state == '?' || state == 'Z' || state == 'X') header_.mutex.give_up_for(thread);
   }
 
-  // After the death of the owner, or an exception that it threw in the midst of a change; and during an import, whose
+  // After the death of the owner, or an exception that it threw halfway through a change; and during an import, whose
   // end repairs all.
   void repair(bool died) {
     try {
@@ -200,7 +200,7 @@ class Locked {
   bool held_ = false;
 };
 
-// After a change of what learners drew or hold: tells writers how far they may go, and wakes those that wait.
+// After a change of what learners drew or hold: shows writers how far they may go, and wakes those that wait.
 inline void publish_limit(SegmentMemory& m) {
   Header& h = m.header();
   const uint64_t before = h.ticket_limit.load(std::memory_order_relaxed);
@@ -209,7 +209,7 @@ inline void publish_limit(SegmentMemory& m) {
   Limiter(h).publish(h.absorbed, unseen, m.tree().count());
   TORCHREPLAY_FAULT("limit.published");
   if (h.ticket_limit.load(std::memory_order_relaxed) <= before) return;
-  // The limit before the look at who waits; a writer says that it waits, and then looks at the limit.
+  // The limit before the look for waiting writers; a writer says that it waits, and then looks at the limit.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (h.room_waiters.load(std::memory_order_relaxed) && h.room_waiters.exchange(0)) futex_signal(h.room_signal);
 }

@@ -30,8 +30,8 @@ class NoMemory : public std::bad_alloc {
   char text_[80];
 };
 
-// Hands out 64-byte aligned blocks and keeps freed ones, by size, up to a bound. Where that is reached, those go whose
-// size was not asked for in the longest time: keys of episodes, each of another length, must not be all that is kept.
+// Hands out 64-byte aligned blocks and keeps freed ones, by size, up to a bound. At that limit, blocks go whose size
+// was not asked for in the longest time. Otherwise keys of episodes, each of another length, could fill it all.
 class BlockPool {
  public:
   static constexpr size_t kKeepBytes = size_t{256} << 20;

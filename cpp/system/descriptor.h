@@ -67,7 +67,7 @@ class Descriptor {
     keep();
   }
 
-  // From now on it can be told from another file that gets its number. For descriptors that stay open in programs that
+  // From now on it differs from another file that gets its number. For descriptors that stay open in programs that
   // close those which they do not know, as daemons do. Leaves a mark in the file position, so nobody may use that.
   void keep() {
     uint32_t mark = 0;

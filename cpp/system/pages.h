@@ -1,5 +1,5 @@
-// The pages of shared memory: huge ones where the system has them to give. Draws touch rows all over a ring, and with
-// pages of 4 KB nearly each row misses the translation buffer; and every process would map those one by one.
+// The pages of shared memory: huge ones where the system has them to give. Draws touch rows all over a ring. With pages
+// of 4 KB nearly each row misses the translation buffer, and every process would map the pages one by one.
 #pragma once
 
 #include <cstdlib>

@@ -76,7 +76,7 @@ inline void power(float* x, int64_t n, float y, Simd simd = best_simd()) {
   power_kernel::portable(x, n, y);
 }
 
-// Powers of doubles, each 0 or normal: what no float holds may have a root that one does, and an exponent rounded to a
+// Powers of doubles, each 0 or normal. A number beyond float may have a root within it, and an exponent rounded to a
 // float would be ten floats off at 10^12.
 inline void power(const double* x, int64_t n, double y, float* out, Simd simd = best_simd()) {
 #if defined(TORCHREPLAY_X86)

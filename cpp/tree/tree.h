@@ -17,7 +17,7 @@ namespace torchreplay {
 
 // A view of a priority tree in the caller's memory: 64-byte aligned, `bytes(capacity)` long, zero-filled when new. All
 // state lies in that memory; the object holds pointers only, so attaching is O(levels) and copies are equal views. It
-// is not synchronised: whoever calls holds the lock under which the memory changes.
+// is not synchronised: the caller holds the lock under which the memory changes.
 //
 // Leaves are f32. They are summed in fixed point, as integer multiples of one grid unit, in a hierarchy of 8 exclusive
 // u64 prefix sums a node, one cache line each. Integer sums are exact: no drift, no leaf of zero is ever found, and
@@ -64,7 +64,7 @@ class PriorityTree {
 
   float leaf(int64_t i) const { return leaves_[i]; }
 
-  // The leaves themselves. Whoever writes them directly restores the sums by `rebuild` or `replace_sorted`.
+  // The leaves themselves. After direct writes the caller restores the sums by `rebuild` or `replace_sorted`.
   float* leaves() { return leaves_; }
   const float* leaves() const { return leaves_; }
 
@@ -408,7 +408,7 @@ inline void PriorityTree::replace_sorted(const int64_t* index, const float* was,
   count_written(static_cast<int>(std::count_if(now, now + n, [](float leaf) { return leaf > 0; })));
 }
 
-// Sets leaves of which the grid has turned out to hold no more: all of them, then the sums in another grid.
+// Sets leaves that the grid has turned out not to hold: all of them, then the sums in another grid.
 inline void PriorityTree::outgrow(const int64_t* index, const float* leaf, int n) {
   for (int b = 0; b < n; b++) leaves_[index[b]] = clamp(leaf[b]);
   TORCHREPLAY_FAULT("tree.outgrown");

@@ -41,8 +41,8 @@ class Lanes {
   bool vectorised() const { return vectorised_; }
   const std::vector<StreamRow>& rows() const { return rows_; }
 
-  // The call has failed. If a part of the planned rows is written, nobody knows which: the call made again would write
-  // them twice, and the next one would lead past those that are missing. So their lanes start with a reset.
+  // The call has failed. If a part of the planned rows is written, nobody knows which. The same call again would write
+  // them twice, and the next call would skip the missing ones. So their lanes start with a reset.
   void break_off() {
     if (committed_ == 0 || committed_ == rows_.size()) return;
     for (const StreamRow& row : rows_) lanes_[row.lane].state = State::kBroken;

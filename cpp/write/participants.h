@@ -69,7 +69,7 @@ struct Census {
   int64_t last_write = 0;  // machine_ns(); 0: never
 };
 
-// Who is here. Frees what the dead left behind on the way. O(participants ever at one time).
+// The participants. Frees what the dead left behind on the way. O(participants ever at one time).
 inline Census take_census(SegmentMemory& m, bool unused_count_as_others) {
   Census c;
   const auto self = static_cast<uint64_t>(pthread_self());

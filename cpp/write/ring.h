@@ -19,7 +19,7 @@ enum class Append {
   kGated,    // a learner has fallen behind: pause at the gate
   kStalled,  // a whole turn of the ring is held by stopped writers: sleep and try again
   kSpent,    // every key there is was issued
-  kLost,     // others take this process for dead: its id is theirs
+  kLost,     // others take this process for dead: another process has its id
 };
 
 class RingWriter {
@@ -39,8 +39,8 @@ class RingWriter {
     return append(n, GivenRows{meta}, keys, written, fill);
   }
 
-  // The same for rows that depend on the keys before them: rows.meta(i) is asked for when row i is about to be written,
-  // rows.commit(i, key) told when it is, and rows.announce(i, key), where there is one, before each attempt.
+  // The same for rows that depend on the keys before them: rows.meta(i) is called when row i is about to be written,
+  // rows.commit(i, key) when it is, and rows.announce(i, key), where there is one, before each attempt.
   template <class Rows, class Fill>
     requires(!std::is_pointer_v<std::remove_reference_t<Rows>>)
   Append append(uint64_t n, Rows&& rows, int64_t* keys, uint64_t& written, Fill&& fill) {

@@ -134,7 +134,7 @@ def test_a_tensor_whose_device_fails_to_give_the_priority_says_so_itself(buffer)
 
 
 class Interrupting(torch.Tensor):
-    """What Ctrl-C may come in the midst of."""
+    """Calls that Ctrl-C may interrupt."""
 
     def __array__(self, *_, **__):
         raise KeyboardInterrupt

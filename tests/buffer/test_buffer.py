@@ -1,4 +1,4 @@
-"""The buffer as an object: what it tells about itself, its memory laid open, and the end of its life."""
+"""The buffer as an object: its own description, its open memory, and the end of its life."""
 
 import copy
 import dataclasses

@@ -1,4 +1,4 @@
-"""Conversion: every value that fits arrives as numpy or torch would convert it, whatever its memory looks like."""
+"""Conversion: every value that fits arrives as numpy or torch would convert it, from every memory layout."""
 
 import array
 import math

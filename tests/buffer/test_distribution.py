@@ -27,8 +27,8 @@ def draw(buffer, batches, batch_size=4096, beta=None):
 def assert_counts_follow(index, probability, bins=500):
     """Chi-square of the counts over bins of items put together by chance.
 
-    Draws are stratified: the counts of a bin vary at most as much as those of independent draws, so that the upper tail
-    of the chi-square distribution bounds the false-alarm rate.
+    Draws are stratified: the counts of a bin vary at most as much as those of independent draws. So the upper tail of
+    the chi-square distribution bounds the false-alarm rate.
     """
     bin_of = np.random.default_rng(1).integers(0, bins, CAPACITY)
     expected = np.bincount(bin_of, weights=probability, minlength=bins) * len(index)

@@ -1,4 +1,4 @@
-"""The buffer against a model in plain Python: whatever is done in whatever order, both hold and count the same."""
+"""The buffer against a model in plain Python: after any calls in any order, both hold and count the same."""
 
 import math
 

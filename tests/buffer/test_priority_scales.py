@@ -17,7 +17,7 @@ SCALES = [1e-12, 1e-9, 1e-6, 1e-3, 1.0, 1e3, 1e6, 1e9, 1e12]
 
 
 def learned(td, alpha, eps, path=None, **options):
-    """A full buffer of which each row has its TD error."""
+    """A full buffer; each row has its own TD error."""
     sampler = tr.Prioritized(alpha, eps=eps, **options)
     buffer = tr.ReplayBuffer(SPEC, len(td), sampler=sampler, seed=3, path=path)
     keys = buffer.extend(index=np.arange(len(td)))

@@ -1,4 +1,4 @@
-"""Linked buffers against the reference model: whatever is written in whatever order, both draw the same items."""
+"""Linked buffers against the reference model: after any writes in any order, both draw the same items."""
 
 import threading
 
@@ -45,7 +45,7 @@ def machine(views, max_examples, stateful_step_count):
 
 @pytest.fixture
 def alone(monkeypatch):
-    """As in a program of one thread, whatever threads other tests have left: a draw that waits then says so at once."""
+    """As in a program of one thread, also if other tests have left threads: a draw that waits then says so at once."""
     monkeypatch.setattr(threading, "active_count", lambda: 1)
 
 

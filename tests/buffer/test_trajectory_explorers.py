@@ -1,5 +1,5 @@
-"""Four processes write episodes into one small ring, in every way there is, while a learner draws: no item ever mixes
-two episodes, skips a step, or is anything but what the view makes of the rows written."""
+"""Four processes write episodes into one small ring, in every way there is, while a learner draws. No item ever mixes
+two episodes or skips a step: each is what the view makes of the rows written."""
 
 import random
 import time

@@ -1,4 +1,4 @@
-"""Calls of linked writers that fail in a wait: whatever is done next, no item leads past a step or has one twice."""
+"""Calls of linked writers that fail in a wait: after any next call, no item skips a step or has one twice."""
 
 import itertools
 import threading
@@ -16,7 +16,7 @@ BROKEN_OFF = r"failed when some of its rows were written: call reset\(\) before 
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
-    """As in a program of one thread, whatever threads other tests have left: a wait for the learner then fails."""
+    """As in a program of one thread, also if other tests have left threads: a wait for the learner then fails."""
     monkeypatch.setattr(threading, "active_count", lambda: 1)
 
 

@@ -39,7 +39,7 @@ def play(writer, length, end="terminated"):
 
 @pytest.fixture
 def alone(monkeypatch):
-    """As in a program of one thread, whatever threads other tests have left."""
+    """As in a program of one thread, also if other tests have left threads."""
     monkeypatch.setattr(threading, "active_count", lambda: 1)
 
 

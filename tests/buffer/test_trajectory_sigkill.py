@@ -1,5 +1,5 @@
-"""Explorers and learners of trajectories killed at any instruction: what is complete can be drawn, and nothing else; no
-slot stays in the hands of the dead, and whoever is left goes on."""
+"""Explorers and learners of trajectories killed at any instruction: complete items can be drawn, and no others; no slot
+stays with a dead process, and the survivors go on."""
 
 import contextlib
 import itertools

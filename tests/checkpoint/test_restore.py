@@ -181,7 +181,7 @@ def test_a_file_of_trajectories_with_a_killed_restore_opens_with_what_explorers_
 
 
 def killed_restores(directory, rounds, seed):
-    """Kills restores at random moments. Returns how many were in the midst of it."""
+    """Kills restores at random moments. Returns how many were killed halfway."""
     saved, chance, killed = save(directory), random.Random(seed), 0
     moments = shared_counters(2)
 

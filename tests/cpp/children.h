@@ -1,4 +1,4 @@
-// Child processes that do one thing, and what parent and child tell each other.
+// Child processes that do one thing, and the messages between parent and child.
 #pragma once
 
 #include <fcntl.h>

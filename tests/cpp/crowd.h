@@ -71,8 +71,8 @@ class Crowd {
     stream.wrote(explorer.writer().key(), meta);
   }
 
-  // A ticket lost before its slot was busy stays lost; a slot left busy is freed. Whoever takes the id next has streams
-  // of its own.
+  // A ticket lost before its slot was busy stays lost; a slot left busy is freed. The next process with this id has
+  // streams of its own.
   void die(Member& member) {
     reclaim(memory_, member.explorer.writer().id());
     member.state = kIdle;

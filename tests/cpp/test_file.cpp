@@ -190,7 +190,7 @@ BOOST_AUTO_TEST_CASE(pending_slots_are_found_anew) {
   BOOST_TEST(file.memory().pending_words()[0] == 0U);
 }
 
-// Whatever is in the file, repairing it reads and writes nothing beside it: run under the address sanitizer.
+// With any content of the file, repairing it reads and writes nothing beside it: run under the address sanitizer.
 BOOST_AUTO_TEST_CASE(random_damage_is_refused_or_repaired) {
   std::mt19937_64 random(3);
   int refused = 0, repaired = 0;

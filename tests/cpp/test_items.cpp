@@ -29,7 +29,7 @@ std::unique_ptr<SegmentMemory> ring_of(uint64_t capacity, const View& view, Elem
   return make_segment(plan);
 }
 
-// Writes rows with given values; those of a reset are zeros but for the observation.
+// Writes rows with given values; those of a reset are zeros except the observation.
 class Teller {
  public:
   explicit Teller(SegmentMemory& m, int id = 1) : m_(m), explorer_(m, id) {}

@@ -242,7 +242,7 @@ BOOST_AUTO_TEST_CASE(a_block_of_times_and_lanes_goes_on_after_ends_like_single_s
   BOOST_TEST(said == singly, boost::test_tools::per_element());
 }
 
-// A call that Ctrl-C or the limiter ends between two rows: the caller cannot tell which are there.
+// A call that Ctrl-C or the limiter ends between two rows: the caller cannot know which are there.
 BOOST_AUTO_TEST_CASE(a_call_that_fails_when_some_of_its_rows_are_written_leaves_its_lanes_to_be_reset) {
   Lanes lanes(3, true, Autoreset::kNextStep);
   uint64_t key = 0;
@@ -327,7 +327,7 @@ BOOST_AUTO_TEST_CASE(after_a_fork_every_lane_starts_anew) {
   CHECK_SAID(write(lanes, key), {-1, 0, kFirst}, {-1, 0, kFirst});
 }
 
-// The ring asks for a row's header when it is about to be written and tells its key, also where slots are skipped.
+// The ring asks for a row's header when it is about to be written and passes its key, also where slots are skipped.
 BOOST_AUTO_TEST_CASE(rows_in_the_ring_name_the_keys_that_their_predecessors_got) {
   struct Rows {
     Lanes& lanes;

@@ -18,7 +18,7 @@ struct Mapping {
   Mapping(const Mapping&) = delete;
   ~Mapping() { munmap(base, size); }
 
-  // Bytes of it that lie in huge pages, as the kernel tells.
+  // Bytes of it that lie in huge pages, as the kernel reports.
   uint64_t huge() const {
     std::ifstream maps("/proc/self/smaps");
     std::string line;

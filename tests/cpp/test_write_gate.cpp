@@ -196,8 +196,8 @@ BOOST_AUTO_TEST_CASE(whatever_stands_in_the_gate_writers_go_on) {
   }
 }
 
-// Each of the writers alone outruns the learner, which gets a small share of the processors. Without a gate whatever it
-// has absorbed is overwritten before it is copied, and what it feeds back comes too late.
+// Each of the writers alone outruns the learner, which gets a small share of the processors. Without a gate its
+// absorbed rows are overwritten before they are copied, and its feedback comes too late.
 BOOST_AUTO_TEST_CASE(a_learner_that_is_outrun_draws_what_is_there_and_feeds_back_in_time) {
   auto m = make_segment(ring_of(1 << 20));
   append_rows(*m, 1 << 20);

@@ -41,7 +41,7 @@ class Image {
   std::vector<char> rest_;
 };
 
-// What whoever gets the lock of a dead owner does.
+// What the next owner of a dead owner's lock does.
 inline void repair(SegmentMemory& m) {
   if (m.header().dirty != Dirty::kClean) Recovery(m).run();
 }
@@ -98,7 +98,8 @@ inline boost::test_tools::assertion_result tracing_is_allowed(boost::unit_test::
 
 inline const auto kWhereTracingIsAllowed = boost::unit_test::precondition(tracing_is_allowed);
 
-// Kills whoever runs `body` after each of its instructions, lets a survivor repair and absorb, and checks everything.
+// Kills the process that runs `body` after each of its instructions, lets a survivor repair and absorb, and checks
+// everything.
 inline void kill_everywhere(SegmentMemory& m, const std::function<void()>& body,
                             const std::function<std::string(SegmentMemory&)>& check) {
   Image image(m);

@@ -1,5 +1,5 @@
-"""What goes to and from a CUDA device: against a simulated one whose streams run in any order that CUDA allows, and,
-where there is one, on a real one."""
+"""Copies to and from a CUDA device: against a simulated one whose streams run in any order that CUDA allows, and where
+there is a real one, on that."""
 
 import itertools
 import os
@@ -91,7 +91,7 @@ def test_td_errors_come_back_as_they_were_when_they_were_fed_back(monkeypatch, s
 
 
 class Registered:
-    """A registry that refuses when it is told to."""
+    """A registry that can be set to refuse."""
 
     def __init__(self, refusal=None):
         self.refusal, self.held = refusal, []

@@ -42,7 +42,7 @@ def test_every_flag_is_explained(monkeypatch, capsys):
 
 
 def recording(environment):
-    """Returns a class of vector environments that keep what they were told and what they returned."""
+    """Returns a class of vector environments that record their calls and their results."""
 
     class Recording(environment):
         last = None  # the one that was reset last

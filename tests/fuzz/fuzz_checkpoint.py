@@ -56,7 +56,7 @@ def run(data):
 
 
 def use(buffer):
-    """Draws, feeds back and writes. Whatever was loaded can be drawn whole, or not at all."""
+    """Draws, feeds back and writes. Each loaded item can be drawn whole, or not at all."""
     repr(buffer)
     buffer.stats()
     for _ in range(2):

@@ -162,7 +162,7 @@ def test_a_callback_without_a_buffer_says_so_before_training(lightning, buffer, 
 
 @pytest.fixture
 def sent(monkeypatch):
-    """The TD errors that went on their way from a device: they arrive for those who wait for them."""
+    """The TD errors that went on their way from a device: they arrive when somebody waits for them."""
     return send_late(monkeypatch)
 
 

@@ -1,4 +1,4 @@
-"""Iterations that draw ahead end, wait and go on as others do, whatever ends the iteration or the process."""
+"""Iterations that draw ahead end, wait and go on as others do, at every end of the iteration or the process."""
 
 import itertools
 import os

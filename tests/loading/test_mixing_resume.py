@@ -1,4 +1,4 @@
-"""Resuming a `MixedDataset`: with other shares and sizes, and what a state of another dataset is told."""
+"""Resuming a `MixedDataset`: with other shares and sizes, and the refusal of another dataset's state."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def pair():
 
 
 def state_of(dataset, taken=2):
-    """Its state in the midst of an iteration, with batches drawn ahead."""
+    """Its state halfway through an iteration, with batches drawn ahead."""
     iterator = iter(dataset)
     take(iterator, taken)
     state = dataset.state_dict()

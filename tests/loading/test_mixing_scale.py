@@ -1,4 +1,4 @@
-"""Weights in a mixture are those of the draw, whatever has come between the draw and the batch's turn."""
+"""Weights in a mixture are those of the draw, also when feedback comes between the draw and the handing out."""
 
 import io
 
@@ -23,7 +23,7 @@ def late(step):
 
 
 class Known:
-    """A buffer of which every leaf is known; alpha = 1."""
+    """A buffer with known leaves; alpha = 1."""
 
     def __init__(self, beta, weights, priorities, seed):
         sampler = tr.Prioritized(1.0, beta, EPS, weights)

@@ -1,4 +1,4 @@
-"""A process that may open no more files, or map no more memory, is told so: what is intact counts as intact."""
+"""A process that may open no more files, or map no more memory, gets such an error: an intact file counts as intact."""
 
 import errno
 import os

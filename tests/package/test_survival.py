@@ -1,4 +1,4 @@
-"""No input may end the interpreter: whatever is passed, at most an exception comes back."""
+"""No input may end the interpreter: for any argument, at most an exception comes back."""
 
 import contextlib
 import ctypes

@@ -1,4 +1,4 @@
-"""Threads that end with their writers open, and forks in the middle of whatever other threads do."""
+"""Threads that end with their writers open, and forks in the middle of other threads' calls."""
 
 import os
 import signal

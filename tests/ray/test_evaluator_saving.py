@@ -1,4 +1,4 @@
-"""What an evaluator saves: the best weights, and those at intervals, whoever is killed and whatever fails."""
+"""What an evaluator saves: the best weights, and those at intervals, also after kills and failures."""
 
 import contextlib
 import shutil

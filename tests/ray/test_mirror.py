@@ -1,4 +1,4 @@
-"""The pages of a pool and their copies on another node: what is told and what is ordered, without a cluster."""
+"""The pages of a pool and their copies on another node: reports and orders, without a cluster."""
 
 import time
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""A pool of explorers, as Ray actors and as plain processes: whatever runs them, the same things hold."""
+"""A pool of explorers, as Ray actors and as plain processes: the same things hold for both."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Limiters: who is admitted and who must wait, by the published rules."""
+"""Limiters: which side is admitted and which must wait, by the published rules."""
 
 import dataclasses
 import time

@@ -1,4 +1,4 @@
-"""Deaths of every kind but SIGKILL: of explorers, learners and owners, at whatever they were doing."""
+"""Deaths of every kind but SIGKILL: of explorers, learners and owners, in all of their calls."""
 
 import faulthandler
 import multiprocessing as mp
@@ -42,7 +42,7 @@ each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 
 
 class Mortal(Forked):
-    """A process that dies in a given way when it is told to."""
+    """A process that dies in a given way on request."""
 
     def __init__(self, way, body, *args):
         self._number, action, self._expected = way

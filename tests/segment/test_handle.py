@@ -100,7 +100,7 @@ def test_a_killed_owner_leaves_an_attach_error_and_those_attached_before_keep_th
     with pytest.raises(tr.AttachError, match=r"\(process \d+\) is gone, .* take a handle from another process"):
         tr.ReplayBuffer.attach(handle)
     assert len(attached) == 2
-    again = tr.ReplayBuffer.attach(attached.handle())  # whoever has it open can hand it on
+    again = tr.ReplayBuffer.attach(attached.handle())  # a process that has it open can hand it on
     again.extend(**rows(1))
     assert len(attached) == 3
     assert attached.sample(3)["x"].eq(1).all()

@@ -1,5 +1,5 @@
-"""What is known of remote writers' chunks outlives whoever writes them: a chunk that comes again is written as far as
-it is missing, wherever its writer was killed."""
+"""The log of remote writers' chunks outlives the ingest actor. Of a chunk that comes again exactly the missing rows are
+written, wherever the ingest was killed."""
 
 import random
 import time

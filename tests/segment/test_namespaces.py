@@ -39,7 +39,7 @@ def run_there(command, code, *args):
 
 
 class Started:
-    """A program that runs in other namespaces until it is told to go on, or is killed."""
+    """A program that runs in other namespaces until it may go on, or is killed."""
 
     def __init__(self, command, code, *args):
         program = [*command, sys.executable, "-c", code, *args]

@@ -1,4 +1,4 @@
-"""Buffers in files: what comes back when they are opened again, and who has them open."""
+"""Buffers in files: what comes back when they are opened again, and which processes have them open."""
 
 import fcntl
 import multiprocessing as mp

@@ -1,4 +1,5 @@
-"""Buffers in files whose last process ends in order, whatever still holds the memory then: they are put to rest."""
+"""Buffers in files whose last process ends in order: they are marked as closed, also where their memory is still
+held."""
 
 import multiprocessing as mp
 import struct

@@ -64,7 +64,7 @@ def learn(path, acknowledged):
 
 
 def run_and_kill(path, view, chance, writers=2):
-    """Starts owner, writers and a learner, kills them all at a random moment; returns what the writers were told."""
+    """Starts owner, writers and a learner, kills them all at a random moment; returns what the writers heard."""
     ready, acknowledged = shared_counters(1), shared_counters(writers + 1)
     processes = []
     try:

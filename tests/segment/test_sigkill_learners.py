@@ -1,4 +1,5 @@
-"""Learners killed or stopped at any instruction: the buffer stays usable by the others, and by whoever wakes up."""
+"""Learners killed or stopped at any instruction: the buffer stays usable by the others, and by processes that wake
+up."""
 
 import random
 import signal
@@ -98,7 +99,7 @@ def test_a_learner_that_sleeps_while_the_ring_is_lapped_goes_on_where_it_woke_up
             awake = batches[0] + chance.randrange(1, 20)
             eventually(lambda seen=awake: batches[0] >= seen, interval=0)
             learner.signal(signal.SIGSTOP)
-            # The stopped one may hold the lock: only the writers' own counters tell how far they are.
+            # The stopped one may hold the lock: only the writers' own counters show how far they are.
             turned = sum(explorers.written) + 3 * CAPACITY
             eventually(lambda enough=turned: sum(explorers.written) >= enough)
             learner.signal(signal.SIGCONT)

@@ -22,7 +22,7 @@ EPISODE_VIEW = tr.Transitions(observation="x")
 
 @pytest.fixture
 def alone(monkeypatch):
-    """As in a program of one thread, whatever threads other tests have left."""
+    """As in a program of one thread, also if other tests have left threads."""
     monkeypatch.setattr(threading, "active_count", lambda: 1)
 
 
@@ -244,7 +244,7 @@ def test_an_append_that_no_learner_can_help_says_so_at_once_with_numbers_and_adv
 
 
 def own_until_killed(pipe):
-    """Makes a buffer whose learner is soon behind, and draws a batch each time it is told to."""
+    """Makes a buffer whose learner is soon behind, and draws a batch on each request."""
     buffer = buffer_with(tr.SamplesPerInsert(1.0, min_size=10, tolerance=0.5))
     pipe.send(buffer.handle())
     while pipe.recv():

@@ -1,4 +1,4 @@
-"""Explorers whose calls are noted where the test can see it: what they were told is written must be there."""
+"""Explorers whose calls the test can see: each row acknowledged to them must be there."""
 
 import itertools
 from dataclasses import dataclass

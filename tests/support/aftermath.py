@@ -1,4 +1,4 @@
-"""What must hold of a buffer of numbered rows after deaths, whatever those were at."""
+"""What must hold of a buffer of numbered rows after deaths at any instruction."""
 
 import pytest
 import torch

@@ -27,7 +27,7 @@ def extend(buffer, first, n):
 
 
 def td_of(k):
-    """TD errors for batch k, that differ much: whoever misses them draws others."""
+    """TD errors for batch k, that differ much: a draw without them draws other items."""
     return np.random.default_rng(k).exponential(size=BATCH) ** 4
 
 

@@ -60,7 +60,7 @@ def publish(weights, *numbers):
 
 
 def run_once(evaluator):
-    """A worker that ends with its first evaluation, by whatever error comes up in it."""
+    """A worker that ends with its first evaluation, by any error in it."""
     board = WorkerTable(1)
     add = evaluator._scores.add
 

@@ -35,7 +35,7 @@ def learn(buffer):
 
 
 class RowLives:
-    """Of rows that are items by themselves; their explorers' stamps tell whether they are whole."""
+    """Of rows that are items by themselves; their explorers' stamps show whether they are whole."""
 
     WAYS = (0,)  # explorers that write in different ways
 
@@ -116,7 +116,7 @@ def live(lives, buffer, first):
 
 
 def live_until_told(lives, buffer, first, turns, told):
-    """Goes on whatever happens to others, in explorers that take turns."""
+    """Goes on beside deaths of others, in explorers that take turns."""
     for turn in itertools.count():
         lives.write(buffer, first + turn % INDICES)
         learn(buffer)

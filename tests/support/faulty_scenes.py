@@ -68,7 +68,7 @@ class Scene:
         return ends.count(DIED)
 
     def check(self):
-        """Nothing is torn, lost or stuck, and whoever is left can use all of it."""
+        """Nothing is torn, lost or stuck, and the survivors can use all of it."""
         assert self.buffer.stats().writers == 0, "a dead writer counts as alive"
         self.lives.check(self.buffer, self.indices)
         self.lives.check_last(self.buffer, self.indices)

@@ -33,7 +33,7 @@ class Forked:
         os.kill(self.pid, number)
 
     def kill(self):
-        """Kills it at whatever instruction it is, and waits until it is gone."""
+        """Kills it at any instruction, and waits until it is gone."""
         if self.status is None:
             self.signal(signal.SIGKILL)
             self.wait()

@@ -1,4 +1,4 @@
-"""Three explorers that lap a small ring, whose rows tell whether they are whole, and what must hold after deaths."""
+"""Three explorers that lap a small ring with rows that show whether they are whole, and what must hold after deaths."""
 
 import signal
 

@@ -1,4 +1,4 @@
-"""A device whose copies end when they are told to, and not before: what slots and queues must withstand."""
+"""A device whose copies end when the test lets them, and not before: what slots and queues must withstand."""
 
 import torch
 
@@ -74,7 +74,7 @@ class StagedDataset(tr.ReplayDataset):
 
 
 class LateArrival:
-    """TD errors that arrive when they are told to, or are waited for."""
+    """TD errors that arrive when the test lets them, or are waited for."""
 
     def __init__(self, values):
         self.values = torch.full_like(values, float("nan"))

@@ -1,4 +1,4 @@
-"""Rows of linked buffers for tests: specs, values that tell which row they are of, flat names for nested fields."""
+"""Rows of linked buffers for tests: specs, values that identify their row, flat names for nested fields."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""Rows that tell by themselves whether they are intact, for tests with writers in other processes."""
+"""Rows that show by themselves whether they are intact, for tests with writers in other processes."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Rows that say who wrote them, for tests of sharded buffers; their keys tell the same."""
+"""Rows that name their writer, for tests of sharded buffers; so do their keys."""
 
 import numpy as np
 import torch

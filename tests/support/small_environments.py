@@ -1,4 +1,4 @@
-"""Environments of a few steps: nested observations, goals, and one that does what it is told to do wrong."""
+"""Environments of a few steps: nested observations, goals, and one that fails on request."""
 
 import gymnasium
 import numpy as np

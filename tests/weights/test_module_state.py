@@ -1,4 +1,4 @@
-"""Weights go from and into modules however they are wrapped, and whatever their state dict returns."""
+"""Weights go from and into modules with any wrapper and any kind of state dict."""
 
 import pickle
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Weights reach the explorers whole, at once, and whoever dies on the way."""
+"""Weights reach the explorers whole and at once, also after deaths on the way."""
 
 import os
 import pickle

@@ -11,9 +11,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Explorers(Protocol):
-    """What fills a buffer while learners train: an `ExplorerPool`, or an object with an idempotent `start` and
-    `stop`.
-    """
+    """Fills a buffer while learners train: an `ExplorerPool`, or any object with an idempotent `start` and `stop`."""
 
     def start(self) -> Any:
         """Starts exploring; returns at once."""

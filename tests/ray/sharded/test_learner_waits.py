@@ -1,4 +1,4 @@
-"""What shards make of the waits that learners tell them of."""
+"""How shards count the waits that learners report."""
 
 import math
 

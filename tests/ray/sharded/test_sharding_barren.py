@@ -1,4 +1,4 @@
-"""Rings of shards that complete no item: told when that lasts, and when no other shard has one."""
+"""Rings of shards that complete no item: an error when that lasts and no other shard has one."""
 
 from types import SimpleNamespace
 

@@ -1,5 +1,5 @@
-"""What processes know of the shards of a `ShardedReplay`, and tell each other, when one is lost, or slow to come back,
-or when Ray cannot reach somebody: on a cluster in this process."""
+"""What processes know of the shards of a `ShardedReplay`, and report to each other, when one is lost or slow to come
+back, or when Ray cannot reach an actor. On a cluster in this process."""
 
 import logging
 import threading
@@ -66,7 +66,7 @@ def write(shards, count):
 
 
 def die(directory, number):
-    """Kills a shard's actor; its memory goes with it, but for those who have it attached."""
+    """Kills a shard's actor; its memory goes with it, except where it is attached."""
     actor = directory.table().places[number].actor
     actor.dead = True
     actor.it._buffer.close()

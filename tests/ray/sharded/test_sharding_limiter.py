@@ -149,7 +149,7 @@ def test_one_that_is_set_later_admits_what_a_buffer_with_it_admits(first, steps)
                         admitted = writer.admitted()
                         limits = union_limiter.limits([0, 1], 0)
                         whole = None if limits[0] is None else sum(limits.values())
-                        # A buffer in which nothing can be drawn admits one more, whatever the ratio says.
+                        # A buffer in which nothing can be drawn admits one more, under every ratio.
                         assert admitted == (whole is None or whole > sum(inserted)) or sum(inserted) == 0
                         if not admitted:
                             break
@@ -199,7 +199,7 @@ def test_rounds_that_are_given_up_count_for_no_limiter():
     union_limiter, other = (GlobalRateLimiter(Rule(tr.MinSize()), stream) for stream in (0, 1))
 
     def assert_sampled(own, told):
-        """Items that it counts, and those that it tells others of: not what is under way."""
+        """Items that it counts, and those that it reports to others: not the ones under way."""
         other.hear(0, figures(learners={0: union_limiter.drew}))
         assert union_limiter.sampled == own
         assert (other.sampled, other.drawn) == (told, union_limiter.items)

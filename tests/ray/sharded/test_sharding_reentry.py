@@ -1,5 +1,5 @@
-"""What comes in the midst of a draw or of feedback, in the same thread: a signal handler that saves or draws, as
-SLURM's do, Ctrl-C, another limiter."""
+"""Interruptions of a draw or of feedback in the same thread: a signal handler that saves or draws, as with SLURM;
+Ctrl-C; another limiter."""
 
 import os
 import signal

@@ -1,5 +1,5 @@
-"""Drawing from several shards as if they were one: P(i) = p_i^alpha / sum over all of them, whatever happens to the
-shards between a learner's hearing of their totals and its draw."""
+"""Drawing from several shards as if they were one: P(i) = p_i^alpha / sum over all of them, also when shards change
+between the learner's last totals and its draw."""
 
 from itertools import pairwise
 

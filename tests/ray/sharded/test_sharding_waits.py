@@ -1,4 +1,4 @@
-"""A learner that waits for rows of shards: who is left to write them. On a cluster in this process."""
+"""A learner that waits for rows of shards: whether a writer is left. On a cluster in this process."""
 
 import threading
 import time
