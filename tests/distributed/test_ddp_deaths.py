@@ -5,7 +5,6 @@ import json
 import os
 import select
 import signal
-import socket
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchreplay as tr
 from torchreplay.distributed import learners, rank_monitor
-from torchreplay.distributed.hanging_up import hang_up
 
 
 def train(buffer, at_step=None, then=None, steps=1000):
@@ -98,7 +96,9 @@ def test_a_stream_that_ends_because_a_rank_is_gone_is_an_error_at_the_end_of_the
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_rank_that_fails_but_lives_on_ends_the_others_with_its_error(tmp_path, failing):
+def test_a_rank_that_fails_but_lives_on_ends_the_others_with_its_error(tmp_path, failing, capfd, monkeypatch):
+    monkeypatch.setattr(rank_monitor, "GRACE", 0.2)
+
     def body(rank):
         calls = []
         try:
@@ -111,8 +111,9 @@ def test_a_rank_that_fails_but_lives_on_ends_the_others_with_its_error(tmp_path,
 
     ranks = run_ranks(tmp_path, body)
     other = ranks[1 - failing]
-    assert other["error"] == "LearnerLost"
-    assert f"rank {failing} (process {ranks[failing]['pid']}) ended with ValueError: a bad batch" in other["text"]
+    assert other["status"] == 1 or other["error"] == "LearnerLost"  # 1: it was ended in its collective
+    reason = f"rank {failing} (process {ranks[failing]['pid']}) ended with ValueError: a bad batch"
+    assert reason in (capfd.readouterr().err if other["status"] else other["text"])
     assert ranks[failing]["value"] == ([["start", False], ["stop", True]] if failing == 0 else [])
 
 
@@ -219,29 +220,3 @@ def test_ranks_are_freed_from_collectives_also_where_their_buffer_cannot_be_told
     monkeypatch.setattr(learners, "dist", SimpleNamespace(is_initialized=lambda: True, group=world))
     learners._end_waits([(SimpleNamespace(stop=unreachable), True)])
     assert freed == ["collectives"]
-
-
-def test_hanging_up_ends_the_connections_with_one_process_and_no_others():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        own, mine = connection(server), connection(server)  # both of whose ends are ours
-        with Forked(connect_and_wait, server.getsockname()) as other:
-            theirs, _ = server.accept()
-            assert hang_up([other.pid]) == 1
-            assert theirs.recv(1) == b""
-            assert other.wait() == 0
-        for near, far in (own, mine):
-            near.sendall(b"x")
-            assert far.recv(1) == b"x"
-            near.close()
-            far.close()
-        theirs.close()
-
-
-def connection(server):
-    near = socket.create_connection(server.getsockname())
-    return near, server.accept()[0]
-
-
-def connect_and_wait(address):
-    with socket.create_connection(address) as connection:
-        assert connection.recv(1) == b""

@@ -27,8 +27,17 @@ def run_ranks(directory, body, n=2):
 
 
 def await_end_of(directory, rank):
-    """Waits, in one rank's body, until another one has ended."""
-    eventually((directory / f"{rank}.json").exists)
+    """Waits, in one rank's body, until another one has ended, or was killed."""
+    pid = int((directory / f"{rank}.pid").read_text())
+    eventually(lambda: (directory / f"{rank}.json").exists() or _is_gone(pid))
+
+
+def _is_gone(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] in "ZX"  # its parent may not have waited for it yet
+    except FileNotFoundError:
+        return True
 
 
 def free_port():
@@ -42,6 +51,7 @@ def _run(directory, body, rank, n, port):
     # As torchrun would set them: Lightning then takes these processes for its ranks instead of starting some.
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(n))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    (directory / f"{rank}.pid").write_text(str(os.getpid()))
     logging.getLogger().handlers.clear()  # pytest's: what is logged here goes to standard error
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # or gloo asks for the address of this machine's name, which may take long
     dist.init_process_group("gloo", init_method=f"file://{directory}/store{port}", rank=rank, world_size=n)

@@ -11,16 +11,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from torchreplay.distributed.hanging_up import hang_up
 from torchreplay.errors import AttachError
 from torchreplay.segment.waits import logger
 
 REASON_SECONDS = 2.0
 """Seconds for which a rank whose collective has failed waits to hear which rank is the reason: the kernel closes the
 connections of a dying process before it tells of the death."""
-
-COURTESY = 2.0
-"""Seconds that a rank which has failed leaves to the others to come out by themselves, before it hangs up on them."""
 
 GRACE = 30.0
 """Seconds that a rank has to come out of what it does once another one is lost; then its process is ended."""
@@ -133,10 +129,7 @@ class RankMonitor:
         return self.loss
 
     def leave(self, failure: str | None = None) -> None:
-        """Reports to the others that this rank leaves, in order or because of `failure`. Idempotent.
-
-        After a loss, the thread stays for a few seconds to free those who still wait for this rank in a collective.
-        """
+        """Reports to the others that this rank leaves, in order or because of `failure`. Idempotent."""
         if self._left:
             return
         self._left = True
@@ -160,11 +153,6 @@ class RankMonitor:
                 deadline = time.monotonic() + GRACE
             if deadline is not None and time.monotonic() >= deadline and not self._left:
                 self._end_process()
-        deadline = time.monotonic() + COURTESY
-        while self.loss is not None and self._present() and time.monotonic() < deadline:
-            self._look(poll, deadline - time.monotonic())
-        if self.loss is not None:
-            hang_up(peer.member.pid for peer in self._present())
         self._close()
 
     def _look(self, poll: select.poll, seconds: float | None) -> None:
@@ -201,9 +189,6 @@ class RankMonitor:
         logger.error("%s; the run ends on %s too", reason, self.me)
         self._on_loss()
         self._lost.set()
-
-    def _present(self) -> list[_Peer]:
-        return [peer for peer in self._peers.values() if not peer.left]
 
     def _tell_all(self, line: str) -> None:
         for peer in self._peers.values():
