@@ -1,10 +1,11 @@
 """torchreplay: a prioritized replay buffer in shared memory, for PyTorch."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from torchreplay.buffer.replay_buffer import ReplayBuffer
 from torchreplay.buffer.stats import Stats
 from torchreplay.buffer.writer import Writer
-from torchreplay.checking import CheckReport, check
-from torchreplay.distributed.learners import Learners
 from torchreplay.errors import (
     AttachError,
     CheckpointError,
@@ -15,10 +16,6 @@ from torchreplay.errors import (
     WouldBlockForever,
 )
 from torchreplay.loading.dataset import ReplayDataset
-from torchreplay.loading.laber import LaBER
-from torchreplay.loading.mixed_dataset import MixedDataset
-from torchreplay.loading.reverse import Reverse
-from torchreplay.priority_tree import PriorityTree
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.hindsight import Hindsight
 from torchreplay.schema.limiters import MinSize, SamplesPerInsert
@@ -29,6 +26,14 @@ from torchreplay.schema.spec import Field, Spec
 from torchreplay.schema.views import Rows, Sequences, Transitions
 from torchreplay.segment.handle import Handle
 from torchreplay.weights.shared_weights import SharedWeights
+
+if TYPE_CHECKING:
+    from torchreplay.checking import CheckReport, check
+    from torchreplay.distributed.learners import Learners
+    from torchreplay.loading.laber import LaBER
+    from torchreplay.loading.mixed_dataset import MixedDataset
+    from torchreplay.loading.reverse import Reverse
+    from torchreplay.priority_tree import PriorityTree
 
 __version__ = "0.1.0"
 
@@ -69,3 +74,24 @@ __all__ = [
     "spec_from_env",
     "spec_from_space",
 ]
+
+_IMPORTED_AT_FIRST_USE = {  # to make `import torchreplay` quick: many programs need none of them
+    "CheckReport": "torchreplay.checking",
+    "LaBER": "torchreplay.loading.laber",
+    "Learners": "torchreplay.distributed.learners",
+    "MixedDataset": "torchreplay.loading.mixed_dataset",
+    "PriorityTree": "torchreplay.priority_tree",
+    "Reverse": "torchreplay.loading.reverse",
+    "check": "torchreplay.checking",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _IMPORTED_AT_FIRST_USE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_IMPORTED_AT_FIRST_USE[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
