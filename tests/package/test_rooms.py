@@ -1,5 +1,7 @@
 """The rooms of `docs/architecture.md` are those that there are, and the core's headers include downwards only."""
 
+import ast
+import importlib
 import re
 
 import pytest
@@ -45,3 +47,48 @@ def test_headers_include_their_own_room_and_those_below(floor):
         for path in (ROOT / "cpp" / room).glob("*.h"):
             included = set(re.findall(r'#include "(?:(\w+)/)?\w+\.h"', path.read_text()))
             assert included <= below | {room}, path
+
+
+# Faces: a room's `__all__` names the files, or the names, that other rooms may import.
+
+PACKAGE = ROOT / "torchreplay"
+FILES = {"torchreplay.lightning": ["compat"]}
+"""Files that other rooms may import beside a face that is made for users."""
+
+
+def room_of(module):
+    """Returns the room that a module `torchreplay.x.y` lies in, or is; None for files beside the rooms."""
+    parts = module.split(".")
+    parts = parts[:3] if parts[1:2] == ["ray"] else parts[:2]
+    room = ".".join(parts)
+    return room if len(parts) > 1 and PACKAGE.joinpath(*parts[1:]).is_dir() else None
+
+
+def imports_from_other_rooms():
+    """Yields (file, room, module, names) of each import of a module in another room."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        own = room_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchreplay."):
+                room = room_of(node.module)
+                if room not in (None, own, "torchreplay.ray"):
+                    yield path, room, node.module, [alias.name for alias in node.names]
+
+
+def test_rooms_import_what_is_in_the_face_of_another_room_and_nothing_private():
+    seen = set()
+    for path, room, module, names in imports_from_other_rooms():
+        face = importlib.import_module(room).__all__
+        file = module.removeprefix(room).lstrip(".")
+        assert file in [*face, *FILES.get(room, [])] or set(names) <= set(face), f"{path} imports {names} of {module}"
+        assert not [name for name in names if name.startswith("_")], f"{path} imports {names} of {module}"
+        seen.add(room)
+    assert len(seen) > 12
+
+
+def test_a_face_names_nothing_that_is_not_there():
+    for path in sorted(PACKAGE.rglob("__init__.py")):
+        room = importlib.import_module(".".join(path.parent.relative_to(ROOT).parts))
+        assert getattr(room, "__all__", None), f"{path} has no face"
+        for name in room.__all__:
+            assert (path.parent / f"{name}.py").is_file() or hasattr(room, name), f"{path}: {name}"

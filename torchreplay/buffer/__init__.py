@@ -1,1 +1,13 @@
 """The replay buffer of one machine: writing, sampling, feeding TD errors back."""
+
+__all__ = [
+    "base",
+    "inspection",
+    "pending_updates",
+    "prefetch",
+    "replay_buffer",
+    "sampling",
+    "stats",
+    "tree_summary",
+    "writer",
+]

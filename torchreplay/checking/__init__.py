@@ -17,6 +17,8 @@ from torchreplay.checking.rollout import Row, play
 from torchreplay.schema.spaces import single_spaces
 from torchreplay.validation import checked_instance, checked_int
 
+__all__ = ["CheckReport", "check"]
+
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:

@@ -1,1 +1,3 @@
 """Several learner ranks on one machine."""
+
+__all__ = ["explorers", "learners"]

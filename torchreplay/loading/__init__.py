@@ -1,1 +1,3 @@
 """Datasets: a buffer, or several, as a stream of batches."""
+
+__all__ = ["dataset", "laber", "mixed_dataset", "mixture", "reverse"]

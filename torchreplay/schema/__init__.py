@@ -1,1 +1,14 @@
 """What rows, items and batches are: specs, views, samplers, limiters, and the text that describes a buffer."""
+
+__all__ = [
+    "batch",
+    "batch_plan",
+    "config",
+    "hindsight",
+    "limiters",
+    "samplers",
+    "sequence_priority",
+    "spaces",
+    "spec",
+    "views",
+]

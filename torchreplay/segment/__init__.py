@@ -1,1 +1,17 @@
 """Shared memory: how it is reserved, found by its handle, and waited for."""
+
+__all__ = [
+    "delivery_log",
+    "file_lock",
+    "handle",
+    "io_threads",
+    "process_hooks",
+    "progress",
+    "ray_node",
+    "remote_handles",
+    "reservation",
+    "segment_file",
+    "transient",
+    "waits",
+    "writer_lease",
+]
