@@ -12,7 +12,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format bench soak soak-threads soak-tests soak-fuzzers build faults wheel clean
+.PHONY: help demo test test-all lint format bench soak soak-threads soak-tests soak-fuzzers build faults wheel clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile tests/fuzz/fuzz.mk | expand -t 12
@@ -20,9 +20,12 @@ help:  ## list the targets
 demo: build  ## learn CartPole-v1 with Ape-X: Ray explorers, Lightning learner
 	$(BIN)/python examples/apex_cartpole.py $(ARGS)
 
-test: build  ## C++ unit tests (plain and sanitized), then pytest
-	$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-cpp faults
-	$(PYTEST) --dist loadfile $(ARGS)
+test: build faults  ## every promise in about five minutes: the tests that are quick
+	$(PYTEST) --dist loadfile -m "not slow and not soak" $(ARGS)
+
+test-all: test  ## what `test` has left out: the slow tests, and the C++ unit tests (plain and sanitized)
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-cpp
+	$(PYTEST) --dist loadfile -m "slow and not soak" $(ARGS)
 
 bench: build $(STAMPS)/bench  ## measure torchreplay beside its peers
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -332,7 +332,7 @@ def main(args: Args) -> None:
         SPEC,
         args.capacity,
         view=tr.Transitions(args.n_step, args.gamma, stack={"obs": STACK}),
-        sampler=tr.Prioritized(args.alpha, tr.Linear(args.beta, 1.0, args.total_steps)),
+        sampler=tr.Prioritized(args.alpha, tr.LinearSchedule(args.beta, 1.0, args.total_steps)),
         limiter=tr.SamplesPerInsert(args.samples_per_insert, args.learning_starts),
         seed=args.seed,
     )

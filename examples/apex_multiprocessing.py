@@ -202,7 +202,7 @@ def main(args: Args) -> None:
     buffer = tr.ReplayBuffer(
         SPEC,
         args.capacity,
-        sampler=tr.Prioritized(args.alpha, tr.Linear(args.beta, 1.0, args.total_steps)),
+        sampler=tr.Prioritized(args.alpha, tr.LinearSchedule(args.beta, 1.0, args.total_steps)),
         limiter=tr.SamplesPerInsert(args.samples_per_insert, args.learning_starts),
         seed=args.seed,
     )

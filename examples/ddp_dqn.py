@@ -98,7 +98,7 @@ def make_buffer(args: Args) -> tr.ReplayBuffer:
         tr.spec_from_env(gym.make("CartPole-v1")),
         args.capacity,
         # Weights are normalised by the buffer's largest one, which is the same for every rank.
-        sampler=tr.Prioritized(args.alpha, tr.Linear(args.beta, 1.0, args.total_steps * args.devices)),
+        sampler=tr.Prioritized(args.alpha, tr.LinearSchedule(args.beta, 1.0, args.total_steps * args.devices)),
         view=tr.Transitions(args.n_step, args.gamma),
         limiter=tr.SamplesPerInsert(args.samples_per_insert, args.learning_starts),
         seed=args.seed,

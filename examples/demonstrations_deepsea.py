@@ -151,7 +151,7 @@ def train(args: Args) -> None:
     target = copy.deepcopy(q).requires_grad_(False)
     optimizer = torch.optim.Adam(q.parameters(), lr=args.learning_rate)
 
-    sampler = tr.Prioritized(args.alpha, tr.Linear(args.beta, 1.0, args.total_steps))
+    sampler = tr.Prioritized(args.alpha, tr.LinearSchedule(args.beta, 1.0, args.total_steps))
     view = tr.Transitions(n_step=args.n_step, gamma=args.gamma)
     online = tr.ReplayBuffer(SPEC, args.capacity, sampler=sampler, view=view, seed=args.seed)
     demonstration = tr.ReplayBuffer(SPEC, args.size + 1, sampler=sampler, view=view, seed=args.seed + 1)

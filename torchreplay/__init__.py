@@ -19,7 +19,7 @@ from torchreplay.loading.dataset import ReplayDataset
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.hindsight import Hindsight
 from torchreplay.schema.limiters import MinSize, SamplesPerInsert
-from torchreplay.schema.samplers import Linear, Prioritized, Uniform
+from torchreplay.schema.samplers import LinearSchedule, Prioritized, Uniform
 from torchreplay.schema.sequence_priority import sequence_priority
 from torchreplay.schema.spaces import spec_from_env, spec_from_space
 from torchreplay.schema.spec import Field, Spec
@@ -47,7 +47,7 @@ __all__ = [
     "LaBER",
     "LearnerLost",
     "Learners",
-    "Linear",
+    "LinearSchedule",
     "MinSize",
     "MissingItems",
     "MixedDataset",
@@ -87,6 +87,8 @@ _IMPORTED_AT_FIRST_USE = {  # to make `import torchreplay` quick: many programs 
 
 
 def __getattr__(name: str) -> Any:
+    if name == "Linear":  # the name of `LinearSchedule` before 0.1
+        return LinearSchedule
     if name not in _IMPORTED_AT_FIRST_USE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_IMPORTED_AT_FIRST_USE[name]), name)

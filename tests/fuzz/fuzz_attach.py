@@ -21,7 +21,7 @@ def buffers():
     """Buffers of every view, sampler and limiter."""
     nested = {"obs": {"image": tr.Field((40, 40), torch.uint8), "n": tr.Field((), torch.int64)}}
     yield tr.ReplayBuffer({"x": tr.Field()}, 1)
-    yield tr.ReplayBuffer(nested, 300, sampler=tr.Prioritized(beta=tr.Linear(0.4, 1.0, 100)))
+    yield tr.ReplayBuffer(nested, 300, sampler=tr.Prioritized(beta=tr.LinearSchedule(0.4, 1.0, 100)))
     yield tr.ReplayBuffer(STEPS, 40, view=tr.Transitions(3, stack={"obs": 2}), limiter=tr.MinSize(9))
     yield tr.ReplayBuffer(STEPS, 40, view=tr.Sequences(4, burn_in=2), limiter=tr.SamplesPerInsert(4.0))
     yield tr.ReplayBuffer(STEPS, 40, view=tr.Hindsight(None, "obs", "goal", observation=("obs", "goal")))

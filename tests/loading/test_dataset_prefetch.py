@@ -118,7 +118,7 @@ def test_what_was_fed_back_before_a_fork_is_applied_once():
 
 def test_a_schedule_of_the_exponent_counts_every_batch_once():
     def with_schedule():
-        sampler = tr.Prioritized(alpha=1.0, beta=tr.Linear(0.0, 1.0, 50))
+        sampler = tr.Prioritized(alpha=1.0, beta=tr.LinearSchedule(0.0, 1.0, 50))
         buffer = tr.ReplayBuffer(SPEC, 1024, sampler=sampler, seed=7)
         extend(buffer, 0, ROWS)
         buffer.update_priorities(np.arange(ROWS), np.random.default_rng(0).exponential(size=ROWS))

@@ -191,7 +191,7 @@ def test_weights_of_all_buffers_are_on_one_scale(weights):
 
 
 def test_weights_follow_the_schedule_of_beta():
-    raw, beta = np.geomspace(0.01, 10.0, 50), tr.Linear(0.2, 1.0, 5)
+    raw, beta = np.geomspace(0.01, 10.0, 50), tr.LinearSchedule(0.2, 1.0, 5)
     prioritized = filled(0, sampler=tr.Prioritized(1.0, beta))
     chances = given_priorities(prioritized, raw)
     dataset = tr.MixedDataset({prioritized: 1, filled(1, sampler=tr.Uniform()): 1}, 32, prefetch=0)

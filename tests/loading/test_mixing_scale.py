@@ -43,7 +43,7 @@ def inverse_chances(leaves):
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("weights", ["buffer", "batch", "none"])
-@pytest.mark.parametrize("beta", [flat, late, tr.Linear(0.4, 1.0, 50)], ids=["flat", "late", "linear"])
+@pytest.mark.parametrize("beta", [flat, late, tr.LinearSchedule(0.4, 1.0, 50)], ids=["flat", "late", "linear"])
 def test_weights_are_on_the_scale_of_their_draw(beta, weights, prefetch):
     pair = [
         Known(beta, weights, np.linspace(1.0, 2.0, 60), seed=1),
@@ -76,7 +76,7 @@ def test_equal_priorities_weigh_the_same_whatever_comes_into_one_of_the_buffers(
 
 @pytest.mark.parametrize("weights", ["buffer", "batch", "none"])
 def test_a_state_knows_the_scale_of_what_was_drawn_ahead(weights):
-    pair = [Known(tr.Linear(0.4, 1.0, 50), weights, np.geomspace(low, 2.0, 50), seed=3) for low in (0.1, 0.5)]
+    pair = [Known(tr.LinearSchedule(0.4, 1.0, 50), weights, np.geomspace(low, 2.0, 50), seed=3) for low in (0.1, 0.5)]
     dataset = tr.MixedDataset({known.buffer: 1 for known in pair}, 32)
     iterator = iter(dataset)
     take(iterator, 2)

@@ -116,7 +116,7 @@ def test_attaching_another_file_or_another_buffer_is_a_value_error(buffer, tmp_p
     [
         ((0,), "batch_size is 0: expected an int from 1"),
         ((2.5,), "batch_size is 2.5"),
-        ((4, tr.Linear(0.4, 1.0, 10)), "beta is the schedule Linear.*: pass the number"),
+        ((4, tr.LinearSchedule(0.4, 1.0, 10)), "beta is the schedule LinearSchedule.*: pass the number"),
     ],
 )
 def test_a_bad_batch_size_or_a_schedule_is_a_value_error(arguments, message, ring):

@@ -107,7 +107,7 @@ def test_a_copy_under_hindsight_keeps_its_functions():
 
 
 def test_a_schedule_goes_on_in_a_copy():
-    schedule = tr.Linear(0.2, 1.0, 10)
+    schedule = tr.LinearSchedule(0.2, 1.0, 10)
     for beta in (schedule, lambda step: 0.2 + 0.08 * step):
         buffer = tr.ReplayBuffer(SPEC, 50, sampler=tr.Prioritized(beta=beta), seed=1)
         buffer.extend(**rows(0, 50), priority=torch.arange(50) + 1.0)

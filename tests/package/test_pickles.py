@@ -47,7 +47,7 @@ TRAVELLERS = {
     "board of explorers": lambda b: board(),
     "data module": data_module,
     "spec": lambda b: b.spec,
-    "sampler": lambda b: tr.Prioritized(beta=tr.Linear(0.4, 1.0, 10)),
+    "sampler": lambda b: tr.Prioritized(beta=tr.LinearSchedule(0.4, 1.0, 10)),
     "configuration": lambda b: b._config,
 }
 

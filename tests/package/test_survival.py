@@ -247,7 +247,7 @@ def test_specs_and_constructor_arguments_raise_ordinary_exceptions_for_any_objec
         lambda: tr.Prioritized(alpha=shape, beta=dtype, eps=capacity, weights=seed),
         lambda: tr.SamplesPerInsert(shape, dtype, capacity),
         lambda: tr.MinSize(capacity),
-        lambda: tr.Linear(shape, dtype, capacity),
+        lambda: tr.LinearSchedule(shape, dtype, capacity),
         lambda: tr.SharedWeights(shape),
     ]
     for call in calls:

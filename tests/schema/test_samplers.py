@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import torchreplay as tr
+from torchreplay.schema.config import Config
 from torchreplay.schema.spec import ELEMENTS
 
 SPEC = {"x": tr.Field()}
@@ -16,13 +17,23 @@ def filled(n, **options):
 
 
 def test_linear_goes_from_start_to_end_in_equal_steps_and_stays():
-    schedule = tr.Linear(0.4, 1.0, 6)
+    schedule = tr.LinearSchedule(0.4, 1.0, 6)
     assert [schedule(step) for step in (0, 1, 3, 6, 1000)] == pytest.approx([0.4, 0.5, 0.7, 1.0, 1.0])
-    assert tr.Linear(1.0, 0.0, 2)(1) == 0.5
+    assert tr.LinearSchedule(1.0, 0.0, 2)(1) == 0.5
+
+
+def test_a_schedule_that_was_described_under_its_old_name_is_read():
+    sampler = tr.Prioritized(beta=tr.LinearSchedule(0.4, 1.0, 10))
+    text = Config.of(SPEC, 8, sampler, None, None).to_text()
+    assert '"LinearSchedule"' in text
+    assert Config.from_text(text.replace("LinearSchedule", "Linear")).sampler == sampler
+    assert tr.Linear is tr.LinearSchedule
 
 
 def test_beta_follows_the_batches_drawn_by_all_learners():
-    buffer, keys = filled(2, sampler=tr.Prioritized(alpha=1.0, eps=1e-9, beta=tr.Linear(0.0, 1.0, 2), weights="buffer"))
+    buffer, keys = filled(
+        2, sampler=tr.Prioritized(alpha=1.0, eps=1e-9, beta=tr.LinearSchedule(0.0, 1.0, 2), weights="buffer")
+    )
     buffer.update_priorities(keys, torch.tensor([1.0, 4.0]))
     other = tr.ReplayBuffer.attach(buffer.handle())
     for learner, beta in ((buffer, 0.0), (other, 0.5), (buffer, 1.0), (other, 1.0)):
@@ -34,7 +45,7 @@ def test_beta_follows_the_batches_drawn_by_all_learners():
 def test_a_beta_given_to_sample_wins_as_a_number_or_a_schedule():
     buffer, keys = filled(2, sampler=tr.Prioritized(alpha=1.0, beta=0.0))
     buffer.update_priorities(keys, torch.tensor([1.0, 4.0]))
-    for beta in (1.0, 1, np.float32(1), lambda step: 1.0, tr.Linear(1.0, 1.0, 1)):
+    for beta in (1.0, 1, np.float32(1), lambda step: 1.0, tr.LinearSchedule(1.0, 1.0, 1)):
         assert buffer.sample(20, beta=beta)["weight"].min() == pytest.approx(0.25, rel=1e-5)
     assert buffer.sample(20)["weight"].eq(1).all()
 
@@ -42,7 +53,7 @@ def test_a_beta_given_to_sample_wins_as_a_number_or_a_schedule():
 @pytest.mark.parametrize("ends", [(0.4, -1.0), (-1.0, 0.4)], ids=str)
 def test_a_schedule_of_beta_with_a_negative_end_is_refused_before_it_comes_there(ends):
     with pytest.raises(ValueError, match=r"beta is -1\.0: expected a finite number >= 0"):
-        tr.Prioritized(beta=tr.Linear(*ends, 3))
+        tr.Prioritized(beta=tr.LinearSchedule(*ends, 3))
 
 
 def test_numpy_scalars_are_numbers_as_others_are():
@@ -115,6 +126,6 @@ def test_a_dropped_td_error_does_not_raise_the_initial_priority():
 
 
 def test_samplers_travel_with_the_buffer():
-    for sampler in (tr.Uniform(), tr.Prioritized(alpha=0.7, beta=tr.Linear(0.1, 0.9, 50), weights="none")):
+    for sampler in (tr.Uniform(), tr.Prioritized(alpha=0.7, beta=tr.LinearSchedule(0.1, 0.9, 50), weights="none")):
         buffer, _ = filled(2, sampler=sampler)
         assert tr.ReplayBuffer.attach(buffer.handle()).sampler == sampler

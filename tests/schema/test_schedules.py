@@ -76,7 +76,7 @@ def test_another_sampler_is_refused(tmp_path, way, sampler):
 
 @pytest.mark.parametrize("way", ["load", "open"])
 @pytest.mark.parametrize(
-    "sampler", [tr.Prioritized(beta=tr.Linear(0.4, 1.0, 10)), tr.Prioritized(), tr.Uniform()], ids=str
+    "sampler", [tr.Prioritized(beta=tr.LinearSchedule(0.4, 1.0, 10)), tr.Prioritized(), tr.Uniform()], ids=str
 )
 def test_what_is_data_needs_no_second_giving(tmp_path, way, sampler, caplog):
     with caplog.at_level(logging.WARNING, "torchreplay"):

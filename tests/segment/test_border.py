@@ -23,7 +23,7 @@ NOBODY = 65534
 
 
 def make():
-    return tr.ReplayBuffer(SPEC, 10, seed=0, sampler=tr.Prioritized(beta=tr.Linear(0.4, 1.0, 10)))
+    return tr.ReplayBuffer(SPEC, 10, seed=0, sampler=tr.Prioritized(beta=tr.LinearSchedule(0.4, 1.0, 10)))
 
 
 def handle_of(fd, **parts):

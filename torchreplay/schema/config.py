@@ -13,7 +13,7 @@ import numpy as np
 from torchreplay.schema.batch_plan import as_path
 from torchreplay.schema.hindsight import Elsewhere, Hindsight
 from torchreplay.schema.limiters import Limiter, MinSize, SamplesPerInsert
-from torchreplay.schema.samplers import NORMALIZATIONS, Linear, Prioritized, Sampler, Uniform, value_of
+from torchreplay.schema.samplers import NORMALIZATIONS, LinearSchedule, Prioritized, Sampler, Uniform, value_of
 from torchreplay.schema.spec import Field, Path, Spec, flatten, from_native, nest, to_native
 from torchreplay.schema.views import VIEWS, Rows, View
 from torchreplay.segment.transient import Transient
@@ -26,7 +26,8 @@ ROLES: dict[str, tuple[Any, ...]] = {
     "view": VIEWS,
     "limiter": (MinSize, SamplesPerInsert),
 }
-KINDS: dict[str, Any] = {t.__name__: t for t in (Linear, Elsewhere, *chain.from_iterable(ROLES.values()))}
+KINDS: dict[str, Any] = {t.__name__: t for t in (LinearSchedule, Elsewhere, *chain.from_iterable(ROLES.values()))}
+KINDS["Linear"] = LinearSchedule  # its name in files of versions before 0.1
 DAMAGED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """What reading text that may say anything raises."""
 
@@ -178,7 +179,7 @@ def _restore(value: Any, kinds: tuple[Any, ...]) -> Any:
 
 
 def _value(value: Any) -> Any:
-    return _restore(value, (Linear, Elsewhere)) if isinstance(value, dict) and "kind" in value else value
+    return _restore(value, (LinearSchedule, Elsewhere)) if isinstance(value, dict) and "kind" in value else value
 
 
 class Configured(Transient):

@@ -16,7 +16,7 @@ NORMALIZATIONS: tuple[Normalization, ...] = ("buffer", "batch", "none")  # the p
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
+class LinearSchedule:
     """A schedule that goes from `start` to `end` in `steps` equal steps and stays there.
 
     Raises:
@@ -71,15 +71,15 @@ class Prioritized:
     Args:
         alpha: How much prioritization: 0 none, 1 full.
         beta: How much of the bias the weights correct: a number, or a schedule of the number of batches drawn by all
-            learners, such as `Linear(0.4, 1.0, steps)`. A function of your own does not travel: attached processes and
-            copies take its value at 0, and `load` and `open` are given the sampler again.
+            learners, such as `LinearSchedule(0.4, 1.0, steps)`. A function of your own does not travel: attached
+            processes and copies take its value at 0, and `load` and `open` are given the sampler again.
         eps: What is added to |td|, so that no item is lost for ever.
         weights: `"buffer"` divides weights by the largest one of the buffer, the same for every learner; `"batch"` by
             the largest one of the batch; `"none"` leaves them.
 
     Raises:
-        ValueError: An argument, or an end of a `Linear` one, is negative or not finite, `eps` is 0, or `weights` is
-            unknown.
+        ValueError: An argument, or an end of a `LinearSchedule`, is negative or not finite, `eps` is 0, or `weights`
+            is unknown.
     """
 
     alpha: float = 0.6
@@ -94,7 +94,7 @@ class Prioritized:
         if not (math.isfinite(self.eps) and self.eps > 0):
             raise ValueError(f"eps is {self.eps}: expected a finite number > 0")
         checked_choice("weights", self.weights, NORMALIZATIONS)
-        for beta in (self.beta.start, self.beta.end) if isinstance(self.beta, Linear) else (self.beta,):
+        for beta in (self.beta.start, self.beta.end) if isinstance(self.beta, LinearSchedule) else (self.beta,):
             value_of(beta, 0)
 
 
