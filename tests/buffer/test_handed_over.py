@@ -103,6 +103,7 @@ def test_the_end_of_the_buffer_ends_a_draw(long, told):
         assert ended
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("feeds_back", [False, True])
 def test_the_end_of_the_buffer_ends_an_iteration_that_has_waited_for_long(feeds_back, told, monkeypatch):
     monkeypatch.setattr("torchreplay.buffer.prefetch.LOG_EVERY", 0.2)

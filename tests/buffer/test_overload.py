@@ -73,6 +73,7 @@ def learn_from(buffer: tr.ReplayBuffer) -> None:
     buffer.update_priorities(buffer.sample(512), torch.ones(512))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("view", "make", "capacity", "limiter"),
     [

@@ -79,6 +79,7 @@ views = pytest.mark.parametrize("items", ITEMS.values(), ids=ITEMS)
 limiters = pytest.mark.parametrize(("limiter", "first"), LIMITERS.values(), ids=LIMITERS)
 
 
+@pytest.mark.slow
 @views
 @limiters
 def test_no_item_mixes_episodes_or_skips_a_step_while_four_explorers_lap_the_ring(items, limiter, first, tally):

@@ -129,6 +129,7 @@ def test_a_wait_for_items_that_episodes_do_not_have_says_when_they_would(alone, 
             buffer.sample(1)
 
 
+@pytest.mark.slow
 @without_items
 def test_a_ring_that_turns_with_episodes_that_have_no_items_says_when_they_would(view, steps, end, why):
     buffer = buffer_of(view, capacity=16)
@@ -186,6 +187,7 @@ ENDLESS = {
 endless = pytest.mark.parametrize(("message", "view"), ENDLESS.items())
 
 
+@pytest.mark.slow
 @endless
 def test_a_ring_that_turns_twice_without_completing_an_item_of_a_trajectory_says_so(message, view):
     buffer = buffer_of(view, capacity=64)
@@ -219,6 +221,7 @@ def test_a_ring_that_was_without_a_complete_item_for_an_instant_is_waited_for(pr
     assert len(batch["key"]) == 4
 
 
+@pytest.mark.slow
 @endless
 @pytest.mark.parametrize("limiter", [tr.MinSize(10), tr.SamplesPerInsert(4.0, min_size=10)], ids=["MinSize", "ratio"])
 def test_a_learner_is_not_left_waiting_for_items_of_trajectories_that_never_fit(message, view, limiter):

@@ -28,6 +28,7 @@ def explore_lanes(buffer, start):
         writer.step(obs=obs, action=np.zeros(2, int), reward=np.zeros(2), **flags)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_trajectories_of_other_processes_are_drawn_here(method):
     buffer = buffer_of(tr.Transitions(n_step=2))

@@ -60,6 +60,7 @@ def kill_explorers(name, kills, seed, tally):
     assert_the_survivor_can_use_all_of_it(buffer, items, explorers.streams)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VIEWS)
 def test_sigkill_of_explorers_at_random_instants_leaves_exactly_the_complete_items_of_their_trajectories(name, tally):
     kill_explorers(name, 24, seed=1, tally=tally)
@@ -81,6 +82,7 @@ def write_and_end(buffer, index, calls, rows, end):
     os._exit(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VIEWS)
 def test_a_trajectory_left_in_the_middle_keeps_its_complete_items_and_nothing_else(name):
     items = VIEWS[name]
@@ -168,6 +170,7 @@ def kill_learners(name, rounds, seed, tally):
     assert_priorities_are_sound(buffer, keys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VIEWS)
 def test_sigkill_of_learners_of_trajectories_leaves_exactly_the_complete_items(name, tally):
     kill_learners(name, 8, seed=4, tally=tally)
@@ -207,6 +210,7 @@ def kill_both(name, rounds, seed, tally):
     assert_the_survivor_can_use_all_of_it(buffer, items, explorers.streams)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VIEWS)
 def test_sigkill_of_explorers_and_learners_of_trajectories_together_leaves_the_buffer_to_the_survivors(name, tally):
     kill_both(name, 5, seed=6, tally=tally)

@@ -383,6 +383,7 @@ LATE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", LATE)
 def test_a_buffer_is_saved_and_loaded_while_the_interpreter_ends(when, tmp_path):
     program = f"""

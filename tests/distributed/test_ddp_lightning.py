@@ -170,6 +170,7 @@ class WithWorkers(ReplayDataModule):
         return DataLoader(stream, batch_size=None, num_workers=1, multiprocessing_context=self.context)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_workers_of_several_ranks_draw_and_leave_what_is_heard_to_the_ranks(tmp_path, context, monkeypatch):
     heard_by = tmp_path / "heard"
@@ -260,6 +261,7 @@ trainer.fit(make_learner(lightning, die_on_rank_one), datamodule=ReplayDataModul
 """
 
 
+@pytest.mark.slow
 def test_ddp_trains_two_ranks_from_one_buffer_and_ends_with_the_name_of_one_that_is_killed(tmp_path):
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
@@ -283,6 +285,7 @@ def test_ddp_trains_two_ranks_from_one_buffer_and_ends_with_the_name_of_one_that
     eventually(lambda: not is_running(script))
 
 
+@pytest.mark.slow
 def test_ddp_spawn_makes_one_buffer_and_its_ranks_draw_different_batches(tmp_path):
     learner = SpawnedLearner(tmp_path)
     weights = tr.SharedWeights(learner.q)

@@ -24,6 +24,7 @@ def example(monkeypatch):
     return imported(NAME, monkeypatch)
 
 
+@pytest.mark.slow
 def test_a_short_run_shows_its_throughput_and_at_most_7200_bytes_a_transition(tmp_path):
     done = succeed(NAME, tmp_path, *QUICK.split(), *TINY.split(), timeout=170)
     lines = evaluations(done)

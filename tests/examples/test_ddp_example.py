@@ -9,6 +9,7 @@ pytest.importorskip("pytorch_lightning")
 pytest.importorskip("gymnasium")
 
 
+@pytest.mark.slow
 def test_two_ranks_print_one_json_line_per_evaluation_and_leave_one_picture(tmp_path):
     flags = "--total-steps 20 --eval-every 10 --eval-episodes 2 --learning-starts 100 --num-explorers 1 --solved-at 501"
     done = succeed(NAME, tmp_path, *flags.split(), timeout=150)

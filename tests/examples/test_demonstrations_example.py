@@ -20,6 +20,7 @@ def evaluations_of(cwd, *flags):
     return evaluations(succeed(NAME, cwd, *flags, timeout=150))
 
 
+@pytest.mark.slow
 def test_it_finds_the_treasure_and_prints_one_json_line_per_evaluation(tmp_path):
     lines = evaluations_of(tmp_path, "--seed", "1")
     assert [line["step"] for line in lines] == [100 * (i + 1) for i in range(len(lines))]
@@ -29,6 +30,7 @@ def test_it_finds_the_treasure_and_prints_one_json_line_per_evaluation(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_without_the_demonstration_it_is_not_found_in_as_many_steps(tmp_path):
     # Random divers find it once in 2^30 episodes; here there are 800.
     lines = evaluations_of(tmp_path, "--seed", "1", "--share", "0", "--total-steps", "1000")
@@ -36,6 +38,7 @@ def test_without_the_demonstration_it_is_not_found_in_as_many_steps(tmp_path):
     assert all(line["share"] == 0 and -0.01 <= line["mean_return"] <= 0 for line in lines)
 
 
+@pytest.mark.slow
 def test_the_demonstration_alone_is_enough_too(tmp_path):
     lines = evaluations_of(tmp_path, "--seed", "1", "--share", "1")
     assert lines[-1]["mean_return"] == pytest.approx(0.99)

@@ -23,6 +23,7 @@ def example(request, monkeypatch):
     return imported(request.param, monkeypatch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_an_example_prints_one_json_line_per_evaluation_and_leaves_a_picture(name, tmp_path):
     done = succeed(name, tmp_path, *QUICK.split(), timeout=150)

@@ -23,6 +23,7 @@ def evaluations_of(cwd, *flags, timeout=150):
     return evaluations(succeed(NAME, cwd, *flags, timeout=timeout))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["--no-hindsight"]])
 def test_it_prints_one_json_line_per_evaluation_with_and_without_hindsight(flags, tmp_path):
     lines = evaluations_of(tmp_path, *QUICK.split(), *flags)
@@ -33,6 +34,7 @@ def test_it_prints_one_json_line_per_evaluation_with_and_without_hindsight(flags
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_picture_takes_runs_with_and_without_hindsight(tmp_path):
     lines = evaluations_of(tmp_path, *QUICK.split(), "--plot", "new/picture.png", "--plot-seeds", "2", "--seed", "5")
     runs = [(line["hindsight"], line["seed"], line["step"]) for line in lines]
@@ -40,6 +42,7 @@ def test_a_picture_takes_runs_with_and_without_hindsight(tmp_path):
     assert [path.name for path in tmp_path.glob("**/*.*")] == ["picture.png"]
 
 
+@pytest.mark.slow
 def test_without_an_evaluation_there_is_no_picture(tmp_path):
     quick = ["--total-steps", "1", "--learning-starts", "50", "--num-envs", "1"]
     assert evaluations_of(tmp_path, *quick, "--plot", "picture.png", "--plot-seeds", "1") == []

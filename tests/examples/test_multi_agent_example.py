@@ -36,6 +36,7 @@ def test_the_best_return_is_that_of_policies_that_know_the_game_and_takes_both(e
     assert example.evaluate({"red": Knowing(0), "blue": idle}) < 0.0
 
 
+@pytest.mark.slow
 def test_it_prints_one_json_line_per_evaluation(tmp_path):
     flags = "--total-steps 20 --eval-every 10 --learning-starts 1 --num-explorers 1 --solved-at 2"
     lines = evaluations(done := succeed(NAME, tmp_path, *flags.split(), timeout=150))

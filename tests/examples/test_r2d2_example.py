@@ -24,6 +24,7 @@ def example(monkeypatch):
     return imported(NAME, monkeypatch)
 
 
+@pytest.mark.slow
 def test_the_example_prints_one_json_line_per_evaluation_and_leaves_a_picture(tmp_path):
     done = succeed(NAME, tmp_path, *QUICK.split(), "--plot", "new/r2d2_memory.png", timeout=150)
     lines = evaluations(done)

@@ -19,6 +19,7 @@ def example(monkeypatch):
     return imported(NAME, monkeypatch)
 
 
+@pytest.mark.slow
 def test_a_run_prints_its_evaluations_and_keeps_the_best_actor(tmp_path):
     flags = "--total-steps 40 --eval-every 20 --eval-episodes 2 --start-steps 300 --num-explorers 2 --solved-at 400"
     done = succeed(NAME, tmp_path, *flags.split(), "--directory", "best", timeout=150)
@@ -47,6 +48,7 @@ def test_without_noise_an_action_is_the_squashed_mean(example):
     assert torch.equal(actor(obs), actor.body(obs)[:, :2].tanh())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("discount", [0.0, 0.99])
 def test_the_critics_learn_the_reward_and_the_smaller_value_of_what_follows_if_anything_does(example, discount):
     args = example.Args(learning_rate=1e-3)

@@ -34,6 +34,7 @@ def pool_of(buffer, weights=None, explore=explore_nothing, **arguments):
     return ExplorerPool(explore, 1, buffer, weights, backend="process", **arguments)
 
 
+@pytest.mark.slow
 def test_a_trainer_makes_the_steps_of_the_whole_arrangement(lightning):
     buffer, learner = filled_buffer(), make_learner(lightning)
     weights = tr.SharedWeights(learner.q)
@@ -148,6 +149,7 @@ def test_a_checkpoint_brings_back_the_buffer_before_explorers_begin(lightning, t
         assert restored.stats().updated == 5 * 8 + 5 * 8
 
 
+@pytest.mark.slow
 def test_explorers_that_all_fail_end_the_training(lightning):
     def fail(ctx):
         raise KeyError("boom")
@@ -158,6 +160,7 @@ def test_explorers_that_all_fail_end_the_training(lightning):
             replay.fit(lightning.Trainer(max_steps=-1, **BARE))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("several", [False, True])
 def test_a_learner_that_waits_in_vain_is_told_what_its_explorers_failed_with(lightning, several):
     def fail(ctx):

@@ -48,6 +48,7 @@ def keeping_logger(lightning):
     return Keeping()
 
 
+@pytest.mark.slow
 def test_results_reach_the_loggers_and_the_last_weights_are_evaluated_at_the_end(lightning):
     learner, logger = make_learner(lightning), keeping_logger(lightning)
     weights = tr.SharedWeights(learner.q)
@@ -159,6 +160,7 @@ def test_all_ranks_get_the_mean_at_the_same_steps_and_monitor_it(tmp_path):
     assert ranks == [[[None] * 3 + [3.0] * 4 + [6.0] * 5, 6.0, 6.0]] * 2
 
 
+@pytest.mark.slow
 def test_fit_ends_when_the_evaluator_has_failed(lightning):
     def raise_always(module, seed):
         raise KeyError("no such level")

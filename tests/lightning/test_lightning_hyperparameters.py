@@ -36,6 +36,7 @@ def buffer():
     buffer.close()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_process_that_is_gone_loads_with_another_buffer(lightning, buffer, tmp_path):
     path = import_path()
     command = [sys.executable, modules_with_buffers.__file__, lightning.__name__, str(tmp_path)]

@@ -27,6 +27,7 @@ def run_python(script, *arguments):
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("absent", ["lightning.pytorch", "pytorch_lightning"])
 def test_one_installed_library_is_enough(tmp_path, absent):
     script = tmp_path / "one.py"

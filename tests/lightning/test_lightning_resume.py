@@ -44,6 +44,7 @@ def checkpoint_of(directory, step):
 EVERY_20, EVERY_EPOCH = {"every_n_train_steps": 20}, {"every_n_epochs": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -96,6 +97,7 @@ def resumed_after_sigterm(lightning, directory, killed_at, **options):
     return train(lightning, directory / "resumed", ckpt_path=first / "last.ckpt", **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("on_exception", "batches"), [(True, 24), (False, 20)])
 def test_a_run_that_sigterm_ended_goes_on_from_its_last_checkpoint(lightning, tmp_path, on_exception, batches):
     saving = {"every_n_train_steps": 20, "save_last": True, "save_on_exception": on_exception}
@@ -103,6 +105,7 @@ def test_a_run_that_sigterm_ended_goes_on_from_its_last_checkpoint(lightning, tm
     assert_goes_on(resumed_after_sigterm(lightning, tmp_path, 23, max_steps=40, saving=saving), whole, batches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("uniform", [False, True])
 def test_after_sigterm_amid_accumulated_gradients_the_rest_of_their_batches_comes(tmp_path, uniform):
     # Lightning saves no gradients, so that weights differ from there on, and priorities with them.

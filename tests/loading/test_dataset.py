@@ -269,6 +269,7 @@ def test_pinning_without_an_accelerator_changes_nothing(buffer):
     buffer.update_priorities(batch, torch.ones(8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_workers_share_the_steps_and_never_repeat_each_others_draws(buffer, method):
     dataset = tr.ReplayDataset(buffer, batch_size=16, steps=7)

@@ -141,6 +141,7 @@ def test_a_loaded_state_repeats_the_draws_that_followed_it(pair):
 # DataLoader workers.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_workers_share_the_steps_and_never_repeat_each_others_draws(pair, method):
     dataset = tr.MixedDataset({pair[0]: 1, pair[1]: 3}, 16, steps=7)

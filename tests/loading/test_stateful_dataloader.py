@@ -67,6 +67,7 @@ def test_a_resumed_loader_can_be_resumed_again_at_any_place(workers):
         assert keys_of(batches) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_mixture_goes_on_where_its_state_was_taken(workers):
     for taken in (1, 2, 5, 8):

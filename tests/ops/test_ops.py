@@ -204,6 +204,7 @@ def test_a_compiled_step_without_graph_breaks_does_what_the_plain_step_does():
     check_compiled_step_does_what_the_plain_step_does("aot_eager")
 
 
+@pytest.mark.slow
 def test_a_step_compiled_to_native_code_does_what_the_plain_step_does():
     # In a process of its own: the compiler leaves threads behind.
     program = "import test_ops; test_ops.check_compiled_step_does_what_the_plain_step_does('inductor')"

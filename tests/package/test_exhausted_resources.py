@@ -94,12 +94,14 @@ def limit_addresses(left):
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + left,) * 2)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("call", CALLS)
 def test_a_process_that_may_open_no_more_files_gets_an_os_error(call, stage):
     sweep(stage, call, limit_descriptors, range(12), OSError)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("call", CALLS)
 def test_a_process_that_may_map_no_more_memory_gets_a_memory_error_with_numbers(call, stage):

@@ -25,6 +25,7 @@ def declared():
     return sorted(point for source in sources for point in re.findall(r'TORCHREPLAY_FAULT\("(.*?)"\)', source))
 
 
+@pytest.mark.slow
 def test_a_fault_build_knows_every_fault_point_and_there_is_a_process_that_comes_there(faulty):
     reached, known = faulty.run(faulty_deaths.rehearse_all, FEW)
     assert known == declared(), "every point has a name of its own"
@@ -38,6 +39,7 @@ def test_an_ordinary_build_has_no_fault_points():
     assert [point for point in declared() if point.encode() in native] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FEW)
 def test_a_death_at_any_fault_point_leaves_the_buffer_to_the_others(faulty, name):
     assert faulty.run(faulty_deaths.die_at_every_point, name, False, 1) > 60
@@ -52,6 +54,7 @@ def test_a_learner_killed_in_a_change_of_the_grid_leaves_each_item_its_old_prior
     faulty.run(faulty_deaths.kill_in_changes_of_the_grid)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FEW)
 def test_deaths_at_two_random_fault_points_leave_the_buffer_to_the_survivor(faulty, name):
     assert faulty.run(faulty_deaths.die_in_pairs, name, 15, 2) > 15

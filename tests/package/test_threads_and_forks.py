@@ -7,6 +7,7 @@ import sys
 import threading
 
 import numpy as np
+import pytest
 from forked import Forked, eventually, shared_counters
 from limited_buffers import buffer_with, has_waited
 
@@ -162,6 +163,7 @@ def test_a_child_forked_out_of_a_waiting_append_does_not_go_on_with_its_parents_
     assert list(outcome) == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_fork_tells_every_open_buffer_though_other_threads_open_and_close_some(monkeypatch):
     ignored, over = [], threading.Event()
     monkeypatch.setattr(sys, "unraisablehook", ignored.append)

@@ -77,6 +77,7 @@ def complaints(program: Path) -> str:
     return run.stdout + run.stderr
 
 
+@pytest.mark.slow
 def test_documented_calls_pass_a_strict_type_check(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

@@ -303,6 +303,7 @@ def evaluate(module, seed):
     return [module.weight.item()]
 
 
+@pytest.mark.slow
 def test_explorers_learner_and_evaluator_run_together(tmp_path):
     buffer, module = make_buffer(limiter=tr.SamplesPerInsert(4.0, min_size=100)), policy()
     weights = tr.SharedWeights(module)

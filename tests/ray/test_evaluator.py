@@ -23,6 +23,9 @@ from torchreplay.ray.workers.resources import WorkerResources
 from torchreplay.ray.workers.worker_process import Launch
 from torchreplay.ray.workers.worker_table import WorkerTable
 
+pytestmark = pytest.mark.slow
+
+
 STARTUP = 150.0  # seconds: a process that imports torch on a machine that is busy with other things
 
 

@@ -18,6 +18,9 @@ from sharded_rows import SPEC, assert_intact, write, write_until_stopped
 import torchreplay as tr
 from torchreplay.ray import ExplorerPool, ShardedReplay
 
+pytestmark = pytest.mark.slow
+
+
 ray = pytest.importorskip("ray")
 
 

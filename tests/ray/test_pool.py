@@ -46,6 +46,7 @@ def test_rows_of_explorers_arrive_intact_and_stop_leaves_no_process(backend):
     pool.stop()
 
 
+@pytest.mark.slow
 def test_a_sigkilled_explorer_is_restarted_while_the_others_go_on(backend):
     buffer = make_buffer()
     with ExplorerPool(explore, 2, buffer, restart_delay=0.01, backend=backend) as pool:
@@ -64,6 +65,7 @@ def test_a_sigkilled_explorer_is_restarted_while_the_others_go_on(backend):
         assert_intact(buffer.sample(512))
 
 
+@pytest.mark.slow
 def test_a_raising_explorer_shows_its_own_traceback_and_comes_back(backend, caplog):
     def raise_once(ctx):
         writer = ctx.writer()
@@ -86,6 +88,7 @@ def test_a_raising_explorer_shows_its_own_traceback_and_comes_back(backend, capl
     assert first != second
 
 
+@pytest.mark.slow
 def test_when_all_explorers_have_failed_the_waiting_learner_learns_why(backend):
     def broken(ctx):
         raise ValueError("no such environment")
@@ -100,6 +103,7 @@ def test_when_all_explorers_have_failed_the_waiting_learner_learns_why(backend):
         pool.check()
 
 
+@pytest.mark.slow
 def test_an_error_in_the_with_body_ends_explorers_that_wait_for_room(backend):
     def flood(ctx):
         writer = ctx.writer()
@@ -124,6 +128,7 @@ def test_an_error_in_the_with_body_ends_explorers_that_wait_for_room(backend):
     assert len(buffer.sample(8)["key"]) == 8
 
 
+@pytest.mark.slow
 def test_a_function_that_never_looks_up_is_interrupted_and_cleans_up(backend, tmp_path):
     def sleep(ctx):
         try:
@@ -139,6 +144,7 @@ def test_a_function_that_never_looks_up_is_interrupted_and_cleans_up(backend, tm
     assert not pool.errors
 
 
+@pytest.mark.slow
 def test_explorers_pull_published_weights_and_a_stopped_pool_starts_again(backend):
     def explore_with_weights(ctx):
         policy = torch.nn.Linear(1, 1, bias=False)
@@ -165,6 +171,7 @@ def test_explorers_pull_published_weights_and_a_stopped_pool_starts_again(backen
     assert not set(seeds) & set(buffer.storage["seed"][buffer.storage["count"] == 12].tolist())
 
 
+@pytest.mark.slow
 def test_an_explorer_that_keeps_failing_is_dropped_with_its_traceback_while_the_others_go_on(backend, caplog):
     def explore_or_fail(ctx):
         if ctx.index == 0:

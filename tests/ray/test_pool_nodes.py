@@ -14,6 +14,9 @@ from safetensors.torch import load_file
 import torchreplay as tr
 from torchreplay.ray import AsyncReplay, Evaluator, ExplorerPool, ShardedReplay
 
+pytestmark = pytest.mark.slow
+
+
 STARTUP = 150.0  # seconds: processes that import torch on a machine that is busy with other things
 SHARED = {name: tr.Field((), torch.int64) for name in ("explorer", "seed", "count")}
 

@@ -41,6 +41,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_the_explorers_of_a_program_without_ray_outlive_ctrl_c_and_die_with_it(tmp_path):
     (tmp_path / "driver.py").write_text(DRIVER)
     with subprocess.Popen(
@@ -108,6 +109,7 @@ def test_processes_that_an_explorer_started_end_with_it():
         eventually(lambda: not is_running(pid))
 
 
+@pytest.mark.slow
 def test_a_program_that_collects_dead_children_itself_keeps_its_explorers():
     def die_once(ctx):
         ctx.record(episode_return=1.0, episode_length=1)
@@ -182,6 +184,7 @@ def test_an_explorers_heartbeat_tells_how_long_ago_it_was_last_heard_of():
         assert pool.stats()[0].rows == 3
 
 
+@pytest.mark.slow
 def test_processes_whose_function_has_returned_are_waited_for_together_and_not_by_the_supervisor():
     def linger(ctx):
         threading.Thread(target=time.sleep, args=(3600,)).start()  # as a logger's or a loader's

@@ -123,6 +123,7 @@ def test_a_placement_that_is_none_is_named_at_once(placement):
         ExplorerPool(print, 1, make_buffer(), placement=placement)
 
 
+@pytest.mark.slow
 def test_a_pool_that_cannot_announce_writers_to_all_its_buffers_announces_them_to_none(monkeypatch):
     def refuse():
         raise RuntimeError("there is no room for another process")

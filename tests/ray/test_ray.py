@@ -18,6 +18,8 @@ import torchreplay as tr
 from torchreplay.ray import ExplorerPool
 from torchreplay.ray.workers.ray_backend import RayBackend
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_buffer_passes_as_an_argument_to_any_remote_function_or_actor(ray):
     @ray.remote(num_cpus=0)

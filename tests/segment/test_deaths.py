@@ -87,6 +87,7 @@ def make_buffer(**arguments):
     return tr.ReplayBuffer(SPEC, CAPACITY, sampler=tr.Prioritized(), seed=0, **arguments)
 
 
+@pytest.mark.slow
 @each_way
 def test_explorers_and_learners_that_die_leave_whole_rows_a_free_lock_and_no_place_taken(way):
     buffer = make_buffer()
@@ -129,6 +130,7 @@ def note_why_it_was_stopped(handle, rows, reason):
         raise
 
 
+@pytest.mark.slow
 @each_way
 @pytest.mark.parametrize("limiter", [tr.MinSize(), tr.SamplesPerInsert(0.5, min_size=100)], ids=["free", "limited"])
 def test_explorers_whose_owner_dies_are_stopped_with_the_reason(way, limiter, monkeypatch):
@@ -147,6 +149,7 @@ def test_explorers_whose_owner_dies_are_stopped_with_the_reason(way, limiter, mo
     assert buffer.stats().writers == 0
 
 
+@pytest.mark.slow
 @each_way
 def test_other_learners_go_on_drawing_when_the_owner_dies_and_explorers_go_on_for_them(way, monkeypatch):
     monkeypatch.setattr("torchreplay.segment.waits.RETURN_GRACE", 0.2)

@@ -74,6 +74,7 @@ print(buffer.extend(x=np.full((2, 2), 3.0), deep={"n": np.full(2, 3)}).tolist())
 """
 
 
+@pytest.mark.slow
 def test_a_process_started_from_nothing_attaches():
     buffer = make()
     result = subprocess.run(

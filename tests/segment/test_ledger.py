@@ -77,6 +77,7 @@ def ingest(buffer, ledger, source, chunks):
         seat.write(chunk)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 def test_whoever_writes_chunks_may_be_killed_at_any_time(view, monkeypatch):
     source, chunks = chunks_of(view, monkeypatch)

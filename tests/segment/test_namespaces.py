@@ -97,6 +97,7 @@ buffer.close()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["killed", "in order"])
 def test_a_file_in_use_in_another_pid_namespace_can_be_opened_when_its_users_have_ended(tmp_path, end):
     path = tmp_path / "buffer"
@@ -168,6 +169,7 @@ def offsets():
     return [DAY, -int(time.clock_gettime(time.CLOCK_MONOTONIC) / 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", [0, 1], ids=["ahead", "behind"])
 def test_a_learner_knows_when_writers_of_another_time_namespace_wrote_and_left(monkeypatch, which):
     monkeypatch.setattr(waits, "RETURN_GRACE", 0.2)
@@ -187,6 +189,7 @@ print(stats.last_write_age)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", [0, 1], ids=["ahead", "behind"])
 def test_ages_are_told_right_in_another_time_namespace(which):
     clock = unshared("--time", "--monotonic", str(offsets()[which]))

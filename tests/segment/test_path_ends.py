@@ -37,6 +37,7 @@ def write_after(buffer, ready, parent_is_done):
     buffer.extend(**rows(0, 5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_by_a_process_of_multiprocessing(method, path):
     context = mp.get_context(method)
@@ -134,6 +135,7 @@ ENDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ENDS)
 def test_by_a_process(end, path):
     run(path, ENDS[end])

@@ -63,6 +63,7 @@ def join_all(processes):
         assert process.exitcode == 0
 
 
+@pytest.mark.slow
 def test_rows_of_explorer_processes_arrive_complete_and_intact(context, start):
     buffer = tr.ReplayBuffer(SPEC, capacity=1000, seed=0)
     join_all([start(context, write_rows, buffer, index, 200) for index in range(2)])

@@ -45,6 +45,7 @@ def kill_writers(kills, seed, tally):
     assert_priorities_are_sound(buffer)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_sigkill_of_200_writers_at_random_instants_tears_no_row_and_blocks_nobody(tally):
     kill_writers(200, seed=1, tally=tally)

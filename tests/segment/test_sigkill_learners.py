@@ -38,6 +38,7 @@ def small_rows(start, n):
     return {"stamp": stamps, "double": 2 * stamps}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_sigkill_of_learners_while_they_draw_and_update_leaves_the_lock_and_the_tree_sound():
     buffer = tr.ReplayBuffer(SMALL, CAPACITY, sampler=tr.Prioritized(alpha=0.6), seed=3)
@@ -60,6 +61,7 @@ def test_sigkill_of_learners_while_they_draw_and_update_leaves_the_lock_and_the_
     assert_priorities_are_sound(buffer)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_sigkill_of_writers_and_learners_together_leaves_the_buffer_to_the_survivors():
     buffer = tr.ReplayBuffer(SPEC, CAPACITY, sampler=tr.Prioritized(alpha=0.6), seed=4)

@@ -197,6 +197,7 @@ def kill_learners(case, kills, seed, tally):
 LEARNERS = list(product(("rows", "steps"), (2, 3), (64, LARGE)))
 
 
+@pytest.mark.slow
 @matrix(*LEARNERS[::3])
 def test_sigkill_of_learners_lets_the_others_draw_on(case, tally):
     kill_learners(case, 4, seed=3, tally=tally)

@@ -396,6 +396,7 @@ def append_for_ever(writer):
         writer.append(x=1)
 
 
+@pytest.mark.slow
 def test_a_writer_that_never_waits_ends_with_stopped_when_nobody_is_left_to_draw():
     mine, theirs = mp.Pipe()
     with Forked(own_without_limit, theirs) as owner:

@@ -22,6 +22,9 @@ from torchreplay.ray.sharded.manifest import Manifest
 from torchreplay.ray.sharded.shard_actor import Shard
 from torchreplay.schema.config import Config
 
+pytestmark = pytest.mark.slow
+
+
 SAMPLER = tr.Prioritized(alpha=0.7, beta=0.5)
 LIMITER = tr.SamplesPerInsert(8.0, min_size=50)
 COUNTED = ("size", "drawable", "inserted", "sampled", "draws", "updated", "rows_written", "stale_updates", "rows_lost")

@@ -10,6 +10,8 @@ import torchreplay as tr
 from torchreplay.ray.sharded import priority_updates
 from torchreplay.ray.sharded.global_distribution import KEY_BITS
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def filled(cluster):

@@ -7,6 +7,9 @@ from sharded_rows import SPEC, rows_of, write_until_stopped
 import torchreplay as tr
 from torchreplay.ray import ShardedReplay
 
+pytestmark = pytest.mark.slow
+
+
 CHANGES = (tr.SamplesPerInsert(8.0, min_size=3), tr.MinSize(7), tr.SamplesPerInsert(0.5, min_size=9, tolerance=0.25))
 HELD = tr.SamplesPerInsert(1.0, min_size=100, tolerance=0.5)
 """Without a learner it admits 150 items."""

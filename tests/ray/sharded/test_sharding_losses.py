@@ -16,6 +16,8 @@ import torchreplay as tr
 from torchreplay.ray import ReplayLost, ShardedReplay, ShardLost
 from torchreplay.ray.sharded.global_distribution import KEY_BITS
 
+pytestmark = pytest.mark.slow
+
 
 def rows_by_node(replay):
     return {shard.node: shard.stats.size for shard in replay.stats().shards}

@@ -18,6 +18,9 @@ from torchreplay.ray.sharded.global_distribution import KEY_BITS
 from torchreplay.ray.sharded.shard_actor import Shard
 from torchreplay.schema.config import Config
 
+pytestmark = pytest.mark.slow
+
+
 ALPHA, EPS, BETA = 0.6, 1e-6, 0.4
 BATCH = 1024  # of 280 bytes: Ray would carry it through the object store
 
