@@ -18,21 +18,21 @@ STACK = 4
 STACKED = tr.Transitions(n_step=3, stack={"obs": STACK})
 
 
-def block(workload: Workload, steps: int, lanes: tuple[int, ...] = (), seed: int = 0) -> Rows:
-    """Returns one random episode for each lane, which terminates with its last step.
+def block(workload: Workload, steps: int, envs: tuple[int, ...] = (), seed: int = 0) -> Rows:
+    """Returns one random episode for each environment, which terminates with its last step.
 
     Args:
         workload: What observations look like.
         steps: Length of the episodes.
-        lanes: Leading dimension of the lanes, ``(n,)``; ``()`` for one episode without that dimension.
+        envs: Leading dimension of environments, ``(n,)``; ``()`` for one episode without that dimension.
         seed: Of the values.
 
     Returns:
-        ``obs`` ``[steps + 1, *lanes, ...]``, the other fields ``[steps, *lanes]``.
+        ``obs`` ``[steps + 1, *envs, ...]``, the other fields ``[steps, *envs]``.
     """
-    lead = (steps + 1, *lanes)
+    lead = (steps + 1, *envs)
     rows = {name: values.reshape(*lead, *values.shape[1:]) for name, values in workload.rows(prod(lead), seed).items()}
-    ends = np.zeros((steps, *lanes), bool)
+    ends = np.zeros((steps, *envs), bool)
     ends[-1] = True
     return {
         "obs": rows["obs"],

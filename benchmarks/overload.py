@@ -83,7 +83,7 @@ def _extend_episodes(buffer: tr.ReplayBuffer, seed: int) -> Write:
 
 
 def _step_vector(buffer: tr.ReplayBuffer, seed: int) -> Write:
-    writer = buffer.writer(lanes=LANES)
+    writer = buffer.writer(num_envs=LANES)
     steps = block(SMALL, CHUNK // LANES, (LANES,), seed)
     writer.reset(obs=steps["obs"][0])
     going_on = steps["truncated"][0]

@@ -62,10 +62,10 @@ class Args:
 
     num_explorers: int = 2
     """explorer processes"""
-    lanes: int = 4
+    num_envs: int = 4
     """games that each explorer plays side by side"""
     epsilon: float = 0.4
-    """base of the games' epsilons: epsilon ** (1 + 7 i / (num_explorers * lanes - 1))"""
+    """base of the games' epsilons: epsilon ** (1 + 7 i / (num_explorers * num_envs - 1))"""
     n_step: int = 3
     """steps that a transition spans"""
     gamma: float = 0.99
@@ -132,9 +132,9 @@ class DuelingNetwork(nn.Module):
 
 
 class Step(NamedTuple):
-    """What a step of `Games` led to, by lanes; the last frame of a stack is the new one."""
+    """What a step of `Games` led to, by environments; the last frame of a stack is the new one."""
 
-    obs: Tensor  # uint8 [lanes, STACK, SIDE, SIDE]: what to act on next, in a new episode where the last one ended
+    obs: Tensor  # uint8 [num_envs, STACK, SIDE, SIDE]: what to act on next, in a new episode where the last one ended
     final_obs: Tensor  # what the step itself led to
     reward: np.ndarray  # the game's own, not clipped
     terminated: np.ndarray
@@ -148,10 +148,10 @@ class Games:
     A lost life ends an episode for the learner; the game goes on, and so does the return that is reported.
     """
 
-    def __init__(self, args: Args, lanes: int) -> None:
+    def __init__(self, args: Args, num_envs: int) -> None:
         self.env = AtariVectorEnv(
             args.game,
-            lanes,
+            num_envs,
             num_threads=1,
             stack_num=1,
             reward_clipping=False,
@@ -159,16 +159,16 @@ class Games:
             autoreset_mode="SameStep",
         )
         self.actions = actions_of(args)
-        self.stacks = np.zeros((lanes, STACK, SIDE, SIDE), np.uint8)
+        self.stacks = np.zeros((num_envs, STACK, SIDE, SIDE), np.uint8)
 
     def reset(self, seed: int) -> Tensor:
-        """Begins a game in each lane; returns the stacks, in which its first frame is repeated."""
+        """Begins a game in each environment; returns the stacks, in which its first frame is repeated."""
         frames, info = self.env.reset(seed=seed)
         self.stacks[:], self.lives = frames, info["lives"]
         return torch.from_numpy(self.stacks.copy())
 
     def step(self, choices: np.ndarray) -> Step:
-        """Takes a step in each lane; `choices` are indices into `actions`."""
+        """Takes a step in each environment; `choices` are indices into `actions`."""
         frames, reward, terminated, truncated, info = self.env.step(self.actions[choices])
         over = terminated | truncated
         terminated = terminated | (~over & (info["lives"] < self.lives))
@@ -192,13 +192,13 @@ def actions_of(args: Args) -> np.ndarray:
 
 
 def epsilon_greedy(q: Tensor, epsilons: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Returns the best action of each lane `[lanes]`, or any with the lane's probability epsilon."""
-    lanes, actions = q.shape
-    return np.where(rng.random(lanes) < epsilons, rng.integers(actions, size=lanes), q.argmax(-1).numpy())
+    """Returns the best action of each environment `[num_envs]`, or any with the environment's probability epsilon."""
+    num_envs, actions = q.shape
+    return np.where(rng.random(num_envs) < epsilons, rng.integers(actions, size=num_envs), q.argmax(-1).numpy())
 
 
 class FirstPriorities:
-    """The |TD errors| of the items that each step completes, one number for each lane.
+    """The |TD errors| of the items that each step completes, one number for each environment.
 
     A step completes the item n steps back. A step that ends the episode completes all nearer ones too. The writer takes
     one number for all of them: the largest.
@@ -206,21 +206,21 @@ class FirstPriorities:
 
     def __init__(self, args: Args) -> None:
         self.gamma = args.gamma
-        self.windows = [deque[tuple[float, float]](maxlen=args.n_step) for _ in range(args.lanes)]
+        self.windows = [deque[tuple[float, float]](maxlen=args.n_step) for _ in range(args.num_envs)]
 
     def __call__(
         self, q: np.ndarray, reward: np.ndarray, value: np.ndarray, terminated: np.ndarray, truncated: np.ndarray
     ) -> np.ndarray:
-        """Takes the value `q` of the action taken, and the `value` of what it led to; everything is `[lanes]`."""
+        """Takes the value `q` of the action taken, and the `value` of what it led to; everything is `[num_envs]`."""
         priorities = np.zeros(len(self.windows))
-        for lane, window in enumerate(self.windows):
-            window.append((reward[lane], q[lane]))
-            goal, errors = value[lane] * (not terminated[lane]), []
+        for i, window in enumerate(self.windows):
+            window.append((reward[i], q[i]))
+            goal, errors = value[i] * (not terminated[i]), []
             for step_reward, step_q in reversed(window):
                 goal = step_reward + self.gamma * goal
                 errors.append(abs(goal - step_q))
-            ended = terminated[lane] or truncated[lane]
-            priorities[lane] = max(errors) if ended else errors[-1]
+            ended = terminated[i] or truncated[i]
+            priorities[i] = max(errors) if ended else errors[-1]
             if ended:
                 window.clear()
         return priorities
@@ -229,16 +229,16 @@ class FirstPriorities:
 def explore(ctx: ExplorerContext, args: Args) -> None:
     """Plays until the learner has finished; runs in a process of its own."""
     torch.set_num_threads(1)
-    games, rng = Games(args, args.lanes), np.random.default_rng(ctx.seed)
-    lane = np.arange(args.lanes) + ctx.index * args.lanes
-    epsilons = args.epsilon ** (1 + 7 * lane / max(ctx.num_explorers * args.lanes - 1, 1))
+    games, rng = Games(args, args.num_envs), np.random.default_rng(ctx.seed)
+    i = np.arange(args.num_envs) + ctx.index * args.num_envs
+    epsilons = args.epsilon ** (1 + 7 * i / max(ctx.num_explorers * args.num_envs - 1, 1))
     policy = DuelingNetwork(len(games.actions), args.channels, args.hidden).requires_grad_(False)
     ctx.pull_weights(policy)
     first_priorities = FirstPriorities(args)
-    returns, lengths = np.zeros(args.lanes), np.zeros(args.lanes, int)
+    returns, lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, int)
 
-    writer = ctx.writer(lanes=args.lanes, autoreset="same_step")
-    obs = games.reset(ctx.seed % 2**30)  # ale-py's seeds have 31 bits, and each lane gets its own
+    writer = ctx.writer(num_envs=args.num_envs, autoreset="same_step")
+    obs = games.reset(ctx.seed % 2**30)  # ale-py's seeds have 31 bits, and each environment gets its own
     writer.reset(obs=obs[:, -1])
     q = policy(obs)
     while not ctx.stopped:
@@ -246,7 +246,7 @@ def explore(ctx: ExplorerContext, args: Args) -> None:
         step = games.step(action)
         ctx.pull_weights(policy)  # one atomic read when there is nothing newer
         next_q = policy(step.final_obs)
-        q_taken = q.numpy()[np.arange(args.lanes), action]
+        q_taken = q.numpy()[np.arange(args.num_envs), action]
         row = {"reward": np.clip(step.reward, -1, 1), "terminated": step.terminated, "truncated": step.truncated}
         priority = first_priorities(q=q_taken, value=next_q.amax(-1).numpy(), **row)
         last = {"obs": step.obs[:, -1], "final_obs": step.final_obs[:, -1]}
@@ -254,9 +254,9 @@ def explore(ctx: ExplorerContext, args: Args) -> None:
 
         q = next_q if step.obs is step.final_obs else policy(step.obs)
         returns, lengths = returns + step.reward, lengths + 1
-        for lane in np.flatnonzero(step.over):
-            ctx.record(episode_return=returns[lane], episode_length=lengths[lane])
-            returns[lane] = lengths[lane] = 0
+        for i in np.flatnonzero(step.over):
+            ctx.record(episode_return=returns[i], episode_length=lengths[i])
+            returns[i] = lengths[i] = 0
 
 
 class DoubleDQN(pl.LightningModule):

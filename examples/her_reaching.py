@@ -230,7 +230,7 @@ def train(args: Args) -> list[Evaluation]:
     began = time.monotonic()
 
     obs = goal_observation(arms.reset(seed=args.seed)[0])
-    with buffer.writer(lanes=args.num_envs) as writer:
+    with buffer.writer(num_envs=args.num_envs) as writer:
         writer.reset(obs=obs)
         for step in range(1 - args.learning_starts, args.total_steps + 1):
             action = explore(agent, obs, args.epsilon if step > 0 else 1.0, args.noise)

@@ -129,7 +129,7 @@ def _sample_and_update(peer: PrioritizedPeer, batch_size: int) -> Candidate:
 
 
 def _training_step(peer: PrioritizedPeer, rows: Sequence[Row]) -> Candidate:
-    """What a learner with eight lanes does between two gradient steps, the cost of taking in new rows included."""
+    """What a learner of eight environments does between two gradient steps, with the cost of taking in new rows."""
     append, sample, update = peer.append, peer.sample, peer.update
     pool = [peer.td(256, seed) for seed in range(POOL)]
 

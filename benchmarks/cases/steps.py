@@ -1,4 +1,4 @@
-"""Writing linked rows: steps, steps of several lanes, whole episodes, and taking them in."""
+"""Writing linked rows: steps, steps of several environments, whole episodes, and taking them in."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import cycle, islice
@@ -30,9 +30,9 @@ def measure_steps(plan: Plan) -> Iterator[Line]:
     try:
         candidates = [_steps(linked.writer()), _appends(peer.append)]
         yield Line("trajectories", "step", "us", _scaled(interleave(candidates, plan), MICROSECONDS))
-        for lanes in LANES:
-            seconds = interleave([_lane_steps(linked.writer(lanes=lanes), lanes)], plan)
-            yield Line("trajectories", f"step of {lanes} lanes, a row", "us", _scaled(seconds, MICROSECONDS))
+        for num_envs in LANES:
+            seconds = interleave([_lane_steps(linked.writer(num_envs=num_envs), num_envs)], plan)
+            yield Line("trajectories", f"step of {num_envs} environments, a row", "us", _scaled(seconds, MICROSECONDS))
         yield from _episodes(linked, peer.buffer, plan)
     finally:
         linked.close()
@@ -65,9 +65,9 @@ def _appends(append: Writes) -> Candidate:
     return Candidate(UNLINKED, run, calls=POOL)
 
 
-def _lane_steps(writer: tr.Writer, lanes: int) -> Candidate:
+def _lane_steps(writer: tr.Writer, num_envs: int) -> Candidate:
     """Steps of a vector environment that resets itself in the step after an end."""
-    rows = block(SMALL, POOL, (lanes,))
+    rows = block(SMALL, POOL, (num_envs,))
     steps = [tuple(rows[name][k].copy() for name in FIELDS) for k in range(POOL)]
     writer.reset(obs=rows["obs"][-1])
     step = writer.step
@@ -76,7 +76,7 @@ def _lane_steps(writer: tr.Writer, lanes: int) -> Candidate:
         for obs, action, reward, terminated, truncated in islice(cycle(steps), n):
             step(obs=obs, action=action, reward=reward, terminated=terminated, truncated=truncated)
 
-    return Candidate(OURS, run, calls=lanes)
+    return Candidate(OURS, run, calls=num_envs)
 
 
 def _episodes(linked: tr.ReplayBuffer, single: tr.ReplayBuffer, plan: Plan) -> Iterator[Line]:

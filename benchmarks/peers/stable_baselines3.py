@@ -12,7 +12,7 @@ from benchmarks.workload import Workload
 
 LANES = 50
 LANE_BUFFER_BYTES = 256 << 20
-"""Enough that its writes miss the cache; the buffer of lanes exists for one line only."""
+"""Enough that its writes miss the cache; the vector buffer exists for one line only."""
 
 
 class StableBaselines3Peer:
@@ -22,7 +22,7 @@ class StableBaselines3Peer:
 
     def __init__(self, workload: Workload, capacity: int) -> None:
         self._workload, self._capacity = workload, capacity
-        self._buffer = self._make(capacity, lanes=1)
+        self._buffer = self._make(capacity, num_envs=1)
 
     def fill(self) -> None:
         start = 0
@@ -51,7 +51,7 @@ class StableBaselines3Peer:
 
     @cached_property
     def _lanes(self) -> ReplayBuffer:
-        buffer = self._make(min(self._capacity, LANE_BUFFER_BYTES // self._workload.row_bytes), lanes=LANES)
+        buffer = self._make(min(self._capacity, LANE_BUFFER_BYTES // self._workload.row_bytes), num_envs=LANES)
         for column in (buffer.observations, buffer.next_observations, buffer.actions, buffer.rewards, buffer.dones):
             column[:] = 0  # a full buffer's pages are there already
         return buffer
@@ -60,8 +60,8 @@ class StableBaselines3Peer:
     def _infos(self) -> list[dict[str, Any]]:
         return [{} for _ in range(LANES)]
 
-    def _make(self, capacity: int, lanes: int) -> ReplayBuffer:
+    def _make(self, capacity: int, num_envs: int) -> ReplayBuffer:
         shape, dtype = self._workload.shape, self._workload.dtype
         low, high = (0, 255) if np.issubdtype(dtype, np.integer) else (-np.inf, np.inf)
         space = gym.spaces.Box(low, high, shape, dtype)  # type: ignore[arg-type]
-        return ReplayBuffer(capacity, space, gym.spaces.Discrete(4), device="cpu", n_envs=lanes)
+        return ReplayBuffer(capacity, space, gym.spaces.Discrete(4), device="cpu", n_envs=num_envs)

@@ -12,11 +12,11 @@ from benchmarks.workload import Rows, Workload, td_errors
 
 LANES = 50
 LANE_BUFFER_BYTES = 256 << 20
-"""Enough that its writes miss the cache; the buffer of lanes exists for one line only."""
+"""Enough that its writes miss the cache; the vector buffer exists for one line only."""
 
 
 class TianshouPeer:
-    """``PrioritizedReplayBuffer`` for ``append`` and ``sample``, and the vector one with 50 lanes for ``extend``."""
+    """``PrioritizedReplayBuffer`` for ``append`` and ``sample``, and the vector one of 50 for ``extend``."""
 
     name = "tianshou"
 

@@ -89,8 +89,8 @@ inline std::vector<uint8_t> read_mask(const WriterState& s, PyObject* given) {
   if (!opened || v.array.dims != 1 || v.array.shape[0] != s.lanes.size() || v.array.element != Element::kBool)
     throw std::invalid_argument(s.lanes.vectorised() ? "mask: got " + describe(given, v, opened) +
                                                            ", expected one bool for each of the " +
-                                                           std::to_string(s.lanes.size()) + " lanes"
-                                                     : std::string("mask belongs to a writer with lanes"));
+                                                           std::to_string(s.lanes.size()) + " environments"
+                                                     : std::string("mask belongs to a writer with num_envs"));
   std::vector<uint8_t> mask(s.lanes.size());
   copy_converted(reinterpret_cast<char*>(mask.data()), Element::kBool, v.array.data, v.array, 0);
   return mask;
@@ -125,7 +125,7 @@ inline std::vector<uint8_t> read_flags(const WriterState& s, size_t field, int64
 inline bool open_last(PyObject* self, WriterState& s, PyObject* given, const std::vector<uint8_t>& ended) {
   if (!given || given == Py_None) return false;
   if (!s.lanes.vectorised() || s.roles.autoreset != Autoreset::kSameStep)
-    throw std::invalid_argument("final_obs belongs to a writer with lanes and autoreset='same_step'");
+    throw std::invalid_argument("final_obs belongs to a writer with num_envs and autoreset='same_step'");
   Ref dict(checked(PyObject_CallMethod(self, "_last_observations", "Oy#", given, ended.data(),
                                        static_cast<Py_ssize_t>(ended.size()))));
   std::vector<Ref> held;
@@ -209,14 +209,16 @@ inline PyMethodDef methods[] = {
     {"extend", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(extend)), METH_FASTCALL | METH_KEYWORDS,
      "extend(*, priority=None, **fields)\n--\n\nWrite n rows, whose values have a leading dimension n, and return "
      "their keys (int64 tensor of shape [n]).\n\nUnder a view that links rows: one whole episode, observation fields "
-     "[T + 1, ...] and the others [T, ...], or with lanes a\nblock [T + 1, lanes, ...] and [T, lanes, ...]; keys [T + "
+     "[T + 1, ...] and the others [T, ...], or with num_envs a\nblock [T + 1, num_envs, ...] and [T, num_envs, ...]; "
+     "keys [T + "
      "1] or "
-     "[T + 1, lanes].\n\n`priority` is None, one number for all rows, or "
+     "[T + 1, num_envs].\n\n`priority` is None, one number for all rows, or "
      "one for each. Waits and raises as `append` does; rows written before a\nwait that fails stay written."},
     {"reset", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(reset)), METH_FASTCALL | METH_KEYWORDS,
      "reset(*, mask=None, **observation)\n--\n\nStart an episode with its first observation, and return the key of the "
-     "row written (int; with lanes int64 tensor [lanes]).\n\nTakes the view's observation fields only. With lanes the "
-     "values have a leading dimension of lanes, and `mask` (bool\n[lanes]) says which of them are reset; the others "
+     "row written (int; with num_envs int64 tensor [num_envs]).\n\nTakes the view's observation fields only. With "
+     "num_envs the "
+     "values are [num_envs, ...], and `mask` (bool\n[num_envs]) says which of them are reset; the others "
      "write "
      "nothing and get the key -1. An episode that the reset cuts short has\nno end: only its complete items can be "
      "drawn.\n\n"
@@ -227,14 +229,16 @@ inline PyMethodDef methods[] = {
     {"step", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(step)), METH_FASTCALL | METH_KEYWORDS,
      "step(*, priority=None, final_obs=None, **fields)\n--\n\nWrite what env.step() returned: the new observation, and "
      "the "
-     "action, reward and flags that led to it. Returns the key\nof the row written (int; with lanes int64 tensor "
-     "[lanes]).\n\n"
-     "`priority` is the raw TD error of the items that this step completes (with lanes one number, or one for each); "
+     "action, reward and flags that led to it. Returns the key\nof the row written (int; with num_envs int64 tensor "
+     "[num_envs]).\n\n"
+     "`priority` is the raw TD error of the items that this step completes (with num_envs one number, or one for "
+     "each); "
      "None\n"
      "gives them the largest one seen so far. `final_obs` is infos['final_obs'] of a vector environment that resets in "
      "the\n"
-     "same step; it is needed where a lane ends, and the key returned is then that of the episode's last "
-     "row.\n\nWaits as `append` does. After a wait that fails when the rows of some lanes are written, all must be "
+     "same step; it is needed where an episode ends, and the key returned is then that of the episode's last "
+     "row.\n\nWaits as `append` does. After a wait that fails when the rows of some environments are written, all must "
+     "be "
      "reset.\n\nRaises:\n"
      "    ValueError: the view is Rows(), no reset() came before, the episode has ended, or a value does not fit; "
      "nothing is\n"

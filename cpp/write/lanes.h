@@ -142,7 +142,7 @@ class Lanes {
     if (resets) add_reset(lane, obs_time, -1);
   }
 
-  std::string of(uint32_t lane) const { return vectorised_ ? " in lane " + std::to_string(lane) : ""; }
+  std::string of(uint32_t lane) const { return vectorised_ ? " in environment " + std::to_string(lane) : ""; }
 
   std::vector<Lane> lanes_;
   bool vectorised_;

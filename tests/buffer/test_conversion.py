@@ -352,7 +352,7 @@ def test_vector_writers_refuse_what_does_not_fit_in_observations_and_in_final_on
             with pytest.raises(ValueError, match=r"'obs': got 1e\+39 at index \(0, 0\)"):
                 writer.step(obs=np.zeros((2, 2)), n=np.zeros(2, int), **ended, final_obs=final)
         masked = np.ma.array([0.0, 1.0], mask=[True, False])
-        with pytest.raises(ValueError, match=r"'obs': final_obs of lane 0 is of MaskedArray"):
+        with pytest.raises(ValueError, match=r"'obs': final_obs of environment 0 is of MaskedArray"):
             writer.step(obs=np.zeros((2, 2)), n=np.zeros(2, int), **ended, final_obs=[masked, None])
     assert buffer.stats().rows_written == 2
 

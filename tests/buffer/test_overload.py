@@ -29,7 +29,7 @@ def extend_episodes(buffer: tr.ReplayBuffer) -> Callable[[], object]:
 
 
 def step_lanes(buffer: tr.ReplayBuffer) -> Callable[[], object]:
-    writer = buffer.writer(lanes=LANES)
+    writer = buffer.writer(num_envs=LANES)
     writer.reset(obs=torch.zeros(LANES, 4))
     none = torch.zeros(LANES, dtype=torch.bool)
     step = {"obs": torch.zeros(LANES, 4), "reward": torch.zeros(LANES), "terminated": none, "truncated": none}

@@ -141,7 +141,7 @@ def test_a_time_major_block_is_a_stream_for_each_of_its_lanes():
     expected = [lanes.reset(observed[0])]
     expected += [lanes.step(others[t], observed[t + 1]) for t in range(17)]
     assert (keys.dtype, keys.tolist()) == (torch.int64, expected)
-    assert any(row.step == 0 for row in ring.rows[3:]), "some lane began another episode"
+    assert any(row.step == 0 for row in ring.rows[3:]), "some environment began another episode"
     assert_holds(buffer, ring)
 
 

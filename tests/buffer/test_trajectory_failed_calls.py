@@ -10,7 +10,7 @@ from linked_rows import buffer_of, pairs
 
 import torchreplay as tr
 
-MANY = 100  # lanes: more than the 64 rows for which a writer looks at the limiter once
+MANY = 100  # environments: more than the 64 rows for which a writer looks at the limiter once
 BROKEN_OFF = r"failed when some of its rows were written: call reset\(\) before the next step\(\)"
 
 
@@ -25,15 +25,15 @@ def buffer_with_room_for(items):
     return buffer_of(tr.Transitions(), capacity=10_000, limiter=limiter)
 
 
-def observed(first, lanes=MANY):
-    """Observations of the lanes: `first` in lane 0, 1000 more in each further lane."""
-    return np.repeat(first + 1000 * np.arange(lanes, dtype=np.float32)[:, None], 2, axis=1)
+def observed(first, num_envs=MANY):
+    """Observations of the environments: `first` in environment 0, 1000 more in each further environment."""
+    return np.repeat(first + 1000 * np.arange(num_envs, dtype=np.float32)[:, None], 2, axis=1)
 
 
-def step(writer, number, lanes=MANY):
-    no = np.zeros(lanes, bool)
-    others = {"action": np.zeros(lanes, int), "reward": np.zeros(lanes), "terminated": no, "truncated": no}
-    return writer.step(obs=observed(number, lanes), **others)
+def step(writer, number, num_envs=MANY):
+    no = np.zeros(num_envs, bool)
+    others = {"action": np.zeros(num_envs, int), "reward": np.zeros(num_envs), "terminated": no, "truncated": no}
+    return writer.step(obs=observed(number, num_envs), **others)
 
 
 def draw_what_may_be(buffer):
@@ -51,7 +51,7 @@ def assert_true(buffer):
 
 def test_a_step_of_lanes_that_fails_half_way_is_neither_repeated_nor_passed_over():
     buffer = buffer_with_room_for(120)
-    with buffer.writer(lanes=MANY) as writer:
+    with buffer.writer(num_envs=MANY) as writer:
         writer.reset(obs=observed(0))
         step(writer, 1)
         with pytest.raises(tr.WouldBlockForever, match="the learner is behind"):
@@ -60,7 +60,7 @@ def test_a_step_of_lanes_that_fails_half_way_is_neither_repeated_nor_passed_over
         assert 2 * MANY < written < 3 * MANY
         draw_what_may_be(buffer)
         for number in (2, 3):
-            with pytest.raises(ValueError, match=f"{BROKEN_OFF} in lane 0"):
+            with pytest.raises(ValueError, match=f"{BROKEN_OFF} in environment 0"):
                 step(writer, number)
         assert writer.rows == written
         writer.reset(obs=observed(5))
@@ -73,14 +73,14 @@ def test_a_step_of_lanes_that_fails_half_way_is_neither_repeated_nor_passed_over
 def test_lanes_may_be_reset_one_after_the_other_after_a_step_that_failed_half_way():
     buffer = buffer_with_room_for(120)
     first = np.arange(MANY) == 0
-    with buffer.writer(lanes=MANY, autoreset="disabled") as writer:
+    with buffer.writer(num_envs=MANY, autoreset="disabled") as writer:
         writer.reset(obs=observed(0))
         step(writer, 1)
         with pytest.raises(tr.WouldBlockForever):
             step(writer, 2)
         draw_what_may_be(buffer)
         writer.reset(obs=observed(5), mask=first)
-        with pytest.raises(ValueError, match=f"{BROKEN_OFF} in lane 1"):
+        with pytest.raises(ValueError, match=f"{BROKEN_OFF} in environment 1"):
             step(writer, 6)
         writer.reset(obs=observed(5), mask=~first)
         step(writer, 6)
@@ -89,7 +89,7 @@ def test_lanes_may_be_reset_one_after_the_other_after_a_step_that_failed_half_wa
 
 def test_a_step_of_lanes_that_fails_before_its_first_row_may_be_made_again():
     buffer = buffer_with_room_for(200)
-    with buffer.writer(lanes=10) as writer:
+    with buffer.writer(num_envs=10) as writer:
         writer.reset(obs=observed(0, 10))
         for number in itertools.count(1):
             written = writer.rows
@@ -127,7 +127,7 @@ def write_and_draw_in_turns(tolerance):
     """As many draws as the ratio asks for, after every step but the first ones."""
     limiter = tr.SamplesPerInsert(8.0, min_size=5 * MANY, tolerance=tolerance)
     buffer = buffer_of(tr.Transitions(), capacity=10_000, limiter=limiter)
-    with buffer.writer(lanes=MANY) as writer:
+    with buffer.writer(num_envs=MANY) as writer:
         writer.reset(obs=observed(0))
         for number in range(1, 31):
             step(writer, number)

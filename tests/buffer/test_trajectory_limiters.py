@@ -149,31 +149,31 @@ def test_with_items_to_draw_a_wait_does_not_say_when_there_are_some(alone):
             buffer.sample(1)
 
 
-# Rings too small for an item of every lane
+# Rings too small for an item of every environment
 
 
-def lane_steps(lanes, terminated=False):
-    """A step of every lane."""
+def vector_steps(num_envs, terminated=False):
+    """A step of every environment."""
     fields = {"action": 0, "reward": 1.0, "terminated": terminated, "truncated": False}
-    return {**lane_observations(lanes), **{name: np.full(lanes, value) for name, value in fields.items()}}
+    return {**vector_observations(num_envs), **{name: np.full(num_envs, value) for name, value in fields.items()}}
 
 
-def lane_observations(lanes):
-    return nested({name: np.zeros((lanes, 2)) for name in ("obs/at", "obs/goal")})
+def vector_observations(num_envs):
+    return nested({name: np.zeros((num_envs, 2)) for name in ("obs/at", "obs/goal")})
 
 
-def steps_in_lanes(buffer, lanes, length=None):
+def vector_steps_of(buffer, num_envs, length=None):
     """Steps of vector environments whose episodes have `length` steps, or no end; yields the rows of every call."""
-    with buffer.writer(lanes) as writer:
-        writer.reset(**lane_observations(lanes))
-        yield lanes
+    with buffer.writer(num_envs) as writer:
+        writer.reset(**vector_observations(num_envs))
+        yield num_envs
         for t in itertools.count(1):
-            writer.step(**lane_steps(lanes, length is not None and t % (length + 1) == length))
-            yield lanes
+            writer.step(**vector_steps(num_envs, length is not None and t % (length + 1) == length))
+            yield num_envs
 
 
-def write_for_ever(buffer, lanes, length=None):
-    for _ in steps_in_lanes(buffer, lanes, length):
+def write_for_ever(buffer, num_envs, length=None):
+    for _ in vector_steps_of(buffer, num_envs, length):
         pass
 
 
@@ -192,7 +192,7 @@ endless = pytest.mark.parametrize(("message", "view"), ENDLESS.items())
 def test_a_ring_that_turns_twice_without_completing_an_item_of_a_trajectory_says_so(message, view):
     buffer = buffer_of(view, capacity=64)
     buffer.handle()
-    calls = steps_in_lanes(buffer, lanes=8)  # 9 rows of each of 8 lanes do not fit
+    calls = vector_steps_of(buffer, num_envs=8)  # 9 rows of each of 8 environments do not fit
     for _ in range(16):
         next(calls)
     with pytest.raises(tr.ReplayTimeout, match="0 items were inserted"):
@@ -206,12 +206,12 @@ def test_a_ring_that_turns_twice_without_completing_an_item_of_a_trajectory_says
 @pytest.mark.parametrize("prefetch", [None, 2])
 def test_a_ring_that_was_without_a_complete_item_for_an_instant_is_waited_for(prefetch):
     buffer = buffer_of(tr.Transitions(n_step=8), capacity=64)
-    for _ in itertools.islice(steps_in_lanes(buffer, lanes=8), 32):  # turns that complete nothing
+    for _ in itertools.islice(vector_steps_of(buffer, num_envs=8), 32):  # turns that complete nothing
         pass
 
     def complete_some():
         time.sleep(0.3)
-        for _ in itertools.islice(steps_in_lanes(buffer, lanes=1), 32):
+        for _ in itertools.islice(vector_steps_of(buffer, num_envs=1), 32):
             pass
 
     with ThreadPoolExecutor(1) as pool:
@@ -248,38 +248,38 @@ def test_turns_of_the_ring_are_counted_from_the_last_complete_item_of_a_trajecto
 
 # Samples per insert
 
-# Views, lanes, the steps of their episodes (None: no end), and the rows that an item waits for at most.
+# Views, environments, the steps of their episodes (None: no end), and the rows that an item waits for at most.
 IN_STEP = {
     "short episodes": (tr.Transitions(n_step=5), 4, 3, 5),
     "endless episodes": (tr.Transitions(n_step=5, stack={"obs/at": 2}), 2, None, 5),
-    "one lane": (tr.Transitions(n_step=20), 1, 21, 20),
+    "one environment": (tr.Transitions(n_step=20), 1, 21, 20),
     "sequences": (tr.Sequences(4, stride=2, burn_in=2), 3, 11, 6),
     "sequences across episodes": (tr.Sequences(6, across_episodes=True), 3, 4, 6),
     "hindsight": (HINDSIGHT, 2, 20, 20),
 }
-in_step = pytest.mark.parametrize(("view", "lanes", "length", "span"), IN_STEP.values(), ids=IN_STEP)
+in_step = pytest.mark.parametrize(("view", "num_envs", "length", "span"), IN_STEP.values(), ids=IN_STEP)
 
 
-def write_counting_sleeps(buffer, lanes, length, sleeps):
+def write_counting_sleeps(buffer, num_envs, length, sleeps):
     def wait_room(writer, ns):
         sleeps[0] += 1
         super(tr.Writer, writer).wait_room(ns)
 
     tr.Writer.wait_room = wait_room
-    write_for_ever(buffer, lanes, length)
+    write_for_ever(buffer, num_envs, length)
 
 
 @in_step
-def test_explorers_of_trajectories_and_a_learner_stay_within_the_bounds(view, lanes, length, span):
+def test_explorers_of_trajectories_and_a_learner_stay_within_the_bounds(view, num_envs, length, span):
     ratio = 2.0
     limiter = tr.SamplesPerInsert(ratio, min_size=200, tolerance=0.5)
     _, _, min_diff, max_diff = limiter.bounds()
     buffer = buffer_of(view, capacity=500, limiter=limiter)
     # Admitted is one row for each item that is wanted. Beyond that come the rows of a call or two that are under way,
     # and items whose first rows were there before.
-    slack = ratio * lanes * (2 + span)
+    slack = ratio * num_envs * (2 + span)
     sleeps = shared_counters(1)
-    with Forked(write_counting_sleeps, buffer, lanes, length, sleeps) as explorer:
+    with Forked(write_counting_sleeps, buffer, num_envs, length, sleeps) as explorer:
         for _ in range(150):
             buffer.sample(64, timeout=60)
             stats = buffer.stats()
@@ -295,7 +295,9 @@ class Sleeps(Exception):
 
 
 @in_step
-def test_rows_of_trajectories_that_are_no_items_yet_are_written_without_a_sleep(monkeypatch, view, lanes, length, span):
+def test_rows_of_trajectories_that_are_no_items_yet_are_written_without_a_sleep(
+    monkeypatch, view, num_envs, length, span
+):
     buffer = buffer_of(view, capacity=500, limiter=tr.SamplesPerInsert(1.0, min_size=1000, tolerance=0.1))
     looks = []
 
@@ -306,10 +308,10 @@ def test_rows_of_trajectories_that_are_no_items_yet_are_written_without_a_sleep(
     look = tr.Writer._wait
     monkeypatch.setattr(tr.Writer, "_wait", lambda writer, stalled: (looks.append(stalled), look(writer, stalled)))
     with pytest.raises(Sleeps):
-        write_for_ever(buffer, lanes, length)
+        write_for_ever(buffer, num_envs, length)
     stats = buffer.stats()
     assert stats.inserted >= 1100, "the learner could not draw what the limiter promises"
-    assert stats.inserted <= 1100 + lanes * (2 + span)
+    assert stats.inserted <= 1100 + num_envs * (2 + span)
     assert len(looks) < stats.rows_written / 50
 
 
@@ -330,7 +332,7 @@ def test_half_trajectories_of_the_dead_are_not_counted_as_inserts_and_block_nobo
     chance, calls = random.Random(0), shared_counters(1)
 
     def explore():
-        for _ in steps_in_lanes(buffer, 3):
+        for _ in vector_steps_of(buffer, 3):
             calls[0] += 1
 
     for _ in range(20):

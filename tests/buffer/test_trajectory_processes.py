@@ -21,7 +21,7 @@ def explore(buffer, start):
 
 
 def explore_lanes(buffer, start):
-    with buffer.writer(lanes=2) as writer:
+    with buffer.writer(num_envs=2) as writer:
         writer.reset(obs=np.array([[start, start], [start + 10, start + 10]]))
         flags = {"terminated": np.zeros(2, bool), "truncated": np.zeros(2, bool)}
         obs = np.array([[start + 1, start + 1], [start + 11, start + 11]])
@@ -65,7 +65,7 @@ def test_a_forked_child_starts_its_own_stream_with_a_reset_and_the_parents_goes_
 
 def test_lanes_of_a_forked_child_start_with_a_reset_too():
     buffer = buffer_of(tr.Transitions())
-    writer = buffer.writer(lanes=2, autoreset="disabled")
+    writer = buffer.writer(num_envs=2, autoreset="disabled")
     obs = np.zeros((2, 2))
     fields = {"action": np.zeros(2, int), "reward": np.zeros(2)}
     fields |= {"terminated": np.zeros(2, bool), "truncated": np.zeros(2, bool)}
@@ -75,7 +75,7 @@ def test_lanes_of_a_forked_child_start_with_a_reset_too():
         with pytest.raises(ValueError, match="reset"):
             writer.step(obs=obs, **fields)
         writer.reset(obs=obs + 5, mask=np.array([True, False]))
-        with pytest.raises(ValueError, match="lane 1"):
+        with pytest.raises(ValueError, match="environment 1"):
             writer.step(obs=obs, **fields)
 
     with Forked(child) as forked:
@@ -113,7 +113,7 @@ def test_threads_with_a_writer_each_write_trajectories_that_do_not_join():
 
 def test_a_writer_of_trajectories_is_not_passed_to_another_process():
     with pytest.raises(TypeError, match=r"pass the buffer, and call buffer.writer\(\) there"):
-        pickle.dumps(buffer_of(tr.Transitions()).writer(lanes=2))
+        pickle.dumps(buffer_of(tr.Transitions()).writer(num_envs=2))
 
 
 def test_an_attached_buffer_feeds_back_to_items_of_trajectories_gathered_elsewhere():

@@ -62,8 +62,8 @@ def test_a_trajectory_is_refused_by_a_buffer_of_rows():
             writer.reset(**observation(0))
         with pytest.raises(ValueError, match=r"view is Rows\(\).*append"):
             writer.step(**observation(0), **STEP)
-        with pytest.raises(ValueError, match=r"lanes.*Rows\(\)"):
-            buffer.writer(lanes=2)
+        with pytest.raises(ValueError, match=r"num_envs.*Rows\(\)"):
+            buffer.writer(num_envs=2)
         assert writer.append(**observation(0), **STEP) == 0
     assert len(buffer) == 1
 
@@ -88,7 +88,7 @@ BAD_RESETS = [
     ({"obs": np.zeros(3)}, r"'obs': got float64 of shape \(3,\), expected float32 of shape \(2,\)"),
     ({"obs": np.zeros((1, 2))}, r"'obs': got float64 of shape \(1, 2\), expected float32 of shape \(2,\)"),
     ({"obs": None}, "'obs': got a value of type NoneType"),
-    ({"obs": np.zeros(2), "mask": np.array([True])}, "mask belongs to a writer with lanes"),
+    ({"obs": np.zeros(2), "mask": np.array([True])}, "mask belongs to a writer with num_envs"),
 ]
 
 
@@ -123,7 +123,7 @@ BAD_STEPS = [
     (GOOD | {"priority": float("inf")}, "priority is NaN or infinite"),
     (GOOD | {"priority": "high"}, "priority is not one number"),
     (GOOD | {"priority": [1.0, 2.0]}, "priority is not one number"),
-    (GOOD | {"final_obs": np.ones(2)}, "final_obs belongs to a writer with lanes and autoreset='same_step'"),
+    (GOOD | {"final_obs": np.ones(2)}, "final_obs belongs to a writer with num_envs and autoreset='same_step'"),
 ]
 
 
@@ -168,10 +168,10 @@ def episode(length, **changes):
     return values | {"terminated": np.zeros(length, bool), "truncated": np.zeros(length, bool)} | changes
 
 
-def block(length, lanes, **changes):
-    values = {"obs": np.zeros((length + 1, lanes, 2)), "action": np.zeros((length, lanes), int)}
-    flags = {name: np.zeros((length, lanes), bool) for name in ("terminated", "truncated")}
-    return values | {"reward": np.zeros((length, lanes))} | flags | changes
+def block(length, num_envs, **changes):
+    values = {"obs": np.zeros((length + 1, num_envs, 2)), "action": np.zeros((length, num_envs), int)}
+    flags = {name: np.zeros((length, num_envs), bool) for name in ("terminated", "truncated")}
+    return values | {"reward": np.zeros((length, num_envs))} | flags | changes
 
 
 EARLY = np.array([False, True, False])

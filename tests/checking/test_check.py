@@ -204,7 +204,7 @@ def test_an_observation_outside_its_space_is_named():
 def test_the_lane_is_named_where_there_are_lanes():
     space = spaces.Box(-4, 4, (), np.float64)
     envs = SyncVectorEnv([lambda: Scripted(space=space), lambda: Scripted(obs=np.array(7.0), space=space)])
-    assert "the observation of episode 0, step 2 of lane 1" in refusal(envs, buffer_for(envs, tr.Transitions()))
+    assert "the observation of episode 0, step 2 of environment 1" in refusal(envs, buffer_for(envs, tr.Transitions()))
 
 
 @pytest.mark.parametrize("view", [tr.Rows(), tr.Transitions()], ids=repr)

@@ -70,7 +70,7 @@ def test_rows_and_episodes_of_a_vectorised_explorer_are_counted():
     buffer = tr.ReplayBuffer({**spec, **ends}, 100, view=tr.Transitions())
     board, lanes, rng = WorkerTable(1), 3, np.random.default_rng(0)
     ctx = ExplorerContext(buffer, board=board)
-    writer = ctx.writer(lanes=lanes)
+    writer = ctx.writer(num_envs=lanes)
     writer.reset(obs=np.zeros(lanes))
     episodes = []
     returns = np.zeros(lanes)

@@ -12,7 +12,7 @@ import torchreplay as tr
 from torchreplay.ray import ExplorerContext
 
 NAME = "apex_atari"
-QUICK = "--total-steps 40 --eval-every 20 --eval-episodes 2 --max-frames 240 --lanes 2 --learning-starts 200"
+QUICK = "--total-steps 40 --eval-every 20 --eval-episodes 2 --max-frames 240 --num-envs 2 --learning-starts 200"
 TINY = "--channels 2 --hidden 8 --batch-size 8"
 
 pytest.importorskip("ray")
@@ -116,7 +116,7 @@ class StopsAfter(ExplorerContext):
 @pytest.fixture
 def played(example, monkeypatch):
     """What an explorer wrote, and what it played: 300 steps of Breakout in two lanes, in which games and lives end."""
-    args = example.Args(game="breakout", lanes=2, max_frames=360, capacity=1_000, channels=2, hidden=8, epsilon=0.9)
+    args = example.Args(game="breakout", num_envs=2, max_frames=360, capacity=1_000, channels=2, hidden=8, epsilon=0.9)
     torch.manual_seed(0)
     network = example.DuelingNetwork(4, args.channels, args.hidden)
     view = tr.Transitions(args.n_step, args.gamma, stack={"obs": 4})
@@ -159,7 +159,7 @@ def test_a_lost_life_ends_an_episode_but_neither_the_game_nor_its_return(played)
 
 def first_priorities(example, steps, n_step=3):
     """Returns what a lane's steps `(q, reward, value, terminated, truncated)` are given as first priorities."""
-    priorities = example.FirstPriorities(example.Args(lanes=1, n_step=n_step, gamma=0.5))
+    priorities = example.FirstPriorities(example.Args(num_envs=1, n_step=n_step, gamma=0.5))
     return [priorities(*(np.array([value]) for value in step)).item() for step in steps]
 
 

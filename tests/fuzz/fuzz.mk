@@ -10,7 +10,7 @@ SANITIZED_FLAGS := -std=c++20 -O1 -g1 -fPIC -fno-omit-frame-pointer -fvisibility
 SANITIZED_TESTS := $(addprefix tests/,$(addsuffix .py,package/test_bad_input package/test_survival \
     segment/test_border segment/test_handle checkpoint/test_checkpoint checkpoint/test_restore \
     checkpoint/test_restore_beside_others weights/test_weights buffer/test_bad_rows buffer/test_buffer \
-    buffer/test_conversion buffer/test_trajectory_refusals buffer/test_trajectory_lane_refusals buffer/test_writer))
+    buffer/test_conversion buffer/test_trajectory_refusals buffer/test_trajectory_vector_refusals buffer/test_writer))
 # The address sanitizer must be there before Python allocates, and libstdc++ before it looks for what exceptions call.
 SANITIZED_RUN = PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/$(SANITIZED) UBSAN_OPTIONS=print_stacktrace=1 \
     ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:handle_segv=2 \

@@ -102,7 +102,7 @@ def test_an_error_of_the_thread_reaches_the_consumer_and_the_next_iteration_work
     spec = SPEC | {name: tr.Field((), torch.bool) for name in ("terminated", "truncated")} | {"reward": tr.Field()}
     buffer = tr.ReplayBuffer(spec, 4096, view=view)
     step = {"number": 0, "obs": np.zeros(4), "reward": 0.0, "terminated": False, "truncated": False}
-    with buffer.writer(lanes=512) as many, buffer.writer() as one:
+    with buffer.writer(num_envs=512) as many, buffer.writer() as one:
         for _ in range(20):
             many.reset(obs=np.zeros((512, 4)))  # a ring of first observations, of which none has eight successors
         dataset = tr.ReplayDataset(buffer, BATCH)

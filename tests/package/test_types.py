@@ -57,9 +57,9 @@ Evaluator(lambda policy, seed: [0.0], weights, Net(), every=1)
 with ExplorerPool(explore, 2, online, weights):
     for batch in tr.ReplayDataset(online, batch_size=8, steps=10):
         online.update_priorities(batch, batch["x"])
-with online.writer(lanes=2, autoreset="same_step") as writer:
+with online.writer(num_envs=2, autoreset="same_step") as writer:
     writer.reset(x=[0.0, 0.0])
-online.writer(lanes=2, autoreset=AutoresetMode.SAME_STEP)
+online.writer(num_envs=2, autoreset=AutoresetMode.SAME_STEP)
 """
 
 

@@ -93,13 +93,13 @@ def test_on_its_own_node_the_buffer_is_the_same_memory_and_comes_back_from_other
 def test_streams_of_lanes_are_linked_as_they_were_written(cluster, explorer):
     view = tr.Transitions(n_step=2, gamma=1.0)
     buffer, plain = (tr.ReplayBuffer(STEPS, 5000, view=view, seed=0) for _ in range(2))
-    lanes, steps, seeds = 3, 60, (1, 2)
+    num_envs, steps, seeds = 3, 60, (1, 2)
     far = [explorer(seed, buffer) for seed in seeds]
-    cluster.ray.get([actor.step.remote(seed, lanes, steps) for actor, seed in zip(far, seeds, strict=True)])
+    cluster.ray.get([actor.step.remote(seed, num_envs, steps) for actor, seed in zip(far, seeds, strict=True)])
     for seed in seeds:
         local = Explorer()
         local.buffer = plain
-        local.step(seed, lanes, steps)
+        local.step(seed, num_envs, steps)
     assert len(buffer) == len(plain)
     assert _items(buffer) == _items(plain)
     assert len(_items(buffer)) > len(buffer) / 2
@@ -136,7 +136,7 @@ def test_bad_input_is_refused_at_once_with_the_errors_of_every_writer(cluster, e
         write_when_it_is_closed,
         lambda b, w: w.step(writer=0, count=0, frame=frame),
         lambda b, w: w.append(1),
-        lambda b, w: b.writer(lanes=2),
+        lambda b, w: b.writer(num_envs=2),
         lambda b, w: b.writer(autoreset="other"),
         lambda b, w: [closed.close() or closed.flush() or closed.append() for closed in [b.writer()]],
         lambda b, w: b.extend(writer=[0, 1], count=[0], frame=[frame]),

@@ -72,7 +72,7 @@ def items(buffer):
 def ingest(buffer, ledger, source, chunks):
     """Does what the ingest does: goes on where the one before was killed."""
     eventually(ledger.claim)
-    seat = _Seat(buffer, ledger.place(source.writer, source.lanes, source.rows, True))
+    seat = _Seat(buffer, ledger.place(source.writer, source.num_envs, source.rows, True))
     for chunk in chunks[seat.place.written :]:
         seat.write(chunk)
 
@@ -89,7 +89,7 @@ def test_whoever_writes_chunks_may_be_killed_at_any_time(view, monkeypatch):
     made = DeliveryLog()
     rng = random.Random(0)
     kills = 0
-    while (place := made.place(source.writer, source.lanes, source.rows, True)).written < len(chunks):
+    while (place := made.place(source.writer, source.num_envs, source.rows, True)).written < len(chunks):
         before = place.written
         child = Forked(ingest, buffer, made, source, chunks)
         eventually(lambda: place.written > before or not child.is_running(), interval=0)  # noqa: B023
@@ -145,13 +145,13 @@ def test_a_writer_that_is_forgotten_leaves_its_place():
 
 def test_the_place_of_a_writer_that_left_goes_to_the_next_one():
     ledger = DeliveryLog()
-    first = ledger.place(1, lanes=2, rows=8, fresh=True)
+    first = ledger.place(1, num_envs=2, rows=8, fresh=True)
     first.begin(1, 8)
     first.finish(1, np.zeros(2, first.ends().dtype))
     assert ledger.place(1, 2, 8, fresh=False).written == 1
     assert ledger.place(2, 2, 8, fresh=False) is None
     first.leave()
-    second = ledger.place(3, lanes=1, rows=8, fresh=True)
+    second = ledger.place(3, num_envs=1, rows=8, fresh=True)
     assert second.written == 0
     assert not len(second.ends())
     assert second.begin(1, 8)
@@ -191,8 +191,8 @@ def test_a_free_place_serves_also_a_writer_that_needs_more_room(monkeypatch):
     ledger = DeliveryLog()
     for place in [ledger.place(number, 1, 8, True) for number in (1, 2)]:
         place.leave()
-    wide = ledger.place(3, lanes=1000, rows=800, fresh=True)
-    narrow = ledger.place(4, lanes=1, rows=8, fresh=True)
+    wide = ledger.place(3, num_envs=1000, rows=800, fresh=True)
+    narrow = ledger.place(4, num_envs=1, rows=8, fresh=True)
     wide.begin(1, 800)
     ends = np.arange(2000).view(wide.ends().dtype)
     wide.finish(1, ends)

@@ -26,7 +26,7 @@ class OpenWriter:
     def __init__(self, buffer, ring, lanes, autoreset):
         self.lanes = lanes
         self.autoreset = autoreset
-        self.real = buffer.writer(lanes=lanes, autoreset=autoreset) if lanes else buffer.writer()
+        self.real = buffer.writer(num_envs=lanes, autoreset=autoreset) if lanes else buffer.writer()
         self.modelled = model.Lanes(ring, lanes or 1, autoreset if lanes else "disabled")
 
     @property

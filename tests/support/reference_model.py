@@ -219,7 +219,7 @@ class Ring:
 
 
 class Lanes:
-    """What `writer(lanes=n, autoreset=...)` writes: a stream a lane, rows in the order of the lanes.
+    """What `writer(num_envs=n, autoreset=...)` writes: a stream a lane, rows in the order of the lanes.
 
     Values are a list with a dict for each lane. A writer without lanes is one of a single lane that is told to reset.
     """

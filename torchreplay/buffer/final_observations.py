@@ -14,14 +14,14 @@ Array: TypeAlias = np.ndarray[Any, Any]
 
 
 class FinalObservations:
-    """Turns `infos["final_obs"]` into values `[lanes, ...]` of the observation fields.
+    """Turns `infos["final_obs"]` into values `[num_envs, ...]` of the observation fields.
 
-    Gymnasium gives an array of all lanes, a nested dict of them, or an object array with one observation a lane. The
-    object array has None in lanes whose episode goes on; those get zeros.
+    Gymnasium gives an array of all environments, a nested dict of them, or an object array with one observation for
+    each environment. The object array has None in environments whose episode goes on; those get zeros.
 
     Args:
         fields: The fields of the spec.
-        ended: For each lane whether its episode ends.
+        ended: For each environment whether its episode ends.
     """
 
     def __init__(self, fields: Mapping[Path, Field], ended: Sequence[int]) -> None:
@@ -36,7 +36,7 @@ class FinalObservations:
             names: Names of the view's observation fields.
 
         Raises:
-            ValueError: A lane that ends has no observation, or one that does not fit its field.
+            ValueError: An environment that ends has no observation, or one that does not fit its field.
         """
         paths = [tuple(name.split("/")) for name in names]
         values: dict[str, Any] = {}
@@ -53,8 +53,8 @@ class FinalObservations:
         return values
 
     def _inner(self, given: Any, path: Path) -> Any:
-        """Returns the part of `given` at `path`, lane by lane where it is given so; None where there is none."""
-        each = self._each_lane(given)
+        """Returns the part of `given` at `path`, for each environment where it is given so; None: there is none."""
+        each = self._each_environment(given)
         if each is not None and path:
             parts = [self._inner(observation, path) for observation in each]
             return None if all(part is None for part in parts) else parts
@@ -64,30 +64,32 @@ class FinalObservations:
 
     def _per_lane(self, value: Any, path: Path) -> Any:
         inner = dict.fromkeys(p[len(path)] for p in self._fields if p[: len(path)] == path and len(p) > len(path))
-        each = self._each_lane(value)
+        each = self._each_environment(value)
         if inner and isinstance(value, (Mapping, tuple)):
             return {name: self._per_lane(_part(value, name), (*path, name)) for name in inner}
         if inner and each is not None:
             return {name: self._per_lane([_part(v, name) for v in each], (*path, name)) for name in inner}
         if each is None:
             return value
-        return _stacked(self._fields[path], [self._observation(v, lane, path) for lane, v in enumerate(each)])
+        return _stacked(self._fields[path], [self._observation(v, index, path) for index, v in enumerate(each)])
 
-    def _observation(self, value: Any, lane: int, path: Path) -> torch.Tensor | Array | None:
-        """Returns one lane's value of one field; None where its episode goes on and it has none."""
+    def _observation(self, value: Any, index: int, path: Path) -> torch.Tensor | Array | None:
+        """Returns one environment's value of one field; None where its episode goes on and it has none."""
         field, name = self._fields[path], "/".join(path)
         if value is None:
-            if self._ended[lane]:
-                raise ValueError(f"field {name!r}: the episode ends in lane {lane}, and final_obs has nothing for it")
+            if self._ended[index]:
+                raise ValueError(
+                    f"field {name!r}: the episode ends in environment {index}, and final_obs has nothing for it"
+                )
             return None
         found = _numbers(value)
         if found is None or tuple(found.shape) != field.shape:
             given = type(value).__name__ if found is None else f"shape {tuple(found.shape)}"
-            raise ValueError(f"field {name!r}: final_obs of lane {lane} is of {given}, expected {field}")
+            raise ValueError(f"field {name!r}: final_obs of environment {index} is of {given}, expected {field}")
         return found
 
-    def _each_lane(self, value: Any) -> list[Any] | None:
-        """Returns the lanes' observations where they are given one by one."""
+    def _each_environment(self, value: Any) -> list[Any] | None:
+        """Returns the environments' observations where they are given one by one."""
         one_by_one = isinstance(value, list) or (isinstance(value, np.ndarray) and value.dtype == object)
         return list(value) if one_by_one and len(value) == len(self._ended) else None
 
@@ -106,7 +108,7 @@ def _numbers(value: Any) -> torch.Tensor | Array | None:
 
 
 def _stacked(field: Field, values: list[torch.Tensor | Array | None]) -> torch.Tensor | Array:
-    """Returns the lanes' values of a field as one, with zeros where there is none."""
+    """Returns the environments' values of a field as one, with zeros where there is none."""
     arrays = [value for value in values if isinstance(value, np.ndarray)]
     if arrays and not any(isinstance(value, torch.Tensor) for value in values):
         # Not by way of torch, which takes arrays of fewer kinds and makes float32 of Python floats.

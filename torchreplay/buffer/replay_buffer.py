@@ -282,29 +282,29 @@ class ReplayBuffer(Drawing, Inspection, Replay):
 
     # Writing
 
-    def writer(self, lanes: int | None = None, autoreset: Autoreset = "next_step") -> Writer:
+    def writer(self, num_envs: int | None = None, autoreset: Autoreset = "next_step") -> Writer:
         """Returns a writer for the calling thread's rows: one for each explorer thread.
 
         Args:
-            lanes: Environments of a vector environment whose episodes it writes: `reset` and `step` then take values
-                with a leading dimension of lanes. None: one environment, without that dimension.
+            num_envs: Environments of a vector environment whose episodes it writes: `reset` and `step` then take
+                values `[num_envs, ...]`. None: one environment, without that dimension.
             autoreset: What the vector environment does when an episode ends: `"next_step"`, `"same_step"` or
                 `"disabled"`, or Gymnasium's `AutoresetMode` of it, or that one's value.
 
         Raises:
-            ValueError: `lanes` is out of range or asked for under `Rows()`, `autoreset` is unknown or given without
-                lanes, or a field is named as the argument that it brings, `final_obs` or `mask`.
+            ValueError: `num_envs` is out of range or asked for under `Rows()`, `autoreset` is unknown or given
+                without it, or a field is named as the argument that it brings, `final_obs` or `mask`.
             RuntimeError: The buffer is closed, or has 4,095 writers and learners.
         """
-        return Writer(self._segment, self._config, lanes, autoreset)
+        return Writer(self._segment, self._config, num_envs, autoreset)
 
     def extend(self, /, *args: Any, priority: Any = None, **fields: Any) -> torch.Tensor:
         """Writes n rows, whose values have a leading dimension n.
 
         Under a view that links rows it writes one whole episode of T steps: observation fields `[T + 1, *shape]`, the
-        others `[T, *shape]`. With one dimension more, `[T + 1, lanes, *shape]` and `[T, lanes, *shape]`, it writes a
-        block of the streams of so many environments. There the observation after an end is the next episode's first
-        one.
+        others `[T, *shape]`. With one dimension more, `[T + 1, num_envs, *shape]` and `[T, num_envs, *shape]`, it
+        writes a block of the streams of so many environments. There the observation after an end is the next episode's
+        first one.
 
         Args:
             *args: None: fields go by their names, rows in a dict as `extend(**rows)`.
@@ -313,7 +313,7 @@ class ReplayBuffer(Drawing, Inspection, Replay):
             **fields: One value for each field of the spec.
 
         Returns:
-            The keys of the rows, int64 `[n]`; `[T + 1]` or `[T + 1, lanes]` under a view that links rows.
+            The keys of the rows, int64 `[n]`; `[T + 1]` or `[T + 1, num_envs]` under a view that links rows.
 
         Raises:
             ValueError: A field is missing, unknown, of another shape or of a dtype that does not cast; or it has a
@@ -321,9 +321,9 @@ class ReplayBuffer(Drawing, Inspection, Replay):
             TypeError: Something is given by its position.
             Stopped, WouldBlockForever, ReplayTimeout: As `Writer.append`; rows written before stay written.
         """
-        lanes = self._config.lanes_of(fields)
-        if lanes is not None:
-            with self.writer(lanes) as block_writer:
+        num_envs = self._config.num_envs_of(fields)
+        if num_envs is not None:
+            with self.writer(num_envs) as block_writer:
                 keys = block_writer.extend(*args, priority=priority, **fields)
         else:
             try:

@@ -197,8 +197,9 @@ class Drawing:
         if result == "barren":
             return (
                 f"the ring turned without completing an item: {view} needs {view.rows_of_an_item} rows "
-                f"of one stream at a time, and all writers' lanes share the {capacity:,} rows; {view.complete_when}. "
-                f"Choose a larger capacity or fewer lanes, or see that episodes complete items"
+                f"of one stream at a time, and all writers' environments share the {capacity:,} rows; "
+                f"{view.complete_when}. "
+                f"Choose a larger capacity or fewer environments, or see that episodes complete items"
             )
         if result == "lapped":
             return (

@@ -25,7 +25,7 @@ OwnAutoreset: TypeAlias = Literal["next_step", "same_step", "disabled"]
 AUTORESETS: tuple[OwnAutoreset, ...] = get_args(OwnAutoreset)  # in the order of the native core's `Autoreset`
 Autoreset: TypeAlias = OwnAutoreset | Literal["NextStep", "SameStep", "Disabled"] | Enum
 """What a vector environment does when an episode ends, as Gymnasium's `AutoresetMode` or its value too."""
-MAX_LANES = 1 << 20
+MAX_ENVS = 1 << 20
 
 
 class Writer(_C.Writer):
@@ -36,12 +36,12 @@ class Writer(_C.Writer):
     """
 
     def __init__(
-        self, segment: _C.Segment, config: Config, lanes: int | None = None, autoreset: Autoreset = "next_step"
+        self, segment: _C.Segment, config: Config, num_envs: int | None = None, autoreset: Autoreset = "next_step"
     ) -> None:
-        super().__init__(_C.Segment, segment, roles_of(config, lanes, autoreset))
+        super().__init__(_C.Segment, segment, roles_of(config, num_envs, autoreset))
         self._segment = segment
         self._config = config
-        self._lanes = lanes
+        self._num_envs = num_envs
         self._stalled_since = 0.0
         self._last_stall = 0.0
         self._audience = Audience(segment)
@@ -141,27 +141,27 @@ class Writer(_C.Writer):
 
 
 def roles_of(
-    config: Config, lanes: int | None, autoreset: Autoreset
+    config: Config, num_envs: int | None, autoreset: Autoreset
 ) -> tuple[tuple[int, ...], int, int, int, int] | None:
     """Returns what the native core has to know of a writer's fields and streams; None where rows are not linked.
 
     Raises:
-        ValueError: `lanes` is out of range or asked for under `Rows()`, `autoreset` is unknown or given without lanes,
+        ValueError: `num_envs` is out of range or asked for under `Rows()`, `autoreset` is unknown or given without it,
             or an argument of its calls has a field's name.
     """
     mode = checked_autoreset(autoreset)
-    if lanes is None and mode != "next_step":
-        raise ValueError(f"autoreset is {autoreset!r}, but lanes is missing: expected the number of environments")
-    if lanes is not None:
-        lanes = checked_int("lanes", lanes, 1, MAX_LANES)
+    if num_envs is None and mode != "next_step":
+        raise ValueError(f"autoreset is {autoreset!r}, but num_envs is missing: expected the number of environments")
+    if num_envs is not None:
+        num_envs = checked_int("num_envs", num_envs, 1, MAX_ENVS)
     roles = config.view.roles(config.fields)
     if roles is None:
-        if lanes is not None:
-            raise ValueError("lanes are streams of linked rows, but the buffer's view is Rows(): use extend()")
+        if num_envs is not None:
+            raise ValueError("num_envs is for linked rows, but the buffer's view is Rows(): use extend()")
         return None
-    if lanes is not None:
+    if num_envs is not None:
         _refuse_fields_named_as_arguments(config, roles, mode)
-    return roles.observation, roles.terminated, roles.truncated, lanes or 0, AUTORESETS.index(mode)
+    return roles.observation, roles.terminated, roles.truncated, num_envs or 0, AUTORESETS.index(mode)
 
 
 def checked_autoreset(autoreset: Any) -> OwnAutoreset:

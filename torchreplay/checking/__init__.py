@@ -55,7 +55,7 @@ def check(env: Any, buffer: ReplayBuffer, episodes: int = 3, seed: int = 0, max_
     Args:
         env: A Gymnasium environment, or a vector environment with any autoreset mode.
         buffer: The buffer that the environment's experience is to go to.
-        episodes: Episodes to play to their end; of a vector environment all lanes together.
+        episodes: Episodes to play to their end; of a vector environment all environments together.
         seed: Of the environment and the actions.
         max_steps: Steps after which an episode is broken off (of a vector environment: after which playing ends).
 

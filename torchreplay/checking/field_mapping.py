@@ -39,9 +39,9 @@ class FieldMapping:
         self.own = [p for p in self.fields if p not in known and p not in self.observed and p[0] != "action"]
         self._rng = np.random.default_rng(seed)
 
-    def fill(self, lanes: int | None) -> dict[Path, Any]:
+    def fill(self, num_envs: int | None) -> dict[Path, Any]:
         """Returns random values for the fields that no environment fills."""
-        shape = () if lanes is None else (lanes,)
+        shape = () if num_envs is None else (num_envs,)
         return {path: _random(self._rng, self.fields[path], shape) for path in self.own}
 
     def observation(self, obs: Any, prefix: str = "") -> dict[str, Any]:
@@ -53,13 +53,13 @@ class FieldMapping:
         """Returns a vector environment's last observations in the form that `Writer.step` takes."""
         if self._named == [(self._tops[0],)] and not self._by_key:
             return final_obs
-        if isinstance(final_obs, (Mapping, tuple)):  # of arrays of all lanes
+        if isinstance(final_obs, (Mapping, tuple)):  # of arrays of all environments
             whole = self.observation(final_obs)
-            lanes = {path: lookup(whole, path) for path in self._named}
+            values = {path: lookup(whole, path) for path in self._named}
         else:
             each = [None if obs is None else self.observation(obs) for obs in final_obs]
-            lanes = {path: [None if obs is None else lookup(obs, path) for obs in each] for path in self._named}
-        return nest(lanes) if len(lanes) > 1 else lanes[self._named[0]]
+            values = {path: [None if obs is None else lookup(obs, path) for obs in each] for path in self._named}
+        return nest(values) if len(values) > 1 else values[self._named[0]]
 
     def step(self, given: Call | Row, fill: Mapping[Path, Any]) -> dict[str, Any]:
         """Returns the values of a step without the observation."""

@@ -33,21 +33,25 @@ def write_rows(buffer: ReplayBuffer, played: Play, filling: FieldMapping, castin
 
 
 def write_steps(buffer: ReplayBuffer, played: Play, filling: FieldMapping, casting: Casting) -> None:
-    """Writes through `reset` and `step`, with all lanes at once where there are lanes."""
+    """Writes through `reset` and `step`, with all environments at once where there are several."""
     # A new buffer's only writer gets the keys 0, 1, 2, ...
     written = 0
-    lanes = played.lanes
-    with buffer.writer() if lanes is None else buffer.writer(lanes=lanes, autoreset=played.autoreset) as writer:
+    num_envs = played.num_envs
+    with (
+        buffer.writer() if num_envs is None else buffer.writer(num_envs=num_envs, autoreset=played.autoreset) as writer
+    ):
         for call in played.calls:
-            fill = {} if call.is_reset else filling.fill(lanes)
+            fill = {} if call.is_reset else filling.fill(num_envs)
             first = next(iter(call.rows.values()))
             try:
                 keys = _write(writer, call, filling, fill)
             except ValueError as error:
-                raise ValueError(f"{first if lanes is None else f'{first} and the other lanes'}: {error}") from error
-            written = _note_keys(call, {0: keys} if lanes is None else keys, written)
+                raise ValueError(
+                    f"{first if num_envs is None else f'{first} and the other environments'}: {error}"
+                ) from error
+            written = _note_keys(call, {0: keys} if num_envs is None else keys, written)
             for row in (*call.rows.values(), *call.resets):
-                own = fill if lanes is None else {path: values[row.lane] for path, values in fill.items()}
+                own = fill if num_envs is None else {path: values[row.env_index] for path, values in fill.items()}
                 _note_values(row, filling, own, casting)
 
 
@@ -60,8 +64,8 @@ def _write(writer: Any, call: Call, filling: FieldMapping, fill: dict[Path, Any]
 
 
 def _note_keys(call: Call, keys: Any, written: int) -> int:
-    for lane, row in call.rows.items():
-        row.key = int(keys[lane])
+    for i, row in call.rows.items():
+        row.key = int(keys[i])
     end = written + len(call.rows) + len(call.resets)
     others = set(range(written, end)) - {row.key for row in call.rows.values()}
     for row, key in zip(call.resets, sorted(others), strict=True):

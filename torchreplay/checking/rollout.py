@@ -16,7 +16,7 @@ from torchreplay.buffer.writer import OwnAutoreset, checked_autoreset
 class Row:
     """An observation and, unless it is an episode's first, the step that led to it."""
 
-    lane: int
+    env_index: int
     episode: int
     step: int
     obs: Any
@@ -33,14 +33,17 @@ class Row:
         return bool(self.terminated) or bool(self.truncated)
 
     def __str__(self) -> str:
-        return f"episode {self.episode}, step {self.step}" + (f" of lane {self.lane}" if self.lane else "")
+        return f"episode {self.episode}, step {self.step}" + (
+            f" of environment {self.env_index}" if self.env_index else ""
+        )
 
 
 @dataclass(slots=True)
 class Call:
-    """One call of a writer's `reset` or `step`, with the environment's values, which may have a lane dimension.
+    """One call of a writer's `reset` or `step`, with what the environment gave.
 
-    `rows` are those whose keys it returns, by lane; `resets` the further ones of a same-step autoreset.
+    The values may have a leading dimension of environments. `rows` are those whose keys it returns, by environment;
+    `resets` the further ones of a same-step autoreset.
     """
 
     obs: Any
@@ -61,22 +64,22 @@ class Call:
 
 @dataclass(slots=True)
 class Play:
-    """All calls, in order; `lanes` is None for an environment that is no vector environment."""
+    """All calls, in order; `num_envs` is None for an environment that is no vector environment."""
 
     calls: list[Call]
-    lanes: int | None = None
+    num_envs: int | None = None
     autoreset: OwnAutoreset = "next_step"
 
     def streams(self) -> list[list[Row]]:
-        """The rows of each lane in time."""
-        streams: list[list[Row]] = [[] for _ in range(self.lanes or 1)]
+        """The rows of each environment in time."""
+        streams: list[list[Row]] = [[] for _ in range(self.num_envs or 1)]
         for call in self.calls:
             for row in (*call.rows.values(), *call.resets):
-                streams[row.lane].append(row)
+                streams[row.env_index].append(row)
         return streams
 
 
-class _Lane:
+class _Env:
     def __init__(self, index: int) -> None:
         self.index, self.episode, self.step = index, -1, 0
 
@@ -93,64 +96,64 @@ def play(env: Any, episodes: int, max_steps: int, seed: int) -> Play:
     """Returns what `episodes` episodes gave; one is broken off after `max_steps` steps."""
     env.action_space.seed(seed)
     if hasattr(env, "single_observation_space"):
-        return _play_lanes(env, episodes, max_steps, seed)
-    calls, lane = [], _Lane(0)
+        return _play_vector(env, episodes, max_steps, seed)
+    calls, stream = [], _Env(0)
     for episode in range(episodes):
         obs = deepcopy(env.reset(seed=seed if episode == 0 else None)[0])
-        calls.append(Call(obs, {0: lane.starts(obs)}))
+        calls.append(Call(obs, {0: stream.starts(obs)}))
         for _ in range(max_steps):
             action = env.action_space.sample()
             given = deepcopy(env.step(action)[:4])
             obs, reward, terminated, truncated = given
-            calls.append(Call(obs, {0: lane.goes_on(obs, action, *given[1:])}, action, reward, terminated, truncated))
+            calls.append(Call(obs, {0: stream.goes_on(obs, action, *given[1:])}, action, reward, terminated, truncated))
             if terminated or truncated:
                 break
     return Play(calls)
 
 
-def _play_lanes(env: Any, episodes: int, max_steps: int, seed: int) -> Play:
+def _play_vector(env: Any, episodes: int, max_steps: int, seed: int) -> Play:
     autoreset = checked_autoreset(env.metadata.get("autoreset_mode", "next_step"))
-    lanes = [_Lane(i) for i in range(env.num_envs)]
+    streams = [_Env(i) for i in range(env.num_envs)]
     obs = deepcopy(env.reset(seed=seed)[0])
-    calls = [Call(obs, {lane.index: lane.starts(_of_lane(obs, lane.index)) for lane in lanes})]
-    over = np.zeros(len(lanes), bool)
+    calls = [Call(obs, {stream.index: stream.starts(_of_env(obs, stream.index)) for stream in streams})]
+    over = np.zeros(len(streams), bool)
     ended = 0
     for _ in range(max_steps):
-        calls.append(_step_lanes(env, lanes, autoreset, over))
+        calls.append(_step_vector(env, streams, autoreset, over))
         over = np.logical_or(calls[-1].terminated, calls[-1].truncated)
         if autoreset == "disabled" and over.any():
             obs = deepcopy(env.reset(options={"reset_mask": over.copy()})[0])
-            rows = {i: lanes[i].starts(_of_lane(obs, i)) for i in map(int, np.flatnonzero(over))}
+            rows = {i: streams[i].starts(_of_env(obs, i)) for i in map(int, np.flatnonzero(over))}
             calls.append(Call(obs, rows, mask=over))
         ended += int(over.sum())
         if ended >= episodes:
             break
-    return Play(calls, len(lanes), autoreset)
+    return Play(calls, len(streams), autoreset)
 
 
-def _step_lanes(env: Any, lanes: list[_Lane], autoreset: OwnAutoreset, over: np.ndarray[Any, Any]) -> Call:
+def _step_vector(env: Any, streams: list[_Env], autoreset: OwnAutoreset, over: np.ndarray[Any, Any]) -> Call:
     action = env.action_space.sample()
     obs, reward, terminated, truncated, info = deepcopy(env.step(action))
     final_obs = info.get("final_obs") if autoreset == "same_step" else None
     call = Call(obs, {}, action, reward, terminated, truncated, final_obs)
-    for lane in lanes:
-        i = lane.index
-        here = _of_lane(obs, i)
+    for stream in streams:
+        i = stream.index
+        here = _of_env(obs, i)
         if autoreset == "next_step" and over[i]:
-            call.rows[i] = lane.starts(here)
+            call.rows[i] = stream.starts(here)
             continue
         at_end = autoreset == "same_step" and (terminated[i] or truncated[i])
-        led_to = _of_lane(final_obs, i) if at_end and final_obs is not None else here
-        call.rows[i] = lane.goes_on(led_to, _of_lane(action, i), reward[i], terminated[i], truncated[i])
+        led_to = _of_env(final_obs, i) if at_end and final_obs is not None else here
+        call.rows[i] = stream.goes_on(led_to, _of_env(action, i), reward[i], terminated[i], truncated[i])
         if at_end:
-            call.resets.append(lane.starts(here))
+            call.resets.append(stream.starts(here))
     return call
 
 
-def _of_lane(values: Any, lane: int) -> Any:
+def _of_env(values: Any, index: int) -> Any:
     if isinstance(values, Mapping):
-        return {name: _of_lane(value, lane) for name, value in values.items()}
+        return {name: _of_env(value, index) for name, value in values.items()}
     if isinstance(values, tuple):
-        return tuple(_of_lane(value, lane) for value in values)
-    # An array of objects has one for each lane.
-    return values[lane, ...] if isinstance(values, np.ndarray) and values.dtype != object else values[lane]
+        return tuple(_of_env(value, index) for value in values)
+    # An array of objects has one for each environment.
+    return values[index, ...] if isinstance(values, np.ndarray) and values.dtype != object else values[index]

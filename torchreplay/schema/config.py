@@ -137,8 +137,8 @@ class Config:
             raise ValueError(f"sampler is {sampler}: expected the buffer's own, {self.sampler}, with its function")
         return replace(self, sampler=sampler, lost_schedule=False)
 
-    def lanes_of(self, values: Mapping[str, Any]) -> int | None:
-        """Returns the lanes of the block of streams that `values` are; None for rows and for a single episode."""
+    def num_envs_of(self, values: Mapping[str, Any]) -> int | None:
+        """Returns how many environments a block of `values` has; None for rows and for a single episode."""
         if isinstance(self.view, Rows):
             return None
         flags: Any = values

@@ -44,15 +44,15 @@ class SamplesPerInsert:
     may be more. And each writer may add up to two calls' rows, or 128 of longer calls. It checks once for 64 rows of a
     call, so a call may wait halfway. Rows that it is writing do not count yet. Items count when they are complete, and
     an episode's end completes all that it has begun. That is up to `n_step` of `Transitions`, and with `Hindsight` one
-    for each step. Each lane may exceed the bound by so much. A writer counts what was written at least once in half a
-    turn of the ring, so that no item is overwritten uncounted.
+    for each step. Each environment may exceed the bound by so much. A writer counts what was written at least once in
+    half a turn of the ring, so that no item is overwritten uncounted.
 
     Args:
         ratio: Draws per inserted item.
         min_size: Items that must be in before the first draw.
         tolerance: How far the running balance may be off, as a share of `min_size * ratio`. None: a tenth, or 1024
             draws if that is more, so that whole batches fit. A program of one thread needs as much as a call has rows
-            (lanes, or those of an `extend`), times `ratio`.
+            (environments, or those of an `extend`), times `ratio`.
 
     Raises:
         ValueError: `ratio` or `tolerance` is not positive and finite, `min_size` is below 1, or the bounds are not

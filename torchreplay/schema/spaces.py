@@ -56,7 +56,7 @@ def spec_from_env(env: Any, next_obs: bool = False) -> dict[str, Any]:
 
 
 def single_spaces(env: Any) -> tuple[Any, Any]:
-    """Returns the observation and the action space of an environment, or of one lane of a vector environment.
+    """Returns the observation and the action space of an environment, or of one of a vector environment.
 
     Raises:
         TypeError: It has none.

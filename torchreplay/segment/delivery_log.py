@@ -46,7 +46,7 @@ _PLACE: Final = np.dtype(
         ("begun", np.int64),  # the last chunk whose rows' keys are in `keys`
         ("used", np.float64),  # when, as `_now` tells
         ("offset", np.int64),  # of its memory; 0: none yet
-        ("lanes", np.int64),  # streams that its memory has room for
+        ("num_envs", np.int64),  # environments that its memory has room for
         ("rows", np.int64),  # of a chunk that its memory has room for
         ("ends", np.int64, (2,)),  # streams in either half of `ends`
     ]
@@ -101,12 +101,12 @@ class DeliveryLog:
             return False
         return True
 
-    def place(self, writer: int, lanes: int, rows: int, fresh: bool) -> Place | None:
+    def place(self, writer: int, num_envs: int, rows: int, fresh: bool) -> Place | None:
         """Returns the place of a writer.
 
         Args:
             writer: Its number.
-            lanes: Streams that it writes at most.
+            num_envs: Environments that it writes at most.
             rows: Rows of a chunk at most.
             fresh: It has sent nothing yet, and gets a place if it has none.
 
@@ -119,7 +119,7 @@ class DeliveryLog:
         found = np.flatnonzero(self.places["writer"] == writer)
         if not len(found) and not fresh:
             return None
-        index = int(found[0]) if len(found) else self._take(writer, lanes, rows)
+        index = int(found[0]) if len(found) else self._take(writer, num_envs, rows)
         place = Place(self._memory, self.places[index])
         place.touch()
         return place
@@ -132,9 +132,9 @@ class DeliveryLog:
         """Returns how many writers that have not left were heard of in the last so many seconds."""
         return int(((self.places["writer"] != 0) & (self.places["used"] > _now() - seconds)).sum())
 
-    def _take(self, writer: int, lanes: int, rows: int) -> int:
+    def _take(self, writer: int, num_envs: int, rows: int) -> int:
         places = self.places
-        fits = (places["offset"] > 0) & (places["lanes"] >= lanes) & (places["rows"] >= rows)
+        fits = (places["offset"] > 0) & (places["num_envs"] >= num_envs) & (places["rows"] >= rows)
         free = places["writer"] == 0
         silent = places["used"] < _now() - FORGOTTEN_AFTER
         for candidates in (free & fits, free & (places["offset"] == 0), free, silent & fits, silent):
@@ -146,21 +146,21 @@ class DeliveryLog:
         place = places[index]
         place["writer"] = 0
         if not fits[index]:
-            self._make_room(place, lanes, rows)
+            self._make_room(place, num_envs, rows)
         place["written"] = place["begun"] = 0
         place["ends"] = 0
         place["writer"] = writer  # last: a reader then finds a complete place
         return index
 
-    def _make_room(self, place: Any, lanes: int, rows: int) -> None:
+    def _make_room(self, place: Any, num_envs: int, rows: int) -> None:
         place["offset"] = 0  # what it has is too little; a death from here on leaves it with none
-        taken = [int(p["offset"]) + _bytes_of(int(p["lanes"]), int(p["rows"])) for p in self.places if p["offset"]]
+        taken = [int(p["offset"]) + _bytes_of(int(p["num_envs"]), int(p["rows"])) for p in self.places if p["offset"]]
         offset = max(taken, default=_round_up(PLACES * _PLACE.itemsize))
-        size = _bytes_of(lanes, rows)
+        size = _bytes_of(num_envs, rows)
         if offset + size > _SIZE:
-            raise MemoryError(f"a remote writer of {lanes:,} lanes finds no room in the {WHAT}: write fewer lanes")
+            raise MemoryError(f"a remote writer of {num_envs:,} environments finds no room in the {WHAT}: write fewer")
         os.posix_fallocate(self._fd, offset, size)
-        place["lanes"], place["rows"] = lanes, rows
+        place["num_envs"], place["rows"] = num_envs, rows
         place["offset"] = offset
 
 
@@ -174,9 +174,9 @@ class Place:
 
     def __init__(self, memory: mmap.mmap, record: Any) -> None:
         self.record = record
-        lanes, offset = int(record["lanes"]), int(record["offset"])
-        self._ends = np.frombuffer(memory, END, 2 * lanes, offset).reshape(2, lanes)
-        self.keys = np.frombuffer(memory, np.int64, int(record["rows"]), offset + 2 * lanes * END.itemsize)
+        num_envs, offset = int(record["num_envs"]), int(record["offset"])
+        self._ends = np.frombuffer(memory, END, 2 * num_envs, offset).reshape(2, num_envs)
+        self.keys = np.frombuffer(memory, np.int64, int(record["rows"]), offset + 2 * num_envs * END.itemsize)
 
     @property
     def written(self) -> int:
@@ -252,8 +252,8 @@ def _now() -> float:
     return _C.machine_ns() * 1e-9
 
 
-def _bytes_of(lanes: int, rows: int) -> int:
-    return _round_up(2 * lanes * END.itemsize + rows * 8)
+def _bytes_of(num_envs: int, rows: int) -> int:
+    return _round_up(2 * num_envs * END.itemsize + rows * 8)
 
 
 def _round_up(n: int) -> int:

@@ -32,7 +32,7 @@ def shards():
 
 def turn(shard):
     """Writes first observations only, of which none has a successor, until the ring has turned."""
-    with shard._buffer.writer(lanes=64) as writer:
+    with shard._buffer.writer(num_envs=64) as writer:
         for _ in range(10):
             writer.reset(obs=np.zeros((64, 4)))
 

@@ -88,12 +88,12 @@ class ExplorerContext:
         self._report(time.monotonic())
 
     def writer(
-        self, lanes: int | None = None, autoreset: Autoreset = "next_step", *, name: str | None = None
+        self, num_envs: int | None = None, autoreset: Autoreset = "next_step", *, name: str | None = None
     ) -> Writer:
         """A writer of the buffer, closed when the explorer's function ends, however it ends.
 
         Args:
-            lanes: Environments of a vector environment, as for `ReplayBuffer.writer`.
+            num_envs: Environments of a vector environment, as for `ReplayBuffer.writer`.
             autoreset: What the vector environment does when an episode ends.
             name: Of the buffer, where the pool has several.
 
@@ -103,7 +103,7 @@ class ExplorerContext:
         for closed in [writer for writer in tuple(self._writers) if writer.closed]:
             self._closed_rows += closed.rows
             self._writers.discard(closed)
-        writer = chosen("the pool's buffers", self._buffers, name).writer(lanes, autoreset)
+        writer = chosen("the pool's buffers", self._buffers, name).writer(num_envs, autoreset)
         self._writers.add(writer)
         return writer
 

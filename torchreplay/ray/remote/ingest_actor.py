@@ -68,13 +68,13 @@ class Source:
 
     Attributes:
         writer: Its number, its own in the whole cluster.
-        lanes: Streams that it writes.
+        num_envs: Environments that it writes.
         rows: Rows of its chunks at most.
         fresh: It has had no answer to a chunk yet.
     """
 
     writer: int
-    lanes: int
+    num_envs: int
     rows: int
     fresh: bool
 
@@ -316,7 +316,7 @@ class Ingest:
         with self._lock:
             seat = self._seats.get(source.writer)
             if seat is None:
-                place = self._ledger.place(source.writer, source.lanes, source.rows, source.fresh)
+                place = self._ledger.place(source.writer, source.num_envs, source.rows, source.fresh)
                 if place is None:
                     raise RuntimeError("nothing was heard of this writer for too long: make another")
                 seat = self._seats[source.writer] = _Seat(self._buffer, place)

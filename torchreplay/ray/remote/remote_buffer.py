@@ -41,16 +41,16 @@ class RemoteWriter(Writer):
         self,
         courier: RowSender,
         config: Config,
-        lanes: int | None,
+        num_envs: int | None,
         autoreset: Autoreset,
         buffer_closed: threading.Event | None = None,
     ) -> None:
-        roles_of(config, lanes, autoreset)  # raises before anybody hears of a writer that there will not be
+        roles_of(config, num_envs, autoreset)  # raises before anybody hears of a writer that there will not be
         self._courier = courier
         self._buffer_closed = buffer_closed or threading.Event()
-        self._outbox: SendBuffer = courier.open(config, lanes or 1)
+        self._outbox: SendBuffer = courier.open(config, num_envs or 1)
         self._leave = weakref.finalize(self, courier.leave, self._outbox)
-        super().__init__(self._outbox.stage._segment, config, lanes, autoreset)
+        super().__init__(self._outbox.stage._segment, config, num_envs, autoreset)
         _open_writers.add(self)
 
     def append(self, /, *args: Any, **fields: Any) -> None:  # type: ignore[override]
@@ -172,7 +172,7 @@ class RemoteBuffer(Configured):
 
     # Writing
 
-    def writer(self, lanes: int | None = None, autoreset: Autoreset = "next_step") -> RemoteWriter:
+    def writer(self, num_envs: int | None = None, autoreset: Autoreset = "next_step") -> RemoteWriter:
         """Returns a writer for the calling thread's rows, as `ReplayBuffer.writer` does.
 
         Raises:
@@ -180,13 +180,13 @@ class RemoteBuffer(Configured):
             ValueError: As there.
             RuntimeError: This process was forked off one of Ray's, or rows can no longer be sent from it.
         """
-        return RemoteWriter(self._courier, self._config, lanes, autoreset, self._closed)
+        return RemoteWriter(self._courier, self._config, num_envs, autoreset, self._closed)
 
     def extend(self, /, *args: Any, priority: Any = None, **fields: Any) -> None:
         """Writes n rows or episodes, as `ReplayBuffer.extend` does, and returns when they are in the buffer."""
-        lanes = self._config.lanes_of(fields)
-        if lanes is not None:
-            with self.writer(lanes) as block_writer:
+        num_envs = self._config.num_envs_of(fields)
+        if num_envs is not None:
+            with self.writer(num_envs) as block_writer:
                 block_writer.extend(*args, priority=priority, **fields)
                 block_writer.flush()
                 self._rows_extended += block_writer.rows

@@ -68,7 +68,7 @@ class RowSender:
 
     # In the threads that write.
 
-    def open(self, config: Config, lanes: int) -> SendBuffer:
+    def open(self, config: Config, num_envs: int) -> SendBuffer:
         """Returns the outbox of a new writer.
 
         Raises:
@@ -76,7 +76,7 @@ class RowSender:
             RuntimeError: Rows are no longer sent from here.
         """
         self._check()
-        outbox = SendBuffer(config, lanes)
+        outbox = SendBuffer(config, num_envs)
         self._outboxes.add(outbox)
         with suppress(self._ray.exceptions.RayError):  # then the next heartbeat does it
             self._enter.remote(outbox.source)

@@ -45,7 +45,7 @@ class SendBuffer:
 
     Args:
         config: Of the buffer.
-        lanes: Streams that the writer has.
+        num_envs: Environments that the writer has.
 
     Attributes:
         stage: The segment.
@@ -64,14 +64,14 @@ class SendBuffer:
         drained: The writer is there, and rows that it writes from now on are not sent.
     """
 
-    def __init__(self, config: Config, lanes: int) -> None:
+    def __init__(self, config: Config, num_envs: int) -> None:
         row = sum(field.nbytes for field in config.fields.values()) + 24
         self.rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES // row))
         # A writer takes tickets by the 64, and no more than a quarter of the ring, past what it is admitted.
         capacity = max(8, 2 * self.rows, config.view.rows_of_an_item)
         self.stage = ReplayBuffer(nest(config.fields), capacity, view=config.view)
         self.writer = secrets.randbits(62) + 1
-        self.lanes = lanes
+        self.num_envs = num_envs
         self.parcels: deque[InFlightChunk] = deque()
         self.sent = 0
         self.in_air = 0
@@ -93,7 +93,7 @@ class SendBuffer:
     @property
     def source(self) -> Source:
         """What the ingest has to know of this writer."""
-        return Source(self.writer, self.lanes, self.rows, not self.answered)
+        return Source(self.writer, self.num_envs, self.rows, not self.answered)
 
     def cut(self, everything: bool) -> None:
         """Makes chunks of what was written, as many as may be under way, and makes room for as many rows.

@@ -34,9 +34,9 @@ class ShardBuffer(ReplayBuffer):
 
     number: int
 
-    def writer(self, lanes: int | None = None, autoreset: Autoreset = "next_step") -> ShardWriter:
+    def writer(self, num_envs: int | None = None, autoreset: Autoreset = "next_step") -> ShardWriter:
         """Returns a writer whose keys are the union's, and which notices when the shard is gone."""
-        return ShardWriter(self._segment, self._config, pack(self.number), lanes, autoreset)
+        return ShardWriter(self._segment, self._config, pack(self.number), num_envs, autoreset)
 
 
 class LocalShard:

@@ -23,8 +23,10 @@ class ShardWriter(Writer):
     Made by `ShardedReplay.writer()`. Its calls raise `ShardLost` some seconds after the shard's actor has died.
     """
 
-    def __init__(self, segment: _C.Segment, config: Config, base: int, lanes: int | None, autoreset: Autoreset) -> None:
-        super().__init__(segment, config, lanes, autoreset)
+    def __init__(
+        self, segment: _C.Segment, config: Config, base: int, num_envs: int | None, autoreset: Autoreset
+    ) -> None:
+        super().__init__(segment, config, num_envs, autoreset)
         self._audience = Audience(segment, ("owners",))  # learners on the node may have it attached for a while yet
         self._base = base
 
@@ -46,7 +48,7 @@ class ShardWriter(Writer):
         return self._of_union(super().step(*args, priority=priority, final_obs=final_obs, **fields))
 
     def _of_union(self, keys: Any) -> Any:
-        """Returns the union's keys for the shard's own; -1, of a lane that wrote no row, stays."""
+        """Returns the union's keys for the shard's own; -1, of an environment that wrote no row, stays."""
         return keys + self._base * (keys >= 0)
 
     def _refuse_closed_buffer(self) -> None:

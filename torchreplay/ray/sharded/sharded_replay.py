@@ -125,7 +125,7 @@ class ShardedReplay(ShardedInspection, ShardedDrawing):
 
     # Writing
 
-    def writer(self, lanes: int | None = None, autoreset: Autoreset = "next_step") -> ShardWriter:
+    def writer(self, num_envs: int | None = None, autoreset: Autoreset = "next_step") -> ShardWriter:
         """Returns a writer to the shard of the node that this process is on: one for each explorer thread.
 
         Its calls are those of `ReplayBuffer.writer()`, at the same cost; the keys that they return are the union's.
@@ -133,7 +133,7 @@ class ShardedReplay(ShardedInspection, ShardedDrawing):
         place.
 
         Args:
-            lanes: Environments of a vector environment, as in `ReplayBuffer.writer`.
+            num_envs: Environments of a vector environment, as in `ReplayBuffer.writer`.
             autoreset: What the vector environment does when an episode ends.
 
         Raises:
@@ -142,7 +142,7 @@ class ShardedReplay(ShardedInspection, ShardedDrawing):
             ValueError: As there.
         """
         self.require_open()
-        return buffer_to_write_to(self.shards).writer(lanes, autoreset)
+        return buffer_to_write_to(self.shards).writer(num_envs, autoreset)
 
     def extend(self, /, *args: Any, priority: Any = None, **fields: Any) -> torch.Tensor:
         """Writes n rows, or under a view that links rows a whole episode, to the shard of this node.

@@ -1,4 +1,4 @@
-"""Bad trajectories of vector environments: what is refused leaves every lane where it was."""
+"""Bad trajectories of vector environments: what is refused leaves every environment where it was."""
 
 from enum import Enum
 
@@ -28,13 +28,13 @@ def buffer():
 
 
 def started(buffer, autoreset):
-    writer = buffer.writer(lanes=2, autoreset=autoreset)
+    writer = buffer.writer(num_envs=2, autoreset=autoreset)
     writer.reset(obs=observed(0, 10))
     return writer
 
 
 def assert_goes_on(buffer, writer):
-    """The refused call wrote nothing, and both lanes continue as if it had not been."""
+    """The refused call wrote nothing, and both environments continue as if it had not been."""
     assert buffer.stats().rows_written == writer.rows == 2
     assert writer.step(**step_of(1, 11)).tolist() == [2, 3]
     assert pairs(buffer) == [(0, 1), (10, 11)]
@@ -74,7 +74,7 @@ BAD_MASKS = [
 @pytest.mark.parametrize("mask", BAD_MASKS, ids=repr)
 def test_a_bad_mask_is_refused_and_says_what_is_expected(buffer, mask):
     with started(buffer, "disabled") as writer:
-        with pytest.raises(ValueError, match=r"mask: got .*, expected one bool for each of the 2 lanes"):
+        with pytest.raises(ValueError, match=r"mask: got .*, expected one bool for each of the 2 environments"):
             writer.reset(obs=observed(5, 15), mask=mask)
         assert_goes_on(buffer, writer)
 
@@ -89,11 +89,11 @@ def test_a_bad_reset_of_a_trajectory_in_lanes_is_refused(buffer):
 
 
 def test_a_step_is_refused_while_a_lane_has_not_been_reset(buffer):
-    with buffer.writer(lanes=2) as writer:
-        with pytest.raises(ValueError, match=r"before the first reset\(\) in lane 0"):
+    with buffer.writer(num_envs=2) as writer:
+        with pytest.raises(ValueError, match=r"before the first reset\(\) in environment 0"):
             writer.step(**step_of(0, 10))
         writer.reset(obs=observed(0, 10), mask=ENDS)
-        with pytest.raises(ValueError, match=r"before the first reset\(\) in lane 1"):
+        with pytest.raises(ValueError, match=r"before the first reset\(\) in environment 1"):
             writer.step(**step_of(0, 10))
         assert buffer.stats().rows_written == 1
         writer.reset(obs=observed(5, 10), mask=~ENDS)
@@ -103,7 +103,7 @@ def test_a_step_is_refused_while_a_lane_has_not_been_reset(buffer):
 def test_a_lane_that_ended_must_be_reset_before_the_next_step_if_autoreset_is_disabled(buffer):
     with started(buffer, "disabled") as writer:
         writer.step(**step_of(1, 11, truncated=~ENDS))
-        with pytest.raises(ValueError, match=r"after the end of the episode in lane 1: call reset\(\)"):
+        with pytest.raises(ValueError, match=r"after the end of the episode in environment 1: call reset\(\)"):
             writer.step(**step_of(2, 12))
         assert buffer.stats().rows_written == 4
         writer.reset(obs=observed(0, 50), mask=~ENDS)
@@ -117,7 +117,7 @@ def test_a_lane_that_ended_must_be_reset_before_the_next_step_if_autoreset_is_di
 def test_a_lane_that_ends_in_the_same_step_needs_its_last_observation(buffer):
     with started(buffer, "same_step") as writer:
         for arguments in ({}, {"final_obs": None}):
-            with pytest.raises(ValueError, match=r"ends in lane 0 and autoreset is 'same_step': pass final_obs"):
+            with pytest.raises(ValueError, match=r"ends in environment 0 and autoreset is 'same_step': pass final_obs"):
                 writer.step(**step_of(50, 11, terminated=ENDS), **arguments)
         assert_goes_on(buffer, writer)
 
@@ -158,13 +158,13 @@ def test_a_bad_last_observation_is_refused_by_name(buffer, final):
         [np.zeros((32, 36), np.uint8), None],
         {"image": np.zeros((2, 32, 36), np.uint8)},
     ],
-    ids=["a part is missing", "a shape", "a dtype", "no dict", "a part of all lanes is missing"],
+    ids=["a part is missing", "a shape", "a dtype", "no dict", "a part of all environments is missing"],
 )
 def test_a_bad_part_of_a_nested_last_observation_is_refused(final):
     buffer = buffer_of(tr.Transitions(), NESTED)
     obs = {"image": np.zeros((2, 32, 36), np.uint8), "goal": np.zeros(2)}
     values = {"obs": obs, "action": np.zeros(2, int), "reward": np.zeros((2, 2)), "state": {"h": np.zeros((2, 3))}}
-    with buffer.writer(lanes=2, autoreset="same_step") as writer:
+    with buffer.writer(num_envs=2, autoreset="same_step") as writer:
         writer.reset(obs=obs)
         with pytest.raises(ValueError, match=r"obs"):
             writer.step(**values, terminated=ENDS, truncated=NO, final_obs=final)
@@ -181,7 +181,7 @@ def pairs_of_goals(buffer):
 @pytest.mark.parametrize("autoreset", ["next_step", "disabled"])
 def test_a_last_observation_is_refused_where_episodes_do_not_end_and_begin_in_one_step(buffer, autoreset):
     with started(buffer, autoreset) as writer:
-        with pytest.raises(ValueError, match="final_obs belongs to a writer with lanes and autoreset='same_step'"):
+        with pytest.raises(ValueError, match="final_obs belongs to a writer with num_envs and autoreset='same_step'"):
             writer.step(**step_of(1, 11, terminated=ENDS), final_obs=observed(1, 11))
         assert_goes_on(buffer, writer)
 
@@ -194,7 +194,7 @@ def test_a_block_has_no_place_for_last_observations(buffer, steps):
     ended = no.copy()
     ended[-1, 1] = True
     with started(buffer, "same_step") as writer:
-        with pytest.raises(ValueError, match=r"ends in lane 1 .*: extend\(\) takes streams of 'next_step' only"):
+        with pytest.raises(ValueError, match=r"ends in environment 1 .*: extend\(\) takes streams of 'next_step' only"):
             writer.extend(**block | {"truncated": ended})
         with pytest.raises(ValueError, match=r"extend\(\) takes no final_obs"):
             writer.extend(**block | {"truncated": ended, "final_obs": observed(1, 11)})
@@ -205,22 +205,22 @@ def test_a_block_has_no_place_for_last_observations(buffer, steps):
 # Making the writer
 
 
-@pytest.mark.parametrize("lanes", [0, -1, 2.5, "two", True, 2**40])
-def test_a_bad_number_of_lanes_is_a_value_error(buffer, lanes):
-    with pytest.raises(ValueError, match="lanes is"):
-        buffer.writer(lanes=lanes)
+@pytest.mark.parametrize("num_envs", [0, -1, 2.5, "two", True, 2**40])
+def test_a_bad_number_of_environments_is_a_value_error(buffer, num_envs):
+    with pytest.raises(ValueError, match="num_envs is"):
+        buffer.writer(num_envs=num_envs)
 
 
 @pytest.mark.parametrize("autoreset", ["nextstep", "NEXT_STEP", None, 0, "", Enum("Mode", {"OTHER": "Other"}).OTHER])
 def test_a_bad_autoreset_is_a_value_error_that_lists_the_three(buffer, autoreset):
     with pytest.raises(ValueError, match=r"autoreset is .*: expected one of 'next_step', 'same_step', 'disabled'"):
-        buffer.writer(lanes=2, autoreset=autoreset)
+        buffer.writer(num_envs=2, autoreset=autoreset)
 
 
 @pytest.mark.parametrize("autoreset", ["same_step", "disabled", "SameStep"])
 def test_an_autoreset_without_lanes_is_a_value_error_that_says_what_is_missing(buffer, autoreset):
     for given in (buffer, buffer_of(tr.Rows())):
-        with pytest.raises(ValueError, match=f"autoreset is '{autoreset}', but lanes is missing"):
+        with pytest.raises(ValueError, match=f"autoreset is '{autoreset}', but num_envs is missing"):
             given.writer(autoreset=autoreset)
     buffer.writer(autoreset="next_step").close()
 
@@ -243,7 +243,7 @@ def test_a_writer_with_an_argument_that_a_field_is_named_as_is_refused(autoreset
     with buffer.writer() as writer:  # whose calls have no such argument
         writer.reset(**{observation: np.zeros(2)})
     if refused is None:
-        buffer.writer(lanes=2, autoreset=autoreset).close()
+        buffer.writer(num_envs=2, autoreset=autoreset).close()
     else:
         with pytest.raises(ValueError, match=refused):
-            buffer.writer(lanes=2, autoreset=autoreset)
+            buffer.writer(num_envs=2, autoreset=autoreset)

@@ -51,7 +51,7 @@ def assert_transitions(taken, where, action, reward, next_where):
 def test_every_transition_of_a_vector_environment_is_drawn_with_its_true_next_observation(kind, mode):
     buffer = buffer_of(tr.Transitions(), WHERE, capacity=400)
     envs = environments(kind, mode)
-    with buffer.writer(lanes=3, autoreset=mode) as writer:
+    with buffer.writer(num_envs=3, autoreset=mode) as writer:
         taken = explore(envs, writer, lambda observed: {"obs": observed}, lambda observed: observed, 40)
     envs.close()
     batch = everything(buffer)
@@ -67,7 +67,7 @@ def test_every_transition_of_a_vector_environment_is_drawn_with_its_true_next_ob
 def test_dict_observations_of_a_vector_environment_are_taken_as_they_come(kind, mode):
     buffer = buffer_of(tr.Transitions(), NESTED, capacity=400)
     envs = environments(kind, mode, nested=True)
-    with buffer.writer(lanes=3, autoreset=mode.value) as writer:
+    with buffer.writer(num_envs=3, autoreset=mode.value) as writer:
         taken = explore(envs, writer, lambda observed: {"obs": observed}, lambda observed: observed["where"], 25)
     envs.close()
     batch = everything(buffer)
@@ -81,7 +81,7 @@ def test_dict_observations_of_a_vector_environment_are_taken_as_they_come(kind, 
 def test_dict_observations_of_a_vector_environment_may_be_several_fields(mode):
     buffer = buffer_of(tr.Transitions(observation=("where", "inner")), SEPARATE, capacity=400)
     envs = environments(SyncVectorEnv, mode, nested=True)
-    with buffer.writer(lanes=3, autoreset=mode.name.lower()) as writer:
+    with buffer.writer(num_envs=3, autoreset=mode.name.lower()) as writer:
         taken = explore(envs, writer, dict, lambda observed: observed["where"], 25)
     envs.close()
     batch = everything(buffer)
@@ -106,7 +106,7 @@ def step(writer, obs, terminated=None, **arguments):
 
 def test_lanes_return_int64_keys_in_the_order_of_the_lanes():
     buffer = buffer_of(tr.Transitions())
-    with buffer.writer(lanes=3) as writer:
+    with buffer.writer(num_envs=3) as writer:
         first, second = writer.reset(obs=observed(0, 10, 20)), step(writer, observed(1, 11, 21))
         assert (first.dtype, first.tolist()) == (torch.int64, [0, 1, 2])
         assert (second.dtype, second.tolist()) == (torch.int64, [3, 4, 5])
@@ -116,7 +116,7 @@ def test_lanes_return_int64_keys_in_the_order_of_the_lanes():
 
 def test_one_lane_keeps_its_dimension():
     buffer = buffer_of(tr.Transitions())
-    with buffer.writer(lanes=1) as writer:
+    with buffer.writer(num_envs=1) as writer:
         assert writer.reset(obs=observed(0)).tolist() == [0]
         assert step(writer, observed(1)).tolist() == [1]
     assert pairs(buffer) == [(0, 1)]
@@ -124,7 +124,7 @@ def test_one_lane_keeps_its_dimension():
 
 def test_a_reset_of_some_lanes_leaves_the_others_in_their_episodes():
     buffer = buffer_of(tr.Transitions())
-    with buffer.writer(lanes=3, autoreset="disabled") as writer:
+    with buffer.writer(num_envs=3, autoreset="disabled") as writer:
         writer.reset(obs=observed(0, 10, 20))
         step(writer, observed(1, 11, 21), [True, False, False])
         keys = writer.reset(obs=observed(50, 60, 70), mask=np.array([True, False, True]))
@@ -136,7 +136,7 @@ def test_a_reset_of_some_lanes_leaves_the_others_in_their_episodes():
 @pytest.mark.parametrize("mask", [np.array([False, True]), torch.tensor([False, True])], ids=["numpy", "torch"])
 def test_lanes_may_be_reset_one_after_the_other(mask):
     buffer = buffer_of(tr.Transitions())
-    with buffer.writer(lanes=2) as writer:
+    with buffer.writer(num_envs=2) as writer:
         assert writer.reset(obs=observed(0, 10), mask=mask).tolist() == [-1, 0]
         assert writer.reset(obs=observed(1, 11), mask=~mask).tolist() == [1, -1]
         assert writer.reset(obs=observed(2, 12), mask=mask & ~mask).tolist() == [-1, -1]
@@ -146,7 +146,7 @@ def test_lanes_may_be_reset_one_after_the_other(mask):
 
 def test_the_step_after_a_lanes_end_is_a_reset_row_and_what_else_it_brings_is_ignored():
     buffer = buffer_of(tr.Transitions(), sampler=tr.Prioritized(alpha=1.0))
-    with buffer.writer(lanes=2) as writer:
+    with buffer.writer(num_envs=2) as writer:
         writer.reset(obs=observed(0, 10))
         step(writer, observed(1, 11), [True, False])
         flags = {"terminated": np.array([True, False]), "truncated": np.array([True, False])}
@@ -171,7 +171,7 @@ FINALS = {
 @pytest.mark.parametrize("final", FINALS.values(), ids=FINALS.keys())
 def test_a_lane_that_ends_in_the_same_step_writes_its_last_observation_and_the_first_of_the_next(final):
     buffer = buffer_of(tr.Transitions())
-    with buffer.writer(lanes=2, autoreset="same_step") as writer:
+    with buffer.writer(num_envs=2, autoreset="same_step") as writer:
         writer.reset(obs=observed(0, 10))
         assert step(writer, observed(1, 11), final_obs=None).tolist() == [2, 3]
         assert step(writer, observed(50, 12), [True, False], final_obs=final()).tolist() == [4, 6]
@@ -201,7 +201,7 @@ LIKE_OBSERVATIONS = {
 @pytest.mark.parametrize(("dtype", "last", "held"), LIKE_OBSERVATIONS.values(), ids=LIKE_OBSERVATIONS.keys())
 def test_a_last_observation_of_a_lane_may_be_whatever_an_observation_may_be(dtype, last, held):
     buffer = buffer_of(tr.Transitions(), {"obs": ((2,), dtype), **STEPS})
-    with buffer.writer(lanes=2, autoreset="same_step") as writer:
+    with buffer.writer(num_envs=2, autoreset="same_step") as writer:
         writer.reset(obs=np.zeros((2, 2), dtype))
         step(writer, np.zeros((2, 2), dtype), [True, False], final_obs=[last, None])
     assert everything(buffer)["next_obs"].tolist() == [held, [0, 0]]
@@ -220,7 +220,7 @@ OF_ONE_FIELD = {
 @pytest.mark.parametrize("final", OF_ONE_FIELD.values(), ids=OF_ONE_FIELD.keys())
 def test_last_observations_may_be_dicts_where_the_view_observes_one_field_of_them(names, final):
     buffer = buffer_of(tr.Transitions(observation=names), {"obs/where": ((2,), np.float32), **STEPS})
-    with buffer.writer(lanes=2, autoreset="same_step") as writer:
+    with buffer.writer(num_envs=2, autoreset="same_step") as writer:
         writer.reset(obs={"where": observed(0, 10)})
         step(writer, {"where": observed(50, 11)}, [True, False], final_obs=final)
     assert everything(buffer)["next_obs"]["where"][:, 0].tolist() == [7, 11]
@@ -228,7 +228,7 @@ def test_last_observations_may_be_dicts_where_the_view_observes_one_field_of_the
 
 def test_last_observations_of_a_vector_environment_may_be_nested_arrays_of_all_lanes():
     buffer = buffer_of(tr.Transitions(), NESTED)
-    with buffer.writer(lanes=2, autoreset="same_step") as writer:
+    with buffer.writer(num_envs=2, autoreset="same_step") as writer:
         writer.reset(obs={"where": np.zeros((2, 3)), "inner": {"step": np.array([0, 0])}})
         obs = {"where": np.full((2, 3), 50.0), "inner": {"step": np.array([50, 50])}}
         final = {"where": np.full((2, 3), 7.0), "inner": {"step": np.array([7, 7])}}
@@ -242,7 +242,7 @@ def test_last_observations_of_a_vector_environment_may_be_nested_arrays_of_all_l
 @pytest.mark.parametrize("priority", [[2.0, -3.0], torch.tensor([2.0, 3.0])], ids=["list", "tensor"])
 def test_a_priority_may_be_given_for_each_lane(priority):
     buffer = buffer_of(tr.Transitions(), sampler=tr.Prioritized(alpha=1.0))
-    with buffer.writer(lanes=2) as writer:
+    with buffer.writer(num_envs=2) as writer:
         writer.reset(obs=observed(0, 10))
         step(writer, observed(1, 11), priority=np.array(priority) if isinstance(priority, list) else priority)
         step(writer, observed(2, 12), priority=5.0)
