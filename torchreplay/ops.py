@@ -46,7 +46,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchreplay.buffer.replay_buffer import ReplayBuffer
+from torchreplay.buffer.replay_buffer import ReplayBuffer, local_sampler
 from torchreplay.schema.batch_plan import GOALS, BatchPlan
 from torchreplay.schema.samplers import Schedule
 from torchreplay.schema.spec import flatten, nest
@@ -157,10 +157,11 @@ class Ring:
         outputs = fields if plan is None else plan.outputs
         self._paths = tuple(outputs)
         self._fields = tuple((field.shape, field.dtype) for field in outputs.values())
-        self._finish = buffer._finish
+        sampler = local_sampler(buffer)
+        self._finish = sampler.config.finish
         self._beta = buffer.sampler.beta
-        nonce = buffer._nonce
-        self.state: Tensor = torch.ops.torchreplay.ring_attach(buffer._segment.fd, nonce, *_numbers(plan))
+        nonce = sampler.nonce
+        self.state: Tensor = torch.ops.torchreplay.ring_attach(sampler.segment.fd, nonce, *_numbers(plan))
         self._detach = weakref.finalize(self, torch.ops.torchreplay.ring_detach, nonce)
 
     def sample(self, batch_size: int, beta: float | Tensor | None = None) -> dict[str, Any]:

@@ -243,9 +243,9 @@ inline PyMethodDef methods[] = {
      "    ValueError: the view is Rows(), no reset() came before, the episode has ended, or a value does not fit; "
      "nothing is\n"
      "        written.\n    Stopped, WouldBlockForever, ReplayTimeout: as `append`."},
-    {"relay", relay, METH_VARARGS, nullptr},
-    {"wait_room", wait_room, METH_O, nullptr},
-    {"admitted", admitted, METH_NOARGS, nullptr},
+    {"_relay", relay, METH_VARARGS, nullptr},
+    {"_wait_room", wait_room, METH_O, nullptr},
+    {"_admitted", admitted, METH_NOARGS, nullptr},
     {"_close", close_writer, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 inline PyGetSetDef getset[] = {{"closed", get_closed, nullptr, "True after close().", nullptr},

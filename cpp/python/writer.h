@@ -265,7 +265,7 @@ inline PyObject* extend_rows(PyObject* self, WriterState& s, PyObject* const* ar
   return keys.release(1, &rows);
 }
 
-// wait_room(ns): after admitted() was false, sleeps until the limiter admits more, at most `ns`.
+// _wait_room(ns): after _admitted() was false, sleeps until the limiter admits more, at most `ns`.
 inline PyObject* wait_room(PyObject* self, PyObject* ns) {
   return guarded([&] {
     auto& s = state_of<WriterState>(self);
@@ -280,7 +280,7 @@ inline PyObject* wait_room(PyObject* self, PyObject* ns) {
   });
 }
 
-// admitted() -> bool: the limiter would let an append through now. A signal after this look ends the next wait_room(),
+// _admitted() -> bool: the limiter would let an append through now. A signal after this look ends the next _wait_room(),
 // one before it does not: others may have used up what that one admitted.
 inline PyObject* admitted(PyObject* self, PyObject*) {
   return guarded([&] {

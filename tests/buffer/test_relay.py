@@ -55,7 +55,7 @@ class Relay:
         before = block[links_at : links_at + 8 * n].view(torch.int64).numpy() >> 16
         known = np.array([self.keys.get(int(b), first - int(b)) for b in before])
         keys = np.full(n, -1)
-        self.writer.relay(block, n, known, keys, 0)
+        self.writer._relay(block, n, known, keys, 0)
         self.keys.update({first + i + 1: int(k) + 1 for i, k in enumerate(keys)})
 
 
@@ -71,7 +71,7 @@ def test_relayed_streams_give_the_items_of_those_that_were_written(chunk):
     rows = there._segment.run_length(0, 1000)
     assert rows == plain.stats().rows_written
     for first in range(0, rows, chunk):
-        relay.relay(first, min(chunk, rows - first))
+        relay._relay(first, min(chunk, rows - first))
     shift = here.stats().rows_written - rows
     expected = plain.gather(torch.arange(rows))
     found = here.gather(torch.arange(rows) + shift)
@@ -123,9 +123,9 @@ def test_a_link_to_a_row_that_cannot_be_there_is_refused(before):
     there.extend(**values(np.random.default_rng(0), 3))
     block, _ = there._segment.copy_run(0, 3)
     with pytest.raises(ValueError, match="linked with nothing"):
-        tr.Writer(here._segment, here._config).relay(block, 3, np.array(before), np.full(3, -1), 0)
+        tr.Writer(here._segment, here._config)._relay(block, 3, np.array(before), np.full(3, -1), 0)
     with pytest.raises(ValueError, match="block"):
-        tr.Writer(here._segment, here._config).relay(block[:-1], 3, np.zeros(3, int), np.full(3, -1), 0)
+        tr.Writer(here._segment, here._config)._relay(block[:-1], 3, np.zeros(3, int), np.full(3, -1), 0)
     assert here.stats().rows_written == 0
 
 
@@ -141,10 +141,10 @@ def test_rows_with_steps_that_do_not_follow_on_those_before_are_refused(wrong):
     writer = tr.Writer(here._segment, here._config)
     steps[wrong] += 1
     with pytest.raises(ValueError, match=r"row \d of the block does not go on where its episode is"):
-        writer.relay(block, 4, before, keys, 0)
+        writer._relay(block, 4, before, keys, 0)
     assert here.stats().rows_written == 0
     steps[wrong] -= 1
-    writer.relay(block, 4, before, keys, 0)
+    writer._relay(block, 4, before, keys, 0)
     assert len(here.sample(8)["key"]) == 8
 
 
@@ -162,11 +162,11 @@ def test_a_row_goes_on_where_the_row_before_it_in_the_buffer_is(key1, step, good
     block[links_at + 64 : links_at + 68].view(torch.int32)[0] = step
     writer = tr.Writer(here._segment, here._config)
     if good:
-        writer.relay(block, 1, np.array([key1]), np.full(1, -1), 0)
+        writer._relay(block, 1, np.array([key1]), np.full(1, -1), 0)
         assert here.stats().rows_written == 3
     else:
         with pytest.raises(ValueError, match="does not go on where its episode is"):
-            writer.relay(block, 1, np.array([key1]), np.full(1, -1), 0)
+            writer._relay(block, 1, np.array([key1]), np.full(1, -1), 0)
 
 
 def test_a_relay_that_was_interrupted_goes_on_where_it_was():
@@ -182,10 +182,10 @@ def test_a_relay_that_was_interrupted_goes_on_where_it_was():
     here._segment.admit(0)
     writer = Interrupted(here._segment, here._config)
     with pytest.raises(tr.ReplayTimeout):
-        writer.relay(block, 6, np.zeros(6, int), keys, 0)
+        writer._relay(block, 6, np.zeros(6, int), keys, 0)
     assert (keys == -1).all()
     assert len(here) == 0
     here.limiter = tr.MinSize()
-    writer.relay(block, 6, np.zeros(6, int), keys, 4)  # as if rows 0 to 3 were there
+    writer._relay(block, 6, np.zeros(6, int), keys, 4)  # as if rows 0 to 3 were there
     assert keys.tolist() == [-1] * 4 + [0, 1]
     assert torch.equal(here.storage["obs"][:2], torch.from_numpy(given["obs"][4:]))

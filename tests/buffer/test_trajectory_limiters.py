@@ -261,11 +261,11 @@ in_step = pytest.mark.parametrize(("view", "num_envs", "length", "span"), IN_STE
 
 
 def write_counting_sleeps(buffer, num_envs, length, sleeps):
-    def wait_room(writer, ns):
+    def _wait_room(writer, ns):
         sleeps[0] += 1
-        super(tr.Writer, writer).wait_room(ns)
+        super(tr.Writer, writer)._wait_room(ns)
 
-    tr.Writer.wait_room = wait_room
+    tr.Writer._wait_room = _wait_room
     write_for_ever(buffer, num_envs, length)
 
 
@@ -301,10 +301,10 @@ def test_rows_of_trajectories_that_are_no_items_yet_are_written_without_a_sleep(
     buffer = buffer_of(view, capacity=500, limiter=tr.SamplesPerInsert(1.0, min_size=1000, tolerance=0.1))
     looks = []
 
-    def wait_room(writer, ns):
+    def _wait_room(writer, ns):
         raise Sleeps
 
-    monkeypatch.setattr(tr.Writer, "wait_room", wait_room, raising=False)
+    monkeypatch.setattr(tr.Writer, "_wait_room", _wait_room, raising=False)
     look = tr.Writer._wait
     monkeypatch.setattr(tr.Writer, "_wait", lambda writer, stalled: (looks.append(stalled), look(writer, stalled)))
     with pytest.raises(Sleeps):

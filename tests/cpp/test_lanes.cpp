@@ -132,14 +132,14 @@ BOOST_AUTO_TEST_CASE(steps_before_a_reset_and_after_an_end_are_refused_and_chang
     uint64_t key = 0;
     const std::string early = refusal([&] { plan_step(lanes, kNone2, kNone2); });
     BOOST_TEST(has(early, "step() before the first reset()"));
-    BOOST_TEST(has(early, "lane 0") == vectorised);
+    BOOST_TEST(has(early, "environment 0") == vectorised);
     lanes.plan_reset(nullptr);
     write(lanes, key);
     plan_step(lanes, {0, 1}, kNone2);
     write(lanes, key);
     const std::string late = refusal([&] { plan_step(lanes, kNone2, kNone2); });
     BOOST_TEST(has(late, "call reset() first"));
-    BOOST_TEST(has(late, "lane 1") == vectorised);
+    BOOST_TEST(has(late, "environment 1") == vectorised);
     const uint8_t second[] = {0, 1};
     lanes.plan_reset(second);
     CHECK_ROWS(lanes, reset(1, 0, 1));
@@ -252,7 +252,7 @@ BOOST_AUTO_TEST_CASE(a_call_that_fails_when_some_of_its_rows_are_written_leaves_
   write(lanes, key, 0, 2);  // 3, 4: lane 2 writes nothing
   lanes.break_off();
   for (uint8_t lane = 0; lane < 3; lane++) {
-    BOOST_TEST(has(refusal([&] { plan_step(lanes, kNone3, kNone3); }), "call reset() before the next step() in lane"));
+    BOOST_TEST(has(refusal([&] { plan_step(lanes, kNone3, kNone3); }), "call reset() before the next step() in environment"));
     Flags one(3);
     one[lane] = 1;
     lanes.plan_reset(one.data());

@@ -24,7 +24,7 @@ class SimulatedDataset(tr.ReplayDataset):
 
     def _make_staging(self):
         copies = cuda.DeviceCopies(torch.device("cpu"))
-        return Staging(self.buffer, self.batch_size, self.prefetch, copies)
+        return Staging(self.buffer._config, self.batch_size, self.prefetch, copies)
 
 
 def simulate(monkeypatch, seed):
@@ -108,14 +108,14 @@ class Registered:
 
 def test_all_of_a_buffers_memory_is_locked_once_and_until_it_is_closed():
     buffer, registry = filled_buffer(), Registered()
-    buffer._lock_pages(registry)
-    buffer._lock_pages(registry)
+    buffer._source.lock_pages(registry)
+    buffer._source.lock_pages(registry)
     ((address, nbytes),) = registry.held
     assert nbytes == buffer.nbytes
-    assert buffer._page_lock.held
+    assert buffer._source._page_lock.held
     for tensor in buffer.storage.values():
         assert address <= tensor.data_ptr() < address + nbytes
-    lock = buffer._page_lock
+    lock = buffer._source._page_lock
     buffer.close()
     assert registry.held == []
     assert not lock.held
@@ -124,7 +124,7 @@ def test_all_of_a_buffers_memory_is_locked_once_and_until_it_is_closed():
 
 def test_memory_that_nobody_closed_is_released_before_it_is_unmapped():
     buffer, registry = filled_buffer(), Registered()
-    buffer._lock_pages(registry)
+    buffer._source.lock_pages(registry)
     assert registry.held
     del buffer
     assert registry.held == []
@@ -133,17 +133,17 @@ def test_memory_that_nobody_closed_is_released_before_it_is_unmapped():
 def test_a_refusal_is_one_warning_that_says_what_and_why():
     buffer, registry = filled_buffer(), Registered("out of memory, CUDA error 2")
     with pytest.warns(RuntimeWarning, match=r'pin="ring" cannot page-lock the .* MiB .*out of memory, CUDA error 2'):
-        buffer._lock_pages(registry)
+        buffer._source.lock_pages(registry)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        buffer._lock_pages(registry)
-    assert not buffer._page_lock.held
+        buffer._source.lock_pages(registry)
+    assert not buffer._source._page_lock.held
     buffer.close()
 
 
 def test_a_forked_child_leaves_the_registration_to_its_parent():
     buffer, registry = filled_buffer(), Registered()
-    buffer._lock_pages(registry)
+    buffer._source.lock_pages(registry)
 
     def in_child():
         buffer.close()
@@ -323,7 +323,7 @@ def test_memory_refused_a_second_time_leaves_no_error_behind():
     from torchreplay.cuda.pinned_memory import CudaRegistry
 
     buffer = filled_buffer()
-    buffer._lock_pages()
+    buffer._source.lock_pages()
     with pytest.warns(RuntimeWarning, match="CUDA error"):
         PageLock(buffer, buffer._segment.address, buffer.nbytes, CudaRegistry())
     assert torch.ones(3, device="cuda").sum().item() == 3

@@ -309,11 +309,11 @@ def test_a_loaders_worker_is_refused_a_cuda_device(monkeypatch):
 
 @pytest.mark.usefixtures("two_devices")
 def test_the_buffers_memory_is_page_locked_for_the_ring_alone(monkeypatch):
-    monkeypatch.setattr("torchreplay.buffer.replay_buffer.DeviceCopies", lambda device: LateCopies())
+    monkeypatch.setattr("torchreplay.buffer.local_source.DeviceCopies", lambda device: LateCopies())
     locked = []
     for pin in ("staging", "off", "ring"):
         buffer = filled_buffer()
-        buffer._lock_pages = lambda registry, pin=pin: locked.append(pin) or SimpleNamespace(held=False)
+        buffer._source.lock_pages = lambda registry, pin=pin: locked.append(pin) or SimpleNamespace(held=False)
         if pin != "off":
             next(iter(tr.ReplayDataset(buffer, BATCH, device="cuda", pin=pin)))
     assert locked == ["ring"]

@@ -151,13 +151,13 @@ def test_an_iteration_is_for_one_thread():
     def end():
         eventually(lambda: buffer.stats().sample_wait > 0)
         try:
-            dataset._stream = stream
+            dataset._iteration.stream = stream
             dataset.end()
         except RuntimeError as error:
             failures.append(str(error))
         extend(buffer, 0, ROWS)
 
-    stream = PrefetchIterator(buffer, BATCH, 1, 2, None, Wait, deque())
+    stream = PrefetchIterator(buffer._sampler, BATCH, 1, 2, None, Wait, deque())
     with buffer.expect_writers():
         other = threading.Thread(target=end)
         other.start()

@@ -124,8 +124,8 @@ def test_buffers_that_were_saved_and_loaded_are_told_apart_by_their_seeds(pair, 
     state = dataset.state_dict()
     loaded = []
     for buffer in pair:
-        buffer.save(tmp_path / str(buffer._marks()))
-        loaded.append(tr.ReplayBuffer.load(tmp_path / str(buffer._marks())))
+        buffer.save(tmp_path / str(buffer._nonce))
+        loaded.append(tr.ReplayBuffer.load(tmp_path / str(buffer._nonce)))
     expected = [batch["key"].tolist() for batch in take(iterator, 3)]
     with pytest.raises(ValueError, match="in another order"):
         tr.MixedDataset({loaded[1]: 1, loaded[0]: 1}, 8).load_state_dict(state)

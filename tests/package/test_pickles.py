@@ -6,6 +6,7 @@ import pickle
 import pickletools
 import subprocess
 import sys
+from types import SimpleNamespace
 from pathlib import Path
 
 import numpy as np
@@ -113,7 +114,7 @@ def test_a_sharded_replay_pickles_by_name_and_refuses_to_be_copied():
     from torchreplay.schema.config import Config
 
     replay = ShardedReplay.__new__(ShardedReplay)  # no cluster is needed to say what it is
-    replay._nonce, replay._seed, replay._config = 1, 2, Config.of(SPEC, 10, None, None, None)
+    replay._nonce, replay._sampler, replay._config = 1, SimpleNamespace(seed=2), Config.of(SPEC, 10, None, None, None)
     replay._capacity, replay._count = 10, 1
     data = cloudpickle.dumps(replay)
     assert functions_by_value(data) == []

@@ -130,8 +130,8 @@ def test_explorers_of_a_sharded_buffer_spread_over_its_nodes_and_write_to_their_
             eventually(lambda: all(s.alive and s.rows for s in pool.stats()), STARTUP)
             assert sorted(nodes_of(pool)) == sorted(cluster.node_ids)
             assert learner.stats().buffers["buffer"].rows_written > 100
-            assert replay.shards.look().expected
-        assert not replay.shards.look().expected
+            assert replay._shards.look().expected
+        assert not replay._shards.look().expected
         assert not pool.errors
         rows = {shard.node: shard.stats.rows_written for shard in replay.stats().shards}
         assert {s.node: s.rows for s in pool.stats()} == rows

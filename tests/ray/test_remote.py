@@ -212,7 +212,7 @@ def test_a_writer_too_many_is_told_so_and_the_others_go_on(cluster, explorer):
     buffer = make_buffer()
     far = explorer(1, buffer, 1)
     assert cluster.ray.get(far.write.remote(3)) == 3
-    places = buffer._ledger.places
+    places = buffer._sampler.delivery_log.places
     free = places["writer"] == 0
     places["writer"][free], places["used"][free] = 7, time.monotonic()  # as if so many others wrote, too
 

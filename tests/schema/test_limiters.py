@@ -54,8 +54,8 @@ def test_samples_per_insert_admits_what_reverbs_rate_limiter_admits(ratio, min_s
             for _ in range(0 if is_sample else n):
                 len(buffer)  # lets the limiter see what came
                 allowed = inserted + 1 <= min_size or (inserted + 1) * ratio - sampled <= max_diff + 1e-9
-                assert writer.admitted() == (allowed or inserted == 0)
-                if not writer.admitted():
+                assert writer._admitted() == (allowed or inserted == 0)
+                if not writer._admitted():
                     break
                 writer.append(x=1)
                 inserted += 1
@@ -258,7 +258,7 @@ def test_a_new_limiter_counts_as_if_its_minimum_had_just_come_and_nothing_had_be
                     buffer.sample(n, timeout=0)
             len(buffer)  # lets the limiter see what came
             admitted = inserted + 1 <= min_size or (inserted + 1) * ratio - sampled <= max_diff + 1e-9
-            assert writer.admitted() == admitted
+            assert writer._admitted() == admitted
             if admitted:
                 writer.append(x=1)
                 inserted += 1
@@ -321,9 +321,9 @@ def test_a_writer_sleeps_again_when_another_one_has_used_up_what_a_draw_let_thro
     with Forked(append_until_stopped, buffer, 1) as other, buffer.writer() as writer:
         eventually(lambda: buffer.stats().insert_wait > 0)
         buffer.sample(5)
-        eventually(lambda: buffer.stats().inserted == 20 and not writer.admitted())
+        eventually(lambda: buffer.stats().inserted == 20 and not writer._admitted())
         start = time.monotonic_ns()
-        writer.wait_room(slice_ns)
+        writer._wait_room(slice_ns)
         assert time.monotonic_ns() - start >= slice_ns, "it would turn in a loop until it is admitted"
         buffer.stop()
         assert other.wait() == 0

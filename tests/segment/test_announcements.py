@@ -35,14 +35,14 @@ def test_an_announcement_of_writers_ends_with_the_process_that_made_it(cluster):
         pid = cluster.ray.get(announcer.pid.remote())
         with pytest.raises(tr.ReplayTimeout):
             replay.sample(1, timeout=BELIEF * 1.5)  # it is repeated
-        assert replay.shards.look().expected
+        assert replay._shards.look().expected
         os.kill(pid, signal.SIGKILL)
-        eventually(lambda: not replay.shards.look().expected)
+        eventually(lambda: not replay._shards.look().expected)
         kept = replay.expect_writers()
-        assert replay.shards.look().expected
+        assert replay._shards.look().expected
         kept.close()
         kept.close()
-        assert not replay.shards.look().expected
+        assert not replay._shards.look().expected
 
 
 def test_announcements_are_believed_for_a_while_and_each_by_itself(monkeypatch):

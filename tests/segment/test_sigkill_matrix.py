@@ -95,7 +95,7 @@ def await_all_wait(scene, probe):
         if not all_sleep():
             return False
         len(scene.buffer)  # rows that were lost, and rows that are no items, make room for others
-        return not probe.admitted() and scene.buffer.stats().rows_written == rows and all_sleep()
+        return not probe._admitted() and scene.buffer.stats().rows_written == rows and all_sleep()
 
     eventually(rests, interval=0.001)
 

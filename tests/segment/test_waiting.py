@@ -309,7 +309,7 @@ def test_a_learner_that_gave_up_does_not_leave_writers_running_ahead_for_it():
         for kind, timeout in ((tr.ReplayTimeout, 0), (tr.ReplayTimeout, 0.05)):
             with pytest.raises(kind):
                 buffer.sample(300, timeout=timeout)
-        while writer.admitted():
+        while writer._admitted():
             writer.append(x=1)
             len(buffer)  # lets the limiter see what came
     assert buffer.stats().inserted == 15
@@ -322,7 +322,7 @@ def test_a_learner_interrupted_in_its_wait_does_not_leave_writers_running_ahead_
         child.signal(signal.SIGINT)
         assert child.wait() == 0
     with buffer.writer() as writer:
-        while writer.admitted():
+        while writer._admitted():
             writer.append(x=1)
             len(buffer)
     assert buffer.stats().inserted == 15

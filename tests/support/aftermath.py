@@ -32,7 +32,7 @@ def write_rows(buffer, calls, rows):
     """Makes calls until so many rows are written, and draws where the limiter asks for it."""
     with buffer.writer() as probe:
         while rows > 0:
-            while not probe.admitted():
+            while not probe._admitted():
                 buffer.sample(BATCH, timeout=30)
             rows -= next(calls)
 

@@ -70,7 +70,7 @@ class StagedDataset(tr.ReplayDataset):
         self.copies = LateCopies()
 
     def _make_staging(self):
-        return Staging(self.buffer, self.batch_size, self.prefetch, self.copies)
+        return Staging(self.buffer._config, self.batch_size, self.prefetch, self.copies)
 
 
 class LateArrival:

@@ -3,6 +3,7 @@
 __all__ = [
     "base",
     "inspection",
+    "local_source",
     "pending_updates",
     "prefetch",
     "replay_buffer",

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from torchreplay.buffer.tree_summary import TreeSummary
-from torchreplay.schema.batch import Finish, ReplayBatch
-from torchreplay.schema.config import Configured
+from torchreplay.schema.batch import ReplayBatch
+from torchreplay.schema.config import Config, Configured
 from torchreplay.schema.samplers import Schedule
 
 if TYPE_CHECKING:
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 Pin = Literal["staging", "ring", "off"]
 PINS: tuple[Pin, ...] = get_args(Pin)
+
+MAX_BATCH = 1 << 24
+"""Items in a batch, at most."""
 
 
 class Batches(Protocol):
@@ -55,25 +58,24 @@ class Batches(Protocol):
         """Ends it. What was drawn and is not handed out has not been drawn."""
 
 
-class Replay(Configured, ABC):
-    """What learners draw from and feed back to: a `ReplayBuffer`, or the shards of several machines."""
+class BatchSource(ABC):
+    """What a `Replay` draws with: what datasets use, and users do not see.
 
-    _nonce: int
-    """Its identity, by which batches name it."""
+    Attributes:
+        config: What the replay was made of.
+        nonce: Its identity, by which batches name it.
+    """
 
-    _finish: Finish | None
-    """What computes the rest of a batch that was drawn; None: nothing is left to compute."""
+    config: Config
+    nonce: int
+
+    @property
+    @abstractmethod
+    def seed(self) -> int:
+        """The seed of the draws, which a replay that is restored from a checkpoint has too."""
 
     @abstractmethod
-    def sample(self, batch_size: int, beta: Schedule | None = None, timeout: float | None = None) -> ReplayBatch:
-        """Draws a batch, stratified and with replacement; waits until the limiter admits it."""
-
-    @abstractmethod
-    def update_priorities(self, batch_or_keys: ReplayBatch | Any, td: Any) -> None:
-        """Feeds TD errors back to exactly the items they were computed from."""
-
-    @abstractmethod
-    def _unissued(self, keys: NDArray[np.int64]) -> int | None:
+    def unissued(self, keys: NDArray[np.int64]) -> int | None:
         """Returns the index of the first of `keys` that it never issued; raises RuntimeError if it is closed."""
 
     @abstractmethod
@@ -110,6 +112,20 @@ class Replay(Configured, ABC):
             pin: What is page-locked, as for a `ReplayDataset`.
         """
 
+
+class Replay(Configured, ABC):
+    """What learners draw from and feed back to: a `ReplayBuffer`, or the shards of several machines."""
+
+    _source: BatchSource
+
+    @abstractmethod
+    def sample(self, batch_size: int, beta: Schedule | None = None, timeout: float | None = None) -> ReplayBatch:
+        """Draws a batch, stratified and with replacement; waits until the limiter admits it."""
+
+    @abstractmethod
+    def update_priorities(self, batch_or_keys: ReplayBatch | Any, td: Any) -> None:
+        """Feeds TD errors back to exactly the items they were computed from."""
+
     @abstractmethod
     def flush(self) -> None:
         """Waits for the TD errors that are on their way, and sees them applied."""
@@ -128,11 +144,7 @@ class Replay(Configured, ABC):
 
     @abstractmethod
     def histograms(self, bins: int = 64) -> dict[str, torch.Tensor]:
-        """Returns histograms of leaf priorities and of rows' ages. O(capacity)."""
-
-    @abstractmethod
-    def _marks(self) -> tuple[int, int]:
-        """Returns its identity, and the seed of its draws, which one that is restored from a checkpoint has too."""
+        """Returns histograms of raw priorities and of rows' ages. O(capacity)."""
 
     @abstractmethod
     def stop(self) -> None:
@@ -176,3 +188,8 @@ class Replay(Configured, ABC):
     @stream.setter
     @abstractmethod
     def stream(self, number: int) -> None: ...
+
+
+def source_of(replay: Replay) -> BatchSource:
+    """Returns what `replay` draws with. For the other rooms of this package."""
+    return replay._source

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from torchreplay import _C
-from torchreplay.buffer.pending_updates import PendingUpdates
+from torchreplay.buffer.sampling import LocalSampler
 from torchreplay.buffer.stats import Stats
-from torchreplay.schema.config import Configured
-from torchreplay.schema.limiters import Limiter, MinSize, SamplesPerInsert, from_native
+from torchreplay.schema.limiters import from_native
 from torchreplay.schema.samplers import LARGEST_PRIORITY, Sampler, Uniform, priorities_of
 from torchreplay.schema.spec import nest
-from torchreplay.segment.waits import NEVER
-from torchreplay.validation import checked_int, checked_kind
+from torchreplay.validation import checked_int
 
 
 class StorageView(torch.Tensor):
@@ -104,115 +100,40 @@ def histograms(
     }
 
 
-class Inspection(Configured):
-    """The part of a `ReplayBuffer` that shows what is in it."""
+class Inspection:
+    """What is in a buffer.
 
-    _segment: _C.Segment
-    _nonce: int
-    _deferred: PendingUpdates
+    Args:
+        sampler: Of the buffer.
+    """
 
-    def __len__(self) -> int:
-        """Returns the number of rows held."""
-        rows = self._segment.refresh(NEVER, False)
-        assert rows is not None  # the buffer's end did not end the wait
-        return rows
-
-    @property
-    def capacity(self) -> int:
-        """Rows that fit."""
-        return self._config.capacity
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of shared memory, or of the file."""
-        return self._segment.nbytes
-
-    @property
-    def path(self) -> Path | None:
-        """The file that holds the buffer; None when it lies in memory."""
-        return Path(os.readlink(f"/proc/self/fd/{self._segment.fd}")) if self._segment.in_file else None
-
-    @property
-    def limiter(self) -> Limiter:
-        """Who must wait. Set it to change it for every process at once. Processes that can go on under the new one do.
-
-        None sets the default, `MinSize(1)`, as it does where a buffer is made.
-
-        A new limiter counts from the moment at which it is set, as if its `min_size` items had just come and none had
-        been drawn. Of the items inserted before, `min_size` count (or all, if there are fewer). Of the draws before,
-        none count. So the balance of `SamplesPerInsert` starts in the middle of its bounds, and neither side has to
-        make up for what was allowed before.
-        """
-        return from_native(*self._segment.limiter)
-
-    @limiter.setter
-    def limiter(self, limiter: Limiter | None) -> None:
-        default: Limiter = MinSize()
-        self._segment.set_limiter(checked_kind("limiter", limiter, default, (MinSize, SamplesPerInsert)).native())
-
-    @property
-    def draws(self) -> int:
-        """Batches that this attached object has drawn: the position in its own stream of draws. Set it to resume."""
-        return self._segment.step
-
-    @draws.setter
-    def draws(self, step: int) -> None:
-        self._segment.step = checked_int("draws", step, 0, (1 << 48) - 1)
-
-    @property
-    def stream(self) -> int:
-        """The number of this process's stream of draws. Set it to resume that of another process."""
-        return self._segment.stream
-
-    @stream.setter
-    def stream(self, number: int) -> None:
-        self._segment.stream = checked_int("stream", number, 0, (1 << 32) - 1)
+    def __init__(self, sampler: LocalSampler) -> None:
+        self._segment, self._config = sampler.segment, sampler.config
 
     def stats(self) -> Stats:
         """Returns what has happened so far, over all processes."""
-        self._deferred.apply_arrived()
-        return self._stats()
-
-    def _stats(self) -> Stats:
         values = self._segment.stats()
         values["priority_min"] = smallest_priority(values.pop("smallest_leaf"), self._config.sampler)
         return Stats.of(values)
 
-    def _marks(self) -> tuple[int, int]:
-        return self._nonce, self._segment.seed
-
-    def histograms(self, bins: int = 64) -> dict[str, torch.Tensor]:
-        """Returns histograms of raw priorities and of rows' ages. O(capacity).
-
-        Args:
-            bins: Number of bins.
-
-        Returns:
-            `priority_edges` (float64 `[bins + 1]`, logarithmic) and `priority` (int64 `[bins]`, counts of drawable
-            items by raw priority |td|; what is below the sampler's `eps` counts as `eps`); `age_edges` (float64
-            `[bins + 1]`, in rows written since) and `age` (int64 `[bins]`, counts of rows).
-        """
+    def histograms(self, bins: int) -> dict[str, torch.Tensor]:
+        """Returns what `ReplayBuffer.histograms` does."""
         bins = checked_int("bins", bins, 1, 1 << 20)
-        head = self.stats().rows_written  # which applies what has arrived
+        head = self._segment.stats()["rows_written"]
         return histograms(self._segment.column(-1), self._segment.column(-2), head, bins, self._config.sampler)
 
-    @property
     def storage(self) -> dict[str, Any]:
-        """Tensors `[capacity, *shape]` over the shared memory itself, nested as the spec, for inspection.
-
-        They are live: a row may change while it is looked at, and writing to them bypasses every promise. They cannot
-        be pickled.
-        """
+        """Returns tensors over the shared memory itself, nested as the spec."""
         return nest({path: StorageView.over(self._segment.column(i)) for i, path in enumerate(self._config.fields)})
 
-    def __repr__(self) -> str:
-        if self._segment.closed:
-            return "ReplayBuffer(closed)"
-        stats = self._stats()  # a repr raises nothing
-        where = "shared" if self.path is None else f"in {self.path}"
+    def summary(self, path: Path | None) -> str:
+        """Returns the buffer's text; `path` is its file."""
+        stats = self.stats()
+        where = "shared" if path is None else f"in {path}"
         names = ", ".join("/".join(path) for path in self._config.fields)
         return (
             f"ReplayBuffer({stats.size:,}/{stats.capacity:,} rows, fields: {names}, "
-            f"{stats.nbytes / 2**20:,.1f} MiB {where}, {self.view}, {self.sampler}, {self.limiter}, "
+            f"{stats.nbytes / 2**20:,.1f} MiB {where}, {self._config.view}, {self._config.sampler}, "
+            f"{from_native(*self._segment.limiter)}, "
             f"{stats.writers} writers{', stopped' if stats.stopped else ''})"
         )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchreplay import _C
-from torchreplay.buffer.sampling import MAX_BATCH
+from torchreplay.buffer.base import MAX_BATCH
 from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.errors import ReplayTimeout, Stopped
 from torchreplay.schema.batch import ReplayBatch
@@ -20,7 +20,7 @@ from torchreplay.segment.waits import LOG_EVERY, SLICE_NS, Wait
 from torchreplay.validation import checked_int
 
 if TYPE_CHECKING:
-    from torchreplay.buffer.replay_buffer import ReplayBuffer
+    from torchreplay.buffer.sampling import LocalSampler
     from torchreplay.cuda.staging import Staging
 
 DRAWN_FIELDS = {"key": torch.int64, "weight": torch.float32, "probability": torch.float32}
@@ -38,7 +38,7 @@ class PrefetchIterator:
     same batches. A batch does not know the feedback between its order and its handing out.
 
     Args:
-        buffer: The buffer to draw from.
+        source: Of the buffer to draw from.
         batch_size: Items in a batch.
         count: Batches; None for endlessly many.
         prefetch: Batches drawn ahead of the one asked for; 0: each is drawn when it is asked for.
@@ -51,7 +51,7 @@ class PrefetchIterator:
 
     def __init__(
         self,
-        buffer: ReplayBuffer,
+        source: LocalSampler,
         batch_size: int,
         count: int | None,
         prefetch: int,
@@ -61,18 +61,18 @@ class PrefetchIterator:
         staging: Staging | None = None,
     ) -> None:
         checked_int("batch_size", batch_size, 1, MAX_BATCH)
-        self._buffer = buffer
-        self._segment = segment = buffer._segment
+        self._source = source
+        self._segment = segment = source.segment
         self._batch_size, self._left, self._prefetch, self._timeout = batch_size, count, prefetch, timeout
         self._waiting = waiting
         self._again = drawn
         self._from: TreeSummary | None = None  # of the batch handed out last, if it came from a state
         self._staging = staging
-        self._finish = buffer._finish if staging is None else None
+        self._finish = source.config.finish if staging is None else None
         self._ahead: _C.DrawAhead | None = None
         self._ordered = 0  # and not taken
         self._steady = False  # `prefetch` batches are ordered: one more, and one is taken
-        self._beta = buffer._config.sampler.beta
+        self._beta = source.config.sampler.beta
         _ = segment.stream  # a forked child has one of its own from here on, and steps that belong to it
         self._waited_by: tuple[int, int] | None = None  # process and thread, while one waits for a batch
         self._others = segment.draws - segment.step  # draws of this and other processes before
@@ -88,8 +88,8 @@ class PrefetchIterator:
             ReplayTimeout, WouldBlockForever, Stopped: As `sample` does.
         """
         try:
-            if self._buffer._deferred.waiting:
-                self._buffer._deferred.apply_arrived()
+            if self._source.pending.waiting:
+                self._source.pending.apply_arrived()
             if self._staging is not None:
                 self._staging.require_own_process()
             batch: ReplayBatch | None = None
@@ -106,7 +106,7 @@ class PrefetchIterator:
                 if batch is None:
                     batch = self._next_drawn(waiting)
         except RuntimeError:
-            if self._buffer._ended:  # another thread has closed it, since
+            if self._source.ended:  # another thread has closed it, since
                 raise Stopped("the replay buffer was stopped") from None
             raise
         if left is not None:
@@ -166,7 +166,7 @@ class PrefetchIterator:
             self._order()  # before it is handed out, as if it had been drawn here
         while self._again:
             drawn = self._again.popleft()
-            batch = self._buffer._gather(drawn["key"], drawn["step"])
+            batch = self._source.find(drawn["key"], drawn["step"])
             if len(batch["key"]) == len(drawn["key"]):
                 batch["weight"].copy_(drawn["weight"])
                 batch["probability"].copy_(drawn["probability"])
@@ -177,7 +177,7 @@ class PrefetchIterator:
     def _next_drawn(self, waiting: type[Wait]) -> ReplayBatch:
         self._from = None
         if self._prefetch == 0:
-            return self._buffer._draw(self._batch_size, None, self._timeout, waiting, self._place())
+            return self._source.draw(self._batch_size, None, self._timeout, waiting, self._place())
         ahead = self._order()
         batch = self._wait_for_batch(ahead, ahead.take(0), waiting)
         self._ordered -= 1
@@ -214,7 +214,7 @@ class PrefetchIterator:
     def _wait_for_batch(self, ahead: _C.DrawAhead, result: Any, waiting: type[Wait]) -> ReplayBatch:
         """Returns `result`, or if that is no batch, the one that comes; it is finished."""
         if result.__class__ is not ReplayBatch:
-            wait = waiting(self._buffer._watched, self._timeout)
+            wait = waiting(self._source.watched, self._timeout)
             self._waited_by = os.getpid(), threading.get_ident()
             try:
                 result = self._waited_for(ahead, result, wait)
@@ -233,7 +233,7 @@ class PrefetchIterator:
                 return self._last_look(ahead, result, wait)
             if result is not None:
                 heard_at = time.monotonic()
-                self._buffer._check_shortage(result, self._batch_size, wait)
+                self._source.check_shortage(result, self._batch_size, wait)
             elif time.monotonic() - heard_at >= LOG_EVERY:
                 heard_at = time.monotonic()
                 self._segment.refresh(wait.deadline_ns, True)  # which says in the log whose the lock is
@@ -256,6 +256,6 @@ class PrefetchIterator:
             late = time.monotonic() >= until
             known = known if result is None else result
             if known is not None and (result is not None or late):
-                self._buffer._check_shortage(known, self._batch_size, wait)
+                self._source.check_shortage(known, self._batch_size, wait)
             if late:
                 raise ReplayTimeout(f"no batch of {self._batch_size:,} within {self._timeout} s")

@@ -5,10 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-import time
-from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -17,42 +13,37 @@ import numpy as np
 import torch
 
 from torchreplay import _C
-from torchreplay.buffer.base import Pin, Replay
+from torchreplay.buffer.base import Replay
 from torchreplay.buffer.copying import copy_rows
+from torchreplay.buffer.creation import attached_segment, new_segment
 from torchreplay.buffer.inspection import Inspection
-from torchreplay.buffer.pending_updates import PendingUpdates
-from torchreplay.buffer.prefetch import PrefetchIterator
-from torchreplay.buffer.sampling import Drawing
+from torchreplay.buffer.local_source import LocalSource
+from torchreplay.buffer.sampling import LocalSampler, Missing
+from torchreplay.buffer.stats import Stats
 from torchreplay.buffer.writer import Autoreset, Writer
 from torchreplay.checkpoint.buffer_checkpoint import Description, load_rows, reading_rooms, save, with_rows
-from torchreplay.cuda.copies import DeviceCopies
-from torchreplay.cuda.pinned_memory import CudaRegistry, PageLock, Registry
-from torchreplay.cuda.staging import Staging
 from torchreplay.errors import AttachError, CheckpointError, ReplayTimeout
 from torchreplay.schema.batch import ReplayBatch
-from torchreplay.schema.batch_plan import GOALS
 from torchreplay.schema.config import MAX_CAPACITY, Config
 from torchreplay.schema.hindsight import Hindsight
-from torchreplay.schema.limiters import Limiter, from_native
-from torchreplay.schema.samplers import Sampler
-from torchreplay.schema.spec import Spec, to_native
+from torchreplay.schema.limiters import Limiter, MinSize, SamplesPerInsert, from_native
+from torchreplay.schema.samplers import Sampler, Schedule
+from torchreplay.schema.spec import Spec
 from torchreplay.schema.views import View
 from torchreplay.segment.delivery_log import DeliveryLog
-from torchreplay.segment.handle import Handle, lasting_handle, new_nonce, open_handle
-from torchreplay.segment.process_hooks import open_buffers
+from torchreplay.segment.handle import Handle, lasting_handle, open_handle
 from torchreplay.segment.ray_node import is_elsewhere
 from torchreplay.segment.remote_handles import attach_remote
-from torchreplay.segment.reservation import SPARE, Reservation, begin_reservation, page_tables
-from torchreplay.segment.segment_file import NewFile, boot_number, open_file
-from torchreplay.segment.waits import LOG_EVERY, SLICE_NS, Wait, logger
+from torchreplay.segment.segment_file import open_file
+from torchreplay.segment.waits import LOG_EVERY, NEVER, Wait, logger
 from torchreplay.segment.writer_lease import WriterLease
-from torchreplay.validation import checked_int, checked_path
+from torchreplay.validation import checked_int, checked_kind, checked_path
 
 if TYPE_CHECKING:
     from types import TracebackType
 
 
-class ReplayBuffer(Drawing, Inspection, Replay):
+class ReplayBuffer(Replay):
     """A prioritized replay buffer in shared memory.
 
     Rows live in a ring of `capacity` slots; the newest overwrite the oldest. Any number of processes write and draw at
@@ -78,6 +69,8 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         OSError: The disk has too little room for it, or a filesystem that cannot hold shared memory.
     """
 
+    _source: LocalSource
+
     def __init__(
         self,
         spec: Spec,
@@ -92,57 +85,23 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         config = Config.of(spec, capacity, sampler, view, limiter)
         path = None if path is None else checked_path("path", path)
         seed = secrets.randbits(63) if seed is None else checked_int("seed", seed, 0, (1 << 64) - 1)
-        with self._create(config, path, seed, by_and_by=False):
-            pass
-
-    @contextmanager
-    def _create(self, config: Config, path: Path | None, seed: int, by_and_by: bool) -> Iterator[Reservation]:
-        """Makes the segment; where a path is given, in a new file, which is there when the context has ended in order.
-
-        Args:
-            config: The buffer's.
-            path: The file.
-            seed: Of the draws.
-            by_and_by: Whether large fields may be reserved in what is yielded, before rows are placed there.
-
-        Raises:
-            MemoryError: There is too little memory, or this process may not map as much.
-        """
-        nonce = new_nonce()
-        native = to_native(config.fields)
-        text, shape = config.to_text(), config.view.native()
-        size, arrays = _C.segment_layout(config.capacity, native, shape, len(text.encode()))
-        weighting, limits = config.weighting(), config.limiter.native()
-        with nullcontext() if path is None else NewFile(path, size) as new:
-            if new is None:
-                placed = (arrays, config.capacity, SPARE + page_tables(size)) if by_and_by else ()
-                reservation = begin_reservation(size, "replay buffer", *placed)
-            else:
-                reservation = Reservation(new.fd, 0, "replay buffer")
-            with reservation:
-                fd, boot = reservation.fd, 0 if path is None else boot_number()
-                segment = _C.Segment(
-                    fd, True, nonce, native, ReplayBatch, seed, config.capacity, weighting, limits, shape, text, boot
-                )
-                self._init_state(segment, nonce, config)
-                yield reservation
+        with new_segment(config, path, seed, by_and_by=False) as (segment, nonce, _):
+            self._init_state(segment, nonce, config)
 
     def _init_state(self, segment: _C.Segment, nonce: int, config: Config) -> None:
-        self._segment = segment
-        self._nonce = nonce
-        self._config = config
+        self._segment, self._nonce, self._config = segment, nonce, config
+        self._sampler = LocalSampler(segment, nonce, config)
+        self._source = LocalSource(self._sampler)
+        self._inspection = Inspection(self._sampler)
         self._local = threading.local()
         self._origin: Handle | None = None  # by which it was attached
-        self._ledger: DeliveryLog | Handle | None = None  # ours, or that of the process that the handle came from
-        self._deferred = PendingUpdates(segment.update)
-        self._page_lock: PageLock | None = None
-        self._ended = False  # closed, and stopped before
-        self._finish = config.view.finish if isinstance(config.view, Hindsight) else None
-        plan = config.view.plan(config.fields)
-        if plan is not None:
-            goal = GOALS.index(plan.goal)
-            segment.set_plan(to_native(plan.outputs), plan.native, plan.steps, plan.gamma, goal, plan.share)
-        open_buffers.add(self)
+
+    @classmethod
+    def _over(cls, segment: _C.Segment, nonce: int, config: Config) -> Self:
+        """Returns the buffer in memory that is there."""
+        self = cls.__new__(cls)
+        self._init_state(segment, nonce, config)
+        return self
 
     # Handles
 
@@ -153,11 +112,13 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         """
         self._segment.mark_shared()
         handle = lasting_handle(self._segment.fd, self._nonce, self._origin)
-        if handle.node and self._ledger is None:
+        sampler = self._sampler
+        if handle.node and sampler.delivery_log is None:
             made = DeliveryLog()
             # Another thread may have been faster, and its handle is out.
-            self._ledger = self._ledger or made  # type: ignore[redundant-expr]
-        return replace(handle, ledger=self._ledger.handle() if isinstance(self._ledger, DeliveryLog) else self._ledger)
+            sampler.delivery_log = sampler.delivery_log or made  # type: ignore[redundant-expr]
+        log = sampler.delivery_log
+        return replace(handle, ledger=log.handle() if isinstance(log, DeliveryLog) else log)
 
     @classmethod
     def attach(cls, handle: Handle, view: View | None = None) -> ReplayBuffer:
@@ -178,27 +139,11 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         if is_elsewhere(getattr(handle, "node", "")):
             return cast(ReplayBuffer, attach_remote("buffer", handle, view))
         try:
-            self = cls._attach_fd(open_handle(handle, "replay buffer"), handle.nonce, view)
+            segment, config = attached_segment(open_handle(handle, "replay buffer"), handle.nonce, view)
         except ConnectionError as error:
             raise AttachError(str(error)) from None
-        self._origin, self._ledger = handle, handle.ledger
-        return self
-
-    @classmethod
-    def _attach_fd(cls, fd: int, nonce: int, view: View | None) -> ReplayBuffer:
-        """Returns the buffer in the segment that others made, and closes its descriptor `fd`."""
-        try:
-            segment = _C.Segment(fd, False, nonce, None, ReplayBatch)
-            config = Config.from_text(segment.text)
-            segment.describe(to_native(config.fields), config.capacity, config.view.native())
-            from_native(*segment.limiter)  # which is no part of the description: it may change at any time
-        except ValueError as error:
-            raise ConnectionError(str(error)) from None
-        finally:
-            os.close(fd)
-        config = config.with_functions(view)
-        self = cls.__new__(cls)
-        self._init_state(segment, nonce, config)
+        self = cls._over(segment, handle.nonce, config)
+        self._origin, self._sampler.delivery_log = handle, handle.ledger
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -227,10 +172,9 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         if capacity is not None:
             config = replace(config, capacity=checked_int("capacity", capacity, 1, MAX_CAPACITY))
         self.flush()
-        made = type(self).__new__(type(self))
-        with made._create(config, None, self._segment.seed, by_and_by=False):
-            copy_rows(self._segment, made._segment, self._config)
-        return made
+        with new_segment(config, None, self._segment.seed, by_and_by=False) as (segment, nonce, _):
+            copy_rows(self._segment, segment, self._config)
+        return self._over(segment, nonce, config)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         made = memo[id(self)] = self.copy()
@@ -266,14 +210,14 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         """
         found = open_file(checked_path("path", path))
         try:
-            self = cls._attach_fd(found.fd, found.nonce, view)
+            segment, config = attached_segment(found.fd, found.nonce, view)
         except ConnectionError as error:
             raise CheckpointError(f"{path} cannot be opened as a replay buffer: {error}") from None
-        self._config = self._config.with_schedule(sampler)
+        self = cls._over(segment, found.nonce, config.with_schedule(sampler))
         if found.found_alone:
-            self._segment.own()
+            segment.own()
         else:
-            self._segment.mark_shared()
+            segment.mark_shared()
         if found.dropped_rows:
             logger.warning(
                 "%s: dropped %d rows that were being written when its processes died", path, found.dropped_rows
@@ -334,29 +278,183 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         self._rows_extended += keys.numel()
         return keys
 
-    # Drawing
+    # Drawing, and feeding back
 
-    def batches(
+    def sample(
         self,
         batch_size: int,
-        count: int | None,
-        prefetch: int,
-        timeout: float | None,
-        waiting: type[Wait],
-        drawn: deque[dict[str, Any]],
-        staging: Staging | None = None,
-    ) -> PrefetchIterator:
-        """Returns a stream of batches; a native thread draws `prefetch` of them ahead."""
-        return PrefetchIterator(self, batch_size, count, prefetch, timeout, waiting, drawn, staging)
+        beta: Schedule | None = None,
+        timeout: float | None = None,
+        *,
+        out: ReplayBatch | None = None,
+    ) -> ReplayBatch:
+        """Draws a batch, stratified and with replacement; waits until the limiter admits it.
 
-    def staging(self, batch_size: int, prefetch: int, device: torch.device, pin: Pin | None) -> Staging | None:
-        """Returns what takes batches to a CUDA device while the learner computes; None: each is copied by itself."""
-        if pin == "off":
-            return None
-        copies = DeviceCopies(device)
-        if pin == "ring":
-            self._lock_pages(CudaRegistry(copies.device))
-        return Staging(self, batch_size, prefetch, copies)
+        Args:
+            batch_size: Number of items, B.
+            beta: Exponent of the weights, instead of the sampler's own: a number, or a schedule of the batches drawn.
+            timeout: Seconds to wait at most, for rows and for the lock; None: as long as someone is left who may write.
+            out: A batch of as many items, whose tensors are overwritten: contiguous and on the CPU, such as those that
+                `sample` returned before, page-locked or not. Autograd does not notice: a graph that still needs them
+                must have been run backward. What a `Hindsight` view computes are new tensors.
+
+        Returns:
+            The fields, each `[B, *shape]`, with `key` int64 `[B]`, `weight` and `probability` float32 `[B]`. The memory
+            is the batch's own, or that of `out`, which is returned.
+
+        Raises:
+            ValueError: `batch_size` is below 1 or too large, beta is negative, or a tensor of `out` does not fit; then
+                nothing is drawn. After another error `out` holds parts of items.
+            ReplayTimeout: The timeout passed; the text says what for, or which process holds the lock.
+            WouldBlockForever: Too few rows, and nobody is left to write more.
+            Stopped: The buffer was stopped.
+        """
+        if out is not None:
+            checked_kind("out", out, out, (ReplayBatch,))
+        return self._sampler.draw(batch_size, beta, timeout, Wait, out)
+
+    def gather(self, keys: Any, missing: Missing = "drop") -> ReplayBatch:
+        """Returns the items anchored at given rows.
+
+        It counts as no draw: the limiter and the streams of draws do not notice. Under `Hindsight` items come as they
+        were lived: nothing is relabelled.
+
+        Args:
+            keys: int64 `[n]`, or a batch of this buffer, whose `key` is taken.
+            missing: What becomes of items that cannot be drawn, because their rows were overwritten or are not
+                complete. `"drop"`: they are left out, and the batch is smaller. `"raise"`: there is no batch.
+
+        Returns:
+            A batch of the m <= n items there are, in the order of `keys`; `key` says which. `weight` (with the
+            sampler's beta) and `probability` are those that a draw would give them.
+
+        Raises:
+            ValueError: The keys are not int64 `[n]`, the batch is of another buffer, or `missing` is neither.
+            MissingItems: There are such items, and `missing` is `"raise"`: how many, and the first one's key.
+        """
+        return self._sampler.gather(keys, missing)
+
+    def update_priorities(self, batch_or_keys: ReplayBatch | Any, td: Any) -> None:
+        """Feeds TD errors back to exactly the items they were computed from.
+
+        TD errors of rows overwritten since are dropped and counted (`stats().stale_updates`). Of equal keys the last
+        one wins. The next call of this object finds them applied. (Beside a `ReplayDataset` that draws ahead, its
+        thread may apply them, after the batches that are ordered already: before others are to see them, call `flush`.
+        Where the iteration ends while the buffer's lock does not come free, they are dropped and counted.)
+
+        Those on a CUDA device are not waited for. They are copied beside the learner's work, as they are at this point
+        of its stream. They are applied once they have come, in the order given, when this process next calls the buffer
+        or has it draw; `flush` waits for them. So the draws meanwhile depend on how fast the device is. For the same
+        draws in every run, call `flush` after each update, or feed back from the CPU.
+
+        Args:
+            batch_or_keys: A batch of this buffer, or a dict made of one with its `key`; or int64 keys `[n]`.
+            td: TD errors `[n]` of any real dtype, on any device; their absolute values are taken.
+
+        Raises:
+            ValueError: A shape does not fit, an error is NaN or infinite, a key was never issued, or the batch is of
+                another buffer; nothing is applied. NaN or infinite errors from a CUDA device are raised by the next
+                call, or by `flush`, which say which update it was.
+        """
+        self._sampler.update_priorities(batch_or_keys, td)
+
+    def flush(self) -> None:
+        """Has all TD errors applied that this process has fed back; waits for those on their way from a device.
+
+        Raises:
+            ValueError: Some are NaN or infinite: they are dropped, and the others applied.
+        """
+        self._sampler.flush()
+
+    # Looking into it
+
+    def __len__(self) -> int:
+        """Returns the number of rows held."""
+        rows = self._segment.refresh(NEVER, False)
+        assert rows is not None  # the buffer's end did not end the wait
+        return rows
+
+    @property
+    def capacity(self) -> int:
+        """Rows that fit."""
+        return self._config.capacity
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of shared memory, or of the file."""
+        return self._segment.nbytes
+
+    @property
+    def path(self) -> Path | None:
+        """The file that holds the buffer; None when it lies in memory."""
+        return Path(os.readlink(f"/proc/self/fd/{self._segment.fd}")) if self._segment.in_file else None
+
+    @property
+    def limiter(self) -> Limiter:
+        """Who must wait. Set it to change it for every process at once. Processes that can go on under the new one do.
+
+        None sets the default, `MinSize(1)`, as it does where a buffer is made.
+
+        A new limiter counts from the moment at which it is set, as if its `min_size` items had just come and none had
+        been drawn. Of the items inserted before, `min_size` count (or all, if there are fewer). Of the draws before,
+        none count. So the balance of `SamplesPerInsert` starts in the middle of its bounds, and neither side has to
+        make up for what was allowed before.
+        """
+        return from_native(*self._segment.limiter)
+
+    @limiter.setter
+    def limiter(self, limiter: Limiter | None) -> None:
+        default: Limiter = MinSize()
+        self._segment.set_limiter(checked_kind("limiter", limiter, default, (MinSize, SamplesPerInsert)).native())
+
+    @property
+    def draws(self) -> int:
+        """Batches that this attached object has drawn: the position in its own stream of draws. Set it to resume."""
+        return self._segment.step
+
+    @draws.setter
+    def draws(self, step: int) -> None:
+        self._segment.step = checked_int("draws", step, 0, (1 << 48) - 1)
+
+    @property
+    def stream(self) -> int:
+        """The number of this process's stream of draws. Set it to resume that of another process."""
+        return self._segment.stream
+
+    @stream.setter
+    def stream(self, number: int) -> None:
+        self._segment.stream = checked_int("stream", number, 0, (1 << 32) - 1)
+
+    def stats(self) -> Stats:
+        """Returns what has happened so far, over all processes."""
+        self._sampler.pending.apply_arrived()
+        return self._inspection.stats()
+
+    def histograms(self, bins: int = 64) -> dict[str, torch.Tensor]:
+        """Returns histograms of raw priorities and of rows' ages. O(capacity).
+
+        Args:
+            bins: Number of bins.
+
+        Returns:
+            `priority_edges` (float64 `[bins + 1]`, logarithmic) and `priority` (int64 `[bins]`, counts of drawable
+            items by raw priority |td|; what is below the sampler's `eps` counts as `eps`); `age_edges` (float64
+            `[bins + 1]`, in rows written since) and `age` (int64 `[bins]`, counts of rows).
+        """
+        self._sampler.pending.apply_arrived()
+        return self._inspection.histograms(bins)
+
+    @property
+    def storage(self) -> dict[str, Any]:
+        """Tensors `[capacity, *shape]` over the shared memory itself, nested as the spec, for inspection.
+
+        They are live: a row may change while it is looked at, and writing to them bypasses every promise. They cannot
+        be pickled.
+        """
+        return self._inspection.storage()
+
+    def __repr__(self) -> str:
+        return "ReplayBuffer(closed)" if self._segment.closed else self._inspection.summary(self.path)
 
     # Checkpoints
 
@@ -417,12 +515,11 @@ class ReplayBuffer(Drawing, Inspection, Replay):
             config = saved.config.with_functions(view).with_schedule(sampler)
             if capacity is not None:
                 config = replace(config, capacity=checked_int("capacity", capacity, 1, MAX_CAPACITY))
-            self = cls.__new__(cls)
             rooms = reading_rooms(saved, directory)  # first: what is left then is for the buffer
-            with self._create(config, path, saved.seed, by_and_by=True) as reservation:
+            with new_segment(config, path, saved.seed, by_and_by=True) as (segment, nonce, reservation):
                 wait = None if reservation.complete else reservation.wait
-                load_rows(self._segment, self._config, saved, directory, wait, rooms)
-            return self
+                load_rows(segment, config, saved, directory, wait, rooms)
+            return cls._over(segment, nonce, config)
 
         return with_rows(directory, load)
 
@@ -447,22 +544,6 @@ class ReplayBuffer(Drawing, Inspection, Replay):
 
     # Life cycle
 
-    def _become_shared(self) -> None:
-        """Called before a fork: the child can write, and waits for rows must not conclude that nobody else could."""
-        self._segment.mark_shared()
-
-    def _become_childs(self) -> None:
-        """Called in a forked child: what is on its way from a device, and page-locked, is the parent's."""
-        self._deferred = PendingUpdates(self._segment.update)
-        self._page_lock = None
-
-    def _end(self) -> None:
-        """Called at the end of the process, before a file is left."""
-        if not self._segment.closed and self._segment.in_file:
-            self._flush(time.monotonic_ns() + 4 * SLICE_NS)
-            if self._page_lock is not None:
-                self._page_lock.release()
-
     def stop(self) -> None:
         """Stops the buffer: `stopped` is True in every process, and waiting calls raise `Stopped`."""
         self._segment.stop()
@@ -484,23 +565,8 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         Raises:
             ValueError: TD errors from a device are NaN or infinite, as `flush` says; the buffer is closed.
         """
-        try:
-            self._flush(time.monotonic_ns() + 4 * SLICE_NS)  # who holds the lock may have been stopped
-        finally:
-            self._local = threading.local()
-            self._ledger = None
-            if self._page_lock is not None:
-                self._page_lock.release()
-            self._ended = self._ended or (not self._segment.closed and self._segment.stopped)
-            self._segment.close()
-            open_buffers.discard(self)
-
-    def _lock_pages(self, registry: Registry) -> PageLock:
-        """Page-locks the whole memory for copies to devices, once, if the system allows it."""
-        if self._page_lock is None:
-            segment = self._segment
-            self._page_lock = PageLock(self, segment.address, segment.nbytes, registry)
-        return self._page_lock
+        self._local = threading.local()
+        self._source.close()
 
     def expect_writers(self) -> WriterLease:
         """Announces that writers will come, or come back: `sample` then waits for them instead of giving up.
@@ -519,6 +585,11 @@ class ReplayBuffer(Drawing, Inspection, Replay):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def local_sampler(buffer: ReplayBuffer) -> LocalSampler:
+    """Returns what `buffer` draws with, which knows its memory. For the other rooms of this package."""
+    return buffer._sampler
 
 
 def attached(kind: type[ReplayBuffer], *given: Any) -> ReplayBuffer:

@@ -1,4 +1,4 @@
-"""What a learner does with a buffer: drawing batches, and feeding TD errors back."""
+"""`LocalSampler`: drawing batches from a buffer's memory, and feeding TD errors back."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from contextlib import suppress
 from typing import Any, Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from torchreplay import _C
+from torchreplay.buffer.base import MAX_BATCH
 from torchreplay.buffer.pending_updates import PendingUpdates, require_one_each
 from torchreplay.cuda.copies import to_host
 from torchreplay.errors import MissingItems, ReplayTimeout, Stopped
-from torchreplay.schema.batch import Finish, ReplayBatch, keys_of
+from torchreplay.schema.batch import ReplayBatch, keys_of
+from torchreplay.schema.batch_plan import GOALS
 from torchreplay.schema.config import Config
 from torchreplay.schema.samplers import Schedule, value_of
+from torchreplay.schema.spec import to_native
 from torchreplay.segment.delivery_log import DeliveryLog, RemotelyWritten
 from torchreplay.segment.handle import Handle
 from torchreplay.segment.waits import NEVER, Wait, Watched
-from torchreplay.validation import checked_choice, checked_int, checked_kind
-
-MAX_BATCH = 1 << 24
+from torchreplay.validation import checked_choice, checked_int
 
 Missing = Literal["drop", "raise"]
 MISSING: tuple[Missing, ...] = get_args(Missing)
@@ -38,50 +38,35 @@ def require_all(keys: Any, batch: ReplayBatch) -> None:
         raise MissingItems(len(wanted) - len(found), len(wanted), int(wanted[first]))
 
 
-class Drawing:
-    """The part of a `ReplayBuffer` that learners use."""
+class LocalSampler:
+    """How one process draws from a buffer's memory, and feeds TD errors back.
 
-    _segment: _C.Segment
-    _config: Config
-    _nonce: int
-    _ledger: DeliveryLog | Handle | None
-    _finish: Finish | None
-    _deferred: PendingUpdates
+    Args:
+        segment: The buffer's memory.
+        nonce: Its identity.
+        config: What it was made of.
 
-    def sample(
-        self,
-        batch_size: int,
-        beta: Schedule | None = None,
-        timeout: float | None = None,
-        *,
-        out: ReplayBatch | None = None,
-    ) -> ReplayBatch:
-        """Draws a batch, stratified and with replacement; waits until the limiter admits it.
+    Attributes:
+        segment: The buffer's memory.
+        delivery_log: Of its remote writers: ours, or that of the process that the handle came from.
+        pending: TD errors on their way from a device.
+        ended: Whether it is closed, and was stopped before.
+    """
 
-        Args:
-            batch_size: Number of items, B.
-            beta: Exponent of the weights, instead of the sampler's own: a number, or a schedule of the batches drawn.
-            timeout: Seconds to wait at most, for rows and for the lock; None: as long as someone is left who may write.
-            out: A batch of as many items, whose tensors are overwritten: contiguous and on the CPU, such as those that
-                `sample` returned before, page-locked or not. Autograd does not notice: a graph that still needs them
-                must have been run backward. What a `Hindsight` view computes are new tensors.
+    def __init__(self, segment: _C.Segment, nonce: int, config: Config) -> None:
+        self.segment, self.nonce, self.config = segment, nonce, config
+        self.delivery_log: DeliveryLog | Handle | None = None
+        self.pending = PendingUpdates(segment.update)
+        self.ended = False
+        self._finish = config.finish
+        plan = config.view.plan(config.fields)
+        if plan is not None:
+            goal = GOALS.index(plan.goal)
+            segment.set_plan(to_native(plan.outputs), plan.native, plan.steps, plan.gamma, goal, plan.share)
 
-        Returns:
-            The fields, each `[B, *shape]`, with `key` int64 `[B]`, `weight` and `probability` float32 `[B]`. The memory
-            is the batch's own, or that of `out`, which is returned.
+    # Drawing
 
-        Raises:
-            ValueError: `batch_size` is below 1 or too large, beta is negative, or a tensor of `out` does not fit; then
-                nothing is drawn. After another error `out` holds parts of items.
-            ReplayTimeout: The timeout passed; the text says what for, or which process holds the lock.
-            WouldBlockForever: Too few rows, and nobody is left to write more.
-            Stopped: The buffer was stopped.
-        """
-        if out is not None:
-            checked_kind("out", out, out, (ReplayBatch,))
-        return self._draw(batch_size, beta, timeout, Wait, out)
-
-    def _draw(
+    def draw(
         self,
         batch_size: int,
         beta: Schedule | None,
@@ -89,24 +74,24 @@ class Drawing:
         waiting: type[Wait],
         out: ReplayBatch | None = None,
     ) -> ReplayBatch:
-        """Does what `sample` does, waiting as `waiting` does."""
-        if self._deferred.waiting:
-            self._deferred.apply_arrived()
+        """Does what `ReplayBuffer.sample` does, waiting as `waiting` does."""
+        if self.pending.waiting:
+            self.pending.apply_arrived()
         if batch_size.__class__ is not int or not 0 < batch_size <= MAX_BATCH:
             batch_size = checked_int("batch_size", batch_size, 1, MAX_BATCH)
-        exponent = self._config.sampler.beta if beta is None else beta
+        exponent = self.config.sampler.beta if beta is None else beta
         if exponent.__class__ is not float:
-            exponent = value_of(exponent, self._segment.draws)
+            exponent = value_of(exponent, self.segment.draws)
         elif beta is not None:
             exponent = value_of(exponent, 0)
-        wait = None if timeout is None else waiting(self._watched, timeout)
-        result = self._segment.sample(batch_size, exponent, NEVER if wait is None else wait.deadline_ns, out)
+        wait = None if timeout is None else waiting(self.watched, timeout)
+        result = self.segment.sample(batch_size, exponent, NEVER if wait is None else wait.deadline_ns, out)
         if result.__class__ is not ReplayBatch:
-            wait = wait or waiting(self._watched, None)
+            wait = wait or waiting(self.watched, None)
             try:
                 result = self._sample_waiting(result, batch_size, exponent, wait, out)
             except BaseException:
-                self._segment.withdraw()  # or writers would go on running ahead for a learner that gave up
+                self.segment.withdraw()  # or writers would go on running ahead for a learner that gave up
                 raise
             finally:
                 wait.end()
@@ -115,41 +100,24 @@ class Drawing:
         return result
 
     @property
-    def _watched(self) -> Watched:
+    def watched(self) -> Watched:
         """What a wait for rows looks at."""
-        return self._segment if self._ledger is None else RemotelyWritten(self._segment, self._ledger)
+        return self.segment if self.delivery_log is None else RemotelyWritten(self.segment, self.delivery_log)
 
-    def gather(self, keys: Any, missing: Missing = "drop") -> ReplayBatch:
-        """Returns the items anchored at given rows.
-
-        It counts as no draw: the limiter and the streams of draws do not notice. Under `Hindsight` items come as they
-        were lived: nothing is relabelled.
-
-        Args:
-            keys: int64 `[n]`, or a batch of this buffer, whose `key` is taken.
-            missing: What becomes of items that cannot be drawn, because their rows were overwritten or are not
-                complete. `"drop"`: they are left out, and the batch is smaller. `"raise"`: there is no batch.
-
-        Returns:
-            A batch of the m <= n items there are, in the order of `keys`; `key` says which. `weight` (with the
-            sampler's beta) and `probability` are those that a draw would give them.
-
-        Raises:
-            ValueError: The keys are not int64 `[n]`, the batch is of another buffer, or `missing` is neither.
-            MissingItems: There are such items, and `missing` is `"raise"`: how many, and the first one's key.
-        """
+    def gather(self, keys: Any, missing: Missing) -> ReplayBatch:
+        """Does what `ReplayBuffer.gather` does."""
         checked_choice("missing", missing, MISSING)
-        wanted = keys_of(keys, self._nonce) if isinstance(keys, dict) else keys
-        batch = self._gather(wanted, None)
+        wanted = keys_of(keys, self.nonce) if isinstance(keys, dict) else keys
+        batch = self.find(wanted, None)
         if missing == "raise":
             require_all(wanted, batch)
         return batch
 
-    def _gather(self, keys: Any, step: int | None) -> ReplayBatch:
+    def find(self, keys: Any, step: int | None) -> ReplayBatch:
         """Does what `gather` does; with the `step` of a draw of this process, random choices are those it made."""
-        self._deferred.apply_arrived()
-        beta = value_of(self._config.sampler.beta, self._segment.draws)
-        batch: ReplayBatch = self._segment.gather(keys, beta, step)
+        self.pending.apply_arrived()
+        beta = value_of(self.config.sampler.beta, self.segment.draws)
+        batch: ReplayBatch = self.segment.gather(keys, beta, step)
         if self._finish is not None:
             self._finish(batch)
         return batch
@@ -158,19 +126,19 @@ class Drawing:
         self, result: Any, batch_size: int, beta: float, wait: Wait, out: ReplayBatch | None
     ) -> ReplayBatch:
         while result.__class__ is not ReplayBatch:
-            self._check_shortage(result, batch_size, wait)
-            self._segment.wait_rows(wait.slice_ns())
-            result = self._segment.sample(batch_size, beta, wait.deadline_ns, out)
+            self.check_shortage(result, batch_size, wait)
+            self.segment.wait_rows(wait.slice_ns())
+            result = self.segment.sample(batch_size, beta, wait.deadline_ns, out)
         return result
 
-    def _check_shortage(self, result: Any, batch_size: int, wait: Wait) -> None:
+    def check_shortage(self, result: Any, batch_size: int, wait: Wait) -> None:
         """Raises unless `result`, which the native core gave instead of a batch, says that waiting may help."""
         if result == "stopped":
             raise Stopped("the replay buffer was stopped")
-        trouble = self._trouble(result, batch_size)
+        trouble = self.trouble(result, batch_size)
         if trouble is None:
             inserted, needed, drawable = result
-            complete_when, remark = self._config.view.complete_when, self._small_ring()
+            complete_when, remark = self.config.view.complete_when, self._small_ring()
             wait.check_rows(inserted, needed, drawable, self._rows_held(), complete_when, remark)
         elif result == "barren":
             wait.check_turns(trouble)
@@ -180,20 +148,20 @@ class Drawing:
     def _rows_held(self) -> int | None:
         """Returns the number of rows held; None where the lock is another's now, who may be stopped."""
         with suppress(ReplayTimeout):
-            return self._segment.refresh(0, True)
+            return self.segment.refresh(0, True)
         return None
 
     def _small_ring(self) -> str:
         """Returns the remark that fewer items came than were written, where the minimum makes one of it."""
-        min_size, ratio, _ = self._segment.limiter
-        capacity = self._config.capacity
+        min_size, ratio, _ = self.segment.limiter
+        capacity = self.config.capacity
         if ratio or min_size <= capacity:
             return ""
         return f"; min_size is more than the {capacity:,} rows that fit, of which those overwritten unseen do not count"
 
-    def _trouble(self, result: Any, batch_size: int) -> str | None:
+    def trouble(self, result: Any, batch_size: int) -> str | None:
         """Returns why there is no batch; None where all that is missing is items."""
-        view, capacity = self._config.view, self._config.capacity
+        view, capacity = self.config.view, self.config.capacity
         if result == "barren":
             return (
                 f"the ring turned without completing an item: {view} needs {view.rows_of_an_item} rows "
@@ -208,64 +176,43 @@ class Drawing:
             )
         return None
 
+    # Feeding back
+
     def update_priorities(self, batch_or_keys: ReplayBatch | Any, td: Any) -> None:
-        """Feeds TD errors back to exactly the items they were computed from.
-
-        TD errors of rows overwritten since are dropped and counted (`stats().stale_updates`). Of equal keys the last
-        one wins. The next call of this object finds them applied. (Beside a `ReplayDataset` that draws ahead, its
-        thread may apply them, after the batches that are ordered already: before others are to see them, call `flush`.
-        Where the iteration ends while the buffer's lock does not come free, they are dropped and counted.)
-
-        Those on a CUDA device are not waited for. They are copied beside the learner's work, as they are at this point
-        of its stream. They are applied once they have come, in the order given, when this process next calls the buffer
-        or has it draw; `flush` waits for them. So the draws meanwhile depend on how fast the device is. For the same
-        draws in every run, call `flush` after each update, or feed back from the CPU.
-
-        Args:
-            batch_or_keys: A batch of this buffer, or a dict made of one with its `key`; or int64 keys `[n]`.
-            td: TD errors `[n]` of any real dtype, on any device; their absolute values are taken.
-
-        Raises:
-            ValueError: A shape does not fit, an error is NaN or infinite, a key was never issued, or the batch is of
-                another buffer; nothing is applied. NaN or infinite errors from a CUDA device are raised by the next
-                call, or by `flush`, which say which update it was.
-        """
+        """Does what `ReplayBuffer.update_priorities` does."""
         on_device = isinstance(td, Tensor) and td.is_cuda
-        if on_device or self._deferred.waiting or not self._segment.update(batch_or_keys, td):
+        if on_device or self.pending.waiting or not self.segment.update(batch_or_keys, td):
             self._update_otherwise(batch_or_keys, td, on_device)
 
     def _update_otherwise(self, batch_or_keys: ReplayBatch | Any, td: Any, on_device: bool) -> None:
         """Does what one native call cannot: TD errors on a device or after such, and batches that we did not sign."""
-        keys = keys_of(batch_or_keys, self._nonce) if isinstance(batch_or_keys, dict) else batch_or_keys
+        keys = keys_of(batch_or_keys, self.nonce) if isinstance(batch_or_keys, dict) else batch_or_keys
         if on_device:
-            self._deferred.add(self._checked_keys(keys, td), to_host(td))
-            self._deferred.apply_arrived()
+            self.pending.add(self._checked_keys(keys, td), to_host(td))
+            self.pending.apply_arrived()
             return
         try:
             self.flush()
         finally:
-            if not self._segment.update(keys, td):
+            if not self.segment.update(keys, td):
                 raise ValueError(f"the keys are a value of type {type(keys).__name__}, expected int64 of shape (n,)")
 
-    def flush(self) -> None:
-        """Has all TD errors applied that this process has fed back; waits for those on their way from a device.
+    def flush(self, deadline: int = NEVER) -> None:
+        """Does what `ReplayBuffer.flush` does.
 
-        Raises:
-            ValueError: Some are NaN or infinite: they are dropped, and the others applied.
+        Args:
+            deadline: Until when to wait for what a thread took over, in monotonic nanoseconds.
         """
-        self._flush(NEVER)
-
-    def _flush(self, deadline: int) -> None:
-        """Does what `flush` does, but until `deadline` only, in monotonic nanoseconds, for what a thread took over."""
-        if self._deferred.waiting:
-            self._deferred.flush()
-        self._segment.settle(deadline)
-
-    def _unissued(self, keys: NDArray[np.int64]) -> int | None:
-        return self._segment.unissued(keys)
+        if self.pending.waiting:
+            self.pending.flush()
+        self.segment.settle(deadline)
 
     def _checked_keys(self, keys: Any, td: Tensor) -> Tensor:
         """Returns the keys in memory of their own; raises ValueError for what no TD errors can be applied to."""
-        checked = self._segment.checked_keys(keys)
+        checked = self.segment.checked_keys(keys)
         require_one_each(td, len(checked))
         return checked
+
+    def forget_pending(self) -> None:
+        """Forgets what is on its way from a device, in a forked child: that is the parent's."""
+        self.pending = PendingUpdates(self.segment.update)

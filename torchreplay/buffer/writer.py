@@ -80,12 +80,12 @@ class Writer(_C.Writer):
         self._catch_up()  # rows may have come that are no items yet, and make room for those that complete them
         while True:
             ns = wait.slice_ns()
-            if self.admitted():
+            if self._admitted():
                 return
-            self.wait_room(ns)
-            if not self.admitted():
+            self._wait_room(ns)
+            if not self._admitted():
                 self._catch_up()  # rows lost to the dead are not inserts: the limit may have moved
-            if self.admitted():
+            if self._admitted():
                 return
             wait.check_room(self._balance)
             self._look_around()

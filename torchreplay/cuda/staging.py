@@ -7,29 +7,18 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from torchreplay.cuda.copies import keep_in_children
 from torchreplay.cuda.packing import DRAWN, Packing, batch_of
-from torchreplay.schema.batch import Finish, ReplayBatch
+from torchreplay.schema.batch import ReplayBatch
+from torchreplay.schema.config import Config
 from torchreplay.schema.spec import Path
-
-if TYPE_CHECKING:
-    from torchreplay.schema.config import Config
 
 SPARE = 3
 """Slots beside those of the batches ordered: copies from them may be under way without anyone waiting."""
-
-
-class Drawn(Protocol):
-    """What batches are drawn from."""
-
-    @property
-    def _config(self) -> Config: ...
-    @property
-    def _finish(self) -> Finish | None: ...
 
 
 class Copy(Protocol):
@@ -87,19 +76,19 @@ class Staging:
     It is for one iteration, and one thread.
 
     Args:
-        buffer: The buffer to draw from.
+        config: Of the buffer to draw from.
         batch_size: Items in a batch.
         prefetch: Batches drawn ahead of the one asked for; 0: the buffer itself finishes each.
         copies: What copies them to the device.
     """
 
-    def __init__(self, buffer: Drawn, batch_size: int, prefetch: int, copies: Copies) -> None:
+    def __init__(self, config: Config, batch_size: int, prefetch: int, copies: Copies) -> None:
         self._process = os.getpid()
         keep_in_children(self)
         self._batch_size = batch_size
-        self._computes = buffer._finish is not None
-        self._finish = buffer._finish if prefetch else None
-        self._packing = Packing({**buffer._config.outputs(), **DRAWN}, batch_size)
+        self._computes = config.finish is not None
+        self._finish = config.finish if prefetch else None
+        self._packing = Packing({**config.outputs(), **DRAWN}, batch_size)
         self._copies = copies
         self._may_make = prefetch + 1 + SPARE
         self._ordered = deque[Slot]()  # to be drawn into, or drawn, in the order of the batches

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from torchreplay.buffer.base import Pin, Replay
-from torchreplay.buffer.sampling import MAX_BATCH
+from torchreplay.buffer.base import MAX_BATCH, Pin, Replay
 from torchreplay.distributed.explorers import Explorers
 from torchreplay.distributed.learners import Learners, several_machines
 from torchreplay.errors import LearnerLost
@@ -276,8 +275,7 @@ class _Stream(ReplayDataset):
         self.batch_size = checked_int("batch_size", batch_size, 1)
         self.steps = None if steps is None else checked_int("steps_per_epoch", steps, 1)
         self.prefetch = checked_int("prefetch", prefetch, 0)
-        if any(len(batch["key"]) != self.batch_size for batch in self._drawn):
-            self._drawn.clear()
+        self.forget_drawn_of_other_sizes()
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() if self._last_state is None else self._last_state

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils._pytree import tree_leaves
 
-from torchreplay.loading.dataset import SteppedDataset
+from torchreplay.loading.dataset import SteppedDataset, tell_loop
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
@@ -24,7 +24,7 @@ def take_in_turn(trainer: Trainer, *datasets: object) -> None:
     loop = _FitLoop(trainer)
     for dataset in (*datasets, *tree_leaves(getattr(source, "flattened", source))):
         if isinstance(dataset, SteppedDataset):
-            dataset._taken_by(loop)
+            tell_loop(dataset, loop)
 
 
 class _FitLoop:

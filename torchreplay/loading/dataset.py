@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from torchreplay.buffer.base import PINS, Batches, Pin, Replay
+from torchreplay.buffer.base import MAX_BATCH, PINS, Batches, Pin, Replay, source_of
 from torchreplay.buffer.prefetch import DRAWN_FIELDS
-from torchreplay.buffer.sampling import MAX_BATCH
 from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.cuda.copies import require_devices
 from torchreplay.cuda.staging import Staging
@@ -67,6 +67,30 @@ class SteppedDataset(Transient, IterableDataset[T_co]):
         return self.__dict__ | {"_loop": None}  # it is of this process
 
 
+def tell_loop(dataset: SteppedDataset[Any], loop: Loop) -> None:
+    """Says whose iterations those of `dataset` are in this process from here on."""
+    dataset._taken_by(loop)
+
+
+@dataclass(slots=True)
+class Iteration:
+    """Where one process stands in a dataset.
+
+    Attributes:
+        position: Batches that the iteration that advanced last has handed out.
+        resume_at: Where the next iteration starts, set by `load_state_dict` alone.
+        drawn: What that one hands out first, set likewise.
+        stream: Of the iteration that advanced last; it belongs to its process.
+        process: Whose this is.
+    """
+
+    position: int = 0
+    resume_at: int = 0
+    drawn: deque[dict[str, Any]] = field(default_factory=deque)
+    stream: Batches | None = None
+    process: int = field(default_factory=os.getpid)
+
+
 class ReplayDataset(SteppedDataset[ReplayBatch]):
     """Batches drawn from a buffer, infinite or `steps` long.
 
@@ -105,10 +129,9 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
             as a writer is alive.
         pin: How batches reach a CUDA device. `"staging"` (the default there): they are drawn into page-locked memory,
             at most `prefetch + 4` slots of a batch's size. `"ring"`: likewise, and the buffer's whole memory is
-            page-locked until it is closed. The device reads values of 1 KB and more there itself, if the first batches
-            show that this is quicker; copies from `buffer.storage` are fast too. `"off"`: they are copied one tensor at
-            a time from pageable memory. Where memory cannot be page-locked, a warning says so, and the copies are
-            slower.
+            page-locked until it is closed, so that copies from `buffer.storage` are fast too. `"off"`: they are copied
+            one tensor at a time from pageable memory. Where memory cannot be page-locked, a warning says so, and the
+            copies are slower.
 
     Raises:
         ValueError: If an argument is of the wrong kind or out of range, or there is no such CUDA device.
@@ -134,11 +157,7 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         self.device = None if device is None else require_device(device)
         self.timeout = checked_timeout(timeout)
         self.pin = require_pin(pin, self.device)
-        self._process = os.getpid()  # of the iteration that advanced last, or the state that was loaded since
-        self._position = 0  # batches that it has handed out
-        self._resume_at = 0  # where the next iteration starts, set by load_state_dict alone
-        self._drawn: deque[dict[str, Any]] = deque()  # what it hands out first, set by load_state_dict alone
-        self._stream: Batches | None = None  # of the iteration that advanced last
+        self._iteration = Iteration()
 
     def __iter__(self) -> Iterator[ReplayBatch]:
         """Hands out batch after batch.
@@ -160,17 +179,19 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
     def _batches(self) -> Iterator[ReplayBatch]:
         staging = self._make_staging()
         share = self._share_of_this_worker()
-        position, self._resume_at = self._resume_at, 0
-        if self._process != os.getpid():  # a worker: what its parent has drawn ahead is the parent's to hand out
-            self._process, self._position, self._stream, self._drawn = os.getpid(), position, None, deque()
+        here = self._here()
+        position, here.resume_at = here.resume_at, 0
         worker = get_worker_info()
         waiting: type[Wait] = ShownWait if worker is None or worker.id == 0 else Wait  # one line for all workers
         left = None if share is None else share - position
-        stream = self.buffer.batches(self.batch_size, left, self.prefetch, self.timeout, waiting, self._drawn, staging)
+        stream = source_of(self.buffer).batches(
+            self.batch_size, left, self.prefetch, self.timeout, waiting, here.drawn, staging
+        )
         try:
             for batch in stream:
                 position += 1
-                self._position, self._stream = position, stream
+                here = self._here()
+                here.position, here.stream = position, stream
                 yield self._on_device(batch, staging, stream)  # which nobody holds here while its user does
         except ReplayLost:  # nobody said that it is enough
             raise
@@ -185,7 +206,8 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
 
         Of a `ShardedReplay`: for how many of them all shards have answered.
         """
-        return 0 if self._stream is None or self._process != os.getpid() else self._stream.answered
+        stream = self._here().stream
+        return 0 if stream is None else stream.answered
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the place in the stream.
@@ -209,10 +231,9 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
     def _place_in_stream(self) -> dict[str, Any]:
         # Workers get streams in the order in which they start; other processes keep to their own.
         stream = {} if get_worker_info() is None else {"stream": self.buffer.stream}
-        position, again, ahead = self._resume_at, list[dict[str, Any]](), list[dict[str, Any]]()
-        if self._process == os.getpid():  # otherwise the iteration was the parent's
-            position, again = self._position, list(self._drawn)
-            ahead = [] if self._stream is None else self._stream.drawn()
+        here = self._here()
+        position, again = here.position, list(here.drawn)
+        ahead = [] if here.stream is None else here.stream.drawn()
         if self.steps is not None:
             position %= self.steps
         if self._loop is not None and self._loop.is_over:  # as the next iteration, the one that resumes draws anew
@@ -241,28 +262,40 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
             raise ValueError(f"drawn is {state_dict['drawn']!r:.200}: expected a list of batches drawn ahead")
         ahead = [_require_drawn(batch) for batch in state_dict["drawn"]]
         drawn = deque(batch for batch in ahead if len(batch["key"]) == self.batch_size)
-        if self._process == os.getpid():
-            self.end()  # or its draws ahead would block the next ones
+        self.end()  # or its draws ahead would block the next ones
         if "stream" in state_dict and get_worker_info() is not None:
             self.buffer.stream = checked_int("stream", state_dict["stream"], 0)
         self.buffer.draws = draws + len(ahead)
-        self._resume_at = self._position = position
-        self._drawn, self._stream, self._process = drawn, None, os.getpid()
+        self._iteration = Iteration(position, position, drawn)
 
     @property
     def _drawn_from(self) -> TreeSummary:
         """What the weights of the batch handed out last were computed from."""
-        assert self._stream is not None
-        return self._stream.drawn_from
+        stream = self._here().stream
+        assert stream is not None
+        return stream.drawn_from
+
+    def forget_drawn_of_other_sizes(self) -> None:
+        """Leaves out what a state says was drawn ahead, where `batch_size` is another one now."""
+        drawn = self._here().drawn
+        if any(len(batch["key"]) != self.batch_size for batch in drawn):
+            drawn.clear()
 
     def end(self) -> None:
         """Ends the iteration under way: its thread, and the draws that were not handed out."""
-        if self._stream is not None:
-            self._stream.close()
+        stream = self._here().stream
+        if stream is not None:
+            stream.close()
+
+    def _here(self) -> Iteration:
+        """Returns where this process stands: what its parent has drawn ahead is the parent's to hand out."""
+        if self._iteration.process != os.getpid():
+            self._iteration = Iteration(self._iteration.resume_at, self._iteration.resume_at)
+        return self._iteration
 
     def __getstate__(self) -> dict[str, Any]:
-        # A stream belongs to its iteration.
-        return super().__getstate__() | {"_stream": None, "_drawn": self._drawn.copy()}
+        here = self._iteration
+        return super().__getstate__() | {"_iteration": replace(here, drawn=here.drawn.copy(), stream=None)}
 
     def __repr__(self) -> str:
         length = "endless" if self.steps is None else f"steps={self.steps}"
@@ -273,7 +306,7 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         if self.device is None or self.device.type != "cuda":
             return None
         refuse_worker(self)
-        return self.buffer.staging(self.batch_size, self.prefetch, self.device, self.pin)
+        return source_of(self.buffer).staging(self.batch_size, self.prefetch, self.device, self.pin)
 
     def _on_device(self, batch: ReplayBatch, staging: Staging | None, stream: Batches) -> ReplayBatch:
         if staging is None:
@@ -309,10 +342,10 @@ def _require_drawn(batch: Any) -> dict[str, Any]:
     if not isinstance(batch, dict) or set(batch) - {"drawn_from"} != names:
         raise ValueError(f"{batch!r} is no batch drawn ahead, which has {sorted(names)}")
     fields = {name: as_numbers(name, batch[name], f"{dtype} [B]") for name, dtype in DRAWN_FIELDS.items()}
-    for name, field in fields.items():
-        if field.dtype != DRAWN_FIELDS[name] or field.shape != (fields["key"].numel(),):
+    for name, values in fields.items():
+        if values.dtype != DRAWN_FIELDS[name] or values.shape != (fields["key"].numel(),):
             raise ValueError(
-                f"{name!r} of a batch drawn ahead is {field.dtype} of shape {tuple(field.shape)}, expected "
+                f"{name!r} of a batch drawn ahead is {values.dtype} of shape {tuple(values.shape)}, expected "
                 f"{DRAWN_FIELDS[name]} of shape ({fields['key'].numel()},)"
             )
     if "drawn_from" in batch:  # which states of before it was there lack

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import torch
 
-from torchreplay.buffer.sampling import MAX_BATCH
+from torchreplay.buffer.base import MAX_BATCH
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.validation import as_float, as_numbers, checked_choice, checked_instance, checked_int
 

@@ -9,7 +9,7 @@ from contextvars import Token
 from typing import Any
 
 from torchreplay.buffer.base import Replay
-from torchreplay.buffer.replay_buffer import ReplayBuffer
+from torchreplay.buffer.replay_buffer import ReplayBuffer, local_sampler
 from torchreplay.segment.waits import LOG_EVERY, MEANWHILE, Meanwhile
 
 logger = logging.getLogger("torchreplay")
@@ -51,9 +51,9 @@ class LimiterDeadlockGuard:
         assert self._before is not None
         MEANWHILE.reset(self._before)
         while self._lent:
-            buffer = self._lent.pop()
-            if not buffer._segment.closed:
-                buffer._segment.withdraw()
+            segment = local_sampler(self._lent.pop()).segment
+            if not segment.closed:
+                segment.withdraw()
 
     def _look(self) -> None:
         now = time.monotonic()
@@ -62,11 +62,11 @@ class LimiterDeadlockGuard:
         if now - self._since < GRACE:
             return
         for name, buffer in self._others:
-            segment = buffer._segment
+            segment = local_sampler(buffer).segment
             if segment.closed:
                 continue
             awaited = self._awaited
-            if isinstance(awaited, ReplayBuffer) and segment.admit_writers_of(awaited._segment, ADMITTED):
+            if isinstance(awaited, ReplayBuffer) and segment.admit_writers_of(local_sampler(awaited).segment, ADMITTED):
                 self._lent.add(buffer)
                 continue
             if now >= self._log_at and (waiting := segment.census(False)["waiting"]):

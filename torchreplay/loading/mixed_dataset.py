@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from torchreplay.buffer.base import Pin, Replay
-from torchreplay.buffer.sampling import MAX_BATCH
+from torchreplay.buffer.base import MAX_BATCH, Pin, Replay, source_of
 from torchreplay.errors import ReplayTimeout, WouldBlockForever
 from torchreplay.loading.dataset import Loop, ReplayDataset, SteppedDataset, refuse_worker, require_device, require_pin
 from torchreplay.loading.limiter_deadlock import LimiterDeadlockGuard
@@ -209,9 +208,9 @@ class MixedDataset(SteppedDataset[Any]):
             batch = batches.get(name)
             if not isinstance(batch, ReplayBatch):
                 raise ValueError(f"there are TD errors for {name!r}, but its batch is {batch!r:.200}")
-            if getattr(batch, "source", None) not in (None, known[name]._nonce):
+            if getattr(batch, "source", None) not in (None, source_of(known[name]).nonce):
                 raise ValueError(f"the batch named {name!r} was drawn from another buffer than {name!r}")
-            keys = as_indices(f"the 'key' of the batch named {name!r}", keys_of(batch, known[name]._nonce))
+            keys = as_indices(f"the 'key' of the batch named {name!r}", keys_of(batch, source_of(known[name]).nonce))
             errors = checked_errors(f"the TD errors for {name!r}", td, len(keys))
             require_issued(known[name], repr(name), keys, np.arange(len(keys)))
             checked.append((known[name], keys, errors))
@@ -230,7 +229,7 @@ class MixedDataset(SteppedDataset[Any]):
         parts = [state | {"position": states[-1]["position"]} for state in states]
         if self._mixture is None:
             return {"form": "names", "buffers": list(self._names), "parts": parts}
-        return {"form": "shares", "buffers": [list(buffer._marks()) for buffer in self.buffers], "parts": parts}
+        return {"form": "shares", "buffers": [_marks(buffer) for buffer in self.buffers], "parts": parts}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues where `state_dict` was taken: the next iteration hands out what was left of that one.
@@ -265,7 +264,7 @@ class MixedDataset(SteppedDataset[Any]):
             return [states[buffers.index(name)] for name in self._names]
         if len(buffers) != len(self.buffers):
             raise ValueError(f"the state is of {len(buffers)} buffers, and this dataset of {len(self.buffers)}")
-        _require_same_order(buffers, [list(buffer._marks()) for buffer in self.buffers])
+        _require_same_order(buffers, [_marks(buffer) for buffer in self.buffers])
         return states
 
     def __repr__(self) -> str:
@@ -289,6 +288,12 @@ def _sorted_out(given: Any) -> tuple[list[Any], tuple[Replay, ...], dict[Replay,
     raise ValueError(f"buffers is {given!r:.200}: expected a dict, {{buffer: share, ...}} or {{name: buffer, ...}}")
 
 
+def _marks(buffer: Replay) -> list[int]:
+    """Returns what a state names a buffer by: its identity, and its seed, which a restored one has too."""
+    source = source_of(buffer)
+    return [source.nonce, source.seed]
+
+
 def _require_same_order(then: list[Any], now: list[list[int]]) -> None:
     """Raises ValueError where buffers change places: a restored one has another identity, but the seed it had."""
     if not all(isinstance(marks, list | tuple) and [*map(type, marks)] == [int, int] for marks in then):
@@ -305,5 +310,5 @@ def _require_same_order(then: list[Any], now: list[list[int]]) -> None:
 
 
 def _require_different(buffers: tuple[Replay, ...]) -> None:
-    if len({buffer._nonce for buffer in buffers}) < len(buffers):
+    if len({source_of(buffer).nonce for buffer in buffers}) < len(buffers):
         raise ValueError("one buffer is there twice: give it once, with a larger share or batch_size")

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from torchreplay.buffer.base import Replay
-from torchreplay.buffer.sampling import MAX_BATCH
+from torchreplay.buffer.base import MAX_BATCH, Replay, source_of
 from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.cuda.copies import page_locked
 from torchreplay.schema.batch import ReplayBatch
@@ -36,7 +35,7 @@ class Mixture:
         self.buffers = tuple(shares)
         self.counts = whole_items(list(shares.values()), batch_size)
         self._device = device
-        self._source = tuple(buffer._nonce for buffer in self.buffers)
+        self._source = tuple(source_of(buffer).nonce for buffer in self.buffers)
         self._which = torch.arange(len(self.counts)).repeat_interleave(torch.tensor(self.counts))
         self._share = (torch.tensor(self.counts) / batch_size)[self._which]
         self._weights = _normalized_alike(self.buffers)
@@ -140,7 +139,7 @@ def require_issued(buffer: Replay, name: str, keys: NDArray[np.int64], part: NDA
         ValueError: It never issued one of its keys.
         RuntimeError: It is closed.
     """
-    bad = buffer._unissued(keys[part])
+    bad = source_of(buffer).unissued(keys[part])
     if bad is not None:
         index = part[bad]
         raise ValueError(
@@ -207,9 +206,9 @@ def _concatenated(parts: Sequence[Mapping[str, Any]], pinned: bool) -> dict[str,
 
 
 def _require_alike(buffers: Sequence[Replay]) -> None:
-    expected = buffers[0]._config.outputs()
+    expected = source_of(buffers[0]).config.outputs()
     for position, buffer in enumerate(buffers[1:], start=1):
-        found = buffer._config.outputs()
+        found = source_of(buffer).config.outputs()
         for path in (*expected, *found):
             here, there = expected.get(path), found.get(path)
             if here != there:

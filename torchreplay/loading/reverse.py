@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from torchreplay.buffer.replay_buffer import ReplayBuffer
-from torchreplay.buffer.sampling import MAX_BATCH
+from torchreplay.buffer.base import MAX_BATCH
+from torchreplay.buffer.replay_buffer import ReplayBuffer, local_sampler
 from torchreplay.errors import Stopped
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.validation import checked_instance, checked_int
@@ -78,7 +78,7 @@ class Reverse:
 
     def _newest(self, n: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The keys of the newest n items that can be drawn, newest first; fewer where there are fewer."""
-        segment = self.buffer._segment
+        segment = local_sampler(self.buffer).segment
         end = segment.stats()["rows_written"]
         oldest = max(0, end - self.buffer.capacity)
         leaves, keys1 = segment.column(-1).numpy(), segment.column(-2).numpy()

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from torchreplay.schema.batch import Finish
 from torchreplay.schema.batch_plan import as_path
 from torchreplay.schema.hindsight import Elsewhere, Hindsight
 from torchreplay.schema.limiters import Limiter, MinSize, SamplesPerInsert
@@ -147,6 +148,11 @@ class Config:
         shape = tuple(np.shape(flags)) if flags is not None else ()
         return int(shape[1]) if len(shape) == 2 else None
 
+    @property
+    def finish(self) -> Finish | None:
+        """What computes the rest of a batch that was drawn; None: nothing is left to compute."""
+        return self.view.finish if isinstance(self.view, Hindsight) else None
+
     def outputs(self) -> Mapping[Path, Field]:
         """Returns what a batch consists of, by path, beside what every batch has."""
         plan = self.view.plan(self.fields)
@@ -205,3 +211,8 @@ class Configured(Transient):
     def view(self) -> View:
         """How rows become items."""
         return self._config.view
+
+
+def rows_extended(buffer: Configured) -> int:
+    """Returns how many rows the object's own `extend` has written."""
+    return buffer._rows_extended

@@ -15,13 +15,13 @@ from torchreplay import _C
 class OpenBuffer(Protocol):
     """A buffer, in the eyes of a process that forks or ends."""
 
-    def _become_shared(self) -> None:
+    def before_fork(self) -> None:
         """Before a fork: two processes will use what the buffer has of the segment."""
 
-    def _become_childs(self) -> None:
+    def in_child(self) -> None:
         """In a forked child: it has a place of its own in the segment from now on."""
 
-    def _end(self) -> None:
+    def at_exit(self) -> None:
         """Applies what was fed back and leaves; the process ends."""
 
 
@@ -37,18 +37,18 @@ def _all_open() -> list[OpenBuffer]:
 def _before_fork() -> None:
     for buffer in _all_open():
         with suppress(RuntimeError):  # another thread has just closed it
-            buffer._become_shared()
+            buffer.before_fork()
 
 
 def _in_child() -> None:
     for buffer in _all_open():
-        buffer._become_childs()
+        buffer.in_child()
 
 
 def _settle() -> None:
     for buffer in _all_open():
         with suppress(Exception):  # nobody is left to hear of errors
-            buffer._end()
+            buffer.at_exit()
 
 
 def _leave_files() -> None:

@@ -153,8 +153,8 @@ def test_in_a_mixture_weights_are_on_one_scale_and_no_batch_asks_what_a_draw_has
         largest = max((365 * p[p > 0].min()) ** -BETA, (9 * mine.min()) ** -BETA)
         mixed = tr.MixedDataset({replay: 1, local: 1}, 64, steps=5, prefetch=0)
         with monkeypatch.context() as patch:
-            patch.setattr(replay.shards, "exchange", None)
-            patch.setattr(replay.shards, "look", None)
+            patch.setattr(replay._shards, "exchange", None)
+            patch.setattr(replay._shards, "look", None)
             for batch in mixed:
                 theirs = batch["buffer"] == 0
                 expected = np.empty(64)

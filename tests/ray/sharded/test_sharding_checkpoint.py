@@ -56,7 +56,7 @@ def write_on_both(cluster, replay, rows, first=0):
 
 def balance_of(replay):
     """What the limiter keeps within its bounds."""
-    counted = replay.shards.union_limiter
+    counted = replay._shards.union_limiter
     return (counted.inserted - counted.rule.inserted_before) * counted.rule.limiter.ratio - counted.sampled
 
 

@@ -219,9 +219,9 @@ def test_a_shard_that_a_process_has_let_go_of_is_not_lost(cluster):
 def test_whether_it_was_stopped_is_told_while_another_thread_lets_go_of_the_shard(cluster):
     with ShardedReplay(SPEC, 300) as replay:
         replay.extend(home=np.zeros(3, int), index=np.arange(3))
-        replay.shards.nearby.buffer.close()  # it has, just after this one had looked which it is
+        replay._shards.nearby.buffer.close()  # it has, just after this one had looked which it is
         assert not replay.stopped
-        replay.shards.detach()
+        replay._shards.detach()
 
 
 # The directory out of reach.
@@ -420,7 +420,7 @@ def test_a_shard_that_is_empty_admits_no_more_than_it_may(limit, admitted):
     shard = Shard(0, Config.of(SPEC, 100, tr.Uniform(), None, None), 1, 0, limit)
     shard.open()
     with shard._buffer.writer() as writer:
-        while len(shard._buffer) < 100 and writer.admitted():
+        while len(shard._buffer) < 100 and writer._admitted():
             writer.append(home=0, index=0)
     assert len(shard._buffer) == admitted
     shard._buffer.close()

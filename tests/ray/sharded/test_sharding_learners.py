@@ -28,10 +28,10 @@ def copied(replay):
 
 def lose(replay, number):
     """Kills a shard's actor, which a process notices; the directory makes another one."""
-    actor = replay.shards.table.places[number].actor
+    actor = replay._shards.table.places[number].actor
     actor.dead = True
     actor.it._buffer.close()
-    replay.shards.lose(number, "killed")
+    replay._shards.lose(number, "killed")
 
 
 def drawn(replay):
@@ -53,7 +53,7 @@ def test_what_a_learner_that_is_gone_has_drawn_outlasts_the_shards_that_it_drew_
             assert drawn(replay) == (160, 20, 1)
         latecomer = copied(replay)
         assert drawn(latecomer) == (160, 20, 1)
-        needed = {process.shards.union_limiter.needed(8) for process in (replay, latecomer)}
+        needed = {process._shards.union_limiter.needed(8) for process in (replay, latecomer)}
         assert len(needed) == 1  # as many items as everyone else waits for
         latecomer.close()
 

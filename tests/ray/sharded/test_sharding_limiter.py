@@ -146,7 +146,7 @@ def test_one_that_is_set_later_admits_what_a_buffer_with_it_admits(first, steps)
                 with buffer.writer() as writer:
                     for _ in range(n):
                         len(buffer)  # lets the limiter see what came
-                        admitted = writer.admitted()
+                        admitted = writer._admitted()
                         limits = union_limiter.limits([0, 1], 0)
                         whole = None if limits[0] is None else sum(limits.values())
                         # A buffer in which nothing can be drawn admits one more, under every ratio.
@@ -247,7 +247,7 @@ def test_without_a_learner_all_shards_together_admit_what_a_buffer_does(monkeypa
             cluster.here = node
             explorer = attach(*args)
             with explorer.writer() as writer:
-                while writer.admitted():
+                while writer._admitted():
                     writer.append(x=0.0)
             explorer.close()
         assert len(replay) == 11  # 11 x 100 - 0 draws = 10 x 100 x (1 + 0.1)

@@ -24,7 +24,7 @@ def inserted(replay):
 
 def inserted_before(replay):
     """Items that the present limiter does not count."""
-    return replay.shards.table.rule.inserted_before
+    return replay._shards.table.rule.inserted_before
 
 
 @pytest.mark.soak

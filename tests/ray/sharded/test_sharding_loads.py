@@ -133,14 +133,14 @@ def test_who_was_attached_before_a_restore_does_not_take_one_shard_for_another_w
         explorer = copied(cluster, replay, "b")
         explorer.writer().close()
         replay.restore(saved_elsewhere)
-        places = {place.node: place for place in replay.shards.look().places.values()}
+        places = {place.node: place for place in replay._shards.look().places.values()}
         actor = places["b"].actor
         actor.dead = True
         actor.it._buffer.close()
         cluster.here = "b"
         explorer.writer().close()
         assert not places["a"].actor.dead
-        assert [lost.node for lost in replay.shards.look().lost] == ["b"]
+        assert [lost.node for lost in replay._shards.look().lost] == ["b"]
         explorer.close()
 
 
@@ -150,6 +150,6 @@ def test_a_restore_says_whether_rows_or_a_shard_that_is_lost_keep_it_from_fillin
         with pytest.raises(tr.CheckpointError, match="the buffer holds rows already"):
             replay.restore(tmp_path)
     with ShardedReplay(SPEC, 20) as replay:
-        replay.shards.lose(1, "too little memory is left")
+        replay._shards.lose(1, "too little memory is left")
         with pytest.raises(tr.CheckpointError, match="the buffer has lost a shard already"):
             replay.restore(tmp_path)

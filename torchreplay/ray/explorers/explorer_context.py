@@ -10,6 +10,7 @@ import numpy as np
 
 from torchreplay.ray.workers.named import Fillable, OneOrNamed, chosen, named_buffers, named_weights
 from torchreplay.ray.workers.worker_table import WINDOW, WorkerTable
+from torchreplay.schema.config import rows_extended
 from torchreplay.validation import checked_int
 
 REPORT_EVERY: Final = 0.1
@@ -202,7 +203,7 @@ class ExplorerContext:
                 closing.callback(writer.close)
 
     def _rows_extended(self) -> int:
-        return sum(buffer._rows_extended for buffer in self._buffers.values())
+        return sum(rows_extended(buffer) for buffer in self._buffers.values())
 
     def _is_stopped(self) -> bool:
         if self._board.stopped:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torchreplay.errors import ReplayTimeout, WouldBlockForever
 from torchreplay.ray.explorers.explorer_context import MOST_EXPLORERS, MOST_ROWS
 from torchreplay.ray.explorers.explorer_task import Explore, ExplorerTask
-from torchreplay.ray.sharded.sharded_replay import ShardedReplay
+from torchreplay.ray.sharded.sharded_replay import ShardedReplay, shards_of
 from torchreplay.ray.workers.explorer_stats import ExplorerStats
 from torchreplay.ray.workers.named import Fillable, OneOrNamed, named_buffers, named_weights
 from torchreplay.ray.workers.placement import OverShards, Placement
@@ -120,7 +120,7 @@ class ExplorerPool(WorkerPool):
     def _make_work(self) -> ExplorerTask:
         for buffer in self._buffers:  # each says that it is closed, where it is
             if isinstance(buffer, ShardedReplay):
-                buffer.require_open()
+                shards_of(buffer).require_open()
             else:
                 buffer.handle()
         return self._work

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from torchreplay.buffer.replay_buffer import ReplayBuffer
+from torchreplay.buffer.replay_buffer import ReplayBuffer, local_sampler
 from torchreplay.buffer.stats import Stats
 from torchreplay.buffer.writer import Writer
 from torchreplay.errors import AttachError, Stopped
@@ -108,17 +108,28 @@ class IngestWriter(Writer):
     deadline = 0.0
     """Monotonic time until which to wait for the limiter."""
 
+    def relay(self, chunk: Chunk, before: npt.NDArray[np.int64], keys: npt.NDArray[np.int64], start: int) -> None:
+        """Writes the rows of `chunk` from number `start` on.
+
+        Args:
+            chunk: The rows.
+            before: int64 `[n]`, the row before each one: its key + 1, or -1 - its index in the chunk; 0: none.
+            keys: int64 `[n]`, of those written before; those of the others are put there.
+            start: How many were written before.
+        """
+        self._relay(chunk.block, chunk.rows, before, keys, start)
+
     def _wait(self, stalled: bool) -> None:
         if stalled:
             self._wait_stalled()
             return
         wait = Wait(self._segment, max(0.0, self.deadline - time.monotonic()))
         self._catch_up()
-        while not self.admitted():
-            self.wait_room(wait.slice_ns())
-            if not self.admitted():
+        while not self._admitted():
+            self._wait_room(wait.slice_ns())
+            if not self._admitted():
                 self._catch_up()
-            if wait.expired and not self.admitted():
+            if wait.expired and not self._admitted():
                 raise _Behind
             self._look_around()
 
@@ -129,7 +140,9 @@ class _Seat:
     def __init__(self, buffer: ReplayBuffer, place: Place) -> None:
         self.buffer = buffer
         self.place = place
-        self.writer = IngestWriter(buffer._segment, buffer._config)
+        sampler = local_sampler(buffer)
+        self._segment = sampler.segment
+        self.writer = IngestWriter(sampler.segment, sampler.config)
         self.heard = time.monotonic()
         self._linked = not isinstance(buffer.view, Rows)
 
@@ -145,7 +158,7 @@ class _Seat:
         start = 0 if place.begin(chunk.number, chunk.rows) else self._count_written(keys)
         before, ends = self._predecessors(chunk)
         self.writer.deadline = time.monotonic() + INGEST_SLICE_SECONDS
-        self.writer.relay(chunk.block, chunk.rows, before, keys, start)
+        self.writer.relay(chunk, before, keys, start)
         if self._linked:
             ends = np.concatenate([ends, _ends_of(chunk, before, keys)])
         place.finish(chunk.number, ends)
@@ -160,12 +173,12 @@ class _Seat:
         if not announced:
             return 0
         key = int(keys[announced - 1])
-        is_there = self.buffer._segment.run_length(key, key + 1) > 0
+        is_there = self._segment.run_length(key, key + 1) > 0
         turned = self.buffer.stats().rows_written > key + self.buffer.capacity
         return announced if is_there or turned else announced - 1
 
     def _predecessors(self, chunk: Chunk) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.void]]:
-        """Says which row comes before each one, as `_C.Writer.relay` takes it.
+        """Says which row comes before each one, as `IngestWriter.relay` takes it.
 
         Returns:
             int64 `[rows]`, and the ends of the streams that the chunk does not go on with.
@@ -266,7 +279,7 @@ class Ingest:
         """Returns the description of the buffer, "" when nobody can attach, and why nobody should write, or ""."""
         self._heard = time.monotonic()
         self._notice_stop()
-        return "" if self._attached is None else self._attached._segment.text, self._ending
+        return "" if self._attached is None else local_sampler(self._attached).segment.text, self._ending
 
     def look(self, sources: list[Source]) -> str:
         """Notes which writers are alive; returns why writing must end, or ""."""
@@ -325,12 +338,12 @@ class Ingest:
             return seat
 
     def _why(self) -> str:
-        census = self._buffer._segment.census(True)
+        census = local_sampler(self._buffer).segment.census(True)
         return f"the learner to draw more, as the limiter wants it (learners alive: {census['learners']})"
 
     def _watch(self) -> None:
         """Notices the end: of the buffer, of its owner, of writers."""
-        audience = None if self._attached is None else Audience(self._attached._segment)
+        audience = None if self._attached is None else Audience(local_sampler(self._attached).segment)
         try:
             while time.monotonic() - self._heard < LINGER or (self._seats and not self._ending):
                 time.sleep(_LOOK_EVERY)

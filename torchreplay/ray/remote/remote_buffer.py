@@ -50,7 +50,7 @@ class RemoteWriter(Writer):
         self._buffer_closed = buffer_closed or threading.Event()
         self._outbox: SendBuffer = courier.open(config, num_envs or 1)
         self._leave = weakref.finalize(self, courier.leave, self._outbox)
-        super().__init__(self._outbox.stage._segment, config, num_envs, autoreset)
+        super().__init__(self._outbox.segment, config, num_envs, autoreset)
         _open_writers.add(self)
 
     def append(self, /, *args: Any, **fields: Any) -> None:  # type: ignore[override]
@@ -109,7 +109,7 @@ class RemoteWriter(Writer):
             self._refuse_closed_buffer()
 
     def _wait(self, stalled: bool) -> None:
-        self._courier.make_room(self._outbox, self.admitted)
+        self._courier.make_room(self._outbox, self._admitted)
 
 
 @attaches_remote("buffer")

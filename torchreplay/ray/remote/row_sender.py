@@ -147,7 +147,7 @@ class RowSender:
             raise RuntimeError(outbox.ending) if outbox.refused else Stopped(outbox.ending)
 
     def _await(self, outbox: SendBuffer, is_done: Callable[[], bool]) -> None:
-        wait = Wait(outbox.stage._segment, None)
+        wait = Wait(outbox.segment, None)
         while not is_done():
             self._check(outbox)
             self._events.put(None)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from torchreplay.buffer.replay_buffer import ReplayBuffer
+from torchreplay.buffer.replay_buffer import ReplayBuffer, local_sampler
 from torchreplay.ray.remote.ingest_actor import Chunk, Source
 from torchreplay.schema.config import Config
 from torchreplay.schema.spec import nest
@@ -48,7 +48,8 @@ class SendBuffer:
         num_envs: Environments that the writer has.
 
     Attributes:
-        stage: The segment.
+        stage: What they are collected in.
+        segment: Its memory.
         parcels: What is cut and not acknowledged, in order.
         sent: The last chunk that is under way.
         in_air: Calls without an answer.
@@ -70,6 +71,7 @@ class SendBuffer:
         # A writer takes tickets by the 64, and no more than a quarter of the ring, past what it is admitted.
         capacity = max(8, 2 * self.rows, config.view.rows_of_an_item)
         self.stage = ReplayBuffer(nest(config.fields), capacity, view=config.view)
+        self.segment = local_sampler(self.stage).segment
         self.writer = secrets.randbits(62) + 1
         self.num_envs = num_envs
         self.parcels: deque[InFlightChunk] = deque()
@@ -88,7 +90,7 @@ class SendBuffer:
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()  # at most one: there is some
         self._cut = 0  # key of the first row that is in no chunk
         self._number = 0
-        self.stage._segment.admit(self.rows)
+        self.segment.admit(self.rows)
 
     @property
     def source(self) -> Source:
@@ -101,7 +103,7 @@ class SendBuffer:
         Args:
             everything: Also of rows that are too few for a whole chunk. Each costs as much on its way as a whole one.
         """
-        segment = self.stage._segment
+        segment = self.segment
         everything = everything or self.hurried or self.leaving
         while len(self.parcels) < IN_FLIGHT:
             rows = segment.run_length(self._cut, self._cut + self.rows)
@@ -117,7 +119,7 @@ class SendBuffer:
     @property
     def is_empty(self) -> bool:
         """Whether everything written is acknowledged, and nothing is on its way."""
-        segment = self.stage._segment
+        segment = self.segment
         is_cut = segment.closed or not segment.run_length(self._cut, self._cut + 1)  # first: see `cut`
         return is_cut and not self.parcels and not self.in_air
 

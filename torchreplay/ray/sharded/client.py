@@ -52,6 +52,7 @@ class ShardClient:
         table: What was where when the directory said so last. It is never asked while the lock is held: if Ray cannot
             reach it, only the asking thread waits.
         figures: What each shard said last, by number. Never changed: there is another when one says more.
+        closed: Whether the `ShardedReplay` that this belongs to is closed.
     """
 
     def __init__(self, name: str) -> None:
@@ -65,6 +66,7 @@ class ShardClient:
         self.node = ray_node()
         self.figures: dict[int, ShardReport] = {}
         self.table = self._lookup.table()
+        self.closed = False
 
     @property
     def stream(self) -> int:
@@ -91,6 +93,11 @@ class ShardClient:
     def nearby(self) -> LocalShard | None:
         """The shard on this node, when it is attached."""
         return self._attachment.nearby
+
+    def require_open(self) -> None:
+        """Raises RuntimeError if the `ShardedReplay` is closed."""
+        if self.closed:
+            raise RuntimeError("the ShardedReplay is closed")
 
     @property
     def connected(self) -> bool:

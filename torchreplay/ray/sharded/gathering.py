@@ -12,7 +12,7 @@ from torchreplay.ray.sharded.batch_block import ItemBytes, Layout
 from torchreplay.ray.sharded.client import ShardClient
 from torchreplay.ray.sharded.global_distribution import GlobalDistribution, as_keys, unpack
 from torchreplay.ray.sharded.messages import Gathered
-from torchreplay.schema.batch import Finish, ReplayBatch
+from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.config import Config
 from torchreplay.schema.samplers import value_of
 
@@ -26,11 +26,10 @@ class Gathering:
         shards: Where from.
         config: Of the union.
         nonce: What signs the batches.
-        finish: What computes the rest of a batch, where the view has functions.
     """
 
-    def __init__(self, shards: ShardClient, config: Config, nonce: int, finish: Finish | None) -> None:
-        self._shards, self._nonce, self._finish = shards, nonce, finish
+    def __init__(self, shards: ShardClient, config: Config, nonce: int) -> None:
+        self._shards, self._nonce, self._finish = shards, nonce, config.finish
         self._sampler = config.sampler
         self._layout = Layout(config.outputs())
 

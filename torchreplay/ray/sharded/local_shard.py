@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from torchreplay.buffer.replay_buffer import ReplayBuffer
+from torchreplay.buffer.replay_buffer import ReplayBuffer, local_sampler
 from torchreplay.buffer.writer import Autoreset
 from torchreplay.ray.sharded.global_distribution import pack
 from torchreplay.ray.sharded.messages import Answer, DrawRequest, Gathered
@@ -36,7 +36,8 @@ class ShardBuffer(ReplayBuffer):
 
     def writer(self, num_envs: int | None = None, autoreset: Autoreset = "next_step") -> ShardWriter:
         """Returns a writer whose keys are the union's, and which notices when the shard is gone."""
-        return ShardWriter(self._segment, self._config, pack(self.number), num_envs, autoreset)
+        sampler = local_sampler(self)
+        return ShardWriter(sampler.segment, sampler.config, pack(self.number), num_envs, autoreset)
 
 
 class LocalShard:
@@ -61,13 +62,14 @@ class LocalShard:
         self.number = number
         self.buffer = cast(ShardBuffer, ShardBuffer.attach(handle))
         self.buffer.number = number
+        self._segment = local_sampler(self.buffer).segment
         self._candidates = ShardSampler(self.buffer, number)
         self._hands = ThreadPoolExecutor(1, "torchreplay-nearby")
 
     @property
     def alive(self) -> bool:
         """Whether the shard's actor is there."""
-        return self.buffer._segment.census(False)["owners"] > 0
+        return self._segment.census(False)["owners"] > 0
 
     def own_writers(self, unused_count_as_others: bool) -> int:
         """Returns how many of its writers nobody but the calling thread uses.
@@ -76,7 +78,7 @@ class LocalShard:
             unused_count_as_others: Whether those of this process that nobody has used yet may be another thread's.
         """
         try:
-            census = self.buffer._segment.census(unused_count_as_others)
+            census = self._segment.census(unused_count_as_others)
         except RuntimeError:  # closed by another thread
             return 0
         return census["writers"] - census["others_writing"]
@@ -119,7 +121,7 @@ class LocalShard:
             if self.alive:
                 return work()
         except RuntimeError as error:
-            if not self.buffer._segment.closed:
+            if not self._segment.closed:
                 raise
             raise Detached(str(error)) from None
         raise Gone("its process is gone")

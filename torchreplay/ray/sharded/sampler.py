@@ -9,12 +9,12 @@ from typing import Final
 
 import numpy as np
 
-from torchreplay.buffer.sampling import MAX_BATCH
+from torchreplay.buffer.base import MAX_BATCH
 from torchreplay.errors import ReplayTimeout
 from torchreplay.ray.sharded.batch_block import Layout
 from torchreplay.ray.sharded.client import ShardClient
 from torchreplay.ray.sharded.sample_request import LEAST_SLACK, SampleRequest
-from torchreplay.schema.batch import Finish, ReplayBatch
+from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.config import Config
 from torchreplay.schema.samplers import Schedule, value_of
 from torchreplay.segment.waits import Wait
@@ -32,18 +32,18 @@ class ShardedSampler:
         config: Of the union.
         seed: Of the random numbers that choose among candidates.
         nonce: What signs the batches.
-        finish: What computes the rest of a batch, where the view has functions.
 
     Attributes:
         shards: What from.
+        seed: Of the random numbers.
     """
 
-    def __init__(self, shards: ShardClient, config: Config, seed: int, nonce: int, finish: Finish | None) -> None:
-        self.shards = shards
-        self._sampler, self._seed, self._nonce = config.sampler, seed, nonce
+    def __init__(self, shards: ShardClient, config: Config, seed: int, nonce: int) -> None:
+        self.shards, self.seed = shards, seed
+        self._sampler, self._nonce = config.sampler, nonce
         self._layout = Layout(config.outputs())
         self._complete_when = config.view.complete_when
-        self._finish = finish
+        self._finish = config.finish
         # Nothing is called under it. So a signal handler, or the collection of a stream, in the same thread comes
         # before or after.
         self._lock = threading.RLock()
@@ -71,7 +71,7 @@ class ShardedSampler:
 
     def resume(self, seed: int, stream: int, step: int) -> None:
         """Goes on in another process's stream of random numbers."""
-        self._seed, self.stream, self.made = seed, stream, step
+        self.seed, self.stream, self.made = seed, stream, step
 
     def draw(self, n: int, beta: Schedule | None, wait: Wait) -> ReplayBatch:
         """Returns a batch of `n` items, once there are any and the limiter admits it."""
@@ -123,7 +123,7 @@ class ShardedSampler:
             rule = union_limiter.begin(n)
         try:
             # The generator's blocks are counted by the low bits.
-            chance = np.random.Generator(np.random.Philox(key=[self._seed, self.stream], counter=step << 64))
+            chance = np.random.Generator(np.random.Philox(key=[self.seed, self.stream], counter=step << 64))
             return SampleRequest(self.shards, self._layout, step, n, chance, self._slack, here, place, rule)
         except BaseException:
             self._end(step, n, rule, None)

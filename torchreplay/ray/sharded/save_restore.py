@@ -24,13 +24,12 @@ POLL: Final = 0.05
 """Seconds between two looks at shards that save or load."""
 
 
-def save_shards(shards: ShardClient, config: Config, seed: int, draws: ShardedSampler, root: Path) -> None:
+def save_shards(shards: ShardClient, config: Config, draws: ShardedSampler, root: Path) -> None:
     """Does what `ShardedReplay.save` does.
 
     Args:
         shards: What to save.
         config: Of the union.
-        seed: Of its draws.
         draws: Those of this process, which may go on.
         root: Where to.
     """
@@ -45,7 +44,7 @@ def save_shards(shards: ShardClient, config: Config, seed: int, draws: ShardedSa
             shutil.rmtree(paths[number], ignore_errors=True)
         _require_parts([data / str(number) for number in saved])
         # Counted after the rows, as those of each shard are.
-        return _described(shards, config, saved, seed, draws, data.name).as_data()
+        return _described(shards, config, saved, draws.seed, draws, data.name).as_data()
 
     replace_checkpoint(root, SHARDS, write)
 

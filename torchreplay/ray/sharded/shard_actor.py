@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from torchreplay.buffer.replay_buffer import ReplayBuffer
+from torchreplay.buffer.replay_buffer import ReplayBuffer, local_sampler
 from torchreplay.buffer.stats import Stats
 from torchreplay.checkpoint.buffer_checkpoint import Description, load_rows, save
 from torchreplay.checkpoint.directory import is_checkpoint
@@ -201,7 +201,7 @@ class Shard:
                 f"node {ray_node()} does not see {directory.parent}, which the process that saves has made: save a "
                 f"ShardedReplay to a directory that all its nodes share"
             )
-        save(self._buffer._segment, self._buffer._config, directory)
+        save(local_sampler(self._buffer).segment, self._config, directory)
 
     def _restore(self, number: int, directory: str | None) -> None:
         if directory is not None:
@@ -210,7 +210,7 @@ class Shard:
                     f"node {ray_node()} does not see {directory}: load a ShardedReplay from a directory that all its "
                     f"nodes share"
                 )
-            load_rows(self._buffer._segment, self._buffer._config, Description.read(directory), directory)
+            load_rows(local_sampler(self._buffer).segment, self._config, Description.read(directory), directory)
             self._set_limit(self._limit)  # what was loaded has counted from elsewhere
         self._candidates = ShardSampler(self._buffer, number)
 
@@ -227,7 +227,7 @@ class Shard:
         inserted = self._buffer.stats().inserted
         # A new limiter counts as if its min_size, 1, had just come, where there is one: from there on.
         room = max(0, limit - inserted) + min(inserted, 1)
-        self._buffer._segment.set_limiter((1, LEASH, UNBOUNDED, room * LEASH, 0.0))
+        local_sampler(self._buffer).segment.set_limiter((1, LEASH, UNBOUNDED, room * LEASH, 0.0))
 
     def _room_for(self, n: int) -> ReplayBatch:
         if n != self._batch_items:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from torchreplay.buffer.replay_buffer import ReplayBuffer
+from torchreplay.buffer.replay_buffer import ReplayBuffer, local_sampler
 from torchreplay.ray.sharded.global_distribution import Drawn, pack
 from torchreplay.ray.sharded.messages import LearnerProgress, ShardReport
 from torchreplay.schema.batch import ReplayBatch
@@ -25,14 +25,15 @@ class ShardSampler:
     """
 
     def __init__(self, buffer: ReplayBuffer, number: int) -> None:
-        self._buffer, self._base = buffer, pack(number)
+        self._sampler, self._base = local_sampler(buffer), pack(number)
+        self._segment = self._sampler.segment
         self._prioritized = isinstance(buffer.sampler, Prioritized)
         self._largest = 0.0
 
     def raise_largest(self, priority: float) -> None:
         """New rows without a priority count as at least this from now on: it was seen in another shard."""
         if self._prioritized and priority > self._largest:
-            self._buffer._segment.raise_largest(priority)
+            self._segment.raise_largest(priority)
             self._largest = priority
 
     def draw(self, n: int, out: ReplayBatch, learners: Mapping[int, LearnerProgress], rule: int = -1) -> ShardReport:
@@ -47,12 +48,11 @@ class ShardSampler:
         Returns:
             The figures; their `candidates` are `n`, or 0 when nothing could be drawn.
         """
-        segment = self._buffer._segment
-        result = segment.sample(n, 0.0, NEVER, out)
+        result = self._segment.sample(n, 0.0, NEVER, out)
         if not isinstance(result, ReplayBatch):
             return self._reasons(self.figures(learners, rule), result, n)
         out["key"] += self._base
-        return self.figures(learners, rule, Drawn(*segment.drawn_from[:3]), n)
+        return self.figures(learners, rule, Drawn(*self._segment.drawn_from[:3]), n)
 
     def gather(
         self, keys: NDArray[np.int64], learners: Mapping[int, LearnerProgress], rule: int = -1
@@ -70,7 +70,7 @@ class ShardSampler:
         """
         if not len(keys):
             return self.figures(learners, rule), None
-        batch: ReplayBatch = self._buffer._segment.gather(keys, 0.0, None)
+        batch: ReplayBatch = self._segment.gather(keys, 0.0, None)
         n = len(batch["key"])
         batch["key"] += self._base
         return self.figures(learners, rule, candidates=n), batch if n else None
@@ -80,7 +80,7 @@ class ShardSampler:
         figures = self.figures(learners, rule)
         if figures.drawn.drawable or not figures.issued:
             return figures
-        return self._reasons(figures, self._buffer._segment.sample(1, 0.0, NEVER, None), 1)
+        return self._reasons(figures, self._segment.sample(1, 0.0, NEVER, None), 1)
 
     def figures(
         self,
@@ -97,8 +97,8 @@ class ShardSampler:
             drawn: The tree as a draw found it; None: as it is.
             candidates: How many items come along.
         """
-        stats = self._buffer._segment.stats()
-        census = self._buffer._segment.census(False)
+        stats = self._segment.stats()
+        census = self._segment.census(False)
         return ShardReport(
             drawn or Drawn(stats["priority_total"], stats["drawable"], stats["smallest_leaf"]),
             candidates,
@@ -117,5 +117,5 @@ class ShardSampler:
 
     def _reasons(self, figures: ShardReport, result: object, n: int) -> ShardReport:
         """Adds what the native core gave instead of a batch of `n`."""
-        trouble = None if isinstance(result, ReplayBatch) else self._buffer._trouble(result, n)
+        trouble = None if isinstance(result, ReplayBatch) else self._sampler.trouble(result, n)
         return replace(figures, barren=trouble) if result == "barren" else replace(figures, trouble=trouble)

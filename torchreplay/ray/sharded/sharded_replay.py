@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from torchreplay.buffer.base import Replay
+from torchreplay.buffer.sampling import MISSING, Missing, require_all
 from torchreplay.buffer.writer import Autoreset
 from torchreplay.errors import Stopped
 from torchreplay.ray.sharded.client import ShardClient
@@ -22,23 +24,25 @@ from torchreplay.ray.sharded.local_writing import Expectation, buffer_to_write_t
 from torchreplay.ray.sharded.manifest import Manifest, with_manifest
 from torchreplay.ray.sharded.priority_updates import Feedback
 from torchreplay.ray.sharded.sampler import ShardedSampler
-from torchreplay.ray.sharded.sampling import ShardedDrawing
 from torchreplay.ray.sharded.save_restore import require_room, restore_shards, save_shards
 from torchreplay.ray.sharded.shard_writer import ShardWriter
+from torchreplay.ray.sharded.sharded_source import ShardedSource
+from torchreplay.ray.sharded.stats import ShardedStats
+from torchreplay.schema.batch import ReplayBatch, keys_of
 from torchreplay.schema.config import MAX_CAPACITY, Config
-from torchreplay.schema.hindsight import Hindsight
-from torchreplay.schema.limiters import Limiter
-from torchreplay.schema.samplers import Sampler
+from torchreplay.schema.limiters import Limiter, MinSize, SamplesPerInsert
+from torchreplay.schema.samplers import Sampler, Schedule
 from torchreplay.schema.spec import Spec, nest
 from torchreplay.schema.views import View
 from torchreplay.segment.handle import new_nonce
-from torchreplay.validation import checked_int, checked_path
+from torchreplay.segment.waits import Wait
+from torchreplay.validation import checked_choice, checked_int, checked_kind, checked_path
 
 if TYPE_CHECKING:
     from types import TracebackType
 
 
-class ShardedReplay(ShardedInspection, ShardedDrawing):
+class ShardedReplay(Replay):
     """A prioritized replay buffer whose rows lie on several nodes of a Ray cluster, for when one is not enough.
 
     Each node has a shard: an ordinary `ReplayBuffer` in that node's shared memory, held by an actor. Explorers write to
@@ -98,14 +102,21 @@ class ShardedReplay(ShardedInspection, ShardedDrawing):
             raise
 
     def _init_state(self, nonce: int, seed: int, config: Config, capacity: int, count: int) -> None:
-        self._nonce, self._seed, self._config = nonce, seed, config
+        self._nonce, self._config = nonce, config
         self._capacity, self._count = capacity, count
-        self.shards = ShardClient(directory_name(nonce))
-        self._finish = config.view.finish if isinstance(config.view, Hindsight) else None
-        self._draws = ShardedSampler(self.shards, config, seed, nonce, self._finish)
-        self._gathering = Gathering(self.shards, config, nonce, self._finish)
-        self._feedback = Feedback(self.shards, nonce)
-        self._closed = False
+        self._shards = ShardClient(directory_name(nonce))
+        self._sampler = ShardedSampler(self._shards, config, seed, nonce)
+        self._gathering = Gathering(self._shards, config, nonce)
+        self._feedback = Feedback(self._shards, nonce)
+        self._source = ShardedSource(self._sampler, self._feedback, config, nonce)
+        self._inspection = ShardedInspection(self._shards, self._feedback, config, capacity, count)
+
+    @property
+    def _closed(self) -> bool:
+        return self._shards.closed
+
+    def _require_open(self) -> None:
+        self._shards.require_open()
 
     @classmethod
     def _attach(cls, nonce: int, *args: Any) -> ShardedReplay:
@@ -115,7 +126,7 @@ class ShardedReplay(ShardedInspection, ShardedDrawing):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return attached_shards, (self._nonce, self._seed, self._config, self._capacity, self._count)
+        return attached_shards, (self._nonce, self._sampler.seed, self._config, self._capacity, self._count)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise TypeError(
@@ -141,16 +152,16 @@ class ShardedReplay(ShardedInspection, ShardedDrawing):
             Stopped: The buffer was stopped.
             ValueError: As there.
         """
-        self.require_open()
-        return buffer_to_write_to(self.shards).writer(num_envs, autoreset)
+        self._require_open()
+        return buffer_to_write_to(self._shards).writer(num_envs, autoreset)
 
     def extend(self, /, *args: Any, priority: Any = None, **fields: Any) -> torch.Tensor:
         """Writes n rows, or under a view that links rows a whole episode, to the shard of this node.
 
         Arguments, results and errors are those of `ReplayBuffer.extend`; the keys are the union's.
         """
-        self.require_open()
-        keys = buffer_to_write_to(self.shards).extend(*args, priority=priority, **fields)
+        self._require_open()
+        keys = buffer_to_write_to(self._shards).extend(*args, priority=priority, **fields)
         self._rows_extended += keys.numel()
         return keys
 
@@ -160,7 +171,175 @@ class ShardedReplay(ShardedInspection, ShardedDrawing):
         Returns:
             An object to `close()` when no more will come; it ends with the process as well, some seconds later.
         """
-        return Expectation(self.shards)
+        return Expectation(self._shards)
+
+    # Drawing, and feeding back
+
+    def sample(self, batch_size: int, beta: Schedule | None = None, timeout: float | None = None) -> ReplayBatch:
+        """Draws a batch from all shards, stratified and with replacement; waits until the limiter admits it.
+
+        Every shard is asked once, and hears at once what was drawn if explorers wait for that; `ReplayDataset` has
+        several batches under way at a time and is faster.
+
+        Args:
+            batch_size: Number of items, B.
+            beta: Exponent of the weights, instead of the sampler's own: a number, or a schedule of the batches drawn.
+            timeout: Seconds to wait at most, for rows and for answers; None: as long as someone is left who may write.
+                Answers of other nodes take a millisecond or more: in less time there is no batch.
+
+        Returns:
+            The fields, each `[B, *shape]`, with `key` int64 `[B]`, `weight` and `probability` float32 `[B]`: those of
+            the union of all shards. Items of one shard lie together.
+
+        Raises:
+            ValueError: `batch_size` is below 1 or too large, or beta is negative.
+            ReplayTimeout: The timeout passed; the text says what for, or which shard does not answer.
+            WouldBlockForever: Too few rows, and nobody is left to write more.
+            Stopped: The buffer was stopped, or the process that made it is gone.
+        """
+        self._require_open()
+        self._feedback.apply_arrived()
+        wait = Wait(self._shards, timeout)
+        try:
+            return self._sampler.draw(batch_size, beta, wait)
+        finally:
+            wait.end()
+
+    def gather(self, keys: Any, missing: Missing = "drop") -> ReplayBatch:
+        """Returns the items anchored at given rows of any shards.
+
+        It counts as no draw: the limiter and the streams of draws do not notice. Under `Hindsight` items come as they
+        were lived: nothing is relabelled. TD errors that this process has fed back before are known to it.
+
+        Args:
+            keys: int64 `[n]`, or a batch of this buffer, whose `key` is taken.
+            missing: What becomes of items that cannot be drawn, because their rows were overwritten, lost with their
+                shard, or are not complete. `"drop"`: they are left out, and the batch is smaller. `"raise"`: there is
+                no batch.
+
+        Returns:
+            A batch of the m <= n items there are, in the order of `keys`; `key` says which. `weight` (with the
+            sampler's beta) and `probability` are those that a draw from all shards would give them, each shard being as
+            it is just after its items were found.
+
+        Raises:
+            ValueError: The keys are not int64 `[n]`, the batch is of another buffer, or `missing` is neither.
+            MissingItems: There are such items, and `missing` is `"raise"`: how many, and the first one's key.
+            Stopped: The process that made the buffer is gone.
+        """
+        checked_choice("missing", missing, MISSING)
+        self._require_open()
+        self._feedback.apply_arrived()
+        wanted = keys_of(keys, self._nonce) if isinstance(keys, dict) else keys
+        batch = self._gathering.gather(wanted)
+        if missing == "raise":
+            require_all(wanted, batch)
+        return batch
+
+    def update_priorities(self, batch_or_keys: ReplayBatch | Any, td: Any) -> None:
+        """Feeds TD errors back to exactly the items they were computed from, each to its own shard.
+
+        It returns when the TD errors are on their way; draws that this process asks for later know them. Those of rows
+        overwritten since, or lost with their shard, are dropped and counted (`stats().stale_updates`,
+        `lost_updates`). Of equal keys the last one wins.
+
+        Those on a CUDA device are not waited for. They are copied beside the learner's work, as they are at this point
+        of its stream. They are sent once they have come, in the order given, when this process next calls the buffer or
+        asks for a batch; `flush` waits for them.
+
+        Args:
+            batch_or_keys: A batch of this buffer, or int64 keys `[n]`.
+            td: TD errors `[n]` of any real dtype, on any device; their absolute values are taken.
+
+        Raises:
+            ValueError: A shape does not fit, an error is NaN or infinite, a key was never issued, or the batch is of
+                another buffer; nothing is applied. NaN or infinite errors from a CUDA device are raised by the next
+                call, or by `flush`, which say which update it was.
+        """
+        self._require_open()
+        self._feedback.send(batch_or_keys, td)
+
+    def flush(self) -> None:
+        """Waits until all TD errors fed back by this process have been applied, or counted as lost.
+
+        Raises:
+            ValueError: Some that came from a device are NaN or infinite: they are dropped, and the others applied.
+        """
+        self._feedback.flush()
+
+    # Looking into it
+
+    def __len__(self) -> int:
+        """Returns the number of rows held by all shards."""
+        self._require_open()
+        return self._inspection.rows()
+
+    @property
+    def capacity(self) -> int:
+        """Rows that fit into all shards."""
+        return self._capacity
+
+    @property
+    def limiter(self) -> Limiter:
+        """Who must wait. Set it to change it for every process. Processes that can go on under the new one do.
+
+        A new limiter counts from the moment at which it is set, as that of a `ReplayBuffer` does. Of the items inserted
+        before, `min_size` count (or all, if there are fewer). Of the draws before, none count. Learners that wait, or
+        that draw from other nodes, hear of it with the next answer of a shard, the others within a second. Each keeps
+        to the old one until then, and its draws under the old one do not count for the new one.
+        """
+        self._require_open()
+        return self._shards.look().rule.limiter
+
+    @limiter.setter
+    def limiter(self, limiter: Limiter | None) -> None:
+        self._require_open()
+        default: Limiter = MinSize()
+        self._shards.set_limiter(checked_kind("limiter", limiter, default, (MinSize, SamplesPerInsert)))
+
+    @property
+    def draws(self) -> int:
+        """Batches that this object has drawn: the position in its own stream of random numbers."""
+        return self._sampler.made
+
+    @draws.setter
+    def draws(self, step: int) -> None:
+        self._sampler.made = checked_int("draws", step, 0, (1 << 48) - 1)
+
+    @property
+    def stream(self) -> int:
+        """The number of this process's stream of random numbers."""
+        return self._sampler.stream
+
+    @stream.setter
+    def stream(self, number: int) -> None:
+        self._sampler.stream = checked_int("stream", number, 0, (1 << 48) - 1)
+
+    def stats(self) -> ShardedStats:
+        """Returns what has happened so far: over all shards, and each one's own."""
+        self._require_open()
+        return self._inspection.stats()
+
+    def histograms(self, bins: int = 64) -> dict[str, torch.Tensor]:
+        """Returns histograms of leaf priorities and of rows' ages, as `ReplayBuffer.histograms` does. O(capacity).
+
+        Each shard counts into bins of its own, whose counts are put where the middle of the bin lies. While there is
+        no shard they are those of an empty buffer.
+        """
+        self._require_open()
+        return self._inspection.histograms(bins)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether `stop()` was called, in any process, as far as this one has heard: explorers hear it at once."""
+        nearby = self._shards.nearby
+        with suppress(RuntimeError):  # another thread has let go of it meanwhile
+            if nearby is not None and nearby.buffer.stopped:
+                return True
+        return self._shards.stopped
+
+    def __repr__(self) -> str:
+        return "ShardedReplay(closed)" if self._closed else self._inspection.summary(self.stopped)
 
     # Checkpoints
 
@@ -181,10 +360,10 @@ class ShardedReplay(ShardedInspection, ShardedDrawing):
             RuntimeError: No shard is left.
             ValueError: TD errors from a device are NaN or infinite, as `flush` says; nothing is saved.
         """
-        self.require_open()
+        self._require_open()
         root = checked_path("directory", directory).absolute()
         self.flush()
-        save_shards(self.shards, self._config, self._seed, self._draws, root)
+        save_shards(self._shards, self._config, self._sampler, root)
 
     @classmethod
     def load(
@@ -266,22 +445,21 @@ class ShardedReplay(ShardedInspection, ShardedDrawing):
                 there are fewer nodes than shards, or the buffer holds rows already, or writers whose keys would change.
             RuntimeError: A shard was lost meanwhile; the buffer is stopped.
         """
-        self.require_open()
+        self._require_open()
         root = checked_path("directory", directory).absolute()
         self._restore(Manifest.read(root), root)
 
     def _restore(self, manifest: Manifest, root: Path) -> None:
-        restore_shards(self.shards, self._config, manifest, root)
-        self._seed = manifest.seed
-        self._draws.resume(manifest.seed, manifest.stream, manifest.step)
+        restore_shards(self._shards, self._config, manifest, root)
+        self._sampler.resume(manifest.seed, manifest.stream, manifest.step)
 
     # Life cycle
 
     def stop(self) -> None:
         """Stops the buffer: `stopped` becomes True in every process, and waiting calls raise `Stopped`."""
-        self.require_open()
-        self.shards.ask("stop")
-        self.shards.look()
+        self._require_open()
+        self._shards.ask("stop")
+        self._shards.look()
 
     def close(self) -> None:
         """Detaches this object; in the process that made the shards, ends them. Idempotent.
@@ -293,16 +471,16 @@ class ShardedReplay(ShardedInspection, ShardedDrawing):
         """
         if self._closed:
             return
-        self._closed = True
+        self._shards.closed = True
         try:
-            if self._owned is None and self.shards.connected:
+            if self._owned is None and self._shards.connected:
                 with suppress(Stopped):
-                    self.shards.report(last=True)
+                    self._shards.report(last=True)
                     self._feedback.flush()
         finally:
-            self.shards.detach()
+            self._shards.detach()
             owned, self._owned = self._owned, None
-            if owned is not None and self.shards.connected:  # and not a forked child, which has made nothing
+            if owned is not None and self._shards.connected:  # and not a forked child, which has made nothing
                 end(owned)
 
     def __enter__(self) -> ShardedReplay:
@@ -320,3 +498,8 @@ def attached_shards(nonce: int, *args: Any) -> ShardedReplay:
     Pickles name it: see `torchreplay.buffer.replay_buffer.attached`.
     """
     return ShardedReplay._attach(nonce, *args)
+
+
+def shards_of(replay: ShardedReplay) -> ShardClient:
+    """Returns this process's view of the shards of `replay`. For the other rooms of this package."""
+    return replay._shards

@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from torchreplay.ray.runtime.cluster import living_nodes, only_on
 from torchreplay.ray.runtime.session import import_ray
 from torchreplay.ray.sharded.local_writing import nodes_to_write_from
-
-if TYPE_CHECKING:
-    from torchreplay.ray.sharded.sharded_replay import ShardedReplay
+from torchreplay.ray.sharded.sharded_replay import ShardedReplay, shards_of
 
 logger = logging.getLogger("torchreplay.ray")
 
@@ -58,7 +56,7 @@ class OverShards:
             RuntimeError: There is no such node.
             Stopped: A buffer was closed.
         """
-        first, *others = [nodes_to_write_from(replay.shards) for replay in self.replays]
+        first, *others = [nodes_to_write_from(shards_of(replay)) for replay in self.replays]
         nodes = [node for node in first if all(node in other for other in others)]
         if not nodes:
             raise RuntimeError("no node that is alive has a shard to write to")

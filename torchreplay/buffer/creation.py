@@ -1,0 +1,74 @@
+"""Making a buffer's memory, and attaching to that of others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+from torchreplay import _C
+from torchreplay.schema.batch import ReplayBatch
+from torchreplay.schema.config import Config
+from torchreplay.schema.limiters import from_native
+from torchreplay.schema.spec import to_native
+from torchreplay.schema.views import View
+from torchreplay.segment.handle import new_nonce
+from torchreplay.segment.reservation import SPARE, Reservation, begin_reservation, page_tables
+from torchreplay.segment.segment_file import NewFile, boot_number
+
+
+@contextmanager
+def new_segment(
+    config: Config, path: Path | None, seed: int, by_and_by: bool
+) -> Iterator[tuple[_C.Segment, int, Reservation]]:
+    """Makes a segment; where a path is given, in a new file, which is there when the context has ended in order.
+
+    Args:
+        config: The buffer's.
+        path: The file.
+        seed: Of the draws.
+        by_and_by: Whether large fields may be reserved in what is yielded, before rows are placed there.
+
+    Yields:
+        The segment, its identity, and its memory as far as it is reserved.
+
+    Raises:
+        MemoryError: There is too little memory, or this process may not map as much.
+    """
+    nonce = new_nonce()
+    native = to_native(config.fields)
+    text, shape = config.to_text(), config.view.native()
+    size, arrays = _C.segment_layout(config.capacity, native, shape, len(text.encode()))
+    weighting, limits = config.weighting(), config.limiter.native()
+    with nullcontext() if path is None else NewFile(path, size) as new:
+        if new is None:
+            placed = (arrays, config.capacity, SPARE + page_tables(size)) if by_and_by else ()
+            reservation = begin_reservation(size, "replay buffer", *placed)
+        else:
+            reservation = Reservation(new.fd, 0, "replay buffer")
+        with reservation:
+            fd, boot = reservation.fd, 0 if path is None else boot_number()
+            segment = _C.Segment(
+                fd, True, nonce, native, ReplayBatch, seed, config.capacity, weighting, limits, shape, text, boot
+            )
+            yield segment, nonce, reservation
+
+
+def attached_segment(fd: int, nonce: int, view: View | None) -> tuple[_C.Segment, Config]:
+    """Returns a segment that others made, and what its buffer was made of; closes its descriptor `fd`.
+
+    Raises:
+        ConnectionError: It is no buffer's, or damaged.
+        ValueError: `view` is not the buffer's, or has not the same functions.
+    """
+    try:
+        segment = _C.Segment(fd, False, nonce, None, ReplayBatch)
+        config = Config.from_text(segment.text)
+        segment.describe(to_native(config.fields), config.capacity, config.view.native())
+        from_native(*segment.limiter)  # which is no part of the description: it may change at any time
+    except ValueError as error:
+        raise ConnectionError(str(error)) from None
+    finally:
+        os.close(fd)
+    return segment, config.with_functions(view)

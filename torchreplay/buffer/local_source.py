@@ -1,0 +1,105 @@
+"""`LocalSource`: what a `ReplayBuffer` hands its batches to datasets with."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from torchreplay.buffer.base import BatchSource, Pin
+from torchreplay.buffer.prefetch import PrefetchIterator
+from torchreplay.buffer.sampling import LocalSampler
+from torchreplay.cuda.copies import DeviceCopies
+from torchreplay.cuda.pinned_memory import CudaRegistry, PageLock, Registry
+from torchreplay.cuda.staging import Staging
+from torchreplay.segment.process_hooks import open_buffers
+from torchreplay.segment.waits import SLICE_NS, Wait
+
+
+class LocalSource(BatchSource):
+    """A buffer that this process has attached, until it is closed: its batches, and what is page-locked for them.
+
+    Args:
+        sampler: What draws them.
+
+    Attributes:
+        sampler: What draws them.
+    """
+
+    def __init__(self, sampler: LocalSampler) -> None:
+        self.sampler, self.config, self.nonce = sampler, sampler.config, sampler.nonce
+        self._page_lock: PageLock | None = None
+        open_buffers.add(self)
+
+    @property
+    def seed(self) -> int:
+        """The seed of the draws."""
+        return self.sampler.segment.seed
+
+    def unissued(self, keys: NDArray[np.int64]) -> int | None:
+        """Returns the index of the first of `keys` that the buffer never issued."""
+        return self.sampler.segment.unissued(keys)
+
+    def batches(
+        self,
+        batch_size: int,
+        count: int | None,
+        prefetch: int,
+        timeout: float | None,
+        waiting: type[Wait],
+        drawn: deque[dict[str, Any]],
+        staging: Staging | None = None,
+    ) -> PrefetchIterator:
+        """Returns a stream of batches; a native thread draws `prefetch` of them ahead."""
+        return PrefetchIterator(self.sampler, batch_size, count, prefetch, timeout, waiting, drawn, staging)
+
+    def staging(self, batch_size: int, prefetch: int, device: torch.device, pin: Pin | None) -> Staging | None:
+        """Returns what takes batches to a CUDA device while the learner computes; None: each is copied by itself."""
+        if pin == "off":
+            return None
+        copies = DeviceCopies(device)
+        if pin == "ring":
+            self.lock_pages(CudaRegistry(copies.device))
+        return Staging(self.config, batch_size, prefetch, copies)
+
+    def lock_pages(self, registry: Registry) -> PageLock:
+        """Page-locks the whole memory for copies to devices, once, if the system allows it."""
+        if self._page_lock is None:
+            segment = self.sampler.segment
+            self._page_lock = PageLock(self, segment.address, segment.nbytes, registry)
+        return self._page_lock
+
+    def before_fork(self) -> None:
+        """Says that the child can write: waits for rows must not conclude that nobody else could."""
+        self.sampler.segment.mark_shared()
+
+    def in_child(self) -> None:
+        """Forgets what is on its way from a device, and page-locked: that is the parent's."""
+        self.sampler.forget_pending()
+        self._page_lock = None
+
+    def at_exit(self) -> None:
+        """Has TD errors applied before a file is left."""
+        if not self.sampler.segment.closed and self.sampler.segment.in_file:
+            self.sampler.flush(time.monotonic_ns() + 4 * SLICE_NS)
+            self._release_pages()
+
+    def close(self) -> None:
+        """Does what `ReplayBuffer.close` does."""
+        try:
+            self.sampler.flush(time.monotonic_ns() + 4 * SLICE_NS)  # who holds the lock may have been stopped
+        finally:
+            self.sampler.delivery_log = None
+            self._release_pages()
+            segment = self.sampler.segment
+            self.sampler.ended = self.sampler.ended or (not segment.closed and segment.stopped)
+            segment.close()
+            open_buffers.discard(self)
+
+    def _release_pages(self) -> None:
+        if self._page_lock is not None:
+            self._page_lock.release()
