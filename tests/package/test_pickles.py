@@ -6,8 +6,8 @@ import pickle
 import pickletools
 import subprocess
 import sys
-from types import SimpleNamespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
