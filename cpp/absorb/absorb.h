@@ -98,6 +98,49 @@ class Absorber {
     leaves_.flush();
   }
 
+  // Takes the rows away that lie in the slots [first, last), at most kChunk of them, and have keys below `end`.
+  void clear(uint64_t first, uint64_t last, uint64_t end) {
+    const DirtyScope dirty(header_, Dirty::kSlots);
+    head_ = header_.absorbed;
+    for (uint64_t slot = first; slot < last; slot++) {
+      std::atomic<uint64_t>& word = memory_.row(slot).word;
+      uint64_t row = word.load(std::memory_order_acquire);
+      if (!slot_word::is_row(row) || slot_word::key1(row) > end) continue;
+      pending_.assign(slot, true);  // whoever repairs after a death finds it
+      TORCHREPLAY_FAULT("clear.marked");
+      kill_fence();
+      // It fails where a writer overwrites the row now: then it goes as any other.
+      word.compare_exchange_strong(row, slot_word::voided(slot_word::key1(row) - 1), std::memory_order_acq_rel,
+                                   std::memory_order_relaxed);
+      TORCHREPLAY_FAULT("clear.voided");
+      sync_below(slot, head_);
+    }
+    leaves_.flush();
+  }
+
+  // Gives the row with `key`, its writer's last one, the end of its episode. Nothing happens if it is gone. Its items
+  // that only waited for the end become drawable. The writer holds the row as if it wrote it, for the time of three
+  // stores: a death between them costs the row.
+  void end_episode(uint64_t key, int writer, size_t truncated) {
+    const uint64_t slot = memory_.slot_of(key);
+    if (header_.importer) {  // whose end brings everything up to date
+      mark_truncated(key, slot, writer, truncated);
+      return;
+    }
+    const DirtyScope dirty(header_, Dirty::kSlots);
+    initial_.refresh();
+    head_ = header_.absorbed;
+    pending_.assign(slot, true);
+    TORCHREPLAY_FAULT("end.marked");
+    kill_fence();
+    RowFacts row;
+    if (mark_truncated(key, slot, writer, truncated) && memory_.at(slot) && streams_.facts_of(slot, row))
+      streams_.each_completed_by(slot, row, [&](uint64_t anchor, float priority) { complete(anchor, priority); });
+    sync_below(slot, head_);
+    TORCHREPLAY_FAULT("end.synced");
+    leaves_.flush();
+  }
+
   // Brings to an end what an absorption was at when its process died. It had begun with one slot: one of the chunk that
   // starts at the cursor, or a pending one. Leaves counts and sums to be computed anew. O(chunk + pending).
   void finish_interrupted() {
@@ -141,6 +184,27 @@ class Absorber {
     kill_fence();
     pending_.assign(slot, pending);
     TORCHREPLAY_FAULT("sync.done");
+  }
+
+  // False when the row is gone.
+  bool mark_truncated(uint64_t key, uint64_t slot, int writer, size_t truncated) {
+    const auto id = static_cast<uint64_t>(writer);
+    Participant& entry = memory_.participant(writer);
+    entry.first.store(key, std::memory_order_relaxed);  // for those who reclaim
+    entry.count.store(1, std::memory_order_relaxed);
+    RowHeader& row = memory_.row(slot);
+    uint64_t word = slot_word::done(key, id);
+    if (!row.word.compare_exchange_strong(word, slot_word::busy(key, id), std::memory_order_acq_rel,
+                                          std::memory_order_relaxed))
+      return false;
+    TORCHREPLAY_FAULT("end.busy");
+    row.link.store(row.link.load(std::memory_order_relaxed) | kTruncated, std::memory_order_relaxed);
+    constexpr char kTrue = 1;
+    copy_value(memory_.value(memory_.layout().fields[truncated], slot), &kTrue, 1);
+    TORCHREPLAY_FAULT("end.flagged");
+    word = slot_word::busy(key, id);
+    return row.word.compare_exchange_strong(word, slot_word::done(key, id), std::memory_order_release,
+                                            std::memory_order_relaxed);
   }
 
   static bool is_gone(uint64_t at, uint64_t word) { return !slot_word::is_row(word) || slot_word::key1(word) != at; }

@@ -54,6 +54,12 @@ class PriorityUpdater {
   uint64_t updated() const { return updated_; }
 
  private:
+  // Whether the slot has the row of that key, or gets it now; not after clear().
+  bool is_under_way(uint64_t slot, uint64_t key) const {
+    const uint64_t word = memory_.row(slot).word.load(std::memory_order_relaxed);
+    return slot_word::key1(word) == key + 1 && (slot_word::is_busy(word) || slot_word::is_row(word));
+  }
+
   // What is said of them arrives while the leaves are computed.
   [[gnu::always_inline]] void find_slots(int64_t n, const int64_t* keys) {
     const float* leaves = memory_.tree().leaves();
@@ -80,7 +86,7 @@ class PriorityUpdater {
         index_[applied] = static_cast<int64_t>(slot);
         leaf_[applied++] = now;
         max_raw = std::max(max_raw, std::fabs(td[i]));
-      } else if (at == key + 1 || slot_word::key1(memory_.row(slot).word.load(std::memory_order_relaxed)) == key + 1) {
+      } else if (at == key + 1 || is_under_way(slot, key)) {
         h.unready_updates++;
       } else {
         h.stale_updates++;

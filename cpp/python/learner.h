@@ -107,14 +107,16 @@ inline void read_keys(PyObject* o, std::vector<int64_t>& key) {
   ArrayView keys;
   const bool opened = keys.open_anything(o);
   const bool none = opened && keys.array.dims == 1 && keys.array.shape[0] == 0;  // an empty list says no dtype
-  if (!none && (!opened || keys.array.dims != 1 || keys.array.element != Element::kI64))
+  const bool integers =
+      keys.array.element > Element::kBool && keys.array.element <= Element::kI64 && keys.array.element != Element::kU64;
+  if (!none && (!opened || keys.array.dims != 1 || !integers))
     throw std::invalid_argument(
         "the keys are " + describe(o, keys, opened) +
         ", expected int64 of shape (n,): batch['key'], or what append and extend returned" +
         (opened && keys.array.dims == 2 ? " (a DataLoader adds a dimension unless batch_size=None)" : ""));
   key.resize(static_cast<size_t>(keys.array.shape[0]));
   if (key.empty()) return;  // an empty array may have no address
-  if (is_dense(keys.array, 0))
+  if (keys.array.element == Element::kI64 && is_dense(keys.array, 0))
     std::memcpy(key.data(), keys.array.data, 8 * key.size());
   else
     copy_converted(reinterpret_cast<char*>(key.data()), Element::kI64, keys.array.data, keys.array, 0);

@@ -87,6 +87,12 @@ inline PyObject* get_draws(PyObject* self, void*) {
         PyLong_FromUnsignedLongLong(state_of<SegmentState>(self).header().draws.load(std::memory_order_relaxed)));
   });
 }
+inline PyObject* get_head(PyObject* self, void*) {
+  return guarded([&] {
+    return checked(
+        PyLong_FromUnsignedLongLong(state_of<SegmentState>(self).header().head.load(std::memory_order_relaxed)));
+  });
+}
 inline PyObject* get_step(PyObject* self, void*) {
   return guarded([&] {
     auto& s = state_of<SegmentState>(self);

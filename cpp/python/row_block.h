@@ -15,7 +15,8 @@ inline char* open_column(ArrayView& view, PyObject* o, Element element, int64_t 
   return const_cast<char*>(a.data);
 }
 
-// _relay(block, n, before, keys, start): writes rows `start` to n of a block that copy_run() gave, and keeps their keys.
+// _relay(block, n, before, keys, start): writes rows `start` to n of a block that copy_run() gave, and keeps their
+// keys.
 inline PyObject* relay(PyObject* self, PyObject* args) {
   return guarded([&] {
     auto& s = state_of<WriterState>(self);

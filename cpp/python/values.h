@@ -27,13 +27,18 @@ class FieldValue {
     view_.problem.clear();
     const bool scalar = ArrayView::is_scalar(o);
     // np.float64 is a float and numpy arrays are not: Python scalars are looked at first, they are the cheapest.
-    const bool opened = scalar ? view_.open_scalar(o, spec.element) : view_.open(o);
+    const bool numbers = PyList_Check(o) || PyTuple_Check(o);
+    const bool opened = scalar ? view_.open_scalar(o, spec.element) : numbers ? view_.open_anything(o) : view_.open(o);
     const StridedArray& a = view_.array;
     const int lead = leading.dims();
     if (!opened || a.dims != lead + static_cast<int>(spec.shape.size())) fail(o, spec, leading, opened);
     for (size_t d = 0; d < spec.shape.size(); d++)
       if (a.shape[lead + d] != spec.shape[d]) fail(o, spec, leading, opened);
-    if (!casts(a.element, spec.element))
+    // Python ints in a list are int64 by now; one by itself is taken wherever it fits.
+    const bool ints =
+        numbers && a.element == Element::kI64 && spec.element >= Element::kU8 && spec.element <= Element::kU64;
+    if (ints) require_natural(spec);
+    if (!ints && !casts(a.element, spec.element))
       throw std::invalid_argument(
           "field '" + spec.path + "': " + (scalar ? describe_scalar(o) : element_name(a.element)) +
           " does not cast to " + element_name(spec.element) + " by the same_kind rule: convert it explicitly");
@@ -44,7 +49,7 @@ class FieldValue {
                                                        : " rows, the fields before it have ") +
                                   std::to_string(leading.time_count - leading.after_steps));
     if (leading.lanes && a.shape[lead - 1] != leading.lane_count) fail(o, spec, leading, opened);
-    if (!scalar && a.element != spec.element) refuse_unfit(spec);
+    if (!scalar && !ints && a.element != spec.element) refuse_unfit(spec);
     time_stride_ = leading.times ? a.stride[0] : 0;
     lane_stride_ = leading.lanes ? a.stride[lead - 1] : 0;
     to_ = spec.element;
@@ -73,6 +78,20 @@ class FieldValue {
  private:
   const char* at(int64_t time, int64_t lane) const {
     return view_.array.data + time * time_stride_ + lane * lane_stride_;
+  }
+
+  // Throws std::invalid_argument unless each number of a list of ints fits the field, whose dtype is unsigned.
+  void require_natural(const FieldSpec& spec) const {
+    const StridedArray& a = view_.array;
+    int64_t n = 1;
+    for (int d = 0; d < a.dims; d++) n *= a.shape[d];
+    const int bits = 8 * item_size(spec.element);
+    for (int64_t i = 0; i < n; i++) {
+      const auto value = detail::load<int64_t>(a.data + 8 * i);
+      if (value < 0 || (bits < 64 && value >> bits))
+        throw std::invalid_argument("field '" + spec.path + "': got " + std::to_string(value) + ", which " +
+                                    element_name(spec.element) + " does not hold; nothing was written");
+    }
   }
 
   // Throws std::invalid_argument where a number that the field does not hold would become another one, or infinite.
@@ -119,8 +138,9 @@ class FieldValue {
 
   [[noreturn]] void fail(PyObject* o, const FieldSpec& spec, const Leading& leading, bool opened) const {
     const std::string given = opened && ArrayView::is_scalar(o) ? describe_scalar(o) : describe(o, view_, opened);
-    const char* advice =
-        given.starts_with("a value of type") ? " (a numpy array, a torch CPU tensor or a Python scalar)" : "";
+    const char* advice = given.starts_with("a value of type")
+                             ? " (a numpy array, a torch CPU tensor, a Python scalar or a list of numbers)"
+                             : "";
     throw std::invalid_argument("field '" + spec.path + "': got " + given + ", expected " + element_name(spec.element) +
                                 " of shape " + expected_shape(spec, leading) + advice);
   }

@@ -141,10 +141,27 @@ inline PyObject* set_limiter(PyObject* self, PyObject* tuple) {
     const std::shared_ptr<Attached> attached = s.attached;
     change_locked(s, [&](SegmentMemory& m, Locked& lock) {
       lock.absorb();
-      change_limiter(m.header(), config);
+      LimiterConfig next = config;
+      next.cleared = m.header().limiter().cleared;
+      change_limiter(m.header(), next);
       publish_limit(m);
     });
     futex_signal(attached->memory->header().rows_signal);
+    return Py_NewRef(Py_None);
+  });
+}
+
+// clear(): takes all rows away, for every process. Batches that its threads ordered are drawn before.
+inline PyObject* clear(PyObject* self, PyObject*) {
+  return guarded([&] {
+    auto& s = state_of<SegmentState>(self);
+    const std::shared_ptr<Attached> attached = s.attached;
+    s.memory();
+    attached->settle();
+    change_locked(s, [](SegmentMemory& m, Locked& lock) {
+      lock.clear();
+      publish_limit(m);
+    });
     return Py_NewRef(Py_None);
   });
 }

@@ -280,8 +280,8 @@ inline PyObject* wait_room(PyObject* self, PyObject* ns) {
   });
 }
 
-// _admitted() -> bool: the limiter would let an append through now. A signal after this look ends the next _wait_room(),
-// one before it does not: others may have used up what that one admitted.
+// _admitted() -> bool: the limiter would let an append through now. A signal after this look ends the next
+// _wait_room(), one before it does not: others may have used up what that one admitted.
 inline PyObject* admitted(PyObject* self, PyObject*) {
   return guarded([&] {
     auto& s = state_of<WriterState>(self);

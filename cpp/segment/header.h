@@ -41,6 +41,7 @@ struct LimiterConfig {
   double tolerance = 0;  // as it was given; 0: it was not
   uint64_t inserted_before = 0;
   uint64_t sampled_before = 0;
+  uint64_t cleared = 0;  // items inserted before the last clear(): they count for nothing
 };
 
 // What a segment has counted.

@@ -15,7 +15,7 @@ class Limiter {
 
   // Items that must have become drawable in all before `n` more may be drawn.
   uint64_t needed(uint64_t n) const {
-    uint64_t items = std::max<uint64_t>(config_.min_size, 1);
+    uint64_t items = config_.cleared + std::max<uint64_t>(config_.min_size, 1);
     if (config_.ratio > 0) {
       const double draws = config_.min_diff + sampled() + static_cast<double>(n);
       if (draws > 0) items = std::max(items, config_.inserted_before + whole(std::ceil(draws / config_.ratio)));
@@ -35,7 +35,8 @@ class Limiter {
     uint64_t limit = kMaxKeys;
     if (config_.ratio > 0) {
       const double allowed = std::floor((config_.max_diff + sampled()) / config_.ratio);
-      uint64_t target = std::max({config_.min_size, header_.demand, config_.inserted_before + whole(allowed)});
+      uint64_t target =
+          std::max({config_.cleared + config_.min_size, header_.demand, config_.inserted_before + whole(allowed)});
       if (drawable == 0) target = std::max(target, header_.inserted + 1);
       limit = std::min(limit, head + std::min(unseen, target > header_.inserted ? target - header_.inserted : 0));
     }
@@ -61,15 +62,22 @@ class Limiter {
 };
 
 // Sets another limiter. It counts from here, as if the buffer had just been filled with its rows: of the items inserted
-// so far `min_size` count, and no draw does. A death in between leaves the old one or the new one.
+// since the last clear() `min_size` count, and no draw does. A death in between leaves the old one or the new one.
 inline void change_limiter(Header& h, LimiterConfig config) {
-  config.inserted_before = h.inserted > config.min_size ? h.inserted - config.min_size : 0;
+  config.inserted_before = h.inserted - std::min(h.inserted - config.cleared, config.min_size);
   config.sampled_before = h.sampled;
   const uint32_t next = 1 - (h.limiter_index & 1);
   h.limiters[next] = config;
   std::atomic_signal_fence(std::memory_order_seq_cst);
   h.limiter_index = next;
   h.demand = 0;  // a writer that still waits says so again
+}
+
+// All rows are gone: the limiter counts as that of a new buffer does.
+inline void restart_limiter(Header& h) {
+  LimiterConfig config = h.limiter();
+  config.cleared = h.inserted;
+  change_limiter(h, config);
 }
 
 }  // namespace torchreplay

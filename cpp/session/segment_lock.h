@@ -95,17 +95,43 @@ class Locked {
     if (header_.importer) return header_.absorbed;  // what others write waits until the import has ended
     const uint64_t head = header_.head.load(std::memory_order_acquire);
     Absorber absorber(memory_);
-    while (!absorber.step(head)) {
-      header_.gate.note_progress();
-      const bool wanted = header_.mutex.wanted();
-      unlock();
-      if (wanted) header_.mutex.let_others_in();
-      lock();
-    }
+    while (!absorber.step(head)) let_others_in();
     return header_.absorbed;
   }
 
+  // Takes every row away that was written before the call, letting others in between chunks. Rows under way may stay.
+  // Then the largest priority and the limiter are those of a new buffer. A death in between leaves the older rows gone,
+  // the others there. O(capacity).
+  void clear() {
+    if (header_.importer) throw std::runtime_error("the replay buffer is being restored: clear it when that is over");
+    const uint64_t end = absorb();
+    Absorber absorber(memory_);
+    for (uint64_t slot = 0; slot < memory_.capacity(); slot += Absorber::kChunk) {
+      if (slot) let_others_in();
+      absorber.clear(slot, std::min(memory_.capacity(), slot + Absorber::kChunk), end);
+    }
+    header_.max_raw = 1;
+    restart_limiter(header_);
+    TORCHREPLAY_FAULT("clear.over");
+  }
+
+  // Ends, as a truncation, the episode whose last row has `key` and was written by `writer`: the row gets the flag, and
+  // its field `truncated` becomes true. Items become drawable that only waited for the end. Nothing happens when the
+  // row is gone.
+  void end_episode(uint64_t key, int writer, size_t truncated) {
+    absorb();
+    Absorber(memory_).end_episode(key, writer, truncated);
+  }
+
  private:
+  void let_others_in() {
+    header_.gate.note_progress();
+    const bool wanted = header_.mutex.wanted();
+    unlock();
+    if (wanted) header_.mutex.let_others_in();
+    lock();
+  }
+
   void lock() {
     // Before the mutex is taken: what can fail must not fail with it.
     const uint64_t presence = memory_.presence();

@@ -80,6 +80,18 @@ class Lanes {
       }
   }
 
+  // Ends the episodes that are under way in the lanes where `mask` is set (nullptr: in all): end(key) is called for the
+  // last row of each. Those without a step yet go on.
+  template <class End>
+  void end_running(const uint8_t* mask, End&& end) {
+    for (uint32_t i = 0; i < size(); i++) {
+      Lane& lane = lanes_[i];
+      if ((mask && !mask[i]) || lane.state != State::kRunning || lane.step == 0) continue;
+      end(lane.key1 - 1);
+      lane.state = State::kEnded;
+    }
+  }
+
   // The header of row `i` of the plan, once the rows before it are committed.
   RowMeta meta(uint64_t i, const RowMeta& priority) const {
     const StreamRow& row = rows_[i];

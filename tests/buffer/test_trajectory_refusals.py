@@ -217,9 +217,7 @@ def test_a_bad_episode_or_block_is_refused_as_a_whole(buffer, values, message):
 # Gather
 
 
-@pytest.mark.parametrize(
-    "keys", [torch.tensor([0.0]), torch.tensor([[0]]), torch.tensor([0], dtype=torch.int32), "0", None, 0]
-)
+@pytest.mark.parametrize("keys", [torch.tensor([0.0]), torch.tensor([[0]]), torch.tensor([True]), "0", None, 0])
 def test_keys_to_gather_that_are_no_int64_vector_are_refused(buffer, keys):
     buffer.extend(**episode(2))
     with pytest.raises(ValueError, match=r"expected int64 of shape \(n,\)"):

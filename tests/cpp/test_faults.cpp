@@ -139,7 +139,34 @@ void explore(SegmentMemory& m) {
   leave(m, id);
 }
 
+void clear(SegmentMemory& m) {
+  Locked lock(m);
+  lock.clear();
+}
+
+// The episode under way of the explorer whose last row is the newest of the ring.
+void end_episode(SegmentMemory& m) {
+  settle(m);
+  const int id = join(m, Role::kWriter);
+  Explorer explorer(m, id);
+  explorer.reset();
+  for (int i = 0; i < 2; i++) explorer.step();
+  {
+    Locked lock(m);
+    lock.end_episode(explorer.stream.key1 - 1, id, 0);
+  }
+  leave(m, id);
+}
+
 }  // namespace
+
+BOOST_AUTO_TEST_CASE(who_dies_while_it_clears_the_buffer_leaves_one_that_a_survivor_puts_in_order) {
+  for (const View& view : kViews) BOOST_TEST(die_everywhere(view, clear) > 60U);
+}
+
+BOOST_AUTO_TEST_CASE(a_writer_that_dies_while_it_ends_an_episode_leaves_a_buffer_that_a_survivor_puts_in_order) {
+  for (const View& view : {kViews[1], kViews[2], kViews[4]}) BOOST_TEST(die_everywhere(view, end_episode) > 60U);
+}
 
 BOOST_AUTO_TEST_CASE(a_learner_that_dies_at_any_point_leaves_a_buffer_that_a_survivor_puts_in_order) {
   for (const View& view : kViews) BOOST_TEST(die_everywhere(view, learn) > 80U);

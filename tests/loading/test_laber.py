@@ -250,7 +250,7 @@ def test_a_large_batch_smaller_than_the_small_one_is_refused(large):
         ({"batch_size": 0}, "batch_size is 0"),
         ({"batch_size": 2.5}, "batch_size is 2.5"),
         ({"batch_size": 4, "mode": "median"}, "mode is 'median': expected one of 'mean', 'max', 'lazy'"),
-        ({"batch_size": 4, "eps": 0.0}, "eps is 0.0"),
+        ({"batch_size": 4, "eps": -1e-6}, "eps is -1e-06"),
         ({"batch_size": 4, "eps": float("inf")}, "eps is inf"),
         ({"batch_size": 4, "seed": -1}, "seed is -1"),
     ],
@@ -278,3 +278,21 @@ def test_a_batch_on_the_gpu_stays_there_and_its_keys_on_the_cpu():
         assert torch.equal(small["x"].cpu(), expected["x"])
         assert torch.equal(small["key"], expected["key"])
         buffer.update_priorities(small, small["x"].sum(1))
+
+
+def test_a_plain_mapping_is_a_batch_whose_weights_are_1():
+    large = {"obs": np.arange(12).reshape(6, 2), "nested": {"reward": torch.arange(6.0)}}
+    batch = tr.LaBER(4, "lazy", seed=0)(large, [0, 0, 3, 1, 0, 0])
+    assert set(batch["nested"]["reward"].tolist()) <= {2.0, 3.0}
+    for weight, reward in zip(batch["weight"].tolist(), batch["nested"]["reward"].tolist(), strict=True):
+        assert weight == pytest.approx(4 / 3 if reward == 2 else 4, rel=1e-4)
+    assert (batch["obs"][:, 0] == 2 * batch["nested"]["reward"].numpy()).all()
+
+
+def test_without_eps_items_of_priority_0_are_never_taken():
+    batch = tr.LaBER(64, eps=0, seed=0)({"i": torch.arange(64)}, [1.0] + [0.0] * 63)
+    assert batch["i"].tolist() == [0] * 64
+    with pytest.raises(ValueError, match="all priorities are 0"):
+        tr.LaBER(2, eps=0)({"i": torch.arange(3)}, [0.0, 0.0, 0.0])
+    with pytest.raises(ValueError, match="no entry with a part for each item"):
+        tr.LaBER(2)({"i": 3}, [0.0, 1.0, 0.0])

@@ -122,6 +122,19 @@ class Inspection:
         head = self._segment.stats()["rows_written"]
         return histograms(self._segment.column(-1), self._segment.column(-2), head, bins, self._config.sampler)
 
+    def keys(self, rows: bool) -> torch.Tensor:
+        """Returns what `ReplayBuffer.keys` does."""
+        keys1 = self._segment.column(-2)
+        there = keys1 > 0 if rows else (self._segment.column(-1) > 0) & (keys1 > 0)
+        return torch.sort(keys1[there] - 1).values
+
+    def priorities(self, keys: torch.Tensor) -> torch.Tensor:
+        """Returns the raw priorities of the items anchored at `keys`, int64 `[n]`; NaN for those that are not there."""
+        slots = keys % self._config.capacity
+        leaves, keys1 = self._segment.column(-1)[slots], self._segment.column(-2)[slots]
+        raw = priorities_of(leaves.double(), self._config.sampler).float()
+        return torch.where((keys1 == keys + 1) & (leaves > 0), raw, math.nan)
+
     def storage(self) -> dict[str, Any]:
         """Returns tensors over the shared memory itself, nested as the spec."""
         return nest({path: StorageView.over(self._segment.column(i)) for i, path in enumerate(self._config.fields)})

@@ -7,7 +7,7 @@ import secrets
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import IO, TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 import torch
@@ -21,9 +21,11 @@ from torchreplay.buffer.local_source import LocalSource
 from torchreplay.buffer.sampling import LocalSampler, Missing
 from torchreplay.buffer.stats import Stats
 from torchreplay.buffer.writer import Autoreset, Writer
+from torchreplay.checkpoint.archive import is_file, opened_archive, save_archive
 from torchreplay.checkpoint.buffer_checkpoint import Description, load_rows, reading_rooms, save, with_rows
 from torchreplay.errors import AttachError, CheckpointError, ReplayTimeout
-from torchreplay.schema.batch import ReplayBatch
+from torchreplay.schema.batch import ReplayBatch, keys_of
+from torchreplay.schema.casting import CASTINGS, cast_unsafely
 from torchreplay.schema.config import MAX_CAPACITY, Config
 from torchreplay.schema.hindsight import Hindsight
 from torchreplay.schema.limiters import Limiter, MinSize, SamplesPerInsert, from_native
@@ -37,7 +39,7 @@ from torchreplay.segment.remote_handles import attach_remote
 from torchreplay.segment.segment_file import open_file
 from torchreplay.segment.waits import LOG_EVERY, NEVER, Wait, logger
 from torchreplay.segment.writer_lease import WriterLease
-from torchreplay.validation import checked_int, checked_kind, checked_path
+from torchreplay.validation import checked_choice, checked_int, checked_kind, checked_path
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -242,7 +244,7 @@ class ReplayBuffer(Replay):
         """
         return Writer(self._segment, self._config, num_envs, autoreset)
 
-    def extend(self, /, *args: Any, priority: Any = None, **fields: Any) -> torch.Tensor:
+    def extend(self, /, *args: Any, priority: Any = None, casting: Any = "same_kind", **fields: Any) -> torch.Tensor:
         """Writes n rows, whose values have a leading dimension n.
 
         Under a view that links rows it writes one whole episode of T steps: observation fields `[T + 1, *shape]`, the
@@ -254,6 +256,8 @@ class ReplayBuffer(Replay):
             *args: None: fields go by their names, rows in a dict as `extend(**rows)`.
             priority: Raw TD errors: None (the largest seen so far), one number for all rows, or one for each (under a
                 view that links rows: for each step).
+            casting: `"same_kind"`: a value whose dtype does not cast by NumPy's rule of that name is refused.
+                `"unsafe"`: it is cast all the same, as `numpy.ndarray.astype` does: 1.0 to True, 1.9 to 1.
             **fields: One value for each field of the spec.
 
         Returns:
@@ -265,6 +269,9 @@ class ReplayBuffer(Replay):
             TypeError: Something is given by its position.
             Stopped, WouldBlockForever, ReplayTimeout: As `Writer.append`; rows written before stay written.
         """
+        if casting != "same_kind":
+            checked_choice("casting", casting, CASTINGS)
+            fields = cast_unsafely(self._config.fields, fields)
         num_envs = self._config.num_envs_of(fields)
         if num_envs is not None:
             with self.writer(num_envs) as block_writer:
@@ -287,8 +294,12 @@ class ReplayBuffer(Replay):
         timeout: float | None = None,
         *,
         out: ReplayBatch | None = None,
+        device: torch.device | str | int | None = None,
     ) -> ReplayBatch:
         """Draws a batch, stratified and with replacement; waits until the limiter admits it.
+
+        Its items are in the order of their slots: roughly from old to new. Shuffle them before you cut a batch into
+        minibatches.
 
         Args:
             batch_size: Number of items, B.
@@ -297,6 +308,8 @@ class ReplayBuffer(Replay):
             out: A batch of as many items, whose tensors are overwritten: contiguous and on the CPU, such as those that
                 `sample` returned before, page-locked or not. Autograd does not notice: a graph that still needs them
                 must have been run backward. What a `Hindsight` view computes are new tensors.
+            device: Where the batch goes; `key` stays on the CPU. None: it stays where it is. A `ReplayDataset` hides
+                the time of the copy behind the learner's work.
 
         Returns:
             The fields, each `[B, *shape]`, with `key` int64 `[B]`, `weight` and `probability` float32 `[B]`. The memory
@@ -311,7 +324,8 @@ class ReplayBuffer(Replay):
         """
         if out is not None:
             checked_kind("out", out, out, (ReplayBatch,))
-        return self._sampler.draw(batch_size, beta, timeout, Wait, out)
+        batch = self._sampler.draw(batch_size, beta, timeout, Wait, out)
+        return batch if device is None else batch.to(device)
 
     def gather(self, keys: Any, missing: Missing = "drop") -> ReplayBatch:
         """Returns the items anchored at given rows.
@@ -348,7 +362,7 @@ class ReplayBuffer(Replay):
         draws in every run, call `flush` after each update, or feed back from the CPU.
 
         Args:
-            batch_or_keys: A batch of this buffer, or a dict made of one with its `key`; or int64 keys `[n]`.
+            batch_or_keys: A batch of this buffer, or a dict made of one with its `key`; or integer keys `[n]`.
             td: TD errors `[n]` of any real dtype, on any device; their absolute values are taken.
 
         Raises:
@@ -366,7 +380,65 @@ class ReplayBuffer(Replay):
         """
         self._sampler.flush()
 
+    def clear(self) -> None:
+        """Takes all rows away, for every process. O(capacity).
+
+        Keys go on: none is given twice, and TD errors of rows that are gone count as stale. Explorers may go on writing
+        meanwhile: rows that are being written at this moment may stay. Episodes under way go on, without the steps
+        before. Batches that a `ReplayDataset` has drawn ahead still come. The largest priority is 1 again, and the
+        limiter counts as that of a new buffer does. `stats` goes on counting.
+
+        Raises:
+            RuntimeError: The buffer is closed, or is being restored.
+        """
+        self.flush()
+        self._segment.clear()
+
     # Looking into it
+
+    @property
+    def next_key(self) -> int:
+        """The key that the next row gets: as many rows as that were begun so far. One atomic read."""
+        return self._segment.head
+
+    @property
+    def num_items(self) -> int:
+        """Items that can be drawn now: under `Rows()` all rows, under other views those that are complete."""
+        return int(self._segment.stats()["drawable"])
+
+    def keys(self, *, rows: bool = False) -> torch.Tensor:
+        """Returns the keys of the items that can be drawn now, oldest first. O(capacity).
+
+        `buffer.gather(buffer.keys())` is everything that can be drawn.
+
+        Args:
+            rows: True: the keys of all rows held, those too that are the anchor of no item.
+
+        Returns:
+            int64 `[n]`. Beside explorers some of them may be gone when they are used.
+        """
+        self._sampler.pending.apply_arrived()
+        len(self)  # brings what was written into the tree
+        return self._inspection.keys(rows)
+
+    def priorities(self, keys: Any) -> torch.Tensor:
+        """Returns the raw priorities |td| of items.
+
+        Args:
+            keys: Integer keys `[n]`, or a batch of this buffer.
+
+        Returns:
+            float32 `[n]`, as exact as the leaves (float32) hold them; NaN for items that cannot be drawn. Under
+            `Uniform()`, which ignores priorities, they are 1.
+
+        Raises:
+            ValueError: The keys are no integers `[n]`, or one was never issued; or the batch is of another buffer.
+        """
+        wanted = keys_of(keys, self._nonce) if isinstance(keys, dict) else keys
+        checked = self._segment.checked_keys(wanted)
+        self.flush()
+        len(self)
+        return self._inspection.priorities(checked)
 
     def __len__(self) -> int:
         """Returns the number of rows held."""
@@ -458,7 +530,7 @@ class ReplayBuffer(Replay):
 
     # Checkpoints
 
-    def save(self, directory: str | os.PathLike[str]) -> None:
+    def save(self, directory: str | os.PathLike[str] | IO[bytes]) -> None:
         """Saves the buffer while others go on writing and drawing.
 
         The directory gets a small JSON file and safetensors files with the rows. Rows are exact, each by itself; those
@@ -466,7 +538,9 @@ class ReplayBuffer(Replay):
         killed leaves the one before as it was, and two saves into one directory follow each other.
 
         Args:
-            directory: Where to; made if need be. A checkpoint that is there is replaced.
+            directory: Where to; made if need be. A checkpoint that is there is replaced. Or a binary file that is open
+                for writing, such as an `io.BytesIO`: it gets the checkpoint as one archive, which lies in the directory
+                of temporary files meanwhile.
 
         Raises:
             CheckpointError: The buffer is being restored, or was meanwhile.
@@ -474,6 +548,9 @@ class ReplayBuffer(Replay):
             OSError: The disk is full, or the directory cannot be written.
             ValueError: TD errors from a device are NaN or infinite, as `flush` says; nothing is saved.
         """
+        if is_file(directory, "write"):
+            save_archive(directory, self.save)
+            return
         root = checked_path("directory", directory)
         self.flush()
         save(self._segment, self._config, root)
@@ -481,7 +558,7 @@ class ReplayBuffer(Replay):
     @classmethod
     def load(
         cls,
-        directory: str | os.PathLike[str],
+        directory: str | os.PathLike[str] | IO[bytes],
         capacity: int | None = None,
         *,
         view: View | None = None,
@@ -494,7 +571,7 @@ class ReplayBuffer(Replay):
         that the saving process had made.
 
         Args:
-            directory: What `save` wrote.
+            directory: What `save` wrote; or a binary file that is open for reading, at the place where `save` began.
             capacity: Rows that fit; None: as before. Of more rows than fit the newest are loaded.
             view: The buffer's own view, with functions that a checkpoint does not hold: those of `Hindsight`.
             path: A new file to hold the buffer; None: it lies in memory.
@@ -508,6 +585,9 @@ class ReplayBuffer(Replay):
                 there already.
             ValueError: `capacity`, `view` or `sampler` does not fit, or `view` has not the same functions.
         """
+        if is_file(directory, "read"):
+            with opened_archive(directory) as unpacked:
+                return cls.load(unpacked, capacity, view=view, path=path, sampler=sampler)
         directory = checked_path("directory", directory)
         path = None if path is None else checked_path("path", path)
 

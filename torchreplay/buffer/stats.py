@@ -24,14 +24,14 @@ class Stats:
         sampled: Items drawn.
         draws: Batches drawn.
         updated: TD errors applied.
-        stale_updates: TD errors dropped because their row was overwritten, or because an iteration ended while the
+        stale_updates: TD errors dropped because their row was overwritten or cleared, or because an iteration ended while the
             buffer's lock did not come free.
         unready_updates: TD errors dropped because their item was not, or no longer, complete.
         redraws: Items drawn again because their row was overwritten while it was copied.
         staleness: TD errors applied or queued between the draw of a batch and its handing out by a `ReplayDataset`, on
             average over the batches drawn ahead.
-        evicted_unsampled: Items in `inserted` that were overwritten before they were ever drawn; items loaded from a
-            checkpoint do not count.
+        evicted_unsampled: Items in `inserted` that were overwritten, or cleared, before they were ever drawn; items
+            loaded from a checkpoint do not count.
         priority_change: By how much an applied TD error changed its item's leaf, up or down, on average.
         samples_per_insert: sampled / inserted, not by row written; 0 before the first insert.
         priority_total: Sum of all leaves, (|td| + eps)^alpha.

@@ -268,6 +268,10 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         self.buffer.draws = draws + len(ahead)
         self._iteration = Iteration(position, position, drawn)
 
+    def update_priorities(self, batch_or_keys: ReplayBatch | Any, td: Any) -> None:
+        """Feeds TD errors back, as `buffer.update_priorities` does."""
+        self.buffer.update_priorities(batch_or_keys, td)
+
     @property
     def _drawn_from(self) -> TreeSummary:
         """What the weights of the batch handed out last were computed from."""

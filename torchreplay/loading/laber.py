@@ -46,7 +46,7 @@ class LaBER:
         batch_size: Items to keep.
         mode: `"mean"`, `"max"` or `"lazy"`.
         seed: Of the draws; None: a random one. torch's global generator is neither read nor moved.
-        eps: What is added to |priority|, so that every item can be taken.
+        eps: What is added to |priority|, so that every item can be taken; 0: items of priority 0 are never taken.
 
     Attributes:
         generator: The CPU generator of the draws, whose state can be saved and restored.
@@ -60,20 +60,21 @@ class LaBER:
         checked_choice("mode", mode, MODES)
         self.mode = mode
         self.eps = as_float("eps", eps)
-        if not 0.0 < self.eps < float("inf"):
-            raise ValueError(f"eps is {self.eps}: expected a finite number > 0")
+        if not 0.0 <= self.eps < float("inf"):
+            raise ValueError(f"eps is {self.eps}: expected a finite number >= 0")
         self.generator = torch.Generator()
         if seed is None:
             self.generator.seed()
         else:
             self.generator.manual_seed(checked_int("seed", seed, 0, (1 << 64) - 1))
 
-    def __call__(self, large: ReplayBatch, priority: Any) -> ReplayBatch:
+    def __call__(self, large: Mapping[str, Any], priority: Any) -> ReplayBatch:
         """Returns the items taken, on the devices they are on.
 
         Args:
-            large: A batch of M items, at least `batch_size`. Entries of your own may be tensors and arrays `[M, ...]`,
-                lists and tuples of M values, or dicts, lists and tuples of such.
+            large: A batch of M items, at least `batch_size`, or another mapping with one entry of M values at least.
+                Entries of your own may be tensors and arrays `[M, ...]`, lists and tuples of M values, or dicts, lists
+                and tuples of such. Where there is no `weight`, every item's is 1.
             priority: M numbers of any real dtype, on any device; their absolute values are taken.
 
         Returns:
@@ -83,34 +84,38 @@ class LaBER:
 
         Raises:
             ValueError: `large` is too small, an entry of it has not one part for each item, or `priority` is not M
-                finite numbers.
-            TypeError: `large` is no `ReplayBatch`.
+                finite numbers; or all are 0, and so is eps.
+            TypeError: `large` is no mapping.
         """
-        p = self._positive(large, priority)
+        checked_instance("the large batch", large, Mapping, "a torchreplay.ReplayBatch or another mapping")
+        p = self._positive(_size(large), priority)
         chosen = torch.multinomial(p, self.batch_size, replacement=True, generator=self.generator)
         there = cache(chosen.to)  # one copy to a device
         small = ReplayBatch({name: _taken(name, value, there, len(p)) for name, value in large.items()})
         small.source = getattr(large, "source", None)
-        weight = small["weight"].double() * self._correction(p, chosen).to(small["weight"].device)
+        drawn = small.get("weight", torch.ones(self.batch_size))
+        before = torch.as_tensor(drawn)
+        weight = before.double() * self._correction(p, chosen).to(before.device).reshape(before.shape)
         if self.mode == "max":
             weight /= weight.max()
         small["weight"] = weight.float()
         return small
 
-    def _positive(self, large: ReplayBatch, priority: Any) -> torch.Tensor:
-        checked_instance("the large batch", large, ReplayBatch, "a torchreplay.ReplayBatch")
-        if large.batch_size < self.batch_size:
-            raise ValueError(f"the large batch has {large.batch_size} items: expected at least {self.batch_size}")
-        given = as_numbers("priority", priority, f"{large.batch_size} real numbers, one an item").detach()
+    def _positive(self, n: int, priority: Any) -> torch.Tensor:
+        if n < self.batch_size:
+            raise ValueError(f"the large batch has {n} items: expected at least {self.batch_size}")
+        given = as_numbers("priority", priority, f"{n} real numbers, one an item").detach()
         if given.is_complex():
             raise ValueError(f"priority has dtype {given.dtype}: expected real numbers")
         p = given.to("cpu", torch.float64).abs()
-        if p.shape != (large.batch_size,):
-            raise ValueError(f"the priorities have shape {list(p.shape)}: expected [{large.batch_size}], one an item")
+        if p.shape != (n,):
+            raise ValueError(f"the priorities have shape {list(p.shape)}: expected [{n}], one an item")
         bad = p.isfinite().logical_not().nonzero()
         if len(bad):
             raise ValueError(f"{len(bad)} of {len(p)} priorities are NaN or infinite, the first at index {int(bad[0])}")
         p += self.eps
+        if not p.any():
+            raise ValueError("all priorities are 0, and so is eps: no item can be taken")
         return p / p.max()  # a factor changes neither probabilities nor weights, and the sum is finite
 
     def _correction(self, p: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
@@ -144,6 +149,17 @@ def _taken(name: str, value: Any, there: Callable[[torch.device], torch.Tensor],
         return value[chosen.numpy()]
     parts = [value[i] for i in chosen.tolist()]
     return parts if isinstance(value, list) else tuple(parts)
+
+
+def _size(large: Mapping[str, Any]) -> int:
+    """Returns the number of items, which the keys of a batch say, or its first entry that has parts."""
+    if "key" in large:
+        return len(large["key"])
+    for value in large.values():
+        length = _size(value) if isinstance(value, Mapping) else _length(value)
+        if length is not None:
+            return length
+    raise ValueError("the large batch has no entry with a part for each item: expected tensors [M, ...]")
 
 
 def _length(value: Any) -> int | None:

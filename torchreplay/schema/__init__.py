@@ -3,6 +3,7 @@
 __all__ = [
     "batch",
     "batch_plan",
+    "casting",
     "config",
     "hindsight",
     "limiters",

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
 Finish: TypeAlias = Callable[[dict[str, Any]], None]
 """Computes what a view's functions have to add to a batch."""
+
+
+OWN: Final = ("key", "weight", "probability", "buffer")
+"""What a batch has beside the fields."""
+
+OF_THE_STEP: Final = ("reward", "done", "terminated", "truncated")
+"""What the environment returned together with the next observation."""
 
 
 class ReplayBatch(dict[str, Any]):
@@ -47,6 +57,34 @@ class ReplayBatch(dict[str, Any]):
     def pin_memory(self, device: object = None) -> ReplayBatch:
         """Returns the batch with every CPU tensor but `key` in page-locked memory; `device` is ignored."""
         return self._map(lambda t: t.pin_memory() if t.device.type == "cpu" else t)
+
+    def to_tensordict(self, *, nest_next: bool = True, column: bool = False) -> TensorDict:
+        """Returns the batch as a `tensordict.TensorDict` of batch size [B], as TorchRL's losses take it.
+
+        The tensors are the same, not copies. `tensordict` must be installed.
+
+        Args:
+            nest_next: Fields `next_<name>`, such as those of `Transitions`, go to `("next", name)`. So do `reward`,
+                `terminated` and `truncated`, which belong to the same step. There `done`, bool, says whether either
+                flag is set, unless the batch has a `done` of its own.
+            column: Fields of shape `[B]`, rewards and flags, become `[B, 1]`. `key`, `weight` and `probability`, which
+                are not TorchRL's, keep their shape.
+        """
+        from tensordict import TensorDict  # which takes a second to import
+
+        fields = dict(self)
+        if nest_next and any(name.startswith("next_") for name in fields):
+            following = {
+                name.removeprefix("next_"): fields.pop(name) for name in list(fields) if name.startswith("next_")
+            }
+            following |= {name: fields.pop(name) for name in OF_THE_STEP if name in fields}
+            if "done" not in following and {"terminated", "truncated"} <= following.keys():
+                following["done"] = following["terminated"] | following["truncated"]
+            fields["next"] = following
+        if column:
+            own = {name: fields.pop(name) for name in OWN if name in fields}
+            fields = _map_nested(fields, lambda t: t.unsqueeze(-1) if t.dim() == 1 else t) | own
+        return TensorDict(fields, batch_size=[self.batch_size])
 
     def copy(self) -> ReplayBatch:
         """Returns a batch of the same tensors."""

@@ -29,7 +29,7 @@ ELEMENTS: tuple[torch.dtype, ...] = (
 )
 NAMED_ELEMENTS = {str(dtype).removeprefix("torch."): dtype for dtype in ELEMENTS}
 ELEMENT_NAMES = ", ".join(NAMED_ELEMENTS)
-RESERVED = frozenset({"key", "weight", "probability", "priority", "buffer"})
+RESERVED = frozenset({"key", "weight", "probability", "priority", "buffer", "casting"})
 MAX_DIMS = 15  # one of the native core's 16 is the batch's
 MAX_BYTES = 1 << 46  # of a row: more than any machine maps
 MAX_FIELDS = 4096  # the native core attaches to no buffer with more

@@ -1,0 +1,46 @@
+"""Casting what users hand over to the dtypes of the fields, as NumPy's `casting` says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias, get_args
+
+import numpy as np
+import torch
+
+from torchreplay.schema.spec import Field, Path
+
+Casting: TypeAlias = Literal["same_kind", "unsafe"]
+CASTINGS: tuple[Casting, ...] = get_args(Casting)
+
+
+def cast_unsafely(fields: Mapping[Path, Field], values: Mapping[str, Any], prefix: Path = ()) -> dict[str, Any]:
+    """Returns `values` in the dtypes of `fields`, cast as C does: 1.9 becomes 1, and 300 becomes 44 in uint8.
+
+    What is no number, and names that are no field's, stay as they are: whoever writes them says what is wrong.
+
+    Args:
+        fields: By path.
+        values: By name, nested as the fields are.
+        prefix: Path of the dict that `values` is.
+    """
+    cast = {}
+    for name, value in values.items():
+        path = (*prefix, name)
+        if isinstance(value, Mapping):
+            cast[name] = cast_unsafely(fields, value, path)
+        else:
+            cast[name] = _as_dtype(value, fields[path].dtype) if path in fields else value
+    return cast
+
+
+def _as_dtype(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to("cpu", dtype)
+    try:
+        array = np.asarray(value)
+        if array.dtype.kind not in "biuf":
+            return value
+        return torch.as_tensor(np.ascontiguousarray(array).reshape(array.shape)).to(dtype)
+    except (TypeError, ValueError):  # ragged lists, and dtypes that torch does not have
+        return value
