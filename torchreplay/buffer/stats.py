@@ -24,8 +24,8 @@ class Stats:
         sampled: Items drawn.
         draws: Batches drawn.
         updated: TD errors applied.
-        stale_updates: TD errors dropped because their row was overwritten or cleared, or because an iteration ended while the
-            buffer's lock did not come free.
+        stale_updates: TD errors dropped because their row was overwritten or cleared, or because an iteration ended
+            while the buffer's lock did not come free.
         unready_updates: TD errors dropped because their item was not, or no longer, complete.
         redraws: Items drawn again because their row was overwritten while it was copied.
         staleness: TD errors applied or queued between the draw of a batch and its handing out by a `ReplayDataset`, on
