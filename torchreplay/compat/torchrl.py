@@ -44,7 +44,7 @@ class TensorDictReplayBuffer:
 
     Args:
         capacity: Rows that fit.
-        batch_size: Rows of a batch, where `sample` is not told.
+        batch_size: Rows of a batch, where `sample` gets no other number.
         sampler: As for a `ReplayBuffer`: `Uniform()` or `Prioritized(...)`.
         priority_key: The entry with the TD errors that losses write.
         limiter: As for a `ReplayBuffer`.
