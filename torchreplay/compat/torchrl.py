@@ -1,6 +1,6 @@
 """`TensorDictReplayBuffer`: the calls of TorchRL's buffer of the same name, over a torchreplay buffer.
 
-Tested with torchrl 0.14.1 and tensordict 0.15.3. It needs tensordict alone.
+Tested with torchrl 0.14.1 and tensordict 0.14.3. It needs tensordict alone.
 """
 
 from __future__ import annotations
