@@ -1,9 +1,9 @@
 """Offline learning on CartPole-v1: CQL from recorded episodes, without a step in the environment.
 
-A clumsy player, half of whose actions are random, plays some hundred episodes. They are kept in a file as Minari lays it
-out (HDF5). The file is then read into a buffer, and double DQN with the penalty of conservative Q-learning (Kumar et
-al. 2020, https://arxiv.org/abs/2006.04779, equation 4) learns from it alone. The environment is only used to see how
-good the policy has become. `--data` takes a file of your own.
+A clumsy player, half of whose actions are random, plays some hundred episodes. They are kept in a file as Minari lays
+it out (HDF5). The file is then read into a buffer. Double DQN with the penalty of conservative Q-learning (Kumar et al.
+2020, https://arxiv.org/abs/2006.04779, equation 4) learns from it alone. The environment only shows how good the policy
+has become. `--data` takes a file of your own.
 
     python examples/offline_cartpole.py --seed 1
     python examples/offline_cartpole.py --data main_data.hdf5
