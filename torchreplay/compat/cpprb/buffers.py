@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import threading
 import warnings
+from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import IO, Any, Self
@@ -108,7 +109,8 @@ class ReplayBuffer:
             **values: By column. What `env_dict` does not name is ignored.
 
         Returns:
-            The index of the first one; None where no transition can be drawn yet, as with `Nstep`.
+            The index of the first one; None where no transition can be drawn yet, as with `Nstep`, and on other nodes
+            of a Ray cluster.
 
         Raises:
             KeyError: A column is missing.
@@ -117,18 +119,15 @@ class ReplayBuffer:
         return self._add(values, None)
 
     def _add(self, values: dict[str, Any], priorities: Any) -> int | None:
-        stream = self._stream()
-        if stream.__class__ is RowStream and values.keys() == stream.names:
-            try:
-                key = stream.append(priority=priorities, **values)
-            except ValueError:  # several rows, or values that are not just those of the fields
-                pass
-            else:
-                self._episode_len += 1
-                return (key - self._origin.first) % self._size
-        first, n = stream.add(values, None if priorities is None else np.ravel(priorities))
+        first, n = self._write(self._stream(), values, priorities)
         self._episode_len += n
         return None if first is None else (first - self._first_ordinal) % self._size
+
+    def _write(self, stream: Stream, values: dict[str, Any], priorities: Any) -> tuple[int | None, int]:
+        if stream.__class__ is RowStream and values.keys() == stream.names:
+            with suppress(ValueError):  # several rows, or values that are not just those of the fields
+                return stream.append(priority=priorities, **values), 1
+        return stream.add(values, None if priorities is None else np.ravel(priorities))
 
     @property
     def _first_ordinal(self) -> int:

@@ -34,13 +34,15 @@ class RowStream(Stream):
     def add(self, values: Mapping[str, Any], priorities: NDArray[Any] | None) -> tuple[int | None, int]:
         """Writes rows."""
         rows = equal_rows(self._columns, values, priorities)
+        n = len(next(iter(rows.values())))
         fields = {column.field: rows[column.name] for column in self._columns}
         try:
             keys = self._extend(priority=priorities, **fields)
         except ValueError:  # of dtypes that do not cast by themselves, or of more
             fields = {column.field: rows[column.name].astype(column.dtype, copy=False) for column in self._columns}
             keys = self._extend(priority=priorities, **fields)
-        return (int(keys[0]) if len(keys) else None), len(keys)
+        known = n and keys is not None  # from another node of a Ray cluster they are not
+        return (int(keys[0]) if known else None), n
 
     def end_episode(self) -> None:
         """Does nothing: rows stand alone."""

@@ -76,9 +76,9 @@ def _columns_of_cpprb(data: Any) -> dict[str, NDArray[Any]]:
 
 
 def _object_in(data: Any, name: str) -> Any:
-    """Returns the object that an array without dimensions holds as a pickle."""
+    """Returns an array, or the object that one without dimensions holds as a pickle."""
     with data.zip.open(f"{name}.npy") as member:
         version = np.lib.format.read_magic(member)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        read(member)
-        return ArrayUnpickler(member).load().item()
+        _, _, dtype = read(member)
+        return ArrayUnpickler(member).load().item() if dtype.hasobject else data[name]
