@@ -252,7 +252,8 @@ BOOST_AUTO_TEST_CASE(a_call_that_fails_when_some_of_its_rows_are_written_leaves_
   write(lanes, key, 0, 2);  // 3, 4: lane 2 writes nothing
   lanes.break_off();
   for (uint8_t lane = 0; lane < 3; lane++) {
-    BOOST_TEST(has(refusal([&] { plan_step(lanes, kNone3, kNone3); }), "call reset() before the next step() in environment"));
+    BOOST_TEST(
+        has(refusal([&] { plan_step(lanes, kNone3, kNone3); }), "call reset() before the next step() in environment"));
     Flags one(3);
     one[lane] = 1;
     lanes.plan_reset(one.data());

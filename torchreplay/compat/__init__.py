@@ -1,3 +1,3 @@
-"""Other libraries' replay buffers, by their own names and arguments, over torchreplay's shared memory."""
+"""The calls of other libraries' buffers, over torchreplay's. Each module imports its library, and nobody else does."""
 
-__all__ = ["cpprb"]
+__all__ = ["cpprb", "torchrl"]

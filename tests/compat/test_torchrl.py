@@ -1,0 +1,162 @@
+"""`compat.torchrl`: what TorchRL's losses and programs do with a buffer, beside TorchRL's own."""
+
+import pickle
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+import torchreplay as tr
+from torchreplay.compat.torchrl import TensorDictReplayBuffer
+
+
+def transitions(n, seed=0, batch_size=None):
+    g = torch.Generator().manual_seed(seed)
+    td = TensorDict(
+        {
+            "observation": torch.randn(n, 4, generator=g),
+            "action": nn.functional.one_hot(torch.randint(0, 2, (n,), generator=g), 2),
+            "next": {
+                "observation": torch.randn(n, 4, generator=g),
+                "reward": torch.randn(n, 1, generator=g),
+                "done": torch.zeros(n, 1, dtype=torch.bool),
+                "terminated": torch.zeros(n, 1, dtype=torch.bool),
+            },
+        },
+        [n],
+    )
+    return td if batch_size is None else td.reshape(batch_size)
+
+
+@pytest.fixture
+def rb():
+    rb = TensorDictReplayBuffer(100, batch_size=16, sampler=tr.Prioritized(1.0, 0.4), seed=0)
+    yield rb
+    if len(rb):
+        rb.buffer.close()
+
+
+def test_rows_come_back_as_they_were(rb):
+    td = transitions(30)
+    index = rb.extend(td)
+    assert index.tolist() == list(range(30))
+    batch = rb.sample()
+    assert batch.batch_size == torch.Size([16])
+    assert (batch.exclude("index", "priority_weight") == td[batch["index"]]).all()
+
+
+def test_a_sample_has_the_entries_of_torchrls_own(rb):
+    from torchrl.data import LazyTensorStorage, RandomSampler
+    from torchrl.data import TensorDictReplayBuffer as Theirs
+
+    theirs = Theirs(storage=LazyTensorStorage(100), sampler=RandomSampler(), batch_size=16)
+    for buffer in (rb, theirs):
+        buffer.extend(transitions(30))
+    found, expected = rb.sample(), theirs.sample()
+    names = set(found.keys(include_nested=True, leaves_only=True)) - {"priority_weight"}
+    assert names == set(expected.keys(include_nested=True, leaves_only=True))
+    for name in names:
+        assert (found[name].shape, found[name].dtype) == (expected[name].shape, expected[name].dtype), name
+
+
+def test_torchrls_dqn_loss_takes_batches_and_its_td_errors_are_fed_back(rb):
+    from torchrl.objectives import DQNLoss
+
+    network = TensorDictModule(nn.Linear(4, 2), in_keys=["observation"], out_keys=["action_value"])
+    from tensordict.nn import TensorDictSequential
+    from torchrl.modules import QValueModule
+
+    loss_module = DQNLoss(TensorDictSequential(network, QValueModule(action_space="one-hot")), action_space="one-hot")
+    rb.extend(transitions(50))
+    td = rb.sample()
+    loss = loss_module(td)["loss"]
+    loss.backward()
+    rb.update_tensordict_priority(td)
+    expected = {int(i): float(e) for i, e in zip(td["index"], td["td_error"], strict=True)}  # the last one wins
+    found = rb.buffer.priorities(torch.tensor(list(expected)))
+    assert found.tolist() == pytest.approx([abs(e) for e in expected.values()], rel=1e-3, abs=1e-4)
+    assert rb.buffer.stats().updated == 16
+
+
+def test_td_errors_of_rows_that_are_gone_reach_nobody(rb):
+    rb.extend(transitions(100))
+    td = rb.sample()
+    rb.extend(transitions(100, seed=1))
+    rb.update_priority(td["index"], torch.full((16, 1), 7.0))
+    assert rb.buffer.priorities(rb.buffer.keys()).max() == pytest.approx(1, abs=1e-3)
+    assert rb.buffer.stats().stale_updates > 0
+
+
+def test_first_priorities_come_with_the_rows(rb):
+    td = transitions(10)
+    td["td_error"] = torch.arange(10.0)
+    index = rb.extend(td)
+    assert rb.buffer.priorities(index).tolist() == pytest.approx(list(range(10)), abs=1e-3)
+    assert "td_error" not in rb.sample()
+
+
+def test_batches_of_several_dimensions_are_so_many_rows(rb):
+    assert len(rb.extend(transitions(12, batch_size=(3, 4)))) == 12
+    assert rb.add(transitions(1)[0]) == 12
+    assert len(rb) == 13
+    rb.extend(rb.sample())  # what a batch has beside the rows is left out
+    assert len(rb) == 29
+
+
+def write_from_another_process(data):
+    rb = pickle.loads(data)
+    rb.extend(transitions(5, seed=9))
+    return len(rb)
+
+
+def test_another_process_writes_into_the_same_rows(rb):
+    rb.init(transitions(1))
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as processes:
+        assert processes.submit(write_from_another_process, pickle.dumps(rb)).result() == 5
+    assert len(rb) == 5
+    assert (rb.sample(8).exclude("index", "priority_weight")["observation"] != 0).any()
+
+
+def test_a_buffer_of_unknown_rows_is_not_pickled(rb):
+    with pytest.raises(RuntimeError, match="nobody knows yet what a row is"):
+        pickle.dumps(rb)
+    with pytest.raises(RuntimeError, match="call extend"):
+        rb.sample()
+
+
+def test_empty_dumps_and_loads(rb, tmp_path):
+    rb.extend(transitions(20))
+    rb.dumps(tmp_path / "rows")
+    before = rb.buffer.gather(rb.buffer.keys())["observation"]
+    rb.empty()
+    assert len(rb) == 0
+    rb.loads(tmp_path / "rows")
+    assert torch.equal(rb.buffer.gather(rb.buffer.keys())["observation"], before)
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "message"),
+    [
+        ({"a": torch.ones(3)}, TypeError, "expected a TensorDict"),
+        (TensorDict({"a": torch.ones(3)}, []), ValueError, r"add\(td\) writes one row"),
+        (TensorDict({"a": torch.ones(3, 2)}, [3]), ValueError, "observation"),
+    ],
+)
+def test_what_is_no_rows_is_refused(rb, data, error, message):
+    rb.extend(transitions(3))
+    with pytest.raises(error, match=message):
+        rb.extend(data)
+    assert len(rb) == 3
+
+
+def test_td_errors_that_are_nan_are_refused(rb):
+    index = rb.extend(transitions(3))
+    with pytest.raises(ValueError, match="NaN"):
+        rb.update_priority(index, torch.full((3,), float("nan")))
+    rb.batch_size = None
+    with pytest.raises(ValueError, match="batch_size is missing"):
+        rb.sample()
