@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 USES_RAY = (
+    "runtime.actor_client",
     "sharded.coordinator",
-    "sharded.coordinator_client",
     "sharded.creation",
     "sharded.local_writing",
     "sharded.replies",
