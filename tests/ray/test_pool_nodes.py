@@ -51,7 +51,7 @@ def nodes_of(pool):
 
 def assert_gone(cluster):
     """Nothing of a pool is left on any node."""
-    eventually(lambda: not cluster.actors("WorkerProcess") and not cluster.actors("StateServer"))
+    eventually(lambda: not cluster.actors("WorkerProcess") and not cluster.actors("TableServer"))
 
 
 def test_explorers_on_both_nodes_write_pull_and_record_and_one_that_is_killed_comes_back(cluster):
@@ -228,7 +228,7 @@ def test_a_killed_page_keeper_keeps_nobody_from_exploring_and_stopping(cluster):
     buffer = make_buffer()
     with ExplorerPool(explore, 1, buffer, placement=on(cluster, 1)) as pool:
         eventually(lambda: pool.stats()[0].alive and pool.stats()[0].episodes, STARTUP)
-        (keeper,) = cluster.actors("StateServer")
+        (keeper,) = cluster.actors("TableServer")
         os.kill(keeper["Pid"], signal.SIGKILL)
         eventually(lambda: not is_running(keeper["Pid"]))
         (before,) = pool.stats()
