@@ -132,6 +132,16 @@ def test_a_process_that_is_killed_while_it_reports_leaves_whole_evaluations_only
         assert os.fstat(log._fd).st_size % 64 == 0
 
 
+def test_a_log_whose_owner_is_gone_cannot_be_reached():
+    log = EvaluationLog()
+    travelling = pickle.dumps(log)
+    log.add(found(0), 1.0)
+    assert pickle.loads(travelling).since(0) == [found(0)]
+    del log
+    with pytest.raises(tr.AttachError, match="log of evaluations"):
+        len(pickle.loads(travelling))
+
+
 def test_a_report_that_is_repeated_counts_once():
     evaluator = Evaluator(evaluate, tr.SharedWeights(Policy()), Policy, every=1)
     for version in (0, 1, 1, 0, 2):  # as calls to an actor may be that was killed before it answered

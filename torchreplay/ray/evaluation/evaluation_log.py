@@ -6,13 +6,12 @@ import math
 import os
 import weakref
 from collections.abc import Iterator
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass
 from functools import cached_property
 from struct import Struct
 from typing import Any, Final
 
-from torchreplay.segment.handle import Handle, make_handle, new_nonce, open_handle
-from torchreplay.segment.ray_node import ray_node
+from torchreplay.segment.handle import Handle, lasting_handle, make_handle, new_nonce, open_handle
 
 _WHAT: Final = "log of evaluations"
 
@@ -98,8 +97,7 @@ class EvaluationLog:
         return _RECORD.iter_unpack(os.pread(self._fd, len(places) * _RECORD.size, places.start * _RECORD.size))
 
     def __reduce__(self) -> tuple[object, tuple[Handle]]:
-        handle = self._handle  # of one that was made before Ray was started: it is of this node all the same
-        return attached_log, (handle if handle.node else replace(handle, node=ray_node()),)
+        return attached_log, (lasting_handle(self._fd, self._handle.nonce, self._handle),)
 
 
 def attached_log(handle: Handle) -> EvaluationLog:

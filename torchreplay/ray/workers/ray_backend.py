@@ -28,7 +28,6 @@ _LOOK_EVERY: Final = 0.1
 class ActorRun:
     """One run of one worker: its actor and the result to come."""
 
-    launch: Launch
     actor: Any
     result: Future[Outcome]
 
@@ -88,7 +87,7 @@ class RayBackend(Backend[ActorRun]):
         self._require_ray()
         actor = (self._kind or self._kind_for(launch.index)).remote()
         result = actor.run.remote(sys.path, self._payload, launch, self._server).future()
-        run = ActorRun(launch, actor, result)
+        run = ActorRun(actor, result)
         self._runs.add(run)
         return run
 

@@ -20,7 +20,7 @@ EXCHANGE_EVERY: Final = 0.5
 """Seconds between two exchanges; also those for which a worker knows of its stop before it is interrupted."""
 
 FAREWELL: Final = 5.0
-"""Seconds in which the last words of a worker should arrive."""
+"""Seconds in which the last report of a worker should arrive."""
 
 
 class TableServer:
@@ -91,7 +91,7 @@ class TableReplica:
         board.load_status(index, status)
 
     def start(self, interrupt: Callable[[], object]) -> None:
-        """Tells that the worker has begun, and goes on telling.
+        """Reports that the worker has begun, and goes on reporting.
 
         Args:
             interrupt: Called once, in another thread, when the worker has known for a while that it is to stop, and
@@ -102,11 +102,11 @@ class TableReplica:
         self._thread.start()
 
     def close(self) -> None:
-        """Tells what the worker has written last, and ends."""
+        """Reports what the worker has written last, and ends."""
         self._ending.set()
         if self._thread.ident is not None:  # it was started
             self._thread.join(FAREWELL)
-        with suppress(self._ray.exceptions.RayError):  # it is known what the worker told half a second ago
+        with suppress(self._ray.exceptions.RayError):  # the report of half a second ago has arrived
             self._exchange(FAREWELL)
 
     def _work(self) -> None:

@@ -1,7 +1,8 @@
 """A pool's table: shared memory with the stop flag and what each worker has recorded.
 
 Statistics live in shared memory and not in messages. So recording an episode costs a microsecond and never waits, and a
-killed explorer's records are not lost. Workers on other nodes record in copies of the table and send them twice a second.
+killed explorer's records are not lost. Workers on other nodes record in copies of the table, and send their entry twice
+a second.
 """
 
 from __future__ import annotations
