@@ -71,7 +71,7 @@ def test_relayed_streams_give_the_items_of_those_that_were_written(chunk):
     rows = there._segment.run_length(0, 1000)
     assert rows == plain.stats().rows_written
     for first in range(0, rows, chunk):
-        relay._relay(first, min(chunk, rows - first))
+        relay.relay(first, min(chunk, rows - first))
     shift = here.stats().rows_written - rows
     expected = plain.gather(torch.arange(rows))
     found = here.gather(torch.arange(rows) + shift)

@@ -14,7 +14,7 @@ from forked import Forked
 
 import torchreplay as tr
 from torchreplay import _C
-from torchreplay.buffer import replay_buffer
+from torchreplay.buffer import creation, replay_buffer
 from torchreplay.segment import segment_file
 
 SPEC = {"x": tr.Field((64,)), "n": tr.Field((), torch.int64)}
@@ -101,7 +101,7 @@ def test_of_two_that_make_the_same_file_one_has_it(tmp_path):
             results.append(error)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(replay_buffer, "NewFile", Together)
+        patched.setattr(creation, "NewFile", Together)
         threads = [threading.Thread(target=run) for _ in range(2)]
         for thread in threads:
             thread.start()

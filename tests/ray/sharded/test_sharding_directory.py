@@ -360,7 +360,7 @@ def test_those_who_look_around_do_not_say_how_many_items_are_admitted(found):
 def test_explorers_go_where_there_is_room_for_what_they_reserve(cluster, found, caplog, reserves, expected):
     cluster.alive = {"a": {"CPU": 1.0}, "b": {"CPU": 14.0}, "c": {"CPU": 2.0}}
     _, view = found()
-    place = OverShards([SimpleNamespace(shards=view("a"))], reserves)
+    place = OverShards([SimpleNamespace(_shards=view("a"))], reserves)
     nodes = [place(index) for index in range(9)]
     assert [nodes.count(node) for node in NODES] == expected
     assert nodes[:3] == NODES
@@ -370,7 +370,7 @@ def test_explorers_go_where_there_is_room_for_what_they_reserve(cluster, found, 
 
 def test_explorers_that_find_no_room_are_told_of(cluster, found, caplog):
     _, view = found()
-    place = OverShards([SimpleNamespace(shards=view("a"))], {"CPU": 0.5, "GPU": 0})
+    place = OverShards([SimpleNamespace(_shards=view("a"))], {"CPU": 0.5, "GPU": 0})
     assert [place(index) for index in range(12)].count("a") == 4
     assert not caplog.text
     assert place(12) in NODES
@@ -394,7 +394,8 @@ def test_without_a_shard_histograms_are_those_of_an_empty_buffer():
 
 def test_a_closed_buffer_has_no_histograms():
     replay = ShardedReplay.__new__(ShardedReplay)
-    replay._closed = True
+    replay._shards = ShardClient.__new__(ShardClient)
+    replay._shards.closed = True
     with pytest.raises(RuntimeError, match="the ShardedReplay is closed"):
         replay.histograms()
 

@@ -135,7 +135,7 @@ class InterruptedShards(LocalShards):
 
 
 def draws_from(shards):
-    draws = ShardedSampler(shards, Config.of({"index": tr.Field()}, 10, shards.sampler, None, None), 7, 1, None)
+    draws = ShardedSampler(shards, Config.of({"index": tr.Field()}, 10, shards.sampler, None, None), 7, 1)
     draws._layout = shards.layout
     return draws
 

@@ -321,7 +321,7 @@ class ShardedReplay(Replay):
         return self._inspection.stats()
 
     def histograms(self, bins: int = 64) -> dict[str, torch.Tensor]:
-        """Returns histograms of leaf priorities and of rows' ages, as `ReplayBuffer.histograms` does. O(capacity).
+        """Returns histograms of raw priorities and of rows' ages, as `ReplayBuffer.histograms` does. O(capacity).
 
         Each shard counts into bins of its own, whose counts are put where the middle of the bin lies. While there is
         no shard they are those of an empty buffer.
