@@ -20,7 +20,7 @@ from torchreplay.ray.sharded.shard_actor import Shard
 def shards(*numbers):
     """Shards of this process, by number."""
     config = Config.of({"x": tr.Field()}, 16, tr.Uniform(), None, None)
-    opened = {number: Shard(number, config, 0, number, None) for number in numbers}
+    opened = {number: Shard(number, config, number, None) for number in numbers}
     for shard in opened.values():
         shard.open()
     try:

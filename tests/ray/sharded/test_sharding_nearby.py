@@ -223,7 +223,7 @@ def test_a_shard_that_could_not_be_made_anew_is_tried_again(cluster, monkeypatch
 
     monkeypatch.setattr("torchreplay.ray.sharded.coordinator.Shard", Hungry)
     monkeypatch.setattr("torchreplay.ray.sharded.coordinator.RETRY", 0.1)
-    directory = Coordinator(Config.of(SPEC, 100, None, None, None), [100], cluster.node_ids[:1], True, 0, [None])
+    directory = Coordinator(Config.of(SPEC, 100, None, None, None), [100], cluster.node_ids[:1], True, 0)
     (first,) = directory.open().places
     (tmp_path / "full").touch()
     assert not directory.lost(first, 0, 0, "it was killed").places

@@ -80,7 +80,7 @@ class Gathering:
             share[rows] = answers[number][0].drawn.total / union.total
         probability = batch["probability"].numpy().astype(np.float64) * share
         batch["probability"].numpy()[:] = probability
-        beta = value_of(self._sampler.beta, self._shards.union_limiter.steps)
+        beta = value_of(self._sampler.beta, self._shards.limiter.steps)
         batch["weight"].numpy()[:] = union.weights(probability, beta, self._sampler)
 
     def _items(self, n: int, found: ReplayBatch | NDArray[np.uint8]) -> ItemBytes:

@@ -39,7 +39,7 @@ class ShardedInspection:
         self._shards.exchange()
         places = self._shards.table.places
         told = self._shards.calls.collect({number: place.actor.stats.remote() for number, place in places.items()})
-        return summed(told, places, self._shards.look(), self._capacity, self._count, self._shards.union_limiter)
+        return summed(told, places, self._shards.look(), self._capacity, self._count, self._shards.limiter)
 
     def histograms(self, bins: int) -> dict[str, torch.Tensor]:
         """Returns what `ShardedReplay.histograms` does."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torchreplay.buffer.replay_buffer import ReplayBuffer, local_sampler
 from torchreplay.buffer.writer import Autoreset
 from torchreplay.ray.sharded.global_distribution import pack
-from torchreplay.ray.sharded.messages import Answer, DrawRequest, Gathered
+from torchreplay.ray.sharded.messages import Answer, Gathered
 from torchreplay.ray.sharded.shard_sampler import ShardSampler
 from torchreplay.ray.sharded.shard_writer import ShardWriter
 from torchreplay.schema.batch import ReplayBatch
@@ -83,13 +83,13 @@ class LocalShard:
             return 0
         return census["writers"] - census["others_writing"]
 
-    def draw(self, order: DrawRequest, room: ReplayBatch) -> Future[Answer]:
-        """Draws candidates into the first rows of `room`; the answer has no block."""
-        return self._hand_over(lambda: self._draw(order, room))
+    def draw(self, candidates: int, largest: float, room: ReplayBatch) -> Future[Answer]:
+        """Draws candidates into the first rows of `room`; the answer has no block. Arguments as in `Shard.draw`."""
+        return self._hand_over(lambda: self._draw(candidates, largest, room))
 
     def gather(self, keys: NDArray[np.int64]) -> Future[Gathered]:
         """Finds items under keys of this shard's own; the answer has them as a batch."""
-        return self._hand_over(lambda: self._candidates.gather(keys, {}))
+        return self._hand_over(lambda: self._candidates.gather(keys))
 
     def update(self, keys: NDArray[np.int64], td: NDArray[np.float64]) -> Future[int]:
         """Feeds back TD errors for keys of this shard's own; both were checked. The answer is how many."""
@@ -100,9 +100,9 @@ class LocalShard:
         self._hands.shutdown(wait=False, cancel_futures=True)
         self.buffer.close()
 
-    def _draw(self, order: DrawRequest, room: ReplayBatch) -> Answer:
-        self._candidates.raise_largest(order.largest)
-        return self._candidates.draw(order.candidates, _first(room, order.candidates), {}), None
+    def _draw(self, candidates: int, largest: float, room: ReplayBatch) -> Answer:
+        self._candidates.raise_largest(largest)
+        return self._candidates.draw(candidates, _first(room, candidates)), None
 
     def _update(self, keys: NDArray[np.int64], td: NDArray[np.float64]) -> int:
         self.buffer.update_priorities(keys, td)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from torchreplay.buffer.stats import Stats
 from torchreplay.ray.sharded.coordinator import Place, Table
 from torchreplay.ray.sharded.global_distribution import KEY_BITS
-from torchreplay.ray.sharded.rate_limiter import GlobalRateLimiter
+from torchreplay.ray.sharded.rate_limiter import LearnerLimiter
 
 SUMS: tuple[str, ...] = ("size", "nbytes", "drawable", "updated", "stale_updates", "unready_updates", "redraws")
 SUMS += ("evicted_unsampled", "priority_total", "writers", "rows_written", "dropped_rows", "insert_wait")
@@ -47,7 +47,7 @@ class ShardedStats(Stats):
 
     `inserted` counts the items of lost shards too; `sampled`, `draws` and `learners` are what learners have handed out
     and how many of them have; `priority_min` and `priority_max` are those of all shards. `sample_wait` and
-    `sample_wait_share` are what learners have reported to the shards; a batch under way between nodes is no wait for
+    `sample_wait_share` are what learners have reported; a batch under way between nodes is no wait for
     rows. `staleness` is not measured: it is 0.
 
     Attributes:
@@ -73,7 +73,7 @@ def summed(
     table: Table,
     capacity: int,
     count: int,
-    union_limiter: GlobalRateLimiter,
+    limiter: LearnerLimiter,
 ) -> ShardedStats:
     """Returns the statistics of the union.
 
@@ -83,8 +83,10 @@ def summed(
         table: Who is lost.
         capacity: Rows that all shards together hold.
         count: How many shards there ought to be.
-        union_limiter: What was drawn.
+        limiter: What was inserted and drawn.
     """
+    waited, share = limiter.others.waited, limiter.others.wait_share  # all learners', for rows of any shard
+    told = {n: replace(stats, sample_wait=waited, sample_wait_share=share) for n, stats in told.items()}
     each = list(told.values())
     values: dict[str, Any] = {name: sum(getattr(stats, name) for stats in each) for name in SUMS}
     smallest = [stats.priority_min for stats in each if stats.drawable]
@@ -92,16 +94,16 @@ def summed(
     return ShardedStats(
         **values,
         capacity=capacity,
-        inserted=union_limiter.inserted,
-        sampled=union_limiter.drawn,
-        draws=union_limiter.steps,
-        learners=union_limiter.learners,
+        inserted=limiter.inserted,
+        sampled=limiter.drawn,
+        draws=limiter.steps,
+        learners=limiter.learners,
         staleness=0.0,
         insert_wait_share=sum(stats.insert_wait_share * stats.writers for stats in each) / max(1, values["writers"]),
-        sample_wait=max((stats.sample_wait for stats in each), default=0.0),  # they all hear of the same waits
-        sample_wait_share=max((stats.sample_wait_share for stats in each), default=0.0),
+        sample_wait=waited,
+        sample_wait_share=share,
         priority_change=sum(stats.priority_change * stats.updated for stats in each) / max(1, values["updated"]),
-        samples_per_insert=union_limiter.drawn / max(1, union_limiter.inserted),
+        samples_per_insert=limiter.drawn / max(1, limiter.inserted),
         priority_min=min(smallest, default=0.0),
         priority_max=max((stats.priority_max for stats in each), default=1.0),
         last_write_age=min(ages, default=-1.0),
