@@ -58,7 +58,7 @@ def found(cluster, monkeypatch):
 
     yield find
     for shards in viewed:
-        shards.detach()
+        shards.local.release()
 
 
 def write(shards, count):
@@ -234,9 +234,9 @@ def test_a_shard_that_a_process_has_let_go_of_is_not_lost(cluster):
 def test_whether_it_was_stopped_is_told_while_another_thread_lets_go_of_the_shard(cluster):
     with ShardedReplay(SPEC, 300) as replay:
         replay.extend(home=np.zeros(3, int), index=np.arange(3))
-        replay._shards.nearby.buffer.close()  # it has, just after this one had looked which it is
+        replay._shards.local.shard.buffer.close()  # it has, just after this one had looked which it is
         assert not replay.stopped
-        replay._shards.detach()
+        replay._shards.local.release()
 
 
 # The directory out of reach.

@@ -197,7 +197,7 @@ def test_one_that_cannot_be_attached_is_asked_like_the_others_and_lives_on(clust
         def __init__(self, number, handle):
             raise tr.AttachError("it belongs to another user")
 
-    monkeypatch.setattr("torchreplay.ray.sharded.local_attachment.LocalShard", Refusing)
+    monkeypatch.setattr("torchreplay.ray.sharded.local_shard.LocalShard", Refusing)
     with ShardedReplay(SPEC, 100, sampler=prioritized(), seed=1, nodes=cluster.node_ids[:1]) as replay:
         cluster.ray.get(cluster.ray.remote(write).options(**cluster.on(0)).remote(replay, 0, 0, 30))
         with caplog.at_level(logging.WARNING, "torchreplay.ray"):

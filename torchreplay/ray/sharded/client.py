@@ -18,8 +18,7 @@ from torchreplay.ray.runtime.session import import_ray
 from torchreplay.ray.sharded.census import union_census
 from torchreplay.ray.sharded.coordinator import Lost, Place, Table
 from torchreplay.ray.sharded.coordinator_client import CoordinatorClient
-from torchreplay.ray.sharded.local_attachment import LocalAttachment
-from torchreplay.ray.sharded.local_shard import LocalShard
+from torchreplay.ray.sharded.local_shard import LocalAttachment
 from torchreplay.ray.sharded.messages import Answer, Gathered, ShardReport
 from torchreplay.ray.sharded.rate_limiter import LearnerLimiter, LearnerReport
 from torchreplay.ray.sharded.replies import ReplyCollector
@@ -52,10 +51,9 @@ class ShardClient:
     Args:
         name: Of the directory's actor.
 
-    The shard on the process's own node is drawn from and fed back to through shared memory once `attach` was called.
-
     Attributes:
         node: Ray's id of the node that this process is on.
+        local: The shard on that node, which is drawn from and fed back to through shared memory once it is attached.
         table: What was where when the directory said so last. It is never asked while the lock is held: if Ray cannot
             reach it, only the asking thread waits.
         figures: What each shard said last, by number. Never changed: there is another when one says more.
@@ -72,7 +70,7 @@ class ShardClient:
         self._limiter: LearnerLimiter | None = None
         self._stream = -1
         self._lock = threading.RLock()
-        self._attachment = LocalAttachment(self._lock, self.place_here, self._handle_of)
+        self.local = LocalAttachment(self._lock, self.place_here, self._handle_of)
         self.node = ray_node()
         self.figures: dict[int, ShardReport] = {}
         self.table = self._lookup.table()
@@ -99,11 +97,6 @@ class ShardClient:
                     self._take_in(self.table)
             self._catch_up()
         return self._limiter
-
-    @property
-    def nearby(self) -> LocalShard | None:
-        """The shard on this node, when it is attached."""
-        return self._attachment.nearby
 
     def require_open(self) -> None:
         """Raises RuntimeError if the `ShardedReplay` is closed."""
@@ -208,7 +201,7 @@ class ShardClient:
         Raises:
             RuntimeError: One was lost before it could know.
         """
-        self.detach()
+        self.local.release()
         places = self.table.places
         told = self.calls.collect({place.number: place.actor.stats.remote() for place in places.values()})
         for number in places.keys() - told.keys():
@@ -223,36 +216,6 @@ class ShardClient:
         """Returns the shard of this node, as far as this process knows."""
         return next((place for place in self.table.places.values() if place.node == self.node), None)
 
-    def attach(self, wait: Wait | None = None) -> LocalShard | None:
-        """Attaches the shard on this node, unless it is already.
-
-        Args:
-            wait: How long it may take; None: as long as the shard is there.
-
-        Returns:
-            It; None if this node has none, as far as this process knows, or it is gone.
-
-        Raises:
-            AttachError: It cannot be attached, and its actor is alive.
-            ReplayTimeout: It takes too long.
-        """
-        return self._attachment.attach(wait)
-
-    def draws_here(self, wait: Wait | None = None) -> bool:
-        """Returns whether candidates of the shard on this node are drawn into their place, and attaches it first.
-
-        Args:
-            wait: How long it may take; None: as long as the shard is there.
-
-        Raises:
-            ReplayTimeout: It takes too long.
-        """
-        return self._attachment.draws(wait)
-
-    def detach(self) -> None:
-        """Lets go of the shard that is attached."""
-        self._attachment.release()
-
     # Orders, keys, and feedback
 
     def order(self, candidates: Mapping[int, int], room: ReplayBatch | None = None) -> dict[int, Any]:
@@ -266,13 +229,13 @@ class ShardClient:
         self._lookup.require_own_process()
         largest = self.limiter.largest
         with self._lock:
-            places, nearby = self.table.places, None if room is None else self.nearby
+            places, local = self.table.places, self.local.shard
             calls: dict[int, Any] = {}
             for number, count in candidates.items():
                 if number not in places:
                     continue
-                if room is not None and nearby is not None and number == nearby.number:
-                    calls[number] = nearby.draw(count, largest, room)
+                if room is not None and local is not None and number == local.number:
+                    calls[number] = local.draw(count, largest, room)
                 else:
                     calls[number] = places[number].actor.draw.remote(count, largest)
             return calls
@@ -287,9 +250,9 @@ class ShardClient:
         none = np.empty(0, np.int64)
         self.report()
         with self._lock:
-            nearby = self.nearby
+            local = self.local.shard
             calls = {
-                number: (place.actor.gather.remote if nearby is None or number != nearby.number else nearby.gather)(
+                number: (place.actor.gather.remote if local is None or number != local.number else local.gather)(
                     keys.get(number, none)
                 )
                 for number, place in self.table.places.items()
@@ -314,8 +277,9 @@ class ShardClient:
             place = self.table.places.get(number)
             if place is None:
                 return None
-            if self.nearby is not None and self.nearby.number == number:
-                return self.nearby.update(keys, td)
+            local = self.local.shard
+            if local is not None and local.number == number:
+                return local.update(keys, td)
             return place.actor.update.remote(keys, td)
 
     # Answers
@@ -354,8 +318,8 @@ class ShardClient:
 
     def census(self, unused_count_as_others: bool, /) -> Census:
         """Returns who takes part, in the terms of a buffer's own census."""
-        nearby = self.nearby  # another node's shard has no writer of this thread's
-        own = 0 if nearby is None else nearby.own_writers(unused_count_as_others)
+        local = self.local.shard  # another node's shard has no writer of this thread's
+        own = 0 if local is None else local.own_writers(unused_count_as_others)
         return union_census(self.figures.values(), self.limiter.learners, self.table.expected, own)
 
     def _note(self, answers: dict[int, T]) -> dict[int, T]:
@@ -388,19 +352,20 @@ class ShardClient:
                 self._lookup.tell("lost", lost.number, rows, inserted, "")
         self.table = table
         self.figures = {number: figures for number, figures in self.figures.items() if number in table.places}
-        if self.nearby is not None:
-            place = table.places.get(self.nearby.number)
+        if self.local.shard is not None:
+            place = table.places.get(self.local.shard.number)
             if place is None or place.node != self.node:  # a shard that was restored has another number
-                self.detach()
+                self.local.release()
         if self._limiter is not None:
             self._limiter.change(table.rule)
             self._limiter.count_inserted({lost.number: lost.inserted for lost in table.lost})
 
     def _last_known(self, number: int) -> tuple[int, int]:
         """Returns how many rows a shard held, and how many items had become drawable in it, when last heard of."""
-        if self.nearby is not None and self.nearby.number == number:
+        local = self.local.shard
+        if local is not None and local.number == number:
             with suppress(RuntimeError):  # closed by another thread
-                stats = self.nearby.buffer.stats()
+                stats = local.buffer.stats()
                 return stats.size, stats.inserted
         figures = self.figures.get(number)
         return (figures.rows, figures.inserted) if figures else (0, 0)

@@ -116,7 +116,7 @@ class ShardedSampler:
 
     def begin(self, n: int, wait: Wait, place: ReplayBatch | None = None) -> SampleRequest:
         """Does what `order` does where the limiter is known to admit it."""
-        here = self.shards.draws_here(wait)
+        here = self.shards.local.draws(wait)
         limiter = self.shards.limiter
         with self._lock:
             step, self._next, self._under_way = self._next, self._next + 1, self._under_way + 1

@@ -332,9 +332,9 @@ class ShardedReplay(Replay):
     @property
     def stopped(self) -> bool:
         """Whether `stop()` was called, in any process, as far as this one has heard: explorers hear it at once."""
-        nearby = self._shards.nearby
+        local = self._shards.local.shard
         with suppress(RuntimeError):  # another thread has let go of it meanwhile
-            if nearby is not None and nearby.buffer.stopped:
+            if local is not None and local.buffer.stopped:
                 return True
         return self._shards.stopped
 
@@ -478,7 +478,7 @@ class ShardedReplay(Replay):
                     self._shards.report(last=True)
                     self._feedback.flush()
         finally:
-            self._shards.detach()
+            self._shards.local.release()
             owned, self._owned = self._owned, None
             if owned is not None and self._shards.connected:  # and not a forked child, which has made nothing
                 end(owned)
