@@ -18,12 +18,12 @@ import torchreplay as tr
 from torchreplay.ray import ShardedReplay
 from torchreplay.ray.sharded.client import ShardClient
 from torchreplay.ray.sharded.coordinator import Coordinator
-from torchreplay.ray.sharded.histograms import merged_histograms
 from torchreplay.ray.sharded.local_shard import LocalShard
 from torchreplay.ray.sharded.local_writing import Expectation, buffer_to_write_to, nodes_to_write_from
 from torchreplay.ray.sharded.manifest import Counts
 from torchreplay.ray.sharded.replies import ReplyCollector
 from torchreplay.ray.sharded.shard_actor import Shard
+from torchreplay.ray.sharded.stats import merged_histograms
 from torchreplay.ray.workers.placement import OverShards
 from torchreplay.schema.config import Config
 from torchreplay.segment.waits import Wait

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from torchreplay.errors import Stopped
 from torchreplay.ray.runtime.session import import_ray
-from torchreplay.ray.sharded.census import union_census
 from torchreplay.ray.sharded.coordinator import Lost, Place, Table
 from torchreplay.ray.sharded.coordinator_client import CoordinatorClient
 from torchreplay.ray.sharded.local_shard import LocalAttachment
@@ -320,7 +319,22 @@ class ShardClient:
         """Returns who takes part, in the terms of a buffer's own census."""
         local = self.local.shard  # another node's shard has no writer of this thread's
         own = 0 if local is None else local.own_writers(unused_count_as_others)
-        return union_census(self.figures.values(), self.limiter.learners, self.table.expected, own)
+        told, learners = self.figures.values(), self.limiter.learners
+        writers = sum(figures.writers for figures in told)
+        departures = [figures.since_departure for figures in told if figures.since_departure >= 0]
+        writes = [figures.since_write for figures in told if figures.since_write >= 0]
+        return {
+            "writers": writers,
+            "learners": learners,
+            "owners": len(told),
+            "others_writing": max(0, writers - own),  # which may have come since they reported
+            "others_learning": learners,
+            "waiting": 0,
+            "supervisors": int(self.table.expected),
+            "shared": True,
+            "since_departure": min(departures, default=-1.0),
+            "since_write": min(writes, default=-1.0),
+        }
 
     def _note(self, answers: dict[int, T]) -> dict[int, T]:
         told, limiter = {number: figures for number, (figures, _) in answers.items()}, self.limiter

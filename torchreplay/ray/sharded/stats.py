@@ -1,15 +1,19 @@
-"""What `ShardedReplay.stats()` reports: the sums over all shards, and each one's own."""
+"""What `ShardedReplay.stats()` and `histograms()` report: the sums over all shards, and each one's own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import torch
+
+from torchreplay.buffer.inspection import histograms
 from torchreplay.buffer.stats import Stats
 from torchreplay.ray.sharded.coordinator import Place, Table
 from torchreplay.ray.sharded.global_distribution import KEY_BITS
 from torchreplay.ray.sharded.rate_limiter import LearnerLimiter
+from torchreplay.schema.samplers import Uniform
 
 SUMS: tuple[str, ...] = ("size", "nbytes", "drawable", "updated", "stale_updates", "unready_updates", "redraws")
 SUMS += ("evicted_unsampled", "priority_total", "writers", "rows_written", "dropped_rows", "insert_wait")
@@ -79,7 +83,7 @@ def summed(
 
     Args:
         told: What each shard says.
-        places: Where it is.
+        places: Where each is.
         table: Who is lost.
         capacity: Rows that all shards together hold.
         count: How many shards there ought to be.
@@ -113,3 +117,22 @@ def summed(
         rows_lost=sum(lost.rows for lost in table.lost),
         lost_updates=table.lost_updates,
     )
+
+
+def merged_histograms(each: Sequence[dict[str, torch.Tensor]], bins: int) -> dict[str, torch.Tensor]:
+    """Returns histograms as `ReplayBuffer.histograms` does, over the range that all of `each` span together."""
+    if not each:
+        return histograms(torch.empty(0), torch.empty(0, dtype=torch.int64), 0, bins, Uniform())
+    merged = {}
+    for name, logarithmic in (("priority", True), ("age", False)):
+        counts = [h[name] for h in each]
+        edges = [h[f"{name}_edges"].log10() if logarithmic else h[f"{name}_edges"] for h in each]
+        filled = [edge for edge, count in zip(edges, counts, strict=True) if count.sum()] or edges
+        low, high = float(min(edge[0] for edge in filled)), float(max(edge[-1] for edge in filled))
+        common = torch.linspace(low, high, bins + 1, dtype=torch.float64)
+        total = torch.zeros(bins, dtype=torch.int64)
+        for edge, count in zip(edges, counts, strict=True):
+            middle = (edge[1:] + edge[:-1]) / 2
+            total.index_add_(0, torch.bucketize(middle, common[1:-1]).clamp(max=bins - 1), count)
+        merged[name], merged[f"{name}_edges"] = total, 10.0**common if logarithmic else common
+    return merged
