@@ -8,11 +8,11 @@ import pytest
 
 USES_RAY = (
     "runtime.actor_client",
+    "sharded.client",
     "sharded.coordinator",
     "sharded.creation",
     "sharded.local_writing",
     "sharded.replies",
-    "sharded.reports",
     "sharded.save_restore",
     "runtime.cluster",
     "workers.placement",
