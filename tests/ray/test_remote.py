@@ -108,6 +108,17 @@ def test_streams_of_lanes_are_linked_as_they_were_written(cluster, explorer):
     assert len(_items(buffer)) > len(buffer) / 2
 
 
+def test_episodes_that_are_ended_on_another_node_end_here(cluster, explorer):
+    buffer, plain = (tr.ReplayBuffer(STEPS, 500, view=tr.Transitions(n_step=4, gamma=1.0), seed=0) for _ in range(2))
+    cluster.ray.get(explorer(1, buffer).end.remote(3))
+    local = Explorer()
+    local.buffer = plain
+    local.end(3)
+    assert _items(buffer) == _items(plain)
+    assert len(_items(buffer)) == 3 + 1 + 4
+    assert buffer.gather(buffer.keys())["truncated"].all()
+
+
 def _items(buffer):
     batch = buffer.gather(torch.arange(len(buffer)))
     columns = (batch["obs"], batch["next_obs"], batch["reward"][:, None], batch["terminated"][:, None])

@@ -163,6 +163,11 @@ class _Seat:
             ends = np.concatenate([ends, _ends_of(chunk, before, keys)])
         place.finish(chunk.number, ends)
 
+    def truncate(self, there: npt.NDArray[np.int64]) -> None:
+        """Ends the episodes whose last rows have these keys where they were collected, and are in the buffer."""
+        ends = self.place.ends()
+        self.writer._truncate(ends["here"][np.isin(ends["there"], there + 1)] - 1)
+
     def _count_written(self, keys: npt.NDArray[np.int64]) -> int:
         """How many rows of the chunk under way are in the buffer: of the last one that got a key it has to be seen.
 
@@ -258,6 +263,12 @@ class Ingest:
             logger.exception("the rows of a remote writer cannot be written")
             return Answer(refusal=f"the rows of this writer cannot be written: {error}")
         return Answer(seat.place.written, ending=self._ending)
+
+    def truncate(self, source: Source, there: npt.NDArray[np.int64]) -> None:
+        """Ends the episodes of a writer whose last rows have these keys where they were collected."""
+        self._heard = time.monotonic()
+        if not self._ending and self._claim():
+            self._seat(source).truncate(there)
 
     def depart(self, source: Source) -> None:
         """Forgets a writer that is closed."""

@@ -16,6 +16,7 @@ from torchreplay.ray.remote.ingest_actor import Ingest
 from torchreplay.ray.remote.row_sender import RowSender
 from torchreplay.ray.remote.send_buffer import SendBuffer
 from torchreplay.ray.runtime.node_actor import NodeActor
+from torchreplay.schema.casting import cast_values
 from torchreplay.schema.config import Config, Configured
 from torchreplay.schema.limiters import Limiter
 from torchreplay.schema.views import View
@@ -72,6 +73,18 @@ class RemoteWriter(Writer):
         """Writes a step, as `Writer.step` does."""
         self._require_open_buffer()
         super().step(*args, **fields)
+
+    def end_episode(self, mask: Any = None) -> None:
+        """Ends the running episode, as `Writer.end_episode` does, and returns when the buffer knows.
+
+        Raises:
+            ValueError: The view is `Rows()`, or the mask does not fit.
+            Stopped, RuntimeError: As `flush`.
+        """
+        self._require_open_buffer()
+        ends = self._end_episode(mask)
+        if len(ends):
+            self._sender.truncate(self._outbox, ends.numpy())
 
     @property
     def refused(self) -> bool:
@@ -182,8 +195,9 @@ class RemoteBuffer(Configured):
         """
         return RemoteWriter(self._sender, self._config, num_envs, autoreset, self._closed)
 
-    def extend(self, /, *args: Any, priority: Any = None, **fields: Any) -> None:
+    def extend(self, /, *args: Any, priority: Any = None, casting: Any = "same_kind", **fields: Any) -> None:
         """Writes n rows or episodes, as `ReplayBuffer.extend` does, and returns when they are in the buffer."""
+        fields = cast_values(self._config.fields, fields, casting)
         num_envs = self._config.num_envs_of(fields)
         if num_envs is not None:
             with self.writer(num_envs) as block_writer:

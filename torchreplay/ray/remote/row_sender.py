@@ -12,6 +12,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
+
 from torchreplay.errors import AttachError, Stopped
 from torchreplay.ray.remote.ingest_actor import Answer, Chunk
 from torchreplay.ray.remote.send_buffer import SendBuffer
@@ -106,6 +109,16 @@ class RowSender:
             self._await(outbox, lambda: outbox.is_empty)
         finally:
             outbox.hurried = False
+
+    def truncate(self, outbox: SendBuffer, keys: npt.NDArray[np.int64]) -> None:
+        """Ends the episodes whose last rows have these keys in the outbox, once they are acknowledged; returns then.
+
+        Raises:
+            Stopped: The buffer was stopped, or is gone.
+            RuntimeError: The writer's rows are taken no more.
+        """
+        self.flush(outbox)
+        self._actor.ask("truncate", outbox.source, keys, group="rows")
 
     def leave(self, outbox: SendBuffer) -> None:
         """Sends what is left in the outbox, and forgets it; does not wait for that."""

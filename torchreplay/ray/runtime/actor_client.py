@@ -72,14 +72,19 @@ class ActorClient(ABC):
         if not self._ray.is_initialized():
             raise AttachError(f"Ray was shut down in this process: nothing reaches {self._what} from here")
 
-    def ask(self, method: str, *args: Any) -> Any:
+    def ask(self, method: str, *args: Any, group: str = "") -> Any:
         """Returns what a method of the actor returns; asks again where no answer comes.
+
+        Args:
+            method: Its name.
+            args: Its arguments.
+            group: The concurrency group to run it in; "": the usual one.
 
         Raises:
             AttachError: The actor does not answer for long, or Ray was shut down in this process.
             RuntimeError: This process was forked off one of Ray's.
         """
-        return self.again(lambda: self.ask_once(method, *args))
+        return self.again(lambda: self.ask_once(method, *args, group=group))
 
     def again(self, ask: Callable[[], T]) -> T:
         """Returns what `ask` returns, which calls `ask_once`; calls it again where no answer comes. Raises as `ask`."""
@@ -94,9 +99,9 @@ class ActorClient(ABC):
                     raise AttachError(f"nothing reaches {self._what}: {error}") from None
             time.sleep(_PAUSE)
 
-    def ask_once(self, method: str, *args: Any) -> Any:
+    def ask_once(self, method: str, *args: Any, group: str = "") -> Any:
         """Returns what a method of the actor returns; raises one of Ray's errors where no answer comes."""
-        return self._answer(self.tell(method, *args))
+        return self._answer(self.tell(method, *args, group=group))
 
     def tell(self, method: str, *args: Any, group: str = "") -> Any:
         """Calls a method of the actor, and returns what its answer will be got by.
