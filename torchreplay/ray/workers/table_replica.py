@@ -38,12 +38,16 @@ class TableServer:
         """Returns the entry for run number `run` of worker `index`; None when it has a successor already."""
         return self._board.dump_status(index) if self._board.is_of(index, run) else None
 
-    def exchange(self, index: int, run: int, status: bytes) -> bytes | None:
-        """Takes over the entry of a worker, and returns its orders; None when it has a successor already."""
-        if not self._board.is_of(index, run):
-            return None
+    def exchange(self, index: int, run: int, status: bytes) -> tuple[bool, bool, int]:
+        """Takes over the entry of a worker.
+
+        Returns:
+            Whether it is to stop, whether at once, and the version that is wanted of an evaluator.
+        """
+        if not self._board.is_of(index, run):  # it has a successor already
+            return True, True, 0
         self._board.load_status(index, status)
-        return self._board.dump_control(index)
+        return self._board.stopped, self._board.is_interrupted(index), self._board.wanted
 
     def help(self, method: str, *args: Any) -> Any:
         """Calls a method of the helper's."""
@@ -120,12 +124,8 @@ class TableReplica:
     def _exchange(self, timeout: float | None) -> None:
         knew = self._board.stopped
         status = self._board.dump_status(self._index)
-        control = self._ray.get(self._server.exchange.remote(self._index, self._run, status), timeout=timeout)
-        if control is None:
-            self._board.stopped = True
-            self._board.interrupt(self._index)
-        else:
-            self._board.load_control(self._index, control)
-        if knew and self._interrupt is not None and self._board.is_interrupted(self._index):
+        answer = self._ray.get(self._server.exchange.remote(self._index, self._run, status), timeout=timeout)
+        self._board.stopped, at_once, self._board.wanted = answer
+        if knew and at_once and self._interrupt is not None:
             interrupt, self._interrupt = self._interrupt, None
             interrupt()

@@ -28,7 +28,6 @@ _WHAT: Final = "table of a pool of workers"
 
 # Every column but one is a naturally aligned 8-byte word: a store can be late for a reader, never torn.
 _HEADER: Final = np.dtype([("stop", np.int64), ("wanted", np.int64)])
-_ORDERS: Final = np.dtype([("run", np.int64), ("interrupt", np.int64)])
 ENTRY: Final = np.dtype(
     [
         ("pid", np.int64),  # 0 while the worker starts
@@ -43,6 +42,7 @@ ENTRY: Final = np.dtype(
         ("heartbeat", np.float64),  # on the monotonic clock of the machine
     ]
 )
+_WORKER: Final = np.dtype([("run", np.int64), ("interrupt", np.int64), ("entry", ENTRY)])
 _COUNTS: Final = slice(0, 24)  # bytes of an entry that say what else there is to read
 _REST: Final = slice(24, ENTRY.itemsize)
 
@@ -65,18 +65,16 @@ class WorkerTable:
     """
 
     def __init__(self, num_workers: int) -> None:
-        fd = reserve(_HEADER.itemsize + num_workers * (_ORDERS.itemsize + ENTRY.itemsize), _WHAT)
+        fd = reserve(_HEADER.itemsize + num_workers * _WORKER.itemsize, _WHAT)
         self._lay_out(mmap.mmap(fd, 0), make_handle(fd, new_nonce()))
         weakref.finalize(self, os.close, fd)  # others attach through the descriptor: it stays open
 
     def _lay_out(self, memory: mmap.mmap, handle: Handle, is_copy: bool = False) -> None:
         self._handle, self.is_copy = handle, is_copy
-        num_workers = (len(memory) - _HEADER.itemsize) // (_ORDERS.itemsize + ENTRY.itemsize)
         self._header: npt.NDArray[np.void] = np.frombuffer(memory, _HEADER, 1)
         self._stop: npt.NDArray[np.int64] = self._header["stop"]
-        self._orders: npt.NDArray[np.void] = np.frombuffer(memory, _ORDERS, num_workers, _HEADER.itemsize)
-        entries_at = _HEADER.itemsize + num_workers * _ORDERS.itemsize
-        self.entries: npt.NDArray[np.void] = np.frombuffer(memory, ENTRY, num_workers, entries_at)
+        self._workers: npt.NDArray[np.void] = np.frombuffer(memory, _WORKER, offset=_HEADER.itemsize)
+        self.entries: npt.NDArray[np.void] = self._workers["entry"]
 
     @property
     def stopped(self) -> bool:
@@ -98,12 +96,12 @@ class WorkerTable:
 
     def launch(self, index: int, run: int) -> None:
         """Notes that run number `run` of worker `index` is to begin; later reports of earlier runs are ignored."""
-        self._orders[index] = (run, 0)
+        self._workers["run"][index], self._workers["interrupt"][index] = run, 0
         self.entries[index]["pid"] = 0
 
     def is_of(self, index: int, run: int) -> bool:
         """Whether this is the present run of worker `index`."""
-        return int(self._orders[index]["run"]) == run
+        return int(self._workers["run"][index]) == run
 
     def begin(self, index: int) -> None:
         """Notes that worker `index` runs in this process."""
@@ -116,11 +114,11 @@ class WorkerTable:
 
     def interrupt(self, index: int) -> None:
         """Has worker `index` interrupted, which is on another node."""
-        self._orders[index]["interrupt"] = 1
+        self._workers["interrupt"][index] = 1
 
     def is_interrupted(self, index: int) -> bool:
         """Whether worker `index` is to be interrupted."""
-        return bool(self._orders[index]["interrupt"])
+        return bool(self._workers["interrupt"][index])
 
     def recorded(self, index: int) -> int:
         """A number that grows whenever worker `index` writes rows or ends an episode."""
@@ -142,15 +140,6 @@ class WorkerTable:
         here, there = self.entries[index : index + 1].view(np.uint8), entry.view(np.uint8)
         here[_REST] = there[_REST]
         here[_COUNTS] = there[_COUNTS]  # last: a reader of a count finds what it counts
-
-    def dump_control(self, index: int) -> bytes:
-        """Returns the flag and the orders for worker `index`, for `load_control` of the same table on another node."""
-        return self._header.tobytes() + self._orders[index : index + 1].tobytes()
-
-    def load_control(self, index: int, control: bytes) -> None:
-        """Takes over the flag and the orders for worker `index`."""
-        self._header[:] = np.frombuffer(control, _HEADER, 1)
-        self._orders[index] = np.frombuffer(control, _ORDERS, offset=_HEADER.itemsize)[0]
 
     def __reduce__(self) -> tuple[object, tuple[Handle]]:
         handle = self._handle  # of a table that was made before Ray was started: it is of this node all the same
