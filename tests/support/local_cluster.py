@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 USES_RAY = (
+    "runtime.actor_client",
     "sharded.client",
     "sharded.coordinator",
-    "sharded.coordinator_client",
     "sharded.creation",
     "sharded.local_writing",
     "sharded.replies",

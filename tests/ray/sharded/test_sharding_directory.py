@@ -254,9 +254,9 @@ def test_a_directory_that_ray_cannot_reach_for_a_moment_is_asked_again(cluster, 
     shards.refresh()
     assert actor.unreachable == 0
     assert not shards.stopped
-    monkeypatch.setattr("torchreplay.ray.sharded.coordinator_client.COORDINATOR_SECONDS", 0.0)
+    monkeypatch.setattr("torchreplay.ray.runtime.actor_client.ASK_AGAIN_SECONDS", 0.0)
     actor.unreachable = 1
-    with pytest.raises(cluster.exceptions.ActorUnavailableError):
+    with pytest.raises(tr.AttachError, match=r"nothing reaches the shards of the ShardedReplay: .*the network is down"):
         shards.look()
     actor.dead = True
     with pytest.raises(tr.Stopped):
