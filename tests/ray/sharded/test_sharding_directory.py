@@ -330,7 +330,7 @@ def test_an_announcement_is_repeated_after_ray_could_not_reach_the_directory(clu
     monkeypatch.setattr("torchreplay.ray.sharded.local_writing.REPEAT", 0.01)
     directory, view = found()
     shards, actor = view("a"), cluster.named["union"]
-    with Expectation(shards):
+    with Expectation(shards.coordinator):
         actor.unreachable = 3
         eventually(lambda: actor.unreachable == 0)
         directory._expecting.clear()  # as after a while

@@ -49,7 +49,8 @@ class SlowShard:
     def __init__(self, answer):
         self._hands, self._answer = ThreadPoolExecutor(1), answer
         self._calls = ReplyCollector(lambda number, why: None, str)
-        self.calls, self.waiting, self.dropped = self, threading.Event(), []
+        self.calls = self.coordinator = self
+        self.waiting, self.dropped = threading.Event(), []
 
     def update(self, number, keys, td):
         return self._hands.submit(self._answer)

@@ -48,19 +48,20 @@ class ShardClient:
     """The shards as one process sees them.
 
     Args:
-        name: Of the directory's actor.
+        name: Of the coordinator's actor.
 
     Attributes:
+        coordinator: Says what is where, and counts. It is never asked while the lock is held: if Ray cannot reach it,
+            only the asking thread waits.
         node: Ray's id of the node that this process is on.
         local: The shard on that node, which is drawn from and fed back to through shared memory once it is attached.
-        table: What was where when the directory said so last. It is never asked while the lock is held: if Ray cannot
-            reach it, only the asking thread waits.
+        table: What was where when the coordinator said so last.
         figures: What each shard said last, by number. Never changed: there is another when one says more.
         closed: Whether the `ShardedReplay` that this belongs to is closed.
     """
 
     def __init__(self, name: str) -> None:
-        self._lookup = CoordinatorClient(name)
+        self.coordinator = CoordinatorClient(name)
         self.calls = ReplyCollector(self.lose, self._name, self._probe)
         self._ray = import_ray()
         self._reports: deque[Any] = deque()  # answers to come
@@ -72,14 +73,14 @@ class ShardClient:
         self.local = LocalAttachment(self._lock, self.place_here, self._handle_of)
         self.node = ray_node()
         self.figures: dict[int, ShardReport] = {}
-        self.table = self._lookup.table()
+        self.table = self.coordinator.table()
         self.closed = False
 
     @property
     def stream(self) -> int:
         """The number of this learner, which no other process has."""
         if self._stream < 0:
-            number = self.ask("join")
+            number = self.coordinator.ask("join")
             with self._lock:
                 if self._stream < 0:  # no other thread has asked meanwhile
                     self._stream = number
@@ -103,42 +104,16 @@ class ShardClient:
             raise RuntimeError("the ShardedReplay is closed")
 
     @property
-    def connected(self) -> bool:
-        """Whether this process is still connected to the cluster."""
-        return self._lookup.connected
-
-    @property
     def stopped(self) -> bool:
         """Whether the buffer was stopped, as far as this process has heard."""
         return self.table.stopped or any(figures.stopped for figures in self.figures.values())
 
-    # The directory
-
-    def ask(self, what: str, *args: Any) -> Any:
-        """Returns the directory's answer; asks again where Ray cannot reach it for a moment.
-
-        Raises:
-            Stopped: It is gone, and so are the shards.
-        """
-        return self._lookup.ask(what, *args)
-
-    def ask_once(self, what: str, *args: Any) -> Any:
-        """Returns the directory's answer.
-
-        Raises:
-            ActorUnavailableError: Ray cannot reach it now.
-            Stopped: It is gone, and so are the shards.
-        """
-        return self._lookup.ask_once(what, *args)
-
-    def tell(self, what: str, *args: Any) -> Any:
-        """Calls the directory, and returns what its answer will be got by."""
-        return self._lookup.tell(what, *args)
+    # The coordinator
 
     def refresh(self) -> None:
         """Looks at the table now and then, and at what the coordinator has answered, without waiting for it."""
         with self._lock:
-            table = self._lookup.news()
+            table = self.coordinator.news()
             if table is not None:
                 self._adopt(table)
             while self._limiter is not None and self._reports:
@@ -168,11 +143,11 @@ class ShardClient:
             due = due or (self._limiter.rule.divides and report != self._reported)
             if last or (due and len(self._reports) < REPORTS):
                 self._reported, self._reported_at = report, now
-                self._reports.append(self._lookup.tell("report", report))
+                self._reports.append(self.coordinator.tell("report", report))
 
     def look(self) -> Table:
         """Returns the table as it is now."""
-        return self._adopt(self._lookup.table())
+        return self._adopt(self.coordinator.table())
 
     def lose(self, number: int, why: str) -> None:
         """Has a shard that does not answer taken out for everyone."""
@@ -184,12 +159,12 @@ class ShardClient:
             reason = why.strip().splitlines()[0] if why.strip() else "its process died"
             logger.error("%s is lost, and its %d rows with it: %s", self._name(number), rows, reason)
             self._adopt(self.table.without(Lost(number, place.node, rows, inserted)))
-        self._adopt(self._lookup.table("lost", number, rows, inserted, reason))
+        self._adopt(self.coordinator.table("lost", number, rows, inserted, reason))
 
     def set_limiter(self, limiter: Limiter) -> None:
         """Sets another limiter for everyone, which counts from here; see `ShardedReplay.limiter`."""
         self.exchange()
-        self._adopt(self._lookup.table("change_limiter", limiter))
+        self._adopt(self.coordinator.table("change_limiter", limiter))
         self.exchange()
 
     def restored(
@@ -206,7 +181,7 @@ class ShardClient:
         for number in places.keys() - told.keys():
             raise RuntimeError(f"shard {number} on node {places[number].node} was lost when it had been restored")
         inserted = {numbers[number]: stats.inserted for number, stats in told.items()}
-        self._adopt(self._lookup.table("restored", numbers, seed, counts, lost, limiter, inserted))
+        self._adopt(self.coordinator.table("restored", numbers, seed, counts, lost, limiter, inserted))
         self.exchange()
 
     # The shard on this node
@@ -225,7 +200,7 @@ class ShardClient:
             room: Where the shard that is attached draws its candidates to, beginning with the first row; None: it is
                 asked as the others are.
         """
-        self._lookup.require_own_process()
+        self.coordinator.require_own_process()
         largest = self.limiter.largest
         with self._lock:
             places, local = self.table.places, self.local.shard
@@ -245,7 +220,7 @@ class ShardClient:
         Args:
             keys: Of the items, each shard's own `[n]` by its number; none for those left out.
         """
-        self._lookup.require_own_process()
+        self.coordinator.require_own_process()
         none = np.empty(0, np.int64)
         self.report()
         with self._lock:
@@ -271,7 +246,7 @@ class ShardClient:
         Returns:
             What the answer will be got by: how many; None if there is no such shard any more.
         """
-        self._lookup.require_own_process()
+        self.coordinator.require_own_process()
         with self._lock:
             place = self.table.places.get(number)
             if place is None:
@@ -312,7 +287,7 @@ class ShardClient:
         is enough would poll for ever, where not every node has explorers.
         """
         self._note(self.calls.collect(self.order(dict.fromkeys(self.look().places, 0))))
-        self.limiter.hear(self.ask("report", self.limiter.report(1)))
+        self.limiter.hear(self.coordinator.ask("report", self.limiter.report(1)))
         self._catch_up()
 
     def census(self, unused_count_as_others: bool, /) -> Census:
@@ -349,7 +324,7 @@ class ShardClient:
         if limiter is not None and limiter.others.rule > self.table.rule.number:
             self.look()
         if limiter is not None and limiter.others.rule < limiter.rule.number:
-            limiter.hear(self.ask("report", limiter.report()))
+            limiter.hear(self.coordinator.ask("report", limiter.report()))
 
     def _adopt(self, table: Table) -> Table:
         """Takes a table in, unless a newer one came first, and returns the newest."""
@@ -363,7 +338,7 @@ class ShardClient:
             rows, inserted = self._last_known(lost.number)
             if inserted > lost.inserted:
                 logger.error("with shard %d %d rows are lost, not %d", lost.number, rows, lost.rows)
-                self._lookup.tell("lost", lost.number, rows, inserted, "")
+                self.coordinator.tell("lost", lost.number, rows, inserted, "")
         self.table = table
         self.figures = {number: figures for number, figures in self.figures.items() if number in table.places}
         if self.local.shard is not None:

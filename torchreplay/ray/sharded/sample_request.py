@@ -247,6 +247,7 @@ class SampleRequestStream:
             self._ahead.append(self._draws.order(self._batch_size, wait, self._place()))
         while len(self._ahead) < most and self._draws.admits_now(self._batch_size):
             self._ahead.append(self._draws.begin(self._batch_size, wait, self._place()))
+        self._draws.shards.report()
 
     def _place(self) -> ReplayBatch | None:
         return None if self._staging is None else self._staging.place()

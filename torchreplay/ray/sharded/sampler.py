@@ -124,9 +124,7 @@ class ShardedSampler:
         try:
             # The generator's blocks are counted by the low bits.
             chance = np.random.Generator(np.random.Philox(key=[self.seed, self.stream], counter=step << 64))
-            ordered = SampleRequest(self.shards, self._layout, step, n, chance, self._slack, here, place, rule)
-            self.shards.report()
-            return ordered
+            return SampleRequest(self.shards, self._layout, step, n, chance, self._slack, here, place, rule)
         except BaseException:
             self._end(step, n, rule, None)
             raise

@@ -169,7 +169,7 @@ class ShardedReplay(Replay):
         Returns:
             An object to `close()` when no more will come; it ends with the process as well, some seconds later.
         """
-        return Expectation(self._shards)
+        return Expectation(self._shards.coordinator)
 
     # Drawing, and feeding back
 
@@ -474,7 +474,7 @@ class ShardedReplay(Replay):
     def stop(self) -> None:
         """Stops the buffer: `stopped` becomes True in every process, and waiting calls raise `Stopped`."""
         self._require_open()
-        self._shards.ask("stop")
+        self._shards.coordinator.ask("stop")
         self._shards.look()
 
     def close(self) -> None:
@@ -488,15 +488,16 @@ class ShardedReplay(Replay):
         if self._closed:
             return
         self._shards.closed = True
+        connected = self._shards.coordinator.connected  # and not a forked child, which has made nothing
         try:
-            if self._owned is None and self._shards.connected:
+            if self._owned is None and connected:
                 with suppress(Stopped):
                     self._shards.report(last=True)
                     self._feedback.flush()
         finally:
             self._shards.local.release()
             owned, self._owned = self._owned, None
-            if owned is not None and self._shards.connected:  # and not a forked child, which has made nothing
+            if owned is not None and connected:
                 end(owned)
 
     def __enter__(self) -> ShardedReplay:
