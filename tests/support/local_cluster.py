@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 USES_RAY = (
+    "runtime.actor_client",
+    "sharded.client",
     "sharded.coordinator",
-    "sharded.coordinator_client",
     "sharded.creation",
     "sharded.local_writing",
     "sharded.replies",
-    "sharded.reports",
     "sharded.save_restore",
     "runtime.cluster",
     "workers.placement",

@@ -53,7 +53,7 @@ def test_what_a_learner_that_is_gone_has_drawn_outlasts_the_shards_that_it_drew_
             assert drawn(replay) == (160, 20, 1)
         latecomer = copied(replay)
         assert drawn(latecomer) == (160, 20, 1)
-        needed = {process._shards.union_limiter.needed(8) for process in (replay, latecomer)}
+        needed = {process._shards.limiter.needed(8) for process in (replay, latecomer)}
         assert len(needed) == 1  # as many items as everyone else waits for
         latecomer.close()
 

@@ -24,7 +24,7 @@ from torchreplay.ray.sharded.global_distribution import (
     pack,
     unpack,
 )
-from torchreplay.ray.sharded.histograms import merged_histograms
+from torchreplay.ray.sharded.stats import merged_histograms
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.spec import flatten
 

@@ -259,10 +259,6 @@ class Ingest:
             return Answer(refusal=f"the rows of this writer cannot be written: {error}")
         return Answer(seat.place.written, ending=self._ending)
 
-    def enter(self, source: Source) -> None:
-        """Takes a writer in before its first rows: a learner that waits knows that some may come."""
-        self.look([source])
-
     def depart(self, source: Source) -> None:
         """Forgets a writer that is closed."""
         with self._lock:
@@ -273,7 +269,7 @@ class Ingest:
         elif not self._ending and self._claim():  # of one that the process before this knew, it may have a place
             self._ledger.forget(source.writer)
 
-    # Of the group "calls".
+    # Of the group "calls", but that a writer comes in front of its rows: a learner that waits knows that some may come.
 
     def describe(self) -> tuple[str, str]:
         """Returns the description of the buffer, "" when nobody can attach, and why nobody should write, or ""."""
@@ -290,10 +286,6 @@ class Ingest:
                 with suppress(MemoryError, RuntimeError):  # which its first chunk is answered with
                     self._seat(source)
         return self._ending
-
-    def count(self) -> int:
-        """Returns the number of rows held."""
-        return len(self._buffer)
 
     def stats(self) -> Stats:
         """Returns the buffer's counters."""

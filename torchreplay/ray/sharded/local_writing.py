@@ -32,13 +32,13 @@ def buffer_to_write_to(shards: ShardClient) -> ShardBuffer:
         RuntimeError: This node has no shard, or gets none for a minute.
         Stopped: The buffer was stopped.
     """
-    nearby = shards.nearby
-    if nearby is not None and nearby.alive:
-        return nearby.buffer
-    if nearby is not None:
+    local = shards.local.shard
+    if local is not None and local.alive:
+        return local.buffer
+    if local is not None:
         shards.look()  # of one that was restored since it was attached, the number is another shard's now
-        if shards.nearby is nearby:
-            shards.lose(nearby.number, "its process is gone")
+        if shards.local.shard is local:
+            shards.lose(local.number, "its process is gone")
     buffer = _attached(shards)
     if buffer is None:
         with Expectation(shards):  # or learners would give up on the writers that wait here
@@ -68,8 +68,8 @@ def _attached(shards: ShardClient) -> ShardBuffer | None:
             f"node {shards.node} has no shard: the shards are on {[p.node for p in table.places.values()]}. Run "
             f"explorers there (NodeAffinitySchedulingStrategy), or make the ShardedReplay when all nodes are up"
         )
-    nearby = shards.attach() if shards.place_here() is not None else None
-    return None if nearby is None else nearby.buffer
+    local = shards.local.attach()
+    return None if local is None else local.buffer
 
 
 def nodes_to_write_from(shards: ShardClient) -> list[str]:

@@ -72,7 +72,7 @@ class SampleRequest:
         numbers = sorted(shards.table.places)
         known = [shards.figures[k].drawn.total if k in shards.figures else 0.0 for k in numbers]
         asked = candidates(known, n, slack)
-        self._calls = shards.order(dict(zip(numbers, asked, strict=True)), 0, self._room)
+        self._calls = shards.order(dict(zip(numbers, asked, strict=True)), self._room)
 
     @property
     def calls(self) -> list[Any]:
@@ -135,7 +135,7 @@ class SampleRequest:
                 return answers
             self.asked_again, tries = True, tries + 1
             answers = {number: answer for number, answer in answers.items() if number not in short}
-            answers |= self._shards.hear(self._shards.order(short, 0, self._room), wait)
+            answers |= self._shards.hear(self._shards.order(short, self._room), wait)
 
 
 class SampleRequestStream:

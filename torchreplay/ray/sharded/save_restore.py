@@ -156,7 +156,7 @@ def _described(
 ) -> Manifest:
     born, streams = shards.ask("counts")
     shards.exchange()
-    table, counted = shards.table, shards.union_limiter
+    table, counted = shards.table, shards.limiter
     return Manifest(
         replace(config, limiter=table.rule.limiter),
         seed,

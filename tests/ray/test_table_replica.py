@@ -1,50 +1,45 @@
-"""The pages of a pool and their copies on another node: reports and orders, without a cluster."""
+"""A pool's table and its copy on another node: reports and orders, without a cluster."""
 
 import time
 from types import SimpleNamespace
 
-from torchreplay.ray.evaluation.evaluation_log import Evaluation, EvaluationLog
-from torchreplay.ray.workers import worker_table as board_module
-from torchreplay.ray.workers.state_replica import StateServer
+from torchreplay.ray.workers import worker_table as table_module
+from torchreplay.ray.workers.table_replica import TableServer
 from torchreplay.ray.workers.worker_table import ENTRY, WorkerTable
 
 
 class Copies:
-    """A board and scores, copies of them as on another node with another clock, and the keeper between them."""
+    """A table, a copy of it as on another node with another clock, and the server between them."""
 
     def __init__(self, monkeypatch, ahead=1e6):
-        self.board, self.scores = WorkerTable(3), EvaluationLog()
-        self.far_board, self.far_scores = WorkerTable(3), EvaluationLog()
-        self.keeper = StateServer(None, self.board, self.scores)
+        self.board, self.far_board = WorkerTable(3), WorkerTable(3)
+        self.server = TableServer(None, self.board)
         self._clock, self._ahead, self._patch = time.monotonic, ahead, monkeypatch
 
     def there(self, call):
         """Calls a function by the other node's clock."""
         with self._patch.context() as patch:
-            patch.setattr(board_module, "time", SimpleNamespace(monotonic=lambda: self._clock() + self._ahead))
+            patch.setattr(table_module, "time", SimpleNamespace(monotonic=lambda: self._clock() + self._ahead))
             return call()
 
     def exchange(self, index, run):
-        told = self.there(lambda: [page.told(index) for page in (self.far_board, self.far_scores)])
-        answer = self.keeper.exchange(index, run, told)
-        if answer is not None:
-            for page, orders in zip((self.far_board, self.far_scores), answer, strict=True):
-                page.obey(index, orders)
-        return answer
+        status = self.there(lambda: self.far_board.dump_status(index))
+        control = self.server.exchange(index, run, status)
+        if control is not None:
+            self.far_board.load_control(index, control)
+        return control
 
 
 def test_what_a_worker_writes_comes_home_and_what_the_pool_orders_goes_out(monkeypatch):
     copies = Copies(monkeypatch)
     copies.board.launch(1, run=4)
-    copies.scores.wanted = 9
+    copies.board.wanted = 9
     entry = copies.far_board.entries[1]
     for number, column in enumerate(name for name in ENTRY.names if name != "node"):
         entry[column] = number + 1
     entry["node"] = b"ab" * 28
     beat = time.monotonic() - 5
     entry["heartbeat"] = beat + 1e6  # by the other node's clock
-    result = Evaluation(3, 2, 1.5, 0.5, 1.0, 2.0, 0.1, best=True)
-    copies.far_scores.add(result)
     assert copies.exchange(1, 4) is not None
     at_home = copies.board.entries[1]
     for column in ENTRY.names:
@@ -54,8 +49,7 @@ def test_what_a_worker_writes_comes_home_and_what_the_pool_orders_goes_out(monke
     assert beat - 1e-6 <= at_home["heartbeat"] <= beat + took  # the age is kept, and what the news took is not in it
     assert not copies.board.entries[0]["rows"]
     assert not copies.board.entries[2]["rows"]
-    assert copies.scores.since(0) == ([result], 1)
-    assert (copies.scores.best_return, copies.scores.wanted, copies.far_scores.wanted) == (1.5, 9, 9)
+    assert (copies.board.wanted, copies.far_board.wanted) == (9, 9)
     assert not copies.far_board.stopped
     copies.board.stopped = True
     copies.board.interrupt(1)
@@ -72,8 +66,7 @@ def test_a_worker_that_has_a_successor_is_not_heard(monkeypatch):
     assert copies.board.entries[0]["pid"] == 7
     copies.board.launch(0, run=1)
     assert copies.exchange(0, 0) is None
-    assert copies.keeper.enter(0, 0) is None
+    assert copies.server.enter(0, 0) is None
     assert copies.board.entries[0]["pid"] == 0
-    board, _ = copies.keeper.enter(0, 1)
-    copies.far_board.hear(0, board[0])
+    copies.far_board.load_status(0, copies.server.enter(0, 1))
     assert copies.far_board.entries[0]["rows"] == 7  # the successor goes on counting
