@@ -41,9 +41,10 @@ class StepForm:
         self._is_dict = isinstance(observation_space, spaces.Dict)
         parts = observation_space.spaces if isinstance(observation_space, spaces.Dict) else {"": observation_space}
         self._shapes = {name: (n_envs, *(part.shape or ())) for name, part in parts.items()}
-        self._float_parts = [name for name, part in parts.items() if _is_float(part)]
         self._action = (n_envs, *(action_space.shape or ()))
-        self._float_action = _is_float(action_space)
+        # Times 0, only NaN and infinity are not 0. One product takes a third of the time of isfinite().all().
+        self._zeros = {name: _zeros(part, n_envs) for name, part in parts.items() if _is_float(part)}
+        self._action_zeros = _zeros(action_space, n_envs) if _is_float(action_space) else None
         self.snapshot: Callable[[Any], Any] = _bytes_of_parts if self._is_dict else np.ndarray.tobytes
         self._tells_timeouts = handle_timeout_termination
 
@@ -71,13 +72,17 @@ class StepForm:
             infos: One for each environment.
             linked: Whether a time limit counts where `done` is not set, as for n-step returns.
         """
-        ended = any(done.tolist() if done.__class__ is np.ndarray else self.each(done))
-        if not (ended or linked):
-            return self.never, self.never
-        cut = [info.get("TimeLimit.truncated", False) for info in infos] if self._tells_timeouts else ()
-        if not ended and not any(cut):
-            return self.never, self.never
-        truncated = np.broadcast_to(np.asarray(cut, bool), self.n_envs) if cut else self.never
+        if True in (done.tolist() if done.__class__ is np.ndarray else self.each(done)):
+            return self._flags(done, infos)
+        if linked and self._tells_timeouts:
+            for info in infos:
+                if info.get("TimeLimit.truncated"):
+                    return self._flags(done, infos)
+        return self.never, self.never
+
+    def _flags(self, done: Any, infos: list[dict[str, Any]]) -> tuple[Flags, Flags]:
+        cut = [bool(info.get("TimeLimit.truncated")) for info in infos] if self._tells_timeouts else False
+        truncated = np.broadcast_to(cut, self.n_envs)
         return self.each(done).astype(bool) & ~truncated, truncated
 
     # Values
@@ -94,20 +99,17 @@ class StepForm:
 
     def check_observation(self, name: str, value: Any) -> None:
         """Raises ValueError if an observation has a NaN or an infinite number."""
-        for part in self._float_parts:
+        for part, zeros in self._zeros.items():
             values = value[part] if part else value
-            flat = values.ravel()
-            if not math.isfinite(flat.dot(flat)):
-                refuse_unless_finite(f"{name}[{part!r}]" if part else name, values)
+            if values.ravel().dot(zeros) != 0:
+                _refuse_unless_finite(f"{name}[{part!r}]" if part else name, values)
 
     def check_action_and_reward(self, action: Any, reward: Any) -> None:
         """Raises ValueError if one of them has a NaN or an infinite number."""
-        if self._float_action:
-            flat = action.ravel()
-            if not math.isfinite(flat.dot(flat)):
-                refuse_unless_finite("action", action)
+        if self._action_zeros is not None and action.ravel().dot(self._action_zeros) != 0:
+            _refuse_unless_finite("action", action)
         if not math.isfinite(sum(reward.tolist())):
-            refuse_unless_finite("reward", reward)
+            _refuse_unless_finite("reward", reward)
 
 
 def _bytes_of_parts(observation: dict[str, Any]) -> list[bytes]:
@@ -118,8 +120,12 @@ def _is_float(space: spaces.Space[Any]) -> bool:
     return space.dtype is not None and space.dtype.kind == "f"
 
 
-def refuse_unless_finite(name: str, values: Any) -> None:
-    """Raises ValueError if there is a NaN or an infinite number; the sums that led here may have overflowed."""
+def _zeros(space: spaces.Space[Any], n_envs: int) -> Array:
+    return np.zeros(n_envs * math.prod(space.shape or ()), space.dtype)
+
+
+def _refuse_unless_finite(name: str, values: Any) -> None:
+    """Raises ValueError if there is a NaN or an infinite number; a sum may have overflowed without one."""
     bad = np.flatnonzero(~np.isfinite(values))
     if len(bad):
         raise ValueError(
