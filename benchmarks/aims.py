@@ -64,6 +64,10 @@ AIMS: Mapping[tuple[str, str], Sequence[Aim]] = {
     ("ray", "sample + update 512 of 1,000,000"): (Aim(100, over="RLlib"),),
     ("remote", "small rows"): (Aim(200_000),),
     ("remote", "Atari rows"): (Aim(0.5, over="object store"),),
+    ("compat", "cpprb PER: add, sample, update"): (Aim(3, over="cpprb"),),
+    ("compat", "cpprb MP: add, sample, update"): (Aim(3, over="cpprb"),),
+    ("compat", "cpprb PER: 100 adds, handed on"): (Aim(3, over="cpprb"),),
+    ("compat", "cpprb MP: 100 adds, handed on"): (Aim(3, over="cpprb"),),
     ("checkpoint", "save, fraction of the disk"): (Aim(0.7),),
     ("checkpoint", "load, fraction of the disk"): (Aim(0.7),),
 }

@@ -5,6 +5,7 @@ from functools import partial
 
 from benchmarks.cases.call import measure_call
 from benchmarks.cases.checkpoint import measure_checkpoint
+from benchmarks.cases.compat import measure_compat
 from benchmarks.cases.contest import measure_contest
 from benchmarks.cases.gather import measure_gather
 from benchmarks.cases.gpu import measure_gpu
@@ -45,6 +46,7 @@ CASES: Mapping[str, Case] = {
     "ray": measure_ray,
     "remote": measure_remote,
     "shards": measure_shards,
+    "compat": measure_compat,
 }
 """The cases by their names on the command line, which are also the sections of their lines."""
 

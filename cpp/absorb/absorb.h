@@ -118,13 +118,13 @@ class Absorber {
     leaves_.flush();
   }
 
-  // Gives the row with `key`, its writer's last one, the end of its episode. Nothing happens if it is gone. Its items
-  // that only waited for the end become drawable. The writer holds the row as if it wrote it, for the time of three
-  // stores: a death between them costs the row.
-  void end_episode(uint64_t key, int writer, size_t truncated) {
+  // Gives the row with `key`, the last one of its stream, the end of its episode. Nothing happens if it is gone. Its
+  // items that only waited for the end become drawable. The participant `id` holds the row as if it wrote it, for the
+  // time of three stores: a death between them costs the row.
+  void end_episode(uint64_t key, int id, size_t truncated) {
     const uint64_t slot = memory_.slot_of(key);
     if (header_.importer) {  // whose end brings everything up to date
-      mark_truncated(key, slot, writer, truncated);
+      mark_truncated(key, slot, id, truncated);
       return;
     }
     const DirtyScope dirty(header_, Dirty::kSlots);
@@ -134,7 +134,7 @@ class Absorber {
     TORCHREPLAY_FAULT("end.marked");
     kill_fence();
     RowFacts row;
-    if (mark_truncated(key, slot, writer, truncated) && memory_.at(slot) && streams_.facts_of(slot, row))
+    if (mark_truncated(key, slot, id, truncated) && memory_.at(slot) && streams_.facts_of(slot, row))
       streams_.each_completed_by(slot, row, [&](uint64_t anchor, float priority) { complete(anchor, priority); });
     sync_below(slot, head_);
     TORCHREPLAY_FAULT("end.synced");
@@ -187,14 +187,15 @@ class Absorber {
   }
 
   // False when the row is gone.
-  bool mark_truncated(uint64_t key, uint64_t slot, int writer, size_t truncated) {
-    const auto id = static_cast<uint64_t>(writer);
-    Participant& entry = memory_.participant(writer);
+  bool mark_truncated(uint64_t key, uint64_t slot, int participant, size_t truncated) {
+    const auto id = static_cast<uint64_t>(participant);
+    Participant& entry = memory_.participant(participant);
     entry.first.store(key, std::memory_order_relaxed);  // for those who reclaim
     entry.count.store(1, std::memory_order_relaxed);
     RowHeader& row = memory_.row(slot);
-    uint64_t word = slot_word::done(key, id);
-    if (!row.word.compare_exchange_strong(word, slot_word::busy(key, id), std::memory_order_acq_rel,
+    uint64_t word = row.word.load(std::memory_order_acquire);
+    if (!slot_word::is_row(word) || slot_word::key1(word) != key + 1 ||
+        !row.word.compare_exchange_strong(word, slot_word::busy(key, id), std::memory_order_acq_rel,
                                           std::memory_order_relaxed))
       return false;
     TORCHREPLAY_FAULT("end.busy");

@@ -163,28 +163,45 @@ inline PyObject* step(PyObject* self, PyObject* const* args, Py_ssize_t nargs, P
   });
 }
 
-// end_episode(mask=None): the episodes under way end with the rows that are there, by truncation.
-inline PyObject* end_episode(PyObject* self, PyObject* args, PyObject* names) {
+// Ends the episodes whose last rows have these keys, by truncation, unless the rows are gone.
+inline void truncate(WriterState& s, const std::vector<int64_t>& keys) {
+  const std::shared_ptr<Attached> attached = s.attached;
+  const int id = s.member.id();
+  try {
+    const WithoutGil unlocked;
+    Locked lock(*attached->memory, {.until_stopped = true});
+    for (const int64_t key : keys) lock.end_episode(static_cast<uint64_t>(key), id, s.roles.truncated);
+    publish_limit(*attached->memory);
+  } catch (const StoppedMeanwhile&) {  // nobody draws any more
+  }
+  futex_signal(attached->memory->header().rows_signal);
+}
+
+// _end_episode(mask) -> int64 [n]: the episodes under way end with the rows that are there, which have these keys.
+inline PyObject* end_episode(PyObject* self, PyObject* given) {
   return guarded([&] {
-    static const char* const keywords[] = {"mask", nullptr};
-    PyObject* given = nullptr;
-    if (!PyArg_ParseTupleAndKeywords(args, names, "|O:end_episode", const_cast<char**>(keywords), &given))
-      throw PythonError{};
     auto& s = state_of<WriterState>(self);
     const WriterUse use(self, s);
     require_linked(s, "end_episode");
     const std::vector<uint8_t> mask = read_mask(s, given);
-    const std::shared_ptr<Attached> attached = s.attached;
-    const int id = s.member.id();
-    try {
-      const WithoutGil unlocked;
-      Locked lock(*attached->memory, {.until_stopped = true});
-      s.lanes.end_running(mask.empty() ? nullptr : mask.data(),
-                          [&](uint64_t key) { lock.end_episode(key, id, s.roles.truncated); });
-      publish_limit(*attached->memory);
-    } catch (const StoppedMeanwhile&) {  // nobody draws any more
-    }
-    futex_signal(attached->memory->header().rows_signal);
+    std::vector<int64_t> ends = s.lanes.last_keys(mask.empty() ? nullptr : mask.data());
+    if (!ends.empty()) truncate(s, ends);
+    s.lanes.end_running(mask.empty() ? nullptr : mask.data());
+    const auto n = static_cast<int64_t>(ends.size());
+    KeyTensor keys(n);
+    std::ranges::copy(ends, keys.keys);
+    return keys.release(1, &n);
+  });
+}
+
+// _truncate(keys): the same for the episodes whose last rows have these keys, of a writer elsewhere.
+inline PyObject* truncate_rows(PyObject* self, PyObject* given) {
+  return guarded([&] {
+    auto& s = state_of<WriterState>(self);
+    const WriterUse use(self, s);
+    std::vector<int64_t> keys;
+    segment::read_keys(given, keys);
+    truncate(s, keys);
     return Py_NewRef(Py_None);
   });
 }
@@ -269,12 +286,8 @@ inline PyMethodDef methods[] = {
      "    ValueError: the view is Rows(), no reset() came before, the episode has ended, or a value does not fit; "
      "nothing is\n"
      "        written.\n    Stopped, WouldBlockForever, ReplayTimeout: as `append`."},
-    {"end_episode", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(end_episode)), METH_VARARGS | METH_KEYWORDS,
-     "end_episode(mask=None)\n--\n\nEnd the running episode with the row that is there, by truncation: as if the last "
-     "step had come with truncated=True.\n\nItems that only waited for the end can be drawn now: the tail of an n-step "
-     "window, a short sequence. With num_envs,\n`mask` (bool [num_envs]) says in which environments; None: in all. "
-     "Where no episode runs, or one has no step yet,\nnothing happens. Call reset() before the next step().\n\n"
-     "Raises:\n    ValueError: the view is Rows(), or the mask does not fit."},
+    {"_end_episode", end_episode, METH_O, nullptr},
+    {"_truncate", truncate_rows, METH_O, nullptr},
     {"_relay", relay, METH_VARARGS, nullptr},
     {"_wait_room", wait_room, METH_O, nullptr},
     {"_admitted", admitted, METH_NOARGS, nullptr},

@@ -115,12 +115,12 @@ class Locked {
     TORCHREPLAY_FAULT("clear.over");
   }
 
-  // Ends, as a truncation, the episode whose last row has `key` and was written by `writer`: the row gets the flag, and
+  // Ends, as a truncation, the episode whose last row has `key`, for the participant `id`: the row gets the flag, and
   // its field `truncated` becomes true. Items become drawable that only waited for the end. Nothing happens when the
   // row is gone.
-  void end_episode(uint64_t key, int writer, size_t truncated) {
+  void end_episode(uint64_t key, int id, size_t truncated) {
     absorb();
-    Absorber(memory_).end_episode(key, writer, truncated);
+    Absorber(memory_).end_episode(key, id, truncated);
   }
 
  private:

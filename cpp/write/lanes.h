@@ -80,16 +80,18 @@ class Lanes {
       }
   }
 
-  // Ends the episodes that are under way in the lanes where `mask` is set (nullptr: in all): end(key) is called for the
-  // last row of each. Those without a step yet go on.
-  template <class End>
-  void end_running(const uint8_t* mask, End&& end) {
-    for (uint32_t i = 0; i < size(); i++) {
-      Lane& lane = lanes_[i];
-      if ((mask && !mask[i]) || lane.state != State::kRunning || lane.step == 0) continue;
-      end(lane.key1 - 1);
-      lane.state = State::kEnded;
-    }
+  // The keys of the last rows of the episodes that are under way in the lanes where `mask` is set (nullptr: in all).
+  // Those without a step yet do not count.
+  std::vector<int64_t> last_keys(const uint8_t* mask) const {
+    std::vector<int64_t> keys;
+    for (uint32_t i = 0; i < size(); i++)
+      if (can_end(i, mask)) keys.push_back(static_cast<int64_t>(lanes_[i].key1 - 1));
+    return keys;
+  }
+  // These episodes have ended.
+  void end_running(const uint8_t* mask) {
+    for (uint32_t i = 0; i < size(); i++)
+      if (can_end(i, mask)) lanes_[i].state = State::kEnded;
   }
 
   // The header of row `i` of the plan, once the rows before it are committed.
@@ -117,6 +119,10 @@ class Lanes {
     uint32_t step = 0;
     State state = State::kNew;
   };
+
+  bool can_end(uint32_t lane, const uint8_t* mask) const {
+    return (!mask || mask[lane]) && lanes_[lane].state == State::kRunning && lanes_[lane].step > 0;
+  }
 
   void begin() {
     rows_.clear();

@@ -6,17 +6,11 @@ import numpy as np
 import pytest
 import torch
 from forked import Forked, shared_counters
+from scalar_steps import STEPS
 
 import torchreplay as tr
 
 SPEC = {"x": tr.Field((2,), torch.int64)}
-STEPS = {
-    "obs": tr.Field((), torch.int64),
-    "action": tr.Field((), torch.int64),
-    "reward": tr.Field(),
-    "terminated": tr.Field((), torch.bool),
-    "truncated": tr.Field((), torch.bool),
-}
 
 
 def write(buffer, n, start=0):

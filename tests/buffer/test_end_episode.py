@@ -5,16 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from scalar_steps import STEPS
 
 import torchreplay as tr
 
-SPEC = {
-    "obs": tr.Field((), torch.int64),
-    "action": tr.Field((), torch.int64),
-    "reward": tr.Field(),
-    "terminated": tr.Field((), torch.bool),
-    "truncated": tr.Field((), torch.bool),
-}
 VIEWS = [
     tr.Transitions(n_step=1),
     tr.Transitions(n_step=3),
@@ -38,7 +32,7 @@ def assert_same_items(found, expected):
 @pytest.mark.parametrize("view", VIEWS, ids=str)
 @pytest.mark.parametrize("look", [False, True], ids=["unseen", "seen"])
 def test_an_episode_that_is_ended_gives_the_items_of_one_whose_last_step_was_truncated(view, look):
-    with tr.ReplayBuffer(SPEC, 100, view=view) as ended, tr.ReplayBuffer(SPEC, 100, view=view) as truncated:
+    with tr.ReplayBuffer(STEPS, 100, view=view) as ended, tr.ReplayBuffer(STEPS, 100, view=view) as truncated:
         for buffer in (ended, truncated):
             with buffer.writer() as writer:
                 for steps in (7, 1, 2):
@@ -56,7 +50,7 @@ def test_an_episode_that_is_ended_gives_the_items_of_one_whose_last_step_was_tru
 
 
 def test_an_item_that_was_complete_before_the_end_keeps_its_priority():
-    with tr.ReplayBuffer(SPEC, 100, view=tr.Transitions(), sampler=tr.Prioritized(alpha=1.0)) as buffer:
+    with tr.ReplayBuffer(STEPS, 100, view=tr.Transitions(), sampler=tr.Prioritized(alpha=1.0)) as buffer:
         with buffer.writer() as writer:
             writer.reset(obs=0)
             for i in (1, 2, 3):
@@ -67,7 +61,7 @@ def test_an_item_that_was_complete_before_the_end_keeps_its_priority():
 
 
 def test_a_step_needs_a_reset_after_the_end():
-    with tr.ReplayBuffer(SPEC, 100, view=tr.Transitions()) as buffer, buffer.writer() as writer:
+    with tr.ReplayBuffer(STEPS, 100, view=tr.Transitions()) as buffer, buffer.writer() as writer:
         writer.end_episode()  # nothing runs yet
         writer.reset(obs=0)
         writer.end_episode()  # no step yet: the episode goes on
@@ -86,7 +80,7 @@ def test_a_mask_says_in_which_environments_the_episode_ends():
     def step_all(writer, i):
         writer.step(obs=np.full(3, i), action=np.arange(3), reward=np.ones(3), terminated=no, truncated=no)
 
-    buffer = tr.ReplayBuffer(SPEC, 100, view=tr.Transitions(n_step=3))
+    buffer = tr.ReplayBuffer(STEPS, 100, view=tr.Transitions(n_step=3))
     with buffer, buffer.writer(num_envs=3, autoreset="disabled") as writer:
         writer.reset(obs=np.zeros(3, np.int64))
         for i in (1, 2):
@@ -103,7 +97,7 @@ def test_a_mask_says_in_which_environments_the_episode_ends():
 
 
 def test_an_end_whose_row_the_ring_has_overwritten_does_nothing():
-    buffer = tr.ReplayBuffer(SPEC, 8, view=tr.Transitions())
+    buffer = tr.ReplayBuffer(STEPS, 8, view=tr.Transitions())
     with buffer, buffer.writer() as slow, buffer.writer() as fast:
         slow.reset(obs=0)
         step(slow, 1)
@@ -118,7 +112,7 @@ def test_an_end_whose_row_the_ring_has_overwritten_does_nothing():
 
 
 def test_a_learner_that_waits_is_woken_by_the_end():
-    with tr.ReplayBuffer(SPEC, 100, view=tr.Sequences(50)) as buffer, buffer.writer() as writer:
+    with tr.ReplayBuffer(STEPS, 100, view=tr.Sequences(50)) as buffer, buffer.writer() as writer:
         writer.reset(obs=0)
         step(writer, 1)
         with ThreadPoolExecutor(1) as threads:
@@ -128,6 +122,6 @@ def test_a_learner_that_waits_is_woken_by_the_end():
 
 
 def test_rows_by_themselves_belong_to_no_episode():
-    buffer = tr.ReplayBuffer(SPEC, 100)
+    buffer = tr.ReplayBuffer(STEPS, 100)
     with buffer, buffer.writer() as writer, pytest.raises(ValueError, match=r"end_episode\(\) links rows"):
         writer.end_episode()

@@ -3,17 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from scalar_steps import STEPS
 
 import torchreplay as tr
 
 SPEC = {"x": tr.Field((), torch.int64)}
-STEPS = {
-    "obs": tr.Field((), torch.int64),
-    "action": tr.Field((), torch.int64),
-    "reward": tr.Field(),
-    "terminated": tr.Field((), torch.bool),
-    "truncated": tr.Field((), torch.bool),
-}
 
 
 def episode(writer, steps, ends=True):

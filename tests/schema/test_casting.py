@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from scalar_steps import STEPS
 
 import torchreplay as tr
 
@@ -39,14 +40,7 @@ def test_nested_fields_are_cast_too():
 
 
 def test_whole_episodes_are_cast():
-    spec = {
-        "obs": tr.Field((), torch.int64),
-        "action": tr.Field((), torch.int64),
-        "reward": tr.Field(),
-        "terminated": tr.Field((), torch.bool),
-        "truncated": tr.Field((), torch.bool),
-    }
-    with tr.ReplayBuffer(spec, 10, view=tr.Transitions()) as buffer:
+    with tr.ReplayBuffer(STEPS, 10, view=tr.Transitions()) as buffer:
         buffer.extend(
             obs=[0.0, 1.0, 2.0], action=[1.0, 1.0], reward=[1, 1], terminated=[0, 1], truncated=[0.0, 0.0],
             casting="unsafe",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Self, cast
@@ -16,6 +17,7 @@ from torchreplay import _C
 from torchreplay.buffer.base import Replay
 from torchreplay.buffer.copying import copy_rows
 from torchreplay.buffer.creation import attached_segment, new_segment
+from torchreplay.buffer.episodes import episodes
 from torchreplay.buffer.inspection import Inspection
 from torchreplay.buffer.local_source import LocalSource
 from torchreplay.buffer.sampling import LocalSampler, Missing
@@ -420,6 +422,22 @@ class ReplayBuffer(Replay):
         self._sampler.pending.apply_arrived()
         len(self)  # brings what was written into the tree
         return self._inspection.keys(rows)
+
+    def episodes(self, *, unfinished: bool = False) -> Iterator[dict[str, Any]]:
+        """Yields the episodes held, in the order of their first rows, as `extend(**episode)` takes them. O(capacity).
+
+        Args:
+            unfinished: True: also those that have no end, and those whose first rows were overwritten, as far as they
+                are there.
+
+        Yields:
+            Observation fields `[T + 1, *shape]`, the others `[T, *shape]`, nested as the spec; copies. Episodes whose
+            rows are overwritten meanwhile are left out.
+
+        Raises:
+            ValueError: The view links no rows.
+        """
+        return episodes(self._sampler, unfinished)
 
     def priorities(self, keys: Any) -> torch.Tensor:
         """Returns the raw priorities |td| of items.

@@ -46,6 +46,20 @@ class Writer(_C.Writer):
         self._last_stall = 0.0
         self._audience = Audience(segment)
 
+    def end_episode(self, mask: Any = None) -> None:
+        """Ends the running episode with the row that is there, as if its step had come with `truncated=True`.
+
+        Items that only waited for the end can be drawn now, such as the tail of an n-step window. Where no episode
+        runs, or it has no step yet, nothing happens. Call `reset` before the next `step`.
+
+        Args:
+            mask: With `num_envs`, bool `[num_envs]`: in which environments; None: in all.
+
+        Raises:
+            ValueError: The view is `Rows()`, or the mask does not fit.
+        """
+        self._end_episode(mask)
+
     def flush(self) -> None:
         """Returns when everything written so far is in the buffer: at once, since this writer shares its memory.
 

@@ -1,6 +1,6 @@
 """`TensorDictReplayBuffer`: the calls of TorchRL's buffer of the same name, over a torchreplay buffer.
 
-Tested with torchrl 0.14.1 and tensordict 0.15.3. It needs tensordict alone.
+Tested with torchrl 0.14.1 and tensordict 0.14.3. It needs tensordict alone.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class TensorDictReplayBuffer:
 
     Args:
         capacity: Rows that fit.
-        batch_size: Rows of a batch, where `sample` is not told.
+        batch_size: Rows of a batch, where `sample` gets no other number.
         sampler: As for a `ReplayBuffer`: `Uniform()` or `Prioritized(...)`.
         priority_key: The entry with the TD errors that losses write.
         limiter: As for a `ReplayBuffer`.

@@ -1,0 +1,158 @@
+"""Offline learning on CartPole-v1: CQL from recorded episodes, without a step in the environment.
+
+A clumsy player, half of whose actions are random, plays some hundred episodes. They are kept in a file as Minari lays
+it out (HDF5). The file is then read into a buffer. Double DQN with the penalty of conservative Q-learning (Kumar et al.
+2020, https://arxiv.org/abs/2006.04779, equation 4) learns from it alone. The environment only shows how good the policy
+has become. `--data` takes a file of your own.
+
+    python examples/offline_cartpole.py --seed 1
+    python examples/offline_cartpole.py --data main_data.hdf5
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import torch
+import torch.nn.functional as F
+from command_line import parse
+from torch import Tensor, nn
+
+import torchreplay as tr
+from torchreplay.compat import minari
+
+
+@dataclass
+class Args:
+    """Conservative Q-learning from recorded episodes of CartPole-v1."""
+
+    seed: int = 0
+    """seed of the player, the draws and the network"""
+    total_steps: int = 4_000
+    """learner steps"""
+    eval_every: int = 500
+    """learner steps between two evaluations"""
+    data: str = ""
+    """HDF5 file with recorded episodes; made in a temporary directory if there is none"""
+    episodes: int = 300
+    """episodes to record"""
+    noise: float = 0.5
+    """share of the player's actions that are random"""
+
+    penalty: float = 0.5
+    """weight of the conservative term; 0: plain double DQN"""
+    n_step: int = 3
+    """steps that a transition spans"""
+    gamma: float = 0.99
+    """discount of one step"""
+    batch_size: int = 256
+    """transitions in a batch"""
+    learning_rate: float = 1e-3
+    """of Adam"""
+    target_every: int = 100
+    """learner steps between two copies into the target network"""
+    eval_episodes: int = 20
+    """episodes of an evaluation, played side by side"""
+
+
+def record(path: Path, args: Args) -> float:
+    """Lets the player play, writes the episodes into a file, and returns their mean return."""
+    rng = np.random.default_rng(args.seed)
+    env = gymnasium.make("CartPole-v1")
+    returns = []
+    with tr.ReplayBuffer(tr.spec_from_env(env), 501 * args.episodes, view=tr.Transitions()) as buffer:
+        with buffer.writer() as writer:
+            for episode in range(args.episodes):
+                obs, _ = env.reset(seed=args.seed * args.episodes + episode)
+                writer.reset(obs=obs)
+                returns.append(0.0)
+                ended = False
+                while not ended:
+                    lean = obs[2] + 0.5 * obs[3]
+                    action = int(rng.integers(2)) if rng.random() < args.noise else int(lean > 0)
+                    obs, reward, terminated, truncated, _ = env.step(action)
+                    writer.step(obs=obs, action=action, reward=reward, terminated=terminated, truncated=truncated)
+                    returns[-1] += float(reward)
+                    ended = terminated or truncated
+        minari.write(buffer, path)
+    env.close()
+    return float(np.mean(returns))
+
+
+def losses(q: nn.Module, target: nn.Module, batch: tr.ReplayBatch, penalty: float) -> Tensor:
+    """Returns the loss of each item, `[B]`: the squared TD error, and how far other actions are overrated."""
+    with torch.no_grad():
+        best = q(batch["next_obs"]).argmax(-1, keepdim=True)
+        value = target(batch["next_obs"]).gather(-1, best).squeeze(-1)
+        goal = batch["reward"] + batch["discount"] * value
+    values = q(batch["obs"])
+    taken = values.gather(-1, batch["action"].unsqueeze(-1)).squeeze(-1)
+    overrated = values.logsumexp(-1) - taken
+    return F.huber_loss(taken, goal, reduction="none") + penalty * overrated
+
+
+@torch.no_grad()
+def evaluate(q: nn.Module, args: Args) -> float:
+    """Returns the mean return of the greedy policy."""
+    envs = gymnasium.make_vec("CartPole-v1", args.eval_episodes)
+    obs, _ = envs.reset(seed=10_000 + args.seed)
+    returns, running = np.zeros(args.eval_episodes), np.ones(args.eval_episodes, bool)
+    while running.any():
+        obs, reward, terminated, truncated, _ = envs.step(q(torch.as_tensor(obs)).argmax(-1).numpy())
+        returns += reward * running
+        running &= ~(terminated | truncated)
+    envs.close()
+    return float(returns.mean())
+
+
+def train(args: Args, path: Path, recorded: float | None) -> None:
+    """Learns from the file."""
+    torch.manual_seed(args.seed)
+    q = nn.Sequential(nn.Linear(4, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 2))
+    target = copy.deepcopy(q).requires_grad_(False)
+    optimizer = torch.optim.Adam(q.parameters(), lr=args.learning_rate)
+
+    steps = sum(len(episode["obs"]) for episode in minari.episodes(path))
+    view = tr.Transitions(n_step=args.n_step, gamma=args.gamma)
+    began = time.monotonic()
+    with tr.ReplayBuffer(minari.spec_of(path), steps, view=view, seed=args.seed) as buffer:
+        minari.read(path, buffer)
+        for step, batch in enumerate(tr.ReplayDataset(buffer, args.batch_size, steps=args.total_steps), start=1):
+            loss = losses(q, target, batch, args.penalty).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if step % args.target_every == 0:
+                target.load_state_dict(q.state_dict())
+            if step % args.eval_every == 0:
+                report(step, evaluate(q, args), recorded, time.monotonic() - began)
+
+
+def report(step: int, mean_return: float, recorded: float | None, seconds: float) -> None:
+    """Prints an evaluation: for people on a terminal, as a line of JSON elsewhere."""
+    if sys.stdout.isatty():
+        beside = "" if recorded is None else f"   (recorded: {recorded:.1f})"
+        print(f"step {step:6,}   return {mean_return:6.1f}{beside}   {seconds:4.0f} s")
+    else:
+        line = {"step": step, "mean_return": round(mean_return, 2), "recorded": recorded}
+        print(json.dumps(line | {"seconds": round(seconds, 2)}), flush=True)
+
+
+def main(args: Args) -> None:
+    """Runs the example."""
+    torch.set_num_threads(1)  # the network is small
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(args.data or Path(directory) / "episodes.hdf5")
+        train(args, path, None if args.data else record(path, args))
+
+
+if __name__ == "__main__":
+    main(parse(Args))

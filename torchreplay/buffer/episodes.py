@@ -1,0 +1,95 @@
+"""The episodes that a buffer holds, as `extend` takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from torchreplay import _C
+from torchreplay.buffer.sampling import LocalSampler
+from torchreplay.checkpoint.buffer_checkpoint import ROW_COLUMNS, SHARD_BYTES
+from torchreplay.schema.spec import nest
+from torchreplay.segment.waits import NEVER
+
+FIRST: Final = 1
+"""Flag of a row that starts an episode."""
+ENDS: Final = 2 | 4
+"""Flags of a row that ends one: terminated, truncated."""
+LINK_BITS: Final = 16
+"""A link is the key + 1 of the row before, and so many bits of flags."""
+
+
+@dataclass(slots=True)
+class _Chain:
+    """Rows that follow each other.
+
+    Attributes:
+        from_start: The first one starts the episode.
+        keys: Of the rows.
+    """
+
+    from_start: bool
+    keys: list[int] = field(default_factory=list)
+
+
+def episodes(sampler: LocalSampler, unfinished: bool) -> Iterator[dict[str, Any]]:
+    """Yields what `ReplayBuffer.episodes` does.
+
+    Raises:
+        ValueError: The view links no rows.
+    """
+    roles = sampler.config.view.roles(sampler.config.fields)
+    if roles is None:
+        raise ValueError(f"the view is {sampler.config.view}: its rows belong to no episode; use gather(keys())")
+    segment, observed = sampler.segment, frozenset(roles.observation)
+    sampler.flush()
+    for keys in _chains(segment, sampler.config.capacity, unfinished):
+        rows = _copied(segment, len(sampler.config.fields), keys)
+        if rows is not None:
+            parts = (column if i in observed else column[1:] for i, column in enumerate(rows))
+            yield nest(dict(zip(sampler.config.fields, parts, strict=True)))
+
+
+def _chains(segment: _C.Segment, capacity: int, unfinished: bool) -> list[NDArray[np.int64]]:
+    """Returns the keys of each episode's rows, in the order of the first ones."""
+    key, link = _links(segment, capacity)
+    order = np.argsort(key)
+    before, flags = (link[order] >> LINK_BITS) - 1, link[order] & ((1 << LINK_BITS) - 1)
+    running: dict[int, _Chain] = {}  # by the key of the newest row
+    ended: list[_Chain] = []
+    for k, previous, flag in zip(key[order].tolist(), before.tolist(), flags.tolist(), strict=True):
+        starts = bool(flag & FIRST)
+        chain = _Chain(True) if starts else running.pop(previous, _Chain(False))
+        chain.keys.append(k)
+        if flag & ENDS:
+            ended.append(chain)
+        else:
+            running[k] = chain
+    found = [*ended, *running.values()] if unfinished else [chain for chain in ended if chain.from_start]
+    return [np.array(chain.keys, np.int64) for chain in sorted(found, key=lambda c: c.keys) if len(chain.keys) > 1]
+
+
+def _links(segment: _C.Segment, capacity: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Returns the key and the link of each row, int64 `[n]`."""
+    segment.refresh(NEVER, False)
+    slots = max(1, min(capacity, SHARD_BYTES // max(1, segment.nbytes // capacity)))
+    places = [ROW_COLUMNS.index(name) - len(ROW_COLUMNS) for name in ("/key", "/link")]
+    parts = []
+    for first in range(0, capacity, slots):
+        columns = segment.export_rows(first, min(first + slots, capacity))
+        parts.append([columns[place].numpy().copy() for place in places])  # lets go of the others
+    key, link = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return key, link
+
+
+def _copied(segment: _C.Segment, fields: int, keys: NDArray[np.int64]) -> list[torch.Tensor] | None:
+    """Returns the fields of these rows, `[n, *shape]` each; None if one was overwritten meanwhile."""
+    slots = torch.from_numpy(keys % len(segment.column(-2)))
+    rows = [segment.column(i)[slots] for i in range(fields)]
+    segment.refresh(NEVER, False)  # forgets rows that were overwritten until now
+    return rows if bool((segment.column(-2)[slots] == torch.from_numpy(keys + 1)).all()) else None
