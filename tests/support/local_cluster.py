@@ -99,6 +99,8 @@ class LocalCluster:
         return SimpleNamespace(options=options)
 
     def get_actor(self, name, namespace):
+        if self.named[name].dead:
+            raise ValueError(f"there is no actor {name!r} any more")
         return self.named[name]
 
     def wait(self, calls, num_returns=1, timeout=None):

@@ -254,10 +254,11 @@ def test_a_directory_that_ray_cannot_reach_for_a_moment_is_asked_again(cluster, 
     shards.refresh()
     assert actor.unreachable == 0
     assert not shards.stopped
-    monkeypatch.setattr("torchreplay.ray.runtime.actor_client.ASK_AGAIN_SECONDS", 0.0)
-    actor.unreachable = 1
-    with pytest.raises(tr.AttachError, match=r"nothing reaches the shards of the ShardedReplay: .*the network is down"):
-        shards.look()
+    with monkeypatch.context() as impatient:
+        impatient.setattr("torchreplay.ray.runtime.actor_client.ASK_AGAIN_SECONDS", 0.0)
+        actor.unreachable = 1
+        with pytest.raises(tr.AttachError, match=r"nothing reaches the shards of the ShardedReplay: .*network is down"):
+            shards.look()
     actor.dead = True
     with pytest.raises(tr.Stopped):
         shards.look()

@@ -233,11 +233,10 @@ class RowSender:
             hear = partial(self._hear, outbox, chunk.number)
             self._call(hear, "push", outbox.source, outbox.stored.get(chunk.number, chunk), group="rows")
         except self._ray.exceptions.RayError as error:
-            outbox.rewind, outbox.not_before = True, time.monotonic() + PAUSE
-            self._look_again(error)
-            return
-        outbox.in_air += 1
-        outbox.sent = chunk.number
+            self._send_again(outbox, error)
+        else:
+            outbox.in_air += 1
+            outbox.sent = chunk.number
 
     def _call(self, hear: Callable[[Any], None], method: str, *args: Any, group: str = "") -> None:
         """Calls the ingest, and has its answer heard in this thread."""
@@ -246,22 +245,27 @@ class RowSender:
 
     def _hear(self, outbox: SendBuffer, number: int, done: Any) -> None:
         """Takes the answer to chunk `number`."""
-        error = done.exception()
-        answer = Answer() if error is not None else done.result()
         outbox.in_air -= 1
+        error = done.exception()
+        if error is not None:
+            self._send_again(outbox, error)
+            return
+        answer: Answer = done.result()
         outbox.rewind |= answer.written < number
         outbox.acknowledge(answer.written)
         if answer.waiting or answer.written >= number:  # those behind it do not know why it was not taken
             outbox.waiting, outbox.limited = answer.waiting, answer.limited
-        if error is not None:
-            outbox.waiting, outbox.limited = "the buffer's node to answer again", False
-            outbox.not_before = time.monotonic() + PAUSE
-            outbox.stored.clear()  # one of them may be lost
-            self._look_again(error)
-        elif answer.ending:
+        if answer.ending:
             self.end(answer.ending)
         elif answer.refusal:
             outbox.end(answer.refusal, refused=True)
+
+    def _send_again(self, outbox: SendBuffer, error: BaseException) -> None:
+        """Has everything sent again in a while, to the ingest that is there by then."""
+        outbox.waiting, outbox.limited = "the buffer's node to answer again", False
+        outbox.rewind, outbox.not_before = True, time.monotonic() + PAUSE
+        outbox.stored.clear()  # one of them may be lost
+        self._look_again(error)
 
     def _forget(self, outbox: SendBuffer) -> None:
         if not outbox.is_empty:

@@ -34,7 +34,7 @@ class ActorClient(ABC):
     - A forked child cannot ask. What it inherits of Ray belongs to its parent.
     - A process that has shut Ray down cannot ask. The call would start another Ray.
     - An exception of the actor's method is raised as if the method had run in this process.
-    - After another failure the actor is asked again, for a minute at most. A subclass knows when that is of no use.
+    - After another failure the actor is found anew and asked again, for a minute at most.
 
     Args:
         what: What the actor gives access to, for messages.
@@ -51,11 +51,7 @@ class ActorClient(ABC):
 
     @abstractmethod
     def _find(self) -> Any:
-        """Returns the actor."""
-
-    @abstractmethod
-    def _failed(self, error: Exception) -> None:
-        """Takes in that Ray brought no answer; raises what that means where it is of no use to ask again."""
+        """Returns the actor; raises what it means that there is none any more."""
 
     @property
     def connected(self) -> bool:
@@ -71,6 +67,36 @@ class ActorClient(ABC):
         """Raises AttachError once Ray was shut down in this process."""
         if not self._ray.is_initialized():
             raise AttachError(f"Ray was shut down in this process: nothing reaches {self._what} from here")
+
+    def forget(self) -> None:
+        """Has the next call find the actor anew, after a failure."""
+        self._actor = None
+
+    def tell(self, method: str, *args: Any, group: str = "") -> Any:
+        """Calls a method of the actor, and returns what its answer will be got by.
+
+        Args:
+            method: Its name.
+            args: Its arguments.
+            group: The concurrency group to run it in; "": the usual one.
+        """
+        self.require_own_process()
+        self.require_ray()
+        actor = self._actor = self._actor or self._find()
+        call, group = getattr(actor, method), group or self._group
+        return (call.options(concurrency_group=group) if group else call).remote(*args)
+
+    def answer(self, call: Any) -> Any:
+        """Returns what a call returned. Raises one of Ray's errors where no answer comes."""
+        try:
+            return self._result(call)
+        except self._ray.exceptions.RayError:
+            self.forget()
+            raise
+
+    def ask_once(self, method: str, *args: Any, group: str = "") -> Any:
+        """Returns what a method of the actor returns. Raises one of Ray's errors where no answer comes."""
+        return self.answer(self.tell(method, *args, group=group))
 
     def ask(self, method: str, *args: Any, group: str = "") -> Any:
         """Returns what a method of the actor returns; asks again where no answer comes.
@@ -98,32 +124,6 @@ class ActorClient(ABC):
                 if time.monotonic() >= deadline:
                     raise AttachError(f"nothing reaches {self._what}: {error}") from None
             time.sleep(_PAUSE)
-
-    def ask_once(self, method: str, *args: Any, group: str = "") -> Any:
-        """Returns what a method of the actor returns; raises one of Ray's errors where no answer comes."""
-        return self._answer(self.tell(method, *args, group=group))
-
-    def tell(self, method: str, *args: Any, group: str = "") -> Any:
-        """Calls a method of the actor, and returns what its answer will be got by.
-
-        Args:
-            method: Its name.
-            args: Its arguments.
-            group: The concurrency group to run it in; "": the usual one.
-        """
-        self.require_own_process()
-        self.require_ray()
-        if self._actor is None:
-            self._actor = self._find()
-        call, group = getattr(self._actor, method), group or self._group
-        return (call.options(concurrency_group=group) if group else call).remote(*args)
-
-    def _answer(self, call: Any) -> Any:
-        try:
-            return self._result(call)
-        except self._ray.exceptions.RayError as error:
-            self._failed(error)
-            raise
 
     def _result(self, call: Any) -> Any:
         """Waits for the answer to a call, and says so now and then."""

@@ -44,14 +44,7 @@ class NodeActor(ActorClient):
         """Whether the node is alive, as far as this process knows."""
         return self._ray.is_initialized() and self.node in living_nodes()
 
-    def forget(self) -> None:
-        """Has the next call find the actor anew, or start it: it may be another one by then."""
-        self._actor = None
-
     def _find(self) -> Any:
         if not self.is_there():
             raise AttachError(f"{self._what} is gone, and its memory with it")
         return self._kind.remote(*self._args)  # a new one takes seconds until it answers
-
-    def _failed(self, error: Exception) -> None:
-        self.forget()

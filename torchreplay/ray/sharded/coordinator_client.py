@@ -39,6 +39,15 @@ class CoordinatorClient(ActorClient):
         self._asked: Any = None  # the table, on its way
         self._asked_at = 0.0
 
+    def answer(self, call: Any) -> Any:
+        """Returns what a call returned. Raises one of Ray's errors where no answer comes."""
+        actor = self._actor
+        try:
+            return super().answer(call)
+        except self._ray.exceptions.ActorUnavailableError:
+            self._actor = actor  # nothing is known of its death, and `news` must not wait for Ray to find it again
+            raise
+
     def table(self, what: str = "table", *args: Any) -> Table:
         """Returns the table that the directory answers with."""
         table: Table = self.ask(what, *args)
@@ -58,8 +67,8 @@ class CoordinatorClient(ActorClient):
             return None
         self._asked = None
         try:
-            table: Table = self._answer(asked)
-        except self._ray.exceptions.ActorUnavailableError:  # the next look may show more
+            table: Table = self.answer(asked)
+        except self._ray.exceptions.RayActorError:  # the next look shows more
             return None
         return table
 
@@ -67,20 +76,13 @@ class CoordinatorClient(ActorClient):
         try:
             return self._ray.get_actor(self._name, NAMESPACE)
         except ValueError:
-            raise Stopped(
-                "the ShardedReplay is closed, or the object or process that made it is gone, and its shards too"
+            if was_stopped(self._name):
+                raise Stopped("the replay buffer was stopped, and then closed") from None
+            raise ReplayLost(
+                "the ShardedReplay is gone: it was closed, or kept by nobody in the process that made it, or that "
+                "process or its directory's (an actor on the same node) has died; the shards, and their rows, went "
+                "with it"
             ) from None
-
-    def _failed(self, error: Exception) -> None:
-        errors = self._ray.exceptions
-        if isinstance(error, errors.ActorUnavailableError) or not isinstance(error, errors.RayActorError):
-            return
-        if was_stopped(self._name):
-            raise Stopped("the replay buffer was stopped, and then closed") from None
-        raise ReplayLost(
-            "the ShardedReplay is gone: it was closed, or kept by nobody in the process that made it, or that process "
-            "or its directory's (an actor on the same node) has died; the shards, and their rows, went with it"
-        ) from None
 
     def _result(self, call: Any) -> Any:
         return self._ray.get(call)  # while Ray unpickles a ShardedReplay, the answer comes through nothing else
