@@ -66,7 +66,7 @@ class ShardClient:
         self._ray = import_ray()
         self._reports: deque[Any] = deque()  # answers to come
         self._reported: LearnerReport | None = None  # last
-        self._reported_at = -REPORT_SECONDS
+        self._reported_at = -REPORT_SECONDS  # but for reports of one that waits
         self._limiter: LearnerLimiter | None = None
         self._stream = -1
         self._lock = threading.RLock()
@@ -142,7 +142,7 @@ class ShardClient:
             due = n or now - self._reported_at >= REPORT_SECONDS
             due = due or (self._limiter.rule.divides and report != self._reported)
             if last or (due and len(self._reports) < REPORTS):
-                self._reported, self._reported_at = report, now
+                self._reported, self._reported_at = report, self._reported_at if n else now
                 self._reports.append(self.coordinator.tell("report", report))
 
     def look(self) -> Table:
