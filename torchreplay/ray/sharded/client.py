@@ -66,7 +66,7 @@ class ShardClient:
         self._ray = import_ray()
         self._reports: deque[Any] = deque()  # answers to come
         self._reported: LearnerReport | None = None  # last
-        self._reported_at = -REPORT_SECONDS  # but for reports of one that waits
+        self._reported_at = -REPORT_SECONDS  # while nothing was waited for
         self._limiter: LearnerLimiter | None = None
         self._stream = -1
         self._lock = threading.RLock()
@@ -126,7 +126,7 @@ class ShardClient:
         self._catch_up()
 
     def report(self, n: int = 0, last: bool = False) -> None:
-        """Tells the coordinator what this process has drawn and knows of the shards, without a wait.
+        """Reports to the coordinator what this process has drawn and knows of the shards, without a wait.
 
         Where explorers wait for what learners draw, each batch is reported. Elsewhere only other learners' schedules
         and statistics need to know, and now and then is enough.
@@ -135,7 +135,7 @@ class ShardClient:
             n: Items that it waits for; 0 for none.
             last: Whether it draws no more for now, so that it must be said in any case.
         """
-        if self._limiter is None:  # it has nothing to tell
+        if self._limiter is None:  # there is nothing to report
             return
         with self._lock:
             report, now = self._limiter.report(n), time.monotonic()
