@@ -27,6 +27,9 @@ NAMESPACE: Final = "torchreplay"
 RETRY: Final = 5.0
 """Seconds after which a shard that could not be made is tried again; twice as many after each of six more failures."""
 
+RESEND: Final = 1.0
+"""Seconds after which shards are sent their limits again, while anyone looks at the table: Ray may have lost some."""
+
 REPEAT: Final = 2.0
 """Seconds after which an announcement of writers is repeated."""
 
@@ -163,6 +166,7 @@ class Coordinator:
         self._expecting: dict[str, float] = {}  # until when each announcement is believed, by the monotonic clock
         self._stopped = False
         self._tables = 0
+        self._sent_at = 0.0  # when shards were last sent their limits again
         self._restored: tuple[Any, ...] = ()  # what was last said of that
 
     def open(self) -> Table:
@@ -231,8 +235,7 @@ class Coordinator:
         if report.rule == self._limiter.rule.number:  # others know an old limiter only
             limits = self._limiter.limits([slot.number for slot in self._slots if slot.filled], report)
             for slot in self._slots:
-                # While a learner waits the limits are sent again: Ray may have lost some before.
-                if slot.filled and (slot.limit != limits[slot.number] or (report.n and slot.limit is not None)):
+                if slot.filled and slot.limit != limits[slot.number]:
                     self._admit(slot, limits[slot.number])
         return totals
 
@@ -332,11 +335,15 @@ class Coordinator:
         return tuple(slot.node for slot in self._slots if slot.filled or slot.node in alive)
 
     def _look_after(self) -> None:
-        """Sees which shards have been made, and has those made that are missing, where a node can take them."""
+        """Sees which shards are made, sends limits again, and has missing shards made where a node can take them."""
         for slot in self._slots:
             if slot.ready is not None and self._ray.wait([slot.ready], timeout=0)[0]:
                 self._welcome(slot)
         now = time.monotonic()
+        if now - self._sent_at >= RESEND:
+            self._sent_at = now
+            for slot in self._slots:
+                self._admit(slot, slot.limit)
         missing = [slot for slot in self._slots if slot.actor is None and now >= slot.again_at]
         if not missing or self._stopped:
             return
