@@ -385,16 +385,24 @@ def test_a_learner_that_comes_later_counts_what_others_have_drawn_before_its_own
     assert latecomer.limiter.needed(8) == learner.limiter.needed(8) == 16  # 2 x 16 - 14 - 8 = 2 x 10 x (1 - 0.5)
 
 
-def test_what_ray_has_lost_of_what_a_shard_may_admit_is_said_again_while_a_learner_waits(found):
+@pytest.mark.parametrize("limiter", [tr.SamplesPerInsert(2.0, min_size=30, tolerance=0.5), tr.MinSize()])
+def test_a_limit_that_ray_has_lost_on_its_way_is_sent_again_when_a_learner_looks_at_the_table(
+    found, monkeypatch, limiter
+):
     directory, view = found(tr.SamplesPerInsert(2.0, min_size=60, tolerance=0.5))
     learner = view("a")
     learner.exchange()
-    place = directory.table().places[1]
-    place.actor.unreachable = 1
-    place.actor.admit.remote(0)  # does not arrive
-    place.actor.it.admit(0)  # as before what did not
+    actor = directory.table().places[1].actor
+    assert actor.it._limit == 30
+    actor.unreachable = 99
+    directory.change_limiter(limiter)
+    learner.look()
     learner.report(8)
-    assert place.actor.it._limit == 30
+    actor.unreachable = 0
+    assert actor.it._limit == 30
+    monkeypatch.setattr("torchreplay.ray.sharded.coordinator.RESEND", 0.0)
+    learner.look()
+    assert actor.it._limit == (None if limiter == tr.MinSize() else 15)
 
 
 # Where explorers run.

@@ -60,6 +60,16 @@ def test_what_a_learner_that_is_gone_has_drawn_outlasts_the_shards_that_it_drew_
 
 
 @pytest.mark.parametrize("limiter", [tr.SamplesPerInsert(4.0, min_size=50), tr.MinSize(50)], ids=repr)
+def test_the_first_batch_of_a_learner_is_told_though_it_has_just_told_that_it_waits(cluster, limiter):
+    with ShardedReplay(SPEC, 200, limiter=limiter, seed=1) as replay:
+        replay.extend(home=np.zeros(50, int), index=np.arange(50))
+        learner = copied(replay)
+        learner.sample(8)
+        assert drawn(replay) == (8, 1, 1)
+        learner.close()
+
+
+@pytest.mark.parametrize("limiter", [tr.SamplesPerInsert(4.0, min_size=50), tr.MinSize(50)], ids=repr)
 def test_a_draw_asks_each_shard_once_and_waits_for_no_answer_of_the_coordinator(cluster, monkeypatch, limiter):
     calls, call, wait = [], LocalActor._call, cluster.wait
 

@@ -6,14 +6,14 @@ from hypothesis import strategies as st
 from local_cluster import LocalCluster
 
 import torchreplay as tr
+from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.ray import ShardedReplay
-from torchreplay.ray.sharded.global_distribution import Drawn
 from torchreplay.ray.sharded.messages import ShardReport
 from torchreplay.ray.sharded.rate_limiter import GlobalRateLimiter, LearnerLimiter, LearnerReport, Rule
 
 
 def figures(inserted=0, largest=1.0):
-    return ShardReport(Drawn(1.0, 1, 1.0), 0, 0, inserted, 0, largest, 0, -1.0, -1.0, False, None)
+    return ShardReport(TreeSummary(1.0, 1, 1.0), 0, 0, inserted, 0, largest, 0, -1.0, -1.0, False, None)
 
 
 def drew(items, batches, rule=0, before=0):

@@ -66,7 +66,7 @@ class ShardClient:
         self._ray = import_ray()
         self._reports: deque[Any] = deque()  # answers to come
         self._reported: LearnerReport | None = None  # last
-        self._reported_at = -REPORT_SECONDS
+        self._reported_at = -REPORT_SECONDS  # while nothing was waited for
         self._limiter: LearnerLimiter | None = None
         self._stream = -1
         self._lock = threading.RLock()
@@ -126,7 +126,7 @@ class ShardClient:
         self._catch_up()
 
     def report(self, n: int = 0, last: bool = False) -> None:
-        """Tells the coordinator what this process has drawn and knows of the shards, without a wait.
+        """Reports to the coordinator what this process has drawn and knows of the shards, without a wait.
 
         Where explorers wait for what learners draw, each batch is reported. Elsewhere only other learners' schedules
         and statistics need to know, and now and then is enough.
@@ -135,14 +135,14 @@ class ShardClient:
             n: Items that it waits for; 0 for none.
             last: Whether it draws no more for now, so that it must be said in any case.
         """
-        if self._limiter is None:  # it has nothing to tell
+        if self._limiter is None:  # there is nothing to report
             return
         with self._lock:
             report, now = self._limiter.report(n), time.monotonic()
             due = n or now - self._reported_at >= REPORT_SECONDS
             due = due or (self._limiter.rule.divides and report != self._reported)
             if last or (due and len(self._reports) < REPORTS):
-                self._reported, self._reported_at = report, now
+                self._reported, self._reported_at = report, self._reported_at if n else now
                 self._reports.append(self.coordinator.tell("report", report))
 
     def look(self) -> Table:

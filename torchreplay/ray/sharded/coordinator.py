@@ -27,6 +27,9 @@ NAMESPACE: Final = "torchreplay"
 RETRY: Final = 5.0
 """Seconds after which a shard that could not be made is tried again; twice as many after each of six more failures."""
 
+RESEND: Final = 1.0
+"""Seconds after which shards are sent their limits again, while anyone looks at the table: Ray may have lost some."""
+
 REPEAT: Final = 2.0
 """Seconds after which an announcement of writers is repeated."""
 
@@ -111,7 +114,7 @@ class _Slot:
     capacity: int
     node: str
     number: int = -1  # of the shard; -1: the next one that is made takes a new one
-    limit: int | None = None  # items up to which it was last told to admit its writers
+    limit: int | None = None  # items up to which it may admit its writers
     actor: Any = None
     ready: Any = None  # of a shard that is being made: its first answer
     failures: int = 0  # to make it there, one after the other
@@ -141,7 +144,7 @@ class Coordinator:
     """Makes the shards, one on each of some nodes, says which of them there are, and counts for the limiter.
 
     Nobody waits for it to draw or to write. It is asked when a process comes, when a shard is lost, and now and then.
-    Learners report to it beside their draws, and it tells the shards how many items they may admit.
+    Learners report to it beside their draws, and it sends each shard the number of items that it may admit.
 
     Args:
         config: Of the union, but for the capacity.
@@ -163,6 +166,7 @@ class Coordinator:
         self._expecting: dict[str, float] = {}  # until when each announcement is believed, by the monotonic clock
         self._stopped = False
         self._tables = 0
+        self._sent_at = 0.0  # when shards were last sent their limits again
         self._restored: tuple[Any, ...] = ()  # what was last said of that
 
     def open(self) -> Table:
@@ -231,8 +235,7 @@ class Coordinator:
         if report.rule == self._limiter.rule.number:  # others know an old limiter only
             limits = self._limiter.limits([slot.number for slot in self._slots if slot.filled], report)
             for slot in self._slots:
-                # While a learner waits they are told again: Ray may have lost what they were told before.
-                if slot.filled and (slot.limit != limits[slot.number] or (report.n and slot.limit is not None)):
+                if slot.filled and slot.limit != limits[slot.number]:
                     self._admit(slot, limits[slot.number])
         return totals
 
@@ -243,7 +246,7 @@ class Coordinator:
         """
         self._limiter.change(limiter)
         for slot in self._slots:
-            self._admit(slot, self._limit_until_told())
+            self._admit(slot, self._limit_until_reported())
         return self.table()
 
     def counts(self) -> tuple[int, int]:
@@ -321,7 +324,7 @@ class Coordinator:
         if slot.actor is not None:
             slot.actor.admit.remote(limit)
 
-    def _limit_until_told(self) -> int | None:
+    def _limit_until_reported(self) -> int | None:
         """Items up to which a shard's writers are admitted until a learner reports: none, under a ratio."""
         return 0 if self._limiter.rule.divides else None
 
@@ -332,11 +335,15 @@ class Coordinator:
         return tuple(slot.node for slot in self._slots if slot.filled or slot.node in alive)
 
     def _look_after(self) -> None:
-        """Sees which shards have been made, and has those made that are missing, where a node can take them."""
+        """Sees which shards are made, sends limits again, and has missing shards made where a node can take them."""
         for slot in self._slots:
             if slot.ready is not None and self._ray.wait([slot.ready], timeout=0)[0]:
                 self._welcome(slot)
         now = time.monotonic()
+        if now - self._sent_at >= RESEND:
+            self._sent_at = now
+            for slot in self._slots:
+                self._admit(slot, slot.limit)
         missing = [slot for slot in self._slots if slot.actor is None and now >= slot.again_at]
         if not missing or self._stopped:
             return
@@ -346,7 +353,7 @@ class Coordinator:
             if slot.node not in alive and self._anywhere and free:
                 slot.node, slot.failures = free.pop(), 0
             if slot.node in alive:
-                self._make(slot, self._limit_until_told())
+                self._make(slot, self._limit_until_reported())
 
     def _welcome(self, slot: _Slot) -> None:
         try:

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from torchreplay.ray.sharded.global_distribution import Drawn
+from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.schema.batch import ReplayBatch
 
 
@@ -31,7 +31,7 @@ class ShardReport:
         barren: Why its ring, as long as it stays like this, completes no item; None if it may.
     """
 
-    drawn: Drawn
+    drawn: TreeSummary
     candidates: int
     rows: int
     inserted: int

@@ -61,7 +61,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class LearnerReport:
-    """What a learner tells the coordinator. All counts are totals, so that a report that is lost does no harm.
+    """What a learner reports to the coordinator. All counts are totals, so that a report that is lost does no harm.
 
     Attributes:
         stream: The learner's number.
@@ -149,7 +149,7 @@ class GlobalRateLimiter:
         self._learners[_PAST] = LearnerReport(_PAST, self.rule.number, items, batches, counted, counted, {})
 
     def hear(self, report: LearnerReport) -> Totals:
-        """Takes in what a learner says, and returns what it need know of the others."""
+        """Takes in a learner's report, and returns what it needs to know of the others."""
         self.count_inserted(report.inserted)
         known = self._learners.get(report.stream)
         if report.batches and (known is None or report.moment > known.moment):
@@ -173,8 +173,8 @@ class GlobalRateLimiter:
         """Returns up to how many items each shard may admit its writers: together, what the union admits.
 
         What is left is divided anew with every report, so that a shard without writers keeps nothing from the others
-        for long. With every report, the last items of those that are waited for go to other shards, to find one with
-        writers.
+        for long. Where less than an item a shard is waited for, the next report gives these items to other shards, to
+        find one with writers.
 
         Args:
             numbers: The shards that there are.
@@ -267,7 +267,7 @@ class LearnerLimiter:
             self.others = others
 
     def report(self, n: int = 0) -> LearnerReport:
-        """Returns what there is to tell the coordinator; `n`: items that are waited for."""
+        """Returns the report to the coordinator; `n`: items that are waited for."""
         counted, sampled = max(0, self.items - self._before), self._ordered - self._before
         return LearnerReport(
             self._stream,

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchreplay.buffer.replay_buffer import ReplayBuffer, local_sampler
-from torchreplay.ray.sharded.global_distribution import Drawn, pack
+from torchreplay.buffer.tree_summary import TreeSummary
+from torchreplay.ray.sharded.global_distribution import pack
 from torchreplay.ray.sharded.messages import ShardReport
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.samplers import Prioritized
@@ -49,7 +50,7 @@ class ShardSampler:
         if not isinstance(result, ReplayBatch):
             return self._reasons(self.figures(), result, n)
         out["key"] += self._base
-        return self.figures(Drawn(*self._segment.drawn_from[:3]), n)
+        return self.figures(TreeSummary(*self._segment.drawn_from), n)
 
     def gather(self, keys: NDArray[np.int64]) -> tuple[ShardReport, ReplayBatch | None]:
         """Finds items, and says what the tree is just after that.
@@ -75,7 +76,7 @@ class ShardSampler:
             return figures
         return self._reasons(figures, self._segment.sample(1, 0.0, NEVER, None), 1)
 
-    def figures(self, drawn: Drawn | None = None, candidates: int = 0) -> ShardReport:
+    def figures(self, drawn: TreeSummary | None = None, candidates: int = 0) -> ShardReport:
         """Returns what the shard has to say.
 
         Args:
@@ -85,7 +86,7 @@ class ShardSampler:
         stats = self._segment.stats()
         census = self._segment.census(False)
         return ShardReport(
-            drawn or Drawn(stats["priority_total"], stats["drawable"], stats["smallest_leaf"]),
+            drawn or TreeSummary(stats["priority_total"], stats["drawable"], stats["smallest_leaf"]),
             candidates,
             stats["size"],
             stats["inserted"],
