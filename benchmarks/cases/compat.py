@@ -23,6 +23,8 @@ def measure_compat(plan: Plan) -> Iterator[Line]:
     """Yields the lines of each library that is installed."""
     if find_spec("cpprb") is not None:
         yield from _cpprb(plan)
+    if find_spec("stable_baselines3") is not None:
+        yield from import_module("benchmarks.cases.compat_sb3").measure_sb3(plan)
 
 
 def _lines(name: str, works: Mapping[str, Work], plan: Plan) -> Line:
