@@ -58,7 +58,7 @@ class LocalShards:
             self.orders += 1
         return answers
 
-    def report(self, n=0, last=False):
+    def report(self, n=0, last=False, most=1):
         pass
 
     def hear(self, calls, wait):

@@ -37,7 +37,7 @@ REPORT_SECONDS: Final = 0.1
 """Seconds between two reports of this learner's draws where no explorer waits for them."""
 
 REPORTS: Final = 32
-"""Reports under way at most: the next one says all that those left out would have said."""
+"""Reports under way at most, where each batch is to be known at once: the next one says what those left out had."""
 
 Answers = dict[int, Answer]
 
@@ -125,15 +125,16 @@ class ShardClient:
                     self._limiter.hear(self._ray.get(report))
         self._catch_up()
 
-    def report(self, n: int = 0, last: bool = False) -> None:
+    def report(self, n: int = 0, last: bool = False, most: int = 1) -> None:
         """Reports to the coordinator what this process has drawn and knows of the shards, without a wait.
 
-        Where explorers wait for what learners draw, each batch is reported. Elsewhere only other learners' schedules
-        and statistics need to know, and now and then is enough.
+        Where explorers wait for what learners draw, each batch is reported, as fast as the coordinator answers.
+        Elsewhere only other learners' schedules and statistics need to know, and now and then is enough.
 
         Args:
             n: Items that it waits for; 0 for none.
             last: Whether it draws no more for now, so that it must be said in any case.
+            most: Reports that are under way then at most. One that is left out is part of the next one.
         """
         if self._limiter is None:  # there is nothing to report
             return
@@ -141,7 +142,7 @@ class ShardClient:
             report, now = self._limiter.report(n), time.monotonic()
             due = n or now - self._reported_at >= REPORT_SECONDS
             due = due or (self._limiter.rule.divides and report != self._reported)
-            if last or (due and len(self._reports) < REPORTS):
+            if last or (due and len(self._reports) < most):
                 self._reported, self._reported_at = report, self._reported_at if n else now
                 self._reports.append(self.coordinator.tell("report", report))
 

@@ -12,7 +12,7 @@ import numpy as np
 from torchreplay.buffer.base import MAX_BATCH
 from torchreplay.errors import ReplayTimeout
 from torchreplay.ray.sharded.batch_block import Layout
-from torchreplay.ray.sharded.client import ShardClient
+from torchreplay.ray.sharded.client import REPORTS, ShardClient
 from torchreplay.ray.sharded.sample_request import LEAST_SLACK, SampleRequest
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.config import Config
@@ -77,7 +77,7 @@ class ShardedSampler:
         """Returns a batch of `n` items, once there are any and the limiter admits it."""
         while (batch := self.take(self.order(n, wait), beta, wait)) is None:
             self.pause(n, wait)
-        self.shards.report()
+        self.shards.report(most=REPORTS)  # there may be no next one for long
         return batch
 
     def pause(self, n: int, wait: Wait) -> None:
