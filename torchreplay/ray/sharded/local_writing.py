@@ -8,7 +8,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final
 
-from torchreplay.errors import Stopped
+from torchreplay.errors import AttachError, Stopped
 from torchreplay.ray.runtime.cluster import living_nodes
 from torchreplay.ray.runtime.session import import_ray
 from torchreplay.ray.sharded.client import ShardClient
@@ -117,7 +117,7 @@ class Expectation:
             self._coordinator.ask_once("expect", self._token, expecting)
         except import_ray().exceptions.ActorUnavailableError:  # the next report may arrive
             return True
-        except (Stopped, import_ray().exceptions.RayError):
+        except (AttachError, Stopped, import_ray().exceptions.RayError):  # Ray was shut down meanwhile, or it is gone
             return False
         return True
 
