@@ -1,7 +1,7 @@
 """cpprb's example of a shared buffer with Ray, on torchreplay.
 
-The import is changed, gym is brought up to date, and so is the call by which Ray runs a function in its workers: later
-versions of Ray have it no more. The program's queue and event need it, since they belong to a `SyncManager`. The buffer
+The import is changed and gym is brought up to date. So is the call by which Ray runs a function in its workers, which
+later versions of Ray do not have. The program's queue and event need it: they belong to a `SyncManager`. The buffer
 does not.
 
     python examples/from_cpprb_ray.py

@@ -137,7 +137,7 @@ def test_a_shard_that_finds_no_memory_to_save_with_says_so(machine, tmp_path):
         while not shard.save(str(tmp_path / "shard")):
             time.sleep(0.001)
 
-    shard = Shard(0, Config.of({"x": tr.Field()}, 8, None, None, None), 1, 0, None)
+    shard = Shard(0, Config.of({"x": tr.Field()}, 8, None, None, None), 1, None)
     shard.open()
     machine.memory(3 * MIB)
     with pytest.raises(MemoryError, match=r"saving the replay buffer needs 4\.\d\d MiB of memory, and 3\.00 MiB"):

@@ -343,7 +343,7 @@ def test_an_episode_that_is_too_long_is_refused():
         with pytest.raises(ValueError, match=r"(?i)max.*episode"):
             buffer.add(obs=6, act=0, next_obs=7)
     buffer = hindsight(adapter, "future")
-    with pytest.raises(ValueError, match="exceed"):  # of which cpprb keeps the last six
+    with pytest.raises(ValueError, match="exceed"):  # cpprb keeps the last six
         buffer.add(obs=np.arange(7), act=np.zeros(7), next_obs=np.arange(7))
 
 

@@ -1,4 +1,4 @@
-"""cpprb's buffers of several processes: shared by fork, spawn and Ray, whatever becomes of the processes."""
+"""cpprb's buffers of several processes: shared by fork, spawn and Ray, also where processes are killed."""
 
 import multiprocessing as mp
 import os

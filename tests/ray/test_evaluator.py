@@ -2,6 +2,7 @@
 
 import logging
 import os
+import pickle
 import random
 import signal
 import statistics
@@ -12,13 +13,14 @@ import numpy as np
 import pytest
 import torch
 from evaluated_policies import SPREAD, Loop, Policy, evaluate, publish
-from forked import eventually
+from forked import Forked, eventually
 from numbered_rows import is_running
 from safetensors.torch import load_file
 from scripted_workers import ScriptedActors
 
 import torchreplay as tr
 from torchreplay.ray import Evaluation, Evaluator, EvaluatorFailed
+from torchreplay.ray.evaluation.evaluation_log import EvaluationLog
 from torchreplay.ray.workers.resources import WorkerResources
 from torchreplay.ray.workers.worker_process import Launch
 from torchreplay.ray.workers.worker_table import WorkerTable
@@ -69,6 +71,8 @@ def test_an_evaluation_tells_mean_and_spread_of_the_returns(caplog):
     evaluator = Evaluator(evaluate, weights, Policy(), every=1)
     with Loop(evaluator) as loop:
         loop.look_around()
+    evaluator._listen()
+    evaluator._listen()
     (evaluation,) = evaluator.evaluations
     assert evaluation == evaluator.latest == evaluator.best
     returns = [7 + spread for spread in SPREAD]
@@ -77,20 +81,72 @@ def test_an_evaluation_tells_mean_and_spread_of_the_returns(caplog):
     assert evaluation.std_return == pytest.approx(statistics.pstdev(returns))
     assert (evaluation.min_return, evaluation.max_return) == (5.0, 8.0)
     assert evaluation.seconds >= 0
-    assert str(evaluation) in caplog.text
+    assert caplog.text.count(str(evaluation)) == 1
     assert "version 0: mean return 6.667 +- 1.25 over 3 episodes, 5 to 8, the best so far" in caplog.text
 
 
-def test_evaluations_are_collected_from_a_ring_that_turns():
+def found(version, mean_return=1.0, best=False):
+    return Evaluation(version, 3, mean_return, 0.1, 0.0, 2.0, 0.5, best)
+
+
+def test_no_evaluation_is_missed_however_many_come_between_two_looks():
     evaluator = Evaluator(evaluate, tr.SharedWeights(Policy()), Policy, every=1)
     chance, added = random.Random(0), []
-    while len(added) < 1000:
-        for _ in range(chance.randrange(100)):
-            found = Evaluation(len(added), 3, chance.random(), 0.1, 0.0, 1.0, 0.5, best=chance.random() < 0.1)
-            evaluator._scores.add(found)
-            added.append(found)
+    while len(added) < 10_000:
+        for _ in range(chance.randrange(1000)):
+            added.append(found(len(added), chance.random(), best=chance.random() < 0.1))
+            evaluator._results.log.add(added[-1], 1.0)
         assert list(evaluator.evaluations) == added
-    assert evaluator.best.mean_return == max(found.mean_return for found in added)
+    assert evaluator.best.mean_return == max(evaluation.mean_return for evaluation in added)
+
+
+def test_what_a_process_has_reported_outlives_its_kill_and_nobody_need_have_read_it():
+    log = EvaluationLog()
+
+    def report_and_die(attached):
+        for version in range(5000):
+            attached.add(found(version, float(version)), float(version))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    for _ in range(2):  # and its successor's
+        with Forked(report_and_die, pickle.loads(pickle.dumps(log))) as child:
+            assert child.wait() == -signal.SIGKILL
+    assert log.since(0) == [found(version, float(version)) for version in range(5000)] * 2
+    assert (log.last_version, log.best_return) == (4999, 4999.0)
+
+
+def test_a_process_that_is_killed_while_it_reports_leaves_whole_evaluations_only():
+    for delay in (0.0, 0.001, 0.003, 0.01):
+        log = EvaluationLog()
+
+        def report(log=log):
+            for version in range(10**9):
+                log.add(found(version, float(version)), float(version))
+
+        with Forked(report) as child:
+            eventually(lambda log=log: len(log))
+            time.sleep(delay)  # when it is killed is chance
+            os.kill(child.pid, signal.SIGKILL)
+            child.wait()
+        assert log.since(0) == [found(version, float(version)) for version in range(len(log))]
+        assert os.fstat(log._fd).st_size % 64 == 0
+
+
+def test_a_log_whose_owner_is_gone_cannot_be_reached():
+    log = EvaluationLog()
+    travelling = pickle.dumps(log)
+    log.add(found(0), 1.0)
+    assert pickle.loads(travelling).since(0) == [found(0)]
+    del log
+    with pytest.raises(tr.AttachError, match="log of evaluations"):
+        len(pickle.loads(travelling))
+
+
+def test_a_report_that_is_repeated_counts_once():
+    evaluator = Evaluator(evaluate, tr.SharedWeights(Policy()), Policy, every=1)
+    for version in (0, 1, 1, 0, 2):  # as calls to an actor may be that was killed before it answered
+        evaluator._results.add(found(version), 1.0, [], b"")
+    assert [evaluation.version for evaluation in evaluator.evaluations] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("given", [[], [1.0, float("nan")], "many"])
@@ -104,24 +160,24 @@ def test_what_is_no_return_is_refused(given):
 def test_a_signals_handler_may_stop_an_evaluator_that_is_being_looked_at(monkeypatch):
     monkeypatch.setattr(WorkerResources, "open", lambda *_: ScriptedActors(lambda launch: None))
     evaluator = Evaluator(evaluate, tr.SharedWeights(Policy()), Policy, every=1)
-    since, seen = evaluator._scores.since, []
+    log = evaluator._results.log
+    since, seen = log.since, []
 
-    def interrupted(count):
+    def interrupted(number):
+        new = since(number)
         if threading.current_thread() is threading.main_thread() and not seen:
-            seen.append(count)
+            seen.append(number)
+            log.add(found(1), 1.0)
             evaluator.stop(0.5)  # as a handler does that comes just here
             seen.append(evaluator.latest)
-        return since(count)
+        return new
 
-    monkeypatch.setattr(evaluator._scores, "since", interrupted)
+    monkeypatch.setattr(log, "since", interrupted)
     with evaluator:
-        evaluator._scores.add(Evaluation(0, 1, 1.0, 0.0, 1.0, 1.0, 0.1, best=True))
-        stopping = evaluator._collecting.acquire(timeout=60)  # so that the supervising thread collects nothing
-        assert stopping
+        log.add(found(0), 1.0)
         assert [evaluation.version for evaluation in evaluator.evaluations] == [0]
-        evaluator._collecting.release()
-    assert seen[1].version == 0
-    assert [evaluation.version for evaluation in evaluator.evaluations] == [0]
+    assert seen[1].version == 1
+    assert [evaluation.version for evaluation in evaluator.evaluations] == [0, 1]
 
 
 def test_a_wait_that_takes_long_says_so(monkeypatch, caplog):

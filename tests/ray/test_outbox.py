@@ -40,7 +40,7 @@ def write(outbox):
 
 
 def sizes(outbox):
-    return [parcel.chunk.rows for parcel in outbox.parcels]
+    return [chunk.rows for chunk in outbox.chunks]
 
 
 def test_chunks_are_whole_as_long_as_nobody_waits_for_them(outbox, write):
@@ -58,7 +58,7 @@ def test_chunks_are_whole_as_long_as_nobody_waits_for_them(outbox, write):
     outbox.hurried = True
     outbox.cut(everything=False)
     assert sizes(outbox) == [ROWS, 5, 6]
-    assert [parcel.chunk.first for parcel in outbox.parcels] == [0, ROWS, ROWS + 5]
+    assert [chunk.first for chunk in outbox.chunks] == [0, ROWS, ROWS + 5]
 
 
 def test_a_writer_of_whom_nothing_is_acknowledged_gets_so_far_and_no_further(outbox, write):
@@ -73,7 +73,7 @@ def test_a_writer_of_whom_nothing_is_acknowledged_gets_so_far_and_no_further(out
     outbox.acknowledge(1)
     outbox.cut(everything=False)
     write(ROWS)
-    assert [parcel.chunk.number for parcel in outbox.parcels] == [2, 3, 4, 5]
+    assert [chunk.number for chunk in outbox.chunks] == [2, 3, 4, 5]
     assert not outbox.is_empty
 
 

@@ -51,7 +51,7 @@ def nodes_of(pool):
 
 def assert_gone(cluster):
     """Nothing of a pool is left on any node."""
-    eventually(lambda: not cluster.actors("WorkerProcess") and not cluster.actors("StateServer"))
+    eventually(lambda: not cluster.actors("WorkerProcess") and not cluster.actors("TableServer"))
 
 
 def test_explorers_on_both_nodes_write_pull_and_record_and_one_that_is_killed_comes_back(cluster):
@@ -224,13 +224,13 @@ def test_explorers_of_a_sharded_buffer_that_lose_their_node_go_on_where_there_is
 
 
 @pytest.mark.soak
-def test_a_killed_page_keeper_keeps_nobody_from_exploring_and_stopping(cluster):
+def test_a_killed_table_server_keeps_nobody_from_exploring_and_stopping(cluster):
     buffer = make_buffer()
     with ExplorerPool(explore, 1, buffer, placement=on(cluster, 1)) as pool:
         eventually(lambda: pool.stats()[0].alive and pool.stats()[0].episodes, STARTUP)
-        (keeper,) = cluster.actors("StateServer")
-        os.kill(keeper["Pid"], signal.SIGKILL)
-        eventually(lambda: not is_running(keeper["Pid"]))
+        (server,) = cluster.actors("TableServer")
+        os.kill(server["Pid"], signal.SIGKILL)
+        eventually(lambda: not is_running(server["Pid"]))
         (before,) = pool.stats()
         eventually(lambda: pool.stats()[0].episodes > before.episodes, STARTUP)
         assert pool.drain(timeout=STARTUP)

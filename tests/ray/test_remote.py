@@ -15,6 +15,9 @@ from remote_explorers import STEPS, Explorer, Owner, assert_complete, make_buffe
 
 import torchreplay as tr
 from torchreplay.ray.remote import remote_weights
+from torchreplay.ray.runtime import actor_client
+from torchreplay.ray.runtime.actor_client import ActorClient
+from torchreplay.ray.runtime.node_actor import NodeActor
 from torchreplay.segment import waits
 
 
@@ -103,6 +106,17 @@ def test_streams_of_lanes_are_linked_as_they_were_written(cluster, explorer):
     assert len(buffer) == len(plain)
     assert _items(buffer) == _items(plain)
     assert len(_items(buffer)) > len(buffer) / 2
+
+
+def test_episodes_that_are_ended_on_another_node_end_here(cluster, explorer):
+    buffer, plain = (tr.ReplayBuffer(STEPS, 500, view=tr.Transitions(n_step=4, gamma=1.0), seed=0) for _ in range(2))
+    cluster.ray.get(explorer(1, buffer).end.remote(3))
+    local = Explorer()
+    local.buffer = plain
+    local.end(3)
+    assert _items(buffer) == _items(plain)
+    assert len(_items(buffer)) == 3 + 1 + 4
+    assert buffer.gather(buffer.keys())["truncated"].all()
 
 
 def _items(buffer):
@@ -369,25 +383,26 @@ def test_news_of_weights_comes_also_when_the_actor_that_tells_it_was_killed(clus
     assert cluster.ray.get(far.pull.remote(None, version)) == [(True, 3.0), (False, 3.0)]
 
 
-class LateHome:
+class LateHome(NodeActor):
     """In place of the actor on the weights' node: hands out version 1, a reference whose bytes come when they may."""
 
-    node, asked, there = "there", 0, True
+    asked, there = 0, True
 
     def __init__(self, *_):
+        ActorClient.__init__(self, "the node there", "forked")
+        self.node = "there"
         LateHome.made = self
 
-    def ask(self, what, *args):
+    def ask_once(self, what, *args):
         if what == "newer":
             return args[0], "no more"
+        if not self.there:
+            self._find()
         self.asked += 1
         return 1, self.asked
 
     def is_there(self):
         return self.there
-
-    def require_own_process(self):
-        pass
 
 
 def test_weights_whose_bytes_are_lost_on_their_way_are_asked_for_again(monkeypatch):
@@ -403,20 +418,23 @@ def test_weights_whose_bytes_are_lost_on_their_way_are_asked_for_again(monkeypat
     ray = pytest.importorskip("ray")
     monkeypatch.setattr(remote_weights, "NodeActor", LateHome)
     monkeypatch.setattr(remote_weights, "import_ray", lambda: SimpleNamespace(get=get, exceptions=ray.exceptions))
-    monkeypatch.setattr(remote_weights, "PAUSE", 0.0)
+    monkeypatch.setattr(actor_client, "_PAUSE", 0.0)
     _, (handle, *described) = tr.SharedWeights(module).__reduce__()
     weights = remote_weights.RemoteWeights(handle, *described)
     modules = [torch.nn.Linear(3, 1, bias=False) for _ in range(3)]
     assert weights.pull(modules[0])
     assert LateHome.made.asked == 3
     come_with = 1 << 30
+    monkeypatch.setattr(actor_client, "ASK_AGAIN_SECONDS", 0.1)
     weights._news.version = 2
     assert not weights.pull(modules[0])  # it has some
     assert weights.pull(modules[1])  # this one has none, and gets those that there are
     assert all(torch.equal(filled.weight, module.weight) for filled in modules[:2])
-    LateHome.made.there = False
     fresh = remote_weights.RemoteWeights(handle, *described)
-    with pytest.raises(tr.AttachError, match="cannot be fetched"):
+    with pytest.raises(tr.AttachError, match="nothing reaches the node there"):
+        fresh.pull(modules[2])
+    LateHome.made.there = False
+    with pytest.raises(tr.AttachError, match="the node there is gone"):
         fresh.pull(modules[2])
 
 

@@ -218,9 +218,11 @@ def test_workers_that_wait_for_their_next_start_have_failed_where_none_can_be_st
     actors = Lost(lambda launch: RAISED)
     supervisor = supervise(actors, restart_delay=1000.0)
     eventually(lambda: supervisor.stats()[0].state == "restarting")
+    heard = []
+    supervisor.listen = lambda: heard.append(supervisor.stats()[0].state)
     actors.lost = True
     assert supervisor.over.wait(30)
-    assert supervisor.stats()[0].state == "failed"
+    assert supervisor.stats()[0].state == heard[-1] == "failed"  # who listens has heard the last word
     assert "Ray was shut down" in supervisor.stats()[0].last_error
     supervisor.stop(0, 0)
 

@@ -48,7 +48,7 @@ def test_an_announcement_of_writers_ends_with_the_process_that_made_it(cluster):
 def test_announcements_are_believed_for_a_while_and_each_by_itself(monkeypatch):
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(directory_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    directory = Coordinator(Config.of(SHARED, 10, None, None, None), [], [], False, 0, [])
+    directory = Coordinator(Config.of(SHARED, 10, None, None, None), [], [], False, 0)
     assert not directory.table().expected
     directory.expect("one", True)
     clock.now += BELIEF / 2

@@ -12,7 +12,7 @@ from torchreplay.schema.config import Config
 
 pytest.importorskip("ray")
 from torchreplay.ray.sharded.coordinator import Place
-from torchreplay.ray.sharded.local_attachment import LocalAttachment
+from torchreplay.ray.sharded.local_shard import LocalAttachment
 from torchreplay.ray.sharded.shard_actor import Shard
 
 
@@ -20,7 +20,7 @@ from torchreplay.ray.sharded.shard_actor import Shard
 def shards(*numbers):
     """Shards of this process, by number."""
     config = Config.of({"x": tr.Field()}, 16, tr.Uniform(), None, None)
-    opened = {number: Shard(number, config, 0, number, None) for number in numbers}
+    opened = {number: Shard(number, config, number, None) for number in numbers}
     for shard in opened.values():
         shard.open()
     try:
@@ -72,7 +72,7 @@ def test_nobody_waits_for_the_handle_but_who_asks_for_it():
         try:
             assert node.asked.wait(60)
             assert not locked(node)
-            assert node.attachment.nearby is None
+            assert node.attachment.shard is None
         finally:
             answered.set()
         assert attached.result().number == 3
@@ -84,7 +84,7 @@ def test_of_two_threads_that_ask_at_a_time_one_attaches():
     with shards(0) as opened, ThreadPoolExecutor(2) as learners:
         node = Node(0, lambda number: both.wait(60) >= 0 and opened[number].handle())
         one, other = [future.result() for future in [learners.submit(node.attachment.attach, None) for _ in "12"]]
-        assert one is other is node.attachment.nearby
+        assert one is other is node.attachment.shard
         assert node.attachment.attach(None) is one  # and asks nobody: the barrier would break
         node.attachment.release()
 

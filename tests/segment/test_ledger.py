@@ -55,9 +55,9 @@ def chunks_of(view, monkeypatch):
     with tr.Writer(outbox.stage._segment, config, LANES if linked else None) as writer:
         for _ in calls(writer, linked):
             outbox.cut(everything=True)
-            while len(outbox.parcels) > 2 or (outbox.parcels and outbox.parcels[-1].chunk.rows < ROWS):
-                chunks.append(outbox.parcels.popleft().chunk)
-    chunks += [parcel.chunk for parcel in outbox.parcels]
+            while len(outbox.chunks) > 2 or (outbox.chunks and outbox.chunks[-1].rows < ROWS):
+                chunks.append(outbox.chunks.popleft())
+    chunks += outbox.chunks
     assert [chunk.number for chunk in chunks] == list(range(1, len(chunks) + 1))
     return outbox.source, chunks
 
@@ -116,7 +116,7 @@ def test_a_row_whose_writing_was_not_noted_comes_once_also_when_the_ring_has_tur
         for x in range(3):
             writer.append(x=1000 + x)
     outbox.cut(everything=True)
-    chunk, source = outbox.parcels[0].chunk, outbox.source
+    chunk, source = outbox.chunks[0], outbox.source
     killed = _Seat(buffer, ledger.place(source.writer, 1, source.rows, True))
 
     def die(*_):

@@ -62,14 +62,15 @@ def publish(weights, *numbers):
 def run_once(evaluator):
     """A worker that ends with its first evaluation, by any error in it."""
     board = WorkerTable(1)
-    add = evaluator._scores.add
+    log = evaluator._results.log
+    add = log.add
 
-    def add_and_stop(evaluation):
-        add(evaluation)
+    def add_and_stop(*found):
+        add(*found)
         board.stopped = True
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluator._scores, "add", add_and_stop)
+        patch.setattr(log, "add", add_and_stop)
         evaluator._make_work().run(Launch(0, 1, 0, 0), board)()
 
 

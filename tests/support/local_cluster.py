@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 USES_RAY = (
+    "runtime.actor_client",
+    "sharded.client",
     "sharded.coordinator",
-    "sharded.coordinator_client",
     "sharded.creation",
     "sharded.local_writing",
     "sharded.replies",
-    "sharded.reports",
     "sharded.save_restore",
     "runtime.cluster",
     "workers.placement",
@@ -99,6 +99,8 @@ class LocalCluster:
         return SimpleNamespace(options=options)
 
     def get_actor(self, name, namespace):
+        if self.named[name].dead:
+            raise ValueError(f"there is no actor {name!r} any more")
         return self.named[name]
 
     def wait(self, calls, num_returns=1, timeout=None):

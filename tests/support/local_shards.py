@@ -7,7 +7,6 @@ import numpy as np
 import torchreplay as tr
 from torchreplay.ray.sharded.batch_block import Layout
 from torchreplay.ray.sharded.local_shard import LocalShard
-from torchreplay.ray.sharded.messages import DrawRequest, LearnerProgress
 from torchreplay.ray.sharded.sample_request import SampleRequest
 from torchreplay.ray.sharded.shard_actor import Shard
 from torchreplay.schema.config import Config
@@ -30,7 +29,7 @@ class LocalShards:
         self.layout = Layout(config.outputs())
         self.shards, self.keys = [], []
         for number, size in enumerate(sizes):
-            shard = Shard(number, config, 100 + number, 0, None)
+            shard = Shard(number, config, 100 + number, None)
             shard.open()
             rows = {"home": np.full(size, number), "index": np.arange(size)}
             self.keys.append(shard._buffer.extend(**rows) if size else None)
@@ -46,21 +45,20 @@ class LocalShards:
     def buffer(self, number):
         return self.shards[number]._buffer
 
-    def order(self, candidates, n, room=None):
+    def order(self, candidates, room=None):
         answers = {}
         for number, count in candidates.items():
             self.before_draw(number, self.buffer(number))
-            order = DrawRequest(0, LearnerProgress(0, 0, 0, 0), 1.0, None, count)
             if room is not None and number == self.here:
-                answers[number] = self.nearby.draw(order, room).result()
+                answers[number] = self.nearby.draw(count, 1.0, room).result()
             else:
-                figures, block = self.shards[number].draw(order)
+                figures, block = self.shards[number].draw(count, 1.0)
                 # The block is the shard's to use again: the object store takes a copy.
                 answers[number] = figures, None if block is None else block.copy()
             self.orders += 1
         return answers
 
-    def report(self, last=False):
+    def report(self, n=0, last=False, most=1):
         pass
 
     def hear(self, calls, wait):

@@ -135,6 +135,20 @@ class Explorer:
                 continue
         return inodes
 
+    def end(self, steps):
+        """Two environments whose episodes end without a flag, one after `steps` steps and one after one more."""
+        no = np.zeros(2, bool)
+        with self.buffer.writer(2, autoreset="disabled") as writer:
+            writer.reset(obs=np.zeros((2, 2), int))
+            for step in range(1, steps + 2):
+                obs = np.stack([np.arange(2), np.full(2, step)], 1)
+                writer.step(obs=obs, reward=np.ones(2), terminated=no, truncated=no)
+                if step == steps:
+                    writer.end_episode(mask=np.array([True, False]))
+                    writer.reset(obs=np.zeros((2, 2), int), mask=np.array([True, False]))
+            writer.end_episode()
+            writer.end_episode()
+
     def step(self, seed, lanes, steps):
         """Steps of a vector environment whose lanes end their episodes at different times."""
         with self.buffer.writer(lanes) as writer:

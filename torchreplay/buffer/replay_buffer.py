@@ -27,7 +27,7 @@ from torchreplay.checkpoint.archive import is_file, opened_archive, save_archive
 from torchreplay.checkpoint.buffer_checkpoint import Description, load_rows, reading_rooms, save, with_rows
 from torchreplay.errors import AttachError, CheckpointError, ReplayTimeout
 from torchreplay.schema.batch import ReplayBatch, keys_of
-from torchreplay.schema.casting import CASTINGS, cast_unsafely
+from torchreplay.schema.casting import cast_values
 from torchreplay.schema.config import MAX_CAPACITY, Config
 from torchreplay.schema.hindsight import Hindsight
 from torchreplay.schema.limiters import Limiter, MinSize, SamplesPerInsert, from_native
@@ -41,7 +41,7 @@ from torchreplay.segment.remote_handles import attach_remote
 from torchreplay.segment.segment_file import open_file
 from torchreplay.segment.waits import LOG_EVERY, NEVER, Wait, logger
 from torchreplay.segment.writer_lease import WriterLease
-from torchreplay.validation import checked_choice, checked_int, checked_kind, checked_path
+from torchreplay.validation import checked_int, checked_kind, checked_path
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -271,9 +271,7 @@ class ReplayBuffer(Replay):
             TypeError: Something is given by its position.
             Stopped, WouldBlockForever, ReplayTimeout: As `Writer.append`; rows written before stay written.
         """
-        if casting != "same_kind":
-            checked_choice("casting", casting, CASTINGS)
-            fields = cast_unsafely(self._config.fields, fields)
+        fields = cast_values(self._config.fields, fields, casting)
         num_envs = self._config.num_envs_of(fields)
         if num_envs is not None:
             with self.writer(num_envs) as block_writer:

@@ -19,14 +19,14 @@ class TreeSummary:
     Attributes:
         total: Sum of the leaves.
         drawable: Number of positive leaves, N.
-        smallest: The smallest leaf.
+        smallest: The smallest positive leaf; infinity or 0 where there is none.
         beta: The exponent.
     """
 
     total: float
     drawable: int
     smallest: float
-    beta: float
+    beta: float = 0.0
 
     @classmethod
     def of_state(cls, given: Any) -> TreeSummary:

@@ -9,9 +9,22 @@ import numpy as np
 import torch
 
 from torchreplay.schema.spec import Field, Path
+from torchreplay.validation import checked_choice
 
 Casting: TypeAlias = Literal["same_kind", "unsafe"]
 CASTINGS: tuple[Casting, ...] = get_args(Casting)
+
+
+def cast_values(fields: Mapping[Path, Field], values: dict[str, Any], casting: Any) -> dict[str, Any]:
+    """Returns `values` as `casting` asks for.
+
+    Raises:
+        ValueError: `casting` is unknown.
+    """
+    if casting == "same_kind":  # which the native core sees to
+        return values
+    checked_choice("casting", casting, CASTINGS)
+    return cast_unsafely(fields, values)
 
 
 def cast_unsafely(fields: Mapping[Path, Field], values: Mapping[str, Any], prefix: Path = ()) -> dict[str, Any]:

@@ -72,8 +72,13 @@ def lasting_handle(fd: int, nonce: int, origin: Handle | None) -> Handle:
     return replace(handle, pid=origin.pid, fd=origin.fd)
 
 
-def open_handle(handle: Handle, what: str) -> int:
+def open_handle(handle: Handle, what: str, grows: bool = False) -> int:
     """Returns a descriptor of the segment that `handle` names.
+
+    Args:
+        handle: Names it.
+        what: Its name, in errors.
+        grows: Whether it may have grown since the handle was made.
 
     Raises:
         AttachError: The owner is gone, on another machine, or belongs to another user; or somebody has the file's lock
@@ -106,7 +111,8 @@ def open_handle(handle: Handle, what: str) -> int:
         # A mere place at first: to open a device or a pipe, which the descriptor may be by now, can have effects.
         place = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", os.O_PATH | os.O_CLOEXEC)
         status = os.fstat(place)
-        if not S_ISREG(status.st_mode) or (status.st_ino, status.st_size) != (handle.inode, handle.size):
+        is_same = status.st_ino == handle.inode and (grows or status.st_size == handle.size)
+        if not (S_ISREG(status.st_mode) and is_same):
             raise AttachError(gone)
         if status.st_uid != os.geteuid():
             raise AttachError(

@@ -105,11 +105,7 @@ class SharedWeights(Transient):
         return attached_weights, (handle, self._entries, self._nbytes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedWeights:
-        while True:
-            version = self._native.version
-            newest = self._native.buffer(version).clone()
-            if self._native.intact(version):
-                break  # otherwise two publications came meanwhile: copy again
+        version, newest = newest_of(self)
         made = memo[id(self)] = type(self).__new__(type(self))
         made._create(self._entries, self._nbytes, version)
         made._native.buffer(version).copy_(newest)
@@ -217,6 +213,16 @@ class SharedWeights(Transient):
 def attached_weights(handle: Handle, entries: tuple[Entry, ...], nbytes: int) -> SharedWeights:
     """Returns the weights in the memory of others. Pickles name it: see `torchreplay.buffer.replay_buffer.attached`."""
     return SharedWeights._attach(handle, entries, nbytes)
+
+
+def newest_of(weights: SharedWeights) -> tuple[int, torch.Tensor]:
+    """Returns the newest version, and a copy of its bytes. For the other rooms of this package."""
+    native = weights._native
+    while True:
+        version = native.version
+        content = native.buffer(version).clone()
+        if native.intact(version):  # otherwise two publications came meanwhile: copy again
+            return version, content
 
 
 def _nowhere() -> nn.Module | None:

@@ -1,4 +1,4 @@
-"""How shards count the waits that learners report."""
+"""How the coordinator counts the waits that learners report."""
 
 import math
 
@@ -45,17 +45,6 @@ def test_the_share_is_that_of_the_last_10_to_20_seconds_though_messages_are_lost
     for stream, told in enumerate(waiting.sum(1) * TICK):
         waits.hear(stream, told)
     assert waits.total == pytest.approx(waiting.sum() * TICK)
-
-
-def test_a_shard_that_has_just_been_made_does_not_take_old_waits_for_new_ones(clock):
-    waits = WaitStats()
-    clock.now += 2.0
-    waits.hear(7, 500.0)  # of which at most these two
-    assert waits.total == 500.0
-    assert waits.share == 1.0
-    clock.now += 2.0
-    waits.hear(7, 500.0)
-    assert waits.share == pytest.approx(0.5)
 
 
 def test_a_message_that_was_overtaken_counts_nothing_twice(clock):

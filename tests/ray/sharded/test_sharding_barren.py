@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import torchreplay as tr
-from torchreplay.ray.sharded.messages import DrawRequest, LearnerProgress
-from torchreplay.ray.sharded.rate_limiter import GlobalRateLimiter, Rule
+from torchreplay.ray.sharded.rate_limiter import LearnerLimiter, Rule
 from torchreplay.ray.sharded.sampler import ShardedSampler
 from torchreplay.ray.sharded.shard_actor import Shard
 from torchreplay.schema.config import Config
@@ -22,7 +21,7 @@ WATCHED = SimpleNamespace(stopped=False, census=lambda _: {"others_writing": 1, 
 
 @pytest.fixture
 def shards():
-    opened = [Shard(number, CONFIG, 100 + number, 0, None) for number in range(2)]
+    opened = [Shard(number, CONFIG, 100 + number, None) for number in range(2)]
     for shard in opened:
         shard.open()
     yield opened
@@ -45,7 +44,7 @@ def play(shard):
 
 
 def asked(shard, candidates):
-    figures, _ = shard.draw(DrawRequest(0, LearnerProgress(0, 0, 0, 0), 1.0, None, candidates))
+    figures, _ = shard.draw(candidates, 1.0)
     return figures
 
 
@@ -67,7 +66,7 @@ class Union:
     """What draws need of the members: these shards, called directly."""
 
     def __init__(self, shards):
-        self.union_limiter = GlobalRateLimiter(Rule(tr.MinSize()), 0)
+        self.limiter = LearnerLimiter(Rule(tr.MinSize()), 0)
         self.table = SimpleNamespace(places=dict(enumerate(shards)))
         self.figures = {}
         self.looks = 0
@@ -75,14 +74,16 @@ class Union:
     def refresh(self):
         pass
 
-    def order(self, candidates, n):
+    def report(self, n=0):
+        pass
+
+    def order(self, candidates):
         self.looks += 1
         return {number: asked(self.table.places[number], count) for number, count in candidates.items()}
 
     def hear(self, calls, wait):
         self.figures = calls
-        for number, figures in calls.items():
-            self.union_limiter.hear(number, figures)
+        self.limiter.count(calls)
 
     @property
     def barren(self):

@@ -129,7 +129,7 @@ def test_a_shard_that_is_known_to_be_dead_is_lost_at_once(calls):
 
 
 def test_a_shard_that_is_asked_again_for_what_it_has_done_does_not_do_it_again(tmp_path):
-    shard = Shard(0, Config.of({"x": tr.Field()}, 16, tr.Uniform(), None, None), 0, 0, None)
+    shard = Shard(0, Config.of({"x": tr.Field()}, 16, tr.Uniform(), None, None), 0, None)
     shard.open()
     shard._buffer.extend(x=np.arange(5.0))
     first, second = str(tmp_path / "first"), str(tmp_path / "second")

@@ -56,7 +56,7 @@ def write_on_both(cluster, replay, rows, first=0):
 
 def balance_of(replay):
     """What the limiter keeps within its bounds."""
-    counted = replay._shards.union_limiter
+    counted = replay._shards.limiter
     return (counted.inserted - counted.rule.inserted_before) * counted.rule.limiter.ratio - counted.sampled
 
 
@@ -299,7 +299,7 @@ def test_what_cannot_be_loaded_says_why(cluster, saved, tmp_path):
         pytest.raises(tr.CheckpointError, match="another spec or view"),
     ):
         replay.restore(directory)
-    shard = Shard(0, Config.of(SPEC, 10, None, None, None), 1, 0, None)
+    shard = Shard(0, Config.of(SPEC, 10, None, None, None), 1, None)
     shard.open()
 
     def ended(call):

@@ -18,12 +18,12 @@ import torchreplay as tr
 from torchreplay.ray import ShardedReplay
 from torchreplay.ray.sharded.client import ShardClient
 from torchreplay.ray.sharded.coordinator import Coordinator
-from torchreplay.ray.sharded.histograms import merged_histograms
 from torchreplay.ray.sharded.local_shard import LocalShard
 from torchreplay.ray.sharded.local_writing import Expectation, buffer_to_write_to, nodes_to_write_from
 from torchreplay.ray.sharded.manifest import Counts
 from torchreplay.ray.sharded.replies import ReplyCollector
 from torchreplay.ray.sharded.shard_actor import Shard
+from torchreplay.ray.sharded.stats import merged_histograms
 from torchreplay.ray.workers.placement import OverShards
 from torchreplay.schema.config import Config
 from torchreplay.segment.waits import Wait
@@ -43,9 +43,9 @@ def found(cluster, monkeypatch):
     """Makes the shards, and returns the directory and a function that gives a process of some node its view."""
     viewed = []
 
-    def find(limiter=None, limit=None, nodes=NODES, anywhere=True):
+    def find(limiter=None, nodes=NODES, anywhere=True):
         config = Config.of(SPEC, 100, tr.Uniform(), None, limiter)
-        directory = Coordinator(config, [100] * len(nodes), list(nodes), anywhere, 1, [limit] * len(nodes))
+        directory = Coordinator(config, [100] * len(nodes), list(nodes), anywhere, 1)
         directory.open()
         cluster.named["union"] = LocalActor(cluster, directory)
 
@@ -58,7 +58,7 @@ def found(cluster, monkeypatch):
 
     yield find
     for shards in viewed:
-        shards.detach()
+        shards.local.release()
 
 
 def write(shards, count):
@@ -156,7 +156,7 @@ def test_what_is_lost_is_what_the_best_informed_process_knows(found, first):
     directory.lost(1, *reports[1 - first], "killed")
     (lost,) = directory.table().lost
     assert (lost.rows, lost.inserted, lost.node) == (50, 900, "b")
-    assert view("c").union_limiter.inserted == 900
+    assert view("c").limiter.inserted == 900
 
 
 def test_a_learner_that_knows_more_of_a_lost_shard_tells_everyone(cluster, found):
@@ -170,8 +170,23 @@ def test_a_learner_that_knows_more_of_a_lost_shard_tells_everyone(cluster, found
     learner.look()
     assert [(lost.rows, lost.inserted) for lost in directory.table().lost] == [(40, 40)]
     stranger.look()
-    assert stranger.union_limiter.inserted == 40
-    assert view("c").union_limiter.inserted == 40
+    assert stranger.limiter.inserted == 40
+    assert view("c").limiter.inserted == 40
+
+
+def test_a_learner_that_has_not_said_yet_what_it_knows_of_a_lost_shard_says_it_when_it_hears_of_the_loss(found, caplog):
+    directory, view = found()
+    learner, writer, stranger = view("a"), view("b"), view("c")
+    write(writer, 40)
+    assert heard(learner) == {0, 1, 2}
+    die(directory, 1)
+    stranger.lose(1, "killed")
+    assert [(lost.rows, lost.inserted) for lost in directory.table().lost] == [(0, 0)]
+    with caplog.at_level(logging.ERROR, "torchreplay.ray"):
+        learner.look()
+    assert [(lost.rows, lost.inserted) for lost in directory.table().lost] == [(40, 40)]
+    assert "with shard 1 40 rows are lost, not 0" in caplog.text
+    assert stranger.look().lost[0].inserted == stranger.limiter.inserted == 40
 
 
 def test_a_process_that_only_wrote_knows_what_is_lost(found):
@@ -187,7 +202,7 @@ def test_a_process_that_only_wrote_knows_what_is_lost(found):
 
 
 def test_a_shard_that_a_process_has_let_go_of_is_not_lost(cluster):
-    shard = Shard(3, Config.of(SPEC, 100, tr.Uniform(), None, None), 1, 0, None)
+    shard = Shard(3, Config.of(SPEC, 100, tr.Uniform(), None, None), 1, None)
     shard.open()
     shard._buffer.extend(home=np.zeros(9, int), index=np.arange(9))
     lost = []
@@ -219,9 +234,9 @@ def test_a_shard_that_a_process_has_let_go_of_is_not_lost(cluster):
 def test_whether_it_was_stopped_is_told_while_another_thread_lets_go_of_the_shard(cluster):
     with ShardedReplay(SPEC, 300) as replay:
         replay.extend(home=np.zeros(3, int), index=np.arange(3))
-        replay._shards.nearby.buffer.close()  # it has, just after this one had looked which it is
+        replay._shards.local.shard.buffer.close()  # it has, just after this one had looked which it is
         assert not replay.stopped
-        replay._shards.detach()
+        replay._shards.local.release()
 
 
 # The directory out of reach.
@@ -239,10 +254,11 @@ def test_a_directory_that_ray_cannot_reach_for_a_moment_is_asked_again(cluster, 
     shards.refresh()
     assert actor.unreachable == 0
     assert not shards.stopped
-    monkeypatch.setattr("torchreplay.ray.sharded.coordinator_client.COORDINATOR_SECONDS", 0.0)
-    actor.unreachable = 1
-    with pytest.raises(cluster.exceptions.ActorUnavailableError):
-        shards.look()
+    with monkeypatch.context() as impatient:
+        impatient.setattr("torchreplay.ray.runtime.actor_client.ASK_AGAIN_SECONDS", 0.0)
+        actor.unreachable = 1
+        with pytest.raises(tr.AttachError, match=r"nothing reaches the shards of the ShardedReplay: .*network is down"):
+            shards.look()
     actor.dead = True
     with pytest.raises(tr.Stopped):
         shards.look()
@@ -268,7 +284,7 @@ def slow(directory, name):
 
 def heard(shards):
     """The shards that answer an order."""
-    return set(shards.hear(shards.order(dict.fromkeys(shards.table.places, 0), 0), Wait(shards, 60)))
+    return set(shards.hear(shards.order(dict.fromkeys(shards.table.places, 0)), Wait(shards, 60)))
 
 
 def test_a_learner_does_not_wait_for_what_another_thread_asks_the_directory(found):
@@ -294,7 +310,7 @@ def test_while_one_thread_reports_a_loss_the_others_draw_from_what_is_left(found
         report = other.submit(shards.lose, 1, "killed")
         assert asked.wait(60)
         assert heard(shards) == {0, 2}
-        assert shards.union_limiter.inserted == 30
+        assert shards.limiter.inserted == 30
         assert [(lost.number, lost.rows) for lost in shards.table.lost] == [(1, 30)]
         leave.set()
         report.result(60)
@@ -315,7 +331,7 @@ def test_an_announcement_is_repeated_after_ray_could_not_reach_the_directory(clu
     monkeypatch.setattr("torchreplay.ray.sharded.local_writing.REPEAT", 0.01)
     directory, view = found()
     shards, actor = view("a"), cluster.named["union"]
-    with Expectation(shards):
+    with Expectation(shards.coordinator):
         actor.unreachable = 3
         eventually(lambda: actor.unreachable == 0)
         directory._expecting.clear()  # as after a while
@@ -325,7 +341,7 @@ def test_an_announcement_is_repeated_after_ray_could_not_reach_the_directory(clu
 def test_what_is_said_twice_of_a_checkpoint_counts_once(found):
     directory, _ = found()
     counts = Counts(born=7, streams=2, items=100, batches=10, sampled=100, inserted_before=0, lost_updates=1)
-    said = ({0: 1, 1: 0}, 5, counts, (), tr.MinSize(), 60)
+    said = ({0: 1, 1: 0}, 5, counts, (), tr.MinSize(), {0: 60})
     first, second = directory.restored(*said), directory.restored(*said)
     assert [place.node for place in second.places.values()] == NODES
     assert list(first.places) == list(second.places) == [1, 0, 2]
@@ -335,22 +351,58 @@ def test_what_is_said_twice_of_a_checkpoint_counts_once(found):
 # Who says how many items are admitted.
 
 
-def test_those_who_look_around_do_not_say_how_many_items_are_admitted(found):
+def test_those_who_look_around_do_not_change_how_many_items_are_admitted(found):
     limiter = tr.SamplesPerInsert(2.0, min_size=60, tolerance=0.5)
-    directory, view = found(limiter, 20)
+    directory, view = found(limiter)
     held = [place.actor.it for place in directory.table().places.values()]
+
+    def admitted():
+        return sum(shard._limit for shard in held)
+
+    assert [shard._limit for shard in held] == [30, 30, 30]  # 2 x 90 - 0 draws = 2 x 60 x (1 + 0.5)
     write(view("b"), 10)
     learner, observer = view("a"), view("c")
-    assert [shard._limit for shard in held] == [20, 20, 20]
     learner.exchange()
-    learner.hear(learner.order(dict.fromkeys(range(3), 0), 0), None)
-    said = [shard._limit for shard in held]
-    assert sum(said) == 90  # 2 x 90 - 0 draws = 2 x 60 x (1 + 0.5)
+    assert admitted() == 90
+    learner.limiter.end(40, learner.limiter.begin(40), drawn=True)
+    learner.report()
+    assert admitted() == 110
     for _ in range(2):
-        observer.exchange()
-        assert [shard._limit for shard in held] == said
+        observer.exchange()  # it has not asked before, and has drawn nothing
+        assert admitted() == 110
     observer.set_limiter(tr.SamplesPerInsert(2.0, min_size=30, tolerance=0.5))  # which it hears all shards for
-    assert sum(shard._limit for shard in held) == 45
+    assert admitted() == 45
+
+
+def test_a_learner_that_comes_later_counts_what_others_have_drawn_before_its_own_first_draw(found):
+    _, view = found(tr.SamplesPerInsert(2.0, min_size=10, tolerance=0.5))
+    write(view("a"), 10)
+    learner = view("b")
+    learner.limiter.end(14, learner.limiter.begin(14), drawn=True)
+    learner.report()
+    latecomer = view("c")
+    assert latecomer.limiter.sampled == 14
+    assert latecomer.limiter.needed(8) == learner.limiter.needed(8) == 16  # 2 x 16 - 14 - 8 = 2 x 10 x (1 - 0.5)
+
+
+@pytest.mark.parametrize("limiter", [tr.SamplesPerInsert(2.0, min_size=30, tolerance=0.5), tr.MinSize()])
+def test_a_limit_that_ray_has_lost_on_its_way_is_sent_again_when_a_learner_looks_at_the_table(
+    found, monkeypatch, limiter
+):
+    directory, view = found(tr.SamplesPerInsert(2.0, min_size=60, tolerance=0.5))
+    learner = view("a")
+    learner.exchange()
+    actor = directory.table().places[1].actor
+    assert actor.it._limit == 30
+    actor.unreachable = 99
+    directory.change_limiter(limiter)
+    learner.look()
+    learner.report(8)
+    actor.unreachable = 0
+    assert actor.it._limit == 30
+    monkeypatch.setattr("torchreplay.ray.sharded.coordinator.RESEND", 0.0)
+    learner.look()
+    assert actor.it._limit == (None if limiter == tr.MinSize() else 15)
 
 
 # Where explorers run.
@@ -412,13 +464,13 @@ def test_threads_that_come_first_at_the_same_time_are_one_learner(found, monkeyp
 
     monkeypatch.setattr(directory, "join", join_slowly)
     with ThreadPoolExecutor(2) as threads:
-        first, second = threads.map(lambda _: (shards.union_limiter, shards.stream), range(2))
+        first, second = threads.map(lambda _: (shards.limiter, shards.stream), range(2))
     assert first == second
 
 
 @pytest.mark.parametrize(("limit", "admitted"), [(1, 1), (5, 5), (40, 40)])
 def test_a_shard_that_is_empty_admits_no_more_than_it_may(limit, admitted):
-    shard = Shard(0, Config.of(SPEC, 100, tr.Uniform(), None, None), 1, 0, limit)
+    shard = Shard(0, Config.of(SPEC, 100, tr.Uniform(), None, None), 1, limit)
     shard.open()
     with shard._buffer.writer() as writer:
         while len(shard._buffer) < 100 and writer._admitted():

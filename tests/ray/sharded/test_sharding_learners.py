@@ -5,11 +5,12 @@ import dataclasses
 
 import numpy as np
 import pytest
-from local_cluster import LocalCluster
+from local_cluster import LocalActor, LocalCluster
 from local_shards import SPEC
 
 import torchreplay as tr
 from torchreplay.ray import ShardedReplay
+from torchreplay.ray.sharded.rate_limiter import Totals
 from torchreplay.ray.sharded.shard_actor import Shard
 
 
@@ -53,9 +54,45 @@ def test_what_a_learner_that_is_gone_has_drawn_outlasts_the_shards_that_it_drew_
             assert drawn(replay) == (160, 20, 1)
         latecomer = copied(replay)
         assert drawn(latecomer) == (160, 20, 1)
-        needed = {process._shards.union_limiter.needed(8) for process in (replay, latecomer)}
+        needed = {process._shards.limiter.needed(8) for process in (replay, latecomer)}
         assert len(needed) == 1  # as many items as everyone else waits for
         latecomer.close()
+
+
+@pytest.mark.parametrize("limiter", [tr.SamplesPerInsert(4.0, min_size=50), tr.MinSize(50)], ids=repr)
+def test_the_first_batch_of_a_learner_is_told_though_it_has_just_told_that_it_waits(cluster, limiter):
+    with ShardedReplay(SPEC, 200, limiter=limiter, seed=1) as replay:
+        replay.extend(home=np.zeros(50, int), index=np.arange(50))
+        learner = copied(replay)
+        learner.sample(8)
+        assert drawn(replay) == (8, 1, 1)
+        learner.close()
+
+
+@pytest.mark.parametrize("limiter", [tr.SamplesPerInsert(4.0, min_size=50), tr.MinSize(50)], ids=repr)
+def test_a_draw_asks_each_shard_once_and_waits_for_no_answer_of_the_coordinator(cluster, monkeypatch, limiter):
+    calls, call, wait = [], LocalActor._call, cluster.wait
+
+    def watched(actor, name, args):
+        calls.append(name)
+        return call(actor, name, args)
+
+    def never(asked, num_returns=1, timeout=None):
+        """No answer to a report arrives."""
+        answered = [one for one in asked if not isinstance(one.value, Totals)]
+        return wait(answered, num_returns, timeout)[0], [one for one in asked if one not in answered]
+
+    with ShardedReplay(SPEC, 200, limiter=limiter, seed=1) as replay:
+        replay.extend(home=np.zeros(50, int), index=np.arange(50))
+        replay.sample(8)
+        with monkeypatch.context() as patched:
+            patched.setattr(LocalActor, "_call", watched)
+            patched.setattr(cluster, "wait", never)
+            for _ in range(10):
+                replay.sample(8, timeout=60)
+        assert calls.count("draw") == 10  # of the other node's; this one's takes no message
+        assert calls.count("report") == 10 or (isinstance(limiter, tr.MinSize) and calls.count("report") < 10)
+        assert drawn(replay) == (88, 11, 1)
 
 
 def test_the_share_of_time_that_explorers_wait_is_that_of_those_that_there_are(cluster):

@@ -197,7 +197,7 @@ def test_one_that_cannot_be_attached_is_asked_like_the_others_and_lives_on(clust
         def __init__(self, number, handle):
             raise tr.AttachError("it belongs to another user")
 
-    monkeypatch.setattr("torchreplay.ray.sharded.local_attachment.LocalShard", Refusing)
+    monkeypatch.setattr("torchreplay.ray.sharded.local_shard.LocalShard", Refusing)
     with ShardedReplay(SPEC, 100, sampler=prioritized(), seed=1, nodes=cluster.node_ids[:1]) as replay:
         cluster.ray.get(cluster.ray.remote(write).options(**cluster.on(0)).remote(replay, 0, 0, 30))
         with caplog.at_level(logging.WARNING, "torchreplay.ray"):
@@ -223,7 +223,7 @@ def test_a_shard_that_could_not_be_made_anew_is_tried_again(cluster, monkeypatch
 
     monkeypatch.setattr("torchreplay.ray.sharded.coordinator.Shard", Hungry)
     monkeypatch.setattr("torchreplay.ray.sharded.coordinator.RETRY", 0.1)
-    directory = Coordinator(Config.of(SPEC, 100, None, None, None), [100], cluster.node_ids[:1], True, 0, [None])
+    directory = Coordinator(Config.of(SPEC, 100, None, None, None), [100], cluster.node_ids[:1], True, 0)
     (first,) = directory.open().places
     (tmp_path / "full").touch()
     assert not directory.lost(first, 0, 0, "it was killed").places

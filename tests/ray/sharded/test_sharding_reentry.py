@@ -20,7 +20,7 @@ from torchreplay.segment.waits import Wait
 pytest.importorskip("ray")
 from torchreplay.ray.sharded.local_shard import Gone
 from torchreplay.ray.sharded.priority_updates import Feedback
-from torchreplay.ray.sharded.rate_limiter import GlobalRateLimiter, Rule
+from torchreplay.ray.sharded.rate_limiter import LearnerLimiter, Rule
 from torchreplay.ray.sharded.replies import ReplyCollector
 from torchreplay.ray.sharded.sample_request import SampleRequestStream
 from torchreplay.ray.sharded.sampler import ShardedSampler
@@ -49,7 +49,8 @@ class SlowShard:
     def __init__(self, answer):
         self._hands, self._answer = ThreadPoolExecutor(1), answer
         self._calls = ReplyCollector(lambda number, why: None, str)
-        self.calls, self.waiting, self.dropped = self, threading.Event(), []
+        self.calls = self.coordinator = self
+        self.waiting, self.dropped = threading.Event(), []
 
     def update(self, number, keys, td):
         return self._hands.submit(self._answer)
@@ -115,13 +116,12 @@ class InterruptedShards(LocalShards):
 
     def __init__(self, sizes, sampler):
         super().__init__(sizes, sampler)
-        self._limiter, self.calls = GlobalRateLimiter(Rule(tr.MinSize()), 0), SimpleNamespace(fetch=list)
-        for number, size in enumerate(sizes):
-            self._limiter.count_inserted(number, size)
-        self.hear(self.order(dict.fromkeys(range(len(sizes)), 0), 0), None)
+        self._limiter, self.calls = LearnerLimiter(Rule(tr.MinSize()), 0), SimpleNamespace(fetch=list)
+        self._limiter.count_inserted(dict(enumerate(sizes)))
+        self.hear(self.order(dict.fromkeys(range(len(sizes)), 0)), None)
 
     @property
-    def union_limiter(self):
+    def limiter(self):
         self.looks -= 1
         if self.looks == 0:
             signal.raise_signal(signal.SIGUSR1)
@@ -130,8 +130,7 @@ class InterruptedShards(LocalShards):
     def refresh(self):
         pass
 
-    def draws_here(self, wait):
-        return False
+    local = SimpleNamespace(draws=lambda wait: False)
 
 
 def draws_from(shards):
@@ -151,7 +150,7 @@ def test_while_no_shard_answers_a_draw_keeps_to_its_timeout_and_asks_now_and_the
     shards = InterruptedShards([50, 20], tr.Prioritized())
     draws = draws_from(shards)
     asked = []
-    shards.order = lambda candidates, n, room=None: asked.append(candidates) or {}
+    shards.order = lambda candidates, room=None: asked.append(candidates) or {}
     with pytest.raises(tr.ReplayTimeout, match="no shard has answered with items for a batch of 8 in time"):
         next(stream_of(draws, timeout=0.5)) if streamed else draws.draw(8, None, Wait(shards, 0.5))
     assert 2 < len(asked) < 200

@@ -12,19 +12,19 @@ from local_shards import LocalShards
 from scipy import stats
 
 import torchreplay as tr
+from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.ray.sharded.batch_block import Layout, RecycledMemory, keep
 from torchreplay.ray.sharded.gathering import positions
 from torchreplay.ray.sharded.global_distribution import (
     KEY_BITS,
     MAX_SHARDS,
-    Drawn,
     GlobalDistribution,
     candidates,
     chosen,
     pack,
     unpack,
 )
-from torchreplay.ray.sharded.histograms import merged_histograms
+from torchreplay.ray.sharded.stats import merged_histograms
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.spec import flatten
 
@@ -87,7 +87,7 @@ totals = st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 1e9)), min_size=1, max
 
 @given(totals, st.integers(1, 600), st.integers(0, 2**32 - 1))
 def test_counts_sum_to_the_batch_and_stay_within_what_was_promised(parts, n, seed):
-    union = GlobalDistribution(tuple(Drawn(total, 1, total) for total in parts))
+    union = GlobalDistribution(tuple(TreeSummary(total, 1, total) for total in parts))
     counts = union.counts(n, np.random.default_rng(seed).random(n))
     assert counts.sum() == n
     for total, count, most in zip(parts, counts, union.most(n), strict=True):
@@ -98,14 +98,16 @@ def test_counts_sum_to_the_batch_and_stay_within_what_was_promised(parts, n, see
 
 @given(totals, st.integers(1, 600))
 def test_shards_that_did_not_change_are_asked_for_enough(parts, n):
-    union = GlobalDistribution(tuple(Drawn(total, 1, total) for total in parts))
+    union = GlobalDistribution(tuple(TreeSummary(total, 1, total) for total in parts))
     for slack in (0.0, 1 / 64, 1.0):
         asked = candidates(parts, n, slack)
         assert all(most <= count <= n for most, count in zip(union.most(n), asked, strict=True))
 
 
 def test_counts_are_the_shards_shares_on_average():
-    union = GlobalDistribution((Drawn(1e-3, 1, 1e-3), Drawn(7.3, 9, 0.1), Drawn(0.0, 0, 0.0), Drawn(92.7, 3, 1.0)))
+    union = GlobalDistribution(
+        (TreeSummary(1e-3, 1, 1e-3), TreeSummary(7.3, 9, 0.1), TreeSummary(0.0, 0, 0.0), TreeSummary(92.7, 3, 1.0))
+    )
     chance, n, batches = np.random.default_rng(0), 10, 20_000
     mean = np.mean([union.counts(n, chance.random(n)) for _ in range(batches)], axis=0)
     share = np.array([part.total for part in union.parts]) / union.total
@@ -117,7 +119,7 @@ def test_counts_are_the_shards_shares_on_average():
 @pytest.mark.parametrize("weights", ["buffer", "batch", "none"])
 def test_weights_are_those_of_the_published_formula_over_the_union(weights):
     leaves = [np.array([0.5, 2.0, 8.0]), np.array([]), np.array([0.25, 4.0])]
-    parts = tuple(Drawn(x.sum(), len(x), x.min(initial=np.inf) if len(x) else 0.0) for x in leaves)
+    parts = tuple(TreeSummary(x.sum(), len(x), x.min(initial=np.inf) if len(x) else 0.0) for x in leaves)
     whole = np.concatenate(leaves)
     probability = whole / whole.sum()
     given_ones = probability[[0, 2, 2, 4]]

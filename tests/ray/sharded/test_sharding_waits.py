@@ -21,7 +21,7 @@ def replay(monkeypatch):
     cluster = LocalCluster(monkeypatch, a=2, b=2)
     with ShardedReplay(SPEC, 200, limiter=tr.MinSize(50), seed=1) as replay:
         yield replay
-        replay._shards.detach()
+        replay._shards.local.release()
     cluster.close()
 
 

@@ -105,7 +105,7 @@ def equal_rows(
     """Returns what was given as `[n, *stored_shape]` by column name. The last column says n; one row stands for all n.
 
     Args:
-        columns: Of which all are needed.
+        columns: All of them must be given.
         values: By name, and others too.
         priorities: One for each row, or None.
 

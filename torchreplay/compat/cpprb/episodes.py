@@ -14,8 +14,7 @@ from torchreplay.compat.cpprb.columns import Column, equal_rows
 class SelectiveReplayBuffer:
     """Holds episodes in the memory of this process, in float64, until it is full; then it takes no more.
 
-    It is no ring, and shares nothing: an episode in the midst can be deleted, which a shared ring could not do. cpprb
-    has kept it from its early versions.
+    It is no ring and shares nothing, because any episode can be deleted. cpprb has it from its early versions.
 
     Args:
         episode_len: Transitions of an episode, at most.

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 class Indexes(np.ndarray[Any, np.dtype[np.int64]]):
     """Slots of transitions, int64 `[n]`, with the keys of the rows that were drawn there.
 
-    Slots are used again, keys never. So feedback for rows that have been overwritten since can be told and dropped.
+    Slots are used again, keys never. So feedback for rows that have been overwritten since is dropped.
     Parts (`indexes[mask]`), copies, casts to other integers and pickles keep the keys. Plain numbers have none.
     """
 

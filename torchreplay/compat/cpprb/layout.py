@@ -105,6 +105,6 @@ class Layout(ABC):
 def rows_with_spare(size: int, rows_of_an_episode: int) -> int:
     """Returns how many rows hold `size` transitions in episodes that each take some rows more.
 
-    Up to 4,096 transitions fit whatever the episodes are, beyond that a sixteenth of them may begin an episode.
+    Up to 4,096 transitions fit in episodes of any length. Of more, a sixteenth may begin an episode.
     """
     return size + rows_of_an_episode * max(min(size, SPARE_ROWS), size // 16)

@@ -135,7 +135,7 @@ class NstepLayout(Layout):
         return tr.Transitions(self.steps, self._gamma, observation, REWARDS, TERMINATED, TRUNCATED)
 
     def rows(self, size: int) -> int:
-        """Returns how many rows hold `size` transitions, and the steps of those that are not complete."""
+        """Returns how many rows hold `size` transitions, and the steps that complete none yet."""
         return rows_with_spare(size, 1) + self.steps
 
     def as_fields(self, values: Mapping[str, Any], priorities: NDArray[Any] | None) -> dict[str, NDArray[Any]]:

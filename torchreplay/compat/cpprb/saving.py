@@ -46,7 +46,7 @@ def load_columns(file: str | Path | IO[bytes], nstep: bool) -> dict[str, NDArray
     """
     with np.load(file, allow_pickle=False) as data:
         ours = "torchreplay" in data
-        if not ours and "version" not in data:
+        if not ours and not {"version", "Nstep"} <= set(data):
             raise ValueError("the file holds no transitions that save_transitions has written")
         version, stored = (data["torchreplay"], data["nstep"]) if ours else (data["version"], data["Nstep"])
         if int(version) != VERSION:

@@ -39,7 +39,7 @@ def train(
         batch_size: Of the samples.
         n_warmups: Steps before the first sample.
         after_step: `after_step(obs, action, what_step_returned, step, episode)` returns the transition; None: `obs`,
-            `act`, `rew`, `next_obs`, `done`, of which `done` says that the episode has terminated.
+            `act`, `rew`, `next_obs` and `done`. `done` says that the episode has terminated.
         done_check: Says of a transition whether the episode ends there; None: the environment does.
         obs_update: Returns the next observation of a transition; None: its `next_obs`.
         rew_sum: Adds a transition's reward to the episode's; None: `rew` is added.

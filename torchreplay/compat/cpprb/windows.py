@@ -1,9 +1,8 @@
 """The layout of `next_of` and `stack_compress`: observations and frames are stored once.
 
-A transition's row holds its values and the newest frame that comes with them: that of the next observation for columns
-of `next_of`, else the last one of the stack. The K rows before hold the other frames, K being the largest stack. So a
-transition is a window of K + 1 rows, which `torchreplay.Sequences` draws. An episode begins with K rows that hold the
-frames of its first stack.
+A transition's row holds its values and one frame: of the next observation for columns of `next_of`, else the newest of
+the stack. The K rows before hold the other frames, K being the largest stack. So a transition is a window of K + 1
+rows, which `torchreplay.Sequences` draws. An episode begins with K rows that hold the frames of its first stack.
 """
 
 from __future__ import annotations

@@ -1,35 +1,22 @@
-"""What an `Evaluator` has found, and where it stands: shared memory between its worker and the program."""
+"""What an `Evaluator` has found: an `Evaluation` each time, kept where its worker's death does not reach it."""
 
 from __future__ import annotations
 
 import math
-import mmap
-from dataclasses import asdict, dataclass
+import os
+import weakref
+from collections.abc import Iterator
+from dataclasses import asdict, astuple, dataclass
+from functools import cached_property
+from struct import Struct
 from typing import Any, Final
 
-import numpy as np
-import numpy.typing as npt
+from torchreplay.segment.handle import Handle, lasting_handle, make_handle, new_nonce, open_handle
 
-from torchreplay.ray.workers.shared_state import SharedState
+_WHAT: Final = "log of evaluations"
 
-_KEPT: Final = 256
-"""Evaluations in shared memory; the program collects them ten times a second."""
-
-_HEADER: Final = np.dtype(
-    [("count", np.int64), ("wanted", np.int64), ("best_return", np.float64), ("best_version", np.int64)]
-)
-_SCORE: Final = np.dtype(
-    [
-        ("version", np.int64),
-        ("episodes", np.int64),
-        ("mean_return", np.float64),
-        ("std_return", np.float64),
-        ("min_return", np.float64),
-        ("max_return", np.float64),
-        ("seconds", np.float64),
-        ("best", np.int64),
-    ]
-)
+_RECORD: Final = Struct("=qi5d?3xd")
+"""An `Evaluation`, and the best mean until then. Its 64 bytes cross no page, so that a kill leaves no half of one."""
 
 
 @dataclass(frozen=True)
@@ -67,97 +54,54 @@ class Evaluation:
         )
 
 
-class EvaluationLog(SharedState):
-    """The last evaluations, the best, and the version that the program waits for.
+class EvaluationLog:
+    """All evaluations, oldest first: a file in memory that only grows. It pickles to its address on this node.
 
-    The worker is the only writer of all but `wanted`, the program of that. What a killed worker had found is here.
-
-    Args:
-        best_return: What an evaluation has to surpass to be the best.
+    The worker adds an evaluation by one system call, which waits for nobody. What it has added outlives it.
     """
 
-    what = "evaluations"
+    def __init__(self) -> None:
+        self._fd = os.memfd_create(f"torchreplay-{_WHAT.replace(' ', '-')}", os.MFD_CLOEXEC)
+        self._handle = make_handle(self._fd, new_nonce())
+        weakref.finalize(self, os.close, self._fd)
 
-    def __init__(self, best_return: float = -math.inf) -> None:
-        super().__init__(_HEADER.itemsize + _KEPT * _SCORE.itemsize)
-        self._header["wanted"] = self._header["best_version"] = -1
-        self._header["best_return"] = best_return
+    @cached_property
+    def _fd(self) -> int:  # at the first use: workers on other nodes have no use for it
+        fd = open_handle(self._handle, _WHAT, grows=True)
+        weakref.finalize(self, os.close, fd)
+        return fd
 
-    def lay_out(self, memory: mmap.mmap) -> None:
-        """Names the parts of the memory."""
-        self._header: npt.NDArray[np.void] = np.frombuffer(memory, _HEADER, count=1)
-        self._ring: npt.NDArray[np.void] = np.frombuffer(memory, _SCORE, offset=_HEADER.itemsize)
+    def __len__(self) -> int:
+        return os.fstat(self._fd).st_size // _RECORD.size
 
-    def told(self, index: int) -> bytes:
-        """Returns the evaluations, the best, and how many there are."""
-        return self._header.tobytes() + self._ring.tobytes()
+    def add(self, evaluation: Evaluation, best_return: float) -> None:
+        """Notes an evaluation, and the best mean return so far."""
+        os.pwritev(self._fd, [_RECORD.pack(*astuple(evaluation), best_return)], 0, os.RWF_APPEND)
 
-    def hear(self, index: int, told: bytes) -> None:
-        """Takes over the evaluations, the best, and how many there are."""
-        header = np.frombuffer(told, _HEADER, count=1)
-        self._ring[:] = np.frombuffer(told, _SCORE, offset=_HEADER.itemsize)
-        for name in ("best_version", "best_return", "count"):  # in this order: see `add`
-            self._header[name] = header[name]
-
-    def orders(self, index: int) -> bytes:
-        """Returns the version that the program waits for."""
-        return self._header["wanted"].tobytes()
-
-    def obey(self, index: int, orders: bytes) -> None:
-        """Takes over the version that the program waits for."""
-        self._header["wanted"] = np.frombuffer(orders, np.int64)
+    def since(self, number: int) -> list[Evaluation]:
+        """Returns the evaluations from this number on; the first has the number 0."""
+        return [Evaluation(*record[:-1]) for record in self._records(number)]
 
     @property
-    def count(self) -> int:
-        """Evaluations until now."""
-        return int(self._header["count"][0])
+    def best_return(self) -> float:
+        """The best mean return, as it was noted with the last evaluation; minus infinity before the first."""
+        return max((float(record[-1]) for record in self._records(-1)), default=-math.inf)
 
     @property
     def last_version(self) -> int:
         """The version that was evaluated last; -1 before the first."""
-        return int(self._ring[(self.count - 1) % _KEPT]["version"]) if self.count else -1
+        return max((int(record[0]) for record in self._records(-1)), default=-1)
 
-    @property
-    def best_return(self) -> float:
-        """The best mean return; minus infinity before the first."""
-        return float(self._header["best_return"][0])
+    def _records(self, start: int) -> Iterator[tuple[Any, ...]]:
+        places = range(len(self))[start:]
+        return _RECORD.iter_unpack(os.pread(self._fd, len(places) * _RECORD.size, places.start * _RECORD.size))
 
-    @property
-    def wanted(self) -> int:
-        """The version that the program waits for; -1 if it never waited."""
-        return int(self._header["wanted"][0])
+    def __reduce__(self) -> tuple[object, tuple[Handle]]:
+        return attached_log, (lasting_handle(self._fd, self._handle.nonce, self._handle),)
 
-    @wanted.setter
-    def wanted(self, version: int) -> None:
-        self._header["wanted"] = version
 
-    def is_best(self, version: int, mean_return: float) -> bool:
-        """Whether this surpasses all before, or is the best itself, found again by a killed worker's successor."""
-        return mean_return > self.best_return or version == int(self._header["best_version"][0])
-
-    def raise_best(self, version: int, mean_return: float) -> None:
-        """Notes weights that a killed worker has saved as the best; those known to be better stay."""
-        if mean_return > self.best_return:
-            self._header["best_version"] = version  # first: a successor finds it again, see `is_best`
-            self._header["best_return"] = mean_return
-
-    def add(self, evaluation: Evaluation) -> None:
-        """Notes an evaluation."""
-        if evaluation.best:
-            self.raise_best(evaluation.version, evaluation.mean_return)
-        count = self.count
-        self._ring[count % _KEPT] = tuple(evaluation.as_dict().values())
-        self._header["count"] = count + 1  # last: a reader of the count finds the evaluation written
-
-    def since(self, count: int) -> tuple[list[Evaluation], int]:
-        """Returns the evaluations from number `count` on, oldest first, and how many there are in all.
-
-        Of very many the oldest are gone.
-        """
-        end = self.count
-        places = range(max(count, end - _KEPT + 1), end)  # the next one may be on its way
-        return [self._at(place % _KEPT) for place in places], end
-
-    def _at(self, place: int) -> Evaluation:
-        figures: dict[str, Any] = dict(zip(_SCORE.names or (), self._ring[place].tolist(), strict=True))
-        return Evaluation(**figures | {"best": bool(figures["best"])})
+def attached_log(handle: Handle) -> EvaluationLog:
+    """Returns the log of that handle. Pickles name it: see `torchreplay.buffer.replay_buffer.attached`."""
+    log = EvaluationLog.__new__(EvaluationLog)
+    log._handle = handle
+    return log

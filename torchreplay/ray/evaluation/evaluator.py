@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from torchreplay.buffer.base import Replay
 from torchreplay.buffer.replay_buffer import ReplayBuffer
 from torchreplay.errors import ReplayTimeout
 from torchreplay.ray.evaluation.evaluation_log import Evaluation, EvaluationLog
-from torchreplay.ray.evaluation.evaluator_task import Evaluate, EvaluatorTask
+from torchreplay.ray.evaluation.evaluator_task import Evaluate, EvaluatorTask, Results
 from torchreplay.ray.evaluation.model_checkpoints import ModelCheckpoints
 from torchreplay.ray.workers.explorer_stats import State
 from torchreplay.ray.workers.named import Fillable, OneOrNamed, named_buffers
@@ -169,23 +168,23 @@ class Evaluator(WorkerPool):
             else ModelCheckpoints(checked_path("directory", directory).absolute(), save_every, buffers)
         )
         self.weights = weights
-        self._scores = EvaluationLog() if saving is None else EvaluationLog(saving.best()[1])
-        self._work = EvaluatorTask(evaluate, module, weights, seed, every, every_seconds, self._scores, saving)
+        self._results = Results(EvaluationLog(), saving, saving.best()[1] if saving else -math.inf)
+        self._work = EvaluatorTask(evaluate, module, weights, seed, every, every_seconds, self._results)
         self._evaluations: tuple[Evaluation, ...] = ()
-        self._collected = 0
-        self._collecting = threading.RLock()  # a signal's handler may ask while its own thread does
+        self._logged = 0
 
     @property
     def evaluations(self) -> Sequence[Evaluation]:
         """All results, oldest first."""
-        self._collect()
-        return self._evaluations
+        known = self._evaluations  # another thread, or a signal's handler, may be reading on from here, too
+        self._evaluations = known = (*known, *self._results.log.since(len(known)))
+        return known
 
     @property
     def latest(self) -> Evaluation | None:
         """The last result; None before the first."""
-        self._collect()
-        return self._evaluations[-1] if self._evaluations else None
+        evaluations = self.evaluations
+        return evaluations[-1] if evaluations else None
 
     @property
     def best(self) -> Evaluation | None:
@@ -209,7 +208,6 @@ class Evaluator(WorkerPool):
         newest = self.weights.version
         start = told = time.monotonic()
         version = newest if version is None else checked_int("version", version, 0, newest)
-        self._scores.wanted = max(version, self._scores.wanted)
         while True:
             latest = self.latest
             if latest is not None and latest.version >= version:
@@ -220,6 +218,7 @@ class Evaluator(WorkerPool):
                 raise RuntimeError(f"the evaluator does not run: start() it to have version {version} evaluated")
             if supervisor.all_failing:
                 raise EvaluatorFailed(f"the evaluator fails again and again\n{self._report()}")
+            supervisor.board.wanted = max(version, supervisor.board.wanted)
             if timeout is not None and time.monotonic() - start >= timeout:
                 raise ReplayTimeout(f"version {version} was not evaluated within {timeout} s: {self!r}")
             if time.monotonic() - told >= LOG_EVERY:
@@ -230,11 +229,12 @@ class Evaluator(WorkerPool):
     def stats(self) -> EvaluatorStats:
         """How it is doing; how it was when it was stopped."""
         (worker,) = self._worker_stats()
-        last, best = self._scores.last_version, self._scores.best_return
+        log = self._results.log
+        last, best = log.last_version, max(self._results.surpass, log.best_return)
         return EvaluatorStats(
             state=worker.state,
             pid=worker.pid,
-            evaluations=self._scores.count,
+            evaluations=len(log),
             version=last,
             versions_behind=self.weights.version - last if last >= 0 else 0,
             best_return=best if math.isfinite(best) else math.nan,
@@ -248,22 +248,8 @@ class Evaluator(WorkerPool):
         return self._work
 
     def _listen(self) -> None:
-        # A thread that collects at this moment may wait for this thread's end, in a signal's handler.
-        self._collect(wait=False)
-
-    def _collect(self, wait: bool = True) -> None:
-        """Takes in what was found since the last time, and logs it."""
-        if not self._collecting.acquire(blocking=wait):
-            return
-        try:
-            begun = -1
-            while begun != self._collected:  # else a signal's handler has collected meanwhile
-                begun = self._collected
-                new, end = self._scores.since(begun)
-            self._evaluations, self._collected = (*self._evaluations, *new), end
-        finally:
-            self._collecting.release()
-        for evaluation in new:
+        for evaluation in self.evaluations[self._logged :]:
+            self._logged += 1
             logger.info("%s", evaluation)
 
     def __repr__(self) -> str:

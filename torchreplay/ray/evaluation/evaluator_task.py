@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,12 +14,11 @@ from torch import nn
 
 from torchreplay.ray.evaluation.evaluation_log import Evaluation, EvaluationLog
 from torchreplay.ray.evaluation.model_checkpoints import ModelCheckpoints, content_of
-from torchreplay.ray.workers.worker_table import WorkerTable
+from torchreplay.ray.workers.worker_process import Run
 
 if TYPE_CHECKING:
-    from torchreplay.ray.workers.shared_state import SharedState
-    from torchreplay.ray.workers.state_replica import StateReplica
     from torchreplay.ray.workers.worker_process import Launch
+    from torchreplay.ray.workers.worker_table import WorkerTable
     from torchreplay.weights.shared_weights import SharedWeights
 
 Evaluate = Callable[[Any, int], Any]
@@ -27,6 +26,37 @@ Evaluate = Callable[[Any, int], Any]
 
 _LOOK_EVERY: Final = 0.02
 """Seconds between looks at the weights' version while no evaluation is due."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """What an evaluator has found and saved, on the node on which it was made.
+
+    Attributes:
+        log: What was found.
+        saving: What is saved, if anything.
+        surpass: The mean return that the first best has to surpass.
+    """
+
+    log: EvaluationLog
+    saving: ModelCheckpoints | None
+    surpass: float
+
+    def begin(self) -> tuple[int, int, int, float]:
+        """Returns the number of evaluations, the last version, and the best: its version and its mean return.
+
+        The best has a version only if a worker before this one has saved it, and was killed before it could say so.
+        """
+        best = -1, max(self.surpass, self.log.best_return)
+        saved = best if self.saving is None else self.saving.best()
+        return len(self.log), self.log.last_version, *(saved if saved[1] > best[1] else best)
+
+    def add(self, evaluation: Evaluation, best_return: float, names: list[str], content: bytes) -> None:
+        """Saves `content` under these names, and notes an evaluation; may be called again with the same."""
+        if names and self.saving is not None:  # first: what is reported as saved is saved
+            self.saving.write(names, content)
+        if evaluation.version > self.log.last_version:
+            self.log.add(evaluation, best_return)
 
 
 @dataclass(frozen=True)
@@ -40,8 +70,7 @@ class EvaluatorTask:
         seed: Of every evaluation.
         every: Versions from one evaluation to the next; None for no matter.
         every_seconds: Seconds from one to the next; None for no matter.
-        scores: Where results go.
-        saving: What is saved, if anything.
+        helper: Where results go.
     """
 
     evaluate: Evaluate
@@ -50,40 +79,27 @@ class EvaluatorTask:
     seed: int
     every: int | None
     every_seconds: float | None
-    scores: EvaluationLog
-    saving: ModelCheckpoints | None
+    helper: Results
 
-    @property
-    def pages(self) -> Sequence[SharedState]:
-        """What was found."""
-        return (self.scores,)
-
-    @property
-    def helper(self) -> ModelCheckpoints | None:
-        """What saves: files, and the buffer, are on the evaluator's own node."""
-        return self.saving
-
-    def run(self, launch: Launch, board: WorkerTable, mirror: StateReplica | None = None) -> EvaluatorRun:
+    def run(self, launch: Launch, board: WorkerTable, helper: Any = None) -> EvaluatorRun:
         """Returns a run that is ready to begin."""
-        return EvaluatorRun(self, board, mirror)
+        return EvaluatorRun(self, board, helper or self.helper)
 
     def __repr__(self) -> str:
         return repr(self.evaluate)
 
 
-class EvaluatorRun:
-    """One run of an evaluator's worker."""
+class EvaluatorRun(Run):
+    """One run of an evaluator's worker. It does not notice a stop: an evaluation that is stopped is worth nothing."""
 
-    noticed_stop = False  # an evaluation that is stopped is worth nothing: no need to wait for its end
-
-    def __init__(self, work: EvaluatorTask, board: WorkerTable, mirror: StateReplica | None) -> None:
-        self._work, self._board, self._mirror = work, board, mirror
+    def __init__(self, work: EvaluatorTask, board: WorkerTable, results: Results) -> None:
+        self._work, self._board, self._results = work, board, results
         self._entry = board.entries[0]
         self._began = time.monotonic()
 
     def __call__(self) -> None:
         """Evaluates until it is stopped."""
-        self._remember_best()
+        self._count, self._version, self._best_version, self._best_return = self._results.begin()
         made = self._work.module
         module = made if isinstance(made, nn.Module) else made()
         if not isinstance(module, nn.Module):
@@ -95,20 +111,13 @@ class EvaluatorRun:
             else:
                 time.sleep(_LOOK_EVERY)
 
-    def give_up(self) -> None:
-        """It waits for nobody."""
-
-    def close(self) -> None:
-        """Nothing is left open."""
-
     def _is_due(self) -> bool:
-        work = self._work
-        newest, last = work.weights.version, work.scores.last_version
+        work, newest, last = self._work, self._work.weights.version, self._version
         if newest <= last:
             return False
         waited = time.monotonic() - self._began
         return (
-            last < max(0, work.scores.wanted)
+            last < self._board.wanted
             or (work.every is not None and newest - last >= work.every)
             or (work.every_seconds is not None and waited >= work.every_seconds)
         )
@@ -130,30 +139,19 @@ class EvaluatorRun:
             min_return=float(returns.min()),
             max_return=float(returns.max()),
             seconds=time.monotonic() - self._began,
-            best=work.scores.is_best(version, mean),
+            best=mean > self._best_return or version == self._best_version,
         )
-        if work.saving is not None:  # first: what is reported as saved is saved
-            self._save(work.saving, module, evaluation)
-        work.scores.add(evaluation)
-        self._entry["weight_version"] = version
+        self._note(evaluation, module)
+
+    def _note(self, evaluation: Evaluation, module: nn.Module) -> None:
+        saving = self._work.helper.saving
+        names = [] if saving is None else saving.due(evaluation, self._count + 1)
+        content = content_of(module, evaluation) if names else b""
+        best_return = max(self._best_return, evaluation.mean_return)
+        self._results.add(evaluation, best_return, names, content)
+        self._count, self._version, self._best_return = self._count + 1, evaluation.version, best_return
+        self._entry["weight_version"] = evaluation.version
         self._entry["episodes"] += 1
-
-    def _remember_best(self) -> None:
-        """Takes in what a worker before this one has saved, and was killed before it could say so."""
-        saving = self._work.saving
-        if saving is not None:
-            best = saving.best() if self._mirror is None else self._mirror.help("best")
-            self._work.scores.raise_best(*best)
-
-    def _save(self, saving: ModelCheckpoints, module: nn.Module, evaluation: Evaluation) -> None:
-        names = saving.due(evaluation, self._work.scores.count + 1)
-        if not names:
-            return
-        content = content_of(module, evaluation)
-        if self._mirror is None:
-            saving.write(names, content)
-        else:
-            self._mirror.help("write", names, content)
 
 
 def _seed_everything(seed: int) -> None:

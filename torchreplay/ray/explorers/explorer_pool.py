@@ -15,7 +15,6 @@ from torchreplay.ray.workers.explorer_stats import ExplorerStats
 from torchreplay.ray.workers.named import Fillable, OneOrNamed, named_buffers, named_weights
 from torchreplay.ray.workers.placement import OverShards, Placement
 from torchreplay.ray.workers.resources import BackendName, WorkerResources
-from torchreplay.ray.workers.supervisor import Mark
 from torchreplay.ray.workers.worker_pool import WorkerPool
 from torchreplay.validation import checked_int, checked_number
 
@@ -125,7 +124,7 @@ class ExplorerPool(WorkerPool):
                 buffer.handle()
         return self._work
 
-    def _expect_writers(self) -> Mark:
+    def _expect_writers(self) -> ExitStack:
         with ExitStack() as marks:  # which withdraws the first ones if another cannot be made
             for buffer in self._buffers:
                 marks.enter_context(buffer.expect_writers())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any
 from torchreplay.ray.explorers.explorer_context import ExplorerContext
 from torchreplay.ray.remote.remote_buffer import RemoteBuffer
 from torchreplay.ray.workers.named import Fillable, OneOrNamed, named_buffers
-from torchreplay.ray.workers.worker_process import Launch
+from torchreplay.ray.workers.worker_process import Launch, Run
 from torchreplay.ray.workers.worker_table import WorkerTable
 
 if TYPE_CHECKING:
-    from torchreplay.ray.workers.shared_state import SharedState
-    from torchreplay.ray.workers.state_replica import StateReplica
     from torchreplay.weights.shared_weights import SharedWeights
 
 Explore = Callable[[ExplorerContext], object]
@@ -38,16 +36,9 @@ class ExplorerTask:
     weights: OneOrNamed[SharedWeights] | None
     max_weight_sync_delay: int
 
-    @property
-    def pages(self) -> Sequence[SharedState]:
-        """None: the explorers write to the table themselves."""
-        return ()
+    helper = None
 
-    @property
-    def helper(self) -> None:
-        """None: all that they need they do themselves."""
-
-    def run(self, launch: Launch, board: WorkerTable, mirror: StateReplica | None = None) -> ExplorerRun:
+    def run(self, launch: Launch, board: WorkerTable, helper: None = None) -> ExplorerRun:
         """Returns a run that is ready to begin."""
         ctx = ExplorerContext(
             self.buffer,
@@ -66,7 +57,7 @@ class ExplorerTask:
 
 
 @dataclass(frozen=True)
-class ExplorerRun:
+class ExplorerRun(Run):
     """One run of an explorer."""
 
     explore: Explore

@@ -163,6 +163,11 @@ class _Seat:
             ends = np.concatenate([ends, _ends_of(chunk, before, keys)])
         place.finish(chunk.number, ends)
 
+    def truncate(self, there: npt.NDArray[np.int64]) -> None:
+        """Ends the episodes whose last rows have these keys where they were collected, and are in the buffer."""
+        ends = self.place.ends()
+        self.writer._truncate(ends["here"][np.isin(ends["there"], there + 1)] - 1)
+
     def _count_written(self, keys: npt.NDArray[np.int64]) -> int:
         """How many rows of the chunk under way are in the buffer: of the last one that got a key it has to be seen.
 
@@ -259,9 +264,11 @@ class Ingest:
             return Answer(refusal=f"the rows of this writer cannot be written: {error}")
         return Answer(seat.place.written, ending=self._ending)
 
-    def enter(self, source: Source) -> None:
-        """Takes a writer in before its first rows: a learner that waits knows that some may come."""
-        self.look([source])
+    def truncate(self, source: Source, there: npt.NDArray[np.int64]) -> None:
+        """Ends the episodes of a writer whose last rows have these keys where they were collected."""
+        self._heard = time.monotonic()
+        if not self._ending and self._claim():
+            self._seat(source).truncate(there)
 
     def depart(self, source: Source) -> None:
         """Forgets a writer that is closed."""
@@ -273,7 +280,7 @@ class Ingest:
         elif not self._ending and self._claim():  # of one that the process before this knew, it may have a place
             self._ledger.forget(source.writer)
 
-    # Of the group "calls".
+    # Of the group "calls", but that a writer comes in front of its rows: a learner that waits knows that some may come.
 
     def describe(self) -> tuple[str, str]:
         """Returns the description of the buffer, "" when nobody can attach, and why nobody should write, or ""."""
@@ -290,10 +297,6 @@ class Ingest:
                 with suppress(MemoryError, RuntimeError):  # which its first chunk is answered with
                     self._seat(source)
         return self._ending
-
-    def count(self) -> int:
-        """Returns the number of rows held."""
-        return len(self._buffer)
 
     def stats(self) -> Stats:
         """Returns the buffer's counters."""

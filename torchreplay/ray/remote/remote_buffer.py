@@ -16,6 +16,7 @@ from torchreplay.ray.remote.ingest_actor import Ingest
 from torchreplay.ray.remote.row_sender import RowSender
 from torchreplay.ray.remote.send_buffer import SendBuffer
 from torchreplay.ray.runtime.node_actor import NodeActor
+from torchreplay.schema.casting import cast_values
 from torchreplay.schema.config import Config, Configured
 from torchreplay.schema.limiters import Limiter
 from torchreplay.schema.views import View
@@ -39,17 +40,17 @@ class RemoteWriter(Writer):
 
     def __init__(
         self,
-        courier: RowSender,
+        sender: RowSender,
         config: Config,
         num_envs: int | None,
         autoreset: Autoreset,
         buffer_closed: threading.Event | None = None,
     ) -> None:
         roles_of(config, num_envs, autoreset)  # raises before anybody hears of a writer that there will not be
-        self._courier = courier
+        self._sender = sender
         self._buffer_closed = buffer_closed or threading.Event()
-        self._outbox: SendBuffer = courier.open(config, num_envs or 1)
-        self._leave = weakref.finalize(self, courier.leave, self._outbox)
+        self._outbox: SendBuffer = sender.open(config, num_envs or 1)
+        self._leave = weakref.finalize(self, sender.leave, self._outbox)
         super().__init__(self._outbox.segment, config, num_envs, autoreset)
         _open_writers.add(self)
 
@@ -73,6 +74,18 @@ class RemoteWriter(Writer):
         self._require_open_buffer()
         super().step(*args, **fields)
 
+    def end_episode(self, mask: Any = None) -> None:
+        """Ends the running episode, as `Writer.end_episode` does, and returns when the buffer knows.
+
+        Raises:
+            ValueError: The view is `Rows()`, or the mask does not fit.
+            Stopped, RuntimeError: As `flush`.
+        """
+        self._require_open_buffer()
+        ends = self._end_episode(mask)
+        if len(ends):
+            self._sender.truncate(self._outbox, ends.numpy())
+
     @property
     def refused(self) -> bool:
         """Whether its rows are taken no more although the buffer is there."""
@@ -87,7 +100,7 @@ class RemoteWriter(Writer):
             ValueError: The writer is closed.
         """
         super().flush()
-        self._courier.flush(self._outbox)
+        self._sender.flush(self._outbox)
 
     def close(self) -> None:
         """Flushes, unless the buffer was stopped, and gives up the writer's place. Idempotent.
@@ -100,7 +113,7 @@ class RemoteWriter(Writer):
         super().close()  # first: while another thread is in a call, nothing is given up
         try:
             with suppress(Stopped):
-                self._courier.flush(self._outbox)
+                self._sender.flush(self._outbox)
         finally:
             self._leave()
 
@@ -109,7 +122,7 @@ class RemoteWriter(Writer):
             self._refuse_closed_buffer()
 
     def _wait(self, stalled: bool) -> None:
-        self._courier.make_room(self._outbox, self._admitted)
+        self._sender.make_room(self._outbox, self._admitted)
 
 
 @attaches_remote("buffer")
@@ -131,7 +144,7 @@ class RemoteBuffer(Configured):
     def __init__(self, handle: Handle, view: View | None = None) -> None:
         self._handle = handle
         self._given_view = view
-        self._home = NodeActor(handle.node, Ingest, f"torchreplay-ingest-{handle.nonce:016x}", (handle, view))
+        self._actor = NodeActor(handle.node, Ingest, f"torchreplay-ingest-{handle.nonce:016x}", (handle, view))
         self._connecting = threading.Lock()
         self._connection: tuple[Config, RowSender] | None = None
         self._local = threading.local()
@@ -142,15 +155,15 @@ class RemoteBuffer(Configured):
     def _connected(self) -> tuple[Config, RowSender]:
         if self._connection is None:
             self._require_open()
-        self._home.require_own_process()
+        self._actor.require_own_process()
         with self._connecting:
             if self._connection is None:
-                text, ending = self._home.ask("describe")
+                text, ending = self._actor.ask("describe")
                 if not text:
                     raise AttachError(ending)
-                config, courier = Config.from_text(text).with_functions(self._given_view), RowSender(self._home, ending)
-                weakref.finalize(self, courier.close)
-                self._connection = config, courier
+                config, sender = Config.from_text(text).with_functions(self._given_view), RowSender(self._actor, ending)
+                weakref.finalize(self, sender.close)
+                self._connection = config, sender
             return self._connection
 
     def _require_open(self) -> None:
@@ -159,14 +172,14 @@ class RemoteBuffer(Configured):
 
     def _ask(self, question: str) -> Any:
         self._require_open()
-        return self._home.ask(question)
+        return self._actor.ask(question)
 
     @property
     def _config(self) -> Config:  # type: ignore[override]  # nobody sets it: connecting brings it
         return self._connected()[0]
 
     @property
-    def _courier(self) -> RowSender:
+    def _sender(self) -> RowSender:
         self._require_open()
         return self._connected()[1]
 
@@ -180,10 +193,11 @@ class RemoteBuffer(Configured):
             ValueError: As there.
             RuntimeError: This process was forked off one of Ray's, or rows can no longer be sent from it.
         """
-        return RemoteWriter(self._courier, self._config, num_envs, autoreset, self._closed)
+        return RemoteWriter(self._sender, self._config, num_envs, autoreset, self._closed)
 
-    def extend(self, /, *args: Any, priority: Any = None, **fields: Any) -> None:
+    def extend(self, /, *args: Any, priority: Any = None, casting: Any = "same_kind", **fields: Any) -> None:
         """Writes n rows or episodes, as `ReplayBuffer.extend` does, and returns when they are in the buffer."""
+        fields = cast_values(self._config.fields, fields, casting)
         num_envs = self._config.num_envs_of(fields)
         if num_envs is not None:
             with self.writer(num_envs) as block_writer:
@@ -216,7 +230,7 @@ class RemoteBuffer(Configured):
     @property
     def stopped(self) -> bool:
         """Whether the buffer was stopped, or is gone: known about half a second later. Costs nothing."""
-        return bool(self._courier.ending)
+        return bool(self._sender.ending)
 
     def close(self) -> None:
         """Lets this object's writers of `extend` go; using it again is a `RuntimeError`. Idempotent.
@@ -264,7 +278,7 @@ class RemoteBuffer(Configured):
 
     def __len__(self) -> int:
         """Returns the number of rows held; asks the buffer's node."""
-        return int(self._ask("count"))
+        return self.stats().size
 
     def __bool__(self) -> bool:
         return True

@@ -20,7 +20,7 @@ from torchreplay.ray.runtime.session import import_ray
 from torchreplay.segment.handle import Handle
 from torchreplay.segment.remote_handles import attaches_remote
 from torchreplay.weights.module_state import load_copies
-from torchreplay.weights.shared_weights import Entry, SharedWeights, attached_weights
+from torchreplay.weights.shared_weights import Entry, SharedWeights, attached_weights, newest_of
 
 logger = logging.getLogger("torchreplay.ray")
 
@@ -30,9 +30,6 @@ ANSWER_AFTER: Final = 5.0
 LOOK_EVERY: Final = 0.02
 PAUSE: Final = 0.05
 """Seconds between two questions: weights are known to be newer so much later at most, and a message's way."""
-
-TRIES: Final = 20
-"""How often weights are asked for whose bytes are lost on their way."""
 
 LINGER: Final = 30.0
 """Seconds without a question after which the actor goes."""
@@ -59,29 +56,28 @@ class WeightsActor:
         self._put: tuple[int, Any] = (-1, None)
         self._gone = ""
         try:
-            self._native = SharedWeights._attach(handle, entries, nbytes)._native
+            self._weights = attached_weights(handle, entries, nbytes)
         except AttachError as error:
             self._gone = str(error)
-        threading.Thread(target=self._watch, name="torchreplay-lectern", daemon=True).start()
+        threading.Thread(target=self._watch, name="torchreplay-weights-actor", daemon=True).start()
 
     async def newer(self, version: int) -> tuple[int, str]:
         """Returns the newest version, once it is not `version` or after some seconds; or why there is none."""
         self._asked = time.monotonic()
         if self._gone:
             return version, self._gone
-        while self._native.version == version and time.monotonic() - self._asked < ANSWER_AFTER:
+        while self._weights.version == version and time.monotonic() - self._asked < ANSWER_AFTER:
             await asyncio.sleep(LOOK_EVERY)
-        return self._native.version, ""
+        return self._weights.version, ""
 
     async def read(self) -> tuple[int, Any]:
         """Returns the newest version, and a reference to its bytes."""
         self._asked = time.monotonic()
         if self._gone:
             raise AttachError(self._gone)
-        while self._put[0] != (version := self._native.version):
-            content = self._native.buffer(version).clone()
-            if self._native.intact(version):  # otherwise two publications came meanwhile: copy again
-                self._put = version, self._ray.put(content.numpy())
+        if self._put[0] != self._weights.version:
+            version, content = newest_of(self._weights)
+            self._put = version, self._ray.put(content.numpy())
         return self._put
 
     def _watch(self) -> None:
@@ -116,9 +112,9 @@ class RemoteWeights(SharedWeights):
         self._pulled_into = lambda: None
         self._content = torch.empty(nbytes, dtype=torch.uint8)
         name = f"torchreplay-weights-{handle.nonce:016x}"
-        self._home = NodeActor(handle.node, WeightsActor, name, (handle, entries, nbytes), LISTENERS)
+        self._actor = NodeActor(handle.node, WeightsActor, name, (handle, entries, nbytes), LISTENERS)
         self._news = _News()
-        threading.Thread(target=_listen, args=(self._home, self._news), name="torchreplay-news", daemon=True).start()
+        threading.Thread(target=_listen, args=(self._actor, self._news), name="torchreplay-news", daemon=True).start()
         weakref.finalize(self, self._news.close)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -151,7 +147,7 @@ class RemoteWeights(SharedWeights):
             AttachError: The learner's node is gone, before the first pull.
             RuntimeError: This process was forked off one of Ray's, where nobody listens for news.
         """
-        self._home.require_own_process()
+        self._actor.require_own_process()
         if self._news.version <= self._pulled and self._pulled_into() is module:
             return False
         state = self.require_like(module)
@@ -180,32 +176,27 @@ class RemoteWeights(SharedWeights):
         Raises:
             AttachError: They cannot be had.
         """
-        ray = import_ray()
-        left = TRIES
-        while True:
-            try:
-                version, content = self._home.ask("read")
-                return version, ray.get(content)
-            except ray.exceptions.RayError as error:  # such as the death of the actor that has put them there
-                left -= 1
-                if not left or not self._home.is_there():
-                    raise AttachError(f"the weights cannot be fetched: {error}") from None
-            time.sleep(PAUSE)
+
+        def read() -> tuple[int, npt.NDArray[np.uint8]]:
+            version, content = self._actor.ask_once("read")
+            return version, import_ray().get(content)  # which fails where the actor that has put them there has died
+
+        return self._actor.again(read)
 
     def __repr__(self) -> str:
         return f"RemoteWeights(version {self.version} on node {self._handle.node}, {len(self._entries)} tensors)"
 
 
-def _listen(home: NodeActor, news: _News) -> None:
+def _listen(actor: NodeActor, news: _News) -> None:
     """Asks for newer versions until the weights are gone, or nobody here wants them."""
     while not news.closed:
         try:
-            news.version, gone = home.ask("newer", news.version)
+            news.version, gone = actor.ask("newer", news.version)
         except AttachError as error:
-            gone = "" if home.is_there() else str(error)
+            gone = "" if actor.is_there() else str(error)
         except Exception as error:  # Ray was shut down, most likely
             gone = str(error)
         if gone:
-            logger.info("there is no more news of the weights on node %s: %s", home.node, gone)
+            logger.info("there is no more news of the weights on node %s: %s", actor.node, gone)
             return
         time.sleep(PAUSE)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import queue
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
+
 from torchreplay.errors import AttachError, Stopped
-from torchreplay.ray.remote.ingest_actor import Answer
-from torchreplay.ray.remote.send_buffer import InFlightChunk, SendBuffer
+from torchreplay.ray.remote.ingest_actor import Answer, Chunk
+from torchreplay.ray.remote.send_buffer import SendBuffer
 from torchreplay.ray.runtime.node_actor import NodeActor
 from torchreplay.ray.runtime.session import import_ray
 from torchreplay.schema.config import Config
@@ -40,7 +43,7 @@ class RowSender:
     """Sends the rows of this process's writers of one buffer, and listens for answers, in a thread of its own.
 
     Args:
-        home: The ingest.
+        actor: The ingest.
         ending: Why nobody should write any more, if that is known already.
 
     Attributes:
@@ -48,9 +51,9 @@ class RowSender:
         failure: What has gone wrong, where nobody can write from here any more although they should; "" otherwise.
     """
 
-    def __init__(self, home: NodeActor, ending: str = "") -> None:
+    def __init__(self, actor: NodeActor, ending: str = "") -> None:
         self._ray = import_ray()
-        self._home = home
+        self._actor = actor
         self.ending = ending
         self.failure = ""
         self._outboxes: set[SendBuffer] = set()  # copied to go through it: writers come at any time
@@ -58,11 +61,9 @@ class RowSender:
         self._sweep_due = 0.0
         self._heartbeat_due = 0.0
         self._heartbeat_out = False
-        self._connect()
         self._closing = self._giving_up = False
         self._departure: Any = None  # the last one: the ingest hears of them in order
-        self._pid = os.getpid()
-        self._thread = threading.Thread(target=self._work, name="torchreplay-courier", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="torchreplay-row-sender", daemon=True)
         atexit.register(self.drain)  # before Ray's own, which was registered earlier
         self._thread.start()
 
@@ -78,8 +79,8 @@ class RowSender:
         self._check()
         outbox = SendBuffer(config, num_envs)
         self._outboxes.add(outbox)
-        with suppress(self._ray.exceptions.RayError):  # then the next heartbeat does it
-            self._enter.remote(outbox.source)
+        with suppress(self._ray.exceptions.RayError, AttachError):  # then the next heartbeat does it, or says why not
+            self._actor.tell("look", [outbox.source], group="rows")
         return outbox
 
     def make_room(self, outbox: SendBuffer, admitted: Callable[[], bool]) -> None:
@@ -109,6 +110,16 @@ class RowSender:
         finally:
             outbox.hurried = False
 
+    def truncate(self, outbox: SendBuffer, keys: npt.NDArray[np.int64]) -> None:
+        """Ends the episodes whose last rows have these keys in the outbox, once they are acknowledged; returns then.
+
+        Raises:
+            Stopped: The buffer was stopped, or is gone.
+            RuntimeError: The writer's rows are taken no more.
+        """
+        self.flush(outbox)
+        self._actor.ask("truncate", outbox.source, keys, group="rows")
+
     def leave(self, outbox: SendBuffer) -> None:
         """Sends what is left in the outbox, and forgets it; does not wait for that."""
         outbox.leaving = True
@@ -130,7 +141,7 @@ class RowSender:
 
     def drain(self) -> None:
         """Gives rows that were written last their time to arrive when the process ends."""
-        if os.getpid() != self._pid:  # a forked child's end is not its parent's
+        if not self._thread.is_alive():  # it has ended, or this is a forked child, whose end is not its parent's
             return
         for outbox in list(self._outboxes):
             outbox.drained = True
@@ -154,20 +165,14 @@ class RowSender:
             wait.check_delivery(outbox.waiting or "an answer from the buffer's node")
             outbox.sleep(SLICE_NS / 1e9)
 
-    # In the courier's thread.
+    # In the sender's thread.
 
     def _work(self) -> None:
         try:
             while self._outboxes or not self._closing:
-                sweep = self._take_events()
-                if not self._ray.is_initialized():  # or the next call would start another one
-                    self._end("Ray was shut down in this process: nothing reaches the buffer's node from here")
-                    return
-                self._beat()
-                for outbox in list(self._outboxes):
-                    self._attend(outbox, sweep)
+                self._attend_all(self._take_events())
         except Exception as error:
-            logger.exception("rows are no longer sent to the buffer on node %s", self._home.node)
+            logger.exception("rows are no longer sent to the buffer on node %s", self._actor.node)
             self._fail(f"rows can no longer be sent to the buffer's node: {error}")
         finally:
             self._fail("this process has closed its writers for good, and sends no more rows")  # unless it is known
@@ -188,6 +193,16 @@ class RowSender:
             self._sweep_due = now + TICK
         return sweep
 
+    def _attend_all(self, sweep: bool) -> None:
+        try:
+            if not self.ending:
+                self._actor.require_ray()
+                self._beat()
+            for outbox in list(self._outboxes):
+                self._attend(outbox, sweep)
+        except AttachError as gone:  # the node is, or this process's Ray
+            self.end(str(gone))
+
     def _attend(self, outbox: SendBuffer, sweep: bool) -> None:
         if self.ending:
             outbox.end(self.ending)
@@ -205,45 +220,52 @@ class RowSender:
             return
         if outbox.rewind and not outbox.in_air:
             outbox.rewind, outbox.sent = False, 0
-        for parcel in outbox.parcels:
+        for chunk in outbox.chunks:
             if outbox.rewind:
                 break
-            if parcel.chunk.number > outbox.sent:
-                self._send(outbox, parcel)
+            if chunk.number > outbox.sent:
+                self._send(outbox, chunk)
 
-    def _send(self, outbox: SendBuffer, parcel: InFlightChunk) -> None:
-        chunk = parcel.chunk
+    def _send(self, outbox: SendBuffer, chunk: Chunk) -> None:
         try:
-            if parcel.payload is None:
-                parcel.payload = self._ray.put(chunk) if chunk.block.nbytes > INLINE_BYTES else chunk
-            future = self._push.remote(outbox.source, parcel.payload).future()
+            if chunk.block.nbytes > INLINE_BYTES and chunk.number not in outbox.stored:
+                outbox.stored[chunk.number] = self._ray.put(chunk)
+            hear = partial(self._hear, outbox, chunk.number)
+            self._call(hear, "push", outbox.source, outbox.stored.get(chunk.number, chunk), group="rows")
         except self._ray.exceptions.RayError as error:
-            outbox.rewind, outbox.not_before = True, time.monotonic() + PAUSE
-            self._reconnect(error)
-            return
-        outbox.in_air += 1
-        outbox.sent = chunk.number
-        future.add_done_callback(lambda done: self._events.put(lambda: self._hear(outbox, chunk.number, done)))
+            self._send_again(outbox, error)
+        else:
+            outbox.in_air += 1
+            outbox.sent = chunk.number
+
+    def _call(self, hear: Callable[[Any], None], method: str, *args: Any, group: str = "") -> None:
+        """Calls the ingest, and has its answer heard in this thread."""
+        future = self._actor.tell(method, *args, group=group).future()
+        future.add_done_callback(lambda done: self._events.put(lambda: hear(done)))
 
     def _hear(self, outbox: SendBuffer, number: int, done: Any) -> None:
         """Takes the answer to chunk `number`."""
-        error = done.exception()
-        answer = Answer() if error is not None else done.result()
         outbox.in_air -= 1
+        error = done.exception()
+        if error is not None:
+            self._send_again(outbox, error)
+            return
+        answer: Answer = done.result()
         outbox.rewind |= answer.written < number
         outbox.acknowledge(answer.written)
         if answer.waiting or answer.written >= number:  # those behind it do not know why it was not taken
             outbox.waiting, outbox.limited = answer.waiting, answer.limited
-        if error is not None:
-            outbox.waiting, outbox.limited = "the buffer's node to answer again", False
-            outbox.not_before = time.monotonic() + PAUSE
-            for parcel in outbox.parcels:
-                parcel.payload = None  # it may be the object that was lost
-            self._reconnect(error)
-        elif answer.ending:
-            self._end(answer.ending)
+        if answer.ending:
+            self.end(answer.ending)
         elif answer.refusal:
             outbox.end(answer.refusal, refused=True)
+
+    def _send_again(self, outbox: SendBuffer, error: BaseException) -> None:
+        """Has everything sent again in a while, to the ingest that is there by then."""
+        outbox.waiting, outbox.limited = "the buffer's node to answer again", False
+        outbox.rewind, outbox.not_before = True, time.monotonic() + PAUSE
+        outbox.stored.clear()  # one of them may be lost
+        self._look_again(error)
 
     def _forget(self, outbox: SendBuffer) -> None:
         if not outbox.is_empty:
@@ -253,11 +275,11 @@ class RowSender:
             outbox.stage.close()
         if not self.ending:
             with suppress(self._ray.exceptions.RayError):  # then its silence shows it
-                self._departure = self._depart.remote(outbox.source)
+                self._departure = self._actor.tell("depart", outbox.source, group="rows")
 
     def _await_departure(self) -> None:
         """Returns when the ingest knows that the writers are gone, or after some seconds."""
-        if self._departure is not None and self._ray.is_initialized():
+        if self._departure is not None and self._actor.connected:
             with suppress(self._ray.exceptions.RayError):
                 self._ray.wait([self._departure], timeout=FAREWELL)
 
@@ -269,44 +291,24 @@ class RowSender:
         self._heartbeat_due = now + HEARTBEAT
         sources = [outbox.source for outbox in list(self._outboxes) if not outbox.ending]
         try:
-            future = self._look.remote(sources).future()
-        except self._ray.exceptions.RayError as error:
-            self._reconnect(error)
-        else:
+            self._call(self._hear_beat, "look", sources)
             self._heartbeat_out = True
-            future.add_done_callback(lambda done: self._events.put(lambda: self._hear_beat(done)))
+        except self._ray.exceptions.RayError as error:
+            self._look_again(error)
 
     def _hear_beat(self, done: Any) -> None:
         self._heartbeat_out = False
         error = done.exception()
         if error is not None:
-            self._reconnect(error)
+            self._look_again(error)
         elif done.result():
-            self._end(done.result())
+            self.end(done.result())
 
-    def _reconnect(self, error: BaseException) -> None:
-        """Finds the ingest again after it has died."""
+    def _look_again(self, error: BaseException) -> None:
+        """Has the next call find the ingest again after it has died."""
+        self._actor.forget()
         if isinstance(error, self._ray.exceptions.RayTaskError):
             self._fail(f"rows cannot be written on the buffer's node: {error}")
-            return
-        try:
-            self._connect()
-        except AttachError as gone:
-            self._end(str(gone))
-        except self._ray.exceptions.RayError:  # the next call fails as well, and leads here again
-            logger.debug("the ingest on node %s cannot be looked for now", self._home.node, exc_info=True)
-
-    def _connect(self) -> None:
-        actor = self._home.find()
-        self._push = actor.push.options(concurrency_group="rows")
-        self._enter = actor.enter.options(concurrency_group="rows")
-        self._depart = actor.depart.options(concurrency_group="rows")
-        self._look = actor.look.options(concurrency_group="calls")
-
-    def _end(self, reason: str) -> None:
-        self.ending = self.ending or reason
-        for outbox in list(self._outboxes):
-            outbox.end(self.ending)
 
     def _fail(self, reason: str) -> None:
         self.failure = self.failure or reason

@@ -6,7 +6,6 @@ import queue
 import secrets
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Final
 
 from torchreplay.buffer.replay_buffer import ReplayBuffer, local_sampler
@@ -22,24 +21,11 @@ IN_FLIGHT: Final = 4
 """Chunks of one writer that are under way at most: then it waits."""
 
 
-@dataclass(slots=True)
-class InFlightChunk:
-    """A chunk under way.
-
-    Attributes:
-        chunk: The chunk.
-        payload: What travels: the chunk, or the reference to it in the object store; None before it is sent.
-    """
-
-    chunk: Chunk
-    payload: Any = None
-
-
 class SendBuffer:
     """The rows of one writer between its calls and the buffer.
 
     They are collected in a small segment of this process's own, whose writer checks them as it always does. It admits
-    at most one chunk of rows beyond those that were sent. All the rest is done by the courier's thread, which no signal
+    at most one chunk of rows beyond those that were sent. All the rest is done by the sender's thread, which no signal
     interrupts: the writer's thread looks, says what it wants, and sleeps until there is news. The two share no lock,
     which an exception out of a signal's handler could leave in any state.
 
@@ -50,7 +36,8 @@ class SendBuffer:
     Attributes:
         stage: What they are collected in.
         segment: Its memory.
-        parcels: What is cut and not acknowledged, in order.
+        chunks: What is cut and not acknowledged, in order.
+        stored: Ray's references to those that travel as objects of their own, by number.
         sent: The last chunk that is under way.
         in_air: Calls without an answer.
         rewind: Something was not taken: all is sent again when every call is answered.
@@ -74,7 +61,8 @@ class SendBuffer:
         self.segment = local_sampler(self.stage).segment
         self.writer = secrets.randbits(62) + 1
         self.num_envs = num_envs
-        self.parcels: deque[InFlightChunk] = deque()
+        self.chunks: deque[Chunk] = deque()
+        self.stored: dict[int, Any] = {}
         self.sent = 0
         self.in_air = 0
         self.rewind = False
@@ -105,13 +93,13 @@ class SendBuffer:
         """
         segment = self.segment
         everything = everything or self.hurried or self.leaving
-        while len(self.parcels) < IN_FLIGHT:
+        while len(self.chunks) < IN_FLIGHT:
             rows = segment.run_length(self._cut, self._cut + self.rows)
             if rows < (1 if everything else self.rows):
                 return
             block, links_at = segment.copy_run(self._cut, rows)
             self._number += 1
-            self.parcels.append(InFlightChunk(Chunk(self._number, self._cut, rows, block.numpy(), links_at)))
+            self.chunks.append(Chunk(self._number, self._cut, rows, block.numpy(), links_at))
             self._cut += rows  # after that: rows are never in neither
             segment.admit(self._cut + self.rows)
             self.tell()
@@ -121,13 +109,13 @@ class SendBuffer:
         """Whether everything written is acknowledged, and nothing is on its way."""
         segment = self.segment
         is_cut = segment.closed or not segment.run_length(self._cut, self._cut + 1)  # first: see `cut`
-        return is_cut and not self.parcels and not self.in_air
+        return is_cut and not self.chunks and not self.in_air
 
     def acknowledge(self, written: int) -> None:
         """Forgets the chunks up to number `written`, which are in the buffer."""
         self.answered |= written > 0
-        while self.parcels and self.parcels[0].chunk.number <= written:
-            self.parcels.popleft()
+        while self.chunks and self.chunks[0].number <= written:
+            self.stored.pop(self.chunks.popleft().number, None)
         self.tell()
 
     def end(self, reason: str, refused: bool = False) -> None:

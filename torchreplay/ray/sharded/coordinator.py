@@ -1,4 +1,4 @@
-"""`Coordinator`: the actor that knows which node's shard is where, and has lost ones made anew."""
+"""`Coordinator`: the actor that knows where the shards are, has lost ones made anew, and counts for the limiter."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import numpy as np
 from torchreplay.ray.runtime.cluster import errors_as_raised, living_nodes, only_on
 from torchreplay.ray.runtime.session import import_ray
 from torchreplay.ray.sharded.global_distribution import MAX_SHARDS
-from torchreplay.ray.sharded.messages import LearnerProgress
-from torchreplay.ray.sharded.rate_limiter import Rule
+from torchreplay.ray.sharded.rate_limiter import GlobalRateLimiter, LearnerReport, Rule, Totals
 from torchreplay.ray.sharded.shard_actor import Shard
 from torchreplay.schema.config import Config
 from torchreplay.schema.limiters import Limiter
@@ -27,6 +26,9 @@ NAMESPACE: Final = "torchreplay"
 
 RETRY: Final = 5.0
 """Seconds after which a shard that could not be made is tried again; twice as many after each of six more failures."""
+
+RESEND: Final = 1.0
+"""Seconds after which shards are sent their limits again, while anyone looks at the table: Ray may have lost some."""
 
 REPEAT: Final = 2.0
 """Seconds after which an announcement of writers is repeated."""
@@ -81,7 +83,6 @@ class Table:
         lost_updates: TD errors dropped because their shard is gone.
         expected: Whether someone says that writers will come.
         stopped: Whether the buffer was stopped.
-        past: What had been drawn when the checkpoint was saved that this was restored from; None: it was not.
         moment: Which of the directory's tables it is; later ones have more.
     """
 
@@ -92,7 +93,6 @@ class Table:
     lost_updates: int = 0
     expected: bool = False
     stopped: bool = False
-    past: LearnerProgress | None = None
     moment: int = 0
 
     def without(self, lost: Lost) -> Table:
@@ -114,6 +114,7 @@ class _Slot:
     capacity: int
     node: str
     number: int = -1  # of the shard; -1: the next one that is made takes a new one
+    limit: int | None = None  # items up to which it may admit its writers
     actor: Any = None
     ready: Any = None  # of a shard that is being made: its first answer
     failures: int = 0  # to make it there, one after the other
@@ -140,9 +141,10 @@ def was_stopped(name: str) -> bool:
 
 
 class Coordinator:
-    """Makes the shards, one on each of some nodes, and says which of them there are.
+    """Makes the shards, one on each of some nodes, says which of them there are, and counts for the limiter.
 
-    Nobody waits for it to draw or to write: it is asked when a process comes, when a shard is lost, and now and then.
+    Nobody waits for it to draw or to write. It is asked when a process comes, when a shard is lost, and now and then.
+    Learners report to it beside their draws, and it sends each shard the number of items that it may admit.
 
     Args:
         config: Of the union, but for the capacity.
@@ -150,21 +152,12 @@ class Coordinator:
         nodes: Ray's ids of the nodes, one for each shard.
         anywhere: Whether a node that comes later may take the place of one that is gone.
         seed: Of all draws.
-        limits: Items up to which each shard's writers are admitted at first; None for no limit.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        capacities: list[int],
-        nodes: list[str],
-        anywhere: bool,
-        seed: int,
-        limits: list[int | None],
-    ) -> None:
+    def __init__(self, config: Config, capacities: list[int], nodes: list[str], anywhere: bool, seed: int) -> None:
         self._ray = import_ray()
-        self._config, self._anywhere, self._seed, self._limits = config, anywhere, seed, limits
-        self._rule = Rule(config.limiter)
+        self._config, self._anywhere, self._seed = config, anywhere, seed
+        self._limiter = GlobalRateLimiter(Rule(config.limiter))
         self._slots = [_Slot(capacity, node) for capacity, node in zip(capacities, nodes, strict=True)]
         self._born = 0
         self._streams = 0
@@ -173,7 +166,7 @@ class Coordinator:
         self._expecting: dict[str, float] = {}  # until when each announcement is believed, by the monotonic clock
         self._stopped = False
         self._tables = 0
-        self._past: LearnerProgress | None = None
+        self._sent_at = 0.0  # when shards were last sent their limits again
         self._restored: tuple[Any, ...] = ()  # what was last said of that
 
     def open(self) -> Table:
@@ -182,7 +175,7 @@ class Coordinator:
         Raises:
             MemoryError: A node has too little memory left for its shard.
         """
-        for slot, limit in zip(self._slots, self._limits, strict=True):
+        for slot, limit in zip(self._slots, self._limiter.limits(range(len(self._slots))).values(), strict=True):
             self._make(slot, limit)
         with errors_as_raised():
             self._ray.get([slot.ready for slot in self._slots])
@@ -198,13 +191,12 @@ class Coordinator:
                 for slot in self._slots
                 if slot.filled
             },
-            self._rule,
+            self._limiter.rule,
             self._nodes(),
             tuple(self._lost.values()),
             self._lost_updates,
             any(until > time.monotonic() for until in self._expecting.values()),
             self._stopped,
-            self._past,
             self._tables,
         )
 
@@ -219,6 +211,7 @@ class Coordinator:
             inserted: Items that had become drawable in it by then.
             why: What the caller knows about it.
         """
+        self._limiter.count_inserted({number: inserted})
         before = self._lost.get(number)
         if before is not None and inserted > before.inserted:
             self._lost[number] = replace(before, rows=rows, inserted=inserted)
@@ -236,17 +229,24 @@ class Coordinator:
         """Counts TD errors whose shard is gone."""
         self._lost_updates += updates
 
-    def change_limiter(self, limiter: Limiter, inserted: int) -> Table:
-        """Sets another limiter for everyone; learners hear of it from the shards, or when they look at the table.
+    def report(self, report: LearnerReport) -> Totals:
+        """Takes in what a learner says, and divides anew what the limiter admits; returns what others have drawn."""
+        totals = self._limiter.hear(report)
+        if report.rule == self._limiter.rule.number:  # others know an old limiter only
+            limits = self._limiter.limits([slot.number for slot in self._slots if slot.filled], report)
+            for slot in self._slots:
+                if slot.filled and slot.limit != limits[slot.number]:
+                    self._admit(slot, limits[slot.number])
+        return totals
 
-        Args:
-            limiter: The new one.
-            inserted: Items that have become drawable so far.
+    def change_limiter(self, limiter: Limiter) -> Table:
+        """Sets another limiter for everyone; learners hear of it with their next report, or look at the table.
+
+        It counts from the items that were reported last. Under a ratio no more are admitted until the next report.
         """
-        self._rule = self._rule.followed_by(limiter, inserted)
+        self._limiter.change(limiter)
         for slot in self._slots:
-            if slot.actor is not None:
-                slot.actor.change_limiter.remote(self._rule.number, self._limit_until_told())
+            self._admit(slot, self._limit_until_reported())
         return self.table()
 
     def counts(self) -> tuple[int, int]:
@@ -260,7 +260,7 @@ class Coordinator:
         counts: Counts,
         lost: tuple[Lost, ...],
         limiter: Limiter,
-        inserted: int,
+        inserted: dict[int, int],
     ) -> Table:
         """Takes in that the shards hold the rows of a checkpoint now; to say so again changes nothing.
 
@@ -270,7 +270,7 @@ class Coordinator:
             counts: What was counted.
             lost: Shards lost before.
             limiter: The one that the counts are of; for another they mean nothing.
-            inserted: Items that have become drawable so far.
+            inserted: Items that have become drawable in each shard, by its new number.
         """
         said = (numbers, seed, counts, lost, limiter, inserted)
         if said == self._restored:
@@ -280,14 +280,12 @@ class Coordinator:
             slot.number = numbers.get(slot.number, slot.number)
         self._seed, self._born, self._streams = seed, counts.born, max(self._streams, counts.streams)
         self._lost, self._lost_updates = {one.number: one for one in lost}, counts.lost_updates
-        sampled = 0
-        rule = self._rule.followed_by(self._rule.limiter, inserted)
-        if limiter == rule.limiter:
-            rule, sampled = replace(rule, inserted_before=counts.inserted_before), counts.sampled
-        self._rule, self._past = (
-            rule,
-            LearnerProgress(rule.number, counts.items, counts.batches, counts.items - sampled),
-        )
+        counted, sampled = self._limiter, 0
+        counted.inserted = {**inserted, **{one.number: one.inserted for one in lost}}
+        counted.change(counted.rule.limiter)
+        if limiter == counted.rule.limiter:
+            counted.rule, sampled = replace(counted.rule, inserted_before=counts.inserted_before), counts.sampled
+        counted.remember(counts.items, counts.batches, sampled)
         return self.table()
 
     def join(self) -> int:
@@ -318,13 +316,17 @@ class Coordinator:
         seed = int(np.random.SeedSequence(self._seed, spawn_key=(slot.number,)).generate_state(1, np.uint64)[0])
         actor = self._ray.remote(Shard).options(num_cpus=0, max_restarts=0, scheduling_strategy=only_on(slot.node))
         config = replace(self._config, capacity=slot.capacity)
-        slot.actor = actor.remote(slot.number, config, seed, self._rule.number, limit)
+        slot.actor, slot.limit = actor.remote(slot.number, config, seed, limit), limit
         slot.ready = slot.actor.open.remote()
 
-    def _limit_until_told(self) -> int | None:
-        """Items up to which a shard's writers are admitted until someone says how many: none, under a ratio."""
-        _, ratio, *_ = self._rule.limiter.bounds()
-        return 0 if ratio else None
+    def _admit(self, slot: _Slot, limit: int | None) -> None:
+        slot.limit = limit
+        if slot.actor is not None:
+            slot.actor.admit.remote(limit)
+
+    def _limit_until_reported(self) -> int | None:
+        """Items up to which a shard's writers are admitted until a learner reports: none, under a ratio."""
+        return 0 if self._limiter.rule.divides else None
 
     def _nodes(self) -> tuple[str, ...]:
         if all(slot.filled for slot in self._slots):
@@ -333,11 +335,15 @@ class Coordinator:
         return tuple(slot.node for slot in self._slots if slot.filled or slot.node in alive)
 
     def _look_after(self) -> None:
-        """Sees which shards have been made, and has those made that are missing, where a node can take them."""
+        """Sees which shards are made, sends limits again, and has missing shards made where a node can take them."""
         for slot in self._slots:
             if slot.ready is not None and self._ray.wait([slot.ready], timeout=0)[0]:
                 self._welcome(slot)
         now = time.monotonic()
+        if now - self._sent_at >= RESEND:
+            self._sent_at = now
+            for slot in self._slots:
+                self._admit(slot, slot.limit)
         missing = [slot for slot in self._slots if slot.actor is None and now >= slot.again_at]
         if not missing or self._stopped:
             return
@@ -347,7 +353,7 @@ class Coordinator:
             if slot.node not in alive and self._anywhere and free:
                 slot.node, slot.failures = free.pop(), 0
             if slot.node in alive:
-                self._make(slot, self._limit_until_told())
+                self._make(slot, self._limit_until_reported())
 
     def _welcome(self, slot: _Slot) -> None:
         try:

@@ -2,108 +2,59 @@
 
 from __future__ import annotations
 
-import os
 import time
 from typing import Any, Final
 
 from torchreplay.errors import ReplayLost, Stopped
-from torchreplay.ray.runtime.session import import_ray
-from torchreplay.ray.sharded.coordinator import NAMESPACE, Table, was_stopped
+from torchreplay.ray.runtime.actor_client import NAMESPACE, ActorClient
+from torchreplay.ray.sharded.coordinator import Table, was_stopped
 
 REFRESH: Final = 1.0
 """Seconds between two looks at the table: shards that came back are drawn from that much later."""
 
-COORDINATOR_SECONDS: Final = 60.0
-"""Seconds for which the directory is asked again while Ray cannot reach it and does not know that it is gone."""
 
-_PAUSE: Final = 0.25
-
-
-class CoordinatorClient:
+class CoordinatorClient(ActorClient):
     """The directory, as one process asks it. `news` is for one thread at a time.
+
+    Once the directory is gone its shards are, too. Questions then raise `Stopped`, or `ReplayLost` without a stop.
 
     Args:
         name: Of the directory's actor.
 
     Raises:
         RuntimeError: This process is not connected to a Ray cluster.
-        Stopped: There is no such actor any more.
     """
 
     def __init__(self, name: str) -> None:
-        self._ray, self._name = import_ray(), name
-        if not self._ray.is_initialized():
+        super().__init__(
+            "the shards of the ShardedReplay",
+            "this process was forked off one of Ray's, and cannot ask the shards of a ShardedReplay: pass it to a Ray "
+            "task or actor, or where a DataLoader has forked draw with num_workers=0",
+        )
+        if not self.connected:
             raise RuntimeError(
                 "a ShardedReplay needs this process to be connected to its Ray cluster: call ray.init(address=...)"
             )
-        try:
-            self._directory = self._ray.get_actor(name, NAMESPACE)
-        except ValueError:
-            raise Stopped(
-                "the ShardedReplay is closed, or the object or process that made it is gone, and its shards too"
-            ) from None
-        self._pid = os.getpid()
+        self._name = name
         self._asked: Any = None  # the table, on its way
         self._asked_at = 0.0
 
-    @property
-    def connected(self) -> bool:
-        """Whether this process is still connected to the cluster."""
-        return os.getpid() == self._pid and bool(self._ray.is_initialized())
-
-    def require_own_process(self) -> None:
-        """Raises RuntimeError in a forked child: what it inherits of Ray belongs to its parent."""
-        if os.getpid() != self._pid:
-            raise RuntimeError(
-                "this process was forked off one of Ray's, and cannot ask the shards of a ShardedReplay: pass it to a "
-                "Ray task or actor, or where a DataLoader has forked draw with num_workers=0"
-            )
-
-    def ask(self, what: str, *args: Any) -> Any:
-        """Returns the directory's answer; asks again where Ray cannot reach it for a moment.
-
-        Raises:
-            RayActorError: Ray cannot reach it for long.
-            Stopped: It is gone after a stop, and so are the shards; `ReplayLost`: without one.
-        """
-        deadline = time.monotonic() + COORDINATOR_SECONDS
-        while True:
-            try:
-                return self.ask_once(what, *args)
-            except self._ray.exceptions.ActorUnavailableError:
-                if time.monotonic() >= deadline:
-                    raise
-            time.sleep(_PAUSE)
-
-    def ask_once(self, what: str, *args: Any) -> Any:
-        """Returns the directory's answer.
-
-        Raises:
-            ActorUnavailableError: Ray cannot reach it now.
-            Stopped: It is gone after a stop, and so are the shards; `ReplayLost`: without one.
-        """
-        return self._heard(self.tell(what, *args))
-
-    def tell(self, what: str, *args: Any) -> Any:
-        """Calls the directory, and returns what its answer will be got by."""
-        self.require_own_process()
-        return getattr(self._directory, what).remote(*args)
+    def answer(self, call: Any) -> Any:
+        """Returns what a call returned. Raises one of Ray's errors where no answer comes."""
+        actor = self._actor
+        try:
+            return super().answer(call)
+        except self._ray.exceptions.ActorUnavailableError:
+            self._actor = actor  # nothing is known of its death, and `news` must not wait for Ray to find it again
+            raise
 
     def table(self, what: str = "table", *args: Any) -> Table:
-        """Returns the table that the directory answers with.
-
-        Raises:
-            Stopped: The directory is gone after a stop, and so are the shards; `ReplayLost`: without one.
-        """
+        """Returns the table that the directory answers with."""
         table: Table = self.ask(what, *args)
         return table
 
     def news(self) -> Table | None:
-        """Looks at the table now and then, without waiting for it; returns it when it has come.
-
-        Raises:
-            Stopped: The directory is gone after a stop, and so are the shards; `ReplayLost`: without one.
-        """
+        """Looks at the table now and then, without waiting for it; returns it when it has come."""
         now = time.monotonic()
         if self._asked is None:
             if now - self._asked_at >= REFRESH:
@@ -116,17 +67,15 @@ class CoordinatorClient:
             return None
         self._asked = None
         try:
-            table: Table = self._heard(asked)
-        except self._ray.exceptions.ActorUnavailableError:  # the next look may show more
+            table: Table = self.answer(asked)
+        except self._ray.exceptions.RayActorError:  # the next look shows more
             return None
         return table
 
-    def _heard(self, call: Any) -> Any:
+    def _find(self) -> Any:
         try:
-            return self._ray.get(call)
-        except self._ray.exceptions.ActorUnavailableError:
-            raise
-        except self._ray.exceptions.RayActorError:
+            return self._ray.get_actor(self._name, NAMESPACE)
+        except ValueError:
             if was_stopped(self._name):
                 raise Stopped("the replay buffer was stopped, and then closed") from None
             raise ReplayLost(
@@ -134,3 +83,6 @@ class CoordinatorClient:
                 "process or its directory's (an actor on the same node) has died; the shards, and their rows, went "
                 "with it"
             ) from None
+
+    def _result(self, call: Any) -> Any:
+        return self._ray.get(call)  # while Ray unpickles a ShardedReplay, the answer comes through nothing else

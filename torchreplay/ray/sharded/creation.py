@@ -9,7 +9,6 @@ from typing import Any
 from torchreplay.ray.runtime.cluster import errors_as_raised, living_nodes, only_on
 from torchreplay.ray.runtime.session import import_ray
 from torchreplay.ray.sharded.coordinator import NAMESPACE, Coordinator
-from torchreplay.ray.sharded.rate_limiter import GlobalRateLimiter, Rule
 from torchreplay.schema.config import Config
 
 
@@ -73,8 +72,7 @@ def found(nonce: int, config: Config, capacity: int, nodes: list[str], anywhere:
         scheduling_strategy=only_on(here),
     )
     capacities = [whole + (place < rest) for place in range(len(nodes))]
-    limits = GlobalRateLimiter(Rule(config.limiter), 0).limits(range(len(nodes)), 0)
-    owned = directory.remote(config, capacities, nodes, anywhere, seed, list(limits.values()))
+    owned = directory.remote(config, capacities, nodes, anywhere, seed)
     try:
         with errors_as_raised():
             ray.get(owned.open.remote())

@@ -41,7 +41,7 @@ class Gathering:
         self._shards.refresh()
         if not among.keys() <= self._shards.table.places.keys():
             self._shards.look()  # others may have written to a shard that was made since
-        self._shards.draws_here()
+        self._shards.local.draws()
         answers = self._shards.gather({number: own[at] for number, at in among.items()})
         batch = self._layout.new_batch(sum(figures.candidates for figures, _ in answers.values()))
         if len(batch["key"]):
@@ -80,7 +80,7 @@ class Gathering:
             share[rows] = answers[number][0].drawn.total / union.total
         probability = batch["probability"].numpy().astype(np.float64) * share
         batch["probability"].numpy()[:] = probability
-        beta = value_of(self._sampler.beta, self._shards.union_limiter.steps)
+        beta = value_of(self._sampler.beta, self._shards.limiter.steps)
         batch["weight"].numpy()[:] = union.weights(probability, beta, self._sampler)
 
     def _items(self, n: int, found: ReplayBatch | NDArray[np.uint8]) -> ItemBytes:

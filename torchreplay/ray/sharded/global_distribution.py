@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.schema.samplers import Prioritized, Sampler
 
 KEY_BITS = 48
@@ -23,25 +24,10 @@ MAX_SHARDS = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
-    """A shard's tree as one draw found it.
-
-    Attributes:
-        total: Sum of the leaves.
-        drawable: Number of positive leaves.
-        smallest: The smallest positive leaf; infinity or 0 when there is none.
-    """
-
-    total: float
-    drawable: int
-    smallest: float
-
-
-@dataclass(frozen=True, slots=True)
 class GlobalDistribution:
     """What is drawn from: the trees of several shards, each as it was when its candidates were drawn."""
 
-    parts: tuple[Drawn, ...]
+    parts: tuple[TreeSummary, ...]
 
     @property
     def total(self) -> float:

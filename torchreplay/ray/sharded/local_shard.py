@@ -1,7 +1,9 @@
-"""`LocalShard`: the shard on this process's own node, attached through shared memory."""
+"""The shard on this process's own node, attached through shared memory."""
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar, cast
@@ -11,12 +13,17 @@ from numpy.typing import NDArray
 
 from torchreplay.buffer.replay_buffer import ReplayBuffer, local_sampler
 from torchreplay.buffer.writer import Autoreset
+from torchreplay.errors import AttachError
+from torchreplay.ray.sharded.coordinator import Place
 from torchreplay.ray.sharded.global_distribution import pack
-from torchreplay.ray.sharded.messages import Answer, DrawRequest, Gathered
+from torchreplay.ray.sharded.messages import Answer, Gathered
 from torchreplay.ray.sharded.shard_sampler import ShardSampler
 from torchreplay.ray.sharded.shard_writer import ShardWriter
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.segment.handle import Handle
+from torchreplay.segment.waits import Wait
+
+logger = logging.getLogger("torchreplay.ray")
 
 T = TypeVar("T")
 
@@ -83,13 +90,13 @@ class LocalShard:
             return 0
         return census["writers"] - census["others_writing"]
 
-    def draw(self, order: DrawRequest, room: ReplayBatch) -> Future[Answer]:
-        """Draws candidates into the first rows of `room`; the answer has no block."""
-        return self._hand_over(lambda: self._draw(order, room))
+    def draw(self, candidates: int, largest: float, room: ReplayBatch) -> Future[Answer]:
+        """Draws candidates into the first rows of `room`; the answer has no block. Arguments as in `Shard.draw`."""
+        return self._hand_over(lambda: self._draw(candidates, largest, room))
 
     def gather(self, keys: NDArray[np.int64]) -> Future[Gathered]:
         """Finds items under keys of this shard's own; the answer has them as a batch."""
-        return self._hand_over(lambda: self._candidates.gather(keys, {}))
+        return self._hand_over(lambda: self._candidates.gather(keys))
 
     def update(self, keys: NDArray[np.int64], td: NDArray[np.float64]) -> Future[int]:
         """Feeds back TD errors for keys of this shard's own; both were checked. The answer is how many."""
@@ -100,9 +107,9 @@ class LocalShard:
         self._hands.shutdown(wait=False, cancel_futures=True)
         self.buffer.close()
 
-    def _draw(self, order: DrawRequest, room: ReplayBatch) -> Answer:
-        self._candidates.raise_largest(order.largest)
-        return self._candidates.draw(order.candidates, _first(room, order.candidates), {}), None
+    def _draw(self, candidates: int, largest: float, room: ReplayBatch) -> Answer:
+        self._candidates.raise_largest(largest)
+        return self._candidates.draw(candidates, _first(room, candidates)), None
 
     def _update(self, keys: NDArray[np.int64], td: NDArray[np.float64]) -> int:
         self.buffer.update_priorities(keys, td)
@@ -125,6 +132,88 @@ class LocalShard:
                 raise
             raise Detached(str(error)) from None
         raise Gone("its process is gone")
+
+
+class LocalAttachment:
+    """Which shard of this process's node is attached, if one is.
+
+    Its handle is asked for without the lock: where its actor is silent, only those wait who want to attach.
+
+    Args:
+        lock: What its owner guards the places with; it is re-entrant.
+        place: Returns the shard of this node, as far as this process knows, with the lock held; None: there is none.
+        handle: Asks a shard's actor for its handle; None: it is gone.
+
+    Attributes:
+        shard: It; None: none is.
+    """
+
+    def __init__(
+        self,
+        lock: threading.RLock,
+        place: Callable[[], Place | None],
+        handle: Callable[[Place, Wait | None], Handle | None],
+    ) -> None:
+        self.shard: LocalShard | None = None
+        self._lock, self._place, self._handle = lock, place, handle
+        self._refused = -1  # the number of the one that cannot be attached
+
+    def attach(self, wait: Wait | None = None) -> LocalShard | None:
+        """Attaches the shard of this node, unless it is already.
+
+        Args:
+            wait: How long it may take; None: as long as the shard is there.
+
+        Returns:
+            It; None if there is none, or it is gone.
+
+        Raises:
+            AttachError: It cannot be attached, and its actor is alive.
+            ReplayTimeout: It takes too long.
+        """
+        refused = False
+        while (place := self._wanted()) is not None:
+            handle = self._handle(place, wait)
+            if handle is None:
+                break
+            with self._lock:
+                wanted = self._wanted()
+                if wanted is None or wanted.number != place.number:
+                    continue  # another thread has attached it, or it was lost
+                self.release()
+                try:
+                    self.shard = LocalShard(place.number, handle)
+                except AttachError:  # it may have died just now, which the next call shows
+                    if refused:
+                        raise
+                    refused = True
+        return self.shard
+
+    def draws(self, wait: Wait | None = None) -> bool:
+        """Does what `attach` does, once for a shard that cannot be attached, and returns whether it is."""
+        with self._lock:
+            place = self._place()
+        if place is None or place.number == self._refused:
+            return False
+        try:
+            return self.attach(wait) is not None
+        except AttachError as error:
+            self._refused = place.number
+            logger.warning("shard %d is on this node, and draws from it go through Ray: %s", place.number, error)
+            return False
+
+    def release(self) -> None:
+        """Lets go of it."""
+        with self._lock:
+            shard, self.shard = self.shard, None
+        if shard is not None:
+            shard.close()
+
+    def _wanted(self) -> Place | None:
+        """Returns the shard that is to be attached; None: there is none, or it is attached."""
+        with self._lock:
+            place, shard = self._place(), self.shard
+        return None if place is None or (shard is not None and shard.number == place.number) else place
 
 
 def _first(batch: Any, n: int) -> Any:

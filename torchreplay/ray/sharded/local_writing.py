@@ -13,6 +13,7 @@ from torchreplay.ray.runtime.cluster import living_nodes
 from torchreplay.ray.runtime.session import import_ray
 from torchreplay.ray.sharded.client import ShardClient
 from torchreplay.ray.sharded.coordinator import REPEAT
+from torchreplay.ray.sharded.coordinator_client import CoordinatorClient
 from torchreplay.ray.sharded.local_shard import ShardBuffer
 
 if TYPE_CHECKING:
@@ -32,16 +33,16 @@ def buffer_to_write_to(shards: ShardClient) -> ShardBuffer:
         RuntimeError: This node has no shard, or gets none for a minute.
         Stopped: The buffer was stopped.
     """
-    nearby = shards.nearby
-    if nearby is not None and nearby.alive:
-        return nearby.buffer
-    if nearby is not None:
+    local = shards.local.shard
+    if local is not None and local.alive:
+        return local.buffer
+    if local is not None:
         shards.look()  # of one that was restored since it was attached, the number is another shard's now
-        if shards.nearby is nearby:
-            shards.lose(nearby.number, "its process is gone")
+        if shards.local.shard is local:
+            shards.lose(local.number, "its process is gone")
     buffer = _attached(shards)
     if buffer is None:
-        with Expectation(shards):  # or learners would give up on the writers that wait here
+        with Expectation(shards.coordinator):  # or learners would give up on the writers that wait here
             buffer = _waited_for(shards)
     return buffer
 
@@ -68,30 +69,30 @@ def _attached(shards: ShardClient) -> ShardBuffer | None:
             f"node {shards.node} has no shard: the shards are on {[p.node for p in table.places.values()]}. Run "
             f"explorers there (NodeAffinitySchedulingStrategy), or make the ShardedReplay when all nodes are up"
         )
-    nearby = shards.attach() if shards.place_here() is not None else None
-    return None if nearby is None else nearby.buffer
+    local = shards.local.attach()
+    return None if local is None else local.buffer
 
 
 def nodes_to_write_from(shards: ShardClient) -> list[str]:
     """Returns Ray's ids of the nodes on which there is a shard, or will be one, in an order that stays."""
     alive = living_nodes()
     # `look` takes a lock, which the thread that supervises explorers must not wait for: see `WorkerPool.stop`.
-    return [node for node in shards.ask("table").nodes if node in alive]
+    return [node for node in shards.coordinator.ask("table").nodes if node in alive]
 
 
 class Expectation:
     """The announcement of `ShardedReplay.expect_writers()`: it holds until closed, or until its process is gone.
 
-    The directory believes it for a while; a thread repeats it in time.
+    The coordinator believes it for a while; a thread repeats it in time.
     """
 
-    def __init__(self, shards: ShardClient) -> None:
-        self._shards = shards
+    def __init__(self, coordinator: CoordinatorClient) -> None:
+        self._coordinator = coordinator
         self._pid = os.getpid()
         self._token = secrets.token_hex(8)
         self._closed = threading.Event()
         self._speaking = threading.RLock()  # a repetition must not come after the end
-        shards.ask("expect", self._token, True)
+        coordinator.ask("expect", self._token, True)
         threading.Thread(target=self._repeat, name="torchreplay-expectation", daemon=True).start()
 
     def close(self) -> None:
@@ -110,10 +111,10 @@ class Expectation:
 
     def _say(self, expecting: bool) -> bool:
         """Returns whether the coordinator is still there."""
-        if not self._shards.connected:  # or the call would start another Ray
+        if not self._coordinator.connected:  # or the call would start another Ray
             return False
         try:
-            self._shards.ask_once("expect", self._token, expecting)
+            self._coordinator.ask_once("expect", self._token, expecting)
         except import_ray().exceptions.ActorUnavailableError:  # the next report may arrive
             return True
         except (Stopped, import_ray().exceptions.RayError):

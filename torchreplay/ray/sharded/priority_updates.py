@@ -77,7 +77,7 @@ class Feedback:
             mine = numbers == number
             call = self._shards.update(number, own[mine], errors[mine])
             if call is None:
-                self._shards.tell("dropped", int(mine.sum()))
+                self._shards.coordinator.tell("dropped", int(mine.sum()))
             else:
                 self._calls.append((number, int(mine.sum()), call))
         self.hear(IN_FLIGHT)
@@ -93,7 +93,7 @@ class Feedback:
                     self._take(oldest)  # it is said once
                     raise
                 if self._take(oldest) and not answers:
-                    self._shards.tell("dropped", count)
+                    self._shards.coordinator.tell("dropped", count)
 
     def _take(self, oldest: tuple[int, int, Any]) -> bool:
         """Takes a call that has been answered out; returns False if a signal handler was faster."""

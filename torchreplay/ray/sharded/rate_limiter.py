@@ -1,13 +1,14 @@
-"""`GlobalRateLimiter`: the limiter of a `ShardedReplay`, counted over all shards by every learner for itself."""
+"""The limiter of a `ShardedReplay`: the coordinator counts, learners report to it and know what others have drawn."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
-from torchreplay.ray.sharded.messages import LearnerProgress, ShardReport, is_newer
+from torchreplay.ray.sharded.messages import ShardReport
+from torchreplay.ray.sharded.wait_stats import WaitStats
 from torchreplay.schema.limiters import Limiter
 
 _PAST: Final = -1
@@ -38,12 +39,174 @@ class Rule:
         """
         return Rule(limiter, self.number + 1, max(0, inserted - limiter.min_size))
 
+    @property
+    def divides(self) -> bool:
+        """Whether explorers are limited at all."""
+        return bool(self.limiter.bounds()[1])
+
+    def needed(self, sampled: int, n: int) -> int:
+        """Returns how many items must have become drawable before `n` more than `sampled` may be drawn."""
+        min_size, ratio, low, _ = self.limiter.bounds()
+        items, draws = max(min_size, 1), low + sampled + n
+        if ratio and draws > 0:
+            items = max(items, self.inserted_before + _whole(math.ceil, draws / ratio))
+        return items
+
+    def admitted(self, sampled: int, n: int) -> int:
+        """Returns up to how many items may be inserted, under a ratio, while a learner waits for `n` items."""
+        min_size, ratio, _, high = self.limiter.bounds()
+        allowed = self.inserted_before + _whole(math.floor, (high + sampled) / ratio)
+        return max(min_size, allowed, self.needed(sampled, n))
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerReport:
+    """What a learner reports to the coordinator. All counts are totals, so that a report that is lost does no harm.
+
+    Attributes:
+        stream: The learner's number.
+        rule: The number of the limiter that it keeps to.
+        items: Items that it has handed out in all.
+        batches: Batches in all.
+        counted: Items handed out that this limiter counts.
+        sampled: These, and those under way that it counts.
+        inserted: Items that ever became drawable in each shard, by number, as far as it knows; in lost ones, too.
+        waited: Seconds that it has waited for rows.
+        n: Items that it waits for, which are always admitted; 0 for none.
+    """
+
+    stream: int
+    rule: int
+    items: int
+    batches: int
+    counted: int
+    sampled: int
+    inserted: Mapping[int, int]
+    waited: float = 0.0
+    n: int = 0
+
+    @property
+    def moment(self) -> tuple[int, ...]:
+        """Of two of the same learner, the later one's is larger: what was under way may be given up."""
+        return self.rule, self.items, self.batches, self.counted
+
+
+class Totals(NamedTuple):
+    """What the coordinator answers: what all others have handed out.
+
+    Attributes:
+        moment: Of two answers the later one's is larger.
+        rule: The number of the newest limiter.
+        sampled: Items that this limiter counts.
+        items: Items in all.
+        batches: Batches in all.
+        learners: How many others have drawn.
+        waited: Seconds that all learners have waited for rows.
+        wait_share: Share of the last seconds that each has, on average.
+    """
+
+    moment: int = 0
+    rule: int = -1
+    sampled: int = 0
+    items: int = 0
+    batches: int = 0
+    learners: int = 0
+    waited: float = 0.0
+    wait_share: float = 0.0
+
 
 class GlobalRateLimiter:
-    """What was inserted and drawn in the union, as far as this process has heard, and what follows from it.
+    """What was inserted and drawn in the union, as the coordinator has heard, and what each shard may admit.
 
-    The rules are those of `SamplesPerInsert`. What this learner draws is counted at once; what others draw, and what
-    explorers insert, as of the shards' last answers.
+    The rules are those of `SamplesPerInsert`.
+
+    Args:
+        rule: The limiter.
+
+    Attributes:
+        rule: The limiter, and from where it counts.
+        inserted: Items that ever became drawable in each shard, by number; what a lost one had stays counted.
+    """
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+        self.inserted: Mapping[int, int] = {}
+        self._learners: dict[int, LearnerReport] = {}
+        self._waits = WaitStats()
+        self._looks = 0  # of one who waits for less than an item of each shard
+        self._moment = 0
+
+    def change(self, limiter: Limiter) -> None:
+        """Sets another limiter, which counts from here."""
+        self.rule = self.rule.followed_by(limiter, sum(self.inserted.values()))
+
+    def count_inserted(self, inserted: Mapping[int, int]) -> None:
+        """Takes in what someone knows of shards."""
+        self.inserted = _largest(self.inserted, inserted)
+
+    def remember(self, items: int, batches: int, counted: int) -> None:
+        """Takes in what had been drawn before the union was restored from a checkpoint."""
+        self._learners[_PAST] = LearnerReport(_PAST, self.rule.number, items, batches, counted, counted, {})
+
+    def hear(self, report: LearnerReport) -> Totals:
+        """Takes in a learner's report, and returns what it needs to know of the others."""
+        self.count_inserted(report.inserted)
+        known = self._learners.get(report.stream)
+        if report.batches and (known is None or report.moment > known.moment):
+            self._learners[report.stream] = report  # those who only look around would add up
+        if report.batches or report.waited:
+            self._waits.hear(report.stream, report.waited)
+        others = self._others(report.stream)
+        self._moment += 1
+        return Totals(
+            self._moment,
+            self.rule.number,
+            self._counted(others),
+            sum(other.items for other in others),
+            sum(other.batches for other in others),
+            sum(other.stream != _PAST for other in others),
+            self._waits.total,
+            self._waits.share,
+        )
+
+    def limits(self, numbers: Iterable[int], report: LearnerReport | None = None) -> dict[int, int | None]:
+        """Returns up to how many items each shard may admit its writers: together, what the union admits.
+
+        What is left is divided anew with every report, so that a shard without writers keeps nothing from the others
+        for long. Where less than an item a shard is waited for, the next report gives these items to other shards, to
+        find one with writers.
+
+        Args:
+            numbers: The shards that there are.
+            report: Of a learner whose draws under way count, too, and what it waits for; None: of no one.
+        """
+        shards = sorted(numbers)
+        if not self.rule.divides or not shards:
+            return dict.fromkeys(shards)
+        stream, sampled, n = (_PAST - 1, 0, 0) if report is None else (report.stream, report.sampled, report.n)
+        sampled += self._counted(self._others(stream))
+        inserted = sum(self.inserted.values())
+        whole, rest = divmod(max(self.rule.admitted(sampled, n) - inserted, 0), len(shards))
+        first = 0
+        if n and not whole and inserted < self.rule.needed(sampled, n):
+            first, self._looks = self._looks, self._looks + 1
+        return {
+            number: self.inserted.get(number, 0) + whole + ((place - first) % len(shards) < rest)
+            for place, number in enumerate(shards)
+        }
+
+    def _others(self, stream: int) -> list[LearnerReport]:
+        return [learner for learner in self._learners.values() if learner.stream != stream]
+
+    def _counted(self, learners: Iterable[LearnerReport]) -> int:
+        return sum(learner.counted for learner in learners if learner.rule == self.rule.number)
+
+
+class LearnerLimiter:
+    """The limiter as one learner knows it: whether it may draw.
+
+    What this learner draws is counted at once; what others draw, as of the coordinator's last answer; what explorers
+    insert, as of the shards' last answers.
 
     Args:
         rule: The limiter.
@@ -51,6 +214,7 @@ class GlobalRateLimiter:
 
     Attributes:
         rule: The limiter, and from where it counts.
+        others: What others have drawn.
         items: Items that this learner has handed out.
         batches: Batches that it has handed out.
         largest: The largest raw priority heard of.
@@ -58,20 +222,19 @@ class GlobalRateLimiter:
     """
 
     def __init__(self, rule: Rule, stream: int) -> None:
-        self._stream = stream
-        self._inserted: dict[int, int] = {}  # by shard
-        self._looks = 0  # of one who waits for less than an item of each shard
-        self._others: dict[int, LearnerProgress] = {}  # by learner
-        self._untold: dict[int, dict[int, LearnerProgress]] = {}  # by shard
-        self.items = self.batches = self._ordered = 0  # what was ordered, less what was given up
+        self.rule, self.others = rule, Totals()
+        self.items = self.batches = 0
         self.largest = 1.0
         self.waited = 0.0
-        self._take(rule)
+        self._stream = stream
+        self._inserted: Mapping[int, int] = {}  # by shard
+        self._ordered = self._before = 0  # items ordered, less those given up; those before this rule
 
     def change(self, rule: Rule) -> None:
         """Keeps to another limiter from now on, if it is newer."""
         if rule.number > self.rule.number:
-            self._take(rule)
+            self.rule = rule
+            self._before = self._ordered  # what is under way was admitted by the one before
 
     def begin(self, n: int) -> int:
         """Counts `n` items as ordered; returns the number of the limiter that has admitted them."""
@@ -89,46 +252,39 @@ class GlobalRateLimiter:
             if rule != self.rule.number:
                 self._before -= n
 
-    def hear(self, number: int, figures: ShardReport) -> None:
-        """Takes in what a shard has answered."""
-        self.count_inserted(number, figures.inserted)
-        self.largest = max(self.largest, figures.largest)
-        for stream, drew in figures.learners.items():
-            if stream != self._stream and is_newer(drew, self._others.get(stream)):
-                self._others = self._others | {stream: drew}  # another one: threads may be looking at this
-        if figures.rule >= 0:  # its actor's own answer, and not what a process of its node says of the shard
-            self._untold[number] = {
-                stream: drew
-                for stream, drew in self._others.items()
-                if stream != _PAST and is_newer(drew, figures.learners.get(stream))
-            }
+    def count(self, told: Mapping[int, ShardReport]) -> None:
+        """Takes in what shards have answered."""
+        self.count_inserted({number: figures.inserted for number, figures in told.items()})
+        self.largest = max(self.largest, *(figures.largest for figures in told.values()), 0.0)
 
-    def untold(self, number: int) -> Mapping[int, LearnerProgress]:
-        """Returns what others have handed out, where a shard has reported nothing of it, or less."""
-        return self._untold.get(number, {})
+    def count_inserted(self, inserted: Mapping[int, int]) -> None:
+        """Takes in how many items have become drawable in shards; what a lost one had stays counted."""
+        self._inserted = _largest(self._inserted, inserted)
 
-    def count_inserted(self, number: int, inserted: int) -> None:
-        """Takes in how many items have become drawable in a shard; what a lost one had stays counted."""
-        self._inserted[number] = max(inserted, self._inserted.get(number, 0))
+    def hear(self, others: Totals) -> None:
+        """Takes in what the coordinator has answered, unless a later answer came first."""
+        if others.moment > self.others.moment:
+            self.others = others
 
-    def remember(self, past: LearnerProgress) -> None:
-        """Takes in what had been drawn before the union was restored from a checkpoint."""
-        self._others = self._others | {_PAST: past}
-
-    @property
-    def divides(self) -> bool:
-        """Whether explorers are limited at all."""
-        return bool(self._ratio)
+    def report(self, n: int = 0) -> LearnerReport:
+        """Returns the report to the coordinator; `n`: items that are waited for."""
+        counted, sampled = max(0, self.items - self._before), self._ordered - self._before
+        return LearnerReport(
+            self._stream,
+            self.rule.number,
+            self.items,
+            self.batches,
+            counted,
+            sampled,
+            self._inserted,
+            self.waited,
+            n,
+        )
 
     @property
     def inserted(self) -> int:
         """Items that ever became drawable."""
         return sum(self._inserted.values())
-
-    @property
-    def drew(self) -> LearnerProgress:
-        """What this learner has handed out."""
-        return LearnerProgress(self.rule.number, self.items, self.batches, min(self._before, self.items))
 
     @property
     def under_way(self) -> int:
@@ -138,60 +294,31 @@ class GlobalRateLimiter:
     @property
     def drawn(self) -> int:
         """Items that all learners have handed out."""
-        return self.items + sum(drew.items for drew in self._others.values())
+        return self.items + self.others.items
 
     @property
     def sampled(self) -> int:
         """Items drawn under the present limiter by all learners, those that this one has ordered too."""
-        others = sum(drew.items - drew.before for drew in self._others.values() if drew.rule == self.rule.number)
-        return self._ordered - self._before + others
+        return self._ordered - self._before + self.others.sampled * (self.others.rule == self.rule.number)
 
     @property
     def learners(self) -> int:
         """How many learners have drawn."""
-        return len(self._others.keys() - {_PAST}) + (self.batches > 0)
+        return self.others.learners + (self.batches > 0)
 
     @property
     def steps(self) -> int:
         """Batches handed out by all learners."""
-        return self.batches + sum(drew.batches for drew in self._others.values())
+        return self.batches + self.others.batches
 
     def needed(self, n: int) -> int:
         """Returns how many items must have become drawable before `n` more may be drawn."""
-        items = max(self._min_size, 1)
-        draws = self._low + self.sampled + n
-        if self._ratio and draws > 0:
-            items = max(items, self.rule.inserted_before + _whole(math.ceil, draws / self._ratio))
-        return items
+        return self.rule.needed(self.sampled, n)
 
-    def limits(self, numbers: Iterable[int], n: int) -> dict[int, int | None]:
-        """Returns up to how many items each shard may admit its writers: together, what the union admits.
 
-        What is left is divided anew with every call, so that a shard without writers keeps nothing from the others for
-        long. With every call, the last items of those that are waited for go to other shards, to find one with writers.
-
-        Args:
-            numbers: The shards that there are.
-            n: Items that are waited for, which are always admitted; 0 for none.
-        """
-        shards = sorted(numbers)
-        if not self._ratio or not shards:
-            return dict.fromkeys(shards)
-        allowed = self.rule.inserted_before + _whole(math.floor, (self._high + self.sampled) / self._ratio)
-        inserted, needed = self.inserted, self.needed(n)
-        whole, rest = divmod(max(max(self._min_size, allowed, needed) - inserted, 0), len(shards))
-        first = 0
-        if n and not whole and inserted < needed:
-            first, self._looks = self._looks, self._looks + 1
-        return {
-            number: self._inserted.get(number, 0) + whole + ((place - first) % len(shards) < rest)
-            for place, number in enumerate(shards)
-        }
-
-    def _take(self, rule: Rule) -> None:
-        self.rule = rule
-        self._min_size, self._ratio, self._low, self._high = rule.limiter.bounds()
-        self._before = self._ordered  # what is under way was admitted by the one before
+def _largest(known: Mapping[int, int], said: Mapping[int, int]) -> Mapping[int, int]:
+    """Returns the larger number for each shard. It changes neither mapping: threads may be looking at them."""
+    return {**known, **{number: max(count, known.get(number, 0)) for number, count in said.items()}}
 
 
 def _whole(rounded: Callable[[float], int], items: float) -> int:

@@ -114,31 +114,29 @@ class ReplyCollector:
 
     def _is_there(self, number: int) -> bool:
         """Returns whether a shard answers, or is merely slow. Nobody waits for that: the next call looks."""
-        if number not in self._probes:
-            self._probes[number] = self._probe(number), time.monotonic()
-        call, asked_at = self._probes[number]
+        call, asked_at = self._probes.get(number) or self._ask(number)
         reachable = self._is_reachable(call, 0)
         if reachable is False and time.monotonic() - asked_at > FRESH:  # then, but now?
-            call, _ = self._probes[number] = self._probe(number), time.monotonic()
-            reachable = self._is_reachable(call, FRESH)
-        if reachable is None:
-            return True
-        del self._probes[number]
+            reachable = self._is_reachable(self._ask(number)[0], FRESH)
+        if reachable is not None:
+            del self._probes[number]
         if reachable:
             self._unreachable.pop(number, None)
-        return reachable
+        return reachable is not False
+
+    def _ask(self, number: int) -> tuple[Any, float]:
+        self._probes[number] = self._probe(number), time.monotonic()
+        return self._probes[number]
 
     def _is_reachable(self, call: Any, seconds: float) -> bool | None:
         """Returns what the answer to come says, after so many seconds at most; None if it has not come."""
+        errors = self._ray.exceptions
         try:
             if call is not None:
                 self._ray.get(call, timeout=seconds)
-        except self._ray.exceptions.GetTimeoutError:
-            return None
-        except self._ray.exceptions.RayTaskError:  # which is an answer, too
-            return True
-        except self._ray.exceptions.RayError:
-            return False
+        except errors.RayError as error:
+            # What its method has raised is an answer, too.
+            return None if isinstance(error, errors.GetTimeoutError) else isinstance(error, errors.RayTaskError)
         return True
 
     def _unanswered(self, calls: list[Any], seconds: float) -> list[Any]:

@@ -72,7 +72,7 @@ class SampleRequest:
         numbers = sorted(shards.table.places)
         known = [shards.figures[k].drawn.total if k in shards.figures else 0.0 for k in numbers]
         asked = candidates(known, n, slack)
-        self._calls = shards.order(dict(zip(numbers, asked, strict=True)), 0, self._room)
+        self._calls = shards.order(dict(zip(numbers, asked, strict=True)), self._room)
 
     @property
     def calls(self) -> list[Any]:
@@ -135,7 +135,7 @@ class SampleRequest:
                 return answers
             self.asked_again, tries = True, tries + 1
             answers = {number: answer for number, answer in answers.items() if number not in short}
-            answers |= self._shards.hear(self._shards.order(short, 0, self._room), wait)
+            answers |= self._shards.hear(self._shards.order(short, self._room), wait)
 
 
 class SampleRequestStream:
@@ -247,6 +247,7 @@ class SampleRequestStream:
             self._ahead.append(self._draws.order(self._batch_size, wait, self._place()))
         while len(self._ahead) < most and self._draws.admits_now(self._batch_size):
             self._ahead.append(self._draws.begin(self._batch_size, wait, self._place()))
+        self._draws.shards.report()
 
     def _place(self) -> ReplayBatch | None:
         return None if self._staging is None else self._staging.place()

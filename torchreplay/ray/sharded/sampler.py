@@ -12,7 +12,7 @@ import numpy as np
 from torchreplay.buffer.base import MAX_BATCH
 from torchreplay.errors import ReplayTimeout
 from torchreplay.ray.sharded.batch_block import Layout
-from torchreplay.ray.sharded.client import ShardClient
+from torchreplay.ray.sharded.client import REPORTS, ShardClient
 from torchreplay.ray.sharded.sample_request import LEAST_SLACK, SampleRequest
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.config import Config
@@ -77,7 +77,7 @@ class ShardedSampler:
         """Returns a batch of `n` items, once there are any and the limiter admits it."""
         while (batch := self.take(self.order(n, wait), beta, wait)) is None:
             self.pause(n, wait)
-        self.shards.report()
+        self.shards.report(most=REPORTS)  # there may be no next one for long
         return batch
 
     def pause(self, n: int, wait: Wait) -> None:
@@ -92,9 +92,9 @@ class ShardedSampler:
 
     def admits(self, n: int) -> bool:
         """Returns whether, as far as is known, the limiter admits a draw of `n` items and there are any."""
-        union_limiter = self.shards.union_limiter
+        limiter = self.shards.limiter
         drawable = any(figures.drawn.drawable for figures in self.shards.figures.values())
-        return drawable and union_limiter.inserted >= union_limiter.needed(n)
+        return drawable and limiter.inserted >= limiter.needed(n)
 
     def admits_now(self, n: int) -> bool:
         """Looks at what is new, without waiting for it, and returns what `admits` does."""
@@ -116,11 +116,11 @@ class ShardedSampler:
 
     def begin(self, n: int, wait: Wait, place: ReplayBatch | None = None) -> SampleRequest:
         """Does what `order` does where the limiter is known to admit it."""
-        here = self.shards.draws_here(wait)
-        union_limiter = self.shards.union_limiter
+        here = self.shards.local.draws(wait)
+        limiter = self.shards.limiter
         with self._lock:
             step, self._next, self._under_way = self._next, self._next + 1, self._under_way + 1
-            rule = union_limiter.begin(n)
+            rule = limiter.begin(n)
         try:
             # The generator's blocks are counted by the low bits.
             chance = np.random.Generator(np.random.Philox(key=[self.seed, self.stream], counter=step << 64))
@@ -142,7 +142,7 @@ class ShardedSampler:
         """
         batch = None
         try:
-            exponent = value_of(self._sampler.beta if beta is None else beta, self.shards.union_limiter.steps)
+            exponent = value_of(self._sampler.beta if beta is None else beta, self.shards.limiter.steps)
             batch = ordered.finish(self._sampler, exponent, wait)
         finally:
             self._end(ordered.step, ordered.n, ordered.rule, batch)
@@ -161,7 +161,7 @@ class ShardedSampler:
         """Counts a round that is no longer under way."""
         with self._lock:
             self._under_way -= 1
-            self.shards.union_limiter.end(n, rule, batch is not None)
+            self.shards.limiter.end(n, rule, batch is not None)
             if batch is not None:
                 self._made += 1
             elif step == self._next - 1:  # another one's would be used twice
@@ -183,14 +183,15 @@ class ShardedSampler:
     def _look(self, n: int, wait: Wait) -> None:
         """Asks all shards what they have."""
         self.shards.refresh()
-        self.shards.hear(self.shards.order(dict.fromkeys(self.shards.table.places, 0), n), wait)
+        self.shards.hear(self.shards.order(dict.fromkeys(self.shards.table.places, 0)), wait)
+        self.shards.report(n)
 
     def _check(self, n: int, wait: Wait) -> None:
         """Gives up a wait for rows that will not come, or takes too long."""
         drawable = sum(figures.drawn.drawable for figures in self.shards.figures.values())
         barren = self.shards.barren
         if drawable or barren is None:
-            inserted, needed = self.shards.union_limiter.inserted, self.shards.union_limiter.needed(n)
+            inserted, needed = self.shards.limiter.inserted, self.shards.limiter.needed(n)
             size = sum(figures.rows for figures in self.shards.figures.values())
             wait.check_rows(inserted, needed, drawable, size, self._complete_when)
         else:
@@ -200,5 +201,5 @@ class ShardedSampler:
         """Counts the time since then as waited for rows; returns until when."""
         now = time.monotonic()
         with self._lock:
-            self.shards.union_limiter.waited += now - since
+            self.shards.limiter.waited += now - since
         return now

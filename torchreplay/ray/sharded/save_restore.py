@@ -73,7 +73,7 @@ def restore_shards(shards: ShardClient, config: Config, manifest: Manifest, root
         shards.restored(numbers, manifest.seed, counts, manifest.lost, manifest.config.limiter)
     except BaseException as error:
         with suppress(Exception):  # the directory may be gone
-            shards.ask("stop")
+            shards.coordinator.ask("stop")
             shards.look()
         error.add_note(
             "the buffer that was to be restored may hold a part of the checkpoint, and was stopped: close it, and "
@@ -154,9 +154,9 @@ def _require_parts(paths: Sequence[Path]) -> None:
 def _described(
     shards: ShardClient, config: Config, places: Mapping[int, Place], seed: int, draws: ShardedSampler, name: str
 ) -> Manifest:
-    born, streams = shards.ask("counts")
+    born, streams = shards.coordinator.ask("counts")
     shards.exchange()
-    table, counted = shards.table, shards.union_limiter
+    table, counted = shards.table, shards.limiter
     return Manifest(
         replace(config, limiter=table.rule.limiter),
         seed,

@@ -17,9 +17,8 @@ from torchreplay.checkpoint.buffer_checkpoint import Description, load_rows, sav
 from torchreplay.checkpoint.directory import is_checkpoint
 from torchreplay.errors import CheckpointError
 from torchreplay.ray.sharded.batch_block import Layout
-from torchreplay.ray.sharded.messages import Answer, DrawRequest, LearnerProgress, is_newer
+from torchreplay.ray.sharded.messages import Answer
 from torchreplay.ray.sharded.shard_sampler import ShardSampler
-from torchreplay.ray.sharded.wait_stats import WaitStats
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.config import Config
 from torchreplay.schema.limiters import MinSize
@@ -44,22 +43,19 @@ class Shard:
         number: Of this shard, never used again: the high bits of its keys.
         config: Of the buffer.
         seed: Of its draws.
-        rule: The number of the limiter of the union.
-        limit: Items up to which writers are admitted until a learner says otherwise; None for no limit.
+        limit: Items up to which writers are admitted until the coordinator says otherwise; None for no limit.
     """
 
     _buffer: ReplayBuffer
     _candidates: ShardSampler
 
-    def __init__(self, number: int, config: Config, seed: int, rule: int, limit: int | None) -> None:
-        self._config, self._seed, self._rule, self._limit = config, seed, rule, limit
+    def __init__(self, number: int, config: Config, seed: int, limit: int | None) -> None:
+        self._config, self._seed, self._limit = config, seed, limit
         self._number = number
         self._layout = Layout(config.outputs())
         self._block = torch.empty(0, dtype=torch.uint8)  # used again and again: the object store has its own copy
         self._batch = ReplayBatch()
         self._batch_items = 0
-        self._learners: dict[int, LearnerProgress] = {}
-        self._waits = WaitStats()
         self._hands = ThreadPoolExecutor(1, "torchreplay-shard")
         self._under_way: dict[str, Future[None]] = {}
 
@@ -84,28 +80,23 @@ class Shard:
         """Returns what processes of this node attach."""
         return self._buffer.handle()
 
-    def draw(self, order: DrawRequest) -> Answer:
+    def draw(self, candidates: int, largest: float) -> Answer:
         """Draws candidates, stratified and with replacement.
+
+        Args:
+            candidates: How many; 0: none, only the figures are wanted.
+            largest: The largest raw priority that the learner knows of, in any shard.
 
         Returns:
             The figures, and a block of as many items as they say; None if there are none.
         """
-        if order.drew.batches:  # those who only look around would add up
-            self._learners[order.stream] = order.drew
-        if order.drew.batches or order.waited:
-            self._waits.hear(order.stream, order.waited)
-        self._learners |= {s: drew for s, drew in order.others.items() if is_newer(drew, self._learners.get(s))}
-        self._candidates.raise_largest(order.largest)
-        if order.says and order.drew.rule >= self._rule:  # others know an old limiter only
-            self._rule = order.drew.rule
-            self._admit(order.limit)
-        if not order.candidates:
-            return self._candidates.look(self._learners, self._rule), None
-        room = self._room_for(order.candidates)
-        figures = self._candidates.draw(order.candidates, room, self._learners, self._rule)
+        self._candidates.raise_largest(largest)
+        if not candidates:
+            return self._candidates.look(), None
+        figures = self._candidates.draw(candidates, self._room_for(candidates))
         if not figures.candidates:
             return figures, None
-        return figures, self._block.numpy()[: self._layout.nbytes(order.candidates)]
+        return figures, self._block.numpy()[: self._layout.nbytes(candidates)]
 
     def gather(self, keys: NDArray[np.int64]) -> Answer:
         """Finds items.
@@ -116,7 +107,7 @@ class Shard:
         Returns:
             The figures, and a block of as many items as they say; None if there are none.
         """
-        figures, found = self._candidates.gather(keys, self._learners, self._rule)
+        figures, found = self._candidates.gather(keys)
         if found is None:
             return figures, None
         room = self._room_for(figures.candidates)
@@ -153,16 +144,11 @@ class Shard:
         """
         return self._has_ended(f"{number}", lambda: self._restore(number, directory))
 
-    def change_limiter(self, rule: int, limit: int | None) -> None:
-        """Takes in that there is another limiter, unless a learner has said so already.
-
-        Args:
-            rule: Its number.
-            limit: Items up to which writers are admitted until a learner says otherwise; None for no limit.
-        """
-        if rule > self._rule:
-            self._rule = rule
-            self._admit(limit)
+    def admit(self, limit: int | None) -> None:
+        """Lets writers go on until so many items are in; None: for as long as they like."""
+        if limit != self._limit:
+            self._limit = limit
+            self._set_limit(limit)
 
     def update(self, keys: NDArray[np.int64], td: NDArray[np.float64]) -> int:
         """Feeds back TD errors for keys of this shard's own; both were checked. Returns how many."""
@@ -170,8 +156,8 @@ class Shard:
         return len(keys)
 
     def stats(self) -> Stats:
-        """Returns the buffer's own, with the learners' waits for rows of any shard."""
-        return replace(self._buffer.stats(), sample_wait=self._waits.total, sample_wait_share=self._waits.share)
+        """Returns the buffer's own."""
+        return self._buffer.stats()
 
     def histograms(self, bins: int) -> dict[str, torch.Tensor]:
         """Returns the buffer's own."""
@@ -213,12 +199,6 @@ class Shard:
             load_rows(local_sampler(self._buffer).segment, self._config, Description.read(directory), directory)
             self._set_limit(self._limit)  # what was loaded has counted from elsewhere
         self._candidates = ShardSampler(self._buffer, number)
-
-    def _admit(self, limit: int | None) -> None:
-        """Lets writers go on until so many items are in; None: for as long as they like."""
-        if limit != self._limit:
-            self._limit = limit
-            self._set_limit(limit)
 
     def _set_limit(self, limit: int | None) -> None:
         if limit is None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torchreplay.buffer.replay_buffer import ReplayBuffer, local_sampler
-from torchreplay.ray.sharded.global_distribution import Drawn, pack
-from torchreplay.ray.sharded.messages import LearnerProgress, ShardReport
+from torchreplay.buffer.tree_summary import TreeSummary
+from torchreplay.ray.sharded.global_distribution import pack
+from torchreplay.ray.sharded.messages import ShardReport
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.samplers import Prioritized
 from torchreplay.segment.waits import NEVER
@@ -36,71 +36,57 @@ class ShardSampler:
             self._segment.raise_largest(priority)
             self._largest = priority
 
-    def draw(self, n: int, out: ReplayBatch, learners: Mapping[int, LearnerProgress], rule: int = -1) -> ShardReport:
+    def draw(self, n: int, out: ReplayBatch) -> ShardReport:
         """Draws `n` items, stratified and with replacement, and says what the tree was at just that draw.
 
         Args:
             n: Items.
             out: What they go into, a batch of so many. The keys are the union's; weights mean nothing yet.
-            learners: What the figures say of learners.
-            rule: The number of the limiter that they name.
 
         Returns:
             The figures; their `candidates` are `n`, or 0 when nothing could be drawn.
         """
         result = self._segment.sample(n, 0.0, NEVER, out)
         if not isinstance(result, ReplayBatch):
-            return self._reasons(self.figures(learners, rule), result, n)
+            return self._reasons(self.figures(), result, n)
         out["key"] += self._base
-        return self.figures(learners, rule, Drawn(*self._segment.drawn_from[:3]), n)
+        return self.figures(TreeSummary(*self._segment.drawn_from), n)
 
-    def gather(
-        self, keys: NDArray[np.int64], learners: Mapping[int, LearnerProgress], rule: int = -1
-    ) -> tuple[ShardReport, ReplayBatch | None]:
+    def gather(self, keys: NDArray[np.int64]) -> tuple[ShardReport, ReplayBatch | None]:
         """Finds items, and says what the tree is just after that.
 
         Args:
             keys: The shard's own `[n]`.
-            learners: What the figures say of learners.
-            rule: The number of the limiter that they name.
 
         Returns:
             The figures, whose `candidates` say how many items were found, and a batch of these; None if there are none.
             The keys are the union's, `probability` is the shard's, weights mean nothing yet.
         """
         if not len(keys):
-            return self.figures(learners, rule), None
+            return self.figures(), None
         batch: ReplayBatch = self._segment.gather(keys, 0.0, None)
         n = len(batch["key"])
         batch["key"] += self._base
-        return self.figures(learners, rule, candidates=n), batch if n else None
+        return self.figures(candidates=n), batch if n else None
 
-    def look(self, learners: Mapping[int, LearnerProgress], rule: int = -1) -> ShardReport:
+    def look(self) -> ShardReport:
         """Returns the figures, and what they say of why there is no item, if there is none."""
-        figures = self.figures(learners, rule)
+        figures = self.figures()
         if figures.drawn.drawable or not figures.issued:
             return figures
         return self._reasons(figures, self._segment.sample(1, 0.0, NEVER, None), 1)
 
-    def figures(
-        self,
-        learners: Mapping[int, LearnerProgress],
-        rule: int = -1,
-        drawn: Drawn | None = None,
-        candidates: int = 0,
-    ) -> ShardReport:
+    def figures(self, drawn: TreeSummary | None = None, candidates: int = 0) -> ShardReport:
         """Returns what the shard has to say.
 
         Args:
-            learners: What each learner has handed out.
-            rule: The number of the newest limiter that was heard of.
             drawn: The tree as a draw found it; None: as it is.
             candidates: How many items come along.
         """
         stats = self._segment.stats()
         census = self._segment.census(False)
         return ShardReport(
-            drawn or Drawn(stats["priority_total"], stats["drawable"], stats["smallest_leaf"]),
+            drawn or TreeSummary(stats["priority_total"], stats["drawable"], stats["smallest_leaf"]),
             candidates,
             stats["size"],
             stats["inserted"],
@@ -109,8 +95,6 @@ class ShardSampler:
             stats["writers"],
             census["since_departure"],
             stats["last_write_age"],
-            learners,
-            rule,
             stats["stopped"],
             None,
         )

@@ -19,7 +19,6 @@ from torchreplay.errors import Stopped
 from torchreplay.ray.sharded.client import ShardClient
 from torchreplay.ray.sharded.creation import checked_nodes, directory_name, end, found
 from torchreplay.ray.sharded.gathering import Gathering
-from torchreplay.ray.sharded.inspection import ShardedInspection
 from torchreplay.ray.sharded.local_writing import Expectation, buffer_to_write_to
 from torchreplay.ray.sharded.manifest import Manifest, with_manifest
 from torchreplay.ray.sharded.priority_updates import Feedback
@@ -27,7 +26,7 @@ from torchreplay.ray.sharded.sampler import ShardedSampler
 from torchreplay.ray.sharded.save_restore import require_room, restore_shards, save_shards
 from torchreplay.ray.sharded.shard_writer import ShardWriter
 from torchreplay.ray.sharded.sharded_source import ShardedSource
-from torchreplay.ray.sharded.stats import ShardedStats
+from torchreplay.ray.sharded.stats import ShardedStats, merged_histograms, summed
 from torchreplay.schema.batch import ReplayBatch, keys_of
 from torchreplay.schema.config import MAX_CAPACITY, Config
 from torchreplay.schema.limiters import Limiter, MinSize, SamplesPerInsert
@@ -109,7 +108,6 @@ class ShardedReplay(Replay):
         self._gathering = Gathering(self._shards, config, nonce)
         self._feedback = Feedback(self._shards, nonce)
         self._source = ShardedSource(self._sampler, self._feedback, config, nonce)
-        self._inspection = ShardedInspection(self._shards, self._feedback, config, capacity, count)
 
     @property
     def _closed(self) -> bool:
@@ -171,14 +169,14 @@ class ShardedReplay(Replay):
         Returns:
             An object to `close()` when no more will come; it ends with the process as well, some seconds later.
         """
-        return Expectation(self._shards)
+        return Expectation(self._shards.coordinator)
 
     # Drawing, and feeding back
 
     def sample(self, batch_size: int, beta: Schedule | None = None, timeout: float | None = None) -> ReplayBatch:
         """Draws a batch from all shards, stratified and with replacement; waits until the limiter admits it.
 
-        Every shard is asked once, and hears at once what was drawn if explorers wait for that; `ReplayDataset` has
+        Every shard is asked once. What was drawn is reported at once if explorers wait for that. `ReplayDataset` has
         several batches under way at a time and is faster.
 
         Args:
@@ -272,7 +270,8 @@ class ShardedReplay(Replay):
     def __len__(self) -> int:
         """Returns the number of rows held by all shards."""
         self._require_open()
-        return self._inspection.rows()
+        self._shards.exchange()
+        return sum(figures.rows for figures in self._shards.figures.values())
 
     @property
     def capacity(self) -> int:
@@ -284,9 +283,9 @@ class ShardedReplay(Replay):
         """Who must wait. Set it to change it for every process. Processes that can go on under the new one do.
 
         A new limiter counts from the moment at which it is set, as that of a `ReplayBuffer` does. Of the items inserted
-        before, `min_size` count (or all, if there are fewer). Of the draws before, none count. Learners that wait, or
-        that draw from other nodes, hear of it with the next answer of a shard, the others within a second. Each keeps
-        to the old one until then, and its draws under the old one do not count for the new one.
+        before, `min_size` count (or all, if there are fewer). Of the draws before, none count. Learners that wait for
+        rows hear of it at once, the others within a second. Each keeps to the old one until then, and its draws under
+        the old one do not count for the new one.
         """
         self._require_open()
         return self._shards.look().rule.limiter
@@ -318,7 +317,13 @@ class ShardedReplay(Replay):
     def stats(self) -> ShardedStats:
         """Returns what has happened so far: over all shards, and each one's own."""
         self._require_open()
-        return self._inspection.stats()
+        shards = self._shards
+        self._feedback.apply_arrived()
+        self._feedback.hear(0)
+        shards.exchange()
+        places = shards.table.places
+        told = shards.calls.collect({number: place.actor.stats.remote() for number, place in places.items()})
+        return summed(told, places, shards.look(), self._capacity, self._count, shards.limiter)
 
     def histograms(self, bins: int = 64) -> dict[str, torch.Tensor]:
         """Returns histograms of raw priorities and of rows' ages, as `ReplayBuffer.histograms` does. O(capacity).
@@ -327,19 +332,30 @@ class ShardedReplay(Replay):
         no shard they are those of an empty buffer.
         """
         self._require_open()
-        return self._inspection.histograms(bins)
+        bins = checked_int("bins", bins, 1, 1 << 20)
+        self._feedback.apply_arrived()
+        places = self._shards.look().places
+        calls = {number: place.actor.histograms.remote(bins) for number, place in places.items()}
+        return merged_histograms(list(self._shards.calls.collect(calls).values()), bins)
 
     @property
     def stopped(self) -> bool:
         """Whether `stop()` was called, in any process, as far as this one has heard: explorers hear it at once."""
-        nearby = self._shards.nearby
+        local = self._shards.local.shard
         with suppress(RuntimeError):  # another thread has let go of it meanwhile
-            if nearby is not None and nearby.buffer.stopped:
+            if local is not None and local.buffer.stopped:
                 return True
         return self._shards.stopped
 
     def __repr__(self) -> str:
-        return "ShardedReplay(closed)" if self._closed else self._inspection.summary(self.stopped)
+        if self._closed:
+            return "ShardedReplay(closed)"
+        names, table = ", ".join("/".join(path) for path in self._config.fields), self._shards.table
+        return (
+            f"ShardedReplay({self._capacity:,} rows on {len(table.places)} of {self._count} nodes, fields: "
+            f"{names}, {self._config.view}, {self._config.sampler}, {table.rule.limiter}"
+            f"{', stopped' if self.stopped else ''})"
+        )
 
     # Checkpoints
 
@@ -458,7 +474,7 @@ class ShardedReplay(Replay):
     def stop(self) -> None:
         """Stops the buffer: `stopped` becomes True in every process, and waiting calls raise `Stopped`."""
         self._require_open()
-        self._shards.ask("stop")
+        self._shards.coordinator.ask("stop")
         self._shards.look()
 
     def close(self) -> None:
@@ -472,15 +488,16 @@ class ShardedReplay(Replay):
         if self._closed:
             return
         self._shards.closed = True
+        connected = self._shards.coordinator.connected  # and not a forked child, which has made nothing
         try:
-            if self._owned is None and self._shards.connected:
+            if self._owned is None and connected:
                 with suppress(Stopped):
                     self._shards.report(last=True)
                     self._feedback.flush()
         finally:
-            self._shards.detach()
+            self._shards.local.release()
             owned, self._owned = self._owned, None
-            if owned is not None and self._shards.connected:  # and not a forked child, which has made nothing
+            if owned is not None and connected:
                 end(owned)
 
     def __enter__(self) -> ShardedReplay:

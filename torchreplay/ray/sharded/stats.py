@@ -1,15 +1,19 @@
-"""What `ShardedReplay.stats()` reports: the sums over all shards, and each one's own."""
+"""What `ShardedReplay.stats()` and `histograms()` report: the sums over all shards, and each one's own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import torch
+
+from torchreplay.buffer.inspection import histograms
 from torchreplay.buffer.stats import Stats
 from torchreplay.ray.sharded.coordinator import Place, Table
 from torchreplay.ray.sharded.global_distribution import KEY_BITS
-from torchreplay.ray.sharded.rate_limiter import GlobalRateLimiter
+from torchreplay.ray.sharded.rate_limiter import LearnerLimiter
+from torchreplay.schema.samplers import Uniform
 
 SUMS: tuple[str, ...] = ("size", "nbytes", "drawable", "updated", "stale_updates", "unready_updates", "redraws")
 SUMS += ("evicted_unsampled", "priority_total", "writers", "rows_written", "dropped_rows", "insert_wait")
@@ -47,7 +51,7 @@ class ShardedStats(Stats):
 
     `inserted` counts the items of lost shards too; `sampled`, `draws` and `learners` are what learners have handed out
     and how many of them have; `priority_min` and `priority_max` are those of all shards. `sample_wait` and
-    `sample_wait_share` are what learners have reported to the shards; a batch under way between nodes is no wait for
+    `sample_wait_share` are what learners have reported; a batch under way between nodes is no wait for
     rows. `staleness` is not measured: it is 0.
 
     Attributes:
@@ -73,18 +77,20 @@ def summed(
     table: Table,
     capacity: int,
     count: int,
-    union_limiter: GlobalRateLimiter,
+    limiter: LearnerLimiter,
 ) -> ShardedStats:
     """Returns the statistics of the union.
 
     Args:
         told: What each shard says.
-        places: Where it is.
+        places: Where each is.
         table: Who is lost.
         capacity: Rows that all shards together hold.
         count: How many shards there ought to be.
-        union_limiter: What was drawn.
+        limiter: What was inserted and drawn.
     """
+    waited, share = limiter.others.waited, limiter.others.wait_share  # all learners', for rows of any shard
+    told = {n: replace(stats, sample_wait=waited, sample_wait_share=share) for n, stats in told.items()}
     each = list(told.values())
     values: dict[str, Any] = {name: sum(getattr(stats, name) for stats in each) for name in SUMS}
     smallest = [stats.priority_min for stats in each if stats.drawable]
@@ -92,16 +98,16 @@ def summed(
     return ShardedStats(
         **values,
         capacity=capacity,
-        inserted=union_limiter.inserted,
-        sampled=union_limiter.drawn,
-        draws=union_limiter.steps,
-        learners=union_limiter.learners,
+        inserted=limiter.inserted,
+        sampled=limiter.drawn,
+        draws=limiter.steps,
+        learners=limiter.learners,
         staleness=0.0,
         insert_wait_share=sum(stats.insert_wait_share * stats.writers for stats in each) / max(1, values["writers"]),
-        sample_wait=max((stats.sample_wait for stats in each), default=0.0),  # they all hear of the same waits
-        sample_wait_share=max((stats.sample_wait_share for stats in each), default=0.0),
+        sample_wait=waited,
+        sample_wait_share=share,
         priority_change=sum(stats.priority_change * stats.updated for stats in each) / max(1, values["updated"]),
-        samples_per_insert=union_limiter.drawn / max(1, union_limiter.inserted),
+        samples_per_insert=limiter.drawn / max(1, limiter.inserted),
         priority_min=min(smallest, default=0.0),
         priority_max=max((stats.priority_max for stats in each), default=1.0),
         last_write_age=min(ages, default=-1.0),
@@ -111,3 +117,22 @@ def summed(
         rows_lost=sum(lost.rows for lost in table.lost),
         lost_updates=table.lost_updates,
     )
+
+
+def merged_histograms(each: Sequence[dict[str, torch.Tensor]], bins: int) -> dict[str, torch.Tensor]:
+    """Returns histograms as `ReplayBuffer.histograms` does, over the range that all of `each` span together."""
+    if not each:
+        return histograms(torch.empty(0), torch.empty(0, dtype=torch.int64), 0, bins, Uniform())
+    merged = {}
+    for name, logarithmic in (("priority", True), ("age", False)):
+        counts = [h[name] for h in each]
+        edges = [h[f"{name}_edges"].log10() if logarithmic else h[f"{name}_edges"] for h in each]
+        filled = [edge for edge, count in zip(edges, counts, strict=True) if count.sum()] or edges
+        low, high = float(min(edge[0] for edge in filled)), float(max(edge[-1] for edge in filled))
+        common = torch.linspace(low, high, bins + 1, dtype=torch.float64)
+        total = torch.zeros(bins, dtype=torch.int64)
+        for edge, count in zip(edges, counts, strict=True):
+            middle = (edge[1:] + edge[:-1]) / 2
+            total.index_add_(0, torch.bucketize(middle, common[1:-1]).clamp(max=bins - 1), count)
+        merged[name], merged[f"{name}_edges"] = total, 10.0**common if logarithmic else common
+    return merged

@@ -1,4 +1,4 @@
-"""`WaitStats`: how long learners have waited for rows, as they report it to a shard."""
+"""`WaitStats`: how long learners have waited for rows, as they report it to the coordinator."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Told(NamedTuple):
         at: When it said something last.
     """
 
-    seconds: float
-    at: float
+    seconds: float = 0.0
+    at: float = 0.0
 
 
 class WaitStats:
-    """Totals that learners report. A report may be lost, or come to a shard that has just been made."""
+    """Totals that learners report. A report may be lost, or be overtaken."""
 
     def __init__(self) -> None:
         self._made = time.monotonic()
@@ -37,16 +37,11 @@ class WaitStats:
             seconds: For which it has waited, in all.
         """
         now = time.monotonic()
-        before = self._told.get(stream)
-        if before is None:
-            most, more = seconds, min(seconds, now - self._made)  # the rest was before there was this shard
-        else:
-            most = max(seconds, before.seconds)
-            more = most - before.seconds
+        before = self._told.get(stream, Told()).seconds
         window = int(now // WINDOW)
         self._windows = {number: waited for number, waited in self._windows.items() if number >= window - 1}
-        self._windows[window] = self._windows.get(window, 0.0) + more
-        self._told[stream] = Told(most, now)
+        self._windows[window] = self._windows.get(window, 0.0) + max(0.0, seconds - before)
+        self._told[stream] = Told(max(seconds, before), now)
 
     @property
     def total(self) -> float:

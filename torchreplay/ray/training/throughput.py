@@ -42,8 +42,7 @@ class Throughput:
         self._counts, self._totals = dict.fromkeys(parts, 0), dict.fromkeys(parts, 0.0)
         self._ready: deque[int] = deque(maxlen=_TIMES_KEPT)
         self._looks: deque[tuple[float, int, int]] = deque(maxlen=_LOOKS_KEPT + 1)  # time, rows, items
-        self._rows = 0  # that have come since the start
-        self._known: dict[Any, int] = {}  # the last count of each buffer or shard
+        self._rows: dict[Any, int] = {}  # the last count of each buffer or shard
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
@@ -76,7 +75,7 @@ class Throughput:
     def start(self, rows: Mapping[Any, int], items: int) -> None:
         """Begins to count a second's rows and items anew."""
         self._looks.clear()
-        self._rows, self._known = 0, dict(rows)
+        self._rows.clear()
         self.look(rows, items)
 
     @property
@@ -91,9 +90,8 @@ class Throughput:
             rows: Written to each buffer or shard, by its id. One may be gone, for good or for once.
             items: Learned from.
         """
-        self._rows += self._since(rows)
-        self._known |= rows
-        self._looks.append((time.monotonic(), self._rows, items))
+        self._rows |= rows
+        self._looks.append((time.monotonic(), sum(self._rows.values()), items))
 
     def throughput(self, now: tuple[Mapping[Any, int], int] | None) -> tuple[float, float]:
         """Returns rows and items a second, over the last ten seconds.
@@ -105,9 +103,6 @@ class Throughput:
             return 0.0, 0.0
         (began, rows_then, items_then), (ended, rows, items) = self._looks[0], self._looks[-1]
         if now is not None:
-            ended, rows, items = time.monotonic(), self._rows + self._since(now[0]), now[1]
+            ended, rows, items = time.monotonic(), sum({**self._rows, **now[0]}.values()), now[1]
         seconds = ended - began
         return ((rows - rows_then) / seconds, (items - items_then) / seconds) if seconds > 0 else (0.0, 0.0)
-
-    def _since(self, rows: Mapping[Any, int]) -> int:
-        return sum(count - self._known.get(of, 0) for of, count in rows.items())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 import multiprocessing
 import os
 import pickle
@@ -17,14 +16,12 @@ from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 from typing import Any, Final
 
 from torchreplay.ray.workers.backend import Backend, pickled
 from torchreplay.ray.workers.worker_process import Launch, Outcome, WorkerProcess
-from torchreplay.segment.handle import Handle, make_handle, new_nonce, open_handle
 from torchreplay.segment.reservation import reserve
-
-_WHAT: Final = "payload of worker processes"
 
 _PR_SET_PDEATHSIG: Final = 1  # of Linux's prctl
 
@@ -54,11 +51,10 @@ class ProcessBackend(Backend[ProcessRun]):
         payload = pickled(work, _dumps())
         # Not an argument of the process: if a child dies before it has read more arguments than a pipe holds, its
         # parent waits for ever.
-        fd = reserve(len(payload), _WHAT)
-        self._free = weakref.finalize(self, os.close, fd)
-        with mmap.mmap(fd, len(payload)) as memory:
-            memory[:] = payload
-        self._handle = make_handle(fd, new_nonce())
+        self._payload = reserve(len(payload), "payload of worker processes")
+        self._free = weakref.finalize(self, os.close, self._payload)
+        with open(self._payload, "r+b", closefd=False) as memory:
+            memory.write(payload)
         self._spawn = multiprocessing.get_context("spawn")
         self._leaving: list[ProcessRun] = []  # the function has returned, and the process is about to end
 
@@ -66,7 +62,7 @@ class ProcessBackend(Backend[ProcessRun]):
         """Starts a run; does not wait for it."""
         report, reporter = self._spawn.Pipe(duplex=False)
         process = self._spawn.Process(
-            target=_live, args=(os.getpid(), sys.path, self._handle, launch, reporter), name=f"worker {launch.index}"
+            target=_live, args=(os.getpid(), sys.path, self._payload, launch, reporter), name=f"worker {launch.index}"
         )
         resource_tracker.ensure_running()  # the first child starts it, which would unblock the signal
         # Children inherit the mask: Ctrl-C ends the program, and that its workers.
@@ -166,19 +162,13 @@ def _dumps() -> Callable[[Any], bytes]:
     return dumps
 
 
-def _live(parent: int, path: Sequence[str], payload: Handle, launch: Launch, report: Connection) -> None:
+def _live(parent: int, path: Sequence[str], payload: int, launch: Launch, report: Connection) -> None:
     """The life of a worker's process."""
     # The signal comes with the death of the thread that started this process: the supervisor's, which outlives it.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-    fd = open_handle(payload, _WHAT)
-    try:
-        with mmap.mmap(fd, payload.size, access=mmap.ACCESS_READ) as memory:
-            content = memory[:]
-    finally:
-        os.close(fd)
-    outcome = WorkerProcess().run(path, content, launch)
+    outcome = WorkerProcess().run(path, Path(f"/proc/{parent}/fd/{payload}").read_bytes(), launch)
     sys.stdout.flush()  # a process that hears of the end may kill this one
     sys.stderr.flush()
     report.send(outcome)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from torchreplay.ray.runtime.session import RaySession
 from torchreplay.ray.workers.backend import Backend, pickled
 from torchreplay.ray.workers.placement import strategy_of
-from torchreplay.ray.workers.state_replica import StateServer
+from torchreplay.ray.workers.table_replica import TableServer
 from torchreplay.ray.workers.worker_process import Launch, Outcome, WorkerProcess
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ _LOOK_EVERY: Final = 0.1
 class ActorRun:
     """One run of one worker: its actor and the result to come."""
 
-    launch: Launch
     actor: Any
     result: Future[Outcome]
 
@@ -54,27 +53,27 @@ class RayBackend(Backend[ActorRun]):
         runtime_env = None if hosting.runtime_env is None else dict(hosting.runtime_env)
         self._options = {"num_cpus": hosting.num_cpus, "num_gpus": hosting.num_gpus, "runtime_env": runtime_env}
         self._kind: Any = None  # of every worker, unless a function says where each is to run
-        self._keeper: Any = None  # of the pages, for workers on other nodes
+        self._server: Any = None  # of the table, for workers on other nodes
         try:
             if not callable(hosting.placement):
                 self._kind = self._kind_for(0)  # now: what Ray does not take is refused at the start
             self._payload = self._ray.put(pickled(work, self._ray.cloudpickle.dumps))
             if hosting.placement is not None:
-                self._keeper = self._keep(work, runtime_env)
+                self._server = self._serve(work, runtime_env)
         except BaseException:
             self._session.close()
             raise
 
-    def _keep(self, work: Any, runtime_env: Any) -> Any:
+    def _serve(self, work: Any, runtime_env: Any) -> Any:
         what, board = work
-        kind = self._ray.remote(StateServer).options(
+        kind = self._ray.remote(TableServer).options(
             num_cpus=0,
             runtime_env=runtime_env,
             max_restarts=-1,
             max_task_retries=-1,  # workers' questions and reports may be repeated
             scheduling_strategy=strategy_of(None, 0),
         )
-        return kind.remote(what.helper, board, *what.pages)
+        return kind.remote(what.helper, board)
 
     def _kind_for(self, index: int) -> Any:
         return self._ray.remote(WorkerProcess).options(
@@ -87,8 +86,8 @@ class RayBackend(Backend[ActorRun]):
         """Starts a run; does not wait for it."""
         self._require_ray()
         actor = (self._kind or self._kind_for(launch.index)).remote()
-        result = actor.run.remote(sys.path, self._payload, launch, self._keeper).future()
-        run = ActorRun(launch, actor, result)
+        result = actor.run.remote(sys.path, self._payload, launch, self._server).future()
+        run = ActorRun(actor, result)
         self._runs.add(run)
         return run
 
@@ -139,8 +138,8 @@ class RayBackend(Backend[ActorRun]):
         """Shuts Ray down if it was started here and nobody else needs it."""
         if not self._session.connected:
             self._give_up()
-        if self._keeper is not None and self._is_there():
-            self._ray.kill(self._keeper, no_restart=True)
+        if self._server is not None and self._is_there():
+            self._ray.kill(self._server, no_restart=True)
         self._session.close()
 
     def _require_ray(self) -> None:

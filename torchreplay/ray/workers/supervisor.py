@@ -8,9 +8,9 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 
@@ -37,13 +37,6 @@ SLOW_START: Final = 30.0
 _HOPELESS_AFTER: Final = 5
 """Failures in a row, without a row or an episode in between, after which nobody should wait for an
 worker any more. It goes on being restarted."""
-
-
-class Mark(Protocol):
-    """The buffer's note that writers may still come."""
-
-    def close(self) -> None:
-        """Withdraws it."""
 
 
 @dataclass
@@ -106,7 +99,7 @@ class Supervisor:
         board: Shared memory of the pool.
         names: What to call each worker in the log.
         policy: Seeds and restarts.
-        expect_writers: Makes the buffer's mark that writers may still come.
+        expect_writers: Makes the buffers' marks that writers may still come; `close` withdraws them.
         failures: Receives every failure.
         listen: Called ten times a second and once more after the end.
     """
@@ -115,7 +108,7 @@ class Supervisor:
     board: WorkerTable
     names: Sequence[str]
     policy: Policy
-    expect_writers: Callable[[], Mark]
+    expect_writers: Callable[[], ExitStack]
     failures: deque[ExplorerFailure]
     listen: Callable[[], object] = lambda: None
     workers: Sequence[Worker] = field(init=False)
@@ -129,7 +122,7 @@ class Supervisor:
         self._node = ray_node()
         self._stopping = threading.Event()
         self._grace = self._deadline = 0.0
-        self._mark: Mark | None = self.expect_writers()
+        self._mark: ExitStack | None = self.expect_writers()
         self._thread = threading.Thread(target=self._work, name="torchreplay-supervisor", daemon=True)
         try:
             self._thread.start()
@@ -181,7 +174,6 @@ class Supervisor:
                 self._await_some()
                 self.listen()
             self._end_all()
-            self.listen()
         except (Exception, SystemExit) as error:  # the latter comes out of calls of Ray's
             # Ray was shut down under the pool, most likely: its actors went with it.
             lost = _died("no longer supervised", error)
@@ -197,6 +189,7 @@ class Supervisor:
                     w.state = "failed"
         finally:
             try:
+                self.listen()
                 with suppress(RuntimeError):  # the buffer was closed meanwhile, and the mark with it
                     self._withdraw_mark()
             finally:

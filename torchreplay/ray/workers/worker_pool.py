@@ -8,6 +8,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack
 from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import Any, ClassVar, Final, Self
@@ -16,7 +17,7 @@ import numpy as np
 
 from torchreplay.ray.workers.explorer_stats import ExplorerFailure, ExplorerStats, explorer_stats
 from torchreplay.ray.workers.resources import WorkerResources
-from torchreplay.ray.workers.supervisor import GRACE, Mark, Policy, Supervisor
+from torchreplay.ray.workers.supervisor import GRACE, Policy, Supervisor
 from torchreplay.ray.workers.worker_process import Work
 from torchreplay.ray.workers.worker_table import ENTRY, WorkerTable
 from torchreplay.segment.transient import Transient
@@ -66,9 +67,9 @@ class WorkerPool(Transient, ABC):
     def _make_work(self) -> Work:
         """Returns what the workers of this start do."""
 
-    def _expect_writers(self) -> Mark:
-        """Makes the mark that workers may still write to a buffer."""
-        return _NoMark()
+    def _expect_writers(self) -> ExitStack:
+        """Makes the marks that workers may still write to buffers."""
+        return ExitStack()
 
     def _listen(self) -> object:
         """Called by the supervising thread ten times a second."""
@@ -188,10 +189,3 @@ class WorkerPool(Transient, ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.stop()
-
-
-class _NoMark:
-    """Of workers that write to no buffer."""
-
-    def close(self) -> None:
-        """Nothing to withdraw."""

@@ -16,8 +16,7 @@ from typing import Any, Final, Literal, Protocol
 import torch
 
 from torchreplay.errors import Stopped
-from torchreplay.ray.workers.shared_state import SharedState
-from torchreplay.ray.workers.state_replica import StateReplica
+from torchreplay.ray.workers.table_replica import RemoteHelper, TableReplica
 from torchreplay.ray.workers.worker_table import WorkerTable
 
 STOP_SIGNAL: Final = signal.SIGUSR1
@@ -62,36 +61,41 @@ class Run(Protocol):
     @property
     def noticed_stop(self) -> bool:
         """Whether it knows that it is to finish: then it gets the time to do so."""
+        return False
 
-    def __call__(self) -> object:
+    def __call__(self) -> None:
         """Runs the user's function."""
 
     def give_up(self) -> object:
         """From now on waits for nobody else; called by another thread, when the function has had its time to finish."""
+        return None
 
     def close(self) -> object:
         """Tidies up after it, however it ended."""
+        return None
 
 
 class Work(Protocol):
     """What workers do. It travels to their processes."""
 
     @property
-    def pages(self) -> Sequence[SharedState]:
-        """The shared memory between workers and program, besides the board."""
-
-    @property
     def helper(self) -> Any:
-        """What has the methods that workers call on the pool's node, see `StateReplica.help`; None for nothing."""
+        """What has the methods that workers call on the pool's node; None for nothing."""
 
-    def run(self, launch: Launch, board: WorkerTable, mirror: StateReplica | None = None) -> Run:
-        """Returns a run that is ready to begin, in the process that is to run it; `mirror`: on another node."""
+    def run(self, launch: Launch, board: WorkerTable, helper: Any = None) -> Run:
+        """Returns a run that is ready to begin, in the process that is to run it.
+
+        Args:
+            launch: Which worker this is.
+            board: Of the pool.
+            helper: Stands for `self.helper` where that is on another node.
+        """
 
 
 class WorkerProcess:
     """The Ray actor, or the plain process, of one run of a worker."""
 
-    def run(self, path: Sequence[str], payload: bytes, launch: Launch, keeper: Any = None) -> Outcome:
+    def run(self, path: Sequence[str], payload: bytes, launch: Launch, server: Any = None) -> Outcome:
         """Does the work that `payload` holds until it returns, raises or is stopped.
 
         Args:
@@ -99,12 +103,12 @@ class WorkerProcess:
             payload: Pickled `(work, board)`; unpickling attaches to the shared memory, and may fail, which is
                 reported like any other error.
             launch: Which worker this is.
-            keeper: The actor through which a worker on another node than the pool's reaches the pool's memory.
+            server: The `TableServer`, for a worker on another node than the pool's.
         """
         torch.set_num_threads(1)  # as many workers as cores: more threads only get in the way
         sys.path.extend(place for place in path if place not in sys.path)
         try:
-            _work(payload, launch, keeper)
+            _work(payload, launch, server)
         except Stopped:
             return Outcome("ended")
         except BaseException as error:  # also SystemExit and KeyboardInterrupt: nothing gets lost
@@ -116,11 +120,11 @@ class WorkerProcess:
         return Outcome("ended")
 
 
-def _work(payload: bytes, launch: Launch, keeper: Any) -> None:
+def _work(payload: bytes, launch: Launch, server: Any) -> None:
     unpickled: tuple[Work, WorkerTable] = pickle.loads(payload)
     work, board = unpickled
-    mirror = StateReplica(keeper, launch.index, launch.restarts, board, work.pages) if board.is_copy else None
-    run = work.run(launch, board, mirror)
+    replica = TableReplica(server, launch.index, launch.restarts, board) if board.is_copy else None
+    run = work.run(launch, board, RemoteHelper(server) if board.is_copy else None)
 
     def stop_here(signal_number: int, frame: FrameType | None) -> None:
         if not run.noticed_stop:  # otherwise it is finishing already
@@ -133,9 +137,9 @@ def _work(payload: bytes, launch: Launch, keeper: Any) -> None:
     signal.signal(STOP_SIGNAL, stop_here)
     board.begin(launch.index)
     with ExitStack() as ending:
-        if mirror is not None:
-            ending.callback(mirror.close)
-            mirror.start(interrupt)
+        if replica is not None:
+            ending.callback(replica.close)
+            replica.start(interrupt)
         ending.callback(run.close)
         ending.callback(signal.signal, STOP_SIGNAL, signal.SIG_IGN)
         run()

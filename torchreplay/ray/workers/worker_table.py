@@ -1,8 +1,8 @@
-"""A pool's board: one small shared page with the stop flag and what each worker has recorded.
+"""A pool's table: shared memory with the stop flag and what each worker has recorded.
 
 Statistics live in shared memory and not in messages. So recording an episode costs a microsecond and never waits, and a
-killed explorer's records are not lost. Workers on other nodes record in copies of the page, which are told to the page
-twice a second.
+killed explorer's records are not lost. Workers on other nodes record in copies of the table, and send their entry twice
+a second.
 """
 
 from __future__ import annotations
@@ -10,20 +10,24 @@ from __future__ import annotations
 import mmap
 import os
 import time
+import weakref
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from torchreplay.ray.workers.shared_state import SharedState
-from torchreplay.segment.ray_node import ray_node
+from torchreplay.segment.handle import Handle, make_handle, new_nonce, open_handle
+from torchreplay.segment.ray_node import is_elsewhere, ray_node
+from torchreplay.segment.reservation import reserve
 
 WINDOW: Final = 100
 """Episodes kept per explorer for its mean return, as Gymnasium's and RLlib's running means do."""
 
-_HEADER: Final = np.dtype([("stop", np.int64)])
+_WHAT: Final = "table of a pool of workers"
+
 # Every column but one is a naturally aligned 8-byte word: a store can be late for a reader, never torn.
-_ORDERS: Final = np.dtype([("run", np.int64), ("interrupt", np.int64)])
+_HEADER: Final = np.dtype([("stop", np.int64), ("wanted", np.int64)])
 ENTRY: Final = np.dtype(
     [
         ("pid", np.int64),  # 0 while the worker starts
@@ -38,33 +42,39 @@ ENTRY: Final = np.dtype(
         ("heartbeat", np.float64),  # on the monotonic clock of the machine
     ]
 )
+_WORKER: Final = np.dtype([("run", np.int64), ("interrupt", np.int64), ("entry", ENTRY)])
 _COUNTS: Final = slice(0, 24)  # bytes of an entry that say what else there is to read
 _REST: Final = slice(24, ENTRY.itemsize)
 
 
-class WorkerTable(SharedState):
+class WorkerTable:
     """Shared memory of a pool: a stop flag, and orders and an entry for each worker.
 
     Each entry has a single writer, the worker it belongs to; the pool reads it, and clears its pid between two runs.
     The flag and the orders have a single writer too, the pool.
 
+    Every process of this machine that unpickles the table attaches to it; it is freed with its last user. On another
+    node of a Ray cluster it unpickles to a copy, all zero, which a `TableReplica` keeps like the original.
+
     Args:
         num_workers: Number of entries.
+
+    Attributes:
+        entries: Structured array `[num_workers]` with the columns of `ENTRY`.
+        is_copy: Whether it is such a copy.
     """
 
-    what = "board of a pool of workers"
-
     def __init__(self, num_workers: int) -> None:
-        super().__init__(_HEADER.itemsize + num_workers * (_ORDERS.itemsize + ENTRY.itemsize))
+        fd = reserve(_HEADER.itemsize + num_workers * _WORKER.itemsize, _WHAT)
+        self._lay_out(mmap.mmap(fd, 0), make_handle(fd, new_nonce()))
+        weakref.finalize(self, os.close, fd)  # others attach through the descriptor: it stays open
 
-    def lay_out(self, memory: mmap.mmap) -> None:
-        """Names the parts of the memory."""
-        num_workers = (len(memory) - _HEADER.itemsize) // (_ORDERS.itemsize + ENTRY.itemsize)
-        self._stop: npt.NDArray[np.int64] = np.frombuffer(memory, _HEADER, count=1)["stop"]
-        self._orders: npt.NDArray[np.void] = np.frombuffer(memory, _ORDERS, num_workers, _HEADER.itemsize)
-        entries_at = _HEADER.itemsize + num_workers * _ORDERS.itemsize
-        self.entries: npt.NDArray[np.void] = np.frombuffer(memory, ENTRY, num_workers, entries_at)
-        """Structured array `[num_workers]` with the columns of `ENTRY`."""
+    def _lay_out(self, memory: mmap.mmap, handle: Handle, is_copy: bool = False) -> None:
+        self._handle, self.is_copy = handle, is_copy
+        self._header: npt.NDArray[np.void] = np.frombuffer(memory, _HEADER, 1)
+        self._stop: npt.NDArray[np.int64] = self._header["stop"]
+        self._workers: npt.NDArray[np.void] = np.frombuffer(memory, _WORKER, offset=_HEADER.itemsize)
+        self.entries: npt.NDArray[np.void] = self._workers["entry"]
 
     @property
     def stopped(self) -> bool:
@@ -75,14 +85,23 @@ class WorkerTable(SharedState):
     def stopped(self, value: bool) -> None:
         self._stop[0] = value
 
+    @property
+    def wanted(self) -> int:
+        """The version of the weights whose evaluation the program waits for; 0 at first."""
+        return int(self._header["wanted"][0])
+
+    @wanted.setter
+    def wanted(self, version: int) -> None:
+        self._header["wanted"] = version
+
     def launch(self, index: int, run: int) -> None:
         """Notes that run number `run` of worker `index` is to begin; later reports of earlier runs are ignored."""
-        self._orders[index] = (run, 0)
+        self._workers["run"][index], self._workers["interrupt"][index] = run, 0
         self.entries[index]["pid"] = 0
 
     def is_of(self, index: int, run: int) -> bool:
         """Whether this is the present run of worker `index`."""
-        return int(self._orders[index]["run"]) == run
+        return int(self._workers["run"][index]) == run
 
     def begin(self, index: int) -> None:
         """Notes that worker `index` runs in this process."""
@@ -95,38 +114,51 @@ class WorkerTable(SharedState):
 
     def interrupt(self, index: int) -> None:
         """Has worker `index` interrupted, which is on another node."""
-        self._orders[index]["interrupt"] = 1
+        self._workers["interrupt"][index] = 1
 
     def is_interrupted(self, index: int) -> bool:
         """Whether worker `index` is to be interrupted."""
-        return bool(self._orders[index]["interrupt"])
+        return bool(self._workers["interrupt"][index])
 
-    def told(self, index: int) -> bytes:
-        """Returns the entry of worker `index`."""
+    def recorded(self, index: int) -> int:
+        """A number that grows whenever worker `index` writes rows or ends an episode."""
+        entry = self.entries[index]
+        return int(entry["rows"]) + int(entry["episodes"])
+
+    def dump_status(self, index: int) -> bytes:
+        """Returns the entry of worker `index`, for `load_status` of the same table on another node."""
         entry = self.entries[index : index + 1].copy()  # at once: who sees a count sees what it counts
         heartbeat = float(entry["heartbeat"][0])
         entry["heartbeat"] = time.monotonic() - heartbeat if heartbeat else -1.0  # every machine has a clock of its own
         return entry.tobytes()
 
-    def hear(self, index: int, told: bytes) -> None:
+    def load_status(self, index: int, status: bytes) -> None:
         """Takes over the entry of worker `index`."""
-        entry = np.frombuffer(told, ENTRY).copy()
+        entry = np.frombuffer(status, ENTRY).copy()
         age = float(entry["heartbeat"][0])
         entry["heartbeat"] = time.monotonic() - age if age >= 0 else 0.0
         here, there = self.entries[index : index + 1].view(np.uint8), entry.view(np.uint8)
         here[_REST] = there[_REST]
         here[_COUNTS] = there[_COUNTS]  # last: a reader of a count finds what it counts
 
-    def orders(self, index: int) -> bytes:
-        """Returns the stop flag and the orders for worker `index`."""
-        return self._stop.tobytes() + self._orders[index : index + 1].tobytes()
+    def __reduce__(self) -> tuple[object, tuple[Handle]]:
+        handle = self._handle  # of a table that was made before Ray was started: it is of this node all the same
+        return attached_table, (handle if handle.node else replace(handle, node=ray_node()),)
 
-    def obey(self, index: int, orders: bytes) -> None:
-        """Takes over the stop flag and the orders for worker `index`."""
-        self._stop[0] = np.frombuffer(orders, _HEADER, count=1)["stop"][0]
-        self._orders[index] = np.frombuffer(orders, _ORDERS, offset=_HEADER.itemsize)[0]
 
-    def recorded(self, index: int) -> int:
-        """A number that grows whenever worker `index` writes rows or ends an episode."""
-        entry = self.entries[index]
-        return int(entry["rows"]) + int(entry["episodes"])
+def attached_table(handle: Handle) -> WorkerTable:
+    """Attaches to a pool's table. Pickles name it: see `torchreplay.buffer.replay_buffer.attached`.
+
+    Raises:
+        AttachError: The pool is gone, or runs on another machine that is no node of this one's Ray cluster.
+    """
+    table = WorkerTable.__new__(WorkerTable)
+    if is_elsewhere(handle.node):
+        table._lay_out(mmap.mmap(-1, handle.size), handle, is_copy=True)
+        return table
+    fd = open_handle(handle, _WHAT)
+    try:
+        table._lay_out(mmap.mmap(fd, 0), handle)
+    finally:
+        os.close(fd)
+    return table

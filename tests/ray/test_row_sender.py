@@ -1,4 +1,4 @@
-"""What the writers of a process hear of its courier, when their rows are refused, or it has come to its end."""
+"""What the writers of a process hear of its sender, when their rows are refused, or it has come to its end."""
 
 import threading
 from concurrent.futures import Future
@@ -14,6 +14,7 @@ pytest.importorskip("ray")
 from torchreplay.ray.remote.ingest_actor import Answer
 from torchreplay.ray.remote.remote_buffer import RemoteBuffer, RemoteWriter
 from torchreplay.ray.remote.row_sender import RowSender
+from torchreplay.ray.runtime.actor_client import ActorClient
 from torchreplay.ray.runtime.node_actor import NodeActor
 from torchreplay.ray.workers.worker_process import WorkerProcess
 
@@ -29,7 +30,7 @@ class Actor:
 
     def __init__(self, answer):
         self.push = self._method(lambda source, chunk: answer(chunk))
-        self.enter = self.depart = self._method(lambda source: None)
+        self.depart = self._method(lambda source: None)
         self.look = self._method(lambda sources: "")
 
     @staticmethod
@@ -47,22 +48,31 @@ class Actor:
         return method
 
 
+class Home(NodeActor):
+    """The node there, on which that actor serves."""
+
+    def __init__(self, actor):
+        ActorClient.__init__(self, "the node there", "forked")
+        self.node, self._find = "there", lambda: actor
+
+
 @pytest.fixture
-def courier_to(monkeypatch):
-    """Returns a courier to an ingest that answers so."""
+def sender_to(monkeypatch):
+    """Returns a sender to an ingest that answers so."""
     errors = SimpleNamespace(RayError=Unreachable, RayTaskError=ZeroDivisionError)
     ray = SimpleNamespace(is_initialized=lambda: True, exceptions=errors, wait=lambda *_, **__: None, put=lambda x: x)
-    monkeypatch.setattr("torchreplay.ray.remote.row_sender.import_ray", lambda: ray)
-    couriers = []
+    for module in ("remote.row_sender", "runtime.actor_client"):
+        monkeypatch.setattr(f"torchreplay.ray.{module}.import_ray", lambda: ray)
+    senders = []
 
     def make(answer):
-        couriers.append(RowSender(SimpleNamespace(find=lambda: Actor(answer), node="there")))
-        return couriers[-1]
+        senders.append(RowSender(Home(Actor(answer))))
+        return senders[-1]
 
     yield make
-    for courier in couriers:
-        courier.drain()
-        assert not courier._thread.is_alive()
+    for sender in senders:
+        sender.drain()
+        assert not sender._thread.is_alive()
 
 
 def write_for_ever(writer):
@@ -70,9 +80,9 @@ def write_for_ever(writer):
         writer.append(n=2)
 
 
-def test_rows_that_are_refused_are_an_error_and_no_end_of_the_buffer(courier_to):
-    courier = courier_to(lambda chunk: Answer(refusal="there is no room for them"))
-    writer = RemoteWriter(courier, CONFIG, None, "next_step")
+def test_rows_that_are_refused_are_an_error_and_no_end_of_the_buffer(sender_to):
+    sender = sender_to(lambda chunk: Answer(refusal="there is no room for them"))
+    writer = RemoteWriter(sender, CONFIG, None, "next_step")
     writer.append(n=1)
     with pytest.raises(RuntimeError, match="no room for them") as refusal:
         writer.flush()
@@ -85,13 +95,13 @@ def test_rows_that_are_refused_are_an_error_and_no_end_of_the_buffer(courier_to)
     assert writer.closed
     with pytest.raises(ValueError, match="the writer is closed"):
         writer.flush()
-    eventually(lambda: not courier._outboxes)  # others may write, and it tries anew
-    assert RemoteWriter(courier, CONFIG, None, "next_step").rows == 0
+    eventually(lambda: not sender._outboxes)  # others may write, and it tries anew
+    assert RemoteWriter(sender, CONFIG, None, "next_step").rows == 0
 
 
-def test_an_explorer_whose_rows_are_refused_has_failed(courier_to, monkeypatch):
+def test_an_explorer_whose_rows_are_refused_has_failed(sender_to, monkeypatch):
     def explore(*_):
-        with RemoteWriter(courier_to(lambda chunk: Answer(refusal="no room")), CONFIG, None, "next_step") as writer:
+        with RemoteWriter(sender_to(lambda chunk: Answer(refusal="no room")), CONFIG, None, "next_step") as writer:
             writer.append(n=1)
 
     monkeypatch.setattr("torchreplay.ray.workers.worker_process._work", explore)
@@ -99,20 +109,20 @@ def test_an_explorer_whose_rows_are_refused_has_failed(courier_to, monkeypatch):
     assert (outcome.kind, outcome.error) == ("raised", "RuntimeError: no room")
 
 
-def test_a_process_that_has_closed_its_writers_for_good_is_told_so(courier_to):
-    courier = courier_to(lambda chunk: Answer(chunk.number))
-    with RemoteWriter(courier, CONFIG, None, "next_step") as writer:
+def test_a_process_that_has_closed_its_writers_for_good_is_told_so(sender_to):
+    sender = sender_to(lambda chunk: Answer(chunk.number))
+    with RemoteWriter(sender, CONFIG, None, "next_step") as writer:
         writer.append(n=1)
-    late = RemoteWriter(courier, CONFIG, None, "next_step")
-    courier.drain()
+    late = RemoteWriter(sender, CONFIG, None, "next_step")
+    sender.drain()
     late.append(n=2)
     with pytest.raises(RuntimeError, match="closed its writers for good"):
         late.flush()
     with pytest.raises(RuntimeError, match="closed its writers for good"):
-        RemoteWriter(courier, CONFIG, None, "next_step")
+        RemoteWriter(sender, CONFIG, None, "next_step")
 
 
-def test_a_process_that_gives_up_drops_what_the_limiter_keeps_out_and_nothing_else(courier_to):
+def test_a_process_that_gives_up_drops_what_the_limiter_keeps_out_and_nothing_else(sender_to):
     there, tries = [], []
 
     def answer(chunk):
@@ -121,19 +131,19 @@ def test_a_process_that_gives_up_drops_what_the_limiter_keeps_out_and_nothing_el
             raise Unreachable("it is being started again")
         return Answer(chunk.number)
 
-    courier = courier_to(answer)
-    writer = RemoteWriter(courier, CONFIG, None, "next_step")
+    sender = sender_to(answer)
+    writer = RemoteWriter(sender, CONFIG, None, "next_step")
     writer.append(n=1)
-    (outbox,) = courier._outboxes
+    (outbox,) = sender._outboxes
     eventually(lambda: outbox.waiting)
-    courier.give_up()
+    sender.give_up()
     before = len(tries)
     eventually(lambda: len(tries) >= before + 2)  # it goes on trying
     there.append(True)
     writer.flush()
     writer.close()
 
-    limited = courier_to(lambda chunk: Answer(waiting="the learner to draw more", limited=True))
+    limited = sender_to(lambda chunk: Answer(waiting="the learner to draw more", limited=True))
     writer = RemoteWriter(limited, CONFIG, None, "next_step")
     writer.append(n=1)
     (outbox,) = limited._outboxes
@@ -144,18 +154,20 @@ def test_a_process_that_gives_up_drops_what_the_limiter_keeps_out_and_nothing_el
     writer.close()
 
 
-def test_nothing_is_asked_of_a_ray_that_was_shut_down_meanwhile(courier_to, monkeypatch):
+def test_nothing_is_asked_of_a_ray_that_was_shut_down_meanwhile(sender_to, monkeypatch):
     monkeypatch.setattr("torchreplay.ray.remote.row_sender.HEARTBEAT", 0.0)
-    courier = courier_to(lambda chunk: Answer(chunk.number))
-    writer = RemoteWriter(courier, CONFIG, None, "next_step")
-    asked, look = [], courier._look.remote
+    sender = sender_to(lambda chunk: Answer(chunk.number))
+    writer = RemoteWriter(sender, CONFIG, None, "next_step")
+    asked, look = [], sender._actor._find().look.remote
 
     def shut_down():
-        courier._look.remote = lambda sources: asked.append(sources) or look(sources)
-        courier._ray.is_initialized = lambda: False
+        sender._actor._find().look.remote = lambda sources: asked.append(sources) or look(sources)
+        sender._ray.is_initialized = lambda: False
 
-    courier._events.put(shut_down)
-    courier._thread.join(30)
+    sender._events.put(shut_down)
+    eventually(lambda: sender.ending)
+    sender.drain()
+    assert not sender._thread.is_alive()
     assert asked == []
     with pytest.raises(tr.Stopped, match="Ray was shut down in this process"):
         writer.append(n=1)
@@ -185,8 +197,9 @@ class Elsewhere:
 
 def test_who_waits_for_another_node_is_told_that_ray_was_shut_down_and_asks_it_no_more(monkeypatch):
     ray = Elsewhere()
-    for name, value in (("import_ray", lambda: ray), ("living_nodes", lambda: {"there": {}}), ("LOG_EVERY", 0.01)):
-        monkeypatch.setattr(f"torchreplay.ray.runtime.node_actor.{name}", value)
+    monkeypatch.setattr("torchreplay.ray.runtime.actor_client.import_ray", lambda: ray)
+    monkeypatch.setattr("torchreplay.ray.runtime.actor_client.LOG_EVERY", 0.01)
+    monkeypatch.setattr("torchreplay.ray.runtime.node_actor.living_nodes", lambda: {"there": {}})
     monkeypatch.setattr("torchreplay.ray.runtime.node_actor.only_on", lambda node: None)
     home = NodeActor("there", object, "name", ())
     ray.answer.set_result(3)
