@@ -91,4 +91,5 @@ def test_a_face_names_nothing_that_is_not_there():
         room = importlib.import_module(".".join(path.parent.relative_to(ROOT).parts))
         assert getattr(room, "__all__", None), f"{path} has no face"
         for name in room.__all__:
-            assert (path.parent / f"{name}.py").is_file() or hasattr(room, name), f"{path}: {name}"
+            beside = (path.parent / f"{name}.py", path.parent / name / "__init__.py")
+            assert any(file.is_file() for file in beside) or hasattr(room, name), f"{path}: {name}"

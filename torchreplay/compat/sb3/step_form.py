@@ -99,10 +99,13 @@ class StepForm:
 
     def check_observation(self, name: str, value: Any) -> None:
         """Raises ValueError if an observation has a NaN or an infinite number."""
+        if not self._is_dict:
+            if self._zeros and value.ravel().dot(self._zeros[""]) != 0:
+                _refuse_unless_finite(name, value)
+            return
         for part, zeros in self._zeros.items():
-            values = value[part] if part else value
-            if values.ravel().dot(zeros) != 0:
-                _refuse_unless_finite(f"{name}[{part!r}]" if part else name, values)
+            if value[part].ravel().dot(zeros) != 0:
+                _refuse_unless_finite(f"{name}[{part!r}]", value[part])
 
     def check_action_and_reward(self, action: Any, reward: Any) -> None:
         """Raises ValueError if one of them has a NaN or an infinite number."""

@@ -23,6 +23,7 @@ class StepWriter(ABC):
     def __init__(self, buffer: ReplayBuffer, form: StepForm) -> None:
         self._form = form
         self._last: Any = None  # a snapshot of the observations that the last step led to
+        self._all_run = True  # whether an episode is under way in each environment
 
     def write(
         self,
@@ -42,29 +43,28 @@ class StepWriter(ABC):
                 form.check_observation("obs", obs)
             form.check_observation("next_obs", next_obs)
             form.check_action_and_reward(action, reward)
-            flags = form.ends(done, infos, self.linked)
+            terminated, truncated = form.ends(done, infos, self.linked)
             self._last = None  # until it is written
-            self._write(obs, next_obs, action, reward, flags, continues, last)
+            if not (continues and self._all_run):
+                self._begin(obs, last)
+            self._write(obs, next_obs, action, reward, terminated, truncated)
             self._last = form.snapshot(next_obs)
+            return
         except (ValueError, TypeError, AttributeError):
             if reshaped:
                 raise
-            self._last = last
-            values = form.observation(obs), form.observation(next_obs), form.action(action), form.each(reward)
-            self.write(*values, done, infos, reshaped=True)
+        self._last = last
+        values = form.observation(obs), form.observation(next_obs), form.action(action), form.each(reward)
+        self.write(*values, done, infos, reshaped=True)
+
+    @abstractmethod
+    def _begin(self, obs: Any, last: Any) -> None:
+        """Begins episodes where none is under way, or where `obs` is not in `last`, the snapshot after a step."""
 
     @abstractmethod
     def _write(
-        self,
-        obs: Any,
-        next_obs: Any,
-        action: Any,
-        reward: Any,
-        flags: tuple[Flags, Flags],
-        continues: bool,
-        last: Any,
-    ) -> None:
-        """Writes a step; `continues` says whether `obs` is what the last step led to, of which `last` is a snapshot."""
+        self, obs: Any, next_obs: Any, action: Any, reward: Any, terminated: Flags, truncated: Flags
+    ) -> None: ...
 
     @abstractmethod
     def end_episodes(self) -> bool:
@@ -80,17 +80,13 @@ class RowWriter(StepWriter):
         super().__init__(buffer, form)
         self._extend = buffer.writer().extend
 
-    def _write(
-        self,
-        obs: Any,
-        next_obs: Any,
-        action: Any,
-        reward: Any,
-        flags: tuple[Flags, Flags],
-        continues: bool,
-        last: Any,
-    ) -> None:
-        self._extend(obs=obs, next_obs=next_obs, action=action, reward=reward, terminated=flags[0], truncated=flags[1])
+    def _begin(self, obs: Any, last: Any) -> None:
+        """Does nothing: rows know no episodes."""
+
+    def _write(self, obs: Any, next_obs: Any, action: Any, reward: Any, terminated: Flags, truncated: Flags) -> None:
+        self._extend(
+            obs=obs, next_obs=next_obs, action=action, reward=reward, terminated=terminated, truncated=truncated
+        )
 
     def end_episodes(self) -> bool:
         """Returns False: rows know no episodes."""
@@ -112,26 +108,19 @@ class EpisodeWriter(StepWriter):
         self._running = form.never
         self._all_run = False
 
-    def _write(
-        self,
-        obs: Any,
-        next_obs: Any,
-        action: Any,
-        reward: Any,
-        flags: tuple[Flags, Flags],
-        continues: bool,
-        last: Any,
-    ) -> None:
-        if not continues:
-            self._end(self._running if last is None else self._running & self._form.unlike(obs, last))
+    def _begin(self, obs: Any, last: Any) -> None:
+        running = self._running
+        if True in running.tolist():
+            self._end(running if last is None else running & self._form.unlike(obs, last))
         if not self._all_run:
             self._writer.reset(obs=obs, mask=~self._running)
             self._running, self._all_run = ~self._form.never, True
-        terminated, truncated = flags
+
+    def _write(self, obs: Any, next_obs: Any, action: Any, reward: Any, terminated: Flags, truncated: Flags) -> None:
         self._writer.step(obs=next_obs, action=action, reward=reward, terminated=terminated, truncated=truncated)
         if terminated is not self._form.never:
             self._running = ~(terminated | truncated)
-            self._all_run = bool(self._running.all())
+            self._all_run = False not in self._running.tolist()
 
     def end_episodes(self) -> bool:
         """Does what `StepWriter.end_episodes` does."""
