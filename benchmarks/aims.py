@@ -68,6 +68,13 @@ AIMS: Mapping[tuple[str, str], Sequence[Aim]] = {
     ("compat", "cpprb MP: add, sample, update"): (Aim(3, over="cpprb"),),
     ("compat", "cpprb PER: 100 adds, handed on"): (Aim(3, over="cpprb"),),
     ("compat", "cpprb MP: 100 adds, handed on"): (Aim(3, over="cpprb"),),
+    **{
+        ("compat", f"SB3 {kind}, {envs}: {work}"): (Aim(1, over="stable_baselines3"),)
+        for kind in ("rows", "n-step", "Dict")
+        for envs in ("1 env", "8 envs")
+        for work in ("add", "sample 64", "sample 256")
+    },
+    ("compat", "SB3 DQN, step"): (Aim(0.95, over="stable_baselines3"),),
     ("checkpoint", "save, fraction of the disk"): (Aim(0.7),),
     ("checkpoint", "load, fraction of the disk"): (Aim(0.7),),
 }

@@ -36,7 +36,6 @@ from torchreplay.compat.sb3 import (
     SharedReplayBuffer,
 )
 
-FALSE_ALARM = 1e-6  # of each statistical test
 SPACES = [(BOX, DISCRETE), (BOX, TORQUE), (DISCRETE, MANY), (MANY, DISCRETE), (IMAGE, TORQUE), (DICT, DISCRETE)]
 
 
@@ -266,7 +265,7 @@ def test_another_goal_is_one_that_the_episode_reached(strategy):
     assert torch.equal(batch.rewards.ravel(), torch.where(other & (goal == at + 1), 0.0, -1.0))
     assert not batch.dones.any()
     spread = math.sqrt(0.8 * 0.2 / 4000)
-    assert abs(other.float().mean() - 0.8) < 4.9 * spread  # FALSE_ALARM, two-sided
+    assert abs(other.float().mean() - 0.8) < 4.9 * spread  # false alarm: 1e-6, two-sided
 
 
 def test_hindsight_waits_for_the_end_of_an_episode_and_says_so():
