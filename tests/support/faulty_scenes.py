@@ -13,9 +13,11 @@ import pytest
 import torch
 from faulty_lives import BATCH, DIED, INDICES, Fault, await_stop, faulty, live, live_until_told, lives_of
 from forked import Forked, eventually, shared_counters
+from torch.utils._pytree import tree_map
 
 import torchreplay as tr
 from torchreplay.checkpoint import buffer_checkpoint
+from torchreplay.schema.batch_plan import names_of
 
 
 class Scene:
@@ -104,6 +106,34 @@ class ChangesOfTheGrid(Scene):
     def play(self, start):
         with start(learn_at_other_scales, self.lives, self.buffer, self.new_index()) as process:
             return process.wait()
+
+
+def end_and_clear(lives, buffer, first):
+    """Ends an episode by hand, where there are any, takes all rows away, and writes others."""
+    lives.write(buffer, first)
+    if not isinstance(buffer.view, tr.Rows):
+        values = tree_map(lambda field: torch.zeros(field.shape, dtype=field.dtype), buffer.spec)
+        observed = {name: values[name] for name in names_of(buffer.view.observation)}
+        with buffer.writer() as writer:
+            writer.reset(**observed)
+            writer.step(**values)
+            writer.step(**values)
+            writer.end_episode()
+    buffer.clear()
+    lives.write(buffer, first + 1)
+
+
+class EndsAndClears(Scene):
+    """It ends an episode by hand, and takes all rows away."""
+
+    def play(self, start):
+        with start(end_and_clear, self.lives, self.buffer, self.new_index()) as process:
+            return process.wait()
+
+    def check(self):
+        self.buffer.clear()  # its own episode is none that the others' numbers know
+        assert len(self.buffer) == self.buffer.num_items == 0
+        super().check()
 
 
 class BesideAStoppedExplorer(Scene):
@@ -393,6 +423,7 @@ class Publication(Scene):
 OF_ROWS = {
     "in a sound buffer": Scene,
     "in changes of the grid": ChangesOfTheGrid,
+    "in the end of an episode, and of all rows": EndsAndClears,
     "after a death in an absorption": after_a_death_at("adopt.rows"),
     "after a death in an update": after_a_death_at("tree.totals"),
     "after a death with a ticket": after_a_death_at("append.ticket"),
@@ -412,7 +443,7 @@ OF_ROWS = {
     "in a publication": Publication,
 }
 OF_TRAJECTORIES = {
-    **dict(itertools.islice(OF_ROWS.items(), 15)),
+    **dict(itertools.islice(OF_ROWS.items(), 16)),
     "when rows come during an absorption": RowsThatComeDuringAnAbsorption,
 }
 
