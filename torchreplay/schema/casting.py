@@ -30,7 +30,7 @@ def cast_values(fields: Mapping[Path, Field], values: dict[str, Any], casting: A
 def cast_unsafely(fields: Mapping[Path, Field], values: Mapping[str, Any], prefix: Path = ()) -> dict[str, Any]:
     """Returns `values` in the dtypes of `fields`, cast as C does: 1.9 becomes 1, and 300 becomes 44 in uint8.
 
-    What is no number, and names that are no field's, stay as they are: whoever writes them says what is wrong.
+    What is no number, and names that are no field's, stay as they are: the writer refuses them.
 
     Args:
         fields: By path.
