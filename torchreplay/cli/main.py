@@ -1,0 +1,27 @@
+"""The group of commands, each imported when it is called: `torchreplay --help` needs no Ray and no Matplotlib."""
+
+from importlib import import_module
+
+import click
+
+# The name of a command and its module, which has it as `command`; in the order of the help.
+_COMMANDS: dict[str, str] = {}
+
+
+class _Commands(click.Group):
+    """Finds a command in its module."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        command: click.Command = import_module(_COMMANDS[cmd_name]).command
+        return command
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="torchreplay")
+def main() -> None:
+    """Look at replay buffers from outside: those that live, and those in files."""
