@@ -49,7 +49,8 @@ class Snapshot {
                         h.priority_change,
                         limiter.inserted_before,
                         limiter.sampled_before,
-                        memory_.tree().grid_state()};
+                        memory_.tree().grid_state(),
+                        limiter.cleared};
     return {counts, limiter};
   }
 

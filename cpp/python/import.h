@@ -98,13 +98,13 @@ inline PyObject* finish(PyObject* self, PyObject* args) {
   return guarded([&] {
     auto& s = state_of<ImportState>(self);
     Import& import = s.begun();
-    unsigned long long n[8], seed, step, inserted_before, sampled_before;
+    unsigned long long n[8], seed, step, inserted_before, sampled_before, cleared;
     PyObject* limiter;
     unsigned int streams, stream;
     double max_raw, priority_change;
     long long grid, written;
-    if (!PyArg_ParseTuple(args, "(KKKKKKKKIddKKLL)OKIK", n, n + 1, n + 2, n + 3, n + 4, n + 5, n + 6, n + 7, &streams,
-                          &max_raw, &priority_change, &inserted_before, &sampled_before, &grid, &written, &limiter,
+    if (!PyArg_ParseTuple(args, "(KKKKKKKKIddKKLLK)OKIK", n, n + 1, n + 2, n + 3, n + 4, n + 5, n + 6, n + 7, &streams,
+                          &max_raw, &priority_change, &inserted_before, &sampled_before, &grid, &written, &cleared, &limiter,
                           &seed, &stream, &step))
       throw PythonError{};
     const LimiterConfig counted_by = segment::parse_limiter(limiter);
@@ -127,7 +127,8 @@ inline PyObject* finish(PyObject* self, PyObject* args) {
                      priority_change,
                      inserted_before,
                      sampled_before,
-                     {grid, written}},
+                     {grid, written},
+                     cleared},
                     counted_by, seed);
     }
     s.import.reset();

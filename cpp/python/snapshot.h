@@ -152,7 +152,7 @@ inline PyObject* pack_rows(PyObject* self, PyObject* args) {
 }
 
 // counts() -> ((head, inserted, sampled, updated, stale_updates, unready_updates, draws, evicted_unsampled, streams,
-// max_raw, priority_change, inserted_before, sampled_before, grid, written), limiter), both of one moment. BufferError
+// max_raw, priority_change, inserted_before, sampled_before, grid, written, cleared), limiter), both of one moment. BufferError
 // while it is being restored.
 inline PyObject* counts(PyObject* self, PyObject*) {
   return guarded([&] {
@@ -167,9 +167,10 @@ inline PyObject* counts(PyObject* self, PyObject*) {
       std::tie(c, limiter) = Snapshot(m).counts();
     }
     return checked(Py_BuildValue(
-        "(KKKKKKKKIddKKLL)N", c.head, c.inserted, c.sampled, c.updated, c.stale_updates, c.unready_updates, c.draws,
+        "(KKKKKKKKIddKKLLK)N", c.head, c.inserted, c.sampled, c.updated, c.stale_updates, c.unready_updates, c.draws,
         c.evicted_unsampled, c.streams, c.max_raw, c.priority_change, c.inserted_before, c.sampled_before,
-        static_cast<long long>(c.grid.top), static_cast<long long>(c.grid.written), told(limiter)));
+        static_cast<long long>(c.grid.top), static_cast<long long>(c.grid.written),
+        static_cast<unsigned long long>(c.cleared), told(limiter)));
   });
 }
 

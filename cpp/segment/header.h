@@ -52,6 +52,7 @@ struct Counts {
   double priority_change;
   uint64_t inserted_before, sampled_before;  // the limiter was set
   PriorityTree::GridState grid;              // of the leaves; zeros: not known
+  uint64_t cleared;                          // items inserted before the last clear()
 };
 
 enum class ImportStage : uint32_t {

@@ -103,12 +103,13 @@ class Recovery {
     run();
     header_.inserted = std::max(c.inserted + items_of_others(), static_cast<uint64_t>(tree_.count()));
     header_.completed_at = header_.absorbed;
+    LimiterConfig& limiter = header_.limiters[header_.limiter_index & 1];
+    limiter.cleared = std::min(c.cleared, header_.inserted);
     if (header_.import_keeps_limiter) {
-      LimiterConfig& limiter = header_.limiters[header_.limiter_index & 1];
       limiter.inserted_before = c.inserted_before;
       limiter.sampled_before = c.sampled_before;
     } else {
-      change_limiter(header_, header_.limiter());  // what was counted for another one says nothing about this one
+      change_limiter(header_, limiter);  // what was counted for another one says nothing about this one
     }
   }
 

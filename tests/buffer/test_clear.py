@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from forked import Forked, shared_counters
+from saved_rows import tell, told_by
 from scalar_steps import STEPS
 
 import torchreplay as tr
@@ -149,6 +150,30 @@ def test_a_file_that_was_cleared_opens_empty_and_goes_on(tmp_path):
     with tr.ReplayBuffer.open(tmp_path / "ring") as buffer:
         assert buffer.keys().tolist() == [30, 31, 32]
         assert buffer.gather(buffer.keys())["x"][:, 0].tolist() == [7, 8, 9]
+
+
+@pytest.mark.parametrize("limiter", [tr.MinSize(20), tr.SamplesPerInsert(2.0, min_size=20, tolerance=0.5)])
+def test_a_checkpoint_knows_which_items_came_before_the_clear(tmp_path, limiter):
+    with tr.ReplayBuffer(SPEC, 100, limiter=limiter) as buffer:
+        write(buffer, 30)
+        buffer.clear()
+        write(buffer, 19)
+        buffer.save(tmp_path)
+    with tr.ReplayBuffer.load(tmp_path) as buffer:
+        with pytest.raises(tr.WouldBlockForever):
+            buffer.sample(4)
+        write(buffer, 1)
+        assert buffer.sample(4).batch_size == 4
+
+
+def test_a_checkpoint_of_format_5_which_knows_no_clear_is_read(tmp_path):
+    with tr.ReplayBuffer(SPEC, 100) as buffer:
+        write(buffer, 30)
+        buffer.save(tmp_path)
+    told = told_by(tmp_path)
+    tell(tmp_path, told | {"format": 5, "counts": told["counts"][:15]})
+    with tr.ReplayBuffer.load(tmp_path) as buffer:
+        assert buffer.keys().tolist() == list(range(30))
 
 
 def test_a_closed_buffer_cannot_be_cleared():

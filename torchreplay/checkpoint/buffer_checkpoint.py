@@ -42,8 +42,8 @@ from torchreplay.validation import checked_int
 
 T = TypeVar("T")
 
-FORMAT = 5
-FORMATS = (3, 4, FORMAT)
+FORMAT = 6
+FORMATS = (3, 4, 5, FORMAT)
 """Those that are read."""
 ROW_COLUMNS = ("/key", "/leaf", "/link", "/step", "/priority")
 """What rows have beside their fields, whose names hold no empty part."""
@@ -66,9 +66,11 @@ many."""
 MAX_COUNT = (1 << 64) - 1
 MAX_STREAM = (1 << 32) - 1
 MAX_GRID = (1 << 63) - 1
-COUNTS = 15
-GRID = 2
-"""The last of them: the grid of the priorities, which formats 3 and 4 do not tell. All zeros: what fits the leaves."""
+COUNTS = 16
+GRID = (13, 14)
+"""Which of them are the grid of the priorities, which formats 3 and 4 do not tell. All zeros: what fits the leaves."""
+CLEARED = 15
+"""Which of them are the items before the last `clear`, which formats before 6 do not tell."""
 MAX_RAW = 9
 """Which of them is the largest |td| seen."""
 SHARD_NAME = re.compile(r"rows-[0-9a-f]+/[0-9]+\.safetensors")
@@ -123,10 +125,10 @@ class Description:
         config = Config.from_text(json.dumps(parts["config"]))
         seed, step = (checked_int(name, parts[name], 0, MAX_COUNT) for name in ("seed", "step"))
         stream = 0 if parts["format"] == 3 else checked_int("stream", parts["stream"], 0, MAX_STREAM)
-        expected = COUNTS if parts["format"] == FORMAT else COUNTS - GRID
+        expected = {3: GRID[0], 4: GRID[0], 5: CLEARED}.get(parts["format"], COUNTS)
         if len(parts["counts"]) != expected:
             raise ValueError(f"it has {len(parts['counts'])} counters, not {expected}")
-        counts = _counts(parts["counts"] if expected == COUNTS else [*parts["counts"], *(0,) * GRID])
+        counts = _counts([*parts["counts"], *(0,) * (COUNTS - expected)])
         shards = tuple((_shard_name(file), int(size), int(crc)) for file, size, crc in parts["shards"])
         description = cls(config, seed, stream, step, counts, shards, parts["format"])
         if taken := {"/".join(path) for path in config.fields}.intersection(description.columns[-len(ROW_COLUMNS) :]):
@@ -156,7 +158,7 @@ def _counts(given: Sequence[Any]) -> tuple[int | float, ...]:
     def checked(place: int, count: Any) -> int | float:
         if place in (MAX_RAW, MAX_RAW + 1):
             return float(count)
-        return checked_int("a counter", count, 0, MAX_COUNT if place < COUNTS - GRID else MAX_GRID)
+        return checked_int("a counter", count, 0, MAX_GRID if place in GRID else MAX_COUNT)
 
     return tuple(checked(place, count) for place, count in enumerate(given))
 
@@ -339,7 +341,8 @@ def load_rows(
     rooms = reading_rooms(description, root, segment.nbytes) if rooms is None else rooms
     leaf_column, key_column = (len(saved.fields) + ROW_COLUMNS.index(name) for name in ("/leaf", "/key"))
     leaves = _leaves_for(config.sampler, saved.sampler, float(description.counts[MAX_RAW]))
-    counts = description.counts if leaves is None else (*description.counts[:-GRID], *(0,) * GRID)
+    # Other leaves than those of the checkpoint have another grid.
+    counts = tuple(0 if leaves and place in GRID else count for place, count in enumerate(description.counts))
     try:
         rows = _C.Import(segment, int(description.counts[0]))
         try:

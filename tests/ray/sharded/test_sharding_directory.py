@@ -340,7 +340,7 @@ def test_an_announcement_is_repeated_after_ray_could_not_reach_the_directory(clu
 
 def test_what_is_said_twice_of_a_checkpoint_counts_once(found):
     directory, _ = found()
-    counts = Counts(born=7, streams=2, items=100, batches=10, sampled=100, inserted_before=0, lost_updates=1)
+    counts = Counts(born=7, streams=2, items=100, batches=10, sampled=100, inserted_before=0, cleared=0, lost_updates=1)
     said = ({0: 1, 1: 0}, 5, counts, (), tr.MinSize(), {0: 60})
     first, second = directory.restored(*said), directory.restored(*said)
     assert [place.node for place in second.places.values()] == NODES

@@ -232,6 +232,36 @@ def test_one_that_is_set_later_admits_what_a_buffer_with_it_admits(first, steps)
         assert (stats.inserted, stats.sampled) == (union.learner.inserted, union.learner.drawn)
 
 
+@pytest.mark.parametrize("limiter", [tr.MinSize(10), tr.SamplesPerInsert(2.0, 10, tolerance=0.5)])
+def test_after_a_clear_it_counts_as_that_of_a_new_union(limiter):
+    fresh, union = Union(limiter), Union(limiter)
+    union.hear(70, 50)
+    union.hand_out(8, 8)
+    union.counted.restart({0: 70, 1: 50})
+    union.learner.change(union.counted.rule)
+    union.report()
+    for n in (1, 4, 30):
+        assert union.needed(n) == 120 + fresh.needed(n)
+    held = [
+        sum(admitted for admitted in limits.values() if admitted)
+        for limits in (union.limits([0, 1]), fresh.limits([0, 1]))
+    ]
+    assert held[0] == held[1] + (120 if held[1] else 0)
+    union.hear(75, 52)
+    union.change(union.learner.rule.followed_by(limiter, 127))
+    assert union.learner.rule.inserted_before == 120  # of the 7 new items all count, of those before none
+    assert union.needed(1) == 130
+
+
+def test_after_a_clear_a_learner_knows_no_larger_priority_than_a_new_one():
+    union = Union(tr.MinSize(1))
+    union.learner.count({0: figures(5, largest=9.0)})
+    union.learner.change(union.learner.rule.followed_by(tr.MinSize(2), 5))
+    assert union.learner.largest == 9.0
+    union.learner.change(union.learner.rule.restarted(5))
+    assert union.learner.largest == 1.0
+
+
 def test_draws_count_from_when_each_learner_hears_of_a_new_one():
     union = Union(tr.SamplesPerInsert(2.0, 10))
     learner = union.learner

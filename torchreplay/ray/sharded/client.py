@@ -168,6 +168,13 @@ class ShardClient:
         self._adopt(self.coordinator.table("change_limiter", limiter))
         self.exchange()
 
+    def clear(self) -> None:
+        """Empties all shards, and has the limiter begin anew; see `ShardedReplay.clear`."""
+        places = self.look().places
+        emptied = self.calls.collect({number: place.actor.clear.remote() for number, place in places.items()})
+        self._adopt(self.coordinator.table("cleared", emptied))
+        self.exchange()
+
     def restored(
         self, numbers: dict[int, int], seed: int, counts: Counts, lost: tuple[Lost, ...], limiter: Limiter
     ) -> None:

@@ -245,9 +245,15 @@ class Coordinator:
         It counts from the items that were reported last. Under a ratio no more are admitted until the next report.
         """
         self._limiter.change(limiter)
-        for slot in self._slots:
-            self._admit(slot, self._limit_until_reported())
-        return self.table()
+        return self._limit_anew()
+
+    def cleared(self, inserted: dict[int, int]) -> Table:
+        """Takes in that the shards were emptied, each at so many items: the limiter begins anew.
+
+        Learners hear of it as they hear of another limiter.
+        """
+        self._limiter.restart(inserted)
+        return self._limit_anew()
 
     def counts(self) -> tuple[int, int]:
         """Returns how many numbers of shards, and of learners, were given."""
@@ -282,6 +288,7 @@ class Coordinator:
         self._lost, self._lost_updates = {one.number: one for one in lost}, counts.lost_updates
         counted, sampled = self._limiter, 0
         counted.inserted = {**inserted, **{one.number: one.inserted for one in lost}}
+        counted.rule = replace(counted.rule, cleared=counts.cleared)
         counted.change(counted.rule.limiter)
         if limiter == counted.rule.limiter:
             counted.rule, sampled = replace(counted.rule, inserted_before=counts.inserted_before), counts.sampled
@@ -323,6 +330,11 @@ class Coordinator:
         slot.limit = limit
         if slot.actor is not None:
             slot.actor.admit.remote(limit)
+
+    def _limit_anew(self) -> Table:
+        for slot in self._slots:
+            self._admit(slot, self._limit_until_reported())
+        return self.table()
 
     def _limit_until_reported(self) -> int | None:
         """Items up to which a shard's writers are admitted until a learner reports: none, under a ratio."""

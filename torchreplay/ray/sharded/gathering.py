@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from torchreplay.ray.sharded.batch_block import ItemBytes, Layout
 from torchreplay.ray.sharded.client import ShardClient
-from torchreplay.ray.sharded.global_distribution import GlobalDistribution, as_keys, unpack
+from torchreplay.ray.sharded.global_distribution import GlobalDistribution, as_keys, pack, unpack
 from torchreplay.ray.sharded.messages import Gathered
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.config import Config
@@ -50,6 +51,27 @@ class Gathering:
         if self._finish is not None:
             self._finish(batch)
         return batch
+
+    def keys(self, rows: bool) -> torch.Tensor:
+        """Does what `ShardedReplay.keys` does."""
+        places = self._shards.look().places
+        told = self._shards.calls.collect({number: place.actor.keys.remote(rows) for number, place in places.items()})
+        parts = [pack(number) + keys for number, keys in sorted(told.items())]
+        return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *parts]))
+
+    def priorities(self, keys: Keys) -> torch.Tensor:
+        """Does what `ShardedReplay.priorities` does, for keys that were issued."""
+        numbers, own = unpack(keys)
+        places = self._shards.look().places
+        calls = {
+            number: places[number].actor.priorities.remote(own[numbers == number])
+            for number in np.unique(numbers).tolist()
+            if number in places
+        }
+        raw = np.full(len(keys), np.nan, np.float32)
+        for number, priorities in self._shards.calls.collect(calls).items():
+            raw[numbers == number] = priorities
+        return torch.from_numpy(raw)
 
     def _fill(
         self, batch: ReplayBatch, answers: Mapping[int, Gathered], asked: Mapping[int, tuple[Keys, Keys]]

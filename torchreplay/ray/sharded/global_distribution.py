@@ -23,6 +23,9 @@ MAX_SHARDS = 1 << 15
 """Numbers of shards that fit above them in a positive int64; a shard that takes a lost one's place has a new one."""
 
 
+_KEY_DTYPES = (torch.int8, torch.uint8, torch.int16, torch.int32)
+
+
 @dataclass(frozen=True, slots=True)
 class GlobalDistribution:
     """What is drawn from: the trees of several shards, each as it was when its candidates were drawn."""
@@ -112,7 +115,7 @@ def chosen(chance: np.random.Generator, given: int, count: int) -> NDArray[np.in
 
 
 def as_keys(given: Any) -> NDArray[np.int64]:
-    """Returns keys as users give them: int64 `[n]`.
+    """Returns keys as users give them, integers `[n]`, as int64.
 
     Raises:
         ValueError: They are something else.
@@ -121,7 +124,7 @@ def as_keys(given: Any) -> NDArray[np.int64]:
         tensor = torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(f"the keys are {given!r:.200}: expected int64 [n], such as batch['key']") from None
-    if tensor.shape == (0,):  # an empty list says no dtype
+    if tensor.shape == (0,) or tensor.dtype in _KEY_DTYPES:  # an empty list says no dtype
         tensor = tensor.long()
     if tensor.dtype != torch.int64 or tensor.ndim != 1:
         raise ValueError(f"the keys are {tensor.dtype} {list(tensor.shape)}: expected int64 [n]")

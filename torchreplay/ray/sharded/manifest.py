@@ -23,7 +23,7 @@ from torchreplay.validation import checked_int
 
 T = TypeVar("T")
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 KIND: Final = "ShardedReplay"
 SHARDS: Final = "shards"
 """What the name of the subdirectory begins with."""
@@ -52,6 +52,7 @@ class Counts:
         born: Numbers of shards that were given.
         streams: Numbers of learners that were given.
         inserted_before: Items that the limiter does not count.
+        cleared: Items inserted before the last `clear`.
         sampled: Items drawn that it counts.
         items: Items drawn in all.
         batches: Batches drawn in all.
@@ -61,6 +62,7 @@ class Counts:
     born: int
     streams: int
     inserted_before: int
+    cleared: int
     sampled: int
     items: int
     batches: int

@@ -38,15 +38,15 @@ class Feedback:
 
     def send(self, batch_or_keys: ReplayBatch | Any, td: Any) -> None:
         """Does what `ShardedReplay.update_priorities` does."""
-        keys = self._checked_keys(batch_or_keys)
+        keys = self.checked_keys(batch_or_keys)
         if isinstance(td, torch.Tensor) and td.is_cuda:
             require_one_each(td, len(keys))
-            self._require_issued(keys)
+            self.require_issued(keys)
             self._deferred.add(torch.from_numpy(keys.copy()), to_host(td))
             self._deferred.apply_arrived()
             return
         errors = checked_errors("the TD errors", td, len(keys))
-        self._require_issued(keys)
+        self.require_issued(keys)
         try:
             self._deferred.flush()
         finally:
@@ -103,7 +103,8 @@ class Feedback:
             return False
         return True
 
-    def _checked_keys(self, given: Any) -> NDArray[np.int64]:
+    def checked_keys(self, given: Any) -> NDArray[np.int64]:
+        """Returns the keys, or those of a batch; ValueError if they are none, or of another buffer's batch."""
         if isinstance(given, dict):
             given = keys_of(given, self._nonce)
         return as_keys(given)
@@ -122,7 +123,8 @@ class Feedback:
         limit = np.array([issued.get(number, 0) for number in numbers.tolist()])
         return int(np.flatnonzero(own >= limit)[0])
 
-    def _require_issued(self, keys: NDArray[np.int64]) -> None:
+    def require_issued(self, keys: NDArray[np.int64]) -> None:
+        """Raises ValueError where a key names no row that any shard has or had."""
         index = self.unissued(keys)
         if index is not None:
             (number,), (row,) = unpack(keys[index : index + 1])

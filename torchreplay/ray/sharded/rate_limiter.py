@@ -24,11 +24,13 @@ class Rule:
         number: Of the limiter: each one that is set has the next.
         inserted_before: Items that it does not count, of all that ever became drawable. Of the draws it counts those
             that each learner makes after it has heard of it.
+        cleared: Items that were inserted before the last `clear`: not even `min_size` counts them.
     """
 
     limiter: Limiter
     number: int = 0
     inserted_before: int = 0
+    cleared: int = 0
 
     def followed_by(self, limiter: Limiter, inserted: int) -> Rule:
         """Returns what `limiter` makes of the union when it is set now.
@@ -37,7 +39,11 @@ class Rule:
             limiter: The new one.
             inserted: Items that have become drawable so far: of them `min_size` count.
         """
-        return Rule(limiter, self.number + 1, max(0, inserted - limiter.min_size))
+        return Rule(limiter, self.number + 1, max(self.cleared, inserted - limiter.min_size), self.cleared)
+
+    def restarted(self, inserted: int) -> Rule:
+        """Returns what the same limiter makes of the union when all `inserted` items are taken away now."""
+        return Rule(self.limiter, self.number + 1, inserted, inserted)
 
     @property
     def divides(self) -> bool:
@@ -47,7 +53,7 @@ class Rule:
     def needed(self, sampled: int, n: int) -> int:
         """Returns how many items must have become drawable before `n` more than `sampled` may be drawn."""
         min_size, ratio, low, _ = self.limiter.bounds()
-        items, draws = max(min_size, 1), low + sampled + n
+        items, draws = self.cleared + max(min_size, 1), low + sampled + n
         if ratio and draws > 0:
             items = max(items, self.inserted_before + _whole(math.ceil, draws / ratio))
         return items
@@ -56,7 +62,7 @@ class Rule:
         """Returns up to how many items may be inserted, under a ratio, while a learner waits for `n` items."""
         min_size, ratio, _, high = self.limiter.bounds()
         allowed = self.inserted_before + _whole(math.floor, (high + sampled) / ratio)
-        return max(min_size, allowed, self.needed(sampled, n))
+        return max(self.cleared + min_size, allowed, self.needed(sampled, n))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +145,10 @@ class GlobalRateLimiter:
     def change(self, limiter: Limiter) -> None:
         """Sets another limiter, which counts from here."""
         self.rule = self.rule.followed_by(limiter, sum(self.inserted.values()))
+
+    def restart(self, inserted: Mapping[int, int]) -> None:
+        """Begins as that of a new union: all shards were emptied, at so many items each."""
+        self.rule = self.rule.restarted(sum({**self.inserted, **inserted}.values()))
 
     def count_inserted(self, inserted: Mapping[int, int]) -> None:
         """Takes in what someone knows of shards."""
@@ -233,6 +243,8 @@ class LearnerLimiter:
     def change(self, rule: Rule) -> None:
         """Keeps to another limiter from now on, if it is newer."""
         if rule.number > self.rule.number:
+            if rule.cleared > self.rule.cleared:
+                self.largest = 1.0  # as in a new buffer
             self.rule = rule
             self._before = self._ordered  # what is under way was admitted by the one before
 

@@ -168,6 +168,7 @@ def _described(
             born,
             streams,
             table.rule.inserted_before,
+            table.rule.cleared,
             max(0, counted.sampled - counted.under_way),
             counted.drawn,
             counted.steps,

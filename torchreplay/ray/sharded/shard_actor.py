@@ -51,7 +51,7 @@ class Shard:
 
     def __init__(self, number: int, config: Config, seed: int, limit: int | None) -> None:
         self._config, self._seed, self._limit = config, seed, limit
-        self._number = number
+        self._number, self._cleared = number, 0
         self._layout = Layout(config.outputs())
         self._block = torch.empty(0, dtype=torch.uint8)  # used again and again: the object store has its own copy
         self._batch = ReplayBatch()
@@ -155,6 +155,21 @@ class Shard:
         self._buffer.update_priorities(keys, td)
         return len(keys)
 
+    def clear(self) -> int:
+        """Takes all rows away; returns how many items had become drawable by then, in all."""
+        self._cleared = self._buffer.stats().inserted  # before: what comes meanwhile must not be held back
+        self._buffer.clear()
+        self._set_limit(self._limit)
+        return self._buffer.stats().inserted
+
+    def keys(self, rows: bool) -> NDArray[np.int64]:
+        """Returns the buffer's own keys, as `ReplayBuffer.keys` does."""
+        return self._buffer.keys(rows=rows).numpy()
+
+    def priorities(self, keys: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Returns raw priorities as `ReplayBuffer.priorities` does, of keys of this shard's own that were checked."""
+        return self._buffer.priorities(keys).numpy()
+
     def stats(self) -> Stats:
         """Returns the buffer's own."""
         return self._buffer.stats()
@@ -206,7 +221,7 @@ class Shard:
             return
         inserted = self._buffer.stats().inserted
         # A new limiter counts as if its min_size, 1, had just come, where there is one: from there on.
-        room = max(0, limit - inserted) + min(inserted, 1)
+        room = max(0, limit - inserted) + min(inserted - self._cleared, 1)
         local_sampler(self._buffer).segment.set_limiter((1, LEASH, UNBOUNDED, room * LEASH, 0.0))
 
     def _room_for(self, n: int) -> ReplayBatch:

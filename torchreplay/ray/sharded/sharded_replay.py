@@ -265,7 +265,60 @@ class ShardedReplay(Replay):
         """
         self._feedback.flush()
 
+    def clear(self) -> None:
+        """Takes the rows of all shards away, for every process, as `ReplayBuffer.clear` does.
+
+        The limiter counts as that of a new buffer does. Learners hear of that as they hear of another limiter. Draws
+        that they have under way may still come, and may bring the largest priority of before back.
+
+        Raises:
+            RuntimeError: A shard is being restored.
+            ValueError: TD errors from a device are NaN or infinite, as `flush` says; nothing is cleared.
+        """
+        self._require_open()
+        self.flush()
+        self._shards.clear()
+
     # Looking into it
+
+    @property
+    def num_items(self) -> int:
+        """Items that can be drawn now: under `Rows()` all rows, under other views those that are complete."""
+        self._require_open()
+        self._shards.exchange()
+        return sum(figures.drawn.drawable for figures in self._shards.figures.values())
+
+    def keys(self, *, rows: bool = False) -> torch.Tensor:
+        """Returns the keys of the items that can be drawn now, shard by shard, each shard's oldest first. O(capacity).
+
+        Args:
+            rows: True: the keys of all rows held, those too that are the anchor of no item.
+
+        Returns:
+            int64 `[n]`. Beside explorers some of them may be gone when they are used.
+        """
+        self._require_open()
+        self._feedback.apply_arrived()
+        return self._gathering.keys(rows)
+
+    def priorities(self, keys: Any) -> torch.Tensor:
+        """Returns the raw priorities |td| of items.
+
+        Args:
+            keys: Integer keys `[n]`, or a batch of this buffer.
+
+        Returns:
+            float32 `[n]`; NaN for items that cannot be drawn, or are lost with their shard. Under `Uniform()`, which
+            ignores priorities, they are 1.
+
+        Raises:
+            ValueError: The keys are no integers `[n]`, or one was never issued; or the batch is of another buffer.
+        """
+        self._require_open()
+        wanted = self._feedback.checked_keys(keys)
+        self._feedback.require_issued(wanted)
+        self._feedback.flush()
+        return self._gathering.priorities(wanted)
 
     def __len__(self) -> int:
         """Returns the number of rows held by all shards."""
