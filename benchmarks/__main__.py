@@ -1,6 +1,7 @@
-"""Command line: ``python -m benchmarks [--quick] [--json PATH] [NAME ...]``."""
+"""Command line: ``python -m benchmarks [--quick] [--json PATH] [NAME ...]``, or ``python -m benchmarks learning``."""
 
 import argparse
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,12 +12,23 @@ from benchmarks.machine import describe
 from benchmarks.plan import FULL, QUICK
 from benchmarks.report import as_json, row, section_header, write_json
 
+
+def learning(arguments: Sequence[str]) -> int:
+    """Does what `python -m benchmarks.learning` does, which imports Stable-Baselines3."""
+    from benchmarks.learning.__main__ import main as play
+
+    return play(arguments)
+
+
 ALL = {**CASES, **LONG_CASES}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the chosen cases, prints the table as it grows and writes the JSON file."""
-    options = _parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    if list(given[:1]) == ["learning"]:
+        return learning(given[1:])
+    options = _parser().parse_args(given)
     plan = QUICK if options.quick else FULL
     print(", ".join(f"{key} {value}" for key, value in describe().items()))
     print("medians with 10th-90th percentiles over interleaved rounds; advantage: torchreplay over each other column")

@@ -1,0 +1,51 @@
+"""One picture a question: a panel for each task, a line for each variant."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+from matplotlib.axes import Axes
+
+from benchmarks.learning.cell import Question
+from benchmarks.learning.results import Result
+from benchmarks.learning.statistics import summarize
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito: told apart by everyone
+
+
+def draw(question: Question, results: Sequence[Result], path: Path) -> None:
+    """Draws what was found out; tasks and variants without results are left out."""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    tasks = [task for task in question.tasks if any(result.task == task for result in results)]
+    figure, axes = pyplot.subplots(1, len(tasks), figsize=(4.6 * len(tasks) + 0.4, 3.6), squeeze=False)
+    for axis, task in zip(axes[0], tasks, strict=True):
+        _draw_task(axis, question, task, [result for result in results if result.task == task])
+    axes[0][0].set_ylabel(question.y)
+    figure.suptitle(question.title, fontsize=11)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def _draw_task(axis: Axes, question: Question, task: str, results: Sequence[Result]) -> None:
+    variants = [variant for variant in question.tasks[task] if any(result.variant == variant for result in results)]
+    seeds = {result.seed for result in results}
+    for variant, colour in zip(variants, COLOURS, strict=False):
+        summaries = summarize(result for result in results if result.variant == variant)
+        xs = [summary.x for summary in summaries]
+        axis.plot(xs, [summary.mean for summary in summaries], color=colour, label=variant, linewidth=1.6)
+        axis.fill_between(
+            xs, [s.low for s in summaries], [s.high for s in summaries], color=colour, alpha=0.18, linewidth=0
+        )
+    axis.set_title(f"{task} ({len(seeds)} seeds)", fontsize=10)
+    axis.set_xlabel(question.x)
+    if question.log_x:
+        axis.set_xscale("log", base=2)
+    if question.log_y:
+        axis.set_yscale("log")
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, fontsize=9)

@@ -1,0 +1,11 @@
+"""The questions, by name."""
+
+from benchmarks.learning.cell import Question
+from benchmarks.learning.questions.cliffwalk import CLIFFWALK
+from benchmarks.learning.questions.explorers import EXPLORERS
+from benchmarks.learning.questions.sb3 import PEERS
+from benchmarks.learning.questions.settings import SETTINGS
+
+QUESTIONS: dict[str, Question] = {question.name: question for question in (PEERS, CLIFFWALK, *SETTINGS, EXPLORERS)}
+
+__all__ = ["QUESTIONS"]

@@ -1,0 +1,157 @@
+"""Ape-X (Horgan et al. 2018): seconds until CartPole-v1 is solved against explorers, where a step takes 4 ms."""
+
+import time
+from collections.abc import Iterable
+from functools import partial
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torchreplay as tr
+from benchmarks.learning.cell import Point, Question
+from torchreplay.ray import ExplorerContext, ExplorerPool
+
+STEP_SECONDS = 0.004
+EXPLORERS_TRIED = (1, 2, 4, 8, 16)
+SOLVED_AT = 475.0
+EPISODES = 20
+GAMMA, N_STEP = 0.99, 3
+BATCH_SIZE = 128
+CAPACITY = 50_000
+EVALUATE_EVERY = 50
+TARGET_EVERY = 50
+MOST_SECONDS = 600.0
+
+
+def network() -> nn.Module:
+    """Returns a Q network for CartPole's states, float32 `[..., 4]` to `[..., 2]`."""
+    return nn.Sequential(nn.Linear(4, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 2))
+
+
+class Slow(gym.Wrapper):
+    """An environment whose step takes real time, without a processor: a simulator elsewhere, or a robot."""
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, object]]:
+        """Steps, and waits."""
+        due = time.perf_counter() + STEP_SECONDS
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        time.sleep(max(0.0, due - time.perf_counter()))
+        # The mean of rewards scaled so is a return within [0, 1], where the Huber loss is quadratic.
+        return obs, (1 - GAMMA) * float(reward), terminated, truncated, info
+
+
+@torch.no_grad()
+def explore(ctx: ExplorerContext) -> None:
+    """Plays with an epsilon of its own until the learner has finished."""
+    torch.set_num_threads(1)
+    env, policy = Slow(gym.make("CartPole-v1")), network()
+    rng, writer = np.random.default_rng(ctx.seed), ctx.writer()
+    # With one explorer the base; with many they spread as Horgan et al. spread them.
+    epsilon = 0.4 ** (1 + 7 * ctx.index / max(ctx.num_explorers - 1, 1)) if ctx.num_explorers > 1 else 0.1
+    obs, _ = env.reset(seed=ctx.seed)
+    writer.reset(obs=obs)
+    while not ctx.stopped:
+        ctx.pull_weights(policy)
+        greedy = rng.random() >= epsilon
+        action = int(policy(torch.from_numpy(obs)).argmax()) if greedy else int(rng.integers(2))
+        obs, reward, terminated, truncated, _ = env.step(action)
+        writer.step(obs=obs, action=action, reward=reward, terminated=terminated, truncated=truncated)
+        if terminated or truncated:
+            obs, _ = env.reset()
+            writer.reset(obs=obs)
+
+
+class Learner:
+    """Double DQN.
+
+    Args:
+        seed: Of the network.
+    """
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.q, self._target = network(), network()
+        self._target.load_state_dict(self.q.state_dict())
+        self._optimizer = torch.optim.Adam(self.q.parameters(), lr=1e-3)
+        self.steps = 0
+
+    def learn(self, batch: tr.ReplayBatch) -> Tensor:
+        """Does one update; returns the TD errors `[B]`."""
+        with torch.no_grad():
+            best = self.q(batch["next_obs"]).argmax(-1, keepdim=True)
+            value = self._target(batch["next_obs"]).gather(-1, best).squeeze(-1)
+            goal = batch["reward"] + batch["discount"] * value
+        q = self.q(batch["obs"]).gather(-1, batch["action"].unsqueeze(-1)).squeeze(-1)
+        loss = (batch["weight"] * F.huber_loss(q, goal, reduction="none")).mean()
+        self._optimizer.zero_grad()
+        loss.backward()
+        self._optimizer.step()
+        self.steps += 1
+        if self.steps % TARGET_EVERY == 0:
+            self._target.load_state_dict(self.q.state_dict())
+        errors: Tensor = goal - q.detach()
+        return errors
+
+    @torch.no_grad()
+    def evaluate(self, seed: int) -> float:
+        """Returns the mean return of greedy episodes."""
+        envs = gym.make_vec("CartPole-v1", num_envs=EPISODES)
+        obs, _ = envs.reset(seed=seed)
+        returns, alive = np.zeros(EPISODES), np.ones(EPISODES, bool)
+        while alive.any():
+            obs, _, terminated, truncated, _ = envs.step(self.q(torch.from_numpy(obs)).argmax(-1).numpy())
+            returns += alive
+            alive &= ~(terminated | truncated)
+        return float(returns.mean())
+
+
+def seconds_to_solve(seed: int, explorers: int) -> float:
+    """Returns seconds from the first row to the evaluation that solves the task."""
+    fields = {"obs": tr.Field((4,)), "action": tr.Field((), torch.int64), "reward": tr.Field()}
+    fields |= {"terminated": tr.Field((), torch.bool), "truncated": tr.Field((), torch.bool)}
+    learner = Learner(seed)
+    weights = tr.SharedWeights(learner.q)
+    with (
+        tr.ReplayBuffer(
+            fields,
+            CAPACITY,
+            sampler=tr.Prioritized(alpha=0.6, beta=0.4),
+            view=tr.Transitions(n_step=N_STEP, gamma=GAMMA),
+            limiter=tr.SamplesPerInsert(32.0, min_size=500, tolerance=0.5),
+            seed=seed,
+        ) as buffer,
+        ExplorerPool(explore, explorers, buffer, weights=weights, seed=seed, backend="process"),
+    ):
+        buffer.sample(1)  # waits for the first rows
+        start = time.perf_counter()
+        for batch in tr.ReplayDataset(buffer, BATCH_SIZE):
+            buffer.update_priorities(batch, learner.learn(batch))
+            if learner.steps % 10 == 0:
+                weights.publish(learner.q)
+            seconds = time.perf_counter() - start
+            done = learner.steps % EVALUATE_EVERY == 0 and learner.evaluate(seed) >= SOLVED_AT
+            if done or seconds > MOST_SECONDS:
+                break
+        buffer.stop()
+    return seconds
+
+
+def play(seed: int, counts: Iterable[int] = EXPLORERS_TRIED) -> Iterable[Point]:
+    """Yields (explorers, seconds until it is solved)."""
+    for explorers in counts:
+        seconds = seconds_to_solve(seed, explorers)
+        yield Point(explorers, seconds, seconds)
+
+
+EXPLORERS = Question(
+    "explorers",
+    "Ape-X: time to solve CartPole-v1, environment steps of 4 ms",
+    "explorers",
+    "seconds until solved",
+    {"CartPole-v1": {"torchreplay": partial(play)}},
+    log_x=True,
+    log_y=True,
+)

@@ -1,0 +1,36 @@
+"""Plays cells, each in a process of its own, and goes on where an earlier run was stopped."""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+
+from benchmarks.learning.cell import Cell
+from benchmarks.learning.results import path_of, write_cell
+
+
+def play_missing(cells: Sequence[Cell], directory: Path, jobs: int) -> int:
+    """Plays the cells that have no results yet; returns how many there were.
+
+    Args:
+        cells: To be played, in this order.
+        directory: Of the results.
+        jobs: Cells that are played at a time.
+    """
+    missing = [cell for cell in cells if not path_of(cell, directory).exists()]
+    print(f"{len(cells) - len(missing)} of {len(cells)} cells were played before", flush=True)
+    with ProcessPoolExecutor(jobs, get_context("spawn"), max_tasks_per_child=1) as pool:
+        runs = {pool.submit(_play, cell, directory): cell for cell in missing}
+        for done, run in enumerate(as_completed(runs), 1):
+            print(f"{done} of {len(missing)}: {runs[run].name}, {run.result():.1f} s", flush=True)
+    return len(missing)
+
+
+def _play(cell: Cell, directory: Path) -> float:
+    import torch
+
+    torch.set_num_threads(1)
+    start = time.perf_counter()
+    write_cell(cell, cell.play(cell.seed), directory)
+    return time.perf_counter() - start
