@@ -164,7 +164,7 @@ def test_a_stop_ends_an_iteration_over_shards_in_order(cluster):
         assert 20 <= drawn < 100_000
 
 
-def test_a_learner_elsewhere_whose_step_outlasts_a_stop_and_the_close_after_it_ends_in_order(cluster, tmp_path):
+def test_a_learner_beside_a_shard_whose_step_outlasts_a_stop_and_the_close_after_it_ends_in_order(cluster, tmp_path):
     def learn(replay):
         for step, _ in enumerate(tr.ReplayDataset(replay, 8, steps=100_000, timeout=600)):
             if step == 5:
@@ -172,7 +172,7 @@ def test_a_learner_elsewhere_whose_step_outlasts_a_stop_and_the_close_after_it_e
                 eventually((tmp_path / "closed").exists, timeout=120)
         return "ended"
 
-    replay = ShardedReplay(SPEC, 100, nodes=cluster.node_ids[:1])
+    replay = ShardedReplay(SPEC, 100, nodes=cluster.node_ids)
     write(replay, 0, 0, 50)
     call = cluster.ray.remote(learn).options(**cluster.on(1)).remote(replay)
     eventually((tmp_path / "under way").exists, timeout=120)

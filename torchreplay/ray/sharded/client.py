@@ -19,10 +19,10 @@ from torchreplay.ray.sharded.coordinator import Lost, Place, Table
 from torchreplay.ray.sharded.coordinator_client import CoordinatorClient
 from torchreplay.ray.sharded.local_shard import LocalAttachment
 from torchreplay.ray.sharded.messages import Answer, Gathered, ShardReport
-from torchreplay.ray.sharded.rate_limiter import LearnerLimiter, LearnerReport
+from torchreplay.ray.sharded.rate_limiter import LearnerLimiter, LearnerReport, Rule
 from torchreplay.ray.sharded.replies import ReplyCollector
 from torchreplay.schema.batch import ReplayBatch
-from torchreplay.schema.limiters import Limiter
+from torchreplay.schema.limiters import Limiter, MinSize
 from torchreplay.segment.handle import Handle
 from torchreplay.segment.ray_node import ray_node
 from torchreplay.segment.waits import Wait
@@ -61,7 +61,7 @@ class ShardClient:
     """
 
     def __init__(self, name: str) -> None:
-        self.coordinator = CoordinatorClient(name)
+        self.coordinator = CoordinatorClient(name, lambda: self.stopped)
         self.calls = ReplyCollector(self.lose, self._name, self._probe)
         self._ray = import_ray()
         self._reports: deque[Any] = deque()  # answers to come
@@ -73,6 +73,7 @@ class ShardClient:
         self.local = LocalAttachment(self._lock, self.place_here, self._handle_of)
         self.node = ray_node()
         self.figures: dict[int, ShardReport] = {}
+        self.table = Table({}, Rule(MinSize()))  # until the coordinator has answered
         self.table = self.coordinator.table()
         self.closed = False
 
@@ -105,8 +106,9 @@ class ShardClient:
 
     @property
     def stopped(self) -> bool:
-        """Whether the buffer was stopped, as far as this process has heard."""
-        return self.table.stopped or any(figures.stopped for figures in self.figures.values())
+        """Whether the buffer was stopped, as far as this process has heard: where a shard is attached, at once."""
+        told = self.table.stopped or any(figures.stopped for figures in self.figures.values())
+        return told or self.local.stopped
 
     # The coordinator
 

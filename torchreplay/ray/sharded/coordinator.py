@@ -30,6 +30,9 @@ RETRY: Final = 5.0
 RESEND: Final = 1.0
 """Seconds after which shards are sent their limits again, while anyone looks at the table: Ray may have lost some."""
 
+STOP_SECONDS: Final = 5.0
+"""Seconds for which a stop waits for the shards, so that who closes them next does not end them before."""
+
 REPEAT: Final = 2.0
 """Seconds after which an announcement of writers is repeated."""
 
@@ -123,21 +126,6 @@ class _Slot:
     @property
     def filled(self) -> bool:
         return self.actor is not None and self.ready is None
-
-
-def _note_stop(name: str) -> None:
-    """Notes with the cluster, for those who hear of it only when the directory is gone, that a buffer was stopped."""
-    from ray.experimental import internal_kv  # Ray is there: this runs in an actor
-
-    internal_kv._internal_kv_put(f"torchreplay-stopped-{name}", b"1")
-
-
-def was_stopped(name: str) -> bool:
-    """Returns whether a buffer was stopped, by the name of its directory, which may be gone."""
-    from ray.experimental import internal_kv
-
-    known = internal_kv._internal_kv_initialized()  # type: ignore[no-untyped-call]  # not when Ray was shut down here
-    return known and internal_kv._internal_kv_get(f"torchreplay-stopped-{name}") is not None
 
 
 class Coordinator:
@@ -308,12 +296,10 @@ class Coordinator:
             self._expecting[token] = now + BELIEF
 
     def stop(self) -> None:
-        """Stops the buffer for all processes."""
+        """Stops the buffer for all processes, and returns when all shards that can be reached soon say so."""
         self._stopped = True
-        for slot in self._slots:
-            if slot.actor is not None:
-                slot.actor.stop.remote()
-        _note_stop(self._ray.get_runtime_context().get_actor_name())
+        stops = [slot.actor.stop.remote() for slot in self._slots if slot.actor is not None]
+        self._ray.wait(stops, num_returns=len(stops), timeout=STOP_SECONDS)
 
     def _make(self, slot: _Slot, limit: int | None) -> None:
         if slot.number < 0 and self._born == MAX_SHARDS:

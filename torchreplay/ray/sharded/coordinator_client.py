@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, Final
 
 from torchreplay.errors import ReplayLost, Stopped
 from torchreplay.ray.runtime.actor_client import NAMESPACE, ActorClient
-from torchreplay.ray.sharded.coordinator import Table, was_stopped
+from torchreplay.ray.sharded.coordinator import Table
 
 REFRESH: Final = 1.0
 """Seconds between two looks at the table: shards that came back are drawn from that much later."""
@@ -20,12 +21,13 @@ class CoordinatorClient(ActorClient):
 
     Args:
         name: Of the directory's actor.
+        stopped: Returns whether this process has heard of a stop.
 
     Raises:
         RuntimeError: This process is not connected to a Ray cluster.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, stopped: Callable[[], bool]) -> None:
         super().__init__(
             "the shards of the ShardedReplay",
             "this process was forked off one of Ray's, and cannot ask the shards of a ShardedReplay: pass it to a Ray "
@@ -35,7 +37,7 @@ class CoordinatorClient(ActorClient):
             raise RuntimeError(
                 "a ShardedReplay needs this process to be connected to its Ray cluster: call ray.init(address=...)"
             )
-        self._name = name
+        self._name, self._stopped = name, stopped
         self._asked: Any = None  # the table, on its way
         self._asked_at = 0.0
 
@@ -76,7 +78,7 @@ class CoordinatorClient(ActorClient):
         try:
             return self._ray.get_actor(self._name, NAMESPACE)
         except ValueError:
-            if was_stopped(self._name):
+            if self._stopped():
                 raise Stopped("the replay buffer was stopped, and then closed") from None
             raise ReplayLost(
                 "the ShardedReplay is gone: it was closed, or kept by nobody in the process that made it, or that "

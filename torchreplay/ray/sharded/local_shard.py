@@ -78,6 +78,14 @@ class LocalShard:
         """Whether the shard's actor is there."""
         return self._segment.census(False)["owners"] > 0
 
+    @property
+    def stopped(self) -> bool:
+        """Whether the buffer was stopped; False where another thread has let go of it."""
+        try:
+            return self.buffer.stopped
+        except RuntimeError:
+            return False
+
     def own_writers(self, unused_count_as_others: bool) -> int:
         """Returns how many of its writers nobody but the calling thread uses.
 
@@ -157,6 +165,7 @@ class LocalAttachment:
         self.shard: LocalShard | None = None
         self._lock, self._place, self._handle = lock, place, handle
         self._refused = -1  # the number of the one that cannot be attached
+        self._stopped = False  # what was attached was stopped
 
     def attach(self, wait: Wait | None = None) -> LocalShard | None:
         """Attaches the shard of this node, unless it is already.
@@ -202,11 +211,18 @@ class LocalAttachment:
             logger.warning("shard %d is on this node, and draws from it go through Ray: %s", place.number, error)
             return False
 
+    @property
+    def stopped(self) -> bool:
+        """Whether the buffer was stopped, as the memory of the one that is attached, or was, has it."""
+        shard = self.shard
+        return self._stopped or (shard is not None and shard.stopped)
+
     def release(self) -> None:
         """Lets go of it."""
         with self._lock:
             shard, self.shard = self.shard, None
         if shard is not None:
+            self._stopped = self._stopped or shard.stopped
             shard.close()
 
     def _wanted(self) -> Place | None:

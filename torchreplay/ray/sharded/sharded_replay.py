@@ -394,10 +394,6 @@ class ShardedReplay(Replay):
     @property
     def stopped(self) -> bool:
         """Whether `stop()` was called, in any process, as far as this one has heard: explorers hear it at once."""
-        local = self._shards.local.shard
-        with suppress(RuntimeError):  # another thread has let go of it meanwhile
-            if local is not None and local.buffer.stopped:
-                return True
         return self._shards.stopped
 
     def __repr__(self) -> str:
