@@ -1,0 +1,116 @@
+"""`python -m benchmarks learning`: runs go on where they were stopped, and its statistics and tasks are the papers'."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from benchmarks.learning.__main__ import main
+from benchmarks.learning.cell import Cell, Point, Question
+from benchmarks.learning.plots import draw
+from benchmarks.learning.questions.cliffwalk import QTable, memory
+from benchmarks.learning.results import Result, collect, path_of, read, write_cell
+from benchmarks.learning.runner import play_missing
+from benchmarks.learning.statistics import interquartile_mean, summarize
+
+
+def played(seed, directory):
+    """A run that can be counted: it fails where it was played before."""
+    (directory / f"played-{seed}").touch(exist_ok=False)
+    return [Point(step, seed + step, 0.5) for step in (10, 20)]
+
+
+def question(directory):
+    return Question("q", "Title", "steps", "return", {"task": {"a": partial(played, directory=directory)}})
+
+
+@pytest.mark.slow
+def test_cells_that_were_played_are_not_played_again(tmp_path):
+    cells = question(tmp_path).cells(range(3))
+    write_cell(cells[1], [Point(10, 7.0, 0.1)], tmp_path)
+    assert play_missing(cells, tmp_path, jobs=1) == 2
+    assert play_missing(cells, tmp_path, jobs=1) == 0
+    assert sorted(path.name for path in tmp_path.glob("played-*")) == ["played-0", "played-2"]
+    results = collect(cells, tmp_path)
+    assert results[0] == Result("q", "task", "a", 0, 10.0, 10.0, 0.5)
+    assert [(result.seed, result.y) for result in results] == [(0, 10), (0, 20), (1, 7), (2, 12), (2, 22)]
+
+
+def test_a_cell_that_fails_leaves_no_file(tmp_path):
+    def broken():
+        yield Point(1, 1, 1)
+        raise RuntimeError("killed")
+
+    cell = Cell("q", "task", "a", 0, partial(played, directory=tmp_path))
+    with pytest.raises(RuntimeError, match="killed"):
+        write_cell(cell, broken(), tmp_path)
+    assert not path_of(cell, tmp_path).exists()
+
+
+def test_the_interquartile_mean_leaves_out_the_lowest_and_the_highest_quarter():
+    assert interquartile_mean(np.array([100.0, 1.0, 2.0, 3.0, -100.0])) == pytest.approx(2.0)
+    assert interquartile_mean(np.arange(8.0)) == pytest.approx(np.mean([2, 3, 4, 5]))
+
+
+def test_an_interval_covers_the_mean_of_the_population_about_as_often_as_it_says():
+    # 20 seeds of a normal variable. A percentile interval is a little too narrow: about 0.92 instead of 0.95.
+    rng = np.random.default_rng(0)
+    covered = 0
+    for _ in range(200):
+        (found,) = summarize(Result("q", "t", "v", i, 1.0, y, 0.0) for i, y in enumerate(rng.normal(3.0, 1.0, 20)))
+        covered += found.low <= 3.0 <= found.high
+        assert found.low <= found.mean <= found.high
+    false_alarm = 1e-6
+    assert stats.binom.ppf(false_alarm, 200, 0.90) <= covered
+
+
+def test_the_memory_of_the_cliffwalk_holds_every_sequence_of_actions_once():
+    # Schaul et al. 2016, appendix B.1: 2^(n + 1) - 2 transitions, of which one is rewarded.
+    for n in (2, 5, 9):
+        transitions = memory(n, np.random.default_rng(n))
+        assert len(transitions) == 2 ** (n + 1) - 2
+        assert sum(t.reward for t in transitions) == 1.0
+        for state in range(n):  # half of the sequences that come so far go on
+            assert sum(t.state == state and t.action == 1 for t in transitions) == 2 ** (n - state - 1)
+
+
+def test_the_cliffwalks_values_converge_to_powers_of_gamma():
+    n = 6
+    rng = np.random.default_rng(1)
+    transitions, table = memory(n, rng), QTable(n, rng)
+    distinct = sorted(set(transitions))
+    while not table.solved:
+        for transition in distinct:
+            table.learn(transition)
+    values = np.array(table.values[:n])
+    truth = np.column_stack([np.zeros(n), (1 - 1 / n) ** np.arange(n - 1, -1, -1)])
+    assert ((values - truth) ** 2).mean() == pytest.approx(table.squared / (2 * n), abs=1e-9)
+    assert ((values - truth) ** 2).mean() < 1e-3
+
+
+def test_a_gain_is_what_learning_takes_off_the_squared_error():
+    rng = np.random.default_rng(2)
+    transitions, table = memory(4, rng), QTable(4, rng)
+    for i in rng.integers(len(transitions), size=200):
+        before, gain = table.squared, table.gain(transitions[i])
+        table.learn(transitions[i])
+        assert before - table.squared == pytest.approx(gain, abs=1e-12)
+
+
+def test_a_picture_is_drawn_of_what_was_played(tmp_path):
+    asked = question(tmp_path)
+    draw(
+        asked,
+        [Result("q", "task", "a", seed, x, seed * x, 0.0) for seed in range(3) for x in (1, 2)],
+        tmp_path / "p.png",
+    )
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_the_command_plays_writes_one_file_and_draws(tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.learning.__main__.QUESTIONS", {"q": question(tmp_path)})
+    assert main(["q", "--seeds", "2", "--directory", str(tmp_path)]) == 0
+    assert len(list(read(tmp_path / "q.csv"))) == 4
+    assert (tmp_path / "q.png").is_file()
