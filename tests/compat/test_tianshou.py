@@ -196,7 +196,7 @@ def test_environments_that_step_at_different_times_keep_their_episodes_apart():
     held = set(ours.rew.tolist())
     after = {}
     for stream in streams.values():
-        for (reward, ended), (following, _) in zip(stream, stream[1:] + [(None, None)], strict=True):
+        for (reward, ended), (following, _) in zip(stream, [*stream[1:], (None, None)], strict=True):
             after[reward] = reward if ended or following is None else following
     every = np.arange(40)
     assert ours.rew[ours.next(every)].tolist() == [after[reward] for reward in ours.rew]
