@@ -44,8 +44,6 @@ class Args:
     """environment steps between two updates"""
     batch_size: int = 64
     """transitions in a batch"""
-    sync_every: int = 250
-    """updates between two copies of a network"""
     learning_rate: float = 5e-4
     """of Adam"""
     epsilon: float = 0.1
@@ -66,18 +64,19 @@ class Agent:
 
     @torch.no_grad()
     def act(self, obs: np.ndarray, rng: np.random.Generator) -> int:
+        """Returns the best action, or now and then a random one."""
         if rng.random() < self.args.epsilon:
             return int(rng.integers(self.actions))
         return int(self.q(torch.as_tensor(obs, dtype=torch.float32)[None]).argmax())
 
     def learn(self) -> None:
+        """Makes one update."""
         if len(self.buffer) < self.args.learning_starts:
             return
-        if self.updates % self.args.sync_every == 0:
+        if self.updates % 250 == 0:
             self.target.load_state_dict(self.q.state_dict())
         self.updates += 1
-        batch = self.buffer.sample(self.args.batch_size)
-        rows = range(batch.batch_size)
+        batch, rows = self.buffer.sample(self.args.batch_size), range(self.args.batch_size)
         obs, next_obs = batch["obs"].float(), batch["next_obs"].float()
         with torch.no_grad():
             value = self.target(next_obs)[rows, self.q(next_obs).argmax(1)]
@@ -89,6 +88,7 @@ class Agent:
 
 
 def main(args: Args) -> None:
+    """Plays and learns, and prints a line of JSON now and then."""
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)
     rng = np.random.default_rng(args.seed)

@@ -5,6 +5,7 @@ import os
 import pickle
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -247,6 +248,19 @@ def test_td_errors_decide_what_is_drawn_and_weighs():
     assert batch.weight == pytest.approx(td[indices].min() / td[indices], rel=1e-4)
 
 
+def test_prioritized_rows_are_read_as_tianshous_are():
+    options = {"alpha": 0.6, "beta": 0.4, "stack_num": 3}
+    ours, own = PrioritizedReplayBuffer(20, **options), theirs.PrioritizedReplayBuffer(20, **options)
+    filled(33, ours, own)
+    for buffer in (ours, own):
+        buffer.update_weight(np.arange(20), np.linspace(0.5, 4, 20))
+    for index in (np.array([3, 9, 9]), slice(None), slice(2, 7), 4):
+        mine, its = ours[index], own[index]
+        assert np.allclose(mine.pop("weight"), its.pop("weight"), rtol=1e-4)
+        assert equal(mine, its)
+    assert ours.get_weight(3) / ours.get_weight(4) == pytest.approx(own.get_weight(3) / own.get_weight(4), rel=1e-4)
+
+
 def test_weights_without_norm_are_relative_to_the_whole_buffer():
     ours = PrioritizedReplayBuffer(8, alpha=1.0, beta=1.0, weight_norm=False)
     filled(8, ours)
@@ -327,12 +341,15 @@ def test_an_empty_buffer_is_copied_too(tmp_path):
         assert len(made) == 3
 
 
-def test_entries_that_a_hook_adds_stay_with_the_rows(tmp_path):
-    buffer = SharedReplayBuffer(10)
+@pytest.mark.parametrize("kind", [SharedReplayBuffer, partial(PrioritizedReplayBuffer, alpha=0.6, beta=0.4)])
+def test_entries_that_a_hook_adds_stay_with_the_rows(kind, tmp_path):
+    buffer = kind(10)
     filled(10, buffer)
     buffer.set_array_at_key(np.arange(10.0), "returns")
     for made in (buffer, *copies(buffer, tmp_path)):
         assert made[[3, 7]].returns.tolist() == [3, 7]
+        batch, indices = made.sample(5)
+        assert batch.returns.tolist() == indices.tolist()
 
 
 # What is kept, and what is refused

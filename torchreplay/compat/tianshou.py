@@ -234,14 +234,8 @@ class SharedReplayBuffer(TianshouReplayBuffer):
             indexes = self.sample_indices(batch_size)
             return self[indexes], indexes
         drawn = self._draw(batch_size)
-        batch, indexes = self._batch_of(drawn), self._indexes_of(drawn)
-        if self.stack_num > 1 and self._save_obs_next and "obs_next" in drawn:
-            batch.obs_next = self.get(indexes, "obs_next")
-        elif not self._save_obs_next:
-            batch.obs_next = self.get(self.next(indexes), "obs")
-        if self.stack_num > 1:
-            batch.obs = self.get(indexes, "obs")
-        return batch, indexes
+        indexes = self._indexes_of(drawn)
+        return self._batch_of(drawn, indexes), indexes
 
     @property
     def _avoids_short_stacks(self) -> bool:
@@ -257,8 +251,22 @@ class SharedReplayBuffer(TianshouReplayBuffer):
         keys = drawn["key"].numpy()
         return Indexes.of(keys % self.maxsize, keys)
 
-    def _batch_of(self, drawn: Any) -> Any:
-        return _as_batch({"obs_next": {}, "info": {}, "policy": {}} | {name: drawn[name] for name in self._spec})
+    def _batch_of(self, drawn: Any, index: NDArray[Any]) -> Any:
+        """Returns rows as Tianshou's batch: stacked, with the observations that follow, and with what hooks added."""
+        batch = _as_batch({"obs_next": {}, "info": {}, "policy": {}} | {name: drawn[name] for name in self._spec})
+        if self.stack_num > 1 and self._save_obs_next and "obs_next" in drawn:
+            batch.obs_next = self.get(index, "obs_next")
+        elif not self._save_obs_next:
+            batch.obs_next = self.get(self.next(index), "obs")
+        if self.stack_num > 1:
+            batch.obs = self.get(index, "obs")
+        for name in self._added_by_hooks():
+            batch[name] = self._meta[name][index]
+        return batch
+
+    def _added_by_hooks(self) -> list[str]:
+        there = self._meta.get_keys()
+        return [] if len(there) == len(self._spec) else [name for name in there if name not in self._spec]
 
     def sample_indices(self, batch_size: int | None) -> NDArray[Any]:
         """Draws indexes only, as `sample` does; none where `batch_size` is negative."""
@@ -313,21 +321,17 @@ class SharedReplayBuffer(TianshouReplayBuffer):
         return np.array(found[::-1])
 
     def _keys_at(self, index: Any) -> NDArray[np.int64]:
-        """Returns the keys of drawn rows, or of those that plain numbers name.
+        """Returns the keys of the rows that are at indexes now.
 
         Raises:
             IndexError: There is no row.
         """
-        drawn = index.intact_keys() if isinstance(index, Indexes) else None
-        if drawn is not None:
-            return drawn
         given = np.atleast_1d(np.asarray(index, np.int64))
-        oldest = self._oldest_key
-        keys = oldest + (given - oldest) % self.maxsize
-        bad = np.flatnonzero((given < 0) | (given >= self.maxsize) | (keys >= oldest + self._size))
-        if len(bad):
-            raise IndexError(f"index {given[bad[0]]} is out of range: there are {self._size} rows")
-        return keys
+        if len(given) and not 0 <= given.min() <= given.max() < self._size:  # they fill from 0 on
+            bad = given[(given < 0) | (given >= self._size)][0]
+            raise IndexError(f"index {bad} is out of range: there are {self._size} rows")
+        oldest: int = self._oldest_key
+        return oldest + (given - oldest) % self.maxsize
 
     # Files and copies
 
@@ -337,7 +341,7 @@ class SharedReplayBuffer(TianshouReplayBuffer):
         meta = state.pop("_meta")
         for name in ("replay", "_writer"):
             state.pop(name, None)
-        state["_extra"] = {name: meta[name] for name in meta.get_keys() if name not in self._spec}
+        state["_extra"] = {name: meta[name] for name in self._added_by_hooks()}
         if self.replay is not None:
             file = io.BytesIO()
             self.replay.save(file)
@@ -420,10 +424,23 @@ class PrioritizedReplayBuffer(SharedReplayBuffer, TianshouPrioritizedReplayBuffe
     def _sampler(self) -> Sampler:
         return Prioritized(self._alpha, self._beta_now, EPS, "batch" if self._weight_norm else "buffer")
 
-    def _batch_of(self, drawn: Any) -> Any:
-        batch = super()._batch_of(drawn)
-        batch.weight = drawn["weight"].numpy()
+    def _batch_of(self, drawn: Any, index: NDArray[Any]) -> Any:
+        batch = super()._batch_of(drawn, index)
+        vars(batch)["weight"] = drawn["weight"].numpy()
         return batch
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            index = self.sample_indices(0) if index == slice(None) else np.arange(self._size)[index]
+        if not np.ndim(index):
+            row = TianshouReplayBuffer.__getitem__(self, index)
+            row.weight = self.get_weight(index)
+            return row
+        return self._batch_of(self._rows_at(index), np.asarray(index))
+
+    def _rows_at(self, index: Any) -> Any:
+        assert self.replay is not None
+        return self.replay.gather(self._keys_at(index), missing="raise")
 
     def set_beta(self, beta: float) -> None:
         """Changes the exponent of the weights.
@@ -435,8 +452,7 @@ class PrioritizedReplayBuffer(SharedReplayBuffer, TianshouPrioritizedReplayBuffe
 
     def get_weight(self, index: Any) -> Any:
         """Returns the weights of rows, `[n]`, as a draw would give them."""
-        assert self.replay is not None
-        weights = self.replay.gather(self._keys_at(index), missing="raise")["weight"].numpy()
+        weights = self._rows_at(index)["weight"].numpy()
         return weights if np.ndim(index) else weights[0]
 
     def update_weight(self, index: NDArray[Any], new_weight: NDArray[Any] | torch.Tensor) -> None:
@@ -451,7 +467,10 @@ class PrioritizedReplayBuffer(SharedReplayBuffer, TianshouPrioritizedReplayBuffe
             IndexError: There is no row at an index.
         """
         assert self.replay is not None
-        self.replay.update_priorities(self._keys_at(index), torch.as_tensor(new_weight).detach().reshape(-1))
+        keys = index.intact_keys() if isinstance(index, Indexes) else None
+        if keys is None:
+            keys = self._keys_at(index)
+        self.replay.update_priorities(keys, torch.as_tensor(new_weight).detach().reshape(-1))
 
     def init_weight(self, index: Any) -> NoReturn:
         """Refuses: new rows have the largest priority so far by themselves."""
