@@ -422,11 +422,12 @@ class PrioritizedReplayBuffer(SharedReplayBuffer, TianshouPrioritizedReplayBuffe
         self.options.update(alpha=alpha, beta=beta)
 
     def _sampler(self) -> Sampler:
-        return Prioritized(self._alpha, self._beta_now, EPS, "batch" if self._weight_norm else "buffer")
+        return Prioritized(self._alpha, self._beta_now, EPS)
 
     def _batch_of(self, drawn: Any, index: NDArray[Any]) -> Any:
         batch = super()._batch_of(drawn, index)
-        vars(batch)["weight"] = drawn["weight"].numpy()
+        weight = drawn["weight"].numpy()
+        vars(batch)["weight"] = weight / weight.max() if self._weight_norm else weight
         return batch
 
     def __getitem__(self, index: Any) -> Any:
@@ -434,7 +435,7 @@ class PrioritizedReplayBuffer(SharedReplayBuffer, TianshouPrioritizedReplayBuffe
             index = self.sample_indices(0) if index == slice(None) else np.arange(self._size)[index]
         if not np.ndim(index):
             row = TianshouReplayBuffer.__getitem__(self, index)
-            row.weight = self.get_weight(index)
+            row.weight = np.float32(1) if self._weight_norm else self.get_weight(index)
             return row
         return self._batch_of(self._rows_at(index), np.asarray(index))
 
@@ -451,7 +452,7 @@ class PrioritizedReplayBuffer(SharedReplayBuffer, TianshouPrioritizedReplayBuffe
         self._beta_now.value = value_of(beta, 0)
 
     def get_weight(self, index: Any) -> Any:
-        """Returns the weights of rows, `[n]`, as a draw would give them."""
+        """Returns the weights of rows, `[n]`, relative to the largest of the buffer."""
         weights = self._rows_at(index)["weight"].numpy()
         return weights if np.ndim(index) else weights[0]
 
