@@ -248,6 +248,7 @@ def test_td_errors_decide_what_is_drawn_and_weighs():
     assert batch.weight == pytest.approx(td[indices].min() / td[indices], rel=1e-4)
 
 
+@pytest.mark.slow  # Tianshou compiles its functions
 def test_prioritized_rows_are_read_as_tianshous_are():
     options = {"alpha": 0.6, "beta": 0.4, "stack_num": 3}
     ours, own = PrioritizedReplayBuffer(20, **options), theirs.PrioritizedReplayBuffer(20, **options)
