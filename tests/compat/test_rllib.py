@@ -373,3 +373,34 @@ def test_rllibs_dqn_learns_cartpole_and_feeds_its_td_errors_back(ray):
         assert len(set(buffer.replay.priorities(buffer.replay.keys()).tolist())) > 100
     finally:
         algorithm.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_rllibs_sac_learns_from_continuous_actions(ray):
+    from ray.rllib.algorithms.sac import SACConfig
+
+    config = (
+        SACConfig()
+        .environment("Pendulum-v1")
+        .env_runners(num_env_runners=0)
+        .training(
+            train_batch_size_per_learner=32,
+            num_steps_sampled_before_learning_starts=100,
+        )
+        .reporting(min_sample_timesteps_per_iteration=200, min_time_s_per_iteration=0)
+        .debugging(seed=1, log_level="ERROR")
+    )
+    algorithm = config.build_algo()
+    algorithm.local_replay_buffer = PrioritizedEpisodeReplayBuffer(5_000, alpha=0.6)
+    try:
+        for _ in range(2):
+            algorithm.train()
+        stats = algorithm.local_replay_buffer.replay.stats()
+        assert stats.sampled >= 32 * 200
+        assert stats.updated == stats.sampled
+        rows = algorithm.local_replay_buffer.replay.sample(64)
+        assert rows["action"].shape == (64, 1)
+        assert len(rows["action"].unique()) > 20
+    finally:
+        algorithm.stop()

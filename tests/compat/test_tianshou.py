@@ -159,6 +159,29 @@ def test_after_a_reset_it_is_as_new():
     assert equal(ours[:], own[:])
 
 
+def test_rewards_may_be_vectors():
+    ours, own = SharedReplayBuffer(20), theirs.ReplayBuffer(20)
+    rng = np.random.default_rng(0)
+    for _ in range(25):
+        given = step(rng)
+        given.rew = rng.random(2)
+        for mine, its in zip(ours.add(copy.deepcopy(given)), own.add(copy.deepcopy(given)), strict=True):
+            assert np.array_equal(mine, its)
+    assert equal(ours[:], own[:])
+
+
+def test_nan_is_stored_and_found_as_tianshou_finds_it():
+    ours, own = SharedReplayBuffer(20), theirs.ReplayBuffer(20)
+    filled(5, ours, own)
+    assert not ours.hasnull()
+    bad = step(np.random.default_rng(1))
+    bad.rew = np.nan
+    for buffer in (ours, own):
+        buffer.add(copy.deepcopy(bad))
+    assert ours.hasnull()
+    assert equal(ours.isnull(), own.isnull())
+
+
 # Several environments: the same rows in other places
 
 

@@ -36,8 +36,8 @@ MAX_RUNNING: Final = 2048
 class EpisodeReplayBuffer(RLlibEpisodeReplayBuffer):
     """RLlib's `EpisodeReplayBuffer` over a torchreplay buffer, for transitions of one agent.
 
-    Name it in a config as text: `replay_buffer_config={"type": "torchreplay.compat.rllib.EpisodeReplayBuffer"}`. What
-    a row consists of is learned from the first episode. Observations are stored once.
+    Name it in DQN's config as text: `replay_buffer_config={"type": "torchreplay.compat.rllib.EpisodeReplayBuffer"}`.
+    What a row consists of is learned from the first episode. Observations are stored once.
 
     Pickles and `get_state` carry the experience. `replay` is the memory itself, for explorers in other processes.
 
