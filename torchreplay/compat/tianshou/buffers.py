@@ -1,7 +1,4 @@
-"""Replay buffers in shared memory for Tianshou's collectors and off-policy trainers.
-
-Tested with tianshou 2.0.1. `docs/coming_from_tianshou.md` says what to change in a program, and what differs.
-"""
+"""Tianshou's buffers of one environment and of several: `SharedReplayBuffer`, `SharedVectorReplayBuffer`."""
 
 from __future__ import annotations
 
@@ -11,25 +8,18 @@ from typing import Any, NoReturn, Self
 
 import h5py
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from tianshou.data import Batch, ReplayBufferManager
-from tianshou.data import PrioritizedReplayBuffer as TianshouPrioritizedReplayBuffer
 from tianshou.data import ReplayBuffer as TianshouReplayBuffer
 from tianshou.data.utils.converter import to_hdf5
 
 from torchreplay.buffer.replay_buffer import ReplayBuffer
 from torchreplay.compat.indexes import Indexes
-from torchreplay.schema.samplers import Prioritized, Sampler, Uniform, value_of
-from torchreplay.schema.spec import Field, Spec
+from torchreplay.compat.tianshou.episodes import EpisodeLinks, EpisodeReturn
+from torchreplay.compat.tianshou.rows import RowForm, as_batch, spec_of
+from torchreplay.schema.samplers import Sampler, Uniform
+from torchreplay.schema.spec import Spec
 from torchreplay.validation import checked_int
-
-REQUIRED = ("obs", "act", "rew", "terminated", "truncated")
-"""What Tianshou's `add` asks for, beside `done`, which it computes."""
-NEVER = -1
-"""The key of the row before, where no episode is under way."""
-EPS = float(np.finfo(np.float32).eps)
-"""What Tianshou adds to a priority."""
 
 
 class SharedReplayBuffer(TianshouReplayBuffer):
@@ -77,7 +67,7 @@ class SharedReplayBuffer(TianshouReplayBuffer):
         TianshouReplayBuffer.__init__(
             self, size, stack_num, ignore_obs_next, save_only_last_obs, sample_avail, random_seed
         )
-        self._seed, self._keep = random_seed, tuple(tuple(name.split("/")) for name in keep)
+        self._seed, self._form = random_seed, RowForm(not ignore_obs_next, save_only_last_obs, keep)
         self._spec: Spec = {}
         self.replay = None
         self._begin()
@@ -86,12 +76,11 @@ class SharedReplayBuffer(TianshouReplayBuffer):
     def _begin(self) -> None:
         """Has no row be there, and no episode be under way."""
         self._insertion_idx = self._size = 0
-        self._before, self._after = np.arange(self.maxsize), np.arange(self.maxsize)
+        self._links = EpisodeLinks(self.maxsize, self._num_envs)
         self.last_index = np.zeros(self._num_envs, np.int64)
-        self._newest = [NEVER] * self._num_envs  # keys of the rows that the next ones follow on
 
     def _forget_returns(self) -> None:
-        self._episodes = [_Episode() for _ in range(self._num_envs)]
+        self._episodes = [EpisodeReturn() for _ in range(self._num_envs)]
 
     def _sampler(self) -> Sampler:
         return Uniform()
@@ -104,7 +93,7 @@ class SharedReplayBuffer(TianshouReplayBuffer):
 
     def _attach(self, replay: ReplayBuffer) -> None:
         self._writer = replay.writer()
-        self._meta = _as_batch(replay.storage)
+        self._meta = as_batch(replay.storage)
 
     # Writing
 
@@ -126,13 +115,14 @@ class SharedReplayBuffer(TianshouReplayBuffer):
             ValueError: An entry is missing, of another shape, or does not cast to its field; nothing is added.
             RuntimeError: Another process has written into the memory.
         """
-        envs, rows = self._envs_of(buffer_ids), self._rows_of(batch)
+        envs, rows = self._envs_of(buffer_ids), self._form.rows(batch)
         one_row = buffer_ids is None and self._num_envs == 1
         rew, done = rows["rew"], rows["done"]
-        if not one_row and (done.ndim != 1 or len(done) != len(envs)):
-            raise ValueError(f"the flags have shape {done.shape} for {len(envs)} environments: expected one for each")
+        expected = () if one_row else (len(envs),)
+        if done.shape != expected:
+            raise ValueError(f"the flags have shape {done.shape} for {len(envs)} environments: expected {expected}")
         if self.replay is None:
-            self._spec = _spec_of(rows, 0 if one_row else 1)
+            self._spec = spec_of(rows, 0 if one_row else 1)
             self._open()
         if one_row:
             return self._count([self._writer.append(**rows)], envs, [rew], [bool(done)])
@@ -144,29 +134,6 @@ class SharedReplayBuffer(TianshouReplayBuffer):
             raise ValueError(f"buffer_ids are {buffer_ids}: expected numbers from 0 to {self._num_envs - 1}")
         return envs
 
-    def _rows_of(self, batch: Any) -> dict[str, Any]:
-        """Returns the fields of the rows, and their flags as bools."""
-        there = batch.get_keys()
-        missing = [name for name in REQUIRED if name not in there]
-        if missing:
-            raise ValueError(f"the batch has no {missing[0]!r}: expected {', '.join(REQUIRED)}")
-        observations = ("obs", "obs_next") if self._save_obs_next and "obs_next" in there else ("obs",)
-        rows = {name: _plain(batch[name]) for name in observations}
-        if self._save_only_last_obs:
-            rows = {name: self._last_frame(value, np.ndim(batch.rew)) for name, value in rows.items()}
-        rows |= {"act": _plain(batch.act), "rew": np.asarray(batch.rew)}
-        for flag in ("terminated", "truncated"):
-            rows[flag] = np.asarray(batch[flag], bool)
-        rows["done"] = rows["terminated"] | rows["truncated"]
-        for group, *path in self._keep:
-            _put(rows.setdefault(group, {}), path, _entry(batch, (group, *path)))
-        return rows
-
-    def _last_frame(self, value: Any, leading: int) -> Any:
-        if isinstance(value, dict):
-            return {name: self._last_frame(part, leading) for name, part in value.items()}
-        return value[:, -1] if leading else value[-1]
-
     def _count(
         self, keys: list[int], envs: list[int], rew: Any, done: list[bool]
     ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
@@ -175,25 +142,14 @@ class SharedReplayBuffer(TianshouReplayBuffer):
             raise RuntimeError(
                 "another process has written into this buffer: only add() may, as rows follow each other"
             )
-        size, figures = self.maxsize, []
+        figures = []
         for key, env, reward, ended in zip(keys, envs, rew, done, strict=True):
-            index = self.last_index[env] = key % size
-            newest = self._newest[env]
-            self._link(index, newest % size if newest > max(key - size, NEVER) else index)
-            self._newest[env] = NEVER if ended else key
+            index = self.last_index[env] = self._links.add(key, env, ended)
             figures.append((index, *self._episodes[env].step(index, reward, ended)))
-        self._insertion_idx = (keys[-1] + 1) % size
-        self._size = min(self._size + len(keys), size)
+        self._insertion_idx = (keys[-1] + 1) % self.maxsize
+        self._size = min(self._size + len(keys), self.maxsize)
         indexes, returns, lengths, starts = zip(*figures, strict=True)
         return np.array(indexes), np.array(returns), np.array(lengths), np.array(starts)
-
-    def _link(self, index: int, before: int) -> None:
-        """Has a row follow on the one at `before`, which is its own index where an episode begins."""
-        orphan = self._after[index]  # followed on the row that is overwritten
-        self._before[orphan] = orphan
-        self._after[index] = index
-        self._before[index] = before
-        self._after[before] = index
 
     def update(self, buffer: TianshouReplayBuffer) -> NDArray[Any]:
         """Adds the rows of another buffer of one environment, oldest first, and returns their indexes.
@@ -253,7 +209,7 @@ class SharedReplayBuffer(TianshouReplayBuffer):
 
     def _batch_of(self, drawn: Any, index: NDArray[Any]) -> Any:
         """Returns rows as Tianshou's batch: stacked, with the observations that follow, and with what hooks added."""
-        batch = _as_batch({"obs_next": {}, "info": {}, "policy": {}} | {name: drawn[name] for name in self._spec})
+        batch = as_batch({"obs_next": {}, "info": {}, "policy": {}} | {name: drawn[name] for name in self._spec})
         if self.stack_num > 1 and self._save_obs_next and "obs_next" in drawn:
             batch.obs_next = self.get(index, "obs_next")
         elif not self._save_obs_next:
@@ -284,16 +240,15 @@ class SharedReplayBuffer(TianshouReplayBuffer):
 
     def prev(self, index: int | NDArray[Any]) -> Any:
         """Returns the indexes of the rows before, in the same episode; a first row's is its own."""
-        return self._before[index]
+        return self._links.before[index]
 
     def next(self, index: int | NDArray[Any]) -> Any:
         """Returns the indexes of the rows after, in the same episode; a last row's is its own."""
-        return self._after[index]
+        return self._links.after[index]
 
     def unfinished_index(self) -> NDArray[Any]:
         """Returns the indexes of the newest rows of episodes under way, in the order of the environments."""
-        oldest = max(self._oldest_key, 0)
-        return np.array([key % self.maxsize for key in self._newest if key >= oldest], np.int64)
+        return self._links.under_way(self._oldest_key)
 
     @property
     def _oldest_key(self) -> int:
@@ -312,13 +267,7 @@ class SharedReplayBuffer(TianshouReplayBuffer):
         """
         if self._num_envs == 1:
             return TianshouReplayBuffer.get_buffer_indices(self, start, stop)
-        found = [stop - 1]
-        while found[-1] != start:
-            before = int(self._before[found[-1]])
-            if before == found[-1]:
-                raise ValueError(f"the row at {stop - 1} does not come after the one at {start} in one episode")
-            found.append(before)
-        return np.array(found[::-1])
+        return self._links.between(start, stop - 1)
 
     def _keys_at(self, index: Any) -> NDArray[np.int64]:
         """Returns the keys of the rows that are at indexes now.
@@ -401,171 +350,9 @@ class SharedVectorReplayBuffer(SharedReplayBuffer, ReplayBufferManager):
 
     def __init__(self, total_size: int, buffer_num: int, **options: Any) -> None:
         self.buffer_num = self._num_envs = checked_int("buffer_num", buffer_num, 1)
-        super().__init__(_rows_for(total_size, buffer_num), **options)
+        super().__init__(rows_for(total_size, buffer_num), **options)
 
 
-class PrioritizedReplayBuffer(SharedReplayBuffer, TianshouPrioritizedReplayBuffer):
-    """Tianshou's `PrioritizedReplayBuffer` over a torchreplay buffer, for one environment.
-
-    Args:
-        size: As for `SharedReplayBuffer`.
-        alpha: Exponent of the priorities.
-        beta: Exponent of the weights, which `set_beta` changes.
-        weight_norm: Whether weights are divided by the largest one of the batch; else by that of the buffer.
-        **options: As for `SharedReplayBuffer`.
-    """
-
-    def __init__(self, size: int, alpha: float, beta: float, weight_norm: bool = True, **options: Any) -> None:
-        self._alpha, self._weight_norm, self._beta_now = alpha, weight_norm, _Beta(beta)
-        self._sampler()  # which checks them
-        super().__init__(size, **options)
-        self.options.update(alpha=alpha, beta=beta)
-
-    def _sampler(self) -> Sampler:
-        return Prioritized(self._alpha, self._beta_now, EPS)
-
-    def _batch_of(self, drawn: Any, index: NDArray[Any]) -> Any:
-        batch = super()._batch_of(drawn, index)
-        weight = drawn["weight"].numpy()
-        vars(batch)["weight"] = weight / weight.max() if self._weight_norm else weight
-        return batch
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            index = self.sample_indices(0) if index == slice(None) else np.arange(self._size)[index]
-        if not np.ndim(index):
-            row = TianshouReplayBuffer.__getitem__(self, index)
-            row.weight = np.float32(1) if self._weight_norm else self.get_weight(index)
-            return row
-        return self._batch_of(self._rows_at(index), np.asarray(index))
-
-    def _rows_at(self, index: Any) -> Any:
-        assert self.replay is not None
-        return self.replay.gather(self._keys_at(index), missing="raise")
-
-    def set_beta(self, beta: float) -> None:
-        """Changes the exponent of the weights.
-
-        Raises:
-            ValueError: It is negative or not finite.
-        """
-        self._beta_now.value = value_of(beta, 0)
-
-    def get_weight(self, index: Any) -> Any:
-        """Returns the weights of rows, `[n]`, relative to the largest of the buffer."""
-        weights = self._rows_at(index)["weight"].numpy()
-        return weights if np.ndim(index) else weights[0]
-
-    def update_weight(self, index: NDArray[Any], new_weight: NDArray[Any] | torch.Tensor) -> None:
-        """Feeds TD errors back; those of rows that were overwritten since the draw are dropped.
-
-        Args:
-            index: What `sample` returned, or indexes of rows that are there now, `[n]`.
-            new_weight: TD errors, `[n]` or `[n, 1]`, on any device; their absolute values are taken.
-
-        Raises:
-            ValueError: There are not as many as indexes, or some are NaN or infinite; nothing is applied.
-            IndexError: There is no row at an index.
-        """
-        assert self.replay is not None
-        keys = index.intact_keys() if isinstance(index, Indexes) else None
-        if keys is None:
-            keys = self._keys_at(index)
-        self.replay.update_priorities(keys, torch.as_tensor(new_weight).detach().reshape(-1))
-
-    def init_weight(self, index: Any) -> NoReturn:
-        """Refuses: new rows have the largest priority so far by themselves."""
-        raise NotImplementedError("new rows have the largest priority so far: use update_weight() for others")
-
-
-class PrioritizedVectorReplayBuffer(PrioritizedReplayBuffer, ReplayBufferManager):
-    """Tianshou's `PrioritizedVectorReplayBuffer`: prioritized replay of several environments in one memory.
-
-    Args:
-        total_size: As for `SharedVectorReplayBuffer`.
-        buffer_num: Environments.
-        **options: As for `PrioritizedReplayBuffer`: `alpha`, `beta`, ...
-    """
-
-    def __init__(self, total_size: int, buffer_num: int, **options: Any) -> None:
-        self.buffer_num = self._num_envs = checked_int("buffer_num", buffer_num, 1)
-        super().__init__(_rows_for(total_size, buffer_num), **options)
-
-
-class _Episode:
-    """The return and the length of an episode under way."""
-
-    def __init__(self) -> None:
-        self._start, self._length, self._return = 0, 0, 0.0
-
-    def step(self, index: int, reward: Any, ended: bool) -> tuple[Any, int, int]:
-        """Counts a step at `index`; returns the return and the length, 0 unless it ends, and where it has begun."""
-        if not self._length:
-            self._start = index
-        self._length, self._return = self._length + 1, self._return + reward
-        if not ended:
-            return self._return * 0, 0, self._start
-        found = self._return, self._length, self._start
-        self._length, self._return = 0, 0.0
-        return found
-
-
-class _Beta:
-    """A schedule that somebody sets."""
-
-    def __init__(self, value: float) -> None:
-        self.value = value
-
-    def __call__(self, step: int) -> float:
-        return self.value
-
-
-def _rows_for(total_size: int, buffer_num: int) -> int:
+def rows_for(total_size: int, buffer_num: int) -> int:
     """Returns `total_size`, rounded up to a multiple of `buffer_num`."""
     return -(-checked_int("total_size", total_size, 1) // buffer_num) * buffer_num
-
-
-def _plain(value: Any) -> Any:
-    """Returns nested dicts for nested batches, and arrays or tensors as they are."""
-    if isinstance(value, (np.ndarray, torch.Tensor)):
-        return value
-    if isinstance(value, (Batch, dict)):
-        return {name: _plain(part) for name, part in value.items()}
-    return np.asarray(value)
-
-
-def _as_batch(fields: dict[str, Any]) -> Any:
-    """Returns tensors as a batch of arrays over the same memory."""
-    made = Batch()
-    vars(made).update(  # as Tianshou does: its constructor looks at each value for microseconds
-        {name: _as_batch(value) if isinstance(value, dict) else value.numpy() for name, value in fields.items()}
-    )
-    return made
-
-
-def _spec_of(rows: dict[str, Any], leading: int) -> Spec:
-    """Returns the spec of rows with so many leading dimensions; rewards are float64, as in Tianshou."""
-
-    def field(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: field(part) for name, part in value.items()}
-        return Field(tuple(value.shape[leading:]), value.dtype)
-
-    spec = {name: field(value) for name, value in rows.items()}
-    return spec | {"rew": Field(spec["rew"].shape, torch.float64)}
-
-
-def _entry(batch: Any, path: tuple[str, ...]) -> Any:
-    """Returns an entry of nested batches; raises ValueError where there is none."""
-    value = batch
-    for name in path:
-        if not isinstance(value, (Batch, dict)) or name not in value:
-            raise ValueError(f"the batch has no {'/'.join(path)!r}, which keep= names: it must come with every step")
-        value = value[name]
-    return _plain(value)
-
-
-def _put(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    for name in path[:-1]:
-        tree = tree.setdefault(name, {})
-    tree[path[-1]] = value
