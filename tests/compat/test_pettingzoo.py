@@ -11,6 +11,7 @@ from pettingzoo.test import parallel_api_test
 
 import torchreplay as tr
 from torchreplay.compat.pettingzoo import ParallelWriter, buffers_for, specs_from_env
+from torchreplay.ray import ExplorerContext
 
 
 class Ladder(ParallelEnv):
@@ -126,6 +127,13 @@ def test_agents_may_share_a_buffer(env):
         assert (items["obs"][:, :2] == items["next_obs"][:, :2]).all()
         assert (items["obs"][:, 2] + 1 == items["next_obs"][:, 2]).all()
         assert len(items["key"]) == 2 * (2 + 3 + 4)
+
+
+def test_an_explorer_writes_with_the_writers_of_its_context(env, buffers):
+    ctx = ExplorerContext(buffers)
+    with ParallelWriter({agent: ctx.writer(name=agent) for agent in ctx.buffer}) as writer:
+        played(env, writer, episodes=2)
+        assert ctx.rows == sum(len(buffer) for buffer in buffers.values()) == 2 * (3 + 4 + 5)
 
 
 def test_agents_that_come_later_begin_then():

@@ -78,19 +78,22 @@ class ParallelWriter:
     manager, for one thread and one environment.
 
     Args:
-        buffers: By agent; of a view that links rows. Agents may share a buffer: their episodes do not mix.
+        buffers: By agent; of a view that links rows. Agents may share a buffer: their episodes do not mix. Or writers,
+            one for each agent, such as `ctx.writer(name=agent)` of an explorer.
 
     Raises:
         ValueError: There are no buffers, or one is of `Rows()`.
     """
 
-    def __init__(self, buffers: Mapping[str, ReplayBuffer]) -> None:
+    def __init__(self, buffers: Mapping[str, ReplayBuffer | Writer]) -> None:
         if not buffers:
             raise ValueError("buffers are empty: expected a buffer for each agent, such as buffers_for(env, capacity)")
         for agent, buffer in buffers.items():
-            if isinstance(buffer.view, Rows):
+            if isinstance(buffer, ReplayBuffer) and isinstance(buffer.view, Rows):
                 raise ValueError(f"the buffer of {agent!r} is of {buffer.view}: expected a view that links rows")
-        self._writers: dict[str, Writer] = {agent: buffer.writer() for agent, buffer in buffers.items()}
+        self._writers: dict[str, Writer] = {
+            agent: given.writer() if hasattr(given, "writer") else given for agent, given in buffers.items()
+        }  # not by class: buffers of other nodes, and their writers, have others
         self._running: dict[str, None] = {}  # in the order in which they came
 
     @property
