@@ -98,7 +98,7 @@ def test_what_rllib_draws_is_drawn_alike(n_step):
     for episode in (lived(rng, 12), *pieces):
         for buffer in (ours, own):
             buffer.add(episode)
-    its = transitions(own.sample(2000, n_step=n_step, gamma=0.9))
+    its = transitions(own.sample(800, n_step=n_step, gamma=0.9))  # one is missing in a run of a million
     found = transitions(ours.sample(2000))
     assert its.items() <= found.items()
     assert len(found) == 42
@@ -160,6 +160,9 @@ def test_old_episodes_make_room():
     assert buffer.get_added_timesteps() == 200
     buffer.sample(7)
     assert buffer.get_sampled_timesteps() == 7
+    metrics = buffer.get_metrics()
+    assert metrics["num_episodes_evicted"].peek() == 15
+    assert metrics["num_env_steps_evicted"].peek() == 20 * 11 - 55  # rows: an episode has one more than steps
 
 
 def test_metrics_have_the_names_and_counts_of_rllibs():
@@ -201,9 +204,9 @@ def test_td_errors_reach_the_transitions_of_the_last_sample():
     sample = buffer.sample(400, beta=0.0)
     assert {episode.get_extra_model_outputs("weights", 0) for episode in sample} == {1.0}
     buffer.update_priorities(np.array([episode.t_started + 1.0 for episode in sample]))
-    drawn = buffer.sample(20_000)
+    drawn = buffer.sample(8_000)
     counts = np.bincount([episode.t_started for episode in drawn], minlength=20)
-    mean = 20_000 * np.arange(1, 21) / 210
+    mean = 8_000 * np.arange(1, 21) / 210
     assert ((counts - mean) ** 2 / mean).sum() < 43.8  # chi-square with 19 degrees: 1 in 1,000 at most
     for episode in drawn[:50]:
         assert episode.get_extra_model_outputs("weights", 0) == pytest.approx(1 / (episode.t_started + 1), rel=1e-3)

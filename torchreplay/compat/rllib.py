@@ -110,9 +110,7 @@ class EpisodeReplayBuffer(RLlibEpisodeReplayBuffer):
             ValueError: A value is of another shape, or does not cast to its field. What came before it stays.
         """
         given = [episodes] if isinstance(episodes, SingleAgentEpisode) else list(episodes)
-        known = len(self._ends)
-        steps_held = self.get_num_timesteps()
-        steps = 0
+        known, overwritten, steps = len(self._ends), self._rows_overwritten, 0
         for episode in given:
             if not isinstance(episode, SingleAgentEpisode):
                 raise TypeError(f"got a value of type {type(episode).__name__}: expected a SingleAgentEpisode")
@@ -122,7 +120,7 @@ class EpisodeReplayBuffer(RLlibEpisodeReplayBuffer):
         self._num_timesteps_added += steps
         added = len(self._ends) - known
         evicted = self._evict()
-        self._log_added(added, steps, evicted, max(0, steps_held + steps - self.get_num_timesteps()))
+        self._log_added(added, steps, evicted, self._rows_overwritten - overwritten)
 
     def _write(self, episode: SingleAgentEpisode, priority: float | None) -> None:
         observations, actions = episode.get_observations(), episode.get_actions()
@@ -172,11 +170,14 @@ class EpisodeReplayBuffer(RLlibEpisodeReplayBuffer):
         self.replay = ReplayBuffer(spec, self.capacity, sampler=self._sampler(), view=self._view, seed=self._seed)
         self._example, self._spaces = example, (episode.observation_space, episode.action_space)
 
+    @property
+    def _rows_overwritten(self) -> int:
+        return 0 if self.replay is None else max(0, self.replay.next_key - self.capacity)
+
     def _evict(self) -> int:
         """Forgets episodes of which no row is left, and returns how many."""
-        oldest = 0 if self.replay is None else self.replay.next_key - self.capacity
         evicted = 0
-        while self._ends and next(iter(self._ends.values())) < oldest:
+        while self._ends and next(iter(self._ends.values())) < self._rows_overwritten:
             self._ends.popitem(last=False)
             evicted += 1
         self._num_episodes_evicted += evicted
