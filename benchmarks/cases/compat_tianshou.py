@@ -35,14 +35,14 @@ def measure_tianshou(plan: Plan) -> Iterator[Line]:
             PEER: tianshou.data.PrioritizedVectorReplayBuffer(size, 8, **PRIORITIES),
         },
     }
-    for title, kinds in (("uniform", uniform), ("PER", prioritized)):
+    for title, kinds in (("", uniform), (" PER", prioritized)):
         for n_envs, buffers in kinds.items():
-            yield from _measured(f"Tianshou {title}, {n_envs} env{'s' * (n_envs > 1)}", buffers, n_envs, plan)
+            yield from _measured(f"Tianshou{title}, {n_envs} env{'s' * (n_envs > 1)}", buffers, n_envs, plan)
 
 
 def _measured(title: str, buffers: Mapping[str, Any], n_envs: int, plan: Plan) -> Iterator[Line]:
     programs = {name: _Program(buffer, n_envs) for name, buffer in buffers.items()}
-    works = {"add": "add", "sample": f"sample {BATCH_SIZE}", "targets": f"rows of {N_STEP}-step targets"}
+    works = {"add": "add", "sample": f"sample {BATCH_SIZE}", "targets": "targets"}
     if "PER" in title:
         works["update"] = f"update {BATCH_SIZE}"
     for work, name in works.items():

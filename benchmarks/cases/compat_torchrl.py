@@ -25,12 +25,12 @@ def measure_torchrl(plan: Plan) -> Iterator[Line]:
     size = plan.capacity(CAPACITY)
     uniform = TensorDictReplayBuffer(storage=LazyTensorStorage(size), sampler=RandomSampler(), batch_size=BATCH_SIZE)
     ours = torchrl.TensorDictReplayBuffer(size, batch_size=BATCH_SIZE)
-    yield from _measured("TorchRL uniform", {OURS: ours, PEER: uniform}, ("extend", "sample"), plan)
+    yield from _measured("TorchRL", {OURS: ours, PEER: uniform}, ("extend", "sample"), plan)
     own = _prioritized(size)
     buffers = {OURS: torchrl.TensorDictReplayBuffer(size, batch_size=BATCH_SIZE, sampler=tr.Prioritized(ALPHA, BETA))}
     note = "" if own else f"{PEER}: its priority tree does not load beside torch {torch.__version__}"
     both = buffers | ({PEER: own} if own else {})
-    yield from _measured("TorchRL prioritized", both, ("extend", "sample", "update"), plan, note)
+    yield from _measured("TorchRL PER", both, ("extend", "sample", "update"), plan, note)
 
 
 def _prioritized(size: int) -> Any:
