@@ -1,12 +1,12 @@
 """Buffers of cpprb and of its adapter, for the same calls."""
 
-import cpprb
-import pytest
-from cpprb_transitions import ENV
+from importlib import import_module
 
-from torchreplay.compat import cpprb as adapter
+import pytest
 
 
 @pytest.fixture(params=["ReplayBuffer", "PrioritizedReplayBuffer"])
 def both(request):
-    return [getattr(library, request.param)(12, ENV) for library in (adapter, cpprb)]
+    transitions = import_module("cpprb_transitions")  # not before: tests of other adapters need no cpprb
+    libraries = (import_module("torchreplay.compat.cpprb"), import_module("cpprb"))
+    return [getattr(library, request.param)(12, transitions.ENV) for library in libraries]
