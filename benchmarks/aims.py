@@ -75,6 +75,19 @@ AIMS: Mapping[tuple[str, str], Sequence[Aim]] = {
         for work in ("add", "sample 64", "sample 256")
     },
     ("compat", "SB3 DQN, step"): (Aim(0.95, over="stable_baselines3"),),
+    **{
+        ("compat", f"TorchRL{line}"): (Aim(1, over="torchrl"),)
+        for line in (": extend by 50", ": sample 256", " PER: extend by 50", " PER: sample 256", " PER: update 256")
+    },
+    **{
+        ("compat", f"Tianshou{kind}, {envs}: {work}"): (Aim(1, over="tianshou"),)
+        for envs in ("1 env", "8 envs")
+        for kind, works in (
+            ("", ("add", "sample 256", "targets")),
+            (" PER", ("add", "sample 256", "targets", "update 256")),
+        )
+        for work in works
+    },
     ("checkpoint", "save, fraction of the disk"): (Aim(0.7),),
     ("checkpoint", "load, fraction of the disk"): (Aim(0.7),),
 }

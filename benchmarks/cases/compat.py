@@ -23,15 +23,16 @@ def measure_compat(plan: Plan) -> Iterator[Line]:
     """Yields the lines of each library that is installed."""
     if find_spec("cpprb") is not None:
         yield from _cpprb(plan)
-    if find_spec("stable_baselines3") is not None:
-        yield from import_module("benchmarks.cases.compat_sb3").measure_sb3(plan)
+    for library, name in {"stable_baselines3": "sb3", "torchrl": "torchrl", "tianshou": "tianshou"}.items():
+        if find_spec(library) is not None:
+            yield from getattr(import_module(f"benchmarks.cases.compat_{name}"), f"measure_{name}")(plan)
 
 
-def _lines(name: str, works: Mapping[str, Work], plan: Plan) -> Line:
+def line(name: str, works: Mapping[str, Work], plan: Plan, note: str = "") -> Line:
     """Returns a line of the time that each candidate's work takes."""
     seconds = interleave([Candidate(candidate, _repeated(work)) for candidate, work in works.items()], plan)
     samples = {candidate: [value * MICROSECONDS for value in values] for candidate, values in seconds.items()}
-    return Line("compat", name, "us", samples)
+    return Line("compat", name, "us", samples, note=note)
 
 
 def _repeated(work: Work) -> Callable[[int], None]:
@@ -51,7 +52,7 @@ def _cpprb(plan: Plan) -> Iterator[Line]:
         programs = {name: _CpprbProgram(library, kind, plan) for name, library in libraries.items()}
         for work in ("add", "sample", "update", "step", "explore"):
             works = {name: getattr(program, work) for name, program in programs.items()}
-            yield _lines(f"cpprb {'MP' if kind.startswith('MP') else 'PER'}: {_CPPRB_NAMES[work]}", works, plan)
+            yield line(f"cpprb {'MP' if kind.startswith('MP') else 'PER'}: {_CPPRB_NAMES[work]}", works, plan)
 
 
 _CPPRB_NAMES = {

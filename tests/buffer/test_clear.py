@@ -1,17 +1,19 @@
 """`clear`: all rows gone for everybody, keys never given twice, writers in flight safe."""
 
 import threading
+from multiprocessing import get_context
 
 import numpy as np
 import pytest
 import torch
-from forked import Forked, shared_counters
+from forked import Forked
 from saved_rows import tell, told_by
 from scalar_steps import STEPS
 
 import torchreplay as tr
 
 SPEC = {"x": tr.Field((2,), torch.int64)}
+FORK = get_context("fork")
 
 
 def write(buffer, n, start=0):
@@ -77,24 +79,22 @@ def rows_admitted(buffer):
 
 def test_other_processes_see_the_clear_and_write_on():
     with tr.ReplayBuffer(SPEC, 50) as buffer:
-        done = shared_counters(1)
+        written, cleared = FORK.Event(), FORK.Event()
 
         def explore():
             with buffer.writer() as writer:
                 for i in range(30):
                     writer.append(x=[i, i])
-                done[0] = 1
-                while done[0] == 1:
-                    pass
+                written.set()
+                assert cleared.wait(60)
                 assert len(buffer) == 0
                 writer.append(x=[99, 99])
 
         with Forked(explore) as explorer:
-            while done[0] == 0:
-                pass
+            assert written.wait(60)
             buffer.clear()
-            done[0] = 2
-            explorer.wait()
+            cleared.set()
+            assert explorer.wait() == 0
         assert buffer.gather(buffer.keys())["x"].tolist() == [[99, 99]]
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from linked_rows import STEPS, buffer_of, everything, pairs
-from numbered_environments import environments, policy, reward_of
+from numbered_environments import Numbered, environments, policy, reward_of
 
 import torchreplay as tr
 
@@ -248,3 +248,58 @@ def test_a_priority_may_be_given_for_each_lane(priority):
         step(writer, observed(2, 12), priority=5.0)
     assert len(buffer) == 6
     assert buffer._segment.column(-1)[:4].tolist() == pytest.approx([2, 3, 5, 5], rel=1e-5)
+
+
+class ReadyFirst:
+    """Environments behind the asynchronous calls of EnvPool: those that are ready answer first, in any order.
+
+    An environment whose episode has ended begins the next one with the step after, whose action it ignores.
+    """
+
+    def __init__(self, num_envs, batch_size, seed):
+        self.envs, self.batch_size = [Numbered(number) for number in range(num_envs)], batch_size
+        self.rng = np.random.default_rng(seed)
+        self.ready = []
+
+    def async_reset(self):
+        self.over = [True] * len(self.envs)
+        self.send(np.zeros(len(self.envs), int), np.arange(len(self.envs)))
+
+    def send(self, actions, env_ids):
+        for action, number in zip(actions, env_ids, strict=True):
+            if self.over[number]:
+                answer = (self.envs[number].reset()[0], 0.0, False, False)
+            else:
+                answer = self.envs[number].step(action)[:4]
+            self.over[number] = answer[2] or answer[3]
+            self.ready.append((number, *answer))
+
+    def recv(self):
+        self.rng.shuffle(self.ready)
+        now, self.ready = self.ready[: self.batch_size], self.ready[self.batch_size :]
+        numbers, *columns = (np.array(column) for column in zip(*now, strict=True))
+        return *columns, {"env_id": numbers}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_environments_that_answer_in_any_order_have_a_writer_each(seed):
+    """The loop that docs/trajectories.md shows for EnvPool."""
+    buffer, envs = buffer_of(tr.Transitions(), WHERE, capacity=400), ReadyFirst(3, 2, seed)
+    envs.async_reset()
+    writers, running = [buffer.writer() for _ in range(3)], [False] * 3
+    actions, taken = np.zeros(3, np.int64), []
+    for _ in range(60):
+        obs, reward, terminated, truncated, info = envs.recv()
+        for i, env in enumerate(info["env_id"]):
+            if running[env]:
+                flags = {"terminated": terminated[i], "truncated": truncated[i]}
+                writers[env].step(obs=obs[i], action=actions[env], reward=reward[i], **flags)
+                taken.append((*obs[i][:2].astype(int).tolist(), int(obs[i][2]) - 1))
+            else:
+                writers[env].reset(obs=obs[i])
+            running[env] = not (terminated[i] or truncated[i])
+        actions[info["env_id"]] = policy(obs)
+        envs.send(actions[info["env_id"]], info["env_id"])
+    batch = everything(buffer)
+    assert_transitions(taken, batch["obs"], batch["action"], batch["reward"], batch["next_obs"])
+    assert len(taken) > 60

@@ -1,5 +1,7 @@
 """`extend(casting="unsafe")` casts as `numpy.ndarray.astype` does, and lists are values."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -12,22 +14,20 @@ GIVEN = [
     [0.0, 1.0, 1.9],
     [0, 1, 2],
     np.array([0, 1, 1], np.int8),
-    np.array([1.5, 2.5, 200.0], np.float64),
     torch.tensor([True, False, True]),
     torch.tensor([1.0, 0.0, 3.7]),
 ]
+WIDER = [dtype for dtype in DTYPES if dtype != torch.int8]
+LARGER = [np.array([1.5, 2.5, 200.0])]
+"""What an int8 does not hold: C leaves that cast undefined."""
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("values", GIVEN, ids=str)
+@pytest.mark.parametrize(("dtype", "values"), [*product(DTYPES, GIVEN), *product(WIDER, LARGER)], ids=str)
 def test_an_unsafe_cast_is_that_of_numpy(dtype, values):
     with tr.ReplayBuffer({"x": tr.Field((), dtype)}, 4) as buffer:
         buffer.extend(x=values, casting="unsafe")
         found = buffer.gather(buffer.keys())["x"]
-        array = np.asarray(values)
-        if dtype == torch.int8 and array.max() > 127:
-            return  # what C leaves undefined
-        expected = array.astype(str(dtype).removeprefix("torch."), casting="unsafe")
+        expected = np.asarray(values).astype(str(dtype).removeprefix("torch."), casting="unsafe")
         np.testing.assert_array_equal(found.numpy(), expected)
 
 

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 import torchreplay as tr
 from torchreplay.compat.cpprb.columns import Column, columns_of, names_in
-from torchreplay.compat.cpprb.indexes import Indexes
 from torchreplay.compat.cpprb.layout import Layout, Stream, Tally
 from torchreplay.compat.cpprb.nstep import NstepLayout
 from torchreplay.compat.cpprb.origin import Origin
 from torchreplay.compat.cpprb.rows import RowLayout, RowStream
 from torchreplay.compat.cpprb.saving import load_columns, save_columns
 from torchreplay.compat.cpprb.windows import WindowLayout
+from torchreplay.compat.indexes import Indexes
 
 Batch = dict[str, NDArray[Any]]
 

@@ -50,38 +50,17 @@ class MPReplayBuffer(ReplayBuffer):
         return restored, (type(self), self.__getstate__())
 
 
-class MPPrioritizedReplayBuffer(PrioritizedReplayBuffer):
+class MPPrioritizedReplayBuffer(MPReplayBuffer, PrioritizedReplayBuffer):
     """Prioritized replay for several processes: cpprb's `MPPrioritizedReplayBuffer`.
 
     Args:
         size: Transitions that fit.
         env_dict: As for `ReplayBuffer`.
-        alpha: Exponent of the priorities.
-        eps: What is added to each.
-        ctx: As for `MPReplayBuffer`.
-        backend: As for `MPReplayBuffer`.
-        logger: Without effect, as in cpprb.
-        **options: As for `ReplayBuffer`.
+        **options: As for `MPReplayBuffer` and `PrioritizedReplayBuffer`; `check_for_update` is always on.
     """
 
-    def __init__(
-        self,
-        size: float,
-        env_dict: dict[str, Any] | None = None,
-        *,
-        alpha: float = 0.6,
-        eps: float = 1e-4,
-        ctx: Any = None,
-        backend: str = "sharedctypes",
-        logger: Any = None,
-        **options: Any,
-    ) -> None:
-        start_manager(ctx)
-        checked_choice("backend", backend, BACKENDS)
-        super().__init__(size, env_dict, alpha=alpha, eps=eps, **(options | {"check_for_update": True}))
-
-    def __reduce__(self) -> Any:
-        return restored, (type(self), self.__getstate__())
+    def __init__(self, size: float, env_dict: dict[str, Any] | None = None, **options: Any) -> None:
+        super().__init__(size, env_dict, **(options | {"check_for_update": True}))
 
 
 def restored(kind: type[ReplayBuffer], state: dict[str, Any]) -> ReplayBuffer:

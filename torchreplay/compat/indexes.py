@@ -1,4 +1,4 @@
-"""The `indexes` of a batch: slots, as in cpprb, that remember which rows were in them."""
+"""The places of drawn rows, for libraries that name rows by place: they remember which rows were there."""
 
 from __future__ import annotations
 
