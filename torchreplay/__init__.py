@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from torchreplay.buffer.footprint import Footprint, footprint
 from torchreplay.buffer.replay_buffer import ReplayBuffer
 from torchreplay.buffer.stats import Stats
 from torchreplay.buffer.writer import Writer
@@ -42,6 +43,7 @@ __all__ = [
     "CheckReport",
     "CheckpointError",
     "Field",
+    "Footprint",
     "Handle",
     "Hindsight",
     "LaBER",
@@ -70,6 +72,7 @@ __all__ = [
     "WouldBlockForever",
     "Writer",
     "check",
+    "footprint",
     "sequence_priority",
     "spec_from_env",
     "spec_from_space",

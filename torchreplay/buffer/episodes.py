@@ -48,16 +48,21 @@ def episodes(sampler: LocalSampler, unfinished: bool) -> Iterator[dict[str, Any]
         raise ValueError(f"the view is {sampler.config.view}: its rows belong to no episode; use gather(keys())")
     segment, observed = sampler.segment, frozenset(roles.observation)
     sampler.flush()
-    for keys in _chains(segment, sampler.config.capacity, unfinished):
+    for keys in chains(*_links(segment, sampler.config.capacity), unfinished):
         rows = _copied(segment, len(sampler.config.fields), keys)
         if rows is not None:
             parts = (column if i in observed else column[1:] for i, column in enumerate(rows))
             yield nest(dict(zip(sampler.config.fields, parts, strict=True)))
 
 
-def _chains(segment: _C.Segment, capacity: int, unfinished: bool) -> list[NDArray[np.int64]]:
-    """Returns the keys of each episode's rows, in the order of the first ones."""
-    key, link = _links(segment, capacity)
+def chains(key: NDArray[np.int64], link: NDArray[np.int64], unfinished: bool) -> list[NDArray[np.int64]]:
+    """Returns the keys of each episode's rows, in the order of the first ones.
+
+    Args:
+        key: int64 `[n]`, of all rows.
+        link: int64 `[n]`, what leads each to the row before, and its flags.
+        unfinished: As for `ReplayBuffer.episodes`.
+    """
     order = np.argsort(key)
     before, flags = (link[order] >> LINK_BITS) - 1, link[order] & ((1 << LINK_BITS) - 1)
     running: dict[int, _Chain] = {}  # by the key of the newest row

@@ -17,7 +17,7 @@ from torchreplay.checking.rollout import Row, play
 from torchreplay.schema.spaces import single_spaces
 from torchreplay.validation import checked_instance, checked_int
 
-__all__ = ["CheckReport", "check"]
+__all__ = ["CheckReport", "check", "machine", "speed"]
 
 
 @dataclass(frozen=True, slots=True)

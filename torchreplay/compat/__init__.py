@@ -1,3 +1,3 @@
 """The calls of other libraries' buffers, over torchreplay's. Each module imports its library, and nobody else does."""
 
-__all__ = ["cpprb", "minari", "sb3", "torchrl"]
+__all__ = ["cpprb", "footprints", "minari", "sb3", "torchrl"]
