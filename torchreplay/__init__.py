@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torchreplay.loading.laber import LaBER
     from torchreplay.loading.mixed_dataset import MixedDataset
     from torchreplay.loading.reverse import Reverse
+    from torchreplay.monitoring.monitor import Monitor
     from torchreplay.priority_tree import PriorityTree
 
 __version__ = "0.1.0"
@@ -53,6 +54,7 @@ __all__ = [
     "MinSize",
     "MissingItems",
     "MixedDataset",
+    "Monitor",
     "Prioritized",
     "PriorityTree",
     "ReplayBatch",
@@ -83,6 +85,7 @@ _IMPORTED_AT_FIRST_USE = {  # to make `import torchreplay` quick: many programs 
     "LaBER": "torchreplay.loading.laber",
     "Learners": "torchreplay.distributed.learners",
     "MixedDataset": "torchreplay.loading.mixed_dataset",
+    "Monitor": "torchreplay.monitoring.monitor",
     "PriorityTree": "torchreplay.priority_tree",
     "Reverse": "torchreplay.loading.reverse",
     "check": "torchreplay.checking",
