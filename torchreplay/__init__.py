@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torchreplay.loading.laber import LaBER
     from torchreplay.loading.mixed_dataset import MixedDataset
     from torchreplay.loading.reverse import Reverse
+    from torchreplay.monitoring.batch_report import BatchReport, explain
     from torchreplay.monitoring.monitor import Monitor
     from torchreplay.priority_tree import PriorityTree
 
@@ -41,6 +42,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttachError",
+    "BatchReport",
     "CheckReport",
     "CheckpointError",
     "Field",
@@ -74,6 +76,7 @@ __all__ = [
     "WouldBlockForever",
     "Writer",
     "check",
+    "explain",
     "footprint",
     "sequence_priority",
     "spec_from_env",
@@ -81,6 +84,7 @@ __all__ = [
 ]
 
 _IMPORTED_AT_FIRST_USE = {  # to make `import torchreplay` quick: many programs need none of them
+    "BatchReport": "torchreplay.monitoring.batch_report",
     "CheckReport": "torchreplay.checking",
     "LaBER": "torchreplay.loading.laber",
     "Learners": "torchreplay.distributed.learners",
@@ -89,6 +93,7 @@ _IMPORTED_AT_FIRST_USE = {  # to make `import torchreplay` quick: many programs 
     "PriorityTree": "torchreplay.priority_tree",
     "Reverse": "torchreplay.loading.reverse",
     "check": "torchreplay.checking",
+    "explain": "torchreplay.monitoring.batch_report",
 }
 
 
