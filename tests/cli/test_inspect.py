@@ -10,7 +10,7 @@ import pytest
 import stored_buffers
 import torch
 from click.testing import CliRunner
-from forked import Forked
+from forked import Forked, eventually, shared_counters
 
 import torchreplay as tr
 from torchreplay.cli import main
@@ -94,6 +94,25 @@ def test_a_file_that_was_closed_and_one_whose_processes_died_say_so(tmp_path):
     content = died.read_bytes()
     assert card("--verify", died)["rows"] == 4
     assert died.read_bytes() == content
+
+
+def write_without_end(path, made):
+    spec = {"obs": tr.Field((20,)), "terminated": tr.Field((), bool), "truncated": tr.Field((), bool)}
+    buffer = tr.ReplayBuffer(spec, 64, view=tr.Sequences(2), path=path)
+    flags = torch.arange(1, 6) == 5
+    while True:
+        buffer.extend(obs=torch.rand(6, 20), terminated=flags, truncated=torch.zeros(5, dtype=bool))
+        made[0] = 1
+
+
+def test_a_ring_that_turns_meanwhile_has_no_false_alarms(tmp_path):
+    made, path = shared_counters(1), tmp_path / "b.bin"
+    with Forked(write_without_end, path, made):
+        eventually(lambda: made[0])
+        for _ in range(30):
+            found = card("--verify", path)["verified"]
+            assert found["problems"] == []
+            assert found["rows"] <= 64
 
 
 def test_text_has_the_card_and_the_verdict(stored):

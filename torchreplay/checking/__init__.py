@@ -72,10 +72,13 @@ def check(
 
     A `loop` is the user's own code: it steps `env` and writes to `buffer`, as long as it likes. It gets both in a form
     that notes what it does, and is ended after `episodes` episodes, or `max_steps` steps. What it wrote is compared
-    with what the environment gave. `report.findings` has, each with file and line: a time limit that is taken for an
-    end, or an end that is bootstrapped through; an observation stored twice, or that of the next episode; steps written
-    twice or not at all; the action of another step; a priority that never changes; rewards of another scale than the
-    buffer holds, or than before in the same loop.
+    with what the environment gave. `report.findings` says what is wrong, with file and line:
+
+    - a time limit that is taken for an end, or an end that is bootstrapped through;
+    - an observation that is stored twice, or is the next episode's;
+    - a step that is written twice, or not at all, or with the action of another step;
+    - a priority that never changes, or draws by priority without feedback;
+    - rewards of another scale than the buffer holds, or than before in the same loop.
 
     The environment is reset with `seed`, so is its action space, and it is left where the last episode ended.
 

@@ -126,7 +126,7 @@ class LoopCheck:
     def _note(self, where: str, what: str, rows: int = 1) -> None:
         self._found[where, what] = self._found.get((where, what), 0) + rows
 
-    # Which row is of which step
+    # Rows and their steps
 
     def _paired(self) -> Iterator[Pair]:
         cursor = 0

@@ -21,8 +21,9 @@ def command(source: str, target: Path, force: bool, unfinished: bool) -> None:
     """Write the rows of SOURCE, oldest first, into the new file TARGET.
 
     SOURCE is a checkpoint, an archive of one, or the file of a buffer. The suffix of TARGET says the format:
-    .safetensors and .npz hold an array for each field (NumPy has no bfloat16: NPZ has float32 instead), with row.key
-    and row.priority, and for linked views row.previous and row.step. .hdf5 or .h5 holds episodes as Minari does.
+    .safetensors and .npz hold an array for each field, and row.key and row.priority beside them. Views that link rows
+    have row.previous and row.step, too. NumPy has no bfloat16: NPZ has float32 instead. .hdf5 or .h5 holds episodes as
+    Minari does.
     """
     with refusals():
         rows = stored_rows(source)

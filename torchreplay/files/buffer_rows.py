@@ -63,12 +63,12 @@ class BufferRows(StoredRows):
             self.config = Config.from_text(self.facts["text"])
             self.limiter: Limiter = from_native(*self.facts["limiter"])
             self._memory = mmap.mmap(fd, self.facts["regions"]["bytes"], prot=mmap.PROT_READ)
+            words = self._column(np.dtype(np.uint64), (), self.facts["regions"]["records"], self._record).copy()
+            self.head = _C.read_segment(fd)["head"]  # after the words: others may write meanwhile
         except (ConnectionError, ValueError) as error:
             raise CheckpointError(f"{path} holds no replay buffer: {error}") from None
         finally:
             os.close(fd)
-        self.head = self.facts["head"]
-        words = self._column(np.dtype(np.uint64), (), self.facts["regions"]["records"], self._record).copy()
         there = np.flatnonzero((words & WRITER != 0) & (words & BUSY == 0))
         order = there[np.argsort(words[there] >> KEY_SHIFT, kind="stable")]
         self._slots, self._words = order, words[order]

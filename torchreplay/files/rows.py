@@ -113,5 +113,5 @@ def as_tensor(values: NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
 
 
 def raw_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    """Returns the unsigned integers in which elements of `dtype` are read, whatever their bytes are."""
+    """Returns the unsigned integers in which elements of `dtype` are read, so that every byte comes through."""
     return np.dtype(f"u{dtype.itemsize}")

@@ -58,8 +58,8 @@ class BatchReport:
         weights: Importance-sampling weights; None: the batch has none.
         effective_size: (sum w)^2 / sum w^2: as many equally weighted items say as much (Kish 1965).
         probabilities: Probability of each item's draw; None: the batch has none.
-        shares: How often each value occurs, the commonest first, by what is counted: `"writer"` and `"episode"`, where
-            the buffer knows them, `"buffer"` in a batch of several, and each column asked for.
+        shares: How often each value occurs, the commonest first. `"writer"` and `"episode"` are there where the buffer
+            knows them, `"buffer"` in a batch of several, and each column asked for.
         remarks: What is worth a look, in words.
     """
 
@@ -93,9 +93,9 @@ def explain(batch: Mapping[str, Any], buffer: Replay | None = None, *, by: Itera
 
     Args:
         batch: As `sample`, `gather`, a `ReplayDataset` or a `MixedDataset` returned it.
-        buffer: That it was drawn from. A `ReplayBuffer` of this machine tells ages, writers and, under views that link
-            rows, episodes; that takes a pass over the rows' headers. None: what the batch says by itself.
-        by: Scalar integer columns of the batch, nested ones joined by '/', whose values' shares are told as well.
+        buffer: That it was drawn from. A `ReplayBuffer` of this machine knows ages and writers. Under views that link
+            rows it knows episodes, for a pass over the rows' headers. None: the batch says what it can by itself.
+        by: Scalar integer columns of the batch, nested ones joined by '/', whose values are counted as well.
 
     Raises:
         TypeError: `batch` is no mapping, or `buffer` no buffer.

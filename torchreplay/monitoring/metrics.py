@@ -77,7 +77,7 @@ class Scalars:
         return stats, {name: value for name, value in values.items() if math.isfinite(value)}
 
     def forget(self) -> None:
-        """Has the next look tell no rates."""
+        """Has the next look return no rates."""
         self._counts = {}
 
     def _rates(self, told: Mapping[str, Any]) -> dict[str, float]:

@@ -44,7 +44,7 @@ class Monitor:
         buffer: A `ReplayBuffer`, a `ShardedReplay`.
         writer: TensorBoard's `SummaryWriter`; an object with `log(dict, step=)`, as W&B's run, or `log_metrics(dict,
             step=)`, as MLflow and Lightning's loggers; or a function of a dict and a step. None: nothing is written,
-            and `prometheus` tells all.
+            and `prometheus` has all.
         interval_s: Seconds between two logs. 0: `step` logs each time.
         histogram_every: Logs between two sets of histograms (priority, age of rows), for TensorBoard. Each costs a pass
             over the buffer.
@@ -129,7 +129,7 @@ class Monitor:
 
         Args:
             port: To listen at; 0: any that is free.
-            address: To listen at. Whoever reaches it can read the figures, and nothing else.
+            address: To listen at. All who reach it can read the figures, and nothing else.
 
         Returns:
             The port.
@@ -190,7 +190,7 @@ class Monitor:
         """Logs; a logger that fails, or a buffer that was closed, is a warning and not the end of the run."""
         try:
             self.log()
-        except Exception as error:  # whatever a user's logger raises
+        except Exception as error:  # of a user's logger: any
             if not self._warned:
                 self._warned = True
                 logger.warning("the monitor could not log, and goes on trying without another word: %r", error)
