@@ -80,7 +80,7 @@ def draws(alpha: float, batches: int, capacity: int = 20_000) -> Trace:
 # Explorers in processes of their own
 
 
-def explore(buffer: tr.ReplayBuffer, rows_per_second: float, block: int = 50) -> None:
+def explore(buffer: tr.ReplayBuffer, rows_per_second: float, block: int = 25) -> None:
     """Writes rows at a steady rate until the buffer is stopped."""
     rows = torch.zeros(block, 8)
     due = time.monotonic()
@@ -114,7 +114,7 @@ def learn(
     buffer: tr.ReplayBuffer,
     seconds: float,
     *,
-    compute: float = 0.004,
+    compute: float = 0.02,
     late: float = 0.0,
     at: tuple[float, Callable[[], None]] | None = None,
 ) -> Trace:
@@ -134,7 +134,7 @@ def learn(
     while (now := time.monotonic() - start) < seconds:
         waiting.append((now, buffer.sample(BATCH, timeout=10)))
         time.sleep(compute)
-        if waiting[0][0] <= now - late:
+        while waiting and waiting[0][0] <= now - late:
             _, batch = waiting.popleft()
             buffer.update_priorities(batch, torch.from_numpy(rng.lognormal(0.0, 1.0, BATCH)))
         if now - looked >= LOOK_EVERY:
@@ -148,7 +148,7 @@ def learn(
 
 def starving(rows_per_second: float, seconds: float) -> Trace:
     """A learner that may draw each item eight times, beside explorers of so many rows a second."""
-    limiter = tr.SamplesPerInsert(ratio=8.0, min_size=2_000)
+    limiter = tr.SamplesPerInsert(ratio=8.0, min_size=500)
     with (
         tr.ReplayBuffer(ROW, 100_000, sampler=tr.Prioritized(), limiter=limiter, seed=0) as buffer,
         explorers(buffer, 2, rows_per_second / 2),
@@ -160,7 +160,7 @@ def bereft(dies: bool, seconds: float) -> Trace:
     """Three explorers, one of which is killed after a third of the time."""
     with (
         tr.ReplayBuffer(ROW, 100_000, sampler=tr.Prioritized(), seed=0) as buffer,
-        explorers(buffer, 3, 2_000.0) as pids,
+        explorers(buffer, 3, 500.0) as pids,
     ):
         kill = (seconds / 3, lambda: os.kill(pids[0], signal.SIGKILL))
         return learn(buffer, seconds, at=kill if dies else None)
@@ -169,8 +169,8 @@ def bereft(dies: bool, seconds: float) -> Trace:
 def belated(late: float, seconds: float) -> Trace:
     """A small buffer that explorers fill anew each second, beside a learner whose batches wait."""
     with (
-        tr.ReplayBuffer(ROW, 8_000, sampler=tr.Prioritized(), seed=0) as buffer,
-        explorers(buffer, 2, 4_000.0),
+        tr.ReplayBuffer(ROW, 2_000, sampler=tr.Prioritized(), seed=0) as buffer,
+        explorers(buffer, 2, 1_000.0),
     ):
         trace = learn(buffer, seconds, late=late)
     stale, applied = (np.diff(trace.values[name]) for name in ("stale_updates", "updated"))
@@ -227,7 +227,8 @@ def curves(axes: "Axes", healthy: Trace, sick: Trace, name: str, title: str, lab
     axes.plot(*sick.of(name), color=ORANGE, linewidth=2, label=wrong)
     axes.set(title=title, xlabel=x, ylabel=y)
     axes.set_ylim(0, 1.3 * max(*healthy.values[name], *sick.values[name]))
-    axes.yaxis.get_major_locator().set_params(integer=not y.startswith("share"))
+    if not y.startswith("share"):
+        axes.locator_params(axis="y", integer=True)
     axes.yaxis.set_major_formatter("{x:,.0%}" if y.startswith("share") else "{x:,.0f}")
     axes.legend(loc="upper right", ncols=2)
 
@@ -261,7 +262,7 @@ def wrong_alpha(directory: Path, seconds: float) -> None:
 
 
 def starving_learner(directory: Path, seconds: float) -> None:
-    healthy, sick = starving(12_000.0, seconds), starving(1_000.0, seconds)
+    healthy, sick = starving(3_000.0, seconds), starving(250.0, seconds)
     wrong = "explorers write too little"
     picture(
         directory / "metrics_starving_learner.png",
@@ -336,7 +337,7 @@ def wrong_terminated(directory: Path, seconds: float) -> None:
         labels = ("batches drawn", "mean value of a state", "a time limit is written as an end")
         curves(axes, healthy, sick, "value", "Learned value", labels)
         axes.axhline(VALUE, color=GREY, linestyle="--", linewidth=1.2, label="true value")
-        axes.legend(loc="lower right")
+        axes.legend(loc="center right")
 
     def priorities(axes: "Axes") -> None:
         for (edges, counts), colour, label in ((right, BLUE, "healthy"), (wrong, ORANGE, "written as an end")):

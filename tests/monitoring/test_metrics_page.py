@@ -50,7 +50,7 @@ def test_a_cut_written_as_an_end_keeps_values_low_and_priorities_high(sick_runs)
 @pytest.mark.parametrize(
     ("run", "arguments", "figure", "worse"),
     [
-        ("starving", (12_000.0, 1_000.0), "sample_wait_share", 1),
+        ("starving", (3_000.0, 250.0), "sample_wait_share", 1),
         ("bereft", (False, True), "writers", -1),
         ("belated", (0.0, 0.7), "late_share", 1),
     ],
