@@ -122,6 +122,19 @@ def test_text_has_the_card_and_the_verdict(stored):
         assert text in result.output
 
 
+def test_the_checkpoint_of_a_sharded_buffer_names_its_shards(stored, tmp_path):
+    """Its directory has a checkpoint of each shard: two levels below, as `torchreplay.ray` saves them."""
+    (tmp_path / "checkpoint.json").write_text("{}")
+    for number in range(2):
+        shutil.copytree(stored.forms["directory"], tmp_path / "shards-00" / str(number))
+    result = run("inspect", tmp_path)
+    assert result.exit_code == 2
+    assert (
+        f"2 shards of a ShardedReplay: each is a checkpoint of its own, such as {tmp_path}/shards-00/0" in result.output
+    )
+    assert card(tmp_path / "shards-00" / "0")["rows"] == stored_buffers.CAPACITY
+
+
 # Damage
 
 

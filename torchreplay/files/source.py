@@ -30,8 +30,19 @@ def stored_rows(path: str | os.PathLike[str]) -> CheckpointRows | BufferRows:
     if place.is_dir():
         if not (place / NAME).exists():
             raise CheckpointError(f"{place} is a directory without {NAME}: expected what buffer.save(directory) wrote")
+        _refuse_sharded(place)
         return of_directory(place)
     return of_archive(place) if _is_archive(place) else BufferRows(place)
+
+
+def _refuse_sharded(directory: Path) -> None:
+    """Raises CheckpointError for the checkpoint of a sharded buffer, which has one of each shard in it."""
+    shards = sorted(path.parent for path in directory.glob(f"*/*/{NAME}"))
+    if shards:
+        raise CheckpointError(
+            f"{directory} holds the {len(shards)} shards of a ShardedReplay: each is a checkpoint of its own, such as "
+            f"{shards[0]}"
+        )
 
 
 def _is_archive(path: Path) -> bool:
