@@ -135,6 +135,25 @@ def test_the_checkpoint_of_a_sharded_buffer_names_its_shards(stored, tmp_path):
     assert card(tmp_path / "shards-00" / "0")["rows"] == stored_buffers.CAPACITY
 
 
+def save_without_end(directory, saved):
+    with tr.ReplayBuffer({"x": tr.Field((4,))}, 1000) as buffer:
+        buffer.extend(x=torch.zeros(1000, 4))
+        while True:
+            buffer.save(directory)
+            saved[0] += 1
+
+
+def test_a_checkpoint_that_is_saved_to_meanwhile_is_read_or_asked_for_again(tmp_path):
+    saved, outcomes = shared_counters(1), set()
+    with Forked(save_without_end, tmp_path / "checkpoint", saved):
+        eventually(lambda: saved[0])
+        for _ in range(30):
+            result = run("inspect", "--verify", tmp_path / "checkpoint")
+            outcomes.add(result.exit_code)
+            assert result.exit_code == 0 or "try again" in " ".join(result.output.split()), result.output
+    assert 0 in outcomes
+
+
 # Damage
 
 

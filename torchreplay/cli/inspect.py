@@ -66,6 +66,8 @@ def _lines(card: Card) -> dict[str, str]:
         "limiter": card.limiter,
         "seed": str(card.seed),
     }
+    if card.name is not None:
+        lines = {"name": card.name} | lines
     if card.dropped_rows:
         lines["dropped"] = f"{card.dropped_rows:,} rows that were being written when all processes had died"
     return lines

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from torchreplay.checkpoint.directory import NAME
 from torchreplay.files.buffer_rows import BufferRows, state_of
 from torchreplay.files.checkpoint_rows import CheckpointRows
 from torchreplay.files.source import stored_rows
@@ -37,6 +38,7 @@ class Card:
     Attributes:
         path: The file or directory.
         kind: What it is.
+        name: What people call the buffer; None: it has no name.
         state: Who uses it and how it was left, in words.
         format: Version of its format.
         nbytes: On the disk.
@@ -61,6 +63,7 @@ class Card:
 
     path: str
     kind: Literal["checkpoint", "archive of a checkpoint", "buffer in a file"]
+    name: str | None
     state: str
     format: int
     nbytes: int
@@ -98,6 +101,7 @@ def card_of(path: str | os.PathLike[str]) -> Card:
     keys = rows.keys
     return Card(
         path=os.fspath(path),
+        name=getattr(rows.config, "name", None),
         capacity=rows.config.capacity,
         rows=len(keys),
         oldest_key=int(keys[0]) if len(keys) else None,
@@ -132,12 +136,13 @@ def _of_buffer(rows: BufferRows) -> dict[str, Any]:
 
 def _of_checkpoint(rows: CheckpointRows, path: Path) -> dict[str, Any]:
     told, files = rows.description, len(rows.places)
+    in_files = sum(place.size for place in rows.places) if path.is_dir() else 0
     _, inserted, sampled, updated, stale_updates, _, draws, _, _, priority_max, *_ = told.counts
     return {
         "kind": "checkpoint" if path.is_dir() else "archive of a checkpoint",
         "state": f"complete: {files} file{'' if files == 1 else 's'} of rows, all of the right size",
         "format": told.format,
-        "nbytes": _bytes_below(path),
+        "nbytes": in_files + (path / NAME if path.is_dir() else path).stat().st_size,
         "inserted": int(inserted),
         "sampled": int(sampled),
         "updated": int(updated),
@@ -147,9 +152,3 @@ def _of_checkpoint(rows: CheckpointRows, path: Path) -> dict[str, Any]:
         "priority_max": float(priority_max),
         "seed": told.seed,
     }
-
-
-def _bytes_below(path: Path) -> int:
-    if path.is_file():
-        return path.stat().st_size
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

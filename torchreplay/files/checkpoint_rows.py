@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from torchreplay import _C
-from torchreplay.checkpoint.buffer_checkpoint import ROW_COLUMNS, Description
+from torchreplay.checkpoint.buffer_checkpoint import ROW_COLUMNS, Description, RowsGone, with_rows
 from torchreplay.checkpoint.directory import NAME, unsealed
 from torchreplay.checkpoint.safetensors_io import DTYPES
 from torchreplay.errors import CheckpointError
@@ -72,6 +72,8 @@ class Shard:
                 name: (start + told["data_offsets"][0], str(told["dtype"]), tuple(told["shape"]))
                 for name, told in header.items()
             }
+        except FileNotFoundError:
+            raise RowsGone(f"{place.path} is gone: the checkpoint was saved to meanwhile, so try again") from None
         except (*DAMAGED, OSError, struct.error) as error:
             raise CheckpointError(f"{place.path} is damaged: {error!r:.200}") from None
         return cls(content, columns)
@@ -137,6 +139,8 @@ class CheckpointRows(StoredRows):
         place, found = self.places[number], 0
         try:
             content = np.memmap(place.path, np.uint8, "r", place.offset, (place.size,))
+        except FileNotFoundError:
+            raise RowsGone(f"{place.path} is gone: the checkpoint was saved to meanwhile, so try again") from None
         except (OSError, ValueError) as error:
             return f"{name}: {error}"
         for at in range(0, size, PIECE):
@@ -169,14 +173,19 @@ def of_directory(directory: Path) -> CheckpointRows:
     Raises:
         CheckpointError: There is none, it is damaged, or a file of rows is missing or of another size.
     """
-    description = Description.read(directory)
-    places = [Place(directory / name, 0, size) for name, size, _ in description.shards]
-    for place in places:
-        found = place.path.stat().st_size if place.path.is_file() else None
-        if found != place.size:
-            there = "missing" if found is None else f"{found:,} bytes long"
-            raise CheckpointError(f"{place.path} is {there}: expected {place.size:,} bytes")
-    return CheckpointRows(description, places)
+
+    def rows_of(description: Description) -> CheckpointRows:
+        places = [Place(directory / name, 0, size) for name, size, _ in description.shards]
+        for place in places:
+            try:
+                found = place.path.stat().st_size
+            except (FileNotFoundError, NotADirectoryError):
+                raise RowsGone(f"{place.path} is missing") from None
+            if found != place.size:
+                raise CheckpointError(f"{place.path} is {found:,} bytes long: expected {place.size:,}")
+        return CheckpointRows(description, places)
+
+    return with_rows(directory, rows_of)
 
 
 def of_archive(path: Path) -> CheckpointRows:

@@ -37,7 +37,7 @@ def stored_rows(path: str | os.PathLike[str]) -> CheckpointRows | BufferRows:
 
 def _refuse_sharded(directory: Path) -> None:
     """Raises CheckpointError for the checkpoint of a sharded buffer, which has one of each shard in it."""
-    shards = sorted(path.parent for path in directory.glob(f"*/*/{NAME}"))
+    shards = sorted(path.parent for path in directory.glob(f"shards-*/*/{NAME}"))
     if shards:
         raise CheckpointError(
             f"{directory} holds the {len(shards)} shards of a ShardedReplay: each is a checkpoint of its own, such as "
