@@ -13,7 +13,7 @@ from torchreplay.checking.speed import Figure, measure
 from torchreplay.cli.refusal import Refused
 
 
-@click.command("bench")
+@click.command("bench", short_help="What calls cost on this machine.")
 @click.option(
     "--seconds", type=click.FloatRange(1, 60), default=8.0, show_default=True, help="That it may take, about."
 )

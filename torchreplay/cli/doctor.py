@@ -12,7 +12,7 @@ from rich.table import Table
 from torchreplay.checking.machine import examine
 
 
-@click.command("doctor")
+@click.command("doctor", short_help="What this machine gives, and what to change.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON array instead of text.")
 def command(as_json: bool) -> None:
     """Say what this machine gives to shared replay: each line is ok, or has what to change and why.

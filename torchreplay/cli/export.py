@@ -12,7 +12,7 @@ from torchreplay.files.rows import StoredRows
 from torchreplay.files.source import stored_rows
 
 
-@click.command("export")
+@click.command("export", short_help="Such a file as safetensors, NPZ or HDF5.")
 @click.argument("source", type=click.Path())
 @click.argument("target", type=click.Path(path_type=Path))
 @click.option("--force", is_flag=True, help="Replace TARGET if it is there.")

@@ -17,7 +17,7 @@ from torchreplay.files.verify import Verification, verify
 from torchreplay.segment.reservation import size_text
 
 
-@click.command("inspect")
+@click.command("inspect", short_help="What a checkpoint or a buffer's file holds.")
 @click.argument("path", type=click.Path())
 @click.option("--verify", "every_row", is_flag=True, help="Read every row: checksums, keys, links, odd values.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")

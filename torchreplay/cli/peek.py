@@ -20,7 +20,7 @@ FEW = 6
 """Values that are printed one by one; of more, their shape and range are."""
 
 
-@click.command("peek")
+@click.command("peek", short_help="Rows of such a file, and their images.")
 @click.argument("source", type=click.Path())
 @click.option("-n", "count", default=5, type=click.IntRange(1, 10_000), help="Rows, 5 by default.")
 @click.option("--oldest", is_flag=True, help="The oldest rows instead of the newest.")

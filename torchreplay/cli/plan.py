@@ -48,7 +48,7 @@ def as_fields(ctx: click.Context, param: click.Parameter, values: tuple[str, ...
     return fields
 
 
-@click.command("plan")
+@click.command("plan", short_help="Bytes of a buffer before it is made.")
 @click.option("--env", "env_id", help="A Gymnasium environment, whose spaces make the spec.")
 @click.option(
     "--field", "fields", callback=as_fields, multiple=True, help="A field NAME:DTYPE:SHAPE; replaces the environment's."
