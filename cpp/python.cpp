@@ -6,6 +6,7 @@
 #include "python/faults.h"
 #include "python/import.h"
 #include "python/prefetcher.h"
+#include "python/regions.h"
 #include "python/segment.h"
 #include "python/streams.h"
 #include "python/weights.h"
@@ -175,6 +176,9 @@ PyObject* let_threads_sleep(PyObject*, PyObject*) {
 PyMethodDef functions[] = {{"init_arrays", init_arrays, METH_VARARGS, nullptr},
                            {"init_waits", init_waits, METH_VARARGS, nullptr},
                            {"segment_layout", segment_layout, METH_VARARGS, nullptr},
+                           {"segment_regions", segment_regions, METH_VARARGS, nullptr},
+                           {"read_segment", read_segment, METH_O, nullptr},
+                           {"simd", simd, METH_NOARGS, nullptr},
                            {"weights_bytes", weights_bytes, METH_O, nullptr},
                            {"take_huge_pages", take_huge_pages, METH_VARARGS, nullptr},
                            {"checksum", checksum, METH_VARARGS, nullptr},

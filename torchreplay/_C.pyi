@@ -35,6 +35,9 @@ def init_waits(timeout_type: type[Exception], report: Callable[[str], None], eve
 def segment_layout(
     capacity: int, fields: NativeFields, view: tuple[int, ...], text_bytes: int, /
 ) -> tuple[int, list[tuple[int, int]]]: ...
+def segment_regions(capacity: int, fields: NativeFields, view: tuple[int, ...], text_bytes: int, /) -> Regions: ...
+def read_segment(fd: int, /) -> SegmentFile: ...
+def simd() -> str: ...
 def weights_bytes(buffer_bytes: int, /) -> int: ...
 def take_huge_pages(fd: int, offset: int, size: int, /) -> bool: ...
 def checksum(content: Buffer, before: int, /) -> int: ...
@@ -44,6 +47,36 @@ def leave_files() -> None: ...
 def let_threads_sleep() -> None: ...
 def rename_new(old: bytes, new: bytes, /) -> None: ...
 def machine_ns() -> int: ...
+
+class Regions(TypedDict):
+    fields: list[tuple[int, int]]
+    records: int
+    record_stride: int
+    row_header: int
+    end_of_rows: int
+    at: int
+    links: int
+    tree: int
+    leaves: int
+    bytes: int
+
+class SegmentFile(TypedDict):
+    text: str
+    regions: Regions
+    limiter: tuple[int, float, float]
+    rows: int
+    phase: int
+    boot: int
+    head: int
+    inserted: int
+    sampled: int
+    updated: int
+    stale_updates: int
+    draws: int
+    seed: int
+    format: int
+    priority_max: float
+    dropped_rows: int
 
 class Segment:
     def __init__(

@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from torchreplay.buffer.footprint import Footprint, footprint
 from torchreplay.buffer.replay_buffer import ReplayBuffer
 from torchreplay.buffer.stats import Stats
 from torchreplay.buffer.writer import Writer
@@ -33,15 +34,19 @@ if TYPE_CHECKING:
     from torchreplay.loading.laber import LaBER
     from torchreplay.loading.mixed_dataset import MixedDataset
     from torchreplay.loading.reverse import Reverse
+    from torchreplay.monitoring.batch_report import BatchReport, explain
+    from torchreplay.monitoring.monitor import Monitor
     from torchreplay.priority_tree import PriorityTree
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AttachError",
+    "BatchReport",
     "CheckReport",
     "CheckpointError",
     "Field",
+    "Footprint",
     "Handle",
     "Hindsight",
     "LaBER",
@@ -51,6 +56,7 @@ __all__ = [
     "MinSize",
     "MissingItems",
     "MixedDataset",
+    "Monitor",
     "Prioritized",
     "PriorityTree",
     "ReplayBatch",
@@ -70,19 +76,24 @@ __all__ = [
     "WouldBlockForever",
     "Writer",
     "check",
+    "explain",
+    "footprint",
     "sequence_priority",
     "spec_from_env",
     "spec_from_space",
 ]
 
 _IMPORTED_AT_FIRST_USE = {  # to make `import torchreplay` quick: many programs need none of them
+    "BatchReport": "torchreplay.monitoring.batch_report",
     "CheckReport": "torchreplay.checking",
     "LaBER": "torchreplay.loading.laber",
     "Learners": "torchreplay.distributed.learners",
     "MixedDataset": "torchreplay.loading.mixed_dataset",
+    "Monitor": "torchreplay.monitoring.monitor",
     "PriorityTree": "torchreplay.priority_tree",
     "Reverse": "torchreplay.loading.reverse",
     "check": "torchreplay.checking",
+    "explain": "torchreplay.monitoring.batch_report",
 }
 
 

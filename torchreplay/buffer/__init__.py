@@ -2,6 +2,8 @@
 
 __all__ = [
     "base",
+    "episodes",
+    "footprint",
     "inspection",
     "local_source",
     "pending_updates",

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from torchreplay import _C
 from torchreplay.buffer.sampling import LocalSampler
-from torchreplay.checkpoint.buffer_checkpoint import ROW_COLUMNS, SHARD_BYTES
+from torchreplay.checkpoint.buffer_checkpoint import ROW_PLACE
 from torchreplay.schema.spec import nest
 from torchreplay.segment.waits import NEVER
 
@@ -22,6 +22,8 @@ ENDS: Final = 2 | 4
 """Flags of a row that ends one: terminated, truncated."""
 LINK_BITS: Final = 16
 """A link is the key + 1 of the row before, and so many bits of flags."""
+LINK_SLOTS: Final = 1 << 16
+"""Slots whose links are copied at a time."""
 
 
 @dataclass(slots=True)
@@ -48,16 +50,21 @@ def episodes(sampler: LocalSampler, unfinished: bool) -> Iterator[dict[str, Any]
         raise ValueError(f"the view is {sampler.config.view}: its rows belong to no episode; use gather(keys())")
     segment, observed = sampler.segment, frozenset(roles.observation)
     sampler.flush()
-    for keys in _chains(segment, sampler.config.capacity, unfinished):
+    for keys in chains(*_links(segment, sampler.config.capacity), unfinished):
         rows = _copied(segment, len(sampler.config.fields), keys)
         if rows is not None:
             parts = (column if i in observed else column[1:] for i, column in enumerate(rows))
             yield nest(dict(zip(sampler.config.fields, parts, strict=True)))
 
 
-def _chains(segment: _C.Segment, capacity: int, unfinished: bool) -> list[NDArray[np.int64]]:
-    """Returns the keys of each episode's rows, in the order of the first ones."""
-    key, link = _links(segment, capacity)
+def chains(key: NDArray[np.int64], link: NDArray[np.int64], unfinished: bool) -> list[NDArray[np.int64]]:
+    """Returns the keys of each episode's rows, in the order of the first ones.
+
+    Args:
+        key: int64 `[n]`, of all rows.
+        link: int64 `[n]`, what leads each to the row before, and its flags.
+        unfinished: As for `ReplayBuffer.episodes`.
+    """
     order = np.argsort(key)
     before, flags = (link[order] >> LINK_BITS) - 1, link[order] & ((1 << LINK_BITS) - 1)
     running: dict[int, _Chain] = {}  # by the key of the newest row
@@ -74,15 +81,40 @@ def _chains(segment: _C.Segment, capacity: int, unfinished: bool) -> list[NDArra
     return [np.array(chain.keys, np.int64) for chain in sorted(found, key=lambda c: c.keys) if len(chain.keys) > 1]
 
 
+def episode_starts(sampler: LocalSampler, keys: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Returns which episode each row belongs to: the key of its oldest row that is held. O(capacity).
+
+    Args:
+        sampler: Of the buffer, whose view links rows.
+        keys: int64 `[n]`.
+
+    Returns:
+        int64 `[n]`; -1 for rows that are gone.
+    """
+    key, link = _links(sampler.segment, sampler.config.capacity)
+    order = np.argsort(key)
+    key, link = key[order], link[order]
+    if not len(key):
+        return np.full(len(keys), -1)
+    before = (link >> LINK_BITS) - 1
+    place = np.searchsorted(key, before).clip(max=len(key) - 1)
+    follows = (key[place] == before) & (link & FIRST == 0)
+    root = np.where(follows, place, np.arange(len(key)))
+    while not np.array_equal(further := root[root], root):  # twice as far each time
+        root = further
+    at = np.searchsorted(key, keys).clip(max=len(key) - 1)
+    return np.where(key[at] == keys, key[root[at]], -1)
+
+
 def _links(segment: _C.Segment, capacity: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Returns the key and the link of each row, int64 `[n]`."""
     segment.refresh(NEVER, False)
-    slots = max(1, min(capacity, SHARD_BYTES // max(1, segment.nbytes // capacity)))
-    places = [ROW_COLUMNS.index(name) - len(ROW_COLUMNS) for name in ("/key", "/link")]
+    slots = min(capacity, LINK_SLOTS)
+    room = np.empty(slots * -(-ROW_PLACE // 8), np.int64)
     parts = []
     for first in range(0, capacity, slots):
-        columns = segment.export_rows(first, min(first + slots, capacity))
-        parts.append([columns[place].numpy().copy() for place in places])  # lets go of the others
+        n = segment.pack_rows(first, min(first + slots, capacity), room.data.cast("B"), False)
+        parts.append((room[:n].copy(), room[n : 2 * n].copy()))  # the widest come first: keys, links
     key, link = (np.concatenate(column) for column in zip(*parts, strict=True))
     return key, link
 

@@ -1,8 +1,13 @@
-"""`check`: plays an environment's episodes through a buffer like the user's, and compares what comes back."""
+"""`check`: plays an environment's episodes through a buffer like the user's, and compares what comes back.
+
+Given the user's own loop, it compares what that writes with what the environment gave.
+"""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,18 +16,20 @@ from torchreplay.buffer.replay_buffer import ReplayBuffer
 from torchreplay.checking.casting import Casting
 from torchreplay.checking.compare import compare
 from torchreplay.checking.field_mapping import FieldMapping
+from torchreplay.checking.loop_findings import Finding, LoopCheck
 from torchreplay.checking.record import write_rows, write_steps
+from torchreplay.checking.recording import Enough, RecordedBuffer, RecordedEnv, Recording
 from torchreplay.checking.reference_items import items_of
 from torchreplay.checking.rollout import Row, play
 from torchreplay.schema.spaces import single_spaces
 from torchreplay.validation import checked_instance, checked_int
 
-__all__ = ["CheckReport", "check"]
+__all__ = ["CheckReport", "check", "machine", "speed"]
 
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """What `check` compared. All of it was as expected.
+    """What `check` compared. All of it was as expected; `findings` are what it says of the user's loop.
 
     Attributes:
         episodes: Episodes begun.
@@ -31,6 +38,7 @@ class CheckReport:
         fields: Entries of the batches compared, nested names joined by '/'.
         filled: Fields that the environment does not produce, for which random values stood in.
         rounded: Fields of a float dtype too narrow for the environment's values; a warning names the first.
+        findings: What is wrong with the user's loop, each with the line to change.
     """
 
     episodes: int
@@ -39,9 +47,21 @@ class CheckReport:
     fields: tuple[str, ...]
     filled: tuple[str, ...]
     rounded: tuple[str, ...]
+    findings: tuple[Finding, ...] = ()
+
+    def __str__(self) -> str:
+        text = f"{self.episodes} episodes, {self.rows} rows: {self.items} items came back as they were written"
+        return "\n".join([text, *map(str, self.findings)])
 
 
-def check(env: Any, buffer: ReplayBuffer, episodes: int = 3, seed: int = 0, max_steps: int = 1000) -> CheckReport:
+def check(
+    env: Any,
+    buffer: ReplayBuffer,
+    episodes: int = 3,
+    seed: int = 0,
+    max_steps: int = 1000,
+    loop: Callable[[Any, ReplayBuffer], object] | None = None,
+) -> CheckReport:
     """Plays a few episodes with random actions, and verifies that what is written comes back, item by item.
 
     The rows go to a buffer of the same spec and view that lives as long as the check; `buffer` itself stays as it is.
@@ -49,6 +69,16 @@ def check(env: Any, buffer: ReplayBuffer, episodes: int = 3, seed: int = 0, max_
     no other item may be drawable. Observations must lie in their space. The observation, reward and flags are written
     to the fields that the view names (with `Rows()`: `obs`, `next_obs`, `reward`, `terminated`, `truncated`, `done`),
     actions to `action`. Other fields get random values, which must come back too.
+
+    A `loop` is the user's own code: it steps `env` and writes to `buffer`, as long as it likes. It gets both in a form
+    that notes what it does, and is ended after `episodes` episodes, or `max_steps` steps. What it wrote is compared
+    with what the environment gave. `report.findings` says what is wrong, with file and line:
+
+    - a time limit that is taken for an end, or an end that is bootstrapped through;
+    - an observation that is stored twice, or is the next episode's;
+    - a step that is written twice, or not at all, or with the action of another step;
+    - a priority that never changes, or draws by priority without feedback;
+    - rewards of another scale than the buffer holds, or than before in the same loop.
 
     The environment is reset with `seed`, so is its action space, and it is left where the last episode ended.
 
@@ -58,6 +88,7 @@ def check(env: Any, buffer: ReplayBuffer, episodes: int = 3, seed: int = 0, max_
         episodes: Episodes to play to their end; of a vector environment all environments together.
         seed: Of the environment and the actions.
         max_steps: Steps after which an episode is broken off (of a vector environment: after which playing ends).
+        loop: Called with an environment and a buffer to use in the place of `env` and `buffer`.
 
     Returns:
         What was compared.
@@ -91,7 +122,24 @@ def check(env: Any, buffer: ReplayBuffer, episodes: int = 3, seed: int = 0, max_
         warnings.warn(text, stacklevel=2)
     begun = sum(row.step == 0 for stream in streams for row in stream)
     filled = tuple("/".join(path) for path in filling.own)
-    return CheckReport(begun, rows, items, fields, filled, tuple(casting.rounded))
+    findings = () if loop is None else check_loop(env, buffer, loop, episodes, max_steps)
+    return CheckReport(begun, rows, items, fields, filled, tuple(casting.rounded), findings)
+
+
+def check_loop(
+    env: Any, buffer: ReplayBuffer, loop: Callable[[Any, ReplayBuffer], object], episodes: int, max_steps: int
+) -> tuple[Finding, ...]:
+    """Returns what is wrong with a loop, as `check` says."""
+    space, _ = single_spaces(env)
+    recording = Recording(env.num_envs if hasattr(env, "single_observation_space") else None)
+    rows = 2 * (max_steps + 1) * (recording.num_envs or 1)  # each step may begin an episode
+    capacity = max(min(buffer.capacity, rows), buffer.view.rows_of_an_item)
+    recorded = RecordedEnv(env, recording, episodes, max_steps)
+    twin = RecordedBuffer(buffer.spec, capacity, sampler=buffer.sampler, view=buffer.view).record_to(recording)
+    with twin, suppress(Enough):
+        loop(recorded, twin)
+    mapping = FieldMapping(buffer.spec, buffer.view, space, 0)
+    return LoopCheck(recording, buffer, mapping, recorded.autoreset == "same_step").findings()
 
 
 def _check_observations(streams: list[list[Row]], space: Any) -> None:

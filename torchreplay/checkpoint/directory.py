@@ -127,6 +127,20 @@ def sealed(told: Mapping[str, Any]) -> bytes:
     return json.dumps({"crc32": zlib.crc32(body.encode()), "checkpoint": body}).encode()
 
 
+def unsealed(content: bytes) -> dict[str, Any]:
+    """Returns the description that `sealed` made `content` of.
+
+    Raises:
+        ValueError: It is damaged; so may be others of `DAMAGED`.
+    """
+    outer = json.loads(content.decode())
+    body = outer["checkpoint"]
+    if zlib.crc32(body.encode()) != outer["crc32"]:
+        raise ValueError("its checksum does not match")
+    parts: dict[str, Any] = json.loads(body)
+    return parts
+
+
 def read_description(root: Path, parse: Callable[[dict[str, Any]], T], what: str) -> T:
     """Returns what a checkpoint says of itself.
 
@@ -140,11 +154,7 @@ def read_description(root: Path, parse: Callable[[dict[str, Any]], T], what: str
     """
     path = root / NAME
     try:
-        outer = json.loads(read_file(path, MAX_DESCRIPTION).decode())
-        body = outer["checkpoint"]
-        if zlib.crc32(body.encode()) != outer["crc32"]:
-            raise ValueError("its checksum does not match")
-        return parse(json.loads(body))
+        return parse(unsealed(read_file(path, MAX_DESCRIPTION)))
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"there is no replay checkpoint in {root}: {NAME} is missing") from None
     except DAMAGED as error:

@@ -5,7 +5,14 @@ from importlib import import_module
 import click
 
 # The name of a command and its module, which has it as `command`; in the order of the help.
-_COMMANDS: dict[str, str] = {}
+_COMMANDS: dict[str, str] = {
+    "inspect": "torchreplay.cli.inspect",
+    "peek": "torchreplay.cli.peek",
+    "export": "torchreplay.cli.export",
+    "plan": "torchreplay.cli.plan",
+    "doctor": "torchreplay.cli.doctor",
+    "bench": "torchreplay.cli.bench",
+}
 
 
 class _Commands(click.Group):

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import h5py
 import numpy as np
+import torch
 
 from torchreplay.buffer.replay_buffer import ReplayBuffer
 from torchreplay.schema.batch_plan import as_path
 from torchreplay.schema.spec import Field
+from torchreplay.schema.views import View
 
 NAMES: Final[Mapping[str, str]] = {
     "obs": "observations",
@@ -110,8 +112,27 @@ def write(
         FileExistsError: There is a file.
         ValueError: The view links no rows.
     """
-    found = buffer.episodes(unfinished=unfinished)
-    terminated, truncated = (_place(flag, names) for flag in (buffer.view.terminated, buffer.view.truncated))  # type: ignore[union-attr]
+    return write_episodes(buffer.episodes(unfinished=unfinished), buffer.view, path, names)
+
+
+def write_episodes(
+    found: Iterable[Mapping[str, Any]], view: View, path: str | os.PathLike[str], names: Mapping[str, str] = NAMES
+) -> int:
+    """Writes episodes into a new file, one at a time.
+
+    Args:
+        found: As `ReplayBuffer.episodes` yields them.
+        view: Of their buffer, which links rows.
+        path: The file.
+        names: The buffer's fields, and their names in the file.
+
+    Returns:
+        The number of episodes.
+
+    Raises:
+        FileExistsError: There is a file.
+    """
+    terminated, truncated = (_place(flag, names) for flag in (view.terminated, view.truncated))  # type: ignore[union-attr]
     number = steps = 0
     with h5py.File(path, "x") as file:
         for episode in found:
@@ -167,4 +188,6 @@ def _write(group: h5py.Group, name: str, value: Any) -> None:
         for part, content in value.items():
             _write(inner, f"_index_{part}" if part.isdigit() else part, content)
     else:
-        group.create_dataset(name, data=np.asarray(value))
+        # HDF5 has no bfloat16.
+        narrow = isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16
+        group.create_dataset(name, data=np.asarray(value.float() if narrow else value))

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import math
-import time
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from torchreplay.buffer.base import Replay
 from torchreplay.lightning.compat import Callback
 from torchreplay.lightning.datamodule import resolve_buffer
+from torchreplay.monitoring.metrics import HISTOGRAMS, PREFIX, Scalars, named, tensorboard_histogram
 from torchreplay.validation import checked_instance, checked_int
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
     from pytorch_lightning.loggers import Logger
-
-_RATES = ("inserted", "sampled", "updated")  # counters that are also logged per second
 
 
 class ReplayMonitor(Callback):
@@ -46,8 +41,7 @@ class ReplayMonitor(Callback):
         self.histogram_every = checked_int("histogram_every", histogram_every, 1)
         self._logged_at = -1
         self._histograms_at = 0
-        self._clock = 0.0
-        self._counts: dict[str, float] = {}
+        self._scalars = Scalars()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Checks that there is a buffer to watch.
@@ -60,7 +54,7 @@ class ReplayMonitor(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Logs the state at the start, from which the first rates are counted."""
-        self._counts = {}
+        self._scalars.forget()
         self._log(trainer)
         self._histograms_at = logged_step(trainer)
 
@@ -79,18 +73,9 @@ class ReplayMonitor(Callback):
         self._logged_at = logged_step(trainer)
         if not trainer.loggers or not trainer.is_global_zero:
             return
-        stats = resolve_buffer(self, self.buffer, trainer).stats().as_dict()
-        values = {name: float(value) for name, value in stats.items()} | self._rates(stats)
-        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        _, values = self._scalars.take(resolve_buffer(self, self.buffer, trainer))
         for logger in trainer.loggers:
-            named = {f"replay{logger.group_separator}{name}": value for name, value in finite.items()}
-            logger.log_metrics(named, step=self._logged_at)
-
-    def _rates(self, stats: dict[str, Any]) -> dict[str, float]:
-        now, counts = time.monotonic(), {name: stats[name] for name in _RATES}
-        elapsed, before = now - self._clock, self._counts
-        self._clock, self._counts = now, counts
-        return {f"{name}_per_second": (counts[name] - before[name]) / elapsed for name in before if elapsed > 0}
+            logger.log_metrics(named(values, logger.group_separator), step=self._logged_at)
 
     def _log_histograms(self, trainer: Trainer) -> None:
         self._histograms_at = self._logged_at + 1
@@ -98,10 +83,10 @@ class ReplayMonitor(Callback):
         if not loggers or not trainer.is_global_zero:
             return
         tensors = resolve_buffer(self, self.buffer, trainer).histograms()
-        for name in ("priority", "age"):
-            summary = _summary(tensors[name], tensors[f"{name}_edges"])
+        for name in HISTOGRAMS:
+            summary = tensorboard_histogram(tensors[name], tensors[f"{name}_edges"])
             for logger in loggers:
-                tag = f"replay{logger.group_separator}{name}"
+                tag = f"{PREFIX}{logger.group_separator}{name}"
                 _board(logger).add_histogram_raw(tag, **summary, global_step=self._logged_at)
 
 
@@ -112,17 +97,3 @@ def logged_step(trainer: Trainer) -> int:
 
 def _board(logger: Logger) -> Any:
     return getattr(logger, "experiment", None)
-
-
-def _summary(counts: torch.Tensor, edges: torch.Tensor) -> dict[str, Any]:
-    """Returns what TensorBoard stores for a histogram; the sums take every value to lie in the middle of its bin."""
-    middles = (edges[1:] + edges[:-1]) / 2
-    return {
-        "min": edges[0].item(),
-        "max": edges[-1].item(),
-        "num": int(counts.sum()),
-        "sum": (counts * middles).sum().item(),
-        "sum_squares": (counts * middles**2).sum().item(),
-        "bucket_limits": edges[1:].tolist(),
-        "bucket_counts": counts.tolist(),
-    }

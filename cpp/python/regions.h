@@ -1,0 +1,69 @@
+// Where everything lies in a segment, told to Python: for plans, and for looking into files that nobody opens.
+#pragma once
+
+#include "python/segment.h"
+#include "system/simd.h"
+
+namespace torchreplay::py {
+
+inline unsigned long long as_ull(uint64_t n) { return n; }
+
+// {name: (first byte, bytes)} of the regions, `fields`: [(first byte, bytes between slots)], and a few sizes.
+inline PyObject* regions_of(const Layout& l) {
+  const Ref fields(checked(PyList_New(0)));
+  uint64_t end_of_rows = l.records + l.capacity * l.record_stride;
+  for (const Field& f : l.fields) {
+    const Ref field(checked(Py_BuildValue("KK", as_ull(f.offset), as_ull(f.stride))));
+    if (PyList_Append(fields.get(), field.get()) < 0) throw PythonError{};
+    if (f.own_array) end_of_rows = std::max(end_of_rows, f.offset + l.capacity * f.stride);
+  }
+  const uint64_t leaves = l.tree + PriorityTree::kLeavesOffset;
+  return checked(Py_BuildValue("{s:O,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "fields", fields.get(), "records",
+                               as_ull(l.records), "record_stride", as_ull(l.record_stride), "row_header",
+                               as_ull(l.view.linked() ? kLinkedHeaderBytes : kSingleHeaderBytes), "end_of_rows",
+                               as_ull(end_of_rows), "at", as_ull(l.at), "links", as_ull(l.links), "tree",
+                               as_ull(l.tree), "leaves", as_ull(leaves), "bytes", as_ull(l.bytes)));
+}
+
+// segment_regions(capacity, fields, view, text_bytes) -> dict: of the segment that Segment(create=True) would make.
+inline PyObject* segment_regions(PyObject*, PyObject* args) {
+  return guarded([&] {
+    unsigned long long capacity, text;
+    PyObject *list, *view;
+    if (!PyArg_ParseTuple(args, "KOOK", &capacity, &list, &view, &text)) throw PythonError{};
+    const Fields fields = Fields::parse(list);
+    return regions_of(
+        make_layout(capacity, fields.columns(), segment::parse_view(view), config_bytes(fields.specs.size(), text)));
+  });
+}
+
+// simd() -> str: the instructions that the tree runs on here.
+inline PyObject* simd(PyObject*, PyObject*) {
+  return guarded([] { return checked(PyUnicode_FromString(best_simd() == Simd::kAvx512 ? "AVX-512" : "portable")); });
+}
+
+// read_segment(fd) -> dict: what a file says of itself, read and not mapped, whoever uses it. Counts may be those of
+// different moments where somebody does.
+inline PyObject* read_segment(PyObject*, PyObject* number) {
+  return guarded([&] {
+    const Descriptor fd = Descriptor::duplicate(static_cast<int>(as_int(number)));
+    const HeaderPage page(fd);
+    const Description described = read_description(fd);
+    const Header& h = page.header();
+    const FileState& file = page.file();
+    const LimiterConfig& limiter = h.limiter();
+    const Ref regions(regions_of(described.layout));
+    const uint32_t phase = static_cast<uint32_t>(file.phase.load(std::memory_order_acquire));
+    return checked(Py_BuildValue(
+        "{s:s#,s:O,s:(Kdd),s:K,s:I,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:d,s:K}", "text", described.text.data(),
+        static_cast<Py_ssize_t>(described.text.size()), "regions", regions.get(), "limiter", as_ull(limiter.min_size),
+        limiter.ratio, limiter.tolerance, "rows", as_ull(h.rows), "phase", phase, "boot", as_ull(file.boot), "head",
+        as_ull(h.head.load(std::memory_order_relaxed)), "inserted", as_ull(h.inserted), "sampled", as_ull(h.sampled),
+        "updated", as_ull(h.updated), "stale_updates", as_ull(h.stale_updates), "draws",
+        as_ull(h.draws.load(std::memory_order_relaxed)), "seed", as_ull(h.seed), "format", as_ull(h.version),
+        "priority_max", static_cast<double>(h.max_raw), "dropped_rows",
+        as_ull(file.dropped_rows.load(std::memory_order_relaxed))));
+  });
+}
+
+}  // namespace torchreplay::py

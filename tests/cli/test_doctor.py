@@ -1,0 +1,91 @@
+"""`torchreplay doctor` and `bench`: what this machine gives, told line by line."""
+
+import json
+import os
+import resource
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+from torchreplay.checking import machine
+from torchreplay.cli import main
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def by_topic(found):
+    return {finding.topic: finding for finding in found}
+
+
+def test_every_line_that_is_not_ok_says_what_to_change():
+    found = machine.examine()
+    assert all(finding.advice for finding in found if not finding.ok)
+    assert {"memory", "huge pages", "/dev/shm", "cores", "page-locking", "CUDA", "torch"} <= by_topic(found).keys()
+
+
+def test_versions_and_cores_are_those_of_this_process():
+    found = by_topic(machine.examine())
+    assert found["torch"].value == torch.__version__
+    assert found["numpy"].value == np.__version__
+    assert found["cores"].value.startswith(f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}")
+
+
+def test_json_and_exit_code_agree():
+    result = run("doctor", "--json")
+    lines = json.loads(result.output)
+    assert result.exit_code == (0 if all(line["ok"] for line in lines) else 1)
+
+
+def test_one_core_is_a_warning(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    finding = by_topic(machine.examine())["cores"]
+    assert not finding.ok
+    assert "two or more" in finding.advice
+
+
+def test_a_forbidden_huge_page_is_a_warning_that_names_the_variable(monkeypatch):
+    monkeypatch.setenv("TORCHREPLAY_HUGE_PAGES", "0")
+    finding = by_topic(machine.examine())["huge pages"]
+    assert not finding.ok
+    assert "TORCHREPLAY_HUGE_PAGES=0" in finding.advice
+
+
+def test_few_open_files_are_a_warning(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
+    assert not by_topic(machine.examine())["open files"].ok
+
+
+def test_an_old_version_of_a_library_is_a_warning(monkeypatch):
+    real = machine.metadata.version
+    monkeypatch.setattr(machine.metadata, "version", lambda name: "1.0.3" if name == "numpy" else real(name))
+    monkeypatch.setattr(machine.metadata, "requires", lambda _: ["numpy>=1.26", 'ray>=2.40; extra == "ray"'])
+    found = by_topic(machine.examine())
+    assert (found["numpy"].ok, found["numpy"].advice) == (False, "torchreplay needs 1.26 or later")
+    assert found["ray"].ok
+
+
+@pytest.mark.slow
+def test_the_lines_name_the_instructions_that_the_core_was_told_to_use():
+    """In a process of its own: the core decides once."""
+    import subprocess
+    import sys
+
+    program = "from torchreplay import _C; print(_C.simd())"
+    environment = os.environ | {"TORCHREPLAY_SIMD": "portable"}
+    told = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "portable"
+
+
+@pytest.mark.slow
+def test_bench_has_every_call_beside_a_copy_within_its_time():
+    result = run("bench", "--seconds", 1, "--json")
+    figures = {figure["name"]: figure for figure in json.loads(result.output)}
+    assert result.exit_code == 0
+    assert len(figures) == 9
+    assert all(figure["seconds"] > 0 for figure in figures.values())
+    copied = figures["copy as many bytes (memcpy)"]["nbytes"]
+    assert copied == figures["sample 256, stacks of 4 frames"]["nbytes"] == 256 * 2 * 4 * 84 * 84

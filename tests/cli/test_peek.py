@@ -1,0 +1,95 @@
+"""`torchreplay peek` prints rows, and writes images as PNG."""
+
+import numpy as np
+import pytest
+import stored_buffers
+import torch
+from click.testing import CliRunner
+from PIL import Image
+
+import torchreplay as tr
+from torchreplay.cli import main
+from torchreplay.files.images import is_image, pixels
+
+FORMS = ["file", "directory", "archive"]
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    return stored_buffers.make(tmp_path_factory.mktemp("stored"))
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, ["peek", *(str(argument) for argument in arguments)])
+
+
+def rows_in(output):
+    return [int(line.split()[1]) for line in output.splitlines() if line.startswith("row ")]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_newest_rows_come_first(stored, form):
+    assert rows_in(run("-n", 3, stored.forms[form]).output) == [69, 68, 67]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_oldest_rows_on_request(stored, form):
+    assert rows_in(run("--oldest", "-n", 2, stored.forms[form]).output) == [20, 21]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_by_key_with_their_values(stored, form):
+    output = run("--key", 33, stored.forms[form]).output
+    assert rows_in(output) == [33]
+    values = {line.split()[0]: line.split()[1] for line in output.splitlines()[1:]}
+    at = 33 - 20
+    assert values["action"] == str(int(stored.columns()["action"][at]))
+    assert values["reward"] == f"{float(stored.columns()['reward'][at]):.6g}"
+    assert f"{float(stored.buffer.priorities(torch.tensor([33]))):.4g}" in output
+
+
+def test_a_key_that_is_gone_is_refused_with_those_that_are_held(stored):
+    result = run("--key", 3, stored.forms["file"])
+    assert result.exit_code == 2
+    assert "there is no row with key 3: the keys held are 20 to 69" in result.output
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_images_are_pngs_of_the_pixels(stored, form, tmp_path):
+    result = run("--images", tmp_path / "images", "-n", 4, stored.forms[form])
+    assert f"4 images in {tmp_path / 'images'}" in result.output
+    for key in (66, 67, 68, 69):
+        found = np.asarray(Image.open(tmp_path / "images" / f"{key}-obs.png"))
+        np.testing.assert_array_equal(found, stored.columns()["obs"][key - 20].numpy())
+
+
+def test_an_empty_buffer_has_no_rows_to_print(tmp_path):
+    with tr.ReplayBuffer({"x": tr.Field()}, 8, path=tmp_path / "b.bin"):
+        result = run(tmp_path / "b.bin")
+    assert (result.exit_code, result.output) == (0, "")
+
+
+def test_images_of_a_spec_without_any_are_refused(tmp_path):
+    with tr.ReplayBuffer({"x": tr.Field()}, 8, path=tmp_path / "b.bin") as buffer:
+        buffer.extend(x=torch.zeros(1))
+        result = run("--images", tmp_path, tmp_path / "b.bin")
+    assert result.exit_code == 2
+    assert "no field is an image" in result.output
+
+
+@pytest.mark.parametrize("shape", [(84, 84), (84, 96, 3), (3, 84, 96), (4, 84, 84), (84, 84, 1)])
+def test_bytes_with_height_and_width_are_images(shape):
+    assert is_image(tr.Field(shape, torch.uint8))
+    assert not is_image(tr.Field(shape, torch.float32))
+
+
+@pytest.mark.parametrize("shape", [(), (128,), (4, 4), (17, 6), (20, 84, 84), (2, 3, 84, 84)])
+def test_other_shapes_are_none(shape):
+    assert not is_image(tr.Field(shape, torch.uint8))
+
+
+def test_colours_stay_colours_and_stacked_frames_stand_side_by_side():
+    colours = torch.randint(0, 256, (3, 10, 12), dtype=torch.uint8)
+    np.testing.assert_array_equal(pixels(colours), colours.permute(1, 2, 0).numpy())
+    stack = torch.randint(0, 256, (4, 10, 12), dtype=torch.uint8)
+    np.testing.assert_array_equal(pixels(stack), np.concatenate([frame.numpy() for frame in stack], axis=1))

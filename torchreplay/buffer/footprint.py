@@ -1,0 +1,66 @@
+"""The bytes that a buffer would take, before anything is reserved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchreplay import _C
+from torchreplay.schema.config import Config
+from torchreplay.schema.limiters import Limiter
+from torchreplay.schema.samplers import Sampler
+from torchreplay.schema.spec import Spec, to_native
+from torchreplay.schema.views import View
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes of shared memory, or of the file, to the last one.
+
+    Attributes:
+        capacity: Rows that fit.
+        nbytes: All of it, as `ReplayBuffer.nbytes` will say.
+        fields: Of the rows' values, by field; nested names are joined by '/'.
+        structures: Of everything else: `row headers`, `alignment`, `links and marks`, `priority tree`, `header`. With
+            `fields` they add up to `nbytes`.
+    """
+
+    capacity: int
+    nbytes: int
+    fields: dict[str, int]
+    structures: dict[str, int]
+
+
+def footprint(
+    spec: Spec,
+    capacity: int,
+    *,
+    sampler: Sampler | None = None,
+    view: View | None = None,
+    limiter: Limiter | None = None,
+) -> Footprint:
+    """Returns the bytes that a `ReplayBuffer` of these arguments would take. Nothing is reserved.
+
+    Args:
+        spec: As for `ReplayBuffer`.
+        capacity: As for `ReplayBuffer`.
+        sampler: As for `ReplayBuffer`. It costs nothing but its own description.
+        view: As for `ReplayBuffer`. One that links rows takes more for each.
+        limiter: As for `ReplayBuffer`. It costs nothing but its own description.
+
+    Raises:
+        ValueError: A bad spec or capacity.
+        TypeError: Something else in the place of a sampler, a view or a limiter.
+    """
+    config = Config.of(spec, capacity, sampler, view, limiter)
+    text = len(config.to_text().encode())
+    regions = _C.segment_regions(config.capacity, to_native(config.fields), config.view.native(), text)
+    fields = {"/".join(path): config.capacity * field.nbytes for path, field in config.fields.items()}
+    headers = config.capacity * regions["row_header"]
+    structures = {
+        "row headers": headers,
+        "alignment": regions["at"] - regions["records"] - headers - sum(fields.values()),
+        "links and marks": regions["tree"] - regions["at"],
+        "priority tree": regions["bytes"] - regions["tree"],
+        "header": regions["records"],
+    }
+    return Footprint(config.capacity, regions["bytes"], fields, structures)

@@ -1,0 +1,248 @@
+"""An environment and a buffer that note what a user's loop does with them, and on which line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path as FilePath
+from types import FrameType
+from typing import Any, Final
+
+import numpy as np
+
+from torchreplay.buffer.replay_buffer import ReplayBuffer
+from torchreplay.buffer.writer import Autoreset, Writer, checked_autoreset
+from torchreplay.checking.casting import as_numpy
+from torchreplay.schema.casting import cast_values
+
+PACKAGE: Final = str(FilePath(__file__).parents[1])
+
+
+class Enough(BaseException):
+    """Ends a user's loop when it has shown enough; no `except Exception` of the loop catches it."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnvStep:
+    """One call of `env.step`, with a leading dimension of environments in every array.
+
+    Attributes:
+        number: How many came before.
+        obs: The observation that the action was for.
+        action: The action.
+        reward: float64 `[n]`.
+        terminated: bool `[n]`.
+        truncated: bool `[n]`.
+        next_obs: What it returned.
+        is_reset: bool `[n]`: where a next-step autoreset began an episode: what it returned is no step.
+    """
+
+    number: int
+    obs: Any
+    action: Any
+    reward: np.ndarray[Any, Any]
+    terminated: np.ndarray[Any, Any]
+    truncated: np.ndarray[Any, Any]
+    next_obs: Any
+    is_reset: np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """One call that writes.
+
+    Attributes:
+        call: Its name, such as `writer.append`.
+        site: File and line of the user's code.
+        values: What it was given, by name; nested as it was.
+        priority: What it was given as priority; None: nothing.
+        steps: Calls of `env.step` before it.
+        num_envs: Of the writer; None: one environment.
+    """
+
+    call: str
+    site: str
+    values: dict[str, Any]
+    priority: Any
+    steps: int
+    num_envs: int | None
+
+
+@dataclass(slots=True)
+class Recording:
+    """What a loop did.
+
+    Attributes:
+        num_envs: Environments of a vector environment; None: it is none.
+        steps: Calls of `env.step`.
+        resets: What `env.reset` returned, and after how many steps.
+        writes: Calls that write.
+        updates: TD errors fed back, and the line.
+        samples: Batches drawn.
+        step_site: Line of the first `env.step`.
+    """
+
+    num_envs: int | None = None
+    steps: list[EnvStep] = field(default_factory=list)
+    resets: list[tuple[int, Any]] = field(default_factory=list)
+    writes: list[Write] = field(default_factory=list)
+    updates: list[tuple[str, np.ndarray[Any, Any]]] = field(default_factory=list)
+    samples: list[str] = field(default_factory=list)
+    step_site: str = ""
+
+
+def site() -> str:
+    """Returns file and line of the call in the user's code that led here."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "the call"
+
+
+class RecordedEnv:
+    """An environment that notes what it is asked and what it answers; all else goes to the environment itself.
+
+    Args:
+        env: A Gymnasium environment or vector environment.
+        recording: Where to.
+        episodes: After so many ends `reset`, or `step` of a vector environment, raises `Enough`.
+        max_steps: After so many steps `step` raises it.
+
+    Attributes:
+        autoreset: What a vector environment does when an episode ends; "disabled" for others.
+    """
+
+    def __init__(self, env: Any, recording: Recording, episodes: int, max_steps: int) -> None:
+        self._env, self._recording = env, recording
+        self._episodes, self._max_steps = episodes, max_steps
+        self._ends = 0
+        self._obs: Any = None
+        self._over = np.zeros(recording.num_envs or 1, bool)
+        vector = recording.num_envs is not None
+        self.autoreset = checked_autoreset(env.metadata.get("autoreset_mode", "next_step")) if vector else "disabled"
+
+    def reset(self, **arguments: Any) -> Any:
+        """Resets the environment, unless it has shown enough episodes."""
+        if self._ends >= self._episodes:
+            raise Enough
+        obs, info = self._env.reset(**arguments)
+        self._obs = deepcopy(obs)
+        self._over[:] = False
+        self._recording.resets.append((len(self._recording.steps), self._obs))
+        return obs, info
+
+    def step(self, action: Any) -> Any:
+        """Steps the environment, unless it has shown enough."""
+        if len(self._recording.steps) >= self._max_steps or self._ends >= self._episodes:
+            raise Enough
+        self._recording.step_site = self._recording.step_site or site()
+        given = deepcopy(action)
+        answer = self._env.step(action)
+        obs, reward, terminated, truncated = deepcopy(answer[:4])
+        single = self._recording.num_envs is None
+        flags = [np.atleast_1d(np.asarray(flag, bool)) for flag in (terminated, truncated)]
+        resets = self._over & (self.autoreset == "next_step")
+        self._recording.steps.append(
+            EnvStep(
+                len(self._recording.steps),
+                _batched(self._obs) if single else self._obs,
+                _batched(given) if single else given,
+                np.atleast_1d(np.asarray(reward, np.float64)),
+                flags[0],
+                flags[1],
+                _batched(obs) if single else obs,
+                resets.copy(),
+            )
+        )
+        self._obs = obs
+        self._over = (flags[0] | flags[1]) & ~resets
+        self._ends += int(self._over.sum())
+        return answer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._env, name)
+
+
+class RecordedWriter(Writer):
+    """A writer that notes each call before it writes."""
+
+    def record_to(self, recording: Recording) -> RecordedWriter:
+        """Returns itself, from now on noting its calls there."""
+        self._recording = recording
+        return self
+
+    def step(self, **given: Any) -> Any:
+        """Notes a step, and writes it."""
+        self._note("writer.step", given)
+        return super().step(**given)
+
+    def append(self, **given: Any) -> int:
+        """Notes a row, and writes it."""
+        self._note("writer.append", given)
+        return super().append(**given)
+
+    def extend(self, **given: Any) -> Any:
+        """Notes several rows, and writes them."""
+        self._note("writer.extend", given)
+        return super().extend(**given)
+
+    def _note(self, call: str, given: dict[str, Any]) -> None:
+        note_write(self._recording, call, given, self._num_envs)
+
+
+class RecordedBuffer(ReplayBuffer):
+    """A buffer that notes what is written, drawn and fed back."""
+
+    def record_to(self, recording: Recording) -> RecordedBuffer:
+        """Returns itself, from now on noting its calls there."""
+        self._recording = recording
+        return self
+
+    def writer(self, num_envs: int | None = None, autoreset: Autoreset = "next_step") -> Writer:
+        """Returns a writer that notes its calls."""
+        return RecordedWriter(self._segment, self._config, num_envs, autoreset).record_to(self._recording)
+
+    def extend(self, /, *args: Any, priority: Any = None, casting: Any = "same_kind", **fields: Any) -> Any:
+        """Notes several rows, and writes them."""
+        note_write(self._recording, "buffer.extend", {**fields, "priority": priority}, None)
+        with Writer(self._segment, self._config, self._config.num_envs_of(fields)) as plain:
+            return plain.extend(*args, priority=priority, **cast_values(self._config.fields, fields, casting))
+
+    def sample(self, *args: Any, **given: Any) -> Any:
+        """Notes a draw, and draws."""
+        self._recording.samples.append(site())
+        return super().sample(*args, **given)
+
+    def update_priorities(self, batch_or_keys: Any, td: Any) -> None:
+        """Notes TD errors, and applies them."""
+        self._recording.updates.append((site(), np.abs(_array(td)).reshape(-1).astype(np.float64)))
+        super().update_priorities(batch_or_keys, td)
+
+
+def note_write(recording: Recording, call: str, given: dict[str, Any], num_envs: int | None) -> None:
+    """Notes a call that writes, with copies of its values."""
+    values = {name: _copied(value) for name, value in given.items() if name not in ("priority", "final_obs")}
+    recording.writes.append(Write(call, site(), values, given.get("priority"), len(recording.steps), num_envs))
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _copied(inner) for name, inner in value.items()}
+    if isinstance(value, tuple) and value and not np.isscalar(value[0]):
+        return tuple(_copied(inner) for inner in value)
+    return np.array(_array(value))
+
+
+def _array(value: Any) -> np.ndarray[Any, Any]:
+    return as_numpy(value.detach().cpu()) if hasattr(value, "detach") else np.asarray(value)
+
+
+def _batched(value: Any) -> Any:
+    """Returns a value of one environment with a leading dimension of one."""
+    if isinstance(value, Mapping):
+        return {name: _batched(inner) for name, inner in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_batched(inner) for inner in value)
+    return np.asarray(value)[None]

@@ -1,0 +1,209 @@
+"""The rows of a checkpoint, in its directory or in an archive: each column is read where it lies in its file."""
+
+from __future__ import annotations
+
+import json
+import struct
+import tarfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from torchreplay import _C
+from torchreplay.checkpoint.buffer_checkpoint import ROW_COLUMNS, Description, RowsGone, with_rows
+from torchreplay.checkpoint.directory import NAME, unsealed
+from torchreplay.checkpoint.safetensors_io import DTYPES
+from torchreplay.errors import CheckpointError
+from torchreplay.files.rows import Positions, StoredRows, as_tensor, column_dtype, raw_dtype
+from torchreplay.schema.config import DAMAGED
+from torchreplay.schema.limiters import Limiter
+
+OPEN_SHARDS: Final = 64
+"""Files of rows that are mapped at a time."""
+PIECE: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a file of rows lies.
+
+    Attributes:
+        path: The file, or the archive that holds it.
+        offset: In bytes, from where it begins.
+        size: In bytes.
+    """
+
+    path: Path
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A file of rows, mapped.
+
+    Attributes:
+        content: uint8 `[size]`.
+        columns: Where each tensor begins, and its dtype and shape.
+    """
+
+    content: NDArray[np.uint8]
+    columns: dict[str, tuple[int, str, tuple[int, ...]]]
+
+    @classmethod
+    def at(cls, place: Place) -> Shard:
+        """Maps a file.
+
+        Raises:
+            CheckpointError: It is missing, or damaged.
+        """
+        try:
+            content = np.memmap(place.path, np.uint8, "r", place.offset, (place.size,))
+            (length,) = struct.unpack("<Q", content[:8].tobytes())
+            start = 8 + length
+            header = json.loads(bytes(content[8:start]))
+            columns = {
+                name: (start + told["data_offsets"][0], str(told["dtype"]), tuple(told["shape"]))
+                for name, told in header.items()
+            }
+        except FileNotFoundError:
+            raise RowsGone(f"{place.path} is gone: the checkpoint was saved to meanwhile, so try again") from None
+        except (*DAMAGED, OSError, struct.error) as error:
+            raise CheckpointError(f"{place.path} is damaged: {error!r:.200}") from None
+        return cls(content, columns)
+
+    def column(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """Returns a tensor's elements as `dtype`, which has their size, over the file.
+
+        Raises:
+            CheckpointError: It is not there, or does not fit.
+        """
+        try:
+            offset, _, shape = self.columns[name]
+            return np.ndarray(shape, dtype, self.content, offset)
+        except (*DAMAGED, MemoryError) as error:
+            raise CheckpointError(f"a file of rows is damaged, its column {name!r}: {error!r:.200}") from None
+
+
+class CheckpointRows(StoredRows):
+    """The rows of a checkpoint.
+
+    Args:
+        description: What it says of itself.
+        places: Of its files of rows, in the order of the description.
+
+    Attributes:
+        description: What it says of itself.
+        limiter: The buffer's.
+
+    Raises:
+        CheckpointError: A file is missing or damaged.
+    """
+
+    def __init__(self, description: Description, places: list[Place]) -> None:
+        self.description, self.config, self.places = description, description.config, places
+        self.limiter: Limiter = description.config.limiter
+        self.head = int(description.counts[0])
+        self._names = dict(zip([*self.fields, *ROW_COLUMNS], description.columns, strict=True))
+        self._shard: Callable[[int], Shard] = lru_cache(OPEN_SHARDS)(lambda number: Shard.at(places[number]))
+        keys = [self._stored("/key", number) for number in range(len(places))]
+        self._starts = np.cumsum([0, *map(len, keys)])
+        every = np.concatenate([np.empty(0, np.int64), *keys])
+        self._order = np.argsort(every, kind="stable")
+        self.keys = every[self._order]
+
+    def read(self, column: str, at: Positions) -> torch.Tensor:
+        """Returns `[m, *shape]` of a column: a copy."""
+        dtype, shape = self._kind(column)
+        stored = self._order[at]
+        values = np.empty((len(at), *shape), raw_dtype(dtype))
+        shards = np.searchsorted(self._starts, stored, side="right") - 1
+        for number in np.unique(shards):
+            here = shards == number
+            values[here] = self._stored(column, int(number))[stored[here] - self._starts[number]]
+        return as_tensor(values, dtype)
+
+    def gone(self, at: Positions) -> NDArray[np.bool_]:
+        """Returns that none is: a checkpoint's rows stay."""
+        return np.zeros(len(at), bool)
+
+    def damaged(self, number: int) -> str | None:
+        """Returns what is wrong with a file of rows, by its checksum; None: nothing."""
+        name, size, checksum = self.description.shards[number]
+        place, found = self.places[number], 0
+        try:
+            content = np.memmap(place.path, np.uint8, "r", place.offset, (place.size,))
+        except FileNotFoundError:
+            raise RowsGone(f"{place.path} is gone: the checkpoint was saved to meanwhile, so try again") from None
+        except (OSError, ValueError) as error:
+            return f"{name}: {error}"
+        for at in range(0, size, PIECE):
+            found = _C.checksum(content[at : at + PIECE].data, found)
+        return None if found == checksum else f"{name}: its checksum is {found:08x}, not {checksum:08x}"
+
+    def _kind(self, column: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        if column in ROW_COLUMNS:
+            return getattr(torch, column_dtype(column).name), ()
+        field = list(self.config.fields.values())[self.fields.index(column)]
+        return field.dtype, field.shape
+
+    def _stored(self, column: str, number: int) -> NDArray[Any]:
+        """Returns a column of one file, checked: raw elements of a field, and what `ROW_COLUMNS` are."""
+        dtype, shape = self._kind(column)
+        kind = column_dtype(column) if column == "/key" else raw_dtype(dtype)
+        values = self._shard(number).column(self._names[column], kind)
+        told = self._shard(number).columns[self._names[column]][1]
+        if values.shape[1:] != shape or told != DTYPES[dtype]:
+            raise CheckpointError(
+                f"{self.description.shards[number][0]} is damaged: {column!r} is {told} {list(values.shape)}, "
+                f"expected {DTYPES[dtype]} [n, {', '.join(map(str, shape))}]"
+            )
+        return values
+
+
+def of_directory(directory: Path) -> CheckpointRows:
+    """Returns the rows of a checkpoint in its directory.
+
+    Raises:
+        CheckpointError: There is none, it is damaged, or a file of rows is missing or of another size.
+    """
+
+    def rows_of(description: Description) -> CheckpointRows:
+        places = [Place(directory / name, 0, size) for name, size, _ in description.shards]
+        for place in places:
+            try:
+                found = place.path.stat().st_size
+            except (FileNotFoundError, NotADirectoryError):
+                raise RowsGone(f"{place.path} is missing") from None
+            if found != place.size:
+                raise CheckpointError(f"{place.path} is {found:,} bytes long: expected {place.size:,}")
+        return CheckpointRows(description, places)
+
+    return with_rows(directory, rows_of)
+
+
+def of_archive(path: Path) -> CheckpointRows:
+    """Returns the rows of a checkpoint in an archive, which stays packed.
+
+    Raises:
+        CheckpointError: It holds none, or is damaged or truncated.
+    """
+    try:
+        with tarfile.open(path, "r:") as archive:
+            members = {member.name: member for member in archive if member.isfile()}
+            told = archive.extractfile(members[NAME])
+            assert told is not None  # a regular file has content
+            description = Description.from_data(unsealed(told.read()))
+        places = [Place(path, members[name].offset_data, members[name].size) for name, _, _ in description.shards]
+    except (*DAMAGED, tarfile.TarError, OSError) as error:
+        raise CheckpointError(f"{path} holds no checkpoint, or only a part of one: {error!r:.300}") from None
+    for place, (name, size, _) in zip(places, description.shards, strict=True):
+        if place.size != size or place.offset + size > path.stat().st_size:
+            raise CheckpointError(f"{path} is truncated: {name} should have {size:,} bytes")
+    return CheckpointRows(description, places)

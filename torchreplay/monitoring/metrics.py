@@ -1,0 +1,158 @@
+"""The names and values of what is logged about a buffer: the same for every logger."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+
+from torchreplay.buffer.base import Replay
+from torchreplay.buffer.stats import Stats
+
+PREFIX: Final = "replay"
+"""With which every name begins."""
+RATES: Final = ("inserted", "sampled", "updated")
+"""Counters that are also told per second."""
+HISTOGRAMS: Final = {
+    "priority": "raw priorities |td| of the items that can be drawn",
+    "age": "rows written since each row held",
+}
+COUNTERS: Final = {
+    "inserted": "items that ever became drawable",
+    "sampled": "items drawn",
+    "draws": "batches drawn",
+    "updated": "TD errors applied",
+    "stale_updates": "TD errors dropped because their row was overwritten or cleared",
+    "unready_updates": "TD errors dropped because their item was not complete",
+    "redraws": "items drawn again because their row was overwritten while it was copied",
+    "evicted_unsampled": "items overwritten before they were ever drawn",
+    "rows_written": "keys given to writers",
+    "dropped_rows": "rows that were being written when all processes had died",
+    "insert_wait": "seconds that writers waited",
+    "sample_wait": "seconds that learners waited for rows",
+}
+GAUGES: Final = {
+    "size": "rows held",
+    "capacity": "rows that fit",
+    "nbytes": "bytes of shared memory, or of the file",
+    "drawable": "items that can be drawn now",
+    "staleness": "TD errors that came between a batch's draw and its handing out, on average",
+    "priority_change": "by how much an applied TD error changed its item's leaf, on average",
+    "samples_per_insert": "items drawn for each item inserted",
+    "priority_total": "sum of all leaves",
+    "priority_min": "smallest raw priority of the items that can be drawn",
+    "priority_max": "largest raw priority seen",
+    "writers": "writers alive",
+    "learners": "learners alive",
+    "last_write_age": "seconds since a writer last wrote",
+    "insert_wait_share": "share of the last 10 to 20 seconds that a writer waited",
+    "sample_wait_share": "share of the last 10 to 20 seconds that a learner waited for rows",
+    "stopped": "1 when the buffer was stopped",
+}
+"""With `COUNTERS` all figures of `Stats`, in a few words each."""
+
+
+class Scalars:
+    """Takes the scalars of `buffer.stats()`, and rates between two looks."""
+
+    def __init__(self) -> None:
+        self._clock = 0.0
+        self._counts: dict[str, float] = {}
+
+    def take(self, replay: Replay) -> tuple[Stats, dict[str, float]]:
+        """Returns the statistics of a buffer, and what is logged of them by name.
+
+        The names are those of `Stats`, and `<counter>_per_second` since the look before. What is not finite is left
+        out. So is `last_write_age` before the first write.
+        """
+        stats = replay.stats()
+        told = stats.as_dict()
+        values = {name: float(value) for name, value in told.items()}
+        values |= self._rates(told)
+        if values.get("last_write_age", 0.0) < 0:
+            del values["last_write_age"]
+        return stats, {name: value for name, value in values.items() if math.isfinite(value)}
+
+    def forget(self) -> None:
+        """Has the next look return no rates."""
+        self._counts = {}
+
+    def _rates(self, told: Mapping[str, Any]) -> dict[str, float]:
+        now, counts = time.monotonic(), {name: float(told[name]) for name in RATES}
+        elapsed, before = now - self._clock, self._counts
+        self._clock, self._counts = now, counts
+        return {f"{name}_per_second": (counts[name] - before[name]) / elapsed for name in before if elapsed > 0}
+
+
+def named(values: Mapping[str, float], separator: str = "/") -> dict[str, float]:
+    """Returns values by the names under which they are logged: `replay/size`, ..."""
+    return {f"{PREFIX}{separator}{name}": value for name, value in values.items()}
+
+
+def tensorboard_histogram(counts: torch.Tensor, edges: torch.Tensor) -> dict[str, Any]:
+    """Returns what TensorBoard's `add_histogram_raw` takes; the sums put every value into the middle of its bin.
+
+    Args:
+        counts: int64 `[bins]`.
+        edges: float64 `[bins + 1]`.
+    """
+    middles = (edges[1:] + edges[:-1]) / 2
+    return {
+        "min": edges[0].item(),
+        "max": edges[-1].item(),
+        "num": int(counts.sum()),
+        "sum": (counts * middles).sum().item(),
+        "sum_squares": (counts * middles**2).sum().item(),
+        "bucket_limits": edges[1:].tolist(),
+        "bucket_counts": counts.tolist(),
+    }
+
+
+def prometheus_text(
+    values: Mapping[str, float], histograms: Mapping[str, torch.Tensor], labels: Mapping[str, str]
+) -> str:
+    """Returns figures in Prometheus' text format, version 0.0.4.
+
+    Args:
+        values: What `Scalars.take` returned.
+        histograms: What `Replay.histograms` returned; may be empty.
+        labels: Of each line.
+    """
+    lines = []
+    for name, value in values.items():
+        full = f"{PREFIX}_{name}"
+        base = name.removesuffix("_per_second")
+        about = COUNTERS.get(base) or GAUGES.get(base, "")
+        lines += [
+            f"# HELP {full} {about}{' a second' if base != name else ''}",
+            f"# TYPE {full} {'counter' if name in COUNTERS else 'gauge'}",
+            f"{full}{_labels(labels)} {value!r}",
+        ]
+    for name in HISTOGRAMS:
+        if name in histograms:
+            lines += _prometheus_histogram(name, histograms[name], histograms[f"{name}_edges"], labels)
+    return "\n".join([*lines, ""])
+
+
+def _prometheus_histogram(name: str, counts: torch.Tensor, edges: torch.Tensor, labels: Mapping[str, str]) -> list[str]:
+    full = f"{PREFIX}_{name}"
+    told = tensorboard_histogram(counts, edges)
+    buckets = zip(told["bucket_limits"], counts.cumsum(0).tolist(), strict=True)
+    return [
+        f"# HELP {full} {HISTOGRAMS[name]}",
+        f"# TYPE {full} histogram",
+        *(f"{full}_bucket{_labels({**labels, 'le': repr(limit)})} {count}" for limit, count in buckets),
+        f"{full}_bucket{_labels({**labels, 'le': '+Inf'})} {told['num']}",
+        f"{full}_sum{_labels(labels)} {told['sum']!r}",
+        f"{full}_count{_labels(labels)} {told['num']}",
+    ]
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    if not labels:
+        return ""
+    escapes = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+    return "{" + ",".join(f'{name}="{value.translate(escapes)}"' for name, value in labels.items()) + "}"
