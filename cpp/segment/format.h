@@ -118,8 +118,14 @@ class HeaderPage {
   alignas(kLine) char page_[kSegmentHeaderBytes];
 };
 
-// Maps a segment, in use or not. Throws NotASegment, naming what is wrong with it.
-inline std::unique_ptr<SegmentMemory> map_segment(Descriptor fd) {
+// What a segment says of itself.
+struct Description {
+  Layout layout;
+  std::string text;  // the Python side's
+};
+
+// Reads it, of a segment in use or not. Throws NotASegment, naming what is wrong with it.
+inline Description read_description(const Descriptor& fd) {
   const HeaderPage page(fd);
   const Header& h = page.header();
   const uint64_t size = fd.file_bytes();
@@ -156,9 +162,13 @@ inline std::unique_ptr<SegmentMemory> map_segment(Descriptor fd) {
   if (layout.hash() != h.layout_hash || layout.bytes != size)
     throw NotASegment(
         "the segment was laid out by an incompatible build of torchreplay: use the same version in every process");
-  // Others may write to the configuration from here on: what was checked is kept.
-  return std::make_unique<SegmentMemory>(std::move(fd), std::move(layout),
-                                         config.substr(config.size() - head.text_bytes));
+  return {std::move(layout), config.substr(config.size() - head.text_bytes)};
+}
+
+// Maps a segment, in use or not. Throws NotASegment, naming what is wrong with it.
+inline std::unique_ptr<SegmentMemory> map_segment(Descriptor fd) {
+  Description found = read_description(fd);  // others may write to it from here on: what was checked is kept
+  return std::make_unique<SegmentMemory>(std::move(fd), std::move(found.layout), std::move(found.text));
 }
 
 // Maps a segment that others use. Throws NotASegment, naming what differs.
