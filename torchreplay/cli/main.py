@@ -5,7 +5,12 @@ from importlib import import_module
 import click
 
 # The name of a command and its module, which has it as `command`; in the order of the help.
-_COMMANDS: dict[str, str] = {}
+_COMMANDS: dict[str, str] = {
+    "list": "torchreplay.cli.list_buffers",
+    "watch": "torchreplay.cli.watch",
+    "record": "torchreplay.cli.record",
+    "plot": "torchreplay.cli.plot",
+}
 
 
 class _Commands(click.Group):

@@ -183,8 +183,8 @@ class Wait:
         else:
             return
         raise WouldBlockForever(
-            f"sample(){self._of()} would wait for ever: {figures}; {reason}. Write more rows, start explorers, or ask less of the "
-            f"limiter; buffer.expect_writers() says that writers will come"
+            f"sample(){self._of()} would wait for ever: {figures}; {reason}. Write more rows, start explorers, or ask "
+            f"less of the limiter; buffer.expect_writers() says that writers will come"
         )
 
     def check_room(self, balance: Callable[[], str]) -> None:
@@ -202,8 +202,8 @@ class Wait:
         self._check_stopped()  # last, as in check_rows
         if alone and not census["others_learning"]:
             raise WouldBlockForever(
-                f"append(){self._of()} would wait for ever: {balance()}; writers alive: {census['writers']}, last write: "
-                f"{_ago(census['since_write'])}; there is no other thread and no other process to draw. Draw more "
+                f"append(){self._of()} would wait for ever: {balance()}; writers alive: {census['writers']}, last "
+                f"write: {_ago(census['since_write'])}; there is no other thread and no other process to draw. Draw more "
                 f"batches between appends, give SamplesPerInsert a tolerance with room for all rows of a call, or use "
                 f"MinSize"
             )
