@@ -17,6 +17,9 @@ from torchreplay.monitoring.survey import choose
 RATE = 10.0
 """Looks a second."""
 
+NICENESS = 10
+"""Of those who look: where all cores are busy they get a tenth of one, and need less."""
+
 USE_SECONDS = 1.0
 """Between two looks whether anybody still has the buffer."""
 
@@ -34,10 +37,10 @@ def opened(given: str | None) -> LiveBuffer:
 
 
 def step_back() -> None:
-    """Leaves the cores to the run: the lowest priority, and one thread."""
+    """Leaves the cores to the run: a low priority, and one thread."""
     torch.set_num_threads(1)
     with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, 0, 19)
+        os.setpriority(os.PRIO_PROCESS, 0, max(NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
 
 
 def looks(buffer: LiveBuffer, rate: float, seconds: float | None) -> Iterator[float]:

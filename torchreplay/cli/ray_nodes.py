@@ -33,9 +33,15 @@ def survey_nodes(address: str, seconds: float) -> list[Listed]:
         look = ray.remote(survey).options(num_cpus=0, max_retries=0)
         asked = {node: look.options(scheduling_strategy=only_on(node)).remote(seconds, node) for node in living_nodes()}
         ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_SECONDS)
-        return [listed for node, answer in asked.items() for listed in _heard(ray, node, answer)]
+        return _once([listed for node, answer in asked.items() for listed in _heard(ray, node, answer)])
     finally:
         ray.shutdown()
+
+
+def _once(found: list[Listed]) -> list[Listed]:
+    """Returns each buffer once: nodes of a cluster may share a machine."""
+    known = {listed.nonce: listed for listed in reversed(found) if listed.nonce}
+    return [*reversed(known.values()), *(listed for listed in found if not listed.nonce)]
 
 
 def _heard(ray: object, node: str, answer: object) -> list[Listed]:
@@ -43,5 +49,5 @@ def _heard(ray: object, node: str, answer: object) -> list[Listed]:
         found: list[Listed] = ray.get(answer, timeout=0)  # type: ignore[attr-defined]  # Ray has no types
     except Exception as error:  # a node that is lost, or has another environment, is no reason to show nothing
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        return [Listed("?", 0, "", 0, "", trouble=f"the node does not answer: {reason[-1]}", node=node)]
+        return [Listed("?", 0, 0, "", 0, "", trouble=f"the node does not answer: {reason[-1]}", node=node)]
     return found

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -96,25 +98,26 @@ def command(
     """
     with opened(buffer) as live, ExplorerWeights() as weights:
         step_back()
-        watcher = Watcher(live, weights)
-        console = Console()
-        try:
-            if plain or not console.is_terminal:
-                _watch_plain(watcher, live, interval, rate, seconds)
+        watcher, console = Watcher(live, weights), Console()
+        on_screen = console.is_terminal and not plain
+        with suppress(KeyboardInterrupt):
+            if on_screen:
+                _watch_screen(watcher, console, interval, looks(live, rate, seconds))
             else:
-                _watch_screen(watcher, live, console, interval, rate, seconds)
-        except KeyboardInterrupt:
-            pass
+                _watch_plain(watcher, interval, looks(live, rate, seconds))
+        watcher.look()
+        if on_screen:
+            findings = watcher.findings()
+            console.print(panel(findings, advise(findings), console.width))
         if picture is not None:
-            watcher.look()
             _save(watcher.findings(), picture)
         if not live.in_use():
             click.echo(f"{live.name} is gone: the last process that had it has ended or closed it")
 
 
-def _watch_plain(watcher: Watcher, live: LiveBuffer, interval: float, rate: float, seconds: float | None) -> None:
+def _watch_plain(watcher: Watcher, interval: float, moments: Iterator[float]) -> None:
     shown = 0.0
-    for elapsed in looks(live, rate, seconds):
+    for elapsed in moments:
         watcher.look()
         if elapsed >= shown + interval:
             shown = elapsed
@@ -122,16 +125,12 @@ def _watch_plain(watcher: Watcher, live: LiveBuffer, interval: float, rate: floa
             click.echo(f"{time.strftime('%H:%M:%S')} {plain_line(findings, advise(findings))}")
 
 
-def _watch_screen(
-    watcher: Watcher, live: LiveBuffer, console: Console, interval: float, rate: float, seconds: float | None
-) -> None:
+def _watch_screen(watcher: Watcher, console: Console, interval: float, moments: Iterator[float]) -> None:
     shown = -interval
     with Live(console=console, auto_refresh=False, screen=True) as screen:
-        for elapsed in looks(live, rate, seconds):
+        for elapsed in moments:
             watcher.look()
             if elapsed >= shown + interval:
                 shown = elapsed
                 findings = watcher.findings()
                 screen.update(panel(findings, advise(findings), console.width), refresh=True)
-    findings = watcher.findings()
-    console.print(panel(findings, advise(findings), console.width))

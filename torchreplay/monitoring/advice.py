@@ -188,11 +188,11 @@ def _starving(findings: Findings) -> Iterator[Advice]:
     elif isinstance(limiter, SamplesPerInsert):
         yield Advice(
             "starving",
-            f"Learners wait {share:.0%} of their time for rows: add explorers, or let each item be drawn more often "
-            f"(SamplesPerInsert has a ratio of {limiter.ratio:g}).",
+            f"Learners wait {_percent(share)} of their time for rows: add explorers, or let each item be drawn "
+            f"more often (SamplesPerInsert has a ratio of {limiter.ratio:g}).",
         )
     else:
-        yield Advice("starving", f"Learners wait {share:.0%} of their time for rows: add explorers.")
+        yield Advice("starving", f"Learners wait {_percent(share)} of their time for rows: add explorers.")
 
 
 def _held_back(findings: Findings) -> Iterator[Advice]:
@@ -203,15 +203,16 @@ def _held_back(findings: Findings) -> Iterator[Advice]:
     if isinstance(limiter, SamplesPerInsert):
         yield Advice(
             "held back",
-            f"Explorers wait {share:.0%} of their time for the learner, as SamplesPerInsert(ratio={limiter.ratio:g}) "
-            f"asks. If they are to write more: a smaller ratio, larger batches or a faster learner.",
+            f"Explorers wait {_percent(share)} of their time for the learner, as "
+            f"SamplesPerInsert(ratio={limiter.ratio:g}) asks. If they are to write more: a smaller ratio, larger "
+            f"batches or a faster learner.",
             "note",
         )
     else:
         yield Advice(
             "held back",
-            f"Explorers wait {share:.0%} of their time, because the learner falls behind: give it a core of its own, "
-            f"or run fewer explorers.",
+            f"Explorers wait {_percent(share)} of their time, because the learner falls behind: give it a core of its "
+            f"own, or run fewer explorers.",
         )
 
 
@@ -223,14 +224,15 @@ def _late_feedback(findings: Findings) -> Iterator[Advice]:
     if stale >= LATE:
         yield Advice(
             "stale",
-            f"{stale:.0%} of TD errors come too late, their rows are overwritten: lower prefetch, enlarge the buffer, "
-            f"or run fewer explorers.",
+            f"{_percent(stale)} of TD errors come too late, their rows are overwritten: lower prefetch, enlarge the "
+            f"buffer, or run fewer explorers.",
         )
     unready = timeline.share("unready_updates", "feedback", OVER)
     if unready >= LATE:
         yield Advice(
             "dropped",
-            f"{unready:.0%} of TD errors are dropped, because their item is not complete any more: enlarge the buffer.",
+            f"{_percent(unready)} of TD errors are dropped, because their item is not complete any more: enlarge "
+            f"the buffer.",
         )
 
 
@@ -253,7 +255,7 @@ def _undrawn(findings: Findings) -> Iterator[Advice]:
     if share >= UNSEEN:
         yield Advice(
             "undrawn",
-            f"{share:.0%} of the items are overwritten before they were ever drawn: draw more often, enlarge the "
+            f"{_percent(share)} of the items are overwritten before they were ever drawn: draw more often, enlarge the "
             f"buffer, or run fewer explorers.",
         )
 
@@ -268,9 +270,10 @@ def _priorities(findings: Findings) -> Iterator[Advice]:
     if share < FEW:
         yield Advice(
             "priorities",
-            f"Half of the draws go to {share:.2%} of the items: lower alpha (it is {sampler.alpha:g}), or clip "
+            f"Half of the draws go to {_percent(share)} of the items: lower alpha (it is {sampler.alpha:g}), or clip "
             f"TD errors.",
         )
+        return
     low, high = slots.quantiles(0.05, 0.95)
     if high <= low * 1.001:
         yield Advice(
@@ -287,6 +290,11 @@ def _old_weights(findings: Findings) -> Iterator[Advice]:
                 f"Explorer {weights.index} acts on weights {weights.behind} publications old: call ctx.pull_weights "
                 f"more often, or lower max_weight_sync_delay.",
             )
+
+
+def _percent(share: float) -> str:
+    """Returns a share for people: two digits that count, such as "18 %" or "0.15 %"."""
+    return f"{100 * share:.2g} %" if share < 0.995 else "100 %"
 
 
 RULES: Final[tuple[Callable[[Findings], Iterator[Advice]], ...]] = (

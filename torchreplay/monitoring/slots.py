@@ -66,7 +66,7 @@ class SlotSample:
         where = (self.ages * bins / capacity).astype(int).clip(0, bins - 1)
         rows = np.bincount(where, minlength=bins)
         means = np.bincount(where, self.leaves_by_age, bins) / np.maximum(rows, 1)
-        held = np.clip(self.ages.max(initial=0.0) * bins / capacity - np.arange(bins), 0, 1)
+        held = np.clip((self.ages.max(initial=-1.0) + 1) * bins / capacity - np.arange(bins), 0, 1)
         mass: NDArray[np.float64] = means * held
         return mass / max(float(mass.sum()), 1e-300)
 

@@ -24,6 +24,7 @@ class Listed:
     Attributes:
         name: What people call it, that of its file, or "#" and its inode.
         inode: Of its file, or memory.
+        nonce: Its identity, equal for all who look; 0 where that is not known.
         path: Its file; "" where it lies in memory.
         pid: The process that made it, or one that has it open.
         program: That one's.
@@ -42,6 +43,7 @@ class Listed:
 
     name: str
     inode: int
+    nonce: int
     path: str
     pid: int
     program: str
@@ -100,6 +102,7 @@ def _listed(looks: list[tuple[LiveBuffer, Timeline]], node: str) -> Iterator[Lis
         yield Listed(
             name=buffer.name,
             inode=buffer.file.inode,
+            nonce=buffer.nonce,
             path="" if buffer.file.path is None else str(buffer.file.path),
             pid=pid,
             program=program,
@@ -120,7 +123,7 @@ def _troubled(file: SharedFile, trouble: str, node: str) -> Listed:
     pid = file.holders[0][0]
     name = f"#{file.inode}" if file.path is None else file.path.name
     path = "" if file.path is None else str(file.path)
-    return Listed(name, file.inode, path, pid, program_of(pid), trouble=trouble, node=node)
+    return Listed(name, file.inode, 0, path, pid, program_of(pid), trouble=trouble, node=node)
 
 
 def choose(given: str | None) -> LiveBuffer:
@@ -135,41 +138,39 @@ def choose(given: str | None) -> LiveBuffer:
     """
     files = [file for file in shared_files() if file.kind == "buffer"]
     with ExitStack() as stack:
-        buffers, refused = [], []
+        buffers: list[LiveBuffer] = []
+        refused: list[tuple[SharedFile, str]] = []
         for file in files:
             try:
                 buffers.append(stack.enter_context(LiveBuffer(file)))
             except NoSuchBuffer:
                 continue
             except (ConnectionError, OSError) as error:
-                refused.append(error)
+                refused.append((file, str(error)))
         meant = buffers if given is None else _meant(given, buffers)
         if len(meant) == 1:
             return LiveBuffer(meant[0].file)
-        if not buffers and len(refused) == 1:
-            raise ConnectionError(str(refused[0]))
+        unusable = [why for file, why in refused if given is None or _is(file, given)]
+        if not meant and len(unusable) == 1 and (given is not None or not buffers):
+            raise ConnectionError(unusable[0])
         raise NoSuchBuffer(_what_to_do(given, meant, buffers))
 
 
 def _meant(given: str, buffers: list[LiveBuffer]) -> list[LiveBuffer]:
-    """Returns those of a name; else of a file; else of an inode; else those that a process has open."""
+    """Returns those of a name; else of a process that made them; else of a file, an inode or another process."""
     by: list[list[LiveBuffer]] = [
         [buffer for buffer in buffers if buffer.config.name == given],
-        [buffer for buffer in buffers if _is_file(buffer, given)],
-        [buffer for buffer in buffers if str(buffer.file.inode) == given.removeprefix("#")],
-        [buffer for buffer in buffers if buffer.owner(buffer.snapshot())[0] == _number(given)],
-        [buffer for buffer in buffers if _number(given) in (pid for pid, _ in buffer.file.holders)],
+        [buffer for buffer in buffers if str(buffer.owner(buffer.snapshot())[0]) == given],
+        [buffer for buffer in buffers if _is(buffer.file, given)],
     ]
     return next((found for found in by if found), [])
 
 
-def _is_file(buffer: LiveBuffer, given: str) -> bool:
-    path = buffer.file.path
-    return path is not None and (os.path.abspath(given) == str(path) or os.path.realpath(given) == str(path))
-
-
-def _number(given: str) -> int:
-    return int(given) if given.isdecimal() else -1
+def _is(file: SharedFile, given: str) -> bool:
+    """Returns whether a file is meant: by its path, its inode, or a process that has it open."""
+    if file.path is not None and str(file.path) in (os.path.abspath(given), os.path.realpath(given)):
+        return True
+    return given.removeprefix("#") == str(file.inode) or given in (str(pid) for pid, _ in file.holders)
 
 
 def _what_to_do(given: str | None, meant: list[LiveBuffer], buffers: list[LiveBuffer]) -> str:

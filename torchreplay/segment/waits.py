@@ -203,9 +203,9 @@ class Wait:
         if alone and not census["others_learning"]:
             raise WouldBlockForever(
                 f"append(){self._of()} would wait for ever: {balance()}; writers alive: {census['writers']}, last "
-                f"write: {_ago(census['since_write'])}; there is no other thread and no other process to draw. Draw more "
-                f"batches between appends, give SamplesPerInsert a tolerance with room for all rows of a call, or use "
-                f"MinSize"
+                f"write: {_ago(census['since_write'])}; there is no other thread and no other process to draw. Draw "
+                f"more batches between appends, give SamplesPerInsert a tolerance with room for all rows of a call, or "
+                f"use MinSize"
             )
         figures = f"learners alive: {census['learners']}"
         if census["learners"] and not census["others_learning"]:
