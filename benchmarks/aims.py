@@ -75,6 +75,13 @@ AIMS: Mapping[tuple[str, str], Sequence[Aim]] = {
         for work in ("add", "sample 64", "sample 256")
     },
     ("compat", "SB3 DQN, step"): (Aim(0.95, over="stable_baselines3"),),
+    **{
+        ("monitor", f"{quantity}, {command}"): (Aim(0.99, over="nobody looks"),)
+        for quantity in ("batches", "rows")
+        for command in ("watch", "record")
+    },
+    ("monitor", "processor time, watch"): (Aim(1.0),),
+    ("monitor", "processor time, record"): (Aim(1.0),),
     ("checkpoint", "save, fraction of the disk"): (Aim(0.7),),
     ("checkpoint", "load, fraction of the disk"): (Aim(0.7),),
 }

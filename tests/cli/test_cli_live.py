@@ -74,15 +74,19 @@ class Terminal(Forked):
         self._mine, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
         os.set_blocking(self._mine, False)
-        self.text = ""
+        self._seen = b""
         os.environ["TERM"] = "xterm-256color"
         super().__init__(run_command, arguments, theirs)
         os.close(theirs)
 
+    @property
+    def text(self):
+        return self._seen.decode(errors="replace")
+
     def shows(self, text):
         try:
             while data := os.read(self._mine, 1 << 16):
-                self.text += data.decode(errors="replace")
+                self._seen += data
         except OSError:  # nothing there, or the command has ended
             pass
         return text in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.text)

@@ -36,10 +36,10 @@ def test_of_a_large_ring_a_sample_has_the_same_quantiles():
     exact = buffer.priorities(buffer.keys()).numpy()
     slots = sampled(buffer)
     assert len(slots.priorities) == SLOTS
-    # The rank of a quantile has a standard error of sqrt(q (1 - q) / SLOTS) < 0.28 %: five of them.
+    # The rank of a quantile has a standard error of sqrt(q (1 - q) / SLOTS) < 0.56 %: five of them.
     for share in (0.1, 0.5, 0.9):
         rank = (exact <= slots.quantiles(share)[0]).mean()
-        assert rank == pytest.approx(share, abs=0.014)
+        assert rank == pytest.approx(share, abs=0.028)
 
 
 def test_the_share_of_items_that_gets_half_of_the_draws_is_that_of_the_probabilities():

@@ -45,7 +45,6 @@ def test_a_rate_is_that_of_late(empty):
 def test_one_snapshot_has_no_rate(empty):
     made = timeline(empty, [(1.0, {"head": 100})])
     assert (made.rate("head"), made.change("head"), made.span) == (0, 0, 0)
-    assert made.series(lambda part: part.rate("head"), 10) == []
 
 
 def test_a_counter_that_is_taken_back_does_not_run_backwards(empty):
@@ -86,9 +85,3 @@ def test_snapshots_of_a_minute_are_kept(empty):
     assert KEPT <= made.span <= 2 * KEPT
     assert made.since(0).head == made.now.head == 1999
     assert made.since(1e9) is made.snapshots[0]
-
-
-def test_a_series_has_the_value_of_each_second(empty):
-    made = timeline(empty, [(t / 10, {"head": (t // 10) ** 2}) for t in range(101)])
-    assert made.series(lambda part: part.change("head", 1.0), 5) == pytest.approx([11, 13, 15, 17, 19])
-    assert len(made.series(lambda part: part.rate("head"), 40)) == 10

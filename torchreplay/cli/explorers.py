@@ -11,7 +11,7 @@ from torchreplay import _C
 from torchreplay.monitoring.advice import WeightsInUse
 from torchreplay.monitoring.discovery import NoSuchBuffer, SharedFile, shared_files
 
-SCAN_SECONDS = 10.0
+SCAN_SECONDS = 20.0
 """Between two looks for pools and weights: each goes through all open files of this user."""
 
 

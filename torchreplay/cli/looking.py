@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Iterator
@@ -39,6 +40,7 @@ def opened(given: str | None) -> LiveBuffer:
 def step_back() -> None:
     """Leaves the cores to the run: a low priority, and one thread."""
     torch.set_num_threads(1)
+    gc.freeze()  # or collections would go through all of torch
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, max(NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
 

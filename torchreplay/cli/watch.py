@@ -14,13 +14,11 @@ from rich.live import Live
 
 from torchreplay.cli.explorers import ExplorerWeights
 from torchreplay.cli.looking import RATE, looks, opened, step_back
-from torchreplay.cli.screen import panel, plain_line
+from torchreplay.cli.screen import WIDEST, Screen, plain_line
 from torchreplay.monitoring.advice import Findings, advise
 from torchreplay.monitoring.slots import SlotSample, sample_slots
 from torchreplay.monitoring.snapshot import LiveBuffer
 from torchreplay.monitoring.timeline import Timeline
-
-PICTURE_WIDTH = 120
 
 SVG = """\
 <svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
@@ -65,14 +63,10 @@ class Watcher:
         return Findings(self._buffer, self._timeline, self._slots, self._weights.of(writers))
 
 
-def _picture(findings: Findings) -> Console:
-    console = Console(record=True, width=PICTURE_WIDTH, file=io.StringIO(), force_terminal=True)
-    console.print(panel(findings, advise(findings), PICTURE_WIDTH))
-    return console
-
-
-def _save(findings: Findings, path: Path) -> None:
-    console = _picture(findings)
+def _save(watcher: Watcher, screen: Screen, path: Path) -> None:
+    findings = watcher.findings()
+    console = Console(record=True, width=WIDEST, file=io.StringIO(), force_terminal=True)
+    console.print(screen.panel(findings, advise(findings), WIDEST))
     if path.suffix == ".svg":
         console.save_svg(str(path), title="torchreplay watch", code_format=SVG)
     else:
@@ -98,39 +92,38 @@ def command(
     """
     with opened(buffer) as live, ExplorerWeights() as weights:
         step_back()
-        watcher, console = Watcher(live, weights), Console()
+        watcher, screen, console = Watcher(live, weights), Screen(), Console()
         on_screen = console.is_terminal and not plain
+        moments = _screens(watcher, screen, interval, looks(live, rate, seconds))
         with suppress(KeyboardInterrupt):
             if on_screen:
-                _watch_screen(watcher, console, interval, looks(live, rate, seconds))
+                _show(moments, screen, console)
             else:
-                _watch_plain(watcher, interval, looks(live, rate, seconds))
+                for findings in moments:
+                    click.echo(f"{time.strftime('%H:%M:%S')} {plain_line(findings, advise(findings))}")
         watcher.look()
         if on_screen:
             findings = watcher.findings()
-            console.print(panel(findings, advise(findings), console.width))
+            console.print(screen.panel(findings, advise(findings), console.width))
         if picture is not None:
-            _save(watcher.findings(), picture)
+            _save(watcher, screen, picture)
         if not live.in_use():
             click.echo(f"{live.name} is gone: the last process that had it has ended or closed it")
 
 
-def _watch_plain(watcher: Watcher, interval: float, moments: Iterator[float]) -> None:
-    shown = 0.0
+def _screens(watcher: Watcher, screen: Screen, interval: float, moments: Iterator[float]) -> Iterator[Findings]:
+    """Looks at each moment, and yields what is known when the next screen is due. The first one needs two looks."""
+    due = 0.0
     for elapsed in moments:
         watcher.look()
-        if elapsed >= shown + interval:
-            shown = elapsed
+        if elapsed > 0 and elapsed >= due:
+            due = elapsed + interval
             findings = watcher.findings()
-            click.echo(f"{time.strftime('%H:%M:%S')} {plain_line(findings, advise(findings))}")
+            screen.note(findings)
+            yield findings
 
 
-def _watch_screen(watcher: Watcher, console: Console, interval: float, moments: Iterator[float]) -> None:
-    shown = -interval
-    with Live(console=console, auto_refresh=False, screen=True) as screen:
-        for elapsed in moments:
-            watcher.look()
-            if elapsed >= shown + interval:
-                shown = elapsed
-                findings = watcher.findings()
-                screen.update(panel(findings, advise(findings), console.width), refresh=True)
+def _show(moments: Iterator[Findings], screen: Screen, console: Console) -> None:
+    with Live(console=console, auto_refresh=False, screen=True) as live:
+        for findings in moments:
+            live.update(screen.panel(findings, advise(findings), console.width), refresh=True)

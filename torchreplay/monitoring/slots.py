@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torchreplay.monitoring.snapshot import LiveBuffer
 from torchreplay.schema.samplers import priorities_of
 
-SLOTS = 1 << 15
-"""Slots looked at, of larger rings. A look takes about a millisecond."""
+SLOTS = 1 << 13
+"""Slots looked at, of larger rings. A look takes some hundred microseconds."""
 
 BLOCK = 64
 """Slots that lie together: a look takes whole lines of the processor's cache."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
 
 from torchreplay.monitoring.snapshot import Snapshot
 
@@ -80,24 +79,3 @@ class Timeline:
             return 0.0
         same = there is not None and there.pid == here.pid and there.rows <= here.rows
         return (here.rows - (there.rows if same and there is not None else 0)) / elapsed
-
-    def series(self, value: Callable[[Timeline], float], points: int, step: float = 1.0) -> list[float]:
-        """Returns a value at `points` moments, `step` seconds apart and the newest last; fewer where fewer are known.
-
-        Args:
-            value: Of a timeline that ends at that moment.
-            points: How many.
-            step: Seconds between two.
-        """
-        values = []
-        for index in reversed(range(points)):
-            end = bisect_right(self._times, self._times[-1] - index * step)
-            start = max(0, bisect_right(self._times, self._times[end - 1] - step) - 1) if end else 0
-            if end - start >= 2:
-                values.append(value(self._between(start, end)))
-        return values
-
-    def _between(self, start: int, end: int) -> Timeline:
-        part = Timeline()
-        part.snapshots, part._times = self.snapshots[start:end], self._times[start:end]
-        return part
