@@ -187,7 +187,7 @@ def test_watch_in_a_pipe_prints_a_plain_line_for_each_interval(run, tmp_path):
     for line in lines:
         assert re.match(r"\d\d:\d\d:\d\d test [\d.]+: [\d,]+/4,096 rows, ", line), line
         assert "\x1b" not in line
-        assert "1 writers, 1 learners" in line
+        assert "1 writer, 1 learner" in line
         assert "(target 8)" in line
 
 
@@ -221,6 +221,14 @@ def test_watch_fits_terminals_of_any_width(run, columns):
         command.close()
     last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", command.text[command.text.rindex("\x1b[?1049l") :])
     assert max(len(line) for line in last.splitlines()) <= columns
+
+
+def test_on_a_terminal_of_few_lines_charts_are_left_out_and_advice_is_not(run):
+    with Terminal("watch", run.name, "--interval", 0.2, lines=24) as command:
+        eventually(lambda: command.shows("works") and command.shows("✓ nothing looks wrong"), timeout=20)
+        assert not command.shows("log scale")
+        command.kill()
+        command.close()
 
 
 def test_watch_ends_when_the_buffer_is_gone(tmp_path):

@@ -114,8 +114,22 @@ def test_an_explorer_that_was_killed_and_one_that_is_stopped():
             eventually(lambda: state_of(other.pid) == "T")
 
         text = [advice.text for advice in advise(after(live, strike))]
-    assert f"Process {victim.pid}, a writer, ended 10 s ago. If it was not meant to, look at its log." in text
+    assert f"Process {victim.pid}, a writer, ended 10 s ago. If that was not meant, look at its log." in text
     assert f"Process {other.pid}, a writer, is stopped: continue it with `kill -CONT {other.pid}`." in text
+
+
+def test_several_explorers_that_died_are_told_of_once():
+    buffer = make()
+    rows = [shared_counters(1) for _ in range(2)]
+    with look_at(buffer) as live:
+        explorers = [Forked(write_for_ever, buffer, counter) for counter in rows]
+        eventually(lambda: all(counter[0] > 0 for counter in rows))
+        findings = after(live, lambda: [explorer.kill() for explorer in explorers])
+        pids = ", ".join(str(pid) for pid in sorted(explorer.pid for explorer in explorers))
+        assert said(findings)["gone"].startswith(f"2 writers (processes {pids}) ended 10 s ago.")
+        buffer.stop()
+        findings.timeline.add(replace(live.snapshot(), time=findings.now.time + 1))
+        assert "gone" not in said(findings)
 
 
 def test_an_explorer_that_hangs_while_others_write():

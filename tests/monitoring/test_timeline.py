@@ -64,6 +64,11 @@ def test_shares_of_time_are_those_of_one_participant_on_average(empty):
     assert made.sample_wait_share(10.0) == pytest.approx(0.25)
 
 
+def test_those_who_have_just_left_still_count_for_the_time_that_was_waited(empty):
+    made = timeline(empty, [(0.0, {"participants": people(4)}), (10.0, {"participants": (), "insert_wait": 8.0})])
+    assert made.insert_wait_share(10.0) == pytest.approx(0.2)
+
+
 def test_a_share_of_two_counters_is_that_of_their_growth(empty):
     made = timeline(empty, [(0.0, {"stale_updates": 100, "updated": 0}), (1.0, {"stale_updates": 120, "updated": 60})])
     assert made.share("stale_updates", "feedback") == pytest.approx(0.25)

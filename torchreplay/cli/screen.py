@@ -71,18 +71,22 @@ class Screen:
         for row in _rows(findings):
             self._courses[row.label].append(row.course)
 
-    def panel(self, findings: Findings, advice: list[Advice], width: int) -> Panel:
+    def panel(self, findings: Findings, advice: list[Advice], width: int, height: int | None = None) -> Panel:
         """Returns the panel.
 
         Args:
             findings: What is known of the buffer.
             advice: What is wrong.
             width: Characters of a line of the terminal.
+            height: Lines of the terminal, in which charts are left out if there is no room; None: as many as it takes.
         """
         width = min(width, WIDEST)
         inner = width - 4
-        parts = (_head(findings), self._figures(findings, inner), _charts(findings, inner), _people(findings))
-        text = Text("\n\n", no_wrap=True, overflow="ellipsis").join([*parts, _advice(advice, inner)])
+        above, below = [_head(findings), self._figures(findings, inner)], [_people(findings), _advice(advice, inner)]
+        charts = _charts(findings, inner)
+        lines = sum(len(part.plain.splitlines()) + 1 for part in (*above, charts, *below)) + 1
+        parts = [*above, charts, *below] if height is None or lines <= height else [*above, *below]
+        text = Text("\n\n", no_wrap=True, overflow="ellipsis").join(parts)
         title = Text.assemble((f" {findings.buffer.name} ", f"bold {ACCENT}"), ("torchreplay watch ", DIM))
         return Panel(text, title=title, title_align="left", border_style=DIM, padding=(0, 1), width=width)
 

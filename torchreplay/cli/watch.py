@@ -126,4 +126,5 @@ def _screens(watcher: Watcher, screen: Screen, interval: float, moments: Iterato
 def _show(moments: Iterator[Findings], screen: Screen, console: Console) -> None:
     with Live(console=console, auto_refresh=False, screen=True) as live:
         for findings in moments:
-            live.update(screen.panel(findings, advise(findings), console.width), refresh=True)
+            width, height = console.size
+            live.update(screen.panel(findings, advise(findings), width, height), refresh=True)

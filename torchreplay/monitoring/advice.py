@@ -133,19 +133,24 @@ def _held_lock(findings: Findings) -> Iterator[Advice]:
 
 def _departed(findings: Findings) -> Iterator[Advice]:
     there = {(p.id, p.pid) for p in findings.now.participants if p.alive}
-    told = set()
+    gone: dict[int, tuple[str, float]] = {}  # who, and when it was seen last
     for ago in range(1, int(GONE) + 1):
         snapshot = findings.timeline.since(ago)
-        seconds = findings.now.time - snapshot.time
         for p in snapshot.participants:
-            lost = p.alive and p.role in ("writer", "learner") and (p.id, p.pid) not in there
-            if lost and p.pid not in told and findings.buffer.sees_processes and not state_of(p.pid):
-                told.add(p.pid)
-                yield Advice(
-                    "gone",
-                    f"Process {p.pid}, a {p.role}, ended {max(1.0, seconds):.0f} s ago. "
-                    f"If it was not meant to, look at its log.",
-                )
+            if p.alive and p.role in ("writer", "learner") and (p.id, p.pid) not in there and p.pid not in gone:
+                gone[p.pid] = p.role, findings.now.time - snapshot.time
+    ended = {pid: told for pid, told in gone.items() if findings.buffer.sees_processes and not state_of(pid)}
+    for role in ("learner", "writer"):
+        pids = [pid for pid, (whose, _) in ended.items() if whose == role]
+        if pids and not findings.now.stopped:
+            yield Advice("gone", _ending(role, pids, min(ended[pid][1] for pid in pids)))
+
+
+def _ending(role: str, pids: list[int], seconds: float) -> str:
+    since = f"ended {max(1.0, seconds):.0f} s ago. If that was not meant, look at"
+    if len(pids) == 1:
+        return f"Process {pids[0]}, a {role}, {since} its log."
+    return f"{len(pids)} {role}s (processes {', '.join(map(str, sorted(pids)[:4]))}) {since} their logs."
 
 
 def _silent(findings: Findings) -> Iterator[Advice]:

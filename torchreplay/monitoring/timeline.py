@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 
-from torchreplay.monitoring.snapshot import Snapshot
+from torchreplay.monitoring.snapshot import Role, Snapshot
 
 KEPT = 61.0
 """Seconds for which snapshots are kept."""
@@ -63,11 +63,15 @@ class Timeline:
 
     def insert_wait_share(self, seconds: float = RECENT) -> float:
         """Returns the share of their time that writers have waited of late, on average."""
-        return min(1.0, self.rate("insert_wait", seconds) / max(1, len(self.now.alive("writer"))))
+        return min(1.0, self.rate("insert_wait", seconds) / self._many("writer", seconds))
 
     def sample_wait_share(self, seconds: float = RECENT) -> float:
         """Returns the share of their time that learners have waited for rows of late, on average."""
-        return min(1.0, self.rate("sample_wait", seconds) / max(1, len(self.now.alive("learner"))))
+        return min(1.0, self.rate("sample_wait", seconds) / self._many("learner", seconds))
+
+    def _many(self, role: Role, seconds: float) -> int:
+        """Returns how many of a role there were, or are, if that is more: some may just have left."""
+        return max(1, len(self.since(seconds).alive(role)), len(self.now.alive(role)))
 
     def participant_rate(self, place: int, seconds: float = RECENT) -> float:
         """Returns the rows a second of the participant in a place: written, or got by a learner."""
