@@ -270,7 +270,7 @@ def _range(returns: Sequence[float]) -> tuple[float, float] | None:
 
 def draw_samples_per_insert(axes: Axes, history: ReplayHistory, palette: Palette = LIGHT) -> None:
     """Draws how often each inserted item has been drawn so far, and the limiter's target if it has one."""
-    axes.set(title="Samples per insert", xlabel="learner step", ylabel="items drawn / items inserted")
+    axes.set(title="Samples per insert", xlabel="learner step", ylabel="drawn / inserted items")
     steps = [moment.step for moment in history.moments]
     axes.plot(steps, [m.stats.samples_per_insert for m in history.moments], color=palette.main, label="so far")
     if history.target_ratio is not None:

@@ -48,7 +48,7 @@ def measure_monitor(plan: Plan) -> Iterator[Line]:
         for quantity in ("batches", "rows"):
             samples = {OURS: figures[command][quantity], NOBODY: figures[NOBODY][quantity]}
             yield Line("monitor", f"{quantity}, {command}", "/s", samples, higher_is_better=True)
-        note = "processor time of the command, of that of the learner and the explorers"
+        note = "of all that the cores have"
         yield Line("monitor", f"processor time, {command}", "%", {OURS: figures[command]["cpu"]}, note=note)
 
 
@@ -66,10 +66,9 @@ def run(capacity: int, windows: int, seconds: float) -> dict[str, dict[str, list
     learn = _learner(buffer)
     with tempfile.TemporaryDirectory() as directory:
         commands = {WATCHED: _start("watch", name), RECORDED: _start("record", f"{directory}/run", name)}
-        pids = [os.getpid(), *(explorer.pid for explorer in explorers)]
         try:
             _begin(commands, learn)
-            return _measure(commands, pids, learn, windows, seconds)
+            return _measure(commands, learn, windows, seconds)
         finally:
             for command in commands.values():
                 command.kill()
@@ -78,19 +77,15 @@ def run(capacity: int, windows: int, seconds: float) -> dict[str, dict[str, list
 
 
 def _measure(
-    commands: dict[str, Any],
-    pids: list[int | None],
-    learn: Callable[[float], tuple[int, int]],
-    windows: int,
-    seconds: float,
+    commands: dict[str, Any], learn: Callable[[float], tuple[int, int]], windows: int, seconds: float
 ) -> dict[str, dict[str, list[float]]]:
-    kinds = [NOBODY, *commands]
+    kinds, cores = [NOBODY, *commands], len(os.sched_getaffinity(0))
     figures: dict[str, dict[str, list[float]]] = {kind: {"batches": [], "rows": [], "cpu": []} for kind in kinds}
     for window in range(windows):
         for turn in range(len(kinds)):
             kind = kinds[(window + turn) % len(kinds)]
             looking = commands.get(kind)
-            used, own = _cpu_seconds(pids), _cpu_seconds([looking.pid]) if looking else 0.0
+            used = _cpu_seconds(looking.pid) if looking else 0.0
             if looking:
                 looking.send_signal(signal.SIGCONT)
             start = time.perf_counter()
@@ -98,10 +93,10 @@ def _measure(
             elapsed = time.perf_counter() - start
             if looking:
                 looking.send_signal(signal.SIGSTOP)
-                own = _cpu_seconds([looking.pid]) - own
+                used = _cpu_seconds(looking.pid) - used
             figures[kind]["batches"].append(batches / elapsed)
             figures[kind]["rows"].append(rows / elapsed)
-            figures[kind]["cpu"].append(100 * own / max(_cpu_seconds(pids) - used, 1e-9))
+            figures[kind]["cpu"].append(100 * used / (elapsed * cores))
     return figures
 
 
@@ -146,9 +141,9 @@ def _begin(commands: dict[str, Any], learn: Callable[[float], tuple[int, int]]) 
         process.send_signal(signal.SIGSTOP)
 
 
-def _cpu_seconds(pids: list[int | None]) -> float:
-    """Returns the processor time of all threads of processes; that in /proc/PID/stat is in whole ticks of the clock."""
-    tasks = (task for pid in pids for task in Path(f"/proc/{pid}/task").iterdir())
+def _cpu_seconds(pid: int) -> float:
+    """Returns the processor time of all threads of a process; that in /proc/PID/stat is in whole ticks of the clock."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) * 1e-9
 
 

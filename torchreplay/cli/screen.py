@@ -37,7 +37,7 @@ CHART_HEIGHT, CHART_WIDTH, GAP = 4, 48, 4
 
 DIM, GOOD, WORSE, BAD, ACCENT = "grey58", "green", "bold yellow", "bold red", "cyan"
 
-COLUMNS = (("process", 10), ("rows/s", 8), ("in all", 8), ("last seen", 10), ("weights", 12))
+COLUMNS = (("process", 10), ("rows/s", 8), ("in all", 9), ("last seen", 12), ("weights", 12))
 """Of the participants: headings, and characters."""
 
 
@@ -65,24 +65,26 @@ class Screen:
 
     def __init__(self) -> None:
         self._courses: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=SPARK))
+        self._rows: list[Row] = []
 
     def note(self, findings: Findings) -> None:
-        """Adds the figures of now to their courses: once for each screen."""
-        for row in _rows(findings):
+        """Takes the figures of now, and adds them to their courses: once for each screen."""
+        self._rows = list(_rows(findings))
+        for row in self._rows:
             self._courses[row.label].append(row.course)
 
     def panel(self, findings: Findings, advice: list[Advice], width: int, height: int | None = None) -> Panel:
-        """Returns the panel.
+        """Returns the panel, with the figures that were noted.
 
         Args:
-            findings: What is known of the buffer.
+            findings: What else is known of the buffer.
             advice: What is wrong.
             width: Characters of a line of the terminal.
             height: Lines of the terminal, in which charts are left out if there is no room; None: as many as it takes.
         """
         width = min(width, WIDEST)
         inner = width - 4
-        above, below = [_head(findings), self._figures(findings, inner)], [_people(findings), _advice(advice, inner)]
+        above, below = [_head(findings), self._figures(inner)], [_people(findings), _advice(advice, inner)]
         charts = _charts(findings, inner)
         lines = sum(len(part.plain.splitlines()) + 1 for part in (*above, charts, *below)) + 1
         parts = [*above, charts, *below] if height is None or lines <= height else [*above, *below]
@@ -90,7 +92,7 @@ class Screen:
         title = Text.assemble((f" {findings.buffer.name} ", f"bold {ACCENT}"), ("torchreplay watch ", DIM))
         return Panel(text, title=title, title_align="left", border_style=DIM, padding=(0, 1), width=width)
 
-    def _figures(self, findings: Findings, width: int) -> Text:
+    def _figures(self, width: int) -> Text:
         room = max(8, min(SPARK, width - 62))
         return _lines(
             Text.assemble(
@@ -99,7 +101,7 @@ class Screen:
                 (spark(self._courses[row.label], room), ACCENT),
                 f"  {row.remark}",
             )
-            for row in _rows(findings)
+            for row in self._rows
         )
 
 

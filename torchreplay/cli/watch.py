@@ -63,8 +63,7 @@ class Watcher:
         return Findings(self._buffer, self._timeline, self._slots, self._weights.of(writers))
 
 
-def _save(watcher: Watcher, screen: Screen, path: Path) -> None:
-    findings = watcher.findings()
+def _save(findings: Findings, screen: Screen, path: Path) -> None:
     console = Console(record=True, width=WIDEST, file=io.StringIO(), force_terminal=True)
     console.print(screen.panel(findings, advise(findings), WIDEST))
     if path.suffix == ".svg":
@@ -102,11 +101,12 @@ def command(
                 for findings in moments:
                     click.echo(f"{time.strftime('%H:%M:%S')} {plain_line(findings, advise(findings))}")
         watcher.look()
+        findings = watcher.findings()
+        screen.note(findings)
         if on_screen:
-            findings = watcher.findings()
             console.print(screen.panel(findings, advise(findings), console.width))
         if picture is not None:
-            _save(watcher, screen, picture)
+            _save(findings, screen, picture)
         if not live.in_use():
             click.echo(f"{live.name} is gone: the last process that had it has ended or closed it")
 

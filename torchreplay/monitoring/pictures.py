@@ -86,7 +86,7 @@ def _draw_rates(axes: Axes, recording: Recording, palette: Palette) -> None:
 
 
 def _draw_samples_per_insert(axes: Axes, recording: Recording, palette: Palette) -> None:
-    axes.set(title="Samples per insert", ylabel="items drawn / items inserted")
+    axes.set(title="Samples per insert", ylabel="drawn / inserted items")
     moments = _Moments(recording)
     inserted = moments.value("inserted")
     ratio = np.where(inserted > 0, moments.value("sampled") / np.maximum(inserted, 1), np.nan)
