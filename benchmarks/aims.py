@@ -88,6 +88,12 @@ AIMS: Mapping[tuple[str, str], Sequence[Aim]] = {
         )
         for work in works
     },
+        ("monitor", f"{quantity}, {command}"): (Aim(0.99, over="nobody looks"),)
+        for quantity in ("batches", "rows")
+        for command in ("watch", "record")
+    },
+    ("monitor", "processor time, watch"): (Aim(1.0),),
+    ("monitor", "processor time, record"): (Aim(1.0),),
     ("checkpoint", "save, fraction of the disk"): (Aim(0.7),),
     ("checkpoint", "load, fraction of the disk"): (Aim(0.7),),
 }

@@ -6,6 +6,7 @@
 #include "python/faults.h"
 #include "python/import.h"
 #include "python/prefetcher.h"
+#include "python/reader.h"
 #include "python/regions.h"
 #include "python/segment.h"
 #include "python/streams.h"
@@ -141,6 +142,14 @@ PyObject* machine_ns(PyObject*, PyObject*) {
   return guarded([&] { return checked(PyLong_FromLongLong(torchreplay::machine_ns())); });
 }
 
+// published_version(fd) -> int: of the shared weights in a file, which may be open for reading only.
+PyObject* published_version(PyObject*, PyObject* fd) {
+  return guarded([&] {
+    const Descriptor file = Descriptor::duplicate(static_cast<int>(as_int(fd)));
+    return checked(PyLong_FromUnsignedLongLong(torchreplay::published_version(file)));
+  });
+}
+
 // rename_new(old, new): as os.rename, but a file that is there already is an error. Where the filesystem cannot do that
 // in one step, there are both names for a moment.
 PyObject* rename_new(PyObject*, PyObject* args) {
@@ -188,6 +197,7 @@ PyMethodDef functions[] = {{"init_arrays", init_arrays, METH_VARARGS, nullptr},
                            {"let_threads_sleep", let_threads_sleep, METH_NOARGS, nullptr},
                            {"rename_new", rename_new, METH_VARARGS, nullptr},
                            {"machine_ns", machine_ns, METH_NOARGS, nullptr},
+                           {"published_version", published_version, METH_O, nullptr},
 #ifdef TORCHREPLAY_FAULTS
                            {"fault_points", fault_points, METH_NOARGS, nullptr},
                            {"arm_fault", arm_fault, METH_VARARGS, nullptr},
@@ -199,7 +209,8 @@ PyModuleDef module = {
 PyObject* make_module() {
   return guarded([&] {
     Ref m(checked(PyModule_Create(&module)));
-    for (PyType_Spec* spec : {&segment::spec, &importing::spec, &ahead::spec, &writer::spec, &weights::spec}) {
+    for (PyType_Spec* spec : {&segment::spec, &importing::spec, &ahead::spec, &writer::spec, &weights::spec,
+                              &reader::spec}) {
       Ref type(checked(PyType_FromSpec(spec)));
       if (PyModule_AddType(m.get(), reinterpret_cast<PyTypeObject*>(type.get()))) throw PythonError{};
     }

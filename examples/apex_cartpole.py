@@ -225,6 +225,7 @@ def main(
         sampler=tr.Prioritized(args.alpha, tr.LinearSchedule(args.beta, 1.0, args.total_steps)),
         limiter=tr.SamplesPerInsert(args.samples_per_insert, args.learning_starts),
         seed=args.seed,
+        name="CartPole",
     )
     explorers = make_explorers(args, buffer, weights)
     progress = Progress(

@@ -205,6 +205,7 @@ def main(args: Args) -> None:
         sampler=tr.Prioritized(args.alpha, tr.LinearSchedule(args.beta, 1.0, args.total_steps)),
         limiter=tr.SamplesPerInsert(args.samples_per_insert, args.learning_starts),
         seed=args.seed,
+        name="CartPole",
     )
     context = multiprocessing.get_context("spawn")
     mean_returns = context.Array("d", [float("nan")] * args.num_explorers, lock=False)

@@ -203,6 +203,7 @@ def main(args: Args) -> None:
             view=tr.Transitions(args.n_step, args.gamma),
             limiter=limiters[policy],
             seed=args.seed,
+            name=policy,
         )
         for policy in POLICIES
     }

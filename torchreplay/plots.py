@@ -5,9 +5,11 @@ matplotlib is imported only when a plot is drawn.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,29 +22,102 @@ from torchreplay.schema.limiters import SamplesPerInsert
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
 
 AGE_BINS = 100
-BLUE, ORANGE, GREY, INK = "#2563eb", "#ea580c", "#94a3b8", "#1e293b"
-STYLE: dict[Any, Any] = {  # matplotlib's parameters while a picture is drawn
-    "font.size": 9.5,
-    "font.family": "sans-serif",
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": GREY,
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.titlepad": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#e2e8f0",
-    "grid.linewidth": 0.8,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "legend.frameon": False,
-}
+
+
+@dataclass(frozen=True)
+class Palette:
+    """The colours of a picture.
+
+    Attributes:
+        ground: Behind everything.
+        ink: Text and titles.
+        muted: What is of less account: axes, remarks, backgrounds of a comparison.
+        grid: Lines of the grid.
+        main: What the panel is about.
+        other: What it is compared with.
+        alarm: What should be small.
+    """
+
+    ground: str
+    ink: str
+    muted: str
+    grid: str
+    main: str
+    other: str
+    alarm: str
+
+
+LIGHT = Palette("#ffffff", "#1e293b", "#64748b", "#e2e8f0", "#2563eb", "#ea580c", "#dc2626")
+DARK = Palette("#0d1117", "#e6edf3", "#8b98a9", "#263040", "#6ea8fe", "#ffa657", "#ff7b72")
+
+
+def style(palette: Palette) -> dict[Any, Any]:
+    """Returns matplotlib's parameters while a picture is drawn: text is readable at half of the picture's size."""
+    return {
+        "figure.facecolor": palette.ground,
+        "savefig.facecolor": palette.ground,
+        "font.size": 11,
+        "font.family": "sans-serif",
+        "text.color": palette.ink,
+        "axes.facecolor": palette.ground,
+        "axes.labelcolor": palette.ink,
+        "axes.edgecolor": palette.muted,
+        "axes.titlesize": 13,
+        "axes.titleweight": "bold",
+        "axes.titlelocation": "left",
+        "axes.titlecolor": palette.ink,
+        "axes.titlepad": 10,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.color": palette.grid,
+        "grid.linewidth": 0.8,
+        "lines.linewidth": 2.2,
+        "xtick.color": palette.ink,
+        "ytick.color": palette.ink,
+        "legend.frameon": False,
+        "legend.fontsize": 10.5,
+    }
+
+
+@contextmanager
+def picture(
+    path: str | os.PathLike[str], title: str, remark: str, palette: Palette, rows: int = 2
+) -> Iterator[Sequence[Axes]]:
+    """Yields the axes of a picture with two columns, row after row, and writes it when they are drawn.
+
+    Args:
+        path: Where to write; the suffix (`.png`, `.pdf`, `.svg`) names the format.
+        title: Above the panels.
+        remark: Below them.
+        palette: Its colours.
+        rows: Rows of panels.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    with rc_context(style(palette)):
+        layout = ConstrainedLayoutEngine(w_pad=0.14, h_pad=0.12, wspace=0.05, hspace=0.06)
+        figure = Figure(figsize=(11, 1 + 3.1 * rows), dpi=130, layout=layout)
+        if title:
+            figure.suptitle(title, x=0.014, ha="left", fontsize=16, fontweight="bold")
+        yield list(figure.subplots(rows, 2).flat)
+        if remark:
+            figure.supxlabel(remark, fontsize=10.5, color=palette.muted)
+        figure.savefig(path)
+
+
+def thousands(axis: Axis) -> None:
+    """Writes the numbers of an axis with commas."""
+    axis.set_major_formatter("{x:,.10g}")
 
 
 @dataclass(frozen=True)
@@ -133,7 +208,11 @@ def _by_ring(keys: torch.Tensor, stats: Stats) -> Iterator[tuple[torch.Tensor, S
 
 
 def replay_health(
-    history: ReplayHistory, path: str | os.PathLike[str], title: str = "", solved: float | None = None
+    history: ReplayHistory,
+    path: str | os.PathLike[str],
+    title: str = "",
+    solved: float | None = None,
+    dark: bool = False,
 ) -> None:
     """Writes a picture of four panels: learning curve, samples per insert, ages of the drawn items, priorities.
 
@@ -142,6 +221,7 @@ def replay_health(
         path: Where to write; the suffix (`.png`, `.pdf`, `.svg`) names the format.
         title: Above the panels.
         solved: A return to mark in the learning curve.
+        dark: Light lines on a dark ground.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -149,94 +229,101 @@ def replay_health(
     """
     if not history.moments:
         raise ValueError("the history is empty: call history.record(step) before drawing it")
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-    with rc_context(STYLE):
-        layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12, wspace=0.04, hspace=0.06)
-        figure = Figure(figsize=(11, 7), dpi=130, layout=layout)
-        if title:
-            figure.suptitle(title, x=0.012, ha="left", fontsize=14, fontweight="bold")
-        axes = figure.subplots(2, 2)
-        draw_learning_curve(axes[0, 0], history, solved)
-        draw_samples_per_insert(axes[0, 1], history)
-        draw_ages(axes[1, 0], history)
-        draw_priorities(axes[1, 1], history)
-        figure.supxlabel(_totals(history), fontsize=9, color="#64748b")
-        figure.savefig(path)
+    palette = DARK if dark else LIGHT
+    with picture(path, title, _totals(history), palette) as axes:
+        draw_learning_curve(axes[0], history, solved, palette)
+        draw_samples_per_insert(axes[1], history, palette)
+        draw_ages(axes[2], history, palette)
+        draw_priorities(axes[3], history, palette)
 
 
-def draw_learning_curve(axes: Axes, history: ReplayHistory, solved: float | None = None) -> None:
-    """Draws the evaluated returns, and behind them those of the explorers, over learner steps."""
-    axes.set(title="Return", xlabel="learner step", ylabel="mean return of an episode")
-    explorers = max((len(moment.explorer_returns) for moment in history.moments), default=0)
-    for index in range(explorers):
-        points = [(m.step, m.explorer_returns[index]) for m in history.moments if len(m.explorer_returns) > index]
-        strength = 0.25 + 0.6 * index / max(explorers - 1, 1)
-        label = "explorers" if index == explorers - 1 else None
-        axes.plot(*zip(*points, strict=True), color=GREY, alpha=strength, linewidth=1.3, label=label)
+def draw_learning_curve(
+    axes: Axes, history: ReplayHistory, solved: float | None = None, palette: Palette = LIGHT
+) -> None:
+    """Draws the evaluated returns, and behind them the range of those of the explorers, over learner steps."""
+    axes.set(title="Return of an episode", xlabel="learner step", ylabel="mean return")
+    explored = [(m.step, low_high) for m in history.moments if (low_high := _range(m.explorer_returns)) is not None]
+    if explored:
+        steps, ranges = zip(*explored, strict=True)
+        low, high = zip(*ranges, strict=True)
+        axes.fill_between(steps, low, high, color=palette.muted, alpha=0.25, linewidth=0, label="explorers")
     evaluated = [(m.step, m.mean_return) for m in history.moments if m.mean_return is not None]
     if evaluated:
         steps, returns = zip(*evaluated, strict=True)
-        axes.plot(steps, returns, color=BLUE, linewidth=2, marker="o", markersize=4, label="greedy policy")
+        axes.plot(steps, returns, color=palette.main, marker="o", markersize=4.5, label="greedy policy")
     if solved is not None:
-        axes.axhline(solved, color=ORANGE, linestyle="--", linewidth=1.2, label=f"solved: {solved:g}")
+        axes.axhline(solved, color=palette.other, linestyle="--", linewidth=1.5, label=f"solved: {solved:,g}")
     axes.set_xlim(left=0)
-    low, high = axes.get_ylim()
-    low = min(low, 0.0)
-    axes.set_ylim(low, high + 0.2 * (high - low))  # room for the legend
+    bottom, top = axes.get_ylim()
+    bottom = min(bottom, 0.0)
+    axes.set_ylim(bottom, top + 0.25 * (top - bottom))  # room for the legend
+    thousands(axes.xaxis)
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="upper left", ncols=3, fontsize=8.5)
+        axes.legend(loc="upper left", ncols=3, columnspacing=1.2, handlelength=1.6)
 
 
-def draw_samples_per_insert(axes: Axes, history: ReplayHistory) -> None:
+def _range(returns: Sequence[float]) -> tuple[float, float] | None:
+    """Returns the lowest and the highest number; None where there is none."""
+    known = [value for value in returns if math.isfinite(value)]
+    return (min(known), max(known)) if known else None
+
+
+def draw_samples_per_insert(axes: Axes, history: ReplayHistory, palette: Palette = LIGHT) -> None:
     """Draws how often each inserted item has been drawn so far, and the limiter's target if it has one."""
-    axes.set(title="Samples per insert", xlabel="learner step", ylabel="items drawn / items inserted")
+    axes.set(title="Samples per insert", xlabel="learner step", ylabel="drawn / inserted items")
     steps = [moment.step for moment in history.moments]
-    axes.plot(steps, [m.stats.samples_per_insert for m in history.moments], color=BLUE, linewidth=2, label="realised")
+    axes.plot(steps, [m.stats.samples_per_insert for m in history.moments], color=palette.main, label="so far")
     if history.target_ratio is not None:
-        label = f"target of the limiter: {history.target_ratio:g}"
-        axes.axhline(history.target_ratio, color=ORANGE, linestyle="--", linewidth=1.2, label=label)
+        label = f"the limiter's target: {history.target_ratio:g}"
+        axes.axhline(history.target_ratio, color=palette.other, linestyle="--", linewidth=1.5, label=label)
     axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
-    axes.margins(y=0.15)
-    axes.legend(loc="lower right", fontsize=8.5)
+    axes.set_ylim(0, 1.15 * max([history.target_ratio or 1e-9, *(m.stats.samples_per_insert for m in history.moments)]))
+    thousands(axes.xaxis)
+    axes.legend(loc="lower right")
 
 
-def draw_ages(axes: Axes, history: ReplayHistory) -> None:
+def draw_ages(axes: Axes, history: ReplayHistory, palette: Palette = LIGHT) -> None:
     """Draws the share of draws that went to items of each age, beside what uniform draws would give."""
-    axes.set(title="Age of the drawn items", xlabel="rows written since (thousands)", ylabel="share of draws, %")
+    axes.set(title="Ages of the drawn items", xlabel="rows written since (thousands)", ylabel="share of the draws, %")
     total = max(int(history.age_counts.sum()), 1)
     oldest = int(torch.nonzero(history.age_uniform).max()) + 1 if total > 1 else 1
     width = history.capacity / AGE_BINS / 1000
     edges = [width * bin_ for bin_ in range(oldest + 1)]
     drawn = (100 * history.age_counts[:oldest] / total).tolist()
     uniform = (100 * history.age_uniform[:oldest] / total).tolist()
-    axes.stairs(drawn, edges, fill=True, color=BLUE, alpha=0.35)
-    axes.stairs(drawn, edges, color=BLUE, linewidth=1.4, label="drawn by priority")
-    axes.stairs(uniform, edges, color=ORANGE, linewidth=1.4, linestyle="--", label="uniform draws", zorder=3)
+    _draw_both(axes, edges, (drawn, "drawn by priority"), (uniform, "if draws were uniform"), palette)
     axes.set_xlim(0, edges[-1])
-    axes.set_ylim(bottom=0)
-    axes.legend(loc="upper right", fontsize=8.5)
+    axes.legend(loc="upper right")
 
 
-def draw_priorities(axes: Axes, history: ReplayHistory) -> None:
+def draw_priorities(axes: Axes, history: ReplayHistory, palette: Palette = LIGHT) -> None:
     """Draws the priorities in the buffer at the end, and which of them the draws go to: P(i) = p_i / sum p.
 
     p = (|td| + eps)^alpha: Schaul et al. 2016, equation 1.
     """
-    axes.set(title="Priorities at the end", xlabel="priority |td|", ylabel="share, %")
+    axes.set(title="Priorities at the end", xlabel="priority: the item's |TD error|", ylabel="share, %")
     counts, edges = history.priorities["priority"].double(), history.priorities["priority_edges"]
     middle = (edges[1:] * edges[:-1]).sqrt()  # what the priorities of a bin are taken for
     mass = counts * (middle + history.eps) ** history.alpha
     items, draws = (100 * values / values.sum().clamp(min=1e-300) for values in (counts, mass))
-    axes.stairs(draws.tolist(), edges.tolist(), fill=True, color=BLUE, alpha=0.35)
-    axes.stairs(draws.tolist(), edges.tolist(), color=BLUE, linewidth=1.4, label="of the draws")
-    axes.stairs(items.tolist(), edges.tolist(), color=ORANGE, linewidth=1.4, linestyle="--", label="of the items")
+    _draw_both(axes, edges.tolist(), (draws.tolist(), "of the draws"), (items.tolist(), "of the items"), palette)
     axes.set_xscale("log")
+    axes.legend(loc="upper left")
+
+
+def _draw_both(
+    axes: Axes,
+    edges: list[float],
+    main: tuple[list[float], str],
+    other: tuple[list[float], str],
+    palette: Palette,
+) -> None:
+    """Draws two histograms over the same bins, the main one filled."""
+    axes.stairs(main[0], edges, fill=True, color=palette.main, alpha=0.3)
+    axes.stairs(main[0], edges, color=palette.main, linewidth=1.6, label=main[1])
+    axes.stairs(other[0], edges, color=palette.other, linewidth=1.6, linestyle="--", label=other[1], zorder=3)
+    axes.margins(y=0.15)
     axes.set_ylim(bottom=0)
-    axes.legend(loc="upper left", fontsize=8.5)
 
 
 def _totals(history: ReplayHistory) -> str:
@@ -246,6 +333,6 @@ def _totals(history: ReplayHistory) -> str:
         (stats.inserted, "rows inserted"),
         (stats.draws, "batches drawn"),
         (stats.updated, "priorities updated"),
-        (stats.stale_updates, "updates too late for their row"),
+        (stats.stale_updates, "TD errors too late for their row"),
     ]
     return "   ·   ".join([*(f"{count:,} {name}" for count, name in parts), f"{last.seconds:.0f} s"])

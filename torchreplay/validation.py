@@ -79,6 +79,27 @@ def checked_path(name: str, value: Any) -> Path:
     return Path(value)
 
 
+MAX_NAME = 64
+
+
+def checked_name(name: str, value: Any) -> str | None:
+    """Returns `value`, what something is to be called, or None for None.
+
+    Raises:
+        TypeError: It is no str.
+        ValueError: It is empty or longer than 64 characters, begins or ends with a space, or has characters that cannot
+            be printed.
+    """
+    if value is None:
+        return None
+    text: str = checked_instance(name, value, str, 'a short text, such as "red team"')
+    if not 0 < len(text) <= MAX_NAME or not text.isprintable() or text != text.strip():
+        raise ValueError(
+            f"{name} is {text!r:.200}: expected 1 to {MAX_NAME} printable characters, without a space at either end"
+        )
+    return text
+
+
 def checked_number(name: str, value: Any, low: float) -> float:
     """Returns `value` as a float.
 

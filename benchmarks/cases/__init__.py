@@ -12,6 +12,7 @@ from benchmarks.cases.gpu import measure_gpu
 from benchmarks.cases.kills import measure_kills
 from benchmarks.cases.loader import measure_loader
 from benchmarks.cases.memory import measure_memory
+from benchmarks.cases.monitor import measure_monitor
 from benchmarks.cases.overload import measure_overload
 from benchmarks.cases.ray import measure_ray
 from benchmarks.cases.recovery import measure_recovery
@@ -47,6 +48,7 @@ CASES: Mapping[str, Case] = {
     "remote": measure_remote,
     "shards": measure_shards,
     "compat": measure_compat,
+    "monitor": measure_monitor,
 }
 """The cases by their names on the command line, which are also the sections of their lines."""
 

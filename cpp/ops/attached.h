@@ -40,6 +40,8 @@ class AttachedRing {
     }
     memory_->participant(learner_).thread.store(static_cast<uint64_t>(pthread_self()), std::memory_order_relaxed);
   }
+  // It got a batch of `n` items.
+  void note_draw(int n) { torchreplay::note_draw(memory_->participant(learner_), n); }
 
  private:
   std::unique_ptr<SegmentMemory> memory_;

@@ -195,6 +195,7 @@ inline void ring_sample(const Tensor& ring, const Tensor& beta, const std::vecto
   const Draw outcome = sampler.sample(n, exponent, draw, out, shortage);
   if (sampler.pending()) reclaim_dead(memory);
   check_drawn(outcome, n, shortage, memory);
+  named.attached->note_draw(n);
   named.state->step++;
 }
 

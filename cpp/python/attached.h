@@ -184,8 +184,8 @@ class Membership {
   }
   // True once after every id() that took a new id.
   bool take_renewed() { return std::exchange(renewed_, false); }
-  // Whether this process has one.
-  bool held() const { return id_ != 0 && generation_ == fork_generation.load(std::memory_order_relaxed); }
+  // The id that this process has; 0: none.
+  int held() const { return generation_ == fork_generation.load(std::memory_order_relaxed) ? id_ : 0; }
 
   void close() {
     if (id_ && generation_ == fork_generation.load(std::memory_order_relaxed)) leave(*attached_->memory, id_);
@@ -264,6 +264,11 @@ struct SegmentState {
     }
     entry.thread.store(static_cast<uint64_t>(pthread_self()), std::memory_order_relaxed);
     memory().note_learner_thread();
+  }
+
+  // This process, a learner, got a batch of `n` items: for those who watch.
+  void note_draw(int n) {
+    if (attached && learner->held()) torchreplay::note_draw(memory().participant(learner->held()), n);
   }
 };
 

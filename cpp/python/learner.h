@@ -69,7 +69,10 @@ inline Draw draw(SegmentState& s, int n, double beta, const Patience& patience, 
   } catch (const std::bad_alloc&) {
     throw NoMemory(pointers.bytes + static_cast<uint64_t>(n) * 16);  // key, weight and probability
   }
-  if (outcome == Draw::kDone) s.drawn_from = sampler->drawn_from();
+  if (outcome == Draw::kDone) {
+    s.drawn_from = sampler->drawn_from();
+    s.note_draw(n);
+  }
   if (s.attached) s.samplers.push_back(std::move(sampler));
   if (outcome != Draw::kDone && s.next_draw.step == name.step + 1) s.next_draw.step = name.step;  // nothing was drawn
   return outcome;

@@ -79,6 +79,7 @@ class AheadState {
     h.taken_ahead.fetch_add(1, std::memory_order_relaxed);
     h.missed.fetch_add(engine_->missed_updates(), std::memory_order_relaxed);
     drawn_from_ = engine_->drawn_from();
+    draws().note_draw(batch_size_);
     const std::unique_ptr<BatchBuilder> builder = std::move(orders_.front().builder);
     Ref given = std::move(orders_.front().given);
     forget(1);

@@ -61,6 +61,17 @@ inline PyObject* get_text(PyObject* self, void*) {
     return checked(PyUnicode_FromStringAndSize(text.data(), static_cast<Py_ssize_t>(text.size())));
   });
 }
+inline PyObject* get_called(PyObject* self, void*) {
+  return guarded([&] { return checked(PyUnicode_FromString(state_of<SegmentState>(self).memory().called().c_str())); });
+}
+// What messages call it from now on, in this process.
+inline int set_called(PyObject* self, PyObject* value, void*) {
+  return as_status(guarded([&] {
+    if (!value) throw std::invalid_argument("what it is called cannot be deleted");
+    state_of<SegmentState>(self).memory().call(text_of(value));
+    return Py_NewRef(Py_None);
+  }));
+}
 inline PyObject* get_fd(PyObject* self, void*) {
   return guarded([&] { return checked(PyLong_FromLong(state_of<SegmentState>(self).memory().fd())); });
 }

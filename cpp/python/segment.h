@@ -203,6 +203,7 @@ inline PyMethodDef methods[] = {
 inline PyGetSetDef getset[] = {{"stopped", stopped, nullptr, nullptr, nullptr},
                                {"closed", get_closed, nullptr, nullptr, nullptr},
                                {"text", get_text, nullptr, nullptr, nullptr},
+                               {"called", get_called, set_called, nullptr, nullptr},
                                {"fd", get_fd, nullptr, nullptr, nullptr},
                                {"nbytes", get_bytes, nullptr, nullptr, nullptr},
                                {"layout_hash", get_layout_hash, nullptr, nullptr, nullptr},

@@ -170,13 +170,21 @@ struct Participant {
   std::atomic<uint64_t> first;  // tickets in flight: [first, first + count)
   std::atomic<uint32_t> count;
   std::atomic<uint32_t> role;
-  std::atomic<uint64_t> rows;       // rows written
+  std::atomic<uint64_t> rows;       // rows written; of a learner: items that it got
   std::atomic<int64_t> last_write;  // machine_ns(); 0: never
   std::atomic<uint64_t> thread;     // pthread_self() of the last user
   std::atomic<int32_t> pid;
-  std::atomic<uint32_t> waiting;  // 1 while it waits for the limiter
+  std::atomic<uint32_t> waiting;   // 1 while it waits for the limiter
+  std::atomic<int64_t> last_draw;  // machine_ns() when a learner got its last batch; 0: never
 };
 static_assert(sizeof(Participant) <= kParticipantBytes);
+
+// A learner got a batch of `n` items. Where two threads of its process draw at once, one of the two may not count.
+inline void note_draw(Participant& learner, int n) {
+  learner.rows.store(learner.rows.load(std::memory_order_relaxed) + static_cast<uint64_t>(n),
+                     std::memory_order_relaxed);
+  learner.last_draw.store(machine_ns(CLOCK_MONOTONIC_COARSE), std::memory_order_relaxed);
+}
 
 inline constexpr uint64_t kFirst = 1, kTerminated = 2, kTruncated = 4, kHasPriority = 8;
 inline constexpr uint64_t kEnds = kTerminated | kTruncated;

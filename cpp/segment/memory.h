@@ -87,6 +87,9 @@ class SegmentMemory {
   const Layout& layout() const { return layout_; }
   uint64_t capacity() const { return layout_.capacity; }
   const std::string& text() const { return text_; }
+  // What messages call it.
+  const std::string& called() const { return called_; }
+  void call(std::string called) { called_ = std::move(called); }
   // Throws DescriptorLost.
   int fd() const { return fd_.require_own(); }
   char* base() const { return base_; }
@@ -196,7 +199,7 @@ class SegmentMemory {
   Descriptor fd_;
   Liveness liveness_;
   char* base_;
-  std::string text_;
+  std::string text_, called_ = "the replay buffer";
   LearnerPace pace_;
   std::atomic<uint64_t> learner_thread_{0}, learner_generation_{0};
 };

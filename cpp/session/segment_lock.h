@@ -201,7 +201,7 @@ class Locked {
     const char state = process_state(header_.holder_pid.load(std::memory_order_relaxed));
     char seconds[32];
     snprintf(seconds, sizeof seconds, "%.1f", static_cast<double>(waited_ns) * 1e-9);
-    return std::string("the lock of the replay buffer has not come free for ") + seconds + " s: process " + pid +
+    return "the lock of " + memory_.called() + " has not come free for " + seconds + " s: process " + pid +
            (repairing                      ? " holds it and repairs what a dead process left"
             : state == 'T' || state == 't' ? " holds it and is stopped; continue it with `kill -CONT " + pid + "`"
             : state == '?'                 ? " holds it and is not visible from here"

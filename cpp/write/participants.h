@@ -35,6 +35,7 @@ inline int join(SegmentMemory& m, Role role) {
     keep_last_write(m.header(), entry);
     entry.last_write.store(0, std::memory_order_release);  // after it is kept: a census reads this one first
     entry.waiting.store(0, std::memory_order_relaxed);
+    entry.last_draw.store(0, std::memory_order_relaxed);
     entry.thread.store(0, std::memory_order_relaxed);
     entry.pid.store(getpid(), std::memory_order_relaxed);
     std::atomic<uint32_t>& ids = m.header().ids;

@@ -40,18 +40,19 @@ def new_segment(
     native = to_native(config.fields)
     text, shape = config.to_text(), config.view.native()
     size, arrays = _C.segment_layout(config.capacity, native, shape, len(text.encode()))
-    weighting, limits = config.weighting(), config.limiter.native()
+    weighting, limits, what = config.weighting(), config.limiter.native(), config.called.removeprefix("the ")
     with nullcontext() if path is None else NewFile(path, size) as new:
         if new is None:
             placed = (arrays, config.capacity, SPARE + page_tables(size)) if by_and_by else ()
-            reservation = begin_reservation(size, "replay buffer", *placed)
+            reservation = begin_reservation(size, what, *placed)
         else:
-            reservation = Reservation(new.fd, 0, "replay buffer")
+            reservation = Reservation(new.fd, 0, what)
         with reservation:
             fd, boot = reservation.fd, 0 if path is None else boot_number()
             segment = _C.Segment(
                 fd, True, nonce, native, ReplayBatch, seed, config.capacity, weighting, limits, shape, text, boot
             )
+            segment.called = config.called
             yield segment, nonce, reservation
 
 
@@ -66,6 +67,7 @@ def attached_segment(fd: int, nonce: int, view: View | None) -> tuple[_C.Segment
         segment = _C.Segment(fd, False, nonce, None, ReplayBatch)
         config = Config.from_text(segment.text)
         segment.describe(to_native(config.fields), config.capacity, config.view.native())
+        segment.called = config.called
         from_native(*segment.limiter)  # which is no part of the description: it may change at any time
     except ValueError as error:
         raise ConnectionError(str(error)) from None

@@ -144,8 +144,9 @@ class Inspection:
         stats = self.stats()
         where = "shared" if path is None else f"in {path}"
         names = ", ".join("/".join(path) for path in self._config.fields)
+        named = "" if self._config.name is None else f"{self._config.name!r}, "
         return (
-            f"ReplayBuffer({stats.size:,}/{stats.capacity:,} rows, fields: {names}, "
+            f"ReplayBuffer({named}{stats.size:,}/{stats.capacity:,} rows, fields: {names}, "
             f"{stats.nbytes / 2**20:,.1f} MiB {where}, {self._config.view}, {self._config.sampler}, "
             f"{from_native(*self._segment.limiter)}, "
             f"{stats.writers} writers{', stopped' if stats.stopped else ''})"

@@ -107,7 +107,7 @@ class PrefetchIterator:
                     batch = self._next_drawn(waiting)
         except RuntimeError:
             if self._source.ended:  # another thread has closed it, since
-                raise Stopped("the replay buffer was stopped") from None
+                raise Stopped(f"{self._source.config.called} was stopped") from None
             raise
         if left is not None:
             self._left = left - 1
@@ -202,7 +202,7 @@ class PrefetchIterator:
     def _order(self) -> _C.DrawAhead:
         """Has as many batches drawn as shall be ahead of the next one, and that."""
         if self._segment.stopped:
-            raise Stopped("the replay buffer was stopped")
+            raise Stopped(f"{self._source.config.called} was stopped")
         if self._ahead is None:
             self._ahead = _C.DrawAhead(self._segment, self._batch_size)
         most = self._prefetch + 1 if self._left is None else min(self._left, self._prefetch + 1)

@@ -65,9 +65,11 @@ class ReplayBuffer(Replay):
         limiter: `MinSize(n)` or `SamplesPerInsert(...)`; None: `MinSize(1)`. Can be changed later.
         path: A new file to hold the buffer, readable by this user only. None: it lies in memory.
         seed: Of the draws, 0 to 2^64 - 1; the same seed and the same writes give the same batches. None: a random one.
+        name: What people call it, up to 64 characters, such as `"red team"`. Every process that attaches sees it. It is
+            in errors, in checkpoints, and on the screen of `torchreplay list` and `torchreplay watch`.
 
     Raises:
-        ValueError: A bad spec, capacity or seed.
+        ValueError: A bad spec, capacity, seed or name.
         MemoryError: The machine or the cgroup has too little memory left; nothing was touched.
         FileExistsError: There is a file at `path`.
         OSError: The disk has too little room for it, or a filesystem that cannot hold shared memory.
@@ -85,8 +87,9 @@ class ReplayBuffer(Replay):
         limiter: Limiter | None = None,
         path: str | os.PathLike[str] | None = None,
         seed: int | None = None,
+        name: str | None = None,
     ) -> None:
-        config = Config.of(spec, capacity, sampler, view, limiter)
+        config = Config.of(spec, capacity, sampler, view, limiter, name)
         path = None if path is None else checked_path("path", path)
         seed = secrets.randbits(63) if seed is None else checked_int("seed", seed, 0, (1 << 64) - 1)
         with new_segment(config, path, seed, by_and_by=False) as (segment, nonce, _):
@@ -542,7 +545,8 @@ class ReplayBuffer(Replay):
         return self._inspection.storage()
 
     def __repr__(self) -> str:
-        return "ReplayBuffer(closed)" if self._segment.closed else self._inspection.summary(self.path)
+        named = "" if self.name is None else f"{self.name!r}, "
+        return f"ReplayBuffer({named}closed)" if self._segment.closed else self._inspection.summary(self.path)
 
     # Checkpoints
 
@@ -674,7 +678,7 @@ class ReplayBuffer(Replay):
 
     def __enter__(self) -> ReplayBuffer:
         if self._segment.closed:
-            raise RuntimeError("the replay buffer is closed")
+            raise RuntimeError(f"{self._config.called} is closed")
         return self
 
     def __exit__(

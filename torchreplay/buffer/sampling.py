@@ -134,7 +134,7 @@ class LocalSampler:
     def check_shortage(self, result: Any, batch_size: int, wait: Wait) -> None:
         """Raises unless `result`, which the native core gave instead of a batch, says that waiting may help."""
         if result == "stopped":
-            raise Stopped("the replay buffer was stopped")
+            raise Stopped(f"{self.config.called} was stopped")
         trouble = self.trouble(result, batch_size)
         if trouble is None:
             inserted, needed, drawable = result

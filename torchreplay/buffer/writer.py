@@ -74,7 +74,7 @@ class Writer(_C.Writer):
 
     def _refuse_closed_buffer(self) -> None:
         """Called by the native core instead of writing to a buffer whose object this process has closed."""
-        raise RuntimeError("the replay buffer is closed, and this writer with it: attach it again to write to it")
+        raise RuntimeError(f"{self._config.called} is closed, and this writer with it: attach it again to write to it")
 
     def close(self) -> None:
         """Gives up the writer's place; using it again is a `ValueError`. Idempotent."""
@@ -129,7 +129,7 @@ class Writer(_C.Writer):
         # A full turn of slots is held by others. Their holders are stopped, or died and are freed by the census.
         now = time.monotonic()
         if self._segment.stopped:
-            raise Stopped("the replay buffer was stopped")
+            raise Stopped(f"{self._config.called} was stopped")
         if now - self._last_stall > 1.0:
             self._stalled_since = now
         self._last_stall = now

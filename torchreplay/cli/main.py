@@ -6,6 +6,10 @@ import click
 
 # The name of a command and its module, which has it as `command`; in the order of the help.
 _COMMANDS: dict[str, str] = {
+    "list": "torchreplay.cli.list_buffers",
+    "watch": "torchreplay.cli.watch",
+    "record": "torchreplay.cli.record",
+    "plot": "torchreplay.cli.plot",
     "inspect": "torchreplay.cli.inspect",
     "peek": "torchreplay.cli.peek",
     "export": "torchreplay.cli.export",

@@ -10,6 +10,7 @@ from torchreplay.buffer.base import MAX_BATCH
 from torchreplay.buffer.replay_buffer import ReplayBuffer, local_sampler
 from torchreplay.errors import Stopped
 from torchreplay.schema.batch import ReplayBatch
+from torchreplay.schema.config import called
 from torchreplay.validation import checked_instance, checked_int
 
 CHUNK = 1 << 14  # slots looked at together: what stays in the cache
@@ -65,7 +66,7 @@ class Reverse:
         """
         batch_size = checked_int("batch_size", batch_size, 1, MAX_BATCH)
         if self.buffer.stopped:
-            raise Stopped("the replay buffer was stopped")
+            raise Stopped(f"{called(self.buffer.name)} was stopped")
         keys = self._newest((batch_size + 1) * self.stride)
         if not len(keys):
             raise RuntimeError("no item can be drawn yet: expected one at least; buffer.sample() waits for it")

@@ -19,7 +19,7 @@ from torchreplay.schema.spec import Field, Path, Spec, flatten, from_native, nes
 from torchreplay.schema.views import VIEWS, Rows, View
 from torchreplay.segment.transient import Transient
 from torchreplay.segment.waits import logger
-from torchreplay.validation import checked_int, checked_kind
+from torchreplay.validation import checked_int, checked_kind, checked_name
 
 MAX_CAPACITY = 1 << 31
 ROLES: dict[str, tuple[Any, ...]] = {
@@ -37,7 +37,8 @@ DAMAGED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, 
 class Config:
     """The arguments of a `ReplayBuffer`, checked and with defaults filled in.
 
-    `lost_schedule`: beta was a function, and the description has only its value at the start.
+    `lost_schedule`: beta was a function, and the description has only its value at the start. `name`: what people call
+    the buffer.
     """
 
     capacity: int
@@ -46,16 +47,23 @@ class Config:
     view: View
     limiter: Limiter
     lost_schedule: bool = field(default=False, compare=False)
+    name: str | None = field(default=None, compare=False)
 
     @classmethod
     def of(
-        cls, spec: Spec, capacity: int, sampler: Sampler | None, view: View | None, limiter: Limiter | None
+        cls,
+        spec: Spec,
+        capacity: int,
+        sampler: Sampler | None,
+        view: View | None,
+        limiter: Limiter | None,
+        name: str | None = None,
     ) -> Config:
         """Returns the arguments of a buffer, checked.
 
         Raises:
-            ValueError: A bad spec or capacity.
-            TypeError: Something else in the place of a sampler, a view or a limiter.
+            ValueError: A bad spec, capacity or name.
+            TypeError: Something else in the place of a sampler, a view, a limiter or a name.
         """
         default_sampler: Sampler = Uniform()
         default_view: View = Rows()
@@ -66,6 +74,7 @@ class Config:
             checked_kind("sampler", sampler, default_sampler, (Uniform, Prioritized)),
             checked_kind("view", view, default_view, VIEWS),
             checked_kind("limiter", limiter, default_limiter, (MinSize, SamplesPerInsert)),
+            name=checked_name("name", name),
         )
 
     def to_text(self) -> str:
@@ -78,6 +87,7 @@ class Config:
                 "view": _describe(self.view.as_data() if isinstance(self.view, Hindsight) else self.view),
                 "limiter": _describe(self.limiter),
                 "lost_schedule": self.lost_schedule or _is_code(self.sampler.beta),
+                **({} if self.name is None else {"name": self.name}),
             }
         )
 
@@ -95,7 +105,8 @@ class Config:
                 from_native(parts["fields"]),
                 *(_restore(parts[name], kinds) for name, kinds in ROLES.items()),
             )
-            config = replace(config, lost_schedule=parts.get("lost_schedule") is True)
+            name = checked_name("name", parts.get("name"))
+            config = replace(config, lost_schedule=parts.get("lost_schedule") is True, name=name)
             config.view.plan(config.fields)
         except DAMAGED as error:
             raise ValueError(f"the description of the buffer is damaged: {error!r:.300}") from None
@@ -106,6 +117,11 @@ class Config:
         if self.capacity < rows:
             raise ValueError(f"capacity is {self.capacity}: one item of {self.view} takes {rows} rows")
         self.view.roles(self.fields)
+
+    @property
+    def called(self) -> str:
+        """What messages call the buffer."""
+        return called(self.name)
 
     def with_functions(self, view: View | None) -> Config:
         """Returns the configuration with the functions of `view`, which a description does not hold.
@@ -188,6 +204,11 @@ def _value(value: Any) -> Any:
     return _restore(value, (LinearSchedule, Elsewhere)) if isinstance(value, dict) and "kind" in value else value
 
 
+def called(name: str | None, kind: str = "replay buffer") -> str:
+    """Returns what messages call something: "the replay buffer", or "the replay buffer 'red team'"."""
+    return f"the {kind}" if name is None else f"the {kind} {name!r}"
+
+
 class Configured(Transient):
     """Something that was made of a `Config`, and says so."""
 
@@ -201,6 +222,11 @@ class Configured(Transient):
     def spec(self) -> dict[str, Any]:
         """The fields, nested as they were given."""
         return nest(self._config.fields)
+
+    @property
+    def name(self) -> str | None:
+        """What people call it; None: it has no name."""
+        return self._config.name
 
     @property
     def sampler(self) -> Sampler:

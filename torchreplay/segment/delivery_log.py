@@ -229,6 +229,11 @@ class RemotelyWritten:
         """Whether it was stopped."""
         return self._segment.stopped
 
+    @property
+    def called(self) -> str:
+        """What messages call it."""
+        return self._segment.called
+
     def census(self, unused_count_as_others: bool, /) -> Census:
         """Returns who takes part."""
         census = self._segment.census(unused_count_as_others)

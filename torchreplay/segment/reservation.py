@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -96,7 +97,9 @@ def new_memory(size: int, what: str) -> int:
         what: Names it in /proc.
     """
     # memfd: not bound by the size of /dev/shm, and freed by the kernel when its last process is gone.
-    fd = os.memfd_create(f"torchreplay-{what.replace(' ', '-')}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = os.memfd_create(
+        f"torchreplay-{re.sub(r'[^A-Za-z0-9.]+', '-', what).strip('-')}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    )
     try:
         os.fchmod(fd, 0o600)
         os.ftruncate(fd, size)

@@ -41,6 +41,9 @@ STALL_LIMIT = 60.0
 """Seconds after which a writer that finds every slot held by stopped writers gives up."""
 
 
+UNNAMED = "the replay buffer"
+"""What messages call a buffer that has no name."""
+
 Meanwhile: TypeAlias = Callable[[], None]
 MEANWHILE: ContextVar[Meanwhile | None] = ContextVar("MEANWHILE", default=None)
 """What waits that begin in this context call whenever they look around."""
@@ -52,6 +55,10 @@ class Watched(Protocol):
     @property
     def stopped(self) -> bool:
         """Whether it was stopped."""
+
+    @property
+    def called(self) -> str:
+        """What messages call it."""
 
     def census(self, unused_count_as_others: bool, /) -> Census:
         """Returns who takes part."""
@@ -123,7 +130,7 @@ class Wait:
         if not census["others_writing"] and not census["supervisors"]:
             self._check_writers(census, figures)
         if self.expired:
-            raise ReplayTimeout(f"no batch within {self._timeout:.10g} s: {figures}")
+            raise ReplayTimeout(f"no batch{self._of()} within {self._timeout:.10g} s: {figures}")
         self._tell("rows", figures)
 
     def check_turns(self, trouble: str) -> None:
@@ -141,7 +148,7 @@ class Wait:
         if now - self._barren_since >= IN_VAIN:
             raise RuntimeError(trouble)
         if self.expired:
-            raise ReplayTimeout(f"no batch within {self._timeout:.10g} s: {trouble}")
+            raise ReplayTimeout(f"no batch{self._of()} within {self._timeout:.10g} s: {trouble}")
 
     def check_delivery(self, waiting_for: str) -> None:
         """Says, now and then, what keeps the rows of a remote writer from being taken."""
@@ -152,14 +159,18 @@ class Wait:
         waited = time.monotonic() - self._start
         if waited >= self._log_at:
             self._log_at += LOG_EVERY
-            logger.warning("waiting for %s since %.0f s: %s", what, waited, figures)
+            logger.warning("waiting for %s%s since %.0f s: %s", what, self._of(), waited, figures)
 
     def end(self) -> None:
         """Called when the wait is over, however it ended."""
 
+    def _of(self) -> str:
+        """Returns " of the replay buffer" with its name, where it has one."""
+        return "" if self._segment.called == UNNAMED else f" of {self._segment.called}"
+
     def _check_stopped(self) -> None:
         if self._segment.stopped:
-            raise Stopped("the replay buffer was stopped")
+            raise Stopped(f"{self._segment.called} was stopped")
 
     def _check_writers(self, census: Census, figures: str) -> None:
         waited, gone = time.monotonic() - self._start, census["since_departure"]
@@ -172,8 +183,8 @@ class Wait:
         else:
             return
         raise WouldBlockForever(
-            f"sample() would wait for ever: {figures}; {reason}. Write more rows, start explorers, or ask less of the "
-            f"limiter; buffer.expect_writers() says that writers will come"
+            f"sample(){self._of()} would wait for ever: {figures}; {reason}. Write more rows, start explorers, or ask "
+            f"less of the limiter; buffer.expect_writers() says that writers will come"
         )
 
     def check_room(self, balance: Callable[[], str]) -> None:
@@ -191,10 +202,10 @@ class Wait:
         self._check_stopped()  # last, as in check_rows
         if alone and not census["others_learning"]:
             raise WouldBlockForever(
-                f"append() would wait for ever: {balance()}; writers alive: {census['writers']}, last write: "
-                f"{_ago(census['since_write'])}; there is no other thread and no other process to draw. Draw more "
-                f"batches between appends, give SamplesPerInsert a tolerance with room for all rows of a call, or use "
-                f"MinSize"
+                f"append(){self._of()} would wait for ever: {balance()}; writers alive: {census['writers']}, last "
+                f"write: {_ago(census['since_write'])}; there is no other thread and no other process to draw. Draw "
+                f"more batches between appends, give SamplesPerInsert a tolerance with room for all rows of a call, or "
+                f"use MinSize"
             )
         figures = f"learners alive: {census['learners']}"
         if census["learners"] and not census["others_learning"]:
@@ -248,7 +259,7 @@ class ShownWait(Wait):
         if self._line is None:
             super()._tell(what, figures)
         else:
-            self._line.show(f"waiting for {what} since {waited:.0f} s: {figures}")
+            self._line.show(f"waiting for {what}{self._of()} since {waited:.0f} s: {figures}")
 
     def end(self) -> None:
         """Takes the line away."""

@@ -16,7 +16,11 @@ from torchreplay.segment.waits import Wait
 ENDS = {name: tr.Field((), torch.bool) for name in ("terminated", "truncated")}
 SPEC = {"obs": tr.Field((4,)), "reward": tr.Field(), **ENDS}
 CONFIG = Config.of(SPEC, 256, tr.Prioritized(), tr.Transitions(n_step=8), None)
-WATCHED = SimpleNamespace(stopped=False, census=lambda _: {"others_writing": 1, "writers": 1, "since_write": 0.0})
+WATCHED = SimpleNamespace(
+    stopped=False,
+    called="the replay buffer",
+    census=lambda _: {"others_writing": 1, "writers": 1, "since_write": 0.0},
+)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.limiters import Limiter, MinSize
 from torchreplay.segment.handle import Handle
 from torchreplay.segment.ray_node import ray_node
-from torchreplay.segment.waits import Wait
+from torchreplay.segment.waits import UNNAMED, Wait
 
 if TYPE_CHECKING:
     from torchreplay._C import Census
@@ -59,6 +59,9 @@ class ShardClient:
         figures: What each shard said last, by number. Never changed: there is another when one says more.
         closed: Whether the `ShardedReplay` that this belongs to is closed.
     """
+
+    called = UNNAMED
+    """What messages call the buffer: its `ShardedReplay` sets it."""
 
     def __init__(self, name: str) -> None:
         self.coordinator = CoordinatorClient(name, lambda: self.stopped)
@@ -281,7 +284,7 @@ class ShardClient:
             if figures.trouble is not None:
                 raise RuntimeError(f"shard {number}: {figures.trouble}")
         if self.stopped:
-            raise Stopped("the replay buffer was stopped")
+            raise Stopped(f"{self.called} was stopped")
         return answers
 
     @property

@@ -63,7 +63,7 @@ def _attached(shards: ShardClient) -> ShardBuffer | None:
     """Returns the buffer of the shard on this node; None while it is to be made anew."""
     table = shards.look()
     if table.stopped:
-        raise Stopped("the replay buffer was stopped")
+        raise Stopped(f"{shards.called} was stopped")
     if shards.place_here() is None and shards.node not in table.starting:
         raise RuntimeError(
             f"node {shards.node} has no shard: the shards are on {[p.node for p in table.places.values()]}. Run "

@@ -32,6 +32,9 @@ LEASH = float(1 << 40)
 
 UNBOUNDED = -1e300
 
+SHARD_NAME = 56
+"""Characters of the union's name in that of a shard, which has its number behind them."""
+
 
 class Shard:
     """One buffer, written by the processes of its node, and drawn from by calls from the others.
@@ -69,7 +72,13 @@ class Shard:
         if isinstance(sampler, Prioritized):
             sampler = replace(sampler, beta=0.0, weights="none")
         self._buffer = ReplayBuffer(
-            nest(config.fields), config.capacity, sampler=sampler, view=config.view, limiter=MinSize(), seed=self._seed
+            nest(config.fields),
+            config.capacity,
+            sampler=sampler,
+            view=config.view,
+            limiter=MinSize(),
+            seed=self._seed,
+            name=None if config.name is None else f"{config.name[:SHARD_NAME]}/{self._number}",
         )
         self._candidates = ShardSampler(self._buffer, self._number)
         if self._limit is not None:

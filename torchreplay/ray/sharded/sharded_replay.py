@@ -70,10 +70,11 @@ class ShardedReplay(Replay):
             changed later. How closely it is kept: `docs/sharding.md`.
         seed: Of the draws. None: a random one.
         nodes: Ray's ids of the nodes that get a shard. None: all that are alive.
+        name: What people call it, as for `ReplayBuffer`. Its shards are called `"NAME/0"`, `"NAME/1"` and so on.
 
     Raises:
         RuntimeError: This process is not connected to a Ray cluster.
-        ValueError: A bad spec, capacity, seed or node.
+        ValueError: A bad spec, capacity, seed, node or name.
         MemoryError: A node has too little memory left for its shard.
     """
 
@@ -87,10 +88,11 @@ class ShardedReplay(Replay):
         limiter: Limiter | None = None,
         seed: int | None = None,
         nodes: Sequence[str] | None = None,
+        name: str | None = None,
     ) -> None:
         chosen = checked_nodes(nodes)
         capacity = checked_int("capacity", capacity, len(chosen), MAX_CAPACITY * len(chosen))
-        config = Config.of(spec, capacity // len(chosen), sampler, view, limiter)
+        config = Config.of(spec, capacity // len(chosen), sampler, view, limiter, name)
         seed = secrets.randbits(63) if seed is None else checked_int("seed", seed, 0, (1 << 63) - 1)
         nonce = new_nonce()
         self._owned = found(nonce, config, capacity, chosen, nodes is None, seed)
@@ -104,6 +106,7 @@ class ShardedReplay(Replay):
         self._nonce, self._config = nonce, config
         self._capacity, self._count = capacity, count
         self._shards = ShardClient(directory_name(nonce))
+        self._shards.called = config.called
         self._sampler = ShardedSampler(self._shards, config, seed, nonce)
         self._gathering = Gathering(self._shards, config, nonce)
         self._feedback = Feedback(self._shards, nonce)
@@ -397,11 +400,12 @@ class ShardedReplay(Replay):
         return self._shards.stopped
 
     def __repr__(self) -> str:
+        named = "" if self.name is None else f"{self.name!r}, "
         if self._closed:
-            return "ShardedReplay(closed)"
+            return f"ShardedReplay({named}closed)"
         names, table = ", ".join("/".join(path) for path in self._config.fields), self._shards.table
         return (
-            f"ShardedReplay({self._capacity:,} rows on {len(table.places)} of {self._count} nodes, fields: "
+            f"ShardedReplay({named}{self._capacity:,} rows on {len(table.places)} of {self._count} nodes, fields: "
             f"{names}, {self._config.view}, {self._config.sampler}, {table.rule.limiter}"
             f"{', stopped' if self.stopped else ''})"
         )

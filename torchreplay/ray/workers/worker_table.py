@@ -146,6 +146,18 @@ class WorkerTable:
         return attached_table, (handle if handle.node else replace(handle, node=ray_node()),)
 
 
+def read_entries(fd: int) -> npt.NDArray[np.void]:
+    """Returns a copy of the entries of a pool's table, for those who only look. `fd` may be open for reading only.
+
+    Raises:
+        ValueError: It is no table.
+    """
+    with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as memory:
+        workers = np.frombuffer(memory[_HEADER.itemsize :], _WORKER)
+    entries: npt.NDArray[np.void] = workers["entry"]
+    return entries
+
+
 def attached_table(handle: Handle) -> WorkerTable:
     """Attaches to a pool's table. Pickles name it: see `torchreplay.buffer.replay_buffer.attached`.
 

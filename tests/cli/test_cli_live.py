@@ -1,0 +1,374 @@
+"""The commands for live buffers, as a user calls them: in processes, in pipes and on terminals, killed and ended."""
+
+import fcntl
+import json
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from multiprocessing import Pipe
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from forked import Forked, eventually, shared_counters
+from watched_buffers import content_of, learn_for_ever, make, write_for_ever
+
+import torchreplay as tr
+from torchreplay.cli import main
+from torchreplay.cli.explorers import ExplorerWeights
+from torchreplay.monitoring.recording import Recording
+from torchreplay.ray.workers.worker_table import WorkerTable
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def run_command(arguments, out):
+    """In a process of its own: the command, whose output goes to a descriptor."""
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1)
+    try:
+        main([str(argument) for argument in arguments])
+    except SystemExit as end:
+        sys.stdout.flush()
+        os._exit(end.code or 0)
+
+
+class Command(Forked):
+    """A command in a process of its own, whose output is in a file."""
+
+    def __init__(self, path, *arguments):
+        self._path = path
+        with path.open("wb") as file:
+            super().__init__(run_command, arguments, file.fileno())
+
+    def output(self):
+        return self._path.read_text()
+
+    def lines(self, name):
+        return [line for line in self.output().splitlines() if name in line]
+
+
+@pytest.fixture
+def call(tmp_path):
+    """Calls a command, and returns its status and its output."""
+
+    def call(*arguments):
+        with Command(tmp_path / "output", *arguments) as command:
+            return SimpleNamespace(status=command.wait(), output=command.output())
+
+    return call
+
+
+class Terminal(Forked):
+    """A command on a terminal of its own."""
+
+    def __init__(self, *arguments, columns=120, lines=50):
+        self._mine, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+        os.set_blocking(self._mine, False)
+        self._seen = b""
+        os.environ["TERM"] = "xterm-256color"
+        super().__init__(run_command, arguments, theirs)
+        os.close(theirs)
+
+    @property
+    def text(self):
+        return self._seen.decode(errors="replace")
+
+    def shows(self, text):
+        try:
+            while data := os.read(self._mine, 1 << 16):
+                self._seen += data
+        except OSError:  # nothing there, or the command has ended
+            pass
+        return text in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.text)
+
+    def close(self):
+        os.close(self._mine)
+
+
+each_signal = pytest.mark.parametrize(
+    "number", [signal.SIGKILL, signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
+
+
+@pytest.fixture
+def run():
+    """A buffer that an explorer fills and a learner draws from, neither of them as fast as it could."""
+    buffer = make(4096, limiter=tr.SamplesPerInsert(8.0, min_size=64))
+    rows, batches = shared_counters(1), shared_counters(1)
+    with Forked(write_for_ever, buffer, rows), Forked(learn_for_ever, buffer, batches, 0.002):
+        eventually(lambda: batches[0] > 5)
+        yield buffer
+    buffer.close()
+
+
+# list
+
+
+def test_list_shows_each_live_buffer(run, call):
+    other = make()
+    output = call("list").output
+    for buffer in (run, other):
+        (line,) = [line for line in output.splitlines() if buffer.name in line]
+        assert f"#{os.fstat(buffer._segment.fd).st_ino}" in line
+        assert str(os.getpid()) in line
+    other.close()
+
+
+def test_list_as_json_has_all_figures(run, call):
+    (one,) = [one for one in json.loads(call("list", "--json").output) if one["name"] == run.name]
+    assert (one["capacity"], one["nbytes"], one["nonce"]) == (run.capacity, run.nbytes, run._nonce)
+    assert (one["writers"], one["learners"], one["pid"]) == (1, 1, os.getpid())
+    assert one["rows_per_second"] > 0 < one["batches_per_second"]
+    assert one["trouble"] == ""
+
+
+def test_list_without_a_buffer_says_what_to_do(monkeypatch, call):
+    monkeypatch.setattr("torchreplay.monitoring.survey.shared_files", list)
+    assert "start yours" in call("list").output
+    assert json.loads(call("list", "--json").output) == []
+
+
+def test_list_says_which_buffers_are_of_another_version(call):
+    buffer = make()
+    content = bytearray(content_of(buffer))
+    content[8:16] = struct.pack("<Q", 2)
+    fd = os.memfd_create("torchreplay-replay-buffer-old")
+    os.write(fd, content)
+    output = call("list").output
+    assert (
+        f"#{os.fstat(fd).st_ino} (process {os.getpid()}): the segment has format version 2, this build reads" in output
+    )
+    os.close(fd)
+    buffer.close()
+
+
+@pytest.mark.slow
+def test_list_of_a_cluster_shows_its_shards(cluster, tmp_path):
+    from torchreplay.ray import ShardedReplay
+
+    with ShardedReplay({"x": tr.Field(2)}, 1000, name="union") as replay:
+        replay.extend(x=np.zeros((10, 2)))
+        address = cluster.ray.get_runtime_context().gcs_address
+        code = f"from torchreplay.cli import main; main(['list', '--json', '--ray', {address!r}])"
+        answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=170)
+        assert answer.returncode == 0, answer.stderr
+        listed = json.loads(answer.stdout[answer.stdout.index("[") :])
+        shards = {one["name"]: one for one in listed if one["name"].startswith("union/")}
+        assert set(shards) == {"union/0", "union/1"}
+        assert sum(one["rows"] for one in shards.values()) == 10
+        assert {one["node"] for one in shards.values()} <= set(cluster.node_ids)
+
+
+def test_list_of_a_cluster_that_is_not_there_says_so(call):
+    pytest.importorskip("ray")
+    result = call("list", "--ray", "no such:address:at all")
+    assert result.status != 0
+    assert "the Ray cluster at 'no such:address:at all' cannot be reached" in result.output
+
+
+# watch
+
+
+def test_watch_in_a_pipe_prints_a_plain_line_for_each_interval(run, tmp_path):
+    with Command(tmp_path / "out", "watch", run.name, "--interval", 0.1, "--seconds", 1.0) as command:
+        assert command.wait() == 0
+    lines = command.lines(run.name)
+    assert len(lines) >= 3
+    for line in lines:
+        assert re.match(r"\d\d:\d\d:\d\d test [\d.]+: [\d,]+/4,096 rows, ", line), line
+        assert "\x1b" not in line
+        assert "1 writer, 1 learner" in line
+        assert "(target 8)" in line
+
+
+def test_watch_on_a_terminal_shows_a_panel_and_leaves_it_at_the_end(run):
+    with Terminal("watch", run.name, "--interval", 0.2) as command:
+        for text in (
+            run.name,
+            "rows written",
+            "samples per insert",
+            "explorers wait",
+            "|TD error|",
+            "learner",
+            "works",
+        ):
+            eventually(lambda wanted=text: command.shows(wanted), timeout=20)
+        command.signal(signal.SIGINT)
+        assert command.wait() == 0
+        command.shows("")
+        command.close()
+    assert "\x1b[?1049l" in command.text  # the screen of before is back
+    assert run.name in command.text[command.text.rindex("\x1b[?1049l") :]  # and below it the last panel
+
+
+@pytest.mark.parametrize("columns", [60, 200, pytest.param(80, marks=pytest.mark.slow)])
+def test_watch_fits_terminals_of_any_width(run, columns):
+    with Terminal("watch", run.name, "--interval", 0.2, columns=columns) as command:
+        eventually(lambda: command.shows("late TD errors"), timeout=20)
+        command.signal(signal.SIGINT)
+        assert command.wait() == 0
+        command.shows("")
+        command.close()
+    last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", command.text[command.text.rindex("\x1b[?1049l") :])
+    assert max(len(line) for line in last.splitlines()) <= columns
+
+
+def test_on_a_terminal_of_few_lines_charts_are_left_out_and_advice_is_not(run):
+    with Terminal("watch", run.name, "--interval", 0.2, lines=24) as command:
+        eventually(lambda: command.shows("works") and command.shows("✓ nothing looks wrong"), timeout=20)
+        assert not command.shows("log scale")
+        command.kill()
+        command.close()
+
+
+def test_watch_ends_when_the_buffer_is_gone(tmp_path):
+    mine, theirs = Pipe()
+
+    def own():
+        buffer = make(name=f"mortal {os.getpid()}")
+        theirs.send(buffer.name)
+        signal.pause()
+
+    with Forked(own) as owner:
+        name = mine.recv()
+        with Command(tmp_path / "out", "watch", name, "--interval", 0.1) as command:
+            eventually(lambda: command.lines(name))
+            owner.kill()
+            assert command.wait(20) == 0
+        assert command.output().splitlines()[-1].startswith(f"{name} is gone: the last process that had it has ended")
+
+
+@each_signal
+def test_watch_may_be_ended_by_any_signal(run, tmp_path, number):
+    with Command(tmp_path / "out", "watch", run.name, "--interval", 0.1) as command:
+        eventually(lambda: command.lines(run.name))
+        command.signal(number)
+        command.wait()
+    stats = run.stats()
+    assert (stats.writers, stats.learners) == (1, 1)
+
+
+def test_watch_saves_its_last_screen_as_a_picture(run, tmp_path, call):
+    text, svg = tmp_path / "screen.txt", tmp_path / "screen.svg"
+    for path in (text, svg):
+        assert call("watch", run.name, "--seconds", 0.3, "--picture", path).status == 0
+    assert run.name in text.read_text()
+    assert "samples per insert" in text.read_text()
+    assert svg.read_text().startswith("<svg")
+    assert "http" not in svg.read_text().replace("http://www.w3.org/2000/svg", "")
+
+
+def test_watch_of_what_is_not_there_says_what_is(run, call):
+    result = call("watch", "nobody")
+    assert result.status == 1
+    assert "no live buffer is called 'nobody': there are" in result.output
+    assert run.name in result.output
+
+
+def test_watch_works_on_a_buffer_in_a_file(path, call):
+    buffer = tr.ReplayBuffer({"x": tr.Field(2)}, 100, path=path)
+    buffer.extend(x=np.zeros((10, 2)))
+    result = call("watch", path, "--seconds", 1.2, "--interval", 0.5)
+    assert "replay.bin: 10/100 rows" in result.output
+    buffer.close()
+    result = call("watch", path)
+    assert result.status == 1
+
+
+def test_watch_knows_the_weights_that_explorers_of_a_pool_act_on():
+    table = WorkerTable(3)
+    weights = tr.SharedWeights(module())
+    table.begin(1)
+    entry = table.entries[1]
+    entry["weight_version"], entry["heartbeat"] = 0, time.monotonic()
+    for _ in range(4):
+        weights.publish(module())
+    with ExplorerWeights() as known:
+        (one,) = known.of({os.getpid()})
+        assert (one.index, one.pid, one.version, one.published, one.behind) == (1, os.getpid(), 0, 4, 4)
+        assert known.of({1}) == ()
+
+
+def module():
+    return torch.nn.Linear(2, 2)
+
+
+# record and plot
+
+
+def test_a_recording_has_what_the_buffer_counted_meanwhile(run, tmp_path, call):
+    path = tmp_path / "run.rec"
+    before = run.stats()
+    assert call("record", path, run.name, "--seconds", 0.5, "--rate", 40).status == 0
+    after = run.stats()
+    recording = Recording.read(path)
+    assert 10 <= len(recording.seconds) <= 22
+    for name, low, high in (
+        ("head", before.rows_written, after.rows_written),
+        ("sampled", before.sampled, after.sampled),
+        ("updated", before.updated, after.updated),
+    ):
+        values = recording.counters[name]
+        assert low <= values[0] < values[-1] <= high
+        assert (np.diff(values) >= 0).all()
+    assert set(recording.counters["writers"]) == {1}
+
+
+@pytest.mark.slow
+def test_plot_makes_a_picture_of_a_recording(run, tmp_path, call):
+    path = tmp_path / "run.rec"
+    call("record", path, run.name, "--seconds", 0.5)
+    assert call("plot", path).output.strip() == str(tmp_path / "run.png")
+    assert (tmp_path / "run.png").read_bytes().startswith(PNG)
+    assert call("plot", path, "-o", tmp_path / "dark.png", "--dark").status == 0
+    assert (tmp_path / "dark.png").read_bytes() != (tmp_path / "run.png").read_bytes()
+    assert call("plot", path, "-o", tmp_path / "dark.xyz").status == 1
+
+
+@each_signal
+def test_a_recording_may_be_ended_by_any_signal(run, tmp_path, number):
+    path = tmp_path / "run.rec"
+    with Command(tmp_path / "out", "record", path, run.name, "--rate", 50) as command:
+        eventually(lambda: path.exists() and path.stat().st_size > 2000)
+        command.signal(number)
+        status = command.wait()
+    assert status == (-number if number == signal.SIGKILL else 0)
+    assert len(Recording.read(path).seconds) > 5
+    assert ("records over" in command.output()) == (number != signal.SIGKILL)
+
+
+def test_record_does_not_write_over_a_file(run, tmp_path, call):
+    path = tmp_path / "mine.rec"
+    path.write_text("mine")
+    result = call("record", path, run.name)
+    assert result.status == 1
+    assert "there is a file at" in result.output
+    assert path.read_text() == "mine"
+
+
+def test_plot_of_another_file_says_what_it_expects(tmp_path, call):
+    path = tmp_path / "other"
+    path.write_text("nothing")
+    result = call("plot", path)
+    assert result.status == 1
+    assert "expected a file of `torchreplay record`" in result.output
+
+
+@pytest.mark.slow
+def test_help_of_all_commands_needs_neither_ray_nor_matplotlib():
+    code = (
+        "import sys; from torchreplay.cli import main; "
+        "[main([name, '--help'], standalone_mode=False) for name in ('list', 'watch', 'record', 'plot')]; "
+        "sys.exit(bool({'ray', 'matplotlib'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

@@ -1,0 +1,209 @@
+"""Looks at a live buffer: they see what is there, change nothing, and leave nothing when they are killed."""
+
+import os
+import random
+import signal
+from multiprocessing import Pipe
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from forked import Forked, eventually, shared_counters
+from watched_buffers import after, content_of, learn_for_ever, look_at, make, write, write_for_ever
+
+import torchreplay as tr
+from torchreplay.monitoring.advice import advise
+from torchreplay.monitoring.slots import sample_slots
+from torchreplay.monitoring.survey import choose, survey
+
+SAME = (
+    *("inserted", "sampled", "draws", "updated", "stale_updates", "unready_updates", "evicted_unsampled", "redraws"),
+    *("drawable", "priority_max", "stopped", "samples_per_insert", "insert_wait", "sample_wait"),
+)
+
+
+def used(capacity=128):
+    """A buffer that has seen everything: overwritten rows, late feedback, priorities."""
+    buffer = make(capacity, limiter=tr.SamplesPerInsert(1.0, tolerance=1000.0))
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(6):
+        write(buffer, 40)
+        old = buffer.sample(16)
+        buffer.update_priorities(old, torch.rand(16, generator=generator))
+        write(buffer, 40)
+        buffer.update_priorities(old, torch.rand(16, generator=generator) + 0.1)
+    return buffer
+
+
+def test_a_look_sees_the_figures_that_stats_has():
+    buffer = used()
+    stats = buffer.stats()
+    with look_at(buffer) as live:
+        now = live.snapshot()
+        assert {name: getattr(now, name) for name in SAME} == {name: getattr(stats, name) for name in SAME}
+        assert now.stale_updates > 0 < now.evicted_unsampled
+        assert (live.fill(now), now.head) == (stats.size, stats.rows_written)
+        assert now.priority_total == pytest.approx(stats.priority_total)
+        assert now.limiter == buffer.limiter
+        assert live.capacity == buffer.capacity
+        assert live.config.sampler == buffer.sampler
+
+
+def test_rows_that_no_learner_has_looked_at_count_as_held():
+    buffer = make(100)
+    with look_at(buffer) as live:
+        write(buffer, 30)
+        now = live.snapshot()
+        assert (live.fill(now), now.unseen, now.inserted) == (30, 30, 0)
+        write(buffer, 200)
+        assert live.fill(live.snapshot()) == 100
+        buffer.clear()
+        assert live.fill(live.snapshot()) == 0
+
+
+def test_a_look_sees_the_leaves_and_keys_of_all_slots():
+    buffer = used()
+    leaves, keys1 = buffer._segment.column(-1), buffer._segment.column(-2)
+    with look_at(buffer) as live:
+        seen_leaves, seen_keys = live.copy_slots(0, 1 << 40)
+        assert np.frombuffer(seen_leaves, np.float32).tolist() == leaves.tolist()
+        assert np.frombuffer(seen_keys, np.int64).tolist() == keys1.tolist()
+        part = np.frombuffer(live.copy_slots(120, 100)[0], np.float32)
+        assert part.tolist() == leaves[120:].tolist()
+        assert live.copy_slots(128, 1) == (b"", b"")
+
+
+def test_looks_change_no_byte_and_count_nobody():
+    buffer = used()
+    buffer.handle()  # which, as a fork does, notes that others may come
+    before = content_of(buffer)
+    with look_at(buffer) as live:
+        for _ in range(100):
+            now = live.snapshot()
+        sample_slots(live, now.head)
+        live.in_use()
+        survey(0.01)
+        with Forked(look_once, buffer.name) as other:
+            assert other.wait() == 0
+    assert content_of(buffer) == before
+
+
+def look_once(name):
+    with choose(name) as live:
+        sample_slots(live, live.snapshot().head)
+
+
+def test_the_mapping_cannot_be_written_to():
+    buffer = make()
+    inode = os.fstat(buffer._segment.fd).st_ino
+    with look_at(buffer):
+        maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if f" {inode} " in line]
+        assert sorted(line[1] for line in maps) == ["r--s", "rw-s"]  # the look's, and the buffer's own
+
+
+def test_a_look_sees_who_takes_part_and_who_died():
+    buffer = make(limiter=tr.SamplesPerInsert(1.0, min_size=64, tolerance=1.0))
+    rows = shared_counters(1)
+    with look_at(buffer) as live, Forked(write_for_ever, buffer, rows) as explorer:
+        eventually(lambda: any(p.waiting for p in live.snapshot().alive("writer")))  # for a learner: nobody draws
+        (writer,) = live.snapshot().alive("writer")
+        assert (writer.pid, writer.rows) == (explorer.pid, rows[0] or writer.rows)
+        (owner,) = live.snapshot().alive("owner")
+        assert owner.pid == os.getpid()
+        explorer.kill()
+        dead = [p for p in live.snapshot().participants if p.pid == explorer.pid]
+        assert [(p.role, p.alive) for p in dead] == [("writer", False)]
+        assert live.snapshot().alive("writer") == []
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_a_learner_is_seen_to_work_and_to_rest(ahead):
+    buffer = make()
+    write(buffer, 100)
+    with look_at(buffer) as live:
+        for count, _ in enumerate(tr.ReplayDataset(buffer, 32, steps=3, prefetch=ahead), 1):
+            (learner,) = live.snapshot().alive("learner")
+            assert (learner.pid, learner.rows) == (os.getpid(), 32 * count)
+            assert 0 <= learner.heartbeat < 1
+
+
+def look_for_ever(name, looks):
+    with choose(name) as live:
+        while True:
+            now = live.snapshot()
+            sample_slots(live, now.head)
+            live.in_use()
+            looks[0] += 1
+
+
+@pytest.mark.parametrize("kills", [4, pytest.param(60, marks=pytest.mark.slow)])
+def test_a_look_that_is_killed_at_any_moment_leaves_nothing_and_delays_nobody(kills, tally):
+    buffer = make(256)
+    chance = random.Random(3)
+    rows, batches, looks = shared_counters(1), shared_counters(1), shared_counters(1)
+    with Forked(write_for_ever, buffer, rows), Forked(learn_for_ever, buffer, batches):
+        eventually(lambda: min(rows[0], batches[0]) > 0)
+        for _ in range(kills):
+            looks[0] = 0
+            with Forked(look_for_ever, buffer.name, looks) as watcher:
+                enough = chance.randrange(1, 20)
+                eventually(lambda n=enough: looks[0] >= n, interval=0)
+                watcher.signal(signal.SIGSTOP)  # at any instruction
+                written, drawn = rows[0], batches[0]
+                eventually(lambda r=written, b=drawn: rows[0] > r and batches[0] > b, timeout=10)
+            tally("looks killed", 1)
+        stats = buffer.stats()
+        assert (stats.writers, stats.learners) == (1, 1)
+        with look_at(buffer) as live:
+            assert {p.role for p in live.snapshot().participants} == {"owner", "writer", "learner"}
+
+
+def test_when_all_owners_are_gone_a_look_knows():
+    mine, theirs = Pipe()
+
+    def own():
+        buffer = make(name=f"mortal {os.getpid()}")
+        theirs.send(buffer.name)
+        signal.pause()
+
+    with Forked(own) as owner, choose(mine.recv()) as live:
+        assert live.in_use()
+        owner.kill()
+        assert not live.in_use()
+        live.snapshot()  # what it held is still there to be read
+
+
+def test_a_closed_look_refuses_to_look():
+    buffer = make()
+    live = look_at(buffer)
+    live.close()
+    live.close()
+    with pytest.raises(RuntimeError, match="the reader is closed"):
+        live.snapshot()
+
+
+def test_a_damaged_buffer_is_refused_with_what_is_wrong():
+    buffer = make()
+    content = bytearray(content_of(buffer))
+    at = content.index(b'"capacity"')
+    content[at] = ord("x")
+    fd = os.memfd_create("torchreplay-replay-buffer-damaged")
+    os.write(fd, content)
+    inode = os.fstat(fd).st_ino
+    (one,) = [one for one in survey(0.0) if one.inode == inode]
+    assert "configuration is damaged" in one.trouble
+    os.close(fd)
+
+
+def test_nothing_is_said_of_a_buffer_that_is_well():
+    buffer = make()
+    write(buffer, 500)
+    with look_at(buffer) as live:
+
+        def run():
+            for _ in range(20):
+                write(buffer, 4)
+                buffer.update_priorities(buffer.sample(32), np.random.default_rng(1).random(32))
+
+        assert advise(after(live, run)) == []

@@ -1,0 +1,177 @@
+"""Recordings: exact, small, and whole up to the last record, wherever their writer died."""
+
+import json
+import math
+import os
+import random
+import struct
+import zlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from forked import Forked, eventually, shared_counters
+from watched_buffers import look_at, make, write
+
+import torchreplay as tr
+from torchreplay.monitoring.pictures import draw_recording
+from torchreplay.monitoring.recording import COUNTERS, Recorder, Recording
+from torchreplay.monitoring.slots import sample_slots
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def record(path, looks=20, capacity=100, **options):
+    """A recording of a run of which nothing is known but what was looked at; and those looks."""
+    buffer = make(capacity, **options)
+    generator = np.random.default_rng(0)
+    seen = []
+    with look_at(buffer) as live, Recorder(path, live) as recorder:
+        for moment in range(looks):
+            write(buffer, int(generator.integers(1, 30)))
+            batch = buffer.sample(8)
+            buffer.update_priorities(batch, generator.random(8))
+            now = replace(live.snapshot(), time=100.0 + moment / 10)
+            seen.append((now, live.fill(now), len(now.alive("writer"))))
+            recorder.add(now)
+            if moment % 10 == 0:
+                recorder.add_slots(now.time, sample_slots(live, now.head))
+    return buffer, seen
+
+
+def test_a_recording_has_what_was_looked_at(tmp_path):
+    buffer, seen = record(tmp_path / "run.rec", limiter=tr.SamplesPerInsert(1.0, tolerance=1e4))
+    recording = Recording.read(tmp_path / "run.rec")
+    for name in COUNTERS:
+        assert recording.counters[name].tolist() == [float(getattr(now, name)) for now, _, _ in seen], name
+    assert recording.counters["fill"].tolist() == [fill for _, fill, _ in seen]
+    assert recording.counters["writers"].tolist() == [writers for _, _, writers in seen]
+    assert recording.seconds == pytest.approx(np.arange(20) / 10)
+    assert (recording.name, recording.config.capacity) == (buffer.name, 100)
+    assert recording.priorities["time"].tolist() == [100.0, 101.0]
+
+
+def test_a_buffer_without_a_ratio_has_a_target_of_zero(tmp_path):
+    record(tmp_path / "run.rec")
+    assert set(Recording.read(tmp_path / "run.rec").counters["target_ratio"]) == {0.0}
+
+
+def test_priorities_in_a_recording_are_the_items_own(tmp_path):
+    buffer = make(1000)
+    keys = write(buffer, 1000)
+    td = np.random.default_rng(1).random(1000)
+    buffer.update_priorities(keys, td)
+    with look_at(buffer) as live, Recorder(tmp_path / "run.rec", live) as recorder:
+        now = live.snapshot()
+        recorder.add(now)
+        recorder.add_slots(now.time, sample_slots(live, now.head))
+    table = Recording.read(tmp_path / "run.rec").priorities
+    assert [table[name][0] for name in ("p10", "p50", "p90")] == pytest.approx(
+        np.quantile(td, [0.1, 0.5, 0.9]), rel=1e-5
+    )
+
+
+def test_a_recording_cut_off_anywhere_has_all_whole_records_before(tmp_path):
+    path, cut = tmp_path / "run.rec", tmp_path / "cut.rec"
+    record(path, looks=8)
+    content, whole = path.read_bytes(), Recording.read(path)
+    lengths = set()
+    for end in range(len(content)):
+        cut.write_bytes(content[:end])
+        try:
+            part = Recording.read(cut)
+        except ValueError:
+            assert end < 1000  # the description, or the first record, is not whole
+            continue
+        n = len(part.seconds)
+        lengths.add(n)
+        for name, values in part.counters.items():
+            assert values.tolist() == whole.counters[name][:n].tolist()
+    assert lengths == set(range(1, 9))
+
+
+def record_for_ever(name, path, records):
+    from torchreplay.monitoring.survey import choose
+
+    with choose(name) as live, Recorder(path, live) as recorder:
+        while True:
+            recorder.add(live.snapshot())
+            records[0] += 1
+
+
+def test_a_recorder_that_is_killed_leaves_all_records_it_had_written(tmp_path, tally):
+    buffer = make()
+    write(buffer, 10)
+    chance = random.Random(1)
+    for number in range(15):
+        path, records = tmp_path / f"{number}.rec", shared_counters(1)
+        with Forked(record_for_ever, buffer.name, path, records):
+            enough = chance.randrange(1, 200)
+            eventually(lambda n=enough, r=records: r[0] >= n, interval=0)
+        kept = len(Recording.read(path).seconds)
+        assert records[0] <= kept <= records[0] + 1
+        tally("recorders killed", 1)
+
+
+def test_an_hour_at_ten_looks_a_second_takes_a_few_megabytes(tmp_path):
+    path = tmp_path / "run.rec"
+    record(path, looks=400)
+    assert path.stat().st_size / 400 * 36_000 < 4e6
+
+
+def test_a_file_that_is_there_is_not_written_over(tmp_path):
+    path = tmp_path / "run.rec"
+    path.write_text("mine")
+    with look_at(make()) as live, pytest.raises(FileExistsError):
+        Recorder(path, live)
+    assert path.read_text() == "mine"
+
+
+@pytest.mark.parametrize("content", [b"", b"nothing", b"\x89PNG\r\n\x1a\n" + bytes(100), b"torchreplay recording 9\n"])
+def test_other_files_are_refused(tmp_path, content):
+    path = tmp_path / "other.rec"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="is no recording of this version"):
+        Recording.read(path)
+
+
+def test_a_recording_without_a_record_says_so(tmp_path):
+    path = tmp_path / "run.rec"
+    with look_at(make()) as live:
+        Recorder(path, live).close()
+    with pytest.raises(ValueError, match="has no record: the recorder ended before its first look"):
+        Recording.read(path)
+
+
+def test_a_damaged_description_is_refused(tmp_path):
+    path = tmp_path / "run.rec"
+    text = json.dumps({"config": {"capacity": 3}}).encode()
+    path.write_bytes(b"torchreplay recording 1\n" + zlib.compress(struct.pack("<I", len(text)) + text))
+    with pytest.raises(ValueError, match=r"the description in .* is damaged"):
+        Recording.read(path)
+
+
+@pytest.mark.parametrize("dark", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["light", "dark"])
+def test_the_picture_of_a_recording_is_a_png(tmp_path, dark):
+    record(tmp_path / "run.rec", limiter=tr.SamplesPerInsert(1.0, tolerance=1e4))
+    draw_recording(Recording.read(tmp_path / "run.rec"), tmp_path / "run.png", "a run", dark)
+    assert (tmp_path / "run.png").read_bytes().startswith(PNG)
+
+
+def test_a_run_in_which_nothing_happened_can_be_drawn(tmp_path):
+    buffer = make()
+    with look_at(buffer) as live, Recorder(tmp_path / "run.rec", live) as recorder:
+        for moment in range(3):
+            recorder.add(replace(live.snapshot(), time=float(moment)))
+        recorder.add_slots(1.0, sample_slots(live, 0))
+    recording = Recording.read(tmp_path / "run.rec")
+    assert math.isnan(recording.priorities["p50"][0])
+    draw_recording(recording, tmp_path / "run.png")
+    assert (tmp_path / "run.png").read_bytes().startswith(PNG)
+
+
+def test_one_record_alone_is_no_picture(tmp_path):
+    record(tmp_path / "run.rec", looks=1)
+    with pytest.raises(ValueError, match="rates need two at least"):
+        draw_recording(Recording.read(tmp_path / "run.rec"), tmp_path / "run.png")
+    assert not os.path.exists(tmp_path / "run.png")

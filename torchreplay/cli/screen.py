@@ -1,0 +1,274 @@
+"""What `torchreplay watch` shows: a panel of a live buffer, or one plain line.
+
+The panel is one text, whose columns are set here: tables of rich inside each other take five times as long to render,
+and that time is taken from the run.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from rich.panel import Panel
+from rich.text import Text
+
+from torchreplay.cli.figures import bar_chart, bytes_text, count_text, meter, percent_text, seconds_text, spark
+from torchreplay.monitoring.advice import LATE, SILENT, WAITING, Advice, Findings, WeightsInUse
+from torchreplay.monitoring.snapshot import Participant
+from torchreplay.monitoring.timeline import Timeline
+from torchreplay.schema.samplers import Prioritized
+
+WIDEST = 120
+"""Characters of the panel, however wide the terminal is."""
+
+NARROW = 96
+"""Characters of the panel below which charts stand one under the other."""
+
+SPARK = 40
+"""Characters of a sparkline, one for each screen."""
+
+PEOPLE = 12
+"""Participants shown."""
+
+CHART_HEIGHT, CHART_WIDTH, GAP = 4, 48, 4
+"""Characters of a chart, and between two."""
+
+DIM, GOOD, WORSE, BAD, ACCENT = "grey58", "green", "bold yellow", "bold red", "cyan"
+
+COLUMNS = (("process", 10), ("rows/s", 8), ("in all", 9), ("last seen", 12), ("weights", 12))
+"""Of the participants: headings, and characters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A figure.
+
+    Attributes:
+        label: What it is.
+        value: Now, as text.
+        course: Now, for its sparkline.
+        remark: What else there is to say.
+        style: Of the value.
+    """
+
+    label: str
+    value: str
+    course: float
+    remark: str = ""
+    style: str = "bold"
+
+
+class Screen:
+    """The panel, and the course of its figures from screen to screen."""
+
+    def __init__(self) -> None:
+        self._courses: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=SPARK))
+        self._rows: list[Row] = []
+
+    def note(self, findings: Findings) -> None:
+        """Takes the figures of now, and adds them to their courses: once for each screen."""
+        self._rows = list(_rows(findings))
+        for row in self._rows:
+            self._courses[row.label].append(row.course)
+
+    def panel(self, findings: Findings, advice: list[Advice], width: int, height: int | None = None) -> Panel:
+        """Returns the panel, with the figures that were noted.
+
+        Args:
+            findings: What else is known of the buffer.
+            advice: What is wrong.
+            width: Characters of a line of the terminal.
+            height: Lines of the terminal, in which charts are left out if there is no room; None: as many as it takes.
+        """
+        width = min(width, WIDEST)
+        inner = width - 4
+        above, below = [_head(findings), self._figures(inner)], [_people(findings), _advice(advice, inner)]
+        charts = _charts(findings, inner)
+        lines = sum(len(part.plain.splitlines()) + 1 for part in (*above, charts, *below)) + 1
+        parts = [*above, charts, *below] if height is None or lines <= height else [*above, *below]
+        text = Text("\n\n", no_wrap=True, overflow="ellipsis").join(parts)
+        title = Text.assemble((f" {findings.buffer.name} ", f"bold {ACCENT}"), ("torchreplay watch ", DIM))
+        return Panel(text, title=title, title_align="left", border_style=DIM, padding=(0, 1), width=width)
+
+    def _figures(self, width: int) -> Text:
+        room = max(8, min(SPARK, width - 62))
+        return _lines(
+            Text.assemble(
+                (f"{row.label:<20}", DIM),
+                (f"{row.value:>10}  ", row.style),
+                (spark(self._courses[row.label], room), ACCENT),
+                f"  {row.remark}",
+            )
+            for row in self._rows
+        )
+
+
+def _lines(lines: Iterable[Text]) -> Text:
+    return Text("\n").join(lines)
+
+
+def _head(findings: Findings) -> Text:
+    buffer, now = findings.buffer, findings.now
+    pid, program = buffer.owner(now)
+    rows, share = buffer.fill(now), buffer.fill(now) / buffer.capacity
+    sampler = buffer.config.sampler
+    drawn = f"Prioritized(alpha={sampler.alpha:g})" if isinstance(sampler, Prioritized) else "Uniform()"
+    made_of = [
+        f"process {pid}",
+        program,
+        f"{type(buffer.config.view).__name__}, {drawn}",
+        f"{seconds_text(now.age)} old",
+    ]
+    return _lines(
+        [
+            Text.assemble(
+                (meter(share, 24), ACCENT),
+                (f"  {rows:,} of {buffer.capacity:,} rows", "bold"),
+                f"  {percent_text(share)}, {bytes_text(buffer.nbytes)}",
+            ),
+            Text.assemble(("  ".join(filter(None, made_of)), DIM), ("  stopped" if now.stopped else "", BAD)),
+        ]
+    )
+
+
+def _rows(findings: Findings) -> Iterator[Row]:
+    yield from _rates(findings)
+    now = findings.now
+    target = "" if now.target_ratio is None else f"target {count_text(now.target_ratio)}"
+    ratio = now.samples_per_insert
+    yield Row("samples per insert", count_text(ratio) if now.inserted else "-", ratio, target)
+    yield from _waits(findings)
+    timeline = findings.timeline
+    late, dropped = (timeline.share(part, "feedback") for part in ("stale_updates", "unready_updates"))
+    remark = (
+        f"{percent_text(dropped)} of incomplete items; {count_text(now.stale_updates + now.unready_updates)} so far"
+    )
+    yield Row("late TD errors", percent_text(late), late, remark, BAD if late >= LATE else "bold")
+
+
+def _rates(findings: Findings) -> Iterator[Row]:
+    timeline, now = findings.timeline, findings.now
+    items = timeline.change("sampled") / max(1.0, timeline.change("draws"))
+    again = now.redraws / max(1, now.sampled)
+    remarks = {
+        "sampled": f", {percent_text(again)} drawn again" if again >= 0.001 else "",
+        "draws": f", of {items:.0f} items" if items else "",
+    }
+    for label, counter in (
+        ("rows written", "head"),
+        ("items drawn", "sampled"),
+        ("batches drawn", "draws"),
+        ("TD errors", "feedback"),
+    ):
+        rate = timeline.rate(counter)
+        so_far = f"{count_text(getattr(now, counter))} so far{remarks.get(counter, '')}"
+        yield Row(label, f"{count_text(rate)}/s", timeline.rate(counter, 1.0), so_far)
+
+
+def _waits(findings: Findings) -> Iterator[Row]:
+    timeline, now = findings.timeline, findings.now
+    writers = now.alive("writer")
+    waiting = sum(writer.waiting for writer in writers)
+    remark = f"of their time; {waiting} of {len(writers)} at this moment"
+    yield _wait("explorers wait", timeline, Timeline.insert_wait_share, remark)
+    quiet = min((p.since_draw for p in now.alive("learner") if p.since_draw >= 0), default=-1.0)
+    remark = "of their time" if quiet < 0 else f"of their time; last batch {seconds_text(quiet)} ago"
+    yield _wait("learners wait", timeline, Timeline.sample_wait_share, remark)
+
+
+def _wait(label: str, timeline: Timeline, share_of: Callable[[Timeline, float], float], remark: str) -> Row:
+    share = share_of(timeline, 5.0)
+    return Row(label, percent_text(share), share_of(timeline, 1.0), remark, WORSE if share >= WAITING else "bold")
+
+
+def _charts(findings: Findings, width: int) -> Text:
+    slots, capacity = findings.slots, findings.buffer.capacity
+    if slots is None:
+        return Text("nothing is known of the priorities yet", style=DIM)
+    side_by_side = width + 4 >= NARROW
+    bins = min(CHART_WIDTH, (width - GAP) // 2 if side_by_side else width)
+    shares, low, high = slots.priority_histogram(bins)
+    ends = (f"{low:.2g}", "log scale", f"{high:.2g}") if high else ("", "nothing can be drawn yet", "")
+    half = f"half of the draws go to {percent_text(slots.half_of_draws)} of the items" if high else ""
+    left = _chart("priorities, |TD error| of the items", shares.tolist(), ends, half)
+    rate = findings.timeline.rate("head")
+    turn = f"a turn of the ring takes {seconds_text(capacity / rate)}" if rate > 0 else ""
+    ages = slots.draws_by_age(bins, capacity).tolist()
+    right = _chart("draws, by the age of the item", ages, ("newest", "rows written since", count_text(capacity)), turn)
+    if not side_by_side:
+        return _lines([*left, *right])
+    return _lines(Text.assemble(a, " " * (bins - len(a) + GAP), b) for a, b in zip(left, right, strict=True))
+
+
+def _chart(title: str, shares: list[float], ends: tuple[str, str, str], remark: str) -> list[Text]:
+    width = len(shares)
+    left, middle, right = ends
+    axis = f"{left} {middle.center(max(0, width - len(left) - len(right) - 2))} {right}"
+    bars = [Text(line, style=ACCENT) for line in bar_chart(shares, CHART_HEIGHT)]
+    below = [Text(line[:width], style=DIM) for line in ("─" * width, axis, remark)]
+    return [Text(title, style=DIM), *bars, *below]
+
+
+def _people(findings: Findings) -> Text:
+    people = [p for p in findings.now.participants if p.role in ("writer", "learner")]
+    if not people:
+        return Text("nobody writes or draws", style=DIM)
+    versions = {weights.pid: weights for weights in findings.weights}
+    shown = sorted(people, key=lambda p: (p.role != "learner", -p.rows))[:PEOPLE]
+    heading = "who       " + "".join(f"{name:>{width}}" for name, width in COLUMNS) + "  state"
+    lines = [Text(heading, style=DIM), *(_person(p, findings.timeline, versions.get(p.pid)) for p in shown)]
+    if len(people) > len(shown):
+        lines.append(Text(f"and {len(people) - len(shown)} more", style=DIM))
+    return _lines(lines)
+
+
+def _person(p: Participant, timeline: Timeline, weights: WeightsInUse | None) -> Text:
+    version = "" if weights is None or weights.version < 0 else f"{weights.version}"
+    if weights is not None and weights.behind:
+        version += f" (-{weights.behind})"
+    rate = count_text(timeline.participant_rate(p.id))
+    cells = (f"{p.pid}", rate, count_text(p.rows), seconds_text(p.heartbeat), version)
+    text = "".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, COLUMNS, strict=True))
+    state, style = _state(p)
+    return Text.assemble(f"{p.role:<10}{text}  ", (state, style))
+
+
+def _state(p: Participant) -> tuple[str, str]:
+    if not p.alive:
+        return "died", BAD
+    if p.waiting:
+        return "waits for the learner", WORSE
+    if p.heartbeat < 0:
+        return "starting", DIM
+    return ("silent", WORSE) if p.heartbeat > SILENT else ("works", GOOD)
+
+
+def _advice(advice: list[Advice], width: int) -> Text:
+    if not advice:
+        return Text("✓ nothing looks wrong", style=GOOD)
+    lines = []
+    for one in advice:
+        mark, mark_style, style = ("! ", BAD, "") if one.severity == "warning" else ("· ", DIM, DIM)
+        for number, line in enumerate(textwrap.wrap(one.text, max(20, width - 2))):
+            lines.append(Text.assemble((mark if number == 0 else "  ", mark_style), (line, style)))
+    return _lines(lines)
+
+
+def plain_line(findings: Findings, advice: list[Advice]) -> str:
+    """Returns one line for a pipe or a log."""
+    buffer, timeline, now = findings.buffer, findings.timeline, findings.now
+    target = "" if now.target_ratio is None else f" (target {now.target_ratio:g})"
+    writers, learners = len(now.alive("writer")), len(now.alive("learner"))
+    parts = [
+        f"{buffer.name}: {buffer.fill(now):,}/{buffer.capacity:,} rows",
+        f"{count_text(timeline.rate('head'))} rows/s",
+        f"{count_text(timeline.rate('draws'))} batches/s",
+        f"samples/insert {now.samples_per_insert:.3g}{target}",
+        f"explorers wait {percent_text(timeline.insert_wait_share())}",
+        f"learners wait {percent_text(timeline.sample_wait_share())}",
+        f"late TD errors {percent_text(timeline.share('stale_updates', 'feedback'))}",
+        f"{writers} writer{'' if writers == 1 else 's'}, {learners} learner{'' if learners == 1 else 's'}",
+    ]
+    return " | ".join([", ".join(parts), *(one.text for one in advice if one.severity == "warning")])

@@ -1,0 +1,182 @@
+"""Recordings: what a buffer counted over time, in one small file.
+
+A line says what the file is. One stream of zlib follows: a description in JSON, and then records of a fixed size, each
+flushed by itself. A killed recorder leaves all whole records.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import time
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchreplay.monitoring.slots import SlotSample
+from torchreplay.monitoring.snapshot import LiveBuffer, Snapshot
+from torchreplay.schema.config import Config
+
+HEAD: Final = b"torchreplay recording 1\n"
+
+COUNTERS: Final = (
+    *("time", "head", "inserted", "sampled", "draws", "updated", "stale_updates", "unready_updates"),
+    *("evicted_unsampled", "redraws", "insert_wait", "sample_wait", "drawable", "priority_max", "target_ratio"),
+)
+"""Fields of `Snapshot` that a record has; `target_ratio` is 0 where the limiter keeps none."""
+
+PEOPLE: Final = ("fill", "writers", "learners", "waiting")
+"""What else it has: rows held, those alive, and writers that wait for the limiter."""
+
+QUANTILES: Final = (0.1, 0.5, 0.9)
+"""Shares of the items, of whose priorities a record of priorities tells."""
+
+PRIORITIES: Final = ("time", "p10", "p50", "p90", "half_of_draws")
+
+_RECORDS: Final = {b"c": (*COUNTERS, *PEOPLE), b"p": PRIORITIES}
+"""What each kind of record has, as float64; 2^53 rows are counted exactly."""
+
+_LENGTH: Final = struct.Struct("<I")
+
+
+class Recorder:
+    """Writes a recording. A context, which closes the file.
+
+    Args:
+        path: A new file.
+        buffer: What is recorded.
+
+    Raises:
+        FileExistsError: There is a file already.
+        OSError: It cannot be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], buffer: LiveBuffer) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self._compress = zlib.compressobj(6)
+        self._buffer = buffer
+        self.records = 0
+        described = {"config": json.loads(buffer.config.to_text()), "name": buffer.name, "started": time.time()}
+        text = json.dumps(described).encode()
+        os.write(self._fd, HEAD)
+        self._write(_LENGTH.pack(len(text)) + text)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes written so far."""
+        return os.fstat(self._fd).st_size
+
+    def add(self, now: Snapshot) -> None:
+        """Adds what the buffer has counted."""
+        counted = [float(getattr(now, name) or 0) for name in COUNTERS]
+        writers = now.alive("writer")
+        waiting = sum(writer.waiting for writer in writers)
+        people = [self._buffer.fill(now), len(writers), len(now.alive("learner")), waiting]
+        self._add(b"c", [*counted, *map(float, people)])
+
+    def add_slots(self, moment: float, slots: SlotSample) -> None:
+        """Adds what its priorities are."""
+        self._add(b"p", [moment, *slots.quantiles(*QUANTILES), slots.half_of_draws])
+
+    def _add(self, kind: bytes, values: list[float]) -> None:
+        self._write(kind + struct.pack(f"<{len(values)}d", *values))
+        self.records += 1
+
+    def _write(self, data: bytes) -> None:
+        packed = memoryview(self._compress.compress(data) + self._compress.flush(zlib.Z_SYNC_FLUSH))
+        while packed:
+            packed = packed[os.write(self._fd, packed) :]
+
+    def close(self) -> None:
+        """Closes the file. Idempotent."""
+        if self._fd >= 0:
+            os.write(self._fd, self._compress.flush())
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What a file of `Recorder` holds.
+
+    Attributes:
+        name: Of the buffer.
+        config: What it was made of.
+        started: When the recording began, seconds since 1970.
+        counters: float64 `[n]` by name, those of `COUNTERS` and `PEOPLE`.
+        priorities: float64 `[m]` by name, those of `PRIORITIES`.
+    """
+
+    name: str
+    config: Config
+    started: float
+    counters: dict[str, NDArray[np.float64]]
+    priorities: dict[str, NDArray[np.float64]]
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Recording:
+        """Returns all whole records of a file.
+
+        Raises:
+            FileNotFoundError: There is none.
+            ValueError: It is no recording, or has no record.
+        """
+        content = Path(path).read_bytes()
+        if not content.startswith(HEAD):
+            raise ValueError(f"{path} is no recording of this version: expected a file of `torchreplay record`")
+        data = _unpacked(content[len(HEAD) :])
+        try:
+            length = _LENGTH.unpack_from(data)[0]
+            described: dict[str, Any] = json.loads(data[_LENGTH.size : _LENGTH.size + length])
+            config = Config.from_text(json.dumps(described["config"]))
+        except (struct.error, ValueError, LookupError) as error:
+            raise ValueError(f"the description in {path} is damaged: {error}") from None
+        tables = _tables(data[_LENGTH.size + length :])
+        if not len(tables[b"c"]):
+            raise ValueError(f"{path} has no record: the recorder ended before its first look")
+        counters = dict(zip(_RECORDS[b"c"], tables[b"c"].T, strict=True))
+        priorities = dict(zip(PRIORITIES, tables[b"p"].T, strict=True))
+        return cls(str(described["name"]), config, float(described["started"]), counters, priorities)
+
+    @property
+    def seconds(self) -> NDArray[np.float64]:
+        """Of each record since the first one, float64 `[n]`."""
+        since: NDArray[np.float64] = self.counters["time"] - self.counters["time"][0]
+        return since
+
+
+def _unpacked(packed: bytes) -> bytes:
+    """Returns what the stream holds, as far as it goes: its writer may have been killed."""
+    stream = zlib.decompressobj()
+    parts = []
+    try:
+        for at in range(0, len(packed), 1 << 16):
+            parts.append(stream.decompress(packed[at : at + (1 << 16)]))
+    except zlib.error:  # damaged from here on
+        pass
+    return b"".join(parts)
+
+
+def _tables(data: bytes) -> dict[bytes, NDArray[np.float64]]:
+    """Returns the records of each kind, float64 `[n, columns]`; the last one may be cut off."""
+    rows: dict[bytes, list[tuple[float, ...]]] = {kind: [] for kind in _RECORDS}
+    at = 0
+    while at < len(data) and data[at : at + 1] in _RECORDS:
+        kind = data[at : at + 1]
+        record = struct.Struct(f"<{len(_RECORDS[kind])}d")
+        if at + 1 + record.size > len(data):
+            break
+        rows[kind].append(record.unpack_from(data, at + 1))
+        at += 1 + record.size
+    return {kind: np.array(found).reshape(-1, len(_RECORDS[kind])) for kind, found in rows.items()}

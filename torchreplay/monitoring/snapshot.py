@@ -1,0 +1,235 @@
+"""One look at a live buffer: what it has counted, and who takes part. Nothing in its memory is changed."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torchreplay import _C
+from torchreplay.monitoring.discovery import SharedFile, program_of, shared_files
+from torchreplay.schema.config import Config
+from torchreplay.schema.limiters import Limiter, SamplesPerInsert, from_native
+
+Role = Literal["owner", "writer", "learner", "supervisor", "other"]
+
+
+@dataclass(frozen=True, slots=True)
+class Participant:
+    """Who takes part, by one place in the segment's table.
+
+    Attributes:
+        id: The number of the place.
+        role: What for. The owner made the buffer, or opened its file.
+        alive: Whether its process lives; False: it died, and nobody has noticed yet.
+        waiting: Whether it waits for the limiter.
+        pid: Its process.
+        rows: Rows written; of a learner: items that it got.
+        since_write: Seconds since it wrote; -1: never.
+        since_draw: Seconds since it got a batch; -1: never.
+    """
+
+    id: int
+    role: Role
+    alive: bool
+    waiting: bool
+    pid: int
+    rows: int
+    since_write: float
+    since_draw: float
+
+    @property
+    def heartbeat(self) -> float:
+        """Seconds since it was seen to work; -1: never."""
+        return self.since_draw if self.role == "learner" else self.since_write
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What a buffer has counted at one moment; each figure is exact, and they are microseconds apart.
+
+    Attributes:
+        time: Of the look, seconds of a clock that all processes of this machine share.
+        age: Seconds since the buffer was made.
+        head: Rows begun so far.
+        absorbed: Of these, how many learners have looked at.
+        rows: Rows held, of those that were looked at.
+        inserted: Items that became drawable.
+        sampled: Items drawn.
+        draws: Batches drawn.
+        updated: TD errors applied.
+        stale_updates: TD errors dropped because their row was overwritten.
+        unready_updates: TD errors dropped because their item was not complete.
+        evicted_unsampled: Items overwritten before they were ever drawn.
+        redraws: Items drawn again because their row was overwritten while it was copied.
+        taken_ahead: Batches that were drawn ahead, and then taken.
+        missed: TD errors that were applied between the two.
+        dropped_rows: Rows of a file that were being written when its processes died.
+        drawable: Items that can be drawn.
+        insert_wait: Seconds that writers have waited, added up.
+        sample_wait: Seconds that learners have waited for rows, added up.
+        priority_change: By how much applied TD errors changed leaves, added up.
+        priority_total: Sum of all leaves.
+        smallest_leaf: The smallest one; 0 where there is none.
+        priority_max: Largest raw priority |TD error| seen.
+        stopped: Whether the buffer was stopped.
+        importing: Whether rows of a checkpoint are being loaded.
+        in_file: Whether it lies in a file.
+        at_rest: Whether the last process has left that file.
+        holder_pid: Who has its lock; 0: nobody.
+        since_departed_write: Seconds since the last write of those that have left; -1: never.
+        limiter: Who must wait.
+        participants: Who takes part.
+    """
+
+    time: float
+    age: float
+    head: int
+    absorbed: int
+    rows: int
+    inserted: int
+    sampled: int
+    draws: int
+    updated: int
+    stale_updates: int
+    unready_updates: int
+    evicted_unsampled: int
+    redraws: int
+    taken_ahead: int
+    missed: int
+    dropped_rows: int
+    drawable: int
+    insert_wait: float
+    sample_wait: float
+    priority_change: float
+    priority_total: float
+    smallest_leaf: float
+    priority_max: float
+    stopped: bool
+    importing: bool
+    in_file: bool
+    at_rest: bool
+    holder_pid: int
+    since_departed_write: float
+    limiter: Limiter
+    participants: tuple[Participant, ...]
+
+    @classmethod
+    def of(cls, facts: dict[str, Any]) -> Snapshot:
+        """Returns what the native reader has found."""
+        facts["limiter"] = from_native(*facts["limiter"])
+        facts["participants"] = tuple(Participant(*parts) for parts in facts["participants"])
+        return cls(**facts)
+
+    def alive(self, role: Role) -> list[Participant]:
+        """Returns those of a role that live."""
+        return [participant for participant in self.participants if participant.alive and participant.role == role]
+
+    @property
+    def unseen(self) -> int:
+        """Rows that no learner has looked at yet."""
+        return max(0, self.head - self.absorbed)
+
+    @property
+    def feedback(self) -> int:
+        """TD errors that were fed back, applied or not."""
+        return self.updated + self.stale_updates + self.unready_updates
+
+    @property
+    def samples_per_insert(self) -> float:
+        """Items drawn for each that became drawable; 0 before the first."""
+        return self.sampled / max(1, self.inserted)
+
+    @property
+    def target_ratio(self) -> float | None:
+        """What the limiter keeps that at; None where it keeps none."""
+        return self.limiter.ratio if isinstance(self.limiter, SamplesPerInsert) else None
+
+    @property
+    def since_write(self) -> float:
+        """Seconds since anybody wrote; -1: never."""
+        all_times = [p.since_write for p in self.participants], [self.since_departed_write]
+        return min((seconds for times in all_times for seconds in times if seconds >= 0), default=-1.0)
+
+
+class LiveBuffer:
+    """A buffer of other processes, open for reading. A context, which closes it.
+
+    It takes no place among the participants, no lock, and no page that can be written to. It may be killed at any
+    moment. While it is open the memory stays, also when everybody else has left.
+
+    Args:
+        file: The buffer's.
+
+    Attributes:
+        file: The buffer's, with those who had it open when it was found.
+        config: What it was made of.
+        nonce: Its identity.
+        nbytes: Of its memory, or its file.
+        sees_processes: Whether the processes in its table are those that this one sees: not in another container.
+
+    Raises:
+        NoSuchBuffer: It is gone.
+        ConnectionError: It is of another version of torchreplay, or damaged; the text says which.
+    """
+
+    def __init__(self, file: SharedFile) -> None:
+        fd = file.open()
+        try:
+            self._reader = _C.Reader(fd)
+        finally:
+            os.close(fd)
+        self.file = file
+        try:
+            self.config = Config.from_text(self._reader.text)
+        except ValueError as error:
+            self.close()
+            raise ConnectionError(str(error)) from None
+        self.nonce, self.nbytes = self._reader.nonce, self._reader.nbytes
+        self.sees_processes = self._reader.same_namespace
+
+    @property
+    def name(self) -> str:
+        """What people call it: its name, that of its file, or the number of its inode."""
+        if self.config.name is not None:
+            return self.config.name
+        return f"#{self.file.inode}" if self.file.path is None else self.file.path.name
+
+    @property
+    def capacity(self) -> int:
+        """Rows that fit."""
+        return self.config.capacity
+
+    def snapshot(self) -> Snapshot:
+        """Returns what it has counted. Takes microseconds, and one system call for each participant."""
+        return Snapshot.of(self._reader.facts())
+
+    def fill(self, now: Snapshot) -> int:
+        """Returns the rows held, with those that no learner has looked at yet."""
+        return min(self.capacity, now.rows + now.unseen)
+
+    def copy_slots(self, first: int, n: int) -> tuple[bytes, bytes]:
+        """Returns leaves (float32) and keys + 1 (int64) of the slots from `first` on, as bytes."""
+        return self._reader.copy_slots(first, n)
+
+    def in_use(self) -> bool:
+        """Returns whether any other process still has it. One system call, as long as anybody takes part."""
+        if self._reader.in_use:
+            return True
+        return any((file.device, file.inode) == (self.file.device, self.file.inode) for file in shared_files())
+
+    def owner(self, now: Snapshot) -> tuple[int, str]:
+        """Returns the process that made it, or else one that has it open, and that one's program."""
+        owners = [p.pid for p in now.alive("owner")] if self.sees_processes else []
+        pid = owners[0] if owners else self.file.holders[0][0]
+        return pid, program_of(pid)
+
+    def close(self) -> None:
+        """Lets go of the memory. Idempotent."""
+        self._reader.close()
+
+    def __enter__(self) -> LiveBuffer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
