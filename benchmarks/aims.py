@@ -88,6 +88,7 @@ AIMS: Mapping[tuple[str, str], Sequence[Aim]] = {
         )
         for work in works
     },
+    **{
         ("monitor", f"{quantity}, {command}"): (Aim(0.99, over="nobody looks"),)
         for quantity in ("batches", "rows")
         for command in ("watch", "record")
