@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 import torchreplay as tr
 from torchreplay.monitoring.metrics import Scalars
-from torchreplay.plots import BLUE, GREY, ORANGE, STYLE
+from torchreplay.plots import LIGHT, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -223,8 +223,8 @@ def valued(wrong: bool, batches: int) -> tuple[Trace, tuple[NDArray[np.float64],
 def curves(axes: "Axes", healthy: Trace, sick: Trace, name: str, title: str, labels: tuple[str, str, str]) -> None:
     """Draws a figure of both runs; `labels`: of x, of y, and what the sick run has."""
     x, y, wrong = labels
-    axes.plot(*healthy.of(name), color=BLUE, linewidth=2, label="healthy")
-    axes.plot(*sick.of(name), color=ORANGE, linewidth=2, label=wrong)
+    axes.plot(*healthy.of(name), color=LIGHT.main, linewidth=2, label="healthy")
+    axes.plot(*sick.of(name), color=LIGHT.other, linewidth=2, label=wrong)
     axes.set(title=title, xlabel=x, ylabel=y)
     axes.set_ylim(0, 1.3 * max(*healthy.values[name], *sick.values[name]))
     if not y.startswith("share"):
@@ -238,7 +238,7 @@ def picture(path: Path, title: str, panels: Sequence[Callable[["Axes"], None]]) 
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    with rc_context(STYLE):
+    with rc_context(style(LIGHT)):
         figure = Figure(figsize=(9.5, 3.4), dpi=110, layout="constrained")
         figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
         for draw, axes in zip(panels, figure.subplots(1, len(panels)), strict=True):
@@ -336,11 +336,14 @@ def wrong_terminated(directory: Path, seconds: float) -> None:
     def values(axes: "Axes") -> None:
         labels = ("batches drawn", "mean value of a state", "a time limit is written as an end")
         curves(axes, healthy, sick, "value", "Learned value", labels)
-        axes.axhline(VALUE, color=GREY, linestyle="--", linewidth=1.2, label="true value")
+        axes.axhline(VALUE, color=LIGHT.muted, linestyle="--", linewidth=1.2, label="true value")
         axes.legend(loc="center right")
 
     def priorities(axes: "Axes") -> None:
-        for (edges, counts), colour, label in ((right, BLUE, "healthy"), (wrong, ORANGE, "written as an end")):
+        for (edges, counts), colour, label in (
+            (right, LIGHT.main, "healthy"),
+            (wrong, LIGHT.other, "written as an end"),
+        ):
             axes.stairs(counts / counts.sum(), edges, color=colour, linewidth=2, label=label)
         axes.set(title="replay/priority", xlabel="|TD error|", ylabel="share of the items", xscale="log")
         axes.margins(y=0.25)

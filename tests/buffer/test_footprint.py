@@ -19,12 +19,13 @@ DTYPES = [torch.uint8, torch.float32, torch.float64, torch.bfloat16]
     capacity=st.integers(6, 3000),
     view=st.sampled_from(VIEWS),
     prioritized=st.booleans(),
+    name=st.sampled_from([None, "red team"]),
 )
-def test_it_is_what_the_buffer_reserves_to_the_byte(shape, dtype, capacity, view, prioritized):
+def test_it_is_what_the_buffer_reserves_to_the_byte(shape, dtype, capacity, view, prioritized, name):
     spec = {"obs": tr.Field(tuple(shape), dtype), **FLAGS}
     sampler = tr.Prioritized() if prioritized else None
-    found = tr.footprint(spec, capacity, view=view, sampler=sampler)
-    with tr.ReplayBuffer(spec, capacity, view=view, sampler=sampler) as buffer:
+    found = tr.footprint(spec, capacity, view=view, sampler=sampler, name=name)
+    with tr.ReplayBuffer(spec, capacity, view=view, sampler=sampler, name=name) as buffer:
         assert found.nbytes == buffer.nbytes
     assert sum(found.fields.values()) + sum(found.structures.values()) == found.nbytes
     assert found.fields["obs"] == capacity * torch.empty(shape, dtype=dtype).nbytes

@@ -37,6 +37,7 @@ def footprint(
     sampler: Sampler | None = None,
     view: View | None = None,
     limiter: Limiter | None = None,
+    name: str | None = None,
 ) -> Footprint:
     """Returns the bytes that a `ReplayBuffer` of these arguments would take. Nothing is reserved.
 
@@ -46,12 +47,13 @@ def footprint(
         sampler: As for `ReplayBuffer`. It costs nothing but its own description.
         view: As for `ReplayBuffer`. One that links rows takes more for each.
         limiter: As for `ReplayBuffer`. It costs nothing but its own description.
+        name: As for `ReplayBuffer`. It is part of the description.
 
     Raises:
-        ValueError: A bad spec or capacity.
-        TypeError: Something else in the place of a sampler, a view or a limiter.
+        ValueError: A bad spec, capacity or name.
+        TypeError: Something else in the place of a sampler, a view, a limiter or a name.
     """
-    config = Config.of(spec, capacity, sampler, view, limiter)
+    config = Config.of(spec, capacity, sampler, view, limiter, name)
     text = len(config.to_text().encode())
     regions = _C.segment_regions(config.capacity, to_native(config.fields), config.view.native(), text)
     fields = {"/".join(path): config.capacity * field.nbytes for path, field in config.fields.items()}
