@@ -205,8 +205,8 @@ PyModuleDef module = {
 PyObject* make_module() {
   return guarded([&] {
     Ref m(checked(PyModule_Create(&module)));
-    for (PyType_Spec* spec : {&segment::spec, &importing::spec, &ahead::spec, &writer::spec, &weights::spec,
-                              &reader::spec}) {
+    for (PyType_Spec* spec :
+         {&segment::spec, &importing::spec, &ahead::spec, &writer::spec, &weights::spec, &reader::spec}) {
       Ref type(checked(PyType_FromSpec(spec)));
       if (PyModule_AddType(m.get(), reinterpret_cast<PyTypeObject*>(type.get()))) throw PythonError{};
     }
