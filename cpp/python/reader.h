@@ -50,10 +50,9 @@ inline double ago(int64_t then, int64_t now) { return then ? static_cast<double>
 inline Ref participants_of(const SegmentFacts& f) {
   Ref list(checked(PyList_New(0)));
   for (const ParticipantFacts& p : f.participants) {
-    const Ref entry(checked(Py_BuildValue("(isOOiKdd)", p.id, name_of(p.role), p.alive ? Py_True : Py_False,
-                                          p.waiting ? Py_True : Py_False, p.pid,
-                                          static_cast<unsigned long long>(p.rows), ago(p.last_write, f.now),
-                                          ago(p.last_draw, f.now))));
+    const Ref entry(checked(Py_BuildValue(
+        "(isOOiKdd)", p.id, name_of(p.role), p.alive ? Py_True : Py_False, p.waiting ? Py_True : Py_False, p.pid,
+        static_cast<unsigned long long>(p.rows), ago(p.last_write, f.now), ago(p.last_draw, f.now))));
     if (PyList_Append(list.get(), entry.get())) throw PythonError{};
   }
   return list;

@@ -22,7 +22,7 @@ struct ParticipantFacts {
   bool alive;
   bool waiting;  // for the limiter
   int32_t pid;
-  uint64_t rows;  // written; of a learner: items that it got
+  uint64_t rows;                  // written; of a learner: items that it got
   int64_t last_write, last_draw;  // machine_ns(); 0: never
 };
 
@@ -162,18 +162,17 @@ class SegmentReader {
   void read_participants(SegmentFacts& f) const {
     const uint32_t highest = std::min<uint32_t>(kMaxParticipants - 1, load(header().ids));
     for (uint32_t id = 1; id <= highest; id++) {
-      const auto& entry =
-          *reinterpret_cast<const Participant*>(base_ + layout().participants + id * kParticipantBytes);
+      const auto& entry = *reinterpret_cast<const Participant*>(base_ + layout().participants + id * kParticipantBytes);
       const auto role = static_cast<Role>(entry.role.load(std::memory_order_acquire));
       if (role == Role::kNone) continue;
-      f.participants.push_back({static_cast<int>(id), role, is_locked(id, 1), load(entry.waiting) != 0,
-                                load(entry.pid), load(entry.rows), load(entry.last_write), load(entry.last_draw)});
+      f.participants.push_back({static_cast<int>(id), role, is_locked(id, 1), load(entry.waiting) != 0, load(entry.pid),
+                                load(entry.rows), load(entry.last_write), load(entry.last_draw)});
     }
   }
 
   // Whether anybody holds one of `n` bytes of the lock table (0: of all). A reader holds none.
   bool is_locked(int64_t first, int64_t n) const {
-    struct flock probe {};
+    struct flock probe{};
     probe.l_type = F_WRLCK;
     probe.l_whence = SEEK_SET;
     probe.l_start = first;
