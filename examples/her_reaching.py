@@ -29,7 +29,7 @@ from command_line import parse
 from torch import Tensor, nn
 
 import torchreplay as tr
-from torchreplay.plots import BLUE, ORANGE, STYLE
+from torchreplay.plots import LIGHT, style
 
 
 @dataclass
@@ -267,12 +267,12 @@ def draw(runs: Sequence[list[Evaluation]], path: str) -> None:
     """Draws the success rates of runs into the file `path`."""
     from matplotlib import pyplot as plt
 
-    with plt.rc_context(STYLE):
+    with plt.rc_context(style(LIGHT)):
         figure, axes = plt.subplots(figsize=(8, 4.5), dpi=130, layout="constrained")
         axes.set(title="DDPG on Reacher-v5, told only whether it is at the target", xlabel="observations written")
         axes.set(ylabel="greedy episodes that end at the target", ylim=(-0.02, 1.02))
         for run in runs:
-            color, label = (BLUE, "with hindsight") if run[0].hindsight else (ORANGE, "without")
+            color, label = (LIGHT.main, "with hindsight") if run[0].hindsight else (LIGHT.other, "without")
             label = label if run[0].seed == runs[0][0].seed else "_same again"
             rows, rates = [one.rows for one in run], [one.success_rate for one in run]
             axes.plot(rows, rates, color=color, linewidth=1.6, marker="o", markersize=3, label=label)

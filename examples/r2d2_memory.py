@@ -31,7 +31,7 @@ from progress import Progress
 from torch import Tensor, nn
 
 import torchreplay as tr
-from torchreplay.plots import BLUE, INK, ORANGE, STYLE, ReplayHistory
+from torchreplay.plots import LIGHT, ReplayHistory, style
 from torchreplay.ray import ExplorerContext, ExplorerPool
 
 
@@ -316,12 +316,12 @@ def draw(histories: dict[str, ReplayHistory], path: str) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    with rc_context(STYLE):
+    with rc_context(style(LIGHT)):
         figure = Figure(figsize=(8, 4.5), dpi=130, layout="constrained")
         axes = figure.subplots()
         axes.set(title="R2D2 on a T-maze", xlabel="learner step", ylabel="mean return of a greedy episode")
-        axes.axhline(0.0, color=INK, linestyle="--", linewidth=1.2, label="best without memory", zorder=3)
-        for (kind, history), color in zip(histories.items(), (BLUE, ORANGE), strict=False):
+        axes.axhline(0.0, color=LIGHT.ink, linestyle="--", linewidth=1.2, label="best without memory", zorder=3)
+        for (kind, history), color in zip(histories.items(), (LIGHT.main, LIGHT.other), strict=False):
             steps = [moment.step for moment in history.moments]
             returns = [moment.mean_return for moment in history.moments]
             axes.plot(steps, returns, color=color, linewidth=2, marker="o", markersize=4, label=kind)
