@@ -31,8 +31,10 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 def run_command(arguments, out):
     """In a process of its own: the command, whose output goes to a descriptor."""
-    os.dup2(out, 1)
-    os.dup2(out, 2)
+    for stream in (0, 1, 2):
+        os.dup2(out, stream)
+    for name in ("COLUMNS", "LINES"):  # pytest-xdist sets them, and they come before the terminal's own size
+        os.environ.pop(name, None)
     sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1)
     try:
         main([str(argument) for argument in arguments])
