@@ -79,6 +79,5 @@ PEERS = Question(
     {
         "DQN CartPole-v1": _task("CartPole-v1", 50_000, CARTPOLE, DQN, PrioritizedDQN),
         "SAC Pendulum-v1": _task("Pendulum-v1", 8_000, PENDULUM, SAC, PrioritizedSAC),
-        "SAC InvertedPendulum-v5": _task("InvertedPendulum-v5", 8_000, PENDULUM, SAC, PrioritizedSAC),
     },
 )
