@@ -97,6 +97,18 @@ def test_the_picture_of_a_run_is_a_png(tmp_path, options):
     assert path.read_bytes().startswith(PNG)
 
 
+def test_a_dark_picture_is_dark_and_a_light_one_is_not(tmp_path):
+    image = pytest.importorskip("matplotlib.image")
+    history = ReplayHistory(filled())
+    for step in range(3):
+        history.record(step, mean_return=float(step), explorer_returns=(1.0, 2.0))
+    brightness = {}
+    for dark in (False, True):
+        replay_health(history, tmp_path / "health.png", "a run", dark=dark)
+        brightness[dark] = image.imread(tmp_path / "health.png")[..., :3].mean()
+    assert brightness[True] < 0.25 < 0.75 < brightness[False]
+
+
 def test_a_run_without_draws_or_returns_can_be_drawn_too(tmp_path):
     history = ReplayHistory(filled(rows=0))
     history.record(0)

@@ -30,7 +30,7 @@ def survey_nodes(address: str, seconds: float) -> list[Listed]:
     except (ImportError, ConnectionError, ValueError, RuntimeError) as error:
         raise click.ClickException(f"the Ray cluster at {address!r} cannot be reached: {error}") from None
     try:
-        look = ray.remote(survey).options(num_cpus=0, max_retries=0)
+        look = ray.remote(num_cpus=0, max_retries=0)(survey)
         asked = {node: look.options(scheduling_strategy=only_on(node)).remote(seconds, node) for node in living_nodes()}
         ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_SECONDS)
         return _once([listed for node, answer in asked.items() for listed in _heard(ray, node, answer)])
