@@ -31,8 +31,8 @@ LIMIT = 120.0
 NOBODY = "nobody looks"
 WATCHED, RECORDED = "watch", "record"
 MANY, SHORT = 8, 0.5
-"""Windows of each kind for each round of a contest, and their length beside it. Other work on the machine changes little
-between short ones."""
+"""Windows of each kind for each round of a contest, and their length beside it. Other work changes little between short
+ones."""
 
 START_SECONDS = 60.0
 """In which a command has begun to look."""
