@@ -30,8 +30,9 @@ POOL = 64
 LIMIT = 120.0
 NOBODY = "nobody looks"
 WATCHED, RECORDED = "watch", "record"
-MANY, LONG = 2, 3
-"""Windows of each kind for each round of a contest, and how much longer they are: their differences are small."""
+MANY, SHORT = 8, 0.5
+"""Windows of each kind for each round of a contest, and their length beside it. Other work changes little between short
+ones."""
 
 START_SECONDS = 60.0
 """In which a command has begun to look."""
@@ -40,7 +41,7 @@ START_SECONDS = 60.0
 def measure_monitor(plan: Plan) -> Iterator[Line]:
     """Yields batches and rows a second with and without somebody who looks, and the processor time of looks."""
     windows = MANY * plan.contest_rounds
-    seconds = LONG * plan.contest_seconds
+    seconds = SHORT * plan.contest_seconds
     options = {"capacity": plan.capacity(SMALL.capacity), "windows": windows, "seconds": seconds}
     limit = LIMIT + 3 * windows * seconds
     figures: dict[str, dict[str, list[float]]] = run_module("benchmarks.cases.monitor", options, limit)

@@ -1,7 +1,7 @@
 """What `torchreplay watch` shows: a panel of a live buffer, or one plain line.
 
-The panel is one text, whose columns are set here: tables of rich inside each other take five times as long to render,
-and that time is taken from the run.
+The panel is one text, whose columns are set here. Tables of rich inside each other take three times as long to render.
+That time is taken from the run.
 """
 
 from __future__ import annotations
