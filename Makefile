@@ -12,7 +12,8 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all lint format bench soak soak-threads soak-tests soak-fuzzers build faults wheel clean
+.PHONY: help demo test test-all lint format bench docs soak soak-threads soak-tests soak-fuzzers build faults wheel \
+    release-check clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile tests/fuzz/fuzz.mk | expand -t 12
@@ -29,6 +30,10 @@ test-all: test  ## what `test` has left out: the slow tests, and the C++ unit te
 
 bench: build $(STAMPS)/bench  ## measure torchreplay beside its peers
 	$(BIN)/python -m benchmarks $(ARGS)
+
+docs: build $(STAMPS)/docs  ## the site, in build/docs/index.html; a warning is an error
+	$(BIN)/sphinx-build -W --keep-going -q -b html -d build/doctrees docs build/docs
+	@echo build/docs/index.html
 
 soak: build  ## the long tests, for hours: C++ under ThreadSanitizer, pytest -m soak, fuzzers
 	$(MAKE) --no-print-directory --keep-going soak-threads soak-tests soak-fuzzers
@@ -97,6 +102,10 @@ $(STAMPS)/env: pyproject.toml $(STAMPS)/torch
 
 $(STAMPS)/bench: $(STAMPS)/env
 	$(PIP) install -qq -c constraints.txt "torchreplay[bench]"
+	@touch $@
+
+$(STAMPS)/docs: $(STAMPS)/env
+	$(PIP) install -qq -c constraints.txt "torchreplay[docs]"
 	@touch $@
 
 # setuptools compiles again only the module whose sources changed.
