@@ -31,7 +31,7 @@ test-all: test  ## what `test` has left out: the slow tests, and the C++ unit te
 bench: build $(STAMPS)/bench  ## measure torchreplay beside its peers
 	$(BIN)/python -m benchmarks $(ARGS)
 
-docs: build $(STAMPS)/docs  ## the site, in build/docs/index.html; a warning is an error
+docs: build  ## the site, in build/docs/index.html; a warning is an error
 	$(BIN)/sphinx-build -W --keep-going -q -b html -d build/doctrees docs build/docs
 	@echo build/docs/index.html
 
@@ -102,10 +102,6 @@ $(STAMPS)/env: pyproject.toml $(STAMPS)/torch
 
 $(STAMPS)/bench: $(STAMPS)/env
 	$(PIP) install -qq -c constraints.txt "torchreplay[bench]"
-	@touch $@
-
-$(STAMPS)/docs: $(STAMPS)/env
-	$(PIP) install -qq -c constraints.txt "torchreplay[docs]"
 	@touch $@
 
 # setuptools compiles again only the module whose sources changed.

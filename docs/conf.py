@@ -8,7 +8,7 @@ from typing import Any
 import torchreplay
 
 project = "torchreplay"
-copyright = "the torchreplay authors"  # noqa: A001 (Sphinx asks for this name)
+copyright = "the torchreplay authors"
 version = release = torchreplay.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
