@@ -55,6 +55,9 @@ wheel: build  ## one cp311-abi3 wheel in dist/
 	$(PIP) wheel -qq --no-build-isolation --no-deps --wheel-dir dist .
 	@ls -t dist/*.whl | head -n 1
 
+release-check: build $(STAMPS)/release  ## an sdist and a manylinux wheel, each learning CartPole in a fresh environment
+	$(BIN)/python .ci/release_check.py $(ARGS)
+
 clean:  ## remove what was built; the environment stays
 	rm -rf build dist *.egg-info torchreplay/*.abi3.so $(STAMPS)/build
 
@@ -102,6 +105,10 @@ $(STAMPS)/env: pyproject.toml $(STAMPS)/torch
 
 $(STAMPS)/bench: $(STAMPS)/env
 	$(PIP) install -qq -c constraints.txt "torchreplay[bench]"
+	@touch $@
+
+$(STAMPS)/release: $(STAMPS)/env
+	$(PIP) install -qq -c constraints.txt "torchreplay[release]"
 	@touch $@
 
 # setuptools compiles again only the module whose sources changed.

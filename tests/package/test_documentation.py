@@ -1,7 +1,7 @@
 """The documentation is true as far as a machine can tell: its code runs, its links lead somewhere, its site builds.
 
 A Python block that lacks no names is a whole program, and is run. All others are parts of programs: they are compiled,
-and what they take from torchreplay must be there. The info string `python compile` says that a whole program is not run.
+and what they take from torchreplay must be there. A whole program is not run if its info string says `python compile`.
 """
 
 import ast
@@ -17,6 +17,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+import yaml
 from paths import ROOT
 
 import torchreplay as tr
@@ -144,3 +145,17 @@ def test_the_site_builds_without_a_warning(tmp_path):
     )
     assert (run.returncode, run.stderr) == (0, "")
     assert (tmp_path / "site" / "searchindex.js").stat().st_size > 10_000
+
+
+def test_the_citation_names_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors", "version"} <= set(citation)
+    assert citation["version"] == tr.__version__
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda path: path.name)
+def test_workflows_and_forms_call_only_make_targets_and_files_that_exist(path):
+    text = yaml.safe_dump(yaml.safe_load(path.read_text()))
+    makefile = (ROOT / "Makefile").read_text()
+    assert [name for name in re.findall(r"run: make ([\w-]+)", text) if f"\n{name}:" not in makefile] == []
+    assert [name for name in re.findall(r"run: (\.\S+)", text) if not os.access(ROOT / name, os.X_OK)] == []
