@@ -29,6 +29,9 @@ add_module_names = False
 
 html_theme = "furo"
 html_title = "torchreplay"
+pygments_style = "friendly"
+pygments_dark_style = "github-dark"
+html_theme_options = {"top_of_page_buttons": []}
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 
