@@ -16,7 +16,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 2
     release-check clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile tests/fuzz/fuzz.mk | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile tests/fuzz/fuzz.mk | expand -t 15
 
 demo: build  ## learn CartPole-v1 with Ape-X: Ray explorers, Lightning learner
 	$(BIN)/python examples/apex_cartpole.py $(ARGS)

