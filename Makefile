@@ -12,10 +12,11 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all lint format bench soak soak-threads soak-tests soak-fuzzers build faults wheel clean
+.PHONY: help demo test test-all lint format bench docs soak soak-threads soak-tests soak-fuzzers build faults wheel \
+    release-check clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile tests/fuzz/fuzz.mk | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile tests/fuzz/fuzz.mk | expand -t 15
 
 demo: build  ## learn CartPole-v1 with Ape-X: Ray explorers, Lightning learner
 	$(BIN)/python examples/apex_cartpole.py $(ARGS)
@@ -29,6 +30,10 @@ test-all: test  ## what `test` has left out: the slow tests, and the C++ unit te
 
 bench: build $(STAMPS)/bench  ## measure torchreplay beside its peers
 	$(BIN)/python -m benchmarks $(ARGS)
+
+docs: build  ## the site, in build/docs/index.html; a warning is an error
+	$(BIN)/sphinx-build -W --keep-going -q -b html -d build/doctrees docs build/docs
+	@echo build/docs/index.html
 
 soak: build  ## the long tests, for hours: C++ under ThreadSanitizer, pytest -m soak, fuzzers
 	$(MAKE) --no-print-directory --keep-going soak-threads soak-tests soak-fuzzers
@@ -49,6 +54,9 @@ wheel: build  ## one cp311-abi3 wheel in dist/
 	rm -rf build/lib.* build/bdist.*
 	$(PIP) wheel -qq --no-build-isolation --no-deps --wheel-dir dist .
 	@ls -t dist/*.whl | head -n 1
+
+release-check: build $(STAMPS)/release  ## an sdist and a manylinux wheel, each learning CartPole in a fresh environment
+	$(BIN)/python .ci/release_check.py $(ARGS)
 
 clean:  ## remove what was built; the environment stays
 	rm -rf build dist *.egg-info torchreplay/*.abi3.so $(STAMPS)/build
@@ -97,6 +105,10 @@ $(STAMPS)/env: pyproject.toml $(STAMPS)/torch
 
 $(STAMPS)/bench: $(STAMPS)/env
 	$(PIP) install -qq -c constraints.txt "torchreplay[bench]"
+	@touch $@
+
+$(STAMPS)/release: $(STAMPS)/env
+	$(PIP) install -qq -c constraints.txt "torchreplay[release]"
 	@touch $@
 
 # setuptools compiles again only the module whose sources changed.

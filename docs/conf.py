@@ -1,0 +1,49 @@
+"""The site that `make docs` builds from these pages: Sphinx, MyST for Markdown, furo for the look."""
+
+import re
+from importlib.util import find_spec
+from textwrap import indent
+from typing import Any
+
+import torchreplay
+
+project = "torchreplay"
+copyright = "the torchreplay authors"
+version = release = torchreplay.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
+source_suffix = {".md": "markdown"}
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 4
+
+default_role = "code"  # of `names` in docstrings
+suppress_warnings = ["ref.python"]  # classes of torchreplay.compat are named as those of torchreplay
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+autodoc_mock_imports = [name for name in ("cpprb", "h5py", "ray", "stable_baselines3") if find_spec(name) is None]
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+add_module_names = False
+
+html_theme = "furo"
+html_title = "torchreplay"
+pygments_style = "friendly"
+pygments_dark_style = "github-dark"
+html_theme_options = {"top_of_page_buttons": []}
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+
+
+def as_markup(app: Any, what: str, name: str, it: Any, options: Any, lines: list[str]) -> None:
+    """Turns the little Markdown of a docstring, code fences and |absolute values|, into what Sphinx reads."""
+    parts = re.split(r"(?ms)^```\w*\n(.*?)^```$", "\n".join(lines))
+    parts[::2] = [part.replace("|", "\\|") for part in parts[::2]]
+    parts[1::2] = [".. code-block:: python\n\n" + indent(part, "    ") for part in parts[1::2]]
+    lines[:] = "".join(parts).split("\n")
+
+
+def setup(app: Any) -> None:
+    """Called by Sphinx."""
+    app.connect("autodoc-process-docstring", as_markup, priority=100)

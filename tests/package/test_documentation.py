@@ -1,0 +1,161 @@
+"""The documentation is true as far as a machine can tell: its code runs, its links lead somewhere, its site builds.
+
+A Python block that lacks no names is a whole program, and is run. All others are parts of programs: they are compiled,
+and what they take from torchreplay must be there. A whole program is not run if its info string says `python compile`.
+"""
+
+import ast
+import builtins
+import importlib
+import os
+import re
+import subprocess
+import symtable
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+import yaml
+from paths import ROOT
+
+import torchreplay as tr
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+REFERENCE = "\n".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
+
+
+@dataclass(frozen=True)
+class Block:
+    place: str
+    info: str
+    code: str
+
+    @property
+    def whole(self) -> bool:
+        return not missing_names(self.code) and "compile" not in self.info.split()
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text()
+    found = re.finditer(r"^```(python[^\n]*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return [
+        Block(f"{page.relative_to(ROOT)}:{text.count(chr(10), 0, match.start()) + 1}", match[1], dedent(match[2]))
+        for match in found
+    ]
+
+
+def missing_names(code: str) -> set[str]:
+    """Names that a program uses and neither makes nor imports."""
+    tables = [symtable.symtable(code, "block", "exec")]
+    made = {s.get_name() for s in tables[0].get_symbols() if s.is_assigned() or s.is_imported() or s.is_namespace()}
+    used: set[str] = set()
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        top = table.get_type() == "module"
+        used |= {s.get_name() for s in table.get_symbols() if s.is_referenced() and (top or s.is_global())}
+    return used - made - set(dir(builtins)) - {"__name__", "__file__"}
+
+
+def attributes_of_torchreplay(code: str) -> set[str]:
+    return {
+        node.attr
+        for node in ast.walk(ast.parse(code))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "tr"
+    }
+
+
+def output_of(block: Block, directory: Path) -> str:
+    program = directory / "program.py"
+    program.write_text(block.code)
+    run = subprocess.run(
+        [sys.executable, program.name],
+        cwd=directory,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=160,
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+QUICK_START = blocks_of(ROOT / "docs" / "quickstart.md")[0]
+WHOLE = [block for block in BLOCKS if block.whole and block != QUICK_START]
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.place)
+def test_a_block_compiles_and_names_only_what_torchreplay_has(block):
+    compile(block.code, block.place, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    assert {name for name in attributes_of_torchreplay(block.code) if not hasattr(tr, name)} == set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", WHOLE, ids=lambda block: block.place)
+def test_a_block_that_lacks_no_names_runs(block, tmp_path):
+    output_of(block, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_quick_start_learns_cartpole(tmp_path):
+    assert QUICK_START.whole
+    last = output_of(QUICK_START, tmp_path).splitlines()[-1]
+    assert int(re.search(r"mean return (\d+)", last)[1]) >= 475, last
+
+
+def test_what_a_program_lacks_is_noticed():
+    assert missing_names("import torch\nx = torch.ones(2)\nprint([x + i for i in x])") == set()
+    assert missing_names("def f(a):\n    return a + b\nf(c)") == {"b", "c"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_to_files_lead_somewhere(page):
+    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)", re.sub(r"(?s)```.*?```|<!--.*?-->", "", page.read_text()))
+    local = [link for link in links if not re.match(r"https?:|mailto:", link)]
+    assert [link for link in local if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("module", ["torchreplay", "torchreplay.ray", "torchreplay.lightning"])
+def test_the_reference_has_every_public_name(module):
+    pytest.importorskip("pytorch_lightning")
+    documented = set(re.findall(rf"auto\w+:: {re.escape(module)}\.(\w+)$", REFERENCE, re.MULTILINE))
+    assert set(importlib.import_module(module).__all__) - documented == set()
+
+
+@pytest.mark.parametrize(
+    "name", [f"torchreplay.compat.{name}" for name in importlib.import_module("torchreplay.compat").__all__]
+)
+def test_the_reference_has_every_adapter(name):
+    assert re.search(rf"automodule:: {re.escape(name)}$", REFERENCE, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path):
+    pytest.importorskip("sphinx")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "-d", tmp_path / "doctrees"]
+    run = subprocess.run(
+        [*command, ROOT / "docs", tmp_path / "site"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=160,
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+    assert (tmp_path / "site" / "searchindex.js").stat().st_size > 10_000
+
+
+def test_the_citation_names_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors", "version"} <= set(citation)
+    assert citation["version"] == tr.__version__
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda path: path.name)
+def test_workflows_and_forms_call_only_make_targets_and_files_that_exist(path):
+    text = yaml.safe_dump(yaml.safe_load(path.read_text()))
+    makefile = (ROOT / "Makefile").read_text()
+    assert [name for name in re.findall(r"run: make ([\w-]+)", text) if f"\n{name}:" not in makefile] == []
+    assert [name for name in re.findall(r"run: (\.\S+)", text) if not os.access(ROOT / name, os.X_OK)] == []
