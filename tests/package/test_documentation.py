@@ -125,11 +125,10 @@ def test_the_reference_has_every_public_name(module):
     assert set(importlib.import_module(module).__all__) - documented == set()
 
 
-@pytest.mark.parametrize(
-    "name", [f"torchreplay.compat.{name}" for name in importlib.import_module("torchreplay.compat").__all__]
-)
-def test_the_reference_has_every_adapter(name):
-    assert re.search(rf"automodule:: {re.escape(name)}$", REFERENCE, re.MULTILINE)
+def test_the_reference_has_every_adapter():
+    adapters = set(importlib.import_module("torchreplay.compat").__all__) - {"footprints", "indexes"}  # no adapters
+    documented = set(re.findall(r"automodule:: torchreplay\.compat\.(\w+)$", REFERENCE, re.MULTILINE))
+    assert documented == adapters
 
 
 @pytest.mark.slow
