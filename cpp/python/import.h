@@ -104,8 +104,8 @@ inline PyObject* finish(PyObject* self, PyObject* args) {
     double max_raw, priority_change;
     long long grid, written;
     if (!PyArg_ParseTuple(args, "(KKKKKKKKIddKKLLK)OKIK", n, n + 1, n + 2, n + 3, n + 4, n + 5, n + 6, n + 7, &streams,
-                          &max_raw, &priority_change, &inserted_before, &sampled_before, &grid, &written, &cleared, &limiter,
-                          &seed, &stream, &step))
+                          &max_raw, &priority_change, &inserted_before, &sampled_before, &grid, &written, &cleared,
+                          &limiter, &seed, &stream, &step))
       throw PythonError{};
     const LimiterConfig counted_by = segment::parse_limiter(limiter);
     if (!(max_raw >= 0) || !std::isfinite(max_raw) || !(priority_change >= 0) || !std::isfinite(priority_change))

@@ -152,8 +152,8 @@ inline PyObject* pack_rows(PyObject* self, PyObject* args) {
 }
 
 // counts() -> ((head, inserted, sampled, updated, stale_updates, unready_updates, draws, evicted_unsampled, streams,
-// max_raw, priority_change, inserted_before, sampled_before, grid, written, cleared), limiter), both of one moment. BufferError
-// while it is being restored.
+// max_raw, priority_change, inserted_before, sampled_before, grid, written, cleared), limiter), both of one moment.
+// BufferError while it is being restored.
 inline PyObject* counts(PyObject* self, PyObject*) {
   return guarded([&] {
     auto& s = state_of<SegmentState>(self);
@@ -166,11 +166,11 @@ inline PyObject* counts(PyObject* self, PyObject*) {
       WithoutGil unlocked;
       std::tie(c, limiter) = Snapshot(m).counts();
     }
-    return checked(Py_BuildValue(
-        "(KKKKKKKKIddKKLLK)N", c.head, c.inserted, c.sampled, c.updated, c.stale_updates, c.unready_updates, c.draws,
-        c.evicted_unsampled, c.streams, c.max_raw, c.priority_change, c.inserted_before, c.sampled_before,
-        static_cast<long long>(c.grid.top), static_cast<long long>(c.grid.written),
-        static_cast<unsigned long long>(c.cleared), told(limiter)));
+    return checked(Py_BuildValue("(KKKKKKKKIddKKLLK)N", c.head, c.inserted, c.sampled, c.updated, c.stale_updates,
+                                 c.unready_updates, c.draws, c.evicted_unsampled, c.streams, c.max_raw,
+                                 c.priority_change, c.inserted_before, c.sampled_before,
+                                 static_cast<long long>(c.grid.top), static_cast<long long>(c.grid.written),
+                                 static_cast<unsigned long long>(c.cleared), told(limiter)));
   });
 }
 
