@@ -113,6 +113,7 @@ def write_from_another_process(data):
     return len(rb)
 
 
+@pytest.mark.slow
 def test_another_process_writes_into_the_same_rows(rb):
     rb.init(transitions(1))
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as processes:
