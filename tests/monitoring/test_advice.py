@@ -98,7 +98,8 @@ def test_explorers_that_wait_for_the_learner_as_the_limiter_asks():
     assert "as SamplesPerInsert(ratio=2) asks" in advice.text
 
 
-def test_an_explorer_that_was_killed_and_one_that_is_stopped():
+@pytest.mark.parametrize("reaped", [True, False])
+def test_an_explorer_that_was_killed_and_one_that_is_stopped(reaped):
     buffer = make()
     rows, others = shared_counters(1), shared_counters(1)
     with (
@@ -109,7 +110,11 @@ def test_an_explorer_that_was_killed_and_one_that_is_stopped():
         eventually(lambda: min(rows[0], others[0]) > 0)
 
         def strike():
-            victim.kill()
+            if reaped:
+                victim.kill()
+            else:  # its parent has not asked how it ended
+                victim.signal(signal.SIGKILL)
+                eventually(lambda: state_of(victim.pid) == "")
             other.signal(signal.SIGSTOP)
             eventually(lambda: state_of(other.pid) == "T")
 

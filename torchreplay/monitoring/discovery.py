@@ -166,8 +166,9 @@ def _short(argument: str) -> str:
 
 
 def state_of(pid: int) -> str:
-    """Returns the state of a process as /proc tells it, such as "R", "S" or "T" (stopped); "" when it is gone."""
+    """Returns the state of a process as /proc tells it, such as "R", "S" or "T" (stopped); "" when it has ended."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""
+    return "" if state in ("Z", "X") else state  # it has ended, and its parent has not asked how
