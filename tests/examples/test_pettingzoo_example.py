@@ -19,7 +19,7 @@ def test_it_prints_one_json_line_per_report(tmp_path):
 @pytest.mark.slow  # for the environment's import
 def test_it_explains_every_flag(monkeypatch, capsys):
     flags, words = explanation(NAME, monkeypatch, capsys)
-    assert flags >= 10
+    assert flags == 9
     assert "rows that each agent's buffer holds (default: 50000)" in words
 
 
