@@ -101,6 +101,8 @@ def explorers(buffer: tr.ReplayBuffer, count: int, rows_per_second: float) -> It
     for process in started:
         process.start()
     while buffer.stats().writers < count:
+        if not all(process.is_alive() for process in started):
+            raise RuntimeError("an explorer ended before it wrote")
         time.sleep(0.01)
     try:
         yield [process.pid or 0 for process in started]
@@ -157,7 +159,7 @@ def starving(rows_per_second: float, seconds: float) -> Trace:
 
 
 def bereft(dies: bool, seconds: float) -> Trace:
-    """Three explorers, one of which is killed after a third of the time."""
+    """Three explorers. One is killed after a third of the time."""
     with (
         tr.ReplayBuffer(ROW, 100_000, sampler=tr.Prioritized(), seed=0) as buffer,
         explorers(buffer, 3, 500.0) as pids,

@@ -124,7 +124,7 @@ def _explore(buffer: Any, index: int) -> None:
 
 
 def _start(*command: str) -> "subprocess.Popen[bytes]":
-    # rich takes a stream for a terminal that way; whoever reads it would take time as well.
+    # So rich takes the stream for a terminal. Nobody reads it: that would take time as well.
     environment = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": "120", "LINES": "50"}
     return subprocess.Popen([sys.executable, "-m", "torchreplay", *command], stdout=subprocess.DEVNULL, env=environment)
 

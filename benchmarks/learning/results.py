@@ -49,5 +49,5 @@ def read(path: Path) -> Iterator[Result]:
 
 
 def collect(cells: Iterable[Cell], directory: Path) -> list[Result]:
-    """Returns the results of those cells that were played."""
+    """Returns the results of the cells that were played."""
     return [result for cell in cells if (path := path_of(cell, directory)).exists() for result in read(path)]

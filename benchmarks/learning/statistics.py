@@ -45,9 +45,10 @@ def summarize(results: Iterable[Result]) -> list[Summary]:
 
 def _interval(values: np.ndarray) -> tuple[float, float, float]:
     mean = float(interquartile_mean(values))
-    if len(values) < 2 or np.ptp(values) == 0:  # nothing to resample
+    if len(values) < 2 or (values == values[0]).all():  # nothing to resample
         return mean, mean, mean
-    found = stats.bootstrap(
-        (values,), interquartile_mean, n_resamples=RESAMPLES, confidence_level=CONFIDENCE, method="percentile", rng=0
-    )
-    return mean, float(found.confidence_interval.low), float(found.confidence_interval.high)
+    with np.errstate(invalid="ignore"):  # runs that never end count as infinity, and have no difference
+        found = stats.bootstrap((values,), interquartile_mean, n_resamples=RESAMPLES, method="percentile", rng=0)
+    tail = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(found.bootstrap_distribution, (tail, 1 - tail), method="nearest")
+    return mean, float(low), float(high)

@@ -1,4 +1,4 @@
-// Where everything lies in a segment, told to Python: for plans, and for looking into files that nobody opens.
+// Tells Python where everything lies in a segment: to plan memory, and to look into files without opening them.
 #pragma once
 
 #include "python/segment.h"
@@ -42,8 +42,8 @@ inline PyObject* simd(PyObject*, PyObject*) {
   return guarded([] { return checked(PyUnicode_FromString(best_simd() == Simd::kAvx512 ? "AVX-512" : "portable")); });
 }
 
-// read_segment(fd) -> dict: what a file says of itself, read and not mapped, whoever uses it. Counts may be those of
-// different moments where somebody does.
+// read_segment(fd) -> dict: what a file says of itself. It is read, not mapped. While processes use it, its counts may be
+// of different moments.
 inline PyObject* read_segment(PyObject*, PyObject* number) {
   return guarded([&] {
     const Descriptor fd = Descriptor::duplicate(static_cast<int>(as_int(number)));

@@ -1,4 +1,4 @@
-"""`torchreplay doctor` and `bench`: what this machine gives, told line by line."""
+"""`torchreplay doctor` and `bench`: what this machine gives, line by line."""
 
 import json
 import os

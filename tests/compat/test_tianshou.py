@@ -1,58 +1,19 @@
 """`compat.tianshou`: buffers beside Tianshou's own, step by step."""
 
 import copy
-import os
-import pickle
-import subprocess
-import sys
-from functools import partial
 
 import numpy as np
 import pytest
 import tianshou.data as theirs
 import torch
-from paths import import_path
 from tianshou.algorithm.algorithm_base import Algorithm
 from tianshou.data import Batch
+from tianshou_steps import equal, filled, step
 
 from torchreplay.compat.tianshou import (
-    PrioritizedReplayBuffer,
-    PrioritizedVectorReplayBuffer,
     SharedReplayBuffer,
     SharedVectorReplayBuffer,
 )
-
-
-def step(rng, n=None, obs=lambda rng, shape: rng.random((*shape, 4), np.float32), **others):
-    """One step of `n` environments; without a leading dimension where it is None."""
-    shape = () if n is None else (n,)
-    return Batch(
-        obs=obs(rng, shape),
-        act=rng.integers(0, 2, shape),
-        rew=rng.random(shape),
-        terminated=rng.random(shape) < 0.1,
-        truncated=rng.random(shape) < 0.1,
-        obs_next=obs(rng, shape),
-        info={},
-        policy=Batch(),
-        **others,
-    )
-
-
-def filled(count, *buffers, n=None, seed=0, **how):
-    rng = np.random.default_rng(seed)
-    for _ in range(count):
-        given = step(rng, n, **how)
-        added = [buffer.add(copy.deepcopy(given)) for buffer in buffers]
-    return added
-
-
-def equal(a, b):
-    """Whether two batches have the same entries with the same values, or two arrays the same values."""
-    if isinstance(a, Batch):
-        return set(a.get_keys()) == set(b.get_keys()) and all(equal(a[name], b[name]) for name in a.get_keys())
-    return np.array_equal(a, b)
-
 
 # One environment: everything as in Tianshou
 
@@ -251,132 +212,7 @@ def test_the_rows_of_an_episode_are_found_from_its_first_and_last():
         ours.get_buffer_indices(0, 2)
 
 
-# Priorities
-
-
-def test_td_errors_decide_what_is_drawn_and_weighs():
-    ours = PrioritizedReplayBuffer(8, alpha=1.0, beta=0.5, random_seed=0)
-    filled(8, ours)
-    td = np.arange(1.0, 9.0)
-    ours.update_weight(np.arange(8), td)
-    drawn = np.concatenate([ours.sample(1000)[1] for _ in range(20)])
-    counts = np.bincount(drawn, minlength=8)
-    expected = 20_000 * td / td.sum()
-    assert ((counts - expected) ** 2 / expected).sum() < 24.3  # chi-square with 7 degrees: 1 in 1,000 at most
-    batch, indices = ours.sample(64)
-    assert batch.weight == pytest.approx((td[indices] / td[indices].min()) ** -0.5, rel=1e-4)
-    assert ours[indices].weight == pytest.approx(batch.weight, rel=1e-6)
-    ours.set_beta(1.0)
-    batch, indices = ours.sample(64)
-    assert batch.weight == pytest.approx(td[indices].min() / td[indices], rel=1e-4)
-
-
-@pytest.mark.slow  # Tianshou compiles its functions
-def test_prioritized_rows_are_read_as_tianshous_are():
-    options = {"alpha": 0.6, "beta": 0.4, "stack_num": 3}
-    ours, own = PrioritizedReplayBuffer(20, **options), theirs.PrioritizedReplayBuffer(20, **options)
-    filled(33, ours, own)
-    for buffer in (ours, own):
-        buffer.update_weight(np.arange(20), np.linspace(0.5, 4, 20))
-    for index in (np.array([3, 9, 9]), slice(None), slice(2, 7), 4):
-        mine, its = ours[index], own[index]
-        assert np.allclose(mine.pop("weight"), its.pop("weight"), rtol=1e-4)
-        assert equal(mine, its)
-    assert ours.get_weight(3) / ours.get_weight(4) == pytest.approx(own.get_weight(3) / own.get_weight(4), rel=1e-4)
-
-
-def test_weights_without_norm_are_relative_to_the_whole_buffer():
-    ours = PrioritizedReplayBuffer(8, alpha=1.0, beta=1.0, weight_norm=False)
-    filled(8, ours)
-    ours.update_weight(np.arange(8), torch.arange(1.0, 9.0).unsqueeze(1))
-    batch, indices = ours.sample(3)
-    assert batch.weight == pytest.approx(1 / (indices + 1.0), rel=1e-4)
-
-
-def test_td_errors_of_rows_that_were_overwritten_reach_nobody():
-    ours = PrioritizedVectorReplayBuffer(20, 2, alpha=1.0, beta=0.4)
-    filled(10, ours, n=2)
-    _, indices = ours.sample(16)
-    filled(10, ours, n=2, seed=1)
-    ours.update_weight(indices, torch.full((16,), 9.0))
-    assert ours.replay.priorities(ours.replay.keys()).max() == pytest.approx(1, abs=1e-3)
-    ours.update_weight(np.array([3, 4]), np.array([5.0, 6.0]))  # plain numbers name what is there now
-    assert np.sort(ours.replay.priorities(ours.replay.keys()))[-2:] == pytest.approx([5, 6], rel=1e-3)
-
-
-# Pickles and files carry the experience
-
-READS_IT = """
-import pickle, sys
-with open(sys.argv[1], "rb") as file:
-    buffer = pickle.load(file)
-batch, indices = buffer.sample(8)
-buffer.update_weight(indices, batch.rew)
-print(len(buffer), float(buffer.rew.sum()), buffer.next(5), float(buffer[:].weight.sum()))
-"""
-
-
-def prioritized():
-    buffer = PrioritizedVectorReplayBuffer(40, 2, alpha=0.7, beta=0.4)
-    filled(30, buffer, n=2)
-    buffer.update_weight(np.arange(40), np.linspace(0.1, 3, 40))
-    return buffer
-
-
-@pytest.mark.slow
-def test_a_pickle_is_read_where_the_memory_is_gone(tmp_path):
-    buffer = prioritized()
-    expected = [len(buffer), float(buffer.rew.sum()), int(buffer.next(5)), float(buffer[:].weight.sum())]
-    (tmp_path / "buffer.pkl").write_bytes(pickle.dumps(buffer))
-    buffer.replay.close()
-    del buffer
-    command = [sys.executable, "-c", READS_IT, str(tmp_path / "buffer.pkl")]
-    printed = subprocess.run(
-        command, check=True, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": import_path()}
-    ).stdout
-    *found, weights = map(float, printed.split())
-    assert found == expected[:-1]
-    assert weights > 0
-
-
-def copies(buffer, tmp_path):
-    buffer.save_hdf5(str(tmp_path / "buffer.hdf5"))
-    loaded = type(buffer).load_hdf5(str(tmp_path / "buffer.hdf5"))
-    return [pickle.loads(pickle.dumps(buffer)), copy.deepcopy(buffer), loaded]
-
-
-def test_copies_go_on_like_the_original_and_apart_from_it(tmp_path):
-    buffer = prioritized()
-    more = prioritized()
-    for made in (more, *copies(buffer, tmp_path)):
-        assert equal(made[:], buffer[:])
-        filled(7, made, n=2, seed=9)
-        made.set_beta(0.0)
-        assert np.array_equal(made.next(np.arange(40)), more.next(np.arange(40)))
-        assert np.array_equal(made.rew, more.rew)
-        assert not np.array_equal(made.rew, buffer.rew)
-        assert (made.sample(5)[0].weight == 1).all()
-    assert len(set(buffer.sample(20)[0].weight.tolist())) > 1
-
-
-def test_an_empty_buffer_is_copied_too(tmp_path):
-    for made in copies(SharedReplayBuffer(20), tmp_path):
-        filled(3, made)
-        assert len(made) == 3
-
-
-@pytest.mark.parametrize("kind", [SharedReplayBuffer, partial(PrioritizedReplayBuffer, alpha=0.6, beta=0.4)])
-def test_entries_that_a_hook_adds_stay_with_the_rows(kind, tmp_path):
-    buffer = kind(10)
-    filled(10, buffer)
-    buffer.set_array_at_key(np.arange(10.0), "returns")
-    for made in (buffer, *copies(buffer, tmp_path)):
-        assert made[[3, 7]].returns.tolist() == [3, 7]
-        batch, indices = made.sample(5)
-        assert batch.returns.tolist() == indices.tolist()
-
-
-# What is kept, and what is refused
+# What is stored
 
 
 def test_entries_of_info_and_policy_are_stored_where_they_are_named():
@@ -391,89 +227,3 @@ def test_entries_of_info_and_policy_are_stored_where_they_are_named():
     del given.info.__dict__["lives"]
     with pytest.raises(ValueError, match="'info/lives', which keep= names"):
         ours.add(given)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda b: b.pop("rew"), "no 'rew'"),
-        (lambda b: b.update(obs=np.zeros(5, np.float32)), "'obs'"),
-        (lambda b: b.update(act="left"), "act"),
-    ],
-)
-def test_bad_steps_are_refused_and_leave_nothing_behind(change, message):
-    ours = SharedReplayBuffer(10)
-    filled(3, ours)
-    bad = step(np.random.default_rng(1))
-    change(bad)
-    with pytest.raises(ValueError, match=message):
-        ours.add(bad)
-    assert len(ours) == 3
-    filled(1, ours)
-    assert len(ours) == 4
-
-
-def test_environments_that_are_not_there_are_refused():
-    ours = SharedVectorReplayBuffer(10, 2)
-    given = step(np.random.default_rng(0), 2)
-    for ids in ([0, 2], [-1, 0], []):
-        with pytest.raises(ValueError, match="expected numbers from 0 to 1"):
-            ours.add(given, buffer_ids=ids)
-
-
-def test_rows_without_an_environment_are_refused():
-    ours = SharedVectorReplayBuffer(10, 2)
-    with pytest.raises(ValueError, match=r"shape \(3,\) for 2 environments"):
-        ours.add(step(np.random.default_rng(0), 3))
-    assert len(ours) == 0
-    filled(1, ours, n=2)
-    assert len(ours) == 2
-
-
-def test_rows_of_another_writer_are_noticed():
-    ours = SharedReplayBuffer(10)
-    filled(3, ours)
-    row = ours.replay.gather(ours.replay.keys()[:1])
-    ours.replay.extend(**{name: row[name] for name in ours.replay.spec})
-    with pytest.raises(RuntimeError, match="another process has written"):
-        filled(1, ours)
-
-
-@pytest.mark.parametrize("td", [np.array([np.nan, 1.0]), np.array([np.inf, 1.0]), np.ones(3)])
-def test_bad_td_errors_are_refused(td):
-    ours = PrioritizedReplayBuffer(10, alpha=0.6, beta=0.4)
-    filled(5, ours)
-    with pytest.raises(ValueError, match=r"td|TD"):
-        ours.update_weight(np.array([0, 1]), td)
-    with pytest.raises(IndexError, match="index 5 is out of range"):
-        ours.update_weight(np.array([0, 5]), np.ones(2))
-
-
-@pytest.mark.parametrize(
-    ("made", "message"),
-    [
-        (lambda: SharedReplayBuffer(0), "size"),
-        (lambda: SharedReplayBuffer(5, stack_num=0), "stack_num"),
-        (lambda: SharedVectorReplayBuffer(5, 0), "buffer_num"),
-        (lambda: PrioritizedReplayBuffer(5, alpha=-1, beta=0.4), "alpha"),
-        (lambda: PrioritizedReplayBuffer(5, alpha=1, beta=float("nan")), "beta"),
-        (lambda: SharedReplayBuffer(5).sample(3), "is empty"),
-    ],
-)
-def test_bad_numbers_are_refused(made, message):
-    with pytest.raises(ValueError, match=message):
-        made()
-
-
-def test_what_cannot_be_done_with_shared_memory_says_so():
-    ours = PrioritizedVectorReplayBuffer(10, 2, alpha=0.6, beta=0.4)
-    filled(2, ours, n=2)
-    refusals = [
-        lambda: ours.set_batch(Batch()),
-        ours.dropnull,
-        lambda: ours.init_weight(0),
-        lambda: ours.update(theirs.ReplayBuffer(5)),
-    ]
-    for refused in refusals:
-        with pytest.raises(NotImplementedError, match=r"\w"):
-            refused()

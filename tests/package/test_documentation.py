@@ -1,4 +1,4 @@
-"""The documentation is true as far as a machine can tell: its code runs, its links lead somewhere, its site builds.
+"""The documentation is true as far as a machine can see: its code runs, its links lead somewhere, its site builds.
 
 A Python block that lacks no names is a whole program, and is run. All others are parts of programs: they are compiled,
 and what they take from torchreplay must be there. A whole program is not run if its info string says `python compile`.

@@ -1,4 +1,4 @@
-"""Live buffers for tests of those who look at them: named after the test's process, because others run beside it."""
+"""Live buffers for tests that look at them. They are named after the test's process, because others run beside it."""
 
 import os
 import time

@@ -22,7 +22,7 @@ class ExplorerWeights:
         self._open = ExitStack()
         self._scanned = -SCAN_SECONDS
         self._tables: list[int] = []
-        self._published: list[tuple[frozenset[int], int]] = []  # who has them, and a descriptor
+        self._published: list[tuple[frozenset[int], int]] = []  # the processes that have them, and a descriptor
 
     def of(self, writers: set[int]) -> tuple[WeightsInUse, ...]:
         """Returns what the explorers among these processes act on."""

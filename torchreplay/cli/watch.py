@@ -84,7 +84,7 @@ def _save(findings: Findings, screen: Screen, path: Path) -> None:
 def command(
     buffer: str | None, interval: float, rate: float, plain: bool, seconds: float | None, picture: Path | None
 ) -> None:
-    """Watch a live BUFFER: its rates, who waits for whom, priorities, and what looks wrong.
+    """Watch a live BUFFER: its rates, waits and priorities, and what looks wrong.
 
     BUFFER is a name, a file, a process id or an inode of `torchreplay list`; it may be left out when there is only one.
     The program that is watched is not changed: it has no line for it, and takes no notice.

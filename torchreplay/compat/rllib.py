@@ -175,7 +175,7 @@ class EpisodeReplayBuffer(RLlibEpisodeReplayBuffer):
         return 0 if self.replay is None else max(0, self.replay.next_key - self.capacity)
 
     def _evict(self) -> int:
-        """Forgets episodes of which no row is left, and returns how many."""
+        """Forgets episodes without a row, and returns how many."""
         evicted = 0
         while self._ends and next(iter(self._ends.values())) < self._rows_overwritten:
             self._ends.popitem(last=False)
@@ -401,7 +401,7 @@ class PrioritizedEpisodeReplayBuffer(EpisodeReplayBuffer, RLlibPrioritizedEpisod
 
 
 def _by_agent(figures: dict[str, Any]) -> dict[str, Any]:
-    """Returns RLlib's figures by agent and by module, of which there is one each."""
+    """Returns RLlib's figures by agent and by module. There is one of each."""
     names = {"agent": DEFAULT_AGENT_ID, "module": DEFAULT_MODULE_ID}
     return {f"{kind}_to_{name}": {which: value} for kind, which in names.items() for name, value in figures.items()}
 

@@ -47,7 +47,7 @@ class SharedFile:
         inode: Of the file; of two files with the same one the devices differ.
         device: That it is on.
         path: The file's name; None where it lies in memory.
-        holders: Who has it open for writing, and as which descriptor, in the order of the process ids. Those who only
+        holders: Processes that have it open for writing, and their descriptors, in the order of the process ids. Those who only
             look at it are none of them.
     """
 
@@ -166,7 +166,7 @@ def _short(argument: str) -> str:
 
 
 def state_of(pid: int) -> str:
-    """Returns the state of a process as /proc tells it, such as "R", "S" or "T" (stopped); "" when it has ended."""
+    """Returns the state of a process by /proc, such as "R", "S" or "T" (stopped); "" when it has ended."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

@@ -26,7 +26,7 @@ class SlotSample:
         priorities: Raw |TD error| of drawable items, ascending, float64 `[n]`.
         leaves: What they are drawn in proportion to, in the same order, float64 `[n]`.
         ages: Rows written since, of the rows held, float64 `[m]`.
-        leaves_by_age: The leaves of those rows, 0 where no item can be drawn, float64 `[m]`.
+        leaves_by_age: The leaves in the order of `ages`, 0 where no item can be drawn, float64 `[m]`.
     """
 
     priorities: NDArray[np.float64]

@@ -53,7 +53,7 @@ class Snapshot:
         age: Seconds since the buffer was made.
         head: Rows begun so far.
         absorbed: Of these, how many learners have looked at.
-        rows: Rows held, of those that were looked at.
+        rows: Rows held that learners have looked at.
         inserted: Items that became drawable.
         sampled: Items drawn.
         draws: Batches drawn.
@@ -76,8 +76,8 @@ class Snapshot:
         importing: Whether rows of a checkpoint are being loaded.
         in_file: Whether it lies in a file.
         at_rest: Whether the last process has left that file.
-        holder_pid: Who has its lock; 0: nobody.
-        since_departed_write: Seconds since the last write of those that have left; -1: never.
+        holder_pid: The process that holds its lock; 0: none.
+        since_departed_write: Seconds since a writer that has left wrote last; -1: none did.
         limiter: Who must wait.
         participants: Who takes part.
     """

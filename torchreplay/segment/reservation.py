@@ -122,7 +122,7 @@ def reserve(size: int, what: str) -> int:
 def begin_reservation(
     size: int, what: str, arrays: Sequence[tuple[int, int]] = (), slots: int = 0, spare: int = 0
 ) -> Reservation:
-    """Returns new memory as `new_memory` does, reserved but for `arrays`, which a thread reserves: see `Reservation`.
+    """Returns new memory as `new_memory` does. A thread reserves `arrays`, the rest is reserved: see `Reservation`.
 
     Raises:
         MemoryError: The machine, or the cgroup, has less left than that and `spare`. Nothing was touched.

@@ -221,7 +221,7 @@ class Audience:
 
     Args:
         segment: What is written to.
-        listeners: Those of whom one must be there.
+        listeners: The kinds of participant that count.
     """
 
     def __init__(self, segment: Watched, listeners: Sequence[Listener] = ("owners", "learners", "supervisors")) -> None:

@@ -2,10 +2,11 @@
 
 Schaul et al. 2016, https://arxiv.org/abs/1511.05952, section 3.1 and appendix B.1. In each of n states one action is
 right and leads on, the other one ends the episode. Only the last right action is rewarded, with 1. The memory holds
-every sequence of actions once: 2^(n + 1) - 2 transitions. Tabular Q-learning takes one of them at a time, with step
-size 1/4 and gamma = 1 - 1/n, until the mean squared error of all action values is below 1e-3.
+every sequence of actions once: 2^(n + 1) - 2 transitions. Tabular Q-learning takes one of them at a time. The
+step size is 1/4, gamma is 1 - 1/n. A run ends when the mean squared error of all action values is below 1e-3.
 """
 
+import math
 import time
 from collections.abc import Callable, Generator, Iterable
 from functools import partial
@@ -21,7 +22,7 @@ STEP_SIZE = 0.25
 SOLVED = 1e-3
 STATES = range(2, 17)
 MOST = 10_000_000
-"""Learner steps after which a run gives up."""
+"""Learner steps after which a run gives up, and counts as one that never ends."""
 
 
 Chooser = Callable[..., Generator[int, float, None]]
@@ -94,7 +95,7 @@ class QTable:
 
 
 def replayed(
-    transitions: list[Transition], seed: int, sampler: tr.Prioritized | tr.Uniform
+    transitions: list[Transition], seed: int, table: QTable, sampler: tr.Prioritized | tr.Uniform
 ) -> Generator[int, float, None]:
     """Yields the index of the transition to learn from; is sent its TD error."""
     size = len(transitions)
@@ -107,36 +108,33 @@ def replayed(
                 buffer.update_priorities(batch, np.array([error], np.float32))
 
 
+def oracle(transitions: list[Transition], seed: int, table: QTable) -> Generator[int, float, None]:
+    """Yields the index of the transition that takes most off the squared error: greedy, and knows the truth."""
+    distinct = {transition: index for index, transition in enumerate(transitions)}
+    while True:
+        yield distinct[max(distinct, key=table.gain)]
+
+
 def play(seed: int, choose: Chooser) -> Iterable[Point]:
     """Yields (transitions in the memory, learner steps until it is solved) for each number of states."""
     for n in STATES:
         rng = np.random.default_rng([seed, n])
         transitions, table, start = memory(n, rng), QTable(n, rng), time.perf_counter()
-        steps = _steps_to_solve(table, transitions, choose(transitions, seed))
+        steps = _steps_to_solve(table, transitions, choose(transitions, seed, table))
         yield Point(len(transitions), steps, time.perf_counter() - start)
-        if steps == MOST:
+        if steps == math.inf:
             return
 
 
-def _steps_to_solve(table: QTable, transitions: list[Transition], chosen: Generator[int, float, None]) -> int:
+def _steps_to_solve(table: QTable, transitions: list[Transition], chosen: Generator[int, float, None]) -> float:
     steps, index = 0, next(chosen)
-    while not table.solved and steps < MOST:
+    while not table.solved:
+        if steps == MOST:
+            return math.inf
         error = table.learn(transitions[index])
         steps += 1
         index = chosen.send(error)
     return steps
-
-
-def play_oracle(seed: int) -> Iterable[Point]:
-    """Does what `play` does, with a choice that knows which transition helps most: no replay can be faster."""
-    for n in STATES:
-        rng = np.random.default_rng([seed, n])
-        transitions = memory(n, rng)
-        distinct, table, steps, start = list(dict.fromkeys(transitions)), QTable(n, rng), 0, time.perf_counter()
-        while not table.solved and steps < MOST:
-            table.learn(max(distinct, key=table.gain))
-            steps += 1
-        yield Point(len(transitions), steps, time.perf_counter() - start)
 
 
 def _with(sampler: tr.Prioritized | tr.Uniform) -> Callable[[int], Iterable[Point]]:
@@ -153,7 +151,7 @@ CLIFFWALK = Question(
             "uniform": _with(tr.Uniform()),
             "prioritized, alpha 0.6": _with(tr.Prioritized(alpha=0.6, weights="none")),
             "prioritized, alpha 1": _with(tr.Prioritized(alpha=1.0, weights="none")),
-            "oracle": play_oracle,
+            "oracle": partial(play, choose=oracle),
         }
     },
     log_x=True,

@@ -103,8 +103,8 @@ class SharedReplayBuffer(TianshouReplayBuffer):
         """Adds a step.
 
         Args:
-            batch: `obs`, `act`, `rew`, `terminated`, `truncated` and, unless it is ignored, `obs_next`: each with a
-                leading dimension of environments where `buffer_ids` is given, or the buffer has several.
+            batch: `obs`, `act`, `rew`, `terminated`, `truncated`, and `obs_next` unless it is ignored. With
+                `buffer_ids`, or several environments, each has a leading dimension of environments.
             buffer_ids: The environments that the steps are of.
 
         Returns:

@@ -16,7 +16,7 @@ class EpisodeLinks:
 
     Args:
         size: Places of the ring.
-        num_envs: Environments, each of which has one episode under way.
+        num_envs: Environments. Each has one episode under way.
 
     Attributes:
         before: Place of the row before, int64 `[size]`.
@@ -32,7 +32,7 @@ class EpisodeLinks:
         """Has a new row follow on the environment's newest one, and returns its place.
 
         Args:
-            key: Of the row; the row that was in its place is gone.
+            key: Of the row. It overwrites the one in its place.
             env: Whose step it is.
             ended: Whether its episode ends there.
         """

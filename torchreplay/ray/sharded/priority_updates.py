@@ -33,7 +33,7 @@ class Feedback:
         self._shards, self._nonce = shards, nonce
         self._deferred = PendingUpdates(self._apply)
         self._calls: deque[tuple[int, int, Any]] = deque()  # shard, number of TD errors, answer to come
-        # Of those who hear. A signal handler may hear, too, while its own thread does: one that saves, such as SLURM's.
+        # Held while answers are taken. It is re-entrant: a signal handler that saves may take answers, too.
         self._lock = threading.RLock()
 
     def send(self, batch_or_keys: ReplayBatch | Any, td: Any) -> None:

@@ -139,7 +139,7 @@ class GlobalRateLimiter:
         self.inserted: Mapping[int, int] = {}
         self._learners: dict[int, LearnerReport] = {}
         self._waits = WaitStats()
-        self._looks = 0  # of one who waits for less than an item of each shard
+        self._looks = 0  # how often fewer items were waited for than there are shards
         self._moment = 0
 
     def change(self, limiter: Limiter) -> None:
