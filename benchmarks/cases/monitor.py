@@ -1,7 +1,9 @@
 """What it costs a run that somebody looks at it: `torchreplay watch` and `record` at ten looks a second.
 
 ``python -m benchmarks.cases.monitor --rounds N ...`` is a process of its own with a learner and two explorers flat out.
-Commands that look are started once, and stopped and continued by signals: windows with and without them alternate.
+Commands that look are started once, and stopped and continued by signals: windows with and without them alternate. The
+learner has a core of its own, and the explorers have the others. Where the system moves three busy processes between two
+cores, their rates vary threefold, and one per cent cannot be seen. The commands may run on any core.
 """
 
 import argparse
@@ -61,15 +63,18 @@ def run(capacity: int, windows: int, seconds: float) -> dict[str, dict[str, list
     buffer = tr.ReplayBuffer(row_spec(SMALL), capacity, sampler=tr.Prioritized(), seed=0, name=name)
     buffer.extend(**SMALL.rows(min(capacity, 100_000)))
     fork = get_context("fork")
-    explorers = [fork.Process(target=_explore, args=(buffer, index), daemon=True) for index in range(EXPLORERS)]
+    cores = sorted(os.sched_getaffinity(0))
+    busy = cores[1:] or cores  # those of the explorers
+    explorers = [fork.Process(target=_explore, args=(buffer, index, busy), daemon=True) for index in range(EXPLORERS)]
     for explorer in explorers:
         explorer.start()
     learn = _learner(buffer)
     with tempfile.TemporaryDirectory() as directory:
         commands = {WATCHED: _start("watch", name), RECORDED: _start("record", f"{directory}/run", name)}
         try:
+            os.sched_setaffinity(0, cores[:1])
             _begin(commands, learn)
-            return _measure(commands, learn, windows, seconds)
+            return _measure(commands, learn, windows, seconds, len(cores))
         finally:
             for command in commands.values():
                 command.kill()
@@ -78,9 +83,9 @@ def run(capacity: int, windows: int, seconds: float) -> dict[str, dict[str, list
 
 
 def _measure(
-    commands: dict[str, Any], learn: Callable[[float], tuple[int, int]], windows: int, seconds: float
+    commands: dict[str, Any], learn: Callable[[float], tuple[int, int]], windows: int, seconds: float, cores: int
 ) -> dict[str, dict[str, list[float]]]:
-    kinds, cores = [NOBODY, *commands], len(os.sched_getaffinity(0))
+    kinds = [NOBODY, *commands]
     figures: dict[str, dict[str, list[float]]] = {kind: {"batches": [], "rows": [], "cpu": []} for kind in kinds}
     for window in range(windows):
         for turn in range(len(kinds)):
@@ -115,7 +120,8 @@ def _learner(buffer: Any) -> Callable[[float], tuple[int, int]]:
     return learn
 
 
-def _explore(buffer: Any, index: int) -> None:
+def _explore(buffer: Any, index: int, cores: list[int]) -> None:
+    os.sched_setaffinity(0, cores)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     chunks = [SMALL.rows(CHUNK, index * POOL + seed) for seed in range(POOL)]
     while True:
