@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.cases.monitor --rounds N ...`` is a process of its own with a learner and two explorers flat out.
 Commands that look are started once, and stopped and continued by signals: windows with and without them alternate. The
-learner has a core of its own, and the explorers have the others. Where the system moves three busy processes between two
-cores, their rates vary threefold, and one per cent cannot be seen. The commands may run on any core.
+learner has a core of its own, and the explorers have the others. Where the system moves three busy processes between
+two cores, their rates vary threefold, and one per cent cannot be seen. The commands may run on any core.
 """
 
 import argparse

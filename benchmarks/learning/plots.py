@@ -10,7 +10,7 @@ from benchmarks.learning.cell import Question
 from benchmarks.learning.results import Result
 from benchmarks.learning.statistics import summarize
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito: colour-blind people can tell them apart
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito, for colour-blind people
 
 
 def draw(question: Question, results: Sequence[Result], path: Path) -> None:

@@ -47,8 +47,8 @@ class SharedFile:
         inode: Of the file; of two files with the same one the devices differ.
         device: That it is on.
         path: The file's name; None where it lies in memory.
-        holders: Processes that have it open for writing, and their descriptors, in the order of the process ids. Those who only
-            look at it are none of them.
+        holders: Processes that have it open for writing, and their descriptors, in the order of the process ids.
+            Processes that only look at it are left out.
     """
 
     kind: Kind
