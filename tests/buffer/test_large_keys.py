@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import torchreplay as tr
-from torchreplay.checkpoint.buffer_checkpoint import Description
+from torchreplay.checkpoint.description import Description
 from torchreplay.checkpoint.directory import NAME, sealed
 
 CAPACITY = 8

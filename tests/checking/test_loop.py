@@ -200,32 +200,33 @@ def test_the_next_episodes_first_observation_in_the_place_of_the_last_is_named()
     only(findings(loop, rows_buffer()), "first observation of the next episode", "writer.append(obs=obs")
 
 
-def test_the_same_of_a_same_step_autoreset_is_named():
-    def loop(env, buffer):
-        obs, _ = env.reset()
-        while True:
-            action = env.action_space.sample()
-            next_obs, reward, terminated, truncated, _ = env.step(action)
-            ends = {"terminated": terminated, "truncated": truncated}
-            buffer.extend(obs=obs, action=action, reward=reward, next_obs=next_obs, **ends)
-            obs = next_obs
+def write_each_vector_step(env, buffer):
+    """A loop that takes no notice of what the environments do where an episode ends."""
+    obs, _ = env.reset()
+    while True:
+        action = env.action_space.sample()
+        next_obs, reward, terminated, truncated, _ = env.step(action)
+        ends = {"terminated": terminated, "truncated": truncated}
+        buffer.extend(obs=obs, action=action, reward=reward, next_obs=next_obs, **ends)
+        obs = next_obs
 
+
+def test_the_same_of_a_same_step_autoreset_is_named():
     env = SyncVectorEnv([Walk] * 3, autoreset_mode=AutoresetMode.SAME_STEP)
-    only(findings(loop, rows_buffer(), env), "first observation of the next episode", "buffer.extend(obs=obs")
+    only(
+        findings(write_each_vector_step, rows_buffer(), env),
+        "first observation of the next episode",
+        "buffer.extend(obs=obs",
+    )
 
 
 def test_the_step_of_a_next_step_autoreset_in_rows_is_named():
-    def loop(env, buffer):
-        obs, _ = env.reset()
-        while True:
-            action = env.action_space.sample()
-            next_obs, reward, terminated, truncated, _ = env.step(action)
-            ends = {"terminated": terminated, "truncated": truncated}
-            buffer.extend(obs=obs, action=action, reward=reward, next_obs=next_obs, **ends)
-            obs = next_obs
-
     env = SyncVectorEnv([Walk] * 3, autoreset_mode=AutoresetMode.NEXT_STEP)
-    only(findings(loop, rows_buffer(), env), "a next-step autoreset ignores the action", "buffer.extend(obs=obs")
+    only(
+        findings(write_each_vector_step, rows_buffer(), env),
+        "a next-step autoreset ignores the action",
+        "buffer.extend(obs=obs",
+    )
 
 
 # Observations and steps

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from torchreplay import _C
-from torchreplay.checkpoint.buffer_checkpoint import ROW_COLUMNS, SHARD_BYTES
+from torchreplay.checkpoint.buffer_checkpoint import SHARD_BYTES
+from torchreplay.checkpoint.description import ROW_COLUMNS
 from torchreplay.schema.config import Config
 from torchreplay.schema.limiters import from_native
 

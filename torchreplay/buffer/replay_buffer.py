@@ -24,7 +24,8 @@ from torchreplay.buffer.sampling import LocalSampler, Missing
 from torchreplay.buffer.stats import Stats
 from torchreplay.buffer.writer import Autoreset, Writer
 from torchreplay.checkpoint.archive import is_file, opened_archive, save_archive
-from torchreplay.checkpoint.buffer_checkpoint import Description, load_rows, reading_rooms, save, with_rows
+from torchreplay.checkpoint.buffer_checkpoint import load_rows, reading_rooms, save
+from torchreplay.checkpoint.description import Description, with_rows
 from torchreplay.errors import AttachError, CheckpointError, ReplayTimeout
 from torchreplay.schema.batch import ReplayBatch, keys_of
 from torchreplay.schema.casting import cast_values

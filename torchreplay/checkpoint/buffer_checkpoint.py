@@ -6,14 +6,12 @@ the rows.
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +19,16 @@ from typing import Any, TypeVar
 import torch
 
 from torchreplay import _C
-from torchreplay.checkpoint.directory import read_description, replace_checkpoint, with_description
+from torchreplay.checkpoint.description import (
+    GRID,
+    MAX_RAW,
+    ROW_COLUMNS,
+    Description,
+    RowsGone,
+    column_names,
+    require_alike,
+)
+from torchreplay.checkpoint.directory import replace_checkpoint
 from torchreplay.checkpoint.safetensors_io import (
     BLOCK,
     header_of,
@@ -38,22 +45,12 @@ from torchreplay.schema.samplers import Prioritized, Sampler
 from torchreplay.segment.io_threads import Outcome, ThreadPool
 from torchreplay.segment.progress import track
 from torchreplay.segment.reservation import SPARE, page_tables, require_memory_beside, size_text
-from torchreplay.validation import checked_int
 
 T = TypeVar("T")
 
-FORMAT = 6
-FORMATS = (3, 4, 5, FORMAT)
-"""Those that are read."""
-ROW_COLUMNS = ("/key", "/leaf", "/link", "/step", "/priority")
-"""What rows have beside their fields, whose names hold no empty part."""
 ROW_DTYPES = (torch.int64, torch.float32, torch.int64, torch.int32, torch.float32)
 ROW_PLACE = 64
 """Bytes in which all of them have a place."""
-ROW_COLUMNS_3 = ("row.key", "row.leaf", "row.link", "row.step", "row.priority")
-"""Their names in format 3, in which they took the place of fields that have the same."""
-METADATA = "__metadata__"
-"""What the safetensors format keeps for itself."""
 SHARD_BYTES = 4 << 20
 """Bytes of the rows in a file. Files of 32 MB save no faster, and a save has three in memory."""
 WRITES, READS = 2, 3
@@ -63,117 +60,6 @@ PIECE = 1 << 20
 READ_BYTES = 32 << 20
 """Bytes that files which are read at a time may have together, but for a single one: format 4 once had files of so
 many."""
-MAX_COUNT = (1 << 64) - 1
-MAX_STREAM = (1 << 32) - 1
-MAX_GRID = (1 << 63) - 1
-COUNTS = 16
-GRID = (13, 14)
-"""Which of them are the grid of the priorities, which formats 3 and 4 do not tell. All zeros: what fits the leaves."""
-CLEARED = 15
-"""Which of them are the items before the last `clear`, which formats before 6 do not tell."""
-MAX_RAW = 9
-"""Which of them is the largest |td| seen."""
-SHARD_NAME = re.compile(r"rows-[0-9a-f]+/[0-9]+\.safetensors")
-
-
-@dataclass(frozen=True, slots=True)
-class Description:
-    """What `checkpoint.json` says.
-
-    Attributes:
-        config: The buffer's arguments.
-        seed: Of its draws.
-        stream: Number of the saving process's stream of draws.
-        step: Its position there.
-        counts: The segment's counters.
-        shards: (file, bytes, checksum) of the files with rows.
-        format: Of the files.
-    """
-
-    config: Config
-    seed: int
-    stream: int
-    step: int
-    counts: tuple[int | float, ...]
-    shards: tuple[tuple[str, int, int], ...]
-    format: int = FORMAT
-
-    def as_data(self) -> dict[str, Any]:
-        """Returns the description as what JSON can hold."""
-        return {
-            "format": self.format,
-            "config": json.loads(self.config.to_text()),
-            "seed": self.seed,
-            "stream": self.stream,
-            "step": self.step,
-            "counts": self.counts,
-            "shards": self.shards,
-        }
-
-    @classmethod
-    def from_data(cls, parts: Mapping[str, Any]) -> Description:
-        """Returns what `as_data` described.
-
-        Raises:
-            ValueError: It is damaged, or of another format.
-        """
-        if "kind" in parts:
-            raise ValueError(f"it is of a {parts['kind']}: {parts['kind']}.load(directory) brings it back")
-        if parts["format"] not in FORMATS:
-            read = f"{', '.join(map(str, FORMATS[:-1]))} and {FORMAT}"
-            raise ValueError(f"it has format {parts['format']}, this version of torchreplay reads formats {read}")
-        config = Config.from_text(json.dumps(parts["config"]))
-        seed, step = (checked_int(name, parts[name], 0, MAX_COUNT) for name in ("seed", "step"))
-        stream = 0 if parts["format"] == 3 else checked_int("stream", parts["stream"], 0, MAX_STREAM)
-        expected = {3: GRID[0], 4: GRID[0], 5: CLEARED}.get(parts["format"], COUNTS)
-        if len(parts["counts"]) != expected:
-            raise ValueError(f"it has {len(parts['counts'])} counters, not {expected}")
-        counts = _counts([*parts["counts"], *(0,) * (COUNTS - expected)])
-        shards = tuple((_shard_name(file), int(size), int(crc)) for file, size, crc in parts["shards"])
-        description = cls(config, seed, stream, step, counts, shards, parts["format"])
-        if taken := {"/".join(path) for path in config.fields}.intersection(description.columns[-len(ROW_COLUMNS) :]):
-            raise ValueError(f"format {description.format} did not keep the values of fields named {sorted(taken)}")
-        return description
-
-    @property
-    def columns(self) -> list[str]:
-        """The names of the tensors in the files."""
-        if self.format == 3:
-            return [*_names(self.config), *ROW_COLUMNS_3]
-        return column_names(self.config)
-
-    @classmethod
-    def read(cls, directory: str | os.PathLike[str]) -> Description:
-        """Returns the description of a checkpoint.
-
-        Raises:
-            CheckpointError: There is none, or it is damaged.
-        """
-        return read_description(Path(directory), cls.from_data, "replay checkpoint")
-
-
-def _counts(given: Sequence[Any]) -> tuple[int | float, ...]:
-    """Returns the counters as a segment takes them; ValueError when they are something else."""
-
-    def checked(place: int, count: Any) -> int | float:
-        if place in (MAX_RAW, MAX_RAW + 1):
-            return float(count)
-        return checked_int("a counter", count, 0, MAX_GRID if place in GRID else MAX_COUNT)
-
-    return tuple(checked(place, count) for place, count in enumerate(given))
-
-
-class RowsGone(CheckpointError):
-    """A file of rows is missing."""
-
-
-def with_rows(directory: str | os.PathLike[str], use: Callable[[Description], T]) -> T:
-    """Returns what `use` makes of a checkpoint; of the next one, if a save has taken its files away meanwhile.
-
-    Raises:
-        CheckpointError: There is none, or it is damaged.
-    """
-    return with_description(directory, lambda: Description.read(directory), use, RowsGone)
 
 
 def save(segment: _C.Segment, config: Config, directory: str | os.PathLike[str]) -> None:
@@ -397,15 +283,6 @@ def _leaves_for(sampler: Sampler, saved: Sampler, largest: float) -> Callable[[t
     return convert
 
 
-def require_alike(saved: Config, config: Config, directory: str | os.PathLike[str]) -> None:
-    """Raises CheckpointError unless the rows of a checkpoint fit into a buffer."""
-    if saved.fields != config.fields or saved.view.native() != config.view.native():
-        raise CheckpointError(
-            f"the checkpoint in {Path(directory)} is of another spec or view: it has {_names(saved)} and {saved.view}, "
-            f"the buffer {_names(config)} and {config.view}"
-        )
-
-
 def reading_rooms(description: Description, root: Path, mapped: int = 0) -> list[torch.Tensor]:
     """Returns the memory that files of rows are read to: all that a load takes beside the buffer.
 
@@ -456,19 +333,3 @@ def _read_shards(
             while number + len(ahead) < min(number + len(rooms), len(shards)):
                 ahead.append(readers.submit(read, number + len(ahead)))
             yield readers.result(ahead.popleft())
-
-
-def column_names(config: Config) -> list[str]:
-    """Returns the names of the tensors that a checkpoint's files hold: of the fields, then `ROW_COLUMNS`."""
-    return [*(f"/{name}" if name == METADATA else name for name in _names(config)), *ROW_COLUMNS]
-
-
-def _names(config: Config) -> list[str]:
-    return ["/".join(path) for path in config.fields]
-
-
-def _shard_name(name: Any) -> str:
-    """Returns the name of a file of rows: one in the checkpoint's own directory."""
-    if not SHARD_NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is no file of rows")
-    return str(name)

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from torchreplay import _C
-from torchreplay.checkpoint.buffer_checkpoint import ROW_COLUMNS
+from torchreplay.checkpoint.description import ROW_COLUMNS
 from torchreplay.errors import CheckpointError
 from torchreplay.files.rows import Positions, StoredRows, as_tensor, column_dtype, raw_dtype
 from torchreplay.schema.config import Config

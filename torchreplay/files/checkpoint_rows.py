@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from torchreplay import _C
-from torchreplay.checkpoint.buffer_checkpoint import ROW_COLUMNS, Description, RowsGone, with_rows
+from torchreplay.checkpoint.description import ROW_COLUMNS, Description, RowsGone, with_rows
 from torchreplay.checkpoint.directory import NAME, unsealed
 from torchreplay.checkpoint.safetensors_io import DTYPES
 from torchreplay.errors import CheckpointError

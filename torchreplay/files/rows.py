@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from torchreplay.buffer.episodes import chains
-from torchreplay.checkpoint.buffer_checkpoint import ROW_COLUMNS
+from torchreplay.checkpoint.description import ROW_COLUMNS
 from torchreplay.schema.config import Config
 from torchreplay.schema.samplers import priorities_of
 from torchreplay.schema.spec import nest

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from torchreplay.checkpoint.buffer_checkpoint import MAX_COUNT
+from torchreplay.checkpoint.description import MAX_COUNT
 from torchreplay.checkpoint.directory import TOKEN, read_description, with_description
 from torchreplay.errors import CheckpointError
 from torchreplay.ray.sharded.coordinator import Lost

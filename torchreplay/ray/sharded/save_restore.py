@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from torchreplay.checkpoint.buffer_checkpoint import require_alike
+from torchreplay.checkpoint.description import require_alike
 from torchreplay.checkpoint.directory import is_checkpoint, replace_checkpoint
 from torchreplay.errors import CheckpointError
 from torchreplay.ray.runtime.session import import_ray

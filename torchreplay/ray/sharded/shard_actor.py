@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from torchreplay.buffer.replay_buffer import ReplayBuffer, local_sampler
 from torchreplay.buffer.stats import Stats
-from torchreplay.checkpoint.buffer_checkpoint import Description, load_rows, save
+from torchreplay.checkpoint.buffer_checkpoint import load_rows, save
+from torchreplay.checkpoint.description import Description
 from torchreplay.checkpoint.directory import is_checkpoint
 from torchreplay.errors import CheckpointError
 from torchreplay.ray.sharded.batch_block import Layout
