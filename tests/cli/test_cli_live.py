@@ -214,7 +214,7 @@ def test_watch_on_a_terminal_shows_a_panel_and_leaves_it_at_the_end(run):
     assert run.name in command.text[command.text.rindex("\x1b[?1049l") :]  # and below it the last panel
 
 
-@pytest.mark.parametrize("columns", [60, 200, pytest.param(80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("columns", [10, 60, 200, pytest.param(80, marks=pytest.mark.slow)])
 def test_watch_fits_terminals_of_any_width(run, columns):
     with Terminal("watch", run.name, "--interval", 0.2, columns=columns) as command:
         eventually(lambda: command.shows("late TD errors"), timeout=20)
@@ -357,6 +357,22 @@ def test_record_does_not_write_over_a_file(run, tmp_path, call):
     assert result.status == 1
     assert "there is a file at" in result.output
     assert path.read_text() == "mine"
+
+
+def test_plot_does_not_write_over_the_recording(run, tmp_path, call):
+    path = tmp_path / "run.png"
+    call("record", path, run.name, "--seconds", 0.3)
+    content = path.read_bytes()
+    result = call("plot", path)
+    assert result.status == 1
+    assert "is the recording itself" in result.output
+    assert path.read_bytes() == content
+
+
+def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_watched(run, tmp_path, call):
+    result = call("watch", run.name, "--picture", tmp_path / "nowhere" / "x.svg", "--seconds", 60)
+    assert result.status == 1
+    assert "there is no directory" in result.output
 
 
 def test_plot_of_another_file_says_what_it_expects(tmp_path, call):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from limited_memory import Machine
 
 from torchreplay.checking import machine
 from torchreplay.cli import main
@@ -68,16 +69,36 @@ def test_an_old_version_of_a_library_is_a_warning(monkeypatch):
     assert found["ray"].ok
 
 
+@pytest.mark.parametrize(
+    ("groups", "files", "cores"),
+    [
+        ("0::/a/b", {"a/b/cpu.max": "max 100000", "a/cpu.max": "150000 100000"}, 1.5),
+        ("0::/a", {"a/cpu.max": "max 100000"}, None),
+        ("4:cpu,cpuacct:/a", {"cpu/a/cpu.cfs_quota_us": "200000", "cpu/a/cpu.cfs_period_us": "100000"}, 2.0),
+        ("4:cpu:/a", {"cpu/a/cpu.cfs_quota_us": "-1", "cpu/a/cpu.cfs_period_us": "100000"}, None),
+        ("4:memory:/a", {}, None),
+    ],
+    ids=["of a parent", "none", "version 1", "none of version 1", "another controller"],
+)
+def test_cores_are_those_that_the_cgroups_allow(tmp_path, monkeypatch, groups, files, cores):
+    limited = Machine(tmp_path, monkeypatch)
+    limited.in_cgroup(groups)
+    for name, text in files.items():
+        limited.write(f"sys/fs/cgroup/{name}", text)
+    assert machine._cpu_limit() == cores
+
+
 @pytest.mark.slow
 def test_the_lines_name_the_instructions_that_the_core_was_told_to_use():
     """In a process of its own: the core decides once."""
     import subprocess
     import sys
 
-    program = "from torchreplay import _C; print(_C.simd())"
+    command = [sys.executable, "-m", "torchreplay", "doctor", "--json"]
     environment = os.environ | {"TORCHREPLAY_SIMD": "portable"}
-    told = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == "portable"
+    told = subprocess.run(command, env=environment, capture_output=True, text=True)
+    (line,) = [line for line in json.loads(told.stdout) if line["topic"] == "vector instructions"]
+    assert (line["value"], line["ok"]) == ("portable", False)
 
 
 @pytest.mark.slow

@@ -62,6 +62,7 @@ def test_the_text_has_parts_peers_and_this_machine():
         (["--capacity", "10", "--field", "x:complex64"], "a row cannot hold"),
         (["--capacity", "10", "--field", "x:float32"], "need a field 'obs'"),
         (["--capacity", "10", "--env", "Nothing-v9"], "cannot be made"),
+        (["--capacity", "10", "--field", "obs:uint8", "--view", "sequences", "--stack", "4"], "are of transitions"),
         (["--capacity", "2e12", "--field", "obs:uint8"], "expected an int from 1 to"),
     ],
 )

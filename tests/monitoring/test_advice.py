@@ -14,6 +14,7 @@ from watched_buffers import after, learn_for_ever, look_at, make, write, write_f
 import torchreplay as tr
 from torchreplay.monitoring.advice import Findings, WeightsInUse, advise
 from torchreplay.monitoring.discovery import state_of
+from torchreplay.monitoring.slots import SLOTS
 from torchreplay.monitoring.timeline import Timeline
 
 
@@ -174,6 +175,17 @@ def test_priorities_that_are_all_the_same():
     with look_at(buffer) as live:
         buffer.update_priorities(keys, torch.full((2000,), 0.25))
         assert said(after(live, lambda: None))["priorities"].startswith("Nearly all priorities are 0.25:")
+
+
+def test_a_large_buffer_that_warms_up_is_not_taken_for_one_whose_priorities_are_all_the_same():
+    n = 4 * SLOTS
+    buffer = make(n)
+    keys = write(buffer, n)
+    with look_at(buffer) as live:
+        buffer.update_priorities(keys[: 2 * SLOTS], torch.linspace(0.1, 9.0, 2 * SLOTS))
+        assert "priorities" not in said(after(live, lambda: None))
+        buffer.update_priorities(keys, torch.full((n,), 0.25))
+        assert "priorities" in said(after(live, lambda: None))
 
 
 def test_items_that_nobody_draws():

@@ -107,8 +107,9 @@ def test_a_look_sees_who_takes_part_and_who_died():
     rows = shared_counters(1)
     with look_at(buffer) as live, Forked(write_for_ever, buffer, rows) as explorer:
         eventually(lambda: any(p.waiting for p in live.snapshot().alive("writer")))  # for a learner: nobody draws
+        eventually(lambda: rows[0] > 0)
         (writer,) = live.snapshot().alive("writer")
-        assert (writer.pid, writer.rows) == (explorer.pid, rows[0] or writer.rows)
+        assert (writer.pid, writer.rows) == (explorer.pid, rows[0])
         (owner,) = live.snapshot().alive("owner")
         assert owner.pid == os.getpid()
         explorer.kill()

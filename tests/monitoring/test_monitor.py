@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import threading
+import urllib.error
 import urllib.request
 
 import numpy as np
@@ -230,15 +231,47 @@ def test_prometheus_gets_the_same_figures_with_type_and_help(buffer):
     assert {name for name, _ in helped} == found.keys()
 
 
-def test_prometheus_histograms_are_cumulative_and_add_up(buffer):
-    found = parsed(tr.Monitor(buffer).prometheus(histograms=True))
-    buckets = {labels.removeprefix('le="').rstrip('"'): n for labels, n in found["replay_priority_bucket"].items()}
-    assert buckets["+Inf"] == found["replay_priority_count"][""] == ROWS
-    given = np.linspace(0.1, 2.0, ROWS)
-    for limit, count in buckets.items():
-        expected = (given <= float(limit)).sum() if limit != "+Inf" else ROWS
-        assert abs(count - expected) <= 1  # float32 leaves round at the edges
-    assert list(buckets.values()) == sorted(buckets.values())
+def test_prometheus_gets_quantiles_of_priorities_and_ages_under_the_same_labels_at_each_look(buffer):
+    monitor = tr.Monitor(buffer)
+    found = parsed(monitor.prometheus(quantiles=True))
+    for name, given in (("priority", np.linspace(0.1, 2.0, ROWS)), ("age", np.arange(1, ROWS + 1))):
+        told = {float(label.split('"')[1]): value for label, value in found[f"replay_{name}_quantile"].items()}
+        assert list(told) == [0.05, 0.25, 0.5, 0.75, 0.95]
+        for quantile, value in told.items():
+            # Of so few rows a quantile lies between two neighbours; a bin is 1/1024 of the range.
+            near = np.quantile(given, quantile, method="inverted_cdf")
+            assert value == pytest.approx(near, abs=2 * np.diff(given).max() + np.ptp(given) / 1024)
+    buffer.extend(**{field: value[:3] for field, value in buffer.storage.items()})
+    again = parsed(monitor.prometheus(quantiles=True))
+    assert {name: set(labels) for name, labels in again.items() if "per_second" not in name} == {
+        name: set(labels) for name, labels in found.items()
+    }
+
+
+def test_http_says_that_the_buffer_is_closed():
+    with tr.ReplayBuffer({"x": tr.Field()}, 10) as closed:
+        monitor = tr.Monitor(closed)
+        port = monitor.serve(0)
+    with pytest.raises(urllib.error.HTTPError, match="503") as refused:
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10)
+    assert b"closed" in refused.value.read()
+    monitor.close()
+
+
+def test_a_logger_that_hangs_does_not_hold_up_prometheus(buffer):
+    logs, go_on = threading.Event(), threading.Event()
+
+    def hang(values, step):
+        logs.set()
+        go_on.wait(60)
+
+    monitor = tr.Monitor(buffer, hang)
+    thread = threading.Thread(target=monitor.log)
+    thread.start()
+    assert logs.wait(60)
+    assert "replay_size" in monitor.prometheus()
+    go_on.set()
+    thread.join()
 
 
 def test_a_label_with_quotes_and_newlines_is_escaped():

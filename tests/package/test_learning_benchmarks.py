@@ -1,5 +1,6 @@
 """`python -m benchmarks learning`: runs go on where they were stopped, and its statistics and tasks are the papers'."""
 
+import math
 from functools import partial
 
 import numpy as np
@@ -9,7 +10,7 @@ from scipy import stats
 from benchmarks.learning.__main__ import main
 from benchmarks.learning.cell import Cell, Point, Question
 from benchmarks.learning.plots import draw
-from benchmarks.learning.questions.cliffwalk import QTable, memory
+from benchmarks.learning.questions.cliffwalk import QTable, memory, play
 from benchmarks.learning.results import Result, collect, path_of, read, write_cell
 from benchmarks.learning.runner import play_missing
 from benchmarks.learning.statistics import interquartile_mean, summarize
@@ -35,6 +36,41 @@ def test_cells_that_were_played_are_not_played_again(tmp_path):
     results = collect(cells, tmp_path)
     assert results[0] == Result("q", "task", "a", 0, 10.0, 10.0, 0.5)
     assert [(result.seed, result.y) for result in results] == [(0, 10), (0, 20), (1, 7), (2, 12), (2, 22)]
+
+
+def fail(seed):
+    raise ValueError(f"seed {seed}")
+
+
+@pytest.mark.slow
+def test_a_cell_that_fails_keeps_no_other_from_being_played_and_is_named_at_the_end(tmp_path, capsys):
+    cells = question(tmp_path).cells(range(2))
+    broken = Cell("q", "task", "b", 0, fail)
+    with pytest.raises(RuntimeError, match=r"1 cells failed.*q-task-b-0"):
+        play_missing([broken, *cells], tmp_path, jobs=1)
+    assert [path_of(cell, tmp_path).exists() for cell in (broken, *cells)] == [False, True, True]
+    assert "seed 0" in capsys.readouterr().out
+
+
+def test_runs_that_never_solve_the_task_count_as_infinitely_long():
+    def of(*values):
+        (found,) = summarize(Result("q", "t", "v", i, 1.0, y, 0.0) for i, y in enumerate(values))
+        return found
+
+    one = of(10.0, 11.0, 12.0, 13.0, math.inf)
+    assert one.mean == pytest.approx(12.0)  # of 11, 12 and 13: the interquartile mean leaves out the others
+    assert one.high == math.inf
+    assert of(10.0, 11.0, 12.0, math.inf, math.inf).mean == math.inf
+    assert one.low < one.mean
+
+
+def test_the_cliffwalk_gives_up_a_choice_that_never_solves_it(monkeypatch):
+    def stubborn(transitions, seed, table):
+        while True:
+            yield 0
+
+    monkeypatch.setattr("benchmarks.learning.questions.cliffwalk.MOST", 100)
+    assert [point.y for point in play(0, stubborn)] == [math.inf]
 
 
 def test_a_cell_that_fails_leaves_no_file(tmp_path):

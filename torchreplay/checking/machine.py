@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from torchreplay import _C
-from torchreplay.segment.reservation import available_memory, new_memory, size_text
+from torchreplay.segment.reservation import available_memory, cgroup_levels, new_memory, size_text
 
 HUGE_PAGE: Final = 2 << 20
 GIB: Final = 1 << 30
@@ -146,14 +146,15 @@ def _cores() -> Finding:
 
 
 def _cpu_limit() -> float | None:
-    """Returns how many cores the cgroup allows; None for no limit, or none that can be seen."""
-    with suppress(OSError, ValueError):
-        group = next(
-            line.split("::", 1)[1] for line in Path("/proc/self/cgroup").read_text().splitlines() if "::" in line
-        )
-        quota, period = (Path("/sys/fs/cgroup") / group.lstrip("/") / "cpu.max").read_text().split()
-        return int(quota) / int(period)
-    return None
+    """Returns how many cores the cgroups allow; None for no limit, or none that can be seen."""
+    limits = []
+    with suppress(OSError):
+        for version, level in cgroup_levels("cpu"):
+            with suppress(OSError, ValueError):  # the root has no limit; "max" is none
+                names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if version == 1 else ("cpu.max",)
+                quota, period = " ".join((level / name).read_text() for name in names).split()
+                limits.append(int(quota) / int(period))
+    return min((limit for limit in limits if limit > 0), default=None)  # in version 1, -1 is none
 
 
 def _simd() -> Finding:

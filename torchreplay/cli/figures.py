@@ -38,13 +38,6 @@ def seconds_text(seconds: float) -> str:
     return f"{hours} h {minutes % 60:02d} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
 
 
-def bytes_text(n: int) -> str:
-    """Returns a number of bytes, such as "77.5 MiB"."""
-    if n < 2**20:
-        return f"{n / 2**10:,.1f} KiB"
-    return f"{n / 2**30:,.1f} GiB" if n >= 2**30 else f"{n / 2**20:,.1f} MiB"
-
-
 def percent_text(share: float) -> str:
     """Returns a share as per cent, such as "12 %" or "0.4 %"."""
     percent = 100 * share

@@ -130,6 +130,8 @@ def _view(name: str, n_step: int, length: int, stack: int, spec: dict[str, Any])
     if "obs" not in spec:
         raise Refused(f"{name} need a field 'obs': the fields are {', '.join(spec)}; or give --view rows")
     if name == "sequences":
+        if n_step > 1 or stack > 1:
+            raise Refused("--n-step and --stack are of transitions: sequences hold each step as it is")
         return Sequences(length)
     return Transitions(n_step, stack={"obs": stack} if stack > 1 else None)
 

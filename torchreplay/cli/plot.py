@@ -17,6 +17,8 @@ from torchreplay.monitoring.recording import Recording
 def command(file: Path, output: Path | None, dark: bool, title: str) -> None:
     """Make a picture (.png, .pdf or .svg) of a FILE that `torchreplay record` has written."""
     target = file.with_suffix(".png") if output is None else output
+    if target.exists() and target.samefile(file):
+        raise click.ClickException(f"{target} is the recording itself: give the picture another name by -o")
     try:
         recording = Recording.read(file)
         from torchreplay.monitoring.pictures import draw_recording  # matplotlib takes a second

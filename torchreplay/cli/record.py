@@ -8,10 +8,11 @@ from pathlib import Path
 
 import click
 
-from torchreplay.cli.figures import bytes_text, seconds_text
+from torchreplay.cli.figures import seconds_text
 from torchreplay.cli.looking import RATE, looks, opened, step_back
 from torchreplay.monitoring.recording import Recorder
 from torchreplay.monitoring.slots import sample_slots
+from torchreplay.segment.reservation import size_text
 
 SLOTS_SECONDS = 1.0
 """Between two looks at priorities."""
@@ -45,5 +46,5 @@ def command(file: Path, buffer: str | None, rate: float, seconds: float | None) 
                 if elapsed >= slots_at:
                     slots_at = elapsed + SLOTS_SECONDS
                     recorder.add_slots(now.time, sample_slots(live, now.head))
-        size = bytes_text(file.stat().st_size)
+        size = size_text(file.stat().st_size)
         click.echo(f"{recorder.records:,} records over {seconds_text(elapsed)}, {size}: torchreplay plot {file}")

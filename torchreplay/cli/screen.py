@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from rich.panel import Panel
 from rich.text import Text
 
-from torchreplay.cli.figures import bar_chart, bytes_text, count_text, meter, percent_text, seconds_text, spark
+from torchreplay.cli.figures import bar_chart, count_text, meter, percent_text, seconds_text, spark
 from torchreplay.monitoring.advice import LATE, SILENT, WAITING, Advice, Findings, WeightsInUse
 from torchreplay.monitoring.snapshot import Participant
 from torchreplay.monitoring.timeline import Timeline
 from torchreplay.schema.samplers import Prioritized
+from torchreplay.segment.reservation import size_text
 
 WIDEST = 120
 """Characters of the panel, however wide the terminal is."""
@@ -126,7 +127,7 @@ def _head(findings: Findings) -> Text:
             Text.assemble(
                 (meter(share, 24), ACCENT),
                 (f"  {rows:,} of {buffer.capacity:,} rows", "bold"),
-                f"  {percent_text(share)}, {bytes_text(buffer.nbytes)}",
+                f"  {percent_text(share)}, {size_text(buffer.nbytes)}",
             ),
             Text.assemble(("  ".join(filter(None, made_of)), DIM), ("  stopped" if now.stopped else "", BAD)),
         ]
@@ -188,7 +189,7 @@ def _charts(findings: Findings, width: int) -> Text:
     if slots is None:
         return Text("nothing is known of the priorities yet", style=DIM)
     side_by_side = width + 4 >= NARROW
-    bins = min(CHART_WIDTH, (width - GAP) // 2 if side_by_side else width)
+    bins = max(1, min(CHART_WIDTH, (width - GAP) // 2 if side_by_side else width))
     shares, low, high = slots.priority_histogram(bins)
     ends = (f"{low:.2g}", "log scale", f"{high:.2g}") if high else ("", "nothing can be drawn yet", "")
     half = f"half of the draws go to {percent_text(slots.half_of_draws)} of the items" if high else ""

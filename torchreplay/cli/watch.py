@@ -89,6 +89,8 @@ def command(
     BUFFER is a name, a file, a process id or an inode of `torchreplay list`; it may be left out when there is only one.
     The program that is watched is not changed: it has no line for it, and takes no notice.
     """
+    if picture is not None and not picture.absolute().parent.is_dir():
+        raise click.ClickException(f"{picture} cannot be written: there is no directory {picture.absolute().parent}")
     with opened(buffer) as live, ExplorerWeights() as weights:
         step_back()
         watcher, screen, console = Watcher(live, weights), Screen(), Console()

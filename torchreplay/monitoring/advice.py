@@ -269,7 +269,7 @@ def _priorities(findings: Findings) -> Iterator[Advice]:
     slots, sampler = findings.slots, findings.buffer.config.sampler
     if slots is None or not isinstance(sampler, Prioritized) or len(slots.leaves) < MANY:
         return
-    if not sampler.alpha or findings.now.updated < len(slots.leaves):
+    if not sampler.alpha or findings.now.updated < findings.now.drawable:
         return
     share = slots.half_of_draws
     if share < FEW:

@@ -20,6 +20,10 @@ HISTOGRAMS: Final = {
     "priority": "raw priorities |td| of the items that can be drawn",
     "age": "rows written since each row held",
 }
+QUANTILES: Final = (0.05, 0.25, 0.5, 0.75, 0.95)
+"""Of the priorities and ages, for Prometheus."""
+FINE: Final = 1024
+"""Bins from which they are taken."""
 COUNTERS: Final = {
     "inserted": "items that ever became drawable",
     "sampled": "items drawn",
@@ -118,7 +122,7 @@ def prometheus_text(
 
     Args:
         values: What `Scalars.take` returned.
-        histograms: What `Replay.histograms` returned; may be empty.
+        histograms: What `Replay.histograms` returned, of which quantiles are taken; may be empty.
         labels: Of each line.
     """
     lines = []
@@ -133,21 +137,25 @@ def prometheus_text(
         ]
     for name in HISTOGRAMS:
         if name in histograms:
-            lines += _prometheus_histogram(name, histograms[name], histograms[f"{name}_edges"], labels)
+            lines += _prometheus_quantiles(name, histograms[name], histograms[f"{name}_edges"], labels)
     return "\n".join([*lines, ""])
 
 
-def _prometheus_histogram(name: str, counts: torch.Tensor, edges: torch.Tensor, labels: Mapping[str, str]) -> list[str]:
-    full = f"{PREFIX}_{name}"
-    told = tensorboard_histogram(counts, edges)
-    buckets = zip(told["bucket_limits"], counts.cumsum(0).tolist(), strict=True)
+def _prometheus_quantiles(name: str, counts: torch.Tensor, edges: torch.Tensor, labels: Mapping[str, str]) -> list[str]:
+    """Returns gauges. A histogram of Prometheus counts events that only add up; this is what the buffer holds now."""
+    if not counts.sum():
+        return []
+    full = f"{PREFIX}_{name}_quantile"
+    reached = counts.cumsum(0).double() / counts.sum()
+    bins = torch.searchsorted(reached, torch.tensor(QUANTILES, dtype=torch.float64))
+    values = ((edges[1:] + edges[:-1]) / 2)[bins.clamp(max=len(counts) - 1)].tolist()
     return [
-        f"# HELP {full} {HISTOGRAMS[name]}",
-        f"# TYPE {full} histogram",
-        *(f"{full}_bucket{_labels({**labels, 'le': repr(limit)})} {count}" for limit, count in buckets),
-        f"{full}_bucket{_labels({**labels, 'le': '+Inf'})} {told['num']}",
-        f"{full}_sum{_labels(labels)} {told['sum']!r}",
-        f"{full}_count{_labels(labels)} {told['num']}",
+        f"# HELP {full} {HISTOGRAMS[name]}, quantiles",
+        f"# TYPE {full} gauge",
+        *(
+            f"{full}{_labels({**labels, 'quantile': repr(quantile)})} {value!r}"
+            for quantile, value in zip(QUANTILES, values, strict=True)
+        ),
     ]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torchreplay.buffer.base import Replay
-from torchreplay.monitoring.metrics import HISTOGRAMS, Scalars, named, prometheus_text, tensorboard_histogram
+from torchreplay.monitoring.metrics import FINE, HISTOGRAMS, Scalars, named, prometheus_text, tensorboard_histogram
 from torchreplay.segment.waits import logger
 from torchreplay.validation import checked_instance, checked_int, checked_number
 
@@ -66,7 +66,7 @@ class Monitor:
         self._last = -1.0
         self._logs = 0
         self._step: int | None = None
-        self._lock = threading.Lock()
+        self._lock, self._told_lock = threading.Lock(), threading.Lock()  # a logger may hang, and scrapes go on
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
         self._server: http.server.ThreadingHTTPServer | None = None
@@ -110,18 +110,18 @@ class Monitor:
 
     # Prometheus
 
-    def prometheus(self, histograms: bool = False) -> str:
+    def prometheus(self, quantiles: bool = False) -> str:
         """Returns the figures in Prometheus' text format: `replay_size`, `replay_inserted_per_second`, ...
 
         Rates are those since the call before. A buffer with a name has it as the label `buffer`.
 
         Args:
-            histograms: Whether to add those of priorities and ages. They cost a pass over the buffer.
+            quantiles: Whether to add those of priorities and ages, as gauges. They cost a pass over the buffer.
         """
-        with self._lock:
+        with self._told_lock:
             _, values = self._told.take(self._buffer)
         name = getattr(self._buffer, "name", None)
-        found = self._buffer.histograms() if histograms else {}
+        found = self._buffer.histograms(FINE) if quantiles else {}
         return prometheus_text(values, found, {} if name is None else {"buffer": name})
 
     def serve(self, port: int, address: str = "127.0.0.1") -> int:
@@ -221,8 +221,11 @@ def _writing(writer: Any) -> Callable[[dict[str, float], int], object]:
 def _handler(monitor: Monitor) -> type[http.server.BaseHTTPRequestHandler]:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            body = monitor.prometheus().encode()
-            self.send_response(200)
+            try:
+                status, body = 200, monitor.prometheus().encode()
+            except RuntimeError as error:  # such as that of a closed buffer
+                status, body = 503, f"# {error}\n".encode()
+            self.send_response(status)
             self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()

@@ -8,7 +8,7 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from io import FileIO
 from pathlib import Path
 from queue import SimpleQueue
@@ -45,26 +45,36 @@ def available_memory(cache: Sequence[str] = UNUSED) -> int:
 def _cgroup_headroom(cache: Sequence[str]) -> list[int]:
     """Bytes left under each limit of this process's cgroup and its parents; such page cache counts as free."""
     left = []
+    for version, level in cgroup_levels("memory"):
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if version == 1 else ("memory.max", "memory.current")
+        try:
+            limit, used = ((level / name).read_text().strip() for name in names)
+            stat = dict(item.split() for item in (level / "memory.stat").read_text().splitlines())
+        except OSError:  # the root has no limit, and a container may hide its parents
+            continue
+        if limit != "max":
+            # In version 1 only the total has what groups below hold, as what is used does.
+            free = sum(int(stat.get(f"total_{kind}") or stat.get(kind) or 0) for kind in cache)
+            left.append(int(limit) - int(used) + free)
+    return [max(n, 0) for n in left]
+
+
+def cgroup_levels(controller: str) -> Iterator[tuple[int, Path]]:
+    """Yields the version, 1 or 2, and the directory of this process's cgroups and their parents.
+
+    Args:
+        controller: What limits there are wanted of: "memory" or "cpu".
+    """
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
+        if controllers and controller not in controllers.split(","):
             continue
-        root = Path("/sys/fs/cgroup/memory" if controllers else "/sys/fs/cgroup")
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+        root = Path(f"/sys/fs/cgroup/{controller}" if controllers else "/sys/fs/cgroup")
         group = root / path.lstrip("/")
         for level in (group, *group.parents):
             if level == root.parent:
                 break
-            try:
-                limit, used = ((level / name).read_text().strip() for name in names)
-                stat = dict(item.split() for item in (level / "memory.stat").read_text().splitlines())
-            except OSError:  # the root has no limit, and a container may hide its parents
-                continue
-            if limit != "max":
-                # In version 1 only the total has what groups below hold, as what is used does.
-                free = sum(int(stat.get(f"total_{kind}") or stat.get(kind) or 0) for kind in cache)
-                left.append(int(limit) - int(used) + free)
-    return [max(n, 0) for n in left]
+            yield 1 if controllers else 2, level
 
 
 def require_memory(size: int, what: str, spare: int = 0) -> None:
@@ -258,5 +268,7 @@ def page_tables(size: int) -> int:
 
 
 def size_text(n: int) -> str:
-    """Returns a number of bytes for people."""
+    """Returns a number of bytes for people, such as "77.50 MiB"."""
+    if n < 2**20:
+        return f"{n / 2**10:.1f} KiB"
     return f"{n / 2**30:.2f} GiB" if n >= 2**27 else f"{n / 2**20:.2f} MiB"
