@@ -302,6 +302,23 @@ def test_watch_knows_the_weights_that_explorers_of_a_pool_act_on():
         assert known.of({1}) == ()
 
 
+@pytest.mark.parametrize(
+    "content",
+    [b"", bytes(3), bytes(4099), struct.pack("<8sqqq", b"Tworkers", 1, 0, 0) + bytes(4000)],
+    ids=["not sized yet", "too short", "of another layout", "of another version"],
+)
+def test_watch_passes_over_tables_of_pools_that_it_cannot_read(content):
+    other = os.memfd_create("torchreplay-table-of-a-pool-of-workers")
+    os.write(other, content)
+    table = WorkerTable(1)
+    table.begin(0)
+    try:
+        with ExplorerWeights() as known:
+            assert [one.index for one in known.of({os.getpid()})] == [0]
+    finally:
+        os.close(other)
+
+
 def module():
     return torch.nn.Linear(2, 2)
 
