@@ -36,7 +36,6 @@ def segment_layout(
     capacity: int, fields: NativeFields, view: tuple[int, ...], text_bytes: int, /
 ) -> tuple[int, list[tuple[int, int]]]: ...
 def segment_regions(capacity: int, fields: NativeFields, view: tuple[int, ...], text_bytes: int, /) -> Regions: ...
-def read_segment(fd: int, /) -> SegmentFile: ...
 def simd() -> str: ...
 def weights_bytes(buffer_bytes: int, /) -> int: ...
 def take_huge_pages(fd: int, offset: int, size: int, /) -> bool: ...
@@ -60,24 +59,6 @@ class Regions(TypedDict):
     tree: int
     leaves: int
     bytes: int
-
-class SegmentFile(TypedDict):
-    text: str
-    regions: Regions
-    limiter: tuple[int, float, float]
-    rows: int
-    phase: int
-    boot: int
-    head: int
-    inserted: int
-    sampled: int
-    updated: int
-    stale_updates: int
-    draws: int
-    seed: int
-    format: int
-    priority_max: float
-    dropped_rows: int
 
 class Segment:
     def __init__(
@@ -179,7 +160,17 @@ class Reader:
     @property
     def nonce(self) -> int: ...
     @property
+    def seed(self) -> int: ...
+    @property
+    def format(self) -> int: ...
+    @property
     def nbytes(self) -> int: ...
+    @property
+    def regions(self) -> Regions: ...
+    @property
+    def boot(self) -> int: ...
+    @property
+    def sealed(self) -> bool: ...
     @property
     def in_use(self) -> bool: ...
     @property

@@ -1,6 +1,7 @@
 // `_C.Reader`: a segment of other processes, looked at without taking part.
 #pragma once
 
+#include "python/regions.h"
 #include "python/stats.h"
 #include "python/waits.h"
 #include "segment/reader.h"
@@ -126,6 +127,8 @@ inline PyObject* close(PyObject* self, PyObject*) {
   });
 }
 
+inline PyObject* as_number(uint64_t n) { return checked(PyLong_FromUnsignedLongLong(n)); }
+
 inline PyObject* get_text(PyObject* self, void*) {
   return guarded([&] {
     const std::string& text = state_of<ReaderState>(self).reader().text();
@@ -133,12 +136,28 @@ inline PyObject* get_text(PyObject* self, void*) {
   });
 }
 inline PyObject* get_nonce(PyObject* self, void*) {
-  return guarded(
-      [&] { return checked(PyLong_FromUnsignedLongLong(state_of<ReaderState>(self).reader().header().nonce)); });
+  return guarded([&] { return as_number(state_of<ReaderState>(self).reader().header().nonce); });
+}
+inline PyObject* get_seed(PyObject* self, void*) {
+  return guarded([&] { return as_number(state_of<ReaderState>(self).reader().header().seed); });
+}
+inline PyObject* get_format(PyObject* self, void*) {
+  return guarded([&] { return as_number(state_of<ReaderState>(self).reader().header().version); });
 }
 inline PyObject* get_bytes(PyObject* self, void*) {
+  return guarded([&] { return as_number(state_of<ReaderState>(self).reader().layout().bytes); });
+}
+inline PyObject* get_regions(PyObject* self, void*) {
+  return guarded([&] { return regions_of(state_of<ReaderState>(self).reader().layout()); });
+}
+// In which boot of the machine its processes used a file; 0: it lies in memory.
+inline PyObject* get_boot(PyObject* self, void*) {
+  return guarded([&] { return as_number(state_of<ReaderState>(self).reader().file().boot); });
+}
+// Whether the last process that used a file has marked it as closed.
+inline PyObject* get_sealed(PyObject* self, void*) {
   return guarded(
-      [&] { return checked(PyLong_FromUnsignedLongLong(state_of<ReaderState>(self).reader().layout().bytes)); });
+      [&] { return PyBool_FromLong(state_of<ReaderState>(self).reader().file().phase.load() == Phase::kSealed); });
 }
 inline PyObject* get_in_use(PyObject* self, void*) {
   return guarded([&] { return PyBool_FromLong(state_of<ReaderState>(self).reader().in_use()); });
@@ -153,7 +172,12 @@ inline PyMethodDef methods[] = {{"facts", facts, METH_NOARGS, nullptr},
                                 {nullptr, nullptr, 0, nullptr}};
 inline PyGetSetDef getset[] = {{"text", get_text, nullptr, nullptr, nullptr},
                                {"nonce", get_nonce, nullptr, nullptr, nullptr},
+                               {"seed", get_seed, nullptr, nullptr, nullptr},
+                               {"format", get_format, nullptr, nullptr, nullptr},
                                {"nbytes", get_bytes, nullptr, nullptr, nullptr},
+                               {"regions", get_regions, nullptr, nullptr, nullptr},
+                               {"boot", get_boot, nullptr, nullptr, nullptr},
+                               {"sealed", get_sealed, nullptr, nullptr, nullptr},
                                {"in_use", get_in_use, nullptr, nullptr, nullptr},
                                {"same_namespace", get_same_namespace, nullptr, nullptr, nullptr},
                                {nullptr, nullptr, nullptr, nullptr, nullptr}};

@@ -42,28 +42,4 @@ inline PyObject* simd(PyObject*, PyObject*) {
   return guarded([] { return checked(PyUnicode_FromString(best_simd() == Simd::kAvx512 ? "AVX-512" : "portable")); });
 }
 
-// read_segment(fd) -> dict: what a file says of itself. It is read, not mapped. While processes use it, its counts may be
-// of different moments.
-inline PyObject* read_segment(PyObject*, PyObject* number) {
-  return guarded([&] {
-    const Descriptor fd = Descriptor::duplicate(static_cast<int>(as_int(number)));
-    const HeaderPage page(fd);
-    const Description described = read_description(fd);
-    const Header& h = page.header();
-    const FileState& file = page.file();
-    const LimiterConfig& limiter = h.limiter();
-    const Ref regions(regions_of(described.layout));
-    const uint32_t phase = static_cast<uint32_t>(file.phase.load(std::memory_order_acquire));
-    return checked(Py_BuildValue(
-        "{s:s#,s:O,s:(Kdd),s:K,s:I,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:d,s:K}", "text", described.text.data(),
-        static_cast<Py_ssize_t>(described.text.size()), "regions", regions.get(), "limiter", as_ull(limiter.min_size),
-        limiter.ratio, limiter.tolerance, "rows", as_ull(h.rows), "phase", phase, "boot", as_ull(file.boot), "head",
-        as_ull(h.head.load(std::memory_order_relaxed)), "inserted", as_ull(h.inserted), "sampled", as_ull(h.sampled),
-        "updated", as_ull(h.updated), "stale_updates", as_ull(h.stale_updates), "draws",
-        as_ull(h.draws.load(std::memory_order_relaxed)), "seed", as_ull(h.seed), "format", as_ull(h.version),
-        "priority_max", static_cast<double>(h.max_raw), "dropped_rows",
-        as_ull(file.dropped_rows.load(std::memory_order_relaxed))));
-  });
-}
-
 }  // namespace torchreplay::py

@@ -62,6 +62,7 @@ class SegmentReader {
   const Layout& layout() const { return description_.layout; }
   const std::string& text() const { return description_.text; }
   const Header& header() const { return *reinterpret_cast<const Header*>(base_); }
+  const FileState& file() const { return *reinterpret_cast<const FileState*>(base_ + kFileState); }
 
   // Whether the numbers of its processes are those that this process sees.
   bool same_namespace() const {
@@ -104,9 +105,8 @@ class SegmentReader {
     f.holder_pid = load(h.holder) != 0 ? load(h.holder_pid) : 0;
     f.last_write = load(h.last_write);
     f.limiter = limiter();
-    const auto& file = *reinterpret_cast<const FileState*>(base_ + kFileState);
-    f.phase = load(file.phase);
-    f.dropped_rows = load(file.dropped_rows);
+    f.phase = load(file().phase);
+    f.dropped_rows = load(file().dropped_rows);
     read_tree(f);
     read_participants(f);
     return f;

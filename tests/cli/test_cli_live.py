@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from forked import Forked, eventually, shared_counters
-from watched_buffers import content_of, learn_for_ever, make, write_for_ever
+from watched_buffers import content_of, full_disk, learn_for_ever, make, write_for_ever
 
 import torchreplay as tr
 from torchreplay.cli import main
@@ -310,6 +310,23 @@ def test_watch_knows_the_weights_that_explorers_of_a_pool_act_on():
         assert known.of({1}) == ()
 
 
+@pytest.mark.parametrize(
+    "content",
+    [b"", bytes(3), bytes(4099), struct.pack("<8sqqq", b"Tworkers", 1, 0, 0) + bytes(4000)],
+    ids=["not sized yet", "too short", "of another layout", "of another version"],
+)
+def test_watch_passes_over_tables_of_pools_that_it_cannot_read(content):
+    other = os.memfd_create("torchreplay-table-of-a-pool-of-workers")
+    os.write(other, content)
+    table = WorkerTable(1)
+    table.begin(0)
+    try:
+        with ExplorerWeights() as known:
+            assert [one.index for one in known.of({os.getpid()})] == [0]
+    finally:
+        os.close(other)
+
+
 def module():
     return torch.nn.Linear(2, 2)
 
@@ -356,6 +373,19 @@ def test_a_recording_may_be_ended_by_any_signal(run, tmp_path, number):
     assert status == (-number if number == signal.SIGKILL else 0)
     assert len(Recording.read(path).seconds) > 5
     assert ("records over" in command.output()) == (number != signal.SIGKILL)
+
+
+def test_record_on_a_full_disk_ends_with_a_sentence_and_keeps_what_it_has(run, tmp_path, call):
+    path = tmp_path / "run.rec"
+    with full_disk():
+        result = call("record", path, run.name, "--rate", 100)
+    assert result.status == 1
+    told = re.search(r"Error: .* cannot be written any further: File too large. It has (\d+) records", result.output)
+    recording = Recording.read(path)
+    records = len(recording.seconds) + len(recording.priorities["time"])
+    assert records - int(told[1]) in (0, 1)  # the last one may have come through
+    assert records > 5
+    assert "Traceback" not in result.output
 
 
 def test_record_does_not_write_over_a_file(run, tmp_path, call):

@@ -5,12 +5,15 @@ import json
 import os
 import shutil
 import struct
+import subprocess
+import sys
 
 import pytest
 import stored_buffers
 import torch
 from click.testing import CliRunner
 from forked import Forked, eventually, shared_counters
+from namespaces import unshared
 
 import torchreplay as tr
 from torchreplay.cli import main
@@ -76,6 +79,19 @@ def test_a_live_file_is_not_changed_and_its_process_goes_on(stored):
     assert "in use by 1 process" in card("--verify", path)["state"]
     assert hashlib.sha256(path.read_bytes()).hexdigest() == before
     assert stored.buffer.stats().learners == learners
+
+
+@pytest.mark.slow
+def test_a_live_file_is_in_use_in_a_pid_namespace_that_does_not_see_its_processes(stored):
+    program = [*unshared("--pid", "--mount-proc"), sys.executable, "-m", "torchreplay", "inspect", "--json"]
+    result = subprocess.run([*program, stored.forms["file"]], capture_output=True, timeout=120)
+    assert json.loads(result.stdout)["state"] == "in use, by processes that cannot be named from here"
+
+
+def test_a_live_file_is_in_use_where_the_kernel_lists_its_locks_under_another_device(stored, monkeypatch):
+    """As it does on btrfs and overlay."""
+    monkeypatch.setattr("torchreplay.files.buffer_rows.holders_of", lambda path: [])
+    assert card(stored.forms["file"])["state"] == "in use, by processes that cannot be named from here"
 
 
 def test_a_file_that_was_closed_and_one_whose_processes_died_say_so(tmp_path):

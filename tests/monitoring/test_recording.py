@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from forked import Forked, eventually, shared_counters
-from watched_buffers import look_at, make, write
+from watched_buffers import full_disk, look_at, make, write
 
 import torchreplay as tr
 from torchreplay.monitoring.pictures import draw_recording
@@ -88,6 +88,68 @@ def test_a_recording_cut_off_anywhere_has_all_whole_records_before(tmp_path):
         for name, values in part.counters.items():
             assert values.tolist() == whole.counters[name][:n].tolist()
     assert lengths == set(range(1, 9))
+
+
+def test_damage_anywhere_leaves_all_whole_records_before(tmp_path):
+    path, hurt = tmp_path / "run.rec", tmp_path / "hurt.rec"
+    record(path, looks=30)
+    content, whole = path.read_bytes(), Recording.read(path)
+    blocks = [at for at in range(len(content)) if content.startswith(b"\x00\x00\xff\xff", at)]  # the end of a flush
+    assert len(blocks) >= 1 + 30
+    for record_number, end in list(enumerate(blocks))[10:]:
+        # A block of zlib's reserved type, which nothing can be read from.
+        hurt.write_bytes(content[: end + 4] + b"\x07" + content[end + 5 :])
+        part = Recording.read(hurt)
+        n = len(part.seconds)
+        assert n + len(part.priorities["time"]) == record_number
+        assert part.counters["head"].tolist() == whole.counters["head"][:n].tolist()
+
+
+@pytest.mark.parametrize("written", [0, 5], ids=["nothing of it", "a part of it"])
+def test_an_interrupted_record_is_the_last_and_leaves_those_before(tmp_path, monkeypatch, written):
+    path, whole = tmp_path / "run.rec", os.write
+    buffer = make()
+
+    def interrupted(fd, data):
+        whole(fd, data[:written])
+        raise KeyboardInterrupt
+
+    def run():
+        with look_at(buffer) as live, Recorder(path, live) as recorder:
+            for _ in range(50):
+                write(buffer, 3)
+                recorder.add(live.snapshot())
+            before = path.stat().st_size
+            monkeypatch.setattr("torchreplay.monitoring.recording.os.write", interrupted)
+            try:
+                recorder.add(live.snapshot())
+            finally:
+                monkeypatch.undo()
+                sizes.append(before + written)
+
+    sizes = []
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert [path.stat().st_size] == sizes
+    assert Recording.read(path).counters["head"].tolist() == [3.0 * n for n in range(1, 51)]
+
+
+def test_a_full_disk_is_an_error_that_leaves_all_records_and_no_open_descriptor(tmp_path):
+    path, added, buffer = tmp_path / "run.rec", [], make()
+
+    def run(live):
+        with full_disk(), Recorder(path, live) as recorder:
+            while True:
+                recorder.add(live.snapshot())
+                added.append(1)
+
+    with look_at(buffer) as live:
+        before = os.listdir("/proc/self/fd")
+        with pytest.raises(OSError, match="File too large"):
+            run(live)
+        assert os.listdir("/proc/self/fd") == before
+    assert len(added) > 5
+    assert len(Recording.read(path).seconds) - len(added) in (0, 1)  # the last one may have come through
 
 
 def record_for_ever(name, path, records):

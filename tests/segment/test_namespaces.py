@@ -13,21 +13,13 @@ import numpy as np
 import pytest
 import torch
 from forked import LIBC, Forked
+from namespaces import unshared
 
 import torchreplay as tr
 from torchreplay.segment import waits
 
 CLONE_NEWPID = 0x20000000
 DAY = 86400
-
-
-def unshared(*options):
-    """The command that runs another one in namespaces of its own; skips where the system allows nobody to make them."""
-    for who in ([], ["--user", "--map-root-user"]):
-        command = ["unshare", *who, *options, "--fork", "--kill-child"]
-        if subprocess.run([*command, "true"], capture_output=True).returncode == 0:
-            return command
-    pytest.skip(f"this system lets nobody run `{' '.join(command)}`")
 
 
 def run_there(command, code, *args):

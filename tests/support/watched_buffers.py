@@ -1,7 +1,9 @@
 """Live buffers for tests that look at them. They are named after the test's process, because others run beside it."""
 
 import os
+import resource
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 
@@ -68,3 +70,14 @@ def learn_for_ever(buffer, batches=None, pause=0.0):
             batches[0] += 1
         if pause:
             time.sleep(pause)
+
+
+@contextmanager
+def full_disk(size=2048):
+    """No file of this process, or of those that it forks, can grow over so many bytes: a full disk to who writes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

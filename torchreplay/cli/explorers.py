@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+
+import numpy as np
+from numpy.typing import NDArray
 
 from torchreplay import _C
 from torchreplay.monitoring.advice import WeightsInUse
@@ -41,10 +44,12 @@ class ExplorerWeights:
                 fd = self._opened(file)
             except NoSuchBuffer:  # gone meanwhile
                 continue
-            if file.kind == "workers":
-                self._tables.append(fd)
-            else:
+            if file.kind == "weights":
                 self._published.append((frozenset(pid for pid, _ in file.holders), fd))
+            else:
+                with suppress(ValueError):  # being made just now, or of another version of torchreplay
+                    entries_of(fd)
+                    self._tables.append(fd)
 
     def _opened(self, file: SharedFile) -> int:
         fd = file.open()
@@ -52,11 +57,9 @@ class ExplorerWeights:
         return fd
 
     def _entries(self, fd: int) -> Iterator[WeightsInUse]:
-        # Where a pool is, what knows it is there as well; nobody else needs to wait for these imports.
         from torchreplay.ray.workers.explorer_stats import explorer_stats
-        from torchreplay.ray.workers.worker_table import read_entries
 
-        for index, entry in enumerate(read_entries(fd)):
+        for index, entry in enumerate(entries_of(fd)):
             stats = explorer_stats(index, entry)
             published = self._newest(stats.pid)
             yield WeightsInUse(stats.index, stats.pid, stats.weight_version, published, stats.heartbeat_age)
@@ -79,3 +82,11 @@ class ExplorerWeights:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def entries_of(fd: int) -> NDArray[np.void]:
+    """Returns the entries of a pool's table, as `read_entries` does."""
+    # Where a pool is, what knows it is there as well; nobody else needs to wait for these imports.
+    from torchreplay.ray.workers.worker_table import read_entries
+
+    return read_entries(fd)

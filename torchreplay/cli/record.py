@@ -12,6 +12,7 @@ from torchreplay.cli.figures import seconds_text
 from torchreplay.cli.looking import RATE, looks, opened, step_back
 from torchreplay.monitoring.recording import Recorder
 from torchreplay.monitoring.slots import sample_slots
+from torchreplay.monitoring.snapshot import LiveBuffer
 from torchreplay.segment.reservation import size_text
 
 SLOTS_SECONDS = 1.0
@@ -37,14 +38,27 @@ def command(file: Path, buffer: str | None, rate: float, seconds: float | None) 
             raise click.ClickException(f"there is a file at {file} already: delete it, or name another") from None
         except OSError as error:
             raise click.ClickException(f"{file} cannot be written: {error.strerror}") from None
-        elapsed, slots_at = 0.0, 0.0
-        with recorder, suppress(KeyboardInterrupt):
-            click.echo(f"recording {live.name}; end with Ctrl-C")
-            for elapsed in looks(live, rate, seconds):
-                now = live.snapshot()
-                recorder.add(now)
-                if elapsed >= slots_at:
-                    slots_at = elapsed + SLOTS_SECONDS
-                    recorder.add_slots(now.time, sample_slots(live, now.head))
+        try:
+            with recorder:
+                elapsed = _follow(live, recorder, rate, seconds)
+        except OSError as error:
+            has = f"{recorder.records:,} records, which torchreplay plot shows"
+            raise click.ClickException(
+                f"{file} cannot be written any further: {error.strerror}. It has {has}"
+            ) from None
         size = size_text(file.stat().st_size)
         click.echo(f"{recorder.records:,} records over {seconds_text(elapsed)}, {size}: torchreplay plot {file}")
+
+
+def _follow(live: LiveBuffer, recorder: Recorder, rate: float, seconds: float | None) -> float:
+    """Records until the buffer is gone, the time is over or Ctrl-C comes. Returns after how many seconds."""
+    elapsed, slots_at = 0.0, 0.0
+    with suppress(KeyboardInterrupt):
+        click.echo(f"recording {live.name}; end with Ctrl-C")
+        for elapsed in looks(live, rate, seconds):
+            now = live.snapshot()
+            recorder.add(now)
+            if elapsed >= slots_at:
+                slots_at = elapsed + SLOTS_SECONDS
+                recorder.add_slots(now.time, sample_slots(live, now.head))
+    return elapsed

@@ -6,7 +6,6 @@ import errno
 import mmap
 import os
 import stat
-from enum import IntEnum
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,15 +29,6 @@ OFFSETS: Final = {"/priority": 8, "/step": 12, "/link": 16}
 """Of what a row's header holds, in bytes; rows that are not linked have the priority alone."""
 
 
-class Phase(IntEnum):
-    """In what state a file is; in the order of the native core's `Phase`."""
-
-    MEMORY = 0
-    IN_USE = 1
-    REPAIRING = 2
-    SEALED = 3
-
-
 class BufferRows(StoredRows):
     """The rows of a buffer in a file. Nothing of it is locked, repaired or written, and its users do not notice.
 
@@ -46,8 +36,11 @@ class BufferRows(StoredRows):
         path: The file.
 
     Attributes:
-        facts: What the header says.
-        limiter: That holds now.
+        facts: What it had counted when it was opened.
+        format: Version of its format.
+        seed: Of the draws.
+        nbytes: Of the file.
+        limiter: That held when it was opened.
 
     Raises:
         FileNotFoundError: There is none.
@@ -59,16 +52,19 @@ class BufferRows(StoredRows):
         self.path = path
         fd = _opened(path)
         try:
-            self.facts = _C.read_segment(fd)
-            self.config = Config.from_text(self.facts["text"])
+            self._reader = reader = _C.Reader(fd)
+            self.config = Config.from_text(reader.text)
+            self._regions = reader.regions
+            self._memory = mmap.mmap(fd, reader.nbytes, prot=mmap.PROT_READ)
+            words = self._column(np.dtype(np.uint64), (), self._regions["records"], self._record).copy()
+            self.facts = reader.facts()  # after the words: others may write meanwhile
             self.limiter: Limiter = from_native(*self.facts["limiter"])
-            self._memory = mmap.mmap(fd, self.facts["regions"]["bytes"], prot=mmap.PROT_READ)
-            words = self._column(np.dtype(np.uint64), (), self.facts["regions"]["records"], self._record).copy()
-            self.head = _C.read_segment(fd)["head"]  # after the words: others may write meanwhile
         except (ConnectionError, ValueError) as error:
             raise CheckpointError(f"{path} holds no replay buffer: {error}") from None
         finally:
             os.close(fd)
+        self.head = self.facts["head"]
+        self.format, self.seed, self.nbytes = reader.format, reader.seed, reader.nbytes
         there = np.flatnonzero((words & WRITER != 0) & (words & BUSY == 0))
         order = there[np.argsort(words[there] >> KEY_SHIFT, kind="stable")]
         self._slots, self._words = order, words[order]
@@ -76,7 +72,7 @@ class BufferRows(StoredRows):
 
     @property
     def _record(self) -> int:
-        return self.facts["regions"]["record_stride"]
+        return self._regions["record_stride"]
 
     def read(self, column: str, at: Positions) -> torch.Tensor:
         """Returns `[m, *shape]` of a column: a copy, which may be torn where `gone` says so."""
@@ -89,48 +85,51 @@ class BufferRows(StoredRows):
             return torch.from_numpy(self._of_header(column)[slots])
         number = self.fields.index(column)
         field = list(self.config.fields.values())[number]
-        offset, stride = self.facts["regions"]["fields"][number]
+        offset, stride = self._regions["fields"][number]
         return as_tensor(self._column(raw_dtype(field.dtype), field.shape, offset, stride)[slots], field.dtype)
 
     def gone(self, at: Positions) -> NDArray[np.bool_]:
         """Returns which of these rows were overwritten since the file was opened."""
-        words = self._column(np.dtype(np.uint64), (), self.facts["regions"]["records"], self._record)
+        words = self._column(np.dtype(np.uint64), (), self._regions["records"], self._record)
         changed: NDArray[np.bool_] = words[self._slots[at]] != self._words[at]
         return changed
 
+    def state(self) -> str:
+        """Returns who uses the file now, or else how it was left, in words."""
+        holders = holders_of(self.path)
+        if holders:
+            return f"in use by {len(holders)} process{'es' * (len(holders) > 1)}: {', '.join(map(str, holders))}"
+        if self._reader.in_use:
+            return "in use, by processes that cannot be named from here"
+        if self._reader.sealed:
+            return "closed in order: everything is on the disk"
+        if self._reader.boot == boot_number():
+            return "its processes died without closing it: ReplayBuffer.open repairs it"
+        return "in use when the machine went down: what is on the disk need not fit together"
+
     def _leaves(self, slots: NDArray[np.int64], at: Positions) -> NDArray[np.float32]:
         """A leaf is of the row that was absorbed; a newer one waits for that."""
-        regions = self.facts["regions"]
-        leaves = self._column(np.dtype(np.float32), (), regions["leaves"], 4)[slots]
-        absorbed = self._column(np.dtype(np.uint64), (), regions["at"], 8)[slots]
+        leaves = self._column(np.dtype(np.float32), (), self._regions["leaves"], 4)[slots]
+        absorbed = self._column(np.dtype(np.uint64), (), self._regions["at"], 8)[slots]
         return np.where(absorbed == self.keys[at].astype(np.uint64) + 1, leaves, np.float32(0))
 
     def _of_header(self, column: str) -> NDArray[Any]:
         dtype = column_dtype(column)
         if not self.linked and column != "/priority":
             return np.zeros(self.config.capacity, dtype)
-        return self._column(dtype, (), self.facts["regions"]["records"] + OFFSETS[column], self._record)
+        return self._column(dtype, (), self._regions["records"] + OFFSETS[column], self._record)
 
     def _column(self, dtype: np.dtype[Any], shape: tuple[int, ...], offset: int, stride: int) -> NDArray[Any]:
         inner = np.empty(shape, dtype).strides
         return np.ndarray((self.config.capacity, *shape), dtype, self._memory, offset, (stride, *inner))
 
 
-def state_of(rows: BufferRows) -> str:
-    """Returns in what state a file is, in words."""
-    phase, here = rows.facts["phase"], rows.facts["boot"] == boot_number()
-    if phase == Phase.SEALED:
-        return "closed in order: everything is on the disk"
-    if phase in (Phase.IN_USE, Phase.REPAIRING) and here:
-        users = users_of(rows.path)
-        if users:
-            return f"in use by {len(users)} process{'es' if len(users) > 1 else ''}: {', '.join(map(str, users))}"
-        return "its processes died without closing it: ReplayBuffer.open repairs it"
-    return "in use when the machine went down: what is on the disk need not fit together"
+def holders_of(path: Path) -> list[int]:
+    """Returns processes that hold the lock which every user of a file shares, as the kernel lists them.
 
-
-def users_of(path: Path) -> list[int]:
-    """Returns the processes that hold the lock which every user of a file shares, as the kernel lists them."""
+    It lists none of another pid namespace, and none on filesystems that number their devices in two ways, such as btrfs
+    and overlay: an empty list does not mean that nobody uses the file.
+    """
     status = path.stat()
     name = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     entries = (line.split() for line in Path("/proc/locks").read_text().splitlines())

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchreplay.checkpoint.directory import NAME
-from torchreplay.files.buffer_rows import BufferRows, state_of
+from torchreplay.files.buffer_rows import BufferRows
 from torchreplay.files.checkpoint_rows import CheckpointRows
 from torchreplay.files.source import stored_rows
 from torchreplay.schema.config import Config
@@ -123,14 +123,14 @@ def _fields(config: Config) -> tuple[FieldCard, ...]:
 
 
 def _of_buffer(rows: BufferRows) -> dict[str, Any]:
-    facts = rows.facts
-    counts = ("inserted", "sampled", "updated", "stale_updates", "draws", "dropped_rows", "priority_max", "seed")
+    counts = ("inserted", "sampled", "updated", "stale_updates", "draws", "dropped_rows", "priority_max")
     return {
         "kind": "buffer in a file",
-        "state": state_of(rows),
-        "format": facts["format"],
-        "nbytes": facts["regions"]["bytes"],
-        **{name: facts[name] for name in counts},  # type: ignore[literal-required]
+        "state": rows.state(),
+        "format": rows.format,
+        "nbytes": rows.nbytes,
+        "seed": rows.seed,
+        **{name: rows.facts[name] for name in counts},
     }
 
 

@@ -1,7 +1,8 @@
 """Recordings: what a buffer counted over time, in one small file.
 
 A line says what the file is. One stream of zlib follows: a description in JSON, and then records of a fixed size, each
-flushed by itself. A killed recorder leaves all whole records.
+flushed by itself. A killed recorder, or a full disk, leaves all whole records. The end of the stream has a checksum: it
+is written only where every record before it is whole.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import os
 import struct
 import time
 import zlib
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -42,6 +45,7 @@ _RECORDS: Final = {b"c": (*COUNTERS, *PEOPLE), b"p": PRIORITIES}
 """What each kind of record has, as float64; 2^53 rows are counted exactly."""
 
 _LENGTH: Final = struct.Struct("<I")
+_PIECE: Final = 1 << 16
 
 
 class Recorder:
@@ -63,16 +67,14 @@ class Recorder:
         self.records = 0
         described = {"config": json.loads(buffer.config.to_text()), "name": buffer.name, "started": time.time()}
         text = json.dumps(described).encode()
-        os.write(self._fd, HEAD)
-        self._write(_LENGTH.pack(len(text)) + text)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes written so far."""
-        return os.fstat(self._fd).st_size
+        self._write(_LENGTH.pack(len(text)) + text, HEAD)
 
     def add(self, now: Snapshot) -> None:
-        """Adds what the buffer has counted."""
+        """Adds what the buffer has counted.
+
+        Raises:
+            OSError: The disk is full. The file is closed, and has all records before.
+        """
         counted = [float(getattr(now, name) or 0) for name in COUNTERS]
         writers = now.alive("writer")
         waiting = sum(writer.waiting for writer in writers)
@@ -80,24 +82,45 @@ class Recorder:
         self._add(b"c", [*counted, *map(float, people)])
 
     def add_slots(self, moment: float, slots: SlotSample) -> None:
-        """Adds what its priorities are."""
+        """Adds what its priorities are.
+
+        Raises:
+            OSError: As `add` does.
+        """
         self._add(b"p", [moment, *slots.quantiles(*QUANTILES), slots.half_of_draws])
 
     def _add(self, kind: bytes, values: list[float]) -> None:
         self._write(kind + struct.pack(f"<{len(values)}d", *values))
         self.records += 1
 
-    def _write(self, data: bytes) -> None:
-        packed = memoryview(self._compress.compress(data) + self._compress.flush(zlib.Z_SYNC_FLUSH))
-        while packed:
-            packed = packed[os.write(self._fd, packed) :]
+    def _write(self, data: bytes, before: bytes = b"") -> None:
+        """Writes data into the stream. What fails or is interrupted is the last: nothing that follows would fit."""
+        try:
+            self._put(before + self._compress.compress(data) + self._compress.flush(zlib.Z_SYNC_FLUSH))
+        except BaseException:
+            self._let_go()
+            raise
+
+    def _put(self, packed: bytes) -> None:
+        left = memoryview(packed)
+        while left:
+            left = left[os.write(self._fd, left) :]
+
+    def _let_go(self) -> None:
+        fd, self._fd = self._fd, -1
+        os.close(fd)
 
     def close(self) -> None:
-        """Closes the file. Idempotent."""
+        """Closes the file, with its end where all was written. Idempotent.
+
+        Raises:
+            OSError: The disk is full. The file is closed, and has all records.
+        """
         if self._fd >= 0:
-            os.write(self._fd, self._compress.flush())
-            os.close(self._fd)
-            self._fd = -1
+            try:
+                self._put(self._compress.flush())
+            finally:
+                self._let_go()
 
     def __enter__(self) -> Recorder:
         return self
@@ -160,12 +183,19 @@ def _unpacked(packed: bytes) -> bytes:
     """Returns what the stream holds, as far as it goes: its writer may have been killed."""
     stream = zlib.decompressobj()
     parts = []
-    try:
-        for at in range(0, len(packed), 1 << 16):
-            parts.append(stream.decompress(packed[at : at + (1 << 16)]))
-    except zlib.error:  # damaged from here on
-        pass
+    for at in range(0, len(packed), _PIECE):
+        piece, before = packed[at : at + _PIECE], stream.copy()
+        try:
+            parts.append(stream.decompress(piece))
+        except zlib.error:  # which throws away what came before the damage
+            return b"".join([*parts, *_until_damage(before, piece)])
     return b"".join(parts)
+
+
+def _until_damage(stream: zlib._Decompress, piece: bytes) -> Iterator[bytes]:
+    with suppress(zlib.error):
+        for byte in range(len(piece)):
+            yield stream.decompress(piece[byte : byte + 1])
 
 
 def _tables(data: bytes) -> dict[bytes, NDArray[np.float64]]:

@@ -11,6 +11,7 @@ import mmap
 import os
 import time
 import weakref
+import zlib
 from dataclasses import replace
 from typing import Final
 
@@ -27,7 +28,7 @@ WINDOW: Final = 100
 _WHAT: Final = "table of a pool of workers"
 
 # Every column but one is a naturally aligned 8-byte word: a store can be late for a reader, never torn.
-_HEADER: Final = np.dtype([("stop", np.int64), ("wanted", np.int64)])
+_HEADER: Final = np.dtype([("magic", "S8"), ("layout", np.int64), ("stop", np.int64), ("wanted", np.int64)])
 ENTRY: Final = np.dtype(
     [
         ("pid", np.int64),  # 0 while the worker starts
@@ -43,6 +44,8 @@ ENTRY: Final = np.dtype(
     ]
 )
 _WORKER: Final = np.dtype([("run", np.int64), ("interrupt", np.int64), ("entry", ENTRY)])
+_MAGIC: Final = b"Tworkers"
+_LAYOUT: Final = zlib.crc32(repr((_HEADER.descr, _WORKER.descr)).encode())  # differs wherever a table is read otherwise
 _COUNTS: Final = slice(0, 24)  # bytes of an entry that say what else there is to read
 _REST: Final = slice(24, ENTRY.itemsize)
 
@@ -67,6 +70,8 @@ class WorkerTable:
     def __init__(self, num_workers: int) -> None:
         fd = reserve(_HEADER.itemsize + num_workers * _WORKER.itemsize, _WHAT)
         self._lay_out(mmap.mmap(fd, 0), make_handle(fd, new_nonce()))
+        self._header["layout"] = _LAYOUT
+        self._header["magic"] = _MAGIC  # last: who sees it sees a table
         weakref.finalize(self, os.close, fd)  # others attach through the descriptor: it stays open
 
     def _lay_out(self, memory: mmap.mmap, handle: Handle, is_copy: bool = False) -> None:
@@ -150,10 +155,13 @@ def read_entries(fd: int) -> npt.NDArray[np.void]:
     """Returns a copy of the entries of a pool's table, for those who only look. `fd` may be open for reading only.
 
     Raises:
-        ValueError: It is no table.
+        ValueError: It is no table, none yet, or that of another version of torchreplay.
     """
-    with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as memory:
-        workers = np.frombuffer(memory[_HEADER.itemsize :], _WORKER)
+    content = os.pread(fd, os.fstat(fd).st_size, 0)
+    (header,) = np.frombuffer(content, _HEADER, 1)
+    if (header["magic"], header["layout"]) != (_MAGIC, _LAYOUT):
+        raise ValueError("this is no table of a pool of workers of this version of torchreplay")
+    workers = np.frombuffer(content, _WORKER, offset=_HEADER.itemsize)
     entries: npt.NDArray[np.void] = workers["entry"]
     return entries
 
