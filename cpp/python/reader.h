@@ -71,8 +71,6 @@ inline void put_counts(segment::DictBuilder& d, const SegmentFacts& f) {
   d.put<"evicted_unsampled">(f.evicted_unsampled);
   d.put<"draws">(f.draws);
   d.put<"redraws">(f.redraws);
-  d.put<"taken_ahead">(f.taken_ahead);
-  d.put<"missed">(f.missed);
   d.put<"dropped_rows">(f.dropped_rows);
   d.put<"drawable">(f.drawable);
 }
@@ -87,14 +85,9 @@ inline PyObject* facts(PyObject* self, PyObject*) {
     d.put<"age">(ago(f.made, f.now));
     d.put<"insert_wait">(segment::seconds(f.insert_wait_ns));
     d.put<"sample_wait">(segment::seconds(f.sample_wait_ns));
-    d.put<"priority_change">(f.priority_change);
-    d.put<"priority_total">(f.priority_total);
-    d.put<"smallest_leaf">(f.drawable ? static_cast<double>(f.smallest_leaf) : 0.0);
     d.put<"priority_max">(static_cast<double>(f.max_raw));
     d.put<"stopped">(f.stopped);
     d.put<"importing">(f.importing);
-    d.put<"in_file">(f.phase != Phase::kMemory);
-    d.put<"at_rest">(f.phase == Phase::kSealed);
     d.put<"holder_pid">(static_cast<uint64_t>(std::max(0, f.holder_pid)));
     d.put<"since_departed_write">(ago(f.last_write, f.now));
     const Ref dict(d.release()), limiter(segment::told(f.limiter)), participants = participants_of(f);

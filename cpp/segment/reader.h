@@ -31,15 +31,11 @@ struct ParticipantFacts {
 struct SegmentFacts {
   int64_t now, made;
   uint64_t head, absorbed, rows, inserted, sampled, updated, stale_updates, unready_updates, evicted_unsampled, draws,
-      redraws, taken_ahead, missed, dropped_rows;
+      redraws, dropped_rows;
   uint64_t insert_wait_ns, sample_wait_ns;
-  double priority_change;  // absolute differences of leaves, added up
-  double priority_total;   // of the leaves
   uint64_t drawable;
-  float smallest_leaf;  // infinity where none is positive
   float max_raw;
   bool stopped, importing;
-  Phase phase;
   int32_t holder_pid;  // of the lock; 0: nobody
   int64_t last_write;  // of writers that have left
   LimiterConfig limiter;
@@ -94,18 +90,14 @@ class SegmentReader {
     f.evicted_unsampled = plain(h.evicted_unsampled);
     f.draws = load(h.draws);
     f.redraws = load(h.redraws);
-    f.taken_ahead = load(h.taken_ahead);
-    f.missed = load(h.missed);
     f.insert_wait_ns = h.insert_wait.total_ns();
     f.sample_wait_ns = h.sample_wait.total_ns();
-    f.priority_change = plain(h.priority_change);
     f.max_raw = plain(h.max_raw);
     f.stopped = load(h.stopped) != 0;
     f.importing = load(h.importer) != 0;
     f.holder_pid = load(h.holder) != 0 ? load(h.holder_pid) : 0;
     f.last_write = load(h.last_write);
     f.limiter = limiter();
-    f.phase = load(file().phase);
     f.dropped_rows = load(file().dropped_rows);
     read_tree(f);
     read_participants(f);
@@ -155,8 +147,6 @@ class SegmentReader {
   void read_tree(SegmentFacts& f) const {
     const PriorityTree tree(static_cast<int64_t>(layout().capacity), const_cast<char*>(base_ + layout().tree));
     f.drawable = static_cast<uint64_t>(std::max<int64_t>(0, tree.count()));
-    f.priority_total = static_cast<double>(tree.total()) * tree.unit();
-    f.smallest_leaf = tree.min();
   }
 
   void read_participants(SegmentFacts& f) const {

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.wrappers import RecordEpisodeStatistics, TimeLimit
+from gymnasium.wrappers.vector import RecordEpisodeStatistics as VectorRecordEpisodeStatistics
 
 import torchreplay as tr
 
@@ -120,6 +122,26 @@ def test_nothing_is_said_of_a_right_loop_over_a_vector_environment(mode):
                 writer.step(obs=obs, action=action, reward=reward, **ends, **last)
 
     assert findings(loop, linked_buffer(), SyncVectorEnv([Walk] * 3, autoreset_mode=mode)) == ()
+
+
+def test_a_loop_may_wrap_the_environment():
+    def loop(env, buffer):
+        right_rows(TimeLimit(RecordEpisodeStatistics(env), 100), buffer)
+
+    assert findings(loop, rows_buffer()) == ()
+
+
+def test_a_loop_may_wrap_the_vector_environment():
+    def loop(env, buffer):
+        env = VectorRecordEpisodeStatistics(env)
+        with buffer.writer(num_envs=3) as writer:
+            writer.reset(obs=env.reset()[0])
+            while True:
+                action = env.action_space.sample()
+                obs, reward, terminated, truncated, _ = env.step(action)
+                writer.step(obs=obs, action=action, reward=reward, terminated=terminated, truncated=truncated)
+
+    assert findings(loop, linked_buffer(), SyncVectorEnv([Walk] * 3)) == ()
 
 
 # Ends
@@ -302,8 +324,10 @@ def test_the_action_of_the_step_before_is_named():
     only(findings(loop, rows_buffer()), "the action is that of the step before", "action=before")
 
 
-def test_a_loop_that_writes_elsewhere_is_named():
+@pytest.mark.parametrize("wrapped", [lambda env: env, RecordEpisodeStatistics])
+def test_a_loop_that_writes_elsewhere_is_named(wrapped):
     def loop(env, buffer):
+        env = wrapped(env)
         env.reset()
         while True:
             *_, terminated, truncated, _ = env.step(0)

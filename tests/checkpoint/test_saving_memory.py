@@ -153,7 +153,7 @@ def test_page_cache_in_use_does_not_keep_a_buffer_from_being_saved(machine, tmp_
     machine.in_cgroup("0::/box")
     machine.limit("box", 100 * MIB, 100 * MIB, active=20 * MIB)
     buffer.save(tmp_path / "saved")
-    with pytest.raises(MemoryError, match=r"and 0\.00 MiB can still be had here"):
+    with pytest.raises(MemoryError, match=r"and 0\.0 KiB can still be had here"):
         filled(5, 8)
 
 

@@ -43,7 +43,6 @@ BOOST_AUTO_TEST_CASE(a_reader_sees_what_the_header_says) {
   BOOST_TEST(f.rows == 5U);
   BOOST_TEST(f.inserted == m->header().inserted);
   BOOST_TEST(f.drawable == static_cast<uint64_t>(m->tree().count()));
-  BOOST_TEST(f.priority_total == static_cast<double>(m->tree().total()) * m->tree().unit());
   BOOST_TEST(f.draws == 7U);
   BOOST_TEST(f.holder_pid == 0);
   BOOST_TEST(reader.text() == "a description");

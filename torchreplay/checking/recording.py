@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
@@ -15,7 +16,6 @@ import numpy as np
 from torchreplay.buffer.replay_buffer import ReplayBuffer
 from torchreplay.buffer.writer import Autoreset, Writer, checked_autoreset
 from torchreplay.checking.casting import as_numpy
-from torchreplay.schema.casting import cast_values
 
 PACKAGE: Final = str(FilePath(__file__).parents[1])
 
@@ -91,18 +91,38 @@ class Recording:
     updates: list[tuple[str, np.ndarray[Any, Any]]] = field(default_factory=list)
     samples: list[str] = field(default_factory=list)
     step_site: str = ""
+    _paused: bool = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Takes no note of writes meanwhile."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def write(self, call: str, given: dict[str, Any], num_envs: int | None) -> None:
+        """Notes a call that writes, with copies of its values."""
+        if not self._paused:
+            values = {name: _copied(value) for name, value in given.items() if name not in ("priority", "final_obs")}
+            self.writes.append(Write(call, site(), values, given.get("priority"), len(self.steps), num_envs))
 
 
 def site() -> str:
-    """Returns file and line of the call in the user's code that led here."""
+    """Returns file and line of the call in the user's code that led here, past wrappers of Gymnasium."""
+    gymnasium = sys.modules.get("gymnasium")
+    others = PACKAGE if gymnasium is None else (PACKAGE, str(FilePath(str(gymnasium.__file__)).parent))
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
+    while frame is not None and frame.f_code.co_filename.startswith(others):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "the call"
 
 
 class RecordedEnv:
     """An environment that notes what it is asked and what it answers; all else goes to the environment itself.
+
+    It passes for an instance of the environment's class, so Gymnasium's wrappers take it.
 
     Args:
         env: A Gymnasium environment or vector environment.
@@ -122,6 +142,10 @@ class RecordedEnv:
         self._over = np.zeros(recording.num_envs or 1, bool)
         vector = recording.num_envs is not None
         self.autoreset = checked_autoreset(env.metadata.get("autoreset_mode", "next_step")) if vector else "disabled"
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._env)
 
     def reset(self, **arguments: Any) -> Any:
         """Resets the environment, unless it has shown enough episodes."""
@@ -189,7 +213,7 @@ class RecordedWriter(Writer):
         return super().extend(**given)
 
     def _note(self, call: str, given: dict[str, Any]) -> None:
-        note_write(self._recording, call, given, self._num_envs)
+        self._recording.write(call, given, self._num_envs)
 
 
 class RecordedBuffer(ReplayBuffer):
@@ -206,9 +230,9 @@ class RecordedBuffer(ReplayBuffer):
 
     def extend(self, /, *args: Any, priority: Any = None, casting: Any = "same_kind", **fields: Any) -> Any:
         """Notes several rows, and writes them."""
-        note_write(self._recording, "buffer.extend", {**fields, "priority": priority}, None)
-        with Writer(self._segment, self._config, self._config.num_envs_of(fields)) as plain:
-            return plain.extend(*args, priority=priority, **cast_values(self._config.fields, fields, casting))
+        self._recording.write("buffer.extend", {**fields, "priority": priority}, None)
+        with self._recording.paused():  # the writer that it uses need not note the same again
+            return super().extend(*args, priority=priority, casting=casting, **fields)
 
     def sample(self, *args: Any, **given: Any) -> Any:
         """Notes a draw, and draws."""
@@ -219,12 +243,6 @@ class RecordedBuffer(ReplayBuffer):
         """Notes TD errors, and applies them."""
         self._recording.updates.append((site(), np.abs(_array(td)).reshape(-1).astype(np.float64)))
         super().update_priorities(batch_or_keys, td)
-
-
-def note_write(recording: Recording, call: str, given: dict[str, Any], num_envs: int | None) -> None:
-    """Notes a call that writes, with copies of its values."""
-    values = {name: _copied(value) for name, value in given.items() if name not in ("priority", "final_obs")}
-    recording.writes.append(Write(call, site(), values, given.get("priority"), len(recording.steps), num_envs))
 
 
 def _copied(value: Any) -> Any:

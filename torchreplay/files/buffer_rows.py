@@ -65,10 +65,10 @@ class BufferRows(StoredRows):
             os.close(fd)
         self.head = self.facts["head"]
         self.format, self.seed, self.nbytes = reader.format, reader.seed, reader.nbytes
-        there = np.flatnonzero((words & WRITER != 0) & (words & BUSY == 0))
-        order = there[np.argsort(words[there] >> KEY_SHIFT, kind="stable")]
-        self._slots, self._words = order, words[order]
-        self.keys = (self._words >> KEY_SHIFT).astype(np.int64) - 1
+        self._slots = np.flatnonzero(_is_whole(words))
+        self.keys = _keys_of(words[self._slots])
+        order = np.argsort(self.keys, kind="stable")
+        self._slots, self.keys = self._slots[order], self.keys[order]
 
     @property
     def _record(self) -> int:
@@ -91,7 +91,8 @@ class BufferRows(StoredRows):
     def gone(self, at: Positions) -> NDArray[np.bool_]:
         """Returns which of these rows were overwritten since the file was opened."""
         words = self._column(np.dtype(np.uint64), (), self._regions["records"], self._record)
-        changed: NDArray[np.bool_] = words[self._slots[at]] != self._words[at]
+        now = words[self._slots[at]]
+        changed: NDArray[np.bool_] = ~_is_whole(now) | (_keys_of(now) != self.keys[at])
         return changed
 
     def state(self) -> str:
@@ -122,6 +123,16 @@ class BufferRows(StoredRows):
     def _column(self, dtype: np.dtype[Any], shape: tuple[int, ...], offset: int, stride: int) -> NDArray[Any]:
         inner = np.empty(shape, dtype).strides
         return np.ndarray((self.config.capacity, *shape), dtype, self._memory, offset, (stride, *inner))
+
+
+def _is_whole(words: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """Returns which of these rows were written to their end."""
+    whole: NDArray[np.bool_] = (words & WRITER != 0) & (words & BUSY == 0)
+    return whole
+
+
+def _keys_of(words: NDArray[np.uint64]) -> NDArray[np.int64]:
+    return (words >> KEY_SHIFT).astype(np.int64) - 1
 
 
 def holders_of(path: Path) -> list[int]:

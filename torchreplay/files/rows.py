@@ -19,7 +19,8 @@ from torchreplay.schema.spec import nest
 Positions: TypeAlias = NDArray[np.int64]
 
 CHUNK_BYTES: Final = 16 << 20
-"""Bytes of rows that are in memory at a time."""
+CHUNK_ROWS: Final = 1 << 17
+"""What is in memory at a time: at most so many bytes of values, or one row; and at most so many rows."""
 
 
 class StoredRows(ABC):
@@ -68,12 +69,12 @@ class StoredRows(ABC):
         return torch.where(leaves > 0, raw, torch.nan)
 
     def chunks(self, row_bytes: int) -> Iterator[Positions]:
-        """Yields all positions, in pieces of at most `CHUNK_BYTES`.
+        """Yields all positions, in pieces of at most `CHUNK_BYTES` and `CHUNK_ROWS`.
 
         Args:
             row_bytes: Of what is read of a row.
         """
-        step = max(1, CHUNK_BYTES // max(1, row_bytes))
+        step = min(max(1, CHUNK_BYTES // max(1, row_bytes)), CHUNK_ROWS)
         for first in range(0, len(self), step):
             yield np.arange(first, min(first + step, len(self)))
 

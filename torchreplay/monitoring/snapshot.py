@@ -62,20 +62,13 @@ class Snapshot:
         unready_updates: TD errors dropped because their item was not complete.
         evicted_unsampled: Items overwritten before they were ever drawn.
         redraws: Items drawn again because their row was overwritten while it was copied.
-        taken_ahead: Batches that were drawn ahead, and then taken.
-        missed: TD errors that were applied between the two.
         dropped_rows: Rows of a file that were being written when its processes died.
         drawable: Items that can be drawn.
         insert_wait: Seconds that writers have waited, added up.
         sample_wait: Seconds that learners have waited for rows, added up.
-        priority_change: By how much applied TD errors changed leaves, added up.
-        priority_total: Sum of all leaves.
-        smallest_leaf: The smallest one; 0 where there is none.
         priority_max: Largest raw priority |TD error| seen.
         stopped: Whether the buffer was stopped.
         importing: Whether rows of a checkpoint are being loaded.
-        in_file: Whether it lies in a file.
-        at_rest: Whether the last process has left that file.
         holder_pid: The process that holds its lock; 0: none.
         since_departed_write: Seconds since a writer that has left wrote last; -1: none did.
         limiter: Who must wait.
@@ -95,20 +88,13 @@ class Snapshot:
     unready_updates: int
     evicted_unsampled: int
     redraws: int
-    taken_ahead: int
-    missed: int
     dropped_rows: int
     drawable: int
     insert_wait: float
     sample_wait: float
-    priority_change: float
-    priority_total: float
-    smallest_leaf: float
     priority_max: float
     stopped: bool
     importing: bool
-    in_file: bool
-    at_rest: bool
     holder_pid: int
     since_departed_write: float
     limiter: Limiter
