@@ -5,7 +5,10 @@ from benchmarks.learning.questions.cliffwalk import CLIFFWALK
 from benchmarks.learning.questions.explorers import EXPLORERS
 from benchmarks.learning.questions.sb3 import PEERS
 from benchmarks.learning.questions.settings import SETTINGS
+from benchmarks.learning.questions.staleness import STALENESS
 
-QUESTIONS: dict[str, Question] = {question.name: question for question in (PEERS, CLIFFWALK, *SETTINGS, EXPLORERS)}
+QUESTIONS: dict[str, Question] = {
+    question.name: question for question in (PEERS, CLIFFWALK, *SETTINGS, STALENESS, EXPLORERS)
+}
 
 __all__ = ["QUESTIONS"]

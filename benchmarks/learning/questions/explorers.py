@@ -8,29 +8,21 @@ from functools import partial
 import gymnasium as gym
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
 import torchreplay as tr
 from benchmarks.learning.cell import Point, Question
+from benchmarks.learning.double_dqn import FIELDS, GAMMA, Learner, network, scaled
 from torchreplay.ray import ExplorerContext, ExplorerPool
 
 STEP_SECONDS = 0.004
 EXPLORERS_TRIED = (1, 2, 4, 8, 16)
 SOLVED_AT = 475.0
-EPISODES = 20
-GAMMA, N_STEP = 0.99, 3
+N_STEP = 3
 BATCH_SIZE = 128
 CAPACITY = 50_000
 EVALUATE_EVERY = 50
-TARGET_EVERY = 50
 MOST_SECONDS = 600.0
 """Of a run, after which it counts as one that never solves the task."""
-
-
-def network() -> nn.Module:
-    """Returns a Q network for CartPole's states, float32 `[..., 4]` to `[..., 2]`."""
-    return nn.Sequential(nn.Linear(4, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 2))
 
 
 class Slow(gym.Wrapper):
@@ -41,8 +33,7 @@ class Slow(gym.Wrapper):
         due = time.perf_counter() + STEP_SECONDS
         obs, reward, terminated, truncated, info = self.env.step(action)
         time.sleep(max(0.0, due - time.perf_counter()))
-        # The mean of rewards scaled so is a return within [0, 1], where the Huber loss is quadratic.
-        return obs, (1 - GAMMA) * float(reward), terminated, truncated, info
+        return obs, scaled(float(reward)), terminated, truncated, info
 
 
 @torch.no_grad()
@@ -66,59 +57,13 @@ def explore(ctx: ExplorerContext) -> None:
             writer.reset(obs=obs)
 
 
-class Learner:
-    """Double DQN.
-
-    Args:
-        seed: Of the network.
-    """
-
-    def __init__(self, seed: int) -> None:
-        torch.manual_seed(seed)
-        self.q, self._target = network(), network()
-        self._target.load_state_dict(self.q.state_dict())
-        self._optimizer = torch.optim.Adam(self.q.parameters(), lr=1e-3)
-        self.steps = 0
-
-    def learn(self, batch: tr.ReplayBatch) -> Tensor:
-        """Does one update; returns the TD errors `[B]`."""
-        with torch.no_grad():
-            best = self.q(batch["next_obs"]).argmax(-1, keepdim=True)
-            value = self._target(batch["next_obs"]).gather(-1, best).squeeze(-1)
-            goal = batch["reward"] + batch["discount"] * value
-        q = self.q(batch["obs"]).gather(-1, batch["action"].unsqueeze(-1)).squeeze(-1)
-        loss = (batch["weight"] * F.huber_loss(q, goal, reduction="none")).mean()
-        self._optimizer.zero_grad()
-        loss.backward()
-        self._optimizer.step()
-        self.steps += 1
-        if self.steps % TARGET_EVERY == 0:
-            self._target.load_state_dict(self.q.state_dict())
-        errors: Tensor = goal - q.detach()
-        return errors
-
-    @torch.no_grad()
-    def evaluate(self, seed: int) -> float:
-        """Returns the mean return of greedy episodes."""
-        envs = gym.make_vec("CartPole-v1", num_envs=EPISODES)
-        obs, _ = envs.reset(seed=seed)
-        returns, alive = np.zeros(EPISODES), np.ones(EPISODES, bool)
-        while alive.any():
-            obs, _, terminated, truncated, _ = envs.step(self.q(torch.from_numpy(obs)).argmax(-1).numpy())
-            returns += alive
-            alive &= ~(terminated | truncated)
-        return float(returns.mean())
-
-
 def seconds_to_solve(seed: int, explorers: int) -> float:
     """Returns seconds from when all explorers play to the evaluation that solves the task; infinity: none did."""
-    fields = {"obs": tr.Field((4,)), "action": tr.Field((), torch.int64), "reward": tr.Field()}
-    fields |= {"terminated": tr.Field((), torch.bool), "truncated": tr.Field((), torch.bool)}
     learner = Learner(seed)
     weights = tr.SharedWeights(learner.q)
     with (
         tr.ReplayBuffer(
-            fields,
+            FIELDS,
             CAPACITY,
             sampler=tr.Prioritized(alpha=0.6, beta=0.4),
             view=tr.Transitions(n_step=N_STEP, gamma=GAMMA),
