@@ -1,5 +1,7 @@
 """Double DQN (van Hasselt et al. 2016, https://arxiv.org/abs/1509.06461) on CartPole-v1, for several questions."""
 
+from typing import Any
+
 import gymnasium as gym
 import numpy as np
 import torch
@@ -19,6 +21,7 @@ GAMMA = 0.99
 EPISODES = 20
 """Greedy ones, in an evaluation."""
 TARGET_EVERY = 50
+EPSILON = 0.1
 
 
 def scaled(reward: float) -> float:
@@ -31,36 +34,48 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 2))
 
 
-class Learner:
+class Learner(nn.Module):
     """Double DQN.
 
     Args:
         seed: Of the network.
+
+    Attributes:
+        q: The network.
+        steps: Updates so far.
     """
 
     def __init__(self, seed: int) -> None:
+        super().__init__()
         torch.manual_seed(seed)
         self.q, self._target = network(), network()
         self._target.load_state_dict(self.q.state_dict())
-        self._optimizer = torch.optim.Adam(self.q.parameters(), lr=1e-3)
+        self.optimizer = torch.optim.Adam(self.q.parameters(), lr=1e-3)
         self.steps = 0
 
-    def learn(self, batch: tr.ReplayBatch) -> Tensor:
-        """Does one update; returns the TD errors `[B]`."""
+    def loss(self, batch: tr.ReplayBatch) -> tuple[Tensor, Tensor]:
+        """Returns the loss and the TD errors `[B]`."""
         with torch.no_grad():
             best = self.q(batch["next_obs"]).argmax(-1, keepdim=True)
             value = self._target(batch["next_obs"]).gather(-1, best).squeeze(-1)
             goal = batch["reward"] + batch["discount"] * value
         q = self.q(batch["obs"]).gather(-1, batch["action"].unsqueeze(-1)).squeeze(-1)
-        loss = (batch["weight"] * F.huber_loss(q, goal, reduction="none")).mean()
-        self._optimizer.zero_grad()
-        loss.backward()
-        self._optimizer.step()
+        return (batch["weight"] * F.huber_loss(q, goal, reduction="none")).mean(), goal - q.detach()
+
+    def learn(self, batch: tr.ReplayBatch) -> Tensor:
+        """Does one update; returns the TD errors `[B]`."""
+        loss, errors = self.loss(batch)
+        self.optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.count()
+        return errors
+
+    def count(self) -> None:
+        """Counts an update; now and then the target becomes the network."""
         self.steps += 1
         if self.steps % TARGET_EVERY == 0:
             self._target.load_state_dict(self.q.state_dict())
-        errors: Tensor = goal - q.detach()
-        return errors
 
     @torch.no_grad()
     def evaluate(self, seed: int) -> float:
@@ -73,3 +88,46 @@ class Learner:
             returns += alive
             alive &= ~(terminated | truncated)
         return float(returns.mean())
+
+
+class Explorer:
+    """Plays CartPole-v1 into a buffer, with the weights that were published last.
+
+    Args:
+        buffer: To write into.
+        seed: Of the environment and of the random actions.
+
+    Attributes:
+        policy: The network that it plays with.
+        plays: Whether it is amid an episode.
+    """
+
+    def __init__(self, buffer: tr.ReplayBuffer, seed: int) -> None:
+        self.policy = network()
+        self.plays = False
+        self._env, self._rng = gym.make("CartPole-v1"), np.random.default_rng(seed)
+        self._env.reset(seed=seed)
+        self._writer = buffer.writer()
+        self._obs: np.ndarray
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Plays one step."""
+        if not self.plays:
+            self._obs, _ = self._env.reset()
+            self._writer.reset(obs=self._obs)
+        greedy = self._rng.random() >= EPSILON
+        action = int(self.policy(torch.from_numpy(self._obs)).argmax()) if greedy else int(self._rng.integers(2))
+        self._obs, reward, terminated, truncated, _ = self._env.step(action)
+        ends = {"terminated": terminated, "truncated": truncated}
+        self._writer.step(obs=self._obs, action=action, reward=scaled(float(reward)), **ends)
+        self.plays = not (terminated or truncated)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what its next steps depend on, between two episodes: its generators."""
+        return {"env": self._env.unwrapped.np_random.bit_generator.state, "actions": self._rng.bit_generator.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where `state_dict` was called."""
+        self._env.unwrapped.np_random.bit_generator.state = state["env"]
+        self._rng.bit_generator.state = state["actions"]

@@ -7,52 +7,16 @@ import time
 from collections.abc import Iterable
 from functools import partial
 
-import gymnasium as gym
-import numpy as np
-import torch
-
 import torchreplay as tr
 from benchmarks.learning.cell import Point, Question
-from benchmarks.learning.double_dqn import EPISODES, FIELDS, GAMMA, Learner, network, scaled
+from benchmarks.learning.double_dqn import EPISODES, FIELDS, GAMMA, Explorer, Learner
 
 STEPS = 20_000
 LEARN_FROM = 1_000
 EVALUATE_EVERY = 1_000
-EPSILON = 0.1
 BATCH_SIZE = 64
 PREFETCHES = (0, 2, 4, 16)
 PUBLISHED_EVERY = (1, 10, 100, 1_000)
-
-
-class Explorer:
-    """Plays CartPole-v1 into a buffer, with the weights that were published last.
-
-    Args:
-        buffer: To write into.
-        seed: Of the environment and of the random actions.
-    """
-
-    def __init__(self, buffer: tr.ReplayBuffer, seed: int) -> None:
-        self.policy = network()
-        self._env, self._rng = gym.make("CartPole-v1"), np.random.default_rng(seed)
-        self._writer = buffer.writer()
-        self._obs: np.ndarray
-        self._begin(seed)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Plays one step."""
-        greedy = self._rng.random() >= EPSILON
-        action = int(self.policy(torch.from_numpy(self._obs)).argmax()) if greedy else int(self._rng.integers(2))
-        self._obs, reward, terminated, truncated, _ = self._env.step(action)
-        ends = {"terminated": terminated, "truncated": truncated}
-        self._writer.step(obs=self._obs, action=action, reward=scaled(float(reward)), **ends)
-        if terminated or truncated:
-            self._begin()
-
-    def _begin(self, seed: int | None = None) -> None:
-        self._obs, _ = self._env.reset(seed=seed)
-        self._writer.reset(obs=self._obs)
 
 
 def play(seed: int, prefetch: int = 0, publish_every: int = 1) -> Iterable[Point]:
