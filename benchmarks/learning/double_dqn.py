@@ -34,6 +34,11 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 2))
 
 
+def act(policy: nn.Module, obs: np.ndarray, epsilon: float, rng: np.random.Generator) -> int:
+    """Returns the best action, or with probability `epsilon` a random one."""
+    return int(rng.integers(2)) if rng.random() < epsilon else int(policy(torch.from_numpy(obs)).argmax())
+
+
 class Learner(nn.Module):
     """Double DQN.
 
@@ -116,8 +121,7 @@ class Explorer:
         if not self.plays:
             self._obs, _ = self._env.reset()
             self._writer.reset(obs=self._obs)
-        greedy = self._rng.random() >= EPSILON
-        action = int(self.policy(torch.from_numpy(self._obs)).argmax()) if greedy else int(self._rng.integers(2))
+        action = act(self.policy, self._obs, EPSILON, self._rng)
         self._obs, reward, terminated, truncated, _ = self._env.step(action)
         ends = {"terminated": terminated, "truncated": truncated}
         self._writer.step(obs=self._obs, action=action, reward=scaled(float(reward)), **ends)

@@ -1,0 +1,74 @@
+"""What every Ape-X run shares, whatever its replay buffer: the slow environment, epsilons, the learner's loop."""
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from torch import Tensor, nn
+
+from benchmarks.learning.double_dqn import Learner, scaled
+
+STEP_SECONDS = 0.004
+SOLVED_AT = 475.0
+N_STEP = 3
+BATCH_SIZE = 128
+CAPACITY = 50_000
+MIN_ROWS = 500
+PUBLISH_EVERY = 10
+EVALUATE_EVERY = 50
+MOST_SECONDS = 600.0
+"""Of a run, after which it counts as one that never solves the task."""
+
+
+class Slow(gym.Wrapper):
+    """CartPole-v1 whose step takes real time, without a processor: a simulator elsewhere, or a robot."""
+
+    def __init__(self) -> None:
+        super().__init__(gym.make("CartPole-v1"))
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, object]]:
+        """Steps, and waits."""
+        due = time.perf_counter() + STEP_SECONDS
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        time.sleep(max(0.0, due - time.perf_counter()))
+        return obs, scaled(float(reward)), terminated, truncated, info
+
+
+def epsilon_of(index: int, explorers: int) -> float:
+    """Returns an explorer's share of random actions: spread as by Horgan et al., 0.1 for a single one."""
+    return float(0.4 ** (1 + 7 * index / (explorers - 1))) if explorers > 1 else 0.1
+
+
+def seconds_until_solved(
+    learner: Learner,
+    batches: Iterable[Any],
+    feed_back: Callable[[Any, Tensor], None],
+    publish: Callable[[nn.Module], object],
+    seed: int,
+) -> float:
+    """Learns until an evaluation solves the task.
+
+    Args:
+        learner: Who learns.
+        batches: Prioritized ones, without end.
+        feed_back: Takes a batch and its TD errors.
+        publish: Gives explorers new weights.
+        seed: Of the evaluations.
+
+    Returns:
+        Seconds from the call on; infinity where it takes too long.
+    """
+    start = time.perf_counter()
+    for batch in batches:
+        feed_back(batch, learner.learn(batch))
+        if learner.steps % PUBLISH_EVERY == 0:
+            publish(learner.q)
+        seconds = time.perf_counter() - start
+        if learner.steps % EVALUATE_EVERY == 0 and learner.evaluate(seed) >= SOLVED_AT:
+            return seconds
+        if seconds > MOST_SECONDS:
+            break
+    return math.inf

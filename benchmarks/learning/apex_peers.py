@@ -1,0 +1,193 @@
+"""Ape-X with the buffers of others: cpprb's in shared memory, and cpprb's in a Ray actor.
+
+Explorers build n-step transitions themselves. Nothing holds the ratio of draws to rows: the learner draws when it can.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from multiprocessing import get_context
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from benchmarks.learning.apex import BATCH_SIZE, CAPACITY, MIN_ROWS, N_STEP, Slow, epsilon_of, seconds_until_solved
+from benchmarks.learning.double_dqn import GAMMA, Learner, act, network
+
+Row = dict[str, Any]
+ENV = {
+    "obs": {"shape": 4},
+    "action": {"dtype": np.int64},
+    "reward": {},
+    "next_obs": {"shape": 4},
+    "discount": {},
+}
+SEND = 50
+"""Rows that an explorer sends to a Ray actor at a time."""
+
+
+class NSteps:
+    """Builds n-step transitions of an episode's steps."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[Any, int, float]] = deque()
+
+    def add(self, obs: Any, action: int, reward: float, next_obs: Any, terminated: bool, over: bool) -> Iterator[Row]:
+        """Takes a step, and yields the transitions that it completes; at the end of an episode all that are left."""
+        self._steps.append((obs, action, reward))
+        while self._steps and (over or len(self._steps) == N_STEP):
+            discount = 0.0 if terminated else GAMMA ** len(self._steps)
+            total = sum(GAMMA**k * reward for k, (_, _, reward) in enumerate(self._steps))
+            first, taken, _ = self._steps.popleft()
+            yield {"obs": first, "action": taken, "reward": total, "next_obs": next_obs, "discount": discount}
+
+
+@torch.no_grad()
+def explore(policy: nn.Module, seed: int, index: int, explorers: int) -> Iterator[Row]:
+    """Plays without end, and yields n-step transitions."""
+    torch.set_num_threads(1)
+    env, rng, epsilon = Slow(), np.random.default_rng([seed, index]), epsilon_of(index, explorers)
+    obs, _ = env.reset(seed=1_000 * seed + index)
+    steps = NSteps()
+    while True:
+        action = act(policy, obs, epsilon, rng)
+        next_obs, reward, terminated, truncated, _ = env.step(action)
+        yield from steps.add(obs, action, reward, next_obs, terminated, terminated or truncated)
+        obs = env.reset()[0] if terminated or truncated else next_obs
+
+
+def _as_tensors(sample: Row) -> Row:
+    """Returns a batch of cpprb's as the learner takes it: cpprb's scalars are `[B, 1]`."""
+    batch = {name: torch.from_numpy(np.array(sample[name])) for name in ENV}
+    batch |= {name: batch[name].squeeze(-1) for name in ("action", "reward", "discount")}
+    return batch | {"weight": torch.from_numpy(np.array(sample["weights"])).float(), "indexes": sample["indexes"]}
+
+
+def _solve(
+    learner: Learner, size: Callable[[], int], sample: Callable[[], Row], update: Any, publish: Any, seed: int
+) -> float:
+    def batches() -> Iterator[Row]:
+        while size() < MIN_ROWS:
+            time.sleep(0.01)
+        while True:
+            yield _as_tensors(sample())
+
+    def feed_back(batch: Row, errors: Tensor) -> None:
+        update(batch["indexes"], errors.abs().numpy())
+
+    return seconds_until_solved(learner, batches(), feed_back, publish, seed)
+
+
+def _explore_into(buffer: Any, policy: nn.Module, started: Any, seed: int, index: int, explorers: int) -> None:
+    for number, row in enumerate(explore(policy, seed, index, explorers)):
+        buffer.add(**row)
+        if number == 0:
+            started.release()
+
+
+def with_cpprb(seed: int, explorers: int) -> float:
+    """Returns seconds until it is solved, with explorers that are forked and share the buffer and the weights."""
+    import cpprb
+
+    fork = get_context("fork")
+    buffer = cpprb.MPPrioritizedReplayBuffer(CAPACITY, ENV, alpha=0.6, ctx=fork)
+    learner, policy, started = Learner(seed), network().share_memory(), fork.Semaphore(0)
+    policy.load_state_dict(learner.q.state_dict())
+    crew = [
+        fork.Process(target=_explore_into, args=(buffer, policy, started, seed, index, explorers), daemon=True)
+        for index in range(explorers)
+    ]
+    for process in crew:
+        process.start()
+    try:
+        for _ in crew:
+            started.acquire()
+        return _solve(
+            learner,
+            buffer.get_stored_size,
+            lambda: buffer.sample(BATCH_SIZE, beta=0.4),
+            buffer.update_priorities,
+            lambda q: policy.load_state_dict(q.state_dict()),
+            seed,
+        )
+    finally:
+        for process in crew:
+            process.kill()
+            process.join()
+
+
+class ActorBuffer:
+    """A prioritized buffer in a Ray actor, which hands out weights, too."""
+
+    def __init__(self) -> None:
+        import cpprb
+
+        self._buffer = cpprb.PrioritizedReplayBuffer(CAPACITY, ENV, alpha=0.6)
+        self._weights: Any = None
+        self._writers: set[int] = set()
+
+    def add(self, index: int, rows: Row) -> Any:
+        """Writes an explorer's rows; returns the newest weights."""
+        self._buffer.add(**rows)
+        self._writers.add(index)
+        return self._weights
+
+    def writers(self) -> int:
+        """Returns how many explorers have written."""
+        return len(self._writers)
+
+    def size(self) -> int:
+        """Returns how many rows there are."""
+        return int(self._buffer.get_stored_size())
+
+    def sample(self) -> Row:
+        """Returns a batch."""
+        return {name: np.array(values) for name, values in self._buffer.sample(BATCH_SIZE, beta=0.4).items()}
+
+    def update(self, indexes: Any, errors: Any) -> None:
+        """Takes TD errors."""
+        self._buffer.update_priorities(indexes, errors)
+
+    def publish(self, weights: Any) -> None:
+        """Takes new weights."""
+        self._weights = weights
+
+
+def _send_to(buffer: Any, seed: int, index: int, explorers: int) -> None:
+    import ray
+
+    policy, rows = network(), []
+    for row in explore(policy, seed, index, explorers):
+        rows.append(row)
+        if len(rows) == SEND:
+            weights = ray.get(buffer.add.remote(index, {name: np.array([row[name] for row in rows]) for name in ENV}))
+            rows.clear()
+            if weights is not None:
+                policy.load_state_dict(weights)
+
+
+def with_ray_actor(seed: int, explorers: int) -> float:
+    """Returns seconds until it is solved, with explorers that are Ray tasks and send their rows to an actor."""
+    import ray
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    try:
+        learner = Learner(seed)
+        buffer: Any = ray.remote(num_cpus=0)(ActorBuffer).remote()
+        explorer: Any = ray.remote(num_cpus=0)(_send_to)
+        for index in range(explorers):
+            explorer.remote(buffer, seed, index, explorers)
+        while ray.get(buffer.writers.remote()) < explorers:
+            time.sleep(0.01)
+        return _solve(
+            learner,
+            lambda: ray.get(buffer.size.remote()),
+            lambda: ray.get(buffer.sample.remote()),
+            buffer.update.remote,
+            lambda q: buffer.publish.remote(q.state_dict()),
+            seed,
+        )
+    finally:
+        ray.shutdown()
