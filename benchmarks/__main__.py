@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.cases import CASES, LONG_CASES
+from benchmarks.chart import draw
 from benchmarks.line import Line
 from benchmarks.machine import describe
 from benchmarks.plan import FULL, QUICK
@@ -37,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elapsed = time.perf_counter() - start
     write_json(options.json, as_json(lines, plan, elapsed))
     print(f"\n{elapsed:.0f} s; every round is in {options.json}")
+    if pictures := draw(lines, options.json.with_suffix(".png")):
+        print("three figures of it as a picture: " + ", ".join(map(str, pictures)))
     return 0
 
 

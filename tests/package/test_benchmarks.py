@@ -4,13 +4,14 @@ import dataclasses
 import json
 import signal
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import torchreplay as tr
-from benchmarks import kills, timing
+from benchmarks import chart, kills, timing
 from benchmarks.cases.gpu import learner, measure_gpu, waits_within
 from benchmarks.child import ChildError, run_module
 from benchmarks.copies import repeat
@@ -209,3 +210,18 @@ def test_the_profiler_shows_no_wait_in_a_step_with_replay_and_one_where_the_td_e
     for counted in waits:
         assert counted.median("torchreplay") == 0
         assert counted.median("td.cpu() each step") >= 1
+
+
+def charted() -> list[Line]:
+    measured: dict[str, list[float]] = {"torchreplay": [1.0, 3.0, 2.0], "cpprb": [20.0, 30.0, 10.0]}
+    return [Line(*key, "us", dict(measured)) for panel in chart.PANELS for key in panel.lines]
+
+
+def test_the_picture_of_three_figures_is_drawn_light_and_dark_from_all_of_its_benchmarks(tmp_path: Path):
+    assert chart.draw(charted(), tmp_path / "a.png") == [tmp_path / "a.png", tmp_path / "a_dark.png"]
+    assert {path.read_bytes()[:4] for path in tmp_path.iterdir()} == {b"\x89PNG"}
+
+
+def test_no_picture_is_drawn_where_one_of_its_benchmarks_is_missing(tmp_path: Path):
+    assert chart.draw(charted()[1:], tmp_path / "a.png") == []
+    assert not list(tmp_path.iterdir())
