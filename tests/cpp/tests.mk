@@ -1,11 +1,16 @@
 # C++ unit tests: every tests/cpp/test_*.cpp becomes one binary per variant.
 #   make test-cpp                          plain, and address + undefined sanitizers
 #   make test-cpp CPP_VARIANTS=thread      ThreadSanitizer (part of `make soak`)
+#   make test-cpp CPP_VARIANTS=aarch64     64-bit ARM under emulation: needs g++-aarch64-linux-gnu and qemu-user-static
 
 CPP_VARIANTS ?= plain address
 CPP_FLAGS_plain := -O1
 CPP_FLAGS_address := -Og -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
 CPP_FLAGS_thread := -O1 -g1 -fno-omit-frame-pointer -fsanitize=thread -Wno-tsan -DTORCHREPLAY_RACEFREE
+CPP_FLAGS_aarch64 := -O1 -static
+
+CPP_CXX_aarch64 := aarch64-linux-gnu-g++
+CPP_RUN_aarch64 := qemu-aarch64-static
 
 # ThreadSanitizer of GCC 12 cannot map its shadow under the wider address randomisation of newer kernels.
 CPP_RUN_thread := env TSAN_OPTIONS=die_after_fork=0 setarch -R
@@ -17,7 +22,7 @@ CPP_ARGS_thread := --catch_system_errors=no
 CPP_OUT := build/cpp
 CPP_NAMES := $(patsubst tests/cpp/%.cpp,%,$(wildcard tests/cpp/test_*.cpp))
 CPP_BOOST = $(shell $(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/cmeel.prefix/include
-CPP_COMPILE = $(CXX) -std=c++20 -Wall -Wextra -ffp-contract=off -fno-trapping-math -Icpp -isystem $(CPP_BOOST)
+CPP_COMPILE = $(or $(CPP_CXX_$(1)),$(CXX)) -std=c++20 -Wall -Wextra -ffp-contract=off -fno-trapping-math -Icpp -isystem $(CPP_BOOST)
 
 .PHONY: test-cpp
 .SECONDARY:
@@ -25,15 +30,18 @@ CPP_COMPILE = $(CXX) -std=c++20 -Wall -Wextra -ffp-contract=off -fno-trapping-ma
 test-cpp: $(foreach variant,$(CPP_VARIANTS),$(CPP_NAMES:%=run-$(variant)-%))
 
 # The runner needs no sanitizer: it is linked after the test's own, instrumented code.
-$(CPP_OUT)/runner.o: tests/cpp/runner.cpp $(STAMPS)/env
-	@mkdir -p $(@D)
-	$(CPP_COMPILE) -O0 -c $< -o $@
+define cpp_runner
+$(CPP_OUT)/runner$(1:%=-%).o: tests/cpp/runner.cpp $(STAMPS)/env
+	@mkdir -p $$(@D)
+	$$(call CPP_COMPILE,$(1)) -O0 -c $$< -o $$@
+endef
+$(foreach machine,"" aarch64,$(eval $(call cpp_runner,$(filter-out "",$(machine)))))
 
 define cpp_variant
-$(CPP_OUT)/$(1)/%: tests/cpp/%.cpp $(CPP_OUT)/runner.o tests/cpp/tests.mk
+$(CPP_OUT)/$(1)/%: tests/cpp/%.cpp $(CPP_OUT)/runner$(if $(CPP_CXX_$(1)),-$(1)).o tests/cpp/tests.mk
 	@mkdir -p $$(@D)
-	$$(CPP_COMPILE) $$(CPP_FLAGS_$(1)) -MMD -MP -MT $$@ -MF $$@.d -c $$< -o $$@.o
-	$$(CXX) $$(CPP_FLAGS_$(1)) $$@.o $(CPP_OUT)/runner.o -o $$@ -pthread
+	$$(call CPP_COMPILE,$(1)) $$(CPP_FLAGS_$(1)) -MMD -MP -MT $$@ -MF $$@.d -c $$< -o $$@.o
+	$$(or $$(CPP_CXX_$(1)),$$(CXX)) $$(CPP_FLAGS_$(1)) $$@.o $(CPP_OUT)/runner$(if $(CPP_CXX_$(1)),-$(1)).o -o $$@ -pthread
 
 .PHONY: $(CPP_NAMES:%=run-$(1)-%)
 $(CPP_NAMES:%=run-$(1)-%): run-$(1)-%: $(CPP_OUT)/$(1)/%
@@ -42,4 +50,4 @@ $(CPP_NAMES:%=run-$(1)-%): run-$(1)-%: $(CPP_OUT)/$(1)/%
 
 -include $(CPP_NAMES:%=$(CPP_OUT)/$(1)/%.d)
 endef
-$(foreach variant,plain address thread,$(eval $(call cpp_variant,$(variant))))
+$(foreach variant,plain address thread aarch64,$(eval $(call cpp_variant,$(variant))))
