@@ -244,6 +244,6 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)  # its remarks on hardware are not the run's
+    logging.disable(logging.INFO)  # Lightning's remarks on the hardware
     warnings.filterwarnings("ignore", module="pytorch_lightning")
     main(tyro.cli(Args))

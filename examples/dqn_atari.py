@@ -1,9 +1,8 @@
 """Dueling double DQN on an Atari game's screen, with explorers that play several games side by side.
 
 After Ape-X (Horgan et al. 2018, https://arxiv.org/abs/1803.00933) and the dueling network (Wang et al. 2016,
-https://arxiv.org/abs/1511.06581). The explorers write every frame once. The stacks of four frames and the 3-step
-returns are built when a batch is drawn, so that a transition takes 7 KB. A short run shows the throughput and the
-memory; Pong takes hours:
+https://arxiv.org/abs/1511.06581). Explorers write every frame once; stacks of four frames and 3-step returns are built
+when a batch is drawn: 7 KB a transition. A short run shows the throughput and the memory; Pong takes hours:
 
     python examples/dqn_atari.py --total-steps 1000 --eval-every 500
     python examples/dqn_atari.py --actions 0 2 3
@@ -16,6 +15,7 @@ import json
 import time
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -143,8 +143,8 @@ class Games:
 def act(q: nn.Module, stacks: np.ndarray, epsilons: np.ndarray | float, rng: np.random.Generator) -> np.ndarray:
     """Returns the best action of each environment, or any with the environment's probability epsilon, `[num_envs]`."""
     values = q(torch.from_numpy(stacks)).numpy()
-    num_envs, actions = values.shape
-    return np.where(rng.random(num_envs) < epsilons, rng.integers(actions, size=num_envs), values.argmax(-1))
+    any_action = rng.integers(values.shape[1], size=len(values))
+    return np.where(rng.random(len(values)) < epsilons, any_action, values.argmax(-1))
 
 
 def explore(ctx: ExplorerContext, args: Args) -> None:
@@ -207,7 +207,6 @@ def learn(q: nn.Module, pool: ExplorerPool, buffer: tr.ReplayBuffer, weights: tr
             target.load_state_dict(q.state_dict())
         if step % 25 == 0:
             weights.publish(q)
-        if step % 10 == 0:
             history.observe(batch)
         monitor.step(step)
         if step % args.eval_every == 0:
@@ -223,6 +222,7 @@ def learn(q: nn.Module, pool: ExplorerPool, buffer: tr.ReplayBuffer, weights: tr
             if solved:
                 break
     if args.plot and history.moments:
+        Path(args.plot).parent.mkdir(parents=True, exist_ok=True)
         replay_health(history, args.plot, f"Ape-X on {args.game}'s screen", args.solved_at)
 
 
