@@ -170,6 +170,7 @@ def learn(q: nn.Module, pool: ExplorerPool, buffer: tr.ReplayBuffer, weights: tr
                 curves.add_scalar("charts/mean_return", mean_return, step)
                 for index, explorer in enumerate(pool.stats()):
                     curves.add_scalar(f"charts/mean_return_of_explorer_{index}", explorer.mean_return, step)
+                curves.flush()
             if solved:
                 break
 

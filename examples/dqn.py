@@ -157,9 +157,9 @@ def main(args: Args) -> None:
             print(json.dumps(line | {"solved": solved}), flush=True)
             if curves:
                 curves.add_scalar("charts/mean_return", mean_return, step)
+                curves.flush()
             if solved:
                 break
-    monitor.log(step)
 
 
 if __name__ == "__main__":

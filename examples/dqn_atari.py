@@ -87,7 +87,6 @@ class Args:
 
 
 STACK, SIDE = 4, 84  # frames that the network sees at once, and their height and width
-
 # What a row of the buffer holds: one frame, and the action, reward and flags that led to it.
 SPEC = {"obs": tr.Field((SIDE, SIDE), torch.uint8), "action": tr.Field((), torch.int64), "reward": tr.Field()}
 SPEC |= {name: tr.Field((), torch.bool) for name in ("terminated", "truncated")}
@@ -218,6 +217,7 @@ def learn(q: nn.Module, pool: ExplorerPool, buffer: tr.ReplayBuffer, weights: tr
             print(json.dumps(line | {"bytes_per_row": round(buffer.nbytes / args.capacity)}), flush=True)
             if curves:
                 curves.add_scalar("charts/mean_return", mean_return, step)
+                curves.flush()
             history.record(step, mean_return, [explorer.mean_return for explorer in pool.stats()])
             if solved:
                 break

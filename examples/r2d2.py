@@ -1,9 +1,8 @@
 """R2D2 on a T-maze: recurrent Q-learning with stored state and burn-in, beside a network that cannot remember.
 
-After Kapturowski et al. (2019, https://openreview.net/forum?id=r1lyTjAqYX). The explorers write each observation once,
-and with each step the state of the LSTM that chose its action. The learner draws overlapping sequences by priority and
-starts its LSTM from the stored state. It unrolls the first `burn_in` steps only to bring that state up to date with its
-weights. The paper's n-step returns and rescaled values are left out: short ways and small rewards do not need them.
+After Kapturowski et al. (2019, https://openreview.net/forum?id=r1lyTjAqYX), without n-step returns and rescaled values.
+Explorers write each observation once, and with each step the state of the LSTM that chose its action. The learner draws
+overlapping sequences by priority, starts its LSTM from the stored state and brings that up to date by `burn_in` steps.
 
     python examples/r2d2.py --seed 1
     python examples/r2d2.py --network feedforward
@@ -223,6 +222,7 @@ def learn(q: QNetwork, buffer: tr.ReplayBuffer, weights: tr.SharedWeights, args:
             print(json.dumps(line), flush=True)
             if curves:
                 curves.add_scalar("charts/mean_return", mean_return, step)
+                curves.flush()
             if solved:
                 return
 
