@@ -1,9 +1,9 @@
 """Ape-X double DQN on CartPole-v1, with Ray explorers and a Lightning learner: what `make demo` runs.
 
-Distributed Prioritized Experience Replay (Horgan et al. 2018, https://arxiv.org/abs/1803.00933) on one machine. Four
-explorers, each with its own epsilon and its own copy of the network, write each observation once into one shared
-buffer, with the |TD error| that they computed themselves as the first priority. The n-step returns are made when a
-batch is drawn. The learner draws by priority, learns, feeds the new TD errors back, and publishes its weights.
+Distributed Prioritized Experience Replay (Horgan et al. 2018, https://arxiv.org/abs/1803.00933) on one machine. Each of
+four explorers has its own epsilon and its own copy of the network. They write each observation once into one shared
+buffer. Its first priority is the |TD error| that they found themselves. The n-step returns are made when a batch is
+drawn. The learner draws by priority, learns, feeds the new TD errors back, and publishes its weights.
 
 apex.py is the same as a plain loop. progress.py is what a terminal shows meanwhile, and the picture at the end.
 

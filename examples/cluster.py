@@ -6,8 +6,8 @@ priority so far.
 
 By itself the program starts a cluster of its own on this machine. The buffer and the learner are on its head, the
 explorers on two more nodes, which share no memory with it. On a real one, run it where the learner is to be and say
-where the cluster is. With `--shards` each of the explorers' nodes has a part of the buffer, which its explorers write
-to without a message, and the learner draws from all parts as from one buffer.
+where the cluster is. With `--shards` each of the explorers' nodes has a part of the buffer. Explorers write to that
+part without a message, and the learner draws from all parts as from one buffer.
 
     python examples/cluster.py --seed 1
     python examples/cluster.py --shards
