@@ -7,11 +7,11 @@ import subprocess
 import sys
 from collections import deque
 from itertools import groupby
-from pathlib import Path
 
 import gymnasium
 import pytest
 import torch
+from child_processes import children_of
 from example_programs import EXAMPLES, evaluations, imported, refusal, succeed
 
 import torchreplay as tr
@@ -63,20 +63,13 @@ def test_it_solves_cartpole_within_five_minutes(backend, seed, tmp_path):
     assert evaluations(done)[-1]["solved"]
 
 
-def explorers_of(pid):
-    """The processes that a thread of the process `pid` has spawned."""
-    lists = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-    children = {int(child) for children in lists for child in children}
-    return [child for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
-
-
 @pytest.mark.slow
 def test_a_killed_explorer_is_reported_and_started_again_and_the_learner_goes_on(tmp_path):
     flags = "--num-explorers 1 --total-steps 400 --eval-every 100 --eval-episodes 2 --solved-at 501 --no-tensorboard"
     command = [sys.executable, str(EXAMPLES / "apex.py"), *flags.split()]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as learner:
         first = json.loads(learner.stdout.readline())
-        (explorer,) = explorers_of(learner.pid)
+        (explorer,) = [pid for pid, command in children_of(learner.pid).items() if "spawn_main" in command]
         os.kill(explorer, signal.SIGKILL)
         output, errors = learner.communicate(timeout=150)
     lines = [first, *map(json.loads, output.splitlines())]
