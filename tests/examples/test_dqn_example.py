@@ -47,9 +47,18 @@ def test_a_run_ends_with_the_evaluation_that_solves_the_task(example, capsys):
     assert [(line["step"], line["solved"]) for line in lines] == [(20, True)]
 
 
+def solves(seed, directory, timeout):
+    last = evaluations(succeed("dqn", directory, "--seed", str(seed), "--no-tensorboard", timeout=timeout))[-1]
+    return last["solved"] and last["mean_return"] >= 475
+
+
 @pytest.mark.slow
+def test_it_solves_cartpole(tmp_path):
+    assert solves(3, tmp_path, timeout=170)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("seed", range(5))
-def test_it_solves_cartpole(seed, tmp_path):
-    last = evaluations(succeed("dqn", tmp_path, "--seed", str(seed), "--no-tensorboard", timeout=170))[-1]
-    assert last["solved"]
-    assert last["mean_return"] >= 475
+def test_it_solves_cartpole_with_five_seeds(seed, tmp_path):
+    assert solves(seed, tmp_path, timeout=380)
