@@ -1,9 +1,11 @@
-"""Ape-X double DQN on CartPole-v1, with Ray explorers and a Lightning learner.
+"""Ape-X double DQN on CartPole-v1, with Ray explorers and a Lightning learner: what `make demo` runs.
 
-Distributed Prioritized Experience Replay (Horgan et al. 2018, https://arxiv.org/abs/1803.00933) on one machine. Four
-explorers, each with its own epsilon and its own copy of the network, write n-step transitions into one shared buffer.
-The first priorities are the |TD error| that the explorers computed themselves. The learner draws by priority, learns,
-feeds the new TD errors back, and publishes its weights.
+Distributed Prioritized Experience Replay (Horgan et al. 2018, https://arxiv.org/abs/1803.00933) on one machine. Each of
+four explorers has its own epsilon and its own copy of the network. They write each observation once into one shared
+buffer. Its first priority is the |TD error| that they found themselves. The n-step returns are made when a batch is
+drawn. The learner draws by priority, learns, feeds the new TD errors back, and publishes its weights.
+
+apex.py is the same as a plain loop. progress.py is what a terminal shows meanwhile, and the picture at the end.
 
     python examples/apex_cartpole.py --seed 1
 """
@@ -14,7 +16,6 @@ import copy
 import logging
 import warnings
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,12 +25,13 @@ import numpy as np
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
-from command_line import parse
+import tyro
 from progress import Progress
+from pytorch_lightning.loggers import TensorBoardLogger
 from torch import Tensor, nn
 
 import torchreplay as tr
-from torchreplay.lightning import PriorityFeedback, ReplayDataModule, WeightPublisher
+from torchreplay.lightning import PriorityFeedback, ReplayDataModule, ReplayMonitor, WeightPublisher
 from torchreplay.ray import ExplorerContext, ExplorerPool
 
 
@@ -49,6 +51,8 @@ class Args:
     """mean return of an evaluation that ends the run"""
     plot: str = "apex_cartpole.png"
     """file for the picture of the run; empty for none"""
+    tensorboard: bool = True
+    """whether to write curves to runs/apex_cartpole-seed<seed>"""
 
     num_explorers: int = 4
     """explorer processes"""
@@ -60,7 +64,7 @@ class Args:
     """discount of one step"""
 
     capacity: int = 50_000
-    """transitions that the buffer holds"""
+    """observations that the buffer holds"""
     learning_starts: int = 1_000
     """transitions to wait for before the first learner step"""
     samples_per_insert: float = 16.0
@@ -79,6 +83,11 @@ class Args:
     publish_every: int = 10
     """learner steps between two publications of the weights"""
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if type(value) is int and value < (least := 0 if name == "seed" else 1):
+                raise ValueError(f"{name}={value}: expected a whole number of at least {least}")
+
 
 class QNetwork(nn.Sequential):
     """Action values of CartPole's states, `[..., 4]` to `[..., 2]`."""
@@ -87,64 +96,50 @@ class QNetwork(nn.Sequential):
         super().__init__(nn.Linear(4, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 2))
 
 
-# What a row of the buffer holds: `discount` is gamma^m for the m steps really taken, 0 if the episode terminated.
-SPEC = {
-    "obs": tr.Field((4,)),
-    "action": tr.Field((), torch.int64),
-    "reward": tr.Field(),
-    "next_obs": tr.Field((4,)),
-    "discount": tr.Field(),
-}
-
-
 def explore(ctx: ExplorerContext, args: Args) -> None:
     """Plays until the learner has finished; runs in a process of its own."""
     torch.set_num_threads(1)
-    env = gym.make("CartPole-v1")
+    env = gym.wrappers.RecordEpisodeStatistics(gym.make("CartPole-v1"))
     rng = np.random.default_rng(ctx.seed)
     epsilon = args.epsilon ** (1 + 7 * ctx.index / max(ctx.num_explorers - 1, 1))
     policy = QNetwork().requires_grad_(False)
     ctx.pull_weights(policy)
     writer = ctx.writer()
 
-    obs, _ = env.reset(seed=ctx.seed)
-    q = policy(torch.from_numpy(obs)).numpy()
-    window: deque[Any] = deque()  # the last n_step steps, whose transitions are not written yet
-    episode_return, episode_length = 0.0, 0
+    env.reset(seed=ctx.seed)
     while not ctx.stopped:
-        action = rng.integers(2) if rng.random() < epsilon else q.argmax()
-        next_obs, reward, terminated, truncated, _ = env.step(int(action))
-        window.append((obs, action, reward, q[action]))
-        episode_return, episode_length = episode_return + float(reward), episode_length + 1
+        obs, _ = env.reset()
+        writer.reset(obs=obs)
+        q = policy(torch.from_numpy(obs)).numpy()
+        window: deque[tuple[float, float]] = deque(maxlen=args.n_step)
+        ended = False
+        while not ended and not ctx.stopped:
+            action = int(rng.integers(2) if rng.random() < epsilon else q.argmax())
+            obs, reward, terminated, truncated, info = env.step(action)
+            reward = (1 - args.gamma) * float(reward)  # returns then lie in [0, 1], where the Huber loss is quadratic
+            window.append((reward, q[action]))
+            ended = terminated or truncated
 
-        ctx.pull_weights(policy)  # one atomic read when there is nothing newer
-        next_q = policy(torch.from_numpy(next_obs)).numpy()
-        done = terminated or truncated
-        while len(window) == args.n_step or (done and window):
-            writer.append(**transition(window, next_obs, next_q.max(), terminated, args.gamma))
-            window.popleft()
-
-        obs, q = next_obs, next_q
-        if done:
-            ctx.record(episode_return=episode_return, episode_length=episode_length)
-            episode_return, episode_length = 0.0, 0
-            obs, _ = env.reset()
+            ctx.pull_weights(policy)  # one atomic read when there is nothing newer
             q = policy(torch.from_numpy(obs)).numpy()
+            priority = first_priority(window, 0.0 if terminated else q.max(), ended, args.gamma)
+            step = {"action": action, "reward": reward, "terminated": terminated, "truncated": truncated}
+            writer.step(obs=obs, priority=priority, **step)
+        if ended:
+            ctx.record(episode_return=info["episode"]["r"], episode_length=info["episode"]["l"])
 
 
-def transition(
-    window: deque[Any], next_obs: np.ndarray, value: float, terminated: bool, gamma: float
-) -> dict[str, Any]:
-    """Returns the row, with its priority, of the transition from the window's first step to `next_obs`.
+def first_priority(window: deque[tuple[float, float]], value: float, ended: bool, gamma: float) -> float:
+    """Returns the |TD error| of the transition that a step completes: the one that began n steps ago.
 
-    A time limit ends the window but not the task: only termination stops the bootstrapping. Rewards are scaled by
-    1 - gamma: returns then lie in [0, 1], where the Huber loss is quadratic.
+    A step that ends its episode completes all later ones, too: they get the largest. The window has the rewards of the
+    last n steps and the value of the action that was taken in each; `value` is that of where the last of them led.
     """
-    obs, action, _, q = window[0]
-    reward = (1 - gamma) * sum(gamma**k * step[2] for k, step in enumerate(window))
-    discount = 0.0 if terminated else gamma ** len(window)
-    row = {"obs": obs, "action": action, "reward": reward, "next_obs": next_obs, "discount": discount}
-    return row | {"priority": abs(reward + discount * value - q)}
+    errors = []
+    for reward, q in reversed(window):
+        value = reward + gamma * value
+        errors.append(abs(value - q))
+    return max(errors) if ended else errors[-1]
 
 
 class DoubleDQN(pl.LightningModule):
@@ -191,6 +186,8 @@ class Evaluation(pl.Callback):
         if step % self.args.eval_every == 0:
             returns = evaluate(self.q, self.args.eval_episodes, seed=self.args.seed + step)
             trainer.should_stop = self.progress.evaluated(step, returns.mean())
+            for logger in trainer.loggers:
+                logger.log_metrics({"charts/mean_return": returns.mean()}, step)
 
 
 @torch.no_grad()
@@ -206,28 +203,22 @@ def evaluate(q: nn.Module, episodes: int, seed: int) -> np.ndarray:
     return returns
 
 
-def local_explorers(args: Args, buffer: tr.ReplayBuffer, weights: tr.SharedWeights) -> ExplorerPool:
-    """Returns explorers on this machine."""
-    return ExplorerPool(partial(explore, args=args), args.num_explorers, buffer, weights, seed=args.seed)
-
-
-def main(
-    args: Args, make_explorers: Callable[..., Any] = local_explorers, make_buffer: Callable[..., Any] = tr.ReplayBuffer
-) -> None:
-    """Learns CartPole with the explorers that `make_explorers(args, buffer, weights)` returns."""
+def main(args: Args) -> None:
+    """Learns CartPole."""
     torch.set_num_threads(1)  # the network is small, and the explorers want the other cores
     pl.seed_everything(args.seed, verbose=False)
     learner = DoubleDQN(args)
     weights = tr.SharedWeights(learner.q)
-    buffer = make_buffer(
-        SPEC,
+    buffer = tr.ReplayBuffer(
+        tr.spec_from_env(gym.make("CartPole-v1")),
         args.capacity,
+        view=tr.Transitions(args.n_step, args.gamma),
         sampler=tr.Prioritized(args.alpha, tr.LinearSchedule(args.beta, 1.0, args.total_steps)),
         limiter=tr.SamplesPerInsert(args.samples_per_insert, args.learning_starts),
         seed=args.seed,
         name="CartPole",
     )
-    explorers = make_explorers(args, buffer, weights)
+    explorers = ExplorerPool(partial(explore, args=args), args.num_explorers, buffer, weights, seed=args.seed)
     progress = Progress(
         "Ape-X on CartPole-v1: Ray explorers, Lightning learner",
         buffer,
@@ -235,16 +226,14 @@ def main(
         args.solved_at,
         explorer_returns=lambda: [explorer.mean_return for explorer in explorers.stats()],
     )
+    curves = TensorBoardLogger("runs", name=f"apex_cartpole-seed{args.seed}", version="", purge_step=0)
+    publisher = WeightPublisher(weights, args.publish_every, module="q")
     trainer = pl.Trainer(
         accelerator="cpu",
         max_steps=args.total_steps,
         gradient_clip_val=10.0,
-        callbacks=[
-            PriorityFeedback(),
-            WeightPublisher(weights, args.publish_every, module="q"),
-            Evaluation(learner.q, progress, args),
-        ],
-        logger=False,
+        callbacks=[PriorityFeedback(), publisher, ReplayMonitor(), Evaluation(learner.q, progress, args)],
+        logger=curves if args.tensorboard else False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -257,4 +246,4 @@ def main(
 if __name__ == "__main__":
     logging.disable(logging.INFO)  # Lightning's remarks would fall into the live panel
     warnings.filterwarnings("ignore", module="pytorch_lightning")
-    main(parse(Args))
+    main(tyro.cli(Args))

@@ -1,29 +1,58 @@
 """The example with several learners runs, says what it promises to say, and learns."""
 
-import pytest
-from example_programs import evaluations, succeed
+import os
+import signal
+import subprocess
+import sys
 
-NAME = "ddp_dqn"
+import pytest
+from child_processes import children_of, gone
+from example_programs import EXAMPLES, evaluations, refusal, succeed
+from forked import eventually
+
+NAME = "ddp"
 
 pytest.importorskip("pytorch_lightning")
 pytest.importorskip("gymnasium")
+pytest.importorskip("tyro")
+pytest.importorskip("torch.utils.tensorboard")
 
 
 @pytest.mark.slow
-def test_two_ranks_print_one_json_line_per_evaluation_and_leave_one_picture(tmp_path):
+def test_two_ranks_print_one_json_line_per_evaluation_and_all_feed_their_td_errors_back(tmp_path):
     flags = "--total-steps 20 --eval-every 10 --eval-episodes 2 --learning-starts 100 --num-explorers 1 --solved-at 501"
     done = succeed(NAME, tmp_path, *flags.split(), timeout=150)
     lines = evaluations(done)
     assert [line["step"] for line in lines] == [10, 20]
     assert all(8 <= line["mean_return"] <= 500 for line in lines)
-    assert "2 cpu ranks, one buffer" in done.stderr
-    assert "5,120 updated" in done.stderr  # 20 steps of 2 ranks with 128 each
-    assert [path.name for path in tmp_path.iterdir()] == ["ddp_dqn.png"]
+    assert [line["updated"] for line in lines] == [2_560, 5_120]  # 10 and 20 steps of 2 ranks with 128 each
+
+
+@pytest.mark.slow
+def test_the_death_of_one_rank_ends_the_other_and_all_explorers(tmp_path):
+    flags = "--eval-every 10 --eval-episodes 2 --learning-starts 100 --num-explorers 1 --solved-at 501 --no-tensorboard"
+    command = [sys.executable, str(EXAMPLES / f"{NAME}.py"), *flags.split()]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as rank_0:
+        assert rank_0.stdout.readline().startswith('{"step": 10')
+        started = children_of(rank_0.pid)
+        (rank_1,) = [pid for pid, line in started.items() if f"{NAME}.py" in line]
+        (explorer,) = [pid for pid, line in started.items() if "spawn_main" in line]
+        os.kill(rank_1, signal.SIGKILL)
+        rank_0.communicate(timeout=150)
+    assert rank_0.returncode != 0
+    eventually(lambda: gone(explorer))
+
+
+def test_an_unknown_accelerator_is_refused_with_those_there_are(monkeypatch, capsys):
+    said = refusal(NAME, monkeypatch, capsys, "--accelerator", "tpu")
+    assert "invalid choice 'tpu' for argument '--accelerator'. Expected one of ('cpu', 'gpu')" in said
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(5))
 def test_two_ranks_solve_cartpole_within_five_minutes(seed, tmp_path):
     done = succeed(NAME, tmp_path, "--seed", str(seed), timeout=300)
     assert evaluations(done)[-1]["mean_return"] >= 475

@@ -1,173 +1,100 @@
-"""The examples run, say what they promise to say, and learn."""
+"""What all examples have in common: flags that explain themselves, one file, CartPole, curves that are kept."""
 
-import sys
-from collections import deque
-from dataclasses import dataclass, field
+import ast
+from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
-from example_programs import evaluations, explanation, imported, succeed
+from example_programs import EXAMPLES, curve, evaluations, explanation, imported, parsed, refusal, succeed
 
-import torchreplay as tr
+NAMES = ["apex", "apex_cartpole", "cluster", "ddp", "dqn", "dqn_atari", "r2d2"]
+CARTPOLE = ["apex", "apex_cartpole", "cluster", "ddp", "dqn"]
+NEEDS = {"apex_cartpole": ["ray", "pytorch_lightning"], "cluster": ["ray"], "ddp": ["pytorch_lightning"]}
+NEEDS["dqn_atari"] = ["ale_py"]
 
-NAMES = ["apex_cartpole", "apex_multiprocessing"]
-QUICK = "--total-steps 60 --eval-every 30 --eval-episodes 2 --learning-starts 300 --num-explorers 2 --solved-at 501"
-
-pytest.importorskip("ray")
 pytest.importorskip("gymnasium")
+pytest.importorskip("tyro")
+pytest.importorskip("torch.utils.tensorboard")
 
 
-@pytest.fixture(params=NAMES)
-def example(request, monkeypatch):
-    return imported(request.param, monkeypatch)
+@pytest.fixture
+def name(request):
+    for module in NEEDS.get(request.param, []):
+        pytest.importorskip(module)
+    return request.param
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_an_example_prints_one_json_line_per_evaluation_and_leaves_a_picture(name, tmp_path):
-    done = succeed(name, tmp_path, *QUICK.split(), timeout=150)
-    lines = evaluations(done)
-    assert [line["step"] for line in lines] == [30, 60]
-    assert all(8 <= line["mean_return"] <= 500 for line in lines)
-    assert "not solved" in done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == [f"{name}.png"]
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES, indirect=True)
 def test_an_example_explains_every_flag(name, monkeypatch, capsys):
-    flags, words = explanation(name, monkeypatch, capsys)
-    assert flags >= 18
-    assert "learner steps between two evaluations (default: 250)" in words
+    _, words = explanation(name, monkeypatch, capsys)
+    tree = ast.parse((EXAMPLES / f"{name}.py").read_text())
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Args")
+    fields = [(field.target.id, doc) for field, doc in pairwise(body) if isinstance(field, ast.AnnAssign)]
+    assert len(fields) >= 15
+    for field, doc in fields:
+        assert f"--{field.replace('_', '-')}" in words
+        assert " ".join(doc.value.value.split()) in words, field
+    assert "learner steps between two evaluations (default: " in words
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("name", NAMES, indirect=True)
+def test_a_number_that_no_run_could_use_is_refused_with_what_is_expected(name, monkeypatch, capsys):
+    said = refusal(name, monkeypatch, capsys, "--total-steps", "0")
+    assert "total_steps=0: expected a whole number of at least 1" in said
+    said = refusal(name, monkeypatch, capsys, "--seed", "-1")
+    assert "seed=-1: expected a whole number of at least 0" in said
+    assert parsed(name, monkeypatch, "--total-steps", "1", "--seed", "0").total_steps == 1
+
+
+@pytest.mark.parametrize("name", NAMES, indirect=True)
+def test_what_is_no_number_or_no_flag_is_refused_by_name(name, monkeypatch, capsys):
+    assert "--batch-size: invalid literal for int() with base 10: 'many'" in refusal(
+        name, monkeypatch, capsys, "--batch-size", "many"
+    )
+    assert "Unrecognized options: --steps" in refusal(name, monkeypatch, capsys, "--steps", "3")
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_an_example_solves_cartpole_within_five_minutes(name, seed, tmp_path):
-    done = succeed(name, tmp_path, "--seed", str(seed), timeout=300)
-    assert evaluations(done)[-1]["mean_return"] >= 475
+def test_an_example_is_one_file_that_one_reads_from_top_to_bottom(name):
+    text = (EXAMPLES / f"{name}.py").read_text()
+    assert len(text.splitlines()) <= 250
+    imports = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    modules = {node.module if isinstance(node, ast.ImportFrom) else node.names[0].name for node in imports}
+    shared = {"progress"} if name == "apex_cartpole" else set()  # only the demo shows a panel and draws a picture
+    assert modules & {path.stem for path in EXAMPLES.glob("*.py")} == shared
 
 
-def step(reward=1.0, q=0.25):
-    return (np.zeros(4, np.float32), 1, reward, np.float32(q))
-
-
-def test_a_transition_is_the_discounted_sum_of_its_rewards_scaled_by_one_minus_gamma(example):
-    row = example.transition(deque([step(1), step(2), step(4)]), np.ones(4, np.float32), 0.5, False, 0.5)
-    assert row["reward"] == pytest.approx(0.5 * (1 + 2 / 2 + 4 / 4))
-    assert row["discount"] == pytest.approx(0.5**3)
-
-
-def test_the_first_priority_is_the_td_error_that_the_explorer_found(example):
-    window = deque([step(1, q=0.25), step(2)])
-    row = example.transition(window, np.ones(4, np.float32), 0.5, False, 0.5)
-    assert row["priority"] == pytest.approx(abs(0.5 * (1 + 2 / 2) + 0.5**2 * 0.5 - 0.25))
-
-
-def test_only_termination_ends_the_bootstrapping_and_a_time_limit_does_not(example):
-    window = deque([step()])
-    assert example.transition(window, np.ones(4, np.float32), 0.5, True, 0.9)["discount"] == 0.0
-    assert example.transition(window, np.ones(4, np.float32), 0.5, False, 0.9)["discount"] == pytest.approx(0.9)
-
-
-def test_a_policy_that_always_pushes_one_way_falls_within_a_dozen_steps_in_every_evaluated_episode(example):
+@pytest.mark.parametrize("name", CARTPOLE, indirect=True)
+def test_a_policy_that_always_pushes_one_way_falls_within_a_dozen_steps_in_every_evaluated_episode(name, monkeypatch):
     class AlwaysLeft(torch.nn.Module):
         def forward(self, obs):
             return torch.tensor([1.0, 0.0]).expand(len(obs), 2)
 
-    returns = example.evaluate(AlwaysLeft(), episodes=20, seed=3)
+    returns = imported(name, monkeypatch).evaluate(AlwaysLeft(), episodes=20, seed=3)
     assert returns.shape == (20,)
     assert ((returns >= 8) & (returns <= 12)).all()
 
 
-def watched(monkeypatch, rows):
-    """Returns a run's `Progress`, its buffer with that many rows, and a clock to set."""
-    buffer = tr.ReplayBuffer({"obs": tr.Field()}, 10_000, limiter=tr.SamplesPerInsert(1.0, 1000, tolerance=1.0))
-    clock = [0.0]
-    monkeypatch.setattr(imported("progress", monkeypatch).time, "monotonic", lambda: clock[0])
-    progress = imported("progress", monkeypatch).Progress("A run", buffer, total_steps=2, solved=1.0)
-    buffer.extend(obs=torch.zeros(rows))
-    return progress, buffer, clock
+@pytest.mark.parametrize("name", ["apex", "cluster", "dqn", "dqn_atari"], indirect=True)
+def test_the_td_errors_are_those_of_double_q_learning(name, monkeypatch):
+    def values(*rows):
+        return torch.tensor(rows)
+
+    online, slow = {0: values([1.0, 2.0]), 1: values([5.0, 4.0])}, {1: values([10.0, 20.0])}
+    batch = {"obs": 0, "next_obs": 1, "action": torch.tensor([1]), "reward": values(3.0), "discount": values(0.5)}
+    error = imported(name, monkeypatch).td_errors(online.get, slow.get, batch)
+    assert error.tolist() == [3.0 + 0.5 * 10.0 - 2.0]  # the network chooses the action, the target network values it
 
 
-def test_the_rates_of_a_summary_are_those_since_learning_began(monkeypatch, capsys):
-    progress, buffer, clock = watched(monkeypatch, rows=1000)
-    clock[0] = 10.0
-    progress.learned(1, buffer.sample(8))
-    clock[0] = 12.0
-    buffer.extend(obs=torch.zeros(100))
-    progress.learned(8, buffer.sample(8))
-    progress.evaluated(8, 0.5)
-    progress.summarize("")
-    words = capsys.readouterr().err
-    assert "12.0 s, of which 10.0 s until the first batch" in words
-    assert "8 steps, 4 a second" in words
-    assert "1,100 rows, 50 a second" in words
-
-
-def test_a_run_that_ends_before_its_first_evaluation_has_a_summary_and_no_picture(monkeypatch, capsys, tmp_path):
-    progress, buffer, _ = watched(monkeypatch, rows=1000)
-    progress.learned(1, buffer.sample(8))
-    progress.summarize(str(tmp_path / "run.png"))
-    assert "no evaluation in 1 steps" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_picture_may_go_to_a_directory_that_is_not_there_yet(monkeypatch, tmp_path):
-    progress, buffer, clock = watched(monkeypatch, rows=1000)
-    progress.learned(1, buffer.sample(8))
-    clock[0] = 1.0
-    progress.evaluated(1, 0.5)
-    progress.summarize(str(tmp_path / "of" / "today" / "run.png"))
-    assert (tmp_path / "of" / "today" / "run.png").exists()
-
-
-@dataclass
-class Flags:
-    """What the command does."""
-
-    steps: int = 3
-    """how many steps"""
-    learning_rate: float = 0.5
-    """how fast"""
-
-
-def test_the_command_line_sets_the_fields_of_the_dataclass(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["flags", "--learning-rate", "0.25"])
-    assert imported("command_line", monkeypatch).parse(Flags) == Flags(steps=3, learning_rate=0.25)
-
-
-@dataclass
-class MoreFlags(Flags):
-    """What another command does."""
-
-    burn_in: int = field(default=5, metadata={"least": 0})
-    """which steps come first"""
-    seed: int = 0
-    """what is drawn"""
-
-
-def parsed(monkeypatch, *flags):
-    monkeypatch.setattr(sys, "argv", ["flags", *flags])
-    return imported("command_line", monkeypatch).parse(MoreFlags)
-
-
-def test_the_help_explains_the_flags_that_a_dataclass_inherits_too(monkeypatch, capsys):
-    with pytest.raises(SystemExit):
-        parsed(monkeypatch, "--help")
-    words = " ".join(capsys.readouterr().out.split())
-    assert "how many steps (default: 3)" in words
-    assert "which steps come first (default: 5)" in words
-
-
-@pytest.mark.parametrize(
-    ("flag", "given", "least"),
-    [("--steps", "0", 1), ("--steps", "1.5", 1), ("--steps", "many", 1), ("--burn-in", "-1", 0), ("--seed", "-1", 0)],
-)
-def test_a_number_that_is_too_small_or_none_is_refused_with_what_is_expected(flag, given, least, monkeypatch, capsys):
-    with pytest.raises(SystemExit):
-        parsed(monkeypatch, flag, given)
-    assert f"argument {flag}: {given} given, expected a whole number of at least {least}" in capsys.readouterr().err
-    assert parsed(monkeypatch, flag, str(least)) is not None
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dqn", "apex", "apex_cartpole", "ddp"], indirect=True)
+def test_what_tensorboard_reads_back_is_what_the_lines_said(name, tmp_path):
+    flags = "--total-steps 20 --eval-every 10 --eval-episodes 2 --learning-starts 100 --solved-at 501 --seed 7"
+    workers = [] if name == "dqn" else ["--num-explorers", "1"]
+    plot = ["--plot", ""] if name == "apex_cartpole" else []
+    lines = evaluations(succeed(name, tmp_path, *flags.split(), *workers, *plot, timeout=170))
+    assert [line["step"] for line in lines] == [10, 20]
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+    returns = {line["step"]: pytest.approx(line["mean_return"], rel=1e-6) for line in lines}
+    assert curve(tmp_path / "runs" / f"{name}-seed7") == returns
+    assert curve(tmp_path / "runs" / f"{name}-seed7", "replay/size")

@@ -7,16 +7,17 @@ from contextlib import suppress
 import numpy as np
 import pytest
 import torch
-from example_programs import evaluations, explanation, imported, run, succeed
+from example_programs import curve, evaluations, imported, parsed, refusal, succeed
 
 import torchreplay as tr
 from torchreplay.ray import ExplorerContext
 
-NAME = "r2d2_memory"
-QUICK = "--total-steps 40 --eval-every 20 --eval-episodes 2 --learning-starts 20 --batch-size 8 --solved-at 2"
+NAME = "r2d2"
+QUICK = "--total-steps 40 --eval-every 20 --learning-starts 20 --batch-size 8 --solved-at 2 --seed 7"
 
-pytest.importorskip("ray")
 pytest.importorskip("gymnasium")
+pytest.importorskip("tyro")
+pytest.importorskip("torch.utils.tensorboard")
 
 
 @pytest.fixture
@@ -25,30 +26,29 @@ def example(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_example_prints_one_json_line_per_evaluation_and_leaves_a_picture(tmp_path):
-    done = succeed(NAME, tmp_path, *QUICK.split(), "--plot", "new/r2d2_memory.png", timeout=150)
-    lines = evaluations(done)
+@pytest.mark.parametrize("network", ["lstm", "feedforward"])
+def test_the_example_prints_one_json_line_per_evaluation_and_keeps_its_curve(network, tmp_path):
+    lines = evaluations(succeed(NAME, tmp_path, *QUICK.split(), "--network", network, timeout=170))
     assert [line["step"] for line in lines] == [20, 40]
-    assert all(-3.5 <= line["mean_return"] <= 1 for line in lines)
-    assert "not solved" in done.stderr
-    assert [path.name for path in tmp_path.glob("**/*.*")] == ["r2d2_memory.png"]
+    assert all(-3.5 <= line["mean_return"] <= 1 and not line["solved"] for line in lines)
+    returns = {line["step"]: pytest.approx(line["mean_return"], rel=1e-6) for line in lines}
+    assert curve(tmp_path / "runs" / f"r2d2-{network}-seed7") == returns
 
 
-def test_an_unknown_network_is_refused_by_name(tmp_path):
-    done = run(NAME, tmp_path, "--networks", "lstm,transformer", timeout=60)
-    assert done.returncode == 1
-    assert "unknown networks: transformer" in done.stderr
+def test_an_unknown_network_is_refused_with_those_there_are(monkeypatch, capsys):
+    said = refusal(NAME, monkeypatch, capsys, "--network", "transformer")
+    assert "invalid choice 'transformer' for argument '--network'. Expected one of ('lstm', 'feedforward')" in said
 
 
-def test_the_example_explains_every_flag(monkeypatch, capsys):
-    flags, words = explanation(NAME, monkeypatch, capsys)
-    assert flags >= 18
-    assert "learner steps between two evaluations (default: 100)" in words
+def test_a_burn_in_may_be_nothing_but_not_less(monkeypatch, capsys):
+    assert parsed(NAME, monkeypatch, "--burn-in", "0").burn_in == 0
+    said = refusal(NAME, monkeypatch, capsys, "--burn-in", "-1")
+    assert "burn_in=-1: expected a whole number of at least 0" in said
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(5))
 def test_the_recurrent_network_solves_the_maze_within_five_minutes(seed, tmp_path):
     done = succeed(NAME, tmp_path, "--seed", str(seed), timeout=300)
     assert evaluations(done)[-1]["mean_return"] >= 0.95
@@ -57,7 +57,7 @@ def test_the_recurrent_network_solves_the_maze_within_five_minutes(seed, tmp_pat
 @pytest.mark.soak
 @pytest.mark.timeout(400)
 def test_the_control_without_memory_never_gets_beyond_chance(tmp_path):
-    done = succeed(NAME, tmp_path, "--networks", "feedforward", timeout=300)
+    done = succeed(NAME, tmp_path, "--network", "feedforward", timeout=300)
     lines = evaluations(done)
     assert lines[-1]["step"] == 2000
     assert max(line["mean_return"] for line in lines) <= 0
@@ -173,7 +173,7 @@ def test_an_explorer_stores_with_each_step_the_state_that_its_lstm_had_before_it
 
     def explore():
         with suppress(tr.Stopped):  # as an explorer pool expects it
-            example.explore(context, "lstm", args)
+            example.explore(context, args)
 
     with buffer.expect_writers():
         explorer = threading.Thread(target=explore)

@@ -1,36 +1,38 @@
 """Double DQN on CartPole-v1 with several learners: Lightning's DDP over CPUs or GPUs, one buffer for all ranks.
 
 Every rank draws its own batches from the one buffer in shared memory and feeds its own TD errors back; DDP averages the
-gradients. Rank 0 makes the buffer and starts the explorers. These are processes that write their episodes step by step.
-The 3-step returns are made when a batch is drawn. `ReplayDataModule` sees to who does what.
+gradients. Rank 0 makes the buffer and starts the explorers, which are plain processes. They write each observation
+once, and the n-step returns are made when a batch is drawn. `ReplayDataModule` sees to who does what.
 
-    python examples/ddp_dqn.py --seed 1                                # two CPU ranks, which talk through gloo
-    python examples/ddp_dqn.py --accelerator gpu --devices 4           # four GPUs, through NCCL
+Kill one of the two ranks while it runs: the other one says which it was, and ends.
+
+    python examples/ddp.py --seed 1                                    # two CPU ranks, which talk through gloo
+    python examples/ddp.py --accelerator gpu --devices 4               # four GPUs, through NCCL
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import json
 import logging
-import multiprocessing
-import signal
+import time
 import warnings
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import gymnasium as gym
 import numpy as np
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
-from command_line import parse
-from progress import Progress
+import tyro
+from pytorch_lightning.loggers import TensorBoardLogger
 from torch import Tensor, nn
 
 import torchreplay as tr
-from torchreplay.lightning import PriorityFeedback, ReplayDataModule, WeightPublisher
+from torchreplay.lightning import PriorityFeedback, ReplayDataModule, ReplayMonitor, WeightPublisher
+from torchreplay.ray import ExplorerContext, ExplorerPool
 
 
 @dataclass
@@ -47,13 +49,13 @@ class Args:
     """greedy episodes in an evaluation"""
     solved_at: float = 475.0
     """mean return of an evaluation that ends the run"""
-    plot: str = "ddp_dqn.png"
-    """file for the picture of the run; empty for none"""
+    tensorboard: bool = True
+    """whether to write curves to runs/ddp-seed<seed>"""
 
     devices: int = 2
     """ranks: CPU processes or GPUs"""
-    accelerator: str = "cpu"
-    """what the ranks compute on: cpu or gpu"""
+    accelerator: Literal["cpu", "gpu"] = "cpu"
+    """what the ranks compute on"""
 
     num_explorers: int = 2
     """explorer processes, for all ranks together"""
@@ -65,7 +67,7 @@ class Args:
     """discount of one step"""
 
     capacity: int = 50_000
-    """rows that the buffer holds"""
+    """observations that the buffer holds"""
     learning_starts: int = 1_000
     """transitions to wait for before the first learner step"""
     samples_per_insert: float = 16.0
@@ -83,6 +85,11 @@ class Args:
     """learner steps between two copies into the target network"""
     publish_every: int = 10
     """learner steps between two publications of the weights"""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if type(value) is int and value < (least := 0 if name == "seed" else 1):
+                raise ValueError(f"{name}={value}: expected a whole number of at least {least}")
 
 
 class QNetwork(nn.Sequential):
@@ -105,49 +112,34 @@ def make_buffer(args: Args) -> tr.ReplayBuffer:
     )
 
 
-class Explorers:
-    """The explorer processes; made, started and stopped on rank 0 only."""
-
-    def __init__(self, buffer: tr.ReplayBuffer, weights: tr.SharedWeights, args: Args) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.processes = [
-            context.Process(target=explore, args=(index, buffer, weights, args), daemon=True)
-            for index in range(args.num_explorers)
-        ]
-
-    def start(self) -> None:
-        """Starts them."""
-        for process in self.processes:
-            process.start()
-
-    def stop(self) -> None:
-        """Waits for their end; the stopped buffer ends them."""
-        for process in self.processes:
-            if process.pid is not None:
-                process.join()
+def make_explorers(buffer: tr.ReplayBuffer, weights: tr.SharedWeights, args: Args) -> ExplorerPool:
+    """Makes the explorers, which the data module starts and stops; called on rank 0 only."""
+    work = partial(explore, args=args)
+    return ExplorerPool(work, args.num_explorers, buffer, weights, backend="process", seed=args.seed)
 
 
-def explore(index: int, buffer: tr.ReplayBuffer, weights: tr.SharedWeights, args: Args) -> None:
+def explore(ctx: ExplorerContext, args: Args) -> None:
     """Plays until the learners have finished; runs in a process of its own."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the learners, which stop the buffer
     torch.set_num_threads(1)
-    env = gym.make("CartPole-v1")
-    rng = np.random.default_rng([args.seed, index])
-    epsilon = args.epsilon ** (1 + 7 * index / max(args.num_explorers - 1, 1))
+    env = gym.wrappers.RecordEpisodeStatistics(gym.make("CartPole-v1"))
+    rng = np.random.default_rng(ctx.seed)
+    epsilon = args.epsilon ** (1 + 7 * ctx.index / max(ctx.num_explorers - 1, 1))
     policy = QNetwork().requires_grad_(False)
+    writer = ctx.writer()
 
-    obs, _ = env.reset(seed=int(rng.integers(2**31)))
-    with contextlib.suppress(tr.Stopped), buffer.writer() as writer:
-        writer.reset(obs=obs)
-        while not buffer.stopped:
-            weights.pull(policy)  # one atomic read when there is nothing newer
-            greedy = policy(torch.from_numpy(obs)).argmax().item()
-            action = int(rng.integers(2) if rng.random() < epsilon else greedy)
-            obs, reward, terminated, truncated, _ = env.step(action)
-            writer.step(obs=obs, action=action, reward=reward, terminated=terminated, truncated=truncated)
-            if terminated or truncated:
-                obs, _ = env.reset()
-                writer.reset(obs=obs)
+    obs, _ = env.reset(seed=ctx.seed)
+    writer.reset(obs=obs)
+    while not ctx.stopped:
+        ctx.pull_weights(policy)  # one atomic read when there is nothing newer
+        greedy = int(policy(torch.from_numpy(obs)).argmax())
+        action = int(rng.integers(2)) if rng.random() < epsilon else greedy
+        obs, reward, terminated, truncated, info = env.step(action)
+        reward = (1 - args.gamma) * float(reward)  # returns then lie in [0, 1], where the Huber loss is quadratic
+        writer.step(obs=obs, action=action, reward=reward, terminated=terminated, truncated=truncated)
+        if terminated or truncated:
+            ctx.record(episode_return=info["episode"]["r"], episode_length=info["episode"]["l"])
+            obs, _ = env.reset()
+            writer.reset(obs=obs)
 
 
 class DoubleDQN(pl.LightningModule):
@@ -160,14 +152,11 @@ class DoubleDQN(pl.LightningModule):
         self.target = copy.deepcopy(self.q).requires_grad_(False)
 
     def training_step(self, batch: tr.ReplayBatch, batch_idx: int) -> dict[str, Tensor]:
-        """The double DQN loss (van Hasselt et al. 2016), weighted against the bias of prioritized draws.
-
-        Rewards are scaled by 1 - gamma: returns then lie in [0, 1], where the Huber loss is quadratic.
-        """
+        """The double DQN loss (van Hasselt et al. 2016), weighted against the bias of prioritized draws."""
         with torch.no_grad():
             best = self.q(batch["next_obs"]).argmax(-1, keepdim=True)
             value = self.target(batch["next_obs"]).gather(-1, best).squeeze(-1)
-            goal = (1 - self.args.gamma) * batch["reward"] + batch["discount"] * value
+            goal = batch["reward"] + batch["discount"] * value
         q = self.q(batch["obs"]).gather(-1, batch["action"].unsqueeze(-1)).squeeze(-1)
         loss = (batch["weight"] * F.huber_loss(q, goal, reduction="none")).mean()
         return {"loss": loss, "td_error": goal - q.detach()}
@@ -186,43 +175,33 @@ class Evaluation(pl.Callback):
     """Evaluates the greedy policy on rank 0 every `eval_every` steps, and ends the run when it is good enough."""
 
     def __init__(self, args: Args) -> None:
-        self.args = args
-        self.progress: Progress | None = None
-
-    def setup(self, trainer: pl.Trainer, learner: pl.LightningModule, stage: str) -> None:
-        """Begins to show the run, on rank 0."""
-        if trainer.is_global_zero:
-            args, buffer = self.args, trainer.datamodule.buffer
-            title = f"Double DQN on CartPole-v1: {args.devices} {args.accelerator} ranks, one buffer"
-            self.progress = Progress(title, buffer, args.total_steps, args.solved_at)
-            self.progress.__enter__()
+        self.args, self.began = args, time.monotonic()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, learner: DoubleDQN, outputs: Any, batch: tr.ReplayBatch, batch_idx: int
     ) -> None:
         """Follows every step."""
-        step, solved = trainer.global_step, False
-        if self.progress is not None:
-            self.progress.learned(step, batch)
-        if step % self.args.eval_every == 0:
-            trainer.datamodule.buffer.flush()  # the drawing thread may not have applied the last TD errors yet
-            trainer.strategy.barrier()
-            if self.progress is not None:
-                returns = evaluate(learner.q, self.args.eval_episodes, seed=self.args.seed + step)
-                solved = self.progress.evaluated(step, returns.mean())
-            # The others wait here, and all ranks end after the same step.
-            trainer.should_stop = trainer.strategy.reduce_boolean_decision(solved, all=False)
+        step = trainer.global_step
+        if step % self.args.eval_every:
+            return
+        buffer = trainer.datamodule.buffer
+        buffer.flush()  # the drawing thread may not have applied the last TD errors yet
+        trainer.strategy.barrier()
+        solved = trainer.is_global_zero and self.evaluated(trainer, learner, buffer.stats(), step)
+        # The others wait here, and all ranks end after the same step.
+        trainer.should_stop = trainer.strategy.reduce_boolean_decision(solved, all=False)
 
-    def on_train_end(self, trainer: pl.Trainer, learner: pl.LightningModule) -> None:
-        """Sums the run up."""
-        if self.progress is not None:
-            self.progress.__exit__()
-            self.progress.summarize(self.args.plot)
-
-    def on_exception(self, trainer: pl.Trainer, learner: pl.LightningModule, exception: BaseException) -> None:
-        """Leaves the terminal to the error."""
-        if self.progress is not None:
-            self.progress.__exit__()
+    def evaluated(self, trainer: pl.Trainer, learner: DoubleDQN, stats: tr.Stats, step: int) -> bool:
+        """Plays the evaluation and prints its line; returns whether the policy is good enough."""
+        mean_return = evaluate(learner.q, self.args.eval_episodes, seed=self.args.seed + step).mean()
+        solved = bool(mean_return >= self.args.solved_at)
+        line = {"step": step, "mean_return": mean_return, "rows": stats.inserted, "updated": stats.updated}
+        line |= {"samples_per_insert": round(stats.samples_per_insert, 2)}
+        line |= {"seconds": round(time.monotonic() - self.began, 1), "solved": solved}
+        print(json.dumps(line), flush=True)
+        for logger in trainer.loggers:
+            logger.log_metrics({"charts/mean_return": mean_return}, step)
+        return solved
 
 
 @torch.no_grad()
@@ -245,17 +224,18 @@ def main(args: Args) -> None:
     pl.seed_everything(args.seed, verbose=False)
     learner = DoubleDQN(args)
     weights = tr.SharedWeights(learner.q)
-    data = ReplayDataModule(
-        partial(make_buffer, args), args.batch_size, explorers=partial(Explorers, weights=weights, args=args)
-    )
+    explorers = partial(make_explorers, weights=weights, args=args)
+    data = ReplayDataModule(partial(make_buffer, args), args.batch_size, explorers=explorers)
+    curves = TensorBoardLogger("runs", name=f"ddp-seed{args.seed}", version="", purge_step=0)
+    publisher = WeightPublisher(weights, args.publish_every, module="q")
     trainer = pl.Trainer(
         accelerator=args.accelerator,
         devices=args.devices,
         strategy="ddp" if args.devices > 1 else "auto",
         max_steps=args.total_steps,
         gradient_clip_val=10.0,
-        callbacks=[PriorityFeedback(), WeightPublisher(weights, args.publish_every, module="q"), Evaluation(args)],
-        logger=False,
+        callbacks=[PriorityFeedback(), publisher, ReplayMonitor(), Evaluation(args)],
+        logger=curves if args.tensorboard else False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -264,6 +244,6 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    logging.disable(logging.INFO)  # Lightning's remarks would fall into the live panel
+    logging.disable(logging.INFO)  # Lightning's remarks on the hardware
     warnings.filterwarnings("ignore", module="pytorch_lightning")
-    main(parse(Args))
+    main(tyro.cli(Args))

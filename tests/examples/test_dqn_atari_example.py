@@ -1,21 +1,21 @@
 """The Atari example runs on real games, writes what was played, and says what a transition costs."""
 
-import re
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
-from example_programs import evaluations, explanation, imported, succeed
+from example_programs import evaluations, imported, parsed, refusal, succeed
 
 import torchreplay as tr
 from torchreplay.ray import ExplorerContext
 
-NAME = "apex_atari"
+NAME = "dqn_atari"
 QUICK = "--total-steps 40 --eval-every 20 --eval-episodes 2 --max-frames 240 --num-envs 2 --learning-starts 200"
-TINY = "--channels 2 --hidden 8 --batch-size 8"
+TINY = "--channels 2 --batch-size 8 --no-tensorboard --plot new/run.png"
 
-pytest.importorskip("ray")
+pytest.importorskip("tyro")
+pytest.importorskip("torch.utils.tensorboard")
 pytest.importorskip("ale_py")
 
 
@@ -25,21 +25,15 @@ def example(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_short_run_shows_its_throughput_and_at_most_7200_bytes_a_transition(tmp_path):
-    done = succeed(NAME, tmp_path, *QUICK.split(), *TINY.split(), timeout=170)
-    lines = evaluations(done)
+def test_a_short_run_shows_its_throughput_and_at_most_7200_bytes_a_row_and_draws_a_picture(tmp_path):
+    lines = evaluations(succeed(NAME, tmp_path, *QUICK.split(), *TINY.split(), timeout=170))
     assert [line["step"] for line in lines] == [20, 40]
     assert all(-21 <= line["mean_return"] <= 21 and line["samples_per_insert"] > 0 for line in lines)
-    assert 7_056 < int(re.search(r"([\d,]+) bytes a transition", done.stderr)[1].replace(",", "")) <= 7_200
-    assert re.search(r"learner .* 40 steps, [\d,]+ a second", done.stderr)
-    assert re.search(r"explorers .* [\d,]+ rows, [\d,]+ a second", done.stderr)
-    assert [path.name for path in tmp_path.iterdir()] == ["apex_atari.png"]
-
-
-def test_every_flag_is_explained(monkeypatch, capsys):
-    flags, words = explanation(NAME, monkeypatch, capsys)
-    assert flags >= 24
-    assert "name of the game's ROM in ale-py, such as ms_pacman (default: pong)" in words
+    assert all(7_056 < line["bytes_per_row"] <= 7_200 for line in lines)
+    for line in lines:
+        assert line["steps_per_second"] == pytest.approx(line["step"] / line["seconds"], rel=0.1)
+        assert line["rows_per_second"] == pytest.approx(line["rows"] / line["seconds"], rel=0.1)
+    assert [path.name for path in tmp_path.glob("**/*.*")] == ["run.png"]
 
 
 def recording(environment):
@@ -98,7 +92,7 @@ def transitions_of(frames, actions, rewards, terminated, truncated, n, gamma):
 
 
 class StopsAfter(ExplorerContext):
-    """The context of an explorer that takes a number of steps, without Ray."""
+    """The context of an explorer that takes a number of steps, without a pool."""
 
     def __init__(self, buffer, weights, steps):
         super().__init__(buffer, weights, seed=7)
@@ -110,15 +104,15 @@ class StopsAfter(ExplorerContext):
         return self.steps < 0
 
     def record(self, *, episode_return, episode_length):
-        self.games.append((episode_return, episode_length))
+        self.games += zip(episode_return, episode_length, strict=True)
 
 
 @pytest.fixture
 def played(example, monkeypatch):
     """What an explorer wrote, and what it played: 300 steps of Breakout in two lanes, in which games and lives end."""
-    args = example.Args(game="breakout", num_envs=2, max_frames=360, capacity=1_000, channels=2, hidden=8, epsilon=0.9)
+    args = example.Args(game="breakout", num_envs=2, max_frames=360, capacity=1_000, channels=2)
     torch.manual_seed(0)
-    network = example.DuelingNetwork(4, args.channels, args.hidden)
+    network = example.DuelingNetwork(4, args.channels)
     view = tr.Transitions(args.n_step, args.gamma, stack={"obs": 4})
     buffer = tr.ReplayBuffer(example.SPEC, args.capacity, view=view, sampler=tr.Prioritized())
     environment = recording(example.AtariVectorEnv)
@@ -157,33 +151,8 @@ def test_a_lost_life_ends_an_episode_but_neither_the_game_nor_its_return(played)
     assert len(list(episodes_of(games, 0))) + len(list(episodes_of(games, 1))) > len(ended) + 2
 
 
-def first_priorities(example, steps, n_step=3):
-    """Returns what a lane's steps `(q, reward, value, terminated, truncated)` are given as first priorities."""
-    priorities = example.FirstPriorities(example.Args(num_envs=1, n_step=n_step, gamma=0.5))
-    return [priorities(*(np.array([value]) for value in step)).item() for step in steps]
-
-
-def test_the_first_priority_is_the_td_error_of_the_item_that_the_step_completes(example):
-    steps = [(0.5, 1, 9, False, False), (0.25, 2, 9, False, False), (0, 4, 8, False, False), (0, 8, 16, False, False)]
-    of_first = 1 + 2 / 2 + 4 / 4 + 8 / 8 - 0.5
-    of_second = 2 + 4 / 2 + 8 / 4 + 16 / 8 - 0.25
-    assert first_priorities(example, steps)[2:] == [of_first, of_second]
-
-
-def test_a_step_that_ends_the_episode_gives_its_items_the_largest_of_their_td_errors(example):
-    ended, cut_short = (10.0, 1, 100, True, False), (10.0, 1, 100, False, True)
-    before = (1.0, 2, 9, False, False)
-    assert first_priorities(example, [before, ended])[1] == max(abs(2 + 1 / 2 - 1), abs(1 - 10))
-    assert first_priorities(example, [before, cut_short])[1] == max(2 + 1 / 2 + 100 / 4 - 1, 1 + 100 / 2 - 10)
-
-
-def test_td_errors_do_not_reach_over_the_end_of_an_episode(example):
-    alone = [(1.0, 2, 9, False, False)] * 3
-    assert first_priorities(example, [(7, 7, 7, True, False), *alone])[1:] == first_priorities(example, alone)
-
-
 def test_the_values_of_a_dueling_network_have_the_value_of_the_state_as_their_mean(example):
-    network = example.DuelingNetwork(6, channels=2, hidden=8)
+    network = example.DuelingNetwork(6, channels=2)
     frames = torch.randint(0, 256, (5, 4, 84, 84), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     value = network.value(network.features(frames / 255)).squeeze(-1)
     torch.testing.assert_close(network(frames).mean(-1), value)
@@ -192,16 +161,20 @@ def test_the_values_of_a_dueling_network_have_the_value_of_the_state_as_their_me
 def test_only_the_chosen_actions_of_the_game_are_played(example, monkeypatch):
     environment = recording(example.AtariVectorEnv)
     monkeypatch.setattr(example, "AtariVectorEnv", environment)
-    args = example.Args(actions="0,2,3", max_frames=160, eval_episodes=2)
-    example.evaluate(example.DuelingNetwork(3, 2, 8), args, seed=1)
+    args = example.Args(actions=(0, 2, 3), max_frames=160, eval_episodes=2)
+    example.evaluate(example.DuelingNetwork(3, 2), args, seed=1)
     assert {action for actions, *_ in environment.last.steps for action in actions.tolist()} <= {0, 2, 3}
 
 
-@pytest.mark.parametrize("actions", ["0,6", "-1", "0,fire", "0,2,"])
-def test_actions_that_the_game_does_not_have_are_refused_by_name(actions, example):
-    with pytest.raises(SystemExit, match=r"unknown actions: '(6|-1|fire|)'; pong has 0 to 5"):
-        example.actions_of(example.Args(actions=actions))
-    assert example.actions_of(example.Args(actions="0,2,5")).tolist() == [0, 2, 5]
+@pytest.mark.parametrize(("actions", "unknown"), [("0 6", "[6]"), ("7 2 6", "[7, 6]")])
+def test_actions_that_the_game_does_not_have_are_refused_by_number(actions, unknown, monkeypatch, capsys):
+    said = refusal(NAME, monkeypatch, capsys, "--actions", *actions.split())
+    assert f"unknown actions {unknown}: pong has 0 to 5" in said
+
+
+def test_without_a_choice_all_of_the_game_s_actions_are_played(monkeypatch):
+    assert parsed(NAME, monkeypatch, "--actions", "0", "2", "5").actions == (0, 2, 5)
+    assert parsed(NAME, monkeypatch).actions == (0, 1, 2, 3, 4, 5)
 
 
 def test_an_evaluated_game_of_pong_against_an_idle_paddle_is_lost_by_21(example):
@@ -209,5 +182,5 @@ def test_an_evaluated_game_of_pong_against_an_idle_paddle_is_lost_by_21(example)
         def forward(self, obs):
             return torch.tensor([1.0, 0.0, 0.0]).expand(len(obs), 3)
 
-    returns = example.evaluate(Idle(), example.Args(actions="0,2,3", eval_episodes=2), seed=1)
+    returns = example.evaluate(Idle(), example.Args(actions=(0, 2, 3), eval_episodes=2), seed=1)
     assert returns.tolist() == [-21, -21]
