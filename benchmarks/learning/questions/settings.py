@@ -47,6 +47,6 @@ SETTINGS = (
     _question(
         "samples_per_insert",
         "How often each transition is drawn on average",
-        {f"{n} samples per insert": (PrioritizedDQN, {"gradient_steps": n}) for n in (1, 4, 16, 64)},
+        {f"{n} per insert": (PrioritizedDQN, {"gradient_steps": n}) for n in (1, 4, 16, 64)},
     ),
 )
