@@ -139,6 +139,27 @@ def test_empty_dumps_and_loads(rb, tmp_path):
     assert torch.equal(rb.buffer.gather(rb.buffer.keys())["observation"], before)
 
 
+def test_loaded_rows_are_drawn_with_the_schedule_of_the_constructor(tmp_path):
+    def beta(batches):
+        return 0.25 if batches < 2 else 1.0
+
+    made = [TensorDictReplayBuffer(50, batch_size=8, sampler=tr.Prioritized(0.6, beta), seed=0) for _ in range(2)]
+    made[0].extend(transitions(20))
+    made[0].dumps(tmp_path)
+    made[1].loads(tmp_path)
+    assert made[1].buffer.sampler.beta is beta
+    with pytest.raises(ValueError, match="sampler"):
+        TensorDictReplayBuffer(50, sampler=tr.Prioritized(0.9, beta)).loads(tmp_path)
+
+
+def test_one_priority_stands_for_all_and_no_rows_change_nothing(rb):
+    assert rb.extend(transitions(0)).tolist() == []
+    index = rb.extend(transitions(6))
+    rb.update_priority(index[:3], 4.0)
+    rb.update_priority(5, 2.0)
+    assert rb.buffer.priorities(index).tolist() == pytest.approx([4, 4, 4, 1, 1, 2], rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("data", "error", "message"),
     [
