@@ -394,6 +394,7 @@ class ReplayBuffer(Replay):
 
         Raises:
             RuntimeError: The buffer is closed, or is being restored.
+            ValueError: TD errors from a device are NaN or infinite, as `flush` says; nothing is cleared.
         """
         self.flush()
         self._segment.clear()
