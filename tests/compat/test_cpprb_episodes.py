@@ -394,6 +394,18 @@ def test_laber_gives_the_weights_of_cpprb(name, priorities):
         assert found[adapter][i] == pytest.approx(found[cpprb][i], rel=1e-5)
 
 
+@pytest.mark.parametrize("name", ["LaBERmean", "LaBERlazy", "LaBERmax"])
+def test_laber_takes_priorities_alone_and_says_what_it_was_made_of(name):
+    found = []
+    for library in BOTH:
+        laber = getattr(library, name)(2, 3, eps=0)
+        small = laber(priorities=[0, 0, 0, 5, 0, 0])
+        assert small["indexes"].tolist() == [3, 3]
+        assert small["weights"] == pytest.approx({"mean": 1 / 6, "lazy": 1, "max": 1}[name.removeprefix("LaBER")])
+        found.append((laber.batch_size, laber.eps, laber.idx.tolist(), sorted(small)))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("arguments", [{"batch_size": 0}, {"batch_size": 3, "m": 0}, {"batch_size": 3, "eps": -1.0}])
 def test_laber_refuses_what_cpprb_refuses(arguments):
     for library in BOTH:

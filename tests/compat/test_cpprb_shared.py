@@ -114,6 +114,23 @@ def test_plain_indexes_leave_alone_what_was_added_since_the_last_sample():
         assert buffer.get_max_priority() == 1.0
 
 
+def test_what_others_add_while_the_buffer_is_cleared_counts(kind, monkeypatch):
+    buffer = kind(8, ENV)
+    buffer.add(**transitions(5))
+    other, clear = pickle.loads(pickle.dumps(buffer)), buffer.replay.clear
+
+    def clear_beside_another():
+        clear()
+        other.add(**transitions(2, 70))
+
+    monkeypatch.setattr(buffer.replay, "clear", clear_beside_another)
+    buffer.clear()
+    for one in (buffer, other):
+        assert one.get_stored_size() == one.get_next_index() == 2
+        assert one.get_all_transitions()["rew"].ravel().tolist() == [70, 71]
+        assert one._encode_sample([0, 1])["rew"].ravel().tolist() == [70, 71]
+
+
 def test_a_manager_is_started_and_one_that_has_shut_down_is_refused(kind):
     manager = SyncManager(ctx=mp.get_context("fork"))
     try:

@@ -73,6 +73,12 @@ def test_what_is_written_reads_back_the_same(path, tmp_path):
             minari.write(buffer, tmp_path / "copy.hdf5")
 
 
+def test_rows_that_belong_to_no_episode_are_refused_before_a_file_is_made(tmp_path):
+    with tr.ReplayBuffer(STEPS, 10) as buffer, pytest.raises(ValueError, match="belong to no episode"):
+        minari.write(buffer, tmp_path / "rows.hdf5")
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_unfinished_episode_is_written_as_truncated(tmp_path):
     with tr.ReplayBuffer(STEPS, 100, view=tr.Transitions()) as buffer, buffer.writer() as writer:
         writer.reset(obs=0)

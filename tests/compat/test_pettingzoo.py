@@ -211,7 +211,7 @@ def test_what_does_not_fit_is_refused(env, buffers):
         with pytest.raises(ValueError, match="'climber_0' acts, but its episode is not under way"):
             writer.step(actions, *step)
         writer.reset(observations)
-        with pytest.raises(KeyError, match="climber_1"):
+        with pytest.raises(KeyError, match="'climber_1' has no reward"):
             writer.step(actions, step[0], {"climber_0": 1.0, "climber_2": 1.0}, *step[2:])
         assert [len(buffer) for buffer in buffers.values()] == [1, 1, 1]
         assert repr(writer) == "ParallelWriter(3 agents, 3 under way)"

@@ -51,6 +51,13 @@ def test_weights_without_norm_are_relative_to_the_whole_buffer():
     assert batch.weight == pytest.approx(1 / (indices + 1.0), rel=1e-4)
 
 
+def test_one_td_error_stands_for_all():
+    ours = PrioritizedReplayBuffer(8, alpha=1.0, beta=0.5)
+    filled(8, ours)
+    ours.update_weight(np.array([2, 5]), 3.0)
+    assert ours.replay.priorities(ours.replay.keys()).tolist() == pytest.approx([1, 1, 3, 1, 1, 3, 1, 1], rel=1e-3)
+
+
 def test_td_errors_of_rows_that_were_overwritten_reach_nobody():
     ours = PrioritizedVectorReplayBuffer(20, 2, alpha=1.0, beta=0.4)
     filled(10, ours, n=2)

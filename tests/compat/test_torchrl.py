@@ -1,5 +1,6 @@
 """`compat.torchrl`: what TorchRL's losses and programs do with a buffer, beside TorchRL's own."""
 
+import math
 import pickle
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -82,6 +83,44 @@ def test_torchrls_dqn_loss_takes_batches_and_its_td_errors_are_fed_back(rb):
     assert rb.buffer.stats().updated == 16
 
 
+@pytest.mark.parametrize("n_step", [1, 3])
+def test_without_the_adapter_a_batch_has_the_targets_and_weights_of_its_discounts(n_step):
+    from torchrl.modules import QValueActor
+    from torchrl.objectives import DQNLoss, ValueEstimators
+
+    gamma, g, steps = 0.9, torch.Generator().manual_seed(0), 40
+    spec = {"obs": tr.Field((4,)), "action": tr.Field((), torch.int64), "reward": tr.Field()}
+    spec |= {"terminated": tr.Field((), torch.bool), "truncated": tr.Field((), torch.bool)}
+    network = nn.Linear(4, 2)
+    loss_module = DQNLoss(
+        QValueActor(network, in_keys=["obs"], action_space="categorical"), action_space="categorical", reduction="none"
+    )
+    loss_module.make_value_estimator(ValueEstimators.TD0, gamma=gamma)
+    view = tr.Transitions(n_step=n_step, gamma=gamma)
+    with tr.ReplayBuffer(spec, 200, view=view, sampler=tr.Prioritized(1.0, 0.5), seed=0) as buffer:
+        for terminated in (True, False):
+            end = torch.arange(steps) == steps - 1
+            buffer.extend(
+                obs=torch.randn(steps + 1, 4, generator=g),
+                action=torch.randint(0, 2, (steps,), generator=g),
+                reward=torch.randn(steps, generator=g),
+                terminated=end & terminated,
+                truncated=end & (not terminated),
+            )
+        buffer.update_priorities(buffer.keys(), 1 + torch.rand(2 * steps, generator=g))
+        batch = buffer.sample(256)
+        td = batch.to_tensordict(column=True)
+        td["priority_weight"] = td["weight"]
+        td["steps_to_next_obs"] = td["discount"].log() / math.log(gamma)
+        loss = loss_module(td)["loss"]
+        with torch.no_grad():
+            target = batch["reward"] + batch["discount"] * network(batch["next_obs"]).amax(1)
+            error = network(batch["obs"]).gather(1, batch["action"][:, None])[:, 0] - target
+        assert batch["terminated"].any()
+        assert td["td_error"][:, 0].numpy() == pytest.approx(error.square().numpy(), rel=1e-4, abs=1e-6)
+        assert loss.detach().numpy() == pytest.approx((batch["weight"] * error.square()).numpy(), rel=1e-4, abs=1e-6)
+
+
 def test_td_errors_of_rows_that_are_gone_reach_nobody(rb):
     rb.extend(transitions(100))
     td = rb.sample()
@@ -137,6 +176,27 @@ def test_empty_dumps_and_loads(rb, tmp_path):
     assert len(rb) == 0
     rb.loads(tmp_path / "rows")
     assert torch.equal(rb.buffer.gather(rb.buffer.keys())["observation"], before)
+
+
+def test_loaded_rows_are_drawn_with_the_schedule_of_the_constructor(tmp_path):
+    def beta(batches):
+        return 0.25 if batches < 2 else 1.0
+
+    made = [TensorDictReplayBuffer(50, batch_size=8, sampler=tr.Prioritized(0.6, beta), seed=0) for _ in range(2)]
+    made[0].extend(transitions(20))
+    made[0].dumps(tmp_path)
+    made[1].loads(tmp_path)
+    assert made[1].buffer.sampler.beta is beta
+    with pytest.raises(ValueError, match="sampler"):
+        TensorDictReplayBuffer(50, sampler=tr.Prioritized(0.9, beta)).loads(tmp_path)
+
+
+def test_one_priority_stands_for_all_and_no_rows_change_nothing(rb):
+    assert rb.extend(transitions(0)).tolist() == []
+    index = rb.extend(transitions(6))
+    rb.update_priority(index[:3], 4.0)
+    rb.update_priority(5, 2.0)
+    assert rb.buffer.priorities(index).tolist() == pytest.approx([4, 4, 4, 1, 1, 2], rel=1e-3)
 
 
 @pytest.mark.parametrize(

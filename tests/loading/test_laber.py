@@ -289,6 +289,12 @@ def test_a_plain_mapping_is_a_batch_whose_weights_are_1():
     assert (batch["obs"][:, 0] == 2 * batch["nested"]["reward"].numpy()).all()
 
 
+def test_an_entry_without_parts_leaves_it_to_the_others_how_many_items_there_are():
+    batch = tr.LaBER(2, seed=0)({"infos": {}, "i": torch.arange(3)}, [0.0, 1.0, 0.0])
+    assert batch["i"].tolist() == [1, 1]
+    assert batch["infos"] == {}
+
+
 def test_without_eps_items_of_priority_0_are_never_taken():
     batch = tr.LaBER(64, eps=0, seed=0)({"i": torch.arange(64)}, [1.0] + [0.0] * 63)
     assert batch["i"].tolist() == [0] * 64

@@ -119,7 +119,14 @@ class Replay(Configured, ABC):
     _source: BatchSource
 
     @abstractmethod
-    def sample(self, batch_size: int, beta: Schedule | None = None, timeout: float | None = None) -> ReplayBatch:
+    def sample(
+        self,
+        batch_size: int,
+        beta: Schedule | None = None,
+        timeout: float | None = None,
+        *,
+        device: torch.device | str | int | None = None,
+    ) -> ReplayBatch:
         """Draws a batch, stratified and with replacement; waits until the limiter admits it."""
 
     @abstractmethod

@@ -40,7 +40,7 @@ class _Chain:
 
 
 def episodes(sampler: LocalSampler, unfinished: bool) -> Iterator[dict[str, Any]]:
-    """Yields what `ReplayBuffer.episodes` does.
+    """Returns what yields what `ReplayBuffer.episodes` does.
 
     Raises:
         ValueError: The view links no rows.
@@ -48,7 +48,11 @@ def episodes(sampler: LocalSampler, unfinished: bool) -> Iterator[dict[str, Any]
     roles = sampler.config.view.roles(sampler.config.fields)
     if roles is None:
         raise ValueError(f"the view is {sampler.config.view}: its rows belong to no episode; use gather(keys())")
-    segment, observed = sampler.segment, frozenset(roles.observation)
+    return _each(sampler, frozenset(roles.observation), unfinished)
+
+
+def _each(sampler: LocalSampler, observed: frozenset[int], unfinished: bool) -> Iterator[dict[str, Any]]:
+    segment = sampler.segment
     sampler.flush()
     for keys in chains(*_links(segment, sampler.config.capacity), unfinished):
         rows = _copied(segment, len(sampler.config.fields), keys)

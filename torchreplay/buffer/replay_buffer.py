@@ -57,8 +57,8 @@ class ReplayBuffer(Replay):
     With a `path` it is a file, which may be larger than the machine's memory, and stays for `open`.
 
     Args:
-        spec: Names to `Field(shape, dtype)`; dicts nest. `key`, `weight`, `probability`, `priority` and `buffer` are
-            reserved.
+        spec: Names to `Field(shape, dtype)`; dicts nest. `key`, `weight`, `probability`, `priority`, `buffer` and
+            `casting` are reserved.
         capacity: Rows that fit, 1 to 2^31.
         sampler: `Uniform()` (the default) or `Prioritized(...)`.
         view: How rows become items: `Rows()` (the default), every row one; `Transitions(...)`, `Sequences(...)` and
@@ -394,6 +394,7 @@ class ReplayBuffer(Replay):
 
         Raises:
             RuntimeError: The buffer is closed, or is being restored.
+            ValueError: TD errors from a device are NaN or infinite, as `flush` says; nothing is cleared.
         """
         self.flush()
         self._segment.clear()

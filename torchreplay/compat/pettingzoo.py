@@ -142,6 +142,10 @@ class ParallelWriter:
         """
         self._require(actions, observations)
         there = [agent for agent in actions if agent in observations]
+        returned = {"reward": rewards, "termination": terminations, "truncation": truncations}
+        for name, given in returned.items():
+            if missing := [agent for agent in there if agent not in given]:
+                raise KeyError(f"{missing[0]!r} has no {name}: expected one for each agent that acts")
         steps = {
             agent: (observations[agent], rewards[agent], terminations[agent], truncations[agent]) for agent in there
         }

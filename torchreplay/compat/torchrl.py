@@ -152,21 +152,21 @@ class TensorDictReplayBuffer:
         if isinstance(self.buffer.sampler, Prioritized):
             self.update_priority(data["index"], data[self.priority_key])
 
-    def update_priority(self, index: torch.Tensor, priority: torch.Tensor) -> None:
+    def update_priority(self, index: torch.Tensor | int, priority: torch.Tensor | float) -> None:
         """Feeds back TD errors; those of rows overwritten since are dropped and counted.
 
         Args:
-            index: Of the rows, `[n]`.
-            priority: Raw TD errors, `[n]` or `[n, 1]`; their absolute values are taken.
+            index: Of the rows, `[n]`, or of one.
+            priority: Raw TD errors, `[n]` or `[n, 1]`, or one for all; their absolute values are taken.
 
         Raises:
             ValueError: The shapes do not fit, an error is NaN or infinite, or an index was never given; nothing is
                 applied.
         """
-        td = torch.as_tensor(priority).detach()
+        keys, td = torch.as_tensor(index).cpu().reshape(-1), torch.as_tensor(priority).detach()
         if td.dim() == 2 and td.shape[1] == 1:
             td = td[:, 0]
-        self.buffer.update_priorities(torch.as_tensor(index).cpu(), td)
+        self.buffer.update_priorities(keys, td if td.dim() else td.expand(len(keys)))
 
     def _fields_of(self, data: TensorDictBase) -> dict[str, Any]:
         return {name: value for name, value in _as_dict(data).items() if name not in (*OWN, self.priority_key)}
@@ -204,8 +204,9 @@ class TensorDictReplayBuffer:
 
         Raises:
             CheckpointError: There is no checkpoint, or it is damaged; the rows that are here stay.
+            ValueError: They were saved with another sampler than the constructor's; the rows that are here stay.
         """
-        loaded = ReplayBuffer.load(path, self._capacity)
+        loaded = ReplayBuffer.load(path, self._capacity, sampler=self._arguments["sampler"])
         if self._buffer is not None:
             self._buffer.close()
         self._buffer = loaded
@@ -226,7 +227,7 @@ def _rows_of(data: Any) -> TensorDictBase:
         raise TypeError(f"got a value of type {type(data).__name__}: expected a TensorDict of batch size [n]")
     if not data.batch_dims:
         raise ValueError("the TensorDict has batch size []: expected [n]; add(td) writes one row")
-    return data.reshape(-1)
+    return data.reshape(-1) if data.batch_dims > 1 else data  # tensordict reshapes none that is empty
 
 
 def _as_dict(data: TensorDictBase) -> dict[str, Any]:

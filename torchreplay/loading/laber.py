@@ -153,13 +153,16 @@ def _taken(name: str, value: Any, there: Callable[[torch.device], torch.Tensor],
 
 def _size(large: Mapping[str, Any]) -> int:
     """Returns the number of items, which the keys of a batch say, or its first entry that has parts."""
-    if "key" in large:
-        return len(large["key"])
-    for value in large.values():
-        length = _size(value) if isinstance(value, Mapping) else _length(value)
-        if length is not None:
-            return length
-    raise ValueError("the large batch has no entry with a part for each item: expected tensors [M, ...]")
+    lengths = [len(large["key"])] if "key" in large else _lengths(large)
+    if not lengths:
+        raise ValueError("the large batch has no entry with a part for each item: expected tensors [M, ...]")
+    return lengths[0]
+
+
+def _lengths(large: Mapping[str, Any]) -> list[int]:
+    """Returns the lengths of the entries that have parts."""
+    found = [_lengths(value) if isinstance(value, Mapping) else [_length(value)] for value in large.values()]
+    return [length for lengths in found for length in lengths if length is not None]
 
 
 def _length(value: Any) -> int | None:

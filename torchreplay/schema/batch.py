@@ -61,7 +61,9 @@ class ReplayBatch(dict[str, Any]):
     def to_tensordict(self, *, nest_next: bool = True, column: bool = False) -> TensorDict:
         """Returns the batch as a `tensordict.TensorDict` of batch size [B], as TorchRL's losses take it.
 
-        The tensors are the same, not copies. `tensordict` must be installed.
+        The tensors are the same, not copies. `tensordict` must be installed. Losses look for weights under
+        `priority_weight`, and for the steps of n-step returns under `steps_to_next_obs`: set these two, as
+        docs/coming_from_torchrl.md does.
 
         Args:
             nest_next: Fields `next_<name>`, such as those of `Transitions`, go to `("next", name)`. So do `reward`,

@@ -30,6 +30,16 @@ def test_keys_items_and_priorities_are_those_of_all_shards(cluster):
             assert (mine.diff() > 0).all()
 
 
+def test_sample_puts_a_batch_on_a_device(cluster):
+    with ShardedReplay(SPEC, 100, seed=1) as replay:
+        replay.extend(**rows_of(0, 5))
+        batch = replay.sample(8, timeout=120, device="meta")
+    assert {name: values.device.type for name, values in batch.items() if name != "key"} == dict.fromkeys(
+        [*SPEC, "weight", "probability"], "meta"
+    )
+    assert batch["key"].device.type == "cpu"
+
+
 def test_priorities_are_the_td_errors_that_were_fed_back(cluster):
     with ShardedReplay(SPEC, 100, sampler=tr.Prioritized(), seed=1) as replay:
         here = replay.extend(**rows_of(0, 5))

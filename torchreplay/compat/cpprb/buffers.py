@@ -142,7 +142,9 @@ class ReplayBuffer:
     def clear(self) -> None:
         """Takes all transitions away, for every process; indexes start at 0 again."""
         self.replay.clear()
-        self._origin.move(self.replay.next_key)
+        following = self.replay.next_key
+        others = self.replay.keys(rows=True)[:1].tolist()  # that other processes have begun to write meanwhile
+        self._origin.move(min([following, *others]))
         self._episode_len = 0
         if not self._plain:
             self._begin()

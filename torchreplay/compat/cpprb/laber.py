@@ -18,6 +18,11 @@ class LaBERmean:
         m: The large batch has `m * batch_size`.
         eps: What is added to the priorities.
 
+    Attributes:
+        batch_size: Transitions to keep.
+        idx: The places in the large batch.
+        eps: What is added to the priorities.
+
     Raises:
         ValueError: `batch_size` or `m` is not positive, or `eps` is negative.
     """
@@ -29,7 +34,7 @@ class LaBERmean:
             raise ValueError(f"m is {m}: expected a positive number")
         self.batch_size = int(batch_size)
         self._laber = tr.LaBER(self.batch_size, self.mode, eps=eps)
-        self._large = int(self.batch_size * m)
+        self.eps, self.idx = self._laber.eps, np.arange(int(self.batch_size * m))
 
     def __call__(self, *, priorities: Any, **batch: Any) -> dict[str, NDArray[Any]]:
         """Returns the transitions taken.
@@ -45,11 +50,11 @@ class LaBERmean:
             ValueError: There are not `m * batch_size` priorities, or one is negative, NaN or infinite.
         """
         p = np.asarray(priorities)
-        if p.shape != (self._large,):
-            raise ValueError(f"priorities have shape {p.shape}: expected ({self._large},), batch_size times m")
+        if p.shape != self.idx.shape:
+            raise ValueError(f"priorities have shape {p.shape}: expected {self.idx.shape}, batch_size times m")
         if (p < 0).any():
             raise ValueError(f"priority {p.min()} is negative: expected numbers >= 0")
-        taken = self._laber({"columns": batch, "indexes": np.arange(self._large)}, p)
+        taken = self._laber({"columns": batch, "indexes": self.idx}, p)
         return {**taken["columns"], "weights": taken["weight"].numpy(), "indexes": taken["indexes"]}
 
 

@@ -39,7 +39,8 @@ class SharedReplayBuffer(SB3ReplayBuffer):
     Pickling and copying it copies the experience. `shared` is the memory itself, for explorers in other processes.
 
     Args:
-        buffer_size: Transitions that fit, those of all environments together.
+        buffer_size: Rows that fit, those of all environments together. A row holds a transition, or with linked rows
+            also the first observation of an episode.
         observation_space: Of one environment.
         action_space: Of one environment.
         device: Where samples go.

@@ -72,12 +72,12 @@ class PrioritizedReplayBuffer(SharedReplayBuffer, TianshouPrioritizedReplayBuffe
         weights = self._rows_at(index)["weight"].numpy()
         return weights if np.ndim(index) else weights[0]
 
-    def update_weight(self, index: NDArray[Any], new_weight: NDArray[Any] | torch.Tensor) -> None:
+    def update_weight(self, index: NDArray[Any], new_weight: NDArray[Any] | torch.Tensor | float) -> None:
         """Feeds TD errors back; those of rows that were overwritten since the draw are dropped.
 
         Args:
             index: What `sample` returned, or indexes of rows that are there now, `[n]`.
-            new_weight: TD errors, `[n]` or `[n, 1]`, on any device; their absolute values are taken.
+            new_weight: TD errors, `[n]` or `[n, 1]`, on any device, or one for all; their absolute values are taken.
 
         Raises:
             ValueError: There are not as many as indexes, or some are NaN or infinite; nothing is applied.
@@ -87,7 +87,8 @@ class PrioritizedReplayBuffer(SharedReplayBuffer, TianshouPrioritizedReplayBuffe
         keys = index.intact_keys() if isinstance(index, Indexes) else None
         if keys is None:
             keys = self._keys_at(index)
-        self.replay.update_priorities(keys, torch.as_tensor(new_weight).detach().reshape(-1))
+        td = torch.as_tensor(new_weight).detach()
+        self.replay.update_priorities(keys, td.reshape(-1) if td.dim() else td.expand(len(keys)))
 
     def init_weight(self, index: Any) -> NoReturn:
         """Refuses: new rows have the largest priority so far by themselves."""

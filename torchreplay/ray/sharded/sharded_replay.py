@@ -176,7 +176,14 @@ class ShardedReplay(Replay):
 
     # Drawing, and feeding back
 
-    def sample(self, batch_size: int, beta: Schedule | None = None, timeout: float | None = None) -> ReplayBatch:
+    def sample(
+        self,
+        batch_size: int,
+        beta: Schedule | None = None,
+        timeout: float | None = None,
+        *,
+        device: torch.device | str | int | None = None,
+    ) -> ReplayBatch:
         """Draws a batch from all shards, stratified and with replacement; waits until the limiter admits it.
 
         Every shard is asked once. What was drawn is reported at once if explorers wait for that. `ReplayDataset` has
@@ -187,6 +194,7 @@ class ShardedReplay(Replay):
             beta: Exponent of the weights, instead of the sampler's own: a number, or a schedule of the batches drawn.
             timeout: Seconds to wait at most, for rows and for answers; None: as long as someone is left who may write.
                 Answers of other nodes take a millisecond or more: in less time there is no batch.
+            device: Where the batch goes; `key` stays on the CPU. None: it stays where it is.
 
         Returns:
             The fields, each `[B, *shape]`, with `key` int64 `[B]`, `weight` and `probability` float32 `[B]`: those of
@@ -202,9 +210,10 @@ class ShardedReplay(Replay):
         self._feedback.apply_arrived()
         wait = Wait(self._shards, timeout)
         try:
-            return self._sampler.draw(batch_size, beta, wait)
+            batch = self._sampler.draw(batch_size, beta, wait)
         finally:
             wait.end()
+        return batch if device is None else batch.to(device)
 
     def gather(self, keys: Any, missing: Missing = "drop") -> ReplayBatch:
         """Returns the items anchored at given rows of any shards.
