@@ -207,7 +207,7 @@ def test_a_shard_that_a_process_has_let_go_of_is_not_lost(cluster):
     shard._buffer.extend(home=np.zeros(9, int), index=np.arange(9))
     lost = []
     calls = ReplyCollector(lambda number, why: lost.append(number), str)
-    nearby = LocalShard(3, shard.handle())
+    nearby = LocalShard(3, shard._buffer.handle())
     entered, leave = threading.Event(), threading.Event()
 
     def work():
@@ -223,7 +223,7 @@ def test_a_shard_that_a_process_has_let_go_of_is_not_lost(cluster):
     refused = nearby.update(np.arange(3), np.ones(3))
     assert calls.collect(dict(enumerate([under_way, waiting, refused]))) == {}
     assert lost == []
-    again = LocalShard(3, shard.handle())
+    again = LocalShard(3, shard._buffer.handle())
     assert len(again.buffer) == 9
     shard._buffer.close()
     assert calls.collect({3: again.gather(np.arange(3))}) == {}  # but this one is

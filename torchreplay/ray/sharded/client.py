@@ -23,7 +23,6 @@ from torchreplay.ray.sharded.rate_limiter import LearnerLimiter, LearnerReport, 
 from torchreplay.ray.sharded.replies import ReplyCollector
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.limiters import Limiter, MinSize
-from torchreplay.segment.handle import Handle
 from torchreplay.segment.ray_node import ray_node
 from torchreplay.segment.waits import UNNAMED, Wait
 
@@ -73,7 +72,7 @@ class ShardClient:
         self._limiter: LearnerLimiter | None = None
         self._stream = -1
         self._lock = threading.RLock()
-        self.local = LocalAttachment(self._lock, self.place_here, self._handle_of)
+        self.local = LocalAttachment(self._lock, self.place_here, self._answers)
         self.node = ray_node()
         self.figures: dict[int, ShardReport] = {}
         self.table = Table({}, Rule(MinSize()))  # until the coordinator has answered
@@ -372,9 +371,9 @@ class ShardClient:
         figures = self.figures.get(number)
         return (figures.rows, figures.inserted) if figures else (0, 0)
 
-    def _handle_of(self, place: Place, wait: Wait | None) -> Handle | None:
-        told = self.calls.collect({place.number: place.actor.handle.remote()}, wait)
-        return told.get(place.number)
+    def _answers(self, number: int, wait: Wait | None) -> bool:
+        call = self._probe(number)
+        return call is not None and bool(self.calls.collect({number: call}, wait))
 
     def _probe(self, number: int) -> Any:
         place = self.table.places.get(number)

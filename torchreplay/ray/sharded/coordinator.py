@@ -16,6 +16,7 @@ from torchreplay.ray.sharded.rate_limiter import GlobalRateLimiter, LearnerRepor
 from torchreplay.ray.sharded.shard_actor import Shard
 from torchreplay.schema.config import Config
 from torchreplay.schema.limiters import Limiter
+from torchreplay.segment.handle import Handle
 
 if TYPE_CHECKING:
     from torchreplay.ray.sharded.manifest import Counts
@@ -49,12 +50,14 @@ class Place:
         node: Ray's id of its node.
         capacity: Rows that it holds.
         actor: Its handle.
+        handle: What processes of its node attach.
     """
 
     number: int
     node: str
     capacity: int
     actor: Any
+    handle: Handle
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +123,7 @@ class _Slot:
     limit: int | None = None  # items up to which it may admit its writers
     actor: Any = None
     ready: Any = None  # of a shard that is being made: its first answer
+    handle: Any = None  # of one that is made
     failures: int = 0  # to make it there, one after the other
     again_at: float = 0.0  # when it is tried again, by the monotonic clock
 
@@ -175,7 +179,7 @@ class Coordinator:
         self._tables += 1
         return Table(
             {
-                slot.number: Place(slot.number, slot.node, slot.capacity, slot.actor)
+                slot.number: Place(slot.number, slot.node, slot.capacity, slot.actor, slot.handle)
                 for slot in self._slots
                 if slot.filled
             },
@@ -355,8 +359,7 @@ class Coordinator:
 
     def _welcome(self, slot: _Slot) -> None:
         try:
-            self._ray.get(slot.ready)
-            slot.failures = 0
+            slot.handle, slot.failures = self._ray.get(slot.ready), 0
         except self._ray.exceptions.RayError as error:  # such as too little memory, or it was killed, or its node went
             slot.actor = None
             wait = RETRY * 2 ** min(slot.failures, 6)

@@ -32,10 +32,6 @@ class Gone(Exception):
     """The shard that was asked is not there any more."""
 
 
-class Detached(Exception):
-    """This process has let go of the shard that was asked, which may be there for others."""
-
-
 class ShardBuffer(ReplayBuffer):
     """A shard's buffer, as processes of its node write to it: keys are the union's."""
 
@@ -51,7 +47,7 @@ class LocalShard:
     """One shard in this process's memory: what is drawn from it and fed back to it needs no message and no copy.
 
     A thread of its own does both, in the order of the calls, as the shard's actor does for learners on other nodes. It
-    holds the interpreter lock only in between.
+    holds the interpreter lock only in between. The answer is None once this process has let go of the shard.
 
     Args:
         number: Of the shard.
@@ -98,15 +94,15 @@ class LocalShard:
             return 0
         return census["writers"] - census["others_writing"]
 
-    def draw(self, candidates: int, largest: float, room: ReplayBatch) -> Future[Answer]:
+    def draw(self, candidates: int, largest: float, room: ReplayBatch) -> Future[Answer | None]:
         """Draws candidates into the first rows of `room`; the answer has no block. Arguments as in `Shard.draw`."""
         return self._hand_over(lambda: self._draw(candidates, largest, room))
 
-    def gather(self, keys: NDArray[np.int64]) -> Future[Gathered]:
+    def gather(self, keys: NDArray[np.int64]) -> Future[Gathered | None]:
         """Finds items under keys of this shard's own; the answer has them as a batch."""
         return self._hand_over(lambda: self._candidates.gather(keys))
 
-    def update(self, keys: NDArray[np.int64], td: NDArray[np.float64]) -> Future[int]:
+    def update(self, keys: NDArray[np.int64], td: NDArray[np.float64]) -> Future[int | None]:
         """Feeds back TD errors for keys of this shard's own; both were checked. The answer is how many."""
         return self._hand_over(lambda: self._update(keys, td))
 
@@ -123,47 +119,42 @@ class LocalShard:
         self.buffer.update_priorities(keys, td)
         return len(keys)
 
-    def _hand_over(self, work: Callable[[], T]) -> Future[T]:
+    def _hand_over(self, work: Callable[[], T]) -> Future[T | None]:
         try:
             return self._hands.submit(self._while_alive, work)
-        except RuntimeError as error:  # closed by another thread
-            refusal = Future[T]()
-            refusal.set_exception(Detached(str(error)))
-            return refusal
+        except RuntimeError:  # closed by another thread
+            nothing = Future[T | None]()
+            nothing.set_result(None)
+            return nothing
 
-    def _while_alive(self, work: Callable[[], T]) -> T:
+    def _while_alive(self, work: Callable[[], T]) -> T | None:
         try:
             if self.alive:
                 return work()
-        except RuntimeError as error:
-            if not self._segment.closed:
-                raise
-            raise Detached(str(error)) from None
+        except RuntimeError:
+            if self._segment.closed:
+                return None
+            raise
         raise Gone("its process is gone")
 
 
 class LocalAttachment:
     """Which shard of this process's node is attached, if one is.
 
-    Its handle is asked for without the lock: where its actor is silent, only those wait who want to attach.
-
     Args:
         lock: What its owner guards the places with; it is re-entrant.
         place: Returns the shard of this node, as far as this process knows, with the lock held; None: there is none.
-        handle: Asks a shard's actor for its handle; None: it is gone.
+        answers: Whether a shard's actor answers, by number; asked without the lock.
 
     Attributes:
         shard: It; None: none is.
     """
 
     def __init__(
-        self,
-        lock: threading.RLock,
-        place: Callable[[], Place | None],
-        handle: Callable[[Place, Wait | None], Handle | None],
+        self, lock: threading.RLock, place: Callable[[], Place | None], answers: Callable[[int, Wait | None], bool]
     ) -> None:
         self.shard: LocalShard | None = None
-        self._lock, self._place, self._handle = lock, place, handle
+        self._lock, self._place, self._answers = lock, place, answers
         self._refused = -1  # the number of the one that cannot be attached
         self._stopped = False  # what was attached was stopped
 
@@ -171,7 +162,7 @@ class LocalAttachment:
         """Attaches the shard of this node, unless it is already.
 
         Args:
-            wait: How long it may take; None: as long as the shard is there.
+            wait: How long it may take to find out that it is gone; None: as long as it is silent.
 
         Returns:
             It; None if there is none, or it is gone.
@@ -180,23 +171,19 @@ class LocalAttachment:
             AttachError: It cannot be attached, and its actor is alive.
             ReplayTimeout: It takes too long.
         """
-        refused = False
-        while (place := self._wanted()) is not None:
-            handle = self._handle(place, wait)
-            if handle is None:
-                break
-            with self._lock:
-                wanted = self._wanted()
-                if wanted is None or wanted.number != place.number:
-                    continue  # another thread has attached it, or it was lost
-                self.release()
-                try:
-                    self.shard = LocalShard(place.number, handle)
-                except AttachError:  # it may have died just now, which the next call shows
-                    if refused:
-                        raise
-                    refused = True
-        return self.shard
+        with self._lock:
+            place, shard = self._place(), self.shard
+            if place is None or (shard is not None and shard.number == place.number):
+                return shard
+            self.release()
+            try:
+                self.shard = LocalShard(place.number, place.handle)
+                return self.shard
+            except AttachError as error:
+                refusal = error
+        if self._answers(place.number, wait):
+            raise refusal
+        return None
 
     def draws(self, wait: Wait | None = None) -> bool:
         """Does what `attach` does, once for a shard that cannot be attached, and returns whether it is."""
@@ -224,12 +211,6 @@ class LocalAttachment:
         if shard is not None:
             self._stopped = self._stopped or shard.stopped
             shard.close()
-
-    def _wanted(self) -> Place | None:
-        """Returns the shard that is to be attached; None: there is none, or it is attached."""
-        with self._lock:
-            place, shard = self._place(), self.shard
-        return None if place is None or (shard is not None and shard.number == place.number) else place
 
 
 def _first(batch: Any, n: int) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from torchreplay.errors import ReplayTimeout
 from torchreplay.ray.runtime.session import import_ray
-from torchreplay.ray.sharded.local_shard import Detached, Gone
+from torchreplay.ray.sharded.local_shard import Gone
 from torchreplay.segment.waits import LOG_EVERY, SLICE_NS, Wait
 
 logger = logging.getLogger("torchreplay.ray")
@@ -90,7 +90,7 @@ class ReplyCollector:
         errors = self._ray.exceptions
         try:
             answer = call.result() if isinstance(call, Future) else self._ray.get(call)
-        except (Detached, CancelledError):  # a matter of this process alone: others still use the shard
+        except CancelledError:  # this process has let go of the shard, which others still use
             return None
         except errors.ObjectLostError as error:  # the next call shows whether the shard is there
             logger.warning("an answer from %s was lost on its way: %s", self._name(number), _first_line(error))

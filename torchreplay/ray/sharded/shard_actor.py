@@ -86,10 +86,6 @@ class Shard:
             self._set_limit(self._limit)
         return self._buffer.handle()
 
-    def handle(self) -> Handle:
-        """Returns what processes of this node attach."""
-        return self._buffer.handle()
-
     def draw(self, candidates: int, largest: float) -> Answer:
         """Draws candidates, stratified and with replacement.
 
