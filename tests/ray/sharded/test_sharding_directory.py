@@ -217,7 +217,7 @@ def test_a_shard_that_a_process_has_let_go_of_is_not_lost(cluster):
 
     under_way = nearby._hand_over(work)
     assert entered.wait(60)
-    waiting = nearby.gather(np.arange(3))  # for its turn
+    waiting = nearby.update(np.arange(3), np.ones(3))  # for its turn
     nearby.close()
     leave.set()
     refused = nearby.update(np.arange(3), np.ones(3))
@@ -226,7 +226,7 @@ def test_a_shard_that_a_process_has_let_go_of_is_not_lost(cluster):
     again = LocalShard(3, shard._buffer.handle())
     assert len(again.buffer) == 9
     shard._buffer.close()
-    assert calls.collect({3: again.gather(np.arange(3))}) == {}  # but this one is
+    assert calls.collect({3: again.update(np.arange(3), np.ones(3))}) == {}  # but this one is
     assert lost == [3]
     again.close()
 

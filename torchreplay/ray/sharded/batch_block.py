@@ -87,19 +87,9 @@ class Layout:
             room: The batch's.
             at: Where the first one goes; the others follow.
         """
-        for rows, target in zip(self.items(source, given), room, strict=True):
+        for (start, nbytes), target in zip(self._places(given), room, strict=True):
+            rows = source[start : start + nbytes].reshape(given, -1)
             np.take(rows, which, axis=0, out=target[at : at + len(which)], mode="clip")  # another mode would copy twice
-
-    def items(self, block: NDArray[np.uint8], n: int) -> ItemBytes:
-        """Returns the memory of the tensors of a block with `n` items."""
-        return [
-            block[start : start + n * size].reshape(n, size)
-            for (start, _), size in zip(self._places(n), self._item_bytes, strict=True)
-        ]
-
-    def keys(self, items: ItemBytes) -> NDArray[np.int64]:
-        """Returns the keys among the items' bytes."""
-        return items[list(self._fields).index(("key",))].view(np.int64)[:, 0]
 
     def item_bytes(self, batch: ReplayBatch) -> ItemBytes:
         """Returns the memory of a batch's tensors, in the order of a block."""

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from torchreplay.ray.runtime.session import import_ray
 from torchreplay.ray.sharded.coordinator import Lost, Place, Table
 from torchreplay.ray.sharded.coordinator_client import CoordinatorClient
 from torchreplay.ray.sharded.local_shard import LocalAttachment
-from torchreplay.ray.sharded.messages import Answer, Gathered, ShardReport
+from torchreplay.ray.sharded.messages import Answer, ShardReport
 from torchreplay.ray.sharded.rate_limiter import LearnerLimiter, LearnerReport, Rule
 from torchreplay.ray.sharded.replies import ReplyCollector
 from torchreplay.schema.batch import ReplayBatch
@@ -39,8 +39,6 @@ REPORTS: Final = 32
 """Reports under way at most, where each batch is to be known at once: the next one says what those left out had."""
 
 Answers = dict[int, Answer]
-
-T = TypeVar("T", Answer, Gathered)
 
 
 class ShardClient:
@@ -226,23 +224,16 @@ class ShardClient:
                     calls[number] = places[number].actor.draw.remote(count, largest)
             return calls
 
-    def gather(self, keys: Mapping[int, NDArray[np.int64]]) -> dict[int, Gathered]:
+    def gather(self, keys: Mapping[int, NDArray[np.int64]]) -> Answers:
         """Returns what all shards have to say of themselves, and the items that they find; those lost are left out.
 
         Args:
             keys: Of the items, each shard's own `[n]` by its number; none for those left out.
         """
         self.coordinator.require_own_process()
-        none = np.empty(0, np.int64)
         self.report()
-        with self._lock:
-            local = self.local.shard
-            calls = {
-                number: (place.actor.gather.remote if local is None or number != local.number else local.gather)(
-                    keys.get(number, none)
-                )
-                for number, place in self.table.places.items()
-            }
+        none, places = np.empty(0, np.int64), self.table.places
+        calls = {number: place.actor.gather.remote(keys.get(number, none)) for number, place in places.items()}
         answers = self._note(self.calls.collect(calls))
         self.refresh()
         return answers
@@ -323,7 +314,7 @@ class ShardClient:
             "since_write": min(writes, default=-1.0),
         }
 
-    def _note(self, answers: dict[int, T]) -> dict[int, T]:
+    def _note(self, answers: Answers) -> Answers:
         told, limiter = {number: figures for number, (figures, _) in answers.items()}, self.limiter
         with self._lock:
             self.figures = self.figures | told

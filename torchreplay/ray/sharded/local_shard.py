@@ -16,7 +16,7 @@ from torchreplay.buffer.writer import Autoreset
 from torchreplay.errors import AttachError
 from torchreplay.ray.sharded.coordinator import Place
 from torchreplay.ray.sharded.global_distribution import pack
-from torchreplay.ray.sharded.messages import Answer, Gathered
+from torchreplay.ray.sharded.messages import Answer
 from torchreplay.ray.sharded.shard_sampler import ShardSampler
 from torchreplay.ray.sharded.shard_writer import ShardWriter
 from torchreplay.schema.batch import ReplayBatch
@@ -97,10 +97,6 @@ class LocalShard:
     def draw(self, candidates: int, largest: float, room: ReplayBatch) -> Future[Answer | None]:
         """Draws candidates into the first rows of `room`; the answer has no block. Arguments as in `Shard.draw`."""
         return self._hand_over(lambda: self._draw(candidates, largest, room))
-
-    def gather(self, keys: NDArray[np.int64]) -> Future[Gathered | None]:
-        """Finds items under keys of this shard's own; the answer has them as a batch."""
-        return self._hand_over(lambda: self._candidates.gather(keys))
 
     def update(self, keys: NDArray[np.int64], td: NDArray[np.float64]) -> Future[int | None]:
         """Feeds back TD errors for keys of this shard's own; both were checked. The answer is how many."""

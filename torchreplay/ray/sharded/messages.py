@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchreplay.buffer.tree_summary import TreeSummary
-from torchreplay.schema.batch import ReplayBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +43,6 @@ class ShardReport:
     trouble: str | None
     barren: str | None = None
 
-
-Gathered: TypeAlias = tuple[ShardReport, ReplayBatch | NDArray[np.uint8] | None]
-"""What a shard said, and the `candidates` items found, as a batch or a block; None: none were."""
 
 Answer: TypeAlias = tuple[ShardReport, NDArray[np.uint8] | None]
 """What a shard said, and a block with its candidates; None: there are none, or they were drawn into their place."""

@@ -100,10 +100,7 @@ class SampleRequest:
         parts = [answers[number] for number in numbers]
         if len(parts) > 1 or parts[0][1] is not None:  # if only that shard has items, they are the batch
             self._fill(batch, parts, counts)
-        scale = [part.total / union.total for part in union.parts]
-        probability = batch["probability"].numpy().astype(np.float64) * np.repeat(scale, counts)
-        batch["probability"].numpy()[:] = probability
-        batch["weight"].numpy()[:] = union.weights(probability, beta, sampler)
+        union.weigh(batch, np.repeat([part.total / union.total for part in union.parts], counts), beta, sampler)
         self.drawn_from = TreeSummary(union.total, union.drawable, union.smallest, beta)
         return batch
 

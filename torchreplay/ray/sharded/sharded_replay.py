@@ -231,6 +231,7 @@ class ShardedReplay(Replay):
         checked_choice("missing", missing, MISSING)
         self._require_open()
         self._feedback.apply_arrived()
+        self._feedback.hear(0)
         wanted = keys_of(keys, self._nonce) if isinstance(keys, dict) else keys
         batch = self._gathering.gather(wanted)
         if missing == "raise":
