@@ -243,14 +243,14 @@ def test_whether_it_was_stopped_is_told_while_another_thread_lets_go_of_the_shar
 
 
 def test_a_directory_that_ray_cannot_reach_for_a_moment_is_asked_again(cluster, found, monkeypatch):
-    monkeypatch.setattr("torchreplay.ray.sharded.coordinator_client.REFRESH", 0.0)
     _, view = found()
     shards = view("a")
+    shards.exchange()
     actor = cluster.named["union"]
     actor.unreachable = 2
     assert set(shards.look().places) == {0, 1, 2}
     actor.unreachable = 1
-    shards.refresh()
+    shards.report(last=True)
     shards.refresh()
     assert actor.unreachable == 0
     assert not shards.stopped

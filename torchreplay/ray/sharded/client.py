@@ -35,6 +35,9 @@ logger = logging.getLogger("torchreplay.ray")
 REPORT_SECONDS: Final = 0.1
 """Seconds between two reports of this learner's draws where no explorer waits for them."""
 
+REFRESH: Final = 1.0
+"""Seconds between two looks at the table: shards that came back are drawn from that much later."""
+
 REPORTS: Final = 32
 """Reports under way at most, where each batch is to be known at once: the next one says what those left out had."""
 
@@ -67,6 +70,7 @@ class ShardClient:
         self._reports: deque[Any] = deque()  # answers to come
         self._reported: LearnerReport | None = None  # last
         self._reported_at = -REPORT_SECONDS  # while nothing was waited for
+        self._looked_at = 0.0  # when a report asked for the table last
         self._limiter: LearnerLimiter | None = None
         self._stream = -1
         self._lock = threading.RLock()
@@ -113,25 +117,26 @@ class ShardClient:
     # The coordinator
 
     def refresh(self) -> None:
-        """Looks at the table now and then, and at what the coordinator has answered, without waiting for it."""
+        """Takes in what the coordinator has answered to reports, without waiting for it."""
         with self._lock:
-            table = self.coordinator.news()
-            if table is not None:
-                self._adopt(table)
             while self._limiter is not None and self._reports:
                 report = self._reports.popleft()  # a signal handler that runs here looks at the next
                 if not self._ray.wait([report], timeout=0)[0]:
                     self._reports.appendleft(report)
                     break
-                with suppress(self._ray.exceptions.RayError):  # if the coordinator is gone, the next look says so
-                    self._limiter.hear(self._ray.get(report))
+                with suppress(self._ray.exceptions.RayError):  # if the coordinator is gone, the next report says so
+                    totals, table = self.coordinator.answer(report)
+                    self._limiter.hear(totals)
+                    if table is not None:
+                        self._adopt(table)
         self._catch_up()
 
     def report(self, n: int = 0, last: bool = False, most: int = 1) -> None:
         """Reports to the coordinator what this process has drawn and knows of the shards, without a wait.
 
         Where explorers wait for what learners draw, each batch is reported, as fast as the coordinator answers.
-        Elsewhere only other learners' schedules and statistics need to know, and now and then is enough.
+        Elsewhere only other learners' schedules and statistics need to know, and now and then is enough. Now and then
+        the answer brings the table.
 
         Args:
             n: Items that it waits for; 0 for none.
@@ -146,7 +151,9 @@ class ShardClient:
             due = due or (self._limiter.rule.divides and report != self._reported)
             if last or (due and len(self._reports) < most):
                 self._reported, self._reported_at = report, self._reported_at if n else now
-                self._reports.append(self.coordinator.tell("report", report))
+                looks = now - self._looked_at >= REFRESH
+                self._looked_at = now if looks else self._looked_at
+                self._reports.append(self.coordinator.tell("report", report, looks))
 
     def look(self) -> Table:
         """Returns the table as it is now."""
@@ -290,7 +297,7 @@ class ShardClient:
         is enough would poll for ever, where not every node has explorers.
         """
         self._note(self.calls.collect(self.order(dict.fromkeys(self.look().places, 0))))
-        self.limiter.hear(self.coordinator.ask("report", self.limiter.report(1)))
+        self.limiter.hear(self.coordinator.ask("report", self.limiter.report(1))[0])
         self._catch_up()
 
     def census(self, unused_count_as_others: bool, /) -> Census:
@@ -327,7 +334,7 @@ class ShardClient:
         if limiter is not None and limiter.others.rule > self.table.rule.number:
             self.look()
         if limiter is not None and limiter.others.rule < limiter.rule.number:
-            limiter.hear(self.coordinator.ask("report", limiter.report()))
+            limiter.hear(self.coordinator.ask("report", limiter.report())[0])
 
     def _adopt(self, table: Table) -> Table:
         """Takes a table in, unless a newer one came first, and returns the newest."""

@@ -221,15 +221,19 @@ class Coordinator:
         """Counts TD errors whose shard is gone."""
         self._lost_updates += updates
 
-    def report(self, report: LearnerReport) -> Totals:
-        """Takes in what a learner says, and divides anew what the limiter admits; returns what others have drawn."""
+    def report(self, report: LearnerReport, looks: bool = False) -> tuple[Totals, Table | None]:
+        """Takes in what a learner says, and divides anew what the limiter admits.
+
+        Returns:
+            What others have drawn, and the table if the learner looks at it.
+        """
         totals = self._limiter.hear(report)
         if report.rule == self._limiter.rule.number:  # others know an old limiter only
             limits = self._limiter.limits([slot.number for slot in self._slots if slot.filled], report)
             for slot in self._slots:
                 if slot.filled and slot.limit != limits[slot.number]:
                     self._admit(slot, limits[slot.number])
-        return totals
+        return totals, self.table() if looks else None
 
     def change_limiter(self, limiter: Limiter) -> Table:
         """Sets another limiter for everyone; learners hear of it with their next report, or look at the table.

@@ -88,6 +88,7 @@ class ShardedSampler:
         """
         if wait.expired:
             raise ReplayTimeout(f"no shard has answered with items for a batch of {n:,} in time")
+        self.shards.report()
         time.sleep(min(POLL, wait.slice_ns() * 1e-9))
 
     def admits(self, n: int) -> bool:
