@@ -20,7 +20,6 @@ from torchreplay.segment.waits import Wait
 
 if TYPE_CHECKING:
     from torchreplay.cuda.staging import Staging
-    from torchreplay.ray.sharded.priority_updates import Feedback
     from torchreplay.ray.sharded.sampler import ShardedSampler
 
 LEAST_SLACK: Final = 1 / 64
@@ -143,7 +142,6 @@ class SampleRequestStream:
 
     Args:
         draws: What draws them.
-        feedback: What was fed back to what they are drawn from.
         batch_size: Items in a batch.
         count: Batches; None for endlessly many.
         prefetch: Rounds under way ahead.
@@ -160,7 +158,6 @@ class SampleRequestStream:
     def __init__(
         self,
         draws: ShardedSampler,
-        feedback: Feedback,
         batch_size: int,
         count: int | None,
         prefetch: int,
@@ -168,7 +165,6 @@ class SampleRequestStream:
         waiting: type[Wait],
         staging: Staging | None = None,
     ) -> None:
-        self._feedback = feedback
         self._draws, self._batch_size, self._left, self._staging = draws, batch_size, count, staging
         self._prefetch, self._timeout, self._waiting = prefetch, timeout, waiting
         self._ahead: deque[SampleRequest] = deque()
@@ -183,7 +179,7 @@ class SampleRequestStream:
             StopIteration: There were `count`.
             ReplayTimeout, WouldBlockForever, Stopped: As `sample` does.
         """
-        self._feedback.apply_arrived()
+        self._draws.feedback.apply_arrived()
         if self._left is not None and self._left <= 0:
             self.close()
             self._draws.shards.report(last=True)

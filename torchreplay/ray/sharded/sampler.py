@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from contextlib import suppress
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
-from torchreplay.buffer.base import MAX_BATCH
+from torchreplay.buffer.base import MAX_BATCH, BatchSource, Pin
+from torchreplay.cuda.copies import DeviceCopies
+from torchreplay.cuda.staging import Staging
 from torchreplay.errors import ReplayTimeout
 from torchreplay.ray.sharded.batch_block import Layout
 from torchreplay.ray.sharded.client import REPORTS, ShardClient
-from torchreplay.ray.sharded.sample_request import LEAST_SLACK, SampleRequest
+from torchreplay.ray.sharded.priority_updates import Feedback
+from torchreplay.ray.sharded.sample_request import LEAST_SLACK, SampleRequest, SampleRequestStream
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.config import Config
 from torchreplay.schema.samplers import Schedule, value_of
@@ -24,7 +30,7 @@ POLL: Final = 0.02
 """Seconds between two looks at the shards while too few items are in."""
 
 
-class ShardedSampler:
+class ShardedSampler(BatchSource):
     """What a process draws.
 
     Args:
@@ -32,15 +38,19 @@ class ShardedSampler:
         config: Of the union.
         seed: Of the random numbers that choose among candidates.
         nonce: What signs the batches.
+        feedback: What is fed back meanwhile.
 
     Attributes:
         shards: What from.
         seed: Of the random numbers.
+        feedback: What is fed back meanwhile.
     """
 
-    def __init__(self, shards: ShardClient, config: Config, seed: int, nonce: int) -> None:
-        self.shards, self.seed = shards, seed
-        self._sampler, self._nonce = config.sampler, nonce
+    seed = 0
+
+    def __init__(self, shards: ShardClient, config: Config, seed: int, nonce: int, feedback: Feedback) -> None:
+        self.shards, self.seed, self.feedback = shards, seed, feedback
+        self.config, self.nonce, self._sampler = config, nonce, config.sampler
         self._layout = Layout(config.outputs())
         self._complete_when = config.view.complete_when
         self._finish = config.finish
@@ -72,6 +82,36 @@ class ShardedSampler:
     def resume(self, seed: int, stream: int, step: int) -> None:
         """Goes on in another process's stream of random numbers."""
         self.seed, self.stream, self.made = seed, stream, step
+
+    def unissued(self, keys: NDArray[np.int64]) -> int | None:
+        """Returns the index of the first of `keys` that names no row that any shard has or had."""
+        self.shards.require_open()
+        return self.feedback.unissued(keys)
+
+    def batches(
+        self,
+        batch_size: int,
+        count: int | None,
+        prefetch: int,
+        timeout: float | None,
+        waiting: type[Wait],
+        drawn: deque[dict[str, Any]],
+        staging: Staging | None = None,
+    ) -> SampleRequestStream:
+        """Returns a stream of batches; the shards are asked for `prefetch` of them ahead."""
+        checked_int("batch_size", batch_size, 1, MAX_BATCH)
+        self.shards.require_open()
+        return SampleRequestStream(self, batch_size, count, prefetch, timeout, waiting, staging)
+
+    def staging(self, batch_size: int, prefetch: int, device: torch.device, pin: Pin | None) -> Staging | None:
+        """Returns what takes batches to a CUDA device while the learner computes; None: each is copied by itself.
+
+        Raises:
+            ValueError: `pin` is `"ring"`: the shards' rings are other processes' to page-lock.
+        """
+        if pin == "ring":
+            raise ValueError('pin="ring" page-locks the memory of a ReplayBuffer: expected another for a ShardedReplay')
+        return None if pin == "off" else Staging(self.config, batch_size, prefetch, DeviceCopies(device))
 
     def draw(self, n: int, beta: Schedule | None, wait: Wait) -> ReplayBatch:
         """Returns a batch of `n` items, once there are any and the limiter admits it."""
@@ -149,7 +189,7 @@ class ShardedSampler:
             self._end(ordered.step, ordered.n, ordered.rule, batch)
         self._slack = min(1.0, self._slack * 4) if ordered.asked_again else max(LEAST_SLACK, self._slack * 0.75)
         if batch is not None:
-            batch.source = self._nonce
+            batch.source = self.nonce
             if finish and self._finish is not None:
                 self._finish(batch)
         return batch

@@ -25,7 +25,6 @@ from torchreplay.ray.sharded.priority_updates import Feedback
 from torchreplay.ray.sharded.sampler import ShardedSampler
 from torchreplay.ray.sharded.save_restore import require_room, restore_shards, save_shards
 from torchreplay.ray.sharded.shard_writer import ShardWriter
-from torchreplay.ray.sharded.sharded_source import ShardedSource
 from torchreplay.ray.sharded.stats import ShardedStats, merged_histograms, summed
 from torchreplay.schema.batch import ReplayBatch, keys_of
 from torchreplay.schema.config import MAX_CAPACITY, Config
@@ -107,10 +106,9 @@ class ShardedReplay(Replay):
         self._capacity, self._count = capacity, count
         self._shards = ShardClient(directory_name(nonce))
         self._shards.called = config.called
-        self._sampler = ShardedSampler(self._shards, config, seed, nonce)
-        self._gathering = Gathering(self._shards, config, nonce)
         self._feedback = Feedback(self._shards, nonce)
-        self._source = ShardedSource(self._sampler, self._feedback, config, nonce)
+        self._source = self._sampler = ShardedSampler(self._shards, config, seed, nonce, self._feedback)
+        self._gathering = Gathering(self._shards, config, nonce)
 
     @property
     def _closed(self) -> bool:
