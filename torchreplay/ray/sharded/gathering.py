@@ -49,9 +49,9 @@ class Gathering:
         union = GlobalDistribution(tuple(figures.drawn for figures, _ in answers))
         rows = rows_of(asked, found["key"].numpy())
         batch = self._layout.new_batch(len(rows))
-        for target, source in zip(self._layout.item_bytes(batch), self._layout.item_bytes(found), strict=True):
-            target[:] = source[rows]
         if len(rows):
+            for target, source in zip(self._layout.item_bytes(batch), self._layout.item_bytes(found), strict=True):
+                target[:] = source[rows]
             shares = np.repeat([part.total / union.total for part in union.parts], counts)[rows]
             union.weigh(batch, shares, value_of(self._sampler.beta, self._shards.limiter.steps), self._sampler)
         batch.source = self._nonce
