@@ -122,7 +122,7 @@ def test_a_writer_waits_for_the_shard_of_its_node_to_be_made_anew_and_learners_w
     written.join(60)
     assert not written.is_alive()
     learner.exchange()
-    assert sum(figures.rows for figures in learner.figures.values()) == 7
+    assert sum(figures.stats.size for figures in learner.figures.values()) == 7
     assert learner.census(False)["supervisors"] == 0
 
 

@@ -101,8 +101,9 @@ def test_the_share_of_time_that_explorers_wait_is_that_of_those_that_there_are(c
         explorers = copied(replay)
         writers = [explorers.writer() for _ in range(3)]
         _, shard = [actor.it for actor in cluster.actors if isinstance(actor.it, Shard)]
-        told = shard.stats()
-        shard.stats = lambda: dataclasses.replace(told, insert_wait_share=0.5)
+        told, _ = shard.draw(0, 0.0)
+        told = dataclasses.replace(told, stats=dataclasses.replace(told.stats, insert_wait_share=0.5))
+        shard.draw = lambda candidates, largest: (told, None)
         found = replay.stats()
         assert (found.writers, found.insert_wait_share, found.bottleneck) == (3, 0.5, "learners")
         for writer in writers:

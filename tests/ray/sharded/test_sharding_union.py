@@ -289,7 +289,7 @@ def test_new_rows_count_as_the_largest_priority_seen_in_any_shard(make):
     shards = make([10, 10], prioritized())
     shards.buffer(0).update_priorities(shards.keys[0], np.full(10, 50.0))
     shards.batch(4, 0)
-    largest = max(figures.largest for figures in shards.figures.values())
+    largest = max(figures.stats.priority_max for figures in shards.figures.values())
     assert largest == 50.0
     shards.buffer(1)._segment.raise_largest(largest)
     shards.buffer(1).extend(home=np.full(1, 1), index=np.full(1, 10))

@@ -18,9 +18,9 @@ from torchreplay.ray.runtime.session import import_ray
 from torchreplay.ray.sharded.coordinator import Lost, Place, Table
 from torchreplay.ray.sharded.coordinator_client import CoordinatorClient
 from torchreplay.ray.sharded.local_shard import LocalAttachment
-from torchreplay.ray.sharded.messages import Answer, ShardReport
 from torchreplay.ray.sharded.rate_limiter import LearnerLimiter, LearnerReport, Rule
 from torchreplay.ray.sharded.replies import ReplyCollector
+from torchreplay.ray.sharded.shard_sampler import Answer, ShardReport
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.limiters import Limiter, MinSize
 from torchreplay.segment.ray_node import ray_node
@@ -111,7 +111,7 @@ class ShardClient:
     @property
     def stopped(self) -> bool:
         """Whether the buffer was stopped, as far as this process has heard: where a shard is attached, at once."""
-        told = self.table.stopped or any(figures.stopped for figures in self.figures.values())
+        told = self.table.stopped or any(figures.stats.stopped for figures in self.figures.values())
         return told or self.local.stopped
 
     # The coordinator
@@ -194,10 +194,10 @@ class ShardClient:
         """
         self.local.release()
         places = self.table.places
-        told = self.calls.collect({place.number: place.actor.stats.remote() for place in places.values()})
+        told = self.calls.collect({number: place.actor.draw.remote(0, 0.0) for number, place in places.items()})
         for number in places.keys() - told.keys():
             raise RuntimeError(f"shard {number} on node {places[number].node} was lost when it had been restored")
-        inserted = {numbers[number]: stats.inserted for number, stats in told.items()}
+        inserted = {numbers[number]: figures.stats.inserted for number, (figures, _) in told.items()}
         self._adopt(self.coordinator.table("restored", numbers, seed, counts, lost, limiter, inserted))
         self.exchange()
 
@@ -305,9 +305,9 @@ class ShardClient:
         local = self.local.shard  # another node's shard has no writer of this thread's
         own = 0 if local is None else local.own_writers(unused_count_as_others)
         told, learners = self.figures.values(), self.limiter.learners
-        writers = sum(figures.writers for figures in told)
+        writers = sum(figures.stats.writers for figures in told)
         departures = [figures.since_departure for figures in told if figures.since_departure >= 0]
-        writes = [figures.since_write for figures in told if figures.since_write >= 0]
+        writes = [figures.stats.last_write_age for figures in told if figures.stats.last_write_age >= 0]
         return {
             "writers": writers,
             "learners": learners,
@@ -367,7 +367,7 @@ class ShardClient:
                 stats = local.buffer.stats()
                 return stats.size, stats.inserted
         figures = self.figures.get(number)
-        return (figures.rows, figures.inserted) if figures else (0, 0)
+        return (figures.stats.size, figures.stats.inserted) if figures else (0, 0)
 
     def _answers(self, number: int, wait: Wait | None) -> bool:
         call = self._probe(number)
@@ -375,7 +375,7 @@ class ShardClient:
 
     def _probe(self, number: int) -> Any:
         place = self.table.places.get(number)
-        return None if place is None else place.actor.stats.remote()
+        return None if place is None else place.actor.draw.remote(0, 0.0)
 
     def _name(self, number: int) -> str:
         place = self.table.places.get(number)

@@ -16,8 +16,7 @@ from torchreplay.buffer.writer import Autoreset
 from torchreplay.errors import AttachError
 from torchreplay.ray.sharded.coordinator import Place
 from torchreplay.ray.sharded.global_distribution import pack
-from torchreplay.ray.sharded.messages import Answer
-from torchreplay.ray.sharded.shard_sampler import ShardSampler
+from torchreplay.ray.sharded.shard_sampler import Answer, ShardSampler
 from torchreplay.ray.sharded.shard_writer import ShardWriter
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.segment.handle import Handle

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from torchreplay.ray.sharded.messages import ShardReport
+from torchreplay.ray.sharded.shard_sampler import ShardReport
 from torchreplay.ray.sharded.wait_stats import WaitStats
 from torchreplay.schema.limiters import Limiter
 
@@ -266,8 +266,8 @@ class LearnerLimiter:
 
     def count(self, told: Mapping[int, ShardReport]) -> None:
         """Takes in what shards have answered."""
-        self.count_inserted({number: figures.inserted for number, figures in told.items()})
-        self.largest = max(self.largest, *(figures.largest for figures in told.values()), 0.0)
+        self.count_inserted({number: figures.stats.inserted for number, figures in told.items()})
+        self.largest = max(self.largest, *(figures.stats.priority_max for figures in told.values()), 0.0)
 
     def count_inserted(self, inserted: Mapping[int, int]) -> None:
         """Takes in how many items have become drawable in shards; what a lost one had stays counted."""

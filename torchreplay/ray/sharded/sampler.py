@@ -233,7 +233,7 @@ class ShardedSampler(BatchSource):
         barren = self.shards.barren
         if drawable or barren is None:
             inserted, needed = self.shards.limiter.inserted, self.shards.limiter.needed(n)
-            size = sum(figures.rows for figures in self.shards.figures.values())
+            size = sum(figures.stats.size for figures in self.shards.figures.values())
             wait.check_rows(inserted, needed, drawable, size, self._complete_when)
         else:
             wait.check_turns(barren)

@@ -54,14 +54,14 @@ def restore_shards(shards: ShardClient, config: Config, manifest: Manifest, root
     require_alike(manifest.config, config, root)
     shards.exchange()
     held = "has lost a shard" if shards.table.lost else "holds rows"
-    if shards.table.lost or any(figures.issued for figures in shards.figures.values()):
+    if shards.table.lost or any(figures.stats.rows_written for figures in shards.figures.values()):
         raise CheckpointError(f"the buffer {held} already: restore a new one, before its explorers start")
     places = shards.table.places
     require_room(manifest, len(places), root)
     _require_parts([manifest.path_of(root, part) for part in manifest.parts])
     parts = assigned(manifest.parts, places)
     numbers, born = _numbered(places, parts, manifest.counts.born)
-    if any(figures.writers and numbers.get(number) != number for number, figures in shards.figures.items()):
+    if any(figures.stats.writers and numbers.get(number) != number for number, figures in shards.figures.items()):
         raise CheckpointError(
             "explorers of this buffer have writers already, whose keys would be those of other shards' rows: restore a "
             "new one, before its explorers start"

@@ -12,14 +12,12 @@ import torch
 from numpy.typing import NDArray
 
 from torchreplay.buffer.replay_buffer import ReplayBuffer, local_sampler
-from torchreplay.buffer.stats import Stats
 from torchreplay.checkpoint.buffer_checkpoint import load_rows, save
 from torchreplay.checkpoint.description import Description
 from torchreplay.checkpoint.directory import is_checkpoint
 from torchreplay.errors import CheckpointError
 from torchreplay.ray.sharded.batch_block import Layout
-from torchreplay.ray.sharded.messages import Answer
-from torchreplay.ray.sharded.shard_sampler import ShardSampler
+from torchreplay.ray.sharded.shard_sampler import Answer, ShardSampler
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.config import Config
 from torchreplay.schema.limiters import MinSize
@@ -175,10 +173,6 @@ class Shard:
     def priorities(self, keys: NDArray[np.int64]) -> NDArray[np.float32]:
         """Returns raw priorities as `ReplayBuffer.priorities` does, of keys of this shard's own that were checked."""
         return self._buffer.priorities(keys).numpy()
-
-    def stats(self) -> Stats:
-        """Returns the buffer's own."""
-        return self._buffer.stats()
 
     def histograms(self, bins: int) -> dict[str, torch.Tensor]:
         """Returns the buffer's own."""

@@ -326,7 +326,7 @@ class ShardedReplay(Replay):
         """Returns the number of rows held by all shards."""
         self._require_open()
         self._shards.exchange()
-        return sum(figures.rows for figures in self._shards.figures.values())
+        return sum(figures.stats.size for figures in self._shards.figures.values())
 
     @property
     def capacity(self) -> int:
@@ -376,9 +376,7 @@ class ShardedReplay(Replay):
         self._feedback.apply_arrived()
         self._feedback.hear(0)
         shards.exchange()
-        places = shards.table.places
-        told = shards.calls.collect({number: place.actor.stats.remote() for number, place in places.items()})
-        return summed(told, places, shards.look(), self._capacity, self._count, shards.limiter)
+        return summed(shards.figures, shards.look(), self._capacity, self._count, shards.limiter)
 
     def histograms(self, bins: int = 64) -> dict[str, torch.Tensor]:
         """Returns histograms of raw priorities and of rows' ages, as `ReplayBuffer.histograms` does. O(capacity).
