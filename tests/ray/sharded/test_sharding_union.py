@@ -161,7 +161,7 @@ def test_a_batch_gets_every_byte_of_the_items_chosen():
     room, at = layout.item_bytes(batch), 0
     expected = []
     for n, which in ((4, [0, 3]), (1, []), (7, [1, 2, 6])):
-        block = torch.randint(0, 2, (layout.nbytes(n),), dtype=torch.uint8, generator=chance)
+        block = layout.new_block(n).random_(0, 2, generator=chance)
         part = layout.batch_over(block, n)
         layout.copy(block.numpy(), n, np.array(which, dtype=np.int64), room, at)
         expected.append({k: part["a"][k][which] for k in "bc"} | {"d": part["d"][which], "key": part["key"][which]})

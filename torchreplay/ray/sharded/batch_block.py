@@ -40,12 +40,12 @@ class RecycledMemory:
     def take(self, nbytes: int) -> torch.Tensor:
         """Returns uint8 `[nbytes]` of any content."""
         memory = np.empty(0, np.uint8)
-        while len(memory) != nbytes:
+        while len(memory) < nbytes:
             try:
                 memory = self._idle.pop()
             except IndexError:
                 memory = np.empty(nbytes, np.uint8)
-        lent = memory[:]  # torch holds this object for as long as a tensor needs the memory
+        lent = memory[:nbytes]  # torch holds this object for as long as a tensor needs the memory
         weakref.finalize(lent, self._idle.append, memory).atexit = False
         return torch.from_numpy(lent)
 
@@ -62,20 +62,21 @@ class Layout:
         self._memory = RecycledMemory()
         self._item_bytes = [math.prod(f.shape) * f.dtype.itemsize for f in self._fields.values()]
 
-    def nbytes(self, n: int) -> int:
-        """Returns the size of a block for `n` items."""
-        return sum(_rounded(n * size) for size in self._item_bytes)
-
     def batch_over(self, block: torch.Tensor, n: int) -> ReplayBatch:
-        """Returns a batch of `n` items whose tensors are the memory of `block`, uint8 `[nbytes(n)]` or more."""
+        """Returns a batch of `n` items whose tensors are the memory of `block`, of as many or more."""
         tensors = {}
         for (path, field), (start, size) in zip(self._fields.items(), self._places(n), strict=True):
             tensors[path] = block[start : start + size].view(field.dtype).view(n, *field.shape)
         return ReplayBatch(nest(tensors))
 
+    def new_block(self, n: int) -> torch.Tensor:
+        """Returns a block for `n` items, uint8, of any content, in memory of its own."""
+        nbytes = sum(_rounded(n * size) for size in self._item_bytes)
+        return self._memory.take(max(1, nbytes))  # a view of no memory is refused
+
     def new_batch(self, n: int) -> ReplayBatch:
         """Returns a batch of `n` items of any content, in memory of its own."""
-        return self.batch_over(self._memory.take(max(1, self.nbytes(n))), n)  # a view of no memory is refused
+        return self.batch_over(self.new_block(n), n)
 
     def copy(self, source: NDArray[np.uint8], given: int, which: NDArray[np.int64], room: ItemBytes, at: int) -> None:
         """Copies chosen items of a block into a batch.
