@@ -20,7 +20,7 @@ from torchreplay.ray.sharded.client import ShardClient
 from torchreplay.ray.sharded.coordinator import Coordinator
 from torchreplay.ray.sharded.local_shard import LocalShard
 from torchreplay.ray.sharded.local_writing import Expectation, buffer_to_write_to, nodes_to_write_from
-from torchreplay.ray.sharded.manifest import Counts
+from torchreplay.ray.sharded.manifest import Counts, Manifest
 from torchreplay.ray.sharded.replies import ReplyCollector
 from torchreplay.ray.sharded.shard_actor import Shard
 from torchreplay.ray.sharded.stats import merged_histograms
@@ -341,8 +341,8 @@ def test_an_announcement_is_repeated_after_ray_could_not_reach_the_directory(clu
 def test_what_is_said_twice_of_a_checkpoint_counts_once(found):
     directory, _ = found()
     counts = Counts(born=7, streams=2, items=100, batches=10, sampled=100, inserted_before=0, cleared=0, lost_updates=1)
-    said = ({0: 1, 1: 0}, 5, counts, (), tr.MinSize(), {0: 60})
-    first, second = directory.restored(*said), directory.restored(*said)
+    manifest = Manifest(Config.of(SPEC, 100, None, None, tr.MinSize()), 5, 0, 0, "shards-0", (), counts, ())
+    first, second = (directory.restored(manifest, {0: 1, 1: 0}, 7, {0: 60}) for _ in "12")
     assert [place.node for place in second.places.values()] == NODES
     assert list(first.places) == list(second.places) == [1, 0, 2]
     assert second.rule == first.rule

@@ -28,7 +28,7 @@ from torchreplay.segment.waits import UNNAMED, Wait
 
 if TYPE_CHECKING:
     from torchreplay._C import Census
-    from torchreplay.ray.sharded.manifest import Counts
+    from torchreplay.ray.sharded.manifest import Manifest
 
 logger = logging.getLogger("torchreplay.ray")
 
@@ -184,9 +184,7 @@ class ShardClient:
         self._adopt(self.coordinator.table("cleared", emptied))
         self.exchange()
 
-    def restored(
-        self, numbers: dict[int, int], seed: int, counts: Counts, lost: tuple[Lost, ...], limiter: Limiter
-    ) -> None:
+    def restored(self, manifest: Manifest, numbers: dict[int, int], born: int) -> None:
         """Announces that the shards hold the rows of a checkpoint now; arguments as in the coordinator's method.
 
         Raises:
@@ -198,7 +196,7 @@ class ShardClient:
         for number in places.keys() - told.keys():
             raise RuntimeError(f"shard {number} on node {places[number].node} was lost when it had been restored")
         inserted = {numbers[number]: figures.stats.inserted for number, (figures, _) in told.items()}
-        self._adopt(self.coordinator.table("restored", numbers, seed, counts, lost, limiter, inserted))
+        self._adopt(self.coordinator.table("restored", manifest, numbers, born, inserted))
         self.exchange()
 
     # The shard on this node

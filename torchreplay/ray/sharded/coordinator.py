@@ -19,7 +19,7 @@ from torchreplay.schema.limiters import Limiter
 from torchreplay.segment.handle import Handle
 
 if TYPE_CHECKING:
-    from torchreplay.ray.sharded.manifest import Counts
+    from torchreplay.ray.sharded.manifest import Manifest
 
 logger = logging.getLogger("torchreplay.ray")
 
@@ -255,38 +255,28 @@ class Coordinator:
         """Returns how many numbers of shards, and of learners, were given."""
         return self._born, self._streams
 
-    def restored(
-        self,
-        numbers: dict[int, int],
-        seed: int,
-        counts: Counts,
-        lost: tuple[Lost, ...],
-        limiter: Limiter,
-        inserted: dict[int, int],
-    ) -> Table:
+    def restored(self, manifest: Manifest, numbers: dict[int, int], born: int, inserted: dict[int, int]) -> Table:
         """Takes in that the shards hold the rows of a checkpoint now; to say so again changes nothing.
 
         Args:
+            manifest: Of the checkpoint. Of another limiter than this one its counts of draws mean nothing.
             numbers: The number that each shard has, by that which it had.
-            seed: Of all draws.
-            counts: What was counted.
-            lost: Shards lost before.
-            limiter: The one that the counts are of; for another they mean nothing.
+            born: How many numbers of shards were given.
             inserted: Items that have become drawable in each shard, by its new number.
         """
-        said = (numbers, seed, counts, lost, limiter, inserted)
+        said = (manifest, numbers, born, inserted)
         if said == self._restored:
             return self.table()
-        self._restored = said
+        self._restored, counts = said, manifest.counts
         for slot in self._slots:
             slot.number = numbers.get(slot.number, slot.number)
-        self._seed, self._born, self._streams = seed, counts.born, max(self._streams, counts.streams)
-        self._lost, self._lost_updates = {one.number: one for one in lost}, counts.lost_updates
+        self._seed, self._born, self._streams = manifest.seed, born, max(self._streams, counts.streams)
+        self._lost, self._lost_updates = {one.number: one for one in manifest.lost}, counts.lost_updates
         counted, sampled = self._limiter, 0
-        counted.inserted = {**inserted, **{one.number: one.inserted for one in lost}}
+        counted.inserted = {**inserted, **{one.number: one.inserted for one in manifest.lost}}
         counted.rule = replace(counted.rule, cleared=counts.cleared)
         counted.change(counted.rule.limiter)
-        if limiter == counted.rule.limiter:
+        if manifest.config.limiter == counted.rule.limiter:
             counted.rule, sampled = replace(counted.rule, inserted_before=counts.inserted_before), counts.sampled
         counted.remember(counts.items, counts.batches, sampled)
         return self.table()

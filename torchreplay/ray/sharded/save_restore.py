@@ -69,8 +69,7 @@ def restore_shards(shards: ShardClient, config: Config, manifest: Manifest, root
     paths = {number: str(manifest.path_of(root, part)) for number, part in parts.items()}
     try:
         _fill(shards, places, numbers, paths)
-        counts = replace(manifest.counts, born=born)
-        shards.restored(numbers, manifest.seed, counts, manifest.lost, manifest.config.limiter)
+        shards.restored(manifest, numbers, born)
     except BaseException as error:
         with suppress(Exception):  # the directory may be gone
             shards.coordinator.ask("stop")
