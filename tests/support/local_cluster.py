@@ -10,7 +10,7 @@ USES_RAY = (
     "runtime.actor_client",
     "sharded.client",
     "sharded.coordinator",
-    "sharded.creation",
+    "sharded.coordinator_client",
     "sharded.local_writing",
     "sharded.replies",
     "sharded.save_restore",

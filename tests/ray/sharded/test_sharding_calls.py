@@ -16,10 +16,9 @@ from ray import exceptions
 
 from torchreplay.ray.sharded import replies as shard_calls
 from torchreplay.ray.sharded.global_distribution import KEY_BITS, pack
-from torchreplay.ray.sharded.local_shard import Gone
+from torchreplay.ray.sharded.local_shard import Gone, ShardWriter
 from torchreplay.ray.sharded.replies import ReplyCollector
 from torchreplay.ray.sharded.shard_actor import Shard
-from torchreplay.ray.sharded.shard_writer import ShardWriter
 
 UNREACHABLE = exceptions.ActorUnavailableError("connection reset", b"0" * 16)
 DEAD = exceptions.ActorDiedError()

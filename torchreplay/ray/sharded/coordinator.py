@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("torchreplay.ray")
 
-NAMESPACE: Final = "torchreplay"
-
 RETRY: Final = 5.0
 """Seconds after which a shard that could not be made is tried again; twice as many after each of six more failures."""
 

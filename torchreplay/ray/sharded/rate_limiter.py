@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from torchreplay.ray.sharded.shard_sampler import ShardReport
-from torchreplay.ray.sharded.wait_stats import WaitStats
 from torchreplay.schema.limiters import Limiter
+
+WINDOW: Final = 10.0
+"""Seconds: waits of late are those of the running window and the one before, as in a `ReplayBuffer`."""
 
 _PAST: Final = -1
 """The number of no learner: what was drawn before a checkpoint."""
@@ -326,6 +329,56 @@ class LearnerLimiter:
     def needed(self, n: int) -> int:
         """Returns how many items must have become drawable before `n` more may be drawn."""
         return self.rule.needed(self.sampled, n)
+
+
+class Told(NamedTuple):
+    """What a learner has said.
+
+    Attributes:
+        seconds: For which it has waited, in all.
+        at: When it said something last.
+    """
+
+    seconds: float = 0.0
+    at: float = 0.0
+
+
+class WaitStats:
+    """Totals that learners report. A report may be lost, or be overtaken."""
+
+    def __init__(self) -> None:
+        self._made = time.monotonic()
+        self._told: dict[int, Told] = {}  # by learner
+        self._windows: dict[int, float] = {}  # by number: seconds of all learners
+
+    def hear(self, stream: int, seconds: float) -> None:
+        """Takes in what a learner has said.
+
+        Args:
+            stream: Its number.
+            seconds: For which it has waited, in all.
+        """
+        now = time.monotonic()
+        before = self._told.get(stream, Told()).seconds
+        window = int(now // WINDOW)
+        self._windows = {number: waited for number, waited in self._windows.items() if number >= window - 1}
+        self._windows[window] = self._windows.get(window, 0.0) + max(0.0, seconds - before)
+        self._told[stream] = Told(max(seconds, before), now)
+
+    @property
+    def total(self) -> float:
+        """Seconds, of all learners."""
+        return sum(told.seconds for told in self._told.values())
+
+    @property
+    def share(self) -> float:
+        """Share of the last 10 to 20 seconds that a learner which has said something in them has waited, on average."""
+        now = time.monotonic()
+        window = int(now // WINDOW)
+        since = max(self._made, (window - 1) * WINDOW)
+        waited = sum(seconds for number, seconds in self._windows.items() if number >= window - 1)
+        learners = sum(told.at >= since for told in self._told.values())
+        return min(1.0, waited / max(now - since, 1e-9) / max(1, learners))
 
 
 def _largest(known: Mapping[int, int], said: Mapping[int, int]) -> Mapping[int, int]:

@@ -17,14 +17,14 @@ from torchreplay.buffer.sampling import MISSING, Missing, require_all
 from torchreplay.buffer.writer import Autoreset
 from torchreplay.errors import Stopped
 from torchreplay.ray.sharded.client import ShardClient
-from torchreplay.ray.sharded.creation import checked_nodes, directory_name, end, found
+from torchreplay.ray.sharded.coordinator_client import checked_nodes, directory_name, end, found
 from torchreplay.ray.sharded.gathering import Gathering
+from torchreplay.ray.sharded.local_shard import ShardWriter
 from torchreplay.ray.sharded.local_writing import Expectation, buffer_to_write_to
 from torchreplay.ray.sharded.manifest import Manifest, with_manifest
 from torchreplay.ray.sharded.priority_updates import Feedback
 from torchreplay.ray.sharded.sampler import ShardedSampler
 from torchreplay.ray.sharded.save_restore import require_room, restore_shards, save_shards
-from torchreplay.ray.sharded.shard_writer import ShardWriter
 from torchreplay.ray.sharded.stats import ShardedStats, merged_histograms, summed
 from torchreplay.schema.batch import ReplayBatch, keys_of
 from torchreplay.schema.config import MAX_CAPACITY, Config
