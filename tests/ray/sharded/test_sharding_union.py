@@ -14,7 +14,6 @@ from scipy import stats
 import torchreplay as tr
 from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.ray.sharded.batch_block import Layout, RecycledMemory, keep
-from torchreplay.ray.sharded.gathering import rows_of
 from torchreplay.ray.sharded.global_distribution import (
     KEY_BITS,
     MAX_SHARDS,
@@ -24,6 +23,7 @@ from torchreplay.ray.sharded.global_distribution import (
     pack,
     unpack,
 )
+from torchreplay.ray.sharded.sampler import rows_of
 from torchreplay.ray.sharded.stats import merged_histograms
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.spec import flatten

@@ -11,12 +11,14 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from torchreplay.errors import Stopped
 from torchreplay.ray.runtime.session import import_ray
 from torchreplay.ray.sharded.coordinator import Lost, Place, Table
 from torchreplay.ray.sharded.coordinator_client import CoordinatorClient
+from torchreplay.ray.sharded.global_distribution import pack, unpack
 from torchreplay.ray.sharded.local_shard import LocalAttachment
 from torchreplay.ray.sharded.rate_limiter import LearnerLimiter, LearnerReport, Rule
 from torchreplay.ray.sharded.replies import ReplyCollector
@@ -72,7 +74,6 @@ class ShardClient:
         self._reported_at = -REPORT_SECONDS  # while nothing was waited for
         self._looked_at = 0.0  # when a report asked for the table last
         self._limiter: LearnerLimiter | None = None
-        self._stream = -1
         self._lock = threading.RLock()
         self.local = LocalAttachment(self._lock, self.place_here, self._answers)
         self.node = ray_node()
@@ -84,20 +85,15 @@ class ShardClient:
     @property
     def stream(self) -> int:
         """The number of this learner, which no other process has."""
-        if self._stream < 0:
-            number = self.coordinator.ask("join")
-            with self._lock:
-                if self._stream < 0:  # no other thread has asked meanwhile
-                    self._stream = number
-        return self._stream
+        return self.limiter.stream
 
     @property
     def limiter(self) -> LearnerLimiter:
         """The limiter, as far as this learner knows what was inserted and drawn."""
         if self._limiter is None:
-            stream = self.stream
+            stream = self.coordinator.ask("join")
             with self._lock:
-                if self._limiter is None:
+                if self._limiter is None:  # no other thread has asked meanwhile
                     self._limiter = LearnerLimiter(self.table.rule, stream)
                     self._take_in(self.table)
             self._catch_up()
@@ -242,6 +238,27 @@ class ShardClient:
         answers = self._note(self.calls.collect(calls))
         self.refresh()
         return answers
+
+    def keys(self, rows: bool) -> torch.Tensor:
+        """Does what `ShardedReplay.keys` does."""
+        places = self.look().places
+        told = self.calls.collect({number: place.actor.keys.remote(rows) for number, place in places.items()})
+        parts = [pack(number) + keys for number, keys in sorted(told.items())]
+        return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *parts]))
+
+    def priorities(self, keys: NDArray[np.int64]) -> torch.Tensor:
+        """Does what `ShardedReplay.priorities` does, for keys that were issued."""
+        numbers, own = unpack(keys)
+        places = self.look().places
+        calls = {
+            number: places[number].actor.priorities.remote(own[numbers == number])
+            for number in np.unique(numbers).tolist()
+            if number in places
+        }
+        raw = np.full(len(keys), np.nan, np.float32)
+        for number, priorities in self.calls.collect(calls).items():
+            raw[numbers == number] = priorities
+        return torch.from_numpy(raw)
 
     def update(self, number: int, keys: NDArray[np.int64], td: NDArray[np.float64]) -> Any:
         """Has TD errors applied by a shard, which come after the draws that it was asked for.

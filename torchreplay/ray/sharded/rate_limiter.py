@@ -227,6 +227,7 @@ class LearnerLimiter:
 
     Attributes:
         rule: The limiter, and from where it counts.
+        stream: This learner's number.
         others: What others have drawn.
         items: Items that this learner has handed out.
         batches: Batches that it has handed out.
@@ -239,7 +240,7 @@ class LearnerLimiter:
         self.items = self.batches = 0
         self.largest = 1.0
         self.waited = 0.0
-        self._stream = stream
+        self.stream = stream
         self._inserted: Mapping[int, int] = {}  # by shard
         self._ordered = self._before = 0  # items ordered, less those given up; those before this rule
 
@@ -285,7 +286,7 @@ class LearnerLimiter:
         """Returns the report to the coordinator; `n`: items that are waited for."""
         counted, sampled = max(0, self.items - self._before), self._ordered - self._before
         return LearnerReport(
-            self._stream,
+            self.stream,
             self.rule.number,
             self.items,
             self.batches,

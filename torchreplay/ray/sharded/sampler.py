@@ -18,6 +18,7 @@ from torchreplay.cuda.staging import Staging
 from torchreplay.errors import ReplayTimeout
 from torchreplay.ray.sharded.batch_block import Layout
 from torchreplay.ray.sharded.client import REPORTS, ShardClient
+from torchreplay.ray.sharded.global_distribution import GlobalDistribution, as_keys, unpack
 from torchreplay.ray.sharded.priority_updates import Feedback
 from torchreplay.ray.sharded.sample_request import LEAST_SLACK, SampleRequest, SampleRequestStream
 from torchreplay.schema.batch import ReplayBatch
@@ -118,6 +119,33 @@ class ShardedSampler(BatchSource):
         while (batch := self.take(self.order(n, wait), beta, wait)) is None:
             self.pause(n, wait)
         self.shards.report(most=REPORTS)  # there may be no next one for long
+        return batch
+
+    def gather(self, keys: Any) -> ReplayBatch:
+        """Does what `ShardedReplay.gather` does, once all TD errors that were fed back are applied."""
+        asked = as_keys(keys)
+        numbers, own = unpack(np.unique(asked))
+        self.shards.refresh()
+        if not set(numbers.tolist()) <= self.shards.table.places.keys():
+            self.shards.look()  # others may have written to a shard that was made since
+        answers = list(self.shards.gather({n: own[numbers == n] for n in np.unique(numbers).tolist()}).values())
+        counts = [figures.candidates for figures, _ in answers]
+        found, at = self._layout.new_batch(sum(counts)), 0
+        for count, (_, block) in zip(counts, answers, strict=True):
+            if block is not None:
+                self._layout.copy(block, count, np.arange(count), self._layout.item_bytes(found), at)
+            at += count
+        union = GlobalDistribution(tuple(figures.drawn for figures, _ in answers))
+        rows = rows_of(asked, found["key"].numpy())
+        batch = self._layout.new_batch(len(rows))
+        if len(rows):
+            for target, source in zip(self._layout.item_bytes(batch), self._layout.item_bytes(found), strict=True):
+                target[:] = source[rows]
+            shares = np.repeat([part.total / union.total for part in union.parts], counts)[rows]
+            union.weigh(batch, shares, value_of(self._sampler.beta, self.shards.limiter.steps), self._sampler)
+        batch.source = self.nonce
+        if self._finish is not None:
+            self._finish(batch)
         return batch
 
     def pause(self, n: int, wait: Wait) -> None:
@@ -244,3 +272,12 @@ class ShardedSampler(BatchSource):
         with self._lock:
             self.shards.limiter.waited += now - since
         return now
+
+
+def rows_of(asked: NDArray[np.int64], found: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Returns the position in `found`, which has each key once, of each key asked for, without those not found."""
+    if not len(found):
+        return found
+    order = np.argsort(found)
+    rows: NDArray[np.int64] = order[np.searchsorted(found, asked, sorter=order).clip(max=len(found) - 1)]
+    return rows.compress(found[rows] == asked)

@@ -18,7 +18,6 @@ from torchreplay.buffer.writer import Autoreset
 from torchreplay.errors import Stopped
 from torchreplay.ray.sharded.client import ShardClient
 from torchreplay.ray.sharded.coordinator_client import checked_nodes, directory_name, end, found
-from torchreplay.ray.sharded.gathering import Gathering
 from torchreplay.ray.sharded.local_shard import ShardWriter
 from torchreplay.ray.sharded.local_writing import Expectation, buffer_to_write_to
 from torchreplay.ray.sharded.manifest import Manifest, with_manifest
@@ -108,7 +107,6 @@ class ShardedReplay(Replay):
         self._shards.called = config.called
         self._feedback = Feedback(self._shards, nonce)
         self._source = self._sampler = ShardedSampler(self._shards, config, seed, nonce, self._feedback)
-        self._gathering = Gathering(self._shards, config, nonce)
 
     @property
     def _closed(self) -> bool:
@@ -231,7 +229,7 @@ class ShardedReplay(Replay):
         self._feedback.apply_arrived()
         self._feedback.hear(0)
         wanted = keys_of(keys, self._nonce) if isinstance(keys, dict) else keys
-        batch = self._gathering.gather(wanted)
+        batch = self._sampler.gather(wanted)
         if missing == "raise":
             require_all(wanted, batch)
         return batch
@@ -301,7 +299,7 @@ class ShardedReplay(Replay):
         """
         self._require_open()
         self._feedback.apply_arrived()
-        return self._gathering.keys(rows)
+        return self._shards.keys(rows)
 
     def priorities(self, keys: Any) -> torch.Tensor:
         """Returns the raw priorities |td| of items.
@@ -320,7 +318,7 @@ class ShardedReplay(Replay):
         wanted = self._feedback.checked_keys(keys)
         self._feedback.require_issued(wanted)
         self._feedback.flush()
-        return self._gathering.priorities(wanted)
+        return self._shards.priorities(wanted)
 
     def __len__(self) -> int:
         """Returns the number of rows held by all shards."""
