@@ -13,7 +13,6 @@ USES_RAY = (
     "sharded.coordinator_client",
     "sharded.local_writing",
     "sharded.replies",
-    "sharded.save_restore",
     "runtime.cluster",
     "workers.placement",
 )

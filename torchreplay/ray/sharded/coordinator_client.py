@@ -69,25 +69,16 @@ class CoordinatorClient(ActorClient):
         return self._ray.get(call)  # while Ray unpickles a ShardedReplay, the answer comes through nothing else
 
 
-def connected() -> Any:
-    """Returns Ray.
-
-    Raises:
-        RuntimeError: This process is not connected to a cluster.
-    """
-    ray = import_ray()
-    if not ray.is_initialized():
-        raise RuntimeError("a ShardedReplay lies on the nodes of a Ray cluster: call ray.init(...) first")
-    return ray
-
-
 def checked_nodes(nodes: Any) -> list[str]:
     """Returns the nodes that get a shard, this process's own first where none are given.
 
     Raises:
+        RuntimeError: This process is not connected to a cluster.
         ValueError: They are not different nodes that are alive.
     """
-    ray = connected()
+    ray = import_ray()
+    if not ray.is_initialized():
+        raise RuntimeError("a ShardedReplay lies on the nodes of a Ray cluster: call ray.init(...) first")
     alive = list(living_nodes())
     if nodes is None:
         here = ray.get_runtime_context().get_node_id()
@@ -118,7 +109,7 @@ def found(nonce: int, config: Config, capacity: int, nodes: list[str], anywhere:
     Raises:
         MemoryError: A node has too little memory left for its shard.
     """
-    ray = connected()
+    ray = import_ray()
     whole, rest = divmod(capacity, len(nodes))
     here = ray.get_runtime_context().get_node_id()
     directory = ray.remote(Coordinator).options(

@@ -24,6 +24,8 @@ from torchreplay.schema.config import Config
 from torchreplay.segment.handle import Handle
 from torchreplay.segment.waits import Audience, Wait
 
+_GONE = "the shard of this node is gone, and its rows with it: call writer() again for the one that takes its place"
+
 
 class ShardLost(RuntimeError):
     """The shard that a writer wrote to is gone, with its rows: make a new writer for the one that takes its place."""
@@ -64,19 +66,13 @@ class ShardWriter(Writer):
         return keys + self._base * (keys >= 0)
 
     def _refuse_closed_buffer(self) -> None:
-        raise ShardLost(
-            "the ShardedReplay was closed, or the shard of this node is gone, and its rows with it: call writer() "
-            "again for the one that takes its place, and start a new episode"
-        )
+        raise ShardLost(f"the ShardedReplay was closed, or {_GONE}, and start a new episode")
 
     def _look_around(self) -> None:
         try:
             super()._look_around()
         except Stopped:
-            raise ShardLost(
-                "the shard of this node is gone, and its rows with it: call writer() again for the one that takes its "
-                "place, and start a new episode"
-            ) from None
+            raise ShardLost(f"{_GONE}, and start a new episode") from None
 
 
 logger = logging.getLogger("torchreplay.ray")

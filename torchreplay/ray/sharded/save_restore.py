@@ -13,7 +13,7 @@ from typing import Any, Final
 from torchreplay.checkpoint.description import require_alike
 from torchreplay.checkpoint.directory import is_checkpoint, replace_checkpoint
 from torchreplay.errors import CheckpointError
-from torchreplay.ray.runtime.session import import_ray
+from torchreplay.ray.runtime.cluster import errors_as_raised
 from torchreplay.ray.sharded.client import ShardClient
 from torchreplay.ray.sharded.coordinator import Place
 from torchreplay.ray.sharded.manifest import SHARDS, Counts, Manifest, Part
@@ -129,10 +129,8 @@ def _until_done(shards: ShardClient, places: Mapping[int, Place], call: Callable
     """
     left, done = dict(places), dict[int, Place]()
     while left:
-        try:
+        with errors_as_raised():
             answers = shards.calls.collect({number: call(number, place.actor) for number, place in left.items()})
-        except import_ray().exceptions.RayTaskError as error:
-            raise error.cause from None
         done |= {number: left[number] for number, ended in answers.items() if ended}
         there = shards.table.places  # one whose answer has not come is asked again, unless it is lost
         left = {number: place for number, place in left.items() if number not in done and number in there}

@@ -15,12 +15,13 @@ import torch
 from torchreplay.buffer.base import Replay
 from torchreplay.buffer.sampling import MISSING, Missing, require_all
 from torchreplay.buffer.writer import Autoreset
-from torchreplay.errors import Stopped
+from torchreplay.checkpoint.directory import with_description
+from torchreplay.errors import CheckpointError, Stopped
 from torchreplay.ray.sharded.client import ShardClient
 from torchreplay.ray.sharded.coordinator_client import checked_nodes, directory_name, end, found
 from torchreplay.ray.sharded.local_shard import ShardWriter
 from torchreplay.ray.sharded.local_writing import Expectation, buffer_to_write_to
-from torchreplay.ray.sharded.manifest import Manifest, with_manifest
+from torchreplay.ray.sharded.manifest import Manifest
 from torchreplay.ray.sharded.priority_updates import Feedback
 from torchreplay.ray.sharded.sampler import ShardedSampler
 from torchreplay.ray.sharded.save_restore import require_room, restore_shards, save_shards
@@ -461,7 +462,11 @@ class ShardedReplay(Replay):
             ValueError: `capacity`, `view`, `nodes` or `sampler` does not fit.
         """
         root = checked_path("directory", directory).absolute()
-        return with_manifest(root, lambda manifest: cls._loaded(manifest, root, capacity, view, nodes, sampler))
+
+        def loaded(manifest: Manifest) -> ShardedReplay:
+            return cls._loaded(manifest, root, capacity, view, nodes, sampler)
+
+        return with_description(root, lambda: Manifest.read(root), loaded, CheckpointError)
 
     @classmethod
     def _loaded(
