@@ -9,7 +9,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar, cast
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from torchreplay import _C
@@ -24,7 +23,14 @@ from torchreplay.schema.config import Config
 from torchreplay.segment.handle import Handle
 from torchreplay.segment.waits import Audience, Wait
 
-_GONE = "the shard of this node is gone, and its rows with it: call writer() again for the one that takes its place"
+logger = logging.getLogger("torchreplay.ray")
+
+T = TypeVar("T")
+
+_GONE = (
+    "the shard of this node is gone, and its rows with it: call writer() again for the one that takes its place, and "
+    "start a new episode"
+)
 
 
 class ShardLost(RuntimeError):
@@ -38,46 +44,19 @@ class ShardWriter(Writer):
     """
 
     def __init__(
-        self, segment: _C.Segment, config: Config, base: int, num_envs: int | None, autoreset: Autoreset
+        self, segment: _C.Segment, config: Config, first_key: int, num_envs: int | None, autoreset: Autoreset
     ) -> None:
-        super().__init__(segment, config, num_envs, autoreset)
+        super().__init__(segment, config, num_envs, autoreset, first_key)
         self._audience = Audience(segment, ("owners",))  # learners on the node may have it attached for a while yet
-        self._base = base
-
-    def append(self, /, *args: Any, priority: float | None = None, **fields: Any) -> int:
-        """Does what `Writer.append` does."""
-        return super().append(*args, priority=priority, **fields) + self._base
-
-    def extend(self, /, *args: Any, priority: Any = None, **fields: Any) -> torch.Tensor:
-        """Does what `Writer.extend` does."""
-        keys: torch.Tensor = self._of_union(super().extend(*args, priority=priority, **fields))
-        return keys
-
-    def reset(self, /, *args: Any, mask: Any = None, **observation: Any) -> Any:
-        """Does what `Writer.reset` does."""
-        return self._of_union(super().reset(*args, mask=mask, **observation))
-
-    def step(self, /, *args: Any, priority: Any = None, final_obs: Any = None, **fields: Any) -> Any:
-        """Does what `Writer.step` does."""
-        return self._of_union(super().step(*args, priority=priority, final_obs=final_obs, **fields))
-
-    def _of_union(self, keys: Any) -> Any:
-        """Returns the union's keys for the shard's own; -1, of an environment that wrote no row, stays."""
-        return keys + self._base * (keys >= 0)
 
     def _refuse_closed_buffer(self) -> None:
-        raise ShardLost(f"the ShardedReplay was closed, or {_GONE}, and start a new episode")
+        raise ShardLost(f"the ShardedReplay was closed, or {_GONE}")
 
     def _look_around(self) -> None:
         try:
             super()._look_around()
         except Stopped:
-            raise ShardLost(f"{_GONE}, and start a new episode") from None
-
-
-logger = logging.getLogger("torchreplay.ray")
-
-T = TypeVar("T")
+            raise ShardLost(_GONE) from None
 
 
 class Gone(Exception):
@@ -110,7 +89,6 @@ class LocalShard:
 
     Attributes:
         buffer: The shard's.
-        number: Of the shard.
     """
 
     def __init__(self, number: int, handle: Handle) -> None:

@@ -130,10 +130,9 @@ class GlobalRateLimiter:
     The rules are those of `SamplesPerInsert`.
 
     Args:
-        rule: The limiter.
+        rule: The limiter, and from where it counts.
 
     Attributes:
-        rule: The limiter, and from where it counts.
         inserted: Items that ever became drawable in each shard, by number; what a lost one had stays counted.
     """
 
@@ -222,12 +221,10 @@ class LearnerLimiter:
     insert, as of the shards' last answers.
 
     Args:
-        rule: The limiter.
+        rule: The limiter, and from where it counts.
         stream: This learner's number.
 
     Attributes:
-        rule: The limiter, and from where it counts.
-        stream: This learner's number.
         others: What others have drawn.
         items: Items that this learner has handed out.
         batches: Batches that it has handed out.

@@ -40,11 +40,6 @@ class ShardedSampler(BatchSource):
         seed: Of the random numbers that choose among candidates.
         nonce: What signs the batches.
         feedback: What is fed back meanwhile.
-
-    Attributes:
-        shards: What from.
-        seed: Of the random numbers.
-        feedback: What is fed back meanwhile.
     """
 
     seed = 0

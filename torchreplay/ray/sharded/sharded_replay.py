@@ -207,7 +207,7 @@ class ShardedReplay(Replay):
         """Returns the items anchored at given rows of any shards.
 
         It counts as no draw: the limiter and the streams of draws do not notice. Under `Hindsight` items come as they
-        were lived: nothing is relabelled. TD errors that this process has fed back before are known to it.
+        were lived: nothing is relabelled. TD errors that this process has fed back before are applied first.
 
         Args:
             keys: int64 `[n]`, or a batch of this buffer, whose `key` is taken.
