@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from torchreplay.errors import Stopped
 from torchreplay.ray.runtime.session import import_ray
+from torchreplay.ray.sharded.batch_block import Layout
 from torchreplay.ray.sharded.coordinator import Lost, Place, Table
 from torchreplay.ray.sharded.coordinator_client import CoordinatorClient
 from torchreplay.ray.sharded.global_distribution import pack, unpack
@@ -225,16 +226,24 @@ class ShardClient:
                     calls[number] = places[number].actor.draw.remote(count, largest)
             return calls
 
-    def gather(self, keys: Mapping[int, NDArray[np.int64]]) -> Answers:
+    def gather(self, keys: Mapping[int, NDArray[np.int64]], layout: Layout) -> Answers:
         """Returns what all shards have to say of themselves, and the items that they find; those lost are left out.
 
         Args:
             keys: Of the items, each shard's own `[n]` by its number; none for those left out.
+            layout: Of blocks.
         """
         self.coordinator.require_own_process()
         self.report()
-        none, places = np.empty(0, np.int64), self.table.places
-        calls = {number: place.actor.gather.remote(keys.get(number, none)) for number, place in places.items()}
+        none, calls = np.empty(0, np.int64), dict[int, Any]()
+        with self._lock:
+            local = self.local.shard
+            for number, place in self.table.places.items():
+                own = keys.get(number, none)
+                if local is not None and local.number == number:
+                    calls[number] = local.gather(own, layout)
+                else:
+                    calls[number] = place.actor.gather.remote(own)
         answers = self._note(self.calls.collect(calls))
         self.refresh()
         return answers

@@ -15,6 +15,7 @@ from torchreplay import _C
 from torchreplay.buffer.replay_buffer import ReplayBuffer, local_sampler
 from torchreplay.buffer.writer import Autoreset, Writer
 from torchreplay.errors import AttachError, Stopped
+from torchreplay.ray.sharded.batch_block import Layout
 from torchreplay.ray.sharded.coordinator import Place
 from torchreplay.ray.sharded.global_distribution import pack
 from torchreplay.ray.sharded.shard_sampler import Answer, ShardSampler
@@ -127,6 +128,10 @@ class LocalShard:
     def draw(self, candidates: int, largest: float, room: ReplayBatch) -> Future[Answer | None]:
         """Draws candidates into the first rows of `room`; the answer has no block. Arguments as in `Shard.draw`."""
         return self._hand_over(lambda: self._draw(candidates, largest, room))
+
+    def gather(self, keys: NDArray[np.int64], layout: Layout) -> Future[Answer | None]:
+        """Finds items under keys of this shard's own, into a block."""
+        return self._hand_over(lambda: self._candidates.gather(keys, layout))
 
     def update(self, keys: NDArray[np.int64], td: NDArray[np.float64]) -> Future[int | None]:
         """Feeds back TD errors for keys of this shard's own; both were checked. The answer is how many."""

@@ -117,13 +117,15 @@ class ShardedSampler(BatchSource):
         return batch
 
     def gather(self, keys: Any) -> ReplayBatch:
-        """Does what `ShardedReplay.gather` does, once all TD errors that were fed back are applied."""
+        """Does what `ShardedReplay.gather` does."""
         asked = as_keys(keys)
         numbers, own = unpack(np.unique(asked))
         self.shards.refresh()
         if not set(numbers.tolist()) <= self.shards.table.places.keys():
             self.shards.look()  # others may have written to a shard that was made since
-        answers = list(self.shards.gather({n: own[numbers == n] for n in np.unique(numbers).tolist()}).values())
+        self.shards.local.draws()
+        wanted = {number: own[numbers == number] for number in np.unique(numbers).tolist()}
+        answers = list(self.shards.gather(wanted, self._layout).values())
         counts = [figures.candidates for figures, _ in answers]
         found, at = self._layout.new_batch(sum(counts)), 0
         for count, (_, block) in zip(counts, answers, strict=True):

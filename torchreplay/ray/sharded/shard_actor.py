@@ -106,14 +106,7 @@ class Shard:
         Returns:
             The figures, and a block of as many items as they say; None if there are none.
         """
-        figures, found = self._candidates.gather(keys)
-        if found is None:
-            return figures, None
-        block = self._layout.new_block(figures.candidates)
-        room = self._layout.batch_over(block, figures.candidates)
-        for target, source in zip(self._layout.item_bytes(room), self._layout.item_bytes(found), strict=True):
-            target[:] = source
-        return figures, block.numpy()
+        return self._candidates.gather(keys, self._layout)
 
     def save(self, directory: str) -> bool:
         """Saves the buffer while others go on writing and drawing: begins with the first call for a directory.

@@ -12,6 +12,7 @@ from torchreplay.buffer.inspection import smallest_priority
 from torchreplay.buffer.replay_buffer import ReplayBuffer, local_sampler
 from torchreplay.buffer.stats import Stats
 from torchreplay.buffer.tree_summary import TreeSummary
+from torchreplay.ray.sharded.batch_block import Layout
 from torchreplay.ray.sharded.global_distribution import pack
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.samplers import Prioritized
@@ -79,22 +80,29 @@ class ShardSampler:
         out["key"] += self._base
         return self.figures(TreeSummary(*self._segment.drawn_from), n)
 
-    def gather(self, keys: NDArray[np.int64]) -> tuple[ShardReport, ReplayBatch | None]:
+    def gather(self, keys: NDArray[np.int64], layout: Layout) -> Answer:
         """Finds items, and says what the tree is just after that.
 
         Args:
             keys: The shard's own `[n]`.
+            layout: Of blocks.
 
         Returns:
-            The figures, whose `candidates` say how many items were found, and a batch of these; None if there are none.
+            The figures, whose `candidates` say how many items were found, and a block of these; None if there are none.
             The keys are the union's, `probability` is the shard's, weights mean nothing yet.
         """
         if not len(keys):
             return self.figures(), None
         batch: ReplayBatch = self._segment.gather(keys, 0.0, None)
         n = len(batch["key"])
+        if not n:
+            return self.figures(), None
         batch["key"] += self._base
-        return self.figures(candidates=n), batch if n else None
+        block = layout.new_block(n)
+        room = layout.item_bytes(layout.batch_over(block, n))
+        for target, source in zip(room, layout.item_bytes(batch), strict=True):
+            target[:] = source
+        return self.figures(candidates=n), block.numpy()
 
     def look(self) -> ShardReport:
         """Returns the figures, and what they say of why there is no item, if there is none."""

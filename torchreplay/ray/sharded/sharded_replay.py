@@ -207,7 +207,7 @@ class ShardedReplay(Replay):
         """Returns the items anchored at given rows of any shards.
 
         It counts as no draw: the limiter and the streams of draws do not notice. Under `Hindsight` items come as they
-        were lived: nothing is relabelled. TD errors that this process has fed back before are applied first.
+        were lived: nothing is relabelled. TD errors that this process has fed back before are known to it.
 
         Args:
             keys: int64 `[n]`, or a batch of this buffer, whose `key` is taken.
@@ -228,7 +228,6 @@ class ShardedReplay(Replay):
         checked_choice("missing", missing, MISSING)
         self._require_open()
         self._feedback.apply_arrived()
-        self._feedback.hear(0)
         wanted = keys_of(keys, self._nonce) if isinstance(keys, dict) else keys
         batch = self._sampler.gather(wanted)
         if missing == "raise":
