@@ -73,7 +73,7 @@ class GlobalDistribution:
         return np.bincount(which, minlength=len(self.parts)).astype(np.int64)
 
     def weigh(self, batch: ReplayBatch, shares: NDArray[np.float64], beta: float, sampler: Sampler) -> None:
-        """Makes the union's probabilities and weights of items out of those that their shards gave them.
+        """Turns items' probabilities within their shards into those of the union, and sets their weights.
 
         Args:
             batch: The items; `probability` is that within each one's shard.
