@@ -193,6 +193,7 @@ class Writer:
         segment_type: type[Segment],
         segment: Segment,
         roles: tuple[tuple[int, ...], int, int, int, int] | None,
+        first_key: int = 0,
         /,
     ) -> None: ...
     def reset(self, *, mask: Any = None, **observation: Any) -> Any: ...

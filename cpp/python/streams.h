@@ -50,7 +50,7 @@ inline void write_planned(PyObject* self, WriterState& s, int64_t* answers) {
     throw;
   }
   for (size_t i = 0; i < plan.size(); i++)
-    if (plan[i].answer >= 0) answers[plan[i].answer] = s.keys[i];
+    if (plan[i].answer >= 0) answers[plan[i].answer] = s.first_key + s.keys[i];
 }
 
 // Writes the planned rows, and returns their keys: an int without lanes.

@@ -66,7 +66,8 @@ struct WriterState {
   std::vector<Ref> last_held;
   Priorities priorities;
   std::vector<int64_t> keys;
-  uint64_t used_in = 0;  // the fork generation, plus one, of the call in progress; guarded by the interpreter lock
+  int64_t first_key = 0;  // what callers get is this much more than the buffer's own keys
+  uint64_t used_in = 0;   // the fork generation, plus one, of the call in progress; guarded by the interpreter lock
   bool closed = false;
   uint64_t rows_at_close = 0;
   uint32_t seen_room_signal = 0;
@@ -127,7 +128,8 @@ namespace writer {
 inline int init(PyObject* self, PyObject* args, PyObject*) {
   return as_status(guarded([&] {
     PyObject *segment, *type, *roles;
-    if (!PyArg_ParseTuple(args, "OOO", &type, &segment, &roles)) throw PythonError{};
+    long long first_key = 0;
+    if (!PyArg_ParseTuple(args, "OOO|L", &type, &segment, &roles, &first_key)) throw PythonError{};
     if (!PyObject_TypeCheck(segment, reinterpret_cast<PyTypeObject*>(type)))
       throw std::invalid_argument("expected a Segment");
     auto& s = state_of<SegmentState>(segment);
@@ -138,6 +140,7 @@ inline int init(PyObject* self, PyObject* args, PyObject*) {
         s.attached, linked ? StreamRoles::parse(roles, s.attached->fields.specs) : StreamRoles{});
     state->member.id();  // announced from the start: a learner that waits knows that rows may come
     state->member.take_renewed();
+    state->first_key = first_key;
     install(self, state.release());
     return Py_NewRef(Py_None);
   }));
@@ -232,6 +235,7 @@ inline void write_rows(PyObject* self, WriterState& s, uint64_t n, int64_t* keys
   };
   SingleRows rows{s.priorities};
   write(self, s, n, rows, keys, fill);
+  for (uint64_t i = 0; i < n; i++) keys[i] += s.first_key;
 }
 
 inline PyObject* append(PyObject* self, PyObject* const* args, Py_ssize_t nargs, PyObject* names) {

@@ -8,7 +8,7 @@ import torch
 from small_rows import SPEC, assert_nothing_was_written_and_the_buffer_works, good_row
 
 import torchreplay as tr
-from torchreplay.ray.sharded.shard_writer import ShardLost, ShardWriter
+from torchreplay.ray.sharded.local_shard import ShardLost, ShardWriter
 
 
 @pytest.fixture

@@ -124,7 +124,7 @@ def test_a_sharded_replay_pickles_by_name_and_refuses_to_be_copied():
 
 
 def test_what_a_pool_sends_to_its_workers_is_small_and_no_code(buffer):
-    from torchreplay.ray.explorers.explorer_task import ExplorerTask
+    from torchreplay.ray.explorers.explorer_pool import ExplorerTask
     from torchreplay.ray.workers.worker_process import Launch
     from torchreplay.ray.workers.worker_table import WorkerTable
 

@@ -16,8 +16,7 @@ from remote_explorers import STEPS, Explorer, Owner, assert_complete, make_buffe
 import torchreplay as tr
 from torchreplay.ray.remote import remote_weights
 from torchreplay.ray.runtime import actor_client
-from torchreplay.ray.runtime.actor_client import ActorClient
-from torchreplay.ray.runtime.node_actor import NodeActor
+from torchreplay.ray.runtime.actor_client import ActorClient, NodeActor
 from torchreplay.segment import waits
 
 

@@ -14,8 +14,7 @@ pytest.importorskip("ray")
 from torchreplay.ray.remote.ingest_actor import Answer
 from torchreplay.ray.remote.remote_buffer import RemoteBuffer, RemoteWriter
 from torchreplay.ray.remote.row_sender import RowSender
-from torchreplay.ray.runtime.actor_client import ActorClient
-from torchreplay.ray.runtime.node_actor import NodeActor
+from torchreplay.ray.runtime.actor_client import ActorClient, NodeActor
 from torchreplay.ray.workers.worker_process import WorkerProcess
 
 CONFIG = tr.ReplayBuffer({"n": tr.Field((), torch.int64)}, 100)._config
@@ -199,8 +198,8 @@ def test_who_waits_for_another_node_is_told_that_ray_was_shut_down_and_asks_it_n
     ray = Elsewhere()
     monkeypatch.setattr("torchreplay.ray.runtime.actor_client.import_ray", lambda: ray)
     monkeypatch.setattr("torchreplay.ray.runtime.actor_client.LOG_EVERY", 0.01)
-    monkeypatch.setattr("torchreplay.ray.runtime.node_actor.living_nodes", lambda: {"there": {}})
-    monkeypatch.setattr("torchreplay.ray.runtime.node_actor.only_on", lambda node: None)
+    monkeypatch.setattr("torchreplay.ray.runtime.actor_client.living_nodes", lambda: {"there": {}})
+    monkeypatch.setattr("torchreplay.ray.runtime.actor_client.only_on", lambda node: None)
     home = NodeActor("there", object, "name", ())
     ray.answer.set_result(3)
     assert home.ask("read") == 3

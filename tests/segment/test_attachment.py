@@ -1,4 +1,4 @@
-"""Attaching the shard on a process's own node, whose actor may be silent, gone or another by the time it answers."""
+"""Attaching the shard on a process's own node, which may be gone, or another one by now."""
 
 import logging
 import threading
@@ -31,28 +31,32 @@ def shards(*numbers):
 
 
 class Node:
-    """What an attachment knows of the node: the shard on it, whose handle comes when `answer` returns it.
+    """What an attachment knows of the node: the shard on it, and whether that one's actor answers.
 
     Attributes:
         number: Of the shard on the node; None: there is none.
-        asked: Set when someone waits for a handle.
+        alive: Whether its actor answers; to be changed.
+        asked: The shards that were asked whether they do.
     """
 
-    def __init__(self, number, answer):
-        self.number, self.asked, self.lock = number, threading.Event(), threading.RLock()
-        self._answer = answer
-        self.attachment = LocalAttachment(self.lock, self._place, self._handle)
+    def __init__(self, number, opened):
+        self.number, self.alive, self.asked, self.lock = number, True, [], threading.RLock()
+        self._handles = {number: shard._buffer.handle() for number, shard in opened.items()}
+        self.attachment = LocalAttachment(self.lock, self._place, self._answers)
 
     def _place(self):
-        return None if self.number is None else Place(self.number, "here", 16, None)  # each table has its own
+        if self.number is None:
+            return None
+        return Place(self.number, "here", 16, None, self._handles[self.number])  # each table has its own
 
-    def _handle(self, place, wait):
-        self.asked.set()
-        return self._answer(place.number)
+    def _answers(self, number, wait):
+        assert not locked(self)  # nobody else waits for the answer
+        self.asked.append(number)
+        return self.alive
 
 
 def locked(node):
-    """Whether a thread that has nothing to do with the attachment gets the lock."""
+    """Whether a thread that has nothing to do with the attachment is kept from the lock."""
 
     def try_it():
         got = node.lock.acquire(timeout=10)
@@ -64,83 +68,59 @@ def locked(node):
         return not other.submit(try_it).result()
 
 
-def test_nobody_waits_for_the_handle_but_who_asks_for_it():
-    answered = threading.Event()
-    with shards(3) as opened, ThreadPoolExecutor(1) as learner:
-        node = Node(3, lambda number: answered.wait() and opened[number].handle())
-        attached = learner.submit(node.attachment.attach, None)
-        try:
-            assert node.asked.wait(60)
-            assert not locked(node)
-            assert node.attachment.shard is None
-        finally:
-            answered.set()
-        assert attached.result().number == 3
-        node.attachment.release()
-
-
 def test_of_two_threads_that_ask_at_a_time_one_attaches():
     both = threading.Barrier(2)
     with shards(0) as opened, ThreadPoolExecutor(2) as learners:
-        node = Node(0, lambda number: both.wait(60) >= 0 and opened[number].handle())
-        one, other = [future.result() for future in [learners.submit(node.attachment.attach, None) for _ in "12"]]
+        node = Node(0, opened)
+
+        def attach():
+            both.wait(60)
+            return node.attachment.attach()
+
+        one, other = [future.result() for future in [learners.submit(attach) for _ in "12"]]
         assert one is other is node.attachment.shard
-        assert node.attachment.attach(None) is one  # and asks nobody: the barrier would break
+        assert node.attachment.attach() is one
+        assert node.asked == []
         node.attachment.release()
 
 
-def test_a_shard_that_another_has_replaced_meanwhile_is_not_attached():
-    with shards(0, 1) as opened:
-
-        def answer(number):
-            node.number = 1
-            return opened[number].handle()
-
-        node = Node(0, answer)
-        assert node.attachment.attach(None).number == 1
-        node.attachment.release()
-
-
-@pytest.mark.parametrize("handle", [True, False])
-def test_a_shard_that_is_lost_meanwhile_is_not_attached(handle):
-    with shards(0) as opened:
-
-        def answer(number):
-            node.number = None
-            return opened[number].handle() if handle else None
-
-        node = Node(0, answer)
-        assert node.attachment.attach(None) is None
-        assert not node.attachment.draws(None)
+def test_where_there_is_none_nothing_is_attached():
+    node = Node(None, {})
+    assert node.attachment.attach() is None
+    assert not node.attachment.draws()
 
 
 def test_another_shard_takes_the_place_of_the_one_attached():
     with shards(0, 1) as opened:
-        node = Node(0, lambda number: opened[number].handle())
-        first = node.attachment.attach(None)
+        node = Node(0, opened)
+        first = node.attachment.attach()
         node.number = 1
-        assert node.attachment.attach(None).number == 1
+        assert node.attachment.attach().number == 1
         with pytest.raises(RuntimeError, match="closed"):
             len(first.buffer)
         node.attachment.release()
 
 
-def test_one_that_cannot_be_attached_is_asked_twice_and_then_no_more(caplog):
-    asked = []
+def test_a_shard_that_is_gone_is_not_attached(caplog):
     with shards(0) as opened:
-        stale = opened[0].handle()
-
-        def answer(number):
-            asked.append(number)
-            return stale
-
+        node = Node(0, opened)
         opened[0]._buffer.close()
-        node = Node(0, answer)
+        node.alive = False
+        assert node.attachment.attach() is None
+        assert not node.attachment.draws()
+        assert node.asked == [0, 0]
+        assert not caplog.records
+
+
+def test_one_that_is_there_and_cannot_be_attached_is_asked_once_for_draws(caplog):
+    with shards(0) as opened:
+        node = Node(0, opened)
+        opened[0]._buffer.close()
         with pytest.raises(tr.AttachError):
-            node.attachment.attach(None)
-        assert asked == [0, 0]
+            node.attachment.attach()
+        assert node.asked == [0]
         with caplog.at_level(logging.WARNING, "torchreplay.ray"):
-            assert [node.attachment.draws(None) for _ in range(3)] == [False] * 3
-        assert asked == [0] * 4
+            assert [node.attachment.draws() for _ in range(3)] == [False] * 3
+        assert node.asked == [0] * 2
         assert len(caplog.records) == 1
         assert "draws from it go through Ray" in caplog.text

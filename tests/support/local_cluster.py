@@ -10,10 +10,9 @@ USES_RAY = (
     "runtime.actor_client",
     "sharded.client",
     "sharded.coordinator",
-    "sharded.creation",
+    "sharded.coordinator_client",
     "sharded.local_writing",
     "sharded.replies",
-    "sharded.save_restore",
     "runtime.cluster",
     "workers.placement",
 )

@@ -38,7 +38,7 @@ class LocalShards:
         self.figures = {}
         self.here = here
         if here is not None:
-            self.nearby = LocalShard(here, self.shards[here].handle())
+            self.nearby = LocalShard(here, self.buffer(here).handle())
         self.before_draw = lambda number, buffer: None
         self.orders = 0
 

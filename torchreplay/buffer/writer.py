@@ -36,9 +36,14 @@ class Writer(_C.Writer):
     """
 
     def __init__(
-        self, segment: _C.Segment, config: Config, num_envs: int | None = None, autoreset: Autoreset = "next_step"
+        self,
+        segment: _C.Segment,
+        config: Config,
+        num_envs: int | None = None,
+        autoreset: Autoreset = "next_step",
+        first_key: int = 0,
     ) -> None:
-        super().__init__(_C.Segment, segment, roles_of(config, num_envs, autoreset))
+        super().__init__(_C.Segment, segment, roles_of(config, num_envs, autoreset), first_key)
         self._segment = segment
         self._config = config
         self._num_envs = num_envs

@@ -10,7 +10,7 @@ from torchreplay.ray.evaluation.evaluator import Evaluator, EvaluatorFailed, Eva
 from torchreplay.ray.explorers.explorer_context import ExplorerContext
 from torchreplay.ray.explorers.explorer_pool import ExplorerPool, ExplorersFailed
 from torchreplay.ray.remote.remote_buffer import RemoteBuffer, RemoteWriter
-from torchreplay.ray.sharded.shard_writer import ShardLost, ShardWriter
+from torchreplay.ray.sharded.local_shard import ShardLost, ShardWriter
 from torchreplay.ray.sharded.sharded_replay import ShardedReplay
 from torchreplay.ray.sharded.stats import ShardedStats, ShardStats
 from torchreplay.ray.training.async_replay import AsyncReplay, AsyncReplayStats

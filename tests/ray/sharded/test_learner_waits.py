@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from torchreplay.ray.sharded import wait_stats
-from torchreplay.ray.sharded.wait_stats import WaitStats
+from torchreplay.ray.sharded import rate_limiter
+from torchreplay.ray.sharded.rate_limiter import WaitStats
 
 TICK = 0.1
 
@@ -20,7 +20,7 @@ def clock(monkeypatch):
             return self.now
 
     clock = Clock()
-    monkeypatch.setattr(wait_stats, "time", clock)
+    monkeypatch.setattr(rate_limiter, "time", clock)
     return clock
 
 

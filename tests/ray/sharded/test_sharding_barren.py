@@ -95,7 +95,7 @@ class Union:
 
 
 def wait_for_rows(union, timeout=60):
-    ShardedSampler(union, CONFIG, 0, 0)._wait_for_rows(8, Wait(WATCHED, timeout))
+    ShardedSampler(union, CONFIG, 0, 0, None)._wait_for_rows(8, Wait(WATCHED, timeout))
 
 
 def test_a_union_without_an_item_is_told_so_after_more_than_one_look(shards):

@@ -16,10 +16,9 @@ from ray import exceptions
 
 from torchreplay.ray.sharded import replies as shard_calls
 from torchreplay.ray.sharded.global_distribution import KEY_BITS, pack
-from torchreplay.ray.sharded.local_shard import Gone
+from torchreplay.ray.sharded.local_shard import Gone, ShardWriter
 from torchreplay.ray.sharded.replies import ReplyCollector
 from torchreplay.ray.sharded.shard_actor import Shard
-from torchreplay.ray.sharded.shard_writer import ShardWriter
 
 UNREACHABLE = exceptions.ActorUnavailableError("connection reset", b"0" * 16)
 DEAD = exceptions.ActorDiedError()
@@ -40,7 +39,7 @@ def calls(monkeypatch):
     def get(answer, timeout=None):
         if answer is PROBE:
             calls.looked.append(timeout)
-            answer = calls.probed.pop(0) if isinstance(calls.probed, list) else calls.probed
+            answer = calls.probed
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -84,25 +83,14 @@ def test_a_shard_that_answers_now_is_not_lost_by_what_was_lost_long_ago(calls, a
     assert calls.lost == [1]
 
 
-def test_nobody_waits_for_a_shard_that_is_asked_whether_it_is_there(calls):
+def test_a_shard_that_is_asked_whether_it_is_there_is_waited_for_a_second_and_counts_anew(calls):
     calls.probed = exceptions.GetTimeoutError()
     for _ in range(5):
         assert calls.answer(1, UNREACHABLE) is None
         calls.now += shard_calls.UNREACHABLE_SECONDS
-    assert calls.asked == [1]
-    assert calls.looked == [0] * 4
-    assert calls.lost == []
-
-
-@pytest.mark.parametrize(("now", "lost"), [("here", []), (DEAD, [1]), (exceptions.GetTimeoutError(), [])])
-def test_that_a_shard_could_not_be_reached_some_time_ago_is_no_reason_to_give_it_up(calls, now, lost):
-    calls.probed = [exceptions.GetTimeoutError(), UNREACHABLE, now]
-    for _ in range(3):
-        assert calls.answer(1, UNREACHABLE) is None
-        calls.now += shard_calls.UNREACHABLE_SECONDS
     assert calls.asked == [1, 1]
-    assert calls.looked == [0, 0, shard_calls.FRESH]
-    assert calls.lost == lost
+    assert calls.looked == [shard_calls.PROBE_SECONDS] * 2
+    assert calls.lost == []
 
 
 def test_that_a_shard_cannot_be_reached_is_said_now_and_then(calls, caplog):

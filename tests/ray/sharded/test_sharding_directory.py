@@ -20,7 +20,7 @@ from torchreplay.ray.sharded.client import ShardClient
 from torchreplay.ray.sharded.coordinator import Coordinator
 from torchreplay.ray.sharded.local_shard import LocalShard
 from torchreplay.ray.sharded.local_writing import Expectation, buffer_to_write_to, nodes_to_write_from
-from torchreplay.ray.sharded.manifest import Counts
+from torchreplay.ray.sharded.manifest import Counts, Manifest
 from torchreplay.ray.sharded.replies import ReplyCollector
 from torchreplay.ray.sharded.shard_actor import Shard
 from torchreplay.ray.sharded.stats import merged_histograms
@@ -122,7 +122,7 @@ def test_a_writer_waits_for_the_shard_of_its_node_to_be_made_anew_and_learners_w
     written.join(60)
     assert not written.is_alive()
     learner.exchange()
-    assert sum(figures.rows for figures in learner.figures.values()) == 7
+    assert sum(figures.stats.size for figures in learner.figures.values()) == 7
     assert learner.census(False)["supervisors"] == 0
 
 
@@ -207,7 +207,7 @@ def test_a_shard_that_a_process_has_let_go_of_is_not_lost(cluster):
     shard._buffer.extend(home=np.zeros(9, int), index=np.arange(9))
     lost = []
     calls = ReplyCollector(lambda number, why: lost.append(number), str)
-    nearby = LocalShard(3, shard.handle())
+    nearby = LocalShard(3, shard._buffer.handle())
     entered, leave = threading.Event(), threading.Event()
 
     def work():
@@ -217,16 +217,16 @@ def test_a_shard_that_a_process_has_let_go_of_is_not_lost(cluster):
 
     under_way = nearby._hand_over(work)
     assert entered.wait(60)
-    waiting = nearby.gather(np.arange(3))  # for its turn
+    waiting = nearby.update(np.arange(3), np.ones(3))  # for its turn
     nearby.close()
     leave.set()
     refused = nearby.update(np.arange(3), np.ones(3))
     assert calls.collect(dict(enumerate([under_way, waiting, refused]))) == {}
     assert lost == []
-    again = LocalShard(3, shard.handle())
+    again = LocalShard(3, shard._buffer.handle())
     assert len(again.buffer) == 9
     shard._buffer.close()
-    assert calls.collect({3: again.gather(np.arange(3))}) == {}  # but this one is
+    assert calls.collect({3: again.update(np.arange(3), np.ones(3))}) == {}  # but this one is
     assert lost == [3]
     again.close()
 
@@ -243,14 +243,14 @@ def test_whether_it_was_stopped_is_told_while_another_thread_lets_go_of_the_shar
 
 
 def test_a_directory_that_ray_cannot_reach_for_a_moment_is_asked_again(cluster, found, monkeypatch):
-    monkeypatch.setattr("torchreplay.ray.sharded.coordinator_client.REFRESH", 0.0)
     _, view = found()
     shards = view("a")
+    shards.exchange()
     actor = cluster.named["union"]
     actor.unreachable = 2
     assert set(shards.look().places) == {0, 1, 2}
     actor.unreachable = 1
-    shards.refresh()
+    shards.report(last=True)
     shards.refresh()
     assert actor.unreachable == 0
     assert not shards.stopped
@@ -341,8 +341,8 @@ def test_an_announcement_is_repeated_after_ray_could_not_reach_the_directory(clu
 def test_what_is_said_twice_of_a_checkpoint_counts_once(found):
     directory, _ = found()
     counts = Counts(born=7, streams=2, items=100, batches=10, sampled=100, inserted_before=0, cleared=0, lost_updates=1)
-    said = ({0: 1, 1: 0}, 5, counts, (), tr.MinSize(), {0: 60})
-    first, second = directory.restored(*said), directory.restored(*said)
+    manifest = Manifest(Config.of(SPEC, 100, None, None, tr.MinSize()), 5, 0, 0, "shards-0", (), counts, ())
+    first, second = (directory.restored(manifest, {0: 1, 1: 0}, 7, {0: 60}) for _ in "12")
     assert [place.node for place in second.places.values()] == NODES
     assert list(first.places) == list(second.places) == [1, 0, 2]
     assert second.rule == first.rule

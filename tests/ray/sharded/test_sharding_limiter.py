@@ -6,14 +6,15 @@ from hypothesis import strategies as st
 from local_cluster import LocalCluster
 
 import torchreplay as tr
+from torchreplay.buffer.stats import Stats
 from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.ray import ShardedReplay
-from torchreplay.ray.sharded.messages import ShardReport
 from torchreplay.ray.sharded.rate_limiter import GlobalRateLimiter, LearnerLimiter, LearnerReport, Rule
+from torchreplay.ray.sharded.shard_sampler import ShardReport
 
 
 def figures(inserted=0, largest=1.0):
-    return ShardReport(TreeSummary(1.0, 1, 1.0), 0, 0, inserted, 0, largest, 0, -1.0, -1.0, False, None)
+    return ShardReport(Stats.of({"inserted": inserted, "priority_max": largest}), TreeSummary(1.0, 1, 1.0))
 
 
 def drew(items, batches, rule=0, before=0):

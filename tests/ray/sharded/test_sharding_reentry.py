@@ -134,14 +134,15 @@ class InterruptedShards(LocalShards):
 
 
 def draws_from(shards):
-    draws = ShardedSampler(shards, Config.of({"index": tr.Field()}, 10, shards.sampler, None, None), 7, 1)
+    config = Config.of({"index": tr.Field()}, 10, shards.sampler, None, None)
+    draws = ShardedSampler(shards, config, 7, 1, SimpleNamespace(apply_arrived=lambda: None))
     draws._layout = shards.layout
     return draws
 
 
 def stream_of(draws, timeout):
     """Batches of 8 items, with two rounds ahead."""
-    return SampleRequestStream(draws, SimpleNamespace(apply_arrived=lambda: None), 8, None, 2, timeout, Wait)
+    return SampleRequestStream(draws, 8, None, 2, timeout, Wait)
 
 
 @pytest.mark.timeout(60)

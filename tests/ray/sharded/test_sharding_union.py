@@ -14,7 +14,6 @@ from scipy import stats
 import torchreplay as tr
 from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.ray.sharded.batch_block import Layout, RecycledMemory, keep
-from torchreplay.ray.sharded.gathering import positions
 from torchreplay.ray.sharded.global_distribution import (
     KEY_BITS,
     MAX_SHARDS,
@@ -24,6 +23,7 @@ from torchreplay.ray.sharded.global_distribution import (
     pack,
     unpack,
 )
+from torchreplay.ray.sharded.sampler import rows_of
 from torchreplay.ray.sharded.stats import merged_histograms
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.spec import flatten
@@ -73,13 +73,10 @@ def assert_follows(observed, expected):
 # The arithmetic.
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=40))
-def test_items_found_stand_where_their_keys_were_asked_for(keys):
-    asked = np.array([key for key, _ in keys], np.int64)
-    found = np.array([key for key, is_found in keys if is_found], np.int64)
-    at = positions(found, asked)
-    assert asked[at].tolist() == found.tolist()
-    assert len(set(at.tolist())) == len(at)
+@given(st.lists(st.integers(0, 9), max_size=40), st.lists(st.integers(0, 9), unique=True))
+def test_items_found_stand_where_their_keys_were_asked_for(asked, found):
+    rows = rows_of(np.array(asked, np.int64), np.array(found, np.int64))
+    assert [found[row] for row in rows.tolist()] == [key for key in asked if key in found]
 
 
 totals = st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 1e9)), min_size=1, max_size=8).filter(any)
@@ -164,7 +161,7 @@ def test_a_batch_gets_every_byte_of_the_items_chosen():
     room, at = layout.item_bytes(batch), 0
     expected = []
     for n, which in ((4, [0, 3]), (1, []), (7, [1, 2, 6])):
-        block = torch.randint(0, 2, (layout.nbytes(n),), dtype=torch.uint8, generator=chance)
+        block = layout.new_block(n).random_(0, 2, generator=chance)
         part = layout.batch_over(block, n)
         layout.copy(block.numpy(), n, np.array(which, dtype=np.int64), room, at)
         expected.append({k: part["a"][k][which] for k in "bc"} | {"d": part["d"][which], "key": part["key"][which]})
@@ -292,7 +289,7 @@ def test_new_rows_count_as_the_largest_priority_seen_in_any_shard(make):
     shards = make([10, 10], prioritized())
     shards.buffer(0).update_priorities(shards.keys[0], np.full(10, 50.0))
     shards.batch(4, 0)
-    largest = max(figures.largest for figures in shards.figures.values())
+    largest = max(figures.stats.priority_max for figures in shards.figures.values())
     assert largest == 50.0
     shards.buffer(1)._segment.raise_largest(largest)
     shards.buffer(1).extend(home=np.full(1, 1), index=np.full(1, 10))

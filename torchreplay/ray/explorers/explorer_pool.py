@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from torchreplay.errors import ReplayTimeout, WouldBlockForever
-from torchreplay.ray.explorers.explorer_context import MOST_EXPLORERS, MOST_ROWS
-from torchreplay.ray.explorers.explorer_task import Explore, ExplorerTask
+from torchreplay.ray.explorers.explorer_context import MOST_EXPLORERS, MOST_ROWS, ExplorerContext
+from torchreplay.ray.remote.remote_buffer import RemoteBuffer
 from torchreplay.ray.sharded.sharded_replay import ShardedReplay, shards_of
 from torchreplay.ray.workers.explorer_stats import ExplorerStats
 from torchreplay.ray.workers.named import Fillable, OneOrNamed, named_buffers, named_weights
 from torchreplay.ray.workers.placement import OverShards, Placement
 from torchreplay.ray.workers.resources import BackendName, WorkerResources
 from torchreplay.ray.workers.worker_pool import WorkerPool
+from torchreplay.ray.workers.worker_process import Launch, Run
+from torchreplay.ray.workers.worker_table import WorkerTable
 from torchreplay.validation import checked_int, checked_number
 
 if TYPE_CHECKING:
     from torchreplay.weights.shared_weights import SharedWeights
+
+Explore = Callable[[ExplorerContext], object]
+"""A user's function: runs until `ctx.stopped`, or as long as it likes; its result is dropped."""
 
 
 class ExplorersFailed(RuntimeError):
@@ -176,3 +182,76 @@ class ExplorerPool(WorkerPool):
             f"ExplorerPool({self.num_explorers} explorers: {counts}; "
             f"{sum(s.restarts for s in stats)} restarts, {sum(s.episodes for s in stats)} episodes)"
         )
+
+
+@dataclass(frozen=True)
+class ExplorerTask:
+    """The work of explorers.
+
+    Attributes:
+        explore: The user's function.
+        buffer: What they write to, or several by name.
+        weights: What they may pull, or several by name.
+        max_weight_sync_delay: Rows between two pulls of `ctx.pull_weights`.
+    """
+
+    explore: Explore
+    buffer: OneOrNamed[Fillable]
+    weights: OneOrNamed[SharedWeights] | None
+    max_weight_sync_delay: int
+
+    helper = None
+
+    def run(self, launch: Launch, board: WorkerTable, helper: None = None) -> ExplorerRun:
+        """Returns a run that is ready to begin."""
+        ctx = ExplorerContext(
+            self.buffer,
+            self.weights,
+            launch.index,
+            launch.num_workers,
+            launch.seed,
+            launch.restarts,
+            max_weight_sync_delay=self.max_weight_sync_delay,
+            board=board,
+        )
+        return ExplorerRun(self.explore, ctx)
+
+    def __repr__(self) -> str:
+        return repr(self.explore)
+
+
+@dataclass(frozen=True)
+class ExplorerRun(Run):
+    """One run of an explorer."""
+
+    explore: Explore
+    ctx: ExplorerContext
+
+    def __call__(self) -> None:
+        """Runs the user's function."""
+        self.explore(self.ctx)
+
+    @property
+    def noticed_stop(self) -> bool:
+        """Whether the function is to finish."""
+        return self.ctx.noticed_stop
+
+    def give_up(self) -> None:
+        """Has its writers to other nodes wait no longer for the limiter."""
+        for buffer in self._elsewhere():
+            buffer.give_up()
+
+    def close(self) -> None:
+        """Closes its writers, and has those to other nodes say farewell: this process may not live much longer."""
+        with ExitStack() as closing:
+            for buffer in self._elsewhere():
+                closing.callback(buffer.drain)
+            closing.callback(self.ctx.close)
+
+    def _elsewhere(self) -> list[RemoteBuffer]:
+        buffers: Iterable[Any] = named_buffers(self.ctx.buffer).values()
+        return [buffer for buffer in buffers if isinstance(buffer, RemoteBuffer)]
+
+
+if TYPE_CHECKING:
+    from torchreplay.weights.shared_weights import SharedWeights

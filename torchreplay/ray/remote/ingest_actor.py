@@ -47,7 +47,7 @@ class Chunk:
         first: Key of the first row where they were collected.
         rows: How many.
         block: uint8: the rows as the native core copied them out.
-        links_at: Where in the block their links begin.
+        links_at: Where in the block their links begin, int64 `[rows]`: how each is linked where it was collected.
     """
 
     number: int
@@ -55,11 +55,6 @@ class Chunk:
     rows: int
     block: npt.NDArray[np.uint8]
     links_at: int
-
-    @property
-    def links(self) -> npt.NDArray[np.int64]:
-        """int64 `[rows]`: how each row is linked where they were collected."""
-        return self.block[self.links_at : self.links_at + 8 * self.rows].view(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,17 +103,6 @@ class IngestWriter(Writer):
     deadline = 0.0
     """Monotonic time until which to wait for the limiter."""
 
-    def relay(self, chunk: Chunk, before: npt.NDArray[np.int64], keys: npt.NDArray[np.int64], start: int) -> None:
-        """Writes the rows of `chunk` from number `start` on.
-
-        Args:
-            chunk: The rows.
-            before: int64 `[n]`, the row before each one: its key + 1, or -1 - its index in the chunk; 0: none.
-            keys: int64 `[n]`, of those written before; those of the others are put there.
-            start: How many were written before.
-        """
-        self._relay(chunk.block, chunk.rows, before, keys, start)
-
     def _wait(self, stalled: bool) -> None:
         if stalled:
             self._wait_stalled()
@@ -158,7 +142,7 @@ class _Seat:
         start = 0 if place.begin(chunk.number, chunk.rows) else self._count_written(keys)
         before, ends = self._predecessors(chunk)
         self.writer.deadline = time.monotonic() + INGEST_SLICE_SECONDS
-        self.writer.relay(chunk, before, keys, start)
+        self.writer._relay(chunk.block, chunk.rows, before, keys, start)  # which puts the keys of the rest there
         if self._linked:
             ends = np.concatenate([ends, _ends_of(chunk, before, keys)])
         place.finish(chunk.number, ends)
@@ -183,12 +167,14 @@ class _Seat:
         return announced if is_there or turned else announced - 1
 
     def _predecessors(self, chunk: Chunk) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.void]]:
-        """Says which row comes before each one, as `IngestWriter.relay` takes it.
+        """Says which row comes before each one.
 
         Returns:
-            int64 `[rows]`, and the ends of the streams that the chunk does not go on with.
+            int64 `[rows]`, its key + 1, or -1 - its index in the chunk; 0: none. And the ends of the streams that the
+            chunk does not go on with.
         """
-        before = chunk.links >> _LINK_BITS  # key + 1 where it was collected
+        links = chunk.block[chunk.links_at : chunk.links_at + 8 * chunk.rows].view(np.int64)
+        before = links >> _LINK_BITS  # key + 1 where it was collected
         ends = self.place.ends()
         if not self._linked:
             return np.zeros_like(before), ends[:0]

@@ -15,7 +15,7 @@ from torchreplay.errors import AttachError, Stopped
 from torchreplay.ray.remote.ingest_actor import Ingest
 from torchreplay.ray.remote.row_sender import RowSender
 from torchreplay.ray.remote.send_buffer import SendBuffer
-from torchreplay.ray.runtime.node_actor import NodeActor
+from torchreplay.ray.runtime.actor_client import NodeActor
 from torchreplay.schema.casting import cast_values
 from torchreplay.schema.config import Config, Configured
 from torchreplay.schema.limiters import Limiter

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from torchreplay.errors import AttachError
-from torchreplay.ray.runtime.node_actor import NodeActor
+from torchreplay.ray.runtime.actor_client import NodeActor
 from torchreplay.ray.runtime.session import import_ray
 from torchreplay.segment.handle import Handle
 from torchreplay.segment.remote_handles import attaches_remote

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from torchreplay.errors import AttachError, Stopped
 from torchreplay.ray.remote.ingest_actor import Answer, Chunk
 from torchreplay.ray.remote.send_buffer import SendBuffer
-from torchreplay.ray.runtime.node_actor import NodeActor
+from torchreplay.ray.runtime.actor_client import NodeActor
 from torchreplay.ray.runtime.session import import_ray
 from torchreplay.schema.config import Config
 from torchreplay.segment.waits import SLICE_NS, Wait

@@ -40,12 +40,12 @@ class RecycledMemory:
     def take(self, nbytes: int) -> torch.Tensor:
         """Returns uint8 `[nbytes]` of any content."""
         memory = np.empty(0, np.uint8)
-        while len(memory) != nbytes:
+        while len(memory) < nbytes:
             try:
                 memory = self._idle.pop()
             except IndexError:
                 memory = np.empty(nbytes, np.uint8)
-        lent = memory[:]  # torch holds this object for as long as a tensor needs the memory
+        lent = memory[:nbytes]  # torch holds this object for as long as a tensor needs the memory
         weakref.finalize(lent, self._idle.append, memory).atexit = False
         return torch.from_numpy(lent)
 
@@ -62,20 +62,21 @@ class Layout:
         self._memory = RecycledMemory()
         self._item_bytes = [math.prod(f.shape) * f.dtype.itemsize for f in self._fields.values()]
 
-    def nbytes(self, n: int) -> int:
-        """Returns the size of a block for `n` items."""
-        return sum(_rounded(n * size) for size in self._item_bytes)
-
     def batch_over(self, block: torch.Tensor, n: int) -> ReplayBatch:
-        """Returns a batch of `n` items whose tensors are the memory of `block`, uint8 `[nbytes(n)]` or more."""
+        """Returns a batch of `n` items whose tensors are the memory of `block`, of as many or more."""
         tensors = {}
         for (path, field), (start, size) in zip(self._fields.items(), self._places(n), strict=True):
             tensors[path] = block[start : start + size].view(field.dtype).view(n, *field.shape)
         return ReplayBatch(nest(tensors))
 
+    def new_block(self, n: int) -> torch.Tensor:
+        """Returns a block for `n` items, uint8, of any content, in memory of its own."""
+        nbytes = sum(_rounded(n * size) for size in self._item_bytes)
+        return self._memory.take(max(1, nbytes))  # a view of no memory is refused
+
     def new_batch(self, n: int) -> ReplayBatch:
         """Returns a batch of `n` items of any content, in memory of its own."""
-        return self.batch_over(self._memory.take(max(1, self.nbytes(n))), n)  # a view of no memory is refused
+        return self.batch_over(self.new_block(n), n)
 
     def copy(self, source: NDArray[np.uint8], given: int, which: NDArray[np.int64], room: ItemBytes, at: int) -> None:
         """Copies chosen items of a block into a batch.
@@ -87,19 +88,9 @@ class Layout:
             room: The batch's.
             at: Where the first one goes; the others follow.
         """
-        for rows, target in zip(self.items(source, given), room, strict=True):
+        for (start, nbytes), target in zip(self._places(given), room, strict=True):
+            rows = source[start : start + nbytes].reshape(given, -1)
             np.take(rows, which, axis=0, out=target[at : at + len(which)], mode="clip")  # another mode would copy twice
-
-    def items(self, block: NDArray[np.uint8], n: int) -> ItemBytes:
-        """Returns the memory of the tensors of a block with `n` items."""
-        return [
-            block[start : start + n * size].reshape(n, size)
-            for (start, _), size in zip(self._places(n), self._item_bytes, strict=True)
-        ]
-
-    def keys(self, items: ItemBytes) -> NDArray[np.int64]:
-        """Returns the keys among the items' bytes."""
-        return items[list(self._fields).index(("key",))].view(np.int64)[:, 0]
 
     def item_bytes(self, batch: ReplayBatch) -> ItemBytes:
         """Returns the memory of a batch's tensors, in the order of a block."""

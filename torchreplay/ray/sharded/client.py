@@ -8,40 +8,43 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from torchreplay.errors import Stopped
 from torchreplay.ray.runtime.session import import_ray
+from torchreplay.ray.sharded.batch_block import Layout
 from torchreplay.ray.sharded.coordinator import Lost, Place, Table
 from torchreplay.ray.sharded.coordinator_client import CoordinatorClient
+from torchreplay.ray.sharded.global_distribution import pack, unpack
 from torchreplay.ray.sharded.local_shard import LocalAttachment
-from torchreplay.ray.sharded.messages import Answer, Gathered, ShardReport
 from torchreplay.ray.sharded.rate_limiter import LearnerLimiter, LearnerReport, Rule
 from torchreplay.ray.sharded.replies import ReplyCollector
+from torchreplay.ray.sharded.shard_sampler import Answer, ShardReport
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.limiters import Limiter, MinSize
-from torchreplay.segment.handle import Handle
 from torchreplay.segment.ray_node import ray_node
 from torchreplay.segment.waits import UNNAMED, Wait
 
 if TYPE_CHECKING:
     from torchreplay._C import Census
-    from torchreplay.ray.sharded.manifest import Counts
+    from torchreplay.ray.sharded.manifest import Manifest
 
 logger = logging.getLogger("torchreplay.ray")
 
 REPORT_SECONDS: Final = 0.1
 """Seconds between two reports of this learner's draws where no explorer waits for them."""
 
+REFRESH: Final = 1.0
+"""Seconds between two looks at the table: shards that came back are drawn from that much later."""
+
 REPORTS: Final = 32
 """Reports under way at most, where each batch is to be known at once: the next one says what those left out had."""
 
 Answers = dict[int, Answer]
-
-T = TypeVar("T", Answer, Gathered)
 
 
 class ShardClient:
@@ -70,10 +73,10 @@ class ShardClient:
         self._reports: deque[Any] = deque()  # answers to come
         self._reported: LearnerReport | None = None  # last
         self._reported_at = -REPORT_SECONDS  # while nothing was waited for
+        self._looked_at = 0.0  # when a report asked for the table last
         self._limiter: LearnerLimiter | None = None
-        self._stream = -1
         self._lock = threading.RLock()
-        self.local = LocalAttachment(self._lock, self.place_here, self._handle_of)
+        self.local = LocalAttachment(self._lock, self.place_here, self._answers)
         self.node = ray_node()
         self.figures: dict[int, ShardReport] = {}
         self.table = Table({}, Rule(MinSize()))  # until the coordinator has answered
@@ -83,20 +86,15 @@ class ShardClient:
     @property
     def stream(self) -> int:
         """The number of this learner, which no other process has."""
-        if self._stream < 0:
-            number = self.coordinator.ask("join")
-            with self._lock:
-                if self._stream < 0:  # no other thread has asked meanwhile
-                    self._stream = number
-        return self._stream
+        return self.limiter.stream
 
     @property
     def limiter(self) -> LearnerLimiter:
         """The limiter, as far as this learner knows what was inserted and drawn."""
         if self._limiter is None:
-            stream = self.stream
+            stream = self.coordinator.ask("join")
             with self._lock:
-                if self._limiter is None:
+                if self._limiter is None:  # no other thread has asked meanwhile
                     self._limiter = LearnerLimiter(self.table.rule, stream)
                     self._take_in(self.table)
             self._catch_up()
@@ -110,31 +108,32 @@ class ShardClient:
     @property
     def stopped(self) -> bool:
         """Whether the buffer was stopped, as far as this process has heard: where a shard is attached, at once."""
-        told = self.table.stopped or any(figures.stopped for figures in self.figures.values())
+        told = self.table.stopped or any(figures.stats.stopped for figures in self.figures.values())
         return told or self.local.stopped
 
     # The coordinator
 
     def refresh(self) -> None:
-        """Looks at the table now and then, and at what the coordinator has answered, without waiting for it."""
+        """Takes in what the coordinator has answered to reports, without waiting for it."""
         with self._lock:
-            table = self.coordinator.news()
-            if table is not None:
-                self._adopt(table)
             while self._limiter is not None and self._reports:
                 report = self._reports.popleft()  # a signal handler that runs here looks at the next
                 if not self._ray.wait([report], timeout=0)[0]:
                     self._reports.appendleft(report)
                     break
-                with suppress(self._ray.exceptions.RayError):  # if the coordinator is gone, the next look says so
-                    self._limiter.hear(self._ray.get(report))
+                with suppress(self._ray.exceptions.RayError):  # if the coordinator is gone, the next report says so
+                    totals, table = self.coordinator.answer(report)
+                    self._limiter.hear(totals)
+                    if table is not None:
+                        self._adopt(table)
         self._catch_up()
 
     def report(self, n: int = 0, last: bool = False, most: int = 1) -> None:
         """Reports to the coordinator what this process has drawn and knows of the shards, without a wait.
 
         Where explorers wait for what learners draw, each batch is reported, as fast as the coordinator answers.
-        Elsewhere only other learners' schedules and statistics need to know, and now and then is enough.
+        Elsewhere only other learners' schedules and statistics need to know, and now and then is enough. Now and then
+        the answer brings the table.
 
         Args:
             n: Items that it waits for; 0 for none.
@@ -149,7 +148,9 @@ class ShardClient:
             due = due or (self._limiter.rule.divides and report != self._reported)
             if last or (due and len(self._reports) < most):
                 self._reported, self._reported_at = report, self._reported_at if n else now
-                self._reports.append(self.coordinator.tell("report", report))
+                looks = now - self._looked_at >= REFRESH
+                self._looked_at = now if looks else self._looked_at
+                self._reports.append(self.coordinator.tell("report", report, looks))
 
     def look(self) -> Table:
         """Returns the table as it is now."""
@@ -180,9 +181,7 @@ class ShardClient:
         self._adopt(self.coordinator.table("cleared", emptied))
         self.exchange()
 
-    def restored(
-        self, numbers: dict[int, int], seed: int, counts: Counts, lost: tuple[Lost, ...], limiter: Limiter
-    ) -> None:
+    def restored(self, manifest: Manifest, numbers: dict[int, int], born: int) -> None:
         """Announces that the shards hold the rows of a checkpoint now; arguments as in the coordinator's method.
 
         Raises:
@@ -190,11 +189,11 @@ class ShardClient:
         """
         self.local.release()
         places = self.table.places
-        told = self.calls.collect({place.number: place.actor.stats.remote() for place in places.values()})
+        told = self.calls.collect({number: place.actor.draw.remote(0, 0.0) for number, place in places.items()})
         for number in places.keys() - told.keys():
             raise RuntimeError(f"shard {number} on node {places[number].node} was lost when it had been restored")
-        inserted = {numbers[number]: stats.inserted for number, stats in told.items()}
-        self._adopt(self.coordinator.table("restored", numbers, seed, counts, lost, limiter, inserted))
+        inserted = {numbers[number]: figures.stats.inserted for number, (figures, _) in told.items()}
+        self._adopt(self.coordinator.table("restored", manifest, numbers, born, inserted))
         self.exchange()
 
     # The shard on this node
@@ -227,26 +226,48 @@ class ShardClient:
                     calls[number] = places[number].actor.draw.remote(count, largest)
             return calls
 
-    def gather(self, keys: Mapping[int, NDArray[np.int64]]) -> dict[int, Gathered]:
+    def gather(self, keys: Mapping[int, NDArray[np.int64]], layout: Layout) -> Answers:
         """Returns what all shards have to say of themselves, and the items that they find; those lost are left out.
 
         Args:
             keys: Of the items, each shard's own `[n]` by its number; none for those left out.
+            layout: Of blocks.
         """
         self.coordinator.require_own_process()
-        none = np.empty(0, np.int64)
         self.report()
+        none, calls = np.empty(0, np.int64), dict[int, Any]()
         with self._lock:
             local = self.local.shard
-            calls = {
-                number: (place.actor.gather.remote if local is None or number != local.number else local.gather)(
-                    keys.get(number, none)
-                )
-                for number, place in self.table.places.items()
-            }
+            for number, place in self.table.places.items():
+                own = keys.get(number, none)
+                if local is not None and local.number == number:
+                    calls[number] = local.gather(own, layout)
+                else:
+                    calls[number] = place.actor.gather.remote(own)
         answers = self._note(self.calls.collect(calls))
         self.refresh()
         return answers
+
+    def keys(self, rows: bool) -> torch.Tensor:
+        """Does what `ShardedReplay.keys` does."""
+        places = self.look().places
+        told = self.calls.collect({number: place.actor.keys.remote(rows) for number, place in places.items()})
+        parts = [pack(number) + keys for number, keys in sorted(told.items())]
+        return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *parts]))
+
+    def priorities(self, keys: NDArray[np.int64]) -> torch.Tensor:
+        """Does what `ShardedReplay.priorities` does, for keys that were issued."""
+        numbers, own = unpack(keys)
+        places = self.look().places
+        calls = {
+            number: places[number].actor.priorities.remote(own[numbers == number])
+            for number in np.unique(numbers).tolist()
+            if number in places
+        }
+        raw = np.full(len(keys), np.nan, np.float32)
+        for number, priorities in self.calls.collect(calls).items():
+            raw[numbers == number] = priorities
+        return torch.from_numpy(raw)
 
     def update(self, number: int, keys: NDArray[np.int64], td: NDArray[np.float64]) -> Any:
         """Has TD errors applied by a shard, which come after the draws that it was asked for.
@@ -300,7 +321,7 @@ class ShardClient:
         is enough would poll for ever, where not every node has explorers.
         """
         self._note(self.calls.collect(self.order(dict.fromkeys(self.look().places, 0))))
-        self.limiter.hear(self.coordinator.ask("report", self.limiter.report(1)))
+        self.limiter.hear(self.coordinator.ask("report", self.limiter.report(1))[0])
         self._catch_up()
 
     def census(self, unused_count_as_others: bool, /) -> Census:
@@ -308,9 +329,9 @@ class ShardClient:
         local = self.local.shard  # another node's shard has no writer of this thread's
         own = 0 if local is None else local.own_writers(unused_count_as_others)
         told, learners = self.figures.values(), self.limiter.learners
-        writers = sum(figures.writers for figures in told)
+        writers = sum(figures.stats.writers for figures in told)
         departures = [figures.since_departure for figures in told if figures.since_departure >= 0]
-        writes = [figures.since_write for figures in told if figures.since_write >= 0]
+        writes = [figures.stats.last_write_age for figures in told if figures.stats.last_write_age >= 0]
         return {
             "writers": writers,
             "learners": learners,
@@ -324,7 +345,7 @@ class ShardClient:
             "since_write": min(writes, default=-1.0),
         }
 
-    def _note(self, answers: dict[int, T]) -> dict[int, T]:
+    def _note(self, answers: Answers) -> Answers:
         told, limiter = {number: figures for number, (figures, _) in answers.items()}, self.limiter
         with self._lock:
             self.figures = self.figures | told
@@ -337,7 +358,7 @@ class ShardClient:
         if limiter is not None and limiter.others.rule > self.table.rule.number:
             self.look()
         if limiter is not None and limiter.others.rule < limiter.rule.number:
-            limiter.hear(self.coordinator.ask("report", limiter.report()))
+            limiter.hear(self.coordinator.ask("report", limiter.report())[0])
 
     def _adopt(self, table: Table) -> Table:
         """Takes a table in, unless a newer one came first, and returns the newest."""
@@ -370,15 +391,15 @@ class ShardClient:
                 stats = local.buffer.stats()
                 return stats.size, stats.inserted
         figures = self.figures.get(number)
-        return (figures.rows, figures.inserted) if figures else (0, 0)
+        return (figures.stats.size, figures.stats.inserted) if figures else (0, 0)
 
-    def _handle_of(self, place: Place, wait: Wait | None) -> Handle | None:
-        told = self.calls.collect({place.number: place.actor.handle.remote()}, wait)
-        return told.get(place.number)
+    def _answers(self, number: int, wait: Wait | None) -> bool:
+        call = self._probe(number)
+        return call is not None and bool(self.calls.collect({number: call}, wait))
 
     def _probe(self, number: int) -> Any:
         place = self.table.places.get(number)
-        return None if place is None else place.actor.stats.remote()
+        return None if place is None else place.actor.draw.remote(0, 0.0)
 
     def _name(self, number: int) -> str:
         place = self.table.places.get(number)

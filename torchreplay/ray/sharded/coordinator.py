@@ -16,13 +16,12 @@ from torchreplay.ray.sharded.rate_limiter import GlobalRateLimiter, LearnerRepor
 from torchreplay.ray.sharded.shard_actor import Shard
 from torchreplay.schema.config import Config
 from torchreplay.schema.limiters import Limiter
+from torchreplay.segment.handle import Handle
 
 if TYPE_CHECKING:
-    from torchreplay.ray.sharded.manifest import Counts
+    from torchreplay.ray.sharded.manifest import Manifest
 
 logger = logging.getLogger("torchreplay.ray")
-
-NAMESPACE: Final = "torchreplay"
 
 RETRY: Final = 5.0
 """Seconds after which a shard that could not be made is tried again; twice as many after each of six more failures."""
@@ -49,12 +48,14 @@ class Place:
         node: Ray's id of its node.
         capacity: Rows that it holds.
         actor: Its handle.
+        handle: What processes of its node attach.
     """
 
     number: int
     node: str
     capacity: int
     actor: Any
+    handle: Handle
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,7 @@ class _Slot:
     limit: int | None = None  # items up to which it may admit its writers
     actor: Any = None
     ready: Any = None  # of a shard that is being made: its first answer
+    handle: Any = None  # of one that is made
     failures: int = 0  # to make it there, one after the other
     again_at: float = 0.0  # when it is tried again, by the monotonic clock
 
@@ -175,7 +177,7 @@ class Coordinator:
         self._tables += 1
         return Table(
             {
-                slot.number: Place(slot.number, slot.node, slot.capacity, slot.actor)
+                slot.number: Place(slot.number, slot.node, slot.capacity, slot.actor, slot.handle)
                 for slot in self._slots
                 if slot.filled
             },
@@ -217,15 +219,19 @@ class Coordinator:
         """Counts TD errors whose shard is gone."""
         self._lost_updates += updates
 
-    def report(self, report: LearnerReport) -> Totals:
-        """Takes in what a learner says, and divides anew what the limiter admits; returns what others have drawn."""
+    def report(self, report: LearnerReport, looks: bool = False) -> tuple[Totals, Table | None]:
+        """Takes in what a learner says, and divides anew what the limiter admits.
+
+        Returns:
+            What others have drawn, and the table if the learner looks at it.
+        """
         totals = self._limiter.hear(report)
         if report.rule == self._limiter.rule.number:  # others know an old limiter only
             limits = self._limiter.limits([slot.number for slot in self._slots if slot.filled], report)
             for slot in self._slots:
                 if slot.filled and slot.limit != limits[slot.number]:
                     self._admit(slot, limits[slot.number])
-        return totals
+        return totals, self.table() if looks else None
 
     def change_limiter(self, limiter: Limiter) -> Table:
         """Sets another limiter for everyone; learners hear of it with their next report, or look at the table.
@@ -247,38 +253,28 @@ class Coordinator:
         """Returns how many numbers of shards, and of learners, were given."""
         return self._born, self._streams
 
-    def restored(
-        self,
-        numbers: dict[int, int],
-        seed: int,
-        counts: Counts,
-        lost: tuple[Lost, ...],
-        limiter: Limiter,
-        inserted: dict[int, int],
-    ) -> Table:
+    def restored(self, manifest: Manifest, numbers: dict[int, int], born: int, inserted: dict[int, int]) -> Table:
         """Takes in that the shards hold the rows of a checkpoint now; to say so again changes nothing.
 
         Args:
+            manifest: Of the checkpoint. Of another limiter than this one its counts of draws mean nothing.
             numbers: The number that each shard has, by that which it had.
-            seed: Of all draws.
-            counts: What was counted.
-            lost: Shards lost before.
-            limiter: The one that the counts are of; for another they mean nothing.
+            born: How many numbers of shards were given.
             inserted: Items that have become drawable in each shard, by its new number.
         """
-        said = (numbers, seed, counts, lost, limiter, inserted)
+        said = (manifest, numbers, born, inserted)
         if said == self._restored:
             return self.table()
-        self._restored = said
+        self._restored, counts = said, manifest.counts
         for slot in self._slots:
             slot.number = numbers.get(slot.number, slot.number)
-        self._seed, self._born, self._streams = seed, counts.born, max(self._streams, counts.streams)
-        self._lost, self._lost_updates = {one.number: one for one in lost}, counts.lost_updates
+        self._seed, self._born, self._streams = manifest.seed, born, max(self._streams, counts.streams)
+        self._lost, self._lost_updates = {one.number: one for one in manifest.lost}, counts.lost_updates
         counted, sampled = self._limiter, 0
-        counted.inserted = {**inserted, **{one.number: one.inserted for one in lost}}
+        counted.inserted = {**inserted, **{one.number: one.inserted for one in manifest.lost}}
         counted.rule = replace(counted.rule, cleared=counts.cleared)
         counted.change(counted.rule.limiter)
-        if limiter == counted.rule.limiter:
+        if manifest.config.limiter == counted.rule.limiter:
             counted.rule, sampled = replace(counted.rule, inserted_before=counts.inserted_before), counts.sampled
         counted.remember(counts.items, counts.batches, sampled)
         return self.table()
@@ -355,8 +351,7 @@ class Coordinator:
 
     def _welcome(self, slot: _Slot) -> None:
         try:
-            self._ray.get(slot.ready)
-            slot.failures = 0
+            slot.handle, slot.failures = self._ray.get(slot.ready), 0
         except self._ray.exceptions.RayError as error:  # such as too little memory, or it was killed, or its node went
             slot.actor = None
             wait = RETRY * 2 ** min(slot.failures, 6)

@@ -1,21 +1,21 @@
-"""`CoordinatorClient`: how one process asks the directory of a `ShardedReplay`."""
+"""The coordinator of a `ShardedReplay` as processes see it: made, asked, and ended."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
 
 from torchreplay.errors import ReplayLost, Stopped
 from torchreplay.ray.runtime.actor_client import NAMESPACE, ActorClient
-from torchreplay.ray.sharded.coordinator import Table
-
-REFRESH: Final = 1.0
-"""Seconds between two looks at the table: shards that came back are drawn from that much later."""
+from torchreplay.ray.runtime.cluster import errors_as_raised, living_nodes, only_on
+from torchreplay.ray.runtime.session import import_ray
+from torchreplay.ray.sharded.coordinator import Coordinator, Table
+from torchreplay.schema.config import Config
 
 
 class CoordinatorClient(ActorClient):
-    """The directory, as one process asks it. `news` is for one thread at a time.
+    """The directory, as one process asks it.
 
     Once the directory is gone its shards are, too. Questions then raise `Stopped`, or `ReplayLost` without a stop.
 
@@ -38,8 +38,6 @@ class CoordinatorClient(ActorClient):
                 "a ShardedReplay needs this process to be connected to its Ray cluster: call ray.init(address=...)"
             )
         self._name, self._stopped = name, stopped
-        self._asked: Any = None  # the table, on its way
-        self._asked_at = 0.0
 
     def answer(self, call: Any) -> Any:
         """Returns what a call returned. Raises one of Ray's errors where no answer comes."""
@@ -47,31 +45,12 @@ class CoordinatorClient(ActorClient):
         try:
             return super().answer(call)
         except self._ray.exceptions.ActorUnavailableError:
-            self._actor = actor  # nothing is known of its death, and `news` must not wait for Ray to find it again
+            self._actor = actor  # nothing is known of its death, and a report must not wait for Ray to find it again
             raise
 
     def table(self, what: str = "table", *args: Any) -> Table:
         """Returns the table that the directory answers with."""
         table: Table = self.ask(what, *args)
-        return table
-
-    def news(self) -> Table | None:
-        """Looks at the table now and then, without waiting for it; returns it when it has come."""
-        now = time.monotonic()
-        if self._asked is None:
-            if now - self._asked_at >= REFRESH:
-                self._asked, self._asked_at = self.tell("table"), now
-            return None
-        asked = self._asked
-        if not self._ray.wait([asked], timeout=0)[0]:
-            return None
-        if self._asked is not asked:  # a signal handler has taken it meanwhile
-            return None
-        self._asked = None
-        try:
-            table: Table = self.answer(asked)
-        except self._ray.exceptions.RayActorError:  # the next look shows more
-            return None
         return table
 
     def _find(self) -> Any:
@@ -88,3 +67,70 @@ class CoordinatorClient(ActorClient):
 
     def _result(self, call: Any) -> Any:
         return self._ray.get(call)  # while Ray unpickles a ShardedReplay, the answer comes through nothing else
+
+
+def checked_nodes(nodes: Any) -> list[str]:
+    """Returns the nodes that get a shard, this process's own first where none are given.
+
+    Raises:
+        RuntimeError: This process is not connected to a cluster.
+        ValueError: They are not different nodes that are alive.
+    """
+    ray = import_ray()
+    if not ray.is_initialized():
+        raise RuntimeError("a ShardedReplay lies on the nodes of a Ray cluster: call ray.init(...) first")
+    alive = list(living_nodes())
+    if nodes is None:
+        here = ray.get_runtime_context().get_node_id()
+        return sorted(alive, key=lambda node: (node != here, node))
+    given = list(nodes) if isinstance(nodes, Sequence) else []
+    names = {node for node in given if isinstance(node, str)}
+    if not given or len(names) < len(given) or not names <= set(alive):
+        raise ValueError(f"nodes is {nodes!r}: expected different ones of the nodes that are alive, {alive}")
+    return given
+
+
+def directory_name(nonce: int) -> str:
+    """Returns the name of the directory's actor."""
+    return f"replay-{nonce:016x}"
+
+
+def found(nonce: int, config: Config, capacity: int, nodes: list[str], anywhere: bool, seed: int) -> Any:
+    """Makes the shards, and returns the actor that they end with.
+
+    Args:
+        nonce: Names the union.
+        config: Its arguments, but for the capacity.
+        capacity: Rows in all.
+        nodes: Ray's ids of the nodes, one for each shard.
+        anywhere: Whether a node that comes later may take the place of one that is gone.
+        seed: Of all draws.
+
+    Raises:
+        MemoryError: A node has too little memory left for its shard.
+    """
+    ray = import_ray()
+    whole, rest = divmod(capacity, len(nodes))
+    here = ray.get_runtime_context().get_node_id()
+    directory = ray.remote(Coordinator).options(
+        name=directory_name(nonce),
+        namespace=NAMESPACE,
+        num_cpus=0,
+        max_restarts=0,
+        scheduling_strategy=only_on(here),
+    )
+    capacities = [whole + (place < rest) for place in range(len(nodes))]
+    owned = directory.remote(config, capacities, nodes, anywhere, seed)
+    try:
+        with errors_as_raised():
+            ray.get(owned.open.remote())
+    except BaseException:
+        end(owned)
+        raise
+    return owned
+
+
+def end(owned: Any) -> None:
+    """Ends the shards."""
+    with suppress(Exception):  # Ray may be shut down already, and everything with it
+        import_ray().kill(owned, no_restart=True)  # the shards are its own, and go with it

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from torchreplay.buffer.tree_summary import TreeSummary
+from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.samplers import Prioritized, Sampler
 
 KEY_BITS = 48
@@ -70,6 +71,19 @@ class GlobalDistribution:
         last = int(np.flatnonzero([part.total > 0 for part in self.parts])[-1])  # a target may round up to the end
         which = np.minimum(np.searchsorted(ends, targets, side="right"), last)
         return np.bincount(which, minlength=len(self.parts)).astype(np.int64)
+
+    def weigh(self, batch: ReplayBatch, shares: NDArray[np.float64], beta: float, sampler: Sampler) -> None:
+        """Turns items' probabilities within their shards into those of the union, and sets their weights.
+
+        Args:
+            batch: The items; `probability` is that within each one's shard.
+            shares: float64 `[n]`, each one's shard's share of the total.
+            beta: The exponent of the weights.
+            sampler: How items are drawn.
+        """
+        probability = batch["probability"].numpy().astype(np.float64) * shares
+        batch["probability"].numpy()[:] = probability
+        batch["weight"].numpy()[:] = self.weights(probability, beta, sampler)
 
     def weights(self, probability: NDArray[np.float64], beta: float, sampler: Sampler) -> NDArray[np.float32]:
         """Returns the importance-sampling weights (N P(i))^-beta of items (Schaul et al. 2016, section 3.4).

@@ -11,29 +11,57 @@ from typing import Any, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from torchreplay import _C
 from torchreplay.buffer.replay_buffer import ReplayBuffer, local_sampler
-from torchreplay.buffer.writer import Autoreset
-from torchreplay.errors import AttachError
+from torchreplay.buffer.writer import Autoreset, Writer
+from torchreplay.errors import AttachError, Stopped
+from torchreplay.ray.sharded.batch_block import Layout
 from torchreplay.ray.sharded.coordinator import Place
 from torchreplay.ray.sharded.global_distribution import pack
-from torchreplay.ray.sharded.messages import Answer, Gathered
-from torchreplay.ray.sharded.shard_sampler import ShardSampler
-from torchreplay.ray.sharded.shard_writer import ShardWriter
+from torchreplay.ray.sharded.shard_sampler import Answer, ShardSampler
 from torchreplay.schema.batch import ReplayBatch
+from torchreplay.schema.config import Config
 from torchreplay.segment.handle import Handle
-from torchreplay.segment.waits import Wait
+from torchreplay.segment.waits import Audience, Wait
 
 logger = logging.getLogger("torchreplay.ray")
 
 T = TypeVar("T")
 
+_GONE = (
+    "the shard of this node is gone, and its rows with it: call writer() again for the one that takes its place, and "
+    "start a new episode"
+)
+
+
+class ShardLost(RuntimeError):
+    """The shard that a writer wrote to is gone, with its rows: make a new writer for the one that takes its place."""
+
+
+class ShardWriter(Writer):
+    """A writer of the shard on this node: an ordinary one, whose keys are the union's.
+
+    Made by `ShardedReplay.writer()`. Its calls raise `ShardLost` some seconds after the shard's actor has died.
+    """
+
+    def __init__(
+        self, segment: _C.Segment, config: Config, first_key: int, num_envs: int | None, autoreset: Autoreset
+    ) -> None:
+        super().__init__(segment, config, num_envs, autoreset, first_key)
+        self._audience = Audience(segment, ("owners",))  # learners on the node may have it attached for a while yet
+
+    def _refuse_closed_buffer(self) -> None:
+        raise ShardLost(f"the ShardedReplay was closed, or {_GONE}")
+
+    def _look_around(self) -> None:
+        try:
+            super()._look_around()
+        except Stopped:
+            raise ShardLost(_GONE) from None
+
 
 class Gone(Exception):
     """The shard that was asked is not there any more."""
-
-
-class Detached(Exception):
-    """This process has let go of the shard that was asked, which may be there for others."""
 
 
 class ShardBuffer(ReplayBuffer):
@@ -51,7 +79,7 @@ class LocalShard:
     """One shard in this process's memory: what is drawn from it and fed back to it needs no message and no copy.
 
     A thread of its own does both, in the order of the calls, as the shard's actor does for learners on other nodes. It
-    holds the interpreter lock only in between.
+    holds the interpreter lock only in between. The answer is None once this process has let go of the shard.
 
     Args:
         number: Of the shard.
@@ -62,7 +90,6 @@ class LocalShard:
 
     Attributes:
         buffer: The shard's.
-        number: Of the shard.
     """
 
     def __init__(self, number: int, handle: Handle) -> None:
@@ -98,15 +125,15 @@ class LocalShard:
             return 0
         return census["writers"] - census["others_writing"]
 
-    def draw(self, candidates: int, largest: float, room: ReplayBatch) -> Future[Answer]:
+    def draw(self, candidates: int, largest: float, room: ReplayBatch) -> Future[Answer | None]:
         """Draws candidates into the first rows of `room`; the answer has no block. Arguments as in `Shard.draw`."""
         return self._hand_over(lambda: self._draw(candidates, largest, room))
 
-    def gather(self, keys: NDArray[np.int64]) -> Future[Gathered]:
-        """Finds items under keys of this shard's own; the answer has them as a batch."""
-        return self._hand_over(lambda: self._candidates.gather(keys))
+    def gather(self, keys: NDArray[np.int64], layout: Layout) -> Future[Answer | None]:
+        """Finds items under keys of this shard's own, into a block."""
+        return self._hand_over(lambda: self._candidates.gather(keys, layout))
 
-    def update(self, keys: NDArray[np.int64], td: NDArray[np.float64]) -> Future[int]:
+    def update(self, keys: NDArray[np.int64], td: NDArray[np.float64]) -> Future[int | None]:
         """Feeds back TD errors for keys of this shard's own; both were checked. The answer is how many."""
         return self._hand_over(lambda: self._update(keys, td))
 
@@ -123,47 +150,42 @@ class LocalShard:
         self.buffer.update_priorities(keys, td)
         return len(keys)
 
-    def _hand_over(self, work: Callable[[], T]) -> Future[T]:
+    def _hand_over(self, work: Callable[[], T]) -> Future[T | None]:
         try:
             return self._hands.submit(self._while_alive, work)
-        except RuntimeError as error:  # closed by another thread
-            refusal = Future[T]()
-            refusal.set_exception(Detached(str(error)))
-            return refusal
+        except RuntimeError:  # closed by another thread
+            nothing = Future[T | None]()
+            nothing.set_result(None)
+            return nothing
 
-    def _while_alive(self, work: Callable[[], T]) -> T:
+    def _while_alive(self, work: Callable[[], T]) -> T | None:
         try:
             if self.alive:
                 return work()
-        except RuntimeError as error:
-            if not self._segment.closed:
-                raise
-            raise Detached(str(error)) from None
+        except RuntimeError:
+            if self._segment.closed:
+                return None
+            raise
         raise Gone("its process is gone")
 
 
 class LocalAttachment:
     """Which shard of this process's node is attached, if one is.
 
-    Its handle is asked for without the lock: where its actor is silent, only those wait who want to attach.
-
     Args:
         lock: What its owner guards the places with; it is re-entrant.
         place: Returns the shard of this node, as far as this process knows, with the lock held; None: there is none.
-        handle: Asks a shard's actor for its handle; None: it is gone.
+        answers: Whether a shard's actor answers, by number; asked without the lock.
 
     Attributes:
         shard: It; None: none is.
     """
 
     def __init__(
-        self,
-        lock: threading.RLock,
-        place: Callable[[], Place | None],
-        handle: Callable[[Place, Wait | None], Handle | None],
+        self, lock: threading.RLock, place: Callable[[], Place | None], answers: Callable[[int, Wait | None], bool]
     ) -> None:
         self.shard: LocalShard | None = None
-        self._lock, self._place, self._handle = lock, place, handle
+        self._lock, self._place, self._answers = lock, place, answers
         self._refused = -1  # the number of the one that cannot be attached
         self._stopped = False  # what was attached was stopped
 
@@ -171,7 +193,7 @@ class LocalAttachment:
         """Attaches the shard of this node, unless it is already.
 
         Args:
-            wait: How long it may take; None: as long as the shard is there.
+            wait: How long it may take to find out that it is gone; None: as long as it is silent.
 
         Returns:
             It; None if there is none, or it is gone.
@@ -180,23 +202,19 @@ class LocalAttachment:
             AttachError: It cannot be attached, and its actor is alive.
             ReplayTimeout: It takes too long.
         """
-        refused = False
-        while (place := self._wanted()) is not None:
-            handle = self._handle(place, wait)
-            if handle is None:
-                break
-            with self._lock:
-                wanted = self._wanted()
-                if wanted is None or wanted.number != place.number:
-                    continue  # another thread has attached it, or it was lost
-                self.release()
-                try:
-                    self.shard = LocalShard(place.number, handle)
-                except AttachError:  # it may have died just now, which the next call shows
-                    if refused:
-                        raise
-                    refused = True
-        return self.shard
+        with self._lock:
+            place, shard = self._place(), self.shard
+            if place is None or (shard is not None and shard.number == place.number):
+                return shard
+            self.release()
+            try:
+                self.shard = LocalShard(place.number, place.handle)
+                return self.shard
+            except AttachError as error:
+                refusal = error
+        if self._answers(place.number, wait):
+            raise refusal
+        return None
 
     def draws(self, wait: Wait | None = None) -> bool:
         """Does what `attach` does, once for a shard that cannot be attached, and returns whether it is."""
@@ -224,12 +242,6 @@ class LocalAttachment:
         if shard is not None:
             self._stopped = self._stopped or shard.stopped
             shard.close()
-
-    def _wanted(self) -> Place | None:
-        """Returns the shard that is to be attached; None: there is none, or it is attached."""
-        with self._lock:
-            place, shard = self._place(), self.shard
-        return None if place is None or (shard is not None and shard.number == place.number) else place
 
 
 def _first(batch: Any, n: int) -> Any:

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from torchreplay.checkpoint.description import MAX_COUNT
-from torchreplay.checkpoint.directory import TOKEN, read_description, with_description
-from torchreplay.errors import CheckpointError
+from torchreplay.checkpoint.directory import TOKEN, read_description
 from torchreplay.ray.sharded.coordinator import Lost
 from torchreplay.ray.sharded.global_distribution import MAX_SHARDS
 from torchreplay.schema.config import MAX_CAPACITY, Config
 from torchreplay.validation import checked_int
-
-T = TypeVar("T")
 
 FORMAT: Final = 2
 KIND: Final = "ShardedReplay"
@@ -144,15 +141,6 @@ class Manifest:
             CheckpointError: There is none, it is damaged, or of another kind.
         """
         return read_description(root, cls.from_data, "checkpoint of a ShardedReplay")
-
-
-def with_manifest(root: Path, use: Callable[[Manifest], T]) -> T:
-    """Returns what `use` makes of a checkpoint; of the next one, if a save has taken its parts away meanwhile.
-
-    Raises:
-        CheckpointError: There is none, or it is damaged.
-    """
-    return with_description(root, lambda: Manifest.read(root), use, CheckpointError)
 
 
 def _count(told: Mapping[str, Any], name: str, most: int = MAX_COUNT) -> int:

@@ -115,7 +115,7 @@ class Feedback:
         for fresh in (False, True):  # figures are of the last answer: newer keys are looked for once
             if fresh:
                 self._shards.exchange()
-            issued = {number: figures.issued for number, figures in self._shards.figures.items()}
+            issued = {number: figures.stats.rows_written for number, figures in self._shards.figures.items()}
             issued |= {lost.number: 1 << 62 for lost in self._shards.table.lost}
             bad = [own[numbers == number].max() >= issued.get(number, 0) for number in np.unique(numbers).tolist()]
             if not any(bad):

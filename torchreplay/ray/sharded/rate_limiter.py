@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from torchreplay.ray.sharded.messages import ShardReport
-from torchreplay.ray.sharded.wait_stats import WaitStats
+from torchreplay.ray.sharded.shard_sampler import ShardReport
 from torchreplay.schema.limiters import Limiter
+
+WINDOW: Final = 10.0
+"""Seconds: waits of late are those of the running window and the one before, as in a `ReplayBuffer`."""
 
 _PAST: Final = -1
 """The number of no learner: what was drawn before a checkpoint."""
@@ -127,10 +130,9 @@ class GlobalRateLimiter:
     The rules are those of `SamplesPerInsert`.
 
     Args:
-        rule: The limiter.
+        rule: The limiter, and from where it counts.
 
     Attributes:
-        rule: The limiter, and from where it counts.
         inserted: Items that ever became drawable in each shard, by number; what a lost one had stays counted.
     """
 
@@ -219,11 +221,10 @@ class LearnerLimiter:
     insert, as of the shards' last answers.
 
     Args:
-        rule: The limiter.
+        rule: The limiter, and from where it counts.
         stream: This learner's number.
 
     Attributes:
-        rule: The limiter, and from where it counts.
         others: What others have drawn.
         items: Items that this learner has handed out.
         batches: Batches that it has handed out.
@@ -236,7 +237,7 @@ class LearnerLimiter:
         self.items = self.batches = 0
         self.largest = 1.0
         self.waited = 0.0
-        self._stream = stream
+        self.stream = stream
         self._inserted: Mapping[int, int] = {}  # by shard
         self._ordered = self._before = 0  # items ordered, less those given up; those before this rule
 
@@ -266,8 +267,8 @@ class LearnerLimiter:
 
     def count(self, told: Mapping[int, ShardReport]) -> None:
         """Takes in what shards have answered."""
-        self.count_inserted({number: figures.inserted for number, figures in told.items()})
-        self.largest = max(self.largest, *(figures.largest for figures in told.values()), 0.0)
+        self.count_inserted({number: figures.stats.inserted for number, figures in told.items()})
+        self.largest = max(self.largest, *(figures.stats.priority_max for figures in told.values()), 0.0)
 
     def count_inserted(self, inserted: Mapping[int, int]) -> None:
         """Takes in how many items have become drawable in shards; what a lost one had stays counted."""
@@ -282,7 +283,7 @@ class LearnerLimiter:
         """Returns the report to the coordinator; `n`: items that are waited for."""
         counted, sampled = max(0, self.items - self._before), self._ordered - self._before
         return LearnerReport(
-            self._stream,
+            self.stream,
             self.rule.number,
             self.items,
             self.batches,
@@ -326,6 +327,56 @@ class LearnerLimiter:
     def needed(self, n: int) -> int:
         """Returns how many items must have become drawable before `n` more may be drawn."""
         return self.rule.needed(self.sampled, n)
+
+
+class Told(NamedTuple):
+    """What a learner has said.
+
+    Attributes:
+        seconds: For which it has waited, in all.
+        at: When it said something last.
+    """
+
+    seconds: float = 0.0
+    at: float = 0.0
+
+
+class WaitStats:
+    """Totals that learners report. A report may be lost, or be overtaken."""
+
+    def __init__(self) -> None:
+        self._made = time.monotonic()
+        self._told: dict[int, Told] = {}  # by learner
+        self._windows: dict[int, float] = {}  # by number: seconds of all learners
+
+    def hear(self, stream: int, seconds: float) -> None:
+        """Takes in what a learner has said.
+
+        Args:
+            stream: Its number.
+            seconds: For which it has waited, in all.
+        """
+        now = time.monotonic()
+        before = self._told.get(stream, Told()).seconds
+        window = int(now // WINDOW)
+        self._windows = {number: waited for number, waited in self._windows.items() if number >= window - 1}
+        self._windows[window] = self._windows.get(window, 0.0) + max(0.0, seconds - before)
+        self._told[stream] = Told(max(seconds, before), now)
+
+    @property
+    def total(self) -> float:
+        """Seconds, of all learners."""
+        return sum(told.seconds for told in self._told.values())
+
+    @property
+    def share(self) -> float:
+        """Share of the last 10 to 20 seconds that a learner which has said something in them has waited, on average."""
+        now = time.monotonic()
+        window = int(now // WINDOW)
+        since = max(self._made, (window - 1) * WINDOW)
+        waited = sum(seconds for number, seconds in self._windows.items() if number >= window - 1)
+        learners = sum(told.at >= since for told in self._told.values())
+        return min(1.0, waited / max(now - since, 1e-9) / max(1, learners))
 
 
 def _largest(known: Mapping[int, int], said: Mapping[int, int]) -> Mapping[int, int]:

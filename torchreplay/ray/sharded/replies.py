@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from torchreplay.errors import ReplayTimeout
 from torchreplay.ray.runtime.session import import_ray
-from torchreplay.ray.sharded.local_shard import Detached, Gone
+from torchreplay.ray.sharded.local_shard import Gone
 from torchreplay.segment.waits import LOG_EVERY, SLICE_NS, Wait
 
 logger = logging.getLogger("torchreplay.ray")
@@ -19,9 +19,8 @@ logger = logging.getLogger("torchreplay.ray")
 UNREACHABLE_SECONDS: Final = 30.0
 """Seconds for which a shard that Ray cannot reach, and does not know to be dead, is asked again before it is lost."""
 
-
-FRESH: Final = 1.0
-"""Seconds for which it counts that a shard could not be reached when it was asked whether it is there."""
+PROBE_SECONDS: Final = 1.0
+"""Seconds for which such a shard is then asked whether it is there; one that is merely slow is."""
 
 
 class ReplyCollector:
@@ -42,7 +41,6 @@ class ReplyCollector:
         self._ray = import_ray()
         self._lose, self._name, self._probe = lose, name, probe
         self._unreachable: dict[int, float] = {}  # since when, by the monotonic clock
-        self._probes: dict[int, tuple[Any, float]] = {}  # of those that have been so for long: answer to come, and when
         self._said_at: dict[int, float] = {}  # when the log said last that they are
 
     def fetch(self, calls: Iterable[Any]) -> None:
@@ -90,7 +88,7 @@ class ReplyCollector:
         errors = self._ray.exceptions
         try:
             answer = call.result() if isinstance(call, Future) else self._ray.get(call)
-        except (Detached, CancelledError):  # a matter of this process alone: others still use the shard
+        except CancelledError:  # this process has let go of the shard, which others still use
             return None
         except errors.ObjectLostError as error:  # the next call shows whether the shard is there
             logger.warning("an answer from %s was lost on its way: %s", self._name(number), _first_line(error))
@@ -100,43 +98,27 @@ class ReplyCollector:
             if now - self._said_at.get(number, -LOG_EVERY) >= LOG_EVERY:
                 self._said_at[number] = now
                 logger.warning("%s cannot be reached: %s", self._name(number), _first_line(error))
-            # The answer may have been lost long ago, and be looked at only now.
-            if now - self._unreachable.setdefault(number, now) >= UNREACHABLE_SECONDS and not self._is_there(number):
+            if now - self._unreachable.setdefault(number, now) >= UNREACHABLE_SECONDS:
                 self._unreachable.pop(number, None)
-                self._lose(number, str(error))
+                if not self._is_there(number):  # the answer may have been lost long ago, and be looked at only now
+                    self._lose(number, str(error))
             return None
         except (errors.RayActorError, Gone) as error:
             self._lose(number, str(error))
             return None
         self._unreachable.pop(number, None)
-        self._probes.pop(number, None)
         return answer
 
     def _is_there(self, number: int) -> bool:
-        """Returns whether a shard answers, or is merely slow. Nobody waits for that: the next call looks."""
-        call, asked_at = self._probes.get(number) or self._ask(number)
-        reachable = self._is_reachable(call, 0)
-        if reachable is False and time.monotonic() - asked_at > FRESH:  # then, but now?
-            reachable = self._is_reachable(self._ask(number)[0], FRESH)
-        if reachable is not None:
-            del self._probes[number]
-        if reachable:
-            self._unreachable.pop(number, None)
-        return reachable is not False
-
-    def _ask(self, number: int) -> tuple[Any, float]:
-        self._probes[number] = self._probe(number), time.monotonic()
-        return self._probes[number]
-
-    def _is_reachable(self, call: Any, seconds: float) -> bool | None:
-        """Returns what the answer to come says, after so many seconds at most; None if it has not come."""
-        errors = self._ray.exceptions
+        """Returns whether a shard answers now, or is merely slow."""
+        errors, call = self._ray.exceptions, self._probe(number)
         try:
             if call is not None:
-                self._ray.get(call, timeout=seconds)
-        except errors.RayError as error:
-            # What its method has raised is an answer, too.
-            return None if isinstance(error, errors.GetTimeoutError) else isinstance(error, errors.RayTaskError)
+                self._ray.get(call, timeout=PROBE_SECONDS)
+        except (errors.RayTaskError, errors.GetTimeoutError):  # what its method has raised is an answer, too
+            return True
+        except errors.RayError:
+            return False
         return True
 
     def _unanswered(self, calls: list[Any], seconds: float) -> list[Any]:

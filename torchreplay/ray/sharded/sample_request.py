@@ -13,14 +13,13 @@ from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.ray.sharded.batch_block import Layout, keep
 from torchreplay.ray.sharded.client import Answers, ShardClient
 from torchreplay.ray.sharded.global_distribution import GlobalDistribution, candidates, chosen
-from torchreplay.ray.sharded.messages import Answer
+from torchreplay.ray.sharded.shard_sampler import Answer
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.samplers import Sampler
 from torchreplay.segment.waits import Wait
 
 if TYPE_CHECKING:
     from torchreplay.cuda.staging import Staging
-    from torchreplay.ray.sharded.priority_updates import Feedback
     from torchreplay.ray.sharded.sampler import ShardedSampler
 
 LEAST_SLACK: Final = 1 / 64
@@ -100,10 +99,7 @@ class SampleRequest:
         parts = [answers[number] for number in numbers]
         if len(parts) > 1 or parts[0][1] is not None:  # if only that shard has items, they are the batch
             self._fill(batch, parts, counts)
-        scale = [part.total / union.total for part in union.parts]
-        probability = batch["probability"].numpy().astype(np.float64) * np.repeat(scale, counts)
-        batch["probability"].numpy()[:] = probability
-        batch["weight"].numpy()[:] = union.weights(probability, beta, sampler)
+        union.weigh(batch, np.repeat([part.total / union.total for part in union.parts], counts), beta, sampler)
         self.drawn_from = TreeSummary(union.total, union.drawable, union.smallest, beta)
         return batch
 
@@ -146,7 +142,6 @@ class SampleRequestStream:
 
     Args:
         draws: What draws them.
-        feedback: What was fed back to what they are drawn from.
         batch_size: Items in a batch.
         count: Batches; None for endlessly many.
         prefetch: Rounds under way ahead.
@@ -163,7 +158,6 @@ class SampleRequestStream:
     def __init__(
         self,
         draws: ShardedSampler,
-        feedback: Feedback,
         batch_size: int,
         count: int | None,
         prefetch: int,
@@ -171,7 +165,6 @@ class SampleRequestStream:
         waiting: type[Wait],
         staging: Staging | None = None,
     ) -> None:
-        self._feedback = feedback
         self._draws, self._batch_size, self._left, self._staging = draws, batch_size, count, staging
         self._prefetch, self._timeout, self._waiting = prefetch, timeout, waiting
         self._ahead: deque[SampleRequest] = deque()
@@ -186,7 +179,7 @@ class SampleRequestStream:
             StopIteration: There were `count`.
             ReplayTimeout, WouldBlockForever, Stopped: As `sample` does.
         """
-        self._feedback.apply_arrived()
+        self._draws.feedback.apply_arrived()
         if self._left is not None and self._left <= 0:
             self.close()
             self._draws.shards.report(last=True)

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from contextlib import suppress
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
-from torchreplay.buffer.base import MAX_BATCH
+from torchreplay.buffer.base import MAX_BATCH, BatchSource, Pin
+from torchreplay.cuda.copies import DeviceCopies
+from torchreplay.cuda.staging import Staging
 from torchreplay.errors import ReplayTimeout
 from torchreplay.ray.sharded.batch_block import Layout
 from torchreplay.ray.sharded.client import REPORTS, ShardClient
-from torchreplay.ray.sharded.sample_request import LEAST_SLACK, SampleRequest
+from torchreplay.ray.sharded.global_distribution import GlobalDistribution, as_keys, unpack
+from torchreplay.ray.sharded.priority_updates import Feedback
+from torchreplay.ray.sharded.sample_request import LEAST_SLACK, SampleRequest, SampleRequestStream
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.config import Config
 from torchreplay.schema.samplers import Schedule, value_of
@@ -24,7 +31,7 @@ POLL: Final = 0.02
 """Seconds between two looks at the shards while too few items are in."""
 
 
-class ShardedSampler:
+class ShardedSampler(BatchSource):
     """What a process draws.
 
     Args:
@@ -32,15 +39,14 @@ class ShardedSampler:
         config: Of the union.
         seed: Of the random numbers that choose among candidates.
         nonce: What signs the batches.
-
-    Attributes:
-        shards: What from.
-        seed: Of the random numbers.
+        feedback: What is fed back meanwhile.
     """
 
-    def __init__(self, shards: ShardClient, config: Config, seed: int, nonce: int) -> None:
-        self.shards, self.seed = shards, seed
-        self._sampler, self._nonce = config.sampler, nonce
+    seed = 0
+
+    def __init__(self, shards: ShardClient, config: Config, seed: int, nonce: int, feedback: Feedback) -> None:
+        self.shards, self.seed, self.feedback = shards, seed, feedback
+        self.config, self.nonce, self._sampler = config, nonce, config.sampler
         self._layout = Layout(config.outputs())
         self._complete_when = config.view.complete_when
         self._finish = config.finish
@@ -73,11 +79,70 @@ class ShardedSampler:
         """Goes on in another process's stream of random numbers."""
         self.seed, self.stream, self.made = seed, stream, step
 
+    def unissued(self, keys: NDArray[np.int64]) -> int | None:
+        """Returns the index of the first of `keys` that names no row that any shard has or had."""
+        self.shards.require_open()
+        return self.feedback.unissued(keys)
+
+    def batches(
+        self,
+        batch_size: int,
+        count: int | None,
+        prefetch: int,
+        timeout: float | None,
+        waiting: type[Wait],
+        drawn: deque[dict[str, Any]],
+        staging: Staging | None = None,
+    ) -> SampleRequestStream:
+        """Returns a stream of batches; the shards are asked for `prefetch` of them ahead."""
+        checked_int("batch_size", batch_size, 1, MAX_BATCH)
+        self.shards.require_open()
+        return SampleRequestStream(self, batch_size, count, prefetch, timeout, waiting, staging)
+
+    def staging(self, batch_size: int, prefetch: int, device: torch.device, pin: Pin | None) -> Staging | None:
+        """Returns what takes batches to a CUDA device while the learner computes; None: each is copied by itself.
+
+        Raises:
+            ValueError: `pin` is `"ring"`: the shards' rings are other processes' to page-lock.
+        """
+        if pin == "ring":
+            raise ValueError('pin="ring" page-locks the memory of a ReplayBuffer: expected another for a ShardedReplay')
+        return None if pin == "off" else Staging(self.config, batch_size, prefetch, DeviceCopies(device))
+
     def draw(self, n: int, beta: Schedule | None, wait: Wait) -> ReplayBatch:
         """Returns a batch of `n` items, once there are any and the limiter admits it."""
         while (batch := self.take(self.order(n, wait), beta, wait)) is None:
             self.pause(n, wait)
         self.shards.report(most=REPORTS)  # there may be no next one for long
+        return batch
+
+    def gather(self, keys: Any) -> ReplayBatch:
+        """Does what `ShardedReplay.gather` does."""
+        asked = as_keys(keys)
+        numbers, own = unpack(np.unique(asked))
+        self.shards.refresh()
+        if not set(numbers.tolist()) <= self.shards.table.places.keys():
+            self.shards.look()  # others may have written to a shard that was made since
+        self.shards.local.draws()
+        wanted = {number: own[numbers == number] for number in np.unique(numbers).tolist()}
+        answers = list(self.shards.gather(wanted, self._layout).values())
+        counts = [figures.candidates for figures, _ in answers]
+        found, at = self._layout.new_batch(sum(counts)), 0
+        for count, (_, block) in zip(counts, answers, strict=True):
+            if block is not None:
+                self._layout.copy(block, count, np.arange(count), self._layout.item_bytes(found), at)
+            at += count
+        union = GlobalDistribution(tuple(figures.drawn for figures, _ in answers))
+        rows = rows_of(asked, found["key"].numpy())
+        batch = self._layout.new_batch(len(rows))
+        if len(rows):
+            for target, source in zip(self._layout.item_bytes(batch), self._layout.item_bytes(found), strict=True):
+                target[:] = source[rows]
+            shares = np.repeat([part.total / union.total for part in union.parts], counts)[rows]
+            union.weigh(batch, shares, value_of(self._sampler.beta, self.shards.limiter.steps), self._sampler)
+        batch.source = self.nonce
+        if self._finish is not None:
+            self._finish(batch)
         return batch
 
     def pause(self, n: int, wait: Wait) -> None:
@@ -88,6 +153,7 @@ class ShardedSampler:
         """
         if wait.expired:
             raise ReplayTimeout(f"no shard has answered with items for a batch of {n:,} in time")
+        self.shards.report()
         time.sleep(min(POLL, wait.slice_ns() * 1e-9))
 
     def admits(self, n: int) -> bool:
@@ -148,7 +214,7 @@ class ShardedSampler:
             self._end(ordered.step, ordered.n, ordered.rule, batch)
         self._slack = min(1.0, self._slack * 4) if ordered.asked_again else max(LEAST_SLACK, self._slack * 0.75)
         if batch is not None:
-            batch.source = self._nonce
+            batch.source = self.nonce
             if finish and self._finish is not None:
                 self._finish(batch)
         return batch
@@ -192,7 +258,7 @@ class ShardedSampler:
         barren = self.shards.barren
         if drawable or barren is None:
             inserted, needed = self.shards.limiter.inserted, self.shards.limiter.needed(n)
-            size = sum(figures.rows for figures in self.shards.figures.values())
+            size = sum(figures.stats.size for figures in self.shards.figures.values())
             wait.check_rows(inserted, needed, drawable, size, self._complete_when)
         else:
             wait.check_turns(barren)
@@ -203,3 +269,12 @@ class ShardedSampler:
         with self._lock:
             self.shards.limiter.waited += now - since
         return now
+
+
+def rows_of(asked: NDArray[np.int64], found: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Returns the position in `found`, which has each key once, of each key asked for, without those not found."""
+    if not len(found):
+        return found
+    order = np.argsort(found)
+    rows: NDArray[np.int64] = order[np.searchsorted(found, asked, sorter=order).clip(max=len(found) - 1)]
+    return rows.compress(found[rows] == asked)

@@ -13,7 +13,7 @@ from typing import Any, Final
 from torchreplay.checkpoint.description import require_alike
 from torchreplay.checkpoint.directory import is_checkpoint, replace_checkpoint
 from torchreplay.errors import CheckpointError
-from torchreplay.ray.runtime.session import import_ray
+from torchreplay.ray.runtime.cluster import errors_as_raised
 from torchreplay.ray.sharded.client import ShardClient
 from torchreplay.ray.sharded.coordinator import Place
 from torchreplay.ray.sharded.manifest import SHARDS, Counts, Manifest, Part
@@ -54,14 +54,14 @@ def restore_shards(shards: ShardClient, config: Config, manifest: Manifest, root
     require_alike(manifest.config, config, root)
     shards.exchange()
     held = "has lost a shard" if shards.table.lost else "holds rows"
-    if shards.table.lost or any(figures.issued for figures in shards.figures.values()):
+    if shards.table.lost or any(figures.stats.rows_written for figures in shards.figures.values()):
         raise CheckpointError(f"the buffer {held} already: restore a new one, before its explorers start")
     places = shards.table.places
     require_room(manifest, len(places), root)
     _require_parts([manifest.path_of(root, part) for part in manifest.parts])
     parts = assigned(manifest.parts, places)
     numbers, born = _numbered(places, parts, manifest.counts.born)
-    if any(figures.writers and numbers.get(number) != number for number, figures in shards.figures.items()):
+    if any(figures.stats.writers and numbers.get(number) != number for number, figures in shards.figures.items()):
         raise CheckpointError(
             "explorers of this buffer have writers already, whose keys would be those of other shards' rows: restore a "
             "new one, before its explorers start"
@@ -69,8 +69,7 @@ def restore_shards(shards: ShardClient, config: Config, manifest: Manifest, root
     paths = {number: str(manifest.path_of(root, part)) for number, part in parts.items()}
     try:
         _fill(shards, places, numbers, paths)
-        counts = replace(manifest.counts, born=born)
-        shards.restored(numbers, manifest.seed, counts, manifest.lost, manifest.config.limiter)
+        shards.restored(manifest, numbers, born)
     except BaseException as error:
         with suppress(Exception):  # the directory may be gone
             shards.coordinator.ask("stop")
@@ -130,10 +129,8 @@ def _until_done(shards: ShardClient, places: Mapping[int, Place], call: Callable
     """
     left, done = dict(places), dict[int, Place]()
     while left:
-        try:
+        with errors_as_raised():
             answers = shards.calls.collect({number: call(number, place.actor) for number, place in left.items()})
-        except import_ray().exceptions.RayTaskError as error:
-            raise error.cause from None
         done |= {number: left[number] for number, ended in answers.items() if ended}
         there = shards.table.places  # one whose answer has not come is asked again, unless it is lost
         left = {number: place for number, place in left.items() if number not in done and number in there}

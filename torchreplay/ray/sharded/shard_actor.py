@@ -12,15 +12,12 @@ import torch
 from numpy.typing import NDArray
 
 from torchreplay.buffer.replay_buffer import ReplayBuffer, local_sampler
-from torchreplay.buffer.stats import Stats
 from torchreplay.checkpoint.buffer_checkpoint import load_rows, save
 from torchreplay.checkpoint.description import Description
 from torchreplay.checkpoint.directory import is_checkpoint
 from torchreplay.errors import CheckpointError
 from torchreplay.ray.sharded.batch_block import Layout
-from torchreplay.ray.sharded.messages import Answer
-from torchreplay.ray.sharded.shard_sampler import ShardSampler
-from torchreplay.schema.batch import ReplayBatch
+from torchreplay.ray.sharded.shard_sampler import Answer, ShardSampler
 from torchreplay.schema.config import Config
 from torchreplay.schema.limiters import MinSize
 from torchreplay.schema.samplers import Prioritized
@@ -57,9 +54,6 @@ class Shard:
         self._config, self._seed, self._limit = config, seed, limit
         self._number, self._cleared = number, 0
         self._layout = Layout(config.outputs())
-        self._block = torch.empty(0, dtype=torch.uint8)  # used again and again: the object store has its own copy
-        self._batch = ReplayBatch()
-        self._batch_items = 0
         self._hands = ThreadPoolExecutor(1, "torchreplay-shard")
         self._under_way: dict[str, Future[None]] = {}
 
@@ -86,10 +80,6 @@ class Shard:
             self._set_limit(self._limit)
         return self._buffer.handle()
 
-    def handle(self) -> Handle:
-        """Returns what processes of this node attach."""
-        return self._buffer.handle()
-
     def draw(self, candidates: int, largest: float) -> Answer:
         """Draws candidates, stratified and with replacement.
 
@@ -103,10 +93,9 @@ class Shard:
         self._candidates.raise_largest(largest)
         if not candidates:
             return self._candidates.look(), None
-        figures = self._candidates.draw(candidates, self._room_for(candidates))
-        if not figures.candidates:
-            return figures, None
-        return figures, self._block.numpy()[: self._layout.nbytes(candidates)]
+        block = self._layout.new_block(candidates)  # it is used again: the object store has its own copy
+        figures = self._candidates.draw(candidates, self._layout.batch_over(block, candidates))
+        return figures, block.numpy() if figures.candidates else None
 
     def gather(self, keys: NDArray[np.int64]) -> Answer:
         """Finds items.
@@ -117,13 +106,7 @@ class Shard:
         Returns:
             The figures, and a block of as many items as they say; None if there are none.
         """
-        figures, found = self._candidates.gather(keys)
-        if found is None:
-            return figures, None
-        room = self._room_for(figures.candidates)
-        for target, source in zip(self._layout.item_bytes(room), self._layout.item_bytes(found), strict=True):
-            target[:] = source
-        return figures, self._block.numpy()[: self._layout.nbytes(figures.candidates)]
+        return self._candidates.gather(keys, self._layout)
 
     def save(self, directory: str) -> bool:
         """Saves the buffer while others go on writing and drawing: begins with the first call for a directory.
@@ -180,10 +163,6 @@ class Shard:
         """Returns raw priorities as `ReplayBuffer.priorities` does, of keys of this shard's own that were checked."""
         return self._buffer.priorities(keys).numpy()
 
-    def stats(self) -> Stats:
-        """Returns the buffer's own."""
-        return self._buffer.stats()
-
     def histograms(self, bins: int) -> dict[str, torch.Tensor]:
         """Returns the buffer's own."""
         return self._buffer.histograms(bins)
@@ -233,10 +212,3 @@ class Shard:
         # A new limiter counts as if its min_size, 1, had just come, where there is one: from there on.
         room = max(0, limit - inserted) + min(inserted - self._cleared, 1)
         local_sampler(self._buffer).segment.set_limiter((1, LEASH, UNBOUNDED, room * LEASH, 0.0))
-
-    def _room_for(self, n: int) -> ReplayBatch:
-        if n != self._batch_items:
-            if len(self._block) < self._layout.nbytes(n):
-                self._block = torch.empty(self._layout.nbytes(n), dtype=torch.uint8)
-            self._batch, self._batch_items = self._layout.batch_over(self._block, n), n
-        return self._batch

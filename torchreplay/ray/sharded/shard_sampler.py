@@ -2,18 +2,46 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from torchreplay.buffer.inspection import smallest_priority
 from torchreplay.buffer.replay_buffer import ReplayBuffer, local_sampler
+from torchreplay.buffer.stats import Stats
 from torchreplay.buffer.tree_summary import TreeSummary
+from torchreplay.ray.sharded.batch_block import Layout
 from torchreplay.ray.sharded.global_distribution import pack
-from torchreplay.ray.sharded.messages import ShardReport
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.samplers import Prioritized
 from torchreplay.segment.waits import NEVER
+
+
+@dataclass(frozen=True, slots=True)
+class ShardReport:
+    """What a shard says in every answer.
+
+    Attributes:
+        stats: Of its buffer. Its own keys below `rows_written` exist.
+        drawn: Its tree when the candidates were drawn, or now.
+        candidates: How many came along.
+        since_departure: Seconds since a writer last left; -1 if none did.
+        trouble: Why nothing can be drawn however long one waits; None for no such reason.
+        barren: Why its ring, as long as it stays like this, completes no item; None if it may.
+    """
+
+    stats: Stats
+    drawn: TreeSummary
+    candidates: int = 0
+    since_departure: float = -1.0
+    trouble: str | None = None
+    barren: str | None = None
+
+
+Answer: TypeAlias = tuple[ShardReport, NDArray[np.uint8] | None]
+"""What a shard said, and a block with its candidates; None: there are none, or they were drawn into their place."""
 
 
 class ShardSampler:
@@ -52,27 +80,34 @@ class ShardSampler:
         out["key"] += self._base
         return self.figures(TreeSummary(*self._segment.drawn_from), n)
 
-    def gather(self, keys: NDArray[np.int64]) -> tuple[ShardReport, ReplayBatch | None]:
+    def gather(self, keys: NDArray[np.int64], layout: Layout) -> Answer:
         """Finds items, and says what the tree is just after that.
 
         Args:
             keys: The shard's own `[n]`.
+            layout: Of blocks.
 
         Returns:
-            The figures, whose `candidates` say how many items were found, and a batch of these; None if there are none.
+            The figures, whose `candidates` say how many items were found, and a block of these; None if there are none.
             The keys are the union's, `probability` is the shard's, weights mean nothing yet.
         """
         if not len(keys):
             return self.figures(), None
         batch: ReplayBatch = self._segment.gather(keys, 0.0, None)
         n = len(batch["key"])
+        if not n:
+            return self.figures(), None
         batch["key"] += self._base
-        return self.figures(candidates=n), batch if n else None
+        block = layout.new_block(n)
+        room = layout.item_bytes(layout.batch_over(block, n))
+        for target, source in zip(room, layout.item_bytes(batch), strict=True):
+            target[:] = source
+        return self.figures(candidates=n), block.numpy()
 
     def look(self) -> ShardReport:
         """Returns the figures, and what they say of why there is no item, if there is none."""
         figures = self.figures()
-        if figures.drawn.drawable or not figures.issued:
+        if figures.drawn.drawable or not figures.stats.rows_written:
             return figures
         return self._reasons(figures, self._segment.sample(1, 0.0, NEVER, None), 1)
 
@@ -83,21 +118,12 @@ class ShardSampler:
             drawn: The tree as a draw found it; None: as it is.
             candidates: How many items come along.
         """
-        stats = self._segment.stats()
-        census = self._segment.census(False)
-        return ShardReport(
-            drawn or TreeSummary(stats["priority_total"], stats["drawable"], stats["smallest_leaf"]),
-            candidates,
-            stats["size"],
-            stats["inserted"],
-            stats["rows_written"],
-            stats["priority_max"],
-            stats["writers"],
-            census["since_departure"],
-            stats["last_write_age"],
-            stats["stopped"],
-            None,
-        )
+        values = self._segment.stats()
+        smallest = values.pop("smallest_leaf")
+        values["priority_min"] = smallest_priority(smallest, self._sampler.config.sampler)
+        stats = Stats.of(values)
+        drawn = drawn or TreeSummary(stats.priority_total, stats.drawable, smallest)
+        return ShardReport(stats, drawn, candidates, self._segment.census(False)["since_departure"])
 
     def _reasons(self, figures: ShardReport, result: object, n: int) -> ShardReport:
         """Adds what the native core gave instead of a batch of `n`."""

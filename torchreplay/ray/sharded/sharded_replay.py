@@ -15,17 +15,16 @@ import torch
 from torchreplay.buffer.base import Replay
 from torchreplay.buffer.sampling import MISSING, Missing, require_all
 from torchreplay.buffer.writer import Autoreset
-from torchreplay.errors import Stopped
+from torchreplay.checkpoint.directory import with_description
+from torchreplay.errors import CheckpointError, Stopped
 from torchreplay.ray.sharded.client import ShardClient
-from torchreplay.ray.sharded.creation import checked_nodes, directory_name, end, found
-from torchreplay.ray.sharded.gathering import Gathering
+from torchreplay.ray.sharded.coordinator_client import checked_nodes, directory_name, end, found
+from torchreplay.ray.sharded.local_shard import ShardWriter
 from torchreplay.ray.sharded.local_writing import Expectation, buffer_to_write_to
-from torchreplay.ray.sharded.manifest import Manifest, with_manifest
+from torchreplay.ray.sharded.manifest import Manifest
 from torchreplay.ray.sharded.priority_updates import Feedback
 from torchreplay.ray.sharded.sampler import ShardedSampler
 from torchreplay.ray.sharded.save_restore import require_room, restore_shards, save_shards
-from torchreplay.ray.sharded.shard_writer import ShardWriter
-from torchreplay.ray.sharded.sharded_source import ShardedSource
 from torchreplay.ray.sharded.stats import ShardedStats, merged_histograms, summed
 from torchreplay.schema.batch import ReplayBatch, keys_of
 from torchreplay.schema.config import MAX_CAPACITY, Config
@@ -107,10 +106,8 @@ class ShardedReplay(Replay):
         self._capacity, self._count = capacity, count
         self._shards = ShardClient(directory_name(nonce))
         self._shards.called = config.called
-        self._sampler = ShardedSampler(self._shards, config, seed, nonce)
-        self._gathering = Gathering(self._shards, config, nonce)
         self._feedback = Feedback(self._shards, nonce)
-        self._source = ShardedSource(self._sampler, self._feedback, config, nonce)
+        self._source = self._sampler = ShardedSampler(self._shards, config, seed, nonce, self._feedback)
 
     @property
     def _closed(self) -> bool:
@@ -241,7 +238,7 @@ class ShardedReplay(Replay):
         self._require_open()
         self._feedback.apply_arrived()
         wanted = keys_of(keys, self._nonce) if isinstance(keys, dict) else keys
-        batch = self._gathering.gather(wanted)
+        batch = self._sampler.gather(wanted)
         if missing == "raise":
             require_all(wanted, batch)
         return batch
@@ -311,7 +308,7 @@ class ShardedReplay(Replay):
         """
         self._require_open()
         self._feedback.apply_arrived()
-        return self._gathering.keys(rows)
+        return self._shards.keys(rows)
 
     def priorities(self, keys: Any) -> torch.Tensor:
         """Returns the raw priorities |td| of items.
@@ -330,13 +327,13 @@ class ShardedReplay(Replay):
         wanted = self._feedback.checked_keys(keys)
         self._feedback.require_issued(wanted)
         self._feedback.flush()
-        return self._gathering.priorities(wanted)
+        return self._shards.priorities(wanted)
 
     def __len__(self) -> int:
         """Returns the number of rows held by all shards."""
         self._require_open()
         self._shards.exchange()
-        return sum(figures.rows for figures in self._shards.figures.values())
+        return sum(figures.stats.size for figures in self._shards.figures.values())
 
     @property
     def capacity(self) -> int:
@@ -386,9 +383,7 @@ class ShardedReplay(Replay):
         self._feedback.apply_arrived()
         self._feedback.hear(0)
         shards.exchange()
-        places = shards.table.places
-        told = shards.calls.collect({number: place.actor.stats.remote() for number, place in places.items()})
-        return summed(told, places, shards.look(), self._capacity, self._count, shards.limiter)
+        return summed(shards.figures, shards.look(), self._capacity, self._count, shards.limiter)
 
     def histograms(self, bins: int = 64) -> dict[str, torch.Tensor]:
         """Returns histograms of raw priorities and of rows' ages, as `ReplayBuffer.histograms` does. O(capacity).
@@ -475,7 +470,11 @@ class ShardedReplay(Replay):
             ValueError: `capacity`, `view`, `nodes` or `sampler` does not fit.
         """
         root = checked_path("directory", directory).absolute()
-        return with_manifest(root, lambda manifest: cls._loaded(manifest, root, capacity, view, nodes, sampler))
+
+        def loaded(manifest: Manifest) -> ShardedReplay:
+            return cls._loaded(manifest, root, capacity, view, nodes, sampler)
+
+        return with_description(root, lambda: Manifest.read(root), loaded, CheckpointError)
 
     @classmethod
     def _loaded(

@@ -10,9 +10,10 @@ import torch
 
 from torchreplay.buffer.inspection import histograms
 from torchreplay.buffer.stats import Stats
-from torchreplay.ray.sharded.coordinator import Place, Table
+from torchreplay.ray.sharded.coordinator import Table
 from torchreplay.ray.sharded.global_distribution import KEY_BITS
 from torchreplay.ray.sharded.rate_limiter import LearnerLimiter
+from torchreplay.ray.sharded.shard_sampler import ShardReport
 from torchreplay.schema.samplers import Uniform
 
 SUMS: tuple[str, ...] = ("size", "nbytes", "drawable", "updated", "stale_updates", "unready_updates", "redraws")
@@ -72,8 +73,7 @@ class ShardedStats(Stats):
 
 
 def summed(
-    told: Mapping[int, Stats],
-    places: Mapping[int, Place],
+    figures: Mapping[int, ShardReport],
     table: Table,
     capacity: int,
     count: int,
@@ -82,15 +82,15 @@ def summed(
     """Returns the statistics of the union.
 
     Args:
-        told: What each shard says.
-        places: Where each is.
-        table: Who is lost.
+        figures: What each shard has said.
+        table: Where each is, and who is lost.
         capacity: Rows that all shards together hold.
         count: How many shards there ought to be.
         limiter: What was inserted and drawn.
     """
     waited, share = limiter.others.waited, limiter.others.wait_share  # all learners', for rows of any shard
-    told = {n: replace(stats, sample_wait=waited, sample_wait_share=share) for n, stats in told.items()}
+    there = {n: told.stats for n, told in figures.items() if n in table.places}
+    told = {n: replace(stats, sample_wait=waited, sample_wait_share=share) for n, stats in there.items()}
     each = list(told.values())
     values: dict[str, Any] = {name: sum(getattr(stats, name) for stats in each) for name in SUMS}
     smallest = [stats.priority_min for stats in each if stats.drawable]
@@ -112,7 +112,7 @@ def summed(
         priority_max=max((stats.priority_max for stats in each), default=1.0),
         last_write_age=min(ages, default=-1.0),
         stopped=table.stopped or any(stats.stopped for stats in each),
-        shards=tuple(ShardStats(number, places[number].node, told[number]) for number in sorted(told)),
+        shards=tuple(ShardStats(number, table.places[number].node, told[number]) for number in sorted(told)),
         shards_missing=count - len(told),
         rows_lost=sum(lost.rows for lost in table.lost),
         lost_updates=table.lost_updates,

@@ -217,7 +217,8 @@ class AsyncReplay:
                 with self.meter.timed("learn"):
                     td = self.learn(batch)
                 with self.meter.timed("feedback"):
-                    self._feed_back(batch, td)
+                    if td is not None:
+                        self.dataset.update_priorities(batch, td)
                 self.count_step()
                 yield self._steps
         finally:
@@ -364,14 +365,6 @@ class AsyncReplay:
     @property
     def _items(self) -> int:
         return self._steps * self.dataset.batch_size * len(self._buffers)
-
-    def _feed_back(self, batch: Any, td: Any) -> None:
-        if td is None:
-            return
-        if isinstance(self.dataset, MixedDataset):
-            self.dataset.update_priorities(batch, td)
-        else:
-            self.dataset.buffer.update_priorities(batch, td)
 
     def _rows(self, buffers: Mapping[str | None, Stats] | None = None) -> dict[tuple[str | None, int], int]:
         """Returns the rows written, by buffer and shard; `buffers` are their statistics, where they are known."""
