@@ -251,7 +251,3 @@ class ExplorerRun(Run):
     def _elsewhere(self) -> list[RemoteBuffer]:
         buffers: Iterable[Any] = named_buffers(self.ctx.buffer).values()
         return [buffer for buffer in buffers if isinstance(buffer, RemoteBuffer)]
-
-
-if TYPE_CHECKING:
-    from torchreplay.weights.shared_weights import SharedWeights
