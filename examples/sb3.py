@@ -3,7 +3,7 @@
 The model plays and learns as it always does. Explorer processes write into the memory of its replay buffer meanwhile:
 `model.replay_buffer.shared` goes to them as an argument. They play with the model's newest weights.
 
-    python examples/sb3_shared.py --seed 1
+    python examples/sb3.py --seed 1
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ import json
 import multiprocessing
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import gymnasium as gym
 import numpy as np
 import torch
-from command_line import parse
+import tyro
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.evaluation import evaluate_policy
+from stable_baselines3.common.logger import configure
 from stable_baselines3.common.monitor import Monitor
 from torch import nn
 
@@ -43,6 +45,8 @@ class Args:
     """greedy episodes in an evaluation"""
     solved_at: float = 475.0
     """mean return of an evaluation that ends the run"""
+    tensorboard: bool = True
+    """whether to write curves to runs/sb3-seed<seed>"""
 
     num_explorers: int = 2
     """explorer processes"""
@@ -68,6 +72,11 @@ class Args:
     learning_rate: float = 1e-3
     """of Adam"""
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if type(value) is int and value < (least := 0 if name == "seed" else 1):
+                raise ValueError(f"{name}={value}: expected a whole number of at least {least}")
+
 
 def explore(index: int, buffer: tr.ReplayBuffer, weights: tr.SharedWeights, q_net: nn.Module, args: Args) -> None:
     """Plays until the buffer is stopped; runs in a process of its own."""
@@ -90,7 +99,7 @@ def explore(index: int, buffer: tr.ReplayBuffer, weights: tr.SharedWeights, q_ne
 
 
 class PublishAndEvaluate(BaseCallback):
-    """Publishes the model's weights, and prints what its greedy policy reaches."""
+    """Publishes the model's weights, logs how the buffer is doing, and prints what the greedy policy reaches."""
 
     def __init__(self, weights: tr.SharedWeights, args: Args) -> None:
         super().__init__()
@@ -99,22 +108,33 @@ class PublishAndEvaluate(BaseCallback):
         self._env.reset(seed=args.seed)
         self._start = time.perf_counter()
 
+    def _on_training_start(self) -> None:
+        self._monitor = tr.Monitor(self.model.replay_buffer.shared, self._log)
+
+    def _log(self, values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            self.logger.record(name, value)
+        self.logger.dump(step)
+
     def _on_step(self) -> bool:
         """Returns whether to go on."""
+        self._monitor.step(self.num_timesteps)
         if self.num_timesteps % self._args.publish_every == 0:
             self._weights.publish(self.model.q_net)
         return self.num_timesteps % self._args.eval_every != 0 or self._evaluate() < self._args.solved_at
 
     def _evaluate(self) -> float:
-        returns, _ = evaluate_policy(self.model, self._env, self._args.eval_episodes)
+        mean_return = float(evaluate_policy(self.model, self._env, self._args.eval_episodes)[0])
         line = {
             "step": self.num_timesteps,
-            "mean_return": round(float(np.mean(returns)), 2),
+            "mean_return": round(mean_return, 2),
             "rows": self.model.replay_buffer.shared.next_key,
             "seconds": round(time.perf_counter() - self._start, 1),
+            "solved": mean_return >= self._args.solved_at,
         }
         print(json.dumps(line), flush=True)
-        return float(np.mean(returns))
+        self._log({"charts/mean_return": mean_return}, self.num_timesteps)
+        return mean_return
 
 
 def main(args: Args) -> None:
@@ -131,6 +151,8 @@ def main(args: Args) -> None:
         device="cpu",
         **{name: getattr(args, name) for name in names},
     )
+    if args.tensorboard:
+        model.set_logger(configure(f"runs/sb3-seed{args.seed}", ["tensorboard"]))
     buffer, weights = model.replay_buffer.shared, tr.SharedWeights(model.q_net)
     buffer.limiter = tr.MinSize(args.min_items)
     context = multiprocessing.get_context("spawn")
@@ -149,4 +171,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(parse(Args))
+    main(tyro.cli(Args))
