@@ -1,6 +1,6 @@
 """Stable-Baselines3's SAC on LunarLanderContinuous-v3: ``python -m benchmarks.sac --seed N``, a process of its own.
 
-The numbers are those of ``examples/sac_lunarlander.py``: networks, rates, one learner step to two environment steps. It
+The numbers are those of ``examples/sac_continuous.py``: networks, rates, one learner step to two environment steps. It
 prints one JSON object once 20 deterministic episodes in a row reach 200 on average, or when its steps are over.
 """
 

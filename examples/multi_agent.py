@@ -98,14 +98,15 @@ class Torus(pettingzoo.ParallelEnv):
 
     def __init__(self) -> None:
         self.possible_agents = ["red", "blue"]
+        self.spaces = Box(0.0, 1.0, (2 * SIZE,), np.float32), Discrete(len(MOVES))
 
     def observation_space(self, agent: str) -> Box:
-        """Returns that of the distance along each axis, one-hot."""
-        return Box(0.0, 1.0, (2 * SIZE,), np.float32)
+        """Returns that of the distances along both axes, one-hot."""
+        return self.spaces[0]
 
     def action_space(self, agent: str) -> Discrete:
         """Returns that of the moves."""
-        return Discrete(len(MOVES))
+        return self.spaces[1]
 
     def reset(self, seed: int = 0, options: dict[str, Any] | None = None) -> tuple[Agents, Agents]:
         """Starts the game number `seed` of the 48 there are; returns what both see."""

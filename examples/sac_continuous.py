@@ -1,13 +1,12 @@
 """Parallel SAC on MuJoCo's InvertedPendulum-v5, or another continuous task: explorers, a learner and an evaluator.
 
 Soft actor-critic (Haarnoja et al. 2018, https://arxiv.org/abs/1812.05905) with its entropy target and two critics.
-Explorers write every observation once, and the buffer makes transitions of them at the draw. So an episode's last
-transition bootstraps where a time limit ended it, and does not where the episode terminated. A limiter keeps
-`steps_per_update` environment steps to a learner step when one side is faster. The evaluator plays the published actor
-without noise beside all this, and keeps the best one in `directory`.
+Explorers write every observation once, and the buffer makes n-step transitions of them at the draw, which bootstrap
+where a time limit ended an episode, and do not where it terminated. A limiter keeps `steps_per_update` environment
+steps to a learner step. The evaluator plays the published actor without noise, and keeps the best in `directory`.
 
     python examples/sac_continuous.py --seed 1
-    python examples/sac_continuous.py --env LunarLanderContinuous-v3 --plot lander.png
+    python examples/sac_continuous.py --env LunarLanderContinuous-v3
     tensorboard --logdir runs
 """
 
@@ -29,7 +28,6 @@ from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 
 import torchreplay as tr
-from torchreplay.plots import ReplayHistory, replay_health
 from torchreplay.ray import Evaluator, ExplorerContext, ExplorerPool
 
 
@@ -48,29 +46,29 @@ class Args:
     eval_episodes: int = 20
     """episodes without noise in an evaluation"""
     solved_at: float | None = None
-    """mean return of an evaluation that ends the run; None: the environment's own reward threshold"""
+    """mean return of an evaluation that ends the run; None: the environment's own threshold"""
     tensorboard: bool = True
     """whether to write curves to runs/sac_continuous-seed<seed>"""
     directory: str = ""
     """where the best actor is kept, best.safetensors; empty for nowhere"""
-    plot: str = ""
-    """file for a picture of the run; empty for none"""
 
     num_explorers: int = 2
     """explorer processes"""
     start_steps: int = 4_000
     """steps with uniform actions, all explorers together, before the first learner step"""
-    steps_per_update: float = 2.0
+    steps_per_update: float = 4.0
     """environment steps to a learner step"""
-    noise: float = 0.4
-    """standard deviation of what every other explorer adds to its actions"""
+    noise: float = 0.6
+    """explorers add slow noise to their actions, of a standard deviation between 0 and this in each episode"""
     publish_every: int = 20
     """learner steps between two publications of the actor"""
 
     capacity: int = 1_000_000
     """observations that the buffer holds"""
-    batch_size: int = 256
+    batch_size: int = 128
     """transitions in a batch"""
+    n_step: int = 5
+    """steps that a transition spans"""
     gamma: float = 0.99
     """discount of one step"""
     learning_rate: float = 1e-3
@@ -87,14 +85,14 @@ class Args:
 def make_env(name: str) -> gym.Env:
     """Returns an environment with float32 observations, and actions from -1 to 1."""
     env = gym.wrappers.RescaleAction(gym.make(name), np.float32(-1), np.float32(1))
-    return gym.wrappers.DtypeObservation(env, np.float32)
+    space = gym.spaces.Box(-np.inf, np.inf, env.observation_space.shape, np.float32)
+    return gym.wrappers.TransformObservation(env, np.float32, space)
 
 
-def mlp(inputs: int, outputs: int, hidden: int = 256) -> nn.Sequential:
+def mlp(inputs: int, outputs: int, hidden: int = 128) -> nn.Sequential:
     """Returns a network with two hidden layers."""
-    return nn.Sequential(
-        nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, outputs)
-    )
+    first, second = nn.Linear(inputs, hidden), nn.Linear(hidden, hidden)
+    return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Linear(hidden, outputs))
 
 
 class Actor(nn.Module):
@@ -119,25 +117,21 @@ class Actor(nn.Module):
         return raw.tanh(), (log_density - log_slope).sum(-1)
 
 
-class Critics(nn.Module):
-    """Two critics."""
-
-    def __init__(self, observation: int, action: int) -> None:
-        super().__init__()
-        self.pair = nn.ModuleList([mlp(observation + action, 1), mlp(observation + action, 1)])
+class Critics(nn.ModuleList):
+    """Some critics."""
 
     def forward(self, obs: Tensor, action: Tensor) -> Tensor:
-        """Returns both values of `B` observations with actions, `[B, 2]`."""
+        """Returns all values of `B` observations with actions, `[B, 2]`."""
         x = torch.cat([obs, action], dim=-1)
-        return torch.cat([critic(x) for critic in self.pair], dim=-1)
+        return torch.cat([critic(x) for critic in self], dim=-1)
 
 
 def explore(ctx: ExplorerContext, args: Args) -> None:
     """Plays until the learner has finished; runs in a process of its own."""
     env = gym.wrappers.RecordEpisodeStatistics(make_env(args.env))
-    env.action_space.seed(ctx.seed)
     torch.manual_seed(ctx.seed)
-    noise = torch.full(env.action_space.shape, args.noise if ctx.index % 2 else 0.0)
+    rng = np.random.default_rng(ctx.seed)
+    level, drift = args.noise * rng.random(), np.zeros(env.action_space.shape, np.float32)
     actor = Actor(*env.observation_space.shape, *env.action_space.shape).requires_grad_(False)
     ctx.pull_weights(actor)
     writer = ctx.writer()
@@ -145,15 +139,16 @@ def explore(ctx: ExplorerContext, args: Args) -> None:
     writer.reset(obs=obs)
     while not ctx.stopped:
         if ctx.buffer.stats().inserted < args.start_steps:
-            action = env.action_space.sample()
+            action = rng.uniform(-1, 1, drift.shape).astype(np.float32)
         else:
             ctx.pull_weights(actor)  # one atomic read when there is nothing newer
-            action = actor.sample(torch.from_numpy(obs))[0]
-            action = torch.normal(action, noise).clamp(-1, 1).numpy()
+            drift = 0.9 * drift + math.sqrt(1 - 0.9**2) * rng.standard_normal(drift.shape, np.float32)
+            action = (actor.sample(torch.from_numpy(obs))[0].numpy() + level * drift).clip(-1, 1)
         obs, reward, terminated, truncated, info = env.step(action)
         writer.step(obs=obs, action=action, reward=reward, terminated=terminated, truncated=truncated)
         if terminated or truncated:
             ctx.record(episode_return=info["episode"]["r"], episode_length=info["episode"]["l"])
+            level = args.noise * rng.random()
             obs, _ = env.reset()
             writer.reset(obs=obs)
 
@@ -163,12 +158,12 @@ class Learner:
 
     def __init__(self, observation: int, action: int, args: Args) -> None:
         self.args, self.entropy = args, -action
-        self.actor, self.critics = Actor(observation, action), Critics(observation, action)
+        self.actor, self.critics = Actor(observation, action), Critics(mlp(observation + action, 1) for _ in range(2))
         self.target = copy.deepcopy(self.critics).requires_grad_(False)
         self.log_alpha = torch.zeros((), requires_grad=True)
         adam = partial(torch.optim.Adam, lr=args.learning_rate, fused=True)
-        self.actor_optimizer, self.critic_optimizer = adam(self.actor.parameters()), adam(self.critics.parameters())
-        self.alpha_optimizer = adam([self.log_alpha])
+        self.actor_optimizer = adam([*self.actor.parameters(), self.log_alpha])
+        self.critic_optimizer = adam(self.critics.parameters())
 
     def step(self, batch: tr.ReplayBatch) -> None:
         """Learns from a batch."""
@@ -184,14 +179,10 @@ class Learner:
 
         action, log_density = self.actor.sample(obs)
         actor_loss = (alpha * log_density - self.critics(obs, action).amin(-1)).mean()
-        self.actor_optimizer.zero_grad()
-        actor_loss.backward(inputs=list(self.actor.parameters()))
-        self.actor_optimizer.step()
-
         alpha_loss = -self.log_alpha * (log_density.detach().mean() + self.entropy)
-        self.alpha_optimizer.zero_grad()
-        alpha_loss.backward()
-        self.alpha_optimizer.step()
+        self.actor_optimizer.zero_grad()
+        (actor_loss + alpha_loss).backward(inputs=[*self.actor.parameters(), self.log_alpha])
+        self.actor_optimizer.step()
 
         with torch.no_grad():
             torch._foreach_lerp_(list(self.target.parameters()), list(self.critics.parameters()), self.args.target_rate)
@@ -215,46 +206,44 @@ def main(args: Args) -> None:
     torch.manual_seed(args.seed)
     env = make_env(args.env)
     sizes = *env.observation_space.shape, *env.action_space.shape
-    threshold = env.spec.reward_threshold if args.solved_at is None else args.solved_at
+    solved_at = env.spec.reward_threshold if args.solved_at is None else args.solved_at
+    if solved_at is None:
+        raise ValueError(f"{args.env} has no reward threshold: say what counts as solved, --solved-at 100")
     learner = Learner(*sizes, args)
     weights = tr.SharedWeights(learner.actor)
     limiter = tr.SamplesPerInsert(args.batch_size / args.steps_per_update, args.start_steps)
-    view = tr.Transitions(gamma=args.gamma)
-    buffer = tr.ReplayBuffer(tr.spec_from_env(env), args.capacity, view=view, limiter=limiter, seed=args.seed)
-    pool = ExplorerPool(partial(explore, args=args), args.num_explorers, buffer, weights, seed=args.seed)
+    options = {"view": tr.Transitions(args.n_step, args.gamma), "limiter": limiter, "seed": args.seed}
+    buffer = tr.ReplayBuffer(tr.spec_from_env(env), args.capacity, **options)
+    common = {"backend": "process", "seed": args.seed}
+    pool = ExplorerPool(partial(explore, args=args), args.num_explorers, buffer, weights, **common)
     judge = partial(evaluate, env=args.env, episodes=args.eval_episodes)
-    every, directory = max(args.eval_every // args.publish_every, 1), args.directory or None
-    evaluator = Evaluator(judge, weights, partial(Actor, *sizes), every=every, seed=args.seed, directory=directory)
+    common |= {"every": max(args.eval_every // args.publish_every, 1), "directory": args.directory or None}
+    evaluator = Evaluator(judge, weights, partial(Actor, *sizes), **common)
     curves = SummaryWriter(f"runs/sac_continuous-seed{args.seed}", purge_step=0) if args.tensorboard else None
-    monitor, history, began = tr.Monitor(buffer, curves), ReplayHistory(buffer), time.monotonic()
+    monitor, began, returns = tr.Monitor(buffer, curves), time.monotonic(), []
 
-    def solved(now: int) -> bool:
-        """Tells what the evaluator has found since the last call; returns whether it was good enough."""
-        for evaluation in evaluator.evaluations[len(history.moments) :]:
-            step, mean_return = min(evaluation.version * args.publish_every, now), evaluation.mean_return
-            history.record(step, mean_return, [explorer.mean_return for explorer in pool.stats()])
+    def solved() -> bool:
+        """Tells what the evaluator has found since the last call; returns whether it is good enough."""
+        for evaluation in evaluator.evaluations[len(returns) :]:
+            step, mean_return = evaluation.version * args.publish_every, evaluation.mean_return
+            returns.append(mean_return)
             line = {"step": step, "mean_return": round(mean_return, 2), "rows": buffer.stats().inserted}
-            line |= {"seconds": round(time.monotonic() - began, 1)}
-            print(json.dumps(line | {"solved": threshold is not None and mean_return >= threshold}), flush=True)
+            line |= {"seconds": round(time.monotonic() - began, 1), "solved": mean_return >= solved_at}
+            print(json.dumps(line), flush=True)
             if curves:
                 curves.add_scalar("charts/mean_return", mean_return, step)
-        returns = [moment.mean_return for moment in history.moments]
-        return threshold is not None and max(returns, default=-math.inf) >= threshold
+        return max(returns, default=-math.inf) >= solved_at
 
     with pool, evaluator:
         for step, batch in enumerate(tr.ReplayDataset(buffer, args.batch_size, steps=args.total_steps), 1):
             learner.step(batch)
-            history.observe(batch)
             monitor.step(step)
-            if step % args.publish_every == 0 or step == args.total_steps:
+            if step % args.publish_every == 0:
                 weights.publish(learner.actor)
-                if solved(step):
-                    break
-        else:
-            evaluator.wait()
-            solved(step)
-    if args.plot:
-        replay_health(history, args.plot, f"Parallel SAC on {args.env}", threshold)
+                if solved():
+                    return
+        evaluator.wait()
+        solved()
 
 
 if __name__ == "__main__":
