@@ -147,7 +147,7 @@ def train(args: Args, path: Path, recorded: float | None) -> None:
             if step % args.eval_every == 0:
                 mean_return, seconds = evaluate(q, args), time.monotonic() - began
                 solved = mean_return >= args.solved_at
-                line = {"step": step, "mean_return": round(mean_return, 2), "recorded": recorded}
+                line = {"step": step, "mean_return": round(mean_return, 2), "recorded": recorded and round(recorded, 2)}
                 print(json.dumps(line | {"seconds": round(seconds, 2), "solved": solved}), flush=True)
                 if curves:
                     curves.add_scalar("charts/mean_return", mean_return, step)
