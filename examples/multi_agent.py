@@ -7,7 +7,7 @@ and publishes all weights. `AsyncReplay` keeps all this together. `--env` takes 
 whose actions are discrete. Where agents die at different times, the others play on.
 
     python examples/multi_agent.py --seed 1
-    python examples/multi_agent.py --env butterfly/knights_archers_zombies-v11 --solved-at 6
+    python examples/multi_agent.py --env butterfly/knights_archers_zombies-v11 --solved-at 0.7
     tensorboard --logdir runs
 """
 

@@ -130,9 +130,9 @@ def test_both_policies_learn_to_meet(backend, seed, tmp_path):
 @pytest.mark.timeout(1000)
 def test_four_agents_learn_to_defend_a_gate(example, tmp_path):
     pytest.importorskip("pygame", reason="the environment draws with it")
-    args = example.Args(env=ZOMBIES.split()[1], eval_episodes=20)
+    args = example.Args(env=ZOMBIES.split()[1], eval_episodes=20)  # who hits one zombie in an episode gets 1
     torch.manual_seed(0)
     untaught = example.evaluate(example.q_networks(example.make_env(args.env)), args)
-    flags = f"{ZOMBIES} --total-steps 4000 --eval-every 4000 --eval-episodes 20 --solved-at 1000 --no-tensorboard"
+    flags = f"{ZOMBIES} --total-steps 2000 --eval-every 2000 --eval-episodes 20 --solved-at 1000 --no-tensorboard"
     learned = evaluations(succeed(NAME, tmp_path, *flags.split(), timeout=900))[-1]["mean_return"]
-    assert learned >= 1.5 * max(untaught, 0.25)  # an agent that hits one zombie in an episode gets 1
+    assert learned >= max(2 * untaught, 0.25)

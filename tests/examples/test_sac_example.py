@@ -98,7 +98,7 @@ def test_the_critics_learn_the_reward_and_the_smaller_value_of_what_follows_if_a
         torch.nn.init.constant_(critic[-1].bias, constant)
     args.target_rate = 0.0
     learner.log_alpha.data.fill_(-math.inf)  # no bonus for entropy
-    for _ in range(600):
+    for _ in range(1500):
         learner.step(batch)
         learner.log_alpha.data.fill_(-math.inf)
     values = learner.critics(batch["obs"], batch["action"])
