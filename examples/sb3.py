@@ -59,6 +59,8 @@ class Args:
     """transitions that the buffer holds"""
     n_steps: int = 3
     """steps of the returns"""
+    gamma: float = 0.99
+    """discount of one step"""
     learning_starts: int = 500
     """steps of the model before it begins to learn"""
     min_items: int = 2_000
@@ -67,7 +69,7 @@ class Args:
     """steps of the model between two bouts of learning"""
     gradient_steps: int = 8
     """updates in a bout"""
-    batch_size: int = 64
+    batch_size: int = 256
     """transitions in a batch"""
     learning_rate: float = 1e-3
     """of Adam"""
@@ -92,6 +94,7 @@ def explore(index: int, buffer: tr.ReplayBuffer, weights: tr.SharedWeights, q_ne
             greedy = int(q_net(torch.from_numpy(obs)[None]).argmax())
             action = int(rng.integers(2)) if rng.random() < args.epsilon else greedy
             obs, reward, terminated, truncated, _ = env.step(action)
+            reward = (1 - args.gamma) * reward
             writer.step(obs=obs, action=action, reward=reward, terminated=terminated, truncated=truncated)
             if terminated or truncated:
                 obs, _ = env.reset()
@@ -140,12 +143,14 @@ class PublishAndEvaluate(BaseCallback):
 def main(args: Args) -> None:
     """Learns CartPole."""
     torch.set_num_threads(1)  # the network is small, and the explorers want the other cores
-    names = ("seed", "buffer_size", "n_steps", "learning_starts", "train_freq", "gradient_steps", "batch_size")
+    # Scaled by 1 - gamma, returns lie in [0, 1].
+    env = gym.wrappers.TransformReward(gym.make("CartPole-v1"), lambda reward: (1 - args.gamma) * reward)
+    names = ("seed", "buffer_size", "n_steps", "gamma", "learning_starts", "train_freq", "gradient_steps", "batch_size")
     model = PrioritizedDQN(
         "MlpPolicy",
-        "CartPole-v1",
+        env,
         learning_rate=args.learning_rate,
-        target_update_interval=200,
+        target_update_interval=100,
         exploration_fraction=0.1,
         policy_kwargs={"net_arch": [128, 128]},
         device="cpu",
