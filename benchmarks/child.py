@@ -23,7 +23,7 @@ def run_module(module: str, options: Mapping[str, object], limit: float, environ
 
     Args:
         module: Module to run.
-        options: Its options, by name.
+        options: Its options, by name. True is a flag alone, and False one that begins with `--no-`.
         limit: Seconds after which the child's process group is killed.
         environment: Variables added to this process's own.
 
@@ -32,7 +32,8 @@ def run_module(module: str, options: Mapping[str, object], limit: float, environ
     """
     command = [sys.executable, "-m", module]
     for name, value in options.items():
-        command += [f"--{name.replace('_', '-')}", str(value)]
+        flag = name.replace("_", "-")
+        command += [f"--{flag if value else f'no-{flag}'}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
     child = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

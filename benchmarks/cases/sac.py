@@ -12,7 +12,8 @@ STEPS = 100_000
 """Learner steps at most, of a run that never lands."""
 LIMIT = 1500.0
 """Seconds for one run."""
-EXAMPLE = Path("examples/sac_lunarlander.py")
+EXAMPLE = Path("examples/sac_continuous.py")
+ENVIRONMENT = "LunarLanderContinuous-v3"
 EXPLORERS = (1, 2, 4)
 SB3 = "stable_baselines3"
 QUANTITIES = {"seconds": ("until it lands", "s"), "rows": ("environment steps", ""), "step": ("learner steps", "")}
@@ -24,8 +25,9 @@ def measure_sac(plan: Plan) -> Iterator[Line]:
     runs: dict[str, dict[str, Any]] = {}
     for count in EXPLORERS:
         name = f"{count} explorer{'s' * (count > 1)}"
-        options = {"num_explorers": count, "plot": "", "seed": 0, "total_steps": STEPS}
-        runs[name] = run_module("sac_lunarlander", options, LIMIT, {"PYTHONPATH": str(ROOT / EXAMPLE.parent)})
+        options = {"env": ENVIRONMENT, "num_explorers": count, "seed": 0, "total_steps": STEPS, "eval_every": 2_000}
+        options |= {"solved_at": SOLVED, "tensorboard": False}
+        runs[name] = run_module(EXAMPLE.stem, options, LIMIT, {"PYTHONPATH": str(ROOT / EXAMPLE.parent)})
     runs[SB3] = run_module("benchmarks.sac", {"seed": 0, "total_steps": STEPS}, LIMIT)
     missed = [f"{name} got to {run['mean_return']:.0f}" for name, run in runs.items() if run["mean_return"] < SOLVED]
     for key, (name, unit) in QUANTITIES.items():

@@ -4,11 +4,14 @@ import json
 
 import pytest
 import torch
-from example_programs import evaluations, explanation, imported, succeed
+from example_programs import curve, evaluations, explanation, imported, succeed
 
 import torchreplay as tr
 
-NAME = "demonstrations_deepsea"
+NAME = "demonstrations"
+
+pytest.importorskip("tyro")
+pytest.importorskip("torch.utils.tensorboard")
 
 
 @pytest.fixture
@@ -17,7 +20,7 @@ def example(monkeypatch):
 
 
 def evaluations_of(cwd, *flags):
-    return evaluations(succeed(NAME, cwd, *flags, timeout=150))
+    return evaluations(succeed(NAME, cwd, *flags, "--no-tensorboard", timeout=150))
 
 
 @pytest.mark.slow
@@ -54,16 +57,26 @@ def test_it_explains_every_flag(monkeypatch, capsys):
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(5))
 def test_it_finds_the_treasure_with_every_seed(seed, tmp_path):
-    assert evaluations_of(tmp_path, "--seed", str(seed))[-1]["mean_return"] == pytest.approx(0.99)
+    last = evaluations_of(tmp_path, "--seed", str(seed))[-1]
+    assert last["solved"]
+    assert last["mean_return"] == pytest.approx(0.99)
 
 
 def test_two_runs_with_the_same_seed_learn_the_same_and_another_seed_learns_another(example, capsys):
     def learned(seed):
-        example.train(example.Args(seed=seed, total_steps=60, eval_every=10, size=8))
+        example.main(example.Args(seed=seed, total_steps=60, eval_every=10, size=8, tensorboard=False))
         return [(line["step"], line["mean_return"]) for line in map(json.loads, capsys.readouterr().out.splitlines())]
 
     assert learned(seed=3) == learned(seed=3)
     assert learned(seed=3) != learned(seed=4)
+
+
+def test_its_curve_can_be_read_in_tensorboard(example, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    example.main(example.Args(seed=3, total_steps=20, eval_every=10, size=8))
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    kept = curve(tmp_path / "runs" / "demonstrations-seed3")
+    assert kept == pytest.approx({line["step"]: line["mean_return"] for line in lines}, abs=1e-4)
 
 
 def test_a_diver_drifts_by_the_cells_he_is_in_and_pays_for_drifting_right(example):

@@ -7,10 +7,22 @@ import pytest
 import torch
 from example_programs import EXAMPLES, curve, evaluations, explanation, imported, parsed, refusal, succeed
 
-NAMES = ["apex", "apex_cartpole", "cluster", "ddp", "dqn", "dqn_atari", "r2d2"]
+NAMES = [
+    "apex",
+    "apex_cartpole",
+    "cluster",
+    "ddp",
+    "demonstrations",
+    "dqn",
+    "dqn_atari",
+    "her",
+    "multi_agent",
+    "offline",
+]
+NAMES += ["r2d2", "sac_continuous", "sb3"]
 CARTPOLE = ["apex", "apex_cartpole", "cluster", "ddp", "dqn"]
 NEEDS = {"apex_cartpole": ["ray", "pytorch_lightning"], "cluster": ["ray"], "ddp": ["pytorch_lightning"]}
-NEEDS["dqn_atari"] = ["ale_py"]
+NEEDS |= {"dqn_atari": ["ale_py"], "multi_agent": ["pettingzoo"], "offline": ["h5py"], "sb3": ["stable_baselines3"]}
 
 pytest.importorskip("gymnasium")
 pytest.importorskip("tyro")
@@ -34,7 +46,7 @@ def test_an_example_explains_every_flag(name, monkeypatch, capsys):
     for field, doc in fields:
         assert f"--{field.replace('_', '-')}" in words
         assert " ".join(doc.value.value.split()) in words, field
-    assert "learner steps between two evaluations (default: " in words
+    assert "between two evaluations (default: " in words
 
 
 @pytest.mark.parametrize("name", NAMES, indirect=True)

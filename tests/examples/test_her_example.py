@@ -1,16 +1,22 @@
 """The example of hindsight runs, says what it promises to say, and learns what its control cannot."""
 
+import json
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
-from example_programs import evaluations, explanation, imported, succeed
+from example_programs import curve, evaluations, explanation, imported, succeed
+from paths import ROOT
 
-NAME = "her_reaching"
+NAME = "her"
 QUICK = "--total-steps 20 --eval-every 10 --eval-episodes 2 --learning-starts 60 --num-envs 2 --solved-at 2"
 
 pytest.importorskip("mujoco")
+pytest.importorskip("tyro")
+pytest.importorskip("torch.utils.tensorboard")
 gym = pytest.importorskip("gymnasium")
 
 
@@ -20,7 +26,7 @@ def example(monkeypatch):
 
 
 def evaluations_of(cwd, *flags, timeout=150):
-    return evaluations(succeed(NAME, cwd, *flags, timeout=timeout))
+    return evaluations(succeed(NAME, cwd, *flags, "--no-tensorboard", timeout=timeout))
 
 
 @pytest.mark.slow
@@ -36,17 +42,21 @@ def test_it_prints_one_json_line_per_evaluation_with_and_without_hindsight(flags
 
 @pytest.mark.slow
 def test_a_picture_takes_runs_with_and_without_hindsight(tmp_path):
-    lines = evaluations_of(tmp_path, *QUICK.split(), "--plot", "new/picture.png", "--plot-seeds", "2", "--seed", "5")
-    runs = [(line["hindsight"], line["seed"], line["step"]) for line in lines]
-    assert runs == [(hindsight, seed, step) for hindsight in (True, False) for seed in (5, 6) for step in (10, 20)]
-    assert [path.name for path in tmp_path.glob("**/*.*")] == ["picture.png"]
+    pytest.importorskip("matplotlib")
+    line = {"seed": 5, "step": 10, "rows": 100, "success_rate": 0.5, "hindsight": True}
+    lines = [line | {"hindsight": hindsight, "rows": rows} for hindsight in (True, False) for rows in (100, 200)]
+    (tmp_path / "her.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    command = [sys.executable, ROOT / "docs" / "figures" / "hindsight_curves.py", "her.jsonl", "her.png"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=100)
+    assert (tmp_path / "her.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
-def test_without_an_evaluation_there_is_no_picture(tmp_path):
-    quick = ["--total-steps", "1", "--learning-starts", "50", "--num-envs", "1"]
-    assert evaluations_of(tmp_path, *quick, "--plot", "picture.png", "--plot-seeds", "1") == []
-    assert not list(tmp_path.iterdir())
+def test_its_curves_can_be_read_in_tensorboard(tmp_path):
+    lines = evaluations(succeed(NAME, tmp_path, *QUICK.split(), "--seed", "5", timeout=150))
+    for name in ("mean_return", "success_rate"):
+        kept = curve(tmp_path / "runs" / "her-seed5", f"charts/{name}")
+        assert kept == pytest.approx({line["step"]: line[name] for line in lines}, abs=1e-3)
 
 
 def test_it_explains_every_flag(monkeypatch, capsys):
@@ -57,9 +67,10 @@ def test_it_explains_every_flag(monkeypatch, capsys):
 
 @pytest.mark.soak
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(5))
 def test_it_is_solved_with_hindsight_and_not_without_in_as_many_steps(seed, tmp_path):
     solved = evaluations_of(tmp_path, "--seed", str(seed), timeout=450)
+    assert solved[-1]["solved"]
     assert solved[-1]["success_rate"] >= 0.95
     control = evaluations_of(tmp_path, "--seed", str(seed), "--no-hindsight", timeout=450)
     assert control[-1]["step"] == 15_000
@@ -72,7 +83,7 @@ def test_two_runs_with_the_same_seed_learn_the_same_and_another_seed_learns_anot
 
     def learned(seed):
         quick = {"total_steps": 10, "eval_every": 10, "eval_episodes": 1, "learning_starts": 60, "num_envs": 2}
-        return example.train(example.Args(seed=seed, **quick))[-1].mean_return
+        return example.train(example.Args(seed=seed, tensorboard=False, **quick))[-1]["mean_return"]
 
     monkeypatch.setattr(example, "evaluate", weights_instead_of_returns)
     assert learned(seed=3) == learned(seed=3)

@@ -1,10 +1,14 @@
 """The example with Stable-Baselines3 runs, and its explorers write into the model's buffer."""
 
 import pytest
-from example_programs import evaluations, explanation, succeed
+from example_programs import curve, evaluations, explanation, succeed
 
-NAME = "sb3_shared"
+NAME = "sb3"
 QUICK = "--total-steps 200 --eval-every 100 --eval-episodes 1 --learning-starts 20 --num-explorers 1 --min-items 2000"
+
+pytest.importorskip("stable_baselines3")
+pytest.importorskip("tyro")
+pytest.importorskip("torch.utils.tensorboard")
 
 
 @pytest.mark.slow
@@ -13,6 +17,8 @@ def test_explorers_write_into_the_buffer_of_the_model_that_learns(tmp_path):
     assert [line["step"] for line in lines] == [100, 200]
     assert all(8 <= line["mean_return"] <= 500 for line in lines)
     assert lines[-1]["rows"] > 2000
+    kept = curve(tmp_path / "runs" / "sb3-seed0")
+    assert kept == pytest.approx({line["step"]: line["mean_return"] for line in lines}, abs=1e-2)
 
 
 def test_it_explains_every_flag(monkeypatch, capsys):
@@ -23,5 +29,8 @@ def test_it_explains_every_flag(monkeypatch, capsys):
 
 @pytest.mark.soak
 @pytest.mark.timeout(400)
-def test_it_solves_cartpole(tmp_path):
-    assert evaluations(succeed(NAME, tmp_path, "--seed", "1", timeout=380))[-1]["mean_return"] >= 475
+@pytest.mark.parametrize("seed", range(5))
+def test_it_solves_cartpole_with_every_seed(seed, tmp_path):
+    last = evaluations(succeed(NAME, tmp_path, "--seed", str(seed), "--no-tensorboard", timeout=380))[-1]
+    assert last["solved"]
+    assert last["mean_return"] >= 475

@@ -149,6 +149,12 @@ def test_a_child_that_fails_hands_on_its_error():
         run_module("benchmarks.contest", {"peer": "nobody"}, limit=60.0)
 
 
+@pytest.mark.parametrize(("value", "flag"), [(True, "--much"), (False, "--no-much")])
+def test_a_child_gets_what_is_true_or_false_as_a_flag_alone(value, flag):
+    with pytest.raises(ChildError, match=f"unrecognized arguments: {flag}\n"):
+        run_module("json.tool", {"much": value}, limit=60.0)
+
+
 def test_a_learner_takes_as_many_steps_as_asked_for_and_feeds_back_each():
     peer = TorchreplayPeer(SMALL, 1024)
     peer.fill()

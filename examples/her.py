@@ -5,31 +5,27 @@ has still reached all the places it came through. The buffer keeps the steps as 
 Four in five drawn transitions get another goal: a place that the same episode reached later, with the reward for that
 goal. The learner is DDPG (Lillicrap et al. 2016, https://arxiv.org/abs/1509.02971), which knows nothing of all this.
 `--no-hindsight` draws the same transitions as they were lived: almost all of them say -1, and nothing is learned.
-`--plot` runs both over several seeds and draws their curves.
 
-    python examples/her_reaching.py --seed 1
-    python examples/her_reaching.py --seed 1 --no-hindsight
-    python examples/her_reaching.py --plot her_reaching.png
+    python examples/her.py --seed 1
+    python examples/her.py --seed 1 --no-hindsight
+    tensorboard --logdir runs
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import math
-import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Any
 
 import gymnasium as gym
 import torch
-from command_line import parse
+import tyro
 from torch import Tensor, nn
+from torch.utils.tensorboard import SummaryWriter
 
 import torchreplay as tr
-from torchreplay.plots import LIGHT, style
 
 
 @dataclass
@@ -48,10 +44,8 @@ class Args:
     """share of an evaluation's episodes that must end at the target to end the run"""
     hindsight: bool = True
     """most transitions are drawn with another goal; --no-hindsight: all as they were lived"""
-    plot: str = ""
-    """file for a picture of whole runs with and without hindsight; empty: one run and no picture"""
-    plot_seeds: int = 3
-    """seeds, from --seed on, of the runs in the picture"""
+    tensorboard: bool = True
+    """whether to write curves to runs/her-seed<seed>"""
 
     num_envs: int = 8
     """arms that explore side by side"""
@@ -76,6 +70,11 @@ class Args:
     """how much of the networks goes into the target networks with each learner step"""
     action_l2: float = 0.1
     """weight of the squared actions in the actor's loss"""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if type(value) is int and value < (least := 0 if name == "seed" else 1):
+                raise ValueError(f"{name}={value}: expected a whole number of at least {least}")
 
 
 # What a row of the buffer holds: an observation as goal environments give it, and the step that led to it.
@@ -187,22 +186,6 @@ class Learner:
                 slow.lerp_(fast, self.args.target_rate)
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """What greedy episodes were worth after `step` learner steps."""
-
-    hindsight: bool
-    seed: int
-    step: int
-    mean_return: float
-    """of an episode's rewards: minus the number of steps away from the target"""
-    success_rate: float
-    """share of the episodes that end at the target"""
-    rows: int
-    """observations written so far"""
-    seconds: float
-
-
 @torch.no_grad()
 def evaluate(agent: Agent, arms: gym.vector.VectorEnv, seed: int) -> tuple[float, float]:
     """Returns the mean return and the success rate of one greedy episode of each arm."""
@@ -215,8 +198,8 @@ def evaluate(agent: Agent, arms: gym.vector.VectorEnv, seed: int) -> tuple[float
     return rewards.sum(0).mean().item(), (rewards[-1] == 0).double().mean().item()
 
 
-def train(args: Args) -> list[Evaluation]:
-    """Learns to reach; returns and reports the evaluations."""
+def train(args: Args) -> list[dict[str, Any]]:
+    """Learns to reach; prints and returns the evaluations."""
     torch.manual_seed(args.seed)
     agent = Agent()
     learner = Learner(agent, args)
@@ -226,8 +209,9 @@ def train(args: Args) -> list[Evaluation]:
         view = tr.Transitions(gamma=args.gamma)
     buffer = tr.ReplayBuffer(SPEC, args.capacity, view=view, seed=args.seed)
     arms, judged = (gym.make_vec("Reacher-v5", num_envs=n) for n in (args.num_envs, args.eval_episodes))
-    evaluations: list[Evaluation] = []
-    began = time.monotonic()
+    curves = SummaryWriter(f"runs/her-seed{args.seed}", purge_step=0) if args.tensorboard else None
+    monitor, began = tr.Monitor(buffer, curves), time.monotonic()
+    lines: list[dict[str, Any]] = []
 
     obs = goal_observation(arms.reset(seed=args.seed)[0])
     with buffer.writer(num_envs=args.num_envs) as writer:
@@ -238,65 +222,25 @@ def train(args: Args) -> list[Evaluation]:
             obs = goal_observation(state)
             reward = compute_reward(obs["achieved_goal"], obs["desired_goal"])
             writer.step(obs=obs, action=action, reward=reward, terminated=terminated, truncated=truncated)
-            if step > 0:
-                learner.step(buffer.sample(args.batch_size))
-            if step > 0 and step % args.eval_every == 0:
-                figures = evaluate(agent, judged, seed=args.seed + step)
-                rows, seconds = buffer.stats().rows_written, time.monotonic() - began
-                evaluations.append(Evaluation(args.hindsight, args.seed, step, *figures, rows, seconds))
-                report(evaluations[-1])
-                if evaluations[-1].success_rate >= args.solved_at:
+            if step <= 0:
+                continue
+            learner.step(buffer.sample(args.batch_size))
+            monitor.step(step)
+            if step % args.eval_every == 0:
+                mean_return, success = evaluate(agent, judged, seed=args.seed + step)
+                line = {"hindsight": args.hindsight, "seed": args.seed, "step": step}
+                line |= {"mean_return": round(mean_return, 3), "success_rate": round(success, 3)}
+                line |= {"rows": buffer.stats().rows_written, "seconds": round(time.monotonic() - began, 1)}
+                lines.append(line | {"solved": success >= args.solved_at})
+                print(json.dumps(lines[-1]), flush=True)
+                if curves:
+                    curves.add_scalar("charts/mean_return", mean_return, step)
+                    curves.add_scalar("charts/success_rate", success, step)
+                if lines[-1]["solved"]:
                     break
-    return evaluations
-
-
-def report(evaluation: Evaluation) -> None:
-    """Prints an evaluation: for people on a terminal, as a line of JSON elsewhere."""
-    if sys.stdout.isatty():
-        name = "with hindsight" if evaluation.hindsight else "without hindsight"
-        figures = f"mean return {evaluation.mean_return:6.2f}   at the target {evaluation.success_rate:4.0%}"
-        print(f"{name}, seed {evaluation.seed}   step {evaluation.step:6,}   {figures}   {evaluation.seconds:4.0f} s")
-    else:
-        line = {
-            name: round(value, 3) if isinstance(value, float) else value for name, value in vars(evaluation).items()
-        }
-        print(json.dumps(line), flush=True)
-
-
-def draw(runs: Sequence[list[Evaluation]], path: str) -> None:
-    """Draws the success rates of runs into the file `path`."""
-    from matplotlib import pyplot as plt
-
-    with plt.rc_context(style(LIGHT)):
-        figure, axes = plt.subplots(figsize=(8, 4.5), dpi=130, layout="constrained")
-        axes.set(title="DDPG on Reacher-v5, told only whether it is at the target", xlabel="observations written")
-        axes.set(ylabel="greedy episodes that end at the target", ylim=(-0.02, 1.02))
-        for run in runs:
-            color, label = (LIGHT.main, "with hindsight") if run[0].hindsight else (LIGHT.other, "without")
-            label = label if run[0].seed == runs[0][0].seed else "_same again"
-            rows, rates = [one.rows for one in run], [one.success_rate for one in run]
-            axes.plot(rows, rates, color=color, linewidth=1.6, marker="o", markersize=3, label=label)
-        axes.yaxis.set_major_formatter("{x:.0%}")
-        axes.xaxis.set_major_formatter("{x:,.0f}")
-        axes.set_xlim(left=0)
-        axes.legend(loc="center right")
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
-
-
-def main(args: Args) -> None:
-    """Learns to reach, once or as often as a picture needs."""
-    torch.set_num_threads(1)  # the networks are small
-    if not args.plot:
-        train(args)
-        return
-    seeds = range(args.seed, args.seed + args.plot_seeds)
-    whole = replace(args, solved_at=math.inf)
-    runs = [replace(whole, seed=seed, hindsight=hindsight) for hindsight in (True, False) for seed in seeds]
-    evaluations = [train(run) for run in runs]
-    if any(evaluations):
-        draw(evaluations, args.plot)
+    return lines
 
 
 if __name__ == "__main__":
-    main(parse(Args))
+    torch.set_num_threads(1)  # the networks are small
+    train(tyro.cli(Args))

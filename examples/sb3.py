@@ -3,7 +3,7 @@
 The model plays and learns as it always does. Explorer processes write into the memory of its replay buffer meanwhile:
 `model.replay_buffer.shared` goes to them as an argument. They play with the model's newest weights.
 
-    python examples/sb3_shared.py --seed 1
+    python examples/sb3.py --seed 1
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ import json
 import multiprocessing
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import gymnasium as gym
 import numpy as np
 import torch
-from command_line import parse
+import tyro
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.evaluation import evaluate_policy
+from stable_baselines3.common.logger import configure
 from stable_baselines3.common.monitor import Monitor
 from torch import nn
 
@@ -43,6 +45,8 @@ class Args:
     """greedy episodes in an evaluation"""
     solved_at: float = 475.0
     """mean return of an evaluation that ends the run"""
+    tensorboard: bool = True
+    """whether to write curves to runs/sb3-seed<seed>"""
 
     num_explorers: int = 2
     """explorer processes"""
@@ -55,6 +59,8 @@ class Args:
     """transitions that the buffer holds"""
     n_steps: int = 3
     """steps of the returns"""
+    gamma: float = 0.99
+    """discount of one step"""
     learning_starts: int = 500
     """steps of the model before it begins to learn"""
     min_items: int = 2_000
@@ -63,10 +69,15 @@ class Args:
     """steps of the model between two bouts of learning"""
     gradient_steps: int = 8
     """updates in a bout"""
-    batch_size: int = 64
+    batch_size: int = 256
     """transitions in a batch"""
     learning_rate: float = 1e-3
     """of Adam"""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if type(value) is int and value < (least := 0 if name == "seed" else 1):
+                raise ValueError(f"{name}={value}: expected a whole number of at least {least}")
 
 
 def explore(index: int, buffer: tr.ReplayBuffer, weights: tr.SharedWeights, q_net: nn.Module, args: Args) -> None:
@@ -83,6 +94,7 @@ def explore(index: int, buffer: tr.ReplayBuffer, weights: tr.SharedWeights, q_ne
             greedy = int(q_net(torch.from_numpy(obs)[None]).argmax())
             action = int(rng.integers(2)) if rng.random() < args.epsilon else greedy
             obs, reward, terminated, truncated, _ = env.step(action)
+            reward = (1 - args.gamma) * reward
             writer.step(obs=obs, action=action, reward=reward, terminated=terminated, truncated=truncated)
             if terminated or truncated:
                 obs, _ = env.reset()
@@ -90,7 +102,7 @@ def explore(index: int, buffer: tr.ReplayBuffer, weights: tr.SharedWeights, q_ne
 
 
 class PublishAndEvaluate(BaseCallback):
-    """Publishes the model's weights, and prints what its greedy policy reaches."""
+    """Publishes the model's weights, logs how the buffer is doing, and prints what the greedy policy reaches."""
 
     def __init__(self, weights: tr.SharedWeights, args: Args) -> None:
         super().__init__()
@@ -99,38 +111,53 @@ class PublishAndEvaluate(BaseCallback):
         self._env.reset(seed=args.seed)
         self._start = time.perf_counter()
 
+    def _on_training_start(self) -> None:
+        self._monitor = tr.Monitor(self.model.replay_buffer.shared, self._log)
+
+    def _log(self, values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            self.logger.record(name, value)
+        self.logger.dump(step)
+
     def _on_step(self) -> bool:
         """Returns whether to go on."""
+        self._monitor.step(self.num_timesteps)
         if self.num_timesteps % self._args.publish_every == 0:
             self._weights.publish(self.model.q_net)
         return self.num_timesteps % self._args.eval_every != 0 or self._evaluate() < self._args.solved_at
 
     def _evaluate(self) -> float:
-        returns, _ = evaluate_policy(self.model, self._env, self._args.eval_episodes)
+        mean_return = float(evaluate_policy(self.model, self._env, self._args.eval_episodes)[0])
         line = {
             "step": self.num_timesteps,
-            "mean_return": round(float(np.mean(returns)), 2),
+            "mean_return": round(mean_return, 2),
             "rows": self.model.replay_buffer.shared.next_key,
             "seconds": round(time.perf_counter() - self._start, 1),
+            "solved": mean_return >= self._args.solved_at,
         }
         print(json.dumps(line), flush=True)
-        return float(np.mean(returns))
+        self._log({"charts/mean_return": mean_return}, self.num_timesteps)
+        return mean_return
 
 
 def main(args: Args) -> None:
     """Learns CartPole."""
     torch.set_num_threads(1)  # the network is small, and the explorers want the other cores
-    names = ("seed", "buffer_size", "n_steps", "learning_starts", "train_freq", "gradient_steps", "batch_size")
+    # Scaled by 1 - gamma, returns lie in [0, 1].
+    env = gym.wrappers.TransformReward(gym.make("CartPole-v1"), lambda reward: (1 - args.gamma) * reward)
+    names = ("seed", "buffer_size", "n_steps", "gamma", "learning_starts", "train_freq", "gradient_steps", "batch_size")
     model = PrioritizedDQN(
         "MlpPolicy",
-        "CartPole-v1",
+        env,
         learning_rate=args.learning_rate,
-        target_update_interval=200,
+        target_update_interval=100,
         exploration_fraction=0.1,
         policy_kwargs={"net_arch": [128, 128]},
         device="cpu",
         **{name: getattr(args, name) for name in names},
     )
+    if args.tensorboard:
+        model.set_logger(configure(f"runs/sb3-seed{args.seed}", ["tensorboard"]))
     buffer, weights = model.replay_buffer.shared, tr.SharedWeights(model.q_net)
     buffer.limiter = tr.MinSize(args.min_items)
     context = multiprocessing.get_context("spawn")
@@ -149,4 +176,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(parse(Args))
+    main(tyro.cli(Args))

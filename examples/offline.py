@@ -5,15 +5,14 @@ it out (HDF5). The file is then read into a buffer. Double DQN with the penalty 
 2020, https://arxiv.org/abs/2006.04779, equation 4) learns from it alone. The environment only shows how good the policy
 has become. `--data` takes a file of your own.
 
-    python examples/offline_cartpole.py --seed 1
-    python examples/offline_cartpole.py --data main_data.hdf5
+    python examples/offline.py --seed 1
+    python examples/offline.py --data main_data.hdf5
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -23,8 +22,9 @@ import gymnasium
 import numpy as np
 import torch
 import torch.nn.functional as F
-from command_line import parse
+import tyro
 from torch import Tensor, nn
+from torch.utils.tensorboard import SummaryWriter
 
 import torchreplay as tr
 from torchreplay.compat import minari
@@ -37,11 +37,16 @@ class Args:
     seed: int = 0
     """seed of the player, the draws and the network"""
     total_steps: int = 4_000
-    """learner steps"""
+    """learner steps at most; the run ends earlier once it is solved"""
     eval_every: int = 500
     """learner steps between two evaluations"""
+    solved_at: float = 475.0
+    """mean return of an evaluation that ends the run"""
     data: str = ""
     """HDF5 file with recorded episodes; made in a temporary directory if there is none"""
+    tensorboard: bool = True
+    """whether to write curves to runs/offline-seed<seed>"""
+
     episodes: int = 300
     """episodes to record"""
     noise: float = 0.5
@@ -61,6 +66,11 @@ class Args:
     """learner steps between two copies into the target network"""
     eval_episodes: int = 20
     """episodes of an evaluation, played side by side"""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if type(value) is int and value < (least := 0 if name == "seed" else 1):
+                raise ValueError(f"{name}={value}: expected a whole number of at least {least}")
 
 
 def record(path: Path, args: Args) -> float:
@@ -122,9 +132,10 @@ def train(args: Args, path: Path, recorded: float | None) -> None:
 
     steps = sum(len(episode["obs"]) for episode in minari.episodes(path))
     view = tr.Transitions(n_step=args.n_step, gamma=args.gamma)
-    began = time.monotonic()
+    curves = SummaryWriter(f"runs/offline-seed{args.seed}", purge_step=0) if args.tensorboard else None
     with tr.ReplayBuffer(minari.spec_of(path), steps, view=view, seed=args.seed) as buffer:
         minari.read(path, buffer)
+        monitor, began = tr.Monitor(buffer, curves), time.monotonic()
         for step, batch in enumerate(tr.ReplayDataset(buffer, args.batch_size, steps=args.total_steps), start=1):
             loss = losses(q, target, batch, args.penalty).mean()
             optimizer.zero_grad()
@@ -132,22 +143,20 @@ def train(args: Args, path: Path, recorded: float | None) -> None:
             optimizer.step()
             if step % args.target_every == 0:
                 target.load_state_dict(q.state_dict())
+            monitor.step(step)
             if step % args.eval_every == 0:
-                report(step, evaluate(q, args), recorded, time.monotonic() - began)
-
-
-def report(step: int, mean_return: float, recorded: float | None, seconds: float) -> None:
-    """Prints an evaluation: for people on a terminal, as a line of JSON elsewhere."""
-    if sys.stdout.isatty():
-        beside = "" if recorded is None else f"   (recorded: {recorded:.1f})"
-        print(f"step {step:6,}   return {mean_return:6.1f}{beside}   {seconds:4.0f} s")
-    else:
-        line = {"step": step, "mean_return": round(mean_return, 2), "recorded": recorded}
-        print(json.dumps(line | {"seconds": round(seconds, 2)}), flush=True)
+                mean_return, seconds = evaluate(q, args), time.monotonic() - began
+                solved = mean_return >= args.solved_at
+                line = {"step": step, "mean_return": round(mean_return, 2), "recorded": recorded and round(recorded, 2)}
+                print(json.dumps(line | {"seconds": round(seconds, 2), "solved": solved}), flush=True)
+                if curves:
+                    curves.add_scalar("charts/mean_return", mean_return, step)
+                if solved:
+                    break
 
 
 def main(args: Args) -> None:
-    """Runs the example."""
+    """Records episodes where none are given, and learns from them."""
     torch.set_num_threads(1)  # the network is small
     with tempfile.TemporaryDirectory() as directory:
         path = Path(args.data or Path(directory) / "episodes.hdf5")
@@ -155,4 +164,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(parse(Args))
+    main(tyro.cli(Args))

@@ -8,23 +8,23 @@ batch comes from there and the rest from the learner's own policy, each buffer b
 et al. 2019, https://arxiv.org/abs/1909.01387), and the TD errors of both go back by `dataset.update_priorities`.
 `--share 0` draws from experience alone.
 
-    python examples/demonstrations_deepsea.py --seed 1
-    python examples/demonstrations_deepsea.py --seed 1 --share 0
+    python examples/demonstrations.py --seed 1
+    python examples/demonstrations.py --seed 1 --share 0
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from command_line import parse
+import tyro
 from torch import Tensor, nn
+from torch.utils.tensorboard import SummaryWriter
 
 import torchreplay as tr
 
@@ -41,6 +41,8 @@ class Args:
     """learner steps between two evaluations"""
     size: int = 30
     """rows and columns of the sea, and steps of an episode"""
+    tensorboard: bool = True
+    """whether to write curves to runs/demonstrations-seed<seed>"""
     share: float = 0.25
     """share of each batch that is the demonstration; 0: none, 1: nothing else"""
 
@@ -66,6 +68,11 @@ class Args:
     """of Adam"""
     target_every: int = 20
     """learner steps between two copies into the target network"""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if type(value) is int and value < (least := 0 if name == "seed" else 1):
+                raise ValueError(f"{name}={value}: expected a whole number of at least {least}")
 
 
 # What a row of the buffers holds: the number of a cell, and the step that led there.
@@ -143,8 +150,9 @@ def td_errors(q: nn.Module, target: nn.Module, batch: tr.ReplayBatch) -> Tensor:
     return goal - q(batch["obs"]).gather(-1, batch["action"].unsqueeze(-1)).squeeze(-1)
 
 
-def train(args: Args) -> None:
+def main(args: Args) -> None:
     """Learns to find the treasure."""
+    torch.set_num_threads(1)  # the table is small
     torch.manual_seed(args.seed)
     sea = DeepSea(args.size, args.seed)
     q = QTable(sea.cells)
@@ -161,7 +169,8 @@ def train(args: Args) -> None:
     # Nothing is drawn ahead: with one process and one thread, runs with the same seed are the same.
     dataset = tr.MixedDataset(shares, args.batch_size, steps=args.total_steps, prefetch=0)
 
-    began = time.monotonic()
+    curves = SummaryWriter(f"runs/demonstrations-seed{args.seed}", purge_step=0) if args.tensorboard else None
+    monitor, began = tr.Monitor(online, curves), time.monotonic()
     for step, batch in enumerate(dataset, start=1):
         td_error = td_errors(q, target, batch)
         loss = (batch["weight"] * F.huber_loss(td_error, torch.zeros_like(td_error), reduction="none")).mean()
@@ -174,27 +183,17 @@ def train(args: Args) -> None:
             online.extend(**sea.dive(q.act, args.divers, args.epsilon))
         if step % args.target_every == 0:
             target.load_state_dict(q.state_dict())
+        monitor.step(step)
         if step % args.eval_every == 0:
             mean_return = sea.dive(q.act, divers=1)["reward"].sum().item()  # there is no chance in it
-            report(args, step, mean_return, time.monotonic() - began)
-            if mean_return > 0:
-                return
-
-
-def report(args: Args, step: int, mean_return: float, seconds: float) -> None:
-    """Prints an evaluation: for people on a terminal, as a line of JSON elsewhere."""
-    if sys.stdout.isatty():
-        print(f"{args.share:4.0%} demonstration   step {step:6,}   return {mean_return:6.3f}   {seconds:4.0f} s")
-    else:
-        line = {"share": args.share, "seed": args.seed, "step": step, "mean_return": round(mean_return, 4)}
-        print(json.dumps(line | {"seconds": round(seconds, 2)}), flush=True)
-
-
-def main(args: Args) -> None:
-    """Runs the example."""
-    torch.set_num_threads(1)  # the table is small
-    train(args)
+            solved, seconds = mean_return > 0, time.monotonic() - began
+            line = {"share": args.share, "seed": args.seed, "step": step, "mean_return": round(mean_return, 4)}
+            print(json.dumps(line | {"seconds": round(seconds, 2), "solved": solved}), flush=True)
+            if curves:
+                curves.add_scalar("charts/mean_return", mean_return, step)
+            if solved:
+                break
 
 
 if __name__ == "__main__":
-    main(parse(Args))
+    main(tyro.cli(Args))
