@@ -1,6 +1,7 @@
 """Forked processes for tests: cheap to start by the hundred, and never left behind."""
 
 import ctypes
+import faulthandler
 import mmap
 import os
 import signal
@@ -57,6 +58,7 @@ class Forked:
 
 
 def _run_and_exit(body, args):
+    faulthandler.enable(2)  # a crash says where it was
     status = 1
     try:
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
