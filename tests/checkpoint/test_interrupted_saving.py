@@ -18,8 +18,6 @@ TIMES = 300
 
 def in_a_process_of_its_own(body, *args):
     """Whose only thread is the one that gets the signals."""
-    # What earlier tests left as garbage ends here. In the child its end would wait for threads that only this process has.
-    gc.collect()
     with Forked(body, *args) as child:
         assert child.wait(300) == 0
 

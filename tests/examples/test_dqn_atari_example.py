@@ -1,5 +1,6 @@
 """The Atari example runs on real games, writes what was played, and says what a transition costs."""
 
+import gc
 from collections import Counter
 
 import numpy as np
@@ -17,6 +18,13 @@ TINY = "--channels 2 --batch-size 8 --no-tensorboard --plot new/run.png"
 pytest.importorskip("tyro")
 pytest.importorskip("torch.utils.tensorboard")
 pytest.importorskip("ale_py")
+
+
+@pytest.fixture(autouse=True)
+def games_end_with_their_test():
+    """Those that are garbage have threads. A child that a later test forks would wait for them, or crash."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture
