@@ -102,6 +102,13 @@ def told(directory: Path, what: str) -> dict[int, Any]:
     return {facts["step"]: facts[what] for facts in _whole(lines) if what in facts}
 
 
+def newest_step(directory: Path) -> int:
+    """Returns the last step that a run has told of; -1: none."""
+    path = directory / LOG
+    lines = path.read_bytes()[-1000:].decode().splitlines(keepends=True) if path.exists() else []
+    return max((facts["step"] for facts in _whole(lines)), default=-1)
+
+
 def _whole(lines: list[str]) -> Iterator[dict[str, Any]]:
     for line in lines:
         if line.startswith("{") and line.endswith("}\n"):  # a kill may cut the last one off

@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.learning.cell import Point, Question
 from benchmarks.learning.double_dqn import EPISODES
-from benchmarks.learning.resumable import STEPS, told
+from benchmarks.learning.resumable import STEPS, newest_step, told
 
 KILLS = 10
 
@@ -47,7 +47,7 @@ def _play_on(directory: Path, seed: int, kill_at: int | None = None) -> None:
     command = [sys.executable, "-m", "benchmarks.learning.resumable", str(directory), "--seed", str(seed)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
         while kill_at is not None and child.poll() is None:
-            if max(told(directory, "batch"), default=-1) >= kill_at:
+            if newest_step(directory) >= kill_at:
                 child.kill()
                 return
             time.sleep(0.05)

@@ -82,8 +82,8 @@ class Table:
     Attributes:
         places: The shards that can be called, by number.
         rule: The limiter, and from where it counts.
-        nodes: Those of the shards, also of those that are being made or will be tried again, in an order that stays.
-        lost: Those that are gone.
+        nodes: Where shards are, are being made, or will be tried again; always in the same order.
+        lost: Shards that are gone.
         lost_updates: TD errors dropped because their shard is gone.
         expected: Whether someone says that writers will come.
         stopped: Whether the buffer was stopped.
@@ -120,10 +120,10 @@ class _Slot:
     number: int = -1  # of the shard; -1: the next one that is made takes a new one
     limit: int | None = None  # items up to which it may admit its writers
     actor: Any = None
-    ready: Any = None  # of a shard that is being made: its first answer
-    handle: Any = None  # of one that is made
-    failures: int = 0  # to make it there, one after the other
-    again_at: float = 0.0  # when it is tried again, by the monotonic clock
+    ready: Any = None  # the first answer of a shard that is being made
+    handle: Any = None  # what attaches to the shard, once it is made
+    failures: int = 0  # of the last attempts to make it
+    again_at: float = 0.0  # monotonic time of the next attempt
 
     @property
     def filled(self) -> bool:
@@ -137,7 +137,7 @@ class Coordinator:
     Learners report to it beside their draws, and it sends each shard the number of items that it may admit.
 
     Args:
-        config: Of the union, but for the capacity.
+        config: Of the union; its capacity does not count.
         capacities: Rows of each shard.
         nodes: Ray's ids of the nodes, one for each shard.
         anywhere: Whether a node that comes later may take the place of one that is gone.

@@ -100,7 +100,7 @@ def found(nonce: int, config: Config, capacity: int, nodes: list[str], anywhere:
 
     Args:
         nonce: Names the union.
-        config: Its arguments, but for the capacity.
+        config: Its arguments; the capacity in it does not count.
         capacity: Rows in all.
         nodes: Ray's ids of the nodes, one for each shard.
         anywhere: Whether a node that comes later may take the place of one that is gone.

@@ -83,7 +83,7 @@ def summed(
 
     Args:
         figures: What each shard has said.
-        table: Where each is, and who is lost.
+        table: Where each shard is, and which are lost.
         capacity: Rows that all shards together hold.
         count: How many shards there ought to be.
         limiter: What was inserted and drawn.

@@ -47,8 +47,8 @@ class AsyncReplayStats:
         weight_syncs: How often an explorer's `ctx.pull_weights` gave it newer ones.
         dropped_updates: TD errors that came too late for their item (`stale_updates` and `unready_updates`), or whose
             shard was lost (`lost_updates`).
-        ready: Batches that were drawn when the learner asked for its next one, on average over the last 100 steps:
-            near 0 the learner waits for draws (or rows), near `prefetch` it does not.
+        ready: Batches that lay ready when the learner asked for one; mean of the last 100 steps. Near 0 the learner
+            waits for draws or rows. Near `prefetch` it does not wait.
         timings: Of the parts of a step: waiting for and drawing a batch, learning, feedback, publishing. Of a Trainer's
             steps what it does between two batches counts as drawing, and what it does with one as learning.
         buffers: Statistics of each buffer by name; a single one is named "buffer".
