@@ -1,6 +1,7 @@
 """Ape-X with the buffers of others: cpprb's in shared memory, and cpprb's in a Ray actor.
 
-Explorers build n-step transitions themselves. Nothing holds the ratio of draws to rows: the learner draws when it can.
+Explorers build n-step transitions themselves. These buffers do not hold the ratio of draws to rows, so the learner
+counts rows and waits.
 """
 
 import time
@@ -13,15 +14,25 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.learning.apex import BATCH_SIZE, CAPACITY, MIN_ROWS, N_STEP, Slow, epsilon_of, seconds_until_solved
-from benchmarks.learning.double_dqn import GAMMA, Learner, act, network
+from benchmarks.learning.apex import (
+    BATCH_SIZE,
+    CAPACITY,
+    MIN_ROWS,
+    N_STEP,
+    SAMPLES_PER_INSERT,
+    TASK,
+    Slow,
+    epsilon_of,
+    seconds_until_solved,
+)
+from benchmarks.learning.double_dqn import GAMMA, Learner, act
 
 Row = dict[str, Any]
 ENV = {
-    "obs": {"shape": 4},
+    "obs": {"shape": TASK.obs},
     "action": {"dtype": np.int64},
     "reward": {},
-    "next_obs": {"shape": 4},
+    "next_obs": {"shape": TASK.obs},
     "discount": {},
 }
 SEND = 50
@@ -65,14 +76,21 @@ def _as_tensors(sample: Row) -> Row:
     return batch | {"weight": torch.from_numpy(np.array(sample["weights"])).float(), "indexes": sample["indexes"]}
 
 
-def _solve(
-    learner: Learner, size: Callable[[], int], sample: Callable[[], Row], update: Any, publish: Any, seed: int
-) -> float:
+def _may_draw(drawn: int, written: int) -> bool:
+    """Returns whether the ratio of rows drawn to rows written allows another batch."""
+    return written >= MIN_ROWS and drawn <= (written - MIN_ROWS) * SAMPLES_PER_INSERT
+
+
+def _solve(learner: Learner, draw: Callable[[int], Row | None], update: Any, publish: Any, seed: int) -> float:
+    """Learns; `draw` takes the number of rows drawn so far and returns a batch, or None where it is too early."""
+
     def batches() -> Iterator[Row]:
-        while size() < MIN_ROWS:
-            time.sleep(0.01)
         while True:
-            yield _as_tensors(sample())
+            sample = draw(learner.steps * BATCH_SIZE)
+            if sample is None:
+                time.sleep(0.001)
+            else:
+                yield _as_tensors(sample)
 
     def feed_back(batch: Row, errors: Tensor) -> None:
         update(batch["indexes"], errors.abs().numpy())
@@ -80,11 +98,11 @@ def _solve(
     return seconds_until_solved(learner, batches(), feed_back, publish, seed)
 
 
-def _explore_into(buffer: Any, policy: nn.Module, started: Any, seed: int, index: int, explorers: int) -> None:
-    for number, row in enumerate(explore(policy, seed, index, explorers)):
+def _explore_into(buffer: Any, policy: nn.Module, written: Any, start: Any, seed: int, index: int) -> None:
+    start.wait()
+    for number, row in enumerate(explore(policy, seed, index, len(written)), 1):
         buffer.add(**row)
-        if number == 0:
-            started.release()
+        written[index] = number
 
 
 def with_cpprb(seed: int, explorers: int) -> float:
@@ -93,21 +111,20 @@ def with_cpprb(seed: int, explorers: int) -> float:
 
     fork = get_context("fork")
     buffer = cpprb.MPPrioritizedReplayBuffer(CAPACITY, ENV, alpha=0.6, ctx=fork)
-    learner, policy, started = Learner(seed), network().share_memory(), fork.Semaphore(0)
+    learner, policy = Learner(TASK, seed), TASK.network().share_memory()
+    written, start = fork.RawArray("q", explorers), fork.Barrier(explorers + 1)
     policy.load_state_dict(learner.q.state_dict())
     crew = [
-        fork.Process(target=_explore_into, args=(buffer, policy, started, seed, index, explorers), daemon=True)
+        fork.Process(target=_explore_into, args=(buffer, policy, written, start, seed, index), daemon=True)
         for index in range(explorers)
     ]
     for process in crew:
         process.start()
     try:
-        for _ in crew:
-            started.acquire()
+        start.wait()
         return _solve(
             learner,
-            buffer.get_stored_size,
-            lambda: buffer.sample(BATCH_SIZE, beta=0.4),
+            lambda drawn: buffer.sample(BATCH_SIZE, beta=0.4) if _may_draw(drawn, sum(written)) else None,
             buffer.update_priorities,
             lambda q: policy.load_state_dict(q.state_dict()),
             seed,
@@ -126,24 +143,26 @@ class ActorBuffer:
 
         self._buffer = cpprb.PrioritizedReplayBuffer(CAPACITY, ENV, alpha=0.6)
         self._weights: Any = None
-        self._writers: set[int] = set()
+        self._explorers = self._written = 0
 
-    def add(self, index: int, rows: Row) -> Any:
+    def join(self) -> None:
+        """Counts an explorer that is there."""
+        self._explorers += 1
+
+    def explorers(self) -> int:
+        """Returns how many are there."""
+        return self._explorers
+
+    def add(self, rows: Row) -> Any:
         """Writes an explorer's rows; returns the newest weights."""
         self._buffer.add(**rows)
-        self._writers.add(index)
+        self._written += len(rows["reward"])
         return self._weights
 
-    def writers(self) -> int:
-        """Returns how many explorers have written."""
-        return len(self._writers)
-
-    def size(self) -> int:
-        """Returns how many rows there are."""
-        return int(self._buffer.get_stored_size())
-
-    def sample(self) -> Row:
-        """Returns a batch."""
+    def sample(self, drawn: int) -> Row | None:
+        """Returns a batch, or None where it is too early."""
+        if not _may_draw(drawn, self._written):
+            return None
         return {name: np.array(values) for name, values in self._buffer.sample(BATCH_SIZE, beta=0.4).items()}
 
     def update(self, indexes: Any, errors: Any) -> None:
@@ -155,14 +174,23 @@ class ActorBuffer:
         self._weights = weights
 
 
+def _wait_for_all(buffer: Any, explorers: int) -> None:
+    import ray
+
+    while ray.get(buffer.explorers.remote()) < explorers:
+        time.sleep(0.01)
+
+
 def _send_to(buffer: Any, seed: int, index: int, explorers: int) -> None:
     import ray
 
-    policy, rows = network(), []
+    policy, rows = TASK.network(), []
+    ray.get(buffer.join.remote())
+    _wait_for_all(buffer, explorers)
     for row in explore(policy, seed, index, explorers):
         rows.append(row)
         if len(rows) == SEND:
-            weights = ray.get(buffer.add.remote(index, {name: np.array([row[name] for row in rows]) for name in ENV}))
+            weights = ray.get(buffer.add.remote({name: np.array([row[name] for row in rows]) for name in ENV}))
             rows.clear()
             if weights is not None:
                 policy.load_state_dict(weights)
@@ -174,17 +202,15 @@ def with_ray_actor(seed: int, explorers: int) -> float:
 
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
     try:
-        learner = Learner(seed)
+        learner = Learner(TASK, seed)
         buffer: Any = ray.remote(num_cpus=0)(ActorBuffer).remote()
         explorer: Any = ray.remote(num_cpus=0)(_send_to)
         for index in range(explorers):
             explorer.remote(buffer, seed, index, explorers)
-        while ray.get(buffer.writers.remote()) < explorers:
-            time.sleep(0.01)
+        _wait_for_all(buffer, explorers)
         return _solve(
             learner,
-            lambda: ray.get(buffer.size.remote()),
-            lambda: ray.get(buffer.sample.remote()),
+            lambda drawn: ray.get(buffer.sample.remote(drawn)),
             buffer.update.remote,
             lambda q: buffer.publish.remote(q.state_dict()),
             seed,

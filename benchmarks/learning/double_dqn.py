@@ -1,5 +1,6 @@
-"""Double DQN (van Hasselt et al. 2016, https://arxiv.org/abs/1509.06461) on CartPole-v1, for several questions."""
+"""Double DQN (van Hasselt et al. 2016, https://arxiv.org/abs/1509.06461) on small tasks, for several questions."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import gymnasium as gym
@@ -10,39 +11,62 @@ from torch import Tensor, nn
 
 import torchreplay as tr
 
-FIELDS = {
-    "obs": tr.Field((4,)),
-    "action": tr.Field((), torch.int64),
-    "reward": tr.Field(),
-    "terminated": tr.Field((), torch.bool),
-    "truncated": tr.Field((), torch.bool),
-}
 GAMMA = 0.99
-EPISODES = 20
-"""Greedy ones, in an evaluation."""
 TARGET_EVERY = 50
 EPSILON = 0.1
 
 
-def scaled(reward: float) -> float:
-    """Returns a reward so that returns are within [0, 1], where the Huber loss is quadratic."""
-    return (1 - GAMMA) * reward
+@dataclass(frozen=True)
+class Task:
+    """What is learned.
+
+    Attributes:
+        env: Its name at Gymnasium.
+        obs: Length of an observation.
+        actions: How many there are.
+        scale: Of rewards, so that returns are within [-1, 1], where the Huber loss is quadratic.
+        episodes: Greedy ones, in an evaluation.
+    """
+
+    env: str
+    obs: int
+    actions: int
+    scale: float
+    episodes: int
+
+    @property
+    def fields(self) -> dict[str, tr.Field]:
+        """What a buffer holds of it."""
+        return {
+            "obs": tr.Field((self.obs,)),
+            "action": tr.Field((), torch.int64),
+            "reward": tr.Field(),
+            "terminated": tr.Field((), torch.bool),
+            "truncated": tr.Field((), torch.bool),
+        }
+
+    def network(self) -> nn.Module:
+        """Returns a Q network, float32 `[..., obs]` to `[..., actions]`."""
+        return nn.Sequential(
+            nn.Linear(self.obs, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, self.actions)
+        )
 
 
-def network() -> nn.Module:
-    """Returns a Q network for CartPole's states, float32 `[..., 4]` to `[..., 2]`."""
-    return nn.Sequential(nn.Linear(4, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 2))
+CARTPOLE = Task("CartPole-v1", 4, 2, 1 - GAMMA, episodes=20)
+ACROBOT = Task("Acrobot-v1", 6, 3, 1 - GAMMA, episodes=5)
 
 
 def act(policy: nn.Module, obs: np.ndarray, epsilon: float, rng: np.random.Generator) -> int:
     """Returns the best action, or with probability `epsilon` a random one."""
-    return int(rng.integers(2)) if rng.random() < epsilon else int(policy(torch.from_numpy(obs)).argmax())
+    q = policy(torch.from_numpy(obs))
+    return int(rng.integers(q.shape[-1])) if rng.random() < epsilon else int(q.argmax())
 
 
 class Learner(nn.Module):
     """Double DQN.
 
     Args:
+        task: What it learns.
         seed: Of the network.
 
     Attributes:
@@ -50,10 +74,11 @@ class Learner(nn.Module):
         steps: Updates so far.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, task: Task, seed: int) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.q, self._target = network(), network()
+        self._task = task
+        self.q, self._target = task.network(), task.network()
         self._target.load_state_dict(self.q.state_dict())
         self.optimizer = torch.optim.Adam(self.q.parameters(), lr=1e-3)
         self.steps = 0
@@ -85,12 +110,12 @@ class Learner(nn.Module):
     @torch.no_grad()
     def evaluate(self, seed: int) -> float:
         """Returns the mean return of greedy episodes."""
-        envs = gym.make_vec("CartPole-v1", num_envs=EPISODES)
+        envs = gym.make_vec(self._task.env, num_envs=self._task.episodes)
         obs, _ = envs.reset(seed=seed)
-        returns, alive = np.zeros(EPISODES), np.ones(EPISODES, bool)
+        returns, alive = np.zeros(envs.num_envs), np.ones(envs.num_envs, bool)
         while alive.any():
-            obs, _, terminated, truncated, _ = envs.step(self.q(torch.from_numpy(obs)).argmax(-1).numpy())
-            returns += alive
+            obs, reward, terminated, truncated, _ = envs.step(self.q(torch.from_numpy(obs)).argmax(-1).numpy())
+            returns += alive * reward
             alive &= ~(terminated | truncated)
         return float(returns.mean())
 
@@ -108,9 +133,9 @@ class Explorer:
     """
 
     def __init__(self, buffer: tr.ReplayBuffer, seed: int) -> None:
-        self.policy = network()
+        self.policy = CARTPOLE.network()
         self.plays = False
-        self._env, self._rng = gym.make("CartPole-v1"), np.random.default_rng(seed)
+        self._env, self._rng = gym.make(CARTPOLE.env), np.random.default_rng(seed)
         self._env.reset(seed=seed)
         self._writer = buffer.writer()
         self._obs: np.ndarray
@@ -124,7 +149,7 @@ class Explorer:
         action = act(self.policy, self._obs, EPSILON, self._rng)
         self._obs, reward, terminated, truncated, _ = self._env.step(action)
         ends = {"terminated": terminated, "truncated": truncated}
-        self._writer.step(obs=self._obs, action=action, reward=scaled(float(reward)), **ends)
+        self._writer.step(obs=self._obs, action=action, reward=CARTPOLE.scale * float(reward), **ends)
         self.plays = not (terminated or truncated)
 
     def state_dict(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from pytorch_lightning import LightningModule, Trainer
 from torch import Tensor
 
 import torchreplay as tr
-from benchmarks.learning.double_dqn import FIELDS, GAMMA, Explorer, Learner
+from benchmarks.learning.double_dqn import CARTPOLE, GAMMA, Explorer, Learner
 from torchreplay.lightning import PriorityFeedback, ReplayCheckpoint, ReplayDataModule
 
 STEPS = 10_000
@@ -41,7 +41,7 @@ class Agent(LightningModule):
     def __init__(self, directory: Path, buffer: tr.ReplayBuffer, seed: int) -> None:
         super().__init__()
         self._directory, self._seed = directory, seed
-        self.learner, self.explorer = Learner(seed), Explorer(buffer, seed)
+        self.learner, self.explorer = Learner(CARTPOLE, seed), Explorer(buffer, seed)
         self._saved_at = 0
         self._log = (directory / LOG).open("a")
 
@@ -123,7 +123,7 @@ def run(directory: Path, seed: int) -> None:
     """Learns to the end, from where an earlier run was killed."""
     torch.set_num_threads(1)
     with tr.ReplayBuffer(
-        FIELDS, STEPS, sampler=tr.Prioritized(), view=tr.Transitions(n_step=3, gamma=GAMMA), seed=seed
+        CARTPOLE.fields, STEPS, sampler=tr.Prioritized(), view=tr.Transitions(n_step=3, gamma=GAMMA), seed=seed
     ) as buffer:
         agent, checkpoint = Agent(directory, buffer, seed), newest(directory)
         if checkpoint is None:

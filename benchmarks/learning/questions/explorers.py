@@ -1,7 +1,7 @@
 """Ape-X (Horgan et al. 2018, https://arxiv.org/abs/1803.00933): seconds to a solution against explorers.
 
-A step of CartPole-v1 takes 4 ms here. torchreplay's buffer stands beside cpprb's in shared memory and beside a plain
-buffer in a Ray actor, with the same network, batches and explorers.
+A step of Acrobot-v1 takes 4 ms here. torchreplay's buffer stands beside cpprb's in shared memory and beside a plain
+buffer in a Ray actor, with the same network, batches, explorers and ratio of draws to rows.
 """
 
 import time
@@ -12,10 +12,21 @@ import numpy as np
 import torch
 
 import torchreplay as tr
-from benchmarks.learning.apex import BATCH_SIZE, CAPACITY, MIN_ROWS, N_STEP, Slow, epsilon_of, seconds_until_solved
+from benchmarks.learning.apex import (
+    BATCH_SIZE,
+    CAPACITY,
+    MIN_ROWS,
+    N_STEP,
+    SAMPLES_PER_INSERT,
+    STEP_SECONDS,
+    TASK,
+    Slow,
+    epsilon_of,
+    seconds_until_solved,
+)
 from benchmarks.learning.apex_peers import with_cpprb, with_ray_actor
 from benchmarks.learning.cell import Point, Question
-from benchmarks.learning.double_dqn import FIELDS, GAMMA, Learner, act, network
+from benchmarks.learning.double_dqn import GAMMA, Learner, act
 from torchreplay.ray import ExplorerContext, ExplorerPool
 
 EXPLORERS_TRIED = (1, 2, 4, 8, 16)
@@ -25,7 +36,7 @@ EXPLORERS_TRIED = (1, 2, 4, 8, 16)
 def explore(ctx: ExplorerContext) -> None:
     """Plays with an epsilon of its own until the learner has finished."""
     torch.set_num_threads(1)
-    env, policy = Slow(), network()
+    env, policy = Slow(), TASK.network()
     rng, writer = np.random.default_rng(ctx.seed), ctx.writer()
     epsilon = epsilon_of(ctx.index, ctx.num_explorers)
     obs, _ = env.reset(seed=ctx.seed)
@@ -42,15 +53,15 @@ def explore(ctx: ExplorerContext) -> None:
 
 def with_torchreplay(seed: int, explorers: int) -> float:
     """Returns seconds until it is solved, with explorers that are processes."""
-    learner = Learner(seed)
+    learner = Learner(TASK, seed)
     weights = tr.SharedWeights(learner.q)
     with (
         tr.ReplayBuffer(
-            FIELDS,
+            TASK.fields,
             CAPACITY,
             sampler=tr.Prioritized(alpha=0.6, beta=0.4),
             view=tr.Transitions(n_step=N_STEP, gamma=GAMMA),
-            limiter=tr.SamplesPerInsert(32.0, min_size=MIN_ROWS, tolerance=0.5),
+            limiter=tr.SamplesPerInsert(SAMPLES_PER_INSERT, min_size=MIN_ROWS, tolerance=0.5),
             seed=seed,
         ) as buffer,
         ExplorerPool(explore, explorers, buffer, weights=weights, seed=seed, backend="process") as pool,
@@ -74,11 +85,11 @@ def play(seed: int, solve: Callable[[int, int], float]) -> Iterable[Point]:
 
 EXPLORERS = Question(
     "explorers",
-    "Ape-X: time to solve CartPole-v1, environment steps of 4 ms",
+    f"Ape-X: time to solve {TASK.env}, environment steps of {1e3 * STEP_SECONDS:.0f} ms",
     "explorers",
     "seconds until solved",
     {
-        "CartPole-v1": {
+        TASK.env: {
             "torchreplay": partial(play, solve=with_torchreplay),
             "cpprb, shared memory": partial(play, solve=with_cpprb),
             "a buffer in a Ray actor": partial(play, solve=with_ray_actor),

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from benchmarks.learning.cell import Point, Question
-from benchmarks.learning.double_dqn import EPISODES
+from benchmarks.learning.double_dqn import CARTPOLE
 from benchmarks.learning.resumable import STEPS, newest_step, told
 
 KILLS = 10
@@ -65,6 +65,6 @@ RESUME = Question(
     "resume",
     f"A run that is killed {KILLS} times and resumed from ReplayCheckpoint",
     "learner steps",
-    f"mean return of {EPISODES} greedy episodes",
+    f"mean return of {CARTPOLE.episodes} greedy episodes",
     {"double DQN CartPole-v1": {"undisturbed": undisturbed, f"killed {KILLS} times": killed}},
 )

@@ -9,7 +9,7 @@ from functools import partial
 
 import torchreplay as tr
 from benchmarks.learning.cell import Point, Question
-from benchmarks.learning.double_dqn import EPISODES, FIELDS, GAMMA, Explorer, Learner
+from benchmarks.learning.double_dqn import CARTPOLE, GAMMA, Explorer, Learner
 
 STEPS = 20_000
 LEARN_FROM = 1_000
@@ -21,9 +21,9 @@ PUBLISHED_EVERY = (1, 10, 100, 1_000)
 
 def play(seed: int, prefetch: int = 0, publish_every: int = 1) -> Iterable[Point]:
     """Yields (environment steps, mean return of greedy episodes); the learner does one update a step."""
-    learner, seconds = Learner(seed), 0.0
+    learner, seconds = Learner(CARTPOLE, seed), 0.0
     with tr.ReplayBuffer(
-        FIELDS, STEPS, sampler=tr.Prioritized(), view=tr.Transitions(n_step=3, gamma=GAMMA), seed=seed
+        CARTPOLE.fields, STEPS, sampler=tr.Prioritized(), view=tr.Transitions(n_step=3, gamma=GAMMA), seed=seed
     ) as buffer:
         explorer, since = Explorer(buffer, seed), time.perf_counter()
         for _ in range(LEARN_FROM):
@@ -45,7 +45,7 @@ STALENESS = Question(
     "staleness",
     "What stale draws and stale policies cost: double DQN on CartPole-v1",
     "environment steps",
-    f"mean return of {EPISODES} greedy episodes",
+    f"mean return of {CARTPOLE.episodes} greedy episodes",
     {
         "batches drawn ahead": {f"prefetch {n}": partial(play, prefetch=n) for n in PREFETCHES},
         "weights published late": {
