@@ -147,18 +147,23 @@ def test_one_worker_of_whose_end_nothing_can_be_learnt_is_restarted_while_the_ot
     assert supervisor.stats()[1].state == "stopped"
 
 
-def test_a_worker_that_does_not_begin_is_mentioned_until_it_does(caplog, monkeypatch):
+def test_workers_that_do_not_begin_are_mentioned_in_one_line_until_they_do(caplog, monkeypatch):
     actors = ScriptedActors(lambda launch: None)
-    supervisor = supervise(actors, num_explorers=2)
-    eventually(lambda: len(actors.runs) == 2)
+    supervisor = supervise(actors, num_explorers=5)
+    eventually(lambda: len(actors.runs) == 5)
     supervisor.board.begin(0)
     monkeypatch.setattr("torchreplay.ray.workers.supervisor.SLOW_START", 0.2)
 
-    def told(index):
-        return sum(f"explorer {index} has not begun" in record.getMessage() for record in caplog.records)
+    def lines():
+        return [record.getMessage() for record in caplog.records if "not begun" in record.getMessage()]
 
-    eventually(lambda: told(1) >= 3)
-    assert told(0) == 0
+    eventually(lambda: len(lines()) >= 3)
+    assert all(line.startswith("explorer 1, explorer 2 and 2 others: not begun ") for line in lines())
+    for index in (2, 3, 4):
+        supervisor.board.begin(index)
+    caplog.clear()
+    eventually(lambda: len(lines()) >= 2)
+    assert lines()[-1].startswith("explorer 1: not begun ")
     supervisor.stop(0, 0)
 
 

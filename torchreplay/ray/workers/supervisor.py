@@ -210,11 +210,16 @@ class Supervisor:
 
     def _mention_slow_starts(self) -> None:
         now = time.monotonic()
-        for w in self._running():
-            if now - w.mentioned >= SLOW_START and not self.board.entries[w.index]["pid"]:
+        slow = [
+            w for w in self._running() if now - w.mentioned >= SLOW_START and not self.board.entries[w.index]["pid"]
+        ]
+        if slow:
+            for w in slow:
                 w.mentioned = now
-                text = "%s has not begun %.0f s after its start (under Ray: is there room for what it reserves?)"
-                logger.warning(text, self.names[w.index], now - w.launched)
+            who = ", ".join(self.names[w.index] for w in slow[:2])
+            others = f" and {len(slow) - 2} others" if len(slow) > 2 else ""
+            text = "%s%s: not begun %.0f s after the start (under Ray: is there room for what they reserve?)"
+            logger.warning(text, who, others, now - slow[0].launched)
 
     def _await_some(self) -> None:
         running = self._running()
