@@ -4,10 +4,10 @@ Hindsight Experience Replay (Andrychowicz et al. 2017, https://arxiv.org/abs/170
 has still reached all the places it came through. The buffer keeps the steps as they happened, each observation once.
 Four in five drawn transitions get another goal: a place that the same episode reached later, with the reward for that
 goal. The learner is DDPG (Lillicrap et al. 2016, https://arxiv.org/abs/1509.02971), which knows nothing of all this.
-`--no-hindsight` draws the same transitions as they were lived: almost all of them say -1, and nothing is learned.
+`--strategy none` draws the same transitions as they were lived: almost all of them say -1, and nothing is learned.
 
     python examples/her.py --seed 1
-    python examples/her.py --seed 1 --no-hindsight
+    python examples/her.py --seed 1 --strategy none
     tensorboard --logdir runs
 """
 
@@ -17,7 +17,7 @@ import copy
 import json
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import gymnasium as gym
 import torch
@@ -42,8 +42,8 @@ class Args:
     """greedy episodes in an evaluation"""
     solved_at: float = 0.95
     """share of an evaluation's episodes that must end at the target to end the run"""
-    hindsight: bool = True
-    """most transitions are drawn with another goal; --no-hindsight: all as they were lived"""
+    strategy: Literal["future", "final", "episode", "none"] = "future"
+    """which reached place becomes a goal: a later one, the last, any of the episode; none: all as they were lived"""
     tensorboard: bool = True
     """whether to write curves to runs/her-seed<seed>"""
 
@@ -203,10 +203,10 @@ def train(args: Args) -> list[dict[str, Any]]:
     torch.manual_seed(args.seed)
     agent = Agent()
     learner = Learner(agent, args)
-    if args.hindsight:
-        view = tr.Hindsight(compute_reward, strategy="future", share=args.share, gamma=args.gamma)
-    else:
+    if args.strategy == "none":
         view = tr.Transitions(gamma=args.gamma)
+    else:
+        view = tr.Hindsight(compute_reward, strategy=args.strategy, share=args.share, gamma=args.gamma)
     buffer = tr.ReplayBuffer(SPEC, args.capacity, view=view, seed=args.seed)
     arms, judged = (gym.make_vec("Reacher-v5", num_envs=n) for n in (args.num_envs, args.eval_episodes))
     curves = SummaryWriter(f"runs/her-seed{args.seed}", purge_step=0) if args.tensorboard else None
@@ -228,7 +228,7 @@ def train(args: Args) -> list[dict[str, Any]]:
             monitor.step(step)
             if step % args.eval_every == 0:
                 mean_return, success = evaluate(agent, judged, seed=args.seed + step)
-                line = {"hindsight": args.hindsight, "seed": args.seed, "step": step}
+                line = {"strategy": args.strategy, "seed": args.seed, "step": step}
                 line |= {"mean_return": round(mean_return, 3), "success_rate": round(success, 3)}
                 line |= {"rows": buffer.stats().rows_written, "seconds": round(time.monotonic() - began, 1)}
                 lines.append(line | {"solved": success >= args.solved_at})

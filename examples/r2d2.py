@@ -1,14 +1,11 @@
 """R2D2 on a T-maze: recurrent Q-learning with stored state and burn-in, beside a network that cannot remember.
 
-After Kapturowski et al. (2019, https://openreview.net/forum?id=r1lyTjAqYX), without n-step returns and rescaled values.
-Explorers write each observation once, and with each step the state of the LSTM that chose its action. The learner draws
-overlapping sequences by priority, starts its LSTM from the stored state and brings that up to date by `burn_in` steps.
+After Kapturowski et al. (2019, https://openreview.net/forum?id=r1lyTjAqYX). Explorers write with each step the state of
+their LSTM. The learner draws sequences by priority, and brings the stored state up to date by `burn_in` steps.
 
     python examples/r2d2.py --seed 1
     python examples/r2d2.py --network feedforward
 """
-
-from __future__ import annotations
 
 import copy
 import json
@@ -55,6 +52,10 @@ class Args:
     """steps of a sequence that are learned from"""
     burn_in: int = 5
     """steps before those, which only bring the stored state up to date"""
+    stored_state: bool = True
+    """--no-stored-state: each sequence starts from the state of an episode's start"""
+    eta: float = 0.9
+    """share of the largest error in a sequence's priority; the rest is the mean"""
     learning_starts: int = 500
     """sequences to wait for before the first learner step"""
     samples_per_insert: float = 8.0
@@ -154,17 +155,17 @@ def explore(ctx: ExplorerContext, args: Args) -> None:
         action, next_state = policy.act(obs, state)
         action = int(rng.integers(3)) if rng.random() < epsilon else action
         obs, reward, terminated, truncated, _ = env.step(action)
-        flags = {"terminated": terminated, "truncated": truncated}
-        writer.step(obs=obs, action=action, reward=reward, state=state[0], **flags)
+        writer.step(obs=obs, action=action, reward=reward, state=state[0], terminated=terminated, truncated=truncated)
         state = next_state
         if terminated or truncated:
             obs, state = env.reset()[0], START
             writer.reset(obs=obs)
 
 
-def unroll(q: QNetwork, batch: tr.ReplayBatch, burn_in: int) -> Tensor:
+def unroll(q: QNetwork, batch: tr.ReplayBatch, args: Args) -> Tensor:
     """Returns the action values of all observations, `[B, T + 1, 3]`; no gradient passes through a burn-in."""
-    first_values, state = q(batch["obs"][:, :burn_in], batch["state"])
+    start, burn_in = batch["state"] if args.stored_state else torch.zeros_like(batch["state"]), args.burn_in
+    first_values, state = q(batch["obs"][:, :burn_in], start)
     # A sequence that begins with its episode has the right state already: its first steps are learned from as well.
     state = torch.where(batch["is_first"][:, 0, None, None], state, state.detach())
     last_values, _ = q(batch["obs"][:, burn_in:], state)
@@ -173,10 +174,10 @@ def unroll(q: QNetwork, batch: tr.ReplayBatch, burn_in: int) -> Tensor:
 
 def td_errors(q: QNetwork, target: QNetwork, batch: tr.ReplayBatch, args: Args) -> tuple[Tensor, Tensor]:
     """Returns double DQN's errors and the steps they are of, `[B, T]`; 0 beyond an episode's end and in a burn-in."""
-    values = unroll(q, batch, args.burn_in)
+    values = unroll(q, batch, args)
     with torch.no_grad():
         best = values[:, 1:].argmax(-1, keepdim=True)
-        value = unroll(target, batch, args.burn_in)[:, 1:].gather(-1, best)
+        value = unroll(target, batch, args)[:, 1:].gather(-1, best)
         goal = batch["reward"] + args.gamma * ~batch["terminated"] * value.squeeze(-1)
     error = goal - values[:, :-1].gather(-1, batch["action"].unsqueeze(-1)).squeeze(-1)
     learned = batch["mask"] & ((torch.arange(error.shape[1]) >= args.burn_in) | batch["is_first"][:, :1])
@@ -209,17 +210,16 @@ def learn(q: QNetwork, buffer: tr.ReplayBuffer, weights: tr.SharedWeights, args:
         (loss / learned.sum()).backward()
         nn.utils.clip_grad_norm_(q.parameters(), 10.0)
         optimizer.step()
-        buffer.update_priorities(batch, tr.sequence_priority(error.detach(), learned))
+        buffer.update_priorities(batch, tr.sequence_priority(error.detach(), learned, args.eta))
         if step % 50 == 0:
             target.load_state_dict(q.state_dict())
         weights.publish(q)
         monitor.step(step)
         if step % args.eval_every == 0:
             mean_return = evaluate(q, args.corridor, seed=args.seed + 1_000 * step).mean()
-            stats, seconds, solved = buffer.stats(), time.monotonic() - began, bool(mean_return >= args.solved_at)
-            line = {"step": step, "mean_return": mean_return, "rows": stats.inserted, "solved": solved}
-            line |= {"samples_per_insert": round(stats.samples_per_insert, 2), "seconds": round(seconds, 1)}
-            print(json.dumps(line), flush=True)
+            solved = bool(mean_return >= args.solved_at)
+            line = {"step": step, "mean_return": mean_return, "rows": buffer.stats().inserted, "solved": solved}
+            print(json.dumps(line | {"seconds": round(time.monotonic() - began, 1)}), flush=True)
             if curves:
                 curves.add_scalar("charts/mean_return", mean_return, step)
                 curves.flush()

@@ -1,5 +1,6 @@
 """One picture a question: a panel for each task, a line for each variant."""
 
+import math
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
@@ -21,10 +22,14 @@ def draw(question: Question, results: Sequence[Result], path: Path) -> None:
     from matplotlib import pyplot
 
     tasks = [task for task in question.tasks if any(result.task == task for result in results)]
-    figure, axes = pyplot.subplots(1, len(tasks), figsize=(4.6 * len(tasks) + 0.4, 4.3), squeeze=False)
-    for axis, task in zip(axes[0], tasks, strict=True):
+    across, down = min(len(tasks), 2), math.ceil(len(tasks) / 2)
+    figure, axes = pyplot.subplots(down, across, figsize=(4.6 * across + 0.4, 4.3 * down), squeeze=False)
+    for axis, task in zip(axes.flat, tasks, strict=False):
         _draw_task(axis, question, task, [result for result in results if result.task == task])
-    axes[0][0].set_ylabel(question.y)
+    for axis in axes.flat[len(tasks) :]:
+        axis.remove()
+    for row in axes:
+        row[0].set_ylabel(question.y)
     figure.suptitle(question.title, fontsize=11, wrap=True)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)

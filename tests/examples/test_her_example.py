@@ -1,15 +1,11 @@
 """The example of hindsight runs, says what it promises to say, and learns what its control cannot."""
 
-import json
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 from example_programs import curve, evaluations, explanation, imported, succeed
-from paths import ROOT
 
 NAME = "her"
 QUICK = "--total-steps 20 --eval-every 10 --eval-episodes 2 --learning-starts 60 --num-envs 2 --solved-at 2"
@@ -30,25 +26,14 @@ def evaluations_of(cwd, *flags, timeout=150):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [[], ["--no-hindsight"]])
-def test_it_prints_one_json_line_per_evaluation_with_and_without_hindsight(flags, tmp_path):
-    lines = evaluations_of(tmp_path, *QUICK.split(), *flags)
+@pytest.mark.parametrize("strategy", ["future", "final", "episode", "none"])
+def test_it_prints_one_json_line_per_evaluation_with_each_strategy(strategy, tmp_path):
+    lines = evaluations_of(tmp_path, *QUICK.split(), "--strategy", strategy)
     assert [line["step"] for line in lines] == [10, 20]
     assert [line["rows"] for line in lines] == [2 * (1 + 60 + 10), 2 * (1 + 60 + 20)]
-    assert all(line["hindsight"] == (not flags) for line in lines)
+    assert all(line["strategy"] == strategy for line in lines)
     assert all(-50 <= line["mean_return"] <= 0 and 0 <= line["success_rate"] <= 1 for line in lines)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-def test_a_picture_takes_runs_with_and_without_hindsight(tmp_path):
-    pytest.importorskip("matplotlib")
-    line = {"seed": 5, "step": 10, "rows": 100, "success_rate": 0.5, "hindsight": True}
-    lines = [line | {"hindsight": hindsight, "rows": rows} for hindsight in (True, False) for rows in (100, 200)]
-    (tmp_path / "her.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    command = [sys.executable, ROOT / "docs" / "figures" / "hindsight_curves.py", "her.jsonl", "her.png"]
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=100)
-    assert (tmp_path / "her.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
@@ -62,7 +47,7 @@ def test_its_curves_can_be_read_in_tensorboard(tmp_path):
 def test_it_explains_every_flag(monkeypatch, capsys):
     _, words = explanation(NAME, monkeypatch, capsys)
     assert "learner steps between two evaluations (default: 1000)" in words
-    assert "--no-hindsight" in words
+    assert "--strategy {future,final,episode,none}" in words
 
 
 @pytest.mark.soak
@@ -72,7 +57,7 @@ def test_it_is_solved_with_hindsight_and_not_without_in_as_many_steps(seed, tmp_
     solved = evaluations_of(tmp_path, "--seed", str(seed), timeout=450)
     assert solved[-1]["solved"]
     assert solved[-1]["success_rate"] >= 0.95
-    control = evaluations_of(tmp_path, "--seed", str(seed), "--no-hindsight", timeout=450)
+    control = evaluations_of(tmp_path, "--seed", str(seed), "--strategy", "none", timeout=450)
     assert control[-1]["step"] == 15_000
     assert max(line["success_rate"] for line in control) <= 0.1
 

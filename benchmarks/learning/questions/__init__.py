@@ -3,13 +3,16 @@
 from benchmarks.learning.cell import Question
 from benchmarks.learning.questions.cliffwalk import CLIFFWALK
 from benchmarks.learning.questions.explorers import EXPLORERS
+from benchmarks.learning.questions.hindsight import HINDSIGHT
+from benchmarks.learning.questions.recurrent import RECURRENT
 from benchmarks.learning.questions.resume import RESUME
 from benchmarks.learning.questions.sb3 import PEERS
 from benchmarks.learning.questions.settings import SETTINGS
 from benchmarks.learning.questions.staleness import STALENESS
 
 QUESTIONS: dict[str, Question] = {
-    question.name: question for question in (PEERS, CLIFFWALK, *SETTINGS, STALENESS, RESUME, EXPLORERS)
+    question.name: question
+    for question in (PEERS, CLIFFWALK, *SETTINGS, STALENESS, RECURRENT, HINDSIGHT, RESUME, EXPLORERS)
 }
 
 __all__ = ["QUESTIONS"]

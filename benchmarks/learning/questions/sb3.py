@@ -17,8 +17,6 @@ from torchreplay.compat.sb3 import PrioritizedDQN, PrioritizedSAC, SharedReplayB
 
 EPISODES = 10
 """Greedy episodes in an evaluation."""
-EVALUATIONS = 20
-"""Of a run."""
 CARTPOLE: dict[str, Any] = {  # settings that are known to solve it within 50,000 steps
     "learning_rate": 2.3e-3,
     "batch_size": 64,
@@ -31,7 +29,20 @@ CARTPOLE: dict[str, Any] = {  # settings that are known to solve it within 50,00
     "exploration_final_eps": 0.04,
     "policy_kwargs": {"net_arch": [256, 256]},
 }
+LUNARLANDER: dict[str, Any] = {  # settings that are known to solve it within 100,000 steps
+    "learning_rate": 6.3e-4,
+    "batch_size": 128,
+    "buffer_size": 50_000,
+    "learning_starts": 1_000,
+    "target_update_interval": 250,
+    "train_freq": 4,
+    "gradient_steps": 4,
+    "exploration_fraction": 0.12,
+    "exploration_final_eps": 0.1,
+    "policy_kwargs": {"net_arch": [256, 256]},
+}
 PENDULUM: dict[str, Any] = {"learning_rate": 1e-3, "learning_starts": 1_000, "buffer_size": 100_000}
+HALFCHEETAH: dict[str, Any] = {"learning_starts": 1_000, "buffer_size": 100_000}
 
 Learner = Callable[..., OffPolicyAlgorithm]
 
@@ -54,20 +65,25 @@ class _Evaluations(BaseCallback):
         return True
 
 
-def learn(seed: int, env: str, learner: Learner, steps: int, settings: dict[str, Any]) -> Iterable[Point]:
-    """Returns the mean return of greedy episodes against environment steps."""
+def learn(
+    seed: int, env: str, learner: Learner, steps: int, settings: dict[str, Any], evaluations: int = 20
+) -> Iterable[Point]:
+    """Returns the mean return of greedy episodes against environment steps, so many times in a run."""
     model = learner("MlpPolicy", env, seed=seed, device="cpu", **settings)
-    evaluations = _Evaluations(env, seed, steps // EVALUATIONS)
-    model.learn(steps, callback=evaluations)
-    return evaluations.points
+    judge = _Evaluations(env, seed, steps // evaluations)
+    model.learn(steps, callback=judge)
+    return judge.points
 
 
-def _task(env: str, steps: int, settings: dict[str, Any], own: Learner, prioritized: Learner) -> dict[str, Any]:
+def _task(
+    env: str, steps: int, settings: dict[str, Any], own: Learner, prioritized: Learner, evaluations: int = 20
+) -> dict[str, Any]:
     shared = settings | {"replay_buffer_class": SharedReplayBuffer}
+    run = partial(learn, env=env, steps=steps, evaluations=evaluations)
     return {
-        "Stable-Baselines3's buffer": partial(learn, env=env, learner=own, steps=steps, settings=settings),
-        "torchreplay, uniform": partial(learn, env=env, learner=own, steps=steps, settings=shared),
-        "torchreplay, prioritized": partial(learn, env=env, learner=prioritized, steps=steps, settings=settings),
+        "Stable-Baselines3's buffer": partial(run, learner=own, settings=settings),
+        "torchreplay, uniform": partial(run, learner=own, settings=shared),
+        "torchreplay, prioritized": partial(run, learner=prioritized, settings=settings),
     }
 
 
@@ -79,5 +95,7 @@ PEERS = Question(
     {
         "DQN CartPole-v1": _task("CartPole-v1", 50_000, CARTPOLE, DQN, PrioritizedDQN),
         "SAC Pendulum-v1": _task("Pendulum-v1", 8_000, PENDULUM, SAC, PrioritizedSAC),
+        "DQN LunarLander-v3": _task("LunarLander-v3", 100_000, LUNARLANDER, DQN, PrioritizedDQN, evaluations=10),
+        "SAC HalfCheetah-v5": _task("HalfCheetah-v5", 15_000, HALFCHEETAH, SAC, PrioritizedSAC, evaluations=10),
     },
 )
