@@ -34,7 +34,7 @@ PANELS = (
     ),
 )
 THEMES = {"": ("white", "#24292f", "#0969da", "#b0b7be"), "_dark": ("#0d1117", "#e6edf3", "#58a6ff", "#484f58")}
-NAMES = {"stable_baselines3": "SB3", "tianshou": "Tianshou"}
+NAMES = {"stable_baselines3": "SB3", "tianshou": "Tianshou", "torchrl": "TorchRL"}
 
 
 def draw(lines: Sequence[Line], path: Path) -> list[Path]:

@@ -7,7 +7,7 @@ import platform
 from collections.abc import Sequence
 from importlib import metadata
 
-PACKAGES = ("torchreplay", "torch", "numpy", "cpprb", "tianshou", "stable_baselines3")
+PACKAGES = ("torchreplay", "torch", "numpy", "cpprb", "tianshou", "torchrl", "stable_baselines3")
 RESERVE = 1 << 30
 """Bytes that the benchmarks leave to everybody else on the machine."""
 

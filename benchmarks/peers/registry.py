@@ -42,10 +42,17 @@ def _stable_baselines3(workload: Workload, capacity: int) -> Peer:
     return StableBaselines3Peer(workload, capacity)
 
 
+def _torchrl(workload: Workload, capacity: int) -> PrioritizedPeer:
+    from benchmarks.peers.torchrl import TorchRLPeer
+
+    return TorchRLPeer(workload, capacity)
+
+
 PEERS: Mapping[str, Callable[[Workload, int], Peer]] = {
     OURS: _torchreplay,
     "cpprb": cpprb,
     "tianshou": _tianshou,
+    "torchrl": _torchrl,
     "stable_baselines3": _stable_baselines3,
 }
 """Makes an empty buffer of a workload and a capacity, by the name of its package."""
