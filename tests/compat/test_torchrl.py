@@ -1,12 +1,16 @@
 """`compat.torchrl`: what TorchRL's losses and programs do with a buffer, beside TorchRL's own."""
 
+import json
 import math
 import pickle
+import subprocess
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 import pytest
 import torch
+from paths import ROOT
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
@@ -221,3 +225,42 @@ def test_td_errors_that_are_nan_are_refused(rb):
     rb.batch_size = None
     with pytest.raises(ValueError, match="batch_size is missing"):
         rb.sample()
+
+
+THEIRS = """
+import json, sys, torch
+from benchmarks.peers.torchrl import prioritized
+from tensordict import TensorDict
+
+errors = torch.tensor(json.loads(sys.argv[1]))
+buffer = prioritized(len(errors), 64)
+buffer.update_priority(buffer.extend(TensorDict({"row": torch.arange(len(errors))}, [len(errors)])), errors)
+torch.manual_seed(0)
+batches = [buffer.sample() for _ in range(400)]
+pairs = [(int(i), float(w)) for batch in batches for i, w in zip(batch["index"], batch["priority_weight"])]
+print("found", json.dumps(pairs))
+"""
+
+
+@pytest.mark.slow
+def test_draws_and_weights_are_those_of_torchrls_prioritized_sampler():
+    pytest.importorskip("torchrl")
+    errors = (0.1 + torch.rand(50, generator=torch.Generator().manual_seed(3))).tolist()
+    command = [sys.executable, "-c", THEIRS, json.dumps(errors)]
+    child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
+    theirs = json.loads(child.stdout.split("found ")[1])
+
+    rb = TensorDictReplayBuffer(len(errors), batch_size=64, sampler=tr.Prioritized(0.6, 0.4), seed=0)
+    rb.update_priority(rb.extend(TensorDict({"row": torch.arange(50)}, [50])), torch.tensor(errors))
+    batches = [rb.sample() for _ in range(400)]
+    ours = [(int(i), float(w)) for td in batches for i, w in zip(td["index"], td["priority_weight"], strict=True)]
+    rb.buffer.close()
+
+    expected = torch.tensor(errors, dtype=torch.float64) ** 0.6  # both add at most 1e-6 to an error
+    expected *= len(ours) / expected.sum()
+    for pairs in (ours, theirs):
+        counts = torch.bincount(torch.tensor([i for i, _ in pairs]), minlength=50)
+        statistic = ((counts - expected) ** 2 / expected).sum().item()
+        assert statistic < 110  # chi-square with 49 degrees of freedom: 110 is exceeded once in 700,000 times
+    ratios = [dict(ours)[i] / w for i, w in theirs]
+    assert ratios == pytest.approx([ratios[0]] * len(ratios), rel=1e-3)  # each divides by a constant of its own
