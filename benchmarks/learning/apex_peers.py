@@ -200,7 +200,8 @@ def with_ray_actor(seed: int, explorers: int) -> float:
     """Returns seconds until it is solved, with explorers that are Ray tasks and send their rows to an actor."""
     import ray
 
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    same = {"worker_niceness": 0}  # as the explorers of the others
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False, _system_config=same)
     try:
         learner = Learner(TASK, seed)
         buffer: Any = ray.remote(num_cpus=0)(ActorBuffer).remote()
