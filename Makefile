@@ -32,7 +32,7 @@ bench: build $(STAMPS)/bench  ## measure torchreplay beside its peers
 	$(BIN)/python -m benchmarks $(ARGS)
 
 docs: build  ## the site, in build/docs/index.html; a warning is an error
-	$(BIN)/sphinx-build -W --keep-going -q -b html -d build/doctrees docs build/docs
+	$(BIN)/python -m sphinx -W --keep-going -q -b html -d build/doctrees docs build/docs
 	@echo build/docs/index.html
 
 soak: build  ## the long tests, for hours: C++ under ThreadSanitizer, pytest -m soak, fuzzers

@@ -33,7 +33,7 @@ def draw(question: Question, results: Sequence[Result], path: Path) -> None:
     figure.suptitle(question.title, fontsize=11, wrap=True)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=130, bbox_inches="tight")
     pyplot.close(figure)
 
 
@@ -58,4 +58,4 @@ def _draw_task(axis: Axes, question: Question, task: str, results: Sequence[Resu
         axis.yaxis.set_major_formatter("{x:,.0f}")
     axis.grid(alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.18))  # where no line is
+    axis.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.2))  # where no line is
