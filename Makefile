@@ -35,7 +35,7 @@ docs: build  ## the site, in build/docs/index.html; a warning is an error
 	$(BIN)/python -m sphinx -W --keep-going -q -b html -d build/doctrees docs build/docs
 	@echo build/docs/index.html
 
-soak: build  ## the long tests, for hours: C++ under ThreadSanitizer, pytest -m soak, fuzzers
+soak: build  ## the long tests, eighty minutes: C++ under ThreadSanitizer, pytest -m soak, fuzzers
 	$(MAKE) --no-print-directory --keep-going soak-threads soak-tests soak-fuzzers
 
 soak-threads:

@@ -73,12 +73,18 @@ bool fits(Element to, Element from, From value) {
 
 }  // namespace
 
-#ifdef __FLT16_MANT_DIG__
+#if defined(__aarch64__) || defined(__FLT16_MANT_DIG__)
+#ifdef __aarch64__
+using CompilersHalf = __fp16;
+#else
+using CompilersHalf = _Float16;
+#endif
+
 BOOST_AUTO_TEST_CASE(every_half_has_the_value_the_compiler_gives_it) {
   for (int bits = 0; bits < 65536; bits++) {
     Half h;
     h.bits = static_cast<uint16_t>(bits);
-    const auto expected = static_cast<double>(std::bit_cast<_Float16>(h.bits));
+    const auto expected = static_cast<double>(std::bit_cast<CompilersHalf>(h.bits));
     const auto value = static_cast<double>(h);
     if (std::isnan(expected) ? !std::isnan(value) : std::bit_cast<uint64_t>(value) != std::bit_cast<uint64_t>(expected))
       BOOST_FAIL("half " << bits << " is " << value << ", expected " << expected);
@@ -87,7 +93,7 @@ BOOST_AUTO_TEST_CASE(every_half_has_the_value_the_compiler_gives_it) {
 
 BOOST_AUTO_TEST_CASE(doubles_round_to_half_as_the_compiler_rounds_them) {
   for (double value : telling_doubles()) {
-    const auto expected = std::bit_cast<uint16_t>(static_cast<_Float16>(value));
+    const auto expected = std::bit_cast<uint16_t>(static_cast<CompilersHalf>(value));
     if (Half(value).bits != expected) BOOST_FAIL(value << " became " << Half(value).bits << ", expected " << expected);
   }
 }

@@ -39,8 +39,8 @@ class TensorDictReplayBuffer:
     into the same memory: give them this object after that, or `buffer`, which is a `torchreplay.ReplayBuffer`.
 
     What differs from TorchRL: `index` is the row's key, which is never given again. So TD errors never reach a row that
-    came later into the same place. `priority_weight` is normalised by the largest weight of the buffer, not of the
-    batch, unless the sampler says `weights="batch"`.
+    came later into the same place. `priority_weight` is divided by the largest weight of the buffer, as in TorchRL;
+    with `weights="batch"` of the sampler by that of the batch.
 
     Args:
         capacity: Rows that fit.
