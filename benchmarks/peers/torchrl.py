@@ -4,6 +4,7 @@ Wheels of torchrl are built for one release of torch. Beside another one its com
 and is refused, though the tree calls none of them. So it is bound lazily here: a function is looked for when called.
 """
 
+import logging
 import os
 import sys
 from typing import Any
@@ -21,6 +22,7 @@ try:
     from torchrl.data import LazyTensorStorage, PrioritizedSampler, RandomSampler, TensorDictReplayBuffer
 finally:
     sys.setdlopenflags(_flags)
+logging.getLogger("torchrl").setLevel(logging.WARNING)  # it tells of each storage that it makes
 
 ALPHA, BETA = 0.6, 0.4
 
