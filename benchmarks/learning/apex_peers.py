@@ -76,7 +76,7 @@ def _as_tensors(sample: Row) -> Row:
     return batch | {"weight": torch.from_numpy(np.array(sample["weights"])).float(), "indexes": sample["indexes"]}
 
 
-def _may_draw(drawn: int, written: int) -> bool:
+def may_draw(drawn: int, written: int) -> bool:
     """Returns whether the ratio of rows drawn to rows written allows another batch."""
     return written >= MIN_ROWS and drawn <= (written - MIN_ROWS) * SAMPLES_PER_INSERT
 
@@ -124,7 +124,7 @@ def with_cpprb(seed: int, explorers: int) -> float:
         start.wait()
         return _solve(
             learner,
-            lambda drawn: buffer.sample(BATCH_SIZE, beta=0.4) if _may_draw(drawn, sum(written)) else None,
+            lambda drawn: buffer.sample(BATCH_SIZE, beta=0.4) if may_draw(drawn, sum(written)) else None,
             buffer.update_priorities,
             lambda q: policy.load_state_dict(q.state_dict()),
             seed,
@@ -161,7 +161,7 @@ class ActorBuffer:
 
     def sample(self, drawn: int) -> Row | None:
         """Returns a batch, or None where it is too early."""
-        if not _may_draw(drawn, self._written):
+        if not may_draw(drawn, self._written):
             return None
         return {name: np.array(values) for name, values in self._buffer.sample(BATCH_SIZE, beta=0.4).items()}
 

@@ -5,9 +5,13 @@ from functools import partial
 
 import numpy as np
 import pytest
+from example_programs import parsed
 from scipy import stats
 
+import torchreplay as tr
+from benchmarks.learning import apex, examples
 from benchmarks.learning.__main__ import main
+from benchmarks.learning.apex_peers import NSteps, may_draw
 from benchmarks.learning.cell import Cell, Point, Question
 from benchmarks.learning.plots import draw
 from benchmarks.learning.questions.cliffwalk import QTable, memory, play
@@ -150,3 +154,59 @@ def test_the_command_plays_writes_one_file_and_draws(tmp_path, monkeypatch):
     assert main(["q", "--seeds", "2", "--directory", str(tmp_path)]) == 0
     assert len(list(read(tmp_path / "q.csv"))) == 4
     assert (tmp_path / "q.png").is_file()
+
+
+QUICK_HER = ("--total-steps", "20", "--eval-every", "10", "--eval-episodes", "2", "--learning-starts", "60")
+
+
+@pytest.mark.slow
+def test_an_example_is_a_cell_that_shows_what_it_prints():
+    pytest.importorskip("mujoco")
+    pytest.importorskip("tyro")
+    points = list(examples.play(3, "her", QUICK_HER, "step", "success_rate"))
+    assert [point.x for point in points] == [10, 20]
+    assert all(0 <= point.y <= 1 and point.seconds > 0 for point in points)
+
+
+@pytest.mark.slow
+def test_an_example_that_fails_is_told_with_what_it_said():
+    pytest.importorskip("tyro")
+    with pytest.raises(RuntimeError, match=r"her\.py --no-such-flag ended with 2:[\s\S]*no-such-flag"):
+        examples.play(0, "her", ("--no-such-flag",), "step", "success_rate")
+
+
+@pytest.mark.parametrize("question", ["recurrent", "hindsight"])
+def test_the_examples_know_the_flags_of_every_variant(question, monkeypatch):
+    pytest.importorskip("mujoco")
+    pytest.importorskip("stable_baselines3")
+    pytest.importorskip("tyro")
+    from benchmarks.learning.questions import QUESTIONS
+
+    for cell in QUESTIONS[question].cells([0]):
+        name, flags = cell.play.keywords["name"], cell.play.keywords["flags"]
+        assert parsed(name, monkeypatch, *flags, "--seed", "1", "--solved-at", examples.NEVER, "--no-tensorboard")
+
+
+def test_peers_draw_as_often_as_the_limiter_would_let_them():
+    limiter = tr.SamplesPerInsert(apex.SAMPLES_PER_INSERT, apex.MIN_ROWS)
+    assert limiter.ratio == 16
+    assert not may_draw(0, apex.MIN_ROWS - 1)
+    assert may_draw(0, apex.MIN_ROWS)
+    assert not may_draw(128, apex.MIN_ROWS + 7)  # 128 rows drawn need 8 more rows written
+    assert may_draw(128, apex.MIN_ROWS + 8)
+
+
+@pytest.mark.parametrize("terminated", [False, True])
+def test_peers_n_step_transitions_are_those_of_the_definition(terminated):
+    rewards, gamma, n = [1.0, 2.0, 4.0, 8.0, 16.0], 0.99, 3
+    steps, found = NSteps(), []
+    for t, reward in enumerate(rewards):
+        over = t == len(rewards) - 1
+        found += steps.add(t, 10 + t, reward, t + 1, terminated and over, over)
+    assert [row["obs"] for row in found] == list(range(5))
+    assert [row["action"] for row in found] == [10, 11, 12, 13, 14]
+    for t, row in enumerate(found):
+        k = min(n, len(rewards) - t)
+        assert row["reward"] == pytest.approx(sum(gamma**i * rewards[t + i] for i in range(k)))
+        assert row["next_obs"] == t + k
+        assert row["discount"] == pytest.approx(0.0 if terminated and t + k == len(rewards) else gamma**k)
