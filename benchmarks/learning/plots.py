@@ -56,6 +56,7 @@ def _draw_task(axis: Axes, question: Question, task: str, results: Sequence[Resu
     if question.log_y:
         axis.set_yscale("log")
         axis.yaxis.set_major_formatter("{x:,.0f}")
+    axis.tick_params(labelsize=8)
     axis.grid(alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.2))  # where no line is
