@@ -191,6 +191,7 @@ def main(args: Args) -> None:
             print(json.dumps(line | {"seconds": round(seconds, 2), "solved": solved}), flush=True)
             if curves:
                 curves.add_scalar("charts/mean_return", mean_return, step)
+                curves.flush()
             if solved:
                 break
 

@@ -236,6 +236,7 @@ def train(args: Args) -> list[dict[str, Any]]:
                 if curves:
                     curves.add_scalar("charts/mean_return", mean_return, step)
                     curves.add_scalar("charts/success_rate", success, step)
+                    curves.flush()
                 if lines[-1]["solved"]:
                     break
     return lines

@@ -241,6 +241,7 @@ def main(args: Args) -> None:
                 print(json.dumps(line), flush=True)
                 if curves:
                     curves.add_scalar("charts/mean_return", mean_return, step)
+                    curves.flush()
                 if solved:
                     break
 

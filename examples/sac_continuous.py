@@ -7,7 +7,6 @@ steps to a learner step. The evaluator plays the published actor without noise, 
 
     python examples/sac_continuous.py --seed 1
     python examples/sac_continuous.py --env LunarLanderContinuous-v3
-    tensorboard --logdir runs
 """
 
 from __future__ import annotations
@@ -232,6 +231,7 @@ def main(args: Args) -> None:
             print(json.dumps(line), flush=True)
             if curves:
                 curves.add_scalar("charts/mean_return", mean_return, step)
+                curves.flush()
         return max(returns, default=-math.inf) >= solved_at
 
     with pool, evaluator:
