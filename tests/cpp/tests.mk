@@ -10,10 +10,11 @@ CPP_FLAGS_thread := -O1 -g1 -fno-omit-frame-pointer -fsanitize=thread -Wno-tsan 
 CPP_FLAGS_aarch64 := -O1 -static
 
 CPP_CXX_aarch64 := aarch64-linux-gnu-g++
-CPP_RUN_aarch64 := timeout 600 qemu-aarch64-static
+CPP_RUN_aarch64 := timeout 1800 qemu-aarch64-static
 # The emulator has no robust mutexes (its set_robust_list is ENOSYS): what a process locked that died stays locked.
 CPP_SKIP_aarch64 := test_faults test_mutex test_recovery
 CPP_ARGS_aarch64 := --run_test='!a_mutex_that_a_dead_process_holds_and_its_half_done_absorption_are_of_the_past'
+CPP_ARGS_aarch64 += --run_test='!a_publisher_killed_in_between_harms_neither_readers_nor_the_next_publisher'
 # Nor does it hand on madvise: no huge pages, and no pages that are taken before they are written.
 CPP_ARGS_aarch64 += --run_test='!huge_pages_are_there_when_they_were_taken_and_hold_what_is_written'
 CPP_ARGS_aarch64 += --run_test='!what_a_part_of_a_file_takes_is_in_that_part'
