@@ -4,8 +4,8 @@ Deep Sea (Osband et al. 2020, bsuite, https://arxiv.org/abs/1908.03568) is a gri
 the upper left one, sinks a row with every step, and drifts to the left or to the right. The action that leads right
 differs from cell to cell. Drifting right costs a little, and only 30 such steps lead to the treasure in the lower
 right: one episode of random actions in 2^30. One dive of a guide, in a buffer of its own, is enough. A quarter of each
-batch comes from there and the rest from the learner's own policy, each buffer by its own priorities (as in R2D3, Paine
-et al. 2019, https://arxiv.org/abs/1909.01387), and the TD errors of both go back by `dataset.update_priorities`.
+batch comes from there and the rest from the learner's own policy, as in R2D3 (Paine et al. 2019,
+https://arxiv.org/abs/1909.01387). Each buffer has priorities of its own: `dataset.update_priorities` sorts TD errors.
 `--share 0` draws from experience alone.
 
     python examples/demonstrations.py --seed 1

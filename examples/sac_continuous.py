@@ -1,7 +1,7 @@
 """Parallel SAC on MuJoCo's InvertedPendulum-v5, or another continuous task: explorers, a learner and an evaluator.
 
 Soft actor-critic (Haarnoja et al. 2018, https://arxiv.org/abs/1812.05905) with its entropy target and two critics.
-Explorers write every observation once, and the buffer makes n-step transitions of them at the draw, which bootstrap
+Explorers write every observation once, and the buffer makes n-step transitions of them at the draw. These bootstrap
 where a time limit ended an episode, and do not where it terminated. A limiter keeps `steps_per_update` environment
 steps to a learner step. The evaluator plays the published actor without noise, and keeps the best in `directory`.
 
