@@ -28,9 +28,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _question(name: str) -> str:
+    if name not in QUESTIONS:
+        raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(QUESTIONS)}")
+    return name
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks learning", description=__doc__)
-    parser.add_argument("names", nargs="*", choices=[[], *QUESTIONS], metavar="QUESTION", help=", ".join(QUESTIONS))
+    parser.add_argument("names", nargs="*", type=_question, metavar="QUESTION", help=", ".join(QUESTIONS))
     parser.add_argument("--seeds", type=int, default=5, help="seeds 0 to n - 1 (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side; one core each (default: %(default)s)")
     parser.add_argument("--plot", action="store_true", help="plays nothing: draws what was played")
