@@ -179,12 +179,28 @@ def test_an_example_that_fails_is_told_with_what_it_said():
 def test_the_examples_know_the_flags_of_every_variant(question, monkeypatch):
     pytest.importorskip("mujoco")
     pytest.importorskip("stable_baselines3")
+    pytest.importorskip("tianshou")
     pytest.importorskip("tyro")
     from benchmarks.learning.questions import QUESTIONS
 
     for cell in QUESTIONS[question].cells([0]):
         name, flags = cell.play.keywords["name"], cell.play.keywords["flags"]
         assert parsed(name, monkeypatch, *flags, "--seed", "1", "--solved-at", examples.NEVER, "--no-tensorboard")
+
+
+@pytest.mark.slow
+def test_tianshous_dqn_is_judged_as_often_with_each_buffer(monkeypatch):
+    pytest.importorskip("tianshou")
+    from benchmarks.learning.questions import tianshou
+
+    monkeypatch.setattr(tianshou, "STEPS", 64)
+    monkeypatch.setattr(tianshou, "EVALUATIONS", 2)
+    monkeypatch.setattr(tianshou, "EPISODES", 3)
+    for cell in tianshou.TIANSHOU.cells([1]):
+        points = list(cell.play(1))
+        assert [point.x for point in points] == [32, 64]
+        assert all(1 <= point.y <= 500 for point in points)
+        assert 0 < points[0].seconds < points[1].seconds
 
 
 def test_peers_draw_as_often_as_the_limiter_would_let_them():

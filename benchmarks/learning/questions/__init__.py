@@ -9,10 +9,11 @@ from benchmarks.learning.questions.resume import RESUME
 from benchmarks.learning.questions.sb3 import PEERS
 from benchmarks.learning.questions.settings import SETTINGS
 from benchmarks.learning.questions.staleness import STALENESS
+from benchmarks.learning.questions.tianshou import TIANSHOU
 
 QUESTIONS: dict[str, Question] = {
     question.name: question
-    for question in (PEERS, CLIFFWALK, *SETTINGS, STALENESS, RECURRENT, HINDSIGHT, RESUME, EXPLORERS)
+    for question in (PEERS, TIANSHOU, CLIFFWALK, *SETTINGS, STALENESS, RECURRENT, HINDSIGHT, RESUME, EXPLORERS)
 }
 
 __all__ = ["QUESTIONS"]

@@ -41,6 +41,10 @@ def explore(ctx: ExplorerContext) -> None:
     epsilon = epsilon_of(ctx.index, ctx.num_explorers)
     obs, _ = env.reset(seed=ctx.seed)
     writer.reset(obs=obs)
+    buffer = ctx.buffer
+    assert isinstance(buffer, tr.ReplayBuffer)  # of one policy, and on one machine
+    while buffer.stats().writers < ctx.num_explorers and not ctx.stopped:  # all begin together, as the peers' do
+        time.sleep(0.01)
     while not ctx.stopped:
         ctx.pull_weights(policy)
         action = act(policy, obs, epsilon, rng)
