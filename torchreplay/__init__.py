@@ -1,7 +1,18 @@
 """torchreplay: a prioritized replay buffer in shared memory, for PyTorch."""
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+try:
+    import_module("torchreplay._C")
+except ModuleNotFoundError as _error:
+    if _error.name != "torchreplay._C":
+        raise
+    raise ImportError(
+        f"{__path__[0]} is torchreplay's source, without its compiled part. Start Python in another folder, where it "
+        f"finds the installed package, or run `make build` here and use .venv/bin/python"
+    ) from None
 
 from torchreplay.buffer.footprint import Footprint, footprint
 from torchreplay.buffer.replay_buffer import ReplayBuffer
@@ -98,7 +109,8 @@ _IMPORTED_AT_FIRST_USE = {  # to make `import torchreplay` quick: many programs 
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Linear":  # the name of `LinearSchedule` before 0.1
+    if name == "Linear":  # its name before 0.1
+        warnings.warn("tr.Linear is called tr.LinearSchedule; the old name goes away", DeprecationWarning, stacklevel=2)
         return LinearSchedule
     if name not in _IMPORTED_AT_FIRST_USE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -145,6 +145,35 @@ def test_a_prioritized_learner_learns_saves_and_loads_itself(kind, env, tmp_path
     loaded.learn(30)
 
 
+@pytest.mark.parametrize("n_steps", [1, 3])
+def test_a_model_that_the_peer_saved_learns_on_with_prioritized_replay(n_steps, tmp_path):
+    theirs = DQN("MlpPolicy", "CartPole-v1", learning_starts=20, n_steps=n_steps, gamma=0.9, seed=1).learn(40)
+    theirs.save(tmp_path / "model.zip")
+    ours = PrioritizedDQN.load(tmp_path / "model.zip", env=theirs.get_env())
+    assert type(ours.replay_buffer) is PrioritizedReplayBuffer
+    for name, value in theirs.policy.state_dict().items():
+        torch.testing.assert_close(ours.policy.state_dict()[name], value)
+    assert ours.replay_buffer_kwargs == {"n_steps": n_steps, "gamma": 0.9}
+    ours.learn(40)
+    assert ours.replay_buffer.shared.stats().updated > 0
+    ours.save(tmp_path / "ours.zip")
+    assert "_is_loaded" not in vars(PrioritizedDQN.load(tmp_path / "ours.zip", env=theirs.get_env()))
+
+
+def test_experience_that_the_peer_saved_is_refused_and_the_model_learns_on(tmp_path):
+    theirs = DQN("MlpPolicy", "CartPole-v1", learning_starts=20, seed=1).learn(40)
+    theirs.save_replay_buffer(tmp_path / "buffer.pkl")
+    ours = PrioritizedDQN("MlpPolicy", "CartPole-v1", learning_starts=20, seed=1).learn(40)
+    own = ours.replay_buffer
+    with pytest.raises(TypeError, match="holds a ReplayBuffer, which takes no TD errors"):
+        ours.load_replay_buffer(tmp_path / "buffer.pkl")
+    assert ours.replay_buffer is own
+    ours.save_replay_buffer(tmp_path / "own.pkl")
+    ours.load_replay_buffer(tmp_path / "own.pkl")
+    assert ours.replay_buffer.size() == own.size()
+    ours.learn(10)
+
+
 def test_learners_with_the_same_seed_learn_the_same():
     runs = [learner(PrioritizedDQN, "CartPole-v1").learn(60) for _ in range(2)]
     assert torch.equal(*map(parameters, runs))

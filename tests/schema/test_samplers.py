@@ -27,7 +27,6 @@ def test_a_schedule_that_was_described_under_its_old_name_is_read():
     text = Config.of(SPEC, 8, sampler, None, None).to_text()
     assert '"LinearSchedule"' in text
     assert Config.from_text(text.replace("LinearSchedule", "Linear")).sampler == sampler
-    assert tr.Linear is tr.LinearSchedule
 
 
 def test_beta_follows_the_batches_drawn_by_all_learners():

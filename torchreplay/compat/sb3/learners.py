@@ -6,18 +6,22 @@ Each loss is weighted by the importance weights, and its TD errors go back to th
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from stable_baselines3 import DQN, SAC, TD3
+from stable_baselines3.common.buffers import DictReplayBuffer, NStepReplayBuffer, ReplayBuffer
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.utils import polyak_update
 from torch import Tensor
 
 from torchreplay.compat.sb3.buffers import PrioritizedReplayBuffer
 from torchreplay.compat.sb3.samples import PrioritizedSamples
+
+THEIRS = (ReplayBuffer, DictReplayBuffer, NStepReplayBuffer)
+"""What their learners take where no `replay_buffer_class` is named."""
 
 
 class _Prioritized(OffPolicyAlgorithm):
@@ -29,7 +33,29 @@ class _Prioritized(OffPolicyAlgorithm):
 
     replay_buffer: PrioritizedReplayBuffer
 
+    @classmethod
+    def load(cls, path: Any, *args: Any, **kwargs: Any) -> Self:
+        """Loads a model, also one that Stable-Baselines3's own learner has saved."""
+        return super().load(path, *args, _is_loaded=True, **kwargs)
+
+    def load_replay_buffer(self, path: Any, truncate_last_traj: bool = True) -> None:
+        """Takes the experience of a file that `save_replay_buffer` wrote.
+
+        Raises:
+            TypeError: It holds another buffer than a `PrioritizedReplayBuffer`. The model keeps its own.
+        """
+        own = self.replay_buffer
+        super().load_replay_buffer(path, truncate_last_traj)
+        found: object = self.replay_buffer
+        if not isinstance(found, PrioritizedReplayBuffer):
+            self.replay_buffer = own
+            raise TypeError(
+                f"the file holds a {type(found).__name__}, which takes no TD errors: expected a PrioritizedReplayBuffer"
+            )
+
     def _setup_model(self) -> None:
+        if self.__dict__.pop("_is_loaded", False) and self.replay_buffer_class in THEIRS:
+            self.replay_buffer_class = None  # what their learner chose where none was named
         if self.replay_buffer_class is None:
             self.replay_buffer_class = PrioritizedReplayBuffer
             self.replay_buffer_kwargs = {"n_steps": self.n_steps, "gamma": self.gamma} | self.replay_buffer_kwargs
