@@ -18,6 +18,7 @@ class Census(TypedDict):
     owners: int
     others_writing: int
     others_learning: int
+    others_owning: int
     waiting: int
     shared: bool
     since_departure: float

@@ -2,7 +2,10 @@
 
 import warnings
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 try:
     import_module("torchreplay._C")
@@ -106,6 +109,17 @@ _IMPORTED_AT_FIRST_USE = {  # to make `import torchreplay` quick: many programs 
     "check": "torchreplay.checking",
     "explain": "torchreplay.monitoring.batch_report",
 }
+
+
+class _OperatorsAtFirstUse(ModuleType):
+    """Stands for `torch.ops.torchreplay` until an operator is asked for, which loads them."""
+
+    def __getattr__(self, name: str) -> Any:
+        import_module("torchreplay.ops")
+        return getattr(torch.ops.torchreplay, name)
+
+
+vars(torch.ops)["torchreplay"] = _OperatorsAtFirstUse("torch.ops.torchreplay")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Registers `torch.ops.torchreplay.*`: import this module to use the operators, also under `torch.compile`.
+"""Registers `torch.ops.torchreplay.*`, also for `torch.compile`. The first use of an operator imports this module.
 
 The operators work on a priority tree's memory, a one-dimensional uint8 CPU tensor of `tree_layout(capacity)[0]` bytes,
 filled with zeros when new. `torchreplay.PriorityTree` is the same with a class around it. Below, `tree` stands for the
@@ -52,6 +52,7 @@ from torchreplay.schema.samplers import Schedule
 from torchreplay.schema.spec import flatten, nest
 from torchreplay.validation import checked_int, checked_kind
 
+vars(torch.ops).pop("torchreplay", None)  # what stood for them
 torch.ops.load_library(str(Path(__file__).with_name("_ops.abi3.so")))  # type: ignore[no-untyped-call]
 
 
@@ -224,9 +225,10 @@ class Ring:
 
 def _numbers(plan: BatchPlan | None) -> tuple[Tensor, Tensor]:
     if plan is None:
-        return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.float64)
+        return torch.empty(0, dtype=torch.int64, device="cpu"), torch.empty(0, dtype=torch.float64, device="cpu")
     numbers = [plan.steps, GOALS.index(plan.goal), *(number for output in plan.native for number in output)]
-    return torch.tensor(numbers), torch.tensor([plan.gamma, plan.share], dtype=torch.float64)
+    factors = torch.tensor([plan.gamma, plan.share], dtype=torch.float64, device="cpu")
+    return torch.tensor(numbers, device="cpu"), factors
 
 
 def _exponent(beta: Schedule | Tensor) -> Tensor:

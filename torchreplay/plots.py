@@ -159,8 +159,8 @@ class ReplayHistory:
 
     def __init__(self, buffer: ReplayBuffer) -> None:
         self.moments: list[Moment] = []
-        self.age_counts = torch.zeros(AGE_BINS, dtype=torch.int64)
-        self.age_uniform = torch.zeros(AGE_BINS, dtype=torch.float64)
+        self.age_counts = torch.zeros(AGE_BINS, dtype=torch.int64, device="cpu")
+        self.age_uniform = torch.zeros(AGE_BINS, dtype=torch.float64, device="cpu")
         self.priorities: dict[str, torch.Tensor] = {}
         self.target_ratio = buffer.limiter.ratio if isinstance(buffer.limiter, SamplesPerInsert) else None
         self.capacity = buffer.capacity
@@ -179,8 +179,8 @@ class ReplayHistory:
         for keys, ring in _by_ring(batch["key"], stats):
             bins = (ring.rows_written - 1 - keys) * AGE_BINS // ring.capacity
             self.age_counts += torch.bincount(bins.clamp_(0, AGE_BINS - 1), minlength=AGE_BINS)
-            edges = torch.linspace(0, ring.capacity, AGE_BINS + 1, dtype=torch.float64).clamp_(max=ring.size)
-            self.age_uniform += edges.diff() * (count / max(stats.size, 1))
+            edges = torch.linspace(0, ring.capacity, AGE_BINS + 1, dtype=torch.float64, device="cpu")
+            self.age_uniform += edges.clamp_(max=ring.size).diff() * (count / max(stats.size, 1))
 
     def record(self, step: int, mean_return: float | None = None, explorer_returns: Sequence[float] = ()) -> Moment:
         """Notes the state of the run, and returns it. Costs one pass over the buffer's priorities.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
+import numpy as np
 import torch
 
 from torchreplay.validation import as_numbers, checked_int
@@ -46,7 +47,7 @@ class PriorityTree:
         self.seed = secrets.randbits(63) if seed is None else checked_int("seed", seed, 0, 2**63 - 1)
         self.step = 0
         nbytes, self._leaves_offset = _ops().tree_layout(self.capacity)
-        self.memory = torch.zeros(nbytes, dtype=torch.uint8)
+        self.memory = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
 
     def set(self, index: int | torch.Tensor, priority: float | torch.Tensor) -> None:
         """Sets the priorities of some indices; of duplicate indices the last one wins. O(log capacity) each.
@@ -61,7 +62,8 @@ class PriorityTree:
                 Nothing is set.
         """
         indices = _indices(index)
-        priorities = as_numbers("priority", priority, "a number, or a tensor of the shape of index")
+        given = priority if isinstance(priority, torch.Tensor) else np.asarray(priority)  # numbers in full
+        priorities = as_numbers("priority", given, "a number, or a tensor of the shape of index")
         if priorities.dtype.is_complex or priorities.dtype == torch.bool:
             raise ValueError(f"priority has dtype {priorities.dtype}, expected a real one")
         if priorities.dim() == 0:
@@ -70,7 +72,7 @@ class PriorityTree:
             raise ValueError(
                 f"priority has shape {tuple(priorities.shape)}, expected {tuple(indices.shape)}, the shape of index"
             )
-        values = priorities.detach().to(torch.float32).reshape(-1).contiguous()
+        values = _within_float32(priorities.detach()).reshape(-1).contiguous()
         _ops().tree_set(self.memory, self.capacity, indices.reshape(-1).contiguous(), values)
 
     def get(self, index: int | torch.Tensor) -> torch.Tensor:
@@ -198,7 +200,7 @@ class PriorityTree:
             raise ValueError("the state has leaves that are negative or not finite")
         seed = checked_int("seed", state["seed"], 0, 2**63 - 1)
         step = checked_int("step", state["step"], 0, STEP_LIMIT - 1)
-        grid = as_numbers("grid", state.get("grid", torch.zeros(2, dtype=torch.int64)), "int64 [2]")
+        grid = as_numbers("grid", state.get("grid", torch.zeros(2, dtype=torch.int64, device="cpu")), "int64 [2]")
         if grid.dtype != torch.int64 or grid.shape != (2,):
             raise ValueError(f"the state has a grid of {grid.dtype} {tuple(grid.shape)}, expected int64 (2,)")
         self.leaves.copy_(leaves)
@@ -225,6 +227,15 @@ def _ops() -> Any:
 
 def _indices(index: int | torch.Tensor) -> torch.Tensor:
     indices = as_numbers("index", index, "an integer, or a tensor of integers")
-    if indices.dtype not in INTEGERS:
+    if indices.dtype not in INTEGERS and indices.numel():  # an empty list says no dtype
         raise ValueError(f"index has dtype {indices.dtype}, expected an integer dtype")
     return indices.to(torch.int64)
+
+
+def _within_float32(values: torch.Tensor) -> torch.Tensor:
+    """Returns them as float32: numbers beyond its normal ones as the nearest such number of the same sign."""
+    if values.dtype == torch.float64:
+        limits = torch.finfo(torch.float32)
+        nearest = torch.copysign(values.abs().clamp(limits.tiny, limits.max), values)
+        values = torch.where(values.isfinite() & (values != 0), nearest, values)
+    return values.to(torch.float32)

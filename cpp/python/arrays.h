@@ -302,13 +302,16 @@ inline std::string shape_text(const int64_t* shape, int dims) {
   return s + (dims == 1 ? ",)" : ")");
 }
 
+inline std::string type_text(PyObject* o) {
+  Ref type(PyType_GetName(Py_TYPE(o)));
+  return std::string("a value of type ") + (type ? text_of(type.get()) : "?");
+}
+
 // What was given, for error messages.
 inline std::string describe(PyObject* o, const ArrayView& v, bool opened) {
   if (opened && !ArrayView::is_scalar(o))
     return std::string(element_name(v.array.element)) + " of shape " + shape_text(v.array.shape, v.array.dims);
-  if (!v.problem.empty()) return v.problem;
-  Ref type(PyType_GetName(Py_TYPE(o)));
-  return std::string("a value of type ") + (type ? text_of(type.get()) : "?");
+  return v.problem.empty() ? type_text(o) : v.problem;
 }
 
 }  // namespace torchreplay::py

@@ -97,7 +97,8 @@ inline void collect(const std::vector<Node>& level, PyObject* dict, const std::s
 inline void collect_nested(const Node& node, PyObject* value, const std::string& path, PyObject** values,
                            std::vector<Ref>& held) {
   if (PyDict_Check(value)) return collect(node.children, value, path + "/", values, held);
-  if (!PyTuple_Check(value)) throw std::invalid_argument("field '" + path + "' is nested: expected a dict");
+  if (!PyTuple_Check(value))
+    throw std::invalid_argument("field '" + path + "' is nested: expected a dict, got " + type_text(value));
   Ref dict(checked(PyDict_New()));
   for (Py_ssize_t i = 0; i < PyTuple_Size(value); i++) {
     Ref name(checked(PyUnicode_FromFormat("%zd", i)));

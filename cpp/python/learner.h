@@ -115,7 +115,7 @@ inline void read_keys(PyObject* o, std::vector<int64_t>& key) {
   if (!none && (!opened || keys.array.dims != 1 || !integers))
     throw std::invalid_argument(
         "the keys are " + describe(o, keys, opened) +
-        ", expected int64 of shape (n,): batch['key'], or what append and extend returned" +
+        ", expected int64 of shape (n,): batch['key'], what extend returned, or a list of keys of append" +
         (opened && keys.array.dims == 2 ? " (a DataLoader adds a dimension unless batch_size=None)" : ""));
   key.resize(static_cast<size_t>(keys.array.shape[0]));
   if (key.empty()) return;  // an empty array may have no address

@@ -12,9 +12,10 @@ inline PyObject* census(PyObject* self, PyObject* flag) {
     Header& h = s.header();
     const Census c = take_census(s.memory(), PyObject_IsTrue(flag) == 1);
     const int64_t now = machine_ns(), left = h.last_departure.load(std::memory_order_relaxed);
-    return checked(Py_BuildValue("{s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:O,s:d,s:d}", "writers", c.writers, "learners",
+    return checked(Py_BuildValue("{s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:O,s:d,s:d}", "writers", c.writers, "learners",
                                  c.learners, "supervisors", c.supervisors, "owners", c.owners, "others_writing",
-                                 c.others_writing, "others_learning", c.others_learning, "waiting", c.waiting, "shared",
+                                 c.others_writing, "others_learning", c.others_learning, "others_owning",
+                                 c.others_owning, "waiting", c.waiting, "shared",
                                  h.shared.load(std::memory_order_relaxed) ? Py_True : Py_False, "since_departure",
                                  left ? static_cast<double>(now - left) * 1e-9 : -1.0, "since_write",
                                  c.last_write ? static_cast<double>(now - c.last_write) * 1e-9 : -1.0));

@@ -66,6 +66,7 @@ struct Census {
   int writers = 0, learners = 0, supervisors = 0, owners = 0;  // alive
   int others_writing = 0;  // writers that somebody else than the asking thread uses or may use
   int others_learning = 0;
+  int others_owning = 0;   // owners in other processes
   int waiting = 0;         // writers that wait for the limiter
   int64_t last_write = 0;  // machine_ns(); 0: never
 };
@@ -94,6 +95,7 @@ inline Census take_census(SegmentMemory& m, bool unused_count_as_others) {
     c.learners += role == Role::kLearner;
     c.supervisors += role == Role::kSupervisor;
     c.owners += role == Role::kOwner;
+    c.others_owning += role == Role::kOwner && !m.liveness().owns(id);
     c.others_writing += role == Role::kWriter && other;
     c.others_learning += role == Role::kLearner && other;
     c.waiting += role == Role::kWriter && entry.waiting.load(std::memory_order_relaxed);

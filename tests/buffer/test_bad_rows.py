@@ -26,7 +26,7 @@ BAD_ROWS = [
     ({**good_row(), "nested": {}}, "missing field 'nested/n'"),
     ({**good_row(), "nested": {"n": 1, "m": 2}}, "unknown field 'nested/m'"),
     ({**good_row(), "nested": {"n": 1, 2: 2}}, "unknown field"),
-    ({**good_row(), "nested": 1}, "'nested' is nested: expected a dict"),
+    ({**good_row(), "nested": 1}, "'nested' is nested: expected a dict, got a value of type int"),
     ({**good_row(), "x": np.zeros(3)}, r"'x': got float64 of shape \(3,\), expected float32 of shape \(4,\)"),
     ({**good_row(), "x": np.zeros((1, 4))}, r"'x': got float64 of shape \(1, 4\), expected float32 of shape \(4,\)"),
     ({**good_row(), "x": torch.zeros(5)}, r"'x': got float32 of shape \(5,\), expected float32 of shape \(4,\)"),

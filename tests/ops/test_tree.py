@@ -24,6 +24,29 @@ def tree_of(priorities: torch.Tensor, seed: int = 0) -> PriorityTree:
     return tree
 
 
+def test_the_operators_are_there_when_the_package_is_imported():
+    program = "import torch, torchreplay; print(torch.ops.torchreplay.tree_layout(10)[0] > 0)"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "True\n"
+    with pytest.raises(AttributeError):
+        torch.ops.torchreplay.no_such_operator  # noqa: B018
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_priorities_beyond_float32_are_stored_as_the_nearest_number(many):
+    tree, limits = PriorityTree(3), torch.finfo(torch.float32)
+    for number, stored in ((1e300, limits.max), (3.5e38, limits.max), (1e-300, limits.tiny), (1e-45, limits.tiny)):
+        tree.set([1] if many else 1, [number] if many else number)
+        assert tree.leaves[1] == stored
+        assert tree.count > 0
+        tree.set(torch.tensor(2), torch.tensor(number, dtype=torch.float64))
+        assert tree.leaves[2] == stored
+    for bad in (-1e-300, -1e300, math.inf, math.nan):
+        with pytest.raises(ValueError, match="negative or not finite"):
+            tree.set([1] if many else 1, [bad] if many else bad)
+    tree.set([], [])
+    assert tree.leaves[0] == 0
+
+
 @given(
     capacity=st.sampled_from([1, 2, 15, 16, 17, 127, 128, 129, 1000]),
     rounds=st.lists(

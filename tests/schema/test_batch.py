@@ -21,6 +21,11 @@ def buffer():
     return buffer
 
 
+def test_a_dtype_is_no_device(buffer):
+    with pytest.raises(TypeError, match=r"device is torch.float16: expected a device"):
+        buffer.sample(2).to(torch.float16)
+
+
 def assert_same(one, other):
     assert type(one) is type(other) is tr.ReplayBatch
     assert one.source == other.source

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -241,6 +242,47 @@ def test_an_append_that_no_learner_can_help_says_so_at_once_with_numbers_and_adv
     ):
         assert part in str(error.value)
     assert buffer.stats().inserted == 10 + 1024  # min_size * ratio, and a tolerance of 1024 draws
+
+
+def test_an_append_for_which_no_learner_comes_ends_although_one_could_come_from_elsewhere(alone, monkeypatch):
+    monkeypatch.setattr(waits, "STARTUP_GRACE", 0.3)
+    buffer = buffer_with(tr.SamplesPerInsert(1.0, min_size=10))
+    buffer.handle()
+    with pytest.raises(tr.WouldBlockForever, match=r"no learner has come in 0 s.*Draw more batches"):
+        append_in_vain(buffer)
+    assert buffer.stats().insert_wait >= 0.3
+
+
+def test_an_append_waits_for_the_process_that_made_the_buffer_as_long_as_it_takes(alone, monkeypatch):
+    monkeypatch.setattr(waits, "STARTUP_GRACE", 0.0)
+    buffer = buffer_with(tr.SamplesPerInsert(1.0, min_size=10))
+    with Forked(append_until_stopped, buffer.handle()) as explorer:
+        eventually(lambda: insert_wait(buffer) > 0.5)
+        assert explorer.is_running()
+        buffer.stop()
+        assert explorer.wait() == 0
+
+
+def append_until_stopped(handle):
+    expect_exception(tr.Stopped, append_in_vain, tr.ReplayBuffer.attach(handle))
+
+
+def pause_and_draw(buffer):
+    buffer.sample(1)
+    time.sleep(0.5)
+    learn_for_ever(buffer)
+
+
+def test_an_append_waits_for_a_learner_that_pauses(alone, monkeypatch):
+    monkeypatch.setattr(waits, "STARTUP_GRACE", 0.0)
+    buffer = buffer_with(tr.SamplesPerInsert(1.0, min_size=10))
+    extend(buffer, 10)
+    with Forked(pause_and_draw, buffer):
+        eventually(lambda: buffer.stats().sampled == 1)
+        with buffer.writer() as writer:
+            for x in range(2000):
+                writer.append(x=x)
+    assert insert_wait(buffer) > 0.2
 
 
 def own_until_killed(pipe):

@@ -114,8 +114,8 @@ def _stacked(field: Field, values: list[torch.Tensor | Array | None]) -> torch.T
         # Not by way of torch, which takes arrays of fewer kinds and makes float32 of Python floats.
         zeros = np.zeros(field.shape, arrays[0].dtype)
         return np.stack([zeros if value is None else value for value in values])
-    absent = torch.zeros(field.shape, dtype=field.dtype)
-    return torch.stack([absent if value is None else torch.as_tensor(value) for value in values])
+    absent = torch.zeros(field.shape, dtype=field.dtype, device="cpu")
+    return torch.stack([absent if value is None else torch.as_tensor(value, device="cpu") for value in values])
 
 
 def _part(value: Any, name: str) -> Any:

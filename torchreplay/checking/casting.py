@@ -18,7 +18,7 @@ class Casting:
 
     def __call__(self, path: str, field: Field, value: Any, place: object) -> np.ndarray[Any, Any]:
         """Returns what the field at `path` holds after `value` was written, which was within its range."""
-        given = as_numpy(torch.as_tensor(value)) if isinstance(value, torch.Tensor) else np.asarray(value)
+        given = as_numpy(value) if isinstance(value, torch.Tensor) else np.asarray(value)
         held = cast(given, field.dtype)
         changed = _changed(given, held)
         if changed is None:

@@ -274,7 +274,7 @@ def _leaves_for(sampler: Sampler, saved: Sampler, largest: float) -> Callable[[t
         return None
 
     def convert(leaves: torch.Tensor) -> torch.Tensor:
-        errors = torch.full(leaves.shape, largest, dtype=torch.float64)
+        errors = torch.full(leaves.shape, largest, dtype=torch.float64, device=leaves.device)
         if alpha_before:
             errors = (leaves.double() ** (1 / alpha_before) - eps_before).clamp(min=0.0)
         wanted = ((errors + eps) ** alpha).float().clamp(min=torch.finfo(torch.float32).tiny)

@@ -27,7 +27,7 @@ from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.samplers import Prioritized, Sampler, Uniform
 from torchreplay.schema.spec import Field
 from torchreplay.schema.views import Transitions
-from torchreplay.validation import checked_int
+from torchreplay.validation import as_numbers, checked_int
 
 MAX_RUNNING: Final = 2048
 """Episodes under way that are remembered: half of the writers that a buffer has places for."""
@@ -396,7 +396,7 @@ class PrioritizedEpisodeReplayBuffer(EpisodeReplayBuffer, RLlibPrioritizedEpisod
         """
         if self._drawn is None or self.replay is None:
             raise ValueError("there is no sample to feed TD errors back for: sample() comes before each update")
-        self.replay.update_priorities(self._drawn, torch.as_tensor(priorities).detach().reshape(-1))
+        self.replay.update_priorities(self._drawn, as_numbers("priorities", priorities, "numbers").detach().reshape(-1))
         self._drawn = None
 
 

@@ -17,7 +17,7 @@ from torchreplay.buffer.replay_buffer import ReplayBuffer
 from torchreplay.schema.limiters import Limiter
 from torchreplay.schema.samplers import Prioritized, Sampler
 from torchreplay.schema.spec import Field
-from torchreplay.validation import checked_int
+from torchreplay.validation import as_numbers, checked_int
 
 OWN = ("index", "priority_weight")
 """What a batch has beside the rows' entries."""
@@ -163,7 +163,8 @@ class TensorDictReplayBuffer:
             ValueError: The shapes do not fit, an error is NaN or infinite, or an index was never given; nothing is
                 applied.
         """
-        keys, td = torch.as_tensor(index).cpu().reshape(-1), torch.as_tensor(priority).detach()
+        keys = as_numbers("index", index, "integers").cpu().reshape(-1)
+        td = as_numbers("priority", priority, "numbers").detach()
         if td.dim() == 2 and td.shape[1] == 1:
             td = td[:, 0]
         self.buffer.update_priorities(keys, td if td.dim() else td.expand(len(keys)))

@@ -93,8 +93,8 @@ class LaBER:
         there = cache(chosen.to)  # one copy to a device
         small = ReplayBatch({name: _taken(name, value, there, len(p)) for name, value in large.items()})
         small.source = getattr(large, "source", None)
-        drawn = small.get("weight", torch.ones(self.batch_size))
-        before = torch.as_tensor(drawn)
+        drawn = small.get("weight", torch.ones(self.batch_size, device="cpu"))
+        before = as_numbers("weight", drawn, f"[{self.batch_size}] numbers")
         weight = before.double() * self._correction(p, chosen).to(before.device).reshape(before.shape)
         if self.mode == "max":
             weight /= weight.max()

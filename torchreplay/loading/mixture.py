@@ -36,8 +36,9 @@ class Mixture:
         self.counts = whole_items(list(shares.values()), batch_size)
         self._device = device
         self._source = tuple(source_of(buffer).nonce for buffer in self.buffers)
-        self._which = torch.arange(len(self.counts)).repeat_interleave(torch.tensor(self.counts))
-        self._share = (torch.tensor(self.counts) / batch_size)[self._which]
+        counts = torch.tensor(self.counts, device="cpu")
+        self._which = torch.arange(len(counts), device="cpu").repeat_interleave(counts)
+        self._share = (counts / batch_size)[self._which]
         self._weights = _normalized_alike(self.buffers)
         _require_alike(self.buffers)
 

@@ -147,7 +147,7 @@ def _prometheus_quantiles(name: str, counts: torch.Tensor, edges: torch.Tensor, 
         return []
     full = f"{PREFIX}_{name}_quantile"
     reached = counts.cumsum(0).double() / counts.sum()
-    bins = torch.searchsorted(reached, torch.tensor(QUANTILES, dtype=torch.float64))
+    bins = torch.searchsorted(reached, torch.tensor(QUANTILES, dtype=torch.float64, device="cpu"))
     values = ((edges[1:] + edges[:-1]) / 2)[bins.clamp(max=len(counts) - 1)].tolist()
     return [
         f"# HELP {full} {HISTOGRAMS[name]}, quantiles",

@@ -47,10 +47,15 @@ class ReplayBatch(dict[str, Any]):
         """Returns the batch with every tensor but `key` on `device`.
 
         Args:
-            device: Where to.
+            device: Where to. A dtype is refused: `tensor.to(dtype)` would cast actions and flags, too.
             non_blocking: Whether copies from page-locked memory may run asynchronously. Copies to the CPU are always
                 waited for: nobody could know when their values are there.
+
+        Raises:
+            TypeError: `device` is a dtype.
         """
+        if isinstance(device, torch.dtype):
+            raise TypeError(f"device is {device}: expected a device; cast the entries that are to be cast")
         to_cpu = isinstance(device, str | torch.device) and torch.device(device).type == "cpu"
         return self._map(lambda t: t.to(device, non_blocking=non_blocking and not to_cpu))
 

@@ -54,6 +54,6 @@ def _as_dtype(value: Any, dtype: torch.dtype) -> Any:
         array = np.asarray(value)
         if array.dtype.kind not in "biuf":
             return value
-        return torch.as_tensor(np.ascontiguousarray(array).reshape(array.shape)).to(dtype)
+        return torch.as_tensor(np.ascontiguousarray(array).reshape(array.shape), device="cpu").to(dtype)
     except (TypeError, ValueError):  # ragged lists, and dtypes that torch does not have
         return value

@@ -29,7 +29,8 @@ RETURN_GRACE = 5.0
 """Seconds for which a learner believes that writers who are gone may come back: restarts take this long."""
 
 STARTUP_GRACE = 120.0
-"""Seconds for which a learner waits for the first writer of a buffer that was handed to other processes."""
+"""Seconds for which a learner waits for the first writer of a buffer that was handed to other processes; and for which
+the only thread of the process that made it waits for a learner elsewhere."""
 
 IN_VAIN = 1.0
 """Seconds for which a ring must be seen without a complete item before a learner believes that it completes none."""
@@ -195,17 +196,21 @@ class Wait:
 
         Raises:
             Stopped: The buffer was stopped.
-            WouldBlockForever: This is the only process, and it has no other thread that could draw.
+            WouldBlockForever: This process made the buffer and has no other thread that could draw, nor has another
+                process come to draw.
         """
-        census = self._segment.census(True)
-        alone = not census["shared"] and threading.active_count() == 1
+        census, waited = self._segment.census(True), time.monotonic() - self._start
+        others = census["others_learning"] or census["others_owning"] or census["supervisors"]
+        alone = not others and threading.active_count() == 1
         self._check_stopped()  # last, as in check_rows
-        if alone and not census["others_learning"]:
+        if alone and (not census["shared"] or waited >= STARTUP_GRACE):
+            nobody = f"no learner has come in {waited:.0f} s, and there is no other thread to draw"
+            if not census["shared"]:
+                nobody = "there is no other thread and no other process to draw"
             raise WouldBlockForever(
                 f"append(){self._of()} would wait for ever: {balance()}; writers alive: {census['writers']}, last "
-                f"write: {_ago(census['since_write'])}; there is no other thread and no other process to draw. Draw "
-                f"more batches between appends, give SamplesPerInsert a tolerance with room for all rows of a call, or "
-                f"use MinSize"
+                f"write: {_ago(census['since_write'])}; {nobody}. Draw more batches between appends, give "
+                f"SamplesPerInsert a tolerance with room for all rows of a call, or use MinSize"
             )
         figures = f"learners alive: {census['learners']}"
         if census["learners"] and not census["others_learning"]:

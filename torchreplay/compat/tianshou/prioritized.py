@@ -14,7 +14,7 @@ from tianshou.data import ReplayBufferManager
 from torchreplay.compat.indexes import Indexes
 from torchreplay.compat.tianshou.buffers import SharedReplayBuffer, rows_for
 from torchreplay.schema.samplers import Prioritized, Sampler, value_of
-from torchreplay.validation import checked_int
+from torchreplay.validation import as_numbers, checked_int
 
 EPS = float(np.finfo(np.float32).eps)
 """What Tianshou adds to a priority."""
@@ -87,7 +87,7 @@ class PrioritizedReplayBuffer(SharedReplayBuffer, TianshouPrioritizedReplayBuffe
         keys = index.intact_keys() if isinstance(index, Indexes) else None
         if keys is None:
             keys = self._keys_at(index)
-        td = torch.as_tensor(new_weight).detach()
+        td = as_numbers("new_weight", new_weight, "numbers").detach()
         self.replay.update_priorities(keys, td.reshape(-1) if td.dim() else td.expand(len(keys)))
 
     def init_weight(self, index: Any) -> NoReturn:

@@ -110,7 +110,7 @@ class RemoteWeights(SharedWeights):
         self._nbytes = nbytes
         self._pulled = -1
         self._pulled_into = lambda: None
-        self._content = torch.empty(nbytes, dtype=torch.uint8)
+        self._content = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         name = f"torchreplay-weights-{handle.nonce:016x}"
         self._actor = NodeActor(handle.node, WeightsActor, name, (handle, entries, nbytes), LISTENERS)
         self._news = _News()

@@ -338,6 +338,7 @@ class ShardClient:
             "owners": len(told),
             "others_writing": max(0, writers - own),  # which may have come since they reported
             "others_learning": learners,
+            "others_owning": len(told),
             "waiting": 0,
             "supervisors": int(self.table.expected),
             "shared": True,

@@ -135,7 +135,7 @@ def as_keys(given: Any) -> NDArray[np.int64]:
         ValueError: They are something else.
     """
     try:
-        tensor = torch.as_tensor(given)
+        tensor = torch.as_tensor(given, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(f"the keys are {given!r:.200}: expected int64 [n], such as batch['key']") from None
     if tensor.shape == (0,) or tensor.dtype in _KEY_DTYPES:  # an empty list says no dtype
