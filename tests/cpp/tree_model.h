@@ -8,6 +8,7 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <random>
 #include <vector>
@@ -64,20 +65,20 @@ struct Model {
         leaves[index[b]] = stored(leaf[b]);
         holds = holds && is_held(stored(leaf[b]));
       }
-      if (holds && exact_total() < std::pow(2.0L, 63)) continue;
+      if (holds && exact_total() < std::ldexp(1.0L, 63)) continue;
       for (size_t b = to; b < index.size(); b++) leaves[index[b]] = stored(leaf[b]);
       return refit();
     }
     written += std::count_if(leaf.begin(), leaf.end(), [&](float p) { return count_zeros || p > 0; });
     const bool look = written >= static_cast<int64_t>(leaves.size());
     if (look) written = 0;
-    if (exact_total() < std::pow(2.0L, 10) * count() || (look && is_coarse())) refit();
+    if (exact_total() < std::ldexp(1.0L, 10) * count() || (look && is_coarse())) refit();
   }
 
   void rebuild() {
     bool holds = true;
     for (float& leaf : leaves) holds = is_held(leaf = stored(leaf)) && holds;
-    if (!holds || exact_total() >= std::pow(2.0L, 63)) unit = fit();
+    if (!holds || exact_total() >= std::ldexp(1.0L, 63)) unit = fit();
   }
 
   void refit() {
@@ -96,17 +97,17 @@ struct Model {
     }
     if (largest == 0) return std::nullopt;
     int e = -400;
-    while (largest >= std::pow(2.0L, e + 51) || sum >= std::pow(2.0L, e + 62)) e++;
+    while (largest >= std::ldexp(1.0L, e + 51) || sum >= std::ldexp(1.0L, e + 62)) e++;
     return e;
   }
 
   bool is_coarse() const { return unit && (!fit() || *fit() < *unit); }
 
-  bool is_held(float leaf) const { return leaf == 0 || (unit && leaf < std::pow(2.0L, *unit + 52)); }
+  bool is_held(float leaf) const { return leaf == 0 || (unit && leaf < std::ldexp(1.0L, *unit + 52)); }
 
   uint64_t units(float leaf) const {
     if (!(leaf > 0)) return 0;
-    return static_cast<uint64_t>(std::max(1.0L, std::nearbyint(leaf * std::pow(2.0L, -*unit))));
+    return static_cast<uint64_t>(std::max(1.0L, std::nearbyint(std::ldexp(static_cast<long double>(leaf), -*unit))));
   }
 
   long double exact_total() const {
@@ -129,11 +130,12 @@ struct Model {
     return least;
   }
 
-  int64_t find(uint64_t target) const {
-    for (size_t i = 0;; i++) {
-      if (target < units(leaves[i])) return static_cast<int64_t>(i);
-      target -= units(leaves[i]);
-    }
+  // The running sums, in units.
+  std::vector<uint64_t> sums() const {
+    std::vector<uint64_t> sums(leaves.size());
+    std::transform_inclusive_scan(leaves.begin(), leaves.end(), sums.begin(), std::plus<>(),
+                                  [&](float leaf) { return units(leaf); });
+    return sums;
   }
 };
 
@@ -147,14 +149,14 @@ inline void check_equal(PriorityTree& tree, const Model& model) {
 
 // Every boundary of small trees, random targets of large ones.
 inline void check_finds(PriorityTree& tree, const Model& model, std::mt19937_64& random) {
-  if (model.total() == 0) return;
-  std::vector<uint64_t> targets = {0, model.total() - 1};
-  for (int k = 0; k < 40; k++) targets.push_back(random() % model.total());
-  uint64_t sum = 0;
-  for (size_t i = 0; i < std::min<size_t>(model.leaves.size(), 200); i++) {
-    sum += model.units(model.leaves[i]);
-    if (sum > 0) targets.push_back(sum - 1);
-    if (sum < model.total()) targets.push_back(sum);
+  const std::vector<uint64_t> sums = model.sums();
+  const uint64_t total = sums.back();
+  if (total == 0) return;
+  std::vector<uint64_t> targets = {0, total - 1};
+  for (int k = 0; k < 40; k++) targets.push_back(random() % total);
+  for (size_t i = 0; i < std::min<size_t>(sums.size(), 200); i++) {
+    if (sums[i] > 0) targets.push_back(sums[i] - 1);
+    if (sums[i] < total) targets.push_back(sums[i]);
   }
   const int n = static_cast<int>(targets.size());
   std::vector<int64_t> index(n);
@@ -162,7 +164,8 @@ inline void check_finds(PriorityTree& tree, const Model& model, std::mt19937_64&
   tree.find(targets.data(), n, index.data(), leaf.data());
   bool right = true;
   for (int b = 0; b < n; b++) {
-    right &= index[b] == model.find(targets[b]) && leaf[b] == model.leaves[index[b]] && leaf[b] > 0;
+    const auto found = std::upper_bound(sums.begin(), sums.end(), targets[b]) - sums.begin();
+    right &= index[b] == found && leaf[b] == model.leaves[index[b]] && leaf[b] > 0;
   }
   BOOST_TEST(right);
 }
