@@ -10,9 +10,9 @@ STRATEGIES = ("future", "final", "episode", "none")
 
 HINDSIGHT = Question(
     "hindsight",
-    "Which reached place becomes a goal: DDPG on Reacher-v5, rewarded at the target alone",
+    "Hindsight: which reached place becomes the goal",
     "learner steps",
-    "share of 100 greedy episodes that end at the target",
+    "success rate of 100 greedy episodes",
     {
         "Reacher-v5": {
             strategy: partial(play, name="her", flags=(*LENGTH, "--strategy", strategy), x="step", y="success_rate")
