@@ -20,7 +20,7 @@ from tianshou.utils.net.common import Net
 from benchmarks.learning.cell import Point, Question
 from torchreplay.compat.tianshou import PrioritizedVectorReplayBuffer, SharedVectorReplayBuffer
 
-ENV, STEPS, EVALUATIONS, EPISODES = "CartPole-v1", 30_000, 15, 20
+ENV, STEPS, EVALUATIONS, EPISODES = "CartPole-v1", 20_000, 10, 20
 ENVS = 8
 CAPACITY = 20_000
 LEARNING_STARTS = 1_000
