@@ -20,6 +20,11 @@ def test_a_path_that_is_taken_names_open_and_stays_as_it_is(path):
     assert path.read_text() == "mine"
 
 
+def test_a_directory_is_no_file_for_a_buffer(tmp_path):
+    with pytest.raises(FileExistsError, match="this is a directory: name a file in it"):
+        make(tmp_path)
+
+
 def test_a_missing_directory_and_a_missing_file_are_said_to_be_missing(path):
     with pytest.raises(FileNotFoundError, match="nowhere"):
         make(path.parent / "nowhere" / "replay.bin")

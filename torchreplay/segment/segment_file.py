@@ -135,11 +135,9 @@ class NewFile:
                 self.fd = -1
 
     def _is_there(self) -> FileExistsError:
-        return FileExistsError(
-            errno.EEXIST,
-            "there is a file already: if it is a buffer, ReplayBuffer.open brings it back; delete it to make a new one",
-            str(self._path),
-        )
+        advice = "if it is a buffer, ReplayBuffer.open brings it back; delete it to make a new one"
+        text = "this is a directory: name a file in it" if self._path.is_dir() else f"there is a file already: {advice}"
+        return FileExistsError(errno.EEXIST, text, str(self._path))
 
 
 def _remove_unfinished(directory: Path) -> None:
