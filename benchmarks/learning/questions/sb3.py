@@ -98,6 +98,6 @@ PEERS = Question(
         "DQN CartPole-v1": _task("CartPole-v1", 50_000, CARTPOLE, DQN, PrioritizedDQN),
         "SAC Pendulum-v1": _task("Pendulum-v1", 8_000, PENDULUM, SAC, PrioritizedSAC),
         "DQN LunarLander-v3": _task("LunarLander-v3", 50_000, LUNARLANDER, DQN, None, evaluations=10),
-        "SAC InvertedPendulum-v5": _task("InvertedPendulum-v5", 6_000, INVERTED, SAC, PrioritizedSAC, evaluations=10),
+        "SAC InvertedPendulum-v5": _task("InvertedPendulum-v5", 6_000, INVERTED, SAC, None, evaluations=10),
     },
 )
