@@ -34,7 +34,7 @@ def test_a_live_buffer_is_found_with_those_who_have_it_open():
         assert (file.kind, file.path) == ("buffer", None)
         (one,) = listed(buffer.name)
         assert (one.pid, one.writers, one.learners, one.capacity) == (os.getpid(), 1, 0, 1000)
-        assert one.rows_per_second > 0
+        eventually(lambda: listed(buffer.name)[0].rows_per_second > 0)  # between two looks it may not have its turn
 
 
 def test_the_figures_of_a_survey_are_the_buffers_own():
@@ -127,7 +127,7 @@ def test_processes_that_vanish_while_they_are_looked_at_are_no_trouble(tally):
     buffer = make()
     seen = 0
     deadline = time.monotonic() + 1.5
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline or seen <= 3:
         children = [Forked(lambda: os.kill(os.getpid(), 9)) for _ in range(4)]
         names = [one.name for one in survey(0.0)]
         assert names.count(buffer.name) == 1
@@ -135,7 +135,6 @@ def test_processes_that_vanish_while_they_are_looked_at_are_no_trouble(tally):
             child.wait()
         seen += 1
     tally("surveys beside dying processes", seen)
-    assert seen > 3
 
 
 def test_a_buffer_is_chosen_by_name_inode_or_process():
