@@ -310,6 +310,9 @@ BOOST_AUTO_TEST_CASE(the_census_counts_the_living_by_role) {
   BOOST_TEST(c.writers == 2);
   BOOST_TEST(c.learners == 1);
   BOOST_TEST(c.supervisors == 0);
+  join(*m, Role::kOwner);
+  BOOST_TEST(take_census(*m, false).owners == 1);
+  BOOST_TEST(take_census(*m, false).others_owning == 0);  // which is this process
   BOOST_TEST(c.others_writing == 1);  // the explorer; an unused writer of ours counts only when asked
   BOOST_TEST(take_census(*m, true).others_writing == 2);
   BOOST_TEST(c.last_write == 12345);
