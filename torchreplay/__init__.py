@@ -119,7 +119,7 @@ class _OperatorsAtFirstUse(ModuleType):
         return getattr(torch.ops.torchreplay, name)
 
 
-vars(torch.ops)["torchreplay"] = _OperatorsAtFirstUse("torch.ops.torchreplay")
+vars(torch.ops).setdefault("torchreplay", _OperatorsAtFirstUse("torch.ops.torchreplay"))
 
 
 def __getattr__(name: str) -> Any:

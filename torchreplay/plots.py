@@ -240,7 +240,7 @@ def replay_health(
 def draw_learning_curve(
     axes: Axes, history: ReplayHistory, solved: float | None = None, palette: Palette = LIGHT
 ) -> None:
-    """Draws the evaluated returns, and behind them the range of those of the explorers, over learner steps."""
+    """Draws the evaluated returns over learner steps, and behind them the range of the explorers' returns."""
     axes.set(title="Return of an episode", xlabel="learner step", ylabel="mean return")
     explored = [(m.step, low_high) for m in history.moments if (low_high := _range(m.explorer_returns)) is not None]
     if explored:

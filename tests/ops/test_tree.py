@@ -25,7 +25,9 @@ def tree_of(priorities: torch.Tensor, seed: int = 0) -> PriorityTree:
 
 
 def test_the_operators_are_there_when_the_package_is_imported():
-    program = "import torch, torchreplay; print(torch.ops.torchreplay.tree_layout(10)[0] > 0)"
+    layout = "torch.ops.torchreplay.tree_layout(10)[0] > 0"
+    again = "import importlib; importlib.reload(torchreplay)"
+    program = f"import torch, torchreplay; first = {layout}; {again}; print(first and {layout})"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "True\n"
     with pytest.raises(AttributeError):
         torch.ops.torchreplay.no_such_operator  # noqa: B018

@@ -244,6 +244,12 @@ def test_an_append_that_no_learner_can_help_says_so_at_once_with_numbers_and_adv
     assert buffer.stats().inserted == 10 + 1024  # min_size * ratio, and a tolerance of 1024 draws
 
 
+def test_an_append_that_nobody_can_help_says_so_at_once_although_writers_are_expected(alone):
+    buffer = buffer_with(tr.SamplesPerInsert(1.0, min_size=10))
+    with buffer.expect_writers(), pytest.raises(tr.WouldBlockForever, match="no other thread and no other process"):
+        append_in_vain(buffer)
+
+
 def test_an_append_for_which_no_learner_comes_ends_although_one_could_come_from_elsewhere(alone, monkeypatch):
     monkeypatch.setattr(waits, "STARTUP_GRACE", 0.3)
     buffer = buffer_with(tr.SamplesPerInsert(1.0, min_size=10))

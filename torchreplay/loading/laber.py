@@ -83,8 +83,8 @@ class LaBER:
             twice is there twice.
 
         Raises:
-            ValueError: `large` is too small, an entry of it has not one part for each item, or `priority` is not M
-                finite numbers; or all are 0, and so is eps.
+            ValueError: `large` is too small, or an entry of it has not one part for each item. Or `priority` is not M
+                finite numbers. Or all priorities and eps are 0.
             TypeError: `large` is no mapping.
         """
         checked_instance("the large batch", large, Mapping, "a torchreplay.ReplayBatch or another mapping")

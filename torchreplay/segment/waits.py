@@ -200,8 +200,7 @@ class Wait:
                 process come to draw.
         """
         census, waited = self._segment.census(True), time.monotonic() - self._start
-        others = census["others_learning"] or census["others_owning"] or census["supervisors"]
-        alone = not others and threading.active_count() == 1
+        alone = not census["others_learning"] and not census["others_owning"] and threading.active_count() == 1
         self._check_stopped()  # last, as in check_rows
         if alone and (not census["shared"] or waited >= STARTUP_GRACE):
             nobody = f"no learner has come in {waited:.0f} s, and there is no other thread to draw"
