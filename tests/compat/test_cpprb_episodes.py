@@ -102,7 +102,7 @@ def test_a_forgotten_end_of_an_episode_is_seen():
 @pytest.mark.parametrize("kind", ["next_of", "stack, next_of"])
 def test_priorities_go_with_the_transitions_that_share_memory(kind):
     env, options, value = SHARED[kind]
-    buffer = adapter.PrioritizedReplayBuffer(64, env, eps=1e-9, **options)
+    buffer = adapter.PrioritizedReplayBuffer(64, env, eps=1e-30, **options)
     for i in range(12):
         buffer.add(obs=value(i), act=i, rew=i, next_obs=value(i + 1), done=0, priorities=float(i == 7))
     batch = buffer.sample(16)
@@ -221,7 +221,7 @@ def test_done_says_whether_the_last_step_ended_the_episode_and_cpprb_leaves_that
 
 
 def test_n_step_transitions_keep_the_priorities_that_they_were_added_with():
-    buffer = nstep_buffers(3, "PrioritizedReplayBuffer", eps=1e-9)[0]
+    buffer = nstep_buffers(3, "PrioritizedReplayBuffer", eps=1e-30)[0]
     priorities = [0, 0, 0, 5, 0, 0]
     for i, priority in enumerate(priorities):
         buffer.add(**step(i), priorities=float(priority))

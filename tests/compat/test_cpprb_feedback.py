@@ -14,7 +14,7 @@ from torchreplay.compat import cpprb as adapter
 @pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float64"])
 @pytest.mark.parametrize("form", [np.array, list, tuple])
 def test_plain_indexes_of_any_kind_name_the_rows_that_are_there(dtype, form):
-    buffers = [library.PrioritizedReplayBuffer(8, ENV, eps=1e-9) for library in (adapter, cpprb)]
+    buffers = [library.PrioritizedReplayBuffer(8, ENV, eps=1e-30) for library in (adapter, cpprb)]
     for buffer in buffers:
         buffer.add(**transitions(13))  # the ring has turned
         buffer.update_priorities(form(np.array([1, 6], dtype)), form([0.0, 100.0]))
@@ -101,7 +101,7 @@ def test_feedback_reaches_the_rows_that_were_drawn():
 
 
 def test_indexes_that_were_changed_in_place_are_plain_numbers():
-    buffer = adapter.PrioritizedReplayBuffer(8, ENV, eps=1e-9)
+    buffer = adapter.PrioritizedReplayBuffer(8, ENV, eps=1e-30)
     buffer.add(**transitions(8), priorities=np.ones(8))
     indexes = buffer.sample(1)["indexes"]
     indexes[:] = 5
