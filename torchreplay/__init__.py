@@ -17,7 +17,6 @@ except ModuleNotFoundError as _error:
         f"finds the installed package, or run `make build` here and use .venv/bin/python"
     ) from None
 
-from torchreplay.buffer.footprint import Footprint, footprint
 from torchreplay.buffer.replay_buffer import ReplayBuffer
 from torchreplay.buffer.stats import Stats
 from torchreplay.buffer.writer import Writer
@@ -40,9 +39,9 @@ from torchreplay.schema.spaces import spec_from_env, spec_from_space
 from torchreplay.schema.spec import Field, Spec
 from torchreplay.schema.views import Rows, Sequences, Transitions
 from torchreplay.segment.handle import Handle
-from torchreplay.weights.shared_weights import SharedWeights
 
 if TYPE_CHECKING:
+    from torchreplay.buffer.footprint import Footprint, footprint
     from torchreplay.checking import CheckReport, check
     from torchreplay.distributed.learners import Learners
     from torchreplay.loading.laber import LaBER
@@ -51,6 +50,7 @@ if TYPE_CHECKING:
     from torchreplay.monitoring.batch_report import BatchReport, explain
     from torchreplay.monitoring.monitor import Monitor
     from torchreplay.priority_tree import PriorityTree
+    from torchreplay.weights.shared_weights import SharedWeights
 
 __version__ = "0.1.0"
 
@@ -100,14 +100,17 @@ __all__ = [
 _IMPORTED_AT_FIRST_USE = {  # to make `import torchreplay` quick: many programs need none of them
     "BatchReport": "torchreplay.monitoring.batch_report",
     "CheckReport": "torchreplay.checking",
+    "Footprint": "torchreplay.buffer.footprint",
     "LaBER": "torchreplay.loading.laber",
     "Learners": "torchreplay.distributed.learners",
     "MixedDataset": "torchreplay.loading.mixed_dataset",
     "Monitor": "torchreplay.monitoring.monitor",
     "PriorityTree": "torchreplay.priority_tree",
     "Reverse": "torchreplay.loading.reverse",
+    "SharedWeights": "torchreplay.weights.shared_weights",
     "check": "torchreplay.checking",
     "explain": "torchreplay.monitoring.batch_report",
+    "footprint": "torchreplay.buffer.footprint",
 }
 
 

@@ -1,6 +1,5 @@
 """Buffers that have issued so many keys that nobody counts them: near 2^31, 2^32 and the last key, 2^47 - 1."""
 
-import dataclasses
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ def started_at(tmp_path):
         with tr.ReplayBuffer(spec, CAPACITY, seed=0, **options) as buffer:
             buffer.save(tmp_path)
         saved = Description.read(tmp_path)
-        counted = dataclasses.replace(saved, counts=(head, *saved.counts[1:]))
+        counted = saved._replace(counts=(head, *saved.counts[1:]))
         (tmp_path / NAME).write_bytes(sealed(counted.as_data()))
         return tr.ReplayBuffer.load(tmp_path)
 

@@ -26,7 +26,7 @@ LINK_SLOTS: Final = 1 << 16
 """Slots whose links are copied at a time."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class _Chain:
     """Rows that follow each other.
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,8 +11,7 @@ from torchreplay.schema.samplers import Normalization, value_of
 from torchreplay.validation import as_float, checked_int
 
 
-@dataclass(frozen=True, slots=True)
-class TreeSummary:
+class TreeSummary(NamedTuple):
     """The leaves as one draw found them, and the exponent of its weights.
 
     Attributes:

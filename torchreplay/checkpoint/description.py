@@ -6,9 +6,8 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torchreplay.checkpoint.directory import read_description, with_description
 from torchreplay.errors import CheckpointError
@@ -39,8 +38,7 @@ MAX_RAW = 9
 SHARD_NAME = re.compile(r"rows-[0-9a-f]+/[0-9]+\.safetensors")
 
 
-@dataclass(frozen=True, slots=True)
-class Description:
+class Description(NamedTuple):
     """What `checkpoint.json` says.
 
     Attributes:

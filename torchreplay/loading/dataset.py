@@ -72,7 +72,7 @@ def tell_loop(dataset: SteppedDataset[Any], loop: Loop) -> None:
     dataset._taken_by(loop)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class Iteration:
     """Where one process stands in a dataset.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,7 +30,7 @@ GOALS = ("none", "future", "final", "episode")
 """Where hindsight takes a goal from; in the order of the native core's `Goal`."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class BatchPlan:
     """The tensors of a batch, by path and in order, and how each comes about.
 
@@ -83,8 +83,7 @@ class BatchPlan:
         self.outputs[path] = output
 
 
-@dataclass(frozen=True, slots=True)
-class Roles:
+class Roles(NamedTuple):
     """What a writer has to know of a linked view: the positions of fields in the spec."""
 
     observation: tuple[int, ...]

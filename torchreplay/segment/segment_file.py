@@ -16,8 +16,8 @@ import stat
 import struct
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from torchreplay import _C
 from torchreplay.errors import CheckpointError
@@ -31,8 +31,7 @@ UNFINISHED = ".torchreplay-{}.unfinished"
 TRIES = 1000  # to find a file either used or unused, about 10 ms each
 
 
-@dataclass(frozen=True, slots=True)
-class OpenFile:
+class OpenFile(NamedTuple):
     """A file with a segment that is fit for use.
 
     Attributes:

@@ -6,8 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,8 +25,7 @@ ALIGNMENT = 64
 PUBLISH_SECONDS = 20.0  # seconds that a publisher waits for another one
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """Where one tensor of the state dict lies in a buffer."""
 
     name: str

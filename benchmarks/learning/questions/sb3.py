@@ -42,7 +42,7 @@ LUNARLANDER: dict[str, Any] = {  # settings that are known to solve it within 10
     "policy_kwargs": {"net_arch": [256, 256]},
 }
 PENDULUM: dict[str, Any] = {"learning_rate": 1e-3, "learning_starts": 1_000, "buffer_size": 100_000}
-INVERTED: dict[str, Any] = {"learning_rate": 1e-3, "learning_starts": 1_000, "buffer_size": 100_000}
+CHEETAH: dict[str, Any] = {"learning_starts": 1_000, "buffer_size": 100_000}
 
 Learner = Callable[..., OffPolicyAlgorithm]
 
@@ -98,6 +98,6 @@ PEERS = Question(
         "DQN CartPole-v1": _task("CartPole-v1", 50_000, CARTPOLE, DQN, PrioritizedDQN),
         "SAC Pendulum-v1": _task("Pendulum-v1", 8_000, PENDULUM, SAC, PrioritizedSAC),
         "DQN LunarLander-v3": _task("LunarLander-v3", 50_000, LUNARLANDER, DQN, None, evaluations=10),
-        "SAC InvertedPendulum-v5": _task("InvertedPendulum-v5", 6_000, INVERTED, SAC, None, evaluations=10),
+        "SAC HalfCheetah-v5": _task("HalfCheetah-v5", 10_000, CHEETAH, SAC, None, evaluations=10),
     },
 )
