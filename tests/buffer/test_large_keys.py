@@ -1,6 +1,5 @@
 """Buffers that have issued so many keys that nobody counts them: near 2^31, 2^32 and the last key, 2^47 - 1."""
 
-
 import numpy as np
 import pytest
 import torch

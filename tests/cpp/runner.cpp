@@ -1,3 +1,4 @@
-// The Boost.Test framework, compiled once (7 s) and linked into every test binary; each of those defines
-// BOOST_TEST_MODULE and includes <boost/test/unit_test.hpp>, which compiles in about 2 s.
+// The Boost.Test framework and `main`, compiled once (7 s) and linked into every test binary. Each test includes
+// <boost/test/unit_test.hpp> first: it is precompiled for each variant, and would take 2 s in every test.
+#define BOOST_TEST_MODULE torchreplay
 #include <boost/test/included/unit_test.hpp>

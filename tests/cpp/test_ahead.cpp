@@ -1,4 +1,3 @@
-#define BOOST_TEST_MODULE ahead
 #include <sys/wait.h>
 
 #include "learner.h"

@@ -1,4 +1,3 @@
-#define BOOST_TEST_MODULE blocks
 #include <boost/test/unit_test.hpp>
 #include <cstring>
 #include <memory>

@@ -1,4 +1,3 @@
-#define BOOST_TEST_MODULE checksum
 #include <boost/test/unit_test.hpp>
 #include <random>
 #include <string>

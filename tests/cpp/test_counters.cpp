@@ -1,5 +1,4 @@
 // Keys and steps that no test reaches by counting: what happens near 2^31, 2^32 and 2^47 is what happens elsewhere.
-#define BOOST_TEST_MODULE counters
 #include <boost/test/unit_test.hpp>
 
 #include "batches.h"

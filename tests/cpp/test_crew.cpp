@@ -1,4 +1,3 @@
-#define BOOST_TEST_MODULE crew
 #include <sys/wait.h>
 
 #include <boost/test/unit_test.hpp>

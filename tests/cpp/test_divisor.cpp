@@ -1,4 +1,3 @@
-#define BOOST_TEST_MODULE divisor
 #include <boost/test/unit_test.hpp>
 #include <random>
 #include <vector>

@@ -1,4 +1,3 @@
-#define BOOST_TEST_MODULE drawing_thread
 #include <sys/resource.h>
 
 #include <atomic>

@@ -1,6 +1,5 @@
 // Learners and explorers that die at each fault point, with a real lock in a real process: a survivor must be able to
 // repair what they leave.
-#define BOOST_TEST_MODULE faults
 #define TORCHREPLAY_FAULTS
 #include <boost/test/unit_test.hpp>
 #include <functional>

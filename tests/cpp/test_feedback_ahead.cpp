@@ -1,4 +1,3 @@
-#define BOOST_TEST_MODULE feedback_ahead
 #include "learner.h"
 
 using namespace torchreplay;

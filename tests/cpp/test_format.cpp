@@ -1,4 +1,3 @@
-#define BOOST_TEST_MODULE format
 #include <boost/test/unit_test.hpp>
 #include <cstddef>
 #include <random>

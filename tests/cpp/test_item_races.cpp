@@ -1,4 +1,3 @@
-#define BOOST_TEST_MODULE item_races
 #include <boost/test/unit_test.hpp>
 #include <random>
 

@@ -1,4 +1,3 @@
-#define BOOST_TEST_MODULE items
 #include <boost/test/unit_test.hpp>
 #include <cmath>
 

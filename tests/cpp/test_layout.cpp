@@ -1,4 +1,3 @@
-#define BOOST_TEST_MODULE layout
 #include <boost/test/unit_test.hpp>
 #include <map>
 #include <random>

@@ -1,4 +1,3 @@
-#define BOOST_TEST_MODULE limiter
 #include <boost/test/unit_test.hpp>
 #include <memory>
 #include <random>

@@ -1,4 +1,3 @@
-#define BOOST_TEST_MODULE linked_absorb
 #include <boost/test/unit_test.hpp>
 #include <random>
 

@@ -1,5 +1,4 @@
 // Learners stopped between any two instructions while explorers go on.
-#define BOOST_TEST_MODULE linked_interleaving
 #include <boost/test/unit_test.hpp>
 
 #include "crowd.h"

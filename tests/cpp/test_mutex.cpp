@@ -1,4 +1,3 @@
-#define BOOST_TEST_MODULE mutex
 #include <boost/test/unit_test.hpp>
 #include <string_view>
 #include <thread>

@@ -1,5 +1,4 @@
 // Mappings that keep huge pages huge, and what holds whether the system has such pages or not.
-#define BOOST_TEST_MODULE pages
 #include <boost/test/unit_test.hpp>
 #include <fstream>
 #include <string>

@@ -1,5 +1,4 @@
 // Powers against the C library's in extended precision.
-#define BOOST_TEST_MODULE power
 #include <boost/test/unit_test.hpp>
 #include <cmath>
 #include <limits>

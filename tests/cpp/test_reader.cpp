@@ -1,4 +1,3 @@
-#define BOOST_TEST_MODULE reader
 #include <boost/test/unit_test.hpp>
 #include <limits>
 #include <vector>

@@ -1,4 +1,3 @@
-#define BOOST_TEST_MODULE standing_in
 #include <string_view>
 
 namespace {

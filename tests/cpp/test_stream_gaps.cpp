@@ -1,4 +1,3 @@
-#define BOOST_TEST_MODULE stream_gaps
 #include <boost/test/unit_test.hpp>
 
 #include "drawable.h"

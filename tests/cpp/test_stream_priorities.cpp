@@ -1,4 +1,3 @@
-#define BOOST_TEST_MODULE stream_priorities
 #include <boost/test/unit_test.hpp>
 
 #include "draw/update.h"

@@ -1,4 +1,3 @@
-#define BOOST_TEST_MODULE streams
 #include <boost/test/unit_test.hpp>
 
 #include "drawable.h"

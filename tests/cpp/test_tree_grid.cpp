@@ -1,5 +1,4 @@
 // The grid on which a tree sums follows its leaves, at every scale.
-#define BOOST_TEST_MODULE tree_grid
 #include <boost/test/unit_test.hpp>
 #include <numeric>
 

@@ -1,4 +1,3 @@
-#define BOOST_TEST_MODULE tree_model
 #include <boost/test/unit_test.hpp>
 
 #include "tree_model.h"

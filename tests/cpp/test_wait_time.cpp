@@ -1,4 +1,3 @@
-#define BOOST_TEST_MODULE wait_time
 #include <boost/test/unit_test.hpp>
 #include <thread>
 #include <vector>

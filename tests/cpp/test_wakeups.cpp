@@ -1,4 +1,3 @@
-#define BOOST_TEST_MODULE wakeups
 #include <string_view>
 
 namespace {

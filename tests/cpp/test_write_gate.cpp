@@ -1,4 +1,3 @@
-#define BOOST_TEST_MODULE write_gate
 #include <boost/test/unit_test.hpp>
 #include <random>
 #include <thread>

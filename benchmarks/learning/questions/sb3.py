@@ -41,8 +41,7 @@ LUNARLANDER: dict[str, Any] = {  # settings that are known to solve it within 10
     "exploration_final_eps": 0.1,
     "policy_kwargs": {"net_arch": [256, 256]},
 }
-PENDULUM: dict[str, Any] = {"learning_rate": 1e-3, "learning_starts": 1_000, "buffer_size": 100_000}
-CHEETAH: dict[str, Any] = {"learning_starts": 1_000, "buffer_size": 100_000}
+CONTROL: dict[str, Any] = {"learning_rate": 1e-3, "learning_starts": 1_000, "buffer_size": 100_000}
 
 Learner = Callable[..., OffPolicyAlgorithm]
 
@@ -96,8 +95,8 @@ PEERS = Question(
     f"mean return of {EPISODES} greedy episodes",
     {
         "DQN CartPole-v1": _task("CartPole-v1", 50_000, CARTPOLE, DQN, PrioritizedDQN),
-        "SAC Pendulum-v1": _task("Pendulum-v1", 8_000, PENDULUM, SAC, PrioritizedSAC),
+        "SAC Pendulum-v1": _task("Pendulum-v1", 8_000, CONTROL, SAC, PrioritizedSAC),
         "DQN LunarLander-v3": _task("LunarLander-v3", 50_000, LUNARLANDER, DQN, None, evaluations=10),
-        "SAC HalfCheetah-v5": _task("HalfCheetah-v5", 10_000, CHEETAH, SAC, None, evaluations=10),
+        "SAC Reacher-v5": _task("Reacher-v5", 8_000, CONTROL, SAC, None, evaluations=10),
     },
 )
