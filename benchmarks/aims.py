@@ -56,6 +56,7 @@ AIMS: Mapping[tuple[str, str], Sequence[Aim]] = {
     ("upkeep", "... times as long as without"): (Aim(1.2),),
     ("upkeep", "attach"): (Aim(2000.0),),
     ("upkeep", "stats()"): (Aim(10.0),),
+    ("imports", "import, after torch"): (Aim(45.0),),
     ("ray", "rows, one at a time"): (Aim(20, over="Ray actor"),),
     ("ray", "rows, chunks of 50"): (Aim(5, over="Ray actor"),),
     ("ray", "batches of 512"): (Aim(3, over="Ray actor"),),

@@ -9,6 +9,7 @@ from benchmarks.cases.compat import measure_compat
 from benchmarks.cases.contest import measure_contest
 from benchmarks.cases.gather import measure_gather
 from benchmarks.cases.gpu import measure_gpu
+from benchmarks.cases.imports import measure_imports
 from benchmarks.cases.kills import measure_kills
 from benchmarks.cases.loader import measure_loader
 from benchmarks.cases.memory import measure_memory
@@ -38,6 +39,7 @@ CASES: Mapping[str, Case] = {
     "loader": measure_loader,
     "gpu": measure_gpu,
     "upkeep": measure_upkeep,
+    "imports": measure_imports,
     "checkpoint": measure_checkpoint,
     "contest": measure_contest,
     "overload": measure_overload,
