@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 T = TypeVar("T")
@@ -40,6 +41,22 @@ def checked_kind(name: str, value: T | None, default: T, kinds: tuple[type[T], .
         return default
     names = " or ".join(f"torchreplay.{kind.__name__}" for kind in kinds)
     return checked_instance(name, value, kinds, names)
+
+
+def checked_class(name: str, value: T | None, default: T, kinds: tuple[type[T], ...]) -> T:
+    """Returns `value`, or `default` for None, and refuses classes that are derived from `kinds`.
+
+    Raises:
+        TypeError: It is none of `kinds`, or of a class derived from one.
+    """
+    given = checked_kind(name, value, default, kinds)
+    if type(given) not in kinds:
+        base = next(kind for kind in kinds if isinstance(given, kind))
+        raise TypeError(
+            f"{name} is a {type(given).__name__}, a class of yours: expected a torchreplay.{base.__name__} itself, "
+            f"because other processes know only that"
+        )
+    return given
 
 
 def checked_instance(name: str, value: T, kinds: type[Any] | tuple[type[Any], ...], expected: str) -> T:
@@ -137,9 +154,18 @@ def as_numbers(
     try:
         if device is None:  # for every default device of torch, which tensors would use
             device = values.device if isinstance(values, torch.Tensor) else torch.device("cpu")
-        return torch.as_tensor(values, dtype=dtype, device=device)
+        given = _as_torch_takes(values) if isinstance(values, np.ndarray) else values
+        return torch.as_tensor(given, dtype=dtype, device=device)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{name}: got {values!r:.200}, expected {expected}") from error
+
+
+def _as_torch_takes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Returns an array, or a copy of one that runs backwards, is read-only, of another byte order or a long double."""
+    if array.flags.carray and array.dtype.isnative and array.dtype.char != "g":
+        return array
+    dtype = np.dtype(np.float64) if array.dtype.char == "g" else array.dtype.newbyteorder("=")
+    return np.require(array, dtype, ["C", "W"])
 
 
 def as_floats(instance: object, *names: str) -> None:

@@ -85,6 +85,8 @@ def test_a_buffer_that_is_not_given_anew_is_missed_where_it_is_used(lightning, b
     assert repr(module.buffer) == "NotSaved('ReplayBuffer')"
     with pytest.raises(tr.AttachError, match="this is no ReplayBuffer"):
         module.buffer.stats()
+    with pytest.raises(tr.AttachError, match="this is no ReplayBuffer"):
+        module.buffer.limiter = tr.MinSize(5)
     with pytest.raises(TypeError, match="buffer is NotSaved; it must be a ReplayBuffer"):
         ReplayDataModule(module.buffer)
     trainer.save_checkpoint(tmp_path / "again.ckpt")

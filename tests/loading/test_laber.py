@@ -108,6 +108,11 @@ def test_all_zero_priorities_are_drawn_uniformly_with_weight_one(large):
     assert len(set(small["key"].tolist())) > 1
 
 
+def test_weights_of_zero_stay_zero(large):
+    large["weight"].zero_()
+    assert tr.LaBER(16, "max", seed=1)(large, torch.ones(40))["weight"].tolist() == [0.0] * 16
+
+
 def test_priorities_may_be_of_any_dtype_numpys_and_part_of_a_graph(large):
     values = torch.arange(40) % 5
     reference = tr.LaBER(16, seed=1)(large, values)

@@ -10,6 +10,7 @@ from mixed_buffers import filled, priorities, rows_of, take
 from torch.utils.data import DataLoader, default_convert
 
 import torchreplay as tr
+from torchreplay.ray.sharded.global_distribution import as_keys
 
 
 @pytest.fixture
@@ -75,6 +76,34 @@ def test_td_errors_may_be_of_any_dtype_of_numpys_that_holds_real_numbers(dtype):
         buffer.extend(x=np.zeros(2))
         buffer.update_priorities(np.array([0, 1]), np.array([5, 1]).astype(dtype))
         assert buffer.gather(np.array([0, 1]))["probability"].tolist() == [0.75, 0.25]
+
+
+def read_only(values):
+    values.flags.writeable = False
+    return values
+
+
+LAYOUTS = {
+    "backwards": lambda values: values[::-1].copy()[::-1],
+    "big-endian": lambda values: values.astype(values.dtype.newbyteorder(">")),
+    "long double": lambda values: values.astype(np.longdouble),
+    "every second": lambda values: np.repeat(values, 2)[::2],
+    "read-only": lambda values: read_only(values.copy()),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_td_errors_may_lie_in_memory_as_they_like(pair, layout):
+    td = LAYOUTS[layout](np.arange(1.0, 9.0))
+    dataset = tr.MixedDataset({pair[0]: 1}, 8)
+    (batch,) = take(dataset, 1)
+    batch["key"].copy_(torch.arange(8))
+    dataset.update_priorities(batch, td)
+    assert priorities(pair[0])[:8].tolist() == pytest.approx(np.arange(1.0, 9.0), rel=1e-4)
+    certain = LAYOUTS[layout](np.array([0.0, 1e6] + [0.0] * 6))
+    assert (tr.LaBER(4, eps=0.0)(batch, certain)["key"] == 1).all()
+    assert as_keys(LAYOUTS[layout](np.arange(8)) if layout != "long double" else range(8)).tolist() == list(range(8))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int32])

@@ -258,6 +258,19 @@ def test_a_class_instead_of_an_object_is_refused_with_what_was_meant(kind, argum
         tr.ReplayBuffer(SPEC, 8, **{argument: kind})
 
 
+@pytest.mark.parametrize(
+    ("given", "argument"), [(tr.Prioritized(), "sampler"), (tr.MinSize(), "limiter"), (tr.Rows(), "view")]
+)
+def test_an_object_of_a_derived_class_is_refused_because_other_processes_do_not_know_it(buffer, given, argument):
+    kind = type(given)
+    derived = type("Mine", (kind,), {})()
+    with pytest.raises(TypeError, match=rf"{argument} is a Mine, .*expected a torchreplay.{kind.__name__} itself"):
+        tr.ReplayBuffer(SPEC, 8, **{argument: derived})
+    if argument == "limiter":
+        with pytest.raises(TypeError, match="limiter is a Mine"):
+            buffer.limiter = derived
+
+
 @pytest.mark.parametrize("path", [5, True, b"replay", ["a"], {}], ids=repr)
 def test_what_is_no_path_is_a_type_error_that_names_the_argument(buffer, path):
     calls = [

@@ -170,6 +170,34 @@ def test_a_copied_mixed_dataset_draws_from_copies_of_its_buffers_and_feeds_back_
     copied.update_priorities(theirs, torch.ones(16))
     assert [buffer.stats().updated for buffer in buffers] == [0, 0]
     assert sum(buffer.stats().updated for buffer in copied.buffers) == 16
+    for one, batch in ((dataset, theirs), (copied, ours)):
+        with pytest.raises(ValueError, match="drawn from other buffers"):
+            one.update_priorities(batch, torch.ones(16))
+    again = tr.MixedDataset(dict.fromkeys(copied.buffers, 0.5), batch_size=16)
+    again.update_priorities(theirs, torch.ones(16))
+
+
+def position_of(dataset):
+    state = dataset.state_dict()
+    return (state if "position" in state else state["parts"][0])["position"]
+
+
+@pytest.mark.parametrize(
+    "make", [tr.ReplayDataset, lambda buffer, *rest, **options: tr.MixedDataset({buffer: 1}, *rest, **options)]
+)
+def test_a_copied_dataset_over_the_same_buffers_has_a_place_of_its_own(make):
+    dataset = make(filled(50, 100), 8, steps=10)
+    batches = iter(dataset)
+    next(batches)
+    state, copied = dataset.state_dict(), copy.copy(dataset)
+    drawn = iter(copied)
+    assert len([next(drawn) for _ in range(3)]) == 3
+    drawn.close()
+    assert position_of(dataset) == 1
+    copied.load_state_dict(state)
+    assert len(list(copied)) == 9
+    assert len(list(batches)) == 9
+    assert len(list(dataset)) == 10
 
 
 def test_copied_weights_have_the_newest_publication_its_version_and_their_own_memory():
@@ -194,6 +222,15 @@ def test_copied_weights_have_the_newest_publication_its_version_and_their_own_me
     assert pulled.weight.eq(9.0).all()
     attached = pickle.loads(pickle.dumps(copied))
     assert attached.version == 4
+
+
+class DerivedWeights(tr.SharedWeights):
+    """A user's own."""
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda weights: pickle.loads(pickle.dumps(weights))])
+def test_weights_of_a_class_of_ones_own_keep_it(way):
+    assert type(way(DerivedWeights(nn.Linear(3, 2)))) is DerivedWeights
 
 
 def test_writers_say_what_to_do_instead_of_copying_them():

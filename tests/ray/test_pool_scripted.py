@@ -234,3 +234,14 @@ def test_of_episodes_of_which_one_cannot_be_recorded_none_is(returns, lengths, m
     with pytest.raises(ValueError, match=message):
         ctx.record(episode_return=returns, episode_length=lengths)
     assert explorer_stats(0, board.entries[0]).episodes == 0
+
+
+def test_episodes_of_vector_environments_come_as_arrays_or_lists():
+    board = WorkerTable(1)
+    ctx = ExplorerContext(make_buffer(), board=board)
+    ctx.record(episode_return=np.array([1.0, 2.0]), episode_length=np.array([3, 4]))
+    ctx.record(episode_return=[6.0], episode_length=[5])
+    ctx.record(episode_return=(7.0, 9.0), episode_length=(2, 1))
+    ctx.record(episode_return=[], episode_length=[])
+    stats = explorer_stats(0, board.entries[0])
+    assert (stats.episodes, stats.steps, stats.mean_return) == (5, 15, 5.0)

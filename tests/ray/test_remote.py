@@ -418,7 +418,7 @@ def test_weights_whose_bytes_are_lost_on_their_way_are_asked_for_again(monkeypat
     monkeypatch.setattr(remote_weights, "NodeActor", LateHome)
     monkeypatch.setattr(remote_weights, "import_ray", lambda: SimpleNamespace(get=get, exceptions=ray.exceptions))
     monkeypatch.setattr(actor_client, "_PAUSE", 0.0)
-    _, (handle, *described) = tr.SharedWeights(module).__reduce__()
+    _, (handle, *described, _) = tr.SharedWeights(module).__reduce__()
     weights = remote_weights.RemoteWeights(handle, *described)
     modules = [torch.nn.Linear(3, 1, bias=False) for _ in range(3)]
     assert weights.pull(modules[0])

@@ -125,14 +125,14 @@ def test_a_handle_of_a_file_that_another_program_has_locked_is_an_attach_error_a
 
 @pytest.mark.parametrize("nbytes", [0, -1, 2**63, 2**64, "64", None], ids=str)
 def test_weights_of_a_size_that_their_memory_has_not_are_refused(nbytes):
-    attach, (handle, entries, _) = tr.SharedWeights(torch.nn.Linear(2, 2)).__reduce__()
+    attach, (handle, entries, *_) = tr.SharedWeights(torch.nn.Linear(2, 2)).__reduce__()
     with pytest.raises((tr.AttachError, TypeError)):
         attach(handle, entries, nbytes)
 
 
 def test_weights_are_not_attached_as_a_buffer_nor_a_buffer_as_weights():
     weights = tr.SharedWeights(torch.nn.Linear(2, 2))
-    attach, (handle, entries, nbytes) = weights.__reduce__()
+    attach, (handle, entries, nbytes, _) = weights.__reduce__()
     with pytest.raises(tr.AttachError, match="not a replay segment"):
         tr.ReplayBuffer.attach(handle)
     buffer = make()

@@ -129,7 +129,7 @@ def remote(weights, monkeypatch):
     monkeypatch.setattr(remote_weights, "_listen", lambda *_: None)
     content = weights._native.buffer(weights.version).numpy()
     monkeypatch.setattr(remote_weights.RemoteWeights, "_fetch", lambda _: (weights.version, content))
-    _, (handle, *described) = weights.__reduce__()
+    _, (handle, *described, _) = weights.__reduce__()
     return remote_weights.RemoteWeights(handle, *described)
 
 

@@ -97,7 +97,7 @@ class LaBER:
         before = as_numbers("weight", drawn, f"[{self.batch_size}] numbers")
         weight = before.double() * self._correction(p, chosen).to(before.device).reshape(before.shape)
         if self.mode == "max":
-            weight /= weight.max()
+            weight /= weight.max().clamp_min(torch.finfo(torch.float64).tiny)  # all 0 stay 0
         small["weight"] = weight.float()
         return small
 

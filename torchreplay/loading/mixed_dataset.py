@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from copy import copy
 from typing import Any, TypeVar
 
 import numpy as np
@@ -266,6 +267,9 @@ class MixedDataset(SteppedDataset[Any]):
             raise ValueError(f"the state is of {len(buffers)} buffers, and this dataset of {len(self.buffers)}")
         _require_same_order(buffers, [_marks(buffer) for buffer in self.buffers])
         return states
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_parts": [copy(part) for part in self._parts]}  # each has a place of its own
 
     def __repr__(self) -> str:
         length = "endless" if self.steps is None else f"steps={self.steps}"

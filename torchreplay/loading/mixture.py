@@ -35,12 +35,16 @@ class Mixture:
         self.buffers = tuple(shares)
         self.counts = whole_items(list(shares.values()), batch_size)
         self._device = device
-        self._source = tuple(source_of(buffer).nonce for buffer in self.buffers)
         counts = torch.tensor(self.counts, device="cpu")
         self._which = torch.arange(len(counts), device="cpu").repeat_interleave(counts)
         self._share = (counts / batch_size)[self._which]
         self._weights = _normalized_alike(self.buffers)
         _require_alike(self.buffers)
+
+    @property
+    def _source(self) -> tuple[int, ...]:
+        """What batches carry: which buffers these are. Copies of them in a copied dataset are others."""
+        return tuple(source_of(buffer).nonce for buffer in self.buffers)
 
     def batch_of(self, parts: Sequence[ReplayBatch], drawn_from: Sequence[TreeSummary]) -> ReplayBatch:
         """Returns the batch that the buffers' batches make together, in new memory.

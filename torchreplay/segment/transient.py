@@ -12,18 +12,26 @@ from torchreplay.errors import AttachError
 
 
 class NotSaved:
-    """Stands in what `torch.load` returns for an object that was not saved with the rest. Its use is an `AttachError`.
+    """Stands in what `torch.load` returns for an object that was not saved with the rest.
+
+    Asking for an attribute or a method, or setting one, is an `AttachError`.
 
     Args:
         kind: What it was, such as "ReplayBuffer".
     """
 
     def __init__(self, kind: str) -> None:
-        self._kind = kind
+        self.__dict__["_kind"] = kind
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__") or name == "_kind":  # which Python asks every object for
             raise AttributeError(name)
+        self._refuse()
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
         raise AttachError(
             f"this is no {self._kind}: that one was not saved with the file that was loaded. Give another one, as in "
             f"MyModule.load_from_checkpoint(path, buffer=buffer)"

@@ -100,7 +100,7 @@ class SharedWeights(Transient):
 
     def __reduce__(self) -> tuple[Any, ...]:
         handle = lasting_handle(self._native.fd, self._nonce, self._origin)
-        return attached_weights, (handle, self._entries, self._nbytes)
+        return attached_weights, (handle, self._entries, self._nbytes, type(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedWeights:
         version, newest = newest_of(self)
@@ -208,9 +208,11 @@ class SharedWeights(Transient):
         return f"SharedWeights(version {self.version}, {len(self._entries)} tensors, {self._nbytes / 2**20:.2f} MiB)"
 
 
-def attached_weights(handle: Handle, entries: tuple[Entry, ...], nbytes: int) -> SharedWeights:
+def attached_weights(
+    handle: Handle, entries: tuple[Entry, ...], nbytes: int, kind: type[SharedWeights] = SharedWeights
+) -> SharedWeights:
     """Returns the weights in the memory of others. Pickles name it: see `torchreplay.buffer.replay_buffer.attached`."""
-    return SharedWeights._attach(handle, entries, nbytes)
+    return kind._attach(handle, entries, nbytes)
 
 
 def newest_of(weights: SharedWeights) -> tuple[int, torch.Tensor]:

@@ -35,7 +35,7 @@ COUNTED += ("lost_updates", "evicted_unsampled", "shards_missing")
 def saved(cluster, tmp_path_factory):
     """A checkpoint, and of what was saved: the items of all keys, a batch drawn before, statistics, and more."""
     directory = tmp_path_factory.mktemp("saved")
-    with ShardedReplay(SPEC, 400, sampler=SAMPLER, seed=3, nodes=cluster.node_ids) as replay:
+    with ShardedReplay(SPEC, 400, sampler=SAMPLER, seed=2**64 - 1, nodes=cluster.node_ids) as replay:
         keys = write_on_both(cluster, replay, (250, 45))
         replay.limiter = LIMITER  # 50 of them count
         for batch in tr.ReplayDataset(replay, 32, steps=9, timeout=120):

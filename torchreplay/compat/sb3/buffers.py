@@ -26,7 +26,7 @@ from torchreplay.schema.samplers import Prioritized, Sampler, Schedule, Uniform
 from torchreplay.schema.spaces import spec_from_space
 from torchreplay.schema.spec import Field
 from torchreplay.schema.views import Rows, Transitions, View
-from torchreplay.validation import checked_int
+from torchreplay.validation import as_numbers, checked_int
 
 
 class SharedReplayBuffer(SB3ReplayBuffer):
@@ -364,4 +364,4 @@ class PrioritizedReplayBuffer(SharedReplayBuffer):
             ValueError: There are not as many as keys, or some are NaN or infinite; nothing is applied.
         """
         keys = samples_or_keys.keys if isinstance(samples_or_keys, PrioritizedSamples) else samples_or_keys
-        self._replay.update_priorities(keys, torch.as_tensor(td_errors).detach().reshape(-1))
+        self._replay.update_priorities(keys, as_numbers("td_errors", td_errors, "numbers").detach().reshape(-1))

@@ -165,13 +165,16 @@ class ExplorerContext:
         """Reports finished episodes to the pool's statistics; costs two microseconds, never waits.
 
         Args:
-            episode_return: Sum of the episode's rewards; an array `[n]` of n episodes, as vector environments end them.
-            episode_length: Its number of steps, or an array `[n]`.
+            episode_return: Sum of the episode's rewards; an array or list `[n]` of n episodes, as vector environments
+                end them.
+            episode_length: Its number of steps, or an array or list `[n]`.
 
         Raises:
             ValueError: There are more returns than lengths, or fewer, one is no number, or a length is out of range;
                 nothing is recorded.
         """
+        if isinstance(episode_return, list | tuple):
+            episode_return, episode_length = np.asarray(episode_return), np.asarray(episode_length)
         if not getattr(episode_return, "ndim", 0) and not getattr(episode_length, "ndim", 0):
             self._record(*_checked(episode_return, episode_length))
         else:

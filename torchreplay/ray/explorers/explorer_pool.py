@@ -76,7 +76,8 @@ class ExplorerPool(WorkerPool):
             `SeedSequence`); None draws one, to be read from `pool.seed`.
 
     Raises:
-        ValueError: A number is out of range, or plain processes are asked for what only Ray does.
+        ValueError: `explore` is no function, a number is out of range, or plain processes are asked for what only Ray
+            does.
         TypeError: `buffer` or `weights` are none.
 
     Example:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.samplers import Prioritized, Sampler
+from torchreplay.validation import as_numbers
 
 KEY_BITS = 48
 """Of a key, the low ones are the shard's own: at a million rows a second they last nine years."""
@@ -134,10 +135,7 @@ def as_keys(given: Any) -> NDArray[np.int64]:
     Raises:
         ValueError: They are something else.
     """
-    try:
-        tensor = torch.as_tensor(given, device="cpu")
-    except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"the keys are {given!r:.200}: expected int64 [n], such as batch['key']") from None
+    tensor = as_numbers("the keys", given, "int64 [n], such as batch['key']")
     if tensor.shape == (0,) or tensor.dtype in _KEY_DTYPES:  # an empty list says no dtype
         tensor = tensor.long()
     if tensor.dtype != torch.int64 or tensor.ndim != 1:

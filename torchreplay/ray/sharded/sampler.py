@@ -189,7 +189,9 @@ class ShardedSampler(BatchSource):
             rule = limiter.begin(n)
         try:
             # The generator's blocks are counted by the low bits.
-            chance = np.random.Generator(np.random.Philox(key=[self.seed, self.stream], counter=step << 64))
+            chance = np.random.Generator(
+                np.random.Philox(key=np.array([self.seed, self.stream], np.uint64), counter=step << 64)
+            )
             return SampleRequest(self.shards, self._layout, step, n, chance, self._slack, here, place, rule)
         except BaseException:
             self._end(step, n, rule, None)

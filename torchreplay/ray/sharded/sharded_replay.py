@@ -34,7 +34,7 @@ from torchreplay.schema.spec import Spec, nest
 from torchreplay.schema.views import View
 from torchreplay.segment.handle import new_nonce
 from torchreplay.segment.waits import Wait
-from torchreplay.validation import checked_choice, checked_int, checked_kind, checked_path
+from torchreplay.validation import checked_choice, checked_class, checked_int, checked_path
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -67,7 +67,7 @@ class ShardedReplay(Replay):
         view: `Rows()` (the default), `Transitions(...)`, `Sequences(...)` or `Hindsight(...)`.
         limiter: `MinSize(n)` (the default, with n = 1) or `SamplesPerInsert(...)`, counted over all shards; can be
             changed later. How closely it is kept: `docs/sharding.md`.
-        seed: Of the draws. None: a random one.
+        seed: Of the draws, 0 to 2^64 - 1. None: a random one.
         nodes: Ray's ids of the nodes that get a shard. None: all that are alive.
         name: What people call it, as for `ReplayBuffer`. Its shards are called `"NAME/0"`, `"NAME/1"` and so on.
 
@@ -92,7 +92,7 @@ class ShardedReplay(Replay):
         chosen = checked_nodes(nodes)
         capacity = checked_int("capacity", capacity, len(chosen), MAX_CAPACITY * len(chosen))
         config = Config.of(spec, capacity // len(chosen), sampler, view, limiter, name)
-        seed = secrets.randbits(63) if seed is None else checked_int("seed", seed, 0, (1 << 63) - 1)
+        seed = secrets.randbits(63) if seed is None else checked_int("seed", seed, 0, (1 << 64) - 1)
         nonce = new_nonce()
         self._owned = found(nonce, config, capacity, chosen, nodes is None, seed)
         try:
@@ -356,7 +356,7 @@ class ShardedReplay(Replay):
     def limiter(self, limiter: Limiter | None) -> None:
         self._require_open()
         default: Limiter = MinSize()
-        self._shards.set_limiter(checked_kind("limiter", limiter, default, (MinSize, SamplesPerInsert)))
+        self._shards.set_limiter(checked_class("limiter", limiter, default, (MinSize, SamplesPerInsert)))
 
     @property
     def draws(self) -> int:
