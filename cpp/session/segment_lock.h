@@ -205,7 +205,7 @@ class Locked {
            (repairing                      ? " holds it and repairs what a dead process left"
             : state == 'T' || state == 't' ? " holds it and is stopped; continue it with `kill -CONT " + pid + "`"
             : state == '?'                 ? " holds it and is not visible from here"
-                                           : std::string(" holds it and is slow (its state is ") + state + ")");
+                                           : " holds it and is slow (its state is " + std::string(1, state) + ")");
   }
 
   // getpid() is a system call; this costs it once a process.

@@ -49,7 +49,7 @@ def trained(algorithm, envs, buffer, steps, updates=2, test_envs=None, stop=None
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("n_step", [1, 3])
+@pytest.mark.parametrize("n_step", [pytest.param(1, marks=pytest.mark.soak), 3])
 def test_dqn_learns_cartpole_with_prioritized_replay(n_step):
     torch.manual_seed(1)
     np.random.seed(1)  # noqa: NPY002 - Tianshou explores by it

@@ -44,15 +44,17 @@ $(CPP_OUT)/runner$(1:%=-%).o: tests/cpp/runner.cpp $(STAMPS)/env
 endef
 $(foreach machine,"" aarch64,$(eval $(call cpp_runner,$(filter-out "",$(machine)))))
 
-# GCC takes x.hpp.gch before x.hpp where it was compiled with the same flags.
+# The framework's header comes first in every test, so that GCC takes it from x.hpp.gch, compiled with the same flags.
 CPP_PRECOMPILED = boost/test/unit_test.hpp
 define cpp_variant
 $(CPP_OUT)/$(1)/$(CPP_PRECOMPILED).gch: tests/cpp/tests.mk $(STAMPS)/env
 	@mkdir -p $$(@D)
-	$$(call CPP_COMPILE,$(1)) $$(CPP_FLAGS_$(1)) -x c++-header $$(CPP_BOOST)/$(CPP_PRECOMPILED) -o $$@
+	@printf '#include "%s"\n' $$(CPP_BOOST)/$(CPP_PRECOMPILED) > $$(@:.gch=)
+	$$(call CPP_COMPILE,$(1)) $$(CPP_FLAGS_$(1)) -x c++-header $$(@:.gch=) -o $$@
 
 $(CPP_OUT)/$(1)/%: tests/cpp/%.cpp $(CPP_OUT)/$(1)/$(CPP_PRECOMPILED).gch $(CPP_OUT)/runner$(if $(CPP_CXX_$(1)),-$(1)).o
-	$$(call CPP_COMPILE,$(1)) -I$(CPP_OUT)/$(1) $$(CPP_FLAGS_$(1)) -MMD -MP -MT $$@ -MF $$@.d -c $$< -o $$@.o
+	$$(call CPP_COMPILE,$(1)) -I$(CPP_OUT)/$(1) -include $(CPP_PRECOMPILED) $$(CPP_FLAGS_$(1)) -MMD -MP -MT $$@ -MF $$@.d \
+	    -c $$< -o $$@.o
 	$$(or $$(CPP_CXX_$(1)),$$(CXX)) $$(CPP_FLAGS_$(1)) $$@.o $(CPP_OUT)/runner$(if $(CPP_CXX_$(1)),-$(1)).o -o $$@ -pthread
 
 .PHONY: $(CPP_NAMES:%=run-$(1)-%)

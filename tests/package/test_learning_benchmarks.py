@@ -5,6 +5,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from counted_cells import fail, played, question
 from example_programs import parsed
 from scipy import stats
 
@@ -12,22 +13,12 @@ import torchreplay as tr
 from benchmarks.learning import apex, examples
 from benchmarks.learning.__main__ import main
 from benchmarks.learning.apex_peers import NSteps, may_draw
-from benchmarks.learning.cell import Cell, Point, Question
+from benchmarks.learning.cell import Cell, Point
 from benchmarks.learning.plots import draw
 from benchmarks.learning.questions.cliffwalk import QTable, memory, play
 from benchmarks.learning.results import Result, collect, path_of, read, write_cell
 from benchmarks.learning.runner import play_missing
 from benchmarks.learning.statistics import interquartile_mean, summarize
-
-
-def played(seed, directory):
-    """A run that can be counted: it fails where it was played before."""
-    (directory / f"played-{seed}").touch(exist_ok=False)
-    return [Point(step, seed + step, 0.5) for step in (10, 20)]
-
-
-def question(directory):
-    return Question("q", "Title", "steps", "return", {"task": {"a": partial(played, directory=directory)}})
 
 
 @pytest.mark.slow
@@ -40,10 +31,6 @@ def test_cells_that_were_played_are_not_played_again(tmp_path):
     results = collect(cells, tmp_path)
     assert results[0] == Result("q", "task", "a", 0, 10.0, 10.0, 0.5)
     assert [(result.seed, result.y) for result in results] == [(0, 10), (0, 20), (1, 7), (2, 12), (2, 22)]
-
-
-def fail(seed):
-    raise ValueError(f"seed {seed}")
 
 
 @pytest.mark.slow
