@@ -29,7 +29,6 @@ from torchreplay.errors import (
     Stopped,
     WouldBlockForever,
 )
-from torchreplay.loading.dataset import ReplayDataset
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.hindsight import Hindsight
 from torchreplay.schema.limiters import MinSize, SamplesPerInsert
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     from torchreplay.buffer.footprint import Footprint, footprint
     from torchreplay.checking import CheckReport, check
     from torchreplay.distributed.learners import Learners
+    from torchreplay.loading.dataset import ReplayDataset
     from torchreplay.loading.laber import LaBER
     from torchreplay.loading.mixed_dataset import MixedDataset
     from torchreplay.loading.reverse import Reverse
@@ -106,6 +106,7 @@ _IMPORTED_AT_FIRST_USE = {  # to make `import torchreplay` quick: many programs 
     "MixedDataset": "torchreplay.loading.mixed_dataset",
     "Monitor": "torchreplay.monitoring.monitor",
     "PriorityTree": "torchreplay.priority_tree",
+    "ReplayDataset": "torchreplay.loading.dataset",
     "Reverse": "torchreplay.loading.reverse",
     "SharedWeights": "torchreplay.weights.shared_weights",
     "check": "torchreplay.checking",

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.schema.batch import ReplayBatch
@@ -18,6 +17,8 @@ from torchreplay.schema.config import Config, Configured
 from torchreplay.schema.samplers import Schedule
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from torchreplay.buffer.stats import Stats
     from torchreplay.cuda.staging import Staging
     from torchreplay.segment.waits import Wait

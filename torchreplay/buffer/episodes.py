@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from torchreplay import _C
 from torchreplay.buffer.sampling import LocalSampler
 from torchreplay.checkpoint.buffer_checkpoint import ROW_PLACE
 from torchreplay.schema.spec import nest
 from torchreplay.segment.waits import NEVER
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 FIRST: Final = 1
 """Flag of a row that starts an episode."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from torchreplay.buffer.base import BatchSource, Pin
 from torchreplay.buffer.prefetch import PrefetchIterator
@@ -18,6 +17,9 @@ from torchreplay.cuda.pinned_memory import CudaRegistry, PageLock, Registry
 from torchreplay.cuda.staging import Staging
 from torchreplay.segment.process_hooks import open_buffers
 from torchreplay.segment.waits import SLICE_NS, Wait
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 class LocalSource(BatchSource):

@@ -14,7 +14,6 @@ import weakref
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from torchreplay import _C
 from torchreplay.errors import AttachError
@@ -22,6 +21,8 @@ from torchreplay.segment.handle import Handle, make_handle, new_nonce, open_hand
 from torchreplay.segment.reservation import new_memory
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from torchreplay._C import Census
 
 WHAT: Final = "ledger of remote writers"
