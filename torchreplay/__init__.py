@@ -97,7 +97,7 @@ __all__ = [
     "spec_from_space",
 ]
 
-_IMPORTED_AT_FIRST_USE = {  # to make `import torchreplay` quick: many programs need none of them
+_IMPORTED_AT_FIRST_USE = {  # to make `import torchreplay` quick: no program needs all of them
     "BatchReport": "torchreplay.monitoring.batch_report",
     "CheckReport": "torchreplay.checking",
     "Footprint": "torchreplay.buffer.footprint",

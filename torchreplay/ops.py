@@ -50,7 +50,7 @@ from torchreplay.buffer.replay_buffer import ReplayBuffer, local_sampler
 from torchreplay.schema.batch_plan import GOALS, BatchPlan
 from torchreplay.schema.samplers import Schedule
 from torchreplay.schema.spec import flatten, nest
-from torchreplay.validation import checked_int, checked_kind
+from torchreplay.validation import checked_instance, checked_int
 
 vars(torch.ops).pop("torchreplay", None)  # what stood for them
 torch.ops.load_library(str(Path(__file__).with_name("_ops.abi3.so")))  # type: ignore[no-untyped-call]
@@ -152,7 +152,7 @@ class Ring:
     """
 
     def __init__(self, buffer: ReplayBuffer) -> None:
-        checked_kind("buffer", buffer, buffer, (ReplayBuffer,))
+        checked_instance("buffer", buffer, ReplayBuffer, "torchreplay.ReplayBuffer")
         fields = flatten(buffer.spec)
         plan = buffer.view.plan(fields)
         outputs = fields if plan is None else plan.outputs

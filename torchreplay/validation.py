@@ -35,21 +35,11 @@ def checked_kind(name: str, value: T | None, default: T, kinds: tuple[type[T], .
     """Returns `value`, or `default` for None.
 
     Raises:
-        TypeError: It is none of `kinds`.
+        TypeError: It is none of `kinds`. A class derived from one is none: other processes would not know it.
     """
     if value is None:
         return default
-    names = " or ".join(f"torchreplay.{kind.__name__}" for kind in kinds)
-    return checked_instance(name, value, kinds, names)
-
-
-def checked_class(name: str, value: T | None, default: T, kinds: tuple[type[T], ...]) -> T:
-    """Returns `value`, or `default` for None, and refuses classes that are derived from `kinds`.
-
-    Raises:
-        TypeError: It is none of `kinds`, or of a class derived from one.
-    """
-    given = checked_kind(name, value, default, kinds)
+    given = checked_instance(name, value, kinds, " or ".join(f"torchreplay.{kind.__name__}" for kind in kinds))
     if type(given) not in kinds:
         base = next(kind for kind in kinds if isinstance(given, kind))
         raise TypeError(

@@ -42,7 +42,7 @@ from torchreplay.segment.remote_handles import attach_remote
 from torchreplay.segment.segment_file import open_file
 from torchreplay.segment.waits import LOG_EVERY, NEVER, Wait, logger
 from torchreplay.segment.writer_lease import WriterLease
-from torchreplay.validation import checked_class, checked_int, checked_kind, checked_path
+from torchreplay.validation import checked_instance, checked_int, checked_kind, checked_path
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -327,7 +327,7 @@ class ReplayBuffer(Replay):
             Stopped: The buffer was stopped.
         """
         if out is not None:
-            checked_kind("out", out, out, (ReplayBatch,))
+            checked_instance("out", out, ReplayBatch, "torchreplay.ReplayBatch")
         batch = self._sampler.draw(batch_size, beta, timeout, Wait, out)
         return batch if device is None else batch.to(device)
 
@@ -498,7 +498,7 @@ class ReplayBuffer(Replay):
     @limiter.setter
     def limiter(self, limiter: Limiter | None) -> None:
         default: Limiter = MinSize()
-        self._segment.set_limiter(checked_class("limiter", limiter, default, (MinSize, SamplesPerInsert)).native())
+        self._segment.set_limiter(checked_kind("limiter", limiter, default, (MinSize, SamplesPerInsert)).native())
 
     @property
     def draws(self) -> int:

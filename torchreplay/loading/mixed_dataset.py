@@ -179,8 +179,8 @@ class MixedDataset(SteppedDataset[Any]):
                 buffer that gets feedback. Their absolute values are taken.
 
         Raises:
-            ValueError: A shape or a name does not fit, an error is NaN or infinite, a key was never issued, or the
-                batch is of other buffers; nothing is applied.
+            ValueError: A shape or a name does not fit, or an error is NaN or infinite. Or a key was never issued, or
+                the batch is of other buffers. Nothing is applied.
             RuntimeError: One of the buffers is closed; nothing is applied.
         """
         if self._mixture is not None:
@@ -241,8 +241,8 @@ class MixedDataset(SteppedDataset[Any]):
             state_dict: What `state_dict` returned.
 
         Raises:
-            ValueError: If it is not such a state, or that of a dataset in the other form, of other names, of another
-                number of buffers, or of the same buffers in another order.
+            ValueError: If it is not such a state, or that of a dataset in the other form. Or its buffers have other
+                names, are more or fewer, or stand in another order.
         """
         for part, state in zip(self._parts, self._states_in(state_dict), strict=True):
             part.load_state_dict(state)

@@ -19,7 +19,7 @@ from torchreplay.schema.spec import Field, Path, Spec, flatten, from_native, nes
 from torchreplay.schema.views import VIEWS, Rows, View
 from torchreplay.segment.transient import Transient
 from torchreplay.segment.waits import logger
-from torchreplay.validation import checked_class, checked_int, checked_name
+from torchreplay.validation import checked_int, checked_kind, checked_name
 
 MAX_CAPACITY = 1 << 31
 ROLES: dict[str, tuple[Any, ...]] = {
@@ -71,9 +71,9 @@ class Config:
         return cls(
             checked_int("capacity", capacity, 1, MAX_CAPACITY),
             flatten(spec),
-            checked_class("sampler", sampler, default_sampler, (Uniform, Prioritized)),
-            checked_class("view", view, default_view, VIEWS),
-            checked_class("limiter", limiter, default_limiter, (MinSize, SamplesPerInsert)),
+            checked_kind("sampler", sampler, default_sampler, (Uniform, Prioritized)),
+            checked_kind("view", view, default_view, VIEWS),
+            checked_kind("limiter", limiter, default_limiter, (MinSize, SamplesPerInsert)),
             name=checked_name("name", name),
         )
 

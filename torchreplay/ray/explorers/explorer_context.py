@@ -81,7 +81,7 @@ class ExplorerContext:
         )
         self._episodes, self._steps = int(self._entry["episodes"]), int(self._entry["steps"])
         self._closed_rows = int(self._entry["rows"])  # of earlier runs, and of writers closed in this one
-        self._extended_before = self._rows_extended()  # by whoever had the buffers before
+        self._extended_before = self._rows_extended()  # by those who had the buffers before
         self._writers: set[Writer] = set()
         self._noticed_stop = False
         self._max_weight_sync_delay = checked_int("max_weight_sync_delay", max_weight_sync_delay, 0, MOST_ROWS)

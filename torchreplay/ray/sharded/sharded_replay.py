@@ -34,7 +34,7 @@ from torchreplay.schema.spec import Spec, nest
 from torchreplay.schema.views import View
 from torchreplay.segment.handle import new_nonce
 from torchreplay.segment.waits import Wait
-from torchreplay.validation import checked_choice, checked_class, checked_int, checked_path
+from torchreplay.validation import checked_choice, checked_int, checked_kind, checked_path
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -356,7 +356,7 @@ class ShardedReplay(Replay):
     def limiter(self, limiter: Limiter | None) -> None:
         self._require_open()
         default: Limiter = MinSize()
-        self._shards.set_limiter(checked_class("limiter", limiter, default, (MinSize, SamplesPerInsert)))
+        self._shards.set_limiter(checked_kind("limiter", limiter, default, (MinSize, SamplesPerInsert)))
 
     @property
     def draws(self) -> int:
