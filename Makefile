@@ -62,7 +62,7 @@ clean:  ## remove what was built; the environment stays
 	rm -rf build dist *.egg-info torchreplay/*.abi3.so $(STAMPS)/build
 
 # clang-tidy sees all core headers as one unit, and each binding as another.
-CPP_FILES = $(wildcard cpp/*.cpp cpp/*/*.h tests/cpp/*.h tests/cpp/*.cpp tests/fuzz/*.cpp)
+CPP_FILES = $(wildcard cpp/*.cpp cpp/*/*.h tests/cpp/*/*.h tests/cpp/*/*.cpp tests/fuzz/*.cpp)
 CPP_CORE = $(patsubst cpp/%,%,$(filter-out cpp/python/% cpp/ops/%,$(wildcard cpp/*/*.h)))
 CPP_INCLUDES = $(shell $(BIN)/python -c 'import importlib.util as u, os, sysconfig as s; \
     print("-Icpp -isystem", s.get_path("include"), "-isystem", os.path.dirname(u.find_spec("torch").origin) + "/include")')

@@ -1,0 +1,225 @@
+#include <boost/test/unit_test.hpp>
+#include <cstdio>
+#include <filesystem>
+#include <random>
+
+#include "children.h"
+#include "explorers.h"
+#include "session/segment_file.h"
+#include "views.h"
+#include "write/participants.h"
+
+BOOST_AUTO_TEST_SUITE(test_file)
+
+using namespace torchreplay;
+using namespace torchreplay::testing;
+
+namespace {
+
+constexpr uint64_t kBoot = 77;
+
+// A segment in a file that the test's end removes.
+class SegmentFile {
+ public:
+  explicit SegmentFile(Plan plan = {}) {
+    plan.boot = kBoot;
+    const SegmentConfig config = config_of(plan);
+    path_ = (std::filesystem::temp_directory_path() / "torchreplay-XXXXXX").string();
+    Descriptor fd(mkstemp(path_.data()));
+    if (fd.get() < 0 || ftruncate(fd.get(), static_cast<off_t>(config.layout.bytes)) != 0)
+      throw std::system_error(errno, std::generic_category(), "a temporary file");
+    flock(fd.get(), LOCK_SH);
+    memory_ = format_segment(std::move(fd), config);
+    memory_->header().ticket_limit.store(kNever);
+  }
+  ~SegmentFile() { std::filesystem::remove(path_); }
+
+  SegmentMemory& memory() { return *memory_; }
+  Descriptor descriptor() const { return Descriptor(open(path_.c_str(), O_RDWR | O_CLOEXEC)); }
+  // Its processes die.
+  void abandon() { memory_.reset(); }
+  // Its last process leaves.
+  void release() { release_segment(std::move(memory_)); }
+
+  Repaired repair(uint64_t boot = kBoot) {
+    const Repaired repaired = repair_segment(descriptor(), boot);
+    Descriptor fd = descriptor();
+    flock(fd.get(), LOCK_SH);
+    memory_ = open_segment(std::move(fd), repaired.nonce);
+    return repaired;
+  }
+  Phase phase() const { return HeaderPage(descriptor()).file().phase; }
+
+  void flip(uint64_t offset, uint8_t mask) const {
+    const Descriptor fd = descriptor();
+    uint8_t byte = 0;
+    if (pread(fd.get(), &byte, 1, static_cast<off_t>(offset)) != 1) throw std::runtime_error("pread");
+    byte ^= mask;
+    if (pwrite(fd.get(), &byte, 1, static_cast<off_t>(offset)) != 1) throw std::runtime_error("pwrite");
+  }
+
+ private:
+  std::string path_;
+  std::unique_ptr<SegmentMemory> memory_;
+};
+
+void absorb(SegmentMemory& m) {
+  Locked lock(m);
+  lock.absorb();
+}
+
+Plan linked_plan() {
+  Plan plan;
+  plan.capacity = 40;
+  plan.view = transitions(3, 2);
+  return plan;
+}
+
+}  // namespace
+
+BOOST_AUTO_TEST_CASE(a_row_that_was_being_written_is_dropped_and_counted_and_its_slot_serves_again) {
+  SegmentFile file;
+  const int id = join(file.memory(), Role::kWriter);
+  for (uint64_t k = 0; k < 11; k++) append_row(file.memory(), id, k);  // a turn of eight slots, and three
+  absorb(file.memory());
+  SteppedWriter writer(file.memory(), id);
+  BOOST_TEST(writer.take_ticket() == 11U);
+  BOOST_TEST(writer.seize());
+  file.abandon();
+  BOOST_TEST(file.repair().dropped_rows == 1U);
+  SegmentMemory& m = file.memory();
+  BOOST_TEST(m.file().dropped_rows.load() == 1U);
+  BOOST_TEST(m.header().rows == 7U);
+  BOOST_TEST(m.tree().count() == 7);
+  for (uint64_t key = 4; key < 12; key++) BOOST_TEST(m.at(m.slot_of(key)) == (key == 11 ? 0 : key + 1));
+  for (uint64_t key = 12; key < 20; key++) BOOST_TEST(append_row(m, join(m, Role::kWriter)) == key);
+  absorb(m);
+  BOOST_TEST(m.header().rows == 8U);
+}
+
+BOOST_AUTO_TEST_CASE(a_mutex_that_a_dead_process_holds_and_its_half_done_absorption_are_of_the_past) {
+  SegmentFile file;
+  const int id = join(file.memory(), Role::kWriter);
+  for (uint64_t k = 0; k < 5; k++) append_row(file.memory(), id, k, 2.0F);
+  absorb(file.memory());
+  Child dead([&] {
+    file.memory().header().mutex.lock_for(1);
+    file.memory().header().dirty = Dirty::kLinks;
+    file.memory().tree().leaves()[3] = 0;
+    lose_the_list_of_locks();  // so that the kernel does not give it free either
+  });
+  BOOST_TEST(dead.wait() == 0);
+  BOOST_TEST(file.memory().header().mutex.holder() != 0U);
+  file.abandon();
+  BOOST_TEST(file.repair().dropped_rows == 0U);
+  SegmentMemory& m = file.memory();
+  absorb(m);
+  BOOST_TEST(m.tree().count() == 5);
+  BOOST_TEST(m.tree().leaf(3) == m.tree().leaf(2));
+  BOOST_TEST(take_census(m, false).writers == 0);
+}
+
+BOOST_AUTO_TEST_CASE(the_last_to_leave_puts_the_file_to_rest_and_only_then_it_survives_the_boot) {
+  SegmentFile file;
+  append_row(file.memory(), join(file.memory(), Role::kWriter));
+  file.abandon();
+  BOOST_CHECK_THROW(file.repair(kBoot + 1), NotASegment);
+  file.repair();
+  {
+    Descriptor other = file.descriptor();
+    flock(other.get(), LOCK_SH);
+    file.release();
+    BOOST_TEST((file.phase() == Phase::kInUse));
+    BOOST_TEST(nonce_in_use(other, kBoot).value_or(0) == kNonce);
+    BOOST_TEST(!nonce_in_use(other, kBoot + 1).has_value());
+  }
+  file.repair();
+  file.release();
+  BOOST_TEST((file.phase() == Phase::kSealed));
+  BOOST_CHECK_THROW(open_segment(file.descriptor(), kNonce), NotASegment);
+  BOOST_TEST(!nonce_in_use(file.descriptor(), kBoot).has_value());
+  file.repair(kBoot + 1);
+  absorb(file.memory());
+  BOOST_TEST(file.memory().header().rows == 1U);
+}
+
+BOOST_AUTO_TEST_CASE(linked_items_and_their_leaves_come_back_as_they_were) {
+  SegmentFile file(linked_plan());
+  const int id = join(file.memory(), Role::kWriter);
+  Explorer stream(file.memory(), id);
+  for (int episode = 0; episode < 4; episode++) stream.episode(6);
+  absorb(file.memory());
+  std::vector<float> leaves(file.memory().tree().leaves(), file.memory().tree().leaves() + 40);
+  BOOST_TEST(file.memory().tree().count() > 10);
+  file.memory().tree().leaves()[1] = leaves[1] = leaves[1] > 0 ? 0.5F : 0.0F;
+  file.abandon();
+  file.repair();
+  for (uint64_t slot = 0; slot < 40; slot++)
+    BOOST_TEST(file.memory().tree().leaf(static_cast<int64_t>(slot)) == leaves[slot]);
+}
+
+BOOST_AUTO_TEST_CASE(what_no_death_can_leave_is_refused_every_time) {
+  using Spoil = void (*)(SegmentMemory&);
+  const Spoil spoils[] = {
+      [](SegmentMemory& m) { m.row(2).word = slot_word::done(3, 1); },        // the key of another slot
+      [](SegmentMemory& m) { m.row(2).word = slot_word::done(2 + 400, 1); },  // a ticket never issued
+      [](SegmentMemory& m) { m.row(2).step = 7; },
+      [](SegmentMemory& m) { m.row(2).link = uint64_t{30} << 16; },  // a younger predecessor
+      [](SegmentMemory& m) { m.tree().leaves()[2] = NAN; },
+      [](SegmentMemory& m) { m.header().max_raw = -1; },
+      [](SegmentMemory& m) { m.header().head = uint64_t{1} << 60; },
+  };
+  for (const Spoil spoil : spoils) {
+    SegmentFile file(linked_plan());
+    Explorer(file.memory(), join(file.memory(), Role::kWriter)).episode(6);
+    absorb(file.memory());
+    spoil(file.memory());
+    file.abandon();
+    for (int k = 0; k < 2; k++) BOOST_CHECK_THROW(file.repair(), NotASegment);
+    BOOST_TEST((file.phase() == Phase::kInUse));
+  }
+}
+
+BOOST_AUTO_TEST_CASE(pending_slots_are_found_anew) {
+  SegmentFile file(linked_plan());
+  Explorer(file.memory(), join(file.memory(), Role::kWriter)).episode(6);
+  absorb(file.memory());
+  file.memory().pending_words()[0] = kNever;  // of slots beyond the last one too
+  file.abandon();
+  file.repair();
+  BOOST_TEST(file.memory().header().pending == 0U);
+  BOOST_TEST(file.memory().pending_words()[0] == 0U);
+}
+
+// With any content of the file, repairing it reads and writes nothing beside it: run under the address sanitizer.
+BOOST_AUTO_TEST_CASE(random_damage_is_refused_or_repaired) {
+  std::mt19937_64 random(3);
+  int refused = 0, repaired = 0;
+  for (int k = 0; k < 600; k++) {
+    SegmentFile file(linked_plan());
+    Explorer stream(file.memory(), join(file.memory(), Role::kWriter));
+    for (int episode = 0; episode < 4; episode++) stream.episode(6);
+    absorb(file.memory());
+    const Layout layout = file.memory().layout();
+    k % 2 ? file.release() : file.abandon();
+    const uint64_t starts[] = {0, kFileState, layout.config, layout.records, layout.at, layout.tree};
+    const uint64_t start = starts[random() % 6];
+    for (uint64_t n = 1 + random() % 4; n > 0; n--)
+      file.flip(start + random() % std::min<uint64_t>(kLine * 16, layout.bytes - start),
+                static_cast<uint8_t>(1U << random() % 8));
+    try {
+      file.repair();
+    } catch (const NotASegment&) {
+      refused++;
+      continue;
+    }
+    repaired++;
+    Explorer again(file.memory(), join(file.memory(), Role::kWriter));
+    for (int episode = 0; episode < 10; episode++) again.episode(6);
+    absorb(file.memory());
+  }
+  BOOST_TEST(refused > 100);
+  BOOST_TEST(repaired > 100);
+}
+
+BOOST_AUTO_TEST_SUITE_END()
