@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -35,9 +35,6 @@ from torchreplay.schema.views import View
 from torchreplay.segment.handle import new_nonce
 from torchreplay.segment.waits import Wait
 from torchreplay.validation import checked_choice, checked_int, checked_kind, checked_path
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 
 class ShardedReplay(Replay):
@@ -564,9 +561,7 @@ class ShardedReplay(Replay):
     def __enter__(self) -> ShardedReplay:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
