@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from contextlib import suppress
@@ -16,13 +15,11 @@ from torchreplay.buffer.replay_buffer import ReplayBuffer, local_sampler
 from torchreplay.buffer.stats import Stats
 from torchreplay.buffer.writer import Writer
 from torchreplay.errors import AttachError, Stopped
-from torchreplay.ray.runtime.session import import_ray
+from torchreplay.ray.runtime.session import import_ray, logger
 from torchreplay.schema.views import Rows
 from torchreplay.segment.delivery_log import END, DeliveryLog, Place
 from torchreplay.segment.handle import Handle
 from torchreplay.segment.waits import Audience, Wait
-
-logger = logging.getLogger("torchreplay.ray")
 
 INGEST_SLICE_SECONDS: Final = 0.2
 """Seconds for which a chunk waits here for the limiter; then its writer sends it again, and knows why."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 import weakref
@@ -16,13 +15,11 @@ from torch import nn
 
 from torchreplay.errors import AttachError
 from torchreplay.ray.runtime.actor_client import NodeActor
-from torchreplay.ray.runtime.session import import_ray
+from torchreplay.ray.runtime.session import import_ray, logger
 from torchreplay.segment.handle import Handle
 from torchreplay.segment.remote_handles import attaches_remote
 from torchreplay.weights.module_state import load_copies
 from torchreplay.weights.shared_weights import Entry, SharedWeights, attached_weights, newest_of
-
-logger = logging.getLogger("torchreplay.ray")
 
 ANSWER_AFTER: Final = 5.0
 """Seconds after which a question for newer weights is answered although there are none."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import queue
 import threading
 import time
@@ -19,11 +18,9 @@ from torchreplay.errors import AttachError, Stopped
 from torchreplay.ray.remote.ingest_actor import Answer, Chunk
 from torchreplay.ray.remote.send_buffer import SendBuffer
 from torchreplay.ray.runtime.actor_client import NodeActor
-from torchreplay.ray.runtime.session import import_ray
+from torchreplay.ray.runtime.session import import_ray, logger
 from torchreplay.schema.config import Config
 from torchreplay.segment.waits import SLICE_NS, Wait
-
-logger = logging.getLogger("torchreplay.ray")
 
 TICK: Final = 0.1
 """Seconds that rows wait at most before they are sent, when not as many are under way as may be."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from abc import ABC, abstractmethod
@@ -12,10 +11,8 @@ from typing import Any, Final, TypeVar
 
 from torchreplay.errors import AttachError
 from torchreplay.ray.runtime.cluster import living_nodes, only_on
-from torchreplay.ray.runtime.session import import_ray
+from torchreplay.ray.runtime.session import import_ray, logger
 from torchreplay.segment.waits import LOG_EVERY
-
-logger = logging.getLogger("torchreplay.ray")
 
 T = TypeVar("T")
 

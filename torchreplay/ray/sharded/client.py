@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -15,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from torchreplay.errors import Stopped
-from torchreplay.ray.runtime.session import import_ray
+from torchreplay.ray.runtime.session import import_ray, logger
 from torchreplay.ray.sharded.batch_block import Layout
 from torchreplay.ray.sharded.coordinator import Lost, Place, Table
 from torchreplay.ray.sharded.coordinator_client import CoordinatorClient
@@ -32,8 +31,6 @@ from torchreplay.segment.waits import UNNAMED, Wait
 if TYPE_CHECKING:
     from torchreplay._C import Census
     from torchreplay.ray.sharded.manifest import Manifest
-
-logger = logging.getLogger("torchreplay.ray")
 
 REPORT_SECONDS: Final = 0.1
 """Seconds between two reports of this learner's draws where no explorer waits for them."""

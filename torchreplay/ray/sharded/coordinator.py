@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from torchreplay.ray.runtime.cluster import errors_as_raised, living_nodes, only_on
-from torchreplay.ray.runtime.session import import_ray
+from torchreplay.ray.runtime.session import import_ray, logger
 from torchreplay.ray.sharded.global_distribution import MAX_SHARDS
 from torchreplay.ray.sharded.rate_limiter import GlobalRateLimiter, LearnerReport, Rule, Totals
 from torchreplay.ray.sharded.shard_actor import Shard
@@ -20,8 +19,6 @@ from torchreplay.segment.handle import Handle
 
 if TYPE_CHECKING:
     from torchreplay.ray.sharded.manifest import Manifest
-
-logger = logging.getLogger("torchreplay.ray")
 
 RETRY: Final = 5.0
 """Seconds after which a shard that could not be made is tried again; twice as many after each of six more failures."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +14,7 @@ from torchreplay import _C
 from torchreplay.buffer.replay_buffer import ReplayBuffer, local_sampler
 from torchreplay.buffer.writer import Autoreset, Writer
 from torchreplay.errors import AttachError, Stopped
+from torchreplay.ray.runtime.session import logger
 from torchreplay.ray.sharded.batch_block import Layout
 from torchreplay.ray.sharded.coordinator import Place
 from torchreplay.ray.sharded.global_distribution import pack
@@ -23,8 +23,6 @@ from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.config import Config
 from torchreplay.segment.handle import Handle
 from torchreplay.segment.waits import Audience, Wait
-
-logger = logging.getLogger("torchreplay.ray")
 
 T = TypeVar("T")
 

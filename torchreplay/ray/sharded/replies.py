@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import CancelledError, Future
@@ -10,11 +9,9 @@ from concurrent.futures import wait as wait_for_futures
 from typing import Any, Final
 
 from torchreplay.errors import ReplayTimeout
-from torchreplay.ray.runtime.session import import_ray
+from torchreplay.ray.runtime.session import import_ray, logger
 from torchreplay.ray.sharded.local_shard import Gone
 from torchreplay.segment.waits import LOG_EVERY, SLICE_NS, Wait
-
-logger = logging.getLogger("torchreplay.ray")
 
 UNREACHABLE_SECONDS: Final = 30.0
 """Seconds for which a shard that Ray cannot reach, and does not know to be dead, is asked again before it is lost."""

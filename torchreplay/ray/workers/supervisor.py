@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 import traceback
@@ -14,13 +13,12 @@ from typing import Any, Final
 
 import numpy as np
 
+from torchreplay.ray.runtime.session import logger
 from torchreplay.ray.workers.backend import Backend
 from torchreplay.ray.workers.explorer_stats import ExplorerFailure, ExplorerStats, State, explorer_stats
 from torchreplay.ray.workers.worker_process import Launch, Outcome
 from torchreplay.ray.workers.worker_table import WorkerTable
 from torchreplay.segment.ray_node import ray_node
-
-logger = logging.getLogger("torchreplay.ray")
 
 _POLL: Final = 0.1
 """Seconds between looks at stop requests and due restarts; a worker's end is seen at once."""
