@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -329,54 +330,40 @@ class LearnerLimiter:
         return self.rule.needed(self.sampled, n)
 
 
-class Told(NamedTuple):
-    """What a learner has said.
-
-    Attributes:
-        seconds: For which it has waited, in all.
-        at: When it said something last.
-    """
-
-    seconds: float = 0.0
-    at: float = 0.0
-
-
 class WaitStats:
-    """Totals that learners report. A report may be lost, or be overtaken."""
+    """For how long learners have waited, as they report it. A report may be lost, or be overtaken."""
 
     def __init__(self) -> None:
-        self._made = time.monotonic()
-        self._told: dict[int, Told] = {}  # by learner
-        self._windows: dict[int, float] = {}  # by number: seconds of all learners
+        now = time.monotonic()
+        self._seconds: dict[int, float] = {}  # for which each learner has waited, in all
+        self._heard_at: dict[int, float] = {}
+        # When the window before the running one began, and the running one, and what the total was then.
+        self._marks = deque([(now, 0.0), (now, 0.0)], maxlen=2)
 
     def hear(self, stream: int, seconds: float) -> None:
-        """Takes in what a learner has said.
-
-        Args:
-            stream: Its number.
-            seconds: For which it has waited, in all.
-        """
-        now = time.monotonic()
-        before = self._told.get(stream, Told()).seconds
-        window = int(now // WINDOW)
-        self._windows = {number: waited for number, waited in self._windows.items() if number >= window - 1}
-        self._windows[window] = self._windows.get(window, 0.0) + max(0.0, seconds - before)
-        self._told[stream] = Told(max(seconds, before), now)
+        """Takes in for how many seconds, in all, learner number `stream` has waited."""
+        self._heard_at[stream] = self._turn()
+        self._seconds[stream] = max(seconds, self._seconds.get(stream, 0.0))
 
     @property
     def total(self) -> float:
         """Seconds, of all learners."""
-        return sum(told.seconds for told in self._told.values())
+        return sum(self._seconds.values())
 
     @property
     def share(self) -> float:
         """Share of the last 10 to 20 seconds that a learner which has said something in them has waited, on average."""
+        now = self._turn()
+        since, total = self._marks[0]
+        learners = sum(at >= since for at in self._heard_at.values())
+        return min(1.0, (self.total - total) / max(now - since, 1e-9) / max(1, learners))
+
+    def _turn(self) -> float:
+        """Marks the windows that have begun; returns the time."""
         now = time.monotonic()
-        window = int(now // WINDOW)
-        since = max(self._made, (window - 1) * WINDOW)
-        waited = sum(seconds for number, seconds in self._windows.items() if number >= window - 1)
-        learners = sum(told.at >= since for told in self._told.values())
-        return min(1.0, waited / max(now - since, 1e-9) / max(1, learners))
+        while now // WINDOW > (began := self._marks[-1][0] // WINDOW):
+            self._marks.append(((began + 1) * WINDOW, self.total))
+        return now
 
 
 def _largest(known: Mapping[int, int], said: Mapping[int, int]) -> Mapping[int, int]:
