@@ -154,7 +154,7 @@ def test_what_is_no_return_is_refused(given):
     weights = tr.SharedWeights(Policy())
     evaluator = Evaluator(lambda policy, seed: given, weights, Policy, every=1)
     with pytest.raises(ValueError, match=r"returned .*: expected the returns"):
-        evaluator._make_work().run(Launch(0, 1, 0, 0), WorkerTable(1))()
+        evaluator._make_work().begin(Launch(0, 1, 0, 0), WorkerTable(1)).run()
 
 
 def test_a_signals_handler_may_stop_an_evaluator_that_is_being_looked_at(monkeypatch):

@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 
 from torchreplay.ray.evaluation.evaluation_log import Evaluation, EvaluationLog
 from torchreplay.ray.evaluation.model_checkpoints import ModelCheckpoints, content_of
-from torchreplay.ray.workers.worker_process import Run
+from torchreplay.ray.workers.worker_process import Work
 
 if TYPE_CHECKING:
     from torchreplay.ray.workers.worker_process import Launch
@@ -59,9 +59,9 @@ class Results:
             self.log.add(evaluation, best_return)
 
 
-@dataclass(frozen=True)
-class EvaluatorTask:
-    """The work of an evaluator.
+@dataclass
+class EvaluatorTask(Work):
+    """The work of an evaluator. It does not notice a stop: an evaluation that is stopped is worth nothing.
 
     Attributes:
         evaluate: The user's function.
@@ -81,27 +81,17 @@ class EvaluatorTask:
     every_seconds: float | None
     helper: Results
 
-    def run(self, launch: Launch, board: WorkerTable, helper: Any = None) -> EvaluatorRun:
-        """Returns a run that is ready to begin."""
-        return EvaluatorRun(self, board, helper or self.helper)
-
-    def __repr__(self) -> str:
-        return repr(self.evaluate)
-
-
-class EvaluatorRun(Run):
-    """One run of an evaluator's worker. It does not notice a stop: an evaluation that is stopped is worth nothing."""
-
-    def __init__(self, work: EvaluatorTask, board: WorkerTable, results: Results) -> None:
-        self._work, self._board, self._results = work, board, results
-        self._entry = board.entries[0]
+    def begin(self, launch: Launch, board: WorkerTable, helper: Any = None) -> Self:
+        """Makes ready to evaluate."""
+        self._board, self._entry = board, board.entries[0]
+        self._results: Results = helper or self.helper
         self._began = time.monotonic()
+        return self
 
-    def __call__(self) -> None:
+    def run(self) -> None:
         """Evaluates until it is stopped."""
         self._count, self._version, self._best_version, self._best_return = self._results.begin()
-        made = self._work.module
-        module = made if isinstance(made, nn.Module) else made()
+        module = self.module if isinstance(self.module, nn.Module) else self.module()
         if not isinstance(module, nn.Module):
             raise TypeError(f"the function given as `module` returned {module!r}; it must return a torch.nn.Module")
         while not self._board.stopped:
@@ -112,25 +102,24 @@ class EvaluatorRun(Run):
                 time.sleep(_LOOK_EVERY)
 
     def _is_due(self) -> bool:
-        work, newest, last = self._work, self._work.weights.version, self._version
+        newest, last = self.weights.version, self._version
         if newest <= last:
             return False
         waited = time.monotonic() - self._began
         return (
             last < self._board.wanted
-            or (work.every is not None and newest - last >= work.every)
-            or (work.every_seconds is not None and waited >= work.every_seconds)
+            or (self.every is not None and newest - last >= self.every)
+            or (self.every_seconds is not None and waited >= self.every_seconds)
         )
 
     def _evaluate(self, module: nn.Module) -> None:
-        work = self._work
         self._began = time.monotonic()
-        work.weights.pull(module)
+        self.weights.pull(module)
         module.eval()
-        _seed_everything(work.seed)
+        _seed_everything(self.seed)
         with torch.no_grad():
-            returns = _checked(work.evaluate(module, work.seed))
-        version, mean = work.weights.pulled_version, float(returns.mean())
+            returns = _checked(self.evaluate(module, self.seed))
+        version, mean = self.weights.pulled_version, float(returns.mean())
         evaluation = Evaluation(
             version=version,
             episodes=len(returns),
@@ -144,7 +133,7 @@ class EvaluatorRun(Run):
         self._note(evaluation, module)
 
     def _note(self, evaluation: Evaluation, module: nn.Module) -> None:
-        saving = self._work.helper.saving
+        saving = self.helper.saving
         names = [] if saving is None else saving.due(evaluation, self._count + 1)
         content = content_of(module, evaluation) if names else b""
         best_return = max(self._best_return, evaluation.mean_return)
@@ -152,6 +141,9 @@ class EvaluatorRun(Run):
         self._count, self._version, self._best_return = self._count + 1, evaluation.version, best_return
         self._entry["weight_version"] = evaluation.version
         self._entry["episodes"] += 1
+
+    def __repr__(self) -> str:
+        return repr(self.evaluate)
 
 
 def _seed_everything(seed: int) -> None:

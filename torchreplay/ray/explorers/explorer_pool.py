@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from torchreplay.errors import ReplayTimeout, WouldBlockForever
 from torchreplay.ray.explorers.explorer_context import MOST_EXPLORERS, MOST_ROWS, ExplorerContext
@@ -17,7 +17,7 @@ from torchreplay.ray.workers.named import Fillable, OneOrNamed, named_buffers, n
 from torchreplay.ray.workers.placement import OverShards, Placement
 from torchreplay.ray.workers.resources import BackendName, WorkerResources
 from torchreplay.ray.workers.worker_pool import WorkerPool
-from torchreplay.ray.workers.worker_process import Launch, Run
+from torchreplay.ray.workers.worker_process import Launch, Work
 from torchreplay.ray.workers.worker_table import WorkerTable
 from torchreplay.validation import checked_int, checked_number
 
@@ -185,8 +185,8 @@ class ExplorerPool(WorkerPool):
         )
 
 
-@dataclass(frozen=True)
-class ExplorerTask:
+@dataclass
+class ExplorerTask(Work):
     """The work of explorers.
 
     Attributes:
@@ -203,9 +203,9 @@ class ExplorerTask:
 
     helper = None
 
-    def run(self, launch: Launch, board: WorkerTable, helper: None = None) -> ExplorerRun:
-        """Returns a run that is ready to begin."""
-        ctx = ExplorerContext(
+    def begin(self, launch: Launch, board: WorkerTable, helper: None = None) -> Self:
+        """Makes the context that the function gets."""
+        self._ctx = ExplorerContext(
             self.buffer,
             self.weights,
             launch.index,
@@ -215,27 +215,16 @@ class ExplorerTask:
             max_weight_sync_delay=self.max_weight_sync_delay,
             board=board,
         )
-        return ExplorerRun(self.explore, ctx)
+        return self
 
-    def __repr__(self) -> str:
-        return repr(self.explore)
-
-
-@dataclass(frozen=True)
-class ExplorerRun(Run):
-    """One run of an explorer."""
-
-    explore: Explore
-    ctx: ExplorerContext
-
-    def __call__(self) -> None:
+    def run(self) -> None:
         """Runs the user's function."""
-        self.explore(self.ctx)
+        self.explore(self._ctx)
 
     @property
     def noticed_stop(self) -> bool:
-        """Whether the function is to finish."""
-        return self.ctx.noticed_stop
+        """Whether the function knows that it is to finish."""
+        return self._ctx.noticed_stop
 
     def give_up(self) -> None:
         """Has its writers to other nodes wait no longer for the limiter."""
@@ -247,8 +236,11 @@ class ExplorerRun(Run):
         with ExitStack() as closing:
             for buffer in self._elsewhere():
                 closing.callback(buffer.drain)
-            closing.callback(self.ctx.close)
+            closing.callback(self._ctx.close)
 
     def _elsewhere(self) -> list[RemoteBuffer]:
-        buffers: Iterable[Any] = named_buffers(self.ctx.buffer).values()
+        buffers: Iterable[Any] = named_buffers(self.buffer).values()
         return [buffer for buffer in buffers if isinstance(buffer, RemoteBuffer)]
+
+    def __repr__(self) -> str:
+        return repr(self.explore)
