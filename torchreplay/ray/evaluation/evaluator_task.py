@@ -30,17 +30,11 @@ _LOOK_EVERY: Final = 0.02
 
 @dataclass(frozen=True)
 class Results:
-    """What an evaluator has found and saved, on the node on which it was made.
+    """What an evaluator has found and saved, on the node on which it was made."""
 
-    Attributes:
-        log: What was found.
-        saving: What is saved, if anything.
-        surpass: The mean return that the first best has to surpass.
-    """
-
-    log: EvaluationLog
-    saving: ModelCheckpoints | None
-    surpass: float
+    log: EvaluationLog  # what was found
+    saving: ModelCheckpoints | None  # what is saved, if anything
+    surpass: float  # the mean return that the first best has to surpass
 
     def begin(self) -> tuple[int, int, int, float]:
         """Returns the number of evaluations, the last version, and the best: its version and its mean return.
@@ -61,25 +55,15 @@ class Results:
 
 @dataclass
 class EvaluatorTask(Work):
-    """The work of an evaluator. It does not notice a stop: an evaluation that is stopped is worth nothing.
+    """The work of an evaluator. It does not notice a stop: an evaluation that is stopped is worth nothing."""
 
-    Attributes:
-        evaluate: The user's function.
-        module: What it evaluates, or a function that makes it.
-        weights: The weights that are published.
-        seed: Of every evaluation.
-        every: Versions from one evaluation to the next; None for no matter.
-        every_seconds: Seconds from one to the next; None for no matter.
-        helper: Where results go.
-    """
-
-    evaluate: Evaluate
-    module: nn.Module | Callable[[], nn.Module]
-    weights: SharedWeights
-    seed: int
-    every: int | None
-    every_seconds: float | None
-    helper: Results
+    evaluate: Evaluate  # the user's function
+    module: nn.Module | Callable[[], nn.Module]  # what it evaluates, or a function that makes it
+    weights: SharedWeights  # the weights that are published
+    seed: int  # of every evaluation
+    every: int | None  # versions from one evaluation to the next; None for no matter
+    every_seconds: float | None  # seconds from one to the next; None for no matter
+    helper: Results  # where results go
 
     def begin(self, launch: Launch, board: WorkerTable, helper: Any = None) -> Self:
         """Makes ready to evaluate."""

@@ -24,17 +24,11 @@ BUFFER: Final = "buffer"
 
 @dataclass(frozen=True)
 class ModelCheckpoints:
-    """What is saved of evaluations, and where.
+    """What is saved of evaluations, and where."""
 
-    Attributes:
-        directory: Of `best.safetensors`, `version-<number>.safetensors` and `buffer/`.
-        every: Evaluations from one numbered file to the next; None for none.
-        buffers: What to save beside weights, by name; one alone has the name None.
-    """
-
-    directory: Path
-    every: int | None
-    buffers: Mapping[str | None, Fillable]
+    directory: Path  # of `best.safetensors`, `version-<number>.safetensors` and `buffer/`
+    every: int | None  # evaluations from one numbered file to the next; None for none
+    buffers: Mapping[str | None, Fillable]  # what to save beside weights, by name; one alone has the name None
 
     def due(self, evaluation: Evaluation, number: int) -> list[str]:
         """Returns the names of the files that are due after an evaluation.

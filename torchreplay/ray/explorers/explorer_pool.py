@@ -187,19 +187,12 @@ class ExplorerPool(WorkerPool):
 
 @dataclass
 class ExplorerTask(Work):
-    """The work of explorers.
+    """The work of explorers."""
 
-    Attributes:
-        explore: The user's function.
-        buffer: What they write to, or several by name.
-        weights: What they may pull, or several by name.
-        max_weight_sync_delay: Rows between two pulls of `ctx.pull_weights`.
-    """
-
-    explore: Explore
-    buffer: OneOrNamed[Fillable]
-    weights: OneOrNamed[SharedWeights] | None
-    max_weight_sync_delay: int
+    explore: Explore  # the user's function
+    buffer: OneOrNamed[Fillable]  # what they write to, or several by name
+    weights: OneOrNamed[SharedWeights] | None  # what they may pull, or several by name
+    max_weight_sync_delay: int  # rows between two pulls of `ctx.pull_weights`
 
     helper = None
 

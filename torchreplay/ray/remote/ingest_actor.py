@@ -37,57 +37,34 @@ _LINK_BITS: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Rows of one remote writer, in the order in which it wrote them.
+    """Rows of one remote writer, in the order in which it wrote them."""
 
-    Attributes:
-        number: Of its chunks, from 1.
-        first: Key of the first row where they were collected.
-        rows: How many.
-        block: uint8: the rows as the native core copied them out.
-        links_at: Where in the block their links begin, int64 `[rows]`: how each is linked where it was collected.
-    """
-
-    number: int
-    first: int
-    rows: int
-    block: npt.NDArray[np.uint8]
-    links_at: int
+    number: int  # of its chunks, from 1
+    first: int  # key of the first row where they were collected
+    rows: int  # how many
+    block: npt.NDArray[np.uint8]  # uint8: the rows as the native core copied them out
+    links_at: int  # where in the block their links begin, int64 `[rows]`: how each is linked where it was collected
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What the ingest has to know of a remote writer.
+    """What the ingest has to know of a remote writer."""
 
-    Attributes:
-        writer: Its number, its own in the whole cluster.
-        num_envs: Environments that it writes.
-        rows: Rows of its chunks at most.
-        fresh: It has had no answer to a chunk yet.
-    """
-
-    writer: int
-    num_envs: int
-    rows: int
-    fresh: bool
+    writer: int  # its number, its own in the whole cluster
+    num_envs: int  # environments that it writes
+    rows: int  # rows of its chunks at most
+    fresh: bool  # it has had no answer to a chunk yet
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a remote writer hears.
+    """What a remote writer hears."""
 
-    Attributes:
-        written: The last of its chunks that is in the buffer.
-        waiting: What the next one waits for; "" when it does not.
-        limited: That is the limiter.
-        refusal: Why the next one, and all after it, cannot be written; "" while they can.
-        ending: Why nobody should write any more; "" while they should.
-    """
-
-    written: int = 0
-    waiting: str = ""
-    limited: bool = False
-    refusal: str = ""
-    ending: str = ""
+    written: int = 0  # the last of its chunks that is in the buffer
+    waiting: str = ""  # what the next one waits for; "" when it does not
+    limited: bool = False  # that is the limiter
+    refusal: str = ""  # why the next one, and all after it, cannot be written; "" while they can
+    ending: str = ""  # why nobody should write any more; "" while they should
 
 
 class _Behind(Exception):

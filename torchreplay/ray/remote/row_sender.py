@@ -42,16 +42,13 @@ class RowSender:
     Args:
         actor: The ingest.
         ending: Why nobody should write any more, if that is known already.
-
-    Attributes:
-        ending: Why nobody should write any more; "" while they should.
-        failure: What has gone wrong, where nobody can write from here any more although they should; "" otherwise.
     """
 
     def __init__(self, actor: NodeActor, ending: str = "") -> None:
         self._ray = import_ray()
         self._actor = actor
-        self.ending = ending
+        self.ending = ending  # why nobody should write any more; "" while they should
+        # What has gone wrong, where nobody can write from here any more although they should; "" otherwise
         self.failure = ""
         self._outboxes: set[SendBuffer] = set()  # copied to go through it: writers come at any time
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()

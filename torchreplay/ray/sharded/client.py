@@ -49,21 +49,14 @@ class ShardClient:
 
     Args:
         name: Of the coordinator's actor.
-
-    Attributes:
-        coordinator: Says what is where, and counts. It is never asked while the lock is held: if Ray cannot reach it,
-            only the asking thread waits.
-        node: Ray's id of the node that this process is on.
-        local: The shard on that node, which is drawn from and fed back to through shared memory once it is attached.
-        table: What was where when the coordinator said so last.
-        figures: What each shard said last, by number. Never changed: there is another when one says more.
-        closed: Whether the `ShardedReplay` that this belongs to is closed.
     """
 
     called = UNNAMED
     """What messages call the buffer: its `ShardedReplay` sets it."""
 
     def __init__(self, name: str) -> None:
+        # Says what is where, and counts. It is never asked while the lock is held: if Ray cannot reach it, only the
+        # asking thread waits.
         self.coordinator = CoordinatorClient(name, lambda: self.stopped)
         self.calls = ReplyCollector(self.lose, self._name, self._probe)
         self._ray = import_ray()
@@ -73,12 +66,15 @@ class ShardClient:
         self._looked_at = 0.0  # when a report asked for the table last
         self._limiter: LearnerLimiter | None = None
         self._lock = threading.RLock()
+        # The shard on this node, which is drawn from and fed back to through shared memory once it is attached
         self.local = LocalAttachment(self._lock, self.place_here, self._answers)
-        self.node = ray_node()
+        self.node = ray_node()  # Ray's id of the node that this process is on
+        # What each shard said last, by number. Never changed: there is another when one says more.
         self.figures: dict[int, ShardReport] = {}
-        self.table = Table({}, Rule(MinSize()))  # until the coordinator has answered
+        # What was where when the coordinator said so last; at first nothing, until it has answered.
+        self.table = Table({}, Rule(MinSize()))
         self.table = self.coordinator.table()
-        self.closed = False
+        self.closed = False  # whether the `ShardedReplay` that this belongs to is closed
 
     @property
     def stream(self) -> int:

@@ -38,63 +38,37 @@ BELIEF: Final = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A shard that can be called.
+    """A shard that can be called."""
 
-    Attributes:
-        number: Of the shard.
-        node: Ray's id of its node.
-        capacity: Rows that it holds.
-        actor: Its handle.
-        handle: What processes of its node attach.
-    """
-
-    number: int
-    node: str
-    capacity: int
-    actor: Any
-    handle: Handle
+    number: int  # of the shard
+    node: str  # Ray's id of its node
+    capacity: int  # rows that it holds
+    actor: Any  # its handle
+    handle: Handle  # what processes of its node attach
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """What went with a shard, as it was last heard of.
+    """What went with a shard, as it was last heard of."""
 
-    Attributes:
-        number: Of the shard.
-        node: Ray's id of its node.
-        rows: Rows that it held.
-        inserted: Items that had ever become drawable in it.
-    """
-
-    number: int
-    node: str
-    rows: int
-    inserted: int
+    number: int  # of the shard
+    node: str  # Ray's id of its node
+    rows: int  # rows that it held
+    inserted: int  # items that had ever become drawable in it
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What is where.
+    """What is where."""
 
-    Attributes:
-        places: The shards that can be called, by number.
-        rule: The limiter, and from where it counts.
-        nodes: Where shards are, are being made, or will be tried again; always in the same order.
-        lost: Shards that are gone.
-        lost_updates: TD errors dropped because their shard is gone.
-        expected: Whether someone says that writers will come.
-        stopped: Whether the buffer was stopped.
-        moment: Which of the directory's tables it is; later ones have more.
-    """
-
-    places: dict[int, Place]
-    rule: Rule
-    nodes: tuple[str, ...] = ()
-    lost: tuple[Lost, ...] = ()
-    lost_updates: int = 0
-    expected: bool = False
-    stopped: bool = False
-    moment: int = 0
+    places: dict[int, Place]  # the shards that can be called, by number
+    rule: Rule  # the limiter, and from where it counts
+    nodes: tuple[str, ...] = ()  # where shards are, are being made, or will be tried again; always in the same order
+    lost: tuple[Lost, ...] = ()  # shards that are gone
+    lost_updates: int = 0  # TD errors dropped because their shard is gone
+    expected: bool = False  # whether someone says that writers will come
+    stopped: bool = False  # whether the buffer was stopped
+    moment: int = 0  # which of the tables it is; later ones have more
 
     def without(self, lost: Lost) -> Table:
         """Returns the same without a shard that is gone."""

@@ -21,20 +21,14 @@ _PAST: Final = -1
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A limiter, and from where it counts.
+    """A limiter, and from where it counts."""
 
-    Attributes:
-        limiter: Who must wait.
-        number: Of the limiter: each one that is set has the next.
-        inserted_before: Items that it does not count, of all that ever became drawable. Of the draws it counts those
-            that each learner makes after it has heard of it.
-        cleared: Items that were inserted before the last `clear`: not even `min_size` counts them.
-    """
-
-    limiter: Limiter
-    number: int = 0
+    limiter: Limiter  # who must wait
+    number: int = 0  # of the limiter: each one that is set has the next
+    # Items that it does not count, of all that ever became drawable. Of the draws it counts those that each learner
+    # makes after it has heard of it.
     inserted_before: int = 0
-    cleared: int = 0
+    cleared: int = 0  # items that were inserted before the last `clear`: not even `min_size` counts them
 
     def followed_by(self, limiter: Limiter, inserted: int) -> Rule:
         """Returns what `limiter` makes of the union when it is set now.
@@ -71,29 +65,18 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class LearnerReport:
-    """What a learner reports to the coordinator. All counts are totals, so that a report that is lost does no harm.
+    """What a learner reports to the coordinator. All counts are totals, so that a report that is lost does no harm."""
 
-    Attributes:
-        stream: The learner's number.
-        rule: The number of the limiter that it keeps to.
-        items: Items that it has handed out in all.
-        batches: Batches in all.
-        counted: Items handed out that this limiter counts.
-        sampled: These, and those under way that it counts.
-        inserted: Items that ever became drawable in each shard, by number, as far as it knows; in lost ones, too.
-        waited: Seconds that it has waited for rows.
-        n: Items that it waits for, which are always admitted; 0 for none.
-    """
-
-    stream: int
-    rule: int
-    items: int
-    batches: int
-    counted: int
-    sampled: int
+    stream: int  # the learner's number
+    rule: int  # the number of the limiter that it keeps to
+    items: int  # items that it has handed out in all
+    batches: int  # batches in all
+    counted: int  # items handed out that this limiter counts
+    sampled: int  # these, and those under way that it counts
+    # Items that ever became drawable in each shard, by number, as far as it knows; in lost ones, too
     inserted: Mapping[int, int]
-    waited: float = 0.0
-    n: int = 0
+    waited: float = 0.0  # seconds that it has waited for rows
+    n: int = 0  # items that it waits for, which are always admitted; 0 for none
 
     @property
     def moment(self) -> tuple[int, ...]:
@@ -102,27 +85,16 @@ class LearnerReport:
 
 
 class Totals(NamedTuple):
-    """What the coordinator answers: what all others have handed out.
+    """What the coordinator answers: what all others have handed out."""
 
-    Attributes:
-        moment: Of two answers the later one's is larger.
-        rule: The number of the newest limiter.
-        sampled: Items that this limiter counts.
-        items: Items in all.
-        batches: Batches in all.
-        learners: How many others have drawn.
-        waited: Seconds that all learners have waited for rows.
-        wait_share: Share of the last seconds that each has, on average.
-    """
-
-    moment: int = 0
-    rule: int = -1
-    sampled: int = 0
-    items: int = 0
-    batches: int = 0
-    learners: int = 0
-    waited: float = 0.0
-    wait_share: float = 0.0
+    moment: int = 0  # of two answers the later one's is larger
+    rule: int = -1  # the number of the newest limiter
+    sampled: int = 0  # items that this limiter counts
+    items: int = 0  # items in all
+    batches: int = 0  # batches in all
+    learners: int = 0  # how many others have drawn
+    waited: float = 0.0  # seconds that all learners have waited for rows
+    wait_share: float = 0.0  # share of the last seconds that each has, on average
 
 
 class GlobalRateLimiter:
@@ -132,13 +104,11 @@ class GlobalRateLimiter:
 
     Args:
         rule: The limiter, and from where it counts.
-
-    Attributes:
-        inserted: Items that ever became drawable in each shard, by number; what a lost one had stays counted.
     """
 
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
+        # Items that ever became drawable in each shard, by number; what a lost one had stays counted
         self.inserted: Mapping[int, int] = {}
         self._learners: dict[int, LearnerReport] = {}
         self._waits = WaitStats()
@@ -224,20 +194,14 @@ class LearnerLimiter:
     Args:
         rule: The limiter, and from where it counts.
         stream: This learner's number.
-
-    Attributes:
-        others: What others have drawn.
-        items: Items that this learner has handed out.
-        batches: Batches that it has handed out.
-        largest: The largest raw priority heard of.
-        waited: Seconds that this learner has waited for rows.
     """
 
     def __init__(self, rule: Rule, stream: int) -> None:
-        self.rule, self.others = rule, Totals()
-        self.items = self.batches = 0
-        self.largest = 1.0
-        self.waited = 0.0
+        self.rule = rule
+        self.others = Totals()  # what others have drawn
+        self.items = self.batches = 0  # that this learner has handed out
+        self.largest = 1.0  # the largest raw priority heard of
+        self.waited = 0.0  # seconds that this learner has waited for rows
         self.stream = stream
         self._inserted: Mapping[int, int] = {}  # by shard
         self._ordered = self._before = 0  # items ordered, less those given up; those before this rule

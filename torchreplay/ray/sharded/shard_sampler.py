@@ -21,23 +21,14 @@ from torchreplay.segment.waits import NEVER
 
 @dataclass(frozen=True, slots=True)
 class ShardReport:
-    """What a shard says in every answer.
+    """What a shard says in every answer."""
 
-    Attributes:
-        stats: Of its buffer. Its own keys below `rows_written` exist.
-        drawn: Its tree when the candidates were drawn, or now.
-        candidates: How many came along.
-        since_departure: Seconds since a writer last left; -1 if none did.
-        trouble: Why nothing can be drawn however long one waits; None for no such reason.
-        barren: Why its ring, as long as it stays like this, completes no item; None if it may.
-    """
-
-    stats: Stats
-    drawn: TreeSummary
-    candidates: int = 0
-    since_departure: float = -1.0
-    trouble: str | None = None
-    barren: str | None = None
+    stats: Stats  # of its buffer; its own keys below `rows_written` exist
+    drawn: TreeSummary  # its tree when the candidates were drawn, or now
+    candidates: int = 0  # how many came along
+    since_departure: float = -1.0  # seconds since a writer last left; -1 if none did
+    trouble: str | None = None  # why nothing can be drawn however long one waits; None for no such reason
+    barren: str | None = None  # why its ring, as long as it stays like this, completes no item; None if it may
 
 
 Answer: TypeAlias = tuple[ShardReport, NDArray[np.uint8] | None]

@@ -37,13 +37,10 @@ class OverShards:
     """Places explorers on the nodes that have a shard of each of these buffers, in turn.
 
     A node has no more turns than explorers for whose reservations it is large enough.
-
-    Attributes:
-        replays: The buffers.
-        reserves: What Ray reserves for each explorer, such as `{"CPU": 1}`.
     """
 
-    replays: Sequence[ShardedReplay]
+    replays: Sequence[ShardedReplay]  # the buffers
+    # What Ray reserves for each explorer, such as `{"CPU": 1}`
     reserves: Mapping[str, float] = field(default_factory=dict)
 
     def __call__(self, index: int) -> Any:

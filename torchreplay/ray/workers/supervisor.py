@@ -60,19 +60,12 @@ class Worker:
 
 @dataclass(frozen=True)
 class Policy:
-    """How workers are seeded and restarted.
+    """How workers are seeded and restarted."""
 
-    Attributes:
-        seed: Entropy of all seeds.
-        generation: Number of this start of the pool; every start has its own seeds.
-        max_restarts: Per worker; -1 for no limit.
-        restart_delay: Seconds before the first restart; doubles with each further failure.
-    """
-
-    seed: int
-    generation: int
-    max_restarts: int
-    restart_delay: float
+    seed: int  # entropy of all seeds
+    generation: int  # number of this start of the pool; every start has its own seeds
+    max_restarts: int  # per worker; -1 for no limit
+    restart_delay: float  # seconds before the first restart; doubles with each further failure
 
     def run_seed(self, worker: Worker) -> int:
         """Seed of the worker's next run: its own child of the pool's seed (`SeedSequence`)."""

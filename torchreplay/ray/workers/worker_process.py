@@ -26,34 +26,21 @@ STOP_SIGNAL: Final = signal.SIGUSR1
 
 @dataclass(frozen=True)
 class Launch:
-    """Which worker to run.
+    """Which worker to run."""
 
-    Attributes:
-        index: The worker.
-        num_workers: How many there are.
-        seed: Seed of this run.
-        restarts: How often the worker has been restarted.
-    """
-
-    index: int
-    num_workers: int
-    seed: int
-    restarts: int
+    index: int  # the worker
+    num_workers: int  # how many there are
+    seed: int  # seed of this run
+    restarts: int  # how often the worker has been restarted
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended, as text: a worker's exception need not pickle.
+    """How a run ended, as text: a worker's exception need not pickle."""
 
-    Attributes:
-        kind: Its function returned or was stopped; raised; or its process died.
-        error: One line about the failure.
-        traceback: The worker's traceback.
-    """
-
-    kind: Literal["ended", "raised", "died"]
-    error: str = ""
-    traceback: str = ""
+    kind: Literal["ended", "raised", "died"]  # its function returned or was stopped; raised; or its process died
+    error: str = ""  # one line about the failure
+    traceback: str = ""  # the worker's traceback
 
 
 class Work(ABC):
