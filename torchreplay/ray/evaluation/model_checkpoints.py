@@ -31,12 +31,7 @@ class ModelCheckpoints:
     buffers: Mapping[str | None, Fillable]  # what to save beside weights, by name; one alone has the name None
 
     def due(self, evaluation: Evaluation, number: int) -> list[str]:
-        """Returns the names of the files that are due after an evaluation.
-
-        Args:
-            evaluation: What was found.
-            number: Evaluations until now, with this one.
-        """
+        """Returns the names of the files that are due after an evaluation, which is the one of this number."""
         names = [BEST] if evaluation.best else []
         if self.every is not None and number % self.every == 0:
             names.append(f"version-{evaluation.version:08}.safetensors")

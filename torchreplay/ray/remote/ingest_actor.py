@@ -171,11 +171,7 @@ class Ingest:
     """The Ray actor, one for each buffer that has remote writers; on the buffer's own node.
 
     It ends when the buffer is stopped, when no learner is left, or when no remote writer has reported for a while. The
-    next remote writer starts it again.
-
-    Args:
-        handle: Of the buffer.
-        view: The buffer's own, where a handle does not say all of it.
+    next remote writer starts it again. `view` is the buffer's own, where a handle does not say all of it.
     """
 
     def __init__(self, handle: Handle, view: Any = None) -> None:

@@ -39,11 +39,6 @@ class WeightsActor:
     """The Ray actor on the weights' node that reads them out: one for each set of weights.
 
     Each version is put into the object store once, however many processes ask for it; each node fetches it once.
-
-    Args:
-        handle: Of the weights.
-        entries: Where the tensors lie.
-        nbytes: Of all of them.
     """
 
     def __init__(self, handle: Handle, entries: tuple[Entry, ...], nbytes: int) -> None:
@@ -168,11 +163,7 @@ class RemoteWeights(SharedWeights):
         return True
 
     def _fetch(self) -> tuple[int, npt.NDArray[np.uint8]]:
-        """Returns the newest version, and its bytes.
-
-        Raises:
-            AttachError: They cannot be had.
-        """
+        """Returns the newest version, and its bytes; raises AttachError where they cannot be had."""
 
         def read() -> tuple[int, npt.NDArray[np.uint8]]:
             version, content = self._actor.ask_once("read")

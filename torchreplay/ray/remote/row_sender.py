@@ -39,9 +39,8 @@ PAUSE: Final = 0.25
 class RowSender:
     """Sends the rows of this process's writers of one buffer, and listens for answers, in a thread of its own.
 
-    Args:
-        actor: The ingest.
-        ending: Why nobody should write any more, if that is known already.
+    Its calls for those who write raise `Stopped` when the buffer was stopped, or is gone, and RuntimeError when rows
+    are taken no more.
     """
 
     def __init__(self, actor: NodeActor, ending: str = "") -> None:
@@ -64,12 +63,7 @@ class RowSender:
     # In the threads that write.
 
     def open(self, config: Config, num_envs: int) -> SendBuffer:
-        """Returns the outbox of a new writer.
-
-        Raises:
-            Stopped: The buffer was stopped, or is gone.
-            RuntimeError: Rows are no longer sent from here.
-        """
+        """Returns the outbox of a new writer."""
         self._check()
         outbox = SendBuffer(config, num_envs)
         self._outboxes.add(outbox)
@@ -78,12 +72,7 @@ class RowSender:
         return outbox
 
     def make_room(self, outbox: SendBuffer, admitted: Callable[[], bool]) -> None:
-        """Returns when the outbox admits rows again.
-
-        Raises:
-            Stopped: The buffer was stopped, or is gone.
-            RuntimeError: The writer's rows are taken no more.
-        """
+        """Returns when the outbox admits rows again."""
 
         def has_room() -> bool:
             self._check(outbox)  # first: a stage that is stopped admits nothing
@@ -92,12 +81,7 @@ class RowSender:
         self._await(outbox, has_room)
 
     def flush(self, outbox: SendBuffer) -> None:
-        """Returns when everything in the outbox is acknowledged.
-
-        Raises:
-            Stopped: The buffer was stopped, or is gone, before it was.
-            RuntimeError: The writer's rows are taken no more.
-        """
+        """Returns when everything in the outbox is acknowledged."""
         outbox.hurried = True
         try:
             self._await(outbox, lambda: outbox.is_empty)
@@ -105,12 +89,7 @@ class RowSender:
             outbox.hurried = False
 
     def truncate(self, outbox: SendBuffer, keys: npt.NDArray[np.int64]) -> None:
-        """Ends the episodes whose last rows have these keys in the outbox, once they are acknowledged; returns then.
-
-        Raises:
-            Stopped: The buffer was stopped, or is gone.
-            RuntimeError: The writer's rows are taken no more.
-        """
+        """Ends the episodes whose last rows have these keys in the outbox, once they are acknowledged; returns then."""
         self.flush(outbox)
         self._actor.ask("truncate", outbox.source, keys, group="rows")
 

@@ -28,10 +28,6 @@ class SendBuffer:
     at most one chunk of rows beyond those that were sent. All the rest is done by the sender's thread, which no signal
     interrupts: the writer's thread looks, says what it wants, and sleeps until there is news. The two share no lock,
     which an exception out of a signal's handler could leave in any state.
-
-    Args:
-        config: Of the buffer.
-        num_envs: Environments that the writer has.
     """
 
     def __init__(self, config: Config, num_envs: int) -> None:
@@ -70,8 +66,7 @@ class SendBuffer:
     def cut(self, everything: bool) -> None:
         """Makes chunks of what was written, as many as may be under way, and makes room for as many rows.
 
-        Args:
-            everything: Also of rows that are too few for a whole chunk. Each costs as much on its way as a whole one.
+        With `everything` also of rows that are too few for a whole chunk. Each costs as much on its way as a whole one.
         """
         segment = self.segment
         everything = everything or self.hurried or self.leaving

@@ -71,13 +71,7 @@ class ActorClient(ABC):
         self._actor = None
 
     def tell(self, method: str, *args: Any, group: str = "") -> Any:
-        """Calls a method of the actor, and returns what its answer will be got by.
-
-        Args:
-            method: Its name.
-            args: Its arguments.
-            group: The concurrency group to run it in; "": the usual one.
-        """
+        """Calls a method of the actor, in the usual concurrency group or another; returns what its answer is got by."""
         self.require_own_process()
         self.require_ray()
         actor = self._actor = self._actor or self._find()
@@ -97,12 +91,7 @@ class ActorClient(ABC):
         return self.answer(self.tell(method, *args, group=group))
 
     def ask(self, method: str, *args: Any, group: str = "") -> Any:
-        """Returns what a method of the actor returns; asks again where no answer comes.
-
-        Args:
-            method: Its name.
-            args: Its arguments.
-            group: The concurrency group to run it in; "": the usual one.
+        """Returns what a method of the actor returns, run as `tell` says; asks again where no answer comes.
 
         Raises:
             AttachError: The actor does not answer for long, or Ray was shut down in this process.

@@ -45,11 +45,7 @@ Answers = dict[int, Answer]
 
 
 class ShardClient:
-    """The shards as one process sees them.
-
-    Args:
-        name: Of the coordinator's actor.
-    """
+    """The shards as one process sees them. `name` is that of the coordinator's actor."""
 
     called = UNNAMED
     """What messages call the buffer: its `ShardedReplay` sets it."""
@@ -198,12 +194,10 @@ class ShardClient:
     # Orders, keys, and feedback
 
     def order(self, candidates: Mapping[int, int], room: ReplayBatch | None = None) -> dict[int, Any]:
-        """Asks shards for candidates, and returns what their answers will be got by.
+        """Asks shards for so many candidates each, 0 for figures alone; returns what their answers will be got by.
 
-        Args:
-            candidates: How many each is to draw; 0 for figures alone.
-            room: Where the shard that is attached draws its candidates to, beginning with the first row; None: it is
-                asked as the others are.
+        The shard that is attached draws its candidates into `room`, from the first row on. Without one it is asked as
+        the others are.
         """
         self.coordinator.require_own_process()
         largest = self.limiter.largest
@@ -222,9 +216,7 @@ class ShardClient:
     def gather(self, keys: Mapping[int, NDArray[np.int64]], layout: Layout) -> Answers:
         """Returns what all shards have to say of themselves, and the items that they find; those lost are left out.
 
-        Args:
-            keys: Of the items, each shard's own `[n]` by its number; none for those left out.
-            layout: Of blocks.
+        `keys` are each shard's own `[n]` by its number; none for those left out.
         """
         self.coordinator.require_own_process()
         self.report()
@@ -263,15 +255,9 @@ class ShardClient:
         return torch.from_numpy(raw)
 
     def update(self, number: int, keys: NDArray[np.int64], td: NDArray[np.float64]) -> Any:
-        """Has TD errors applied by a shard, which come after the draws that it was asked for.
+        """Has TD errors `[n]` applied by a shard to its own keys `[n]`, after the draws that it was asked for.
 
-        Args:
-            number: Of the shard.
-            keys: Its own `[n]`.
-            td: The TD errors `[n]`.
-
-        Returns:
-            What the answer will be got by: how many; None if there is no such shard any more.
+        Returns what the answer, how many, will be got by; None if there is no such shard any more.
         """
         self.coordinator.require_own_process()
         with self._lock:

@@ -193,8 +193,7 @@ class Coordinator:
     def report(self, report: LearnerReport, looks: bool = False) -> tuple[Totals, Table | None]:
         """Takes in what a learner says, and divides anew what the limiter admits.
 
-        Returns:
-            What others have drawn, and the table if the learner looks at it.
+        Returns what others have drawn, and the table if the learner looks at it.
         """
         totals = self._limiter.hear(report)
         if report.rule == self._limiter.rule.number:  # others know an old limiter only

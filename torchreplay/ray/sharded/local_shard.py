@@ -79,15 +79,8 @@ class LocalShard:
     A thread of its own does both, in the order of the calls, as the shard's actor does for learners on other nodes. It
     holds the interpreter lock only in between. The answer is None once this process has let go of the shard.
 
-    Args:
-        number: Of the shard.
-        handle: Of its buffer.
-
     Raises:
         AttachError: It cannot be attached.
-
-    Attributes:
-        buffer: The shard's.
     """
 
     def __init__(self, number: int, handle: Handle) -> None:
@@ -114,8 +107,7 @@ class LocalShard:
     def own_writers(self, unused_count_as_others: bool) -> int:
         """Returns how many of its writers nobody but the calling thread uses.
 
-        Args:
-            unused_count_as_others: Whether those of this process that nobody has used yet may be another thread's.
+        Those of this process that nobody has used yet may be another thread's: they count so if the caller says it.
         """
         try:
             census = self._segment.census(unused_count_as_others)
@@ -174,9 +166,6 @@ class LocalAttachment:
         lock: What its owner guards the places with; it is re-entrant.
         place: Returns the shard of this node, as far as this process knows, with the lock held; None: there is none.
         answers: Whether a shard's actor answers, by number; asked without the lock.
-
-    Attributes:
-        shard: It; None: none is.
     """
 
     def __init__(

@@ -33,9 +33,7 @@ class Rule:
     def followed_by(self, limiter: Limiter, inserted: int) -> Rule:
         """Returns what `limiter` makes of the union when it is set now.
 
-        Args:
-            limiter: The new one.
-            inserted: Items that have become drawable so far: of them `min_size` count.
+        Of the `inserted` items that have become drawable so far `min_size` count.
         """
         return Rule(limiter, self.number + 1, max(self.cleared, inserted - limiter.min_size), self.cleared)
 
@@ -101,9 +99,6 @@ class GlobalRateLimiter:
     """What was inserted and drawn in the union, as the coordinator has heard, and what each shard may admit.
 
     The rules are those of `SamplesPerInsert`.
-
-    Args:
-        rule: The limiter, and from where it counts.
     """
 
     def __init__(self, rule: Rule) -> None:
@@ -189,11 +184,7 @@ class LearnerLimiter:
     """The limiter as one learner knows it: whether it may draw.
 
     What this learner draws is counted at once; what others draw, as of the coordinator's last answer; what explorers
-    insert, as of the shards' last answers.
-
-    Args:
-        rule: The limiter, and from where it counts.
-        stream: This learner's number.
+    insert, as of the shards' last answers. `stream` is this learner's number.
     """
 
     def __init__(self, rule: Rule, stream: int) -> None:

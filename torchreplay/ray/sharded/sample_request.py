@@ -44,12 +44,9 @@ class SampleRequest:
         here: Whether the shard that is attached draws its candidates right into the batch.
         place: The batch, whose tensors are overwritten; None: it is made.
         rule: Number of the limiter that has admitted it.
-
-    Attributes:
-        drawn_from: What the batch's weights were computed from, once it is finished.
     """
 
-    drawn_from: TreeSummary
+    drawn_from: TreeSummary  # what the batch's weights were computed from, once it is finished
 
     def __init__(
         self,
@@ -148,12 +145,9 @@ class SampleRequestStream:
         timeout: Seconds to wait for each batch at most.
         waiting: How the wait for the first one looks.
         staging: What gives each batch its place; None: memory of its own.
-
-    Attributes:
-        drawn_from: What the weights of the batch handed out last were computed from.
     """
 
-    drawn_from: TreeSummary
+    drawn_from: TreeSummary  # what the weights of the batch handed out last were computed from
 
     def __init__(
         self,
@@ -173,10 +167,9 @@ class SampleRequestStream:
         return self
 
     def __next__(self) -> ReplayBatch:
-        """Returns the next batch.
+        """Returns the next batch, if there were fewer than `count`.
 
         Raises:
-            StopIteration: There were `count`.
             ReplayTimeout, WouldBlockForever, Stopped: As `sample` does.
         """
         self._draws.feedback.apply_arrived()

@@ -34,12 +34,7 @@ POLL: Final = 0.02
 class ShardedSampler(BatchSource):
     """What a process draws.
 
-    Args:
-        shards: What from.
-        config: Of the union.
-        seed: Of the random numbers that choose among candidates.
-        nonce: What signs the batches.
-        feedback: What is fed back meanwhile.
+    `seed` is that of the random numbers that choose among candidates; `nonce` signs the batches.
     """
 
     seed = 0
@@ -170,10 +165,7 @@ class ShardedSampler(BatchSource):
     def order(self, n: int, wait: Wait, place: ReplayBatch | None = None) -> SampleRequest:
         """Asks all shards for candidates, once the limiter admits `n` items; `take` makes the batch.
 
-        Args:
-            n: Items.
-            wait: How long it may take.
-            place: The batch, whose tensors are overwritten; None: it is made.
+        `place` is the batch, whose tensors are overwritten; None: it is made.
         """
         checked_int("batch_size", n, 1, MAX_BATCH)
         if not self.admits_now(n):

@@ -25,14 +25,7 @@ POLL: Final = 0.05
 
 
 def save_shards(shards: ShardClient, config: Config, draws: ShardedSampler, root: Path) -> None:
-    """Does what `ShardedReplay.save` does.
-
-    Args:
-        shards: What to save.
-        config: Of the union.
-        draws: Those of this process, which may go on.
-        root: Where to.
-    """
+    """Does what `ShardedReplay.save` does; `draws` are those of this process, which may go on."""
 
     def write(data: Path) -> dict[str, Any]:
         places = shards.look().places
@@ -84,10 +77,7 @@ def restore_shards(shards: ShardClient, config: Config, manifest: Manifest, root
 def _numbered(places: Mapping[int, Place], parts: Mapping[int, Part], born: int) -> tuple[dict[int, int], int]:
     """Returns which number each shard takes, by its present one, and how many numbers were given then.
 
-    Args:
-        places: The shards, by their present numbers.
-        parts: Which of the saved ones each becomes; others are new.
-        born: Numbers that were given.
+    `parts` says which of the saved shards each becomes; others are new. `born` numbers were given before.
     """
     numbers = {number: part.number for number, part in parts.items()}
     for number in sorted(places.keys() - parts.keys()):  # old keys must not name rows of shards that are new
