@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Self
 
 import numpy as np
 import torch
@@ -14,12 +14,9 @@ from torch import nn
 
 from torchreplay.ray.evaluation.evaluation_log import Evaluation, EvaluationLog
 from torchreplay.ray.evaluation.model_checkpoints import ModelCheckpoints, content_of
-from torchreplay.ray.workers.worker_process import Work
-
-if TYPE_CHECKING:
-    from torchreplay.ray.workers.worker_process import Launch
-    from torchreplay.ray.workers.worker_table import WorkerTable
-    from torchreplay.weights.shared_weights import SharedWeights
+from torchreplay.ray.workers.worker_process import Launch, Work
+from torchreplay.ray.workers.worker_table import WorkerTable
+from torchreplay.weights.shared_weights import SharedWeights
 
 Evaluate = Callable[[Any, int], Any]
 """A user's function of a module, of any class, and a seed: plays episodes and returns their returns, `[n]`."""

@@ -7,16 +7,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
+
+from torch import nn
 
 from torchreplay.checkpoint.directory import remove_unfinished, replace_file
 from torchreplay.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from torchreplay.ray.evaluation.evaluation_log import Evaluation
-    from torchreplay.ray.workers.named import Fillable
+from torchreplay.ray.evaluation.evaluation_log import Evaluation
+from torchreplay.ray.workers.named import Fillable
 
 BEST: Final = "best.safetensors"
 BUFFER: Final = "buffer"

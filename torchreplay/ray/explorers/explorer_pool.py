@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from torchreplay.errors import ReplayTimeout, WouldBlockForever
 from torchreplay.ray.explorers.explorer_context import MOST_EXPLORERS, MOST_ROWS, ExplorerContext
@@ -20,9 +20,7 @@ from torchreplay.ray.workers.worker_pool import WorkerPool
 from torchreplay.ray.workers.worker_process import Launch, Work
 from torchreplay.ray.workers.worker_table import WorkerTable
 from torchreplay.validation import checked_int, checked_number
-
-if TYPE_CHECKING:
-    from torchreplay.weights.shared_weights import SharedWeights
+from torchreplay.weights.shared_weights import SharedWeights
 
 Explore = Callable[[ExplorerContext], object]
 """A user's function: runs until `ctx.stopped`, or as long as it likes; its result is dropped."""

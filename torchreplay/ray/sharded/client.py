@@ -20,6 +20,7 @@ from torchreplay.ray.sharded.coordinator import Lost, Place, Table
 from torchreplay.ray.sharded.coordinator_client import CoordinatorClient
 from torchreplay.ray.sharded.global_distribution import pack, unpack
 from torchreplay.ray.sharded.local_shard import LocalAttachment
+from torchreplay.ray.sharded.manifest import Manifest
 from torchreplay.ray.sharded.rate_limiter import LearnerLimiter, LearnerReport, Rule
 from torchreplay.ray.sharded.replies import ReplyCollector
 from torchreplay.ray.sharded.shard_sampler import Answer, ShardReport
@@ -30,7 +31,6 @@ from torchreplay.segment.waits import UNNAMED, Wait
 
 if TYPE_CHECKING:
     from torchreplay._C import Census
-    from torchreplay.ray.sharded.manifest import Manifest
 
 REPORT_SECONDS: Final = 0.1
 """Seconds between two reports of this learner's draws where no explorer waits for them."""

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchreplay.buffer.tree_summary import TreeSummary
+from torchreplay.cuda.staging import Staging
 from torchreplay.ray.sharded.batch_block import Layout, keep
 from torchreplay.ray.sharded.client import Answers, ShardClient
 from torchreplay.ray.sharded.global_distribution import GlobalDistribution, candidates, chosen
@@ -19,7 +20,6 @@ from torchreplay.schema.samplers import Sampler
 from torchreplay.segment.waits import Wait
 
 if TYPE_CHECKING:
-    from torchreplay.cuda.staging import Staging
     from torchreplay.ray.sharded.sampler import ShardedSampler
 
 LEAST_SLACK: Final = 1 / 64

@@ -5,13 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from torchreplay.errors import AttachError, Stopped
 from torchreplay.ray.runtime.session import import_ray, logger
-
-if TYPE_CHECKING:
-    from torchreplay.ray.workers.worker_table import WorkerTable
+from torchreplay.ray.workers.worker_table import WorkerTable
 
 EXCHANGE_EVERY: Final = 0.5
 """Seconds between two exchanges; also those for which a worker knows of its stop before it is interrupted."""
