@@ -229,12 +229,12 @@ class Evaluator(WorkerPool):
     def stats(self) -> EvaluatorStats:
         """How it is doing; how it was when it was stopped."""
         (worker,) = self._worker_stats()
-        log = self._results.log
-        last, best = log.last_version, max(self._results.surpass, log.best_return)
+        last, best = self._results.log.last
+        best = max(self._results.surpass, best)
         return EvaluatorStats(
             state=worker.state,
             pid=worker.pid,
-            evaluations=len(log),
+            evaluations=len(self._results.log),
             version=last,
             versions_behind=self.weights.version - last if last >= 0 else 0,
             best_return=best if math.isfinite(best) else math.nan,

@@ -38,15 +38,16 @@ class Results:
 
         The best has a version only if a worker before this one has saved it, and was killed before it could say so.
         """
-        best = -1, max(self.surpass, self.log.best_return)
+        last, best_return = self.log.last
+        best = -1, max(self.surpass, best_return)
         saved = best if self.saving is None else self.saving.best()
-        return len(self.log), self.log.last_version, *(saved if saved[1] > best[1] else best)
+        return len(self.log), last, *(saved if saved[1] > best[1] else best)
 
     def add(self, evaluation: Evaluation, best_return: float, names: list[str], content: bytes) -> None:
         """Saves `content` under these names, and notes an evaluation; may be called again with the same."""
         if names and self.saving is not None:  # first: what is reported as saved is saved
             self.saving.write(names, content)
-        if evaluation.version > self.log.last_version:
+        if evaluation.version > self.log.last[0]:
             self.log.add(evaluation, best_return)
 
 
