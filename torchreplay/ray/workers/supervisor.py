@@ -311,14 +311,11 @@ class Supervisor:
             ended = self.backend.wait([w.run for w in running], deadline - time.monotonic())
             for w in running:
                 if w.run in ended:
-                    self._finish(w)
+                    outcome = self._outcome(w)
+                    # A death is our own doing by now; an exception on the way out is news.
+                    self._settle(w, outcome if outcome.kind == "raised" else Outcome("ended"))
             if not ended:
                 return
-
-    def _finish(self, w: Worker) -> None:
-        outcome = self._outcome(w)
-        # A death is our own doing by now; an exception on the way out is news.
-        self._settle(w, outcome if outcome.kind == "raised" else Outcome("ended"))
 
 
 def _died(what: str, error: BaseException) -> Outcome:
