@@ -22,8 +22,7 @@ from torchreplay.ray.sharded.local_shard import Gone
 from torchreplay.ray.sharded.priority_updates import Feedback
 from torchreplay.ray.sharded.rate_limiter import LearnerLimiter, Rule
 from torchreplay.ray.sharded.replies import ReplyCollector
-from torchreplay.ray.sharded.sample_request import SampleRequestStream
-from torchreplay.ray.sharded.sampler import ShardedSampler
+from torchreplay.ray.sharded.sampler import SampleRequestStream, ShardedSampler
 
 KEYS, ERRORS = np.arange(3), np.ones(3)
 
