@@ -130,9 +130,6 @@ class NodeActor(ActorClient):
 
     Args:
         node: Ray's id of the node.
-        kind: The actor's class.
-        name: Of this one.
-        args: Of its constructor.
         calls: Calls that run at a time. Those of the group "rows" run beside them, one by one, in each caller's order.
     """
 

@@ -72,11 +72,7 @@ class GlobalDistribution:
     def weigh(self, batch: ReplayBatch, shares: NDArray[np.float64], beta: float, sampler: Sampler) -> None:
         """Turns items' probabilities within their shards into those of the union, and sets their weights.
 
-        Args:
-            batch: The items; `probability` is that within each one's shard.
-            shares: float64 `[n]`, each one's shard's share of the total.
-            beta: The exponent of the weights.
-            sampler: How items are drawn.
+        `shares` is float64 `[n]`: each item's shard's share of the total.
         """
         probability = batch["probability"].numpy().astype(np.float64) * shares
         batch["probability"].numpy()[:] = probability

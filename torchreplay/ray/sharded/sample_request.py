@@ -29,11 +29,6 @@ class SampleRequest:
     numbers. `docs/sharding.md` has the derivation.
 
     Args:
-        shards: The shards.
-        layout: Of blocks.
-        step: Its number.
-        n: Items in the batch.
-        chance: Its random numbers.
         slack: By which share a shard's part of the total may have grown since it was heard last.
         here: Whether the shard that is attached draws its candidates right into the batch.
         place: The batch, whose tensors are overwritten; None: it is made.

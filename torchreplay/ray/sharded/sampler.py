@@ -196,11 +196,8 @@ class ShardedSampler(BatchSource):
     ) -> ReplayBatch | None:
         """Returns the batch that was ordered; None if there was no item to draw.
 
-        Args:
-            ordered: The round.
-            beta: Exponent of the weights; None: the sampler's.
-            wait: How long it may take.
-            finish: Whether the rest of the batch is computed here; otherwise the owner of its memory does so.
+        `beta` is the exponent of the weights, where it is not the sampler's. Unless `finish` is True the owner of the
+        batch's memory computes the rest of it.
         """
         batch = None
         try:
@@ -274,10 +271,7 @@ class SampleRequestStream:
     change its batch.
 
     Args:
-        draws: What draws them.
-        batch_size: Items in a batch.
         count: Batches; None for endlessly many.
-        prefetch: Rounds under way ahead.
         timeout: Seconds to wait for each batch at most.
         waiting: How the wait for the first one looks.
         staging: What gives each batch its place; None: memory of its own.

@@ -86,10 +86,7 @@ class Supervisor:
     """A background thread that looks after the workers of one start of a pool.
 
     Args:
-        backend: Runs them.
-        board: Shared memory of the pool.
         names: What to call each worker in the log.
-        policy: Seeds and restarts.
         expect_writers: Makes the buffers' marks that writers may still come; `close` withdraws them.
         failures: Receives every failure.
         listen: Called ten times a second and once more after the end.
