@@ -73,11 +73,6 @@ class ShardClient:
         self.closed = False  # whether the `ShardedReplay` that this belongs to is closed
 
     @property
-    def stream(self) -> int:
-        """The number of this learner, which no other process has."""
-        return self.limiter.stream
-
-    @property
     def limiter(self) -> LearnerLimiter:
         """The limiter, as far as this learner knows what was inserted and drawn."""
         if self._limiter is None:

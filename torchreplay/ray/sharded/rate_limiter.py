@@ -193,7 +193,7 @@ class LearnerLimiter:
         self.items = self.batches = 0  # that this learner has handed out
         self.largest = 1.0  # the largest raw priority heard of
         self.waited = 0.0  # seconds that this learner has waited for rows
-        self.stream = stream
+        self.stream = stream  # which no other process has
         self._inserted: Mapping[int, int] = {}  # by shard
         self._ordered = self._before = 0  # items ordered, less those given up; those before this rule
 

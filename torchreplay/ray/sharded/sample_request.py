@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,12 +57,8 @@ class SampleRequest:
         numbers = sorted(shards.table.places)
         known = [shards.figures[k].drawn.total if k in shards.figures else 0.0 for k in numbers]
         asked = candidates(known, n, slack)
-        self._calls = shards.order(dict(zip(numbers, asked, strict=True)), self._room)
-
-    @property
-    def calls(self) -> list[Any]:
-        """What the answers will be got by."""
-        return list(self._calls.values())
+        # What the answers will be got by, by number.
+        self.calls = shards.order(dict(zip(numbers, asked, strict=True)), self._room)
 
     def finish(self, sampler: Sampler, beta: float, wait: Wait) -> ReplayBatch | None:
         """Returns the batch; None if no shard has an item that can be drawn.
@@ -72,8 +68,8 @@ class SampleRequest:
             RuntimeError: A shard can never draw.
             Stopped: The buffer was stopped.
         """
-        answers = self._complete(self._shards.hear(self._calls, wait), wait)
-        self._calls = {}
+        answers = self._complete(self._shards.hear(self.calls, wait), wait)
+        self.calls = {}
         numbers = [number for number, (figures, _) in answers.items() if figures.drawn.total > 0]
         if not numbers:
             return None

@@ -57,7 +57,7 @@ class ShardedSampler(BatchSource):
     @property
     def stream(self) -> int:
         """The number of the stream of random numbers: at first that of the process."""
-        return self.shards.stream if self._stream is None else self._stream
+        return self.shards.limiter.stream if self._stream is None else self._stream
 
     @stream.setter
     def stream(self, number: int) -> None:
@@ -337,7 +337,7 @@ class SampleRequestStream:
         """How many of the next rounds have all their answers."""
         count = 0
         for ahead in self._ahead:
-            if not self._draws.shards.calls.are_there(ahead.calls):
+            if not self._draws.shards.calls.are_there(ahead.calls.values()):
                 break
             count += 1
         return count
@@ -350,7 +350,7 @@ class SampleRequestStream:
     def _take(self, wait: Wait) -> ReplayBatch | None:
         self._order(wait)
         # They travel while this batch is made, and while its user works.
-        self._draws.shards.calls.fetch(call for later in islice(self._ahead, 1, None) for call in later.calls)
+        self._draws.shards.calls.fetch(call for later in islice(self._ahead, 1, None) for call in later.calls.values())
         first = self._ahead.popleft()
         batch = self._draws.take(first, None, wait, self._staging is None or not self._prefetch)
         if batch is not None:

@@ -283,7 +283,7 @@ class Supervisor:
             if not pid:  # it was killed before it began, and is about to end
                 continue
             self.interrupted += 1
-            if self._is_here(w):
+            if self.board.is_on(w.index, self._node):
                 self.backend.interrupt(w.run, pid)
             else:
                 self.board.interrupt(w.index)
@@ -294,11 +294,8 @@ class Supervisor:
             self._settle(w, Outcome("ended"))
         for w in self.workers:
             w.state = w.state if w.over else "stopped"
-        self.backend.await_exit([int(self.board.entries[w.index]["pid"]) for w in self.workers if self._is_here(w)])
-
-    def _is_here(self, w: Worker) -> bool:
-        """Whether its process is on this node: elsewhere the same pid is another's."""
-        return self.board.is_on(w.index, self._node)
+        here = [w for w in self.workers if self.board.is_on(w.index, self._node)]  # elsewhere the same pid is another's
+        self.backend.await_exit([int(self.board.entries[w.index]["pid"]) for w in here])
 
     def _running(self) -> list[Worker]:
         return [w for w in self.workers if w.run is not None]
