@@ -164,8 +164,8 @@ class Coordinator:
     def lost(self, number: int, rows: int, inserted: int, why: str) -> Table:
         """Takes a shard that does not answer out of the table, and ends it in case it is still there.
 
-        Of several callers' reports the one that knows of the most items counts, which is the latest: how many rows it
-        held when it was last heard of, and how many items had become drawable in it by then.
+        Of several callers' reports the one that knows of the most items counts, which is the latest. It says how many
+        rows the shard held when it was last heard of, and how many items had become drawable in it by then.
         """
         self._limiter.count_inserted({number: inserted})
         before = self._lost.get(number)
