@@ -112,7 +112,7 @@ def test_what_a_process_has_reported_outlives_its_kill_and_nobody_need_have_read
         with Forked(report_and_die, pickle.loads(pickle.dumps(log))) as child:
             assert child.wait() == -signal.SIGKILL
     assert log.since(0) == [found(version, float(version)) for version in range(5000)] * 2
-    assert (log.last_version, log.best_return) == (4999, 4999.0)
+    assert log.last == (4999, 4999.0)
 
 
 def test_a_process_that_is_killed_while_it_reports_leaves_whole_evaluations_only():
@@ -154,7 +154,7 @@ def test_what_is_no_return_is_refused(given):
     weights = tr.SharedWeights(Policy())
     evaluator = Evaluator(lambda policy, seed: given, weights, Policy, every=1)
     with pytest.raises(ValueError, match=r"returned .*: expected the returns"):
-        evaluator._make_work().run(Launch(0, 1, 0, 0), WorkerTable(1))()
+        evaluator._make_work().begin(Launch(0, 1, 0, 0), WorkerTable(1)).run()
 
 
 def test_a_signals_handler_may_stop_an_evaluator_that_is_being_looked_at(monkeypatch):

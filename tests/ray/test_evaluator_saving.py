@@ -114,9 +114,9 @@ def test_a_worker_killed_before_it_notes_the_best_leaves_it_to_its_successors(ne
 
     with monkeypatch.context() as patch:
         patch.setattr(EvaluationLog, "add", die)
-        run = evaluator._make_work().run(Launch(0, 1, 0, 0), WorkerTable(1))
+        work = evaluator._make_work().begin(Launch(0, 1, 0, 0), WorkerTable(1))
         with pytest.raises(InterruptedError):
-            run()
+            work.run()
     assert kept(tmp_path) == 200.0
     for number in newer:
         publish(weights, number)
@@ -133,10 +133,10 @@ def test_an_interrupted_save_leaves_nothing(tmp_path, monkeypatch):
         raise tr.Stopped("the pool was stopped")
 
     evaluator = Evaluator(evaluate, tr.SharedWeights(Policy()), Policy, every=1, directory=tmp_path)
-    run = evaluator._make_work().run(Launch(0, 1, 0, 0), WorkerTable(1))
+    work = evaluator._make_work().begin(Launch(0, 1, 0, 0), WorkerTable(1))
     monkeypatch.setattr("torchreplay.checkpoint.buffer_checkpoint.os.fsync", interrupt)
     with pytest.raises(tr.Stopped):
-        run()
+        work.run()
     assert not list(tmp_path.iterdir())
 
 

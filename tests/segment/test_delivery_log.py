@@ -11,7 +11,7 @@ from forked import Forked, eventually, shared_counters
 
 import torchreplay as tr
 from torchreplay.ray.remote import send_buffer as outboxes
-from torchreplay.ray.remote.ingest_actor import _Seat
+from torchreplay.ray.remote.ingest_actor import IngestWriter
 from torchreplay.ray.remote.send_buffer import SendBuffer
 from torchreplay.segment import delivery_log as ledgers
 from torchreplay.segment.delivery_log import DeliveryLog
@@ -72,9 +72,9 @@ def items(buffer):
 def ingest(buffer, ledger, source, chunks):
     """Does what the ingest does: goes on where the one before was killed."""
     eventually(ledger.claim)
-    seat = _Seat(buffer, ledger.place(source.writer, source.num_envs, source.rows, True))
-    for chunk in chunks[seat.place.written :]:
-        seat.write(chunk)
+    writer = IngestWriter(buffer, ledger.place(source.writer, source.num_envs, source.rows, True))
+    for chunk in chunks[writer.place.written :]:
+        writer.write(chunk)
 
 
 @pytest.mark.slow
@@ -117,7 +117,7 @@ def test_a_row_whose_writing_was_not_noted_comes_once_also_when_the_ring_has_tur
             writer.append(x=1000 + x)
     outbox.cut(everything=True)
     chunk, source = outbox.chunks[0], outbox.source
-    killed = _Seat(buffer, ledger.place(source.writer, 1, source.rows, True))
+    killed = IngestWriter(buffer, ledger.place(source.writer, 1, source.rows, True))
 
     def die(*_):
         raise InterruptedError
@@ -127,7 +127,7 @@ def test_a_row_whose_writing_was_not_noted_comes_once_also_when_the_ring_has_tur
         killed.write(chunk)
     if turned:
         buffer.extend(x=torch.arange(100))
-    _Seat(buffer, ledger.place(source.writer, 1, source.rows, True)).write(chunk)
+    IngestWriter(buffer, ledger.place(source.writer, 1, source.rows, True)).write(chunk)
     assert buffer.stats().rows_written == (103 if turned else 3)
     assert (buffer.storage["x"] >= 1000).sum() == (0 if turned else 3)
 

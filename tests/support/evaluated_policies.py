@@ -32,8 +32,8 @@ class Loop:
 
     def __init__(self, evaluator):
         self.evaluator, self.board = evaluator, WorkerTable(1)
-        run = evaluator._make_work().run(Launch(0, 1, 0, 0), self.board)
-        self.thread = threading.Thread(target=run)
+        work = evaluator._make_work().begin(Launch(0, 1, 0, 0), self.board)
+        self.thread = threading.Thread(target=work.run)
 
     def __enter__(self):
         self.thread.start()
@@ -71,7 +71,7 @@ def run_once(evaluator):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(log, "add", add_and_stop)
-        evaluator._make_work().run(Launch(0, 1, 0, 0), board)()
+        evaluator._make_work().begin(Launch(0, 1, 0, 0), board).run()
 
 
 def kept(directory):

@@ -464,7 +464,7 @@ def test_threads_that_come_first_at_the_same_time_are_one_learner(found, monkeyp
 
     monkeypatch.setattr(directory, "join", join_slowly)
     with ThreadPoolExecutor(2) as threads:
-        first, second = threads.map(lambda _: (shards.limiter, shards.stream), range(2))
+        first, second = threads.map(lambda _: (shards.limiter, shards.limiter.stream), range(2))
     assert first == second
 
 

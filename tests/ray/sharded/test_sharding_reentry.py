@@ -22,8 +22,7 @@ from torchreplay.ray.sharded.local_shard import Gone
 from torchreplay.ray.sharded.priority_updates import Feedback
 from torchreplay.ray.sharded.rate_limiter import LearnerLimiter, Rule
 from torchreplay.ray.sharded.replies import ReplyCollector
-from torchreplay.ray.sharded.sample_request import SampleRequestStream
-from torchreplay.ray.sharded.sampler import ShardedSampler
+from torchreplay.ray.sharded.sampler import SampleRequestStream, ShardedSampler
 
 KEYS, ERRORS = np.arange(3), np.ones(3)
 
@@ -112,7 +111,7 @@ def test_what_a_shard_raises_is_said_once():
 class InterruptedShards(LocalShards):
     """Shards whose learner gets one signal: when it has looked `looks` times at what was inserted and drawn."""
 
-    stream, looks, stopped = 0, 0, False
+    looks, stopped = 0, False
 
     def __init__(self, sizes, sampler):
         super().__init__(sizes, sampler)

@@ -83,14 +83,10 @@ class EvaluationLog:
         return [Evaluation(*record[:-1]) for record in self._records(number)]
 
     @property
-    def best_return(self) -> float:
-        """The best mean return, as it was noted with the last evaluation; minus infinity before the first."""
-        return max((float(record[-1]) for record in self._records(-1)), default=-math.inf)
-
-    @property
-    def last_version(self) -> int:
-        """The version that was evaluated last; -1 before the first."""
-        return max((int(record[0]) for record in self._records(-1)), default=-1)
+    def last(self) -> tuple[int, float]:
+        """The version that was evaluated last, and the best mean return by then; -1 and minus infinity before."""
+        version, *_, best_return = next(self._records(-1), (-1, -math.inf))
+        return version, best_return
 
     def _records(self, start: int) -> Iterator[tuple[Any, ...]]:
         places = range(len(self))[start:]

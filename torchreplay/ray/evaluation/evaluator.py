@@ -18,11 +18,11 @@ from torchreplay.errors import ReplayTimeout
 from torchreplay.ray.evaluation.evaluation_log import Evaluation, EvaluationLog
 from torchreplay.ray.evaluation.evaluator_task import Evaluate, EvaluatorTask, Results
 from torchreplay.ray.evaluation.model_checkpoints import ModelCheckpoints
+from torchreplay.ray.runtime.session import logger
 from torchreplay.ray.workers.explorer_stats import State
 from torchreplay.ray.workers.named import Fillable, OneOrNamed, named_buffers
 from torchreplay.ray.workers.placement import Placement
 from torchreplay.ray.workers.resources import BackendName, WorkerResources
-from torchreplay.ray.workers.supervisor import logger
 from torchreplay.ray.workers.worker_pool import WorkerPool
 from torchreplay.segment.waits import LOG_EVERY
 from torchreplay.validation import checked_instance, checked_int, checked_number, checked_path, checked_timeout
@@ -229,12 +229,12 @@ class Evaluator(WorkerPool):
     def stats(self) -> EvaluatorStats:
         """How it is doing; how it was when it was stopped."""
         (worker,) = self._worker_stats()
-        log = self._results.log
-        last, best = log.last_version, max(self._results.surpass, log.best_return)
+        last, best = self._results.log.last
+        best = max(self._results.surpass, best)
         return EvaluatorStats(
             state=worker.state,
             pid=worker.pid,
-            evaluations=len(log),
+            evaluations=len(self._results.log),
             version=last,
             versions_behind=self.weights.version - last if last >= 0 else 0,
             best_return=best if math.isfinite(best) else math.nan,

@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 import torch
@@ -14,12 +14,9 @@ from torch import nn
 
 from torchreplay.ray.evaluation.evaluation_log import Evaluation, EvaluationLog
 from torchreplay.ray.evaluation.model_checkpoints import ModelCheckpoints, content_of
-from torchreplay.ray.workers.worker_process import Run
-
-if TYPE_CHECKING:
-    from torchreplay.ray.workers.worker_process import Launch
-    from torchreplay.ray.workers.worker_table import WorkerTable
-    from torchreplay.weights.shared_weights import SharedWeights
+from torchreplay.ray.workers.worker_process import Launch, Work
+from torchreplay.ray.workers.worker_table import WorkerTable
+from torchreplay.weights.shared_weights import SharedWeights
 
 Evaluate = Callable[[Any, int], Any]
 """A user's function of a module, of any class, and a seed: plays episodes and returns their returns, `[n]`."""
@@ -30,78 +27,53 @@ _LOOK_EVERY: Final = 0.02
 
 @dataclass(frozen=True)
 class Results:
-    """What an evaluator has found and saved, on the node on which it was made.
+    """What an evaluator has found and saved, on the node on which it was made."""
 
-    Attributes:
-        log: What was found.
-        saving: What is saved, if anything.
-        surpass: The mean return that the first best has to surpass.
-    """
-
-    log: EvaluationLog
-    saving: ModelCheckpoints | None
-    surpass: float
+    log: EvaluationLog  # what was found
+    saving: ModelCheckpoints | None  # what is saved, if anything
+    surpass: float  # the mean return that the first best has to surpass
 
     def begin(self) -> tuple[int, int, int, float]:
         """Returns the number of evaluations, the last version, and the best: its version and its mean return.
 
         The best has a version only if a worker before this one has saved it, and was killed before it could say so.
         """
-        best = -1, max(self.surpass, self.log.best_return)
+        last, best_return = self.log.last
+        best = -1, max(self.surpass, best_return)
         saved = best if self.saving is None else self.saving.best()
-        return len(self.log), self.log.last_version, *(saved if saved[1] > best[1] else best)
+        return len(self.log), last, *(saved if saved[1] > best[1] else best)
 
     def add(self, evaluation: Evaluation, best_return: float, names: list[str], content: bytes) -> None:
         """Saves `content` under these names, and notes an evaluation; may be called again with the same."""
         if names and self.saving is not None:  # first: what is reported as saved is saved
             self.saving.write(names, content)
-        if evaluation.version > self.log.last_version:
+        if evaluation.version > self.log.last[0]:
             self.log.add(evaluation, best_return)
 
 
-@dataclass(frozen=True)
-class EvaluatorTask:
-    """The work of an evaluator.
+@dataclass
+class EvaluatorTask(Work):
+    """The work of an evaluator. It does not notice a stop: an evaluation that is stopped is worth nothing."""
 
-    Attributes:
-        evaluate: The user's function.
-        module: What it evaluates, or a function that makes it.
-        weights: The weights that are published.
-        seed: Of every evaluation.
-        every: Versions from one evaluation to the next; None for no matter.
-        every_seconds: Seconds from one to the next; None for no matter.
-        helper: Where results go.
-    """
+    evaluate: Evaluate  # the user's function
+    module: nn.Module | Callable[[], nn.Module]  # what it evaluates, or a function that makes it
+    weights: SharedWeights  # the weights that are published
+    seed: int  # of every evaluation
+    every: int | None  # versions from one evaluation to the next; None for no matter
+    every_seconds: float | None  # seconds from one to the next; None for no matter
+    helper: Results  # where results go
 
-    evaluate: Evaluate
-    module: nn.Module | Callable[[], nn.Module]
-    weights: SharedWeights
-    seed: int
-    every: int | None
-    every_seconds: float | None
-    helper: Results
-
-    def run(self, launch: Launch, board: WorkerTable, helper: Any = None) -> EvaluatorRun:
-        """Returns a run that is ready to begin."""
-        return EvaluatorRun(self, board, helper or self.helper)
-
-    def __repr__(self) -> str:
-        return repr(self.evaluate)
-
-
-class EvaluatorRun(Run):
-    """One run of an evaluator's worker. It does not notice a stop: an evaluation that is stopped is worth nothing."""
-
-    def __init__(self, work: EvaluatorTask, board: WorkerTable, results: Results) -> None:
-        self._work, self._board, self._results = work, board, results
-        self._entry = board.entries[0]
+    def begin(self, launch: Launch, board: WorkerTable, helper: Any = None) -> Self:
+        """Makes ready to evaluate."""
+        self._board, self._entry = board, board.entries[0]
+        self._results: Results = helper or self.helper
         self._began = time.monotonic()
+        return self
 
-    def __call__(self) -> None:
+    def run(self) -> None:
         """Evaluates until it is stopped."""
         self._count, self._version, self._best_version, self._best_return = self._results.begin()
-        made = self._work.module
-        module = made if isinstance(made, nn.Module) else made()
+        module = self.module if isinstance(self.module, nn.Module) else self.module()
         if not isinstance(module, nn.Module):
             raise TypeError(f"the function given as `module` returned {module!r}; it must return a torch.nn.Module")
         while not self._board.stopped:
@@ -112,25 +84,24 @@ class EvaluatorRun(Run):
                 time.sleep(_LOOK_EVERY)
 
     def _is_due(self) -> bool:
-        work, newest, last = self._work, self._work.weights.version, self._version
+        newest, last = self.weights.version, self._version
         if newest <= last:
             return False
         waited = time.monotonic() - self._began
         return (
             last < self._board.wanted
-            or (work.every is not None and newest - last >= work.every)
-            or (work.every_seconds is not None and waited >= work.every_seconds)
+            or (self.every is not None and newest - last >= self.every)
+            or (self.every_seconds is not None and waited >= self.every_seconds)
         )
 
     def _evaluate(self, module: nn.Module) -> None:
-        work = self._work
         self._began = time.monotonic()
-        work.weights.pull(module)
+        self.weights.pull(module)
         module.eval()
-        _seed_everything(work.seed)
+        _seed_everything(self.seed)
         with torch.no_grad():
-            returns = _checked(work.evaluate(module, work.seed))
-        version, mean = work.weights.pulled_version, float(returns.mean())
+            returns = _checked(self.evaluate(module, self.seed))
+        version, mean = self.weights.pulled_version, float(returns.mean())
         evaluation = Evaluation(
             version=version,
             episodes=len(returns),
@@ -144,7 +115,7 @@ class EvaluatorRun(Run):
         self._note(evaluation, module)
 
     def _note(self, evaluation: Evaluation, module: nn.Module) -> None:
-        saving = self._work.helper.saving
+        saving = self.helper.saving
         names = [] if saving is None else saving.due(evaluation, self._count + 1)
         content = content_of(module, evaluation) if names else b""
         best_return = max(self._best_return, evaluation.mean_return)
@@ -152,6 +123,9 @@ class EvaluatorRun(Run):
         self._count, self._version, self._best_return = self._count + 1, evaluation.version, best_return
         self._entry["weight_version"] = evaluation.version
         self._entry["episodes"] += 1
+
+    def __repr__(self) -> str:
+        return repr(self.evaluate)
 
 
 def _seed_everything(seed: int) -> None:

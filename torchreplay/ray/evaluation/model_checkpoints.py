@@ -7,16 +7,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
+
+from torch import nn
 
 from torchreplay.checkpoint.directory import remove_unfinished, replace_file
 from torchreplay.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from torchreplay.ray.evaluation.evaluation_log import Evaluation
-    from torchreplay.ray.workers.named import Fillable
+from torchreplay.ray.evaluation.evaluation_log import Evaluation
+from torchreplay.ray.workers.named import Fillable
 
 BEST: Final = "best.safetensors"
 BUFFER: Final = "buffer"
@@ -24,25 +22,14 @@ BUFFER: Final = "buffer"
 
 @dataclass(frozen=True)
 class ModelCheckpoints:
-    """What is saved of evaluations, and where.
+    """What is saved of evaluations, and where."""
 
-    Attributes:
-        directory: Of `best.safetensors`, `version-<number>.safetensors` and `buffer/`.
-        every: Evaluations from one numbered file to the next; None for none.
-        buffers: What to save beside weights, by name; one alone has the name None.
-    """
-
-    directory: Path
-    every: int | None
-    buffers: Mapping[str | None, Fillable]
+    directory: Path  # of `best.safetensors`, `version-<number>.safetensors` and `buffer/`
+    every: int | None  # evaluations from one numbered file to the next; None for none
+    buffers: Mapping[str | None, Fillable]  # what to save beside weights, by name; one alone has the name None
 
     def due(self, evaluation: Evaluation, number: int) -> list[str]:
-        """Returns the names of the files that are due after an evaluation.
-
-        Args:
-            evaluation: What was found.
-            number: Evaluations until now, with this one.
-        """
+        """Returns the names of the files that are due after an evaluation, which is the one of this number."""
         names = [BEST] if evaluation.best else []
         if self.every is not None and number % self.every == 0:
             names.append(f"version-{evaluation.version:08}.safetensors")

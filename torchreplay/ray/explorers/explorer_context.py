@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
+from torch import nn
 
+from torchreplay.buffer.writer import Autoreset, Writer
 from torchreplay.ray.workers.named import Fillable, OneOrNamed, chosen, named_buffers, named_weights
 from torchreplay.ray.workers.worker_table import WINDOW, WorkerTable
 from torchreplay.schema.config import rows_extended
 from torchreplay.validation import checked_int
+from torchreplay.weights.shared_weights import SharedWeights
 
 REPORT_EVERY: Final = 0.1
 """Seconds from one report of what the function has done to the next, while it looks at `stopped`."""
@@ -19,12 +22,6 @@ MOST_EXPLORERS: Final = 1 << 16
 MOST_ROWS: Final = 1 << 62
 MOST_STEPS: Final = 1 << 48
 """Of an episode: what thousands of them add up to still fits the board."""
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from torchreplay.buffer.writer import Autoreset, Writer
-    from torchreplay.weights.shared_weights import SharedWeights
 
 
 class ExplorerContext:

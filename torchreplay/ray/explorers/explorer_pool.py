@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 from torchreplay.errors import ReplayTimeout, WouldBlockForever
 from torchreplay.ray.explorers.explorer_context import MOST_EXPLORERS, MOST_ROWS, ExplorerContext
@@ -17,12 +17,10 @@ from torchreplay.ray.workers.named import Fillable, OneOrNamed, named_buffers, n
 from torchreplay.ray.workers.placement import OverShards, Placement
 from torchreplay.ray.workers.resources import BackendName, WorkerResources
 from torchreplay.ray.workers.worker_pool import WorkerPool
-from torchreplay.ray.workers.worker_process import Launch, Run
+from torchreplay.ray.workers.worker_process import Launch, Work
 from torchreplay.ray.workers.worker_table import WorkerTable
 from torchreplay.validation import checked_int, checked_number
-
-if TYPE_CHECKING:
-    from torchreplay.weights.shared_weights import SharedWeights
+from torchreplay.weights.shared_weights import SharedWeights
 
 Explore = Callable[[ExplorerContext], object]
 """A user's function: runs until `ctx.stopped`, or as long as it likes; its result is dropped."""
@@ -185,27 +183,20 @@ class ExplorerPool(WorkerPool):
         )
 
 
-@dataclass(frozen=True)
-class ExplorerTask:
-    """The work of explorers.
+@dataclass
+class ExplorerTask(Work):
+    """The work of explorers."""
 
-    Attributes:
-        explore: The user's function.
-        buffer: What they write to, or several by name.
-        weights: What they may pull, or several by name.
-        max_weight_sync_delay: Rows between two pulls of `ctx.pull_weights`.
-    """
-
-    explore: Explore
-    buffer: OneOrNamed[Fillable]
-    weights: OneOrNamed[SharedWeights] | None
-    max_weight_sync_delay: int
+    explore: Explore  # the user's function
+    buffer: OneOrNamed[Fillable]  # what they write to, or several by name
+    weights: OneOrNamed[SharedWeights] | None  # what they may pull, or several by name
+    max_weight_sync_delay: int  # rows between two pulls of `ctx.pull_weights`
 
     helper = None
 
-    def run(self, launch: Launch, board: WorkerTable, helper: None = None) -> ExplorerRun:
-        """Returns a run that is ready to begin."""
-        ctx = ExplorerContext(
+    def begin(self, launch: Launch, board: WorkerTable, helper: None = None) -> Self:
+        """Makes the context that the function gets."""
+        self._ctx = ExplorerContext(
             self.buffer,
             self.weights,
             launch.index,
@@ -215,27 +206,16 @@ class ExplorerTask:
             max_weight_sync_delay=self.max_weight_sync_delay,
             board=board,
         )
-        return ExplorerRun(self.explore, ctx)
+        return self
 
-    def __repr__(self) -> str:
-        return repr(self.explore)
-
-
-@dataclass(frozen=True)
-class ExplorerRun(Run):
-    """One run of an explorer."""
-
-    explore: Explore
-    ctx: ExplorerContext
-
-    def __call__(self) -> None:
+    def run(self) -> None:
         """Runs the user's function."""
-        self.explore(self.ctx)
+        self.explore(self._ctx)
 
     @property
     def noticed_stop(self) -> bool:
-        """Whether the function is to finish."""
-        return self.ctx.noticed_stop
+        """Whether the function knows that it is to finish."""
+        return self._ctx.noticed_stop
 
     def give_up(self) -> None:
         """Has its writers to other nodes wait no longer for the limiter."""
@@ -247,8 +227,11 @@ class ExplorerRun(Run):
         with ExitStack() as closing:
             for buffer in self._elsewhere():
                 closing.callback(buffer.drain)
-            closing.callback(self.ctx.close)
+            closing.callback(self._ctx.close)
 
     def _elsewhere(self) -> list[RemoteBuffer]:
-        buffers: Iterable[Any] = named_buffers(self.ctx.buffer).values()
+        buffers: Iterable[Any] = named_buffers(self.buffer).values()
         return [buffer for buffer in buffers if isinstance(buffer, RemoteBuffer)]
+
+    def __repr__(self) -> str:
+        return repr(self.explore)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from contextlib import suppress
@@ -16,13 +15,11 @@ from torchreplay.buffer.replay_buffer import ReplayBuffer, local_sampler
 from torchreplay.buffer.stats import Stats
 from torchreplay.buffer.writer import Writer
 from torchreplay.errors import AttachError, Stopped
-from torchreplay.ray.runtime.session import import_ray
+from torchreplay.ray.runtime.session import import_ray, logger
 from torchreplay.schema.views import Rows
 from torchreplay.segment.delivery_log import END, DeliveryLog, Place
 from torchreplay.segment.handle import Handle
 from torchreplay.segment.waits import Audience, Wait
-
-logger = logging.getLogger("torchreplay.ray")
 
 INGEST_SLICE_SECONDS: Final = 0.2
 """Seconds for which a chunk waits here for the limiter; then its writer sends it again, and knows why."""
@@ -40,57 +37,34 @@ _LINK_BITS: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Rows of one remote writer, in the order in which it wrote them.
+    """Rows of one remote writer, in the order in which it wrote them."""
 
-    Attributes:
-        number: Of its chunks, from 1.
-        first: Key of the first row where they were collected.
-        rows: How many.
-        block: uint8: the rows as the native core copied them out.
-        links_at: Where in the block their links begin, int64 `[rows]`: how each is linked where it was collected.
-    """
-
-    number: int
-    first: int
-    rows: int
-    block: npt.NDArray[np.uint8]
-    links_at: int
+    number: int  # of its chunks, from 1
+    first: int  # key of the first row where they were collected
+    rows: int  # how many
+    block: npt.NDArray[np.uint8]  # uint8: the rows as the native core copied them out
+    links_at: int  # where in the block their links begin, int64 `[rows]`: how each is linked where it was collected
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What the ingest has to know of a remote writer.
+    """What the ingest has to know of a remote writer."""
 
-    Attributes:
-        writer: Its number, its own in the whole cluster.
-        num_envs: Environments that it writes.
-        rows: Rows of its chunks at most.
-        fresh: It has had no answer to a chunk yet.
-    """
-
-    writer: int
-    num_envs: int
-    rows: int
-    fresh: bool
+    writer: int  # its number, its own in the whole cluster
+    num_envs: int  # environments that it writes
+    rows: int  # rows of its chunks at most
+    fresh: bool  # it has had no answer to a chunk yet
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a remote writer hears.
+    """What a remote writer hears."""
 
-    Attributes:
-        written: The last of its chunks that is in the buffer.
-        waiting: What the next one waits for; "" when it does not.
-        limited: That is the limiter.
-        refusal: Why the next one, and all after it, cannot be written; "" while they can.
-        ending: Why nobody should write any more; "" while they should.
-    """
-
-    written: int = 0
-    waiting: str = ""
-    limited: bool = False
-    refusal: str = ""
-    ending: str = ""
+    written: int = 0  # the last of its chunks that is in the buffer
+    waiting: str = ""  # what the next one waits for; "" when it does not
+    limited: bool = False  # that is the limiter
+    refusal: str = ""  # why the next one, and all after it, cannot be written; "" while they can
+    ending: str = ""  # why nobody should write any more; "" while they should
 
 
 class _Behind(Exception):
@@ -100,35 +74,14 @@ class _Behind(Exception):
 class IngestWriter(Writer):
     """Writes the chunks of one remote writer. It counts as a writer of the buffer while that one is heard of."""
 
-    deadline = 0.0
-    """Monotonic time until which to wait for the limiter."""
-
-    def _wait(self, stalled: bool) -> None:
-        if stalled:
-            self._wait_stalled()
-            return
-        wait = Wait(self._segment, max(0.0, self.deadline - time.monotonic()))
-        self._catch_up()
-        while not self._admitted():
-            self._wait_room(wait.slice_ns())
-            if not self._admitted():
-                self._catch_up()
-            if wait.expired and not self._admitted():
-                raise _Behind
-            self._look_around()
-
-
-class _Seat:
-    """A remote writer here."""
-
     def __init__(self, buffer: ReplayBuffer, place: Place) -> None:
-        self.buffer = buffer
-        self.place = place
         sampler = local_sampler(buffer)
-        self._segment = sampler.segment
-        self.writer = IngestWriter(sampler.segment, sampler.config)
+        super().__init__(sampler.segment, sampler.config)
+        self.place = place
         self.heard = time.monotonic()
+        self._buffer = buffer
         self._linked = not isinstance(buffer.view, Rows)
+        self._deadline = 0.0  # monotonic time until which to wait for the limiter
 
     def write(self, chunk: Chunk) -> None:
         """Writes what is missing of a chunk.
@@ -141,8 +94,8 @@ class _Seat:
         keys = place.keys[: chunk.rows]
         start = 0 if place.begin(chunk.number, chunk.rows) else self._count_written(keys)
         before, ends = self._predecessors(chunk)
-        self.writer.deadline = time.monotonic() + INGEST_SLICE_SECONDS
-        self.writer._relay(chunk.block, chunk.rows, before, keys, start)  # which puts the keys of the rest there
+        self._deadline = time.monotonic() + INGEST_SLICE_SECONDS
+        self._relay(chunk.block, chunk.rows, before, keys, start)  # which puts the keys of the rest there
         if self._linked:
             ends = np.concatenate([ends, _ends_of(chunk, before, keys)])
         place.finish(chunk.number, ends)
@@ -150,7 +103,7 @@ class _Seat:
     def truncate(self, there: npt.NDArray[np.int64]) -> None:
         """Ends the episodes whose last rows have these keys where they were collected, and are in the buffer."""
         ends = self.place.ends()
-        self.writer._truncate(ends["here"][np.isin(ends["there"], there + 1)] - 1)
+        self._truncate(ends["here"][np.isin(ends["there"], there + 1)] - 1)
 
     def _count_written(self, keys: npt.NDArray[np.int64]) -> int:
         """How many rows of the chunk under way are in the buffer: of the last one that got a key it has to be seen.
@@ -163,7 +116,7 @@ class _Seat:
             return 0
         key = int(keys[announced - 1])
         is_there = self._segment.run_length(key, key + 1) > 0
-        turned = self.buffer.stats().rows_written > key + self.buffer.capacity
+        turned = self._buffer.stats().rows_written > key + self._buffer.capacity
         return announced if is_there or turned else announced - 1
 
     def _predecessors(self, chunk: Chunk) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.void]]:
@@ -189,6 +142,20 @@ class _Seat:
         before[inside] = chunk.first - before[inside]  # -1 - index
         return before, ends[left].copy()
 
+    def _wait(self, stalled: bool) -> None:
+        if stalled:
+            self._wait_stalled()
+            return
+        wait = Wait(self._segment, max(0.0, self._deadline - time.monotonic()))
+        self._catch_up()
+        while not self._admitted():
+            self._wait_room(wait.slice_ns())
+            if not self._admitted():
+                self._catch_up()
+            if wait.expired and not self._admitted():
+                raise _Behind
+            self._look_around()
+
 
 def _ends_of(chunk: Chunk, before: npt.NDArray[np.int64], keys: npt.NDArray[np.int64]) -> npt.NDArray[np.void]:
     """Returns the rows of a written chunk that no other one of it follows, in their order."""
@@ -204,11 +171,7 @@ class Ingest:
     """The Ray actor, one for each buffer that has remote writers; on the buffer's own node.
 
     It ends when the buffer is stopped, when no learner is left, or when no remote writer has reported for a while. The
-    next remote writer starts it again.
-
-    Args:
-        handle: Of the buffer.
-        view: The buffer's own, where a handle does not say all of it.
+    next remote writer starts it again. `view` is the buffer's own, where a handle does not say all of it.
     """
 
     def __init__(self, handle: Handle, view: Any = None) -> None:
@@ -216,7 +179,7 @@ class Ingest:
         self._me = self._ray.get_runtime_context().current_actor
         self._ending = ""
         self._lock = threading.Lock()
-        self._seats: dict[int, _Seat] = {}
+        self._writers: dict[int, IngestWriter] = {}
         self._heard = time.monotonic()
         self._attached: ReplayBuffer | None = None
         try:
@@ -238,31 +201,31 @@ class Ingest:
         if not self._claim():
             return Answer(waiting="the end of the process that wrote before")
         try:
-            seat = self._seat(source)
-            if chunk.number == seat.place.written + 1:
-                seat.write(chunk)
+            writer = self._writer_of(source)
+            if chunk.number == writer.place.written + 1:
+                writer.write(chunk)
         except _Behind:
-            return Answer(seat.place.written, waiting=self._why(), limited=True)
+            return Answer(writer.place.written, waiting=self._why(), limited=True)
         except Stopped as error:
             self._ending = str(error)
         except Exception as error:
             logger.exception("the rows of a remote writer cannot be written")
             return Answer(refusal=f"the rows of this writer cannot be written: {error}")
-        return Answer(seat.place.written, ending=self._ending)
+        return Answer(writer.place.written, ending=self._ending)
 
     def truncate(self, source: Source, there: npt.NDArray[np.int64]) -> None:
         """Ends the episodes of a writer whose last rows have these keys where they were collected."""
         self._heard = time.monotonic()
         if not self._ending and self._claim():
-            self._seat(source).truncate(there)
+            self._writer_of(source).truncate(there)
 
     def depart(self, source: Source) -> None:
         """Forgets a writer that is closed."""
         with self._lock:
-            seat = self._seats.pop(source.writer, None)
-        if seat is not None:
-            seat.writer.close()
-            seat.place.leave()
+            writer = self._writers.pop(source.writer, None)
+        if writer is not None:
+            writer.close()
+            writer.place.leave()
         elif not self._ending and self._claim():  # of one that the process before this knew, it may have a place
             self._ledger.forget(source.writer)
 
@@ -281,7 +244,7 @@ class Ingest:
         if not self._ending and self._claim():
             for source in sources:
                 with suppress(MemoryError, RuntimeError):  # which its first chunk is answered with
-                    self._seat(source)
+                    self._writer_of(source)
         return self._ending
 
     def stats(self) -> Stats:
@@ -314,17 +277,17 @@ class Ingest:
             time.sleep(0.01)
         return True
 
-    def _seat(self, source: Source) -> _Seat:
+    def _writer_of(self, source: Source) -> IngestWriter:
         with self._lock:
-            seat = self._seats.get(source.writer)
-            if seat is None:
+            writer = self._writers.get(source.writer)
+            if writer is None:
                 place = self._ledger.place(source.writer, source.num_envs, source.rows, source.fresh)
                 if place is None:
                     raise RuntimeError("nothing was heard of this writer for too long: make another")
-                seat = self._seats[source.writer] = _Seat(self._buffer, place)
-            seat.heard = time.monotonic()
-            seat.place.touch()
-            return seat
+                writer = self._writers[source.writer] = IngestWriter(self._buffer, place)
+            writer.heard = time.monotonic()
+            writer.place.touch()
+            return writer
 
     def _why(self) -> str:
         census = local_sampler(self._buffer).segment.census(True)
@@ -334,7 +297,7 @@ class Ingest:
         """Notices the end: of the buffer, of its owner, of writers."""
         audience = None if self._attached is None else Audience(local_sampler(self._attached).segment)
         try:
-            while time.monotonic() - self._heard < LINGER or (self._seats and not self._ending):
+            while time.monotonic() - self._heard < LINGER or (self._writers and not self._ending):
                 time.sleep(_LOOK_EVERY)
                 if audience is not None and not self._ending:
                     self._look_around(audience)
@@ -349,9 +312,9 @@ class Ingest:
             self._ending = self._ending or str(error)
         now = time.monotonic()
         with self._lock:
-            for writer, seat in list(self._seats.items()):
-                if now - seat.heard > SILENCE:
+            for number, writer in list(self._writers.items()):
+                if now - writer.heard > SILENCE:
                     logger.warning("a remote writer was not heard of for %.0f s: it counts as dead", SILENCE)
-                    del self._seats[writer]
+                    del self._writers[number]
                     with suppress(RuntimeError):  # it is writing at this moment: then its last use closes it
-                        seat.writer.close()
+                        writer.close()

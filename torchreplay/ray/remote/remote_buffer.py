@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from torchreplay.buffer.replay_buffer import ReplayBuffer, attached
 from torchreplay.buffer.stats import Stats
@@ -23,9 +23,6 @@ from torchreplay.schema.views import View
 from torchreplay.segment.handle import Handle
 from torchreplay.segment.ray_node import ray_node
 from torchreplay.segment.remote_handles import attaches_remote
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 _open_writers: weakref.WeakSet[RemoteWriter] = weakref.WeakSet()
 
@@ -269,9 +266,7 @@ class RemoteBuffer(Configured):
         self._require_open()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # Asking

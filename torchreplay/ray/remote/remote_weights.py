@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 import weakref
@@ -16,13 +15,11 @@ from torch import nn
 
 from torchreplay.errors import AttachError
 from torchreplay.ray.runtime.actor_client import NodeActor
-from torchreplay.ray.runtime.session import import_ray
+from torchreplay.ray.runtime.session import import_ray, logger
 from torchreplay.segment.handle import Handle
 from torchreplay.segment.remote_handles import attaches_remote
 from torchreplay.weights.module_state import load_copies
 from torchreplay.weights.shared_weights import Entry, SharedWeights, attached_weights, newest_of
-
-logger = logging.getLogger("torchreplay.ray")
 
 ANSWER_AFTER: Final = 5.0
 """Seconds after which a question for newer weights is answered although there are none."""
@@ -42,11 +39,6 @@ class WeightsActor:
     """The Ray actor on the weights' node that reads them out: one for each set of weights.
 
     Each version is put into the object store once, however many processes ask for it; each node fetches it once.
-
-    Args:
-        handle: Of the weights.
-        entries: Where the tensors lie.
-        nbytes: Of all of them.
     """
 
     def __init__(self, handle: Handle, entries: tuple[Entry, ...], nbytes: int) -> None:
@@ -171,11 +163,7 @@ class RemoteWeights(SharedWeights):
         return True
 
     def _fetch(self) -> tuple[int, npt.NDArray[np.uint8]]:
-        """Returns the newest version, and its bytes.
-
-        Raises:
-            AttachError: They cannot be had.
-        """
+        """Returns the newest version, and its bytes; raises AttachError where they cannot be had."""
 
         def read() -> tuple[int, npt.NDArray[np.uint8]]:
             version, content = self._actor.ask_once("read")

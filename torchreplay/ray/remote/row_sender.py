@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import queue
 import threading
 import time
@@ -19,11 +18,9 @@ from torchreplay.errors import AttachError, Stopped
 from torchreplay.ray.remote.ingest_actor import Answer, Chunk
 from torchreplay.ray.remote.send_buffer import SendBuffer
 from torchreplay.ray.runtime.actor_client import NodeActor
-from torchreplay.ray.runtime.session import import_ray
+from torchreplay.ray.runtime.session import import_ray, logger
 from torchreplay.schema.config import Config
 from torchreplay.segment.waits import SLICE_NS, Wait
-
-logger = logging.getLogger("torchreplay.ray")
 
 TICK: Final = 0.1
 """Seconds that rows wait at most before they are sent, when not as many are under way as may be."""
@@ -42,19 +39,15 @@ PAUSE: Final = 0.25
 class RowSender:
     """Sends the rows of this process's writers of one buffer, and listens for answers, in a thread of its own.
 
-    Args:
-        actor: The ingest.
-        ending: Why nobody should write any more, if that is known already.
-
-    Attributes:
-        ending: Why nobody should write any more; "" while they should.
-        failure: What has gone wrong, where nobody can write from here any more although they should; "" otherwise.
+    Its calls for those who write raise `Stopped` when the buffer was stopped, or is gone, and RuntimeError when rows
+    are taken no more.
     """
 
     def __init__(self, actor: NodeActor, ending: str = "") -> None:
         self._ray = import_ray()
         self._actor = actor
-        self.ending = ending
+        self.ending = ending  # why nobody should write any more; "" while they should
+        # What has gone wrong, where nobody can write from here any more although they should; "" otherwise
         self.failure = ""
         self._outboxes: set[SendBuffer] = set()  # copied to go through it: writers come at any time
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -70,12 +63,7 @@ class RowSender:
     # In the threads that write.
 
     def open(self, config: Config, num_envs: int) -> SendBuffer:
-        """Returns the outbox of a new writer.
-
-        Raises:
-            Stopped: The buffer was stopped, or is gone.
-            RuntimeError: Rows are no longer sent from here.
-        """
+        """Returns the outbox of a new writer."""
         self._check()
         outbox = SendBuffer(config, num_envs)
         self._outboxes.add(outbox)
@@ -84,12 +72,7 @@ class RowSender:
         return outbox
 
     def make_room(self, outbox: SendBuffer, admitted: Callable[[], bool]) -> None:
-        """Returns when the outbox admits rows again.
-
-        Raises:
-            Stopped: The buffer was stopped, or is gone.
-            RuntimeError: The writer's rows are taken no more.
-        """
+        """Returns when the outbox admits rows again."""
 
         def has_room() -> bool:
             self._check(outbox)  # first: a stage that is stopped admits nothing
@@ -98,12 +81,7 @@ class RowSender:
         self._await(outbox, has_room)
 
     def flush(self, outbox: SendBuffer) -> None:
-        """Returns when everything in the outbox is acknowledged.
-
-        Raises:
-            Stopped: The buffer was stopped, or is gone, before it was.
-            RuntimeError: The writer's rows are taken no more.
-        """
+        """Returns when everything in the outbox is acknowledged."""
         outbox.hurried = True
         try:
             self._await(outbox, lambda: outbox.is_empty)
@@ -111,12 +89,7 @@ class RowSender:
             outbox.hurried = False
 
     def truncate(self, outbox: SendBuffer, keys: npt.NDArray[np.int64]) -> None:
-        """Ends the episodes whose last rows have these keys in the outbox, once they are acknowledged; returns then.
-
-        Raises:
-            Stopped: The buffer was stopped, or is gone.
-            RuntimeError: The writer's rows are taken no more.
-        """
+        """Ends the episodes whose last rows have these keys in the outbox, once they are acknowledged; returns then."""
         self.flush(outbox)
         self._actor.ask("truncate", outbox.source, keys, group="rows")
 

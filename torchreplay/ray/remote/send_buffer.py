@@ -28,28 +28,6 @@ class SendBuffer:
     at most one chunk of rows beyond those that were sent. All the rest is done by the sender's thread, which no signal
     interrupts: the writer's thread looks, says what it wants, and sleeps until there is news. The two share no lock,
     which an exception out of a signal's handler could leave in any state.
-
-    Args:
-        config: Of the buffer.
-        num_envs: Environments that the writer has.
-
-    Attributes:
-        stage: What they are collected in.
-        segment: Its memory.
-        chunks: What is cut and not acknowledged, in order.
-        stored: Ray's references to those that travel as objects of their own, by number.
-        sent: The last chunk that is under way.
-        in_air: Calls without an answer.
-        rewind: Something was not taken: all is sent again when every call is answered.
-        not_before: Monotonic time of the next try.
-        waiting: What keeps the rows from being taken; "" when nothing is known to.
-        limited: That is the limiter.
-        ending: Why this writer's rows are taken no more; "" while they are.
-        refused: That is a failure, not the end of the buffer or of this process.
-        answered: The ingest has written some of its rows.
-        hurried: Somebody waits until everything is acknowledged.
-        leaving: The writer is gone: what is left is sent, and that is it.
-        drained: The writer is there, and rows that it writes from now on are not sent.
     """
 
     def __init__(self, config: Config, num_envs: int) -> None:
@@ -57,24 +35,24 @@ class SendBuffer:
         self.rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES // row))
         # A writer takes tickets by the 64, and no more than a quarter of the ring, past what it is admitted.
         capacity = max(8, 2 * self.rows, config.view.rows_of_an_item)
-        self.stage = ReplayBuffer(nest(config.fields), capacity, view=config.view)
-        self.segment = local_sampler(self.stage).segment
+        self.stage = ReplayBuffer(nest(config.fields), capacity, view=config.view)  # what they are collected in
+        self.segment = local_sampler(self.stage).segment  # its memory
         self.writer = secrets.randbits(62) + 1
         self.num_envs = num_envs
-        self.chunks: deque[Chunk] = deque()
-        self.stored: dict[int, Any] = {}
-        self.sent = 0
-        self.in_air = 0
-        self.rewind = False
-        self.not_before = 0.0
-        self.waiting = ""
-        self.limited = False
-        self.ending = ""
-        self.refused = False
-        self.answered = False
-        self.hurried = False
-        self.leaving = False
-        self.drained = False
+        self.chunks: deque[Chunk] = deque()  # what is cut and not acknowledged, in order
+        self.stored: dict[int, Any] = {}  # Ray's references to those that travel as objects of their own, by number
+        self.sent = 0  # the last chunk that is under way
+        self.in_air = 0  # calls without an answer
+        self.rewind = False  # something was not taken: all is sent again when every call is answered
+        self.not_before = 0.0  # monotonic time of the next try
+        self.waiting = ""  # what keeps the rows from being taken; "" when nothing is known to
+        self.limited = False  # that is the limiter
+        self.ending = ""  # why this writer's rows are taken no more; "" while they are
+        self.refused = False  # that is a failure, not the end of the buffer or of this process
+        self.answered = False  # the ingest has written some of its rows
+        self.hurried = False  # somebody waits until everything is acknowledged
+        self.leaving = False  # the writer is gone: what is left is sent, and that is it
+        self.drained = False  # the writer is there, and rows that it writes from now on are not sent
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()  # at most one: there is some
         self._cut = 0  # key of the first row that is in no chunk
         self._number = 0
@@ -88,8 +66,7 @@ class SendBuffer:
     def cut(self, everything: bool) -> None:
         """Makes chunks of what was written, as many as may be under way, and makes room for as many rows.
 
-        Args:
-            everything: Also of rows that are too few for a whole chunk. Each costs as much on its way as a whole one.
+        With `everything` also of rows that are too few for a whole chunk. Each costs as much on its way as a whole one.
         """
         segment = self.segment
         everything = everything or self.hurried or self.leaving

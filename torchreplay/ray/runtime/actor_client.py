@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from abc import ABC, abstractmethod
@@ -12,10 +11,8 @@ from typing import Any, Final, TypeVar
 
 from torchreplay.errors import AttachError
 from torchreplay.ray.runtime.cluster import living_nodes, only_on
-from torchreplay.ray.runtime.session import import_ray
+from torchreplay.ray.runtime.session import import_ray, logger
 from torchreplay.segment.waits import LOG_EVERY
-
-logger = logging.getLogger("torchreplay.ray")
 
 T = TypeVar("T")
 
@@ -74,13 +71,7 @@ class ActorClient(ABC):
         self._actor = None
 
     def tell(self, method: str, *args: Any, group: str = "") -> Any:
-        """Calls a method of the actor, and returns what its answer will be got by.
-
-        Args:
-            method: Its name.
-            args: Its arguments.
-            group: The concurrency group to run it in; "": the usual one.
-        """
+        """Calls a method of the actor, in the usual concurrency group or another; returns what its answer is got by."""
         self.require_own_process()
         self.require_ray()
         actor = self._actor = self._actor or self._find()
@@ -100,12 +91,7 @@ class ActorClient(ABC):
         return self.answer(self.tell(method, *args, group=group))
 
     def ask(self, method: str, *args: Any, group: str = "") -> Any:
-        """Returns what a method of the actor returns; asks again where no answer comes.
-
-        Args:
-            method: Its name.
-            args: Its arguments.
-            group: The concurrency group to run it in; "": the usual one.
+        """Returns what a method of the actor returns, run as `tell` says; asks again where no answer comes.
 
         Raises:
             AttachError: The actor does not answer for long, or Ray was shut down in this process.
@@ -144,9 +130,6 @@ class NodeActor(ActorClient):
 
     Args:
         node: Ray's id of the node.
-        kind: The actor's class.
-        name: Of this one.
-        args: Of its constructor.
         calls: Calls that run at a time. Those of the group "rows" run beside them, one by one, in each caller's order.
     """
 

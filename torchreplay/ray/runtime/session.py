@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import ClassVar
 
 logger = logging.getLogger("torchreplay.ray")
+"""Of this package: its one logger."""
 
 # The workers' data never passes through Ray's object store: the least it accepts is plenty.
 _OBJECT_STORE_BYTES = 80 * 2**20

@@ -51,11 +51,7 @@ class RecycledMemory:
 
 
 class Layout:
-    """Where in a block the tensors of a batch lie: one after the other, each on a cache line of its own.
-
-    Args:
-        outputs: The batch's fields by path.
-    """
+    """Where in a block the tensors of a batch lie: one after the other, each on a cache line of its own."""
 
     def __init__(self, outputs: Mapping[Path, Field]) -> None:
         self._fields: dict[Path, Field] = {**outputs, **RESERVED}
@@ -110,12 +106,7 @@ def _rounded(size: int) -> int:
 
 
 def keep(room: ItemBytes, which: NDArray[np.int64]) -> None:
-    """Moves chosen items to the front of a batch, in any order: the last ones fill the free places.
-
-    Args:
-        room: The batch's.
-        which: The items, ascending.
-    """
+    """Moves chosen items, ascending, to the front of a batch, in any order: the last ones fill the free places."""
     moved = which[np.searchsorted(which, len(which)) :]
     vacant = np.setdiff1d(np.arange(len(which)), which, assume_unique=True)
     for rows in room:

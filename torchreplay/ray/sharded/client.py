@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -15,12 +14,13 @@ import torch
 from numpy.typing import NDArray
 
 from torchreplay.errors import Stopped
-from torchreplay.ray.runtime.session import import_ray
+from torchreplay.ray.runtime.session import import_ray, logger
 from torchreplay.ray.sharded.batch_block import Layout
 from torchreplay.ray.sharded.coordinator import Lost, Place, Table
 from torchreplay.ray.sharded.coordinator_client import CoordinatorClient
 from torchreplay.ray.sharded.global_distribution import pack, unpack
 from torchreplay.ray.sharded.local_shard import LocalAttachment
+from torchreplay.ray.sharded.manifest import Manifest
 from torchreplay.ray.sharded.rate_limiter import LearnerLimiter, LearnerReport, Rule
 from torchreplay.ray.sharded.replies import ReplyCollector
 from torchreplay.ray.sharded.shard_sampler import Answer, ShardReport
@@ -31,9 +31,6 @@ from torchreplay.segment.waits import UNNAMED, Wait
 
 if TYPE_CHECKING:
     from torchreplay._C import Census
-    from torchreplay.ray.sharded.manifest import Manifest
-
-logger = logging.getLogger("torchreplay.ray")
 
 REPORT_SECONDS: Final = 0.1
 """Seconds between two reports of this learner's draws where no explorer waits for them."""
@@ -48,25 +45,14 @@ Answers = dict[int, Answer]
 
 
 class ShardClient:
-    """The shards as one process sees them.
-
-    Args:
-        name: Of the coordinator's actor.
-
-    Attributes:
-        coordinator: Says what is where, and counts. It is never asked while the lock is held: if Ray cannot reach it,
-            only the asking thread waits.
-        node: Ray's id of the node that this process is on.
-        local: The shard on that node, which is drawn from and fed back to through shared memory once it is attached.
-        table: What was where when the coordinator said so last.
-        figures: What each shard said last, by number. Never changed: there is another when one says more.
-        closed: Whether the `ShardedReplay` that this belongs to is closed.
-    """
+    """The shards as one process sees them. `name` is that of the coordinator's actor."""
 
     called = UNNAMED
     """What messages call the buffer: its `ShardedReplay` sets it."""
 
     def __init__(self, name: str) -> None:
+        # Says what is where, and counts. It is never asked while the lock is held: if Ray cannot reach it, only the
+        # asking thread waits.
         self.coordinator = CoordinatorClient(name, lambda: self.stopped)
         self.calls = ReplyCollector(self.lose, self._name, self._probe)
         self._ray = import_ray()
@@ -76,17 +62,15 @@ class ShardClient:
         self._looked_at = 0.0  # when a report asked for the table last
         self._limiter: LearnerLimiter | None = None
         self._lock = threading.RLock()
+        # The shard on this node, which is drawn from and fed back to through shared memory once it is attached
         self.local = LocalAttachment(self._lock, self.place_here, self._answers)
-        self.node = ray_node()
+        self.node = ray_node()  # Ray's id of the node that this process is on
+        # What each shard said last, by number. Never changed: there is another when one says more.
         self.figures: dict[int, ShardReport] = {}
-        self.table = Table({}, Rule(MinSize()))  # until the coordinator has answered
+        # What was where when the coordinator said so last; at first nothing, until it has answered.
+        self.table = Table({}, Rule(MinSize()))
         self.table = self.coordinator.table()
-        self.closed = False
-
-    @property
-    def stream(self) -> int:
-        """The number of this learner, which no other process has."""
-        return self.limiter.stream
+        self.closed = False  # whether the `ShardedReplay` that this belongs to is closed
 
     @property
     def limiter(self) -> LearnerLimiter:
@@ -205,12 +189,10 @@ class ShardClient:
     # Orders, keys, and feedback
 
     def order(self, candidates: Mapping[int, int], room: ReplayBatch | None = None) -> dict[int, Any]:
-        """Asks shards for candidates, and returns what their answers will be got by.
+        """Asks shards for so many candidates each, 0 for figures alone; returns what their answers will be got by.
 
-        Args:
-            candidates: How many each is to draw; 0 for figures alone.
-            room: Where the shard that is attached draws its candidates to, beginning with the first row; None: it is
-                asked as the others are.
+        The shard that is attached draws its candidates into `room`, from the first row on. Without one it is asked as
+        the others are.
         """
         self.coordinator.require_own_process()
         largest = self.limiter.largest
@@ -229,9 +211,7 @@ class ShardClient:
     def gather(self, keys: Mapping[int, NDArray[np.int64]], layout: Layout) -> Answers:
         """Returns what all shards have to say of themselves, and the items that they find; those lost are left out.
 
-        Args:
-            keys: Of the items, each shard's own `[n]` by its number; none for those left out.
-            layout: Of blocks.
+        `keys` are each shard's own `[n]` by its number; none for those left out.
         """
         self.coordinator.require_own_process()
         self.report()
@@ -270,15 +250,9 @@ class ShardClient:
         return torch.from_numpy(raw)
 
     def update(self, number: int, keys: NDArray[np.int64], td: NDArray[np.float64]) -> Any:
-        """Has TD errors applied by a shard, which come after the draws that it was asked for.
+        """Has TD errors `[n]` applied by a shard to its own keys `[n]`, after the draws that it was asked for.
 
-        Args:
-            number: Of the shard.
-            keys: Its own `[n]`.
-            td: The TD errors `[n]`.
-
-        Returns:
-            What the answer will be got by: how many; None if there is no such shard any more.
+        Returns what the answer, how many, will be got by; None if there is no such shard any more.
         """
         self.coordinator.require_own_process()
         with self._lock:

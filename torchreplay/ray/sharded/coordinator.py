@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from torchreplay.ray.runtime.cluster import errors_as_raised, living_nodes, only_on
-from torchreplay.ray.runtime.session import import_ray
+from torchreplay.ray.runtime.session import import_ray, logger
 from torchreplay.ray.sharded.global_distribution import MAX_SHARDS
 from torchreplay.ray.sharded.rate_limiter import GlobalRateLimiter, LearnerReport, Rule, Totals
 from torchreplay.ray.sharded.shard_actor import Shard
@@ -20,8 +19,6 @@ from torchreplay.segment.handle import Handle
 
 if TYPE_CHECKING:
     from torchreplay.ray.sharded.manifest import Manifest
-
-logger = logging.getLogger("torchreplay.ray")
 
 RETRY: Final = 5.0
 """Seconds after which a shard that could not be made is tried again; twice as many after each of six more failures."""
@@ -41,63 +38,37 @@ BELIEF: Final = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A shard that can be called.
+    """A shard that can be called."""
 
-    Attributes:
-        number: Of the shard.
-        node: Ray's id of its node.
-        capacity: Rows that it holds.
-        actor: Its handle.
-        handle: What processes of its node attach.
-    """
-
-    number: int
-    node: str
-    capacity: int
-    actor: Any
-    handle: Handle
+    number: int  # of the shard
+    node: str  # Ray's id of its node
+    capacity: int  # rows that it holds
+    actor: Any  # its handle
+    handle: Handle  # what processes of its node attach
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """What went with a shard, as it was last heard of.
+    """What went with a shard, as it was last heard of."""
 
-    Attributes:
-        number: Of the shard.
-        node: Ray's id of its node.
-        rows: Rows that it held.
-        inserted: Items that had ever become drawable in it.
-    """
-
-    number: int
-    node: str
-    rows: int
-    inserted: int
+    number: int  # of the shard
+    node: str  # Ray's id of its node
+    rows: int  # rows that it held
+    inserted: int  # items that had ever become drawable in it
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What is where.
+    """What is where."""
 
-    Attributes:
-        places: The shards that can be called, by number.
-        rule: The limiter, and from where it counts.
-        nodes: Where shards are, are being made, or will be tried again; always in the same order.
-        lost: Shards that are gone.
-        lost_updates: TD errors dropped because their shard is gone.
-        expected: Whether someone says that writers will come.
-        stopped: Whether the buffer was stopped.
-        moment: Which of the directory's tables it is; later ones have more.
-    """
-
-    places: dict[int, Place]
-    rule: Rule
-    nodes: tuple[str, ...] = ()
-    lost: tuple[Lost, ...] = ()
-    lost_updates: int = 0
-    expected: bool = False
-    stopped: bool = False
-    moment: int = 0
+    places: dict[int, Place]  # the shards that can be called, by number
+    rule: Rule  # the limiter, and from where it counts
+    nodes: tuple[str, ...] = ()  # where shards are, are being made, or will be tried again; always in the same order
+    lost: tuple[Lost, ...] = ()  # shards that are gone
+    lost_updates: int = 0  # TD errors dropped because their shard is gone
+    expected: bool = False  # whether someone says that writers will come
+    stopped: bool = False  # whether the buffer was stopped
+    moment: int = 0  # which of the tables it is; later ones have more
 
     def without(self, lost: Lost) -> Table:
         """Returns the same without a shard that is gone."""
@@ -193,13 +164,8 @@ class Coordinator:
     def lost(self, number: int, rows: int, inserted: int, why: str) -> Table:
         """Takes a shard that does not answer out of the table, and ends it in case it is still there.
 
-        Of several callers' reports the one that knows of the most items counts, which is the latest.
-
-        Args:
-            number: Of the shard.
-            rows: Rows that it held when it was last heard of.
-            inserted: Items that had become drawable in it by then.
-            why: What the caller knows about it.
+        Of several callers' reports the one that knows of the most items counts, which is the latest. It says how many
+        rows the shard held when it was last heard of, and how many items had become drawable in it by then.
         """
         self._limiter.count_inserted({number: inserted})
         before = self._lost.get(number)
@@ -222,8 +188,7 @@ class Coordinator:
     def report(self, report: LearnerReport, looks: bool = False) -> tuple[Totals, Table | None]:
         """Takes in what a learner says, and divides anew what the limiter admits.
 
-        Returns:
-            What others have drawn, and the table if the learner looks at it.
+        Returns what others have drawn, and the table if the learner looks at it.
         """
         totals = self._limiter.hear(report)
         if report.rule == self._limiter.rule.number:  # others know an old limiter only

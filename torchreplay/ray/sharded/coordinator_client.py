@@ -15,12 +15,12 @@ from torchreplay.schema.config import Config
 
 
 class CoordinatorClient(ActorClient):
-    """The directory, as one process asks it.
+    """The coordinator, as one process asks it.
 
-    Once the directory is gone its shards are, too. Questions then raise `Stopped`, or `ReplayLost` without a stop.
+    Once the coordinator is gone its shards are, too. Questions then raise `Stopped`, or `ReplayLost` without a stop.
 
     Args:
-        name: Of the directory's actor.
+        name: Of the coordinator's actor.
         stopped: Returns whether this process has heard of a stop.
 
     Raises:
@@ -49,7 +49,7 @@ class CoordinatorClient(ActorClient):
             raise
 
     def table(self, what: str = "table", *args: Any) -> Table:
-        """Returns the table that the directory answers with."""
+        """Returns the table that the coordinator answers with."""
         table: Table = self.ask(what, *args)
         return table
 
@@ -91,20 +91,14 @@ def checked_nodes(nodes: Any) -> list[str]:
 
 
 def directory_name(nonce: int) -> str:
-    """Returns the name of the directory's actor."""
+    """Returns the name of the coordinator's actor."""
     return f"replay-{nonce:016x}"
 
 
 def found(nonce: int, config: Config, capacity: int, nodes: list[str], anywhere: bool, seed: int) -> Any:
-    """Makes the shards, and returns the actor that they end with.
+    """Makes the shards, and returns the actor that they end with; arguments as of `Coordinator`.
 
-    Args:
-        nonce: Names the union.
-        config: Its arguments; the capacity in it does not count.
-        capacity: Rows in all.
-        nodes: Ray's ids of the nodes, one for each shard.
-        anywhere: Whether a node that comes later may take the place of one that is gone.
-        seed: Of all draws.
+    The capacity is that of all shards together; that in `config` does not count.
 
     Raises:
         MemoryError: A node has too little memory left for its shard.

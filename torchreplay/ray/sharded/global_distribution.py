@@ -61,11 +61,7 @@ class GlobalDistribution:
         """Returns how many of `n` items come from each part.
 
         One item is drawn from each of n equal strata of [0, total), in which the parts lie one after the other
-        (Schaul et al. 2016, appendix B.2.1).
-
-        Args:
-            n: Items.
-            chance: Where in its stratum each target lies, `[n]`, uniform in [0, 1).
+        (Schaul et al. 2016, appendix B.2.1). `chance`, uniform in [0, 1), says where in its stratum each target lies.
         """
         ends = np.cumsum([part.total for part in self.parts])
         targets = (np.arange(n) + chance) * (ends[-1] / n)
@@ -76,26 +72,17 @@ class GlobalDistribution:
     def weigh(self, batch: ReplayBatch, shares: NDArray[np.float64], beta: float, sampler: Sampler) -> None:
         """Turns items' probabilities within their shards into those of the union, and sets their weights.
 
-        Args:
-            batch: The items; `probability` is that within each one's shard.
-            shares: float64 `[n]`, each one's shard's share of the total.
-            beta: The exponent of the weights.
-            sampler: How items are drawn.
+        `shares` is float64 `[n]`: each item's shard's share of the total.
         """
         probability = batch["probability"].numpy().astype(np.float64) * shares
         batch["probability"].numpy()[:] = probability
         batch["weight"].numpy()[:] = self.weights(probability, beta, sampler)
 
     def weights(self, probability: NDArray[np.float64], beta: float, sampler: Sampler) -> NDArray[np.float32]:
-        """Returns the importance-sampling weights (N P(i))^-beta of items (Schaul et al. 2016, section 3.4).
+        """Returns the weights (N P(i))^-beta of items with these P(i) in the union (Schaul et al. 2016, section 3.4).
 
         Divided as the sampler says: by the largest one possible in the union, that of its smallest leaf; by the largest
         one given; or by nothing.
-
-        Args:
-            probability: P(i) in the union, `[n]`.
-            beta: The exponent.
-            sampler: How items are drawn.
         """
         if not isinstance(sampler, Prioritized):
             return np.ones(len(probability), np.float32)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +14,7 @@ from torchreplay import _C
 from torchreplay.buffer.replay_buffer import ReplayBuffer, local_sampler
 from torchreplay.buffer.writer import Autoreset, Writer
 from torchreplay.errors import AttachError, Stopped
+from torchreplay.ray.runtime.session import logger
 from torchreplay.ray.sharded.batch_block import Layout
 from torchreplay.ray.sharded.coordinator import Place
 from torchreplay.ray.sharded.global_distribution import pack
@@ -23,8 +23,6 @@ from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.config import Config
 from torchreplay.segment.handle import Handle
 from torchreplay.segment.waits import Audience, Wait
-
-logger = logging.getLogger("torchreplay.ray")
 
 T = TypeVar("T")
 
@@ -81,15 +79,8 @@ class LocalShard:
     A thread of its own does both, in the order of the calls, as the shard's actor does for learners on other nodes. It
     holds the interpreter lock only in between. The answer is None once this process has let go of the shard.
 
-    Args:
-        number: Of the shard.
-        handle: Of its buffer.
-
     Raises:
         AttachError: It cannot be attached.
-
-    Attributes:
-        buffer: The shard's.
     """
 
     def __init__(self, number: int, handle: Handle) -> None:
@@ -116,8 +107,7 @@ class LocalShard:
     def own_writers(self, unused_count_as_others: bool) -> int:
         """Returns how many of its writers nobody but the calling thread uses.
 
-        Args:
-            unused_count_as_others: Whether those of this process that nobody has used yet may be another thread's.
+        Those of this process that nobody has used yet may be another thread's: they count so if the caller says it.
         """
         try:
             census = self._segment.census(unused_count_as_others)
@@ -176,9 +166,6 @@ class LocalAttachment:
         lock: What its owner guards the places with; it is re-entrant.
         place: Returns the shard of this node, as far as this process knows, with the lock held; None: there is none.
         answers: Whether a shard's actor answers, by number; asked without the lock.
-
-    Attributes:
-        shard: It; None: none is.
     """
 
     def __init__(

@@ -6,7 +6,7 @@ import os
 import secrets
 import threading
 import time
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from torchreplay.errors import AttachError, Stopped
 from torchreplay.ray.runtime.cluster import living_nodes
@@ -15,9 +15,6 @@ from torchreplay.ray.sharded.client import ShardClient
 from torchreplay.ray.sharded.coordinator import REPEAT
 from torchreplay.ray.sharded.coordinator_client import CoordinatorClient
 from torchreplay.ray.sharded.local_shard import ShardBuffer
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 REMAKE_SECONDS: Final = 60.0
 """Seconds for which a writer waits for its node's shard to be made anew."""
@@ -124,7 +121,5 @@ class Expectation:
     def __enter__(self) -> Expectation:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

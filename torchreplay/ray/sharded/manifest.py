@@ -28,67 +28,39 @@ SHARDS: Final = "shards"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A shard that was saved.
+    """A shard that was saved."""
 
-    Attributes:
-        number: Of the shard, by which its subdirectory is named.
-        node: Ray's id of the node that it was on.
-        capacity: Rows that it held at most.
-    """
-
-    number: int
-    node: str
-    capacity: int
+    number: int  # of the shard, by which its subdirectory is named
+    node: str  # Ray's id of the node that it was on
+    capacity: int  # rows that it held at most
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What the union has counted, all nodes together.
+    """What the union has counted, all nodes together."""
 
-    Attributes:
-        born: Numbers of shards that were given.
-        streams: Numbers of learners that were given.
-        inserted_before: Items that the limiter does not count.
-        cleared: Items inserted before the last `clear`.
-        sampled: Items drawn that it counts.
-        items: Items drawn in all.
-        batches: Batches drawn in all.
-        lost_updates: TD errors dropped because their shard was gone.
-    """
-
-    born: int
-    streams: int
-    inserted_before: int
-    cleared: int
-    sampled: int
-    items: int
-    batches: int
-    lost_updates: int
+    born: int  # numbers of shards that were given
+    streams: int  # numbers of learners that were given
+    inserted_before: int  # items that the limiter does not count
+    cleared: int  # items inserted before the last `clear`
+    sampled: int  # items drawn that it counts
+    items: int  # items drawn in all
+    batches: int  # batches drawn in all
+    lost_updates: int  # TD errors dropped because their shard was gone
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What `checkpoint.json` says.
+    """What `checkpoint.json` says."""
 
-    Attributes:
-        config: The arguments of the union; its capacity is that of one shard.
-        seed: Of the draws.
-        stream: The number of the saving process's stream of draws.
-        step: Its position there.
-        shards: The name of the subdirectory.
-        parts: What is in it.
-        counts: What was counted.
-        lost: Shards lost before.
-    """
-
-    config: Config
-    seed: int
-    stream: int
-    step: int
-    shards: str
-    parts: tuple[Part, ...]
-    counts: Counts
-    lost: tuple[Lost, ...]
+    config: Config  # the arguments of the union; its capacity is that of one shard
+    seed: int  # of the draws
+    stream: int  # the number of the saving process's stream of draws
+    step: int  # its position there
+    shards: str  # the name of the subdirectory
+    parts: tuple[Part, ...]  # what is in it
+    counts: Counts  # what was counted
+    lost: tuple[Lost, ...]  # shards lost before
 
     def path_of(self, root: Path, part: Part) -> Path:
         """Returns where a shard's own checkpoint is."""

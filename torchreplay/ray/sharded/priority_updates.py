@@ -22,12 +22,7 @@ IN_FLIGHT: Final = 32
 
 
 class Feedback:
-    """What a process feeds back to the shards.
-
-    Args:
-        shards: Where to.
-        nonce: What batches of theirs are signed with.
-    """
+    """What a process feeds back to the shards. Batches of theirs are signed with `nonce`."""
 
     def __init__(self, shards: ShardClient, nonce: int) -> None:
         self._shards, self._nonce = shards, nonce

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -20,27 +21,19 @@ _PAST: Final = -1
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A limiter, and from where it counts.
+    """A limiter, and from where it counts."""
 
-    Attributes:
-        limiter: Who must wait.
-        number: Of the limiter: each one that is set has the next.
-        inserted_before: Items that it does not count, of all that ever became drawable. Of the draws it counts those
-            that each learner makes after it has heard of it.
-        cleared: Items that were inserted before the last `clear`: not even `min_size` counts them.
-    """
-
-    limiter: Limiter
-    number: int = 0
+    limiter: Limiter  # who must wait
+    number: int = 0  # of the limiter: each one that is set has the next
+    # Items that it does not count, of all that ever became drawable. Of the draws it counts those that each learner
+    # makes after it has heard of it.
     inserted_before: int = 0
-    cleared: int = 0
+    cleared: int = 0  # items that were inserted before the last `clear`: not even `min_size` counts them
 
     def followed_by(self, limiter: Limiter, inserted: int) -> Rule:
         """Returns what `limiter` makes of the union when it is set now.
 
-        Args:
-            limiter: The new one.
-            inserted: Items that have become drawable so far: of them `min_size` count.
+        Of the `inserted` items that have become drawable so far `min_size` count.
         """
         return Rule(limiter, self.number + 1, max(self.cleared, inserted - limiter.min_size), self.cleared)
 
@@ -70,29 +63,18 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class LearnerReport:
-    """What a learner reports to the coordinator. All counts are totals, so that a report that is lost does no harm.
+    """What a learner reports to the coordinator. All counts are totals, so that a report that is lost does no harm."""
 
-    Attributes:
-        stream: The learner's number.
-        rule: The number of the limiter that it keeps to.
-        items: Items that it has handed out in all.
-        batches: Batches in all.
-        counted: Items handed out that this limiter counts.
-        sampled: These, and those under way that it counts.
-        inserted: Items that ever became drawable in each shard, by number, as far as it knows; in lost ones, too.
-        waited: Seconds that it has waited for rows.
-        n: Items that it waits for, which are always admitted; 0 for none.
-    """
-
-    stream: int
-    rule: int
-    items: int
-    batches: int
-    counted: int
-    sampled: int
+    stream: int  # the learner's number
+    rule: int  # the number of the limiter that it keeps to
+    items: int  # items that it has handed out in all
+    batches: int  # batches in all
+    counted: int  # items handed out that this limiter counts
+    sampled: int  # these, and those under way that it counts
+    # Items that ever became drawable in each shard, by number, as far as it knows; in lost ones, too
     inserted: Mapping[int, int]
-    waited: float = 0.0
-    n: int = 0
+    waited: float = 0.0  # seconds that it has waited for rows
+    n: int = 0  # items that it waits for, which are always admitted; 0 for none
 
     @property
     def moment(self) -> tuple[int, ...]:
@@ -101,43 +83,27 @@ class LearnerReport:
 
 
 class Totals(NamedTuple):
-    """What the coordinator answers: what all others have handed out.
+    """What the coordinator answers: what all others have handed out."""
 
-    Attributes:
-        moment: Of two answers the later one's is larger.
-        rule: The number of the newest limiter.
-        sampled: Items that this limiter counts.
-        items: Items in all.
-        batches: Batches in all.
-        learners: How many others have drawn.
-        waited: Seconds that all learners have waited for rows.
-        wait_share: Share of the last seconds that each has, on average.
-    """
-
-    moment: int = 0
-    rule: int = -1
-    sampled: int = 0
-    items: int = 0
-    batches: int = 0
-    learners: int = 0
-    waited: float = 0.0
-    wait_share: float = 0.0
+    moment: int = 0  # of two answers the later one's is larger
+    rule: int = -1  # the number of the newest limiter
+    sampled: int = 0  # items that this limiter counts
+    items: int = 0  # items in all
+    batches: int = 0  # batches in all
+    learners: int = 0  # how many others have drawn
+    waited: float = 0.0  # seconds that all learners have waited for rows
+    wait_share: float = 0.0  # share of the last seconds that each has, on average
 
 
 class GlobalRateLimiter:
     """What was inserted and drawn in the union, as the coordinator has heard, and what each shard may admit.
 
     The rules are those of `SamplesPerInsert`.
-
-    Args:
-        rule: The limiter, and from where it counts.
-
-    Attributes:
-        inserted: Items that ever became drawable in each shard, by number; what a lost one had stays counted.
     """
 
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
+        # Items that ever became drawable in each shard, by number; what a lost one had stays counted
         self.inserted: Mapping[int, int] = {}
         self._learners: dict[int, LearnerReport] = {}
         self._waits = WaitStats()
@@ -218,26 +184,16 @@ class LearnerLimiter:
     """The limiter as one learner knows it: whether it may draw.
 
     What this learner draws is counted at once; what others draw, as of the coordinator's last answer; what explorers
-    insert, as of the shards' last answers.
-
-    Args:
-        rule: The limiter, and from where it counts.
-        stream: This learner's number.
-
-    Attributes:
-        others: What others have drawn.
-        items: Items that this learner has handed out.
-        batches: Batches that it has handed out.
-        largest: The largest raw priority heard of.
-        waited: Seconds that this learner has waited for rows.
+    insert, as of the shards' last answers. `stream` is this learner's number.
     """
 
     def __init__(self, rule: Rule, stream: int) -> None:
-        self.rule, self.others = rule, Totals()
-        self.items = self.batches = 0
-        self.largest = 1.0
-        self.waited = 0.0
-        self.stream = stream
+        self.rule = rule
+        self.others = Totals()  # what others have drawn
+        self.items = self.batches = 0  # that this learner has handed out
+        self.largest = 1.0  # the largest raw priority heard of
+        self.waited = 0.0  # seconds that this learner has waited for rows
+        self.stream = stream  # which no other process has
         self._inserted: Mapping[int, int] = {}  # by shard
         self._ordered = self._before = 0  # items ordered, less those given up; those before this rule
 
@@ -329,54 +285,40 @@ class LearnerLimiter:
         return self.rule.needed(self.sampled, n)
 
 
-class Told(NamedTuple):
-    """What a learner has said.
-
-    Attributes:
-        seconds: For which it has waited, in all.
-        at: When it said something last.
-    """
-
-    seconds: float = 0.0
-    at: float = 0.0
-
-
 class WaitStats:
-    """Totals that learners report. A report may be lost, or be overtaken."""
+    """For how long learners have waited, as they report it. A report may be lost, or be overtaken."""
 
     def __init__(self) -> None:
-        self._made = time.monotonic()
-        self._told: dict[int, Told] = {}  # by learner
-        self._windows: dict[int, float] = {}  # by number: seconds of all learners
+        now = time.monotonic()
+        self._seconds: dict[int, float] = {}  # for which each learner has waited, in all
+        self._heard_at: dict[int, float] = {}
+        # When the window before the running one began, and the running one, and what the total was then.
+        self._marks = deque([(now, 0.0), (now, 0.0)], maxlen=2)
 
     def hear(self, stream: int, seconds: float) -> None:
-        """Takes in what a learner has said.
-
-        Args:
-            stream: Its number.
-            seconds: For which it has waited, in all.
-        """
-        now = time.monotonic()
-        before = self._told.get(stream, Told()).seconds
-        window = int(now // WINDOW)
-        self._windows = {number: waited for number, waited in self._windows.items() if number >= window - 1}
-        self._windows[window] = self._windows.get(window, 0.0) + max(0.0, seconds - before)
-        self._told[stream] = Told(max(seconds, before), now)
+        """Takes in for how many seconds, in all, learner number `stream` has waited."""
+        self._heard_at[stream] = self._turn()
+        self._seconds[stream] = max(seconds, self._seconds.get(stream, 0.0))
 
     @property
     def total(self) -> float:
         """Seconds, of all learners."""
-        return sum(told.seconds for told in self._told.values())
+        return sum(self._seconds.values())
 
     @property
     def share(self) -> float:
         """Share of the last 10 to 20 seconds that a learner which has said something in them has waited, on average."""
+        now = self._turn()
+        since, total = self._marks[0]
+        learners = sum(at >= since for at in self._heard_at.values())
+        return min(1.0, (self.total - total) / max(now - since, 1e-9) / max(1, learners))
+
+    def _turn(self) -> float:
+        """Marks the windows that have begun; returns the time."""
         now = time.monotonic()
-        window = int(now // WINDOW)
-        since = max(self._made, (window - 1) * WINDOW)
-        waited = sum(seconds for number, seconds in self._windows.items() if number >= window - 1)
-        learners = sum(told.at >= since for told in self._told.values())
-        return min(1.0, waited / max(now - since, 1e-9) / max(1, learners))
+        while now // WINDOW > (began := self._marks[-1][0] // WINDOW):
+            self._marks.append(((began + 1) * WINDOW, self.total))
+        return now
 
 
 def _largest(known: Mapping[int, int], said: Mapping[int, int]) -> Mapping[int, int]:

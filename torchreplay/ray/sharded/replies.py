@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import CancelledError, Future
@@ -10,11 +9,9 @@ from concurrent.futures import wait as wait_for_futures
 from typing import Any, Final
 
 from torchreplay.errors import ReplayTimeout
-from torchreplay.ray.runtime.session import import_ray
+from torchreplay.ray.runtime.session import import_ray, logger
 from torchreplay.ray.sharded.local_shard import Gone
 from torchreplay.segment.waits import LOG_EVERY, SLICE_NS, Wait
-
-logger = logging.getLogger("torchreplay.ray")
 
 UNREACHABLE_SECONDS: Final = 30.0
 """Seconds for which a shard that Ray cannot reach, and does not know to be dead, is asked again before it is lost."""
@@ -57,9 +54,7 @@ class ReplyCollector:
     def collect(self, calls: Mapping[int, Any], wait: Wait | None = None) -> dict[int, Any]:
         """Returns what the shards called answer, by number; those that are lost, or let go of here, are left out.
 
-        Args:
-            calls: What the answers will be got by.
-            wait: How long it may take; None: as long as the shards are there.
+        Without `wait` it waits for as long as the shards are there.
 
         Raises:
             ReplayTimeout: One takes too long.
@@ -80,11 +75,7 @@ class ReplyCollector:
         return {number: answer for number, call in calls.items() if (answer := self.answer(number, call)) is not None}
 
     def answer(self, number: int, call: Any) -> Any:
-        """Returns what a call that has been answered returned.
-
-        Returns:
-            None if the answer did not arrive, the shard is lost, or it was let go of here.
-        """
+        """Returns what an answered call returned; None if that did not arrive, or the shard is lost or let go of."""
         errors = self._ray.exceptions
         try:
             answer = call.result() if isinstance(call, Future) else self._ray.get(call)

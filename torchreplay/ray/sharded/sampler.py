@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
+from itertools import islice
 from typing import Any, Final
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from torchreplay.buffer.base import MAX_BATCH, BatchSource, Pin
+from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.cuda.copies import DeviceCopies
 from torchreplay.cuda.staging import Staging
 from torchreplay.errors import ReplayTimeout
@@ -20,7 +22,7 @@ from torchreplay.ray.sharded.batch_block import Layout
 from torchreplay.ray.sharded.client import REPORTS, ShardClient
 from torchreplay.ray.sharded.global_distribution import GlobalDistribution, as_keys, unpack
 from torchreplay.ray.sharded.priority_updates import Feedback
-from torchreplay.ray.sharded.sample_request import LEAST_SLACK, SampleRequest, SampleRequestStream
+from torchreplay.ray.sharded.sample_request import LEAST_SLACK, SampleRequest
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.config import Config
 from torchreplay.schema.samplers import Schedule, value_of
@@ -34,12 +36,7 @@ POLL: Final = 0.02
 class ShardedSampler(BatchSource):
     """What a process draws.
 
-    Args:
-        shards: What from.
-        config: Of the union.
-        seed: Of the random numbers that choose among candidates.
-        nonce: What signs the batches.
-        feedback: What is fed back meanwhile.
+    `seed` is that of the random numbers that choose among candidates; `nonce` signs the batches.
     """
 
     seed = 0
@@ -60,7 +57,7 @@ class ShardedSampler(BatchSource):
     @property
     def stream(self) -> int:
         """The number of the stream of random numbers: at first that of the process."""
-        return self.shards.stream if self._stream is None else self._stream
+        return self.shards.limiter.stream if self._stream is None else self._stream
 
     @stream.setter
     def stream(self, number: int) -> None:
@@ -170,10 +167,7 @@ class ShardedSampler(BatchSource):
     def order(self, n: int, wait: Wait, place: ReplayBatch | None = None) -> SampleRequest:
         """Asks all shards for candidates, once the limiter admits `n` items; `take` makes the batch.
 
-        Args:
-            n: Items.
-            wait: How long it may take.
-            place: The batch, whose tensors are overwritten; None: it is made.
+        `place` is the batch, whose tensors are overwritten; None: it is made.
         """
         checked_int("batch_size", n, 1, MAX_BATCH)
         if not self.admits_now(n):
@@ -202,11 +196,8 @@ class ShardedSampler(BatchSource):
     ) -> ReplayBatch | None:
         """Returns the batch that was ordered; None if there was no item to draw.
 
-        Args:
-            ordered: The round.
-            beta: Exponent of the weights; None: the sampler's.
-            wait: How long it may take.
-            finish: Whether the rest of the batch is computed here; otherwise the owner of its memory does so.
+        `beta` is the exponent of the weights, where it is not the sampler's. Unless `finish` is True the owner of the
+        batch's memory computes the rest of it.
         """
         batch = None
         try:
@@ -271,6 +262,111 @@ class ShardedSampler(BatchSource):
         with self._lock:
             self.shards.limiter.waited += now - since
         return now
+
+
+class SampleRequestStream:
+    """Batches of a `ShardedReplay` one after the other, `prefetch` rounds being under way ahead of the one asked for.
+
+    Calls reach a shard in the order in which they were made: what is fed back while a round is under way does not
+    change its batch.
+
+    Args:
+        count: Batches; None for endlessly many.
+        timeout: Seconds to wait for each batch at most.
+        waiting: How the wait for the first one looks.
+        staging: What gives each batch its place; None: memory of its own.
+    """
+
+    drawn_from: TreeSummary  # what the weights of the batch handed out last were computed from
+
+    def __init__(
+        self,
+        draws: ShardedSampler,
+        batch_size: int,
+        count: int | None,
+        prefetch: int,
+        timeout: float | None,
+        waiting: type[Wait],
+        staging: Staging | None = None,
+    ) -> None:
+        self._draws, self._batch_size, self._left, self._staging = draws, batch_size, count, staging
+        self._prefetch, self._timeout, self._waiting = prefetch, timeout, waiting
+        self._ahead: deque[SampleRequest] = deque()
+
+    def __iter__(self) -> SampleRequestStream:
+        return self
+
+    def __next__(self) -> ReplayBatch:
+        """Returns the next batch, if there were fewer than `count`.
+
+        Raises:
+            ReplayTimeout, WouldBlockForever, Stopped: As `sample` does.
+        """
+        self._draws.feedback.apply_arrived()
+        if self._left is not None and self._left <= 0:
+            self.close()
+            self._draws.shards.report(last=True)
+            raise StopIteration
+        waiting, self._waiting = self._waiting, Wait
+        wait = waiting(self._draws.shards, self._timeout)
+        try:
+            while (batch := self._take(wait)) is None:
+                self._draws.pause(self._batch_size, wait)
+        finally:
+            wait.end()
+        if self._left is not None:
+            self._left -= 1
+        return batch
+
+    def drawn(self) -> list[dict[str, Any]]:
+        """Returns nothing: rounds under way cannot be named, and have not been drawn."""
+        return []
+
+    @property
+    def ready(self) -> int:
+        """0: no batch is made before it is asked for.
+
+        The caller wants to know how many lie in the memory of the staging, to copy the next one to the device from
+        there. A round whose answers have all come does not count: its batch is chosen from the candidates only when it
+        is put together.
+        """
+        return 0
+
+    @property
+    def answered(self) -> int:
+        """How many of the next rounds have all their answers."""
+        count = 0
+        for ahead in self._ahead:
+            if not self._draws.shards.calls.are_there(ahead.calls.values()):
+                break
+            count += 1
+        return count
+
+    def close(self) -> None:
+        """Forgets the rounds under way."""
+        while self._ahead:
+            self._draws.forget(self._ahead.pop())
+
+    def _take(self, wait: Wait) -> ReplayBatch | None:
+        self._order(wait)
+        # They travel while this batch is made, and while its user works.
+        self._draws.shards.calls.fetch(call for later in islice(self._ahead, 1, None) for call in later.calls.values())
+        first = self._ahead.popleft()
+        batch = self._draws.take(first, None, wait, self._staging is None or not self._prefetch)
+        if batch is not None:
+            self.drawn_from = first.drawn_from
+        return batch
+
+    def _order(self, wait: Wait) -> None:
+        most = self._prefetch + 1 if self._left is None else min(self._left, self._prefetch + 1)
+        if not self._ahead:
+            self._ahead.append(self._draws.order(self._batch_size, wait, self._place()))
+        while len(self._ahead) < most and self._draws.admits_now(self._batch_size):
+            self._ahead.append(self._draws.begin(self._batch_size, wait, self._place()))
+        self._draws.shards.report()
+
+    def _place(self) -> ReplayBatch | None:
+        return None if self._staging is None else self._staging.place()
 
 
 def rows_of(asked: NDArray[np.int64], found: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -25,14 +25,7 @@ POLL: Final = 0.05
 
 
 def save_shards(shards: ShardClient, config: Config, draws: ShardedSampler, root: Path) -> None:
-    """Does what `ShardedReplay.save` does.
-
-    Args:
-        shards: What to save.
-        config: Of the union.
-        draws: Those of this process, which may go on.
-        root: Where to.
-    """
+    """Does what `ShardedReplay.save` does; `draws` are those of this process, which may go on."""
 
     def write(data: Path) -> dict[str, Any]:
         places = shards.look().places
@@ -44,7 +37,7 @@ def save_shards(shards: ShardClient, config: Config, draws: ShardedSampler, root
             shutil.rmtree(paths[number], ignore_errors=True)
         _require_parts([data / str(number) for number in saved])
         # Counted after the rows, as those of each shard are.
-        return _described(shards, config, saved, draws.seed, draws, data.name).as_data()
+        return _described(shards, config, saved, draws, data.name).as_data()
 
     replace_checkpoint(root, SHARDS, write)
 
@@ -68,7 +61,9 @@ def restore_shards(shards: ShardClient, config: Config, manifest: Manifest, root
         )
     paths = {number: str(manifest.path_of(root, part)) for number, part in parts.items()}
     try:
-        _fill(shards, places, numbers, paths)
+        filled = _until_done(shards, places, lambda number, it: it.restore.remote(numbers[number], paths.get(number)))
+        for number in places.keys() - filled.keys():
+            raise RuntimeError(f"shard {number} on node {places[number].node} was lost while it was being restored")
         shards.restored(manifest, numbers, born)
     except BaseException as error:
         with suppress(Exception):  # the directory may be gone
@@ -84,24 +79,12 @@ def restore_shards(shards: ShardClient, config: Config, manifest: Manifest, root
 def _numbered(places: Mapping[int, Place], parts: Mapping[int, Part], born: int) -> tuple[dict[int, int], int]:
     """Returns which number each shard takes, by its present one, and how many numbers were given then.
 
-    Args:
-        places: The shards, by their present numbers.
-        parts: Which of the saved ones each becomes; others are new.
-        born: Numbers that were given.
+    `parts` says which of the saved shards each becomes; others are new. `born` numbers were given before.
     """
     numbers = {number: part.number for number, part in parts.items()}
     for number in sorted(places.keys() - parts.keys()):  # old keys must not name rows of shards that are new
         numbers[number], born = born, born + 1
     return numbers, born
-
-
-def _fill(
-    shards: ShardClient, places: Mapping[int, Place], numbers: Mapping[int, int], paths: Mapping[int, str]
-) -> None:
-    """Has shards, by their present numbers, take others, and the rows at `paths`, if they get some."""
-    filled = _until_done(shards, places, lambda number, actor: actor.restore.remote(numbers[number], paths.get(number)))
-    for number in places.keys() - filled.keys():
-        raise RuntimeError(f"shard {number} on node {places[number].node} was lost while it was being restored")
 
 
 def require_room(manifest: Manifest, nodes: int, root: Path) -> None:
@@ -149,14 +132,14 @@ def _require_parts(paths: Sequence[Path]) -> None:
 
 
 def _described(
-    shards: ShardClient, config: Config, places: Mapping[int, Place], seed: int, draws: ShardedSampler, name: str
+    shards: ShardClient, config: Config, places: Mapping[int, Place], draws: ShardedSampler, name: str
 ) -> Manifest:
     born, streams = shards.coordinator.ask("counts")
     shards.exchange()
     table, counted = shards.table, shards.limiter
     return Manifest(
         replace(config, limiter=table.rule.limiter),
-        seed,
+        draws.seed,
         draws.stream,
         draws.made,
         name,

@@ -81,14 +81,10 @@ class Shard:
         return self._buffer.handle()
 
     def draw(self, candidates: int, largest: float) -> Answer:
-        """Draws candidates, stratified and with replacement.
+        """Draws so many candidates, stratified and with replacement; none, if only the figures are wanted.
 
-        Args:
-            candidates: How many; 0: none, only the figures are wanted.
-            largest: The largest raw priority that the learner knows of, in any shard.
-
-        Returns:
-            The figures, and a block of as many items as they say; None if there are none.
+        `largest` is the largest raw priority that the learner knows of, in any shard. Returns the figures, and a block
+        of as many items as they say; None if there are none.
         """
         self._candidates.raise_largest(largest)
         if not candidates:
@@ -98,21 +94,14 @@ class Shard:
         return figures, block.numpy() if figures.candidates else None
 
     def gather(self, keys: NDArray[np.int64]) -> Answer:
-        """Finds items.
+        """Finds items by the shard's own keys `[n]`.
 
-        Args:
-            keys: The shard's own `[n]`.
-
-        Returns:
-            The figures, and a block of as many items as they say; None if there are none.
+        Returns the figures, and a block of as many items as they say; None if there are none.
         """
         return self._candidates.gather(keys, self._layout)
 
     def save(self, directory: str) -> bool:
-        """Saves the buffer while others go on writing and drawing: begins with the first call for a directory.
-
-        Args:
-            directory: A new one, in one that the node sees.
+        """Saves the buffer while others go on writing and drawing: begins with the first call for a new directory.
 
         Returns:
             Whether it has ended.
@@ -123,11 +112,7 @@ class Shard:
         return self._has_ended(directory, lambda: self._save(Path(directory)))
 
     def restore(self, number: int, directory: str | None) -> bool:
-        """Takes another number, and the rows of a checkpoint: begins with the first call.
-
-        Args:
-            number: Of this shard from now on.
-            directory: The checkpoint; None: the buffer stays empty.
+        """Takes another number, and the rows of a checkpoint, if one is given: begins with the first call.
 
         Returns:
             Whether it has ended.

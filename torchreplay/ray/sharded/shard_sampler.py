@@ -21,23 +21,14 @@ from torchreplay.segment.waits import NEVER
 
 @dataclass(frozen=True, slots=True)
 class ShardReport:
-    """What a shard says in every answer.
+    """What a shard says in every answer."""
 
-    Attributes:
-        stats: Of its buffer. Its own keys below `rows_written` exist.
-        drawn: Its tree when the candidates were drawn, or now.
-        candidates: How many came along.
-        since_departure: Seconds since a writer last left; -1 if none did.
-        trouble: Why nothing can be drawn however long one waits; None for no such reason.
-        barren: Why its ring, as long as it stays like this, completes no item; None if it may.
-    """
-
-    stats: Stats
-    drawn: TreeSummary
-    candidates: int = 0
-    since_departure: float = -1.0
-    trouble: str | None = None
-    barren: str | None = None
+    stats: Stats  # of its buffer; its own keys below `rows_written` exist
+    drawn: TreeSummary  # its tree when the candidates were drawn, or now
+    candidates: int = 0  # how many came along
+    since_departure: float = -1.0  # seconds since a writer last left; -1 if none did
+    trouble: str | None = None  # why nothing can be drawn however long one waits; None for no such reason
+    barren: str | None = None  # why its ring, as long as it stays like this, completes no item; None if it may
 
 
 Answer: TypeAlias = tuple[ShardReport, NDArray[np.uint8] | None]
@@ -47,9 +38,7 @@ Answer: TypeAlias = tuple[ShardReport, NDArray[np.uint8] | None]
 class ShardSampler:
     """Draws from a shard's buffer, for the shard's actor or for a learner on its node. For one thread.
 
-    Args:
-        buffer: The shard's. Nobody else draws through this object.
-        number: Of the shard.
+    Nobody else draws through this object of the buffer.
     """
 
     def __init__(self, buffer: ReplayBuffer, number: int) -> None:
@@ -65,14 +54,10 @@ class ShardSampler:
             self._largest = priority
 
     def draw(self, n: int, out: ReplayBatch) -> ShardReport:
-        """Draws `n` items, stratified and with replacement, and says what the tree was at just that draw.
+        """Draws `n` items into `out`, stratified and with replacement, and says what the tree was at just that draw.
 
-        Args:
-            n: Items.
-            out: What they go into, a batch of so many. The keys are the union's; weights mean nothing yet.
-
-        Returns:
-            The figures; their `candidates` are `n`, or 0 when nothing could be drawn.
+        The keys are the union's; weights mean nothing yet. The figures' `candidates` are `n`, or 0 when nothing could
+        be drawn.
         """
         result = self._segment.sample(n, 0.0, NEVER, out)
         if not isinstance(result, ReplayBatch):
@@ -81,11 +66,7 @@ class ShardSampler:
         return self.figures(TreeSummary(*self._segment.drawn_from), n)
 
     def gather(self, keys: NDArray[np.int64], layout: Layout) -> Answer:
-        """Finds items, and says what the tree is just after that.
-
-        Args:
-            keys: The shard's own `[n]`.
-            layout: Of blocks.
+        """Finds items by the shard's own keys `[n]`, and says what the tree is just after that.
 
         Returns:
             The figures, whose `candidates` say how many items were found, and a block of these; None if there are none.
@@ -112,12 +93,7 @@ class ShardSampler:
         return self._reasons(figures, self._segment.sample(1, 0.0, NEVER, None), 1)
 
     def figures(self, drawn: TreeSummary | None = None, candidates: int = 0) -> ShardReport:
-        """Returns what the shard has to say.
-
-        Args:
-            drawn: The tree as a draw found it; None: as it is.
-            candidates: How many items come along.
-        """
+        """Returns what the shard has to say, with the tree as a draw of so many candidates found it, or as it is."""
         values = self._segment.stats()
         smallest = values.pop("smallest_leaf")
         values["priority_min"] = smallest_priority(smallest, self._sampler.config.sampler)

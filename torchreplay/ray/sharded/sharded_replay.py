@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -35,9 +35,6 @@ from torchreplay.schema.views import View
 from torchreplay.segment.handle import new_nonce
 from torchreplay.segment.waits import Wait
 from torchreplay.validation import checked_choice, checked_int, checked_kind, checked_path
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 
 class ShardedReplay(Replay):
@@ -115,13 +112,6 @@ class ShardedReplay(Replay):
 
     def _require_open(self) -> None:
         self._shards.require_open()
-
-    @classmethod
-    def _attach(cls, nonce: int, *args: Any) -> ShardedReplay:
-        self = cls.__new__(cls)
-        self._owned = None
-        self._init_state(nonce, *args)
-        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         return attached_shards, (self._nonce, self._sampler.seed, self._config, self._capacity, self._count)
@@ -472,39 +462,27 @@ class ShardedReplay(Replay):
         root = checked_path("directory", directory).absolute()
 
         def loaded(manifest: Manifest) -> ShardedReplay:
-            return cls._loaded(manifest, root, capacity, view, nodes, sampler)
+            config, chosen = manifest.config.with_functions(view).with_schedule(sampler), checked_nodes(nodes)
+            require_room(manifest, len(chosen), root)
+            before = max((part.capacity for part in manifest.parts), default=config.capacity)
+            replay = cls(
+                nest(config.fields),
+                before * len(chosen) if capacity is None else capacity,
+                sampler=config.sampler,
+                view=config.view,
+                limiter=config.limiter,
+                seed=manifest.seed,
+                nodes=nodes,
+            )
+            replay._config = replace(replay._config, lost_schedule=config.lost_schedule)
+            try:
+                replay._restore(manifest, root)
+            except BaseException:
+                replay.close()
+                raise
+            return replay
 
         return with_description(root, lambda: Manifest.read(root), loaded, CheckpointError)
-
-    @classmethod
-    def _loaded(
-        cls,
-        manifest: Manifest,
-        root: Path,
-        capacity: int | None,
-        view: View | None,
-        nodes: Sequence[str] | None,
-        sampler: Sampler | None,
-    ) -> ShardedReplay:
-        config, chosen = manifest.config.with_functions(view).with_schedule(sampler), checked_nodes(nodes)
-        require_room(manifest, len(chosen), root)
-        before = max((part.capacity for part in manifest.parts), default=config.capacity)
-        replay = cls(
-            nest(config.fields),
-            before * len(chosen) if capacity is None else capacity,
-            sampler=config.sampler,
-            view=config.view,
-            limiter=config.limiter,
-            seed=manifest.seed,
-            nodes=nodes,
-        )
-        replay._config = replace(replay._config, lost_schedule=config.lost_schedule)
-        try:
-            replay._restore(manifest, root)
-        except BaseException:
-            replay.close()
-            raise
-        return replay
 
     def restore(self, directory: str | os.PathLike[str]) -> None:
         """Does what `load` does to a buffer that is there and was never written to, before others get it.
@@ -564,9 +542,7 @@ class ShardedReplay(Replay):
     def __enter__(self) -> ShardedReplay:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -575,7 +551,10 @@ def attached_shards(nonce: int, *args: Any) -> ShardedReplay:
 
     Pickles name it: see `torchreplay.buffer.replay_buffer.attached`.
     """
-    return ShardedReplay._attach(nonce, *args)
+    replay = ShardedReplay.__new__(ShardedReplay)
+    replay._owned = None
+    replay._init_state(nonce, *args)
+    return replay
 
 
 def shards_of(replay: ShardedReplay) -> ShardClient:

@@ -79,15 +79,7 @@ def summed(
     count: int,
     limiter: LearnerLimiter,
 ) -> ShardedStats:
-    """Returns the statistics of the union.
-
-    Args:
-        figures: What each shard has said.
-        table: Where each shard is, and which are lost.
-        capacity: Rows that all shards together hold.
-        count: How many shards there ought to be.
-        limiter: What was inserted and drawn.
-    """
+    """Returns the statistics of the union, of `count` shards, which hold `capacity` rows together."""
     waited, share = limiter.others.waited, limiter.others.wait_share  # all learners', for rows of any shard
     there = {n: told.stats for n, told in figures.items() if n in table.places}
     told = {n: replace(stats, sample_wait=waited, sample_wait_share=share) for n, stats in there.items()}

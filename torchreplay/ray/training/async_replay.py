@@ -8,24 +8,24 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
+import torch
+from torch import nn
+
+from torchreplay.buffer.base import Pin
+from torchreplay.buffer.stats import Stats
 from torchreplay.loading.dataset import ReplayDataset
 from torchreplay.loading.mixed_dataset import MixedDataset
+from torchreplay.ray.evaluation.evaluation_log import Evaluation
 from torchreplay.ray.evaluation.evaluator import Evaluator
 from torchreplay.ray.explorers.explorer_pool import ExplorerPool
 from torchreplay.ray.sharded.stats import ShardedStats
 from torchreplay.ray.training.throughput import Throughput, Timing
+from torchreplay.ray.workers.explorer_stats import ExplorerStats
 from torchreplay.ray.workers.named import OneOrNamed, named_buffers, named_modules, named_weights
 from torchreplay.validation import checked_instance, checked_int
 
 if TYPE_CHECKING:
-    import torch
     from pytorch_lightning import LightningModule, Trainer
-    from torch import nn
-
-    from torchreplay.buffer.base import Pin
-    from torchreplay.buffer.stats import Stats
-    from torchreplay.ray.evaluation.evaluation_log import Evaluation
-    from torchreplay.ray.workers.explorer_stats import ExplorerStats
 
 Learn = Callable[[Any], Any]
 """A user's function of a batch, or of a dict of batches: makes a learner step, returns TD errors for them or None."""

@@ -31,11 +31,7 @@ class Timing:
 
 
 class Throughput:
-    """Measures the steps of a learner.
-
-    Args:
-        parts: Names of a step's parts.
-    """
+    """Measures the steps of a learner, which have parts of these names."""
 
     def __init__(self, parts: Sequence[str]) -> None:
         self._times: dict[str, deque[float]] = {part: deque(maxlen=_TIMES_KEPT) for part in parts}

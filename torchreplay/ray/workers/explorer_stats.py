@@ -90,15 +90,7 @@ class ExplorerStats:
 def explorer_stats(
     index: int, entry: np.void, state: State = "stopped", restarts: int = 0, failure: ExplorerFailure | None = None
 ) -> ExplorerStats:
-    """Reads one entry of the board; the explorer may be writing to it meanwhile.
-
-    Args:
-        index: The explorer.
-        entry: Its entry.
-        state: Its state.
-        restarts: How often it was restarted.
-        failure: Its last one.
-    """
+    """Returns what an entry of the board says, and the supervisor adds; the explorer may be writing meanwhile."""
     heartbeat = float(entry["heartbeat"])
     episodes = int(entry["episodes"])
     window = min(episodes, WINDOW)

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from torch import nn
 
+from torchreplay.buffer.replay_buffer import ReplayBuffer
+from torchreplay.ray.sharded.sharded_replay import ShardedReplay
 from torchreplay.schema.config import Configured
 from torchreplay.validation import checked_instance
 from torchreplay.weights.shared_weights import SharedWeights
-
-if TYPE_CHECKING:
-    from torchreplay.buffer.replay_buffer import ReplayBuffer
-    from torchreplay.ray.sharded.sharded_replay import ShardedReplay
 
 T = TypeVar("T")
 
 OneOrNamed: TypeAlias = T | Mapping[str, T]
 
-Fillable: TypeAlias = "ReplayBuffer | ShardedReplay"
+Fillable: TypeAlias = ReplayBuffer | ShardedReplay
 """What explorers write to."""
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 from torchreplay.ray.runtime.cluster import living_nodes, only_on
-from torchreplay.ray.runtime.session import import_ray
+from torchreplay.ray.runtime.session import import_ray, logger
 from torchreplay.ray.sharded.local_writing import nodes_to_write_from
 from torchreplay.ray.sharded.sharded_replay import ShardedReplay, shards_of
-
-logger = logging.getLogger("torchreplay.ray")
 
 LOCAL_FIRST: Final = "LOCAL_FIRST"
 NAMES: Final = (LOCAL_FIRST, "SPREAD", "DEFAULT")
@@ -40,13 +37,10 @@ class OverShards:
     """Places explorers on the nodes that have a shard of each of these buffers, in turn.
 
     A node has no more turns than explorers for whose reservations it is large enough.
-
-    Attributes:
-        replays: The buffers.
-        reserves: What Ray reserves for each explorer, such as `{"CPU": 1}`.
     """
 
-    replays: Sequence[ShardedReplay]
+    replays: Sequence[ShardedReplay]  # the buffers
+    # What Ray reserves for each explorer, such as `{"CPU": 1}`
     reserves: Mapping[str, float] = field(default_factory=dict)
 
     def __call__(self, index: int) -> Any:

@@ -41,11 +41,7 @@ class ProcessRun:
 
 
 class ProcessBackend(Backend[ProcessRun]):
-    """Runs workers as processes that die with this one, however it dies.
-
-    Args:
-        work: `(work, board)`, for the workers' processes to unpickle.
-    """
+    """Runs workers as processes that die with this one, however it dies; arguments as of `WorkerResources.open`."""
 
     def __init__(self, work: Any) -> None:
         payload = pickled(work, _dumps())

@@ -33,13 +33,7 @@ class ActorRun:
 
 
 class RayBackend(Backend[ActorRun]):
-    """Runs workers as Ray actors, each in a process of its own.
-
-    Args:
-        work: `(work, board)`, for the workers' processes to unpickle.
-        num_workers: How many there may be at a time.
-        hosting: What each of them reserves, and where it may run.
-    """
+    """Runs workers as Ray actors, each in a process of its own; arguments as of `WorkerResources.open`."""
 
     _lost: ClassVar[list[RayBackend]] = []
     """Those whose Ray was shut down. What they refer to is kept: in the next Ray its ids are those of others."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 import traceback
@@ -14,13 +13,12 @@ from typing import Any, Final
 
 import numpy as np
 
+from torchreplay.ray.runtime.session import logger
 from torchreplay.ray.workers.backend import Backend
 from torchreplay.ray.workers.explorer_stats import ExplorerFailure, ExplorerStats, State, explorer_stats
 from torchreplay.ray.workers.worker_process import Launch, Outcome
 from torchreplay.ray.workers.worker_table import WorkerTable
 from torchreplay.segment.ray_node import ray_node
-
-logger = logging.getLogger("torchreplay.ray")
 
 _POLL: Final = 0.1
 """Seconds between looks at stop requests and due restarts; a worker's end is seen at once."""
@@ -62,19 +60,12 @@ class Worker:
 
 @dataclass(frozen=True)
 class Policy:
-    """How workers are seeded and restarted.
+    """How workers are seeded and restarted."""
 
-    Attributes:
-        seed: Entropy of all seeds.
-        generation: Number of this start of the pool; every start has its own seeds.
-        max_restarts: Per worker; -1 for no limit.
-        restart_delay: Seconds before the first restart; doubles with each further failure.
-    """
-
-    seed: int
-    generation: int
-    max_restarts: int
-    restart_delay: float
+    seed: int  # entropy of all seeds
+    generation: int  # number of this start of the pool; every start has its own seeds
+    max_restarts: int  # per worker; -1 for no limit
+    restart_delay: float  # seconds before the first restart; doubles with each further failure
 
     def run_seed(self, worker: Worker) -> int:
         """Seed of the worker's next run: its own child of the pool's seed (`SeedSequence`)."""
@@ -95,10 +86,7 @@ class Supervisor:
     """A background thread that looks after the workers of one start of a pool.
 
     Args:
-        backend: Runs them.
-        board: Shared memory of the pool.
         names: What to call each worker in the log.
-        policy: Seeds and restarts.
         expect_writers: Makes the buffers' marks that writers may still come; `close` withdraws them.
         failures: Receives every failure.
         listen: Called ten times a second and once more after the end.
@@ -295,7 +283,7 @@ class Supervisor:
             if not pid:  # it was killed before it began, and is about to end
                 continue
             self.interrupted += 1
-            if self._is_here(w):
+            if self.board.is_on(w.index, self._node):
                 self.backend.interrupt(w.run, pid)
             else:
                 self.board.interrupt(w.index)
@@ -306,11 +294,8 @@ class Supervisor:
             self._settle(w, Outcome("ended"))
         for w in self.workers:
             w.state = w.state if w.over else "stopped"
-        self.backend.await_exit([int(self.board.entries[w.index]["pid"]) for w in self.workers if self._is_here(w)])
-
-    def _is_here(self, w: Worker) -> bool:
-        """Whether its process is on this node: elsewhere the same pid is another's."""
-        return self.board.is_on(w.index, self._node)
+        here = [w for w in self.workers if self.board.is_on(w.index, self._node)]  # elsewhere the same pid is another's
+        self.backend.await_exit([int(self.board.entries[w.index]["pid"]) for w in here])
 
     def _running(self) -> list[Worker]:
         return [w for w in self.workers if w.run is not None]
@@ -320,14 +305,11 @@ class Supervisor:
             ended = self.backend.wait([w.run for w in running], deadline - time.monotonic())
             for w in running:
                 if w.run in ended:
-                    self._finish(w)
+                    outcome = self._outcome(w)
+                    # A death is our own doing by now; an exception on the way out is news.
+                    self._settle(w, outcome if outcome.kind == "raised" else Outcome("ended"))
             if not ended:
                 return
-
-    def _finish(self, w: Worker) -> None:
-        outcome = self._outcome(w)
-        # A death is our own doing by now; an exception on the way out is news.
-        self._settle(w, outcome if outcome.kind == "raised" else Outcome("ended"))
 
 
 def _died(what: str, error: BaseException) -> Outcome:

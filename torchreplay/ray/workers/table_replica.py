@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from torchreplay.errors import AttachError, Stopped
-from torchreplay.ray.runtime.session import import_ray
-
-if TYPE_CHECKING:
-    from torchreplay.ray.workers.worker_table import WorkerTable
-
-logger = logging.getLogger("torchreplay.ray")
+from torchreplay.ray.runtime.session import import_ray, logger
+from torchreplay.ray.workers.worker_table import WorkerTable
 
 EXCHANGE_EVERY: Final = 0.5
 """Seconds between two exchanges; also those for which a worker knows of its stop before it is interrupted."""
@@ -26,9 +21,7 @@ FAREWELL: Final = 5.0
 class TableServer:
     """The Ray actor on a pool's node through which workers on other nodes reach what is there. It keeps nothing.
 
-    Args:
-        helper: Has the methods that the workers want called on the pool's node; None where they want none.
-        board: Of the pool.
+    `helper` has the methods that the workers want called on the pool's node; None where they want none.
     """
 
     def __init__(self, helper: Any, board: WorkerTable) -> None:
@@ -65,13 +58,7 @@ class RemoteHelper:
 
 
 class TableReplica:
-    """Keeps a worker's copy of its pool's table, in a thread of its own.
-
-    Args:
-        server: The `TableServer`.
-        index: The worker.
-        run: Number of its run.
-        board: The copy.
+    """Keeps a worker's copy of its pool's table, in a thread of its own, for one run of the worker.
 
     Raises:
         AttachError: The pool is gone, or there is no server.
@@ -97,9 +84,8 @@ class TableReplica:
     def start(self, interrupt: Callable[[], object]) -> None:
         """Reports that the worker has begun, and goes on reporting.
 
-        Args:
-            interrupt: Called once, in another thread, when the worker has known for a while that it is to stop, and
-                the pool wants it to at once.
+        `interrupt` is called once, in another thread, when the worker has known for a while that it is to stop, and the
+        pool wants it to at once.
         """
         self._interrupt = interrupt
         self._exchange(None)

@@ -7,11 +7,12 @@ import signal
 import sys
 import threading
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal, Self
 
 import torch
 
@@ -25,71 +26,52 @@ STOP_SIGNAL: Final = signal.SIGUSR1
 
 @dataclass(frozen=True)
 class Launch:
-    """Which worker to run.
+    """Which worker to run."""
 
-    Attributes:
-        index: The worker.
-        num_workers: How many there are.
-        seed: Seed of this run.
-        restarts: How often the worker has been restarted.
-    """
-
-    index: int
-    num_workers: int
-    seed: int
-    restarts: int
+    index: int  # the worker
+    num_workers: int  # how many there are
+    seed: int  # seed of this run
+    restarts: int  # how often the worker has been restarted
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended, as text: a worker's exception need not pickle.
+    """How a run ended, as text: a worker's exception need not pickle."""
+
+    kind: Literal["ended", "raised", "died"]  # its function returned or was stopped; raised; or its process died
+    error: str = ""  # one line about the failure
+    traceback: str = ""  # the worker's traceback
+
+
+class Work(ABC):
+    """What workers do. It travels to their processes, and each of them begins and runs its copy once.
 
     Attributes:
-        kind: Its function returned or was stopped; raised; or its process died.
-        error: One line about the failure.
-        traceback: The worker's traceback.
+        helper: What has the methods that workers call on the pool's node; None for nothing.
     """
 
-    kind: Literal["ended", "raised", "died"]
-    error: str = ""
-    traceback: str = ""
+    helper: Any
 
+    @abstractmethod
+    def begin(self, launch: Launch, board: WorkerTable, helper: Any = None) -> Self:
+        """Makes ready to run, and returns itself; `helper` stands for `self.helper` where that is on another node."""
 
-class Run(Protocol):
-    """One run, ready to begin."""
+    @abstractmethod
+    def run(self) -> None:
+        """Runs the user's function."""
 
     @property
     def noticed_stop(self) -> bool:
         """Whether it knows that it is to finish: then it gets the time to do so."""
         return False
 
-    def __call__(self) -> None:
-        """Runs the user's function."""
-
     def give_up(self) -> object:
         """From now on waits for nobody else; called by another thread, when the function has had its time to finish."""
         return None
 
     def close(self) -> object:
-        """Tidies up after it, however it ended."""
+        """Tidies up after the run, however it ended."""
         return None
-
-
-class Work(Protocol):
-    """What workers do. It travels to their processes."""
-
-    @property
-    def helper(self) -> Any:
-        """What has the methods that workers call on the pool's node; None for nothing."""
-
-    def run(self, launch: Launch, board: WorkerTable, helper: Any = None) -> Run:
-        """Returns a run that is ready to begin, in the process that is to run it.
-
-        Args:
-            launch: Which worker this is.
-            board: Of the pool.
-            helper: Stands for `self.helper` where that is on another node.
-        """
 
 
 class WorkerProcess:
@@ -124,14 +106,14 @@ def _work(payload: bytes, launch: Launch, server: Any) -> None:
     unpickled: tuple[Work, WorkerTable] = pickle.loads(payload)
     work, board = unpickled
     replica = TableReplica(server, launch.index, launch.restarts, board) if board.is_copy else None
-    run = work.run(launch, board, RemoteHelper(server) if board.is_copy else None)
+    work.begin(launch, board, RemoteHelper(server) if board.is_copy else None)
 
     def stop_here(signal_number: int, frame: FrameType | None) -> None:
-        if not run.noticed_stop:  # otherwise it is finishing already
+        if not work.noticed_stop:  # otherwise it is finishing already
             raise Stopped("the pool that runs this worker was stopped")
 
     def interrupt() -> None:
-        run.give_up()
+        work.give_up()
         signal.pthread_kill(threading.main_thread().ident or 0, STOP_SIGNAL)
 
     signal.signal(STOP_SIGNAL, stop_here)
@@ -140,14 +122,14 @@ def _work(payload: bytes, launch: Launch, server: Any) -> None:
         if replica is not None:
             ending.callback(replica.close)
             replica.start(interrupt)
-        ending.callback(run.close)
+        ending.callback(work.close)
         ending.callback(signal.signal, STOP_SIGNAL, signal.SIG_IGN)
-        run()
+        work.run()
 
 
 def _raised(error: BaseException) -> Outcome:
     summary = "".join(traceback.format_exception_only(error)).strip()
-    # The first three frames are ours: `WorkerProcess.run`, `_work` and the run's call.
+    # The first three frames are ours: `WorkerProcess.run`, `_work` and the work's `run`.
     frames = error.__traceback__
     for _ in range(3):
         frames = (frames and frames.tb_next) or frames

@@ -59,9 +59,6 @@ class WorkerTable:
     Every process of this machine that unpickles the table attaches to it; it is freed with its last user. On another
     node of a Ray cluster it unpickles to a copy, all zero, which a `TableReplica` keeps like the original.
 
-    Args:
-        num_workers: Number of entries.
-
     Attributes:
         entries: Structured array `[num_workers]` with the columns of `ENTRY`.
         is_copy: Whether it is such a copy.
