@@ -56,9 +56,15 @@ hypothesis.settings.load_profile("torchreplay")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Lets `-k` find tests by the Ray or the cluster that they use; skips `gpu` tests where CUDA is missing."""
+    """Lets `-k` find tests by the Ray or the cluster that they use; skips `gpu` tests where CUDA is missing.
+
+    Lightning's two libraries have the same code. Slow tests of the second one are left to `make soak`.
+    """
     for item in items:
         item.extra_keyword_matches.update({"ray", "cluster"} & {*getattr(item, "fixturenames", ())})
+        callspec = getattr(item, "callspec", None)
+        if item.get_closest_marker("slow") and callspec and callspec.params.get("lightning") == "lightning.pytorch":
+            item.add_marker(pytest.mark.soak)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

@@ -12,7 +12,7 @@ import gymnasium
 import pytest
 import torch
 from child_processes import children_of
-from example_programs import EXAMPLES, evaluations, imported, refusal, succeed
+from example_programs import EXAMPLES, assert_tensorboard_says, evaluations, imported, refusal, succeed
 
 import torchreplay as tr
 from torchreplay.ray import ExplorerContext
@@ -32,21 +32,18 @@ def example(request, monkeypatch):
     return imported(request.param, monkeypatch)
 
 
-def quick_lines(backend, directory):
-    if backend == "ray":
-        pytest.importorskip("ray")
-    done = succeed("apex", directory, *QUICK.split(), "--backend", backend, "--no-tensorboard", timeout=170)
-    assert list(directory.iterdir()) == []
-    return evaluations(done)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["process", "ray"])
-def test_it_prints_one_json_line_per_evaluation(backend, tmp_path):
-    lines = quick_lines(backend, tmp_path)
+@pytest.mark.parametrize(("backend", "kept"), [("process", ["runs"]), ("ray", [])])
+def test_it_prints_one_json_line_per_evaluation(backend, kept, tmp_path):
+    pytest.importorskip("ray" if backend == "ray" else "torch")
+    flags = [*QUICK.split(), "--backend", backend, "--tensorboard" if kept else "--no-tensorboard"]
+    lines = evaluations(succeed("apex", tmp_path, *flags, timeout=170))
     assert [line["step"] for line in lines] == [30, 60]
     assert all(8 <= line["mean_return"] <= 500 and not line["solved"] for line in lines)
     assert all(line["rows"] >= 300 and line["samples_per_insert"] > 0 for line in lines)
+    assert [path.name for path in tmp_path.iterdir()] == kept
+    if kept:
+        assert_tensorboard_says(lines, tmp_path / "runs" / "apex-seed0")
 
 
 def test_an_unknown_backend_is_refused_with_those_there_are(monkeypatch, capsys):

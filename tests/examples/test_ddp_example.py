@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from child_processes import children_of, gone
-from example_programs import EXAMPLES, evaluations, refusal, succeed
+from example_programs import EXAMPLES, assert_tensorboard_says, evaluations, refusal, succeed
 from forked import eventually
 
 NAME = "ddp"
@@ -26,6 +26,7 @@ def test_two_ranks_print_one_json_line_per_evaluation_and_all_feed_their_td_erro
     assert [line["step"] for line in lines] == [10, 20]
     assert all(8 <= line["mean_return"] <= 500 for line in lines)
     assert [line["updated"] for line in lines] == [2_560, 5_120]  # 10 and 20 steps of 2 ranks with 128 each
+    assert_tensorboard_says(lines, tmp_path / "runs" / "ddp-seed0")
 
 
 @pytest.mark.slow

@@ -73,3 +73,9 @@ def curve(directory, tag="charts/mean_return"):
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     events = accumulators.EventAccumulator(str(directory)).Reload()
     return {event.step: event.value for event in events.Scalars(tag)}
+
+
+def assert_tensorboard_says(lines, directory):
+    """Asserts that the only curves in a directory are those of a run that printed these lines."""
+    assert curve(directory) == {line["step"]: pytest.approx(line["mean_return"], rel=1e-6) for line in lines}
+    assert curve(directory, "replay/size")
