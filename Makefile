@@ -12,7 +12,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all lint format bench docs soak soak-threads soak-tests soak-fuzzers build faults wheel \
+.PHONY: help demo test test-all lint format bench docs soak soak-cpp soak-tests soak-fuzzers build faults wheel \
     release-check clean
 
 help:  ## list the targets
@@ -24,7 +24,7 @@ demo: build  ## learn CartPole-v1 with Ape-X: Ray explorers, Lightning learner
 test: build faults  ## every promise in about five minutes: the tests that are quick
 	$(PYTEST) --dist loadfile -m "not slow and not soak" $(ARGS)
 
-test-all: test  ## what `test` has left out: the slow tests, and the C++ unit tests (plain and sanitized)
+test-all: test  ## what `test` has left out: the slow tests, and the C++ unit tests (sanitized)
 	$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-cpp
 	$(PYTEST) --dist loadfile -m "slow and not soak" $(ARGS)
 
@@ -35,11 +35,11 @@ docs: build  ## the site, in build/docs/index.html; a warning is an error
 	$(BIN)/python -m sphinx -W --keep-going -q -b html -d build/doctrees docs build/docs
 	@echo build/docs/index.html
 
-soak: build  ## the long tests, eighty minutes: C++ under ThreadSanitizer, pytest -m soak, fuzzers
-	$(MAKE) --no-print-directory --keep-going soak-threads soak-tests soak-fuzzers
+soak: build  ## the long tests, eighty minutes: C++ under all sanitizers, pytest -m soak, fuzzers
+	$(MAKE) --no-print-directory --keep-going soak-cpp soak-tests soak-fuzzers
 
-soak-threads:
-	$(MAKE) --no-print-directory --jobs 2 --output-sync=target --keep-going test-cpp CPP_VARIANTS=thread
+soak-cpp:
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=target --keep-going test-cpp CPP_VARIANTS="plain address thread"
 soak-tests:
 	$(PYTEST) --dist load --maxschedchunk 1 -m soak -o faulthandler_timeout=3600 $(ARGS)
 soak-fuzzers:

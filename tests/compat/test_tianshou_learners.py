@@ -89,8 +89,15 @@ def continuous(kind, buffer, n_step):
     return trained(kind(policy=policy, **common), envs, buffer, 2000)
 
 
-@pytest.mark.parametrize("kind", [SAC, TD3])
-@pytest.mark.parametrize("n_step", [1, 4])
+@pytest.mark.parametrize(
+    ("kind", "n_step"),
+    [
+        (SAC, 1),
+        (TD3, 4),
+        pytest.param(SAC, 4, marks=pytest.mark.soak),
+        pytest.param(TD3, 1, marks=pytest.mark.soak),
+    ],
+)
 def test_sac_and_td3_learn_from_both_kinds_of_buffer(kind, n_step):
     prioritized = PrioritizedVectorReplayBuffer(2_000, N, alpha=0.6, beta=0.4)
     for buffer in (SharedVectorReplayBuffer(2_000, N), prioritized):

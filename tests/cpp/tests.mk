@@ -1,11 +1,10 @@
 # C++ unit tests. For each variant, the files of a folder in tests/cpp/ are compiled together to one program, which
 # spares compiling the core for each of them. A file that says itself what a fault point does is one by itself.
 #   make run-plain-draw                    the tests of one folder
-#   make test-cpp                          plain, and address + undefined sanitizers
-#   make test-cpp CPP_VARIANTS=thread      ThreadSanitizer (part of `make soak`)
+#   make test-cpp                          with address and undefined sanitizers; what dies at any instruction: plain
+#   make test-cpp CPP_VARIANTS="plain address thread"    all of them, in all variants (part of `make soak`)
 #   make test-cpp CPP_VARIANTS=aarch64     64-bit ARM under emulation: needs g++-aarch64-linux-gnu and qemu-user-static
 
-CPP_VARIANTS ?= plain address
 CPP_FLAGS_plain := -O1
 CPP_FLAGS_address := -Og -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
 CPP_FLAGS_thread := -O1 -g1 -fno-omit-frame-pointer -fsanitize=thread -Wno-tsan -DTORCHREPLAY_RACEFREE
@@ -46,7 +45,11 @@ CPP_COMPILE = $(or $(CPP_CXX_$(1)),$(CXX)) -std=c++20 -Wall -Wextra -ffp-contrac
 .PHONY: test-cpp
 .SECONDARY:
 
+ifdef CPP_VARIANTS
 test-cpp: $(foreach variant,$(CPP_VARIANTS),$(patsubst %,run-$(variant)-%,$(filter-out $(CPP_SKIP_$(variant)),$(CPP_PROGRAMS))))
+else  # the instructions that a sanitizer adds are no places to die at
+test-cpp: run-plain-deaths run-plain-test_faults $(patsubst %,run-address-%,$(filter-out deaths,$(CPP_PROGRAMS)))
+endif
 
 # The runner needs no sanitizer: it is linked after the test's own, instrumented code.
 define cpp_runner
