@@ -10,6 +10,9 @@ STAMPS := $(VENV)/stamps
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest --numprocesses 2
 
+# Hundreds of processes of the tests import the package: it is compiled to bytecode once.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-all lint format bench docs soak soak-cpp soak-tests soak-fuzzers build faults wheel \
@@ -45,7 +48,8 @@ soak-tests:
 soak-fuzzers:
 	$(MAKE) --no-print-directory fuzz ARGS=
 
-build: $(STAMPS)/build  ## compile the native modules in place
+build:  ## compile the native modules in place, and install what development needs
+	@$(MAKE) --no-print-directory --jobs 2 $(STAMPS)/env $(STAMPS)/build
 
 faults: build  ## compile the module with which tests let processes die where they choose
 	$(BIN)/python tests/support/fault_build.py
@@ -99,7 +103,7 @@ $(STAMPS)/torch: constraints.txt | $(STAMPS)/venv
 	@touch $@
 
 $(STAMPS)/env: pyproject.toml $(STAMPS)/torch
-	$(PIP) install -qq --no-build-isolation --no-deps -e .
+	TORCHREPLAY_NATIVE=0 $(PIP) install -qq --no-build-isolation --no-deps -e .
 	$(PIP) install -qq -c constraints.txt "torchreplay[dev]"
 	@touch $@
 
@@ -111,8 +115,8 @@ $(STAMPS)/release: $(STAMPS)/env
 	$(PIP) install -qq -c constraints.txt "torchreplay[release]"
 	@touch $@
 
-# setuptools compiles again only the module whose sources changed.
-$(STAMPS)/build: setup.py $(wildcard cpp/*.cpp cpp/*/*.h) $(STAMPS)/env
+# It needs torch alone: packages are installed meanwhile. setuptools compiles again only the module whose sources changed.
+$(STAMPS)/build: setup.py $(wildcard cpp/*.cpp cpp/*/*.h) $(STAMPS)/torch
 	$(BIN)/python setup.py --quiet build_ext --inplace
 	@touch $@
 

@@ -5,6 +5,7 @@
 each serves every later Python and torch.
 
 TORCHREPLAY_FAULTS=1 in the environment: `_C` alone, with the fault points of cpp/system/fault.h, for tests.
+TORCHREPLAY_NATIVE=0: neither; the Makefile compiles in place, and wants no second compilation for `pip install -e`.
 """
 
 import importlib.util
@@ -25,6 +26,7 @@ COMPILE_ARGS = [
 ]
 
 FAULTS = os.environ.get("TORCHREPLAY_FAULTS") == "1"
+NATIVE = os.environ.get("TORCHREPLAY_NATIVE") != "0"
 
 
 def torch_directory() -> Path:
@@ -76,7 +78,7 @@ OPERATORS = Extension(
 )
 
 setup(
-    ext_modules=[CALLS] if FAULTS else [CALLS, OPERATORS],
+    ext_modules=[CALLS, *([] if FAULTS else [OPERATORS])] if NATIVE else [],
     cmdclass={"build_ext": BuildAgainstTorch},
     options={"build_ext": {"parallel": 2}, "bdist_wheel": {"py_limited_api": "cp311"}},
 )
