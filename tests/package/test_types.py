@@ -10,6 +10,8 @@ from paths import ROOT
 
 pytest.importorskip("mypy")
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
 import torch
 from gymnasium.vector import AutoresetMode
@@ -77,7 +79,6 @@ def complaints(program: Path) -> str:
     return run.stdout + run.stderr
 
 
-@pytest.mark.slow
 def test_documented_calls_pass_a_strict_type_check(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

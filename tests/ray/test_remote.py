@@ -19,6 +19,8 @@ from torchreplay.ray.runtime import actor_client
 from torchreplay.ray.runtime.actor_client import ActorClient, NodeActor
 from torchreplay.segment import waits
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def cluster():
@@ -124,7 +126,6 @@ def _items(buffer):
     return sorted(tuple(row) for row in torch.cat([column.double() for column in columns], 1).tolist())
 
 
-@pytest.mark.slow
 def test_bad_input_is_refused_at_once_with_the_errors_of_every_writer(cluster, explorer):
     buffer = make_buffer()
     far = explorer(1, buffer, 1)
@@ -164,7 +165,6 @@ def test_bad_input_is_refused_at_once_with_the_errors_of_every_writer(cluster, e
     assert refused(lambda b, w: (len(b), b.capacity, b.limiter, b.stats().rows_written)) == (3, 50_000, tr.MinSize(), 3)
 
 
-@pytest.mark.slow
 def test_a_killed_ingest_loses_and_doubles_nothing(cluster, explorer):
     buffer = make_buffer(200_000)
     far = [explorer(node, buffer, node) for node in (1, 2)]
@@ -188,7 +188,6 @@ def test_a_killed_ingest_loses_and_doubles_nothing(cluster, explorer):
         assert written - 10 <= len(counts) <= written, "only the last ten were not acknowledged"
 
 
-@pytest.mark.slow
 def test_questions_and_idle_writers_outlast_a_killed_ingest(cluster, explorer):
     buffer = make_buffer()
     far = explorer(1, buffer, 1)
@@ -199,7 +198,6 @@ def test_questions_and_idle_writers_outlast_a_killed_ingest(cluster, explorer):
     assert_complete(buffer, {1: 3})
 
 
-@pytest.mark.slow
 def test_a_learner_that_waits_for_rows_outlasts_a_killed_ingest(cluster, explorer, monkeypatch):
     monkeypatch.setattr(waits, "RETURN_GRACE", 0.1)  # less than it takes to start a process
     buffer = make_buffer(limiter=tr.MinSize(20))
@@ -213,7 +211,6 @@ def test_a_learner_that_waits_for_rows_outlasts_a_killed_ingest(cluster, explore
         assert len(batch.result(120)["key"]) == 4
 
 
-@pytest.mark.slow
 def test_an_explorer_that_is_interrupted_wherever_it_is_loses_and_doubles_nothing(cluster, explorer):
     buffer = make_buffer()
     far = explorer(1, buffer, 1)
@@ -249,7 +246,6 @@ def test_a_writer_too_many_is_told_so_and_the_others_go_on(cluster, explorer):
     assert_complete(buffer, {1: 6, 2: 2})
 
 
-@pytest.mark.slow
 def test_a_forked_child_cannot_write_between_its_parents_rows(cluster, explorer):
     buffer = make_buffer()
     far = explorer(1, buffer, 1)
@@ -263,7 +259,6 @@ def test_a_forked_child_cannot_write_between_its_parents_rows(cluster, explorer)
     assert_complete(buffer, {1: 10})
 
 
-@pytest.mark.slow
 def test_what_a_process_does_at_its_end_sends_what_its_open_writers_have_written(cluster, explorer):
     buffer = make_buffer()
     far = explorer(1, buffer, 1)
@@ -274,7 +269,6 @@ def test_what_a_process_does_at_its_end_sends_what_its_open_writers_have_written
     eventually(lambda: buffer.stats().writers == 0)
 
 
-@pytest.mark.slow
 def test_a_limiter_holds_remote_writers_back_until_the_learner_draws(cluster, explorer):
     buffer = make_buffer(limiter=tr.SamplesPerInsert(1.0, min_size=50, tolerance=0.2))
     far = explorer(1, buffer, 1)
@@ -328,7 +322,6 @@ def test_a_killed_explorer_costs_its_unsent_rows_and_implies_no_end(cluster, exp
     assert len(counts) > 50
 
 
-@pytest.mark.slow
 def test_a_killed_node_costs_its_explorers_and_nothing_else(cluster, explorer):
     buffer = make_buffer()
     staying = explorer(1, buffer, 1)
@@ -437,7 +430,6 @@ def test_weights_whose_bytes_are_lost_on_their_way_are_asked_for_again(monkeypat
         fresh.pull(modules[2])
 
 
-@pytest.mark.slow
 def test_a_handle_of_another_node_is_refused_where_only_memory_will_do(cluster):
     @cluster.ray.remote
     def attach(handle):

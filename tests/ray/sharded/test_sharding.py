@@ -202,7 +202,6 @@ def test_what_a_learner_that_ends_has_drawn_is_counted_to_the_last_batch(filled,
     assert replay.stats().sampled == before.sampled + 12 * 32
 
 
-@pytest.mark.slow
 def test_a_forked_child_is_told_to_draw_elsewhere(filled):
     replay, _ = filled
     told = []
@@ -242,7 +241,6 @@ def test_lightning_trains_from_it(filled):
             assert p * found.priority_total == pytest.approx((2.0 + explorer + EPS) ** ALPHA, rel=1e-5)
 
 
-@pytest.mark.slow
 def test_a_node_without_a_shard_cannot_be_written_from(cluster):
     view = tr.Transitions(n_step=2, gamma=0.5)
     with ShardedReplay(STEPS, 200, view=view, nodes=cluster.node_ids[:1], seed=1) as replay:
