@@ -15,8 +15,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all lint format bench docs soak soak-cpp soak-tests soak-fuzzers build faults wheel \
-    release-check clean
+.PHONY: help demo test test-all lint format bench docs soak soak-cpp soak-tests soak-fuzzers build compiled faults \
+    wheel release-check clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile tests/fuzz/fuzz.mk | expand -t 15
@@ -49,7 +49,9 @@ soak-fuzzers:
 	$(MAKE) --no-print-directory fuzz ARGS=
 
 build:  ## compile the native modules in place, and install what development needs
-	@$(MAKE) --no-print-directory --jobs 2 $(STAMPS)/env $(STAMPS)/build
+	@$(MAKE) --no-print-directory --jobs 2 compiled
+compiled: $(STAMPS)/env $(STAMPS)/build
+	@:
 
 faults: build  ## compile the module with which tests let processes die where they choose
 	$(BIN)/python tests/support/fault_build.py
