@@ -15,13 +15,14 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all lint format bench docs soak soak-cpp soak-tests soak-fuzzers build compiled faults \
-    wheel release-check clean
+.PHONY: help demo test test-all lint format bench docs soak soak-cpp soak-tests soak-fuzzers build compiled playable \
+    faults wheel release-check clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile tests/fuzz/fuzz.mk | expand -t 15
 
-demo: build  ## learn CartPole-v1 with Ape-X: Ray explorers, Lightning learner
+demo:  ## learn CartPole-v1 with Ape-X: Ray explorers, Lightning learner
+	@$(MAKE) --no-print-directory --jobs 2 playable
 	$(BIN)/python examples/apex_cartpole.py $(ARGS)
 
 test: build faults  ## every promise in about five minutes: the tests that are quick
@@ -51,6 +52,8 @@ soak-fuzzers:
 build:  ## compile the native modules in place, and install what development needs
 	@$(MAKE) --no-print-directory --jobs 2 compiled
 compiled: $(STAMPS)/env $(STAMPS)/build
+	@:
+playable: $(STAMPS)/examples $(STAMPS)/build
 	@:
 
 faults: build  ## compile the module with which tests let processes die where they choose
@@ -104,8 +107,12 @@ $(STAMPS)/torch: constraints.txt | $(STAMPS)/venv
 	$(PIP) install -qq -c constraints.txt numpy setuptools wheel
 	@touch $@
 
-$(STAMPS)/env: pyproject.toml $(STAMPS)/torch
+$(STAMPS)/examples: pyproject.toml $(STAMPS)/torch
 	TORCHREPLAY_NATIVE=0 $(PIP) install -qq --no-build-isolation --no-deps -e .
+	$(PIP) install -qq -c constraints.txt "torchreplay[examples]"
+	@touch $@
+
+$(STAMPS)/env: $(STAMPS)/examples
 	$(PIP) install -qq -c constraints.txt "torchreplay[dev]"
 	@touch $@
 
