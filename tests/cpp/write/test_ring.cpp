@@ -369,7 +369,7 @@ BOOST_AUTO_TEST_CASE(a_writer_whose_slot_another_scribbled_on_writes_its_row_aga
   taken.get_future().wait();
   BOOST_TEST(extend(*m, kOther, 3).keys == range(1, 4), boost::test_tools::per_element());
   const RowMeta meta;
-  int64_t key;
+  int64_t key = -1;
   uint64_t written = 0;
   const Append outcome = RingWriter(*m, kOther).append(1, &meta, &key, written, [&](uint64_t, uint64_t slot) {
     if (late.joinable()) {
