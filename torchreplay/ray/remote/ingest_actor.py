@@ -39,9 +39,9 @@ _LINK_BITS: Final = 16
 class Chunk:
     """Rows of one remote writer, in the order in which it wrote them."""
 
-    number: int  # of its chunks, from 1
-    first: int  # key of the first row where they were collected
-    rows: int  # how many
+    number: int  # of this chunk among those of its writer, from 1
+    first: int  # key that the first row has where it was collected
+    rows: int  # their number
     block: npt.NDArray[np.uint8]  # uint8: the rows as the native core copied them out
     links_at: int  # where in the block their links begin, int64 `[rows]`: how each is linked where it was collected
 
@@ -53,7 +53,7 @@ class Source:
     writer: int  # its number, its own in the whole cluster
     num_envs: int  # environments that it writes
     rows: int  # rows of its chunks at most
-    fresh: bool  # it has had no answer to a chunk yet
+    fresh: bool  # whether it still waits for the answer to its first chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Answer:
 
     written: int = 0  # the last of its chunks that is in the buffer
     waiting: str = ""  # what the next one waits for; "" when it does not
-    limited: bool = False  # that is the limiter
+    limited: bool = False  # whether it waits for the limiter
     refusal: str = ""  # why the next one, and all after it, cannot be written; "" while they can
     ending: str = ""  # why nobody should write any more; "" while they should
 

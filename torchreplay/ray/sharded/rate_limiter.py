@@ -70,7 +70,7 @@ class LearnerReport:
     items: int  # items that it has handed out in all
     batches: int  # batches in all
     counted: int  # items handed out that this limiter counts
-    sampled: int  # these, and those under way that it counts
+    sampled: int  # those counted, and those under way that it will count
     # Items that ever became drawable in each shard, by number, as far as it knows; in lost ones, too
     inserted: Mapping[int, int]
     waited: float = 0.0  # seconds that it has waited for rows
@@ -85,7 +85,7 @@ class LearnerReport:
 class Totals(NamedTuple):
     """What the coordinator answers: what all others have handed out."""
 
-    moment: int = 0  # of two answers the later one's is larger
+    moment: int = 0  # grows from answer to answer
     rule: int = -1  # the number of the newest limiter
     sampled: int = 0  # items that this limiter counts
     items: int = 0  # items in all
@@ -190,7 +190,7 @@ class LearnerLimiter:
     def __init__(self, rule: Rule, stream: int) -> None:
         self.rule = rule
         self.others = Totals()  # what others have drawn
-        self.items = self.batches = 0  # that this learner has handed out
+        self.items = self.batches = 0  # handed out by this learner
         self.largest = 1.0  # the largest raw priority heard of
         self.waited = 0.0  # seconds that this learner has waited for rows
         self.stream = stream  # which no other process has

@@ -23,9 +23,9 @@ from torchreplay.segment.waits import NEVER
 class ShardReport:
     """What a shard says in every answer."""
 
-    stats: Stats  # of its buffer; its own keys below `rows_written` exist
-    drawn: TreeSummary  # its tree when the candidates were drawn, or now
-    candidates: int = 0  # how many came along
+    stats: Stats  # of the shard's buffer; keys below `rows_written` exist
+    drawn: TreeSummary  # the tree when the candidates were drawn; without candidates as it is now
+    candidates: int = 0  # how many come with this report
     since_departure: float = -1.0  # seconds since a writer last left; -1 if none did
     trouble: str | None = None  # why nothing can be drawn however long one waits; None for no such reason
     barren: str | None = None  # why its ring, as long as it stays like this, completes no item; None if it may

@@ -47,10 +47,10 @@ class Worker:
     streak: int = 0  # failures in a row without progress
     recorded: int = 0  # its progress on the board at the last launch
     due: float = 0.0  # monotonic time of the next launch
-    launched: float = 0.0  # and of the last one
-    mentioned: float = 0.0  # and when the log said that it takes long
-    run: Any = None  # the present run, None between runs
-    failure: ExplorerFailure | None = None  # its last one
+    launched: float = 0.0  # monotonic time of the last launch
+    mentioned: float = 0.0  # monotonic time at which the log said that it takes long
+    run: Any = None  # the present run; None between runs
+    failure: ExplorerFailure | None = None  # the last failure
 
     @property
     def over(self) -> bool:
