@@ -72,26 +72,30 @@ def check_wheel(wheel: Path) -> None:
         sys.exit(f"{wheel.name} has {size:,} bytes: expected at most {LARGEST_WHEEL:,}")
 
 
-def learns(artefact: Path, python: str, scratch: Path, *, compiler: bool) -> str:
+def learns(artefact: Path, python: str, *, compiler: bool = False, torch: str | None = None) -> str:
     """Installs an artefact into a fresh environment, and returns the last line of the quick start there.
 
     Args:
         artefact: A wheel or an sdist.
         python: The interpreter to make the environment with.
-        scratch: A directory that is there for this.
         compiler: Whether the environment may find a compiler.
+        torch: The version of torch, such as "2.11". All else is then the newest that goes with it; None is
+            constraints.txt.
     """
-    run(python, "-m", "venv", scratch / "venv")
-    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    env["PATH"] = str(scratch / "venv" / "bin") + (os.pathsep + env["PATH"] if compiler else "")
-    if not compiler and (found := [name for name in COMPILERS if shutil.which(name, path=env["PATH"])]):
-        sys.exit(f"the environment without a compiler has {found}")
-    pip = (scratch / "venv" / "bin" / "python", "-m", "pip", "install", "-q", "-c", CONSTRAINTS)
-    run(*pip, "torch", "numpy", *(("setuptools", "wheel") if compiler else ()), env=env)
-    run(*pip, "--no-build-isolation", f"{artefact}[gym]", env=env)
-    program = scratch / "quickstart.py"
-    program.write_text(quick_start())
-    last = run(scratch / "venv" / "bin" / "python", program, cwd=scratch, env=env).splitlines()[-1]
+    with tempfile.TemporaryDirectory() as directory:
+        bin = Path(directory, "venv", "bin")
+        run(python, "-m", "venv", bin.parent)
+        env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+        env["PATH"] = str(bin) + (os.pathsep + env["PATH"] if compiler else "")
+        if not compiler and (found := [name for name in COMPILERS if shutil.which(name, path=env["PATH"])]):
+            sys.exit(f"the environment without a compiler has {found}")
+        constraints = () if torch else ("-c", CONSTRAINTS)
+        pip = (bin / "python", "-m", "pip", "install", "-q", *constraints, f"torch=={torch}.*" if torch else "torch")
+        run(*pip, "numpy", *(("setuptools", "wheel") if compiler else ()), env=env)
+        run(*pip, "--no-build-isolation", f"{artefact}[gym]", env=env)
+        program = Path(directory, "quickstart.py")
+        program.write_text(quick_start())
+        last = run(bin / "python", program, cwd=directory, env=env).splitlines()[-1]
     if float(re.findall(r"mean return (\d+)", last)[0]) < 475:
         sys.exit(f"{artefact.name} did not learn: {last}")
     return last.partition(";")[0]
@@ -107,20 +111,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the check."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("pythons", nargs="*", default=[sys.executable], help="interpreters to try the wheel with")
-    pythons = parser.parse_args(arguments).pythons
+    parser.add_argument("--torch", action="append", default=[], help="a version to try it with too, such as 2.11")
+    options = parser.parse_args(arguments)
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
+    sdist = make_sdist(dist)
     with tempfile.TemporaryDirectory() as directory:
-        scratch = Path(directory)
-        for name in ("wheel", "sdist", *(f"wheel-{k}" for k in range(len(pythons)))):
-            (scratch / name).mkdir()
-        sdist = make_sdist(dist)
-        wheel = make_wheel(sdist, dist, scratch / "wheel")
-        check_wheel(wheel)
-        print(f"{sdist.name}: {learns(sdist, pythons[0], scratch / 'sdist', compiler=True)}")
-        for k, python in enumerate(pythons):
-            version = run(python, "--version").strip()
-            print(f"{wheel.name}, {version}: {learns(wheel, python, scratch / f'wheel-{k}', compiler=False)}")
+        wheel = make_wheel(sdist, dist, Path(directory))
+    check_wheel(wheel)
+    print(f"{sdist.name}: {learns(sdist, options.pythons[0], compiler=True)}")
+    for python in options.pythons:
+        version = run(python, "--version").strip()
+        print(f"{wheel.name}, {version}: {learns(wheel, python)}")
+    for torch in options.torch:
+        print(f"{wheel.name}, torch {torch}: {learns(wheel, options.pythons[0], torch=torch)}")
 
 
 if __name__ == "__main__":
