@@ -11,7 +11,7 @@ from itertools import groupby
 import gymnasium
 import pytest
 import torch
-from child_processes import children_of
+from child_processes import explorers_of
 from example_programs import EXAMPLES, assert_tensorboard_says, evaluations, imported, refusal, succeed
 
 import torchreplay as tr
@@ -66,7 +66,7 @@ def test_a_killed_explorer_is_reported_and_started_again_and_the_learner_goes_on
     command = [sys.executable, str(EXAMPLES / "apex.py"), *flags.split()]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as learner:
         first = json.loads(learner.stdout.readline())
-        (explorer,) = [pid for pid, command in children_of(learner.pid).items() if "spawn_main" in command]
+        (explorer,) = explorers_of(learner.pid)
         os.kill(explorer, signal.SIGKILL)
         output, errors = learner.communicate(timeout=150)
     lines = [first, *map(json.loads, output.splitlines())]

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from child_processes import children_of, gone
+from child_processes import children_of, explorers_of, gone
 from example_programs import EXAMPLES, assert_tensorboard_says, evaluations, refusal, succeed
 from forked import eventually
 
@@ -37,9 +37,8 @@ def test_the_death_of_one_rank_ends_the_other_and_all_explorers(tmp_path):
         command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as rank_0:
         assert rank_0.stdout.readline().startswith('{"step": 10')
-        started = children_of(rank_0.pid)
-        (rank_1,) = [pid for pid, line in started.items() if f"{NAME}.py" in line]
-        (explorer,) = [pid for pid, line in started.items() if "spawn_main" in line]
+        (rank_1,) = [pid for pid, line in children_of(rank_0.pid).items() if f"{NAME}.py" in line]
+        (explorer,) = explorers_of(rank_0.pid)
         os.kill(rank_1, signal.SIGKILL)
         rank_0.communicate(timeout=150)
     assert rank_0.returncode != 0

@@ -127,7 +127,7 @@ def test_a_program_that_collects_dead_children_itself_keeps_its_explorers():
         signal.signal(signal.SIGCHLD, before)
     (failure,) = pool.errors
     assert failure.died
-    assert "exit code" in failure.error
+    assert "signal 9 (Killed)" in failure.error
 
 
 def test_draining_lets_every_explorer_complete_its_episode():
@@ -193,14 +193,14 @@ def test_processes_whose_function_has_returned_are_waited_for_together_and_not_b
     backend = WorkerResources(backend="process").open((ExplorerPool(linger, 3, buffer)._make_work(), board), 3)
     launches = [Launch(index, 3, 0, 0) for index in range(3)]
     runs = [backend.launch(launch) for launch in launches]
-    pids = [run.process.pid for run in runs]
+    pids = [run.pid for run in runs]
     eventually(lambda: len(backend.wait(runs, 1.0)) == 3, 150)
     for run in runs:
         assert backend.outcome(run).kind == "ended"
         backend.release(run)
     assert [is_running(pid) for pid in pids] == [True] * 3
-    assert backend.is_leaving(1)  # no successor beside the one before
-    eventually(lambda: not backend.is_leaving(1))
+    assert not backend.is_free(1)  # no successor beside the one before
+    eventually(lambda: backend.is_free(1))
     assert not is_running(pids[1])
     backend.await_exit([])
     assert not any(is_running(pid) for pid in pids)

@@ -16,3 +16,9 @@ def gone(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return True
+
+
+def explorers_of(pid):
+    """The plain explorers of the program `pid`, which its fork server has started."""
+    (server,) = [child for child, command in children_of(pid).items() if "fork_server" in command]
+    return list(children_of(server))

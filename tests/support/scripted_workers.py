@@ -45,8 +45,8 @@ class ScriptedActors:
     def release(self, run):
         pass
 
-    def is_leaving(self, index):
-        return False
+    def is_free(self, index):
+        return True
 
     def interrupt(self, run, pid):
         run.interrupted = True

@@ -16,6 +16,8 @@ from torchreplay.schema.samplers import LARGEST_PRIORITY, Sampler, Uniform, prio
 from torchreplay.schema.spec import nest
 from torchreplay.validation import checked_int
 
+_GET_BASE: Any = torch.Tensor._base.__get__  # type: ignore[union-attr]  # of the class it is a descriptor
+
 
 class StorageView(torch.Tensor):
     """A tensor over the shared memory of a buffer, which refuses to be pickled; so do slices and views of it.
@@ -34,7 +36,7 @@ class StorageView(torch.Tensor):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-            if torch.compiler.is_compiling() or func == torch.Tensor._base.__get__:
+            if torch.compiler.is_compiling() or func == _GET_BASE:
                 return result  # torch 2.11 follows `_base` until it is None
             memory = {place(given) for given in tree_leaves((args, kwargs)) if isinstance(given, cls)} - {None}
 

@@ -58,8 +58,8 @@ class ExplorerPool(WorkerPool):
         restart_delay: Seconds before the first restart after a failure.
         max_weight_sync_delay: Rows that an explorer writes between two copies of `ctx.pull_weights`. 0: it copies
             whenever there are newer weights.
-        backend: `"ray"` for Ray actors; `"process"` for plain processes (`multiprocessing`'s spawn), without Ray. A
-            script that uses plain processes starts them under `if __name__ == "__main__":`.
+        backend: `"ray"` for Ray actors; `"process"` for plain processes, without Ray. A script that uses plain
+            processes starts them under `if __name__ == "__main__":`, as each imports its main module.
         num_cpus: CPUs that Ray reserves for each explorer. By default none: all of them run, and the kernel divides the
             cores.
         num_gpus: GPUs, or a part of one, that Ray reserves for each explorer.

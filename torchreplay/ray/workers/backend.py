@@ -49,9 +49,9 @@ class Backend(ABC, Generic[R]):
     def close(self) -> None:
         """Gives back what all runs shared, once they have ended."""
 
-    def is_leaving(self, index: int) -> bool:
-        """Whether the process of a worker's run that has ended is still there: the next run waits for its end."""
-        return False
+    def is_free(self, index: int) -> bool:
+        """Whether a run of that worker can begin. After the end of the last run that may take moments."""
+        return True
 
     def interrupt(self, run: R, pid: int) -> None:
         """Makes a run that has not seen its stop raise `Stopped`, wherever it is or waits; `pid` is its process."""

@@ -1,32 +1,29 @@
-"""Workers as plain processes of this machine, started by `multiprocessing`'s spawn: no Ray."""
+"""Workers as plain processes of this machine, without Ray: a fork server starts them."""
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import pickle
 import signal
 import sys
 import time
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
+from multiprocessing import spawn
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
-from pathlib import Path
 from typing import Any, Final
 
 from torchreplay.ray.workers.backend import Backend, pickled
-from torchreplay.ray.workers.worker_process import Launch, Outcome, WorkerProcess
-from torchreplay.segment.reservation import reserve
-
-_PR_SET_PDEATHSIG: Final = 1  # of Linux's prctl
+from torchreplay.ray.workers.fork_server import ForkServer
+from torchreplay.ray.workers.worker_process import Launch, Outcome
 
 _EXIT_TIMEOUT: Final = 2.0
 """Seconds that a process whose function has returned gets to come to its end by itself."""
+
+_SHARED_MODULES: Final = ("gymnasium",)
+"""Imported once for all workers, if the program has imported them. They can be forked."""
 
 
 @dataclass(eq=False)
@@ -34,52 +31,67 @@ class ProcessRun:
     """One run of one worker: its process and the pipe on which it says how it ended."""
 
     launch: Launch
-    process: SpawnProcess
-    report: Connection
+    server: ForkServer
+    pid: int
     alive: int  # a pidfd: readable once the process has ended, whoever else holds its pipes
+    report: Connection
     deadline: float = 0.0  # monotonic time of its end, once its function has returned
+    ended: bool = False
+    exit_code: int | None = None  # of a process that has ended, if anybody knows it
 
 
 class ProcessBackend(Backend[ProcessRun]):
-    """Runs workers as processes that die with this one, however it dies; arguments as of `WorkerResources.open`."""
+    """Runs workers as processes that die with this one, however it dies; arguments as of `WorkerResources.open`.
+
+    Raises:
+        RuntimeError: A worker has imported the program's main module, which starts workers without a guard.
+    """
 
     def __init__(self, work: Any) -> None:
-        payload = pickled(work, _dumps())
-        # Not an argument of the process: if a child dies before it has read more arguments than a pipe holds, its
-        # parent waits for ever.
-        self._payload = reserve(len(payload), "payload of worker processes")
-        self._free = weakref.finalize(self, os.close, self._payload)
-        with open(self._payload, "r+b", closefd=False) as memory:
-            memory.write(payload)
-        self._spawn = multiprocessing.get_context("spawn")
+        self._payload = pickled(work, _dumps())
+        self._module = type(work[0]).__module__
+        self._main = spawn.get_preparation_data("worker")
+        self._main["authkey"] = bytes(self._main["authkey"])  # or it refuses to be pickled
+        self._server: ForkServer | None = None
         self._leaving: list[ProcessRun] = []  # the function has returned, and the process is about to end
+
+    def is_free(self, index: int) -> bool:
+        """Whether a run of that worker can begin: the fork server has, and the process of the last run is gone."""
+        self._see_off_the_gone()
+        if self._server is not None and self._server.has_died_in_service:
+            self._drop_server()
+        try:
+            ready = self._running_server().is_ready
+        except OSError:  # so says `launch`
+            return True
+        return ready and all(run.launch.index != index for run in self._leaving)
 
     def launch(self, launch: Launch) -> ProcessRun:
         """Starts a run; does not wait for it."""
-        report, reporter = self._spawn.Pipe(duplex=False)
-        process = self._spawn.Process(
-            target=_live, args=(os.getpid(), sys.path, self._payload, launch, reporter), name=f"worker {launch.index}"
-        )
-        resource_tracker.ensure_running()  # the first child starts it, which would unblock the signal
-        # Children inherit the mask: Ctrl-C ends the program, and that its workers.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        server = self._running_server()
+        report, reporter = multiprocessing.Pipe(duplex=False)
         try:
-            process.start()
-        except BaseException:
+            pid, alive = server.fork(launch, reporter)
+        except BaseException as error:
             report.close()
+            if isinstance(error, (OSError, EOFError)):
+                self._drop_server()
+                raise RuntimeError("the process that starts workers has died: it may have said why") from error
             raise
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             reporter.close()
-        pid: int = process.pid  # type: ignore[assignment]  # it was started
-        try:
-            alive = os.pidfd_open(pid)
-        except OSError:
-            report.close()
-            process.kill()
-            process.join()
-            raise
-        return ProcessRun(launch, process, report, alive)
+        return ProcessRun(launch, server, pid, alive, report)
+
+    def _running_server(self) -> ForkServer:
+        if self._server is None:
+            modules = [self._module, *(name for name in _SHARED_MODULES if name in sys.modules)]
+            self._server = ForkServer(self._payload, self._main, modules)
+        return self._server
+
+    def _drop_server(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
 
     def wait(self, runs: Sequence[ProcessRun], timeout: float) -> list[ProcessRun]:
         """The runs that have ended, as soon as one has, at the latest after `timeout` seconds."""
@@ -96,18 +108,13 @@ class ProcessBackend(Backend[ProcessRun]):
         except (EOFError, OSError):  # it died before, or while, it said anything
             pass
         self._end(run)
-        how = _death(run.process.exitcode)
-        return Outcome("died", how, f"process {run.process.pid}: {how}")
+        how = _death(run.exit_code)
+        return Outcome("died", how, f"process {run.pid}: {how}")
 
     def release(self, run: ProcessRun) -> None:
         """Lets the process of an ended run go. It has some time to end by itself; nobody waits for that here."""
         run.deadline = time.monotonic() + _EXIT_TIMEOUT
         self._leaving.append(run)
-
-    def is_leaving(self, index: int) -> bool:
-        """Whether the process of a worker's run that has ended is still there: for seconds at most."""
-        self._see_off_the_gone()
-        return any(run.launch.index == index for run in self._leaving)
 
     def await_exit(self, pids: Iterable[int]) -> None:
         """Returns when all processes are gone: within seconds, and not one after the other."""
@@ -124,18 +131,15 @@ class ProcessBackend(Backend[ProcessRun]):
         for run in runs:
             self._leaving.remove(run)
             self._end(run)
-            with suppress(ValueError):  # to multiprocessing it runs, if it does not know its exit code
-                run.process.close()
             run.report.close()
             os.close(run.alive)
 
     def _end(self, run: ProcessRun) -> None:
-        if run.process.exitcode is None:
-            # By the pidfd: `os.wait()` in the program may have collected the process, and its pid be another's by now.
+        if not run.ended:
             deadline = run.deadline or time.monotonic() + _EXIT_TIMEOUT
             wait([run.alive], max(0.0, deadline - time.monotonic()))  # it ends its own children meanwhile
             self.kill(run)
-            run.process.join()
+            run.exit_code, run.ended = run.server.reap(run.pid), True
 
     def kill(self, run: ProcessRun) -> None:
         """Kills the process of a run."""
@@ -143,9 +147,9 @@ class ProcessBackend(Backend[ProcessRun]):
             signal.pidfd_send_signal(run.alive, signal.SIGKILL)
 
     def close(self) -> None:
-        """Gives back the payload's memory; may be called again."""
+        """Ends the fork server; may be called again."""
         self._see_off(list(self._leaving))
-        self._free()
+        self._drop_server()
 
 
 def _dumps() -> Callable[[Any], bytes]:
@@ -158,22 +162,9 @@ def _dumps() -> Callable[[Any], bytes]:
     return dumps
 
 
-def _live(parent: int, path: Sequence[str], payload: int, launch: Launch, report: Connection) -> None:
-    """The life of a worker's process."""
-    # The signal comes with the death of the thread that started this process: the supervisor's, which outlives it.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-    outcome = WorkerProcess().run(path, Path(f"/proc/{parent}/fd/{payload}").read_bytes(), launch)
-    sys.stdout.flush()  # a process that hears of the end may kill this one
-    sys.stderr.flush()
-    report.send(outcome)
-    report.close()
-
-
 def _death(exit_code: int | None) -> str:
     if exit_code is None:
-        return "its process died; the program has collected its exit code itself, as os.wait() does"
+        return "its process died, and with it the one that had started it"
     if exit_code < 0:
         return f"its process died of signal {-exit_code} ({signal.strsignal(-exit_code)})"
     return f"its process ended with exit code {exit_code} before its function had returned"

@@ -186,7 +186,7 @@ class Supervisor:
     def _launch_due(self) -> None:
         now = time.monotonic()
         for w in self.workers:
-            if w.run is None and not w.over and w.due <= now and not self.backend.is_leaving(w.index):
+            if w.run is None and not w.over and w.due <= now and self.backend.is_free(w.index):
                 self.board.launch(w.index, w.restarts)
                 w.recorded = self.board.recorded(w.index)
                 w.launched = w.mentioned = now

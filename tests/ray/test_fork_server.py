@@ -1,0 +1,147 @@
+"""The process that starts plain explorers: what they get of the program, and what happens when it dies."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing import spawn
+from pathlib import Path
+
+import numpy as np
+import pytest
+from child_processes import children_of
+from forked import eventually
+from numbered_rows import is_running, make_buffer, row
+
+import torchreplay as tr
+from torchreplay.ray import ExplorerPool, ExplorersFailed
+
+
+def run_program(directory, text):
+    (directory / "program.py").write_text(text)
+    env = {**os.environ, "PYTHONPATH": str(Path(tr.__file__).parents[1])}
+    return subprocess.run([sys.executable, "program.py"], cwd=directory, env=env, capture_output=True, text=True)
+
+
+def fork_server_of(pool):
+    """The process that has started the explorers of a pool."""
+    parents = {Path(f"/proc/{stats.pid}/stat").read_text().rpartition(")")[2].split()[1] for stats in pool.stats()}
+    (parent,) = parents
+    return int(parent)
+
+
+PROGRAM = """
+import atexit, os, sys
+import numpy as np
+import torchreplay as tr
+from torchreplay.ray import ExplorerPool
+
+WHERE = os.getcwd()
+
+class OfMain:
+    word = "main"
+
+def explore(ctx):
+    atexit.register(print, "explorer", ctx.index, "says goodbye")
+    with open(f"seen-{ctx.index}", "w") as file:
+        print(OfMain.word, sys.argv[0], os.environ["SET_BY_PROGRAM"], os.getcwd() == WHERE, np.random.rand(), file=file)
+    with ctx.writer() as writer:
+        writer.append(x=float(ctx.index))
+
+if __name__ == "__main__":
+    os.environ["SET_BY_PROGRAM"] = "set"
+    buffer = tr.ReplayBuffer({"x": tr.Field()}, capacity=10)
+    with ExplorerPool(explore, 3, buffer, backend="process", max_restarts=0) as pool:
+        assert pool.wait(60)
+    print("rows", sorted(buffer.storage["x"][:3].tolist()))
+"""
+
+
+def test_explorers_see_the_program_as_spawned_processes_do(tmp_path):
+    done = run_program(tmp_path, PROGRAM)
+    assert done.stderr == ""
+    *goodbyes, rows = sorted(done.stdout.splitlines())
+    assert rows == "rows [0.0, 1.0, 2.0]"
+    assert goodbyes == [f"explorer {index} says goodbye" for index in range(3)]
+    seen = [(tmp_path / f"seen-{index}").read_text().split() for index in range(3)]
+    assert [words[:4] for words in seen] == [["main", "program.py", "set", "True"]] * 3
+    assert len({words[4] for words in seen}) == 3  # NumPy's own generator differs between them
+
+
+UNGUARDED = """
+import torchreplay as tr
+from torchreplay.ray import ExplorerPool
+
+def explore(ctx):
+    raise AssertionError("never called")
+
+buffer = tr.ReplayBuffer({"x": tr.Field()}, capacity=10)
+with ExplorerPool(explore, 1, buffer, backend="process", max_restarts=0) as pool:
+    pool.wait(60)
+    pool.check()
+"""
+
+
+def test_a_program_without_a_guard_is_told_so(tmp_path):
+    done = run_program(tmp_path, UNGUARDED)
+    assert done.returncode == 1
+    assert "if __name__ == '__main__':" in done.stderr
+    assert "ExplorersFailed" in done.stderr
+    assert "never called" not in done.stderr
+
+
+def test_the_death_of_the_fork_server_costs_one_restart_of_each_explorer():
+    def explore(ctx):
+        writer, count = ctx.writer(), 0
+        while not ctx.stopped:
+            writer.append(**row(ctx.index, ctx.seed, count))
+            count += 1
+            time.sleep(0.001)
+
+    buffer = make_buffer()
+    with ExplorerPool(explore, 3, buffer, backend="process", restart_delay=0.0) as pool:
+        eventually(lambda: all(stats.rows for stats in pool.stats()), 150)
+        before = [stats.pid for stats in pool.stats()]
+        server = fork_server_of(pool)
+        assert server in children_of(os.getpid())
+        os.kill(server, signal.SIGKILL)
+        eventually(lambda: not any(map(is_running, before)))
+        eventually(lambda: all(stats.restarts == 1 and stats.state == "running" for stats in pool.stats()), 150)
+        rows = [stats.rows for stats in pool.stats()]
+        eventually(lambda: all(np.array([stats.rows for stats in pool.stats()]) > rows))
+        assert fork_server_of(pool) != server
+    assert len(pool.errors) == 3
+    assert all(failure.died and "with it the one that had started it" in failure.error for failure in pool.errors)
+    assert not any(is_running(stats.pid) for stats in pool.stats())
+
+
+@pytest.mark.parametrize("kill_at", [0.0, 0.2, 1.0])
+def test_a_fork_server_that_dies_before_it_has_begun_is_a_failure_and_another_takes_its_place(kill_at):
+    def explore(ctx):
+        ctx.record(episode_return=0.0, episode_length=1)
+
+    old = children_of(os.getpid())
+    with ExplorerPool(explore, 2, make_buffer(), backend="process", restart_delay=0.0) as pool:
+        eventually(lambda: children_of(os.getpid()).keys() - old, interval=0.001)
+        time.sleep(kill_at)
+        for server in children_of(os.getpid()).keys() - old:
+            os.kill(server, signal.SIGKILL)
+        assert pool.wait(150)
+        assert [stats.state for stats in pool.stats()] == ["finished"] * 2
+
+
+def test_a_fork_server_that_cannot_start_fails_the_pool_in_words(monkeypatch):
+    monkeypatch.setattr(spawn, "_python_exe", b"/bin/false")
+    pool = ExplorerPool(lambda ctx: None, 2, make_buffer(), backend="process", max_restarts=0)
+    with pool, pytest.raises(ExplorersFailed, match="process that starts workers has"):
+        pool.wait(60)
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.05, 0.5])
+def test_a_pool_can_be_stopped_while_its_fork_server_starts(delay):
+    pool = ExplorerPool(lambda ctx: None, 4, make_buffer(), backend="process").start()
+    time.sleep(delay)
+    pool.stop()
+    assert {stats.state for stats in pool.stats()} <= {"stopped", "finished"}
+    assert not pool.errors
