@@ -1,5 +1,6 @@
 """Double DQN (van Hasselt et al. 2016, https://arxiv.org/abs/1509.06461) on small tasks, for several questions."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,8 +109,13 @@ class Learner(nn.Module):
             self._target.load_state_dict(self.q.state_dict())
 
     @torch.no_grad()
-    def evaluate(self, seed: int) -> float:
-        """Returns the mean return of greedy episodes."""
+    def evaluate(self, seed: int, floor: float = -math.inf) -> float:
+        """Returns the mean return of greedy episodes; as soon as it cannot be above `floor`, returns that.
+
+        Args:
+            seed: Of the environments, in which no reward is above 0 if there is a floor.
+            floor: Below it the mean does not matter.
+        """
         envs = gym.make_vec(self._task.env, num_envs=self._task.episodes)
         obs, _ = envs.reset(seed=seed)
         returns, alive = np.zeros(envs.num_envs), np.ones(envs.num_envs, bool)
@@ -117,6 +123,8 @@ class Learner(nn.Module):
             obs, reward, terminated, truncated, _ = envs.step(self.q(torch.from_numpy(obs)).argmax(-1).numpy())
             returns += alive * reward
             alive &= ~(terminated | truncated)
+            if returns.mean() <= floor:
+                return floor
         return float(returns.mean())
 
 

@@ -4,80 +4,15 @@ A step of Acrobot-v1 takes 4 ms here. torchreplay's buffer stands beside cpprb's
 buffer in a Ray actor, with the same network, batches, explorers and ratio of draws to rows.
 """
 
-import time
 from collections.abc import Callable, Iterable
 from functools import partial
 
-import numpy as np
-import torch
-
-import torchreplay as tr
-from benchmarks.learning.apex import (
-    BATCH_SIZE,
-    CAPACITY,
-    MIN_ROWS,
-    N_STEP,
-    SAMPLES_PER_INSERT,
-    STEP_SECONDS,
-    TASK,
-    Slow,
-    epsilon_of,
-    seconds_until_solved,
-)
+from benchmarks.learning.apex import STEP_SECONDS, TASK
 from benchmarks.learning.apex_peers import with_cpprb, with_ray_actor
+from benchmarks.learning.apex_torchreplay import with_torchreplay
 from benchmarks.learning.cell import Point, Question
-from benchmarks.learning.double_dqn import GAMMA, Learner, act
-from torchreplay.ray import ExplorerContext, ExplorerPool
 
 EXPLORERS_TRIED = (1, 2, 4, 8, 16)
-
-
-@torch.no_grad()
-def explore(ctx: ExplorerContext) -> None:
-    """Plays with an epsilon of its own until the learner has finished."""
-    torch.set_num_threads(1)
-    env, policy = Slow(), TASK.network()
-    rng, writer = np.random.default_rng(ctx.seed), ctx.writer()
-    epsilon = epsilon_of(ctx.index, ctx.num_explorers)
-    obs, _ = env.reset(seed=ctx.seed)
-    writer.reset(obs=obs)
-    buffer = ctx.buffer
-    assert isinstance(buffer, tr.ReplayBuffer)  # of one policy, and on one machine
-    while buffer.stats().writers < ctx.num_explorers and not ctx.stopped:  # all begin together, as the peers' do
-        time.sleep(0.01)
-    while not ctx.stopped:
-        ctx.pull_weights(policy)
-        action = act(policy, obs, epsilon, rng)
-        obs, reward, terminated, truncated, _ = env.step(action)
-        writer.step(obs=obs, action=action, reward=reward, terminated=terminated, truncated=truncated)
-        if terminated or truncated:
-            obs, _ = env.reset()
-            writer.reset(obs=obs)
-
-
-def with_torchreplay(seed: int, explorers: int) -> float:
-    """Returns seconds until it is solved, with explorers that are processes."""
-    learner = Learner(TASK, seed)
-    weights = tr.SharedWeights(learner.q)
-    with (
-        tr.ReplayBuffer(
-            TASK.fields,
-            CAPACITY,
-            sampler=tr.Prioritized(alpha=0.6, beta=0.4),
-            view=tr.Transitions(n_step=N_STEP, gamma=GAMMA),
-            limiter=tr.SamplesPerInsert(SAMPLES_PER_INSERT, min_size=MIN_ROWS, tolerance=0.5),
-            seed=seed,
-        ) as buffer,
-        ExplorerPool(explore, explorers, buffer, weights=weights, seed=seed, backend="process") as pool,
-    ):
-        while buffer.stats().writers < explorers:  # processes take seconds to start
-            pool.check()
-            time.sleep(0.01)
-        seconds = seconds_until_solved(
-            learner, tr.ReplayDataset(buffer, BATCH_SIZE), buffer.update_priorities, weights.publish, seed
-        )
-        buffer.stop()
-    return seconds
 
 
 def play(seed: int, solve: Callable[[int, int], float]) -> Iterable[Point]:

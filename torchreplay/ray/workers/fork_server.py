@@ -126,7 +126,8 @@ def serve(requests: Connection, program: int, payload: bytes, main: Mapping[str,
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the program may ignore it, which is inherited
     _die_with(program)
     for module in modules:
-        importlib.import_module(module)
+        with suppress(Exception):  # a worker that needs it says what is wrong
+            importlib.import_module(module)
     gc.freeze()  # no collection of a worker's writes to what all share
     workers: dict[int, ForkProcess] = {}
     requests.send(None)

@@ -22,8 +22,23 @@ from torchreplay.ray.workers.worker_process import Launch, Outcome
 _EXIT_TIMEOUT: Final = 2.0
 """Seconds that a process whose function has returned gets to come to its end by itself."""
 
-_SHARED_MODULES: Final = ("gymnasium",)
-"""Imported once for all workers, if the program has imported them. They can be forked."""
+_FORKABLE: Final = (
+    "ale_py",
+    "gymnasium",
+    "lightning.pytorch",
+    "matplotlib.pyplot",
+    "mujoco",
+    "pandas",
+    "pytorch_lightning",
+    "ray",
+    "scipy",
+    "stable_baselines3",
+    "tensordict",
+    "tianshou",
+    "torch._dynamo",
+    "torch.utils.tensorboard",
+)
+"""Modules that take long to import, and may be forked then. Those that the program has imported are, once for all."""
 
 
 @dataclass(eq=False)
@@ -84,7 +99,7 @@ class ProcessBackend(Backend[ProcessRun]):
 
     def _running_server(self) -> ForkServer:
         if self._server is None:
-            modules = [self._module, *(name for name in _SHARED_MODULES if name in sys.modules)]
+            modules = [self._module, *(name for name in _FORKABLE if name in sys.modules)]
             self._server = ForkServer(self._payload, self._main, modules)
         return self._server
 
