@@ -2,13 +2,15 @@
 
 The import is changed and gym is brought up to date. So is the call by which Ray runs a function in its workers, which
 later versions of Ray do not have. The program's queue and event need it: they belong to a `SyncManager`. The buffer
-does not.
+does not. One race is mended: all explorers share the queue, and one could wait for ever for what another had taken.
 
     python examples/from_cpprb_ray.py
 """
 
 import base64
+import contextlib
 import multiprocessing as mp
+import queue
 import time
 
 import gymnasium as gym
@@ -52,9 +54,8 @@ def explorer(env_name, global_rb, env_dict, q, stop):
 
         obs, _ = env.reset()
         while not stop.is_set():
-            if not q.empty():
-                w = q.get()
-                model.w = w
+            with contextlib.suppress(queue.Empty):
+                model.w = q.get_nowait()
 
             act = model(obs)
             next_obs, rew, terminated, truncated, _ = env.step(act)

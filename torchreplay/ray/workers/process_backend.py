@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import spawn
 from multiprocessing.connection import Connection, wait
+from types import FunctionType, ModuleType
 from typing import Any, Final
 
 from torchreplay.ray.workers.backend import Backend, pickled
@@ -22,12 +23,13 @@ from torchreplay.ray.workers.worker_process import Launch, Outcome
 _EXIT_TIMEOUT: Final = 2.0
 """Seconds that a process whose function has returned gets to come to its end by itself."""
 
-_FORKABLE: Final = (
+_FORKABLE: Final = {
     "ale_py",
     "gymnasium",
-    "lightning.pytorch",
-    "matplotlib.pyplot",
+    "lightning",
+    "matplotlib",
     "mujoco",
+    "numpy",
     "pandas",
     "pytorch_lightning",
     "ray",
@@ -35,10 +37,10 @@ _FORKABLE: Final = (
     "stable_baselines3",
     "tensordict",
     "tianshou",
-    "torch._dynamo",
-    "torch.utils.tensorboard",
-)
-"""Modules that take long to import, and may be forked then. Those that the program has imported are, once for all."""
+    "torch",
+    "torchreplay",
+}
+"""Packages that may be forked once they are imported: they start no threads, and touch no GPU, before they are used."""
 
 
 @dataclass(eq=False)
@@ -64,7 +66,7 @@ class ProcessBackend(Backend[ProcessRun]):
 
     def __init__(self, work: Any) -> None:
         self._payload = pickled(work, _dumps())
-        self._module = type(work[0]).__module__
+        self._modules = [type(work[0]).__module__, *_imported_by_main()]
         self._main = spawn.get_preparation_data("worker")
         self._main["authkey"] = bytes(self._main["authkey"])  # or it refuses to be pickled
         self._server: ForkServer | None = None
@@ -99,8 +101,7 @@ class ProcessBackend(Backend[ProcessRun]):
 
     def _running_server(self) -> ForkServer:
         if self._server is None:
-            modules = [self._module, *(name for name in _FORKABLE if name in sys.modules)]
-            self._server = ForkServer(self._payload, self._main, modules)
+            self._server = ForkServer(self._payload, self._main, self._modules)
         return self._server
 
     def _drop_server(self) -> None:
@@ -175,6 +176,14 @@ def _dumps() -> Callable[[Any], bytes]:
         return pickle.dumps
     dumps: Callable[[Any], bytes] = cloudpickle.dumps
     return dumps
+
+
+def _imported_by_main() -> list[str]:
+    """Returns forkable modules of which the program's main module has something: each worker would import them."""
+    values = vars(sys.modules["__main__"]).values()
+    names = {value.__name__ for value in values if isinstance(value, ModuleType)}
+    names |= {value.__module__ for value in values if isinstance(value, type | FunctionType)}
+    return sorted(name for name in names if name.partition(".")[0] in _FORKABLE)
 
 
 def _death(exit_code: int | None) -> str:
