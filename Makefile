@@ -8,10 +8,20 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install -qq --no-compile  # what is imported is compiled then: a small part
 PYTEST := $(BIN)/python -m pytest --numprocesses 2
+
+# A fork copies the tables of all memory that its process has. So tests that fork by the hundred run by themselves, in
+# processes that have not imported Lightning, Ray and the libraries that tests compare with.
+FORKING := $(addprefix tests/,segment buffer checking checkpoint monitoring weights package/test_faults.py)
 
 # Hundreds of processes of the tests import the package: it is compiled to bytecode once.
 unexport PYTHONDONTWRITEBYTECODE
+
+define pytest
+$(if $(ARGS),,$(PYTEST) --dist loadfile -m "$(1)" $(FORKING))
+$(PYTEST) --dist loadfile -m "$(1)" $(or $(ARGS),tests $(FORKING:%=--ignore=%))
+endef
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -26,11 +36,11 @@ demo:  ## learn CartPole-v1 with Ape-X: Ray explorers, Lightning learner
 	$(BIN)/python examples/apex_cartpole.py $(ARGS)
 
 test: build faults  ## every promise in about five minutes: the tests that are quick
-	$(PYTEST) --dist loadfile -m "not slow and not soak" $(ARGS)
+	$(call pytest,not slow and not soak)
 
 test-all: test  ## what `test` has left out: the slow tests, and the C++ unit tests (sanitized)
 	$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-cpp
-	$(PYTEST) --dist loadfile -m "slow and not soak" $(ARGS)
+	$(call pytest,slow and not soak)
 
 bench: build $(STAMPS)/bench  ## measure torchreplay beside its peers
 	$(BIN)/python -m benchmarks $(ARGS)
@@ -103,25 +113,25 @@ $(STAMPS)/venv:
 
 # torch goes first and alone, so that no other package's wishes choose its build.
 $(STAMPS)/torch: constraints.txt | $(STAMPS)/venv
-	$(PIP) install -qq -c constraints.txt torch
-	$(PIP) install -qq -c constraints.txt numpy setuptools wheel
+	$(INSTALL) -c constraints.txt torch
+	$(INSTALL) -c constraints.txt numpy setuptools wheel
 	@touch $@
 
 $(STAMPS)/examples: pyproject.toml $(STAMPS)/torch
-	TORCHREPLAY_NATIVE=0 $(PIP) install -qq --no-build-isolation --no-deps -e .
-	$(PIP) install -qq -c constraints.txt "torchreplay[examples]"
+	TORCHREPLAY_NATIVE=0 $(INSTALL) --no-build-isolation --no-deps -e .
+	$(INSTALL) -c constraints.txt "torchreplay[examples]"
 	@touch $@
 
 $(STAMPS)/env: $(STAMPS)/examples
-	$(PIP) install -qq -c constraints.txt "torchreplay[dev]"
+	$(INSTALL) -c constraints.txt "torchreplay[dev]"
 	@touch $@
 
 $(STAMPS)/bench: $(STAMPS)/env
-	$(PIP) install -qq -c constraints.txt "torchreplay[bench]"
+	$(INSTALL) -c constraints.txt "torchreplay[bench]"
 	@touch $@
 
 $(STAMPS)/release: $(STAMPS)/env
-	$(PIP) install -qq -c constraints.txt "torchreplay[release]"
+	$(INSTALL) -c constraints.txt "torchreplay[release]"
 	@touch $@
 
 # It needs torch alone: packages are installed meanwhile. setuptools compiles again only the module whose sources changed.
