@@ -1,4 +1,4 @@
-"""A process that has imported torch once, and forks: each worker begins in milliseconds, and they share that memory."""
+"""A process that has imported torch, and forks. So workers begin within milliseconds, and share that memory."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def _live(
     requests.close()
     np.random.seed()  # noqa: NPY002  # users may use it, and all would draw the same numbers
     process: Any = current_process()
-    process._inheriting = True  # so that a main module without a guard is told so, as under multiprocessing's spawn
+    process._inheriting = True  # now multiprocessing refuses to start processes: it says that the guard is missing
     spawn.prepare(dict(main))
     del process._inheriting
     outcome = WorkerProcess().run([], payload, launch)

@@ -179,7 +179,7 @@ def _dumps() -> Callable[[Any], bytes]:
 
 
 def _imported_by_main() -> list[str]:
-    """Returns forkable modules of which the program's main module has something: each worker would import them."""
+    """Returns the forkable modules that the program's main module names. Each worker will import that main module."""
     values = vars(sys.modules["__main__"]).values()
     names = {value.__name__ for value in values if isinstance(value, ModuleType)}
     names |= {value.__module__ for value in values if isinstance(value, type | FunctionType)}
@@ -188,7 +188,7 @@ def _imported_by_main() -> list[str]:
 
 def _death(exit_code: int | None) -> str:
     if exit_code is None:
-        return "its process died, and with it the one that had started it"
+        return "the process that starts workers died, and this one with it"
     if exit_code < 0:
         return f"its process died of signal {-exit_code} ({signal.strsignal(-exit_code)})"
     return f"its process ended with exit code {exit_code} before its function had returned"
