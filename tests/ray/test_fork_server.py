@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from multiprocessing import spawn
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from numbered_rows import is_running, make_buffer, row
 
 import torchreplay as tr
 from torchreplay.ray import ExplorerPool, ExplorersFailed
+from torchreplay.ray.workers.resources import WorkerResources
+from torchreplay.ray.workers.worker_process import Launch
+from torchreplay.ray.workers.worker_table import WorkerTable
 
 
 def run_program(directory, text):
@@ -32,8 +36,9 @@ def fork_server_of(pool):
 
 
 PROGRAM = """
-import atexit, os, sys
+import atexit, os, random, sys
 import numpy as np
+import torch
 import torchreplay as tr
 from torchreplay.ray import ExplorerPool
 
@@ -45,7 +50,8 @@ class OfMain:
 def explore(ctx):
     atexit.register(print, "explorer", ctx.index, "says goodbye")
     with open(f"seen-{ctx.index}", "w") as file:
-        print(OfMain.word, sys.argv[0], os.environ["SET_BY_PROGRAM"], os.getcwd() == WHERE, np.random.rand(), file=file)
+        print(OfMain.word, sys.argv[0], os.environ["SET_BY_PROGRAM"], os.getcwd() == WHERE, file=file)
+        print(np.random.rand(), torch.rand(()).item(), random.random(), file=file)
     with ctx.writer() as writer:
         writer.append(x=float(ctx.index))
 
@@ -66,7 +72,75 @@ def test_explorers_see_the_program_as_spawned_processes_do(tmp_path):
     assert goodbyes == [f"explorer {index} says goodbye" for index in range(3)]
     seen = [(tmp_path / f"seen-{index}").read_text().split() for index in range(3)]
     assert [words[:4] for words in seen] == [["main", "program.py", "set", "True"]] * 3
-    assert len({words[4] for words in seen}) == 3  # NumPy's own generator differs between them
+    for drawn in (4, 5, 6):  # of NumPy, torch and Python: nobody has seeded them
+        assert len({words[drawn] for words in seen}) == 3
+
+
+SHARING = """
+from multiprocessing import shared_memory
+import torchreplay as tr
+from torchreplay.ray import ExplorerPool
+
+def explore(ctx, name="of-a-program"):
+    memory = shared_memory.SharedMemory(name)
+    memory.buf[ctx.index] = 1
+    memory.close()
+
+if __name__ == "__main__":
+    memory = shared_memory.SharedMemory("of-a-program", create=True, size=4)
+    buffer = tr.ReplayBuffer({"x": tr.Field()}, capacity=10)
+    for _ in range(2):
+        with ExplorerPool(explore, 2, buffer, backend="process", max_restarts=0) as pool:
+            assert pool.wait(60)
+            pool.check()
+    again = shared_memory.SharedMemory("of-a-program")
+    print(again.buf[:2].tolist())
+    again.close()
+    memory.unlink()
+"""
+
+
+def test_shared_memory_of_the_program_outlives_explorers_that_have_used_it(tmp_path):
+    done = run_program(tmp_path, SHARING)
+    assert (done.stdout, done.stderr) == ("[1, 1]\n", "")
+
+
+def test_a_program_without_descriptors_left_keeps_the_explorers_it_has():
+    def wait_for_the_end(ctx):
+        while not ctx.stopped:
+            time.sleep(0.01)
+
+    work, board = ExplorerPool(wait_for_the_end, 2, make_buffer())._make_work(), WorkerTable(2)
+    backend = WorkerResources(backend="process").open((work, board), 2)
+    eventually(lambda: backend.is_free(0), 150)
+    first = backend.launch(Launch(0, 2, 0, 0))
+    refused, held = 0, []
+    try:
+        for left in range(10):  # each step of a launch finds none left
+            with suppress(OSError):
+                while True:
+                    held.append(os.dup(0))
+            for _ in range(min(left, len(held))):
+                os.close(held.pop())
+            run = None
+            with suppress(OSError):
+                run = backend.launch(Launch(1, 2, 0, 0))
+            if run is None:
+                refused += 1
+            else:
+                backend.kill(run)
+                backend.outcome(run)
+                backend.release(run)
+            assert is_running(first.pid)
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+    assert 2 <= refused <= 8
+    backend.kill(first)
+    backend.outcome(first)
+    backend.release(first)
+    backend.await_exit([])
+    backend.close()
 
 
 UNGUARDED = """

@@ -6,28 +6,33 @@ import atexit
 import ctypes
 import gc
 import importlib
+import logging
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from multiprocessing import spawn
-from multiprocessing.connection import Connection
+from multiprocessing import resource_tracker, spawn
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from multiprocessing.process import current_process
-from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, Final
 
 import numpy as np
+import torch
 
 from torchreplay.ray.workers.worker_process import Launch, WorkerProcess
 
 _PR_SET_PDEATHSIG: Final = 1  # of Linux's prctl
 
 _ANSWER_TIMEOUT: Final = 60.0
-"""Seconds in which a fork server must answer; forking takes it milliseconds, and to begin some seconds."""
+"""Seconds in which a fork server must have begun, and must answer. It takes seconds, and milliseconds."""
 
 # Not multiprocessing's spawn, which would import the program's main module: that may start threads, or touch a GPU, and
 # could not be forked after it.
@@ -35,7 +40,10 @@ _SERVER: Final = """
 import sys
 from multiprocessing.connection import Connection
 requests = Connection(int(sys.argv[1]))
-sys.path, arguments = requests.recv()
+try:
+    sys.path, arguments = requests.recv()
+except EOFError:  # the program is gone
+    sys.exit(1)
 from torchreplay.ray.workers.fork_server import serve
 serve(requests, *arguments)
 """
@@ -54,106 +62,177 @@ class ForkServer:
     """
 
     def __init__(self, payload: bytes, main: Mapping[str, Any], modules: Sequence[str]) -> None:
+        # Workers share the tracker. Starting it would unblock the signal below.
+        tracker: int = resource_tracker.getfd()  # type: ignore[assignment]
         self._requests, theirs = multiprocessing.Pipe()
+        self._channel = _channel_of(self._requests)  # one for good: a launch needs few descriptors
         # Children inherit the mask: Ctrl-C ends the program, and that its workers.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
             command = [spawn.get_executable(), *flags, "-c", _SERVER, str(theirs.fileno())]
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+            passed = [theirs.fileno(), tracker]
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=passed)
         except BaseException:
             self._requests.close()
+            self._channel.close()
             raise
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
-        self._ready = False
+        self.has_begun = False
+        self._begin_by = time.monotonic() + _ANSWER_TIMEOUT
+        self._forks = 0
+        self._alive = -1
         try:
-            self._requests.send((main["sys_path"], (os.getpid(), payload, main, modules)))
+            self._alive = os.pidfd_open(self._process.pid)
+            self._requests.send((main["sys_path"], (os.getpid(), tracker, payload, main, modules)))
         except BaseException:
             self.close()
             raise
 
     @property
     def is_ready(self) -> bool:
-        """Whether `fork` will not wait: the process has begun, or has died."""
-        return self._ready or self._requests.poll()
+        """Whether `fork` will not wait: the process has begun, has died, or takes too long."""
+        return self.has_begun or self._said_something(0.0) or time.monotonic() >= self._begin_by
 
     @property
-    def has_died_in_service(self) -> bool:
-        """Whether it had begun, and is gone now."""
-        return self._ready and self._process.poll() is not None
+    def has_died(self) -> bool:
+        """Whether it is gone, and can start no worker any more."""
+        return self._process.poll() is not None
 
-    def fork(self, launch: Launch, report: Connection) -> tuple[int, int]:
-        """Starts a worker that says on `report` how it has ended. Returns its process id and a pidfd of it.
+    def fork(self, launch: Launch, report: Connection) -> tuple[int, int, int]:
+        """Starts a worker that says on `report` how it has ended.
+
+        Returns:
+            The number of this fork, the worker's process id, and a pidfd of it.
 
         Raises:
-            RuntimeError: No process could be forked.
-            OSError, EOFError: The fork server is gone.
+            OSError: No descriptor is left. Nothing was started.
+            RuntimeError: No process could be forked; or the fork server has died, or was ended as it did not answer.
         """
-        if not self._ready:
-            self._receive()
-            self._ready = True
-        self._requests.send(launch)
-        send_handle(self._requests, report.fileno(), self._process.pid)
-        answer = self._receive()
-        if not isinstance(answer, int):
-            raise RuntimeError(f"no process could be forked: {answer}")
-        return answer, recv_handle(self._requests)
+        spare = os.dup(report.fileno())  # it fails before anything is under way
+        self._forks += 1
+        try:
+            if not self.has_begun:
+                self._receive(self._begin_by - time.monotonic())
+                self.has_begun = True
+            self._requests.send((self._forks, launch))
+            socket.send_fds(self._channel, [b"d"], [report.fileno()])
+            pid = self._receive()
+            if not isinstance(pid, int):
+                raise RuntimeError(f"no process could be forked: {pid}")
+            os.close(spare)
+            spare = -1
+            if not self._said_something(_ANSWER_TIMEOUT):
+                raise TimeoutError
+            return self._forks, pid, _receive_descriptor(self._channel)
+        except (OSError, EOFError) as error:
+            self._process.kill()  # what it says from now on could be taken for another answer
+            self._process.wait()
+            raise RuntimeError(f"the process that starts workers has died, or did not answer: {error!r}") from error
+        finally:
+            if spare >= 0:
+                os.close(spare)
 
-    def reap(self, pid: int) -> int | None:
+    def reap(self, fork: int) -> int | None:
         """Waits for the end of a worker and returns its exit code, -n for signal n; None if nobody knows it."""
-        with suppress(OSError, EOFError):
-            self._requests.send(pid)
+        try:
+            self._requests.send(fork)
             code: int = self._receive()
             return code
-        return None
+        except (OSError, EOFError):
+            self._process.kill()
+            return None
 
-    def _receive(self) -> Any:
-        if not self._requests.poll(_ANSWER_TIMEOUT):
-            raise TimeoutError(f"the fork server has not answered for {_ANSWER_TIMEOUT:.0f} s")
+    def _said_something(self, timeout: float) -> bool:
+        return bool(wait([self._requests, self._alive], max(0.0, timeout)))
+
+    def _receive(self, timeout: float = _ANSWER_TIMEOUT) -> Any:
+        if not self._said_something(timeout):
+            raise TimeoutError(f"it said nothing for {_ANSWER_TIMEOUT:.0f} s")
+        if not self._requests.poll():  # a child of the program may hold the other end open
+            raise EOFError
         return self._requests.recv()
 
     def close(self) -> None:
-        """Ends it, and any worker that still runs."""
-        self._requests.close()
+        """Ends it, and any worker that still runs; may be called again."""
         self._process.kill()
         self._process.wait()
+        self._requests.close()
+        self._channel.close()
+        if self._alive >= 0:
+            os.close(self._alive)
+            self._alive = -1
 
 
-def serve(requests: Connection, program: int, payload: bytes, main: Mapping[str, Any], modules: Sequence[str]) -> None:
-    """The life of a fork server: for each `Launch` it forks a worker, for each process id it sends the exit code."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the program may ignore it, which is inherited
-    _die_with(program)
+def _receive_descriptor(channel: socket.socket) -> int:
+    _, descriptors, _, _ = socket.recv_fds(channel, 1, 1)
+    if not descriptors:
+        raise EOFError("no descriptor came")
+    os.set_inheritable(descriptors[0], False)
+    return descriptors[0]
+
+
+def _channel_of(connection: Connection) -> socket.socket:
+    """Returns a socket for descriptors, beside the connection for objects: both are the same channel."""
+    return socket.socket(fileno=os.dup(connection.fileno()))
+
+
+def serve(
+    requests: Connection, program: int, tracker: int, payload: bytes, main: Mapping[str, Any], modules: Sequence[str]
+) -> None:
+    """The life of a fork server: for each `Launch` it forks a worker, for each number of one it sends the exit code."""
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the program may ignore it, which is inherited
+        _die_with(program)
+        resource_tracker._resource_tracker._fd = tracker  # type: ignore[attr-defined]  # as multiprocessing's spawn does
+        _import(modules)
+        gc.freeze()  # no collection of a worker's writes to what all share
+        requests.send(None)
+        _serve(requests, payload, main)
+    except (EOFError, BrokenPipeError, ConnectionResetError):  # the program has closed it, or is gone
+        pass
+    except BaseException:
+        traceback.print_exc()
+    os._exit(1)  # and not by the end of Python, which would wait for all workers
+
+
+def _import(modules: Sequence[str]) -> None:
+    # So `torch.cuda.is_available()` does not begin to use the GPU, which no fork could use then.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"], before = "1", os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK")
     for module in modules:
         with suppress(Exception):  # a worker that needs it says what is wrong
             importlib.import_module(module)
-    gc.freeze()  # no collection of a worker's writes to what all share
+    del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
+    if before is not None:
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = before
+
+
+def _serve(requests: Connection, payload: bytes, main: Mapping[str, Any]) -> None:
     workers: dict[int, ForkProcess] = {}
-    requests.send(None)
+    channel = _channel_of(requests)
     while True:
-        try:
-            request: Launch | int = requests.recv()
-        except (EOFError, OSError):  # the program has closed it, or is gone
-            os._exit(0)
+        request: tuple[int, Launch] | int = requests.recv()
         if isinstance(request, int):
             worker = workers.pop(request)
             worker.join()
             requests.send(worker.exitcode)
             worker.close()
             continue
-        with Connection(recv_handle(requests), readable=False) as report:
+        number, launch = request
+        with Connection(_receive_descriptor(channel), readable=False) as report:
             worker = multiprocessing.get_context("fork").Process(
-                target=_live, args=(requests, os.getpid(), payload, main, request, report)
+                target=_live, args=(os.getpid(), payload, main, launch, report)
             )
             try:
                 pid, alive = _start(worker)
             except OSError as error:
                 requests.send(str(error))
                 continue
-        workers[pid] = worker
+        workers[number] = worker
         requests.send(pid)
-        send_handle(requests, alive, program)
+        socket.send_fds(channel, [b"d"], [alive])
         os.close(alive)
 
 
@@ -168,23 +247,26 @@ def _start(worker: ForkProcess) -> tuple[int, int]:
         raise
 
 
-def _live(
-    requests: Connection, server: int, payload: bytes, main: Mapping[str, Any], launch: Launch, report: Connection
-) -> None:
+def _live(server: int, payload: bytes, main: Mapping[str, Any], launch: Launch, report: Connection) -> None:
     """The life of a worker's process."""
     _die_with(server)
-    requests.close()
+    atexit._clear()  # what the server has registered is none of a worker's business
+    atexit.register(logging.shutdown)
     np.random.seed()  # noqa: NPY002  # users may use it, and all would draw the same numbers
+    torch.default_generator.seed()
     process: Any = current_process()
     process._inheriting = True  # now multiprocessing refuses to start processes: it says that the guard is missing
-    spawn.prepare(dict(main))
+    spawn.prepare({**main, "name": f"worker {launch.index}"})
     del process._inheriting
     outcome = WorkerProcess().run([], payload, launch)
     sys.stdout.flush()  # a process that hears of the end may kill this one
     sys.stderr.flush()
     report.send(outcome)
     report.close()
-    atexit._run_exitfuncs()  # a process of multiprocessing that was forked leaves them out
+    # A forked process of multiprocessing leaves these out.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    ctypes.CDLL(None).fflush(None)
 
 
 def _die_with(parent: int) -> None:

@@ -36,7 +36,6 @@ _FORKABLE: Final = {
     "scipy",
     "stable_baselines3",
     "tensordict",
-    "tianshou",
     "torch",
     "torchreplay",
 }
@@ -49,6 +48,7 @@ class ProcessRun:
 
     launch: Launch
     server: ForkServer
+    fork: int  # its number there
     pid: int
     alive: int  # a pidfd: readable once the process has ended, whoever else holds its pipes
     report: Connection
@@ -75,7 +75,7 @@ class ProcessBackend(Backend[ProcessRun]):
     def is_free(self, index: int) -> bool:
         """Whether a run of that worker can begin: the fork server has, and the process of the last run is gone."""
         self._see_off_the_gone()
-        if self._server is not None and self._server.has_died_in_service:
+        if self._server is not None and self._server.has_begun and self._server.has_died:
             self._drop_server()
         try:
             ready = self._running_server().is_ready
@@ -88,16 +88,15 @@ class ProcessBackend(Backend[ProcessRun]):
         server = self._running_server()
         report, reporter = multiprocessing.Pipe(duplex=False)
         try:
-            pid, alive = server.fork(launch, reporter)
-        except BaseException as error:
+            fork, pid, alive = server.fork(launch, reporter)
+        except BaseException:
             report.close()
-            if isinstance(error, (OSError, EOFError)):
+            if server.has_died:
                 self._drop_server()
-                raise RuntimeError("the process that starts workers has died: it may have said why") from error
             raise
         finally:
             reporter.close()
-        return ProcessRun(launch, server, pid, alive, report)
+        return ProcessRun(launch, server, fork, pid, alive, report)
 
     def _running_server(self) -> ForkServer:
         if self._server is None:
@@ -155,7 +154,10 @@ class ProcessBackend(Backend[ProcessRun]):
             deadline = run.deadline or time.monotonic() + _EXIT_TIMEOUT
             wait([run.alive], max(0.0, deadline - time.monotonic()))  # it ends its own children meanwhile
             self.kill(run)
-            run.exit_code, run.ended = run.server.reap(run.pid), True
+            run.exit_code, run.ended = run.server.reap(run.fork), True
+            if run.exit_code is None:
+                with suppress(ChildProcessError):  # it became a child of this program if that is process 1
+                    os.waitid(os.P_PIDFD, run.alive, os.WEXITED)
 
     def kill(self, run: ProcessRun) -> None:
         """Kills the process of a run."""
@@ -180,9 +182,9 @@ def _dumps() -> Callable[[Any], bytes]:
 
 def _imported_by_main() -> list[str]:
     """Returns the forkable modules that the program's main module names. Each worker will import that main module."""
-    values = vars(sys.modules["__main__"]).values()
+    values = list(vars(sys.modules["__main__"]).values())
     names = {value.__name__ for value in values if isinstance(value, ModuleType)}
-    names |= {value.__module__ for value in values if isinstance(value, type | FunctionType)}
+    names |= {value.__module__ for value in values if isinstance(value, type | FunctionType) and value.__module__}
     return sorted(name for name in names if name.partition(".")[0] in _FORKABLE)
 
 
