@@ -262,5 +262,6 @@ def test_draws_and_weights_are_those_of_torchrls_prioritized_sampler():
         counts = torch.bincount(torch.tensor([i for i, _ in pairs]), minlength=50)
         statistic = ((counts - expected) ** 2 / expected).sum().item()
         assert statistic < 110  # chi-square with 49 degrees of freedom: 110 is exceeded once in 700,000 times
-    ratios = [dict(ours)[i] / w for i, w in theirs]
+    weights = dict(ours)
+    ratios = [weights[i] / w for i, w in theirs]
     assert ratios == pytest.approx([ratios[0]] * len(ratios), rel=1e-3)  # each divides by a constant of its own
