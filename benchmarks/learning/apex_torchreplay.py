@@ -6,17 +6,7 @@ import numpy as np
 import torch
 
 import torchreplay as tr
-from benchmarks.learning.apex import (
-    BATCH_SIZE,
-    CAPACITY,
-    MIN_ROWS,
-    N_STEP,
-    SAMPLES_PER_INSERT,
-    TASK,
-    Slow,
-    epsilon_of,
-    seconds_until_solved,
-)
+from benchmarks.learning import apex
 from benchmarks.learning.double_dqn import GAMMA, Learner, act
 from torchreplay.ray import ExplorerContext, ExplorerPool
 
@@ -25,9 +15,9 @@ from torchreplay.ray import ExplorerContext, ExplorerPool
 def explore(ctx: ExplorerContext) -> None:
     """Plays with an epsilon of its own until the learner has finished."""
     torch.set_num_threads(1)
-    env, policy = Slow(), TASK.network()
+    env, policy = apex.Slow(), apex.TASK.network()
     rng, writer = np.random.default_rng(ctx.seed), ctx.writer()
-    epsilon = epsilon_of(ctx.index, ctx.num_explorers)
+    epsilon = apex.epsilon_of(ctx.index, ctx.num_explorers)
     obs, _ = env.reset(seed=ctx.seed)
     writer.reset(obs=obs)
     buffer = ctx.buffer
@@ -46,15 +36,15 @@ def explore(ctx: ExplorerContext) -> None:
 
 def with_torchreplay(seed: int, explorers: int) -> float:
     """Returns seconds until it is solved, with explorers that are processes."""
-    learner = Learner(TASK, seed)
+    learner = Learner(apex.TASK, seed)
     weights = tr.SharedWeights(learner.q)
     with (
         tr.ReplayBuffer(
-            TASK.fields,
-            CAPACITY,
+            apex.TASK.fields,
+            apex.CAPACITY,
             sampler=tr.Prioritized(alpha=0.6, beta=0.4),
-            view=tr.Transitions(n_step=N_STEP, gamma=GAMMA),
-            limiter=tr.SamplesPerInsert(SAMPLES_PER_INSERT, min_size=MIN_ROWS, tolerance=0.5),
+            view=tr.Transitions(n_step=apex.N_STEP, gamma=GAMMA),
+            limiter=tr.SamplesPerInsert(apex.SAMPLES_PER_INSERT, min_size=apex.MIN_ROWS, tolerance=0.5),
             seed=seed,
         ) as buffer,
         ExplorerPool(explore, explorers, buffer, weights=weights, seed=seed, backend="process") as pool,
@@ -62,8 +52,8 @@ def with_torchreplay(seed: int, explorers: int) -> float:
         while buffer.stats().writers < explorers:  # processes take seconds to start
             pool.check()
             time.sleep(0.01)
-        seconds = seconds_until_solved(
-            learner, tr.ReplayDataset(buffer, BATCH_SIZE), buffer.update_priorities, weights.publish, seed
+        seconds = apex.seconds_until_solved(
+            learner, tr.ReplayDataset(buffer, apex.BATCH_SIZE), buffer.update_priorities, weights.publish, seed
         )
         buffer.stop()
     return seconds

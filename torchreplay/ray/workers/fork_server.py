@@ -124,8 +124,7 @@ class ForkServer:
                 raise RuntimeError(f"no process could be forked: {pid}")
             os.close(spare)
             spare = -1
-            if not self._said_something(_ANSWER_TIMEOUT):
-                raise TimeoutError
+            self._await(_ANSWER_TIMEOUT)
             return self._forks, pid, _receive_descriptor(self._channel)
         except (OSError, EOFError) as error:
             self._process.kill()  # what it says from now on could be taken for another answer
@@ -148,11 +147,14 @@ class ForkServer:
     def _said_something(self, timeout: float) -> bool:
         return bool(wait([self._requests, self._alive], max(0.0, timeout)))
 
-    def _receive(self, timeout: float = _ANSWER_TIMEOUT) -> Any:
+    def _await(self, timeout: float) -> None:
         if not self._said_something(timeout):
             raise TimeoutError(f"it said nothing for {_ANSWER_TIMEOUT:.0f} s")
         if not self._requests.poll():  # a child of the program may hold the other end open
-            raise EOFError
+            raise EOFError("it has ended")
+
+    def _receive(self, timeout: float = _ANSWER_TIMEOUT) -> Any:
+        self._await(timeout)
         return self._requests.recv()
 
     def close(self) -> None:

@@ -50,7 +50,7 @@ class ProcessRun:
     server: ForkServer
     fork: int  # its number there
     pid: int
-    alive: int  # a pidfd: readable once the process has ended, whoever else holds its pipes
+    alive: int  # a pidfd: readable once the process has ended, also when another one holds its pipes
     report: Connection
     deadline: float = 0.0  # monotonic time of its end, once its function has returned
     ended: bool = False
