@@ -8,6 +8,9 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks.line import Aim
 
+LEARNERS = "small", "wide", "atari", "wide, busy device"
+"""On a CUDA device."""
+
 AIMS: Mapping[tuple[str, str], Sequence[Aim]] = {
     ("small", "append one row"): (Aim(0.4), Aim(30, over="cpprb")),
     ("small", "extend by 50 rows"): (Aim(3.0), Aim(5, over="cpprb")),
@@ -51,8 +54,8 @@ AIMS: Mapping[tuple[str, str], Sequence[Aim]] = {
     ("loader", "waits: asks when none is ready, steps of 1 ms, an explorer writes"): (Aim(1.0),),
     ("loader", "PriorityFeedback inside Lightning"): (Aim(10.0),),
     ("gpu", "host to device, fraction"): (Aim(0.85),),
-    **{("gpu", f"{name}: steps, fraction"): (Aim(0.97),) for name in ("small", "wide", "atari")},
-    **{("gpu", f"{name}: waits a step"): (Aim(0.0),) for name in ("small", "wide", "atari")},
+    **{("gpu", f"{name}: steps, fraction"): (Aim(0.97),) for name in LEARNERS},
+    **{("gpu", f"{name}: waits a step"): (Aim(0.0),) for name in LEARNERS},
     ("upkeep", "... times as long as without"): (Aim(1.2),),
     ("upkeep", "attach"): (Aim(2000.0),),
     ("upkeep", "stats()"): (Aim(10.0),),

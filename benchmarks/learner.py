@@ -15,10 +15,10 @@ Step = Callable[[Mapping[str, Any]], torch.Tensor]
 """Trains on a batch; returns its TD errors `[B]`, on the learner's device."""
 
 
-def q_learning(workload: Workload, device: torch.device | str) -> Step:
-    """Returns the step of a Q-learner: two hidden layers of 256 for vectors, Mnih et al.'s (2015) layers for frames."""
+def q_learning(workload: Workload, device: torch.device | str, hidden: int = 256) -> Step:
+    """Returns the step of a Q-learner: two hidden layers for vectors, the layers of Mnih et al. (2015) for frames."""
     torch.manual_seed(0)
-    network = (_of_frames() if len(workload.shape) == 3 else _of_vectors(workload.shape[0])).to(device)
+    network = (_of_frames() if len(workload.shape) == 3 else _of_vectors(workload.shape[0], hidden)).to(device)
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-4, foreach=True)
 
     def step(batch: Mapping[str, Any]) -> torch.Tensor:
@@ -34,9 +34,9 @@ def q_learning(workload: Workload, device: torch.device | str) -> Step:
     return step
 
 
-def _of_vectors(width: int) -> nn.Module:
+def _of_vectors(width: int, hidden: int) -> nn.Module:
     return nn.Sequential(
-        nn.Linear(width, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, ACTIONS)
+        nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, ACTIONS)
     )  # fmt: skip
 
 

@@ -62,13 +62,14 @@ class Args:
     """steps that a transition spans"""
     gamma: float = 0.99
     """discount of one step"""
-
     capacity: int = 100_000
     """frames that the buffer holds"""
     learning_starts: int = 5_000
     """transitions to wait for before the first learner step"""
     samples_per_insert: float = 4.0
     """how often each transition is drawn on average; whoever is ahead of this waits"""
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    """where the learner works; explorers act on the CPU"""
     batch_size: int = 32
     """transitions in a batch"""
     learning_rate: float = 5e-4
@@ -141,7 +142,7 @@ class Games:
 @torch.no_grad()
 def act(q: nn.Module, stacks: np.ndarray, epsilons: np.ndarray | float, rng: np.random.Generator) -> np.ndarray:
     """Returns the best action of each environment, or any with the environment's probability epsilon, `[num_envs]`."""
-    values = q(torch.from_numpy(stacks)).numpy()
+    values = q(torch.from_numpy(stacks).to(next(q.parameters()).device)).numpy(force=True)
     any_action = rng.integers(values.shape[1], size=len(values))
     return np.where(rng.random(len(values)) < epsilons, any_action, values.argmax(-1))
 
@@ -194,7 +195,8 @@ def learn(q: nn.Module, pool: ExplorerPool, buffer: tr.ReplayBuffer, weights: tr
     optimizer = torch.optim.Adam(q.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     curves = SummaryWriter(f"runs/dqn_atari-seed{args.seed}", purge_step=0) if args.tensorboard else None
     monitor, history, began = tr.Monitor(buffer, curves), ReplayHistory(buffer), time.monotonic()
-    for step, batch in enumerate(tr.ReplayDataset(buffer, args.batch_size, steps=args.total_steps), start=1):
+    batches = tr.ReplayDataset(buffer, args.batch_size, steps=args.total_steps, device=args.device)
+    for step, batch in enumerate(batches, start=1):
         td_error = td_errors(q, target, batch)
         loss = (batch["weight"] * F.huber_loss(td_error, torch.zeros_like(td_error), reduction="none")).mean()
         optimizer.zero_grad()
@@ -230,7 +232,7 @@ def main(args: Args) -> None:
     """Learns a game."""
     torch.set_num_threads(1)  # the other cores are the explorers'
     torch.manual_seed(args.seed)
-    q = DuelingNetwork(len(args.actions), args.channels)
+    q = DuelingNetwork(len(args.actions), args.channels).to(args.device)
     weights = tr.SharedWeights(q)
     buffer = tr.ReplayBuffer(
         SPEC,

@@ -185,7 +185,13 @@ def _children() -> set[str]:
     for task in Path("/proc/self/task").iterdir():
         with suppress(FileNotFoundError):  # a thread that has ended meanwhile
             children.update((task / "children").read_text().split())
-    return {f"process {pid}" for pid in children - kept}
+    return {f"process {pid}: {_command_of(pid)}" for pid in children - kept}
+
+
+def _command_of(pid: str) -> str:
+    with suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200]
+    return "ended"
 
 
 def _threads() -> set[str]:

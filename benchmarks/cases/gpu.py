@@ -26,8 +26,11 @@ FIXED, WAITING = "a fixed batch", "td.cpu() each step"
 RING = "torchreplay, pin=ring"
 SECONDS = 0.1
 """Of a round: what the host queues and does not wait for has to be a small part of it."""
+LARGE = 8192
+"""Units of a hidden layer that keep the device busy for longer than the host needs for a step."""
 PROFILED = 50
 REGION = "the steps"
+BUSY = "wide, busy device"
 
 
 def measure_gpu(plan: Plan) -> Iterator[Line]:
@@ -42,7 +45,8 @@ def measure_gpu(plan: Plan) -> Iterator[Line]:
     yield Line("gpu", f"on {torch.cuda.get_device_name()}, torch for CUDA {torch.version.cuda}", "", {})
     yield from _copies(plan)
     for workload in (SMALL, WIDE, ATARI):
-        yield from _steps(workload, plan)
+        yield from _steps(workload.name, workload, q_learning(workload, DEVICE), plan)
+    yield from _steps(BUSY, WIDE, q_learning(WIDE, DEVICE, LARGE), plan)
 
 
 def _copies(plan: Plan) -> Iterator[Line]:
@@ -70,29 +74,28 @@ def _copies(plan: Plan) -> Iterator[Line]:
     yield Line("gpu", "host to device, fraction", "", {OURS: fractions}, higher_is_better=True)
 
 
-def _steps(workload: Workload, plan: Plan) -> Iterator[Line]:
+def _steps(name: str, workload: Workload, train: Step, plan: Plan) -> Iterator[Line]:
     capacity = plan.capacity(workload.capacity)
     require_memory(capacity * workload.row_bytes, f"{workload.name} rows of one buffer")
     peer = TorchreplayPeer(workload, capacity)
     try:
         peer.fill()
-        train = q_learning(workload, DEVICE)
         pins: dict[str, Pin] = {OURS: "staging", RING: "ring"}
         replayed = {
-            name: learner(train, tr.ReplayDataset(peer.buffer, BATCH_SIZE, device=DEVICE, pin=pin), peer.update)
-            for name, pin in pins.items()
+            way: learner(train, tr.ReplayDataset(peer.buffer, BATCH_SIZE, device=DEVICE, pin=pin), peer.update)
+            for way, pin in pins.items()
         }
         fixed = learner(train, itertools.repeat(peer.sample(BATCH_SIZE).to(DEVICE)))
         steps = replayed | {FIXED: fixed}
-        rates = _inverse(interleave([Candidate(name, _synchronized(run)) for name, run in steps.items()], plan))
-        yield Line("gpu", f"{workload.name}: learner steps", "/s", rates, higher_is_better=True)
+        rates = _inverse(interleave([Candidate(way, _synchronized(run)) for way, run in steps.items()], plan))
+        yield Line("gpu", f"{name}: learner steps", "/s", rates, higher_is_better=True)
         fractions = {
-            name: [ours / theirs for ours, theirs in zip(rates[name], rates[FIXED], strict=True)] for name in replayed
+            way: [ours / theirs for ours, theirs in zip(rates[way], rates[FIXED], strict=True)] for way in replayed
         }
-        yield Line("gpu", f"{workload.name}: steps, fraction", "", fractions, higher_is_better=True)
+        yield Line("gpu", f"{name}: steps, fraction", "", fractions, higher_is_better=True)
         waiting = learner(lambda batch: train(batch).cpu(), itertools.repeat(peer.sample(BATCH_SIZE).to(DEVICE)))
-        waits = {name: [_waits(run)] for name, run in (replayed | {WAITING: waiting}).items()}
-        yield Line("gpu", f"{workload.name}: waits a step", "", waits, note="in the profiler: calls of CUDA that wait")
+        waits = {way: [_waits(run)] for way, run in (replayed | {WAITING: waiting}).items()}
+        yield Line("gpu", f"{name}: waits a step", "", waits, note="in the profiler: calls of CUDA that wait")
         peer.buffer.flush()
     finally:
         peer.close()

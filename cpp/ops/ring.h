@@ -23,12 +23,6 @@ struct RingState {
 };
 inline constexpr int64_t kRingElements = sizeof(RingState) / sizeof(int64_t);
 
-// In the order of Element.
-inline constexpr ScalarType kScalarTypes[kElements] = {
-    ScalarType::Bool,     ScalarType::Byte,  ScalarType::UInt16, ScalarType::UInt32, ScalarType::UInt64,
-    ScalarType::Char,     ScalarType::Short, ScalarType::Int,    ScalarType::Long,   ScalarType::Half,
-    ScalarType::BFloat16, ScalarType::Float, ScalarType::Double};
-
 // A ring tensor, checked, and the segment that it names.
 struct NamedRing {
   std::shared_ptr<AttachedRing> attached;

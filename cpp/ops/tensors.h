@@ -7,10 +7,18 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "segment/element.h"
+
 namespace torchreplay::ops {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+
+// In the order of Element.
+inline constexpr ScalarType kScalarTypes[kElements] = {
+    ScalarType::Bool,     ScalarType::Byte,  ScalarType::UInt16, ScalarType::UInt32, ScalarType::UInt64,
+    ScalarType::Char,     ScalarType::Short, ScalarType::Int,    ScalarType::Long,   ScalarType::Half,
+    ScalarType::BFloat16, ScalarType::Float, ScalarType::Double};
 
 // Throws what Python sees as a ValueError.
 template <class... Parts>

@@ -30,6 +30,9 @@ class Arrived:
     def wait(self):
         pass
 
+    def release(self):
+        pass
+
 
 def on_device(*values):
     return torch.tensor(values).as_subclass(OnDevice)

@@ -13,7 +13,7 @@ from simulated_cuda import SimulatedCuda, SimulatedTensor, Stream
 
 import torchreplay as tr
 from torchreplay.cuda import copies as cuda
-from torchreplay.cuda.pinned_memory import PageLock
+from torchreplay.cuda.pinned_memory import CudaRegistry, PageLock
 from torchreplay.cuda.staging import Staging
 
 SEEDS = range(20)
@@ -30,7 +30,7 @@ class SimulatedDataset(tr.ReplayDataset):
 def simulate(monkeypatch, seed):
     simulated = SimulatedCuda(seed)
     monkeypatch.setattr(cuda, "torch", simulated)
-    cuda._stream_of_copies.cache_clear()
+    cuda._released.clear()
     return simulated
 
 
@@ -85,6 +85,23 @@ def test_td_errors_come_back_as_they_were_when_they_were_fed_back(monkeypatch, s
         copy.wait()
         assert copy.done()
         assert torch.equal(copy.values.plain, values)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_memory_that_td_errors_came_in_is_used_again_once_they_are_read(monkeypatch, seed):
+    simulated = simulate(monkeypatch, seed)
+    td = SimulatedTensor.new(simulated, (BATCH,), torch.float32)
+    for k in range(40):
+        expected = torch.from_numpy(td_of(k)).float()
+        td.copy_(expected, non_blocking=True)
+        copy = cuda.to_host(td)
+        assert not copy.done()
+        copy.wait()
+        assert torch.equal(copy.values.plain, expected)
+        copy.release()
+    assert simulated.pinned == 1
+    fewer = SimulatedTensor.new(simulated, (BATCH - 1,), torch.float32)
+    assert cuda.to_host(fewer).values.shape == fewer.shape
 
 
 # Page-locking of a buffer's memory.
@@ -320,12 +337,10 @@ def test_the_buffers_own_memory_is_page_locked_until_it_is_closed():
 
 @pytest.mark.gpu
 def test_memory_refused_a_second_time_leaves_no_error_behind():
-    from torchreplay.cuda.pinned_memory import CudaRegistry
-
-    buffer = filled_buffer()
-    buffer._source.lock_pages()
+    buffer, registry = filled_buffer(), CudaRegistry(torch.device("cuda"))
+    buffer._source.lock_pages(registry)
     with pytest.warns(RuntimeWarning, match="CUDA error"):
-        PageLock(buffer, buffer._segment.address, buffer.nbytes, CudaRegistry())
+        PageLock(buffer, buffer._segment.address, buffer.nbytes, registry)
     assert torch.ones(3, device="cuda").sum().item() == 3
     buffer.close()
 

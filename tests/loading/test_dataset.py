@@ -261,6 +261,7 @@ def test_a_loader_hands_out_the_batches_as_they_are(buffer):
     assert buffer.stats().updated == 24
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is an accelerator")
 def test_pinning_without_an_accelerator_changes_nothing(buffer):
     loader = DataLoader(tr.ReplayDataset(buffer, batch_size=8, steps=1), batch_size=None, pin_memory=True)
     with pytest.warns(UserWarning, match="pin_memory"):

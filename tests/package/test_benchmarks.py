@@ -212,7 +212,7 @@ def test_without_a_device_the_gpu_case_says_that_it_needs_one(monkeypatch):
 def test_the_profiler_shows_no_wait_in_a_step_with_replay_and_one_where_the_td_errors_are_fetched():
     plan = dataclasses.replace(QUICK, rounds=3, shrink=1000)
     waits = [line for line in measure_gpu(plan) if line.name.endswith("waits a step")]
-    assert len(waits) == 3
+    assert len(waits) == 4
     for counted in waits:
         assert counted.median("torchreplay") == 0
         assert counted.median("td.cpu() each step") >= 1

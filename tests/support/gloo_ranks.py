@@ -7,6 +7,7 @@ import socket
 import traceback
 from contextlib import ExitStack
 
+import torch
 import torch.distributed as dist
 from forked import Forked, eventually
 
@@ -53,6 +54,7 @@ def _run(directory, body, rank, n, port):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     (directory / f"{rank}.pid").write_text(str(os.getpid()))
     logging.getLogger().handlers.clear()  # pytest's: what is logged here goes to standard error
+    torch.cuda.is_available = torch.cuda.device_count = lambda: 0  # a CUDA that the parent uses does not survive a fork
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # or gloo asks for the address of this machine's name, which may take long
     dist.init_process_group("gloo", init_method=f"file://{directory}/store{port}", rank=rank, world_size=n)
     try:

@@ -93,6 +93,9 @@ class LateArrival:
             self.waited = True
             self.arrive()
 
+    def release(self):
+        self.values.fill_(float("nan"))
+
 
 class OnDevice(torch.Tensor):
     """A tensor that says that it is on a CUDA device."""

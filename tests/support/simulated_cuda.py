@@ -4,7 +4,6 @@ It takes the place of the name `torch` in `torchreplay.cuda.copies`. Tensors lie
 until the device has come to the work that fills them; the host waits for nothing unless it says so.
 """
 
-import contextlib
 import random
 from types import SimpleNamespace
 
@@ -14,15 +13,15 @@ RUBBISH = 0xAB
 
 
 class Event:
-    """What `torch.cuda.Event` is to a stream."""
+    """What `torch.Event` is to a stream."""
 
     def __init__(self, device):
         self._device, self.passed, self.recorded = device, False, False
 
-    def record(self, stream):
-        assert not self.recorded
-        self.recorded = True
-        stream.work.append((None, lambda: setattr(self, "passed", True)))
+    def record(self):
+        assert self.passed or not self.recorded
+        self.passed, self.recorded = False, True
+        self._device.current.work.append((None, lambda: setattr(self, "passed", True)))
 
     def query(self):
         return self.passed
@@ -39,14 +38,15 @@ class Stream:
         self.simulated, self.work, self.device = simulated, [], torch.device("cpu")
         simulated.streams.append(self)
 
+    def __enter__(self):
+        self.before, self.simulated.current = self.simulated.current, self
+
+    def __exit__(self, *_):
+        self.simulated.current = self.before
+
     def wait_event(self, event):
         assert event.recorded
         self.work.append((event, lambda: None))
-
-    def wait_stream(self, other):
-        event = Event(self.simulated)
-        event.record(other)
-        self.wait_event(event)
 
 
 class SimulatedTensor(torch.Tensor):
@@ -68,11 +68,6 @@ class SimulatedTensor(torch.Tensor):
         self.simulated.current.work.append((None, lambda: self.plain.copy_(source)))
         return self
 
-    def clone(self, memory_format=None):
-        there = SimulatedTensor.new(self.simulated, self.shape, self.dtype)
-        self.simulated.current.work.append((None, lambda: there.plain.copy_(self.plain)))
-        return there
-
     def detach(self):
         return self
 
@@ -84,30 +79,21 @@ class SimulatedTensor(torch.Tensor):
 class SimulatedCuda:
     """A device, and what `torchreplay.cuda.copies` needs of the module `torch`."""
 
-    uint8, contiguous_format = torch.uint8, torch.contiguous_format
+    uint8 = torch.uint8
 
     def __init__(self, seed):
         self.chance = random.Random(seed)
         self.streams, self.allocated, self.waits, self.pinned = [], [], 0, 0
         self.current = self.main = Stream(self)
-        self.cuda = SimpleNamespace(
-            Stream=lambda device: Stream(self),
-            Event=lambda: Event(self),
-            current_stream=lambda device: self.current,
-            stream=self.on,
-        )
-
-    @contextlib.contextmanager
-    def on(self, stream):
-        before, self.current = self.current, stream
-        yield
-        self.current = before
+        self.Stream, self.Event = lambda device: Stream(self), lambda device: Event(self)
+        self.accelerator = self.cuda = SimpleNamespace(current_stream=lambda device: self.current)
 
     def empty(self, shape, dtype, device=None, pin_memory=False):
         if pin_memory:
             self.pinned += 1
-        if self.current is self.main:
-            return torch.empty(shape, dtype=dtype)  # for copies from the host
+            return SimulatedTensor.new(self, shape, dtype)
+        if device == "cpu":
+            return torch.empty(shape, dtype=dtype)
         self.allocated.append(SimulatedTensor.new(self, shape, dtype))
         return self.allocated[-1]
 

@@ -26,6 +26,9 @@ class Arrival(Protocol):
     def wait(self) -> None:
         """Returns when they are."""
 
+    def release(self) -> None:
+        """Says that they have been read: the memory is free for others."""
+
 
 def require_one_each(td: torch.Tensor, n: int) -> None:
     """Raises ValueError unless `td` is one real number for each of `n` keys."""
@@ -123,12 +126,12 @@ class PendingUpdates:
         try:
             self._apply(update.keys, update.td.values)
         except ValueError as error:
-            self.waiting.popleft()
+            self.waiting.popleft().td.release()
             raise ValueError(
                 f"update_priorities number {update.number} of those with a tensor on a device, of {len(update.keys)} "
                 f"items: {error}"
             ) from None
         else:
-            self.waiting.popleft()
+            self.waiting.popleft().td.release()
         finally:
             self._applying = False

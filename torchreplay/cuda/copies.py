@@ -6,8 +6,8 @@ import math
 import os
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ class DeviceCopy:
         ended: What was recorded after it.
     """
 
-    def __init__(self, block: torch.Tensor, ended: torch.cuda.Event) -> None:
+    def __init__(self, block: torch.Tensor, ended: torch.Event) -> None:
         self._block: torch.Tensor | None = block
         self._ended = ended
 
@@ -66,7 +66,7 @@ class DeviceCopy:
         """Returns the block, for the current stream of the calling thread; once."""
         block, self._block = self._block, None
         assert block is not None
-        stream = torch.cuda.current_stream(block.device)
+        stream = torch.accelerator.current_stream(block.device)
         stream.wait_event(self._ended)
         block.record_stream(stream)
         return block
@@ -93,7 +93,7 @@ class DeviceCopies:
 
     def __init__(self, device: torch.device) -> None:
         self.device = torch.cuda.current_stream(device).device  # which has an index
-        self._stream = torch.cuda.Stream(self.device)
+        self._stream = torch.Stream(self.device)
 
     def memory(self, nbytes: int) -> torch.Tensor:
         """Returns memory to copy from: uint8 `[nbytes]`."""
@@ -105,11 +105,11 @@ class DeviceCopies:
         Args:
             block: uint8 `[n]`, in such memory.
         """
-        with torch.cuda.stream(self._stream):
+        with self._stream:
             there = torch.empty(block.shape, dtype=block.dtype, device=self.device)
             there.copy_(block, non_blocking=True)
-            ended = torch.cuda.Event()
-            ended.record(self._stream)
+            ended = torch.Event(self.device)
+            ended.record()
         return DeviceCopy(there, ended)
 
 
@@ -120,10 +120,21 @@ class HostCopy:
         values: In page-locked memory; there once the copy is done.
     """
 
-    def __init__(self, values: torch.Tensor, ended: torch.cuda.Event) -> None:
-        self.values = values
-        self._ended = ended
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        self.values = page_locked(shape, dtype)
+        self._device = device
+        self._ended = torch.Event(device)
         keep_in_children(self)
+
+    def fits(self, values: torch.Tensor) -> bool:
+        """Returns whether such values can be copied here."""
+        here = self.values
+        return here.shape == values.shape and here.dtype == values.dtype and self._device == values.device
+
+    def start(self, values: torch.Tensor) -> None:
+        """Starts a copy of what the current stream of the values' device will have computed by then."""
+        self.values.copy_(values, non_blocking=True)
+        self._ended.record()
 
     def done(self) -> bool:
         """Returns whether they are there."""
@@ -133,33 +144,30 @@ class HostCopy:
         """Returns when they are."""
         self._ended.synchronize()
 
+    def release(self) -> None:
+        """Lends the memory to another copy. They have been read."""
+        _released.append(self)
+
+
+_released = deque[HostCopy](maxlen=16)
+
 
 def to_host(values: torch.Tensor) -> HostCopy:
-    """Starts a copy of what the current stream will have computed by then, on a stream of its own.
+    """Starts a copy of what the current stream will have computed by then.
 
-    The values are put aside on the current stream first. Later work, such as the next replay of a CUDA graph, may
-    overwrite them before the copy is made. The copy's stream waits for that (`wait_stream`), and the memory put aside
-    is kept for it (`record_stream`).
+    It is made on that stream: what the stream does later, such as the next replay of a CUDA graph, comes after it.
 
     Args:
         values: On a CUDA device, and computed, or to be computed, by its current stream.
     """
-    device = values.device
-    stream = _stream_of_copies(device)
-    aside = values.detach().clone(memory_format=torch.contiguous_format)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        here = page_locked(aside.shape, aside.dtype)
-        here.copy_(aside, non_blocking=True)
-        ended = torch.cuda.Event()
-        ended.record(stream)
-    aside.record_stream(stream)
-    return HostCopy(here, ended)
-
-
-@cache
-def _stream_of_copies(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    try:
+        copy = _released.pop()
+    except IndexError:
+        copy = None
+    if copy is None or not copy.fits(values):
+        copy = HostCopy(values.shape, values.dtype, values.device)
+    copy.start(values.detach())
+    return copy
 
 
 def require_devices(device: torch.device) -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+import pathlib
 from collections.abc import Mapping
 
 import torch
 
 from torchreplay.schema.batch import ReplayBatch
-from torchreplay.schema.spec import Field, Path, nest
+from torchreplay.schema.spec import ELEMENTS, Field, Path, nest
 
 ALIGNMENT = 256
 """Bytes: what CUDA gives memory of its own, so that kernels find every tensor as well aligned as one by itself."""
+
+OPERATORS = pathlib.Path(__file__).parents[1] / "_ops.abi3.so"
+"""The native module that has the operator `unpack`."""
 
 DRAWN: Mapping[Path, Field] = {("weight",): Field(), ("probability",): Field()}
 """What a batch has beside its fields and keys."""
@@ -29,14 +33,18 @@ class Packing:
     """
 
     def __init__(self, fields: Mapping[Path, Field], batch_size: int) -> None:
+        torch.ops.load_library(str(OPERATORS))  # type: ignore[no-untyped-call]
+        self._unpack = torch.ops.torchreplay.unpack.default
+        self._paths = list(fields)
         self.nbytes = 0
-        self._places: list[tuple[Path, torch.dtype, tuple[int, ...], tuple[int, ...], int]] = []
-        for path, field in fields.items():
+        places: list[int] = []
+        for field in fields.values():
             shape = (batch_size, *field.shape)
-            strides = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
-            self._places.append((path, field.dtype, shape, strides, self.nbytes // field.dtype.itemsize))
+            strides = (math.prod(shape[d + 1 :]) for d in range(len(shape)))
+            offset = self.nbytes // field.dtype.itemsize
+            places += [ELEMENTS.index(field.dtype), offset, len(shape), *shape, *strides]
             self.nbytes += -(-batch_size * field.nbytes // ALIGNMENT) * ALIGNMENT
-        self._dtypes = {dtype for _, dtype, *_ in self._places}
+        self._places = torch.tensor(places, dtype=torch.int64, device="cpu")
 
     def tensors(self, block: torch.Tensor) -> dict[Path, torch.Tensor]:
         """Returns the tensors in a block, by path.
@@ -47,11 +55,7 @@ class Packing:
         Args:
             block: uint8 `[nbytes]`, the whole of its storage, on any device.
         """
-        typed = {dtype: block.view(dtype) for dtype in self._dtypes}
-        return {
-            path: typed[dtype].as_strided(shape, strides, offset).data
-            for path, dtype, shape, strides, offset in self._places
-        }
+        return dict(zip(self._paths, self._unpack(block, self._places), strict=True))
 
 
 def batch_of(tensors: Mapping[Path, torch.Tensor], key: torch.Tensor) -> ReplayBatch:

@@ -154,9 +154,9 @@ class Staging:
     def _free_slot(self) -> Slot:
         if self._left and (self._may_make <= 0 or _is_free(self._left[0])):
             slot = self._left.popleft()
-            if slot.copy is not None:
+            if slot.copy is not None and not slot.copy.done():
                 slot.copy.wait()
-                slot.copy = None
+            slot.copy = None
             return slot
         self._may_make -= 1
         block = self._copies.memory(self._packing.nbytes)
