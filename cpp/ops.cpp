@@ -26,7 +26,7 @@ STABLE_TORCH_LIBRARY(torchreplay, m) {
       "Tensor(e!) probability) -> ()");
   m.def("ring_update_priorities(Tensor(a!) ring, Tensor key, Tensor td) -> ()");
   m.def("ring_size(Tensor(a!) ring) -> Tensor");
-  m.def("unpack(Tensor(a) block, Tensor places) -> Tensor(a)[]");
+  m.def("_unpack(Tensor(a) block, Tensor places) -> Tensor(a)[]");
 }
 
 // For every device, so that a tensor on the wrong one meets the check here and not the dispatcher's.
@@ -48,5 +48,5 @@ STABLE_TORCH_LIBRARY_IMPL(torchreplay, CompositeExplicitAutograd, m) {
   m.impl("ring_sample", TORCH_BOX(&torchreplay::ops::ring_sample));
   m.impl("ring_update_priorities", TORCH_BOX(&torchreplay::ops::ring_update_priorities));
   m.impl("ring_size", TORCH_BOX(&torchreplay::ops::ring_size));
-  m.impl("unpack", TORCH_BOX(&torchreplay::ops::unpack));
+  m.impl("_unpack", TORCH_BOX(&torchreplay::ops::unpack));
 }

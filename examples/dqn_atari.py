@@ -2,7 +2,7 @@
 
 After Ape-X (Horgan et al. 2018, https://arxiv.org/abs/1803.00933) and the dueling network (Wang et al. 2016,
 https://arxiv.org/abs/1511.06581). Explorers write every frame once; stacks of four frames and 3-step returns are built
-when a batch is drawn: 7 KB a transition. A short run shows the throughput and the memory; Pong takes hours:
+when a batch is drawn: 7 KB a transition. A short run shows throughput and memory; Pong takes hours on two cores:
 
     python examples/dqn_atari.py --total-steps 1000 --eval-every 500
     python examples/dqn_atari.py --actions 0 2 3
@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -68,7 +69,7 @@ class Args:
     """transitions to wait for before the first learner step"""
     samples_per_insert: float = 4.0
     """how often each transition is drawn on average; whoever is ahead of this waits"""
-    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
     """where the learner works; explorers act on the CPU"""
     batch_size: int = 32
     """transitions in a batch"""
@@ -168,10 +169,7 @@ def explore(ctx: ExplorerContext, args: Args) -> None:
 
 
 def evaluate(q: nn.Module, args: Args, seed: int) -> np.ndarray:
-    """Returns the returns of games that are played side by side.
-
-    One action in a hundred is random: a purely greedy policy may wait for ever, where a game waits for it to fire.
-    """
+    """Returns the returns of games. One action in 100 is random: some games wait until the player fires."""
     games, rng = Games(args, args.eval_episodes, seed), np.random.default_rng(seed)
     returns, running = np.zeros(args.eval_episodes), np.ones(args.eval_episodes, dtype=bool)
     while running.any():

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 import torchreplay as tr
 from torchreplay.cuda.packing import DRAWN, Packing, batch_of
 from torchreplay.loading import dataset as dataset_module
-from torchreplay.schema.spec import flatten
+from torchreplay.schema.spec import ELEMENTS, flatten
 
 SPARE = 3
 
@@ -257,6 +257,20 @@ def test_tensors_of_a_block_lie_apart_aligned_and_inside():
     assert block.count_nonzero() == 2 * 6 * 2  # of 1.0f, two bytes are not 0
 
 
+def test_tensors_of_every_dtype_are_those_that_numpy_finds_in_the_block():
+    fields = {(str(k),): tr.Field((2, 3), dtype) for k, dtype in enumerate(ELEMENTS)}
+    packing = Packing(fields, 5)
+    block = torch.arange(packing.nbytes).to(torch.uint8)
+    raw, start = block.numpy().tobytes(), 0
+    for (name,), tensor in packing.tensors(block).items():
+        field = fields[name,]
+        assert (tensor.dtype, tensor.shape) == (field.dtype, (5, 2, 3))
+        assert tensor.contiguous().view(torch.uint8).numpy().tobytes() == raw[start : start + 5 * field.nbytes]
+        start += -(-5 * field.nbytes // 256) * 256
+    with pytest.raises(ValueError, match="block is not a vector of uint8"):
+        packing.tensors(block.view(torch.int64))
+
+
 def test_a_tensor_changed_in_place_is_nothing_to_a_graph_that_holds_another_one_of_the_batch():
     tensors = packed()[0].tensors(packed()[1])
     x, weight = tensors[("x",)], tensors[("weight",)]
@@ -264,6 +278,29 @@ def test_a_tensor_changed_in_place_is_nothing_to_a_graph_that_holds_another_one_
     weight.fill_(2.0)
     loss.backward()
     assert x._version == 0
+
+
+@pytest.mark.parametrize(
+    ("places", "message"),
+    [
+        ([1, 0], "ends in the midst of a place"),
+        ([13, 0, 0], "names dtype 13, expected 0 to 12"),
+        ([-1, 0, 0], "names dtype -1"),
+        ([1, 0, 2, 4, 4], "no place of 2 dimensions"),
+        ([1, 0, -1], "no place of -1 dimensions"),
+        ([1, 0, 2**62, 4], f"no place of {2**62} dimensions"),
+        ([1, -1, 1, 4, 1], "no place"),
+        ([1, 0, 1, -4, 1], "negative size or stride"),
+        ([1, 0, 1, 4, -1], "negative size or stride"),
+        ([1, 61, 1, 4, 1], "beyond a block of 64 elements"),
+        ([11, 15, 1, 2, 1], "beyond a block of 16 elements"),
+        ([1, 64, 0], "beyond"),
+        ([1, 0, 2, 2**62, 2**62, 2**62, 1], "beyond"),
+    ],
+)
+def test_places_outside_of_a_block_are_refused(places, message):
+    with pytest.raises(ValueError, match=message):
+        torch.ops.torchreplay._unpack(torch.zeros(64, dtype=torch.uint8), torch.tensor(places))
 
 
 def test_cuda_without_a_device_is_refused_with_the_way_out():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pathlib
 from collections.abc import Mapping
 
 import torch
@@ -13,9 +12,6 @@ from torchreplay.schema.spec import ELEMENTS, Field, Path, nest
 
 ALIGNMENT = 256
 """Bytes: what CUDA gives memory of its own, so that kernels find every tensor as well aligned as one by itself."""
-
-OPERATORS = pathlib.Path(__file__).parents[1] / "_ops.abi3.so"
-"""The native module that has the operator `unpack`."""
 
 DRAWN: Mapping[Path, Field] = {("weight",): Field(), ("probability",): Field()}
 """What a batch has beside its fields and keys."""
@@ -33,8 +29,7 @@ class Packing:
     """
 
     def __init__(self, fields: Mapping[Path, Field], batch_size: int) -> None:
-        torch.ops.load_library(str(OPERATORS))  # type: ignore[no-untyped-call]
-        self._unpack = torch.ops.torchreplay.unpack.default
+        self._unpack = torch.ops.torchreplay._unpack.default
         self._paths = list(fields)
         self.nbytes = 0
         places: list[int] = []
