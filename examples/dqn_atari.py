@@ -107,7 +107,7 @@ class DuelingNetwork(nn.Module):
 
     def forward(self, frames: Tensor) -> Tensor:
         """Adds the value of the state and the advantages of the actions, which have mean 0 (Wang et al., eq. 9)."""
-        features = self.features(frames.float() / 255)
+        features = self.features(frames.to(self.advantage[-1].weight.device).float() / 255)  # acting: from the CPU
         advantage = self.advantage(features)
         return self.value(features) + advantage - advantage.mean(-1, keepdim=True)
 
@@ -143,7 +143,7 @@ class Games:
 @torch.no_grad()
 def act(q: nn.Module, stacks: np.ndarray, epsilons: np.ndarray | float, rng: np.random.Generator) -> np.ndarray:
     """Returns the best action of each environment, or any with the environment's probability epsilon, `[num_envs]`."""
-    values = q(torch.from_numpy(stacks).to(next(q.parameters()).device)).numpy(force=True)
+    values = q(torch.from_numpy(stacks)).numpy(force=True)
     any_action = rng.integers(values.shape[1], size=len(values))
     return np.where(rng.random(len(values)) < epsilons, any_action, values.argmax(-1))
 
