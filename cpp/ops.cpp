@@ -48,5 +48,8 @@ STABLE_TORCH_LIBRARY_IMPL(torchreplay, CompositeExplicitAutograd, m) {
   m.impl("ring_sample", TORCH_BOX(&torchreplay::ops::ring_sample));
   m.impl("ring_update_priorities", TORCH_BOX(&torchreplay::ops::ring_update_priorities));
   m.impl("ring_size", TORCH_BOX(&torchreplay::ops::ring_size));
-  m.impl("_unpack", TORCH_BOX(&torchreplay::ops::unpack));
 }
+
+// It has no fake, and none for tensors without memory: torch.compile leaves it to Python.
+STABLE_TORCH_LIBRARY_IMPL(torchreplay, CPU, m) { m.impl("_unpack", TORCH_BOX(&torchreplay::ops::unpack)); }
+STABLE_TORCH_LIBRARY_IMPL(torchreplay, CUDA, m) { m.impl("_unpack", TORCH_BOX(&torchreplay::ops::unpack)); }

@@ -1,5 +1,6 @@
 """torchreplay: a prioritized replay buffer in shared memory, for PyTorch."""
 
+import sys
 import warnings
 from importlib import import_module
 from types import ModuleType
@@ -123,7 +124,8 @@ class _OperatorsAtFirstUse(ModuleType):
         return getattr(torch.ops.torchreplay, name)
 
 
-vars(torch.ops).setdefault("torchreplay", _OperatorsAtFirstUse("torch.ops.torchreplay"))
+if "torchreplay.ops" not in sys.modules:  # what is there otherwise is a namespace without operators
+    vars(torch.ops)["torchreplay"] = _OperatorsAtFirstUse("torch.ops.torchreplay")
 
 
 def __getattr__(name: str) -> Any:

@@ -52,8 +52,8 @@ from torchreplay.schema.samplers import Schedule
 from torchreplay.schema.spec import flatten, nest
 from torchreplay.validation import checked_instance, checked_int
 
-vars(torch.ops).pop("torchreplay", None)  # what stood for them
 torch.ops.load_library(str(Path(__file__).with_name("_ops.abi3.so")))  # type: ignore[no-untyped-call]
+vars(torch.ops).pop("torchreplay", None)  # what stood for them, and has other threads wait for this import
 
 
 def _changes_memory(memory: Tensor, capacity: int, *_: Tensor) -> None:

@@ -11,7 +11,11 @@
 
 namespace torchreplay::ops {
 
-inline Tensor viewed_as(const Tensor& block, ScalarType dtype) {
+inline Tensor viewed_as(const Tensor& block, size_t element) {
+  const auto size = static_cast<int64_t>(item_size(static_cast<Element>(element)));
+  if (block.numel() % size != 0 || block.storage_offset() % size != 0)
+    fail("block has ", block.numel(), " bytes from ", block.storage_offset(), " on, and values of ", size, " bytes");
+  const ScalarType dtype = kScalarTypes[element];
   std::array<StableIValue, 2> stack{torch::stable::detail::from(block), torch::stable::detail::from(dtype)};
   TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::view", "dtype", stack.data(), TORCH_ABI_VERSION));
   return torch::stable::detail::to<Tensor>(stack[0]);
@@ -36,6 +40,7 @@ inline Place place_at(const int64_t* at, const int64_t* end) {
 }
 
 inline void check_within(const Place& place, int64_t elements) {
+  if (place.offset > elements) fail("places names what lies beyond a block of ", elements, " elements");
   int64_t last = place.offset;
   bool empty = false, beyond = false;
   for (int64_t d = 0; d < place.dims; d++) {
@@ -52,14 +57,15 @@ inline void check_within(const Place& place, int64_t elements) {
 // offset in elements, the number of dimensions, the sizes, the strides. Each has a version counter of its own.
 inline std::vector<Tensor> unpack(const Tensor& block, const Tensor& places) {
   check_vector(places, "places", ScalarType::Long);
-  if (block.scalar_type() != ScalarType::Byte || block.dim() != 1) fail("block is not a vector of uint8");
+  if (block.scalar_type() != ScalarType::Byte || block.dim() != 1 || !block.is_contiguous())
+    fail("block is not a contiguous vector of uint8");
   std::array<std::optional<Tensor>, kElements> viewed;
   std::vector<Tensor> tensors;
   const int64_t* const end = longs(places) + places.numel();
   for (const int64_t* at = longs(places); at < end;) {
     const Place place = place_at(at, end);
     std::optional<Tensor>& typed = viewed[place.element];
-    if (!typed) typed = viewed_as(block, kScalarTypes[place.element]);
+    if (!typed) typed = viewed_as(block, place.element);
     check_within(place, typed->numel());
     AtenTensorHandle found = nullptr;
     TORCH_ERROR_CODE_CHECK(

@@ -109,6 +109,29 @@ def test_what_comes_by_in_the_midst_of_an_update_applies_none_before_it_is_over(
     assert not updates.waiting
 
 
+def test_what_a_signal_handler_applied_meanwhile_does_not_pass_its_turn_to_one_that_has_not_arrived():
+    applied = []
+
+    class Asked(Arrived):
+        def done(self):
+            if not applied:
+                applied.append("asked")
+                updates.apply_arrived()  # a signal handler, once it is known that they are there
+            return True
+
+    class OnItsWay(Arrived):
+        def done(self):
+            return False
+
+    updates = PendingUpdates(lambda keys, td: applied.append(int(keys[0])))
+    for number, arrival in enumerate([Asked(), OnItsWay()]):
+        updates.add(torch.tensor([number]), arrival)
+    updates.apply_arrived()
+    assert applied == ["asked", 0]
+    updates.flush()
+    assert applied == ["asked", 0, 1]
+
+
 def test_an_update_that_was_interrupted_is_applied_again():
     applied = []
 

@@ -4,6 +4,7 @@ there is a real one, on that."""
 import itertools
 import os
 import warnings
+from collections import defaultdict
 
 import pytest
 import torch
@@ -19,6 +20,11 @@ from torchreplay.cuda.staging import Staging
 SEEDS = range(20)
 
 
+@pytest.fixture(autouse=True)
+def no_memory_of_other_devices(monkeypatch):
+    monkeypatch.setattr(cuda, "_released", defaultdict(list))
+
+
 class SimulatedDataset(tr.ReplayDataset):
     """A dataset whose batches go to the simulated device."""
 
@@ -30,7 +36,6 @@ class SimulatedDataset(tr.ReplayDataset):
 def simulate(monkeypatch, seed):
     simulated = SimulatedCuda(seed)
     monkeypatch.setattr(cuda, "torch", simulated)
-    cuda._released.clear()
     return simulated
 
 
@@ -102,6 +107,14 @@ def test_memory_that_td_errors_came_in_is_used_again_once_they_are_read(monkeypa
     assert simulated.pinned == 1
     fewer = SimulatedTensor.new(simulated, (BATCH - 1,), torch.float32)
     assert cuda.to_host(fewer).values.shape == fewer.shape
+
+
+def test_memory_made_in_inference_mode_can_be_written_to_outside_of_it():
+    with warnings.catch_warnings(), torch.inference_mode():
+        warnings.simplefilter("ignore")  # where nothing can be page-locked
+        memory = cuda.page_locked((3,), torch.float32)
+    memory.copy_(torch.ones(3))
+    assert memory.tolist() == [1, 1, 1]
 
 
 # Page-locking of a buffer's memory.

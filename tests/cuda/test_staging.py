@@ -267,7 +267,7 @@ def test_tensors_of_every_dtype_are_those_that_numpy_finds_in_the_block():
         assert (tensor.dtype, tensor.shape) == (field.dtype, (5, 2, 3))
         assert tensor.contiguous().view(torch.uint8).numpy().tobytes() == raw[start : start + 5 * field.nbytes]
         start += -(-5 * field.nbytes // 256) * 256
-    with pytest.raises(ValueError, match="block is not a vector of uint8"):
+    with pytest.raises(ValueError, match="block is not a contiguous vector of uint8"):
         packing.tensors(block.view(torch.int64))
 
 
@@ -293,6 +293,8 @@ def test_a_tensor_changed_in_place_is_nothing_to_a_graph_that_holds_another_one_
         ([1, 0, 1, -4, 1], "negative size or stride"),
         ([1, 0, 1, 4, -1], "negative size or stride"),
         ([1, 61, 1, 4, 1], "beyond a block of 64 elements"),
+        ([1, 65, 1, 0, 1], "beyond a block of 64 elements"),
+        ([1, 2**63 - 1, 1, 0, 1], "beyond a block of 64 elements"),
         ([11, 15, 1, 2, 1], "beyond a block of 16 elements"),
         ([1, 64, 0], "beyond"),
         ([1, 0, 2, 2**62, 2**62, 2**62, 1], "beyond"),
@@ -301,6 +303,45 @@ def test_a_tensor_changed_in_place_is_nothing_to_a_graph_that_holds_another_one_
 def test_places_outside_of_a_block_are_refused(places, message):
     with pytest.raises(ValueError, match=message):
         torch.ops.torchreplay._unpack(torch.zeros(64, dtype=torch.uint8), torch.tensor(places))
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (torch.zeros(1, dtype=torch.uint8).expand(64), "not a contiguous vector of uint8"),
+        (torch.zeros(63, dtype=torch.uint8), "63 bytes from 0 on, and values of 4 bytes"),
+        (torch.zeros(65, dtype=torch.uint8)[1:], "64 bytes from 1 on, and values of 4 bytes"),
+    ],
+)
+def test_blocks_that_are_none_are_refused(block, message):
+    with pytest.raises(ValueError, match=message):
+        torch.ops.torchreplay._unpack(block, torch.tensor([11, 0, 1, 4, 1]))
+
+
+class PromptCopies(LateCopies):
+    """Copies that have run when they have started."""
+
+    def start(self, block):
+        copy = super().start(block)
+        self.run()
+        return copy
+
+
+def test_a_compiled_loop_learns_from_batches_on_their_way():
+    dataset = StagedDataset(filled_buffer(), BATCH, steps=6)
+    dataset.copies = PromptCopies()
+    expected = [batch["obs"].sum().item() for batch in tr.ReplayDataset(filled_buffer(), BATCH, steps=6)]
+
+    @torch.compile(backend="eager")
+    def total(batches):
+        return next(batches)["obs"].sum()
+
+    batches = iter(dataset)
+    try:
+        assert [total(batches).item() for _ in range(6)] == expected
+    finally:
+        batches.close()
+        torch.compiler.reset()
 
 
 def test_cuda_without_a_device_is_refused_with_the_way_out():

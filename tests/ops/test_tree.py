@@ -29,6 +29,8 @@ def test_the_operators_are_there_when_the_package_is_imported():
     again = "import importlib; importlib.reload(torchreplay)"
     program = f"import torch, torchreplay; first = {layout}; {again}; print(first and {layout})"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "True\n"
+    asked_before = f"import torch; torch.ops.torchreplay; import torchreplay; print({layout})"
+    assert subprocess.run([sys.executable, "-c", asked_before], capture_output=True, text=True).stdout == "True\n"
     with pytest.raises(AttributeError):
         torch.ops.torchreplay.no_such_operator  # noqa: B018
 

@@ -18,10 +18,10 @@ class Event:
     def __init__(self, device):
         self._device, self.passed, self.recorded = device, False, False
 
-    def record(self):
+    def record(self, stream):
         assert self.passed or not self.recorded
         self.passed, self.recorded = False, True
-        self._device.current.work.append((None, lambda: setattr(self, "passed", True)))
+        stream.work.append((None, lambda: setattr(self, "passed", True)))
 
     def query(self):
         return self.passed
@@ -79,7 +79,7 @@ class SimulatedTensor(torch.Tensor):
 class SimulatedCuda:
     """A device, and what `torchreplay.cuda.copies` needs of the module `torch`."""
 
-    uint8 = torch.uint8
+    uint8, inference_mode = torch.uint8, torch.inference_mode
 
     def __init__(self, seed):
         self.chance = random.Random(seed)

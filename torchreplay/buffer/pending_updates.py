@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Arrival(Protocol):
-    """Values on their way: `values` is to be read once `done()`."""
+    """Values on their way: `values` is to be read once `done()`, and until `release()`."""
 
     values: torch.Tensor
 
@@ -84,8 +84,8 @@ class PendingUpdates:
         """
         if self.waiting and self._lock.acquire(blocking=False):
             try:
-                while not self._applying and len(self.waiting) > 0 and self._ask(self.waiting[0].td.done):
-                    self._apply_first()
+                while not self._applying and (first := self._first()) and self._ask(first.td.done):
+                    self._apply_first(first)
             finally:
                 self._lock.release()
 
@@ -99,11 +99,12 @@ class PendingUpdates:
         failure: ValueError | None = None
         with self._lock:
             for _ in range(len(self.waiting)):
-                if self._applying or not self.waiting:  # this is a signal handler, or one was faster
+                first = self._first()
+                if self._applying or first is None:  # this is a signal handler, or one was faster
                     break
-                self._ask(self.waiting[0].td.wait)
+                self._ask(first.td.wait)
                 try:
-                    self._apply_first()
+                    self._apply_first(first)
                 except ValueError as error:
                     if failure is None:
                         failure = error
@@ -119,11 +120,18 @@ class PendingUpdates:
             self.waiting.clear()
             raise
 
-    def _apply_first(self) -> None:
+    def _first(self) -> _Update | None:
+        try:
+            return self.waiting[0]
+        except IndexError:
+            return None
+
+    def _apply_first(self, update: _Update) -> None:
         """Applies the first, which stays there when that is interrupted, such as by Ctrl-C in a wait for the lock."""
-        update = self.waiting[0]
         self._applying = True
         try:
+            if self._first() is not update:  # a signal handler was faster
+                return
             self._apply(update.keys, update.td.values)
         except ValueError as error:
             self.waiting.popleft().td.release()

@@ -6,7 +6,7 @@ import math
 import os
 import warnings
 import weakref
-from collections import deque
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +30,8 @@ os.register_at_fork(after_in_child=lambda: _of_parent.extend(_holders))
 def page_locked(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Returns a tensor in page-locked memory; where none is to be had, in other memory, with a warning."""
     try:
-        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
+        with torch.inference_mode(False):  # it outlives the call, and is written to outside of such a mode
+            return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
     except RuntimeError as error:
         warnings.warn(
             f"{math.prod(shape) * dtype.itemsize:,} bytes of memory cannot be page-locked "
@@ -39,7 +40,8 @@ def page_locked(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
             RuntimeWarning,
             stacklevel=2,
         )
-        return torch.empty(shape, dtype=dtype, device="cpu")
+        with torch.inference_mode(False):
+            return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 class DeviceCopy:
@@ -109,7 +111,7 @@ class DeviceCopies:
             there = torch.empty(block.shape, dtype=block.dtype, device=self.device)
             there.copy_(block, non_blocking=True)
             ended = torch.Event(self.device)
-            ended.record()
+            ended.record(self._stream)
         return DeviceCopy(there, ended)
 
 
@@ -117,7 +119,7 @@ class HostCopy:
     """Values on their way from a device.
 
     Attributes:
-        values: In page-locked memory; there once the copy is done.
+        values: In page-locked memory; there from when the copy is done until `release()`.
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
@@ -126,15 +128,10 @@ class HostCopy:
         self._ended = torch.Event(device)
         keep_in_children(self)
 
-    def fits(self, values: torch.Tensor) -> bool:
-        """Returns whether such values can be copied here."""
-        here = self.values
-        return here.shape == values.shape and here.dtype == values.dtype and self._device == values.device
-
     def start(self, values: torch.Tensor) -> None:
         """Starts a copy of what the current stream of the values' device will have computed by then."""
         self.values.copy_(values, non_blocking=True)
-        self._ended.record()
+        self._ended.record(torch.accelerator.current_stream(self._device))
 
     def done(self) -> bool:
         """Returns whether they are there."""
@@ -145,11 +142,16 @@ class HostCopy:
         self._ended.synchronize()
 
     def release(self) -> None:
-        """Lends the memory to another copy. They have been read."""
-        _released.append(self)
+        """Lends the memory to another copy. The values have been read."""
+        if len(_released) >= RELEASED_KINDS:
+            _released.clear()
+        _released[self.values.shape, self.values.dtype, self._device].append(self)
 
 
-_released = deque[HostCopy](maxlen=16)
+RELEASED_KINDS = 16
+"""Shapes, dtypes and devices of values whose memory is kept for the next ones."""
+
+_released = defaultdict[tuple[torch.Size, torch.dtype, torch.device], list[HostCopy]](list)
 
 
 def to_host(values: torch.Tensor) -> HostCopy:
@@ -161,10 +163,8 @@ def to_host(values: torch.Tensor) -> HostCopy:
         values: On a CUDA device, and computed, or to be computed, by its current stream.
     """
     try:
-        copy = _released.pop()
+        copy = _released[values.shape, values.dtype, values.device].pop()
     except IndexError:
-        copy = None
-    if copy is None or not copy.fits(values):
         copy = HostCopy(values.shape, values.dtype, values.device)
     copy.start(values.detach())
     return copy
