@@ -157,7 +157,7 @@ def nothing_is_left_over(request: pytest.FixtureRequest) -> Iterator[None]:
     deadline = time.monotonic() + THREADS_END
     while (left := _belongings() - before) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not left, f"the test left behind: {', '.join(sorted(left))}"
+    assert not left, f"the test left behind: {', '.join(map(_described, sorted(left)))}"
 
 
 def _belongings() -> set[str]:
@@ -185,13 +185,16 @@ def _children() -> set[str]:
     for task in Path("/proc/self/task").iterdir():
         with suppress(FileNotFoundError):  # a thread that has ended meanwhile
             children.update((task / "children").read_text().split())
-    return {f"process {pid}: {_command_of(pid)}" for pid in children - kept}
+    return {f"process {pid}" for pid in children - kept}
 
 
-def _command_of(pid: str) -> str:
-    with suppress(FileNotFoundError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200]
-    return "ended"
+def _described(name: str) -> str:
+    """Returns the name of a belonging; of a process what it executes, too, which changes while it starts."""
+    kind, _, pid = name.partition(" ")
+    if kind == "process":
+        with suppress(OSError):
+            return f"{name}: {Path(f'/proc/{pid}/cmdline').read_text().replace(chr(0), ' ')}"
+    return name
 
 
 def _threads() -> set[str]:
