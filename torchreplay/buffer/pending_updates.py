@@ -48,8 +48,8 @@ class _Update(NamedTuple):
 class PendingUpdates:
     """Updates of priorities whose TD errors have not arrived, in the order in which they were given.
 
-    Each is applied when its TD errors are there and those given before are applied: by the next call in any thread, or
-    by a call that waits for all of them. A forked child has none: they are the parent's to apply.
+    The next call in any thread applies those that have arrived, and so does a call that waits for all. None is applied
+    before one that was given earlier. A forked child has none: they are the parent's to apply.
 
     Args:
         apply: Applies the TD errors of keys; raises ValueError, having done nothing, for some that are NaN or infinite.

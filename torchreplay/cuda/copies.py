@@ -84,8 +84,8 @@ class DeviceCopies:
       would have to wait for them all, and nothing would overlap.
     - The learner's stream waits for the copy's own event (`wait_event`), not for all of its stream (`wait_stream`),
       where the next copy may be queued already. It is the stream that is current where the batch is handed out.
-    - The learner's kernels use the block on another stream than the one it was allocated on, which `record_stream`
-      says: once the batch is garbage, the block is used again only after the work that this stream had queued by then.
+    - The learner's kernels use the block on another stream than the one it was allocated on. `record_stream` says so.
+      Once the batch is garbage, the block is used again only after the work that this stream had queued by then.
     - The memory that the copy reads is drawn into again only when the event has completed. torch waits for that itself
       before it reuses freed memory (its allocator records each copy). It knows nothing of memory that stays.
 
