@@ -24,7 +24,7 @@ import torchreplay as tr
 from torchreplay.cli import main
 from torchreplay.cli.explorers import ExplorerWeights
 from torchreplay.monitoring.recording import Recording
-from torchreplay.ray.workers.worker_table import WorkerTable
+from torchreplay.workers.worker_table import WorkerTable
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

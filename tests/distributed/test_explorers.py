@@ -11,8 +11,8 @@ from scripted_workers import ScriptedActors, supervise
 
 import torchreplay as tr
 from torchreplay.ray import ExplorerContext
-from torchreplay.ray.workers.explorer_stats import explorer_stats
-from torchreplay.ray.workers.worker_table import WorkerTable
+from torchreplay.workers.explorer_stats import explorer_stats
+from torchreplay.workers.worker_table import WorkerTable
 
 
 def test_an_explorers_function_can_be_tried_without_ray():

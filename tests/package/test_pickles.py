@@ -22,7 +22,7 @@ PACKAGE = str(Path(tr.__file__).parent)
 
 
 def board():
-    from torchreplay.ray.workers.worker_table import WorkerTable
+    from torchreplay.workers.worker_table import WorkerTable
 
     return WorkerTable(3)
 
@@ -125,8 +125,8 @@ def test_a_sharded_replay_pickles_by_name_and_refuses_to_be_copied():
 
 def test_what_a_pool_sends_to_its_workers_is_small_and_no_code(buffer):
     from torchreplay.ray.explorers.explorer_pool import ExplorerTask
-    from torchreplay.ray.workers.worker_process import Launch
-    from torchreplay.ray.workers.worker_table import WorkerTable
+    from torchreplay.workers.worker_process import Launch
+    from torchreplay.workers.worker_table import WorkerTable
 
     # A function of an installed module, as explorers' are: cloudpickle writes those of tests out.
     work = ExplorerTask(tr.sequence_priority, {"own": buffer}, tr.SharedWeights(nn.Linear(2, 2)), 1)

@@ -22,8 +22,8 @@ import torchreplay as tr
 from torchreplay.ray import Evaluation, Evaluator, EvaluatorFailed
 from torchreplay.ray.evaluation.evaluation_log import EvaluationLog
 from torchreplay.ray.workers.resources import WorkerResources
-from torchreplay.ray.workers.worker_process import Launch
-from torchreplay.ray.workers.worker_table import WorkerTable
+from torchreplay.workers.worker_process import Launch
+from torchreplay.workers.worker_table import WorkerTable
 
 pytestmark = pytest.mark.slow
 
@@ -243,7 +243,7 @@ def test_a_function_that_raises_is_reported_with_its_traceback(caplog):
 
 
 def test_waiting_for_a_function_that_only_fails_ends(monkeypatch):
-    monkeypatch.setattr("torchreplay.ray.workers.supervisor._HOPELESS_AFTER", 1)
+    monkeypatch.setattr("torchreplay.workers.supervisor._HOPELESS_AFTER", 1)
 
     def raise_always(policy, seed):
         raise KeyError("no such level")

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 import torchreplay as tr
 from torchreplay.ray import Evaluator, ShardedReplay
 from torchreplay.ray.evaluation.evaluation_log import EvaluationLog
-from torchreplay.ray.workers.worker_process import Launch
-from torchreplay.ray.workers.worker_table import WorkerTable
 from torchreplay.schema.config import Configured
+from torchreplay.workers.worker_process import Launch
+from torchreplay.workers.worker_table import WorkerTable
 
 
 def test_the_best_weights_are_kept_and_those_at_intervals_with_the_buffer(tmp_path):

@@ -17,8 +17,8 @@ from numbered_rows import is_running, make_buffer, row
 import torchreplay as tr
 from torchreplay.ray import ExplorerPool, ExplorersFailed
 from torchreplay.ray.workers.resources import WorkerResources
-from torchreplay.ray.workers.worker_process import Launch
-from torchreplay.ray.workers.worker_table import WorkerTable
+from torchreplay.workers.worker_process import Launch
+from torchreplay.workers.worker_table import WorkerTable
 
 DRIVER = """
 import os, signal, sys, torch, torchreplay as tr

@@ -12,17 +12,17 @@ from scripted_workers import DIED, RAISED, ScriptedActors
 
 import torchreplay as tr
 from torchreplay.ray import ExplorerContext, ExplorerPool
-from torchreplay.ray.workers.explorer_stats import explorer_stats
 from torchreplay.ray.workers.resources import WorkerResources
-from torchreplay.ray.workers.worker_table import WorkerTable
+from torchreplay.workers.explorer_stats import explorer_stats
+from torchreplay.workers.worker_table import WorkerTable
 
 
 @pytest.fixture
 def pool(monkeypatch):
     """A pool of one explorer without a process, which never ends by itself; `pool.actors` runs it."""
+    monkeypatch.setattr(WorkerResources, "open", lambda *_: pool.actors)
     pool = ExplorerPool(print, 1, make_buffer())
     pool.actors = ScriptedActors(lambda launch: None)
-    monkeypatch.setattr(WorkerResources, "open", lambda *_: pool.actors)
     yield pool
     pool.stop(0)
 

@@ -15,7 +15,7 @@ from torchreplay.ray.remote.ingest_actor import Answer
 from torchreplay.ray.remote.remote_buffer import RemoteBuffer, RemoteWriter
 from torchreplay.ray.remote.row_sender import RowSender
 from torchreplay.ray.runtime.actor_client import ActorClient, NodeActor
-from torchreplay.ray.workers.worker_process import WorkerProcess
+from torchreplay.workers.worker_process import WorkerProcess
 
 CONFIG = tr.ReplayBuffer({"n": tr.Field((), torch.int64)}, 100)._config
 
@@ -103,7 +103,7 @@ def test_an_explorer_whose_rows_are_refused_has_failed(sender_to, monkeypatch):
         with RemoteWriter(sender_to(lambda chunk: Answer(refusal="no room")), CONFIG, None, "next_step") as writer:
             writer.append(n=1)
 
-    monkeypatch.setattr("torchreplay.ray.workers.worker_process._work", explore)
+    monkeypatch.setattr("torchreplay.workers.worker_process._work", explore)
     outcome = WorkerProcess().run([], b"", None)
     assert (outcome.kind, outcome.error) == ("raised", "RuntimeError: no room")
 

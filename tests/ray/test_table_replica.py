@@ -6,9 +6,11 @@ from types import SimpleNamespace
 import pytest
 
 import torchreplay as tr
-from torchreplay.ray.workers import table_replica, worker_table
+from torchreplay.ray.workers import table_replica
 from torchreplay.ray.workers.table_replica import TableReplica, TableServer
-from torchreplay.ray.workers.worker_table import ENTRY, WorkerTable
+from torchreplay.workers import worker_table
+from torchreplay.workers.worker_process import Launch
+from torchreplay.workers.worker_table import ENTRY, WorkerTable
 
 
 class Called:
@@ -32,7 +34,7 @@ class Copies:
 
     def replica(self, index, run):
         """What keeps the copy for a run of a worker, but for its thread."""
-        replica = TableReplica(Called(TableServer(None, self.board)), index, run, self.far_board)
+        replica = TableReplica(Called(TableServer(None, self.board)), Launch(index, 3, 0, run), self.far_board)
         replica._interrupt = lambda: self.interrupts.append(run)
         return replica
 

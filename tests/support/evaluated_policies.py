@@ -7,8 +7,8 @@ import torch
 from forked import eventually
 from safetensors.torch import load_file
 
-from torchreplay.ray.workers.worker_process import Launch
-from torchreplay.ray.workers.worker_table import WorkerTable
+from torchreplay.workers.worker_process import Launch
+from torchreplay.workers.worker_table import WorkerTable
 
 SPREAD = [-2.0, 0.0, 1.0]  # of three episodes' returns around the policy's number
 

@@ -3,9 +3,9 @@
 import threading
 from collections import deque
 
-from torchreplay.ray.workers.supervisor import Policy, Supervisor
-from torchreplay.ray.workers.worker_process import Outcome
-from torchreplay.ray.workers.worker_table import WorkerTable
+from torchreplay.workers.supervisor import Policy, Supervisor
+from torchreplay.workers.worker_process import Outcome
+from torchreplay.workers.worker_table import WorkerTable
 
 RAISED = Outcome("raised", "KeyError: 'boom'", "Traceback: in explore, boom")
 DIED = Outcome("died", "its process died", "what Ray knows")

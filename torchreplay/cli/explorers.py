@@ -57,7 +57,7 @@ class ExplorerWeights:
         return fd
 
     def _entries(self, fd: int) -> Iterator[WeightsInUse]:
-        from torchreplay.ray.workers.explorer_stats import explorer_stats
+        from torchreplay.workers.explorer_stats import explorer_stats
 
         for index, entry in enumerate(entries_of(fd)):
             stats = explorer_stats(index, entry)
@@ -87,6 +87,6 @@ class ExplorerWeights:
 def entries_of(fd: int) -> NDArray[np.void]:
     """Returns the entries of a pool's table, as `read_entries` does."""
     # Where a pool is, what knows it is there as well; nobody else needs to wait for these imports.
-    from torchreplay.ray.workers.worker_table import read_entries
+    from torchreplay.workers.worker_table import read_entries
 
     return read_entries(fd)

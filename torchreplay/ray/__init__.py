@@ -15,7 +15,7 @@ from torchreplay.ray.sharded.sharded_replay import ShardedReplay
 from torchreplay.ray.sharded.stats import ShardedStats, ShardStats
 from torchreplay.ray.training.async_replay import AsyncReplay, AsyncReplayStats
 from torchreplay.ray.training.throughput import Timing
-from torchreplay.ray.workers.explorer_stats import ExplorerFailure, ExplorerStats
+from torchreplay.workers.explorer_stats import ExplorerFailure, ExplorerStats
 
 __all__ = [
     "AsyncReplay",

@@ -19,14 +19,14 @@ from torchreplay.ray.evaluation.evaluation_log import Evaluation, EvaluationLog
 from torchreplay.ray.evaluation.evaluator_task import Evaluate, EvaluatorTask, Results
 from torchreplay.ray.evaluation.model_checkpoints import ModelCheckpoints
 from torchreplay.ray.runtime.session import logger
-from torchreplay.ray.workers.explorer_stats import State
 from torchreplay.ray.workers.named import Fillable, OneOrNamed, named_buffers
 from torchreplay.ray.workers.placement import Placement
 from torchreplay.ray.workers.resources import BackendName, WorkerResources
-from torchreplay.ray.workers.worker_pool import WorkerPool
 from torchreplay.segment.waits import LOG_EVERY
 from torchreplay.validation import checked_instance, checked_int, checked_number, checked_path, checked_timeout
 from torchreplay.weights.shared_weights import SharedWeights
+from torchreplay.workers.explorer_stats import State
+from torchreplay.workers.worker_pool import WorkerPool
 
 _LOOK_EVERY: Final = 0.02  # seconds, of `wait`
 _MAX_SEED: Final = (1 << 63) - 1
@@ -160,8 +160,8 @@ class Evaluator(WorkerPool):
             for name, n in (("every", every), ("save_every", save_every))
         )
         seed = checked_int("seed", seed, 0, _MAX_SEED)
-        hosting = WorkerResources(backend, num_cpus, num_gpus, runtime_env, placement)
-        super().__init__(["evaluator"], hosting, max_restarts, restart_delay, seed)
+        resources = WorkerResources(backend, num_cpus, num_gpus, runtime_env, placement)
+        super().__init__(["evaluator"], resources.open, max_restarts, restart_delay, seed)
         saving = (
             None
             if directory is None

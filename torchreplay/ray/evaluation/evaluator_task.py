@@ -14,9 +14,9 @@ from torch import nn
 
 from torchreplay.ray.evaluation.evaluation_log import Evaluation, EvaluationLog
 from torchreplay.ray.evaluation.model_checkpoints import ModelCheckpoints, content_of
-from torchreplay.ray.workers.worker_process import Launch, Work
-from torchreplay.ray.workers.worker_table import WorkerTable
 from torchreplay.weights.shared_weights import SharedWeights
+from torchreplay.workers.worker_process import Launch, Work
+from torchreplay.workers.worker_table import WorkerTable
 
 Evaluate = Callable[[Any, int], Any]
 """A user's function of a module, of any class, and a seed: plays episodes and returns their returns, `[n]`."""

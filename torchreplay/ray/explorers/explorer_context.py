@@ -11,10 +11,10 @@ from torch import nn
 
 from torchreplay.buffer.writer import Autoreset, Writer
 from torchreplay.ray.workers.named import Fillable, OneOrNamed, chosen, named_buffers, named_weights
-from torchreplay.ray.workers.worker_table import WINDOW, WorkerTable
 from torchreplay.schema.config import rows_extended
 from torchreplay.validation import checked_int
 from torchreplay.weights.shared_weights import SharedWeights
+from torchreplay.workers.worker_table import WINDOW, WorkerTable
 
 REPORT_EVERY: Final = 0.1
 """Seconds from one report of what the function has done to the next, while it looks at `stopped`."""

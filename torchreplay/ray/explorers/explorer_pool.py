@@ -12,15 +12,15 @@ from torchreplay.errors import ReplayTimeout, WouldBlockForever
 from torchreplay.ray.explorers.explorer_context import MOST_EXPLORERS, MOST_ROWS, ExplorerContext
 from torchreplay.ray.remote.remote_buffer import RemoteBuffer
 from torchreplay.ray.sharded.sharded_replay import ShardedReplay, shards_of
-from torchreplay.ray.workers.explorer_stats import ExplorerStats
 from torchreplay.ray.workers.named import Fillable, OneOrNamed, named_buffers, named_weights
 from torchreplay.ray.workers.placement import OverShards, Placement
 from torchreplay.ray.workers.resources import BackendName, WorkerResources
-from torchreplay.ray.workers.worker_pool import WorkerPool
-from torchreplay.ray.workers.worker_process import Launch, Work
-from torchreplay.ray.workers.worker_table import WorkerTable
 from torchreplay.validation import checked_int, checked_number
 from torchreplay.weights.shared_weights import SharedWeights
+from torchreplay.workers.explorer_stats import ExplorerStats
+from torchreplay.workers.worker_pool import WorkerPool
+from torchreplay.workers.worker_process import Launch, Work
+from torchreplay.workers.worker_table import WorkerTable
 
 Explore = Callable[[ExplorerContext], object]
 """A user's function: runs until `ctx.stopped`, or as long as it likes; its result is dropped."""
@@ -113,9 +113,9 @@ class ExplorerPool(WorkerPool):
             raise ValueError("backend='process': the shards of a ShardedReplay are reached through Ray, backend='ray'")
         if sharded and placement is None:
             placement = OverShards(sharded, {"CPU": num_cpus, "GPU": num_gpus})
-        hosting = WorkerResources(backend, num_cpus, num_gpus, runtime_env, placement)
+        resources = WorkerResources(backend, num_cpus, num_gpus, runtime_env, placement)
         names = [f"explorer {index} of {num_explorers}" for index in range(num_explorers)]
-        super().__init__(names, hosting, max_restarts, restart_delay, seed)
+        super().__init__(names, resources.open, max_restarts, restart_delay, seed)
         self.buffer, self.weights = buffer, weights
         named_weights(weights)  # or each explorer would say what is wrong with them
         self.num_explorers = num_explorers

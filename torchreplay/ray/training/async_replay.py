@@ -20,9 +20,9 @@ from torchreplay.ray.evaluation.evaluator import Evaluator
 from torchreplay.ray.explorers.explorer_pool import ExplorerPool
 from torchreplay.ray.sharded.stats import ShardedStats
 from torchreplay.ray.training.throughput import Throughput, Timing
-from torchreplay.ray.workers.explorer_stats import ExplorerStats
 from torchreplay.ray.workers.named import OneOrNamed, named_buffers, named_modules, named_weights
 from torchreplay.validation import checked_instance, checked_int
+from torchreplay.workers.explorer_stats import ExplorerStats
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer

@@ -1,13 +1,3 @@
-"""Supervised worker processes: Ray actors or plain processes that are started, watched and restarted."""
+"""Workers as Ray actors, anywhere in the cluster: their backend, where they run, their copy of the pool's table."""
 
-__all__ = [
-    "explorer_stats",
-    "named",
-    "placement",
-    "resources",
-    "supervisor",
-    "table_replica",
-    "worker_pool",
-    "worker_process",
-    "worker_table",
-]
+__all__ = ["named", "placement", "resources", "table_replica"]

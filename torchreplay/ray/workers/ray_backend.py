@@ -8,17 +8,14 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from functools import partial
+from typing import Any, ClassVar, Final
 
 from torchreplay.ray.runtime.session import RaySession
-from torchreplay.ray.workers.backend import Backend, pickled
-from torchreplay.ray.workers.placement import strategy_of
-from torchreplay.ray.workers.table_replica import TableServer
-from torchreplay.ray.workers.worker_process import Launch, Outcome, WorkerProcess
-
-if TYPE_CHECKING:
-    from torchreplay.ray.workers.resources import WorkerResources
-
+from torchreplay.ray.workers.placement import Placement, strategy_of
+from torchreplay.ray.workers.table_replica import TableReplica, TableServer
+from torchreplay.workers.backend import Backend, pickled
+from torchreplay.workers.worker_process import Launch, Outcome, WorkerProcess
 
 _LOOK_EVERY: Final = 0.1
 """Seconds between looks at whether Ray is still there, while runs are waited for."""
@@ -33,26 +30,41 @@ class ActorRun:
 
 
 class RayBackend(Backend[ActorRun]):
-    """Runs workers as Ray actors, each in a process of its own; arguments as of `WorkerResources.open`."""
+    """Runs workers as Ray actors, each in a process of its own.
+
+    Args:
+        work: `(work, board)`, for the workers' processes to unpickle.
+        num_workers: How many there may be at a time.
+        placement: Where they run.
+        num_cpus: What Ray reserves for each worker.
+        num_gpus: The same of GPUs.
+        runtime_env: Their environment, as Ray takes it.
+    """
 
     _lost: ClassVar[list[RayBackend]] = []
     """Those whose Ray was shut down. What they refer to is kept: in the next Ray its ids are those of others."""
 
-    def __init__(self, work: Any, num_workers: int, hosting: WorkerResources) -> None:
+    def __init__(
+        self,
+        work: Any,
+        num_workers: int,
+        placement: Placement,
+        num_cpus: float,
+        num_gpus: float,
+        runtime_env: dict[str, Any] | None,
+    ) -> None:
         self._runs: set[ActorRun] = set()
-        reserved = num_workers * hosting.num_cpus, num_workers * hosting.num_gpus
-        self._session = RaySession(*reserved, here=hosting.placement is None)
+        self._session = RaySession(num_workers * num_cpus, num_workers * num_gpus, here=placement is None)
         self._ray = self._session.ray
-        self._placement = hosting.placement
-        runtime_env = None if hosting.runtime_env is None else dict(hosting.runtime_env)
-        self._options = {"num_cpus": hosting.num_cpus, "num_gpus": hosting.num_gpus, "runtime_env": runtime_env}
+        self._placement = placement
+        self._options = {"num_cpus": num_cpus, "num_gpus": num_gpus, "runtime_env": runtime_env}
         self._kind: Any = None  # of every worker, unless a function says where each is to run
         self._server: Any = None  # of the table, for workers on other nodes
         try:
-            if not callable(hosting.placement):
+            if not callable(placement):
                 self._kind = self._kind_for(0)  # now: what Ray does not take is refused at the start
             self._payload = self._ray.put(pickled(work, self._ray.cloudpickle.dumps))
-            if hosting.placement is not None:
+            if placement is not None:
                 self._server = self._serve(work, runtime_env)
         except BaseException:
             self._session.close()
@@ -80,7 +92,7 @@ class RayBackend(Backend[ActorRun]):
         """Starts a run; does not wait for it."""
         self._require_ray()
         actor = (self._kind or self._kind_for(launch.index)).remote()
-        result = actor.run.remote(sys.path, self._payload, launch, self._server).future()
+        result = actor.run.remote(sys.path, self._payload, launch, partial(TableReplica, self._server)).future()
         run = ActorRun(actor, result)
         self._runs.add(run)
         return run

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
-from torchreplay.ray.workers.backend import Backend
 from torchreplay.ray.workers.placement import NAMES, Placement
-from torchreplay.ray.workers.process_backend import ProcessBackend
 from torchreplay.ray.workers.ray_backend import RayBackend
 from torchreplay.validation import checked_number
+from torchreplay.workers.backend import Backend
+from torchreplay.workers.process_backend import ProcessBackend
 
 BackendName: TypeAlias = Literal["ray", "process"]
 
@@ -65,4 +65,7 @@ class WorkerResources:
             TypeError: The work cannot be pickled.
             ValueError: Ray has less than the workers reserve.
         """
-        return ProcessBackend(work) if self.backend == "process" else RayBackend(work, num_workers, self)
+        if self.backend == "process":
+            return ProcessBackend(work)
+        runtime_env = None if self.runtime_env is None else dict(self.runtime_env)
+        return RayBackend(work, num_workers, self.placement, self.num_cpus, self.num_gpus, runtime_env)

@@ -9,7 +9,8 @@ from typing import Any, Final
 
 from torchreplay.errors import AttachError, Stopped
 from torchreplay.ray.runtime.session import import_ray, logger
-from torchreplay.ray.workers.worker_table import WorkerTable
+from torchreplay.workers.worker_process import Launch
+from torchreplay.workers.worker_table import WorkerTable
 
 EXCHANGE_EVERY: Final = 0.5
 """Seconds between two exchanges; also those for which a worker knows of its stop before it is interrupted."""
@@ -60,26 +61,29 @@ class RemoteHelper:
 class TableReplica:
     """Keeps a worker's copy of its pool's table, in a thread of its own, for one run of the worker.
 
+    `helper` has the methods that the worker calls on the pool's node.
+
     Raises:
         AttachError: The pool is gone, or there is no server.
         Stopped: The worker has a successor: it was given up.
     """
 
-    def __init__(self, server: Any, index: int, run: int, board: WorkerTable) -> None:
+    def __init__(self, server: Any, launch: Launch, board: WorkerTable) -> None:
         self._ray = import_ray()
-        self._server, self._index, self._run, self._board = server, index, run, board
+        self._server, self._index, self._run, self._board = server, launch.index, launch.restarts, board
+        self.helper = RemoteHelper(server)
         self._interrupt: Callable[[], object] | None = None
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._work, name="torchreplay-table", daemon=True)
         if server is None:
             raise AttachError("this worker is on another Ray node than its pool, which was to run on its own alone")
         try:
-            status = self._ray.get(server.enter.remote(index, run))
+            status = self._ray.get(server.enter.remote(self._index, self._run))
         except self._ray.exceptions.RayError as error:
             raise AttachError(f"the pool of this worker does not answer: {error}") from None
         if status is None:
             raise Stopped("another run has taken the place of this one")
-        board.load_status(index, status)
+        board.load_status(self._index, status)
 
     def start(self, interrupt: Callable[[], object]) -> None:
         """Reports that the worker has begun, and goes on reporting.

@@ -7,21 +7,23 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from multiprocessing.util import Finalize
 from types import TracebackType
-from typing import Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Final, Self, TypeAlias
 
 import numpy as np
 
-from torchreplay.ray.workers.explorer_stats import ExplorerFailure, ExplorerStats, explorer_stats
-from torchreplay.ray.workers.resources import WorkerResources
-from torchreplay.ray.workers.supervisor import GRACE, Policy, Supervisor
-from torchreplay.ray.workers.worker_process import Work
-from torchreplay.ray.workers.worker_table import ENTRY, WorkerTable
 from torchreplay.segment.transient import Transient
 from torchreplay.validation import checked_int, checked_number
+from torchreplay.workers.backend import Backend
+from torchreplay.workers.explorer_stats import ExplorerFailure, ExplorerStats, explorer_stats
+from torchreplay.workers.supervisor import GRACE, Policy, Supervisor
+from torchreplay.workers.worker_process import Work
+from torchreplay.workers.worker_table import ENTRY, WorkerTable
+
+OpenBackend: TypeAlias = Callable[[tuple[Work, WorkerTable], int], Backend[Any]]
 
 _FAILURES_KEPT: Final = 100
 
@@ -34,7 +36,7 @@ class WorkerPool(Transient, ABC):
 
     Args:
         names: What to call each worker in the log.
-        hosting: Where they run.
+        open_backend: Makes ready to run `(work, board)` in so many processes at a time, and returns what runs it.
         max_restarts: Restarts of each worker before it is dropped; -1 for no limit.
         restart_delay: Seconds before the first restart after a failure.
         seed: Entropy of all seeds; None draws it.
@@ -44,13 +46,13 @@ class WorkerPool(Transient, ABC):
     """What `check` raises."""
 
     def __init__(
-        self, names: Sequence[str], hosting: WorkerResources, max_restarts: int, restart_delay: float, seed: int | None
+        self, names: Sequence[str], open_backend: OpenBackend, max_restarts: int, restart_delay: float, seed: int | None
     ) -> None:
         max_restarts = checked_int("max_restarts (-1: no limit)", max_restarts, -1, (1 << 31) - 1)
         restart_delay = checked_number("restart_delay", restart_delay, 0)
         seed = None if seed is None else checked_int("seed", seed, 0, (1 << 128) - 1)
         self.seed: int = int(np.random.SeedSequence(seed).entropy)  # type: ignore[arg-type]
-        self._names, self._hosting = names, hosting
+        self._names, self._open_backend = names, open_backend
         self._max_restarts, self._restart_delay = max_restarts, restart_delay
         self._starts = 0
         self._supervisor: Supervisor | None = None
@@ -91,7 +93,7 @@ class WorkerPool(Transient, ABC):
                 self.stop()
             if self._supervisor is None:
                 board = WorkerTable(len(self._names))
-                self._backend = self._hosting.open((self._make_work(), board), len(self._names))
+                self._backend = self._open_backend((self._make_work(), board), len(self._names))
                 policy = Policy(self.seed, self._starts, self._max_restarts, self._restart_delay)
                 try:
                     self._supervisor = Supervisor(

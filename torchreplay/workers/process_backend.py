@@ -16,9 +16,9 @@ from multiprocessing.connection import Connection, wait
 from types import FunctionType, ModuleType
 from typing import Any, Final
 
-from torchreplay.ray.workers.backend import Backend, pickled
-from torchreplay.ray.workers.fork_server import ForkServer
-from torchreplay.ray.workers.worker_process import Launch, Outcome
+from torchreplay.workers.backend import Backend, pickled
+from torchreplay.workers.fork_server import ForkServer
+from torchreplay.workers.worker_process import Launch, Outcome
 
 _EXIT_TIMEOUT: Final = 2.0
 """Seconds that a process whose function has returned gets to come to its end by itself."""

@@ -6,7 +6,7 @@ import pytest
 from forked import eventually
 from scripted_workers import DIED, ENDED, RAISED, Marks, ScriptedActors, supervise
 
-from torchreplay.ray.workers.supervisor import Policy
+from torchreplay.workers.supervisor import Policy
 
 
 def test_an_explorer_that_raises_is_reported_and_restarted_and_one_that_returns_is_not(caplog):
@@ -152,7 +152,7 @@ def test_workers_that_do_not_begin_are_mentioned_in_one_line_until_they_do(caplo
     supervisor = supervise(actors, num_explorers=5)
     eventually(lambda: len(actors.runs) == 5)
     supervisor.board.begin(0)
-    monkeypatch.setattr("torchreplay.ray.workers.supervisor.SLOW_START", 0.2)
+    monkeypatch.setattr("torchreplay.workers.supervisor.SLOW_START", 0.2)
 
     def lines():
         return [record.getMessage() for record in caplog.records if "not begun" in record.getMessage()]

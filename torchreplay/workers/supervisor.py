@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import traceback
@@ -13,12 +14,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from torchreplay.ray.runtime.session import logger
-from torchreplay.ray.workers.backend import Backend
-from torchreplay.ray.workers.explorer_stats import ExplorerFailure, ExplorerStats, State, explorer_stats
-from torchreplay.ray.workers.worker_process import Launch, Outcome
-from torchreplay.ray.workers.worker_table import WorkerTable
 from torchreplay.segment.ray_node import ray_node
+from torchreplay.workers.backend import Backend
+from torchreplay.workers.explorer_stats import ExplorerFailure, ExplorerStats, State, explorer_stats
+from torchreplay.workers.worker_process import Launch, Outcome
+from torchreplay.workers.worker_table import WorkerTable
+
+logger = logging.getLogger("torchreplay.ray")  # the name by which users know all pools
 
 _POLL: Final = 0.1
 """Seconds between looks at stop requests and due restarts; a worker's end is seen at once."""

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Generic, TypeVar
 
-from torchreplay.ray.workers.worker_process import STOP_SIGNAL, Launch, Outcome
+from torchreplay.workers.worker_process import STOP_SIGNAL, Launch, Outcome
 
 _EXIT_TIMEOUT: Final = 5.0
 """Seconds that killed processes get to be gone."""

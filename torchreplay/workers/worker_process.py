@@ -8,17 +8,16 @@ import sys
 import threading
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal, Protocol, Self, TypeAlias
 
 import torch
 
 from torchreplay.errors import Stopped
-from torchreplay.ray.workers.table_replica import RemoteHelper, TableReplica
-from torchreplay.ray.workers.worker_table import WorkerTable
+from torchreplay.workers.worker_table import WorkerTable
 
 STOP_SIGNAL: Final = signal.SIGUSR1
 """Raises `Stopped` in a worker. Not SIGINT, which workers block so that Ctrl-C ends the program alone."""
@@ -74,10 +73,27 @@ class Work(ABC):
         return None
 
 
+class Replica(Protocol):
+    """What keeps a worker's copy of its pool's table, whose original is on another node."""
+
+    helper: Any  # stands for the work's
+
+    def start(self, interrupt: Callable[[], object]) -> None:
+        """Reports that the worker has begun; calls `interrupt` when it has to end at once."""
+
+    def close(self) -> None:
+        """Reports what the worker has written last, and ends."""
+
+
+KeepReplica: TypeAlias = Callable[[Launch, WorkerTable], Replica]
+
+
 class WorkerProcess:
     """The Ray actor, or the plain process, of one run of a worker."""
 
-    def run(self, path: Sequence[str], payload: bytes, launch: Launch, server: Any = None) -> Outcome:
+    def run(
+        self, path: Sequence[str], payload: bytes, launch: Launch, keep_replica: KeepReplica | None = None
+    ) -> Outcome:
         """Does the work that `payload` holds until it returns, raises or is stopped.
 
         Args:
@@ -85,12 +101,12 @@ class WorkerProcess:
             payload: Pickled `(work, board)`; unpickling attaches to the shared memory, and may fail, which is
                 reported like any other error.
             launch: Which worker this is.
-            server: The `TableServer`, for a worker on another node than the pool's.
+            keep_replica: Keeps the copy of the table, for a worker on another node than the pool's.
         """
         torch.set_num_threads(1)  # as many workers as cores: more threads only get in the way
         sys.path.extend(place for place in path if place not in sys.path)
         try:
-            _work(payload, launch, server)
+            _work(payload, launch, keep_replica)
         except Stopped:
             return Outcome("ended")
         except BaseException as error:  # also SystemExit and KeyboardInterrupt: nothing gets lost
@@ -102,11 +118,11 @@ class WorkerProcess:
         return Outcome("ended")
 
 
-def _work(payload: bytes, launch: Launch, server: Any) -> None:
+def _work(payload: bytes, launch: Launch, keep_replica: KeepReplica | None) -> None:
     unpickled: tuple[Work, WorkerTable] = pickle.loads(payload)
     work, board = unpickled
-    replica = TableReplica(server, launch.index, launch.restarts, board) if board.is_copy else None
-    work.begin(launch, board, RemoteHelper(server) if board.is_copy else None)
+    replica = keep_replica(launch, board) if keep_replica is not None and board.is_copy else None
+    work.begin(launch, board, None if replica is None else replica.helper)
 
     def stop_here(signal_number: int, frame: FrameType | None) -> None:
         if not work.noticed_stop:  # otherwise it is finishing already

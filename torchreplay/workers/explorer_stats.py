@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from torchreplay.ray.workers.worker_table import WINDOW
+from torchreplay.workers.worker_table import WINDOW
 
 State = Literal["starting", "running", "restarting", "finished", "failed", "stopped"]
 """Of an explorer. Failed: it ended by an error and is not restarted any more."""

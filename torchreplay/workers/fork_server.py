@@ -27,7 +27,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from torchreplay.ray.workers.worker_process import Launch, WorkerProcess
+from torchreplay.workers.worker_process import Launch, WorkerProcess
 
 _PR_SET_PDEATHSIG: Final = 1  # of Linux's prctl
 
@@ -44,7 +44,7 @@ try:
     sys.path, arguments = requests.recv()
 except EOFError:  # the program is gone
     sys.exit(1)
-from torchreplay.ray.workers.fork_server import serve
+from torchreplay.workers.fork_server import serve
 serve(requests, *arguments)
 """
 
