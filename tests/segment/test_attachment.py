@@ -11,9 +11,9 @@ import torchreplay as tr
 from torchreplay.schema.config import Config
 
 pytest.importorskip("ray")
-from torchreplay.ray.sharded.coordinator import Place
 from torchreplay.ray.sharded.local_shard import LocalAttachment
 from torchreplay.ray.sharded.shard_actor import Shard
+from torchreplay.ray.sharded.shard_table import Place
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torchreplay.errors import Stopped
 from torchreplay.ray.runtime.session import import_ray, logger
 from torchreplay.ray.sharded.batch_block import Layout
-from torchreplay.ray.sharded.coordinator import Lost, Place, Table
 from torchreplay.ray.sharded.coordinator_client import CoordinatorClient
 from torchreplay.ray.sharded.global_distribution import pack, unpack
 from torchreplay.ray.sharded.local_shard import LocalAttachment
@@ -24,6 +23,7 @@ from torchreplay.ray.sharded.manifest import Manifest
 from torchreplay.ray.sharded.rate_limiter import LearnerLimiter, LearnerReport, Rule
 from torchreplay.ray.sharded.replies import ReplyCollector
 from torchreplay.ray.sharded.shard_sampler import Answer, ShardReport
+from torchreplay.ray.sharded.shard_table import Lost, Place, Table
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.limiters import Limiter, MinSize
 from torchreplay.segment.ray_node import ray_node

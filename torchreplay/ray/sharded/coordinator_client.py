@@ -10,7 +10,8 @@ from torchreplay.errors import ReplayLost, Stopped
 from torchreplay.ray.runtime.actor_client import NAMESPACE, ActorClient
 from torchreplay.ray.runtime.cluster import errors_as_raised, living_nodes, only_on
 from torchreplay.ray.runtime.session import import_ray
-from torchreplay.ray.sharded.coordinator import Coordinator, Table
+from torchreplay.ray.sharded.coordinator import Coordinator
+from torchreplay.ray.sharded.shard_table import Table
 from torchreplay.schema.config import Config
 
 

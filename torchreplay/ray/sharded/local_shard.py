@@ -16,9 +16,9 @@ from torchreplay.buffer.writer import Autoreset, Writer
 from torchreplay.errors import AttachError, Stopped
 from torchreplay.ray.runtime.session import logger
 from torchreplay.ray.sharded.batch_block import Layout
-from torchreplay.ray.sharded.coordinator import Place
 from torchreplay.ray.sharded.global_distribution import pack
 from torchreplay.ray.sharded.shard_sampler import Answer, ShardSampler
+from torchreplay.ray.sharded.shard_table import Place
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.config import Config
 from torchreplay.segment.handle import Handle

@@ -15,8 +15,8 @@ from typing import Any, Final
 
 from torchreplay.checkpoint.description import MAX_COUNT
 from torchreplay.checkpoint.directory import TOKEN, read_description
-from torchreplay.ray.sharded.coordinator import Lost
 from torchreplay.ray.sharded.global_distribution import MAX_SHARDS
+from torchreplay.ray.sharded.shard_table import Lost
 from torchreplay.schema.config import MAX_CAPACITY, Config
 from torchreplay.validation import checked_int
 

@@ -10,10 +10,10 @@ import torch
 
 from torchreplay.buffer.inspection import histograms
 from torchreplay.buffer.stats import Stats
-from torchreplay.ray.sharded.coordinator import Table
 from torchreplay.ray.sharded.global_distribution import KEY_BITS
 from torchreplay.ray.sharded.rate_limiter import LearnerLimiter
 from torchreplay.ray.sharded.shard_sampler import ShardReport
+from torchreplay.ray.sharded.shard_table import Table
 from torchreplay.schema.samplers import Uniform
 
 SUMS: tuple[str, ...] = ("size", "nbytes", "drawable", "updated", "stale_updates", "unready_updates", "redraws")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torchreplay.distributed.explorers import Explorers
 from torchreplay.errors import ReplayTimeout, WouldBlockForever
@@ -13,16 +13,44 @@ from torchreplay.lightning.datamodule import ReplayDataModule
 from torchreplay.lightning.evaluation import EvaluationMonitor
 from torchreplay.lightning.feedback import PriorityFeedback
 from torchreplay.lightning.publisher import WeightPublisher
+from torchreplay.loading.dataset import ReplayDataset
 from torchreplay.loading.mixed_dataset import MixedDataset
+from torchreplay.ray.evaluation.evaluator import Evaluator
+from torchreplay.ray.explorers.explorer_pool import ExplorerPool
+from torchreplay.ray.training.throughput import Throughput
 from torchreplay.schema.samplers import Prioritized
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
 
-    from torchreplay.ray.training.async_replay import AsyncReplay
+
+class Learning(Protocol):
+    """What a Trainer needs of an `AsyncReplay`; its attributes and methods."""
+
+    learn: Any
+    pool: ExplorerPool
+    evaluator: Evaluator | None
+    dataset: ReplayDataset | MixedDataset
+    meter: Throughput
+
+    @property
+    def is_for_trainer(self) -> bool:
+        """Whether the learner is a LightningModule."""
+
+    def begin(self) -> None:
+        """Begins to measure."""
+
+    def end(self) -> None:
+        """Ends measuring."""
+
+    def publish(self) -> None:
+        """Publishes the weights."""
+
+    def count_step(self, is_new: bool) -> bool:
+        """Counts a learner step; returns whether the weights were published."""
 
 
-def fit(replay: AsyncReplay, trainer: Trainer, ckpt_path: Any) -> None:
+def fit(replay: Learning, trainer: Trainer, ckpt_path: Any) -> None:
     """Does what `AsyncReplay.fit` does."""
     module: Any = replay.learn
     if not replay.is_for_trainer:
@@ -55,7 +83,7 @@ def _configured(module: Any) -> list[Any]:
     return list(brought) if isinstance(brought, Sequence) else [brought]
 
 
-def _data_of(replay: AsyncReplay) -> ReplayDataModule | _MixedData:
+def _data_of(replay: Learning) -> ReplayDataModule | _MixedData:
     batches = replay.dataset
     if isinstance(batches, MixedDataset):
         return _MixedData(batches, replay.pool)
@@ -94,7 +122,7 @@ class _MixedData(LightningDataModule):
 class _Learner(PriorityFeedback):
     """Does after each batch of a Trainer what an `AsyncReplay` does after its own steps."""
 
-    def __init__(self, replay: AsyncReplay) -> None:
+    def __init__(self, replay: Learning) -> None:
         dataset = replay.dataset
         super().__init__(dataset if isinstance(dataset, MixedDataset) else dataset.buffer)
         buffers = dataset.buffers if isinstance(dataset, MixedDataset) else [dataset.buffer]
