@@ -1,11 +1,9 @@
 """Dueling double DQN on an Atari game's screen, with explorers that play several games side by side.
 
 After Ape-X (Horgan et al. 2018, https://arxiv.org/abs/1803.00933) and the dueling network (Wang et al. 2016,
-https://arxiv.org/abs/1511.06581). Explorers write every frame once; stacks of four frames and 3-step returns are built
-when a batch is drawn: 7 KB a transition. A short run shows throughput and memory; Pong takes hours on two cores:
-
-    python examples/dqn_atari.py --total-steps 1000 --eval-every 500
-    python examples/dqn_atari.py --actions 0 2 3
+https://arxiv.org/abs/1511.06581). Explorers write every frame once; stacks of four frames and 5-step returns are built
+when a batch is drawn: 2 KB a transition. On frames of 42 pixels two cores learn Road Runner in minutes, as far as the
+score of a human tester (Mnih et al. 2015, https://doi.org/10.1038/nature14236).
 """
 
 from __future__ import annotations
@@ -37,29 +35,29 @@ class Args:
 
     seed: int = 0
     """seed of the network, the draws, the explorers and the evaluations"""
-    total_steps: int = 500_000
+    total_steps: int = 100_000
     """learner steps at most; the run ends earlier once it is solved"""
-    eval_every: int = 1_500
+    eval_every: int = 2_000
     """learner steps between two evaluations"""
-    eval_episodes: int = 4
+    eval_episodes: int = 10
     """games in an evaluation, played side by side"""
-    solved_at: float = 18.0
-    """mean return of an evaluation that ends the run"""
+    solved_at: float = 7_845.0
+    """mean return of an evaluation that ends the run: a human tester's score in Road Runner"""
     tensorboard: bool = True
     """whether to write curves to runs/dqn_atari-seed<seed>"""
     plot: str = ""
     """file for a picture of the run; empty for none"""
-    game: str = "pong"
+    game: str = "road_runner"
     """name of the game's ROM in ale-py, such as ms_pacman"""
     actions: tuple[int, ...] = ()
     """the game's actions to choose from, such as 0 2 3 in Pong, where firing does nothing; none for all"""
-    max_frames: int = 108_000
+    max_frames: int = 18_000
     """frames of the emulator after which a game is cut short; one step takes four"""
     num_explorers: int = 2
     """explorer processes"""
     num_envs: int = 4
     """games that each explorer plays side by side"""
-    n_step: int = 3
+    n_step: int = 5
     """steps that a transition spans"""
     gamma: float = 0.99
     """discount of one step"""
@@ -67,13 +65,13 @@ class Args:
     """frames that the buffer holds"""
     learning_starts: int = 5_000
     """transitions to wait for before the first learner step"""
-    samples_per_insert: float = 4.0
+    samples_per_insert: float = 8.0
     """how often each transition is drawn on average; whoever is ahead of this waits"""
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
     """where the learner works; explorers act on the CPU"""
-    batch_size: int = 32
+    batch_size: int = 64
     """transitions in a batch"""
-    learning_rate: float = 5e-4
+    learning_rate: float = 3e-4
     """of Adam"""
     channels: int = 16
     """of the first convolution; the second has twice as many, the layers after it eight times as many"""
@@ -88,7 +86,7 @@ class Args:
         self.actions = self.actions or tuple(every)
 
 
-STACK, SIDE = 4, 84  # frames that the network sees at once, and their height and width
+STACK, SIDE = 4, 42  # frames that the network sees at once, and their height and width
 # What a row of the buffer holds: one frame, and the action, reward and flags that led to it.
 SPEC = {"obs": tr.Field((SIDE, SIDE), torch.uint8), "action": tr.Field((), torch.int64), "reward": tr.Field()}
 SPEC |= {name: tr.Field((), torch.bool) for name in ("terminated", "truncated")}
@@ -99,15 +97,16 @@ class DuelingNetwork(nn.Module):
 
     def __init__(self, actions: int, channels: int) -> None:
         super().__init__()
-        first, second = nn.Conv2d(STACK, channels, 8, stride=4), nn.Conv2d(channels, 2 * channels, 4, stride=2)
+        first = nn.Conv2d(STACK, channels, 4, stride=4, padding=1)
+        second = nn.Conv2d(channels, 2 * channels, 4, stride=2, padding=1)
         self.features = nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Flatten())
-        size, hidden = 2 * channels * 9 * 9, 8 * channels  # of 84 pixels the convolutions leave 20, then 9
+        size, hidden = 2 * channels * 5 * 5, 8 * channels  # of 42 pixels the convolutions leave 11, then 5
         self.value = nn.Sequential(nn.Linear(size, hidden), nn.ReLU(), nn.Linear(hidden, 1))
         self.advantage = nn.Sequential(nn.Linear(size, hidden), nn.ReLU(), nn.Linear(hidden, actions))
 
     def forward(self, frames: Tensor) -> Tensor:
         """Adds the value of the state and the advantages of the actions, which have mean 0 (Wang et al., eq. 9)."""
-        features = self.features(frames.to(self.advantage[-1].weight.device).float() / 255)  # acting: from the CPU
+        features = self.features(frames.to(self.advantage[-1].weight.device).float().mul_(1 / 255))  # acting: from CPU
         advantage = self.advantage(features)
         return self.value(features) + advantage - advantage.mean(-1, keepdim=True)
 
@@ -122,8 +121,9 @@ class Games:
     """
 
     def __init__(self, args: Args, num_envs: int, seed: int) -> None:
-        limit = {"max_num_frames_per_episode": args.max_frames, "reward_clipping": False}
-        self.env = AtariVectorEnv(args.game, num_envs, num_threads=1, stack_num=1, autoreset_mode="SameStep", **limit)
+        options = {"num_threads": 1, "img_height": SIDE, "img_width": SIDE, "stack_num": 1, "reward_clipping": False}
+        options |= {"max_num_frames_per_episode": args.max_frames, "autoreset_mode": "SameStep"}
+        self.env = AtariVectorEnv(args.game, num_envs, **options)
         self.actions = np.array(args.actions)
         frames, info = self.env.reset(seed=seed % 2**30)  # ale-py's seeds have 31 bits
         self.stacks, self.lives = np.repeat(frames, STACK, axis=1), info["lives"]

@@ -66,10 +66,10 @@ online.writer(num_envs=2, autoreset=AutoresetMode.SAME_STEP)
 
 
 def complaints(program: Path) -> str:
-    options = ["--strict", "--follow-imports=silent", "--config-file=", "--no-error-summary"]
-    cache = f"--cache-dir={ROOT / 'build' / 'types'}"
+    # The settings and the cache of `make lint`: strict ones, and torch is not analysed once more.
+    options = [f"--config-file={ROOT / 'pyproject.toml'}", f"--cache-dir={ROOT / '.mypy_cache'}", "--no-error-summary"]
     run = subprocess.run(
-        [sys.executable, "-m", "mypy", *options, cache, program.name],
+        [sys.executable, "-m", "mypy", *options, program.name],
         cwd=program.parent,
         env=os.environ | {"MYPYPATH": str(ROOT)},
         capture_output=True,
