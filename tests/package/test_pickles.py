@@ -6,6 +6,7 @@ import pickle
 import pickletools
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -125,12 +126,13 @@ def test_a_sharded_replay_pickles_by_name_and_refuses_to_be_copied():
 
 def test_what_a_pool_sends_to_its_workers_is_small_and_no_code(buffer):
     from torchreplay.ray.explorers.explorer_pool import ExplorerTask
+    from torchreplay.ray.workers.table_replica import TableReplica
     from torchreplay.workers.worker_process import Launch
     from torchreplay.workers.worker_table import WorkerTable
 
     # A function of an installed module, as explorers' are: cloudpickle writes those of tests out.
     work = ExplorerTask(tr.sequence_priority, {"own": buffer}, tr.SharedWeights(nn.Linear(2, 2)), 1)
-    data = cloudpickle.dumps((work, Launch(0, 2, 1, 0), WorkerTable(2)))
+    data = cloudpickle.dumps((work, Launch(0, 2, 1, 0), WorkerTable(2), partial(TableReplica, None)))
     assert functions_by_value(data) == []
     assert PACKAGE.encode() not in data
     assert len(data) < 1500

@@ -16,7 +16,7 @@ from numbered_rows import is_running, make_buffer, row
 
 import torchreplay as tr
 from torchreplay.ray import ExplorerPool, ExplorersFailed
-from torchreplay.ray.workers.resources import WorkerResources
+from torchreplay.workers.process_backend import ProcessBackend
 from torchreplay.workers.worker_process import Launch
 from torchreplay.workers.worker_table import WorkerTable
 
@@ -190,7 +190,7 @@ def test_processes_whose_function_has_returned_are_waited_for_together_and_not_b
         threading.Thread(target=time.sleep, args=(3600,)).start()  # as a logger's or a loader's
 
     buffer, board = make_buffer(), WorkerTable(3)
-    backend = WorkerResources(backend="process").open((ExplorerPool(linger, 3, buffer)._make_work(), board), 3)
+    backend = ProcessBackend((ExplorerPool(linger, 3, buffer)._make_work(), board))
     launches = [Launch(index, 3, 0, 0) for index in range(3)]
     runs = [backend.launch(launch) for launch in launches]
     pids = [run.pid for run in runs]

@@ -15,6 +15,8 @@ ENDED = Outcome("ended")
 class ScriptedActors:
     """Runs that end as a script says: at once with an outcome, or never if it returns None."""
 
+    slow_start_hint = " (hint)"
+
     class Run:
         def __init__(self, launch, outcome):
             self.launch, self.result = launch, outcome

@@ -17,7 +17,7 @@ from numbered_rows import is_running, make_buffer, row
 
 import torchreplay as tr
 from torchreplay.ray import ExplorerPool, ExplorersFailed
-from torchreplay.ray.workers.resources import WorkerResources
+from torchreplay.workers.process_backend import ProcessBackend
 from torchreplay.workers.worker_process import Launch
 from torchreplay.workers.worker_table import WorkerTable
 
@@ -111,7 +111,7 @@ def test_a_program_without_descriptors_left_keeps_the_explorers_it_has():
             time.sleep(0.01)
 
     work, board = ExplorerPool(wait_for_the_end, 2, make_buffer())._make_work(), WorkerTable(2)
-    backend = WorkerResources(backend="process").open((work, board), 2)
+    backend = ProcessBackend((work, board))
     eventually(lambda: backend.is_free(0), 150)
     first = backend.launch(Launch(0, 2, 0, 0))
     refused, held = 0, []

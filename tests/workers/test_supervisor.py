@@ -159,6 +159,7 @@ def test_workers_that_do_not_begin_are_mentioned_in_one_line_until_they_do(caplo
 
     eventually(lambda: len(lines()) >= 3)
     assert all(line.startswith("explorer 1, explorer 2 and 2 others: not begun ") for line in lines())
+    assert all(line.endswith(" s after the start (hint)") for line in lines())
     for index in (2, 3, 4):
         supervisor.board.begin(index)
     caplog.clear()

@@ -7,12 +7,11 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 
-import numpy as np
-from numpy.typing import NDArray
-
 from torchreplay import _C
 from torchreplay.monitoring.advice import WeightsInUse
 from torchreplay.monitoring.discovery import NoSuchBuffer, SharedFile, shared_files
+from torchreplay.workers.explorer_stats import explorer_stats
+from torchreplay.workers.worker_table import read_entries
 
 SCAN_SECONDS = 20.0
 """Between two looks for pools and weights: each goes through all open files of this user."""
@@ -48,7 +47,7 @@ class ExplorerWeights:
                 self._published.append((frozenset(pid for pid, _ in file.holders), fd))
             else:
                 with suppress(ValueError):  # being made just now, or of another version of torchreplay
-                    entries_of(fd)
+                    read_entries(fd)
                     self._tables.append(fd)
 
     def _opened(self, file: SharedFile) -> int:
@@ -57,9 +56,7 @@ class ExplorerWeights:
         return fd
 
     def _entries(self, fd: int) -> Iterator[WeightsInUse]:
-        from torchreplay.workers.explorer_stats import explorer_stats
-
-        for index, entry in enumerate(entries_of(fd)):
+        for index, entry in enumerate(read_entries(fd)):
             stats = explorer_stats(index, entry)
             published = self._newest(stats.pid)
             yield WeightsInUse(stats.index, stats.pid, stats.weight_version, published, stats.heartbeat_age)
@@ -82,11 +79,3 @@ class ExplorerWeights:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def entries_of(fd: int) -> NDArray[np.void]:
-    """Returns the entries of a pool's table, as `read_entries` does."""
-    # Where a pool is, what knows it is there as well; nobody else needs to wait for these imports.
-    from torchreplay.workers.worker_table import read_entries
-
-    return read_entries(fd)

@@ -8,7 +8,7 @@ import select
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, ClassVar, Final, Generic, TypeVar
 
 from torchreplay.workers.worker_process import STOP_SIGNAL, Launch, Outcome
 
@@ -20,6 +20,8 @@ R = TypeVar("R")
 
 class Backend(ABC, Generic[R]):
     """Launches, awaits and kills runs of a worker's function; `R` is what it knows a run by."""
+
+    slow_start_hint: ClassVar[str] = ""  # what the log adds where a run takes long to begin
 
     @abstractmethod
     def launch(self, launch: Launch) -> R:
@@ -61,7 +63,7 @@ class Backend(ABC, Generic[R]):
                 os.kill(pid, STOP_SIGNAL)
 
     def await_exit(self, pids: Iterable[int]) -> None:
-        """Returns when these processes are gone; Ray takes them down a moment after it says so."""
+        """Returns when these processes are gone. A backend may say so a moment before."""
         deadline = time.monotonic() + _EXIT_TIMEOUT
         for pid in filter(None, pids):
             try:
@@ -74,8 +76,8 @@ class Backend(ABC, Generic[R]):
             os.close(process)
 
 
-def pickled(work: Any, dumps: Callable[[Any], bytes]) -> bytes:
-    """Returns what workers' processes are to unpickle.
+def pickled(work: Any, dumps: Callable[[Any], bytes], advice: str = "") -> bytes:
+    """Returns what workers' processes are to unpickle. An error's text ends with `advice`.
 
     Raises:
         TypeError: The user's function, or something that it refers to, cannot be pickled.
@@ -85,5 +87,5 @@ def pickled(work: Any, dumps: Callable[[Any], bytes]) -> bytes:
     except Exception as error:
         raise TypeError(
             f"{work[0]!r} cannot be sent to the workers' processes: {error}; make environments, networks and open "
-            "files inside the function, and see ray.util.inspect_serializability for what it refers to"
+            f"files inside the function{advice}"
         ) from error

@@ -165,7 +165,7 @@ class Supervisor:
                 self.listen()
             self._end_all()
         except (Exception, SystemExit) as error:  # the latter comes out of calls of Ray's
-            # Ray was shut down under the pool, most likely: its actors went with it.
+            # What runs the workers is gone, most likely: Ray was shut down under the pool.
             lost = _died("no longer supervised", error)
             logger.error("the workers are %s\n%s", lost.error, lost.traceback)
             for w in self._running():
@@ -208,8 +208,8 @@ class Supervisor:
                 w.mentioned = now
             who = ", ".join(self.names[w.index] for w in slow[:2])
             others = f" and {len(slow) - 2} others" if len(slow) > 2 else ""
-            text = "%s%s: not begun %.0f s after the start (under Ray: is there room for what they reserve?)"
-            logger.warning(text, who, others, now - slow[0].launched)
+            text = "%s%s: not begun %.0f s after the start%s"
+            logger.warning(text, who, others, now - slow[0].launched, self.backend.slow_start_hint)
 
     def _await_some(self) -> None:
         running = self._running()

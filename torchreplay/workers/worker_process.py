@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, Protocol, Self, TypeAlias
 
 import torch
 
-from torchreplay.errors import Stopped
+from torchreplay.errors import AttachError, Stopped
 from torchreplay.workers.worker_table import WorkerTable
 
 STOP_SIGNAL: Final = signal.SIGUSR1
@@ -85,14 +85,14 @@ class Replica(Protocol):
         """Reports what the worker has written last, and ends."""
 
 
-KeepReplica: TypeAlias = Callable[[Launch, WorkerTable], Replica]
+OpenReplica: TypeAlias = Callable[[Launch, WorkerTable], Replica]
 
 
 class WorkerProcess:
-    """The Ray actor, or the plain process, of one run of a worker."""
+    """One run of a worker, in the process that a backend has made for it."""
 
     def run(
-        self, path: Sequence[str], payload: bytes, launch: Launch, keep_replica: KeepReplica | None = None
+        self, path: Sequence[str], payload: bytes, launch: Launch, open_replica: OpenReplica | None = None
     ) -> Outcome:
         """Does the work that `payload` holds until it returns, raises or is stopped.
 
@@ -101,12 +101,12 @@ class WorkerProcess:
             payload: Pickled `(work, board)`; unpickling attaches to the shared memory, and may fail, which is
                 reported like any other error.
             launch: Which worker this is.
-            keep_replica: Keeps the copy of the table, for a worker on another node than the pool's.
+            open_replica: Makes what keeps the copy of the table, for a worker on another node than the pool's.
         """
         torch.set_num_threads(1)  # as many workers as cores: more threads only get in the way
         sys.path.extend(place for place in path if place not in sys.path)
         try:
-            _work(payload, launch, keep_replica)
+            _work(payload, launch, open_replica)
         except Stopped:
             return Outcome("ended")
         except BaseException as error:  # also SystemExit and KeyboardInterrupt: nothing gets lost
@@ -118,10 +118,14 @@ class WorkerProcess:
         return Outcome("ended")
 
 
-def _work(payload: bytes, launch: Launch, keep_replica: KeepReplica | None) -> None:
+def _work(payload: bytes, launch: Launch, open_replica: OpenReplica | None) -> None:
     unpickled: tuple[Work, WorkerTable] = pickle.loads(payload)
     work, board = unpickled
-    replica = keep_replica(launch, board) if keep_replica is not None and board.is_copy else None
+    replica = None
+    if board.is_copy:
+        if open_replica is None:
+            raise AttachError("this worker is on another Ray node than its pool, which was to run on its own alone")
+        replica = open_replica(launch, board)
     work.begin(launch, board, None if replica is None else replica.helper)
 
     def stop_here(signal_number: int, frame: FrameType | None) -> None:

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import ClassVar
 
 logger = logging.getLogger("torchreplay.ray")
-"""Of this package: its one logger."""
+"""Of this package. The supervisor in `torchreplay.workers` logs by the same name."""
 
 # The workers' data never passes through Ray's object store: the least it accepts is plenty.
 _OBJECT_STORE_BYTES = 80 * 2**20

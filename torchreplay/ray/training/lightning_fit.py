@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
 
 
-class Learning(Protocol):
-    """What a Trainer needs of an `AsyncReplay`; its attributes and methods."""
+class Fittable(Protocol):
+    """What a Trainer needs of an `AsyncReplay`. Attributes and methods mean what they mean there."""
 
     learn: Any
     pool: ExplorerPool
@@ -50,7 +50,7 @@ class Learning(Protocol):
         """Counts a learner step; returns whether the weights were published."""
 
 
-def fit(replay: Learning, trainer: Trainer, ckpt_path: Any) -> None:
+def fit(replay: Fittable, trainer: Trainer, ckpt_path: Any) -> None:
     """Does what `AsyncReplay.fit` does."""
     module: Any = replay.learn
     if not replay.is_for_trainer:
@@ -83,7 +83,7 @@ def _configured(module: Any) -> list[Any]:
     return list(brought) if isinstance(brought, Sequence) else [brought]
 
 
-def _data_of(replay: Learning) -> ReplayDataModule | _MixedData:
+def _data_of(replay: Fittable) -> ReplayDataModule | _MixedData:
     batches = replay.dataset
     if isinstance(batches, MixedDataset):
         return _MixedData(batches, replay.pool)
@@ -122,7 +122,7 @@ class _MixedData(LightningDataModule):
 class _Learner(PriorityFeedback):
     """Does after each batch of a Trainer what an `AsyncReplay` does after its own steps."""
 
-    def __init__(self, replay: Learning) -> None:
+    def __init__(self, replay: Fittable) -> None:
         dataset = replay.dataset
         super().__init__(dataset if isinstance(dataset, MixedDataset) else dataset.buffer)
         buffers = dataset.buffers if isinstance(dataset, MixedDataset) else [dataset.buffer]

@@ -1,3 +1,3 @@
-"""Workers as Ray actors, anywhere in the cluster: their backend, where they run, their copy of the pool's table."""
+"""What runs a pool's workers. And Ray's own: actors, placement, and the table on other nodes."""
 
 __all__ = ["named", "placement", "resources", "table_replica"]

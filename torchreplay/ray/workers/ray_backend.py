@@ -41,6 +41,8 @@ class RayBackend(Backend[ActorRun]):
         runtime_env: Their environment, as Ray takes it.
     """
 
+    slow_start_hint = " (is there room for what they reserve?)"
+
     _lost: ClassVar[list[RayBackend]] = []
     """Those whose Ray was shut down. What they refer to is kept: in the next Ray its ids are those of others."""
 
@@ -63,7 +65,8 @@ class RayBackend(Backend[ActorRun]):
         try:
             if not callable(placement):
                 self._kind = self._kind_for(0)  # now: what Ray does not take is refused at the start
-            self._payload = self._ray.put(pickled(work, self._ray.cloudpickle.dumps))
+            advice = ", and see ray.util.inspect_serializability for what it refers to"
+            self._payload = self._ray.put(pickled(work, self._ray.cloudpickle.dumps, advice))
             if placement is not None:
                 self._server = self._serve(work, runtime_env)
         except BaseException:
@@ -92,7 +95,8 @@ class RayBackend(Backend[ActorRun]):
         """Starts a run; does not wait for it."""
         self._require_ray()
         actor = (self._kind or self._kind_for(launch.index)).remote()
-        result = actor.run.remote(sys.path, self._payload, launch, partial(TableReplica, self._server)).future()
+        open_replica = None if self._server is None else partial(TableReplica, self._server)
+        result = actor.run.remote(sys.path, self._payload, launch, open_replica).future()
         run = ActorRun(actor, result)
         self._runs.add(run)
         return run

@@ -61,10 +61,11 @@ class RemoteHelper:
 class TableReplica:
     """Keeps a worker's copy of its pool's table, in a thread of its own, for one run of the worker.
 
-    `helper` has the methods that the worker calls on the pool's node.
+    Attributes:
+        helper: Has the methods that the worker calls on the pool's node.
 
     Raises:
-        AttachError: The pool is gone, or there is no server.
+        AttachError: The pool is gone.
         Stopped: The worker has a successor: it was given up.
     """
 
@@ -75,8 +76,6 @@ class TableReplica:
         self._interrupt: Callable[[], object] | None = None
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._work, name="torchreplay-table", daemon=True)
-        if server is None:
-            raise AttachError("this worker is on another Ray node than its pool, which was to run on its own alone")
         try:
             status = self._ray.get(server.enter.remote(self._index, self._run))
         except self._ray.exceptions.RayError as error:

@@ -1,7 +1,6 @@
 """What an explorer's function gets: its context, and the board of its pool."""
 
 import math
-import pickle
 
 import numpy as np
 import pytest
@@ -200,15 +199,3 @@ def test_recorded_statistics_agree_with_a_plain_list_of_episodes():
     assert untouched.episodes == 0
     assert math.isnan(untouched.mean_return)
     supervisor.stop(0, 0)
-
-
-def test_a_board_that_was_pickled_is_the_same_memory():
-    board = WorkerTable(3)
-    other = pickle.loads(pickle.dumps(board))
-    board.stopped = True
-    other.entries[2]["episodes"] = 7
-    assert other.stopped
-    assert board.entries[2]["episodes"] == 7
-    del board
-    with pytest.raises(tr.AttachError, match="gone"):
-        pickle.loads(pickle.dumps(other))
