@@ -90,16 +90,26 @@ CPP_CORE = $(patsubst cpp/%,%,$(filter-out cpp/python/% cpp/ops/%,$(wildcard cpp
 CPP_INCLUDES = $(shell $(BIN)/python -c 'import importlib.util as u, os, sysconfig as s; \
     print("-Icpp -isystem", s.get_path("include"), "-isystem", os.path.dirname(u.find_spec("torch").origin) + "/include")')
 
+TIDY := $(BIN)/clang-tidy --quiet
+
 lint: build  ## ruff, mypy, import-linter, clang-format, clang-tidy, abi3audit
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint-types lint-bindings lint-ops lint-core lint-rest
+
+.PHONY: lint-types lint-bindings lint-ops lint-core lint-rest
+lint-types:
+	$(BIN)/mypy
+lint-bindings:
+	$(TIDY) cpp/python.cpp -- -std=c++20 -DPy_LIMITED_API=0x030B0000 $(CPP_INCLUDES)
+lint-ops:
+	$(TIDY) cpp/ops.cpp -- -std=c++20 -DTORCH_TARGET_VERSION=0x020b000000000000 $(CPP_INCLUDES)
+lint-core:
+	@mkdir -p build/lint && printf '#include "%s"\n' $(CPP_CORE) > build/lint/core.cpp
+	$(TIDY) build/lint/core.cpp -- -std=c++20 -DNDEBUG $(CPP_INCLUDES)
+lint-rest:
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --check --quiet .
-	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
-	@mkdir -p build/lint && printf '#include "%s"\n' $(CPP_CORE) > build/lint/core.cpp
-	printf '%s\n' 'cpp/python.cpp -DPy_LIMITED_API=0x030B0000' 'cpp/ops.cpp -DTORCH_TARGET_VERSION=0x020b000000000000' \
-	    'build/lint/core.cpp -DNDEBUG' | xargs -P 2 -L 1 sh -c \
-	    '$(BIN)/clang-tidy --quiet "$$0" -- -std=c++20 "$$1" $(CPP_INCLUDES)'
 	$(BIN)/abi3audit --strict --assume-minimum-abi3 3.11 torchreplay/*.abi3.so
 
 format: $(STAMPS)/env  ## rewrite the sources in the house format
