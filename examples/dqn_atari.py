@@ -223,7 +223,7 @@ def learn(q: nn.Module, pool: ExplorerPool, buffer: tr.ReplayBuffer, weights: tr
                 break
     if args.plot and history.moments:
         Path(args.plot).parent.mkdir(parents=True, exist_ok=True)
-        replay_health(history, args.plot, f"Ape-X on {args.game}'s screen", args.solved_at)
+        replay_health(history, args.plot, f"Ape-X plays {args.game.replace('_', ' ').title()}", args.solved_at)
 
 
 def main(args: Args) -> None:
