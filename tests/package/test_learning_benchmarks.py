@@ -1,12 +1,16 @@
 """`python -m benchmarks learning`: runs go on where they were stopped, and its statistics and tasks are the papers'."""
 
 import math
+import os
+import subprocess
+from datetime import UTC, datetime, timedelta
 from functools import partial
 
 import numpy as np
 import pytest
 from counted_cells import fail, played, question
 from example_programs import parsed
+from paths import ROOT
 from scipy import stats
 
 import torchreplay as tr
@@ -29,7 +33,7 @@ def test_cells_that_were_played_are_not_played_again(tmp_path):
     assert play_missing(cells, tmp_path, jobs=1) == 0
     assert sorted(path.name for path in tmp_path.glob("played-*")) == ["played-0", "played-2"]
     results = collect(cells, tmp_path)
-    assert results[0] == Result("q", "task", "a", 0, 10.0, 10.0, 0.5)
+    assert results[0][:7] == ("q", "task", "a", 0, 10.0, 10.0, 0.5)
     assert [(result.seed, result.y) for result in results] == [(0, 10), (0, 20), (1, 7), (2, 12), (2, 22)]
 
 
@@ -41,6 +45,22 @@ def test_a_cell_that_fails_keeps_no_other_from_being_played_and_is_named_at_the_
         play_missing([broken, *cells], tmp_path, jobs=1)
     assert [path_of(cell, tmp_path).exists() for cell in (broken, *cells)] == [False, True, True]
     assert "seed 0" in capsys.readouterr().out
+
+
+def test_a_result_says_when_where_and_with_which_code_it_was_played(tmp_path):
+    cell = Cell("q", "task", "a", 0, fail)
+    write_cell(cell, [Point(10, 7.0, 0.1)], tmp_path)
+    (result,) = collect([cell], tmp_path)
+    assert datetime.now(UTC) - datetime.fromisoformat(f"{result.date}T00:00:00Z") < timedelta(days=2)
+    assert result.machine.startswith(f"{len(os.sched_getaffinity(0))} x ")
+    log = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    assert result.commit.removesuffix("+") == log[: len(result.commit.removesuffix("+"))]
+    assert bool(result.commit) == bool(log)
+
+
+def test_results_from_before_that_was_noted_are_read(tmp_path):
+    (tmp_path / "q.csv").write_text("question,task,variant,seed,x,y,seconds\nq,task,a,0,10.0,7.0,0.1\n")
+    assert list(read(tmp_path / "q.csv")) == [Result("q", "task", "a", 0, 10.0, 7.0, 0.1)]
 
 
 def test_runs_that_never_solve_the_task_count_as_infinitely_long():
