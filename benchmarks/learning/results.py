@@ -48,7 +48,7 @@ def write_cell(cell: Cell, points: Iterable[Point], directory: Path) -> None:
     """Writes what a cell has shown."""
     where = (cell.question, cell.task, cell.variant, cell.seed)
     commit = revision()  # before the run: it may take an hour
-    values = [[round(value, 4) for value in point] for point in points]
+    values = [Point(*(round(value, 4) for value in point)) for point in points]
     date, machine = datetime.now(UTC).date().isoformat(), "{cores} x {processor}".format(**describe())
     write(path_of(cell, directory), [Result(*where, *point, date, commit, machine) for point in values])
 
@@ -56,8 +56,8 @@ def write_cell(cell: Cell, points: Iterable[Point], directory: Path) -> None:
 def read(path: Path) -> Iterator[Result]:
     """Yields the lines of a CSV file that `write` wrote."""
     with path.open(newline="") as file:
-        for question, task, variant, seed, *values in list(csv.reader(file))[1:]:
-            yield Result(question, task, variant, int(seed), *map(float, values[:3]), *values[3:])
+        for question, task, variant, seed, x, y, seconds, *played in list(csv.reader(file))[1:]:
+            yield Result(question, task, variant, int(seed), float(x), float(y), float(seconds), *played)
 
 
 def collect(cells: Iterable[Cell], directory: Path) -> list[Result]:
@@ -66,11 +66,10 @@ def collect(cells: Iterable[Cell], directory: Path) -> list[Result]:
 
 
 def revision() -> str:
-    """Returns the short name of the commit that is checked out, with a + where files were changed since; "" for none."""
+    """Returns the short name of the present commit, with a + where files differ from it; "" outside of a repository."""
     asked = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
     try:
-        return subprocess.run(
-            asked, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-        ).stdout.strip()
+        answer = subprocess.run(asked, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return ""
+    return answer.stdout.strip()
