@@ -52,6 +52,7 @@ def test_several_follow_each_other_in_one_file(tmp_path):
                     assert_same(loaded, buffer)
 
 
+@pytest.mark.slow
 def test_bytes_in_a_pickle_are_read_by_a_new_process(tmp_path):
     file = io.BytesIO()
     with filled() as buffer:

@@ -22,6 +22,7 @@ def in_a_process_of_its_own(body, *args):
         assert child.wait(300) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_files")
 @pytest.mark.timeout(300)
 def test_interrupted_loads_leave_no_thread(tmp_path):
@@ -31,6 +32,7 @@ def test_interrupted_loads_leave_no_thread(tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_files")
 @pytest.mark.timeout(300)
 def test_interrupted_saves_leave_no_thread_and_a_checkpoint_that_loads(tmp_path):

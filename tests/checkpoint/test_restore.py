@@ -96,6 +96,7 @@ def test_explorers_lose_nothing_by_a_restore_that_does_not_end(capacity, end, nu
         assert len(buffer) == buffer.stats().drawable == capacity
 
 
+@pytest.mark.slow
 def test_keys_of_a_killed_restore_are_no_turns_of_the_ring(tmp_path, monkeypatch):
     with filled(300, 300) as saved:
         saved.extend(**rows(300, 3000))

@@ -39,7 +39,9 @@ def kind(request):
     return getattr(adapter, request.param)
 
 
-@pytest.mark.parametrize(("method", "backend"), [("fork", "sharedctypes"), ("spawn", "SharedMemory")])
+@pytest.mark.parametrize(
+    ("method", "backend"), [("fork", "sharedctypes"), pytest.param("spawn", "SharedMemory", marks=pytest.mark.slow)]
+)
 def test_processes_add_to_the_same_buffer(kind, method, backend):
     context = mp.get_context(method)
     buffer = kind(256, ENV, ctx=context, backend=backend)

@@ -28,6 +28,7 @@ print(sorted(set(buffer.sample(2000).rewards.ravel().tolist())))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [SharedReplayBuffer, PrioritizedReplayBuffer])
 def test_a_pickle_is_the_experience_and_outlives_the_process(kind, tmp_path):
     buffer = filled(kind(30, BOX, DISCRETE, n_envs=2, device="cpu"), count=12)

@@ -45,6 +45,7 @@ def test_one_installed_library_is_enough(tmp_path, absent):
     assert run_python(script).strip() == f"['{present}']"
 
 
+@pytest.mark.slow
 def test_without_any_library_the_error_says_what_to_install(tmp_path):
     script = tmp_path / "none.py"
     script.write_text(

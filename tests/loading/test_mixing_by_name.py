@@ -115,7 +115,7 @@ def test_feedback_that_does_not_fit_is_refused_and_nothing_is_applied(agents):
     assert updated(agents) == {"red": 0, "blue": 0}
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_workers_share_the_steps_and_feedback_finds_its_way(agents, method):
     dataset = tr.MixedDataset(agents, 8, steps=5)
     loader = DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context=method)

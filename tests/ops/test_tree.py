@@ -24,6 +24,7 @@ def tree_of(priorities: torch.Tensor, seed: int = 0) -> PriorityTree:
     return tree
 
 
+@pytest.mark.slow
 def test_the_operators_are_there_when_the_package_is_imported():
     layout = "torch.ops.torchreplay.tree_layout(10)[0] > 0"
     again = "import importlib; importlib.reload(torchreplay)"
@@ -370,6 +371,7 @@ def test_an_operator_refuses_memory_that_is_not_a_trees(spoil, message, memory):
         torch.ops.torchreplay.tree_min(spoil(memory), 100)
 
 
+@pytest.mark.slow
 def test_the_portable_twin_gives_the_same_draws_and_bytes_as_the_fastest_instructions():
     program = (
         "import hashlib, torch; from torchreplay.priority_tree import PriorityTree; t = PriorityTree(5000, seed=1);"

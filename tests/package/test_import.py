@@ -45,6 +45,7 @@ def test_importing_torchreplay_imports_no_third_party_package_beyond_those_of_to
     assert extra <= {"torchreplay"}
 
 
+@pytest.mark.slow
 def test_the_source_without_its_compiled_part_says_where_to_start_python(tmp_path):
     shutil.copytree(Path(tr.__file__).parent, tmp_path / "torchreplay", ignore=shutil.ignore_patterns("*.so", "*.pyc"))
     only_here = "import sys; sys.meta_path = [found for found in sys.meta_path if 'editable' not in repr(found)]"

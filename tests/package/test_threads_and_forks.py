@@ -191,6 +191,7 @@ def test_a_fork_tells_every_open_buffer_though_other_threads_open_and_close_some
     assert not ignored
 
 
+@pytest.mark.slow
 def test_a_process_ends_in_order_whatever_its_daemon_threads_are_at():
     program = """
 import threading

@@ -58,6 +58,7 @@ def test_the_explorers_of_a_program_without_ray_outlive_ctrl_c_and_die_with_it(t
         eventually(lambda: not is_running(pid))
 
 
+@pytest.mark.slow
 def test_a_child_of_multiprocessing_ends_with_its_explorers_running():
     def explore(ctx):
         with ctx.writer() as writer:
@@ -165,6 +166,7 @@ def test_draining_ends_who_does_not_come_to_an_end():
     assert not pool.errors
 
 
+@pytest.mark.slow
 def test_an_explorers_heartbeat_tells_how_long_ago_it_was_last_heard_of():
     def explore_until_the_third_row(ctx):
         writer = ctx.writer()

@@ -103,6 +103,7 @@ def test_a_buffer_closes_no_descriptor_of_others_that_has_got_the_number_of_its_
     run_forked(close)
 
 
+@pytest.mark.slow
 def test_a_buffer_attached_after_that_is_as_good_as_any_whatever_becomes_of_the_one_before():
     buffer = make()
     handle = buffer.handle()

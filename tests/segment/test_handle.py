@@ -107,6 +107,7 @@ def test_a_killed_owner_leaves_an_attach_error_and_those_attached_before_keep_th
     assert attached.sample(3)["x"].eq(1).all()
 
 
+@pytest.mark.slow
 def test_whoever_passes_a_buffer_or_weights_on_may_end_before_those_who_get_it():
     buffer, weights = make(), tr.SharedWeights(torch.nn.Linear(1, 1))
     with mp.get_context("spawn").Pool(1) as pool:

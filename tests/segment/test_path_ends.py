@@ -142,6 +142,7 @@ def test_by_a_process(end, path):
     assert_at_rest(path, 5)
 
 
+@pytest.mark.slow
 def test_what_the_first_of_all_exit_handlers_writes_is_in_the_file(path):
     program = f"""
 import atexit, sys

@@ -127,6 +127,7 @@ batch = buffer.sample(2)
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_got_a_pickle_and_outlives_the_others_puts_the_file_to_rest_when_it_ends(path):
     buffer = make(path)
     with subprocess.Popen([sys.executable, "-c", LAST_USER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:

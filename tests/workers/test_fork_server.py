@@ -100,11 +100,13 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_shared_memory_of_the_program_outlives_explorers_that_have_used_it(tmp_path):
     done = run_program(tmp_path, SHARING)
     assert (done.stdout, done.stderr) == ("[1, 1]\n", "")
 
 
+@pytest.mark.slow
 def test_a_program_without_descriptors_left_keeps_the_explorers_it_has():
     def wait_for_the_end(ctx):
         while not ctx.stopped:
@@ -157,6 +159,7 @@ with ExplorerPool(explore, 1, buffer, backend="process", max_restarts=0) as pool
 """
 
 
+@pytest.mark.slow
 def test_a_program_without_a_guard_is_told_so(tmp_path):
     done = run_program(tmp_path, UNGUARDED)
     assert done.returncode == 1

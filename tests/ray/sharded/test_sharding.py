@@ -241,6 +241,7 @@ def test_lightning_trains_from_it(filled):
             assert p * found.priority_total == pytest.approx((2.0 + explorer + EPS) ** ALPHA, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_node_without_a_shard_cannot_be_written_from(cluster):
     view = tr.Transitions(n_step=2, gamma=0.5)
     with ShardedReplay(STEPS, 200, view=view, nodes=cluster.node_ids[:1], seed=1) as replay:
