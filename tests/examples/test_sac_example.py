@@ -26,7 +26,12 @@ QUICK = "--total-steps 40 --eval-every 20 --eval-episodes 2 --start-steps 300 --
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("env", "most"), [("InvertedPendulum-v5", 1000), ("LunarLanderContinuous-v3", 400), ("Reacher-v5", 0)]
+    ("env", "most"),
+    [
+        ("InvertedPendulum-v5", 1000),
+        pytest.param("LunarLanderContinuous-v3", 400, marks=pytest.mark.soak),
+        pytest.param("Reacher-v5", 0, marks=pytest.mark.soak),
+    ],
 )
 def test_a_run_prints_its_evaluations_and_keeps_the_best_actor_and_a_curve(env, most, tmp_path):
     if env.startswith("Lunar"):
