@@ -1,4 +1,4 @@
-"""Which shards there are, and where, as the coordinator tells it."""
+"""Which shards there are, and on which node each is. The coordinator keeps this table."""
 
 from __future__ import annotations
 
