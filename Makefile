@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install -qq --no-compile  # what is imported is compiled then: a small part
-PYTEST := $(BIN)/python -m pytest --numprocesses 2
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --no-loadscope-reorder  # tests/conftest.py has sorted them
 
 # A fork copies the tables of all memory that its process has. So tests that fork by the hundred run by themselves, in
 # processes that have not imported Lightning, Ray and the libraries that tests compare with.

@@ -3,12 +3,12 @@ counts at the end. And the path of a buffer in a file, a Ray of two CPUs, a clus
 Lightning's two names, and what waits for the lock say."""
 
 import gc
-import logging
 import os
 import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker
@@ -18,6 +18,7 @@ from types import ModuleType
 import hypothesis
 import pytest
 import torch
+from cluster import RayCluster, SharedCluster
 from tally import (
     pytest_runtest_makereport,
     pytest_sessionfinish,
@@ -54,23 +55,31 @@ hypothesis.settings.register_profile("torchreplay", deadline=None, derandomize=T
 hypothesis.settings.load_profile("torchreplay")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Lets `-k` find tests by the Ray or the cluster that they use; skips `gpu` tests where CUDA is missing.
 
     Lightning's two libraries have the same code. Slow tests of the second one are left to `make soak`.
+    Modules that share a Ray come one after another, and of those the ones with most tests first.
     """
     for item in items:
         item.extra_keyword_matches.update({"ray", "cluster"} & {*getattr(item, "fixturenames", ())})
         callspec = getattr(item, "callspec", None)
         if item.get_closest_marker("slow") and callspec and callspec.params.get("lightning") == "lightning.pytorch":
             item.add_marker(pytest.mark.soak)
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs a CUDA device")
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    yield
+    tests, nodes = Counter(item.path for item in items), Counter[Path]()
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(skip)
+        nodes[item.path] = max(nodes[item.path], nodes_asked_for(item))
+    items.sort(key=lambda item: (-nodes[item.path], -tests[item.path], item.path))
+
+
+def nodes_asked_for(item: pytest.Item) -> int:
+    """Returns how many nodes of the shared Ray a test asks for, as far as it matters for the order."""
+    names = {*getattr(item, "fixturenames", ())}
+    return 2 if {"shared_cluster", "cluster"} <= names else int(bool({"shared_cluster", "backend"} & names))
 
 
 def pytest_collection_finish() -> None:
@@ -79,30 +88,35 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture(scope="module")
-def ray():
-    """A Ray of this machine, shared by the tests of a module."""
-    ray = pytest.importorskip("ray")
-    ray.init(
-        address="local",
-        num_cpus=2,
-        object_store_memory=80 * 2**20,
-        include_dashboard=False,
-        logging_level=logging.ERROR,
-        log_to_driver=False,
-    )
-    yield ray
-    ray.shutdown()
+@pytest.fixture(scope="session")
+def shared_cluster() -> Iterator[SharedCluster]:
+    """The Ray that modules share, one after another."""
+    shared = SharedCluster()
+    yield shared
+    shared.end()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_ray_unless_a_test_asks_for_it(request: pytest.FixtureRequest) -> None:
+    """Ends the shared Ray where a module has no test that asks for it."""
+    if not any(nodes_asked_for(item) for item in request.session.items if item.path == request.node.path):
+        request.getfixturevalue("shared_cluster").end()
 
 
 @pytest.fixture(scope="module")
-def cluster():
+def ray(shared_cluster: SharedCluster) -> Iterator[ModuleType]:
+    """A Ray of one node, which has two CPUs."""
+    with shared_cluster.of(1) as cluster:
+        yield cluster.ray
+
+
+@pytest.fixture(scope="module")
+def cluster(shared_cluster: SharedCluster) -> Iterator[RayCluster]:
     """A Ray cluster of two nodes, of which the other one knows the rows of sharded buffers too."""
     pytest.importorskip("ray")
     import sharded_rows
-    from cluster import ray_cluster
 
-    with ray_cluster(1) as cluster:
+    with shared_cluster.of(2) as cluster:
         cluster.ray.cloudpickle.register_pickle_by_value(sharded_rows)  # workers have no tests to import it from
         yield cluster
 

@@ -6,7 +6,6 @@ import time
 
 import pytest
 import torch
-from cluster import ray_cluster
 from forked import eventually
 from numbered_rows import assert_intact, is_running, make_buffer, row
 from safetensors.torch import load_file
@@ -19,12 +18,6 @@ pytestmark = pytest.mark.slow
 
 STARTUP = 150.0  # seconds: processes that import torch on a machine that is busy with other things
 SHARED = {name: tr.Field((), torch.int64) for name in ("explorer", "seed", "count")}
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with ray_cluster(1) as cluster:
-        yield cluster
 
 
 def explore(ctx):

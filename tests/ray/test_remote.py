@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from cluster import ray_cluster
 from forked import eventually
 from remote_explorers import STEPS, Explorer, Owner, assert_complete, make_buffer, rows_of, write_when_it_is_closed
 
@@ -23,8 +22,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def cluster():
-    with ray_cluster(2) as cluster:
+def cluster(shared_cluster):
+    with shared_cluster.of(3) as cluster:
         yield cluster
 
 

@@ -1,18 +1,15 @@
 """A Ray cluster of several nodes on this machine, for tests of what crosses from one node to another.
 
 Its nodes share the kernel, and with it the boot id, /proc and /dev/shm: what must not cross a node could, and a test
-that it does not is sharper than between machines. A module's fixture:
+that it does not is sharper than between machines.
 
-    @pytest.fixture(scope="module")
-    def cluster():
-        with ray_cluster(2) as cluster:
-            yield cluster
+Ray takes ten seconds of a core to start. So test modules share one, each with as many nodes as it asks for.
 """
 
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,10 +67,17 @@ class RayCluster:
         self._end(node)
         eventually(lambda: not self._is_alive(node.node_id))
 
-    def actors(self, class_name):
-        """Ray's records of the actors of a class that are alive, being made, or restarting."""
+    def actors(self, class_name=None):
+        """Ray's records of the actors, all or those of a class, that are alive, being made, or restarting."""
         found = self.ray._private.state.actors().values()
-        return [a for a in found if a["ActorClassName"] == class_name and a["State"] != "DEAD"]
+        return [a for a in found if class_name in (None, a["ActorClassName"]) and a["State"] != "DEAD"]
+
+    def resize(self, size):
+        """Adds nodes, or kills the last ones, until it has that many."""
+        while len(self.nodes) < size:
+            self._add()
+        while len(self.nodes) > size:
+            self.kill(len(self.nodes) - 1)
 
     def _add(self, **options):
         with pytest.MonkeyPatch.context() as patch:
@@ -94,24 +98,44 @@ class RayCluster:
 
 
 @contextmanager
-def ray_cluster(others: int, **options) -> Iterator[RayCluster]:
-    """A cluster of a head and `others` nodes, each of 2 CPUs; it takes seconds to come and to go.
-
-    Args:
-        others: Nodes besides the head.
-        options: Of each node, as `Cluster.add_node` takes them.
-    """
+def ray_cluster() -> Iterator[RayCluster]:
+    """A cluster of one node of 2 CPUs, to which this process is connected; it takes seconds to come and to go."""
     ray = pytest.importorskip("ray")
+    from ray._common.utils import reset_ray_address
     from ray.cluster_utils import Cluster
 
     cluster = RayCluster(ray, Cluster(shutdown_at_exit=True))
     try:
-        cluster._add(_system_config=SETTINGS, **options)
-        for _ in range(others):
-            cluster._add(**options)
+        cluster._add(_system_config=SETTINGS)
+        reset_ray_address()  # else other programs of this machine would join it
         ray.init(address=cluster._cluster.address, logging_level=logging.ERROR, log_to_driver=False)
         yield cluster
     finally:
         with suppress(Exception):
             ray.shutdown()
         cluster._cluster.shutdown()
+
+
+class SharedCluster:
+    """The cluster that test modules of this process share, one after another."""
+
+    def __init__(self):
+        self._stack, self._cluster = ExitStack(), None
+
+    @contextmanager
+    def of(self, size) -> Iterator[RayCluster]:
+        """Gives the cluster with that many nodes. Fails if actors are left behind, and ends them with the cluster."""
+        if self._cluster is None:
+            self._cluster = self._stack.enter_context(ray_cluster())
+        self._cluster.resize(size)
+        yield self._cluster
+        try:
+            eventually(lambda: not self._cluster.actors())
+        except BaseException:
+            self.end()
+            raise
+
+    def end(self):
+        """Ends it. Whoever asks after this gets a new one."""
+        self._cluster = None
+        self._stack.close()
