@@ -67,10 +67,14 @@ class RayCluster:
         self._end(node)
         eventually(lambda: not self._is_alive(node.node_id))
 
-    def actors(self, class_name=None):
-        """Ray's records of the actors, all or those of a class, that are alive, being made, or restarting."""
+    def actors(self, class_name):
+        """Ray's records of the actors of a class that are alive, being made, or restarting."""
         found = self.ray._private.state.actors().values()
-        return [a for a in found if class_name in (None, a["ActorClassName"]) and a["State"] != "DEAD"]
+        return [a for a in found if a["ActorClassName"] == class_name and a["State"] != "DEAD"]
+
+    def has_free_cpus(self):
+        """Whether no task and no actor has reserved a CPU."""
+        return self.ray.available_resources().get("CPU") == self.ray.cluster_resources()["CPU"]
 
     def resize(self, size):
         """Adds nodes, or kills the last ones, until it has that many."""
@@ -106,7 +110,7 @@ def ray_cluster() -> Iterator[RayCluster]:
 
     cluster = RayCluster(ray, Cluster(shutdown_at_exit=True))
     try:
-        cluster._add(_system_config=SETTINGS)
+        cluster._add(_system_config=SETTINGS, include_log_monitor=False, no_monitor=True)
         reset_ray_address()  # else other programs of this machine would join it
         ray.init(address=cluster._cluster.address, logging_level=logging.ERROR, log_to_driver=False)
         yield cluster
@@ -124,13 +128,13 @@ class SharedCluster:
 
     @contextmanager
     def of(self, size) -> Iterator[RayCluster]:
-        """Gives the cluster with that many nodes. Fails if actors are left behind, and ends them with the cluster."""
+        """Gives the cluster with that many nodes. Fails if CPUs stay reserved, and ends whoever has them."""
         if self._cluster is None:
             self._cluster = self._stack.enter_context(ray_cluster())
         self._cluster.resize(size)
         yield self._cluster
         try:
-            eventually(lambda: not self._cluster.actors())
+            eventually(self._cluster.has_free_cpus)
         except BaseException:
             self.end()
             raise

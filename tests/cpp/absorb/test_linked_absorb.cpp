@@ -73,18 +73,20 @@ class Play {
   // this absorption, since the order within it is free. All other leaves are as they were.
   void learn(float max_before) {
     const float max_after = m_->header().max_raw;
+    const PriorityTree tree = m_->tree();
     BOOST_REQUIRE(max_after >= max_before);
     for (uint64_t s = 0; s < m_->capacity(); s++) {
-      const float leaf = m_->tree().leaf(static_cast<int64_t>(s));
+      const float leaf = tree.leaf(static_cast<int64_t>(s));
       if (leaf <= 0) continue;
       const uint64_t key = m_->at(s) - 1;
       if (const auto [known, is_new] = leaves_.try_emplace(key, leaf); !is_new) {
-        BOOST_REQUIRE(leaf == known->second);
+        if (leaf != known->second)
+          BOOST_FAIL("the leaf of slot " << s << " has changed");  // most checks: Boost is slow
         continue;
       }
       const auto given = crowd_.written().priority(key);
-      BOOST_REQUIRE(leaf >= m_->tree().clamp(given ? *given : max_before));
-      BOOST_REQUIRE(leaf <= m_->tree().clamp(given ? *given : max_after));
+      BOOST_REQUIRE(leaf >= tree.clamp(given ? *given : max_before));
+      BOOST_REQUIRE(leaf <= tree.clamp(given ? *given : max_after));
       if (given) BOOST_REQUIRE(max_after >= *given);
     }
   }
@@ -142,12 +144,13 @@ class Play {
   // both ways between rows of which one names the other.
   void check_unsettled(float max_before) {
     learn(max_before);
-    std::string v = tree_violation(m_->tree());
-    for (uint64_t s = 0; s < m_->capacity() && v.empty(); s++) v = unsettled_violation(s);
+    const PriorityTree tree = m_->tree();
+    std::string v = tree_violation(tree);
+    for (uint64_t s = 0; s < m_->capacity() && v.empty(); s++) v = unsettled_violation(tree, s);
     BOOST_REQUIRE_MESSAGE(v.empty(), v);
   }
 
-  std::string unsettled_violation(uint64_t slot) const {
+  std::string unsettled_violation(const PriorityTree& tree, uint64_t slot) const {
     const RowSet& written = crowd_.written();
     const Links& links = m_->links(slot);
     const uint32_t prev1 = links.prev.load(), next1 = links.next.load();
@@ -158,7 +161,7 @@ class Play {
     const HeldRow& row = written.rows().at(at - 1);
     if (prev1 && (m_->at(prev1 - 1) != row.prev_key1 || !written.follows(row)))
       return "a row is linked to one that it does not name";
-    if (!(m_->tree().leaf(static_cast<int64_t>(slot)) > 0)) return "";
+    if (!(tree.leaf(static_cast<int64_t>(slot)) > 0)) return "";
     const auto item = written.item(at - 1);
     if (!item) return "a leaf without an item";
     for (size_t i = 0; i < item->size(); i++) {

@@ -29,8 +29,9 @@ inline Keys drawable(SegmentMemory& m) {
   settle(m);
   BOOST_TEST(violation(m) == "");
   Keys keys;
+  const PriorityTree tree = m.tree();
   for (uint64_t s = 0; s < m.capacity(); s++)
-    if (m.tree().leaf(static_cast<int64_t>(s)) > 0) keys.insert(static_cast<int64_t>(m.at(s)) - 1);
+    if (tree.leaf(static_cast<int64_t>(s)) > 0) keys.insert(static_cast<int64_t>(m.at(s)) - 1);
   return keys;
 }
 

@@ -22,17 +22,18 @@ inline std::vector<uint64_t> newest_tickets(const SegmentMemory& m) {
 }
 
 // The first thing in which word, `at`, leaf and pending bit of a slot contradict each other, or the rows there are.
-inline std::string slot_violation(SegmentMemory& m, uint64_t slot, uint64_t newest, const RowSet& rows) {
+inline std::string slot_violation(SegmentMemory& m, const PriorityTree& tree, uint64_t slot, uint64_t newest,
+                                  const RowSet& rows) {
   const uint64_t word = m.row(slot).word.load();
   const bool is_row = word % 2 == 0 && word % 65536 != 0, busy = word % 2 == 1;
   const uint64_t at = m.at(slot);
   const bool pending = PendingSet(m).contains(slot);
-  const std::string where = " of slot " + std::to_string(slot);
-  if (at != (is_row ? word >> 16 : 0)) return "at" + where + " is not the committed row";
+  const auto says = [&](const char* what) { return "slot " + std::to_string(slot) + ": " + what; };
+  if (at != (is_row ? word >> 16 : 0)) return says("`at` is not the committed row");
   const bool complete = at && rows.item(at - 1);
-  if ((m.tree().leaf(static_cast<int64_t>(slot)) > 0) != complete)
-    return "leaf" + where + (complete ? ": a complete item cannot be drawn" : ": an incomplete item can be drawn");
-  if (pending != (busy || word >> 16 < newest)) return "pending bit" + where;
+  if ((tree.leaf(static_cast<int64_t>(slot)) > 0) != complete)
+    return says(complete ? "a complete item cannot be drawn" : "an incomplete item can be drawn");
+  if (pending != (busy || word >> 16 < newest)) return says("pending bit");
   return "";
 }
 
@@ -86,8 +87,9 @@ inline std::string violation(SegmentMemory& m) {
   uint64_t rows = 0, pending = 0;
   const std::vector<uint64_t> newest = newest_tickets(m);
   const RowSet committed = RowSet::committed(m);
+  const PriorityTree tree = m.tree();
   for (uint64_t slot = 0; slot < m.capacity(); slot++) {
-    if (std::string v = slot_violation(m, slot, newest[slot], committed); !v.empty()) return v;
+    if (std::string v = slot_violation(m, tree, slot, newest[slot], committed); !v.empty()) return v;
     rows += m.at(slot) != 0;
     pending += PendingSet(m).contains(slot);
     if (m.pending_words()[slot / 64] && !(m.pending_summary()[slot / 4096] >> slot / 64 % 64 & 1))
@@ -99,7 +101,7 @@ inline std::string violation(SegmentMemory& m) {
   if (h.dirty != Dirty::kClean) return "dirty";
   if (m.layout().view.linked())
     if (std::string v = link_violation(m, committed); !v.empty()) return v;
-  return tree_violation(m.tree());
+  return tree_violation(tree);
 }
 
 }  // namespace torchreplay::testing

@@ -1,4 +1,5 @@
 // Mappings that keep huge pages huge, and what holds whether the system has such pages or not.
+#include <algorithm>
 #include <boost/test/unit_test.hpp>
 #include <fstream>
 #include <string>
@@ -90,7 +91,7 @@ BOOST_AUTO_TEST_CASE(what_a_part_of_a_file_takes_is_in_that_part,
   BOOST_REQUIRE(take_huge_pages(file, 2 * kHugePage, 3 * kHugePage));
   BOOST_TEST(resident(file) == 3 * kHugePage);
   const Mapping part(file, 3 * kHugePage, 2 * kHugePage);
-  for (uint64_t at = 0; at < part.size; at++) BOOST_REQUIRE(part.base[at] == 0);
+  BOOST_TEST(std::all_of(part.base, part.base + part.size, [](auto byte) { return byte == 0; }));
   touch(part);
   BOOST_TEST(resident(file) == 3 * kHugePage);
 }
