@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from example_programs import evaluations, imported, succeed
+from example_programs import assert_tensorboard_says, evaluations, imported, succeed
 
 import torchreplay as tr
 
@@ -13,16 +13,18 @@ pytest.importorskip("ray")
 pytest.importorskip("pytorch_lightning")
 pytest.importorskip("gymnasium")
 pytest.importorskip("tyro")
+pytest.importorskip("torch.utils.tensorboard")
 
 
 @pytest.mark.slow
-def test_the_demo_prints_one_json_line_per_evaluation_and_leaves_a_picture(tmp_path):
-    done = succeed(NAME, tmp_path, *QUICK.split(), "--no-tensorboard", timeout=170)
+def test_the_demo_prints_one_json_line_per_evaluation_and_leaves_a_picture_and_curves(tmp_path):
+    done = succeed(NAME, tmp_path, *QUICK.split(), "--seed", "7", timeout=170)
     lines = evaluations(done)
     assert [line["step"] for line in lines] == [30, 60]
     assert all(8 <= line["mean_return"] <= 500 for line in lines)
     assert "not solved" in done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == [f"{NAME}.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{NAME}.png", "runs"]
+    assert_tensorboard_says(lines, tmp_path / "runs" / f"{NAME}-seed7")
 
 
 @pytest.mark.soak

@@ -12,28 +12,32 @@ from torchreplay.ray import ShardedReplay
 pytestmark = pytest.mark.slow
 
 
-def test_keys_items_and_priorities_are_those_of_all_shards(cluster):
+@pytest.fixture(scope="module")
+def filled(cluster):
     with filled_shards(cluster) as filled:
-        replay, keys = filled
-        everything, ids = all_keys(keys)
-        assert sorted(replay.keys().tolist()) == sorted(everything.tolist())
-        assert replay.keys(rows=True).tolist() == replay.keys().tolist()
-        assert replay.num_items == len(replay) == 365
-        assert sorted(replay.gather(replay.keys())["key"].tolist()) == sorted(everything.tolist())
-        leaves = prioritize(filled, 1)
-        raw = replay.priorities(everything)
-        assert raw.dtype == torch.float32
-        order = np.argsort(leaves[ids], kind="stable")
-        assert (np.diff(raw.numpy()[order]) >= -1e-6).all()
-        for number in {key >> 48 for key in everything.tolist()}:
-            mine = replay.keys()[replay.keys() >> 48 == number]
-            assert (mine.diff() > 0).all()
+        yield filled
 
 
-def test_sample_puts_a_batch_on_a_device(cluster):
-    with ShardedReplay(SPEC, 100, seed=1) as replay:
-        replay.extend(**rows_of(0, 5))
-        batch = replay.sample(8, timeout=120, device="meta")
+def test_keys_items_and_priorities_are_those_of_all_shards(filled):
+    replay, keys = filled
+    everything, ids = all_keys(keys)
+    assert sorted(replay.keys().tolist()) == sorted(everything.tolist())
+    assert replay.keys(rows=True).tolist() == replay.keys().tolist()
+    assert replay.num_items == len(replay) == 365
+    assert sorted(replay.gather(replay.keys())["key"].tolist()) == sorted(everything.tolist())
+    leaves = prioritize(filled, 1)
+    raw = replay.priorities(everything)
+    assert raw.dtype == torch.float32
+    order = np.argsort(leaves[ids], kind="stable")
+    assert (np.diff(raw.numpy()[order]) >= -1e-6).all()
+    for number in {key >> 48 for key in everything.tolist()}:
+        mine = replay.keys()[replay.keys() >> 48 == number]
+        assert (mine.diff() > 0).all()
+
+
+def test_sample_puts_a_batch_on_a_device(filled):
+    replay, _ = filled
+    batch = replay.sample(8, timeout=120, device="meta")
     assert {name: values.device.type for name, values in batch.items() if name != "key"} == dict.fromkeys(
         [*SPEC, "weight", "probability"], "meta"
     )
