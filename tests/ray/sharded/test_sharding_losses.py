@@ -100,7 +100,7 @@ def test_a_node_that_dies_is_done_without_and_replaced_by_one_that_joins(cluster
                 assert replay.stats().shards_missing == 0
 
 
-def test_when_its_maker_closes_it_everyone_is_told(cluster, tmp_path):
+def test_nobody_waits_for_rows_that_nobody_will_write_or_when_its_maker_has_closed_it(cluster, tmp_path, monkeypatch):
     def learn(replay):
         (tmp_path / "attached").touch()
         try:
@@ -108,7 +108,10 @@ def test_when_its_maker_closes_it_everyone_is_told(cluster, tmp_path):
         except tr.Stopped as error:
             return str(error)
 
+    monkeypatch.setattr("torchreplay.segment.waits.STARTUP_GRACE", 0.5)
     replay = ShardedReplay(SPEC, 100, nodes=cluster.node_ids[:1])
+    with pytest.raises(tr.WouldBlockForever, match="no writer has come"):
+        replay.sample(8)
     replay.expect_writers()
     call = cluster.ray.remote(learn).options(**cluster.on(1)).remote(replay)
     eventually((tmp_path / "attached").exists, timeout=120)
@@ -129,15 +132,6 @@ def test_when_nobody_keeps_it_where_it_was_made_everyone_is_told(cluster):
     with pytest.raises(ReplayLost, match="kept by nobody in the process that made it"):
         copy.stats()
     copy.close()
-
-
-def test_nobody_waits_for_rows_that_nobody_will_write(cluster, monkeypatch):
-    monkeypatch.setattr("torchreplay.segment.waits.STARTUP_GRACE", 0.5)
-    with (
-        ShardedReplay(SPEC, 100, nodes=cluster.node_ids[:1]) as replay,
-        pytest.raises(tr.WouldBlockForever, match="no writer has come"),
-    ):
-        replay.sample(8)
 
 
 def test_a_learner_whose_shards_end_without_a_stop_does_not_take_it_for_the_end_of_its_training(cluster):
