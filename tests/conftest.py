@@ -42,6 +42,8 @@ __all__ = [
 OURS = {str(path) for path in Path(tr.__file__).parent.rglob("*.py")}
 THREADS_END = 5.0
 """Seconds within which threads are gone that have been told to end."""
+NODES = Counter[Path]()
+"""How many nodes of the shared Ray the tests of a file ask for, as far as it matters for the order."""
 
 # Several processes share few cores: a thread pool in each of them measures the scheduler, not the code.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -70,16 +72,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     yield
-    tests, nodes = Counter(item.path for item in items), Counter[Path]()
     for item in items:
-        nodes[item.path] = max(nodes[item.path], nodes_asked_for(item))
-    items.sort(key=lambda item: (-nodes[item.path], -tests[item.path], item.path))
-
-
-def nodes_asked_for(item: pytest.Item) -> int:
-    """Returns how many nodes of the shared Ray a test asks for, as far as it matters for the order."""
-    names = {*getattr(item, "fixturenames", ())}
-    return 2 if {"shared_cluster", "cluster"} <= names else int(bool({"shared_cluster", "backend"} & names))
+        names = {*getattr(item, "fixturenames", ())}
+        asked = 2 if {"shared_cluster", "cluster"} <= names else int(bool({"shared_cluster", "backend"} & names))
+        NODES[item.path] = max(NODES[item.path], asked)
+    tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: (-NODES[item.path], -tests[item.path], item.path))
 
 
 def pytest_collection_finish() -> None:
@@ -99,7 +97,7 @@ def shared_cluster() -> Iterator[SharedCluster]:
 @pytest.fixture(scope="module", autouse=True)
 def no_ray_unless_a_test_asks_for_it(request: pytest.FixtureRequest) -> None:
     """Ends the shared Ray where a module has no test that asks for it."""
-    if not any(nodes_asked_for(item) for item in request.session.items if item.path == request.node.path):
+    if not NODES[request.node.path]:
         request.getfixturevalue("shared_cluster").end()
 
 
