@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import tyro
+from ale_py.roms import get_all_rom_ids
 from ale_py.vector_env import AtariVectorEnv
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
@@ -80,6 +81,8 @@ class Args:
         for name, value in vars(self).items():
             if type(value) is int and value < (least := 0 if name == "seed" else 1):
                 raise ValueError(f"{name}={value}: expected a whole number of at least {least}")
+        if self.game not in get_all_rom_ids():
+            raise ValueError(f"unknown game {self.game!r}: expected the name of a ROM in ale-py, such as ms_pacman")
         every = range(AtariVectorEnv(self.game, 1, num_threads=1).single_action_space.n)
         if unknown := [action for action in self.actions if action not in every]:  # ale-py would wait for ever
             raise ValueError(f"unknown actions {unknown}: {self.game} has 0 to {every[-1]}")
@@ -114,10 +117,8 @@ class DuelingNetwork(nn.Module):
 class Games:
     """Games played side by side, preprocessed by ale-py as in Mnih et al. (2015), sticky actions off.
 
-    A lost life ends an episode for the learner; the game goes on, and so does its return.
-
-    Attributes:
-        stacks: uint8 `[num_envs, STACK, SIDE, SIDE]`, what to act on; an episode's first frame is repeated before it.
+    A lost life ends an episode for the learner; the game goes on, and so does its return. `stacks` is what to act on,
+    uint8 `[num_envs, STACK, SIDE, SIDE]`; an episode's first frame is repeated before it.
     """
 
     def __init__(self, args: Args, num_envs: int, seed: int) -> None:
@@ -152,8 +153,7 @@ def explore(ctx: ExplorerContext, args: Args) -> None:
     """Plays until the learner has finished; runs in a process of its own."""
     torch.set_num_threads(1)
     games, rng = Games(args, args.num_envs, ctx.seed), np.random.default_rng(ctx.seed)
-    i = np.arange(args.num_envs) + ctx.index * args.num_envs
-    epsilons = 0.4 ** (1 + 7 * i / max(ctx.num_explorers * args.num_envs - 1, 1))
+    epsilons = 0.4 ** np.linspace(1, 8, ctx.num_explorers * args.num_envs)[ctx.index * args.num_envs :][: args.num_envs]
     policy = DuelingNetwork(len(args.actions), args.channels)
     returns, lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, int)
     writer = ctx.writer(num_envs=args.num_envs, autoreset="same_step")

@@ -185,6 +185,11 @@ def test_only_the_chosen_actions_of_the_game_are_played(example, monkeypatch):
     assert {action for actions, *_ in environment.last.steps for action in actions.tolist()} <= {0, 2, 3}
 
 
+def test_a_game_that_there_is_not_is_refused_by_name(monkeypatch, capsys):
+    said = refusal(NAME, monkeypatch, capsys, "--game", "MsPacman")
+    assert "unknown game 'MsPacman': expected the name of a ROM in ale-py, such as ms_pacman" in said
+
+
 @pytest.mark.parametrize(("actions", "unknown"), [("0 6", "[6]"), ("7 2 6", "[7, 6]")])
 def test_actions_that_the_game_does_not_have_are_refused_by_number(actions, unknown, monkeypatch, capsys):
     said = refusal(NAME, monkeypatch, capsys, *PONG, "--actions", *actions.split())
