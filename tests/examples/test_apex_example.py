@@ -72,6 +72,7 @@ def test_a_killed_explorer_is_reported_and_started_again_and_the_learner_goes_on
     lines = [first, *map(json.loads, output.splitlines())]
     assert learner.returncode == 0
     assert_explored(lines, [100, 200, 300, 400])
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
     assert_tensorboard_says(lines, tmp_path / "runs" / "apex-seed0")
     assert lines[-1]["rows"] > lines[0]["rows"] + 1_000  # nobody but a new explorer can have written them
     assert "explorer 0 of 1 failed (restart 1 in 1 s): its process died of signal 9" in errors
