@@ -3,7 +3,7 @@
 Its nodes share the kernel, and with it the boot id, /proc and /dev/shm: what must not cross a node could, and a test
 that it does not is sharper than between machines.
 
-Ray takes ten seconds of a core to start. So test modules share one, each with as many nodes as it asks for.
+Ray takes six to nine seconds of a core to start. So test modules share one, each with as many nodes as it asks for.
 """
 
 import logging
