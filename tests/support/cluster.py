@@ -8,6 +8,7 @@ Ray takes six to nine seconds of a core to start. So test modules share one, eac
 
 import logging
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -84,7 +85,7 @@ class RayCluster:
             self.kill(len(self.nodes) - 1)
 
     def _add(self, **options):
-        with pytest.MonkeyPatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch, own_sigterm():
             # What a test module defines, or imports, workers on all nodes can import.
             patch.setenv("PYTHONPATH", import_path(os.environ.get("PYTHONPATH", "")))
             node = self._cluster.add_node(
@@ -102,6 +103,16 @@ class RayCluster:
 
 
 @contextmanager
+def own_sigterm() -> Iterator[None]:
+    """Gives the handler of SIGTERM back that there was. Ray's would end the nodes from any child that is forked."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
 def ray_cluster() -> Iterator[RayCluster]:
     """A cluster of one node of 2 CPUs, to which this process is connected; it takes seconds to come and to go."""
     ray = pytest.importorskip("ray")
@@ -112,7 +123,8 @@ def ray_cluster() -> Iterator[RayCluster]:
     try:
         cluster._add(_system_config=SETTINGS, include_log_monitor=False, no_monitor=True)
         reset_ray_address()  # else other programs of this machine would join it
-        ray.init(address=cluster._cluster.address, logging_level=logging.ERROR, log_to_driver=False)
+        with own_sigterm():
+            ray.init(address=cluster._cluster.address, logging_level=logging.ERROR, log_to_driver=False)
         yield cluster
     finally:
         with suppress(Exception):
