@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 
 import numpy as np
 
@@ -45,15 +45,16 @@ def killed(seed: int) -> Iterable[Point]:
 
 def _play_on(directory: Path, seed: int, kill_at: int | None = None) -> None:
     command = [sys.executable, "-m", "benchmarks.learning.resumable", str(directory), "--seed", str(seed)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
+    # Its errors go to a file: nobody would empty a pipe while its steps are watched.
+    with TemporaryFile("w+") as errors, subprocess.Popen(command, stderr=errors) as child:
         while kill_at is not None and child.poll() is None:
             if newest_step(directory) >= kill_at:
                 child.kill()
                 return
             time.sleep(0.05)
-        _, errors = child.communicate()
-    if child.returncode != 0:
-        raise RuntimeError(f"a run ended with {child.returncode}: {errors[-2000:]}")
+        if child.wait() != 0:
+            errors.seek(0)
+            raise RuntimeError(f"a run ended with {child.returncode}: {errors.read()[-2000:]}")
 
 
 def _points(directory: Path, seconds: float) -> list[Point]:
