@@ -1,6 +1,9 @@
 """What every test runs under: one torch thread, repeatable examples, no GPU tests without a GPU, nothing left over,
-counts at the end. And the path of a buffer in a file, a Ray of two CPUs, a cluster of two nodes, what pools run on,
-Lightning's two names, and what waits for the lock say."""
+counts at the end.
+
+Fixtures for many files: the path of a buffer in a file, a Ray, a cluster, what pools run on, Lightning's two names, and
+what waits for the lock say.
+"""
 
 import gc
 import os
@@ -62,7 +65,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Lets `-k` find tests by the Ray or the cluster that they use; skips `gpu` tests where CUDA is missing.
 
     Lightning's two libraries have the same code. Slow tests of the second one are left to `make soak`.
-    Modules that share a Ray come one after another, and of those the ones with most tests first.
+    Modules that share a Ray come one after another. Among them, those with most tests come first.
     """
     for item in items:
         item.extra_keyword_matches.update({"ray", "cluster"} & {*getattr(item, "fixturenames", ())})
@@ -110,7 +113,7 @@ def ray(shared_cluster: SharedCluster) -> Iterator[ModuleType]:
 
 @pytest.fixture(scope="module")
 def cluster(shared_cluster: SharedCluster) -> Iterator[RayCluster]:
-    """A Ray cluster of two nodes, of which the other one knows the rows of sharded buffers too."""
+    """A Ray cluster of two nodes. The rows of sharded buffers are known on both."""
     pytest.importorskip("ray")
     import sharded_rows
 

@@ -117,7 +117,7 @@ def test_an_interval_covers_the_mean_of_the_population_about_as_often_as_it_says
 
 
 def test_the_memory_of_the_cliffwalk_holds_every_sequence_of_actions_once():
-    # Schaul et al. 2016, appendix B.1: 2^(n + 1) - 2 transitions, of which one is rewarded.
+    # Schaul et al. 2016, appendix B.1: 2^(n + 1) - 2 transitions. One of them is rewarded.
     for n in (2, 5, 9):
         transitions = memory(n, np.random.default_rng(n))
         assert len(transitions) == 2 ** (n + 1) - 2

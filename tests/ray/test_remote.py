@@ -275,8 +275,8 @@ def test_a_limiter_holds_remote_writers_back_until_the_learner_draws(cluster, ex
     eventually(lambda: len(buffer) >= 50, 120)
     drawn = 0
     while not cluster.ray.wait([end], timeout=0.01)[0]:
-        # At most `tolerance` ahead of the draws, but for the 64 rows of a writer that were under way at the last look,
-        # and 64 that it may begin.
+        # At most `tolerance` ahead of the draws. A writer may be ahead by 64 rows that were under way at the last look,
+        # and by 64 that it begins.
         assert len(buffer) <= 50 + 10 + drawn + 2 * 64
         if drawn < 550:  # 600 rows admit no more: a batch needs 40 + drawn + 10 of them
             buffer.sample(10, timeout=120)

@@ -1,7 +1,7 @@
 """A Ray cluster of several nodes on this machine, for tests of what crosses from one node to another.
 
-Its nodes share the kernel, and with it the boot id, /proc and /dev/shm: what must not cross a node could, and a test
-that it does not is sharper than between machines.
+Its nodes share the kernel, and with it the boot id, /proc and /dev/shm. So what must not cross from node to node could.
+That makes tests sharper than they would be between machines.
 
 Ray takes six to nine seconds of a core to start. So test modules share one, each with as many nodes as it asks for.
 """
@@ -140,7 +140,7 @@ class SharedCluster:
 
     @contextmanager
     def of(self, size) -> Iterator[RayCluster]:
-        """Gives the cluster with that many nodes. Fails if CPUs stay reserved, and ends whoever has them."""
+        """Gives the cluster with that many nodes. Fails if CPUs stay reserved, and ends the cluster then."""
         if self._cluster is None:
             self._cluster = self._stack.enter_context(ray_cluster())
         self._cluster.resize(size)
@@ -152,6 +152,6 @@ class SharedCluster:
             raise
 
     def end(self):
-        """Ends it. Whoever asks after this gets a new one."""
+        """Ends it. The next module that asks gets a new one."""
         self._cluster = None
         self._stack.close()

@@ -69,8 +69,8 @@ class Play {
     return make_segment(plan);
   }
 
-  // Items seen for the first time have the priority given with their rows, or the largest raw one: that before or after
-  // this absorption, since the order within it is free. All other leaves are as they were.
+  // Items seen for the first time have the priority given with their rows, or the largest raw one. That may be the one
+  // before or after this absorption: the order within it is free. All other leaves are as they were.
   void learn(float max_before) {
     const float max_after = m_->header().max_raw;
     const PriorityTree tree = m_->tree();
@@ -140,8 +140,8 @@ class Play {
     check_unsettled(before);
   }
 
-  // What holds at any time under the lock: every item with a leaf has all its rows absorbed and linked, and links go
-  // both ways between rows of which one names the other.
+  // What holds at any time under the lock. Every item with a leaf has all its rows absorbed and linked. Where one row
+  // names another, both are linked to each other.
   void check_unsettled(float max_before) {
     learn(max_before);
     const PriorityTree tree = m_->tree();

@@ -7,7 +7,7 @@ from forked import Forked, eventually
 from lightning_learner import fit, make_learner
 from sharded_rows import SPEC, assert_follows, assert_intact, rows_of, write
 from torch.utils.data import DataLoader
-from unequal_shards import ALPHA, BETA, EPS, all_keys, filled_shards, identity, prioritize
+from unequal_shards import ALPHA, BETA, EPS, all_keys, identity, prioritize
 
 import torchreplay as tr
 from torchreplay.ray import ShardedReplay
@@ -15,12 +15,6 @@ from torchreplay.ray.sharded.global_distribution import KEY_BITS
 
 STEPS = {"obs": tr.Field((3,)), "action": tr.Field(), "reward": tr.Field()}
 STEPS |= {"terminated": tr.Field((), torch.bool), "truncated": tr.Field((), torch.bool)}
-
-
-@pytest.fixture(scope="module")
-def filled(cluster):
-    with filled_shards(cluster) as filled:
-        yield filled
 
 
 def test_explorers_of_each_node_write_to_its_shard_and_keys_say_which(filled, cluster):

@@ -4,18 +4,12 @@ import numpy as np
 import pytest
 import torch
 from sharded_rows import SPEC, rows_of, write
-from unequal_shards import all_keys, filled_shards, prioritize
+from unequal_shards import all_keys, prioritize
 
 import torchreplay as tr
 from torchreplay.ray import ShardedReplay
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def filled(cluster):
-    with filled_shards(cluster) as filled:
-        yield filled
 
 
 def test_keys_items_and_priorities_are_those_of_all_shards(filled):

@@ -4,19 +4,13 @@ import pytest
 import torch
 from late_copies import OnDevice, send_late
 from sharded_rows import SPEC, rows_of
-from unequal_shards import ALPHA, EPS, filled_shards, prioritize
+from unequal_shards import ALPHA, EPS, prioritize
 
 import torchreplay as tr
 from torchreplay.ray.sharded import priority_updates
 from torchreplay.ray.sharded.global_distribution import KEY_BITS
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def filled(cluster):
-    with filled_shards(cluster) as filled:
-        yield filled
 
 
 def test_of_equal_keys_the_last_wins_also_where_shards_mix(filled):
