@@ -17,6 +17,7 @@ from numbered_rows import is_running, make_buffer, row
 
 import torchreplay as tr
 from torchreplay.ray import ExplorerPool, ExplorersFailed
+from torchreplay.workers import fork_server
 from torchreplay.workers.process_backend import ProcessBackend
 from torchreplay.workers.worker_process import Launch
 from torchreplay.workers.worker_table import WorkerTable
@@ -208,11 +209,22 @@ def test_a_fork_server_that_dies_before_it_has_begun_is_a_failure_and_another_ta
         assert [stats.state for stats in pool.stats()] == ["finished"] * 2
 
 
-def test_a_fork_server_that_cannot_start_fails_the_pool_in_words(monkeypatch):
+@pytest.mark.parametrize("gone", [False, True], ids=["soon", "at-once"])
+def test_a_fork_server_that_cannot_start_fails_the_pool_in_words(monkeypatch, gone):
+    popen = subprocess.Popen
+
+    def start(*args, **kwargs):
+        process = popen(*args, **kwargs)
+        if gone:  # before it is told what to do
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        return process
+
     monkeypatch.setattr(spawn, "_python_exe", b"/bin/false")
+    monkeypatch.setattr(fork_server.subprocess, "Popen", start)
     pool = ExplorerPool(lambda ctx: None, 2, make_buffer(), backend="process", max_restarts=0)
-    with pool, pytest.raises(ExplorersFailed, match="process that starts workers has"):
+    with pool, pytest.raises(ExplorersFailed, match="process that starts workers has died"):
         pool.wait(60)
+    assert len(pool.errors) == 2
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.05, 0.5])

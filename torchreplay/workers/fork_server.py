@@ -86,7 +86,8 @@ class ForkServer:
         self._alive = -1
         try:
             self._alive = os.pidfd_open(self._process.pid)
-            self._requests.send((main["sys_path"], (os.getpid(), tracker, payload, main, modules)))
+            with suppress(ConnectionError):  # it has died already: `fork` says so
+                self._requests.send((main["sys_path"], (os.getpid(), tracker, payload, main, modules)))
         except BaseException:
             self.close()
             raise
