@@ -7,20 +7,16 @@ what waits for the lock say.
 
 import gc
 import os
-import sys
-import threading
 import time
-import traceback
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
-from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import ModuleType
 
 import hypothesis
 import pytest
 import torch
+from belongings import belongings, described
 from cluster import RayCluster, SharedCluster
 from tally import (
     pytest_runtest_makereport,
@@ -42,7 +38,6 @@ __all__ = [
     "tally",
 ]
 
-OURS = {str(path) for path in Path(tr.__file__).parent.rglob("*.py")}
 THREADS_END = 5.0
 """Seconds within which threads are gone that have been told to end."""
 NODES = Counter[Path]()
@@ -163,76 +158,13 @@ def nothing_is_left_over(request: pytest.FixtureRequest) -> Iterator[None]:
 
     What fixtures of a module or of the session have made is there before, and may stay.
     """
-    before = _belongings()
+    before = belongings()
     yield
-    if _belongings() <= before:
+    if belongings() <= before:
         return
     request.node.funcargs = {}  # pytest keeps what fixtures have returned for longer
     gc.collect()
     deadline = time.monotonic() + THREADS_END
-    while (left := _belongings() - before) and time.monotonic() < deadline:
+    while (left := belongings() - before) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not left, f"the test left behind: {', '.join(map(_described, sorted(left)))}"
-
-
-def _belongings() -> set[str]:
-    return _files_in_dev_shm() | _children() | _threads() | _descriptors()
-
-
-def _files_in_dev_shm() -> set[str]:
-    """Files in shared memory, without those of Ray, multiprocessing's semaphores, and files named after another living
-    process, as torch and the tests beside this one make them."""
-    names = (name for name in os.listdir("/dev/shm") if not name.startswith(("plasma", "ray", "sem.")))
-    return {f"/dev/shm/{name}" for name in names if not _is_anothers(name)}
-
-
-def _is_anothers(name: str) -> bool:
-    if not name.startswith(("torch_", "torchreplay_")):
-        return False
-    pid = name.split("_")[1]
-    return pid != str(os.getpid()) and os.path.exists(f"/proc/{pid}")
-
-
-def _children() -> set[str]:
-    """Child processes, without the two that multiprocessing starts once and keeps."""
-    kept = {str(resource_tracker._resource_tracker._pid), str(forkserver._forkserver._forkserver_pid)}
-    children = set[str]()
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(FileNotFoundError):  # a thread that has ended meanwhile
-            children.update((task / "children").read_text().split())
-    return {f"process {pid}" for pid in children - kept}
-
-
-def _described(name: str) -> str:
-    """Returns the name of a belonging; of a process what it executes, too, which changes while it starts."""
-    kind, _, pid = name.partition(" ")
-    if kind == "process":
-        with suppress(OSError):
-            return f"{name}: {Path(f'/proc/{pid}/cmdline').read_text().replace(chr(0), ' ')}"
-    return name
-
-
-def _threads() -> set[str]:
-    """Threads that execute code of the package, and native ones that draw; those of a buffer's copies wait for ever."""
-    found = set()
-    for ident, frame in sys._current_frames().items():
-        if ident != threading.main_thread().ident:
-            codes = [frame.f_code for frame, _ in traceback.walk_stack(frame) if frame.f_code.co_filename in OURS]
-            found.update(f"thread {ident} in {code.co_qualname}" for code in codes[-1:])
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(OSError):  # it has ended meanwhile
-            if (task / "comm").read_text() == "replay-ahead\n":
-                found.add(f"thread {task.name} that draws ahead")
-    return found
-
-
-def _descriptors() -> set[str]:
-    found = set()
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{fd}")
-        except FileNotFoundError:  # the one by which the directory was listed
-            continue
-        if target.startswith("/memfd:torchreplay-"):
-            found.add(f"descriptor {fd} of {target}")
-    return found
+    assert not left, f"the test left behind: {', '.join(map(described, sorted(left)))}"

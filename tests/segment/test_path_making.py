@@ -10,6 +10,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from belongings import descriptors
 from forked import Forked
 
 import torchreplay as tr
@@ -142,11 +143,11 @@ def test_an_error_in_the_making_leaves_nothing(tmp_path, saved, monkeypatch, cal
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
     monkeypatch.setattr(*{"flock": (fcntl, "flock"), "rename_new": (_C, "rename_new")}[call], refuse)
-    before = set(os.listdir("/proc/self/fd"))
+    before = descriptors()
     for given in (None, *([saved] if call == "rename_new" else [])):
         with pytest.raises(OSError, match="not supported"):
             make(tmp_path / "ring", given)
     monkeypatch.undo()
     assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
     gc.collect()
-    assert set(os.listdir("/proc/self/fd")) <= before
+    assert descriptors() <= before

@@ -1,11 +1,11 @@
 """Ctrl-C at any moment: calls that a real signal interrupts, and what must be left of them."""
 
 import gc
-import os
 import random
 import signal
 import time
 
+from belongings import threads
 from forked import eventually
 
 
@@ -42,11 +42,6 @@ def seconds(call):
     began = time.monotonic()
     call()
     return time.monotonic() - began
-
-
-def threads():
-    """Those of this process, of Python and native ones."""
-    return len(os.listdir("/proc/self/task"))
 
 
 def assert_interrupted_calls_leave_no_thread(call, times, seed=0):

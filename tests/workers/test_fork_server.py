@@ -103,7 +103,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_shared_memory_of_the_program_outlives_explorers_that_have_used_it(tmp_path):
-    done = run_program(tmp_path, SHARING)
+    done = run_program(tmp_path, SHARING.replace("of-a-program", f"torchreplay_{os.getpid()}_of-a-program"))
     assert (done.stdout, done.stderr) == ("[1, 1]\n", "")
 
 

@@ -1,0 +1,89 @@
+"""What this process has of the system's: files in shared memory, children, threads and descriptors.
+
+They are told apart and not counted, as those of an earlier test may go meanwhile.
+"""
+
+import os
+import sys
+import threading
+import traceback
+from contextlib import suppress
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+
+import torchreplay as tr
+
+OURS = {str(path) for path in Path(tr.__file__).parent.rglob("*.py")}
+
+
+def threads():
+    """The ids of all threads, of Python and native ones. One that was joined may be listed a moment longer."""
+    return set(os.listdir("/proc/self/task"))
+
+
+def descriptors():
+    """The numbers of all open descriptors, with that of this look."""
+    return set(os.listdir("/proc/self/fd"))
+
+
+def belongings() -> set[str]:
+    return _files_in_dev_shm() | _children() | our_threads() | our_descriptors()
+
+
+def _files_in_dev_shm() -> set[str]:
+    """Files in shared memory, without those of Ray, multiprocessing's semaphores, and files named after another living
+    process, as torch and the tests beside this one make them."""
+    names = (name for name in os.listdir("/dev/shm") if not name.startswith(("plasma", "ray", "sem.")))
+    return {f"/dev/shm/{name}" for name in names if not _is_anothers(name)}
+
+
+def _is_anothers(name: str) -> bool:
+    if not name.startswith(("torch_", "torchreplay_")):
+        return False
+    pid = name.split("_")[1]
+    return pid != str(os.getpid()) and os.path.exists(f"/proc/{pid}")
+
+
+def _children() -> set[str]:
+    """Child processes, without the two that multiprocessing starts once and keeps."""
+    kept = {str(resource_tracker._resource_tracker._pid), str(forkserver._forkserver._forkserver_pid)}
+    children = set[str]()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError):  # a thread that has ended meanwhile
+            children.update((task / "children").read_text().split())
+    return {f"process {pid}" for pid in children - kept}
+
+
+def described(name: str) -> str:
+    """Returns the name of a belonging; of a process what it executes, too, which changes while it starts."""
+    kind, _, pid = name.partition(" ")
+    if kind == "process":
+        with suppress(OSError):
+            return f"{name}: {Path(f'/proc/{pid}/cmdline').read_text().replace(chr(0), ' ')}"
+    return name
+
+
+def our_threads() -> set[str]:
+    """Threads that execute code of the package, and native ones that draw; those of a buffer's copies wait for ever."""
+    found = set()
+    for ident, frame in sys._current_frames().items():
+        if ident != threading.main_thread().ident:
+            codes = [frame.f_code for frame, _ in traceback.walk_stack(frame) if frame.f_code.co_filename in OURS]
+            found.update(f"thread {ident} in {code.co_qualname}" for code in codes[-1:])
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has ended meanwhile
+            if (task / "comm").read_text() == "replay-ahead\n":
+                found.add(f"thread {task.name} that draws ahead")
+    return found
+
+
+def our_descriptors() -> set[str]:
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except FileNotFoundError:  # the one by which the directory was listed
+            continue
+        if target.startswith("/memfd:torchreplay-"):
+            found.add(f"descriptor {fd} of {target}")
+    return found
