@@ -56,14 +56,6 @@ torch.ops.load_library(str(Path(__file__).with_name("_ops.abi3.so")))  # type: i
 vars(torch.ops).pop("torchreplay", None)  # what stood for them, and has other threads wait for this import
 
 
-def _changes_memory(memory: Tensor, capacity: int, *_: Tensor) -> None:
-    return None
-
-
-def _fake_get(memory: Tensor, capacity: int, index: Tensor) -> Tensor:
-    return index.new_empty(index.shape, dtype=torch.float32)
-
-
 def _fake_find(memory: Tensor, capacity: int, target: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(target), target.new_empty(target.shape, dtype=torch.float32)
 
@@ -72,52 +64,30 @@ def _fake_sample(memory: Tensor, capacity: int, n: int, seed: int, stream: int, 
     return memory.new_empty(n, dtype=torch.int64), memory.new_empty(n, dtype=torch.float32)
 
 
-def _fake_integer(memory: Tensor, capacity: int) -> Tensor:
-    return memory.new_empty((), dtype=torch.int64)
-
-
-def _fake_float(memory: Tensor, capacity: int) -> Tensor:
-    return memory.new_empty((), dtype=torch.float32)
-
-
-def _fake_double(memory: Tensor, capacity: int) -> Tensor:
-    return memory.new_empty((), dtype=torch.float64)
-
-
-def _fake_grid(memory: Tensor, capacity: int) -> Tensor:
-    return memory.new_empty(2, dtype=torch.int64)
-
-
-def _fake_ring_sample(
-    ring: Tensor, beta: Tensor, fields: list[Tensor], key: Tensor, weight: Tensor, probability: Tensor
-) -> None:
+def _nothing(*_: Any) -> None:
     return None
 
 
-def _fake_ring_update(ring: Tensor, key: Tensor, td: Tensor) -> None:
-    return None
-
-
-def _fake_ring_size(ring: Tensor) -> Tensor:
-    return ring.new_empty(())
+def _of_shape(shape: tuple[int, ...], dtype: torch.dtype) -> Callable[..., Tensor]:
+    return lambda memory, *_: memory.new_empty(shape, dtype=dtype)
 
 
 # What torch.compile and meta tensors need to know: shapes and dtypes of the results.
 FAKES: dict[str, Callable[..., Any]] = {
-    "tree_set": _changes_memory,
-    "tree_get": _fake_get,
+    "tree_set": _nothing,
+    "tree_get": lambda memory, capacity, index: index.new_empty(index.shape, dtype=torch.float32),
     "tree_find": _fake_find,
     "tree_sample": _fake_sample,
-    "tree_rebuild": _changes_memory,
-    "tree_restore": _changes_memory,
-    "tree_grid": _fake_grid,
-    "tree_unit": _fake_double,
-    "tree_total": _fake_integer,
-    "tree_count": _fake_integer,
-    "tree_min": _fake_float,
-    "ring_sample": _fake_ring_sample,
-    "ring_update_priorities": _fake_ring_update,
-    "ring_size": _fake_ring_size,
+    "tree_rebuild": _nothing,
+    "tree_restore": _nothing,
+    "tree_grid": _of_shape((2,), torch.int64),
+    "tree_unit": _of_shape((), torch.float64),
+    "tree_total": _of_shape((), torch.int64),
+    "tree_count": _of_shape((), torch.int64),
+    "tree_min": _of_shape((), torch.float32),
+    "ring_sample": _nothing,
+    "ring_update_priorities": _nothing,
+    "ring_size": _of_shape((), torch.int64),
 }
 
 for _name, _fake in FAKES.items():

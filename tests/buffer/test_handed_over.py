@@ -5,7 +5,6 @@ Calls keep their deadlines, explorers write, and nothing is lost without being c
 import os
 import signal
 import threading
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,6 +17,7 @@ from forked import eventually
 from stopped_holder import StoppedHolder
 
 import torchreplay as tr
+from torchreplay.buffer.base import StreamSpec
 from torchreplay.segment.waits import Wait
 
 pytestmark = pytest.mark.timeout(60)
@@ -135,7 +135,7 @@ def test_an_iteration_that_two_threads_end_is_ended_once():
     buffer = tr.ReplayBuffer({"x": tr.Field(4096)}, 2048, seed=1)
     buffer.extend(x=np.zeros((2048, 4096), np.float32))
     for _ in range(10):
-        stream = buffer._source.batches(2048, None, 3, None, Wait, deque())
+        stream = buffer._source.batches(StreamSpec(2048, None, 3, None, Wait))
         next(stream)
         with ThreadPoolExecutor(2) as threads:
             for _ended in threads.map(lambda _, stream=stream: stream.close(), range(2)):

@@ -55,6 +55,13 @@ def test_a_forbidden_huge_page_is_a_warning_that_names_the_variable(monkeypatch)
     assert "TORCHREPLAY_HUGE_PAGES=0" in finding.advice
 
 
+@pytest.mark.parametrize(("left", "ok"), [(2 << 30, True), (1 << 29, False)])
+def test_a_memory_limit_is_advised_to_be_raised_where_little_is_left(monkeypatch, left, ok):
+    monkeypatch.setattr(machine, "available_memory", lambda: left)
+    finding = by_topic(machine.examine())["memory limit"]
+    assert (finding.ok, finding.advice == "") == (ok, ok)
+
+
 def test_few_open_files_are_a_warning(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
     assert not by_topic(machine.examine())["open files"].ok

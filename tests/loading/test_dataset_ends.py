@@ -1,54 +1,50 @@
 """Iterations that draw ahead end, wait and go on as others do, at every end of the iteration or the process."""
 
 import itertools
-import os
 import signal
 import subprocess
 import sys
 import threading
-from collections import deque
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
+from belongings import threads
 from delayed_draws import BATCH, ROWS, SPEC, Delayed, extend, filled_buffer, td_of
 from forked import Forked, eventually, shared_counters
 from stopped_holder import StoppedHolder
 
 import torchreplay as tr
+from torchreplay.buffer.base import StreamSpec
 from torchreplay.buffer.prefetch import PrefetchIterator
 from torchreplay.segment.waits import Wait
 
 
-def await_threads(number):
-    """Waits until the process has that many: one that has ended and been joined may be listed a moment longer."""
-    eventually(lambda: threads() == number)
-
-
-def threads():
-    return len(os.listdir("/proc/self/task"))
+def await_threads_beyond(before, number):
+    """Waits until the process has that many more: one that has ended and been joined may be listed a moment longer."""
+    eventually(lambda: len(threads() - before) == number)
 
 
 def test_no_thread_is_left_behind_however_an_iteration_ends():
     buffer, before = filled_buffer(), threads()
     dataset = tr.ReplayDataset(buffer, BATCH, steps=3)
     list(dataset)
-    await_threads(before)
+    await_threads_beyond(before, 0)
     for _ in dataset:
-        await_threads(before + 1)
+        await_threads_beyond(before, 1)
         break
-    await_threads(before)
+    await_threads_beyond(before, 0)
     with pytest.raises(ZeroDivisionError):
         [1 / 0 for _ in dataset]
-    await_threads(before)
+    await_threads_beyond(before, 0)
     iterator = iter(dataset)
     next(iterator)
     del iterator
-    await_threads(before)
+    await_threads_beyond(before, 0)
     for _ in dataset:
         buffer.stop()
-    await_threads(before)
+    await_threads_beyond(before, 0)
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -81,15 +77,15 @@ def test_who_is_about_to_draw_from_a_buffer_that_was_closed_ends_in_order_if_it_
     buffer = filled_buffer()
     batches = iter(tr.ReplayDataset(buffer, BATCH, prefetch=prefetch))
     next(batches)
-    place = PrefetchIterator._place
+    place = StreamSpec.place
 
-    def close_and_place(stream):
+    def close_and_place(spec):
         if stopped:
             buffer.stop()
         buffer.close()
-        return place(stream)
+        return place(spec)
 
-    monkeypatch.setattr(PrefetchIterator, "_place", close_and_place)
+    monkeypatch.setattr(StreamSpec, "place", close_and_place)
     if stopped:
         assert list(batches) == []
     else:
@@ -157,7 +153,7 @@ def test_an_iteration_is_for_one_thread():
             failures.append(str(error))
         extend(buffer, 0, ROWS)
 
-    stream = PrefetchIterator(buffer._sampler, BATCH, 1, 2, None, Wait, deque())
+    stream = PrefetchIterator(buffer._sampler, StreamSpec(BATCH, 1, 2, None, Wait))
     with buffer.expect_writers():
         other = threading.Thread(target=end)
         other.start()

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from belongings import descriptors
 from forked import Forked, eventually, shared_counters
 from watched_buffers import full_disk, look_at, make, write
 
@@ -17,6 +18,7 @@ import torchreplay as tr
 from torchreplay.monitoring.pictures import draw_recording
 from torchreplay.monitoring.recording import COUNTERS, Recorder, Recording
 from torchreplay.monitoring.slots import sample_slots
+from torchreplay.schema.config import Config
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -144,10 +146,10 @@ def test_a_full_disk_is_an_error_that_leaves_all_records_and_no_open_descriptor(
                 added.append(1)
 
     with look_at(buffer) as live:
-        before = os.listdir("/proc/self/fd")
+        before = descriptors()
         with pytest.raises(OSError, match="File too large"):
             run(live)
-        assert os.listdir("/proc/self/fd") == before
+        assert descriptors() <= before
     assert len(added) > 5
     assert len(Recording.read(path).seconds) - len(added) in (0, 1)  # the last one may have come through
 
@@ -205,9 +207,27 @@ def test_a_recording_without_a_record_says_so(tmp_path):
         Recording.read(path)
 
 
-def test_a_damaged_description_is_refused(tmp_path):
+WHOLE = {
+    "name": "run",
+    "started": 1.0,
+    "config": json.loads(Config.of({"x": tr.Field()}, 3, None, None, None).to_text()),
+}
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        [],
+        WHOLE | {"config": {"capacity": 3}},
+        WHOLE | {"started": None},
+        WHOLE | {"started": "soon"},
+        {name: WHOLE[name] for name in ("config", "started")},
+        {name: WHOLE[name] for name in ("config", "name")},
+    ],
+)
+def test_a_damaged_description_is_refused(tmp_path, described):
     path = tmp_path / "run.rec"
-    text = json.dumps({"config": {"capacity": 3}}).encode()
+    text = json.dumps(described).encode()
     path.write_bytes(b"torchreplay recording 1\n" + zlib.compress(struct.pack("<I", len(text)) + text))
     with pytest.raises(ValueError, match=r"the description in .* is damaged"):
         Recording.read(path)

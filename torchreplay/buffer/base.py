@@ -6,6 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import numpy as np
@@ -15,6 +16,8 @@ from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.config import Config, Configured
 from torchreplay.schema.samplers import Schedule
+from torchreplay.segment.closeable import Closeable
+from torchreplay.validation import checked_int
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -59,6 +62,37 @@ class Batches(Protocol):
         """Ends it. What was drawn and is not handed out has not been drawn."""
 
 
+@dataclass
+class StreamSpec:
+    """Which batches a stream hands out, and how it draws them.
+
+    Attributes:
+        batch_size: Items in a batch.
+        count: Batches; None for endlessly many.
+        prefetch: Batches drawn ahead of the one asked for; 0: each is drawn when it is asked for.
+        timeout: Seconds to wait for each at most, as in `sample`.
+        waiting: How the wait for the first one looks.
+        drawn: Batches to hand out first, as `drawn` of the stream before gave them; taken from it one by one. Those
+            that the buffer does not hold any more are left out. A `ShardedReplay` has none.
+        staging: What gives each batch its place, and finishes it; None: memory of its own.
+    """
+
+    batch_size: int
+    count: int | None
+    prefetch: int
+    timeout: float | None
+    waiting: type[Wait]
+    drawn: deque[dict[str, Any]] = field(default_factory=deque)
+    staging: Staging | None = None
+
+    def __post_init__(self) -> None:
+        checked_int("batch_size", self.batch_size, 1, MAX_BATCH)
+
+    def place(self) -> ReplayBatch | None:
+        """Returns where the next batch goes; None: into memory of its own."""
+        return None if self.staging is None else self.staging.place()
+
+
 class BatchSource(ABC):
     """What a `Replay` draws with: what datasets use, and users do not see.
 
@@ -80,27 +114,8 @@ class BatchSource(ABC):
         """Returns the index of the first of `keys` that it never issued; raises RuntimeError if it is closed."""
 
     @abstractmethod
-    def batches(
-        self,
-        batch_size: int,
-        count: int | None,
-        prefetch: int,
-        timeout: float | None,
-        waiting: type[Wait],
-        drawn: deque[dict[str, Any]],
-        staging: Staging | None = None,
-    ) -> Batches:
-        """Returns a stream of batches, as a `ReplayDataset` hands them out.
-
-        Args:
-            batch_size: Items in a batch.
-            count: Batches; None for endlessly many.
-            prefetch: Batches drawn ahead of the one asked for; 0: each is drawn when it is asked for.
-            timeout: Seconds to wait for each at most, as in `sample`.
-            waiting: How the wait for the first one looks.
-            drawn: Batches to hand out first, as the stream before named them; taken from it one by one.
-            staging: What gives each batch its place, and finishes it; None: memory of its own.
-        """
+    def batches(self, spec: StreamSpec) -> Batches:
+        """Returns a stream of batches, as a `ReplayDataset` hands them out."""
 
     @abstractmethod
     def staging(self, batch_size: int, prefetch: int, device: torch.device, pin: Pin | None) -> Staging | None:
@@ -114,7 +129,7 @@ class BatchSource(ABC):
         """
 
 
-class Replay(Configured, ABC):
+class Replay(Configured, Closeable, ABC):
     """What learners draw from and feed back to: a `ReplayBuffer`, or the shards of several machines."""
 
     _source: BatchSource
@@ -165,9 +180,6 @@ class Replay(Configured, ABC):
     @abstractmethod
     def __len__(self) -> int:
         """Returns the number of rows held."""
-
-    def __bool__(self) -> bool:
-        return True  # `if buffer:` asks whether there is one, not whether it holds rows
 
     @property
     @abstractmethod

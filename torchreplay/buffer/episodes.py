@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -26,19 +25,6 @@ LINK_BITS: Final = 16
 """A link is the key + 1 of the row before, and so many bits of flags."""
 LINK_SLOTS: Final = 1 << 16
 """Slots whose links are copied at a time."""
-
-
-@dataclass(slots=True, repr=False, eq=False)
-class _Chain:
-    """Rows that follow each other.
-
-    Attributes:
-        from_start: The first one starts the episode.
-        keys: Of the rows.
-    """
-
-    from_start: bool
-    keys: list[int] = field(default_factory=list)
 
 
 def episodes(sampler: LocalSampler, unfinished: bool) -> Iterator[dict[str, Any]]:
@@ -73,18 +59,20 @@ def chains(key: NDArray[np.int64], link: NDArray[np.int64], unfinished: bool) ->
     """
     order = np.argsort(key)
     before, flags = (link[order] >> LINK_BITS) - 1, link[order] & ((1 << LINK_BITS) - 1)
-    running: dict[int, _Chain] = {}  # by the key of the newest row
-    ended: list[_Chain] = []
+    running: dict[int, list[int]] = {}  # by the key of the newest row
+    ended: list[list[int]] = []
+    starts = set[int]()
     for k, previous, flag in zip(key[order].tolist(), before.tolist(), flags.tolist(), strict=True):
-        starts = bool(flag & FIRST)
-        chain = _Chain(True) if starts else running.pop(previous, _Chain(False))
-        chain.keys.append(k)
+        if flag & FIRST:
+            starts.add(k)
+        chain = [] if flag & FIRST else running.pop(previous, [])
+        chain.append(k)
         if flag & ENDS:
             ended.append(chain)
         else:
             running[k] = chain
-    found = [*ended, *running.values()] if unfinished else [chain for chain in ended if chain.from_start]
-    return [np.array(chain.keys, np.int64) for chain in sorted(found, key=lambda c: c.keys) if len(chain.keys) > 1]
+    found = [*ended, *running.values()] if unfinished else [chain for chain in ended if chain[0] in starts]
+    return [np.array(chain, np.int64) for chain in sorted(found) if len(chain) > 1]
 
 
 def episode_starts(sampler: LocalSampler, keys: NDArray[np.int64]) -> NDArray[np.int64]:

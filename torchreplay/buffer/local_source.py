@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from torchreplay.buffer.base import BatchSource, Pin
+from torchreplay.buffer.base import BatchSource, Pin, StreamSpec
 from torchreplay.buffer.prefetch import PrefetchIterator
 from torchreplay.buffer.sampling import LocalSampler
 from torchreplay.cuda.copies import DeviceCopies
-from torchreplay.cuda.pinned_memory import CudaRegistry, PageLock, Registry
+from torchreplay.cuda.pinned_memory import CudaRegistry, PageLock
 from torchreplay.cuda.staging import Staging
 from torchreplay.segment.process_hooks import open_buffers
-from torchreplay.segment.waits import SLICE_NS, Wait
+from torchreplay.segment.waits import SLICE_NS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -46,18 +45,9 @@ class LocalSource(BatchSource):
         """Returns the index of the first of `keys` that the buffer never issued."""
         return self.sampler.segment.unissued(keys)
 
-    def batches(
-        self,
-        batch_size: int,
-        count: int | None,
-        prefetch: int,
-        timeout: float | None,
-        waiting: type[Wait],
-        drawn: deque[dict[str, Any]],
-        staging: Staging | None = None,
-    ) -> PrefetchIterator:
+    def batches(self, spec: StreamSpec) -> PrefetchIterator:
         """Returns a stream of batches; a native thread draws `prefetch` of them ahead."""
-        return PrefetchIterator(self.sampler, batch_size, count, prefetch, timeout, waiting, drawn, staging)
+        return PrefetchIterator(self.sampler, spec)
 
     def staging(self, batch_size: int, prefetch: int, device: torch.device, pin: Pin | None) -> Staging | None:
         """Returns what takes batches to a CUDA device while the learner computes; None: each is copied by itself."""
@@ -68,7 +58,7 @@ class LocalSource(BatchSource):
             self.lock_pages(CudaRegistry(copies.device))
         return Staging(self.config, batch_size, prefetch, copies)
 
-    def lock_pages(self, registry: Registry) -> PageLock:
+    def lock_pages(self, registry: CudaRegistry) -> PageLock:
         """Page-locks the whole memory for copies to devices, once, if the system allows it."""
         if self._page_lock is None:
             segment = self.sampler.segment

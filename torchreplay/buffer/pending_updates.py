@@ -6,28 +6,14 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
+from torchreplay.cuda.copies import HostCopy
 from torchreplay.schema.spec import ELEMENTS
 
 T = TypeVar("T")
-
-
-class Arrival(Protocol):
-    """Values on their way: `values` is to be read once `done()`, and until `release()`."""
-
-    values: torch.Tensor
-
-    def done(self) -> bool:
-        """Returns whether they are there."""
-
-    def wait(self) -> None:
-        """Returns when they are."""
-
-    def release(self) -> None:
-        """Says that they have been read: the memory is free for others."""
 
 
 def require_one_each(td: torch.Tensor, n: int) -> None:
@@ -42,7 +28,7 @@ def require_one_each(td: torch.Tensor, n: int) -> None:
 class _Update(NamedTuple):
     number: int
     keys: torch.Tensor
-    td: Arrival
+    td: HostCopy
 
 
 class PendingUpdates:
@@ -66,7 +52,7 @@ class PendingUpdates:
         self._lock = threading.RLock()
         self._applying = False
 
-    def add(self, keys: torch.Tensor, td: Arrival) -> None:
+    def add(self, keys: torch.Tensor, td: HostCopy) -> None:
         """Takes an update over.
 
         Args:

@@ -5,23 +5,20 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torchreplay import _C
-from torchreplay.buffer.base import MAX_BATCH
+from torchreplay.buffer.base import StreamSpec
 from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.errors import ReplayTimeout, Stopped
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.samplers import value_of
 from torchreplay.segment.waits import LOG_EVERY, SLICE_NS, Wait
-from torchreplay.validation import checked_int
 
 if TYPE_CHECKING:
     from torchreplay.buffer.sampling import LocalSampler
-    from torchreplay.cuda.staging import Staging
 
 DRAWN_FIELDS = {"key": torch.int64, "weight": torch.float32, "probability": torch.float32}
 """What names a batch again that is not to be drawn anew, and its dtypes."""
@@ -39,36 +36,17 @@ class PrefetchIterator:
 
     Args:
         source: Of the buffer to draw from.
-        batch_size: Items in a batch.
-        count: Batches; None for endlessly many.
-        prefetch: Batches drawn ahead of the one asked for; 0: each is drawn when it is asked for.
-        timeout: Seconds to wait for each at most, as in `sample`.
-        waiting: How the wait for the first one looks.
-        drawn: Batches to hand out first, as `drawn` gave them; taken from it one by one. Those that the buffer does
-            not hold any more are left out.
-        staging: What gives each batch its place, and finishes it; None: memory of its own.
+        spec: Which batches.
     """
 
-    def __init__(
-        self,
-        source: LocalSampler,
-        batch_size: int,
-        count: int | None,
-        prefetch: int,
-        timeout: float | None,
-        waiting: type[Wait],
-        drawn: deque[dict[str, Any]],
-        staging: Staging | None = None,
-    ) -> None:
-        checked_int("batch_size", batch_size, 1, MAX_BATCH)
+    def __init__(self, source: LocalSampler, spec: StreamSpec) -> None:
         self._source = source
         self._segment = segment = source.segment
-        self._batch_size, self._left, self._prefetch, self._timeout = batch_size, count, prefetch, timeout
-        self._waiting = waiting
-        self._again = drawn
+        self._batch_size, self._left, self._prefetch = spec.batch_size, spec.count, spec.prefetch
+        self._timeout, self._waiting, self._again = spec.timeout, spec.waiting, spec.drawn
         self._from: TreeSummary | None = None  # of the batch handed out last, if it came from a state
-        self._staging = staging
-        self._finish = source.config.finish if staging is None else None
+        self._spec, self._staging = spec, spec.staging
+        self._finish = source.config.finish if spec.staging is None else None
         self._ahead: _C.DrawAhead | None = None
         self._ordered = 0  # and not taken
         self._steady = False  # `prefetch` batches are ordered: one more, and one is taken
@@ -177,7 +155,7 @@ class PrefetchIterator:
     def _next_drawn(self, waiting: type[Wait]) -> ReplayBatch:
         self._from = None
         if self._prefetch == 0:
-            return self._source.draw(self._batch_size, None, self._timeout, waiting, self._place())
+            return self._source.draw(self._batch_size, None, self._timeout, waiting, self._spec.place())
         ahead = self._order()
         batch = self._wait_for_batch(ahead, ahead.take(0), waiting)
         self._ordered -= 1
@@ -188,16 +166,13 @@ class PrefetchIterator:
         """Does what `_next_drawn` does where there is one batch to order, in one native call."""
         ahead, beta = self._ahead, self._beta
         assert ahead is not None
-        batch = ahead.next(beta if beta.__class__ is float else self._next_beta(), self._place())
+        batch = ahead.next(beta if beta.__class__ is float else self._next_beta(), self._spec.place())
         return self._wait_for_batch(ahead, batch, Wait)
 
     def _next_beta(self) -> float:
         # As many batches were drawn as will have been when this one is: others may have drawn more meanwhile.
         segment = self._segment
         return value_of(self._beta, max(self._others + segment.step + self._ordered, segment.draws))
-
-    def _place(self) -> ReplayBatch | None:
-        return None if self._staging is None else self._staging.place()
 
     def _order(self) -> _C.DrawAhead:
         """Has as many batches drawn as shall be ahead of the next one, and that."""
@@ -207,7 +182,7 @@ class PrefetchIterator:
             self._ahead = _C.DrawAhead(self._segment, self._batch_size)
         most = self._prefetch + 1 if self._left is None else min(self._left, self._prefetch + 1)
         while self._ordered + len(self._again) < most:
-            self._ahead.order(self._next_beta(), self._place())
+            self._ahead.order(self._next_beta(), self._spec.place())
             self._ordered += 1
         return self._ahead
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Self, cast
+from typing import IO, Any, Self, cast
 
 import numpy as np
 import torch
@@ -37,15 +37,11 @@ from torchreplay.schema.spec import Spec
 from torchreplay.schema.views import View
 from torchreplay.segment.delivery_log import DeliveryLog
 from torchreplay.segment.handle import Handle, lasting_handle, open_handle
-from torchreplay.segment.ray_node import is_elsewhere
-from torchreplay.segment.remote_handles import attach_remote
+from torchreplay.segment.ray_node import attach_remote, is_elsewhere
 from torchreplay.segment.segment_file import open_file
 from torchreplay.segment.waits import LOG_EVERY, NEVER, Wait, logger
 from torchreplay.segment.writer_lease import WriterLease
 from torchreplay.validation import checked_instance, checked_int, checked_kind, checked_path
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 
 class ReplayBuffer(Replay):
@@ -145,7 +141,7 @@ class ReplayBuffer(Replay):
                 or the memory is damaged.
         """
         if is_elsewhere(getattr(handle, "node", "")):
-            return cast(ReplayBuffer, attach_remote("buffer", handle, view))
+            return cast(ReplayBuffer, attach_remote("RemoteBuffer", handle, view))
         try:
             segment, config = attached_segment(open_handle(handle, "replay buffer"), handle.nonce, view)
         except ConnectionError as error:
@@ -682,11 +678,6 @@ class ReplayBuffer(Replay):
         if self._segment.closed:
             raise RuntimeError(f"{self._config.called} is closed")
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def local_sampler(buffer: ReplayBuffer) -> LocalSampler:

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterable
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 from torchreplay import _C
 from torchreplay.buffer.final_observations import FinalObservations
@@ -15,11 +15,9 @@ from torchreplay.schema.batch_plan import Roles, names_of
 from torchreplay.schema.config import Config
 from torchreplay.schema.limiters import from_native
 from torchreplay.schema.spec import Path
+from torchreplay.segment.closeable import Closeable
 from torchreplay.segment.waits import STALL_LIMIT, Audience, Wait
 from torchreplay.validation import checked_choice, checked_int
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 OwnAutoreset: TypeAlias = Literal["next_step", "same_step", "disabled"]
 AUTORESETS: tuple[OwnAutoreset, ...] = get_args(OwnAutoreset)  # in the order of the native core's `Autoreset`
@@ -28,7 +26,7 @@ Autoreset: TypeAlias = OwnAutoreset | Literal["NextStep", "SameStep", "Disabled"
 MAX_ENVS = 1 << 20
 
 
-class Writer(_C.Writer):
+class Writer(_C.Writer, Closeable):
     """Writes rows of one buffer from one thread, straight into shared memory, without a lock.
 
     Made by `ReplayBuffer.writer()`. Cheap: one for each explorer thread. A context manager. A child process that
@@ -146,11 +144,6 @@ class Writer(_C.Writer):
     def __enter__(self) -> Writer:
         self._require_open()
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __reduce__(self) -> str:
         raise TypeError("a Writer is neither pickled nor copied: pass the buffer, and call buffer.writer() there")

@@ -14,6 +14,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
+import torch
+
 from torchreplay import _C
 from torchreplay.segment.reservation import available_memory, cgroup_levels, new_memory, size_text
 
@@ -88,7 +90,8 @@ def _cgroup() -> Finding | None:
     if here > machine - (64 << 20):  # the machine's own memory moves between two looks
         return Finding("memory limit", "none below what the machine has", True)
     advice = "raise the container's or the job's memory limit: shared memory counts towards it"
-    return Finding("memory limit", f"{size_text(here)} are left under the cgroup's limit", here > GIB, advice)
+    ok = here > GIB
+    return Finding("memory limit", f"{size_text(here)} are left under the cgroup's limit", ok, "" if ok else advice)
 
 
 def _memory_files() -> Finding:
@@ -177,22 +180,14 @@ def _open_files() -> Finding:
 def _page_locking() -> Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     text = "no limit" if soft == resource.RLIM_INFINITY else f"at most {size_text(soft)} a process"
-    if soft == resource.RLIM_INFINITY or not _has_cuda():
+    if soft == resource.RLIM_INFINITY or not torch.cuda.is_available():
         return Finding("page-locking", text, True)
     advice = "ulimit -l unlimited: some drivers count what pin='staging' and pin='ring' page-lock"
     return Finding("page-locking", text, False, advice)
 
 
-def _has_cuda() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
 def _cuda() -> Finding:
-    import torch
-
-    if not _has_cuda():
+    if not torch.cuda.is_available():
         built = (
             f"torch was built with CUDA {torch.version.cuda}" if torch.version.cuda else "torch was built without it"
         )

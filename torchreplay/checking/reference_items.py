@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -14,19 +14,6 @@ from torchreplay.schema.views import Sequences, Transitions, View
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Stream: TypeAlias = list[Row]
-
-
-class Items(Protocol):
-    """How the rows of a stream make items."""
-
-    computed: tuple[str, ...]
-    """Entries that are results of arithmetic, equal up to rounding."""
-
-    def anchors(self, stream: Stream) -> Iterable[int]:
-        """Returns the positions in the stream at which a complete item starts."""
-
-    def item(self, stream: Stream, i: int) -> dict[str, Array]:
-        """Returns the item that starts at position i."""
 
 
 def within(path: str, names: Iterable[str]) -> bool:
@@ -159,6 +146,10 @@ class HindsightItems(TransitionItems):
         first = i - stream[i].step
         rows = {"future": later, "final": later[-1:], "episode": [*stream[first + 1 : i + 1], *later]}[self.strategy]
         return [row.values[self.achieved] for row in rows]
+
+
+Items: TypeAlias = RowItems | TransitionItems | SequenceItems
+"""How the rows of a stream make items."""
 
 
 def items_of(view: View) -> Items:

@@ -10,6 +10,7 @@ from contextlib import ExitStack, suppress
 from torchreplay import _C
 from torchreplay.monitoring.advice import WeightsInUse
 from torchreplay.monitoring.discovery import NoSuchBuffer, SharedFile, shared_files
+from torchreplay.segment.closeable import Closeable
 from torchreplay.workers.explorer_stats import explorer_stats
 from torchreplay.workers.worker_table import read_entries
 
@@ -17,7 +18,7 @@ SCAN_SECONDS = 20.0
 """Between two looks for pools and weights: each goes through all open files of this user."""
 
 
-class ExplorerWeights:
+class ExplorerWeights(Closeable):
     """The pools and shared weights of this user on this machine, open for reading. A context, which closes them."""
 
     def __init__(self) -> None:
@@ -73,9 +74,3 @@ class ExplorerWeights:
         """Lets go of all memory. Idempotent."""
         self._open.close()
         self._tables, self._published = [], []
-
-    def __enter__(self) -> ExplorerWeights:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

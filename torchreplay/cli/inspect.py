@@ -31,7 +31,7 @@ def command(path: str, every_row: bool, as_json: bool) -> None:
         card = card_of(path)
         found = verify(stored_rows(path)) if every_row else None
     if as_json:
-        click.echo(json.dumps(card.as_dict() | ({} if found is None else {"verified": asdict(found)})))
+        click.echo(json.dumps(asdict(card) | ({} if found is None else {"verified": asdict(found)})))
     else:
         _show(Console(highlight=False), card, found)
     if found is not None and found.problems:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import click
 from rich.console import Console
@@ -37,7 +38,7 @@ def command(as_json: bool, address: str | None, seconds: float) -> None:
 
         found = survey_nodes(address, seconds)
     if as_json:
-        click.echo(json.dumps([listed.as_dict() for listed in found], indent=1))
+        click.echo(json.dumps([asdict(listed) for listed in found], indent=1))
     elif not found:
         click.echo(NOTHING if address is None else f"No live buffer of this user on the nodes of {address}.")
     else:

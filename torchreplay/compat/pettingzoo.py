@@ -13,10 +13,9 @@ from torchreplay.buffer.writer import Writer
 from torchreplay.schema.spaces import spec_from_space
 from torchreplay.schema.spec import Field
 from torchreplay.schema.views import Rows, Transitions, View
+from torchreplay.segment.closeable import Closeable
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from pettingzoo import ParallelEnv
 
 
@@ -60,7 +59,7 @@ def buffers_for(
     }
 
 
-class ParallelWriter:
+class ParallelWriter(Closeable):
     """Writes the steps of a parallel environment, each agent's into its buffer.
 
     ```python
@@ -191,14 +190,6 @@ class ParallelWriter:
             for agent in agents:
                 if agent not in self._writers:
                     raise KeyError(f"{agent!r} has no buffer: there are those of {', '.join(self._writers)}")
-
-    def __enter__(self) -> ParallelWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"ParallelWriter({len(self._writers)} agents, {len(self._running)} under way)"

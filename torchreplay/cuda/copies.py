@@ -98,7 +98,7 @@ class DeviceCopies:
         self._stream = torch.Stream(self.device)
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        """Returns memory to copy from: uint8 `[nbytes]`."""
+        """Returns memory to copy from: uint8 `[nbytes]`, the whole of its storage."""
         return page_locked((nbytes,), torch.uint8)
 
     def start(self, block: torch.Tensor) -> DeviceCopy:

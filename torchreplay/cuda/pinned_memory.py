@@ -7,7 +7,7 @@ import warnings
 import weakref
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,18 +17,8 @@ PORTABLE = 1
 """cudaHostRegisterPortable: for every device, as torch itself registers memory."""
 
 
-class Registry(Protocol):
-    """Where memory is registered as page-locked."""
-
-    def register(self, address: int, nbytes: int) -> str | None:
-        """Registers memory; returns None, or why it was refused."""
-
-    def unregister(self, address: int) -> None:
-        """Takes that back, before the memory is unmapped."""
-
-
 class CudaRegistry:
-    """CUDA's own.
+    """Where CUDA keeps what memory is page-locked.
 
     Args:
         device: By which the memory is registered.
@@ -69,7 +59,7 @@ class PageLock:
         registry: Where it is registered.
     """
 
-    def __init__(self, owner: object, address: int, nbytes: int, registry: Registry) -> None:
+    def __init__(self, owner: object, address: int, nbytes: int, registry: CudaRegistry) -> None:
         refusal = registry.register(address, nbytes)
         release = partial(_release, os.getpid(), address, registry)
         self._release = None if refusal else weakref.finalize(owner, release)
@@ -93,6 +83,6 @@ class PageLock:
             self._release()
 
 
-def _release(process: int, address: int, registry: Registry) -> None:
+def _release(process: int, address: int, registry: CudaRegistry) -> None:
     if os.getpid() == process:  # a forked child has the memory, and no CUDA
         registry.unregister(address)

@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from torchreplay.cuda.copies import keep_in_children
+from torchreplay.cuda.copies import DeviceCopies, DeviceCopy, keep_in_children
 from torchreplay.cuda.packing import DRAWN, Packing, batch_of
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.config import Config
@@ -19,31 +19,6 @@ from torchreplay.schema.spec import Path
 
 SPARE = 3
 """Slots beside those of the batches ordered: copies from them may be under way without anyone waiting."""
-
-
-class Copy(Protocol):
-    """The copy of a block to a device, which may be under way."""
-
-    def done(self) -> bool:
-        """Returns whether it has ended, so that its source may change."""
-
-    def wait(self) -> None:
-        """Returns when it has."""
-
-    def take(self) -> torch.Tensor:
-        """Returns the block on the device, for what the calling thread has the device do from now on; once."""
-
-
-class Copies(Protocol):
-    """What copies blocks to a device: one after the other, and without the host waiting."""
-
-    device: torch.device
-
-    def memory(self, nbytes: int) -> torch.Tensor:
-        """Returns memory to copy from: uint8 `[nbytes]`, the whole of its storage."""
-
-    def start(self, block: torch.Tensor) -> Copy:
-        """Starts the copy of a block, which must not change until it is done."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +35,7 @@ class Slot:
     block: torch.Tensor
     tensors: dict[Path, torch.Tensor]
     batch: ReplayBatch
-    copy: Copy | None = None
+    copy: DeviceCopy | None = None
 
 
 class Staging:
@@ -82,7 +57,7 @@ class Staging:
         copies: What copies them to the device.
     """
 
-    def __init__(self, config: Config, batch_size: int, prefetch: int, copies: Copies) -> None:
+    def __init__(self, config: Config, batch_size: int, prefetch: int, copies: DeviceCopies) -> None:
         self._process = os.getpid()
         keep_in_children(self)
         self._batch_size = batch_size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -84,10 +84,6 @@ class Card:
     sampler: str
     limiter: str
     fields: tuple[FieldCard, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns what JSON can hold."""
-        return asdict(self)
 
 
 def card_of(path: str | os.PathLike[str]) -> Card:

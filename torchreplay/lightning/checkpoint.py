@@ -53,7 +53,8 @@ class ReplayCheckpoint(Callback):
         """Has the Trainer's checkpoints go through this callback."""
         if stage != "fit":
             return
-        buffer = self.saved_buffer(trainer)  # or the first save would be the first to say that there is none
+        # Here, or the first save would be the first to say that there is none.
+        buffer = resolve_buffer(self, self.buffer, trainer)
         take_in_turn(trainer)
         strategy: Any = trainer.strategy
         inner = strategy.checkpoint_io
@@ -76,15 +77,7 @@ class ReplayCheckpoint(Callback):
         if place is None:
             logger.warning("there is no %s%s: the buffer stays as it is", path, SUFFIX)
         else:
-            self.saved_buffer(trainer).restore(place)
-
-    def saved_buffer(self, trainer: Trainer) -> Replay:
-        """Returns the buffer to save.
-
-        Raises:
-            ValueError: There is none.
-        """
-        return resolve_buffer(self, self.buffer, trainer)
+            resolve_buffer(self, self.buffer, trainer).restore(place)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """From here on the Trainer's checkpoints have a buffer beside them as long as it is open."""

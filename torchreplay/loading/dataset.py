@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from torchreplay.buffer.base import MAX_BATCH, PINS, Batches, Pin, Replay, source_of
+from torchreplay.buffer.base import MAX_BATCH, PINS, Batches, Pin, Replay, StreamSpec, source_of
 from torchreplay.buffer.prefetch import DRAWN_FIELDS
 from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.cuda.copies import require_devices
@@ -184,9 +184,8 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         worker = get_worker_info()
         waiting: type[Wait] = ShownWait if worker is None or worker.id == 0 else Wait  # one line for all workers
         left = None if share is None else share - position
-        stream = source_of(self.buffer).batches(
-            self.batch_size, left, self.prefetch, self.timeout, waiting, here.drawn, staging
-        )
+        spec = StreamSpec(self.batch_size, left, self.prefetch, self.timeout, waiting, here.drawn, staging)
+        stream = source_of(self.buffer).batches(spec)
         try:
             for batch in stream:
                 position += 1

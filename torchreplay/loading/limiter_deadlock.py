@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from contextvars import Token
@@ -10,9 +9,7 @@ from typing import Any
 
 from torchreplay.buffer.base import Replay
 from torchreplay.buffer.replay_buffer import ReplayBuffer, local_sampler
-from torchreplay.segment.waits import LOG_EVERY, MEANWHILE, Meanwhile
-
-logger = logging.getLogger("torchreplay")
+from torchreplay.segment.waits import LOG_EVERY, MEANWHILE, Meanwhile, logger
 
 GRACE = 0.1
 """Seconds for which a wait is one for a draw, or for rows that are on their way."""

@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from torchreplay.buffer.base import Replay
 from torchreplay.monitoring.metrics import FINE, HISTOGRAMS, Scalars, named, prometheus_text, tensorboard_histogram
+from torchreplay.segment.closeable import Closeable
 from torchreplay.segment.waits import logger
 from torchreplay.validation import checked_instance, checked_int, checked_number
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     import torch
 
 WRITERS = "a SummaryWriter, an object with log(dict, step=) or log_metrics(dict, step=), or a function (dict, step)"
 
 
-class Monitor:
+class Monitor(Closeable):
     """Logs every scalar of `buffer.stats()`, rates and histograms, from a training loop or from a thread of its own.
 
     The names and values are those of Lightning's `ReplayMonitor`: `replay/size`, `replay/samples_per_insert`, ..., and
@@ -162,11 +161,6 @@ class Monitor:
         self._thread = threading.Thread(target=self._run, name="torchreplay-monitor", daemon=True)
         self._thread.start()
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Ends the thread, after a last log, and the server. The writer stays open. Idempotent."""

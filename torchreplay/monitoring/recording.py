@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torchreplay.monitoring.slots import SlotSample
 from torchreplay.monitoring.snapshot import LiveBuffer, Snapshot
 from torchreplay.schema.config import Config
+from torchreplay.segment.closeable import Closeable
 
 HEAD: Final = b"torchreplay recording 1\n"
 
@@ -48,7 +49,7 @@ _LENGTH: Final = struct.Struct("<I")
 _PIECE: Final = 1 << 16
 
 
-class Recorder:
+class Recorder(Closeable):
     """Writes a recording. A context, which closes the file.
 
     Args:
@@ -122,12 +123,6 @@ class Recorder:
             finally:
                 self._let_go()
 
-    def __enter__(self) -> Recorder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 @dataclass(frozen=True)
 class Recording:
@@ -163,14 +158,15 @@ class Recording:
             length = _LENGTH.unpack_from(data)[0]
             described: dict[str, Any] = json.loads(data[_LENGTH.size : _LENGTH.size + length])
             config = Config.from_text(json.dumps(described["config"]))
-        except (struct.error, ValueError, LookupError) as error:
+            name, started = str(described["name"]), float(described["started"])
+        except (struct.error, ValueError, LookupError, TypeError) as error:
             raise ValueError(f"the description in {path} is damaged: {error}") from None
         tables = _tables(data[_LENGTH.size + length :])
         if not len(tables[b"c"]):
             raise ValueError(f"{path} has no record: the recorder ended before its first look")
         counters = dict(zip(_RECORDS[b"c"], tables[b"c"].T, strict=True))
         priorities = dict(zip(PRIORITIES, tables[b"p"].T, strict=True))
-        return cls(str(described["name"]), config, float(described["started"]), counters, priorities)
+        return cls(name, config, started, counters, priorities)
 
     @property
     def seconds(self) -> NDArray[np.float64]:

@@ -10,6 +10,7 @@ from torchreplay import _C
 from torchreplay.monitoring.discovery import SharedFile, program_of, shared_files
 from torchreplay.schema.config import Config
 from torchreplay.schema.limiters import Limiter, SamplesPerInsert, from_native
+from torchreplay.segment.closeable import Closeable
 
 Role = Literal["owner", "writer", "learner", "supervisor", "other"]
 
@@ -138,7 +139,7 @@ class Snapshot:
         return min((seconds for times in all_times for seconds in times if seconds >= 0), default=-1.0)
 
 
-class LiveBuffer:
+class LiveBuffer(Closeable):
     """A buffer of other processes, open for reading. A context, which closes it.
 
     It takes no place among the participants, no lock, and no page that can be written to. It may be killed at any
@@ -213,9 +214,3 @@ class LiveBuffer:
     def close(self) -> None:
         """Lets go of the memory. Idempotent."""
         self._reader.close()
-
-    def __enter__(self) -> LiveBuffer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -6,8 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from torchreplay.monitoring.discovery import NoSuchBuffer, SharedFile, program_of, shared_files
 from torchreplay.monitoring.snapshot import LiveBuffer
@@ -59,10 +58,6 @@ class Listed:
     trouble: str = ""
     node: str = ""
 
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the fields by name."""
-        return asdict(self)
-
 
 def survey(seconds: float = LOOK, node: str = "") -> list[Listed]:
     """Returns the live buffers of this user on this machine, after two looks at each.
@@ -72,22 +67,28 @@ def survey(seconds: float = LOOK, node: str = "") -> list[Listed]:
         node: Ray's id of this node, for what is returned.
     """
     with ExitStack() as stack:
-        looks: list[tuple[LiveBuffer, Timeline]] = []
-        troubled: list[Listed] = []
-        for file in (file for file in shared_files() if file.kind == "buffer"):
-            try:
-                buffer = stack.enter_context(LiveBuffer(file))
-            except NoSuchBuffer:  # gone meanwhile
-                continue
-            except (ConnectionError, OSError) as error:
-                troubled.append(_troubled(file, str(error), node))
-                continue
-            looks.append((buffer, Timeline()))
+        buffers, refused = _opened(stack)
+        looks = [(buffer, Timeline()) for buffer in buffers]
         _look(looks)
         if looks:
             time.sleep(seconds)
         _look(looks)
-        return [*_listed(looks, node), *troubled]
+        return [*_listed(looks, node), *(_troubled(file, why, node) for file, why in refused)]
+
+
+def _opened(stack: ExitStack) -> tuple[list[LiveBuffer], list[tuple[SharedFile, str]]]:
+    """Returns all live buffers, open until `stack` ends, and the files that are refused, each with the reason."""
+    buffers: list[LiveBuffer] = []
+    refused: list[tuple[SharedFile, str]] = []
+    for file in shared_files():
+        if file.kind == "buffer":
+            try:
+                buffers.append(stack.enter_context(LiveBuffer(file)))
+            except NoSuchBuffer:  # gone meanwhile
+                continue
+            except (ConnectionError, OSError) as error:
+                refused.append((file, str(error)))
+    return buffers, refused
 
 
 def _look(looks: list[tuple[LiveBuffer, Timeline]]) -> None:
@@ -136,17 +137,8 @@ def choose(given: str | None) -> LiveBuffer:
         NoSuchBuffer: None is meant, or several are; the text lists what there is.
         ConnectionError: It is of another version of torchreplay, or damaged.
     """
-    files = [file for file in shared_files() if file.kind == "buffer"]
     with ExitStack() as stack:
-        buffers: list[LiveBuffer] = []
-        refused: list[tuple[SharedFile, str]] = []
-        for file in files:
-            try:
-                buffers.append(stack.enter_context(LiveBuffer(file)))
-            except NoSuchBuffer:
-                continue
-            except (ConnectionError, OSError) as error:
-                refused.append((file, str(error)))
+        buffers, refused = _opened(stack)
         meant = buffers if given is None else _meant(given, buffers)
         if len(meant) == 1:
             return LiveBuffer(meant[0].file)

@@ -218,6 +218,9 @@ class Configured(Transient):
     _rows_extended = 0
     """Rows that this object's own `extend` has written."""
 
+    def __bool__(self) -> bool:
+        return True  # `if buffer:` asks whether there is one, not whether it holds rows
+
     @property
     def spec(self) -> dict[str, Any]:
         """The fields, nested as they were given."""

@@ -1,6 +1,7 @@
 """Shared memory: how it is reserved, found by its handle, and waited for."""
 
 __all__ = [
+    "closeable",
     "delivery_log",
     "file_lock",
     "handle",
@@ -8,7 +9,6 @@ __all__ = [
     "process_hooks",
     "progress",
     "ray_node",
-    "remote_handles",
     "reservation",
     "segment_file",
     "transient",

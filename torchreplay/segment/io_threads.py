@@ -13,6 +13,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeAlias, TypeVar
 
+from torchreplay.segment.closeable import Closeable
+
 T = TypeVar("T")
 
 THREAD_BYTES = 160 << 20
@@ -41,7 +43,7 @@ class Outcome(Generic[T]):
             del self  # to which the error leads: what the call held would stay until a collection of garbage
 
 
-class ThreadPool:
+class ThreadPool(Closeable):
     """A few threads for one task, a context manager that waits for them.
 
     Where none can be started, as in an exit handler or short of memory, the calling thread does everything. A
@@ -93,12 +95,6 @@ class ThreadPool:
             if not self._begun and isinstance(job := self._jobs.get_nowait(), tuple):
                 outcome, call, args = job
                 outcome.of(call, args)
-
-    def __enter__(self) -> ThreadPool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Waits for calls that are being made. Others are not made any more."""

@@ -6,6 +6,7 @@ Nothing here imports Ray: a process that has not is on no node.
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from typing import Any
 
 
@@ -25,6 +26,16 @@ def is_elsewhere(node: str) -> bool:
         return False
     ray = _running_ray()
     return ray is not None and any(known["NodeID"] == node for known in ray.nodes())
+
+
+def attach_remote(kind: str, *args: Any) -> Any:
+    """Returns what stands here for an object of another node: a `RemoteBuffer`, or `RemoteWeights`.
+
+    Args:
+        kind: The name of that class.
+        *args: What it is made of.
+    """
+    return getattr(import_module("torchreplay.ray.remote"), kind)(*args)
 
 
 def _running_ray() -> Any:

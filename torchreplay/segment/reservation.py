@@ -14,6 +14,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from torchreplay import _C
+from torchreplay.segment.closeable import Closeable
 from torchreplay.segment.io_threads import ThreadPool
 
 # Linux's numbers for fcntl: Python 3.11 does not name them all.
@@ -141,7 +142,7 @@ def begin_reservation(
     return Reservation(new_memory(size, what), size, what, arrays, slots)
 
 
-class Reservation:
+class Reservation(Closeable):
     """A file of memory on its way to being reserved: large arrays in a thread, all else before this object is there.
 
     Who fills the arrays slot by slot can begin at once: making memory takes about as long as filling it.
@@ -217,12 +218,6 @@ class Reservation:
             fd, self.fd = self.fd, -1
             if fd >= 0:
                 os.close(fd)
-
-    def __enter__(self) -> Reservation:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _first_slot(self, at: int, arrays: Sequence[tuple[int, int, int]]) -> int:
         end = min(at + PIECE, self._size)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from types import TracebackType
+from torchreplay.segment.closeable import Closeable
 
+if TYPE_CHECKING:
     from torchreplay._C import Segment
 
 
-class WriterLease:
+class WriterLease(Closeable):
     """The announcement of `ReplayBuffer.expect_writers()`: it holds until closed, or until its process is gone."""
 
     def __init__(self, segment: Segment) -> None:
@@ -24,11 +24,3 @@ class WriterLease:
         if self._id and os.getpid() == self._pid and not self._segment.closed:
             self._segment.leave(self._id)
         self._id = 0
-
-    def __enter__(self) -> WriterLease:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -14,8 +14,7 @@ from torch import nn
 from torchreplay import _C
 from torchreplay.errors import AttachError, ReplayTimeout
 from torchreplay.segment.handle import Handle, lasting_handle, new_nonce, open_handle
-from torchreplay.segment.ray_node import is_elsewhere
-from torchreplay.segment.remote_handles import attach_remote
+from torchreplay.segment.ray_node import attach_remote, is_elsewhere
 from torchreplay.segment.reservation import reserve
 from torchreplay.segment.transient import Transient
 from torchreplay.segment.waits import SLICE_NS
@@ -80,7 +79,7 @@ class SharedWeights(Transient):
     @classmethod
     def _attach(cls, handle: Handle, entries: tuple[Entry, ...], nbytes: int) -> SharedWeights:
         if is_elsewhere(handle.node):
-            remote: SharedWeights = attach_remote("weights", handle, entries, nbytes)
+            remote: SharedWeights = attach_remote("RemoteWeights", handle, entries, nbytes)
             return remote
         fd = open_handle(handle, "set of shared weights")
         self = cls.__new__(cls)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from multiprocessing.connection import wait
 from typing import Any, ClassVar, Final, Generic, TypeVar
 
 from torchreplay.workers.worker_process import STOP_SIGNAL, Launch, Outcome
@@ -70,9 +70,7 @@ class Backend(ABC, Generic[R]):
                 process = os.pidfd_open(pid)
             except OSError:  # gone already
                 continue
-            poller = select.poll()
-            poller.register(process, select.POLLIN)
-            poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
+            wait([process], max(0.0, deadline - time.monotonic()))
             os.close(process)
 
 

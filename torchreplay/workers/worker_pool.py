@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from multiprocessing.util import Finalize
-from types import TracebackType
 from typing import Any, ClassVar, Final, Self, TypeAlias
 
 import numpy as np
@@ -187,7 +186,5 @@ class WorkerPool(Transient, ABC):
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         self.stop()

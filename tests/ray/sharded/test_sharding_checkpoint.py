@@ -35,7 +35,7 @@ COUNTED += ("lost_updates", "evicted_unsampled", "shards_missing")
 def saved(cluster, tmp_path_factory):
     """A checkpoint, and of what was saved: the items of all keys, a batch drawn before, statistics, and more."""
     directory = tmp_path_factory.mktemp("saved")
-    with ShardedReplay(SPEC, 400, sampler=SAMPLER, seed=2**64 - 1, nodes=cluster.node_ids) as replay:
+    with ShardedReplay(SPEC, 400, sampler=SAMPLER, seed=2**64 - 1, nodes=cluster.node_ids, name="union") as replay:
         keys = write_on_both(cluster, replay, (250, 45))
         replay.limiter = LIMITER  # 50 of them count
         for batch in tr.ReplayDataset(replay, 32, steps=9, timeout=120):
@@ -81,7 +81,7 @@ def test_rows_keys_priorities_counters_and_the_limiters_balance_come_back(cluste
         after = replay.stats()
         assert {name: getattr(after, name) for name in COUNTED} == {name: getattr(before, name) for name in COUNTED}
         assert after.priority_total == pytest.approx(before.priority_total, rel=1e-6)
-        assert (replay.capacity, replay.draws, replay.limiter) == (400, 9, LIMITER)
+        assert (replay.name, replay.capacity, replay.draws, replay.limiter) == ("union", 400, 9, LIMITER)
         assert balance_of(replay) == 50 * 8 - 9 * 32
         replay.update_priorities(batch["key"], torch.full((32,), 5.0))  # they are still good
         held = len(replay.gather(batch["key"])["key"])

@@ -13,6 +13,7 @@ import pytest
 from local_shards import LocalShards
 
 import torchreplay as tr
+from torchreplay.buffer.base import StreamSpec
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.config import Config
 from torchreplay.segment.waits import Wait
@@ -141,7 +142,7 @@ def draws_from(shards):
 
 def stream_of(draws, timeout):
     """Batches of 8 items, with two rounds ahead."""
-    return SampleRequestStream(draws, 8, None, 2, timeout, Wait)
+    return SampleRequestStream(draws, StreamSpec(8, None, 2, timeout, Wait))
 
 
 @pytest.mark.timeout(60)

@@ -10,9 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import torchreplay as tr
-
-RESERVED = frozenset({"key", "weight", "probability", "priority", "buffer", "casting"})
-"""Names that torchreplay keeps for itself, and cpprb's users may have given to a column."""
+from torchreplay.schema.spec import RESERVED
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 from torchreplay.errors import ReplayTimeout, WouldBlockForever
@@ -158,12 +157,7 @@ class ExplorerPool(WorkerPool):
         """Statistics of each explorer, in order; those of the last run when the pool is stopped."""
         return self._worker_stats()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         super().__exit__(kind, error, traceback)
         if isinstance(error, (WouldBlockForever, ReplayTimeout)):
             self.explain(error)

@@ -20,9 +20,9 @@ from torchreplay.schema.casting import cast_values
 from torchreplay.schema.config import Config, Configured
 from torchreplay.schema.limiters import Limiter
 from torchreplay.schema.views import View
+from torchreplay.segment.closeable import Closeable
 from torchreplay.segment.handle import Handle
 from torchreplay.segment.ray_node import ray_node
-from torchreplay.segment.remote_handles import attaches_remote
 
 _open_writers: weakref.WeakSet[RemoteWriter] = weakref.WeakSet()
 
@@ -122,8 +122,7 @@ class RemoteWriter(Writer):
         self._sender.make_room(self._outbox, self._admitted)
 
 
-@attaches_remote("buffer")
-class RemoteBuffer(Configured):
+class RemoteBuffer(Configured, Closeable):
     """A replay buffer on another node of the Ray cluster, for explorers.
 
     What a `ReplayBuffer` becomes when it is passed to a Ray task or actor on another node than its own. It has the
@@ -266,17 +265,11 @@ class RemoteBuffer(Configured):
         self._require_open()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     # Asking
 
     def __len__(self) -> int:
         """Returns the number of rows held; asks the buffer's node."""
         return self.stats().size
-
-    def __bool__(self) -> bool:
-        return True
 
     def stats(self) -> Stats:
         """Returns what has happened so far, over all processes; asks the buffer's node."""

@@ -17,7 +17,6 @@ from torchreplay.errors import AttachError
 from torchreplay.ray.runtime.actor_client import NodeActor
 from torchreplay.ray.runtime.session import import_ray, logger
 from torchreplay.segment.handle import Handle
-from torchreplay.segment.remote_handles import attaches_remote
 from torchreplay.weights.module_state import load_copies
 from torchreplay.weights.shared_weights import Entry, SharedWeights, attached_weights, newest_of
 
@@ -88,7 +87,6 @@ class _News:
         self.closed = True
 
 
-@attaches_remote("weights")
 class RemoteWeights(SharedWeights):
     """What `SharedWeights` become on another node of the Ray cluster than the learner's: there to be pulled.
 

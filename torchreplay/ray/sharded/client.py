@@ -45,12 +45,15 @@ Answers = dict[int, Answer]
 
 
 class ShardClient:
-    """The shards as one process sees them. `name` is that of the coordinator's actor."""
+    """The shards as one process sees them.
 
-    called = UNNAMED
-    """What messages call the buffer: its `ShardedReplay` sets it."""
+    Args:
+        name: Of the coordinator's actor.
+        called: What messages call the buffer.
+    """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, called: str = UNNAMED) -> None:
+        self.called = called
         # Says what is where, and counts. It is never asked while the lock is held: if Ray cannot reach it, only the
         # asking thread waits.
         self.coordinator = CoordinatorClient(name, lambda: self.stopped)

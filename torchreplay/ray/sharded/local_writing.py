@@ -15,6 +15,7 @@ from torchreplay.ray.sharded.client import ShardClient
 from torchreplay.ray.sharded.coordinator import REPEAT
 from torchreplay.ray.sharded.coordinator_client import CoordinatorClient
 from torchreplay.ray.sharded.local_shard import ShardBuffer
+from torchreplay.segment.closeable import Closeable
 
 REMAKE_SECONDS: Final = 60.0
 """Seconds for which a writer waits for its node's shard to be made anew."""
@@ -77,7 +78,7 @@ def nodes_to_write_from(shards: ShardClient) -> list[str]:
     return [node for node in shards.coordinator.ask("table").nodes if node in alive]
 
 
-class Expectation:
+class Expectation(Closeable):
     """The announcement of `ShardedReplay.expect_writers()`: it holds until closed, or until its process is gone.
 
     The coordinator believes it for a while; a thread repeats it in time.
@@ -117,9 +118,3 @@ class Expectation:
         except (AttachError, Stopped, import_ray().exceptions.RayError):  # Ray was shut down meanwhile, or it is gone
             return False
         return True
-
-    def __enter__(self) -> Expectation:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from torchreplay.buffer.base import MAX_BATCH, BatchSource, Pin
+from torchreplay.buffer.base import MAX_BATCH, BatchSource, Pin, StreamSpec
 from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.cuda.copies import DeviceCopies
 from torchreplay.cuda.staging import Staging
@@ -81,20 +81,10 @@ class ShardedSampler(BatchSource):
         self.shards.require_open()
         return self.feedback.unissued(keys)
 
-    def batches(
-        self,
-        batch_size: int,
-        count: int | None,
-        prefetch: int,
-        timeout: float | None,
-        waiting: type[Wait],
-        drawn: deque[dict[str, Any]],
-        staging: Staging | None = None,
-    ) -> SampleRequestStream:
+    def batches(self, spec: StreamSpec) -> SampleRequestStream:
         """Returns a stream of batches; the shards are asked for `prefetch` of them ahead."""
-        checked_int("batch_size", batch_size, 1, MAX_BATCH)
         self.shards.require_open()
-        return SampleRequestStream(self, batch_size, count, prefetch, timeout, waiting, staging)
+        return SampleRequestStream(self, spec)
 
     def staging(self, batch_size: int, prefetch: int, device: torch.device, pin: Pin | None) -> Staging | None:
         """Returns what takes batches to a CUDA device while the learner computes; None: each is copied by itself.
@@ -271,26 +261,16 @@ class SampleRequestStream:
     change its batch.
 
     Args:
-        count: Batches; None for endlessly many.
-        timeout: Seconds to wait for each batch at most.
-        waiting: How the wait for the first one looks.
-        staging: What gives each batch its place; None: memory of its own.
+        draws: What draws them.
+        spec: Which batches.
     """
 
     drawn_from: TreeSummary  # what the weights of the batch handed out last were computed from
 
-    def __init__(
-        self,
-        draws: ShardedSampler,
-        batch_size: int,
-        count: int | None,
-        prefetch: int,
-        timeout: float | None,
-        waiting: type[Wait],
-        staging: Staging | None = None,
-    ) -> None:
-        self._draws, self._batch_size, self._left, self._staging = draws, batch_size, count, staging
-        self._prefetch, self._timeout, self._waiting = prefetch, timeout, waiting
+    def __init__(self, draws: ShardedSampler, spec: StreamSpec) -> None:
+        self._draws, self._spec, self._batch_size, self._left = draws, spec, spec.batch_size, spec.count
+        self._prefetch, self._timeout, self._waiting = spec.prefetch, spec.timeout, spec.waiting
+        self._own_memory = spec.staging is None or not spec.prefetch
         self._ahead: deque[SampleRequest] = deque()
 
     def __iter__(self) -> SampleRequestStream:
@@ -352,7 +332,7 @@ class SampleRequestStream:
         # They travel while this batch is made, and while its user works.
         self._draws.shards.calls.fetch(call for later in islice(self._ahead, 1, None) for call in later.calls.values())
         first = self._ahead.popleft()
-        batch = self._draws.take(first, None, wait, self._staging is None or not self._prefetch)
+        batch = self._draws.take(first, None, wait, self._own_memory)
         if batch is not None:
             self.drawn_from = first.drawn_from
         return batch
@@ -360,13 +340,10 @@ class SampleRequestStream:
     def _order(self, wait: Wait) -> None:
         most = self._prefetch + 1 if self._left is None else min(self._left, self._prefetch + 1)
         if not self._ahead:
-            self._ahead.append(self._draws.order(self._batch_size, wait, self._place()))
+            self._ahead.append(self._draws.order(self._batch_size, wait, self._spec.place()))
         while len(self._ahead) < most and self._draws.admits_now(self._batch_size):
-            self._ahead.append(self._draws.begin(self._batch_size, wait, self._place()))
+            self._ahead.append(self._draws.begin(self._batch_size, wait, self._spec.place()))
         self._draws.shards.report()
-
-    def _place(self) -> ReplayBatch | None:
-        return None if self._staging is None else self._staging.place()
 
 
 def rows_of(asked: NDArray[np.int64], found: NDArray[np.int64]) -> NDArray[np.int64]:

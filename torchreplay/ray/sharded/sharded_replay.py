@@ -101,14 +101,9 @@ class ShardedReplay(Replay):
     def _init_state(self, nonce: int, seed: int, config: Config, capacity: int, count: int) -> None:
         self._nonce, self._config = nonce, config
         self._capacity, self._count = capacity, count
-        self._shards = ShardClient(directory_name(nonce))
-        self._shards.called = config.called
+        self._shards = ShardClient(directory_name(nonce), config.called)
         self._feedback = Feedback(self._shards, nonce)
         self._source = self._sampler = ShardedSampler(self._shards, config, seed, nonce, self._feedback)
-
-    @property
-    def _closed(self) -> bool:
-        return self._shards.closed
 
     def _require_open(self) -> None:
         self._shards.require_open()
@@ -395,7 +390,7 @@ class ShardedReplay(Replay):
 
     def __repr__(self) -> str:
         named = "" if self.name is None else f"{self.name!r}, "
-        if self._closed:
+        if self._shards.closed:
             return f"ShardedReplay({named}closed)"
         names, table = ", ".join("/".join(path) for path in self._config.fields), self._shards.table
         return (
@@ -473,6 +468,7 @@ class ShardedReplay(Replay):
                 limiter=config.limiter,
                 seed=manifest.seed,
                 nodes=nodes,
+                name=config.name,
             )
             replay._config = replace(replay._config, lost_schedule=config.lost_schedule)
             try:
@@ -524,7 +520,7 @@ class ShardedReplay(Replay):
         Raises:
             ValueError: TD errors from a device are NaN or infinite, as `flush` says; the buffer is closed.
         """
-        if self._closed:
+        if self._shards.closed:
             return
         self._shards.closed = True
         connected = self._shards.coordinator.connected  # and not a forked child, which has made nothing
@@ -538,12 +534,6 @@ class ShardedReplay(Replay):
             owned, self._owned = self._owned, None
             if owned is not None and connected:
                 end(owned)
-
-    def __enter__(self) -> ShardedReplay:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def attached_shards(nonce: int, *args: Any) -> ShardedReplay:
