@@ -59,6 +59,7 @@ def test_a_forbidden_huge_page_is_a_warning_that_names_the_variable(monkeypatch)
 def test_a_memory_limit_is_advised_to_be_raised_where_little_is_left(monkeypatch, left, ok):
     monkeypatch.setattr(machine, "available_memory", lambda: left)
     finding = by_topic(machine.examine())["memory limit"]
+    assert "are left under the cgroup's limit" in finding.value
     assert (finding.ok, finding.advice == "") == (ok, ok)
 
 

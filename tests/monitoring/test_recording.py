@@ -218,6 +218,7 @@ WHOLE = {
     "described",
     [
         [],
+        WHOLE | {"started": 10**400},
         WHOLE | {"config": {"capacity": 3}},
         WHOLE | {"started": None},
         WHOLE | {"started": "soon"},
@@ -227,10 +228,11 @@ WHOLE = {
 )
 def test_a_damaged_description_is_refused(tmp_path, described):
     path = tmp_path / "run.rec"
-    text = json.dumps(described).encode()
-    path.write_bytes(b"torchreplay recording 1\n" + zlib.compress(struct.pack("<I", len(text)) + text))
-    with pytest.raises(ValueError, match=r"the description in .* is damaged"):
-        Recording.read(path)
+    for told, message in ((WHOLE, "has no record"), (described, "the description in .* is damaged")):
+        text = json.dumps(told).encode()
+        path.write_bytes(b"torchreplay recording 1\n" + zlib.compress(struct.pack("<I", len(text)) + text))
+        with pytest.raises(ValueError, match=message):
+            Recording.read(path)
 
 
 @pytest.mark.parametrize("dark", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["light", "dark"])

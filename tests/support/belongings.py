@@ -1,6 +1,6 @@
 """What this process has of the system's: files in shared memory, children, threads and descriptors.
 
-They are told apart and not counted, as those of an earlier test may go meanwhile.
+They have names and are not counted: what an earlier test has left may end meanwhile.
 """
 
 import os
@@ -22,11 +22,17 @@ def threads():
 
 
 def descriptors():
-    """The numbers of all open descriptors, with that of this look."""
-    return set(os.listdir("/proc/self/fd"))
+    """The number of each open descriptor, and what it is of: device and inode."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the one by which the directory was listed
+            of = os.stat(f"/proc/self/fd/{fd}")
+            found.add((fd, of.st_dev, of.st_ino))
+    return found
 
 
 def belongings() -> set[str]:
+    """The names of all that a test must not leave behind."""
     return _files_in_dev_shm() | _children() | our_threads() | our_descriptors()
 
 
@@ -78,6 +84,7 @@ def our_threads() -> set[str]:
 
 
 def our_descriptors() -> set[str]:
+    """Descriptors of the package's shared memory."""
     found = set()
     for fd in os.listdir("/proc/self/fd"):
         try:

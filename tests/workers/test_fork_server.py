@@ -215,7 +215,7 @@ def test_a_fork_server_that_cannot_start_fails_the_pool_in_words(monkeypatch, go
 
     def start(*args, **kwargs):
         process = popen(*args, **kwargs)
-        if gone:  # before it is told what to do
+        if gone:  # before the first message to it
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         return process
 

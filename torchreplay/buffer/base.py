@@ -62,7 +62,7 @@ class Batches(Protocol):
         """Ends it. What was drawn and is not handed out has not been drawn."""
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class StreamSpec:
     """Which batches a stream hands out, and how it draws them.
 
@@ -72,9 +72,12 @@ class StreamSpec:
         prefetch: Batches drawn ahead of the one asked for; 0: each is drawn when it is asked for.
         timeout: Seconds to wait for each at most, as in `sample`.
         waiting: How the wait for the first one looks.
-        drawn: Batches to hand out first, as `drawn` of the stream before gave them; taken from it one by one. Those
-            that the buffer does not hold any more are left out. A `ShardedReplay` has none.
+        drawn: What `drawn()` of an earlier stream returned. These batches come first, and each leaves the queue then.
+            Those whose rows are gone are left out. Empty for a `ShardedReplay`.
         staging: What gives each batch its place, and finishes it; None: memory of its own.
+
+    Raises:
+        ValueError: `batch_size` is out of range.
     """
 
     batch_size: int

@@ -36,7 +36,7 @@ class PrefetchIterator:
 
     Args:
         source: Of the buffer to draw from.
-        spec: Which batches.
+        spec: Which batches, and how they are drawn.
     """
 
     def __init__(self, source: LocalSampler, spec: StreamSpec) -> None:

@@ -57,7 +57,7 @@ class DeviceCopy:
         self._ended = ended
 
     def done(self) -> bool:
-        """Returns whether the copy has ended."""
+        """Returns whether the copy has ended, so that its source may change."""
         return bool(self._ended.query())
 
     def wait(self) -> None:
@@ -75,7 +75,7 @@ class DeviceCopy:
 
 
 class DeviceCopies:
-    """Copies blocks of page-locked memory to a device, on a stream of their own.
+    """Copies blocks of page-locked memory to a device: one after the other, on a stream of their own. No host waits.
 
     What makes this safe without a wait of the host:
 

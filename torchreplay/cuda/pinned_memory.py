@@ -18,7 +18,7 @@ PORTABLE = 1
 
 
 class CudaRegistry:
-    """Where CUDA keeps what memory is page-locked.
+    """CUDA's list of page-locked memory.
 
     Args:
         device: By which the memory is registered.

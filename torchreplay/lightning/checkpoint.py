@@ -50,10 +50,14 @@ class ReplayCheckpoint(Callback):
         self.buffer = buffer
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Has the Trainer's checkpoints go through this callback."""
+        """Has the Trainer's checkpoints go through this callback.
+
+        Raises:
+            ValueError: There is no buffer to save.
+        """
         if stage != "fit":
             return
-        # Here, or the first save would be the first to say that there is none.
+        # Asked for now: a missing buffer is an error here, and not at the first save.
         buffer = resolve_buffer(self, self.buffer, trainer)
         take_in_turn(trainer)
         strategy: Any = trainer.strategy

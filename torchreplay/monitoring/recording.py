@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from torchreplay.monitoring.slots import SlotSample
 from torchreplay.monitoring.snapshot import LiveBuffer, Snapshot
-from torchreplay.schema.config import Config
+from torchreplay.schema.config import DAMAGED, Config
 from torchreplay.segment.closeable import Closeable
 
 HEAD: Final = b"torchreplay recording 1\n"
@@ -148,7 +148,7 @@ class Recording:
 
         Raises:
             FileNotFoundError: There is none.
-            ValueError: It is no recording, or has no record.
+            ValueError: It is no recording, is damaged, or has no record.
         """
         content = Path(path).read_bytes()
         if not content.startswith(HEAD):
@@ -159,7 +159,7 @@ class Recording:
             described: dict[str, Any] = json.loads(data[_LENGTH.size : _LENGTH.size + length])
             config = Config.from_text(json.dumps(described["config"]))
             name, started = str(described["name"]), float(described["started"])
-        except (struct.error, ValueError, LookupError, TypeError) as error:
+        except (struct.error, *DAMAGED) as error:
             raise ValueError(f"the description in {path} is damaged: {error}") from None
         tables = _tables(data[_LENGTH.size + length :])
         if not len(tables[b"c"]):

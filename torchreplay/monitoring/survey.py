@@ -77,7 +77,7 @@ def survey(seconds: float = LOOK, node: str = "") -> list[Listed]:
 
 
 def _opened(stack: ExitStack) -> tuple[list[LiveBuffer], list[tuple[SharedFile, str]]]:
-    """Returns all live buffers, open until `stack` ends, and the files that are refused, each with the reason."""
+    """Returns all live buffers, open until `stack` ends, and the files that cannot be read, each with the reason."""
     buffers: list[LiveBuffer] = []
     refused: list[tuple[SharedFile, str]] = []
     for file in shared_files():

@@ -29,6 +29,7 @@ ELEMENTS: tuple[torch.dtype, ...] = (
 )
 NAMED_ELEMENTS = {str(dtype).removeprefix("torch."): dtype for dtype in ELEMENTS}
 ELEMENT_NAMES = ", ".join(NAMED_ELEMENTS)
+# compat.cpprb stores a column of such a name under another one: a new name here makes its older files unreadable.
 RESERVED = frozenset({"key", "weight", "probability", "priority", "buffer", "casting"})
 MAX_DIMS = 15  # one of the native core's 16 is the batch's
 MAX_BYTES = 1 << 46  # of a row: more than any machine maps

@@ -1,4 +1,4 @@
-"""Shared memory: how it is reserved, found by its handle, and waited for."""
+"""Shared memory: how it is reserved, found by its handle, waited for, and closed."""
 
 __all__ = [
     "closeable",

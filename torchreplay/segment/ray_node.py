@@ -1,6 +1,6 @@
 """On which node of a Ray cluster a process is. Shared memory ends at the node, also where nodes share a machine.
 
-Nothing here imports Ray: a process that has not is on no node.
+A process that has not imported Ray is on no node: nothing here imports it to find out.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from multiprocessing.connection import wait
+from multiprocessing import connection
 from typing import Any, ClassVar, Final, Generic, TypeVar
 
 from torchreplay.workers.worker_process import STOP_SIGNAL, Launch, Outcome
@@ -70,7 +70,7 @@ class Backend(ABC, Generic[R]):
                 process = os.pidfd_open(pid)
             except OSError:  # gone already
                 continue
-            wait([process], max(0.0, deadline - time.monotonic()))
+            connection.wait([process], max(0.0, deadline - time.monotonic()))
             os.close(process)
 
 

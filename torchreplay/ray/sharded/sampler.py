@@ -262,7 +262,7 @@ class SampleRequestStream:
 
     Args:
         draws: What draws them.
-        spec: Which batches.
+        spec: Which batches, and how they are drawn.
     """
 
     drawn_from: TreeSummary  # what the weights of the batch handed out last were computed from
@@ -270,7 +270,7 @@ class SampleRequestStream:
     def __init__(self, draws: ShardedSampler, spec: StreamSpec) -> None:
         self._draws, self._spec, self._batch_size, self._left = draws, spec, spec.batch_size, spec.count
         self._prefetch, self._timeout, self._waiting = spec.prefetch, spec.timeout, spec.waiting
-        self._own_memory = spec.staging is None or not spec.prefetch
+        self._finishes = spec.staging is None or not spec.prefetch
         self._ahead: deque[SampleRequest] = deque()
 
     def __iter__(self) -> SampleRequestStream:
@@ -332,7 +332,7 @@ class SampleRequestStream:
         # They travel while this batch is made, and while its user works.
         self._draws.shards.calls.fetch(call for later in islice(self._ahead, 1, None) for call in later.calls.values())
         first = self._ahead.popleft()
-        batch = self._draws.take(first, None, wait, self._own_memory)
+        batch = self._draws.take(first, None, wait, self._finishes)
         if batch is not None:
             self.drawn_from = first.drawn_from
         return batch
