@@ -51,23 +51,24 @@ def trained(algorithm, envs, buffer, steps, updates=2, test_envs=None, stop=None
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("n_step", [pytest.param(1, marks=pytest.mark.soak), 3])
 def test_dqn_learns_cartpole_with_prioritized_replay(n_step):
+    """With the network and the values of Tianshou's own test of this environment: every seed reaches the score."""
     torch.manual_seed(1)
     np.random.seed(1)  # noqa: NPY002 - Tianshou explores by it
     envs, test_envs = environments("CartPole-v1"), environments("CartPole-v1", 10)
     envs.seed(1)
     test_envs.seed(2)
     space = gymnasium.make("CartPole-v1").action_space
-    net = Net(state_shape=4, action_shape=2, hidden_sizes=[64, 64])
+    net = Net(state_shape=4, action_shape=2, hidden_sizes=[128, 128, 128])
     policy = DiscreteQLearningPolicy(model=net, action_space=space, eps_training=0.1, eps_inference=0.0)
     dqn = DQN(
         policy=policy,
         optim=AdamOptimizerFactory(lr=1e-3),
-        gamma=0.98,
+        gamma=0.9,
         n_step_return_horizon=n_step,
-        target_update_freq=200,
+        target_update_freq=320,
     )
     buffer = PrioritizedVectorReplayBuffer(20_000, N, alpha=0.6, beta=0.4)
-    result = trained(dqn, envs, buffer, 30_000, 4, test_envs, stop=lambda score: score >= 195)
+    result = trained(dqn, envs, buffer, 60_000, 1, test_envs, stop=lambda score: score >= 195)
     assert result.best_score >= 195  # a random policy gets about 20
     stats = buffer.replay.stats()
     assert stats.updated > 10_000
