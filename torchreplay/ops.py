@@ -144,8 +144,8 @@ class Ring:
                 another compilation; None: the sampler's own, unless that is a schedule.
 
         Returns:
-            The fields, each `[B, *shape]`, nested as in the spec, or what the buffer's view makes of them, with `key`
-            int64 `[B]`, `weight` and `probability` float32 `[B]`, all on the CPU.
+            The fields, each `[B, *shape]`, nested as in the spec, or what the buffer's view makes of them. Also `key`
+            int64 `[B]`, and `weight` and `probability` float32 `[B]`. All are on the CPU.
 
         Raises:
             ValueError: `batch_size` or `beta` is out of range, or the ring is closed.

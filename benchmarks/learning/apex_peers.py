@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from multiprocessing import get_context
+from multiprocessing.context import ForkProcess
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,8 @@ ENV = {
     "next_obs": {"shape": TASK.obs},
     "discount": {},
 }
+START_SECONDS = 120.0
+"""Seconds in which all explorers must have begun."""
 SEND = 50
 """Rows that an explorer sends to a Ray actor at a time."""
 
@@ -81,13 +84,24 @@ def may_draw(drawn: int, written: int) -> bool:
     return written >= MIN_ROWS and drawn <= (written - MIN_ROWS) * SAMPLES_PER_INSERT
 
 
-def _solve(learner: Learner, draw: Callable[[int], Row | None], update: Any, publish: Any, seed: int) -> float:
-    """Learns; `draw` takes the number of rows drawn so far and returns a batch, or None where it is too early."""
+def _solve(
+    learner: Learner,
+    draw: Callable[[int], Row | None],
+    check: Callable[[], object],
+    update: Any,
+    publish: Any,
+    seed: int,
+) -> float:
+    """Learns; `draw` takes the number of rows drawn so far and returns a batch, or None where it is too early.
+
+    `check` raises when an explorer is gone.
+    """
 
     def batches() -> Iterator[Row]:
         while True:
             sample = draw(learner.steps * BATCH_SIZE)
             if sample is None:
+                check()
                 time.sleep(0.001)
             else:
                 yield _as_tensors(sample)
@@ -112,7 +126,7 @@ def with_cpprb(seed: int, explorers: int) -> float:
     fork = get_context("fork")
     buffer = cpprb.MPPrioritizedReplayBuffer(CAPACITY, ENV, alpha=0.6, ctx=fork)
     learner, policy = Learner(TASK, seed), TASK.network().share_memory()
-    written, start = fork.RawArray("q", explorers), fork.Barrier(explorers + 1)
+    written, start = fork.RawArray("q", explorers), fork.Barrier(explorers + 1, timeout=START_SECONDS)
     policy.load_state_dict(learner.q.state_dict())
     crew = [
         fork.Process(target=_explore_into, args=(buffer, policy, written, start, seed, index), daemon=True)
@@ -125,6 +139,7 @@ def with_cpprb(seed: int, explorers: int) -> float:
         return _solve(
             learner,
             lambda drawn: buffer.sample(BATCH_SIZE, beta=0.4) if may_draw(drawn, sum(written)) else None,
+            lambda: _require_alive(crew),
             buffer.update_priorities,
             lambda q: policy.load_state_dict(q.state_dict()),
             seed,
@@ -133,6 +148,11 @@ def with_cpprb(seed: int, explorers: int) -> float:
         for process in crew:
             process.kill()
             process.join()
+
+
+def _require_alive(crew: list[ForkProcess]) -> None:
+    if not all(process.is_alive() for process in crew):
+        raise RuntimeError("an explorer has ended")
 
 
 class ActorBuffer:
@@ -174,10 +194,11 @@ class ActorBuffer:
         self._weights = weights
 
 
-def _wait_for_all(buffer: Any, explorers: int) -> None:
+def _wait_for_all(buffer: Any, explorers: int, check: Callable[[], object] = int) -> None:
     import ray
 
     while ray.get(buffer.explorers.remote()) < explorers:
+        check()
         time.sleep(0.01)
 
 
@@ -206,12 +227,16 @@ def with_ray_actor(seed: int, explorers: int) -> float:
         learner = Learner(TASK, seed)
         buffer: Any = ray.remote(num_cpus=0)(ActorBuffer).remote()
         explorer: Any = ray.remote(num_cpus=0)(_send_to)
-        for index in range(explorers):
-            explorer.remote(buffer, seed, index, explorers)
-        _wait_for_all(buffer, explorers)
+        tasks = [explorer.remote(buffer, seed, index, explorers) for index in range(explorers)]
+
+        def check() -> None:
+            ray.get(ray.wait(tasks, timeout=0)[0])  # one that has ended has failed: its error is raised
+
+        _wait_for_all(buffer, explorers, check)
         return _solve(
             learner,
             lambda drawn: ray.get(buffer.sample.remote(drawn)),
+            check,
             buffer.update.remote,
             lambda q: buffer.publish.remote(q.state_dict()),
             seed,

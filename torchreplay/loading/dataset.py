@@ -216,10 +216,10 @@ class ReplayDataset(SteppedDataset[ReplayBatch]):
         first, as they are in what `buffer.save` writes.
 
         Returns:
-            `draws`, made from the buffer and handed out; `position` in the iteration; `drawn`, for each batch drawn
-            ahead the `step` of its draw, `key` int64 `[B]`, `weight` and `probability` float32 `[B]` and `drawn_from`,
-            of what the weights were computed; in a worker of a `DataLoader` also `stream`, the number of the stream
-            that it draws from.
+            `draws`: batches made from the buffer and handed out. `position`: the place in the iteration. `drawn`: the
+            batches drawn ahead. Each of them has the `step` of its draw, `key` int64 `[B]`, `weight` and `probability`
+            float32 `[B]`. Its `drawn_from` says what the weights were computed from. In a worker of a `DataLoader`
+            there is also `stream`, the number of the stream that it draws from.
 
         Raises:
             ValueError: TD errors from a device are NaN or infinite, as `buffer.flush` says.
