@@ -5,9 +5,12 @@ Tested with ray 2.60.0. `docs/coming_from_rllib.md` says what to change in a pro
 
 from __future__ import annotations
 
+import copy
 import io
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -33,6 +36,20 @@ MAX_RUNNING: Final = 2048
 """Episodes under way that are remembered: half of the writers that a buffer has places for."""
 
 
+Span = tuple[int, int]
+"""Time steps of an episode: the first one, and the one after the last."""
+
+
+@dataclass(slots=True)
+class Stream:
+    """A part of an episode that is being written: the next one goes on at `t`, with the same observation."""
+
+    writer: Writer
+    number: int
+    t: int
+    observation: Any
+
+
 class EpisodeReplayBuffer(RLlibEpisodeReplayBuffer):
     """RLlib's `EpisodeReplayBuffer` over a torchreplay buffer, for transitions of one agent.
 
@@ -52,6 +69,8 @@ class EpisodeReplayBuffer(RLlibEpisodeReplayBuffer):
 
     Attributes:
         replay: The `torchreplay.ReplayBuffer` beneath; None before the first `add`.
+        gaps: Parts that did not follow the part before of their episode, since one was lost, or came in another order.
+        repeated_timesteps: Steps that came again. They were not written again.
 
     Raises:
         ValueError: A number is out of range, or `n_step` is a range.
@@ -81,13 +100,14 @@ class EpisodeReplayBuffer(RLlibEpisodeReplayBuffer):
         self._seed, self._episodes_begun = seed, 0
         self._example: dict[str, Any] = {}  # an observation and an action, which say how tuples and dicts nest
         self._spaces: tuple[Any, Any] = (None, None)
-        self._ends: OrderedDict[str, int] = OrderedDict()  # the newest row of each episode held, oldest first
+        self._held: OrderedDict[str, tuple[int, list[Span]]] = OrderedDict()  # newest row and steps, oldest first
+        self.gaps = self.repeated_timesteps = 0
         self._forget()
         self.replay = None
 
     def _forget(self) -> None:
         """Has no episode be under way in this process."""
-        self._running: OrderedDict[str, tuple[Writer, int]] = OrderedDict()
+        self._running: OrderedDict[str, Stream] = OrderedDict()
         self._idle: list[Writer] = []
         self._drawn: ReplayBatch | None = None
 
@@ -101,8 +121,12 @@ class EpisodeReplayBuffer(RLlibEpisodeReplayBuffer):
     ) -> None:
         """Adds episodes, or further parts of episodes that were added before.
 
+        A part goes on where the part before of the same `id_` has ended. Where it begins at another step, or with
+        another observation, the episode is truncated there, and no item spans both. Steps that are there are not
+        written again. Both are warned about once, and counted.
+
         Args:
-            episodes: One, or several. A part goes on where the part before of the same `id_` has ended.
+            episodes: One, or several. Each episode has an `id_` of its own.
             weight: Raw priority of the new steps; None: the largest so far.
 
         Raises:
@@ -110,54 +134,108 @@ class EpisodeReplayBuffer(RLlibEpisodeReplayBuffer):
             ValueError: A value is of another shape, or does not cast to its field. What came before it stays.
         """
         given = [episodes] if isinstance(episodes, SingleAgentEpisode) else list(episodes)
-        known, overwritten, steps = len(self._ends), self._rows_overwritten, 0
+        known, overwritten, steps = len(self._held), self._rows_overwritten, 0
         for episode in given:
             if not isinstance(episode, SingleAgentEpisode):
                 raise TypeError(f"got a value of type {type(episode).__name__}: expected a SingleAgentEpisode")
             if len(episode):
-                self._write(episode, weight)
-                steps += len(episode)
+                steps += self._write(episode, weight)
         self._num_timesteps_added += steps
-        added = len(self._ends) - known
+        added = len(self._held) - known
         evicted = self._evict()
         self._log_added(added, steps, evicted, self._rows_overwritten - overwritten)
 
-    def _write(self, episode: SingleAgentEpisode, priority: float | None) -> None:
-        observations, actions = episode.get_observations(), episode.get_actions()
+    def _write(self, episode: SingleAgentEpisode, priority: float | None) -> int:
+        """Writes the steps that are not there, and returns how many."""
         if self.replay is None:
             self._open(episode)
-        writer, number = self._running.pop(episode.id_, (None, 0))
-        if writer is None:
-            writer, number = self._free_writer(), self._episodes_begun
-            writer.reset(obs=_row(observations, 0), t=episode.t_started)
-            self._episodes_begun += 1
-        self._running[episode.id_] = writer, number
-        length, rewards = len(episode), episode.get_rewards()
-        for i in range(length):
-            last = i == length - 1
-            key = writer.step(
-                obs=_row(observations, i + 1),
-                t=episode.t_started + i + 1,
-                action=_row(actions, i),
-                reward=rewards[i],
-                terminated=last and episode.is_terminated,
-                truncated=last and episode.is_truncated,
-                episode=number,
-                priority=priority,
+        _, held = self._held.get(episode.id_, (0, []))
+        spans = _missing(held, (episode.t_started, episode.t))
+        values = episode.get_observations(), episode.get_actions(), episode.get_rewards()
+        for span in spans:
+            self._write_span(episode, span, values, priority)
+        written = sum(stop - first for first, stop in spans)
+        if written < len(episode):
+            self._note_repeated(episode, len(episode) - written)
+        return written
+
+    def _write_span(self, episode: SingleAgentEpisode, span: Span, values: Any, priority: float | None) -> None:
+        observations, actions, rewards = values
+        first, stop = span[0] - episode.t_started, span[1] - episode.t_started
+        begins, stream = self._stream_at(episode, span[0], _row(observations, first))
+        key, ends = 0, True
+        try:
+            if begins:
+                stream.writer.reset(obs=stream.observation, t=stream.t)
+            for i in range(first, stop):
+                last = i == len(episode) - 1
+                key = stream.writer.step(
+                    obs=_row(observations, i + 1),
+                    t=stream.t + 1,
+                    action=_row(actions, i),
+                    reward=rewards[i],
+                    terminated=last and episode.is_terminated,
+                    truncated=last and episode.is_truncated,
+                    episode=stream.number,
+                    priority=priority,
+                )
+                stream.t += 1
+            ends = span[1] == episode.t and episode.is_done
+        finally:
+            if stream.t > span[0]:
+                self._hold(episode.id_, int(key), (span[0], stream.t))
+            if ends:
+                stream.writer.end_episode()
+                self._idle.append(stream.writer)
+            else:
+                stream.observation = copy.deepcopy(_row(observations, stop))
+                self._running[episode.id_] = stream
+
+    def _stream_at(self, episode: SingleAgentEpisode, t: int, observation: Any) -> tuple[bool, Stream]:
+        """Returns whether a stream begins, and the stream: the one under way where it goes on there, else another."""
+        stream = self._running.pop(episode.id_, None)
+        if stream is not None:
+            if stream.t == t and _equal(stream.observation, observation):
+                return False, stream
+            stream.writer.end_episode()
+            self._idle.append(stream.writer)
+            self._note_gap(episode, t, stream.t)
+        self._episodes_begun += 1
+        return True, Stream(self._free_writer(), self._episodes_begun - 1, t, observation)
+
+    def _hold(self, name: str, key: int, span: Span) -> None:
+        """Remembers that steps of an episode are there, the newest of them in the row of a key."""
+        self._held[name] = key, _joined([*self._held.get(name, (0, []))[1], span])
+        self._held.move_to_end(name)
+
+    def _note_gap(self, episode: SingleAgentEpisode, t: int, ended: int) -> None:
+        self.gaps += 1
+        if self.gaps == 1:
+            warnings.warn(
+                f"a part of episode {episode.id_} begins at step {t}, and does not follow the part before, which ended "
+                f"at step {ended}: no transition spans both. RLlib drops parts that come after sample_timeout_s. "
+                f"Further ones are counted in buffer.gaps",
+                stacklevel=6,
             )
-        self._ends[episode.id_] = int(key)
-        self._ends.move_to_end(episode.id_)
-        if episode.is_done:
-            self._idle.append(self._running.pop(episode.id_)[0])
+
+    def _note_repeated(self, episode: SingleAgentEpisode, steps: int) -> None:
+        if not self.repeated_timesteps:
+            warnings.warn(
+                f"steps of episode {episode.id_} had come before ({steps} of {len(episode)} in this part), and are not "
+                f"written again. Another episode needs another id_. Further steps are counted in "
+                f"buffer.repeated_timesteps",
+                stacklevel=4,
+            )
+        self.repeated_timesteps += steps
 
     def _free_writer(self) -> Writer:
         """Returns a writer of no episode; where too many are under way, that of the one longest not heard of."""
         if self._idle:
             return self._idle.pop()
         if len(self._running) >= MAX_RUNNING:
-            _, (writer, _) = self._running.popitem(last=False)
-            writer.end_episode()
-            return writer
+            _, oldest = self._running.popitem(last=False)
+            oldest.writer.end_episode()
+            return oldest.writer
         assert self.replay is not None
         return self.replay.writer()
 
@@ -177,8 +255,8 @@ class EpisodeReplayBuffer(RLlibEpisodeReplayBuffer):
     def _evict(self) -> int:
         """Forgets episodes without a row, and returns how many."""
         evicted = 0
-        while self._ends and next(iter(self._ends.values())) < self._rows_overwritten:
-            self._ends.popitem(last=False)
+        while self._held and next(iter(self._held.values()))[0] < self._rows_overwritten:
+            self._held.popitem(last=False)
             evicted += 1
         self._num_episodes_evicted += evicted
         return evicted
@@ -308,7 +386,7 @@ class EpisodeReplayBuffer(RLlibEpisodeReplayBuffer):
 
     def get_num_episodes(self, module_id: str | None = None) -> int:
         """Returns of how many episodes rows are held."""
-        return len(self._ends)
+        return len(self._held)
 
     def get_num_timesteps(self, module_id: str | None = None) -> int:
         """Returns how many transitions can be drawn."""
@@ -325,7 +403,7 @@ class EpisodeReplayBuffer(RLlibEpisodeReplayBuffer):
         file = io.BytesIO()
         if self.replay is not None:
             self.replay.save(file)
-        return state | {"ends": list(self._ends.items()), "saved": file.getvalue()}
+        return state | {"held": list(self._held.items()), "saved": file.getvalue()}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Takes the experience of `get_state`, in memory of its own. Episodes under way go on as new ones.
@@ -340,11 +418,11 @@ class EpisodeReplayBuffer(RLlibEpisodeReplayBuffer):
         self.replay = loaded
         for name in STATE:
             setattr(self, name, state[name])
-        self._ends = OrderedDict(state["ends"])
+        self._held = OrderedDict(state["held"])
         self._forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        beside = vars(self).keys() - {"replay", "_running", "_idle", "_drawn", "_ends", "metrics"}
+        beside = vars(self).keys() - {"replay", "_running", "_idle", "_drawn", "_held", "metrics"}
         return {"made": {name: vars(self)[name] for name in beside}, "state": self.get_state()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -358,6 +436,8 @@ STATE: Final = (
     "_num_timesteps_added",
     "sampled_timesteps",
     "_episodes_begun",
+    "gaps",
+    "repeated_timesteps",
     "_example",
     "_spaces",
 )
@@ -404,6 +484,34 @@ def _by_agent(figures: dict[str, Any]) -> dict[str, Any]:
     """Returns RLlib's figures by agent and by module. There is one of each."""
     names = {"agent": DEFAULT_AGENT_ID, "module": DEFAULT_MODULE_ID}
     return {f"{kind}_to_{name}": {which: value} for kind, which in names.items() for name, value in figures.items()}
+
+
+def _missing(spans: list[Span], wanted: Span) -> list[Span]:
+    """Returns what of a span lies in none of the others, which are in order and apart."""
+    found, (first, stop) = [], wanted
+    for begin, end in spans:
+        if first < min(begin, stop):
+            found.append((first, min(begin, stop)))
+        first = max(first, end)
+    return [*found, (first, stop)] if first < stop else found
+
+
+def _joined(spans: list[Span]) -> list[Span]:
+    """Returns spans in order, with those that touch as one."""
+    found: list[Span] = []
+    for first, stop in sorted(spans):
+        if found and first <= found[-1][1]:
+            found[-1] = found[-1][0], max(stop, found[-1][1])
+        else:
+            found.append((first, stop))
+    return found
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Returns whether two values of `_row` are the same."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(part, other[name]) for name, part in one.items())
+    return np.array_equal(one, other)
 
 
 def _spec_of(value: Any) -> Any:
