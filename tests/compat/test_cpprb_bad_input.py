@@ -3,7 +3,7 @@
 import cpprb
 import numpy as np
 import pytest
-from cpprb_transitions import ENV, one, transitions
+from cpprb_transitions import ENV, one, same, transitions
 
 from torchreplay.compat import cpprb as adapter
 
@@ -66,6 +66,31 @@ def test_columns_of_different_lengths_are_a_value_error_and_nothing_is_added(bot
         with pytest.raises(ValueError):  # NumPy's, with cpprb
             buffer.add(**(transitions(3) | {"obs": np.zeros((2, 2, 3))}))
     assert both[0].get_stored_size() == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"next_of": "obs"}, {"Nstep": {"size": 2, "rew": "rew"}}], ids=str)
+@pytest.mark.parametrize("n", [1, 4])
+def test_values_whose_axes_come_in_another_order_are_refused_and_nothing_is_added(n, options):
+    env = {"obs": {"shape": (2, 3)}, "next_obs": {"shape": (2, 3)}, "act": {"shape": 2}, "rew": {}, "done": {}}
+    step = {"obs": np.arange(n * 6.0).reshape(n, 2, 3), "act": np.arange(n * 2.0).reshape(n, 2)}
+    step |= {"next_obs": step["obs"] + 1, "rew": np.arange(n), "done": np.zeros(n)}
+    buffer = adapter.ReplayBuffer(16, env, **options)
+    turned = [("obs", step["obs"].swapaxes(1, 2)), ("obs", step["obs"].transpose(1, 2, 0))]
+    turned += [("act", step["act"].T)] if n > 1 else [("obs", step["obs"][0].T)]
+    for name, value in turned:
+        if value.squeeze().shape != step[name].squeeze().shape:
+            with pytest.raises(ValueError, match=rf"'{name}' has shape .* expected"):
+                buffer.add(**(step | {name: value}))
+    assert buffer.get_stored_size() == 0
+    for name in ("obs", "next_obs", "act"):
+        buffer.add(**(step | {name: step[name].reshape(n, -1)}))
+        buffer.add(**(step | {name: step[name].ravel()}))
+        buffer.add(**(step | {name: step[name][:, None]}))
+    if not options:
+        own = cpprb.ReplayBuffer(16, env)
+        for _ in range(9):
+            own.add(**step)
+        same(buffer.get_all_transitions(), own.get_all_transitions())
 
 
 def test_priorities_of_another_length_are_a_value_error_and_nothing_is_added():

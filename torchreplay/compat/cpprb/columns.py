@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -44,10 +45,21 @@ class Column:
     def rows(self, values: Any) -> NDArray[Any]:
         """Returns what was given for one transition or for several as `[n, *stored_shape]`.
 
+        Axes of 1 do not matter, and a transition's values may be flat.
+
         Raises:
-            ValueError: The number of values is no multiple of what one transition has.
+            ValueError: The number of values is no multiple of what one transition has, or the axes come in another
+                order.
         """
-        return np.asarray(values).reshape(-1, *self.stored_shape)
+        array = np.asarray(values)
+        if array.ndim > 1 and array.shape[1:] != self.stored_shape:
+            given, expected = ([n for n in shape if n != 1] for shape in (array.shape, self.stored_shape))
+            if expected and given[-len(expected) :] != expected and given[-1:] != [math.prod(expected)]:
+                raise ValueError(
+                    f"{self.name!r} has shape {array.shape}: expected [n, {', '.join(map(str, self.shape))}]; nothing "
+                    f"is added"
+                )
+        return array.reshape(-1, *self.stored_shape)
 
     def cast(self, values: Any) -> NDArray[Any]:
         """Returns what `rows` does in the column's dtype, cast as C does."""

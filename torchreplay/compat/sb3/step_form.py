@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 from gymnasium import spaces
@@ -41,7 +41,7 @@ class StepForm:
         self._is_dict = isinstance(observation_space, spaces.Dict)
         parts = observation_space.spaces if isinstance(observation_space, spaces.Dict) else {"": observation_space}
         self._shapes = {name: (n_envs, *(part.shape or ())) for name, part in parts.items()}
-        self._action = (n_envs, *(action_space.shape or ()))
+        self._action, self._each = (n_envs, *(action_space.shape or ())), (n_envs,)
         # Times 0, only NaN and infinity are not 0. One product takes a third of the time of isfinite().all().
         self._zeros = {name: _zeros(part, n_envs) for name, part in parts.items() if _is_float(part)}
         self._action_zeros = _zeros(action_space, n_envs) if _is_float(action_space) else None
@@ -50,19 +50,24 @@ class StepForm:
 
     # Shapes
 
-    def observation(self, value: Any) -> Observation:
-        """Returns an observation as `[n_envs, *shape]`, or a dict of such; raises ValueError if it has other sizes."""
+    def observation(self, name: str, value: Any) -> Observation:
+        """Returns an observation as `[n_envs, *shape]`, or a dict of such; raises ValueError where it is none."""
         if self._is_dict:
-            return {name: np.reshape(value[name], shape) for name, shape in self._shapes.items()}
-        return np.reshape(value, self._shapes[""])
+            return {part: _shaped(f"{name}[{part!r}]", value[part], shape) for part, shape in self._shapes.items()}
+        return _shaped(name, value, self._shapes[""])
 
     def action(self, value: Any) -> Array:
-        """Returns an action as `[n_envs, *shape]`; raises ValueError if it has another size."""
-        return np.reshape(value, self._action)
+        """Returns an action, which may be flat, as `[n_envs, *shape]`; raises ValueError if it has another shape."""
+        flat = self.n_envs, math.prod(self._action[1:])
+        if len(self._action) > 1 and _is_like(np.shape(value), flat):
+            return np.reshape(value, self._action)
+        return _shaped("action", value, self._action)
 
-    def each(self, value: Any) -> Array:
-        """Returns a value as `[n_envs]`; raises ValueError if it has another size."""
-        return np.reshape(value, self.n_envs)
+    def each(self, name: str, value: Any) -> Array:
+        """Returns a value as `[n_envs]`; raises ValueError if it has another shape."""
+        if not _is_like(np.shape(value), self._each):
+            _refuse_shape(name, value, self._each)
+        return np.reshape(value, self._each)
 
     def ends(self, done: Any, infos: list[dict[str, Any]], linked: bool) -> tuple[Flags, Flags]:
         """Returns which episodes terminated and which were truncated; `never` twice if none did.
@@ -72,18 +77,19 @@ class StepForm:
             infos: One for each environment.
             linked: Whether a time limit counts where `done` is not set, as for n-step returns.
         """
-        if True in (done.tolist() if done.__class__ is np.ndarray else self.each(done)):
-            return self._flags(done, infos)
+        flags = done if done.__class__ is np.ndarray and done.shape == self._each else self.each("done", done)
+        if True in flags.tolist():
+            return self._flags(flags, infos)
         if linked and self._tells_timeouts:
             for info in infos:
                 if info.get("TimeLimit.truncated"):
-                    return self._flags(done, infos)
+                    return self._flags(flags, infos)
         return self.never, self.never
 
-    def _flags(self, done: Any, infos: list[dict[str, Any]]) -> tuple[Flags, Flags]:
+    def _flags(self, done: Array, infos: list[dict[str, Any]]) -> tuple[Flags, Flags]:
         cut = [bool(info.get("TimeLimit.truncated")) for info in infos] if self._tells_timeouts else False
         truncated = np.broadcast_to(cut, self.n_envs)
-        return self.each(done).astype(bool) & ~truncated, truncated
+        return done.astype(bool) & ~truncated, truncated
 
     # Values
 
@@ -113,6 +119,26 @@ class StepForm:
             _refuse_unless_finite("action", action)
         if not math.isfinite(sum(reward.tolist())):
             _refuse_unless_finite("reward", reward)
+
+
+def _is_like(shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
+    """Returns whether two shapes differ in leading axes of 1 alone, such as that of one environment."""
+    a, b = (next((s[i:] for i, n in enumerate(s) if n != 1), ()) for s in (shape, expected))
+    return a == b
+
+
+def _shaped(name: str, value: Any, expected: tuple[int, ...]) -> Array:
+    """Returns a value for each environment in its shape. Only single numbers may come in any other."""
+    if len(expected) > 1 and not _is_like(np.shape(value), expected):
+        _refuse_shape(name, value, expected)
+    return np.reshape(value, expected)
+
+
+def _refuse_shape(name: str, value: Any, expected: tuple[int, ...]) -> NoReturn:
+    given = np.shape(value)
+    turned = sorted(given) == sorted(expected)
+    why = ". Its axes come in another order. For pictures put VecTransposeImage inside VecNormalize" if turned else ""
+    raise ValueError(f"{name} has shape {given}: expected {expected}, with a value for each environment{why}")
 
 
 def _bytes_of_parts(observation: dict[str, Any]) -> list[bytes]:

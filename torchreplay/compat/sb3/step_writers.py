@@ -54,8 +54,8 @@ class StepWriter(ABC):
             if reshaped:
                 raise
         self._last = last
-        values = form.observation(obs), form.observation(next_obs), form.action(action), form.each(reward)
-        self.write(*values, done, infos, reshaped=True)
+        observations = form.observation("obs", obs), form.observation("next_obs", next_obs)
+        self.write(*observations, form.action(action), form.each("reward", reward), done, infos, reshaped=True)
 
     @abstractmethod
     def _begin(self, obs: Any, last: Any) -> None:
