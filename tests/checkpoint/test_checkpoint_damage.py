@@ -1,5 +1,7 @@
 """Damaged checkpoints: each is an error that names what is damaged, and nothing of it gets into a buffer."""
 
+import errno
+import os
 import random
 import shutil
 
@@ -9,6 +11,7 @@ from forked import Forked, shared_counters
 from saved_rows import assert_rows_are_those_of_their_keys, filled, tell, told_by
 
 import torchreplay as tr
+from torchreplay.files.source import stored_rows
 
 
 def flipped(content, position, mask=0x41):
@@ -85,6 +88,41 @@ def test_damaged_missing_and_shortened_files_of_rows_are_errors_that_name_them(t
     path.unlink()
     with pytest.raises(tr.CheckpointError, match=path.name):
         tr.ReplayBuffer.load(tmp_path)
+
+
+@pytest.mark.timeout(20)
+def test_pipes_in_the_place_of_files_are_errors_and_not_waited_for(tmp_path):
+    filled(5, 8).save(tmp_path)
+    (path,) = tmp_path.glob("rows-*/*.safetensors")
+    path.unlink()
+    os.mkfifo(path)
+    told = told_by(tmp_path)
+    tell(tmp_path, told | {"shards": [[name, 0, 0] for name, _, _ in told["shards"]]})
+    with pytest.raises(tr.CheckpointError, match="no regular file"):
+        tr.ReplayBuffer.load(tmp_path)
+    with pytest.raises(tr.CheckpointError, match="no regular file"):
+        stored_rows(tmp_path)
+    (tmp_path / "checkpoint.json").unlink()
+    os.mkfifo(tmp_path / "checkpoint.json")
+    with pytest.raises(tr.CheckpointError, match="no regular file"):
+        tr.ReplayBuffer.load(tmp_path)
+
+
+@pytest.mark.timeout(20)
+def test_a_save_that_fails_beside_a_pipe_does_not_wait_for_it(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "checkpoint.json")
+    buffer = filled(5, 8)
+    with monkeypatch.context() as patched:
+        patched.setattr("os.fsync", no_room)
+        with pytest.raises(OSError, match="No space left"):
+            buffer.save(tmp_path)
+    assert os.listdir(tmp_path) == ["checkpoint.json"]
+    buffer.save(tmp_path)
+    assert len(tr.ReplayBuffer.load(tmp_path)) == 5
+
+
+def no_room(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"null", b"\xff\xfe", b'{"crc32": 0, "checkpoint": "{}"}'])

@@ -199,6 +199,13 @@ def test_other_files_are_refused(tmp_path, content):
         Recording.read(path)
 
 
+@pytest.mark.timeout(20)
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="no regular file"):
+        Recording.read(tmp_path / "pipe")
+
+
 def test_a_recording_without_a_record_says_so(tmp_path):
     path = tmp_path / "run.rec"
     with look_at(make()) as live:

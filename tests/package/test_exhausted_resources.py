@@ -125,15 +125,15 @@ def test_a_draw_that_finds_no_memory_says_how_much_it_asked_for(stage):
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
 @pytest.mark.parametrize("name", ["checkpoint.json", "00000.safetensors"])
 def test_a_file_that_cannot_be_read_is_no_damaged_one(name, number, tmp_path, monkeypatch):
-    def opened(path):
+    def opened(path, flags):
         if path.name == name:
             raise OSError(number, os.strerror(number), str(path))
-        return opens(path)
+        return opens(path, flags)
 
     filled(5, 8).save(tmp_path)
-    opens = safetensors_io.opened
+    opens = safetensors_io.open_regular
     for module in (safetensors_io, checkpoint_directory):
-        monkeypatch.setattr(module, "opened", opened)
+        monkeypatch.setattr(module, "open_regular", opened)
     with pytest.raises(OSError, match=f"{os.strerror(number)}.*{name}") as raised:
         tr.ReplayBuffer.load(tmp_path)
     assert raised.value.errno == number

@@ -5,7 +5,9 @@ import fcntl
 import gc
 import os
 import signal
+import socket
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -85,6 +87,35 @@ def test_what_is_being_made_is_not_cleared_up(tmp_path, saved, monkeypatch):
     with make(tmp_path / "ring", saved) as ring:
         assert len(ring) == 500
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["other", "ring", "saved"]
+
+
+OTHERS = {
+    "a pipe": os.mkfifo,
+    "a directory": os.mkdir,
+    "a socket": lambda name: socket.socket(socket.AF_UNIX).bind(os.path.relpath(name)),
+    "a link to a pipe": lambda name: (os.mkfifo(f"{name}.pipe"), os.symlink(f"{name}.pipe", name)),
+    "a link to a file": lambda name: (Path(f"{name}.file").touch(), os.symlink(f"{name}.file", name)),
+    "a device": lambda name: os.symlink("/dev/tty", name),
+}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", OTHERS)
+def test_what_others_have_given_the_name_of_an_unfinished_file_is_not_waited_for_and_stays(tmp_path, kind):
+    name = tmp_path / segment_file.UNFINISHED.format("0" * 16)
+    OTHERS[kind](name)
+    before = set(tmp_path.iterdir())
+    make(tmp_path / "ring", None).close()
+    assert set(tmp_path.iterdir()) == before | {tmp_path / "ring"}
+
+
+def test_an_unfinished_file_of_another_user_stays(tmp_path, monkeypatch):
+    name = tmp_path / segment_file.UNFINISHED.format("0" * 16)
+    name.touch()
+    with monkeypatch.context() as other:
+        other.setattr("os.geteuid", lambda: name.stat().st_uid + 1)
+        make(tmp_path / "ring", None).close()
+    assert name.exists()
 
 
 def test_of_two_that_make_the_same_file_one_has_it(tmp_path):

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import socket
 import stat
 import struct
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 from file_buffers import BOOT, image_of_a_closed_buffer, image_of_a_killed_process, make, poke, rows
 
 import torchreplay as tr
+from torchreplay.files.source import stored_rows
 
 
 def test_a_path_that_is_taken_names_open_and_stays_as_it_is(path):
@@ -72,10 +74,18 @@ def test_what_is_no_buffer_is_refused(content, path):
     path.write_bytes(content)
     with pytest.raises(tr.CheckpointError, match=r"too short|not a replay segment"):
         tr.ReplayBuffer.open(path)
-    path.unlink()
-    os.mkfifo(path)
-    with pytest.raises(tr.CheckpointError, match="no regular file"):
-        tr.ReplayBuffer.open(path)
+
+
+@pytest.mark.timeout(20)
+def test_pipes_sockets_and_devices_are_refused_and_not_waited_for(path, monkeypatch):
+    monkeypatch.chdir(path.parent)
+    os.mkfifo("pipe")
+    socket.socket(socket.AF_UNIX).bind("socket")
+    for name in ("pipe", "socket", "/dev/null"):
+        with pytest.raises(tr.CheckpointError, match="no regular file"):
+            tr.ReplayBuffer.open(name)
+        with pytest.raises(tr.CheckpointError, match="no regular file"):
+            stored_rows(name)
 
 
 def test_a_file_of_another_version_says_which(path):

@@ -19,10 +19,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
-from torchreplay.checkpoint.safetensors_io import created, naming, opened
+from torchreplay.checkpoint.safetensors_io import created, naming
 from torchreplay.errors import CheckpointError
 from torchreplay.schema.config import DAMAGED
 from torchreplay.segment.file_lock import lock
+from torchreplay.segment.regular_file import NoRegularFile, open_regular
 from torchreplay.segment.waits import logger
 
 T = TypeVar("T")
@@ -187,7 +188,7 @@ def with_description(
 
 def read_file(path: Path, most: int) -> bytes:
     """Returns what is in a file no longer than `most`."""
-    with naming(path), open(opened(path), "rb") as file:
+    with naming(path), open(open_regular(path, os.O_RDONLY), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
             raise ValueError(f"it has {size:,} bytes, more than {most:,}")
@@ -256,10 +257,10 @@ def _named(directory: Path, start: str) -> list[Path]:
 def _may_name(path: Path, data: Path) -> bool:
     """Returns whether a description names a subdirectory, or cannot be asked."""
     try:
-        return data.name.encode() in path.read_bytes()
-    except FileNotFoundError:
+        return data.name.encode() in read_file(path, MAX_DESCRIPTION)
+    except (FileNotFoundError, NoRegularFile):
         return False
-    except OSError:
+    except (OSError, ValueError):
         return True
 
 

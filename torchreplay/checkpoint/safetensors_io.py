@@ -12,7 +12,6 @@ import json
 import math
 import mmap
 import os
-import stat
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -21,6 +20,7 @@ from pathlib import Path
 import torch
 
 from torchreplay import _C
+from torchreplay.segment.regular_file import open_regular
 
 DTYPES = {
     torch.bool: "BOOL",
@@ -46,20 +46,6 @@ BLOCK = 4096
 def created(path: Path) -> int:
     """Returns the descriptor of a new file, for its user alone."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-
-
-def opened(path: Path) -> int:
-    """Returns the descriptor of a file that must be one.
-
-    Raises:
-        ValueError: It is a device, a pipe or a directory.
-    """
-    # Without waiting for the other end of what turns out to be a pipe.
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise ValueError("it is no file")
-    return fd
 
 
 @contextmanager
@@ -242,7 +228,7 @@ def read_shard(path: Path, size: int, checksum: int, names: Sequence[str], room:
         ValueError: The file is not what was written.
         OSError: It cannot be read.
     """
-    with naming(path), open(opened(path), "rb", buffering=0) as file:
+    with naming(path), open(open_regular(path, os.O_RDONLY), "rb", buffering=0) as file:
         require_size(file.fileno(), size)
         values, at, found = room.numpy().data, 0, 0
         # The system reads ahead; the page cache would otherwise want as much memory as the rows, which takes longer to

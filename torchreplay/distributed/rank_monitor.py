@@ -97,7 +97,9 @@ class RankMonitor:
             peer = self._peers[member.rank] = _Peer(member)
             try:
                 peer.alive = os.pidfd_open(member.pid)
-                peer.inbox = os.open(f"/proc/{member.pid}/fd/{member.inbox}", os.O_WRONLY | os.O_CLOEXEC)
+                inbox = f"/proc/{member.pid}/fd/{member.inbox}"
+                peer.inbox = os.open(inbox, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # it may be another pipe by now
+                os.set_blocking(peer.inbox, True)
                 seen = os.fstat(peer.inbox).st_ino == member.inode
             except OSError:
                 seen = False

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
-import stat
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +17,7 @@ from torchreplay.errors import CheckpointError
 from torchreplay.files.rows import Positions, StoredRows, as_tensor, column_dtype, raw_dtype
 from torchreplay.schema.config import Config
 from torchreplay.schema.limiters import Limiter, from_native
-from torchreplay.segment.segment_file import boot_number
+from torchreplay.segment.segment_file import boot_number, opened_buffer
 
 BUSY: Final = 1
 WRITER: Final = 0xFFFE
@@ -50,7 +48,7 @@ class BufferRows(StoredRows):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        fd = _opened(path)
+        fd = opened_buffer(path, os.O_RDONLY)
         try:
             self._reader = reader = _C.Reader(fd)
             self.config = Config.from_text(reader.text)
@@ -145,14 +143,3 @@ def holders_of(path: Path) -> list[int]:
     name = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     entries = (line.split() for line in Path("/proc/locks").read_text().splitlines())
     return sorted({int(entry[4]) for entry in entries if entry[1] == "FLOCK" and entry[5] == name})
-
-
-def _opened(path: Path) -> int:
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    status = os.fstat(fd)
-    if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
-        return fd
-    os.close(fd)
-    if stat.S_ISREG(status.st_mode):
-        raise PermissionError(errno.EPERM, "only the user who owns the file of a replay buffer can open it", str(path))
-    raise CheckpointError(f"{path} holds no replay buffer: it is no regular file")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import tarfile
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from torchreplay.errors import CheckpointError
 from torchreplay.files.rows import Positions, StoredRows, as_tensor, column_dtype, raw_dtype
 from torchreplay.schema.config import DAMAGED
 from torchreplay.schema.limiters import Limiter
+from torchreplay.segment.regular_file import open_regular
 
 OPEN_SHARDS: Final = 64
 """Files of rows that are mapped at a time."""
@@ -42,6 +44,15 @@ class Place:
     path: Path
     offset: int
     size: int
+
+    def mapped(self) -> NDArray[np.uint8]:
+        """Returns its bytes, uint8 `[size]`, mapped.
+
+        Raises:
+            OSError, ValueError: It is no such file.
+        """
+        with open(open_regular(self.path, os.O_RDONLY), "rb") as file:
+            return np.memmap(file, np.uint8, "r", self.offset, (self.size,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +75,7 @@ class Shard:
             CheckpointError: It is missing, or damaged.
         """
         try:
-            content = np.memmap(place.path, np.uint8, "r", place.offset, (place.size,))
+            content = place.mapped()
             (length,) = struct.unpack("<Q", content[:8].tobytes())
             start = 8 + length
             header = json.loads(bytes(content[8:start]))
@@ -138,7 +149,7 @@ class CheckpointRows(StoredRows):
         name, size, checksum = self.description.shards[number]
         place, found = self.places[number], 0
         try:
-            content = np.memmap(place.path, np.uint8, "r", place.offset, (place.size,))
+            content = place.mapped()
         except FileNotFoundError:
             raise RowsGone(f"{place.path} is gone: the checkpoint was saved to meanwhile, so try again") from None
         except (OSError, ValueError) as error:

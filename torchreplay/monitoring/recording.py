@@ -15,7 +15,6 @@ import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -25,6 +24,7 @@ from torchreplay.monitoring.slots import SlotSample
 from torchreplay.monitoring.snapshot import LiveBuffer, Snapshot
 from torchreplay.schema.config import DAMAGED, Config
 from torchreplay.segment.closeable import Closeable
+from torchreplay.segment.regular_file import NoRegularFile, open_regular
 
 HEAD: Final = b"torchreplay recording 1\n"
 
@@ -150,7 +150,11 @@ class Recording:
             FileNotFoundError: There is none.
             ValueError: It is no recording, is damaged, or has no record.
         """
-        content = Path(path).read_bytes()
+        try:
+            with open(open_regular(path, os.O_RDONLY), "rb") as file:
+                content = file.read()
+        except NoRegularFile as error:
+            raise ValueError(f"{path} is no recording: {error}") from None
         if not content.startswith(HEAD):
             raise ValueError(f"{path} is no recording of this version: expected a file of `torchreplay record`")
         data = _unpacked(content[len(HEAD) :])

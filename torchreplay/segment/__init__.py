@@ -9,6 +9,7 @@ __all__ = [
     "process_hooks",
     "progress",
     "ray_node",
+    "regular_file",
     "reservation",
     "segment_file",
     "transient",

@@ -12,7 +12,6 @@ import mmap
 import os
 import random
 import secrets
-import stat
 import struct
 import time
 from contextlib import suppress
@@ -23,6 +22,7 @@ from torchreplay import _C
 from torchreplay.errors import CheckpointError
 from torchreplay.segment.file_lock import lock
 from torchreplay.segment.handle import machine_id
+from torchreplay.segment.regular_file import NoRegularFile, open_own
 from torchreplay.segment.reservation import require_memory, size_text
 
 UNFINISHED = ".torchreplay-{}.unfinished"
@@ -142,8 +142,8 @@ class NewFile:
 def _remove_unfinished(directory: Path) -> None:
     """Removes the files of processes that died before they had finished them."""
     for place in directory.glob(UNFINISHED.format("*")):
-        with suppress(OSError):  # another removes it, or it is another user's
-            fd = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
+        with suppress(OSError, NoRegularFile):  # another removes it, or it is another user's, who may name it so
+            fd = open_own(place, os.O_RDONLY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.unlink(place)
@@ -192,21 +192,33 @@ def open_file(path: Path) -> OpenFile:
         PermissionError: It belongs to another user.
         CheckpointError: It is no replay buffer, of another version, truncated or damaged.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    fd = opened_buffer(path, os.O_RDWR)
     try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"{path} holds no replay buffer: it is no regular file")
-        if status.st_uid != os.geteuid():
-            raise PermissionError(
-                errno.EPERM, "only the user who owns the file of a replay buffer can open it", str(path)
-            )
         return _claim(fd, path)
     except BaseException as error:
         os.close(fd)
         if isinstance(error, ConnectionError):
             raise CheckpointError(f"{path} cannot be opened as a replay buffer: {error}") from None
         raise
+
+
+def opened_buffer(path: Path, flags: int) -> int:
+    """Returns the descriptor of what should be a buffer's file.
+
+    Raises:
+        PermissionError: It belongs to another user.
+        CheckpointError: It is no regular file.
+        OSError: It cannot be opened.
+    """
+    try:
+        return open_own(path, flags)
+    except NoRegularFile as error:
+        raise CheckpointError(f"{path} holds no replay buffer: {error}") from None
+    except PermissionError as error:
+        if error.errno != errno.EPERM:
+            raise
+        what = "only the user who owns the file of a replay buffer can open it"
+        raise PermissionError(errno.EPERM, what, str(path)) from None
 
 
 def _claim(fd: int, path: Path) -> OpenFile:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torchreplay.checkpoint.directory import remove_unfinished, replace_file
 from torchreplay.errors import CheckpointError
 from torchreplay.ray.evaluation.evaluation_log import Evaluation
 from torchreplay.ray.workers.named import Fillable
+from torchreplay.segment.regular_file import open_regular
 
 BEST: Final = "best.safetensors"
 BUFFER: Final = "buffer"
@@ -60,6 +62,7 @@ class ModelCheckpoints:
         from safetensors import SafetensorError, safe_open
 
         try:
+            os.close(open_regular(path, os.O_RDONLY))  # or a pipe would be waited for
             with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
                 told = file.metadata() or {}
                 return int(told["version"]), float(told["mean_return"])
