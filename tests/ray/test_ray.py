@@ -166,6 +166,40 @@ if __name__ == "__main__":
     print(ray.is_initialized())
 """
 
+RAYLET_IS_KILLED = """
+import os, signal, sys, time
+import numpy as np, ray
+import torchreplay as tr
+from torchreplay.ray import ExplorerPool
+
+fast = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 300}
+ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 * 2**20, _system_config=fast, log_to_driver=False)
+large = np.zeros(1 << 20, np.uint8)  # Ray stores what is larger than 100 KB, and passes no more than 10 MB in a call
+
+def explore(ctx):
+    with ctx.writer() as writer:
+        while not ctx.stopped:
+            writer.append(x=float(large[0]))
+            time.sleep(0.01)
+
+buffer = tr.ReplayBuffer({"x": tr.Field()}, 1000)
+pool = ExplorerPool(explore, 1, buffer).start()
+buffer.sample(4)
+(raylet,) = ray._private.worker._global_node.all_processes["raylet"]
+os.kill(raylet.process.pid, signal.SIGKILL)
+try:
+    while not pool.errors:  # until Ray knows of it
+        buffer.sample(4)
+    until = time.monotonic() + 3
+    while time.monotonic() < until:
+        buffer.sample(4)
+finally:
+    buffer.save(sys.argv[1])
+    print(len(buffer) > 0)
+pool.stop()
+print(pool.stats()[0].state)
+"""
+
 
 @pytest.fixture
 def program():
@@ -176,7 +210,7 @@ def program():
 def driver(tmp_path, program):
     (tmp_path / "driver.py").write_text(program)
     with subprocess.Popen(
-        [sys.executable, "driver.py"],
+        [sys.executable, "driver.py", "saved"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(Path(tr.__file__).parents[1])},
         stdin=subprocess.PIPE,
@@ -203,6 +237,13 @@ def test_an_evaluator_outlives_the_pool_that_brought_its_ray(driver):
 def test_pools_under_which_ray_is_shut_down_say_so_and_leave_the_next_ray_alone(driver):
     told = driver.stdout.read().splitlines()
     assert told == ["failed True False", "failed True False", "True", "running", "True"]
+
+
+@pytest.mark.parametrize("program", [RAYLET_IS_KILLED], ids=[""])
+def test_a_learner_outlives_the_raylet_of_its_pool_and_saves_what_it_has(driver, tmp_path):
+    assert {"True", "stopped"} <= {*driver.stdout.read().splitlines()}  # Ray has a lot to say there
+    assert driver.wait() == 0
+    assert len(tr.ReplayBuffer.load(tmp_path / "saved"))
 
 
 def test_importing_needs_no_ray_and_starting_a_pool_without_it_says_what_to_install():

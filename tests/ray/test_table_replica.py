@@ -34,7 +34,7 @@ class Copies:
 
     def replica(self, index, run):
         """What keeps the copy for a run of a worker, but for its thread."""
-        replica = TableReplica(Called(TableServer(None, self.board)), Launch(index, 3, 0, run), self.far_board)
+        replica = TableReplica(Called(TableServer(None, self.board, b"")), Launch(index, 3, 0, run), self.far_board)
         replica._interrupt = lambda: self.interrupts.append(run)
         return replica
 

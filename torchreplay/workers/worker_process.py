@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Final, Literal, Protocol, Self, TypeAlias
+from typing import Any, Final, Literal, Protocol, Self, SupportsBytes, TypeAlias
 
 import torch
 
@@ -92,14 +92,14 @@ class WorkerProcess:
     """One run of a worker, in the process that a backend has made for it."""
 
     def run(
-        self, path: Sequence[str], payload: bytes, launch: Launch, open_replica: OpenReplica | None = None
+        self, path: Sequence[str], payload: SupportsBytes, launch: Launch, open_replica: OpenReplica | None = None
     ) -> Outcome:
         """Does the work that `payload` holds until it returns, raises or is stopped.
 
         Args:
             path: The program's `sys.path`: what it can import, its workers can.
-            payload: Pickled `(work, board)`; unpickling attaches to the shared memory, and may fail, which is
-                reported like any other error.
+            payload: Gives the pickled `(work, board)`; unpickling attaches to the shared memory. Either may fail, which
+                is reported like any other error.
             launch: Which worker this is.
             open_replica: Makes what keeps the copy of the table, for a worker on another node than the pool's.
         """
@@ -118,8 +118,8 @@ class WorkerProcess:
         return Outcome("ended")
 
 
-def _work(payload: bytes, launch: Launch, open_replica: OpenReplica | None) -> None:
-    unpickled: tuple[Work, WorkerTable] = pickle.loads(payload)
+def _work(payload: SupportsBytes, launch: Launch, open_replica: OpenReplica | None) -> None:
+    unpickled: tuple[Work, WorkerTable] = pickle.loads(bytes(payload))
     work, board = unpickled
     replica = None
     if board.is_copy:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Final
 
 from torchreplay.ray.runtime.session import RaySession
 from torchreplay.ray.workers.placement import Placement, strategy_of
+from torchreplay.ray.workers.shared_payload import SharedPayload
 from torchreplay.ray.workers.table_replica import TableReplica, TableServer
 from torchreplay.workers.backend import Backend, pickled
 from torchreplay.workers.worker_process import Launch, Outcome, WorkerProcess
@@ -66,9 +67,9 @@ class RayBackend(Backend[ActorRun]):
             if not callable(placement):
                 self._kind = self._kind_for(0)  # now: what Ray does not take is refused at the start
             advice = ", and see ray.util.inspect_serializability for what it refers to"
-            self._payload = self._ray.put(pickled(work, self._ray.cloudpickle.dumps, advice))
+            self._payload: SharedPayload | None = SharedPayload(pickled(work, self._ray.cloudpickle.dumps, advice))
             if placement is not None:
-                self._server = self._serve(work, runtime_env)
+                self._server = self._payload.server = self._serve(work, runtime_env)
         except BaseException:
             self._session.close()
             raise
@@ -82,7 +83,7 @@ class RayBackend(Backend[ActorRun]):
             max_task_retries=-1,  # workers' questions and reports may be repeated
             scheduling_strategy=strategy_of(None, 0),
         )
-        return kind.remote(what.helper, board)
+        return kind.remote(what.helper, board, self._payload)
 
     def _kind_for(self, index: int) -> Any:
         return self._ray.remote(WorkerProcess).options(
@@ -150,6 +151,7 @@ class RayBackend(Backend[ActorRun]):
             self._give_up()
         if self._server is not None and self._is_there():
             self._ray.kill(self._server, no_restart=True)
+        self._payload = None  # a backend whose Ray was shut down is kept
         self._session.close()
 
     def _require_ray(self) -> None:

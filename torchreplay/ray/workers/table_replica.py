@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, SupportsBytes
 
 from torchreplay.errors import AttachError, Stopped
 from torchreplay.ray.runtime.session import import_ray, logger
@@ -22,11 +22,16 @@ FAREWELL: Final = 5.0
 class TableServer:
     """The Ray actor on a pool's node through which workers on other nodes reach what is there. It keeps nothing.
 
-    `helper` has the methods that the workers want called on the pool's node; None where they want none.
+    `helper` has the methods that the workers want called on the pool's node; None where they want none. `payload` is
+    what they unpickle.
     """
 
-    def __init__(self, helper: Any, board: WorkerTable) -> None:
-        self._helper, self._board = helper, board
+    def __init__(self, helper: Any, board: WorkerTable, payload: SupportsBytes) -> None:
+        self._helper, self._board, self._payload = helper, board, payload
+
+    def payload(self) -> bytes:
+        """Returns what the workers unpickle."""
+        return bytes(self._payload)
 
     def enter(self, index: int, run: int) -> bytes | None:
         """Returns the entry for run number `run` of worker `index`; None when it has a successor already."""
