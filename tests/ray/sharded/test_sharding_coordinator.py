@@ -239,6 +239,42 @@ def test_whether_it_was_stopped_is_told_while_another_thread_lets_go_of_the_shar
         replay._shards.local.release()
 
 
+# Answers that one thread hears after another has heard later ones.
+
+
+def test_keys_of_a_batch_are_known_though_another_thread_hears_an_older_answer_afterwards(cluster, monkeypatch):
+    with ShardedReplay(SPEC, 3000, sampler=tr.Prioritized()) as replay:
+        replay.extend(home=np.zeros(3, int), index=np.arange(3))
+        replay.sample(4)
+        shards = replay._shards
+        older = [shards.order(dict.fromkeys(range(3), 0)) for _ in range(3)]
+        replay.extend(home=np.zeros(200, int), index=np.arange(200))
+        batch = replay.sample(64)
+        exchange = shards.exchange
+
+        def overtaken():
+            exchange()
+            shards.hear(older.pop(), Wait(shards, 60))
+
+        monkeypatch.setattr(shards, "exchange", overtaken)
+        shards.hear(older.pop(), Wait(shards, 60))
+        replay.update_priorities(batch, torch.full((64,), 2.0))
+        assert set(replay.priorities(batch).tolist()) == {2.0}
+        assert len(replay) == 203
+        assert len(older) == 1
+
+
+def test_a_stop_that_was_heard_is_not_forgotten_for_an_older_answer(found):
+    directory, view = found()
+    shards = view("a")
+    older = shards.order(dict.fromkeys(range(3), 0))
+    directory.table().places[1].actor.it.stop()
+    with pytest.raises(tr.Stopped):
+        heard(shards)
+    shards._note(shards.calls.collect(older))
+    assert shards.stopped
+
+
 # The directory out of reach.
 
 

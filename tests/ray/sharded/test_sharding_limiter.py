@@ -1,5 +1,7 @@
 """The limiter of a union of shards: its rules, and how much each shard may admit."""
 
+import threading
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ import torchreplay as tr
 from torchreplay.buffer.stats import Stats
 from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.ray import ShardedReplay
-from torchreplay.ray.sharded.rate_limiter import GlobalRateLimiter, LearnerLimiter, LearnerReport, Rule
+from torchreplay.ray.sharded.rate_limiter import GlobalRateLimiter, LearnerLimiter, LearnerReport, Rule, Totals
 from torchreplay.ray.sharded.shard_sampler import ShardReport
 
 
@@ -298,6 +300,24 @@ def test_of_two_answers_of_the_coordinator_the_later_one_counts():
     union.report()
     union.learner.hear(early)
     assert union.learner.drawn == 50
+
+
+def test_what_others_have_drawn_does_not_shrink_when_two_threads_hear_it():
+    learner, threads = LearnerLimiter(Rule(tr.MinSize()), 0), []
+
+    class Overtaken(int):
+        """The number of an answer that another thread takes in a later one beside."""
+
+        def __gt__(self, other):
+            later = int(self) > other
+            threads.append(threading.Thread(target=learner.hear, args=[Totals(6, items=60)]))
+            threads[0].start()
+            threads[0].join(0.1)  # it may have to wait
+            return later
+
+    learner.hear(Totals(Overtaken(5), items=50))
+    threads[0].join()
+    assert learner.drawn == 60
 
 
 def test_rounds_that_are_given_up_count_for_no_limiter():

@@ -68,7 +68,8 @@ class ShardClient:
         # The shard on this node, which is drawn from and fed back to through shared memory once it is attached
         self.local = LocalAttachment(self._lock, self.place_here, self._answers)
         self.node = ray_node()  # Ray's id of the node that this process is on
-        # What each shard said last, by number. Never changed: there is another when one says more.
+        # What each shard said last, by number; an older answer changes nothing. Never changed: there is another mapping
+        # when one says more.
         self.figures: dict[int, ShardReport] = {}
         # What was where when the coordinator said so last; at first nothing, until it has answered.
         self.table = Table({}, Rule(MinSize()))
@@ -181,6 +182,8 @@ class ShardClient:
             raise RuntimeError(f"shard {number} on node {places[number].node} was lost when it had been restored")
         inserted = {numbers[number]: figures.stats.inserted for number, (figures, _) in told.items()}
         self._adopt(self.coordinator.table("restored", manifest, numbers, born, inserted))
+        with self._lock:
+            self.figures = {}  # a number may be that of another node's shard now
         self.exchange()
 
     # The shard on this node
@@ -326,7 +329,9 @@ class ShardClient:
     def _note(self, answers: Answers) -> Answers:
         told, limiter = {number: figures for number, (figures, _) in answers.items()}, self.limiter
         with self._lock:
-            self.figures = self.figures | told
+            known = self.figures  # another thread may have heard a later answer meanwhile
+            later = {n: said for n, said in told.items() if n not in known or not said.is_older_than(known[n])}
+            self.figures = known | later
             limiter.count(told)
         return answers
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -184,10 +185,11 @@ class LearnerLimiter:
     """The limiter as one learner knows it: whether it may draw.
 
     What this learner draws is counted at once; what others draw, as of the coordinator's last answer; what explorers
-    insert, as of the shards' last answers. `stream` is this learner's number.
+    insert, as of the shards' last answers. `stream` is this learner's number. Threads may share it.
     """
 
     def __init__(self, rule: Rule, stream: int) -> None:
+        self._lock = threading.RLock()  # a signal handler may draw, too
         self.rule = rule
         self.others = Totals()  # what others have drawn
         self.items = self.batches = 0  # handed out by this learner
@@ -199,56 +201,67 @@ class LearnerLimiter:
 
     def change(self, rule: Rule) -> None:
         """Keeps to another limiter from now on, if it is newer."""
-        if rule.number > self.rule.number:
-            if rule.cleared > self.rule.cleared:
-                self.largest = 1.0  # as in a new buffer
-            self.rule = rule
-            self._before = self._ordered  # what is under way was admitted by the one before
+        with self._lock:
+            if rule.number > self.rule.number:
+                if rule.cleared > self.rule.cleared:
+                    self.largest = 1.0  # as in a new buffer
+                self.rule = rule
+                self._before = self._ordered  # what is under way was admitted by the one before
 
     def begin(self, n: int) -> int:
         """Counts `n` items as ordered; returns the number of the limiter that has admitted them."""
-        number = self.rule.number
-        self._ordered += n
-        return number
+        with self._lock:
+            self._ordered += n
+            return self.rule.number
 
     def end(self, n: int, rule: int, drawn: bool) -> None:
         """Counts `n` items, ordered under limiter number `rule`, as handed out, or as given up."""
-        if drawn:
-            self.items += n
-            self.batches += 1
-        else:
-            self._ordered -= n
-            if rule != self.rule.number:
-                self._before -= n
+        with self._lock:
+            if drawn:
+                self.items += n
+                self.batches += 1
+            else:
+                self._ordered -= n
+                if rule != self.rule.number:
+                    self._before -= n
+
+    def count_wait(self, seconds: float) -> None:
+        """Counts so many seconds as waited for rows."""
+        with self._lock:
+            self.waited += seconds
 
     def count(self, told: Mapping[int, ShardReport]) -> None:
         """Takes in what shards have answered."""
         self.count_inserted({number: figures.stats.inserted for number, figures in told.items()})
-        self.largest = max(self.largest, *(figures.stats.priority_max for figures in told.values()), 0.0)
+        with self._lock:
+            self.largest = max(self.largest, *(figures.stats.priority_max for figures in told.values()), 0.0)
 
     def count_inserted(self, inserted: Mapping[int, int]) -> None:
         """Takes in how many items have become drawable in shards; what a lost one had stays counted."""
-        self._inserted = _largest(self._inserted, inserted)
+        with self._lock:
+            self._inserted = _largest(self._inserted, inserted)
 
     def hear(self, others: Totals) -> None:
         """Takes in what the coordinator has answered, unless a later answer came first."""
-        if others.moment > self.others.moment:
-            self.others = others
+        with self._lock:
+            if others.moment > self.others.moment:
+                self.others = others
 
     def report(self, n: int = 0) -> LearnerReport:
         """Returns the report to the coordinator; `n`: items that are waited for."""
-        counted, sampled = max(0, self.items - self._before), self._ordered - self._before
-        return LearnerReport(
-            self.stream,
-            self.rule.number,
-            self.items,
-            self.batches,
-            counted,
-            sampled,
-            self._inserted,
-            self.waited,
-            n,
-        )
+        with self._lock:
+            counted, sampled = max(0, self.items - self._before), self._ordered - self._before
+            return LearnerReport(
+                self.stream,
+                self.rule.number,
+                self.items,
+                self.batches,
+                counted,
+                sampled,
+                self._inserted,
+                self.waited,
+                n,
+            )
 
     @property
     def inserted(self) -> int:
@@ -268,7 +281,8 @@ class LearnerLimiter:
     @property
     def sampled(self) -> int:
         """Items drawn under the present limiter by all learners, those that this one has ordered too."""
-        return self._ordered - self._before + self.others.sampled * (self.others.rule == self.rule.number)
+        with self._lock:
+            return self._ordered - self._before + self.others.sampled * (self.others.rule == self.rule.number)
 
     @property
     def learners(self) -> int:
@@ -282,7 +296,8 @@ class LearnerLimiter:
 
     def needed(self, n: int) -> int:
         """Returns how many items must have become drawable before `n` more may be drawn."""
-        return self.rule.needed(self.sampled, n)
+        with self._lock:
+            return self.rule.needed(self.sampled, n)
 
 
 class WaitStats:

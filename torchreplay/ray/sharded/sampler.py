@@ -249,8 +249,7 @@ class ShardedSampler(BatchSource):
     def _note_wait(self, since: float) -> float:
         """Counts the time since then as waited for rows; returns until when."""
         now = time.monotonic()
-        with self._lock:
-            self.shards.limiter.waited += now - since
+        self.shards.limiter.count_wait(now - since)
         return now
 
 

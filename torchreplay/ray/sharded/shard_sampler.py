@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -29,6 +30,11 @@ class ShardReport:
     since_departure: float = -1.0  # seconds since a writer last left; -1 if none did
     trouble: str | None = None  # why nothing can be drawn however long one waits; None for no such reason
     barren: str | None = None  # why its ring, as long as it stays like this, completes no item; None if it may
+    moment: float = 0.0  # when it was said, by the clock of the shard's node
+
+    def is_older_than(self, other: ShardReport) -> bool:
+        """Whether the same shard has said `other` later. Answers may be heard in another order than they were given."""
+        return (self.stats.rows_written, self.moment) < (other.stats.rows_written, other.moment)
 
 
 Answer: TypeAlias = tuple[ShardReport, NDArray[np.uint8] | None]
@@ -94,12 +100,13 @@ class ShardSampler:
 
     def figures(self, drawn: TreeSummary | None = None, candidates: int = 0) -> ShardReport:
         """Returns what the shard has to say, with the tree as a draw of so many candidates found it, or as it is."""
-        values = self._segment.stats()
+        moment, values = time.monotonic(), self._segment.stats()
         smallest = values.pop("smallest_leaf")
         values["priority_min"] = smallest_priority(smallest, self._sampler.config.sampler)
         stats = Stats.of(values)
         drawn = drawn or TreeSummary(stats.priority_total, stats.drawable, smallest)
-        return ShardReport(stats, drawn, candidates, self._segment.census(False)["since_departure"])
+        departure = self._segment.census(False)["since_departure"]
+        return ShardReport(stats, drawn, candidates, departure, moment=moment)
 
     def _reasons(self, figures: ShardReport, result: object, n: int) -> ShardReport:
         """Adds what the native core gave instead of a batch of `n`."""
