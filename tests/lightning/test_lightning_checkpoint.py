@@ -153,13 +153,112 @@ def test_the_checkpoint_itself_holds_no_rows(tmp_path):
     assert path.stat().st_size < 8000
 
 
-def test_a_buffer_with_rows_of_its_own_is_not_overwritten(tmp_path):
-    data = ReplayDataModule(filled_buffer(), 8, steps_per_epoch=20)
-    trainer_of(pytorch_lightning, tmp_path, 5, ReplayCheckpoint()).fit(make_learner(pytorch_lightning), datamodule=data)
+def resume(data, directory, path="last", steps=6, library=pytorch_lightning, **options):
+    """Trains with `data` from a checkpoint to so many steps; returns the learner."""
+    resuming = trainer_of(library, directory, steps, ReplayCheckpoint(), **options)
+    resuming.fit(learner := make_learner(library), datamodule=data, ckpt_path=path)
+    return learner
+
+
+def test_a_buffer_with_rows_of_another_run_is_not_overwritten(tmp_path):
+    resume(ReplayDataModule(filled_buffer(), 8, steps_per_epoch=20), tmp_path, None, 5)
     (path,) = tmp_path.glob("*.ckpt")
-    resuming = trainer_of(pytorch_lightning, tmp_path, 6, ReplayCheckpoint())
-    with pytest.raises(tr.CheckpointError, match="holds rows already"):
-        resuming.fit(make_learner(pytorch_lightning), datamodule=data, ckpt_path=path)
+    other = filled_buffer()
+    with pytest.raises(tr.CheckpointError, match="holds rows already") as raised:
+        resume(ReplayDataModule(other, 8, steps_per_epoch=20), tmp_path, path)
+    assert "write rows of your own only where a run begins" in "".join(raised.value.__notes__)
+    assert len(other) == ROWS
+
+
+@pytest.mark.filterwarnings(r"ignore:.fit\(ckpt_path=.last.\) is set, but there is no last checkpoint")
+def test_a_fit_from_last_goes_on_with_the_buffer_of_the_fit_before(lightning, tmp_path, caplog):
+    torch.manual_seed(0)
+    whole = make_learner(lightning)
+    data = ReplayDataModule(filled_buffer(), 8, steps_per_epoch=20)
+    trainer_of(lightning, tmp_path / "whole", 15).fit(whole, datamodule=data)
+
+    torch.manual_seed(0)
+    data = ReplayDataModule(filled_buffer(), 8, steps_per_epoch=20)
+    saving = {"directory": tmp_path / "parts", "library": lightning, "save_last": True}
+    parts = [resume(data, steps=steps, **saving) for steps in (5, 10, 15)]  # the first finds no "last"
+    assert [step for part in parts for step in part.seen] == whole.seen
+    assert torch.equal(parts[-1].q.weight, whole.q.weight)
+    assert not [record for record in caplog.records if record.name.startswith("torchreplay")]
+
+
+def test_what_the_buffer_got_since_the_checkpoint_stays_and_is_said(lightning, tmp_path, caplog):
+    buffer = filled_buffer(2 * ROWS)
+    data = ReplayDataModule(buffer, 8, steps_per_epoch=20)
+    resume(data, tmp_path, None, 10, lightning)
+    buffer.extend(number=torch.arange(3), obs=torch.ones(3, 4))
+    priorities = buffer.priorities(buffer.keys())
+    resume(data, tmp_path, tmp_path / "epoch=0-step=5.ckpt", 5, lightning)
+    assert torch.equal(buffer.priorities(buffer.keys()), priorities)
+    assert "the buffer keeps its 67 rows" in caplog.text
+    assert "since then 3 rows were written and 40 TD errors applied" in caplog.text
+
+
+def test_a_restored_buffer_goes_on_from_the_checkpoint_that_it_was_restored_from(tmp_path):
+    resume(ReplayDataModule(filled_buffer(), 8, steps_per_epoch=20), tmp_path, None, 10)
+    first, second = (tmp_path / f"epoch=0-step={step}.ckpt" for step in (5, 10))
+    buffer = empty_buffer()
+    for _ in range(2):
+        resume(ReplayDataModule(buffer, 8, steps_per_epoch=20), tmp_path / "resumed", first, 6)
+        assert len(buffer) == ROWS
+    with pytest.raises(tr.CheckpointError, match="holds rows already"):  # it never had what came after the first
+        resume(ReplayDataModule(buffer, 8, steps_per_epoch=20), tmp_path / "resumed", second, 12)
+
+
+def test_a_checkpoint_of_a_restored_buffer_is_one_of_the_buffer_before_too(tmp_path):
+    resume(ReplayDataModule(filled_buffer(), 8, steps_per_epoch=20), tmp_path, None, 5)
+    (first,) = tmp_path.glob("*.ckpt")
+    resume(ReplayDataModule(empty_buffer(), 8, steps_per_epoch=20), tmp_path, first, 10)
+    buffer = empty_buffer()
+    resume(ReplayDataModule(buffer, 8, steps_per_epoch=20), tmp_path, tmp_path / "epoch=0-step=10.ckpt", 11)
+    resume(ReplayDataModule(buffer, 8, steps_per_epoch=20), tmp_path, first, 6)
+    assert len(buffer) == ROWS
+
+
+def test_a_buffer_in_a_file_goes_on_with_the_rows_that_it_has(tmp_path):
+    spec = filled_buffer().spec
+    with tr.ReplayBuffer(spec, ROWS, sampler=tr.Prioritized(alpha=1.0), path=tmp_path / "replay.bin") as buffer:
+        buffer.extend(number=torch.arange(9), obs=torch.ones(9, 4))
+        resume(ReplayDataModule(buffer, 8, steps_per_epoch=20), tmp_path, None, 5)
+        buffer.extend(number=torch.arange(3), obs=torch.ones(3, 4))
+    (path,) = tmp_path.glob("*.ckpt")
+    with tr.ReplayBuffer.open(tmp_path / "replay.bin") as buffer:
+        resume(ReplayDataModule(buffer, 8, steps_per_epoch=20), tmp_path, path, 6)
+        assert len(buffer) == 12
+
+
+def test_a_buffer_that_was_cleared_is_refused_with_what_to_do(tmp_path):
+    buffer = filled_buffer()
+    data = ReplayDataModule(buffer, 8, steps_per_epoch=20)
+    resume(data, tmp_path, None, 5)
+    buffer.clear()
+    (path,) = tmp_path.glob("*.ckpt")
+    with pytest.raises(tr.CheckpointError, match=r"was cleared since .*: fit with a new one"):
+        resume(data, tmp_path, path)
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+def test_validation_and_tuning_between_two_fits_change_nothing(lightning, tmp_path):
+    step = lambda self, batch, batch_idx: torch.zeros(1)  # noqa: E731
+    buffer = filled_buffer()
+    data = ReplayDataModule(buffer, 8, steps_per_epoch=20)
+    trainer = trainer_of(lightning, tmp_path, 5, ReplayCheckpoint(), save_last=True)
+    learner = make_learner(lightning, validation_step=step)
+    trainer.fit(learner, datamodule=data)
+    trainer.validate(learner, tr.ReplayDataset(buffer, 8, steps=1), ckpt_path="last", weights_only=True)
+    learner.lr = 1e-3
+    tuning = trainer_of(lightning, tmp_path / "tuning", 9, ReplayCheckpoint())
+    tuning_options = {"num_training": 3, "max_lr": 1e-2}
+    lightning.tuner.Tuner(tuning).lr_find(learner, datamodule=data, **tuning_options)
+    finder = lightning.callbacks.LearningRateFinder(num_training_steps=3, max_lr=1e-2)
+    again = trainer_of(lightning, tmp_path, 7, ReplayCheckpoint(), finder, save_last=True)
+    again.fit(learner, datamodule=data, ckpt_path=tmp_path / "last.ckpt")
+    assert again.global_step == 7
+    assert len(buffer) == ROWS
 
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +13,11 @@ from fsspec.utils import get_protocol
 
 from torchreplay.buffer.base import Replay
 from torchreplay.checkpoint.directory import is_checkpoint
+from torchreplay.errors import CheckpointError
 from torchreplay.lightning.compat import Callback
 from torchreplay.lightning.datamodule import resolve_buffer
 from torchreplay.lightning.fetching import take_in_turn
+from torchreplay.lightning.lineage import Origin, Reached
 from torchreplay.segment.waits import logger
 from torchreplay.validation import checked_instance
 
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
 
 SUFFIX = ".replay"
+ORIGIN = "torchreplay.origin"
+"""Under which name the Trainer's checkpoint says what buffer lies beside it."""
 
 
 class ReplayCheckpoint(Callback):
@@ -32,10 +37,15 @@ class ReplayCheckpoint(Callback):
     `"sharded"` states) does not go through the Trainer's `checkpoint_io` and has no buffer beside it: call
     `buffer.save` yourself. Saving to another machine (`s3://` and its like) is a `ValueError`.
 
-    A `fit(..., ckpt_path=...)` fills the buffer before its explorers start; it must not hold rows of its own. Of a link
-    to a checkpoint, such as `ModelCheckpoint(save_last="link")` makes, the buffer is beside what it leads to. A
-    checkpoint without a buffer beside it leaves the buffer as it is, which is logged. So is a `trainer.save_checkpoint`
-    after the fit that finds the buffer closed, as one that the data module made is then, and saves none.
+    A `fit(..., ckpt_path=...)` fills an empty buffer before its explorers start. The buffer that the checkpoint was
+    saved of keeps the rows and priorities that it has, as in a second `fit` of one process. It may have got more since:
+    a warning says how much. To go back to the rows of then, give a new buffer. Rows of another run are never
+    overwritten.
+
+    Of a link to a checkpoint, such as `ModelCheckpoint(save_last="link")` makes, the buffer is beside what it leads to.
+    A checkpoint without a buffer beside it leaves the buffer as it is, which is logged. So is a
+    `trainer.save_checkpoint` after the fit that finds the buffer closed, as one that the data module made is then, and
+    saves none.
 
     Args:
         buffer: What to save, a `ReplayBuffer` or a `torchreplay.ray.ShardedReplay`, whose nodes must all see the
@@ -67,11 +77,17 @@ class ReplayCheckpoint(Callback):
         if not isinstance(inner, _Beside):
             strategy.checkpoint_io = _Beside(inner, buffer)
 
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Notes which buffer the checkpoint is of."""
+        with suppress(RuntimeError):  # it is closed, and will not be saved
+            checkpoint[ORIGIN] = Origin.of(resolve_buffer(self, self.buffer, trainer)).as_data()
+
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Fills the buffer from beside the checkpoint that `fit` resumes from.
+        """Fills the buffer from beside the checkpoint that `fit` resumes from, unless it has those rows.
 
         Raises:
-            CheckpointError: It is damaged, of another spec or view, or the buffer holds rows already.
+            CheckpointError: It is damaged, of another spec or view, or the buffer holds rows of another run, or was
+                cleared.
         """
         path = trainer.ckpt_path
         fits = trainer.state.fn == "fit"  # both packages' enums are strings; validation and tests draw nothing
@@ -81,7 +97,8 @@ class ReplayCheckpoint(Callback):
         if place is None:
             logger.warning("there is no %s%s: the buffer stays as it is", path, SUFFIX)
         else:
-            resolve_buffer(self, self.buffer, trainer).restore(place)
+            origin = Origin.from_data(checkpoint[ORIGIN]) if ORIGIN in checkpoint else None
+            _fill(resolve_buffer(self, self.buffer, trainer), place, origin)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """From here on the Trainer's checkpoints have a buffer beside them as long as it is open."""
@@ -125,6 +142,42 @@ class _Beside:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
+
+
+def _fill(buffer: Replay, place: Path, origin: Origin | None) -> None:
+    """Brings a buffer to where a checkpoint was saved, or leaves it where it has gone on to from there."""
+    since = None if origin is None else origin.since(buffer)
+    if since is not None:
+        _keep(buffer, place, since)
+        return
+    try:
+        buffer.restore(place)
+    except CheckpointError as error:
+        if len(buffer):
+            error.add_note(
+                f"fit(ckpt_path=...) brings the rows of {place}: write rows of your own only where a run begins"
+            )
+        raise
+    if origin is not None:
+        origin.note_restored(buffer)
+
+
+def _keep(buffer: Replay, place: Path, since: Reached) -> None:
+    held = len(buffer)
+    if not held:
+        raise CheckpointError(
+            f"the buffer was cleared since {place} was saved of it, and takes no rows under their old keys again: fit "
+            f"with a new one"
+        )
+    if any(since):
+        logger.warning(
+            "the buffer keeps its %s rows, and does not go back to those of %s, which was saved of it: since then %s "
+            "rows were written and %s TD errors applied; a new buffer would get the rows of then",
+            f"{held:,}",
+            place,
+            f"{since.rows:,}",
+            f"{since.updates:,}",
+        )
 
 
 def _end(trainer: Trainer) -> None:
