@@ -14,7 +14,7 @@ import secrets
 import shutil
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
@@ -67,6 +67,42 @@ def replace_checkpoint(root: Path, kind: str, write: Callable[[Path], Mapping[st
     Raises:
         OSError: The disk is full, or the directory cannot be written.
     """
+    data = f"{kind}-{_token()}"
+
+    def put(outermost: bool) -> None:
+        _replace(root, [data], lambda: sealed(_filled(root / data, write)), outermost)
+
+    _put(root, put)
+
+
+def link_checkpoint(source: Path, root: Path) -> None:
+    """Puts the checkpoint in `source` into the place of the one in `root`, as `replace_checkpoint` does.
+
+    No file of a checkpoint is ever changed. So both have the same files, or copies where the filesystem has no links.
+
+    Raises:
+        OSError: `source` is gone, or was saved to meanwhile; the disk is full, or `root` cannot be written.
+    """
+
+    def put(outermost: bool) -> None:
+        content = (source / NAME).read_bytes()
+        names = [path.name for path in _named(source, "[a-z]+-") if path.is_dir() and path.name.encode() in content]
+        if (root / NAME).exists() and (root / NAME).read_bytes() == content:
+            return
+
+        def fill() -> bytes:
+            for name in names:
+                shutil.rmtree(root / name, ignore_errors=True)  # of a link that was killed
+                _link_tree(source / name, root / name)
+            return content
+
+        _replace(root, names, fill, outermost)
+
+    _put(root, put)
+
+
+def _put(root: Path, put: Callable[[bool], None]) -> None:
+    """Has `put` fill a directory that is locked, and made if need be; it hears whether the lock is its own."""
     made: list[Path] = []
     while True:
         made += _make(root)
@@ -74,7 +110,7 @@ def replace_checkpoint(root: Path, kind: str, write: Callable[[Path], Mapping[st
             if not _is_locked(root):
                 continue  # another save, which failed, has taken the directory back that it had made
             try:
-                _replace(root, kind, write, outermost)
+                put(outermost)
             except BaseException:
                 for directory in made:
                     with suppress(OSError):  # something is in it
@@ -83,25 +119,49 @@ def replace_checkpoint(root: Path, kind: str, write: Callable[[Path], Mapping[st
             return
 
 
-def _replace(root: Path, kind: str, write: Callable[[Path], Mapping[str, Any]], outermost: bool) -> None:
-    data = root / f"{kind}-{_token()}"
-    data.mkdir()
+def _replace(root: Path, names: Sequence[str], fill: Callable[[], bytes], outermost: bool) -> None:
+    """Replaces the description with what `fill` returns, which has made the subdirectories `names`."""
     try:
-        content = sealed(write(data))
-        _sync_directory(data)
+        content = fill()
         _sync_directory(root)  # what a description names is there, whenever the machine goes down
         replace_file(root / NAME, content)
     except BaseException:
-        if not _may_name(root / NAME, data):  # Ctrl-C may come when all is done
-            shutil.rmtree(data, ignore_errors=True)
+        for name in names:
+            if not _may_name(root / NAME, root / name):  # Ctrl-C may come when all is done
+                shutil.rmtree(root / name, ignore_errors=True)
         raise
     if not outermost:
         return
     # What the checkpoint before had, and what saves that were killed left.
-    for other in _named(root, f"{kind}-"):
+    for other in _named(root, "[a-z]+-"):
         if not _may_name(root / NAME, other):
             shutil.rmtree(other, ignore_errors=True)
     remove_unfinished(root, re.escape(NAME))
+
+
+def _filled(data: Path, write: Callable[[Path], Mapping[str, Any]]) -> Mapping[str, Any]:
+    data.mkdir()
+    told = write(data)
+    _sync_directory(data)
+    return told
+
+
+def _link_tree(source: Path, target: Path) -> None:
+    shutil.copytree(source, target, copy_function=_link)
+    for directory, _, _ in os.walk(target):
+        _sync_directory(Path(directory))
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:  # the filesystem has no links, or no more to this file
+        with open(source, "rb") as original, open(created(Path(target)), "wb") as copy:
+            shutil.copyfileobj(original, copy, 1 << 20)
+            copy.flush()
+            os.fsync(copy.fileno())
 
 
 def _make(directory: Path) -> list[Path]:

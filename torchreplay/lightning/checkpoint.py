@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import shutil
+import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsspec.core import strip_protocol
-from fsspec.utils import get_protocol
-
 from torchreplay.buffer.base import Replay
 from torchreplay.checkpoint.directory import is_checkpoint
 from torchreplay.errors import CheckpointError
+from torchreplay.lightning.checkpoint_io import SUFFIX, BufferCheckpointIO, beside, is_local, local_name
 from torchreplay.lightning.compat import Callback
 from torchreplay.lightning.datamodule import resolve_buffer
 from torchreplay.lightning.fetching import take_in_turn
@@ -24,7 +23,6 @@ from torchreplay.validation import checked_instance
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
 
-SUFFIX = ".replay"
 ORIGIN = "torchreplay.origin"
 """Under which name the Trainer's checkpoint says what buffer lies beside it."""
 
@@ -36,6 +34,11 @@ class ReplayCheckpoint(Callback):
     example, the buffer beside it goes too. On several ranks only the first saves. A sharded checkpoint (FSDP's
     `"sharded"` states) does not go through the Trainer's `checkpoint_io` and has no buffer beside it: call
     `buffer.save` yourself. Saving to another machine (`s3://` and its like) is a `ValueError`.
+
+    The buffer is saved where the checkpoint is written: under Lightning's `AsyncCheckpointIO` in a thread, while
+    training goes on. Its errors come with the next save, or at the end of `fit`, which waits for it. Where a
+    `ModelCheckpoint` saves `last` right after another checkpoint, both buffers have the same files, by hard links where
+    the filesystem has them.
 
     A `fit(..., ckpt_path=...)` fills an empty buffer before its explorers start. The buffer that the checkpoint was
     saved of keeps the rows and priorities that it has, as in a second `fit` of one process. It may have got more since:
@@ -71,11 +74,11 @@ class ReplayCheckpoint(Callback):
         buffer = resolve_buffer(self, self.buffer, trainer)
         take_in_turn(trainer)
         strategy: Any = trainer.strategy
-        inner = strategy.checkpoint_io
-        if isinstance(inner, _Beside) and inner.ended:
-            inner = inner.inner
-        if not isinstance(inner, _Beside):
-            strategy.checkpoint_io = _Beside(inner, buffer)
+        saves = strategy.checkpoint_io
+        if not isinstance(saves, BufferCheckpointIO):
+            strategy.checkpoint_io = BufferCheckpointIO(saves, buffer, _last_of(trainer))
+        elif saves.ended:
+            saves.begin(buffer)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Notes which buffer the checkpoint is of."""
@@ -108,40 +111,6 @@ class ReplayCheckpoint(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Does what `teardown` does, which Lightning skips after an exception."""
         _end(trainer)
-
-
-class _Beside:
-    """The Trainer's way of writing checkpoints, with a directory beside each."""
-
-    ended = False
-    """Whether `fit` is over."""
-
-    def __init__(self, inner: Any, buffer: Replay) -> None:
-        self.inner = inner
-        self._buffer = buffer
-
-    def save_checkpoint(self, checkpoint: Any, path: Any, *args: Any, **options: Any) -> None:
-        if not _is_local(path):
-            raise ValueError(
-                f"{path} is not on a filesystem of this machine, and the replay buffer can be saved nowhere else: give "
-                f"ModelCheckpoint a local dirpath, or call buffer.save(directory) yourself instead of ReplayCheckpoint"
-            )
-        # The buffer first: a checkpoint that is there has its buffer.
-        try:
-            self._buffer.save(beside(path))
-        except RuntimeError as error:
-            if not self.ended:
-                raise
-            logger.warning("%s is saved without a replay buffer beside it: %s", path, error)
-        self.inner.save_checkpoint(checkpoint, path, *args, **options)
-
-    def remove_checkpoint(self, path: Any) -> None:
-        self.inner.remove_checkpoint(path)
-        if _is_local(path):
-            shutil.rmtree(beside(path), ignore_errors=True)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
 
 
 def _fill(buffer: Replay, place: Path, origin: Origin | None) -> None:
@@ -182,26 +151,27 @@ def _keep(buffer: Replay, place: Path, since: Reached) -> None:
 
 def _end(trainer: Trainer) -> None:
     strategy: Any = trainer.strategy
-    if isinstance(strategy.checkpoint_io, _Beside):
+    if isinstance(strategy.checkpoint_io, BufferCheckpointIO):
         strategy.checkpoint_io.ended = True
 
 
-def beside(path: str | os.PathLike[str]) -> Path:
-    """Returns where the buffer of the checkpoint `path` is saved."""
-    return Path(f"{_local(path)}{SUFFIX}")
+def _last_of(trainer: Trainer) -> Callable[[str, str], bool]:
+    """Returns what says whether a `ModelCheckpoint` of the Trainer saves its `last`, just after its best."""
+    owner = weakref.ref(trainer)
+
+    def is_last(path: str, before: str) -> bool:
+        alive: Any = owner()
+        return alive is not None and any(
+            getattr(callback, "last_model_path", None) == path
+            and before in (callback.best_model_path, *callback.best_k_models)
+            for callback in alive.checkpoint_callbacks
+        )
+
+    return is_last
 
 
 def _places(path: str | os.PathLike[str]) -> list[Path]:
     """Returns where the buffer of the checkpoint `path` may lie: first where the file is that a link leads to."""
-    if not _is_local(path):
+    if not is_local(path):
         return []
-    return [beside(os.path.realpath(_local(path))), beside(path)]
-
-
-def _is_local(path: str | os.PathLike[str]) -> bool:
-    return get_protocol(os.fspath(path)) in ("file", "local")
-
-
-def _local(path: str | os.PathLike[str]) -> str:
-    """Returns the file that Lightning, which takes URLs too, means by `path`."""
-    return str(strip_protocol(os.fspath(path)))
+    return [beside(os.path.realpath(local_name(path))), beside(path)]

@@ -14,6 +14,7 @@ from torchreplay.buffer.base import MAX_BATCH, Pin, Replay
 from torchreplay.distributed.explorers import Explorers
 from torchreplay.distributed.learners import Learners, several_machines
 from torchreplay.errors import LearnerLost
+from torchreplay.lightning.checkpoint_io import finish_saves
 from torchreplay.lightning.compat import LightningDataModule
 from torchreplay.lightning.fetching import take_in_turn
 from torchreplay.lightning.stopping import end_fit, refuse_epoch, stopped_among_ranks
@@ -204,8 +205,11 @@ class ReplayDataModule(LightningDataModule):
         stream, self._stream = self._stream, None
         if stream is None:
             return
-        self._buffer = self._given
         try:
+            # A plugin's thread may be saving the buffer. Lightning asks for its errors later.
+            with suppress(Exception):
+                finish_saves(self.trainer)
+            self._buffer = self._given
             self._place, self._resumes = stream.retire(), False
             # TD errors of the last steps. After an exception it is that one which says what went wrong.
             with nullcontext() if error is None else suppress(Exception):
