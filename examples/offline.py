@@ -1,11 +1,12 @@
 """Offline learning on CartPole-v1: CQL from recorded episodes, without a step in the environment.
 
-A clumsy player, half of whose actions are random, plays some hundred episodes. They are kept in a file as Minari lays
-it out (HDF5). The file is then read into a buffer. Double DQN with the penalty of conservative Q-learning (Kumar et al.
-2020, https://arxiv.org/abs/2006.04779, equation 4) learns from it alone. The environment only shows how good the policy
-has become. `--data` takes a file of your own.
+A clumsy player, half of whose actions are random, plays some hundred episodes. They are kept in an HDF5 file: as Minari
+lays it out, or flat, as D4RL does, one step after the other. The file is then read into a buffer. Double DQN with the
+penalty of conservative Q-learning (Kumar et al. 2020, https://arxiv.org/abs/2006.04779, equation 4) learns from it
+alone. The environment only shows how good the policy has become. `--data` takes a file of your own.
 
     python examples/offline.py --seed 1
+    python examples/offline.py --form flat
     python examples/offline.py --data main_data.hdf5
 """
 
@@ -13,12 +14,15 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import gymnasium
+import h5py
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -43,7 +47,9 @@ class Args:
     solved_at: float = 475.0
     """mean return of an evaluation that ends the run"""
     data: str = ""
-    """HDF5 file with recorded episodes; made in a temporary directory if there is none"""
+    """HDF5 file with recorded episodes, of either form; made in a temporary directory if there is none"""
+    form: Literal["minari", "flat"] = "minari"
+    """form of the file that is made"""
     tensorboard: bool = True
     """whether to write curves to runs/offline-seed<seed>"""
 
@@ -92,9 +98,39 @@ def record(path: Path, args: Args) -> float:
                     writer.step(obs=obs, action=action, reward=reward, terminated=terminated, truncated=truncated)
                     returns[-1] += float(reward)
                     ended = terminated or truncated
-        minari.write(buffer, path)
+        if args.form == "flat":
+            write_flat(buffer, path)
+        else:
+            minari.write(buffer, path)
     env.close()
     return float(np.mean(returns))
+
+
+def write_flat(buffer: tr.ReplayBuffer, path: Path) -> None:
+    """Writes the episodes of a buffer into a file as D4RL lays it out: arrays with one step after the other."""
+    episodes = list(buffer.episodes())
+    observations = [(episode["obs"][:-1], episode["obs"][1:]) for episode in episodes]
+    with h5py.File(path, "x") as file:
+        file["observations"], file["next_observations"] = (torch.cat(obs) for obs in zip(*observations, strict=True))
+        for name, field in (("actions", "action"), ("rewards", "reward"), ("terminals", "terminated")):
+            file[name] = torch.cat([episode[field] for episode in episodes])
+        file["timeouts"] = torch.cat([episode["truncated"] for episode in episodes])
+
+
+def filled_buffer(path: Path, view: tr.Transitions, seed: int) -> tr.ReplayBuffer:
+    """Returns a buffer with the episodes of a file, of either form."""
+    with h5py.File(path) as file:
+        if "observations" in file:
+            flat = tr.episodes_from_flat(file)
+            print(flat, file=sys.stderr)
+            buffer = tr.ReplayBuffer(tr.spec_from_env(gymnasium.make("CartPole-v1")), flat.rows, view=view, seed=seed)
+            for episode in flat:
+                buffer.extend(**episode)
+            return buffer
+    rows = sum(len(episode["obs"]) for episode in minari.episodes(path))
+    buffer = tr.ReplayBuffer(minari.spec_of(path), rows, view=view, seed=seed)
+    minari.read(path, buffer)
+    return buffer
 
 
 def losses(q: nn.Module, target: nn.Module, batch: tr.ReplayBatch, penalty: float) -> Tensor:
@@ -130,11 +166,9 @@ def train(args: Args, path: Path, recorded: float | None) -> None:
     target = copy.deepcopy(q).requires_grad_(False)
     optimizer = torch.optim.Adam(q.parameters(), lr=args.learning_rate)
 
-    steps = sum(len(episode["obs"]) for episode in minari.episodes(path))
     view = tr.Transitions(n_step=args.n_step, gamma=args.gamma)
     curves = SummaryWriter(f"runs/offline-seed{args.seed}", purge_step=0) if args.tensorboard else None
-    with tr.ReplayBuffer(minari.spec_of(path), steps, view=view, seed=args.seed) as buffer:
-        minari.read(path, buffer)
+    with filled_buffer(path, view, args.seed) as buffer:
         monitor, began = tr.Monitor(buffer, curves), time.monotonic()
         for step, batch in enumerate(tr.ReplayDataset(buffer, args.batch_size, steps=args.total_steps), start=1):
             loss = losses(q, target, batch, args.penalty).mean()

@@ -41,6 +41,7 @@ from torchreplay.schema.views import Rows, Sequences, Transitions
 from torchreplay.segment.handle import Handle
 
 if TYPE_CHECKING:
+    from torchreplay.buffer.flat_episodes import FlatEpisodes, episodes_from_flat
     from torchreplay.buffer.footprint import Footprint, footprint
     from torchreplay.checking import CheckReport, check
     from torchreplay.distributed.learners import Learners
@@ -61,6 +62,7 @@ __all__ = [
     "CheckReport",
     "CheckpointError",
     "Field",
+    "FlatEpisodes",
     "Footprint",
     "Handle",
     "Hindsight",
@@ -91,6 +93,7 @@ __all__ = [
     "WouldBlockForever",
     "Writer",
     "check",
+    "episodes_from_flat",
     "explain",
     "footprint",
     "sequence_priority",
@@ -101,6 +104,7 @@ __all__ = [
 _IMPORTED_AT_FIRST_USE = {  # to make `import torchreplay` quick: no program needs all of them
     "BatchReport": "torchreplay.monitoring.batch_report",
     "CheckReport": "torchreplay.checking",
+    "FlatEpisodes": "torchreplay.buffer.flat_episodes",
     "Footprint": "torchreplay.buffer.footprint",
     "LaBER": "torchreplay.loading.laber",
     "Learners": "torchreplay.distributed.learners",
@@ -111,6 +115,7 @@ _IMPORTED_AT_FIRST_USE = {  # to make `import torchreplay` quick: no program nee
     "Reverse": "torchreplay.loading.reverse",
     "SharedWeights": "torchreplay.weights.shared_weights",
     "check": "torchreplay.checking",
+    "episodes_from_flat": "torchreplay.buffer.flat_episodes",
     "explain": "torchreplay.monitoring.batch_report",
     "footprint": "torchreplay.buffer.footprint",
 }

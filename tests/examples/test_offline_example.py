@@ -3,7 +3,10 @@
 from statistics import mean
 
 import pytest
-from example_programs import curve, evaluations, explanation, succeed
+import torch
+from example_programs import curve, evaluations, explanation, imported, succeed
+
+import torchreplay as tr
 
 NAME = "offline"
 
@@ -21,6 +24,22 @@ def test_it_does_better_than_the_player_whose_episodes_it_learns_from(tmp_path):
     learned = mean(line["mean_return"] for line in lines[1:])  # one evaluation alone may be a low one
     assert learned > 2 * lines[-1]["recorded"]
     assert not list(tmp_path.iterdir())
+
+
+def test_both_forms_of_its_file_hold_the_same_episodes(tmp_path, monkeypatch, capsys):
+    offline = imported(NAME, monkeypatch)
+    found = {}
+    for form in ("minari", "flat"):
+        args = offline.Args(episodes=4, form=form, noise=0.1)  # long ones, of which some are cut at 500 steps
+        offline.record(tmp_path / form, args)
+        with offline.filled_buffer(tmp_path / form, tr.Transitions(), 0) as buffer:
+            found[form] = list(buffer.episodes())
+    assert len(found["flat"]) == 4
+    for flat, minari in zip(*found.values(), strict=True):
+        assert all(torch.equal(flat[name], minari[name]) for name in ("obs", "action", "reward", "terminated"))
+        assert torch.equal(flat["truncated"], minari["truncated"])
+    steps = sum(len(episode["action"]) for episode in found["flat"])
+    assert capsys.readouterr().err == f"{steps:,} steps, 4 episodes\n"
 
 
 @pytest.mark.slow

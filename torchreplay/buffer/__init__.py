@@ -3,6 +3,7 @@
 __all__ = [
     "base",
     "episodes",
+    "flat_episodes",
     "footprint",
     "inspection",
     "local_source",
