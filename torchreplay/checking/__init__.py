@@ -75,8 +75,10 @@ def check(
     with what the environment gave. `report.findings` says what is wrong, with file and line:
 
     - a time limit that is taken for an end, or an end that is bootstrapped through;
-    - an observation that is stored twice, or is the next episode's;
-    - a step that is written twice, or not at all, or with the action of another step;
+    - a writer with another autoreset than the vector environment's;
+    - an observation that is stored twice, or is the next episode's; under a view that links rows, each observation that
+      is not the one that `env.step` or `env.reset` returned;
+    - a step that is written twice, or not at all, or with the action or the reward of another step;
     - a priority that never changes, or draws by priority without feedback;
     - rewards of another scale than the buffer holds, or than before in the same loop.
 
@@ -136,10 +138,14 @@ def check_loop(
     capacity = max(min(buffer.capacity, rows), buffer.view.rows_of_an_item)
     recorded = RecordedEnv(env, recording, episodes, max_steps)
     twin = RecordedBuffer(buffer.spec, capacity, sampler=buffer.sampler, view=buffer.view).record_to(recording)
-    with twin, suppress(Enough):
-        loop(recorded, twin)
+    try:
+        with twin, suppress(Enough):
+            loop(recorded, twin)
+    except Exception as error:
+        if error is not recording.refused or not recording.has_other_autoreset(recorded.autoreset):
+            raise
     mapping = FieldMapping(buffer.spec, buffer.view, space, 0)
-    return LoopCheck(recording, buffer, mapping, recorded.autoreset == "same_step").findings()
+    return LoopCheck(recording, buffer, mapping, recorded.autoreset).findings()
 
 
 def _check_observations(streams: list[list[Row]], space: Any) -> None:

@@ -30,8 +30,8 @@ class FieldMapping:
         self.linked = not isinstance(view, Rows)
         self.reward = as_path(getattr(view, "reward", "reward"))
         self.flags = {name: as_path(getattr(view, name, name)) for name in ("terminated", "truncated")}
-        self._named = [as_path(name) for name in names_of(getattr(view, "observation", "obs"))]
-        self._tops, self._by_key = _tops(spec, self._named, observation_space)
+        self.named = [as_path(name) for name in names_of(getattr(view, "observation", "obs"))]
+        self._tops, self._by_key = _tops(spec, self.named, observation_space)
         nexts = () if self.linked else tuple(f"next_{top}" for top in self._tops)
         tops = (*self._tops, *nexts)
         self.observed = [path for path in self.fields if path[0] in tops]
@@ -51,15 +51,15 @@ class FieldMapping:
 
     def final_obs(self, final_obs: Any) -> Any:
         """Returns a vector environment's last observations in the form that `Writer.step` takes."""
-        if self._named == [(self._tops[0],)] and not self._by_key:
+        if self.named == [(self._tops[0],)] and not self._by_key:
             return final_obs
         if isinstance(final_obs, (Mapping, tuple)):  # of arrays of all environments
             whole = self.observation(final_obs)
-            values = {path: lookup(whole, path) for path in self._named}
+            values = {path: lookup(whole, path) for path in self.named}
         else:
             each = [None if obs is None else self.observation(obs) for obs in final_obs]
-            values = {path: [None if obs is None else lookup(obs, path) for obs in each] for path in self._named}
-        return nest(values) if len(values) > 1 else values[self._named[0]]
+            values = {path: [None if obs is None else lookup(obs, path) for obs in each] for path in self.named}
+        return nest(values) if len(values) > 1 else values[self.named[0]]
 
     def step(self, given: Call | Row, fill: Mapping[Path, Any]) -> dict[str, Any]:
         """Returns the values of a step without the observation."""

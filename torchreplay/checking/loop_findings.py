@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -11,9 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchreplay.buffer.replay_buffer import ReplayBuffer
+from torchreplay.buffer.writer import OwnAutoreset
 from torchreplay.checking.casting import as_numpy
-from torchreplay.checking.field_mapping import FieldMapping, lookup
-from torchreplay.checking.recording import EnvStep, Recording, Write
+from torchreplay.checking.field_mapping import FieldMapping
+from torchreplay.checking.observation_findings import AS_IT_IS, NEXT_EPISODE, ObservationFindings, vary
+from torchreplay.checking.observation_findings import CONSTANT as SAME_OBSERVATION
+from torchreplay.checking.pairs import Pair, Pairs
+from torchreplay.checking.recording import Recording
+from torchreplay.checking.value_findings import CONSTANT, action_findings, reward_findings, rewards_of
 from torchreplay.schema.samplers import Prioritized
 from torchreplay.schema.spec import Path
 
@@ -21,8 +26,6 @@ OTHER_SCALE: Final = 10.0
 """Factor between the usual sizes of rewards from which on they are of another scale."""
 ENOUGH: Final = 10
 """Values that differ from zero, at least, for a usual size."""
-CONSTANT: Final = 8
-"""Values, at least, that must all be the same to be called constant."""
 
 RESET_WRITTEN: Final = (
     "the first observation of an episode is written as a step from the last one of the episode before: a next-step "
@@ -40,19 +43,25 @@ END_UNTOLD: Final = (
     "{!r} is False where the episode ended for good: a target would bootstrap beyond the end. Give it the "
     "environment's `terminated`"
 )
-STORED_AGAIN: Final = (
-    "the observation before the step is stored again in the place of the one that the step led to. Give the "
-    "observation that env.step returned"
-)
 NEXT_TWICE: Final = (
     "the observation after the step is stored twice, as the one before it as well. Write the row before the loop sets "
     "`obs = next_obs`; an environment that reuses its memory needs a copy"
 )
 OBS_TWICE: Final = "the observation before the step is stored twice, as the one after it as well. Give `next_obs`"
-NEXT_EPISODE: Final = (
-    "the first observation of the next episode is stored as the last one of this episode: a time limit would bootstrap "
-    "from it. Store the final observation (`infos['final_obs']` of a vector environment)"
+END_INVENTED: Final = (
+    "{!r} is True in most steps, though the episode goes on there: nothing would be learned from what follows. Give it "
+    "the environment's `terminated`"
 )
+BEYOND_END: Final = "env.step is called after the episode's end: call env.reset, and begin the next episode with it"
+OTHER_AUTORESET: Final = (
+    "the environment's metadata['autoreset_mode'] is {env!r}, the writer's autoreset is {writer!r}: rows at "
+    "episodes' ends are wrong. Make it by buffer.writer(envs), or writer(num_envs={num_envs}, autoreset={env!r})"
+)
+THEN: Final = {
+    "same_step": "; give step() `final_obs=infos.get('final_obs')`",
+    "disabled": "; give reset() the `mask` of the environments that were reset",
+    "next_step": "",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,26 +79,7 @@ class Finding:
     rows: int
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.what} ({self.rows:,} times)"
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """A row that was written, and the step that it is of.
-
-    Attributes:
-        write: The call.
-        row: Of the call, where it writes several.
-        values: Of this row.
-        step: The environment's.
-        env: Index of the environment.
-    """
-
-    write: Write
-    row: int
-    values: Mapping[str, Any]
-    step: EnvStep
-    env: int
+        return f"{self.where}: {self.what} ({'once' if self.rows == 1 else f'{self.rows:,} times'})"
 
 
 class LoopCheck:
@@ -99,13 +89,16 @@ class LoopCheck:
         recording: Of the loop.
         buffer: The user's, which may hold rows already.
         mapping: Which field takes what.
-        same_step: Whether the vector environment begins the next episode in the step that ends one.
+        autoreset: What the environment does when an episode ends.
     """
 
-    def __init__(self, recording: Recording, buffer: ReplayBuffer, mapping: FieldMapping, same_step: bool) -> None:
+    def __init__(
+        self, recording: Recording, buffer: ReplayBuffer, mapping: FieldMapping, autoreset: OwnAutoreset
+    ) -> None:
         self._recording, self._buffer, self._mapping = recording, buffer, mapping
-        self._same_step = same_step
-        self.pairs = list(self._paired())
+        self._autoreset, self._same_step = autoreset, autoreset == "same_step"
+        self._of = Pairs(recording, mapping)
+        self.pairs = self._of.all
         self._found: dict[tuple[str, str], int] = {}
 
     def findings(self) -> tuple[Finding, ...]:
@@ -114,76 +107,19 @@ class LoopCheck:
             self._note(
                 self._recording.step_site or "the loop", "nothing was written to the buffer that the loop was given"
             )
+        self._look_at_linked() if self._mapping.linked else self._look_at_rows()
         for pair in self.pairs:
             self._look_at_flags(pair)
-            self._look_at_observations(pair)
+        self._look_at_all_flags()
         self._look_at_counts()
-        self._look_at_actions()
-        self._look_at_rewards()
+        for where, what, rows in (*action_findings(self._of), *reward_findings(self._of)):
+            self._note(where, what, rows)
+        self._look_at_scales()
         self._look_at_priorities()
         return tuple(Finding(where, what, rows) for (where, what), rows in self._found.items())
 
     def _note(self, where: str, what: str, rows: int = 1) -> None:
         self._found[where, what] = self._found.get((where, what), 0) + rows
-
-    # Rows and their steps
-
-    def _paired(self) -> Iterator[Pair]:
-        cursor = 0
-        since: Counter[int] = Counter()  # rows appended one by one since a step
-        for write in self._recording.writes:
-            if not write.steps:
-                continue
-            latest = write.steps - 1
-            if write.call == "writer.append":
-                yield self._pair(write, 0, latest, since[latest] % self._num_envs)
-                since[latest] += 1
-            elif write.call == "writer.step":
-                for env in range(write.num_envs or 1):
-                    yield self._pair(write, env, latest, env)
-            else:
-                yield from self._block(write, cursor)
-            cursor = write.steps
-
-    @property
-    def _num_envs(self) -> int:
-        return self._recording.num_envs or 1
-
-    def _block(self, write: Write, cursor: int) -> Iterator[Pair]:
-        """Pairs the rows of an `extend`: those of all environments, or the steps since the call before."""
-        shape = np.shape(self._given(write.values, self._mapping.reward))
-        if not shape:
-            return
-        steps, envs = shape[0], shape[1] if len(shape) > 1 else 1
-        if not self._mapping.linked and steps == self._num_envs and write.steps - cursor == 1:
-            for env in range(steps):
-                yield self._pair(write, env, write.steps - 1, env)
-        elif steps == write.steps - cursor and envs == self._num_envs:
-            for row in range(steps):
-                for env in range(envs):
-                    yield self._pair(write, row, cursor + row, env)
-
-    def _pair(self, write: Write, row: int, number: int, env: int) -> Pair:
-        return Pair(write, row, write.values, self._recording.steps[number], env)
-
-    def _given(self, values: Mapping[str, Any], path: Path) -> Any:
-        try:
-            return lookup(values, path)
-        except (KeyError, IndexError, TypeError, ValueError):
-            return None
-
-    def _written(self, pair: Pair, path: Path, observed: bool = False) -> NDArray[Any] | None:
-        """Returns what a row holds at `path`; None where the call did not give it."""
-        value = self._given(pair.values, path)
-        if value is None:
-            return None
-        array: NDArray[Any] = np.asarray(value)
-        if pair.write.call == "writer.append" or (pair.write.call == "writer.step" and pair.write.num_envs is None):
-            return array
-        if pair.write.call == "writer.step" or not self._mapping.linked:
-            return np.asarray(array[pair.row])
-        row = array[pair.row + observed]  # an episode has an observation more than steps
-        return np.asarray(row[pair.env] if self._num_envs > 1 else row)
 
     # Flags
 
@@ -209,59 +145,87 @@ class LoopCheck:
             self._note(pair.write.site, END_UNTOLD.format(name))
 
     def _flag(self, pair: Pair, path: Path) -> bool | None:
-        value = self._written(pair, path)
+        value = self._of.written(pair, path)
         return None if value is None or value.ndim else bool(value)
+
+    def _look_at_all_flags(self) -> None:
+        path = self._mapping.flags["terminated"]
+        invented = [pair for pair in self.pairs if not pair.is_reset and not pair.ends and self._flag(pair, path)]
+        if len(invented) >= CONSTANT and 2 * len(invented) > len(self.pairs):
+            self._note(invented[0].write.site, END_INVENTED.format("/".join(path)), len(invented))
+        for site in self._recording.beyond_ends:
+            self._note(site, BEYOND_END)
 
     # Observations
 
-    def _look_at_observations(self, pair: Pair) -> None:
-        if pair.step.is_reset[pair.env]:
-            return
-        before, after = self._leaves(pair, pair.step.obs), self._leaves(pair, pair.step.next_obs)
-        if self._mapping.linked:
-            if self._matches(pair, before, "") and not self._matches(pair, after, ""):
-                self._note(pair.write.site, STORED_AGAIN)
-            return
-        is_next = self._matches(pair, after, "next_")
-        if is_next and self._matches(pair, after, "") and not self._matches(pair, before, ""):
+    def _look_at_linked(self) -> None:
+        """Looks at the observations of linked rows, and whether writer and environment agree on what an end is."""
+        found = list(ObservationFindings(self._of, self._same_step))
+        wrong = {write.writer for write, _ in found}
+        others = {number for number in range(len(self._recording.writers)) if self._is_other(number, number in wrong)}
+        for number in sorted(others):
+            made = self._recording.writers[number]
+            text = OTHER_AUTORESET.format(env=self._autoreset, writer=made.autoreset, num_envs=made.num_envs)
+            self._note(made.site, text + THEN[self._autoreset])
+        for write, text in found:
+            if write.writer not in others:
+                self._note(write.site, text)
+
+    def _is_other(self, number: int, is_wrong: bool) -> bool:
+        """Returns whether a writer's rows are wrong because it takes the environment to have another autoreset."""
+        made, modes = self._recording.writers[number], {self._autoreset, self._recording.writers[number].autoreset}
+        if made.num_envs is None or self._recording.num_envs is None or len(modes) == 1:
+            return False
+        if self._recording.refused is not None:
+            return True
+        if modes == {"same_step", "disabled"}:  # a loop may make the one of the other
+            return is_wrong
+        if self._autoreset == "disabled":  # which a loop may reset as a whole
+            ends = [step.terminated | step.truncated for step in self._recording.steps]
+            return is_wrong or any(over.any() and not over.all() for over in ends)
+        return True
+
+    def _look_at_rows(self) -> None:
+        """Looks at the observations of rows that are not linked."""
+        for pair in self.pairs:
+            if not pair.is_reset:
+                self._look_at_row(pair)
+        for path in self._of.leaves(self.pairs[0].step.obs) if self.pairs else ():
+            for name in (path, _next(path)):
+                kept = [(pair, self._of.written(pair, name)) for pair in self.pairs]
+                written = [value for _, value in kept if value is not None]
+                given = [self._of.leaves(pair.step.obs, pair.env)[path] for pair in self.pairs]
+                if len(written) >= CONSTANT and not vary(written) and vary(given):
+                    for pair, _ in kept:
+                        self._note(pair.write.site, f"field {'/'.join(name)!r}: {SAME_OBSERVATION}")
+
+    def _look_at_row(self, pair: Pair) -> None:
+        before, after = (self._of.leaves(obs, pair.env) for obs in (pair.step.obs, pair.step.next_obs))
+        is_next = self._matches(pair, after, _next)
+        if is_next and self._matches(pair, after) and not self._matches(pair, before):
             self._note(pair.write.site, NEXT_TWICE)
-        elif self._matches(pair, before, "next_") and not is_next:
+        elif self._matches(pair, before, _next) and not is_next:
             self._note(pair.write.site, OBS_TWICE)
         if self._is_of_next_episode(pair, is_next):
             self._note(pair.write.site, NEXT_EPISODE)
 
     def _is_of_next_episode(self, pair: Pair, is_next: bool) -> bool:
         """Returns whether the next episode's first observation is in the place of the last one."""
-        if not (pair.step.terminated[pair.env] or pair.step.truncated[pair.env]):
+        if not pair.ends:
             return False
         if self._same_step:
             return is_next
         if is_next or self._recording.num_envs is not None:
             return False
         following = [obs for steps, obs in self._recording.resets if steps == pair.step.number + 1]
-        return any(self._matches(pair, self._flat(obs), "next_") for obs in following)
+        return any(self._matches(pair, self._of.leaves(obs), _next) for obs in following)
 
-    def _leaves(self, pair: Pair, obs: Any) -> dict[Path, NDArray[Any]]:
-        return {path: value[pair.env] for path, value in self._flat(obs).items()}
-
-    def _flat(self, obs: Any) -> dict[Path, NDArray[Any]]:
-        """Returns the parts of an environment's observation by the fields that hold them."""
-        named, found = self._mapping.observation(obs), {}
-        for path in self._mapping.observed:
-            if path[0] in named:
-                value = self._given(named, path)
-                if value is not None and not isinstance(value, Mapping | tuple):
-                    found[path] = np.asarray(value)
-        return found
-
-    def _matches(self, pair: Pair, leaves: Mapping[Path, NDArray[Any]], prefix: str) -> bool:
-        """Returns whether the row holds this observation, in the fields with this prefix: exactly, or as float32."""
-        pairs = [
-            (self._written(pair, (prefix + path[0], *path[1:]), observed=True), value) for path, value in leaves.items()
-        ]
-        if not pairs or any(written is None or written.shape != value.shape for written, value in pairs):
-            return False
-        return all(np.allclose(written, value, rtol=1e-6, atol=1e-9, equal_nan=True) for written, value in pairs)  # type: ignore[arg-type]
+    def _matches(
+        self, pair: Pair, leaves: Mapping[Path, NDArray[Any]], field: Callable[[Path], Path] = lambda path: path
+    ) -> bool:
+        """Returns whether the row holds this observation, in the fields that `field` makes of its own."""
+        pairs = [(self._of.written(pair, field(path)), value) for path, value in leaves.items()]
+        return bool(pairs) and all(found is not None and AS_IT_IS.makes(found, value) for found, value in pairs)
 
     # The whole loop
 
@@ -274,33 +238,15 @@ class LoopCheck:
         if not times:
             return
         last = max(number for number, _ in times)
-        made = [(step.number, env) for step in self._recording.steps[: last + 1] for env in range(self._num_envs)]
+        made = [(step.number, env) for step in self._recording.steps[: last + 1] for env in range(self._of.num_envs)]
         resets = {(step.number, int(env)) for step in self._recording.steps for env in np.flatnonzero(step.is_reset)}
         missing = [place for place in made if place not in times and place not in resets]
         if missing:
             text = f"steps of the environment are not written, the first is step {missing[0][0]} of the loop"
             self._note(self._recording.step_site, text, len(missing))
 
-    def _look_at_actions(self) -> None:
-        """Looks for the action of the step before in the place of this step's."""
-        late = same = 0
-        where = ""
-        for before, pair in zip(self.pairs, self.pairs[self._num_envs :], strict=False):
-            written = self._written(pair, ("action",))
-            if written is None or isinstance(pair.step.action, Mapping | tuple) or before.env != pair.env:
-                continue
-            mine, others = (np.asarray(p.step.action)[p.env] for p in (pair, before))
-            if written.shape != mine.shape or np.array_equal(mine, others):
-                continue
-            late += bool(np.allclose(written, others))
-            same += bool(np.allclose(written, mine))
-            where = where or pair.write.site
-        if late > same and late >= CONSTANT:
-            self._note(where, "the action is that of the step before: write the one that env.step was given", late)
-
-    def _look_at_rewards(self) -> None:
-        rewards = [(pair, self._written(pair, self._mapping.reward)) for pair in self.pairs]
-        values = np.array([float(value) for _, value in rewards if value is not None and not value.ndim])
+    def _look_at_scales(self) -> None:
+        values = rewards_of(self._of)[1]
         if not len(values):
             return
         where = self.pairs[0].write.site
@@ -344,6 +290,10 @@ class LoopCheck:
                 "buffer.update_priorities(batch, td_error)"
             )
             self._note(self._recording.samples[0], text, len(self._recording.samples))
+
+
+def _next(path: Path) -> Path:
+    return (f"next_{path[0]}", *path[1:])
 
 
 def _usual_size(values: NDArray[np.float64]) -> float:

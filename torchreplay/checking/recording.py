@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from torchreplay.buffer.replay_buffer import ReplayBuffer
-from torchreplay.buffer.writer import Autoreset, Writer, checked_autoreset
+from torchreplay.buffer.writer import Autoreset, OwnAutoreset, Writer, checked_autoreset
 from torchreplay.checking.casting import as_numpy
 
 PACKAGE: Final = str(FilePath(__file__).parents[1])
@@ -36,6 +36,7 @@ class EnvStep:
         terminated: bool `[n]`.
         truncated: bool `[n]`.
         next_obs: What it returned.
+        final_obs: What a same-step autoreset gave as `infos['final_obs']`; None: nothing.
         is_reset: bool `[n]`: where a next-step autoreset began an episode: what it returned is no step.
     """
 
@@ -46,6 +47,7 @@ class EnvStep:
     terminated: np.ndarray[Any, Any]
     truncated: np.ndarray[Any, Any]
     next_obs: Any
+    final_obs: Any
     is_reset: np.ndarray[Any, Any]
 
 
@@ -60,6 +62,9 @@ class Write:
         priority: What it was given as priority; None: nothing.
         steps: Calls of `env.step` before it.
         num_envs: Of the writer; None: one environment.
+        writer: Its number, in the order in which they were made; None: it is none.
+        final_obs: What it was given as `final_obs`; None: nothing.
+        mask: What it was given as `mask`; None: nothing.
     """
 
     call: str
@@ -68,6 +73,24 @@ class Write:
     priority: Any
     steps: int
     num_envs: int | None
+    writer: int | None = None
+    final_obs: Any = None
+    mask: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class MadeWriter:
+    """One call of `buffer.writer`.
+
+    Attributes:
+        site: File and line of the user's code.
+        num_envs: Environments that it writes for; None: one.
+        autoreset: What it takes a vector environment to do when an episode ends.
+    """
+
+    site: str
+    num_envs: int | None
+    autoreset: OwnAutoreset
 
 
 @dataclass(slots=True)
@@ -78,19 +101,25 @@ class Recording:
         num_envs: Environments of a vector environment; None: it is none.
         steps: Calls of `env.step`.
         resets: What `env.reset` returned, and after how many steps.
+        writers: Those that were made.
         writes: Calls that write.
+        beyond_ends: Lines of the steps that were made after an end, without a reset.
         updates: TD errors fed back, and the line.
         samples: Batches drawn.
         step_site: Line of the first `env.step`.
+        refused: The error of a writer's call.
     """
 
     num_envs: int | None = None
     steps: list[EnvStep] = field(default_factory=list)
     resets: list[tuple[int, Any]] = field(default_factory=list)
+    writers: list[MadeWriter] = field(default_factory=list)
     writes: list[Write] = field(default_factory=list)
+    beyond_ends: list[str] = field(default_factory=list)
     updates: list[tuple[str, np.ndarray[Any, Any]]] = field(default_factory=list)
     samples: list[str] = field(default_factory=list)
     step_site: str = ""
+    refused: Exception | None = None
     _paused: bool = False
 
     @contextmanager
@@ -102,11 +131,32 @@ class Recording:
         finally:
             self._paused = False
 
-    def write(self, call: str, given: dict[str, Any], num_envs: int | None) -> None:
+    def write(self, call: str, given: dict[str, Any], num_envs: int | None, writer: int | None = None) -> None:
         """Notes a call that writes, with copies of its values."""
         if not self._paused:
             values = {name: _copied(value) for name, value in given.items() if name not in ("priority", "final_obs")}
-            self.writes.append(Write(call, site(), values, given.get("priority"), len(self.steps), num_envs))
+            beside = deepcopy(given.get("final_obs")), deepcopy(given.get("mask"))
+            priority = given.get("priority")
+            self.writes.append(Write(call, site(), values, priority, len(self.steps), num_envs, writer, *beside))
+
+    def has_other_autoreset(self, autoreset: OwnAutoreset) -> bool:
+        """Returns whether a writer of several environments takes them to have another autoreset."""
+        return any(made.num_envs is not None and made.autoreset != autoreset for made in self.writers)
+
+    @contextmanager
+    def refusals(self) -> Iterator[None]:
+        """Notes the error that ends a writer's call."""
+        try:
+            yield
+        except Exception as error:
+            self.refused = error
+            raise
+
+    def make(self, num_envs: int | None, autoreset: OwnAutoreset) -> int:
+        """Notes a writer that is made, and returns its number."""
+        if not self._paused:
+            self.writers.append(MadeWriter(site(), num_envs, autoreset))
+        return len(self.writers) - 1
 
 
 def site() -> str:
@@ -131,7 +181,7 @@ class RecordedEnv:
         max_steps: After so many steps `step` raises it.
 
     Attributes:
-        autoreset: What a vector environment does when an episode ends; "disabled" for others.
+        autoreset: What the environment does when an episode ends; "disabled" for one that waits for `reset`.
     """
 
     def __init__(self, env: Any, recording: Recording, episodes: int, max_steps: int) -> None:
@@ -140,8 +190,7 @@ class RecordedEnv:
         self._ends = 0
         self._obs: Any = None
         self._over = np.zeros(recording.num_envs or 1, bool)
-        vector = recording.num_envs is not None
-        self.autoreset = checked_autoreset(env.metadata.get("autoreset_mode", "next_step")) if vector else "disabled"
+        self.autoreset = _autoreset(env, recording.num_envs is not None)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -168,6 +217,8 @@ class RecordedEnv:
         single = self._recording.num_envs is None
         flags = [np.atleast_1d(np.asarray(flag, bool)) for flag in (terminated, truncated)]
         resets = self._over & (self.autoreset == "next_step")
+        if self.autoreset == "disabled" and self._over.any():
+            self._recording.beyond_ends.append(site())
         self._recording.steps.append(
             EnvStep(
                 len(self._recording.steps),
@@ -177,6 +228,7 @@ class RecordedEnv:
                 flags[0],
                 flags[1],
                 _batched(obs) if single else obs,
+                None if single else deepcopy(answer[4].get("final_obs")),
                 resets.copy(),
             )
         )
@@ -192,15 +244,23 @@ class RecordedEnv:
 class RecordedWriter(Writer):
     """A writer that notes each call before it writes."""
 
-    def record_to(self, recording: Recording) -> RecordedWriter:
+    def record_to(self, recording: Recording, autoreset: Autoreset) -> RecordedWriter:
         """Returns itself, from now on noting its calls there."""
         self._recording = recording
+        self._number = recording.make(self._num_envs, checked_autoreset(autoreset))
         return self
+
+    def reset(self, **given: Any) -> Any:
+        """Notes the beginning of an episode, and writes it."""
+        self._note("writer.reset", given)
+        with self._recording.refusals():
+            return super().reset(**given)
 
     def step(self, **given: Any) -> Any:
         """Notes a step, and writes it."""
         self._note("writer.step", given)
-        return super().step(**given)
+        with self._recording.refusals():
+            return super().step(**given)
 
     def append(self, **given: Any) -> int:
         """Notes a row, and writes it."""
@@ -213,7 +273,7 @@ class RecordedWriter(Writer):
         return super().extend(**given)
 
     def _note(self, call: str, given: dict[str, Any]) -> None:
-        self._recording.write(call, given, self._num_envs)
+        self._recording.write(call, given, self._num_envs, self._number)
 
 
 class RecordedBuffer(ReplayBuffer):
@@ -226,7 +286,8 @@ class RecordedBuffer(ReplayBuffer):
 
     def writer(self, num_envs: int | None = None, autoreset: Autoreset = "next_step") -> Writer:
         """Returns a writer that notes its calls."""
-        return RecordedWriter(self._segment, self._config, num_envs, autoreset).record_to(self._recording)
+        made = RecordedWriter(self._segment, self._config, num_envs, autoreset)
+        return made.record_to(self._recording, autoreset)
 
     def extend(self, /, *args: Any, priority: Any = None, casting: Any = "same_kind", **fields: Any) -> Any:
         """Notes several rows, and writes them."""
@@ -243,6 +304,14 @@ class RecordedBuffer(ReplayBuffer):
         """Notes TD errors, and applies them."""
         self._recording.updates.append((site(), np.abs(_array(td)).reshape(-1).astype(np.float64)))
         super().update_priorities(batch_or_keys, td)
+
+
+def _autoreset(env: Any, is_vector: bool) -> OwnAutoreset:
+    if is_vector:
+        return checked_autoreset(env.metadata.get("autoreset_mode", "next_step"))
+    while type(env).__name__ != "Autoreset" and hasattr(env, "env"):
+        env = env.env
+    return "next_step" if type(env).__name__ == "Autoreset" else "disabled"
 
 
 def _copied(value: Any) -> Any:

@@ -115,7 +115,7 @@ def _play_vector(env: Any, episodes: int, max_steps: int, seed: int) -> Play:
     autoreset = checked_autoreset(env.metadata.get("autoreset_mode", "next_step"))
     streams = [_Env(i) for i in range(env.num_envs)]
     obs = deepcopy(env.reset(seed=seed)[0])
-    calls = [Call(obs, {stream.index: stream.starts(_of_env(obs, stream.index)) for stream in streams})]
+    calls = [Call(obs, {stream.index: stream.starts(of_env(obs, stream.index)) for stream in streams})]
     over = np.zeros(len(streams), bool)
     ended = 0
     for _ in range(max_steps):
@@ -123,7 +123,7 @@ def _play_vector(env: Any, episodes: int, max_steps: int, seed: int) -> Play:
         over = np.logical_or(calls[-1].terminated, calls[-1].truncated)
         if autoreset == "disabled" and over.any():
             obs = deepcopy(env.reset(options={"reset_mask": over.copy()})[0])
-            rows = {i: streams[i].starts(_of_env(obs, i)) for i in map(int, np.flatnonzero(over))}
+            rows = {i: streams[i].starts(of_env(obs, i)) for i in map(int, np.flatnonzero(over))}
             calls.append(Call(obs, rows, mask=over))
         ended += int(over.sum())
         if ended >= episodes:
@@ -138,22 +138,23 @@ def _step_vector(env: Any, streams: list[_Env], autoreset: OwnAutoreset, over: n
     call = Call(obs, {}, action, reward, terminated, truncated, final_obs)
     for stream in streams:
         i = stream.index
-        here = _of_env(obs, i)
+        here = of_env(obs, i)
         if autoreset == "next_step" and over[i]:
             call.rows[i] = stream.starts(here)
             continue
         at_end = autoreset == "same_step" and (terminated[i] or truncated[i])
-        led_to = _of_env(final_obs, i) if at_end and final_obs is not None else here
-        call.rows[i] = stream.goes_on(led_to, _of_env(action, i), reward[i], terminated[i], truncated[i])
+        led_to = of_env(final_obs, i) if at_end and final_obs is not None else here
+        call.rows[i] = stream.goes_on(led_to, of_env(action, i), reward[i], terminated[i], truncated[i])
         if at_end:
             call.resets.append(stream.starts(here))
     return call
 
 
-def _of_env(values: Any, index: int) -> Any:
+def of_env(values: Any, index: int) -> Any:
+    """Returns the part of one environment of a vector environment's values, however they are nested."""
     if isinstance(values, Mapping):
-        return {name: _of_env(value, index) for name, value in values.items()}
+        return {name: of_env(value, index) for name, value in values.items()}
     if isinstance(values, tuple):
-        return tuple(_of_env(value, index) for value in values)
+        return tuple(of_env(value, index) for value in values)
     # An array of objects has one for each environment.
     return values[index, ...] if isinstance(values, np.ndarray) and values.dtype != object else values[index]
