@@ -168,6 +168,16 @@ def test_a_plugin_saves_no_buffer_for_another_trainer(tmp_path):
     assert not (tmp_path / "other.ckpt.replay").exists()
 
 
+def test_weights_that_a_spawned_rank_sends_home_take_no_buffer_along(tmp_path):
+    trainer = trainer_of(pytorch_lightning, tmp_path, 5)
+    trainer.fit(learner := make_learner(pytorch_lightning), datamodule=data_of(filled_buffer()))
+    trainer.strategy.checkpoint_io.save_checkpoint(
+        learner.state_dict(), tmp_path / ".temp.ckpt"
+    )  # as its launcher does
+    assert (tmp_path / ".temp.ckpt").exists()
+    assert not (tmp_path / ".temp.ckpt.replay").exists()
+
+
 # Shared files.
 
 

@@ -72,6 +72,9 @@ class BufferCheckpointIO:
         Raises:
             ValueError: `path` is on another machine.
         """
+        if "state_dict" not in checkpoint:  # weights alone, on their way from a rank that "ddp_spawn" has started
+            self._inner.save_checkpoint(checkpoint, path, *args, **options)
+            return
         if not is_local(path):
             raise ValueError(
                 f"{path} is not on a filesystem of this machine, and the replay buffer can be saved nowhere else: give "
