@@ -31,7 +31,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from torchreplay.lightning import PriorityFeedback, ReplayDataModule, WeightPublisher, datamodule
+from torchreplay.lightning import PriorityFeedback, ReplayCheckpoint, ReplayDataModule, WeightPublisher, datamodule
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 
@@ -106,6 +106,27 @@ def test_a_module_sharded_over_the_ranks_trains_from_one_buffer(tmp_path):
     ranks = [outcome["value"] for outcome in run_ranks(tmp_path, body)]
     assert [sharded for sharded, _ in ranks] == [True, True]
     assert len({tuple(keys) for _, seen in ranks for keys in seen}) >= 10
+
+
+@pytest.mark.filterwarnings(r"ignore:.fit\(ckpt_path=.last.\) is set, but there is no last checkpoint")
+def test_both_ranks_go_on_from_last_in_a_second_fit_of_their_processes(tmp_path):
+    def empty_buffer():
+        buffer = filled_buffer()
+        return tr.ReplayBuffer(buffer.spec, buffer.capacity, sampler=buffer.sampler)
+
+    def body(rank):
+        steps = []
+        for last in (3, 6):
+            learner = make_learner(pytorch_lightning)
+            saving = pytorch_lightning.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=3, save_last=True)
+            options = {**QUIET, "devices": 2, "max_steps": last, "strategy": "ddp", "enable_checkpointing": True}
+            trainer = pytorch_lightning.Trainer(callbacks=[PriorityFeedback(), ReplayCheckpoint(), saving], **options)
+            data = ReplayDataModule(filled_buffer if last == 3 else empty_buffer, 8)
+            trainer.fit(learner, datamodule=data, ckpt_path="last")
+            steps.append([trainer.global_step, len(learner.seen)])
+        return steps
+
+    assert [outcome["value"] for outcome in run_ranks(tmp_path, body)] == [[[3, 3], [6, 3]]] * 2
 
 
 # Deaths and failures.
@@ -216,7 +237,7 @@ import json, os, signal, sys
 from pathlib import Path
 import pytorch_lightning as lightning
 from lightning_learner import QUIET, filled_buffer, make_learner
-from torchreplay.lightning import PriorityFeedback, ReplayDataModule, WeightPublisher, datamodule
+from torchreplay.lightning import PriorityFeedback, ReplayCheckpoint, ReplayDataModule, WeightPublisher, datamodule
 import torchreplay as tr
 
 made = []
