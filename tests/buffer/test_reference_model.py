@@ -24,6 +24,7 @@ def sequences(draw, fields, observation):
     states = [name for name in fields if name.startswith("state")]
     arguments = {"length": draw(st.integers(1, 6)), "burn_in": draw(st.integers(0, 3))}
     arguments |= {"observation": observation, "stride": draw(st.none() | st.integers(1, 7))}
+    arguments["partial"] = draw(st.booleans())
     arguments["initial"] = draw(st.lists(st.sampled_from(states), unique=True)) if states else []
     return tr.Sequences(**arguments), model.Sequences(**arguments)
 

@@ -67,6 +67,48 @@ def test_the_burn_in_is_made_of_real_steps_too():
     assert batch["obs"][..., 0].tolist() == [[0, 1, 2, 3, 0]]
 
 
+@pytest.mark.parametrize("burn_in", [0, 1])
+@pytest.mark.parametrize("stride", [None, 1, 2, 5])
+def test_without_partial_windows_only_whole_ones_are_drawn(stride, burn_in):
+    lengths, length = (1, 2, 3, 4, 7, 12), 3
+    episodes = [(steps, "terminated") for steps in lengths]
+    batch = windows(tr.Sequences(length, stride=stride, burn_in=burn_in, partial=False), *episodes)
+    whole = [
+        100 * i + start
+        for i, steps in enumerate(lengths)
+        for start in range(0, steps - burn_in - length + 1, stride or length)
+    ]
+    assert batch["obs"][:, 0, 0].tolist() == whole
+    assert batch["mask"].all()
+
+
+def test_without_partial_windows_a_buffer_of_short_episodes_says_what_a_window_takes():
+    buffer = buffer_of(tr.Sequences(5, burn_in=1, partial=False))
+    with buffer.writer() as writer:
+        for _ in range(3):
+            play(writer, 5, "terminated")
+    with pytest.raises(tr.WouldBlockForever, match="a window takes 6 steps of one episode"):
+        buffer.sample(2)
+
+
+def test_whether_windows_are_partial_is_kept_with_the_buffer(tmp_path):
+    buffer = buffer_of(tr.Sequences(3, partial=False))
+    with buffer.writer() as writer:
+        play(writer, 4, "terminated")
+    buffer.save(tmp_path)
+    with tr.ReplayBuffer.load(tmp_path) as loaded:
+        assert loaded.view == tr.Sequences(3, partial=False)
+        assert loaded.num_items == buffer.num_items == 1
+    with pytest.raises(tr.CheckpointError, match="another spec or view"):
+        buffer_of(tr.Sequences(3)).restore(tmp_path)
+
+
+@pytest.mark.parametrize("partial", [None, 1, "no"])
+def test_partial_is_true_or_false(partial):
+    with pytest.raises(TypeError, match=r"partial is .*: expected True or False"):
+        tr.Sequences(3, partial=partial)
+
+
 def test_fields_named_in_initial_come_back_for_the_first_step_alone():
     buffer = buffer_of(tr.Sequences(2, initial=("memory",)), WITH_STATE)
     with buffer.writer() as writer:

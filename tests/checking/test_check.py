@@ -27,6 +27,7 @@ LINKED = [
     tr.Transitions(n_step=20),
     tr.Sequences(4),
     tr.Sequences(3, stride=2, burn_in=2),
+    tr.Sequences(2, stride=1, partial=False),
     tr.Sequences(3, across_episodes=True),
 ]
 HINDSIGHT = [

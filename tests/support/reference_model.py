@@ -91,9 +91,10 @@ class Transitions:
 
 
 class Sequences:
-    """Windows of `burn_in + length` steps of one episode, padded with zeros beyond its end."""
+    """Windows of `burn_in + length` steps of one episode, padded with zeros beyond its end, or not `partial`."""
 
-    def __init__(self, length, stride=None, burn_in=0, initial=(), observation=("obs",)):
+    def __init__(self, length, stride=None, burn_in=0, initial=(), observation=("obs",), partial=True):
+        self.partial = partial
         self.stride = length if stride is None else stride
         self.burn_in = burn_in
         self.window = burn_in + length
@@ -106,7 +107,7 @@ class Sequences:
 
     def is_complete(self, anchor):
         steps = self.steps(anchor)
-        ended = len(steps) > 0 and steps[-1].ends
+        ended = self.partial and len(steps) > 0 and steps[-1].ends
         return anchor.step % self.stride == 0 and (len(steps) == self.window or (ended and len(steps) > self.burn_in))
 
     def needs(self, anchor):

@@ -97,7 +97,7 @@ class SequenceItems:
 
     def __init__(self, view: Sequences) -> None:
         self.steps = view.burn_in + view.length
-        self.burn_in = view.burn_in
+        self.least = view.burn_in + 1 if view.partial else self.steps
         self.stride = view.length if view.stride is None else view.stride
         self.across = view.across_episodes
         self.observation, self.initial = names_of(view.observation), names_of(view.initial)
@@ -109,7 +109,7 @@ class SequenceItems:
             return
         for i, row in enumerate(stream):
             steps = steps_after(stream, i, self.steps)
-            cut_short = len(steps) > self.burn_in and steps[-1].ends
+            cut_short = len(steps) >= self.least and steps[-1].ends
             if row.step % self.stride == 0 and (len(steps) == self.steps or cut_short):
                 yield i
 

@@ -170,8 +170,11 @@ class Sequences:
 
     Windows start at multiples of `stride`, counted from the episode's start. They can be drawn when they are complete,
     or when the episode has ended and at least one step follows the burn-in. Episodes of at most `burn_in` steps are
-    never drawn. `sequence_priority` makes one priority of a window's TD errors; before the first, a window has the
-    largest of the priorities given with its steps.
+    never drawn. With `partial=False` only windows of T steps are drawn: `mask` is True everywhere, and what remains of
+    an episode behind its last window is not learned from.
+
+    `sequence_priority` makes one priority of a window's TD errors; before the first, a window has the largest of the
+    priorities given with its steps.
 
     A learner that uses `mask[:, burn_in:]` alone never learns from the first `burn_in` steps of an episode (unless
     windows run across episodes). A window that begins with its episode, `is_first[:, 0]`, needs no burn-in: learn from
@@ -187,6 +190,7 @@ class Sequences:
         observation: Name of the observation field, or of several, as for `Transitions`.
         terminated: Name of the bool scalar field that says the episode ended for good.
         truncated: Name of the bool scalar field that says the episode was cut short.
+        partial: Whether windows that an episode's end cuts short are drawn, padded. Those across episodes are whole.
 
     Raises:
         ValueError: An argument is out of range.
@@ -201,6 +205,7 @@ class Sequences:
     observation: str | Sequence[str] = "obs"
     terminated: str = "terminated"
     truncated: str = "truncated"
+    partial: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "length", checked_int("length", self.length, 1, MAX_STEPS >> 1))
@@ -210,6 +215,7 @@ class Sequences:
         if self.stride is not None:
             object.__setattr__(self, "stride", checked_int("stride", self.stride, 1, MAX_STEPS))
         checked_instance("across_episodes", self.across_episodes, bool, "True or False")
+        checked_instance("partial", self.partial, bool, "True or False")
         if self.across_episodes and self.stride not in (None, 1):
             raise ValueError(f"stride is {self.stride}: windows across episodes start at every row")
         _freeze_names(self, "initial")
@@ -223,7 +229,8 @@ class Sequences:
     def native(self) -> tuple[int, ...]:
         """Returns what decides which items can be drawn, for the native core."""
         stride = self.length if self.stride is None else self.stride
-        return (self._steps, self.burn_in + 1, stride, 0, int(self.across_episodes), self._steps)
+        least = self.burn_in + 1 if self.partial else self._steps
+        return (self._steps, least, stride, 0, int(self.across_episodes), self._steps)
 
     @property
     def rows_of_an_item(self) -> int:
@@ -235,6 +242,8 @@ class Sequences:
         """When an item can be drawn, for errors."""
         if self.across_episodes:
             return f"a window takes {self._steps + 1} rows of one stream"
+        if not self.partial:
+            return f"a window takes {self._steps} steps of one episode"
         longer = f", but more than the {self.burn_in} of burn_in" if self.burn_in else ""
         return f"a window takes {self._steps} steps, fewer where a flag ends the episode{longer}"
 
