@@ -40,7 +40,7 @@ class _Save:
 
 
 class BufferCheckpointIO:
-    """A strategy's `checkpoint_io` that has the buffer saved by whoever writes the checkpoint itself.
+    """A strategy's `checkpoint_io` that has the buffer saved where the checkpoint is written.
 
     Plugins may wrap the one that writes, as `AsyncCheckpointIO` does to write in a thread. This class stands before all
     of them and notes what is asked for. `_Writer` stands behind them, and saves the buffer right before the checkpoint
