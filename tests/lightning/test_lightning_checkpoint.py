@@ -231,6 +231,23 @@ def test_a_buffer_in_a_file_goes_on_with_the_rows_that_it_has(tmp_path):
         assert len(buffer) == 12
 
 
+def test_a_checkpoint_from_before_the_first_row_is_resumed_by_its_buffer(tmp_path):
+    class SaveAndFail(pytorch_lightning.Callback):
+        def on_fit_start(self, trainer, module):
+            trainer.save_checkpoint(tmp_path / "early.ckpt")
+            raise KeyError
+
+    buffer = empty_buffer()
+    data = ReplayDataModule(buffer, 8, steps_per_epoch=20, explorers=FillIfEmpty)
+    with pytest.raises(KeyError):
+        trainer_of(pytorch_lightning, tmp_path, 1, ReplayCheckpoint(), SaveAndFail()).fit(
+            make_learner(pytorch_lightning), datamodule=data
+        )
+    assert len(buffer) == 0
+    resume(data, tmp_path, tmp_path / "early.ckpt")
+    assert len(buffer) == 3
+
+
 def test_a_buffer_that_was_cleared_is_refused_with_what_to_do(tmp_path):
     buffer = filled_buffer()
     data = ReplayDataModule(buffer, 8, steps_per_epoch=20)

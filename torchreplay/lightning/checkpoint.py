@@ -82,7 +82,7 @@ class ReplayCheckpoint(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Notes which buffer the checkpoint is of."""
-        with suppress(RuntimeError):  # it is closed, and will not be saved
+        with suppress(RuntimeError, ValueError):  # it is closed, or there is none: none will be saved
             checkpoint[ORIGIN] = Origin.of(resolve_buffer(self, self.buffer, trainer)).as_data()
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -116,7 +116,7 @@ class ReplayCheckpoint(Callback):
 def _fill(buffer: Replay, place: Path, origin: Origin | None) -> None:
     """Brings a buffer to where a checkpoint was saved, or leaves it where it has gone on to from there."""
     since = None if origin is None else origin.since(buffer)
-    if since is not None:
+    if since is not None and buffer.stats().rows_written:
         _keep(buffer, place, since)
         return
     try:
