@@ -10,12 +10,20 @@ TORCHREPLAY_NATIVE=0: neither; the Makefile compiles in place, and wants no seco
 
 import importlib.util
 import os
+import re
+import shlex
+import subprocess
 import sys
+import sysconfig
 from glob import glob
+from importlib.metadata import version
 from pathlib import Path
 
+import setuptools
 from setuptools import Extension, setup
+from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
+from setuptools.command.dist_info import dist_info
 
 # Floating point: no fused operations, so that every processor computes the same bits; and nobody looks at its exception
 # flags, which would keep gcc from making vectors of conditional expressions.
@@ -29,21 +37,86 @@ FAULTS = os.environ.get("TORCHREPLAY_FAULTS") == "1"
 NATIVE = os.environ.get("TORCHREPLAY_NATIVE") != "0"
 
 
+OLDEST_SETUPTOOLS, OLDEST_TORCH, OLDEST_GCC = 77, (2, 11), 11
+INSTALL = (
+    'Install torch and "setuptools>=77" first. Then run in the clone: pip install --no-build-isolation . '
+    "(or: uv pip install --no-build-isolation .)"
+)
+
+
+def check_environment() -> None:
+    """Ends with a sentence where compiling cannot succeed, before anything is copied."""
+    if sys.platform != "linux":
+        sys.exit(f"torchreplay runs on Linux (x86-64), and this is {sys.platform}")
+    check_torch()
+    check_compiler()
+    headers = sysconfig.get_path("include")
+    if not Path(headers, "Python.h").is_file():
+        sys.exit(f"{headers} has no Python.h: install Python's headers, such as the package python3-dev")
+
+
+def check_torch() -> None:
+    """Ends with a sentence where there is no torch to build against."""
+    if importlib.util.find_spec("torch") is None:
+        sys.exit(
+            "torchreplay is compiled against your torch (2.11 or later), and this environment has none: pip and uv "
+            f"build in an isolated environment unless they are told not to. {INSTALL}"
+        )
+    found = version("torch")
+    if tuple(int(n) for n in re.findall(r"\d+", found)[:2]) < OLDEST_TORCH:
+        sys.exit(f"torch {found} is too old: torchreplay needs torch 2.11 or later. {INSTALL}")
+
+
+def check_compiler() -> None:
+    """Ends with a sentence where the compiler does not know C++20."""
+    compiler = os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "g++"
+    command = [*shlex.split(compiler), "-dM", "-E", "-x", "c++", os.devnull]
+    try:
+        macros = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        sys.exit(f"torchreplay is C++ and there is no compiler {compiler!r}: install g++ 11 or later")
+    found = re.search(r"define __GNUC__ (\d+)", macros)
+    if found and "__clang__" not in macros and int(found[1]) < OLDEST_GCC:
+        sys.exit(f"{compiler} is of version {found[1]}: torchreplay needs g++ 11 or later. CXX=g++-12 names another")
+
+
 def torch_directory() -> Path:
     """The installed torch, found without the seconds that importing it takes."""
     spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        sys.exit(
-            "torchreplay is built against the installed torch (>= 2.11), and this environment has none. Install torch "
-            "and setuptools first, then build with: pip install --no-build-isolation torchreplay"
-        )
+    assert spec is not None
+    assert spec.origin is not None
     return Path(spec.origin).parent
 
 
+class DescribeWhereItBuilds(dist_info):
+    """Checks before pip looks at what to install: later it has downloaded all of it."""
+
+    def run(self) -> None:
+        if NATIVE:
+            check_environment()
+        super().run()
+
+
+class BuildAfterChecks(build):
+    """Checks before files are copied."""
+
+    def run(self) -> None:
+        if NATIVE:
+            check_environment()
+        super().run()
+
+
 class BuildAgainstTorch(build_ext):
-    """Adds torch's headers and library when extensions are compiled, so that metadata needs no torch."""
+    """Adds torch's headers and library when extensions are compiled, so that an sdist needs no torch."""
+
+    def run(self) -> None:
+        """Compiles, and leaves the modules in the source, too: there Python finds it before the installed package."""
+        super().run()
+        if not self.inplace and not FAULTS:
+            self.copy_extensions_to_source()
 
     def build_extensions(self) -> None:
+        check_environment()
         torch = torch_directory()
         for extension in self.extensions:
             # -isystem: the warnings are for our own code.
@@ -52,6 +125,9 @@ class BuildAgainstTorch(build_ext):
                 extension.library_dirs.append(str(torch / "lib"))
         super().build_extensions()
 
+
+if int(setuptools.__version__.partition(".")[0]) < OLDEST_SETUPTOOLS:  # it would not understand pyproject.toml
+    sys.exit(f"setuptools {setuptools.__version__} is too old: torchreplay is built with 77 or later. {INSTALL}")
 
 CALLS = Extension(
     "torchreplay._C",
@@ -79,6 +155,6 @@ OPERATORS = Extension(
 
 setup(
     ext_modules=[CALLS, *([] if FAULTS else [OPERATORS])] if NATIVE else [],
-    cmdclass={"build_ext": BuildAgainstTorch},
+    cmdclass={"build": BuildAfterChecks, "build_ext": BuildAgainstTorch, "dist_info": DescribeWhereItBuilds},
     options={"build_ext": {"parallel": 2}, "bdist_wheel": {"py_limited_api": "cp311"}},
 )

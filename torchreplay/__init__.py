@@ -14,8 +14,8 @@ except ModuleNotFoundError as _error:
     if _error.name != "torchreplay._C":
         raise
     raise ImportError(
-        f"{__path__[0]} is torchreplay's source, without its compiled part. Start Python in another folder, where it "
-        f"finds the installed package, or run `make build` here and use .venv/bin/python"
+        f"{__path__[0]} is torchreplay's source, without its compiled part. Compile it there: pip install "
+        f"--no-build-isolation . (or `make build`, for .venv/bin/python), or start Python in another folder"
     ) from None
 
 from torchreplay.buffer.replay_buffer import ReplayBuffer

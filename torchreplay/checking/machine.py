@@ -24,10 +24,10 @@ GIB: Final = 1 << 30
 PACKAGES: Final = {
     "numpy": "",
     "torch": "",
-    "ray": "pip install 'torchreplay[ray]' brings explorers on many nodes",
+    "ray": "pip install ray brings explorers on many nodes",
     "lightning": "pip install lightning brings the callbacks for its Trainer",
-    "pytorch-lightning": "pip install 'torchreplay[lightning]' brings the callbacks for its Trainer",
-    "gymnasium": "pip install 'torchreplay[gym]' brings specs from environments",
+    "pytorch-lightning": "pip install pytorch-lightning brings the callbacks for its Trainer",
+    "gymnasium": "pip install gymnasium brings specs from environments",
     "h5py": "pip install h5py brings Minari's file format",
     "matplotlib": "pip install matplotlib brings plots of a run",
 }

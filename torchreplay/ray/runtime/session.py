@@ -29,8 +29,7 @@ def import_ray() -> ModuleType:
         import ray
     except ImportError as error:
         raise ImportError(
-            "workers run as Ray actors unless backend='process' is given, and Ray is not installed: "
-            "pip install 'torchreplay[ray]'"
+            "workers run as Ray actors unless backend='process' is given, and Ray is not installed: pip install ray"
         ) from error
     return ray
 
