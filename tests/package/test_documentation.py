@@ -23,6 +23,7 @@ from paths import ROOT
 import torchreplay as tr
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+GUIDES = [page for page in PAGES if page.name != "benchmarks.md"] + [ROOT / "examples" / "README.md"]
 REFERENCE = "\n".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
 
 
@@ -123,6 +124,32 @@ def test_the_reference_has_every_public_name(module):
     pytest.importorskip("pytorch_lightning")
     documented = set(re.findall(rf"auto\w+:: {re.escape(module)}\.(\w+)$", REFERENCE, re.MULTILINE))
     assert set(importlib.import_module(module).__all__) - documented == set()
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_guide_is_no_diary(page):
+    text = page.read_text()
+    commits = [
+        word for word in re.findall(r"\b[0-9a-f]{7,10}\b", text) if re.search("[a-f]", word) and re.search(r"\d", word)
+    ]
+    assert not commits
+    assert not re.findall(
+        r"(?i)beside (?:other|another) (?:work|run\b)|other work beside|had never seen the library", text
+    )
+
+
+def test_nothing_is_tracked_that_git_ignores():
+    command = ["git", "ls-files", "--cached", "--ignored", "--exclude-standard"]
+    assert not subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+
+
+def test_no_page_and_no_message_installs_the_name_from_pypi():
+    sources = [path.read_text() for path in (*PAGES, *(ROOT / "torchreplay").rglob("*.py"), ROOT / "setup.py")]
+    assert not [
+        found
+        for text in sources
+        for found in re.findall(r"pip install [^\n`]*?[ '\"]torchreplay(?![-\w/])[^\n]*", text)
+    ]
 
 
 def test_the_reference_has_every_adapter():
