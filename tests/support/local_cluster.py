@@ -42,6 +42,8 @@ class LocalActor:
         if self.unreachable:
             self.unreachable -= 1
             return SimpleNamespace(error=errors.ActorUnavailableError("the network is down", None))
+        if isinstance(self._failure, errors.RayError):
+            return SimpleNamespace(error=self._failure)
         if self._failure is not None:
             return SimpleNamespace(error=errors.RayTaskError(name, "", self._failure))
         answer = getattr(self.it, name)(*args)
@@ -59,7 +61,7 @@ class LocalCluster:
 
     Attributes:
         alive: The nodes and their resources; to be changed.
-        failures: By node, what making a shard there raises; to be changed.
+        failures: By node, what making a shard there raises, or what Ray says instead; to be changed.
         actors: All that were made.
         here: The node on which this process is, while it does not say otherwise; to be changed.
     """
@@ -105,7 +107,7 @@ class LocalCluster:
     def wait(self, calls, num_returns=1, timeout=None):
         return list(calls), []
 
-    def get(self, calls):
+    def get(self, calls, timeout=None):
         if isinstance(calls, list):
             return [self.get(call) for call in calls]
         if calls.error is not None:

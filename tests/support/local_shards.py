@@ -7,6 +7,7 @@ import numpy as np
 import torchreplay as tr
 from torchreplay.ray.sharded.batch_block import Layout
 from torchreplay.ray.sharded.local_shard import LocalShard
+from torchreplay.ray.sharded.rate_limiter import Round
 from torchreplay.ray.sharded.sample_request import SampleRequest
 from torchreplay.ray.sharded.shard_actor import Shard
 from torchreplay.schema.config import Config
@@ -68,7 +69,7 @@ class LocalShards:
     def batch(self, n, step, beta=0.4, slack=1 / 64, place=None):
         chance = np.random.Generator(np.random.Philox(key=[7, 0], counter=step << 64))
         here = self.here is not None
-        return SampleRequest(self, self.layout, step, n, chance, slack, here, place).finish(self.sampler, beta, None)
+        return SampleRequest(self, self.layout, Round(n), chance, slack, here, place).finish(self.sampler, beta, None)
 
     def close(self):
         if self.here is not None:

@@ -69,6 +69,8 @@ def test_a_shard_says_that_its_ring_completed_no_item_and_draws_when_it_has(shar
 class Union:
     """What draws need of the members: these shards, called directly."""
 
+    silence = ""
+
     def __init__(self, shards):
         self.limiter = LearnerLimiter(Rule(tr.MinSize()), 0)
         self.table = SimpleNamespace(places=dict(enumerate(shards)))

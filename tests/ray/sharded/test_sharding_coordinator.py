@@ -21,7 +21,9 @@ from torchreplay.ray.sharded.coordinator import Coordinator
 from torchreplay.ray.sharded.local_shard import LocalShard
 from torchreplay.ray.sharded.local_writing import Expectation, buffer_to_write_to, nodes_to_write_from
 from torchreplay.ray.sharded.manifest import Counts, Manifest
+from torchreplay.ray.sharded.rate_limiter import Round
 from torchreplay.ray.sharded.replies import ReplyCollector
+from torchreplay.ray.sharded.sampler import ShardedSampler
 from torchreplay.ray.sharded.shard_actor import Shard
 from torchreplay.ray.sharded.stats import merged_histograms
 from torchreplay.ray.workers.placement import OverShards
@@ -63,6 +65,13 @@ def found(cluster, monkeypatch):
 
 def write(shards, count):
     buffer_to_write_to(shards).extend(home=np.zeros(count, int), index=np.arange(count))
+
+
+def hand_out(limiter, n):
+    """Counts a batch of `n` items."""
+    limiter.begin(ahead := Round(n))
+    ahead.drawn = True
+    limiter.end(ahead)
 
 
 def die(directory, number):
@@ -278,6 +287,47 @@ def test_a_stop_that_was_heard_is_not_forgotten_for_an_older_answer(found):
 # The directory out of reach.
 
 
+def test_a_process_on_no_node_cannot_write_and_is_told_why(cluster, found):
+    _, view = found()
+    with pytest.raises(RuntimeError, match=r"a Ray Client, is on no node of the cluster.*Have a task"):
+        buffer_to_write_to(view(""))
+
+
+class SilentDirectory:
+    """The directory's actor while its process is stopped: no call of it is answered before `answers`."""
+
+    def __init__(self, cluster):
+        self._cluster, self.asked, self.answers = cluster, 0, 1 << 60
+        self._get, self._wait = cluster.get, cluster.wait
+
+    def get(self, call, timeout=None):
+        self.asked += 1
+        if timeout is not None and self.asked < self.answers:
+            raise self._cluster.exceptions.GetTimeoutError("")
+        return self._get(call)
+
+    def wait(self, calls, num_returns=1, timeout=None):
+        return ([], list(calls)) if timeout == 0 else self._wait(calls, num_returns, timeout)
+
+
+def test_who_waits_for_a_directory_that_does_not_answer_is_told_its_name(cluster, found, monkeypatch, caplog):
+    _, view = found(tr.SamplesPerInsert(1.0, min_size=1, tolerance=1.0))
+    shards = view("a")
+    shards.limiter.report()
+    silent = SilentDirectory(cluster)
+    silent.answers = 3
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "torchreplay.ray"):
+        patch.setattr(cluster, "get", silent.get)
+        assert set(shards.look().places) == {0, 1, 2}
+    assert caplog.text.count("waiting for an answer from the coordinator of the ShardedReplay (Ray's actor union)") == 2
+    assert shards.silence == ""
+    monkeypatch.setattr(cluster, "wait", silent.wait)
+    monkeypatch.setattr("torchreplay.ray.sharded.client.SILENT_AFTER", 0.2)
+    draws = ShardedSampler(shards, Config.of(SPEC, 100, tr.Uniform(), None, None), 1, 1, None)
+    with pytest.raises(tr.ReplayTimeout, match=r"0 items were inserted, .*the coordinator .*has not answered for"):
+        draws.draw(8, None, Wait(shards, 1.0))
+
+
 def test_a_directory_that_ray_cannot_reach_for_a_moment_is_asked_again(cluster, found, monkeypatch):
     _, view = found()
     shards = view("a")
@@ -400,7 +450,7 @@ def test_those_who_look_around_do_not_change_how_many_items_are_admitted(found):
     learner, observer = view("a"), view("c")
     learner.exchange()
     assert admitted() == 90
-    learner.limiter.end(40, learner.limiter.begin(40), drawn=True)
+    hand_out(learner.limiter, 40)
     learner.report()
     assert admitted() == 110
     for _ in range(2):
@@ -414,7 +464,7 @@ def test_a_learner_that_comes_later_counts_what_others_have_drawn_before_its_own
     _, view = found(tr.SamplesPerInsert(2.0, min_size=10, tolerance=0.5))
     write(view("a"), 10)
     learner = view("b")
-    learner.limiter.end(14, learner.limiter.begin(14), drawn=True)
+    hand_out(learner.limiter, 14)
     learner.report()
     latecomer = view("c")
     assert latecomer.limiter.sampled == 14

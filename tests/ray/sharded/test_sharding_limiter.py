@@ -11,12 +11,23 @@ import torchreplay as tr
 from torchreplay.buffer.stats import Stats
 from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.ray import ShardedReplay
-from torchreplay.ray.sharded.rate_limiter import GlobalRateLimiter, LearnerLimiter, LearnerReport, Rule, Totals
+from torchreplay.ray.sharded.rate_limiter import GlobalRateLimiter, LearnerLimiter, LearnerReport, Round, Rule, Totals
 from torchreplay.ray.sharded.shard_sampler import ShardReport
 
 
 def figures(inserted=0, largest=1.0):
     return ShardReport(Stats.of({"inserted": inserted, "priority_max": largest}), TreeSummary(1.0, 1, 1.0))
+
+
+def begin(learner, n):
+    learner.begin(ahead := Round(n))
+    return ahead
+
+
+def end(learner, ahead, drawn):
+    ahead.drawn = drawn
+    for _ in range(2):  # the second one changes nothing
+        learner.end(ahead)
 
 
 def drew(items, batches, rule=0, before=0):
@@ -50,7 +61,7 @@ class Union:
 
     def hand_out(self, *batches):
         for n in batches:
-            self.learner.end(n, self.learner.begin(n), drawn=True)
+            end(self.learner, begin(self.learner, n), drawn=True)
         self.report()
 
     def change(self, rule):
@@ -100,7 +111,7 @@ def test_draws_of_other_learners_count_once_however_often_they_tell_of_them():
     for stream, progress in told:
         union.other(stream, progress)
     union.hand_out(100, 600)
-    union.learner.begin(64)
+    begin(union.learner, 64)
     assert union.learner.sampled == 700 + 64 + 192 + 64
     assert union.learner.steps == 2 + 3 + 1
     assert union.learner.learners == 3
@@ -139,7 +150,7 @@ def test_limits_count_the_draws_of_all_learners_and_those_under_way_of_the_one_w
         items, batches = sampled.get(stream, (0, 0))
         sampled[stream] = items + n, batches + 1
         union.other(stream, drew(*sampled[stream]))
-    union.learner.begin(under_way)
+    begin(union.learner, under_way)
     handed_out = sum(items for items, _ in sampled.values())
     assert sum(union.limits(range(3)).values()) == max(10, (30 + handed_out + under_way) // 2)
     assert sum(union.counted.limits(range(3)).values()) == max(10, (30 + handed_out) // 2)
@@ -272,13 +283,13 @@ def test_draws_count_from_when_each_learner_hears_of_a_new_one():
     union.other(1, drew(50, 5))
     union.other(2, drew(70, 7))
     union.hand_out(*8 * [10])
-    under_way = learner.begin(10)
+    under_way = begin(learner, 10)
     assert learner.sampled == 80 + 10 + 50 + 70
     rule = learner.rule.followed_by(tr.SamplesPerInsert(1.0, 20), 100)
     assert (rule.number, rule.inserted_before) == (1, 80)
     union.change(rule)
     assert learner.sampled == 0
-    learner.end(10, under_way, drawn=True)
+    end(learner, under_way, drawn=True)
     union.hand_out(10)
     assert learner.sampled == 10
     report = learner.report()
@@ -337,25 +348,25 @@ def test_rounds_that_are_given_up_count_for_no_limiter():
         union.change(rule)
 
     union.hand_out(64)
-    first = [learner.begin(64) for _ in range(3)]
+    first = [begin(learner, 64) for _ in range(3)]
     change(1, 2.0)
     assert_sampled(0, 0)
-    second = [learner.begin(64) for _ in range(2)]
+    second = [begin(learner, 64) for _ in range(2)]
     assert_sampled(2 * 64, 0)  # those admitted before are none of its own
-    learner.end(64, first[0], drawn=False)
+    end(learner, first[0], drawn=False)
     assert_sampled(2 * 64, 0)
-    learner.end(64, first[1], drawn=True)
+    end(learner, first[1], drawn=True)
     assert_sampled(2 * 64, 0)
     change(2, 3.0)
     assert_sampled(0, 0)
-    learner.end(64, first[2], drawn=False)
-    learner.end(64, second[0], drawn=False)
+    end(learner, first[2], drawn=False)
+    end(learner, second[0], drawn=False)
     assert_sampled(0, 0)
-    learner.end(64, second[1], drawn=True)
+    end(learner, second[1], drawn=True)
     assert_sampled(0, 0)
     union.hand_out(64)
     assert_sampled(64, 64)
-    learner.end(64, learner.begin(64), drawn=False)
+    end(learner, begin(learner, 64), drawn=False)
     assert_sampled(64, 64)
     assert learner.under_way == 0
     assert (learner.items, learner.batches) == (4 * 64, 4)

@@ -5,11 +5,14 @@ import logging
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from local_cluster import LocalCluster
 
 import torchreplay as tr
 from torchreplay.ray import ShardedReplay
 from torchreplay.ray.sharded import save_restore
+from torchreplay.ray.sharded.global_distribution import KEY_BITS
 
 SPEC = {"x": tr.Field()}
 
@@ -153,3 +156,69 @@ def test_a_restore_says_whether_rows_or_a_shard_that_is_lost_keep_it_from_fillin
         replay._shards.lose(1, "too little memory is left")
         with pytest.raises(tr.CheckpointError, match="the buffer has lost a shard already"):
             replay.restore(tmp_path)
+
+
+# Which rows have room.
+
+
+@pytest.mark.parametrize(
+    ("capacity", "kept"),
+    [(None, (14, 4)), (18, (14, 4)), (20, (14, 4)), (12, (8, 4)), (6, (3, 3)), (3, (1, 2)), (2, (1, 1))],
+)
+def test_a_smaller_capacity_keeps_as_many_rows_as_fit_in_all_and_of_each_shard_the_newest(
+    cluster, tmp_path, capacity, kept
+):
+    with ShardedReplay(SPEC, 40, seed=1, nodes=["a", "b"]) as replay:
+        for node, rows in (("a", 14), ("b", 4)):
+            copied(cluster, replay, node).extend(x=torch.arange(float(rows)))
+        replay.save(tmp_path)
+    cluster.here = "a"
+    with ShardedReplay.load(tmp_path, capacity) as loaded:
+        assert loaded.capacity == (capacity or 40)
+        assert sum(place.capacity for place in loaded._shards.table.places.values()) == loaded.capacity
+        newest = [(number << KEY_BITS) + row for number, n in enumerate(kept) for row in range((14, 4)[number])[-n:]]
+        assert loaded.keys().tolist() == newest
+
+
+def test_rows_that_were_cleared_need_no_room(cluster, tmp_path):
+    with ShardedReplay(SPEC, 40, seed=1, nodes=["a", "b"]) as replay:
+        replay.extend(x=torch.arange(20.0))
+        replay.clear()
+        copied(cluster, replay, "b").extend(x=torch.arange(14.0))
+        replay.save(tmp_path)
+    cluster.here = "a"
+    with ShardedReplay.load(tmp_path, 20) as loaded:
+        assert len(loaded) == 14
+
+
+@given(st.integers(1, 6).flatmap(lambda n: st.tuples(st.lists(st.integers(1, 9), min_size=n, max_size=n), st.just(n))))
+def test_a_capacity_is_divided_so_that_most_rows_fit_and_else_evenly(given):
+    rows, nodes = given
+    for capacity in range(nodes, 60):
+        each = save_restore.divided(capacity, rows)
+        assert sum(each) == capacity
+        assert sum(map(min, each, rows)) == min(capacity, sum(rows))
+        assert min(each) > 0
+        for share, has in zip(each, rows, strict=True):
+            assert share <= max(has, min(each) + 1)  # nobody has more room to spare than others have in all
+            assert share >= min(has, max(each) - 1)  # nobody loses rows while others keep more
+
+
+# Nodes that are gone, which Ray has not noticed yet.
+
+
+@pytest.mark.parametrize("name", ["ActorUnschedulableError", "ActorDiedError"])
+def test_a_shard_that_cannot_be_made_is_an_error_that_says_where_and_what_to_do(cluster, tmp_path, name):
+    with filled() as replay:
+        replay.save(tmp_path)
+    text = "The node specified via NodeAffinitySchedulingStrategy doesn't exist any more"
+    kind = getattr(cluster.exceptions, name)
+    cluster.failures["b"] = kind(text) if name == "ActorUnschedulableError" else kind()
+    told = r"shard of the ShardedReplay on node b cannot be made: .*or give nodes=\[\.\.\.\] without it"
+    with pytest.raises(RuntimeError, match=told):
+        ShardedReplay.load(tmp_path)
+    with pytest.raises(RuntimeError, match=told):
+        ShardedReplay(SPEC, 20)
+    del cluster.failures["b"]
+    with ShardedReplay.load(tmp_path) as loaded:
+        assert len(loaded) == 4

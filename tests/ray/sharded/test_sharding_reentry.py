@@ -1,11 +1,13 @@
 """Interruptions of a draw or of feedback in the same thread: a signal handler that saves or draws, as with SLURM;
 Ctrl-C; another limiter."""
 
+import gc
 import os
 import signal
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,12 +21,14 @@ from torchreplay.schema.config import Config
 from torchreplay.segment.waits import Wait
 
 pytest.importorskip("ray")
+from torchreplay.ray.sharded import rate_limiter, sample_request, sampler
 from torchreplay.ray.sharded.local_shard import Gone
 from torchreplay.ray.sharded.priority_updates import Feedback
 from torchreplay.ray.sharded.rate_limiter import LearnerLimiter, Rule
 from torchreplay.ray.sharded.replies import ReplyCollector
 from torchreplay.ray.sharded.sampler import SampleRequestStream, ShardedSampler
 
+DRAWING = {module.__file__ for module in (rate_limiter, sample_request, sampler)}
 KEYS, ERRORS = np.arange(3), np.ones(3)
 
 
@@ -166,7 +170,7 @@ def test_a_handler_that_draws_in_the_midst_of_a_draw_gets_a_batch_and_no_step_is
     steps, order = [], draws.order
 
     def watched(n, wait, place=None):
-        steps.append((ordered := order(n, wait, place)).step)
+        steps.append((ordered := order(n, wait, place)).round.step)
         return ordered
 
     draws.order = watched
@@ -206,6 +210,54 @@ def test_ctrl_c_while_rounds_ahead_are_fetched_leaves_none_counted_as_drawn():
     stream.close()
     assert (shards._limiter.items, shards._limiter.under_way, shards._limiter.sampled) == (24, 0, 24)
     assert draws.made == 3
+    shards.close()
+
+
+class Interruption:
+    """Raises KeyboardInterrupt at one call, or return, of the modules that draw: there a signal's handler may run."""
+
+    def __init__(self, at):
+        self.left = at
+
+    def __call__(self, frame, event, argument):
+        self.left -= frame.f_code.co_filename in DRAWING
+        if not self.left:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+
+def reaches(call, at):
+    """Makes a call, which an exception cuts short at its event of that number; returns whether it has so many."""
+    interruption = Interruption(at)
+    sys.setprofile(interruption)
+    with suppress(KeyboardInterrupt):  # one that comes while something is freed is lost
+        call()
+    sys.setprofile(None)
+    return interruption.left <= 0
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("prefetch", [None, 0, 2])
+def test_an_exception_of_a_handler_at_any_call_leaves_no_round_under_way(prefetch):
+    shards = InterruptedShards([50, 20], tr.Uniform())
+    draws = draws_from(shards)
+    at = 1
+
+    def call():
+        if prefetch is None:
+            draws.draw(8, None, Wait(shards, 10))
+        else:
+            stream = SampleRequestStream(draws, StreamSpec(8, None, prefetch, 10, Wait))
+            next(stream)
+            stream.close()
+
+    while reaches(call, at):
+        at += 1
+        gc.collect()
+        assert (draws._under_way, shards._limiter.under_way) == (0, 0)
+    assert at > 30
+    assert draws.made == shards._limiter.batches
     shards.close()
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 from torchreplay.ray.runtime.session import import_ray
+
+_IMPORT_FAILURE: Final = re.compile(r"^(?:ModuleNotFoundError|ImportError): .+$", re.MULTILINE)
 
 
 def living_nodes() -> dict[str, Mapping[str, float]]:
@@ -26,3 +29,20 @@ def errors_as_raised() -> Iterator[None]:
         yield
     except import_ray().exceptions.RayTaskError as error:
         raise error.cause from None
+
+
+def import_failure(error: BaseException) -> str | None:
+    """Returns the line of Ray's error that says what a node could not import to run an actor; None if it says no such.
+
+    It may stand deep in a traceback: Ray tells of it as of the actor's death.
+    """
+    lines = _IMPORT_FAILURE.findall(str(error))
+    return lines[-1] if lines else None
+
+
+def reason(error: BaseException) -> str:
+    """Returns in one line why an actor of Ray's does not answer, by the error that came instead."""
+    failure = import_failure(error)
+    if failure is not None:
+        return f"its node cannot import what it needs: {failure}"
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -38,6 +38,9 @@ REPORT_SECONDS: Final = 0.1
 REFRESH: Final = 1.0
 """Seconds between two looks at the table: shards that came back are drawn from that much later."""
 
+SILENT_AFTER: Final = 5.0
+"""Seconds without an answer after which messages about a wait name the coordinator."""
+
 REPORTS: Final = 32
 """Reports under way at most, where each batch is to be known at once: the next one says what those left out had."""
 
@@ -59,7 +62,7 @@ class ShardClient:
         self.coordinator = CoordinatorClient(name, lambda: self.stopped)
         self.calls = ReplyCollector(self.lose, self._name, self._probe)
         self._ray = import_ray()
-        self._reports: deque[Any] = deque()  # answers to come
+        self._reports: deque[tuple[Any, float]] = deque()  # answers to come, and since when
         self._reported: LearnerReport | None = None  # last
         self._reported_at = -REPORT_SECONDS  # while nothing was waited for
         self._looked_at = 0.0  # when a report asked for the table last
@@ -105,9 +108,9 @@ class ShardClient:
         """Takes in what the coordinator has answered to reports, without waiting for it."""
         with self._lock:
             while self._limiter is not None and self._reports:
-                report = self._reports.popleft()  # a signal handler that runs here looks at the next
+                first = report, _ = self._reports.popleft()  # a signal handler that runs here looks at the next
                 if not self._ray.wait([report], timeout=0)[0]:
-                    self._reports.appendleft(report)
+                    self._reports.appendleft(first)
                     break
                 with suppress(self._ray.exceptions.RayError):  # if the coordinator is gone, the next report says so
                     totals, table = self.coordinator.answer(report)
@@ -138,7 +141,19 @@ class ShardClient:
                 self._reported, self._reported_at = report, self._reported_at if n else now
                 looks = now - self._looked_at >= REFRESH
                 self._looked_at = now if looks else self._looked_at
-                self._reports.append(self.coordinator.tell("report", report, looks))
+                self._reports.append((self.coordinator.tell("report", report, looks), now))
+
+    @property
+    def silence(self) -> str:
+        """What to add to a message about a wait where the coordinator has not answered for long; "" where it has."""
+        with self._lock:
+            seconds = time.monotonic() - self._reports[0][1] if self._reports else 0.0
+        if seconds < SILENT_AFTER:
+            return ""
+        return (
+            f"; {self.coordinator.named} has not answered for {seconds:.0f} s, and tells explorers how much they may "
+            f"write: is its process stopped?"
+        )
 
     def look(self) -> Table:
         """Returns the table as it is now."""

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from torchreplay.ray.runtime.cluster import errors_as_raised, living_nodes, only_on
+from torchreplay.ray.runtime.cluster import errors_as_raised, living_nodes, only_on, reason
 from torchreplay.ray.runtime.session import import_ray, logger
 from torchreplay.ray.sharded.global_distribution import MAX_SHARDS
 from torchreplay.ray.sharded.manifest import Manifest
@@ -87,11 +87,19 @@ class Coordinator:
 
         Raises:
             MemoryError: A node has too little memory left for its shard.
+            RuntimeError: A shard cannot be made: its node is gone, or it died.
         """
         for slot, limit in zip(self._slots, self._limiter.limits(range(len(self._slots))).values(), strict=True):
             self._make(slot, limit)
-        with errors_as_raised():
-            self._ray.get([slot.ready for slot in self._slots])
+        for slot in self._slots:
+            try:
+                with errors_as_raised():
+                    self._ray.get(slot.ready)
+            except self._ray.exceptions.RayError as error:
+                raise RuntimeError(
+                    f"the shard of the ShardedReplay on node {slot.node} cannot be made: {reason(error)}. If the node "
+                    f"is gone, call again once ray.nodes() says so, or give nodes=[...] without it"
+                ) from None
         return self.table()
 
     def table(self) -> Table:
@@ -275,5 +283,5 @@ class Coordinator:
             slot.failures, slot.again_at = slot.failures + 1, time.monotonic() + wait
             text = "no shard can be made on node %s, which is tried again in %.0f s: %s"
             # Of a lost shard's memory the last goes with the last explorer that has noticed.
-            logger.error(text, slot.node, wait, getattr(error, "cause", error))
+            logger.error(text, slot.node, wait, getattr(error, "cause", None) or reason(error))
         slot.ready = None

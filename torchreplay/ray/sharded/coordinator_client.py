@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 from torchreplay.errors import ReplayLost, Stopped
 from torchreplay.ray.runtime.actor_client import NAMESPACE, ActorClient
-from torchreplay.ray.runtime.cluster import errors_as_raised, living_nodes, only_on
-from torchreplay.ray.runtime.session import import_ray
+from torchreplay.ray.runtime.cluster import errors_as_raised, living_nodes, only_on, reason
+from torchreplay.ray.runtime.session import import_ray, logger
 from torchreplay.ray.sharded.coordinator import Coordinator
 from torchreplay.ray.sharded.shard_table import Table
-from torchreplay.schema.config import Config
+from torchreplay.schema.config import MAX_CAPACITY, Config
+from torchreplay.segment.waits import LOG_EVERY
+from torchreplay.validation import checked_int
 
 
 class CoordinatorClient(ActorClient):
@@ -54,6 +57,11 @@ class CoordinatorClient(ActorClient):
         table: Table = self.ask(what, *args)
         return table
 
+    @property
+    def named(self) -> str:
+        """What messages call it."""
+        return f"the coordinator of the ShardedReplay (Ray's actor {self._name})"
+
     def _find(self) -> Any:
         try:
             return self._ray.get_actor(self._name, NAMESPACE)
@@ -67,7 +75,17 @@ class CoordinatorClient(ActorClient):
             ) from None
 
     def _result(self, call: Any) -> Any:
-        return self._ray.get(call)  # while Ray unpickles a ShardedReplay, the answer comes through nothing else
+        start = time.monotonic()
+        while True:
+            try:  # while Ray unpickles a ShardedReplay, the answer comes through nothing else
+                return self._ray.get(call, timeout=LOG_EVERY)
+            except self._ray.exceptions.GetTimeoutError:
+                self.require_ray()  # nobody else would say that no answer comes any more
+                logger.warning(
+                    "waiting for an answer from %s since %.0f s: is its process stopped?",
+                    self.named,
+                    time.monotonic() - start,
+                )
 
 
 def checked_nodes(nodes: Any) -> list[str]:
@@ -96,16 +114,25 @@ def directory_name(nonce: int) -> str:
     return f"replay-{nonce:016x}"
 
 
-def found(nonce: int, config: Config, capacity: int, nodes: list[str], anywhere: bool, seed: int) -> Any:
-    """Makes the shards, and returns the actor that they end with; arguments as of `Coordinator`.
+def checked_capacity(capacity: Any, nodes: int) -> int:
+    """Returns the capacity of a union of so many shards; ValueError where that is too few or too many rows."""
+    return checked_int("capacity", capacity, nodes, MAX_CAPACITY * nodes)
 
-    The capacity is that of all shards together; that in `config` does not count.
+
+def evenly(capacity: int, nodes: int) -> list[int]:
+    """Returns `capacity` rows divided among nodes."""
+    whole, rest = divmod(capacity, nodes)
+    return [whole + (place < rest) for place in range(nodes)]
+
+
+def found(nonce: int, config: Config, capacities: list[int], nodes: list[str], anywhere: bool, seed: int) -> Any:
+    """Makes the shards, and returns the actor that they end with; arguments as of `Coordinator`.
 
     Raises:
         MemoryError: A node has too little memory left for its shard.
+        RuntimeError: A shard, or this actor, cannot be made: its node is gone, or it died.
     """
     ray = import_ray()
-    whole, rest = divmod(capacity, len(nodes))
     here = ray.get_runtime_context().get_node_id()
     directory = ray.remote(Coordinator).options(
         name=directory_name(nonce),
@@ -114,11 +141,15 @@ def found(nonce: int, config: Config, capacity: int, nodes: list[str], anywhere:
         max_restarts=0,
         scheduling_strategy=only_on(here),
     )
-    capacities = [whole + (place < rest) for place in range(len(nodes))]
     owned = directory.remote(config, capacities, nodes, anywhere, seed)
     try:
         with errors_as_raised():
             ray.get(owned.open.remote())
+    except ray.exceptions.RayError as error:
+        end(owned)
+        raise RuntimeError(
+            f"the coordinator of the ShardedReplay cannot be made on this node, {here}: {reason(error)}"
+        ) from None
     except BaseException:
         end(owned)
         raise

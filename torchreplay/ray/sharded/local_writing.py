@@ -62,6 +62,11 @@ def _attached(shards: ShardClient) -> ShardBuffer | None:
     table = shards.look()
     if table.stopped:
         raise Stopped(f"{shards.called} was stopped")
+    if not shards.node:
+        raise RuntimeError(
+            "this process, a Ray Client, is on no node of the cluster, and shards are written to through their node's "
+            "memory. Have a task or an actor write, or run this program on a node that has a shard"
+        )
     if shards.place_here() is None and shards.node not in table.starting:
         raise RuntimeError(
             f"node {shards.node} has no shard: the shards are on {[p.node for p in table.places.values()]}. Run "

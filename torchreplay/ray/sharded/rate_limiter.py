@@ -181,6 +181,23 @@ class GlobalRateLimiter:
         return sum(learner.counted for learner in learners if learner.rule == self.rule.number)
 
 
+@dataclass(eq=False, slots=True)
+class Round:
+    """A batch under way, as it is counted: until it is handed out or given up, or nobody holds it any more.
+
+    An exception out of a signal's handler may come between any two calls, and drop it.
+    """
+
+    n: int  # its items
+    give_up: Callable[[Round], object] = lambda _: None  # called when nobody holds it any more
+    step: int = -1  # its number in the stream of random numbers; -1 when it is not counted there
+    rule: int = -1  # the number of the limiter that has admitted it; -1 when that does not count it
+    drawn: bool = False  # whether it was handed out
+
+    def __del__(self) -> None:
+        self.give_up(self)
+
+
 class LearnerLimiter:
     """The limiter as one learner knows it: whether it may draw.
 
@@ -208,22 +225,27 @@ class LearnerLimiter:
                 self.rule = rule
                 self._before = self._ordered  # what is under way was admitted by the one before
 
-    def begin(self, n: int) -> int:
-        """Counts `n` items as ordered; returns the number of the limiter that has admitted them."""
-        with self._lock:
-            self._ordered += n
-            return self.rule.number
+    # Nothing is called under the lock in the next two: a signal's handler comes before or after.
 
-    def end(self, n: int, rule: int, drawn: bool) -> None:
-        """Counts `n` items, ordered under limiter number `rule`, as handed out, or as given up."""
+    def begin(self, ahead: Round) -> None:
+        """Counts a round's items as ordered, under this limiter."""
         with self._lock:
-            if drawn:
-                self.items += n
+            self._ordered += ahead.n
+            ahead.rule = self.rule.number
+
+    def end(self, ahead: Round) -> None:
+        """Counts a round's items as handed out if it is drawn, else as given up. Idempotent."""
+        with self._lock:
+            if ahead.rule < 0:
+                return
+            if ahead.drawn:
+                self.items += ahead.n
                 self.batches += 1
             else:
-                self._ordered -= n
-                if rule != self.rule.number:
-                    self._before -= n
+                self._ordered -= ahead.n
+                if ahead.rule != self.rule.number:
+                    self._before -= ahead.n
+            ahead.rule = -1
 
     def count_wait(self, seconds: float) -> None:
         """Counts so many seconds as waited for rows."""

@@ -11,6 +11,7 @@ from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.ray.sharded.batch_block import Layout, keep
 from torchreplay.ray.sharded.client import Answers, ShardClient
 from torchreplay.ray.sharded.global_distribution import GlobalDistribution, candidates, chosen
+from torchreplay.ray.sharded.rate_limiter import Round
 from torchreplay.ray.sharded.shard_sampler import Answer
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.samplers import Sampler
@@ -29,10 +30,10 @@ class SampleRequest:
     numbers. `docs/sharding.md` has the derivation.
 
     Args:
+        round: What counts it, with the number of its items, while it is under way.
         slack: By which share a shard's part of the total may have grown since it was heard last.
         here: Whether the shard that is attached draws its candidates right into the batch.
         place: The batch, whose tensors are overwritten; None: it is made.
-        rule: Number of the limiter that has admitted it.
     """
 
     drawn_from: TreeSummary  # what the batch's weights were computed from, once it is finished
@@ -41,15 +42,13 @@ class SampleRequest:
         self,
         shards: ShardClient,
         layout: Layout,
-        step: int,
-        n: int,
+        round: Round,
         chance: np.random.Generator,
         slack: float,
         here: bool = False,
         place: ReplayBatch | None = None,
-        rule: int = 0,
     ) -> None:
-        self.step, self.n, self.rule = step, n, rule
+        self.round, self.n = round, (n := round.n)
         self.asked_again = False
         self._shards, self._layout, self._chance = shards, layout, chance
         self._batch = layout.new_batch(n) if here and place is None else place

@@ -22,6 +22,7 @@ from torchreplay.ray.sharded.batch_block import Layout
 from torchreplay.ray.sharded.client import REPORTS, ShardClient
 from torchreplay.ray.sharded.global_distribution import GlobalDistribution, as_keys, unpack
 from torchreplay.ray.sharded.priority_updates import Feedback
+from torchreplay.ray.sharded.rate_limiter import Round
 from torchreplay.ray.sharded.sample_request import LEAST_SLACK, SampleRequest
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.config import Config
@@ -167,18 +168,19 @@ class ShardedSampler(BatchSource):
     def begin(self, n: int, wait: Wait, place: ReplayBatch | None = None) -> SampleRequest:
         """Does what `order` does where the limiter is known to admit it."""
         here = self.shards.local.draws(wait)
-        limiter = self.shards.limiter
-        with self._lock:
-            step, self._next, self._under_way = self._next, self._next + 1, self._under_way + 1
-            rule = limiter.begin(n)
+        limiter, ahead = self.shards.limiter, Round(n, self._end)
         try:
+            with self._lock:
+                ahead.step, self._next = self._next, self._next + 1
+                self._under_way += 1
+            limiter.begin(ahead)
             # The generator's blocks are counted by the low bits.
             chance = np.random.Generator(
-                np.random.Philox(key=np.array([self.seed, self.stream], np.uint64), counter=step << 64)
+                np.random.Philox(key=np.array([self.seed, self.stream], np.uint64), counter=ahead.step << 64)
             )
-            return SampleRequest(self.shards, self._layout, step, n, chance, self._slack, here, place, rule)
+            return SampleRequest(self.shards, self._layout, ahead, chance, self._slack, here, place)
         except BaseException:
-            self._end(step, n, rule, None)
+            self._end(ahead)
             raise
 
     def take(
@@ -194,7 +196,8 @@ class ShardedSampler(BatchSource):
             exponent = value_of(self._sampler.beta if beta is None else beta, self.shards.limiter.steps)
             batch = ordered.finish(self._sampler, exponent, wait)
         finally:
-            self._end(ordered.step, ordered.n, ordered.rule, batch)
+            ordered.round.drawn = batch is not None
+            self._end(ordered.round)
         self._slack = min(1.0, self._slack * 4) if ordered.asked_again else max(LEAST_SLACK, self._slack * 0.75)
         if batch is not None:
             batch.source = self.nonce
@@ -204,17 +207,20 @@ class ShardedSampler(BatchSource):
 
     def forget(self, ordered: SampleRequest) -> None:
         """Gives up a round that was ordered: it has not been drawn."""
-        self._end(ordered.step, ordered.n, ordered.rule, None)
+        self._end(ordered.round)
 
-    def _end(self, step: int, n: int, rule: int, batch: ReplayBatch | None) -> None:
-        """Counts a round that is no longer under way."""
+    def _end(self, ahead: Round) -> None:
+        """Counts a round that is no longer under way. Idempotent."""
+        self.shards.limiter.end(ahead)
         with self._lock:
+            if ahead.step < 0:
+                return
             self._under_way -= 1
-            self.shards.limiter.end(n, rule, batch is not None)
-            if batch is not None:
+            if ahead.drawn:
                 self._made += 1
-            elif step == self._next - 1:  # another one's would be used twice
-                self._next = step
+            elif ahead.step == self._next - 1:  # another one's would be used twice
+                self._next = ahead.step
+            ahead.step = -1
 
     def _wait_for_rows(self, n: int, wait: Wait) -> None:
         self._look(n, wait)
@@ -242,7 +248,7 @@ class ShardedSampler(BatchSource):
         if drawable or barren is None:
             inserted, needed = self.shards.limiter.inserted, self.shards.limiter.needed(n)
             size = sum(figures.stats.size for figures in self.shards.figures.values())
-            wait.check_rows(inserted, needed, drawable, size, self._complete_when)
+            wait.check_rows(inserted, needed, drawable, size, self._complete_when, self.shards.silence)
         else:
             wait.check_turns(barren)
 

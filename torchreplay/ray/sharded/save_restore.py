@@ -10,11 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from torchreplay.checkpoint.description import require_alike
+from torchreplay.checkpoint.buffer_checkpoint import ROW_DTYPES
+from torchreplay.checkpoint.description import Description, require_alike
 from torchreplay.checkpoint.directory import is_checkpoint, replace_checkpoint
 from torchreplay.errors import CheckpointError
 from torchreplay.ray.runtime.cluster import errors_as_raised
 from torchreplay.ray.sharded.client import ShardClient
+from torchreplay.ray.sharded.coordinator_client import checked_capacity
 from torchreplay.ray.sharded.manifest import SHARDS, Counts, Manifest, Part
 from torchreplay.ray.sharded.sampler import ShardedSampler
 from torchreplay.ray.sharded.shard_table import Place
@@ -52,7 +54,7 @@ def restore_shards(shards: ShardClient, config: Config, manifest: Manifest, root
     places = shards.table.places
     require_room(manifest, len(places), root)
     _require_parts([manifest.path_of(root, part) for part in manifest.parts])
-    parts = assigned(manifest.parts, places)
+    parts = assigned(manifest.parts, {number: place.node for number, place in places.items()})
     numbers, born = _numbered(places, parts, manifest.counts.born)
     if any(figures.stats.writers and numbers.get(number) != number for number, figures in shards.figures.items()):
         raise CheckpointError(
@@ -96,12 +98,57 @@ def require_room(manifest: Manifest, nodes: int, root: Path) -> None:
         )
 
 
-def assigned(parts: Sequence[Part], places: Mapping[int, Place]) -> dict[int, Part]:
-    """Returns which shard, by its present number, gets which part: its own node's, if that is still there."""
-    at_home = {place.node: number for number, place in places.items()}
+def assigned(parts: Sequence[Part], nodes: Mapping[int, str]) -> dict[int, Part]:
+    """Returns which shard, by its present number, gets which part: its own node's, if that is one of the `nodes`."""
+    at_home = {node: number for number, node in nodes.items()}
     found = {at_home[part.node]: part for part in parts if part.node in at_home}
-    free = iter(sorted(places.keys() - found.keys()))
+    free = iter(sorted(nodes.keys() - found.keys()))
     return found | {next(free): part for part in parts if part.node not in at_home}
+
+
+def capacities_for(manifest: Manifest, root: Path, nodes: Sequence[str], capacity: int | None) -> list[int]:
+    """Returns how many rows of `capacity` each node gets, for `load`; None: as many on each node as before.
+
+    As evenly as they can be divided with room for the rows of every part. Where not all rows fit, the largest parts
+    lose some.
+
+    Raises:
+        CheckpointError: There are fewer nodes than parts, or a part is missing or damaged.
+        ValueError: That is too few for so many nodes, or too many.
+    """
+    require_room(manifest, len(nodes), root)
+    if capacity is None:
+        before = sum(part.capacity for part in manifest.parts) or manifest.config.capacity
+        each = -(-before // max(1, len(manifest.parts)))
+        capacity = before + each * (len(nodes) - max(1, len(manifest.parts)))
+    capacity = checked_capacity(capacity, len(nodes))
+    _require_parts([manifest.path_of(root, part) for part in manifest.parts])
+    parts = assigned(manifest.parts, dict(enumerate(nodes)))
+    held = [_rows_in(manifest.path_of(root, parts[k])) if k in parts else 0 for k in range(len(nodes))]
+    return divided(capacity, [max(1, rows) for rows in held])
+
+
+def divided(capacity: int, rows: Sequence[int]) -> list[int]:
+    """Returns `capacity` divided over as many nodes, so that as many of their `rows` fit as can, as even as that is.
+
+    Above a level all nodes have what their rows need; or if that is too much, below it. The others are at the level.
+    """
+    fits = sum(rows) <= capacity
+    each, left = [0] * len(rows), capacity
+    # The first ones have more than the level if all fit, else less.
+    for rank, place in enumerate(sorted(range(len(rows)), key=lambda k: -rows[k] if fits else rows[k])):
+        whole, rest = divmod(left, len(rows) - rank)
+        level = whole + (rest > 0)
+        each[place] = max(rows[place], level) if fits else min(rows[place], level)
+        left -= each[place]
+    return each
+
+
+def _rows_in(part: Path) -> int:
+    """Returns how many rows the checkpoint of a shard holds, or a few more."""
+    told = Description.read(part)
+    row = sum(field.nbytes for field in told.config.fields.values()) + sum(dtype.itemsize for dtype in ROW_DTYPES)
+    return min(int(told.counts[0]), told.config.capacity, sum(size for _, size, _ in told.shards) // row)
 
 
 def _until_done(shards: ShardClient, places: Mapping[int, Place], call: Callable[[int, Any], Any]) -> dict[int, Place]:

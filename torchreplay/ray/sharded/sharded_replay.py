@@ -18,19 +18,26 @@ from torchreplay.buffer.writer import Autoreset
 from torchreplay.checkpoint.directory import with_description
 from torchreplay.errors import CheckpointError, Stopped
 from torchreplay.ray.sharded.client import ShardClient
-from torchreplay.ray.sharded.coordinator_client import checked_nodes, directory_name, end, found
+from torchreplay.ray.sharded.coordinator_client import (
+    checked_capacity,
+    checked_nodes,
+    directory_name,
+    end,
+    evenly,
+    found,
+)
 from torchreplay.ray.sharded.local_shard import ShardWriter
 from torchreplay.ray.sharded.local_writing import Expectation, buffer_to_write_to
 from torchreplay.ray.sharded.manifest import Manifest
 from torchreplay.ray.sharded.priority_updates import Feedback
 from torchreplay.ray.sharded.sampler import ShardedSampler
-from torchreplay.ray.sharded.save_restore import require_room, restore_shards, save_shards
+from torchreplay.ray.sharded.save_restore import capacities_for, restore_shards, save_shards
 from torchreplay.ray.sharded.stats import ShardedStats, merged_histograms, summed
 from torchreplay.schema.batch import ReplayBatch, keys_of
-from torchreplay.schema.config import MAX_CAPACITY, Config
+from torchreplay.schema.config import Config
 from torchreplay.schema.limiters import Limiter, MinSize, SamplesPerInsert
 from torchreplay.schema.samplers import Sampler, Schedule
-from torchreplay.schema.spec import Spec, nest
+from torchreplay.schema.spec import Spec
 from torchreplay.schema.views import View
 from torchreplay.segment.handle import new_nonce
 from torchreplay.segment.waits import Wait
@@ -69,7 +76,7 @@ class ShardedReplay(Replay):
         name: What people call it, as for `ReplayBuffer`. Its shards are called `"NAME/0"`, `"NAME/1"` and so on.
 
     Raises:
-        RuntimeError: This process is not connected to a Ray cluster.
+        RuntimeError: This process is not connected to a Ray cluster, or a shard cannot be made: its node is gone.
         ValueError: A bad spec, capacity, seed, node or name.
         MemoryError: A node has too little memory left for its shard.
     """
@@ -87,13 +94,16 @@ class ShardedReplay(Replay):
         name: str | None = None,
     ) -> None:
         chosen = checked_nodes(nodes)
-        capacity = checked_int("capacity", capacity, len(chosen), MAX_CAPACITY * len(chosen))
-        config = Config.of(spec, capacity // len(chosen), sampler, view, limiter, name)
+        capacities = evenly(checked_capacity(capacity, len(chosen)), len(chosen))
+        config = Config.of(spec, capacities[-1], sampler, view, limiter, name)
         seed = secrets.randbits(63) if seed is None else checked_int("seed", seed, 0, (1 << 64) - 1)
+        self._found(config, capacities, chosen, nodes is None, seed)
+
+    def _found(self, config: Config, capacities: list[int], nodes: list[str], anywhere: bool, seed: int) -> None:
         nonce = new_nonce()
-        self._owned = found(nonce, config, capacity, chosen, nodes is None, seed)
+        self._owned = found(nonce, config, capacities, nodes, anywhere, seed)
         try:
-            self._init_state(nonce, seed, config, capacity, len(chosen))
+            self._init_state(nonce, seed, config, sum(capacities), len(nodes))
         except BaseException:
             end(self._owned)
             raise
@@ -441,8 +451,8 @@ class ShardedReplay(Replay):
 
         Args:
             directory: What `save` wrote; all nodes must see it.
-            capacity: Rows in all, divided evenly among the nodes; None: as many on each node as before. Of a shard with
-                more rows than fit on its node the newest are loaded.
+            capacity: Rows in all, divided among the nodes as evenly as the saved rows allow. If not all fit, those of
+                the fullest shards are left out, oldest first. None: as many on each node as before.
             view: The buffer's own view, with functions that a checkpoint does not hold: those of `Hindsight`.
             nodes: Ray's ids of the nodes that get a shard. None: all that are alive.
             sampler: The buffer's own sampler, with a function for its beta, which a checkpoint does not hold.
@@ -450,7 +460,8 @@ class ShardedReplay(Replay):
         Raises:
             CheckpointError: There is no checkpoint, it is damaged, a node does not see it, or there are fewer nodes
                 than shards.
-            RuntimeError: This process is not connected to a Ray cluster.
+            RuntimeError: This process is not connected to a Ray cluster. Or a shard cannot be made, or is lost:
+                its node is gone, or it died.
             MemoryError: A node has too little memory left for its shard.
             ValueError: `capacity`, `view`, `nodes` or `sampler` does not fit.
         """
@@ -458,19 +469,9 @@ class ShardedReplay(Replay):
 
         def loaded(manifest: Manifest) -> ShardedReplay:
             config, chosen = manifest.config.with_functions(view).with_schedule(sampler), checked_nodes(nodes)
-            require_room(manifest, len(chosen), root)
-            before = max((part.capacity for part in manifest.parts), default=config.capacity)
-            replay = cls(
-                nest(config.fields),
-                before * len(chosen) if capacity is None else capacity,
-                sampler=config.sampler,
-                view=config.view,
-                limiter=config.limiter,
-                seed=manifest.seed,
-                nodes=nodes,
-                name=config.name,
-            )
-            replay._config = replace(replay._config, lost_schedule=config.lost_schedule)
+            capacities = capacities_for(manifest, root, chosen, capacity)
+            replay = cls.__new__(cls)
+            replay._found(replace(config, capacity=min(capacities)), capacities, chosen, nodes is None, manifest.seed)
             try:
                 replay._restore(manifest, root)
             except BaseException:
@@ -489,7 +490,7 @@ class ShardedReplay(Replay):
 
         Args:
             directory: What `save` wrote, of a buffer with the same spec and view; the capacity may be another, and the
-                nodes may be others, or more.
+                nodes may be others, or more. Of a shard with more rows than fit on its node the newest are taken.
 
         Raises:
             CheckpointError: There is no checkpoint, it is damaged or of another kind, or a node does not see it. Or
