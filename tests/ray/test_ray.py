@@ -15,10 +15,17 @@ from forked import eventually
 from numbered_rows import SPEC, assert_intact, is_running, make_buffer, row
 
 import torchreplay as tr
-from torchreplay.ray import ExplorerPool
+from torchreplay.ray import ExplorerPool, ExplorersFailed
 from torchreplay.ray.workers.ray_backend import RayBackend
 
 pytestmark = pytest.mark.slow
+
+NOT_IMPORTED = """  File "serialization.py", line 461, in deserialize_objects
+RuntimeError: The actor with name WorkerProcess failed to import on the worker.
+
+  File "function_manager.py", line 687, in _load_actor_class_from_gcs
+ModuleNotFoundError: No module named 'torchreplay'
+"""
 
 
 def test_a_buffer_passes_as_an_argument_to_any_remote_function_or_actor(ray):
@@ -72,6 +79,11 @@ def test_more_than_ray_has_is_refused_at_the_start(ray, argument, kind):
         (lambda e: e.RuntimeEnvSetupError("pip install failed"), False, "RuntimeEnvSetupError: .*pip install failed"),
         (lambda e: e.ActorUnschedulableError("no node has it"), False, "ActorUnschedulableError: .*no node has it"),
         (lambda e: e.ActorDiedError(), True, "its process died"),
+        (
+            lambda e: e.ActorDiedError(e.RayTaskError("__init__", NOT_IMPORTED, None)),
+            False,
+            "cannot import .* 'torchreplay'",
+        ),
         (lambda e: e.NodeDiedError("gone"), True, "its process died"),
     ],
 )
@@ -84,6 +96,18 @@ def test_a_process_that_never_began_is_told_from_one_that_died(error, died, text
     outcome = actors.outcome(SimpleNamespace(result=result))
     assert (outcome.kind == "died") is died
     assert re.search(text, outcome.error)
+
+
+def test_a_node_without_torchreplay_is_told_by_what_it_cannot_import(ray, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['torchreplay'] = None")
+    hidden = {"env_vars": {"PYTHONPATH": str(tmp_path)}}
+    pool = ExplorerPool(print, 1, make_buffer(), max_restarts=0, runtime_env=hidden)
+    with pytest.raises(ExplorersFailed, match="No module named .torchreplay"), pool:
+        pool.wait(150)
+    assert [failure.died for failure in pool.errors] == [False]
+    assert re.search(
+        r"its node cannot import .*: ModuleNotFoundError: No module named .torchreplay", pool.stats()[0].last_error
+    )
 
 
 # --- programs of their own ---

@@ -34,7 +34,7 @@ def errors_as_raised() -> Iterator[None]:
 def import_failure(error: BaseException) -> str | None:
     """Returns the line of Ray's error that says what a node could not import to run an actor; None if it says no such.
 
-    It may stand deep in a traceback: Ray tells of it as of the actor's death.
+    It may stand deep in a traceback: Ray reports the actor as dead then.
     """
     lines = _IMPORT_FAILURE.findall(str(error))
     return lines[-1] if lines else None

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Final
 
+from torchreplay.ray.runtime.cluster import import_failure
 from torchreplay.ray.runtime.session import RaySession
 from torchreplay.ray.workers.placement import Placement, strategy_of
 from torchreplay.ray.workers.shared_payload import SharedPayload
@@ -132,6 +133,10 @@ class RayBackend(Backend[ActorRun]):
             why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             return Outcome("raised", f"Ray could not start its process: {why}", str(error))
         except errors.RayError as error:
+            failure = import_failure(error)
+            if failure is not None:  # the class of its actor could not be unpickled there
+                what = f"its node cannot import what a worker needs: {failure} (install it there, or see runtime_env)"
+                return Outcome("raised", what, str(error))
             return Outcome("died", "its process died (killed, crashed or out of memory)", str(error))
 
     def release(self, run: ActorRun) -> None:
