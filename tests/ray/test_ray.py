@@ -102,7 +102,7 @@ def test_a_node_without_torchreplay_is_told_by_what_it_cannot_import(ray, tmp_pa
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['torchreplay'] = None")
     hidden = {"env_vars": {"PYTHONPATH": str(tmp_path)}}
     pool = ExplorerPool(print, 1, make_buffer(), max_restarts=0, runtime_env=hidden)
-    with pytest.raises(ExplorersFailed, match="No module named .torchreplay"), pool:
+    with pytest.raises(ExplorersFailed, match=r"No module named .torchreplay"), pool:
         pool.wait(150)
     assert [failure.died for failure in pool.errors] == [False]
     assert re.search(
