@@ -75,7 +75,7 @@ class ArrayView {
           PyErr_ExceptionMatches(PyExc_Exception) && (PyErr_ExceptionMatches(PyExc_NotImplementedError) || !elsewhere);
       if (!fault) throw PythonError{};
       PyErr_Clear();
-      return false;
+      return is_ragged(o) && fail("a list whose parts are of different lengths: pad them to one shape");
     }
     problem.clear();
     return open_tensor(held_.get()) || (elsewhere && open_widened());
@@ -99,6 +99,9 @@ class ArrayView {
     }
     return open_int(o, to);
   }
+
+  // Whether it reads a tensor's memory.
+  bool of_tensor() const { return held_ && is_tensor(held_.get()); }
 
   static bool is_scalar(PyObject* o) { return PyFloat_Check(o) || PyLong_Check(o); }
 
@@ -176,6 +179,23 @@ class ArrayView {
     if (!masked_arrays) return false;
     const Ref answer(checked(PyObject_CallMethod(masked_arrays.get(), "is_masked", "O", o)));
     return PyObject_IsTrue(answer.get()) == 1;
+  }
+
+  // Whether the parts of a list differ in length, also those of its parts.
+  static bool is_ragged(PyObject* o, int depth = 0) {
+    if (depth > StridedArray::kMaxDims || (!PyList_Check(o) && !PyTuple_Check(o))) return false;
+    const Py_ssize_t n = PySequence_Size(o);
+    Py_ssize_t length = -1;
+    for (Py_ssize_t i = 0; i < n; i++) {
+      const Ref part(PySequence_GetItem(o, i));
+      const bool has_length = PyList_Check(part.get()) || PyTuple_Check(part.get()) || is_tensor(part.get()) ||
+                              Py_TYPE(part.get()) == array_type;
+      const Py_ssize_t size = has_length ? PyObject_Size(part.get()) : -1;
+      PyErr_Clear();  // arrays without dimensions have none
+      if ((i > 0 && size != length) || is_ragged(part.get(), depth + 1)) return true;
+      length = size;
+    }
+    return false;
   }
 
   bool open_buffer(PyObject* o) {

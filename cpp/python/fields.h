@@ -84,10 +84,11 @@ struct Fields {
 };
 
 [[noreturn]] inline void throw_names(const std::vector<Node>& level, const std::string& prefix, const char* problem,
-                                     const std::string& name) {
+                                     const std::string& name, const std::string& advice = "") {
   std::string expected;
   for (const Node& n : level) expected += (expected.empty() ? "'" : ", '") + prefix + text_of(n.name) + "'";
-  throw std::invalid_argument(std::string(problem) + " field '" + prefix + name + "': expected exactly " + expected);
+  throw std::invalid_argument(std::string(problem) + " field '" + prefix + name + "': expected exactly " + expected +
+                              advice);
 }
 
 inline void collect(const std::vector<Node>& level, PyObject* dict, const std::string& prefix, PyObject** values,
@@ -98,7 +99,8 @@ inline void collect_nested(const Node& node, PyObject* value, const std::string&
                            std::vector<Ref>& held) {
   if (PyDict_Check(value)) return collect(node.children, value, path + "/", values, held);
   if (!PyTuple_Check(value))
-    throw std::invalid_argument("field '" + path + "' is nested: expected a dict, got " + type_text(value));
+    throw std::invalid_argument("field '" + path + "' is nested: expected a dict, got " + type_text(value) +
+                                (PyObject_HasAttrString(value, "to_dict") ? ": pass its .to_dict()" : ""));
   Ref dict(checked(PyDict_New()));
   for (Py_ssize_t i = 0; i < PyTuple_Size(value); i++) {
     Ref name(checked(PyUnicode_FromFormat("%zd", i)));
@@ -147,9 +149,11 @@ std::vector<Node> pruned(const std::vector<Node>& tree, const Keep& keep) {
 // time, so the last matching is kept.
 class KeywordMatcher {
  public:
-  // `option`, when not null, is a keyword beside the fields.
-  explicit KeywordMatcher(std::vector<Node> tree, const char* option = nullptr, const char* second = nullptr)
-      : tree_(std::move(tree)), options_{option, second} {}
+  // `option`, when not null, is a keyword beside the fields. `observed`: the fields of which next ones are made when a
+  // batch is drawn; they outlive the matcher.
+  explicit KeywordMatcher(std::vector<Node> tree, const char* option = nullptr, const char* second = nullptr,
+                          const std::vector<Node>* observed = nullptr)
+      : tree_(std::move(tree)), options_{option, second}, observed_(observed) {}
   ~KeywordMatcher() { Py_XDECREF(names_); }
   KeywordMatcher(const KeywordMatcher&) = delete;
 
@@ -208,11 +212,22 @@ class KeywordMatcher {
       }
     for (int i = 0; i < 2; i++)
       if (options_[i] && PyUnicode_CompareWithASCIIString(name, options_[i]) == 0) return {nullptr, i};
-    throw_names(tree_, "", "unknown", text_of(name));
+    throw_names(tree_, "", "unknown", text_of(name), about_next(text_of(name)));
+  }
+
+  // What to do instead of giving a next observation.
+  std::string about_next(const std::string& name) const {
+    if (observed_)
+      for (const Node& n : *observed_)
+        if (const std::string own = text_of(n.name); name == "next_" + own)
+          return ". The view links rows: '" + own + "' takes the new observation, which env.step() returned, and '" +
+                 name + "' is made when a batch is drawn";
+    return "";
   }
 
   std::vector<Node> tree_;
   const char* options_[2];
+  const std::vector<Node>* observed_;
   PyObject* names_ = nullptr;
   std::vector<Target> targets_;
   std::vector<Ref> held_;  // nested values

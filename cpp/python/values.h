@@ -14,7 +14,8 @@ inline constexpr uint64_t kGilBytes = 64 << 10;
 struct Leading {
   bool times = false, lanes = false;
   int64_t time_count = -1, lane_count = -1;
-  bool after_steps = false;  // of observations: there is one more of them than there are steps
+  bool after_steps = false;       // of observations: there is one more of them than there are steps
+  const char* several = nullptr;  // for messages: what takes values with a dimension more, before their number
 
   int dims() const { return times + lanes; }
 };
@@ -39,9 +40,10 @@ class FieldValue {
         numbers && a.element == Element::kI64 && spec.element >= Element::kU8 && spec.element <= Element::kU64;
     if (ints) require_natural(spec);
     if (!ints && !casts(a.element, spec.element))
-      throw std::invalid_argument(
-          "field '" + spec.path + "': " + (scalar ? describe_scalar(o) : element_name(a.element)) +
-          " does not cast to " + element_name(spec.element) + " by the same_kind rule: convert it explicitly");
+      throw std::invalid_argument("field '" + spec.path +
+                                  "': " + (scalar ? describe_scalar(o) : element_name(a.element)) +
+                                  " does not cast to " + element_name(spec.element) +
+                                  " by the same_kind rule: convert it explicitly" + as_bools(spec, numbers));
     if (leading.times && leading.time_count < 0) leading.time_count = checked_count(a.shape[0], spec, leading);
     if (leading.times && a.shape[0] != leading.time_count)
       throw std::invalid_argument("field '" + spec.path + "': got " + std::to_string(a.shape[0]) +
@@ -71,6 +73,12 @@ class FieldValue {
     char value = *at(time, lane);
     if (!dense_) copy_converted(&value, to_, at(time, lane), view_.array, lead_);
     return static_cast<uint8_t>(value);
+  }
+
+  bool is_zero(int64_t time, int64_t lane) const {
+    std::vector<double> numbers(nbytes_ / item_size(to_));
+    copy_converted(reinterpret_cast<char*>(numbers.data()), Element::kF64, at(time, lane), view_.array, lead_);
+    return std::ranges::all_of(numbers, [](double number) { return number == 0; });
   }
 
   void release() { view_.release(); }
@@ -138,11 +146,34 @@ class FieldValue {
 
   [[noreturn]] void fail(PyObject* o, const FieldSpec& spec, const Leading& leading, bool opened) const {
     const std::string given = opened && ArrayView::is_scalar(o) ? describe_scalar(o) : describe(o, view_, opened);
-    const char* advice = given.starts_with("a value of type")
-                             ? " (a numpy array, a torch CPU tensor, a Python scalar or a list of numbers)"
-                             : "";
     throw std::invalid_argument("field '" + spec.path + "': got " + given + ", expected " + element_name(spec.element) +
-                                " of shape " + expected_shape(spec, leading) + advice);
+                                " of shape " + expected_shape(spec, leading) + advice(given, spec, leading, opened));
+  }
+
+  // What is probably meant.
+  std::string advice(const std::string& given, const FieldSpec& spec, const Leading& leading, bool opened) const {
+    if (given.starts_with("a value of type"))
+      return " (a numpy array, a torch CPU tensor, a Python scalar or a list of numbers)";
+    const auto dims = static_cast<int>(spec.shape.size());
+    const StridedArray& a = view_.array;
+    if (!opened || a.dims < dims || !std::equal(spec.shape.begin(), spec.shape.end(), a.shape + a.dims - dims))
+      return "";
+    const int lead = leading.dims();
+    if (leading.several && a.dims == lead + dims + 1 && a.shape[lead] > 1)
+      return std::string(": ") + leading.several + std::to_string(a.shape[lead]);
+    if (leading.lanes && a.dims == lead + dims - 1)
+      return ": this writer is of " + std::to_string(leading.lane_count) +
+             " environments; buffer.writer() makes one of a single environment";
+    return "";
+  }
+
+  // How numbers become bools.
+  std::string as_bools(const FieldSpec& spec, bool sequence) const {
+    if (spec.element != Element::kBool) return "";
+    const std::string name = spec.path.substr(spec.path.rfind('/') + 1);
+    if (view_.array.dims == 0) return ", such as bool(" + name + ")";
+    if (sequence) return ", such as numpy.array(" + name + ", bool)";
+    return ", such as " + name + (view_.of_tensor() ? ".bool()" : ".astype(bool)");
   }
 
   ArrayView view_;

@@ -3,9 +3,11 @@
 import dataclasses
 import math
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -115,6 +117,13 @@ def test_the_most_dimensions_a_field_may_have_all_come_back():
         ({"a": {3: tr.Field()}}, "a field of 'a' is named 3"),
         ({"a": {"\ud800": tr.Field()}}, "a field of 'a' is named .*: expected Unicode text"),
         (tr.Field(), "expected a non-empty dict"),
+        (gymnasium.make("CartPole-v1"), r"expected a non-empty dict .*; tr.spec_from_env\(env\)"),
+        (gymnasium.make_vec("CartPole-v1", 2), r"expected a non-empty dict .*; tr.spec_from_env\(env\)"),
+        (spaces.Discrete(3), r"expected a non-empty dict .*; tr.spec_from_space\(space\)"),
+        (spaces.Dict(a=spaces.Discrete(3)), r"expected a non-empty dict .*; tr.spec_from_space\(space\)"),
+        ({"a": spaces.Discrete(3)}, r"field 'a' is Discrete\(3\): expected .*; tr.spec_from_space\(space\)"),
+        ({"a": {"b": spaces.Dict(c=spaces.Discrete(3))}}, r"field 'a/b' is Dict.*; tr.spec_from_space\(space\)"),
+        ({"a": spaces.Tuple([spaces.Discrete(3)])}, r"field 'a' is Tuple.*; tr.spec_from_space\(space\)"),
     ],
     ids=str,
 )

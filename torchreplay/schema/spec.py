@@ -111,8 +111,10 @@ def flatten(spec: Spec) -> dict[Path, Field]:
             nor dict.
     """
     given: Any = spec
-    if not isinstance(given, Mapping) or not given:
-        raise ValueError(f"the spec is {given!r}: expected a non-empty dict of names to torchreplay.Field")
+    if not isinstance(given, Mapping) or not given or _advice(given):
+        raise ValueError(
+            f"the spec is {given!r:.200}: expected a non-empty dict of names to torchreplay.Field{_advice(given)}"
+        )
     fields = dict(_fields_of(spec, ()))
     if len(fields) > MAX_FIELDS:
         raise ValueError(f"the spec has {len(fields):,} fields: expected at most {MAX_FIELDS:,}; make arrays of them")
@@ -127,7 +129,7 @@ def _fields_of(value: Any, path: Path) -> Iterator[tuple[Path, Field]]:
     name = "/".join(path)
     if isinstance(value, Field):
         yield path, value
-    elif isinstance(value, Mapping) and value:
+    elif isinstance(value, Mapping) and value and not _advice(value):
         for key, inner in value.items():
             if not isinstance(key, str) or not key or "/" in key or "\0" in key:
                 raise ValueError(f"a field of {name or 'the spec'!r} is named {key!r}: expected a name without '/'")
@@ -137,7 +139,19 @@ def _fields_of(value: Any, path: Path) -> Iterator[tuple[Path, Field]]:
                 raise ValueError(f"a field of {name or 'the spec'!r} is named {key!r}: expected Unicode text") from None
             yield from _fields_of(inner, (*path, key))
     else:
-        raise ValueError(f"field {name!r} is {value!r}: expected torchreplay.Field(shape, dtype), or a dict of them")
+        raise ValueError(
+            f"field {name!r} is {value!r:.200}: expected torchreplay.Field(shape, dtype), or a dict of them"
+            f"{_advice(value)}"
+        )
+
+
+def _advice(value: Any) -> str:
+    """Returns what to do with an environment, or one of Gymnasium's spaces, in a spec; "" for anything else."""
+    if hasattr(value, "observation_space") and hasattr(value, "action_space"):
+        return "; tr.spec_from_env(env) makes the spec of an environment"
+    if hasattr(value, "sample") and hasattr(value, "contains"):  # a Dict space is a Mapping, too
+        return "; tr.spec_from_space(space) makes a space into that, and tr.spec_from_env(env) makes the whole spec"
+    return ""
 
 
 def nest(values: Mapping[Path, Any]) -> dict[str, Any]:
