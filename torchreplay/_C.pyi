@@ -193,7 +193,7 @@ class Writer:
         self,
         segment_type: type[Segment],
         segment: Segment,
-        roles: tuple[tuple[int, ...], int, int, int, int] | None,
+        roles: tuple[tuple[int, ...], int, int, int, int, int] | None,
         first_key: int = 0,
         /,
     ) -> None: ...

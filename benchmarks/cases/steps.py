@@ -68,6 +68,7 @@ def _appends(append: Writes) -> Candidate:
 def _lane_steps(writer: tr.Writer, num_envs: int) -> Candidate:
     """Steps of a vector environment that resets itself in the step after an end."""
     rows = block(SMALL, POOL, (num_envs,))
+    rows["reward"][0] = 0.0  # the step after an end
     steps = [tuple(rows[name][k].copy() for name in FIELDS) for k in range(POOL)]
     writer.reset(obs=rows["obs"][-1])
     step = writer.step

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "python/row_block.h"
+#include "system/thread.h"
 
 namespace torchreplay::py::writer {
 
@@ -21,6 +22,34 @@ inline void require_linked(const WriterState& s, const char* method) {
     throw std::invalid_argument(std::string(method) +
                                 "() links rows in time, but the buffer's view is Rows(): use append(), or make the "
                                 "buffer with view=Transitions(...) or Sequences(...)");
+}
+
+// Episodes under way belong to the thread that wrote their rows: a step of another one's environment would go on where
+// they are. Lanes where `but` is set begin anew.
+inline void require_own_episodes(const WriterState& s, const uint8_t* but = nullptr) {
+  if (s.owner != this_thread() && s.lanes.running(but))
+    throw std::invalid_argument(
+        "another thread is in the middle of an episode with this writer, and an episode belongs to one thread: call "
+        "buffer.writer() in each thread, or reset() here to begin a new episode");
+}
+
+// Warns once of a step that begins an episode and brings a reward, which none of Gymnasium's does.
+inline void look_at_first_rewards(WriterState& s) {
+  if (!s.lanes.begins_after_end() || !s.roles.reward || s.warned_of_reward) return;
+  const FieldValue& reward = s.values[*s.roles.reward];
+  for (const StreamRow& row : s.lanes.rows()) {
+    if (row.kind != StreamRow::Kind::kReset || row.time < 0 || reward.is_zero(row.time, row.lane)) continue;
+    const std::string text =
+        "field '" + s.attached->fields.specs[*s.roles.reward].path + "' is not 0 in environment " +
+        std::to_string(row.lane) +
+        " in the step after an end. Under autoreset 'next_step' it brings the next episode's first observation, and "
+        "Gymnasium gives it no reward. If the environment resets in another way, items are wrong: buffer.writer(envs) "
+        "knows which, or say autoreset=. A reward that the loop makes itself is harmless. Pass the episodes of a data "
+        "set one by one";
+    if (PyErr_WarnEx(PyExc_UserWarning, text.c_str(), 1)) throw PythonError{};
+    s.warned_of_reward = true;
+    return;
+  }
 }
 
 // Writes the planned rows; their keys go to the places in `answers` that they answer.
@@ -43,9 +72,11 @@ inline void write_planned(PyObject* self, WriterState& s, int64_t* answers) {
   };
   PlannedRows rows{s};
   s.keys.resize(plan.size());
+  const uint64_t owner = std::exchange(s.owner, this_thread());
   try {
     if (!plan.empty()) write(self, s, plan.size(), rows, s.keys.data(), fill);
   } catch (...) {
+    if (s.lanes.untouched()) s.owner = owner;
     s.lanes.break_off();
     throw;
   }
@@ -78,7 +109,10 @@ inline void open_rest(WriterState& s, Leading& leading) {
 }
 
 inline Leading one_time(const WriterState& s) {
-  return {.lanes = s.lanes.vectorised(), .lane_count = static_cast<int64_t>(s.lanes.size())};
+  const char* several = s.lanes.vectorised() ? nullptr
+                                             : "this writer is of one environment; buffer.writer(envs) makes one of "
+                                               "several, and so does num_envs=";
+  return {.lanes = s.lanes.vectorised(), .lane_count = static_cast<int64_t>(s.lanes.size()), .several = several};
 }
 
 // The lanes to reset: nullptr for all.
@@ -107,6 +141,7 @@ inline PyObject* reset(PyObject* self, PyObject* const* args, Py_ssize_t nargs, 
     Leading leading = one_time(s);
     open_observations(s, s.values, leading);
     const std::vector<uint8_t> chosen = read_mask(s, mask[0]);
+    if (!chosen.empty()) require_own_episodes(s, chosen.data());
     s.lanes.plan_reset(chosen.empty() ? nullptr : chosen.data());
     return write_lanes(self, s);
   });
@@ -142,6 +177,7 @@ inline PyObject* step(PyObject* self, PyObject* const* args, Py_ssize_t nargs, P
     auto& s = state_of<WriterState>(self);
     const WriterUse use(self, s);
     require_linked(s, "step");
+    require_own_episodes(s);
     PyObject* options[2] = {};
     s.matcher.match(args, names, s.given.data(), options);
     Leading leading = one_time(s);
@@ -159,6 +195,7 @@ inline PyObject* step(PyObject* self, PyObject* const* args, Py_ssize_t nargs, P
     for (size_t i = 0; i < ended.size(); i++) ended[i] |= truncated[i];
     const bool last_given = open_last(self, s, options[1], ended);
     s.lanes.plan_steps(1, terminated.data(), truncated.data(), last_given, false);
+    look_at_first_rewards(s);
     return write_lanes(self, s);
   });
 }
@@ -223,6 +260,7 @@ inline PyObject* extend_episodes(PyObject* self, WriterState& s, PyObject* const
   s.priorities.open(options[0], steps);
   s.lanes.plan_steps(times, read_flags(s, s.roles.terminated, times).data(),
                      read_flags(s, s.roles.truncated, times).data(), false, true);
+  look_at_first_rewards(s);
   KeyTensor keys((times + 1) * lanes);
   write_planned(self, s, keys.keys);
   const int64_t shape[] = {times + 1, lanes};
@@ -284,8 +322,9 @@ inline PyMethodDef methods[] = {
      "be "
      "reset.\n\nRaises:\n"
      "    ValueError: the view is Rows(), no reset() came before, the episode has ended, or a value does not fit; "
-     "nothing is\n"
-     "        written.\n    Stopped, WouldBlockForever, ReplayTimeout: as `append`."},
+     "another\n        thread is in the middle of an episode with this writer; or under autoreset 'next_step' a step "
+     "that begins an\n        episode has a flag. Nothing is written.\n    Stopped, WouldBlockForever, ReplayTimeout: "
+     "as `append`."},
     {"_end_episode", end_episode, METH_O, nullptr},
     {"_truncate", truncate_rows, METH_O, nullptr},
     {"_relay", relay, METH_VARARGS, nullptr},

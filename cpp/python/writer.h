@@ -11,33 +11,45 @@ namespace torchreplay::py {
 struct StreamRoles {
   std::vector<bool> observation;  // of each field
   size_t terminated = 0, truncated = 0;
+  std::optional<size_t> reward;
   uint32_t lanes = 1;
   bool vectorised = false;
   Autoreset autoreset = Autoreset::kNextStep;
 
-  // From (observation fields, terminated, truncated, lanes or 0 for a writer without a dimension of lanes, autoreset).
+  // From (observation fields, terminated, truncated, reward or -1 for none, lanes or 0 for a writer without a dimension
+  // of lanes, autoreset).
   static StreamRoles parse(PyObject* tuple, const std::vector<FieldSpec>& specs) {
     StreamRoles r;
     const size_t fields = specs.size();
     PyObject* observation;
     unsigned long long terminated, truncated;
+    long long reward;
     unsigned int lanes, autoreset;
-    if (!PyArg_ParseTuple(tuple, "O!KKII", &PyTuple_Type, &observation, &terminated, &truncated, &lanes, &autoreset))
+    if (!PyArg_ParseTuple(tuple, "O!KKLII", &PyTuple_Type, &observation, &terminated, &truncated, &reward, &lanes,
+                          &autoreset))
       throw PythonError{};
     r.observation.resize(fields);
     for (Py_ssize_t i = 0; i < PyTuple_Size(observation); i++)
       r.observation.at(as_uint(PyTuple_GetItem(observation, i))) = true;
     if (terminated >= fields || truncated >= fields || specs[terminated].nbytes != 1 || specs[truncated].nbytes != 1 ||
-        autoreset > 2)
+        reward >= static_cast<long long>(fields) || autoreset > 2)
       throw std::invalid_argument("bad roles of fields");
     r.terminated = terminated;
     r.truncated = truncated;
+    if (reward >= 0) r.reward = static_cast<size_t>(reward);
     r.vectorised = lanes > 0;
     r.lanes = std::max(lanes, 1u);
     r.autoreset = static_cast<Autoreset>(autoreset);
     return r;
   }
 };
+
+// How users write an episode's first observation.
+inline std::string reset_call(const std::vector<Node>& observations) {
+  std::string names;
+  for (const Node& n : observations) names += (names.empty() ? "" : ", ") + text_of(n.name) + "=" + text_of(n.name);
+  return "writer.reset(" + names + ")";
+}
 
 struct WriterState {
   WriterState(const std::shared_ptr<Attached>& a, StreamRoles r)
@@ -46,9 +58,9 @@ struct WriterState {
         roles(std::move(r)),
         observations(
             pruned(a->fields.tree, [this](int f) { return !roles.observation.empty() && roles.observation[f]; })),
-        matcher(a->fields.tree, "priority", linked() ? "final_obs" : nullptr),
+        matcher(a->fields.tree, "priority", linked() ? "final_obs" : nullptr, linked() ? &observations : nullptr),
         reset_matcher(observations, "mask"),
-        lanes(roles.lanes, roles.vectorised, roles.autoreset, a->memory->layout().view),
+        lanes(roles.lanes, roles.vectorised, roles.autoreset, a->memory->layout().view, reset_call(observations)),
         values(a->fields.specs.size()),
         last(linked() ? values.size() : 0),
         given(values.size()) {}
@@ -67,7 +79,9 @@ struct WriterState {
   Priorities priorities;
   std::vector<int64_t> keys;
   int64_t first_key = 0;  // what callers get is this much more than the buffer's own keys
+  uint64_t owner = 0;     // the thread that the episodes under way belong to
   uint64_t used_in = 0;   // the fork generation, plus one, of the call in progress; guarded by the interpreter lock
+  bool warned_of_reward = false;
   bool closed = false;
   uint64_t rows_at_close = 0;
   uint32_t seen_room_signal = 0;
@@ -248,7 +262,7 @@ inline PyObject* append(PyObject* self, PyObject* const* args, Py_ssize_t nargs,
           "append() writes a row by itself, but the buffer's view links rows: use reset() and step()");
     PyObject* priority[2] = {};
     s.matcher.match(args, names, s.given.data(), priority);
-    Leading leading;
+    Leading leading{.several = "append() writes one row; extend() takes rows, here "};
     for (size_t f = 0; f < s.values.size(); f++) s.values[f].open(s.given[f], s.attached->fields.specs[f], leading);
     s.priorities.open(priority[0], leading);
     int64_t key;

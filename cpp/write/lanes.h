@@ -26,20 +26,25 @@ struct StreamRow {
   };
   Kind kind;
   uint32_t lane;
-  int64_t time, obs_time;
+  int64_t time, obs_time;  // a reset's time is that of the step it is made of; -1: of none
   uint64_t flags;
   int64_t answer;  // the call returns this row's key at that place; -1: it does not
 };
 
 class Lanes {
  public:
-  // `vectorised`: the caller's values have a dimension of lanes.
-  Lanes(uint32_t n, bool vectorised, Autoreset autoreset, const View& view = {})
-      : lanes_(n), vectorised_(vectorised), autoreset_(autoreset), view_(view) {}
+  // `vectorised`: the caller's values have a dimension of lanes. `reset`: the call of it, for messages.
+  Lanes(uint32_t n, bool vectorised, Autoreset autoreset, const View& view = {}, std::string reset = "reset()")
+      : lanes_(n), vectorised_(vectorised), autoreset_(autoreset), view_(view), reset_(std::move(reset)) {}
 
   uint32_t size() const { return static_cast<uint32_t>(lanes_.size()); }
   bool vectorised() const { return vectorised_; }
   const std::vector<StreamRow>& rows() const { return rows_; }
+  // Whether a planned row begins an episode and is made of the step after an end.
+  bool begins_after_end() const { return begins_after_end_; }
+
+  // Whether no planned row is written.
+  bool untouched() const { return committed_ == 0; }
 
   // The call has failed. If a part of the planned rows is written, nobody knows which. The same call again would write
   // them twice, and the next call would skip the missing ones. So their lanes start with a reset.
@@ -65,7 +70,8 @@ class Lanes {
 
   // Plans `times` steps of every lane, from their flags [times, lanes]. `last_given`: of the lanes that end, the last
   // observation is given apart. With `from_reset` the first observation, at obs_time 0, starts an episode in every
-  // lane. Throws std::invalid_argument, and changes nothing, when a lane cannot take a step.
+  // lane. Throws std::invalid_argument, and changes nothing, when a lane cannot take a step, or when one that begins an
+  // episode in kNextStep mode has a flag.
   void plan_steps(int64_t times, const uint8_t* terminated, const uint8_t* truncated, bool last_given,
                   bool from_reset) {
     begin();
@@ -78,6 +84,13 @@ class Lanes {
         const uint64_t flags = (terminated[at] ? kTerminated : 0) | (truncated[at] ? kTruncated : 0);
         add_step(i, time, time + shift, flags, at + shift * size(), last_given, times);
       }
+  }
+
+  // Whether an episode is under way in a lane where `but` is 0 (nullptr: in any lane).
+  bool running(const uint8_t* but = nullptr) const {
+    for (uint32_t i = 0; i < size(); i++)
+      if (lanes_[i].state == State::kRunning && !(but && but[i])) return true;
+    return false;
   }
 
   // The keys of the last rows of the episodes that are under way in the lanes where `mask` is set (nullptr: in all).
@@ -113,6 +126,12 @@ class Lanes {
   }
 
  private:
+  static constexpr const char* kOneByOne =
+      "pass every episode by itself, T steps with T + 1 observations. Only in a block [T + 1, num_envs, ...] do steps "
+      "follow an end: the first of them is not taken, and brings the next episode's first observation. Cut flat "
+      "arrays, "
+      "such as D4RL's, into episodes";
+
   enum class State : uint8_t { kNew, kRunning, kEnded, kBroken };
   struct Lane {
     uint64_t key1 = 0;  // key + 1 of its last row
@@ -127,28 +146,35 @@ class Lanes {
   void begin() {
     rows_.clear();
     committed_ = 0;
+    begins_after_end_ = false;
     planned_.resize(lanes_.size());
     for (size_t i = 0; i < lanes_.size(); i++) planned_[i] = lanes_[i].state;
   }
 
-  void add_reset(uint32_t lane, int64_t obs_time, int64_t answer) {
-    rows_.push_back({StreamRow::Kind::kReset, lane, 0, obs_time, 0, answer});
+  void add_reset(uint32_t lane, int64_t obs_time, int64_t answer, int64_t time = -1) {
+    rows_.push_back({StreamRow::Kind::kReset, lane, time, obs_time, 0, answer});
     planned_[lane] = State::kRunning;
   }
 
   void add_step(uint32_t lane, int64_t time, int64_t obs_time, uint64_t flags, int64_t answer, bool last_given,
                 int64_t times) {
     State& state = planned_[lane];
-    if (state == State::kNew) throw std::invalid_argument("step() before the first reset()" + of(lane));
+    if (state == State::kNew)
+      throw std::invalid_argument("step() before the first reset()" + of(lane) +
+                                  ": write the episode's first observation by " + reset_);
     if (state == State::kBroken)
-      throw std::invalid_argument(
-          "the call before failed when some of its rows were written: call reset() before the next step()" + of(lane));
+      throw std::invalid_argument("the call before failed when some of its rows were written: call " + reset_ +
+                                  " before the next step()" + of(lane));
     if (state == State::kEnded) {
-      if (vectorised_ && autoreset_ == Autoreset::kNextStep) return add_reset(lane, obs_time, answer);
-      throw std::invalid_argument(times > 1
-                                      ? "an episode ends at step " + std::to_string(time - 1) + " of " +
-                                            std::to_string(times) + of(lane) + ": pass every episode by itself"
-                                      : "step() after the end of the episode" + of(lane) + ": call reset() first");
+      if (vectorised_ && autoreset_ == Autoreset::kNextStep) {
+        if (flags) refuse_end_of_reset(lane, time, times);
+        begins_after_end_ = true;
+        return add_reset(lane, obs_time, answer, time);
+      }
+      throw std::invalid_argument(times > 1 ? "an episode ends at step " + std::to_string(time - 1) + " of " +
+                                                  std::to_string(times) + of(lane) + ": " + kOneByOne
+                                            : "step() after the end of the episode" + of(lane) + ": call " + reset_ +
+                                                  " first");
     }
     const bool resets = flags && vectorised_ && autoreset_ == Autoreset::kSameStep;
     if (resets && !last_given)
@@ -160,14 +186,26 @@ class Lanes {
     if (resets) add_reset(lane, obs_time, -1);
   }
 
+  // An environment that resets in another way, or episodes of a data set that follow each other.
+  [[noreturn]] void refuse_end_of_reset(uint32_t lane, int64_t time, int64_t times) const {
+    const std::string step = times > 1 ? "step " + std::to_string(time) + " of " + std::to_string(times) : "the step";
+    throw std::invalid_argument(
+        step + of(lane) + " follows an end and brings a set flag itself. Under autoreset 'next_step' it brings the " +
+        "next episode's first observation, and its flags are unset: " +
+        (times > 1 ? kOneByOne
+                   : "the environment resets in another way; buffer.writer(envs) knows which, or say autoreset="));
+  }
+
   std::string of(uint32_t lane) const { return vectorised_ ? " in environment " + std::to_string(lane) : ""; }
 
   std::vector<Lane> lanes_;
   bool vectorised_;
   Autoreset autoreset_;
   View view_;
+  std::string reset_;
   std::vector<StreamRow> rows_;
   uint64_t committed_ = 0;  // of them
+  bool begins_after_end_ = false;
   std::vector<State> planned_;
 };
 

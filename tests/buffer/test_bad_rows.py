@@ -29,11 +29,15 @@ BAD_ROWS = [
     ({**good_row(), "nested": 1}, "'nested' is nested: expected a dict, got a value of type int"),
     ({**good_row(), "x": np.zeros(3)}, r"'x': got float64 of shape \(3,\), expected float32 of shape \(4,\)"),
     ({**good_row(), "x": np.zeros((1, 4))}, r"'x': got float64 of shape \(1, 4\), expected float32 of shape \(4,\)"),
+    ({**good_row(), "x": np.zeros((3, 4))}, r"\(4,\): append\(\) writes one row; extend\(\) takes rows, here 3"),
     ({**good_row(), "x": torch.zeros(5)}, r"'x': got float32 of shape \(5,\), expected float32 of shape \(4,\)"),
     ({**good_row(), "x": 1.0}, r"'x': got a Python float, expected float32 of shape \(4,\)"),
     ({**good_row(), "x": None}, "'x': got a value of type NoneType"),
     ({**good_row(), "x": "abcd"}, "'x': got a value of type str"),
     ({**good_row(), "x": [1.0, None, 1.0, 1.0]}, "'x': got a value of type list"),
+    ({**good_row(), "x": [[1.0], [1.0, 2.0]]}, "'x': got a list whose parts are of different lengths"),
+    ({**good_row(), "x": (1.0, [1.0], 1.0, 1.0)}, "'x': got a list whose parts are of different lengths"),
+    ({**good_row(), "x": [torch.zeros(2), torch.zeros(1)]}, "'x': got a list whose parts are of different lengths"),
     ({**good_row(), "x": np.zeros(4, complex)}, "'x': got an array of a dtype that a row cannot hold"),
     ({**good_row(), "x": np.zeros(4, object)}, "'x': got an array of a dtype that a row cannot hold"),
     ({**good_row(), "x": np.zeros(4, ">c8")}, "'x': got an array of a dtype that a row cannot hold"),
@@ -109,9 +113,24 @@ def test_integers_that_do_not_fit_an_unsigned_field_are_refused_by_the_rules_of_
 def test_only_bools_go_into_a_bool_field(value):
     buffer = tr.ReplayBuffer({"b": tr.Field((), torch.bool)}, 4)
     with buffer.writer() as writer:
-        with pytest.raises(ValueError, match="does not cast to bool"):
+        with pytest.raises(ValueError, match=r"does not cast to bool .*, such as bool\(b\)$"):
             writer.append(b=value)
         assert writer.append(b=np.bool_(True)) == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "as_bools"),
+    [
+        (np.zeros(2), r"b.astype\(bool\)"),
+        (torch.zeros(2), r"b.bool\(\)"),
+        ([0, 1], r"numpy.array\(b, bool\)"),
+    ],
+    ids=["numpy", "torch", "list"],
+)
+def test_numbers_for_a_bool_field_are_refused_with_the_call_that_makes_bools_of_them(values, as_bools):
+    buffer = tr.ReplayBuffer({"a": {"b": tr.Field((), torch.bool)}}, 4)
+    with pytest.raises(ValueError, match=f"field 'a/b': .* does not cast to bool .*, such as {as_bools}$"):
+        buffer.extend(a={"b": values})
 
 
 @pytest.mark.parametrize(

@@ -134,8 +134,10 @@ def test_a_time_major_block_is_a_stream_for_each_of_its_lanes():
     ring = Ring(NESTED, 60, Transitions(n_step=2, gamma=0.5))
     rows = []
     for number in range(18 * 3):
-        ends = chance.random(2) < 0.15
+        begins = number >= 6 and rows[number - 3][1]["terminated"] | rows[number - 3][1]["truncated"]
+        ends = (chance.random(2) < 0.15) & ~begins
         rows.append(parted(row_values(NESTED, number, *ends), ["obs"]))
+        rows[number][1]["reward"] *= not begins
     blocks = [rows[i : i + 3] for i in range(0, len(rows), 3)]
     observed = [[o for o, _ in lanes] for lanes in blocks]
     others = [[v for _, v in lanes] for lanes in blocks[1:]]

@@ -11,7 +11,7 @@ from linked_rows import buffer_of, pairs
 import torchreplay as tr
 
 MANY = 100  # environments: more than the 64 rows for which a writer looks at the limiter once
-BROKEN_OFF = r"failed when some of its rows were written: call reset\(\) before the next step\(\)"
+BROKEN_OFF = r"failed when some of its rows were written: call writer.reset\(obs=obs\) before the next step\(\)"
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from linked_rows import NESTED, PLAIN, buffer_of, observation, pairs, spec_of
+from tensordict import TensorDict
 
 import torchreplay as tr
 
@@ -28,10 +29,19 @@ def assert_goes_on(buffer, writer, rows=1):
 
 def test_a_step_before_the_first_reset_is_refused(buffer):
     with buffer.writer() as writer:
-        with pytest.raises(ValueError, match=r"step\(\) before the first reset\(\)"):
+        with pytest.raises(ValueError, match=r"step\(\) before the first reset\(\): .* by writer.reset\(obs=obs\)$"):
             writer.step(**observation(0), **STEP)
         writer.reset(**observation(0))
         assert_goes_on(buffer, writer)
+
+
+def test_the_reset_that_a_message_asks_for_has_the_names_of_the_observation_fields():
+    view = tr.Transitions(observation=("pixels", "speed"))
+    steps = {name: PLAIN[name] for name in PLAIN if name != "obs"}
+    buffer = buffer_of(view, {"pixels/left": ((2,), np.uint8), "speed": ((), np.float32), **steps})
+    values = {"pixels": {"left": np.zeros(2, np.uint8)}, "speed": 0.0, **STEP}
+    with buffer.writer() as writer, pytest.raises(ValueError, match=r"writer.reset\(pixels=pixels, speed=speed\)"):
+        writer.step(**values)
 
 
 @pytest.mark.parametrize("end", ["terminated", "truncated"])
@@ -39,7 +49,7 @@ def test_a_step_after_the_end_of_an_episode_is_refused(buffer, end):
     with buffer.writer() as writer:
         writer.reset(**observation(9))
         writer.step(**observation(10), **STEP | {end: True})
-        with pytest.raises(ValueError, match=r"after the end of the episode.*call reset\(\)"):
+        with pytest.raises(ValueError, match=r"after the end of the episode: call writer.reset\(obs=obs\) first"):
             writer.step(**observation(11), **STEP)
         assert buffer.stats().rows_written == 2
         writer.reset(**observation(0))
@@ -88,6 +98,7 @@ BAD_RESETS = [
     ({"obs": np.zeros(3)}, r"'obs': got float64 of shape \(3,\), expected float32 of shape \(2,\)"),
     ({"obs": np.zeros((1, 2))}, r"'obs': got float64 of shape \(1, 2\), expected float32 of shape \(2,\)"),
     ({"obs": None}, "'obs': got a value of type NoneType"),
+    ({"obs": np.zeros((3, 2))}, r"one environment; buffer.writer\(envs\) .* num_envs=3"),
     ({"obs": np.zeros(2), "mask": np.array([True])}, "mask belongs to a writer with num_envs"),
 ]
 
@@ -106,7 +117,14 @@ BAD_STEPS = [
     ({name: value for name, value in GOOD.items() if name != "action"}, "missing field 'action'"),
     ({name: value for name, value in GOOD.items() if name != "obs"}, "missing field 'obs'"),
     ({name: value for name, value in GOOD.items() if name != "truncated"}, "missing field 'truncated'"),
-    (GOOD | {"next_obs": np.ones(2)}, "unknown field 'next_obs'"),
+    (
+        GOOD | {"next_obs": np.ones(2)},
+        "unknown field 'next_obs'.* 'obs' takes the new observation.* 'next_obs' is made",
+    ),
+    (GOOD | {"next_action": 1}, "unknown field 'next_action': expected exactly 'obs', .*'truncated'$"),
+    (GOOD | {"obs": np.ones((8, 2))}, r"this writer is of one environment; buffer.writer\(envs\) .* num_envs=8"),
+    (GOOD | {"reward": np.ones(8)}, r"this writer is of one environment; buffer.writer\(envs\) .* num_envs=8"),
+    (GOOD | {"obs": [[1.0, 2.0], [1.0]]}, "'obs': got a list whose parts are of different lengths: pad them"),
     (GOOD | {"mask": None}, "unknown field 'mask'"),
     (GOOD | {"obs": np.ones(3)}, r"'obs': got float64 of shape \(3,\), expected float32 of shape \(2,\)"),
     (GOOD | {"obs": np.ones(2, complex)}, "'obs': got an array of a dtype that a row cannot hold"),
@@ -115,8 +133,9 @@ BAD_STEPS = [
     (GOOD | {"action": 2**63}, "'action': got a Python int that is out of range for int64"),
     (GOOD | {"reward": "much"}, "'reward': got a value of type str"),
     (GOOD | {"reward": None}, "'reward': got a value of type NoneType"),
-    (GOOD | {"terminated": 1}, "'terminated': a Python int does not cast to bool"),
-    (GOOD | {"truncated": 0.0}, "'truncated': a Python float does not cast to bool"),
+    (GOOD | {"terminated": 1}, r"'terminated': a Python int does not cast to bool .*, such as bool\(terminated\)$"),
+    (GOOD | {"truncated": 0.0}, r"'truncated': a Python float does not cast to bool .*, such as bool\(truncated\)$"),
+    (GOOD | {"truncated": np.int8(0)}, r"'truncated': int8 does not cast to bool .*, such as bool\(truncated\)$"),
     (GOOD | {"terminated": None}, "'terminated': got a value of type NoneType"),
     (GOOD | {"truncated": np.array([True])}, r"'truncated': got bool of shape \(1,\), expected bool of shape \(\)"),
     (GOOD | {"priority": NAN}, "priority is NaN or infinite"),
@@ -144,7 +163,11 @@ def test_a_bad_nested_observation_is_named_by_its_path():
             ({"image": image}, "missing field 'obs/goal'"),
             ({"image": image, "goal": 1.0, "more": 2.0}, "unknown field 'obs/more'"),
             ({"image": image[1:], "goal": 1.0}, r"'obs/image': got uint8 of shape \(31, 36\)"),
-            (image, "'obs' is nested: expected a dict"),
+            (image, "'obs' is nested: expected a dict, got a value of type ndarray$"),
+            (
+                TensorDict(image=torch.zeros(32, 36), goal=0.0),
+                r"'obs' is nested: .* TensorDict: pass its .to_dict\(\)$",
+            ),
         ]:
             with pytest.raises(ValueError, match=message):
                 writer.reset(obs=obs)

@@ -1,11 +1,14 @@
 """Bad trajectories of vector environments: what is refused leaves every environment where it was."""
 
+import warnings
 from enum import Enum
 
 import numpy as np
 import pytest
 import torch
-from linked_rows import NESTED, PLAIN, buffer_of, pairs
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from linked_rows import NESTED, PLAIN, STEPS, buffer_of, pairs
+from numbered_environments import LENGTHS, environments, policy
 
 import torchreplay as tr
 
@@ -40,8 +43,12 @@ def assert_goes_on(buffer, writer):
     assert pairs(buffer) == [(0, 1), (10, 11)]
 
 
+ONE = r"this writer is of 2 environments; buffer.writer\(\) makes one of a single environment"
 BAD_STEPS = [
-    (step_of(1, 11, obs=np.zeros(2)), r"'obs': got float64 of shape \(2,\), expected float32 of shape \(2, 2\)"),
+    (
+        step_of(1, 11, obs=np.zeros(2)),
+        rf"'obs': got float64 of shape \(2,\), expected float32 of shape \(2, 2\): {ONE}",
+    ),
     (step_of(1, 11, obs=np.zeros((3, 2))), r"'obs': got .*\(3, 2\), expected float32 of shape \(2, 2\)"),
     (step_of(1, 11, action=0), r"'action': got a Python int, expected int64 of shape \(2,\)"),
     (step_of(1, 11, reward=np.zeros(1)), r"'reward': got .*\(1,\), expected float32 of shape \(2,\)"),
@@ -103,12 +110,157 @@ def test_a_step_is_refused_while_a_lane_has_not_been_reset(buffer):
 def test_a_lane_that_ended_must_be_reset_before_the_next_step_if_autoreset_is_disabled(buffer):
     with started(buffer, "disabled") as writer:
         writer.step(**step_of(1, 11, truncated=~ENDS))
-        with pytest.raises(ValueError, match=r"after the end of the episode in environment 1: call reset\(\)"):
+        with pytest.raises(
+            ValueError, match=r"after the end of the episode in environment 1: call writer.reset\(obs=obs\) first"
+        ):
             writer.step(**step_of(2, 12))
         assert buffer.stats().rows_written == 4
         writer.reset(obs=observed(0, 50), mask=~ENDS)
         writer.step(**step_of(2, 51))
     assert sorted(pairs(buffer)) == [(0, 1), (1, 2), (10, 11), (50, 51)]
+
+
+# Environments that begin the next episode otherwise than the writer was told
+
+RESET_ROW = r"environment 0 .*autoreset 'next_step'.*buffer.writer\(envs\)"
+
+
+@pytest.mark.parametrize("end", ["terminated", "truncated"])
+def test_a_step_that_begins_an_episode_and_brings_a_set_flag_is_refused_and_says_what_to_do(buffer, end):
+    with started(buffer, "next_step") as writer:
+        writer.step(**step_of(1, 11, terminated=ENDS))
+        with pytest.raises(ValueError, match=RESET_ROW):
+            writer.step(**step_of(50, 12, **{end: ENDS}))
+        assert buffer.stats().rows_written == writer.rows == 4
+        writer.step(**step_of(50, 12, **{end: ~ENDS}))
+        writer.step(**step_of(51, 13))
+    assert sorted(pairs(buffer)) == [(0, 1), (10, 11), (11, 12), (50, 51)]
+
+
+def test_an_environment_that_resets_in_the_same_step_is_found_by_a_writer_of_the_other_mode():
+    envs = environments(SyncVectorEnv, AutoresetMode.SAME_STEP)
+    writer = buffer_of(tr.Transitions(), {"obs": ((3,), np.float32), **STEPS}).writer(num_envs=3)
+
+    def play():
+        obs, _ = envs.reset()
+        writer.reset(obs=obs)
+        for _ in range(20):
+            obs, reward, terminated, truncated, _ = envs.step(action := policy(obs))
+            writer.step(obs=obs, action=action, reward=reward, terminated=terminated, truncated=truncated)
+
+    assert any(1 in lengths for lengths in LENGTHS), "an episode ends with its first step"
+    with pytest.warns(UserWarning, match="autoreset"), pytest.raises(ValueError, match=RESET_ROW.replace("0", ".")):
+        play()
+    writer.close()
+
+
+REWARDED = [
+    tr.Transitions(reward="gain"),
+    tr.Hindsight(None, achieved="obs", desired="goal", observation=("obs", "goal"), reward="gain"),
+]
+
+
+@pytest.mark.parametrize("view", [*REWARDED, tr.Sequences(2)], ids=lambda view: type(view).__name__)
+def test_a_reward_of_a_step_that_begins_an_episode_is_warned_about_once(view):
+    name = getattr(view, "reward", "reward")
+    fields = {"obs": PLAIN["obs"], "goal": PLAIN["obs"]} | {k: PLAIN[k] for k in ("action", "terminated", "truncated")}
+    buffer = buffer_of(view, fields | {name: ((2,), np.float32)})
+
+    def step(writer, reward, ends=NO):
+        values = {"action": np.zeros(2, int), "truncated": NO, name: np.repeat(np.array(reward)[:, None], 2, 1)}
+        goal = {"goal": observed(0, 0)}
+        writer.step(obs=observed(1, 11), **goal, **values, terminated=ends)
+
+    with buffer.writer(num_envs=2) as writer, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        observation = {"obs": observed(0, 10), **({} if isinstance(view, tr.Transitions | tr.Sequences) else GOAL)}
+        writer.reset(**observation)
+        step(writer, [1.0, 1.0], ENDS)
+        step(writer, [-0.0, 1.0], ~ENDS)
+        step(writer, [1.0, 0.0], ENDS)
+        assert [str(warning.message) for warning in caught] == []
+        for _ in range(3):
+            step(writer, [0.5, 1.0])
+            step(writer, [1.0, 1.0], ENDS)
+        assert len(caught) == 1
+        assert caught[0].filename == __file__
+    text = str(caught[0].message)
+    assert all(part in text for part in (name, "environment 0", "next_step", "buffer.writer(envs)"))
+
+
+GOAL = {"goal": observed(0, 0)}
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_warning_of_a_reward_that_is_made_an_error_writes_nothing(buffer):
+    with started(buffer, "next_step") as writer:
+        writer.step(**step_of(1, 11, terminated=ENDS))
+        for _ in range(2):
+            with pytest.raises(UserWarning, match="reward"):
+                writer.step(**step_of(50, 12, reward=np.ones(2)))
+        assert buffer.stats().rows_written == writer.rows == 4
+        writer.step(**step_of(50, 12))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("autoreset", ["same_step", "disabled"])
+def test_rewards_and_flags_of_first_steps_are_taken_where_an_episode_begins_without_a_step(buffer, autoreset):
+    with started(buffer, autoreset) as writer:
+        for _ in range(2):
+            final = {"final_obs": observed(9, 9)} if autoreset == "same_step" else {}
+            writer.step(**step_of(1, 11, terminated=ENDS, reward=np.ones(2)), **final)
+            if autoreset == "disabled":
+                writer.reset(obs=observed(2, 0), mask=ENDS)
+
+
+# Episodes of a data set, one after the other, in a block
+
+
+def flat_block(ends, rewards):
+    """Three episodes, of 3, 1 or 2 and of 3 observations, of D4RL's form: without their last observations."""
+    numbers = [0, 1, 2, *range(100, 100 + len(ends) - 6), 200, 201, 202]
+    steps = {"action": np.zeros((len(ends), 1), int), "reward": np.array(rewards, float)[:, None]}
+    flags = {"terminated": np.array(ends)[:, None], "truncated": np.zeros((len(ends), 1), bool)}
+    return {"obs": np.repeat(np.array([*numbers, 0.0])[:, None, None], 2, 2), **steps, **flags}
+
+
+@pytest.mark.parametrize("through", ["the buffer", "a writer"])
+def test_a_block_of_flat_episodes_in_which_one_of_one_step_follows_an_end_is_refused(buffer, through):
+    block = flat_block([False, False, True, True, False, False, True], np.zeros(7))
+    with buffer.writer(num_envs=1) as writer:
+        extend = buffer.extend if through == "the buffer" else writer.extend
+        with pytest.raises(ValueError, match=r"step 3 of 7 in environment 0 .*: pass every episode by itself") as info:
+            extend(**block)
+    assert all(part in str(info.value) for part in ("first observation", "flat arrays, such as D4RL's"))
+    assert buffer.stats().rows_written == 0
+
+
+@pytest.mark.parametrize("through", ["the buffer", "a writer"])
+def test_a_block_of_flat_episodes_that_brings_a_reward_after_an_end_is_warned_about_once(buffer, through):
+    block = flat_block([False, False, True, False, True, False, False, True], [0, 0, 0, 1, 0, 1, 0, 0])
+    with buffer.writer(num_envs=1) as writer:
+        extend = buffer.extend if through == "the buffer" else writer.extend
+        with pytest.warns(UserWarning, match="'reward' is not 0 in environment 0") as caught:
+            extend(**block)
+        assert len(caught) == 1
+
+
+def test_flat_episodes_given_as_one_are_refused_and_the_text_says_what_a_block_is(buffer):
+    flat = {name: values[:, 0] for name, values in flat_block([False, False, True] * 2 + [True], np.zeros(7)).items()}
+    with pytest.raises(ValueError, match=r"ends at step 2 of 7: pass every episode by itself") as info:
+        buffer.extend(**flat)
+    assert "T steps with T + 1 observations" in str(info.value)
+    assert "brings the next episode's first observation" in str(info.value)
+    assert buffer.stats().rows_written == 0
+
+
+def test_episodes_cut_as_the_text_says_come_back_as_they_are(buffer):
+    block = flat_block([False, False, True, True, False, False, True], np.zeros(7))
+    ends = np.flatnonzero(block["terminated"][:, 0]) + 1
+    for first, end in zip([0, *ends], ends, strict=False):
+        steps = {name: values[first:end, 0] for name, values in block.items()}
+        buffer.extend(**steps | {"obs": np.concatenate([steps["obs"], np.full((1, 2), 300.0 + first)])})
+    assert pairs(buffer) == [(0, 1), (1, 2), (2, 300), (100, 303), (200, 201), (201, 202), (202, 304)]
 
 
 # Last observations
@@ -211,7 +363,7 @@ def test_a_bad_number_of_environments_is_a_value_error(buffer, num_envs):
         buffer.writer(num_envs=num_envs)
 
 
-@pytest.mark.parametrize("autoreset", ["nextstep", "NEXT_STEP", None, 0, "", Enum("Mode", {"OTHER": "Other"}).OTHER])
+@pytest.mark.parametrize("autoreset", ["nextstep", "NEXT_STEP", 0, "", Enum("Mode", {"OTHER": "Other"}).OTHER])
 def test_a_bad_autoreset_is_a_value_error_that_lists_the_three(buffer, autoreset):
     with pytest.raises(ValueError, match=r"autoreset is .*: expected one of 'next_step', 'same_step', 'disabled'"):
         buffer.writer(num_envs=2, autoreset=autoreset)

@@ -1,9 +1,10 @@
 """What the writers of a process hear of its sender, when their rows are refused, or it has come to its end."""
 
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from forked import eventually
@@ -96,6 +97,30 @@ def test_rows_that_are_refused_are_an_error_and_no_end_of_the_buffer(sender_to):
         writer.flush()
     eventually(lambda: not sender._outboxes)  # others may write, and it tries anew
     assert RemoteWriter(sender, CONFIG, None, "next_step").rows == 0
+
+
+def test_a_remote_writer_refuses_what_a_local_one_refuses_and_sends_nothing_of_it(sender_to):
+    chunks, no = [], np.zeros(2, bool)
+
+    def answer(chunk):
+        chunks.append(chunk)
+        return Answer(chunk.number)
+
+    spec = {"obs": tr.Field(), "reward": tr.Field()} | {n: tr.Field((), bool) for n in ("terminated", "truncated")}
+    config = tr.ReplayBuffer(spec, 100, view=tr.Transitions())._config
+    step = {"obs": np.zeros(2), "reward": np.zeros(2), "terminated": no, "truncated": no}
+    with RemoteWriter(sender_to(answer), config, 2, "next_step") as writer:
+        writer.reset(obs=np.zeros(2))
+        writer.step(**step | {"terminated": ~no})
+        with pytest.raises(ValueError, match=r"follows an end and brings a set flag .*buffer.writer\(envs\)"):
+            writer.step(**step | {"truncated": ~no})
+        with pytest.warns(UserWarning, match="'reward' is not 0 in environment 0"):
+            writer.step(**step | {"reward": np.ones(2)})
+        with ThreadPoolExecutor(1) as other, pytest.raises(ValueError, match="another thread is in the middle"):
+            other.submit(lambda: writer.step(**step)).result()
+        writer.flush()
+        assert writer.rows == 6
+    assert sum(chunk.rows for chunk in chunks) == 6
 
 
 def test_an_explorer_whose_rows_are_refused_has_failed(sender_to, monkeypatch):

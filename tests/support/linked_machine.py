@@ -121,8 +121,10 @@ class LinkedBufferAgainstModel(RuleBasedStateMachine):
 
     def _step(self, chance, writer):
         lanes = len(writer.waiting)
-        flags = [chance.choice(ENDS) for _ in range(lanes)]
+        begins = [writer.modelled.begins(lane) for lane in range(lanes)]
+        flags = [(False, False) if first else chance.choice(ENDS) for first in begins]
         observed, others = self._new_rows(flags)
+        _without_reward(others, begins)
         each = [self._priority(chance) for _ in range(lanes)]
         given, priorities = chance.choice([(None, None), (each[0], each[:1] * lanes), (np.array(each), each)])
         given = given if writer.lanes or given is None else each[0]
@@ -168,7 +170,12 @@ class LinkedBufferAgainstModel(RuleBasedStateMachine):
     @rule(chance=randoms, length=st.integers(1, 9), lanes=st.integers(1, 3))
     def extend_by_a_block(self, chance, length, lanes):
         observed, _ = self._new_rows([(False, False)] * ((length + 1) * lanes))
-        _, others = self._new_rows([chance.choice(ENDS) for _ in range(length * lanes)])
+        flags, begins = [], []
+        for i in range(length * lanes):
+            begins.append(i >= lanes and any(flags[i - lanes]))
+            flags.append((False, False) if begins[i] else chance.choice(ENDS))
+        _, others = self._new_rows(flags)
+        _without_reward(others, begins)
         observed = [observed[i : i + lanes] for i in range(0, len(observed), lanes)]
         others = [others[i : i + lanes] for i in range(0, len(others), lanes)]
         fields = stacked([stacked(rows) for rows in observed]) | stacked([stacked(rows) for rows in others])
@@ -265,6 +272,11 @@ class LinkedBufferAgainstModel(RuleBasedStateMachine):
             for writer in self.writers:
                 writer.real.close()
             self.buffer.close()
+
+
+def _without_reward(rows, begins):
+    for row, first in zip(rows, begins, strict=True):
+        row["reward"] = row["reward"] * (not first)
 
 
 def assert_keys(found, expected, lanes=0):

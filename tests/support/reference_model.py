@@ -234,6 +234,11 @@ class Lanes:
         stream = self.streams[lane]
         return not stream or (stream[-1].ends and self.autoreset != "next_step")
 
+    def begins(self, lane):
+        """Whether the next step only brings an episode's first observation: no reward, no flag."""
+        stream = self.streams[lane]
+        return self.autoreset == "next_step" and bool(stream) and stream[-1].ends
+
     def reset(self, observations, mask=None):
         keys = []
         for lane, stream in enumerate(self.streams):
@@ -247,7 +252,7 @@ class Lanes:
         for lane, stream in enumerate(self.streams):
             assert not self.must_reset(lane)
             priority = priorities[lane] if priorities else None
-            if self.autoreset == "next_step" and stream[-1].ends:
+            if self.begins(lane):
                 keys.append(self.ring.write(stream, observed[lane]))
                 continue
             ends = values[lane]["terminated"] or values[lane]["truncated"]

@@ -154,10 +154,12 @@ class Explorer:
         with self.buffer.writer(lanes) as writer:
             lane = np.arange(lanes) + seed * 100
             writer.reset(obs=np.stack([lane, np.zeros(lanes, int)], 1))
+            ended = np.zeros(lanes, bool)
             for t in range(1, steps):
+                reward = t * ~ended  # the step after an end has none
                 ended = (t + np.arange(lanes)) % EPISODE == 0
                 obs = np.stack([lane, np.full(lanes, t)], 1)
-                writer.step(obs=obs, reward=np.full(lanes, t), terminated=ended, truncated=np.zeros(lanes, bool))
+                writer.step(obs=obs, reward=reward, terminated=ended, truncated=np.zeros(lanes, bool))
                 if t % 7 == 0:
                     writer.flush()  # chunks end in the middle of episodes
 

@@ -89,6 +89,8 @@ class Roles(NamedTuple):
     observation: tuple[int, ...]
     terminated: int
     truncated: int
+    reward: int | None
+    """None: there is no such field."""
 
 
 def names_of(names: str | Iterable[str], role: str = "observation") -> tuple[str, ...]:
@@ -168,8 +170,14 @@ def field_named(fields: Mapping[Path, Field], role: str, name: str) -> Path:
     return path
 
 
-def roles_of(fields: Mapping[Path, Field], observation: str | Iterable[str], terminated: str, truncated: str) -> Roles:
-    """Returns the roles of the fields.
+def roles_of(
+    fields: Mapping[Path, Field],
+    observation: str | Iterable[str],
+    terminated: str,
+    truncated: str,
+    reward: str = "reward",
+) -> Roles:
+    """Returns the roles of the fields; a view without a role for the reward has it under its usual name.
 
     Raises:
         ValueError: A name is no field's, or the fields do not fit their roles.
@@ -181,7 +189,13 @@ def roles_of(fields: Mapping[Path, Field], observation: str | Iterable[str], ter
         if fields[path] != Field((), torch.bool) or path in observed:
             name = "/".join(path)
             raise ValueError(f"field {name!r} is {fields[path]}: expected Field((), torch.bool), not observed")
-    return Roles(tuple(paths.index(path) for path in observed), paths.index(ends[0]), paths.index(ends[1]))
+    rewarded = as_path(reward) if as_path(reward) not in observed else None
+    return Roles(
+        tuple(paths.index(path) for path in observed),
+        paths.index(ends[0]),
+        paths.index(ends[1]),
+        paths.index(rewarded) if rewarded in paths else None,
+    )
 
 
 def next_path(path: Path) -> Path:

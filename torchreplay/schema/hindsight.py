@@ -121,7 +121,7 @@ class Hindsight:
 
     def roles(self, fields: Mapping[Path, Field]) -> Roles:
         """Returns the fields' roles; raises ValueError for a spec that does not fit the view."""
-        return roles_of(fields, self.observation, self.terminated, self.truncated)
+        return roles_of(fields, self.observation, self.terminated, self.truncated, self.reward)
 
     def plan(self, fields: Mapping[Path, Field]) -> BatchPlan:
         """Returns how a batch is built; raises ValueError for a spec that does not fit the view."""

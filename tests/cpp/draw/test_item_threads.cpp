@@ -61,13 +61,13 @@ void explore(SegmentMemory& m, int id, int steps) {
     fill_row(m, slot, std::bit_cast<uint64_t>(p));
   };
   int64_t keys[2 * kLanes];
+  const uint8_t terminated[kLanes] = {};
+  uint8_t truncated[kLanes] = {};
   lanes.plan_reset(nullptr);
   for (int t = 0; t < steps; t++) {
     uint64_t written = 0;
     if (RingWriter(m, id).append(lanes.rows().size(), Rows{lanes}, keys, written, fill) != Append::kDone) break;
-    const uint8_t terminated[kLanes] = {};
-    uint8_t truncated[kLanes];
-    for (uint8_t& flag : truncated) flag = random() % 6 == 0;
+    for (uint8_t& flag : truncated) flag = !flag && random() % 6 == 0;  // the step after an end has no flag
     lanes.plan_steps(1, terminated, truncated, true, false);
   }
 }

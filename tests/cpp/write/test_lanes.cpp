@@ -166,11 +166,42 @@ BOOST_AUTO_TEST_CASE(in_next_step_mode_the_step_after_an_end_is_a_reset) {
   plan_step(lanes, {0, 1, 0}, {0, 0, 1});
   CHECK_ROWS(lanes, step(0, 0, 0, 0, 0), step(1, 0, 0, kTerminated, 1), step(2, 0, 0, kTruncated, 2));
   CHECK_SAID(write(lanes, key), {0, 1, 0}, {1, 1, kTerminated}, {2, 1, kTruncated});
-  plan_step(lanes, {0, 1, 1}, kNone3);  // the flags of lanes that reset mean nothing
-  CHECK_ROWS(lanes, step(0, 0, 0, 0, 0), reset(1, 0, 1), reset(2, 0, 2));
-  CHECK_SAID(write(lanes, key), {3, 2, 0}, {4, 0, kFirst}, {5, 0, kFirst});
+  plan_step(lanes, {1, 0, 0}, kNone3);
+  CHECK_ROWS(lanes, step(0, 0, 0, kTerminated, 0), reset(1, 0, 1), reset(2, 0, 2));
+  CHECK_SAID(write(lanes, key), {3, 2, kTerminated}, {4, 0, kFirst}, {5, 0, kFirst});
   plan_step(lanes, kNone3, kNone3);
-  CHECK_SAID(write(lanes, key), {6, 3, 0}, {7, 1, 0}, {8, 1, 0});
+  CHECK_SAID(write(lanes, key), {6, 0, kFirst}, {7, 1, 0}, {8, 1, 0});
+}
+
+// Gymnasium never sets them. An environment that resets otherwise does, and would lose a step of every episode.
+BOOST_AUTO_TEST_CASE(in_next_step_mode_a_flag_of_the_step_after_an_end_is_refused_and_changes_nothing) {
+  for (bool truncated : {false, true}) {
+    Lanes lanes(2, true, Autoreset::kNextStep);
+    uint64_t key = 0;
+    lanes.plan_reset(nullptr);
+    write(lanes, key);  // 0, 1
+    plan_step(lanes, {0, 1}, kNone2);
+    write(lanes, key);  // 2, 3
+    const Flags second = {0, 1};
+    const std::string text =
+        refusal([&] { plan_step(lanes, truncated ? kNone2 : second, truncated ? second : kNone2); });
+    BOOST_TEST(has(text, "environment 1"));
+    BOOST_TEST(has(text, "buffer.writer(envs)"));
+    plan_step(lanes, {1, 0}, kNone2);
+    CHECK_SAID(write(lanes, key), {2, 2, kTerminated}, {3, 0, kFirst});
+  }
+}
+
+BOOST_AUTO_TEST_CASE(rows_that_begin_an_episode_name_the_step_they_are_made_of) {
+  Lanes lanes(2, true, Autoreset::kNextStep);
+  lanes.plan_steps(3, Flags{0, 0, 1, 0, 0, 0}.data(), Flags{0, 0, 0, 0, 0, 0}.data(), false, true);
+  std::vector<int64_t> times;
+  for (const StreamRow& row : lanes.rows())
+    if (row.kind == Kind::kReset) times.push_back(row.time);
+  BOOST_TEST(times == (std::vector<int64_t>{-1, -1, 2}), boost::test_tools::per_element());
+  BOOST_TEST(lanes.begins_after_end());
+  lanes.plan_reset(nullptr);
+  BOOST_TEST(!lanes.begins_after_end());
 }
 
 // SAME_STEP: the observation of a lane that ends is already the next episode's; the last one comes in final_obs.
