@@ -123,7 +123,7 @@ def main(args: Args) -> None:
     monitor = tr.Monitor(buffer, curves)
 
     began, step = time.monotonic(), 0
-    writer = buffer.writer(num_envs=args.num_envs)
+    writer = buffer.writer(envs)
     obs, _ = envs.reset(seed=args.seed)
     writer.reset(obs=obs)
     while step < args.total_steps:

@@ -156,7 +156,7 @@ def explore(ctx: ExplorerContext, args: Args) -> None:
     epsilons = 0.4 ** np.linspace(1, 8, ctx.num_explorers * args.num_envs)[ctx.index * args.num_envs :][: args.num_envs]
     policy = DuelingNetwork(len(args.actions), args.channels)
     returns, lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, int)
-    writer = ctx.writer(num_envs=args.num_envs, autoreset="same_step")
+    writer = ctx.writer(games.env)
     writer.reset(obs=games.stacks[:, -1])
     while not ctx.stopped:
         ctx.pull_weights(policy)  # one atomic read when there is nothing newer

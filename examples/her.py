@@ -213,15 +213,17 @@ def train(args: Args) -> list[dict[str, Any]]:
     monitor, began = tr.Monitor(buffer, curves), time.monotonic()
     lines: list[dict[str, Any]] = []
 
-    obs = goal_observation(arms.reset(seed=args.seed)[0])
-    with buffer.writer(num_envs=args.num_envs) as writer:
+    obs, ended = goal_observation(arms.reset(seed=args.seed)[0]), torch.zeros(args.num_envs, dtype=torch.bool)
+    with buffer.writer(arms) as writer:
         writer.reset(obs=obs)
         for step in range(1 - args.learning_starts, args.total_steps + 1):
             action = explore(agent, obs, args.epsilon if step > 0 else 1.0, args.noise)
             state, _, terminated, truncated, _ = arms.step(action.numpy())
             obs = goal_observation(state)
             reward = compute_reward(obs["achieved_goal"], obs["desired_goal"])
+            reward[ended] = 0.0  # the step after an end begins the next episode: there is nothing to reward
             writer.step(obs=obs, action=action, reward=reward, terminated=terminated, truncated=truncated)
+            ended = torch.from_numpy(terminated | truncated)
             if step <= 0:
                 continue
             learner.step(buffer.sample(args.batch_size))

@@ -128,9 +128,8 @@ class Lanes {
  private:
   static constexpr const char* kOneByOne =
       "pass every episode by itself, T steps with T + 1 observations. Only in a block [T + 1, num_envs, ...] do steps "
-      "follow an end: the first of them is not taken, and brings the next episode's first observation. Cut flat "
-      "arrays, "
-      "such as D4RL's, into episodes";
+      "follow an end: the first of them is not taken, and brings the next episode's first observation. "
+      "tr.episodes_from_flat cuts flat arrays, such as D4RL's, into episodes";
 
   enum class State : uint8_t { kNew, kRunning, kEnded, kBroken };
   struct Lane {

@@ -1,9 +1,12 @@
 """Trajectories of vector environments: lanes, Gymnasium's three ways to begin the next episode, last observations."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from linked_rows import STEPS, buffer_of, everything, pairs
 from numbered_environments import Numbered, environments, policy, reward_of
 
@@ -144,19 +147,17 @@ def test_lanes_may_be_reset_one_after_the_other(mask):
     assert pairs(buffer) == [(10, 13), (1, 3)]
 
 
-def test_the_step_after_a_lanes_end_is_a_reset_row_and_what_else_it_brings_is_ignored():
+def test_the_step_after_a_lanes_end_is_a_reset_row_and_its_action_and_priority_are_ignored():
     buffer = buffer_of(tr.Transitions(), sampler=tr.Prioritized(alpha=1.0))
     with buffer.writer(num_envs=2) as writer:
         writer.reset(obs=observed(0, 10))
         step(writer, observed(1, 11), [True, False])
-        flags = {"terminated": np.array([True, False]), "truncated": np.array([True, False])}
-        writer.step(obs=observed(2, 12), action=np.array([7, 8]), reward=np.array([5.0, 6.0]), **flags, priority=9.0)
+        flags = {"terminated": np.array([False, True]), "truncated": np.array([False, True])}
+        writer.step(obs=observed(2, 12), action=np.array([7, 8]), reward=np.array([0.0, 6.0]), **flags, priority=9.0)
         step(writer, observed(3, 13))
-    assert pairs(buffer) == [(0, 1), (10, 11), (11, 12), (2, 3), (12, 13)]
+    assert pairs(buffer) == [(0, 1), (10, 11), (11, 12), (2, 3)]
     assert buffer.storage["action"][4:6].tolist() == [0, 8]
     assert buffer.storage["reward"][4:6].tolist() == [0, 6]
-    assert not buffer.storage["terminated"][4]
-    assert not buffer.storage["truncated"][4]
 
 
 FINALS = {
@@ -248,6 +249,116 @@ def test_a_priority_may_be_given_for_each_lane(priority):
         step(writer, observed(2, 12), priority=5.0)
     assert len(buffer) == 6
     assert buffer._segment.column(-1)[:4].tolist() == pytest.approx([2, 3, 5, 5], rel=1e-5)
+
+
+# The environment given to `writer`
+
+
+def other(envs, **attributes):
+    """Something with these attributes alone, for environments that say less."""
+    return SimpleNamespace(reset=envs.reset, step=envs.step, **attributes)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_a_writer_of_a_vector_environment_reads_number_and_mode_from_it(kind, mode, wrapped):
+    buffer = buffer_of(tr.Transitions(), WHERE, capacity=400)
+    envs = environments(kind, mode)
+    envs = RecordEpisodeStatistics(envs) if wrapped else envs
+    with buffer.writer(envs) as writer:
+        taken = explore(envs, writer, lambda observed: {"obs": observed}, lambda observed: observed, 40)
+    envs.close()
+    batch = everything(buffer)
+    assert_transitions(taken, batch["obs"], batch["action"], batch["reward"], batch["next_obs"])
+
+
+@pytest.mark.parametrize("says", [AutoresetMode.SAME_STEP, "SameStep", "same_step"], ids=repr)
+def test_the_mode_of_an_environment_may_be_gymnasiums_value_or_a_text(says):
+    buffer, envs = buffer_of(tr.Transitions()), environments(SyncVectorEnv, AutoresetMode.SAME_STEP)
+    given = other(envs, num_envs=2, single_observation_space=None, metadata={"autoreset_mode": says})
+    with buffer.writer(given) as writer:
+        writer.reset(obs=observed(0, 10))
+        assert step(writer, observed(50, 11), [True, False], final_obs=[np.full(2, 7.0), None]).tolist() == [2, 4]
+
+
+def test_an_environment_without_a_mode_begins_episodes_in_the_next_step_unless_autoreset_says_otherwise():
+    buffer, envs = buffer_of(tr.Transitions()), environments(SyncVectorEnv, AutoresetMode.SAME_STEP)
+    for metadata in ({}, None, {"render_modes": []}):
+        silent = other(envs, num_envs=np.int64(2), single_observation_space=None, metadata=metadata)
+        with buffer.writer(silent) as writer, buffer.writer(silent, autoreset="disabled") as disabled:
+            for each in (writer, disabled):
+                each.reset(obs=observed(0, 10))
+                step(each, observed(1, 11), [True, True])
+            step(writer, observed(2, 12))
+            with pytest.raises(ValueError, match="after the end"):
+                step(disabled, observed(2, 12))
+
+
+def test_a_single_environment_gets_a_writer_without_the_dimension_of_environments():
+    buffer, env = buffer_of(tr.Transitions(), WHERE), Numbered(1)
+    with buffer.writer(env) as writer:
+        obs, _ = env.reset()
+        assert writer.reset(obs=obs) == 0
+        obs, reward, terminated, truncated, _ = env.step(action := policy([obs])[0])
+        assert writer.step(obs=obs, action=action, reward=reward, terminated=terminated, truncated=truncated) == 1
+
+
+@pytest.mark.parametrize("given", [(2,), (np.int64(2),), (2, "next_step"), (2, AutoresetMode.NEXT_STEP)], ids=repr)
+def test_a_number_of_environments_may_be_given_by_its_place(given):
+    buffer = buffer_of(tr.Transitions())
+    for writer in (buffer.writer(*given), buffer.writer(2, num_envs=2), buffer.writer(num_envs=2, autoreset=None)):
+        with writer:
+            assert len(writer.reset(obs=observed(0, 10))) == 2
+
+
+@pytest.mark.parametrize(
+    ("envs", "arguments", "message"),
+    [
+        ("three", {"num_envs": 4}, "num_envs is 4, but envs.num_envs is 3: leave num_envs out"),
+        ("three", {"autoreset": "next_step"}, r"autoreset is 'next_step', but .*autoreset_mode.* is 'same_step'"),
+        ("single", {"num_envs": 4}, "num_envs is 4, but envs is .*is one environment"),
+        ("single", {"autoreset": "same_step"}, "autoreset is 'same_step', but envs is .*is one environment"),
+        ("another's", {}, r"envs is .*does not say how it resets: pass autoreset="),
+        ("wrong", {}, r"autoreset is 'later': expected one of"),
+        (2, {"num_envs": 3}, "num_envs is 3, but envs is 2"),
+        (0, {}, "num_envs is 0: expected an int"),
+        (True, {}, "num_envs is True: expected an int"),
+        ("two", {}, "envs is 'two': expected an environment, a vector environment, or their number"),
+        (2.0, {}, "envs is 2.0: expected an environment"),
+    ],
+    ids=str,
+)
+def test_environments_that_contradict_the_other_arguments_or_are_none_are_refused(envs, arguments, message):
+    three = environments(SyncVectorEnv, AutoresetMode.SAME_STEP)
+    made = {
+        "three": three,
+        "single": Numbered(1),
+        "another's": other(three, num_envs=3, metadata={"render_modes": []}),
+        "wrong": other(three, num_envs=3, single_observation_space=None, metadata={"autoreset_mode": "later"}),
+    }
+    buffer = buffer_of(tr.Transitions())
+    with pytest.raises(ValueError, match=message):
+        buffer.writer(made.get(envs, envs), **arguments)
+    assert buffer.stats().writers == 0
+
+
+def test_an_environment_of_another_library_takes_its_mode_from_autoreset():
+    buffer, envs = buffer_of(tr.Transitions()), environments(SyncVectorEnv, AutoresetMode.SAME_STEP)
+    with buffer.writer(other(envs, num_envs=2, metadata={}), autoreset="same_step") as writer:
+        writer.reset(obs=observed(0, 10))
+        with pytest.raises(ValueError, match="final_obs"):
+            step(writer, observed(1, 11), [True, False])
+
+
+def test_a_vector_environment_and_rows_that_are_not_linked_are_refused_and_a_single_one_is_not():
+    buffer = buffer_of(tr.Rows())
+    with pytest.raises(ValueError, match=r"view is Rows\(\): use extend\(\)"):
+        buffer.writer(environments(SyncVectorEnv, AutoresetMode.NEXT_STEP))
+    buffer.writer(Numbered(0)).close()
+
+
+# Environments that answer in any order
 
 
 class ReadyFirst:

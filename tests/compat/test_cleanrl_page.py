@@ -17,7 +17,7 @@ def test_the_targets_of_the_page_are_those_of_the_steps_taken():
     buffer = tr.ReplayBuffer(
         tr.spec_from_env(envs), 1000, view=tr.Transitions(gamma=GAMMA), sampler=tr.Prioritized(0.6, 0.4)
     )
-    rows = buffer.writer(num_envs=3, autoreset=envs.metadata["autoreset_mode"])
+    rows = buffer.writer(envs)
     rng, taken = np.random.default_rng(0), {}
     obs, _ = envs.reset(seed=0)
     rows.reset(obs=obs)

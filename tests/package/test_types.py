@@ -13,6 +13,7 @@ pytest.importorskip("mypy")
 pytestmark = pytest.mark.slow
 
 PROGRAM = """
+import gymnasium
 import torch
 from gymnasium.vector import AutoresetMode
 from torch import nn
@@ -62,6 +63,8 @@ with ExplorerPool(explore, 2, online, weights):
 with online.writer(num_envs=2, autoreset="same_step") as writer:
     writer.reset(x=[0.0, 0.0])
 online.writer(num_envs=2, autoreset=AutoresetMode.SAME_STEP)
+online.writer(gymnasium.make_vec("CartPole-v1", 2), "same_step")
+online.writer(gymnasium.make("CartPole-v1"))
 """
 
 

@@ -1,6 +1,8 @@
 """What an explorer's function gets: its context, and the board of its pool."""
 
+import inspect
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +11,9 @@ from numbered_rows import make_buffer, row
 from scripted_workers import ScriptedActors, supervise
 
 import torchreplay as tr
-from torchreplay.ray import ExplorerContext
+from torchreplay.checking.recording import RecordedBuffer
+from torchreplay.ray import ExplorerContext, RemoteBuffer, ShardedReplay
+from torchreplay.ray.sharded.local_shard import ShardBuffer
 from torchreplay.workers.explorer_stats import explorer_stats
 from torchreplay.workers.worker_table import WorkerTable
 
@@ -69,13 +73,16 @@ def test_rows_and_episodes_of_a_vectorised_explorer_are_counted():
     buffer = tr.ReplayBuffer({**spec, **ends}, 100, view=tr.Transitions())
     board, lanes, rng = WorkerTable(1), 3, np.random.default_rng(0)
     ctx = ExplorerContext(buffer, board=board)
-    writer = ctx.writer(num_envs=lanes)
+    envs = SimpleNamespace(num_envs=lanes, single_observation_space=None, metadata={"autoreset_mode": "NextStep"})
+    writer = ctx.writer(envs)
     writer.reset(obs=np.zeros(lanes))
     episodes = []
     returns = np.zeros(lanes)
     lengths = np.zeros(lanes, int)
+    ended = np.zeros(lanes, bool)
     for _ in range(20):
-        reward, ended = rng.normal(size=lanes), rng.random(lanes) < 0.3
+        goes_on = ~ended
+        reward, ended = rng.normal(size=lanes) * goes_on, (rng.random(lanes) < 0.3) & goes_on
         zeros = np.zeros(lanes)
         writer.step(obs=zeros, action=zeros, reward=reward, terminated=ended, truncated=np.zeros(lanes, bool))
         returns, lengths = returns + reward, lengths + 1
@@ -86,6 +93,16 @@ def test_rows_and_episodes_of_a_vectorised_explorer_are_counted():
     assert stats.rows == ctx.rows == len(buffer) == lanes * 21
     assert (stats.episodes, stats.steps) == (len(episodes), sum(n for _, n in episodes))
     assert math.isclose(stats.mean_return, sum(r for r, _ in episodes) / len(episodes), rel_tol=1e-9)
+
+
+def test_the_writer_of_every_buffer_takes_the_arguments_of_replay_buffers():
+    def taken(kind):
+        return [(p.name, p.kind, p.default) for p in inspect.signature(kind.writer).parameters.values()]
+
+    for kind in (RemoteBuffer, ShardedReplay, ShardBuffer, RecordedBuffer):
+        assert taken(kind) == taken(tr.ReplayBuffer)
+    assert taken(ExplorerContext)[:-1] == taken(tr.ReplayBuffer)
+    assert taken(ExplorerContext)[-1][0] == "name"
 
 
 def test_weights_are_pulled_when_newer_and_not_before_the_delay_is_over():

@@ -22,7 +22,7 @@ from torchreplay.buffer.inspection import Inspection
 from torchreplay.buffer.local_source import LocalSource
 from torchreplay.buffer.sampling import LocalSampler, Missing
 from torchreplay.buffer.stats import Stats
-from torchreplay.buffer.writer import Autoreset, Writer
+from torchreplay.buffer.writer import Autoreset, Writer, streams_of
 from torchreplay.checkpoint.archive import is_file, opened_archive, save_archive
 from torchreplay.checkpoint.buffer_checkpoint import load_rows, reading_rooms, save
 from torchreplay.checkpoint.description import Description, with_rows
@@ -230,29 +230,35 @@ class ReplayBuffer(Replay):
 
     # Writing
 
-    def writer(self, num_envs: int | None = None, autoreset: Autoreset = "next_step") -> Writer:
+    def writer(self, envs: Any = None, autoreset: Autoreset | None = None, *, num_envs: int | None = None) -> Writer:
         """Returns a writer for the calling thread's rows: one for each explorer thread.
 
+        Under a view that links rows, a writer of a vector environment takes values `[num_envs, ...]` in `reset` and
+        `step`. Any other takes those of one environment, without that dimension.
+
         Args:
-            num_envs: Environments of a vector environment whose episodes it writes: `reset` and `step` then take
-                values `[num_envs, ...]`. None: one environment, without that dimension.
+            envs: The environment, or the vector environment, whose steps it writes. Of a vector environment it reads
+                `num_envs`, and `metadata["autoreset_mode"]` (without one: `"next_step"`). None: as the others say. A
+                number: as `num_envs`.
             autoreset: What the vector environment does when an episode ends: `"next_step"`, `"same_step"` or
-                `"disabled"`, or Gymnasium's `AutoresetMode` of it, or that one's value.
+                `"disabled"`, or Gymnasium's `AutoresetMode` of it, or that one's value. None: what `envs` says.
+            num_envs: Environments of the vector environment, where `envs` is not given.
 
         Raises:
-            ValueError: `num_envs` is out of range or asked for under `Rows()`, `autoreset` is unknown or given
-                without it, or a field is named as the argument that it brings, `final_obs` or `mask`.
+            ValueError: The three contradict each other, or `envs` is no environment. Or `num_envs` is out of range, or
+                asked for under `Rows()`. Or `autoreset` is unknown, is given without a number, or is missing for an
+                `envs` that is none of Gymnasium's. Or a field is named `final_obs` or `mask`, as an argument is.
             RuntimeError: The buffer is closed, or has 4,095 writers and learners.
         """
-        return Writer(self._segment, self._config, num_envs, autoreset)
+        return Writer(self._segment, self._config, *streams_of(envs, num_envs, autoreset))
 
     def extend(self, /, *args: Any, priority: Any = None, casting: Any = "same_kind", **fields: Any) -> torch.Tensor:
         """Writes n rows, whose values have a leading dimension n.
 
         Under a view that links rows it writes one whole episode of T steps: observation fields `[T + 1, *shape]`, the
         others `[T, *shape]`. With one dimension more, `[T + 1, num_envs, *shape]` and `[T, num_envs, *shape]`, it
-        writes a block of the streams of so many environments. There the observation after an end is the next episode's
-        first one.
+        writes a block of the streams of so many environments. There the step after an end is not taken: it brings the
+        next episode's first observation. Episodes one after the other are no block: `tr.episodes_from_flat` cuts them.
 
         Args:
             *args: None: fields go by their names, rows in a dict as `extend(**rows)`.
@@ -267,14 +273,15 @@ class ReplayBuffer(Replay):
 
         Raises:
             ValueError: A field is missing, unknown, of another shape or of a dtype that does not cast; or it has a
-                masked value, or a number that its dtype does not hold. Nothing is written.
+                masked value, or a number that its dtype does not hold. Or an episode goes on after its end, or a step
+                after an end in a block has a flag. Nothing is written.
             TypeError: Something is given by its position.
             Stopped, WouldBlockForever, ReplayTimeout: As `Writer.append`; rows written before stay written.
         """
         fields = cast_values(self._config.fields, fields, casting)
         num_envs = self._config.num_envs_of(fields)
         if num_envs is not None:
-            with self.writer(num_envs) as block_writer:
+            with self.writer(num_envs=num_envs) as block_writer:
                 keys = block_writer.extend(*args, priority=priority, **fields)
         else:
             try:

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterable
 from enum import Enum
-from typing import Any, Literal, TypeAlias, cast, get_args
+from typing import Any, Literal, SupportsIndex, TypeAlias, cast, get_args
 
 from torchreplay import _C
 from torchreplay.buffer.final_observations import FinalObservations
@@ -31,6 +31,9 @@ class Writer(_C.Writer, Closeable):
 
     Made by `ReplayBuffer.writer()`. Cheap: one for each explorer thread. A context manager. A child process that
     inherits one by fork may go on using it; to other processes pass the buffer, and make a writer there.
+
+    Under a view that links rows, the episodes under way belong to the thread that wrote them: `step` of another thread
+    is a `ValueError`. That one may begin new episodes by `reset`.
     """
 
     def __init__(
@@ -154,7 +157,7 @@ class Writer(_C.Writer, Closeable):
 
 def roles_of(
     config: Config, num_envs: int | None, autoreset: Autoreset
-) -> tuple[tuple[int, ...], int, int, int, int] | None:
+) -> tuple[tuple[int, ...], int, int, int, int, int] | None:
     """Returns what the native core has to know of a writer's fields and streams; None where rows are not linked.
 
     Raises:
@@ -173,7 +176,59 @@ def roles_of(
         return None
     if num_envs is not None:
         _refuse_fields_named_as_arguments(config, roles, mode)
-    return roles.observation, roles.terminated, roles.truncated, num_envs or 0, AUTORESETS.index(mode)
+    reward = -1 if roles.reward is None else roles.reward
+    return roles.observation, roles.terminated, roles.truncated, reward, num_envs or 0, AUTORESETS.index(mode)
+
+
+def streams_of(envs: Any, num_envs: int | None, autoreset: Autoreset | None) -> tuple[int | None, Autoreset]:
+    """Returns how many environments a writer is of (None: one, without a dimension of its own), and how they reset.
+
+    Args:
+        envs: An environment, a vector environment, or a number of environments; None: what `num_envs` says.
+        num_envs: As given to `writer`.
+        autoreset: As given to `writer`.
+
+    Raises:
+        ValueError: `envs` is none of these, does not say how it resets, or says something else than the others.
+    """
+    own = None if autoreset is None else checked_autoreset(autoreset)
+    given = "next_step" if autoreset is None else autoreset
+    if envs is None or isinstance(envs, SupportsIndex):
+        number: Any = num_envs if envs is None else envs
+        _refuse_other("num_envs", num_envs, "envs", number)
+        return number, given
+    if not hasattr(envs, "num_envs"):
+        return _single(envs, num_envs, autoreset)
+    number = checked_int("envs.num_envs", envs.num_envs, 1, MAX_ENVS)
+    _refuse_other("num_envs", num_envs, "envs.num_envs", number)
+    says = (getattr(envs, "metadata", None) or {}).get("autoreset_mode")
+    if says is not None:
+        mode = checked_autoreset(says)
+        _refuse_other("autoreset", own, 'envs.metadata["autoreset_mode"]', mode)
+        return number, mode
+    if own is None and not hasattr(envs, "single_observation_space"):
+        raise ValueError(
+            f"envs is {envs!r:.200}, no vector environment of Gymnasium's, and does not say how it resets: pass "
+            f"autoreset= too ('same_step' for those of Stable-Baselines3)"
+        )
+    return number, given
+
+
+def _single(env: Any, num_envs: int | None, autoreset: Autoreset | None) -> tuple[None, Autoreset]:
+    if not (hasattr(env, "reset") and hasattr(env, "step")):
+        raise ValueError(f"envs is {env!r:.200}: expected an environment, a vector environment, or their number")
+    for name, value in (("num_envs", num_envs), ("autoreset", autoreset)):
+        if value is not None:
+            raise ValueError(
+                f"{name} is {value!r}, but envs is {env!r:.200}, which has no num_envs and so is one environment: "
+                f"leave one of them out"
+            )
+    return None, "next_step"
+
+
+def _refuse_other(name: str, given: Any, source: str, expected: Any) -> None:
+    if given is not None and given != expected:
+        raise ValueError(f"{name} is {given!r}, but {source} is {expected!r}: leave {name} out")
 
 
 def checked_autoreset(autoreset: Any) -> OwnAutoreset:

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from torchreplay.buffer.replay_buffer import ReplayBuffer
-from torchreplay.buffer.writer import Autoreset, OwnAutoreset, Writer, checked_autoreset
+from torchreplay.buffer.writer import Autoreset, OwnAutoreset, Writer, checked_autoreset, streams_of
 from torchreplay.checking.casting import as_numpy
 
 PACKAGE: Final = str(FilePath(__file__).parents[1])
@@ -284,10 +284,10 @@ class RecordedBuffer(ReplayBuffer):
         self._recording = recording
         return self
 
-    def writer(self, num_envs: int | None = None, autoreset: Autoreset = "next_step") -> Writer:
+    def writer(self, envs: Any = None, autoreset: Autoreset | None = None, *, num_envs: int | None = None) -> Writer:
         """Returns a writer that notes its calls."""
-        made = RecordedWriter(self._segment, self._config, num_envs, autoreset)
-        return made.record_to(self._recording, autoreset)
+        streams = streams_of(envs, num_envs, autoreset)
+        return RecordedWriter(self._segment, self._config, *streams).record_to(self._recording, streams[1])
 
     def extend(self, /, *args: Any, priority: Any = None, casting: Any = "same_kind", **fields: Any) -> Any:
         """Notes several rows, and writes them."""

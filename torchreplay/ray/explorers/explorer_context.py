@@ -86,22 +86,28 @@ class ExplorerContext:
         self._report(time.monotonic())
 
     def writer(
-        self, num_envs: int | None = None, autoreset: Autoreset = "next_step", *, name: str | None = None
+        self,
+        envs: Any = None,
+        autoreset: Autoreset | None = None,
+        *,
+        num_envs: int | None = None,
+        name: str | None = None,
     ) -> Writer:
         """A writer of the buffer, closed when the explorer's function ends, however it ends.
 
         Args:
-            num_envs: Environments of a vector environment, as for `ReplayBuffer.writer`.
-            autoreset: What the vector environment does when an episode ends.
+            envs: The environment, or the vector environment, whose steps it writes, as for `ReplayBuffer.writer`.
+            autoreset: What the vector environment does when an episode ends; None: what `envs` says.
+            num_envs: Environments of the vector environment, where `envs` is not given.
             name: Of the buffer, where the pool has several.
 
         Raises:
-            ValueError: There is no buffer of that name.
+            ValueError: There is no buffer of that name; or as for `ReplayBuffer.writer`.
         """
         for closed in [writer for writer in tuple(self._writers) if writer.closed]:
             self._closed_rows += closed.rows
             self._writers.discard(closed)
-        writer = chosen("the pool's buffers", self._buffers, name).writer(num_envs, autoreset)
+        writer = chosen("the pool's buffers", self._buffers, name).writer(envs, autoreset, num_envs=num_envs)
         self._writers.add(writer)
         return writer
 

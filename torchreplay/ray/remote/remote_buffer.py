@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from torchreplay.buffer.replay_buffer import ReplayBuffer, attached
 from torchreplay.buffer.stats import Stats
-from torchreplay.buffer.writer import Autoreset, Writer, roles_of
+from torchreplay.buffer.writer import Autoreset, Writer, roles_of, streams_of
 from torchreplay.errors import AttachError, Stopped
 from torchreplay.ray.remote.ingest_actor import Ingest
 from torchreplay.ray.remote.row_sender import RowSender
@@ -181,7 +181,9 @@ class RemoteBuffer(Configured, Closeable):
 
     # Writing
 
-    def writer(self, num_envs: int | None = None, autoreset: Autoreset = "next_step") -> RemoteWriter:
+    def writer(
+        self, envs: Any = None, autoreset: Autoreset | None = None, *, num_envs: int | None = None
+    ) -> RemoteWriter:
         """Returns a writer for the calling thread's rows, as `ReplayBuffer.writer` does.
 
         Raises:
@@ -189,14 +191,15 @@ class RemoteBuffer(Configured, Closeable):
             ValueError: As there.
             RuntimeError: This process was forked off one of Ray's, or rows can no longer be sent from it.
         """
-        return RemoteWriter(self._sender, self._config, num_envs, autoreset, self._closed)
+        streams = streams_of(envs, num_envs, autoreset)
+        return RemoteWriter(self._sender, self._config, *streams, self._closed)
 
     def extend(self, /, *args: Any, priority: Any = None, casting: Any = "same_kind", **fields: Any) -> None:
         """Writes n rows or episodes, as `ReplayBuffer.extend` does, and returns when they are in the buffer."""
         fields = cast_values(self._config.fields, fields, casting)
         num_envs = self._config.num_envs_of(fields)
         if num_envs is not None:
-            with self.writer(num_envs) as block_writer:
+            with self.writer(num_envs=num_envs) as block_writer:
                 block_writer.extend(*args, priority=priority, **fields)
                 block_writer.flush()
                 self._rows_extended += block_writer.rows

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from torchreplay import _C
 from torchreplay.buffer.replay_buffer import ReplayBuffer, local_sampler
-from torchreplay.buffer.writer import Autoreset, Writer
+from torchreplay.buffer.writer import Autoreset, Writer, streams_of
 from torchreplay.errors import AttachError, Stopped
 from torchreplay.ray.runtime.session import logger
 from torchreplay.ray.sharded.batch_block import Layout
@@ -67,10 +67,12 @@ class ShardBuffer(ReplayBuffer):
 
     number: int
 
-    def writer(self, num_envs: int | None = None, autoreset: Autoreset = "next_step") -> ShardWriter:
+    def writer(
+        self, envs: Any = None, autoreset: Autoreset | None = None, *, num_envs: int | None = None
+    ) -> ShardWriter:
         """Returns a writer whose keys are the union's, and which notices when the shard is gone."""
         sampler = local_sampler(self)
-        return ShardWriter(sampler.segment, sampler.config, pack(self.number), num_envs, autoreset)
+        return ShardWriter(sampler.segment, sampler.config, pack(self.number), *streams_of(envs, num_envs, autoreset))
 
 
 class LocalShard:

@@ -129,7 +129,9 @@ class ShardedReplay(Replay):
 
     # Writing
 
-    def writer(self, num_envs: int | None = None, autoreset: Autoreset = "next_step") -> ShardWriter:
+    def writer(
+        self, envs: Any = None, autoreset: Autoreset | None = None, *, num_envs: int | None = None
+    ) -> ShardWriter:
         """Returns a writer to the shard of the node that this process is on: one for each explorer thread.
 
         Its calls are those of `ReplayBuffer.writer()`, at the same cost; the keys that they return are the union's.
@@ -137,8 +139,9 @@ class ShardedReplay(Replay):
         place.
 
         Args:
-            num_envs: Environments of a vector environment, as in `ReplayBuffer.writer`.
-            autoreset: What the vector environment does when an episode ends.
+            envs: The environment, or the vector environment, whose steps it writes, as in `ReplayBuffer.writer`.
+            autoreset: What the vector environment does when an episode ends; None: what `envs` says.
+            num_envs: Environments of the vector environment, where `envs` is not given.
 
         Raises:
             RuntimeError: This node has no shard.
@@ -146,7 +149,7 @@ class ShardedReplay(Replay):
             ValueError: As there.
         """
         self._require_open()
-        return buffer_to_write_to(self._shards).writer(num_envs, autoreset)
+        return buffer_to_write_to(self._shards).writer(envs, autoreset, num_envs=num_envs)
 
     def extend(self, /, *args: Any, priority: Any = None, **fields: Any) -> torch.Tensor:
         """Writes n rows, or under a view that links rows a whole episode, to the shard of this node.
