@@ -119,8 +119,7 @@ inline void tree_restore(const Tensor& memory, int64_t capacity, const Tensor& g
   check_vector(grid, "grid", ScalarType::Long);
   if (grid.numel() != 2) fail("grid has ", grid.numel(), " elements, expected the 2 that tree_grid returned");
   const auto* state = static_cast<const int64_t*>(grid.const_data_ptr());
-  tree.keep_grid({state[0], state[1]});
-  tree.rebuild();
+  tree.rebuild_in({state[0], state[1]});
 }
 
 inline Tensor tree_grid(const Tensor& memory, int64_t capacity) {

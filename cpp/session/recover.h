@@ -21,7 +21,8 @@ class Recovery {
         pending_(m),
         streams_(m) {}
 
-  void run() {
+  // `grid`: of the leaves that are there, if another buffer had the same.
+  void run(const PriorityTree::GridState* grid = nullptr) {
     alive();
     TORCHREPLAY_FAULT("recover.begun");
     if (header_.dirty == Dirty::kSlots) {
@@ -51,7 +52,7 @@ class Recovery {
       header_.absorbed = head;
       TORCHREPLAY_FAULT("recover.cursor");
     }
-    tree_.rebuild();
+    grid ? tree_.rebuild_in(*grid) : tree_.rebuild();
     TORCHREPLAY_FAULT("recover.summed");
     kill_fence();
     header_.dirty = Dirty::kClean;
@@ -99,14 +100,13 @@ class Recovery {
     header_.seed = header_.import_seed;
     TORCHREPLAY_FAULT("import.counted");
     initial_.refresh();
-    tree_.keep_grid(c.grid);
-    run();
+    run(&c.grid);
     header_.inserted = std::max(c.inserted + items_of_others(), static_cast<uint64_t>(tree_.count()));
     header_.completed_at = header_.absorbed;
     LimiterConfig& limiter = header_.limiters[header_.limiter_index & 1];
     limiter.cleared = std::min(c.cleared, header_.inserted);
     if (header_.import_keeps_limiter) {
-      limiter.inserted_before = c.inserted_before;
+      limiter.inserted_before = std::min(c.inserted_before, header_.inserted);
       limiter.sampled_before = c.sampled_before;
     } else {
       change_limiter(header_, limiter);  // what was counted for another one says nothing about this one

@@ -89,26 +89,26 @@ class PriorityTree {
   void replace_sorted(const int64_t* index, const float* was, const float* now, int n);
 
   // Computes total, count, sums and minima from the leaves, clamping those first. The grid stays, unless it does not
-  // hold them. O(capacity): for repair and loading.
-  void rebuild();
+  // hold them or one chosen anew is finer. O(capacity): for repair.
+  void rebuild() { rebuild_as(true); }
 
-  // The same, in a grid chosen anew.
-  void refit() {
-    keep_grid({0, 0});
-    rebuild();
-  }
-
-  // What rebuild() is to start from: what grid_state() said before, of the same leaves.
-  void keep_grid(const GridState& grid) {
+  // The same, in the grid that grid_state() named in another tree of the same leaves. So both find the same. A grid
+  // that no tree would keep for these leaves is chosen anew. For loading.
+  void rebuild_in(const GridState& grid) {
     totals_->top = grid.top;
     totals_->written = grid.written;
+    rebuild_as(false);
   }
+
+  // The same, in a grid chosen anew.
+  void refit() { rebuild_in({0, 0}); }
 
  private:
   static constexpr int kBatch = 256;  // queries in flight in `find`
   static constexpr int kChunk =
       512;  // items after which the total is looked at, and whose deltas `replace_sorted` gathers
-  static constexpr int kAhead = 32;  // items that `set` prefetches ahead
+  static constexpr int kAhead = 32;     // items that `set` prefetches ahead
+  static constexpr int kMeanBits = 10;  // of the units that a leaf has on average, at the least
 
   struct Totals {
     uint64_t total;
@@ -132,7 +132,7 @@ class PriorityTree {
   template <class Node>
   bool replace_with(const int64_t* index, const float* was, const float* now, int n);
   template <class Node>
-  void rebuild_with(const TreeShape& shape);
+  void rebuild_with(const TreeShape& shape, bool finest);
   template <class Node>
   Wide add_lines(const TreeShape& shape, int64_t top);
   template <class Node>
@@ -140,9 +140,16 @@ class PriorityTree {
 
   bool set_within(const int64_t* index, const float* leaf, int n);
   bool replace_within(const int64_t* index, const float* was, const float* now, int n);
+  void rebuild_as(bool finest);
   void outgrow(const int64_t* index, const float* leaf, int n);
   void count_written(int n);
   bool is_full() const { return totals_->total >> tree_node::Grid::kTotalBits; }
+  // The largest leaves are gone: those that are left have few units.
+  static bool is_sparse(Wide sum, int64_t count) { return sum >> kMeanBits < static_cast<Wide>(count); }
+  // A grid just chosen, for leaves of which the largest wants `least`, would be finer.
+  static bool is_coarse(int64_t top, Wide sum, int64_t least) {
+    return sum >> (tree_node::Grid::kTotalBits - tree_node::Grid::kRoomBits - 1) == 0 && least < top;
+  }
   bool is_coarse() const;
 
   void prefetch_for_set(int64_t i) const;
@@ -169,8 +176,8 @@ class PriorityTree {
   [[gnu::flatten]] TORCHREPLAY_AVX512 bool is_coarse_avx512(const TreeShape& shape) const {
     return is_coarse_with<tree_node::Avx512>(shape);
   }
-  [[gnu::flatten]] TORCHREPLAY_AVX512 void rebuild_avx512(const TreeShape& shape) {
-    rebuild_with<tree_node::Avx512>(shape);
+  [[gnu::flatten]] TORCHREPLAY_AVX512 void rebuild_avx512(const TreeShape& shape, bool finest) {
+    rebuild_with<tree_node::Avx512>(shape, finest);
   }
 #endif
 
@@ -311,7 +318,7 @@ bool PriorityTree::replace_with(const int64_t* index, const float* was, const fl
 }
 
 template <class Node>
-void PriorityTree::rebuild_with(const TreeShape& shape) {
+void PriorityTree::rebuild_with(const TreeShape& shape, bool finest) {
   using tree_node::Grid;
   std::fill(leaves_ + capacity_, leaves_ + shape.leaf_lines * tree_node::kLeaves, 0.0f);
   int64_t count = 0;
@@ -323,12 +330,19 @@ void PriorityTree::rebuild_with(const TreeShape& shape) {
   totals_->written = std::clamp<int64_t>(totals_->written, 0, capacity_);
   TORCHREPLAY_FAULT("tree.clamped");
   int64_t top = totals_->top;
+  const int64_t least = count ? Grid::exponent(largest) + Grid::kRoomBits : 0;
   int most = Grid::kTotalBits;  // of the total
-  if (top < Grid::exponent(largest) || top > Grid::kMaxTop) {
-    top = count ? Grid::exponent(largest) + Grid::kRoomBits : 0;
-    most -= Grid::kRoomBits;
+  Wide sum = 0;
+  bool anew = top < Grid::exponent(largest) || top > Grid::kMaxTop;
+  if (!anew) {
+    sum = add_lines<Node>(shape, top);
+    anew = finest ? is_coarse(top, sum, least) : is_sparse(sum, count);
   }
-  const Wide sum = add_lines<Node>(shape, top);
+  if (anew) {
+    top = least;
+    most -= Grid::kRoomBits;
+    sum = add_lines<Node>(shape, top);
+  }
   if (sum >> most) {
     for (Wide rest = sum >> (Grid::kTotalBits - Grid::kRoomBits); rest; rest >>= 1) top++;
     add_lines<Node>(shape, top);
@@ -416,9 +430,8 @@ inline void PriorityTree::outgrow(const int64_t* index, const float* leaf, int n
 }
 
 inline void PriorityTree::count_written(int n) {
-  constexpr int kMeanBits = 10;
   totals_->written += n;
-  bool coarse = totals_->total >> kMeanBits < static_cast<uint64_t>(totals_->count);  // the largest leaves are gone
+  bool coarse = is_sparse(totals_->total, totals_->count);
   if (totals_->written >= capacity_) {
     totals_->written = 0;
     coarse = coarse || is_coarse();
@@ -426,16 +439,15 @@ inline void PriorityTree::count_written(int n) {
   if (coarse) refit();
 }
 
-// A grid just chosen would be finer.
 template <class Node>
 bool PriorityTree::is_coarse_with(const TreeShape& shape) const {
   using tree_node::Grid;
-  if (totals_->total >> (Grid::kTotalBits - Grid::kRoomBits - 1)) return false;
+  if (!is_coarse(totals_->top, totals_->total, 0)) return false;
   float largest = 0;
   for (int64_t i = 0; i < shape.leaf_lines; i++) {
     largest = std::max(largest, Node::largest(leaves_ + i * tree_node::kLeaves));
   }
-  return Grid::exponent(largest) + Grid::kRoomBits < totals_->top;
+  return is_coarse(totals_->top, totals_->total, Grid::exponent(largest) + Grid::kRoomBits);
 }
 
 inline bool PriorityTree::is_coarse() const {
@@ -446,12 +458,12 @@ inline bool PriorityTree::is_coarse() const {
   return is_coarse_with<tree_node::Portable>(shape);
 }
 
-inline void PriorityTree::rebuild() {
+inline void PriorityTree::rebuild_as(bool finest) {
   const TreeShape shape(capacity_);
 #if defined(TORCHREPLAY_X86)
-  if (simd_ == Simd::kAvx512) return rebuild_avx512(shape);
+  if (simd_ == Simd::kAvx512) return rebuild_avx512(shape, finest);
 #endif
-  rebuild_with<tree_node::Portable>(shape);
+  rebuild_with<tree_node::Portable>(shape, finest);
 }
 
 }  // namespace torchreplay

@@ -1,6 +1,8 @@
 """Priorities of any scale are drawn in their proportions: what they are multiplied by changes nothing."""
 
 import contextlib
+import os
+import signal
 
 import numpy as np
 import pytest
@@ -54,6 +56,49 @@ def test_draws_are_in_proportion_at_any_scale(scale, alpha):
     expected = probability * len(drawn)
     assert expected.min() > 5, "too few draws for the chi-square approximation"
     assert stats.chisquare(np.bincount(drawn, minlength=rows), expected).pvalue > FALSE_ALARM
+
+
+def killed_after(td, more, path):
+    """What the next process finds in the file of one that was killed when it had written more rows, unseen."""
+
+    def live():
+        buffer = learned(td, 1.0, 1e-3, path)
+        buffer.stats()
+        buffer.extend(index=np.arange(len(td), len(td) + more), priority=np.arange(1.0, more + 1))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with Forked(live) as process:
+        assert process.wait() == -signal.SIGKILL
+    return tr.ReplayBuffer.open(path)
+
+
+@pytest.mark.parametrize("outlier", [1e6, 1e14, 1e20, 1e30, 1e38])
+@pytest.mark.parametrize("way", ["a copy", "a load", "a death", "writing on"])
+def test_without_a_much_larger_one_the_priorities_that_are_left_have_their_proportions(way, outlier, tmp_path):
+    td = np.concatenate([[outlier], np.arange(1.001, 1000)])
+    buffer = learned(td, 1.0, 1e-3)
+    if way == "a copy":
+        buffer, td = buffer.copy(500), td[-500:]
+    elif way == "a load":
+        buffer.save(tmp_path)
+        buffer, td = tr.ReplayBuffer.load(tmp_path, 500), td[-500:]
+    elif way == "a death":
+        buffer, td = killed_after(td, 1, tmp_path / "ring"), np.concatenate([td[1:], [1.0]])
+    else:
+        buffer.extend(index=[0], priority=1.0)
+        td = np.concatenate([td[1:], [1.0]])
+    head = buffer._segment.head
+    probability = chances(td, 1.0, 1e-3)
+    # Until as many were written as there are, a live buffer may keep a grid in which the mean has 2^10 units.
+    error = 2.0**-10 * probability.mean() if way == "writing on" else 1e-6 * probability
+    found = buffer.gather(torch.arange(head - len(td), head))["probability"].double().numpy()
+    assert (np.abs(found - probability) <= error).all()
+    drawn = torch.cat([buffer.sample(512)["key"] for _ in range(400)]).numpy() - (head - len(td))
+    few = probability * len(drawn) > 5  # enough draws for the chi-square approximation
+    expected = np.append(probability[few], probability[~few].sum()) * len(drawn)
+    counts = np.bincount(drawn, minlength=len(td))
+    counts = np.append(counts[few], counts[~few].sum())
+    assert stats.chisquare(counts[expected > 0], expected[expected > 0]).pvalue > FALSE_ALARM
 
 
 @pytest.mark.parametrize(

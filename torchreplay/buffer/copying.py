@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from torchreplay import _C
 from torchreplay.checkpoint.buffer_checkpoint import SHARD_BYTES
-from torchreplay.checkpoint.description import ROW_COLUMNS
+from torchreplay.checkpoint.description import ROW_COLUMNS, without_grid
 from torchreplay.schema.config import Config
 from torchreplay.schema.limiters import from_native
 
 
-def copy_rows(source: _C.Segment, target: _C.Segment, config: Config) -> None:
+def copy_rows(source: _C.Segment, target: _C.Segment, config: Config, capacity: int) -> None:
     """Places the rows of a segment into a new one that nobody else has, and has its draws go on there.
 
     Args:
         source: Where others may go on writing.
-        target: Of the same fields and view; the capacity may be another.
+        target: Of the same fields and view.
         config: Of `source`.
+        capacity: Of `target`.
 
     Raises:
         RuntimeError: `source` is being restored.
@@ -33,6 +34,8 @@ def copy_rows(source: _C.Segment, target: _C.Segment, config: Config) -> None:
                 rows.issue(int(columns[key_column].numpy().max()) + 1)
                 rows.place(columns)
         counts, limiter = source.counts()
+        if capacity < config.capacity:
+            counts = without_grid(counts)
         if source.imports != imports:
             raise BufferError("restored meanwhile")
         rows.issue(int(counts[0]))  # tickets without a row too: the next key is the same

@@ -177,7 +177,7 @@ class ReplayBuffer(Replay):
             config = replace(config, capacity=checked_int("capacity", capacity, 1, MAX_CAPACITY))
         self.flush()
         with new_segment(config, None, self._segment.seed, by_and_by=False) as (segment, nonce, _):
-            copy_rows(self._segment, segment, self._config)
+            copy_rows(self._segment, segment, self._config, config.capacity)
         return self._over(segment, nonce, config)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -20,13 +20,13 @@ import torch
 
 from torchreplay import _C
 from torchreplay.checkpoint.description import (
-    GRID,
     MAX_RAW,
     ROW_COLUMNS,
     Description,
     RowsGone,
     column_names,
     require_alike,
+    without_grid,
 )
 from torchreplay.checkpoint.directory import replace_checkpoint
 from torchreplay.checkpoint.safetensors_io import (
@@ -227,8 +227,8 @@ def load_rows(
     rooms = reading_rooms(description, root, segment.nbytes) if rooms is None else rooms
     leaf_column, key_column = (len(saved.fields) + ROW_COLUMNS.index(name) for name in ("/leaf", "/key"))
     leaves = _leaves_for(config.sampler, saved.sampler, float(description.counts[MAX_RAW]))
-    # Other leaves than those of the checkpoint have another grid.
-    counts = tuple(0 if leaves and place in GRID else count for place, count in enumerate(description.counts))
+    others = leaves is not None or config.capacity < saved.capacity  # than those of the checkpoint
+    counts = without_grid(description.counts) if others else description.counts
     try:
         rows = _C.Import(segment, int(description.counts[0]))
         try:

@@ -124,6 +124,11 @@ def _counts(given: Sequence[Any]) -> tuple[int | float, ...]:
     return tuple(checked(place, count) for place, count in enumerate(given))
 
 
+def without_grid(counts: Sequence[int | float]) -> tuple[int | float, ...]:
+    """Returns counters of priorities that are not all those that were counted: the grid is chosen for them."""
+    return tuple(0 if place in GRID else count for place, count in enumerate(counts))
+
+
 class RowsGone(CheckpointError):
     """A file of rows is missing."""
 

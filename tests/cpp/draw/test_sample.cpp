@@ -165,12 +165,11 @@ BOOST_AUTO_TEST_CASE(single_draws_follow_the_distribution) {
 BOOST_AUTO_TEST_CASE(more_items_than_units_of_priority_are_drawn_all_the_same) {
   Plan plan;
   plan.sampler = {1, Normalize::kBuffer, 1, 0};
-  auto m = buffer_of({1e-30F}, plan);
+  auto m = buffer_of({0x1p-41F}, plan);
   settle(*m);
-  m->tree().keep_grid({127, 0});  // as beside a leaf of 1
-  m->tree().rebuild();
-  BOOST_TEST(m->tree().total() == 1U);
-  BOOST_TEST((draw(*m, 100).keys == std::vector<int64_t>(100, 0)));
+  m->tree().rebuild_in({127, 0});  // as beside a leaf of 1
+  BOOST_TEST(m->tree().total() == 1024U);
+  BOOST_TEST((draw(*m, 3000).keys == std::vector<int64_t>(3000, 0)));
 }
 
 BOOST_AUTO_TEST_CASE(a_row_overwritten_after_the_draw_is_drawn_again_elsewhere) {

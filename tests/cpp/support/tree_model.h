@@ -78,7 +78,7 @@ struct Model {
   void rebuild() {
     bool holds = true;
     for (float& leaf : leaves) holds = is_held(leaf = stored(leaf)) && holds;
-    if (!holds || exact_total() >= std::ldexp(1.0L, 63)) unit = fit();
+    if (!holds || exact_total() >= std::ldexp(1.0L, 63) || is_coarse()) unit = fit();
   }
 
   void refit() {

@@ -154,17 +154,59 @@ BOOST_AUTO_TEST_CASE(the_grid_of_a_tree_that_has_been_told_is_that_of_another_wi
   set_all(tree.tree, leaves);
   for (int64_t i = 0; i < 500; i++) set_one(tree.tree, i, 2e-4f);
   for (Tree* other : {&copy, &anew}) std::copy(tree->leaves(), tree->leaves() + 1000, (*other)->leaves());
-  copy->keep_grid(tree->grid_state());
-  copy->rebuild();
+  copy->rebuild_in(tree->grid_state());
   BOOST_TEST(std::memcmp(copy.memory.get(), tree.memory.get(), PriorityTree::bytes(1000)) == 0);
   anew->rebuild();
   BOOST_TEST(anew->unit() < tree->unit());
-  for (int64_t top : {-5, 0, 3, 300}) {  // none that holds its leaves
-    copy->keep_grid({top, -1});
-    copy->rebuild();
+  for (int64_t top : {-5, 0, 3, 180, 250, 300}) {  // none that holds its leaves, or gives them units enough
+    copy->rebuild_in({top, -1});
     BOOST_TEST(copy->unit() == anew->unit());
     BOOST_TEST(copy->grid_state().written == 0);
   }
+}
+
+// As after a death between the end of an outlier and the choice of a finer grid, or in a copy without it.
+BOOST_AUTO_TEST_CASE(a_tree_rebuilt_without_its_outlier_has_the_proportions_of_the_leaves_that_are_left) {
+  on_every_instruction_set([](Simd simd) {
+    for (float outlier : {1e4f, 1e10f, 1e14f, 1e20f, 1e30f, 3e38f}) {
+      Tree tree(1000, simd);
+      std::vector<float> leaves(1000);
+      std::iota(leaves.begin(), leaves.end(), 1.0f);
+      for (float& leaf : leaves) leaf *= 1.001f;
+      leaves[123] = outlier;
+      set_all(tree.tree, leaves);
+      tree->leaves()[123] = 0;
+      tree->rebuild();
+      const double sum = 1.001 * (500 * 1001 - 124);
+      for (int64_t i = 0; i < 1000; i++)
+        BOOST_TEST(share(tree.tree, i) == (i == 123 ? 0 : 1.001 * static_cast<double>(i + 1) / sum),
+                   boost::test_tools::tolerance(1e-6));
+    }
+  });
+}
+
+BOOST_AUTO_TEST_CASE(a_tree_whose_outlier_is_gone_has_good_proportions_at_once_and_the_best_after_as_many_writes) {
+  on_every_instruction_set([](Simd simd) {
+    for (float outlier : {1e10f, 1e14f, 1e20f, 1e30f, 3e38f}) {
+      Tree tree(1000, simd);
+      std::vector<float> leaves(1000);
+      std::iota(leaves.begin(), leaves.end(), 1.001f);
+      leaves[123] = outlier;
+      set_all(tree.tree, leaves);
+      leaves[123] = 0;
+      const double mean = std::accumulate(leaves.begin(), leaves.end(), 0.0) / 999;
+      const auto worst = [&] {  // error of a probability, by the mean probability
+        double error = 0;
+        for (int64_t i = 0; i < 1000; i++)
+          error = std::max(error, std::fabs(share(tree.tree, i) * 999 - leaves[i] / mean));
+        return error;
+      };
+      set_one(tree.tree, 123, 0);
+      BOOST_TEST(worst() < 0x1p-10);
+      for (int64_t i = 0; i < 1000; i++) set_one(tree.tree, i, leaves[i]);
+      BOOST_TEST(worst() < 1e-6);
+    }
+  });
 }
 
 #if defined(TORCHREPLAY_X86)
