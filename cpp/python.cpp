@@ -121,16 +121,17 @@ PyObject* nonce_in_use(PyObject*, PyObject* args) {
   });
 }
 
-// repair_file(fd, boot) -> (nonce, rows dropped): makes the segment in a file fit for use. The caller holds LOCK_EX.
+// repair_file(fd, boot, nonce) -> (nonce, rows dropped): makes the segment in a file fit for use; a copy of another
+// file gets `nonce`. The caller holds LOCK_EX.
 PyObject* repair_file(PyObject*, PyObject* args) {
   return guarded([&] {
     int fd;
-    unsigned long long boot;
-    if (!PyArg_ParseTuple(args, "iK", &fd, &boot)) throw PythonError{};
+    unsigned long long boot, nonce;
+    if (!PyArg_ParseTuple(args, "iKK", &fd, &boot, &nonce)) throw PythonError{};
     Descriptor file = Descriptor::duplicate(fd);
     const Repaired repaired = [&] {
       const WithoutGil released;
-      return repair_segment(std::move(file), boot);
+      return repair_segment(std::move(file), boot, nonce);
     }();
     return checked(Py_BuildValue("KK", repaired.nonce, repaired.dropped_rows));
   });

@@ -62,6 +62,11 @@ class Import {
     for (uint64_t i = 0; i < n; i++)
       if (rows.key[i] < 0 || static_cast<uint64_t>(rows.key[i]) >= header_.import_head)
         throw std::invalid_argument("a key is out of range");
+    const auto& fields = memory_.layout().fields;
+    for (size_t f = 0; f < fields.size(); f++)
+      if (fields[f].element == Element::kBool &&
+          std::any_of(rows.values[f], rows.values[f] + n * fields[f].nbytes, [](char byte) { return byte & ~1; }))
+        throw std::invalid_argument("a value of column " + std::to_string(f) + " is neither true nor false");
     uint64_t mapped = 0;  // of the rows
     for (uint64_t i = 0; i < n; i++) {
       const uint64_t slot = slot_of(rows, i);
@@ -75,9 +80,12 @@ class Import {
     }
   }
 
-  // Makes them the segment's rows, and its counts those that were saved under `limiter`.
+  // Makes them the segment's rows, and its counts those that were saved under `limiter`. Throws std::invalid_argument
+  // when no buffer can have had such rows, or counted so: then nothing has happened.
   void finish(const Counts& saved, const LimiterConfig& limiter, uint64_t seed) {
     Locked lock(memory_);
+    if (!saved.are_sound()) throw std::invalid_argument("the counters are out of range");
+    check_rows();
     Counts& c = header_.imported;
     c = saved;
     c.stale_updates += header_.stale_updates;
@@ -110,6 +118,17 @@ class Import {
     ended_ = true;
   }
 
+  // Others may write newer rows, of streams of their own, and take slots for them.
+  void check_rows() const {
+    for (uint64_t slot = 0; slot < memory_.capacity(); slot++) {
+      const std::atomic<uint64_t>& at = memory_.row(slot).word;
+      const uint64_t word = at.load(std::memory_order_acquire);
+      if (slot_word::writer(word) != slot_word::kLoaded || is_sound(memory_, slot)) continue;
+      throw std::invalid_argument("the row with key " + std::to_string(slot_word::key1(word) - 1) +
+                                  " does not follow its episode");
+    }
+  }
+
   [[noreturn]] static void throw_taken() {
     throw RowsRefused("the buffer holds rows already: restore a new one, before its explorers start");
   }
@@ -137,7 +156,8 @@ class Import {
     row.set({static_cast<uint64_t>(rows.link[i]), static_cast<uint32_t>(rows.step[i]), rows.priority[i]},
             memory_.layout().view.linked());
     PriorityTree tree = memory_.tree();
-    tree.leaves()[slot] = tree.clamp(rows.leaf[i]);
+    const float leaf = tree.clamp(rows.leaf[i]);
+    tree.leaves()[slot] = header_.sampler.prioritized || leaf == 0 ? leaf : 1;
     TORCHREPLAY_FAULT("import.copied");
     row.word.store(slot_word::done(key, slot_word::kLoaded), std::memory_order_release);
   }

@@ -26,7 +26,7 @@ inline int init(PyObject* self, PyObject* args, PyObject*) {
     PyObject* segment;
     unsigned long long head;
     if (!PyArg_ParseTuple(args, "OK", &segment, &head)) throw PythonError{};
-    if (head > kMaxKeys) throw std::invalid_argument("the counters are out of range");
+    if (head > kMaxHead) throw std::invalid_argument("the counters are out of range");
     auto state = std::make_unique<ImportState>();
     auto& s = state_of<SegmentState>(segment);
     SegmentMemory& m = s.memory();
@@ -47,7 +47,7 @@ inline PyObject* issue(PyObject* self, PyObject* head) {
   return guarded([&] {
     Import& import = state_of<ImportState>(self).begun();
     const uint64_t keys = as_uint(head);
-    if (keys > kMaxKeys) throw std::invalid_argument("the counters are out of range");
+    if (keys > kMaxHead) throw std::invalid_argument("the counters are out of range");
     {
       WithoutGil unlocked;
       import.issue(keys);
@@ -108,8 +108,7 @@ inline PyObject* finish(PyObject* self, PyObject* args) {
                           &limiter, &seed, &stream, &step))
       throw PythonError{};
     const LimiterConfig counted_by = segment::parse_limiter(limiter);
-    if (!(max_raw >= 0) || !std::isfinite(max_raw) || !(priority_change >= 0) || !std::isfinite(priority_change))
-      throw std::invalid_argument("the counters are out of range");
+    if (step >= kMaxDraws) throw std::invalid_argument("the counters are out of range");
     if (SegmentState& learner = state_of<SegmentState>(s.segment.get()); learner.attached) learner.learner->id();
     const uint32_t given_out = s.attached->memory->header().streams.load(std::memory_order_relaxed);
     {

@@ -1,6 +1,9 @@
 // Making a segment, and opening one that another process made. Checks everything before anything is trusted.
 #pragma once
 
+#include <fcntl.h>
+#include <sys/stat.h>
+
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -47,11 +50,11 @@ inline uint64_t config_bytes(size_t fields, size_t text) {
 }
 
 // Of what stays as it was formatted, and decides how everything else is read.
-inline uint64_t config_hash(const Header& h, const char* config) {
+inline uint64_t config_hash(const Header& h, const char* config, uint64_t nonce) {
   const SamplerConfig& s = h.sampler;
   return Hash()
       .mix(config, h.config_bytes)
-      .mix(h.nonce)
+      .mix(nonce)
       .mix(s.prioritized)
       .mix(static_cast<uint64_t>(s.normalize))
       .mix(&s.alpha, sizeof s.alpha)
@@ -59,8 +62,21 @@ inline uint64_t config_hash(const Header& h, const char* config) {
       .value();
 }
 
+// Names the file: no two files of one time have the same. Never 0.
+inline uint64_t place_of(const Descriptor& fd) {
+  struct stat file;
+  if (fstat(fd.get(), &file) != 0) throw std::system_error(errno, std::generic_category(), "fstat on a replay segment");
+  Hash hash;
+  hash.mix(uint64_t{file.st_dev}).mix(uint64_t{file.st_ino});
+  struct statx born;  // not known everywhere; the number of a removed file is given again
+  if (statx(fd.get(), "", AT_EMPTY_PATH, STATX_BTIME, &born) == 0 && born.stx_mask & STATX_BTIME)
+    hash.mix(static_cast<uint64_t>(born.stx_btime.tv_sec)).mix(uint64_t{born.stx_btime.tv_nsec});
+  return hash.value() | 1;
+}
+
 // Formats the zero-filled file `fd`, `config.layout.bytes` long.
 inline std::unique_ptr<SegmentMemory> format_segment(Descriptor fd, const SegmentConfig& config) {
+  const uint64_t place = config.boot ? place_of(fd) : 0;
   auto memory = std::make_unique<SegmentMemory>(std::move(fd), config.layout, config.text);
   const Layout& layout = memory->layout();
   char* at = memory->config();
@@ -81,7 +97,7 @@ inline std::unique_ptr<SegmentMemory> format_segment(Descriptor fd, const Segmen
   h.config_bytes = layout.config_bytes;
   h.seed = config.seed;
   h.sampler = config.sampler;
-  h.config_hash = config_hash(h, memory->config());
+  h.config_hash = config_hash(h, memory->config(), h.nonce);
   h.limiters[0] = config.limiter;
   h.made = machine_ns();
   h.max_raw = 1.0f;
@@ -91,6 +107,7 @@ inline std::unique_ptr<SegmentMemory> format_segment(Descriptor fd, const Segmen
   h.mutex.init();
   memory->tree().rebuild();
   memory->file().boot = config.boot;
+  memory->file().place = place;
   memory->file().phase = config.boot ? Phase::kInUse : Phase::kMemory;
   h.magic = kMagic;
   memory->expect_random_access();
@@ -138,7 +155,8 @@ inline Description read_description(const Descriptor& fd) {
   std::string config(h.config_bytes, '\0');
   if (pread(fd.get(), config.data(), config.size(), static_cast<off_t>(offset)) != static_cast<ssize_t>(config.size()))
     throw NotASegment("the segment's configuration cannot be read");
-  if (config_hash(h, config.data()) != h.config_hash) throw NotASegment("the segment's configuration is damaged");
+  if (config_hash(h, config.data(), h.nonce) != h.config_hash)
+    throw NotASegment("the segment's configuration is damaged");
   detail::ConfigHead head;
   if (config.size() < sizeof head) throw NotASegment("the segment's configuration is damaged");
   std::memcpy(&head, config.data(), sizeof head);

@@ -20,6 +20,9 @@ inline constexpr uint64_t kNever = std::numeric_limits<uint64_t>::max();
 // No ticket is taken beyond: words and links keep key + 1 in 48 bits. This leaves half of them to processes that take
 // theirs at the same time. At a million rows a second it is reached after four years.
 inline constexpr uint64_t kMaxKeys = uint64_t{1} << 47;
+inline constexpr uint64_t kMaxHead = 2 * kMaxKeys - 1;  // with the tickets of all who took theirs at that time
+inline constexpr uint64_t kMaxDraws = uint64_t{1} << 48;
+inline constexpr uint64_t kMaxCount = uint64_t{1} << 63;  // of whatever is counted: sums and differences fit 64 bits
 
 enum class Normalize : uint32_t { kBuffer, kBatch, kNone };
 
@@ -53,6 +56,16 @@ struct Counts {
   uint64_t inserted_before, sampled_before;  // the limiter was set
   PriorityTree::GridState grid;              // of the leaves; zeros: not known
   uint64_t cleared;                          // items inserted before the last clear()
+
+  // Whether a segment can have counted so, and can go on.
+  bool are_sound() const {
+    bool good = head <= kMaxHead && draws <= kMaxDraws / 2 && max_raw >= 0 && std::isfinite(max_raw) &&
+                priority_change >= 0 && std::isfinite(priority_change);
+    for (uint64_t n : {inserted, sampled, updated, stale_updates, unready_updates, evicted_unsampled, inserted_before,
+                       sampled_before, cleared})
+      good &= n <= kMaxCount / 2;
+    return good;
+  }
 };
 
 enum class ImportStage : uint32_t {
@@ -151,6 +164,7 @@ enum class Phase : uint32_t {
   kInUse,      // processes of the boot named use it, or died
   kRepairing,  // one of them was about to repair it
   kSealed,     // put to rest by its last user, everything being on the disk
+  kCopied,     // was that, and turned out to be a copy: it is getting another nonce
 };
 
 // What a segment in a file knows of its users. At the end of the header's page.
@@ -159,6 +173,7 @@ struct FileState {
   uint64_t boot;                       // of the machine, when it was opened last
   uint64_t seal;                       // kSealed: hash of the header
   std::atomic<uint64_t> dropped_rows;  // rows that were being written when everybody had died
+  uint64_t place;                      // of the file that was opened last: a copy lies elsewhere; 0: not known
 };
 inline constexpr uint64_t kFileState = kSegmentHeaderBytes - kLine;
 static_assert(sizeof(FileState) <= kLine && sizeof(Header) <= kFileState);

@@ -22,4 +22,22 @@ inline bool read_facts(const SegmentMemory& m, uint64_t slot, uint64_t word, Row
   return load_after_copy(row.word) == word;
 }
 
+// Whether a row can have been written where it is: links lead to older rows, and steps count them. What others
+// overwrite meanwhile is not looked at.
+inline bool is_sound(const SegmentMemory& m, uint64_t slot) {
+  const auto word_of = [&](uint64_t of) { return m.row(of).word.load(std::memory_order_acquire); };
+  const uint64_t word = word_of(slot);
+  RowFacts row, before;
+  if (!slot_word::is_row(word) || !read_facts(m, slot, word, row)) return true;
+  if (!(std::isnan(row.priority) || std::isfinite(row.priority))) return false;
+  if (!m.layout().view.linked()) return true;
+  if (row.flags > (kFirst | kEnds | kHasPriority) || row.prev_key1 >= slot_word::key1(word)) return false;
+  if (row.flags & kFirst) return row.step == 0;
+  if (row.prev_key1 == 0 || row.step == 0) return false;
+  const uint64_t from = m.slot_of(row.prev_key1 - 1), word_before = word_of(from);
+  if (!slot_word::is_row(word_before) || slot_word::key1(word_before) != row.prev_key1) return true;  // it is gone
+  if (!read_facts(m, from, word_before, before)) return true;
+  return m.layout().view.step_after(before.step) == row.step && !(before.flags & kEnds);
+}
+
 }  // namespace torchreplay

@@ -4,6 +4,7 @@
 // A forked child shares the description, and what keeps the mapping keeps the lock.
 #pragma once
 
+#include <fcntl.h>
 #include <sys/file.h>
 
 #include <cmath>
@@ -27,21 +28,28 @@ class Examination {
       : memory_(m), header_(m.header()), tree_(m.tree()), head_(header_.head.load(std::memory_order_relaxed)) {}
 
   void run() {
-    require_intact(head_ < uint64_t{1} << 47, "tickets");
-    require_intact(header_.draws.load(std::memory_order_relaxed) < uint64_t{1} << 48, "number of draws");
+    require_intact(head_ <= kMaxHead, "tickets");
+    require_intact(header_.draws.load(std::memory_order_relaxed) < kMaxDraws, "number of draws");
+    for (uint64_t n : {header_.inserted, header_.sampled, header_.updated, header_.stale_updates,
+                       header_.unready_updates, header_.evicted_unsampled})
+      require_intact(n <= kMaxCount, "counters");
     require_intact(std::isfinite(header_.max_raw) && header_.max_raw >= 0, "largest priority");
     require_intact(std::isfinite(header_.priority_change) && header_.priority_change >= 0, "change of priorities");
     require_intact(header_.limiter_index < 2, "limiter");
     for (const LimiterConfig& limiter : header_.limiters)
-      require_intact(limiter.ratio >= 0 && limiter.min_diff <= limiter.max_diff, "limiter");
+      require_intact(limiter.ratio >= 0 && limiter.min_diff <= limiter.max_diff &&
+                         std::max({limiter.min_size, limiter.inserted_before, limiter.sampled_before,
+                                   limiter.cleared}) <= kMaxCount,
+                     "limiter");
     const bool untouched = header_.rows == 0 && header_.inserted == 0;
     require_intact(!header_.importer || untouched || header_.import_stage == ImportStage::kPlaced, "import");
+    require_intact(!header_.importer || untouched || header_.imported.are_sound(), "import");
     const int64_t grid = tree_.grid_state().top;
     require_intact(grid >= 0 && grid <= tree_node::Grid::kMaxTop, "grid of priorities");
     for (uint64_t slot = 0; slot < memory_.capacity(); slot++) {
       check_word(slot);
       check_leaf(slot);
-      if (memory_.layout().view.linked()) check_stream(slot);
+      require_intact(is_sound(memory_, slot), "header of row " + std::to_string(slot));
     }
   }
 
@@ -75,26 +83,6 @@ class Examination {
     const float leaf = tree_.leaf(static_cast<int64_t>(slot));
     const bool known = header_.sampler.prioritized ? leaf == PriorityTree::clamp(leaf) : leaf == 0 || leaf == 1;
     require_intact(known, "priority of row " + std::to_string(slot));
-  }
-
-  // Links lead to older rows, and steps count them.
-  void check_stream(uint64_t slot) const {
-    const uint64_t word = word_of(slot);
-    RowFacts row, before;
-    if (!slot_word::is_row(word)) return;
-    read_facts(memory_, slot, word, row);
-    const bool first = row.flags & kFirst;
-    bool good = row.flags <= (kFirst | kEnds | kHasPriority) && row.prev_key1 < slot_word::key1(word) &&
-                (std::isnan(row.priority) || std::isfinite(row.priority)) &&
-                (first ? row.step == 0 : row.prev_key1 > 0 && row.step > 0);
-    if (good && !first) {
-      const uint64_t from = memory_.slot_of(row.prev_key1 - 1), word_before = word_of(from);
-      if (slot_word::is_row(word_before) && slot_word::key1(word_before) == row.prev_key1) {
-        read_facts(memory_, from, word_before, before);
-        good = memory_.layout().view.step_after(before.step) == row.step && !(before.flags & kEnds);
-      }
-    }
-    require_intact(good, "header of row " + std::to_string(slot));
   }
 
   SegmentMemory& memory_;
@@ -164,6 +152,43 @@ inline void seal_segment(SegmentMemory& m) {
   sync_file(m);
 }
 
+// Whether a death would leave no row half written.
+inline bool is_at_rest(const FileState& file) { return file.phase == Phase::kSealed || file.phase == Phase::kCopied; }
+
+// Throws NotASegment for a file whose parts are of different moments.
+inline void require_one_moment(const FileState& file, uint64_t place, uint64_t boot) {
+  require_intact(file.phase >= Phase::kInUse && file.phase <= Phase::kCopied, "phase");
+  if (is_at_rest(file)) return;
+  if (file.boot != boot)
+    throw NotASegment(
+        "the machine was restarted while the buffer was in use, and what had reached the disk by then need not fit "
+        "together: load its last checkpoint");
+  if (file.place && file.place != place)
+    throw NotASegment(
+        "the file is a copy that was made while the buffer was in use, so its rows need not fit together: copy a "
+        "buffer in use by save(directory) and load(directory, path=...), or its file once all have closed it");
+}
+
+// Or the first touch of a page without room on the disk would raise SIGBUS.
+inline void reserve(const Descriptor& fd, uint64_t bytes) {
+  int error;
+  do error = posix_fallocate(fd.get(), 0, static_cast<off_t>(bytes));
+  while (error == EINTR);
+  if (error) throw std::system_error(error, std::generic_category(), "reserving the file of a replay segment");
+}
+
+// Gives a segment another nonce: both that and the hash over it, or neither, whenever this process dies.
+inline void give_nonce(SegmentMemory& m, uint64_t nonce) {
+  constexpr size_t kFrom = offsetof(Header, nonce), kTo = offsetof(Header, config_hash) + sizeof(Header::config_hash);
+  Header& h = m.header();
+  uint64_t words[(kTo - kFrom) / sizeof(uint64_t)];
+  std::memcpy(words, m.base() + kFrom, sizeof words);
+  words[0] = nonce;
+  words[std::size(words) - 1] = config_hash(h, m.config(), nonce);
+  if (pwrite(m.fd(), words, sizeof words, kFrom) != static_cast<ssize_t>(sizeof words))
+    throw std::system_error(errno, std::generic_category(), "writing the header of a replay segment");
+}
+
 }  // namespace detail
 
 // Whether processes of this boot may use the segment in `fd`; its nonce, if so. For those who hold LOCK_SH. Throws
@@ -171,6 +196,7 @@ inline void seal_segment(SegmentMemory& m) {
 inline std::optional<uint64_t> nonce_in_use(const Descriptor& fd, uint64_t boot) {
   const HeaderPage page(fd);
   if (page.file().phase != Phase::kInUse || page.file().boot != boot) return {};
+  detail::require_one_moment(page.file(), place_of(fd), boot);
   return page.header().nonce;
 }
 
@@ -179,24 +205,31 @@ struct Repaired {
   uint64_t dropped_rows;  // this time
 };
 
-// Makes the segment in `fd` fit for use again. The caller holds LOCK_EX: nobody else uses it. Throws NotASegment, and
-// has changed nothing, when the file is damaged, or was in use when the machine went down. Then the disk has parts of
-// different moments. O(capacity).
-inline Repaired repair_segment(Descriptor fd, uint64_t boot) {
-  const auto memory = map_segment(std::move(fd));
-  SegmentMemory& m = *memory;
+// Makes the segment in `fd` fit for use again. The caller holds LOCK_EX: nobody else uses it. A copy of another file
+// gets the nonce given: two files are never the same buffer. Throws NotASegment, and has changed nothing, when the file
+// is damaged, was in use when the machine went down, or is a copy of one in use. Then it has parts of different
+// moments. Throws std::system_error when a file with holes finds no room on the disk. O(capacity).
+inline Repaired repair_segment(Descriptor fd, uint64_t boot, uint64_t nonce) {
+  const uint64_t place = place_of(fd);
+  Description found = read_description(fd);
+  detail::require_one_moment(HeaderPage(fd).file(), place, boot);
+  detail::reserve(fd, found.layout.bytes);
+  SegmentMemory m(std::move(fd), std::move(found.layout), std::move(found.text));
   FileState& file = m.file();
-  const Phase phase = file.phase;
-  detail::require_intact(phase >= Phase::kInUse && phase <= Phase::kSealed, "phase");
-  if (phase != Phase::kSealed && file.boot != boot)
-    throw NotASegment(
-        "the machine was restarted while the buffer was in use, and what had reached the disk by then need not fit "
-        "together: load its last checkpoint");
   detail::Examination examination(m);
-  if (phase == Phase::kSealed) detail::require_intact(file.seal == detail::seal_of(m), "header");
+  if (file.phase == Phase::kSealed) detail::require_intact(file.seal == detail::seal_of(m), "header");
   examination.run();
-  if (phase == Phase::kSealed) examination.run_sealed();
+  if (detail::is_at_rest(file)) {
+    examination.run_sealed();
+    if (file.phase == Phase::kCopied || file.place != place) {
+      file.phase = Phase::kCopied;  // without the seal, which is of the nonce too
+      kill_fence();
+      detail::give_nonce(m, nonce);
+    }
+  }
   file.boot = boot;
+  file.place = place;
+  kill_fence();
   file.phase = Phase::kRepairing;
   detail::forget_processes(m);
   uint64_t dropped;

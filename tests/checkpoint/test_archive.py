@@ -91,3 +91,28 @@ def test_an_archive_that_leads_out_of_its_directory_is_refused(kind, tmp_path):
     file.seek(0)
     with pytest.raises(tr.CheckpointError, match="it has the entry"):
         tr.ReplayBuffer.load(file)
+
+
+def test_an_archive_whose_file_has_holes_of_any_size_is_refused():
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w|", format=tarfile.PAX_FORMAT) as archive:
+        member = tarfile.TarInfo("checkpoint.json")
+        member.size = 1
+        member.pax_headers = {"GNU.sparse.size": str(1 << 30), "GNU.sparse.map": "0,1"}
+        archive.addfile(member, io.BytesIO(b"x"))
+    file.seek(0)
+    with pytest.raises(tr.CheckpointError, match="it has the entry"):
+        tr.ReplayBuffer.load(file)
+
+
+@pytest.mark.parametrize("names", [("a", "a/b"), ("a/b", "a"), ("checkpoint.json/b",), ("a", "a/")])
+def test_an_archive_in_which_a_name_is_both_a_file_and_a_directory_is_refused(names):
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w|") as archive:
+        for name in names:
+            member = tarfile.TarInfo(name)
+            member.type = tarfile.DIRTYPE if name.endswith("/") else tarfile.REGTYPE
+            archive.addfile(member)
+    file.seek(0)
+    with pytest.raises(tr.CheckpointError):
+        tr.ReplayBuffer.load(file)

@@ -41,15 +41,23 @@ def tell(directory, told):
     (directory / "checkpoint.json").write_text(json.dumps({"crc32": zlib.crc32(text.encode()), "checkpoint": text}))
 
 
-def make_format_3(directory):
-    """Makes a checkpoint what versions that knew format 3 would have written."""
+def change_rows(directory, change):
+    """Has the files of rows hold what `change(tensors)` makes of them, with checksums that fit."""
     told = told_by(directory)
-    told |= {"format": 3, "counts": told["counts"][:13]}
     for number, (name, *_) in enumerate(told["shards"]):
-        tensors = {
-            f"row.{name[1:]}" if name.startswith("/") else name: tensor
-            for name, tensor in load_file(directory / name).items()
-        }
+        tensors = change(load_file(directory / name))
         (directory / name).unlink()
         told["shards"][number][1:] = write_shard(directory / name, tensors, room_for(BLOCK))
     tell(directory, told)
+
+
+def make_format_3(directory):
+    """Makes a checkpoint what versions that knew format 3 would have written."""
+    told = told_by(directory)
+    tell(directory, told | {"format": 3, "counts": told["counts"][:13]})
+    change_rows(
+        directory,
+        lambda tensors: {
+            f"row.{name[1:]}" if name.startswith("/") else name: tensor for name, tensor in tensors.items()
+        },
+    )

@@ -208,8 +208,9 @@ class ReplayBuffer(Replay):
         Raises:
             FileNotFoundError: There is none.
             PermissionError: It belongs to another user.
-            CheckpointError: It is no replay buffer, of another version, truncated, damaged, or was in use when the
-                machine went down.
+            CheckpointError: It is no replay buffer, of another version, truncated, damaged, was in use when the machine
+                went down, or is a copy that was made while the buffer was in use.
+            OSError: It is a sparse copy, and the disk has no room for all of it.
             ValueError: `view` or `sampler` is not the buffer's, or `view` has not the same functions.
         """
         found = open_file(checked_path("path", path))

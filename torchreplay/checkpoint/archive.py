@@ -46,7 +46,7 @@ def opened_archive(file: IO[bytes]) -> Iterator[Path]:
             with tarfile.open(fileobj=file, mode="r|") as archive:
                 for member in archive:
                     _unpack(archive, member, root)
-        except (tarfile.TarError, EOFError) as error:
+        except (tarfile.TarError, EOFError, FileExistsError, NotADirectoryError, IsADirectoryError) as error:
             raise CheckpointError(f"the file holds no checkpoint, or only a part of one: {error}") from None
         yield root
 
@@ -54,11 +54,13 @@ def opened_archive(file: IO[bytes]) -> Iterator[Path]:
 def _unpack(archive: tarfile.TarFile, member: tarfile.TarInfo, root: Path) -> None:
     """Unpacks files and directories below `root`, and nothing else: an archive may say anything."""
     path = root / member.name
-    if not path.resolve().is_relative_to(root.resolve()) or not (member.isdir() or member.type in REGULAR):
+    is_plain = member.isdir() or (member.type in REGULAR and not member.issparse())  # holes can be of any size
+    if not is_plain or not path.resolve().is_relative_to(root.resolve()):
         raise CheckpointError(f"the file holds no checkpoint: it has the entry {member.name!r}")
     if member.isdir():
         path.mkdir(parents=True, exist_ok=True)
         return
+    path.parent.mkdir(parents=True, exist_ok=True)
     content = archive.extractfile(member)
     assert content is not None  # a regular file has content
     with path.open("wb") as to:

@@ -9,10 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import torch
+
 from torchreplay.checkpoint.directory import read_description, with_description
 from torchreplay.errors import CheckpointError
 from torchreplay.schema.config import Config
-from torchreplay.validation import checked_int
+from torchreplay.validation import checked_int, checked_number
 
 T = TypeVar("T")
 
@@ -26,11 +28,19 @@ ROW_COLUMNS_3 = ("row.key", "row.leaf", "row.link", "row.step", "row.priority")
 METADATA = "__metadata__"
 """What the safetensors format keeps for itself."""
 MAX_COUNT = (1 << 64) - 1
+MAX_HEAD = (1 << 48) - 1
+"""Of keys, with those that many writers took at a time near the last one, 2^47 - 1."""
+MAX_DRAWS = (1 << 48) - 1
+MAX_FLOAT32 = torch.finfo(torch.float32).max
+MAX_COUNTER = 1 << 62
+"""Of what a buffer counts."""
 MAX_STREAM = (1 << 32) - 1
 MAX_GRID = (1 << 63) - 1
 COUNTS = 16
 GRID = (13, 14)
 """Which of them are the grid of the priorities, which formats 3 and 4 do not tell. All zeros: what fits the leaves."""
+HEAD, DRAWS, STREAMS = 0, 6, 8
+"""Which of them are the keys issued, the batches drawn, and the streams of draws given out."""
 CLEARED = 15
 """Which of them are the items before the last `clear`, which formats before 6 do not tell."""
 MAX_RAW = 9
@@ -84,7 +94,7 @@ class Description(NamedTuple):
             read = f"{', '.join(map(str, FORMATS[:-1]))} and {FORMAT}"
             raise ValueError(f"it has format {parts['format']}, this version of torchreplay reads formats {read}")
         config = Config.from_text(json.dumps(parts["config"]))
-        seed, step = (checked_int(name, parts[name], 0, MAX_COUNT) for name in ("seed", "step"))
+        seed, step = checked_int("seed", parts["seed"], 0, MAX_COUNT), checked_int("step", parts["step"], 0, MAX_DRAWS)
         stream = 0 if parts["format"] == 3 else checked_int("stream", parts["stream"], 0, MAX_STREAM)
         expected = {3: GRID[0], 4: GRID[0], 5: CLEARED}.get(parts["format"], COUNTS)
         if len(parts["counts"]) != expected:
@@ -118,8 +128,12 @@ def _counts(given: Sequence[Any]) -> tuple[int | float, ...]:
 
     def checked(place: int, count: Any) -> int | float:
         if place in (MAX_RAW, MAX_RAW + 1):
-            return float(count)
-        return checked_int("a counter", count, 0, MAX_GRID if place in GRID else MAX_COUNT)
+            number = checked_number("a counter", count, 0.0)
+            if place == MAX_RAW and number > MAX_FLOAT32:
+                raise ValueError(f"the largest priority is {number}: expected at most {MAX_FLOAT32}")
+            return number
+        most = {HEAD: MAX_HEAD, DRAWS: MAX_DRAWS // 2, STREAMS: MAX_STREAM}.get(place, MAX_COUNTER)
+        return checked_int("a counter", count, 0, MAX_GRID if place in GRID else most)
 
     return tuple(checked(place, count) for place, count in enumerate(given))
 

@@ -246,7 +246,7 @@ def read_shard(path: Path, size: int, checksum: int, names: Sequence[str], room:
         raise ValueError(f"its checksum is {found:08x}, not {checksum:08x}")
     try:
         return _tensors(room[:size], names)
-    except (KeyError, TypeError, RuntimeError, struct.error) as error:
+    except (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, struct.error) as error:
         raise ValueError(f"it is no file of these tensors ({error!r})") from None
 
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from torchreplay import _C
 from torchreplay.errors import CheckpointError
 from torchreplay.segment.file_lock import lock
-from torchreplay.segment.handle import machine_id
+from torchreplay.segment.handle import machine_id, new_nonce
 from torchreplay.segment.regular_file import NoRegularFile, open_own
 from torchreplay.segment.reservation import require_memory, size_text
 
@@ -190,7 +190,8 @@ def open_file(path: Path) -> OpenFile:
     Raises:
         FileNotFoundError: There is none.
         PermissionError: It belongs to another user.
-        CheckpointError: It is no replay buffer, of another version, truncated or damaged.
+        CheckpointError: It is no replay buffer, of another version, truncated or damaged, or was copied while in use.
+        OSError: It has holes, and the disk has no room for them.
     """
     fd = opened_buffer(path, os.O_RDWR)
     try:
@@ -221,6 +222,22 @@ def opened_buffer(path: Path, flags: int) -> int:
         raise PermissionError(errno.EPERM, what, str(path)) from None
 
 
+def _repaired(fd: int, path: Path) -> tuple[int, int]:
+    try:
+        return _C.repair_file(fd, boot_number(), new_nonce())
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+    size, disk = os.fstat(fd), os.statvfs(path)
+    raise OSError(
+        errno.ENOSPC,
+        f"the file of the replay buffer has holes, as sparse copies have: of its {size_text(size.st_size)} the disk "
+        f"holds {size_text(size.st_blocks * 512)}, and has {size_text(disk.f_bavail * disk.f_frsize)} left. Make room, "
+        f"or copy it to another disk",
+        str(path),
+    )
+
+
 def _claim(fd: int, path: Path) -> OpenFile:
     for _ in range(TRIES):
         try:
@@ -233,7 +250,7 @@ def _claim(fd: int, path: Path) -> OpenFile:
             fcntl.flock(fd, fcntl.LOCK_UN)  # the holder has left
             time.sleep(random.uniform(0, 0.02))  # or two who open it could keep each other out
         else:
-            nonce, dropped_rows = _C.repair_file(fd, boot_number())
+            nonce, dropped_rows = _repaired(fd, path)
             fcntl.flock(fd, fcntl.LOCK_SH)
             return OpenFile(fd, nonce, True, dropped_rows)
     raise CheckpointError(f"{path} cannot be opened as a replay buffer: other processes hold it, but do not use it")

@@ -9,6 +9,15 @@
 #include "views.h"
 #include "write/participants.h"
 
+namespace {
+bool disk_is_full = false;
+}
+
+// In the place of the system's, so that a disk can be full here.
+extern "C" int posix_fallocate(int fd, off_t from, off_t bytes) {
+  return disk_is_full ? ENOSPC : fallocate(fd, 0, from, bytes) == 0 || errno == EOPNOTSUPP ? 0 : errno;
+}
+
 BOOST_AUTO_TEST_SUITE(test_file)
 
 using namespace torchreplay;
@@ -16,7 +25,7 @@ using namespace torchreplay::testing;
 
 namespace {
 
-constexpr uint64_t kBoot = 77;
+constexpr uint64_t kBoot = 77, kAnother = 78;
 
 // A segment in a file that the test's end removes.
 class SegmentFile {
@@ -42,7 +51,7 @@ class SegmentFile {
   void release() { release_segment(std::move(memory_)); }
 
   Repaired repair(uint64_t boot = kBoot) {
-    const Repaired repaired = repair_segment(descriptor(), boot);
+    const Repaired repaired = repair_segment(descriptor(), boot, kAnother);
     Descriptor fd = descriptor();
     flock(fd.get(), LOCK_SH);
     memory_ = open_segment(std::move(fd), repaired.nonce);
@@ -220,6 +229,46 @@ BOOST_AUTO_TEST_CASE(random_damage_is_refused_or_repaired) {
   }
   BOOST_TEST(refused > 100);
   BOOST_TEST(repaired > 100);
+}
+
+BOOST_AUTO_TEST_CASE(a_file_with_holes_on_a_full_disk_is_an_error_and_stays_as_it_is) {
+  SegmentFile file;
+  file.release();
+  disk_is_full = true;
+  BOOST_CHECK_EXCEPTION(repair_segment(file.descriptor(), kBoot, kAnother), std::system_error,
+                        [](const std::system_error& e) { return e.code() == std::errc::no_space_on_device; });
+  disk_is_full = false;
+  BOOST_TEST((file.phase() == Phase::kSealed));
+  BOOST_TEST(file.repair().nonce == kNonce);
+}
+
+// A file of which another was copied.
+BOOST_AUTO_TEST_CASE(a_copy_at_rest_gets_another_nonce_and_one_in_use_is_refused) {
+  for (const bool closed : {true, false}) {
+    SegmentFile file;
+    const uint64_t elsewhere = file.memory().file().place + 2;
+    file.memory().file().place = elsewhere;
+    closed ? file.release() : file.abandon();
+    if (!closed) {
+      BOOST_CHECK_THROW(file.repair(), NotASegment);
+      continue;
+    }
+    BOOST_TEST(file.repair().nonce == kAnother);
+    BOOST_TEST(file.memory().file().place == place_of(file.descriptor()));
+    file.release();
+    BOOST_TEST(repair_segment(file.descriptor(), kBoot, kAnother + 1).nonce == kAnother);
+  }
+}
+
+BOOST_AUTO_TEST_CASE(a_copy_whose_first_opening_was_killed_gets_a_nonce_of_its_own) {
+  SegmentFile file;
+  file.release();
+  {
+    const auto memory = map_segment(file.descriptor());
+    memory->file().phase = Phase::kCopied;
+    detail::give_nonce(*memory, kAnother + 5);
+  }
+  BOOST_TEST(file.repair().nonce == kAnother);
 }
 
 BOOST_AUTO_TEST_SUITE_END()

@@ -18,7 +18,7 @@ import torchreplay as tr
 from torchreplay.lightning import PriorityFeedback, ReplayCheckpoint, ReplayDataModule
 from torchreplay.ray import ShardedReplay
 from torchreplay.ray.sharded.global_distribution import KEY_BITS
-from torchreplay.ray.sharded.manifest import Manifest
+from torchreplay.ray.sharded.manifest import Counts, Manifest, Part
 from torchreplay.ray.sharded.shard_actor import Shard
 from torchreplay.schema.config import Config
 
@@ -248,6 +248,21 @@ def test_a_restore_that_fails_midway_stops_the_buffer_and_one_that_is_refused_do
         assert replay.stopped
         with pytest.raises(tr.Stopped):
             replay.sample(8)
+
+
+def test_a_description_with_numbers_that_no_buffer_has_is_refused():
+    config = Config.of(SPEC, 8, None, None, None)
+    parts = (Part(0, "a", 8), Part(1, "b", 8))
+    told = Manifest(config, 1, 0, 0, "shards-" + "0" * 16, parts, Counts(2, 1, 0, 0, 0, 0, 0, 0), ()).as_data()
+    assert Manifest.from_data(told).parts == parts
+    damages = [
+        *({"counts": told["counts"] | {name: value}} for name in told["counts"] for value in (-1, 2**63, 0.5)),
+        *({name: value} for name in ("seed", "stream", "step") for value in (-1, 2**64, None)),
+        {"parts": [told["parts"][0]] * 2},
+    ]
+    for damage in damages:
+        with pytest.raises(ValueError, match=r"expected an int|there twice"):
+            Manifest.from_data(told | damage)
 
 
 @pytest.mark.soak

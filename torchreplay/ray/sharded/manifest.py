@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from torchreplay.checkpoint.description import MAX_COUNT
+from torchreplay.checkpoint.description import MAX_COUNT, MAX_COUNTER, MAX_DRAWS
 from torchreplay.checkpoint.directory import TOKEN, read_description
 from torchreplay.ray.sharded.global_distribution import MAX_SHARDS
 from torchreplay.ray.sharded.shard_table import Lost
@@ -94,14 +94,17 @@ class Manifest:
             raise ValueError(f"it has format {told['format']}, this version of torchreplay reads format {FORMAT}")
         if not re.fullmatch(f"{SHARDS}-{TOKEN}", told["shards"]):
             raise ValueError(f"{told['shards']!r} is no directory of shards")
+        parts = tuple(_part(part) for part in told["parts"])
+        if len({part.number for part in parts}) < len(parts):
+            raise ValueError("a shard is there twice")
         return cls(
             Config.from_text(json.dumps(told["config"])),
             _count(told, "seed"),
-            _count(told, "stream"),
-            _count(told, "step"),
+            _count(told, "stream", MAX_DRAWS),
+            _count(told, "step", MAX_DRAWS),
             told["shards"],
-            tuple(_part(part) for part in told["parts"]),
-            Counts(**{name: _count(told["counts"], name) for name in Counts.__slots__}),
+            parts,
+            Counts(**{name: _count(told["counts"], name, MAX_COUNTER) for name in Counts.__slots__}),
             tuple(_lost(lost) for lost in told["lost"]),
         )
 
