@@ -50,6 +50,8 @@ from torchreplay.buffer.replay_buffer import ReplayBuffer, local_sampler
 from torchreplay.schema.batch_plan import GOALS, BatchPlan
 from torchreplay.schema.samplers import Schedule
 from torchreplay.schema.spec import flatten, nest
+from torchreplay.segment.closeable import Closeable
+from torchreplay.segment.process_hooks import open_rings
 from torchreplay.validation import checked_instance, checked_int
 
 torch.ops.load_library(str(Path(__file__).with_name("_ops.abi3.so")))  # type: ignore[no-untyped-call]
@@ -94,7 +96,7 @@ for _name, _fake in FAKES.items():
     torch.library.register_fake(f"torchreplay::{_name}", _fake)
 
 
-class Ring:
+class Ring(Closeable):
     """A replay buffer as the operators see it: draws and takes TD errors inside compiled functions.
 
     Takes part in the buffer as a learner of its own, with its own stream of draws; a forked child goes on with another.
@@ -134,6 +136,7 @@ class Ring:
         nonce = sampler.nonce
         self.state: Tensor = torch.ops.torchreplay.ring_attach(sampler.segment.fd, nonce, *_numbers(plan))
         self._detach = weakref.finalize(self, torch.ops.torchreplay.ring_detach, nonce)
+        open_rings.add(self)
 
     def sample(self, batch_size: int, beta: float | Tensor | None = None) -> dict[str, Any]:
         """Draws a batch, stratified and with replacement.

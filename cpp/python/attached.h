@@ -247,6 +247,16 @@ struct SegmentState {
   // Whether this process made the segment, or opened its file when nobody had it.
   bool owns() const { return ownership && fork_generation.load(std::memory_order_relaxed) == owned_since; }
 
+  // Gives up the places among the participants, as one does that draws no more. The next draw takes one again, and goes
+  // on where the draws were. With `seconds` the owner's counts for so long, unless somebody draws before.
+  void depart(double seconds) {
+    if (learner && learner->held()) owned_step = next_draw.step - ahead;
+    if (learner) learner->close();
+    if (!ownership || !ownership->held()) return;
+    if (seconds == 0) return ownership->close();
+    end_owning(memory().participant(ownership->held()), machine_ns() + static_cast<int64_t>(seconds * 1e9));
+  }
+
   // Where the draws of this process go on. Of one that has made none, behind all that others have made.
   DrawName draws_go_on() {
     const uint64_t draws = header().draws.load(std::memory_order_relaxed);

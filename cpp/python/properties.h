@@ -52,6 +52,13 @@ inline PyObject* get_drawn_from(PyObject* self, void*) {
 inline PyObject* get_closed(PyObject* self, void*) {
   return guarded([&] { return PyBool_FromLong(!state_of<SegmentState>(self).attached); });
 }
+// Whether this process counts as a learner.
+inline PyObject* get_learning(PyObject* self, void*) {
+  return guarded([&] {
+    const auto& s = state_of<SegmentState>(self);
+    return PyBool_FromLong(s.learner && s.learner->held());
+  });
+}
 inline PyObject* get_in_file(PyObject* self, void*) {
   return guarded([&] { return PyBool_FromLong(state_of<SegmentState>(self).memory().file().phase != Phase::kMemory); });
 }

@@ -149,6 +149,15 @@ inline PyObject* leave_id(PyObject* self, PyObject* id) {
   });
 }
 
+// depart(seconds): others count no more on this process, as its owner (for so long) and as a learner, until it draws
+// again.
+inline PyObject* depart(PyObject* self, PyObject* seconds) {
+  return guarded([&] {
+    state_of<SegmentState>(self).depart(as_double(seconds));
+    return Py_NewRef(Py_None);
+  });
+}
+
 inline PyObject* close_segment(PyObject* self, PyObject*) {
   return guarded([&] {
     auto& s = state_of<SegmentState>(self);
@@ -198,10 +207,12 @@ inline PyMethodDef methods[] = {
     {"copy_run", copy_run, METH_VARARGS, nullptr},
     {"join_supervisor", join_supervisor, METH_NOARGS, nullptr},
     {"leave", leave_id, METH_O, nullptr},
+    {"depart", depart, METH_O, nullptr},
     {"close", close_segment, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 inline PyGetSetDef getset[] = {{"stopped", stopped, nullptr, nullptr, nullptr},
                                {"closed", get_closed, nullptr, nullptr, nullptr},
+                               {"learning", get_learning, nullptr, nullptr, nullptr},
                                {"text", get_text, nullptr, nullptr, nullptr},
                                {"called", get_called, set_called, nullptr, nullptr},
                                {"fd", get_fd, nullptr, nullptr, nullptr},

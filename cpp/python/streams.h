@@ -331,9 +331,11 @@ inline PyMethodDef methods[] = {
     {"_wait_room", wait_room, METH_O, nullptr},
     {"_admitted", admitted, METH_NOARGS, nullptr},
     {"_close", close_writer, METH_NOARGS, nullptr},
+    {"_depart", depart, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 inline PyGetSetDef getset[] = {{"closed", get_closed, nullptr, "True after close().", nullptr},
                                {"rows", get_rows, nullptr, "Rows this writer has written.", nullptr},
+                               {"_completed", get_completed, nullptr, "Rows with which an item was complete.", nullptr},
                                {nullptr, nullptr, nullptr, nullptr, nullptr}};
 inline PyType_Slot slots[] = {{Py_tp_init, reinterpret_cast<void*>(init)},
                               {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<WriterState>)},

@@ -87,6 +87,8 @@ struct WriterState {
   uint32_t seen_room_signal = 0;
   int64_t looked_around = 0;  // when, by the clock of last_write
 
+  uint64_t completed() { return linked() ? lanes.completed() : rows(); }
+
   bool in_use() const { return used_in == fork_generation.load(std::memory_order_relaxed) + 1; }
 
   uint64_t rows() {
@@ -320,8 +322,20 @@ inline PyObject* close_writer(PyObject* self, PyObject*) {
   });
 }
 
+// _depart(): others count no more on this writer, unless a thread is using it, until it is used again.
+inline PyObject* depart(PyObject* self, PyObject*) {
+  return guarded([&] {
+    auto& s = state_of<WriterState>(self);
+    if (!s.in_use()) s.member.close();
+    return Py_NewRef(Py_None);
+  });
+}
+
 inline PyObject* get_closed(PyObject* self, void*) {
   return guarded([&] { return PyBool_FromLong(state_of<WriterState>(self).closed); });
+}
+inline PyObject* get_completed(PyObject* self, void*) {
+  return guarded([&] { return checked(PyLong_FromUnsignedLongLong(state_of<WriterState>(self).completed())); });
 }
 inline PyObject* get_rows(PyObject* self, void*) {
   return guarded([&] { return checked(PyLong_FromUnsignedLongLong(state_of<WriterState>(self).rows())); });

@@ -56,6 +56,9 @@ class Lanes {
   // The plan is needed no more, and was a large one.
   void forget_plan() { std::vector<StreamRow>().swap(rows_); }
 
+  // Rows so far with which an item was complete.
+  uint64_t completed() const { return completed_; }
+
   // A forked child owns no stream of its parent's: it starts with a reset.
   void forget() {
     for (Lane& lane : lanes_) lane = {};
@@ -104,7 +107,10 @@ class Lanes {
   // These episodes have ended.
   void end_running(const uint8_t* mask) {
     for (uint32_t i = 0; i < size(); i++)
-      if (can_end(i, mask)) lanes_[i].state = State::kEnded;
+      if (can_end(i, mask)) {
+        lanes_[i].state = State::kEnded;
+        completed_ += lanes_[i].step >= view_.min_steps;
+      }
   }
 
   // The header of row `i` of the plan, once the rows before it are committed.
@@ -119,9 +125,11 @@ class Lanes {
   void commit(uint64_t i, uint64_t key) {
     const StreamRow& row = rows_[i];
     Lane& lane = lanes_[row.lane];
-    const bool first = row.kind == StreamRow::Kind::kReset;
-    lane = {key + 1, first ? 0 : view_.step_after(lane.step),
-            !first && (row.flags & kEnds) ? State::kEnded : State::kRunning};
+    const bool first = row.kind == StreamRow::Kind::kReset, ends = !first && (row.flags & kEnds);
+    lane = {key + 1, first ? 0 : view_.step_after(lane.step), lane.rows + (lane.rows <= view_.span),
+            ends ? State::kEnded : State::kRunning};
+    const bool whole = lane.step >= view_.span || (ends && lane.step >= view_.min_steps);
+    completed_ += view_.across ? lane.rows > view_.span : !first && whole;
     committed_ = i + 1;
   }
 
@@ -135,6 +143,7 @@ class Lanes {
   struct Lane {
     uint64_t key1 = 0;  // key + 1 of its last row
     uint32_t step = 0;
+    uint64_t rows = 0;  // of the stream, as far as an item needs them
     State state = State::kNew;
   };
 
@@ -204,6 +213,7 @@ class Lanes {
   std::string reset_;
   std::vector<StreamRow> rows_;
   uint64_t committed_ = 0;  // of them
+  uint64_t completed_ = 0;
   bool begins_after_end_ = false;
   std::vector<State> planned_;
 };

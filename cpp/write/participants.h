@@ -62,6 +62,14 @@ inline void leave(SegmentMemory& m, int id) {
   TORCHREPLAY_FAULT("leave.released");
 }
 
+// An owner that has only started others, and ends when they do, counts until one of them has drawn, or until the time
+// in its entry. Then it is as if it had left.
+inline void end_owning(Participant& entry, int64_t until) { entry.last_draw.store(until, std::memory_order_relaxed); }
+inline bool still_owns(const Header& h, const Participant& entry) {
+  const int64_t until = entry.last_draw.load(std::memory_order_relaxed);  // owners draw as learners
+  return until == 0 || (h.draws.load(std::memory_order_relaxed) == 0 && machine_ns() < until);
+}
+
 struct Census {
   int writers = 0, learners = 0, supervisors = 0, owners = 0;  // alive
   int others_writing = 0;  // writers that somebody else than the asking thread uses or may use
@@ -89,6 +97,7 @@ inline Census take_census(SegmentMemory& m, bool unused_count_as_others) {
       }
       continue;
     }
+    if (role == Role::kOwner && !still_owns(m.header(), entry)) continue;
     const uint64_t thread = entry.thread.load(std::memory_order_relaxed);
     const bool other = !m.liveness().owns(id) || (thread ? thread != self : unused_count_as_others);
     c.writers += role == Role::kWriter;

@@ -137,6 +137,32 @@ def test_a_closed_buffers_handle_is_of_no_use_even_when_its_descriptor_is_in_use
     assert all(len(other) == 0 for other in others)
 
 
+HOLD = {
+    "nothing": lambda buffer: None,
+    "a writer": lambda buffer: buffer.writer(),
+    "storage": lambda buffer: buffer.storage,
+    "a stream of batches": lambda buffer: next(stream := iter(tr.ReplayDataset(buffer, 1))) and stream,
+    "another object": lambda buffer: pickle.loads(pickle.dumps(buffer)),
+}
+
+
+@pytest.mark.parametrize("hold", HOLD.values(), ids=HOLD.keys())
+def test_nobody_attaches_once_the_buffer_is_closed_whatever_still_holds_its_memory(hold):
+    buffer = make()
+    buffer.extend(**rows(1))
+    held, handle = hold(buffer), buffer.handle()
+    tr.ReplayBuffer.attach(handle).close()
+    buffer.close()
+    for _ in range(3):
+        with pytest.raises(tr.AttachError, match="has closed it"):
+            tr.ReplayBuffer.attach(handle)
+    if isinstance(held, tr.ReplayBuffer):  # it has the buffer still: its own handles are good
+        tr.ReplayBuffer.attach(held.handle()).close()
+        held.close()
+        with pytest.raises(RuntimeError, match="is closed"):
+            held.handle()
+
+
 def test_attach_error_is_a_connection_error():
     assert issubclass(tr.AttachError, ConnectionError)
 

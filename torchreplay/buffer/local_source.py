@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
+import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,7 +37,21 @@ class LocalSource(BatchSource):
     def __init__(self, sampler: LocalSampler) -> None:
         self.sampler, self.config, self.nonce = sampler, sampler.config, sampler.nonce
         self._page_lock: PageLock | None = None
+        self._attach_fd: int | None = None
+        self._close_attach_fd: Callable[[], object] = lambda: None
         open_buffers.add(self)
+
+    @property
+    def attach_fd(self) -> int:
+        """A descriptor of the memory that is open until `close`: handles name it.
+
+        Writers and `storage` may hold the memory, and its own descriptor, for longer.
+        """
+        if self._attach_fd is None:
+            self._attach_fd = os.dup(self.sampler.segment.fd)
+            close = self._close_attach_fd = weakref.finalize(self, os.close, self._attach_fd)
+            close.atexit = False  # children that the program waits for at its end may be about to attach
+        return self._attach_fd
 
     @property
     def seed(self) -> int:
@@ -80,11 +97,22 @@ class LocalSource(BatchSource):
             self.sampler.flush(time.monotonic_ns() + 4 * SLICE_NS)
             self._release_pages()
 
+    @property
+    def is_learning(self) -> bool:
+        """Whether this process has drawn from the buffer."""
+        return self.sampler.segment.learning
+
+    def depart(self, seconds: float) -> None:
+        """Has others count no more on this process, as owner (for so long) and as learner, until it draws again."""
+        self.sampler.segment.depart(seconds)
+
     def close(self) -> None:
         """Does what `ReplayBuffer.close` does."""
         try:
             self.sampler.flush(time.monotonic_ns() + 4 * SLICE_NS)  # who holds the lock may have been stopped
         finally:
+            self._close_attach_fd()
+            self._attach_fd = None
             self.sampler.delivery_log = None
             self._release_pages()
             segment = self.sampler.segment

@@ -112,10 +112,12 @@ class ReplayBuffer(Replay):
     def handle(self) -> Handle:
         """Returns what another process of this machine needs to attach; pickling the buffer does the same by itself.
 
-        Where Ray is running, processes on other nodes of the cluster can attach too, and write from there.
+        It is good while the process that it names has this buffer open: that which made the buffer, or this one when
+        that has closed it. Where Ray is running, processes on other nodes of the cluster can attach too, and write
+        from there.
         """
         self._segment.mark_shared()
-        handle = lasting_handle(self._segment.fd, self._nonce, self._origin)
+        handle = lasting_handle(self._source.attach_fd, self._nonce, self._origin)
         sampler = self._sampler
         if handle.node and sampler.delivery_log is None:
             made = DeliveryLog()
@@ -137,8 +139,8 @@ class ReplayBuffer(Replay):
 
         Raises:
             ValueError: `view` is not the buffer's, or has not the same functions.
-            AttachError: Its owner is gone, on another machine, of another user, or runs another version of torchreplay;
-                or the memory is damaged.
+            AttachError: Its owner is gone or has closed it, on another machine, of another user, or runs another
+                version of torchreplay; or the memory is damaged.
         """
         if is_elsewhere(getattr(handle, "node", "")):
             return cast(ReplayBuffer, attach_remote("RemoteBuffer", handle, view))
@@ -661,6 +663,9 @@ class ReplayBuffer(Replay):
 
     def close(self) -> None:
         """Detaches this object; other processes keep the buffer. Using it again is a `RuntimeError`. Idempotent.
+
+        From now on nobody attaches by a handle that names this process. Another process that has the buffer gives
+        handles that name itself.
 
         What it was made of (`spec`, `capacity`, `sampler`, `view`) is still known, and `flush` has nothing to do.
         Its writers write no more: their calls are a `RuntimeError` as well. They and `storage`, while they are held,

@@ -16,6 +16,7 @@ from torchreplay.schema.config import Config
 from torchreplay.schema.limiters import from_native
 from torchreplay.schema.spec import Path
 from torchreplay.segment.closeable import Closeable
+from torchreplay.segment.process_hooks import open_writers
 from torchreplay.segment.waits import STALL_LIMIT, Audience, Wait
 from torchreplay.validation import checked_choice, checked_int
 
@@ -51,6 +52,7 @@ class Writer(_C.Writer, Closeable):
         self._stalled_since = 0.0
         self._last_stall = 0.0
         self._audience = Audience(segment)
+        open_writers.add(self)
 
     def end_episode(self, mask: Any = None) -> None:
         """Ends the running episode with the row that is there, as if its step had come with `truncated=True`.

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from torchreplay.segment.closeable import Closeable
+from torchreplay.segment.process_hooks import open_leases
 
 if TYPE_CHECKING:
     from torchreplay._C import Segment
@@ -18,6 +19,7 @@ class WriterLease(Closeable):
         self._segment = segment
         self._pid = os.getpid()
         self._id = segment.join_supervisor()
+        open_leases.add(self)
 
     def close(self) -> None:
         """No more writers will come. Idempotent."""
