@@ -31,8 +31,8 @@ from pytorch_lightning.loggers import TensorBoardLogger
 from torch import Tensor, nn
 
 import torchreplay as tr
+from torchreplay.explorers import ExplorerContext, ExplorerPool
 from torchreplay.lightning import PriorityFeedback, ReplayDataModule, ReplayMonitor, WeightPublisher
-from torchreplay.ray import ExplorerContext, ExplorerPool
 
 
 @dataclass
@@ -115,7 +115,7 @@ def make_buffer(args: Args) -> tr.ReplayBuffer:
 def make_explorers(buffer: tr.ReplayBuffer, weights: tr.SharedWeights, args: Args) -> ExplorerPool:
     """Makes the explorers, which the data module starts and stops; called on rank 0 only."""
     work = partial(explore, args=args)
-    return ExplorerPool(work, args.num_explorers, buffer, weights, backend="process", seed=args.seed)
+    return ExplorerPool(work, args.num_explorers, buffer, weights, seed=args.seed)
 
 
 def explore(ctx: ExplorerContext, args: Args) -> None:

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 
 import torchreplay as tr
+from torchreplay.explorers import ExplorerContext, ExplorerPool
 from torchreplay.plots import ReplayHistory, replay_health
-from torchreplay.ray import ExplorerContext, ExplorerPool
 
 
 @dataclass
@@ -242,7 +242,7 @@ def main(args: Args) -> None:
         name=args.game,
     )
     work = partial(explore, args=args)
-    with ExplorerPool(work, args.num_explorers, buffer, weights, backend="process", seed=args.seed) as pool:
+    with ExplorerPool(work, args.num_explorers, buffer, weights, seed=args.seed) as pool:
         learn(q, pool, buffer, weights, args)
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 
 import torchreplay as tr
-from torchreplay.ray import ExplorerContext, ExplorerPool
+from torchreplay.explorers import ExplorerContext, ExplorerPool
 
 
 @dataclass
@@ -242,7 +242,7 @@ def main(args: Args) -> None:
         seed=args.seed,
     )
     work = partial(explore, args=args)
-    with ExplorerPool(work, args.num_explorers, buffer, weights, backend="process", seed=args.seed):
+    with ExplorerPool(work, args.num_explorers, buffer, weights, seed=args.seed):
         learn(q, buffer, weights, args)
 
 

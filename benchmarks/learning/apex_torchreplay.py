@@ -8,7 +8,7 @@ import torch
 import torchreplay as tr
 from benchmarks.learning import apex
 from benchmarks.learning.double_dqn import GAMMA, Learner, act
-from torchreplay.ray import ExplorerContext, ExplorerPool
+from torchreplay.explorers import ExplorerContext, ExplorerPool
 
 
 @torch.no_grad()
@@ -47,7 +47,7 @@ def with_torchreplay(seed: int, explorers: int) -> float:
             limiter=tr.SamplesPerInsert(apex.SAMPLES_PER_INSERT, min_size=apex.MIN_ROWS, tolerance=0.5),
             seed=seed,
         ) as buffer,
-        ExplorerPool(explore, explorers, buffer, weights=weights, seed=seed, backend="process") as pool,
+        ExplorerPool(explore, explorers, buffer, weights=weights, seed=seed) as pool,
     ):
         while buffer.stats().writers < explorers:  # processes take seconds to start
             pool.check()

@@ -125,7 +125,7 @@ def test_a_sharded_replay_pickles_by_name_and_refuses_to_be_copied():
 
 
 def test_what_a_pool_sends_to_its_workers_is_small_and_no_code(buffer):
-    from torchreplay.ray.explorers.explorer_pool import ExplorerTask
+    from torchreplay.explorers.explorer_pool import ExplorerTask
     from torchreplay.ray.workers.table_replica import TableReplica
     from torchreplay.workers.worker_process import Launch
     from torchreplay.workers.worker_table import WorkerTable

@@ -52,7 +52,7 @@ def test_headers_include_their_own_room_and_those_below(floor):
 # Faces: a room's `__all__` names the files, or the names, that other rooms may import.
 
 PACKAGE = ROOT / "torchreplay"
-FILES = {"torchreplay.lightning": ["compat"]}
+FILES = {"torchreplay.explorers": ["explorer_pool", "named"], "torchreplay.lightning": ["compat"]}
 """Files that other rooms may import beside a face that is made for users."""
 
 

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -65,6 +66,43 @@ def test_rows_of_writers_that_the_function_closes_itself_are_counted_once():
             assert not ctx.stopped
     ctx.close()
     assert int(ctx._board.entries[0]["rows"]) == 15
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        tr.Transitions(),
+        tr.Transitions(n_step=4),
+        tr.Sequences(length=3),
+        tr.Sequences(length=3, burn_in=1, stride=1),
+        tr.Sequences(length=5, across_episodes=True),
+        tr.Hindsight(achieved="at", desired="goal", compute_reward=lambda achieved, desired: achieved),
+    ],
+    ids=lambda view: f"{type(view).__name__}-{view.rows_of_an_item}",
+)
+@pytest.mark.parametrize("num_envs", [None, 2])
+def test_a_writer_knows_its_first_item_as_the_buffer_does(view, num_envs):
+    spec = {name: tr.Field() for name in ("obs", "at", "goal", "action", "reward")}
+    spec |= {name: tr.Field((), torch.bool) for name in ("terminated", "truncated")}
+    observed = ("obs", "at", "goal")
+    if not isinstance(view, tr.Hindsight):
+        view = replace(view, observation=observed)
+    else:
+        view = replace(view, observation="obs" if "at" in view.observation else observed)
+    lead = () if num_envs is None else (num_envs,)
+    ones = {name: np.ones(lead, np.float32) for name in spec}
+    for length in range(7):  # of an episode, 1 to 6; 0: it does not end
+        buffer = tr.ReplayBuffer(spec, 1000, view=view)
+        with buffer.writer(num_envs) as writer:
+            writer.reset(**{name: ones[name] for name in observed})
+            for step in range(1, 9):
+                ended = bool(length) and step == length
+                flags = {"terminated": np.full(lead, ended), "truncated": np.zeros(lead, bool)}
+                writer.step(**{**ones, **flags})
+                assert (writer._completed > 0) == (buffer.stats().inserted > 0), (length, step)
+                if ended and num_envs is None:
+                    writer.reset(**{name: ones[name] for name in observed})
+                    assert (writer._completed > 0) == (buffer.stats().inserted > 0)
 
 
 def test_rows_and_episodes_of_a_vectorised_explorer_are_counted():

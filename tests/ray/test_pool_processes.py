@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from child_processes import children_of
 from forked import eventually
 from numbered_rows import is_running, make_buffer, row
 
@@ -207,3 +209,131 @@ def test_processes_whose_function_has_returned_are_waited_for_together_and_not_b
     backend.await_exit([])
     assert not any(is_running(pid) for pid in pids)
     backend.close()
+
+
+TRANSITIONS = {
+    "obs": tr.Field(),
+    "action": tr.Field(),
+    "reward": tr.Field(),
+    "terminated": tr.Field((), torch.bool),
+    "truncated": tr.Field((), torch.bool),
+}
+
+
+@pytest.mark.slow
+def test_a_learner_does_not_wait_for_explorers_that_fail_after_each_reset(monkeypatch):
+    monkeypatch.setattr("torchreplay.workers.worker_pool._LEAST_DELAY", 0.01)
+    monkeypatch.setattr("torchreplay.segment.waits.RETURN_GRACE", 0.2)
+
+    def explore(ctx):
+        ctx.writer().reset(obs=0.0)
+        raise KeyError("a mistake in the loop")
+
+    buffer = tr.ReplayBuffer(TRANSITIONS, 100, view=tr.Transitions())
+    pool = ExplorerPool(explore, 2, buffer, restart_delay=0.0, backend="process")
+    with pytest.raises(tr.WouldBlockForever) as caught, pool:
+        buffer.sample(1)
+    (note,) = caught.value.__notes__
+    assert note.startswith("explorer 0 of 2 and 1 others failed last with:")
+    assert note.count("a mistake in the loop") == 2  # in the line of the source, and in the error
+    assert buffer.stats().rows_written >= 10
+
+
+@pytest.mark.slow
+def test_explorers_whose_standard_streams_are_gone_finish_and_fail_as_others_do():
+    def break_pipe(number):
+        reading, writing = os.pipe()
+        os.close(reading)
+        os.dup2(writing, number)
+
+    def explore(ctx):
+        if ctx.index % 4 == 0:
+            sys.stdout = sys.stderr = None
+        elif ctx.index % 4 == 1:
+            sys.stdout.close()
+            sys.stderr.close()
+        elif ctx.index % 4 == 2:
+            break_pipe(1)
+            sys.stdout = os.fdopen(1, "w", closefd=False)  # buffered, whatever PYTHONUNBUFFERED says
+            sys.stdout.write("lost")
+        else:
+            os.close(1)
+            os.close(2)
+        if ctx.index >= 4:
+            raise ValueError(f"of explorer {ctx.index}")
+
+    with ExplorerPool(explore, 8, make_buffer(), max_restarts=0, backend="process") as pool:
+        eventually(lambda: {stats.state for stats in pool.stats()} <= {"finished", "failed"}, 150)
+        stats = pool.stats()
+    assert [one.state for one in stats[:4]] == ["finished"] * 4
+    assert [one.last_error for one in stats[4:]] == [f"ValueError: of explorer {index}" for index in range(4, 8)]
+    assert not any(failure.died for failure in pool.errors)
+
+
+def every_process_of(pool):
+    """The explorers of a pool and the process that starts them."""
+    pids = [stats.pid for stats in pool.stats()]
+    return [*pids, int(Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[1])]
+
+
+def write_until_stopped(ctx):
+    writer = ctx.writer()
+    while not ctx.stopped:
+        writer.append(**row(ctx.index, ctx.seed, 0))
+        time.sleep(0.001)
+
+
+@pytest.mark.slow
+def test_signals_that_tell_the_program_something_do_not_end_its_explorers():
+    with ExplorerPool(write_until_stopped, 2, make_buffer(), backend="process") as pool:
+        told = 0
+        while not all(stats.rows for stats in pool.stats()):  # while they start, too
+            for child, command in children_of(os.getpid()).items():
+                if "fork_server" in command:
+                    os.kill(child, signal.SIGUSR1)
+                    told += 1
+            time.sleep(0.02)
+        assert told > 10
+        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+            before = [stats.rows for stats in pool.stats()]
+            for pid in every_process_of(pool):
+                os.kill(pid, number)
+            eventually(lambda b=before: all(s.rows > r + 100 for s, r in zip(pool.stats(), b, strict=True)))
+        assert [(stats.state, stats.restarts) for stats in pool.stats()] == [("running", 0)] * 2
+        assert not pool.errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGQUIT, signal.SIGALRM], ids=lambda number: number.name)
+def test_explorers_that_a_signal_ends_are_reported_and_restarted(number, caplog):
+    with ExplorerPool(write_until_stopped, 2, make_buffer(), restart_delay=0.0, backend="process") as pool:
+        eventually(lambda: all(stats.rows for stats in pool.stats()), 150)
+        for pid in every_process_of(pool):
+            os.kill(pid, number)
+        eventually(lambda: all(stats.restarts and stats.state == "running" for stats in pool.stats()), 150)
+    assert len([record for record in caplog.records if "failed (restart 1 in 0.1 s)" in record.getMessage()]) >= 1
+    assert {failure.index for failure in pool.errors} == {0, 1}
+
+
+@pytest.mark.slow
+def test_an_explorer_that_hangs_is_ended_and_one_that_waits_for_the_limiter_is_not():
+    def explore(ctx):
+        writer = ctx.writer()
+        if ctx.index == 1:
+            while not ctx.stopped:
+                writer.append(**row(ctx.index, ctx.seed, 0))
+        elif not ctx.restarts:
+            writer.append(**row(ctx.index, ctx.seed, 0))
+            time.sleep(3600)  # in its environment, say
+
+    limiter = tr.SamplesPerInsert(1.0, min_size=10)
+    buffer = make_buffer(limiter=limiter)
+    with ExplorerPool(explore, 2, buffer, restart_delay=0.0, heartbeat_timeout=1.0, backend="process") as pool:
+        eventually(lambda: pool.stats()[0].state == "finished", 150)
+        waited = time.monotonic() + 1.5
+        eventually(lambda: time.monotonic() > waited)
+        assert pool.stats()[1].restarts == 0
+        assert pool.stats()[1].heartbeat_age < 1.0
+    (failure,) = pool.errors
+    assert failure.died
+    assert failure.error.startswith("hung: no heartbeat for 1.")

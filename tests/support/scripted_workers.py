@@ -78,8 +78,8 @@ class Marks:
         self.open -= 1
 
 
-def supervise(actors, num_explorers=1, max_restarts=-1, restart_delay=0.0, marks=None):
+def supervise(actors, num_explorers=1, max_restarts=-1, restart_delay=0.0, marks=None, heartbeat_timeout=None):
     """Returns a supervisor of workers that `actors` run."""
-    policy = Policy(seed=1, generation=0, max_restarts=max_restarts, restart_delay=restart_delay)
+    policy = Policy(1, 0, max_restarts, restart_delay, heartbeat_timeout)
     names = [f"explorer {index}" for index in range(num_explorers)]
     return Supervisor(actors, WorkerTable(num_explorers), names, policy, marks or Marks(), deque())

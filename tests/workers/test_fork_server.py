@@ -169,6 +169,99 @@ def test_a_program_without_a_guard_is_told_so(tmp_path):
     assert "never called" not in done.stderr
 
 
+FROM_INPUT = """
+import torchreplay as tr
+from torchreplay.explorers import ExplorerPool
+
+def explore(ctx):
+    with ctx.writer() as writer:
+        writer.append(x=1.0)
+
+buffer = tr.ReplayBuffer({"x": tr.Field()}, capacity=10)
+with ExplorerPool(explore, 1, buffer, max_restarts=0) as pool:
+    pool.wait(60)
+print("rows", len(buffer))
+"""
+
+
+@pytest.mark.slow
+def test_a_program_from_the_standard_input_runs_or_says_how_it_would(tmp_path):
+    def run(text):
+        env = {**os.environ, "PYTHONPATH": str(Path(tr.__file__).parents[1])}
+        return subprocess.run([sys.executable], input=text, cwd=tmp_path, env=env, capture_output=True, text=True)
+
+    done = run(FROM_INPUT)
+    assert (done.stdout, done.stderr) == ("rows 1\n", "")
+    without = run("import sys; sys.modules['cloudpickle'] = None" + FROM_INPUT)
+    assert without.returncode == 1
+    assert "TypeError" in without.stderr
+    assert "Run it as `python script.py`, or install cloudpickle" in without.stderr
+
+
+BROKEN_MAIN = """
+import os, sys
+sys.dont_write_bytecode = True
+import helper_of_the_program
+import torchreplay as tr
+from torchreplay.explorers import ExplorerPool
+
+def explore(ctx):
+    print("never called")
+
+if __name__ == "__main__":
+    os.remove("helper_of_the_program.py")
+    buffer = tr.ReplayBuffer({"x": tr.Field()}, capacity=10)
+    with ExplorerPool(explore, 2, buffer, max_restarts=0) as pool:
+        pool.wait(60)
+"""
+
+
+@pytest.mark.slow
+def test_a_main_module_that_explorers_cannot_import_is_named_with_its_error(tmp_path):
+    (tmp_path / "helper_of_the_program.py").touch()
+    done = run_program(tmp_path, BROKEN_MAIN)
+    assert done.returncode == 1
+    said = "ModuleNotFoundError: No module named 'helper_of_the_program'"
+    assert f"{said}, when its process imported the program's main module" in done.stderr
+    _, _, failed = done.stderr.partition("ExplorersFailed: ")
+    assert said in failed
+    assert "exit code" not in done.stderr
+    assert "never called" not in done.stdout
+
+
+WITHOUT_STREAMS = """
+import sys, torchreplay as tr
+from torchreplay.explorers import ExplorerPool
+
+def explore(ctx):
+    print("to nowhere", flush=True)
+    if ctx.index:
+        raise ValueError("of the second explorer")
+
+if __name__ == "__main__":
+    buffer = tr.ReplayBuffer({"x": tr.Field()}, capacity=10)
+    with ExplorerPool(explore, 2, buffer, max_restarts=0) as pool:
+        pool.wait(60)
+        with open("seen", "w") as file:
+            for stats in pool.stats():
+                print(stats.state, stats.last_error, file=file)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("closing", [">&-", "2>&-", "<&- >&- 2>&-", "| true"])
+def test_a_program_without_standard_streams_hears_how_its_explorers_ended(closing, tmp_path):
+    (tmp_path / "program.py").write_text(WITHOUT_STREAMS)
+    env = {**os.environ, "PYTHONPATH": str(Path(tr.__file__).parents[1])}
+    subprocess.run(f"{sys.executable} program.py {closing}", shell=True, cwd=tmp_path, env=env, capture_output=True)
+    first, second = (tmp_path / "seen").read_text().splitlines()
+    if closing == "| true":
+        assert first == "failed BrokenPipeError: [Errno 32] Broken pipe"  # print itself has raised it
+    else:
+        assert first == "finished None"
+        assert second == "failed ValueError: of the second explorer"
+
+
 def test_the_death_of_the_fork_server_costs_one_restart_of_each_explorer():
     def explore(ctx):
         writer, count = ctx.writer(), 0

@@ -1,12 +1,15 @@
 """The supervisor of workers: restarts, delays, failures and ends, with workers that follow a script."""
 
 import errno
+import re
+import time
 
 import pytest
 from forked import eventually
 from scripted_workers import DIED, ENDED, RAISED, Marks, ScriptedActors, supervise
 
 from torchreplay.workers.supervisor import Policy
+from torchreplay.workers.worker_process import Outcome
 
 
 def test_an_explorer_that_raises_is_reported_and_restarted_and_one_that_returns_is_not(caplog):
@@ -17,9 +20,9 @@ def test_an_explorer_that_raises_is_reported_and_restarted_and_one_that_returns_
     assert [s.restarts for s in supervisor.stats()] == [2, 0]
     assert supervisor.stats()[0].last_error == "KeyError: 'boom'"
     assert [(f.index, f.restarts, f.died) for f in supervisor.failures] == [(0, 0, False), (0, 1, False)]
-    reports = [r.getMessage() for r in caplog.records if r.name == "torchreplay.ray"]
-    assert len(reports) == 2
-    assert all("Traceback: in explore, boom" in report for report in reports)
+    first, second = [r.getMessage() for r in caplog.records if r.name == "torchreplay.ray"]
+    assert first.endswith("KeyError: 'boom'\nTraceback: in explore, boom")
+    assert second.endswith("KeyError: 'boom' (the same error as before, 2 times)")
     supervisor.stop(0, 0)
 
 
@@ -243,4 +246,79 @@ def test_a_supervisor_that_is_told_to_exit_leaves_no_worker_running():
     assert supervisor.over.wait(30)
     assert supervisor.stats()[0].state == "failed"
     assert actors.runs[0].killed
+    supervisor.stop(0, 0)
+
+
+def test_rows_that_complete_no_item_are_no_progress():
+    marks = Marks()
+    supervisor = None
+
+    def reset_and_raise(launch):
+        if supervisor is not None:
+            supervisor.board.entries[0]["rows"] += 1
+        return RAISED
+
+    actors = ScriptedActors(reset_and_raise)
+    supervisor = supervise(actors, marks=marks, max_restarts=20)
+    assert supervisor.over.wait(30)
+    assert supervisor.workers[0].streak == 21
+    supervisor.stop(0, 0)
+
+
+def test_items_are_progress():
+    actors = ScriptedActors(lambda launch: None)
+    supervisor = supervise(actors)
+    eventually(lambda: len(actors.runs) == 1)
+    for run in range(8):
+        supervisor.board.entries[0]["items"] += 1
+        actors.end(actors.runs[run], RAISED)
+        eventually(lambda run=run: len(actors.runs) == run + 2)
+        assert supervisor.workers[0].streak == 1
+    supervisor.stop(0, 0)
+
+
+def test_an_error_is_shown_once_and_then_counted_wherever_its_objects_lie(caplog):
+    def fail(launch):
+        what = "a rare one" if launch.restarts == 7 else "boom"
+        return Outcome("raised", what, f"Traceback: {what} in <object at {id(launch):#x}>")
+
+    supervisor = supervise(ScriptedActors(fail), num_explorers=2, max_restarts=9)
+    assert supervisor.over.wait(30)
+    supervisor.stop(0, 0)
+    reports = [record.getMessage() for record in caplog.records if record.name == "torchreplay.ray"]
+    assert len(reports) == 20  # a line each
+    assert sum("Traceback: boom" in report for report in reports) == 1
+    assert sum("Traceback: a rare one" in report for report in reports) == 1
+    assert any(report.endswith("boom (the same error as before, 18 times)") for report in reports)
+
+
+def test_a_long_error_keeps_its_head_and_its_tail():
+    head, tail = "Traceback (most recent call last):\n", "ValueError: expected [4]"
+    outcome = Outcome("raised", "x" * 10**6, f"{head}{'0, ' * 10**6}{tail}")
+    assert outcome.traceback.startswith(head)
+    assert outcome.traceback.endswith(tail)
+    assert len(outcome.traceback) < 21_000
+    assert len(outcome.error) < 1_100
+    left_out = int(re.search(r" ([\d,]+) characters left out", outcome.traceback)[1].replace(",", ""))
+    assert left_out == len(head) + 3 * 10**6 + len(tail) - 20_000
+    assert Outcome("raised", "short", "short").traceback == "short"
+
+
+def test_a_worker_without_a_heartbeat_is_killed_and_restarted_and_one_with_it_is_not(caplog):
+    actors = ScriptedActors(lambda launch: None)
+    supervisor = supervise(actors, num_explorers=3, heartbeat_timeout=0.3)
+    eventually(lambda: len(actors.runs) == 3)
+    supervisor.board.entries["pid"][:2] = 2**22  # the third has not begun
+
+    def beats(index):
+        supervisor.board.entries["heartbeat"][1] = time.monotonic()
+        return supervisor.stats()[index].restarts
+
+    eventually(lambda: beats(0) == 1)
+    (failure,) = supervisor.failures
+    assert failure.index == 0
+    assert failure.died
+    assert "no heartbeat for 0." in failure.error
+    assert "heartbeat_timeout=0.3" in failure.error
+    assert [run.killed for run in actors.runs[:3]] == [True, False, False]
     supervisor.stop(0, 0)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from torchreplay.buffer.stats import Stats
+    from torchreplay.buffer.writer import Autoreset, Writer
     from torchreplay.cuda.staging import Staging
     from torchreplay.segment.waits import Wait
 
@@ -136,6 +137,14 @@ class Replay(Configured, Closeable, ABC):
     """What learners draw from and feed back to: a `ReplayBuffer`, or the shards of several machines."""
 
     _source: BatchSource
+
+    @abstractmethod
+    def writer(self, num_envs: int | None = None, autoreset: Autoreset = "next_step") -> Writer:
+        """Returns a writer for the calling thread's rows: one for each explorer thread."""
+
+    @abstractmethod
+    def expect_writers(self) -> Closeable:
+        """Announces that writers will come, or come back: `sample` then waits for them instead of giving up."""
 
     @abstractmethod
     def sample(

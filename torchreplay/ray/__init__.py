@@ -5,10 +5,10 @@ processes need none.
 """
 
 from torchreplay.errors import ReplayLost
+from torchreplay.explorers import ExplorerContext, ExplorersFailed
 from torchreplay.ray.evaluation.evaluation_log import Evaluation
 from torchreplay.ray.evaluation.evaluator import Evaluator, EvaluatorFailed, EvaluatorStats
-from torchreplay.ray.explorers.explorer_context import ExplorerContext
-from torchreplay.ray.explorers.explorer_pool import ExplorerPool, ExplorersFailed
+from torchreplay.ray.explorers.explorer_pool import ExplorerPool
 from torchreplay.ray.remote.remote_buffer import RemoteBuffer, RemoteWriter
 from torchreplay.ray.sharded.local_shard import ShardLost, ShardWriter
 from torchreplay.ray.sharded.sharded_replay import ShardedReplay

@@ -56,8 +56,8 @@ class ExplorerStats:
             a run.
         weight_syncs: How often `ctx.pull_weights` gave it new ones.
         heartbeat_age: Seconds since its last heartbeat: it began, looked at `ctx.stopped` (ten times a second at
-            most), recorded an episode or pulled weights. NaN before the first. An explorer on another node reports all
-            of this twice a second.
+            most), waited for the limiter, recorded an episode or pulled weights. NaN before the first. An explorer on
+            another node reports all of this twice a second.
         restarts: How often it was restarted.
         last_error: One line about its last failure; None if it never failed.
         last_traceback: The traceback of its last failure; None if it never failed.

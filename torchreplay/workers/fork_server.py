@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import fcntl
 import gc
 import importlib
 import logging
@@ -22,14 +23,18 @@ from multiprocessing import resource_tracker, spawn
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from multiprocessing.process import current_process
-from typing import Any, Final
+from types import FrameType
+from typing import Any, Final, TextIO
 
 import numpy as np
 import torch
 
-from torchreplay.workers.worker_process import Launch, WorkerProcess
+from torchreplay.workers.worker_process import Launch, Outcome, WorkerProcess, raised
 
 _PR_SET_PDEATHSIG: Final = 1  # of Linux's prctl
+
+_OF_THE_PROGRAM: Final = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that tell a program something. Who sends one to all its processes, as Slurm does, means the program alone."""
 
 _ANSWER_TIMEOUT: Final = 60.0
 """Seconds in which a fork server must have begun, and must answer. It takes seconds, and milliseconds."""
@@ -67,12 +72,19 @@ class ForkServer:
         self._requests, theirs = multiprocessing.Pipe()
         self._channel = _channel_of(self._requests)  # one for good: a launch needs few descriptors
         # Children inherit the mask: Ctrl-C ends the program, and that its workers.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *_OF_THE_PROGRAM})
+        passed: list[int] = []
         try:
             flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-            command = [spawn.get_executable(), *flags, "-c", _SERVER, str(theirs.fileno())]
-            passed = [theirs.fileno(), tracker]
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=passed)
+            passed = [_above_standard(theirs.fileno()), _above_standard(tracker)]
+            command = [spawn.get_executable(), *flags, "-c", _SERVER, str(passed[0])]
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=_standard(sys.__stdout__, 1),
+                stderr=_standard(sys.__stderr__, 2),
+                pass_fds=passed,
+            )
         except BaseException:
             self._requests.close()
             self._channel.close()
@@ -80,6 +92,8 @@ class ForkServer:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
+            for fd in passed:
+                os.close(fd)
         self.has_begun = False
         self._begin_by = time.monotonic() + _ANSWER_TIMEOUT
         self._forks = 0
@@ -87,7 +101,7 @@ class ForkServer:
         try:
             self._alive = os.pidfd_open(self._process.pid)
             with suppress(ConnectionError):  # it has died already: `fork` says so
-                self._requests.send((main["sys_path"], (os.getpid(), tracker, payload, main, modules)))
+                self._requests.send((main["sys_path"], (os.getpid(), passed[1], payload, main, modules)))
         except BaseException:
             self.close()
             raise
@@ -169,6 +183,23 @@ class ForkServer:
             self._alive = -1
 
 
+def _above_standard(fd: int) -> int:
+    """Returns another descriptor of the same, but of no standard stream: a program may have those closed."""
+    return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+
+
+def _standard(stream: TextIO | None, fd: int) -> int | None:
+    """Returns what a child gets as a standard stream: None for the program's own, which may be closed.
+
+    Without it the descriptor may be of anything that the program has opened since.
+    """
+    try:
+        os.fstat(fd)
+    except OSError:
+        return subprocess.DEVNULL
+    return subprocess.DEVNULL if stream is None or stream.closed else None
+
+
 def _receive_descriptor(channel: socket.socket) -> int:
     _, descriptors, _, _ = socket.recv_fds(channel, 1, 1)
     if not descriptors:
@@ -182,12 +213,19 @@ def _channel_of(connection: Connection) -> socket.socket:
     return socket.socket(fileno=os.dup(connection.fileno()))
 
 
+def _leave_to_the_program(signal_number: int, frame: FrameType | None) -> None:
+    """Does nothing. Not SIG_IGN: programs that a worker starts would inherit that."""
+
+
 def serve(
     requests: Connection, program: int, tracker: int, payload: bytes, main: Mapping[str, Any], modules: Sequence[str]
 ) -> None:
     """The life of a fork server: for each `Launch` it forks a worker, for each number of one it sends the exit code."""
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the program may ignore it, which is inherited
+        for number in _OF_THE_PROGRAM:
+            signal.signal(number, _leave_to_the_program)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_THE_PROGRAM)
         _die_with(program)
         resource_tracker._resource_tracker._fd = tracker  # type: ignore[attr-defined]  # as multiprocessing's spawn does
         _import(modules)
@@ -257,19 +295,29 @@ def _live(server: int, payload: bytes, main: Mapping[str, Any], launch: Launch, 
     atexit.register(logging.shutdown)
     np.random.seed()  # noqa: NPY002  # users may use it, and all would draw the same numbers
     torch.default_generator.seed()
-    process: Any = current_process()
-    process._inheriting = True  # now multiprocessing refuses to start processes: it says that the guard is missing
-    spawn.prepare({**main, "name": f"worker {launch.index}"})
-    del process._inheriting
-    outcome = WorkerProcess().run([], payload, launch)
-    sys.stdout.flush()  # a process that hears of the end may kill this one
-    sys.stderr.flush()
+    outcome = _import_main({**main, "name": f"worker {launch.index}"}) or WorkerProcess().run([], payload, launch)
+    for stream in (sys.stdout, sys.stderr):  # a process that hears of the end may kill this one
+        with suppress(Exception):  # it is closed, None, a broken pipe, or the user's own
+            stream.flush()
     report.send(outcome)
     report.close()
     # A forked process of multiprocessing leaves these out.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     ctypes.CDLL(None).fflush(None)
+
+
+def _import_main(main: dict[str, Any]) -> Outcome | None:
+    """Makes the program's main module importable under its name; returns what went wrong, if anything did."""
+    process: Any = current_process()
+    process._inheriting = True  # now multiprocessing refuses to start processes
+    try:
+        spawn.prepare(main)
+    except BaseException as error:  # also the SystemExit of a program that reads its arguments
+        return raised(error, ours=1, when=", when its process imported the program's main module")
+    finally:
+        del process._inheriting
+    return None
 
 
 def _die_with(parent: int) -> None:

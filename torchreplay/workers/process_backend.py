@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import pickletools
 import signal
 import sys
 import time
@@ -65,12 +66,20 @@ class ProcessBackend(Backend[ProcessRun]):
 
     Raises:
         RuntimeError: A worker has imported the program's main module, which starts workers without a guard.
+        TypeError: The work cannot be pickled, or is of a program without a file and cannot be found by its name.
     """
 
     def __init__(self, work: Any) -> None:
-        self._payload = pickled(work, _dumps())
+        self._main = _preparation_data()
+        dumps = _dumps()
+        self._payload = pickled(work, dumps)
+        has_main = {"init_main_from_name", "init_main_from_path"} & self._main.keys()
+        if not has_main and dumps is pickle.dumps and _names_main(self._payload):
+            raise TypeError(
+                f"{work[0]!r} cannot be sent to the workers' processes: this program has no file that they could "
+                f"import. Run it as `python script.py`, or install cloudpickle, which takes functions along"
+            )
         self._modules = [type(work[0]).__module__, *_imported_by_main()]
-        self._main = spawn.get_preparation_data("worker")
         self._main["authkey"] = bytes(self._main["authkey"])  # or it refuses to be pickled
         self._server: ForkServer | None = None
         self._leaving: list[ProcessRun] = []  # the function has returned, and the process is about to end
@@ -171,6 +180,28 @@ class ProcessBackend(Backend[ProcessRun]):
         """Ends the fork server; may be called again."""
         self._see_off(list(self._leaving))
         self._drop_server()
+
+
+def _preparation_data() -> dict[str, Any]:
+    """Returns what workers have to know of the program, to look like it.
+
+    Raises:
+        RuntimeError: This is a worker, which imports the program's main module.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise RuntimeError(
+            "this program starts workers when its main module is imported, which each worker does: put what starts "
+            "them, and all else that is to run only once, under `if __name__ == '__main__':`"
+        )
+    data: dict[str, Any] = spawn.get_preparation_data("worker")
+    if not os.path.isfile(data.get("init_main_from_path", __file__)):  # such as "<stdin>": there is none to import
+        del data["init_main_from_path"]
+    return data
+
+
+def _names_main(payload: bytes) -> bool:
+    """Whether what `pickle` has written names something in the main module."""
+    return any(argument == "__main__" for _, argument, _ in pickletools.genops(payload))
 
 
 def _dumps() -> Callable[[Any], bytes]:

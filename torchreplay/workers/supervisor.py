@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 import traceback
@@ -22,6 +23,9 @@ from torchreplay.workers.worker_table import WorkerTable
 
 logger = logging.getLogger("torchreplay.ray")  # the name by which users know all pools
 
+_PLACES: Final = re.compile(r"0x[0-9a-f]+|process \d+")
+"""What equal errors differ in: addresses and process ids."""
+
 _POLL: Final = 0.1
 """Seconds between looks at stop requests and due restarts; a worker's end is seen at once."""
 
@@ -35,8 +39,11 @@ SLOW_START: Final = 30.0
 """Seconds after which a worker that has not begun is mentioned in the log, again and again."""
 
 _HOPELESS_AFTER: Final = 5
-"""Failures in a row, without a row or an episode in between, after which nobody should wait for an
+"""Failures in a row, without an item or an episode in between, after which nobody should wait for a
 worker any more. It goes on being restarted."""
+
+_KNOWN_ERRORS: Final = 1000
+"""Different errors that are told apart in the log; of more, each is shown in full."""
 
 
 @dataclass
@@ -46,6 +53,7 @@ class Worker:
     index: int
     state: State = "starting"
     restarts: int = 0
+    begun: float = 0.0  # monotonic time at which the present run was first seen to be in its function; 0: not yet
     streak: int = 0  # failures in a row without progress
     recorded: int = 0  # its progress on the board at the last launch
     due: float = 0.0  # monotonic time of the next launch
@@ -68,6 +76,7 @@ class Policy:
     generation: int  # number of this start of the pool; every start has its own seeds
     max_restarts: int  # per worker; -1 for no limit
     restart_delay: float  # seconds before the first restart; doubles with each further failure
+    heartbeat_timeout: float | None = None  # seconds without a heartbeat after which a worker is killed
 
     def run_seed(self, worker: Worker) -> int:
         """Seed of the worker's next run: its own child of the pool's seed (`SeedSequence`)."""
@@ -110,6 +119,7 @@ class Supervisor:
         self.interrupted = 0
         """How many did not end by themselves when they were told to."""
         self._node = ray_node()
+        self._shown: dict[str, int] = {}  # how often each error was logged
         self._stopping = threading.Event()
         self._grace = self._deadline = 0.0
         self._mark: ExitStack | None = self.expect_writers()
@@ -161,6 +171,7 @@ class Supervisor:
                 self._launch_due()
                 self._keep_mark()
                 self._mention_slow_starts()
+                self._kill_hung()
                 self._await_some()
                 self.listen()
             self._end_all()
@@ -192,6 +203,7 @@ class Supervisor:
                 self.board.launch(w.index, w.restarts)
                 w.recorded = self.board.recorded(w.index)
                 w.launched = w.mentioned = now
+                w.begun = 0.0
                 launch = Launch(w.index, len(self.workers), self.policy.run_seed(w), w.restarts)
                 try:
                     w.run, w.state = self.backend.launch(launch), "starting"
@@ -210,6 +222,20 @@ class Supervisor:
             others = f" and {len(slow) - 2} others" if len(slow) > 2 else ""
             text = "%s%s: not begun %.0f s after the start%s"
             logger.warning(text, who, others, now - slow[0].launched, self.backend.slow_start_hint)
+
+    def _kill_hung(self) -> None:
+        if self.policy.heartbeat_timeout is None:
+            return
+        now, entries = time.monotonic(), self.board.entries
+        for w in self._running():
+            if not entries[w.index]["pid"]:
+                continue
+            w.begun = w.begun or now
+            silent = now - max(w.begun, float(entries[w.index]["heartbeat"]))  # that of an earlier run may be there
+            if silent > self.policy.heartbeat_timeout:
+                self.backend.kill(w.run)
+                text = f"hung: no heartbeat for {silent:.1f} s (heartbeat_timeout={self.policy.heartbeat_timeout:g})"
+                self._settle(w, Outcome("died", f"{text}, killed", f"{text}: its process was killed"))
 
     def _await_some(self) -> None:
         running = self._running()
@@ -258,7 +284,17 @@ class Supervisor:
             delay = self.policy.delay(w.streak)
             w.due, w.state, w.restarts = time.monotonic() + delay, "restarting", w.restarts + 1
             then = f"restart {w.restarts} in {delay:.3g} s"
-        logger.error("%s failed (%s): %s\n%s", self.names[w.index], then, outcome.error, outcome.traceback)
+        logger.error("%s failed (%s): %s%s", self.names[w.index], then, outcome.error, self._details(outcome))
+
+    def _details(self, outcome: Outcome) -> str:
+        """Returns the traceback for the log, or, of an error that is there already, how often it has come."""
+        what = _PLACES.sub("", outcome.traceback)
+        if what not in self._shown and len(self._shown) == _KNOWN_ERRORS:
+            return f"\n{outcome.traceback}"
+        times = self._shown[what] = self._shown.get(what, 0) + 1
+        if times == 1:
+            return f"\n{outcome.traceback}"
+        return f" (the same error as before, {times} times)"
 
     def _keep_mark(self) -> None:
         """Lets learners wait for rows only while some worker can be expected to write them."""
@@ -285,10 +321,9 @@ class Supervisor:
             if not pid:  # it was killed before it began, and is about to end
                 continue
             self.interrupted += 1
+            self.board.interrupt(w.index)
             if self.board.is_on(w.index, self._node):
                 self.backend.interrupt(w.run, pid)
-            else:
-                self.board.interrupt(w.index)
         self._await_ends(self._deadline)
         for w in self._running():
             logger.warning("%s was told to stop, did not return in time and was killed", self.names[w.index])

@@ -26,6 +26,9 @@ OpenBackend: TypeAlias = Callable[[tuple[Work, WorkerTable], int], Backend[Any]]
 
 _FAILURES_KEPT: Final = 100
 
+_LEAST_DELAY: Final = 0.1
+"""Seconds before a restart at the least: a function that fails at once would take a core, and fill the log."""
+
 _CLEAN_UP: Final = 5.0
 """Seconds that a drained worker gets after it was interrupted."""
 
@@ -37,22 +40,32 @@ class WorkerPool(Transient, ABC):
         names: What to call each worker in the log.
         open_backend: Makes ready to run `(work, board)` in so many processes at a time, and returns what runs it.
         max_restarts: Restarts of each worker before it is dropped; -1 for no limit.
-        restart_delay: Seconds before the first restart after a failure.
+        restart_delay: Seconds before the first restart after a failure, 0.1 at the least.
         seed: Entropy of all seeds; None draws it.
+        heartbeat_timeout: Seconds without a heartbeat after which a worker is killed and restarted; None: never.
     """
 
     failed: ClassVar[type[RuntimeError]]
     """What `check` raises."""
 
     def __init__(
-        self, names: Sequence[str], open_backend: OpenBackend, max_restarts: int, restart_delay: float, seed: int | None
+        self,
+        names: Sequence[str],
+        open_backend: OpenBackend,
+        max_restarts: int,
+        restart_delay: float,
+        seed: int | None,
+        heartbeat_timeout: float | None = None,
     ) -> None:
         max_restarts = checked_int("max_restarts (-1: no limit)", max_restarts, -1, (1 << 31) - 1)
-        restart_delay = checked_number("restart_delay", restart_delay, 0)
+        restart_delay = max(checked_number("restart_delay", restart_delay, 0), _LEAST_DELAY)
+        if heartbeat_timeout is not None:
+            heartbeat_timeout = checked_number("heartbeat_timeout", heartbeat_timeout, 1)
         seed = None if seed is None else checked_int("seed", seed, 0, (1 << 128) - 1)
         self.seed: int = int(np.random.SeedSequence(seed).entropy)  # type: ignore[arg-type]
         self._names, self._open_backend = names, open_backend
         self._max_restarts, self._restart_delay = max_restarts, restart_delay
+        self._heartbeat_timeout = heartbeat_timeout
         self._starts = 0
         self._supervisor: Supervisor | None = None
         self._backend: Any = None
@@ -93,7 +106,9 @@ class WorkerPool(Transient, ABC):
             if self._supervisor is None:
                 board = WorkerTable(len(self._names))
                 self._backend = self._open_backend((self._make_work(), board), len(self._names))
-                policy = Policy(self.seed, self._starts, self._max_restarts, self._restart_delay)
+                policy = Policy(
+                    self.seed, self._starts, self._max_restarts, self._restart_delay, self._heartbeat_timeout
+                )
                 try:
                     self._supervisor = Supervisor(
                         self._backend, board, self._names, policy, self._expect_writers, self._failures, self._listen
@@ -178,9 +193,13 @@ class WorkerPool(Transient, ABC):
 
     def _report(self) -> str:
         """Returns what workers have failed with since the last start; "" if none has."""
-        failed = [stats for stats in self._worker_stats() if stats.last_traceback is not None]
+        who: dict[str, list[str]] = {}  # by what they failed with
+        for stats in self._worker_stats():
+            if stats.last_traceback is not None:
+                who.setdefault(stats.last_traceback, []).append(self._names[stats.index])
         return "\n".join(
-            f"{self._names[stats.index]} failed last with:\n{stats.last_traceback}" for stats in failed[:_FAILURES_KEPT]
+            f"{names[0]}{f' and {len(names) - 1} others' if len(names) > 1 else ''} failed last with:\n{text}"
+            for text, names in list(who.items())[:_FAILURES_KEPT]
         )
 
     def __enter__(self) -> Self:

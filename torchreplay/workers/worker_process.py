@@ -20,7 +20,8 @@ from torchreplay.errors import AttachError, Stopped
 from torchreplay.workers.worker_table import WorkerTable
 
 STOP_SIGNAL: Final = signal.SIGUSR1
-"""Raises `Stopped` in a worker. Not SIGINT, which workers block so that Ctrl-C ends the program alone."""
+"""Raises `Stopped` in a worker that the pool has interrupted. Not SIGINT, which workers block so that Ctrl-C ends the
+program alone."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,29 @@ class Launch:
     restarts: int  # how often the worker has been restarted
 
 
+_LONGEST_ERROR: Final = 1_000
+_LONGEST_TRACEBACK: Final = 20_000
+"""Characters. Programs keep errors of many workers, and an exception may have a whole array in it."""
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended, as text: a worker's exception need not pickle."""
+    """How a run ended, as text: a worker's exception need not pickle. Long text has its middle left out."""
 
     kind: Literal["ended", "raised", "died"]  # its function returned or was stopped; raised; or its process died
     error: str = ""  # one line about the failure
     traceback: str = ""  # the worker's traceback
+
+    def __post_init__(self) -> None:
+        for name, most in (("error", _LONGEST_ERROR), ("traceback", _LONGEST_TRACEBACK)):
+            object.__setattr__(self, name, _shortened(getattr(self, name), most))
+
+
+def _shortened(text: str, most: int) -> str:
+    left_out = len(text) - most
+    if left_out <= 0:
+        return text
+    return f"{text[: most // 2]} ... {left_out:,} characters left out ... {text[-(most - most // 2) :]}"
 
 
 class Work(ABC):
@@ -114,7 +131,7 @@ class WorkerProcess:
                 return Outcome("ended")
             if isinstance(error, SystemError) and isinstance(error.__cause__, Stopped):  # raised within a call of Ray's
                 return Outcome("ended")
-            return _raised(error)
+            return raised(error, ours=3)  # `WorkerProcess.run`, `_work` and the work's `run`
         return Outcome("ended")
 
 
@@ -129,11 +146,13 @@ def _work(payload: SupportsBytes, launch: Launch, open_replica: OpenReplica | No
     work.begin(launch, board, None if replica is None else replica.helper)
 
     def stop_here(signal_number: int, frame: FrameType | None) -> None:
-        if not work.noticed_stop:  # otherwise it is finishing already
+        # Others may send this signal, too: to all processes of a program, as Slurm does before a time limit.
+        if board.is_interrupted(launch.index) and not work.noticed_stop:  # otherwise it is finishing already
             raise Stopped("the pool that runs this worker was stopped")
 
     def interrupt() -> None:
         work.give_up()
+        board.interrupt(launch.index)  # of this copy
         signal.pthread_kill(threading.main_thread().ident or 0, STOP_SIGNAL)
 
     signal.signal(STOP_SIGNAL, stop_here)
@@ -147,11 +166,17 @@ def _work(payload: SupportsBytes, launch: Launch, open_replica: OpenReplica | No
         work.run()
 
 
-def _raised(error: BaseException) -> Outcome:
+def raised(error: BaseException, ours: int, when: str = "") -> Outcome:
+    """Returns the outcome of a run that `error` ended.
+
+    Args:
+        error: What was raised.
+        ours: Frames at the beginning of its traceback that are none of the user's business.
+        when: Where that was not in the user's function.
+    """
     summary = "".join(traceback.format_exception_only(error)).strip()
-    # The first three frames are ours: `WorkerProcess.run`, `_work` and the work's `run`.
     frames = error.__traceback__
-    for _ in range(3):
+    for _ in range(ours):
         frames = (frames and frames.tb_next) or frames
     text = "".join(traceback.format_exception(type(error), error, frames))
-    return Outcome("raised", summary, text.rstrip())
+    return Outcome("raised", summary + when, text.rstrip())

@@ -36,6 +36,7 @@ ENTRY: Final = np.dtype(
         ("episodes", np.int64),
         ("node", "S64"),  # Ray's id; does not change while there is a pid
         ("steps", np.int64),
+        ("items", np.int64),  # rows with which an item was complete
         ("returns", np.float64, (WINDOW,)),
         ("lengths", np.int64, (WINDOW,)),
         ("weight_version", np.int64),
@@ -115,7 +116,7 @@ class WorkerTable:
         return self.entries[index]["node"] in (b"", node.encode())
 
     def interrupt(self, index: int) -> None:
-        """Has worker `index` interrupted, which is on another node."""
+        """Has worker `index` interrupted: by its signal, which without this order is somebody else's."""
         self._workers["interrupt"][index] = 1
 
     def is_interrupted(self, index: int) -> bool:
@@ -123,9 +124,12 @@ class WorkerTable:
         return bool(self._workers["interrupt"][index])
 
     def recorded(self, index: int) -> int:
-        """A number that grows whenever worker `index` writes rows or ends an episode."""
+        """A number that grows whenever worker `index` completes items or ends an episode.
+
+        Rows alone are no progress: one whose every run fails after the first `reset` writes one each time.
+        """
         entry = self.entries[index]
-        return int(entry["rows"]) + int(entry["episodes"])
+        return int(entry["items"]) + int(entry["episodes"])
 
     def dump_status(self, index: int) -> bytes:
         """Returns the entry of worker `index`, for `load_status` of the same table on another node."""

@@ -1,3 +1,3 @@
-"""Explorers: workers that run a user's function and fill a buffer."""
+"""Explorers over Ray: as actors, on any node of a cluster."""
 
-__all__ = ["explorer_context", "explorer_pool"]
+__all__ = ["explorer_pool"]

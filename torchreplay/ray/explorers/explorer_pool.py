@@ -1,60 +1,59 @@
-"""`ExplorerPool`: explorers that fill a replay buffer, as supervised processes."""
+"""`ExplorerPool` over Ray: explorers as actors, on any node."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
-from torchreplay.errors import ReplayTimeout, WouldBlockForever
-from torchreplay.ray.explorers.explorer_context import MOST_EXPLORERS, MOST_ROWS, ExplorerContext
+from torchreplay.explorers import ExplorerPool as PlainExplorerPool
+from torchreplay.explorers.explorer_pool import Explore, ExplorerTask
+from torchreplay.explorers.named import Fillable, OneOrNamed, named_buffers
 from torchreplay.ray.remote.remote_buffer import RemoteBuffer
 from torchreplay.ray.sharded.sharded_replay import ShardedReplay, shards_of
-from torchreplay.ray.workers.named import Fillable, OneOrNamed, named_buffers, named_weights
 from torchreplay.ray.workers.placement import OverShards, Placement
 from torchreplay.ray.workers.resources import BackendName, WorkerResources
-from torchreplay.validation import checked_int, checked_number
 from torchreplay.weights.shared_weights import SharedWeights
-from torchreplay.workers.explorer_stats import ExplorerStats
-from torchreplay.workers.worker_pool import WorkerPool
-from torchreplay.workers.worker_process import Launch, Work
-from torchreplay.workers.worker_table import WorkerTable
-
-Explore = Callable[[ExplorerContext], object]
-"""A user's function: runs until `ctx.stopped`, or as long as it likes; its result is dropped."""
+from torchreplay.workers.backend import Backend
 
 
-class ExplorersFailed(RuntimeError):
-    """Every explorer of a pool has ended by an error and none will be restarted."""
+class RayExplorerTask(ExplorerTask):
+    """The work of explorers that may be on another node than the buffer."""
+
+    def give_up(self) -> None:
+        """Has its writers to other nodes wait no longer for the limiter."""
+        for buffer in self._elsewhere():
+            buffer.give_up()
+
+    def close(self) -> None:
+        """Closes its writers, and has those to other nodes say farewell: this process may not live much longer."""
+        with ExitStack() as closing:
+            for buffer in self._elsewhere():
+                closing.callback(buffer.drain)
+            closing.callback(super().close)
+
+    def _elsewhere(self) -> list[RemoteBuffer]:
+        buffers: Iterable[Any] = named_buffers(self.buffer).values()
+        return [buffer for buffer in buffers if isinstance(buffer, RemoteBuffer)]
 
 
-class ExplorerPool(WorkerPool):
-    """Runs a function in several processes that write to one replay buffer, or to several.
+class ExplorerPool(PlainExplorerPool):
+    """Runs a function in several processes that write to one replay buffer, or to several: by default as Ray actors.
 
-    Each explorer has a process of its own, a Ray actor or a plain one, that calls `explore(ctx)` with an
-    `ExplorerContext`. An explorer whose function returns has finished. One whose function raises is reported with its
-    traceback (logger `torchreplay.ray`, `errors`) and restarted; so is one whose process dies. The others do not
-    notice. Delays between restarts double from `restart_delay` up to 30 s, and start over once the explorer has made
-    progress. After `max_restarts` it is dropped, and the others go on.
-
-    A learner's `sample` waits while explorers can be expected to write. Once all have ended, or each has failed five
-    times in a row without a row or an episode, it raises `WouldBlockForever`. Inside the `with` block that error
-    carries the explorers' last failures.
-
-    Stopping the pool leaves the buffer alone: it can be sampled, and filled by another pool.
+    All that `torchreplay.explorers.ExplorerPool` says holds here, too. Explorers may be on other nodes of the cluster.
 
     Args:
         explore: Function of an `ExplorerContext`, defined anywhere cloudpickle reaches (without cloudpickle, and with
             `backend="process"`: in a module). It should return soon after `ctx.stopped` turns True; `Stopped` raised
             out of it is a good end.
         num_explorers: How many explorers to run, also more than there are cores.
-        buffer: The buffer that they write to, a `ReplayBuffer` or a `ShardedReplay`; it goes to them as its handle. Or
-            several by name, such as one for each policy of a multi-agent environment, for `ctx.writer(name=...)`.
-        weights: Weights for `ctx.pull_weights` and `ctx.weights`, or several by name, for
-            `ctx.pull_weights(module, name=...)`.
+        buffer: The buffer that they write to, a `ReplayBuffer` or a `ShardedReplay`, or several by name.
+        weights: Weights for `ctx.pull_weights` and `ctx.weights`, or several by name.
         max_restarts: Restarts of each explorer before it is dropped; -1 for no limit.
-        restart_delay: Seconds before the first restart after a failure.
+        restart_delay: Seconds before the first restart after a failure, 0.1 at the least.
+        heartbeat_timeout: Seconds, 1 at the least, after which an explorer that hangs is killed and restarted. It hangs
+            if it has neither looked at `ctx.stopped`, recorded an episode, pulled weights nor waited for the limiter.
+            None: never.
         max_weight_sync_delay: Rows that an explorer writes between two copies of `ctx.pull_weights`. 0: it copies
             whenever there are newer weights.
         backend: `"ray"` for Ray actors; `"process"` for plain processes, without Ray. A script that uses plain
@@ -83,7 +82,7 @@ class ExplorerPool(WorkerPool):
         ...         learn(buffer.sample(256))
     """
 
-    failed = ExplorersFailed
+    _task = RayExplorerTask
 
     def __init__(
         self,
@@ -94,6 +93,7 @@ class ExplorerPool(WorkerPool):
         *,
         max_restarts: int = -1,
         restart_delay: float = 1.0,
+        heartbeat_timeout: float | None = None,
         max_weight_sync_delay: int = 0,
         backend: BackendName = "ray",
         num_cpus: float = 0,
@@ -102,130 +102,34 @@ class ExplorerPool(WorkerPool):
         placement: Placement = None,
         seed: int | None = None,
     ) -> None:
-        if not callable(explore):
-            raise ValueError(f"explore is a function of an ExplorerContext, not {explore!r}")
-        num_explorers = checked_int("num_explorers", num_explorers, 1, MOST_EXPLORERS)
-        max_weight_sync_delay = checked_int("max_weight_sync_delay", max_weight_sync_delay, 0, MOST_ROWS)
-        self._buffers = tuple(named_buffers(buffer).values())
-        sharded = [one for one in self._buffers if isinstance(one, ShardedReplay)]
+        sharded = [one for one in named_buffers(buffer).values() if isinstance(one, ShardedReplay)]
         if sharded and backend == "process":
             raise ValueError("backend='process': the shards of a ShardedReplay are reached through Ray, backend='ray'")
         if sharded and placement is None:
             placement = OverShards(sharded, {"CPU": num_cpus, "GPU": num_gpus})
-        resources = WorkerResources(backend, num_cpus, num_gpus, runtime_env, placement)
-        names = [f"explorer {index} of {num_explorers}" for index in range(num_explorers)]
-        super().__init__(names, resources.open, max_restarts, restart_delay, seed)
-        self.buffer, self.weights = buffer, weights
-        named_weights(weights)  # or each explorer would say what is wrong with them
-        self.num_explorers = num_explorers
-        self._work = ExplorerTask(explore, buffer, weights, max_weight_sync_delay)
-
-    def _make_work(self) -> ExplorerTask:
-        for buffer in self._buffers:  # each says that it is closed, where it is
-            if isinstance(buffer, ShardedReplay):
-                shards_of(buffer).require_open()
-            else:
-                buffer.handle()
-        return self._work
-
-    def _expect_writers(self) -> ExitStack:
-        with ExitStack() as marks:  # which withdraws the first ones if another cannot be made
-            for buffer in self._buffers:
-                marks.enter_context(buffer.expect_writers())
-            return marks.pop_all()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Waits until every explorer has ended for good, as those do whose function returns.
-
-        Args:
-            timeout: Seconds; None waits as long as it takes.
-
-        Returns:
-            Whether all have ended.
-
-        Raises:
-            ExplorersFailed: All have ended, each by an error.
-        """
-        if timeout is not None:
-            timeout = checked_number("timeout", timeout, 0)
-        supervisor = self._supervisor
-        over = supervisor is None or supervisor.over.wait(timeout)
-        self.check()
-        return over
-
-    def stats(self) -> tuple[ExplorerStats, ...]:
-        """Statistics of each explorer, in order; those of the last run when the pool is stopped."""
-        return self._worker_stats()
-
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        super().__exit__(kind, error, traceback)
-        if isinstance(error, (WouldBlockForever, ReplayTimeout)):
-            self.explain(error)
-
-    def explain(self, error: BaseException) -> None:
-        """Adds what the explorers failed with, if they did, to the error of a learner that waited for their rows."""
-        if report := self._report():
-            error.add_note(report)
-
-    def __repr__(self) -> str:
-        stats = self.stats()
-        states = [stat.state for stat in stats]
-        counts = ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(states))
-        return (
-            f"ExplorerPool({self.num_explorers} explorers: {counts}; "
-            f"{sum(s.restarts for s in stats)} restarts, {sum(s.episodes for s in stats)} episodes)"
+        self._resources = WorkerResources(backend, num_cpus, num_gpus, runtime_env, placement)
+        super().__init__(
+            explore,
+            num_explorers,
+            buffer,
+            weights,
+            max_restarts=max_restarts,
+            restart_delay=restart_delay,
+            heartbeat_timeout=heartbeat_timeout,
+            max_weight_sync_delay=max_weight_sync_delay,
+            seed=seed,
         )
 
+    def _require_reachable(self, buffer: Fillable) -> None:
+        """All are reached through Ray."""
 
-@dataclass
-class ExplorerTask(Work):
-    """The work of explorers."""
+    def _require_open(self, buffer: Fillable) -> None:
+        """Raises RuntimeError, or Stopped, if the buffer is closed."""
+        if isinstance(buffer, ShardedReplay):
+            shards_of(buffer).require_open()
+        else:
+            super()._require_open(buffer)
 
-    explore: Explore  # the user's function
-    buffer: OneOrNamed[Fillable]  # what they write to, or several by name
-    weights: OneOrNamed[SharedWeights] | None  # what they may pull, or several by name
-    max_weight_sync_delay: int  # rows between two pulls of `ctx.pull_weights`
-
-    helper = None
-
-    def begin(self, launch: Launch, board: WorkerTable, helper: None = None) -> Self:
-        """Makes the context that the function gets."""
-        self._ctx = ExplorerContext(
-            self.buffer,
-            self.weights,
-            launch.index,
-            launch.num_workers,
-            launch.seed,
-            launch.restarts,
-            max_weight_sync_delay=self.max_weight_sync_delay,
-            board=board,
-        )
-        return self
-
-    def run(self) -> None:
-        """Runs the user's function."""
-        self.explore(self._ctx)
-
-    @property
-    def noticed_stop(self) -> bool:
-        """Whether the function knows that it is to finish."""
-        return self._ctx.noticed_stop
-
-    def give_up(self) -> None:
-        """Has its writers to other nodes wait no longer for the limiter."""
-        for buffer in self._elsewhere():
-            buffer.give_up()
-
-    def close(self) -> None:
-        """Closes its writers, and has those to other nodes say farewell: this process may not live much longer."""
-        with ExitStack() as closing:
-            for buffer in self._elsewhere():
-                closing.callback(buffer.drain)
-            closing.callback(self._ctx.close)
-
-    def _elsewhere(self) -> list[RemoteBuffer]:
-        buffers: Iterable[Any] = named_buffers(self.buffer).values()
-        return [buffer for buffer in buffers if isinstance(buffer, RemoteBuffer)]
-
-    def __repr__(self) -> str:
-        return repr(self.explore)
+    def _open(self, work: Any, num_workers: int) -> Backend[Any]:
+        """Makes ready to run the explorers, so many at a time."""
+        return self._resources.open(work, num_workers)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torchreplay.distributed.explorers import Explorers
 from torchreplay.errors import ReplayTimeout, WouldBlockForever
+from torchreplay.explorers import ExplorerPool
 from torchreplay.lightning.compat import LightningDataModule
 from torchreplay.lightning.datamodule import ReplayDataModule
 from torchreplay.lightning.evaluation import EvaluationMonitor
@@ -16,7 +17,6 @@ from torchreplay.lightning.publisher import WeightPublisher
 from torchreplay.loading.dataset import ReplayDataset
 from torchreplay.loading.mixed_dataset import MixedDataset
 from torchreplay.ray.evaluation.evaluator import Evaluator
-from torchreplay.ray.explorers.explorer_pool import ExplorerPool
 from torchreplay.ray.training.throughput import Throughput
 from torchreplay.schema.samplers import Prioritized
 

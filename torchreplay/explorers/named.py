@@ -7,8 +7,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from torch import nn
 
-from torchreplay.buffer.replay_buffer import ReplayBuffer
-from torchreplay.ray.sharded.sharded_replay import ShardedReplay
+from torchreplay.buffer.base import Replay
 from torchreplay.schema.config import Configured
 from torchreplay.validation import checked_instance
 from torchreplay.weights.shared_weights import SharedWeights
@@ -17,8 +16,8 @@ T = TypeVar("T")
 
 OneOrNamed: TypeAlias = T | Mapping[str, T]
 
-Fillable: TypeAlias = ReplayBuffer | ShardedReplay
-"""What explorers write to."""
+Fillable: TypeAlias = Replay
+"""What explorers write to: a `ReplayBuffer` or a `ShardedReplay`."""
 
 
 def named_buffers(given: OneOrNamed[Fillable]) -> dict[str | None, Fillable]:

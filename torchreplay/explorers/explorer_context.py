@@ -10,7 +10,7 @@ import numpy as np
 from torch import nn
 
 from torchreplay.buffer.writer import Autoreset, Writer
-from torchreplay.ray.workers.named import Fillable, OneOrNamed, chosen, named_buffers, named_weights
+from torchreplay.explorers.named import Fillable, OneOrNamed, chosen, named_buffers, named_weights
 from torchreplay.schema.config import rows_extended
 from torchreplay.validation import checked_int
 from torchreplay.weights.shared_weights import SharedWeights
@@ -73,11 +73,13 @@ class ExplorerContext:
         self._entry = self._board.entries[index]
         self._returns, self._lengths = self._entry["returns"], self._entry["lengths"]
         # Views of one cell are set in a third of the time that a field of an entry takes.
-        self._reported_rows, self._reported_version, self._reported_at = (
-            self._board.entries[column][index : index + 1] for column in ("rows", "weight_version", "heartbeat")
+        self._reported_rows, self._reported_items, self._reported_version, self._reported_at = (
+            self._board.entries[column][index : index + 1]
+            for column in ("rows", "items", "weight_version", "heartbeat")
         )
         self._episodes, self._steps = int(self._entry["episodes"]), int(self._entry["steps"])
-        self._closed_rows = int(self._entry["rows"])  # of earlier runs, and of writers closed in this one
+        # Of earlier runs, and of writers closed in this one.
+        self._closed_rows, self._closed_items = int(self._entry["rows"]), int(self._entry["items"])
         self._extended_before = self._rows_extended()  # by those who had the buffers before
         self._writers: set[Writer] = set()
         self._noticed_stop = False
@@ -106,6 +108,7 @@ class ExplorerContext:
         """
         for closed in [writer for writer in tuple(self._writers) if writer.closed]:
             self._closed_rows += closed.rows
+            self._closed_items += closed._completed
             self._writers.discard(closed)
         writer = chosen("the pool's buffers", self._buffers, name).writer(envs, autoreset, num_envs=num_envs)
         self._writers.add(writer)
@@ -116,6 +119,12 @@ class ExplorerContext:
         """Rows that this explorer has written, by its writers and by `ctx.buffer.extend`, over all its runs."""
         by_writers = sum(writer.rows for writer in tuple(self._writers))  # another thread may add one
         return self._closed_rows + by_writers + self._rows_extended() - self._extended_before
+
+    @property
+    def _items(self) -> int:
+        """Rows with which an item was complete; of those that `extend` wrote all count."""
+        by_writers = sum(writer._completed for writer in tuple(self._writers))
+        return self._closed_items + by_writers + self._rows_extended() - self._extended_before
 
     def pull_weights(self, module: nn.Module, *, name: str | None = None) -> bool:
         """Copies the learner's newest weights into the module, in place, when it is time to.
@@ -208,6 +217,12 @@ class ExplorerContext:
             for writer in tuple(self._writers):
                 closing.callback(writer.close)
 
+    def keep_alive(self) -> None:
+        """Reports that the explorer waits, and does not hang: called whenever a wait of its looks around."""
+        now = time.monotonic()
+        if now - self._reported >= REPORT_EVERY:
+            self._report(now)
+
     def _rows_extended(self) -> int:
         return sum(rows_extended(buffer) for buffer in self._buffers.values())
 
@@ -220,7 +235,7 @@ class ExplorerContext:
         return False
 
     def _report(self, now: float) -> None:
-        self._reported_rows[0] = self.rows
+        self._reported_rows[0], self._reported_items[0] = self.rows, self._items
         self._reported_version[0] = min([w.pulled_version for w in self._weights.values()], default=-1)
         self._reported_at[0] = self._reported = now
 
