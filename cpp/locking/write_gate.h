@@ -52,7 +52,7 @@ class WriteGate {
         progress = latest;
         since = now;
       }
-      const int64_t left = since + int64_t{1000} * patience_us_.load(std::memory_order_relaxed) - now;
+      const int64_t left = since + patience_ns() - now;
       if (left <= 0) {
         TORCHREPLAY_FAULT("gate.given_up");
         if (ticket_.compare_exchange_strong(ticket, kOpen)) wake();
@@ -83,6 +83,11 @@ class WriteGate {
   void shut_at(uint64_t ticket) { ticket_.store(ticket, std::memory_order_relaxed); }
 
  private:
+  // Any process may have written any value.
+  int64_t patience_ns() const {
+    return std::min(int64_t{1000} * patience_us_.load(std::memory_order_relaxed), kMostPatienceNs);
+  }
+
   void wake() {
     sleepers_.store(0, std::memory_order_relaxed);  // who goes back to sleep says so again
     futex_signal(signal_);

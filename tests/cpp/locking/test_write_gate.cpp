@@ -179,6 +179,20 @@ BOOST_AUTO_TEST_CASE(a_learner_that_waits_for_rows_lets_everybody_write) {
   BOOST_TEST((try_append(*m) == Append::kDone));
 }
 
+BOOST_AUTO_TEST_CASE(a_writer_waits_for_nobody_for_long_whatever_patience_stands_in_the_gate) {
+  auto m = make_segment(ring_of(64));
+  WriteGate& gate = m->header().gate;
+  std::mt19937_64 random(1);
+  for (int bytes = 0; bytes < 20; bytes++) {
+    auto* at = reinterpret_cast<unsigned char*>(&gate);
+    std::generate(at, at + sizeof gate, [&] { return static_cast<unsigned char>(bytes ? random() : ~0U); });
+    gate.shut_at(0);
+    const int64_t paused = paused_for(*m);
+    BOOST_TEST(paused < 8 * WriteGate::kMostPatienceNs);
+    BOOST_TEST(gate.ticket() == WriteGate::kOpen);
+  }
+}
+
 // Any value of the gate at any time: each writer goes on, and each wait ends.
 BOOST_AUTO_TEST_CASE(whatever_stands_in_the_gate_writers_go_on) {
   auto m = make_segment(ring_of(256));
