@@ -273,7 +273,6 @@ struct SegmentState {
                          : DrawName{header().seed, header().streams.fetch_add(1, std::memory_order_relaxed), 0};
     }
     entry.thread.store(static_cast<uint64_t>(pthread_self()), std::memory_order_relaxed);
-    memory().note_learner_thread();
   }
 
   // This process, a learner, got a batch of `n` items: for those who watch.

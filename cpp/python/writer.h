@@ -205,8 +205,7 @@ void write(PyObject* self, WriterState& s, uint64_t n, Rows& rows, int64_t* keys
   const Header& h = m.header();
   uint64_t bytes = 0;
   for (const Field& f : m.layout().fields) bytes += f.nbytes;
-  // A thread that draws as well would wait for itself.
-  RingWriter ring(m, s.member.id(), !m.is_learner_thread());
+  RingWriter ring(m, s.member.id(), true);
   for (uint64_t written = 0;;) {
     Append outcome = Append::kLimited;
     if (!h.stopped.load(std::memory_order_acquire)) {
@@ -219,7 +218,10 @@ void write(PyObject* self, WriterState& s, uint64_t n, Rows& rows, int64_t* keys
     }
     if (outcome == Append::kDone) break;
     if (outcome == Append::kGated) {
-      give_way(m);
+      if (draws_itself(m))
+        ring.pass_gate();
+      else
+        give_way(m);
       refuse_forked(s);
       continue;
     }

@@ -96,16 +96,6 @@ class SegmentMemory {
   Liveness& liveness() { return liveness_; }
   LearnerPace& pace() { return pace_; }
 
-  // Whether the calling thread is the one of this process that drew last. A forked child has drawn nothing.
-  bool is_learner_thread() const {
-    return learner_thread_.load(std::memory_order_relaxed) == static_cast<uint64_t>(pthread_self()) &&
-           learner_generation_.load(std::memory_order_relaxed) == fork_generation.load(std::memory_order_relaxed);
-  }
-  void note_learner_thread() {
-    learner_thread_.store(static_cast<uint64_t>(pthread_self()), std::memory_order_relaxed);
-    learner_generation_.store(fork_generation.load(std::memory_order_relaxed), std::memory_order_relaxed);
-  }
-
   // The number of this attachment, to be set before the lock is taken. Throws OtherNamespace.
   uint32_t presence() {
     if (!liveness_.has_presence()) header().mutex.require_same_namespace();
@@ -201,7 +191,6 @@ class SegmentMemory {
   char* base_;
   std::string text_, called_ = "the replay buffer";
   LearnerPace pace_;
-  std::atomic<uint64_t> learner_thread_{0}, learner_generation_{0};
 };
 
 // Fetches a row's record, and the start of its values elsewhere: the processor follows a longer value by itself. Always

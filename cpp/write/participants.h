@@ -115,26 +115,39 @@ inline Census take_census(SegmentMemory& m, bool unused_count_as_others) {
   return c;
 }
 
+// Whether a living participant of that role is what is wanted. O(participants ever at one time).
+template <class Wanted>
+bool has_participant(SegmentMemory& m, Role role, const Wanted& wanted) {
+  const uint32_t ids = m.header().ids.load(std::memory_order_acquire);
+  for (int id = 1; id < kMaxParticipants && id <= static_cast<int>(ids); id++) {
+    const Participant& entry = m.participant(id);
+    if (static_cast<Role>(entry.role.load(std::memory_order_acquire)) == role && wanted(entry) &&
+        m.liveness().alive(id))
+      return true;
+  }
+  return false;
+}
+
 // Whether a thread that has a writer to `other` waits for the limiter of `m`. A writer that was not used yet may be any
 // thread's of its process. O(participants ever at one time), of `other` for each writer that waits.
 inline bool holds_back_writer_of(SegmentMemory& m, SegmentMemory& other) {
-  const auto find = [](SegmentMemory& in, const auto& wanted) {
-    const uint32_t ids = in.header().ids.load(std::memory_order_acquire);
-    for (int id = 1; id < kMaxParticipants && id <= static_cast<int>(ids); id++) {
-      const Participant& entry = in.participant(id);
-      if (static_cast<Role>(entry.role.load(std::memory_order_acquire)) == Role::kWriter && wanted(entry) &&
-          in.liveness().alive(id))
-        return true;
-    }
-    return false;
-  };
-  return find(m, [&](const Participant& waiting) {
+  return has_participant(m, Role::kWriter, [&](const Participant& waiting) {
     if (!waiting.waiting.load(std::memory_order_relaxed)) return false;
-    return find(other, [&](const Participant& writer) {
+    return has_participant(other, Role::kWriter, [&](const Participant& writer) {
       const uint64_t thread = writer.thread.load(std::memory_order_relaxed);
       return writer.pid.load(std::memory_order_relaxed) == waiting.pid.load(std::memory_order_relaxed) &&
              (thread == 0 || thread == waiting.thread.load(std::memory_order_relaxed));
     });
+  });
+}
+
+// Whether the calling thread is one that draws, through whichever mapping of its process: of each the last that did. It
+// would wait for itself at the gate. O(participants ever at one time).
+inline bool draws_itself(SegmentMemory& m) {
+  const auto self = static_cast<uint64_t>(pthread_self());
+  const int pid = getpid();
+  return has_participant(m, Role::kLearner, [&](const Participant& learner) {
+    return learner.thread.load(std::memory_order_relaxed) == self && learner.pid.load(std::memory_order_relaxed) == pid;
   });
 }
 

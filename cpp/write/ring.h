@@ -32,6 +32,9 @@ class RingWriter {
         gated_(gated),
         linked_(memory.layout().view.linked()) {}
 
+  // From now on it does not give way.
+  void pass_gate() { gated_ = false; }
+
   // Writes up to `n` rows, `fill(row, slot)` copying the payload of row 0, 1, ... (it must not throw), and stores their
   // keys. Adds the number written to `written`. O(n) and the copies; no lock, no system call.
   template <class Fill>

@@ -1,7 +1,9 @@
 """Explorers that write as fast as they can: the learner goes on drawing what is there, and feeds back in time."""
 
 import contextlib
+import copy
 import multiprocessing
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 import torchreplay as tr
+from torchreplay.ops import Ring
 
 FORK = multiprocessing.get_context("fork")
 LANES = 10
@@ -117,13 +120,45 @@ def test_explorers_that_outrun_a_learner_which_died_go_on():
             time.sleep(0.01)
 
 
-def test_a_thread_that_writes_between_its_draws_never_waits_for_itself():
+def drawing_by_itself(buffer: tr.ReplayBuffer) -> Callable[[], object]:
+    return lambda: buffer.sample(32)
+
+
+def drawing_by_a_copy(buffer: tr.ReplayBuffer) -> Callable[[], object]:
+    same = copy.copy(buffer)
+    return lambda: same.sample(32)
+
+
+def drawing_by_an_operator(buffer: tr.ReplayBuffer) -> Callable[[], object]:
+    ring = Ring(buffer)
+    return lambda: ring.sample(32)
+
+
+def drawing_ahead(buffer: tr.ReplayBuffer) -> Callable[[], object]:
+    batches = iter(tr.ReplayDataset(copy.copy(buffer), 32))
+    return lambda: next(batches)
+
+
+@pytest.mark.parametrize("drawing", [drawing_by_itself, drawing_by_a_copy, drawing_by_an_operator, drawing_ahead])
+def test_a_thread_that_writes_between_its_draws_never_waits_for_itself(drawing):
+    buffer = buffer_of(tr.Rows(), CAPACITY, tr.MinSize(1))
+    rows = {"obs": torch.zeros(100_000, 4)}
+    draw = drawing(buffer)
+    for _ in range(5):
+        buffer.extend(**rows)
+        draw()
+    assert buffer.stats().insert_wait == 0
+
+
+def test_a_thread_that_does_not_draw_gives_way_to_the_one_of_its_process_that_does():
     buffer = buffer_of(tr.Rows(), CAPACITY, tr.MinSize(1))
     rows = {"obs": torch.zeros(100_000, 4)}
     for _ in range(5):
-        buffer.extend(**rows)
+        writer = threading.Thread(target=buffer.extend, kwargs=rows)
+        writer.start()
+        writer.join()
         buffer.sample(32)
-    assert buffer.stats().insert_wait == 0
+    assert buffer.stats().insert_wait > 0
 
 
 def longest_wait_under_a_tight_limiter() -> float:
