@@ -73,10 +73,11 @@ inline void change_limiter(Header& h, LimiterConfig config) {
   h.demand = 0;  // a writer that still waits says so again
 }
 
-// All rows are gone: the limiter counts as that of a new buffer does.
-inline void restart_limiter(Header& h) {
+// All rows are gone but those of `left` items, which came meanwhile: the limiter counts as that of a new buffer does
+// that has these.
+inline void restart_limiter(Header& h, uint64_t left) {
   LimiterConfig config = h.limiter();
-  config.cleared = h.inserted;
+  config.cleared = h.inserted - std::min(h.inserted, left);
   change_limiter(h, config);
 }
 

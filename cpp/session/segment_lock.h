@@ -111,7 +111,7 @@ class Locked {
       absorber.clear(slot, std::min(memory_.capacity(), slot + Absorber::kChunk), end);
     }
     header_.max_raw = 1;
-    restart_limiter(header_);
+    restart_limiter(header_, static_cast<uint64_t>(memory_.tree().count()));
     TORCHREPLAY_FAULT("clear.over");
   }
 
