@@ -1,11 +1,16 @@
 // Holding the segment's mutex: waiting for it in slices, repairing what a dead owner left, absorbing what was written.
 #pragma once
 
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <atomic>
+#include <cerrno>
 #include <cstdio>
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "segment/limiter.h"
@@ -54,16 +59,19 @@ class Undisturbed {
   const std::atomic<bool>* before_;
 };
 
-// The state letter of a process from /proc, or '?' when it is gone or not ours to see.
+// The state letter of a process or thread from /proc; kEnded: there is none; kUnknown: who could tell? A process may be
+// out of descriptors, or /proc not mounted.
+inline constexpr char kEnded = 'X', kUnknown = '?';
 inline char process_state(int pid) {
-  char path[40], text[256] = {};
+  char path[40], text[256];
   snprintf(path, sizeof path, "/proc/%d/stat", pid);
-  FILE* f = std::fopen(path, "r");
-  if (!f) return '?';
-  const size_t n = std::fread(text, 1, sizeof text - 1, f);
-  std::fclose(f);
-  const size_t close = std::string(text, n).rfind(')');
-  return close == std::string::npos || close + 2 >= n ? '?' : text[close + 2];
+  const Descriptor file(open(path, O_RDONLY | O_CLOEXEC));
+  if (file.get() < 0) return errno == ENOENT && access("/proc/self/stat", F_OK) == 0 ? kEnded : kUnknown;
+  const ssize_t n = read(file.get(), text, sizeof text);
+  if (n < 0) return errno == ESRCH ? kEnded : kUnknown;
+  const std::string_view stat(text, static_cast<size_t>(n));
+  const size_t close = stat.rfind(')');
+  return close == stat.npos || close + 2 >= stat.size() ? kUnknown : stat[close + 2];
 }
 
 // Owns the mutex while it lives.
@@ -174,7 +182,7 @@ class Locked {
     const uint64_t holder = header_.holder.load(std::memory_order_acquire);
     if (!holder || static_cast<uint32_t>(holder) != thread || memory_.liveness().present(holder >> 32)) return;
     const char state = process_state(static_cast<int>(thread));
-    if (state == '?' || state == 'Z' || state == 'X') header_.mutex.give_up_for(thread);
+    if (state == kEnded || state == 'Z') header_.mutex.give_up_for(thread);
   }
 
   // After the death of the owner, or an exception that it threw halfway through a change; and during an import, whose
@@ -204,8 +212,9 @@ class Locked {
     return "the lock of " + memory_.called() + " has not come free for " + seconds + " s: process " + pid +
            (repairing                      ? " holds it and repairs what a dead process left"
             : state == 'T' || state == 't' ? " holds it and is stopped; continue it with `kill -CONT " + pid + "`"
-            : state == '?'                 ? " holds it and is not visible from here"
-                                           : " holds it and is slow (its state is " + std::string(1, state) + ")");
+            : state == kEnded || state == kUnknown
+                ? " holds it and is not visible from here"
+                : " holds it and is slow (its state is " + std::string(1, state) + ")");
   }
 
   // getpid() is a system call; this costs it once a process.
