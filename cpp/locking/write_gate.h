@@ -117,6 +117,7 @@ class LearnerPace {
     if (!left_shut_.load(std::memory_order_relaxed)) return;
     if (gate.ticket() == WriteGate::kOpen) {
       late_.store(kLateCalls, std::memory_order_relaxed);
+      late_until_.store(monotonic_ns() + kLateNs, std::memory_order_relaxed);
     } else {  // writers slept all the time: nothing but this learner's own work took it
       const int64_t gap = monotonic_ns() - ended_.load(std::memory_order_relaxed);
       const int64_t before = gap_.load(std::memory_order_relaxed);
@@ -133,7 +134,7 @@ class LearnerPace {
   void end(WriteGate& gate, uint64_t head, uint64_t absorbed) {
     const int64_t now = monotonic_ns();
     const uint64_t ticket = gate.ticket();
-    const bool late = late_.load(std::memory_order_relaxed) > 0;
+    const bool late = late_.load(std::memory_order_relaxed) > 0 && now < late_until_.load(std::memory_order_relaxed);
     bool shut = head >= ticket;
     if (!shut) {
       shut_since_.store(0, std::memory_order_relaxed);
@@ -165,8 +166,10 @@ class LearnerPace {
   static constexpr int64_t kWritersTurnNs = 12'000'000;
   static constexpr int64_t kLearnersTurnNs = 4'000'000;
   static constexpr int64_t kLeastPatienceNs = 1'000'000;
-  // A learner for which writers waited in vain is not waited for in as many calls.
+  // A learner for which writers waited in vain is not waited for in as many calls, and for no longer than so. While all
+  // writers run, one of low priority may need a second for each call.
   static constexpr int kLateCalls = 64;
+  static constexpr int64_t kLateNs = 1'000'000'000;
   // What may be written in one go, if it is no more than a turn of the ring: an absorption of a millisecond.
   static constexpr uint64_t kBurstRows = 32768, kBurstBytes = uint64_t{64} << 20;
   static constexpr uint64_t kMostRows = uint64_t{1} << 20;
@@ -190,6 +193,7 @@ class LearnerPace {
   std::atomic<int64_t> ended_{0};       // the last call
   std::atomic<int64_t> gap_{0};         // between two calls; 0: not known yet
   std::atomic<int> late_{0};            // calls for which nobody waits
+  std::atomic<int64_t> late_until_{0};  // but no longer
   std::atomic<bool> left_shut_{false};  // the last call did
 };
 

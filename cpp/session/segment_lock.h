@@ -98,12 +98,20 @@ class Locked {
   }
 
   // Absorbs every row written before the call, letting others in between chunks. Returns the head absorbed to, which
-  // may be a later one.
-  uint64_t absorb() {
+  // may be a later one. With the `pace` of a learner writers wait meanwhile. Those that lost patience while it was
+  // preempted do so again.
+  uint64_t absorb(const LearnerPace* pace = nullptr) {
     if (header_.importer) return header_.absorbed;  // what others write waits until the import has ended
+    const auto hold = [&] {
+      if (pace) pace->hold(header_.gate, header_.absorbed);
+    };
+    hold();
     const uint64_t head = header_.head.load(std::memory_order_acquire);
     Absorber absorber(memory_);
-    while (!absorber.step(head)) let_others_in();
+    while (!absorber.step(head)) {
+      let_others_in();
+      hold();
+    }
     return header_.absorbed;
   }
 
@@ -272,8 +280,7 @@ class LearnerTurn {
 
   // Locked::absorb(), which writers do not outrun.
   void absorb(Locked& lock) {
-    pace_.hold(header_.gate, header_.absorbed);
-    lock.absorb();
+    lock.absorb(&pace_);
     absorbed_ = header_.absorbed;
   }
 
