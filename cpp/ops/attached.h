@@ -23,7 +23,7 @@ class AttachedRing {
       if (learner_ != 0 && generation_ == fork_generation.load(std::memory_order_relaxed)) leave(*memory_, learner_);
     } catch (const std::exception&) {  // the place goes with the process
     }
-    release_segment(std::move(memory_));
+    leave_saying_so([this] { release_segment(std::move(memory_)); });
   }
   AttachedRing(const AttachedRing&) = delete;
 

@@ -32,7 +32,7 @@ struct Attached {
   Attached() = default;
   Attached(const Attached&) = delete;
   ~Attached() {
-    if (memory) release_segment(std::move(memory));
+    if (memory) leave_saying_so([this] { release_segment(std::move(memory)); });
   }
 
   // All that this process has, kept from now on: nobody releases them any more. Needs the interpreter's lock, where
@@ -45,7 +45,7 @@ struct Attached {
   }
   // Leaves the files among them, even where their memory is still held.
   static void leave_files(const std::vector<std::shared_ptr<Attached>>& kept) {
-    for (const auto& attached : kept) leave_segment(*attached->memory);
+    for (const auto& attached : kept) leave_saying_so([&] { leave_segment(*attached->memory); });
   }
 
   bool linked() const { return memory->layout().view.linked(); }

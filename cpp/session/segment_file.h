@@ -8,6 +8,7 @@
 #include <sys/file.h>
 
 #include <cmath>
+#include <cstdio>
 #include <optional>
 
 #include "segment/format.h"
@@ -244,34 +245,56 @@ inline Repaired repair_segment(Descriptor fd, uint64_t boot, uint64_t nonce) {
 
 namespace detail {
 
-// The caller uses the file `fd` no longer; the last user marks it as closed.
+// The caller uses the file `fd` no longer; the last user marks it as closed. Throws std::system_error.
 inline void seal_if_last(Descriptor fd) {
   struct stat status;
   if (fstat(fd.get(), &status) != 0 || status.st_nlink == 0) return;
   if (flock(fd.get(), LOCK_EX | LOCK_NB) == 0) seal_segment(*map_segment(std::move(fd)));
 }
 
-}  // namespace detail
-
-// Unmaps a segment. The last user of a file marks it as closed, which takes as long as the disk needs.
-inline void release_segment(std::unique_ptr<SegmentMemory> memory) noexcept {
+// Runs `leave`, and says what is to be done where it fails.
+template <class Leave>
+void leave_file(Leave&& leave) {
   try {
-    if (memory->file().phase == Phase::kMemory) return memory.reset();
-    Descriptor again = memory->open_again(O_RDWR);
-    memory.reset();
-    detail::seal_if_last(std::move(again));
-  } catch (...) {  // not sealed
+    leave();
+  } catch (const std::system_error& e) {
+    throw std::system_error(e.code(),
+                            "the replay buffer's file could not be marked as closed, and will be refused when the "
+                            "machine was restarted: open it again before, and save a checkpoint on another disk; why");
   }
 }
 
+}  // namespace detail
+
+// Unmaps a segment. The last user of a file marks it as closed, which takes as long as the disk needs. Throws
+// std::system_error where that fails.
+inline void release_segment(std::unique_ptr<SegmentMemory> memory) {
+  if (memory->file().phase == Phase::kMemory) return;
+  detail::leave_file([&] {
+    Descriptor again = memory->open_again(O_RDWR);
+    memory.reset();
+    detail::seal_if_last(std::move(again));
+  });
+}
+
 // The same for a process that comes to its end while threads, writers or tensors have the memory: they keep a copy.
-inline void leave_segment(SegmentMemory& m) noexcept {
-  try {
-    if (m.file().phase == Phase::kMemory) return;
+inline void leave_segment(SegmentMemory& m) {
+  if (m.file().phase == Phase::kMemory) return;
+  detail::leave_file([&] {
     Descriptor again = m.open_again(O_RDWR);
     m.leave_file();
     detail::seal_if_last(std::move(again));
-  } catch (...) {  // not sealed
+  });
+}
+
+// Runs what nobody can catch the failure of: it is said where a user looks for what went wrong.
+template <class Leave>
+void leave_saying_so(Leave&& leave) noexcept {
+  try {
+    leave();
+  } catch (const std::exception& e) {
+    fprintf(stderr, "torchreplay: %s\n", e.what());
+  } catch (...) {  // a signal ended a wait
   }
 }
 

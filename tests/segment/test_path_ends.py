@@ -1,17 +1,23 @@
 """Buffers in files whose last process ends in order: they are marked as closed, also where their memory is still
 held."""
 
+import gc
 import multiprocessing as mp
+import os
+import re
 import struct
 import subprocess
 import sys
 import textwrap
 
 import pytest
+from failing_calls import FSYNC, fail
 from file_buffers import BOOT, HOLDER, MUTEX, make, poke, rows
+from forked import Forked
 from paths import SUPPORT
 
 import torchreplay as tr
+from torchreplay.ops import Ring
 
 
 def assert_at_rest(path, least):
@@ -156,3 +162,42 @@ sys.end = lambda: buffer.extend(**rows(5, 4))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=100)
     assert (done.returncode, done.stderr.decode()) == (0, "")
     assert_at_rest(path, 9)
+
+
+WHAT_TO_DO = r"could not be marked as closed.*open it again before.*Input/output error"
+
+
+def close_on_a_failing_disk(path):
+    fail(FSYNC)
+    buffer = make(path)
+    buffer.extend(**rows(0, 5))
+    with pytest.raises(OSError, match=WHAT_TO_DO):
+        buffer.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        len(buffer)
+    buffer.close()
+
+
+def drop_on_a_failing_disk(path, ring):
+    os.dup2(os.open(path.with_suffix(".said"), os.O_CREAT | os.O_WRONLY), 2)
+    fail(FSYNC)
+    buffer = make(path)
+    last = Ring(buffer) if ring else buffer.writer()
+    buffer.extend(**rows(0, 5))
+    buffer.close()
+    del last
+    gc.collect()
+
+
+def test_a_file_that_the_disk_does_not_take_is_no_closed_one_and_close_says_so(path):
+    with Forked(close_on_a_failing_disk, path) as process:
+        assert process.wait() == 0
+    with tr.ReplayBuffer.open(path) as buffer:  # the advice
+        assert buffer.storage["number"][:5].tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("ring", [False, True])
+def test_the_last_holder_that_no_call_closes_says_so_on_stderr(path, ring):
+    with Forked(drop_on_a_failing_disk, path, ring) as process:
+        assert process.wait() == 0
+    assert re.search(f"torchreplay: .*{WHAT_TO_DO}", path.with_suffix(".said").read_text())

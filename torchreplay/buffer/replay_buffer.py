@@ -675,6 +675,8 @@ class ReplayBuffer(Replay):
 
         Raises:
             ValueError: TD errors from a device are NaN or infinite, as `flush` says; the buffer is closed.
+            OSError: The disk does not take the file, whose last user this is; the buffer is closed. The file can be
+                opened again until the machine restarts.
         """
         self._local = threading.local()
         self._source.close()
