@@ -156,7 +156,7 @@ class ArrayView {
   static bool is_negated(PyObject* o) {
     const Ref answer(PyObject_CallMethod(o, "is_neg", nullptr));
     if (!answer) PyErr_Clear();
-    return answer && PyObject_IsTrue(answer.get()) == 1;
+    return answer && as_bool(answer.get());
   }
 
   bool element_of(DLDataType t) {
@@ -174,11 +174,12 @@ class ArrayView {
   // Whether values of a numpy array are masked. Where numpy.ma was not imported there are none.
   static bool is_masked(PyObject* o) {
     if (Py_TYPE(o) == array_type || !array_type || !PyType_IsSubtype(Py_TYPE(o), array_type)) return false;
-    static PyObject* const name = checked(PyUnicode_InternFromString("numpy.ma"));
+    static PyObject* const name = interned("numpy.ma");
     const Ref masked_arrays(PyImport_GetModule(name));
+    if (!masked_arrays && PyErr_Occurred()) throw PythonError{};
     if (!masked_arrays) return false;
     const Ref answer(checked(PyObject_CallMethod(masked_arrays.get(), "is_masked", "O", o)));
-    return PyObject_IsTrue(answer.get()) == 1;
+    return as_bool(answer.get());
   }
 
   // Whether the parts of a list differ in length, also those of its parts.

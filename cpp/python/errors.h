@@ -114,6 +114,12 @@ inline PyObject* checked(PyObject* o) {
   return o;
 }
 
+inline bool as_bool(PyObject* o) {
+  const int v = PyObject_IsTrue(o);
+  if (v < 0) throw PythonError{};
+  return v == 1;
+}
+
 inline PyObject* interned(const char* s) { return checked(PyUnicode_InternFromString(s)); }
 
 inline std::string text_of(PyObject* o) {

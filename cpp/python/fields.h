@@ -74,7 +74,7 @@ struct Fields {
       for (Node& candidate : *level)
         if (text_of(candidate.name) == name) node = &candidate;
       if (!node) {
-        level->push_back({PyUnicode_InternFromString(name.c_str()), -1, {}});
+        level->push_back({interned(name.c_str()), -1, {}});
         node = &level->back();
       }
       if (d + 1 == depth) node->field = field;

@@ -10,7 +10,7 @@ inline PyObject* census(PyObject* self, PyObject* flag) {
   return guarded([&] {
     auto& s = state_of<SegmentState>(self);
     Header& h = s.header();
-    const Census c = take_census(s.memory(), PyObject_IsTrue(flag) == 1);
+    const Census c = take_census(s.memory(), as_bool(flag));
     const int64_t now = machine_ns(), left = h.last_departure.load(std::memory_order_relaxed);
     return checked(Py_BuildValue("{s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:O,s:d,s:d}", "writers", c.writers, "learners",
                                  c.learners, "supervisors", c.supervisors, "owners", c.owners, "others_writing",

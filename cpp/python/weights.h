@@ -60,7 +60,7 @@ inline PyObject* begin_publish(PyObject* self, PyObject* ns) {
 }
 inline PyObject* end_publish(PyObject* self, PyObject* complete) {
   return guarded([&] {
-    state_of<WeightsState>(self).memory->end_publish(PyObject_IsTrue(complete) == 1);
+    state_of<WeightsState>(self).memory->end_publish(as_bool(complete));
     return Py_NewRef(Py_None);
   });
 }

@@ -1,5 +1,6 @@
 """A process that may open no more files, or map no more memory, gets such an error: an intact file counts as intact."""
 
+import _testcapi
 import errno
 import os
 import resource
@@ -13,6 +14,7 @@ from limited_memory import MIB
 from saved_rows import assert_rows_are_those_of_their_keys, filled
 
 import torchreplay as tr
+from torchreplay import _C
 from torchreplay.checkpoint import directory as checkpoint_directory
 from torchreplay.checkpoint import safetensors_io
 
@@ -153,3 +155,23 @@ def test_a_missing_directory_of_rows_is_damage(tmp_path):
         rows.touch()  # a file in its place
     with pytest.raises(tr.CheckpointError, match=r"checkpoint\.json is missing"):
         tr.ReplayBuffer.load(rows)
+
+
+def describe_rows_without_memory(refused):
+    fields = [(("observation", f"camera {i}"), 0, (2,)) for i in range(3)]
+    view = tr.Rows().native()
+    for n in range(200):
+        _testcapi.set_nomemory(n, n + 1)  # the n-th request fails
+        try:
+            _C.segment_layout(10, fields, view, 0)
+        except MemoryError:
+            refused[0] += 1
+        finally:
+            _testcapi.remove_mem_hooks()
+
+
+def test_an_interpreter_that_has_no_memory_for_the_names_of_fields_gets_a_memory_error():
+    refused = shared_counters(1)
+    with Forked(describe_rows_without_memory, refused) as process:
+        assert process.wait() == 0
+    assert refused[0] > 3
