@@ -2,6 +2,7 @@
 // meanwhile.
 #pragma once
 
+#include <limits>
 #include <optional>
 #include <vector>
 
@@ -13,11 +14,15 @@
 
 namespace torchreplay {
 
+// More are not drawn, found or fed back at once.
+inline constexpr int64_t kMostItems = std::numeric_limits<int>::max();
+
 // Names a draw: the same (seed, stream, step) and the same contents of the buffer give the same batch.
 struct DrawName {
   uint64_t seed = 0;
   uint32_t stream = 0;
   uint64_t step = 0;
+  bool operator==(const DrawName&) const = default;
 };
 
 enum class Draw {
@@ -31,6 +36,7 @@ enum class Draw {
 // What a waiting learner has to know.
 struct Shortage {
   uint64_t inserted = 0, needed = 0, drawable = 0;
+  uint32_t seen = 0;  // rows_signal before the draw looked: what it sleeps on
 };
 
 // The tree as a draw found it: the sum of all leaves, the number of positive ones and their smallest; and the exponent
@@ -39,6 +45,41 @@ struct DrawnFrom {
   double total = 0, smallest = 0;
   int64_t drawable = 0;
   double beta = 0;
+};
+
+// A draw as the segment counts it. Unless it is kept it has not happened: whatever ends it takes it back. That needs no
+// lock, which may be what does not come free.
+class CountedDraw {
+ public:
+  explicit CountedDraw(Header& h) : header_(h) {}
+  ~CountedDraw() { take_back(); }
+  CountedDraw(const CountedDraw&) = delete;
+
+  explicit operator bool() const { return items_ != 0; }
+
+  // The lock is held.
+  void count(int n) {
+    items_ = static_cast<uint64_t>(n);
+    header_.sampled.fetch_add(items_, std::memory_order_relaxed);
+    TORCHREPLAY_FAULT("draw.counted");
+    header_.draws.fetch_add(1, std::memory_order_relaxed);
+  }
+
+  void take_back() {
+    if (items_) uncount(header_, 1, std::exchange(items_, 0));
+  }
+
+  void keep() { items_ = 0; }
+
+  // So many draws, of so many items in all, have not happened.
+  static void uncount(Header& h, uint64_t draws, uint64_t items) {
+    h.sampled.fetch_sub(items, std::memory_order_relaxed);
+    h.draws.fetch_sub(draws, std::memory_order_relaxed);
+  }
+
+ private:
+  Header& header_;
+  uint64_t items_ = 0;
 };
 
 class BatchSampler {
@@ -84,20 +125,17 @@ class BatchSampler {
     return static_cast<int>(items_.size());
   }
 
-  // How many items a draw was of that was counted, and threw. The next draw takes it back, or the caller that gets it
-  // here.
-  int forget_given_up() { return std::exchange(counted_, 0); }
-
   // Draws `n` items, stratified and with replacement. O(n (log capacity + bytes of an item)). Throws what a wait for
-  // the mutex throws; a draw that ends so in mid-copy stays counted until this draws again.
+  // the mutex throws. A draw that throws, or ends otherwise, is not counted.
   Draw sample(int n, double beta, const DrawName& name, const BatchPointers& out, Shortage& shortage,
               const Patience& patience = {}) {
     LearnerTurn turn(memory_);
+    CountedDraw counted(memory_.header());
     items_.resize(n);
     todo_.resize(n);
     for (int i = 0; i < n; i++) todo_[i] = i;
     for (uint32_t round = 0; round < kRounds; round++) {
-      const Draw outcome = draw(n, name, round, shortage, patience, turn);
+      const Draw outcome = draw(n, name, round, shortage, patience, turn, counted);
       if (outcome != Draw::kDone) return outcome;
       TORCHREPLAY_FAULT("draw.drawn");
       copy(out);
@@ -105,14 +143,12 @@ class BatchSampler {
       if (todo_.empty()) {
         drawn_from_.beta = beta;
         finish(n, beta, out);
-        counted_ = 0;
+        counted.keep();
         return Draw::kDone;
       }
       memory_.header().redraws.fetch_add(todo_.size(), std::memory_order_relaxed);
       TORCHREPLAY_FAULT("draw.failed");
     }
-    const Locked lock(memory_, patience);
-    take_back(n);
     return Draw::kLapped;
   }
 
@@ -154,41 +190,35 @@ class BatchSampler {
 
   // Draws the items of todo_. Round 0 is the draw itself; later rounds redraw in the same strata.
   Draw draw(int n, const DrawName& name, uint32_t round, Shortage& shortage, const Patience& patience,
-            LearnerTurn& turn) {
+            LearnerTurn& turn, CountedDraw& counted) {
     const int count = static_cast<int>(todo_.size());
     random_.resize(count);
     philox_fill(name.seed, name.stream | uint64_t{round} << 32, name.step, random_.data(), count);
     take_chances(name, round, count);
     Header& h = memory_.header();
+    shortage.seen = h.rows_signal.load(std::memory_order_acquire);
     Locked lock(memory_, patience);
-    if (h.stopped.load(std::memory_order_relaxed)) {
-      if (round) take_back(n);
-      return Draw::kStopped;
-    }
-    if (!round && counted_) take_back(counted_);
+    if (h.stopped.load(std::memory_order_relaxed)) return Draw::kStopped;
     if (round) resync_failed();
     // A redraw absorbs too: a learner that slept while the ring turned would find one stale leaf after the other.
     turn.absorb(lock);
     TORCHREPLAY_FAULT("draw.absorbed");
     const PriorityTree tree = memory_.tree();
-    const auto lacks_items = [&] { return (!round && !Limiter(h).can_sample(n)) || tree.total() == 0; };
+    if (tree.total() == 0) counted.take_back();  // it waits, as one that begins does
+    const auto lacks_items = [&] { return (!counted && !Limiter(h).can_sample(n)) || tree.total() == 0; };
     // Those it admits may write all that is missing before it sleeps.
     while (lacks_items() && !announce_wait(n, shortage)) turn.absorb(lock);
     pending_ = h.pending;
     if (lacks_items()) {
-      if (round) take_back(n);
       turn.wait_for_rows();
       TORCHREPLAY_FAULT("draw.waits");
       const bool barren = tree.total() == 0 && h.absorbed > h.completed_at + 2 * memory_.capacity();
       return barren ? Draw::kBarren : Draw::kWait;
     }
     find(tree, n);
-    if (!round) {
-      note_tree(tree);
-      h.sampled += static_cast<uint64_t>(n);
-      TORCHREPLAY_FAULT("draw.counted");
-      h.draws.fetch_add(1, std::memory_order_relaxed);
-      counted_ = n;
+    if (!round) note_tree(tree);
+    if (!counted) {
+      counted.count(n);
       h.demand = 0;  // another learner that still waits will say so again
     }
     publish_limit(memory_);
@@ -200,7 +230,7 @@ class BatchSampler {
   bool announce_wait(int n, Shortage& shortage) {
     Header& h = memory_.header();
     Limiter limiter(h);
-    shortage = {h.inserted, limiter.needed(n), static_cast<uint64_t>(memory_.tree().count())};
+    shortage = {h.inserted, limiter.needed(n), static_cast<uint64_t>(memory_.tree().count()), shortage.seen};
     const uint64_t missing = shortage.needed > h.inserted ? shortage.needed - h.inserted : 1;
     // Once a turn at the least: what is overwritten unseen never counts.
     const uint64_t wake_at = h.absorbed + std::min(missing, memory_.capacity()) - 1;
@@ -219,13 +249,6 @@ class BatchSampler {
     const double unit = tree.unit();
     const auto smallest = static_cast<double>(tree.quantize(tree.min()));  // as weights are made of it
     drawn_from_ = {static_cast<double>(tree.total()) * unit, smallest * unit, tree.count()};
-  }
-
-  // A draw that was counted did not happen. The lock is held.
-  void take_back(int n) {
-    memory_.header().sampled -= static_cast<uint64_t>(n);
-    memory_.header().draws.fetch_sub(1, std::memory_order_relaxed);
-    counted_ = 0;
   }
 
   // Random words for `count` items' own use, where they have one.
@@ -345,7 +368,6 @@ class BatchSampler {
   std::vector<std::optional<Copier>> copiers_;  // of each thread
   std::vector<Part> parts_;
   uint64_t pending_ = 0;
-  int counted_ = 0;  // items of the draw under way, or of one that threw
   DrawnFrom drawn_from_;
   std::vector<DrawnItem> items_;
   std::vector<int> todo_;

@@ -37,7 +37,6 @@ class OrderQueue {
   // What the draw that waits needs.
   struct Short {
     Shortage shortage;
-    uint32_t seen = 0;    // rows_signal when it was found
     bool barren = false;  // the ring turned without completing an item
     bool news = true;     // nobody was told
   };
@@ -108,7 +107,7 @@ class OrderQueue {
   bool is_settled(const Claim& claim) const {
     if (feedback_.done() < claim.feedback) return false;
     if (!claim.draws || all_drawn() || failed()) return true;
-    return short_ && short_->seen == memory_.header().rows_signal.load(std::memory_order_acquire);
+    return short_ && short_->shortage.seen == memory_.header().rows_signal.load(std::memory_order_acquire);
   }
 
   // How many orders are drawn and not taken, and these, the oldest first. Their memory is written to no more.
@@ -180,23 +179,18 @@ class OrderQueue {
     given_up.draws = std::exchange(done_, 0);
     backlog_.draws.fetch_sub(static_cast<int>(orders_.size() - given_up.draws), std::memory_order_relaxed);
     orders_.clear();
-    if (const int items = sampler_.forget_given_up()) {
-      given_up.draws++;
-      given_up.items += static_cast<uint64_t>(items);
-    }
     return given_up;
   }
 
   // Without the lock, when nobody is at work: uncounts them, with the demand of one that waited. Where the memory's
-  // lock does not come free they stay counted.
+  // lock does not come free, the next draw withdraws the demand.
   void take_back(const GivenUp& given_up) {
     if (!given_up.draws && !demanded_) return;
-    const Undisturbed here;  // a signal is no reason to leave them
+    Header& h = memory_.header();
+    CountedDraw::uncount(h, given_up.draws, given_up.items);
+    const Undisturbed here;  // a signal is no reason to leave it
     try {
       const Locked lock(memory_, {.deadline = monotonic_ns() + kSliceNs});
-      Header& h = memory_.header();
-      h.sampled -= given_up.items;
-      h.draws.fetch_sub(given_up.draws, std::memory_order_relaxed);
       h.demand = 0;  // or writers would go on running ahead for a learner that does not come
       publish_limit(memory_);
     } catch (const LockTimeout&) {

@@ -29,7 +29,7 @@ class DrawAhead {
   ~DrawAhead() {
     try {
       close();
-    } catch (...) {  // a lock table that cannot be read: the limiter takes the draws for made
+    } catch (...) {  // a lock table that cannot be read: writers may go on running ahead
     }
   }
   DrawAhead(const DrawAhead&) = delete;
@@ -307,14 +307,13 @@ class DrawAhead {
   Draw draw(Order& order) {
     Header& h = memory_.header();
     for (;;) {
-      const uint32_t seen = h.rows_signal.load(std::memory_order_acquire);
       Shortage shortage;
       const Draw outcome = queue_.draw(order, shortage, {.until_stopped = true});
       if (queue_.met_pending()) reclaim_dead(memory_);
       if (outcome != Draw::kWait && outcome != Draw::kBarren) return outcome;
-      wait_for_rows({shortage, seen, outcome == Draw::kBarren});
+      wait_for_rows({shortage, outcome == Draw::kBarren});
       if (ending()) throw Interrupted{};
-      futex_wait(h.rows_signal, seen, kSliceNs);
+      futex_wait(h.rows_signal, shortage.seen, kSliceNs);
       if (ending()) throw Interrupted{};
     }
   }

@@ -212,7 +212,9 @@ class Membership {
 
 // (total, drawable, smallest, beta).
 inline PyObject* as_tuple(const DrawnFrom& from) {
-  return checked(Py_BuildValue("dLdd", from.total, static_cast<long long>(from.drawable), from.smallest, from.beta));
+  const Ref total(checked(PyFloat_FromDouble(from.total))), drawable(checked(PyLong_FromLongLong(from.drawable))),
+      smallest(checked(PyFloat_FromDouble(from.smallest))), beta(checked(PyFloat_FromDouble(from.beta)));
+  return checked(PyTuple_Pack(4, total.get(), drawable.get(), smallest.get(), beta.get()));
 }
 
 struct SegmentState {
@@ -225,8 +227,6 @@ struct SegmentState {
   uint64_t owned_step = 0;                // where the owner's stream of draws goes on
   DrawName next_draw;
   uint64_t ahead = 0;  // draws that next_draw has passed, of batches that nobody has got yet
-  uint32_t seen_rows_signal = 0;
-  DrawnFrom drawn_from;                                 // of the last draw, or gather, through this object
   std::vector<std::unique_ptr<BatchSampler>> samplers;  // idle ones; guarded by the interpreter lock
   std::vector<std::unique_ptr<PriorityUpdater>> updaters;
   Feedback feedback;  // idle memory
@@ -275,10 +275,34 @@ struct SegmentState {
     entry.thread.store(static_cast<uint64_t>(pthread_self()), std::memory_order_relaxed);
   }
 
+  // The last `n` draws of this process, up to that of this name, have not happened, unless others have followed.
+  void unname(const DrawName& last, uint64_t n) {
+    const DrawName next{last.seed, last.stream, last.step + 1};
+    if (next_draw == next) next_draw.step -= n;
+  }
+
   // This process, a learner, got a batch of `n` items: for those who watch.
   void note_draw(int n) {
     if (attached && learner->held()) torchreplay::note_draw(memory().participant(learner->held()), n);
   }
+};
+
+// Takes the name of this process's next draw. Unless it is kept, no draw has that name yet.
+class NamedDraw {
+ public:
+  explicit NamedDraw(SegmentState& s) : state_(s), name_(s.next_draw) { s.next_draw.step++; }
+  ~NamedDraw() {
+    if (!kept_) state_.unname(name_, 1);
+  }
+  NamedDraw(const NamedDraw&) = delete;
+
+  const DrawName& name() const { return name_; }
+  void keep() { kept_ = true; }
+
+ private:
+  SegmentState& state_;
+  DrawName name_;
+  bool kept_ = false;
 };
 
 }  // namespace torchreplay::py

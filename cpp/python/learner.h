@@ -35,73 +35,92 @@ inline PyObject* make_batch(SegmentState& s, BatchBuilder& builder) {
   return batch.release();
 }
 
-// Why there is no batch: (inserted, needed, drawable) when it has to wait, else a word.
+// Why there is no batch: (word, inserted, needed, drawable, seen), the word being "wait", "barren", "stopped" or
+// "lapped". wait_rows() takes `seen`.
 inline PyObject* explain(Draw outcome, const Shortage& shortage) {
-  if (outcome == Draw::kWait)
-    return checked(Py_BuildValue("KKK", shortage.inserted, shortage.needed, shortage.drawable));
-  return checked(PyUnicode_FromString(outcome == Draw::kStopped  ? "stopped"
-                                      : outcome == Draw::kBarren ? "barren"
-                                                                 : "lapped"));
+  const char* const why = outcome == Draw::kWait      ? "wait"
+                          : outcome == Draw::kBarren  ? "barren"
+                          : outcome == Draw::kStopped ? "stopped"
+                                                      : "lapped";
+  return checked(
+      Py_BuildValue("sKKKI", why, shortage.inserted, shortage.needed, shortage.drawable, unsigned{shortage.seen}));
 }
 
+// (batch, what it was drawn from).
+inline PyObject* told(PyObject* batch, const DrawnFrom& from) {
+  const Ref owned(batch), tree(as_tuple(from));
+  return checked(PyTuple_Pack(2, owned.get(), tree.get()));
+}
+
+// What a draw gave.
+struct DrawResult {
+  Draw outcome = Draw::kStopped;
+  Shortage shortage = {};
+  DrawnFrom from = {};
+
+  // (None, why there is no batch).
+  PyObject* explained() const {
+    const Ref why(explain(outcome, shortage));
+    return checked(PyTuple_Pack(2, Py_None, why.get()));
+  }
+};
+
 // Draws into `pointers`, once, as far as the limiter admits it.
-inline Draw draw(SegmentState& s, int n, double beta, const Patience& patience, const BatchPointers& pointers,
-                 int threads, Shortage& shortage) {
+inline DrawResult draw(SegmentState& s, int n, double beta, const Patience& patience, const BatchPointers& pointers,
+                       int threads) {
   const std::shared_ptr<Attached> attached = s.attached;  // close() may run in another thread meanwhile
+  DrawResult result;
   s.become_learner();
   try {
     attached->settle(patience);
   } catch (const StoppedMeanwhile&) {
-    return Draw::kStopped;
+    return result;
   }
   std::unique_ptr<BatchSampler> sampler = take_sampler(s, *attached);
   sampler->set_threads(threads);
-  const DrawName name = s.next_draw;
-  s.next_draw.step++;
-  Draw outcome;
+  NamedDraw named(s);
   try {
     const WithoutGil unlocked;
-    s.seen_rows_signal = attached->memory->header().rows_signal.load(std::memory_order_acquire);
-    outcome = sampler->sample(n, beta, name, pointers, shortage, patience);
+    result.outcome = sampler->sample(n, beta, named.name(), pointers, result.shortage, patience);
     if (sampler->pending()) reclaim_dead(*attached->memory);
   } catch (const StoppedMeanwhile&) {
-    outcome = Draw::kStopped;
+    result.outcome = Draw::kStopped;
   } catch (const std::bad_alloc&) {
     throw NoMemory(pointers.bytes + static_cast<uint64_t>(n) * 16);  // key, weight and probability
   }
-  if (outcome == Draw::kDone) {
-    s.drawn_from = sampler->drawn_from();
+  result.from = sampler->drawn_from();
+  if (result.outcome == Draw::kDone) {
+    named.keep();
     s.note_draw(n);
   }
   if (s.attached) s.samplers.push_back(std::move(sampler));
-  if (outcome != Draw::kDone && s.next_draw.step == name.step + 1) s.next_draw.step = name.step;  // nothing was drawn
-  return outcome;
+  return result;
 }
 
-// sample(n, beta, deadline, out) -> batch, which is `out` unless that is None, or what explain() says.
+// sample(n, beta, deadline, out) -> (batch, drawn_from), where the batch is `out` unless that is None, and drawn_from
+// what as_tuple() says; or (None, what explain() says).
 inline PyObject* sample(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
   return guarded([&] {
     expect_args("sample", nargs, 4);
     auto& s = state_of<SegmentState>(self);
-    const auto n = static_cast<int>(as_int(args[0]));
+    const int n = as_count(args[0]);
     const double beta = as_double(args[1]);
     const Patience patience{as_int(args[2]), true};
     const std::shared_ptr<Attached> attached = s.attached;
     s.memory();
     BatchPointers pointers;
-    Shortage shortage;
     if (args[3] == Py_None) {
       BatchBuilder builder(attached->outputs(), n);
       builder.point(pointers);
-      const Draw outcome = draw(s, n, beta, patience, pointers, threads_for(pointers), shortage);
-      return outcome == Draw::kDone ? make_batch(s, builder) : explain(outcome, shortage);
+      const DrawResult result = draw(s, n, beta, patience, pointers, threads_for(pointers));
+      return result.outcome == Draw::kDone ? told(make_batch(s, builder), result.from) : result.explained();
     }
     GivenBatch given(attached->outputs(), n, args[3], reserved_names());
     given.point(pointers);
-    const Draw outcome = draw(s, n, beta, patience, pointers, threads_for(pointers), shortage);
-    if (outcome != Draw::kDone) return explain(outcome, shortage);
+    const DrawResult result = draw(s, n, beta, patience, pointers, threads_for(pointers));
+    if (result.outcome != Draw::kDone) return result.explained();
     sign(s, args[3]);
-    return Py_NewRef(args[3]);
+    return told(Py_NewRef(args[3]), result.from);
   });
 }
 
@@ -117,6 +136,9 @@ inline void read_keys(PyObject* o, std::vector<int64_t>& key) {
         "the keys are " + describe(o, keys, opened) +
         ", expected int64 of shape (n,): batch['key'], what extend returned, or a list of keys of append" +
         (opened && keys.array.dims == 2 ? " (a DataLoader adds a dimension unless batch_size=None)" : ""));
+  if (keys.array.shape[0] > kMostItems)
+    throw std::invalid_argument("got " + std::to_string(keys.array.shape[0]) + " keys, expected at most " +
+                                std::to_string(kMostItems) + ": give them in parts");
   key.resize(static_cast<size_t>(keys.array.shape[0]));
   if (key.empty()) return;  // an empty array may have no address
   if (keys.array.element == Element::kI64 && is_dense(keys.array, 0))
@@ -155,8 +177,8 @@ inline PyObject* unissued_key(PyObject* self, PyObject* keys) {
   });
 }
 
-// gather(keys, beta, step) -> batch of the items anchored there that can be drawn; `step`: of this process's draw whose
-// chances they take again, or None.
+// gather(keys, beta, step) -> (batch, drawn_from) of the items anchored there that can be drawn; `step`: of this
+// process's draw whose chances they take again, or None.
 inline PyObject* gather(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
   return guarded([&] {
     expect_args("gather", nargs, 3);
@@ -181,10 +203,10 @@ inline PyObject* gather(PyObject* self, PyObject* const* args, Py_ssize_t nargs)
       WithoutGil unlocked;
       found = sampler->gather(keys.data(), n, beta, pointers, again ? &name : nullptr);
     }
-    s.drawn_from = sampler->drawn_from();
+    const DrawnFrom from = sampler->drawn_from();
     if (s.attached) s.samplers.push_back(std::move(sampler));
     builder.shrink(found);
-    return make_batch(s, builder);
+    return told(make_batch(s, builder), from);
   });
 }
 
@@ -226,7 +248,10 @@ inline PyObject* keys_of(SegmentState& s, PyObject* o) {
   static PyObject* const source = interned("source");
   const Ref signature(PyObject_GetAttr(o, source));
   PyErr_Clear();
-  return signature.get() == s.nonce.get() ? PyDict_GetItemWithError(o, reserved_names()[0]) : nullptr;
+  if (signature.get() != s.nonce.get()) return nullptr;
+  PyObject* const keys = PyDict_GetItemWithError(o, reserved_names()[0]);
+  if (!keys && PyErr_Occurred()) throw PythonError{};
+  return keys;
 }
 
 // update(batch_or_keys, td) -> True: the TD errors are applied, or handed to the thread that draws ahead for the

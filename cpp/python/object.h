@@ -1,7 +1,9 @@
 // The shape of every type of this module: a Python object that owns one C++ state.
 #pragma once
 
+#include <limits>
 #include <memory>
+#include <string>
 
 #include "python/errors.h"
 
@@ -54,6 +56,15 @@ inline int64_t as_int(PyObject* o) {
   const long long v = PyLong_AsLongLong(o);
   if (v == -1 && PyErr_Occurred()) throw PythonError{};
   return v;
+}
+
+// Throws std::invalid_argument where an int does not hold it.
+inline int as_count(PyObject* o) {
+  const int64_t v = as_int(o);
+  if (v < 0 || v > std::numeric_limits<int>::max())
+    throw std::invalid_argument("got " + std::to_string(v) + ", expected 0 to " +
+                                std::to_string(std::numeric_limits<int>::max()));
+  return static_cast<int>(v);
 }
 
 inline uint64_t as_uint(PyObject* o) {

@@ -133,11 +133,7 @@ class AheadState {
       engine_->close();
     }
     abandon();
-    SegmentState& s = draws();
-    const DrawName& next = s.next_draw;
-    const DrawName last = orders_.empty() ? DrawName{} : orders_.back().name;
-    if (!orders_.empty() && next.step == last.step + 1 && next.stream == last.stream && next.seed == last.seed)
-      s.next_draw.step -= orders_.size();
+    if (!orders_.empty()) draws().unname(orders_.back().name, orders_.size());
     forget(orders_.size());
   }
 

@@ -39,16 +39,6 @@ inline PyObject* column(PyObject* self, PyObject* index) {
   });
 }
 
-// drawn_from -> (total, drawable, smallest) of the tree as the last draw, or gather, through this object found it, and
-// beta.
-inline PyObject* get_drawn_from(PyObject* self, void*) {
-  return guarded([&] {
-    auto& s = state_of<SegmentState>(self);
-    s.memory();
-    return as_tuple(s.drawn_from);
-  });
-}
-
 inline PyObject* get_closed(PyObject* self, void*) {
   return guarded([&] { return PyBool_FromLong(!state_of<SegmentState>(self).attached); });
 }

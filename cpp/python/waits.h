@@ -20,17 +20,20 @@ inline PyObject* told(const LimiterConfig& c) {
   return checked(Py_BuildValue("Kdd", static_cast<unsigned long long>(c.min_size), c.ratio, c.tolerance));
 }
 
-// wait_rows(ns): sleeps until a writer signals rows, at most `ns`.
-inline PyObject* wait_rows(PyObject* self, PyObject* ns) {
+// wait_rows(seen, ns): sleeps until a writer signals rows, at most `ns`; not at all when one has since the draw that
+// said `seen`.
+inline PyObject* wait_rows(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
   return guarded([&] {
+    expect_args("wait_rows", nargs, 2);
     auto& s = state_of<SegmentState>(self);
     const std::shared_ptr<Attached> attached = s.attached;
     Header& h = s.header();
-    const int64_t limit = as_int(ns);
+    const auto seen = static_cast<uint32_t>(as_uint(args[0]));
+    const int64_t limit = as_int(args[1]);
     {
       WithoutGil unlocked;
       const int64_t start = monotonic_ns();
-      futex_wait(h.rows_signal, s.seen_rows_signal, limit);
+      futex_wait(h.rows_signal, seen, limit);
       TORCHREPLAY_FAULT("rows.awake");
       const int64_t end = monotonic_ns();
       h.sample_wait.add(end - start, machine_ns());

@@ -128,19 +128,19 @@ struct Header {
   // Guarded by the mutex.
   alignas(kLine) uint64_t absorbed;  // every slot whose newest ticket is below this is absorbed or pending
   Dirty dirty;
-  float max_raw;               // largest raw priority seen
-  uint64_t rows;               // slots that hold an absorbed row
-  uint64_t completed_at;       // head of the absorption in which an item last became drawable
-  uint64_t pending;            // slots marked pending
-  uint64_t inserted;           // items that ever became drawable
-  uint64_t sampled;            // items drawn
-  uint64_t updated;            // TD errors applied
-  uint64_t stale_updates;      // ... dropped: the row was overwritten
-  uint64_t unready_updates;    // ... dropped: the item was not (or no longer) complete
-  uint64_t evicted_unsampled;  // items that were never drawn, of those that were overwritten
-  double priority_change;      // by the TD errors applied: absolute differences of leaves, added up
-  uint64_t demand;             // `inserted` that a waiting learner needs; insertion up to it is always admitted
-  uint32_t limiter_index;      // which of the two holds
+  float max_raw;                  // largest raw priority seen
+  uint64_t rows;                  // slots that hold an absorbed row
+  uint64_t completed_at;          // head of the absorption in which an item last became drawable
+  uint64_t pending;               // slots marked pending
+  uint64_t inserted;              // items that ever became drawable
+  std::atomic<uint64_t> sampled;  // items drawn; taken back without the mutex
+  uint64_t updated;               // TD errors applied
+  uint64_t stale_updates;         // ... dropped: the row was overwritten
+  uint64_t unready_updates;       // ... dropped: the item was not (or no longer) complete
+  uint64_t evicted_unsampled;     // items that were never drawn, of those that were overwritten
+  double priority_change;         // by the TD errors applied: absolute differences of leaves, added up
+  uint64_t demand;                // `inserted` that a waiting learner needs; insertion up to it is always admitted
+  uint32_t limiter_index;         // which of the two holds
   // Presence of who imports the rows of a checkpoint: until that ends nothing is absorbed, and only its end repairs. 0:
   // nobody; kGone: somebody who has given up.
   std::atomic<uint32_t> importer;

@@ -83,7 +83,7 @@ class SegmentReader {
     f.absorbed = plain(h.absorbed);
     f.rows = plain(h.rows);
     f.inserted = plain(h.inserted);
-    f.sampled = plain(h.sampled);
+    f.sampled = load(h.sampled);
     f.updated = plain(h.updated);
     f.stale_updates = plain(h.stale_updates);
     f.unready_updates = plain(h.unready_updates);

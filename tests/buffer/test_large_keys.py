@@ -103,3 +103,14 @@ def test_a_file_closed_at_the_last_key_opens_and_its_checkpoint_loads(started_at
 def test_a_checkpoint_with_more_keys_than_there_are_is_refused(started_at, head):
     with pytest.raises(tr.CheckpointError, match=r"a counter is \d+: expected an int from 0 to 281474976710655"):
         started_at({"x": tr.Field()}, head)
+
+
+@pytest.mark.parametrize("call", ["update_priorities", "gather"])
+def test_more_keys_in_one_call_than_are_counted_in_31_bits_are_refused(call):
+    with tr.ReplayBuffer({"x": tr.Field()}, CAPACITY, sampler=tr.Prioritized()) as buffer:
+        buffer.extend(x=np.zeros(CAPACITY))
+        keys = np.broadcast_to(np.int64(0), (2**31,))  # which needs no memory
+        arguments = (keys, np.broadcast_to(np.float32(1), (2**31,))) if call == "update_priorities" else (keys,)
+        with pytest.raises(ValueError, match="got 2147483648 keys, expected at most 2147483647: give them in parts"):
+            getattr(buffer, call)(*arguments)
+        assert buffer.stats().updated == 0

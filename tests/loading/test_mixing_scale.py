@@ -63,6 +63,25 @@ def test_weights_are_on_the_scale_of_their_draw(beta, weights, prefetch):
         pair[1].write(np.full(10, 0.5))
 
 
+def test_weights_are_on_the_scale_of_their_own_draw_when_others_draw_from_the_buffer_meanwhile():
+    first = Known(flat, "buffer", np.linspace(1.0, 2.0, 60), seed=1)
+
+    def meddling(step):
+        """The exponent of the second buffer's draw, which follows on that of the first one."""
+        first.write(np.geomspace(1e-4, 3.0, 200))
+        first.buffer.sample(8)
+        first.buffer.gather([0, 1])
+        return 0.5
+
+    second = Known(meddling, "buffer", np.geomspace(0.1, 5.0, 30), seed=2)
+    for _ in range(3):
+        inverse = [inverse_chances(first.leaves), inverse_chances(second.leaves)]
+        batch = next(iter(tr.MixedDataset({first.buffer: 1, second.buffer: 1}, 32, prefetch=0)))
+        sides = batch["buffer"].tolist(), batch["key"].tolist()
+        raw = np.array([inverse[which][key] ** 0.5 for which, key in zip(*sides, strict=True)])
+        np.testing.assert_allclose(batch["weight"].numpy(), raw / max(side.max() for side in inverse) ** 0.5, rtol=2e-5)
+
+
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_equal_priorities_weigh_the_same_whatever_comes_into_one_of_the_buffers(prefetch):
     pair = [Known(0.5, "buffer", np.ones(100), seed) for seed in range(2)]

@@ -2,11 +2,13 @@
 
 import re
 
+import failed_draws
 import faulty_deaths
 import pytest
 from fault_build import ROOT, FaultyInterpreter, build
 from numbered_items import VIEWS
 
+import torchreplay as tr
 from torchreplay import _C
 
 NAMES = ["rows", *VIEWS]
@@ -52,6 +54,24 @@ def test_an_explorers_death_at_any_step_loses_at_most_the_row_being_written(faul
 
 def test_a_learner_killed_in_a_change_of_the_grid_leaves_each_item_its_old_priority_or_its_new_one(faulty):
     faulty.run(faulty_deaths.kill_in_changes_of_the_grid)
+
+
+@pytest.mark.parametrize("interrupt", [False, True], ids=["timeout", "Ctrl-C"])
+def test_a_draw_that_ends_early_in_a_redraw_is_not_counted_and_the_next_has_its_name(faulty, interrupt):
+    faulty.run(failed_draws.end_a_redraw, interrupt)
+
+
+@pytest.mark.parametrize(
+    ("limiter", "admitted"),
+    [
+        (tr.MinSize(100), 1000),  # as often as one likes
+        (tr.MinSize(101), 0),
+        (tr.SamplesPerInsert(2.0, min_size=100, tolerance=0.1), 20),
+    ],
+    ids=repr,
+)
+def test_rows_written_while_a_buffer_is_cleared_stay_and_count(faulty, limiter, admitted):
+    assert faulty.run(failed_draws.write_while_it_is_cleared, limiter) == (100, admitted)
 
 
 @pytest.mark.slow

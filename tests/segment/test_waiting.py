@@ -57,6 +57,20 @@ def test_a_minimum_beyond_the_capacity_is_reached_by_what_was_looked_at_and_the_
     assert buffer.stats().inserted >= 300
 
 
+def test_rows_that_came_after_the_look_that_led_to_a_wait_end_it_whoever_has_looked_since():
+    buffer = buffer_with(tr.MinSize(3))
+    segment = buffer._segment
+    batch, (why, *_, seen) = segment.sample(1, 0.4, waits.NEVER, None)
+    assert (batch, why) == (None, "wait")
+    extend(buffer, 3)
+    other = threading.Thread(target=buffer.sample, args=(1,))
+    other.start()
+    other.join()
+    start = time.monotonic()
+    segment.wait_rows(seen, 20_000_000_000)
+    assert time.monotonic() - start < 10
+
+
 @pytest.mark.parametrize("timeout", [0, 0.01, 0.2])
 def test_a_timeout_ends_a_wait_with_the_numbers(timeout):
     buffer = buffer_with(tr.MinSize(3))

@@ -195,7 +195,7 @@ def wait_for_others(lives, buffer, first):
     """Waits for rows, and then for room."""
     with contextlib.suppress(tr.ReplayTimeout):
         buffer.sample(BATCH, timeout=0)
-    buffer._segment.wait_rows(1)
+    buffer._segment.wait_rows(0, 1)
     for index in range(first, first + 2):
         lives.write(buffer, index)
 

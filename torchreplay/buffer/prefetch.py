@@ -18,6 +18,7 @@ from torchreplay.schema.samplers import value_of
 from torchreplay.segment.waits import LOG_EVERY, SLICE_NS, Wait
 
 if TYPE_CHECKING:
+    from torchreplay._C import DrawnFrom
     from torchreplay.buffer.sampling import LocalSampler
 
 DRAWN_FIELDS = {"key": torch.int64, "weight": torch.float32, "probability": torch.float32}
@@ -44,7 +45,7 @@ class PrefetchIterator:
         self._segment = segment = source.segment
         self._batch_size, self._left, self._prefetch = spec.batch_size, spec.count, spec.prefetch
         self._timeout, self._waiting, self._again = spec.timeout, spec.waiting, spec.drawn
-        self._from: TreeSummary | None = None  # of the batch handed out last, if it came from a state
+        self._from: DrawnFrom | None = None  # of the batch handed out last, unless it was drawn ahead
         self._spec, self._staging = spec, spec.staging
         self._finish = source.config.finish if spec.staging is None else None
         self._ahead: _C.DrawAhead | None = None
@@ -100,8 +101,9 @@ class PrefetchIterator:
     def drawn_from(self) -> TreeSummary:
         """What the weights of the batch handed out last were computed from."""
         if self._from is not None:
-            return self._from
-        return TreeSummary(*(self._segment if self._ahead is None else self._ahead).drawn_from)
+            return TreeSummary(*self._from)
+        assert self._ahead is not None
+        return TreeSummary(*self._ahead.drawn_from)
 
     @property
     def answered(self) -> int:
@@ -144,18 +146,19 @@ class PrefetchIterator:
             self._order()  # before it is handed out, as if it had been drawn here
         while self._again:
             drawn = self._again.popleft()
-            batch = self._source.find(drawn["key"], drawn["step"])
+            batch, found = self._source.find(drawn["key"], drawn["step"])
             if len(batch["key"]) == len(drawn["key"]):
                 batch["weight"].copy_(drawn["weight"])
                 batch["probability"].copy_(drawn["probability"])
-                self._from = TreeSummary.of_state(drawn.get("drawn_from", self._segment.drawn_from))
+                self._from = TreeSummary.of_state(drawn.get("drawn_from", found))
                 return batch
         return None
 
     def _next_drawn(self, waiting: type[Wait]) -> ReplayBatch:
         self._from = None
         if self._prefetch == 0:
-            return self._source.draw(self._batch_size, None, self._timeout, waiting, self._spec.place())
+            batch, self._from = self._source.draw(self._batch_size, None, self._timeout, waiting, self._spec.place())
+            return batch
         ahead = self._order()
         batch = self._wait_for_batch(ahead, ahead.take(0), waiting)
         self._ordered -= 1

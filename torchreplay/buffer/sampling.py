@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from torch import Tensor
@@ -22,6 +22,9 @@ from torchreplay.segment.delivery_log import DeliveryLog, RemotelyWritten
 from torchreplay.segment.handle import Handle
 from torchreplay.segment.waits import NEVER, Wait, Watched
 from torchreplay.validation import checked_choice, checked_int
+
+if TYPE_CHECKING:
+    from torchreplay._C import DrawnFrom, Shortage
 
 Missing = Literal["drop", "raise"]
 MISSING: tuple[Missing, ...] = get_args(Missing)
@@ -73,8 +76,12 @@ class LocalSampler:
         timeout: float | None,
         waiting: type[Wait],
         out: ReplayBatch | None = None,
-    ) -> ReplayBatch:
-        """Does what `ReplayBuffer.sample` does, waiting as `waiting` does."""
+    ) -> tuple[ReplayBatch, DrawnFrom]:
+        """Does what `ReplayBuffer.sample` does, waiting as `waiting` does.
+
+        Returns:
+            The batch, and what its weights were computed from.
+        """
         if self.pending.waiting:
             self.pending.apply_arrived()
         if batch_size.__class__ is not int or not 0 < batch_size <= MAX_BATCH:
@@ -85,19 +92,19 @@ class LocalSampler:
         elif beta is not None:
             exponent = value_of(exponent, 0)
         wait = None if timeout is None else waiting(self.watched, timeout)
-        result = self.segment.sample(batch_size, exponent, NEVER if wait is None else wait.deadline_ns, out)
-        if result.__class__ is not ReplayBatch:
+        batch, told = self.segment.sample(batch_size, exponent, NEVER if wait is None else wait.deadline_ns, out)
+        if batch is None:
             wait = wait or waiting(self.watched, None)
             try:
-                result = self._sample_waiting(result, batch_size, exponent, wait, out)
+                batch, told = self._sample_waiting(told, batch_size, exponent, wait, out)
             except BaseException:
                 self.segment.withdraw()  # or writers would go on running ahead for a learner that gave up
                 raise
             finally:
                 wait.end()
         if self._finish is not None:
-            self._finish(result)
-        return result
+            self._finish(batch)
+        return batch, told
 
     @property
     def watched(self) -> Watched:
@@ -108,39 +115,44 @@ class LocalSampler:
         """Does what `ReplayBuffer.gather` does."""
         checked_choice("missing", missing, MISSING)
         wanted = keys_of(keys, self.nonce) if isinstance(keys, dict) else keys
-        batch = self.find(wanted, None)
+        batch, _ = self.find(wanted, None)
         if missing == "raise":
             require_all(wanted, batch)
         return batch
 
-    def find(self, keys: Any, step: int | None) -> ReplayBatch:
-        """Does what `gather` does; with the `step` of a draw of this process, random choices are those it made."""
+    def find(self, keys: Any, step: int | None) -> tuple[ReplayBatch, DrawnFrom]:
+        """Does what `gather` does, and returns what the weights were computed from, too.
+
+        With the `step` of a draw of this process, random choices are those it made.
+        """
         self.pending.apply_arrived()
         beta = value_of(self.config.sampler.beta, self.segment.draws)
-        batch: ReplayBatch = self.segment.gather(keys, beta, step)
+        batch, drawn_from = self.segment.gather(keys, beta, step)
         if self._finish is not None:
             self._finish(batch)
-        return batch
+        return batch, drawn_from
 
     def _sample_waiting(
-        self, result: Any, batch_size: int, beta: float, wait: Wait, out: ReplayBatch | None
-    ) -> ReplayBatch:
-        while result.__class__ is not ReplayBatch:
-            self.check_shortage(result, batch_size, wait)
-            self.segment.wait_rows(wait.slice_ns())
-            result = self.segment.sample(batch_size, beta, wait.deadline_ns, out)
-        return result
+        self, shortage: Shortage, batch_size: int, beta: float, wait: Wait, out: ReplayBatch | None
+    ) -> tuple[ReplayBatch, DrawnFrom]:
+        while True:
+            self.check_shortage(shortage, batch_size, wait)
+            self.segment.wait_rows(shortage[-1], wait.slice_ns())
+            batch, told = self.segment.sample(batch_size, beta, wait.deadline_ns, out)
+            if batch is not None:
+                return batch, told
+            shortage = told
 
-    def check_shortage(self, result: Any, batch_size: int, wait: Wait) -> None:
-        """Raises unless `result`, which the native core gave instead of a batch, says that waiting may help."""
-        if result == "stopped":
+    def check_shortage(self, shortage: Shortage, batch_size: int, wait: Wait) -> None:
+        """Raises unless `shortage`, which the native core gave instead of a batch, says that waiting may help."""
+        why, inserted, needed, drawable, _ = shortage
+        if why == "stopped":
             raise Stopped(f"{self.config.called} was stopped")
-        trouble = self.trouble(result, batch_size)
+        trouble = self.trouble(why, batch_size)
         if trouble is None:
-            inserted, needed, drawable = result
             complete_when, remark = self.config.view.complete_when, self._small_ring()
             wait.check_rows(inserted, needed, drawable, self._rows_held(), complete_when, remark)
-        elif result == "barren":
+        elif why == "barren":
             wait.check_turns(trouble)
         else:
             raise RuntimeError(trouble)
@@ -159,17 +171,17 @@ class LocalSampler:
             return ""
         return f"; min_size is more than the {capacity:,} rows that fit, of which those overwritten unseen do not count"
 
-    def trouble(self, result: Any, batch_size: int) -> str | None:
+    def trouble(self, why: str, batch_size: int) -> str | None:
         """Returns why there is no batch; None where all that is missing is items."""
         view, capacity = self.config.view, self.config.capacity
-        if result == "barren":
+        if why == "barren":
             return (
                 f"the ring turned without completing an item: {view} needs {view.rows_of_an_item} rows "
                 f"of one stream at a time, and all writers' environments share the {capacity:,} rows; "
                 f"{view.complete_when}. "
                 f"Choose a larger capacity or fewer environments, or see that episodes complete items"
             )
-        if result == "lapped":
+        if why == "lapped":
             return (
                 f"the ring turns faster than a batch is copied: {capacity:,} rows against batches of "
                 f"{batch_size:,}. Choose a larger capacity, or slow the explorers with SamplesPerInsert"

@@ -94,30 +94,44 @@ BOOST_AUTO_TEST_CASE(a_draw_that_one_begins_and_the_other_makes_counts_once) {
   }
 }
 
-BOOST_AUTO_TEST_CASE(a_draw_that_throws_when_it_is_counted_is_told_once_or_taken_back_by_the_next) {
+BOOST_AUTO_TEST_CASE(a_draw_that_throws_once_it_is_counted_has_not_happened) {
   auto m = buffer_of(64);
-  BatchSampler sampler(*m);
   Drawn batch;
   Shortage shortage;
-  const auto give_up = [&] {
+  const auto draw = [&](const Patience& patience) {
+    BatchSampler sampler(*m);  // nobody draws with it again
+    return sampler.sample(kBatch, 0.5, {7, 0, 0}, batch.pointers(), shortage, patience);
+  };
+  const auto is_counted = [&](uint64_t draws) {
+    BOOST_TEST(m->header().draws == draws);
+    BOOST_TEST(m->header().sampled == draws * kBatch);
+  };
+  {
+    LockHolder holder(*m);
+    once_drawn = [&] {
+      is_counted(1);
+      turn(*m);
+      holder.hold();
+    };
+    BOOST_CHECK_THROW(draw({.deadline = monotonic_ns() + 10'000'000}), LockTimeout);
+    is_counted(0);
+  }
+  {
     LockHolder holder(*m);
     once_drawn = [&] {
       turn(*m);
       holder.hold();
     };
-    const Patience patience{.deadline = monotonic_ns() + 10'000'000};
-    BOOST_CHECK_THROW(sampler.sample(kBatch, 0.5, {7, 0, 0}, batch.pointers(), shortage, patience), LockTimeout);
-  };
-  give_up();
-  BOOST_TEST(m->header().draws == 1U);
-  BOOST_TEST(sampler.forget_given_up() == kBatch);
-  BOOST_TEST(sampler.forget_given_up() == 0);
-  give_up();
-  BOOST_TEST(m->header().draws == 2U);
-  BOOST_TEST((sampler.sample(kBatch, 0.5, {7, 0, 0}, batch.pointers(), shortage) == Draw::kDone));
-  BOOST_TEST(sampler.forget_given_up() == 0);
-  BOOST_TEST(m->header().draws == 2U);
-  BOOST_TEST(m->header().sampled == 2U * kBatch);
+    const auto before = std::exchange(interrupted, [] { return true; });
+    BOOST_CHECK_THROW(draw({}), Interrupted);
+    interrupted = before;
+    is_counted(0);
+  }
+  once_drawn = [] { throw std::bad_alloc(); };
+  BOOST_CHECK_THROW(draw({}), std::bad_alloc);
+  is_counted(0);
+  BOOST_TEST((draw({}) == Draw::kDone));
+  is_counted(1);
 }
 
 BOOST_AUTO_TEST_CASE(what_is_left_by_one_who_stood_in_wakes_a_thread_that_was_up_meanwhile) {

@@ -65,11 +65,11 @@ class ShardSampler:
         The keys are the union's; weights mean nothing yet. The figures' `candidates` are `n`, or 0 when nothing could
         be drawn.
         """
-        result = self._segment.sample(n, 0.0, NEVER, out)
-        if not isinstance(result, ReplayBatch):
-            return self._reasons(self.figures(), result, n)
+        batch, told = self._segment.sample(n, 0.0, NEVER, out)
+        if batch is None:
+            return self._reasons(self.figures(), told[0], n)
         out["key"] += self._base
-        return self.figures(TreeSummary(*self._segment.drawn_from), n)
+        return self.figures(TreeSummary(*told), n)
 
     def gather(self, keys: NDArray[np.int64], layout: Layout) -> Answer:
         """Finds items by the shard's own keys `[n]`, and says what the tree is just after that.
@@ -80,7 +80,7 @@ class ShardSampler:
         """
         if not len(keys):
             return self.figures(), None
-        batch: ReplayBatch = self._segment.gather(keys, 0.0, None)
+        batch, _ = self._segment.gather(keys, 0.0, None)
         n = len(batch["key"])
         if not n:
             return self.figures(), None
@@ -96,7 +96,8 @@ class ShardSampler:
         figures = self.figures()
         if figures.drawn.drawable or not figures.stats.rows_written:
             return figures
-        return self._reasons(figures, self._segment.sample(1, 0.0, NEVER, None), 1)
+        batch, told = self._segment.sample(1, 0.0, NEVER, None)
+        return figures if batch is not None else self._reasons(figures, told[0], 1)
 
     def figures(self, drawn: TreeSummary | None = None, candidates: int = 0) -> ShardReport:
         """Returns what the shard has to say, with the tree as a draw of so many candidates found it, or as it is."""
@@ -108,7 +109,7 @@ class ShardSampler:
         departure = self._segment.census(False)["since_departure"]
         return ShardReport(stats, drawn, candidates, departure, moment=moment)
 
-    def _reasons(self, figures: ShardReport, result: object, n: int) -> ShardReport:
-        """Adds what the native core gave instead of a batch of `n`."""
-        trouble = None if isinstance(result, ReplayBatch) else self._sampler.trouble(result, n)
-        return replace(figures, barren=trouble) if result == "barren" else replace(figures, trouble=trouble)
+    def _reasons(self, figures: ShardReport, why: str, n: int) -> ShardReport:
+        """Adds why the native core gave no batch of `n`."""
+        trouble = self._sampler.trouble(why, n)
+        return replace(figures, barren=trouble) if why == "barren" else replace(figures, trouble=trouble)
