@@ -34,8 +34,11 @@ def values(rng, n):
 
 def write_steps(writer, rng, steps):
     """A vector environment's steps, with priorities here and there."""
+    over = np.zeros(LANES, bool)
     for step in range(steps):
         v = values(rng, LANES)
+        v["reward"][over] = v["terminated"][over] = v["truncated"][over] = 0  # the step after an end only begins
+        over = (v["terminated"] | v["truncated"]) & (step > 0)
         if step == 0:
             writer.reset(obs=v["obs"], image=v["image"])
         else:
