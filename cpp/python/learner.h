@@ -57,12 +57,6 @@ struct DrawResult {
   Draw outcome = Draw::kStopped;
   Shortage shortage = {};
   DrawnFrom from = {};
-
-  // (None, why there is no batch).
-  PyObject* explained() const {
-    const Ref why(explain(outcome, shortage));
-    return checked(PyTuple_Pack(2, Py_None, why.get()));
-  }
 };
 
 // Draws into `pointers`, once, as far as the limiter admits it.
@@ -97,11 +91,11 @@ inline DrawResult draw(SegmentState& s, int n, double beta, const Patience& pati
   return result;
 }
 
-// sample(n, beta, deadline, out) -> (batch, drawn_from), where the batch is `out` unless that is None, and drawn_from
-// what as_tuple() says; or (None, what explain() says).
-inline PyObject* sample(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
+// Draws as sample() says. Calls give(batch, result) with the batch, or with none.
+template <class Give>
+PyObject* sample_and(const char* name, PyObject* self, PyObject* const* args, Py_ssize_t nargs, Give&& give) {
   return guarded([&] {
-    expect_args("sample", nargs, 4);
+    expect_args(name, nargs, 4);
     auto& s = state_of<SegmentState>(self);
     const int n = as_count(args[0]);
     const double beta = as_double(args[1]);
@@ -113,14 +107,31 @@ inline PyObject* sample(PyObject* self, PyObject* const* args, Py_ssize_t nargs)
       BatchBuilder builder(attached->outputs(), n);
       builder.point(pointers);
       const DrawResult result = draw(s, n, beta, patience, pointers, threads_for(pointers));
-      return result.outcome == Draw::kDone ? told(make_batch(s, builder), result.from) : result.explained();
+      return give(result.outcome == Draw::kDone ? make_batch(s, builder) : nullptr, result);
     }
     GivenBatch given(attached->outputs(), n, args[3], reserved_names());
     given.point(pointers);
     const DrawResult result = draw(s, n, beta, patience, pointers, threads_for(pointers));
-    if (result.outcome != Draw::kDone) return result.explained();
+    if (result.outcome != Draw::kDone) return give(nullptr, result);
     sign(s, args[3]);
-    return told(Py_NewRef(args[3]), result.from);
+    return give(Py_NewRef(args[3]), result);
+  });
+}
+
+// sample(n, beta, deadline, out) -> batch, which is `out` unless that is None, or what explain() says.
+inline PyObject* sample(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
+  return sample_and("sample", self, args, nargs, [](PyObject* batch, const DrawResult& result) {
+    return batch ? batch : explain(result.outcome, result.shortage);
+  });
+}
+
+// sample_told(n, beta, deadline, out) -> (batch, drawn_from), the latter as as_tuple() says; or (None, what explain()
+// says).
+inline PyObject* sample_told(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
+  return sample_and("sample_told", self, args, nargs, [](PyObject* batch, const DrawResult& result) {
+    if (batch) return told(batch, result.from);
+    const Ref why(explain(result.outcome, result.shortage));
+    return checked(PyTuple_Pack(2, Py_None, why.get()));
   });
 }
 

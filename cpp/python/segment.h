@@ -181,6 +181,7 @@ inline PyMethodDef methods[] = {
     {"describe", describe_segment, METH_VARARGS, nullptr},
     {"set_plan", set_plan, METH_VARARGS, nullptr},
     {"sample", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(sample)), METH_FASTCALL, nullptr},
+    {"sample_told", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(sample_told)), METH_FASTCALL, nullptr},
     {"gather", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(gather)), METH_FASTCALL, nullptr},
     {"update", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(update)), METH_FASTCALL, nullptr},
     {"settle", settle, METH_O, nullptr},

@@ -60,8 +60,8 @@ def test_a_minimum_beyond_the_capacity_is_reached_by_what_was_looked_at_and_the_
 def test_rows_that_came_after_the_look_that_led_to_a_wait_end_it_whoever_has_looked_since():
     buffer = buffer_with(tr.MinSize(3))
     segment = buffer._segment
-    batch, (why, *_, seen) = segment.sample(1, 0.4, waits.NEVER, None)
-    assert (batch, why) == (None, "wait")
+    why, *_, seen = segment.sample(1, 0.4, waits.NEVER, None)
+    assert why == "wait"
     extend(buffer, 3)
     other = threading.Thread(target=buffer.sample, args=(1,))
     other.start()

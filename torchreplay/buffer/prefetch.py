@@ -157,12 +157,20 @@ class PrefetchIterator:
     def _next_drawn(self, waiting: type[Wait]) -> ReplayBatch:
         self._from = None
         if self._prefetch == 0:
-            batch, self._from = self._source.draw(self._batch_size, None, self._timeout, waiting, self._spec.place())
-            return batch
+            place = self._spec.place()
+            return self._source.draw(self._batch_size, None, self._timeout, waiting, place, self._sample_told)
         ahead = self._order()
         batch = self._wait_for_batch(ahead, ahead.take(0), waiting)
         self._ordered -= 1
         self._steady = self._ordered == self._prefetch
+        return batch
+
+    def _sample_told(self, n: int, beta: float, deadline: int, out: ReplayBatch | None) -> Any:
+        """Draws as the segment does, and keeps what the batch was drawn from: other threads draw from it, too."""
+        batch, told = self._segment.sample_told(n, beta, deadline, out)
+        if batch is None:
+            return told
+        self._from = told
         return batch
 
     def _order_and_take(self) -> ReplayBatch:

@@ -334,7 +334,7 @@ class ReplayBuffer(Replay):
         """
         if out is not None:
             checked_instance("out", out, ReplayBatch, "torchreplay.ReplayBatch")
-        batch, _ = self._sampler.draw(batch_size, beta, timeout, Wait, out)
+        batch = self._sampler.draw(batch_size, beta, timeout, Wait, out)
         return batch if device is None else batch.to(device)
 
     def gather(self, keys: Any, missing: Missing = "drop") -> ReplayBatch:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 from torch import Tensor
@@ -25,6 +26,9 @@ from torchreplay.validation import checked_choice, checked_int
 
 if TYPE_CHECKING:
     from torchreplay._C import DrawnFrom, Shortage
+
+Sample: TypeAlias = Callable[[int, float, int, ReplayBatch | None], Any]
+"""Draws so many items, with an exponent, until a deadline, into a batch. Returns it, or what the core gives instead."""
 
 Missing = Literal["drop", "raise"]
 MISSING: tuple[Missing, ...] = get_args(Missing)
@@ -76,11 +80,17 @@ class LocalSampler:
         timeout: float | None,
         waiting: type[Wait],
         out: ReplayBatch | None = None,
-    ) -> tuple[ReplayBatch, DrawnFrom]:
+        sample: Sample | None = None,
+    ) -> ReplayBatch:
         """Does what `ReplayBuffer.sample` does, waiting as `waiting` does.
 
-        Returns:
-            The batch, and what its weights were computed from.
+        Args:
+            batch_size: Number of items.
+            beta: Exponent of the weights, or None.
+            timeout: Seconds to wait at most, or None.
+            waiting: The kind of wait.
+            out: A batch to draw into, or None.
+            sample: What draws as the segment's `sample` does; None: that.
         """
         if self.pending.waiting:
             self.pending.apply_arrived()
@@ -92,19 +102,21 @@ class LocalSampler:
         elif beta is not None:
             exponent = value_of(exponent, 0)
         wait = None if timeout is None else waiting(self.watched, timeout)
-        batch, told = self.segment.sample(batch_size, exponent, NEVER if wait is None else wait.deadline_ns, out)
-        if batch is None:
+        sample = self.segment.sample if sample is None else sample
+        result = sample(batch_size, exponent, NEVER if wait is None else wait.deadline_ns, out)
+        if result.__class__ is not ReplayBatch:
             wait = wait or waiting(self.watched, None)
             try:
-                batch, told = self._sample_waiting(told, batch_size, exponent, wait, out)
+                result = self._sample_waiting(sample, result, batch_size, exponent, wait, out)
             except BaseException:
                 self.segment.withdraw()  # or writers would go on running ahead for a learner that gave up
                 raise
             finally:
                 wait.end()
+        batch: ReplayBatch = result
         if self._finish is not None:
             self._finish(batch)
-        return batch, told
+        return batch
 
     @property
     def watched(self) -> Watched:
@@ -133,15 +145,14 @@ class LocalSampler:
         return batch, drawn_from
 
     def _sample_waiting(
-        self, shortage: Shortage, batch_size: int, beta: float, wait: Wait, out: ReplayBatch | None
-    ) -> tuple[ReplayBatch, DrawnFrom]:
-        while True:
-            self.check_shortage(shortage, batch_size, wait)
-            self.segment.wait_rows(shortage[-1], wait.slice_ns())
-            batch, told = self.segment.sample(batch_size, beta, wait.deadline_ns, out)
-            if batch is not None:
-                return batch, told
-            shortage = told
+        self, sample: Sample, result: Any, batch_size: int, beta: float, wait: Wait, out: ReplayBatch | None
+    ) -> ReplayBatch:
+        while result.__class__ is not ReplayBatch:
+            self.check_shortage(result, batch_size, wait)
+            self.segment.wait_rows(result[-1], wait.slice_ns())
+            result = sample(batch_size, beta, wait.deadline_ns, out)
+        batch: ReplayBatch = result
+        return batch
 
     def check_shortage(self, shortage: Shortage, batch_size: int, wait: Wait) -> None:
         """Raises unless `shortage`, which the native core gave instead of a batch, says that waiting may help."""

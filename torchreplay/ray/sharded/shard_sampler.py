@@ -65,7 +65,7 @@ class ShardSampler:
         The keys are the union's; weights mean nothing yet. The figures' `candidates` are `n`, or 0 when nothing could
         be drawn.
         """
-        batch, told = self._segment.sample(n, 0.0, NEVER, out)
+        batch, told = self._segment.sample_told(n, 0.0, NEVER, out)
         if batch is None:
             return self._reasons(self.figures(), told[0], n)
         out["key"] += self._base
@@ -96,7 +96,7 @@ class ShardSampler:
         figures = self.figures()
         if figures.drawn.drawable or not figures.stats.rows_written:
             return figures
-        batch, told = self._segment.sample(1, 0.0, NEVER, None)
+        batch, told = self._segment.sample_told(1, 0.0, NEVER, None)
         return figures if batch is not None else self._reasons(figures, told[0], 1)
 
     def figures(self, drawn: TreeSummary | None = None, candidates: int = 0) -> ShardReport:
