@@ -139,7 +139,7 @@ class Replay(Configured, Closeable, ABC):
     _source: BatchSource
 
     @abstractmethod
-    def writer(self, num_envs: int | None = None, autoreset: Autoreset = "next_step") -> Writer:
+    def writer(self, envs: Any = None, autoreset: Autoreset | None = None, *, num_envs: int | None = None) -> Writer:
         """Returns a writer for the calling thread's rows: one for each explorer thread."""
 
     @abstractmethod
