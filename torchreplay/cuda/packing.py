@@ -1,4 +1,4 @@
-"""A batch's tensors in one block of memory, so that they travel in one copy."""
+"""A batch's tensors in one block of memory, so that they travel in one copy, or one message."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import torch
 
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.spec import ELEMENTS, Field, Path, nest
-
-ALIGNMENT = 256
-"""Bytes: what CUDA gives memory of its own, so that kernels find every tensor as well aligned as one by itself."""
+from torchreplay.schema.tensor_info import pack
 
 DRAWN: Mapping[Path, Field] = {("weight",): Field(), ("probability",): Field()}
 """What a batch has beside its fields and keys."""
@@ -25,20 +23,18 @@ class Packing:
         batch_size: Items of each, B.
 
     Attributes:
+        infos: Where they lie, in the order of `fields`.
         nbytes: Of the block.
     """
 
     def __init__(self, fields: Mapping[Path, Field], batch_size: int) -> None:
         self._unpack = torch.ops.torchreplay._unpack.default
         self._paths = list(fields)
-        self.nbytes = 0
+        self.infos, self.nbytes = pack((field.dtype, (batch_size, *field.shape)) for field in fields.values())
         places: list[int] = []
-        for field in fields.values():
-            shape = (batch_size, *field.shape)
+        for dtype, shape, offset, _ in self.infos:
             strides = (math.prod(shape[d + 1 :]) for d in range(len(shape)))
-            offset = self.nbytes // field.dtype.itemsize
-            places += [ELEMENTS.index(field.dtype), offset, len(shape), *shape, *strides]
-            self.nbytes += -(-batch_size * field.nbytes // ALIGNMENT) * ALIGNMENT
+            places += [ELEMENTS.index(dtype), offset // dtype.itemsize, len(shape), *shape, *strides]
         self._places = torch.tensor(places, dtype=torch.int64, device="cpu")
 
     def tensors(self, block: torch.Tensor) -> dict[Path, torch.Tensor]:

@@ -11,5 +11,6 @@ __all__ = [
     "sequence_priority",
     "spaces",
     "spec",
+    "tensor_info",
     "views",
 ]

@@ -6,13 +6,14 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from torchreplay import _C
 from torchreplay.errors import AttachError, ReplayTimeout
+from torchreplay.schema.tensor_info import TensorInfo, pack
 from torchreplay.segment.handle import Handle, lasting_handle, new_nonce, open_handle
 from torchreplay.segment.ray_node import attach_remote, is_elsewhere
 from torchreplay.segment.reservation import reserve
@@ -20,18 +21,7 @@ from torchreplay.segment.transient import Transient
 from torchreplay.segment.waits import SLICE_NS
 from torchreplay.weights.module_state import load_copies, module_state
 
-ALIGNMENT = 64
 PUBLISH_SECONDS = 20.0  # seconds that a publisher waits for another one
-
-
-class Entry(NamedTuple):
-    """Where one tensor of the state dict lies in a buffer."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
 
 
 class SharedWeights(Transient):
@@ -57,11 +47,13 @@ class SharedWeights(Transient):
 
     def __init__(self, module: nn.Module) -> None:
         state = module_state(module)
-        entries = _entries_of(state)
-        self._create(entries, entries[-1].offset + entries[-1].nbytes, 0)
+        infos, nbytes = pack((tensor.dtype, tuple(tensor.shape)) for tensor in state.values())
+        if not nbytes:
+            raise ValueError("the module has no weights to share")
+        self._create(dict(zip(state, infos, strict=True)), nbytes, 0)
         self._write(state, 0)
 
-    def _create(self, entries: tuple[Entry, ...], nbytes: int, version: int) -> None:
+    def _create(self, infos: dict[str, TensorInfo], nbytes: int, version: int) -> None:
         """Makes the memory, whose buffer of that version is to be filled before anybody else has this object."""
         nonce = new_nonce()
         fd = reserve(_C.weights_bytes(nbytes), "shared weights")
@@ -69,7 +61,7 @@ class SharedWeights(Transient):
             self._native = _C.Weights(fd, True, nonce, nbytes, version)
         finally:
             os.close(fd)
-        self._entries = entries
+        self._infos = infos
         self._nonce = nonce
         self._origin: Handle | None = None  # by which it was attached
         self._nbytes = nbytes
@@ -77,9 +69,9 @@ class SharedWeights(Transient):
         self._pulled_into: Callable[[], nn.Module | None] = _nowhere
 
     @classmethod
-    def _attach(cls, handle: Handle, entries: tuple[Entry, ...], nbytes: int) -> SharedWeights:
+    def _attach(cls, handle: Handle, infos: dict[str, TensorInfo], nbytes: int) -> SharedWeights:
         if is_elsewhere(handle.node):
-            remote: SharedWeights = attach_remote("RemoteWeights", handle, entries, nbytes)
+            remote: SharedWeights = attach_remote("RemoteWeights", handle, infos, nbytes)
             return remote
         fd = open_handle(handle, "set of shared weights")
         self = cls.__new__(cls)
@@ -89,7 +81,7 @@ class SharedWeights(Transient):
             raise AttachError(str(error)) from None
         finally:
             os.close(fd)
-        self._entries = entries
+        self._infos = infos
         self._nonce = handle.nonce
         self._origin = handle
         self._nbytes = nbytes
@@ -99,12 +91,12 @@ class SharedWeights(Transient):
 
     def __reduce__(self) -> tuple[Any, ...]:
         handle = lasting_handle(self._native.fd, self._nonce, self._origin)
-        return attached_weights, (handle, self._entries, self._nbytes, type(self))
+        return attached_weights, (handle, self._infos, self._nbytes, type(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedWeights:
         version, newest = newest_of(self)
         made = memo[id(self)] = type(self).__new__(type(self))
-        made._create(self._entries, self._nbytes, version)
+        made._create(self._infos, self._nbytes, version)
         made._native.buffer(version).copy_(newest)
         return made
 
@@ -176,13 +168,13 @@ class SharedWeights(Transient):
         return True
 
     def _copy_to(self, state: dict[str, torch.Tensor], buffer: torch.Tensor) -> None:
-        for entry in self._entries:
-            state[entry.name].copy_(_view(buffer, entry))
+        for name, info in self._infos.items():
+            state[name].copy_(info.view(buffer))
 
     def _write(self, state: dict[str, torch.Tensor], version: int) -> None:
         buffer = self._native.buffer(version)
-        for entry in self._entries:
-            _view(buffer, entry).copy_(state[entry.name])
+        for name, info in self._infos.items():
+            info.view(buffer).copy_(state[name])
 
     def require_like(self, module: nn.Module) -> dict[str, torch.Tensor]:
         """Returns the module's weights and buffers by the names that they have without wrappers.
@@ -192,7 +184,7 @@ class SharedWeights(Transient):
         """
         state = module_state(module)
         given = {name: (t.dtype, tuple(t.shape)) for name, t in state.items()}
-        expected = {entry.name: (entry.dtype, entry.shape) for entry in self._entries}
+        expected = {name: (info.dtype, info.shape) for name, info in self._infos.items()}
         if given != expected:
             differing = sorted(n for n in given.keys() | expected.keys() if given.get(n) != expected.get(n))
             first = differing[0]
@@ -204,14 +196,14 @@ class SharedWeights(Transient):
         return state
 
     def __repr__(self) -> str:
-        return f"SharedWeights(version {self.version}, {len(self._entries)} tensors, {self._nbytes / 2**20:.2f} MiB)"
+        return f"SharedWeights(version {self.version}, {len(self._infos)} tensors, {self._nbytes / 2**20:.2f} MiB)"
 
 
 def attached_weights(
-    handle: Handle, entries: tuple[Entry, ...], nbytes: int, kind: type[SharedWeights] = SharedWeights
+    handle: Handle, infos: dict[str, TensorInfo], nbytes: int, kind: type[SharedWeights] = SharedWeights
 ) -> SharedWeights:
     """Returns the weights in the memory of others. Pickles name it: see `torchreplay.buffer.replay_buffer.attached`."""
-    return kind._attach(handle, entries, nbytes)
+    return kind._attach(handle, infos, nbytes)
 
 
 def newest_of(weights: SharedWeights) -> tuple[int, torch.Tensor]:
@@ -231,19 +223,3 @@ def _nowhere() -> nn.Module | None:
 
 def _told(weight: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
     return "none" if weight is None else f"{weight[0]} {list(weight[1])}"
-
-
-def _entries_of(state: dict[str, torch.Tensor]) -> tuple[Entry, ...]:
-    entries = []
-    offset = 0
-    for name, tensor in state.items():
-        nbytes = tensor.numel() * tensor.element_size()
-        entries.append(Entry(name, tensor.dtype, tuple(tensor.shape), offset, nbytes))
-        offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
-    if not offset:
-        raise ValueError("the module has no weights to share")
-    return tuple(entries)
-
-
-def _view(buffer: torch.Tensor, entry: Entry) -> torch.Tensor:
-    return buffer[entry.offset : entry.offset + entry.nbytes].view(entry.dtype).view(entry.shape)

@@ -16,9 +16,10 @@ from torch import nn
 from torchreplay.errors import AttachError
 from torchreplay.ray.runtime.actor_client import NodeActor
 from torchreplay.ray.runtime.session import import_ray, logger
+from torchreplay.schema.tensor_info import TensorInfo
 from torchreplay.segment.handle import Handle
 from torchreplay.weights.module_state import load_copies
-from torchreplay.weights.shared_weights import Entry, SharedWeights, attached_weights, newest_of
+from torchreplay.weights.shared_weights import SharedWeights, attached_weights, newest_of
 
 ANSWER_AFTER: Final = 5.0
 """Seconds after which a question for newer weights is answered although there are none."""
@@ -40,14 +41,14 @@ class WeightsActor:
     Each version is put into the object store once, however many processes ask for it; each node fetches it once.
     """
 
-    def __init__(self, handle: Handle, entries: tuple[Entry, ...], nbytes: int) -> None:
+    def __init__(self, handle: Handle, infos: dict[str, TensorInfo], nbytes: int) -> None:
         self._ray = import_ray()
         self._me = self._ray.get_runtime_context().current_actor
         self._asked = time.monotonic()
         self._put: tuple[int, Any] = (-1, None)
         self._gone = ""
         try:
-            self._weights = attached_weights(handle, entries, nbytes)
+            self._weights = attached_weights(handle, infos, nbytes)
         except AttachError as error:
             self._gone = str(error)
         threading.Thread(target=self._watch, name="torchreplay-weights-actor", daemon=True).start()
@@ -94,21 +95,21 @@ class RemoteWeights(SharedWeights):
     is. When the learner is gone there is no more news.
     """
 
-    def __init__(self, handle: Handle, entries: tuple[Entry, ...], nbytes: int) -> None:
+    def __init__(self, handle: Handle, infos: dict[str, TensorInfo], nbytes: int) -> None:
         self._handle = handle
-        self._entries = entries
+        self._infos = infos
         self._nbytes = nbytes
         self._pulled = -1
         self._pulled_into = lambda: None
         self._content = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         name = f"torchreplay-weights-{handle.nonce:016x}"
-        self._actor = NodeActor(handle.node, WeightsActor, name, (handle, entries, nbytes), LISTENERS)
+        self._actor = NodeActor(handle.node, WeightsActor, name, (handle, infos, nbytes), LISTENERS)
         self._news = _News()
         threading.Thread(target=_listen, args=(self._actor, self._news), name="torchreplay-news", daemon=True).start()
         weakref.finalize(self, self._news.close)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return attached_weights, (self._handle, self._entries, self._nbytes)
+        return attached_weights, (self._handle, self._infos, self._nbytes)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise TypeError(
@@ -170,7 +171,7 @@ class RemoteWeights(SharedWeights):
         return self._actor.again(read)
 
     def __repr__(self) -> str:
-        return f"RemoteWeights(version {self.version} on node {self._handle.node}, {len(self._entries)} tensors)"
+        return f"RemoteWeights(version {self.version} on node {self._handle.node}, {len(self._infos)} tensors)"
 
 
 def _listen(actor: NodeActor, news: _News) -> None:

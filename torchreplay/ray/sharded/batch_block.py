@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
-from functools import reduce
+from collections.abc import Mapping
+from functools import lru_cache, reduce
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from torchreplay.cuda.packing import DRAWN, Packing
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.spec import Field, Path, nest
+from torchreplay.schema.tensor_info import ALIGNMENT
 
-ALIGNMENT = 64
 KEPT = 4
 """Blocks that wait to be used again, at most."""
 
-RESERVED: Final[Mapping[Path, Field]] = {
-    ("key",): Field((), torch.int64),
-    ("weight",): Field((), torch.float32),
-    ("probability",): Field((), torch.float32),
-}
-
+RESERVED: Final[Mapping[Path, Field]] = {("key",): Field((), torch.int64), **DRAWN}
 
 ItemBytes: TypeAlias = list[NDArray[np.uint8]]
 """Of each tensor of a batch the bytes of its items, `[n, bytes]`."""
@@ -51,24 +46,20 @@ class RecycledMemory:
 
 
 class Layout:
-    """Where in a block the tensors of a batch lie: one after the other, each on a cache line of its own."""
+    """Where in a block the tensors of a batch lie."""
 
     def __init__(self, outputs: Mapping[Path, Field]) -> None:
-        self._fields: dict[Path, Field] = {**outputs, **RESERVED}
+        self._fields = fields = {**outputs, **RESERVED}
+        self._packing = lru_cache(64)(lambda n: Packing(fields, n))
         self._memory = RecycledMemory()
-        self._item_bytes = [math.prod(f.shape) * f.dtype.itemsize for f in self._fields.values()]
 
     def batch_over(self, block: torch.Tensor, n: int) -> ReplayBatch:
         """Returns a batch of `n` items whose tensors are the memory of `block`, of as many or more."""
-        tensors = {}
-        for (path, field), (start, size) in zip(self._fields.items(), self._places(n), strict=True):
-            tensors[path] = block[start : start + size].view(field.dtype).view(n, *field.shape)
-        return ReplayBatch(nest(tensors))
+        return ReplayBatch(nest(self._packing(n).tensors(block)))
 
     def new_block(self, n: int) -> torch.Tensor:
         """Returns a block for `n` items, uint8, of any content, in memory of its own."""
-        nbytes = sum(_rounded(n * size) for size in self._item_bytes)
-        return self._memory.take(max(1, nbytes))  # a view of no memory is refused
+        return self._memory.take(max(ALIGNMENT, self._packing(n).nbytes))  # a view of no memory is refused
 
     def new_batch(self, n: int) -> ReplayBatch:
         """Returns a batch of `n` items of any content, in memory of its own."""
@@ -84,8 +75,8 @@ class Layout:
             room: The batch's.
             at: Where the first one goes; the others follow.
         """
-        for (start, nbytes), target in zip(self._places(given), room, strict=True):
-            rows = source[start : start + nbytes].reshape(given, -1)
+        for info, target in zip(self._packing(given).infos, room, strict=True):
+            rows = source[info.offset : info.offset + info.nbytes].reshape(given, -1)
             np.take(rows, which, axis=0, out=target[at : at + len(which)], mode="clip")  # another mode would copy twice
 
     def item_bytes(self, batch: ReplayBatch) -> ItemBytes:
@@ -93,16 +84,6 @@ class Layout:
         n = len(batch["key"])
         tensors = [_at(batch, path) for path in self._fields]
         return [(t if t.dtype == torch.uint8 else t.view(torch.uint8)).numpy().reshape(n, -1) for t in tensors]
-
-    def _places(self, n: int) -> Iterator[tuple[int, int]]:
-        start = 0
-        for size in self._item_bytes:
-            yield start, n * size
-            start += _rounded(n * size)
-
-
-def _rounded(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def keep(room: ItemBytes, which: NDArray[np.int64]) -> None:
