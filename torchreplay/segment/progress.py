@@ -32,12 +32,9 @@ def track(work: Sequence[T], description: str) -> Iterator[T]:
 
 
 def _shown(work: Sequence[T], done: int, description: str) -> Iterator[T]:
-    try:
-        from rich.console import Console
-        from rich.progress import Progress
-    except ImportError:  # the line is a courtesy
-        yield from work[done:]
-        return
+    from rich.console import Console
+    from rich.progress import Progress
+
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(description, total=len(work), completed=done)
         for piece in work[done:]:
@@ -60,11 +57,9 @@ class LiveLine:
         """Returns a line on standard error, or None where that is no terminal."""
         if not sys.stderr.isatty():
             return None
-        try:
-            from rich.console import Console
-            from rich.live import Live
-        except ImportError:  # the line is a courtesy
-            return None
+        from rich.console import Console
+        from rich.live import Live
+
         return cls(Live(console=Console(stderr=True), auto_refresh=False, transient=True))
 
     def show(self, text: str) -> None:
