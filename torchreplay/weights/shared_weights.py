@@ -55,15 +55,19 @@ class SharedWeights(Transient):
 
     def _create(self, infos: dict[str, TensorInfo], nbytes: int, version: int) -> None:
         """Makes the memory, whose buffer of that version is to be filled before anybody else has this object."""
-        nonce = new_nonce()
-        fd = reserve(_C.weights_bytes(nbytes), "shared weights")
+        self._map(reserve(_C.weights_bytes(nbytes), "shared weights"), new_nonce(), None, infos, nbytes, version)
+
+    def _map(
+        self, fd: int, nonce: int, origin: Handle | None, infos: dict[str, TensorInfo], nbytes: int, version: int = 0
+    ) -> None:
+        """Maps the memory of `fd` and closes that; it is new without an `origin`, the handle that led to it."""
         try:
-            self._native = _C.Weights(fd, True, nonce, nbytes, version)
+            self._native = _C.Weights(fd, origin is None, nonce, nbytes, version)
         finally:
             os.close(fd)
         self._infos = infos
         self._nonce = nonce
-        self._origin: Handle | None = None  # by which it was attached
+        self._origin = origin
         self._nbytes = nbytes
         self._pulled = -1
         self._pulled_into: Callable[[], nn.Module | None] = _nowhere
@@ -76,17 +80,9 @@ class SharedWeights(Transient):
         fd = open_handle(handle, "set of shared weights")
         self = cls.__new__(cls)
         try:
-            self._native = _C.Weights(fd, False, handle.nonce, nbytes)
+            self._map(fd, handle.nonce, handle, infos, nbytes)
         except RuntimeError as error:
             raise AttachError(str(error)) from None
-        finally:
-            os.close(fd)
-        self._infos = infos
-        self._nonce = handle.nonce
-        self._origin = handle
-        self._nbytes = nbytes
-        self._pulled = -1
-        self._pulled_into = _nowhere
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
