@@ -109,10 +109,20 @@ def test_whatever_ends_with_its_process_is_left_out_of_files(buffer, kind, weigh
     assert repr(saved_and_loaded(KINDS[kind](buffer), weights_only=weights_only)) == f"NotSaved({kind!r})"
 
 
-def test_what_is_passed_to_other_processes_is_attached_there_or_fails_at_once(buffer):
+def test_another_module_that_pickles_for_torch_save_leaves_it_out_as_well(buffer):
+    cloudpickle = pytest.importorskip("cloudpickle")
+    file = io.BytesIO()
+    with pytest.warns(UserWarning, match=LEFT_OUT):
+        torch.save(buffer, file, pickle_module=cloudpickle)
+    file.seek(0)
+    assert repr(torch.load(file)) == "NotSaved('ReplayBuffer')"
+
+
+@pytest.mark.parametrize("protocol", range(3, pickle.HIGHEST_PROTOCOL + 1))
+def test_what_is_passed_to_other_processes_is_attached_there_or_fails_at_once(buffer, protocol):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        passed = pickle.dumps(buffer)
+        passed = pickle.dumps(buffer, protocol)
         attached = pickle.loads(passed)
     assert len(attached) == len(buffer)
     attached.close()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 
 from torchreplay.errors import AttachError
+
+_FILES_PROTOCOL: Final = 2
+"""The pickle protocol of `torch.save`. Processes pass things on by a newer one: that of Python, or the newest."""
 
 
 class NotSaved:
@@ -50,12 +52,12 @@ torch.serialization.add_safe_globals([NotSaved])  # so that torch.load(weights_o
 class Transient:
     """An object that pickles for other processes while it lives, and is left out of what `torch.save` writes.
 
-    A handle in a file could not be attached later, and a checkpoint that holds one could not be loaded at all.
+    A handle in a file could not be attached later, and a checkpoint that holds one could not be loaded at all. What is
+    pickled by the protocol of `torch.save`, or an older one, is taken for a part of a file.
     """
 
     def __reduce_ex__(self, protocol: Any) -> str | tuple[Any, ...]:
-        # No pickler says what it pickles for. Its `dump` is native, so that the frame before is that of its caller.
-        if sys._getframe(1).f_globals.get("__name__") != "torch.serialization":
+        if protocol > _FILES_PROTOCOL:
             return super().__reduce_ex__(protocol)
         kind = type(self).__name__
         warnings.warn(
