@@ -7,9 +7,9 @@ both where both are installed.
 
 from __future__ import annotations
 
-import importlib
 import sys
 import types
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 __all__ = ["Callback", "LightningDataModule"]
@@ -21,13 +21,16 @@ def _installed_libraries() -> list[types.ModuleType]:
     Two versions are not joined. Each trainer finds overridden hooks by comparing code, and would take every hook of the
     other version for an override.
     """
-    names = sorted(("lightning.pytorch", "pytorch_lightning"), key=lambda name: name not in sys.modules)
-    found = []
-    for name in names:
-        try:
-            found.append(importlib.import_module(name))
-        except ImportError:
-            continue
+    imported, found = set(sys.modules), []
+    with suppress(ImportError):
+        import lightning.pytorch
+
+        found.append(lightning.pytorch)
+    with suppress(ImportError):
+        import pytorch_lightning
+
+        found.append(pytorch_lightning)
+    found.sort(key=lambda library: library.__name__ not in imported)
     if not found:
         raise ImportError("torchreplay.lightning needs PyTorch Lightning: pip install pytorch-lightning")
     return [library for library in found if library.__version__ == found[0].__version__]
