@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 T = TypeVar("T")
+Choice = TypeVar("Choice", bound=str)
 
 
 def checked_int(name: str, value: Any, low: int, high: int | None = None) -> int:
@@ -63,15 +64,16 @@ def checked_instance(name: str, value: T, kinds: type[Any] | tuple[type[Any], ..
     return value
 
 
-def checked_choice(name: str, value: Any, choices: Sequence[str]) -> str:
+def checked_choice(name: str, value: Any, choices: Sequence[Choice]) -> Choice:
     """Returns `value`.
 
     Raises:
         ValueError: It is none of `choices`.
     """
-    if not isinstance(value, str) or value not in choices:  # an array would be compared with each, element by element
-        raise ValueError(f"{name} is {value!r:.200}: expected one of {', '.join(map(repr, choices))}")
-    return value
+    for choice in choices:
+        if isinstance(value, str) and value == choice:  # an array would be compared element by element
+            return choice
+    raise ValueError(f"{name} is {value!r:.200}: expected one of {', '.join(map(repr, choices))}")
 
 
 def checked_path(name: str, value: Any) -> Path:

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterable
 from enum import Enum
-from typing import Any, Literal, SupportsIndex, TypeAlias, cast, get_args
+from typing import Any, Literal, SupportsIndex, TypeAlias, get_args
 
 from torchreplay import _C
 from torchreplay.buffer.final_observations import FinalObservations
@@ -243,7 +243,7 @@ def checked_autoreset(autoreset: Any) -> OwnAutoreset:
     named = {mode.title().replace("_", ""): mode for mode in AUTORESETS}  # such as NextStep
     if isinstance(value, str) and value in named:
         return named[value]
-    return cast(OwnAutoreset, checked_choice("autoreset", value, AUTORESETS))
+    return checked_choice("autoreset", value, AUTORESETS)
 
 
 def _refuse_fields_named_as_arguments(config: Config, roles: Roles, autoreset: OwnAutoreset) -> None:
