@@ -18,7 +18,7 @@ except ModuleNotFoundError as _error:
         f"--no-build-isolation . (or `make build`, for .venv/bin/python), or start Python in another folder"
     ) from None
 
-from torchreplay.buffer.replay_buffer import ReplayBuffer
+from torchreplay.buffer.replay_buffer import REMOTE_BUFFER, ReplayBuffer
 from torchreplay.buffer.stats import Stats
 from torchreplay.buffer.writer import Writer
 from torchreplay.errors import (
@@ -37,8 +37,10 @@ from torchreplay.schema.samplers import LinearSchedule, Prioritized, Uniform
 from torchreplay.schema.sequence_priority import sequence_priority
 from torchreplay.schema.spaces import spec_from_env, spec_from_space
 from torchreplay.schema.spec import Field, Spec
-from torchreplay.schema.views import Rows, Sequences, Transitions
+from torchreplay.schema.tensor_info import TensorInfo
+from torchreplay.schema.views import Rows, Sequences, Transitions, View
 from torchreplay.segment.handle import Handle
+from torchreplay.weights.shared_weights import REMOTE_WEIGHTS, SharedWeights
 
 if TYPE_CHECKING:
     from torchreplay.buffer.flat_episodes import FlatEpisodes, episodes_from_flat
@@ -52,7 +54,7 @@ if TYPE_CHECKING:
     from torchreplay.monitoring.batch_report import BatchReport, explain
     from torchreplay.monitoring.monitor import Monitor
     from torchreplay.priority_tree import PriorityTree
-    from torchreplay.weights.shared_weights import SharedWeights
+    from torchreplay.ray.remote import RemoteBuffer
 
 __version__ = "0.1.0"
 
@@ -113,7 +115,6 @@ _IMPORTED_AT_FIRST_USE = {  # to make `import torchreplay` quick: no program nee
     "PriorityTree": "torchreplay.priority_tree",
     "ReplayDataset": "torchreplay.loading.dataset",
     "Reverse": "torchreplay.loading.reverse",
-    "SharedWeights": "torchreplay.weights.shared_weights",
     "check": "torchreplay.checking",
     "episodes_from_flat": "torchreplay.buffer.flat_episodes",
     "explain": "torchreplay.monitoring.batch_report",
@@ -128,6 +129,22 @@ class _OperatorsAtFirstUse(ModuleType):
         import_module("torchreplay.ops")
         return getattr(torch.ops.torchreplay, name)
 
+
+# What is on another node is attached by a room above those that ask for it. It is imported where there is such a node.
+def _remote_buffer(handle: Handle, view: View | None) -> "RemoteBuffer":
+    from torchreplay.ray.remote import RemoteBuffer
+
+    return RemoteBuffer(handle, view)
+
+
+def _remote_weights(handle: Handle, infos: dict[str, TensorInfo], nbytes: int) -> SharedWeights:
+    from torchreplay.ray.remote import RemoteWeights
+
+    return RemoteWeights(handle, infos, nbytes)
+
+
+REMOTE_BUFFER.attach = _remote_buffer
+REMOTE_WEIGHTS.attach = _remote_weights
 
 if "torchreplay.ops" not in sys.modules:  # what is there otherwise is a namespace without operators
     vars(torch.ops)["torchreplay"] = _OperatorsAtFirstUse("torch.ops.torchreplay")

@@ -98,6 +98,25 @@ def test_a_process_started_from_nothing_attaches_what_cloudpickle_wrote(buffer):
     assert result.stdout.decode().split("\n")[:3] == ["ReplayBuffer 10 ", "SharedWeights  0", "ReplayDataset  "]
 
 
+ATTACH_ELSEWHERE = """
+import pickle, sys
+import torchreplay.buffer.replay_buffer, torchreplay.weights.shared_weights
+for room in (torchreplay.buffer.replay_buffer, torchreplay.weights.shared_weights):
+    room.is_elsewhere = lambda node: True
+assert "torchreplay.ray" not in sys.modules
+print(*(type(thing).__name__ for thing in pickle.load(sys.stdin.buffer)))
+"""
+
+
+@pytest.mark.slow
+def test_a_process_of_another_node_that_has_imported_no_ray_room_attaches_what_stands_there(buffer, monkeypatch):
+    monkeypatch.setattr("torchreplay.segment.handle.ray_node", lambda: "1" * 56)
+    things = [buffer, tr.SharedWeights(nn.Linear(2, 2))]
+    command = [sys.executable, "-c", ATTACH_ELSEWHERE]
+    result = subprocess.run(command, input=pickle.dumps(things), capture_output=True, check=True, timeout=120)
+    assert result.stdout.decode().split() == ["RemoteBuffer", "RemoteWeights"]
+
+
 def test_a_buffer_of_another_node_pickles_by_name_and_refuses_to_be_copied(buffer):
     from torchreplay.ray.remote.remote_buffer import RemoteBuffer
 

@@ -54,6 +54,18 @@ named = tr.MixedDataset({"red": online, "blue": demonstrations}, batch_size=256)
 for batches in named:
     named.update_priorities(batches, {"red": batches["red"]["x"]})
 
+
+def collect(handle: tr.Handle) -> None:
+    with tr.ReplayBuffer.attach(handle) as buffer, buffer.writer() as writer:
+        while not buffer.stopped and len(buffer) < buffer.capacity:
+            writer.append(x=1.0)
+        buffer.extend(x=[1.0, 2.0])
+        print(buffer.spec, buffer.limiter, buffer.stats().size)
+        if isinstance(buffer, tr.ReplayBuffer):
+            buffer.update_priorities(buffer.sample(8), [1.0] * 8)
+        buffer.stop()
+
+
 weights = tr.SharedWeights(Net())
 Evaluator(evaluate, weights, Net, every=1)
 Evaluator(lambda policy, seed: [0.0], weights, Net(), every=1)
@@ -93,3 +105,11 @@ def test_what_is_no_buffer_or_no_spec_does_not_pass(tmp_path):
     program.write_text("import torchreplay as tr\ntr.MixedDataset({1: 0.5})\nspec: tr.Spec = {'x': 1}\n")
     found = complaints(program)
     assert found.count("error:") == 2, found
+
+
+def test_what_is_attached_may_be_on_another_node_and_so_is_not_drawn_from_unasked(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torchreplay as tr\ndef f(h: tr.Handle) -> None:\n    tr.ReplayBuffer.attach(h).sample(8)\n"
+    )
+    assert '"WritableReplay" has no attribute "sample"' in complaints(program)

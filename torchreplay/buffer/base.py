@@ -1,4 +1,4 @@
-"""`Replay`: what a learner needs of a buffer that it draws from."""
+"""`WritableReplay`: what an explorer needs of a buffer. `Replay`: what a learner needs of one that it draws from."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torchreplay.buffer.stats import Stats
     from torchreplay.buffer.writer import Autoreset, Writer
     from torchreplay.cuda.staging import Staging
+    from torchreplay.schema.limiters import Limiter
     from torchreplay.segment.waits import Wait
 
 
@@ -133,14 +134,53 @@ class BatchSource(ABC):
         """
 
 
-class Replay(Configured, Closeable, ABC):
-    """What learners draw from and feed back to: a `ReplayBuffer`, or the shards of several machines."""
-
-    _source: BatchSource
+class WritableReplay(Configured, Closeable, ABC):
+    """What explorers write to: a `Replay`, or what stands for the buffer of another node."""
 
     @abstractmethod
     def writer(self, envs: Any = None, autoreset: Autoreset | None = None, *, num_envs: int | None = None) -> Writer:
         """Returns a writer for the calling thread's rows: one for each explorer thread."""
+
+    @abstractmethod
+    def extend(self, /, *args: Any, priority: Any = None, **fields: Any) -> torch.Tensor | None:
+        """Writes n rows or episodes; returns their keys, where they are known."""
+
+    @abstractmethod
+    def stats(self) -> Stats:
+        """Returns what has happened so far, over all processes."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Stops the buffer: `stopped` is True in every process, and waiting calls raise `Stopped`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Detaches this object. Idempotent."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Returns the number of rows held."""
+
+    @property
+    @abstractmethod
+    def capacity(self) -> int:
+        """Rows that fit."""
+
+    @property
+    @abstractmethod
+    def limiter(self) -> Limiter:
+        """Who must wait."""
+
+    @property
+    @abstractmethod
+    def stopped(self) -> bool:
+        """Whether `stop()` was called, in any process."""
+
+
+class Replay(WritableReplay):
+    """What learners draw from and feed back to: a `ReplayBuffer`, or the shards of several machines."""
+
+    _source: BatchSource
 
     @abstractmethod
     def expect_writers(self) -> Closeable:
@@ -174,34 +214,8 @@ class Replay(Configured, Closeable, ABC):
         """Fills one that was never written to with what `save` wrote."""
 
     @abstractmethod
-    def stats(self) -> Stats:
-        """Returns what has happened so far, over all processes."""
-
-    @abstractmethod
     def histograms(self, bins: int = 64) -> dict[str, torch.Tensor]:
         """Returns histograms of raw priorities and of rows' ages. O(capacity)."""
-
-    @abstractmethod
-    def stop(self) -> None:
-        """Stops the buffer: `stopped` is True in every process, and waiting calls raise `Stopped`."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Detaches this object. Idempotent."""
-
-    @abstractmethod
-    def __len__(self) -> int:
-        """Returns the number of rows held."""
-
-    @property
-    @abstractmethod
-    def capacity(self) -> int:
-        """Rows that fit."""
-
-    @property
-    @abstractmethod
-    def stopped(self) -> bool:
-        """Whether `stop()` was called, in any process."""
 
     @property
     @abstractmethod

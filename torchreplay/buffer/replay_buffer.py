@@ -8,13 +8,13 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, Self, cast
+from typing import IO, Any, Self, TypeVar
 
 import numpy as np
 import torch
 
 from torchreplay import _C
-from torchreplay.buffer.base import Replay
+from torchreplay.buffer.base import Replay, WritableReplay
 from torchreplay.buffer.copying import copy_rows
 from torchreplay.buffer.creation import attached_segment, new_segment
 from torchreplay.buffer.episodes import episodes
@@ -37,11 +37,14 @@ from torchreplay.schema.spec import Spec
 from torchreplay.schema.views import View
 from torchreplay.segment.delivery_log import DeliveryLog
 from torchreplay.segment.handle import Handle, lasting_handle, open_handle
-from torchreplay.segment.ray_node import attach_remote, is_elsewhere
+from torchreplay.segment.ray_node import RemoteKind, is_elsewhere
 from torchreplay.segment.segment_file import open_file
 from torchreplay.segment.waits import LOG_EVERY, NEVER, Wait, logger
 from torchreplay.segment.writer_lease import WriterLease
 from torchreplay.validation import checked_instance, checked_int, checked_kind, checked_path
+
+REMOTE_BUFFER: RemoteKind[[Handle, View | None], WritableReplay] = RemoteKind()
+"""Attaches a buffer of another node."""
 
 
 class ReplayBuffer(Replay):
@@ -127,11 +130,12 @@ class ReplayBuffer(Replay):
         return replace(handle, ledger=log.handle() if isinstance(log, DeliveryLog) else log)
 
     @classmethod
-    def attach(cls, handle: Handle, view: View | None = None) -> ReplayBuffer:
+    def attach(cls, handle: Handle, view: View | None = None) -> WritableReplay:
         """Returns the buffer that `handle` names, over the same memory.
 
-        On another node of a Ray cluster it is a `torchreplay.ray.RemoteBuffer`: explorers write to it as they do
-        everywhere, and their rows travel to the buffer's node.
+        On the buffer's own node it is a `ReplayBuffer`. On another node of a Ray cluster it is a
+        `torchreplay.ray.RemoteBuffer`: explorers write to it as they do everywhere, and their rows travel to the
+        buffer's node. Both are a `WritableReplay`; ask `isinstance(buffer, ReplayBuffer)` before you draw.
 
         Args:
             handle: What `handle()` returned, in any process of this machine or on any node of the same Ray cluster.
@@ -143,14 +147,8 @@ class ReplayBuffer(Replay):
                 version of torchreplay; or the memory is damaged.
         """
         if is_elsewhere(getattr(handle, "node", "")):
-            return cast(ReplayBuffer, attach_remote("RemoteBuffer", handle, view))
-        try:
-            segment, config = attached_segment(open_handle(handle, "replay buffer"), handle.nonce, view)
-        except ConnectionError as error:
-            raise AttachError(str(error)) from None
-        self = cls._over(segment, handle.nonce, config)
-        self._origin, self._sampler.delivery_log = handle, handle.ledger
-        return self
+            return REMOTE_BUFFER.attach(handle, view)
+        return attached_here(cls, handle, view)
 
     def __reduce__(self) -> tuple[Any, ...]:
         view = self.view.travelling() if isinstance(self.view, Hindsight) else None
@@ -700,7 +698,21 @@ def local_sampler(buffer: ReplayBuffer) -> LocalSampler:
     return buffer._sampler
 
 
-def attached(kind: type[ReplayBuffer], *given: Any) -> ReplayBuffer:
+Buffer = TypeVar("Buffer", bound=ReplayBuffer)
+
+
+def attached_here(kind: type[Buffer], handle: Handle, view: View | None = None) -> Buffer:
+    """Does what `kind.attach` does, for a buffer that is on this node. For the other rooms of this package."""
+    try:
+        segment, config = attached_segment(open_handle(handle, "replay buffer"), handle.nonce, view)
+    except ConnectionError as error:
+        raise AttachError(str(error)) from None
+    self = kind._over(segment, handle.nonce, config)
+    self._origin, self._sampler.delivery_log = handle, handle.ledger
+    return self
+
+
+def attached(kind: type[ReplayBuffer], *given: Any) -> WritableReplay:
     """Returns `kind.attach(*given)`. Pickles name it: cloudpickle, and so Ray, writes a method out as its code."""
     return kind.attach(*given)
 

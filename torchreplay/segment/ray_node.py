@@ -6,8 +6,11 @@ A process that has not imported Ray is on no node: nothing here imports it to fi
 from __future__ import annotations
 
 import sys
-from importlib import import_module
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Generic, ParamSpec, TypeVar
+
+Given = ParamSpec("Given")
+Attached = TypeVar("Attached")
 
 
 def ray_node() -> str:
@@ -28,14 +31,10 @@ def is_elsewhere(node: str) -> bool:
     return ray is not None and any(known["NodeID"] == node for known in ray.nodes())
 
 
-def attach_remote(kind: str, *args: Any) -> Any:
-    """Returns what stands here for an object of another node: a `RemoteBuffer`, or `RemoteWeights`.
+class RemoteKind(Generic[Given, Attached]):
+    """How one kind of handle is attached on another node. The package says how, whose rooms above know it."""
 
-    Args:
-        kind: The name of that class.
-        *args: What it is made of.
-    """
-    return getattr(import_module("torchreplay.ray.remote"), kind)(*args)
+    attach: Callable[Given, Attached]
 
 
 def _running_ray() -> Any:

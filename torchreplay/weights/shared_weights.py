@@ -15,13 +15,17 @@ from torchreplay import _C
 from torchreplay.errors import AttachError, ReplayTimeout
 from torchreplay.schema.tensor_info import TensorInfo, pack
 from torchreplay.segment.handle import Handle, lasting_handle, new_nonce, open_handle
-from torchreplay.segment.ray_node import attach_remote, is_elsewhere
+from torchreplay.segment.ray_node import RemoteKind, is_elsewhere
 from torchreplay.segment.reservation import reserve
 from torchreplay.segment.transient import Transient
 from torchreplay.segment.waits import SLICE_NS
 from torchreplay.weights.module_state import load_copies, module_state
 
 PUBLISH_SECONDS = 20.0  # seconds that a publisher waits for another one
+
+
+REMOTE_WEIGHTS: RemoteKind[[Handle, dict[str, TensorInfo], int], SharedWeights] = RemoteKind()
+"""Attaches the weights of another node."""
 
 
 class SharedWeights(Transient):
@@ -75,8 +79,7 @@ class SharedWeights(Transient):
     @classmethod
     def _attach(cls, handle: Handle, infos: dict[str, TensorInfo], nbytes: int) -> SharedWeights:
         if is_elsewhere(handle.node):
-            remote: SharedWeights = attach_remote("RemoteWeights", handle, infos, nbytes)
-            return remote
+            return REMOTE_WEIGHTS.attach(handle, infos, nbytes)
         fd = open_handle(handle, "set of shared weights")
         self = cls.__new__(cls)
         try:

@@ -1,4 +1,4 @@
-"""One buffer, or the weights, seen from another node. `attach_remote` finds the classes here by name."""
+"""One buffer, or the weights, seen from another node."""
 
 from torchreplay.ray.remote.remote_buffer import RemoteBuffer, RemoteWriter
 from torchreplay.ray.remote.remote_weights import RemoteWeights

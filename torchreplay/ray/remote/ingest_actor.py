@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from torchreplay.buffer.replay_buffer import ReplayBuffer, local_sampler
+from torchreplay.buffer.replay_buffer import ReplayBuffer, attached_here, local_sampler
 from torchreplay.buffer.stats import Stats
 from torchreplay.buffer.writer import Writer
 from torchreplay.errors import AttachError, Stopped
@@ -186,7 +186,7 @@ class Ingest:
             if handle.ledger is None:
                 raise AttachError("the handle was made before Ray was started: make another")
             self._ledger = DeliveryLog.attach(handle.ledger)
-            self._attached = ReplayBuffer.attach(handle, view)
+            self._attached = attached_here(ReplayBuffer, handle, view)
         except AttachError as error:
             self._ending = str(error)
         threading.Thread(target=self._watch, name="torchreplay-ingest", daemon=True).start()

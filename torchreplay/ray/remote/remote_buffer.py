@@ -8,6 +8,7 @@ import weakref
 from contextlib import suppress
 from typing import Any, NoReturn
 
+from torchreplay.buffer.base import WritableReplay
 from torchreplay.buffer.replay_buffer import ReplayBuffer, attached
 from torchreplay.buffer.stats import Stats
 from torchreplay.buffer.writer import Autoreset, Writer, roles_of, streams_of
@@ -17,10 +18,9 @@ from torchreplay.ray.remote.row_sender import RowSender
 from torchreplay.ray.remote.send_buffer import SendBuffer
 from torchreplay.ray.runtime.actor_client import NodeActor
 from torchreplay.schema.casting import cast_values
-from torchreplay.schema.config import Config, Configured
+from torchreplay.schema.config import Config
 from torchreplay.schema.limiters import Limiter
 from torchreplay.schema.views import View
-from torchreplay.segment.closeable import Closeable
 from torchreplay.segment.handle import Handle
 from torchreplay.segment.ray_node import ray_node
 
@@ -122,7 +122,7 @@ class RemoteWriter(Writer):
         self._sender.make_room(self._outbox, self._admitted)
 
 
-class RemoteBuffer(Configured, Closeable):
+class RemoteBuffer(WritableReplay):
     """A replay buffer on another node of the Ray cluster, for explorers.
 
     What a `ReplayBuffer` becomes when it is passed to a Ray task or actor on another node than its own. It has the

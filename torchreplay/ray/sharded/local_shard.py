@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torchreplay import _C
-from torchreplay.buffer.replay_buffer import ReplayBuffer, local_sampler
+from torchreplay.buffer.replay_buffer import ReplayBuffer, attached_here, local_sampler
 from torchreplay.buffer.writer import Autoreset, Writer, streams_of
 from torchreplay.errors import AttachError, Stopped
 from torchreplay.ray.runtime.session import logger
@@ -87,7 +87,7 @@ class LocalShard:
 
     def __init__(self, number: int, handle: Handle) -> None:
         self.number = number
-        self.buffer = cast(ShardBuffer, ShardBuffer.attach(handle))
+        self.buffer = attached_here(ShardBuffer, handle)
         self.buffer.number = number
         self._segment = local_sampler(self.buffer).segment
         self._candidates = ShardSampler(self.buffer, number)
