@@ -114,6 +114,35 @@ def run():
     buffer.close()
 
 
+# Commands
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("wach", "watch"), ("lst", "list"), ("plott", "plot")])
+def test_a_command_that_is_not_there_names_the_one_that_is_most_like_it(call, typed, meant):
+    result = call(typed)
+    assert result.status == 2
+    assert f"did you mean {meant}?" in result.output
+
+
+def test_a_command_that_is_like_none_is_refused_without_a_suggestion(call):
+    result = call("zzzzzz")
+    assert result.status == 2
+    assert "did you mean" not in result.output
+
+
+@pytest.mark.parametrize("columns", [30, 80, 120])
+def test_bench_cuts_no_number_on_a_terminal_of_any_width(monkeypatch, capsys, columns):
+    from torchreplay.checking.speed import Figure
+    from torchreplay.cli import bench
+
+    monkeypatch.setenv("COLUMNS", str(columns))
+    figures = [Figure("extend by an episode of 250 frames", 0.0123456789, 4.88, 251, 1_771_056)]
+    monkeypatch.setattr(bench, "measure", lambda seconds: figures)
+    bench.command.callback(1.0, False)
+    row = re.sub(" +", " ", capsys.readouterr().out.splitlines()[1])
+    assert row == "extend by an episode of 250 frames 12,345.7 ± 488 % 20,331 0.14"
+
+
 # list
 
 
@@ -277,6 +306,36 @@ def test_watch_saves_its_last_screen_as_a_picture(run, tmp_path, call):
     assert "samples per insert" in text.read_text()
     assert svg.read_text().startswith("<svg")
     assert "http" not in svg.read_text().replace("http://www.w3.org/2000/svg", "")
+
+
+def test_watch_says_where_it_saved_the_picture(run, tmp_path, call):
+    path = tmp_path / "screen.txt"
+    assert f"saved {path}" in call("watch", run.name, "--seconds", 0.3, "--picture", path).output
+
+
+def test_the_first_line_in_a_pipe_has_rates_of_the_time_since_the_first_look(run, tmp_path):
+    with Command(tmp_path / "out", "watch", run.name, "--seconds", 2.5) as command:
+        assert command.wait() == 0
+    first = command.lines(run.name)[0]
+    rate = re.search(r"([\d.]+( k)?) rows/s, ([\d.]+) batches/s", first)
+    assert float(rate[3]) > 0
+    assert rate[1] != "0"
+
+
+@pytest.mark.parametrize("columns", [30, 45])
+def test_watch_on_a_narrow_terminal_cuts_no_number(run, columns):
+    with Terminal("watch", run.name, "--interval", 0.2, columns=columns) as command:
+        eventually(lambda: command.shows("late TD errors"), timeout=20)
+        command.signal(signal.SIGINT)
+        assert command.wait() == 0
+        command.shows("")
+        command.close()
+    last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", command.text[command.text.rindex("\x1b[?1049l") :])
+    lines = [line.strip("│ ") for line in last.splitlines()]
+    for label in ("rows written", "items drawn", "batches drawn", "TD errors"):
+        assert any(re.fullmatch(rf"{label} +[\d.]+( [kMG])?/s", line) for line in lines), (label, last)
+    assert "of 4,096 rows" in re.sub(r"\s+", " ", " ".join(lines))
+    assert not any(re.search(r"\d…", line) for line in lines)
 
 
 def test_watch_of_what_is_not_there_says_what_is(run, call):

@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
+
+SUBJECTS: tuple[tuple[str, Sequence[str]], ...] = (
+    ("held", ("size", "capacity", "nbytes", "drawable")),
+    ("written", ("rows_written", "inserted", "dropped_rows", "evicted_unsampled", "last_write_age")),
+    ("drawn", ("sampled", "draws", "redraws", "samples_per_insert", "staleness")),
+    ("fed back", ("updated", "stale_updates", "unready_updates", "priority_change")),
+    ("priorities", ("priority_total", "priority_min", "priority_max")),
+    ("waits", ("insert_wait", "sample_wait", "insert_wait_share", "sample_wait_share")),
+    ("running", ("writers", "learners", "stopped")),
+)
+"""The figures by subject, as `print` shows them."""
 
 NOTICEABLE = 0.05
 """Share of its time from which on a side counts as waiting."""
@@ -98,6 +110,23 @@ class Stats:
             return None
         return "explorers" if sampling > inserting else "learners"
 
+    def __str__(self) -> str:
+        """Returns the figures by subject, a line each."""
+        names = [name for _, part in SUBJECTS for name in part]
+        rest = [name for name in self.as_dict() if name not in names]
+        subjects = [*SUBJECTS, *([("shards", rest)] if rest else [])]
+        width = max(len(subject) for subject, _ in subjects)
+        return "\n".join(
+            f"{subject:<{width}}  {', '.join(f'{name} {_text(getattr(self, name))}' for name in part)}"
+            for subject, part in subjects
+        )
+
     def as_dict(self) -> dict[str, int | float | bool]:
         """Returns the fields by name."""
         return asdict(self)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.4g}"
+    return str(value) if isinstance(value, bool) else f"{value:,}"

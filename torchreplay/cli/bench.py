@@ -11,6 +11,7 @@ from rich.table import Table
 
 from torchreplay.checking.speed import Figure, measure
 from torchreplay.cli.refusal import Refused
+from torchreplay.cli.tables import print_whole
 
 
 @click.command("bench", short_help="What calls cost on this machine.")
@@ -30,11 +31,11 @@ def command(seconds: float, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([asdict(figure) for figure in figures]))
     else:
-        Console(highlight=False).print(_table(figures))
+        print_whole(_table(figures), Console(highlight=False))
 
 
 def _table(figures: list[Figure]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2), header_style="bold")
+    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")
     for name in ("call", "microseconds", "spread", "rows/s", "GB/s"):
         table.add_column(name, justify="left" if name == "call" else "right", no_wrap=True)
     for figure in figures:

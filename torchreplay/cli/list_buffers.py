@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from torchreplay.cli.figures import count_text, percent_text, seconds_text
+from torchreplay.cli.tables import print_whole
 from torchreplay.monitoring.survey import LOOK, Listed, survey
 
 PIPE_WIDTH = 160
@@ -45,7 +46,7 @@ def command(as_json: bool, address: str | None, seconds: float) -> None:
         console = Console()
         if not console.is_terminal:
             console.width = PIPE_WIDTH
-        console.print(_table(found, address is not None))
+        print_whole(_table(found, address is not None), console)
         for listed in found:
             if listed.trouble:
                 console.print(Text(f"{listed.name} (process {listed.pid}): {listed.trouble}", style="bold red"))

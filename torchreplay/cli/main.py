@@ -1,5 +1,6 @@
 """The group of commands, each imported when it is called: `torchreplay --help` needs no Ray and no Matplotlib."""
 
+from difflib import get_close_matches
 from importlib import import_module
 
 import click
@@ -24,6 +25,17 @@ class _Commands(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError:
+            near = get_close_matches(args[0], _COMMANDS, n=1)
+            if args[0] in _COMMANDS or not near:
+                raise
+            raise click.UsageError(f"there is no command {args[0]!r}: did you mean {near[0]}?", ctx) from None
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:

@@ -25,7 +25,9 @@ def command(file: Path, output: Path | None, dark: bool, title: str) -> None:
 
         draw_recording(recording, target, title or recording.name, dark)
     except ImportError:
-        raise click.ClickException("a picture needs matplotlib: pip install matplotlib") from None
+        raise click.ClickException(
+            "a picture needs matplotlib: pip install 'matplotlib>=3.8', or torchreplay with its extra [plot]"
+        ) from None
     except (ValueError, OSError) as error:
         raise click.ClickException(str(error)) from None
     click.echo(f"{target}")

@@ -27,11 +27,17 @@ WIDEST = 120
 NARROW = 96
 """Characters of the panel below which charts stand one under the other."""
 
+SLIM = 60
+"""Characters of a line below which figures have neither a course nor a remark, and texts are wrapped."""
+
 SPARK = 40
 """Characters of a sparkline, one for each screen."""
 
 PEOPLE = 12
 """Participants shown."""
+
+STATE = 9
+"""Characters of a participant's state, such as "silent", with the gap before it."""
 
 CHART_HEIGHT, CHART_WIDTH, GAP = 4, 48, 4
 """Characters of a chart, and between two."""
@@ -84,8 +90,11 @@ class Screen:
             height: Lines of the terminal, in which charts are left out if there is no room; None: as many as it takes.
         """
         width = min(width, WIDEST)
-        inner = width - 4
-        above, below = [_head(findings), self._figures(inner)], [_people(findings), _advice(advice, inner)]
+        inner = max(1, width - 4)
+        above, below = (
+            [_head(findings, inner), self._figures(inner)],
+            [_people(findings, inner), _advice(advice, inner)],
+        )
         charts = _charts(findings, inner)
         lines = sum(len(part.plain.splitlines()) + 1 for part in (*above, charts, *below)) + 1
         parts = [*above, charts, *below] if height is None or lines <= height else [*above, *below]
@@ -94,23 +103,38 @@ class Screen:
         return Panel(text, title=title, title_align="left", border_style=DIM, padding=(0, 1), width=width)
 
     def _figures(self, width: int) -> Text:
+        if width < SLIM:
+            value = max((len(row.value) for row in self._rows), default=0)
+            label = max(width - value, 0)
+            return _lines(
+                Text.assemble((f"{row.label[: max(label - 1, 0)]:<{label}}", DIM), (f"{row.value:>{value}}", row.style))
+                for row in self._rows
+            )
         room = max(8, min(SPARK, width - 62))
         return _lines(
             Text.assemble(
                 (f"{row.label:<20}", DIM),
                 (f"{row.value:>10}  ", row.style),
                 (spark(self._courses[row.label], room), ACCENT),
-                f"  {row.remark}",
+                f"  {_fitting(row.remark, width - room - 34)}",
             )
             for row in self._rows
         )
+
+
+def _fitting(remark: str, width: int) -> str:
+    """Returns as many parts of a remark as a line has room for: a number that is cut is another number."""
+    while remark and len(remark) > width:
+        parts = max(remark.rfind("; "), remark.rfind(", "), 0)
+        remark = remark[:parts]
+    return remark
 
 
 def _lines(lines: Iterable[Text]) -> Text:
     return Text("\n").join(lines)
 
 
-def _head(findings: Findings) -> Text:
+def _head(findings: Findings, width: int) -> Text:
     buffer, now = findings.buffer, findings.now
     pid, program = buffer.owner(now)
     rows, share = buffer.fill(now), buffer.fill(now) / buffer.capacity
@@ -122,6 +146,12 @@ def _head(findings: Findings) -> Text:
         f"{type(buffer.config.view).__name__}, {drawn}",
         f"{seconds_text(now.age)} old",
     ]
+    if width < SLIM:
+        held = f"{rows:,} of {buffer.capacity:,} rows, {percent_text(share)}, {size_text(buffer.nbytes)}"
+        lines = [Text(meter(share, width), style=ACCENT)]
+        lines += [Text(line, style="bold") for line in textwrap.wrap(held, width)]
+        lines += [Text(line, style=DIM) for line in textwrap.wrap(", ".join(filter(None, made_of)), width)]
+        return _lines([*lines, *([Text("stopped", style=BAD)] if now.stopped else [])])
     return _lines(
         [
             Text.assemble(
@@ -193,45 +223,65 @@ def _charts(findings: Findings, width: int) -> Text:
     shares, low, high = slots.priority_histogram(bins)
     ends = (f"{low:.2g}", "log scale", f"{high:.2g}") if high else ("", "nothing can be drawn yet", "")
     half = f"half of the draws go to {percent_text(slots.half_of_draws)} of the items" if high else ""
-    left = _chart("priorities, |TD error| of the items", shares.tolist(), ends, half)
+    room = None if side_by_side else width
+    left = _chart("priorities, |TD error| of the items", shares.tolist(), ends, half, room)
     rate = findings.timeline.rate("head")
     turn = f"a turn of the ring takes {seconds_text(capacity / rate)}" if rate > 0 else ""
     ages = slots.draws_by_age(bins, capacity).tolist()
-    right = _chart("draws, by the age of the item", ages, ("newest", "rows written since", count_text(capacity)), turn)
+    right = _chart(
+        "draws, by the age of the item", ages, ("newest", "rows written since", count_text(capacity)), turn, room
+    )
     if not side_by_side:
         return _lines([*left, *right])
     return _lines(Text.assemble(a, " " * (bins - len(a) + GAP), b) for a, b in zip(left, right, strict=True))
 
 
-def _chart(title: str, shares: list[float], ends: tuple[str, str, str], remark: str) -> list[Text]:
+def _chart(title: str, shares: list[float], ends: tuple[str, str, str], remark: str, room: int | None) -> list[Text]:
+    """Returns the lines of a chart; `room`: characters for its remark, which is wrapped there; None: one line."""
     width = len(shares)
     left, middle, right = ends
-    axis = f"{left} {middle.center(max(0, width - len(left) - len(right) - 2))} {right}"
+    between = width - len(left) - len(right)
+    axis = f"{left}{(middle if len(middle) + 2 <= between else '').center(between)}{right}" if between > 0 else left
     bars = [Text(line, style=ACCENT) for line in bar_chart(shares, CHART_HEIGHT)]
-    below = [Text(line[:width], style=DIM) for line in ("─" * width, axis, remark)]
+    remarks = [remark[:width]] if room is None else textwrap.wrap(remark, max(1, room))
+    below = [Text(line, style=DIM) for line in ("─" * width, axis[:width], *remarks)]
     return [Text(title, style=DIM), *bars, *below]
 
 
-def _people(findings: Findings) -> Text:
+def _people(findings: Findings, width: int) -> Text:
     people = [p for p in findings.now.participants if p.role in ("writer", "learner")]
     if not people:
         return Text("nobody writes or draws", style=DIM)
     versions = {weights.pid: weights for weights in findings.weights}
     shown = sorted(people, key=lambda p: (p.role != "learner", -p.rows))[:PEOPLE]
-    heading = "who       " + "".join(f"{name:>{width}}" for name, width in COLUMNS) + "  state"
-    lines = [Text(heading, style=DIM), *(_person(p, findings.timeline, versions.get(p.pid)) for p in shown)]
+    columns = _columns(width)
+    heading = "who       " + "".join(f"{name:>{size}}" for name, size in columns) + ("  state" if columns else "")
+    lines = [Text(heading, style=DIM)]
+    lines += [_person(p, findings.timeline, versions.get(p.pid), len(columns)) for p in shown]
     if len(people) > len(shown):
         lines.append(Text(f"and {len(people) - len(shown)} more", style=DIM))
     return _lines(lines)
 
 
-def _person(p: Participant, timeline: Timeline, weights: WeightsInUse | None) -> Text:
+def _columns(width: int) -> tuple[tuple[str, int], ...]:
+    """Returns the columns of participants for which a line has room: whole ones, from the left."""
+    taken = 10 + STATE
+    columns = []
+    for name, size in COLUMNS:
+        taken += size
+        if taken > width:
+            break
+        columns.append((name, size))
+    return tuple(columns)
+
+
+def _person(p: Participant, timeline: Timeline, weights: WeightsInUse | None, columns: int) -> Text:
     version = "" if weights is None or weights.version < 0 else f"{weights.version}"
     if weights is not None and weights.behind:
         version += f" (-{weights.behind})"
     rate = count_text(timeline.participant_rate(p.id))
     cells = (f"{p.pid}", rate, count_text(p.rows), seconds_text(p.heartbeat), version)
-    text = "".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, COLUMNS, strict=True))
+    text = "".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells[:columns], COLUMNS[:columns], strict=True))
     state, style = _state(p)
     return Text.assemble(f"{p.role:<10}{text}  ", (state, style))
 

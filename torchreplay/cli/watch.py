@@ -37,6 +37,9 @@ SVG = """\
 """
 """How a picture is written: with the fonts of the machine that shows it."""
 
+FIRST = 1.0
+"""Seconds after which the first line comes in a pipe, at most."""
+
 
 class Watcher:
     """What is known of a buffer, look by look.
@@ -95,7 +98,9 @@ def command(
         step_back()
         watcher, screen, console = Watcher(live, weights), Screen(), Console()
         on_screen = console.is_terminal and not plain
-        moments = _screens(watcher, screen, interval, looks(live, rate, seconds))
+        # A line is read by itself: its rates need some time.
+        first = 0.0 if on_screen else min(interval, FIRST, FIRST if seconds is None else seconds / 2)
+        moments = _screens(watcher, screen, first, interval, looks(live, rate, seconds))
         with suppress(KeyboardInterrupt):
             if on_screen:
                 _show(moments, screen, console)
@@ -109,13 +114,16 @@ def command(
             console.print(screen.panel(findings, advise(findings), console.width))
         if picture is not None:
             _save(findings, screen, picture)
+            click.echo(f"saved {picture}")
         if not live.in_use():
             click.echo(f"{live.name} is gone: the last process that had it has ended or closed it")
 
 
-def _screens(watcher: Watcher, screen: Screen, interval: float, moments: Iterator[float]) -> Iterator[Findings]:
+def _screens(
+    watcher: Watcher, screen: Screen, first: float, interval: float, moments: Iterator[float]
+) -> Iterator[Findings]:
     """Looks at each moment, and yields what is known when the next screen is due. The first one needs two looks."""
-    due = 0.0
+    due = first
     for elapsed in moments:
         watcher.look()
         if elapsed > 0 and elapsed >= due:
