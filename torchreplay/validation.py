@@ -135,6 +135,18 @@ def checked_timeout(timeout: Any) -> float | None:
     return seconds
 
 
+def column_hint(shape: Sequence[int], n: int) -> str:
+    """Returns what to do about TD errors for n items whose shape comes of a column of values; empty for others."""
+    if tuple(shape) == (n, 1):
+        return "; give td.squeeze(-1)"
+    if n > 1 and tuple(shape) == (n, n):
+        return (
+            f"; values [{n}, 1] and targets [{n}] were broadcast to [{n}, {n}]: give value.squeeze(-1) - target, and "
+            "look at the loss, which has the same mistake"
+        )
+    return ""
+
+
 def as_numbers(
     name: str, values: Any, expected: str, dtype: torch.dtype | None = None, device: torch.device | None = None
 ) -> torch.Tensor:

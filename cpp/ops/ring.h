@@ -195,6 +195,9 @@ inline void ring_sample(const Tensor& ring, const Tensor& beta, const std::vecto
 
 // TD errors of any real dtype and stride, as doubles.
 inline std::vector<double> td_errors(const Tensor& td, int64_t n) {
+  if (td.dim() == 2 && td.size(0) == n && (td.size(1) == 1 || td.size(1) == n))
+    fail("td has shape [", n, ", ", td.size(1), "], expected [", n, "]: give ",
+         td.size(1) == 1 ? "td.squeeze(-1)" : "value.squeeze(-1) - target: a column was broadcast");
   check_row_of_numbers(td, "td");
   const auto* type = std::find(std::begin(kScalarTypes), std::end(kScalarTypes), td.scalar_type());
   if (type == std::end(kScalarTypes)) fail("td is ", td.scalar_type(), ", expected a real dtype");

@@ -231,13 +231,24 @@ inline PyObject* settle(PyObject* self, PyObject* deadline) {
   });
 }
 
+// What to do about TD errors of a shape that a column of values leads to; as validation.py's `column_hint`.
+inline std::string column_hint(const StridedArray& td, int64_t n) {
+  if (td.dims != 2 || td.shape[0] != n) return "";
+  if (td.shape[1] == 1) return "; give td.squeeze(-1)";
+  if (td.shape[1] != n) return "";
+  const std::string size = std::to_string(n), square = "[" + size + ", " + size + "]";
+  return "; values [" + size + ", 1] and targets [" + size + "] were broadcast to " + square +
+         ": give value.squeeze(-1) - target, and look at the loss, which has the same mistake";
+}
+
 // The TD errors of n items, finite ones.
 inline void read_td(PyObject* o, int64_t n, std::vector<double>& td) {
   ArrayView v;
   const bool opened = v.open_anything(o);
   if (!opened || v.array.dims != 1 || v.array.shape[0] != n)
     throw std::invalid_argument("the TD errors are " + describe(o, v, opened) +
-                                ", expected one number for each key: shape (" + std::to_string(n) + ",)");
+                                ", expected one number for each key: shape (" + std::to_string(n) + ",)" +
+                                (opened ? column_hint(v.array, n) : ""));
   td.resize(static_cast<size_t>(n));
   copy_converted(reinterpret_cast<char*>(td.data()), Element::kF64, v.array.data, v.array, 0);
   int64_t bad = 0, first = -1;

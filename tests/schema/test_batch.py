@@ -166,3 +166,29 @@ def test_repr_tells_shapes_and_dtypes_and_no_values(buffer):
         "ReplayBatch(x: float32[4, 3], deep: {image: uint8[4, 2, 2], done: bool[4]}, key: int64[4], "
         "weight: float32[4], probability: float32[4])"
     )
+
+
+# Names that are not there
+
+
+@pytest.mark.parametrize(
+    ("asked", "meant"), [("weights", "'weight'"), ("keys", "'key'"), ("next_observation", None), (0, None)]
+)
+def test_a_name_that_a_batch_has_not_is_a_key_error_with_the_nearest_names(asked, meant):
+    batch = tr.ReplayBatch(obs=torch.zeros(1), key=torch.zeros(1), weight=torch.zeros(1))
+    with pytest.raises(KeyError) as caught:
+        batch[asked]
+    text = str(caught.value)
+    assert repr(asked) in text.replace('"', "'")
+    assert "'obs', 'key', 'weight'" in text
+    assert (f"did you mean {meant}" in text) == (meant is not None)
+
+
+def test_asking_otherwise_for_a_name_is_as_with_any_dict():
+    batch = tr.ReplayBatch(obs=torch.zeros(1))
+    assert "weights" not in batch
+    assert batch.get("weights") is None
+    assert batch.get("weights", 3) == 3
+    assert batch.pop("weights", None) is None
+    with pytest.raises(KeyError):
+        batch.pop("weights")

@@ -7,6 +7,7 @@ __all__ = [
     "footprint",
     "inspection",
     "local_source",
+    "notices",
     "pending_updates",
     "prefetch",
     "replay_buffer",

@@ -12,6 +12,7 @@ import torch
 
 from torchreplay.cuda.copies import HostCopy
 from torchreplay.schema.spec import ELEMENTS
+from torchreplay.validation import column_hint
 
 T = TypeVar("T")
 
@@ -21,7 +22,7 @@ def require_one_each(td: torch.Tensor, n: int) -> None:
     if td.shape != (n,) or td.dtype not in ELEMENTS:
         raise ValueError(
             f"the TD errors are {td.dtype} of shape {tuple(td.shape)}, expected one real number for each key: "
-            f"shape ({n},)"
+            f"shape ({n},){column_hint(td.shape, n)}"
         )
 
 

@@ -50,6 +50,7 @@ class PrefetchIterator:
         self._finish = source.config.finish if spec.staging is None else None
         self._ahead: _C.DrawAhead | None = None
         self._ordered = 0  # and not taken
+        self._is_first = True
         self._steady = False  # `prefetch` batches are ordered: one more, and one is taken
         self._beta = source.config.sampler.beta
         _ = segment.stream  # a forked child has one of its own from here on, and steps that belong to it
@@ -158,11 +159,15 @@ class PrefetchIterator:
         self._from = None
         if self._prefetch == 0:
             place = self._spec.place()
-            return self._source.draw(self._batch_size, None, self._timeout, waiting, place, self._sample_told)
-        ahead = self._order()
-        batch = self._wait_for_batch(ahead, ahead.take(0), waiting)
-        self._ordered -= 1
-        self._steady = self._ordered == self._prefetch
+            batch = self._source.draw(self._batch_size, None, self._timeout, waiting, place, self._sample_told)
+        else:
+            ahead = self._order()
+            batch = self._wait_for_batch(ahead, ahead.take(0), waiting)
+            self._ordered -= 1
+            self._steady = self._ordered == self._prefetch
+        if self._is_first:
+            self._is_first = False
+            self._source.warn_of_copies(self._batch_size, self.drawn_from.drawable)
         return batch
 
     def _sample_told(self, n: int, beta: float, deadline: int, out: ReplayBatch | None) -> Any:

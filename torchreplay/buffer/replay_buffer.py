@@ -20,6 +20,7 @@ from torchreplay.buffer.creation import attached_segment, new_segment
 from torchreplay.buffer.episodes import episodes
 from torchreplay.buffer.inspection import Inspection
 from torchreplay.buffer.local_source import LocalSource
+from torchreplay.buffer.notices import warn_of_uniform
 from torchreplay.buffer.sampling import LocalSampler, Missing
 from torchreplay.buffer.stats import Stats
 from torchreplay.buffer.writer import Autoreset, Writer, streams_of
@@ -32,7 +33,7 @@ from torchreplay.schema.casting import cast_values
 from torchreplay.schema.config import MAX_CAPACITY, Config
 from torchreplay.schema.hindsight import Hindsight
 from torchreplay.schema.limiters import Limiter, MinSize, SamplesPerInsert, from_native
-from torchreplay.schema.samplers import Sampler, Schedule
+from torchreplay.schema.samplers import Sampler, Schedule, Uniform
 from torchreplay.schema.spec import Spec
 from torchreplay.schema.views import View
 from torchreplay.segment.delivery_log import DeliveryLog
@@ -101,6 +102,8 @@ class ReplayBuffer(Replay):
         self._source = LocalSource(self._sampler)
         self._inspection = Inspection(self._sampler)
         self._local = threading.local()
+        self._enough = 0  # items of the largest batch that was not larger than the items there were
+        self._ignores_td = isinstance(config.sampler, Uniform)  # and nobody was told
         self._origin: Handle | None = None  # by which it was attached
 
     @classmethod
@@ -329,10 +332,15 @@ class ReplayBuffer(Replay):
             ReplayTimeout: The timeout passed; the text says what for, or which process holds the lock.
             WouldBlockForever: Too few rows, and nobody is left to write more.
             Stopped: The buffer was stopped.
+
+        Warns:
+            UserWarning: The batch is larger than the number of items, so it holds copies. Said once.
         """
         if out is not None:
             checked_instance("out", out, ReplayBatch, "torchreplay.ReplayBatch")
         batch = self._sampler.draw(batch_size, beta, timeout, Wait, out)
+        if batch_size > self._enough:
+            self._enough = self._sampler.warn_of_copies(batch_size, self.num_items)
         return batch if device is None else batch.to(device)
 
     def gather(self, keys: Any, missing: Missing = "drop") -> ReplayBatch:
@@ -377,8 +385,14 @@ class ReplayBuffer(Replay):
             ValueError: A shape does not fit, an error is NaN or infinite, a key was never issued, or the batch is of
                 another buffer; nothing is applied. NaN or infinite errors from a CUDA device are raised by the next
                 call, or by `flush`, which say which update it was.
+
+        Warns:
+            UserWarning: The sampler is `Uniform`, which ignores them. Said once.
         """
         self._sampler.update_priorities(batch_or_keys, td)
+        if self._ignores_td:
+            self._ignores_td = False
+            warn_of_uniform(self._nonce, self._config.called)
 
     def flush(self) -> None:
         """Has all TD errors applied that this process has fed back; waits for those on their way from a device.
@@ -696,6 +710,11 @@ class ReplayBuffer(Replay):
 def local_sampler(buffer: ReplayBuffer) -> LocalSampler:
     """Returns what `buffer` draws with, which knows its memory. For the other rooms of this package."""
     return buffer._sampler
+
+
+def draw(buffer: ReplayBuffer, batch_size: int, beta: Schedule | None = None) -> ReplayBatch:
+    """Returns what `buffer.sample` does, and warns of nothing: for calls of libraries that take what there is."""
+    return buffer._sampler.draw(batch_size, beta, None, Wait)
 
 
 Buffer = TypeVar("Buffer", bound=ReplayBuffer)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torchreplay import _C
 from torchreplay.buffer.base import MAX_BATCH
+from torchreplay.buffer.notices import warn_of_copies
 from torchreplay.buffer.pending_updates import PendingUpdates, require_one_each
 from torchreplay.cuda.copies import to_host
 from torchreplay.errors import MissingItems, ReplayTimeout, Stopped
@@ -198,6 +199,13 @@ class LocalSampler:
                 f"{batch_size:,}. Choose a larger capacity, or slow the explorers with SamplesPerInsert"
             )
         return None
+
+    def warn_of_copies(self, batch_size: int, items: int) -> int:
+        """Warns if a batch was drawn of fewer items than it takes; returns up to which size nothing is to be said."""
+        if batch_size <= items:
+            return batch_size
+        warn_of_copies(self.nonce, self.config.called, batch_size, items)
+        return MAX_BATCH
 
     # Feeding back
 

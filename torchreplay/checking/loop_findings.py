@@ -19,7 +19,7 @@ from torchreplay.checking.observation_findings import CONSTANT as SAME_OBSERVATI
 from torchreplay.checking.pairs import Pair, Pairs
 from torchreplay.checking.recording import Recording
 from torchreplay.checking.value_findings import CONSTANT, action_findings, reward_findings, rewards_of
-from torchreplay.schema.samplers import Prioritized
+from torchreplay.schema.samplers import Prioritized, Uniform
 from torchreplay.schema.spec import Path
 
 OTHER_SCALE: Final = 10.0
@@ -53,6 +53,10 @@ END_INVENTED: Final = (
     "the environment's `terminated`"
 )
 BEYOND_END: Final = "env.step is called after the episode's end: call env.reset, and begin the next episode with it"
+IGNORED: Final = (
+    "TD errors are fed back to a buffer whose sampler is Uniform(), which ignores them. Give it "
+    "sampler=tr.Prioritized(), or leave update_priorities out"
+)
 OTHER_AUTORESET: Final = (
     "the environment's metadata['autoreset_mode'] is {env!r}, the writer's autoreset is {writer!r}: rows at "
     "episodes' ends are wrong. Make it by buffer.writer(envs), or writer(num_envs={num_envs}, autoreset={env!r})"
@@ -284,6 +288,8 @@ class LoopCheck:
             if len(values) >= CONSTANT and len(told) > 1 and np.ptp(values) <= 1e-9 * max(1.0, values.max()):
                 text = f"every {kind} is {values[0]:.3g}: all items are drawn alike. Give |TD error| of each item"
                 self._note(told[0][0], text, len(told))
+        if isinstance(self._buffer.sampler, Uniform) and self._recording.updates:
+            self._note(self._recording.updates[0][0], IGNORED, len(self._recording.updates))
         if isinstance(self._buffer.sampler, Prioritized) and self._recording.samples and not self._recording.updates:
             text = (
                 "batches are drawn by priority, and no TD error is fed back: all priorities stay what they were. Call "

@@ -298,11 +298,13 @@ class RecordedBuffer(ReplayBuffer):
     def sample(self, *args: Any, **given: Any) -> Any:
         """Notes a draw, and draws."""
         self._recording.samples.append(site())
+        self._enough = self.capacity  # nothing is to be said of a buffer that lives as long as the check
         return super().sample(*args, **given)
 
     def update_priorities(self, batch_or_keys: Any, td: Any) -> None:
         """Notes TD errors, and applies them."""
         self._recording.updates.append((site(), np.abs(_array(td)).reshape(-1).astype(np.float64)))
+        self._ignores_td = False  # which is a finding
         super().update_priorities(batch_or_keys, td)
 
 

@@ -23,7 +23,7 @@ from ray.rllib.utils.replay_buffers.prioritized_episode_buffer import (
     PrioritizedEpisodeReplayBuffer as RLlibPrioritizedEpisodeReplayBuffer,
 )
 
-from torchreplay.buffer.replay_buffer import ReplayBuffer
+from torchreplay.buffer.replay_buffer import ReplayBuffer, draw
 from torchreplay.buffer.writer import Writer
 from torchreplay.errors import WouldBlockForever
 from torchreplay.schema.batch import ReplayBatch
@@ -334,7 +334,7 @@ class EpisodeReplayBuffer(RLlibEpisodeReplayBuffer):
     def _draw(self, n: int, beta: float | None) -> ReplayBatch:
         try:
             if self.replay is not None:
-                return self.replay.sample(n, beta)
+                return draw(self.replay, n, beta)
         except WouldBlockForever as error:
             raise ValueError(f"there is nothing to sample yet: {error}") from error
         raise ValueError("there is nothing to sample yet: add episodes first")

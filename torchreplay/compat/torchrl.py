@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from torchreplay.buffer.replay_buffer import ReplayBuffer
+from torchreplay.buffer.replay_buffer import ReplayBuffer, draw
 from torchreplay.schema.limiters import Limiter
 from torchreplay.schema.samplers import Prioritized, Sampler
 from torchreplay.schema.spec import Field
@@ -131,7 +131,7 @@ class TensorDictReplayBuffer:
         n = self.batch_size if batch_size is None else batch_size
         if n is None:
             raise ValueError("batch_size is missing: give it to sample(), or to the constructor")
-        batch = self.buffer.sample(n)
+        batch = draw(self.buffer, n)
         del batch["probability"]
         fields = dict(batch)
         fields["index"], fields["priority_weight"] = fields.pop("key"), fields.pop("weight")

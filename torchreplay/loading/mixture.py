@@ -16,7 +16,7 @@ from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.cuda.copies import page_locked
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.samplers import Normalization, Prioritized
-from torchreplay.validation import as_numbers
+from torchreplay.validation import as_numbers, column_hint
 
 
 class Mixture:
@@ -120,7 +120,10 @@ def checked_errors(what: str, td: Any, n: int) -> NDArray[np.float64]:
     """
     tensor = as_numbers(what, td, f"a tensor of {n} numbers").detach()
     if tensor.shape != (n,) or tensor.is_complex():
-        raise ValueError(f"{what} are {tensor.dtype} {list(tensor.shape)}: expected [{n}], a number for each item")
+        raise ValueError(
+            f"{what} are {tensor.dtype} {list(tensor.shape)}: expected [{n}], a number for each item"
+            f"{column_hint(tensor.shape, n)}"
+        )
     errors: NDArray[np.float64] = tensor.to("cpu", torch.float64).numpy()
     bad = np.flatnonzero(~np.isfinite(errors))
     if len(bad):

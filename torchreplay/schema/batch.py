@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -92,6 +93,12 @@ class ReplayBatch(dict[str, Any]):
             own = {name: fields.pop(name) for name in OWN if name in fields}
             fields = _map_nested(fields, lambda t: t.unsqueeze(-1) if t.dim() == 1 else t) | own
         return TensorDict(fields, batch_size=[self.batch_size])
+
+    def __missing__(self, name: Any) -> Any:
+        """Called for `batch[name]` alone: raises KeyError, with the names that are most like it."""
+        near = difflib.get_close_matches(str(name), map(str, self), n=3)
+        meant = f": did you mean {' or '.join(map(repr, near))}?" if near else "."
+        raise KeyError(f"the batch has no {name!r}{meant} It has {', '.join(map(repr, self)) or 'nothing'}")
 
     def copy(self) -> ReplayBatch:
         """Returns a batch of the same tensors."""

@@ -151,8 +151,18 @@ class Config:
                 )
             return self
         if _describe(sampler) != _describe(self.sampler):
-            raise ValueError(f"sampler is {sampler}: expected the buffer's own, {self.sampler}, with its function")
+            raise ValueError(
+                f"sampler is {sampler}: expected the buffer's own, {self.sampler}, with its function. For another "
+                f"sampler make a new buffer, and write the rows of the old one, `old`, into it: {self._copied_rows}"
+            )
         return replace(self, sampler=sampler, lost_schedule=False)
+
+    @property
+    def _copied_rows(self) -> str:
+        """The line that writes the rows of a buffer `old` into a buffer `new`."""
+        if isinstance(self.view, Rows):
+            return "rows = old.gather(old.keys()); new.extend(**{name: rows[name] for name in old.spec})"
+        return "for episode in old.episodes(): new.extend(**episode)"
 
     def num_envs_of(self, values: Mapping[str, Any]) -> int | None:
         """Returns how many environments a block of `values` has; None for rows and for a single episode."""

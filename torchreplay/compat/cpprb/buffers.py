@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import torchreplay as tr
+from torchreplay.buffer.replay_buffer import draw
 from torchreplay.compat.cpprb.columns import Column, columns_of, names_in
 from torchreplay.compat.cpprb.layout import Layout, Stream, Tally
 from torchreplay.compat.cpprb.nstep import NstepLayout
@@ -166,7 +167,7 @@ class ReplayBuffer:
             raise ValueError("the buffer holds no transition that can be drawn: add some first")
         if batch_size == 0:
             return self.replay.gather(np.empty(0, np.int64))
-        return self.replay.sample(batch_size, beta)
+        return draw(self.replay, batch_size, beta)
 
     def get_all_transitions(self, shuffle: bool = False) -> Batch:
         """Returns all transitions, in the order of their indexes or, where asked for, shuffled."""

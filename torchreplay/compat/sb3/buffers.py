@@ -16,7 +16,7 @@ from stable_baselines3.common.utils import get_device
 from stable_baselines3.common.vec_env import VecNormalize
 from torch import Tensor
 
-from torchreplay.buffer.replay_buffer import ReplayBuffer
+from torchreplay.buffer.replay_buffer import ReplayBuffer, draw
 from torchreplay.compat.sb3.samples import PrioritizedSamples, SampleBuilder
 from torchreplay.compat.sb3.step_form import StepForm
 from torchreplay.compat.sb3.step_writers import EpisodeWriter, RowWriter, StepWriter
@@ -160,7 +160,7 @@ class SharedReplayBuffer(SB3ReplayBuffer):
 
     def _draw(self, batch_size: int) -> Any:
         try:
-            return self._replay.sample(batch_size)
+            return draw(self._replay, batch_size)
         except WouldBlockForever as error:
             raise self._too_early(
                 f"there is nothing to sample yet, after {self._replay.next_key:,} rows of which {len(self._replay):,} "

@@ -13,7 +13,7 @@ from tianshou.data import Batch, ReplayBufferManager
 from tianshou.data import ReplayBuffer as TianshouReplayBuffer
 from tianshou.data.utils.converter import to_hdf5
 
-from torchreplay.buffer.replay_buffer import ReplayBuffer
+from torchreplay.buffer.replay_buffer import ReplayBuffer, draw
 from torchreplay.compat.indexes import Indexes
 from torchreplay.compat.tianshou.episodes import EpisodeLinks, EpisodeReturn
 from torchreplay.compat.tianshou.rows import RowForm, as_batch, spec_of
@@ -201,7 +201,7 @@ class SharedReplayBuffer(TianshouReplayBuffer):
         if not self._size:
             raise ValueError("the buffer is empty: add some rows before you sample")
         assert self.replay is not None
-        return self.replay.sample(batch_size)
+        return draw(self.replay, batch_size)
 
     def _indexes_of(self, drawn: Any) -> Indexes:
         keys = drawn["key"].numpy()

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from torchreplay.buffer.base import Replay
+from torchreplay.buffer.notices import warn_of_uniform
 from torchreplay.buffer.sampling import MISSING, Missing, require_all
 from torchreplay.buffer.writer import Autoreset
 from torchreplay.checkpoint.directory import with_description
@@ -36,7 +37,7 @@ from torchreplay.ray.sharded.stats import ShardedStats, merged_histograms, summe
 from torchreplay.schema.batch import ReplayBatch, keys_of
 from torchreplay.schema.config import Config
 from torchreplay.schema.limiters import Limiter, MinSize, SamplesPerInsert
-from torchreplay.schema.samplers import Sampler, Schedule
+from torchreplay.schema.samplers import Sampler, Schedule, Uniform
 from torchreplay.schema.spec import Spec
 from torchreplay.schema.views import View
 from torchreplay.segment.handle import new_nonce
@@ -110,6 +111,7 @@ class ShardedReplay(Replay):
 
     def _init_state(self, nonce: int, seed: int, config: Config, capacity: int, count: int) -> None:
         self._nonce, self._config = nonce, config
+        self._ignores_td = isinstance(config.sampler, Uniform)  # and nobody was told
         self._capacity, self._count = capacity, count
         self._shards = ShardClient(directory_name(nonce), config.called)
         self._feedback = Feedback(self._shards, nonce)
@@ -260,9 +262,15 @@ class ShardedReplay(Replay):
             ValueError: A shape does not fit, an error is NaN or infinite, a key was never issued, or the batch is of
                 another buffer; nothing is applied. NaN or infinite errors from a CUDA device are raised by the next
                 call, or by `flush`, which say which update it was.
+
+        Warns:
+            UserWarning: The sampler is `Uniform`, which ignores them. Said once.
         """
         self._require_open()
         self._feedback.send(batch_or_keys, td)
+        if self._ignores_td:
+            self._ignores_td = False
+            warn_of_uniform(self._nonce, self._config.called)
 
     def flush(self) -> None:
         """Waits until all TD errors fed back by this process have been applied, or counted as lost.

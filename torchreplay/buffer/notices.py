@@ -1,0 +1,43 @@
+"""What is said once in a process of a use of a buffer that runs, and most likely is a mistake."""
+
+from __future__ import annotations
+
+import warnings
+
+_said: set[tuple[str, int]] = set()
+
+
+def warn_of_uniform(nonce: int, called: str) -> None:
+    """Warns that the TD errors that were fed back change nothing.
+
+    Args:
+        nonce: The buffer's identity.
+        called: The buffer, in words.
+    """
+    text = (
+        f"TD errors are fed back to {called}, and its sampler is Uniform(), which ignores them: draws stay uniform. "
+        "Give the buffer sampler=tr.Prioritized(), or leave update_priorities out"
+    )
+    _warn_once("uniform", nonce, text, 4)
+
+
+def warn_of_copies(nonce: int, called: str, batch_size: int, items: int) -> None:
+    """Warns that a batch holds items several times, as there are fewer than it takes.
+
+    Args:
+        nonce: The buffer's identity.
+        called: The buffer, in words.
+        batch_size: Of the batch.
+        items: That could be drawn.
+    """
+    text = (
+        f"a batch of {batch_size:,} is drawn from {items:,} {'item' if items == 1 else 'items'} of {called}: draws are "
+        f"with replacement, so it holds copies. To wait for more, give the buffer limiter=tr.MinSize({batch_size})"
+    )
+    _warn_once("copies", nonce, text, 5)
+
+
+def _warn_once(kind: str, nonce: int, text: str, stacklevel: int) -> None:
+    if (kind, nonce) not in _said:
+        _said.add((kind, nonce))
+        warnings.warn(text, stacklevel=stacklevel)
