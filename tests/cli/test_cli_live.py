@@ -488,3 +488,14 @@ def test_help_of_all_commands_needs_neither_ray_nor_matplotlib():
         "sys.exit(bool({'ray', 'matplotlib'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_plot_without_matplotlib_names_the_extra(run, tmp_path, call, monkeypatch):
+    recording = tmp_path / "run.trr"
+    assert call("record", recording, run.name, "--seconds", 0.3).status == 0
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "torchreplay.monitoring.pictures", raising=False)
+    monkeypatch.delitem(sys.modules, "torchreplay.plots", raising=False)
+    result = call("plot", recording)
+    assert result.status == 1
+    assert "[plot]" in result.output

@@ -3,6 +3,7 @@
 __all__ = [
     "base",
     "episodes",
+    "final_observations",
     "flat_episodes",
     "footprint",
     "inspection",

@@ -26,7 +26,7 @@ def command(file: Path, output: Path | None, dark: bool, title: str) -> None:
         draw_recording(recording, target, title or recording.name, dark)
     except ImportError:
         raise click.ClickException(
-            "a picture needs matplotlib: pip install 'matplotlib>=3.8', or torchreplay with its extra [plot]"
+            "a picture needs matplotlib, which the extra [plot] has: pip install 'matplotlib>=3.8'"
         ) from None
     except (ValueError, OSError) as error:
         raise click.ClickException(str(error)) from None

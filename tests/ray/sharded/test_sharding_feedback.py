@@ -1,5 +1,7 @@
 """TD errors that are fed back to a `ShardedReplay` of two nodes: those that are refused, and those from a device."""
 
+import warnings
+
 import pytest
 import torch
 from late_copies import OnDevice, send_late
@@ -7,6 +9,7 @@ from sharded_rows import SPEC, rows_of
 from unequal_shards import ALPHA, EPS, prioritize
 
 import torchreplay as tr
+from torchreplay.ray import ShardedReplay
 from torchreplay.ray.sharded import priority_updates
 from torchreplay.ray.sharded.global_distribution import KEY_BITS
 
@@ -24,6 +27,22 @@ def test_of_equal_keys_the_last_wins_also_where_shards_mix(filled):
     total = replay.stats().priority_total
     assert found[first] * total == pytest.approx((500 + EPS) ** ALPHA, rel=1e-5)
     assert second not in found or found[second] * total == pytest.approx((4 + EPS) ** ALPHA, rel=1e-5)
+
+
+def test_td_errors_of_a_uniform_buffer_are_warned_of_once_and_its_stats_are_printed_by_subject(cluster):
+    with ShardedReplay(SPEC, 100, nodes=cluster.node_ids[:1]) as replay, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        replay.extend(**rows_of(0, 9))
+        for _ in range(3):
+            batch = replay.sample(4)
+            replay.update_priorities(batch, torch.ones(4))
+        replay.flush()
+        texts = [str(warning.message) for warning in caught if "TD errors" in str(warning.message)]
+        assert len(texts) == 1
+        assert "sampler=tr.Prioritized()" in texts[0]
+        lines = str(replay.stats()).splitlines()
+    assert len(lines) == 8
+    assert lines[-1] == "shards      shards_missing 0, rows_lost 0, lost_updates 0"
 
 
 def test_bad_feedback_is_refused_before_anything_is_applied(filled):
