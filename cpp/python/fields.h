@@ -1,6 +1,7 @@
 // The spec as the binding needs it: names, nesting, shapes; and the matching of keyword arguments to fields.
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include "python/arrays.h"
@@ -217,12 +218,12 @@ class KeywordMatcher {
 
   // What to do instead of giving a next observation.
   std::string about_next(const std::string& name) const {
-    if (observed_)
-      for (const Node& n : *observed_)
-        if (const std::string own = text_of(n.name); name == "next_" + own)
-          return ". The view links rows: '" + own + "' takes the new observation, which env.step() returned, and '" +
-                 name + "' is made when a batch is drawn";
-    return "";
+    constexpr size_t kPrefix = 5;
+    if (!observed_ || !name.starts_with("next_")) return "";
+    const std::string own = name.substr(kPrefix);
+    if (std::ranges::none_of(*observed_, [&](const Node& n) { return text_of(n.name) == own; })) return "";
+    return ". The view links rows: '" + own + "' takes the new observation, which env.step() returned, and '" + name +
+           "' is made when a batch is drawn";
   }
 
   std::vector<Node> tree_;
