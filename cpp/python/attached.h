@@ -229,7 +229,8 @@ struct SegmentState {
   uint64_t ahead = 0;  // draws that next_draw has passed, of batches that nobody has got yet
   std::vector<std::unique_ptr<BatchSampler>> samplers;  // idle ones; guarded by the interpreter lock
   std::vector<std::unique_ptr<PriorityUpdater>> updaters;
-  Feedback feedback;  // idle memory
+  Feedback feedback;     // idle memory
+  Descriptor attach_fd;  // of the memory, while others may attach by it: writers may hold that, and its own, for longer
 
   SegmentMemory& memory() {
     if (!attached) throw std::runtime_error("the replay buffer is closed");

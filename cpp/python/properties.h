@@ -72,6 +72,17 @@ inline int set_called(PyObject* self, PyObject* value, void*) {
 inline PyObject* get_fd(PyObject* self, void*) {
   return guarded([&] { return checked(PyLong_FromLong(state_of<SegmentState>(self).memory().fd())); });
 }
+// A descriptor that others may attach by until close(), or close_attach_fd().
+inline PyObject* get_attach_fd(PyObject* self, void*) {
+  return guarded([&] {
+    auto& s = state_of<SegmentState>(self);
+    if (s.attach_fd.get() < 0) {
+      s.attach_fd = Descriptor::duplicate(s.memory().fd());
+      s.attach_fd.keep();
+    }
+    return checked(PyLong_FromLong(s.attach_fd.require_own()));
+  });
+}
 inline PyObject* get_bytes(PyObject* self, void*) {
   return guarded(
       [&] { return checked(PyLong_FromUnsignedLongLong(state_of<SegmentState>(self).memory().layout().bytes)); });

@@ -158,9 +158,18 @@ inline PyObject* depart(PyObject* self, PyObject* seconds) {
   });
 }
 
+// close_attach_fd(): nobody attaches by it any more.
+inline PyObject* close_attach_fd(PyObject* self, PyObject*) {
+  return guarded([&] {
+    state_of<SegmentState>(self).attach_fd.reset();
+    return Py_NewRef(Py_None);
+  });
+}
+
 inline PyObject* close_segment(PyObject* self, PyObject*) {
   return guarded([&] {
     auto& s = state_of<SegmentState>(self);
+    s.attach_fd.reset();
     s.samplers.clear();
     s.updaters.clear();
     s.learner.reset();
@@ -209,6 +218,7 @@ inline PyMethodDef methods[] = {
     {"join_supervisor", join_supervisor, METH_NOARGS, nullptr},
     {"leave", leave_id, METH_O, nullptr},
     {"depart", depart, METH_O, nullptr},
+    {"close_attach_fd", close_attach_fd, METH_NOARGS, nullptr},
     {"close", close_segment, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 inline PyGetSetDef getset[] = {{"stopped", stopped, nullptr, nullptr, nullptr},
@@ -217,6 +227,7 @@ inline PyGetSetDef getset[] = {{"stopped", stopped, nullptr, nullptr, nullptr},
                                {"text", get_text, nullptr, nullptr, nullptr},
                                {"called", get_called, set_called, nullptr, nullptr},
                                {"fd", get_fd, nullptr, nullptr, nullptr},
+                               {"attach_fd", get_attach_fd, nullptr, nullptr, nullptr},
                                {"nbytes", get_bytes, nullptr, nullptr, nullptr},
                                {"layout_hash", get_layout_hash, nullptr, nullptr, nullptr},
                                {"stream", get_stream, set_stream, nullptr, nullptr},

@@ -303,7 +303,7 @@ def test_a_checkpoint_that_says_other_counts_than_it_was_saved_with_is_loaded(tm
         {"counts": [0] * 8},
         {"counts": counts(head=-1)},
         {"counts": counts(head=2**64)},
-        {"counts": counts(head=2**47 + 1)},
+        {"counts": counts(head=2**48)},
         {"counts": counts(max_raw=float("nan"))},
         {"counts": counts(head="3")},
         {"counts": counts(grid=-1)},

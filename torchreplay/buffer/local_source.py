@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import time
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,8 +35,7 @@ class LocalSource(BatchSource):
     def __init__(self, sampler: LocalSampler) -> None:
         self.sampler, self.config, self.nonce = sampler, sampler.config, sampler.nonce
         self._page_lock: PageLock | None = None
-        self._attach_fd: int | None = None
-        self._close_attach_fd: Callable[[], object] = lambda: None
+        self._end_attaching: weakref.finalize[..., LocalSource] | None = None
         open_buffers.add(self)
 
     @property
@@ -47,11 +44,11 @@ class LocalSource(BatchSource):
 
         Writers and `storage` may hold the memory, and its own descriptor, for longer.
         """
-        if self._attach_fd is None:
-            self._attach_fd = os.dup(self.sampler.segment.fd)
-            close = self._close_attach_fd = weakref.finalize(self, os.close, self._attach_fd)
-            close.atexit = False  # children that the program waits for at its end may be about to attach
-        return self._attach_fd
+        segment = self.sampler.segment
+        if self._end_attaching is None:
+            self._end_attaching = weakref.finalize(self, segment.close_attach_fd)
+            self._end_attaching.atexit = False  # children that the program waits for at its end may be about to attach
+        return segment.attach_fd
 
     @property
     def seed(self) -> int:
@@ -111,8 +108,6 @@ class LocalSource(BatchSource):
         try:
             self.sampler.flush(time.monotonic_ns() + 4 * SLICE_NS)  # who holds the lock may have been stopped
         finally:
-            self._close_attach_fd()
-            self._attach_fd = None
             self.sampler.delivery_log = None
             self._release_pages()
             segment = self.sampler.segment
