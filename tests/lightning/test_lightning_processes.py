@@ -66,8 +66,10 @@ def test_without_any_library_the_error_says_what_to_install(tmp_path):
 def test_libraries_of_two_versions_are_not_joined(monkeypatch):
     from torchreplay.lightning.compat import _installed_libraries
 
-    old, new = types.SimpleNamespace(__version__="2.5.0"), types.SimpleNamespace(__version__="2.6.6")
+    old, new = types.ModuleType("pytorch_lightning"), types.ModuleType("lightning.pytorch")
+    old.__version__, new.__version__ = "2.5.0", "2.6.6"
     monkeypatch.setitem(sys.modules, "lightning.pytorch", new)
+    monkeypatch.setattr("lightning.pytorch", new)
     monkeypatch.setitem(sys.modules, "pytorch_lightning", old)
     assert _installed_libraries() == [new]
     old.__version__ = new.__version__

@@ -342,14 +342,21 @@ def test_sequences_td_errors_and_masks_are_tensors(given):
         tr.sequence_priority(td, given)
 
 
+def choices_beside_none(buffer, given):
+    """Choices of which None is one."""
+    return (
+        ("autoreset", "next_step", lambda: buffer.writer(autoreset=given)),
+        ("pin", "staging", lambda: tr.ReplayDataset(buffer, 2, device="cpu", pin=given)),
+    )
+
+
 @pytest.mark.parametrize("given", [np.array(["max", "none"]), np.array("max"), ["max"], {"max"}, None, 3], ids=repr)
 def test_what_is_none_of_the_choices_is_a_value_error_that_names_them(buffer, given):
     for name, first, call in (
         ("weights", "buffer", lambda: tr.Prioritized(weights=given)),
-        ("autoreset", "next_step", lambda: buffer.writer(autoreset=given)),
         ("strategy", "future", lambda: tr.Hindsight(lambda achieved, desired: 0.0, strategy=given)),
         ("mode", "mean", lambda: tr.LaBER(2, given)),
-        *([] if given is None else [("pin", "staging", lambda: tr.ReplayDataset(buffer, 2, device="cpu", pin=given))]),
+        *([] if given is None else choices_beside_none(buffer, given)),
     ):
         with pytest.raises(ValueError, match=f"{name} is .*: expected one of '{first}'"):
             call()
