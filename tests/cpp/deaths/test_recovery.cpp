@@ -269,7 +269,7 @@ BOOST_AUTO_TEST_CASE(learners_sigkilled_at_random_instants_leave_a_buffer_that_w
       }
     });
     const uint64_t until = h.sampled + 32 * (1 + random() % 40);
-    while (__atomic_load_n(&h.sampled, __ATOMIC_RELAXED) < until) sched_yield();
+    while (h.sampled.load(std::memory_order_relaxed) < until) sched_yield();
     learner.kill_and_wait();
     reclaim(*m, kSlow);
     const uint32_t before = h.repairing.load();
