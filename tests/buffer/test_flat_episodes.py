@@ -298,7 +298,7 @@ GOOD = flat([3, 2], ["terminal", "timeout"])
         ({"names": {"obs": "observations"}}, ValueError, "names lacks 'terminals'"),
         ({"names": {3: "observations"}}, TypeError, "a field in names is 3"),
         ({"names": {"a": "observations", "b": "observations"}}, ValueError, "names has 'observations' twice"),
-        ({"reward": GOOD["rewards"]}, ValueError, "'reward' is a further field, and in names as well"),
+        ({"reward": GOOD["rewards"]}, ValueError, "field 'reward' is made of rewards: give rewards="),
         ({"log_prob": GOOD["rewards"][:2]}, ValueError, "log_prob has 2 values"),
         ({"log_prob": 0.5}, TypeError, "log_prob is a float"),
     ],

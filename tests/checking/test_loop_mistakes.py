@@ -444,6 +444,17 @@ def test_the_observation_before_the_step_is_named():
         only(findings(one_env(change), env), "before the step is stored again", "writer.step(**at_step")
 
 
+def test_each_number_of_an_observation_that_is_a_tuple_of_numbers_is_compared():
+    def change(values, history):
+        return values | {"obs": history[-1]["before"]}
+
+    env = gymnasium.make("Blackjack-v1")
+    found = findings(one_env(change), env, episodes=40)
+    assert any(finding.what.startswith("field 'obs/0': the observation before the step") for finding in found)
+    found = findings(one_env(at_reset=lambda obs: (0, 0, 0)), env, episodes=40)
+    assert [finding.what.split(":")[0] for finding in found] == [f"field 'obs/{k}'" for k in range(3)]
+
+
 def test_the_observation_before_the_last_step_alone_is_named():
     def change(values, history):
         over = values["terminated"] or values["truncated"]

@@ -261,7 +261,8 @@ def _field_of(names: Any, fields: Mapping[str, Any]) -> dict[str, str]:
     if missing := [argument for argument in NEEDED if argument not in field_of]:
         raise ValueError(f"names lacks {missing[0]!r}: a buffer of episodes needs a field for it")
     if twice := sorted(set(fields) & set(names)):
-        raise ValueError(f"{twice[0]!r} is a further field, and in names as well: give it another name")
+        field, argument = twice[0], names[twice[0]]
+        raise ValueError(f"field {field!r} is made of {argument}: give {argument}=, or another name to a further field")
     return field_of
 
 

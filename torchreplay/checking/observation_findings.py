@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from torchreplay.checking.casting import cast
-from torchreplay.checking.pairs import Pair, Pairs
+from torchreplay.checking.pairs import Pair, Pairs, given_at
 from torchreplay.checking.recording import Write
 from torchreplay.schema.spec import Path
 
@@ -295,9 +295,7 @@ def _of(row: Stored, path: Path) -> Array:
 
 
 def _part(values: Mapping[str, Any], path: Path) -> Array | None:
-    value: Any = values
-    for name in path:
-        value = value.get(name) if isinstance(value, Mapping) else None
+    value = given_at(values, path)
     return None if value is None else np.asarray(value)
 
 

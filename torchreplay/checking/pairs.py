@@ -73,7 +73,7 @@ class Pairs:
 
     def written(self, pair: Pair, path: Path) -> NDArray[Any] | None:
         """Returns what a row holds at `path`; None where the call did not give it."""
-        write, value = pair.write, _given(pair.write.values, path)
+        write, value = pair.write, given_at(pair.write.values, path)
         if value is None:
             return None
         array: NDArray[Any] = np.asarray(value)
@@ -101,7 +101,7 @@ class Pairs:
         """Returns the parts of an environment's observation by the fields that hold them; of `env`, or of the whole."""
         named, found = self.mapping.observation(obs), {}
         for path in self.mapping.observed:
-            value = _given(named, path)
+            value = given_at(named, path)
             if value is not None and not isinstance(value, Mapping | tuple):
                 found[path] = np.asarray(value) if env is None else np.asarray(value)[env]
         return found
@@ -148,7 +148,7 @@ class Pairs:
 
     def _block(self, write: Write, cursor: int) -> Iterator[Pair]:
         """Pairs the rows of an `extend`: those of all environments, or the steps since the call before."""
-        shape = np.shape(_given(write.values, self.mapping.reward))
+        shape = np.shape(given_at(write.values, self.mapping.reward))
         if not shape:
             return
         steps, envs = shape[0], shape[1] if len(shape) > 1 else 1
@@ -164,7 +164,8 @@ class Pairs:
         return Pair(write, row, self.recording.steps[number], env)
 
 
-def _given(values: Mapping[str, Any], path: Path) -> Any:
+def given_at(values: Mapping[str, Any], path: Path) -> Any:
+    """Returns what a call was given at `path`; None where it was not."""
     try:
         return lookup(values, path)
     except (KeyError, IndexError, TypeError, ValueError):

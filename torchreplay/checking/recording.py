@@ -319,7 +319,7 @@ def _autoreset(env: Any, is_vector: bool) -> OwnAutoreset:
 def _copied(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _copied(inner) for name, inner in value.items()}
-    if isinstance(value, tuple) and value and not np.isscalar(value[0]):
+    if isinstance(value, tuple):  # a nested value, or an array: the field's path says which
         return tuple(_copied(inner) for inner in value)
     return np.array(_array(value))
 
