@@ -25,7 +25,7 @@ def explore(ctx):
 if __name__ == "__main__":
     buffer = tr.ReplayBuffer({"x": tr.Field()}, capacity=100)
     with ExplorerPool(explore, 2, buffer) as pool:
-        buffer.sample(8)
+        buffer.sample(1)
         print(len(pool.stats()), [name for name in sys.modules if name.startswith("torchreplay.ray")])
 """
 

@@ -199,7 +199,7 @@ import numpy as np
 import torchreplay as tr
 
 def new(limiter):
-    return tr.ReplayBuffer({"x": tr.Field(20_000)}, 200, limiter=limiter)
+    return tr.ReplayBuffer({"x": tr.Field(20_000)}, 200, limiter=limiter, sampler=tr.Prioritized())
 
 limiters = tr.MinSize(), tr.MinSize(500), tr.SamplesPerInsert(1.0, 50)
 buffers = free, learner_waits, explorer_waits = [new(limiter) for limiter in limiters]
