@@ -49,7 +49,7 @@ class OfMain:
     word = "main"
 
 def explore(ctx):
-    atexit.register(print, "explorer", ctx.index, "says goodbye")
+    atexit.register(print, f"explorer {ctx.index} says goodbye\\n", end="")  # one write, also where none is buffered
     with open(f"seen-{ctx.index}", "w") as file:
         print(OfMain.word, sys.argv[0], os.environ["SET_BY_PROGRAM"], os.getcwd() == WHERE, file=file)
         print(np.random.rand(), torch.rand(()).item(), random.random(), file=file)
