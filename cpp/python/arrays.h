@@ -182,18 +182,27 @@ class ArrayView {
     return as_bool(answer.get());
   }
 
-  // Whether the parts of a list differ in length, also those of its parts.
-  static bool is_ragged(PyObject* o, int depth = 0) {
-    if (depth > StridedArray::kMaxDims || (!PyList_Check(o) && !PyTuple_Check(o))) return false;
-    const Py_ssize_t n = PySequence_Size(o);
+  // Whether the parts of a list differ in length, also those of its parts. Looks at so many parts at most.
+  static bool is_ragged(PyObject* o) {
+    int parts = 10'000;
+    return is_ragged(o, 0, parts);
+  }
+  static bool is_ragged(PyObject* o, int depth, int& parts) {
+    const bool is_list = PyList_CheckExact(o);
+    if (depth > StridedArray::kMaxDims || (!is_list && !PyTuple_CheckExact(o))) return false;
+    const Py_ssize_t n = is_list ? PyList_Size(o) : PyTuple_Size(o);
     Py_ssize_t length = -1;
-    for (Py_ssize_t i = 0; i < n; i++) {
+    for (Py_ssize_t i = 0; i < n && parts > 0; i++, parts--) {
       const Ref part(PySequence_GetItem(o, i));
-      const bool has_length = PyList_Check(part.get()) || PyTuple_Check(part.get()) || is_tensor(part.get()) ||
-                              Py_TYPE(part.get()) == array_type;
+      if (!part) {
+        PyErr_Clear();
+        return false;
+      }
+      const bool has_length = PyList_CheckExact(part.get()) || PyTuple_CheckExact(part.get()) ||
+                              is_tensor(part.get()) || Py_TYPE(part.get()) == array_type;
       const Py_ssize_t size = has_length ? PyObject_Size(part.get()) : -1;
       PyErr_Clear();  // arrays without dimensions have none
-      if ((i > 0 && size != length) || is_ragged(part.get(), depth + 1)) return true;
+      if ((i > 0 && size != length) || is_ragged(part.get(), depth + 1, parts)) return true;
       length = size;
     }
     return false;

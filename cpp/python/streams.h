@@ -222,8 +222,8 @@ inline PyObject* end_episode(PyObject* self, PyObject* given) {
     require_linked(s, "end_episode");
     const std::vector<uint8_t> mask = read_mask(s, given);
     std::vector<int64_t> ends = s.lanes.last_keys(mask.empty() ? nullptr : mask.data());
+    s.lanes.end_running(mask.empty() ? nullptr : mask.data());  // first: no step may follow a row that is an end
     if (!ends.empty()) truncate(s, ends);
-    s.lanes.end_running(mask.empty() ? nullptr : mask.data());
     const auto n = static_cast<int64_t>(ends.size());
     KeyTensor keys(n);
     std::ranges::copy(ends, keys.keys);
