@@ -62,11 +62,6 @@ class Import {
     for (uint64_t i = 0; i < n; i++)
       if (rows.key[i] < 0 || static_cast<uint64_t>(rows.key[i]) >= header_.import_head)
         throw std::invalid_argument("a key is out of range");
-    const auto& fields = memory_.layout().fields;
-    for (size_t f = 0; f < fields.size(); f++)
-      if (fields[f].element == Element::kBool &&
-          std::any_of(rows.values[f], rows.values[f] + n * fields[f].nbytes, [](char byte) { return byte & ~1; }))
-        throw std::invalid_argument("a value of column " + std::to_string(f) + " is neither true nor false");
     uint64_t mapped = 0;  // of the rows
     for (uint64_t i = 0; i < n; i++) {
       const uint64_t slot = slot_of(rows, i);
@@ -151,8 +146,11 @@ class Import {
     TORCHREPLAY_FAULT("import.busy");
     std::atomic_thread_fence(std::memory_order_release);
     const auto& fields = memory_.layout().fields;
-    for (size_t f = 0; f < fields.size(); f++)
-      copy_value(memory_.value(fields[f], slot), rows.values[f] + i * fields[f].nbytes, fields[f].nbytes);
+    for (size_t f = 0; f < fields.size(); f++) {
+      char* value = memory_.value(fields[f], slot);
+      copy_value(value, rows.values[f] + i * fields[f].nbytes, fields[f].nbytes);
+      if (fields[f].element == Element::kBool) make_bools(value, fields[f].nbytes);
+    }
     row.set({static_cast<uint64_t>(rows.link[i]), static_cast<uint32_t>(rows.step[i]), rows.priority[i]},
             memory_.layout().view.linked());
     PriorityTree tree = memory_.tree();

@@ -191,6 +191,11 @@ class Membership {
     if (id_ && generation_ == fork_generation.load(std::memory_order_relaxed)) leave(*attached_->memory, id_);
     id_ = 0;
   }
+  // The same for good: it keeps the memory no longer.
+  void release() {
+    close();
+    attached_.reset();
+  }
 
  private:
   // A process that others take for dead must not go on: its id may be another's.

@@ -158,6 +158,14 @@ inline PyObject* depart(PyObject* self, PyObject* seconds) {
   });
 }
 
+// Lets go of a segment whose last user may have to wait for a disk.
+inline void release_last(std::shared_ptr<Attached> attached) {
+  if (!attached || attached.use_count() > 1) return;
+  auto memory = std::move(attached->memory);
+  const WithoutGil unlocked;
+  release_segment(std::move(memory));
+}
+
 // close_attach_fd(): nobody attaches by it any more.
 inline PyObject* close_attach_fd(PyObject* self, PyObject*) {
   return guarded([&] {
@@ -174,13 +182,8 @@ inline PyObject* close_segment(PyObject* self, PyObject*) {
     s.updaters.clear();
     s.learner.reset();
     s.ownership.reset();
-    const std::shared_ptr<Attached> attached = std::move(s.attached);
-    if (attached) attached->closed = true;
-    if (attached && attached.use_count() == 1) {  // its last user may have to wait for a disk
-      auto memory = std::move(attached->memory);
-      const WithoutGil unlocked;
-      release_segment(std::move(memory));
-    }
+    if (s.attached) s.attached->closed = true;
+    release_last(std::move(s.attached));
     return Py_NewRef(Py_None);
   });
 }

@@ -66,6 +66,7 @@ class FieldValue {
       copy_value(to, from, nbytes_);
     else
       copy_converted(to, to_, from, view_.array, lead_);
+    if (to_ == Element::kBool) make_bools(to, nbytes_);
   }
 
   // The value of a bool field without dimensions.

@@ -83,7 +83,7 @@ struct WriterState {
   uint64_t used_in = 0;   // the fork generation, plus one, of the call in progress; guarded by the interpreter lock
   bool warned_of_reward = false;
   bool closed = false;
-  uint64_t rows_at_close = 0;
+  uint64_t rows_before = 0;  // under places that it has given up
   uint32_t seen_room_signal = 0;
   int64_t looked_around = 0;  // when, by the clock of last_write
 
@@ -91,9 +91,13 @@ struct WriterState {
 
   bool in_use() const { return used_in == fork_generation.load(std::memory_order_relaxed) + 1; }
 
+  void require_open() const {
+    if (closed) throw std::invalid_argument("the writer is closed: make another with buffer.writer()");
+  }
+
   uint64_t rows() {
-    if (closed) return rows_at_close;
-    return attached->memory->participant(member.id()).rows.load(std::memory_order_relaxed);
+    const int id = closed ? 0 : member.held();
+    return rows_before + (id ? attached->memory->participant(id).rows.load(std::memory_order_relaxed) : 0);
   }
 };
 
@@ -101,7 +105,7 @@ struct WriterState {
 class WriterUse {
  public:
   WriterUse(PyObject* self, WriterState& s) : state_(s) {
-    if (s.closed) throw std::invalid_argument("the writer is closed: make another with buffer.writer()");
+    s.require_open();
     if (s.attached->closed) {
       const Ref raises(checked(PyObject_CallMethod(self, "_refuse_closed_buffer", nullptr)));
       throw std::runtime_error("the replay buffer is closed");
@@ -291,6 +295,7 @@ inline PyObject* extend_rows(PyObject* self, WriterState& s, PyObject* const* ar
 inline PyObject* wait_room(PyObject* self, PyObject* ns) {
   return guarded([&] {
     auto& s = state_of<WriterState>(self);
+    s.require_open();
     Header& h = s.attached->memory->header();
     Participant& entry = s.attached->memory->participant(s.member.id());
     const int64_t limit = as_int(ns);
@@ -307,6 +312,7 @@ inline PyObject* wait_room(PyObject* self, PyObject* ns) {
 inline PyObject* admitted(PyObject* self, PyObject*) {
   return guarded([&] {
     auto& s = state_of<WriterState>(self);
+    s.require_open();
     const Header& h = s.attached->memory->header();
     s.seen_room_signal = h.room_signal.load(std::memory_order_acquire);
     return PyBool_FromLong(h.head.load(std::memory_order_relaxed) < h.ticket_limit.load(std::memory_order_relaxed));
@@ -317,9 +323,10 @@ inline PyObject* close_writer(PyObject* self, PyObject*) {
   return guarded([&] {
     auto& s = state_of<WriterState>(self);
     if (s.in_use()) throw std::runtime_error("the writer is in use in another thread");
-    if (!s.closed) s.rows_at_close = s.rows();
+    s.rows_before = s.rows();
     s.closed = true;
-    s.member.close();
+    s.member.release();
+    segment::release_last(std::move(s.attached));  // or the file of a closed buffer would stay in use
     return Py_NewRef(Py_None);
   });
 }
@@ -328,7 +335,9 @@ inline PyObject* close_writer(PyObject* self, PyObject*) {
 inline PyObject* depart(PyObject* self, PyObject*) {
   return guarded([&] {
     auto& s = state_of<WriterState>(self);
-    if (!s.in_use()) s.member.close();
+    if (s.in_use() || s.closed) return Py_NewRef(Py_None);
+    s.rows_before = s.rows();
+    s.member.close();
     return Py_NewRef(Py_None);
   });
 }

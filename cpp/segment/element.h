@@ -147,6 +147,11 @@ char* copy_level(char* to, const char* from, const StridedArray& a, int d) {
 }  // namespace detail
 
 // Copies the dimensions `first_dim`.. of `a`, starting at `from`, to contiguous memory of element type `to_element`.
+// Whatever stands for true becomes 1: other languages' bools may be any byte.
+inline void make_bools(char* bytes, uint64_t n) {
+  for (uint64_t i = 0; i < n; i++) bytes[i] = bytes[i] != 0;
+}
+
 inline void copy_converted(char* to, Element to_element, const char* from, const StridedArray& a, int first_dim) {
   static constexpr auto kCopies = each_pair([]<class To, class From>() { return &detail::copy_level<To, From>; });
   kCopies[pair_of(to_element, a.element)](to, from, a, first_dim);

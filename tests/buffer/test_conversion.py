@@ -389,3 +389,19 @@ def test_long_doubles_beyond_float64_are_refused():
     buffer.writer().append(x=np.longdouble("inf"))
     assert buffer.storage["x"][0] == math.inf
     assert buffer.stats().rows_written == 1
+
+
+@pytest.mark.parametrize("as_given", [lambda b: b, torch.from_numpy], ids=["numpy", "torch"])
+def test_a_bool_of_any_byte_is_stored_as_0_or_1(as_given, tmp_path):
+    """Other languages may mean true by any byte but 0."""
+    given = np.array([[2, 0], [0, 255], [1, 0]], np.uint8).view(bool)
+    buffer = tr.ReplayBuffer({"flag": tr.Field((2,), torch.bool)}, 8)
+    with buffer.writer() as writer:
+        writer.append(flag=as_given(given[0]))
+        writer.append(flag=as_given(np.asfortranarray(given))[1])  # not dense
+    buffer.extend(flag=as_given(given))
+    expected = [[1, 0], [0, 1], [1, 0], [0, 1], [1, 0]]
+    assert buffer.storage["flag"].view(torch.uint8)[:5].tolist() == expected
+    buffer.save(tmp_path)
+    for other in (tr.ReplayBuffer.load(tmp_path), buffer.copy(8)):
+        assert other.storage["flag"].view(torch.uint8)[:5].tolist() == expected

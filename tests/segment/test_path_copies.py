@@ -144,3 +144,30 @@ def test_a_sparse_copy_on_a_full_disk_kills_nobody(path, tmp_path):
     environment = os.environ | {"PYTHONPATH": import_path()}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert (done.returncode, done.stdout.strip()) == (0, str(errno.ENOSPC)), done.stderr
+
+
+def test_a_closed_writer_that_somebody_still_has_keeps_no_file_in_use(tmp_path):
+    buffer = tr.ReplayBuffer({"x": tr.Field()}, 10, path=tmp_path / "first")
+    with buffer.writer() as writer:
+        for k in range(3):
+            writer.append(x=k)
+    buffer.close()
+    shutil.copy(tmp_path / "first", tmp_path / "second")
+    with tr.ReplayBuffer.open(tmp_path / "second") as copy:
+        assert copy.gather(torch.arange(3))["x"].tolist() == [0, 1, 2]
+    assert (writer.closed, writer.rows) == (True, 3)
+    with pytest.raises(ValueError, match="the writer is closed"):
+        writer.append(x=3.0)
+    writer.close()
+
+
+def test_a_writer_that_has_departed_knows_its_rows_and_does_not_come_back_for_the_question():
+    buffer = tr.ReplayBuffer({"x": tr.Field()}, 10)
+    writer = buffer.writer()
+    writer.append(x=1.0)
+    writer._depart()
+    assert (writer.rows, buffer.stats().writers) == (1, 0)
+    writer.append(x=2.0)
+    assert (writer.rows, buffer.stats().writers) == (2, 1)
+    writer.close()
+    assert (writer.rows, buffer.stats().writers) == (2, 0)
