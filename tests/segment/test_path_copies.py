@@ -159,15 +159,3 @@ def test_a_closed_writer_that_somebody_still_has_keeps_no_file_in_use(tmp_path):
     with pytest.raises(ValueError, match="the writer is closed"):
         writer.append(x=3.0)
     writer.close()
-
-
-def test_a_writer_that_has_departed_knows_its_rows_and_does_not_come_back_for_the_question():
-    buffer = tr.ReplayBuffer({"x": tr.Field()}, 10)
-    writer = buffer.writer()
-    writer.append(x=1.0)
-    writer._depart()
-    assert (writer.rows, buffer.stats().writers) == (1, 0)
-    writer.append(x=2.0)
-    assert (writer.rows, buffer.stats().writers) == (2, 1)
-    writer.close()
-    assert (writer.rows, buffer.stats().writers) == (2, 0)

@@ -195,3 +195,15 @@ def test_a_forked_child_that_ends_takes_no_place_of_its_parent():
         assert child.wait() == 0
     census = buffer._segment.census(True)
     assert (census["owners"], census["learners"], census["writers"]) == (1, 1, 1)
+
+
+def test_a_writer_that_has_departed_knows_its_rows_and_does_not_come_back_for_the_question():
+    buffer = tr.ReplayBuffer({"x": tr.Field()}, 10)
+    writer = buffer.writer()
+    writer.append(x=1.0)
+    writer._depart()
+    assert (writer.rows, buffer.stats().writers) == (1, 0)
+    writer.append(x=2.0)
+    assert (writer.rows, buffer.stats().writers) == (2, 1)
+    writer.close()
+    assert (writer.rows, buffer.stats().writers) == (2, 0)
