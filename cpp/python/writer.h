@@ -65,7 +65,7 @@ struct WriterState {
         last(linked() ? values.size() : 0),
         given(values.size()) {}
 
-  bool linked() const { return attached->memory->layout().view.linked(); }
+  bool linked() const { return !roles.observation.empty(); }
 
   std::shared_ptr<Attached> attached;
   Membership member;

@@ -155,7 +155,22 @@ def test_a_closed_writer_that_somebody_still_has_keeps_no_file_in_use(tmp_path):
     shutil.copy(tmp_path / "first", tmp_path / "second")
     with tr.ReplayBuffer.open(tmp_path / "second") as copy:
         assert copy.gather(torch.arange(3))["x"].tolist() == [0, 1, 2]
-    assert (writer.closed, writer.rows) == (True, 3)
+    assert (writer.closed, writer.rows, writer._completed) == (True, 3, 3)
+    assert repr(writer) == "Writer(closed)"
+    for use in (
+        lambda: writer.extend(x=[1.0]),
+        lambda: writer.step(x=1.0),
+        lambda: writer.reset(x=1.0),
+        writer.end_episode,
+        writer.flush,
+        writer._admitted,
+        lambda: writer._wait_room(1),
+        lambda: writer._truncate([0]),
+        lambda: writer._relay(None, 1, None, None, 0),
+    ):
+        with pytest.raises(ValueError, match="the writer is closed"):
+            use()
+    writer._depart()
     with pytest.raises(ValueError, match="the writer is closed"):
         writer.append(x=3.0)
     writer.close()
