@@ -1,6 +1,8 @@
 // `_C.Segment`: making, attaching and watching a segment.
 #pragma once
 
+#include <utility>
+
 #include "python/learner.h"
 #include "python/properties.h"
 #include "python/row_runs.h"
@@ -159,7 +161,8 @@ inline PyObject* depart(PyObject* self, PyObject* seconds) {
 }
 
 // Lets go of a segment whose last user may have to wait for a disk.
-inline void release_last(std::shared_ptr<Attached> attached) {
+inline void release_last(std::shared_ptr<Attached>& user) {
+  const auto attached = std::exchange(user, nullptr);
   if (!attached || attached.use_count() > 1) return;
   auto memory = std::move(attached->memory);
   const WithoutGil unlocked;
@@ -183,7 +186,7 @@ inline PyObject* close_segment(PyObject* self, PyObject*) {
     s.learner.reset();
     s.ownership.reset();
     if (s.attached) s.attached->closed = true;
-    release_last(std::move(s.attached));
+    release_last(s.attached);
     return Py_NewRef(Py_None);
   });
 }

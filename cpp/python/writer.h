@@ -326,7 +326,7 @@ inline PyObject* close_writer(PyObject* self, PyObject*) {
     s.rows_before = s.rows();
     s.closed = true;
     s.member.release();
-    segment::release_last(std::move(s.attached));  // or the file of a closed buffer would stay in use
+    segment::release_last(s.attached);  // or the file of a closed buffer would stay in use
     return Py_NewRef(Py_None);
   });
 }
