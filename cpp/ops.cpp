@@ -3,8 +3,8 @@
 #include <torch/csrc/stable/library.h>
 
 #include "ops/pack.h"
-#include "ops/ring.h"
-#include "ops/tree.h"
+#include "ops/ring_ops.h"
+#include "ops/tree_ops.h"
 
 STABLE_TORCH_LIBRARY(torchreplay, m) {
   m.def("tree_layout(int capacity) -> (int, int)");

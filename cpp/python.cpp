@@ -3,14 +3,14 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "python/episode_calls.h"
 #include "python/faults.h"
-#include "python/import.h"
-#include "python/prefetcher.h"
-#include "python/reader.h"
+#include "python/import_object.h"
+#include "python/prefetcher_object.h"
+#include "python/reader_object.h"
 #include "python/regions.h"
-#include "python/segment.h"
-#include "python/streams.h"
-#include "python/weights.h"
+#include "python/segment_object.h"
+#include "python/weights_object.h"
 #include "system/checksum.h"
 
 namespace torchreplay::py {
@@ -169,9 +169,9 @@ PyObject* rename_new(PyObject*, PyObject* args) {
 // here. The file is marked as closed if nobody else uses it.
 PyObject* leave_files(PyObject*, PyObject*) {
   return guarded([&] {
-    const auto kept = Attached::keep_all();
+    const auto kept = AttachedSegment::keep_all();
     const WithoutGil unlocked;  // it may wait for a disk
-    Attached::leave_files(kept);
+    AttachedSegment::leave_files(kept);
     return Py_NewRef(Py_None);
   });
 }
@@ -220,7 +220,7 @@ PyObject* make_module() {
       interrupted = [] { return false; };
       report_wait = [](const std::string&) { return false; };
       try {
-        Attached::leave_files(Attached::keep_all());
+        AttachedSegment::leave_files(AttachedSegment::keep_all());
       } catch (...) {  // not sealed
       }
     };

@@ -10,10 +10,10 @@
 #include <stdexcept>
 #include <vector>
 
-#include "draw/sample.h"
-#include "draw/update.h"
+#include "draw/batch_sampler.h"
+#include "draw/priority_updater.h"
 #include "segment/format.h"
-#include "write/ring.h"
+#include "write/ring_writer.h"
 
 namespace benchmarks {
 namespace {

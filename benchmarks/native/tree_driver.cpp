@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "binary_tree.h"
-#include "system/random.h"
-#include "tree/tree.h"
+#include "system/philox.h"
+#include "tree/priority_tree.h"
 
 namespace benchmarks {
 namespace {

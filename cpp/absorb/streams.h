@@ -5,8 +5,8 @@
 #include <limits>
 #include <vector>
 
-#include "segment/memory.h"
 #include "segment/row_facts.h"
+#include "segment/segment_memory.h"
 #include "system/fault.h"
 
 namespace torchreplay {

@@ -20,7 +20,7 @@ class Import {
         header_(m.header()),
         presence_(m.presence()),
         generation_(fork_generation.load(std::memory_order_relaxed)) {
-    const Locked lock(memory_);
+    const SegmentLock lock(memory_);
     if (header_.importer) throw RowsRefused("the buffer is being restored already");
     uint64_t before = header_.import_head;  // all tickets there may be: of imports that came to nothing
     head = std::max(head, before);
@@ -45,7 +45,7 @@ class Import {
 
   // Rows with keys below `head` are to come as well. Throws RowsRefused when others have written meanwhile.
   void issue(uint64_t head) {
-    const Locked lock(memory_);
+    const SegmentLock lock(memory_);
     const uint64_t before = header_.import_head;
     if (head <= before) return;
     uint64_t issued = before;
@@ -78,7 +78,7 @@ class Import {
   // Makes them the segment's rows, and its counts those that were saved under `limiter`. Throws std::invalid_argument
   // when no buffer can have had such rows, or counted so: then nothing has happened.
   void finish(const Counts& saved, const LimiterConfig& limiter, uint64_t seed) {
-    Locked lock(memory_);
+    SegmentLock lock(memory_);
     if (!saved.are_sound()) throw std::invalid_argument("the counters are out of range");
     check_rows();
     Counts& c = header_.imported;
@@ -101,7 +101,7 @@ class Import {
   void abandon() {
     give_up();
     TORCHREPLAY_FAULT("import.abandoned");
-    const Locked ends_it(memory_);
+    const SegmentLock ends_it(memory_);
     publish_limit(memory_);
   }
 

@@ -31,7 +31,7 @@ class Snapshot {
   // The counters, and the limiter that they are of. Throws RowsRefused.
   std::pair<Counts, LimiterConfig> counts() const {
     const Header& h = memory_.header();
-    Locked lock(memory_);
+    SegmentLock lock(memory_);
     require_restored();
     lock.absorb();
     publish_limit(memory_);
@@ -76,7 +76,7 @@ class Snapshot {
 
   // Which rows the slots hold, and their leaves: of one moment.
   void look(uint64_t first, uint64_t last) {
-    Locked lock(memory_);
+    SegmentLock lock(memory_);
     lock.absorb();
     publish_limit(memory_);
     require_restored();

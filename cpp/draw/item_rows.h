@@ -2,8 +2,8 @@
 #pragma once
 
 #include "absorb/streams.h"
-#include "draw/gather.h"
-#include "draw/plan.h"
+#include "draw/item_plan.h"
+#include "draw/row_gather.h"
 
 namespace torchreplay {
 

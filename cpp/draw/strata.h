@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "system/divisor.h"
-#include "system/random.h"
-#include "tree/tree.h"
+#include "system/philox.h"
+#include "tree/priority_tree.h"
 
 namespace torchreplay {
 

@@ -1,4 +1,4 @@
-// Threads that share the work of one large copy: one crew for the process, that waits between its jobs.
+// Threads that share the work of one large copy: one pool for the process, that waits between its jobs.
 #pragma once
 
 #include <pthread.h>
@@ -14,17 +14,17 @@
 
 namespace torchreplay {
 
-class Crew {
+class ThreadPool {
  public:
-  // A forked child has none of the threads, and gets a crew of its own. Never destroyed: threads wait in it.
-  static Crew& instance() {
-    static std::atomic<Crew*> current{nullptr};
-    Crew* crew = current.load(std::memory_order_acquire);
-    if (crew && crew->generation_ == fork_generation.load(std::memory_order_relaxed)) return *crew;
-    auto* fresh = new Crew;
-    if (current.compare_exchange_strong(crew, fresh, std::memory_order_acq_rel)) return *fresh;
+  // A forked child has none of the threads, and gets a pool of its own. Never destroyed: threads wait in it.
+  static ThreadPool& instance() {
+    static std::atomic<ThreadPool*> current{nullptr};
+    ThreadPool* pool = current.load(std::memory_order_acquire);
+    if (pool && pool->generation_ == fork_generation.load(std::memory_order_relaxed)) return *pool;
+    auto* fresh = new ThreadPool;
+    if (current.compare_exchange_strong(pool, fresh, std::memory_order_acq_rel)) return *fresh;
     delete fresh;  // another thread was faster
-    return *crew;
+    return *pool;
   }
 
   // Calls work(worker, part) for every part below `parts`, on this thread and up to `threads` - 1 others, and returns
@@ -58,7 +58,7 @@ class Crew {
     const void* work;
     int parts;
     int workers;     // at most
-    int joined = 1;  // guarded by the crew's mutex, as is `inside`
+    int joined = 1;  // guarded by the pool's mutex, as is `inside`
     int inside = 0;
     std::atomic<int> next{0};  // part
     std::atomic<bool> failed{false};
@@ -76,7 +76,7 @@ class Crew {
 
   bool hire() {
     pthread_t thread;
-    const auto body = [](void* self) -> void* { static_cast<Crew*>(self)->wait_and_help(); };
+    const auto body = [](void* self) -> void* { static_cast<ThreadPool*>(self)->wait_and_help(); };
     const bool hired = start_thread(thread, "replay-copies", body, this) == 0;
     if (hired) pthread_detach(thread);
     return hired;

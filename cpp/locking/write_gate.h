@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <limits>
 
-#include "locking/mutex.h"
+#include "locking/robust_mutex.h"
 #include "system/fault.h"
 #include "system/futex.h"
 

@@ -7,7 +7,7 @@
 #include <optional>
 #include <vector>
 
-#include "ops/tensors.h"
+#include "ops/tensor_checks.h"
 
 namespace torchreplay::ops {
 

@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
-#include "draw/sample.h"
-#include "prefetch/update_queue.h"
+#include "draw/batch_sampler.h"
+#include "prefetch/feedback_queue.h"
 
 namespace torchreplay {
 
@@ -25,14 +25,14 @@ struct Order {
 };
 
 // What a caller wants to find done, as of the moment when it says so.
-struct Claim {
+struct SettlePoint {
   uint64_t feedback;  // of what was handed over, the first so many
   bool draws;         // all that is ordered
 };
 
 // The work, piece by piece, and its results. One thread at a time does it. All calls are under the user's lock unless
 // they say otherwise.
-class OrderQueue {
+class PrefetchQueue {
  public:
   // What the draw that waits needs.
   struct Short {
@@ -46,21 +46,22 @@ class OrderQueue {
     uint64_t draws = 0, items = 0;
   };
 
-  // `plan` as for BatchSampler. `backlog` counts what is to be done, by all who share it. All must outlive the object.
-  OrderQueue(SegmentMemory& m, const ItemPlan* plan, Backlog& backlog)
-      : memory_(m), backlog_(backlog), sampler_(m, plan), feedback_(m, backlog) {}
-  OrderQueue(const OrderQueue&) = delete;
+  // `plan` as for BatchSampler. `outstanding` counts what is to be done, by all who share it. All must outlive the
+  // object.
+  PrefetchQueue(SegmentMemory& m, const ItemPlan* plan, Outstanding& outstanding)
+      : memory_(m), outstanding_(outstanding), sampler_(m, plan), feedback_(m, outstanding) {}
+  PrefetchQueue(const PrefetchQueue&) = delete;
 
   // --- for the learner ---
 
   void order(Order o) {
     orders_.push_back(std::move(o));
-    backlog_.draws.fetch_add(1, std::memory_order_relaxed);
+    outstanding_.draws.fetch_add(1, std::memory_order_relaxed);
   }
 
   // Takes over TD errors, to be applied after what is ordered. What is left of them is memory for others. False:
   // nothing was taken.
-  bool hand_over(Feedback& feedback) {
+  bool enqueue_feedback(Feedback& feedback) {
     if (failed()) return false;
     if (!memory_.header().sampler.prioritized) return false;  // there is next to nothing to do
     if (short_ && feedback_.empty()) return false;            // nobody knows how long the draws before it will wait
@@ -101,12 +102,12 @@ class OrderQueue {
   uint64_t missed_updates() const { return missed_updates_; }
   const DrawnFrom& drawn_from() const { return drawn_from_; }
 
-  Claim claim(bool draws) const { return {feedback_.pushed(), draws}; }
+  SettlePoint settle_point(bool draws) const { return {feedback_.pushed(), draws}; }
 
   // Whether that is applied; and drawn, or waiting for items that have not come.
-  bool is_settled(const Claim& claim) const {
-    if (feedback_.done() < claim.feedback) return false;
-    if (!claim.draws || all_drawn() || failed()) return true;
+  bool is_settled(const SettlePoint& point) const {
+    if (feedback_.done() < point.feedback) return false;
+    if (!point.draws || all_drawn() || failed()) return true;
     return short_ && short_->shortage.seen == memory_.header().rows_signal.load(std::memory_order_acquire);
   }
 
@@ -161,7 +162,7 @@ class OrderQueue {
     order.fed_back = feedback_.updated();
     done_++;
     short_.reset();
-    backlog_.draws.fetch_sub(1, std::memory_order_release);
+    outstanding_.draws.fetch_sub(1, std::memory_order_release);
   }
 
   void note_short(const Short& what) { short_ = what; }
@@ -177,7 +178,7 @@ class OrderQueue {
     GivenUp given_up;
     for (size_t i = 0; i < done_; i++) given_up.items += static_cast<uint64_t>(orders_[i].n);
     given_up.draws = std::exchange(done_, 0);
-    backlog_.draws.fetch_sub(static_cast<int>(orders_.size() - given_up.draws), std::memory_order_relaxed);
+    outstanding_.draws.fetch_sub(static_cast<int>(orders_.size() - given_up.draws), std::memory_order_relaxed);
     orders_.clear();
     return given_up;
   }
@@ -190,7 +191,7 @@ class OrderQueue {
     CountedDraw::uncount(h, given_up.draws, given_up.items);
     const Undisturbed here;  // a signal is no reason to leave it
     try {
-      const Locked lock(memory_, {.deadline = monotonic_ns() + kSliceNs});
+      const SegmentLock lock(memory_, {.deadline = monotonic_ns() + kSliceNs});
       h.demand = 0;  // or writers would go on running ahead for a learner that does not come
       publish_limit(memory_);
     } catch (const LockTimeout&) {
@@ -208,7 +209,7 @@ class OrderQueue {
   }
 
   SegmentMemory& memory_;
-  Backlog& backlog_;
+  Outstanding& outstanding_;
   BatchSampler sampler_;   // this and the next are whose thread draws
   bool demanded_ = false;  // the last draw may have left a demand
   std::deque<Order> orders_;

@@ -21,18 +21,20 @@ namespace torchreplay {
 
 // Draws the ordered batches one after the other, and applies the handed-over TD errors in between, in the order of the
 // calls. The thread does that. While it sleeps, the waiting caller does: to wake the thread takes several times as long
-// as a draw. All but claim(), settled(), settle() and hand_over() is for one thread at a time.
-class DrawAhead {
+// as a draw. All but settle_point(), settled(), settle() and enqueue_feedback() is for one thread at a time.
+class Prefetcher {
  public:
-  // `plan` as for BatchSampler. `backlog` counts what is to be done, by all who share it. All must outlive the object.
-  DrawAhead(SegmentMemory& m, const ItemPlan* plan, Backlog& backlog) : memory_(m), queue_(m, plan, backlog) {}
-  ~DrawAhead() {
+  // `plan` as for BatchSampler. `outstanding` counts what is to be done, by all who share it. All must outlive the
+  // object.
+  Prefetcher(SegmentMemory& m, const ItemPlan* plan, Outstanding& outstanding)
+      : memory_(m), queue_(m, plan, outstanding) {}
+  ~Prefetcher() {
     try {
       close();
     } catch (...) {  // a lock table that cannot be read: writers may go on running ahead
     }
   }
-  DrawAhead(const DrawAhead&) = delete;
+  Prefetcher(const Prefetcher&) = delete;
 
   // False in a forked child, which has not got the thread. Nothing else may be called there, not even the destructor:
   // the thread may have held the lock.
@@ -43,10 +45,10 @@ class DrawAhead {
     bool unattended;
     {
       const std::lock_guard guard(mutex_);
-      pace_.note_order(monotonic_ns());
+      wakeup_timer_.note_order(monotonic_ns());
       orderer_ = pthread_self();
       queue_.order(std::move(o));
-      if (!pace_.allows_doze(queue_.finished())) dozing_ = false;  // orders come sooner than the thread thinks
+      if (!wakeup_timer_.allows_doze(queue_.finished())) dozing_ = false;  // orders come sooner than the thread thinks
       unattended = asleep_ && !dozing_;
     }
     if (unattended) ordered_.notify_one();  // not under the mutex, for which it would only go back to sleep
@@ -56,11 +58,11 @@ class DrawAhead {
   // orders. It is as if the caller had waited for the draws and applied them itself. But the drawing thread has the
   // time, and learners have other data in their caches. What is left of it is memory for another. False: nothing was
   // taken.
-  bool hand_over(Feedback& feedback) {
+  bool enqueue_feedback(Feedback& feedback) {
     bool unattended;
     {
       const std::lock_guard guard(mutex_);
-      if (!running_ || !ordered_by_caller() || !queue_.hand_over(feedback)) return false;
+      if (!running_ || !ordered_by_caller() || !queue_.enqueue_feedback(feedback)) return false;
       unattended = asleep_ && !dozing_ && queue_.all_drawn();  // or it was woken when the order came
     }
     if (unattended) ordered_.notify_one();
@@ -88,21 +90,21 @@ class DrawAhead {
   }
 
   // What was handed over, and where the caller is the one who orders, and wants it, what it ordered.
-  Claim claim(bool draws) {
+  SettlePoint settle_point(bool draws) {
     const std::lock_guard guard(mutex_);
-    return queue_.claim(draws && ordered_by_caller());
+    return queue_.settle_point(draws && ordered_by_caller());
   }
 
   // Whether that is applied; and drawn, or waiting for items that have not come.
-  bool settled(const Claim& claim) {
+  bool settled(const SettlePoint& point) {
     const std::lock_guard guard(mutex_);
-    return queue_.is_settled(claim);
+    return queue_.is_settled(point);
   }
 
   // Waits for it, for `ns` at most; false: it still is not.
-  bool settle(const Claim& claim, int64_t ns) {
+  bool settle(const SettlePoint& point, int64_t ns) {
     std::unique_lock lock(mutex_);
-    return await(lock, ns, [&] { return queue_.is_settled(claim); });
+    return await(lock, ns, [&] { return queue_.is_settled(point); });
   }
 
   // How many orders are drawn and not taken. Their memory is written to no more.
@@ -154,7 +156,7 @@ class DrawAhead {
     ordered_.notify_one();
     futex_signal(memory_.header().rows_signal);
     pthread_join(thread_, nullptr);
-    OrderQueue::GivenUp given_up;
+    PrefetchQueue::GivenUp given_up;
     {
       std::unique_lock lock(mutex_);
       drawn_.wait(lock, [&] { return !stood_in_; });
@@ -171,7 +173,7 @@ class DrawAhead {
     ending_.store(false, std::memory_order_relaxed);
     queue_.begin();
     const auto body = [](void* self) -> void* {
-      static_cast<DrawAhead*>(self)->run();
+      static_cast<Prefetcher*>(self)->run();
       return nullptr;
     };
     if (const int error = start_thread(thread_, "replay-ahead", body, this))
@@ -227,8 +229,8 @@ class DrawAhead {
     while (!called()) {
       asleep_ = true;
       met_work_ = queue_.has_work();  // which another does: what that leaves is the thread's
-      const int64_t doze = pace_.doze_ns(monotonic_ns());
-      if (doze > 0 && pace_.allows_doze(queue_.finished())) {
+      const int64_t doze = wakeup_timer_.doze_ns(monotonic_ns());
+      if (doze > 0 && wakeup_timer_.allows_doze(queue_.finished())) {
         dozing_ = true;
         ordered_.wait_for(lock, std::chrono::nanoseconds(doze), [&] { return ending() || !dozing_; });
         dozing_ = false;
@@ -319,7 +321,7 @@ class DrawAhead {
   }
 
   // Says what the draw waits for. What was handed over does not wait with it.
-  void wait_for_rows(const OrderQueue::Short& what) {
+  void wait_for_rows(const PrefetchQueue::Short& what) {
     std::unique_lock lock(mutex_);
     queue_.note_short(what);
     drawn_.notify_all();
@@ -360,8 +362,8 @@ class DrawAhead {
   bool stood_in_ = false;  // another thread does its work
   bool met_work_ = false;  // it did so when the thread went to sleep
   pthread_t orderer_{};
-  Pace pace_;
-  OrderQueue queue_;
+  WakeupTimer wakeup_timer_;
+  PrefetchQueue queue_;
 };
 
 }  // namespace torchreplay

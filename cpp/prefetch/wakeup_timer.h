@@ -11,7 +11,7 @@ namespace torchreplay {
 // little after the time when the next order should be there. It does so where a learner's steps take at most
 // `kMaxDoze`, and the drawn batches last for `kMinDrawn`: a thread is late by a tenth of a millisecond. Times are
 // monotonic, ns.
-class Pace {
+class WakeupTimer {
  public:
   void note_order(int64_t now) {
     interval_ = (3 * interval_ + std::min(now - ordered_at_, kMaxDoze) + 3) / 4;

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "python/arrays.h"
+#include "python/array_view.h"
 
 namespace torchreplay::py {
 

@@ -1,13 +1,13 @@
 // The calls of a learner: drawing a batch, and feeding TD errors back.
 #pragma once
 
-#include "python/attached.h"
+#include "python/attached_segment.h"
 #include "python/out_batch.h"
 
 namespace torchreplay::py::segment {
 
 // A sampler of the segment's that nobody uses at the moment.
-inline std::unique_ptr<BatchSampler> take_sampler(SegmentState& s, const Attached& a) {
+inline std::unique_ptr<BatchSampler> take_sampler(SegmentObject& s, const AttachedSegment& a) {
   if (s.samplers.empty()) {
     return std::make_unique<BatchSampler>(*a.memory, a.linked() ? &a.plan : nullptr);
   }
@@ -22,12 +22,12 @@ inline PyObject* const* reserved_names() {
   return names;
 }
 
-inline void sign(SegmentState& s, PyObject* batch) {
+inline void sign(SegmentObject& s, PyObject* batch) {
   static PyObject* const source = interned("source");
   if (PyObject_SetAttr(batch, source, s.nonce.get())) throw PythonError{};
 }
 
-inline PyObject* make_batch(SegmentState& s, BatchBuilder& builder) {
+inline PyObject* make_batch(SegmentObject& s, BatchBuilder& builder) {
   Ref batch(checked(PyObject_CallNoArgs(s.batch_type.get())));
   sign(s, batch.get());
   builder.fill(batch.get());
@@ -60,9 +60,9 @@ struct DrawResult {
 };
 
 // Draws into `pointers`, once, as far as the limiter admits it.
-inline DrawResult draw(SegmentState& s, int n, double beta, const Patience& patience, const BatchPointers& pointers,
+inline DrawResult draw(SegmentObject& s, int n, double beta, const Patience& patience, const BatchPointers& pointers,
                        int threads) {
-  const std::shared_ptr<Attached> attached = s.attached;  // close() may run in another thread meanwhile
+  const std::shared_ptr<AttachedSegment> attached = s.attached;  // close() may run in another thread meanwhile
   DrawResult result;
   s.become_learner();
   try {
@@ -96,11 +96,11 @@ template <class Give>
 PyObject* sample_and(const char* name, PyObject* self, PyObject* const* args, Py_ssize_t nargs, Give&& give) {
   return guarded([&] {
     expect_args(name, nargs, 4);
-    auto& s = state_of<SegmentState>(self);
+    auto& s = state_of<SegmentObject>(self);
     const int n = as_count(args[0]);
     const double beta = as_double(args[1]);
     const Patience patience{as_int(args[2]), true};
-    const std::shared_ptr<Attached> attached = s.attached;
+    const std::shared_ptr<AttachedSegment> attached = s.attached;
     s.memory();
     BatchPointers pointers;
     if (args[3] == Py_None) {
@@ -166,7 +166,7 @@ inline void read_keys(PyObject* o, std::vector<int64_t>& key) {
 // checked_keys(keys) -> them as an int64 tensor of its own memory, if update() would take them.
 inline PyObject* checked_keys(PyObject* self, PyObject* keys) {
   return guarded([&] {
-    SegmentMemory& m = state_of<SegmentState>(self).memory();
+    SegmentMemory& m = state_of<SegmentObject>(self).memory();
     std::vector<int64_t> key;
     read_keys(keys, key);
     const auto n = static_cast<int64_t>(key.size());
@@ -180,7 +180,7 @@ inline PyObject* checked_keys(PyObject* self, PyObject* keys) {
 // unissued(keys) -> the index of the first that was never issued, or None.
 inline PyObject* unissued_key(PyObject* self, PyObject* keys) {
   return guarded([&] {
-    const SegmentMemory& m = state_of<SegmentState>(self).memory();
+    const SegmentMemory& m = state_of<SegmentObject>(self).memory();
     std::vector<int64_t> key;
     read_keys(keys, key);
     const std::optional<BadKey> bad = unissued(m, static_cast<int64_t>(key.size()), key.data());
@@ -193,8 +193,8 @@ inline PyObject* unissued_key(PyObject* self, PyObject* keys) {
 inline PyObject* gather(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
   return guarded([&] {
     expect_args("gather", nargs, 3);
-    auto& s = state_of<SegmentState>(self);
-    const std::shared_ptr<Attached> attached = s.attached;
+    auto& s = state_of<SegmentObject>(self);
+    const std::shared_ptr<AttachedSegment> attached = s.attached;
     s.memory();
     std::vector<int64_t> keys;
     read_keys(args[0], keys);
@@ -225,7 +225,7 @@ inline PyObject* gather(PyObject* self, PyObject* const* args, Py_ssize_t nargs)
 inline PyObject* settle(PyObject* self, PyObject* deadline) {
   return guarded([&] {
     const Patience patience{as_int(deadline)};
-    const std::shared_ptr<Attached> attached = state_of<SegmentState>(self).attached;
+    const std::shared_ptr<AttachedSegment> attached = state_of<SegmentObject>(self).attached;
     if (attached) attached->try_settle_feedback(patience);
     return Py_NewRef(Py_None);
   });
@@ -265,7 +265,7 @@ inline void read_td(PyObject* o, int64_t n, std::vector<double>& td) {
 
 // The keys of a batch that this object has signed. Objects that are no dicts are returned as they are: they may be
 // keys. nullptr for other batches and dicts.
-inline PyObject* keys_of(SegmentState& s, PyObject* o) {
+inline PyObject* keys_of(SegmentObject& s, PyObject* o) {
   if (reinterpret_cast<PyObject*>(Py_TYPE(o)) != s.batch_type.get()) return PyDict_Check(o) ? nullptr : o;
   static PyObject* const source = interned("source");
   const Ref signature(PyObject_GetAttr(o, source));
@@ -281,8 +281,8 @@ inline PyObject* keys_of(SegmentState& s, PyObject* o) {
 inline PyObject* update(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
   return guarded([&] {
     expect_args("update", nargs, 2);
-    auto& s = state_of<SegmentState>(self);
-    const std::shared_ptr<Attached> attached = s.attached;
+    auto& s = state_of<SegmentObject>(self);
+    const std::shared_ptr<AttachedSegment> attached = s.attached;
     s.memory();
     PyObject* const found = keys_of(s, args[0]);
     if (!found) return Py_NewRef(Py_False);
@@ -292,7 +292,7 @@ inline PyObject* update(PyObject* self, PyObject* const* args, Py_ssize_t nargs)
     const auto n = static_cast<int64_t>(feedback.keys.size());
     read_td(args[1], n, feedback.td);
     if (const std::optional<BadKey> bad = unissued(*attached->memory, n, feedback.keys.data())) refuse(*bad);
-    if (attached->hand_over(feedback)) {
+    if (attached->enqueue_feedback(feedback)) {
       s.feedback = std::move(feedback);
       return Py_NewRef(Py_True);
     }

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "python/attached.h"
+#include "python/attached_segment.h"
 
 namespace torchreplay::py {
 

@@ -1,7 +1,7 @@
 // Tells Python where everything lies in a segment: to plan memory, and to look into files without opening them.
 #pragma once
 
-#include "python/segment.h"
+#include "python/segment_object.h"
 #include "system/simd.h"
 
 namespace torchreplay::py {

@@ -1,15 +1,15 @@
 // Runs of rows, out of the segment in which a remote writer collects them.
 #pragma once
 
-#include "python/attached.h"
-#include "write/row_block.h"
+#include "python/attached_segment.h"
+#include "write/relayed_rows.h"
 
 namespace torchreplay::py::segment {
 
 // admit(ticket) -> head: lets writers go on up to that ticket, and no further; returns the next one to be taken.
 inline PyObject* admit(PyObject* self, PyObject* ticket) {
   return guarded([&] {
-    Header& h = state_of<SegmentState>(self).header();
+    Header& h = state_of<SegmentObject>(self).header();
     h.ticket_limit.store(as_uint(ticket), std::memory_order_relaxed);
     return checked(PyLong_FromUnsignedLongLong(h.head.load(std::memory_order_relaxed)));
   });
@@ -18,7 +18,7 @@ inline PyObject* admit(PyObject* self, PyObject* ticket) {
 // run_length(first, end) -> int: how many rows from key `first` on are there, without a gap.
 inline PyObject* run_length(PyObject* self, PyObject* args) {
   return guarded([&] {
-    auto& s = state_of<SegmentState>(self);
+    auto& s = state_of<SegmentObject>(self);
     unsigned long long first, end;
     if (!PyArg_ParseTuple(args, "KK", &first, &end)) throw PythonError{};
     return checked(PyLong_FromUnsignedLongLong(torchreplay::run_length(s.memory(), first, end)));
@@ -29,8 +29,8 @@ inline PyObject* run_length(PyObject* self, PyObject* args) {
 // and where their links begin.
 inline PyObject* copy_run(PyObject* self, PyObject* args) {
   return guarded([&] {
-    auto& s = state_of<SegmentState>(self);
-    const std::shared_ptr<Attached> attached = s.attached;
+    auto& s = state_of<SegmentObject>(self);
+    const std::shared_ptr<AttachedSegment> attached = s.attached;
     SegmentMemory& m = s.memory();
     unsigned long long first, n;
     if (!PyArg_ParseTuple(args, "KK", &first, &n)) throw PythonError{};

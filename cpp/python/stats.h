@@ -1,14 +1,14 @@
 // The figures of a segment: who takes part, what was done, who waited.
 #pragma once
 
-#include "python/attached.h"
+#include "python/attached_segment.h"
 
 namespace torchreplay::py::segment {
 
 // census(unused_count_as_others) -> dict of counts. Frees what dead participants left behind on its way.
 inline PyObject* census(PyObject* self, PyObject* flag) {
   return guarded([&] {
-    auto& s = state_of<SegmentState>(self);
+    auto& s = state_of<SegmentObject>(self);
     Header& h = s.header();
     const Census c = take_census(s.memory(), as_bool(flag));
     const int64_t now = machine_ns(), left = h.last_departure.load(std::memory_order_relaxed);
@@ -63,7 +63,7 @@ inline void put_guarded(DictBuilder& d, SegmentMemory& m) {
   double total, min, max_raw, change;
   {
     const WithoutGil unlocked;
-    Locked lock(m);
+    SegmentLock lock(m);
     lock.absorb();
     publish_limit(m);
     const Header& h = m.header();
@@ -114,8 +114,8 @@ inline void put_participants(DictBuilder& d, SegmentMemory& m) {
 // stats() -> dict: the fields of torchreplay.Stats, absorbed to now.
 inline PyObject* stats(PyObject* self, PyObject*) {
   return guarded([&] {
-    auto& s = state_of<SegmentState>(self);
-    const std::shared_ptr<Attached> attached = s.attached;
+    auto& s = state_of<SegmentObject>(self);
+    const std::shared_ptr<AttachedSegment> attached = s.attached;
     SegmentMemory& m = s.memory();
     const Header& h = m.header();
     attached->settle_feedback();

@@ -1,7 +1,7 @@
 // Waits between processes: the limiter, sleeping for rows, the end of a buffer.
 #pragma once
 
-#include "python/attached.h"
+#include "python/attached_segment.h"
 
 namespace torchreplay::py::segment {
 
@@ -25,8 +25,8 @@ inline PyObject* told(const LimiterConfig& c) {
 inline PyObject* wait_rows(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
   return guarded([&] {
     expect_args("wait_rows", nargs, 2);
-    auto& s = state_of<SegmentState>(self);
-    const std::shared_ptr<Attached> attached = s.attached;
+    auto& s = state_of<SegmentObject>(self);
+    const std::shared_ptr<AttachedSegment> attached = s.attached;
     Header& h = s.header();
     const auto seen = static_cast<uint32_t>(as_uint(args[0]));
     const int64_t limit = as_int(args[1]);
@@ -47,15 +47,15 @@ inline PyObject* wait_rows(PyObject* self, PyObject* const* args, Py_ssize_t nar
 inline PyObject* refresh(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
   return guarded([&] {
     expect_args("refresh", nargs, 2);
-    auto& s = state_of<SegmentState>(self);
-    const std::shared_ptr<Attached> attached = s.attached;
+    auto& s = state_of<SegmentObject>(self);
+    const std::shared_ptr<AttachedSegment> attached = s.attached;
     SegmentMemory& m = s.memory();
     const Patience patience{as_int(args[0]), args[1] == Py_True};
     uint64_t rows;
     try {
       attached->settle_feedback(patience);
       WithoutGil unlocked;
-      Locked lock(m, patience);
+      SegmentLock lock(m, patience);
       lock.absorb();
       publish_limit(m);
       rows = m.header().rows;
@@ -70,12 +70,12 @@ inline PyObject* refresh(PyObject* self, PyObject* const* args, Py_ssize_t nargs
 // wait again, for a holder of the mutex that is stopped: then the next draw withdraws the demand.
 inline PyObject* withdraw(PyObject* self, PyObject*) {
   return guarded([&] {
-    auto& s = state_of<SegmentState>(self);
-    const std::shared_ptr<Attached> attached = s.attached;
+    auto& s = state_of<SegmentObject>(self);
+    const std::shared_ptr<AttachedSegment> attached = s.attached;
     SegmentMemory& m = s.memory();
     try {
       const WithoutGil unlocked;
-      const Locked lock(m, {.deadline = 0});
+      const SegmentLock lock(m, {.deadline = 0});
       m.header().demand = 0;
       TORCHREPLAY_FAULT("withdraw.demand");
       publish_limit(m);
@@ -93,14 +93,14 @@ inline PyObject* admit_writers_of(PyObject* self, PyObject* const* args, Py_ssiz
     expect_args("admit_writers_of", nargs, 2);
     if (Py_TYPE(args[0]) != Py_TYPE(self)) throw std::invalid_argument("expected a Segment");
     const uint64_t n = as_uint(args[1]);
-    SegmentMemory& other = state_of<SegmentState>(args[0]).memory();
-    SegmentMemory& m = state_of<SegmentState>(self).memory();
-    const std::shared_ptr<Attached> theirs = state_of<SegmentState>(args[0]).attached;
-    const std::shared_ptr<Attached> attached = state_of<SegmentState>(self).attached;
+    SegmentMemory& other = state_of<SegmentObject>(args[0]).memory();
+    SegmentMemory& m = state_of<SegmentObject>(self).memory();
+    const std::shared_ptr<AttachedSegment> theirs = state_of<SegmentObject>(args[0]).attached;
+    const std::shared_ptr<AttachedSegment> attached = state_of<SegmentObject>(self).attached;
     if (!holds_back_writer_of(m, other)) return Py_NewRef(Py_False);
     try {
       const WithoutGil unlocked;
-      Locked lock(m, {.deadline = 0});
+      SegmentLock lock(m, {.deadline = 0});
       lock.absorb();
       Limiter(m.header()).admit(n);
       publish_limit(m);
@@ -112,12 +112,12 @@ inline PyObject* admit_writers_of(PyObject* self, PyObject* const* args, Py_ssiz
 
 // Changes something under the lock, after what this process has fed back.
 template <class Change>
-void change_locked(SegmentState& s, Change&& change) {
-  const std::shared_ptr<Attached> attached = s.attached;
+void change_locked(SegmentObject& s, Change&& change) {
+  const std::shared_ptr<AttachedSegment> attached = s.attached;
   SegmentMemory& m = s.memory();
   attached->settle_feedback();
   const WithoutGil unlocked;
-  Locked lock(m);
+  SegmentLock lock(m);
   change(m, lock);
 }
 
@@ -129,7 +129,7 @@ inline PyObject* raise_largest(PyObject* self, PyObject* priority) {
     if (!(given >= 0 && given <= std::numeric_limits<float>::max()))
       throw std::invalid_argument("the largest priority is " + std::to_string(given) +
                                   ": expected a finite float >= 0");
-    change_locked(state_of<SegmentState>(self), [&](SegmentMemory& m, Locked&) {
+    change_locked(state_of<SegmentObject>(self), [&](SegmentMemory& m, SegmentLock&) {
       m.header().max_raw = std::max(m.header().max_raw, static_cast<float>(given));
     });
     return Py_NewRef(Py_None);
@@ -140,9 +140,9 @@ inline PyObject* raise_largest(PyObject* self, PyObject* priority) {
 inline PyObject* set_limiter(PyObject* self, PyObject* tuple) {
   return guarded([&] {
     const LimiterConfig config = parse_limiter(tuple);
-    auto& s = state_of<SegmentState>(self);
-    const std::shared_ptr<Attached> attached = s.attached;
-    change_locked(s, [&](SegmentMemory& m, Locked& lock) {
+    auto& s = state_of<SegmentObject>(self);
+    const std::shared_ptr<AttachedSegment> attached = s.attached;
+    change_locked(s, [&](SegmentMemory& m, SegmentLock& lock) {
       lock.absorb();
       LimiterConfig next = config;
       next.cleared = m.header().limiter().cleared;
@@ -157,11 +157,11 @@ inline PyObject* set_limiter(PyObject* self, PyObject* tuple) {
 // clear(): takes all rows away, for every process. Batches that its threads ordered are drawn before.
 inline PyObject* clear(PyObject* self, PyObject*) {
   return guarded([&] {
-    auto& s = state_of<SegmentState>(self);
-    const std::shared_ptr<Attached> attached = s.attached;
+    auto& s = state_of<SegmentObject>(self);
+    const std::shared_ptr<AttachedSegment> attached = s.attached;
     s.memory();
     attached->settle();
-    change_locked(s, [](SegmentMemory& m, Locked& lock) {
+    change_locked(s, [](SegmentMemory& m, SegmentLock& lock) {
       lock.clear();
       publish_limit(m);
     });
@@ -172,13 +172,13 @@ inline PyObject* clear(PyObject* self, PyObject*) {
 // limiter -> (min_size, ratio, tolerance or 0).
 inline PyObject* get_limiter(PyObject* self, void*) {
   return guarded([&] {
-    auto& s = state_of<SegmentState>(self);
-    const std::shared_ptr<Attached> attached = s.attached;
+    auto& s = state_of<SegmentObject>(self);
+    const std::shared_ptr<AttachedSegment> attached = s.attached;
     SegmentMemory& m = s.memory();
     LimiterConfig config;
     {
       const WithoutGil unlocked;
-      const Locked lock(m);
+      const SegmentLock lock(m);
       config = m.header().limiter();
     }
     return told(config);
@@ -187,7 +187,7 @@ inline PyObject* get_limiter(PyObject* self, void*) {
 
 inline PyObject* stop(PyObject* self, PyObject*) {
   return guarded([&] {
-    Header& h = state_of<SegmentState>(self).header();
+    Header& h = state_of<SegmentObject>(self).header();
     h.stopped.store(1, std::memory_order_release);
     TORCHREPLAY_FAULT("stop.silent");
     futex_signal(h.rows_signal);
@@ -198,7 +198,7 @@ inline PyObject* stop(PyObject* self, PyObject*) {
 
 inline PyObject* stopped(PyObject* self, void*) {
   return guarded([&] {
-    return PyBool_FromLong(state_of<SegmentState>(self).header().stopped.load(std::memory_order_acquire) != 0);
+    return PyBool_FromLong(state_of<SegmentObject>(self).header().stopped.load(std::memory_order_acquire) != 0);
   });
 }
 

@@ -8,7 +8,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "segment/memory.h"
+#include "segment/segment_memory.h"
 
 namespace torchreplay {
 

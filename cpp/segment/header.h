@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <limits>
 
-#include "locking/mutex.h"
+#include "locking/robust_mutex.h"
 #include "locking/wait_time.h"
 #include "locking/write_gate.h"
 #include "segment/layout.h"

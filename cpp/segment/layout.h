@@ -10,7 +10,7 @@
 #include "segment/element.h"
 #include "segment/view.h"
 #include "system/pages.h"
-#include "tree/tree.h"
+#include "tree/priority_tree.h"
 
 namespace torchreplay {
 

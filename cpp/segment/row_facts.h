@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "segment/memory.h"
+#include "segment/segment_memory.h"
 
 namespace torchreplay {
 

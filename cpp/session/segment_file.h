@@ -143,7 +143,7 @@ inline void seal_segment(SegmentMemory& m) {
   FileState& file = m.file();
   if (file.phase != Phase::kInUse) return;
   {
-    Locked lock(m);
+    SegmentLock lock(m);
     lock.absorb();
     file.dropped_rows += settle(m);
   }
@@ -235,7 +235,7 @@ inline Repaired repair_segment(Descriptor fd, uint64_t boot, uint64_t nonce) {
   detail::forget_processes(m);
   uint64_t dropped;
   {
-    const Locked lock(m);
+    const SegmentLock lock(m);
     dropped = detail::settle(m);
   }
   file.dropped_rows += dropped;

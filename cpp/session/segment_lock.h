@@ -14,7 +14,7 @@
 #include <utility>
 
 #include "segment/limiter.h"
-#include "session/recover.h"
+#include "session/recovery.h"
 #include "system/fault.h"
 #include "system/futex.h"
 
@@ -75,12 +75,13 @@ inline char process_state(int pid) {
 }
 
 // Owns the mutex while it lives.
-class Locked {
+class SegmentLock {
  public:
-  explicit Locked(SegmentMemory& m, Patience patience = {}) : memory_(m), header_(m.header()), patience_(patience) {
+  explicit SegmentLock(SegmentMemory& m, Patience patience = {})
+      : memory_(m), header_(m.header()), patience_(patience) {
     lock();
   }
-  ~Locked() {
+  ~SegmentLock() {
     if (!held_) return;
     TORCHREPLAY_FAULT("lock.over");
     held_ = false;
@@ -88,7 +89,7 @@ class Locked {
     header_.mutex.unlock();
     TORCHREPLAY_FAULT("lock.free");
   }
-  Locked(const Locked&) = delete;
+  SegmentLock(const SegmentLock&) = delete;
 
   void unlock() {
     held_ = false;
@@ -278,8 +279,8 @@ class LearnerTurn {
   ~LearnerTurn() { pace_.end(header_.gate, header_.head.load(std::memory_order_relaxed), absorbed_); }
   LearnerTurn(const LearnerTurn&) = delete;
 
-  // Locked::absorb(), which writers do not outrun.
-  void absorb(Locked& lock) {
+  // SegmentLock::absorb(), which writers do not outrun.
+  void absorb(SegmentLock& lock) {
     lock.absorb(&pace_);
     absorbed_ = header_.absorbed;
   }

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "write/ring.h"
+#include "write/ring_writer.h"
 
 namespace torchreplay {
 

@@ -4,7 +4,7 @@
 
 #include <stdexcept>
 
-#include "write/ring.h"
+#include "write/ring_writer.h"
 
 namespace torchreplay {
 

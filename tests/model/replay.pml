@@ -1,4 +1,4 @@
-/* The protocol of the shared memory (docs/design.md; cpp/write/ring.h, absorb.h, streams.h, recover.h, participants.h, path.h,
+/* The protocol of the shared memory (docs/design.md; cpp/write/ring_writer.h, absorb.h, streams.h, recover.h, participants.h, path.h,
  * sample.h): writers, learners that absorb, draw, copy and feed back, deaths at any step, and a judge once all is quiet.
  * README.md says what is left out, and configurations.py how it is run.
  *

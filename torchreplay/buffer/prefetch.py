@@ -48,7 +48,7 @@ class PrefetchIterator:
         self._from: DrawnFrom | None = None  # of the batch handed out last, unless it was drawn ahead
         self._spec, self._staging = spec, spec.staging
         self._finish = source.config.finish if spec.staging is None else None
-        self._ahead: _C.DrawAhead | None = None
+        self._ahead: _C.Prefetcher | None = None
         self._ordered = 0  # and not taken
         self._is_first = True
         self._steady = False  # `prefetch` batches are ordered: one more, and one is taken
@@ -190,19 +190,19 @@ class PrefetchIterator:
         segment = self._segment
         return value_of(self._beta, max(self._others + segment.step + self._ordered, segment.draws))
 
-    def _order(self) -> _C.DrawAhead:
+    def _order(self) -> _C.Prefetcher:
         """Has as many batches drawn as shall be ahead of the next one, and that."""
         if self._segment.stopped:
             raise Stopped(f"{self._source.config.called} was stopped")
         if self._ahead is None:
-            self._ahead = _C.DrawAhead(self._segment, self._batch_size)
+            self._ahead = _C.Prefetcher(self._segment, self._batch_size)
         most = self._prefetch + 1 if self._left is None else min(self._left, self._prefetch + 1)
         while self._ordered + len(self._again) < most:
             self._ahead.order(self._next_beta(), self._spec.place())
             self._ordered += 1
         return self._ahead
 
-    def _wait_for_batch(self, ahead: _C.DrawAhead, result: Any, waiting: type[Wait]) -> ReplayBatch:
+    def _wait_for_batch(self, ahead: _C.Prefetcher, result: Any, waiting: type[Wait]) -> ReplayBatch:
         """Returns `result`, or if that is no batch, the one that comes; it is finished."""
         if result.__class__ is not ReplayBatch:
             wait = waiting(self._source.watched, self._timeout)
@@ -217,7 +217,7 @@ class PrefetchIterator:
             self._finish(batch)
         return batch
 
-    def _waited_for(self, ahead: _C.DrawAhead, result: Any, wait: Wait) -> Any:
+    def _waited_for(self, ahead: _C.Prefetcher, result: Any, wait: Wait) -> Any:
         heard_at = time.monotonic()
         while result.__class__ is not ReplayBatch:
             if wait.expired:
@@ -231,7 +231,7 @@ class PrefetchIterator:
             result = ahead.take(wait.slice_ns())
         return result
 
-    def _last_look(self, ahead: _C.DrawAhead, known: Any, wait: Wait) -> Any:
+    def _last_look(self, ahead: _C.Prefetcher, known: Any, wait: Wait) -> Any:
         """Returns the batch that the thread has when the timeout is over, and it has looked once more.
 
         What it said before, `known`, may be older than the newest rows.

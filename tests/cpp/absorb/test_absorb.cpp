@@ -3,8 +3,8 @@
 #include <random>
 #include <set>
 
-#include "absorb/absorb.h"
-#include "draw/update.h"
+#include "absorb/absorber.h"
+#include "draw/priority_updater.h"
 #include "invariants.h"
 #include "segments.h"
 
@@ -165,7 +165,7 @@ class Play {
     if (slot >= head) return;
     const float before = m_->header().max_raw;
     {
-      Locked lock(*m_);
+      SegmentLock lock(*m_);
       Absorber(*m_).resync(slot, head);
     }
     learn(before);

@@ -2,7 +2,7 @@
 #include <random>
 
 #include "crowd.h"
-#include "draw/update.h"
+#include "draw/priority_updater.h"
 #include "invariants.h"
 #include "views.h"
 
@@ -123,7 +123,7 @@ class Play {
     const uint64_t slot = random_() % m_->capacity();
     const float before = m_->header().max_raw;
     {
-      Locked lock(*m_);
+      SegmentLock lock(*m_);
       Absorber(*m_).resync(slot, m_->header().head.load());
     }
     check_unsettled(before);
@@ -134,7 +134,7 @@ class Play {
     const float before = m_->header().max_raw;
     const uint64_t head = m_->header().head.load();
     {
-      Locked lock(*m_);
+      SegmentLock lock(*m_);
       Absorber(*m_).step(head - std::min(head, random_() % (m_->capacity() + 2)));
     }
     check_unsettled(before);

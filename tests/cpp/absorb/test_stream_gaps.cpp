@@ -11,7 +11,7 @@ using namespace torchreplay::testing;
 namespace {
 
 void resync(SegmentMemory& m, uint64_t slot) {
-  Locked lock(m);
+  SegmentLock lock(m);
   Absorber(m).resync(slot, m.header().head.load());
 }
 

@@ -1,6 +1,6 @@
 #include <boost/test/unit_test.hpp>
 
-#include "draw/update.h"
+#include "draw/priority_updater.h"
 #include "drawable.h"
 #include "explorers.h"
 

@@ -8,7 +8,7 @@
 #include "batches.h"
 #include "checkpoint/snapshot.h"
 #include "children.h"
-#include "draw/update.h"
+#include "draw/priority_updater.h"
 #include "explorers.h"
 #include "invariants.h"
 #include "views.h"
@@ -139,7 +139,7 @@ void explore(SegmentMemory& m) {
 }
 
 void clear(SegmentMemory& m) {
-  Locked lock(m);
+  SegmentLock lock(m);
   lock.clear();
 }
 
@@ -151,7 +151,7 @@ void end_episode(SegmentMemory& m) {
   explorer.reset();
   for (int i = 0; i < 2; i++) explorer.step();
   {
-    Locked lock(m);
+    SegmentLock lock(m);
     lock.end_episode(explorer.stream.key1 - 1, id, 0);
   }
   leave(m, id);
@@ -214,7 +214,7 @@ BOOST_AUTO_TEST_CASE(
     settle(*m);
     turn(Explorer(*m, 2));
     Child child([&] {
-      const Locked lock(*m);
+      const SegmentLock lock(*m);
       Absorber absorber(*m);
       const uint64_t head = m->header().head.load(), slot = 9 * 600;  // an episode starts there
       absorber.resync(slot, head);

@@ -2,7 +2,7 @@
 #include <boost/test/unit_test.hpp>
 
 #include "crowd.h"
-#include "draw/sample.h"
+#include "draw/batch_sampler.h"
 #include "traced.h"
 #include "views.h"
 

@@ -1,8 +1,8 @@
 #include <boost/test/unit_test.hpp>
 #include <random>
 
-#include "draw/sample.h"
-#include "draw/update.h"
+#include "draw/batch_sampler.h"
+#include "draw/priority_updater.h"
 #include "explorers.h"
 #include "traced.h"
 #include "views.h"

@@ -1,8 +1,8 @@
 #include <boost/test/unit_test.hpp>
 #include <random>
 
-#include "draw/sample.h"
-#include "draw/update.h"
+#include "draw/batch_sampler.h"
+#include "draw/priority_updater.h"
 #include "traced.h"
 
 BOOST_AUTO_TEST_SUITE(test_recovery)
@@ -230,7 +230,7 @@ BOOST_AUTO_TEST_CASE(what_an_exception_left_half_done_is_repaired_by_who_locks_n
   settle(*m);
   const std::vector<float> before = leaves_of(*m);
   const auto fail_in_the_tree = [&] {
-    const Locked lock(*m);
+    const SegmentLock lock(*m);
     const DirtyScope dirty(m->header(), Dirty::kTree);
     m->tree().leaves()[0] = 0.125F;
     throw Failure();

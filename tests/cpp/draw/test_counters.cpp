@@ -3,7 +3,7 @@
 
 #include "batches.h"
 #include "crowd.h"
-#include "draw/update.h"
+#include "draw/priority_updater.h"
 #include "invariants.h"
 #include "views.h"
 

@@ -1,7 +1,7 @@
 #include <boost/test/unit_test.hpp>
 #include <limits>
 
-#include "draw/plan.h"
+#include "draw/item_plan.h"
 #include "views.h"
 
 BOOST_AUTO_TEST_SUITE(test_plan)

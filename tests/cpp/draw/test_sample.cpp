@@ -1,7 +1,7 @@
 #include <boost/test/unit_test.hpp>
 #include <random>
 
-#include "draw/sample.h"
+#include "draw/batch_sampler.h"
 #include "explorers.h"
 #include "invariants.h"
 #include "views.h"

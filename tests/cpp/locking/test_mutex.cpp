@@ -8,7 +8,7 @@ static void reach(std::string_view point);
 
 #include "children.h"
 #include "invariants.h"
-#include "locking/mutex.h"
+#include "locking/robust_mutex.h"
 #include "segments.h"
 
 using namespace torchreplay;
@@ -27,7 +27,7 @@ Patience until(int64_t ns_from_now) { return {.deadline = monotonic_ns() + ns_fr
 // What a wait for the lock throws, and "" when it gets it.
 std::string timeout_of(SegmentMemory& m, const Patience& patience) {
   try {
-    const Locked lock(m, patience);
+    const SegmentLock lock(m, patience);
   } catch (const LockTimeout& e) {
     return e.what();
   }
@@ -80,7 +80,7 @@ class Holder {
  public:
   explicit Holder(SegmentMemory& m, Dirty dirty = Dirty::kClean)
       : child_([&] {
-          const Locked lock(m);
+          const SegmentLock lock(m);
           m.header().dirty = dirty;
           held_.open();
           sleep_for_ever();
@@ -183,7 +183,7 @@ BOOST_AUTO_TEST_CASE(a_wait_for_the_lock_can_be_interrupted) {
   auto m = make_segment();
   Holder holder(*m);
   interrupted = [] { return true; };
-  BOOST_CHECK_THROW(Locked lock(*m), Interrupted);
+  BOOST_CHECK_THROW(SegmentLock lock(*m), Interrupted);
   interrupted = [] { return false; };
 }
 
@@ -216,7 +216,7 @@ BOOST_AUTO_TEST_CASE(a_wait_without_a_deadline_reports_and_goes_on_until_the_hol
   waiter.join();
   report_wait = [](const std::string&) { return true; };
   Holder another(*m);
-  BOOST_CHECK_THROW(Locked lock(*m), Interrupted);
+  BOOST_CHECK_THROW(SegmentLock lock(*m), Interrupted);
   report_wait = [](const std::string&) { return false; };
   report_every_ns = 10 * kSecond;
 }
@@ -225,7 +225,7 @@ BOOST_AUTO_TEST_CASE(stopping_the_buffer_ends_the_waits_that_ask_for_it) {
   auto m = make_segment();
   Holder holder(*m);
   m->header().stopped.store(1);
-  BOOST_CHECK_THROW(Locked lock(*m, {.until_stopped = true}), StoppedMeanwhile);
+  BOOST_CHECK_THROW(SegmentLock lock(*m, {.until_stopped = true}), StoppedMeanwhile);
   BOOST_TEST(timeout_of(*m, until(0)) != "");
 }
 
@@ -235,7 +235,7 @@ BOOST_AUTO_TEST_CASE(a_lock_that_the_kernel_does_not_hand_on_is_taken_from_the_d
   Gate held;
   Child holder([&] {
     lose_the_list_of_locks();
-    const Locked lock(*m);
+    const SegmentLock lock(*m);
     m->header().dirty = Dirty::kLinks;
     held.open();
     sleep_for_ever();
@@ -253,7 +253,7 @@ BOOST_AUTO_TEST_CASE(a_holder_whose_descriptors_others_have_closed_is_not_taken_
   auto m = make_segment();
   Gate held;
   Child holder([&] {
-    const Locked lock(*m);
+    const SegmentLock lock(*m);
     held.open();
     close_all_descriptors();
     sleep_for_ever();
@@ -267,7 +267,7 @@ BOOST_AUTO_TEST_CASE(a_forked_child_in_another_pid_namespace_does_not_get_the_lo
   auto m = make_segment();
   const int status = run_in_own_pid_namespace([&] {
     try {
-      const Locked lock(*m);
+      const SegmentLock lock(*m);
     } catch (const OtherNamespace&) {
       _exit(0);
     }
@@ -304,7 +304,7 @@ BOOST_AUTO_TEST_CASE(threads_take_turns) {
   for (int t = 0; t < 4; t++)
     threads.emplace_back([&] {
       for (int i = 0; i < 2000; i++) {
-        const Locked lock(*m);
+        const SegmentLock lock(*m);
         m->header().sampled++;
       }
     });
@@ -326,9 +326,9 @@ BOOST_AUTO_TEST_CASE(who_absorbs_much_lets_those_in_who_sleep_until_the_lock_com
     auto m = make_segment(plan);
     for (uint64_t i = 0; i < plan.capacity; i++) append_row(*m, 1);
     std::atomic<bool> entered{false};
-    std::optional<Locked> lock(*m);
+    std::optional<SegmentLock> lock(*m);
     Waiter waiter([&] {
-      const Locked other(*m);
+      const SegmentLock other(*m);
       entered = true;
     });
     while (!m->header().mutex.wanted()) std::this_thread::yield();

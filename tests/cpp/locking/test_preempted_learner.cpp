@@ -36,7 +36,7 @@ void append_rows(SegmentMemory& m, uint64_t n) {
 
 void take_turn(SegmentMemory& m) {
   LearnerTurn turn(m);
-  Locked lock(m);
+  SegmentLock lock(m);
   turn.absorb(lock);
 }
 

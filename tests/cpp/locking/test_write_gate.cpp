@@ -3,8 +3,8 @@
 #include <thread>
 #include <vector>
 
-#include "draw/sample.h"
-#include "draw/update.h"
+#include "draw/batch_sampler.h"
+#include "draw/priority_updater.h"
 #include "segments.h"
 #include "write/participants.h"
 
@@ -70,7 +70,7 @@ Append try_append(SegmentMemory& m) {
 // A learner's call in which it absorbs, from its start to its end.
 void take_turn(SegmentMemory& m) {
   LearnerTurn turn(m);
-  Locked lock(m);
+  SegmentLock lock(m);
   turn.absorb(lock);
 }
 
@@ -88,7 +88,7 @@ BOOST_AUTO_TEST_CASE(nobody_gives_way_where_nobody_draws) {
   append_rows(*m, 200'000);
   BOOST_TEST((try_append(*m) == Append::kDone));
   {
-    Locked(*m).absorb();
+    SegmentLock(*m).absorb();
   }
   BOOST_TEST((try_append(*m) == Append::kDone));
 }
@@ -97,7 +97,7 @@ BOOST_AUTO_TEST_CASE(a_writer_far_ahead_of_a_learners_call_pauses_before_it_take
   auto m = make_segment(ring_of(64));
   LearnerTurn turn(*m);
   {
-    Locked lock(*m);
+    SegmentLock lock(*m);
     turn.absorb(lock);
   }
   append_rows(*m, static_cast<int>(m->pace().budget()));
@@ -217,7 +217,7 @@ BOOST_AUTO_TEST_CASE(a_learner_that_is_outrun_draws_what_is_there_and_feeds_back
   auto m = make_segment(ring_of(1 << 20));
   append_rows(*m, 1 << 20);
   {
-    Locked(*m).absorb();
+    SegmentLock(*m).absorb();
   }
   std::vector<std::unique_ptr<GatedWriter>> writers;
   for (int k = 0; k < 16; k++) writers.push_back(std::make_unique<GatedWriter>(*m));

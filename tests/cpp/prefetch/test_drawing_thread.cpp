@@ -31,7 +31,7 @@ Clock::time_point take_steps(Learner& learner) {
     learner.order();
     BOOST_REQUIRE(learner.take() == Draw::kDone);
     Feedback feedback = feedback_to(learner[0], static_cast<uint64_t>(k));
-    BOOST_REQUIRE(learner.ahead.hand_over(feedback));
+    BOOST_REQUIRE(learner.ahead.enqueue_feedback(feedback));
     std::this_thread::sleep_for(kStep / 2);
     const bool asleep = learner.settled();  // before long
     std::this_thread::sleep_for(kStep / 2);
@@ -52,7 +52,7 @@ void wait_for_the_thread(Learner& learner) {
 // Another thread waits for what was handed over, and the memory's lock is held: that one works, and not the drawing
 // thread, which sleeps.
 std::thread one_that_waits(Learner& learner) {
-  std::thread waiting([&] { (void)learner.ahead.settle(learner.ahead.claim(false), kSecond); });
+  std::thread waiting([&] { (void)learner.ahead.settle(learner.ahead.settle_point(false), kSecond); });
   std::this_thread::sleep_for(std::chrono::microseconds(200));
   return waiting;
 }
@@ -85,10 +85,10 @@ BOOST_AUTO_TEST_CASE(whoever_waits_does_the_work_while_the_thread_sleeps) {
     const long before = sleeps();
     learner.order();
     Feedback feedback{{0, 1}, {0.5, 0.25}};
-    BOOST_REQUIRE(learner.ahead.hand_over(feedback));
+    BOOST_REQUIRE(learner.ahead.enqueue_feedback(feedback));
     learner.settle();
     const bool slept = sleeps() != before;
-    BOOST_TEST(learner.backlog.empty());
+    BOOST_TEST(learner.outstanding.empty());
     if (Clock::now() > asleep_until) continue;
     BOOST_TEST(!slept);
     known++;
@@ -107,8 +107,8 @@ BOOST_AUTO_TEST_CASE(several_threads_that_wait_leave_the_batches_what_they_are) 
   for (int i = 0; i < 3; i++)
     waiting.emplace_back([&] {
       while (!over) {
-        const Claim claim = learner.ahead.claim(false);
-        while (!learner.ahead.settle(claim, kSecond)) {
+        const SettlePoint point = learner.ahead.settle_point(false);
+        while (!learner.ahead.settle(point, kSecond)) {
         }
       }
     });
@@ -119,14 +119,14 @@ BOOST_AUTO_TEST_CASE(several_threads_that_wait_leave_the_batches_what_they_are) 
     BOOST_TEST(learner[k].keys == expected[k].keys);
     BOOST_TEST(learner[k].probability == expected[k].probability);
     Feedback feedback = feedback_to(learner[k], k);
-    BOOST_REQUIRE(learner.ahead.hand_over(feedback));
+    BOOST_REQUIRE(learner.ahead.enqueue_feedback(feedback));
     if (k % 7 == 0) learner.settle();
     if (k % 50 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   learner.settle();
   over = true;
   for (auto& thread : waiting) thread.join();
-  BOOST_TEST(learner.backlog.empty());
+  BOOST_TEST(learner.outstanding.empty());
   BOOST_TEST(leaves(*m) == leaves(*reference));
   BOOST_TEST(m->header().sampled == (kSteps + kAhead) * kBatch);
 }
@@ -139,10 +139,10 @@ BOOST_AUTO_TEST_CASE(an_iteration_ends_after_those_who_work_for_it) {
     learner.settle();
     const uint64_t updated = m->header().updated;
     {
-      auto held = std::make_unique<Locked>(*m);
+      auto held = std::make_unique<SegmentLock>(*m);
       learner.order();
       Feedback feedback{{0, 1, 2}, {1, 2, 3}};
-      BOOST_REQUIRE(learner.ahead.hand_over(feedback));
+      BOOST_REQUIRE(learner.ahead.enqueue_feedback(feedback));
       std::thread waiting = one_that_waits(learner);
       std::thread closing([&] { learner.ahead.close(); });
       std::this_thread::sleep_for(std::chrono::milliseconds(2));
@@ -150,7 +150,7 @@ BOOST_AUTO_TEST_CASE(an_iteration_ends_after_those_who_work_for_it) {
       waiting.join();
       closing.join();
     }
-    BOOST_TEST(learner.backlog.empty());
+    BOOST_TEST(learner.outstanding.empty());
     BOOST_TEST(m->header().updated == updated + 3);
     BOOST_TEST(m->header().sampled % kBatch == 0U);
     BOOST_TEST(m->header().sampled == m->header().draws * kBatch);
@@ -163,10 +163,10 @@ BOOST_AUTO_TEST_CASE(what_is_ordered_while_another_works_in_its_place_wakes_the_
     Learner learner(*m);
     take_steps(learner);
     learner.settle();
-    auto held = std::make_unique<Locked>(*m);
+    auto held = std::make_unique<SegmentLock>(*m);
     learner.order();
     Feedback feedback{{0, 1, 2}, {1, 2, 3}};
-    BOOST_REQUIRE(learner.ahead.hand_over(feedback));
+    BOOST_REQUIRE(learner.ahead.enqueue_feedback(feedback));
     std::thread waiting = one_that_waits(learner);
     std::this_thread::sleep_for(std::chrono::milliseconds(5));  // the thread has been up, and expects nothing
     learner.order();

@@ -20,7 +20,7 @@ void hand_one_over(Learner& learner) {
   BOOST_REQUIRE(learner.take() == Draw::kDone);
   learner.order();
   Feedback feedback = feedback_to(learner[0], 0);
-  BOOST_REQUIRE(learner.ahead.hand_over(feedback));
+  BOOST_REQUIRE(learner.ahead.enqueue_feedback(feedback));
 }
 
 }  // namespace
@@ -39,7 +39,7 @@ BOOST_AUTO_TEST_CASE(what_is_handed_over_has_its_turn_among_the_draws) {
     BOOST_TEST(learner[k].keys == expected[k].keys);
     BOOST_TEST(learner[k].probability == expected[k].probability);
     Feedback feedback = feedback_to(learner[k], k);
-    if (learner.ahead.hand_over(feedback)) {
+    if (learner.ahead.enqueue_feedback(feedback)) {
       handed_over++;
     } else {
       learner.settle();
@@ -48,7 +48,7 @@ BOOST_AUTO_TEST_CASE(what_is_handed_over_has_its_turn_among_the_draws) {
     learner.order();
   }
   learner.settle();
-  BOOST_TEST(learner.backlog.empty());
+  BOOST_TEST(learner.outstanding.empty());
   BOOST_TEST(leaves(*m) == leaves(*reference));
   BOOST_TEST(handed_over > kSteps / 2);
 }
@@ -69,7 +69,7 @@ BOOST_AUTO_TEST_CASE(closing_applies_what_was_handed_over) {
   hand_one_over(learner);
   learner.ahead.close();
   BOOST_TEST(leaves(*m) == leaves_after_one_feedback());
-  BOOST_TEST(learner.backlog.empty());
+  BOOST_TEST(learner.outstanding.empty());
 }
 
 BOOST_AUTO_TEST_CASE(what_was_handed_over_is_dropped_and_counted_when_the_lock_does_not_come_free) {
@@ -79,17 +79,17 @@ BOOST_AUTO_TEST_CASE(what_was_handed_over_is_dropped_and_counted_when_the_lock_d
   BOOST_REQUIRE(learner.take() == Draw::kDone);
   const std::vector<float> before = leaves(*m);
   {
-    const Locked held(*m);
+    const SegmentLock held(*m);
     learner.order();
     Feedback feedback = feedback_to(learner[0], 0);
-    BOOST_REQUIRE(learner.ahead.hand_over(feedback));
+    BOOST_REQUIRE(learner.ahead.enqueue_feedback(feedback));
     std::thread([&] {
       const auto never = std::exchange(interrupted, [] { return true; });
       learner.ahead.close();
       interrupted = never;
     }).join();
   }
-  BOOST_TEST(learner.backlog.empty());
+  BOOST_TEST(learner.outstanding.empty());
   BOOST_TEST(leaves(*m) == before);
   BOOST_TEST(m->header().stale_updates == uint64_t{kBatch});
 }
@@ -98,21 +98,21 @@ BOOST_AUTO_TEST_CASE(whoever_settles_waits_for_what_was_there_and_for_nothing_la
   auto m = buffer_of(50);
   Learner learner(*m);
   hand_one_over(learner);
-  const Claim first = learner.ahead.claim(true);
+  const SettlePoint first = learner.ahead.settle_point(true);
   learner.settle();
   {
-    const Locked held(*m);
+    const SegmentLock held(*m);
     learner.order();
     Feedback feedback = feedback_to(learner[0], 1);
-    BOOST_REQUIRE(learner.ahead.hand_over(feedback));
+    BOOST_REQUIRE(learner.ahead.enqueue_feedback(feedback));
     std::thread([&] {
       BOOST_TEST(learner.ahead.settled({first.feedback, false}));
       BOOST_TEST(!learner.settled());
-      BOOST_TEST(!learner.ahead.settle(learner.ahead.claim(false), kSecond / 100));
+      BOOST_TEST(!learner.ahead.settle(learner.ahead.settle_point(false), kSecond / 100));
     }).join();
   }
   learner.settle();
-  BOOST_TEST(learner.backlog.empty());
+  BOOST_TEST(learner.outstanding.empty());
 }
 
 BOOST_AUTO_TEST_CASE(a_thread_that_cannot_draw_on_applies_what_was_handed_over_before) {
@@ -121,10 +121,10 @@ BOOST_AUTO_TEST_CASE(a_thread_that_cannot_draw_on_applies_what_was_handed_over_b
   learner.order();
   BOOST_REQUIRE(learner.take() == Draw::kDone);
   {
-    const Locked held(*m);  // so that the draw does not know yet that it cannot be made
+    const SegmentLock held(*m);  // so that the draw does not know yet that it cannot be made
     learner.order();
     Feedback feedback = feedback_to(learner[0], 0);
-    BOOST_REQUIRE(learner.ahead.hand_over(feedback));
+    BOOST_REQUIRE(learner.ahead.enqueue_feedback(feedback));
     m->header().stopped.store(1);
   }
   learner.settle();
@@ -135,20 +135,20 @@ BOOST_AUTO_TEST_CASE(what_was_handed_over_does_not_wait_for_rows_with_a_draw) {
   auto m = buffer_of(50);
   Learner learner(*m);
   {
-    std::optional<Locked> held;
+    std::optional<SegmentLock> held;
     learner.order();
     BOOST_REQUIRE(learner.take() == Draw::kDone);
     held.emplace(*m);  // so that the draw does not know yet that it has to wait
     change_limiter(m->header(), {.min_size = 60});
     learner.order();
     Feedback feedback = feedback_to(learner[0], 0);
-    BOOST_REQUIRE(learner.ahead.hand_over(feedback));
+    BOOST_REQUIRE(learner.ahead.enqueue_feedback(feedback));
   }
   learner.settle();
   BOOST_TEST(leaves(*m) == leaves_after_one_feedback());
   BOOST_TEST((learner.take(kSecond / 1000) == Draw::kWait));
   Feedback feedback = feedback_to(learner[0], 1);
-  BOOST_TEST(!learner.ahead.hand_over(feedback));
+  BOOST_TEST(!learner.ahead.enqueue_feedback(feedback));
 }
 
 BOOST_AUTO_TEST_CASE(missed_updates_are_also_those_that_were_handed_over) {

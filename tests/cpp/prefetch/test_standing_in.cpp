@@ -47,7 +47,7 @@ class LockHolder {
 
   void hold() {
     thread_ = std::thread([this] {
-      const Locked lock(memory_);
+      const SegmentLock lock(memory_);
       held_ = true;
       while (!over_) std::this_thread::sleep_for(milliseconds(1));
     });
@@ -164,7 +164,7 @@ BOOST_AUTO_TEST_CASE(whoever_settles_ends_in_time_however_much_there_is_to_do) {
     once_drawn = slowly;
   };
   once_drawn = slowly;
-  (void)learner.ahead.settle(learner.ahead.claim(true), 30'000'000);
+  (void)learner.ahead.settle(learner.ahead.settle_point(true), 30'000'000);
   once_drawn = nullptr;
   BOOST_TEST(begun <= 2);
   learner.settle();

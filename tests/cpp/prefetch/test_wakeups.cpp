@@ -9,7 +9,7 @@ void reach(std::string_view point);
 #include <functional>
 
 #include "children.h"
-#include "draw/sample.h"
+#include "draw/batch_sampler.h"
 #include "invariants.h"
 #include "segments.h"
 #include "write/participants.h"
@@ -42,7 +42,7 @@ std::unique_ptr<SegmentMemory> tight_segment() {
   plan.limiter = {.min_size = 1, .ratio = 1, .min_diff = 0, .max_diff = 2};
   auto m = make_segment(plan);
   append_row(*m, 1);
-  Locked lock(*m);
+  SegmentLock lock(*m);
   lock.absorb();
   publish_limit(*m);
   return m;
@@ -64,7 +64,7 @@ Draw draw_four(SegmentMemory& m) {
 
 // Another learner draws: writers may go on.
 void make_room(SegmentMemory& m) {
-  Locked lock(m);
+  SegmentLock lock(m);
   m.header().sampled += 4;
   publish_limit(m);
 }
@@ -86,7 +86,7 @@ BOOST_AUTO_TEST_CASE(a_learner_does_not_sleep_when_what_it_waits_for_was_written
     };
     there = with_others_at(place, write, [&] { outcome = draw_four(*m); });
     if (outcome == Draw::kDone || h.rows_signal.load() != seen) continue;
-    Locked lock(*m);
+    SegmentLock lock(*m);
     lock.absorb();
     BOOST_TEST((!Limiter(h).can_sample(4) || is_admitted(*m)), "at place " << place);
   }

@@ -2,7 +2,7 @@
 #include <limits>
 #include <vector>
 
-#include "segment/reader.h"
+#include "segment/segment_reader.h"
 #include "segments.h"
 #include "session/segment_lock.h"
 #include "write/participants.h"
@@ -27,7 +27,7 @@ void write_rows(SegmentMemory& m, uint64_t n) {
   uint64_t written = 0;
   writer.append(n, meta.data(), keys.data(), written, [](uint64_t, uint64_t) {});
   leave(m, id);
-  Locked lock(m);
+  SegmentLock lock(m);
   lock.absorb();
 }
 

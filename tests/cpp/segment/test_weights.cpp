@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "children.h"
-#include "segment/shared_weights.h"
+#include "segment/weights_memory.h"
 #include "segments.h"
 
 BOOST_AUTO_TEST_SUITE(test_weights)

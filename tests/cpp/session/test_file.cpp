@@ -73,7 +73,7 @@ class SegmentFile {
 };
 
 void absorb(SegmentMemory& m) {
-  Locked lock(m);
+  SegmentLock lock(m);
   lock.absorb();
 }
 

@@ -3,7 +3,7 @@
 
 #include <cstring>
 
-#include "draw/sample.h"
+#include "draw/batch_sampler.h"
 
 namespace torchreplay::testing {
 

@@ -5,7 +5,7 @@
 #include <optional>
 #include <set>
 
-#include "segment/memory.h"
+#include "segment/segment_memory.h"
 
 namespace torchreplay::testing {
 

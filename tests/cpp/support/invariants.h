@@ -11,7 +11,7 @@
 namespace torchreplay::testing {
 
 // Absorbs everything, as a learner does.
-inline uint64_t settle(SegmentMemory& m) { return Locked(m).absorb(); }
+inline uint64_t settle(SegmentMemory& m) { return SegmentLock(m).absorb(); }
 
 // Newest ticket + 1 of every slot, 0 for none.
 inline std::vector<uint64_t> newest_tickets(const SegmentMemory& m) {

@@ -80,7 +80,7 @@ inline std::vector<Drawn> learn_in_turn(SegmentMemory& m, size_t steps, size_t a
 
 class Learner {
  public:
-  explicit Learner(SegmentMemory& m) : ahead(m, nullptr, backlog) {}
+  explicit Learner(SegmentMemory& m) : ahead(m, nullptr, outstanding) {}
 
   void order(int many = 1) {
     for (int i = 0; i < many; i++) {
@@ -89,11 +89,11 @@ class Learner {
     }
   }
 
-  bool settled() { return ahead.settled(ahead.claim(true)); }
+  bool settled() { return ahead.settled(ahead.settle_point(true)); }
 
   void settle() {
-    const Claim claim = ahead.claim(true);
-    while (!ahead.settle(claim, kSecond)) {
+    const SettlePoint point = ahead.settle_point(true);
+    while (!ahead.settle(point, kSecond)) {
     }
   }
 
@@ -102,7 +102,7 @@ class Learner {
   // The batch ordered as number `i`.
   const Drawn& operator[](size_t i) const { return *batches_[i]; }
 
-  Backlog backlog;
+  Outstanding outstanding;
   std::optional<Shortage> shortage;
 
  private:
@@ -110,7 +110,7 @@ class Learner {
   uint64_t step_ = 0;
 
  public:
-  DrawAhead ahead;  // goes first: its thread writes to the batches
+  Prefetcher ahead;  // goes first: its thread writes to the batches
 };
 
 }  // namespace torchreplay::testing

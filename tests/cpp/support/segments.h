@@ -13,7 +13,7 @@
 
 #include "sanitized.h"
 #include "segment/format.h"
-#include "write/ring.h"
+#include "write/ring_writer.h"
 
 namespace torchreplay::testing {
 

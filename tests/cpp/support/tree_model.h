@@ -13,7 +13,7 @@
 #include <random>
 #include <vector>
 
-#include "tree/tree.h"
+#include "tree/priority_tree.h"
 
 namespace torchreplay::testing {
 

@@ -2,7 +2,7 @@
 #include <set>
 #include <vector>
 
-#include "system/random.h"
+#include "system/philox.h"
 
 BOOST_AUTO_TEST_SUITE(test_random)
 

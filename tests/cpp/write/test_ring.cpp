@@ -3,10 +3,10 @@
 #include <set>
 #include <thread>
 
-#include "draw/sample.h"
+#include "draw/batch_sampler.h"
 #include "invariants.h"
 #include "segments.h"
-#include "write/ring.h"
+#include "write/ring_writer.h"
 
 BOOST_AUTO_TEST_SUITE(test_ring)
 

@@ -7,7 +7,7 @@
 #include <tuple>
 
 #include "checkpoint/snapshot.h"
-#include "python/attached.h"
+#include "python/attached_segment.h"
 #include "python/waits.h"
 
 namespace torchreplay::py::segment {
@@ -20,8 +20,8 @@ inline constexpr size_t kRowColumns = 5;
 // BufferError while it is being restored.
 inline PyObject* export_rows(PyObject* self, PyObject* args) {
   return guarded([&] {
-    auto& s = state_of<SegmentState>(self);
-    const std::shared_ptr<Attached> attached = s.attached;
+    auto& s = state_of<SegmentObject>(self);
+    const std::shared_ptr<AttachedSegment> attached = s.attached;
     SegmentMemory& m = s.memory();
     attached->settle();
     unsigned long long from, to;
@@ -131,8 +131,8 @@ class PackedColumns {
 // without gaps. Without `values` only what rows have beside their fields. BufferError while it is being restored.
 inline PyObject* pack_rows(PyObject* self, PyObject* args) {
   return guarded([&] {
-    auto& s = state_of<SegmentState>(self);
-    const std::shared_ptr<Attached> attached = s.attached;
+    auto& s = state_of<SegmentObject>(self);
+    const std::shared_ptr<AttachedSegment> attached = s.attached;
     SegmentMemory& m = s.memory();
     attached->settle();
     unsigned long long from, to;
@@ -156,8 +156,8 @@ inline PyObject* pack_rows(PyObject* self, PyObject* args) {
 // BufferError while it is being restored.
 inline PyObject* counts(PyObject* self, PyObject*) {
   return guarded([&] {
-    auto& s = state_of<SegmentState>(self);
-    const std::shared_ptr<Attached> attached = s.attached;
+    auto& s = state_of<SegmentObject>(self);
+    const std::shared_ptr<AttachedSegment> attached = s.attached;
     SegmentMemory& m = s.memory();
     attached->settle();
     Counts c;

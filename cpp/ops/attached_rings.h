@@ -5,7 +5,7 @@
 #include <memory>
 #include <mutex>
 
-#include "draw/plan.h"
+#include "draw/item_plan.h"
 #include "session/segment_file.h"
 #include "write/participants.h"
 

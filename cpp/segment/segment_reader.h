@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "segment/format.h"
-#include "segment/shared_weights.h"
+#include "segment/weights_memory.h"
 
 namespace torchreplay {
 

@@ -6,9 +6,9 @@
 #include <tuple>
 
 #include "draw/strata.h"
-#include "ops/tensors.h"
-#include "system/random.h"
-#include "tree/tree.h"
+#include "ops/tensor_checks.h"
+#include "system/philox.h"
+#include "tree/priority_tree.h"
 
 namespace torchreplay::ops {
 

@@ -1,13 +1,13 @@
 // `_C.Weights`: the shared memory behind SharedWeights.
 #pragma once
 
+#include "python/new_tensors.h"
 #include "python/object.h"
-#include "python/tensors.h"
-#include "segment/shared_weights.h"
+#include "segment/weights_memory.h"
 
 namespace torchreplay::py {
 
-struct WeightsState {
+struct WeightsObject {
   std::shared_ptr<WeightsMemory> memory;
 };
 
@@ -19,26 +19,26 @@ inline int init(PyObject* self, PyObject* args, PyObject*) {
     int fd, create;
     unsigned long long nonce, bytes, version = 0;
     if (!PyArg_ParseTuple(args, "ipKK|K", &fd, &create, &nonce, &bytes, &version)) throw PythonError{};
-    install(self, new WeightsState{
+    install(self, new WeightsObject{
                       std::make_shared<WeightsMemory>(Descriptor::duplicate(fd), nonce, bytes, create != 0, version)});
     return Py_NewRef(Py_None);
   }));
 }
 
 inline PyObject* get_version(PyObject* self, void*) {
-  return guarded([&] { return checked(PyLong_FromUnsignedLongLong(state_of<WeightsState>(self).memory->version())); });
+  return guarded([&] { return checked(PyLong_FromUnsignedLongLong(state_of<WeightsObject>(self).memory->version())); });
 }
 inline PyObject* get_fd(PyObject* self, void*) {
-  return guarded([&] { return checked(PyLong_FromLong(state_of<WeightsState>(self).memory->fd())); });
+  return guarded([&] { return checked(PyLong_FromLong(state_of<WeightsObject>(self).memory->fd())); });
 }
 inline PyObject* get_publisher(PyObject* self, void*) {
-  return guarded([&] { return checked(PyLong_FromUnsignedLong(state_of<WeightsState>(self).memory->publisher())); });
+  return guarded([&] { return checked(PyLong_FromUnsignedLong(state_of<WeightsObject>(self).memory->publisher())); });
 }
 
 // buffer(version) -> uint8 tensor over the buffer of that publication.
 inline PyObject* buffer(PyObject* self, PyObject* version) {
   return guarded([&] {
-    auto& s = state_of<WeightsState>(self);
+    auto& s = state_of<WeightsObject>(self);
     const auto bytes = static_cast<int64_t>(s.memory->buffer_bytes());
     return make_tensor(s.memory->buffer(as_uint(version)), Element::kU8, 1, &bytes, nullptr, s.memory);
   });
@@ -48,7 +48,7 @@ inline PyObject* buffer(PyObject* self, PyObject* version) {
 // interrupted before it got an answer may call end_publish, too.
 inline PyObject* begin_publish(PyObject* self, PyObject* ns) {
   return guarded([&] {
-    auto& s = state_of<WeightsState>(self);
+    auto& s = state_of<WeightsObject>(self);
     const int64_t limit = as_int(ns);
     bool begun;
     {
@@ -60,12 +60,12 @@ inline PyObject* begin_publish(PyObject* self, PyObject* ns) {
 }
 inline PyObject* end_publish(PyObject* self, PyObject* complete) {
   return guarded([&] {
-    state_of<WeightsState>(self).memory->end_publish(as_bool(complete));
+    state_of<WeightsObject>(self).memory->end_publish(as_bool(complete));
     return Py_NewRef(Py_None);
   });
 }
 inline PyObject* intact(PyObject* self, PyObject* version) {
-  return guarded([&] { return PyBool_FromLong(state_of<WeightsState>(self).memory->intact(as_uint(version))); });
+  return guarded([&] { return PyBool_FromLong(state_of<WeightsObject>(self).memory->intact(as_uint(version))); });
 }
 
 inline PyMethodDef methods[] = {{"buffer", buffer, METH_O, nullptr},
@@ -78,11 +78,11 @@ inline PyGetSetDef getset[] = {{"version", get_version, nullptr, nullptr, nullpt
                                {"fd", get_fd, nullptr, nullptr, nullptr},
                                {nullptr, nullptr, nullptr, nullptr, nullptr}};
 inline PyType_Slot slots[] = {{Py_tp_init, reinterpret_cast<void*>(init)},
-                              {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<WeightsState>)},
+                              {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<WeightsObject>)},
                               {Py_tp_methods, methods},
                               {Py_tp_getset, getset},
                               {0, nullptr}};
-inline PyType_Spec spec = type_spec<WeightsState>("torchreplay._C.Weights", slots);
+inline PyType_Spec spec = type_spec<WeightsObject>("torchreplay._C.Weights", slots);
 
 }  // namespace weights
 }  // namespace torchreplay::py

@@ -3,9 +3,9 @@
 // predecessor.
 #pragma once
 
-#include "draw/gather.h"
+#include "draw/item_plan.h"
 #include "draw/item_rows.h"
-#include "draw/plan.h"
+#include "draw/row_gather.h"
 
 namespace torchreplay {
 

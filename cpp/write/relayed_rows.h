@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "segment/row_facts.h"
-#include "write/ring.h"
+#include "write/ring_writer.h"
 
 namespace torchreplay {
 

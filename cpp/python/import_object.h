@@ -2,15 +2,15 @@
 #pragma once
 
 #include "checkpoint/import.h"
-#include "python/snapshot.h"
+#include "python/row_export.h"
 #include "python/waits.h"
 
 namespace torchreplay::py::importing {
 
 // Keeps the segment, even if another thread closes it meanwhile.
-struct ImportState {
+struct ImportObject {
   Ref segment;
-  std::shared_ptr<Attached> attached;
+  std::shared_ptr<AttachedSegment> attached;
   std::optional<Import> import;
 
   Import& begun() {
@@ -27,8 +27,8 @@ inline int init(PyObject* self, PyObject* args, PyObject*) {
     unsigned long long head;
     if (!PyArg_ParseTuple(args, "OK", &segment, &head)) throw PythonError{};
     if (head > kMaxHead) throw std::invalid_argument("the counters are out of range");
-    auto state = std::make_unique<ImportState>();
-    auto& s = state_of<SegmentState>(segment);
+    auto state = std::make_unique<ImportObject>();
+    auto& s = state_of<SegmentObject>(segment);
     SegmentMemory& m = s.memory();
     state->segment = Ref::borrow(segment);
     state->attached = s.attached;
@@ -45,7 +45,7 @@ inline int init(PyObject* self, PyObject* args, PyObject*) {
 // issue(head): rows with keys below `head` are to come as well. BufferError when others have written meanwhile.
 inline PyObject* issue(PyObject* self, PyObject* head) {
   return guarded([&] {
-    Import& import = state_of<ImportState>(self).begun();
+    Import& import = state_of<ImportObject>(self).begun();
     const uint64_t keys = as_uint(head);
     if (keys > kMaxHead) throw std::invalid_argument("the counters are out of range");
     {
@@ -59,7 +59,7 @@ inline PyObject* issue(PyObject* self, PyObject* head) {
 // place([*fields, key, leaf, link, step, priority]): rows of export_rows().
 inline PyObject* place(PyObject* self, PyObject* list) {
   return guarded([&] {
-    auto& s = state_of<ImportState>(self);
+    auto& s = state_of<ImportObject>(self);
     Import& import = s.begun();
     const std::vector<FieldSpec>& specs = s.attached->fields.specs;
     const size_t columns = specs.size() + segment::kRowColumns;
@@ -96,7 +96,7 @@ inline PyObject* place(PyObject* self, PyObject* list) {
 // stream, unless somebody else made it. `limiter` is the one that the counts are of.
 inline PyObject* finish(PyObject* self, PyObject* args) {
   return guarded([&] {
-    auto& s = state_of<ImportState>(self);
+    auto& s = state_of<ImportObject>(self);
     Import& import = s.begun();
     unsigned long long n[8], seed, step, inserted_before, sampled_before, cleared;
     PyObject* limiter;
@@ -109,7 +109,7 @@ inline PyObject* finish(PyObject* self, PyObject* args) {
       throw PythonError{};
     const LimiterConfig counted_by = segment::parse_limiter(limiter);
     if (step >= kMaxDraws) throw std::invalid_argument("the counters are out of range");
-    if (SegmentState& learner = state_of<SegmentState>(s.segment.get()); learner.attached) learner.learner->id();
+    if (SegmentObject& learner = state_of<SegmentObject>(s.segment.get()); learner.attached) learner.learner->id();
     const uint32_t given_out = s.attached->memory->header().streams.load(std::memory_order_relaxed);
     {
       WithoutGil unlocked;
@@ -132,7 +132,7 @@ inline PyObject* finish(PyObject* self, PyObject* args) {
     }
     s.import.reset();
     futex_signal(s.attached->memory->header().rows_signal);
-    auto& learner = state_of<SegmentState>(s.segment.get());
+    auto& learner = state_of<SegmentObject>(s.segment.get());
     if (!learner.attached) return Py_NewRef(Py_None);  // closed meanwhile
     learner.become_learner();
     learner.next_draw.seed = seed;
@@ -146,7 +146,7 @@ inline PyObject* finish(PyObject* self, PyObject* args) {
 // abandon(): takes back what was placed, unless the import is over.
 inline PyObject* abandon(PyObject* self, PyObject*) {
   return guarded([&] {
-    auto& s = state_of<ImportState>(self);
+    auto& s = state_of<ImportObject>(self);
     if (!s.import) return Py_NewRef(Py_None);
     {
       WithoutGil unlocked;
@@ -163,9 +163,9 @@ inline PyMethodDef methods[] = {{"issue", issue, METH_O, nullptr},
                                 {"abandon", abandon, METH_NOARGS, nullptr},
                                 {nullptr, nullptr, 0, nullptr}};
 inline PyType_Slot slots[] = {{Py_tp_init, reinterpret_cast<void*>(init)},
-                              {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<ImportState>)},
+                              {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<ImportObject>)},
                               {Py_tp_methods, methods},
                               {0, nullptr}};
-inline PyType_Spec spec = type_spec<ImportState>("torchreplay._C.Import", slots);
+inline PyType_Spec spec = type_spec<ImportObject>("torchreplay._C.Import", slots);
 
 }  // namespace torchreplay::py::importing

@@ -1,4 +1,4 @@
-// `_C.DrawAhead`: one iteration's batches, drawn by a native thread before they are asked for.
+// `_C.Prefetcher`: one iteration's batches, drawn by a native thread before they are asked for.
 #pragma once
 
 #include "python/learner.h"
@@ -13,24 +13,25 @@ struct Ordered {
   double beta;
 };
 
-class AheadState {
+class PrefetcherObject {
  public:
-  AheadState(PyObject* segment, int n) : owner_(Ref::borrow(segment)), attached_(draws().attached), batch_size_(n) {
+  PrefetcherObject(PyObject* segment, int n)
+      : owner_(Ref::borrow(segment)), attached_(draws().attached), batch_size_(n) {
     draws().memory();
   }
-  ~AheadState() {
+  ~PrefetcherObject() {
     try {
       close();
     } catch (...) {  // the thread has ended; nobody is left to hear of it
     }
   }
-  AheadState(const AheadState&) = delete;
+  PrefetcherObject(const PrefetcherObject&) = delete;
 
   // `out` is None, or a batch to draw into, whose tensors the caller keeps until it is taken or this is closed.
   void order(double beta, PyObject* out) {
     refuse_others();
     follow_fork();
-    SegmentState& s = draws();
+    SegmentObject& s = draws();
     s.memory();
     s.become_learner();
     if (!engine_) {  // what was fed back in another iteration comes before the draws of this one
@@ -106,7 +107,7 @@ class AheadState {
     Ref list(checked(PyList_New(0)));
     if (!engine_ || !engine_->here()) return list.release();
     refuse_others();
-    const std::shared_ptr<DrawAhead> engine = engine_;  // close() may run in another thread meanwhile
+    const std::shared_ptr<Prefetcher> engine = engine_;  // close() may run in another thread meanwhile
     attached_->settle();
     for (const Order& o : engine->drawn()) {
       const auto bytes = [&](const void* data, size_t each) {
@@ -157,48 +158,48 @@ class AheadState {
                                    : "another thread waits for a batch of this iteration: it is for one thread");
   }
 
-  SegmentState& draws() { return state_of<SegmentState>(owner_.get()); }
+  SegmentObject& draws() { return state_of<SegmentObject>(owner_.get()); }
 
   // In a forked child the thread is missing, and what it was drawing is the parent's: all is ordered again.
   void follow_fork() {
     if (!engine_ || engine_->here()) return;
     abandon();
     const std::deque<Ordered> again = std::exchange(orders_, std::deque<Ordered>());
-    SegmentState& s = draws();
+    SegmentObject& s = draws();
     s.ahead -= std::min<uint64_t>(s.ahead, again.size());
     for (const Ordered& o : again) order(o.beta, o.given ? o.given.get() : Py_None);
   }
 
   // The locks of an engine whose thread is in another process may be held for ever: it is never destroyed.
   void abandon() {
-    if (engine_ && !engine_->here()) static_cast<void>(new std::shared_ptr<DrawAhead>(engine_));
+    if (engine_ && !engine_->here()) static_cast<void>(new std::shared_ptr<Prefetcher>(engine_));
     engine_.reset();
   }
 
   void forget(size_t n) {
-    SegmentState& s = draws();
+    SegmentObject& s = draws();
     s.ahead -= std::min<uint64_t>(s.ahead, n);  // none are left after a fork
     orders_.erase(orders_.begin(), orders_.begin() + static_cast<ptrdiff_t>(n));
   }
 
   Ref owner_;
-  std::shared_ptr<Attached> attached_;
+  std::shared_ptr<AttachedSegment> attached_;
   int batch_size_;
   uint64_t used_in_ = 0, closing_in_ = 0;  // by a thread without the interpreter lock; of those by one that closes it
-  std::shared_ptr<DrawAhead> engine_;
+  std::shared_ptr<Prefetcher> engine_;
   std::deque<Ordered> orders_;
   DrawnFrom drawn_from_;
 };
 
 namespace ahead {
 
-// DrawAhead(segment, n)
+// Prefetcher(segment, n)
 inline int init(PyObject* self, PyObject* args, PyObject*) {
   return as_status(guarded([&] {
     PyObject* segment;
     int n;
     if (!PyArg_ParseTuple(args, "Oi", &segment, &n)) throw PythonError{};
-    install(self, new AheadState(segment, n));
+    install(self, new PrefetcherObject(segment, n));
     return Py_NewRef(Py_None);
   }));
 }
@@ -207,7 +208,7 @@ inline int init(PyObject* self, PyObject* args, PyObject*) {
 inline PyObject* order(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
   return guarded([&] {
     expect_args("order", nargs, 2);
-    state_of<AheadState>(self).order(as_double(args[0]), args[1]);
+    state_of<PrefetcherObject>(self).order(as_double(args[0]), args[1]);
     return Py_NewRef(Py_None);
   });
 }
@@ -215,35 +216,35 @@ inline PyObject* order(PyObject* self, PyObject* const* args, Py_ssize_t nargs) 
 // take(ns) -> the oldest batch ordered, which is its `out` where it had one; None when it is not drawn after that time;
 // or what explain() says.
 inline PyObject* take(PyObject* self, PyObject* ns) {
-  return guarded([&] { return state_of<AheadState>(self).take(as_int(ns)); });
+  return guarded([&] { return state_of<PrefetcherObject>(self).take(as_int(ns)); });
 }
 
 // next(beta, out) -> what take(0) returns after order(beta, out), or "stopped" when the buffer is.
 inline PyObject* next(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
   return guarded([&] {
     expect_args("next", nargs, 2);
-    return state_of<AheadState>(self).next(as_double(args[0]), args[1]);
+    return state_of<PrefetcherObject>(self).next(as_double(args[0]), args[1]);
   });
 }
 
 // ready() -> how many of the oldest batches are drawn, and not taken.
 inline PyObject* ready(PyObject* self, PyObject*) {
-  return guarded([&] { return checked(PyLong_FromSize_t(state_of<AheadState>(self).ready())); });
+  return guarded([&] { return checked(PyLong_FromSize_t(state_of<PrefetcherObject>(self).ready())); });
 }
 
 // drawn() -> [(step, keys, weight, probability, drawn_from)] of the batches drawn and not taken.
 inline PyObject* drawn(PyObject* self, PyObject*) {
-  return guarded([&] { return state_of<AheadState>(self).drawn(); });
+  return guarded([&] { return state_of<PrefetcherObject>(self).drawn(); });
 }
 
 // drawn_from -> (total, drawable, smallest, beta) of the batch taken last.
 inline PyObject* get_drawn_from(PyObject* self, void*) {
-  return guarded([&] { return state_of<AheadState>(self).drawn_from(); });
+  return guarded([&] { return state_of<PrefetcherObject>(self).drawn_from(); });
 }
 
 inline PyObject* close(PyObject* self, PyObject*) {
   return guarded([&] {
-    state_of<AheadState>(self).close();
+    state_of<PrefetcherObject>(self).close();
     return Py_NewRef(Py_None);
   });
 }
@@ -259,11 +260,11 @@ inline PyMethodDef methods[] = {
 inline PyGetSetDef getset[] = {{"drawn_from", get_drawn_from, nullptr, nullptr, nullptr},
                                {nullptr, nullptr, nullptr, nullptr, nullptr}};
 inline PyType_Slot slots[] = {{Py_tp_init, reinterpret_cast<void*>(init)},
-                              {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<AheadState>)},
+                              {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<PrefetcherObject>)},
                               {Py_tp_methods, methods},
                               {Py_tp_getset, getset},
                               {0, nullptr}};
-inline PyType_Spec spec = type_spec<AheadState>("torchreplay._C.DrawAhead", slots);
+inline PyType_Spec spec = type_spec<PrefetcherObject>("torchreplay._C.Prefetcher", slots);
 
 }  // namespace ahead
 }  // namespace torchreplay::py

@@ -3,11 +3,11 @@
 
 #include <algorithm>
 
-#include "draw/sample.h"
-#include "draw/update.h"
+#include "draw/batch_sampler.h"
+#include "draw/priority_updater.h"
 #include "prefetch/prefetcher.h"
+#include "python/new_tensors.h"
 #include "python/object.h"
-#include "python/tensors.h"
 #include "session/segment_file.h"
 
 namespace torchreplay::py {
@@ -16,35 +16,35 @@ namespace torchreplay::py {
 inline constexpr int64_t kSettleNs = 200'000'000;
 
 // What writers and learners of one process share.
-struct Attached {
+struct AttachedSegment {
   std::unique_ptr<SegmentMemory> memory;
   Fields fields;
   Fields batch;         // the tensors of a batch; those of `fields` when rows are not linked
   ItemPlan plan;        // how they come about, when rows are linked
   bool closed = false;  // by its buffer, while writers keep it; guarded by the interpreter lock
 
-  static std::shared_ptr<Attached> make() {
-    auto attached = std::make_shared<Attached>();
-    std::erase_if(all(), [](const std::weak_ptr<Attached>& other) { return other.expired(); });
+  static std::shared_ptr<AttachedSegment> make() {
+    auto attached = std::make_shared<AttachedSegment>();
+    std::erase_if(all(), [](const std::weak_ptr<AttachedSegment>& other) { return other.expired(); });
     all().push_back(attached);
     return attached;
   }
-  Attached() = default;
-  Attached(const Attached&) = delete;
-  ~Attached() {
+  AttachedSegment() = default;
+  AttachedSegment(const AttachedSegment&) = delete;
+  ~AttachedSegment() {
     if (memory) leave_saying_so([this] { release_segment(std::move(memory)); });
   }
 
   // All that this process has, kept from now on: nobody releases them any more. Needs the interpreter's lock, where
   // there still is one.
-  static std::vector<std::shared_ptr<Attached>> keep_all() {
-    static auto* kept = new std::vector<std::shared_ptr<Attached>>;
-    for (const std::weak_ptr<Attached>& weak : all())
+  static std::vector<std::shared_ptr<AttachedSegment>> keep_all() {
+    static auto* kept = new std::vector<std::shared_ptr<AttachedSegment>>;
+    for (const std::weak_ptr<AttachedSegment>& weak : all())
       if (auto attached = weak.lock(); attached && attached->memory) kept->push_back(std::move(attached));
     return *kept;
   }
   // Leaves the files among them, even where their memory is still held.
-  static void leave_files(const std::vector<std::shared_ptr<Attached>>& kept) {
+  static void leave_files(const std::vector<std::shared_ptr<AttachedSegment>>& kept) {
     for (const auto& attached : kept) leave_saying_so([&] { leave_segment(*attached->memory); });
   }
 
@@ -52,9 +52,9 @@ struct Attached {
   const Fields& outputs() const { return linked() ? batch : fields; }
 
   // A thread that draws ahead, for its user to keep.
-  std::shared_ptr<DrawAhead> draw_ahead() {
+  std::shared_ptr<Prefetcher> draw_ahead() {
     forget_drawing();
-    auto ahead = std::make_shared<DrawAhead>(*memory, linked() ? &plan : nullptr, backlog_);
+    auto ahead = std::make_shared<Prefetcher>(*memory, linked() ? &plan : nullptr, outstanding_);
     drawing_.push_back(ahead);
     return ahead;
   }
@@ -62,31 +62,31 @@ struct Attached {
   // Before a writer changes the rows: batches that its thread ordered earlier are drawn from the rows of then, so that
   // the same calls give the same batches. Other threads' writers wait for nothing.
   void settle_own(const Patience& patience) {
-    if (!backlog_.empty()) settle_all(Whose::kOrderers, true, patience);
+    if (!outstanding_.empty()) settle_all(Whose::kOrderers, true, patience);
   }
 
   // The same before anyone else does; and what this process has fed back is applied. Throws LockTimeout when patience
   // ends before, and StoppedMeanwhile.
   void settle(const Patience& patience = {}) {
-    if (!backlog_.empty()) require_all(true, patience);
+    if (!outstanding_.empty()) require_all(true, patience);
   }
 
   // Before any thread looks at priorities: what this process has fed back is applied. Throws as settle() does.
   void settle_feedback(const Patience& patience = {}) {
-    if (backlog_.feedback.load(std::memory_order_acquire) != 0) require_all(false, patience);
+    if (outstanding_.feedback.load(std::memory_order_acquire) != 0) require_all(false, patience);
   }
 
   // The same for those who go on when patience ends: what they do next may come before it.
   void try_settle_feedback(const Patience& patience) {
-    if (backlog_.feedback.load(std::memory_order_acquire) != 0) settle_all(Whose::kEverybodys, false, patience);
+    if (outstanding_.feedback.load(std::memory_order_acquire) != 0) settle_all(Whose::kEverybodys, false, patience);
   }
 
   // Whether a thread that draws ahead for this one has taken TD errors over, to apply them in their turn.
-  bool hand_over(Feedback& feedback) {
+  bool enqueue_feedback(Feedback& feedback) {
     if (drawing_.empty()) return false;
     forget_drawing();
-    const std::shared_ptr<DrawAhead> only = drawing_.size() == 1 ? drawing_.front().lock() : nullptr;
-    return only && only->hand_over(feedback);
+    const std::shared_ptr<Prefetcher> only = drawing_.size() == 1 ? drawing_.front().lock() : nullptr;
+    return only && only->enqueue_feedback(feedback);
   }
 
  private:
@@ -96,7 +96,7 @@ struct Attached {
     if (settle_all(Whose::kEverybodys, draws, patience)) return;
     {
       const WithoutGil unlocked;
-      const Locked says_whose_it_is(*memory, patience);
+      const SegmentLock says_whose_it_is(*memory, patience);
     }
     if (settle_all(Whose::kEverybodys, draws, patience)) return;  // the lock has just come free
     if (patience.until_stopped && memory->header().stopped.load(std::memory_order_acquire)) throw StoppedMeanwhile{};
@@ -106,26 +106,26 @@ struct Attached {
   // False when patience ends before it is done; a late caller still gets a slice.
   bool settle_all(Whose whose, bool draws, const Patience& patience) {
     forget_drawing();
-    std::vector<std::pair<std::shared_ptr<DrawAhead>, Claim>> busy;
+    std::vector<std::pair<std::shared_ptr<Prefetcher>, SettlePoint>> busy;
     for (const auto& weak : drawing_) {
       auto ahead = weak.lock();
       if (!ahead || (whose == Whose::kOrderers && !ahead->is_orderer())) continue;
-      const Claim claim = ahead->claim(draws);
-      if (!ahead->settled(claim)) busy.emplace_back(std::move(ahead), claim);
+      const SettlePoint point = ahead->settle_point(draws);
+      if (!ahead->settled(point)) busy.emplace_back(std::move(ahead), point);
     }
     if (busy.empty()) return true;
     const WithoutGil unlocked;
     const Header& h = memory->header();
     const int64_t start = monotonic_ns();
-    for (const auto& [ahead, claim] : busy) {
-      while (!ahead->settle(claim, kSliceNs)) {
+    for (const auto& [ahead, point] : busy) {
+      while (!ahead->settle(point, kSliceNs)) {
         const int64_t now = monotonic_ns();
         if (now >= patience.deadline) return false;
         if (patience.until_stopped && h.stopped.load(std::memory_order_acquire)) return false;
         if (interrupted()) throw Interrupted{};
         if (now - start <= report_every_ns) continue;
         try {
-          const Locked says_whose_it_is(*memory, patience);  // if the memory's lock does not come free
+          const SegmentLock says_whose_it_is(*memory, patience);  // if the memory's lock does not come free
         } catch (const LockTimeout&) {
           return false;
         } catch (const StoppedMeanwhile&) {
@@ -138,31 +138,31 @@ struct Attached {
 
   // Those that are gone, and in a forked child those of the parent.
   void forget_drawing() {
-    std::erase_if(drawing_, [](const std::weak_ptr<DrawAhead>& weak) {
-      const std::shared_ptr<DrawAhead> ahead = weak.lock();
+    std::erase_if(drawing_, [](const std::weak_ptr<Prefetcher>& weak) {
+      const std::shared_ptr<Prefetcher> ahead = weak.lock();
       return !ahead || !ahead->here();
     });
     if (drawing_.empty()) {
-      backlog_.draws.store(0, std::memory_order_relaxed);
-      backlog_.feedback.store(0, std::memory_order_relaxed);
+      outstanding_.draws.store(0, std::memory_order_relaxed);
+      outstanding_.feedback.store(0, std::memory_order_relaxed);
     }
   }
 
   // Of this process; guarded by the interpreter lock.
-  static std::vector<std::weak_ptr<Attached>>& all() {
-    static auto* attached = new std::vector<std::weak_ptr<Attached>>;  // outlives static destructors
+  static std::vector<std::weak_ptr<AttachedSegment>>& all() {
+    static auto* attached = new std::vector<std::weak_ptr<AttachedSegment>>;  // outlives static destructors
     return *attached;
   }
 
   // The prefetchers for learners of this process; guarded by the interpreter lock.
-  std::vector<std::weak_ptr<DrawAhead>> drawing_;
-  Backlog backlog_;  // of them
+  std::vector<std::weak_ptr<Prefetcher>> drawing_;
+  Outstanding outstanding_;  // of them
 };
 
 // A place in the table of participants that a forked child does not inherit.
 class Membership {
  public:
-  Membership(std::shared_ptr<Attached> attached, Role role) : attached_(std::move(attached)), role_(role) {}
+  Membership(std::shared_ptr<AttachedSegment> attached, Role role) : attached_(std::move(attached)), role_(role) {}
   ~Membership() {
     try {
       close();
@@ -207,7 +207,7 @@ class Membership {
     attached_->memory->liveness().require_own();
   }
 
-  std::shared_ptr<Attached> attached_;
+  std::shared_ptr<AttachedSegment> attached_;
   Role role_;
   int64_t looked_ = 0;  // when, by CLOCK_MONOTONIC_COARSE
   int id_ = 0;
@@ -222,8 +222,8 @@ inline PyObject* as_tuple(const DrawnFrom& from) {
   return checked(PyTuple_Pack(4, total.get(), drawable.get(), smallest.get(), beta.get()));
 }
 
-struct SegmentState {
-  std::shared_ptr<Attached> attached;
+struct SegmentObject {
+  std::shared_ptr<AttachedSegment> attached;
   Ref batch_type;  // called without arguments: an empty batch
   Ref nonce;
   std::unique_ptr<Membership> learner;
@@ -296,7 +296,7 @@ struct SegmentState {
 // Takes the name of this process's next draw. Unless it is kept, no draw has that name yet.
 class NamedDraw {
  public:
-  explicit NamedDraw(SegmentState& s) : state_(s), name_(s.next_draw) { s.next_draw.step++; }
+  explicit NamedDraw(SegmentObject& s) : state_(s), name_(s.next_draw) { s.next_draw.step++; }
   ~NamedDraw() {
     if (!kept_) state_.unname(name_, 1);
   }
@@ -306,7 +306,7 @@ class NamedDraw {
   void keep() { kept_ = true; }
 
  private:
-  SegmentState& state_;
+  SegmentObject& state_;
   DrawName name_;
   bool kept_ = false;
 };

@@ -6,7 +6,7 @@
 #include <limits>
 #include <utility>
 
-#include "segment/memory.h"
+#include "segment/segment_memory.h"
 #include "system/fault.h"
 #include "system/power.h"
 

@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "absorb/absorb.h"
+#include "absorb/absorber.h"
 #include "segment/limiter.h"
 
 namespace torchreplay {

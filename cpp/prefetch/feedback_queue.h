@@ -7,7 +7,7 @@
 #include <mutex>
 #include <vector>
 
-#include "draw/update.h"
+#include "draw/priority_updater.h"
 
 namespace torchreplay {
 
@@ -21,7 +21,7 @@ struct Feedback {
 };
 
 // What a process has ordered and not got yet, of all its threads that draw ahead.
-struct Backlog {
+struct Outstanding {
   std::atomic<int> draws{0}, feedback{0};
 
   bool empty() const {
@@ -32,8 +32,10 @@ struct Backlog {
 // First in, first out. All is done under its user's lock, except the applying itself.
 class FeedbackQueue {
  public:
-  FeedbackQueue(SegmentMemory& m, Backlog& backlog) : updater_(m), backlog_(backlog) { idle_.reserve(4); }
-  ~FeedbackQueue() { backlog_.feedback.fetch_sub(static_cast<int>(queue_.size()), std::memory_order_relaxed); }
+  FeedbackQueue(SegmentMemory& m, Outstanding& outstanding) : updater_(m), outstanding_(outstanding) {
+    idle_.reserve(4);
+  }
+  ~FeedbackQueue() { outstanding_.feedback.fetch_sub(static_cast<int>(queue_.size()), std::memory_order_relaxed); }
   FeedbackQueue(const FeedbackQueue&) = delete;
 
   bool empty() const { return queue_.empty(); }
@@ -59,7 +61,7 @@ class FeedbackQueue {
       feedback = std::move(idle_.back());
       idle_.pop_back();
     }
-    backlog_.feedback.fetch_add(1, std::memory_order_relaxed);
+    outstanding_.feedback.fetch_add(1, std::memory_order_relaxed);
   }
 
   // Applies the oldest, letting go of the lock meanwhile; nobody may be at it. What throws leaves it there.
@@ -108,11 +110,11 @@ class FeedbackQueue {
     waiting_ -= first.keys.size();
     if (first.keys.capacity() <= Feedback::kKept && idle_.size() < idle_.capacity()) idle_.push_back(std::move(first));
     queue_.pop_front();
-    backlog_.feedback.fetch_sub(1, std::memory_order_release);
+    outstanding_.feedback.fetch_sub(1, std::memory_order_release);
   }
 
   PriorityUpdater updater_;
-  Backlog& backlog_;
+  Outstanding& outstanding_;
   std::deque<Entry> queue_;
   std::vector<Feedback> idle_;  // as many as are kept: it does not grow
   uint64_t pushed_ = 0, waiting_ = 0, updated_ = 0;

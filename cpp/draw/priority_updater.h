@@ -41,7 +41,7 @@ class PriorityUpdater {
     index_.resize(n);
     leaf_.resize(n);
     leaves_of(memory_.header().sampler, td, n, leaf_.data());
-    Locked lock(memory_, patience);
+    SegmentLock lock(memory_, patience);
     turn.absorb(lock);
     TORCHREPLAY_FAULT("update.absorbed");
     apply(n, keys, td);

@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "python/fields.h"
+#include "python/object.h"
 #include "system/blocks.h"
 
 namespace torchreplay::py {

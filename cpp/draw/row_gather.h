@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "draw/copy.h"
-#include "segment/memory.h"
+#include "segment/segment_memory.h"
 
 namespace torchreplay {
 

@@ -9,9 +9,9 @@
 
 #include "system/fault.h"
 #include "system/simd.h"
+#include "tree/smallest_leaf.h"
 #include "tree/tree_node.h"
 #include "tree/tree_shape.h"
-#include "tree/tree_smallest.h"
 
 namespace torchreplay {
 

@@ -5,8 +5,8 @@
 
 #include "python/learner.h"
 #include "python/properties.h"
+#include "python/row_export.h"
 #include "python/row_runs.h"
-#include "python/snapshot.h"
 #include "python/stats.h"
 #include "python/waits.h"
 
@@ -33,8 +33,8 @@ inline int init(PyObject* self, PyObject* args, PyObject*) {
                           &sampler, &limiter, &view, &text, &text_bytes, &boot))
       throw PythonError{};
     if (!exchange) throw std::runtime_error("init_arrays() has not been called");
-    auto state = std::make_unique<SegmentState>();
-    auto attached = Attached::make();
+    auto state = std::make_unique<SegmentObject>();
+    auto attached = AttachedSegment::make();
     if (create) {
       attached->fields = Fields::parse(fields);
       SegmentConfig config;
@@ -51,7 +51,7 @@ inline int init(PyObject* self, PyObject* args, PyObject*) {
       config.sampler.normalize = static_cast<Normalize>(normalize);
       config.limiter = parse_limiter(limiter);
       attached->memory = format_segment(Descriptor::duplicate(fd), config);
-      Locked lock(*attached->memory);
+      SegmentLock lock(*attached->memory);
       publish_limit(*attached->memory);
     } else {
       attached->memory = open_segment(Descriptor::duplicate(fd), nonce);
@@ -70,7 +70,7 @@ inline int init(PyObject* self, PyObject* args, PyObject*) {
 // own(): this process opened the file, and takes the place of the one that made it. Its draws follow on all before.
 inline PyObject* own(PyObject* self, PyObject*) {
   return guarded([&] {
-    auto& s = state_of<SegmentState>(self);
+    auto& s = state_of<SegmentObject>(self);
     s.memory();
     s.become_owner();
     return Py_NewRef(Py_None);
@@ -80,7 +80,7 @@ inline PyObject* own(PyObject* self, PyObject*) {
 // describe(fields, capacity, view): what the text of an attached segment says it is. Gives the fields their names.
 inline PyObject* describe_segment(PyObject* self, PyObject* args) {
   return guarded([&] {
-    auto& s = state_of<SegmentState>(self);
+    auto& s = state_of<SegmentObject>(self);
     const Layout& layout = s.memory().layout();
     PyObject *list, *view;
     unsigned long long capacity;
@@ -100,7 +100,7 @@ inline PyObject* describe_segment(PyObject* self, PyObject* args) {
 // of (kind, field, first, count, goal_field), one for each of the batch's fields.
 inline PyObject* set_plan(PyObject* self, PyObject* args) {
   return guarded([&] {
-    auto& s = state_of<SegmentState>(self);
+    auto& s = state_of<SegmentObject>(self);
     const Layout& layout = s.memory().layout();
     if (!layout.view.linked()) throw std::invalid_argument("rows are not linked");
     PyObject *list, *outputs;
@@ -131,7 +131,7 @@ inline PyObject* set_plan(PyObject* self, PyObject* args) {
 
 inline PyObject* mark_shared(PyObject* self, PyObject*) {
   return guarded([&] {
-    state_of<SegmentState>(self).header().shared.store(1, std::memory_order_relaxed);
+    state_of<SegmentObject>(self).header().shared.store(1, std::memory_order_relaxed);
     return Py_NewRef(Py_None);
   });
 }
@@ -139,11 +139,11 @@ inline PyObject* mark_shared(PyObject* self, PyObject*) {
 // join_supervisor() -> id; leave(id).
 inline PyObject* join_supervisor(PyObject* self, PyObject*) {
   return guarded(
-      [&] { return checked(PyLong_FromLong(join(state_of<SegmentState>(self).memory(), Role::kSupervisor))); });
+      [&] { return checked(PyLong_FromLong(join(state_of<SegmentObject>(self).memory(), Role::kSupervisor))); });
 }
 inline PyObject* leave_id(PyObject* self, PyObject* id) {
   return guarded([&] {
-    auto& s = state_of<SegmentState>(self);
+    auto& s = state_of<SegmentObject>(self);
     const int64_t i = as_int(id);
     if (i < 1 || i >= kMaxParticipants || !s.memory().liveness().owns(static_cast<int>(i))) return Py_NewRef(Py_None);
     leave(s.memory(), static_cast<int>(i));
@@ -155,13 +155,13 @@ inline PyObject* leave_id(PyObject* self, PyObject* id) {
 // again.
 inline PyObject* depart(PyObject* self, PyObject* seconds) {
   return guarded([&] {
-    state_of<SegmentState>(self).depart(as_double(seconds));
+    state_of<SegmentObject>(self).depart(as_double(seconds));
     return Py_NewRef(Py_None);
   });
 }
 
 // Lets go of a segment whose last user may have to wait for a disk.
-inline void release_last(std::shared_ptr<Attached>& user) {
+inline void release_last(std::shared_ptr<AttachedSegment>& user) {
   const auto attached = std::exchange(user, nullptr);
   if (!attached || attached.use_count() > 1) return;
   auto memory = std::move(attached->memory);
@@ -172,14 +172,14 @@ inline void release_last(std::shared_ptr<Attached>& user) {
 // close_attach_fd(): nobody attaches by it any more.
 inline PyObject* close_attach_fd(PyObject* self, PyObject*) {
   return guarded([&] {
-    state_of<SegmentState>(self).attach_fd.reset();
+    state_of<SegmentObject>(self).attach_fd.reset();
     return Py_NewRef(Py_None);
   });
 }
 
 inline PyObject* close_segment(PyObject* self, PyObject*) {
   return guarded([&] {
-    auto& s = state_of<SegmentState>(self);
+    auto& s = state_of<SegmentObject>(self);
     s.attach_fd.reset();
     s.samplers.clear();
     s.updaters.clear();
@@ -248,11 +248,11 @@ inline PyGetSetDef getset[] = {{"stopped", stopped, nullptr, nullptr, nullptr},
                                {"address", get_address, nullptr, nullptr, nullptr},
                                {nullptr, nullptr, nullptr, nullptr, nullptr}};
 inline PyType_Slot slots[] = {{Py_tp_init, reinterpret_cast<void*>(init)},
-                              {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<SegmentState>)},
+                              {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<SegmentObject>)},
                               {Py_tp_methods, methods},
                               {Py_tp_getset, getset},
                               {0, nullptr}};
-inline PyType_Spec spec = type_spec<SegmentState>("torchreplay._C.Segment", slots);
+inline PyType_Spec spec = type_spec<SegmentObject>("torchreplay._C.Segment", slots);
 
 }  // namespace segment
 }  // namespace torchreplay::py

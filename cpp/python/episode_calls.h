@@ -1,14 +1,14 @@
 // `reset`, `step` and whole episodes: the calls of a writer whose rows are linked, and the writer's type.
 #pragma once
 
-#include "python/row_block.h"
+#include "python/relay.h"
 #include "system/thread.h"
 
 namespace torchreplay::py::writer {
 
 // The rows that s.lanes has planned.
 struct PlannedRows {
-  WriterState& state;
+  WriterObject& state;
   RowMeta meta(uint64_t i) const {
     const StreamRow& row = state.lanes.rows()[i];
     if (row.kind == StreamRow::Kind::kReset) return state.lanes.meta(i, {});
@@ -17,7 +17,7 @@ struct PlannedRows {
   void commit(uint64_t i, uint64_t key) const { state.lanes.commit(i, key); }
 };
 
-inline void require_linked(const WriterState& s, const char* method) {
+inline void require_linked(const WriterObject& s, const char* method) {
   if (!s.linked())
     throw std::invalid_argument(std::string(method) +
                                 "() links rows in time, but the buffer's view is Rows(): use append(), or make the "
@@ -26,7 +26,7 @@ inline void require_linked(const WriterState& s, const char* method) {
 
 // Episodes under way belong to the thread that wrote their rows: a step of another one's environment would go on where
 // they are. Lanes where `but` is set begin anew.
-inline void require_own_episodes(const WriterState& s, const uint8_t* but = nullptr) {
+inline void require_own_episodes(const WriterObject& s, const uint8_t* but = nullptr) {
   if (s.owner != this_thread() && s.lanes.running(but))
     throw std::invalid_argument(
         "another thread is in the middle of an episode with this writer, and an episode belongs to one thread: call "
@@ -34,7 +34,7 @@ inline void require_own_episodes(const WriterState& s, const uint8_t* but = null
 }
 
 // Warns once of a step that begins an episode and brings a reward, which none of Gymnasium's does.
-inline void look_at_first_rewards(WriterState& s) {
+inline void look_at_first_rewards(WriterObject& s) {
   if (!s.lanes.begins_after_end() || !s.roles.reward || s.warned_of_reward) return;
   const FieldValue& reward = s.values[*s.roles.reward];
   for (const StreamRow& row : s.lanes.rows()) {
@@ -53,7 +53,7 @@ inline void look_at_first_rewards(WriterState& s) {
 }
 
 // Writes the planned rows; their keys go to the places in `answers` that they answer.
-inline void write_planned(PyObject* self, WriterState& s, int64_t* answers) {
+inline void write_planned(PyObject* self, WriterObject& s, int64_t* answers) {
   SegmentMemory& m = *s.attached->memory;
   const auto& columns = m.layout().fields;
   const std::vector<StreamRow>& plan = s.lanes.rows();
@@ -85,7 +85,7 @@ inline void write_planned(PyObject* self, WriterState& s, int64_t* answers) {
 }
 
 // Writes the planned rows, and returns their keys: an int without lanes.
-inline PyObject* write_lanes(PyObject* self, WriterState& s) {
+inline PyObject* write_lanes(PyObject* self, WriterObject& s) {
   if (!s.lanes.vectorised()) {
     int64_t key = -1;
     write_planned(self, s, &key);
@@ -98,17 +98,17 @@ inline PyObject* write_lanes(PyObject* self, WriterState& s) {
   return keys.release(1, &n);
 }
 
-inline void open_observations(WriterState& s, std::vector<FieldValue>& values, Leading& leading) {
+inline void open_observations(WriterObject& s, std::vector<FieldValue>& values, Leading& leading) {
   for (size_t f = 0; f < values.size(); f++)
     if (s.roles.observation[f]) values[f].open(s.given[f], s.attached->fields.specs[f], leading);
 }
 
-inline void open_rest(WriterState& s, Leading& leading) {
+inline void open_rest(WriterObject& s, Leading& leading) {
   for (size_t f = 0; f < s.values.size(); f++)
     if (!s.roles.observation[f]) s.values[f].open(s.given[f], s.attached->fields.specs[f], leading);
 }
 
-inline Leading one_time(const WriterState& s) {
+inline Leading one_time(const WriterObject& s) {
   const char* several = s.lanes.vectorised() ? nullptr
                                              : "this writer is of one environment; buffer.writer(envs) makes one of "
                                                "several, and so does num_envs=";
@@ -116,7 +116,7 @@ inline Leading one_time(const WriterState& s) {
 }
 
 // The lanes to reset: nullptr for all.
-inline std::vector<uint8_t> read_mask(const WriterState& s, PyObject* given) {
+inline std::vector<uint8_t> read_mask(const WriterObject& s, PyObject* given) {
   if (!given || given == Py_None) return {};
   ArrayView v;
   const bool opened = s.lanes.vectorised() && v.open_anything(given);
@@ -133,7 +133,7 @@ inline std::vector<uint8_t> read_mask(const WriterState& s, PyObject* given) {
 inline PyObject* reset(PyObject* self, PyObject* const* args, Py_ssize_t nargs, PyObject* names) {
   return guarded([&] {
     check_positional("reset", nargs);
-    auto& s = state_of<WriterState>(self);
+    auto& s = state_of<WriterObject>(self);
     const WriterUse use(self, s);
     require_linked(s, "reset");
     PyObject* mask[2] = {};
@@ -147,7 +147,7 @@ inline PyObject* reset(PyObject* self, PyObject* const* args, Py_ssize_t nargs, 
   });
 }
 
-inline std::vector<uint8_t> read_flags(const WriterState& s, size_t field, int64_t times) {
+inline std::vector<uint8_t> read_flags(const WriterObject& s, size_t field, int64_t times) {
   std::vector<uint8_t> flags(static_cast<size_t>(times) * s.lanes.size());
   for (int64_t t = 0; t < times; t++)
     for (uint32_t lane = 0; lane < s.lanes.size(); lane++)
@@ -157,7 +157,7 @@ inline std::vector<uint8_t> read_flags(const WriterState& s, size_t field, int64
 
 // Opens the observations with which episodes end in a step that also resets; false when none were given. `ended`: the
 // lanes that do.
-inline bool open_last(PyObject* self, WriterState& s, PyObject* given, const std::vector<uint8_t>& ended) {
+inline bool open_last(PyObject* self, WriterObject& s, PyObject* given, const std::vector<uint8_t>& ended) {
   if (!given || given == Py_None) return false;
   if (!s.lanes.vectorised() || s.roles.autoreset != Autoreset::kSameStep)
     throw std::invalid_argument("final_obs belongs to a writer with num_envs and autoreset='same_step'");
@@ -174,7 +174,7 @@ inline bool open_last(PyObject* self, WriterState& s, PyObject* given, const std
 inline PyObject* step(PyObject* self, PyObject* const* args, Py_ssize_t nargs, PyObject* names) {
   return guarded([&] {
     check_positional("step", nargs);
-    auto& s = state_of<WriterState>(self);
+    auto& s = state_of<WriterObject>(self);
     const WriterUse use(self, s);
     require_linked(s, "step");
     require_own_episodes(s);
@@ -201,12 +201,12 @@ inline PyObject* step(PyObject* self, PyObject* const* args, Py_ssize_t nargs, P
 }
 
 // Ends the episodes whose last rows have these keys, by truncation, unless the rows are gone.
-inline void truncate(WriterState& s, const std::vector<int64_t>& keys) {
-  const std::shared_ptr<Attached> attached = s.attached;
+inline void truncate(WriterObject& s, const std::vector<int64_t>& keys) {
+  const std::shared_ptr<AttachedSegment> attached = s.attached;
   const int id = s.member.id();
   try {
     const WithoutGil unlocked;
-    Locked lock(*attached->memory, {.until_stopped = true});
+    SegmentLock lock(*attached->memory, {.until_stopped = true});
     for (const int64_t key : keys) lock.end_episode(static_cast<uint64_t>(key), id, s.roles.truncated);
     publish_limit(*attached->memory);
   } catch (const StoppedMeanwhile&) {  // nobody draws any more
@@ -217,7 +217,7 @@ inline void truncate(WriterState& s, const std::vector<int64_t>& keys) {
 // _end_episode(mask) -> int64 [n]: the episodes under way end with the rows that are there, which have these keys.
 inline PyObject* end_episode(PyObject* self, PyObject* given) {
   return guarded([&] {
-    auto& s = state_of<WriterState>(self);
+    auto& s = state_of<WriterObject>(self);
     const WriterUse use(self, s);
     require_linked(s, "end_episode");
     const std::vector<uint8_t> mask = read_mask(s, given);
@@ -234,7 +234,7 @@ inline PyObject* end_episode(PyObject* self, PyObject* given) {
 // _truncate(keys): the same for the episodes whose last rows have these keys, of a writer elsewhere.
 inline PyObject* truncate_rows(PyObject* self, PyObject* given) {
   return guarded([&] {
-    auto& s = state_of<WriterState>(self);
+    auto& s = state_of<WriterObject>(self);
     const WriterUse use(self, s);
     std::vector<int64_t> keys;
     segment::read_keys(given, keys);
@@ -244,7 +244,7 @@ inline PyObject* truncate_rows(PyObject* self, PyObject* given) {
 }
 
 // One episode, or with lanes a block of times and lanes: an observation more than steps.
-inline PyObject* extend_episodes(PyObject* self, WriterState& s, PyObject* const* args, PyObject* names) {
+inline PyObject* extend_episodes(PyObject* self, WriterObject& s, PyObject* const* args, PyObject* names) {
   PyObject* options[2] = {};
   s.matcher.match(args, names, s.given.data(), options);
   if (options[1] && options[1] != Py_None)
@@ -270,7 +270,7 @@ inline PyObject* extend_episodes(PyObject* self, WriterState& s, PyObject* const
 inline PyObject* extend(PyObject* self, PyObject* const* args, Py_ssize_t nargs, PyObject* names) {
   return guarded([&] {
     check_positional("extend", nargs);
-    auto& s = state_of<WriterState>(self);
+    auto& s = state_of<WriterObject>(self);
     const WriterUse use(self, s);
     return s.linked() ? extend_episodes(self, s, args, names) : extend_rows(self, s, args, names);
   });
@@ -338,10 +338,10 @@ inline PyGetSetDef getset[] = {{"closed", get_closed, nullptr, "True after close
                                {"_completed", get_completed, nullptr, "Rows with which an item was complete.", nullptr},
                                {nullptr, nullptr, nullptr, nullptr, nullptr}};
 inline PyType_Slot slots[] = {{Py_tp_init, reinterpret_cast<void*>(init)},
-                              {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<WriterState>)},
+                              {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<WriterObject>)},
                               {Py_tp_methods, methods},
                               {Py_tp_getset, getset},
                               {0, nullptr}};
-inline PyType_Spec spec = type_spec<WriterState>("torchreplay._C.Writer", slots);
+inline PyType_Spec spec = type_spec<WriterObject>("torchreplay._C.Writer", slots);
 
 }  // namespace torchreplay::py::writer

@@ -1,8 +1,8 @@
 // Rows from the segment in which a remote writer collects them, written into the buffer's own.
 #pragma once
 
-#include "python/writer.h"
-#include "write/row_block.h"
+#include "python/writer_object.h"
+#include "write/relayed_rows.h"
 
 namespace torchreplay::py::writer {
 
@@ -19,7 +19,7 @@ inline char* open_column(ArrayView& view, PyObject* o, Element element, int64_t 
 // keys.
 inline PyObject* relay(PyObject* self, PyObject* args) {
   return guarded([&] {
-    auto& s = state_of<WriterState>(self);
+    auto& s = state_of<WriterObject>(self);
     const WriterUse use(self, s);
     PyObject *block, *before, *keys;
     unsigned long long n, start;

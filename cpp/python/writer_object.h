@@ -1,8 +1,8 @@
 // `_C.Writer`: the calls of an explorer.
 #pragma once
 
-#include "python/segment.h"
-#include "python/values.h"
+#include "python/field_values.h"
+#include "python/segment_object.h"
 #include "write/lanes.h"
 
 namespace torchreplay::py {
@@ -51,8 +51,8 @@ inline std::string reset_call(const std::vector<Node>& observations) {
   return "writer.reset(" + names + ")";
 }
 
-struct WriterState {
-  WriterState(const std::shared_ptr<Attached>& a, StreamRoles r)
+struct WriterObject {
+  WriterObject(const std::shared_ptr<AttachedSegment>& a, StreamRoles r)
       : attached(a),
         member(a, Role::kWriter),
         roles(std::move(r)),
@@ -67,7 +67,7 @@ struct WriterState {
 
   bool linked() const { return !roles.observation.empty(); }
 
-  std::shared_ptr<Attached> attached;
+  std::shared_ptr<AttachedSegment> attached;
   Membership member;
   StreamRoles roles;
   std::vector<Node> observations;  // names of the observation fields
@@ -104,7 +104,7 @@ struct WriterState {
 // One call's use of a writer: refuses a second one at the same time, and lets go of the arrays at the end.
 class WriterUse {
  public:
-  WriterUse(PyObject* self, WriterState& s) : state_(s) {
+  WriterUse(PyObject* self, WriterObject& s) : state_(s) {
     s.require_open();
     if (s.attached->closed) {
       const Ref raises(checked(PyObject_CallMethod(self, "_refuse_closed_buffer", nullptr)));
@@ -140,7 +140,7 @@ class WriterUse {
     state_.used_in = 0;
   }
 
-  WriterState& state_;
+  WriterObject& state_;
 };
 
 namespace writer {
@@ -152,11 +152,11 @@ inline int init(PyObject* self, PyObject* args, PyObject*) {
     if (!PyArg_ParseTuple(args, "OOO|L", &type, &segment, &roles, &first_key)) throw PythonError{};
     if (!PyObject_TypeCheck(segment, reinterpret_cast<PyTypeObject*>(type)))
       throw std::invalid_argument("expected a Segment");
-    auto& s = state_of<SegmentState>(segment);
+    auto& s = state_of<SegmentObject>(segment);
     s.memory();
     const bool linked = s.memory().layout().view.linked();
     if (linked != (roles != Py_None)) throw std::invalid_argument("a linked view needs the roles of the fields");
-    auto state = std::make_unique<WriterState>(
+    auto state = std::make_unique<WriterObject>(
         s.attached, linked ? StreamRoles::parse(roles, s.attached->fields.specs) : StreamRoles{});
     state->member.id();  // announced from the start: a learner that waits knows that rows may come
     state->member.take_renewed();
@@ -175,7 +175,7 @@ inline void check_positional(const char* method, Py_ssize_t nargs) {
 }
 
 // Now and then (in Python): is anybody there to draw what is written?
-inline void look_around(PyObject* self, WriterState& s) {
+inline void look_around(PyObject* self, WriterObject& s) {
   constexpr int64_t kEvery = 1'000'000'000;
   const int64_t now = s.attached->memory->participant(s.member.id()).last_write.load(std::memory_order_relaxed);
   if (s.looked_around == 0) s.looked_around = now;
@@ -185,7 +185,7 @@ inline void look_around(PyObject* self, WriterState& s) {
 }
 
 // After a wait: the parent goes on with this call, and its id is the parent's.
-inline void refuse_forked(const WriterState& s) {
+inline void refuse_forked(const WriterObject& s) {
   if (!s.in_use()) throw std::runtime_error("the process was forked out of a waiting call: start a call of its own");
 }
 
@@ -204,7 +204,7 @@ inline void give_way(SegmentMemory& m) {
 // Writes rows, waiting (in Python, with the signals and the limits of a wait) as often as need be. `rows` and `fill`
 // are those of RingWriter::append.
 template <class Rows, class Fill>
-void write(PyObject* self, WriterState& s, uint64_t n, Rows& rows, int64_t* keys, Fill& fill) {
+void write(PyObject* self, WriterObject& s, uint64_t n, Rows& rows, int64_t* keys, Fill& fill) {
   SegmentMemory& m = *s.attached->memory;
   const Header& h = m.header();
   uint64_t bytes = 0;
@@ -246,7 +246,7 @@ struct SingleRows {
   void commit(uint64_t, uint64_t) const {}
 };
 
-inline void write_rows(PyObject* self, WriterState& s, uint64_t n, int64_t* keys) {
+inline void write_rows(PyObject* self, WriterObject& s, uint64_t n, int64_t* keys) {
   SegmentMemory& m = *s.attached->memory;
   const auto& columns = m.layout().fields;
   auto fill = [&](uint64_t row, uint64_t slot) {
@@ -263,7 +263,7 @@ inline void write_rows(PyObject* self, WriterState& s, uint64_t n, int64_t* keys
 inline PyObject* append(PyObject* self, PyObject* const* args, Py_ssize_t nargs, PyObject* names) {
   return guarded([&] {
     check_positional("append", nargs);
-    auto& s = state_of<WriterState>(self);
+    auto& s = state_of<WriterObject>(self);
     const WriterUse use(self, s);
     if (s.linked())
       throw std::invalid_argument(
@@ -279,7 +279,7 @@ inline PyObject* append(PyObject* self, PyObject* const* args, Py_ssize_t nargs,
   });
 }
 
-inline PyObject* extend_rows(PyObject* self, WriterState& s, PyObject* const* args, PyObject* names) {
+inline PyObject* extend_rows(PyObject* self, WriterObject& s, PyObject* const* args, PyObject* names) {
   PyObject* priority[2] = {};
   s.matcher.match(args, names, s.given.data(), priority);
   Leading leading{.times = true};
@@ -294,7 +294,7 @@ inline PyObject* extend_rows(PyObject* self, WriterState& s, PyObject* const* ar
 // _wait_room(ns): after _admitted() was false, sleeps until the limiter admits more, at most `ns`.
 inline PyObject* wait_room(PyObject* self, PyObject* ns) {
   return guarded([&] {
-    auto& s = state_of<WriterState>(self);
+    auto& s = state_of<WriterObject>(self);
     s.require_open();
     Header& h = s.attached->memory->header();
     Participant& entry = s.attached->memory->participant(s.member.id());
@@ -311,7 +311,7 @@ inline PyObject* wait_room(PyObject* self, PyObject* ns) {
 // _wait_room(), one before it does not: others may have used up what that one admitted.
 inline PyObject* admitted(PyObject* self, PyObject*) {
   return guarded([&] {
-    auto& s = state_of<WriterState>(self);
+    auto& s = state_of<WriterObject>(self);
     s.require_open();
     const Header& h = s.attached->memory->header();
     s.seen_room_signal = h.room_signal.load(std::memory_order_acquire);
@@ -321,7 +321,7 @@ inline PyObject* admitted(PyObject* self, PyObject*) {
 
 inline PyObject* close_writer(PyObject* self, PyObject*) {
   return guarded([&] {
-    auto& s = state_of<WriterState>(self);
+    auto& s = state_of<WriterObject>(self);
     if (s.in_use()) throw std::runtime_error("the writer is in use in another thread");
     s.rows_before = s.rows();
     s.closed = true;
@@ -334,7 +334,7 @@ inline PyObject* close_writer(PyObject* self, PyObject*) {
 // _depart(): others count no more on this writer, unless a thread is using it, until it is used again.
 inline PyObject* depart(PyObject* self, PyObject*) {
   return guarded([&] {
-    auto& s = state_of<WriterState>(self);
+    auto& s = state_of<WriterObject>(self);
     if (s.in_use() || s.closed) return Py_NewRef(Py_None);
     s.rows_before = s.rows();
     s.member.close();
@@ -343,13 +343,13 @@ inline PyObject* depart(PyObject* self, PyObject*) {
 }
 
 inline PyObject* get_closed(PyObject* self, void*) {
-  return guarded([&] { return PyBool_FromLong(state_of<WriterState>(self).closed); });
+  return guarded([&] { return PyBool_FromLong(state_of<WriterObject>(self).closed); });
 }
 inline PyObject* get_completed(PyObject* self, void*) {
-  return guarded([&] { return checked(PyLong_FromUnsignedLongLong(state_of<WriterState>(self).completed())); });
+  return guarded([&] { return checked(PyLong_FromUnsignedLongLong(state_of<WriterObject>(self).completed())); });
 }
 inline PyObject* get_rows(PyObject* self, void*) {
-  return guarded([&] { return checked(PyLong_FromUnsignedLongLong(state_of<WriterState>(self).rows())); });
+  return guarded([&] { return checked(PyLong_FromUnsignedLongLong(state_of<WriterObject>(self).rows())); });
 }
 
 }  // namespace writer

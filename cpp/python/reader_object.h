@@ -4,11 +4,11 @@
 #include "python/regions.h"
 #include "python/stats.h"
 #include "python/waits.h"
-#include "segment/reader.h"
+#include "segment/segment_reader.h"
 
 namespace torchreplay::py {
 
-struct ReaderState {
+struct ReaderObject {
   std::unique_ptr<SegmentReader> segment;
 
   SegmentReader& reader() {
@@ -24,7 +24,7 @@ inline int init(PyObject* self, PyObject* args, PyObject*) {
   return as_status(guarded([&] {
     int fd;
     if (!PyArg_ParseTuple(args, "i", &fd)) throw PythonError{};
-    install(self, new ReaderState{std::make_unique<SegmentReader>(Descriptor::duplicate(fd))});
+    install(self, new ReaderObject{std::make_unique<SegmentReader>(Descriptor::duplicate(fd))});
     return Py_NewRef(Py_None);
   }));
 }
@@ -78,7 +78,7 @@ inline void put_counts(segment::DictBuilder& d, const SegmentFacts& f) {
 // facts() -> dict: what the segment has counted, and who takes part. Times are in seconds.
 inline PyObject* facts(PyObject* self, PyObject*) {
   return guarded([&] {
-    const SegmentFacts f = state_of<ReaderState>(self).reader().facts();
+    const SegmentFacts f = state_of<ReaderObject>(self).reader().facts();
     segment::DictBuilder d;
     put_counts(d, f);
     d.put<"time">(static_cast<double>(f.now) * 1e-9);
@@ -103,7 +103,7 @@ inline PyObject* copy_slots(PyObject* self, PyObject* args) {
   return guarded([&] {
     unsigned long long first, n;
     if (!PyArg_ParseTuple(args, "KK", &first, &n)) throw PythonError{};
-    const SegmentReader& r = state_of<ReaderState>(self).reader();
+    const SegmentReader& r = state_of<ReaderObject>(self).reader();
     n = std::min<unsigned long long>(n, r.layout().capacity);
     std::vector<float> leaves(n);
     std::vector<uint64_t> keys1(n);
@@ -115,7 +115,7 @@ inline PyObject* copy_slots(PyObject* self, PyObject* args) {
 
 inline PyObject* close(PyObject* self, PyObject*) {
   return guarded([&] {
-    state_of<ReaderState>(self).segment.reset();
+    state_of<ReaderObject>(self).segment.reset();
     return Py_NewRef(Py_None);
   });
 }
@@ -124,39 +124,39 @@ inline PyObject* as_number(uint64_t n) { return checked(PyLong_FromUnsignedLongL
 
 inline PyObject* get_text(PyObject* self, void*) {
   return guarded([&] {
-    const std::string& text = state_of<ReaderState>(self).reader().text();
+    const std::string& text = state_of<ReaderObject>(self).reader().text();
     return checked(PyUnicode_FromStringAndSize(text.data(), static_cast<Py_ssize_t>(text.size())));
   });
 }
 inline PyObject* get_nonce(PyObject* self, void*) {
-  return guarded([&] { return as_number(state_of<ReaderState>(self).reader().header().nonce); });
+  return guarded([&] { return as_number(state_of<ReaderObject>(self).reader().header().nonce); });
 }
 inline PyObject* get_seed(PyObject* self, void*) {
-  return guarded([&] { return as_number(state_of<ReaderState>(self).reader().header().seed); });
+  return guarded([&] { return as_number(state_of<ReaderObject>(self).reader().header().seed); });
 }
 inline PyObject* get_format(PyObject* self, void*) {
-  return guarded([&] { return as_number(state_of<ReaderState>(self).reader().header().version); });
+  return guarded([&] { return as_number(state_of<ReaderObject>(self).reader().header().version); });
 }
 inline PyObject* get_bytes(PyObject* self, void*) {
-  return guarded([&] { return as_number(state_of<ReaderState>(self).reader().layout().bytes); });
+  return guarded([&] { return as_number(state_of<ReaderObject>(self).reader().layout().bytes); });
 }
 inline PyObject* get_regions(PyObject* self, void*) {
-  return guarded([&] { return regions_of(state_of<ReaderState>(self).reader().layout()); });
+  return guarded([&] { return regions_of(state_of<ReaderObject>(self).reader().layout()); });
 }
 // In which boot of the machine its processes used a file; 0: it lies in memory.
 inline PyObject* get_boot(PyObject* self, void*) {
-  return guarded([&] { return as_number(state_of<ReaderState>(self).reader().file().boot); });
+  return guarded([&] { return as_number(state_of<ReaderObject>(self).reader().file().boot); });
 }
 // Whether the last process that used a file has marked it as closed.
 inline PyObject* get_sealed(PyObject* self, void*) {
   return guarded(
-      [&] { return PyBool_FromLong(state_of<ReaderState>(self).reader().file().phase.load() == Phase::kSealed); });
+      [&] { return PyBool_FromLong(state_of<ReaderObject>(self).reader().file().phase.load() == Phase::kSealed); });
 }
 inline PyObject* get_in_use(PyObject* self, void*) {
-  return guarded([&] { return PyBool_FromLong(state_of<ReaderState>(self).reader().in_use()); });
+  return guarded([&] { return PyBool_FromLong(state_of<ReaderObject>(self).reader().in_use()); });
 }
 inline PyObject* get_same_namespace(PyObject* self, void*) {
-  return guarded([&] { return PyBool_FromLong(state_of<ReaderState>(self).reader().same_namespace()); });
+  return guarded([&] { return PyBool_FromLong(state_of<ReaderObject>(self).reader().same_namespace()); });
 }
 
 inline PyMethodDef methods[] = {{"facts", facts, METH_NOARGS, nullptr},
@@ -175,11 +175,11 @@ inline PyGetSetDef getset[] = {{"text", get_text, nullptr, nullptr, nullptr},
                                {"same_namespace", get_same_namespace, nullptr, nullptr, nullptr},
                                {nullptr, nullptr, nullptr, nullptr, nullptr}};
 inline PyType_Slot slots[] = {{Py_tp_init, reinterpret_cast<void*>(init)},
-                              {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<ReaderState>)},
+                              {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<ReaderObject>)},
                               {Py_tp_methods, methods},
                               {Py_tp_getset, getset},
                               {0, nullptr}};
-inline PyType_Spec spec = type_spec<ReaderState>("torchreplay._C.Reader", slots);
+inline PyType_Spec spec = type_spec<ReaderObject>("torchreplay._C.Reader", slots);
 
 }  // namespace reader
 }  // namespace torchreplay::py

@@ -1,9 +1,9 @@
 // Turning written rows into drawable items. Everything here runs under the segment's mutex.
 #pragma once
 
-#include "absorb/leaves.h"
-#include "absorb/pending.h"
-#include "absorb/sampled_bitmap.h"
+#include "absorb/drawn_items.h"
+#include "absorb/leaf_changes.h"
+#include "absorb/pending_set.h"
 #include "absorb/streams.h"
 
 namespace torchreplay {

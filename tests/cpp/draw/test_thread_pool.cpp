@@ -7,7 +7,7 @@
 
 #include "draw/thread_pool.h"
 
-BOOST_AUTO_TEST_SUITE(test_crew)
+BOOST_AUTO_TEST_SUITE(test_thread_pool)
 
 using namespace torchreplay;
 
@@ -34,7 +34,7 @@ BOOST_AUTO_TEST_CASE(every_part_is_done_once) {
   for (int threads : {1, 2, 4})
     for (int parts : {0, 1, 2, 3, 100}) {
       Record record(parts);
-      Crew::instance().run(threads, parts, [&](int w, int part) { record(w, part); });
+      ThreadPool::instance().run(threads, parts, [&](int w, int part) { record(w, part); });
       BOOST_TEST(record.complete());
       for (int w : record.worker) BOOST_TEST((w >= 0 && w < threads));
     }
@@ -43,7 +43,7 @@ BOOST_AUTO_TEST_CASE(every_part_is_done_once) {
 BOOST_AUTO_TEST_CASE(the_others_help) {
   // Each part waits until another one is begun: one thread alone would never end.
   std::atomic<int> begun{0};
-  Crew::instance().run(2, 2, [&](int, int) {
+  ThreadPool::instance().run(2, 2, [&](int, int) {
     begun++;
     while (begun < 2) std::this_thread::yield();
   });
@@ -54,7 +54,7 @@ BOOST_AUTO_TEST_CASE(two_jobs_at_once_are_both_done) {
   const auto many = [] {
     for (int i = 0; i < 300; i++) {
       Record record(20);
-      Crew::instance().run(3, 20, [&](int w, int part) { record(w, part); });
+      ThreadPool::instance().run(3, 20, [&](int w, int part) { record(w, part); });
       if (!record.complete()) return false;
     }
     return true;
@@ -66,23 +66,23 @@ BOOST_AUTO_TEST_CASE(two_jobs_at_once_are_both_done) {
   BOOST_TEST(other);
 }
 
-BOOST_AUTO_TEST_CASE(what_a_part_throws_comes_out_and_the_crew_goes_on) {
+BOOST_AUTO_TEST_CASE(what_a_part_throws_comes_out_and_the_pool_goes_on) {
   const auto fail = [](int, int part) {
     if (part == 7) throw std::runtime_error("part 7");
   };
-  BOOST_CHECK_THROW(Crew::instance().run(3, 50, fail), std::runtime_error);
+  BOOST_CHECK_THROW(ThreadPool::instance().run(3, 50, fail), std::runtime_error);
   Record record(50);
-  Crew::instance().run(3, 50, [&](int w, int part) { record(w, part); });
+  ThreadPool::instance().run(3, 50, [&](int w, int part) { record(w, part); });
   BOOST_TEST(record.complete());
 }
 
-BOOST_AUTO_TEST_CASE(a_forked_child_has_a_crew_of_its_own) {
-  Crew::instance().run(3, 50, [](int, int) {});
+BOOST_AUTO_TEST_CASE(a_forked_child_has_a_pool_of_its_own) {
+  ThreadPool::instance().run(3, 50, [](int, int) {});
   const pid_t child = fork();
   if (child == 0) {
     fork_generation.fetch_add(1);  // as the handler does where a segment is attached
     Record record(50);
-    Crew::instance().run(3, 50, [&](int w, int part) { record(w, part); });
+    ThreadPool::instance().run(3, 50, [&](int w, int part) { record(w, part); });
     _exit(record.complete() ? 0 : 1);
   }
   int status = 1;

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <stdexcept>
 
-#include "locking/mutex.h"
+#include "locking/robust_mutex.h"
 #include "segment/layout.h"
 #include "system/fault.h"
 #include "system/pages.h"

@@ -7,10 +7,10 @@
 #include <cmath>
 #include <vector>
 
-#include "draw/sample.h"
-#include "draw/update.h"
-#include "ops/attached.h"
-#include "ops/tensors.h"
+#include "draw/batch_sampler.h"
+#include "draw/priority_updater.h"
+#include "ops/attached_rings.h"
+#include "ops/tensor_checks.h"
 
 namespace torchreplay::ops {
 
@@ -235,7 +235,7 @@ inline Tensor ring_size(const Tensor& ring) {
   const NamedRing named = ring_of(ring);
   SegmentMemory& memory = named.memory();
   Tensor size = scalar(ScalarType::Long);
-  Locked lock(memory);
+  SegmentLock lock(memory);
   lock.absorb();
   publish_limit(memory);
   *longs(size) = static_cast<int64_t>(memory.header().rows);

@@ -1,7 +1,7 @@
 // Which items were drawn since they became drawable. Guarded by the segment's mutex.
 #pragma once
 
-#include "segment/memory.h"
+#include "segment/segment_memory.h"
 
 namespace torchreplay {
 

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <bit>
 
-#include "segment/memory.h"
+#include "segment/segment_memory.h"
 #include "system/fault.h"
 
 namespace torchreplay {

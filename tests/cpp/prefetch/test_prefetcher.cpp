@@ -2,7 +2,7 @@
 
 #include "learner.h"
 
-BOOST_AUTO_TEST_SUITE(test_ahead)
+BOOST_AUTO_TEST_SUITE(test_prefetcher)
 
 using namespace torchreplay;
 using namespace torchreplay::testing;
@@ -20,7 +20,7 @@ BOOST_AUTO_TEST_CASE(batches_come_in_order_and_are_those_of_a_sampler) {
     if (i < 197) learner.order();
   }
   BOOST_TEST(m->header().sampled == 200U * kBatch);
-  BOOST_TEST(learner.backlog.empty());
+  BOOST_TEST(learner.outstanding.empty());
 }
 
 BOOST_AUTO_TEST_CASE(what_nobody_took_has_not_been_drawn) {
@@ -31,7 +31,7 @@ BOOST_AUTO_TEST_CASE(what_nobody_took_has_not_been_drawn) {
   learner.ahead.close();
   BOOST_TEST(m->header().sampled == uint64_t{kBatch});
   BOOST_TEST(m->header().draws == 1U);
-  BOOST_TEST(learner.backlog.empty());
+  BOOST_TEST(learner.outstanding.empty());
   learner.order();
   BOOST_TEST((learner.take() == Draw::kDone), "it starts again");
 }
@@ -110,7 +110,7 @@ BOOST_AUTO_TEST_CASE(a_shortage_is_told_once_and_ends_with_the_rows) {
   BOOST_REQUIRE(learner.shortage.has_value());
   BOOST_TEST(learner.shortage->inserted == 50U);
   BOOST_TEST(learner.shortage->needed == 60U);
-  BOOST_TEST(learner.ahead.settle(learner.ahead.claim(true), kSecond), "it waits for rows that have not come");
+  BOOST_TEST(learner.ahead.settle(learner.ahead.settle_point(true), kSecond), "it waits for rows that have not come");
   for (uint64_t i = 50; i < 60; i++) append_row(*m, 1, 1000 + i, 1.0F);
   Draw outcome;
   while ((outcome = learner.take()) == Draw::kWait) {
@@ -142,14 +142,14 @@ BOOST_AUTO_TEST_CASE(a_stopped_buffer_gives_no_more_batches) {
 
 BOOST_AUTO_TEST_CASE(closing_waits_for_no_lock) {
   auto m = buffer_of(50);
-  std::optional<Locked> held(*m);
+  std::optional<SegmentLock> held(*m);
   std::thread([&] {
     Learner learner(*m);
     learner.order(2);
     const int64_t start = monotonic_ns();
     learner.ahead.close();
     BOOST_TEST(monotonic_ns() - start < 10 * kSecond);
-    BOOST_TEST(learner.backlog.empty());
+    BOOST_TEST(learner.outstanding.empty());
   }).join();
 }
 

@@ -6,8 +6,8 @@
 #include <optional>
 #include <vector>
 
-#include "absorb/sampled_bitmap.h"
-#include "draw/items.h"
+#include "absorb/drawn_items.h"
+#include "draw/item_gather.h"
 #include "draw/strata.h"
 #include "draw/thread_pool.h"
 #include "session/segment_lock.h"
@@ -197,7 +197,7 @@ class BatchSampler {
     take_chances(name, round, count);
     Header& h = memory_.header();
     shortage.seen = h.rows_signal.load(std::memory_order_acquire);
-    Locked lock(memory_, patience);
+    SegmentLock lock(memory_, patience);
     if (h.stopped.load(std::memory_order_relaxed)) return Draw::kStopped;
     if (round) resync_failed();
     // A redraw absorbs too: a learner that slept while the ring turned would find one stale leaf after the other.
@@ -279,7 +279,7 @@ class BatchSampler {
   void find_keys(const int64_t* keys, int n) {
     items_.clear();
     const Header& h = memory_.header();
-    Locked lock(memory_);
+    SegmentLock lock(memory_);
     lock.absorb();
     publish_limit(memory_);
     const PriorityTree tree = memory_.tree();
@@ -325,7 +325,7 @@ class BatchSampler {
     for (int p = 0; p < parts; p++)
       parts_[p].todo.assign(todo_.begin() + count * int64_t{p} / parts,
                             todo_.begin() + count * (int64_t{p} + 1) / parts);
-    Crew::instance().run(threads, parts, [&](int worker, int p) {
+    ThreadPool::instance().run(threads, parts, [&](int worker, int p) {
       auto& copier = copiers_[worker];
       if (!copier) copier.emplace(memory_, plan_);
       copier->copy(items_, parts_[p], out);

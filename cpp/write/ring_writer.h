@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "segment/memory.h"
+#include "segment/segment_memory.h"
 #include "system/fault.h"
 #include "system/futex.h"
 
