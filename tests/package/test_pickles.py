@@ -22,7 +22,7 @@ SPEC = {"x": tr.Field((2,)), "r": tr.Field()}
 PACKAGE = str(Path(tr.__file__).parent)
 
 
-def board():
+def table():
     from torchreplay.workers.worker_table import WorkerTable
 
     return WorkerTable(3)
@@ -46,7 +46,7 @@ TRAVELLERS = {
     "batch": lambda b: b.sample(2),
     "statistics": lambda b: b.stats(),
     "tree": lambda b: tr.PriorityTree(8),
-    "board of explorers": lambda b: board(),
+    "table of a pool of workers": lambda b: table(),
     "data module": data_module,
     "spec": lambda b: b.spec,
     "sampler": lambda b: tr.Prioritized(beta=tr.LinearSchedule(0.4, 1.0, 10)),

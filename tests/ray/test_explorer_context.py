@@ -1,4 +1,4 @@
-"""What an explorer's function gets: its context, and the board of its pool."""
+"""What an explorer's function gets: its context, and the table of its pool."""
 
 import inspect
 import math
@@ -32,7 +32,7 @@ def test_an_explorers_function_can_be_tried_without_ray():
     explore(ctx)
     ctx.close()
     assert len(buffer) == 10
-    assert int(ctx._board.entries[0]["rows"]) == 10
+    assert int(ctx._table.entries[0]["rows"]) == 10
     assert "explorer 0 of 1" in repr(ctx)
     assert "episodes=1" in repr(ctx)
 
@@ -65,7 +65,7 @@ def test_rows_of_writers_that_the_function_closes_itself_are_counted_once():
                 writer.append(**row(0, 0, count))
             assert not ctx.stopped
     ctx.close()
-    assert int(ctx._board.entries[0]["rows"]) == 15
+    assert int(ctx._table.entries[0]["rows"]) == 15
 
 
 @pytest.mark.parametrize(
@@ -109,8 +109,8 @@ def test_rows_and_episodes_of_a_vectorised_explorer_are_counted():
     spec = {"obs": tr.Field(), "action": tr.Field(), "reward": tr.Field()}
     ends = {"terminated": tr.Field((), torch.bool), "truncated": tr.Field((), torch.bool)}
     buffer = tr.ReplayBuffer({**spec, **ends}, 100, view=tr.Transitions())
-    board, lanes, rng = WorkerTable(1), 3, np.random.default_rng(0)
-    ctx = ExplorerContext(buffer, board=board)
+    table, lanes, rng = WorkerTable(1), 3, np.random.default_rng(0)
+    ctx = ExplorerContext(buffer, table=table)
     envs = SimpleNamespace(num_envs=lanes, single_observation_space=None, metadata={"autoreset_mode": "NextStep"})
     writer = ctx.writer(envs)
     writer.reset(obs=np.zeros(lanes))
@@ -127,7 +127,7 @@ def test_rows_and_episodes_of_a_vectorised_explorer_are_counted():
         episodes += zip(returns[ended], lengths[ended], strict=True)
         ctx.record(episode_return=returns[ended], episode_length=lengths[ended])
         returns[ended], lengths[ended] = 0.0, 0
-    stats = explorer_stats(0, board.entries[0])
+    stats = explorer_stats(0, table.entries[0])
     assert stats.rows == ctx.rows == len(buffer) == lanes * 21
     assert (stats.episodes, stats.steps) == (len(episodes), sum(n for _, n in episodes))
     assert math.isclose(stats.mean_return, sum(r for r, _ in episodes) / len(episodes), rel_tol=1e-9)
@@ -146,8 +146,8 @@ def test_the_writer_of_every_buffer_takes_the_arguments_of_replay_buffers():
 def test_weights_are_pulled_when_newer_and_not_before_the_delay_is_over():
     policy, explorers_policy = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
     weights, buffer = tr.SharedWeights(policy), make_buffer()
-    board, published = WorkerTable(1), 0
-    ctx = ExplorerContext(buffer, weights, max_weight_sync_delay=10, board=board)
+    table, published = WorkerTable(1), 0
+    ctx = ExplorerContext(buffer, weights, max_weight_sync_delay=10, table=table)
     writer = ctx.writer()
     pulled = []
     for count in range(35):
@@ -158,17 +158,17 @@ def test_weights_are_pulled_when_newer_and_not_before_the_delay_is_over():
         writer.append(**row(0, 0, count))
     # The first at once; version 2 ten rows later; version 3 as soon as ten more are over; then there is nothing newer.
     assert pulled == [(0, 0), (10, 2), (20, 3), (34, 4)]
-    stats = explorer_stats(0, board.entries[0])
+    stats = explorer_stats(0, table.entries[0])
     assert (stats.weight_version, stats.weight_syncs) == (4, 4)
     assert ctx.pull_weights(torch.nn.Linear(1, 1))  # into another module: at once
 
 
 def test_rows_that_the_buffer_itself_writes_count_as_an_explorers_own():
     policy, explorers_policy = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
-    weights, buffer, board = tr.SharedWeights(policy), make_buffer(), WorkerTable(1)
+    weights, buffer, table = tr.SharedWeights(policy), make_buffer(), WorkerTable(1)
     three = {name: torch.zeros(3, *field.shape, dtype=field.dtype) for name, field in buffer.spec.items()}
     buffer.extend(**three)  # somebody else's
-    ctx = ExplorerContext(buffer, weights, max_weight_sync_delay=10, board=board)
+    ctx = ExplorerContext(buffer, weights, max_weight_sync_delay=10, table=table)
     pulled = []
     for count in range(0, 30, 3):
         weights.publish(policy)
@@ -179,7 +179,7 @@ def test_rows_that_the_buffer_itself_writes_count_as_an_explorers_own():
     with ctx.writer() as writer:
         writer.append(**row(0, 0, 0))
     ctx.close()
-    assert ctx.rows == explorer_stats(0, board.entries[0]).rows == 31
+    assert ctx.rows == explorer_stats(0, table.entries[0]).rows == 31
 
 
 def test_without_a_delay_weights_are_pulled_whenever_they_are_newer():
@@ -196,8 +196,8 @@ def test_an_explorer_of_several_policies_has_a_writer_and_weights_for_each():
     buffers = {"red": make_buffer(), "blue": make_buffer()}
     policies = {name: torch.nn.Linear(1, 1) for name in buffers}
     weights = {name: tr.SharedWeights(policy) for name, policy in policies.items()}
-    board = WorkerTable(1)
-    ctx = ExplorerContext(buffers, weights, max_weight_sync_delay=3, board=board)
+    table = WorkerTable(1)
+    ctx = ExplorerContext(buffers, weights, max_weight_sync_delay=3, table=table)
     weights["blue"].publish(policies["blue"])
     for count, name in enumerate(["red", "blue", "blue"]):
         with ctx.writer(name=name) as writer:
@@ -207,7 +207,7 @@ def test_an_explorer_of_several_policies_has_a_writer_and_weights_for_each():
     assert not ctx.stopped
     buffers["blue"].stop()
     assert ctx.stopped
-    stats = explorer_stats(0, board.entries[0])
+    stats = explorer_stats(0, table.entries[0])
     assert (stats.rows, stats.weight_version, stats.weight_syncs) == (3, 0, 2)
 
 
@@ -226,19 +226,19 @@ def test_pulling_weights_that_nobody_gave_says_where_to_give_them():
 
 
 def test_a_context_is_stopped_by_its_pool_and_by_its_buffer():
-    board, buffer = WorkerTable(1), make_buffer()
-    ctx = ExplorerContext(buffer, board=board)
+    table, buffer = WorkerTable(1), make_buffer()
+    ctx = ExplorerContext(buffer, table=table)
     assert not ctx.stopped
-    board.stopped = True
+    table.stopped = True
     assert ctx.stopped
-    board.stopped = False
+    table.stopped = False
     buffer.stop()
     assert ctx.stopped
 
 
 def test_recorded_statistics_agree_with_a_plain_list_of_episodes():
     supervisor = supervise(ScriptedActors(lambda launch: None), num_explorers=2)
-    ctx = ExplorerContext(make_buffer(), index=1, num_explorers=2, board=supervisor.board)
+    ctx = ExplorerContext(make_buffer(), index=1, num_explorers=2, table=supervisor.table)
     rng = np.random.default_rng(0)
     episodes = [(float(rng.normal()), int(rng.integers(1, 500))) for _ in range(250)]
     for seen, (episode_return, length) in enumerate(episodes, start=1):

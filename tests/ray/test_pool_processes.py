@@ -193,8 +193,8 @@ def test_processes_whose_function_has_returned_are_waited_for_together_and_not_b
     def linger(ctx):
         threading.Thread(target=time.sleep, args=(3600,)).start()  # as a logger's or a loader's
 
-    buffer, board = make_buffer(), WorkerTable(3)
-    backend = ProcessBackend((ExplorerPool(linger, 3, buffer)._make_work(), board))
+    buffer, table = make_buffer(), WorkerTable(3)
+    backend = ProcessBackend((ExplorerPool(linger, 3, buffer)._make_work(), table))
     launches = [Launch(index, 3, 0, 0) for index in range(3)]
     runs = [backend.launch(launch) for launch in launches]
     pids = [run.pid for run in runs]

@@ -29,7 +29,7 @@ def pool(monkeypatch):
 
 def test_a_forked_child_that_ends_leaves_its_parents_explorers_alone(pool):
     with pool:
-        ctx = ExplorerContext(pool.buffer, board=pool._supervisor.board)
+        ctx = ExplorerContext(pool.buffer, table=pool._supervisor.table)
         with Forked(pool.__exit__, None, None, None) as child:
             assert child.wait() == 0
         assert not ctx.stopped
@@ -206,12 +206,12 @@ def test_an_episode_whose_return_or_length_is_no_number_is_refused_with_both(num
 
 @pytest.mark.parametrize("length", [-1, 10**30, 2**63, 1e30], ids=repr)
 def test_an_episode_of_a_length_that_no_episode_has_is_refused_and_not_counted(length):
-    board = WorkerTable(1)
-    ctx = ExplorerContext(make_buffer(), board=board)
+    table = WorkerTable(1)
+    ctx = ExplorerContext(make_buffer(), table=table)
     with pytest.raises(ValueError, match=r"episode_length is .*: expected an int from 0 to"):
         ctx.record(episode_return=1.0, episode_length=length)
     ctx.record(episode_return=2.0, episode_length=3)
-    stats = explorer_stats(0, board.entries[0])
+    stats = explorer_stats(0, table.entries[0])
     assert (stats.episodes, stats.steps, stats.mean_return) == (1, 3, 2.0)
 
 
@@ -229,19 +229,19 @@ def test_an_episode_of_a_length_that_no_episode_has_is_refused_and_not_counted(l
     ids=repr,
 )
 def test_of_episodes_of_which_one_cannot_be_recorded_none_is(returns, lengths, message):
-    board = WorkerTable(1)
-    ctx = ExplorerContext(make_buffer(), board=board)
+    table = WorkerTable(1)
+    ctx = ExplorerContext(make_buffer(), table=table)
     with pytest.raises(ValueError, match=message):
         ctx.record(episode_return=returns, episode_length=lengths)
-    assert explorer_stats(0, board.entries[0]).episodes == 0
+    assert explorer_stats(0, table.entries[0]).episodes == 0
 
 
 def test_episodes_of_vector_environments_come_as_arrays_or_lists():
-    board = WorkerTable(1)
-    ctx = ExplorerContext(make_buffer(), board=board)
+    table = WorkerTable(1)
+    ctx = ExplorerContext(make_buffer(), table=table)
     ctx.record(episode_return=np.array([1.0, 2.0]), episode_length=np.array([3, 4]))
     ctx.record(episode_return=[6.0], episode_length=[5])
     ctx.record(episode_return=(7.0, 9.0), episode_length=(2, 1))
     ctx.record(episode_return=[], episode_length=[])
-    stats = explorer_stats(0, board.entries[0])
+    stats = explorer_stats(0, table.entries[0])
     assert (stats.episodes, stats.steps, stats.mean_return) == (5, 15, 5.0)

@@ -29,18 +29,18 @@ class Copies:
     def __init__(self, monkeypatch, ahead=1e6):
         ray = SimpleNamespace(get=lambda answer, timeout=None: answer, exceptions=SimpleNamespace(RayError=OSError))
         monkeypatch.setattr(table_replica, "import_ray", lambda: ray)
-        self.board, self.far_board, self.interrupts = WorkerTable(3), WorkerTable(3), []
+        self.table, self.remote_table, self.interrupts = WorkerTable(3), WorkerTable(3), []
         self._clock, self._ahead, self._patch = time.monotonic, ahead, monkeypatch
 
     def replica(self, index, run):
         """What keeps the copy for a run of a worker, but for its thread."""
-        replica = TableReplica(Called(TableServer(None, self.board, b"")), Launch(index, 3, 0, run), self.far_board)
+        replica = TableReplica(Called(TableServer(None, self.table, b"")), Launch(index, 3, 0, run), self.remote_table)
         replica._interrupt = lambda: self.interrupts.append(run)
         return replica
 
     def exchange(self, replica):
         """Has it report by the other node's clock."""
-        dump = self.far_board.dump_status
+        dump = self.remote_table.dump_status
 
         def dump_there(index):
             with self._patch.context() as patch:
@@ -48,68 +48,68 @@ class Copies:
                 return dump(index)
 
         with self._patch.context() as patch:
-            patch.setattr(self.far_board, "dump_status", dump_there)
+            patch.setattr(self.remote_table, "dump_status", dump_there)
             replica._exchange(None)
 
 
 def test_what_a_worker_writes_comes_home_and_what_the_pool_orders_goes_out(monkeypatch):
     copies = Copies(monkeypatch)
-    copies.board.launch(1, run=4)
-    copies.board.wanted = 9
+    copies.table.launch(1, run=4)
+    copies.table.wanted = 9
     replica = copies.replica(1, 4)
-    entry = copies.far_board.entries[1]
+    entry = copies.remote_table.entries[1]
     for number, column in enumerate(name for name in ENTRY.names if name != "node"):
         entry[column] = number + 1
     entry["node"] = b"ab" * 28
     beat = time.monotonic() - 5
     entry["heartbeat"] = beat + 1e6  # by the other node's clock
     copies.exchange(replica)
-    at_home = copies.board.entries[1]
+    at_home = copies.table.entries[1]
     for column in ENTRY.names:
         if column != "heartbeat":
             assert at_home[column].tolist() == entry[column].tolist(), column
     took = time.monotonic() - 5 - beat
     assert beat - 1e-6 <= at_home["heartbeat"] <= beat + took  # the age is kept, and what the news took is not in it
-    assert not copies.board.entries[0]["rows"]
-    assert not copies.board.entries[2]["rows"]
-    assert (copies.far_board.stopped, copies.far_board.wanted) == (False, 9)
+    assert not copies.table.entries[0]["rows"]
+    assert not copies.table.entries[2]["rows"]
+    assert (copies.remote_table.stopped, copies.remote_table.wanted) == (False, 9)
 
 
 def test_a_worker_is_interrupted_once_and_not_before_it_knows_that_it_is_to_stop(monkeypatch):
     copies = Copies(monkeypatch)
-    copies.board.launch(1, run=4)
+    copies.table.launch(1, run=4)
     replica = copies.replica(1, 4)
-    copies.board.stopped = True
+    copies.table.stopped = True
     for _ in range(2):
         copies.exchange(replica)
-        assert copies.far_board.stopped
-    copies.board.interrupt(2)
+        assert copies.remote_table.stopped
+    copies.table.interrupt(2)
     copies.exchange(replica)
     assert not copies.interrupts  # that was another worker
-    copies.board.interrupt(1)
+    copies.table.interrupt(1)
     for _ in range(2):
         copies.exchange(replica)
     assert copies.interrupts == [4]
-    copies.board.launch(1, run=5)
+    copies.table.launch(1, run=5)
     copies.exchange(copies.replica(1, 5))
     assert copies.interrupts == [4]
 
 
 def test_a_worker_that_has_a_successor_is_not_heard_and_is_to_end_at_once(monkeypatch):
     copies = Copies(monkeypatch)
-    copies.board.launch(0, run=0)
+    copies.table.launch(0, run=0)
     replica = copies.replica(0, 0)
-    copies.far_board.entries[0]["pid"] = copies.far_board.entries[0]["rows"] = 7
+    copies.remote_table.entries[0]["pid"] = copies.remote_table.entries[0]["rows"] = 7
     copies.exchange(replica)
-    assert copies.board.entries[0]["pid"] == 7
-    copies.board.launch(0, run=1)
+    assert copies.table.entries[0]["pid"] == 7
+    copies.table.launch(0, run=1)
     for _ in range(2):
         copies.exchange(replica)
-        assert copies.far_board.stopped
+        assert copies.remote_table.stopped
     assert copies.interrupts == [0]
-    assert copies.board.entries[0]["pid"] == 0
+    assert copies.table.entries[0]["pid"] == 0
     with pytest.raises(tr.Stopped, match="another run"):
         copies.replica(0, 0)
-    copies.far_board.entries[0]["rows"] = 0
+    copies.remote_table.entries[0]["rows"] = 0
     copies.replica(0, 1)
-    assert copies.far_board.entries[0]["rows"] == 7  # the successor goes on counting
+    assert copies.remote_table.entries[0]["rows"] == 7  # the successor goes on counting

@@ -31,8 +31,8 @@ class Loop:
     """The evaluator's worker, in a thread of this process."""
 
     def __init__(self, evaluator):
-        self.evaluator, self.board = evaluator, WorkerTable(1)
-        work = evaluator._make_work().begin(Launch(0, 1, 0, 0), self.board)
+        self.evaluator, self.table = evaluator, WorkerTable(1)
+        work = evaluator._make_work().begin(Launch(0, 1, 0, 0), self.table)
         self.thread = threading.Thread(target=work.run)
 
     def __enter__(self):
@@ -40,14 +40,14 @@ class Loop:
         return self
 
     def __exit__(self, *_):
-        self.board.stopped = True
+        self.table.stopped = True
         self.thread.join()
 
     def look_around(self):
         """Returns when the worker has looked for something to do, after this call."""
         for _ in range(2):
-            before = self.board.entries[0]["heartbeat"]
-            eventually(lambda before=before: self.board.entries[0]["heartbeat"] > before)
+            before = self.table.entries[0]["heartbeat"]
+            eventually(lambda before=before: self.table.entries[0]["heartbeat"] > before)
 
     def versions(self):
         self.look_around()
@@ -61,17 +61,17 @@ def publish(weights, *numbers):
 
 def run_once(evaluator):
     """A worker that ends with its first evaluation, by any error in it."""
-    board = WorkerTable(1)
+    table = WorkerTable(1)
     log = evaluator._results.log
     add = log.add
 
     def add_and_stop(*found):
         add(*found)
-        board.stopped = True
+        table.stopped = True
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(log, "add", add_and_stop)
-        evaluator._make_work().begin(Launch(0, 1, 0, 0), board).run()
+        evaluator._make_work().begin(Launch(0, 1, 0, 0), table).run()
 
 
 def kept(directory):

@@ -113,8 +113,8 @@ def test_a_program_without_descriptors_left_keeps_the_explorers_it_has():
         while not ctx.stopped:
             time.sleep(0.01)
 
-    work, board = ExplorerPool(wait_for_the_end, 2, make_buffer())._make_work(), WorkerTable(2)
-    backend = ProcessBackend((work, board))
+    work, table = ExplorerPool(wait_for_the_end, 2, make_buffer())._make_work(), WorkerTable(2)
+    backend = ProcessBackend((work, table))
     eventually(lambda: backend.is_free(0), 150)
     first = backend.launch(Launch(0, 2, 0, 0))
     refused, held = 0, []

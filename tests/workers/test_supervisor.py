@@ -60,7 +60,7 @@ def test_an_explorer_that_only_fails_is_not_waited_for_until_it_makes_progress()
     supervisor = supervise(actors, marks=marks)
     eventually(lambda: len(actors.runs) == 6)
     eventually(lambda: marks.open == 0)
-    supervisor.board.entries[0]["episodes"] += 1
+    supervisor.table.entries[0]["episodes"] += 1
     eventually(lambda: marks.open == 1)
     supervisor.stop(0, 0)
     assert marks.open == 0
@@ -71,7 +71,7 @@ def test_an_explorer_runs_from_the_moment_at_which_its_process_says_so():
     supervisor = supervise(actors)
     eventually(lambda: len(actors.runs) == 1)
     assert supervisor.stats()[0].state == "starting"
-    supervisor.board.entries["pid"] = 2**22
+    supervisor.table.entries["pid"] = 2**22
     assert supervisor.stats()[0].alive
     actors.end(actors.runs[0], RAISED)
     eventually(lambda: len(actors.runs) == 2)
@@ -83,7 +83,7 @@ def test_explorers_that_do_not_return_in_time_are_killed():
     actors = ScriptedActors(lambda launch: None)
     supervisor = supervise(actors, num_explorers=2)
     eventually(lambda: len(actors.runs) == 2)
-    supervisor.board.entries["pid"] = 2**22  # both are in their function
+    supervisor.table.entries["pid"] = 2**22  # both are in their function
     supervisor.stop(0, 0)
     assert all(run.interrupted and run.killed for run in actors.runs)
     assert [s.state for s in supervisor.stats()] == ["stopped", "stopped"]
@@ -154,7 +154,7 @@ def test_workers_that_do_not_begin_are_mentioned_in_one_line_until_they_do(caplo
     actors = ScriptedActors(lambda launch: None)
     supervisor = supervise(actors, num_explorers=5)
     eventually(lambda: len(actors.runs) == 5)
-    supervisor.board.begin(0)
+    supervisor.table.begin(0)
     monkeypatch.setattr("torchreplay.workers.supervisor.SLOW_START", 0.2)
 
     def lines():
@@ -164,7 +164,7 @@ def test_workers_that_do_not_begin_are_mentioned_in_one_line_until_they_do(caplo
     assert all(line.startswith("explorer 1, explorer 2 and 2 others: not begun ") for line in lines())
     assert all(line.endswith(" s after the start (hint)") for line in lines())
     for index in (2, 3, 4):
-        supervisor.board.begin(index)
+        supervisor.table.begin(index)
     caplog.clear()
     eventually(lambda: len(lines()) >= 2)
     assert lines()[-1].startswith("explorer 1: not begun ")
@@ -255,7 +255,7 @@ def test_rows_that_complete_no_item_are_no_progress():
 
     def reset_and_raise(launch):
         if supervisor is not None:
-            supervisor.board.entries[0]["rows"] += 1
+            supervisor.table.entries[0]["rows"] += 1
         return RAISED
 
     actors = ScriptedActors(reset_and_raise)
@@ -270,7 +270,7 @@ def test_items_are_progress():
     supervisor = supervise(actors)
     eventually(lambda: len(actors.runs) == 1)
     for run in range(8):
-        supervisor.board.entries[0]["items"] += 1
+        supervisor.table.entries[0]["items"] += 1
         actors.end(actors.runs[run], RAISED)
         eventually(lambda run=run: len(actors.runs) == run + 2)
         assert supervisor.workers[0].streak == 1
@@ -308,10 +308,10 @@ def test_a_worker_without_a_heartbeat_is_killed_and_restarted_and_one_with_it_is
     actors = ScriptedActors(lambda launch: None)
     supervisor = supervise(actors, num_explorers=3, heartbeat_timeout=0.3)
     eventually(lambda: len(actors.runs) == 3)
-    supervisor.board.entries["pid"][:2] = 2**22  # the third has not begun
+    supervisor.table.entries["pid"][:2] = 2**22  # the third has not begun
 
     def beats(index):
-        supervisor.board.entries["heartbeat"][1] = time.monotonic()
+        supervisor.table.entries["heartbeat"][1] = time.monotonic()
         return supervisor.stats()[index].restarts
 
     eventually(lambda: beats(0) == 1)

@@ -21,7 +21,7 @@ REPORT_EVERY: Final = 0.1
 MOST_EXPLORERS: Final = 1 << 16
 MOST_ROWS: Final = 1 << 62
 MOST_STEPS: Final = 1 << 48
-"""Of an episode: what thousands of them add up to still fits the board."""
+"""Of an episode: what thousands of them add up to still fits the table."""
 
 
 class ExplorerContext:
@@ -39,7 +39,7 @@ class ExplorerContext:
             after a restart gets the same stream.
         restarts: How often this explorer has been restarted.
         max_weight_sync_delay: Rows for which `pull_weights` leaves a module as it is.
-        board: The pool's shared memory; None makes a private one.
+        table: The pool's shared memory; None makes a private one.
 
     Attributes:
         buffer: The replay buffer, attached in this process, or a dict of several.
@@ -60,7 +60,7 @@ class ExplorerContext:
         restarts: int = 0,
         *,
         max_weight_sync_delay: int = 0,
-        board: WorkerTable | None = None,
+        table: WorkerTable | None = None,
     ) -> None:
         self.buffer = buffer
         self.weights = weights
@@ -69,12 +69,12 @@ class ExplorerContext:
         self.seed = seed
         self.restarts = restarts
         self._buffers, self._weights = named_buffers(buffer), named_weights(weights)
-        self._board = board or WorkerTable(num_explorers)
-        self._entry = self._board.entries[index]
+        self._table = table or WorkerTable(num_explorers)
+        self._entry = self._table.entries[index]
         self._returns, self._lengths = self._entry["returns"], self._entry["lengths"]
         # Views of one cell are set in a third of the time that a field of an entry takes.
         self._reported_rows, self._reported_items, self._reported_version, self._reported_at = (
-            self._board.entries[column][index : index + 1]
+            self._table.entries[column][index : index + 1]
             for column in ("rows", "items", "weight_version", "heartbeat")
         )
         self._episodes, self._steps = int(self._entry["episodes"]), int(self._entry["steps"])
@@ -227,7 +227,7 @@ class ExplorerContext:
         return sum(rows_extended(buffer) for buffer in self._buffers.values())
 
     def _is_stopped(self) -> bool:
-        if self._board.stopped:
+        if self._table.stopped:
             return True
         for buffer in self._buffers.values():  # noqa: SIM110  # any() takes as long again
             if buffer.stopped:

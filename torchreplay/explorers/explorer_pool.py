@@ -40,7 +40,7 @@ class ExplorerTask(Work):
 
     helper = None
 
-    def begin(self, launch: Launch, board: WorkerTable, helper: None = None) -> Self:
+    def begin(self, launch: Launch, table: WorkerTable, helper: None = None) -> Self:
         """Makes the context that the function gets."""
         self._ctx = ExplorerContext(
             self.buffer,
@@ -50,7 +50,7 @@ class ExplorerTask(Work):
             launch.seed,
             launch.restarts,
             max_weight_sync_delay=self.max_weight_sync_delay,
-            board=board,
+            table=table,
         )
         return self
 

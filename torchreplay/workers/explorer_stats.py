@@ -90,7 +90,7 @@ class ExplorerStats:
 def explorer_stats(
     index: int, entry: np.void, state: State = "stopped", restarts: int = 0, failure: ExplorerFailure | None = None
 ) -> ExplorerStats:
-    """Returns what an entry of the board says, and the supervisor adds; the explorer may be writing meanwhile."""
+    """Returns what an entry of the table says, and the supervisor adds; the explorer may be writing meanwhile."""
     heartbeat = float(entry["heartbeat"])
     episodes = int(entry["episodes"])
     window = min(episodes, WINDOW)

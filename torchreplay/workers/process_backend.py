@@ -62,7 +62,7 @@ class ProcessBackend(Backend[ProcessRun]):
     """Runs workers as processes that die with this one, however it dies.
 
     Args:
-        work: `(work, board)`, for the workers' processes to unpickle.
+        work: `(work, table)`, for the workers' processes to unpickle.
 
     Raises:
         RuntimeError: A worker has imported the program's main module, which starts workers without a guard.

@@ -55,7 +55,7 @@ class Worker:
     restarts: int = 0
     begun: float = 0.0  # monotonic time at which the present run was first seen to be in its function; 0: not yet
     streak: int = 0  # failures in a row without progress
-    recorded: int = 0  # its progress on the board at the last launch
+    recorded: int = 0  # its progress in the table at the last launch
     due: float = 0.0  # monotonic time of the next launch
     launched: float = 0.0  # monotonic time of the last launch
     mentioned: float = 0.0  # monotonic time at which the log said that it takes long
@@ -104,7 +104,7 @@ class Supervisor:
     """
 
     backend: Backend[Any]
-    board: WorkerTable
+    table: WorkerTable
     names: Sequence[str]
     policy: Policy
     expect_writers: Callable[[], ExitStack]
@@ -140,19 +140,19 @@ class Supervisor:
         """
         now = time.monotonic()
         self._grace, self._deadline = now + grace, now + timeout
-        self.board.stopped = True
+        self.table.stopped = True
         self._stopping.set()
         self._thread.join()
 
     def stats(self) -> tuple[ExplorerStats, ...]:
         """Statistics of each worker, in order."""
         return tuple(
-            explorer_stats(w.index, self.board.entries[w.index], self._state(w), w.restarts, w.failure)
+            explorer_stats(w.index, self.table.entries[w.index], self._state(w), w.restarts, w.failure)
             for w in self.workers
         )
 
     def _state(self, w: Worker) -> State:
-        begun = w.state == "starting" and self.board.entries[w.index]["pid"]  # its process says so itself
+        begun = w.state == "starting" and self.table.entries[w.index]["pid"]  # its process says so itself
         return "running" if begun else w.state
 
     @property
@@ -200,8 +200,8 @@ class Supervisor:
         now = time.monotonic()
         for w in self.workers:
             if w.run is None and not w.over and w.due <= now and self.backend.is_free(w.index):
-                self.board.launch(w.index, w.restarts)
-                w.recorded = self.board.recorded(w.index)
+                self.table.launch(w.index, w.restarts)
+                w.recorded = self.table.recorded(w.index)
                 w.launched = w.mentioned = now
                 w.begun = 0.0
                 launch = Launch(w.index, len(self.workers), self.policy.run_seed(w), w.restarts)
@@ -213,7 +213,7 @@ class Supervisor:
     def _mention_slow_starts(self) -> None:
         now = time.monotonic()
         slow = [
-            w for w in self._running() if now - w.mentioned >= SLOW_START and not self.board.entries[w.index]["pid"]
+            w for w in self._running() if now - w.mentioned >= SLOW_START and not self.table.entries[w.index]["pid"]
         ]
         if slow:
             for w in slow:
@@ -226,7 +226,7 @@ class Supervisor:
     def _kill_hung(self) -> None:
         if self.policy.heartbeat_timeout is None:
             return
-        now, entries = time.monotonic(), self.board.entries
+        now, entries = time.monotonic(), self.table.entries
         for w in self._running():
             if not entries[w.index]["pid"]:
                 continue
@@ -261,12 +261,12 @@ class Supervisor:
             logger.error("%s left something behind\n%s", self.names[w.index], traceback.format_exc())
         w.run = None
         if outcome.kind == "ended":
-            w.state = "stopped" if self.board.stopped else "finished"
+            w.state = "stopped" if self.table.stopped else "finished"
         else:
             self._fail(w, outcome)
 
     def _fail(self, w: Worker, outcome: Outcome) -> None:
-        progress = self.board.recorded(w.index) > w.recorded
+        progress = self.table.recorded(w.index) > w.recorded
         w.streak = 1 if progress else w.streak + 1
         self._note_failure(w, outcome)
         self._restart_or_give_up(w, outcome)
@@ -309,20 +309,20 @@ class Supervisor:
             self._mark = None
 
     def _only_fails(self, w: Worker) -> bool:
-        return w.streak >= _HOPELESS_AFTER and self.board.recorded(w.index) == w.recorded
+        return w.streak >= _HOPELESS_AFTER and self.table.recorded(w.index) == w.recorded
 
     def _end_all(self) -> None:
         for w in self._running():
-            if not self.board.entries[w.index]["pid"]:
+            if not self.table.entries[w.index]["pid"]:
                 self.backend.kill(w.run)  # still starting: nothing of the user's runs yet
         self._await_ends(self._grace)
         for w in self._running():
-            pid = int(self.board.entries[w.index]["pid"])
+            pid = int(self.table.entries[w.index]["pid"])
             if not pid:  # it was killed before it began, and is about to end
                 continue
             self.interrupted += 1
-            self.board.interrupt(w.index)
-            if self.board.is_on(w.index, self._node):
+            self.table.interrupt(w.index)
+            if self.table.is_on(w.index, self._node):
                 self.backend.interrupt(w.run, pid)
         self._await_ends(self._deadline)
         for w in self._running():
@@ -331,8 +331,8 @@ class Supervisor:
             self._settle(w, Outcome("ended"))
         for w in self.workers:
             w.state = w.state if w.over else "stopped"
-        here = [w for w in self.workers if self.board.is_on(w.index, self._node)]  # elsewhere the same pid is another's
-        self.backend.await_exit([int(self.board.entries[w.index]["pid"]) for w in here])
+        here = [w for w in self.workers if self.table.is_on(w.index, self._node)]  # elsewhere the same pid is another's
+        self.backend.await_exit([int(self.table.entries[w.index]["pid"]) for w in here])
 
     def _running(self) -> list[Worker]:
         return [w for w in self.workers if w.run is not None]

@@ -38,7 +38,7 @@ class WorkerPool(Transient, ABC):
 
     Args:
         names: What to call each worker in the log.
-        open_backend: Makes ready to run `(work, board)` in so many processes at a time, and returns what runs it.
+        open_backend: Makes ready to run `(work, table)` in so many processes at a time, and returns what runs it.
         max_restarts: Restarts of each worker before it is dropped; -1 for no limit.
         restart_delay: Seconds before the first restart after a failure, 0.1 at the least.
         seed: Entropy of all seeds; None draws it.
@@ -104,14 +104,14 @@ class WorkerPool(Transient, ABC):
             if self._supervisor is not None and self._supervisor.stopping:  # Ctrl-C has interrupted a `stop`
                 self.stop()
             if self._supervisor is None:
-                board = WorkerTable(len(self._names))
-                self._backend = self._open_backend((self._make_work(), board), len(self._names))
+                table = WorkerTable(len(self._names))
+                self._backend = self._open_backend((self._make_work(), table), len(self._names))
                 policy = Policy(
                     self.seed, self._starts, self._max_restarts, self._restart_delay, self._heartbeat_timeout
                 )
                 try:
                     self._supervisor = Supervisor(
-                        self._backend, board, self._names, policy, self._expect_writers, self._failures, self._listen
+                        self._backend, table, self._names, policy, self._expect_writers, self._failures, self._listen
                     )
                 except BaseException:
                     self._backend.close()

@@ -69,7 +69,7 @@ class Work(ABC):
     helper: Any
 
     @abstractmethod
-    def begin(self, launch: Launch, board: WorkerTable, helper: Any = None) -> Self:
+    def begin(self, launch: Launch, table: WorkerTable, helper: Any = None) -> Self:
         """Makes ready to run, and returns itself; `helper` stands for `self.helper` where that is on another node."""
 
     @abstractmethod
@@ -115,7 +115,7 @@ class WorkerProcess:
 
         Args:
             path: The program's `sys.path`: what it can import, its workers can.
-            payload: Gives the pickled `(work, board)`; unpickling attaches to the shared memory. Either may fail, which
+            payload: Gives the pickled `(work, table)`; unpickling attaches to the shared memory. Either may fail, which
                 is reported like any other error.
             launch: Which worker this is.
             open_replica: Makes what keeps the copy of the table, for a worker on another node than the pool's.
@@ -137,26 +137,26 @@ class WorkerProcess:
 
 def _work(payload: SupportsBytes, launch: Launch, open_replica: OpenReplica | None) -> None:
     unpickled: tuple[Work, WorkerTable] = pickle.loads(bytes(payload))
-    work, board = unpickled
+    work, table = unpickled
     replica = None
-    if board.is_copy:
+    if table.is_copy:
         if open_replica is None:
             raise AttachError("this worker is on another Ray node than its pool, which was to run on its own alone")
-        replica = open_replica(launch, board)
-    work.begin(launch, board, None if replica is None else replica.helper)
+        replica = open_replica(launch, table)
+    work.begin(launch, table, None if replica is None else replica.helper)
 
     def stop_here(signal_number: int, frame: FrameType | None) -> None:
         # Others may send this signal, too: to all processes of a program, as Slurm does before a time limit.
-        if board.is_interrupted(launch.index) and not work.noticed_stop:  # otherwise it is finishing already
+        if table.is_interrupted(launch.index) and not work.noticed_stop:  # otherwise it is finishing already
             raise Stopped("the pool that runs this worker was stopped")
 
     def interrupt() -> None:
         work.give_up()
-        board.interrupt(launch.index)  # of this copy
+        table.interrupt(launch.index)  # of this copy
         signal.pthread_kill(threading.main_thread().ident or 0, STOP_SIGNAL)
 
     signal.signal(STOP_SIGNAL, stop_here)
-    board.begin(launch.index)
+    table.begin(launch.index)
     with ExitStack() as ending:
         if replica is not None:
             ending.callback(replica.close)

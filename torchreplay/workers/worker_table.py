@@ -58,7 +58,7 @@ class WorkerTable:
     The flag and the orders have a single writer too, the pool.
 
     Every process of this machine that unpickles the table attaches to it; it is freed with its last user. On another
-    node of a Ray cluster it unpickles to a copy, all zero, which a `Replica` keeps like the original.
+    node of a Ray cluster it unpickles to a copy, all zero, which a `TableReplica` keeps like the original.
 
     Attributes:
         entries: Structured array `[num_workers]` with the columns of `ENTRY`.

@@ -218,7 +218,7 @@ class Evaluator(WorkerPool):
                 raise RuntimeError(f"the evaluator does not run: start() it to have version {version} evaluated")
             if supervisor.all_failing:
                 raise EvaluatorFailed(f"the evaluator fails again and again\n{self._report()}")
-            supervisor.board.wanted = max(version, supervisor.board.wanted)
+            supervisor.table.wanted = max(version, supervisor.table.wanted)
             if timeout is not None and time.monotonic() - start >= timeout:
                 raise ReplayTimeout(f"version {version} was not evaluated within {timeout} s: {self!r}")
             if time.monotonic() - told >= LOG_EVERY:

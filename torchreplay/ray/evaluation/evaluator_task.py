@@ -63,9 +63,9 @@ class EvaluatorTask(Work):
     every_seconds: float | None  # seconds from one to the next; None for no matter
     helper: Results  # where results go
 
-    def begin(self, launch: Launch, board: WorkerTable, helper: Any = None) -> Self:
+    def begin(self, launch: Launch, table: WorkerTable, helper: Any = None) -> Self:
         """Makes ready to evaluate."""
-        self._board, self._entry = board, board.entries[0]
+        self._table, self._entry = table, table.entries[0]
         self._results: Results = helper or self.helper
         self._began = time.monotonic()
         return self
@@ -76,7 +76,7 @@ class EvaluatorTask(Work):
         module = self.module if isinstance(self.module, nn.Module) else self.module()
         if not isinstance(module, nn.Module):
             raise TypeError(f"the function given as `module` returned {module!r}; it must return a torch.nn.Module")
-        while not self._board.stopped:
+        while not self._table.stopped:
             self._entry["heartbeat"] = time.monotonic()
             if self._is_due():
                 self._evaluate(module)
@@ -89,7 +89,7 @@ class EvaluatorTask(Work):
             return False
         waited = time.monotonic() - self._began
         return (
-            last < self._board.wanted
+            last < self._table.wanted
             or (self.every is not None and newest - last >= self.every)
             or (self.every_seconds is not None and waited >= self.every_seconds)
         )

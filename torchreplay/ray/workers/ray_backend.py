@@ -35,7 +35,7 @@ class RayBackend(Backend[ActorRun]):
     """Runs workers as Ray actors, each in a process of its own.
 
     Args:
-        work: `(work, board)`, for the workers' processes to unpickle.
+        work: `(work, table)`, for the workers' processes to unpickle.
         num_workers: How many there may be at a time.
         placement: Where they run.
         num_cpus: What Ray reserves for each worker.
@@ -76,7 +76,7 @@ class RayBackend(Backend[ActorRun]):
             raise
 
     def _serve(self, work: Any, runtime_env: Any) -> Any:
-        what, board = work
+        what, table = work
         kind = self._ray.remote(TableServer).options(
             num_cpus=0,
             runtime_env=runtime_env,
@@ -84,7 +84,7 @@ class RayBackend(Backend[ActorRun]):
             max_task_retries=-1,  # workers' questions and reports may be repeated
             scheduling_strategy=strategy_of(None, 0),
         )
-        return kind.remote(what.helper, board, self._payload)
+        return kind.remote(what.helper, table, self._payload)
 
     def _kind_for(self, index: int) -> Any:
         return self._ray.remote(WorkerProcess).options(

@@ -57,7 +57,7 @@ class WorkerResources:
         """Makes ready to run workers.
 
         Args:
-            work: `(work, board)`, for the workers' processes to unpickle.
+            work: `(work, table)`, for the workers' processes to unpickle.
             num_workers: How many there may be at a time.
 
         Raises:

@@ -26,8 +26,8 @@ class TableServer:
     what they unpickle.
     """
 
-    def __init__(self, helper: Any, board: WorkerTable, payload: SupportsBytes) -> None:
-        self._helper, self._board, self._payload = helper, board, payload
+    def __init__(self, helper: Any, table: WorkerTable, payload: SupportsBytes) -> None:
+        self._helper, self._table, self._payload = helper, table, payload
 
     def payload(self) -> bytes:
         """Returns what the workers unpickle."""
@@ -35,7 +35,7 @@ class TableServer:
 
     def enter(self, index: int, run: int) -> bytes | None:
         """Returns the entry for run number `run` of worker `index`; None when it has a successor already."""
-        return self._board.dump_status(index) if self._board.is_of(index, run) else None
+        return self._table.dump_status(index) if self._table.is_of(index, run) else None
 
     def exchange(self, index: int, run: int, status: bytes) -> tuple[bool, bool, int]:
         """Takes over the entry of a worker.
@@ -43,10 +43,10 @@ class TableServer:
         Returns:
             Whether it is to stop, whether at once, and the version that is wanted of an evaluator.
         """
-        if not self._board.is_of(index, run):  # it has a successor already
+        if not self._table.is_of(index, run):  # it has a successor already
             return True, True, 0
-        self._board.load_status(index, status)
-        return self._board.stopped, self._board.is_interrupted(index), self._board.wanted
+        self._table.load_status(index, status)
+        return self._table.stopped, self._table.is_interrupted(index), self._table.wanted
 
     def help(self, method: str, *args: Any) -> Any:
         """Calls a method of the helper's."""
@@ -74,9 +74,9 @@ class TableReplica:
         Stopped: The worker has a successor: it was given up.
     """
 
-    def __init__(self, server: Any, launch: Launch, board: WorkerTable) -> None:
+    def __init__(self, server: Any, launch: Launch, table: WorkerTable) -> None:
         self._ray = import_ray()
-        self._server, self._index, self._run, self._board = server, launch.index, launch.restarts, board
+        self._server, self._index, self._run, self._table = server, launch.index, launch.restarts, table
         self.helper = RemoteHelper(server)
         self._interrupt: Callable[[], object] | None = None
         self._ending = threading.Event()
@@ -87,7 +87,7 @@ class TableReplica:
             raise AttachError(f"the pool of this worker does not answer: {error}") from None
         if status is None:
             raise Stopped("another run has taken the place of this one")
-        board.load_status(self._index, status)
+        table.load_status(self._index, status)
 
     def start(self, interrupt: Callable[[], object]) -> None:
         """Reports that the worker has begun, and goes on reporting.
@@ -113,13 +113,13 @@ class TableReplica:
                 self._exchange(None)
         except self._ray.exceptions.RayError:  # Ray brings the server back while the pool is there
             logger.warning("the pool of this worker is gone", exc_info=True)
-            self._board.stopped = True
+            self._table.stopped = True
 
     def _exchange(self, timeout: float | None) -> None:
-        knew = self._board.stopped
-        status = self._board.dump_status(self._index)
+        knew = self._table.stopped
+        status = self._table.dump_status(self._index)
         answer = self._ray.get(self._server.exchange.remote(self._index, self._run, status), timeout=timeout)
-        self._board.stopped, at_once, self._board.wanted = answer
+        self._table.stopped, at_once, self._table.wanted = answer
         if knew and at_once and self._interrupt is not None:
             interrupt, self._interrupt = self._interrupt, None
             interrupt()
