@@ -221,9 +221,9 @@ def test_a_writer_too_many_is_told_so_and_the_others_go_on(cluster, explorer):
     buffer = make_buffer()
     far = explorer(1, buffer, 1)
     assert cluster.ray.get(far.write.remote(3)) == 3
-    places = buffer._sampler.delivery_log.places
-    free = places["writer"] == 0
-    places["writer"][free], places["used"][free] = 7, time.monotonic()  # as if so many others wrote, too
+    entries = buffer._sampler.delivery_log.entries
+    free = entries["writer"] == 0
+    entries["writer"][free], entries["used"][free] = 7, time.monotonic()  # as if so many others wrote, too
 
     def write_by_another(buffer, writer):
         with buffer.writer() as another:
@@ -240,7 +240,7 @@ def test_a_writer_too_many_is_told_so_and_the_others_go_on(cluster, explorer):
         assert "1024 remote writers write to one buffer" in text
     assert cluster.ray.get(far.write.remote(3)) == 6
     assert_complete(buffer, {1: 6})
-    places["writer"][free] = 0  # the others have gone
+    entries["writer"][free] = 0  # the others have gone
     assert cluster.ray.get(far.try_to.remote(extend)) is None
     assert_complete(buffer, {1: 6, 2: 2})
 

@@ -10,10 +10,10 @@ import torch
 from forked import Forked, eventually, shared_counters
 
 import torchreplay as tr
-from torchreplay.ray.remote import send_buffer as outboxes
+from torchreplay.ray.remote import send_buffer as send_buffers
 from torchreplay.ray.remote.ingest_actor import IngestWriter
 from torchreplay.ray.remote.send_buffer import SendBuffer
-from torchreplay.segment import delivery_log as ledgers
+from torchreplay.segment import delivery_log as delivery_logs
 from torchreplay.segment.delivery_log import DeliveryLog
 
 SPEC = {
@@ -47,19 +47,19 @@ def calls(writer, linked):
 
 def chunks_of(view, monkeypatch):
     """What a remote writer sends."""
-    monkeypatch.setattr(outboxes, "CHUNK_ROWS", ROWS)
+    monkeypatch.setattr(send_buffers, "CHUNK_ROWS", ROWS)
     config = make(view)._config
-    outbox = SendBuffer(config, LANES)
+    send_buffer = SendBuffer(config, LANES)
     linked = view is not VIEWS["rows"]
     chunks = []
-    with tr.Writer(outbox.stage._segment, config, LANES if linked else None) as writer:
+    with tr.Writer(send_buffer.stage._segment, config, LANES if linked else None) as writer:
         for _ in calls(writer, linked):
-            outbox.cut(everything=True)
-            while len(outbox.chunks) > 2 or (outbox.chunks and outbox.chunks[-1].rows < ROWS):
-                chunks.append(outbox.chunks.popleft())
-    chunks += outbox.chunks
+            send_buffer.cut(everything=True)
+            while len(send_buffer.chunks) > 2 or (send_buffer.chunks and send_buffer.chunks[-1].rows < ROWS):
+                chunks.append(send_buffer.chunks.popleft())
+    chunks += send_buffer.chunks
     assert [chunk.number for chunk in chunks] == list(range(1, len(chunks) + 1))
-    return outbox.source, chunks
+    return send_buffer.source, chunks
 
 
 def items(buffer):
@@ -69,11 +69,11 @@ def items(buffer):
     return [tuple(row) for row in torch.cat([batch[name].reshape(n, -1).double() for name in names], 1).tolist()]
 
 
-def ingest(buffer, ledger, source, chunks):
+def ingest(buffer, log, source, chunks):
     """Does what the ingest does: goes on where the one before was killed."""
-    eventually(ledger.claim)
-    writer = IngestWriter(buffer, ledger.place(source.writer, source.num_envs, source.rows, True))
-    for chunk in chunks[writer.place.written :]:
+    eventually(log.acquire)
+    writer = IngestWriter(buffer, log.entry(source.writer, source.num_envs, source.rows, True))
+    for chunk in chunks[writer.entry.written :]:
         writer.write(chunk)
 
 
@@ -89,10 +89,10 @@ def test_whoever_writes_chunks_may_be_killed_at_any_time(view, monkeypatch):
     made = DeliveryLog()
     rng = random.Random(0)
     kills = 0
-    while (place := made.place(source.writer, source.num_envs, source.rows, True)).written < len(chunks):
-        before = place.written
+    while (entry := made.entry(source.writer, source.num_envs, source.rows, True)).written < len(chunks):
+        before = entry.written
         child = Forked(ingest, buffer, made, source, chunks)
-        eventually(lambda: place.written > before or not child.is_running(), interval=0)  # noqa: B023
+        eventually(lambda: entry.written > before or not child.is_running(), interval=0)  # noqa: B023
         stop = time.perf_counter() + rng.uniform(0, 0.002)
         while time.perf_counter() < stop:
             pass
@@ -109,90 +109,90 @@ def test_whoever_writes_chunks_may_be_killed_at_any_time(view, monkeypatch):
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_row_whose_writing_was_not_noted_comes_once_also_when_the_ring_has_turned_past_it(turned, monkeypatch):
-    monkeypatch.setattr(outboxes, "CHUNK_ROWS", ROWS)
+    monkeypatch.setattr(send_buffers, "CHUNK_ROWS", ROWS)
     buffer = tr.ReplayBuffer({"x": tr.Field((), torch.int64)}, 100)
-    outbox, ledger = SendBuffer(buffer._config, 1), DeliveryLog()
-    with tr.Writer(outbox.stage._segment, buffer._config) as writer:
+    send_buffer, log = SendBuffer(buffer._config, 1), DeliveryLog()
+    with tr.Writer(send_buffer.stage._segment, buffer._config) as writer:
         for x in range(3):
             writer.append(x=1000 + x)
-    outbox.cut(everything=True)
-    chunk, source = outbox.chunks[0], outbox.source
-    killed = IngestWriter(buffer, ledger.place(source.writer, 1, source.rows, True))
+    send_buffer.cut(everything=True)
+    chunk, source = send_buffer.chunks[0], send_buffer.source
+    killed = IngestWriter(buffer, log.entry(source.writer, 1, source.rows, True))
 
     def die(*_):
         raise InterruptedError
 
-    monkeypatch.setattr(killed.place, "finish", die)
+    monkeypatch.setattr(killed.entry, "finish", die)
     with pytest.raises(InterruptedError):
         killed.write(chunk)
     if turned:
         buffer.extend(x=torch.arange(100))
-    IngestWriter(buffer, ledger.place(source.writer, 1, source.rows, True)).write(chunk)
+    IngestWriter(buffer, log.entry(source.writer, 1, source.rows, True)).write(chunk)
     assert buffer.stats().rows_written == (103 if turned else 3)
     assert (buffer.storage["x"] >= 1000).sum() == (0 if turned else 3)
 
 
 def test_a_writer_that_is_forgotten_leaves_its_place():
-    ledger = DeliveryLog()
+    log = DeliveryLog()
     for writer in (5, 6):
-        ledger.place(writer, 1, ROWS, True)
-    ledger.forget(5)
-    ledger.forget(7)
-    assert ledger.heard_of(60.0) == 1
-    assert ledger.place(5, 1, ROWS, False) is None
-    assert ledger.place(6, 1, ROWS, False) is not None
+        log.entry(writer, 1, ROWS, True)
+    log.forget(5)
+    log.forget(7)
+    assert log.heard_of(60.0) == 1
+    assert log.entry(5, 1, ROWS, False) is None
+    assert log.entry(6, 1, ROWS, False) is not None
 
 
-def test_the_place_of_a_writer_that_left_goes_to_the_next_one():
-    ledger = DeliveryLog()
-    first = ledger.place(1, num_envs=2, rows=8, fresh=True)
+def test_the_entry_of_a_writer_that_left_goes_to_the_next_one():
+    log = DeliveryLog()
+    first = log.entry(1, num_envs=2, rows=8, fresh=True)
     first.begin(1, 8)
     first.finish(1, np.zeros(2, first.ends().dtype))
-    assert ledger.place(1, 2, 8, fresh=False).written == 1
-    assert ledger.place(2, 2, 8, fresh=False) is None
+    assert log.entry(1, 2, 8, fresh=False).written == 1
+    assert log.entry(2, 2, 8, fresh=False) is None
     first.leave()
-    second = ledger.place(3, num_envs=1, rows=8, fresh=True)
+    second = log.entry(3, num_envs=1, rows=8, fresh=True)
     assert second.written == 0
     assert not len(second.ends())
     assert second.begin(1, 8)
     assert not second.begin(1, 8)
-    assert (ledger.places["offset"] > 0).sum() == 1
+    assert (log.entries["offset"] > 0).sum() == 1
 
 
-def test_a_place_goes_to_another_writer_only_when_nothing_was_heard_for_long(monkeypatch):
-    monkeypatch.setattr(ledgers, "PLACES", 2)
-    ledger = DeliveryLog()
-    assert ledger.place(1, 1, 8, True).written == 0
-    ledger.place(2, 1, 8, True)
+def test_an_entry_goes_to_another_writer_only_when_nothing_was_heard_for_long(monkeypatch):
+    monkeypatch.setattr(delivery_logs, "MAX_WRITERS", 2)
+    log = DeliveryLog()
+    assert log.entry(1, 1, 8, True).written == 0
+    log.entry(2, 1, 8, True)
     with pytest.raises(MemoryError, match="2 remote writers"):
-        ledger.place(3, 1, 8, True)
-    monkeypatch.setattr(ledgers, "FORGOTTEN_AFTER", 0.0)
-    ledger.place(2, 1, 8, False)
-    ledger.place(3, 1, 8, True)
-    assert ledger.place(1, 1, 8, False) is None
-    assert ledger.place(2, 1, 8, False) is not None
+        log.entry(3, 1, 8, True)
+    monkeypatch.setattr(delivery_logs, "FORGOTTEN_AFTER", 0.0)
+    log.entry(2, 1, 8, False)
+    log.entry(3, 1, 8, True)
+    assert log.entry(1, 1, 8, False) is None
+    assert log.entry(2, 1, 8, False) is not None
 
 
-def test_a_writer_that_is_heard_of_keeps_its_place_however_long_ago_it_came(monkeypatch):
-    monkeypatch.setattr(ledgers, "PLACES", 2)
-    ledger = DeliveryLog()
-    first = ledger.place(1, 1, 8, True)
-    ledger.place(2, 1, 8, True)
-    ledger.places["used"] -= ledgers.FORGOTTEN_AFTER + 1
+def test_a_writer_that_is_heard_of_keeps_its_entry_however_long_ago_it_came(monkeypatch):
+    monkeypatch.setattr(delivery_logs, "MAX_WRITERS", 2)
+    log = DeliveryLog()
+    first = log.entry(1, 1, 8, True)
+    log.entry(2, 1, 8, True)
+    log.entries["used"] -= delivery_logs.FORGOTTEN_AFTER + 1
     first.touch()
-    assert ledger.heard_of(ledgers.FORGOTTEN_AFTER) == 1
-    ledger.place(3, 1, 8, True)
-    assert ledger.place(1, 1, 8, False) is not None
-    assert ledger.place(2, 1, 8, False) is None
+    assert log.heard_of(delivery_logs.FORGOTTEN_AFTER) == 1
+    log.entry(3, 1, 8, True)
+    assert log.entry(1, 1, 8, False) is not None
+    assert log.entry(2, 1, 8, False) is None
 
 
-def test_a_free_place_serves_also_a_writer_that_needs_more_room(monkeypatch):
-    monkeypatch.setattr(ledgers, "PLACES", 2)
-    ledger = DeliveryLog()
-    for place in [ledger.place(number, 1, 8, True) for number in (1, 2)]:
-        place.leave()
-    wide = ledger.place(3, num_envs=1000, rows=800, fresh=True)
-    narrow = ledger.place(4, num_envs=1, rows=8, fresh=True)
+def test_a_free_entry_serves_also_a_writer_that_needs_more_room(monkeypatch):
+    monkeypatch.setattr(delivery_logs, "MAX_WRITERS", 2)
+    log = DeliveryLog()
+    for entry in [log.entry(number, 1, 8, True) for number in (1, 2)]:
+        entry.leave()
+    wide = log.entry(3, num_envs=1000, rows=800, fresh=True)
+    narrow = log.entry(4, num_envs=1, rows=8, fresh=True)
     wide.begin(1, 800)
     ends = np.arange(2000).view(wide.ends().dtype)
     wide.finish(1, ends)
@@ -203,17 +203,17 @@ def test_a_free_place_serves_also_a_writer_that_needs_more_room(monkeypatch):
 
 
 def test_one_process_at_a_time_may_write_and_death_lets_the_next_one():
-    def claim(ledger):
-        assert ledger.claim()
-        claimed[0] = 1
+    def acquire(log):
+        assert log.acquire()
+        acquired[0] = 1
         eventually(lambda: False)
 
-    claimed = shared_counters(1)
-    ledger = DeliveryLog()
-    with Forked(claim, DeliveryLog.attach(ledger.handle())) as child:
-        eventually(lambda: claimed[0])
-        successor = DeliveryLog.attach(ledger.handle())
-        assert not successor.claim()
-        assert not successor.claim()
+    acquired = shared_counters(1)
+    log = DeliveryLog()
+    with Forked(acquire, DeliveryLog.attach(log.handle())) as child:
+        eventually(lambda: acquired[0])
+        successor = DeliveryLog.attach(log.handle())
+        assert not successor.acquire()
+        assert not successor.acquire()
         child.kill()
-        assert successor.claim()
+        assert successor.acquire()

@@ -130,7 +130,7 @@ class ReplayBuffer(Replay):
             # Another thread may have been faster, and its handle is out.
             sampler.delivery_log = sampler.delivery_log or made  # type: ignore[redundant-expr]
         log = sampler.delivery_log
-        return replace(handle, ledger=log.handle() if isinstance(log, DeliveryLog) else log)
+        return replace(handle, delivery_log=log.handle() if isinstance(log, DeliveryLog) else log)
 
     @classmethod
     def attach(cls, handle: Handle, view: View | None = None) -> WritableReplay:
@@ -727,7 +727,7 @@ def attached_here(kind: type[Buffer], handle: Handle, view: View | None = None) 
     except ConnectionError as error:
         raise AttachError(str(error)) from None
     self = kind._over(segment, handle.nonce, config)
-    self._origin, self._sampler.delivery_log = handle, handle.ledger
+    self._origin, self._sampler.delivery_log = handle, handle.delivery_log
     return self
 
 

@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 
     from torchreplay._C import Census
 
-WHAT: Final = "ledger of remote writers"
+WHAT: Final = "delivery log of remote writers"
 
-PLACES: Final = 1024
+MAX_WRITERS: Final = 1024
 """Remote writers of one buffer that can be told apart at a time."""
 
 FORGOTTEN_AFTER: Final = 60.0
-"""Seconds without a word after which a writer's place may go to another one, when there is no free one."""
+"""Seconds without a word after which a writer's entry may go to another one, when there is no free one."""
 
 REMEMBERED: Final = 30.0
 """Seconds for which a writer counts after the last word of it: the process that writes its rows may have to be started
 again meanwhile."""
 
-_SIZE: Final = 1 << 30  # of addresses: memory is taken for the places in use
+_SIZE: Final = 1 << 30  # of addresses: memory is taken for the entries in use
 
 # Naturally aligned 8-byte words: a death leaves each as it was or as it was to be.
-_PLACE: Final = np.dtype(
+_ENTRY: Final = np.dtype(
     [
         ("writer", np.int64),  # 0: free
         ("written", np.int64),  # the last chunk that is written
@@ -57,12 +57,12 @@ END: Final = np.dtype([("there", np.int64), ("here", np.int64)])
 
 
 class DeliveryLog:
-    """The places of a buffer's remote writers. Pickles to a handle; one process at a time may `claim` it."""
+    """The entries of a buffer's remote writers. Pickles to a handle; one process at a time may `acquire` it."""
 
     def __init__(self) -> None:
         fd = new_memory(_SIZE, WHAT)
         try:
-            os.posix_fallocate(fd, 0, _round_up(PLACES * _PLACE.itemsize))
+            os.posix_fallocate(fd, 0, _round_up(MAX_WRITERS * _ENTRY.itemsize))
         except BaseException:
             os.close(fd)
             raise
@@ -72,7 +72,7 @@ class DeliveryLog:
     def _adopt(self, fd: int) -> None:
         self._fd = fd
         self._memory = mmap.mmap(fd, _SIZE)
-        self.places: npt.NDArray[np.void] = np.frombuffer(self._memory, _PLACE, PLACES)
+        self.entries: npt.NDArray[np.void] = np.frombuffer(self._memory, _ENTRY, MAX_WRITERS)
         weakref.finalize(self, os.close, fd)  # others attach through the descriptor, and the lock goes with it
 
     def handle(self) -> Handle:
@@ -81,7 +81,7 @@ class DeliveryLog:
 
     @classmethod
     def attach(cls, handle: Handle) -> DeliveryLog:
-        """Attaches to the ledger of another process of this machine.
+        """Attaches to the log of another process of this machine.
 
         Raises:
             AttachError: The process that made it is gone.
@@ -91,7 +91,7 @@ class DeliveryLog:
         self._adopt(open_handle(handle, WHAT))
         return self
 
-    def claim(self) -> bool:
+    def acquire(self) -> bool:
         """Makes this process the one that writes here, until its end; False while another one is.
 
         A process that was replaced, but is not dead yet, keeps its successor from writing the same rows.
@@ -102,70 +102,70 @@ class DeliveryLog:
             return False
         return True
 
-    def place(self, writer: int, num_envs: int, rows: int, fresh: bool) -> Place | None:
-        """Returns the place of a writer.
+    def entry(self, writer: int, num_envs: int, rows: int, fresh: bool) -> WriterEntry | None:
+        """Returns the entry of a writer.
 
         Args:
             writer: Its number.
             num_envs: Environments that it writes at most.
             rows: Rows of a chunk at most.
-            fresh: It has sent nothing yet, and gets a place if it has none.
+            fresh: It has sent nothing yet, and gets an entry if it has none.
 
         Returns:
             None: it has none any more.
 
         Raises:
-            MemoryError: All places are taken by writers that are alive, or their memory is used up.
+            MemoryError: All entries are taken by writers that are alive, or their memory is used up.
         """
-        found = np.flatnonzero(self.places["writer"] == writer)
+        found = np.flatnonzero(self.entries["writer"] == writer)
         if not len(found) and not fresh:
             return None
         index = int(found[0]) if len(found) else self._take(writer, num_envs, rows)
-        place = Place(self._memory, self.places[index])
-        place.touch()
-        return place
+        entry = WriterEntry(self._memory, self.entries[index])
+        entry.touch()
+        return entry
 
     def forget(self, writer: int) -> None:
-        """Gives the place of a writer free, if it has one."""
-        self.places["writer"][self.places["writer"] == writer] = 0
+        """Gives the entry of a writer free, if it has one."""
+        self.entries["writer"][self.entries["writer"] == writer] = 0
 
     def heard_of(self, seconds: float) -> int:
         """Returns how many writers that have not left were heard of in the last so many seconds."""
-        return int(((self.places["writer"] != 0) & (self.places["used"] > _now() - seconds)).sum())
+        return int(((self.entries["writer"] != 0) & (self.entries["used"] > _now() - seconds)).sum())
 
     def _take(self, writer: int, num_envs: int, rows: int) -> int:
-        places = self.places
-        fits = (places["offset"] > 0) & (places["num_envs"] >= num_envs) & (places["rows"] >= rows)
-        free = places["writer"] == 0
-        silent = places["used"] < _now() - FORGOTTEN_AFTER
-        for candidates in (free & fits, free & (places["offset"] == 0), free, silent & fits, silent):
+        entries = self.entries
+        fits = (entries["offset"] > 0) & (entries["num_envs"] >= num_envs) & (entries["rows"] >= rows)
+        free = entries["writer"] == 0
+        silent = entries["used"] < _now() - FORGOTTEN_AFTER
+        for candidates in (free & fits, free & (entries["offset"] == 0), free, silent & fits, silent):
             if candidates.any():
-                index = int(np.flatnonzero(candidates)[np.argmin(places["used"][candidates])])
+                index = int(np.flatnonzero(candidates)[np.argmin(entries["used"][candidates])])
                 break
         else:
-            raise MemoryError(f"{PLACES} remote writers write to one buffer at this time: close some of them")
-        place = places[index]
-        place["writer"] = 0
+            raise MemoryError(f"{MAX_WRITERS} remote writers write to one buffer at this time: close some of them")
+        entry = entries[index]
+        entry["writer"] = 0
         if not fits[index]:
-            self._make_room(place, num_envs, rows)
-        place["written"] = place["begun"] = 0
-        place["ends"] = 0
-        place["writer"] = writer  # last: a reader then finds a complete place
+            self._make_room(entry, num_envs, rows)
+        entry["written"] = entry["begun"] = 0
+        entry["ends"] = 0
+        entry["writer"] = writer  # last: a reader then finds a complete entry
         return index
 
-    def _make_room(self, place: Any, num_envs: int, rows: int) -> None:
-        place["offset"] = 0  # what it has is too little; a death from here on leaves it with none
-        taken = [int(p["offset"]) + _bytes_of(int(p["num_envs"]), int(p["rows"])) for p in self.places if p["offset"]]
-        offset = max(taken, default=_round_up(PLACES * _PLACE.itemsize))
+    def _make_room(self, entry: Any, num_envs: int, rows: int) -> None:
+        entry["offset"] = 0  # what it has is too little; a death from here on leaves it with none
+        taken = [int(e["offset"]) + _bytes_of(int(e["num_envs"]), int(e["rows"])) for e in self.entries if e["offset"]]
+        offset = max(taken, default=_round_up(MAX_WRITERS * _ENTRY.itemsize))
         size = _bytes_of(num_envs, rows)
         if offset + size > _SIZE:
             raise MemoryError(f"a remote writer of {num_envs:,} environments finds no room in the {WHAT}: write fewer")
         os.posix_fallocate(self._fd, offset, size)
-        place["num_envs"], place["rows"] = num_envs, rows
-        place["offset"] = offset
+        entry["num_envs"], entry["rows"] = num_envs, rows
+        entry["offset"] = offset
 
 
-class Place:
+class WriterEntry:
     """What is known of one remote writer.
 
     Attributes:
@@ -209,7 +209,7 @@ class Place:
         self.record["used"] = _now()
 
     def leave(self) -> None:
-        """Gives the place free."""
+        """Gives the entry free."""
         self.record["writer"] = 0
 
 
@@ -218,12 +218,12 @@ class RemotelyWritten:
 
     Args:
         segment: The segment.
-        ledger: Of its remote writers, or the handle of that.
+        log: Of its remote writers, or the handle of that.
     """
 
-    def __init__(self, segment: _C.Segment, ledger: DeliveryLog | Handle) -> None:
+    def __init__(self, segment: _C.Segment, log: DeliveryLog | Handle) -> None:
         self._segment = segment
-        self._ledger = ledger
+        self._log = log
 
     @property
     def stopped(self) -> bool:
@@ -245,12 +245,12 @@ class RemotelyWritten:
         return census
 
     def _remote_writers(self) -> int:
-        if isinstance(self._ledger, Handle):
+        if isinstance(self._log, Handle):
             try:
-                self._ledger = DeliveryLog.attach(self._ledger)
+                self._log = DeliveryLog.attach(self._log)
             except AttachError:  # the process that made it is gone, and with it those who would write
                 return 0
-        return self._ledger.heard_of(REMEMBERED)
+        return self._log.heard_of(REMEMBERED)
 
 
 def _now() -> float:

@@ -32,7 +32,7 @@ class Handle:
         nonce: The identity written into the segment itself.
         machine: Boot id of the machine.
         node: Ray's id of the node; "" where Ray was not running.
-        ledger: Of a buffer that writers on other nodes may write to.
+        delivery_log: Of a buffer that writers on other nodes may write to.
     """
 
     pid: int
@@ -42,7 +42,7 @@ class Handle:
     nonce: int
     machine: str
     node: str = ""
-    ledger: Handle | None = None
+    delivery_log: Handle | None = None
 
 
 @cache

@@ -17,7 +17,7 @@ from torchreplay.buffer.writer import Writer
 from torchreplay.errors import AttachError, Stopped
 from torchreplay.ray.runtime.session import import_ray, logger
 from torchreplay.schema.views import Rows
-from torchreplay.segment.delivery_log import END, DeliveryLog, Place
+from torchreplay.segment.delivery_log import END, DeliveryLog, WriterEntry
 from torchreplay.segment.handle import Handle
 from torchreplay.segment.waits import Audience, Wait
 
@@ -74,10 +74,10 @@ class _Behind(Exception):
 class IngestWriter(Writer):
     """Writes the chunks of one remote writer. It counts as a writer of the buffer while that one is heard of."""
 
-    def __init__(self, buffer: ReplayBuffer, place: Place) -> None:
+    def __init__(self, buffer: ReplayBuffer, entry: WriterEntry) -> None:
         sampler = local_sampler(buffer)
         super().__init__(sampler.segment, sampler.config)
-        self.place = place
+        self.entry = entry
         self.heard = time.monotonic()
         self._buffer = buffer
         self._linked = not isinstance(buffer.view, Rows)
@@ -90,19 +90,19 @@ class IngestWriter(Writer):
             _Behind: The limiter admits no more for now; rows may have been written.
             Stopped: The buffer was stopped.
         """
-        place = self.place
-        keys = place.keys[: chunk.rows]
-        start = 0 if place.begin(chunk.number, chunk.rows) else self._count_written(keys)
+        entry = self.entry
+        keys = entry.keys[: chunk.rows]
+        start = 0 if entry.begin(chunk.number, chunk.rows) else self._count_written(keys)
         before, ends = self._predecessors(chunk)
         self._deadline = time.monotonic() + INGEST_SLICE_SECONDS
         self._relay(chunk.block, chunk.rows, before, keys, start)  # which puts the keys of the rest there
         if self._linked:
             ends = np.concatenate([ends, _ends_of(chunk, before, keys)])
-        place.finish(chunk.number, ends)
+        entry.finish(chunk.number, ends)
 
     def truncate(self, there: npt.NDArray[np.int64]) -> None:
         """Ends the episodes whose last rows have these keys where they were collected, and are in the buffer."""
-        ends = self.place.ends()
+        ends = self.entry.ends()
         self._truncate(ends["here"][np.isin(ends["there"], there + 1)] - 1)
 
     def _count_written(self, keys: npt.NDArray[np.int64]) -> int:
@@ -128,7 +128,7 @@ class IngestWriter(Writer):
         """
         links = chunk.block[chunk.links_at : chunk.links_at + 8 * chunk.rows].view(np.int64)
         before = links >> _LINK_BITS  # key + 1 where it was collected
-        ends = self.place.ends()
+        ends = self.entry.ends()
         if not self._linked:
             return np.zeros_like(before), ends[:0]
         inside = before > chunk.first
@@ -183,9 +183,9 @@ class Ingest:
         self._heard = time.monotonic()
         self._attached: ReplayBuffer | None = None
         try:
-            if handle.ledger is None:
+            if handle.delivery_log is None:
                 raise AttachError("the handle was made before Ray was started: make another")
-            self._ledger = DeliveryLog.attach(handle.ledger)
+            self._log = DeliveryLog.attach(handle.delivery_log)
             self._attached = attached_here(ReplayBuffer, handle, view)
         except AttachError as error:
             self._ending = str(error)
@@ -198,25 +198,25 @@ class Ingest:
         self._heard = time.monotonic()
         if self._ending:
             return Answer(ending=self._ending)
-        if not self._claim():
+        if not self._acquire():
             return Answer(waiting="the end of the process that wrote before")
         try:
             writer = self._writer_of(source)
-            if chunk.number == writer.place.written + 1:
+            if chunk.number == writer.entry.written + 1:
                 writer.write(chunk)
         except _Behind:
-            return Answer(writer.place.written, waiting=self._why(), limited=True)
+            return Answer(writer.entry.written, waiting=self._why(), limited=True)
         except Stopped as error:
             self._ending = str(error)
         except Exception as error:
             logger.exception("the rows of a remote writer cannot be written")
             return Answer(refusal=f"the rows of this writer cannot be written: {error}")
-        return Answer(writer.place.written, ending=self._ending)
+        return Answer(writer.entry.written, ending=self._ending)
 
     def truncate(self, source: Source, there: npt.NDArray[np.int64]) -> None:
         """Ends the episodes of a writer whose last rows have these keys where they were collected."""
         self._heard = time.monotonic()
-        if not self._ending and self._claim():
+        if not self._ending and self._acquire():
             self._writer_of(source).truncate(there)
 
     def depart(self, source: Source) -> None:
@@ -225,9 +225,9 @@ class Ingest:
             writer = self._writers.pop(source.writer, None)
         if writer is not None:
             writer.close()
-            writer.place.leave()
-        elif not self._ending and self._claim():  # of one that the process before this knew, it may have a place
-            self._ledger.forget(source.writer)
+            writer.entry.leave()
+        elif not self._ending and self._acquire():  # of one that the process before this knew, it may have an entry
+            self._log.forget(source.writer)
 
     # Of the group "calls", but that a writer comes in front of its rows: a learner that waits knows that some may come.
 
@@ -241,7 +241,7 @@ class Ingest:
         """Notes which writers are alive; returns why writing must end, or ""."""
         self._heard = time.monotonic()
         self._notice_stop()
-        if not self._ending and self._claim():
+        if not self._ending and self._acquire():
             for source in sources:
                 with suppress(MemoryError, RuntimeError):  # which its first chunk is answered with
                     self._writer_of(source)
@@ -269,9 +269,9 @@ class Ingest:
         if not self._ending and self._buffer.stopped:
             self._ending = "the replay buffer was stopped"
 
-    def _claim(self) -> bool:
+    def _acquire(self) -> bool:
         until = time.monotonic() + INGEST_SLICE_SECONDS
-        while not self._ledger.claim():
+        while not self._log.acquire():
             if time.monotonic() > until:
                 return False
             time.sleep(0.01)
@@ -281,12 +281,12 @@ class Ingest:
         with self._lock:
             writer = self._writers.get(source.writer)
             if writer is None:
-                place = self._ledger.place(source.writer, source.num_envs, source.rows, source.fresh)
-                if place is None:
+                entry = self._log.entry(source.writer, source.num_envs, source.rows, source.fresh)
+                if entry is None:
                     raise RuntimeError("nothing was heard of this writer for too long: make another")
-                writer = self._writers[source.writer] = IngestWriter(self._buffer, place)
+                writer = self._writers[source.writer] = IngestWriter(self._buffer, entry)
             writer.heard = time.monotonic()
-            writer.place.touch()
+            writer.entry.touch()
             return writer
 
     def _why(self) -> str:
