@@ -95,7 +95,7 @@ def test_rows_that_are_refused_are_an_error_and_no_end_of_the_buffer(sender_to):
     assert writer.closed
     with pytest.raises(ValueError, match="the writer is closed"):
         writer.flush()
-    eventually(lambda: not sender._outboxes)  # others may write, and it tries anew
+    eventually(lambda: not sender._send_buffers)  # others may write, and it tries anew
     assert RemoteWriter(sender, CONFIG, None, "next_step").rows == 0
 
 
@@ -158,8 +158,8 @@ def test_a_process_that_gives_up_drops_what_the_limiter_keeps_out_and_nothing_el
     sender = sender_to(answer)
     writer = RemoteWriter(sender, CONFIG, None, "next_step")
     writer.append(n=1)
-    (outbox,) = sender._outboxes
-    eventually(lambda: outbox.waiting)
+    (send_buffer,) = sender._send_buffers
+    eventually(lambda: send_buffer.waiting)
     sender.give_up()
     before = len(tries)
     eventually(lambda: len(tries) >= before + 2)  # it goes on trying
@@ -170,8 +170,8 @@ def test_a_process_that_gives_up_drops_what_the_limiter_keeps_out_and_nothing_el
     limited = sender_to(lambda chunk: Answer(waiting="the learner to draw more", limited=True))
     writer = RemoteWriter(limited, CONFIG, None, "next_step")
     writer.append(n=1)
-    (outbox,) = limited._outboxes
-    eventually(lambda: outbox.waiting)
+    (send_buffer,) = limited._send_buffers
+    eventually(lambda: send_buffer.waiting)
     limited.give_up()
     with pytest.raises(tr.Stopped, match="the learner to draw more"):
         writer.flush()

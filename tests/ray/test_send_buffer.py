@@ -4,14 +4,14 @@ import pytest
 import torch
 
 import torchreplay as tr
-from torchreplay.ray.remote import send_buffer as outboxes
+from torchreplay.ray.remote import send_buffer as send_buffers
 from torchreplay.ray.remote.send_buffer import IN_FLIGHT, SendBuffer
 
 ROWS = 64
 
 
 class Full(Exception):
-    """The outbox admits no more rows."""
+    """The send buffer admits no more rows."""
 
 
 class Collecting(tr.Writer):
@@ -22,15 +22,15 @@ class Collecting(tr.Writer):
 
 
 @pytest.fixture
-def outbox(monkeypatch):
-    monkeypatch.setattr(outboxes, "CHUNK_ROWS", ROWS)
+def send_buffer(monkeypatch):
+    monkeypatch.setattr(send_buffers, "CHUNK_ROWS", ROWS)
     return SendBuffer(tr.ReplayBuffer({"n": tr.Field((), torch.int64)}, 1000)._config, 1)
 
 
 @pytest.fixture
-def write(outbox):
+def write(send_buffer):
     """Writes so many rows more, numbered from 0."""
-    writer = Collecting(outbox.stage._segment, outbox.stage._config)
+    writer = Collecting(send_buffer.stage._segment, send_buffer.stage._config)
 
     def write(rows):
         for _ in range(rows):
@@ -39,61 +39,61 @@ def write(outbox):
     return write
 
 
-def sizes(outbox):
-    return [chunk.rows for chunk in outbox.chunks]
+def sizes(send_buffer):
+    return [chunk.rows for chunk in send_buffer.chunks]
 
 
-def test_chunks_are_whole_as_long_as_nobody_waits_for_them(outbox, write):
+def test_chunks_are_whole_as_long_as_nobody_waits_for_them(send_buffer, write):
     write(ROWS - 1)
-    outbox.cut(everything=False)
-    assert sizes(outbox) == []
+    send_buffer.cut(everything=False)
+    assert sizes(send_buffer) == []
     write(1)
-    outbox.cut(everything=False)
-    assert sizes(outbox) == [ROWS]
+    send_buffer.cut(everything=False)
+    assert sizes(send_buffer) == [ROWS]
     write(5)
-    outbox.cut(everything=False)
-    assert sizes(outbox) == [ROWS]
-    outbox.cut(everything=True)
+    send_buffer.cut(everything=False)
+    assert sizes(send_buffer) == [ROWS]
+    send_buffer.cut(everything=True)
     write(6)
-    outbox.hurried = True
-    outbox.cut(everything=False)
-    assert sizes(outbox) == [ROWS, 5, 6]
-    assert [chunk.first for chunk in outbox.chunks] == [0, ROWS, ROWS + 5]
+    send_buffer.hurried = True
+    send_buffer.cut(everything=False)
+    assert sizes(send_buffer) == [ROWS, 5, 6]
+    assert [chunk.first for chunk in send_buffer.chunks] == [0, ROWS, ROWS + 5]
 
 
-def test_a_writer_of_whom_nothing_is_acknowledged_gets_so_far_and_no_further(outbox, write):
+def test_a_writer_of_whom_nothing_is_acknowledged_gets_so_far_and_no_further(send_buffer, write):
     for _ in range(10 * IN_FLIGHT):
         try:
             write(ROWS)
         except Full:
-            outbox.cut(everything=True)
-    assert sizes(outbox) == [ROWS] * IN_FLIGHT
+            send_buffer.cut(everything=True)
+    assert sizes(send_buffer) == [ROWS] * IN_FLIGHT
     with pytest.raises(Full):
         write(1)
-    outbox.acknowledge(1)
-    outbox.cut(everything=False)
+    send_buffer.acknowledge(1)
+    send_buffer.cut(everything=False)
     write(ROWS)
-    assert [chunk.number for chunk in outbox.chunks] == [2, 3, 4, 5]
-    assert not outbox.is_empty
+    assert [chunk.number for chunk in send_buffer.chunks] == [2, 3, 4, 5]
+    assert not send_buffer.is_empty
 
 
-def test_it_is_empty_when_all_is_acknowledged(outbox, write):
-    assert outbox.is_empty
+def test_it_is_empty_when_all_is_acknowledged(send_buffer, write):
+    assert send_buffer.is_empty
     write(3)
-    assert not outbox.is_empty
-    outbox.cut(everything=True)
-    assert not outbox.is_empty
-    outbox.in_air = 1
-    outbox.acknowledge(1)
-    assert not outbox.is_empty, "a call is under way"
-    outbox.in_air = 0
-    assert outbox.is_empty
-    assert outbox.answered
+    assert not send_buffer.is_empty
+    send_buffer.cut(everything=True)
+    assert not send_buffer.is_empty
+    send_buffer.in_air = 1
+    send_buffer.acknowledge(1)
+    assert not send_buffer.is_empty, "a call is under way"
+    send_buffer.in_air = 0
+    assert send_buffer.is_empty
+    assert send_buffer.answered
 
 
-def test_the_first_reason_to_take_no_more_rows_is_the_one_that_is_told(outbox, write):
-    outbox.end("it was refused")
-    outbox.end("Ray was shut down")
-    assert outbox.ending == "it was refused"
+def test_the_first_reason_to_take_no_more_rows_is_the_one_that_is_told(send_buffer, write):
+    send_buffer.end("it was refused")
+    send_buffer.end("Ray was shut down")
+    assert send_buffer.ending == "it was refused"
     with pytest.raises(Full):
         write(1)

@@ -46,9 +46,9 @@ class RemoteWriter(Writer):
         roles_of(config, num_envs, autoreset)  # raises before anybody hears of a writer that there will not be
         self._sender = sender
         self._buffer_closed = buffer_closed or threading.Event()
-        self._outbox: SendBuffer = sender.open(config, num_envs or 1)
-        self._leave = weakref.finalize(self, sender.leave, self._outbox)
-        super().__init__(self._outbox.segment, config, num_envs, autoreset)
+        self._send_buffer: SendBuffer = sender.open(config, num_envs or 1)
+        self._leave = weakref.finalize(self, sender.leave, self._send_buffer)
+        super().__init__(self._send_buffer.segment, config, num_envs, autoreset)
         _open_writers.add(self)
 
     def append(self, /, *args: Any, **fields: Any) -> None:  # type: ignore[override]
@@ -81,12 +81,12 @@ class RemoteWriter(Writer):
         self._require_open_buffer()
         ends = self._end_episode(mask)
         if len(ends):
-            self._sender.truncate(self._outbox, ends.numpy())
+            self._sender.truncate(self._send_buffer, ends.numpy())
 
     @property
     def refused(self) -> bool:
         """Whether its rows are taken no more although the buffer is there."""
-        return self._outbox.refused
+        return self._send_buffer.refused
 
     def flush(self) -> None:
         """Returns when everything written so far is in the buffer.
@@ -97,7 +97,7 @@ class RemoteWriter(Writer):
             ValueError: The writer is closed.
         """
         super().flush()
-        self._sender.flush(self._outbox)
+        self._sender.flush(self._send_buffer)
 
     def close(self) -> None:
         """Flushes, unless the buffer was stopped, and gives up the writer's place. Idempotent.
@@ -110,7 +110,7 @@ class RemoteWriter(Writer):
         super().close()  # first: while another thread is in a call, nothing is given up
         try:
             with suppress(Stopped):
-                self._sender.flush(self._outbox)
+                self._sender.flush(self._send_buffer)
         finally:
             self._leave()
 
@@ -119,7 +119,7 @@ class RemoteWriter(Writer):
             self._refuse_closed_buffer()
 
     def _wait(self, stalled: bool) -> None:
-        self._sender.make_room(self._outbox, self._admitted)
+        self._sender.make_room(self._send_buffer, self._admitted)
 
 
 class RemoteBuffer(WritableReplay):

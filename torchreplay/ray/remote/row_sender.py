@@ -49,7 +49,7 @@ class RowSender:
         self.ending = ending  # why nobody should write any more; "" while they should
         # What has gone wrong, where nobody can write from here any more although they should; "" otherwise
         self.failure = ""
-        self._outboxes: set[SendBuffer] = set()  # copied to go through it: writers come at any time
+        self._send_buffers: set[SendBuffer] = set()  # copied to go through it: writers come at any time
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._sweep_due = 0.0
         self._heartbeat_due = 0.0
@@ -63,39 +63,39 @@ class RowSender:
     # In the threads that write.
 
     def open(self, config: Config, num_envs: int) -> SendBuffer:
-        """Returns the outbox of a new writer."""
+        """Returns the send buffer of a new writer."""
         self._check()
-        outbox = SendBuffer(config, num_envs)
-        self._outboxes.add(outbox)
+        send_buffer = SendBuffer(config, num_envs)
+        self._send_buffers.add(send_buffer)
         with suppress(self._ray.exceptions.RayError, AttachError):  # then the next heartbeat does it, or says why not
-            self._actor.tell("look", [outbox.source], group="rows")
-        return outbox
+            self._actor.tell("look", [send_buffer.source], group="rows")
+        return send_buffer
 
-    def make_room(self, outbox: SendBuffer, admitted: Callable[[], bool]) -> None:
-        """Returns when the outbox admits rows again."""
+    def make_room(self, send_buffer: SendBuffer, admitted: Callable[[], bool]) -> None:
+        """Returns when the send buffer admits rows again."""
 
         def has_room() -> bool:
-            self._check(outbox)  # first: a stage that is stopped admits nothing
+            self._check(send_buffer)  # first: a stage that is stopped admits nothing
             return admitted()
 
-        self._await(outbox, has_room)
+        self._await(send_buffer, has_room)
 
-    def flush(self, outbox: SendBuffer) -> None:
-        """Returns when everything in the outbox is acknowledged."""
-        outbox.hurried = True
+    def flush(self, send_buffer: SendBuffer) -> None:
+        """Returns when everything in the send buffer is acknowledged."""
+        send_buffer.hurried = True
         try:
-            self._await(outbox, lambda: outbox.is_empty)
+            self._await(send_buffer, lambda: send_buffer.is_empty)
         finally:
-            outbox.hurried = False
+            send_buffer.hurried = False
 
-    def truncate(self, outbox: SendBuffer, keys: npt.NDArray[np.int64]) -> None:
-        """Ends the episodes whose last rows have these keys in the outbox, once they are acknowledged; returns then."""
-        self.flush(outbox)
-        self._actor.ask("truncate", outbox.source, keys, group="rows")
+    def truncate(self, send_buffer: SendBuffer, keys: npt.NDArray[np.int64]) -> None:
+        """Waits until all rows are acknowledged. Then ends the episodes whose last rows have these keys there."""
+        self.flush(send_buffer)
+        self._actor.ask("truncate", send_buffer.source, keys, group="rows")
 
-    def leave(self, outbox: SendBuffer) -> None:
-        """Sends what is left in the outbox, and forgets it; does not wait for that."""
-        outbox.leaving = True
+    def leave(self, send_buffer: SendBuffer) -> None:
+        """Sends what is left in the send buffer, and forgets it; does not wait for that."""
+        send_buffer.leaving = True
         self._events.put(None)
 
     def end(self, reason: str) -> None:
@@ -104,7 +104,7 @@ class RowSender:
         self._events.put(None)
 
     def close(self) -> None:
-        """Ends the thread when all outboxes are empty; does not wait for that."""
+        """Ends the thread when all send buffers are empty; does not wait for that."""
         self._closing = True
 
     def give_up(self) -> None:
@@ -116,33 +116,33 @@ class RowSender:
         """Gives rows that were written last their time to arrive when the process ends."""
         if not self._thread.is_alive():  # it has ended, or this is a forked child, whose end is not its parent's
             return
-        for outbox in list(self._outboxes):
-            outbox.drained = True
-            self.leave(outbox)
+        for send_buffer in list(self._send_buffers):
+            send_buffer.drained = True
+            self.leave(send_buffer)
         self.close()
         self._thread.join(FAREWELL)
 
-    def _check(self, outbox: SendBuffer | None = None) -> None:
+    def _check(self, send_buffer: SendBuffer | None = None) -> None:
         if self.ending:
             raise Stopped(self.ending)
         if self.failure:
             raise RuntimeError(self.failure)
-        if outbox is not None and outbox.ending:
-            raise RuntimeError(outbox.ending) if outbox.refused else Stopped(outbox.ending)
+        if send_buffer is not None and send_buffer.ending:
+            raise RuntimeError(send_buffer.ending) if send_buffer.refused else Stopped(send_buffer.ending)
 
-    def _await(self, outbox: SendBuffer, is_done: Callable[[], bool]) -> None:
-        wait = Wait(outbox.segment, None)
+    def _await(self, send_buffer: SendBuffer, is_done: Callable[[], bool]) -> None:
+        wait = Wait(send_buffer.segment, None)
         while not is_done():
-            self._check(outbox)
+            self._check(send_buffer)
             self._events.put(None)
-            wait.check_delivery(outbox.waiting or "an answer from the buffer's node")
-            outbox.sleep(SLICE_NS / 1e9)
+            wait.check_delivery(send_buffer.waiting or "an answer from the buffer's node")
+            send_buffer.sleep(SLICE_NS / 1e9)
 
     # In the sender's thread.
 
     def _work(self) -> None:
         try:
-            while self._outboxes or not self._closing:
+            while self._send_buffers or not self._closing:
                 self._attend_all(self._take_events())
         except Exception as error:
             logger.exception("rows are no longer sent to the buffer on node %s", self._actor.node)
@@ -171,84 +171,84 @@ class RowSender:
             if not self.ending:
                 self._actor.require_ray()
                 self._beat()
-            for outbox in list(self._outboxes):
-                self._attend(outbox, sweep)
+            for send_buffer in list(self._send_buffers):
+                self._attend(send_buffer, sweep)
         except AttachError as gone:  # the node is, or this process's Ray
             self.end(str(gone))
 
-    def _attend(self, outbox: SendBuffer, sweep: bool) -> None:
+    def _attend(self, send_buffer: SendBuffer, sweep: bool) -> None:
         if self.ending:
-            outbox.end(self.ending)
-        if self._giving_up and outbox.limited:
-            outbox.end(f"this process is to end, and its rows wait for {outbox.waiting}")
-        if not outbox.ending:
-            outbox.cut(sweep)
-            self._send_all(outbox)
+            send_buffer.end(self.ending)
+        if self._giving_up and send_buffer.limited:
+            send_buffer.end(f"this process is to end, and its rows wait for {send_buffer.waiting}")
+        if not send_buffer.ending:
+            send_buffer.cut(sweep)
+            self._send_all(send_buffer)
         # A heartbeat under way may name this writer, which must not be registered again.
-        if outbox.leaving and (outbox.ending or (outbox.is_empty and not self._heartbeat_out)):
-            self._forget(outbox)
+        if send_buffer.leaving and (send_buffer.ending or (send_buffer.is_empty and not self._heartbeat_out)):
+            self._forget(send_buffer)
 
-    def _send_all(self, outbox: SendBuffer) -> None:
-        if time.monotonic() < outbox.not_before:
+    def _send_all(self, send_buffer: SendBuffer) -> None:
+        if time.monotonic() < send_buffer.not_before:
             return
-        if outbox.rewind and not outbox.in_air:
-            outbox.rewind, outbox.sent = False, 0
-        for chunk in outbox.chunks:
-            if outbox.rewind:
+        if send_buffer.rewind and not send_buffer.in_air:
+            send_buffer.rewind, send_buffer.sent = False, 0
+        for chunk in send_buffer.chunks:
+            if send_buffer.rewind:
                 break
-            if chunk.number > outbox.sent:
-                self._send(outbox, chunk)
+            if chunk.number > send_buffer.sent:
+                self._send(send_buffer, chunk)
 
-    def _send(self, outbox: SendBuffer, chunk: Chunk) -> None:
+    def _send(self, send_buffer: SendBuffer, chunk: Chunk) -> None:
         try:
-            if chunk.block.nbytes > INLINE_BYTES and chunk.number not in outbox.stored:
-                outbox.stored[chunk.number] = self._ray.put(chunk)
-            hear = partial(self._hear, outbox, chunk.number)
-            self._call(hear, "push", outbox.source, outbox.stored.get(chunk.number, chunk), group="rows")
+            if chunk.block.nbytes > INLINE_BYTES and chunk.number not in send_buffer.stored:
+                send_buffer.stored[chunk.number] = self._ray.put(chunk)
+            hear = partial(self._hear, send_buffer, chunk.number)
+            self._call(hear, "push", send_buffer.source, send_buffer.stored.get(chunk.number, chunk), group="rows")
         except self._ray.exceptions.RayError as error:
-            self._send_again(outbox, error)
+            self._send_again(send_buffer, error)
         else:
-            outbox.in_air += 1
-            outbox.sent = chunk.number
+            send_buffer.in_air += 1
+            send_buffer.sent = chunk.number
 
     def _call(self, hear: Callable[[Any], None], method: str, *args: Any, group: str = "") -> None:
         """Calls the ingest, and has its answer heard in this thread."""
         future = self._actor.tell(method, *args, group=group).future()
         future.add_done_callback(lambda done: self._events.put(lambda: hear(done)))
 
-    def _hear(self, outbox: SendBuffer, number: int, done: Any) -> None:
+    def _hear(self, send_buffer: SendBuffer, number: int, done: Any) -> None:
         """Takes the answer to chunk `number`."""
-        outbox.in_air -= 1
+        send_buffer.in_air -= 1
         error = done.exception()
         if error is not None:
-            self._send_again(outbox, error)
+            self._send_again(send_buffer, error)
             return
         answer: Answer = done.result()
-        outbox.rewind |= answer.written < number
-        outbox.acknowledge(answer.written)
+        send_buffer.rewind |= answer.written < number
+        send_buffer.acknowledge(answer.written)
         if answer.waiting or answer.written >= number:  # those behind it do not know why it was not taken
-            outbox.waiting, outbox.limited = answer.waiting, answer.limited
+            send_buffer.waiting, send_buffer.limited = answer.waiting, answer.limited
         if answer.ending:
             self.end(answer.ending)
         elif answer.refusal:
-            outbox.end(answer.refusal, refused=True)
+            send_buffer.end(answer.refusal, refused=True)
 
-    def _send_again(self, outbox: SendBuffer, error: BaseException) -> None:
+    def _send_again(self, send_buffer: SendBuffer, error: BaseException) -> None:
         """Has everything sent again in a while, to the ingest that is there by then."""
-        outbox.waiting, outbox.limited = "the buffer's node to answer again", False
-        outbox.rewind, outbox.not_before = True, time.monotonic() + PAUSE
-        outbox.stored.clear()  # one of them may be lost
+        send_buffer.waiting, send_buffer.limited = "the buffer's node to answer again", False
+        send_buffer.rewind, send_buffer.not_before = True, time.monotonic() + PAUSE
+        send_buffer.stored.clear()  # one of them may be lost
         self._look_again(error)
 
-    def _forget(self, outbox: SendBuffer) -> None:
-        if not outbox.is_empty:
-            logger.warning("rows that a remote writer had written were not taken any more: %s", outbox.ending)
-        self._outboxes.discard(outbox)
-        if not outbox.drained:
-            outbox.stage.close()
+    def _forget(self, send_buffer: SendBuffer) -> None:
+        if not send_buffer.is_empty:
+            logger.warning("rows that a remote writer had written were not taken any more: %s", send_buffer.ending)
+        self._send_buffers.discard(send_buffer)
+        if not send_buffer.drained:
+            send_buffer.stage.close()
         if not self.ending:
             with suppress(self._ray.exceptions.RayError):  # then its silence shows it
-                self._departure = self._actor.tell("depart", outbox.source, group="rows")
+                self._departure = self._actor.tell("depart", send_buffer.source, group="rows")
 
     def _await_departure(self) -> None:
         """Returns when the ingest knows that the writers are gone, or after some seconds."""
@@ -262,7 +262,7 @@ class RowSender:
         if self._heartbeat_out or now < self._heartbeat_due or self.ending or self.failure:
             return
         self._heartbeat_due = now + HEARTBEAT
-        sources = [outbox.source for outbox in list(self._outboxes) if not outbox.ending]
+        sources = [send_buffer.source for send_buffer in list(self._send_buffers) if not send_buffer.ending]
         try:
             self._call(self._hear_beat, "look", sources)
             self._heartbeat_out = True
@@ -285,5 +285,5 @@ class RowSender:
 
     def _fail(self, reason: str) -> None:
         self.failure = self.failure or reason
-        for outbox in list(self._outboxes):
-            outbox.end(self.failure, refused=True)
+        for send_buffer in list(self._send_buffers):
+            send_buffer.end(self.failure, refused=True)
