@@ -13,7 +13,7 @@ from torchreplay.schema.config import Config
 pytest.importorskip("ray")
 from torchreplay.ray.sharded.local_shard import LocalAttachment
 from torchreplay.ray.sharded.shard_actor import Shard
-from torchreplay.ray.sharded.shard_table import Place
+from torchreplay.ray.sharded.shard_table import ShardEntry
 
 
 @contextmanager
@@ -47,7 +47,7 @@ class Node:
     def _place(self):
         if self.number is None:
             return None
-        return Place(self.number, "here", 16, None, self._handles[self.number])  # each table has its own
+        return ShardEntry(self.number, "here", 16, None, self._handles[self.number])  # each table has its own
 
     def _answers(self, number, wait):
         assert not locked(self)  # nobody else waits for the answer

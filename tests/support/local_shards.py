@@ -35,7 +35,7 @@ class LocalShards:
             rows = {"home": np.full(size, number), "index": np.arange(size)}
             self.keys.append(shard._buffer.extend(**rows) if size else None)
             self.shards.append(shard)
-        self.table = SimpleNamespace(places=dict.fromkeys(range(len(sizes))))
+        self.table = SimpleNamespace(entries=dict.fromkeys(range(len(sizes))))
         self.figures = {}
         self.here = here
         if here is not None:

@@ -73,7 +73,7 @@ class Union:
 
     def __init__(self, shards):
         self.limiter = LearnerLimiter(Rule(tr.MinSize()), 0)
-        self.table = SimpleNamespace(places=dict(enumerate(shards)))
+        self.table = SimpleNamespace(entries=dict(enumerate(shards)))
         self.figures = {}
         self.looks = 0
 
@@ -85,7 +85,7 @@ class Union:
 
     def order(self, candidates):
         self.looks += 1
-        return {number: asked(self.table.places[number], count) for number, count in candidates.items()}
+        return {number: asked(self.table.entries[number], count) for number, count in candidates.items()}
 
     def hear(self, calls, wait):
         self.figures = calls

@@ -76,7 +76,7 @@ def hand_out(limiter, n):
 
 def die(directory, number):
     """Kills a shard's actor; its memory goes with it, except where it is attached."""
-    actor = directory.table().places[number].actor
+    actor = directory.table().entries[number].actor
     actor.dead = True
     actor.it._buffer.close()
 
@@ -277,7 +277,7 @@ def test_a_stop_that_was_heard_is_not_forgotten_for_an_older_answer(found):
     directory, view = found()
     shards = view("a")
     older = shards.order(dict.fromkeys(range(3), 0))
-    directory.table().places[1].actor.it.stop()
+    directory.table().entries[1].actor.it.stop()
     with pytest.raises(tr.Stopped):
         heard(shards)
     shards._note(shards.calls.collect(older))
@@ -318,7 +318,7 @@ def test_who_waits_for_a_directory_that_does_not_answer_is_told_its_name(cluster
     silent.answers = 3
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "torchreplay.ray"):
         patch.setattr(cluster, "get", silent.get)
-        assert set(shards.look().places) == {0, 1, 2}
+        assert set(shards.look().entries) == {0, 1, 2}
     assert caplog.text.count("waiting for an answer from the coordinator of the ShardedReplay (Ray's actor union)") == 2
     assert shards.silence == ""
     monkeypatch.setattr(cluster, "wait", silent.wait)
@@ -334,7 +334,7 @@ def test_a_directory_that_ray_cannot_reach_for_a_moment_is_asked_again(cluster, 
     shards.exchange()
     actor = cluster.named["union"]
     actor.unreachable = 2
-    assert set(shards.look().places) == {0, 1, 2}
+    assert set(shards.look().entries) == {0, 1, 2}
     actor.unreachable = 1
     shards.report(last=True)
     shards.refresh()
@@ -370,7 +370,7 @@ def slow(directory, name):
 
 def heard(shards):
     """The shards that answer an order."""
-    return set(shards.hear(shards.order(dict.fromkeys(shards.table.places, 0)), Wait(shards, 60)))
+    return set(shards.hear(shards.order(dict.fromkeys(shards.table.entries, 0)), Wait(shards, 60)))
 
 
 def test_a_learner_does_not_wait_for_what_another_thread_asks_the_directory(found):
@@ -383,7 +383,7 @@ def test_a_learner_does_not_wait_for_what_another_thread_asks_the_directory(foun
         assert heard(shards) == {0, 1, 2}
         assert not table.done()
         leave.set()
-        assert set(table.result(60).places) == {0, 1, 2}
+        assert set(table.result(60).entries) == {0, 1, 2}
 
 
 def test_while_one_thread_reports_a_loss_the_others_draw_from_what_is_left(found):
@@ -409,8 +409,8 @@ def test_an_answer_of_the_directory_that_comes_late_does_not_bring_back_what_is_
     before = directory.table()
     die(directory, 1)
     shards.lose(1, "killed")
-    assert 1 not in shards._adopt(before).places
-    assert 1 not in shards.table.places
+    assert 1 not in shards._adopt(before).entries
+    assert 1 not in shards.table.entries
 
 
 def test_an_announcement_is_repeated_after_ray_could_not_reach_the_directory(cluster, found, monkeypatch):
@@ -429,8 +429,8 @@ def test_what_is_said_twice_of_a_checkpoint_counts_once(found):
     counts = Counts(born=7, streams=2, items=100, batches=10, sampled=100, inserted_before=0, cleared=0, lost_updates=1)
     manifest = Manifest(Config.of(SPEC, 100, None, None, tr.MinSize()), 5, 0, 0, "shards-0", (), counts, ())
     first, second = (directory.restored(manifest, {0: 1, 1: 0}, 7, {0: 60}) for _ in "12")
-    assert [place.node for place in second.places.values()] == NODES
-    assert list(first.places) == list(second.places) == [1, 0, 2]
+    assert [entry.node for entry in second.entries.values()] == NODES
+    assert list(first.entries) == list(second.entries) == [1, 0, 2]
     assert second.rule == first.rule
 
 
@@ -440,7 +440,7 @@ def test_what_is_said_twice_of_a_checkpoint_counts_once(found):
 def test_those_who_look_around_do_not_change_how_many_items_are_admitted(found):
     limiter = tr.SamplesPerInsert(2.0, min_size=60, tolerance=0.5)
     directory, view = found(limiter)
-    held = [place.actor.it for place in directory.table().places.values()]
+    held = [entry.actor.it for entry in directory.table().entries.values()]
 
     def admitted():
         return sum(shard._limit for shard in held)
@@ -478,7 +478,7 @@ def test_a_limit_that_ray_has_lost_on_its_way_is_sent_again_when_a_learner_looks
     directory, view = found(tr.SamplesPerInsert(2.0, min_size=60, tolerance=0.5))
     learner = view("a")
     learner.exchange()
-    actor = directory.table().places[1].actor
+    actor = directory.table().entries[1].actor
     assert actor.it._limit == 30
     actor.unreachable = 99
     directory.change_limiter(limiter)

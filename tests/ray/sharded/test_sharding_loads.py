@@ -136,13 +136,13 @@ def test_who_was_attached_before_a_restore_does_not_take_one_shard_for_another_w
         explorer = copied(cluster, replay, "b")
         explorer.writer().close()
         replay.restore(saved_elsewhere)
-        places = {place.node: place for place in replay._shards.look().places.values()}
-        actor = places["b"].actor
+        entries = {entry.node: entry for entry in replay._shards.look().entries.values()}
+        actor = entries["b"].actor
         actor.dead = True
         actor.it._buffer.close()
         cluster.here = "b"
         explorer.writer().close()
-        assert not places["a"].actor.dead
+        assert not entries["a"].actor.dead
         assert [lost.node for lost in replay._shards.look().lost] == ["b"]
         explorer.close()
 
@@ -175,7 +175,7 @@ def test_a_smaller_capacity_keeps_as_many_rows_as_fit_in_all_and_of_each_shard_t
     cluster.here = "a"
     with ShardedReplay.load(tmp_path, capacity) as loaded:
         assert loaded.capacity == (capacity or 40)
-        assert sum(place.capacity for place in loaded._shards.table.places.values()) == loaded.capacity
+        assert sum(entry.capacity for entry in loaded._shards.table.entries.values()) == loaded.capacity
         newest = [(number << KEY_BITS) + row for number, n in enumerate(kept) for row in range((14, 4)[number])[-n:]]
         assert loaded.keys().tolist() == newest
 

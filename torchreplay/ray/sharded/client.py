@@ -23,7 +23,7 @@ from torchreplay.ray.sharded.manifest import Manifest
 from torchreplay.ray.sharded.rate_limiter import LearnerLimiter, LearnerReport, Rule
 from torchreplay.ray.sharded.replies import ReplyCollector
 from torchreplay.ray.sharded.shard_sampler import Answer, ShardReport
-from torchreplay.ray.sharded.shard_table import Lost, Place, Table
+from torchreplay.ray.sharded.shard_table import LostShard, ShardEntry, ShardTable
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.limiters import Limiter, MinSize
 from torchreplay.segment.ray_node import ray_node
@@ -69,13 +69,13 @@ class ShardClient:
         self._limiter: LearnerLimiter | None = None
         self._lock = threading.RLock()
         # The shard on this node, which is drawn from and fed back to through shared memory once it is attached
-        self.local = LocalAttachment(self._lock, self.place_here, self._answers)
+        self.local = LocalAttachment(self._lock, self.entry_here, self._answers)
         self.node = ray_node()  # Ray's id of the node that this process is on
         # What each shard said last, by number; an older answer changes nothing. Never changed: there is another mapping
         # when one says more.
         self.figures: dict[int, ShardReport] = {}
         # What was where when the coordinator said so last; at first nothing, until it has answered.
-        self.table = Table({}, Rule(MinSize()))
+        self.table = ShardTable({}, Rule(MinSize()))
         self.table = self.coordinator.table()
         self.closed = False  # whether the `ShardedReplay` that this belongs to is closed
 
@@ -155,20 +155,20 @@ class ShardClient:
             f"write: is its process stopped?"
         )
 
-    def look(self) -> Table:
+    def look(self) -> ShardTable:
         """Returns the table as it is now."""
         return self._adopt(self.coordinator.table())
 
     def lose(self, number: int, why: str) -> None:
         """Has a shard that does not answer taken out for everyone."""
         with self._lock:
-            place = self.table.places.get(number)
-            if place is None:
+            entry = self.table.entries.get(number)
+            if entry is None:
                 return
             rows, inserted = self._last_known(number)
             reason = why.strip().splitlines()[0] if why.strip() else "its process died"
             logger.error("%s is lost, and its %d rows with it: %s", self._name(number), rows, reason)
-            self._adopt(self.table.without(Lost(number, place.node, rows, inserted)))
+            self._adopt(self.table.without(LostShard(number, entry.node, rows, inserted)))
         self._adopt(self.coordinator.table("lost", number, rows, inserted, reason))
 
     def set_limiter(self, limiter: Limiter) -> None:
@@ -179,8 +179,8 @@ class ShardClient:
 
     def clear(self) -> None:
         """Empties all shards, and has the limiter begin anew; see `ShardedReplay.clear`."""
-        places = self.look().places
-        emptied = self.calls.collect({number: place.actor.clear.remote() for number, place in places.items()})
+        entries = self.look().entries
+        emptied = self.calls.collect({number: entry.actor.clear.remote() for number, entry in entries.items()})
         self._adopt(self.coordinator.table("cleared", emptied))
         self.exchange()
 
@@ -191,10 +191,10 @@ class ShardClient:
             RuntimeError: One was lost before it could know.
         """
         self.local.release()
-        places = self.table.places
-        told = self.calls.collect({number: place.actor.draw.remote(0, 0.0) for number, place in places.items()})
-        for number in places.keys() - told.keys():
-            raise RuntimeError(f"shard {number} on node {places[number].node} was lost when it had been restored")
+        entries = self.table.entries
+        told = self.calls.collect({number: entry.actor.draw.remote(0, 0.0) for number, entry in entries.items()})
+        for number in entries.keys() - told.keys():
+            raise RuntimeError(f"shard {number} on node {entries[number].node} was lost when it had been restored")
         inserted = {numbers[number]: figures.stats.inserted for number, (figures, _) in told.items()}
         self._adopt(self.coordinator.table("restored", manifest, numbers, born, inserted))
         with self._lock:
@@ -203,9 +203,9 @@ class ShardClient:
 
     # The shard on this node
 
-    def place_here(self) -> Place | None:
+    def entry_here(self) -> ShardEntry | None:
         """Returns the shard of this node, as far as this process knows."""
-        return next((place for place in self.table.places.values() if place.node == self.node), None)
+        return next((entry for entry in self.table.entries.values() if entry.node == self.node), None)
 
     # Orders, keys, and feedback
 
@@ -218,15 +218,15 @@ class ShardClient:
         self.coordinator.require_own_process()
         largest = self.limiter.largest
         with self._lock:
-            places, local = self.table.places, self.local.shard
+            entries, local = self.table.entries, self.local.shard
             calls: dict[int, Any] = {}
             for number, count in candidates.items():
-                if number not in places:
+                if number not in entries:
                     continue
                 if room is not None and local is not None and number == local.number:
                     calls[number] = local.draw(count, largest, room)
                 else:
-                    calls[number] = places[number].actor.draw.remote(count, largest)
+                    calls[number] = entries[number].actor.draw.remote(count, largest)
             return calls
 
     def gather(self, keys: Mapping[int, NDArray[np.int64]], layout: Layout) -> Answers:
@@ -239,31 +239,31 @@ class ShardClient:
         none, calls = np.empty(0, np.int64), dict[int, Any]()
         with self._lock:
             local = self.local.shard
-            for number, place in self.table.places.items():
+            for number, entry in self.table.entries.items():
                 own = keys.get(number, none)
                 if local is not None and local.number == number:
                     calls[number] = local.gather(own, layout)
                 else:
-                    calls[number] = place.actor.gather.remote(own)
+                    calls[number] = entry.actor.gather.remote(own)
         answers = self._note(self.calls.collect(calls))
         self.refresh()
         return answers
 
     def keys(self, rows: bool) -> torch.Tensor:
         """Does what `ShardedReplay.keys` does."""
-        places = self.look().places
-        told = self.calls.collect({number: place.actor.keys.remote(rows) for number, place in places.items()})
+        entries = self.look().entries
+        told = self.calls.collect({number: entry.actor.keys.remote(rows) for number, entry in entries.items()})
         parts = [pack(number) + keys for number, keys in sorted(told.items())]
         return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *parts]))
 
     def priorities(self, keys: NDArray[np.int64]) -> torch.Tensor:
         """Does what `ShardedReplay.priorities` does, for keys that were issued."""
         numbers, own = unpack(keys)
-        places = self.look().places
+        entries = self.look().entries
         calls = {
-            number: places[number].actor.priorities.remote(own[numbers == number])
+            number: entries[number].actor.priorities.remote(own[numbers == number])
             for number in np.unique(numbers).tolist()
-            if number in places
+            if number in entries
         }
         raw = np.full(len(keys), np.nan, np.float32)
         for number, priorities in self.calls.collect(calls).items():
@@ -277,13 +277,13 @@ class ShardClient:
         """
         self.coordinator.require_own_process()
         with self._lock:
-            place = self.table.places.get(number)
-            if place is None:
+            entry = self.table.entries.get(number)
+            if entry is None:
                 return None
             local = self.local.shard
             if local is not None and local.number == number:
                 return local.update(keys, td)
-            return place.actor.update.remote(keys, td)
+            return entry.actor.update.remote(keys, td)
 
     # Answers
 
@@ -315,7 +315,7 @@ class ShardClient:
         The limiter divides anew, as if this process waited for an item. Otherwise a program that only polls until there
         is enough would poll for ever, where not every node has explorers.
         """
-        self._note(self.calls.collect(self.order(dict.fromkeys(self.look().places, 0))))
+        self._note(self.calls.collect(self.order(dict.fromkeys(self.look().entries, 0))))
         self.limiter.hear(self.coordinator.ask("report", self.limiter.report(1))[0])
         self._catch_up()
 
@@ -358,24 +358,24 @@ class ShardClient:
         if limiter is not None and limiter.others.rule < limiter.rule.number:
             limiter.hear(self.coordinator.ask("report", limiter.report())[0])
 
-    def _adopt(self, table: Table) -> Table:
+    def _adopt(self, table: ShardTable) -> ShardTable:
         """Takes a table in, unless a newer one came first, and returns the newest."""
         with self._lock:
             if table.moment >= self.table.moment:
                 self._take_in(table)
             return self.table
 
-    def _take_in(self, table: Table) -> None:
+    def _take_in(self, table: ShardTable) -> None:
         for lost in table.lost:  # another reporter may have known less
             rows, inserted = self._last_known(lost.number)
             if inserted > lost.inserted:
                 logger.error("with shard %d %d rows are lost, not %d", lost.number, rows, lost.rows)
                 self.coordinator.tell("lost", lost.number, rows, inserted, "")
         self.table = table
-        self.figures = {number: figures for number, figures in self.figures.items() if number in table.places}
+        self.figures = {number: figures for number, figures in self.figures.items() if number in table.entries}
         if self.local.shard is not None:
-            place = table.places.get(self.local.shard.number)
-            if place is None or place.node != self.node:  # a shard that was restored has another number
+            entry = table.entries.get(self.local.shard.number)
+            if entry is None or entry.node != self.node:  # a shard that was restored has another number
                 self.local.release()
         if self._limiter is not None:
             self._limiter.change(table.rule)
@@ -396,9 +396,9 @@ class ShardClient:
         return call is not None and bool(self.calls.collect({number: call}, wait))
 
     def _probe(self, number: int) -> Any:
-        place = self.table.places.get(number)
-        return None if place is None else place.actor.draw.remote(0, 0.0)
+        entry = self.table.entries.get(number)
+        return None if entry is None else entry.actor.draw.remote(0, 0.0)
 
     def _name(self, number: int) -> str:
-        place = self.table.places.get(number)
-        return f"shard {number} on node {'unknown' if place is None else place.node}"
+        entry = self.table.entries.get(number)
+        return f"shard {number} on node {'unknown' if entry is None else entry.node}"

@@ -14,7 +14,7 @@ from torchreplay.ray.sharded.global_distribution import MAX_SHARDS
 from torchreplay.ray.sharded.manifest import Manifest
 from torchreplay.ray.sharded.rate_limiter import GlobalRateLimiter, LearnerReport, Rule, Totals
 from torchreplay.ray.sharded.shard_actor import Shard
-from torchreplay.ray.sharded.shard_table import Lost, Place, Table
+from torchreplay.ray.sharded.shard_table import LostShard, ShardEntry, ShardTable
 from torchreplay.schema.config import Config
 from torchreplay.schema.limiters import Limiter
 
@@ -74,7 +74,7 @@ class Coordinator:
         self._slots = [_Slot(capacity, node) for capacity, node in zip(capacities, nodes, strict=True)]
         self._born = 0
         self._streams = 0
-        self._lost: dict[int, Lost] = {}
+        self._lost: dict[int, LostShard] = {}
         self._lost_updates = 0
         self._expecting: dict[str, float] = {}  # until when each announcement is believed, by the monotonic clock
         self._stopped = False
@@ -82,7 +82,7 @@ class Coordinator:
         self._sent_at = 0.0  # when shards were last sent their limits again
         self._restored: tuple[Any, ...] = ()  # what was last said of that
 
-    def open(self) -> Table:
+    def open(self) -> ShardTable:
         """Makes all shards, and returns when they are there.
 
         Raises:
@@ -102,13 +102,13 @@ class Coordinator:
                 ) from None
         return self.table()
 
-    def table(self) -> Table:
+    def table(self) -> ShardTable:
         """Returns what is where now."""
         self._look_after()
         self._tables += 1
-        return Table(
+        return ShardTable(
             {
-                slot.number: Place(slot.number, slot.node, slot.capacity, slot.actor, slot.handle)
+                slot.number: ShardEntry(slot.number, slot.node, slot.capacity, slot.actor, slot.handle)
                 for slot in self._slots
                 if slot.filled
             },
@@ -121,7 +121,7 @@ class Coordinator:
             self._tables,
         )
 
-    def lost(self, number: int, rows: int, inserted: int, why: str) -> Table:
+    def lost(self, number: int, rows: int, inserted: int, why: str) -> ShardTable:
         """Takes a shard that does not answer out of the table, and ends it in case it is still there.
 
         Of several callers' reports the one that knows of the most items counts, which is the latest. It says how many
@@ -134,7 +134,7 @@ class Coordinator:
         for slot in self._slots:
             if slot.number == number and slot.actor is not None:
                 self._ray.kill(slot.actor, no_restart=True)
-                self._lost[number] = Lost(number, slot.node, rows, inserted)
+                self._lost[number] = LostShard(number, slot.node, rows, inserted)
                 slot.actor, slot.ready, slot.number = None, None, -1
                 # Its explorers take seconds to notice, and wait for the next one then.
                 self._expecting[f"shard {number}"] = time.monotonic() + BELIEF
@@ -145,7 +145,7 @@ class Coordinator:
         """Counts TD errors whose shard is gone."""
         self._lost_updates += updates
 
-    def report(self, report: LearnerReport, looks: bool = False) -> tuple[Totals, Table | None]:
+    def report(self, report: LearnerReport, looks: bool = False) -> tuple[Totals, ShardTable | None]:
         """Takes in what a learner says, and divides anew what the limiter admits.
 
         Returns what others have drawn, and the table if the learner looks at it.
@@ -158,7 +158,7 @@ class Coordinator:
                     self._admit(slot, limits[slot.number])
         return totals, self.table() if looks else None
 
-    def change_limiter(self, limiter: Limiter) -> Table:
+    def change_limiter(self, limiter: Limiter) -> ShardTable:
         """Sets another limiter for everyone; learners hear of it with their next report, or look at the table.
 
         It counts from the items that were reported last. Under a ratio no more are admitted until the next report.
@@ -166,7 +166,7 @@ class Coordinator:
         self._limiter.change(limiter)
         return self._limit_anew()
 
-    def cleared(self, inserted: dict[int, int]) -> Table:
+    def cleared(self, inserted: dict[int, int]) -> ShardTable:
         """Takes in that the shards were emptied, each at so many items: the limiter begins anew.
 
         Learners hear of it as they hear of another limiter.
@@ -178,7 +178,7 @@ class Coordinator:
         """Returns how many numbers of shards, and of learners, were given."""
         return self._born, self._streams
 
-    def restored(self, manifest: Manifest, numbers: dict[int, int], born: int, inserted: dict[int, int]) -> Table:
+    def restored(self, manifest: Manifest, numbers: dict[int, int], born: int, inserted: dict[int, int]) -> ShardTable:
         """Takes in that the shards hold the rows of a checkpoint now; to say so again changes nothing.
 
         Args:
@@ -238,7 +238,7 @@ class Coordinator:
         if slot.actor is not None:
             slot.actor.admit.remote(limit)
 
-    def _limit_anew(self) -> Table:
+    def _limit_anew(self) -> ShardTable:
         for slot in self._slots:
             self._admit(slot, self._limit_until_reported())
         return self.table()

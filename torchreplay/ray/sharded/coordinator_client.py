@@ -12,7 +12,7 @@ from torchreplay.ray.runtime.actor_client import NAMESPACE, ActorClient
 from torchreplay.ray.runtime.cluster import errors_as_raised, living_nodes, only_on, reason
 from torchreplay.ray.runtime.session import import_ray, logger
 from torchreplay.ray.sharded.coordinator import Coordinator
-from torchreplay.ray.sharded.shard_table import Table
+from torchreplay.ray.sharded.shard_table import ShardTable
 from torchreplay.schema.config import MAX_CAPACITY, Config
 from torchreplay.segment.waits import LOG_EVERY
 from torchreplay.validation import checked_int
@@ -52,9 +52,9 @@ class CoordinatorClient(ActorClient):
             self._actor = actor  # nothing is known of its death, and a report must not wait for Ray to find it again
             raise
 
-    def table(self, what: str = "table", *args: Any) -> Table:
+    def table(self, what: str = "table", *args: Any) -> ShardTable:
         """Returns the table that the coordinator answers with."""
-        table: Table = self.ask(what, *args)
+        table: ShardTable = self.ask(what, *args)
         return table
 
     @property

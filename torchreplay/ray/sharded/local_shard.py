@@ -18,7 +18,7 @@ from torchreplay.ray.runtime.session import logger
 from torchreplay.ray.sharded.batch_block import Layout
 from torchreplay.ray.sharded.global_distribution import pack
 from torchreplay.ray.sharded.shard_sampler import Answer, ShardSampler
-from torchreplay.ray.sharded.shard_table import Place
+from torchreplay.ray.sharded.shard_table import ShardEntry
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.config import Config
 from torchreplay.segment.handle import Handle
@@ -165,16 +165,16 @@ class LocalAttachment:
     """Which shard of this process's node is attached, if one is.
 
     Args:
-        lock: What its owner guards the places with; it is re-entrant.
-        place: Returns the shard of this node, as far as this process knows, with the lock held; None: there is none.
+        lock: What its owner guards the entries with; it is re-entrant.
+        entry: Returns the shard of this node, as far as this process knows, with the lock held; None: there is none.
         answers: Whether a shard's actor answers, by number; asked without the lock.
     """
 
     def __init__(
-        self, lock: threading.RLock, place: Callable[[], Place | None], answers: Callable[[int, Wait | None], bool]
+        self, lock: threading.RLock, entry: Callable[[], ShardEntry | None], answers: Callable[[int, Wait | None], bool]
     ) -> None:
         self.shard: LocalShard | None = None
-        self._lock, self._place, self._answers = lock, place, answers
+        self._lock, self._entry, self._answers = lock, entry, answers
         self._refused = -1  # the number of the one that cannot be attached
         self._stopped = False  # what was attached was stopped
 
@@ -192,30 +192,30 @@ class LocalAttachment:
             ReplayTimeout: It takes too long.
         """
         with self._lock:
-            place, shard = self._place(), self.shard
-            if place is None or (shard is not None and shard.number == place.number):
+            entry, shard = self._entry(), self.shard
+            if entry is None or (shard is not None and shard.number == entry.number):
                 return shard
             self.release()
             try:
-                self.shard = LocalShard(place.number, place.handle)
+                self.shard = LocalShard(entry.number, entry.handle)
                 return self.shard
             except AttachError as error:
                 refusal = error
-        if self._answers(place.number, wait):
+        if self._answers(entry.number, wait):
             raise refusal
         return None
 
     def draws(self, wait: Wait | None = None) -> bool:
         """Does what `attach` does, once for a shard that cannot be attached, and returns whether it is."""
         with self._lock:
-            place = self._place()
-        if place is None or place.number == self._refused:
+            entry = self._entry()
+        if entry is None or entry.number == self._refused:
             return False
         try:
             return self.attach(wait) is not None
         except AttachError as error:
-            self._refused = place.number
-            logger.warning("shard %d is on this node, and draws from it go through Ray: %s", place.number, error)
+            self._refused = entry.number
+            logger.warning("shard %d is on this node, and draws from it go through Ray: %s", entry.number, error)
             return False
 
     @property

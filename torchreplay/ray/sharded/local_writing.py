@@ -67,9 +67,10 @@ def _attached(shards: ShardClient) -> ShardBuffer | None:
             "this process, a Ray Client, is on no node of the cluster, and shards are written to through their node's "
             "memory. Have a task or an actor write, or run this program on a node that has a shard"
         )
-    if shards.place_here() is None and shards.node not in table.starting:
+    if shards.entry_here() is None and shards.node not in table.starting:
+        nodes = [entry.node for entry in table.entries.values()]
         raise RuntimeError(
-            f"node {shards.node} has no shard: the shards are on {[p.node for p in table.places.values()]}. Run "
+            f"node {shards.node} has no shard: the shards are on {nodes}. Run "
             f"explorers there (NodeAffinitySchedulingStrategy), or make the ShardedReplay when all nodes are up"
         )
     local = shards.local.attach()

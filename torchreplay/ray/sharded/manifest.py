@@ -16,7 +16,7 @@ from typing import Any, Final
 from torchreplay.checkpoint.description import MAX_COUNT, MAX_COUNTER, MAX_DRAWS
 from torchreplay.checkpoint.directory import TOKEN, read_description
 from torchreplay.ray.sharded.global_distribution import MAX_SHARDS
-from torchreplay.ray.sharded.shard_table import Lost
+from torchreplay.ray.sharded.shard_table import LostShard
 from torchreplay.schema.config import MAX_CAPACITY, Config
 from torchreplay.validation import checked_int
 
@@ -60,7 +60,7 @@ class Manifest:
     shards: str  # the name of the subdirectory
     parts: tuple[Part, ...]  # what is in it
     counts: Counts  # what was counted
-    lost: tuple[Lost, ...]  # shards lost before
+    lost: tuple[LostShard, ...]  # shards lost before
 
     def path_of(self, root: Path, part: Part) -> Path:
         """Returns where a shard's own checkpoint is."""
@@ -126,7 +126,7 @@ def _part(told: Mapping[str, Any]) -> Part:
     return Part(_count(told, "number", MAX_SHARDS - 1), str(told["node"]), _count(told, "capacity", MAX_CAPACITY))
 
 
-def _lost(told: Mapping[str, Any]) -> Lost:
-    return Lost(
+def _lost(told: Mapping[str, Any]) -> LostShard:
+    return LostShard(
         _count(told, "number", MAX_SHARDS - 1), str(told["node"]), _count(told, "rows"), _count(told, "inserted")
     )

@@ -53,7 +53,7 @@ class SampleRequest:
         self._shards, self._layout, self._chance = shards, layout, chance
         self._batch = layout.new_batch(n) if here and place is None else place
         self._room = self._batch if here else None
-        numbers = sorted(shards.table.places)
+        numbers = sorted(shards.table.entries)
         known = [shards.figures[k].drawn.total if k in shards.figures else 0.0 for k in numbers]
         asked = candidates(known, n, slack)
         # What the answers will be got by, by number.

@@ -109,7 +109,7 @@ class ShardedSampler(BatchSource):
         asked = as_keys(keys)
         numbers, own = unpack(np.unique(asked))
         self.shards.refresh()
-        if not set(numbers.tolist()) <= self.shards.table.places.keys():
+        if not set(numbers.tolist()) <= self.shards.table.entries.keys():
             self.shards.look()  # others may have written to a shard that was made since
         self.shards.local.draws()
         wanted = {number: own[numbers == number] for number in np.unique(numbers).tolist()}
@@ -238,7 +238,7 @@ class ShardedSampler(BatchSource):
     def _look(self, n: int, wait: Wait) -> None:
         """Asks all shards what they have."""
         self.shards.refresh()
-        self.shards.hear(self.shards.order(dict.fromkeys(self.shards.table.places, 0)), wait)
+        self.shards.hear(self.shards.order(dict.fromkeys(self.shards.table.entries, 0)), wait)
         self.shards.report(n)
 
     def _check(self, n: int, wait: Wait) -> None:

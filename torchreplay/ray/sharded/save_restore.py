@@ -19,7 +19,7 @@ from torchreplay.ray.sharded.client import ShardClient
 from torchreplay.ray.sharded.coordinator_client import checked_capacity
 from torchreplay.ray.sharded.manifest import SHARDS, Counts, Manifest, Part
 from torchreplay.ray.sharded.sampler import ShardedSampler
-from torchreplay.ray.sharded.shard_table import Place
+from torchreplay.ray.sharded.shard_table import ShardEntry
 from torchreplay.schema.config import Config
 
 POLL: Final = 0.05
@@ -30,9 +30,9 @@ def save_shards(shards: ShardClient, config: Config, draws: ShardedSampler, root
     """Does what `ShardedReplay.save` does; `draws` are those of this process, which may go on."""
 
     def write(data: Path) -> dict[str, Any]:
-        places = shards.look().places
-        paths = {number: str(data / str(number)) for number in places}
-        saved = _until_done(shards, places, lambda number, actor: actor.save.remote(paths[number]))
+        entries = shards.look().entries
+        paths = {number: str(data / str(number)) for number in entries}
+        saved = _until_done(shards, entries, lambda number, actor: actor.save.remote(paths[number]))
         if not saved:
             raise RuntimeError("there is no shard to save: all are lost. What was saved before is as it was")
         for number in paths.keys() - saved.keys():
@@ -51,11 +51,11 @@ def restore_shards(shards: ShardClient, config: Config, manifest: Manifest, root
     held = "has lost a shard" if shards.table.lost else "holds rows"
     if shards.table.lost or any(figures.stats.rows_written for figures in shards.figures.values()):
         raise CheckpointError(f"the buffer {held} already: restore a new one, before its explorers start")
-    places = shards.table.places
-    require_room(manifest, len(places), root)
+    entries = shards.table.entries
+    require_room(manifest, len(entries), root)
     _require_parts([manifest.path_of(root, part) for part in manifest.parts])
-    parts = assigned(manifest.parts, {number: place.node for number, place in places.items()})
-    numbers, born = _numbered(places, parts, manifest.counts.born)
+    parts = assigned(manifest.parts, {number: entry.node for number, entry in entries.items()})
+    numbers, born = _numbered(entries, parts, manifest.counts.born)
     if any(figures.stats.writers and numbers.get(number) != number for number, figures in shards.figures.items()):
         raise CheckpointError(
             "explorers of this buffer have writers already, whose keys would be those of other shards' rows: restore a "
@@ -63,9 +63,9 @@ def restore_shards(shards: ShardClient, config: Config, manifest: Manifest, root
         )
     paths = {number: str(manifest.path_of(root, part)) for number, part in parts.items()}
     try:
-        filled = _until_done(shards, places, lambda number, it: it.restore.remote(numbers[number], paths.get(number)))
-        for number in places.keys() - filled.keys():
-            raise RuntimeError(f"shard {number} on node {places[number].node} was lost while it was being restored")
+        filled = _until_done(shards, entries, lambda number, it: it.restore.remote(numbers[number], paths.get(number)))
+        for number in entries.keys() - filled.keys():
+            raise RuntimeError(f"shard {number} on node {entries[number].node} was lost while it was being restored")
         shards.restored(manifest, numbers, born)
     except BaseException as error:
         with suppress(Exception):  # the directory may be gone
@@ -78,13 +78,13 @@ def restore_shards(shards: ShardClient, config: Config, manifest: Manifest, root
         raise
 
 
-def _numbered(places: Mapping[int, Place], parts: Mapping[int, Part], born: int) -> tuple[dict[int, int], int]:
+def _numbered(entries: Mapping[int, ShardEntry], parts: Mapping[int, Part], born: int) -> tuple[dict[int, int], int]:
     """Returns which number each shard takes, by its present one, and how many numbers were given then.
 
     `parts` says which of the saved shards each becomes; others are new. `born` numbers were given before.
     """
     numbers = {number: part.number for number, part in parts.items()}
-    for number in sorted(places.keys() - parts.keys()):  # old keys must not name rows of shards that are new
+    for number in sorted(entries.keys() - parts.keys()):  # old keys must not name rows of shards that are new
         numbers[number], born = born, born + 1
     return numbers, born
 
@@ -151,19 +151,21 @@ def _rows_in(part: Path) -> int:
     return min(int(told.counts[0]), told.config.capacity, sum(size for _, size, _ in told.shards) // row)
 
 
-def _until_done(shards: ShardClient, places: Mapping[int, Place], call: Callable[[int, Any], Any]) -> dict[int, Place]:
+def _until_done(
+    shards: ShardClient, entries: Mapping[int, ShardEntry], call: Callable[[int, Any], Any]
+) -> dict[int, ShardEntry]:
     """Calls shards until each says that it has ended what the first call began, or is lost; returns those that have.
 
     Raises:
         OSError, CheckpointError: One cannot.
     """
-    left, done = dict(places), dict[int, Place]()
+    left, done = dict(entries), dict[int, ShardEntry]()
     while left:
         with errors_as_raised():
-            answers = shards.calls.collect({number: call(number, place.actor) for number, place in left.items()})
+            answers = shards.calls.collect({number: call(number, entry.actor) for number, entry in left.items()})
         done |= {number: left[number] for number, ended in answers.items() if ended}
-        there = shards.table.places  # one whose answer has not come is asked again, unless it is lost
-        left = {number: place for number, place in left.items() if number not in done and number in there}
+        there = shards.table.entries  # one whose answer has not come is asked again, unless it is lost
+        left = {number: entry for number, entry in left.items() if number not in done and number in there}
         if left:
             time.sleep(POLL)
     return dict(sorted(done.items()))
@@ -179,7 +181,7 @@ def _require_parts(paths: Sequence[Path]) -> None:
 
 
 def _described(
-    shards: ShardClient, config: Config, places: Mapping[int, Place], draws: ShardedSampler, name: str
+    shards: ShardClient, config: Config, entries: Mapping[int, ShardEntry], draws: ShardedSampler, name: str
 ) -> Manifest:
     born, streams = shards.coordinator.ask("counts")
     shards.exchange()
@@ -190,7 +192,7 @@ def _described(
         draws.stream,
         draws.made,
         name,
-        tuple(Part(place.number, place.node, place.capacity) for place in places.values()),
+        tuple(Part(entry.number, entry.node, entry.capacity) for entry in entries.values()),
         Counts(
             born,
             streams,
@@ -201,5 +203,5 @@ def _described(
             counted.steps,
             table.lost_updates,
         ),
-        tuple(lost for lost in table.lost if lost.number not in places),
+        tuple(lost for lost in table.lost if lost.number not in entries),
     )

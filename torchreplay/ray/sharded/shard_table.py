@@ -10,7 +10,7 @@ from torchreplay.segment.handle import Handle
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ShardEntry:
     """A shard that can be called."""
 
     number: int  # of the shard
@@ -21,7 +21,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class LostShard:
     """What went with a shard, as it was last heard of."""
 
     number: int  # of the shard
@@ -31,25 +31,25 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class ShardTable:
     """What is where."""
 
-    places: dict[int, Place]  # the shards that can be called, by number
+    entries: dict[int, ShardEntry]  # the shards that can be called, by number
     rule: Rule  # the limiter, and from where it counts
     nodes: tuple[str, ...] = ()  # where shards are, are being made, or will be tried again; always in the same order
-    lost: tuple[Lost, ...] = ()  # shards that are gone
+    lost: tuple[LostShard, ...] = ()  # shards that are gone
     lost_updates: int = 0  # TD errors dropped because their shard is gone
     expected: bool = False  # whether someone says that writers will come
     stopped: bool = False  # whether the buffer was stopped
     moment: int = 0  # which of the tables it is; later ones have more
 
-    def without(self, lost: Lost) -> Table:
+    def without(self, lost: LostShard) -> ShardTable:
         """Returns the same without a shard that is gone."""
-        places = {number: place for number, place in self.places.items() if number != lost.number}
-        return replace(self, places=places, lost=(*self.lost, lost))
+        entries = {number: entry for number, entry in self.entries.items() if number != lost.number}
+        return replace(self, entries=entries, lost=(*self.lost, lost))
 
     @property
     def starting(self) -> tuple[str, ...]:
         """Nodes that have no shard yet, and are to get one."""
-        there = {place.node for place in self.places.values()}
+        there = {entry.node for entry in self.entries.values()}
         return tuple(node for node in self.nodes if node not in there)

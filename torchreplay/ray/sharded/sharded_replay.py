@@ -400,8 +400,8 @@ class ShardedReplay(Replay):
         self._require_open()
         bins = checked_int("bins", bins, 1, 1 << 20)
         self._feedback.apply_arrived()
-        places = self._shards.look().places
-        calls = {number: place.actor.histograms.remote(bins) for number, place in places.items()}
+        entries = self._shards.look().entries
+        calls = {number: entry.actor.histograms.remote(bins) for number, entry in entries.items()}
         return merged_histograms(list(self._shards.calls.collect(calls).values()), bins)
 
     @property
@@ -415,7 +415,7 @@ class ShardedReplay(Replay):
             return f"ShardedReplay({named}closed)"
         names, table = ", ".join("/".join(path) for path in self._config.fields), self._shards.table
         return (
-            f"ShardedReplay({named}{self._capacity:,} rows on {len(table.places)} of {self._count} nodes, fields: "
+            f"ShardedReplay({named}{self._capacity:,} rows on {len(table.entries)} of {self._count} nodes, fields: "
             f"{names}, {self._config.view}, {self._config.sampler}, {table.rule.limiter}"
             f"{', stopped' if self.stopped else ''})"
         )

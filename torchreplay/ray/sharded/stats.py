@@ -13,7 +13,7 @@ from torchreplay.buffer.stats import Stats
 from torchreplay.ray.sharded.global_distribution import KEY_BITS
 from torchreplay.ray.sharded.rate_limiter import LearnerLimiter
 from torchreplay.ray.sharded.shard_sampler import ShardReport
-from torchreplay.ray.sharded.shard_table import Table
+from torchreplay.ray.sharded.shard_table import ShardTable
 from torchreplay.schema.samplers import Uniform
 
 SUMS: tuple[str, ...] = ("size", "nbytes", "drawable", "updated", "stale_updates", "unready_updates", "redraws")
@@ -74,14 +74,14 @@ class ShardedStats(Stats):
 
 def summed(
     figures: Mapping[int, ShardReport],
-    table: Table,
+    table: ShardTable,
     capacity: int,
     count: int,
     limiter: LearnerLimiter,
 ) -> ShardedStats:
     """Returns the statistics of the union, of `count` shards, which hold `capacity` rows together."""
     waited, share = limiter.others.waited, limiter.others.wait_share  # all learners', for rows of any shard
-    there = {n: told.stats for n, told in figures.items() if n in table.places}
+    there = {n: told.stats for n, told in figures.items() if n in table.entries}
     told = {n: replace(stats, sample_wait=waited, sample_wait_share=share) for n, stats in there.items()}
     each = list(told.values())
     values: dict[str, Any] = {name: sum(getattr(stats, name) for stats in each) for name in SUMS}
@@ -104,7 +104,7 @@ def summed(
         priority_max=max((stats.priority_max for stats in each), default=1.0),
         last_write_age=min(ages, default=-1.0),
         stopped=table.stopped or any(stats.stopped for stats in each),
-        shards=tuple(ShardStats(number, table.places[number].node, told[number]) for number in sorted(told)),
+        shards=tuple(ShardStats(number, table.entries[number].node, told[number]) for number in sorted(told)),
         shards_missing=count - len(told),
         rows_lost=sum(lost.rows for lost in table.lost),
         lost_updates=table.lost_updates,
