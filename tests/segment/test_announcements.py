@@ -11,7 +11,7 @@ from forked import eventually
 
 import torchreplay as tr
 from torchreplay.ray import ShardedReplay
-from torchreplay.ray.sharded import coordinator as directory_module
+from torchreplay.ray.sharded import coordinator as coordinator_module
 from torchreplay.ray.sharded import local_writing
 from torchreplay.ray.sharded.coordinator import BELIEF, Coordinator
 from torchreplay.ray.sharded.local_writing import Expectation
@@ -47,20 +47,20 @@ def test_an_announcement_of_writers_ends_with_the_process_that_made_it(cluster):
 
 def test_announcements_are_believed_for_a_while_and_each_by_itself(monkeypatch):
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(directory_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    directory = Coordinator(Config.of(SHARED, 10, None, None, None), [], [], False, 0)
-    assert not directory.table().expected
-    directory.expect("one", True)
+    monkeypatch.setattr(coordinator_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    coordinator = Coordinator(Config.of(SHARED, 10, None, None, None), [], [], False, 0)
+    assert not coordinator.table().expected
+    coordinator.expect("one", True)
     clock.now += BELIEF / 2
-    directory.expect("two", True)
+    coordinator.expect("two", True)
     clock.now += BELIEF / 2 + 1
-    assert directory.table().expected  # the second one
-    directory.expect("two", False)
-    assert not directory.table().expected
-    directory.expect("one", True)
-    assert directory.table().expected
+    assert coordinator.table().expected  # the second one
+    coordinator.expect("two", False)
+    assert not coordinator.table().expected
+    coordinator.expect("one", True)
+    assert coordinator.table().expected
     clock.now += BELIEF + 1
-    assert not directory.table().expected
+    assert not coordinator.table().expected
 
 
 def test_an_announcement_is_repeated_until_it_is_closed(monkeypatch):

@@ -41,24 +41,24 @@ def cluster(monkeypatch):
 
 
 @pytest.fixture
-def found(cluster, monkeypatch):
-    """Makes the shards, and returns the directory and a function that gives a process of some node its view."""
+def union(cluster, monkeypatch):
+    """Makes the shards, and returns the coordinator and a function that gives a process of some node its view."""
     viewed = []
 
-    def find(limiter=None, nodes=NODES, anywhere=True):
+    def make(limiter=None, nodes=NODES, anywhere=True):
         config = Config.of(SPEC, 100, tr.Uniform(), None, limiter)
-        directory = Coordinator(config, [100] * len(nodes), list(nodes), anywhere, 1)
-        directory.open()
-        cluster.named["union"] = LocalActor(cluster, directory)
+        coordinator = Coordinator(config, [100] * len(nodes), list(nodes), anywhere, 1)
+        coordinator.open()
+        cluster.named["union"] = LocalActor(cluster, coordinator)
 
         def view(node):
             cluster.here = node
             viewed.append(ShardClient("union"))
             return viewed[-1]
 
-        return directory, view
+        return coordinator, view
 
-    yield find
+    yield make
     for shards in viewed:
         shards.local.release()
 
@@ -74,9 +74,9 @@ def hand_out(limiter, n):
     limiter.end(ahead)
 
 
-def die(directory, number):
+def die(coordinator, number):
     """Kills a shard's actor; its memory goes with it, except where it is attached."""
-    actor = directory.table().entries[number].actor
+    actor = coordinator.table().entries[number].actor
     actor.dead = True
     actor.it._buffer.close()
 
@@ -84,46 +84,46 @@ def die(directory, number):
 # Shards that are to come back.
 
 
-def test_a_node_whose_shard_is_tried_again_later_gets_one(cluster, found, caplog):
-    directory, view = found()
+def test_a_node_whose_shard_is_tried_again_later_gets_one(cluster, union, caplog):
+    coordinator, view = union()
     shards = view("a")
     assert nodes_to_write_from(shards) == NODES
     cluster.failures["b"] = MemoryError("too little memory is left")
     with caplog.at_level(logging.ERROR, "torchreplay.ray"):
-        directory.lost(1, 0, 0, "killed")
+        coordinator.lost(1, 0, 0, "killed")
         assert "no shard can be made on node b" not in caplog.text
-        directory.table()
+        coordinator.table()
         assert "no shard can be made on node b" in caplog.text
     for _ in range(3):
-        assert directory.table().starting == ("b",)
+        assert coordinator.table().starting == ("b",)
         assert nodes_to_write_from(shards) == NODES  # so that explorer k of a pool goes where it was
     del cluster.alive["b"]
-    assert directory.table().starting == ()
+    assert coordinator.table().starting == ()
     assert nodes_to_write_from(shards) == ["a", "c"]
 
 
-def test_a_node_that_comes_in_the_place_of_a_lost_one_is_written_from(cluster, found):
-    directory, view = found()
+def test_a_node_that_comes_in_the_place_of_a_lost_one_is_written_from(cluster, union):
+    coordinator, view = union()
     shards = view("a")
     del cluster.alive["b"]
-    directory.lost(1, 0, 0, "its node is gone")
+    coordinator.lost(1, 0, 0, "its node is gone")
     assert nodes_to_write_from(shards) == ["a", "c"]
     cluster.alive["d"] = {"CPU": 2.0}
     assert nodes_to_write_from(shards) == ["a", "d", "c"]
 
 
-def test_a_writer_waits_for_the_shard_of_its_node_to_be_made_anew_and_learners_wait_for_it(cluster, found, monkeypatch):
+def test_a_writer_waits_for_the_shard_of_its_node_to_be_made_anew_and_learners_wait_for_it(cluster, union, monkeypatch):
     monkeypatch.setattr("torchreplay.ray.sharded.coordinator.RETRY", 0.01)
     monkeypatch.setattr("torchreplay.ray.sharded.coordinator.BELIEF", 5.0)
-    directory, view = found()
+    coordinator, view = union()
     shards, learner = view("b"), view("a")
     cluster.failures["b"] = MemoryError("too little memory is left")
-    die(directory, 1)
+    die(coordinator, 1)
     shards.lose(1, "killed")
-    directory._expecting.clear()  # as long after the loss
+    coordinator._expecting.clear()  # as long after the loss
     written = threading.Thread(target=write, args=(shards, 7))
     written.start()
-    eventually(lambda: directory._slots[1].failures > 1)
+    eventually(lambda: coordinator._slots[1].failures > 1)
     learner.look()
     assert learner.census(False)["supervisors"] == 1
     assert written.is_alive()
@@ -135,22 +135,22 @@ def test_a_writer_waits_for_the_shard_of_its_node_to_be_made_anew_and_learners_w
     assert learner.census(False)["supervisors"] == 0
 
 
-def test_a_writer_whose_shard_is_not_made_anew_for_long_says_so(cluster, found, monkeypatch):
+def test_a_writer_whose_shard_is_not_made_anew_for_long_says_so(cluster, union, monkeypatch):
     monkeypatch.setattr("torchreplay.ray.sharded.local_writing.REMAKE_SECONDS", 0.2)
-    directory, view = found()
+    coordinator, view = union()
     shards = view("b")
     cluster.failures["b"] = MemoryError("too little memory is left")
-    directory.lost(1, 0, 0, "killed")
+    coordinator.lost(1, 0, 0, "killed")
     with pytest.raises(RuntimeError, match="shard of node b was lost, and could not be made anew for 0 s"):
         buffer_to_write_to(shards)
     with pytest.raises(RuntimeError, match=r"node d has no shard: the shards are on \['a', 'c'\]"):
         buffer_to_write_to(view("d"))
 
 
-def test_after_a_loss_writers_are_expected_for_a_while(found):
-    directory, view = found()
+def test_after_a_loss_writers_are_expected_for_a_while(union):
+    coordinator, view = union()
     assert not view("a").table.expected
-    directory.lost(1, 0, 0, "killed")
+    coordinator.lost(1, 0, 0, "killed")
     assert view("a").table.expected
 
 
@@ -158,53 +158,53 @@ def test_after_a_loss_writers_are_expected_for_a_while(found):
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_what_is_lost_is_what_the_best_informed_process_knows(found, first):
-    directory, view = found()
+def test_what_is_lost_is_what_the_best_informed_process_knows(union, first):
+    coordinator, view = union()
     reports = [(0, 0), (50, 900)]
-    directory.lost(1, *reports[first], "killed")
-    directory.lost(1, *reports[1 - first], "killed")
-    (lost,) = directory.table().lost
+    coordinator.lost(1, *reports[first], "killed")
+    coordinator.lost(1, *reports[1 - first], "killed")
+    (lost,) = coordinator.table().lost
     assert (lost.rows, lost.inserted, lost.node) == (50, 900, "b")
     assert view("c").limiter.inserted == 900
 
 
-def test_a_learner_that_knows_more_of_a_lost_shard_tells_everyone(cluster, found):
-    directory, view = found()
+def test_a_learner_that_knows_more_of_a_lost_shard_tells_everyone(cluster, union):
+    coordinator, view = union()
     learner, writer, stranger = view("a"), view("b"), view("c")
     write(writer, 40)
     learner.exchange()
-    die(directory, 1)
+    die(coordinator, 1)
     stranger.lose(1, "killed")
-    assert [(lost.rows, lost.inserted) for lost in directory.table().lost] == [(0, 0)]
+    assert [(lost.rows, lost.inserted) for lost in coordinator.table().lost] == [(0, 0)]
     learner.look()
-    assert [(lost.rows, lost.inserted) for lost in directory.table().lost] == [(40, 40)]
+    assert [(lost.rows, lost.inserted) for lost in coordinator.table().lost] == [(40, 40)]
     stranger.look()
     assert stranger.limiter.inserted == 40
     assert view("c").limiter.inserted == 40
 
 
-def test_a_learner_that_has_not_said_yet_what_it_knows_of_a_lost_shard_says_it_when_it_hears_of_the_loss(found, caplog):
-    directory, view = found()
+def test_a_learner_that_has_not_said_yet_what_it_knows_of_a_lost_shard_says_it_when_it_hears_of_the_loss(union, caplog):
+    coordinator, view = union()
     learner, writer, stranger = view("a"), view("b"), view("c")
     write(writer, 40)
     assert heard(learner) == {0, 1, 2}
-    die(directory, 1)
+    die(coordinator, 1)
     stranger.lose(1, "killed")
-    assert [(lost.rows, lost.inserted) for lost in directory.table().lost] == [(0, 0)]
+    assert [(lost.rows, lost.inserted) for lost in coordinator.table().lost] == [(0, 0)]
     with caplog.at_level(logging.ERROR, "torchreplay.ray"):
         learner.look()
-    assert [(lost.rows, lost.inserted) for lost in directory.table().lost] == [(40, 40)]
+    assert [(lost.rows, lost.inserted) for lost in coordinator.table().lost] == [(40, 40)]
     assert "with shard 1 40 rows are lost, not 0" in caplog.text
     assert stranger.look().lost[0].inserted == stranger.limiter.inserted == 40
 
 
-def test_a_process_that_only_wrote_knows_what_is_lost(found):
-    directory, view = found()
+def test_a_process_that_only_wrote_knows_what_is_lost(union):
+    coordinator, view = union()
     writer = view("b")
     write(writer, 70)
-    die(directory, 1)
+    die(coordinator, 1)
     writer.lose(1, "killed")
-    assert [(lost.rows, lost.inserted) for lost in directory.table().lost] == [(70, 70)]
+    assert [(lost.rows, lost.inserted) for lost in coordinator.table().lost] == [(70, 70)]
 
 
 # A shard that this process lets go of.
@@ -273,28 +273,28 @@ def test_keys_of_a_batch_are_known_though_another_thread_hears_an_older_answer_a
         assert len(older) == 1
 
 
-def test_a_stop_that_was_heard_is_not_forgotten_for_an_older_answer(found):
-    directory, view = found()
+def test_a_stop_that_was_heard_is_not_forgotten_for_an_older_answer(union):
+    coordinator, view = union()
     shards = view("a")
     older = shards.order(dict.fromkeys(range(3), 0))
-    directory.table().entries[1].actor.it.stop()
+    coordinator.table().entries[1].actor.it.stop()
     with pytest.raises(tr.Stopped):
         heard(shards)
     shards._note(shards.calls.collect(older))
     assert shards.stopped
 
 
-# The directory out of reach.
+# The coordinator out of reach.
 
 
-def test_a_process_on_no_node_cannot_write_and_is_told_why(cluster, found):
-    _, view = found()
+def test_a_process_on_no_node_cannot_write_and_is_told_why(cluster, union):
+    _, view = union()
     with pytest.raises(RuntimeError, match=r"a Ray Client, is on no node of the cluster.*Have a task"):
         buffer_to_write_to(view(""))
 
 
 class SilentDirectory:
-    """The directory's actor while its process is stopped: no call of it is answered before `answers`."""
+    """The coordinator's actor while its process is stopped: no call of it is answered before `answers`."""
 
     def __init__(self, cluster):
         self._cluster, self.asked, self.answers = cluster, 0, 1 << 60
@@ -310,8 +310,8 @@ class SilentDirectory:
         return ([], list(calls)) if timeout == 0 else self._wait(calls, num_returns, timeout)
 
 
-def test_who_waits_for_a_directory_that_does_not_answer_is_told_its_name(cluster, found, monkeypatch, caplog):
-    _, view = found(tr.SamplesPerInsert(1.0, min_size=1, tolerance=1.0))
+def test_who_waits_for_a_coordinator_that_does_not_answer_is_told_its_name(cluster, union, monkeypatch, caplog):
+    _, view = union(tr.SamplesPerInsert(1.0, min_size=1, tolerance=1.0))
     shards = view("a")
     shards.limiter.report()
     silent = SilentDirectory(cluster)
@@ -328,8 +328,8 @@ def test_who_waits_for_a_directory_that_does_not_answer_is_told_its_name(cluster
         draws.draw(8, None, Wait(shards, 1.0))
 
 
-def test_a_directory_that_ray_cannot_reach_for_a_moment_is_asked_again(cluster, found, monkeypatch):
-    _, view = found()
+def test_a_coordinator_that_ray_cannot_reach_for_a_moment_is_asked_again(cluster, union, monkeypatch):
+    _, view = union()
     shards = view("a")
     shards.exchange()
     actor = cluster.named["union"]
@@ -351,21 +351,21 @@ def test_a_directory_that_ray_cannot_reach_for_a_moment_is_asked_again(cluster, 
 
 
 @contextmanager
-def slow(directory, name):
-    """The directory takes its time for one question; yields what is set when it is asked, and what lets it answer."""
-    asked, leave, answer = threading.Event(), threading.Event(), getattr(directory, name)
+def slow(coordinator, name):
+    """The coordinator takes its time for one question; yields what is set when it is asked, and what lets it answer."""
+    asked, leave, answer = threading.Event(), threading.Event(), getattr(coordinator, name)
 
     def late(*args):
         asked.set()
         leave.wait(60)
         return answer(*args)
 
-    setattr(directory, name, late)
+    setattr(coordinator, name, late)
     try:
         yield asked, leave
     finally:
         leave.set()
-        delattr(directory, name)
+        delattr(coordinator, name)
 
 
 def heard(shards):
@@ -373,11 +373,11 @@ def heard(shards):
     return set(shards.hear(shards.order(dict.fromkeys(shards.table.entries, 0)), Wait(shards, 60)))
 
 
-def test_a_learner_does_not_wait_for_what_another_thread_asks_the_directory(found):
-    directory, view = found()
+def test_a_learner_does_not_wait_for_what_another_thread_asks_the_coordinator(union):
+    coordinator, view = union()
     shards = view("a")
     heard(shards)
-    with ThreadPoolExecutor(1) as other, slow(directory, "table") as (asked, leave):
+    with ThreadPoolExecutor(1) as other, slow(coordinator, "table") as (asked, leave):
         table = other.submit(shards.look)
         assert asked.wait(60)
         assert heard(shards) == {0, 1, 2}
@@ -386,13 +386,13 @@ def test_a_learner_does_not_wait_for_what_another_thread_asks_the_directory(foun
         assert set(table.result(60).entries) == {0, 1, 2}
 
 
-def test_while_one_thread_reports_a_loss_the_others_draw_from_what_is_left(found):
-    directory, view = found()
+def test_while_one_thread_reports_a_loss_the_others_draw_from_what_is_left(union):
+    coordinator, view = union()
     shards = view("a")
     write(view("b"), 30)
     shards.exchange()
-    die(directory, 1)
-    with ThreadPoolExecutor(1) as other, slow(directory, "lost") as (asked, leave):
+    die(coordinator, 1)
+    with ThreadPoolExecutor(1) as other, slow(coordinator, "lost") as (asked, leave):
         report = other.submit(shards.lose, 1, "killed")
         assert asked.wait(60)
         assert heard(shards) == {0, 2}
@@ -403,32 +403,32 @@ def test_while_one_thread_reports_a_loss_the_others_draw_from_what_is_left(found
     assert [(lost.number, lost.rows, lost.inserted) for lost in shards.look().lost] == [(1, 30, 30)]
 
 
-def test_an_answer_of_the_directory_that_comes_late_does_not_bring_back_what_is_lost(found):
-    directory, view = found()
+def test_an_answer_of_the_coordinator_that_comes_late_does_not_bring_back_what_is_lost(union):
+    coordinator, view = union()
     shards = view("a")
-    before = directory.table()
-    die(directory, 1)
+    before = coordinator.table()
+    die(coordinator, 1)
     shards.lose(1, "killed")
     assert 1 not in shards._adopt(before).entries
     assert 1 not in shards.table.entries
 
 
-def test_an_announcement_is_repeated_after_ray_could_not_reach_the_directory(cluster, found, monkeypatch):
+def test_an_announcement_is_repeated_after_ray_could_not_reach_the_coordinator(cluster, union, monkeypatch):
     monkeypatch.setattr("torchreplay.ray.sharded.local_writing.REPEAT", 0.01)
-    directory, view = found()
+    coordinator, view = union()
     shards, actor = view("a"), cluster.named["union"]
     with Expectation(shards.coordinator):
         actor.unreachable = 3
         eventually(lambda: actor.unreachable == 0)
-        directory._expecting.clear()  # as after a while
+        coordinator._expecting.clear()  # as after a while
         eventually(lambda: shards.look().expected)
 
 
-def test_what_is_said_twice_of_a_checkpoint_counts_once(found):
-    directory, _ = found()
+def test_what_is_said_twice_of_a_checkpoint_counts_once(union):
+    coordinator, _ = union()
     counts = Counts(born=7, streams=2, items=100, batches=10, sampled=100, inserted_before=0, cleared=0, lost_updates=1)
     manifest = Manifest(Config.of(SPEC, 100, None, None, tr.MinSize()), 5, 0, 0, "shards-0", (), counts, ())
-    first, second = (directory.restored(manifest, {0: 1, 1: 0}, 7, {0: 60}) for _ in "12")
+    first, second = (coordinator.restored(manifest, {0: 1, 1: 0}, 7, {0: 60}) for _ in "12")
     assert [entry.node for entry in second.entries.values()] == NODES
     assert list(first.entries) == list(second.entries) == [1, 0, 2]
     assert second.rule == first.rule
@@ -437,10 +437,10 @@ def test_what_is_said_twice_of_a_checkpoint_counts_once(found):
 # Who says how many items are admitted.
 
 
-def test_those_who_look_around_do_not_change_how_many_items_are_admitted(found):
+def test_those_who_look_around_do_not_change_how_many_items_are_admitted(union):
     limiter = tr.SamplesPerInsert(2.0, min_size=60, tolerance=0.5)
-    directory, view = found(limiter)
-    held = [entry.actor.it for entry in directory.table().entries.values()]
+    coordinator, view = union(limiter)
+    held = [entry.actor.it for entry in coordinator.table().entries.values()]
 
     def admitted():
         return sum(shard._limit for shard in held)
@@ -460,8 +460,8 @@ def test_those_who_look_around_do_not_change_how_many_items_are_admitted(found):
     assert admitted() == 45
 
 
-def test_a_learner_that_comes_later_counts_what_others_have_drawn_before_its_own_first_draw(found):
-    _, view = found(tr.SamplesPerInsert(2.0, min_size=10, tolerance=0.5))
+def test_a_learner_that_comes_later_counts_what_others_have_drawn_before_its_own_first_draw(union):
+    _, view = union(tr.SamplesPerInsert(2.0, min_size=10, tolerance=0.5))
     write(view("a"), 10)
     learner = view("b")
     hand_out(learner.limiter, 14)
@@ -473,15 +473,15 @@ def test_a_learner_that_comes_later_counts_what_others_have_drawn_before_its_own
 
 @pytest.mark.parametrize("limiter", [tr.SamplesPerInsert(2.0, min_size=30, tolerance=0.5), tr.MinSize()])
 def test_a_limit_that_ray_has_lost_on_its_way_is_sent_again_when_a_learner_looks_at_the_table(
-    found, monkeypatch, limiter
+    union, monkeypatch, limiter
 ):
-    directory, view = found(tr.SamplesPerInsert(2.0, min_size=60, tolerance=0.5))
+    coordinator, view = union(tr.SamplesPerInsert(2.0, min_size=60, tolerance=0.5))
     learner = view("a")
     learner.exchange()
-    actor = directory.table().entries[1].actor
+    actor = coordinator.table().entries[1].actor
     assert actor.it._limit == 30
     actor.unreachable = 99
-    directory.change_limiter(limiter)
+    coordinator.change_limiter(limiter)
     learner.look()
     learner.report(8)
     actor.unreachable = 0
@@ -495,9 +495,9 @@ def test_a_limit_that_ray_has_lost_on_its_way_is_sent_again_when_a_learner_looks
 
 
 @pytest.mark.parametrize(("reserves", "expected"), [({}, [3, 3, 3]), ({"CPU": 0}, [3, 3, 3]), ({"CPU": 1}, [1, 6, 2])])
-def test_explorers_go_where_there_is_room_for_what_they_reserve(cluster, found, caplog, reserves, expected):
+def test_explorers_go_where_there_is_room_for_what_they_reserve(cluster, union, caplog, reserves, expected):
     cluster.alive = {"a": {"CPU": 1.0}, "b": {"CPU": 14.0}, "c": {"CPU": 2.0}}
-    _, view = found()
+    _, view = union()
     place = OverShards([SimpleNamespace(_shards=view("a"))], reserves)
     nodes = [place(index) for index in range(9)]
     assert [nodes.count(node) for node in NODES] == expected
@@ -506,8 +506,8 @@ def test_explorers_go_where_there_is_room_for_what_they_reserve(cluster, found, 
     assert not caplog.text
 
 
-def test_explorers_that_find_no_room_are_told_of(cluster, found, caplog):
-    _, view = found()
+def test_explorers_that_find_no_room_are_told_of(cluster, union, caplog):
+    _, view = union()
     place = OverShards([SimpleNamespace(_shards=view("a"))], {"CPU": 0.5, "GPU": 0})
     assert [place(index) for index in range(12)].count("a") == 4
     assert not caplog.text
@@ -538,9 +538,9 @@ def test_a_closed_buffer_has_no_histograms():
         replay.histograms()
 
 
-def test_threads_that_come_first_at_the_same_time_are_one_learner(found, monkeypatch):
-    directory, view = found()
-    shards, join = view("a"), directory.join
+def test_threads_that_come_first_at_the_same_time_are_one_learner(union, monkeypatch):
+    coordinator, view = union()
+    shards, join = view("a"), coordinator.join
     both = threading.Barrier(2)
 
     def join_slowly():
@@ -548,7 +548,7 @@ def test_threads_that_come_first_at_the_same_time_are_one_learner(found, monkeyp
         both.wait(10)
         return number
 
-    monkeypatch.setattr(directory, "join", join_slowly)
+    monkeypatch.setattr(coordinator, "join", join_slowly)
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(lambda _: (shards.limiter, shards.limiter.stream), range(2))
     assert first == second

@@ -28,7 +28,7 @@ def copied(replay):
 
 
 def lose(replay, number):
-    """Kills a shard's actor, which a process notices; the directory makes another one."""
+    """Kills a shard's actor, which a process notices; the coordinator makes another one."""
     actor = replay._shards.table.entries[number].actor
     actor.dead = True
     actor.it._buffer.close()

@@ -89,7 +89,7 @@ def test_min_size_counts_the_items_of_all_shards_and_limits_no_writer():
 def test_the_items_of_a_lost_shard_stay_counted():
     union = Union(tr.MinSize())
     union.hear(60)
-    union.learner.count_inserted({0: 60})  # the directory says what was lost
+    union.learner.count_inserted({0: 60})  # the coordinator says what was lost
     union.learner.count({1: figures(0)})
     union.report()
     assert union.learner.inserted == 60

@@ -142,7 +142,7 @@ def test_a_learner_whose_shards_end_without_a_stop_does_not_take_it_for_the_end_
         for _ in tr.ReplayDataset(replay, 32, steps=100_000, timeout=120):
             drawn += 1
             if drawn == 20:
-                cluster.ray.kill(replay._owned)  # as when the system kills the directory's process
+                cluster.ray.kill(replay._owned)  # as when the system kills the coordinator's process
     assert drawn >= 20
     replay.close()
 

@@ -223,15 +223,15 @@ def test_a_shard_that_could_not_be_made_anew_is_tried_again(cluster, monkeypatch
 
     monkeypatch.setattr("torchreplay.ray.sharded.coordinator.Shard", Hungry)
     monkeypatch.setattr("torchreplay.ray.sharded.coordinator.RETRY", 0.1)
-    directory = Coordinator(Config.of(SPEC, 100, None, None, None), [100], cluster.node_ids[:1], True, 0)
-    (first,) = directory.open().entries
+    coordinator = Coordinator(Config.of(SPEC, 100, None, None, None), [100], cluster.node_ids[:1], True, 0)
+    (first,) = coordinator.open().entries
     (tmp_path / "full").touch()
-    assert not directory.lost(first, 0, 0, "it was killed").entries
+    assert not coordinator.lost(first, 0, 0, "it was killed").entries
 
     def has_failed():
-        return not directory.table().entries and (tmp_path / "failed").exists()
+        return not coordinator.table().entries and (tmp_path / "failed").exists()
 
     eventually(has_failed, timeout=120)
     (tmp_path / "full").unlink()
-    eventually(lambda: directory.table().entries, timeout=120)
-    assert set(directory.table().entries) == {first + 1}  # attempts that failed have used up no number
+    eventually(lambda: coordinator.table().entries, timeout=120)
+    assert set(coordinator.table().entries) == {first + 1}  # attempts that failed have used up no number

@@ -70,7 +70,7 @@ class CoordinatorClient(ActorClient):
                 raise Stopped("the replay buffer was stopped, and then closed") from None
             raise ReplayLost(
                 "the ShardedReplay is gone: it was closed, or kept by nobody in the process that made it, or that "
-                "process or its directory's (an actor on the same node) has died; the shards, and their rows, went "
+                "process or its coordinator's (an actor on the same node) has died; the shards, and their rows, went "
                 "with it"
             ) from None
 
@@ -109,7 +109,7 @@ def checked_nodes(nodes: Any) -> list[str]:
     return given
 
 
-def directory_name(nonce: int) -> str:
+def coordinator_name(nonce: int) -> str:
     """Returns the name of the coordinator's actor."""
     return f"replay-{nonce:016x}"
 
@@ -125,7 +125,9 @@ def evenly(capacity: int, nodes: int) -> list[int]:
     return [whole + (place < rest) for place in range(nodes)]
 
 
-def found(nonce: int, config: Config, capacities: list[int], nodes: list[str], anywhere: bool, seed: int) -> Any:
+def make_coordinator(
+    nonce: int, config: Config, capacities: list[int], nodes: list[str], anywhere: bool, seed: int
+) -> Any:
     """Makes the shards, and returns the actor that they end with; arguments as of `Coordinator`.
 
     Raises:
@@ -134,14 +136,14 @@ def found(nonce: int, config: Config, capacities: list[int], nodes: list[str], a
     """
     ray = import_ray()
     here = ray.get_runtime_context().get_node_id()
-    directory = ray.remote(Coordinator).options(
-        name=directory_name(nonce),
+    actor = ray.remote(Coordinator).options(
+        name=coordinator_name(nonce),
         namespace=NAMESPACE,
         num_cpus=0,
         max_restarts=0,
         scheduling_strategy=only_on(here),
     )
-    owned = directory.remote(config, capacities, nodes, anywhere, seed)
+    owned = actor.remote(config, capacities, nodes, anywhere, seed)
     try:
         with errors_as_raised():
             ray.get(owned.open.remote())

@@ -22,10 +22,10 @@ from torchreplay.ray.sharded.client import ShardClient
 from torchreplay.ray.sharded.coordinator_client import (
     checked_capacity,
     checked_nodes,
-    directory_name,
+    coordinator_name,
     end,
     evenly,
-    found,
+    make_coordinator,
 )
 from torchreplay.ray.sharded.local_shard import ShardWriter
 from torchreplay.ray.sharded.local_writing import Expectation, buffer_to_write_to
@@ -102,7 +102,7 @@ class ShardedReplay(Replay):
 
     def _found(self, config: Config, capacities: list[int], nodes: list[str], anywhere: bool, seed: int) -> None:
         nonce = new_nonce()
-        self._owned = found(nonce, config, capacities, nodes, anywhere, seed)
+        self._owned = make_coordinator(nonce, config, capacities, nodes, anywhere, seed)
         try:
             self._init_state(nonce, seed, config, sum(capacities), len(nodes))
         except BaseException:
@@ -113,7 +113,7 @@ class ShardedReplay(Replay):
         self._nonce, self._config = nonce, config
         self._ignores_td = isinstance(config.sampler, Uniform)  # and nobody was told
         self._capacity, self._count = capacity, count
-        self._shards = ShardClient(directory_name(nonce), config.called)
+        self._shards = ShardClient(coordinator_name(nonce), config.called)
         self._feedback = Feedback(self._shards, nonce)
         self._source = self._sampler = ShardedSampler(self._shards, config, seed, nonce, self._feedback)
 
