@@ -14,7 +14,7 @@ from torchreplay.checking.pairs import Pair, Pairs
 from torchreplay.checking.recording import EnvStep
 from torchreplay.schema.spec import Path
 
-Place: TypeAlias = tuple[EnvStep | None, int]
+StepInEnv: TypeAlias = tuple[EnvStep | None, int]
 """A step, if there is one, and the index of an environment."""
 Found: TypeAlias = tuple[str, str, int]
 """File and line, what is wrong, and in how many rows."""
@@ -79,15 +79,15 @@ def _is_most(wrong: int, right: int, rows: int) -> bool:
     return wrong >= CONSTANT and 2 * wrong > rows and wrong > 3 * right
 
 
-def _others(pairs: Pairs) -> dict[str, Callable[[Pair], Place]]:
+def _others(pairs: Pairs) -> dict[str, Callable[[Pair], StepInEnv]]:
     """Returns whose value may be in the place of a step's own, in words, and how to find it."""
     steps, num_envs = pairs.recording.steps, pairs.num_envs
 
-    def beside(pair: Pair, offset: int) -> Place:
+    def beside(pair: Pair, offset: int) -> StepInEnv:
         number = pair.step.number + offset
         return (steps[number] if 0 <= number < len(steps) else None), pair.env
 
-    found: dict[str, Callable[[Pair], Place]] = {
+    found: dict[str, Callable[[Pair], StepInEnv]] = {
         "the step before": lambda pair: beside(pair, -1),
         "the step after": lambda pair: beside(pair, 1),
     }
@@ -105,15 +105,17 @@ def _action(pairs: Pairs, pair: Pair, path: Path) -> tuple[Pair, NDArray[Any], N
     return None if written is None or own is None or written.shape != own.shape else (pair, written, own)
 
 
-def _leaf(place: Place, path: Path) -> NDArray[Any] | None:
-    step, env = place
+def _leaf(at: StepInEnv, path: Path) -> NDArray[Any] | None:
+    step, env = at
     try:
         return None if step is None else np.asarray(np.asarray(lookup(step.action, path[1:]))[env])
     except (KeyError, IndexError, TypeError, ValueError):
         return None
 
 
-def _as_another(rows: list[tuple[Pair, NDArray[Any], NDArray[Any]]], other: Callable[[Pair], Place], path: Path) -> int:
+def _as_another(
+    rows: list[tuple[Pair, NDArray[Any], NDArray[Any]]], other: Callable[[Pair], StepInEnv], path: Path
+) -> int:
     """Returns in how many rows another's action is, if that is so in most."""
     wrong = right = 0
     for pair, written, own in rows:

@@ -131,8 +131,8 @@ def _of_buffer(rows: BufferRows) -> dict[str, Any]:
 
 
 def _of_checkpoint(rows: CheckpointRows, path: Path) -> dict[str, Any]:
-    told, files = rows.description, len(rows.places)
-    in_files = sum(place.size for place in rows.places) if path.is_dir() else 0
+    told, files = rows.description, len(rows.files)
+    in_files = sum(file.size for file in rows.files) if path.is_dir() else 0
     _, inserted, sampled, updated, stale_updates, _, draws, _, _, priority_max, *_ = told.counts
     return {
         "kind": "checkpoint" if path.is_dir() else "archive of a checkpoint",

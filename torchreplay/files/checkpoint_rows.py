@@ -32,7 +32,7 @@ PIECE: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class FileRange:
     """Where a file of rows lies.
 
     Attributes:
@@ -68,14 +68,14 @@ class Shard:
     columns: dict[str, tuple[int, str, tuple[int, ...]]]
 
     @classmethod
-    def at(cls, place: Place) -> Shard:
+    def at(cls, file: FileRange) -> Shard:
         """Maps a file.
 
         Raises:
             CheckpointError: It is missing, or damaged.
         """
         try:
-            content = place.mapped()
+            content = file.mapped()
             (length,) = struct.unpack("<Q", content[:8].tobytes())
             start = 8 + length
             header = json.loads(bytes(content[8:start]))
@@ -84,9 +84,9 @@ class Shard:
                 for name, told in header.items()
             }
         except FileNotFoundError:
-            raise RowsGone(f"{place.path} is gone: the checkpoint was saved to meanwhile, so try again") from None
+            raise RowsGone(f"{file.path} is gone: the checkpoint was saved to meanwhile, so try again") from None
         except (*DAMAGED, OSError, struct.error) as error:
-            raise CheckpointError(f"{place.path} is damaged: {error!r:.200}") from None
+            raise CheckpointError(f"{file.path} is damaged: {error!r:.200}") from None
         return cls(content, columns)
 
     def column(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -107,7 +107,7 @@ class CheckpointRows(StoredRows):
 
     Args:
         description: What it says of itself.
-        places: Of its files of rows, in the order of the description.
+        files: Of rows, in the order of the description.
 
     Attributes:
         description: What it says of itself.
@@ -117,13 +117,13 @@ class CheckpointRows(StoredRows):
         CheckpointError: A file is missing or damaged.
     """
 
-    def __init__(self, description: Description, places: list[Place]) -> None:
-        self.description, self.config, self.places = description, description.config, places
+    def __init__(self, description: Description, files: list[FileRange]) -> None:
+        self.description, self.config, self.files = description, description.config, files
         self.limiter: Limiter = description.config.limiter
         self.head = int(description.counts[0])
         self._names = dict(zip([*self.fields, *ROW_COLUMNS], description.columns, strict=True))
-        self._shard: Callable[[int], Shard] = lru_cache(OPEN_SHARDS)(lambda number: Shard.at(places[number]))
-        keys = [self._stored("/key", number) for number in range(len(places))]
+        self._shard: Callable[[int], Shard] = lru_cache(OPEN_SHARDS)(lambda number: Shard.at(files[number]))
+        keys = [self._stored("/key", number) for number in range(len(files))]
         self._starts = np.cumsum([0, *map(len, keys)])
         every = np.concatenate([np.empty(0, np.int64), *keys])
         self._order = np.argsort(every, kind="stable")
@@ -147,11 +147,11 @@ class CheckpointRows(StoredRows):
     def damaged(self, number: int) -> str | None:
         """Returns what is wrong with a file of rows, by its checksum; None: nothing."""
         name, size, checksum = self.description.shards[number]
-        place, found = self.places[number], 0
+        file, found = self.files[number], 0
         try:
-            content = place.mapped()
+            content = file.mapped()
         except FileNotFoundError:
-            raise RowsGone(f"{place.path} is gone: the checkpoint was saved to meanwhile, so try again") from None
+            raise RowsGone(f"{file.path} is gone: the checkpoint was saved to meanwhile, so try again") from None
         except (OSError, ValueError) as error:
             return f"{name}: {error}"
         for at in range(0, size, PIECE):
@@ -186,15 +186,15 @@ def of_directory(directory: Path) -> CheckpointRows:
     """
 
     def rows_of(description: Description) -> CheckpointRows:
-        places = [Place(directory / name, 0, size) for name, size, _ in description.shards]
-        for place in places:
+        files = [FileRange(directory / name, 0, size) for name, size, _ in description.shards]
+        for file in files:
             try:
-                found = place.path.stat().st_size
+                found = file.path.stat().st_size
             except (FileNotFoundError, NotADirectoryError):
-                raise RowsGone(f"{place.path} is missing") from None
-            if found != place.size:
-                raise CheckpointError(f"{place.path} is {found:,} bytes long: expected {place.size:,}")
-        return CheckpointRows(description, places)
+                raise RowsGone(f"{file.path} is missing") from None
+            if found != file.size:
+                raise CheckpointError(f"{file.path} is {found:,} bytes long: expected {file.size:,}")
+        return CheckpointRows(description, files)
 
     return with_rows(directory, rows_of)
 
@@ -211,10 +211,10 @@ def of_archive(path: Path) -> CheckpointRows:
             told = archive.extractfile(members[NAME])
             assert told is not None  # a regular file has content
             description = Description.from_data(unsealed(told.read()))
-        places = [Place(path, members[name].offset_data, members[name].size) for name, _, _ in description.shards]
+        files = [FileRange(path, members[name].offset_data, members[name].size) for name, _, _ in description.shards]
     except (*DAMAGED, tarfile.TarError, OSError) as error:
         raise CheckpointError(f"{path} holds no checkpoint, or only a part of one: {error!r:.300}") from None
-    for place, (name, size, _) in zip(places, description.shards, strict=True):
-        if place.size != size or place.offset + size > path.stat().st_size:
+    for file, (name, size, _) in zip(files, description.shards, strict=True):
+        if file.size != size or file.offset + size > path.stat().st_size:
             raise CheckpointError(f"{path} is truncated: {name} should have {size:,} bytes")
-    return CheckpointRows(description, places)
+    return CheckpointRows(description, files)

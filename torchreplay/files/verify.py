@@ -60,7 +60,7 @@ def verify(rows: StoredRows) -> Verification:
 
 
 def _check_files(rows: CheckpointRows, found: Verification) -> None:
-    for number in track(range(len(rows.places)), "computing checksums"):
+    for number in track(range(len(rows.files)), "computing checksums"):
         damage = rows.damaged(number)
         if damage is not None:
             found.problems.append(damage)
