@@ -32,8 +32,8 @@ def measure_gather(plan: Plan) -> Iterator[Line]:
         yield from draws_beside_copies("gather", draw, "fraction", candidates, plan)
         with ThreadPoolExecutor(2) as pool:
             by_threads = [
-                Candidate(OURS, _draws(peer, threads=2)),
-                Candidate(ONE, _draws(peer, threads=1)),
+                Candidate(OURS, _sampling(peer, threads=2)),
+                Candidate(ONE, _sampling(peer, threads=1)),
                 Candidate(f"memcpy, {TWO}", _copies(peer, pool, threads=2)),
                 Candidate(f"memcpy, {ONE}", _copies(peer, pool, threads=1)),
             ]
@@ -44,7 +44,7 @@ def measure_gather(plan: Plan) -> Iterator[Line]:
         peer.close()
 
 
-def _draws(peer: TorchreplayPeer, threads: int) -> Callable[[int], None]:
+def _sampling(peer: TorchreplayPeer, threads: int) -> Callable[[int], None]:
     def run(n: int) -> None:
         before = torch.get_num_threads()
         torch.set_num_threads(threads)

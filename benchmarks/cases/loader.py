@@ -68,7 +68,7 @@ def _overheads(peer: TorchreplayPeer, plan: Plan) -> Iterator[Line]:
     for step, beside in ((0.0, ""), (STEP, f", steps of {STEP * 1e3:g} ms")):
         candidates = [Candidate(name, _iteration(dataset, step)) for name, dataset in datasets.items()]
         if not step:
-            candidates.append(Candidate(DIRECT, _draws(peer)))
+            candidates.append(Candidate(DIRECT, _sampling(peer)))
         micros = _besides(step, interleave(candidates, plan))
         yield Line("loader", f"batch of {BATCH_SIZE} through DataLoader{beside}", "us", micros)
         overhead = {
@@ -183,7 +183,7 @@ def _work(until: float) -> None:
         pass
 
 
-def _draws(peer: TorchreplayPeer) -> Callable[[int], None]:
+def _sampling(peer: TorchreplayPeer) -> Callable[[int], None]:
     def run(n: int) -> None:
         for _ in range(n):
             peer.sample(BATCH_SIZE)

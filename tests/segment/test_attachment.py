@@ -87,7 +87,7 @@ def test_of_two_threads_that_ask_at_a_time_one_attaches():
 def test_where_there_is_none_nothing_is_attached():
     node = Node(None, {})
     assert node.attachment.attach() is None
-    assert not node.attachment.draws()
+    assert not node.attachment.try_attach()
 
 
 def test_another_shard_takes_the_place_of_the_one_attached():
@@ -107,7 +107,7 @@ def test_a_shard_that_is_gone_is_not_attached(caplog):
         opened[0]._buffer.close()
         node.alive = False
         assert node.attachment.attach() is None
-        assert not node.attachment.draws()
+        assert not node.attachment.try_attach()
         assert node.asked == [0, 0]
         assert not caplog.records
 
@@ -120,7 +120,7 @@ def test_one_that_is_there_and_cannot_be_attached_is_asked_once_for_draws(caplog
             node.attachment.attach()
         assert node.asked == [0]
         with caplog.at_level(logging.WARNING, "torchreplay.ray"):
-            assert [node.attachment.draws() for _ in range(3)] == [False] * 3
+            assert [node.attachment.try_attach() for _ in range(3)] == [False] * 3
         assert node.asked == [0] * 2
         assert len(caplog.records) == 1
         assert "draws from it go through Ray" in caplog.text

@@ -224,7 +224,7 @@ def test_a_shard_that_a_process_has_let_go_of_is_not_lost(cluster):
         leave.wait(60)
         return len(nearby.buffer)
 
-    under_way = nearby._hand_over(work)
+    under_way = nearby._submit(work)
     assert entered.wait(60)
     waiting = nearby.update(np.arange(3), np.ones(3))  # for its turn
     nearby.close()

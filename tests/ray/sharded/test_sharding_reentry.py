@@ -51,13 +51,13 @@ class SlowShard:
     """
 
     def __init__(self, answer):
-        self._hands, self._answer = ThreadPoolExecutor(1), answer
+        self._executor, self._answer = ThreadPoolExecutor(1), answer
         self._calls = ReplyCollector(lambda number, why: None, str)
         self.calls = self.coordinator = self
         self.waiting, self.dropped = threading.Event(), []
 
     def update(self, number, keys, td):
-        return self._hands.submit(self._answer)
+        return self._executor.submit(self._answer)
 
     def collect(self, calls):
         self.waiting.set()
@@ -67,7 +67,7 @@ class SlowShard:
         self.dropped.append(count)
 
     def close(self):
-        self._hands.shutdown()
+        self._executor.shutdown()
 
 
 @pytest.mark.timeout(60)
@@ -134,57 +134,57 @@ class InterruptedShards(LocalShards):
     def refresh(self):
         pass
 
-    local = SimpleNamespace(draws=lambda wait: False)
+    local = SimpleNamespace(try_attach=lambda wait: False)
 
 
-def draws_from(shards):
+def sampler_over(shards):
     config = Config.of({"index": tr.Field()}, 10, shards.sampler, None, None)
-    draws = ShardedSampler(shards, config, 7, 1, SimpleNamespace(apply_arrived=lambda: None))
-    draws._layout = shards.layout
-    return draws
+    sampler = ShardedSampler(shards, config, 7, 1, SimpleNamespace(apply_arrived=lambda: None))
+    sampler._layout = shards.layout
+    return sampler
 
 
-def stream_of(draws, timeout):
+def stream_of(sampler, timeout):
     """Batches of 8 items, with two rounds ahead."""
-    return SampleRequestStream(draws, StreamSpec(8, None, 2, timeout, Wait))
+    return SampleRequestStream(sampler, StreamSpec(8, None, 2, timeout, Wait))
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("streamed", [True, False])
 def test_while_no_shard_answers_a_draw_keeps_to_its_timeout_and_asks_now_and_then(streamed):
     shards = InterruptedShards([50, 20], tr.Prioritized())
-    draws = draws_from(shards)
+    sampler = sampler_over(shards)
     asked = []
     shards.order = lambda candidates, room=None: asked.append(candidates) or {}
     with pytest.raises(tr.ReplayTimeout, match="no shard has answered with items for a batch of 8 in time"):
-        next(stream_of(draws, timeout=0.5)) if streamed else draws.draw(8, None, Wait(shards, 0.5))
+        next(stream_of(sampler, timeout=0.5)) if streamed else sampler.draw(8, None, Wait(shards, 0.5))
     assert 2 < len(asked) < 200
-    assert (shards._limiter.items, draws.made) == (0, 0)
+    assert (shards._limiter.items, sampler.made) == (0, 0)
     shards.close()
 
 
 @pytest.mark.timeout(60)
 def test_a_handler_that_draws_in_the_midst_of_a_draw_gets_a_batch_and_no_step_is_used_twice():
     shards = InterruptedShards([50, 20], tr.Prioritized())
-    draws = draws_from(shards)
-    steps, order = [], draws.order
+    sampler = sampler_over(shards)
+    steps, order = [], sampler.order
 
     def watched(n, wait, place=None):
         steps.append((ordered := order(n, wait, place)).round.step)
         return ordered
 
-    draws.order = watched
+    sampler.order = watched
     drawn = []
-    with handler(lambda: drawn.append(draws.draw(8, None, Wait(shards, 10)))):
+    with handler(lambda: drawn.append(sampler.draw(8, None, Wait(shards, 10)))):
         for looks in range(1, 20):
             shards.looks = looks
-            drawn.append(draws.draw(8, None, Wait(shards, 10)))
+            drawn.append(sampler.draw(8, None, Wait(shards, 10)))
             if shards.looks > 0:  # it does not look as often
                 break
     assert looks > 4
     assert len(drawn) == 2 * looks - 1
     assert all(isinstance(batch, ReplayBatch) and len(batch["key"]) == 8 for batch in drawn)
-    assert draws.made == shards._limiter.batches == len(drawn)
+    assert sampler.made == shards._limiter.batches == len(drawn)
     assert sorted(steps) == list(range(len(drawn)))
     assert (shards._limiter.items, shards._limiter.under_way) == (8 * len(drawn), 0)
     shards.close()
@@ -192,7 +192,7 @@ def test_a_handler_that_draws_in_the_midst_of_a_draw_gets_a_batch_and_no_step_is
 
 def test_ctrl_c_while_rounds_ahead_are_fetched_leaves_none_counted_as_drawn():
     shards = InterruptedShards([50, 20], tr.Uniform())
-    draws = draws_from(shards)
+    sampler = sampler_over(shards)
     fetched = []
 
     def fetch(calls):
@@ -201,7 +201,7 @@ def test_ctrl_c_while_rounds_ahead_are_fetched_leaves_none_counted_as_drawn():
             raise KeyboardInterrupt
 
     shards.calls.fetch = fetch
-    stream = stream_of(draws, timeout=10)
+    stream = stream_of(sampler, timeout=10)
     for _ in range(2):
         assert len(next(stream)["key"]) == 8
     with pytest.raises(KeyboardInterrupt):
@@ -209,7 +209,7 @@ def test_ctrl_c_while_rounds_ahead_are_fetched_leaves_none_counted_as_drawn():
     assert len(next(stream)["key"]) == 8
     stream.close()
     assert (shards._limiter.items, shards._limiter.under_way, shards._limiter.sampled) == (24, 0, 24)
-    assert draws.made == 3
+    assert sampler.made == 3
     shards.close()
 
 
@@ -241,29 +241,29 @@ def reaches(call, at):
 @pytest.mark.parametrize("prefetch", [None, 0, 2])
 def test_an_exception_of_a_handler_at_any_call_leaves_no_round_under_way(prefetch):
     shards = InterruptedShards([50, 20], tr.Uniform())
-    draws = draws_from(shards)
+    sampler = sampler_over(shards)
     at = 1
 
     def call():
         if prefetch is None:
-            draws.draw(8, None, Wait(shards, 10))
+            sampler.draw(8, None, Wait(shards, 10))
         else:
-            stream = SampleRequestStream(draws, StreamSpec(8, None, prefetch, 10, Wait))
+            stream = SampleRequestStream(sampler, StreamSpec(8, None, prefetch, 10, Wait))
             next(stream)
             stream.close()
 
     while reaches(call, at):
         at += 1
         gc.collect()
-        assert (draws._under_way, shards._limiter.under_way) == (0, 0)
+        assert (sampler._under_way, shards._limiter.under_way) == (0, 0)
     assert at > 30
-    assert draws.made == shards._limiter.batches
+    assert sampler.made == shards._limiter.batches
     shards.close()
 
 
 def test_a_batch_that_is_under_way_comes_though_the_limiter_admits_no_more():
     shards = InterruptedShards([50, 20], tr.Uniform())
-    draws = draws_from(shards)
+    sampler = sampler_over(shards)
     looks = []
 
     def refresh():
@@ -272,7 +272,7 @@ def test_a_batch_that_is_under_way_comes_though_the_limiter_admits_no_more():
             shards._limiter.change(Rule(tr.MinSize(1000), 1))
 
     shards.refresh = refresh
-    stream = stream_of(draws, timeout=0.0)
+    stream = stream_of(sampler, timeout=0.0)
     assert len(next(stream)["key"]) == 8
     assert len(looks) == 2
     stream.close()

@@ -91,7 +91,7 @@ class LocalShard:
         self.buffer.number = number
         self._segment = local_sampler(self.buffer).segment
         self._candidates = ShardSampler(self.buffer, number)
-        self._hands = ThreadPoolExecutor(1, "torchreplay-nearby")
+        self._executor = ThreadPoolExecutor(1, "torchreplay-nearby")
 
     @property
     def alive(self) -> bool:
@@ -119,19 +119,19 @@ class LocalShard:
 
     def draw(self, candidates: int, largest: float, room: ReplayBatch) -> Future[Answer | None]:
         """Draws candidates into the first rows of `room`; the answer has no block. Arguments as in `Shard.draw`."""
-        return self._hand_over(lambda: self._draw(candidates, largest, room))
+        return self._submit(lambda: self._draw(candidates, largest, room))
 
     def gather(self, keys: NDArray[np.int64], layout: Layout) -> Future[Answer | None]:
         """Finds items under keys of this shard's own, into a block."""
-        return self._hand_over(lambda: self._candidates.gather(keys, layout))
+        return self._submit(lambda: self._candidates.gather(keys, layout))
 
     def update(self, keys: NDArray[np.int64], td: NDArray[np.float64]) -> Future[int | None]:
         """Feeds back TD errors for keys of this shard's own; both were checked. The answer is how many."""
-        return self._hand_over(lambda: self._update(keys, td))
+        return self._submit(lambda: self._update(keys, td))
 
     def close(self) -> None:
         """Detaches from the shard; what is not done is not done any more. Writers that are held keep the memory."""
-        self._hands.shutdown(wait=False, cancel_futures=True)
+        self._executor.shutdown(wait=False, cancel_futures=True)
         self.buffer.close()
 
     def _draw(self, candidates: int, largest: float, room: ReplayBatch) -> Answer:
@@ -142,9 +142,9 @@ class LocalShard:
         local_sampler(self.buffer).update_priorities(keys, td)
         return len(keys)
 
-    def _hand_over(self, work: Callable[[], T]) -> Future[T | None]:
+    def _submit(self, work: Callable[[], T]) -> Future[T | None]:
         try:
-            return self._hands.submit(self._while_alive, work)
+            return self._executor.submit(self._while_alive, work)
         except RuntimeError:  # closed by another thread
             nothing = Future[T | None]()
             nothing.set_result(None)
@@ -205,7 +205,7 @@ class LocalAttachment:
             raise refusal
         return None
 
-    def draws(self, wait: Wait | None = None) -> bool:
+    def try_attach(self, wait: Wait | None = None) -> bool:
         """Does what `attach` does, once for a shard that cannot be attached, and returns whether it is."""
         with self._lock:
             entry = self._entry()

@@ -111,7 +111,7 @@ class ShardedSampler(BatchSource):
         self.shards.refresh()
         if not set(numbers.tolist()) <= self.shards.table.entries.keys():
             self.shards.look()  # others may have written to a shard that was made since
-        self.shards.local.draws()
+        self.shards.local.try_attach()
         wanted = {number: own[numbers == number] for number in np.unique(numbers).tolist()}
         answers = list(self.shards.gather(wanted, self._layout).values())
         counts = [figures.candidates for figures, _ in answers]
@@ -167,7 +167,7 @@ class ShardedSampler(BatchSource):
 
     def begin(self, n: int, wait: Wait, place: ReplayBatch | None = None) -> SampleRequest:
         """Does what `order` does where the limiter is known to admit it."""
-        here = self.shards.local.draws(wait)
+        here = self.shards.local.try_attach(wait)
         limiter, ahead = self.shards.limiter, Round(n, self._end)
         try:
             with self._lock:
@@ -266,14 +266,14 @@ class SampleRequestStream:
     change its batch.
 
     Args:
-        draws: What draws them.
+        sampler: What draws them.
         spec: Which batches, and how they are drawn.
     """
 
     drawn_from: TreeSummary  # what the weights of the batch handed out last were computed from
 
-    def __init__(self, draws: ShardedSampler, spec: StreamSpec) -> None:
-        self._draws, self._spec, self._batch_size, self._left = draws, spec, spec.batch_size, spec.count
+    def __init__(self, sampler: ShardedSampler, spec: StreamSpec) -> None:
+        self._sampler, self._spec, self._batch_size, self._left = sampler, spec, spec.batch_size, spec.count
         self._prefetch, self._timeout, self._waiting = spec.prefetch, spec.timeout, spec.waiting
         self._finishes = spec.staging is None or not spec.prefetch
         self._ahead: deque[SampleRequest] = deque()
@@ -287,16 +287,16 @@ class SampleRequestStream:
         Raises:
             ReplayTimeout, WouldBlockForever, Stopped: As `sample` does.
         """
-        self._draws.feedback.apply_arrived()
+        self._sampler.feedback.apply_arrived()
         if self._left is not None and self._left <= 0:
             self.close()
-            self._draws.shards.report(last=True)
+            self._sampler.shards.report(last=True)
             raise StopIteration
         waiting, self._waiting = self._waiting, Wait
-        wait = waiting(self._draws.shards, self._timeout)
+        wait = waiting(self._sampler.shards, self._timeout)
         try:
             while (batch := self._take(wait)) is None:
-                self._draws.pause(self._batch_size, wait)
+                self._sampler.pause(self._batch_size, wait)
         finally:
             wait.end()
         if self._left is not None:
@@ -322,7 +322,7 @@ class SampleRequestStream:
         """How many of the next rounds have all their answers."""
         count = 0
         for ahead in self._ahead:
-            if not self._draws.shards.calls.are_there(ahead.calls.values()):
+            if not self._sampler.shards.calls.are_there(ahead.calls.values()):
                 break
             count += 1
         return count
@@ -330,14 +330,16 @@ class SampleRequestStream:
     def close(self) -> None:
         """Forgets the rounds under way."""
         while self._ahead:
-            self._draws.forget(self._ahead.pop())
+            self._sampler.forget(self._ahead.pop())
 
     def _take(self, wait: Wait) -> ReplayBatch | None:
         self._order(wait)
         # They travel while this batch is made, and while its user works.
-        self._draws.shards.calls.fetch(call for later in islice(self._ahead, 1, None) for call in later.calls.values())
+        self._sampler.shards.calls.fetch(
+            call for later in islice(self._ahead, 1, None) for call in later.calls.values()
+        )
         first = self._ahead.popleft()
-        batch = self._draws.take(first, None, wait, self._finishes)
+        batch = self._sampler.take(first, None, wait, self._finishes)
         if batch is not None:
             self.drawn_from = first.drawn_from
         return batch
@@ -345,10 +347,10 @@ class SampleRequestStream:
     def _order(self, wait: Wait) -> None:
         most = self._prefetch + 1 if self._left is None else min(self._left, self._prefetch + 1)
         if not self._ahead:
-            self._ahead.append(self._draws.order(self._batch_size, wait, self._spec.place()))
-        while len(self._ahead) < most and self._draws.admits_now(self._batch_size):
-            self._ahead.append(self._draws.begin(self._batch_size, wait, self._spec.place()))
-        self._draws.shards.report()
+            self._ahead.append(self._sampler.order(self._batch_size, wait, self._spec.place()))
+        while len(self._ahead) < most and self._sampler.admits_now(self._batch_size):
+            self._ahead.append(self._sampler.begin(self._batch_size, wait, self._spec.place()))
+        self._sampler.shards.report()
 
 
 def rows_of(asked: NDArray[np.int64], found: NDArray[np.int64]) -> NDArray[np.int64]:

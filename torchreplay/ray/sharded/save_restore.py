@@ -26,7 +26,7 @@ POLL: Final = 0.05
 """Seconds between two looks at shards that save or load."""
 
 
-def save_shards(shards: ShardClient, config: Config, draws: ShardedSampler, root: Path) -> None:
+def save_shards(shards: ShardClient, config: Config, sampler: ShardedSampler, root: Path) -> None:
     """Does what `ShardedReplay.save` does; `draws` are those of this process, which may go on."""
 
     def write(data: Path) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def save_shards(shards: ShardClient, config: Config, draws: ShardedSampler, root
             shutil.rmtree(paths[number], ignore_errors=True)
         _require_parts([data / str(number) for number in saved])
         # Counted after the rows, as those of each shard are.
-        return _described(shards, config, saved, draws, data.name).as_data()
+        return _described(shards, config, saved, sampler, data.name).as_data()
 
     replace_checkpoint(root, SHARDS, write)
 
@@ -181,16 +181,16 @@ def _require_parts(paths: Sequence[Path]) -> None:
 
 
 def _described(
-    shards: ShardClient, config: Config, entries: Mapping[int, ShardEntry], draws: ShardedSampler, name: str
+    shards: ShardClient, config: Config, entries: Mapping[int, ShardEntry], sampler: ShardedSampler, name: str
 ) -> Manifest:
     born, streams = shards.coordinator.ask("counts")
     shards.exchange()
     table, counted = shards.table, shards.limiter
     return Manifest(
         replace(config, limiter=table.rule.limiter),
-        draws.seed,
-        draws.stream,
-        draws.made,
+        sampler.seed,
+        sampler.stream,
+        sampler.made,
         name,
         tuple(Part(entry.number, entry.node, entry.capacity) for entry in entries.values()),
         Counts(

@@ -54,7 +54,7 @@ class Shard:
         self._config, self._seed, self._limit = config, seed, limit
         self._number, self._cleared = number, 0
         self._layout = Layout(config.outputs())
-        self._hands = ThreadPoolExecutor(1, "torchreplay-shard")
+        self._executor = ThreadPoolExecutor(1, "torchreplay-shard")
         self._under_way: dict[str, Future[None]] = {}
 
     def open(self) -> Handle:
@@ -161,7 +161,7 @@ class Shard:
         if name not in self._under_way:
             for other in [other for other, future in self._under_way.items() if future.done()]:
                 del self._under_way[other]
-            self._under_way[name] = self._hands.submit(work)
+            self._under_way[name] = self._executor.submit(work)
         future = self._under_way[name]
         if not future.done():
             return False

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 @contextmanager
-def handed_over(timeout=None):
+def queued_updates(timeout=None):
     """A buffer whose lock is held by a process that is stopped; one batch's TD errors wait for it."""
     buffer = filled_buffer()
     with StoppedHolder(buffer) as holder:
@@ -54,12 +54,15 @@ def in_a_thread(body):
 
 
 def test_a_draw_keeps_its_timeout():
-    with handed_over() as at, pytest.raises(tr.ReplayTimeout, match=f"process {at.holder.pid} holds it and is stopped"):
+    with (
+        queued_updates() as at,
+        pytest.raises(tr.ReplayTimeout, match=f"process {at.holder.pid} holds it and is stopped"),
+    ):
         at.buffer.sample(8, timeout=0.3)
 
 
 def test_an_iteration_keeps_its_timeout_and_what_it_drops_is_counted():
-    with handed_over(timeout=0.3) as at:
+    with queued_updates(timeout=0.3) as at:
         given = 1
 
         def learn():
@@ -75,7 +78,7 @@ def test_an_iteration_keeps_its_timeout_and_what_it_drops_is_counted():
 
 
 def test_explorers_write_on():
-    with handed_over() as at:
+    with queued_updates() as at:
         extend(at.buffer, 300, 5)  # as the thread that fed back
         assert in_a_thread(lambda: extend(at.buffer, 305, 5))
         at.holder.go_on()
@@ -84,7 +87,7 @@ def test_explorers_write_on():
 
 @pytest.mark.parametrize("long", [False, True])
 def test_the_end_of_the_buffer_ends_a_draw(long, told):
-    with handed_over() as at:
+    with queued_updates() as at:
         ended = []
 
         def draw():
@@ -107,7 +110,7 @@ def test_the_end_of_the_buffer_ends_a_draw(long, told):
 @pytest.mark.parametrize("feeds_back", [False, True])
 def test_the_end_of_the_buffer_ends_an_iteration_that_has_waited_for_long(feeds_back, told, monkeypatch):
     monkeypatch.setattr("torchreplay.buffer.prefetch.LOG_EVERY", 0.2)
-    with handed_over() as at:
+    with queued_updates() as at:
 
         def learn():
             for batch in at.iterator:
@@ -146,7 +149,7 @@ def test_an_iteration_that_two_threads_end_is_ended_once():
 
 def test_memory_for_what_waits_is_given_back():
     n = 1 << 16
-    with handed_over() as at:
+    with queued_updates() as at:
         at.holder.go_on()
         before = resident_bytes()
         for _ in range(200):  # 200 MB, where all were kept
@@ -156,7 +159,7 @@ def test_memory_for_what_waits_is_given_back():
 
 
 def test_a_signal_handler_may_ask_the_buffer_while_a_call_waits():
-    with handed_over() as at:
+    with queued_updates() as at:
         asked = []
 
         def handler(*_):
@@ -175,7 +178,7 @@ def test_a_signal_handler_may_ask_the_buffer_while_a_call_waits():
 
 @pytest.mark.parametrize("what", [lambda b: b._segment.column(0), lambda b: b._segment.column(-1), lambda b: b.stats()])
 def test_a_buffer_may_be_closed_while_another_thread_waits(what):
-    with handed_over() as at:
+    with queued_updates() as at:
         seen = []
 
         def look():
