@@ -128,30 +128,30 @@ def with_cpprb(seed: int, explorers: int) -> float:
     learner, policy = Learner(TASK, seed), TASK.network().share_memory()
     written, start = fork.RawArray("q", explorers), fork.Barrier(explorers + 1, timeout=START_SECONDS)
     policy.load_state_dict(learner.q.state_dict())
-    crew = [
+    processes = [
         fork.Process(target=_explore_into, args=(buffer, policy, written, start, seed, index), daemon=True)
         for index in range(explorers)
     ]
-    for process in crew:
+    for process in processes:
         process.start()
     try:
         start.wait()
         return _solve(
             learner,
             lambda drawn: buffer.sample(BATCH_SIZE, beta=0.4) if may_draw(drawn, sum(written)) else None,
-            lambda: _require_alive(crew),
+            lambda: _require_alive(processes),
             buffer.update_priorities,
             lambda q: policy.load_state_dict(q.state_dict()),
             seed,
         )
     finally:
-        for process in crew:
+        for process in processes:
             process.kill()
             process.join()
 
 
-def _require_alive(crew: list[ForkProcess]) -> None:
-    if not all(process.is_alive() for process in crew):
+def _require_alive(processes: list[ForkProcess]) -> None:
+    if not all(process.is_alive() for process in processes):
         raise RuntimeError("an explorer has ended")
 
 

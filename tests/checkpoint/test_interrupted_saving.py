@@ -11,7 +11,7 @@ from interrupts import assert_interrupted_calls_leave_no_thread
 from saved_rows import assert_rows_are_those_of_their_keys, filled
 
 import torchreplay as tr
-from torchreplay.segment.io_threads import ThreadPool
+from torchreplay.segment.thread_pool import ThreadPool
 
 TIMES = 300
 
@@ -44,15 +44,15 @@ def test_interrupted_saves_leave_no_thread_and_a_checkpoint_that_loads(tmp_path)
     assert len(batch["key"]) == 500
 
 
-def use_crew():
-    with ThreadPool(3) as crew:
-        outcomes = [crew.submit(os.getpid) for _ in range(3)]
-        assert {crew.result(outcome) for outcome in outcomes} == {os.getpid()}
+def use_pool():
+    with ThreadPool(3) as pool:
+        outcomes = [pool.submit(os.getpid) for _ in range(3)]
+        assert {pool.result(outcome) for outcome in outcomes} == {os.getpid()}
 
 
 @pytest.mark.timeout(300)
 def test_threads_end_wherever_the_call_that_started_them_was_interrupted():
-    in_a_process_of_its_own(assert_interrupted_calls_leave_no_thread, use_crew, 5000)
+    in_a_process_of_its_own(assert_interrupted_calls_leave_no_thread, use_pool, 5000)
 
 
 def test_threads_end_when_nobody_has_their_owner_any_more():
@@ -61,19 +61,19 @@ def test_threads_end_when_nobody_has_their_owner_any_more():
 
 def assert_threads_end_with_their_pool():
     before = threads()
-    crew = ThreadPool(3)
+    pool = ThreadPool(3)
     assert len(threads() - before) == 3
-    del crew
+    del pool
     gc.collect()
     eventually(lambda: threads() <= before)
 
 
 def test_calls_that_have_not_begun_when_another_fails_are_not_made():
     def call_twice():
-        with ThreadPool(0) as crew:
-            outcome = crew.submit(lambda: 1 // 0)
-            crew.submit(made.append, 1)
-            crew.result(outcome)
+        with ThreadPool(0) as pool:
+            outcome = pool.submit(lambda: 1 // 0)
+            pool.submit(made.append, 1)
+            pool.result(outcome)
 
     made = []
     with pytest.raises(ZeroDivisionError):
@@ -81,9 +81,9 @@ def test_calls_that_have_not_begun_when_another_fails_are_not_made():
     assert made == []
 
 
-def crew_in_a_forked_child():
-    with ThreadPool(2) as crew:
-        crew.result(crew.submit(int))
+def pool_in_a_forked_child():
+    with ThreadPool(2) as pool:
+        pool.result(pool.submit(int))
         if os.fork() == 0:
             raise SystemExit  # ends the context, without the threads
     assert os.wait()[1] == 0
@@ -92,7 +92,7 @@ def crew_in_a_forked_child():
 def test_a_child_that_was_forked_beside_threads_waits_for_none_of_them():
     def body():
         try:
-            crew_in_a_forked_child()
+            pool_in_a_forked_child()
         except SystemExit:
             os._exit(0)
 
@@ -102,8 +102,8 @@ def test_a_child_that_was_forked_beside_threads_waits_for_none_of_them():
 
 def test_the_look_after_each_test_finds_threads_of_python_and_native_ones():
     before = our_threads()
-    with ThreadPool(1) as crew, filled(50, 50) as buffer:
-        crew.result(crew.submit(int))
+    with ThreadPool(1) as pool, filled(50, 50) as buffer:
+        pool.result(pool.submit(int))
         batches = iter(tr.ReplayDataset(buffer, 8, prefetch=2))
         next(batches)
         found = sorted(thread.split(" ", 2)[2] for thread in our_threads() - before)

@@ -243,7 +243,7 @@ import torchreplay as tr
 made = []
 
 class RecordingExplorers:
-    def __init__(self, buffer): made.append("crew")
+    def __init__(self, buffer): made.append("explorers")
     def start(self): made.append("start")
     def stop(self): made.append("stop")
 
@@ -292,7 +292,7 @@ def test_ddp_trains_two_ranks_from_one_buffer_and_ends_with_the_name_of_one_that
         command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=150, check=False
     )
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
-    assert first["made"] == ["buffer", "crew", "start", "stop"]
+    assert first["made"] == ["buffer", "explorers", "start", "stop"]
     assert second["made"] == []
     drawn = [tuple(keys) for rank in (first, second) for keys in rank["seen"]]
     assert len(drawn) == len(set(drawn)) == 20

@@ -184,62 +184,62 @@ class RecordingExplorers:
 
 
 def test_explorers_run_for_as_long_as_fit_and_start_again_with_the_next(lightning, buffer):
-    crew = RecordingExplorers()
+    explorers = RecordingExplorers()
     calls = []
-    learner = make_learner(lightning, on_train_batch_start=lambda self, *_: calls.append(list(crew.calls)))
-    data = ReplayDataModule(buffer, 8, steps_per_epoch=1, explorers=crew)
+    learner = make_learner(lightning, on_train_batch_start=lambda self, *_: calls.append(list(explorers.calls)))
+    data = ReplayDataModule(buffer, 8, steps_per_epoch=1, explorers=explorers)
     fit(lightning, data, learner, max_epochs=1)
     fit(lightning, data, learner, max_epochs=1)
     assert calls == [["start"], ["start", "stop", "start"]]
-    assert crew.calls == ["start", "stop"] * 2
+    assert explorers.calls == ["start", "stop"] * 2
     assert not buffer.stopped
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_explorers_are_stopped_and_a_made_buffer_is_closed_after_an_exception(lightning, error):
-    crews = []
+    made = []
 
     def interrupt(loss, td, step):
         raise error("in the training step")
 
-    def make_crew(buffer):
-        crews.append(RecordingExplorers(buffer))
-        return crews[-1]
+    def make_explorers(buffer):
+        made.append(RecordingExplorers(buffer))
+        return made[-1]
 
-    data = ReplayDataModule(filled_buffer, 8, explorers=make_crew)
+    data = ReplayDataModule(filled_buffer, 8, explorers=make_explorers)
     with pytest.raises((RuntimeError, SystemExit)):
         fit(lightning, data, make_learner(lightning, interrupt), max_steps=1)
-    assert [crew.calls for crew in crews] == [["start", "stop"]]
+    assert [explorers.calls for explorers in made] == [["start", "stop"]]
     with pytest.raises(RuntimeError, match="closes it when `fit` ends"):
         _ = data.buffer
 
 
 def test_explorers_that_fail_to_start_are_stopped(lightning, buffer):
-    crew = RecordingExplorers()
-    crew.start = lambda: 1 / 0
+    explorers = RecordingExplorers()
+    explorers.start = lambda: 1 / 0
     with pytest.raises(ZeroDivisionError):
-        fit(lightning, ReplayDataModule(buffer, 8, explorers=crew), max_steps=1)
-    assert crew.calls == ["stop"]
+        fit(lightning, ReplayDataModule(buffer, 8, explorers=explorers), max_steps=1)
+    assert explorers.calls == ["stop"]
 
 
 def test_explorers_of_a_forgotten_module_are_stopped(buffer):
-    crew = RecordingExplorers()
-    data = ReplayDataModule(buffer, 8, explorers=crew)
+    explorers = RecordingExplorers()
+    data = ReplayDataModule(buffer, 8, explorers=explorers)
     data.setup("fit")
     del data
     gc.collect()
-    assert crew.calls == ["start", "stop"]
+    assert explorers.calls == ["start", "stop"]
 
 
 def test_teardown_may_come_twice_and_setup_too(buffer):
-    crew = RecordingExplorers()
-    data = ReplayDataModule(buffer, 8, explorers=crew)
+    explorers = RecordingExplorers()
+    data = ReplayDataModule(buffer, 8, explorers=explorers)
     for _ in range(2):
         data.setup("fit")
     for _ in range(2):
         data.teardown("fit")
     data.on_exception(RuntimeError())
-    assert crew.calls == ["start", "stop"]
+    assert explorers.calls == ["start", "stop"]
 
 
 def test_other_stages_neither_make_a_buffer_nor_start_explorers():
@@ -259,9 +259,9 @@ def test_a_made_buffer_is_stopped_and_closed_and_a_given_one_stays_open(lightnin
         return made[-1]
 
     seen_stopped = []
-    crew = RecordingExplorers()
-    crew.stop = lambda: seen_stopped.append(made[0].stopped)
-    fit(lightning, ReplayDataModule(make_buffer, 8, explorers=crew), max_steps=2)
+    explorers = RecordingExplorers()
+    explorers.stop = lambda: seen_stopped.append(made[0].stopped)
+    fit(lightning, ReplayDataModule(make_buffer, 8, explorers=explorers), max_steps=2)
     assert seen_stopped == [True]
     assert len(made) == 1
     with pytest.raises(Exception, match="closed"):

@@ -16,7 +16,7 @@ import torchreplay as tr
 from torchreplay import _C
 from torchreplay.checkpoint import buffer_checkpoint
 from torchreplay.segment import reservation as memory
-from torchreplay.segment.io_threads import ThreadPool
+from torchreplay.segment.thread_pool import ThreadPool
 
 PIECE = 2 << 20
 ROWS, ROW_BYTES = 2048, 4096
@@ -181,7 +181,7 @@ def test_where_no_thread_can_be_started_whoever_waits_reserves(taken, monkeypatc
     def refuse(*_):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("torchreplay.segment.io_threads.start_new_thread", refuse)
+    monkeypatch.setattr("torchreplay.segment.thread_pool.start_new_thread", refuse)
     before = descriptors()
     with memory.begin_reservation(SIZE, "test", ARRAYS, ROWS) as reservation:
         reservation.wait(ROWS)
@@ -191,7 +191,7 @@ def test_where_no_thread_can_be_started_whoever_waits_reserves(taken, monkeypatc
 
 
 def test_ctrl_c_while_a_reservation_is_closed_leaves_nothing(taken, monkeypatch):
-    def interrupted(crew):
+    def interrupted(pool):
         raise KeyboardInterrupt
 
     before = descriptors(), threads()

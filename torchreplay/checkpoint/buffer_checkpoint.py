@@ -42,9 +42,9 @@ from torchreplay.errors import CheckpointError
 from torchreplay.schema.config import Config
 from torchreplay.schema.limiters import from_native
 from torchreplay.schema.samplers import Prioritized, Sampler
-from torchreplay.segment.io_threads import Outcome, ThreadPool
 from torchreplay.segment.progress import track
 from torchreplay.segment.reservation import SPARE, page_tables, require_memory_beside, size_text
+from torchreplay.segment.thread_pool import Outcome, ThreadPool
 
 T = TypeVar("T")
 

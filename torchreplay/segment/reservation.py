@@ -15,7 +15,7 @@ from queue import SimpleQueue
 
 from torchreplay import _C
 from torchreplay.segment.closeable import Closeable
-from torchreplay.segment.io_threads import ThreadPool
+from torchreplay.segment.thread_pool import ThreadPool
 
 # Linux's numbers for fcntl: Python 3.11 does not name them all.
 F_ADD_SEALS = 1033
@@ -167,7 +167,7 @@ class Reservation(Closeable):
         self._delay = 0.0  # by huge pages
         self._error: BaseException | None = None
         self._progress: SimpleQueue[None] = SimpleQueue()
-        self._crew: ThreadPool | None = None
+        self._pool: ThreadPool | None = None
         self._closed = False
         try:
             whole = [(begin, begin + slots * stride, stride) for begin, stride in arrays]
@@ -178,8 +178,8 @@ class Reservation(Closeable):
             if self._left:
                 # A file of its own: the thread may outlive a close that is interrupted.
                 self._own = FileIO(f"/proc/self/fd/{fd}", "r+")
-                self._crew = ThreadPool(1)
-                self._crew.submit(self._take_rest, self._own)
+                self._pool = ThreadPool(1)
+                self._pool.submit(self._take_rest, self._own)
         except BaseException:
             self.close()
             raise
@@ -195,8 +195,8 @@ class Reservation(Closeable):
         Raises:
             MemoryError: They cannot be.
         """
-        while self._crew and not self._error and self._left and self._left[0][0] < slots:
-            self._crew.get(self._progress)
+        while self._pool and not self._error and self._left and self._left[0][0] < slots:
+            self._pool.get(self._progress)
         if self._error:
             raise self._error
 
@@ -210,8 +210,8 @@ class Reservation(Closeable):
         """Gives the descriptor back; what is not reserved by then never is."""
         self._closed = True
         try:
-            if self._crew is not None:
-                self._crew.close()
+            if self._pool is not None:
+                self._pool.close()
                 self._own.close()
         finally:
             self._error = None  # whose traceback holds the waiting thread, and the memory with it
