@@ -41,7 +41,7 @@ class ThreadPool {
             std::min(threads, parts)};
     {
       const std::lock_guard guard(mutex_);
-      while (hired_ < job.workers - 1 && hire()) hired_++;
+      while (threads_ < job.workers - 1 && start_one()) threads_++;
       job_ = &job;
     }
     for (int i = 1; i < job.workers; i++) wake_.notify_one();
@@ -74,12 +74,12 @@ class ThreadPool {
     }
   };
 
-  bool hire() {
+  bool start_one() {
     pthread_t thread;
     const auto body = [](void* self) -> void* { static_cast<ThreadPool*>(self)->wait_and_help(); };
-    const bool hired = start_thread(thread, "replay-copies", body, this) == 0;
-    if (hired) pthread_detach(thread);
-    return hired;
+    const bool started = start_thread(thread, "replay-copies", body, this) == 0;
+    if (started) pthread_detach(thread);
+    return started;
   }
 
   [[noreturn]] void wait_and_help() {
@@ -101,7 +101,7 @@ class ThreadPool {
   std::mutex mutex_;  // guards what follows
   std::condition_variable wake_, left_;
   Job* job_ = nullptr;
-  int hired_ = 0;
+  int threads_ = 0;
 };
 
 }  // namespace torchreplay

@@ -1,5 +1,5 @@
-/* The protocol of the shared memory (docs/design.md; cpp/write/ring_writer.h, absorb.h, streams.h, recover.h, participants.h, path.h,
- * sample.h): writers, learners that absorb, draw, copy and feed back, deaths at any step, and a judge once all is quiet.
+/* The protocol of the shared memory (docs/design.md; cpp/write/ring_writer.h, absorber.h, streams.h, recovery.h, participants.h, item_rows.h,
+ * batch_sampler.h): writers, learners that absorb, draw, copy and feed back, deaths at any step, and a judge once all is quiet.
  * README.md says what is left out, and configurations.py how it is run.
  *
  * A row's content names it: writer * 8 + number, so what a learner copied can be told without trusting any header.
@@ -81,7 +81,7 @@ inline forget() {
            wait = 0; adopted = 0; deferred = 0; ok = 0 }
 }
 
-/* leaves.h: leaves at once, the sum with the next flush. */
+/* leaf_changes.h: leaves at once, the sum with the next flush. */
 inline set_leaf(slot, value) {
   d_step { sum = sum + (value != 0) - (leaf[slot] != 0); leaf[slot] = value }
 }
@@ -132,7 +132,7 @@ inline find_completed(slot) {
 #define FRAMES_HELD (held >= k + (r_step - k < HISTORY && r_step >= k -> r_step - k : HISTORY))
 #endif
 
-/* absorb.h */
+/* absorber.h */
 inline evict(slot) {
   set_leaf(slot, 0);
 #ifndef OWNLEAF
@@ -278,7 +278,7 @@ inline resync(slot) {
   ONE_STEP { flush(); dirty = CLEAN }
 }
 
-/* ---- recover.h ---- */
+/* ---- recovery.h ---- */
 
 inline facts_of(slot) {
   w = word[slot];
@@ -400,7 +400,7 @@ inline lock(me) {
   if :: owner_died -> recover() :: else fi
 }
 
-/* ---- Ids: ring.h reclaim, participants.h ---- */
+/* ---- Ids: ring_writer.h reclaim, participants.h ---- */
 
 /* Whoever calls it holds byte `id`. */
 inline reclaim(id) {
@@ -526,7 +526,7 @@ inline check_invariants() {
 #endif
 }
 
-/* path.h: read one row's header in two steps, its word before and after. A row is immutable while its word stands, so
+/* item_rows.h: read one row's header in two steps, its word before and after. A row is immutable while its word stands, so
  * the second look at the word may as well be at the same moment as the header's. */
 inline look_at(slot, position) {
   found[position] = slot;
@@ -657,7 +657,7 @@ proctype Learner(byte me; byte rounds) {
              forget();
              lock(me);
              absorb();
-             ONE_STEP {                                  /* update.h: the TD error, to this item or to none */
+             ONE_STEP {                                  /* priority_updater.h: the TD error, to this item or to none */
 #ifdef UPDRES
                if :: LIVE(word[s]) && KEY1(word[s]) == key1 -> set_leaf(s, key1); flush() :: else fi
 #else
