@@ -159,7 +159,7 @@ def test_a_process_that_gives_up_drops_what_the_limiter_keeps_out_and_nothing_el
     writer = RemoteWriter(sender, CONFIG, None, "next_step")
     writer.append(n=1)
     (send_buffer,) = sender._send_buffers
-    eventually(lambda: send_buffer.waiting)
+    eventually(lambda: send_buffer.delay)
     sender.give_up()
     before = len(tries)
     eventually(lambda: len(tries) >= before + 2)  # it goes on trying
@@ -171,7 +171,7 @@ def test_a_process_that_gives_up_drops_what_the_limiter_keeps_out_and_nothing_el
     writer = RemoteWriter(limited, CONFIG, None, "next_step")
     writer.append(n=1)
     (send_buffer,) = limited._send_buffers
-    eventually(lambda: send_buffer.waiting)
+    eventually(lambda: send_buffer.delay)
     limited.give_up()
     with pytest.raises(tr.Stopped, match="the learner to draw more"):
         writer.flush()

@@ -50,14 +50,15 @@ def chunks_of(view, monkeypatch):
     monkeypatch.setattr(send_buffers, "CHUNK_ROWS", ROWS)
     config = make(view)._config
     send_buffer = SendBuffer(config, LANES)
+    collected = send_buffer.window.chunks
     linked = view is not VIEWS["rows"]
     chunks = []
     with tr.Writer(send_buffer.stage._segment, config, LANES if linked else None) as writer:
         for _ in calls(writer, linked):
             send_buffer.cut(everything=True)
-            while len(send_buffer.chunks) > 2 or (send_buffer.chunks and send_buffer.chunks[-1].rows < ROWS):
-                chunks.append(send_buffer.chunks.popleft())
-    chunks += send_buffer.chunks
+            while len(collected) > 2 or (collected and collected[-1].rows < ROWS):
+                chunks.append(collected.popleft())
+    chunks += collected
     assert [chunk.number for chunk in chunks] == list(range(1, len(chunks) + 1))
     return send_buffer.source, chunks
 
@@ -116,7 +117,7 @@ def test_a_row_whose_writing_was_not_noted_comes_once_also_when_the_ring_has_tur
         for x in range(3):
             writer.append(x=1000 + x)
     send_buffer.cut(everything=True)
-    chunk, source = send_buffer.chunks[0], send_buffer.source
+    chunk, source = send_buffer.window.chunks[0], send_buffer.source
     killed = IngestWriter(buffer, log.entry(source.writer, 1, source.rows, True))
 
     def die(*_):

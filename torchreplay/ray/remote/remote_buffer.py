@@ -86,7 +86,8 @@ class RemoteWriter(Writer):
     @property
     def refused(self) -> bool:
         """Whether its rows are taken no more although the buffer is there."""
-        return self._send_buffer.refused
+        ended = self._send_buffer.ended
+        return ended is not None and ended.refused
 
     def flush(self) -> None:
         """Returns when everything written so far is in the buffer.

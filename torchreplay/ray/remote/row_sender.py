@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from torchreplay.errors import AttachError, Stopped
 from torchreplay.ray.remote.ingest_actor import Answer, Chunk
-from torchreplay.ray.remote.send_buffer import SendBuffer
+from torchreplay.ray.remote.send_buffer import Delay, SendBuffer, WriterState
 from torchreplay.ray.runtime.actor_client import NodeActor
 from torchreplay.ray.runtime.session import import_ray, logger
 from torchreplay.schema.config import Config
@@ -95,7 +95,8 @@ class RowSender:
 
     def leave(self, send_buffer: SendBuffer) -> None:
         """Sends what is left in the send buffer, and forgets it; does not wait for that."""
-        send_buffer.leaving = True
+        if send_buffer.state is WriterState.WRITING:
+            send_buffer.state = WriterState.GONE
         self._events.put(None)
 
     def end(self, reason: str) -> None:
@@ -117,8 +118,8 @@ class RowSender:
         if not self._thread.is_alive():  # it has ended, or this is a forked child, whose end is not its parent's
             return
         for send_buffer in list(self._send_buffers):
-            send_buffer.drained = True
-            self.leave(send_buffer)
+            send_buffer.state = WriterState.DRAINED
+        self._events.put(None)
         self.close()
         self._thread.join(FAREWELL)
 
@@ -127,15 +128,16 @@ class RowSender:
             raise Stopped(self.ending)
         if self.failure:
             raise RuntimeError(self.failure)
-        if send_buffer is not None and send_buffer.ending:
-            raise RuntimeError(send_buffer.ending) if send_buffer.refused else Stopped(send_buffer.ending)
+        if send_buffer is not None and send_buffer.ended is not None:
+            raise send_buffer.ended.error()
 
     def _await(self, send_buffer: SendBuffer, is_done: Callable[[], bool]) -> None:
         wait = Wait(send_buffer.segment, None)
         while not is_done():
             self._check(send_buffer)
             self._events.put(None)
-            wait.check_delivery(send_buffer.waiting or "an answer from the buffer's node")
+            delay = send_buffer.delay
+            wait.check_delivery("an answer from the buffer's node" if delay is None else delay.waits_for)
             send_buffer.sleep(SLICE_NS / 1e9)
 
     # In the sender's thread.
@@ -179,37 +181,30 @@ class RowSender:
     def _attend(self, send_buffer: SendBuffer, sweep: bool) -> None:
         if self.ending:
             send_buffer.end(self.ending)
-        if self._giving_up and send_buffer.limited:
-            send_buffer.end(f"this process is to end, and its rows wait for {send_buffer.waiting}")
-        if not send_buffer.ending:
+        delay = send_buffer.delay
+        if self._giving_up and delay is not None and delay.by_limiter:
+            send_buffer.end(f"this process is to end, and its rows wait for {delay.waits_for}")
+        if send_buffer.ended is None:
             send_buffer.cut(sweep)
-            self._send_all(send_buffer)
+            for chunk in send_buffer.window.to_send():
+                self._send(send_buffer, chunk)
+        if send_buffer.state is WriterState.WRITING:
+            return
         # A heartbeat under way may name this writer, which must not be registered again.
-        if send_buffer.leaving and (send_buffer.ending or (send_buffer.is_empty and not self._heartbeat_out)):
+        if send_buffer.ended is not None or (send_buffer.is_empty and not self._heartbeat_out):
             self._forget(send_buffer)
 
-    def _send_all(self, send_buffer: SendBuffer) -> None:
-        if time.monotonic() < send_buffer.not_before:
-            return
-        if send_buffer.rewind and not send_buffer.in_air:
-            send_buffer.rewind, send_buffer.sent = False, 0
-        for chunk in send_buffer.chunks:
-            if send_buffer.rewind:
-                break
-            if chunk.number > send_buffer.sent:
-                self._send(send_buffer, chunk)
-
     def _send(self, send_buffer: SendBuffer, chunk: Chunk) -> None:
+        window = send_buffer.window
         try:
-            if chunk.block.nbytes > INLINE_BYTES and chunk.number not in send_buffer.stored:
-                send_buffer.stored[chunk.number] = self._ray.put(chunk)
+            if chunk.block.nbytes > INLINE_BYTES and chunk.number not in window.stored:
+                window.stored[chunk.number] = self._ray.put(chunk)
             hear = partial(self._hear, send_buffer, chunk.number)
-            self._call(hear, "push", send_buffer.source, send_buffer.stored.get(chunk.number, chunk), group="rows")
+            self._call(hear, "push", send_buffer.source, window.stored.get(chunk.number, chunk), group="rows")
         except self._ray.exceptions.RayError as error:
             self._send_again(send_buffer, error)
         else:
-            send_buffer.in_air += 1
-            send_buffer.sent = chunk.number
+            window.note_sent(chunk.number)
 
     def _call(self, hear: Callable[[Any], None], method: str, *args: Any, group: str = "") -> None:
         """Calls the ingest, and has its answer heard in this thread."""
@@ -218,16 +213,17 @@ class RowSender:
 
     def _hear(self, send_buffer: SendBuffer, number: int, done: Any) -> None:
         """Takes the answer to chunk `number`."""
-        send_buffer.in_air -= 1
+        send_buffer.window.note_answer()
         error = done.exception()
         if error is not None:
             self._send_again(send_buffer, error)
             return
         answer: Answer = done.result()
-        send_buffer.rewind |= answer.written < number
+        if answer.written < number:
+            send_buffer.window.go_back()
         send_buffer.acknowledge(answer.written)
         if answer.waiting or answer.written >= number:  # those behind it do not know why it was not taken
-            send_buffer.waiting, send_buffer.limited = answer.waiting, answer.limited
+            send_buffer.delay = Delay(answer.waiting, answer.limited) if answer.waiting else None
         if answer.ending:
             self.end(answer.ending)
         elif answer.refusal:
@@ -235,16 +231,16 @@ class RowSender:
 
     def _send_again(self, send_buffer: SendBuffer, error: BaseException) -> None:
         """Has everything sent again in a while, to the ingest that is there by then."""
-        send_buffer.waiting, send_buffer.limited = "the buffer's node to answer again", False
-        send_buffer.rewind, send_buffer.not_before = True, time.monotonic() + PAUSE
-        send_buffer.stored.clear()  # one of them may be lost
+        send_buffer.delay = Delay("the buffer's node to answer again")
+        send_buffer.window.start_over(PAUSE)
         self._look_again(error)
 
     def _forget(self, send_buffer: SendBuffer) -> None:
         if not send_buffer.is_empty:
-            logger.warning("rows that a remote writer had written were not taken any more: %s", send_buffer.ending)
+            reason = "" if send_buffer.ended is None else send_buffer.ended.reason
+            logger.warning("rows that a remote writer had written were not taken any more: %s", reason)
         self._send_buffers.discard(send_buffer)
-        if not send_buffer.drained:
+        if send_buffer.state is WriterState.GONE:
             send_buffer.stage.close()
         if not self.ending:
             with suppress(self._ray.exceptions.RayError):  # then its silence shows it
@@ -262,7 +258,7 @@ class RowSender:
         if self._heartbeat_out or now < self._heartbeat_due or self.ending or self.failure:
             return
         self._heartbeat_due = now + HEARTBEAT
-        sources = [send_buffer.source for send_buffer in list(self._send_buffers) if not send_buffer.ending]
+        sources = [send_buffer.source for send_buffer in list(self._send_buffers) if send_buffer.ended is None]
         try:
             self._call(self._hear_beat, "look", sources)
             self._heartbeat_out = True

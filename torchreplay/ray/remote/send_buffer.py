@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import queue
 import secrets
+import time
 from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass, replace
+from enum import Enum, auto
 from typing import Any, Final
 
 from torchreplay.buffer.replay_buffer import ReplayBuffer, local_sampler
+from torchreplay.errors import Stopped
 from torchreplay.ray.remote.ingest_actor import Chunk, Source
 from torchreplay.schema.config import Config
 from torchreplay.schema.spec import nest
@@ -21,6 +26,95 @@ IN_FLIGHT: Final = 4
 """Chunks of one writer that are under way at most: then it waits."""
 
 
+class WriterState(Enum):
+    """What the writer of a send buffer does."""
+
+    WRITING = auto()
+    GONE = auto()  # what it left is sent
+    DRAINED = auto()  # it is there, but its process ends: what it wrote before is sent, and nothing later
+
+
+@dataclass(frozen=True, slots=True)
+class Delay:
+    """What keeps rows from being taken for now."""
+
+    waits_for: str
+    by_limiter: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Why the rows of a writer are taken no more."""
+
+    reason: str
+    refused: bool  # a failure, and not the end of the buffer or of this process
+
+    def error(self) -> Exception:
+        """Returns what the calls of the writer raise."""
+        return RuntimeError(self.reason) if self.refused else Stopped(self.reason)
+
+
+class SendWindow:
+    """The chunks of one writer that nobody has acknowledged, sent in order, several at a time.
+
+    If the ingest does not take one, it does not take later ones either. Then all are sent again, once every call is
+    answered ("go back N"). The sender's thread alone changes it; any thread may ask whether it is empty.
+
+    Attributes:
+        chunks: In order.
+        stored: Ray's references to those that travel as objects of their own, by number.
+    """
+
+    def __init__(self) -> None:
+        self.chunks: deque[Chunk] = deque()
+        self.stored: dict[int, Any] = {}
+        self._last_sent = 0  # number of a chunk
+        self._unanswered = 0  # calls
+        self._goes_back = False  # all is sent again when every call is answered
+        self._not_before = 0.0  # monotonic time of the next try
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether everything is acknowledged, and no call is under way."""
+        return not self.chunks and not self._unanswered
+
+    def to_send(self) -> Iterator[Chunk]:
+        """Yields each chunk that is to be sent now, for as long as none before it could not be."""
+        if time.monotonic() < self._not_before:
+            return
+        if self._goes_back and not self._unanswered:
+            self._goes_back, self._last_sent = False, 0
+        for chunk in self.chunks:
+            if self._goes_back:
+                return
+            if chunk.number > self._last_sent:
+                yield chunk
+
+    def note_sent(self, number: int) -> None:
+        """Notes that a chunk is under way."""
+        self._unanswered += 1
+        self._last_sent = number
+
+    def note_answer(self) -> None:
+        """Notes that a call is answered, or has failed."""
+        self._unanswered -= 1
+
+    def acknowledge(self, written: int) -> None:
+        """Forgets the chunks up to number `written`, which are in the buffer."""
+        while self.chunks and self.chunks[0].number <= written:
+            self.stored.pop(self.chunks.popleft().number, None)
+
+    def go_back(self) -> None:
+        """Has all that is not acknowledged sent again, once every call is answered."""
+        self._goes_back = True
+
+    def start_over(self, seconds: float) -> None:
+        """Has all sent again after so many seconds, and stored anew: an object of Ray's may be lost."""
+        self.go_back()
+        self._not_before = time.monotonic() + seconds
+        self.stored.clear()
+
+
 class SendBuffer:
     """The rows of one writer between its calls and the buffer.
 
@@ -28,57 +122,52 @@ class SendBuffer:
     at most one chunk of rows beyond those that were sent. All the rest is done by the sender's thread, which no signal
     interrupts: the writer's thread looks, says what it wants, and sleeps until there is news. The two share no lock,
     which an exception out of a signal's handler could leave in any state.
+
+    Attributes:
+        stage: What the rows are collected in.
+        segment: Its memory.
+        source: What the ingest has to know of this writer.
+        window: The chunks that are cut.
+        delay: What keeps rows from being taken; None when nothing is known to.
+        ended: Why they are taken no more; None while they are.
+        hurried: Whether somebody waits until everything is acknowledged.
+        state: What the writer does.
     """
 
     def __init__(self, config: Config, num_envs: int) -> None:
         row = sum(field.nbytes for field in config.fields.values()) + 24
-        self.rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES // row))
+        rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES // row))
         # A writer takes tickets by the 64, and no more than a quarter of the ring, past what it is admitted.
-        capacity = max(8, 2 * self.rows, config.view.rows_of_an_item)
-        self.stage = ReplayBuffer(nest(config.fields), capacity, view=config.view)  # what they are collected in
-        self.segment = local_sampler(self.stage).segment  # its memory
-        self.writer = secrets.randbits(62) + 1
-        self.num_envs = num_envs
-        self.chunks: deque[Chunk] = deque()  # what is cut and not acknowledged, in order
-        self.stored: dict[int, Any] = {}  # Ray's references to those that travel as objects of their own, by number
-        self.sent = 0  # the last chunk that is under way
-        self.in_air = 0  # calls without an answer
-        self.rewind = False  # something was not taken: all is sent again when every call is answered
-        self.not_before = 0.0  # monotonic time of the next try
-        self.waiting = ""  # what keeps the rows from being taken; "" when nothing is known to
-        self.limited = False  # that is the limiter
-        self.ending = ""  # why this writer's rows are taken no more; "" while they are
-        self.refused = False  # that is a failure, not the end of the buffer or of this process
-        self.answered = False  # the ingest has written some of its rows
-        self.hurried = False  # somebody waits until everything is acknowledged
-        self.leaving = False  # the writer is gone: what is left is sent, and that is it
-        self.drained = False  # the writer is there, and rows that it writes from now on are not sent
+        capacity = max(8, 2 * rows, config.view.rows_of_an_item)
+        self.stage = ReplayBuffer(nest(config.fields), capacity, view=config.view)
+        self.segment = local_sampler(self.stage).segment
+        self.source = Source(secrets.randbits(62) + 1, num_envs, rows, fresh=True)
+        self.window = SendWindow()
+        self.delay: Delay | None = None
+        self.ended: End | None = None
+        self.hurried = False
+        self.state = WriterState.WRITING
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()  # at most one: there is some
         self._cut = 0  # key of the first row that is in no chunk
-        self._number = 0
-        self.segment.admit(self.rows)
-
-    @property
-    def source(self) -> Source:
-        """What the ingest has to know of this writer."""
-        return Source(self.writer, self.num_envs, self.rows, not self.answered)
+        self._number = 0  # of the last chunk
+        self.segment.admit(rows)
 
     def cut(self, everything: bool) -> None:
         """Makes chunks of what was written, as many as may be under way, and makes room for as many rows.
 
         With `everything` also of rows that are too few for a whole chunk. Each costs as much on its way as a whole one.
         """
-        segment = self.segment
-        everything = everything or self.hurried or self.leaving
-        while len(self.chunks) < IN_FLIGHT:
-            rows = segment.run_length(self._cut, self._cut + self.rows)
-            if rows < (1 if everything else self.rows):
+        segment, most = self.segment, self.source.rows
+        everything = everything or self.hurried or self.state is not WriterState.WRITING
+        while len(self.window.chunks) < IN_FLIGHT:
+            rows = segment.run_length(self._cut, self._cut + most)
+            if rows < (1 if everything else most):
                 return
             block, links_at = segment.copy_run(self._cut, rows)
             self._number += 1
-            self.chunks.append(Chunk(self._number, self._cut, rows, block.numpy(), links_at))
+            self.window.chunks.append(Chunk(self._number, self._cut, rows, block.numpy(), links_at))
             self._cut += rows  # after that: rows are never in neither
-            segment.admit(self._cut + self.rows)
+            segment.admit(self._cut + most)
             self.tell()
 
     @property
@@ -86,19 +175,19 @@ class SendBuffer:
         """Whether everything written is acknowledged, and nothing is on its way."""
         segment = self.segment
         is_cut = segment.closed or not segment.run_length(self._cut, self._cut + 1)  # first: see `cut`
-        return is_cut and not self.chunks and not self.in_air
+        return is_cut and self.window.is_empty
 
     def acknowledge(self, written: int) -> None:
         """Forgets the chunks up to number `written`, which are in the buffer."""
-        self.answered |= written > 0
-        while self.chunks and self.chunks[0].number <= written:
-            self.stored.pop(self.chunks.popleft().number, None)
+        if written > 0 and self.source.fresh:
+            self.source = replace(self.source, fresh=False)
+        self.window.acknowledge(written)
         self.tell()
 
     def end(self, reason: str, refused: bool = False) -> None:
         """Lets the writer know why its rows are taken no more; the first reason stays."""
-        if not self.ending:
-            self.refused, self.ending = refused, reason
+        if self.ended is None:
+            self.ended = End(reason, refused)
             self.stage.stop()
             self.tell()
 
