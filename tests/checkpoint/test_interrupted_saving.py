@@ -46,8 +46,8 @@ def test_interrupted_saves_leave_no_thread_and_a_checkpoint_that_loads(tmp_path)
 
 def use_pool():
     with ThreadPool(3) as pool:
-        outcomes = [pool.submit(os.getpid) for _ in range(3)]
-        assert {pool.result(outcome) for outcome in outcomes} == {os.getpid()}
+        futures = [pool.submit(os.getpid) for _ in range(3)]
+        assert {pool.result(future) for future in futures} == {os.getpid()}
 
 
 @pytest.mark.timeout(300)
@@ -71,9 +71,9 @@ def assert_threads_end_with_their_pool():
 def test_calls_that_have_not_begun_when_another_fails_are_not_made():
     def call_twice():
         with ThreadPool(0) as pool:
-            outcome = pool.submit(lambda: 1 // 0)
+            future = pool.submit(lambda: 1 // 0)
             pool.submit(made.append, 1)
-            pool.result(outcome)
+            pool.result(future)
 
     made = []
     with pytest.raises(ZeroDivisionError):

@@ -44,7 +44,7 @@ from torchreplay.schema.limiters import from_native
 from torchreplay.schema.samplers import Prioritized, Sampler
 from torchreplay.segment.progress import track
 from torchreplay.segment.reservation import SPARE, page_tables, require_memory_beside, size_text
-from torchreplay.segment.thread_pool import Outcome, ThreadPool
+from torchreplay.segment.thread_pool import Future, ThreadPool
 
 T = TypeVar("T")
 
@@ -172,7 +172,7 @@ def _write_shards(
 ) -> list[tuple[str, int, int]]:
     """Copies rows out while those before them are on their way to the disk."""
     shards: list[tuple[str, int, int]] = []
-    pending: deque[tuple[Path, int, torch.Tensor, Outcome[tuple[int, int]]]] = deque()
+    pending: deque[tuple[Path, int, torch.Tensor, Future[tuple[int, int]]]] = deque()
     free = list(rooms)
 
     def finish_first() -> None:
@@ -328,7 +328,7 @@ def _read_shards(
             return read_shard(root / name, size, checksum, names, rooms[number % len(rooms)])
 
     with ThreadPool(min(READS, len(rooms))) as readers:
-        ahead = deque[Outcome[list[torch.Tensor]]]()
+        ahead = deque[Future[list[torch.Tensor]]]()
         for number in track(range(len(shards)), "loading the replay buffer"):
             while number + len(ahead) < min(number + len(rooms), len(shards)):
                 ahead.append(readers.submit(read, number + len(ahead)))

@@ -22,10 +22,10 @@ THREAD_BYTES = 160 << 20
 THREAD_START_SECONDS = 0.1
 """Seconds after which a thread that has not begun may never begin, for want of memory."""
 
-_Job: TypeAlias = "tuple[Outcome[Any], Callable[..., Any], tuple[Any, ...]]"
+_Job: TypeAlias = "tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]"
 
 
-class Outcome(Generic[T]):
+class Future(Generic[T]):
     """What a call will have come to: a result or an error.
 
     A thread that Ctrl-C interrupts while it waits for a `concurrent.futures.Future` may keep its lock for ever.
@@ -69,15 +69,15 @@ class ThreadPool(Closeable):
                     start_new_thread(_work, (self._jobs, self._begun, self._ended, gone))
                     self._started += 1
 
-    def submit(self, call: Callable[..., T], *args: Any) -> Outcome[T]:
+    def submit(self, call: Callable[..., T], *args: Any) -> Future[T]:
         """Has a call made, in the order of submission; returns what `result` is asked for."""
-        outcome = Outcome[T]()
-        self._jobs.put((outcome, call, args))
-        return outcome
+        future = Future[T]()
+        self._jobs.put((future, call, args))
+        return future
 
-    def result(self, outcome: Outcome[T]) -> T:
+    def result(self, future: Future[T]) -> T:
         """Returns what a call has come to, or raises its error."""
-        result, error = self.get(outcome.told)
+        result, error = self.get(future.told)
         if error is not None:
             raise error
         return result  # type: ignore[return-value]
@@ -93,8 +93,8 @@ class ThreadPool(Closeable):
     def _help(self) -> None:
         with suppress(Empty):
             if not self._begun and isinstance(job := self._jobs.get_nowait(), tuple):
-                outcome, call, args = job
-                outcome.of(call, args)
+                future, call, args = job
+                future.of(call, args)
 
     def close(self) -> None:
         """Waits for calls that are being made. Others are not made any more."""
@@ -112,9 +112,9 @@ def _work(jobs: SimpleQueue[_Job | object], begun: list[None], ended: SimpleQueu
     # `_gone` is kept for its callback.
     begun.append(None)
     while isinstance(job := jobs.get(), tuple):
-        outcome, call, args = job
-        outcome.of(call, args)
-        del job, outcome, call, args  # what they hold belongs to the waiting thread
+        future, call, args = job
+        future.of(call, args)
+        del job, future, call, args  # what they hold belongs to the waiting thread
     jobs.put(None)  # for the other threads
     ended.put(None)
 
