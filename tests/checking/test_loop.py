@@ -131,6 +131,29 @@ def test_a_loop_may_wrap_the_environment():
     assert findings(loop, rows_buffer()) == ()
 
 
+@pytest.mark.parametrize("mode", [None, AutoresetMode.NEXT_STEP])
+def test_a_loop_sees_what_the_environment_has(mode):
+    own = Walk() if mode is None else SyncVectorEnv([Walk] * 3, autoreset_mode=mode)
+    own.level, seen = 7, []
+
+    def loop(env, buffer):
+        seen.append((env.level, env.unwrapped, env.metadata, env.action_space, env.spec))
+
+    findings(loop, rows_buffer(), own)
+    assert seen == [(7, own, own.metadata, own.action_space, own.spec)]
+
+
+def test_an_environment_that_only_looks_like_one_of_gymnasium_will_do():
+    class Alike:
+        observation_space, action_space, metadata = Walk.observation_space, Walk.action_space, {}
+
+        def __init__(self):
+            self.walk = Walk()
+            self.reset, self.step = self.walk.reset, self.walk.step
+
+    assert findings(right_rows, rows_buffer(), Alike()) == ()
+
+
 def test_a_loop_may_wrap_the_vector_environment():
     def loop(env, buffer):
         env = VectorRecordEpisodeStatistics(env)

@@ -18,7 +18,7 @@ from torchreplay.checking.compare import compare
 from torchreplay.checking.field_mapping import FieldMapping
 from torchreplay.checking.loop_findings import Finding, LoopCheck
 from torchreplay.checking.record import write_rows, write_steps
-from torchreplay.checking.recording import Enough, RecordedBuffer, RecordedEnv, Recording
+from torchreplay.checking.recording import Enough, EnvRecorder, RecordedBuffer, Recording
 from torchreplay.checking.reference_items import items_of
 from torchreplay.checking.rollout import Row, play
 from torchreplay.schema.spaces import single_spaces
@@ -132,20 +132,22 @@ def check_loop(
     env: Any, buffer: ReplayBuffer, loop: Callable[[Any, ReplayBuffer], object], episodes: int, max_steps: int
 ) -> tuple[Finding, ...]:
     """Returns what is wrong with a loop, as `check` says."""
+    from torchreplay.checking.recorded_env import recorded  # it imports Gymnasium, which not everybody has
+
     space, _ = single_spaces(env)
     recording = Recording(env.num_envs if hasattr(env, "single_observation_space") else None)
     rows = 2 * (max_steps + 1) * (recording.num_envs or 1)  # each step may begin an episode
     capacity = max(min(buffer.capacity, rows), buffer.view.rows_of_an_item)
-    recorded = RecordedEnv(env, recording, episodes, max_steps)
+    recorder = EnvRecorder(env, recording, episodes, max_steps)
     twin = RecordedBuffer(buffer.spec, capacity, sampler=buffer.sampler, view=buffer.view).record_to(recording)
     try:
         with twin, suppress(Enough):
-            loop(recorded, twin)
+            loop(recorded(recorder), twin)
     except Exception as error:
-        if error is not recording.refused or not recording.has_other_autoreset(recorded.autoreset):
+        if error is not recording.refused or not recording.has_other_autoreset(recorder.autoreset):
             raise
     mapping = FieldMapping(buffer.spec, buffer.view, space, 0)
-    return LoopCheck(recording, buffer, mapping, recorded.autoreset).findings()
+    return LoopCheck(recording, buffer, mapping, recorder.autoreset).findings()
 
 
 def _check_observations(streams: list[list[Row]], space: Any) -> None:

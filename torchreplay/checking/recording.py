@@ -169,10 +169,10 @@ def site() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "the call"
 
 
-class RecordedEnv:
-    """An environment that notes what it is asked and what it answers; all else goes to the environment itself.
+class EnvRecorder:
+    """Steps an environment, and notes what it is asked and what it answers; all else goes to the environment itself.
 
-    It passes for an instance of the environment's class, so Gymnasium's wrappers take it.
+    `recorded_env.recorded` makes of it what Gymnasium's wrappers take.
 
     Args:
         env: A Gymnasium environment or vector environment.
@@ -181,26 +181,23 @@ class RecordedEnv:
         max_steps: After so many steps `step` raises it.
 
     Attributes:
+        env: The environment.
         autoreset: What the environment does when an episode ends; "disabled" for one that waits for `reset`.
     """
 
     def __init__(self, env: Any, recording: Recording, episodes: int, max_steps: int) -> None:
-        self._env, self._recording = env, recording
+        self.env, self._recording = env, recording
         self._episodes, self._max_steps = episodes, max_steps
         self._ends = 0
         self._obs: Any = None
         self._over = np.zeros(recording.num_envs or 1, bool)
         self.autoreset = _autoreset(env, recording.num_envs is not None)
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return type(self._env)
-
     def reset(self, **arguments: Any) -> Any:
         """Resets the environment, unless it has shown enough episodes."""
         if self._ends >= self._episodes:
             raise Enough
-        obs, info = self._env.reset(**arguments)
+        obs, info = self.env.reset(**arguments)
         self._obs = deepcopy(obs)
         self._over[:] = False
         self._recording.resets.append((len(self._recording.steps), self._obs))
@@ -212,7 +209,7 @@ class RecordedEnv:
             raise Enough
         self._recording.step_site = self._recording.step_site or site()
         given = deepcopy(action)
-        answer = self._env.step(action)
+        answer = self.env.step(action)
         obs, reward, terminated, truncated = deepcopy(answer[:4])
         single = self._recording.num_envs is None
         flags = [np.atleast_1d(np.asarray(flag, bool)) for flag in (terminated, truncated)]
@@ -238,7 +235,7 @@ class RecordedEnv:
         return answer
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._env, name)
+        return getattr(self.env, name)
 
 
 class RecordedWriter(Writer):
