@@ -12,7 +12,7 @@ ALLOWED = {
     "torchreplay/__init__.py": {"import_module"},  # the names of the package's face, imported at their first use
     "torchreplay/cli/main.py": {"import_module"},  # the table of commands
     "torchreplay/workers/fork_server.py": {"import_module"},  # modules of the user's program: it alone names them
-    "torchreplay/checking/recording.py": {"_getframe", "f_back"},  # the lines of the user's loop
+    "torchreplay/checking/loop_recording.py": {"_getframe", "f_back"},  # the lines of the user's loop
 }
 
 

@@ -12,7 +12,7 @@ from numbered_rows import make_buffer, row
 from scripted_workers import ScriptedActors, supervise
 
 import torchreplay as tr
-from torchreplay.checking.recording import RecordedBuffer
+from torchreplay.checking.loop_recording import RecordedBuffer
 from torchreplay.ray import ExplorerContext, RemoteBuffer, ShardedReplay
 from torchreplay.ray.sharded.local_shard import ShardBuffer
 from torchreplay.workers.explorer_stats import explorer_stats

@@ -3,7 +3,7 @@
 import torch
 
 import torchreplay as tr
-from torchreplay.buffer import sampling
+from torchreplay.buffer import local_sampler
 from torchreplay.cuda.staging import Staging
 
 POISON = 0xAB
@@ -108,7 +108,7 @@ class OnDevice(torch.Tensor):
         return super().detach().as_subclass(OnDevice)
 
 
-def send_late(monkeypatch, module=sampling):
+def send_late(monkeypatch, module=local_sampler):
     """Has TD errors on a device arrive late; returns the list of them, in the order in which they were sent.
 
     Args:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from torchreplay import _C
-from torchreplay.buffer.sampling import LocalSampler
+from torchreplay.buffer.local_sampler import LocalSampler
 from torchreplay.checkpoint.buffer_checkpoint import ROW_PLACE
 from torchreplay.schema.spec import nest
 from torchreplay.segment.waits import NEVER

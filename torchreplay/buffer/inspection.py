@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._pytree import tree_leaves
 
-from torchreplay.buffer.sampling import LocalSampler
+from torchreplay.buffer.local_sampler import LocalSampler
 from torchreplay.buffer.stats import Stats
 from torchreplay.schema.limiters import from_native
 from torchreplay.schema.samplers import LARGEST_PRIORITY, Sampler, Uniform, priorities_of

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from torchreplay.buffer.base import BatchSource, Pin, StreamSpec
+from torchreplay.buffer.local_sampler import LocalSampler
 from torchreplay.buffer.prefetch import PrefetchIterator
-from torchreplay.buffer.sampling import LocalSampler
 from torchreplay.cuda.copies import DeviceCopies
 from torchreplay.cuda.pinned_memory import CudaRegistry, PageLock
 from torchreplay.cuda.staging import Staging

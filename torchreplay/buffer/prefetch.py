@@ -19,7 +19,7 @@ from torchreplay.segment.waits import LOG_EVERY, SLICE_NS, Wait
 
 if TYPE_CHECKING:
     from torchreplay._C import DrawnFrom
-    from torchreplay.buffer.sampling import LocalSampler
+    from torchreplay.buffer.local_sampler import LocalSampler
 
 DRAWN_FIELDS = {"key": torch.int64, "weight": torch.float32, "probability": torch.float32}
 """What names a batch again that is not to be drawn anew, and its dtypes."""

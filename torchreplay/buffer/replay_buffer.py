@@ -19,9 +19,9 @@ from torchreplay.buffer.copying import copy_rows
 from torchreplay.buffer.creation import attached_segment, new_segment
 from torchreplay.buffer.episodes import episodes
 from torchreplay.buffer.inspection import Inspection
+from torchreplay.buffer.local_sampler import LocalSampler, Missing
 from torchreplay.buffer.local_source import LocalSource
 from torchreplay.buffer.notices import warn_of_uniform
-from torchreplay.buffer.sampling import LocalSampler, Missing
 from torchreplay.buffer.stats import Stats
 from torchreplay.buffer.writer import Autoreset, Writer, streams_of
 from torchreplay.checkpoint.archive import is_file, opened_archive, save_archive

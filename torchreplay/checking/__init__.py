@@ -17,8 +17,8 @@ from torchreplay.checking.casting import Casting
 from torchreplay.checking.compare import compare
 from torchreplay.checking.field_mapping import FieldMapping
 from torchreplay.checking.loop_findings import Finding, LoopCheck
+from torchreplay.checking.loop_recording import Enough, EnvRecorder, LoopRecording, RecordedBuffer
 from torchreplay.checking.record import write_rows, write_steps
-from torchreplay.checking.recording import Enough, EnvRecorder, RecordedBuffer, Recording
 from torchreplay.checking.reference_items import items_of
 from torchreplay.checking.rollout import Row, play
 from torchreplay.schema.spaces import single_spaces
@@ -135,7 +135,7 @@ def check_loop(
     from torchreplay.checking.recorded_env import recorded  # it imports Gymnasium, which not everybody has
 
     space, _ = single_spaces(env)
-    recording = Recording(env.num_envs if hasattr(env, "single_observation_space") else None)
+    recording = LoopRecording(env.num_envs if hasattr(env, "single_observation_space") else None)
     rows = 2 * (max_steps + 1) * (recording.num_envs or 1)  # each step may begin an episode
     capacity = max(min(buffer.capacity, rows), buffer.view.rows_of_an_item)
     recorder = EnvRecorder(env, recording, episodes, max_steps)

@@ -14,10 +14,10 @@ from torchreplay.buffer.replay_buffer import ReplayBuffer
 from torchreplay.buffer.writer import OwnAutoreset
 from torchreplay.checking.casting import as_numpy
 from torchreplay.checking.field_mapping import FieldMapping
+from torchreplay.checking.loop_recording import LoopRecording
 from torchreplay.checking.observation_findings import AS_IT_IS, NEXT_EPISODE, ObservationFindings, vary
 from torchreplay.checking.observation_findings import CONSTANT as SAME_OBSERVATION
 from torchreplay.checking.pairs import Pair, Pairs
-from torchreplay.checking.recording import Recording
 from torchreplay.checking.value_findings import CONSTANT, action_findings, reward_findings, rewards_of
 from torchreplay.schema.samplers import Prioritized, Uniform
 from torchreplay.schema.spec import Path
@@ -97,7 +97,7 @@ class LoopCheck:
     """
 
     def __init__(
-        self, recording: Recording, buffer: ReplayBuffer, mapping: FieldMapping, autoreset: OwnAutoreset
+        self, recording: LoopRecording, buffer: ReplayBuffer, mapping: FieldMapping, autoreset: OwnAutoreset
     ) -> None:
         self._recording, self._buffer, self._mapping = recording, buffer, mapping
         self._autoreset, self._same_step = autoreset, autoreset == "same_step"

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from torchreplay.checking.casting import cast
+from torchreplay.checking.loop_recording import Write
 from torchreplay.checking.pairs import Pair, Pairs, given_at
-from torchreplay.checking.recording import Write
 from torchreplay.schema.spec import Path
 
 Array: TypeAlias = NDArray[Any]

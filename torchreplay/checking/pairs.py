@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from torchreplay.buffer.final_observations import FinalObservations
 from torchreplay.checking.field_mapping import FieldMapping, lookup
-from torchreplay.checking.recording import EnvStep, Recording, Write
+from torchreplay.checking.loop_recording import EnvStep, LoopRecording, Write
 from torchreplay.checking.rollout import of_env
 from torchreplay.schema.spec import Path
 
@@ -59,7 +59,7 @@ class Pairs:
         all: Rows and steps, in the order in which they were written.
     """
 
-    def __init__(self, recording: Recording, mapping: FieldMapping) -> None:
+    def __init__(self, recording: LoopRecording, mapping: FieldMapping) -> None:
         self.recording, self.mapping = recording, mapping
         self.num_envs = recording.num_envs or 1
         self._writers = [index for index, made in enumerate(recording.writers) if made.num_envs is None]

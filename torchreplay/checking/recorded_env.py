@@ -7,7 +7,7 @@ from typing import Any
 import gymnasium
 from gymnasium.vector import VectorEnv, VectorWrapper
 
-from torchreplay.checking.recording import EnvRecorder
+from torchreplay.checking.loop_recording import EnvRecorder
 
 
 class RecordedEnv(gymnasium.Wrapper):

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchreplay.checking.field_mapping import lookup
+from torchreplay.checking.loop_recording import EnvStep
 from torchreplay.checking.observation_findings import AS_IT_IS, vary
 from torchreplay.checking.pairs import Pair, Pairs
-from torchreplay.checking.recording import EnvStep
 from torchreplay.schema.spec import Path
 
 StepInEnv: TypeAlias = tuple[EnvStep | None, int]

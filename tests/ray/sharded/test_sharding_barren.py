@@ -8,8 +8,8 @@ import torch
 
 import torchreplay as tr
 from torchreplay.ray.sharded.rate_limiter import LearnerLimiter, Rule
-from torchreplay.ray.sharded.sampler import ShardedSampler
 from torchreplay.ray.sharded.shard_actor import Shard
+from torchreplay.ray.sharded.sharded_sampler import ShardedSampler
 from torchreplay.schema.config import Config
 from torchreplay.segment.waits import Wait
 

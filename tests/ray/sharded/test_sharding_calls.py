@@ -14,10 +14,10 @@ from torchreplay.schema.config import Config
 pytest.importorskip("ray")
 from ray import exceptions
 
-from torchreplay.ray.sharded import replies as shard_calls
+from torchreplay.ray.sharded import reply_collector
 from torchreplay.ray.sharded.global_distribution import KEY_BITS, pack
 from torchreplay.ray.sharded.local_shard import Gone, ShardWriter
-from torchreplay.ray.sharded.replies import ReplyCollector
+from torchreplay.ray.sharded.reply_collector import ReplyCollector
 from torchreplay.ray.sharded.shard_actor import Shard
 
 UNREACHABLE = exceptions.ActorUnavailableError("connection reset", b"0" * 16)
@@ -51,7 +51,7 @@ def calls(monkeypatch):
     )
     calls.lost, calls.now, calls.probed, calls.asked, calls.looked = [], 0.0, UNREACHABLE, [], []
     calls._ray = SimpleNamespace(get=get, exceptions=exceptions)
-    monkeypatch.setattr(shard_calls, "time", SimpleNamespace(monotonic=lambda: calls.now))
+    monkeypatch.setattr(reply_collector, "time", SimpleNamespace(monotonic=lambda: calls.now))
     return calls
 
 
@@ -59,11 +59,11 @@ def test_a_shard_that_cannot_be_reached_for_a_while_is_not_lost(calls):
     for _ in range(3):
         for _ in range(3):
             assert calls.answer(1, UNREACHABLE) is None
-            calls.now += shard_calls.UNREACHABLE_SECONDS / 4
+            calls.now += reply_collector.UNREACHABLE_SECONDS / 4
         assert calls.answer(1, "here") == "here"
     assert calls.lost == []
     assert calls.answer(1, UNREACHABLE) is None
-    calls.now += shard_calls.UNREACHABLE_SECONDS
+    calls.now += reply_collector.UNREACHABLE_SECONDS
     assert calls.answer(2, UNREACHABLE) is None
     assert calls.answer(1, UNREACHABLE) is None
     assert calls.lost == [1]
@@ -74,12 +74,12 @@ def test_a_shard_that_answers_now_is_not_lost_by_what_was_lost_long_ago(calls, a
     calls.probed = answer
     for _ in range(4):
         assert calls.answer(1, UNREACHABLE) is None
-        calls.now += shard_calls.UNREACHABLE_SECONDS
+        calls.now += reply_collector.UNREACHABLE_SECONDS
     assert calls.lost == []
     calls.probed = DEAD
     for _ in range(2):
         assert calls.answer(1, UNREACHABLE) is None
-        calls.now += shard_calls.UNREACHABLE_SECONDS
+        calls.now += reply_collector.UNREACHABLE_SECONDS
     assert calls.lost == [1]
 
 
@@ -87,9 +87,9 @@ def test_a_shard_that_is_asked_whether_it_is_there_is_waited_for_a_second_and_co
     calls.probed = exceptions.GetTimeoutError()
     for _ in range(5):
         assert calls.answer(1, UNREACHABLE) is None
-        calls.now += shard_calls.UNREACHABLE_SECONDS
+        calls.now += reply_collector.UNREACHABLE_SECONDS
     assert calls.asked == [1, 1]
-    assert calls.looked == [shard_calls.PROBE_SECONDS] * 2
+    assert calls.looked == [reply_collector.PROBE_SECONDS] * 2
     assert calls.lost == []
 
 
@@ -104,7 +104,7 @@ def test_that_a_shard_cannot_be_reached_is_said_now_and_then(calls, caplog):
 def test_an_answer_that_is_lost_on_its_way_costs_no_shard(calls, error):
     for _ in range(3):
         assert calls.answer(1, error) is None
-        calls.now += shard_calls.UNREACHABLE_SECONDS
+        calls.now += reply_collector.UNREACHABLE_SECONDS
     assert calls.lost == []
 
 

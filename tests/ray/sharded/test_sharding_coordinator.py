@@ -16,15 +16,15 @@ from local_shards import SPEC
 
 import torchreplay as tr
 from torchreplay.ray import ShardedReplay
-from torchreplay.ray.sharded.client import ShardClient
 from torchreplay.ray.sharded.coordinator import Coordinator
 from torchreplay.ray.sharded.local_shard import LocalShard
 from torchreplay.ray.sharded.local_writing import Expectation, buffer_to_write_to, nodes_to_write_from
 from torchreplay.ray.sharded.manifest import Counts, Manifest
 from torchreplay.ray.sharded.rate_limiter import Round
-from torchreplay.ray.sharded.replies import ReplyCollector
-from torchreplay.ray.sharded.sampler import ShardedSampler
+from torchreplay.ray.sharded.reply_collector import ReplyCollector
 from torchreplay.ray.sharded.shard_actor import Shard
+from torchreplay.ray.sharded.shard_client import ShardClient
+from torchreplay.ray.sharded.sharded_sampler import ShardedSampler
 from torchreplay.ray.sharded.stats import merged_histograms
 from torchreplay.ray.workers.placement import OverShards
 from torchreplay.schema.config import Config
@@ -322,7 +322,7 @@ def test_who_waits_for_a_coordinator_that_does_not_answer_is_told_its_name(clust
     assert caplog.text.count("waiting for an answer from the coordinator of the ShardedReplay (Ray's actor union)") == 2
     assert shards.silence == ""
     monkeypatch.setattr(cluster, "wait", silent.wait)
-    monkeypatch.setattr("torchreplay.ray.sharded.client.SILENT_AFTER", 0.2)
+    monkeypatch.setattr("torchreplay.ray.sharded.shard_client.SILENT_AFTER", 0.2)
     draws = ShardedSampler(shards, Config.of(SPEC, 100, tr.Uniform(), None, None), 1, 1, None)
     with pytest.raises(tr.ReplayTimeout, match=r"0 items were inserted, .*the coordinator .*has not answered for"):
         draws.draw(8, None, Wait(shards, 1.0))

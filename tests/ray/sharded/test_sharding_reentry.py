@@ -25,8 +25,8 @@ from torchreplay.ray.sharded import rate_limiter, sample_request, sampler
 from torchreplay.ray.sharded.local_shard import Gone
 from torchreplay.ray.sharded.priority_updates import Feedback
 from torchreplay.ray.sharded.rate_limiter import LearnerLimiter, Rule
-from torchreplay.ray.sharded.replies import ReplyCollector
-from torchreplay.ray.sharded.sampler import SampleRequestStream, ShardedSampler
+from torchreplay.ray.sharded.reply_collector import ReplyCollector
+from torchreplay.ray.sharded.sharded_sampler import SampleRequestStream, ShardedSampler
 
 DRAWING = {module.__file__ for module in (rate_limiter, sample_request, sampler)}
 KEYS, ERRORS = np.arange(3), np.ones(3)

@@ -23,7 +23,7 @@ from torchreplay.ray.sharded.global_distribution import (
     pack,
     unpack,
 )
-from torchreplay.ray.sharded.sampler import rows_of
+from torchreplay.ray.sharded.sharded_sampler import rows_of
 from torchreplay.ray.sharded.stats import merged_histograms
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.spec import flatten

@@ -11,10 +11,10 @@ from typing import Final
 from torchreplay.errors import AttachError, Stopped
 from torchreplay.ray.runtime.cluster import living_nodes
 from torchreplay.ray.runtime.session import import_ray
-from torchreplay.ray.sharded.client import ShardClient
 from torchreplay.ray.sharded.coordinator import REPEAT
 from torchreplay.ray.sharded.coordinator_client import CoordinatorClient
 from torchreplay.ray.sharded.local_shard import ShardBuffer
+from torchreplay.ray.sharded.shard_client import ShardClient
 from torchreplay.segment.closeable import Closeable
 
 REMAKE_SECONDS: Final = 60.0

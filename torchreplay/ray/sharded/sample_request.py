@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from torchreplay.buffer.tree_summary import TreeSummary
 from torchreplay.ray.sharded.batch_block import Layout, keep
-from torchreplay.ray.sharded.client import Answers, ShardClient
 from torchreplay.ray.sharded.global_distribution import GlobalDistribution, candidates, chosen
 from torchreplay.ray.sharded.rate_limiter import Round
+from torchreplay.ray.sharded.shard_client import Answers, ShardClient
 from torchreplay.ray.sharded.shard_sampler import Answer
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.samplers import Sampler

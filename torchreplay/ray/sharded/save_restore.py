@@ -15,11 +15,11 @@ from torchreplay.checkpoint.description import Description, require_alike
 from torchreplay.checkpoint.directory import is_checkpoint, replace_checkpoint
 from torchreplay.errors import CheckpointError
 from torchreplay.ray.runtime.cluster import errors_as_raised
-from torchreplay.ray.sharded.client import ShardClient
 from torchreplay.ray.sharded.coordinator_client import checked_capacity
 from torchreplay.ray.sharded.manifest import SHARDS, Counts, Manifest, Part
-from torchreplay.ray.sharded.sampler import ShardedSampler
+from torchreplay.ray.sharded.shard_client import ShardClient
 from torchreplay.ray.sharded.shard_table import ShardEntry
+from torchreplay.ray.sharded.sharded_sampler import ShardedSampler
 from torchreplay.schema.config import Config
 
 POLL: Final = 0.05

@@ -13,12 +13,11 @@ from typing import Any, NoReturn
 import torch
 
 from torchreplay.buffer.base import Replay
+from torchreplay.buffer.local_sampler import MISSING, Missing, require_all
 from torchreplay.buffer.notices import warn_of_uniform
-from torchreplay.buffer.sampling import MISSING, Missing, require_all
 from torchreplay.buffer.writer import Autoreset
 from torchreplay.checkpoint.directory import with_description
 from torchreplay.errors import CheckpointError, Stopped
-from torchreplay.ray.sharded.client import ShardClient
 from torchreplay.ray.sharded.coordinator_client import (
     checked_capacity,
     checked_nodes,
@@ -31,8 +30,9 @@ from torchreplay.ray.sharded.local_shard import ShardWriter
 from torchreplay.ray.sharded.local_writing import Expectation, buffer_to_write_to
 from torchreplay.ray.sharded.manifest import Manifest
 from torchreplay.ray.sharded.priority_updates import Feedback
-from torchreplay.ray.sharded.sampler import ShardedSampler
 from torchreplay.ray.sharded.save_restore import capacities_for, restore_shards, save_shards
+from torchreplay.ray.sharded.shard_client import ShardClient
+from torchreplay.ray.sharded.sharded_sampler import ShardedSampler
 from torchreplay.ray.sharded.stats import ShardedStats, merged_histograms, summed
 from torchreplay.schema.batch import ReplayBatch, keys_of
 from torchreplay.schema.config import Config

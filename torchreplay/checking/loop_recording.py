@@ -94,7 +94,7 @@ class MadeWriter:
 
 
 @dataclass(slots=True)
-class Recording:
+class LoopRecording:
     """What a loop did.
 
     Attributes:
@@ -185,7 +185,7 @@ class EnvRecorder:
         autoreset: What the environment does when an episode ends; "disabled" for one that waits for `reset`.
     """
 
-    def __init__(self, env: Any, recording: Recording, episodes: int, max_steps: int) -> None:
+    def __init__(self, env: Any, recording: LoopRecording, episodes: int, max_steps: int) -> None:
         self.env, self._recording = env, recording
         self._episodes, self._max_steps = episodes, max_steps
         self._ends = 0
@@ -241,7 +241,7 @@ class EnvRecorder:
 class RecordedWriter(Writer):
     """A writer that notes each call before it writes."""
 
-    def record_to(self, recording: Recording, autoreset: Autoreset) -> RecordedWriter:
+    def record_to(self, recording: LoopRecording, autoreset: Autoreset) -> RecordedWriter:
         """Returns itself, from now on noting its calls there."""
         self._recording = recording
         self._number = recording.make(self._num_envs, checked_autoreset(autoreset))
@@ -276,7 +276,7 @@ class RecordedWriter(Writer):
 class RecordedBuffer(ReplayBuffer):
     """A buffer that notes what is written, drawn and fed back."""
 
-    def record_to(self, recording: Recording) -> RecordedBuffer:
+    def record_to(self, recording: LoopRecording) -> RecordedBuffer:
         """Returns itself, from now on noting its calls there."""
         self._recording = recording
         return self

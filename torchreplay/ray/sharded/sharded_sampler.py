@@ -19,11 +19,11 @@ from torchreplay.cuda.copies import DeviceCopies
 from torchreplay.cuda.staging import Staging
 from torchreplay.errors import ReplayTimeout
 from torchreplay.ray.sharded.batch_block import Layout
-from torchreplay.ray.sharded.client import REPORTS, ShardClient
 from torchreplay.ray.sharded.global_distribution import GlobalDistribution, as_keys, unpack
 from torchreplay.ray.sharded.priority_updates import Feedback
 from torchreplay.ray.sharded.rate_limiter import Round
 from torchreplay.ray.sharded.sample_request import LEAST_SLACK, SampleRequest
+from torchreplay.ray.sharded.shard_client import REPORTS, ShardClient
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.config import Config
 from torchreplay.schema.samplers import Schedule, value_of
