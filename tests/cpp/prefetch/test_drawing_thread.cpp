@@ -49,7 +49,7 @@ void wait_for_the_thread(Learner& learner) {
   }
 }
 
-// Another thread waits for what was handed over, and the memory's lock is held: that one works, and not the drawing
+// Another thread waits for what was queued, and the memory's lock is held: that one works, and not the drawing
 // thread, which sleeps.
 std::thread one_that_waits(Learner& learner) {
   std::thread waiting([&] { (void)learner.ahead.settle(learner.ahead.settle_point(false), kSecond); });

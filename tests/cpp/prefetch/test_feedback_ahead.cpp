@@ -25,7 +25,7 @@ void hand_one_over(Learner& learner) {
 
 }  // namespace
 
-BOOST_AUTO_TEST_CASE(what_is_handed_over_has_its_turn_among_the_draws) {
+BOOST_AUTO_TEST_CASE(what_is_queued_has_its_turn_among_the_draws) {
   constexpr size_t kAhead = 3, kSteps = 100;
   auto reference = buffer_of(50);
   const std::vector<Drawn> expected = learn_in_turn(*reference, kSteps, kAhead, true);
@@ -33,14 +33,14 @@ BOOST_AUTO_TEST_CASE(what_is_handed_over_has_its_turn_among_the_draws) {
   auto m = buffer_of(50);
   Learner learner(*m);
   learner.order(kAhead);
-  size_t handed_over = 0;
+  size_t queued = 0;
   for (size_t k = 0; k < kSteps; k++) {
     BOOST_REQUIRE(learner.take() == Draw::kDone);
     BOOST_TEST(learner[k].keys == expected[k].keys);
     BOOST_TEST(learner[k].probability == expected[k].probability);
     Feedback feedback = feedback_to(learner[k], k);
     if (learner.ahead.enqueue_feedback(feedback)) {
-      handed_over++;
+      queued++;
     } else {
       learner.settle();
       apply_to(*m, feedback);
@@ -50,10 +50,10 @@ BOOST_AUTO_TEST_CASE(what_is_handed_over_has_its_turn_among_the_draws) {
   learner.settle();
   BOOST_TEST(learner.outstanding.empty());
   BOOST_TEST(leaves(*m) == leaves(*reference));
-  BOOST_TEST(handed_over > kSteps / 2);
+  BOOST_TEST(queued > kSteps / 2);
 }
 
-BOOST_AUTO_TEST_CASE(any_thread_that_settles_finds_what_was_handed_over_applied) {
+BOOST_AUTO_TEST_CASE(any_thread_that_settles_finds_what_was_queued_applied) {
   auto m = buffer_of(50);
   Learner learner(*m);
   hand_one_over(learner);
@@ -63,7 +63,7 @@ BOOST_AUTO_TEST_CASE(any_thread_that_settles_finds_what_was_handed_over_applied)
   }).join();
 }
 
-BOOST_AUTO_TEST_CASE(closing_applies_what_was_handed_over) {
+BOOST_AUTO_TEST_CASE(closing_applies_what_was_queued) {
   auto m = buffer_of(50);
   Learner learner(*m);
   hand_one_over(learner);
@@ -72,7 +72,7 @@ BOOST_AUTO_TEST_CASE(closing_applies_what_was_handed_over) {
   BOOST_TEST(learner.outstanding.empty());
 }
 
-BOOST_AUTO_TEST_CASE(what_was_handed_over_is_dropped_and_counted_when_the_lock_does_not_come_free) {
+BOOST_AUTO_TEST_CASE(what_was_queued_is_dropped_and_counted_when_the_lock_does_not_come_free) {
   auto m = buffer_of(50);
   Learner learner(*m);
   learner.order();
@@ -115,7 +115,7 @@ BOOST_AUTO_TEST_CASE(whoever_settles_waits_for_what_was_there_and_for_nothing_la
   BOOST_TEST(learner.outstanding.empty());
 }
 
-BOOST_AUTO_TEST_CASE(a_thread_that_cannot_draw_on_applies_what_was_handed_over_before) {
+BOOST_AUTO_TEST_CASE(a_thread_that_cannot_draw_on_applies_what_was_queued_before) {
   auto m = buffer_of(50);
   Learner learner(*m);
   learner.order();
@@ -131,7 +131,7 @@ BOOST_AUTO_TEST_CASE(a_thread_that_cannot_draw_on_applies_what_was_handed_over_b
   BOOST_TEST(leaves(*m) == leaves_after_one_feedback());
 }
 
-BOOST_AUTO_TEST_CASE(what_was_handed_over_does_not_wait_for_rows_with_a_draw) {
+BOOST_AUTO_TEST_CASE(what_was_queued_does_not_wait_for_rows_with_a_draw) {
   auto m = buffer_of(50);
   Learner learner(*m);
   {
@@ -151,7 +151,7 @@ BOOST_AUTO_TEST_CASE(what_was_handed_over_does_not_wait_for_rows_with_a_draw) {
   BOOST_TEST(!learner.ahead.enqueue_feedback(feedback));
 }
 
-BOOST_AUTO_TEST_CASE(missed_updates_are_also_those_that_were_handed_over) {
+BOOST_AUTO_TEST_CASE(missed_updates_are_also_those_that_were_queued) {
   auto m = buffer_of(50);
   Learner learner(*m);
   hand_one_over(learner);

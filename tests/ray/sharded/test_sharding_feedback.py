@@ -10,7 +10,7 @@ from unequal_shards import ALPHA, EPS, prioritize
 
 import torchreplay as tr
 from torchreplay.ray import ShardedReplay
-from torchreplay.ray.sharded import priority_updates
+from torchreplay.ray.sharded import shard_feedback
 from torchreplay.ray.sharded.global_distribution import KEY_BITS
 
 pytestmark = pytest.mark.slow
@@ -92,7 +92,7 @@ def test_bad_feedback_is_refused_before_anything_is_applied(filled):
 @pytest.fixture
 def sent(monkeypatch):
     """The TD errors that went on their way, in order, and have not arrived."""
-    return send_late(monkeypatch, priority_updates)
+    return send_late(monkeypatch, shard_feedback)
 
 
 def on_device(*values):

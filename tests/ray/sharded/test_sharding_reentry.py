@@ -21,14 +21,14 @@ from torchreplay.schema.config import Config
 from torchreplay.segment.waits import Wait
 
 pytest.importorskip("ray")
-from torchreplay.ray.sharded import rate_limiter, sample_request, sampler
+from torchreplay.ray.sharded import rate_limiter, sample_request, sharded_sampler
 from torchreplay.ray.sharded.local_shard import Gone
-from torchreplay.ray.sharded.priority_updates import Feedback
 from torchreplay.ray.sharded.rate_limiter import LearnerLimiter, Rule
 from torchreplay.ray.sharded.reply_collector import ReplyCollector
+from torchreplay.ray.sharded.shard_feedback import ShardFeedback
 from torchreplay.ray.sharded.sharded_sampler import SampleRequestStream, ShardedSampler
 
-DRAWING = {module.__file__ for module in (rate_limiter, sample_request, sampler)}
+DRAWING = {module.__file__ for module in (rate_limiter, sample_request, sharded_sampler)}
 KEYS, ERRORS = np.arange(3), np.ones(3)
 
 
@@ -43,7 +43,7 @@ def handler(function):
 
 
 class SlowShard:
-    """A shard on the process's own node, and all that `Feedback` knows of it, whose answer comes when it may.
+    """A shard on the process's own node, and all that `ShardFeedback` knows of it, whose answer comes when it may.
 
     Attributes:
         waiting: Set when someone waits for the answer.
@@ -90,7 +90,7 @@ def test_a_handler_that_flushes_waits_for_what_its_own_thread_waits_for(lost):
         seen.append(answered.is_set())
 
     shard = SlowShard(answer)
-    feedback = Feedback(shard, 1)
+    feedback = ShardFeedback(shard, 1)
     with handler(handle):
         feedback._send(KEYS, ERRORS)
         feedback.flush()
@@ -105,7 +105,7 @@ def test_what_a_shard_raises_is_said_once():
         raise ValueError("the shard says no")
 
     shard = SlowShard(fail)
-    feedback = Feedback(shard, 1)
+    feedback = ShardFeedback(shard, 1)
     feedback._send(KEYS, ERRORS)
     with pytest.raises(ValueError, match="says no"):
         feedback.flush()

@@ -29,9 +29,9 @@ from torchreplay.ray.sharded.coordinator_client import (
 from torchreplay.ray.sharded.local_shard import ShardWriter
 from torchreplay.ray.sharded.local_writing import Expectation, buffer_to_write_to
 from torchreplay.ray.sharded.manifest import Manifest
-from torchreplay.ray.sharded.priority_updates import Feedback
 from torchreplay.ray.sharded.save_restore import capacities_for, restore_shards, save_shards
 from torchreplay.ray.sharded.shard_client import ShardClient
+from torchreplay.ray.sharded.shard_feedback import ShardFeedback
 from torchreplay.ray.sharded.sharded_sampler import ShardedSampler
 from torchreplay.ray.sharded.stats import ShardedStats, merged_histograms, summed
 from torchreplay.schema.batch import ReplayBatch, keys_of
@@ -114,7 +114,7 @@ class ShardedReplay(Replay):
         self._ignores_td = isinstance(config.sampler, Uniform)  # and nobody was told
         self._capacity, self._count = capacity, count
         self._shards = ShardClient(coordinator_name(nonce), config.called)
-        self._feedback = Feedback(self._shards, nonce)
+        self._feedback = ShardFeedback(self._shards, nonce)
         self._source = self._sampler = ShardedSampler(self._shards, config, seed, nonce, self._feedback)
 
     def _require_open(self) -> None:

@@ -20,10 +20,10 @@ from torchreplay.cuda.staging import Staging
 from torchreplay.errors import ReplayTimeout
 from torchreplay.ray.sharded.batch_block import Layout
 from torchreplay.ray.sharded.global_distribution import GlobalDistribution, as_keys, unpack
-from torchreplay.ray.sharded.priority_updates import Feedback
 from torchreplay.ray.sharded.rate_limiter import Round
 from torchreplay.ray.sharded.sample_request import LEAST_SLACK, SampleRequest
 from torchreplay.ray.sharded.shard_client import REPORTS, ShardClient
+from torchreplay.ray.sharded.shard_feedback import ShardFeedback
 from torchreplay.schema.batch import ReplayBatch
 from torchreplay.schema.config import Config
 from torchreplay.schema.samplers import Schedule, value_of
@@ -42,7 +42,7 @@ class ShardedSampler(BatchSource):
 
     seed = 0
 
-    def __init__(self, shards: ShardClient, config: Config, seed: int, nonce: int, feedback: Feedback) -> None:
+    def __init__(self, shards: ShardClient, config: Config, seed: int, nonce: int, feedback: ShardFeedback) -> None:
         self.shards, self.seed, self.feedback = shards, seed, feedback
         self.config, self.nonce, self._sampler = config, nonce, config.sampler
         self._layout = Layout(config.outputs())

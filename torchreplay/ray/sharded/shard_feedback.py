@@ -1,4 +1,4 @@
-"""`Feedback`: TD errors on their way home."""
+"""`ShardFeedback`: TD errors on their way to their shards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IN_FLIGHT: Final = 32
 """Calls to shards that have not been answered; the next one waits for the oldest."""
 
 
-class Feedback:
+class ShardFeedback:
     """What a process feeds back to the shards. Batches of theirs are signed with `nonce`."""
 
     def __init__(self, shards: ShardClient, nonce: int) -> None:
