@@ -8,11 +8,11 @@ import pytest
 
 USES_RAY = (
     "runtime.actor_client",
-    "sharded.client",
+    "sharded.shard_client",
     "sharded.coordinator",
     "sharded.coordinator_client",
     "sharded.local_writing",
-    "sharded.replies",
+    "sharded.reply_collector",
     "runtime.cluster",
     "workers.placement",
 )
