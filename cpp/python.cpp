@@ -87,7 +87,7 @@ PyObject* take_huge_pages(PyObject*, PyObject* args) {
     if (!PyArg_ParseTuple(args, "iKK", &fd, &offset, &bytes)) throw PythonError{};
     const Descriptor file = Descriptor::duplicate(fd);
     const bool taken = [&] {
-      const WithoutGil released;
+      const Unlocked released;
       return torchreplay::take_huge_pages(file, offset, bytes);
     }();
     return PyBool_FromLong(taken);
@@ -101,7 +101,7 @@ PyObject* checksum(PyObject*, PyObject* args) {
     unsigned int before;
     if (!PyArg_ParseTuple(args, "y*I", &view, &before)) throw PythonError{};
     const uint32_t sum = [&] {
-      const WithoutGil released;
+      const Unlocked released;
       return torchreplay::checksum(view.buf, static_cast<size_t>(view.len), before);
     }();
     PyBuffer_Release(&view);
@@ -130,7 +130,7 @@ PyObject* repair_file(PyObject*, PyObject* args) {
     if (!PyArg_ParseTuple(args, "iKK", &fd, &boot, &nonce)) throw PythonError{};
     Descriptor file = Descriptor::duplicate(fd);
     const Repaired repaired = [&] {
-      const WithoutGil released;
+      const Unlocked released;
       return repair_segment(std::move(file), boot, nonce);
     }();
     return checked(Py_BuildValue("KK", repaired.nonce, repaired.dropped_rows));
@@ -170,7 +170,7 @@ PyObject* rename_new(PyObject*, PyObject* args) {
 PyObject* leave_files(PyObject*, PyObject*) {
   return guarded([&] {
     const auto kept = AttachedSegment::keep_all();
-    const WithoutGil unlocked;  // it may wait for a disk
+    const Unlocked unlocked;  // it may wait for a disk
     AttachedSegment::leave_files(kept);
     return Py_NewRef(Py_None);
   });
@@ -208,9 +208,10 @@ PyModuleDef module = {
 
 PyObject* make_module() {
   return guarded([&] {
+    guard_clients_by_gil();
     Ref m(checked(PyModule_Create(&module)));
     for (PyType_Spec* spec :
-         {&segment::spec, &importing::spec, &ahead::spec, &writer::spec, &weights::spec, &reader::spec}) {
+         {&segment::spec, &importing::spec, &prefetcher::spec, &writer::spec, &weights::spec, &reader::spec}) {
       Ref type(checked(PyType_FromSpec(spec)));
       if (PyModule_AddType(m.get(), reinterpret_cast<PyTypeObject*>(type.get()))) throw PythonError{};
     }
@@ -219,6 +220,7 @@ PyObject* make_module() {
       // There is no interpreter any more that waits could call.
       interrupted = [] { return false; };
       report_wait = [](const std::string&) { return false; };
+      caller_lock = {};
       try {
         AttachedSegment::leave_files(AttachedSegment::keep_all());
       } catch (...) {  // not sealed

@@ -104,6 +104,9 @@ class WriteGate {
 // explorers are ahead of the learner by more rows than they write in a turn. All times are of this process.
 class LearnerPace {
  public:
+  // A learner that was late counts as such for so long.
+  static constexpr int64_t kLateNs = 1'000'000'000;
+
   LearnerPace(uint64_t capacity, uint64_t row_bytes)
       : least_(std::clamp<uint64_t>(std::min(capacity, kBurstBytes / row_bytes), 64, kBurstRows)), budget_(least_) {}
 
@@ -169,7 +172,6 @@ class LearnerPace {
   // A learner for which writers waited in vain is not waited for in as many calls, and for no longer than so. While all
   // writers run, one of low priority may need a second for each call.
   static constexpr int kLateCalls = 64;
-  static constexpr int64_t kLateNs = 1'000'000'000;
   // What may be written in one go, if it is no more than a turn of the ring: an absorption of a millisecond.
   static constexpr uint64_t kBurstRows = 32768, kBurstBytes = uint64_t{64} << 20;
   static constexpr uint64_t kMostRows = uint64_t{1} << 20;

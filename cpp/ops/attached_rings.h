@@ -5,49 +5,19 @@
 #include <memory>
 #include <mutex>
 
-#include "draw/item_plan.h"
-#include "session/segment_file.h"
-#include "write/participants.h"
+#include "client/membership.h"
 
 namespace torchreplay::ops {
 
 // A mapped segment, and this process's place in it as a learner.
-class AttachedRing {
- public:
+struct AttachedRing {
   AttachedRing(std::unique_ptr<SegmentMemory> memory, ItemPlan plan)
-      : memory_(std::move(memory)), plan_(std::move(plan)) {
-    if (memory_->layout().view.linked()) plan_.check(memory_->layout());
+      : segment(std::make_shared<Attachment>(std::move(memory))), learner(segment, Role::kLearner) {
+    if (segment->linked()) segment->set_plan(std::move(plan));
   }
-  ~AttachedRing() {
-    try {
-      if (learner_ != 0 && generation_ == fork_generation.load(std::memory_order_relaxed)) leave(*memory_, learner_);
-    } catch (const std::exception&) {  // the place goes with the process
-    }
-    leave_saying_so([this] { release_segment(std::move(memory_)); });
-  }
-  AttachedRing(const AttachedRing&) = delete;
 
-  SegmentMemory& memory() const { return *memory_; }
-  // What a batch consists of; nullptr for one of single rows.
-  const ItemPlan* plan() const { return memory_->layout().view.linked() ? &plan_ : nullptr; }
-
-  // Registers this process as a learner: once, and once more in a forked child.
-  void become_learner() {
-    const uint64_t now = fork_generation.load(std::memory_order_relaxed);
-    if (learner_ == 0 || generation_ != now) {
-      learner_ = join(*memory_, Role::kLearner);
-      generation_ = now;
-    }
-    memory_->participant(learner_).thread.store(static_cast<uint64_t>(pthread_self()), std::memory_order_relaxed);
-  }
-  // It got a batch of `n` items.
-  void note_draw(int n) { torchreplay::note_draw(memory_->participant(learner_), n); }
-
- private:
-  std::unique_ptr<SegmentMemory> memory_;
-  ItemPlan plan_;
-  int learner_ = 0;
-  uint64_t generation_ = 0;
+  std::shared_ptr<Attachment> segment;
+  Membership learner;
 };
 
 class AttachedRings {
@@ -89,9 +59,11 @@ class AttachedRings {
     return found == entries_.end() ? nullptr : found->second.ring;
   }
 
-  void become_learner(AttachedRing& ring) {
+  // Registers this process as a learner: once, and once more in a forked child. Returns its entry.
+  Participant& become_learner(AttachedRing& ring) {
     const std::lock_guard guard(mutex_);
-    ring.become_learner();
+    ring.learner.act();
+    return ring.segment->memory().participant(ring.learner.held());
   }
 
  private:

@@ -27,12 +27,13 @@ inline constexpr int64_t kRingElements = sizeof(RingState) / sizeof(int64_t);
 struct NamedRing {
   std::shared_ptr<AttachedRing> attached;
   RingState* state;
-  SegmentMemory& memory() const { return attached->memory(); }
+  Attachment& segment() const { return *attached->segment; }
+  SegmentMemory& memory() const { return segment().memory(); }
 };
 
 // Starts a stream of draws of this process.
-inline void start_stream(RingState& state, int64_t nonce, const SegmentMemory& memory) {
-  state = {nonce, getpid(), memory.header().streams.fetch_add(1, std::memory_order_relaxed), 0};
+inline void start_stream(RingState& state, int64_t nonce, Attachment& segment) {
+  state = {nonce, getpid(), segment.take_stream(), 0};
 }
 
 inline NamedRing ring_of(const Tensor& ring) {
@@ -42,7 +43,7 @@ inline NamedRing ring_of(const Tensor& ring) {
   auto attached = AttachedRings::of_process().find(state->nonce);
   if (!attached)
     fail("ring names no buffer that is attached in this process: make one here with torchreplay.ops.Ring(buffer)");
-  if (state->process != getpid()) start_stream(*state, state->nonce, attached->memory());
+  if (state->process != getpid()) start_stream(*state, state->nonce, *attached->segment);
   return {std::move(attached), state};
 }
 
@@ -51,7 +52,7 @@ inline DrawName name_of_draw(const NamedRing& ring) {
   if (stream < 0 || stream > UINT32_MAX) fail("the stream in ring is ", stream, ", expected 0 to 2**32 - 1");
   if (step < 0 || step >= static_cast<int64_t>(Philox::kLimit))
     fail("the step in ring is ", step, ", expected 0 to 2**48 - 1");
-  return {ring.memory().header().seed, static_cast<uint32_t>(stream), static_cast<uint64_t>(step)};
+  return {ring.segment().seed(), static_cast<uint32_t>(stream), static_cast<uint64_t>(step)};
 }
 
 // From the numbers [steps, goal, (kind, field, first, count, goal_field) of every output] and [gamma, share]; all empty
@@ -78,7 +79,7 @@ inline Tensor ring_attach(int64_t fd, int64_t nonce, const Tensor& numbers, cons
   Tensor ring = empty(kRingElements, ScalarType::Long);
   try {
     const auto attached = AttachedRings::of_process().attach(static_cast<int>(fd), nonce, plan_of(numbers, rates));
-    start_stream(*reinterpret_cast<RingState*>(longs(ring)), nonce, attached->memory());
+    start_stream(*reinterpret_cast<RingState*>(longs(ring)), nonce, *attached->segment);
     return ring;
   } catch (const NotASegment& e) {
     fail(e.what());
@@ -98,9 +99,9 @@ struct OutputType {
 };
 
 inline std::vector<OutputType> outputs_of(const AttachedRing& ring) {
-  const Layout& layout = ring.memory().layout();
+  const Layout& layout = ring.segment->memory().layout();
   std::vector<OutputType> types;
-  if (const ItemPlan* plan = ring.plan())
+  if (const ItemPlan* plan = ring.segment->plan())
     for (size_t o = 0; o < plan->outputs.size(); o++)
       types.push_back({plan->element(o, layout), plan->item_bytes(o, layout)});
   else
@@ -183,13 +184,13 @@ inline void ring_sample(const Tensor& ring, const Tensor& beta, const std::vecto
   SegmentMemory& memory = named.memory();
   const BatchPointers out = pointers_of(fields, key, weight, probability, *named.attached);
   const auto n = static_cast<int>(key.numel());
-  AttachedRings::of_process().become_learner(*named.attached);
-  BatchSampler sampler(memory, named.attached->plan());
+  Participant& learner = AttachedRings::of_process().become_learner(*named.attached);
+  BatchSampler sampler(memory, named.segment().plan());
   Shortage shortage;
   const Draw outcome = sampler.sample(n, exponent, draw, out, shortage);
   if (sampler.pending()) reclaim_dead(memory);
   check_drawn(outcome, n, shortage, memory);
-  named.attached->note_draw(n);
+  note_draw(learner, n);
   named.state->step++;
 }
 
@@ -233,12 +234,8 @@ inline void ring_update_priorities(const Tensor& ring, const Tensor& key, const 
 
 inline Tensor ring_size(const Tensor& ring) {
   const NamedRing named = ring_of(ring);
-  SegmentMemory& memory = named.memory();
   Tensor size = scalar(ScalarType::Long);
-  SegmentLock lock(memory);
-  lock.absorb();
-  publish_limit(memory);
-  *longs(size) = static_cast<int64_t>(memory.header().rows);
+  *longs(size) = static_cast<int64_t>(named.segment().refresh({}));
   return size;
 }
 

@@ -2,20 +2,9 @@
 #pragma once
 
 #include "python/relay.h"
-#include "system/thread.h"
+#include "python/writer_docs.h"
 
 namespace torchreplay::py::writer {
-
-// The rows that s.lanes has planned.
-struct PlannedRows {
-  WriterObject& state;
-  RowMeta meta(uint64_t i) const {
-    const StreamRow& row = state.lanes.rows()[i];
-    if (row.kind == StreamRow::Kind::kReset) return state.lanes.meta(i, {});
-    return state.lanes.meta(i, state.priorities.of(static_cast<uint64_t>(row.time) * state.lanes.size() + row.lane));
-  }
-  void commit(uint64_t i, uint64_t key) const { state.lanes.commit(i, key); }
-};
 
 inline void require_linked(const WriterObject& s, const char* method) {
   if (!s.linked())
@@ -27,7 +16,7 @@ inline void require_linked(const WriterObject& s, const char* method) {
 // Episodes under way belong to the thread that wrote their rows: a step of another one's environment would go on where
 // they are. Lanes where `but` is set begin anew.
 inline void require_own_episodes(const WriterObject& s, const uint8_t* but = nullptr) {
-  if (s.owner != this_thread() && s.lanes.running(but))
+  if (s.session.is_elsewhere(but))
     throw std::invalid_argument(
         "another thread is in the middle of an episode with this writer, and an episode belongs to one thread: call "
         "buffer.writer() in each thread, or reset() here to begin a new episode");
@@ -35,9 +24,9 @@ inline void require_own_episodes(const WriterObject& s, const uint8_t* but = nul
 
 // Warns once of a step that begins an episode and brings a reward, which none of Gymnasium's does.
 inline void look_at_first_rewards(WriterObject& s) {
-  if (!s.lanes.begins_after_end() || !s.roles.reward || s.warned_of_reward) return;
+  if (!s.lanes().begins_after_end() || !s.roles.reward || s.warned_of_reward) return;
   const FieldValue& reward = s.values[*s.roles.reward];
-  for (const StreamRow& row : s.lanes.rows()) {
+  for (const StreamRow& row : s.lanes().rows()) {
     if (row.kind != StreamRow::Kind::kReset || row.time < 0 || reward.is_zero(row.time, row.lane)) continue;
     const std::string text =
         "field '" + s.attached->fields.specs[*s.roles.reward].path + "' is not 0 in environment " +
@@ -54,10 +43,10 @@ inline void look_at_first_rewards(WriterObject& s) {
 
 // Writes the planned rows; their keys go to the places in `answers` that they answer.
 inline void write_planned(PyObject* self, WriterObject& s, int64_t* answers) {
-  SegmentMemory& m = *s.attached->memory;
+  SegmentMemory& m = s.attached->memory();
   const auto& columns = m.layout().fields;
-  const std::vector<StreamRow>& plan = s.lanes.rows();
-  auto fill = [&](uint64_t i, uint64_t slot) {
+  const std::vector<StreamRow>& plan = s.lanes().rows();
+  const auto fill = [&](uint64_t i, uint64_t slot) {
     const StreamRow& row = plan[i];
     for (size_t f = 0; f < columns.size(); f++) {
       char* to = m.value(columns[f], slot);
@@ -70,28 +59,21 @@ inline void write_planned(PyObject* self, WriterObject& s, int64_t* answers) {
       TORCHREPLAY_FAULT("step.field");
     }
   };
-  PlannedRows rows{s};
-  s.keys.resize(plan.size());
-  const uint64_t owner = std::exchange(s.owner, this_thread());
-  try {
-    if (!plan.empty()) write(self, s, plan.size(), rows, s.keys.data(), fill);
-  } catch (...) {
-    if (s.lanes.untouched()) s.owner = owner;
-    s.lanes.break_off();
-    throw;
-  }
-  for (size_t i = 0; i < plan.size(); i++)
-    if (plan[i].answer >= 0) answers[plan[i].answer] = s.first_key + s.keys[i];
+  const auto priority_of = [&](const StreamRow& row) {
+    return s.priorities.of(static_cast<uint64_t>(row.time) * s.lanes().size() + row.lane);
+  };
+  PythonWait wait(self);
+  s.session.write_planned(answers, s.first_key, priority_of, fill, wait);
 }
 
 // Writes the planned rows, and returns their keys: an int without lanes.
 inline PyObject* write_lanes(PyObject* self, WriterObject& s) {
-  if (!s.lanes.vectorised()) {
+  if (!s.lanes().vectorised()) {
     int64_t key = -1;
     write_planned(self, s, &key);
     return checked(PyLong_FromLongLong(key));
   }
-  const int64_t n = s.lanes.size();
+  const int64_t n = s.lanes().size();
   KeyTensor keys(n);
   std::fill_n(keys.keys, n, -1);
   write_planned(self, s, keys.keys);
@@ -109,31 +91,30 @@ inline void open_rest(WriterObject& s, Leading& leading) {
 }
 
 inline Leading one_time(const WriterObject& s) {
-  const char* several = s.lanes.vectorised() ? nullptr
-                                             : "this writer is of one environment; buffer.writer(envs) makes one of "
-                                               "several, and so does num_envs=";
-  return {.lanes = s.lanes.vectorised(), .lane_count = static_cast<int64_t>(s.lanes.size()), .several = several};
+  const char* several = s.lanes().vectorised() ? nullptr
+                                               : "this writer is of one environment; buffer.writer(envs) makes one of "
+                                                 "several, and so does num_envs=";
+  return {.lanes = s.lanes().vectorised(), .lane_count = static_cast<int64_t>(s.lanes().size()), .several = several};
 }
 
 // The lanes to reset: nullptr for all.
 inline std::vector<uint8_t> read_mask(const WriterObject& s, PyObject* given) {
   if (!given || given == Py_None) return {};
   ArrayView v;
-  const bool opened = s.lanes.vectorised() && v.open_anything(given);
-  if (!opened || v.array.dims != 1 || v.array.shape[0] != s.lanes.size() || v.array.element != Element::kBool)
-    throw std::invalid_argument(s.lanes.vectorised() ? "mask: got " + describe(given, v, opened) +
-                                                           ", expected one bool for each of the " +
-                                                           std::to_string(s.lanes.size()) + " environments"
-                                                     : std::string("mask belongs to a writer with num_envs"));
-  std::vector<uint8_t> mask(s.lanes.size());
+  const bool opened = s.lanes().vectorised() && v.open_anything(given);
+  if (!opened || v.array.dims != 1 || v.array.shape[0] != s.lanes().size() || v.array.element != Element::kBool)
+    throw std::invalid_argument(s.lanes().vectorised() ? "mask: got " + describe(given, v, opened) +
+                                                             ", expected one bool for each of the " +
+                                                             std::to_string(s.lanes().size()) + " environments"
+                                                       : std::string("mask belongs to a writer with num_envs"));
+  std::vector<uint8_t> mask(s.lanes().size());
   copy_converted(reinterpret_cast<char*>(mask.data()), Element::kBool, v.array.data, v.array, 0);
   return mask;
 }
 
 inline PyObject* reset(PyObject* self, PyObject* const* args, Py_ssize_t nargs, PyObject* names) {
-  return guarded([&] {
+  return method<WriterObject>(self, [&](WriterObject& s) {
     check_positional("reset", nargs);
-    auto& s = state_of<WriterObject>(self);
     const WriterUse use(self, s);
     require_linked(s, "reset");
     PyObject* mask[2] = {};
@@ -142,16 +123,16 @@ inline PyObject* reset(PyObject* self, PyObject* const* args, Py_ssize_t nargs, 
     open_observations(s, s.values, leading);
     const std::vector<uint8_t> chosen = read_mask(s, mask[0]);
     if (!chosen.empty()) require_own_episodes(s, chosen.data());
-    s.lanes.plan_reset(chosen.empty() ? nullptr : chosen.data());
+    s.session.lanes().plan_reset(chosen.empty() ? nullptr : chosen.data());
     return write_lanes(self, s);
   });
 }
 
 inline std::vector<uint8_t> read_flags(const WriterObject& s, size_t field, int64_t times) {
-  std::vector<uint8_t> flags(static_cast<size_t>(times) * s.lanes.size());
+  std::vector<uint8_t> flags(static_cast<size_t>(times) * s.lanes().size());
   for (int64_t t = 0; t < times; t++)
-    for (uint32_t lane = 0; lane < s.lanes.size(); lane++)
-      flags[static_cast<size_t>(t) * s.lanes.size() + lane] = s.values[field].flag(t, lane);
+    for (uint32_t lane = 0; lane < s.lanes().size(); lane++)
+      flags[static_cast<size_t>(t) * s.lanes().size() + lane] = s.values[field].flag(t, lane);
   return flags;
 }
 
@@ -159,7 +140,7 @@ inline std::vector<uint8_t> read_flags(const WriterObject& s, size_t field, int6
 // lanes that do.
 inline bool open_last(PyObject* self, WriterObject& s, PyObject* given, const std::vector<uint8_t>& ended) {
   if (!given || given == Py_None) return false;
-  if (!s.lanes.vectorised() || s.roles.autoreset != Autoreset::kSameStep)
+  if (!s.lanes().vectorised() || s.roles.autoreset != Autoreset::kSameStep)
     throw std::invalid_argument("final_obs belongs to a writer with num_envs and autoreset='same_step'");
   Ref dict(checked(PyObject_CallMethod(self, "_last_observations", "Oy#", given, ended.data(),
                                        static_cast<Py_ssize_t>(ended.size()))));
@@ -172,9 +153,8 @@ inline bool open_last(PyObject* self, WriterObject& s, PyObject* given, const st
 }
 
 inline PyObject* step(PyObject* self, PyObject* const* args, Py_ssize_t nargs, PyObject* names) {
-  return guarded([&] {
+  return method<WriterObject>(self, [&](WriterObject& s) {
     check_positional("step", nargs);
-    auto& s = state_of<WriterObject>(self);
     const WriterUse use(self, s);
     require_linked(s, "step");
     require_own_episodes(s);
@@ -183,10 +163,10 @@ inline PyObject* step(PyObject* self, PyObject* const* args, Py_ssize_t nargs, P
     Leading leading = one_time(s);
     for (size_t f = 0; f < s.values.size(); f++) s.values[f].open(s.given[f], s.attached->fields.specs[f], leading);
     s.priorities.open(options[0], leading);
-    if (!s.lanes.vectorised()) {
+    if (!s.lanes().vectorised()) {
       const uint8_t terminated = s.values[s.roles.terminated].flag(0), truncated = s.values[s.roles.truncated].flag(0);
       open_last(self, s, options[1], {});
-      s.lanes.plan_steps(1, &terminated, &truncated, false, false);
+      s.session.lanes().plan_steps(1, &terminated, &truncated, false, false);
       return write_lanes(self, s);
     }
     const std::vector<uint8_t> terminated = read_flags(s, s.roles.terminated, 1),
@@ -194,36 +174,19 @@ inline PyObject* step(PyObject* self, PyObject* const* args, Py_ssize_t nargs, P
     std::vector<uint8_t> ended = terminated;
     for (size_t i = 0; i < ended.size(); i++) ended[i] |= truncated[i];
     const bool last_given = open_last(self, s, options[1], ended);
-    s.lanes.plan_steps(1, terminated.data(), truncated.data(), last_given, false);
+    s.session.lanes().plan_steps(1, terminated.data(), truncated.data(), last_given, false);
     look_at_first_rewards(s);
     return write_lanes(self, s);
   });
 }
 
-// Ends the episodes whose last rows have these keys, by truncation, unless the rows are gone.
-inline void truncate(WriterObject& s, const std::vector<int64_t>& keys) {
-  const std::shared_ptr<AttachedSegment> attached = s.attached;
-  const int id = s.member.id();
-  try {
-    const WithoutGil unlocked;
-    SegmentLock lock(*attached->memory, {.until_stopped = true});
-    for (const int64_t key : keys) lock.end_episode(static_cast<uint64_t>(key), id, s.roles.truncated);
-    publish_limit(*attached->memory);
-  } catch (const StoppedMeanwhile&) {  // nobody draws any more
-  }
-  futex_signal(attached->memory->header().rows_signal);
-}
-
 // _end_episode(mask) -> int64 [n]: the episodes under way end with the rows that are there, which have these keys.
 inline PyObject* end_episode(PyObject* self, PyObject* given) {
-  return guarded([&] {
-    auto& s = state_of<WriterObject>(self);
+  return method<WriterObject>(self, [&](WriterObject& s) {
     const WriterUse use(self, s);
     require_linked(s, "end_episode");
     const std::vector<uint8_t> mask = read_mask(s, given);
-    std::vector<int64_t> ends = s.lanes.last_keys(mask.empty() ? nullptr : mask.data());
-    s.lanes.end_running(mask.empty() ? nullptr : mask.data());  // first: no step may follow a row that is an end
-    if (!ends.empty()) truncate(s, ends);
+    const std::vector<int64_t> ends = s.session.end_episodes(mask.empty() ? nullptr : mask.data(), s.roles.truncated);
     const auto n = static_cast<int64_t>(ends.size());
     KeyTensor keys(n);
     std::ranges::copy(ends, keys.keys);
@@ -233,13 +196,11 @@ inline PyObject* end_episode(PyObject* self, PyObject* given) {
 
 // _truncate(keys): the same for the episodes whose last rows have these keys, of a writer elsewhere.
 inline PyObject* truncate_rows(PyObject* self, PyObject* given) {
-  return guarded([&] {
-    auto& s = state_of<WriterObject>(self);
+  return method<WriterObject>(self, [&](WriterObject& s) {
     const WriterUse use(self, s);
     std::vector<int64_t> keys;
     segment::read_keys(given, keys);
-    truncate(s, keys);
-    return Py_NewRef(Py_None);
+    s.session.truncate(keys, s.roles.truncated);
   });
 }
 
@@ -256,87 +217,49 @@ inline PyObject* extend_episodes(PyObject* self, WriterObject& s, PyObject* cons
   observations.time_count++;
   observations.after_steps = true;
   open_observations(s, s.values, observations);
-  const int64_t times = steps.time_count, lanes = s.lanes.size();
+  const int64_t times = steps.time_count, lanes = s.lanes().size();
   s.priorities.open(options[0], steps);
-  s.lanes.plan_steps(times, read_flags(s, s.roles.terminated, times).data(),
-                     read_flags(s, s.roles.truncated, times).data(), false, true);
+  s.session.lanes().plan_steps(times, read_flags(s, s.roles.terminated, times).data(),
+                               read_flags(s, s.roles.truncated, times).data(), false, true);
   look_at_first_rewards(s);
   KeyTensor keys((times + 1) * lanes);
   write_planned(self, s, keys.keys);
   const int64_t shape[] = {times + 1, lanes};
-  return keys.release(s.lanes.vectorised() ? 2 : 1, shape);
+  return keys.release(s.lanes().vectorised() ? 2 : 1, shape);
 }
 
 inline PyObject* extend(PyObject* self, PyObject* const* args, Py_ssize_t nargs, PyObject* names) {
-  return guarded([&] {
+  return method<WriterObject>(self, [&](WriterObject& s) {
     check_positional("extend", nargs);
-    auto& s = state_of<WriterObject>(self);
     const WriterUse use(self, s);
     return s.linked() ? extend_episodes(self, s, args, names) : extend_rows(self, s, args, names);
   });
 }
 
+using Object = WriterObject;
+inline constexpr int kKeywords = METH_FASTCALL | METH_KEYWORDS;
 inline PyMethodDef methods[] = {
-    {"append", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(append)), METH_FASTCALL | METH_KEYWORDS,
-     "append(*, priority=None, **fields)\n--\n\nWrite one row and return its key (int).\n\nThe fields are those of the "
-     "spec, each of exactly its shape; a nested field is a dict. `priority` is a raw TD error\n"
-     "(its absolute value is taken); None gives the row the largest priority seen so far. Waits while the limiter says "
-     "that\nthe learner is behind.\n\nRaises:\n    ValueError: a field is missing, unknown, of another "
-     "shape or of a dtype that does not cast; or it has a\n        masked value, or a number that its dtype does not "
-     "hold. Nothing is written.\n    Stopped: the buffer was stopped, or nobody has "
-     "been "
-     "there to draw for some seconds.\n    WouldBlockForever: it would wait, and there is no other thread and no other "
-     "process to draw.\n    ReplayTimeout: every slot has been held by stopped writers for a minute."},
-    {"extend", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(extend)), METH_FASTCALL | METH_KEYWORDS,
-     "extend(*, priority=None, **fields)\n--\n\nWrite n rows, whose values have a leading dimension n, and return "
-     "their keys (int64 tensor of shape [n]).\n\nUnder a view that links rows: one whole episode, observation fields "
-     "[T + 1, ...] and the others [T, ...], or with num_envs a\nblock [T + 1, num_envs, ...] and [T, num_envs, ...]; "
-     "keys [T + "
-     "1] or "
-     "[T + 1, num_envs].\n\n`priority` is None, one number for all rows, or "
-     "one for each. Waits and raises as `append` does; rows written before a\nwait that fails stay written."},
-    {"reset", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(reset)), METH_FASTCALL | METH_KEYWORDS,
-     "reset(*, mask=None, **observation)\n--\n\nStart an episode with its first observation, and return the key of the "
-     "row written (int; with num_envs int64 tensor [num_envs]).\n\nTakes the view's observation fields only. With "
-     "num_envs the "
-     "values are [num_envs, ...], and `mask` (bool\n[num_envs]) says which of them are reset; the others "
-     "write "
-     "nothing and get the key -1. An episode that the reset cuts short has\nno end: only its complete items can be "
-     "drawn.\n\n"
-     "Raises:\n    ValueError: the view is Rows(), or a field is missing, unknown, of another shape or of a dtype that "
-     "does "
-     "not cast,\n        or has a number that its dtype does not hold; nothing is written.\n    Stopped, "
-     "WouldBlockForever, ReplayTimeout: as `append`."},
-    {"step", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(step)), METH_FASTCALL | METH_KEYWORDS,
-     "step(*, priority=None, final_obs=None, **fields)\n--\n\nWrite what env.step() returned: the new observation, and "
-     "the "
-     "action, reward and flags that led to it. Returns the key\nof the row written (int; with num_envs int64 tensor "
-     "[num_envs]).\n\n"
-     "`priority` is the raw TD error of the items that this step completes (with num_envs one number, or one for "
-     "each); "
-     "None\n"
-     "gives them the largest one seen so far. `final_obs` is infos['final_obs'] of a vector environment that resets in "
-     "the\n"
-     "same step; it is needed where an episode ends, and the key returned is then that of the episode's last "
-     "row.\n\nWaits as `append` does. After a wait that fails when the rows of some environments are written, all must "
-     "be "
-     "reset.\n\nRaises:\n"
-     "    ValueError: the view is Rows(), no reset() came before, the episode has ended, or a value does not fit; "
-     "another\n        thread is in the middle of an episode with this writer; or under autoreset 'next_step' a step "
-     "that begins an\n        episode has a flag. Nothing is written.\n    Stopped, WouldBlockForever, ReplayTimeout: "
-     "as `append`."},
+    {"append", fast(append), kKeywords, kAppendDoc},
+    {"extend", fast(extend), kKeywords, kExtendDoc},
+    {"reset", fast(reset), kKeywords, kResetDoc},
+    {"step", fast(step), kKeywords, kStepDoc},
     {"_end_episode", end_episode, METH_O, nullptr},
     {"_truncate", truncate_rows, METH_O, nullptr},
     {"_relay", relay, METH_VARARGS, nullptr},
-    {"_wait_room", wait_room, METH_O, nullptr},
-    {"_admitted", admitted, METH_NOARGS, nullptr},
-    {"_close", close_writer, METH_NOARGS, nullptr},
-    {"_depart", depart, METH_NOARGS, nullptr},
+    // _admitted() -> bool: the limiter would let an append through now.
+    {"_admitted", plain_method<Object, [](Object& s) { return s.session.require_open(), s.session.admitted(); }>,
+     METH_NOARGS, nullptr},
+    {"_close", plain_method<Object, [](Object& s) { s.close(); }>, METH_NOARGS, nullptr},
+    // _depart(): others count no more on this writer, unless a thread is using it, until it is used again.
+    {"_depart", plain_method<Object, [](Object& s) { s.session.depart(); }>, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
-inline PyGetSetDef getset[] = {{"closed", get_closed, nullptr, "True after close().", nullptr},
-                               {"rows", get_rows, nullptr, "Rows this writer has written.", nullptr},
-                               {"_completed", get_completed, nullptr, "Rows with which an item was complete.", nullptr},
-                               {nullptr, nullptr, nullptr, nullptr, nullptr}};
+inline PyGetSetDef getset[] = {
+    {"closed", attribute<Object, [](Object& s) { return s.session.closed(); }>, nullptr, "True after close().",
+     nullptr},
+    {"rows", attribute<Object, [](Object& s) { return s.session.rows(); }>, nullptr, "Rows this writer has written.",
+     nullptr},
+    {"_completed", attribute<Object, [](Object& s) { return s.session.completed(); }>, nullptr, nullptr, nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
 inline PyType_Slot slots[] = {{Py_tp_init, reinterpret_cast<void*>(init)},
                               {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<WriterObject>)},
                               {Py_tp_methods, methods},

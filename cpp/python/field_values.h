@@ -109,11 +109,12 @@ class FieldValue {
     uint64_t bytes = item_size(a.element);
     for (int d = 0; d < a.dims; d++) bytes *= a.stride[d] ? static_cast<uint64_t>(a.shape[d]) : 1;
     Unfit unfit;
-    std::optional<WithoutGil> unlocked;
-    if (bytes > kGilBytes) unlocked.emplace();
-    const bool found = find_unfit(a, spec.element, unfit);
-    unlocked.reset();
-    if (!found) return;
+    const auto find = [&] { return find_unfit(a, spec.element, unfit); };
+    const auto find_unlocked = [&] {
+      const Unlocked others;
+      return find();
+    };
+    if (!(bytes > kGilBytes ? find_unlocked() : find())) return;
     const int dims = a.dims;
     throw std::invalid_argument("field '" + spec.path + "': got " + unfit.value +
                                 (dims ? " at index " + shape_text(unfit.index, dims) : "") + ", which " +

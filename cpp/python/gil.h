@@ -9,6 +9,8 @@
 #include <exception>
 #include <thread>
 
+#include "client/wait.h"
+
 namespace torchreplay::py {
 
 // Once the interpreter comes to its end no thread but its own gets the interpreter lock. Python before 3.14 unwinds the
@@ -28,18 +30,12 @@ decltype(auto) taking_gil(Take&& take) {
   }
 }
 
-// Releases the interpreter lock while it lives.
-class WithoutGil {
- public:
-  WithoutGil() : state_(PyEval_SaveThread()) {}
-  ~WithoutGil() {
-    taking_gil([this] { PyEval_RestoreThread(state_); });
-  }
-  WithoutGil(const WithoutGil&) = delete;
-
- private:
-  PyThreadState* state_;
-};
+// The interpreter lock guards the clients of this process: `Unlocked` releases it.
+inline void guard_clients_by_gil() {
+  caller_lock = {
+      [] { return static_cast<void*>(PyEval_SaveThread()); },
+      [](void* state) { taking_gil([state] { PyEval_RestoreThread(static_cast<PyThreadState*>(state)); }); }};
+}
 
 // Torch releases the lock, too, for each tensor that is dropped. Unwinding through a frame of torch's that must not
 // throw ends the process. From now on, when the interpreter is about to end, the thread sleeps instead.

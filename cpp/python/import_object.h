@@ -3,13 +3,12 @@
 
 #include "checkpoint/import.h"
 #include "python/row_export.h"
-#include "python/waits.h"
 
 namespace torchreplay::py::importing {
 
 // Keeps the segment, even if another thread closes it meanwhile.
 struct ImportObject {
-  Ref segment;
+  std::shared_ptr<Learner> learner;
   std::shared_ptr<AttachedSegment> attached;
   std::optional<Import> import;
 
@@ -29,13 +28,12 @@ inline int init(PyObject* self, PyObject* args, PyObject*) {
     if (head > kMaxHead) throw std::invalid_argument("the counters are out of range");
     auto state = std::make_unique<ImportObject>();
     auto& s = state_of<SegmentObject>(segment);
-    SegmentMemory& m = s.memory();
-    state->segment = Ref::borrow(segment);
-    state->attached = s.attached;
+    state->attached = s.attached();
+    state->learner = s.learner;
     state->attached->settle();
     {
-      WithoutGil unlocked;
-      state->import.emplace(m, head);
+      const Unlocked others;
+      state->import.emplace(state->attached->memory(), head);
     }
     install(self, state.release());
     return Py_NewRef(Py_None);
@@ -49,7 +47,7 @@ inline PyObject* issue(PyObject* self, PyObject* head) {
     const uint64_t keys = as_uint(head);
     if (keys > kMaxHead) throw std::invalid_argument("the counters are out of range");
     {
-      WithoutGil unlocked;
+      const Unlocked others;
       import.issue(keys);
     }
     return Py_NewRef(Py_None);
@@ -79,13 +77,9 @@ inline PyObject* place(PyObject* self, PyObject* list) {
     auto column = [&](size_t c) { return const_cast<char*>(views[c].array.data); };
     RowColumns rows;
     for (size_t f = 0; f < specs.size(); f++) rows.values.push_back(column(f));
-    rows.key = reinterpret_cast<int64_t*>(column(specs.size()));
-    rows.leaf = reinterpret_cast<float*>(column(specs.size() + 1));
-    rows.link = reinterpret_cast<int64_t*>(column(specs.size() + 2));
-    rows.step = reinterpret_cast<int32_t*>(column(specs.size() + 3));
-    rows.priority = reinterpret_cast<float*>(column(specs.size() + 4));
+    segment::place_row_columns(rows, [&](size_t c) { return column(specs.size() + c); });
     {
-      WithoutGil unlocked;
+      const Unlocked others;
       import.place(static_cast<uint64_t>(n), rows);
     }
     return Py_NewRef(Py_None);
@@ -109,36 +103,23 @@ inline PyObject* finish(PyObject* self, PyObject* args) {
       throw PythonError{};
     const LimiterConfig counted_by = segment::parse_limiter(limiter);
     if (step >= kMaxDraws) throw std::invalid_argument("the counters are out of range");
-    if (SegmentObject& learner = state_of<SegmentObject>(s.segment.get()); learner.attached) learner.learner->id();
-    const uint32_t given_out = s.attached->memory->header().streams.load(std::memory_order_relaxed);
-    {
-      WithoutGil unlocked;
-      import.finish({n[0],
-                     n[1],
-                     n[2],
-                     n[3],
-                     n[4],
-                     n[5],
-                     n[6],
-                     n[7],
-                     streams,
-                     static_cast<float>(max_raw),
-                     priority_change,
-                     inserted_before,
-                     sampled_before,
-                     {grid, written},
-                     cleared},
-                    counted_by, seed);
-    }
+    const Counts counts{n[0],
+                        n[1],
+                        n[2],
+                        n[3],
+                        n[4],
+                        n[5],
+                        n[6],
+                        n[7],
+                        streams,
+                        static_cast<float>(max_raw),
+                        priority_change,
+                        inserted_before,
+                        sampled_before,
+                        {grid, written},
+                        cleared};
+    s.learner->finish(import, counts, counted_by, {seed, stream, step});
     s.import.reset();
-    futex_signal(s.attached->memory->header().rows_signal);
-    auto& learner = state_of<SegmentObject>(s.segment.get());
-    if (!learner.attached) return Py_NewRef(Py_None);  // closed meanwhile
-    learner.become_learner();
-    learner.next_draw.seed = seed;
-    // Another process's stream is one that nobody has had; of the saved one that is certain where none was given out.
-    if (learner.owns() && (stream == 0 || stream >= given_out)) learner.next_draw.stream = stream;
-    learner.next_draw.step = step + learner.ahead;
     return Py_NewRef(Py_None);
   });
 }
@@ -149,7 +130,7 @@ inline PyObject* abandon(PyObject* self, PyObject*) {
     auto& s = state_of<ImportObject>(self);
     if (!s.import) return Py_NewRef(Py_None);
     {
-      WithoutGil unlocked;
+      const Unlocked others;
       s.import->abandon();
     }
     s.import.reset();

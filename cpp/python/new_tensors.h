@@ -56,12 +56,14 @@ void point_at(BatchPointers& out, size_t fields, uint64_t bytes, At&& at) {
 inline PyObject* get_num_threads = nullptr;
 
 // Threads that may copy a batch: as many as torch may use for one operation, when there is enough to do.
-inline int threads_for(const BatchPointers& out) {
+inline int threads_for(const Fields& outputs, int64_t n) {
   constexpr uint64_t kSharedBytes = uint64_t{1} << 20;
   constexpr int64_t kMaxThreads = 16;
-  if (out.bytes < kSharedBytes) return 1;
-  const Ref n(checked(PyObject_CallNoArgs(get_num_threads)));
-  return static_cast<int>(std::clamp<int64_t>(as_int(n.get()), 1, kMaxThreads));
+  uint64_t bytes = 0;
+  for (const FieldSpec& f : outputs.specs) bytes += f.nbytes * static_cast<uint64_t>(n);
+  if (bytes < kSharedBytes) return 1;
+  const Ref most(checked(PyObject_CallNoArgs(get_num_threads)));
+  return static_cast<int>(std::clamp<int64_t>(as_int(most.get()), 1, kMaxThreads));
 }
 
 struct BlockOwner {

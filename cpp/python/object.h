@@ -4,6 +4,7 @@
 #include <limits>
 #include <memory>
 #include <string>
+#include <type_traits>
 
 #include "python/errors.h"
 
@@ -77,6 +78,55 @@ inline double as_double(PyObject* o) {
   const double v = PyFloat_AsDouble(o);
   if (v == -1 && PyErr_Occurred()) throw PythonError{};
   return v;
+}
+
+// What a method returns to Python: None for nothing, a new reference as it is.
+template <class Result>
+PyObject* to_python(const Result& result) {
+  if constexpr (std::is_same_v<Result, PyObject*>)
+    return result;
+  else if constexpr (std::is_same_v<Result, bool>)
+    return PyBool_FromLong(result);
+  else if constexpr (std::is_floating_point_v<Result>)
+    return checked(PyFloat_FromDouble(result));
+  else if constexpr (std::is_signed_v<Result>)
+    return checked(PyLong_FromLongLong(result));
+  else if constexpr (std::is_unsigned_v<Result>)
+    return checked(PyLong_FromUnsignedLongLong(result));
+  else
+    return checked(PyUnicode_FromStringAndSize(result.data(), static_cast<Py_ssize_t>(result.size())));
+}
+
+// A method: what `body` makes of the state behind `self`.
+template <class State, class Body>
+PyObject* method(PyObject* self, Body&& body) {
+  return guarded([&] {
+    State& state = state_of<State>(self);
+    if constexpr (std::is_void_v<decltype(body(state))>) {
+      body(state);
+      return Py_NewRef(Py_None);
+    } else {
+      return to_python(body(state));
+    }
+  });
+}
+
+// An attribute, and a method without arguments.
+template <class State, auto body>
+PyObject* attribute(PyObject* self, void*) {
+  return method<State>(self, body);
+}
+template <class State, auto body>
+PyObject* plain_method(PyObject* self, PyObject*) {
+  return method<State>(self, body);
+}
+
+// The entry of a method that is called with an array of arguments.
+inline PyCFunction fast(PyObject* (*f)(PyObject*, PyObject* const*, Py_ssize_t)) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(f));
+}
+inline PyCFunction fast(PyObject* (*f)(PyObject*, PyObject* const*, Py_ssize_t, PyObject*)) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(f));
 }
 
 template <class State>

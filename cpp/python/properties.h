@@ -5,14 +5,28 @@
 
 namespace torchreplay::py::segment {
 
+// From (min_size, ratio, min_diff, max_diff, tolerance or 0).
+inline LimiterConfig parse_limiter(PyObject* tuple) {
+  LimiterConfig c;
+  unsigned long long min_size;
+  if (!PyArg_ParseTuple(tuple, "Kdddd", &min_size, &c.ratio, &c.min_diff, &c.max_diff, &c.tolerance))
+    throw PythonError{};
+  c.min_size = min_size;
+  return c;
+}
+
+// (min_size, ratio, tolerance or 0).
+inline PyObject* told(const LimiterConfig& c) {
+  return checked(Py_BuildValue("Kdd", static_cast<unsigned long long>(c.min_size), c.ratio, c.tolerance));
+}
+
 // column(i) -> tensor [capacity, *shape] over the segment itself; -1: leaves, float32 [capacity]; -2: key + 1 of each
 // slot, int64; -3: the word of each slot's row, int64.
 inline PyObject* column(PyObject* self, PyObject* index) {
-  return guarded([&] {
-    auto& s = state_of<SegmentObject>(self);
+  return method<SegmentObject>(self, [&](SegmentObject& s) {
     const int64_t i = as_int(index);  // may run code that closes the segment
-    SegmentMemory& m = s.memory();
-    const std::shared_ptr<AttachedSegment> attached = s.attached;
+    const std::shared_ptr<AttachedSegment> attached = s.attached();
+    SegmentMemory& m = attached->memory();
     attached->settle_feedback();
     int64_t shape[StridedArray::kMaxDims + 1] = {static_cast<int64_t>(m.capacity())},
                                            strides[StridedArray::kMaxDims + 1];
@@ -39,122 +53,67 @@ inline PyObject* column(PyObject* self, PyObject* index) {
   });
 }
 
-inline PyObject* get_closed(PyObject* self, void*) {
-  return guarded([&] { return PyBool_FromLong(!state_of<SegmentObject>(self).attached); });
+template <class Change>
+int change(PyObject* self, PyObject* value, const char* name, Change&& change) {
+  return as_status(method<SegmentObject>(self, [&](SegmentObject& s) {
+    if (!value) throw std::invalid_argument(std::string(name) + " cannot be deleted");
+    const std::shared_ptr<AttachedSegment> attached = s.attached();
+    change(s, *attached);
+  }));
 }
-// Whether this process counts as a learner.
-inline PyObject* get_learning(PyObject* self, void*) {
-  return guarded([&] {
-    const auto& s = state_of<SegmentObject>(self);
-    return PyBool_FromLong(s.learner && s.learner->held());
-  });
-}
-inline PyObject* get_in_file(PyObject* self, void*) {
-  return guarded(
-      [&] { return PyBool_FromLong(state_of<SegmentObject>(self).memory().file().phase != Phase::kMemory); });
-}
-inline PyObject* get_text(PyObject* self, void*) {
-  return guarded([&] {
-    const std::string& text = state_of<SegmentObject>(self).memory().text();
-    return checked(PyUnicode_FromStringAndSize(text.data(), static_cast<Py_ssize_t>(text.size())));
-  });
-}
-inline PyObject* get_called(PyObject* self, void*) {
-  return guarded(
-      [&] { return checked(PyUnicode_FromString(state_of<SegmentObject>(self).memory().called().c_str())); });
-}
+
 // What messages call it from now on, in this process.
 inline int set_called(PyObject* self, PyObject* value, void*) {
-  return as_status(guarded([&] {
-    if (!value) throw std::invalid_argument("what it is called cannot be deleted");
-    state_of<SegmentObject>(self).memory().call(text_of(value));
-    return Py_NewRef(Py_None);
-  }));
-}
-inline PyObject* get_fd(PyObject* self, void*) {
-  return guarded([&] { return checked(PyLong_FromLong(state_of<SegmentObject>(self).memory().fd())); });
-}
-// A descriptor that others may attach by until close(), or close_attach_fd().
-inline PyObject* get_attach_fd(PyObject* self, void*) {
-  return guarded([&] {
-    auto& s = state_of<SegmentObject>(self);
-    if (s.attach_fd.get() < 0) {
-      s.attach_fd = Descriptor::duplicate(s.memory().fd());
-      s.attach_fd.keep();
-    }
-    return checked(PyLong_FromLong(s.attach_fd.require_own()));
-  });
-}
-inline PyObject* get_bytes(PyObject* self, void*) {
-  return guarded(
-      [&] { return checked(PyLong_FromUnsignedLongLong(state_of<SegmentObject>(self).memory().layout().bytes)); });
-}
-inline PyObject* get_address(PyObject* self, void*) {
-  return guarded([&] { return checked(PyLong_FromVoidPtr(state_of<SegmentObject>(self).memory().base())); });
-}
-inline PyObject* get_layout_hash(PyObject* self, void*) {
-  return guarded(
-      [&] { return checked(PyLong_FromUnsignedLongLong(state_of<SegmentObject>(self).header().layout_hash)); });
-}
-inline PyObject* get_imports(PyObject* self, void*) {
-  return guarded([&] { return checked(PyLong_FromUnsignedLongLong(state_of<SegmentObject>(self).header().imports)); });
-}
-inline PyObject* get_seed(PyObject* self, void*) {
-  return guarded([&] { return checked(PyLong_FromUnsignedLongLong(state_of<SegmentObject>(self).header().seed)); });
-}
-inline PyObject* get_draws(PyObject* self, void*) {
-  return guarded([&] {
-    return checked(
-        PyLong_FromUnsignedLongLong(state_of<SegmentObject>(self).header().draws.load(std::memory_order_relaxed)));
-  });
-}
-inline PyObject* get_head(PyObject* self, void*) {
-  return guarded([&] {
-    return checked(
-        PyLong_FromUnsignedLongLong(state_of<SegmentObject>(self).header().head.load(std::memory_order_relaxed)));
-  });
-}
-inline PyObject* get_step(PyObject* self, void*) {
-  return guarded([&] {
-    auto& s = state_of<SegmentObject>(self);
-    s.memory();
-    return checked(PyLong_FromUnsignedLongLong(s.next_draw.step - s.ahead));
-  });
+  return change(self, value, "what it is called",
+                [&](SegmentObject&, AttachedSegment& a) { a.memory().call(text_of(value)); });
 }
 inline int set_step(PyObject* self, PyObject* value, void*) {
-  return as_status(guarded([&] {
-    auto& s = state_of<SegmentObject>(self);
-    if (!value) throw std::invalid_argument("step cannot be deleted");
-    s.become_learner();  // or the first draw would start the stream over
-    s.next_draw.step = as_uint(value) + s.ahead;
-    return Py_NewRef(Py_None);
-  }));
-}
-
-// draws_go_on -> (stream, step): where those of this process do, which need not be a learner.
-inline PyObject* get_draws_go_on(PyObject* self, void*) {
-  return guarded([&] {
-    const DrawName next = state_of<SegmentObject>(self).draws_go_on();
-    return checked(Py_BuildValue("IK", static_cast<unsigned int>(next.stream), next.step));
-  });
-}
-
-inline PyObject* get_stream(PyObject* self, void*) {
-  return guarded([&] {
-    auto& s = state_of<SegmentObject>(self);
-    s.memory();
-    s.become_learner();
-    return checked(PyLong_FromUnsignedLong(s.next_draw.stream));
-  });
+  return change(self, value, "step", [&](SegmentObject& s, AttachedSegment&) { s.learner->set_step(as_uint(value)); });
 }
 inline int set_stream(PyObject* self, PyObject* value, void*) {
-  return as_status(guarded([&] {
-    auto& s = state_of<SegmentObject>(self);
-    if (!value) throw std::invalid_argument("stream cannot be deleted");
-    s.become_learner();
-    s.next_draw.stream = static_cast<uint32_t>(as_uint(value));
-    return Py_NewRef(Py_None);
-  }));
+  return change(self, value, "stream", [&](SegmentObject& s, AttachedSegment&) {
+    s.learner->set_stream(static_cast<uint32_t>(as_uint(value)));
+  });
 }
+
+// A descriptor that others may attach by until close(), or close_attach_fd().
+inline int attach_fd(SegmentObject& s) {
+  if (s.attach_fd.get() < 0) {
+    s.attach_fd = Descriptor::duplicate(s.attached()->memory().fd());
+    s.attach_fd.keep();
+  }
+  return s.attach_fd.require_own();
+}
+
+// (stream, step): where the draws of this process go on, which need not be a learner.
+inline PyObject* draws_go_on(SegmentObject& s) {
+  const DrawName next = s.learner->position();
+  return checked(Py_BuildValue("IK", static_cast<unsigned int>(next.stream), next.step));
+}
+
+using Object = SegmentObject;
+inline PyGetSetDef getset[] = {
+    {"stopped", segment_attribute<[](Attachment& a) { return a.stopped(); }>, nullptr, nullptr, nullptr},
+    {"closed", attribute<Object, [](Object& s) { return !s.segment; }>, nullptr, nullptr, nullptr},
+    {"learning", attribute<Object, [](Object& s) { return s.learner->held(); }>, nullptr, nullptr, nullptr},
+    {"text", segment_attribute<[](Attachment& a) { return a.memory().text(); }>, nullptr, nullptr, nullptr},
+    {"called", segment_attribute<[](Attachment& a) { return a.memory().called(); }>, set_called, nullptr, nullptr},
+    {"fd", segment_attribute<[](Attachment& a) { return a.memory().fd(); }>, nullptr, nullptr, nullptr},
+    {"attach_fd", attribute<Object, [](Object& s) { return attach_fd(s); }>, nullptr, nullptr, nullptr},
+    {"nbytes", segment_attribute<[](Attachment& a) { return a.memory().layout().bytes; }>, nullptr, nullptr, nullptr},
+    {"layout_hash", segment_attribute<[](Attachment& a) { return a.layout_hash(); }>, nullptr, nullptr, nullptr},
+    {"stream", attribute<Object, [](Object& s) { return s.learner->stream(); }>, set_stream, nullptr, nullptr},
+    {"step", attribute<Object, [](Object& s) { return s.attached(), s.learner->step(); }>, set_step, nullptr, nullptr},
+    {"draws_go_on", attribute<Object, [](Object& s) { return draws_go_on(s); }>, nullptr, nullptr, nullptr},
+    {"draws", segment_attribute<[](Attachment& a) { return a.draws(); }>, nullptr, nullptr, nullptr},
+    {"head", segment_attribute<[](Attachment& a) { return a.head(); }>, nullptr, nullptr, nullptr},
+    {"seed", segment_attribute<[](Attachment& a) { return a.seed(); }>, nullptr, nullptr, nullptr},
+    {"imports", segment_attribute<[](Attachment& a) { return a.imports(); }>, nullptr, nullptr, nullptr},
+    {"limiter", segment_attribute<[](Attachment& a) { return told(a.limiter()); }>, nullptr, nullptr, nullptr},
+    {"in_file", segment_attribute<[](Attachment& a) { return a.memory().file().phase != Phase::kMemory; }>, nullptr,
+     nullptr, nullptr},
+    {"address", segment_attribute<[](Attachment& a) { return reinterpret_cast<uintptr_t>(a.memory().base()); }>,
+     nullptr, nullptr, nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
 }  // namespace torchreplay::py::segment

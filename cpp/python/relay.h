@@ -18,13 +18,12 @@ inline char* open_column(ArrayView& view, PyObject* o, Element element, int64_t 
 // _relay(block, n, before, keys, start): writes rows `start` to n of a block that copy_run() gave, and keeps their
 // keys.
 inline PyObject* relay(PyObject* self, PyObject* args) {
-  return guarded([&] {
-    auto& s = state_of<WriterObject>(self);
+  return method<WriterObject>(self, [&](WriterObject& s) {
     const WriterUse use(self, s);
     PyObject *block, *before, *keys;
     unsigned long long n, start;
     if (!PyArg_ParseTuple(args, "OKOOK", &block, &n, &before, &keys, &start)) throw PythonError{};
-    SegmentMemory& m = *s.attached->memory;
+    SegmentMemory& m = s.attached->memory();
     const auto& columns = m.layout().fields;
     if (n > kMaxKeys || start > n) throw std::invalid_argument("bad number of relayed rows");
     const BlockLayout at(m.layout(), n);
@@ -40,8 +39,8 @@ inline PyObject* relay(PyObject* self, PyObject* args) {
         copy_value(m.value(columns[f], slot), data + at.values[f] + (start + row) * bytes, bytes);
       }
     };
-    if (start < n) write(self, s, n - start, relayed, to + start, fill);
-    return Py_NewRef(Py_None);
+    PythonWait wait(self);
+    if (start < n) s.session.write(n - start, relayed, to + start, fill, wait);
   });
 }
 

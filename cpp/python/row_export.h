@@ -8,26 +8,33 @@
 
 #include "checkpoint/snapshot.h"
 #include "python/attached_segment.h"
-#include "python/waits.h"
+#include "python/properties.h"
 
 namespace torchreplay::py::segment {
 
 // Beside the fields: key, leaf, link, step, priority.
 inline constexpr Element kRowElements[] = {Element::kI64, Element::kF32, Element::kI64, Element::kI32, Element::kF32};
 inline constexpr size_t kRowColumns = 5;
+// Their places, from at(0) to at(4).
+template <class At>
+void place_row_columns(RowColumns& rows, const At& at) {
+  rows.key = reinterpret_cast<int64_t*>(at(0));
+  rows.leaf = reinterpret_cast<float*>(at(1));
+  rows.link = reinterpret_cast<int64_t*>(at(2));
+  rows.step = reinterpret_cast<int32_t*>(at(3));
+  rows.priority = reinterpret_cast<float*>(at(4));
+}
 
 // export_rows(from, to) -> [*fields, key, leaf, link, step, priority]: tensors of the n rows in those slots.
 // BufferError while it is being restored.
 inline PyObject* export_rows(PyObject* self, PyObject* args) {
-  return guarded([&] {
-    auto& s = state_of<SegmentObject>(self);
-    const std::shared_ptr<AttachedSegment> attached = s.attached;
-    SegmentMemory& m = s.memory();
-    attached->settle();
+  return on_segment(self, [&](AttachedSegment& segment) {
+    SegmentMemory& m = segment.memory();
+    segment.settle();
     unsigned long long from, to;
     if (!PyArg_ParseTuple(args, "KK", &from, &to)) throw PythonError{};
     if (from >= to || to > m.capacity()) throw std::invalid_argument("bad range of slots");
-    const std::vector<FieldSpec>& specs = attached->fields.specs;
+    const std::vector<FieldSpec>& specs = segment.fields.specs;
     const size_t columns = specs.size() + kRowColumns;
     std::vector<size_t> offset;
     size_t bytes = 0;
@@ -41,15 +48,10 @@ inline PyObject* export_rows(PyObject* self, PyObject* args) {
     char* data = block.block->data();
     RowColumns rows;
     for (size_t f = 0; f < specs.size(); f++) rows.values.push_back(data + offset[f]);
-    const size_t* at = offset.data() + specs.size();
-    rows.key = reinterpret_cast<int64_t*>(data + at[0]);
-    rows.leaf = reinterpret_cast<float*>(data + at[1]);
-    rows.link = reinterpret_cast<int64_t*>(data + at[2]);
-    rows.step = reinterpret_cast<int32_t*>(data + at[3]);
-    rows.priority = reinterpret_cast<float*>(data + at[4]);
+    place_row_columns(rows, [&](size_t c) { return data + offset[specs.size() + c]; });
     int64_t n;
     {
-      WithoutGil unlocked;
+      const Unlocked others;
       n = static_cast<int64_t>(Snapshot(m).copy_out(from, to, rows));
     }
     Ref list(checked(PyList_New(0)));
@@ -97,11 +99,7 @@ class PackedColumns {
     rows_.values.resize(specs.size());
     for (size_t f = 0; values && f < specs.size(); f++) rows_.values[f] = columns_[f].data;
     const Column* beside = &columns_[columns_.size() - kRowColumns];
-    rows_.key = reinterpret_cast<int64_t*>(beside[0].data);
-    rows_.leaf = reinterpret_cast<float*>(beside[1].data);
-    rows_.link = reinterpret_cast<int64_t*>(beside[2].data);
-    rows_.step = reinterpret_cast<int32_t*>(beside[3].data);
-    rows_.priority = reinterpret_cast<float*>(beside[4].data);
+    place_row_columns(rows_, [&](size_t c) { return beside[c].data; });
   }
 
   const RowColumns& rows() const { return rows_; }
@@ -130,20 +128,18 @@ class PackedColumns {
 // pack_rows(from, to, room, values) -> n: copies the n rows in those slots to `room`, as PackedColumns places them,
 // without gaps. Without `values` only what rows have beside their fields. BufferError while it is being restored.
 inline PyObject* pack_rows(PyObject* self, PyObject* args) {
-  return guarded([&] {
-    auto& s = state_of<SegmentObject>(self);
-    const std::shared_ptr<AttachedSegment> attached = s.attached;
-    SegmentMemory& m = s.memory();
-    attached->settle();
+  return on_segment(self, [&](AttachedSegment& segment) {
+    SegmentMemory& m = segment.memory();
+    segment.settle();
     unsigned long long from, to;
     Lent room;
     int values;
     if (!PyArg_ParseTuple(args, "KKw*p", &from, &to, &room.view, &values)) throw PythonError{};
     if (from >= to || to > m.capacity()) throw std::invalid_argument("bad range of slots");
-    const PackedColumns columns(attached->fields.specs, to - from, values, room.view);
+    const PackedColumns columns(segment.fields.specs, to - from, values, room.view);
     uint64_t n;
     {
-      WithoutGil unlocked;
+      const Unlocked others;
       n = Snapshot(m).copy_out(from, to, columns.rows());
       columns.close_gaps(n);
     }
@@ -155,15 +151,13 @@ inline PyObject* pack_rows(PyObject* self, PyObject* args) {
 // max_raw, priority_change, inserted_before, sampled_before, grid, written, cleared), limiter), both of one moment.
 // BufferError while it is being restored.
 inline PyObject* counts(PyObject* self, PyObject*) {
-  return guarded([&] {
-    auto& s = state_of<SegmentObject>(self);
-    const std::shared_ptr<AttachedSegment> attached = s.attached;
-    SegmentMemory& m = s.memory();
-    attached->settle();
+  return on_segment(self, [&](AttachedSegment& segment) {
+    SegmentMemory& m = segment.memory();
+    segment.settle();
     Counts c;
     LimiterConfig limiter;
     {
-      WithoutGil unlocked;
+      const Unlocked others;
       std::tie(c, limiter) = Snapshot(m).counts();
     }
     return checked(Py_BuildValue("(KKKKKKKKIddKKLLK)N", c.head, c.inserted, c.sampled, c.updated, c.stale_updates,

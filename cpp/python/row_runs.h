@@ -8,30 +8,23 @@ namespace torchreplay::py::segment {
 
 // admit(ticket) -> head: lets writers go on up to that ticket, and no further; returns the next one to be taken.
 inline PyObject* admit(PyObject* self, PyObject* ticket) {
-  return guarded([&] {
-    Header& h = state_of<SegmentObject>(self).header();
-    h.ticket_limit.store(as_uint(ticket), std::memory_order_relaxed);
-    return checked(PyLong_FromUnsignedLongLong(h.head.load(std::memory_order_relaxed)));
-  });
+  return on_segment(self, [&](AttachedSegment& segment) { return admit_up_to(segment.memory(), as_uint(ticket)); });
 }
 
 // run_length(first, end) -> int: how many rows from key `first` on are there, without a gap.
 inline PyObject* run_length(PyObject* self, PyObject* args) {
-  return guarded([&] {
-    auto& s = state_of<SegmentObject>(self);
+  return on_segment(self, [&](AttachedSegment& segment) {
     unsigned long long first, end;
     if (!PyArg_ParseTuple(args, "KK", &first, &end)) throw PythonError{};
-    return checked(PyLong_FromUnsignedLongLong(torchreplay::run_length(s.memory(), first, end)));
+    return torchreplay::run_length(segment.memory(), first, end);
   });
 }
 
 // copy_run(first, n) -> (uint8 tensor, offset): the n rows from key `first` on, which run_length() found, in one block,
 // and where their links begin.
 inline PyObject* copy_run(PyObject* self, PyObject* args) {
-  return guarded([&] {
-    auto& s = state_of<SegmentObject>(self);
-    const std::shared_ptr<AttachedSegment> attached = s.attached;
-    SegmentMemory& m = s.memory();
+  return on_segment(self, [&](AttachedSegment& segment) {
+    SegmentMemory& m = segment.memory();
     unsigned long long first, n;
     if (!PyArg_ParseTuple(args, "KK", &first, &n)) throw PythonError{};
     if (n > m.capacity()) throw std::invalid_argument("more rows than there are");
@@ -39,7 +32,7 @@ inline PyObject* copy_run(PyObject* self, PyObject* args) {
     BlockOwner owner(Block::make(at.bytes, 1));
     char* data = owner.block->data();
     {
-      WithoutGil unlocked;
+      const Unlocked others;
       torchreplay::copy_run(m, first, n, at, data);
     }
     const auto bytes = static_cast<int64_t>(at.bytes);

@@ -1,14 +1,11 @@
 // `_C.Segment`: making, attaching and watching a segment.
 #pragma once
 
-#include <utility>
-
-#include "python/learner.h"
+#include "python/learner_calls.h"
 #include "python/properties.h"
 #include "python/row_export.h"
 #include "python/row_runs.h"
 #include "python/stats.h"
-#include "python/waits.h"
 
 namespace torchreplay::py {
 namespace segment {
@@ -34,12 +31,11 @@ inline int init(PyObject* self, PyObject* args, PyObject*) {
       throw PythonError{};
     if (!exchange) throw std::runtime_error("init_arrays() has not been called");
     auto state = std::make_unique<SegmentObject>();
-    auto attached = AttachedSegment::make();
     if (create) {
-      attached->fields = Fields::parse(fields);
+      Fields specs = Fields::parse(fields);
       SegmentConfig config;
-      config.layout = make_layout(capacity, attached->fields.columns(), parse_view(view),
-                                  config_bytes(attached->fields.specs.size(), static_cast<size_t>(text_bytes)));
+      config.layout = make_layout(capacity, specs.columns(), parse_view(view),
+                                  config_bytes(specs.specs.size(), static_cast<size_t>(text_bytes)));
       config.nonce = nonce;
       config.seed = seed;
       config.boot = boot;
@@ -50,38 +46,25 @@ inline int init(PyObject* self, PyObject* args, PyObject*) {
       config.sampler.prioritized = prioritized != 0;
       config.sampler.normalize = static_cast<Normalize>(normalize);
       config.limiter = parse_limiter(limiter);
-      attached->memory = format_segment(Descriptor::duplicate(fd), config);
-      SegmentLock lock(*attached->memory);
-      publish_limit(*attached->memory);
+      state->segment = AttachedSegment::make(format_segment(Descriptor::duplicate(fd), config));
+      state->segment->fields = std::move(specs);
+      state->segment->refresh({});
     } else {
-      attached->memory = open_segment(Descriptor::duplicate(fd), nonce);
+      state->segment = AttachedSegment::make(open_segment(Descriptor::duplicate(fd), nonce));
     }
-    state->attached = std::move(attached);
     state->batch_type = Ref::borrow(batch_type);
     state->nonce = Ref(checked(PyLong_FromUnsignedLongLong(nonce)));
-    state->learner = std::make_unique<Membership>(state->attached, Role::kLearner);
-    if (create) state->become_owner();
-    state->next_draw.seed = state->header().seed;
+    state->learner = std::make_shared<Learner>(state->segment);
+    if (create) state->learner->own();
     install(self, state.release());
     return Py_NewRef(Py_None);
   }));
 }
 
-// own(): this process opened the file, and takes the place of the one that made it. Its draws follow on all before.
-inline PyObject* own(PyObject* self, PyObject*) {
-  return guarded([&] {
-    auto& s = state_of<SegmentObject>(self);
-    s.memory();
-    s.become_owner();
-    return Py_NewRef(Py_None);
-  });
-}
-
 // describe(fields, capacity, view): what the text of an attached segment says it is. Gives the fields their names.
 inline PyObject* describe_segment(PyObject* self, PyObject* args) {
-  return guarded([&] {
-    auto& s = state_of<SegmentObject>(self);
-    const Layout& layout = s.memory().layout();
+  return on_segment(self, [&](AttachedSegment& segment) {
+    const Layout& layout = segment.memory().layout();
     PyObject *list, *view;
     unsigned long long capacity;
     if (!PyArg_ParseTuple(args, "OKO", &list, &capacity, &view)) throw PythonError{};
@@ -91,17 +74,16 @@ inline PyObject* describe_segment(PyObject* self, PyObject* args) {
     for (size_t i = 0; same && i < columns.size(); i++)
       same = fields.specs[i].element == columns[i].element && fields.specs[i].nbytes == columns[i].nbytes;
     if (!same) throw NotASegment("the segment's description does not match its layout");
-    s.attached->fields = std::move(fields);
-    return Py_NewRef(Py_None);
+    segment.fields = std::move(fields);
   });
 }
 
 // set_plan(fields, outputs, steps, gamma, goal, share): what a batch of a linked view consists of; `outputs` is a list
 // of (kind, field, first, count, goal_field), one for each of the batch's fields.
 inline PyObject* set_plan(PyObject* self, PyObject* args) {
-  return guarded([&] {
-    auto& s = state_of<SegmentObject>(self);
-    const Layout& layout = s.memory().layout();
+  return method<SegmentObject>(self, [&](SegmentObject& s) {
+    const std::shared_ptr<AttachedSegment> attached = s.attached();
+    const Layout& layout = attached->memory().layout();
     if (!layout.view.linked()) throw std::invalid_argument("rows are not linked");
     PyObject *list, *outputs;
     ItemPlan plan;
@@ -122,96 +104,75 @@ inline PyObject* set_plan(PyObject* self, PyObject* args) {
     bool same = batch.specs.size() == plan.outputs.size();
     for (size_t o = 0; same && o < plan.outputs.size(); o++) same = batch.specs[o].nbytes == plan.item_bytes(o, layout);
     if (!same) throw std::invalid_argument("the plan of a batch does not match its fields");
-    s.samplers.clear();  // they hold the plan before
-    s.attached->batch = std::move(batch);
-    s.attached->plan = std::move(plan);
-    return Py_NewRef(Py_None);
+    attached->batch = std::move(batch);
+    s.learner->set_plan(std::move(plan));
   });
 }
 
-inline PyObject* mark_shared(PyObject* self, PyObject*) {
-  return guarded([&] {
-    state_of<SegmentObject>(self).header().shared.store(1, std::memory_order_relaxed);
-    return Py_NewRef(Py_None);
-  });
-}
-
-// join_supervisor() -> id; leave(id).
-inline PyObject* join_supervisor(PyObject* self, PyObject*) {
-  return guarded(
-      [&] { return checked(PyLong_FromLong(join(state_of<SegmentObject>(self).memory(), Role::kSupervisor))); });
-}
+// leave(id): of join_supervisor().
 inline PyObject* leave_id(PyObject* self, PyObject* id) {
-  return guarded([&] {
-    auto& s = state_of<SegmentObject>(self);
+  return on_segment(self, [&](AttachedSegment& segment) {
     const int64_t i = as_int(id);
-    if (i < 1 || i >= kMaxParticipants || !s.memory().liveness().owns(static_cast<int>(i))) return Py_NewRef(Py_None);
-    leave(s.memory(), static_cast<int>(i));
-    return Py_NewRef(Py_None);
+    SegmentMemory& m = segment.memory();
+    if (i >= 1 && i < kMaxParticipants && m.liveness().owns(static_cast<int>(i))) leave(m, static_cast<int>(i));
   });
 }
 
 // depart(seconds): others count no more on this process, as its owner (for so long) and as a learner, until it draws
 // again.
 inline PyObject* depart(PyObject* self, PyObject* seconds) {
-  return guarded([&] {
-    state_of<SegmentObject>(self).depart(as_double(seconds));
-    return Py_NewRef(Py_None);
+  return method<SegmentObject>(self, [&](SegmentObject& s) {
+    const double of_owner = as_double(seconds);
+    s.attached();
+    s.learner->depart(of_owner);
   });
 }
 
-// Lets go of a segment whose last user may have to wait for a disk.
-inline void release_last(std::shared_ptr<AttachedSegment>& user) {
-  const auto attached = std::exchange(user, nullptr);
-  if (!attached || attached.use_count() > 1) return;
-  auto memory = std::move(attached->memory);
-  const WithoutGil unlocked;
-  release_segment(std::move(memory));
+// set_limiter(limiter): for every process, from now on.
+inline PyObject* set_limiter(PyObject* self, PyObject* tuple) {
+  return on_segment(self, [&](AttachedSegment& segment) { segment.set_limiter(parse_limiter(tuple)); });
 }
 
-// close_attach_fd(): nobody attaches by it any more.
-inline PyObject* close_attach_fd(PyObject* self, PyObject*) {
-  return guarded([&] {
-    state_of<SegmentObject>(self).attach_fd.reset();
-    return Py_NewRef(Py_None);
+// raise_largest(priority): items without a priority of their own count as at least this much from now on, as if it had
+// been seen here.
+inline PyObject* raise_largest(PyObject* self, PyObject* priority) {
+  return on_segment(self, [&](AttachedSegment& segment) {
+    const double given = as_double(priority);
+    if (!(given >= 0 && given <= std::numeric_limits<float>::max()))
+      throw std::invalid_argument("the largest priority is " + std::to_string(given) +
+                                  ": expected a finite float >= 0");
+    segment.raise_largest(static_cast<float>(given));
   });
 }
 
-inline PyObject* close_segment(PyObject* self, PyObject*) {
-  return guarded([&] {
-    auto& s = state_of<SegmentObject>(self);
-    s.attach_fd.reset();
-    s.samplers.clear();
-    s.updaters.clear();
-    s.learner.reset();
-    s.ownership.reset();
-    if (s.attached) s.attached->closed = true;
-    release_last(s.attached);
-    return Py_NewRef(Py_None);
-  });
+inline void close_segment(SegmentObject& s) {
+  s.attach_fd.reset();
+  s.learner->close();
+  if (s.segment) s.segment->closed = true;
+  Attachment::release(s.segment);
 }
 
 inline PyMethodDef methods[] = {
-    {"own", own, METH_NOARGS, nullptr},
+    {"own", plain_method<SegmentObject, [](SegmentObject& s) { s.attached(), s.learner->own(); }>, METH_NOARGS,
+     nullptr},
     {"describe", describe_segment, METH_VARARGS, nullptr},
     {"set_plan", set_plan, METH_VARARGS, nullptr},
-    {"sample", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(sample)), METH_FASTCALL, nullptr},
-    {"sample_told", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(sample_told)), METH_FASTCALL, nullptr},
-    {"gather", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(gather)), METH_FASTCALL, nullptr},
-    {"update", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(update)), METH_FASTCALL, nullptr},
+    {"sample", fast(sample), METH_FASTCALL, nullptr},
+    {"sample_told", fast(sample_told), METH_FASTCALL, nullptr},
+    {"gather", fast(gather), METH_FASTCALL, nullptr},
+    {"update", fast(update), METH_FASTCALL, nullptr},
     {"settle", settle, METH_O, nullptr},
     {"checked_keys", checked_keys, METH_O, nullptr},
     {"unissued", unissued_key, METH_O, nullptr},
-    {"wait_rows", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(wait_rows)), METH_FASTCALL, nullptr},
-    {"refresh", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(refresh)), METH_FASTCALL, nullptr},
-    {"withdraw", withdraw, METH_NOARGS, nullptr},
-    {"admit_writers_of", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(admit_writers_of)), METH_FASTCALL,
-     nullptr},
+    {"wait_rows", fast(wait_rows), METH_FASTCALL, nullptr},
+    {"refresh", fast(refresh), METH_FASTCALL, nullptr},
+    {"withdraw", segment_method<[](Attachment& a) { a.withdraw_demand(); }>, METH_NOARGS, nullptr},
+    {"admit_writers_of", fast(admit_writers_of), METH_FASTCALL, nullptr},
     {"set_limiter", set_limiter, METH_O, nullptr},
-    {"clear", clear, METH_NOARGS, nullptr},
+    {"clear", segment_method<[](Attachment& a) { a.clear(); }>, METH_NOARGS, nullptr},
     {"raise_largest", raise_largest, METH_O, nullptr},
-    {"stop", stop, METH_NOARGS, nullptr},
-    {"mark_shared", mark_shared, METH_NOARGS, nullptr},
+    {"stop", segment_method<[](Attachment& a) { a.stop(); }>, METH_NOARGS, nullptr},
+    {"mark_shared", segment_method<[](Attachment& a) { a.mark_shared(); }>, METH_NOARGS, nullptr},
     {"census", census, METH_O, nullptr},
     {"stats", stats, METH_NOARGS, nullptr},
     {"column", column, METH_O, nullptr},
@@ -221,32 +182,14 @@ inline PyMethodDef methods[] = {
     {"admit", admit, METH_O, nullptr},
     {"run_length", run_length, METH_VARARGS, nullptr},
     {"copy_run", copy_run, METH_VARARGS, nullptr},
-    {"join_supervisor", join_supervisor, METH_NOARGS, nullptr},
+    {"join_supervisor", segment_method<[](Attachment& a) { return join(a.memory(), Role::kSupervisor); }>, METH_NOARGS,
+     nullptr},
     {"leave", leave_id, METH_O, nullptr},
     {"depart", depart, METH_O, nullptr},
-    {"close_attach_fd", close_attach_fd, METH_NOARGS, nullptr},
-    {"close", close_segment, METH_NOARGS, nullptr},
+    {"close_attach_fd", plain_method<SegmentObject, [](SegmentObject& s) { s.attach_fd.reset(); }>, METH_NOARGS,
+     nullptr},
+    {"close", plain_method<SegmentObject, [](SegmentObject& s) { close_segment(s); }>, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
-inline PyGetSetDef getset[] = {{"stopped", stopped, nullptr, nullptr, nullptr},
-                               {"closed", get_closed, nullptr, nullptr, nullptr},
-                               {"learning", get_learning, nullptr, nullptr, nullptr},
-                               {"text", get_text, nullptr, nullptr, nullptr},
-                               {"called", get_called, set_called, nullptr, nullptr},
-                               {"fd", get_fd, nullptr, nullptr, nullptr},
-                               {"attach_fd", get_attach_fd, nullptr, nullptr, nullptr},
-                               {"nbytes", get_bytes, nullptr, nullptr, nullptr},
-                               {"layout_hash", get_layout_hash, nullptr, nullptr, nullptr},
-                               {"stream", get_stream, set_stream, nullptr, nullptr},
-                               {"step", get_step, set_step, nullptr, nullptr},
-                               {"draws_go_on", get_draws_go_on, nullptr, nullptr, nullptr},
-                               {"draws", get_draws, nullptr, nullptr, nullptr},
-                               {"head", get_head, nullptr, nullptr, nullptr},
-                               {"seed", get_seed, nullptr, nullptr, nullptr},
-                               {"imports", get_imports, nullptr, nullptr, nullptr},
-                               {"limiter", get_limiter, nullptr, nullptr, nullptr},
-                               {"in_file", get_in_file, nullptr, nullptr, nullptr},
-                               {"address", get_address, nullptr, nullptr, nullptr},
-                               {nullptr, nullptr, nullptr, nullptr, nullptr}};
 inline PyType_Slot slots[] = {{Py_tp_init, reinterpret_cast<void*>(init)},
                               {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<SegmentObject>)},
                               {Py_tp_methods, methods},

@@ -52,7 +52,7 @@ inline PyObject* begin_publish(PyObject* self, PyObject* ns) {
     const int64_t limit = as_int(ns);
     bool begun;
     {
-      WithoutGil unlocked;
+      Unlocked unlocked;
       begun = s.memory->begin_publish(limit);
     }
     return PyBool_FromLong(begun);

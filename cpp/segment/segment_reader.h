@@ -58,6 +58,9 @@ class SegmentReader {
   const Layout& layout() const { return description_.layout; }
   const std::string& text() const { return description_.text; }
   const Header& header() const { return *reinterpret_cast<const Header*>(base_); }
+  uint64_t nonce() const { return header().nonce; }
+  uint64_t seed() const { return header().seed; }
+  uint64_t format() const { return header().version; }
   const FileState& file() const { return *reinterpret_cast<const FileState*>(base_ + kFileState); }
 
   // Whether the numbers of its processes are those that this process sees.

@@ -91,6 +91,9 @@ class SegmentLock {
   }
   SegmentLock(const SegmentLock&) = delete;
 
+  // Waits until nobody holds it. Throws LockTimeout, which says who does, and StoppedMeanwhile.
+  static void require_free(SegmentMemory& m, const Patience& patience) { const SegmentLock lock(m, patience); }
+
   void unlock() {
     held_ = false;
     header_.holder.store(0, std::memory_order_relaxed);

@@ -74,9 +74,10 @@ struct Census {
   int writers = 0, learners = 0, supervisors = 0, owners = 0;  // alive
   int others_writing = 0;  // writers that somebody else than the asking thread uses or may use
   int others_learning = 0;
-  int others_owning = 0;   // owners in other processes
-  int waiting = 0;         // writers that wait for the limiter
-  int64_t last_write = 0;  // machine_ns(); 0: never
+  int others_owning = 0;                                // owners in other processes
+  int waiting = 0;                                      // writers that wait for the limiter
+  bool shared = false;                                  // others than the process that made the segment have it, or had
+  int64_t now = 0, last_write = 0, last_departure = 0;  // machine_ns(); 0: never
 };
 
 // The participants. Frees what the dead left behind on the way. O(participants ever at one time).
@@ -112,6 +113,9 @@ inline Census take_census(SegmentMemory& m, bool unused_count_as_others) {
   c.last_write = std::max(c.last_write, m.header().last_write.load(std::memory_order_relaxed));
   const uint32_t importer = m.header().importer;
   c.supervisors += importer && m.liveness().present(importer);  // rows are to come
+  c.shared = m.header().shared.load(std::memory_order_relaxed) != 0;
+  c.last_departure = m.header().last_departure.load(std::memory_order_relaxed);
+  c.now = machine_ns();
   return c;
 }
 

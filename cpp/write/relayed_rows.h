@@ -39,6 +39,12 @@ inline uint64_t run_length(SegmentMemory& m, uint64_t first, uint64_t end) {
   return key - first;
 }
 
+// Lets writers go on up to that ticket, and no further. Returns the next one to be taken.
+inline uint64_t admit_up_to(SegmentMemory& m, uint64_t ticket) {
+  m.header().ticket_limit.store(ticket, std::memory_order_relaxed);
+  return m.header().head.load(std::memory_order_relaxed);
+}
+
 // Copies rows that run_length() found, and that nobody can overwrite meanwhile, to `block`.
 inline void copy_run(SegmentMemory& m, uint64_t first, uint64_t n, const BlockLayout& at, char* block) {
   const auto& fields = m.layout().fields;

@@ -313,17 +313,3 @@ def test_the_bottleneck_is_the_side_that_waits_less_where_the_other_waits_notice
     stats = buffer_with(tr.MinSize()).stats()
     shares = {"insert_wait_share": inserting, "sample_wait_share": sampling}
     assert dataclasses.replace(stats, **shares).bottleneck == bottleneck
-
-
-def test_a_writer_sleeps_again_when_another_one_has_used_up_what_a_draw_let_through():
-    buffer = buffer_with(tr.SamplesPerInsert(1.0, min_size=10, tolerance=0.5))
-    slice_ns = 50_000_000
-    with Forked(append_until_stopped, buffer, 1) as other, buffer.writer() as writer:
-        eventually(lambda: buffer.stats().insert_wait > 0)
-        buffer.sample(5)
-        eventually(lambda: buffer.stats().inserted == 20 and not writer._admitted())
-        start = time.monotonic_ns()
-        writer._wait_room(slice_ns)
-        assert time.monotonic_ns() - start >= slice_ns, "it would turn in a loop until it is admitted"
-        buffer.stop()
-        assert other.wait() == 0

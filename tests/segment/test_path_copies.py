@@ -164,7 +164,6 @@ def test_a_closed_writer_that_somebody_still_has_keeps_no_file_in_use(tmp_path):
         writer.end_episode,
         writer.flush,
         writer._admitted,
-        lambda: writer._wait_room(1),
         lambda: writer._truncate([0]),
         lambda: writer._relay(None, 1, None, None, 0),
     ):

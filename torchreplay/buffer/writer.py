@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections.abc import Iterable
 from enum import Enum
 from typing import Any, Literal, SupportsIndex, TypeAlias, get_args
@@ -49,8 +47,6 @@ class Writer(_C.Writer, Closeable):
         self._segment = segment
         self._config = config
         self._num_envs = num_envs
-        self._stalled_since = 0.0
-        self._last_stall = 0.0
         self._audience = Audience(segment)
         open_writers.add(self)
 
@@ -93,29 +89,27 @@ class Writer(_C.Writer, Closeable):
         observation = self._config.view.observation  # type: ignore[union-attr]
         return FinalObservations(self._config.fields, ended).by_name(final_obs, names_of(observation))
 
-    def _wait(self, stalled: bool) -> None:
-        """Called by the native core when a row cannot be written now; returns when it is worth another try."""
-        if stalled:
-            self._wait_stalled()
-            return
-        wait = Wait(self._segment, None)
-        self._catch_up()  # rows may have come that are no items yet, and make room for those that complete them
-        while True:
-            ns = wait.slice_ns()
-            if self._admitted():
-                return
-            self._wait_room(ns)
-            if not self._admitted():
-                self._catch_up()  # rows lost to the dead are not inserts: the limit may have moved
-            if self._admitted():
-                return
-            wait.check_room(self._balance)
-            self._look_around()
+    def _look(self, stalled: bool, waited: float) -> None:
+        """Called by the native core while a row cannot be written: when a wait begins, and once a slice of it.
 
-    def _catch_up(self) -> None:
-        # The learner that holds the lock may be stopped: this wait has its own ends.
-        with contextlib.suppress(ReplayTimeout):
-            self._segment.refresh(0, False)
+        Args:
+            stalled: All slots are held by others; else the limiter says that the learner has to draw first.
+            waited: Seconds so far, 0 at the beginning.
+
+        Raises:
+            Stopped: The buffer was stopped, or nobody has been there to draw for some seconds.
+            WouldBlockForever: Nobody is there who could draw.
+            ReplayTimeout: Every slot has been held by stopped writers for a minute.
+        """
+        if stalled:
+            self._look_while_stalled(waited)
+            return
+        if waited == 0:
+            self._wait = Wait(self._segment, None)
+        else:
+            self._wait.check_room(self._balance)
+            self._look_around()
+        self._wait.look()
 
     def _balance(self) -> str:
         """Returns what was inserted and drawn, and what the limiter makes of it, for errors."""
@@ -133,18 +127,11 @@ class Writer(_C.Writer, Closeable):
         """
         self._audience.check()
 
-    def _wait_stalled(self) -> None:
-        # A full turn of slots is held by others. Their holders are stopped, or died and are freed by the census.
-        now = time.monotonic()
+    def _look_while_stalled(self, waited: float) -> None:
         if self._segment.stopped:
             raise Stopped(f"{self._config.called} was stopped")
-        if now - self._last_stall > 1.0:
-            self._stalled_since = now
-        self._last_stall = now
-        if now - self._stalled_since > STALL_LIMIT:
+        if waited > STALL_LIMIT:
             raise ReplayTimeout(f"no slot came free for {STALL_LIMIT:.0f} s: every slot is held by a stopped writer")
-        self._segment.census(False)
-        time.sleep(0.001)
 
     def __enter__(self) -> Writer:
         self._require_open()

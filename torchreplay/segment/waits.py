@@ -82,8 +82,8 @@ class Wait:
         """When the timeout is over, by the monotonic clock: for waits in the native core."""
         return NEVER if self._timeout is None else int(min((self._start + self._timeout) * 1e9, float(NEVER >> 1)))
 
-    def slice_ns(self) -> int:
-        """Returns how long to sleep now.
+    def look(self) -> None:
+        """Looks around, as each wait does once a slice.
 
         Raises:
             Stopped: The buffer was stopped.
@@ -91,6 +91,14 @@ class Wait:
         self._check_stopped()
         if self._meanwhile is not None:
             self._meanwhile()
+
+    def slice_ns(self) -> int:
+        """Looks around, and returns how long to sleep now.
+
+        Raises:
+            Stopped: The buffer was stopped.
+        """
+        self.look()
         if self._timeout is None:
             return SLICE_NS
         left = self._timeout - (time.monotonic() - self._start)

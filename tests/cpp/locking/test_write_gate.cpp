@@ -129,6 +129,7 @@ BOOST_AUTO_TEST_CASE(writers_wait_for_a_learner_that_does_not_come_back_once_and
 
 BOOST_AUTO_TEST_CASE(a_learner_that_is_late_again_and_again_is_not_waited_for_each_time) {
   auto m = make_segment(ring_of(64));
+  const int64_t start = monotonic_ns();
   int waits = 0;
   for (int call = 0; call < 60; call++) {
     take_turn(*m);
@@ -139,7 +140,7 @@ BOOST_AUTO_TEST_CASE(a_learner_that_is_late_again_and_again_is_not_waited_for_ea
     waits += paused >= WriteGate::kMostPatienceNs;
   }
   BOOST_TEST(waits >= 1);
-  BOOST_TEST(waits <= 2);
+  BOOST_TEST(waits <= 2 + (monotonic_ns() - start) / LearnerPace::kLateNs, "lateness is forgotten after a while");
 }
 
 BOOST_AUTO_TEST_CASE(writers_wait_on_while_a_learner_makes_progress) {

@@ -2,7 +2,7 @@
 
 #include <atomic>
 
-#include "learner.h"
+#include "prefetching_learner.h"
 
 BOOST_AUTO_TEST_SUITE(test_drawing_thread)
 
@@ -22,7 +22,7 @@ using Clock = std::chrono::steady_clock;
 
 // Takes a step, and gives feedback, as often as it takes until the last 20 steps were about as long: then the drawing
 // thread knows when to expect the next order, and sleeps meanwhile. Returns until when it does, unless it is woken.
-Clock::time_point take_steps(Learner& learner) {
+Clock::time_point take_steps(PrefetchingLearner& learner) {
   constexpr auto kStep = std::chrono::milliseconds(3);
   learner.order(2);
   for (int in_a_row = 0, k = 0;; k++) {
@@ -42,7 +42,7 @@ Clock::time_point take_steps(Learner& learner) {
 }
 
 // Returns when the thread has done all that it has to do, without asking it to.
-void wait_for_the_thread(Learner& learner) {
+void wait_for_the_thread(PrefetchingLearner& learner) {
   for (int waited = 0; !learner.settled(); waited++) {
     BOOST_REQUIRE(waited < 10'000);
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -51,7 +51,7 @@ void wait_for_the_thread(Learner& learner) {
 
 // Another thread waits for what was queued, and the memory's lock is held: that one works, and not the drawing
 // thread, which sleeps.
-std::thread one_that_waits(Learner& learner) {
+std::thread one_that_waits(PrefetchingLearner& learner) {
   std::thread waiting([&] { (void)learner.ahead.settle(learner.ahead.settle_point(false), kSecond); });
   std::this_thread::sleep_for(std::chrono::microseconds(200));
   return waiting;
@@ -61,7 +61,7 @@ std::thread one_that_waits(Learner& learner) {
 
 BOOST_AUTO_TEST_CASE(an_order_does_not_wake_the_thread_which_wakes_by_itself) {
   auto m = buffer_of(50);
-  Learner learner(*m);
+  PrefetchingLearner learner(*m);
   bool known = false;
   for (int tries = 0; !known; tries++) {
     BOOST_REQUIRE(tries < 1000);
@@ -78,7 +78,7 @@ BOOST_AUTO_TEST_CASE(an_order_does_not_wake_the_thread_which_wakes_by_itself) {
 
 BOOST_AUTO_TEST_CASE(whoever_waits_does_the_work_while_the_thread_sleeps) {
   auto m = buffer_of(50);
-  Learner learner(*m);
+  PrefetchingLearner learner(*m);
   for (int known = 0, tries = 0; known < 10; tries++) {
     BOOST_REQUIRE(tries < 1000);
     const auto asleep_until = take_steps(learner);
@@ -101,7 +101,7 @@ BOOST_AUTO_TEST_CASE(several_threads_that_wait_leave_the_batches_what_they_are) 
   const std::vector<Drawn> expected = learn_in_turn(*reference, kSteps, kAhead, false);
 
   auto m = buffer_of(50);
-  Learner learner(*m);
+  PrefetchingLearner learner(*m);
   std::atomic<bool> over{false};
   std::vector<std::thread> waiting;
   for (int i = 0; i < 3; i++)
@@ -134,7 +134,7 @@ BOOST_AUTO_TEST_CASE(several_threads_that_wait_leave_the_batches_what_they_are) 
 BOOST_AUTO_TEST_CASE(an_iteration_ends_after_those_who_work_for_it) {
   auto m = buffer_of(50);
   for (int round = 0; round < 5; round++) {
-    Learner learner(*m);
+    PrefetchingLearner learner(*m);
     take_steps(learner);
     learner.settle();
     const uint64_t updated = m->header().updated;
@@ -160,7 +160,7 @@ BOOST_AUTO_TEST_CASE(an_iteration_ends_after_those_who_work_for_it) {
 BOOST_AUTO_TEST_CASE(what_is_ordered_while_another_works_in_its_place_wakes_the_thread) {
   auto m = buffer_of(50);
   for (int round = 0; round < 5; round++) {
-    Learner learner(*m);
+    PrefetchingLearner learner(*m);
     take_steps(learner);
     learner.settle();
     auto held = std::make_unique<SegmentLock>(*m);
@@ -180,7 +180,7 @@ BOOST_AUTO_TEST_CASE(what_is_ordered_while_another_works_in_its_place_wakes_the_
 BOOST_AUTO_TEST_CASE(whoever_works_in_place_of_the_thread_leaves_a_shortage_to_it) {
   auto m = buffer_of(50);
   change_limiter(m->header(), {.min_size = 60});
-  Learner learner(*m);
+  PrefetchingLearner learner(*m);
   learner.order();
   BOOST_TEST((learner.take(kSecond / 1000) == Draw::kWait));
   learner.settle();  // it is known that it waits

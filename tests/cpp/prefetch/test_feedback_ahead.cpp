@@ -1,4 +1,4 @@
-#include "learner.h"
+#include "prefetching_learner.h"
 
 BOOST_AUTO_TEST_SUITE(test_feedback_ahead)
 
@@ -15,7 +15,7 @@ std::vector<float> leaves_after_one_feedback() {
 }
 
 // One batch has been drawn, and there is one more order; its feedback is with the thread.
-void hand_one_over(Learner& learner) {
+void hand_one_over(PrefetchingLearner& learner) {
   learner.order();
   BOOST_REQUIRE(learner.take() == Draw::kDone);
   learner.order();
@@ -31,7 +31,7 @@ BOOST_AUTO_TEST_CASE(what_is_queued_has_its_turn_among_the_draws) {
   const std::vector<Drawn> expected = learn_in_turn(*reference, kSteps, kAhead, true);
 
   auto m = buffer_of(50);
-  Learner learner(*m);
+  PrefetchingLearner learner(*m);
   learner.order(kAhead);
   size_t queued = 0;
   for (size_t k = 0; k < kSteps; k++) {
@@ -55,7 +55,7 @@ BOOST_AUTO_TEST_CASE(what_is_queued_has_its_turn_among_the_draws) {
 
 BOOST_AUTO_TEST_CASE(any_thread_that_settles_finds_what_was_queued_applied) {
   auto m = buffer_of(50);
-  Learner learner(*m);
+  PrefetchingLearner learner(*m);
   hand_one_over(learner);
   std::thread([&] {
     learner.settle();
@@ -65,7 +65,7 @@ BOOST_AUTO_TEST_CASE(any_thread_that_settles_finds_what_was_queued_applied) {
 
 BOOST_AUTO_TEST_CASE(closing_applies_what_was_queued) {
   auto m = buffer_of(50);
-  Learner learner(*m);
+  PrefetchingLearner learner(*m);
   hand_one_over(learner);
   learner.ahead.close();
   BOOST_TEST(leaves(*m) == leaves_after_one_feedback());
@@ -74,7 +74,7 @@ BOOST_AUTO_TEST_CASE(closing_applies_what_was_queued) {
 
 BOOST_AUTO_TEST_CASE(what_was_queued_is_dropped_and_counted_when_the_lock_does_not_come_free) {
   auto m = buffer_of(50);
-  Learner learner(*m);
+  PrefetchingLearner learner(*m);
   learner.order();
   BOOST_REQUIRE(learner.take() == Draw::kDone);
   const std::vector<float> before = leaves(*m);
@@ -96,7 +96,7 @@ BOOST_AUTO_TEST_CASE(what_was_queued_is_dropped_and_counted_when_the_lock_does_n
 
 BOOST_AUTO_TEST_CASE(whoever_settles_waits_for_what_was_there_and_for_nothing_later) {
   auto m = buffer_of(50);
-  Learner learner(*m);
+  PrefetchingLearner learner(*m);
   hand_one_over(learner);
   const SettlePoint first = learner.ahead.settle_point(true);
   learner.settle();
@@ -117,7 +117,7 @@ BOOST_AUTO_TEST_CASE(whoever_settles_waits_for_what_was_there_and_for_nothing_la
 
 BOOST_AUTO_TEST_CASE(a_thread_that_cannot_draw_on_applies_what_was_queued_before) {
   auto m = buffer_of(50);
-  Learner learner(*m);
+  PrefetchingLearner learner(*m);
   learner.order();
   BOOST_REQUIRE(learner.take() == Draw::kDone);
   {
@@ -133,7 +133,7 @@ BOOST_AUTO_TEST_CASE(a_thread_that_cannot_draw_on_applies_what_was_queued_before
 
 BOOST_AUTO_TEST_CASE(what_was_queued_does_not_wait_for_rows_with_a_draw) {
   auto m = buffer_of(50);
-  Learner learner(*m);
+  PrefetchingLearner learner(*m);
   {
     std::optional<SegmentLock> held;
     learner.order();
@@ -153,7 +153,7 @@ BOOST_AUTO_TEST_CASE(what_was_queued_does_not_wait_for_rows_with_a_draw) {
 
 BOOST_AUTO_TEST_CASE(missed_updates_are_also_those_that_were_queued) {
   auto m = buffer_of(50);
-  Learner learner(*m);
+  PrefetchingLearner learner(*m);
   hand_one_over(learner);
   BOOST_REQUIRE(learner.take() == Draw::kDone);
   BOOST_TEST(learner.ahead.missed_updates() == uint64_t{kBatch});

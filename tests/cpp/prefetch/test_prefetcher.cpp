@@ -1,6 +1,6 @@
 #include <sys/wait.h>
 
-#include "learner.h"
+#include "prefetching_learner.h"
 
 BOOST_AUTO_TEST_SUITE(test_prefetcher)
 
@@ -10,7 +10,7 @@ using namespace torchreplay::testing;
 BOOST_AUTO_TEST_CASE(batches_come_in_order_and_are_those_of_a_sampler) {
   const auto expected = draw_in_turn(*buffer_of(50), 200);
   auto m = buffer_of(50);
-  Learner learner(*m);
+  PrefetchingLearner learner(*m);
   learner.order(3);
   for (size_t i = 0; i < 200; i++) {
     BOOST_REQUIRE(learner.take() == Draw::kDone);
@@ -25,7 +25,7 @@ BOOST_AUTO_TEST_CASE(batches_come_in_order_and_are_those_of_a_sampler) {
 
 BOOST_AUTO_TEST_CASE(what_nobody_took_has_not_been_drawn) {
   auto m = buffer_of(50);
-  Learner learner(*m);
+  PrefetchingLearner learner(*m);
   learner.order(5);
   BOOST_REQUIRE(learner.take() == Draw::kDone);
   learner.ahead.close();
@@ -38,7 +38,7 @@ BOOST_AUTO_TEST_CASE(what_nobody_took_has_not_been_drawn) {
 
 BOOST_AUTO_TEST_CASE(settled_means_that_all_is_drawn) {
   auto m = buffer_of(50);
-  Learner learner(*m);
+  PrefetchingLearner learner(*m);
   BOOST_TEST(learner.settled());
   learner.order(4);
   learner.settle();
@@ -51,7 +51,7 @@ BOOST_AUTO_TEST_CASE(what_a_batch_was_drawn_from_is_told_as_its_draw_found_it) {
   Plan plan;
   plan.sampler = {.prioritized = 1, .alpha = 1, .eps = 0};
   auto m = buffer_of(10, plan);
-  Learner learner(*m);
+  PrefetchingLearner learner(*m);
   learner.order(2);
   learner.settle();
   const std::vector<Order> drawn = learner.ahead.drawn();
@@ -74,7 +74,7 @@ BOOST_AUTO_TEST_CASE(finished_are_the_orders_that_are_drawn_and_not_taken) {
   Plan plan;
   plan.limiter.min_size = 60;
   auto m = buffer_of(50, plan);
-  Learner learner(*m);
+  PrefetchingLearner learner(*m);
   BOOST_TEST(learner.ahead.finished() == 0U);
   learner.order(3);
   BOOST_REQUIRE(learner.take(kSecond / 1000) == Draw::kWait);
@@ -93,7 +93,7 @@ BOOST_AUTO_TEST_CASE(another_thread_waits_for_nothing_that_it_did_not_order) {
   Plan plan;
   plan.limiter.min_size = 60;
   auto m = buffer_of(50, plan);
-  Learner learner(*m);
+  PrefetchingLearner learner(*m);
   learner.order(4);
   bool settled = false;
   std::thread([&] { settled = learner.settled(); }).join();
@@ -104,7 +104,7 @@ BOOST_AUTO_TEST_CASE(a_shortage_is_told_once_and_ends_with_the_rows) {
   Plan plan;
   plan.limiter.min_size = 60;
   auto m = buffer_of(50, plan);
-  Learner learner(*m);
+  PrefetchingLearner learner(*m);
   learner.order(2);
   BOOST_REQUIRE(learner.take() == Draw::kWait);
   BOOST_REQUIRE(learner.shortage.has_value());
@@ -123,7 +123,7 @@ BOOST_AUTO_TEST_CASE(a_demand_goes_with_the_learner) {
   Plan plan;
   plan.limiter.min_size = 60;
   auto m = buffer_of(50, plan);
-  Learner learner(*m);
+  PrefetchingLearner learner(*m);
   learner.order();
   while (!learner.shortage) learner.take();
   BOOST_TEST(m->header().demand == 60U);
@@ -134,7 +134,7 @@ BOOST_AUTO_TEST_CASE(a_demand_goes_with_the_learner) {
 BOOST_AUTO_TEST_CASE(a_stopped_buffer_gives_no_more_batches) {
   auto m = buffer_of(50);
   m->header().stopped.store(1);
-  Learner learner(*m);
+  PrefetchingLearner learner(*m);
   learner.order(2);
   BOOST_TEST((learner.take() == Draw::kStopped));
   BOOST_TEST((learner.take() == Draw::kStopped));
@@ -144,7 +144,7 @@ BOOST_AUTO_TEST_CASE(closing_waits_for_no_lock) {
   auto m = buffer_of(50);
   std::optional<SegmentLock> held(*m);
   std::thread([&] {
-    Learner learner(*m);
+    PrefetchingLearner learner(*m);
     learner.order(2);
     const int64_t start = monotonic_ns();
     learner.ahead.close();
@@ -155,7 +155,7 @@ BOOST_AUTO_TEST_CASE(closing_waits_for_no_lock) {
 
 BOOST_AUTO_TEST_CASE(missed_updates_are_those_between_draw_and_taking) {
   auto m = buffer_of(50);
-  Learner learner(*m);
+  PrefetchingLearner learner(*m);
   learner.order();
   learner.settle();
   m->header().updated += 5;
@@ -165,7 +165,7 @@ BOOST_AUTO_TEST_CASE(missed_updates_are_those_between_draw_and_taking) {
 
 BOOST_AUTO_TEST_CASE(a_forked_child_knows_that_the_thread_is_not_there) {
   auto m = buffer_of(50);
-  Learner learner(*m);
+  PrefetchingLearner learner(*m);
   learner.order(3);
   BOOST_TEST(learner.ahead.here());
   const pid_t child = fork();

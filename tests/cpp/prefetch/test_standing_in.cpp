@@ -8,7 +8,7 @@ void reach(std::string_view point);
 #include <atomic>
 #include <functional>
 
-#include "learner.h"
+#include "prefetching_learner.h"
 
 using namespace torchreplay;
 using namespace torchreplay::testing;
@@ -26,7 +26,7 @@ void reach(std::string_view point) {
 
 // Orders, and takes, in steps of so many milliseconds: the drawing thread sleeps between them, and knows when to get
 // up.
-void take_steps(Learner& learner, int step, int many = 20) {
+void take_steps(PrefetchingLearner& learner, int step, int many = 20) {
   for (int k = 0; k < many; k++) {
     learner.order();
     BOOST_REQUIRE(learner.take() == Draw::kDone);
@@ -73,7 +73,7 @@ BOOST_AUTO_TEST_CASE(a_draw_that_one_begins_and_the_other_makes_counts_once) {
   bool begun = false;
   for (int tries = 0; !begun; tries++) {
     BOOST_REQUIRE(tries < 100);
-    Learner learner(*m);
+    PrefetchingLearner learner(*m);
     take_steps(learner, 2);
     orders += 20;
     LockHolder holder(*m);
@@ -139,7 +139,7 @@ BOOST_AUTO_TEST_CASE(what_is_left_by_one_who_stood_in_wakes_a_thread_that_was_up
   constexpr int kStep = 4;
   for (int tries = 0, soon = 0; soon < 5; tries++) {
     BOOST_REQUIRE(tries < 100);
-    Learner learner(*m);
+    PrefetchingLearner learner(*m);
     take_steps(learner, kStep);
     once_drawn = [] { std::this_thread::sleep_for(milliseconds(2)); };  // it gets up a millisecond after the order
     const int64_t ordered = monotonic_ns();
@@ -154,7 +154,7 @@ BOOST_AUTO_TEST_CASE(what_is_left_by_one_who_stood_in_wakes_a_thread_that_was_up
 
 BOOST_AUTO_TEST_CASE(whoever_settles_ends_in_time_however_much_there_is_to_do) {
   auto m = buffer_of(64);
-  Learner learner(*m);
+  PrefetchingLearner learner(*m);
   take_steps(learner, 2);
   learner.order(20);
   int begun = 0;

@@ -57,6 +57,7 @@ class Shared {
   Shared(const Shared&) = delete;
 
   T* operator->() const { return static_cast<T*>(at_); }
+  T& operator*() const { return *static_cast<T*>(at_); }
 
  private:
   void* at_;

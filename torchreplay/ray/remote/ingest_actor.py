@@ -142,18 +142,15 @@ class IngestWriter(Writer):
         before[inside] = chunk.first - before[inside]  # -1 - index
         return before, ends[left].copy()
 
-    def _wait(self, stalled: bool) -> None:
+    def _look(self, stalled: bool, waited: float) -> None:
         if stalled:
-            self._wait_stalled()
+            super()._look(stalled, waited)
             return
-        wait = Wait(self._segment, max(0.0, self._deadline - time.monotonic()))
-        self._catch_up()
-        while not self._admitted():
-            self._wait_room(wait.slice_ns())
-            if not self._admitted():
-                self._catch_up()
-            if wait.expired and not self._admitted():
-                raise _Behind
+        if self._segment.stopped:
+            raise Stopped(f"{self._config.called} was stopped")
+        if time.monotonic() >= self._deadline:
+            raise _Behind
+        if waited:
             self._look_around()
 
 

@@ -78,9 +78,9 @@ inline std::vector<Drawn> learn_in_turn(SegmentMemory& m, size_t steps, size_t a
   return batches;
 }
 
-class Learner {
+class PrefetchingLearner {
  public:
-  explicit Learner(SegmentMemory& m) : ahead(m, nullptr, outstanding) {}
+  explicit PrefetchingLearner(SegmentMemory& m) : ahead(m, nullptr, outstanding) {}
 
   void order(int many = 1) {
     for (int i = 0; i < many; i++) {

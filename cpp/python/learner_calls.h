@@ -6,16 +6,6 @@
 
 namespace torchreplay::py::segment {
 
-// A sampler of the segment's that nobody uses at the moment.
-inline std::unique_ptr<BatchSampler> take_sampler(SegmentObject& s, const AttachedSegment& a) {
-  if (s.samplers.empty()) {
-    return std::make_unique<BatchSampler>(*a.memory, a.linked() ? &a.plan : nullptr);
-  }
-  auto sampler = std::move(s.samplers.back());
-  s.samplers.pop_back();
-  return sampler;
-}
-
 // key, weight and probability.
 inline PyObject* const* reserved_names() {
   static PyObject* const names[] = {interned("key"), interned("weight"), interned("probability")};
@@ -52,66 +42,26 @@ inline PyObject* told(PyObject* batch, const DrawnFrom& from) {
   return checked(PyTuple_Pack(2, owned.get(), tree.get()));
 }
 
-// What a draw gave.
-struct DrawResult {
-  Draw outcome = Draw::kStopped;
-  Shortage shortage = {};
-  DrawnFrom from = {};
-};
-
-// Draws into `pointers`, once, as far as the limiter admits it.
-inline DrawResult draw(SegmentObject& s, int n, double beta, const Patience& patience, const BatchPointers& pointers,
-                       int threads) {
-  const std::shared_ptr<AttachedSegment> attached = s.attached;  // close() may run in another thread meanwhile
-  DrawResult result;
-  s.become_learner();
-  try {
-    attached->settle(patience);
-  } catch (const StoppedMeanwhile&) {
-    return result;
-  }
-  std::unique_ptr<BatchSampler> sampler = take_sampler(s, *attached);
-  sampler->set_threads(threads);
-  NamedDraw named(s);
-  try {
-    const WithoutGil unlocked;
-    result.outcome = sampler->sample(n, beta, named.name(), pointers, result.shortage, patience);
-    if (sampler->pending()) reclaim_dead(*attached->memory);
-  } catch (const StoppedMeanwhile&) {
-    result.outcome = Draw::kStopped;
-  } catch (const std::bad_alloc&) {
-    throw NoMemory(pointers.bytes + static_cast<uint64_t>(n) * 16);  // key, weight and probability
-  }
-  result.from = sampler->drawn_from();
-  if (result.outcome == Draw::kDone) {
-    named.keep();
-    s.note_draw(n);
-  }
-  if (s.attached) s.samplers.push_back(std::move(sampler));
-  return result;
-}
-
 // Draws as sample() says. Calls give(batch, result) with the batch, or with none.
 template <class Give>
 PyObject* sample_and(const char* name, PyObject* self, PyObject* const* args, Py_ssize_t nargs, Give&& give) {
-  return guarded([&] {
+  return method<SegmentObject>(self, [&](SegmentObject& s) {
     expect_args(name, nargs, 4);
-    auto& s = state_of<SegmentObject>(self);
     const int n = as_count(args[0]);
     const double beta = as_double(args[1]);
     const Patience patience{as_int(args[2]), true};
-    const std::shared_ptr<AttachedSegment> attached = s.attached;
-    s.memory();
+    const std::shared_ptr<AttachedSegment> attached = s.attached();
+    const int threads = threads_for(attached->outputs(), n);
     BatchPointers pointers;
     if (args[3] == Py_None) {
       BatchBuilder builder(attached->outputs(), n);
       builder.point(pointers);
-      const DrawResult result = draw(s, n, beta, patience, pointers, threads_for(pointers));
+      const DrawResult result = s.learner->draw(n, beta, patience, pointers, threads);
       return give(result.outcome == Draw::kDone ? make_batch(s, builder) : nullptr, result);
     }
     GivenBatch given(attached->outputs(), n, args[3], reserved_names());
     given.point(pointers);
-    const DrawResult result = draw(s, n, beta, patience, pointers, threads_for(pointers));
+    const DrawResult result = s.learner->draw(n, beta, patience, pointers, threads);
     if (result.outcome != Draw::kDone) return give(nullptr, result);
     sign(s, args[3]);
     return give(Py_NewRef(args[3]), result);
@@ -165,12 +115,11 @@ inline void read_keys(PyObject* o, std::vector<int64_t>& key) {
 
 // checked_keys(keys) -> them as an int64 tensor of its own memory, if update() would take them.
 inline PyObject* checked_keys(PyObject* self, PyObject* keys) {
-  return guarded([&] {
-    SegmentMemory& m = state_of<SegmentObject>(self).memory();
+  return on_segment(self, [&](AttachedSegment& segment) {
     std::vector<int64_t> key;
     read_keys(keys, key);
     const auto n = static_cast<int64_t>(key.size());
-    if (const std::optional<BadKey> bad = unissued(m, n, key.data())) refuse(*bad);
+    if (const std::optional<BadKey> bad = unissued(segment.memory(), n, key.data())) refuse(*bad);
     KeyTensor tensor(n);
     std::ranges::copy(key, tensor.keys);
     return tensor.release(1, &n);
@@ -179,11 +128,10 @@ inline PyObject* checked_keys(PyObject* self, PyObject* keys) {
 
 // unissued(keys) -> the index of the first that was never issued, or None.
 inline PyObject* unissued_key(PyObject* self, PyObject* keys) {
-  return guarded([&] {
-    const SegmentMemory& m = state_of<SegmentObject>(self).memory();
+  return on_segment(self, [&](AttachedSegment& segment) {
     std::vector<int64_t> key;
     read_keys(keys, key);
-    const std::optional<BadKey> bad = unissued(m, static_cast<int64_t>(key.size()), key.data());
+    const std::optional<BadKey> bad = unissued(segment.memory(), static_cast<int64_t>(key.size()), key.data());
     return bad ? checked(PyLong_FromLongLong(bad->index)) : Py_NewRef(Py_None);
   });
 }
@@ -191,43 +139,29 @@ inline PyObject* unissued_key(PyObject* self, PyObject* keys) {
 // gather(keys, beta, step) -> (batch, drawn_from) of the items anchored there that can be drawn; `step`: of this
 // process's draw whose chances they take again, or None.
 inline PyObject* gather(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
-  return guarded([&] {
+  return method<SegmentObject>(self, [&](SegmentObject& s) {
     expect_args("gather", nargs, 3);
-    auto& s = state_of<SegmentObject>(self);
-    const std::shared_ptr<AttachedSegment> attached = s.attached;
-    s.memory();
+    const std::shared_ptr<AttachedSegment> attached = s.attached();
     std::vector<int64_t> keys;
     read_keys(args[0], keys);
     const double beta = as_double(args[1]);
-    attached->settle_feedback();
-    const bool again = args[2] != Py_None;
-    if (again) s.become_learner();
-    const DrawName name{s.next_draw.seed, s.next_draw.stream, again ? as_uint(args[2]) : 0};
-    const int n = static_cast<int>(keys.size());
-    std::unique_ptr<BatchSampler> sampler = take_sampler(s, *attached);
+    std::optional<uint64_t> step;
+    if (args[2] != Py_None) step = as_uint(args[2]);
+    const auto n = static_cast<int64_t>(keys.size());
     BatchBuilder builder(attached->outputs(), n);
     BatchPointers pointers;
     builder.point(pointers);
-    sampler->set_threads(threads_for(pointers));
-    int found;
-    {
-      WithoutGil unlocked;
-      found = sampler->gather(keys.data(), n, beta, pointers, again ? &name : nullptr);
-    }
-    const DrawnFrom from = sampler->drawn_from();
-    if (s.attached) s.samplers.push_back(std::move(sampler));
-    builder.shrink(found);
+    DrawnFrom from;
+    builder.shrink(s.learner->gather(keys, beta, step, pointers, threads_for(attached->outputs(), n), from));
     return told(make_batch(s, builder), from);
   });
 }
 
 // settle(deadline): what this process has fed back is applied, unless that takes longer.
 inline PyObject* settle(PyObject* self, PyObject* deadline) {
-  return guarded([&] {
+  return method<SegmentObject>(self, [&](SegmentObject& s) {
     const Patience patience{as_int(deadline)};
-    const std::shared_ptr<AttachedSegment> attached = state_of<SegmentObject>(self).attached;
-    if (attached) attached->try_settle_feedback(patience);
-    return Py_NewRef(Py_None);
+    if (const std::shared_ptr<AttachedSegment> attached = s.segment) attached->try_settle_feedback(patience);
   });
 }
 
@@ -279,40 +213,51 @@ inline PyObject* keys_of(SegmentObject& s, PyObject* o) {
 // update(batch_or_keys, td) -> True: the TD errors are applied, or handed to the thread that draws ahead for the
 // caller; False, with nothing done, for a batch that this object has not signed, or another dict.
 inline PyObject* update(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
-  return guarded([&] {
+  return method<SegmentObject>(self, [&](SegmentObject& s) {
     expect_args("update", nargs, 2);
-    auto& s = state_of<SegmentObject>(self);
-    const std::shared_ptr<AttachedSegment> attached = s.attached;
-    s.memory();
+    const std::shared_ptr<AttachedSegment> attached = s.attached();
     PyObject* const found = keys_of(s, args[0]);
-    if (!found) return Py_NewRef(Py_False);
+    if (!found) return false;
     const Ref keys = Ref::borrow(found);  // reading them may run code that changes the batch
     Feedback feedback = std::exchange(s.feedback, {});
     read_keys(keys.get(), feedback.keys);
-    const auto n = static_cast<int64_t>(feedback.keys.size());
-    read_td(args[1], n, feedback.td);
-    if (const std::optional<BadKey> bad = unissued(*attached->memory, n, feedback.keys.data())) refuse(*bad);
-    if (attached->enqueue_feedback(feedback)) {
-      s.feedback = std::move(feedback);
-      return Py_NewRef(Py_True);
-    }
-    attached->settle();
-    std::unique_ptr<PriorityUpdater> updater;
-    if (s.updaters.empty()) {
-      updater = std::make_unique<PriorityUpdater>(*attached->memory);
-    } else {
-      updater = std::move(s.updaters.back());
-      s.updaters.pop_back();
-    }
-    std::optional<BadKey> bad;
-    {
-      WithoutGil unlocked;
-      bad = updater->update(n, feedback.keys.data(), feedback.td.data());
-    }
-    if (s.attached) s.updaters.push_back(std::move(updater));
+    read_td(args[1], static_cast<int64_t>(feedback.keys.size()), feedback.td);
+    const std::optional<BadKey> bad = s.learner->update(feedback);
     if (feedback.keys.capacity() <= Feedback::kKept) s.feedback = std::move(feedback);
     if (bad) refuse(*bad);
-    return Py_NewRef(Py_True);
+    return true;
+  });
+}
+
+// wait_rows(seen, ns): sleeps until a writer signals rows, at most `ns`; not at all when one has since the draw that
+// said `seen`.
+inline PyObject* wait_rows(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
+  return on_segment(self, [&](AttachedSegment& segment) {
+    expect_args("wait_rows", nargs, 2);
+    segment.wait_for_rows(static_cast<uint32_t>(as_uint(args[0])), as_int(args[1]));
+  });
+}
+
+// refresh(deadline, until_stopped) -> rows: absorbs, lets the limiter see what came, and counts the rows held; None
+// when the end of the buffer ended a wait for the lock.
+inline PyObject* refresh(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
+  return on_segment(self, [&](AttachedSegment& segment) {
+    expect_args("refresh", nargs, 2);
+    try {
+      return to_python(segment.refresh({as_int(args[0]), args[1] == Py_True}));
+    } catch (const StoppedMeanwhile&) {
+      return Py_NewRef(Py_None);
+    }
+  });
+}
+
+// admit_writers_of(other, n) -> True: a thread that writes to the segment `other` waits here, and `n` items more than
+// there are are admitted, until withdraw() or the next draw.
+inline PyObject* admit_writers_of(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
+  return on_segment(self, [&](AttachedSegment& segment) {
+    expect_args("admit_writers_of", nargs, 2);
+    if (Py_TYPE(args[0]) != Py_TYPE(self)) throw std::invalid_argument("expected a Segment");
+    return segment.admit_writers_of(state_of<SegmentObject>(args[0]).attached(), as_uint(args[1]));
   });
 }
 

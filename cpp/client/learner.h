@@ -1,0 +1,264 @@
+// One process's draws from a segment and its feedback: their names, their order, and its place among the participants.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "checkpoint/import.h"
+#include "client/membership.h"
+#include "draw/batch_sampler.h"
+#include "draw/priority_updater.h"
+#include "system/blocks.h"
+
+namespace torchreplay {
+
+// What a draw gave, or why it gave nothing.
+struct DrawResult {
+  Draw outcome = Draw::kStopped;
+  Shortage shortage = {};
+  DrawnFrom from = {};
+};
+
+// All threads of a process share it. Guarded by the caller's lock, which it lets go of while it waits and copies.
+class Learner {
+ public:
+  explicit Learner(std::shared_ptr<Attachment> attachment)
+      : attachment_(std::move(attachment)),
+        member_(attachment_, Role::kLearner),
+        ownership_(attachment_, Role::kOwner) {
+    next_.seed = attachment_->seed();
+  }
+
+  bool closed() const { return !attachment_; }
+  // Throws std::runtime_error when it is closed.
+  const std::shared_ptr<Attachment>& require_open() const {
+    if (!attachment_) throw std::runtime_error("the replay buffer is closed");
+    return attachment_;
+  }
+  Attachment& attachment() const { return *require_open(); }
+
+  // A draw that is under way in another thread ends as it would have.
+  void close() {
+    samplers_.clear();
+    updaters_.clear();
+    member_.release();
+    ownership_.release();
+    attachment_.reset();
+  }
+
+  // What batches consist of from now on.
+  void set_plan(ItemPlan plan) {
+    attachment().set_plan(std::move(plan));
+    samplers_.clear();  // they hold the plan before
+  }
+
+  // Taking part
+
+  // This process made the segment, or opened its file when nobody had it. Its draws follow on all before.
+  void own() {
+    ownership_.id();
+    owned_since_ = fork_generation.load(std::memory_order_relaxed);
+    owned_step_ = next_.step = attachment().draws();
+  }
+  bool owns() const { return owned_since_ == fork_generation.load(std::memory_order_relaxed); }
+
+  // Whether this process counts as a learner.
+  bool held() const { return member_.held() != 0; }
+
+  // Gives up the places among the participants, as one does that draws no more. The next draw takes one again, and goes
+  // on where the draws were. With `seconds` the owner's counts for so long, unless somebody draws before.
+  void depart(double seconds) {
+    if (held()) owned_step_ = next_.step - ahead_;
+    member_.leave();
+    if (!ownership_.held()) return;
+    if (seconds == 0) return ownership_.leave();
+    end_owning(attachment().memory().participant(ownership_.held()),
+               machine_ns() + static_cast<int64_t>(seconds * 1e9));
+  }
+
+  // Takes the place of a learner. In a new process it begins a stream of draws of its own.
+  void join() {
+    Attachment& a = attachment();
+    if (!member_.act()) return;
+    ahead_ = 0;
+    next_ = owns() ? DrawName{a.seed(), 0, owned_step_} : DrawName{a.seed(), a.take_stream(), 0};
+  }
+
+  // This process got a batch of `n` items: for those who watch.
+  void note_draw(int n) {
+    if (!closed() && held()) torchreplay::note_draw(attachment().memory().participant(member_.held()), n);
+  }
+
+  // The stream of draws
+
+  // The next draw that nobody has ordered, or that was ordered and not taken. Of a process that has made none it comes
+  // after all that others have made.
+  DrawName position() const {
+    if (held()) return {next_.seed, next_.stream, step()};
+    return {attachment().seed(), 0, owns() ? owned_step_ : attachment().draws()};
+  }
+  uint64_t step() const { return next_.step - ahead_; }
+  uint32_t stream() {
+    join();
+    return next_.stream;
+  }
+  void set_step(uint64_t step) {
+    join();  // or the first draw would start the stream over
+    next_.step = step + ahead_;
+  }
+  void set_stream(uint32_t stream) {
+    join();
+    next_.stream = stream;
+  }
+
+  // Ends an import. The draws go on at `position`: in that stream, unless somebody else made the buffer.
+  void finish(Import& import, const Counts& counts, const LimiterConfig& limiter, const DrawName& position) {
+    const std::shared_ptr<Attachment> a = attachment_;
+    if (a) member_.id();
+    const uint32_t given_out = a ? a->streams() : 0;
+    {
+      const Unlocked others;
+      import.finish(counts, limiter, position.seed);
+    }
+    if (a) a->wake_learners();
+    if (closed()) return;  // meanwhile
+    join();
+    next_.seed = position.seed;
+    // Another process's stream is one that nobody has had; of the saved one that is certain where none was given out.
+    if (owns() && (position.stream == 0 || position.stream >= given_out)) next_.stream = position.stream;
+    next_.step = position.step + ahead_;
+  }
+
+  // Drawing
+
+  // Draws once, as far as the limiter admits it. Whatever ends it, a draw that gave no batch has not happened.
+  DrawResult draw(int n, double beta, const Patience& patience, const BatchPointers& out, int threads) {
+    const std::shared_ptr<Attachment> a = require_open();  // close() may run in another thread meanwhile
+    DrawResult result;
+    join();
+    NextDraw next(*this);
+    try {
+      a->settle(patience);
+      std::unique_ptr<BatchSampler> sampler = take_sampler(*a);
+      sampler->set_threads(threads);
+      next.take();
+      {
+        const Unlocked others;
+        result.outcome = sampler->sample(n, beta, next.name(), out, result.shortage, patience);
+        if (sampler->pending()) reclaim_dead(a->memory());
+      }
+      result.from = sampler->drawn_from();
+      give_back(std::move(sampler));
+    } catch (const StoppedMeanwhile&) {
+      result.outcome = Draw::kStopped;
+    } catch (const std::bad_alloc&) {
+      throw NoMemory(out.bytes + static_cast<uint64_t>(n) * 16);  // key, weight and probability
+    }
+    if (result.outcome != Draw::kDone) return result;
+    next.keep();
+    note_draw(n);
+    return result;
+  }
+
+  // Copies the items anchored at `keys` that can be drawn, in their order. `step`: of the draw of this process whose
+  // chances they take again. Returns how many there are.
+  int gather(const std::vector<int64_t>& keys, double beta, std::optional<uint64_t> step, const BatchPointers& out,
+             int threads, DrawnFrom& from) {
+    const std::shared_ptr<Attachment> a = require_open();
+    a->settle_feedback();
+    if (step) join();
+    const DrawName name{next_.seed, next_.stream, step.value_or(0)};
+    std::unique_ptr<BatchSampler> sampler = take_sampler(*a);
+    sampler->set_threads(threads);
+    int found;
+    {
+      const Unlocked others;
+      found = sampler->gather(keys.data(), static_cast<int>(keys.size()), beta, out, step ? &name : nullptr);
+    }
+    from = sampler->drawn_from();
+    give_back(std::move(sampler));
+    return found;
+  }
+
+  // Applies TD errors, or has the thread do it that draws ahead for the caller. Nothing is applied when a key was never
+  // issued: it is returned. What is left of `feedback` is memory for the next.
+  std::optional<BadKey> update(Feedback& feedback) {
+    const std::shared_ptr<Attachment> a = require_open();
+    const auto n = static_cast<int64_t>(feedback.keys.size());
+    if (const std::optional<BadKey> bad = unissued(a->memory(), n, feedback.keys.data())) return bad;
+    if (a->enqueue_feedback(feedback)) return std::nullopt;
+    a->settle();
+    std::unique_ptr<PriorityUpdater> updater = take_idle(updaters_);
+    if (!updater) updater = std::make_unique<PriorityUpdater>(a->memory());
+    std::optional<BadKey> bad;
+    {
+      const Unlocked others;
+      bad = updater->update(n, feedback.keys.data(), feedback.td.data());
+    }
+    if (!closed()) updaters_.push_back(std::move(updater));
+    return bad;
+  }
+
+ private:
+  template <class Memory>
+  friend class PrefetchStream;
+
+  // The name of this process's next draw. Unless it is kept, no draw has that name yet.
+  class NextDraw {
+   public:
+    explicit NextDraw(Learner& learner) : learner_(learner) {}
+    ~NextDraw() {
+      if (taken_ && !kept_) learner_.unname(name_, 1);
+    }
+    NextDraw(const NextDraw&) = delete;
+
+    void take() {
+      name_ = learner_.next_;
+      learner_.next_.step++;
+      taken_ = true;
+    }
+    const DrawName& name() const { return name_; }
+    void keep() { kept_ = true; }
+
+   private:
+    Learner& learner_;
+    DrawName name_;
+    bool taken_ = false, kept_ = false;
+  };
+
+  // The last `n` draws of this process, up to that of this name, have not happened, unless others have followed.
+  void unname(const DrawName& last, uint64_t n) {
+    const DrawName after{last.seed, last.stream, last.step + 1};
+    if (next_ == after) next_.step -= n;
+  }
+
+  template <class Tool>
+  static std::unique_ptr<Tool> take_idle(std::vector<std::unique_ptr<Tool>>& idle) {
+    if (idle.empty()) return nullptr;
+    auto tool = std::move(idle.back());
+    idle.pop_back();
+    return tool;
+  }
+
+  std::unique_ptr<BatchSampler> take_sampler(Attachment& a) {
+    auto sampler = take_idle(samplers_);
+    return sampler ? std::move(sampler) : std::make_unique<BatchSampler>(a.memory(), a.plan());
+  }
+  void give_back(std::unique_ptr<BatchSampler> sampler) {
+    if (!closed()) samplers_.push_back(std::move(sampler));
+  }
+
+  std::shared_ptr<Attachment> attachment_;
+  Membership member_;
+  Membership ownership_;           // in the process that made the segment, or opened its file
+  uint64_t owned_since_ = kNever;  // fork generation
+  uint64_t owned_step_ = 0;        // where the owner's stream of draws goes on
+  DrawName next_;
+  uint64_t ahead_ = 0;  // draws that next_ has passed, of batches that nobody has got yet
+  std::vector<std::unique_ptr<BatchSampler>> samplers_;  // idle ones
+  std::vector<std::unique_ptr<PriorityUpdater>> updaters_;
+};
+
+}  // namespace torchreplay

@@ -1,0 +1,75 @@
+// The figures of a segment, of one moment as far as they lie under its lock.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+
+#include "client/attachment.h"
+
+namespace torchreplay {
+
+// Times are in ns, as of `now` by machine_ns(); 0: it never was.
+struct SegmentStats {
+  // Under the lock.
+  uint64_t rows, drawable, inserted, sampled, updated, stale_updates, unready_updates, evicted_unsampled;
+  double priority_total, smallest_leaf, priority_change;  // the last one summed over all updates
+  float max_raw;
+  // Beside it.
+  Census census;
+  int64_t now;
+  uint64_t insert_wait, sample_wait;
+  double insert_wait_share, sample_wait_share;  // of the recent time, by each writer and each learner
+  uint64_t draws, redraws, head, taken_ahead, missed, dropped_rows;
+  bool stopped;
+
+  // Absorbed to now, after what this process has fed back.
+  static SegmentStats of(Attachment& attachment) {
+    attachment.settle_feedback();
+    SegmentMemory& m = attachment.memory();
+    SegmentStats s{};
+    s.read_locked(m);
+    s.read_participants(m);
+    const Header& h = m.header();
+    s.draws = h.draws.load(std::memory_order_relaxed);
+    s.redraws = h.redraws.load(std::memory_order_relaxed);
+    s.head = h.head.load(std::memory_order_relaxed);
+    s.taken_ahead = h.taken_ahead.load(std::memory_order_relaxed);
+    s.missed = h.missed.load(std::memory_order_relaxed);
+    s.dropped_rows = m.file().dropped_rows.load(std::memory_order_relaxed);
+    s.stopped = attachment.stopped();
+    return s;
+  }
+
+ private:
+  void read_locked(SegmentMemory& m) {
+    const Unlocked others;
+    SegmentLock lock(m);
+    lock.absorb();
+    publish_limit(m);
+    const Header& h = m.header();
+    const PriorityTree tree = m.tree();
+    rows = h.rows, inserted = h.inserted, sampled = h.sampled, updated = h.updated, stale_updates = h.stale_updates,
+    unready_updates = h.unready_updates, evicted_unsampled = h.evicted_unsampled, priority_change = h.priority_change,
+    drawable = static_cast<uint64_t>(tree.count()), max_raw = h.max_raw;
+    priority_total = static_cast<double>(tree.total()) * tree.unit();
+    smallest_leaf = drawable ? tree.min() : 0.0;
+  }
+
+  void read_participants(SegmentMemory& m) {
+    const Header& h = m.header();
+    census = take_census(m, false);
+    now = machine_ns();
+    const int64_t recent = std::max<int64_t>(1, now - WaitTime::since(now, h.made));
+    insert_wait = h.insert_wait.total_ns();
+    sample_wait = h.sample_wait.total_ns();
+    insert_wait_share = share(h.insert_wait.recent_ns(now), recent, census.writers);
+    sample_wait_share = share(h.sample_wait.recent_ns(now), recent, census.learners);
+  }
+
+  // How much of the time `elapsed` each of `many` has waited, on average.
+  static double share(uint64_t waited, int64_t elapsed, int many) {
+    return std::min(1.0, static_cast<double>(waited) / (static_cast<double>(elapsed) * std::max(1, many)));
+  }
+};
+
+}  // namespace torchreplay

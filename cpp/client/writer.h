@@ -1,0 +1,284 @@
+// One writer's session: its place among the participants, its episodes under way, and the waits of its writes.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "client/membership.h"
+#include "system/thread.h"
+#include "write/lanes.h"
+
+namespace torchreplay {
+
+// Guarded by the caller's lock, which it lets go of while it waits and copies much.
+class Writer {
+ public:
+  // Rows of less than so many bytes are copied under the caller's lock: to let go of it takes as long.
+  static constexpr uint64_t kUnlockedBytes = 64 << 10;
+
+  // `lanes`: of the streams that it writes, where rows are linked.
+  Writer(std::shared_ptr<Attachment> attachment, Lanes lanes)
+      : attachment_(std::move(attachment)),
+        member_(attachment_, Role::kWriter),
+        linked_(attachment_->linked()),
+        lanes_(std::move(lanes)) {
+    for (const Field& f : attachment_->memory().layout().fields) row_bytes_ += f.nbytes;
+    member_.id();  // announced from the start: a learner that waits knows that rows may come
+    member_.take_renewed();
+  }
+
+  // One call's use of the writer: a second one at the same time is refused.
+  class Call {
+   public:
+    explicit Call(Writer& writer) : writer_(writer) { writer.begin(); }
+    ~Call() { writer_.used_in_ = 0; }
+    Call(const Call&) = delete;
+
+   private:
+    Writer& writer_;
+  };
+
+  SegmentMemory& memory() const { return attachment_->memory(); }
+  Lanes& lanes() { return lanes_; }
+  const Lanes& lanes() const { return lanes_; }
+  bool closed() const { return closed_; }
+  bool in_use() const { return used_in_ == fork_generation.load(std::memory_order_relaxed) + 1; }
+
+  void require_open() const {
+    if (closed_) throw std::invalid_argument("the writer is closed: make another with buffer.writer()");
+  }
+
+  // Rows that it has written, and those with which an item was complete.
+  uint64_t rows() const {
+    const int id = closed_ ? 0 : member_.held();
+    return rows_before_ + (id ? memory().participant(id).rows.load(std::memory_order_relaxed) : 0);
+  }
+  uint64_t completed() const { return linked_ ? lanes_.completed() : rows(); }
+
+  // Whether the limiter would let a row through now.
+  bool admitted() const {
+    const Header& h = memory().header();
+    return h.head.load(std::memory_order_relaxed) < h.ticket_limit.load(std::memory_order_relaxed);
+  }
+
+  // Gives its place up for good.
+  void close() {
+    refuse_second();
+    rows_before_ = rows();
+    closed_ = true;
+    member_.release();
+    Attachment::release(attachment_);  // or the file of a closed buffer would stay in use
+  }
+
+  // Others count no more on this writer, unless a thread is using it, until it is used again.
+  void depart() {
+    if (in_use() || closed_) return;
+    rows_before_ = rows();
+    member_.leave();
+  }
+
+  // Whether another thread is in the middle of an episode, which a step of the calling one would go on with. Lanes
+  // where `but` is set begin anew.
+  bool is_elsewhere(const uint8_t* but = nullptr) const { return owner_ != this_thread() && lanes_.running(but); }
+
+  // Writes `n` rows, in a call, waiting as often as need be. `rows` and `fill` are those of RingWriter::append.
+  template <class Rows, class Fill>
+  void write(uint64_t n, Rows& rows, int64_t* keys, Fill& fill, Wait& wait) {
+    const Header& h = memory().header();
+    RingWriter ring(memory(), member_.id(), true);
+    for (uint64_t written = 0;;) {
+      Append outcome = Append::kLimited;
+      if (!h.stopped.load(std::memory_order_acquire)) {
+        if (row_bytes_ * (n - written) > kUnlockedBytes) {
+          const Unlocked others;
+          outcome = ring.append(n, rows, keys, written, fill);
+        } else {
+          outcome = ring.append(n, rows, keys, written, fill);
+        }
+      }
+      switch (outcome) {
+        case Append::kDone:
+          return look_around(wait);
+        case Append::kGated:
+          if (draws_itself(memory()))
+            ring.pass_gate();
+          else
+            give_way();
+          break;
+        case Append::kLimited:
+          wait_for_room(wait);
+          break;
+        case Append::kStalled:
+          wait_for_slot(wait);
+          break;
+        case Append::kSpent:
+          throw std::runtime_error("the buffer has issued all its " + std::to_string(kMaxKeys) +
+                                   " keys, and rows without one cannot be told apart: make a new buffer");
+        case Append::kLost:
+          Descriptor::throw_lost();
+      }
+      refuse_forked();
+    }
+  }
+
+  // Writes the rows that lanes() has planned. Their keys, `first_key` more than the buffer's own, go to the places in
+  // `answers` that they answer. `priority_of(row)` gives a step's.
+  template <class PriorityOf, class Fill>
+  void write_planned(int64_t* answers, int64_t first_key, const PriorityOf& priority_of, Fill& fill, Wait& wait) {
+    const std::vector<StreamRow>& plan = lanes_.rows();
+    PlannedRows<PriorityOf> rows{lanes_, priority_of};
+    keys_.resize(plan.size());
+    const uint64_t owner = std::exchange(owner_, this_thread());
+    try {
+      if (!plan.empty()) write(plan.size(), rows, keys_.data(), fill, wait);
+    } catch (...) {
+      if (lanes_.untouched()) owner_ = owner;
+      lanes_.break_off();
+      throw;
+    }
+    for (size_t i = 0; i < plan.size(); i++)
+      if (plan[i].answer >= 0) answers[plan[i].answer] = first_key + keys_[i];
+  }
+
+  // The episodes under way in the lanes of `mask` (nullptr: all) end with the rows that are there: as truncations, by
+  // the flag `field`. Returns the keys of these rows.
+  std::vector<int64_t> end_episodes(const uint8_t* mask, size_t field) {
+    std::vector<int64_t> ends = lanes_.last_keys(mask);
+    lanes_.end_running(mask);  // first: no step may follow a row that is an end
+    if (!ends.empty()) truncate(ends, field);
+    return ends;
+  }
+  void truncate(const std::vector<int64_t>& keys, size_t field) { attachment_->truncate(keys, member_.id(), field); }
+
+  // Gives back what a large call took.
+  void trim(size_t most) {
+    if (keys_.capacity() > most) std::vector<int64_t>().swap(keys_);
+    if (lanes_.rows().capacity() > most) lanes_.forget_plan();
+  }
+
+ private:
+  // A stall that ended so long ago is another one.
+  static constexpr int64_t kSameStallNs = 1'000'000'000;
+
+  template <class PriorityOf>
+  struct PlannedRows {
+    Lanes& lanes;
+    const PriorityOf& priority_of;
+    RowMeta meta(uint64_t i) const {
+      const StreamRow& row = lanes.rows()[i];
+      return lanes.meta(i, row.kind == StreamRow::Kind::kReset ? RowMeta{} : priority_of(row));
+    }
+    void commit(uint64_t i, uint64_t key) const { lanes.commit(i, key); }
+  };
+
+  void begin() {
+    require_open();
+    refuse_second();
+    used_in_ = fork_generation.load(std::memory_order_relaxed) + 1;
+    try {
+      // Not for long: a writer depends on nobody who may have been stopped.
+      attachment_->settle_own({.deadline = monotonic_ns() + kSettleNs});
+      if (member_.act()) lanes_.forget();
+    } catch (...) {
+      used_in_ = 0;
+      throw;
+    }
+  }
+
+  void refuse_second() const {
+    if (in_use()) throw std::runtime_error("the writer is in use in another thread: make one writer for each thread");
+  }
+
+  // After a wait: the parent goes on with this call, and its id is the parent's.
+  void refuse_forked() const {
+    if (!in_use()) throw std::runtime_error("the process was forked out of a waiting call: start a call of its own");
+  }
+
+  // Now and then: is anybody there to draw what is written?
+  void look_around(Wait& wait) {
+    constexpr int64_t kEvery = 1'000'000'000;
+    const int64_t now = memory().participant(member_.id()).last_write.load(std::memory_order_relaxed);
+    if (looked_around_ == 0) looked_around_ = now;
+    if (now - looked_around_ < kEvery) return;
+    looked_around_ = now;
+    wait.look_around();
+  }
+
+  // Sleeps for a slice while a learner that has fallen behind draws.
+  void give_way() {
+    Header& h = memory().header();
+    const Unlocked others;
+    const int64_t start = monotonic_ns();
+    h.gate.pause(h.head, h.stopped, kSliceNs);
+    h.insert_wait.add(monotonic_ns() - start, machine_ns());
+    if (interrupted()) throw Interrupted{};
+  }
+
+  // Returns when the limiter admits a row. A signal after a look at the limit ends the next sleep, one before it does
+  // not: others may have used up what that one admitted.
+  void wait_for_room(Wait& wait) {
+    Header& h = memory().header();
+    const int64_t start = monotonic_ns();
+    int64_t waited = 0;
+    for (;;) {
+      if (admitted() && !attachment_->stopped()) return;
+      wait.look(Blocked::kLimited, waited);
+      refuse_forked();
+      if (admitted()) return;
+      catch_up();
+      const uint32_t seen = h.room_signal.load(std::memory_order_acquire);
+      if (admitted()) return;
+      {
+        const Unlocked others;
+        torchreplay::wait_for_room(h, memory().participant(member_.id()), seen, kSliceNs);
+      }
+      refuse_forked();
+      waited = monotonic_ns() - start;
+    }
+  }
+
+  // Lets the limiter see what came: rows that are no items yet, and rows lost to the dead, make room for others. The
+  // learner that holds the lock may be stopped: this wait has its own ends.
+  void catch_up() {
+    try {
+      attachment_->refresh({.deadline = 0});
+    } catch (const LockTimeout&) {
+    }
+  }
+
+  // Sleeps a little. A full turn of slots is held by others, who are stopped, or died and are freed by the census.
+  void wait_for_slot(Wait& wait) {
+    const int64_t now = monotonic_ns();
+    if (now - last_stall_ > kSameStallNs) stalled_since_ = looked_at_ = 0;
+    last_stall_ = now;
+    if (!stalled_since_) stalled_since_ = now;
+    if (now - looked_at_ >= kSliceNs) {
+      looked_at_ = now;
+      wait.look(Blocked::kStalled, now - stalled_since_);
+      refuse_forked();
+    }
+    take_census(memory(), false);
+    const Unlocked others;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+
+  std::shared_ptr<Attachment> attachment_;
+  Membership member_;
+  bool linked_;
+  uint64_t row_bytes_ = 0;
+  Lanes lanes_;
+  std::vector<int64_t> keys_;
+  uint64_t owner_ = 0;    // the thread that the episodes under way belong to
+  uint64_t used_in_ = 0;  // the fork generation, plus one, of the call in progress
+  bool closed_ = false;
+  uint64_t rows_before_ = 0;   // under places that it has given up
+  int64_t looked_around_ = 0;  // when, by the clock of last_write
+  int64_t stalled_since_ = 0, last_stall_ = 0, looked_at_ = 0;
+};
+
+}  // namespace torchreplay
