@@ -163,10 +163,9 @@ class Learner {
   }
 
   // Copies the items anchored at `keys` that can be drawn, in their order. `step`: of the draw of this process whose
-  // chances they take again. Returns how many there are.
-  int gather(const std::vector<int64_t>& keys, double beta, std::optional<uint64_t> step, const BatchPointers& out,
-             int threads, DrawnFrom& from) {
-    const std::shared_ptr<Attachment> a = require_open();
+  // chances they take again. Returns how many there are. `a` is what the call began with: it may be closed since.
+  int gather(const std::shared_ptr<Attachment>& a, const std::vector<int64_t>& keys, double beta,
+             std::optional<uint64_t> step, const BatchPointers& out, int threads, DrawnFrom& from) {
     a->settle_feedback();
     if (step) join();
     const DrawName name{next_.seed, next_.stream, step.value_or(0)};
@@ -183,9 +182,8 @@ class Learner {
   }
 
   // Applies TD errors, or has the thread do it that draws ahead for the caller. Nothing is applied when a key was never
-  // issued: it is returned. What is left of `feedback` is memory for the next.
-  std::optional<BadKey> update(Feedback& feedback) {
-    const std::shared_ptr<Attachment> a = require_open();
+  // issued: it is returned. What is left of `feedback` is memory for the next. `a` as for gather().
+  std::optional<BadKey> update(const std::shared_ptr<Attachment>& a, Feedback& feedback) {
     const auto n = static_cast<int64_t>(feedback.keys.size());
     if (const std::optional<BadKey> bad = unissued(a->memory(), n, feedback.keys.data())) return bad;
     if (a->enqueue_feedback(feedback)) return std::nullopt;

@@ -24,6 +24,9 @@ class Unlocked {
   void* state_;
 };
 
+// So many bytes are copied or looked through under the caller's lock at most: to let go of it takes as long.
+inline constexpr uint64_t kUnlockedBytes = 64 << 10;
+
 // What keeps a writer from going on.
 enum class Blocked {
   kLimited,  // the learner has to draw first, as the limiter wants it

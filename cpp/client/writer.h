@@ -18,9 +18,6 @@ namespace torchreplay {
 // Guarded by the caller's lock, which it lets go of while it waits and copies much.
 class Writer {
  public:
-  // Rows of less than so many bytes are copied under the caller's lock: to let go of it takes as long.
-  static constexpr uint64_t kUnlockedBytes = 64 << 10;
-
   // `lanes`: of the streams that it writes, where rows are linked.
   Writer(std::shared_ptr<Attachment> attachment, Lanes lanes)
       : attachment_(std::move(attachment)),

@@ -7,9 +7,6 @@
 
 namespace torchreplay::py {
 
-// More than this is read and copied without the interpreter lock: below, taking it again costs more.
-inline constexpr uint64_t kGilBytes = 64 << 10;
-
 // The dimensions before a field's own. A time_count of -1 is learned from the first value.
 struct Leading {
   bool times = false, lanes = false;
@@ -114,7 +111,7 @@ class FieldValue {
       const Unlocked others;
       return find();
     };
-    if (!(bytes > kGilBytes ? find_unlocked() : find())) return;
+    if (!(bytes > kUnlockedBytes ? find_unlocked() : find())) return;
     const int dims = a.dims;
     throw std::invalid_argument("field '" + spec.path + "': got " + unfit.value +
                                 (dims ? " at index " + shape_text(unfit.index, dims) : "") + ", which " +

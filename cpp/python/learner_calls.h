@@ -152,7 +152,7 @@ inline PyObject* gather(PyObject* self, PyObject* const* args, Py_ssize_t nargs)
     BatchPointers pointers;
     builder.point(pointers);
     DrawnFrom from;
-    builder.shrink(s.learner->gather(keys, beta, step, pointers, threads_for(attached->outputs(), n), from));
+    builder.shrink(s.learner->gather(attached, keys, beta, step, pointers, threads_for(attached->outputs(), n), from));
     return told(make_batch(s, builder), from);
   });
 }
@@ -222,7 +222,7 @@ inline PyObject* update(PyObject* self, PyObject* const* args, Py_ssize_t nargs)
     Feedback feedback = std::exchange(s.feedback, {});
     read_keys(keys.get(), feedback.keys);
     read_td(args[1], static_cast<int64_t>(feedback.keys.size()), feedback.td);
-    const std::optional<BadKey> bad = s.learner->update(feedback);
+    const std::optional<BadKey> bad = s.learner->update(attached, feedback);
     if (feedback.keys.capacity() <= Feedback::kKept) s.feedback = std::move(feedback);
     if (bad) refuse(*bad);
     return true;

@@ -107,7 +107,7 @@ def test_rows_that_are_not_done_end_a_run_and_rows_overwritten_are_none():
 
 def test_only_what_is_admitted_is_written():
     class Impatient(tr.Writer):
-        def _wait(self, stalled):
+        def _look(self, stalled, waited):
             raise tr.ReplayTimeout
 
     buffer = make(tr.Rows())
@@ -174,7 +174,7 @@ def test_a_row_goes_on_where_the_row_before_it_in_the_buffer_is(key1, step, good
 
 def test_a_relay_that_was_interrupted_goes_on_where_it_was():
     class Interrupted(tr.Writer):
-        def _wait(self, stalled):
+        def _look(self, stalled, waited):
             raise tr.ReplayTimeout
 
     there, here = make(tr.Rows()), make(tr.Rows())

@@ -16,6 +16,7 @@ FLOORS = (
     {"session"},
     {"draw", "checkpoint"},
     {"prefetch"},
+    {"client"},
     {"python", "ops"},
 )
 """Rooms of the native core, from the ground."""
@@ -47,6 +48,20 @@ def test_headers_include_their_own_room_and_those_below(floor):
         for path in (ROOT / "cpp" / room).glob("*.h"):
             included = set(re.findall(r'#include "(?:(\w+)/)?\w+\.h"', path.read_text()))
             assert included <= below | {room}, path
+
+
+def test_the_bindings_take_no_lock_and_do_not_sleep_or_read_what_a_segment_counts():
+    """They check arguments and convert. What a process does with a segment is for `cpp/client/`."""
+    session = r"\b(SegmentLock|header\(\)|futex_\w+|sleep_for|nanosleep|publish_limit|fork_generation)\b"
+    for room in ("python", "ops"):
+        for path in (ROOT / "cpp" / room).glob("*.h"):
+            code = re.sub(r"//.*", "", path.read_text())
+            assert re.findall(session, code) == [], path
+
+
+def test_the_client_includes_neither_python_nor_torch():
+    for path in (ROOT / "cpp" / "client").glob("*.h"):
+        assert not re.search(r"#include [<\"](Python|torch|python)", path.read_text()), path
 
 
 # Faces: a room's `__all__` names the files, or the names, that other rooms may import.

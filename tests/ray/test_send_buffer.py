@@ -19,7 +19,7 @@ class Full(Exception):
 class Collecting(tr.Writer):
     """Does not wait."""
 
-    def _wait(self, stalled):
+    def _look(self, stalled, waited):
         raise Full
 
 

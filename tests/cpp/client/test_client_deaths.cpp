@@ -37,7 +37,7 @@ void draw_and_feed_back(const std::shared_ptr<Attachment>& a) {
   Drawn batch;
   learner.draw(kBatch, 0.5, {}, batch.pointers(), 1);
   Feedback feedback = feedback_to(batch, 1);
-  learner.update(feedback);
+  learner.update(a, feedback);
   learner.depart(0);
 }
 

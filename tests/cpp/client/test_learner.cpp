@@ -144,7 +144,7 @@ BOOST_AUTO_TEST_CASE(others_can_close_it_while_threads_draw_and_feed_back) {
           const Caller caller;
           draw(*learner, batch);
           Feedback feedback = feedback_to(batch, i);
-          learner->update(feedback);
+          learner->update(learner->require_open(), feedback);
         }
       } catch (const std::runtime_error& e) {
         if (std::string(e.what()) == "the replay buffer is closed") ended++;
@@ -207,7 +207,7 @@ BOOST_AUTO_TEST_CASE(feedback_with_a_key_that_was_never_issued_changes_nothing) 
   learner->attachment().refresh({});
   const auto before = leaves(learner->attachment().memory());
   Feedback feedback{{3, 50}, {100, 100}};
-  const std::optional<BadKey> bad = learner->update(feedback);
+  const std::optional<BadKey> bad = learner->update(learner->require_open(), feedback);
   BOOST_REQUIRE(bad.has_value());
   BOOST_TEST(bad->index == 1);
   BOOST_TEST(leaves(learner->attachment().memory()) == before);

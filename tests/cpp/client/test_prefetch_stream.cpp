@@ -152,7 +152,7 @@ BOOST_AUTO_TEST_CASE(feedback_and_draws_come_in_the_order_of_the_calls) {
       BOOST_REQUIRE(next(stream) == expected[k].keys);
       Feedback feedback = feedback_to(expected[k], k);
       if (!feedback_first) stream.order(0.5, {}, 1);
-      BOOST_REQUIRE(!learner->update(feedback));
+      BOOST_REQUIRE(!learner->update(learner->require_open(), feedback));
       if (feedback_first) stream.order(0.5, {}, 1);
     }
     learner->attachment().settle();
