@@ -1,7 +1,6 @@
 """Limiters: which side is admitted and which must wait, by the published rules."""
 
 import dataclasses
-import time
 from contextlib import suppress
 
 import numpy as np

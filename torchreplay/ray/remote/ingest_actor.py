@@ -19,7 +19,7 @@ from torchreplay.ray.runtime.session import import_ray, logger
 from torchreplay.schema.views import Rows
 from torchreplay.segment.delivery_log import END, DeliveryLog, WriterEntry
 from torchreplay.segment.handle import Handle
-from torchreplay.segment.waits import Audience, Wait
+from torchreplay.segment.waits import Audience
 
 INGEST_SLICE_SECONDS: Final = 0.2
 """Seconds for which a chunk waits here for the limiter; then its writer sends it again, and knows why."""
