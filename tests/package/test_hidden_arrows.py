@@ -1,6 +1,7 @@
 """No module reaches for another, or claims to be another kind of thing, in a way that linters cannot see."""
 
 import ast
+import sys
 
 import pytest
 from paths import ROOT
@@ -14,6 +15,9 @@ ALLOWED = {
     "torchreplay/workers/fork_server.py": {"import_module"},  # modules of the user's program: it alone names them
     "torchreplay/checking/loop_recording.py": {"_getframe", "f_back"},  # the lines of the user's loop
 }
+
+DOCUMENTED = {"os._exit", "sys._getframe", "zlib._Decompress"}
+"""Names of the standard library that its manual, or its type hints, show in spite of the underscore."""
 
 
 def hidden(source: str) -> set[str]:
@@ -68,3 +72,52 @@ def test_nothing_imports_by_a_string_casts_looks_at_frames_or_poses_as_another_c
         if names := hidden(path.read_text()):
             found[path.relative_to(ROOT).as_posix()] = names
     assert found == ALLOWED
+
+
+def private(source: str) -> set[str]:
+    """Returns the private names of the standard library that `source` uses by what it imports."""
+    nodes = list(ast.walk(ast.parse(source)))
+    modules, found = set(), set()
+    for node in nodes:
+        match node:
+            case ast.Import(names=names):
+                modules |= {a.asname or a.name.partition(".")[0] for a in names if is_standard(a.name)}
+            case ast.ImportFrom(module=str(module), names=names, level=0) if is_standard(module):
+                modules |= {alias.asname or alias.name for alias in names}
+                found |= {f"{module}.{alias.name}" for alias in names if is_private(alias.name)}
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            owner = node.value
+            while isinstance(owner, ast.Attribute | ast.Call):
+                owner = owner.value if isinstance(owner, ast.Attribute) else owner.func
+            if isinstance(owner, ast.Name) and owner.id in modules:
+                found.add(ast.unparse(node))
+    return found - DOCUMENTED
+
+
+def is_standard(module: str) -> bool:
+    return module.partition(".")[0] in sys.stdlib_module_names
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import threading\nthreading._shutdown()",
+        "import subprocess as s\ns._args_from_interpreter_flags()",
+        "from multiprocessing import resource_tracker\nresource_tracker._resource_tracker.fd = 3",
+        "from multiprocessing import process\nprocess.current_process()._inheriting = True",
+        "from atexit import _clear",
+    ],
+)
+def test_a_private_name_of_the_standard_library_would_be_noticed(source):
+    assert private(source)
+
+
+def test_no_module_uses_a_private_name_of_the_standard_library():
+    assert not private("import os\nos._exit(1)\nos.__name__\nself._pid")
+    for path in sorted((ROOT / "torchreplay").rglob("*.py")):
+        assert not private(path.read_text()), path

@@ -38,6 +38,7 @@ def fork_server_of(pool):
 
 PROGRAM = """
 import atexit, os, random, sys
+import mujoco
 import numpy as np
 import torch
 import torchreplay as tr
@@ -66,9 +67,12 @@ if __name__ == "__main__":
 
 
 def test_explorers_see_the_program_as_spawned_processes_do(tmp_path):
+    # It stands for a package that the fork server imports, and that removes something shared at the end.
+    (tmp_path / "mujoco.py").write_text("import atexit\natexit.register(print, 'a package removes what it has made')")
     done = run_program(tmp_path, PROGRAM)
     assert done.stderr == ""
-    *goodbyes, rows = sorted(done.stdout.splitlines())
+    removed, *goodbyes, rows = sorted(done.stdout.splitlines())
+    assert removed == "a package removes what it has made"  # the program alone does
     assert rows == "rows [0.0, 1.0, 2.0]"
     assert goodbyes == [f"explorer {index} says goodbye" for index in range(3)]
     seen = [(tmp_path / f"seen-{index}").read_text().split() for index in range(3)]
@@ -286,6 +290,27 @@ def test_the_death_of_the_fork_server_costs_one_restart_of_each_explorer():
     assert len(pool.errors) == 3
     assert all(failure.died and "that starts workers died" in failure.error for failure in pool.errors)
     assert not any(is_running(stats.pid) for stats in pool.stats())
+
+
+@pytest.mark.slow
+def test_a_fork_server_that_does_not_answer_is_ended_and_another_takes_its_place(monkeypatch):
+    def explore(ctx):
+        ctx.record(episode_return=0.0, episode_length=1)
+        while not ctx.stopped:
+            time.sleep(0.01)
+
+    with ExplorerPool(explore, 2, make_buffer(), backend="process", restart_delay=0.0) as pool:
+        eventually(lambda: all(stats.episodes == 1 for stats in pool.stats()), 150)
+        server = fork_server_of(pool)
+        os.kill(server, signal.SIGSTOP)
+        with monkeypatch.context() as patch:
+            patch.setattr(fork_server, "_ANSWER_TIMEOUT", 0.2)
+            os.kill(pool.stats()[0].pid, signal.SIGKILL)
+            eventually(lambda: not is_running(server))
+        eventually(lambda: all(stats.episodes == 2 for stats in pool.stats()), 150)
+        assert fork_server_of(pool) != server
+    assert {failure.index for failure in pool.errors} == {0, 1}
+    assert all("that starts workers died" in failure.error for failure in pool.errors if failure.index)
 
 
 @pytest.mark.parametrize("kill_at", [0.0, 0.2, 1.0])

@@ -18,7 +18,7 @@ from types import FunctionType, ModuleType
 from typing import Any, Final
 
 from torchreplay.workers.backend import Backend, pickled
-from torchreplay.workers.fork_server import ForkServer
+from torchreplay.workers.fork_server import IMPORTS_MAIN, ForkServer
 from torchreplay.workers.worker_process import Launch, Outcome
 
 _EXIT_TIMEOUT: Final = 2.0
@@ -49,7 +49,6 @@ class ProcessRun:
 
     launch: Launch
     server: ForkServer
-    fork: int  # its number there
     pid: int
     alive: int  # a pidfd: readable once the process has ended, also when another one holds its pipes
     report: Connection
@@ -100,7 +99,7 @@ class ProcessBackend(Backend[ProcessRun]):
         server = self._running_server()
         report, reporter = multiprocessing.Pipe(duplex=False)
         try:
-            fork, pid, alive = server.fork(launch, reporter)
+            pid, alive = server.fork(launch, reporter)
         except BaseException:
             report.close()
             if server.has_died:
@@ -108,7 +107,7 @@ class ProcessBackend(Backend[ProcessRun]):
             raise
         finally:
             reporter.close()
-        return ProcessRun(launch, server, fork, pid, alive, report)
+        return ProcessRun(launch, server, pid, alive, report)
 
     def _running_server(self) -> ForkServer:
         if self._server is None:
@@ -166,7 +165,7 @@ class ProcessBackend(Backend[ProcessRun]):
             deadline = run.deadline or time.monotonic() + _EXIT_TIMEOUT
             wait([run.alive], max(0.0, deadline - time.monotonic()))  # it ends its own children meanwhile
             self.kill(run)
-            run.exit_code, run.ended = run.server.reap(run.fork), True
+            run.exit_code, run.ended = run.server.reap(run.pid), True
             if run.exit_code is None:
                 with suppress(ChildProcessError):  # it became a child of this program if that is process 1
                     os.waitid(os.P_PIDFD, run.alive, os.WEXITED)
@@ -188,7 +187,7 @@ def _preparation_data() -> dict[str, Any]:
     Raises:
         RuntimeError: This is a worker, which imports the program's main module.
     """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
+    if IMPORTS_MAIN.is_set():
         raise RuntimeError(
             "this program starts workers when its main module is imported, which each worker does: put what starts "
             "them, and all else that is to run only once, under `if __name__ == '__main__':`"
