@@ -1,4 +1,8 @@
-"""A pool's table in workers on other nodes of the Ray cluster: a copy, kept like the original by messages."""
+"""A pool's table in workers on other nodes of the Ray cluster: a copy, kept like the original by messages.
+
+The workers report, and are not asked. An actor that answers beside its function runs it in a thread of its own, where
+no signal interrupts it. And what they report arrives while the program is busy or stopped.
+"""
 
 from __future__ import annotations
 
