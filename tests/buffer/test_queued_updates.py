@@ -138,7 +138,7 @@ def test_an_iteration_that_two_threads_end_is_ended_once():
     buffer = tr.ReplayBuffer({"x": tr.Field(4096)}, 2048, seed=1)
     buffer.extend(x=np.zeros((2048, 4096), np.float32))
     for _ in range(10):
-        stream = buffer._source.batches(StreamSpec(2048, None, 3, None, Wait))
+        stream = buffer._sampler.batches(StreamSpec(2048, None, 3, None, Wait))
         next(stream)
         with ThreadPoolExecutor(2) as threads:
             for _ended in threads.map(lambda _, stream=stream: stream.close(), range(2)):

@@ -138,14 +138,14 @@ class Registered:
 
 def test_all_of_a_buffers_memory_is_locked_once_and_until_it_is_closed():
     buffer, registry = filled_buffer(), Registered()
-    buffer._source.lock_pages(registry)
-    buffer._source.lock_pages(registry)
+    buffer._sampler.lock_pages(registry)
+    buffer._sampler.lock_pages(registry)
     ((address, nbytes),) = registry.held
     assert nbytes == buffer.nbytes
-    assert buffer._source._page_lock.held
+    assert buffer._sampler._page_lock.held
     for tensor in buffer.storage.values():
         assert address <= tensor.data_ptr() < address + nbytes
-    lock = buffer._source._page_lock
+    lock = buffer._sampler._page_lock
     buffer.close()
     assert registry.held == []
     assert not lock.held
@@ -154,7 +154,7 @@ def test_all_of_a_buffers_memory_is_locked_once_and_until_it_is_closed():
 
 def test_memory_that_nobody_closed_is_released_before_it_is_unmapped():
     buffer, registry = filled_buffer(), Registered()
-    buffer._source.lock_pages(registry)
+    buffer._sampler.lock_pages(registry)
     assert registry.held
     del buffer
     assert registry.held == []
@@ -163,17 +163,17 @@ def test_memory_that_nobody_closed_is_released_before_it_is_unmapped():
 def test_a_refusal_is_one_warning_that_says_what_and_why():
     buffer, registry = filled_buffer(), Registered("out of memory, CUDA error 2")
     with pytest.warns(RuntimeWarning, match=r'pin="ring" cannot page-lock the 348.0 KiB .*out of memory, CUDA error 2'):
-        buffer._source.lock_pages(registry)
+        buffer._sampler.lock_pages(registry)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        buffer._source.lock_pages(registry)
-    assert not buffer._source._page_lock.held
+        buffer._sampler.lock_pages(registry)
+    assert not buffer._sampler._page_lock.held
     buffer.close()
 
 
 def test_a_forked_child_leaves_the_registration_to_its_parent():
     buffer, registry = filled_buffer(), Registered()
-    buffer._source.lock_pages(registry)
+    buffer._sampler.lock_pages(registry)
 
     def in_child():
         buffer.close()
@@ -351,7 +351,7 @@ def test_the_buffers_own_memory_is_page_locked_until_it_is_closed():
 @pytest.mark.gpu
 def test_memory_refused_a_second_time_leaves_no_error_behind():
     buffer, registry = filled_buffer(), CudaRegistry(torch.device("cuda"))
-    buffer._source.lock_pages(registry)
+    buffer._sampler.lock_pages(registry)
     with pytest.warns(RuntimeWarning, match="CUDA error"):
         PageLock(buffer, buffer._segment.address, buffer.nbytes, registry)
     assert torch.ones(3, device="cuda").sum().item() == 3

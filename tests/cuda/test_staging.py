@@ -391,7 +391,7 @@ def test_the_buffers_memory_is_page_locked_for_the_ring_alone(monkeypatch):
     locked = []
     for pin in ("staging", "off", "ring"):
         buffer = filled_buffer()
-        buffer._source.lock_pages = lambda registry, pin=pin: locked.append(pin) or SimpleNamespace(held=False)
+        buffer._sampler.lock_pages = lambda registry, pin=pin: locked.append(pin) or SimpleNamespace(held=False)
         if pin != "off":
             next(iter(tr.ReplayDataset(buffer, BATCH, device="cuda", pin=pin)))
     assert locked == ["ring"]

@@ -180,7 +180,7 @@ class WritableReplay(Configured, Closeable, ABC):
 class Replay(WritableReplay):
     """What learners draw from and feed back to: a `ReplayBuffer`, or the shards of several machines."""
 
-    _source: BatchSource
+    _sampler: BatchSource
 
     @abstractmethod
     def expect_writers(self) -> Closeable:
@@ -238,4 +238,4 @@ class Replay(WritableReplay):
 
 def source_of(replay: Replay) -> BatchSource:
     """Returns what `replay` draws with. For the other rooms of this package."""
-    return replay._source
+    return replay._sampler

@@ -209,13 +209,7 @@ class LocalSampler:
 
     # Feeding back
 
-    def update_priorities(self, batch_or_keys: ReplayBatch | Any, td: Any) -> None:
-        """Does what `ReplayBuffer.update_priorities` does."""
-        on_device = isinstance(td, Tensor) and td.is_cuda
-        if on_device or self.pending.waiting or not self.segment.update(batch_or_keys, td):
-            self._update_otherwise(batch_or_keys, td, on_device)
-
-    def _update_otherwise(self, batch_or_keys: ReplayBatch | Any, td: Any, on_device: bool) -> None:
+    def update_otherwise(self, batch_or_keys: ReplayBatch | Any, td: Any, on_device: bool) -> None:
         """Does what one native call cannot: TD errors on a device or after such, and batches that we did not sign."""
         keys = keys_of(batch_or_keys, self.nonce) if isinstance(batch_or_keys, dict) else batch_or_keys
         if on_device:
@@ -243,7 +237,3 @@ class LocalSampler:
         checked = self.segment.checked_keys(keys)
         require_one_each(td, len(checked))
         return checked
-
-    def forget_pending(self) -> None:
-        """Forgets what is on its way from a device, in a forked child: that is the parent's."""
-        self.pending = PendingUpdates(self.segment.update)

@@ -1,4 +1,4 @@
-"""`LocalSource`: what a `ReplayBuffer` hands its batches to datasets with."""
+"""`LocalSource`: how a process uses a `ReplayBuffer` that it has attached, until it closes it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from torchreplay import _C
 from torchreplay.buffer.base import BatchSource, Pin, StreamSpec
 from torchreplay.buffer.local_sampler import LocalSampler
+from torchreplay.buffer.pending_updates import PendingUpdates
 from torchreplay.buffer.prefetch import PrefetchIterator
 from torchreplay.cuda.copies import DeviceCopies
 from torchreplay.cuda.pinned_memory import CudaRegistry, PageLock
 from torchreplay.cuda.staging import Staging
+from torchreplay.schema.config import Config
 from torchreplay.segment.process_hooks import open_buffers
 from torchreplay.segment.waits import SLICE_NS
 
@@ -22,46 +25,33 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-class LocalSource(BatchSource):
-    """A buffer that this process has attached, until it is closed: its batches, and what is page-locked for them.
+class LocalSource(LocalSampler, BatchSource):
+    """What draws from a buffer and feeds back, what datasets use, and what is page-locked; it ends when it is closed.
 
     Args:
-        sampler: What draws them.
-
-    Attributes:
-        sampler: What draws them.
+        segment: The buffer's memory.
+        nonce: Its identity.
+        config: What it was made of.
     """
 
-    def __init__(self, sampler: LocalSampler) -> None:
-        self.sampler, self.config, self.nonce = sampler, sampler.config, sampler.nonce
+    def __init__(self, segment: _C.Segment, nonce: int, config: Config) -> None:
+        super().__init__(segment, nonce, config)
         self._page_lock: PageLock | None = None
         self._end_attaching: weakref.finalize[..., LocalSource] | None = None
         open_buffers.add(self)
 
     @property
-    def attach_fd(self) -> int:
-        """A descriptor of the memory that is open until `close`: handles name it.
-
-        Writers and `storage` may hold the memory, and its own descriptor, for longer.
-        """
-        segment = self.sampler.segment
-        if self._end_attaching is None:
-            self._end_attaching = weakref.finalize(self, segment.close_attach_fd)
-            self._end_attaching.atexit = False  # children that the program waits for at its end may be about to attach
-        return segment.attach_fd
-
-    @property
     def seed(self) -> int:
         """The seed of the draws."""
-        return self.sampler.segment.seed
+        return self.segment.seed
 
     def unissued(self, keys: NDArray[np.int64]) -> int | None:
         """Returns the index of the first of `keys` that the buffer never issued."""
-        return self.sampler.segment.unissued(keys)
+        return self.segment.unissued(keys)
 
     def batches(self, spec: StreamSpec) -> PrefetchIterator:
         """Returns a stream of batches; a native thread draws `prefetch` of them ahead."""
-        return PrefetchIterator(self.sampler, spec)
+        return PrefetchIterator(self, spec)
 
     def staging(self, batch_size: int, prefetch: int, device: torch.device, pin: Pin | None) -> Staging | None:
         """Returns what takes batches to a CUDA device while the learner computes; None: each is copied by itself."""
@@ -75,44 +65,53 @@ class LocalSource(BatchSource):
     def lock_pages(self, registry: CudaRegistry) -> PageLock:
         """Page-locks the whole memory for copies to devices, once, if the system allows it."""
         if self._page_lock is None:
-            segment = self.sampler.segment
-            self._page_lock = PageLock(self, segment.address, segment.nbytes, registry)
+            self._page_lock = PageLock(self, self.segment.address, self.segment.nbytes, registry)
         return self._page_lock
+
+    @property
+    def attach_fd(self) -> int:
+        """A descriptor of the memory that is open until `close`: handles name it.
+
+        Writers and `storage` may hold the memory, and its own descriptor, for longer.
+        """
+        if self._end_attaching is None:
+            self._end_attaching = weakref.finalize(self, self.segment.close_attach_fd)
+            self._end_attaching.atexit = False  # children that the program waits for at its end may be about to attach
+        return self.segment.attach_fd
 
     def before_fork(self) -> None:
         """Says that the child can write: waits for rows must not conclude that nobody else could."""
-        self.sampler.segment.mark_shared()
+        self.segment.mark_shared()
 
     def in_child(self) -> None:
         """Forgets what is on its way from a device, and page-locked: that is the parent's."""
-        self.sampler.forget_pending()
+        self.pending = PendingUpdates(self.segment.update)
         self._page_lock = None
 
     def at_exit(self) -> None:
         """Has TD errors applied before a file is left."""
-        if not self.sampler.segment.closed and self.sampler.segment.in_file:
-            self.sampler.flush(time.monotonic_ns() + 4 * SLICE_NS)
+        if not self.segment.closed and self.segment.in_file:
+            self.flush(time.monotonic_ns() + 4 * SLICE_NS)
             self._release_pages()
 
     @property
     def is_learning(self) -> bool:
         """Whether this process has drawn from the buffer."""
-        return self.sampler.segment.learning
+        return self.segment.learning
 
     def depart(self, seconds: float) -> None:
         """Has others count no more on this process, as owner (for so long) and as learner, until it draws again."""
-        self.sampler.segment.depart(seconds)
+        self.segment.depart(seconds)
 
     def close(self) -> None:
         """Does what `ReplayBuffer.close` does."""
         try:
-            self.sampler.flush(time.monotonic_ns() + 4 * SLICE_NS)  # who holds the lock may have been stopped
+            self.flush(time.monotonic_ns() + 4 * SLICE_NS)  # who holds the lock may have been stopped
         finally:
-            self.sampler.delivery_log = None
+            self.delivery_log = None
             self._release_pages()
-            segment = self.sampler.segment
-            self.sampler.ended = self.sampler.ended or (not segment.closed and segment.stopped)
-            segment.close()
+            self.ended = self.ended or (not self.segment.closed and self.segment.stopped)
+            self.segment.close()
             open_buffers.discard(self)
 
     def _release_pages(self) -> None:

@@ -76,7 +76,7 @@ class ReplayBuffer(Replay):
         OSError: The disk has too little room for it, or a filesystem that cannot hold shared memory.
     """
 
-    _source: LocalSource
+    _sampler: LocalSource
 
     def __init__(
         self,
@@ -98,8 +98,7 @@ class ReplayBuffer(Replay):
 
     def _init_state(self, segment: _C.Segment, nonce: int, config: Config) -> None:
         self._segment, self._nonce, self._config = segment, nonce, config
-        self._sampler = LocalSampler(segment, nonce, config)
-        self._source = LocalSource(self._sampler)
+        self._sampler = LocalSource(segment, nonce, config)
         self._inspection = Inspection(self._sampler)
         self._local = threading.local()
         self._enough = 0  # items of the largest batch that was not larger than the items there were
@@ -123,7 +122,7 @@ class ReplayBuffer(Replay):
         from there.
         """
         self._segment.mark_shared()
-        handle = lasting_handle(self._source.attach_fd, self._nonce, self._origin)
+        handle = lasting_handle(self._sampler.attach_fd, self._nonce, self._origin)
         sampler = self._sampler
         if handle.node and sampler.delivery_log is None:
             made = DeliveryLog()
@@ -389,7 +388,9 @@ class ReplayBuffer(Replay):
         Warns:
             UserWarning: The sampler is `Uniform`, which ignores them. Said once.
         """
-        self._sampler.update_priorities(batch_or_keys, td)
+        on_device = isinstance(td, torch.Tensor) and td.is_cuda
+        if on_device or self._sampler.pending.waiting or not self._segment.update(batch_or_keys, td):
+            self._sampler.update_otherwise(batch_or_keys, td, on_device)
         if self._ignores_td:
             self._ignores_td = False
             warn_of_uniform(self._nonce, self._config.called)
@@ -691,7 +692,7 @@ class ReplayBuffer(Replay):
                 opened again until the machine restarts.
         """
         self._local = threading.local()
-        self._source.close()
+        self._sampler.close()
 
     def expect_writers(self) -> WriterLease:
         """Announces that writers will come, or come back: `sample` then waits for them instead of giving up.

@@ -139,7 +139,7 @@ class LocalShard:
         return self._candidates.draw(candidates, _first(room, candidates)), None
 
     def _update(self, keys: NDArray[np.int64], td: NDArray[np.float64]) -> int:
-        local_sampler(self.buffer).update_priorities(keys, td)
+        self._segment.update(keys, td)
         return len(keys)
 
     def _submit(self, work: Callable[[], T]) -> Future[T | None]:

@@ -130,7 +130,7 @@ class Shard:
 
     def update(self, keys: NDArray[np.int64], td: NDArray[np.float64]) -> int:
         """Feeds back TD errors for keys of this shard's own; both were checked. Returns how many."""
-        local_sampler(self._buffer).update_priorities(keys, td)
+        local_sampler(self._buffer).segment.update(keys, td)
         return len(keys)
 
     def clear(self) -> int:

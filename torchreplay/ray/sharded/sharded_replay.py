@@ -82,6 +82,8 @@ class ShardedReplay(Replay):
         MemoryError: A node has too little memory left for its shard.
     """
 
+    _sampler: ShardedSampler
+
     def __init__(
         self,
         spec: Spec,
@@ -115,7 +117,7 @@ class ShardedReplay(Replay):
         self._capacity, self._count = capacity, count
         self._shards = ShardClient(coordinator_name(nonce), config.called)
         self._feedback = ShardFeedback(self._shards, nonce)
-        self._source = self._sampler = ShardedSampler(self._shards, config, seed, nonce, self._feedback)
+        self._sampler = ShardedSampler(self._shards, config, seed, nonce, self._feedback)
 
     def _require_open(self) -> None:
         self._shards.require_open()
