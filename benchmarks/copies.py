@@ -1,7 +1,6 @@
 """Plain copies of a buffer's own memory, which draws of long values are compared with."""
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import cycle, islice
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,7 @@ import torch
 
 from benchmarks.line import OURS, Line
 from benchmarks.plan import Plan
-from benchmarks.timing import Candidate, interleave
+from torchreplay.checking.timing import Candidate, interleave, repeat
 
 FRESH, REUSED = "memcpy, fresh", "memcpy, reused"
 PLACES = 64
@@ -63,17 +62,3 @@ def copies(columns: Sequence[torch.Tensor], rows: int) -> list[Candidate]:
         Candidate(REUSED, repeat(lambda places: copy(reused, places), starts)),
         Candidate(FRESH, repeat(copy_fresh, starts)),
     ]
-
-
-def repeat(work: Callable[[Any], object], arguments: Sequence[Any]) -> Callable[[int], None]:
-    """Returns a loop over the arguments that goes on where the round before ended.
-
-    A copy of the same rows again would find them in the caches.
-    """
-    endless = cycle(arguments)
-
-    def run(n: int) -> None:
-        for argument in islice(endless, n):
-            work(argument)
-
-    return run

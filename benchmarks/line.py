@@ -4,6 +4,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torchreplay.checking.timing import deciles
+
 OURS = "torchreplay"
 
 
@@ -33,11 +35,7 @@ class Line:
 
     def spread(self, candidate: str) -> tuple[float, float]:
         """Returns the 10th and the 90th percentile over the rounds."""
-        values = sorted(self.samples[candidate])
-        if len(values) == 1:
-            return values[0], values[0]
-        deciles = statistics.quantiles(values, n=10, method="inclusive")
-        return deciles[0], deciles[-1]
+        return deciles(self.samples[candidate])
 
     def advantage(self, over: str) -> float:
         """Returns how many times better torchreplay is than another candidate: the median of the rounds' ratios.

@@ -7,18 +7,11 @@ import platform
 from collections.abc import Sequence
 from importlib import metadata
 
+from torchreplay.segment import reservation
+
 PACKAGES = ("torchreplay", "torch", "numpy", "cpprb", "tianshou", "torchrl", "stable_baselines3")
 RESERVE = 1 << 30
 """Bytes that the benchmarks leave to everybody else on the machine."""
-
-
-def available_bytes() -> int:
-    """Returns the memory that can be taken without swapping (``MemAvailable``)."""
-    with open("/proc/meminfo") as meminfo:
-        for entry in meminfo:
-            if entry.startswith("MemAvailable:"):
-                return int(entry.split()[1]) * 1024
-    raise OSError("no MemAvailable in /proc/meminfo; the benchmarks need Linux")
 
 
 def require_memory(needed: int, purpose: str) -> None:
@@ -27,12 +20,7 @@ def require_memory(needed: int, purpose: str) -> None:
     Raises:
         MemoryError: Less than ``needed`` bytes and a reserve are available.
     """
-    available = available_bytes()
-    if available < needed + RESERVE:
-        raise MemoryError(
-            f"{purpose} need {needed >> 20:,} MiB and {RESERVE >> 20:,} MiB to spare, "
-            f"{available >> 20:,} MiB are available: free some, or run with --quick"
-        )
+    reservation.require_memory(needed, purpose, RESERVE)
 
 
 def resident_bytes() -> int:

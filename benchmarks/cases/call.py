@@ -11,8 +11,8 @@ from benchmarks.peers import PrioritizedPeer
 from benchmarks.peers.registry import cpprb, installed
 from benchmarks.peers.torchreplay import TorchreplayPeer
 from benchmarks.plan import Plan
-from benchmarks.timing import Candidate, interleave
 from benchmarks.workload import SMALL
+from torchreplay.checking.timing import Candidate, interleave
 from torchreplay.segment.waits import NEVER
 
 POOL = 64

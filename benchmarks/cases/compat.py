@@ -7,8 +7,8 @@ from typing import Any
 
 from benchmarks.line import OURS, Line
 from benchmarks.plan import Plan
-from benchmarks.timing import Candidate, interleave
 from benchmarks.workload import SMALL, td_errors
+from torchreplay.checking.timing import Candidate, interleave
 
 MICROSECONDS = 1e6
 CAPACITY = 100_000

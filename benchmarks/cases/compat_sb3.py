@@ -11,7 +11,7 @@ from stable_baselines3.common import buffers
 
 from benchmarks.line import OURS, Line
 from benchmarks.plan import Plan
-from benchmarks.timing import Candidate, interleave
+from torchreplay.checking.timing import Candidate, interleave
 from torchreplay.compat import sb3
 
 MICROSECONDS = 1e6

@@ -6,13 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from benchmarks.copies import MICROSECONDS, PLACES, copies, draws_beside_copies, repeat
+from benchmarks.copies import MICROSECONDS, PLACES, copies, draws_beside_copies
 from benchmarks.line import OURS, Line
 from benchmarks.machine import require_memory
 from benchmarks.peers.torchreplay import TorchreplayPeer
 from benchmarks.plan import Plan
-from benchmarks.timing import Candidate, interleave
 from benchmarks.workload import ATARI
+from torchreplay.checking.timing import Candidate, interleave, repeat
 
 BATCH_SIZE = 256
 ONE, TWO = "one thread", "two threads"

@@ -13,9 +13,9 @@ from benchmarks.line import OURS, Line
 from benchmarks.machine import require_memory
 from benchmarks.peers.torchreplay import TorchreplayPeer
 from benchmarks.plan import Plan
-from benchmarks.timing import Candidate, interleave
 from benchmarks.workload import ATARI, SMALL, WIDE, Workload
 from torchreplay.buffer.base import Pin
+from torchreplay.checking.timing import Candidate, interleave
 from torchreplay.cuda.copies import DeviceCopies
 
 BATCH_SIZE = 256

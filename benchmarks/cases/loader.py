@@ -15,8 +15,8 @@ from benchmarks.cases.feedback import measure_feedback
 from benchmarks.line import OURS, Line
 from benchmarks.peers.torchreplay import TorchreplayPeer
 from benchmarks.plan import Plan
-from benchmarks.timing import Candidate, interleave
 from benchmarks.workload import SMALL
+from torchreplay.checking.timing import Candidate, interleave
 
 BATCH_SIZE = 256
 MICROSECONDS = 1e6

@@ -13,8 +13,8 @@ from benchmarks.child import run_module
 from benchmarks.line import OURS, Line
 from benchmarks.peers.rllib import EPISODE, RllibEpisodes
 from benchmarks.plan import Plan
-from benchmarks.timing import Candidate, interleave
 from benchmarks.workload import SMALL, td_errors
+from torchreplay.checking.timing import Candidate, interleave
 
 START = 120.0
 """Seconds that Ray may take to start and to end."""

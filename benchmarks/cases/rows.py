@@ -9,8 +9,8 @@ from benchmarks.machine import require_memory
 from benchmarks.peers import Peer, PrioritizedPeer
 from benchmarks.peers.registry import PEERS, installed
 from benchmarks.plan import Plan
-from benchmarks.timing import Candidate, interleave
 from benchmarks.workload import Row, Rows, Workload
+from torchreplay.checking.timing import Candidate, interleave
 
 MICROSECONDS = 1e6
 LANES = 50

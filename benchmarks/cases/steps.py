@@ -9,8 +9,8 @@ from benchmarks.episodes import EPISODE, block, linked_buffer
 from benchmarks.line import OURS, Line
 from benchmarks.peers.torchreplay import TorchreplayPeer
 from benchmarks.plan import Plan
-from benchmarks.timing import Candidate, interleave
 from benchmarks.workload import SMALL
+from torchreplay.checking.timing import Candidate, interleave
 
 MICROSECONDS, NANOSECONDS = 1e6, 1e9
 POOL = 64

@@ -6,15 +6,14 @@ from importlib.util import find_spec
 import torchreplay as tr
 from benchmarks.cases.frames import measure_frames
 from benchmarks.cases.steps import measure_steps
-from benchmarks.copies import repeat
 from benchmarks.episodes import linked_buffer
 from benchmarks.line import OURS, Line
 from benchmarks.peers import Peer
 from benchmarks.peers.registry import cpprb
 from benchmarks.peers.torchreplay import TorchreplayPeer
 from benchmarks.plan import Plan
-from benchmarks.timing import Candidate, interleave
 from benchmarks.workload import SMALL
+from torchreplay.checking.timing import Candidate, interleave, repeat
 
 MICROSECONDS = 1e6
 CAPACITIES = (100_000, 1_000_000)

@@ -12,8 +12,8 @@ import torchreplay as tr
 from benchmarks.line import OURS, Line
 from benchmarks.native import BATCH_SIZE, NativeTree
 from benchmarks.plan import Plan
-from benchmarks.timing import Candidate, interleave
 from benchmarks.workload import td_errors
+from torchreplay.checking.timing import Candidate, interleave
 
 CAPACITIES = (100_000, 1_000_000, 10_000_000)
 POOL = 64

@@ -6,8 +6,8 @@ import torchreplay as tr
 from benchmarks.line import OURS, Line
 from benchmarks.peers.torchreplay import TorchreplayPeer
 from benchmarks.plan import Plan
-from benchmarks.timing import Candidate, interleave
 from benchmarks.workload import SMALL
+from torchreplay.checking.timing import Candidate, interleave
 
 MICROSECONDS = 1e6
 POOL = 64

@@ -11,18 +11,18 @@ import pytest
 import torch
 
 import torchreplay as tr
-from benchmarks import chart, kills, timing
+from benchmarks import chart, kills
 from benchmarks.cases.gpu import learner, measure_gpu, waits_within
 from benchmarks.child import ChildError, run_module
-from benchmarks.copies import repeat
 from benchmarks.episodes import STREAMS, block, linked_buffer
 from benchmarks.learner import q_learning
 from benchmarks.line import Aim, Line
 from benchmarks.peers.torchreplay import TorchreplayPeer
 from benchmarks.plan import QUICK
 from benchmarks.report import as_json, row
-from benchmarks.timing import Candidate, interleave
 from benchmarks.workload import ATARI, SMALL
+from torchreplay.checking import timing
+from torchreplay.checking.timing import Candidate, interleave, repeat
 
 
 def line(**samples: list[float]) -> Line:

@@ -22,10 +22,11 @@ from torchreplay.cli.tables import print_whole
 def command(seconds: float, as_json: bool) -> None:
     """Measure what writing, drawing and feeding back cost here, beside a copy of the same bytes.
 
-    One process, on one core. Other programs that run meanwhile make it slower: the spread of the rounds shows them.
+    One process, on one core. Rounds of all calls take turns. Other programs that run meanwhile make them slower: the
+    spread from the 10th to the 90th percentile shows them.
     """
     try:
-        figures = list(measure(seconds))
+        figures = measure(seconds)
     except MemoryError as error:
         raise Refused(str(error)) from None
     if as_json:

@@ -1,15 +1,31 @@
 """Interleaved timing: rounds alternate between the candidates."""
 
+from __future__ import annotations
+
 import gc
 import resource
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
+from typing import Any, Final
 
-from benchmarks.plan import Plan
-
-ATTEMPTS = 5
+ATTEMPTS: Final = 5
 """Attempts at a round without preemption."""
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """How much is measured.
+
+    Attributes:
+        rounds: Rounds that each candidate is measured for.
+        seconds: Aimed length of one round of one candidate.
+    """
+
+    rounds: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -18,8 +34,8 @@ class Candidate:
 
     Attributes:
         name: Column of the table.
-        run: Does the work ``n`` times in a loop of its own, so that no harness call lies between two repetitions.
-        calls: Measured calls in one repetition of ``run``.
+        run: Does the work `n` times in a loop of its own, so that no harness call lies between two repetitions.
+        calls: Measured calls in one repetition of `run`.
     """
 
     name: str
@@ -27,11 +43,11 @@ class Candidate:
     calls: int = 1
 
 
-def interleave(candidates: Sequence[Candidate], plan: Plan) -> dict[str, list[float]]:
+def interleave(candidates: Sequence[Candidate], plan: Rounds) -> dict[str, list[float]]:
     """Times the candidates in alternating rounds.
 
     The order within a round rotates, so that no candidate always follows the same other one. The garbage collector is
-    off while a round is timed, as ``timeit`` does. A round in which the kernel took the processor away is repeated:
+    off while a round is timed, as `timeit` does. A round in which the kernel took the processor away is repeated:
     it has timed somebody else's work.
 
     Args:
@@ -52,7 +68,7 @@ def interleave(candidates: Sequence[Candidate], plan: Plan) -> dict[str, list[fl
 
 
 def _calibrate(candidate: Candidate, seconds: float) -> int:
-    """Returns the repetitions that take about ``seconds``, found by doubling."""
+    """Returns the repetitions that take about `seconds`, found by doubling."""
     n = 1
     while (elapsed := _timed(candidate.run, n)) < seconds / 4:
         n *= 2
@@ -86,3 +102,25 @@ def _timed(run: Callable[[int], None], n: int) -> float:
     finally:
         if enabled:
             gc.enable()
+
+
+def repeat(work: Callable[[Any], object], arguments: Sequence[Any]) -> Callable[[int], None]:
+    """Returns a loop over the arguments that goes on where the round before ended.
+
+    A copy of the same rows again would find them in the caches.
+    """
+    endless = cycle(arguments)
+
+    def run(n: int) -> None:
+        for argument in islice(endless, n):
+            work(argument)
+
+    return run
+
+
+def deciles(values: Sequence[float]) -> tuple[float, float]:
+    """Returns the 10th and the 90th percentile."""
+    if len(values) == 1:
+        return values[0], values[0]
+    parts = statistics.quantiles(values, n=10, method="inclusive")
+    return parts[0], parts[-1]
