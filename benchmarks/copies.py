@@ -1,6 +1,7 @@
 """Plain copies of a buffer's own memory, which draws of long values are compared with."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 
 from benchmarks.line import OURS, Line
 from benchmarks.plan import Plan
-from torchreplay.checking.timing import Candidate, interleave, repeat
+from torchreplay.checking.timing import Candidate, interleave
 
 FRESH, REUSED = "memcpy, fresh", "memcpy, reused"
 PLACES = 64
@@ -30,7 +31,7 @@ def draws_beside_copies(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        seconds = interleave(candidates, plan)
+        seconds = interleave(candidates, plan.rounds, plan.seconds)
     finally:
         torch.set_num_threads(threads)
     samples = {name: [value * MICROSECONDS for value in values] for name, values in seconds.items()}
@@ -62,3 +63,17 @@ def copies(columns: Sequence[torch.Tensor], rows: int) -> list[Candidate]:
         Candidate(REUSED, repeat(lambda places: copy(reused, places), starts)),
         Candidate(FRESH, repeat(copy_fresh, starts)),
     ]
+
+
+def repeat(work: Callable[[Any], object], arguments: Sequence[Any]) -> Callable[[int], None]:
+    """Returns a loop over the arguments that goes on where the round before ended.
+
+    A copy of the same rows again would find them in the caches.
+    """
+    endless = cycle(arguments)
+
+    def run(n: int) -> None:
+        for argument in islice(endless, n):
+            work(argument)
+
+    return run

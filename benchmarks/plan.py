@@ -2,20 +2,22 @@
 
 from dataclasses import dataclass
 
-from torchreplay.checking.timing import Rounds
-
 
 @dataclass(frozen=True)
-class Plan(Rounds):
+class Plan:
     """Sizes of one run of the benchmarks.
 
     Attributes:
+        rounds: Rounds each candidate of a line is measured for.
+        seconds: Aimed length of one round of one candidate, in seconds.
         shrink: Divisor of every capacity.
         contest_rounds: Rounds of the contest between processes.
         contest_seconds: Measured seconds of one such round.
         kills: Deaths of explorers, and of learners, after which the others are asked whether they can go on.
     """
 
+    rounds: int
+    seconds: float
     shrink: int
     contest_rounds: int
     contest_seconds: float

@@ -45,7 +45,7 @@ def measure_call(plan: Plan) -> Iterator[Line]:
         for peer in peers:
             peer.fill()
         candidates = [Candidate(peer.name, partial(_step, peer, _tds(peer))) for peer in peers]
-        seconds = interleave(candidates + _loops(ours, tree), plan)
+        seconds = interleave(candidates + _loops(ours, tree), plan.rounds, plan.seconds)
     finally:
         tree.close()
         for peer in peers:

@@ -30,7 +30,9 @@ def measure_compat(plan: Plan) -> Iterator[Line]:
 
 def line(name: str, works: Mapping[str, Work], plan: Plan, note: str = "") -> Line:
     """Returns a line of the time that each candidate's work takes."""
-    seconds = interleave([Candidate(candidate, _repeated(work)) for candidate, work in works.items()], plan)
+    seconds = interleave(
+        [Candidate(candidate, _repeated(work)) for candidate, work in works.items()], plan.rounds, plan.seconds
+    )
     samples = {candidate: [value * MICROSECONDS for value in values] for candidate, values in seconds.items()}
     return Line("compat", name, "us", samples, note=note)
 

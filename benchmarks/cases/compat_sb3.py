@@ -37,7 +37,7 @@ def measure_sb3(plan: Plan) -> Iterator[Line]:
     models = {OURS: _learner(sb3.PrioritizedDQN), PEER: _learner(DQN)}
     works = [Candidate(name, _learning(model), calls=STEPS) for name, model in models.items()]
     note = f"torchreplay: PrioritizedDQN; {PEER}: DQN, which draws uniformly"
-    yield _line("SB3 DQN, step", interleave(works, plan), note)
+    yield _line("SB3 DQN, step", interleave(works, plan.rounds, plan.seconds), note)
 
 
 def _line(name: str, seconds: Mapping[str, list[float]], note: str = "") -> Line:
@@ -53,10 +53,10 @@ def _buffers(
     adds = [Candidate(name, _adding(buffer, space, n_envs), calls=EPISODE) for name, buffer in full.items()]
     for add in adds:
         add.run(size // n_envs // EPISODE + 1)
-    yield _line(f"{title}: add", interleave(adds, plan))
+    yield _line(f"{title}: add", interleave(adds, plan.rounds, plan.seconds))
     for batch_size in (64, 256):
         samples = [Candidate(name, _sampling(buffer, batch_size)) for name, buffer in full.items()]
-        yield _line(f"{title}: sample {batch_size}", interleave(samples, plan))
+        yield _line(f"{title}: sample {batch_size}", interleave(samples, plan.rounds, plan.seconds))
 
 
 def _adding(buffer: Any, space: spaces.Space[Any], n_envs: int) -> Callable[[int], None]:

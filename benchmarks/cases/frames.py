@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 import torchreplay as tr
-from benchmarks.copies import copies, draws_beside_copies
+from benchmarks.copies import copies, draws_beside_copies, repeat
 from benchmarks.episodes import FRAMES, STACK, STACKED, linked_buffer
 from benchmarks.line import OURS, Line
 from benchmarks.machine import require_memory
 from benchmarks.peers.registry import cpprb
 from benchmarks.plan import Plan
 from benchmarks.workload import ATARI
-from torchreplay.checking.timing import Candidate, repeat
+from torchreplay.checking.timing import Candidate
 
 BATCH_SIZE = 256
 

@@ -6,13 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from benchmarks.copies import MICROSECONDS, PLACES, copies, draws_beside_copies
+from benchmarks.copies import MICROSECONDS, PLACES, copies, draws_beside_copies, repeat
 from benchmarks.line import OURS, Line
 from benchmarks.machine import require_memory
 from benchmarks.peers.torchreplay import TorchreplayPeer
 from benchmarks.plan import Plan
 from benchmarks.workload import ATARI
-from torchreplay.checking.timing import Candidate, interleave, repeat
+from torchreplay.checking.timing import Candidate, interleave
 
 BATCH_SIZE = 256
 ONE, TWO = "one thread", "two threads"
@@ -37,7 +37,7 @@ def measure_gather(plan: Plan) -> Iterator[Line]:
                 Candidate(f"memcpy, {TWO}", _copies(peer, pool, threads=2)),
                 Candidate(f"memcpy, {ONE}", _copies(peer, pool, threads=1)),
             ]
-            seconds = interleave(by_threads, plan)
+            seconds = interleave(by_threads, plan.rounds, plan.seconds)
         micros = {name: [value * MICROSECONDS for value in values] for name, values in seconds.items()}
         yield Line("gather", f"sample {BATCH_SIZE}, two threads", "us", micros)
     finally:

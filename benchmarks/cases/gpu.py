@@ -67,7 +67,7 @@ def _copies(plan: Plan) -> Iterator[Line]:
         Candidate(PINNED, repeat(lambda: there.copy_(pinned, non_blocking=True))),
         Candidate(PAGEABLE, repeat(lambda: there.copy_(pageable, non_blocking=True))),
     ]
-    rates = _inverse(interleave(candidates, plan), BATCH_BYTES / 1e9)
+    rates = _inverse(interleave(candidates, plan.rounds, plan.seconds), BATCH_BYTES / 1e9)
     name = f"host to device, {BATCH_BYTES / 1e6:.1f} MB"
     yield Line("gpu", name, "GB/s", rates, higher_is_better=True)
     fractions = [ours / best for ours, best in zip(rates[OURS], rates[PINNED], strict=True)]
@@ -87,7 +87,9 @@ def _steps(name: str, workload: Workload, train: Step, plan: Plan) -> Iterator[L
         }
         fixed = learner(train, itertools.repeat(peer.sample(BATCH_SIZE).to(DEVICE)))
         steps = replayed | {FIXED: fixed}
-        rates = _inverse(interleave([Candidate(way, _synchronized(run)) for way, run in steps.items()], plan))
+        rates = _inverse(
+            interleave([Candidate(way, _synchronized(run)) for way, run in steps.items()], plan.rounds, plan.seconds)
+        )
         yield Line("gpu", f"{name}: learner steps", "/s", rates, higher_is_better=True)
         fractions = {
             way: [ours / theirs for ours, theirs in zip(rates[way], rates[FIXED], strict=True)] for way in replayed

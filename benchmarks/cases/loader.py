@@ -69,7 +69,7 @@ def _overheads(peer: TorchreplayPeer, plan: Plan) -> Iterator[Line]:
         candidates = [Candidate(name, _iteration(dataset, step)) for name, dataset in datasets.items()]
         if not step:
             candidates.append(Candidate(DIRECT, _sampling(peer)))
-        micros = _besides(step, interleave(candidates, plan))
+        micros = _besides(step, interleave(candidates, plan.rounds, plan.seconds))
         yield Line("loader", f"batch of {BATCH_SIZE} through DataLoader{beside}", "us", micros)
         overhead = {
             name: [ours - torchs for ours, torchs in zip(micros[name], micros[NO_OP], strict=True)]
@@ -91,7 +91,7 @@ def _turns(peer: TorchreplayPeer, plan: Plan) -> Iterator[Line]:
             Candidate(INLINE, _turn(iter(tr.ReplayDataset(peer.buffer, BATCH_SIZE, prefetch=0)).__next__, peer, step)),
             Candidate(DIRECT, _turn(lambda: peer.buffer.sample(BATCH_SIZE), peer, step)),
         ]
-        micros = _besides(step, interleave(candidates, plan))
+        micros = _besides(step, interleave(candidates, plan.rounds, plan.seconds))
         yield Line("loader", f"batch and feedback, steps of {step * 1e3:g} ms", "us", micros)
 
 

@@ -40,7 +40,7 @@ def measure_rows(workload: Workload, plan: Plan) -> Iterator[Line]:
 
 def _lines(workload: Workload, peers: Sequence[P], operations: Operations[P], plan: Plan) -> Iterator[Line]:
     for name, make in operations.items():
-        seconds = interleave([make(peer) for peer in peers], plan)
+        seconds = interleave([make(peer) for peer in peers], plan.rounds, plan.seconds)
         samples = {peer: [value * MICROSECONDS for value in values] for peer, values in seconds.items()}
         yield Line(workload.name, name, "us", samples, note=NOTES.get(name, ""))
 

@@ -29,9 +29,11 @@ def measure_steps(plan: Plan) -> Iterator[Line]:
     peer.fill()
     try:
         candidates = [_steps(linked.writer()), _appends(peer.append)]
-        yield Line("trajectories", "step", "us", _scaled(interleave(candidates, plan), MICROSECONDS))
+        yield Line(
+            "trajectories", "step", "us", _scaled(interleave(candidates, plan.rounds, plan.seconds), MICROSECONDS)
+        )
         for num_envs in LANES:
-            seconds = interleave([_lane_steps(linked.writer(num_envs=num_envs), num_envs)], plan)
+            seconds = interleave([_lane_steps(linked.writer(num_envs=num_envs), num_envs)], plan.rounds, plan.seconds)
             yield Line("trajectories", f"step of {num_envs} environments, a row", "us", _scaled(seconds, MICROSECONDS))
         yield from _episodes(linked, peer.buffer, plan)
     finally:
@@ -88,7 +90,7 @@ def _episodes(linked: tr.ReplayBuffer, single: tr.ReplayBuffer, plan: Plan) -> I
         for name, (buffer, rows) in writes.items()
         for suffix, absorb in (("", False), (" and len", True))
     ]
-    seconds = _scaled(interleave(candidates, plan), NANOSECONDS)
+    seconds = _scaled(interleave(candidates, plan.rounds, plan.seconds), NANOSECONDS)
     written = {name: seconds[name] for name in writes}
     yield Line("trajectories", f"extend by {EPISODE:,} steps, a row", "ns", written)
     taken_in = {

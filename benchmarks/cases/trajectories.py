@@ -6,6 +6,7 @@ from importlib.util import find_spec
 import torchreplay as tr
 from benchmarks.cases.frames import measure_frames
 from benchmarks.cases.steps import measure_steps
+from benchmarks.copies import repeat
 from benchmarks.episodes import linked_buffer
 from benchmarks.line import OURS, Line
 from benchmarks.peers import Peer
@@ -13,7 +14,7 @@ from benchmarks.peers.registry import cpprb
 from benchmarks.peers.torchreplay import TorchreplayPeer
 from benchmarks.plan import Plan
 from benchmarks.workload import SMALL
-from torchreplay.checking.timing import Candidate, interleave, repeat
+from torchreplay.checking.timing import Candidate, interleave
 
 MICROSECONDS = 1e6
 CAPACITIES = (100_000, 1_000_000)
@@ -41,7 +42,9 @@ def _transitions(plan: Plan) -> Iterator[Line]:
         peer = cpprb(SMALL, capacity, n_step=3)
         peer.fill()
         sources[peer.name] = peer
-    seconds = interleave([Candidate(name, repeat(source.sample, [256])) for name, source in sources.items()], plan)
+    seconds = interleave(
+        [Candidate(name, repeat(source.sample, [256])) for name, source in sources.items()], plan.rounds, plan.seconds
+    )
     for source in sources.values():
         source.close()
     yield Line("trajectories", "sample 256, 3-step", "us", _microseconds(seconds))
@@ -50,7 +53,9 @@ def _transitions(plan: Plan) -> Iterator[Line]:
 def _sequences(plan: Plan) -> Iterator[Line]:
     """Sequences from a small and from a large buffer, in the same rounds: capacity must not matter."""
     buffers = {f"{full:,}": linked_buffer(SMALL, plan.capacity(full), tr.Sequences(8)) for full in CAPACITIES}
-    seconds = interleave([Candidate(name, repeat(buffer.sample, [32])) for name, buffer in buffers.items()], plan)
+    seconds = interleave(
+        [Candidate(name, repeat(buffer.sample, [32])) for name, buffer in buffers.items()], plan.rounds, plan.seconds
+    )
     for buffer in buffers.values():
         buffer.close()
     for name, values in _microseconds(seconds).items():

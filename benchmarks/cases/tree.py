@@ -34,7 +34,7 @@ def measure_tree(plan: Plan) -> Iterator[Line]:
             sampling.append(sample)
             updating.append(update)
         for verb, candidates in (("sample", sampling), ("update", updating)):
-            seconds = interleave(candidates, plan)
+            seconds = interleave(candidates, plan.rounds, plan.seconds)
             samples = {name: [value * NANOSECONDS for value in values] for name, values in seconds.items()}
             yield Line("tree", f"{verb} {BATCH_SIZE} of {full:,}", "ns", samples)
         for tree in natives.values():

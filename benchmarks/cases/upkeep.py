@@ -23,14 +23,16 @@ def measure_upkeep(plan: Plan) -> Iterator[Line]:
         for peer in peers.values():
             peer.fill()
         peers[OURS].buffer.limiter = WIDE
-        seconds = interleave([Candidate(name, _appends(peer), calls=POOL) for name, peer in peers.items()], plan)
+        seconds = interleave(
+            [Candidate(name, _appends(peer), calls=POOL) for name, peer in peers.items()], plan.rounds, plan.seconds
+        )
         samples = {name: [value * MICROSECONDS for value in values] for name, values in seconds.items()}
         yield Line("upkeep", "append one row under a limiter", "us", samples)
         ratios = [ours / free for ours, free in zip(samples[OURS], samples[FREE], strict=True)]
         yield Line("upkeep", "... times as long as without", "", {OURS: ratios})
         buffer = peers[FREE].buffer
         for name, run in {"attach": _attachments(buffer), "stats()": _looks(buffer)}.items():
-            (values,) = interleave([Candidate(OURS, run)], plan).values()
+            (values,) = interleave([Candidate(OURS, run)], plan.rounds, plan.seconds).values()
             yield Line("upkeep", name, "us", {OURS: [value * MICROSECONDS for value in values]})
     finally:
         for peer in peers.values():

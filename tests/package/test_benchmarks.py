@@ -14,6 +14,7 @@ import torchreplay as tr
 from benchmarks import chart, kills
 from benchmarks.cases.gpu import learner, measure_gpu, waits_within
 from benchmarks.child import ChildError, run_module
+from benchmarks.copies import repeat
 from benchmarks.episodes import STREAMS, block, linked_buffer
 from benchmarks.learner import q_learning
 from benchmarks.line import Aim, Line
@@ -22,7 +23,7 @@ from benchmarks.plan import QUICK
 from benchmarks.report import as_json, row
 from benchmarks.workload import ATARI, SMALL
 from torchreplay.checking import timing
-from torchreplay.checking.timing import Candidate, interleave, repeat
+from torchreplay.checking.timing import Candidate, interleave
 
 
 def line(**samples: list[float]) -> Line:
@@ -76,7 +77,7 @@ def test_rounds_alternate_between_the_candidates_and_rotate_who_goes_first(monke
         return Candidate(name, run)
 
     plan = dataclasses.replace(QUICK, rounds=4, seconds=0.002)
-    seconds = interleave([candidate("a"), candidate("b")], plan)
+    seconds = interleave([candidate("a"), candidate("b")], plan.rounds, plan.seconds)
     warm_ups, timed = order[-16::2], order[-15::2]
     assert warm_ups == timed == ["a", "b", "b", "a", "a", "b", "b", "a"]
     assert {name: len(values) for name, values in seconds.items()} == {"a": 4, "b": 4}

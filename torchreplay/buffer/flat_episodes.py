@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from torchreplay.schema.spec import mapped
 from torchreplay.segment.waits import logger
 from torchreplay.validation import checked_choice, checked_instance
 
@@ -109,10 +110,10 @@ class FlatEpisodes:
         if following is not None:
             obs = _paired(lambda a, b: _joined(a[start:stop], b[stop - 1 : stop]), values, following)
         elif not self._flags[0][1][stop - 1]:
-            obs = _mapped(lambda leaf: leaf[start : stop + 1], values)  # up to the dropped step's
+            obs = mapped(lambda leaf: leaf[start : stop + 1], values)  # up to the dropped step's
         else:
-            obs = _mapped(lambda leaf: _joined(leaf[start:stop], leaf[stop - 1 : stop]), values)
-        others = {part: _mapped(lambda leaf: leaf[start:stop], value) for part, value in self._parts.items()}
+            obs = mapped(lambda leaf: _joined(leaf[start:stop], leaf[stop - 1 : stop]), values)
+        others = {part: mapped(lambda leaf: leaf[start:stop], value) for part, value in self._parts.items()}
         (terminated, terminals), (truncated, timeouts) = self._flags
         cut = timeouts[start:stop].copy()
         cut[-1] |= not terminals[stop - 1]  # it ends here
@@ -271,13 +272,6 @@ def _require_all(given: Mapping[str, Any], field_of: Mapping[str, str]) -> None:
         if given[name] is None and name != "timeouts":
             left_out = "" if name in NEEDED else f", or leave {field_of[name]!r} out of names="
             raise ValueError(f"{name} is missing: give {name}=, an array with a value for each step{left_out}")
-
-
-def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """Returns what `change` makes of each array of a nested dict."""
-    if isinstance(value, Mapping):
-        return {name: _mapped(change, inner) for name, inner in value.items()}
-    return change(value)
 
 
 def _paired(change: Callable[[Any, Any], Any], one: Any, other: Any) -> Any:

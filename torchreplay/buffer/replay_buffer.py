@@ -15,8 +15,7 @@ import torch
 
 from torchreplay import _C
 from torchreplay.buffer.base import Replay, WritableReplay
-from torchreplay.buffer.copying import copy_rows
-from torchreplay.buffer.creation import attached_segment, new_segment
+from torchreplay.buffer.creation import attached_segment, copy_rows, new_segment
 from torchreplay.buffer.episodes import episodes
 from torchreplay.buffer.inspection import Inspection
 from torchreplay.buffer.local_sampler import LocalSampler, Missing

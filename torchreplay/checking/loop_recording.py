@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -16,6 +16,7 @@ import numpy as np
 from torchreplay.buffer.replay_buffer import ReplayBuffer
 from torchreplay.buffer.writer import Autoreset, OwnAutoreset, Writer, checked_autoreset, streams_of
 from torchreplay.checking.casting import as_numpy
+from torchreplay.checking.rollout import each_part
 
 PACKAGE: Final = str(FilePath(__file__).parents[1])
 
@@ -314,11 +315,8 @@ def _autoreset(env: Any, is_vector: bool) -> OwnAutoreset:
 
 
 def _copied(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _copied(inner) for name, inner in value.items()}
-    if isinstance(value, tuple):  # a nested value, or an array: the field's path says which
-        return tuple(_copied(inner) for inner in value)
-    return np.array(_array(value))
+    # A tuple is a nested value, or an array: the field's path says which.
+    return each_part(lambda part: np.array(_array(part)), value)
 
 
 def _array(value: Any) -> np.ndarray[Any, Any]:
@@ -327,8 +325,4 @@ def _array(value: Any) -> np.ndarray[Any, Any]:
 
 def _batched(value: Any) -> Any:
     """Returns a value of one environment with a leading dimension of one."""
-    if isinstance(value, Mapping):
-        return {name: _batched(inner) for name, inner in value.items()}
-    if isinstance(value, tuple):
-        return tuple(_batched(inner) for inner in value)
-    return np.asarray(value)[None]
+    return each_part(lambda part: np.asarray(part)[None], value)

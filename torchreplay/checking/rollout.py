@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -152,9 +152,16 @@ def _step_vector(env: Any, streams: list[_Env], autoreset: OwnAutoreset, over: n
 
 def of_env(values: Any, index: int) -> Any:
     """Returns the part of one environment of a vector environment's values, however they are nested."""
+
+    def own(part: Any) -> Any:
+        # An array of objects has one for each environment.
+        return part[index, ...] if isinstance(part, np.ndarray) and part.dtype != object else part[index]
+
+    return each_part(own, values)
+
+
+def each_part(change: Callable[[Any], Any], values: Any) -> Any:
+    """Returns what `change` makes of values, or of each part of nested ones, in dicts and tuples as they are."""
     if isinstance(values, Mapping):
-        return {name: of_env(value, index) for name, value in values.items()}
-    if isinstance(values, tuple):
-        return tuple(of_env(value, index) for value in values)
-    # An array of objects has one for each environment.
-    return values[index, ...] if isinstance(values, np.ndarray) and values.dtype != object else values[index]
+        return {name: each_part(change, value) for name, value in values.items()}
+    return tuple(each_part(change, value) for value in values) if isinstance(values, tuple) else change(values)

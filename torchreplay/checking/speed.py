@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,10 +13,10 @@ import numpy as np
 import torch
 
 from torchreplay.buffer.replay_buffer import ReplayBuffer
-from torchreplay.checking.timing import Candidate, Rounds, deciles, interleave, repeat
+from torchreplay.checking.timing import Candidate, interleave
 from torchreplay.schema.samplers import Prioritized
-from torchreplay.schema.spec import Field
-from torchreplay.schema.views import Transitions
+from torchreplay.schema.spec import Field, Spec
+from torchreplay.schema.views import Transitions, View
 from torchreplay.segment.reservation import require_memory
 
 ROUND: Final = 0.002
@@ -69,26 +68,33 @@ def measure(seconds: float = 8.0) -> list[Figure]:
     require_memory(250 << 20, "the benchmark")
     with ExitStack() as opened:
         calls = _small(opened) | _large(opened)
-        candidates = [Candidate(name, repeat(lambda call: call(), [call])) for name, (call, _, _) in calls.items()]
-        samples = interleave(candidates, Rounds(max(5, round(seconds / SHARE)), ROUND))
-    return [_figure(name, samples[name], rows, nbytes) for name, (_, rows, nbytes) in calls.items()]
+        candidates = [Candidate(name, partial(_repeat, call)) for name, (call, _, _) in calls.items()]
+        samples = interleave(candidates, max(5, round(seconds / SHARE)), ROUND)
+    figures = []
+    for name, (_, rows, nbytes) in calls.items():
+        low, middle, high = np.quantile(samples[name], (0.1, 0.5, 0.9)).tolist()
+        figures.append(Figure(name, middle, (high - low) / 2 / middle, rows, nbytes))
+    return figures
 
 
-def _figure(name: str, samples: list[float], rows: int, nbytes: int) -> Figure:
-    middle, (low, high) = statistics.median(samples), deciles(samples)
-    return Figure(name, middle, (high - low) / 2 / middle, rows, nbytes)
+def _repeat(call: Callable[[], object], n: int) -> None:
+    for _ in range(n):
+        call()
+
+
+def _full(opened: ExitStack, spec: Spec, rows: int, block: dict[str, Any], view: View | None = None) -> ReplayBuffer:
+    """Returns a buffer that is full of a block of rows again and again, until `opened` is closed."""
+    buffer = opened.enter_context(ReplayBuffer(spec, rows, view=view, sampler=Prioritized(), seed=0))
+    for _ in range(rows // len(block["obs"])):
+        buffer.extend(**block)
+    return buffer
 
 
 def _small(opened: ExitStack) -> dict[str, _Call]:
     row_bytes = sum(field.nbytes for field in SMALL.values())
     row = {name: np.zeros(field.shape, str(field.dtype).removeprefix("torch.")) for name, field in SMALL.items()}
     block: dict[str, Any] = {name: np.stack([value] * 64) for name, value in row.items()}
-    buffer, written = (
-        opened.enter_context(ReplayBuffer(SMALL, SMALL_ROWS, sampler=Prioritized(), seed=0)) for _ in range(2)
-    )
-    for _ in range(SMALL_ROWS // 64):
-        buffer.extend(**block)
-        written.extend(**block)
+    buffer, written = (_full(opened, SMALL, SMALL_ROWS, block) for _ in range(2))
     batch, keys, error = buffer.sample(256), buffer.keys()[:256], torch.rand(256)
     return {
         "append a row": (partial(written.writer().append, **row), 1, row_bytes),
@@ -108,13 +114,7 @@ def _large(opened: ExitStack) -> dict[str, _Call]:
         "truncated": np.zeros(250, bool),
     }
     view = Transitions(n_step=3, stack={"obs": STACK})
-    buffer, written = (
-        opened.enter_context(ReplayBuffer(LARGE, rows, view=view, sampler=Prioritized(), seed=0))
-        for rows in (FRAMES, FRAMES // 2)
-    )
-    for _ in range(FRAMES // 251):
-        buffer.extend(**episode)
-        written.extend(**episode)
+    buffer, written = (_full(opened, LARGE, rows, episode, view) for rows in (FRAMES, FRAMES // 2))
     sampled = 256 * 2 * STACK * prod(FRAME)
     batch, source, target = buffer.sample(256), np.ones(sampled, np.uint8), np.empty(sampled, np.uint8)
     return {

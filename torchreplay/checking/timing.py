@@ -4,28 +4,13 @@ from __future__ import annotations
 
 import gc
 import resource
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import cycle, islice
-from typing import Any, Final
+from typing import Final
 
 ATTEMPTS: Final = 5
 """Attempts at a round without preemption."""
-
-
-@dataclass(frozen=True)
-class Rounds:
-    """How much is measured.
-
-    Attributes:
-        rounds: Rounds that each candidate is measured for.
-        seconds: Aimed length of one round of one candidate.
-    """
-
-    rounds: int
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -43,7 +28,7 @@ class Candidate:
     calls: int = 1
 
 
-def interleave(candidates: Sequence[Candidate], plan: Rounds) -> dict[str, list[float]]:
+def interleave(candidates: Sequence[Candidate], rounds: int, seconds: float) -> dict[str, list[float]]:
     """Times the candidates in alternating rounds.
 
     The order within a round rotates, so that no candidate always follows the same other one. The garbage collector is
@@ -52,19 +37,20 @@ def interleave(candidates: Sequence[Candidate], plan: Rounds) -> dict[str, list[
 
     Args:
         candidates: What to time. Each is warmed up by the calibration of its number of repetitions.
-        plan: Number and length of the rounds.
+        rounds: How many.
+        seconds: Aimed length of one round of one candidate.
 
     Returns:
         For each candidate the seconds per call of each round, in the order of the rounds.
     """
-    repetitions = [_calibrate(candidate, plan.seconds) for candidate in candidates]
-    seconds: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
-    for round_index in range(plan.rounds):
+    repetitions = [_calibrate(candidate, seconds) for candidate in candidates]
+    samples: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
+    for round_index in range(rounds):
         for k in range(len(candidates)):
             chosen = (round_index + k) % len(candidates)
             candidate, n = candidates[chosen], repetitions[chosen]
-            seconds[candidate.name].append(_undisturbed(candidate.run, n) / (n * candidate.calls))
-    return seconds
+            samples[candidate.name].append(_undisturbed(candidate.run, n) / (n * candidate.calls))
+    return samples
 
 
 def _calibrate(candidate: Candidate, seconds: float) -> int:
@@ -102,25 +88,3 @@ def _timed(run: Callable[[int], None], n: int) -> float:
     finally:
         if enabled:
             gc.enable()
-
-
-def repeat(work: Callable[[Any], object], arguments: Sequence[Any]) -> Callable[[int], None]:
-    """Returns a loop over the arguments that goes on where the round before ended.
-
-    A copy of the same rows again would find them in the caches.
-    """
-    endless = cycle(arguments)
-
-    def run(n: int) -> None:
-        for argument in islice(endless, n):
-            work(argument)
-
-    return run
-
-
-def deciles(values: Sequence[float]) -> tuple[float, float]:
-    """Returns the 10th and the 90th percentile."""
-    if len(values) == 1:
-        return values[0], values[0]
-    parts = statistics.quantiles(values, n=10, method="inclusive")
-    return parts[0], parts[-1]

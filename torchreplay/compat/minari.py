@@ -19,7 +19,7 @@ import torch
 
 from torchreplay.buffer.replay_buffer import ReplayBuffer
 from torchreplay.schema.batch_plan import as_path
-from torchreplay.schema.spec import Field
+from torchreplay.schema.spec import Field, spec_like
 from torchreplay.schema.views import View
 
 NAMES: Final[Mapping[str, str]] = {
@@ -59,13 +59,7 @@ def spec_of(path: str | os.PathLike[str], names: Mapping[str, str] = NAMES) -> d
     Raises:
         As `episodes` does.
     """
-
-    def field(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: field(inner) for name, inner in value.items()}
-        return Field(value.shape[1:], value.dtype)
-
-    spec = {name: field(value) for name, value in next(episodes(path, names)).items()}
+    spec = spec_like(next(episodes(path, names)))
     return {name: Field() if names[name] == "rewards" else value for name, value in spec.items()}
 
 

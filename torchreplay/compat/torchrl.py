@@ -16,7 +16,7 @@ from tensordict import TensorDict, TensorDictBase
 from torchreplay.buffer.replay_buffer import ReplayBuffer, draw
 from torchreplay.schema.limiters import Limiter
 from torchreplay.schema.samplers import Prioritized, Sampler
-from torchreplay.schema.spec import Field
+from torchreplay.schema.spec import spec_like
 from torchreplay.validation import as_numbers, checked_int
 
 OWN = ("index", "priority_weight")
@@ -174,13 +174,7 @@ class TensorDictReplayBuffer:
 
     def _spec_of(self, data: TensorDictBase) -> dict[str, Any]:
         """Returns the spec of rows like those of `data`, whose batch size is [n]."""
-
-        def field(value: Any) -> Any:
-            if isinstance(value, dict):
-                return {name: field(v) for name, v in value.items()}
-            return Field(tuple(value.shape[1:]), value.dtype)
-
-        return {name: field(value) for name, value in self._fields_of(_rows_of(data)).items()}
+        return spec_like(self._fields_of(_rows_of(data)))
 
     # Life cycle
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 
+from torchreplay.schema.spec import mapped
+
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
@@ -91,7 +93,7 @@ class ReplayBatch(dict[str, Any]):
             fields["next"] = following
         if column:
             own = {name: fields.pop(name) for name in OWN if name in fields}
-            fields = _map_nested(fields, lambda t: t.unsqueeze(-1) if t.dim() == 1 else t) | own
+            fields = _moved(fields, lambda t: t.unsqueeze(-1) if t.dim() == 1 else t) | own
         return TensorDict(fields, batch_size=[self.batch_size])
 
     def __missing__(self, name: Any) -> Any:
@@ -117,7 +119,7 @@ class ReplayBatch(dict[str, Any]):
         moved = ReplayBatch()
         moved.source = getattr(self, "source", None)  # code that rebuilds a dict from its items loses it
         for name, value in self.items():
-            moved[name] = value if name == "key" else _map_nested(value, move)
+            moved[name] = value if name == "key" else _moved(value, move)
         return moved
 
     def __repr__(self) -> str:
@@ -145,10 +147,8 @@ def keys_of(batch: dict[str, Any], source: int) -> Any:
     return batch.get("key")
 
 
-def _map_nested(value: Any, move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _map_nested(v, move) for name, v in value.items()}
-    return move(value) if isinstance(value, torch.Tensor) else value
+def _moved(value: Any, move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    return mapped(lambda part: move(part) if isinstance(part, torch.Tensor) else part, value)
 
 
 def _shape(value: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -163,6 +163,23 @@ def nest(values: Mapping[Path, Any]) -> dict[str, Any]:
             level = level.setdefault(name, {})
         level[path[-1]] = value
     return tree
+
+
+def mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """Returns what `change` makes of a value, or of each in a nested dict."""
+    if isinstance(value, Mapping):
+        return {name: mapped(change, inner) for name, inner in value.items()}
+    return change(value)
+
+
+def spec_like(rows: Mapping[str, Any], leading: int = 1) -> dict[str, Any]:
+    """Returns the spec of rows like these nested arrays or tensors, which have so many leading dimensions.
+
+    Raises:
+        ValueError: A row cannot hold values of one's dtype.
+    """
+    spec: dict[str, Any] = mapped(lambda values: Field(tuple(values.shape[leading:]), values.dtype), rows)
+    return spec
 
 
 def to_native(fields: Mapping[Path, Field]) -> list[tuple[Path, int, tuple[int, ...]]]:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from tianshou.data import Batch
 
-from torchreplay.schema.spec import Field, Spec
+from torchreplay.schema.spec import Field, Spec, mapped, spec_like
 
 REQUIRED = ("obs", "act", "rew", "terminated", "truncated")
 """What Tianshou's `add` asks for, beside `done`, which it computes."""
@@ -41,7 +41,8 @@ class RowForm:
         observations = ("obs", "obs_next") if self._obs_next and "obs_next" in there else ("obs",)
         rows = {name: _plain(batch[name]) for name in observations}
         if self._last_frame:
-            rows = {name: _last_frame(value, np.ndim(batch.terminated)) for name, value in rows.items()}
+            newest = (slice(None), -1) if np.ndim(batch.terminated) else -1
+            rows = mapped(lambda value: value[newest], rows)
         rows |= {"act": _plain(batch.act), "rew": np.asarray(batch.rew)}
         for flag in ("terminated", "truncated"):
             rows[flag] = np.asarray(batch[flag], bool)
@@ -57,13 +58,7 @@ def spec_of(rows: dict[str, Any], leading: int) -> Spec:
     Raises:
         ValueError: A row cannot hold values of a field's dtype.
     """
-
-    def field(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: field(part) for name, part in value.items()}
-        return Field(tuple(value.shape[leading:]), value.dtype)
-
-    spec = {name: field(value) for name, value in rows.items()}
+    spec = spec_like(rows, leading)
     return spec | {"rew": Field(spec["rew"].shape, torch.float64)}
 
 
@@ -83,12 +78,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (Batch, dict)):
         return {name: _plain(part) for name, part in value.items()}
     return np.asarray(value)
-
-
-def _last_frame(value: Any, leading: int) -> Any:
-    if isinstance(value, dict):
-        return {name: _last_frame(part, leading) for name, part in value.items()}
-    return value[:, -1] if leading else value[-1]
 
 
 def _entry(batch: Any, path: tuple[str, ...]) -> Any:
