@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from click.testing import CliRunner
 from limited_memory import Machine
 
-from torchreplay.checking import machine
+from torchreplay.checking import machine, speed
 from torchreplay.cli import main
 
 
@@ -118,3 +119,11 @@ def test_bench_has_every_call_beside_a_copy_within_its_time():
     assert all(figure["seconds"] > 0 for figure in figures.values())
     copied = figures["copy as many bytes (memcpy)"]["nbytes"]
     assert copied == figures["sample 256, stacks of 4 frames"]["nbytes"] == 256 * 2 * 4 * 84 * 84
+
+
+def test_what_bench_draws_is_not_overwritten_by_what_it_writes():
+    with ExitStack() as opened:
+        calls = {name: call for name, (call, _, _) in speed._small(opened).items()}
+        for _ in range(speed.SMALL_ROWS // 64 + 1):
+            calls["extend by 64 rows"]()
+        assert len(calls["gather 256"]()["key"]) == 256
