@@ -92,7 +92,7 @@ def copy_rows(source: _C.Segment, target: _C.Segment, config: Config, capacity: 
     """
     row_bytes = 32 + sum(field.nbytes for field in config.fields.values())
     slots = max(1, min(config.capacity, SHARD_BYTES // row_bytes))
-    key_column = len(config.fields) + ROW_COLUMNS.index("/key")
+    key_column = len(config.fields) + list(ROW_COLUMNS).index("/key")
     imports = source.imports
     rows = _C.Import(target, 0)
     try:

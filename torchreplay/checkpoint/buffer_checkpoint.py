@@ -48,7 +48,6 @@ from torchreplay.segment.thread_pool import Future, ThreadPool
 
 T = TypeVar("T")
 
-ROW_DTYPES = (torch.int64, torch.float32, torch.int64, torch.int32, torch.float32)
 ROW_PLACE = 64
 """Bytes in which all of them have a place."""
 SHARD_BYTES = 4 << 20
@@ -116,7 +115,7 @@ class _Packing:
 
     def __init__(self, config: Config) -> None:
         fields = [(field.dtype, field.shape) for field in config.fields.values()]
-        kept = [(dtype, ()) for dtype in ROW_DTYPES]
+        kept = [(dtype, ()) for dtype in ROW_COLUMNS.values()]
         self.columns = dict(zip(column_names(config), [*fields, *kept], strict=True))
         self.row_bytes = sum(dtype.itemsize * math.prod(shape) for dtype, shape in self.columns.values())
         self.slots = min(config.capacity, SHARD_BYTES // self.row_bytes)
@@ -157,7 +156,7 @@ class _Packing:
     def _beside(place: torch.Tensor) -> list[torch.Tensor]:
         """Returns what a row has beside its fields, from where it was packed to."""
         tensors, at = dict[str, torch.Tensor](), 0
-        for name, dtype in sorted(zip(ROW_COLUMNS, ROW_DTYPES, strict=True), key=lambda column: -column[1].itemsize):
+        for name, dtype in sorted(ROW_COLUMNS.items(), key=lambda column: -column[1].itemsize):
             tensors[name] = place[at : at + dtype.itemsize].view(dtype)
             at += dtype.itemsize
         return [tensors[name] for name in ROW_COLUMNS]
@@ -225,7 +224,7 @@ def load_rows(
     require_alike(saved, config, root)
     names = description.columns
     rooms = reading_rooms(description, root, segment.nbytes) if rooms is None else rooms
-    leaf_column, key_column = (len(saved.fields) + ROW_COLUMNS.index(name) for name in ("/leaf", "/key"))
+    leaf_column, key_column = (len(saved.fields) + list(ROW_COLUMNS).index(name) for name in ("/leaf", "/key"))
     leaves = _leaves_for(config.sampler, saved.sampler, float(description.counts[MAX_RAW]))
     others = leaves is not None or config.capacity < saved.capacity  # than those of the checkpoint
     counts = without_grid(description.counts) if others else description.counts

@@ -21,8 +21,14 @@ T = TypeVar("T")
 FORMAT = 6
 FORMATS = (3, 4, 5, FORMAT)
 """Those that are read."""
-ROW_COLUMNS = ("/key", "/leaf", "/link", "/step", "/priority")
-"""What rows have beside their fields, whose names hold no empty part."""
+ROW_COLUMNS = {
+    "/key": torch.int64,
+    "/leaf": torch.float32,
+    "/link": torch.int64,
+    "/step": torch.int32,
+    "/priority": torch.float32,
+}
+"""What rows have beside their fields, whose names hold no empty part, and the dtypes."""
 ROW_COLUMNS_3 = ("row.key", "row.leaf", "row.link", "row.step", "row.priority")
 """Their names in format 3, in which they took the place of fields that have the same."""
 METADATA = "__metadata__"

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torchreplay import _C
 from torchreplay.checkpoint.description import ROW_COLUMNS
 from torchreplay.errors import CheckpointError
-from torchreplay.files.rows import Positions, StoredRows, as_tensor, column_dtype, raw_dtype
+from torchreplay.files.rows import Positions, StoredRows, as_tensor, raw_dtype
 from torchreplay.schema.config import Config
 from torchreplay.schema.limiters import Limiter, from_native
 from torchreplay.segment.segment_file import boot_number, opened_buffer
@@ -113,7 +113,7 @@ class BufferRows(StoredRows):
         return np.where(absorbed == self.keys[at].astype(np.uint64) + 1, leaves, np.float32(0))
 
     def _of_header(self, column: str) -> NDArray[Any]:
-        dtype = column_dtype(column)
+        dtype = np.dtype(str(ROW_COLUMNS[column]).removeprefix("torch."))
         if not self.linked and column != "/priority":
             return np.zeros(self.config.capacity, dtype)
         return self._column(dtype, (), self._regions["records"] + OFFSETS[column], self._record)

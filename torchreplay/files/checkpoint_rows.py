@@ -21,7 +21,7 @@ from torchreplay.checkpoint.description import ROW_COLUMNS, Description, RowsGon
 from torchreplay.checkpoint.directory import NAME, unsealed
 from torchreplay.checkpoint.safetensors_io import DTYPES
 from torchreplay.errors import CheckpointError
-from torchreplay.files.rows import Positions, StoredRows, as_tensor, column_dtype, raw_dtype
+from torchreplay.files.rows import Positions, StoredRows, as_tensor, raw_dtype
 from torchreplay.schema.config import DAMAGED
 from torchreplay.schema.limiters import Limiter
 from torchreplay.segment.regular_file import open_regular
@@ -160,14 +160,14 @@ class CheckpointRows(StoredRows):
 
     def _kind(self, column: str) -> tuple[torch.dtype, tuple[int, ...]]:
         if column in ROW_COLUMNS:
-            return getattr(torch, column_dtype(column).name), ()
+            return ROW_COLUMNS[column], ()
         field = list(self.config.fields.values())[self.fields.index(column)]
         return field.dtype, field.shape
 
     def _stored(self, column: str, number: int) -> NDArray[Any]:
         """Returns a column of one file, checked: raw elements of a field, and what `ROW_COLUMNS` are."""
         dtype, shape = self._kind(column)
-        kind = column_dtype(column) if column == "/key" else raw_dtype(dtype)
+        kind = np.dtype(np.int64) if column == "/key" else raw_dtype(dtype)
         values = self._shard(number).column(self._names[column], kind)
         told = self._shard(number).columns[self._names[column]][1]
         if values.shape[1:] != shape or told != DTYPES[dtype]:

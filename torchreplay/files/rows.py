@@ -11,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 
 from torchreplay.buffer.episodes import chains
-from torchreplay.checkpoint.description import ROW_COLUMNS
 from torchreplay.schema.config import Config
 from torchreplay.schema.samplers import priorities_of
 from torchreplay.schema.spec import nest
@@ -100,12 +99,6 @@ class StoredRows(ABC):
     def row_bytes(self) -> int:
         """Bytes of a row's values."""
         return sum(field.nbytes for field in self.config.fields.values())
-
-
-def column_dtype(name: str) -> np.dtype[Any]:
-    """Returns the dtype of one of `ROW_COLUMNS`."""
-    kinds = (np.int64, np.float32, np.int64, np.int32, np.float32)
-    return np.dtype(dict(zip(ROW_COLUMNS, kinds, strict=True))[name])
 
 
 def as_tensor(values: NDArray[Any], dtype: torch.dtype) -> torch.Tensor:

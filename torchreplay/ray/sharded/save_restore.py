@@ -10,8 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from torchreplay.checkpoint.buffer_checkpoint import ROW_DTYPES
-from torchreplay.checkpoint.description import Description, require_alike
+from torchreplay.checkpoint.description import ROW_COLUMNS, Description, require_alike
 from torchreplay.checkpoint.directory import is_checkpoint, replace_checkpoint
 from torchreplay.errors import CheckpointError
 from torchreplay.ray.runtime.cluster import errors_as_raised
@@ -147,7 +146,9 @@ def divided(capacity: int, rows: Sequence[int]) -> list[int]:
 def _rows_in(part: Path) -> int:
     """Returns how many rows the checkpoint of a shard holds, or a few more."""
     told = Description.read(part)
-    row = sum(field.nbytes for field in told.config.fields.values()) + sum(dtype.itemsize for dtype in ROW_DTYPES)
+    row = sum(field.nbytes for field in told.config.fields.values()) + sum(
+        dtype.itemsize for dtype in ROW_COLUMNS.values()
+    )
     return min(int(told.counts[0]), told.config.capacity, sum(size for _, size, _ in told.shards) // row)
 
 
