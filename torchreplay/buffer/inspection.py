@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from torchreplay.buffer.local_sampler import LocalSampler
-from torchreplay.buffer.stats import Stats
-from torchreplay.schema.limiters import from_native
 from torchreplay.schema.samplers import LARGEST_PRIORITY, Sampler, Uniform, priorities_of
-from torchreplay.schema.spec import nest
-from torchreplay.validation import checked_int
 
 _GET_BASE: Any = torch.Tensor._base.__get__  # type: ignore[union-attr]  # of the class it is a descriptor
 
@@ -100,56 +94,3 @@ def histograms(
         "age_edges": torch.linspace(*age_range, bins + 1, dtype=torch.float64, device="cpu"),
         "age": torch.histc(ages, bins, *age_range).long(),
     }
-
-
-class Inspection:
-    """What is in a buffer.
-
-    Args:
-        sampler: Of the buffer.
-    """
-
-    def __init__(self, sampler: LocalSampler) -> None:
-        self._segment, self._config = sampler.segment, sampler.config
-
-    def stats(self) -> Stats:
-        """Returns what has happened so far, over all processes."""
-        values = self._segment.stats()
-        values["priority_min"] = smallest_priority(values.pop("smallest_leaf"), self._config.sampler)
-        return Stats.of(values)
-
-    def histograms(self, bins: int) -> dict[str, torch.Tensor]:
-        """Returns what `ReplayBuffer.histograms` does."""
-        bins = checked_int("bins", bins, 1, 1 << 20)
-        head = self._segment.stats()["rows_written"]
-        return histograms(self._segment.column(-1), self._segment.column(-2), head, bins, self._config.sampler)
-
-    def keys(self, rows: bool) -> torch.Tensor:
-        """Returns what `ReplayBuffer.keys` does."""
-        keys1 = self._segment.column(-2)
-        there = keys1 > 0 if rows else (self._segment.column(-1) > 0) & (keys1 > 0)
-        return torch.sort(keys1[there] - 1).values
-
-    def priorities(self, keys: torch.Tensor) -> torch.Tensor:
-        """Returns the raw priorities of the items anchored at `keys`, int64 `[n]`; NaN for those that are not there."""
-        slots = keys % self._config.capacity
-        leaves, keys1 = self._segment.column(-1)[slots], self._segment.column(-2)[slots]
-        raw = priorities_of(leaves.double(), self._config.sampler).float()
-        return torch.where((keys1 == keys + 1) & (leaves > 0), raw, math.nan)
-
-    def storage(self) -> dict[str, Any]:
-        """Returns tensors over the shared memory itself, nested as the spec."""
-        return nest({path: StorageView.over(self._segment.column(i)) for i, path in enumerate(self._config.fields)})
-
-    def summary(self, path: Path | None) -> str:
-        """Returns the buffer's text; `path` is its file."""
-        stats = self.stats()
-        where = "shared" if path is None else f"in {path}"
-        names = ", ".join("/".join(path) for path in self._config.fields)
-        named = "" if self._config.name is None else f"{self._config.name!r}, "
-        return (
-            f"ReplayBuffer({named}{stats.size:,}/{stats.capacity:,} rows, fields: {names}, "
-            f"{stats.nbytes / 2**20:,.1f} MiB {where}, {self._config.view}, {self._config.sampler}, "
-            f"{from_native(*self._segment.limiter)}, "
-            f"{stats.writers} writers{', stopped' if stats.stopped else ''})"
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import threading
@@ -17,7 +18,7 @@ from torchreplay import _C
 from torchreplay.buffer.base import Replay, WritableReplay
 from torchreplay.buffer.creation import attached_segment, copy_rows, new_segment
 from torchreplay.buffer.episodes import episodes
-from torchreplay.buffer.inspection import Inspection
+from torchreplay.buffer.inspection import StorageView, histograms, smallest_priority
 from torchreplay.buffer.local_sampler import LocalSampler, Missing
 from torchreplay.buffer.local_source import LocalSource
 from torchreplay.buffer.notices import warn_of_uniform
@@ -32,8 +33,8 @@ from torchreplay.schema.casting import cast_values
 from torchreplay.schema.config import MAX_CAPACITY, Config
 from torchreplay.schema.hindsight import Hindsight
 from torchreplay.schema.limiters import Limiter, MinSize, SamplesPerInsert, from_native
-from torchreplay.schema.samplers import Sampler, Schedule, Uniform
-from torchreplay.schema.spec import Spec
+from torchreplay.schema.samplers import Sampler, Schedule, Uniform, priorities_of
+from torchreplay.schema.spec import Spec, nest
 from torchreplay.schema.views import View
 from torchreplay.segment.delivery_log import DeliveryLog
 from torchreplay.segment.handle import Handle, lasting_handle, open_handle
@@ -98,7 +99,6 @@ class ReplayBuffer(Replay):
     def _init_state(self, segment: _C.Segment, nonce: int, config: Config) -> None:
         self._segment, self._nonce, self._config = segment, nonce, config
         self._sampler = LocalSource(segment, nonce, config)
-        self._inspection = Inspection(self._sampler)
         self._local = threading.local()
         self._enough = 0  # items of the largest batch that was not larger than the items there were
         self._ignores_td = isinstance(config.sampler, Uniform)  # and nobody was told
@@ -442,7 +442,9 @@ class ReplayBuffer(Replay):
         """
         self._sampler.pending.apply_arrived()
         len(self)  # brings what was written into the tree
-        return self._inspection.keys(rows)
+        keys1 = self._segment.column(-2)
+        there = keys1 > 0 if rows else (self._segment.column(-1) > 0) & (keys1 > 0)
+        return torch.sort(keys1[there] - 1).values
 
     def episodes(self, *, unfinished: bool = False) -> Iterator[dict[str, Any]]:
         """Yields the episodes held, in the order of their first rows, as `extend(**episode)` takes them. O(capacity).
@@ -477,7 +479,10 @@ class ReplayBuffer(Replay):
         checked = self._segment.checked_keys(wanted)
         self.flush()
         len(self)
-        return self._inspection.priorities(checked)
+        slots = checked % self.capacity
+        leaves, keys1 = self._segment.column(-1)[slots], self._segment.column(-2)[slots]
+        raw = priorities_of(leaves.double(), self._config.sampler).float()
+        return torch.where((keys1 == checked + 1) & (leaves > 0), raw, math.nan)
 
     def __len__(self) -> int:
         """Returns the number of rows held."""
@@ -539,7 +544,9 @@ class ReplayBuffer(Replay):
     def stats(self) -> Stats:
         """Returns what has happened so far, over all processes."""
         self._sampler.pending.apply_arrived()
-        return self._inspection.stats()
+        values = self._segment.stats()
+        values["priority_min"] = smallest_priority(values.pop("smallest_leaf"), self._config.sampler)
+        return Stats.of(values)
 
     def histograms(self, bins: int = 64) -> dict[str, torch.Tensor]:
         """Returns histograms of raw priorities and of rows' ages. O(capacity).
@@ -553,7 +560,9 @@ class ReplayBuffer(Replay):
             `[bins + 1]`, in rows written since) and `age` (int64 `[bins]`, counts of rows).
         """
         self._sampler.pending.apply_arrived()
-        return self._inspection.histograms(bins)
+        bins = checked_int("bins", bins, 1, 1 << 20)
+        head = self._segment.stats()["rows_written"]
+        return histograms(self._segment.column(-1), self._segment.column(-2), head, bins, self._config.sampler)
 
     @property
     def storage(self) -> dict[str, Any]:
@@ -562,11 +571,18 @@ class ReplayBuffer(Replay):
         They are live: a row may change while it is looked at, and writing to them bypasses every promise. They cannot
         be pickled.
         """
-        return self._inspection.storage()
+        return nest({path: StorageView.over(self._segment.column(i)) for i, path in enumerate(self._config.fields)})
 
     def __repr__(self) -> str:
         named = "" if self.name is None else f"{self.name!r}, "
-        return f"ReplayBuffer({named}closed)" if self._segment.closed else self._inspection.summary(self.path)
+        if self._segment.closed:
+            return f"ReplayBuffer({named}closed)"
+        stats, names = self._segment.stats(), ", ".join("/".join(path) for path in self._config.fields)
+        return (
+            f"ReplayBuffer({named}{stats['size']:,}/{self.capacity:,} rows, fields: {names}, "
+            f"{self.nbytes / 2**20:,.1f} MiB {'shared' if self.path is None else f'in {self.path}'}, {self.view}, "
+            f"{self.sampler}, {self.limiter}, {stats['writers']} writers{', stopped' if stats['stopped'] else ''})"
+        )
 
     # Checkpoints
 
