@@ -12,9 +12,9 @@ from forked import eventually
 import torchreplay as tr
 from torchreplay.ray import ShardedReplay
 from torchreplay.ray.sharded import coordinator as coordinator_module
-from torchreplay.ray.sharded import local_writing
+from torchreplay.ray.sharded import writing
 from torchreplay.ray.sharded.coordinator import BELIEF, Coordinator
-from torchreplay.ray.sharded.local_writing import Expectation
+from torchreplay.ray.sharded.writing import Expectation
 from torchreplay.schema.config import Config
 
 STARTUP = 150.0  # seconds: processes that import torch on a machine that is busy with other things
@@ -64,7 +64,7 @@ def test_announcements_are_believed_for_a_while_and_each_by_itself(monkeypatch):
 
 
 def test_an_announcement_is_repeated_until_it_is_closed(monkeypatch):
-    monkeypatch.setattr(local_writing, "REPEAT", 0.001)
+    monkeypatch.setattr(writing, "REPEAT", 0.001)
     said = []
 
     def ask(what, token, expecting):

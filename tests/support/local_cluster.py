@@ -11,7 +11,7 @@ USES_RAY = (
     "sharded.shard_client",
     "sharded.coordinator",
     "sharded.coordinator_client",
-    "sharded.local_writing",
+    "sharded.writing",
     "sharded.reply_collector",
     "runtime.cluster",
     "workers.placement",

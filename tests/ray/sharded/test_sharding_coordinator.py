@@ -18,7 +18,6 @@ import torchreplay as tr
 from torchreplay.ray import ShardedReplay
 from torchreplay.ray.sharded.coordinator import Coordinator
 from torchreplay.ray.sharded.local_shard import LocalShard
-from torchreplay.ray.sharded.local_writing import Expectation, buffer_to_write_to, nodes_to_write_from
 from torchreplay.ray.sharded.manifest import Counts, Manifest
 from torchreplay.ray.sharded.rate_limiter import Round
 from torchreplay.ray.sharded.reply_collector import ReplyCollector
@@ -26,6 +25,7 @@ from torchreplay.ray.sharded.shard_actor import Shard
 from torchreplay.ray.sharded.shard_client import ShardClient
 from torchreplay.ray.sharded.sharded_sampler import ShardedSampler
 from torchreplay.ray.sharded.stats import merged_histograms
+from torchreplay.ray.sharded.writing import Expectation, buffer_to_write_to, nodes_to_write_from
 from torchreplay.ray.workers.placement import OverShards
 from torchreplay.schema.config import Config
 from torchreplay.segment.waits import Wait
@@ -136,7 +136,7 @@ def test_a_writer_waits_for_the_shard_of_its_node_to_be_made_anew_and_learners_w
 
 
 def test_a_writer_whose_shard_is_not_made_anew_for_long_says_so(cluster, union, monkeypatch):
-    monkeypatch.setattr("torchreplay.ray.sharded.local_writing.REMAKE_SECONDS", 0.2)
+    monkeypatch.setattr("torchreplay.ray.sharded.writing.REMAKE_SECONDS", 0.2)
     coordinator, view = union()
     shards = view("b")
     cluster.failures["b"] = MemoryError("too little memory is left")
@@ -414,7 +414,7 @@ def test_an_answer_of_the_coordinator_that_comes_late_does_not_bring_back_what_i
 
 
 def test_an_announcement_is_repeated_after_ray_could_not_reach_the_coordinator(cluster, union, monkeypatch):
-    monkeypatch.setattr("torchreplay.ray.sharded.local_writing.REPEAT", 0.01)
+    monkeypatch.setattr("torchreplay.ray.sharded.writing.REPEAT", 0.01)
     coordinator, view = union()
     shards, actor = view("a"), cluster.named["union"]
     with Expectation(shards.coordinator):

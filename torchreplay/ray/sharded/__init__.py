@@ -1,3 +1,3 @@
 """One buffer over many nodes of the Ray cluster."""
 
-__all__ = ["local_shard", "local_writing", "sharded_replay", "stats"]
+__all__ = ["local_shard", "sharded_replay", "stats", "writing"]

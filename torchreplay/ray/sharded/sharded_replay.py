@@ -27,13 +27,13 @@ from torchreplay.ray.sharded.coordinator_client import (
     make_coordinator,
 )
 from torchreplay.ray.sharded.local_shard import ShardWriter
-from torchreplay.ray.sharded.local_writing import Expectation, buffer_to_write_to
 from torchreplay.ray.sharded.manifest import Manifest
 from torchreplay.ray.sharded.save_restore import capacities_for, restore_shards, save_shards
 from torchreplay.ray.sharded.shard_client import ShardClient
 from torchreplay.ray.sharded.shard_feedback import ShardFeedback
 from torchreplay.ray.sharded.sharded_sampler import ShardedSampler
 from torchreplay.ray.sharded.stats import ShardedStats, merged_histograms, summed
+from torchreplay.ray.sharded.writing import Expectation, buffer_to_write_to
 from torchreplay.schema.batch import ReplayBatch, keys_of
 from torchreplay.schema.config import Config
 from torchreplay.schema.limiters import Limiter, MinSize, SamplesPerInsert

@@ -8,8 +8,8 @@ from typing import Any, Final, TypeAlias
 
 from torchreplay.ray.runtime.cluster import living_nodes, only_on
 from torchreplay.ray.runtime.session import import_ray, logger
-from torchreplay.ray.sharded.local_writing import nodes_to_write_from
 from torchreplay.ray.sharded.sharded_replay import ShardedReplay, shards_of
+from torchreplay.ray.sharded.writing import nodes_to_write_from
 
 LOCAL_FIRST: Final = "LOCAL_FIRST"
 NAMES: Final = (LOCAL_FIRST, "SPREAD", "DEFAULT")
