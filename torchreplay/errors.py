@@ -6,7 +6,7 @@ class Stopped(RuntimeError):
 
 
 class ReplayLost(Stopped):
-    """The shards of a `ShardedReplay` are gone, and nobody had stopped it."""
+    """The shards of a `ShardedReplay` are gone, or the buffer of another node is, and nobody had stopped it."""
 
 
 class ReplayTimeout(TimeoutError):

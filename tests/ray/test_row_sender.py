@@ -12,6 +12,7 @@ from forked import eventually
 import torchreplay as tr
 
 pytest.importorskip("ray")
+from torchreplay.ray import ReplayLost
 from torchreplay.ray.remote.ingest_actor import Answer
 from torchreplay.ray.remote.remote_buffer import RemoteBuffer, RemoteWriter
 from torchreplay.ray.remote.row_sender import RowSender
@@ -121,6 +122,18 @@ def test_a_remote_writer_refuses_what_a_local_one_refuses_and_sends_nothing_of_i
         writer.flush()
         assert writer.rows == 6
     assert sum(chunk.rows for chunk in chunks) == 6
+
+
+@pytest.mark.parametrize("ending", [ReplayLost("its process is gone"), tr.Stopped("it was stopped")])
+def test_a_buffer_that_is_gone_is_told_from_one_that_was_stopped(sender_to, ending):
+    sender = sender_to(lambda chunk: Answer(ending=ending))
+    writer = RemoteWriter(sender, CONFIG, None, "next_step")
+    writer.append(n=1)
+    for call in (writer.flush, lambda: write_for_ever(writer), lambda: RemoteWriter(sender, CONFIG, None, "next_step")):
+        with pytest.raises(tr.Stopped, match=str(ending)) as told:
+            call()
+        assert told.type is type(ending)
+    writer.close()
 
 
 def test_an_explorer_whose_rows_are_refused_has_failed(sender_to, monkeypatch):

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args
 
 from torchreplay.errors import ReplayTimeout, Stopped, WouldBlockForever
 from torchreplay.segment.progress import LONG_AFTER, LiveLine
@@ -226,6 +226,7 @@ class Wait:
 
 
 Listener: TypeAlias = Literal["owners", "learners", "supervisors"]
+LISTENERS: tuple[Listener, ...] = get_args(Listener)
 
 
 class Audience:
@@ -236,7 +237,7 @@ class Audience:
         listeners: The kinds of participant that count.
     """
 
-    def __init__(self, segment: Watched, listeners: Sequence[Listener] = ("owners", "learners", "supervisors")) -> None:
+    def __init__(self, segment: Watched, listeners: Sequence[Listener] = LISTENERS) -> None:
         self._segment, self._listeners = segment, listeners
         self._alone_since: float | None = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
@@ -14,12 +15,12 @@ import numpy.typing as npt
 from torchreplay.buffer.replay_buffer import ReplayBuffer, attached_here, local_sampler
 from torchreplay.buffer.stats import Stats
 from torchreplay.buffer.writer import Writer
-from torchreplay.errors import AttachError, Stopped
+from torchreplay.errors import AttachError, ReplayLost, Stopped
 from torchreplay.ray.runtime.session import import_ray, logger
 from torchreplay.schema.views import Rows
 from torchreplay.segment.delivery_log import END, DeliveryLog, WriterEntry
 from torchreplay.segment.handle import Handle
-from torchreplay.segment.waits import Audience
+from torchreplay.segment.waits import LISTENERS, Audience, Listener
 
 INGEST_SLICE_SECONDS: Final = 0.2
 """Seconds for which a chunk waits here for the limiter; then its writer sends it again, and knows why."""
@@ -64,7 +65,7 @@ class Answer:
     waiting: str = ""  # what the next one waits for; "" when it does not
     limited: bool = False  # whether it waits for the limiter
     refusal: str = ""  # why the next one, and all after it, cannot be written; "" while they can
-    ending: str = ""  # why nobody should write any more; "" while they should
+    ending: Stopped | None = None  # why nobody should write any more; None while they should
 
 
 class _Behind(Exception):
@@ -168,13 +169,19 @@ class Ingest:
     """The Ray actor, one for each buffer that has remote writers; on the buffer's own node.
 
     It ends when the buffer is stopped, when no learner is left, or when no remote writer has reported for a while. The
-    next remote writer starts it again. `view` is the buffer's own, where a handle does not say all of it.
+    next remote writer starts it again.
+
+    Args:
+        handle: Of the buffer.
+        view: The buffer's own, where a handle does not say all of it.
+        listeners: The participants of which one must be there, or nobody is left to draw.
     """
 
-    def __init__(self, handle: Handle, view: Any = None) -> None:
+    def __init__(self, handle: Handle, view: Any = None, listeners: Sequence[Listener] = LISTENERS) -> None:
+        self._listeners = listeners
         self._ray = import_ray()
         self._me = self._ray.get_runtime_context().current_actor
-        self._ending = ""
+        self._ending: Stopped | None = None
         self._lock = threading.Lock()
         self._writers: dict[int, IngestWriter] = {}
         self._heard = time.monotonic()
@@ -185,7 +192,7 @@ class Ingest:
             self._log = DeliveryLog.attach(handle.delivery_log)
             self._attached = attached_here(ReplayBuffer, handle, view)
         except AttachError as error:
-            self._ending = str(error)
+            self._end(error)
         threading.Thread(target=self._watch, name="torchreplay-ingest", daemon=True).start()
 
     # Of the group "rows": one at a time, in the order in which each process calls.
@@ -204,7 +211,7 @@ class Ingest:
         except _Behind:
             return Answer(writer.entry.written, waiting=self._why(), limited=True)
         except Stopped as error:
-            self._ending = str(error)
+            self._end(error)
         except Exception as error:
             logger.exception("the rows of a remote writer cannot be written")
             return Answer(refusal=f"the rows of this writer cannot be written: {error}")
@@ -228,14 +235,14 @@ class Ingest:
 
     # Of the group "calls", but that a writer comes in front of its rows: a learner that waits knows that some may come.
 
-    def describe(self) -> tuple[str, str]:
-        """Returns the description of the buffer, "" when nobody can attach, and why nobody should write, or ""."""
+    def describe(self) -> tuple[str, Stopped | None]:
+        """Returns the description of the buffer, "" when nobody can attach, and why nobody should write, or None."""
         self._heard = time.monotonic()
         self._notice_stop()
         return "" if self._attached is None else local_sampler(self._attached).segment.text, self._ending
 
-    def look(self, sources: list[Source]) -> str:
-        """Notes which writers are alive; returns why writing must end, or ""."""
+    def look(self, sources: list[Source]) -> Stopped | None:
+        """Notes which writers are alive; returns why writing must end, or None."""
         self._heard = time.monotonic()
         self._notice_stop()
         if not self._ending and self._acquire():
@@ -259,12 +266,18 @@ class Ingest:
     @property
     def _buffer(self) -> ReplayBuffer:
         if self._attached is None:
-            raise AttachError(self._ending)
+            raise AttachError(str(self._ending))
         return self._attached
 
     def _notice_stop(self) -> None:
         if not self._ending and self._buffer.stopped:
-            self._ending = "the replay buffer was stopped"
+            self._ending = Stopped("the replay buffer was stopped")
+
+    def _end(self, error: Exception) -> None:
+        """Takes in that nobody should write any more: the buffer was stopped, or `error` says that it is gone."""
+        if self._attached is not None:
+            self._notice_stop()
+        self._ending = self._ending or ReplayLost(str(error))
 
     def _acquire(self) -> bool:
         until = time.monotonic() + INGEST_SLICE_SECONDS
@@ -290,9 +303,12 @@ class Ingest:
         census = local_sampler(self._buffer).segment.census(True)
         return f"the learner to draw more, as the limiter wants it (learners alive: {census['learners']})"
 
+    def _audience(self) -> Audience:
+        return Audience(local_sampler(self._buffer).segment, self._listeners)
+
     def _watch(self) -> None:
         """Notices the end: of the buffer, of its owner, of writers."""
-        audience = None if self._attached is None else Audience(local_sampler(self._attached).segment)
+        audience = None if self._attached is None else self._audience()
         try:
             while time.monotonic() - self._heard < LINGER or (self._writers and not self._ending):
                 time.sleep(_LOOK_EVERY)
@@ -306,7 +322,7 @@ class Ingest:
         try:
             audience.check()
         except Stopped as error:
-            self._ending = self._ending or str(error)
+            self._end(error)
         now = time.monotonic()
         with self._lock:
             for number, writer in list(self._writers.items()):

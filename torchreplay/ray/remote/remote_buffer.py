@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from torchreplay.buffer.base import WritableReplay
 from torchreplay.buffer.replay_buffer import ReplayBuffer, attached
@@ -23,6 +24,7 @@ from torchreplay.schema.limiters import Limiter
 from torchreplay.schema.views import View
 from torchreplay.segment.handle import Handle
 from torchreplay.segment.ray_node import ray_node
+from torchreplay.segment.waits import LISTENERS, Listener
 
 _open_writers: weakref.WeakSet[RemoteWriter] = weakref.WeakSet()
 
@@ -93,7 +95,8 @@ class RemoteWriter(Writer):
         """Returns when everything written so far is in the buffer.
 
         Raises:
-            Stopped: The buffer was stopped, or is gone: some of it may not be.
+            Stopped: The buffer was stopped: some of it may not be.
+            ReplayLost: The buffer is gone.
             RuntimeError: The rows are not taken; the text says why.
             ValueError: The writer is closed.
         """
@@ -138,10 +141,14 @@ class RemoteBuffer(WritableReplay):
     gone.
     """
 
+    _listeners: ClassVar[Sequence[Listener]] = LISTENERS
+    """The participants of which one must be there, or the buffer is gone."""
+
     def __init__(self, handle: Handle, view: View | None = None) -> None:
         self._handle = handle
         self._given_view = view
-        self._actor = NodeActor(handle.node, Ingest, f"torchreplay-ingest-{handle.nonce:016x}", (handle, view))
+        name, args = f"torchreplay-ingest-{handle.nonce:016x}", (handle, view, self._listeners)
+        self._actor = NodeActor(handle.node, Ingest, name, args)
         self._connecting = threading.Lock()
         self._connection: tuple[Config, RowSender] | None = None
         self._local = threading.local()
@@ -157,7 +164,7 @@ class RemoteBuffer(WritableReplay):
             if self._connection is None:
                 text, ending = self._actor.ask("describe")
                 if not text:
-                    raise AttachError(ending)
+                    raise AttachError(str(ending))
                 config, sender = Config.from_text(text).with_functions(self._given_view), RowSender(self._actor, ending)
                 weakref.finalize(self, sender.close)
                 self._connection = config, sender
@@ -188,7 +195,8 @@ class RemoteBuffer(WritableReplay):
         """Returns a writer for the calling thread's rows, as `ReplayBuffer.writer` does.
 
         Raises:
-            Stopped: The buffer was stopped, or is gone.
+            Stopped: The buffer was stopped.
+            ReplayLost: The buffer is gone.
             ValueError: As there.
             RuntimeError: This process was forked off one of Ray's, or rows can no longer be sent from it.
         """
@@ -197,14 +205,17 @@ class RemoteBuffer(WritableReplay):
 
     def extend(self, /, *args: Any, priority: Any = None, casting: Any = "same_kind", **fields: Any) -> None:
         """Writes n rows or episodes, as `ReplayBuffer.extend` does, and returns when they are in the buffer."""
+        self._rows_extended += self.deliver(*args, priority=priority, casting=casting, **fields)
+
+    def deliver(self, /, *args: Any, priority: Any = None, casting: Any = "same_kind", **fields: Any) -> int:
+        """Does what `extend` does, and returns how many rows it has written."""
         fields = cast_values(self._config.fields, fields, casting)
         num_envs = self._config.num_envs_of(fields)
         if num_envs is not None:
             with self.writer(num_envs=num_envs) as block_writer:
                 block_writer.extend(*args, priority=priority, **fields)
                 block_writer.flush()
-                self._rows_extended += block_writer.rows
-            return
+                return block_writer.rows
         try:
             writer: RemoteWriter = self._local.writer
         except AttributeError:
@@ -217,15 +228,28 @@ class RemoteBuffer(WritableReplay):
             if writer.refused:  # such as one whose place was given to others: the next call has another
                 del self._local.writer
             raise
-        self._rows_extended += writer.rows - before
+        return writer.rows - before
 
     # Life cycle
+
+    def connect(self) -> None:
+        """Finds the buffer, unless it was found before.
+
+        Raises:
+            AttachError: It is gone, or its owner or its node is.
+        """
+        self._connected()
+
+    @property
+    def ending(self) -> Stopped | None:
+        """What its writers get instead of writing, as far as this process knows: `ReplayLost` if the buffer is gone."""
+        return None if self._connection is None else self._connection[1].ending
 
     def stop(self) -> None:
         """Stops the buffer for all processes, on all nodes."""
         self._ask("stop")
         if self._connection is not None:
-            self._connection[1].end("the replay buffer was stopped")
+            self._connection[1].end(Stopped("the replay buffer was stopped"))
 
     @property
     def stopped(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from torchreplay.errors import AttachError, Stopped
+from torchreplay.errors import AttachError, ReplayLost, Stopped
 from torchreplay.ray.remote.ingest_actor import Answer, Chunk
 from torchreplay.ray.remote.send_buffer import Delay, SendBuffer, WriterState
 from torchreplay.ray.runtime.actor_client import NodeActor
@@ -39,14 +39,14 @@ PAUSE: Final = 0.25
 class RowSender:
     """Sends the rows of this process's writers of one buffer, and listens for answers, in a thread of its own.
 
-    Its calls for those who write raise `Stopped` when the buffer was stopped, or is gone, and RuntimeError when rows
-    are taken no more.
+    Its calls for those who write raise `Stopped` when the buffer was stopped, `ReplayLost` when it is gone, and
+    RuntimeError when rows are taken no more.
     """
 
-    def __init__(self, actor: NodeActor, ending: str = "") -> None:
+    def __init__(self, actor: NodeActor, ending: Stopped | None = None) -> None:
         self._ray = import_ray()
         self._actor = actor
-        self.ending = ending  # why nobody should write any more; "" while they should
+        self.ending = ending  # why nobody should write any more; None while they should
         # What has gone wrong, where nobody can write from here any more although they should; "" otherwise
         self.failure = ""
         self._send_buffers: set[SendBuffer] = set()  # copied to go through it: writers come at any time
@@ -99,7 +99,7 @@ class RowSender:
             send_buffer.state = WriterState.GONE
         self._events.put(None)
 
-    def end(self, reason: str) -> None:
+    def end(self, reason: Stopped) -> None:
         """Lets everyone know that nobody should write any more."""
         self.ending = self.ending or reason
         self._events.put(None)
@@ -125,7 +125,7 @@ class RowSender:
 
     def _check(self, send_buffer: SendBuffer | None = None) -> None:
         if self.ending:
-            raise Stopped(self.ending)
+            raise type(self.ending)(*self.ending.args)  # another one: its traceback keeps what it passes through
         if self.failure:
             raise RuntimeError(self.failure)
         if send_buffer is not None and send_buffer.ended is not None:
@@ -176,11 +176,11 @@ class RowSender:
             for send_buffer in list(self._send_buffers):
                 self._attend(send_buffer, sweep)
         except AttachError as gone:  # the node is, or this process's Ray
-            self.end(str(gone))
+            self.end((ReplayLost if self._actor.connected else Stopped)(str(gone)))
 
     def _attend(self, send_buffer: SendBuffer, sweep: bool) -> None:
         if self.ending:
-            send_buffer.end(self.ending)
+            send_buffer.end(str(self.ending))
         delay = send_buffer.delay
         if self._giving_up and delay is not None and delay.by_limiter:
             send_buffer.end(f"this process is to end, and its rows wait for {delay.waits_for}")
